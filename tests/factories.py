@@ -17,6 +17,7 @@ from bench.plan.matrix import Matrix, parse
 from bench.plan.task import EXTRA_PASSES, Spec
 from bench.run.journal import SCHEMA_VERSION
 from bench.run.matmul import MatmulTask
+from bench.run.trial_record import warmup
 
 ALL_PASSES = ("time", *EXTRA_PASSES)
 PEAK_BYTES = 40 * 2**20
@@ -65,7 +66,7 @@ def make_collectives(cell: Cell) -> list[dict[str, Any]]:
     layout = layout_of(cell)
     expected = expect(cell, layout) if layout else None
     if expected is None:
-        return [{"op": "all_reduce", "dtype": "float32", "calls": 1, "payload_bytes": 13_644_800}]
+        return [{"op": "all_reduce", "group": "world", "dtype": "float32", "calls": 1, "payload_bytes": 13_644_800}]
     return [dataclasses.asdict(row) for row in expected.collectives]
 
 
@@ -94,10 +95,14 @@ def make_rank(cell: Cell, passes: Sequence[str] = ALL_PASSES, rank: int = 0, **c
 def make_record(cell: Cell, repeat: int = 0, **changes: Any) -> dict[str, Any]:
     """The journal's record of a sound trial with all passes; ``time`` may be given as changes of the sound one."""
     time = make_time(cell) | {"ranks_agree": True} | changes.pop("time", {})
+    time.setdefault("rank_step_seconds", [time["step_seconds"]])
+    time.setdefault("num_warmup", len(time["warmup_seconds"]) + 1 + warmup(time["step_seconds"]))
     facts = make_rank(cell)
+    counted = changes.pop("collectives", facts["collectives"])
     return {
         **facts,
         "time": time,
+        "collectives": counted and [{"group": "world", **row} for row in counted],
         "cell_id": cell.cell_id,
         "repeat": repeat,
         "cell": cell.to_dict(),

@@ -126,8 +126,14 @@ def _sound(cell: Cell, repeat: int, factor: float, random_: random.Random, noise
         parts = {f"{total}_{name}": round((i + 1) * factor * MIB) for i, name in enumerate(Category)}
         memory |= {total: sum(parts.values()), **parts}
     collectives = [
-        {"op": "all_reduce", "dtype": "float32", "calls": cell.accumulate, "payload_bytes": cell.accumulate * 12 * MIB},
-        {"op": "broadcast", "dtype": "float32", "calls": 1, "payload_bytes": MIB},
+        {
+            "op": "all_reduce",
+            "group": "world",
+            "dtype": "float32",
+            "calls": cell.accumulate,
+            "payload_bytes": cell.accumulate * 12 * MIB,
+        },
+        {"op": "broadcast", "group": "world", "dtype": "float32", "calls": 1, "payload_bytes": MIB},
     ]
     extra = {"memory": None if repeat else memory, "collectives": collectives if cell.world_size > 1 else []}
     return make_record(cell, repeat, time={"step_seconds": steps}, **extra)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.judge.loading import load
-from bench.judge.standing import standings
 from bench.report import figures
+from bench.report.report_data import ReportData
 from tests.pages import write_run
 
 FOLDER = Path(__file__).parent / "pictures"
@@ -23,8 +23,7 @@ def draw(folder: Path) -> list[Path]:
     """All figures of the made run, as PNG, into the folder."""
     with tempfile.TemporaryDirectory() as place:
         run = load(write_run(Path(place) / "pictures", FACTORS, accumulate=(1, 2, 8), fate=_fate))
-        standing = next(iter(standings(run).values()))
-        drawn = figures.draw(run.tables, dict(run.manifest), folder, standing)
+        drawn = figures.draw(ReportData(run=run), folder)
     for path in drawn:
         if path.suffix != ".png":
             path.unlink()

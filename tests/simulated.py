@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+from bench.judge.baseline import interim_analysis
 from bench.judge.loading import Run, load
-from bench.judge.standing import look
 from bench.launch.outcome import Outcome
 from bench.plan.cell import REFERENCE, Cell, Status
 from bench.plan.expand import expand
@@ -72,7 +72,7 @@ def simulate(
             results = ranks(cell, results)
         return Outcome(status=Status.OK, reason="", ranks=results, wall_s=1.0)
 
-    Runner(folder, manifest, backends, FakeLauncher(script), Mock(), look).run()  # type: ignore[arg-type]
+    Runner(folder, manifest, backends, FakeLauncher(script), Mock(), interim_analysis).run()  # type: ignore[arg-type]
     return load(folder)
 
 

@@ -24,7 +24,7 @@ from bench.backends.plain import DDPDeferred
 from bench.cli import main
 from bench.commands import COMMANDS
 from bench.errors import BAD, DEFECT, GOOD, INTERRUPTED, WRONG
-from bench.judge.remarks import EXPECTED
+from bench.judge.gates import EXPECTED
 from bench.launch import gpus as launch_gpus
 from bench.launch import launcher as launch_launcher
 from bench.launch.launcher import LauncherError
@@ -352,7 +352,7 @@ def with_launcher(place: Place, script: Script | None = None) -> list[FakeLaunch
         return made[-1]
 
     place.patch.setattr(launch_launcher, "Launcher", launcher)
-    place.patch.setattr(figures, "draw", lambda judged, manifest, folder, found, obstacle: [folder / "a.png"])
+    place.patch.setattr(figures, "draw", lambda data, folder, obstacle: [folder / "a.png"])
     return made
 
 
@@ -407,7 +407,7 @@ def test_a_known_defect_is_no_surprise(place: Place) -> None:
     words = " ".join(out.split())
     progress, summary = words.split("backend memory ratio n correct?", 1)
     assert f"s/step; invalid, {EXPECTED}: Lightning divides the loss by N" in progress
-    assert "lightning-deepspeed-zero2 - - 0 no" in summary
+    assert "lightning-deepspeed-zero2 - - 0 invalid" in summary
     assert "Do not use lightning-deepspeed-zero2 (N = 2): Lightning divides the loss by N" in summary
     assert "exit status 0: all invalid trials are due to documented defects" in summary
     for report in ("report.html", "report.md"):

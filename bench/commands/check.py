@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _of_citation(folder: Path, name: str) -> list[Finding]:
-    from bench.report.cited import verify
+    from bench.report.citation_check import verify
 
     place, advice = f"--citation {name}", "name a file with what cite printed"
     try:

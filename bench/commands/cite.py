@@ -43,9 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the citation; 1 if the journal was changed after the run."""
     from bench.findings import Level
     from bench.judge.integrity import journal_findings
-    from bench.judge.loading import hashed, load
+    from bench.judge.loading import load
 
-    found = hashed(load(arguments.run), arguments.run)
+    found = load(arguments.run)
     citation = _cited(arguments, found)
     for one in journal_findings(arguments.run, found, len(found.tables.trials)):
         if one.level is Level.ERROR:
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _cited(arguments: argparse.Namespace, found: Run) -> Citation:
-    from bench.judge.quoting import find_cell
+    from bench.judge.quotes import find_cell
     from bench.report.citation import cite, cite_plot
 
     if arguments.plot is not None:

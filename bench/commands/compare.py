@@ -6,13 +6,8 @@ With ``--json`` one object:
 - ``margin``, ``thresholds``: as given, 0.05 for 5 %; ``floor``: the ratio of the A/A pair with its interval, of two
   runs the one that is farther from 1; null if a run has none;
 - ``fingerprint``: the keys that differ between the runs, each with ``key``, ``a`` and ``b``;
-- ``cells``: one per pair (bench.judge.pairs.record): ``cell``, its ``group``, ``cell_id_a`` and ``_b``,
-  ``backend_a`` and ``_b``; ``verdict`` on B, ``reason``, ``detail``, ``next``: what to do; ``forced``: whether numbers
-  are given although the two are not comparable; ``ratio``: step time of B over that of A, with the 95 % interval
-  ``low`` to ``high`` (null without one, and ``no_interval`` says why), ``num_trials``, ``paired``, ``p_different`` and
-  ``p_same`` after Holm's correction; ``peak_memory_a_bytes``, ``_b_bytes``, ``_verdict`` (equal, more, fewer,
-  unknown: of B) and ``_ratio``; ``optimizer_steps_a``, ``_b`` and ``_verdict``; ``regressions`` and ``unchecked``:
-  which of the thresholds are certainly exceeded, and which could not be checked;
+- ``cells``: one per pair, with the columns of the frame ``ratios`` (``python -m bench export RUN --table ratios``), and
+  ``regressions`` and ``unchecked``: which of the thresholds are certainly exceeded, and which could not be checked;
 - ``only_a``, ``only_b``: cells without a partner; ``newly_failed``: pairs of which trials failed in B and none in A;
   ``notes``: sentences; ``regressed``: whether any cell has; ``gate``: passed, regressed or unchecked, null without
   ``--fail-on``.
@@ -23,7 +18,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +29,7 @@ from bench.errors import BAD, GOOD, UNCHECKED, InputError, suggest
 
 if TYPE_CHECKING:
     from bench.judge.loading import Run
-    from bench.judge.pairs import ComparedPair, Pair
-    from bench.report.comparison import Report
+    from bench.judge.pairs import Pair
 
 METRICS = ("slower", "memory")
 DESCRIPTION = (
@@ -104,88 +100,84 @@ def _thresholds(text: str) -> dict[str, float]:
 def run(arguments: argparse.Namespace) -> int:
     """Compare and show; the exit status is that of the gate."""
     from bench.judge import pairs as judge_pairs
-    from bench.judge.remarks import remarks
-    from bench.judge.standing import floor_of_runs
+    from bench.judge.baseline import floor_of_runs
+    from bench.judge.caveats import remarks
     from bench.judge.statistics import MARGIN
     from bench.report import comparison
-    from bench.run import machine
+    from bench.run.machine import differences
 
-    if arguments.allow_unchecked and not arguments.fail_on:
+    limits, margin = arguments.fail_on, arguments.margin or MARGIN
+    if arguments.allow_unchecked and not limits:
         raise InputError("--allow-unchecked: is for a gate; give --fail-on too, such as --fail-on slower=5%")
     a, b, every, titles = _chosen(arguments)
-    margin = MARGIN if arguments.margin is None else arguments.margin
-    never = [pair for pair in every if not (judge_pairs.measured(a, pair.a) or judge_pairs.measured(b, pair.b))]
-    pairs = [pair for pair in every if pair not in never]
+    pairs = [pair for pair in every if judge_pairs.measured(a, pair.a) or judge_pairs.measured(b, pair.b)]
     if not pairs:
         raise InputError(f"{arguments.a}: every common cell is unsupported on both sides, so nothing was measured")
     if arguments.out:
-        _make(arguments.out)
-    same = a is not b and _is_same(arguments.a, arguments.b)
+        with _writing(arguments.out):
+            arguments.out.mkdir(parents=True, exist_ok=True)
+    same = a is not b and a.manifest["journal_sha256"] == b.manifest["journal_sha256"]
     if same and not arguments.json:
         print(f"A and B are the same run, {a.name}: there is nothing to compare")
-        return UNCHECKED if arguments.fail_on and not arguments.allow_unchecked else GOOD
-    floor, unsure = floor_of_runs(a, b)
-    rows = judge_pairs.judge_pairs(
-        a, b, pairs, thresholds=arguments.fail_on, margin=margin, force=arguments.force, floor=floor
-    )
-    unlike = [] if a is b else machine.differences(a.manifest, b.manifest)
+        return UNCHECKED if limits and not arguments.allow_unchecked else GOOD
+    floor, notes = floor_of_runs(a, b)
+    rows = judge_pairs.judge_pairs(a, b, pairs, thresholds=limits, margin=margin, force=arguments.force, floor=floor)
     alone = judge_pairs.partnerless(a, b, every, (arguments.against, arguments.backend))
     failed = judge_pairs.newly_failed(a, b, pairs)
-    remarked = remarks(side for row in rows for side in ((a.manifest, row.pair.a), (b.manifest, row.pair.b)))
-    said = [*unsure, *comparison.notes_on(a, b, rows, never, arguments.fail_on, margin)]
-    if failed:
-        said.append(f"failed in B and not in A: {', '.join(failed)}")
+    notes += comparison.notes(a, b, rows, [pair for pair in every if pair not in pairs], limits, margin)
+    notes += [f"failed in B and not in A: {', '.join(failed)}"] if failed else []
     gate = None
-    if arguments.fail_on:
+    if limits:
         missed = same or any(row.unchecked for row in rows) or bool(alone["only_a"])
-        gate = _gate(rows, missed=missed and not arguments.allow_unchecked, failed=bool(failed))
+        gate = "unchecked" if failed or (missed and not arguments.allow_unchecked) else "passed"
+        gate = "regressed" if any(row.regressions for row in rows) else gate
+    report = comparison.Report(
+        a=titles[0],
+        b=titles[1],
+        rows=rows,
+        differences=[] if a is b else differences(a.manifest, b.manifest),
+        remarks=remarks(side for row in rows for side in ((a.manifest, row.pair.a), (b.manifest, row.pair.b))),
+        notes=[
+            *notes,
+            *(f"only in {key[-1].upper()}: {', '.join(labels)}" for key, labels in alone.items() if labels),
+            *([WORDS[gate]] if gate else []),
+        ],
+        margin=margin,
+        threshold=limits.get("slower"),
+    )
     if arguments.json:
         facts = {
             "a": {"run_id": a.name, "backend": arguments.against},
             "b": {"run_id": b.name, "backend": arguments.backend},
             "margin": margin,
-            "thresholds": arguments.fail_on,
+            "thresholds": limits,
             "floor": None if floor is None else dataclasses.asdict(floor),
-            "fingerprint": [{"key": one.key, "a": one.a, "b": one.b} for one in unlike],
+            "fingerprint": [{"key": one.key, "a": one.a, "b": one.b} for one in report.differences],
             "cells": [judge_pairs.record(row) for row in rows],
             **alone,
             "newly_failed": failed,
-            "notes": [*remarked, *said],
+            "notes": [*report.remarks, *notes],
             "regressed": any(row.regressions for row in rows),
             "gate": gate,
         }
         print(json.dumps(facts, allow_nan=False))
-    said += [f"only in {key[-1].upper()}: {', '.join(labels)}" for key, labels in alone.items() if labels]
-    said += [WORDS[gate]] if gate else []
-    report = comparison.Report(
-        a=titles[0],
-        b=titles[1],
-        rows=rows,
-        differences=unlike,
-        remarks=remarked,
-        notes=said,
-        margin=margin,
-        threshold=arguments.fail_on.get("slower"),
-    )
-    if not arguments.json:
-        _show(report)
+    else:
+        comparison.show(report)
     if arguments.out:
-        _write(arguments.out, report)
+        with _writing(arguments.out):
+            names = ", ".join(path.name for path in comparison.write(report, arguments.out))
+        print(f"written: {names} to {arguments.out}", file=sys.stderr)
     return {None: GOOD, "passed": GOOD, "regressed": BAD, "unchecked": UNCHECKED}[gate]
 
 
-def _is_same(a: Path, b: Path) -> bool:
-    """Whether two folders hold the same run: the same trials, wherever they lie."""
-    from bench.run.journal import Journal
-
-    return Journal(a).digest() == Journal(b).digest()
-
-
-def _gate(rows: Sequence[ComparedPair], *, missed: bool, failed: bool) -> str:
-    """What the gate says: regressed, unchecked or passed."""
-    if any(row.regressions for row in rows):
-        return "regressed"
-    return "unchecked" if missed or failed else "passed"
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Report in one line that the folder cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or error
+        raise InputError(f"--out {folder}: cannot be written ({why}); name a folder that can") from error
 
 
 def _chosen(arguments: argparse.Namespace) -> tuple[Run, Run, list[Pair], tuple[str, str]]:
@@ -193,25 +185,27 @@ def _chosen(arguments: argparse.Namespace) -> tuple[Run, Run, list[Pair], tuple[
     from bench.judge import pairs as judge_pairs
     from bench.judge.loading import load
 
-    backends = (arguments.backend, arguments.against)
+    backends = {"--backend": arguments.backend, "--against": arguments.against}
     if arguments.b is None:
-        if None in backends:
+        if None in backends.values():
             raise InputError(
                 f"{arguments.a}: is one run; name a second one, or two of its backends with --backend and --against"
             )
-        one = load(arguments.a)
-        for option, name in (("--backend", arguments.backend), ("--against", arguments.against)):
-            _check_backend(one, option, name)
+        run = load(arguments.a)
+        known = sorted({cell.backend for cell in run.cells.values()})
+        for option, name in backends.items():
+            if name not in known:
+                raise InputError(f"{option}: '{name}' is not in the run {run.name}; {suggest(name, known)}")
         if arguments.backend == arguments.against:
             raise InputError(f"--against: '{arguments.against}' is --backend too; name another one")
-        pairs = judge_pairs.pairs_of_backends(one, arguments.against, arguments.backend)
+        pairs = judge_pairs.pairs_of_backends(run, arguments.against, arguments.backend)
         if not pairs:
             raise InputError(
                 f"{arguments.a}: {arguments.backend} and {arguments.against} have no cell that differs in the backend "
                 "alone; compare others"
             )
-        return one, one, pairs, (f"{arguments.against} of {one.name}", f"{arguments.backend} of {one.name}")
-    for option, name in (("--backend", arguments.backend), ("--against", arguments.against)):
+        return run, run, pairs, (f"{arguments.against} of {run.name}", f"{arguments.backend} of {run.name}")
+    for option, name in backends.items():
         if name is not None:
             raise InputError(f"{option}: is for one run, and two are named; leave out {option} or {arguments.b}")
     a, b = load(arguments.a), load(arguments.b)
@@ -225,58 +219,3 @@ def _chosen(arguments: argparse.Namespace) -> tuple[Run, Run, list[Pair], tuple[
         )
         raise InputError(f"{arguments.a} and {arguments.b}: have no common cell{near}")
     return a, b, [*pairs, *apart], (a.name, b.name)
-
-
-def _check_backend(one: Run, option: str, name: str) -> None:
-    known = sorted({cell.backend for cell in one.cells.values()})
-    if name not in known:
-        raise InputError(f"{option}: '{name}' is not in the run {one.name}; {suggest(name, known)}")
-
-
-def _show(report: Report) -> None:
-    """Table and words on the terminal."""
-    from rich.console import Console
-    from rich.text import Text
-
-    from bench.report import comparison
-
-    console = Console()
-    console.print(Text(comparison.headline(report)), soft_wrap=True)
-    for line in comparison.alarm(report.differences):
-        console.print(Text(line, style="bold red"), soft_wrap=True)
-    console.print(comparison.table(report.rows, console))
-    for line in [*comparison.reasons(report.rows), "", *report.remarks, *report.notes]:
-        console.print(Text(line), soft_wrap=True)
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-
-
-def _unwritable(folder: Path, error: OSError) -> InputError:
-    return InputError(f"--out {folder}: cannot be written ({error.strerror or error}); name a folder that can")
-
-
-def _write(folder: Path, report: Report) -> None:
-    """Table, page and plots."""
-    import matplotlib.style
-    from rich.console import Console
-
-    from bench.report import comparison, forest, sheet, style
-
-    table, page = folder / "compare.parquet", folder / "compare.md"
-    written = [table, page]
-    try:
-        comparison.frame(report.rows).to_parquet(table, index=False)
-        drawings = forest.draw(report)
-        with matplotlib.style.context(list(style.BASE)):
-            for drawing in drawings:
-                written += sheet.save(drawing.figure, folder / drawing.stem, drawing.words)
-        page.write_text(comparison.page(report, [f"{one.stem}.png" for one in drawings]), encoding="utf-8")
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-    names = ", ".join(path.name for path in written)
-    Console(stderr=True).print(f"written: {names} to {folder}", highlight=False, markup=False, soft_wrap=True)

@@ -94,7 +94,7 @@ def _write(frames: Frames, form: str, out: Path) -> list[Path]:
 
         if out.resolve() == frames.folder.resolve():
             raise InputError(f"--out {out}: is the run's own folder; name another one")
-        return formats.write_csv(frames, out) if form == "csv" else formats.write_parquet(frames, out, frames.run_id)
+        return formats.write_csv(frames, out) if form == "csv" else formats.write_parquet(frames, out)
     from bench.report.formats import document
 
     if out.suffix != ".json":

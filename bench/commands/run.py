@@ -151,7 +151,7 @@ def _train(
     from rich.console import Console
 
     from bench.forecast.estimate import costs
-    from bench.judge.standing import baseline_of, look
+    from bench.judge.baseline import baseline_of, interim_analysis
     from bench.launch import gpus as launch_gpus
     from bench.launch.launcher import Launcher, LauncherError
     from bench.report.finish import finish
@@ -166,7 +166,9 @@ def _train(
     if arguments.json:
         display = JsonLines(guesses, manifest)
     launcher = Launcher(cells[0].device, cold=manifest["cold"], others=others, recorder=Telemetry())
-    work = runner.Runner(folder, manifest, backends, launcher, display, look, retry_failed=arguments.retry_failed)
+    work = runner.Runner(
+        folder, manifest, backends, launcher, display, interim_analysis, retry_failed=arguments.retry_failed
+    )
     kept = f"the finished trials are kept; go on with: python -m bench run --resume {folder}"
     try:
         with display, launcher:

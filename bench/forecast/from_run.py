@@ -21,9 +21,10 @@ from scipy.optimize import nnls
 from bench.forecast.prediction import Bounds, Link, Prediction, at, communication, sent_bytes
 from bench.judge.formulas import BUILT_IN, expect, layout_of
 from bench.plan.cell import Cell, Device
-from bench.plan.columns import DASH
-from bench.report.material import Material
-from bench.report.sections import PageSection, Table
+from bench.plan.column import DASH
+from bench.report.report_data import ReportData
+from bench.report.sections import PageSection
+from bench.report.tabular import Table
 from bench.run.links import between, ranks_of
 from bench.words import plural
 
@@ -133,16 +134,16 @@ def beside(seconds: Mapping[Cell, float], manifest: Mapping[str, Any]) -> list[l
     return [group for group in found_groups if len(group) > 1]
 
 
-def section(of: Material) -> PageSection | None:
+def section(data: ReportData) -> PageSection | None:
     """Measured steps against predicted ones, as a section of the report; None if nothing is predicted."""
-    labels = {of.run.cells[cell_id]: of.run.labels[cell_id] for cell_id in of.cells.index}
-    times = {of.run.cells[row["cell_id"]]: row["step_time_s"] for row in of.rows.values()}
-    groups = beside({cell: seconds for cell, seconds in times.items() if seconds is not None}, of.run.manifest)
+    labels = {data.run.cells[cell_id]: data.run.labels[cell_id] for cell_id in data.cells.index}
+    times = {data.run.cells[row["cell_id"]]: row["step_time_s"] for row in data.rows.values()}
+    groups = beside({cell: seconds for cell, seconds in times.items() if seconds is not None}, data.run.manifest)
     if not groups:
         return None
     rows, sentences = [], []
     for group in groups:
-        found = measured_link(of.run.manifest, group[0].cell)
+        found = measured_link(data.run.manifest, group[0].cell)
         assert found is not None, "without a link there is no group"
         latency = f"{1e6 * found.link.latency_s:.4g} us"
         sentences.append(f"The link has {found.link} per rank and {latency} per call, {found.source}.")
@@ -164,5 +165,5 @@ def section(of: Material) -> PageSection | None:
         title="Do steps take as long as the links predict?",
         sentences=tuple(dict.fromkeys(sentences)),
         plots=(),
-        table=Table(caption="Step times, measured and predicted from the links", header=HEADER, rows=tuple(rows)),
+        table=Table.of("Step times, measured and predicted from the links", HEADER, rows),
     )

@@ -9,14 +9,13 @@ from typing import Any
 
 import pandas as pd
 
-from bench.judge.loading import Run, hashed, load
+from bench.judge.baseline import AgainstBaseline, against_baseline
+from bench.judge.cells import cells_frame
+from bench.judge.loading import Run, load
 from bench.judge.pairs import record
-from bench.judge.quoting import Quotes, place_of
-from bench.judge.samples import tokens_per_step
-from bench.judge.standing import Standing, standing
+from bench.judge.quotes import Quotes
 from bench.judge.tables import frame_of
-from bench.plan.cell import Status
-from bench.plan.columns import COLUMNS, FRAMES
+from bench.plan.columns import FRAMES
 
 
 class Frames(Mapping[str, pd.DataFrame]):
@@ -29,16 +28,9 @@ class Frames(Mapping[str, pd.DataFrame]):
         self.run, self.folder = run, folder
         self.run_id = run.name
         self.manifest: Mapping[str, Any] = run.manifest
-        self.trials = run.tables.trials
-        """One row per trial."""
-        self.steps = run.tables.steps
-        """One row per trial and timed optimizer step."""
-        self.losses = run.tables.losses
-        """One row per trial and optimizer step."""
-        self.collectives = run.tables.collectives
-        """One row per trial, operation and dtype."""
-        self.memory = run.tables.memory
-        """One row per trial and category."""
+        tables = run.tables
+        self.trials, self.steps, self.losses = tables.trials, tables.steps, tables.losses
+        self.collectives, self.memory = tables.collectives, tables.memory
 
     def __getitem__(self, name: str) -> pd.DataFrame:
         if name not in FRAMES:
@@ -58,59 +50,19 @@ class Frames(Mapping[str, pd.DataFrame]):
     @cached_property
     def ratios(self) -> pd.DataFrame:
         """One row per cell and baseline."""
-        return frame_of("ratios", [record(row) for row in self._standing.rows])
+        return frame_of("ratios", [record(row) for row in self._against_baseline.rows])
 
     @cached_property
     def cells(self) -> pd.DataFrame:
         """One row per cell."""
-        return cells_frame(Quotes(self.run), self._standing)
+        return cells_frame(Quotes(self.run), self._against_baseline)
 
     @cached_property
-    def _standing(self) -> Standing:
-        return standing(self.run)
+    def _against_baseline(self) -> AgainstBaseline:
+        return against_baseline(self.run)
 
 
 def read(folder: str | Path) -> Frames:
     """The frames of a run's folder. Raises InputError if it is no run, or its journal was truncated or edited."""
     path = Path(folder)
-    return Frames(hashed(load(path), path), path)
-
-
-def cells_frame(quotes: Quotes, against: Standing) -> pd.DataFrame:
-    """One row per cell: its quotable numbers, and its ratio to the baseline of ``against``."""
-    rows, tokens = against.by_cell, tokens_per_step(quotes.run.tables.trials)
-    cells = quotes.run.cells
-    return frame_of("cells", [_cell_row(quotes, cell_id, rows.get(cell_id), tokens[cell_id]) for cell_id in cells])
-
-
-def _cell_row(quotes: Quotes, cell_id: str, row: Any, tokens: Any) -> dict[str, Any]:
-    quote = quotes.cell(cell_id)
-    first = next((trial for trial in quotes.trials(cell_id) if trial["status"] != Status.OK), quote.trial)
-    time, ratio = quote.time, None if row is None else row.time
-    values = {name: quote.trial[name] for name in COLUMNS["cells"] if name in quote.trial}
-    values |= {
-        "label": quotes.run.labels[cell_id],
-        "status": first["status"],
-        "reason": first["reason"],
-        "comparable": not quote.barred and quote.num_ok > 0,
-        "num_ok": quote.num_ok,
-        "num_trials": quote.num_trials,
-        "step_time_s": None if time is None else time.seconds,
-        "step_time_low_s": None if time is None else time.low,
-        "step_time_high_s": None if time is None else time.high,
-        "tokens_per_s": None if time is None else tokens / time.seconds,
-        "peak_memory_bytes": quote.peak_memory_bytes,
-        "peak_memory_source": quote.peak_memory_source or None,
-        "caveats": "; ".join(quote.caveats),
-        "citation": place_of(quotes.run.name, cell_id),
-    }
-    if row is not None:
-        values |= {
-            "baseline": row.pair.a.backend,
-            "ratio": None if ratio is None else ratio.ratio,
-            "ratio_low": None if ratio is None else ratio.low,
-            "ratio_high": None if ratio is None else ratio.high,
-            "verdict": str(row.judgement.verdict),
-            "verdict_reason": str(row.judgement.reason),
-        }
-    return values
+    return Frames(load(path), path)

@@ -1,10 +1,14 @@
-"""Gates: the checks that make a trial ``invalid``. Facts come from the tables, limits from ``TOLERANCES``."""
+"""Gates: the checks that make a trial ``invalid``. Facts come from the tables, limits from ``TOLERANCES``.
+
+What failed is data: the gate, and the causes of a wrong update. The sentences beside it are for people alone.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any
 
 import pandas as pd
@@ -19,6 +23,59 @@ from bench.workload.layout import Layout
 
 SAME_FACTOR = 0.05
 """How near a scale must be to 1/N, N, 1/W or W to be called by that name. If several fit, all are named."""
+
+
+class Gate(StrEnum):
+    """What is checked."""
+
+    STEPS = "steps"
+    """Numbers of optimizer steps and micro-batches, equal on all ranks."""
+    ACCUMULATION = "accumulation dtype"
+    """The dtype in which gradients are summed."""
+    WORK = "work"
+    """The operators of forward and backward."""
+    LOSS = "loss"
+    """Losses, against the reference's."""
+    UPDATE = "update"
+    """The update of one SGD window, against the reference's."""
+    BYTES = "bytes"
+    """Collectives and memory held between micro-batches, against their formulas."""
+
+
+class Cause(StrEnum):
+    """A likely cause of an update of the wrong scale."""
+
+    DIVIDED_TWICE = "divided twice"
+    NOT_DIVIDED = "not divided"
+    AVERAGED_TWICE = "averaged twice"
+    SUMMED = "summed"
+
+
+CAUSES: dict[Cause, str] = {
+    Cause.DIVIDED_TWICE: "1/{n} of the right one: the loss is divided by N = {n} twice",
+    Cause.NOT_DIVIDED: "{n} times the right one: the loss is not divided by N = {n}",
+    Cause.AVERAGED_TWICE: "1/{w} of the right one: averaged over the {w} ranks twice",
+    Cause.SUMMED: "{w} times the right one: summed over the {w} ranks, not averaged",
+}
+"""Each cause in words, with N micro-batches on each of W ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A gate that a trial failed."""
+
+    gate: Gate
+    text: str
+    """What was found, for people."""
+    causes: tuple[Cause, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why an update is wrong: in words, and as data."""
+
+    text: str
+    causes: tuple[Cause, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,74 +147,115 @@ def judge(
     trials = tables.trials.copy()
     losses = Losses(tables)
     good = trials[trials["status"] == Status.OK]
-    found: dict[Any, list[str]] = {}
+    found: dict[Any, list[Failure]] = {}
     largest: dict[Any, float | None] = {}
     for index, row in zip(good.index, rows_of(good), strict=True):
         world = world_of(row)
         if world.has_values:
             deviation = losses.deviation(row)
             largest[index] = None if deviation is None else deviation.largest
-            found[index] = findings(row, deviation)
+            found[index] = failures(row, deviation)
         else:
-            found[index] = _step_findings(row) if world.computes else []
+            found[index] = _step_failures(row) if world.computes else []
     trials["max_loss_deviation"] = pd.Series(largest, dtype="Float64").reindex(trials.index)
     filled, wrong = expected.fill(replace(tables, trials=trials), layouts, peaks)
     for index, cell_id in good["cell_id"].items():
-        if reasons := [*found[index], *wrong.get(cell_id, ())]:
-            trials.loc[index, ["status", "reason"]] = [str(Status.INVALID), "; ".join(reasons)]
+        failed = [*found[index], *(Failure(Gate.BYTES, text) for text in wrong.get(cell_id, ()))]
+        if failed:
+            trials.loc[index, ["status", "reason", "failed_gates", "update_causes"]] = [
+                str(Status.INVALID),
+                "; ".join(one.text for one in failed),
+                ",".join(dict.fromkeys(one.gate for one in failed)),
+                ",".join(cause for one in failed for cause in one.causes),
+            ]
     return replace(filled, trials=trials)
 
 
-def findings(row: Any, deviation: Deviation | None) -> list[str]:
-    """The reasons why a finished trial fails its gates; empty if it passes all.
+DEFECT = Cause.DIVIDED_TWICE
+"""What the documented defects of frameworks do to the update (``Backend.defect``)."""
+EXPECTED = "a documented defect of the framework, which was expected"
+"""Introduces the description of the defect."""
+
+
+def known_defect(manifest: Mapping[str, Any], judged: Mapping[Any, Any]) -> str:
+    """The documented defect of the backend, if a trial or cell is invalid because of it alone; empty otherwise.
+
+    ``manifest`` is run.json; ``judged`` is a row of trials or cells.
+    """
+    causes = str(judged["update_causes"] or "").split(",")
+    if judged["status"] != Status.INVALID or judged["failed_gates"] != Gate.UPDATE or DEFECT not in causes:
+        return ""
+    return _known_defect(manifest, judged["backend"])
+
+
+def defect_of_record(manifest: Mapping[str, Any], record: Mapping[str, Any]) -> str:
+    """The same for the record of a trial that has just ended, if its own update already shows the defect."""
+    cell, update = record["cell"], record.get("update")
+    if not update or record["status"] != Status.OK:
+        return ""
+    scale = update.get("unclipped_scale") or update["scale"]
+    found = explain_update(scale, update["residual"], cell["accumulate"], cell["world_size"])
+    return _known_defect(manifest, cell["backend"]) if DEFECT in found.causes else ""
+
+
+def _known_defect(manifest: Mapping[str, Any], backend: str) -> str:
+    return str(manifest.get("backends", {}).get(backend, {}).get("defect") or "")
+
+
+def failures(row: Any, deviation: Deviation | None) -> list[Failure]:
+    """The gates that a finished trial failed; empty if it passes all.
 
     ``row`` is a row of the trials table; ``deviation`` that of its losses, None if they cannot be compared.
     """
     limits = tolerance(row["precision"], row["workload"], row["model"])
-    found = _step_findings(row)
+    found = _step_failures(row)
     if pd.notna(row["other_work"]) and row["other_work"]:
-        found.append(f"forward and backward are not those of the plain model: {row['other_work']}")
-    update = _update_finding(row, limits)
+        found.append(Failure(Gate.WORK, f"forward and backward are not those of the plain model: {row['other_work']}"))
+    update = _update_failure(row, limits)
     if deviation is None:
-        found.append("losses could not be checked: the reference failed or is missing, or not every step has a loss")
+        text = "losses could not be checked: the reference failed or is missing, or not every step has a loss"
+        found.append(Failure(Gate.LOSS, text))
     elif math.isfinite(deviation.largest) and deviation.first > limits.first_loss:
-        found.append(
+        text = (
             f"the first loss, before any update, is off by {deviation.first:.2g} nats (limit {limits.first_loss:g} in "
             f"{row['precision']}): other weights, other samples, or another mean of them"
         )
+        found.append(Failure(Gate.LOSS, text))
     elif not deviation.largest <= limits.loss_deviation:
         finite = math.isfinite(deviation.largest)
-        what = f"losses leave the reference's by {deviation.largest:.2g}" if finite else "a loss is not finite"
+        what = f"losses deviate from the reference by {deviation.largest:.2g}" if finite else "a loss is not finite"
         what += f" (limit {limits.loss_deviation:g} nats in {row['precision']})"
         if deviation.num_steps < row["optimizer_steps_expected"]:
             what += f" in the first {plural(deviation.num_steps, 'step')}"
         if update and finite and _moves_losses(row):
-            update += f"; so {what}"
+            update = replace(update, text=f"{update.text}; so {what}")
         else:
-            found.append(what)
+            found.append(Failure(Gate.LOSS, what))
     return [*found, update] if update else found
 
 
-def _update_finding(row: Any, limits: Tolerance) -> str:
-    """What is wrong with the update of one SGD window, with the cell's clipping; empty if it is right."""
+def _update_failure(row: Any, limits: Tolerance) -> Failure | None:
+    """What is wrong with the update of one SGD window, with the cell's clipping; None if it is right."""
     if pd.isna(row["update_error"]):
-        return "no update to check: the update pass did not run, or the reference has none"
+        return Failure(Gate.UPDATE, "no update to check: the update pass did not run, or the reference has none")
     scale, residual, clip = row["update_scale"], row["update_residual"], _clip(row)
     limit, rounding = f"(limit {limits.update_error:g} in {row['precision']})", max(SAME_FACTOR, limits.update_error)
     right_before = clip is not None and not row["unclipped_error"] > limits.update_error
     if row["update_error"] > limits.update_error:
         if clip and right_before:
-            cause = explain_clipping(scale, residual, clip)
+            cause = Explanation(explain_clipping(scale, residual, clip))
         else:
             cause = explain_update(scale, residual, row["accumulate"], row["world_size"], clip, rounding)
-        return f"the update is off by {row['update_error']:.2g} {limit}: {cause}"
-    if clip and not right_before:
+        what = f"the update is off by {row['update_error']:.2g} {limit}"
+    elif clip and not right_before:
         cause = explain_update(clip.unclipped_scale, residual, row["accumulate"], row["world_size"], None, rounding)
-        return (
+        what = (
             f"the update is off by {row['unclipped_error']:.2g} {limit} before clipping, and right only as both were "
-            f"clipped to norm {clip.norm:g}: {cause}"
+            f"clipped to norm {clip.norm:g}"
         )
-    return ""
+    else:
+        return None
+    return Failure(Gate.UPDATE, f"{what}: {cause.text}", cause.causes)
 
 
 def _moves_losses(row: Any) -> bool:
@@ -171,20 +269,22 @@ def _moves_losses(row: Any) -> bool:
     return bool(multiple and (row["optimizer"] == SGD or row["clip_norm"] > 0))
 
 
-def _step_findings(row: Any) -> list[str]:
-    found = []
+def _step_failures(row: Any) -> list[Failure]:
+    texts = []
     expected, observed = row["optimizer_steps_expected"], row["optimizer_steps_observed"]
     if observed != expected:
-        found.append(f"{observed} optimizer steps were taken, {expected} were due")
+        texts.append(f"{observed} optimizer steps were taken, {expected} were due")
     if row["num_micro_batches"] != expected * row["accumulate"]:
-        found.append(f"{row['num_micro_batches']} micro-batches were used, {expected * row['accumulate']} were due")
+        texts.append(f"{row['num_micro_batches']} micro-batches were used, {expected * row['accumulate']} were due")
     elif row["micro_batches_per_update"] != str(row["accumulate"]):
-        found.append(f"updates used {row['micro_batches_per_update']} micro-batches each, {row['accumulate']} were due")
+        texts.append(f"updates used {row['micro_batches_per_update']} micro-batches each, {row['accumulate']} were due")
+    if not row["ranks_agree"]:
+        texts.append("the ranks took different numbers of steps")
+    found = [Failure(Gate.STEPS, text) for text in texts]
     summed = row["accumulated_in"]
     if pd.notna(summed) and summed not in {"not measured", row["accumulation_dtype"]}:
-        found.append(f"gradients are summed in {summed}, {row['accumulation_dtype']} was due")
-    if not row["ranks_agree"]:
-        found.append("the ranks took different numbers of steps")
+        text = f"gradients are summed in {summed}, {row['accumulation_dtype']} was due"
+        found.append(Failure(Gate.ACCUMULATION, text))
     return found
 
 
@@ -229,7 +329,7 @@ def explain_update(
     world_size: int,
     clip: Clip | None = None,
     rounding: float = SAME_FACTOR,
-) -> str:
+) -> Explanation:
     """The likeliest cause of a wrong update, from how it relates to the right one.
 
     ``scale`` is the least-squares factor between the two and ``residual`` what it leaves unexplained, of which as much
@@ -238,29 +338,30 @@ def explain_update(
     read off f.
     """
     if pd.isna(scale):
-        return "it is not finite"
+        return Explanation("it is not finite")
     if scale == 0:
-        return "the parameters did not change in the right direction at all"
+        return Explanation("the parameters did not change in the right direction at all")
     if residual > rounding or residual > abs(scale - 1):
-        return (
+        return Explanation(
             f"{scale:.3g} times the right one and {100 * residual:.2g}% of it pointing elsewhere: samples were lost, "
             "repeated or weighted unequally"
         )
     if clip:
-        cause = explain_update(clip.unclipped_scale, residual, accumulate, world_size, None, rounding)
+        before = explain_update(clip.unclipped_scale, residual, accumulate, world_size, None, rounding)
         how = "too short to be clipped" if clip.gradient_norm <= clip.norm else "clipped"
         due = "" if abs(scale / clip.due_scale - 1) < SAME_FACTOR else f" and not {clip.due_scale:.3g}"
-        return f"before clipping {cause}; after, {scale:.3g} times{due} ({how} to {clip.norm:g})"
-    causes = [
-        (1 / accumulate, f"1/{accumulate} of the right one: the loss is divided by N = {accumulate} twice"),
-        (accumulate, f"{accumulate} times the right one: the loss is not divided by N = {accumulate}"),
-        (1 / world_size, f"1/{world_size} of the right one: averaged over the {world_size} ranks twice"),
-        (world_size, f"{world_size} times the right one: summed over the {world_size} ranks, not averaged"),
-    ]
-    likely = [words for factor, words in causes if factor != 1 and abs(scale / factor - 1) < SAME_FACTOR]
+        after = f"{scale:.3g} times{due} ({how} to {clip.norm:g})"
+        return Explanation(f"before clipping {before.text}; after, {after}", before.causes)
+    factors = {
+        Cause.DIVIDED_TWICE: 1 / accumulate,
+        Cause.NOT_DIVIDED: accumulate,
+        Cause.AVERAGED_TWICE: 1 / world_size,
+        Cause.SUMMED: world_size,
+    }
+    likely = tuple(c for c, factor in factors.items() if factor != 1 and abs(scale / factor - 1) < SAME_FACTOR)
     if likely:
-        return ", or ".join(likely)
-    return f"{scale:.3g} times the right one, in the {'same' if scale > 0 else 'opposite'} direction"
+        return Explanation(", or ".join(CAUSES[cause].format(n=accumulate, w=world_size) for cause in likely), likely)
+    return Explanation(f"{scale:.3g} times the right one, in the {'same' if scale > 0 else 'opposite'} direction")
 
 
 def explain_clipping(scale: float, residual: float, clip: Clip) -> str:

@@ -14,12 +14,12 @@ import pandas as pd
 
 from bench.findings import Finding, Level, error, good, warning
 from bench.judge import samples
+from bench.judge.baseline import AgainstBaseline, against_baseline, widest
 from bench.judge.loading import Run, missing_trials, read
-from bench.judge.standing import Standing, standing, widest
 from bench.judge.statistics import MARGIN, MIN_TRIALS
 from bench.judge.verdicts import Verdict, band
 from bench.measure.host import IDLE_SHARE
-from bench.plan.cell import REFERENCES, Cell, RankGroup, Status
+from bench.plan.cell import REFERENCES, Cell, Status
 from bench.plan.schedule import Ended
 from bench.run.journal import Journal
 from bench.run.machine import unlike_nodes
@@ -30,8 +30,6 @@ TOLERANCE = 1e-9
 """Relative tolerance between a stored and a recomputed number."""
 IMBALANCE = 1.05
 """Ratio of the slowest to the median rank's step time from which a cell is reported."""
-EARLIER = {"replicate": 0, "ranks_per_node": 0, "group": RankGroup.WORLD}
-"""Columns that came later, with the value that they have for all runs from before."""
 NAMED = 3
 """Most cells named in one finding."""
 
@@ -49,7 +47,7 @@ def check(folder: Path) -> list[Finding]:
         *_telemetry(records),
         *_samples(run, records),
         *_gates(run),
-        *_verdicts(run, standing(run)),
+        *_verdicts(run, against_baseline(run)),
     ]
     topics = dict.fromkeys(one.topic for one in found)
     return [one for topic in topics for one in found if one.topic == topic]
@@ -78,10 +76,8 @@ def _tables(folder: Path, run: Run) -> Iterator[Finding]:
             yield warning(topic, f"{path.name} is missing; write it with: python -m bench report {folder}")
             continue
         stored, recomputed = pd.read_parquet(path), getattr(run.tables, field.name)
-        # A newer column for which the journal has no values, or those of all earlier runs, may be missing.
-        values = [name for name in recomputed if set(recomputed[name].dropna()) - {EARLIER.get(name)}]
-        if missing := [name for name in values if name not in stored.columns]:
-            text = f"{path.name} has no column {', '.join(missing)}, as those of an earlier version of the bench"
+        if missing := [name for name in recomputed if name not in stored.columns]:
+            text = f"{path.name} has no column {', '.join(missing)}"
             yield warning(topic, f"{text}; write it again with: python -m bench report {folder}")
         for text in _differences(stored, recomputed):
             different += 1
@@ -132,10 +128,7 @@ def _trials(run: Run, records: Sequence[Mapping[str, Any]]) -> Iterator[Finding]
 
 def _follows(timed: Mapping[str, Any]) -> bool:
     """Whether a record's step times are those of the slowest rank, and its warm-up follows from them."""
-    ranks = timed.get("rank_step_seconds")
-    if ranks is None:
-        return True  # older records have none
-    slowest = [max(step) for step in zip(*ranks, strict=False)]
+    slowest = [max(step) for step in zip(*timed["rank_step_seconds"], strict=False)]
     steps = timed["step_seconds"]
     same = len(slowest) == len(steps) and all(
         math.isclose(a, b, rel_tol=1e-6, abs_tol=2e-9) for a, b in zip(slowest, steps, strict=True)
@@ -157,7 +150,7 @@ def _order(records: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
 
 
 def _starts(run: Run, records: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    """Whether all trials started the same way, cold or forked, as requested; older records do not say."""
+    """Whether all trials started the same way, cold or forked, as requested."""
     topic, told = "starts", [record["cold"] for record in records if "cold" in record]
     cold, all_of_them = sum(told), f"{plural(len(told), 'trial')} started from"
     if 0 < cold < len(told):
@@ -271,7 +264,7 @@ def _gates(run: Run) -> Iterator[Finding]:
         yield good("gates", "step counts, updates and losses of all trials that ran are right")
 
 
-def _verdicts(run: Run, found: Standing) -> Iterator[Finding]:
+def _verdicts(run: Run, found: AgainstBaseline) -> Iterator[Finding]:
     """The noise floor, what ended the run, and the counts of verdicts."""
     floor = found.floor
     interval = None if floor is None else floor.interval

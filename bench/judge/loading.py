@@ -10,10 +10,10 @@ from typing import Any
 
 from bench.errors import InputError
 from bench.judge import gates, tables
+from bench.judge.evidence import EvidenceByCell
 from bench.judge.expected import layouts_of
-from bench.judge.sides import Sides
 from bench.judge.tables import Tables
-from bench.plan import columns
+from bench.plan import axes
 from bench.plan.cell import Cell
 from bench.plan.matrix import check_stored
 from bench.plan.schedule import Schedule
@@ -22,8 +22,12 @@ from bench.run.trial_record import check
 
 
 def load(folder: Path) -> Run:
-    """Load a run, judged by the gates. Raises InputError if it is no run, or its journal was truncated or edited."""
-    return read(folder)[0]
+    """Load a run, judged by the gates. Raises InputError if it is no run, or its journal was truncated or edited.
+
+    The manifest of a run that is not finished has the hash of its journal, too.
+    """
+    run, _ = read(folder)
+    return replace(run, manifest={"journal_sha256": Journal(folder).digest(), **run.manifest})
 
 
 def read(folder: Path) -> tuple[Run, list[dict[str, Any]]]:
@@ -59,13 +63,6 @@ def read(folder: Path) -> tuple[Run, list[dict[str, Any]]]:
     return found, records
 
 
-def hashed(run: Run, folder: Path) -> Run:
-    """The run with the journal's SHA-256 in its manifest, also for old runs that did not store it."""
-    if run.manifest.get("journal_sha256"):
-        return run
-    return replace(run, manifest={**run.manifest, "journal_sha256": Journal(folder).digest()})
-
-
 def _said(error: Exception) -> str:
     return f"no key {error}" if isinstance(error, KeyError) else str(error)
 
@@ -84,13 +81,13 @@ class Run:
     @functools.cached_property
     def labels(self) -> Mapping[str, str]:
         """A label for each cell, by id, unique within the run."""
-        named = columns.labels(self.cells.values())
+        named = axes.labels(self.cells.values())
         return {cell_id: named[cell] for cell_id, cell in self.cells.items()}
 
     @functools.cached_property
-    def sides(self) -> Sides:
+    def evidence(self) -> EvidenceByCell:
         """The sides of comparisons within the run, shared by verdicts, noise floor and citations."""
-        return Sides(self.tables)
+        return EvidenceByCell(self.tables)
 
 
 def missing_trials(run: Run) -> int:

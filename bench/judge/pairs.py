@@ -8,21 +8,26 @@ between two.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import pandas as pd
+
+from bench.judge.evidence import Evidence, EvidenceByCell
 from bench.judge.loading import Run
-from bench.judge.sides import Side, Sides
-from bench.judge.statistics import MARGIN, MIN_TRIALS, Interval, Sample, holm, ratio
+from bench.judge.statistics import MARGIN, Interval, Sample, holm, ratio
 from bench.judge.verdicts import ALPHA, Exactly, Judgement, Reason, Verdict, compare, judge_all
+from bench.plan.axes import labels
 from bench.plan.cell import Cell, Status
-from bench.words import plural
+from bench.plan.columns import COLUMNS
 
 SLOWER, MEMORY = "slower", "memory"
 METRICS = (SLOWER, MEMORY)
 """What can regress."""
 
+ENDED_WELL = frozenset({Status.OK, Status.INTERRUPTED})
+"""An interruption is not a cell's failure."""
 NUMERIC = ("precision", "accumulation_dtype")
 """Fields of a cell in which two cells may differ and still be shown side by side, as not comparable."""
 
@@ -61,37 +66,39 @@ class ComparedPair:
 
 def pairs_of_backends(run: Run, baseline: str, backend: str) -> list[Pair]:
     """The cells of two backends of one run, matched by everything but the backend; HSDP's by replicas if both have."""
-    ours, theirs = ([cell for cell in run.cells.values() if cell.backend == name] for name in (backend, baseline))
     alike: dict[Any, list[Cell]] = {}
-    for cell in theirs:
-        alike.setdefault(_key(cell, "backend", "replicate"), []).append(cell)
+    for cell in run.cells.values():
+        if cell.backend == baseline:
+            alike.setdefault(_key(cell, "backend", "replicate"), []).append(cell)
     found = [
-        Pair(a=one, b=cell)
-        for cell in ours
-        for one in alike.get(_key(cell, "backend", "replicate"), ())
-        if one.replicate in (0, cell.replicate) or not cell.replicate
+        Pair(a=base, b=cell, group=f"W={cell.world_size} {cell.precision}")
+        for cell in run.cells.values()
+        if cell.backend == backend
+        for base in alike.get(_key(cell, "backend", "replicate"), ())
+        if base.replicate in (0, cell.replicate) or not cell.replicate
     ]
-    return _named(found, ("world_size", "precision"), "W={world_size} {precision}")
+    named = [replace(pair, name=pair.name.removeprefix(f"{backend} ")) for pair in _named(found)]
+    return sorted(named, key=lambda pair: (pair.b.world_size, pair.b.precision, pair.b.accumulate, pair.name))
 
 
 def pairs_of_runs(a: Run, b: Run) -> list[Pair]:
     """The cells that both runs have, without references and twins."""
-    found = [
-        Pair(a=cell, b=b.cells[cell_id])
-        for cell_id, cell in a.cells.items()
-        if cell_id in b.cells and not cell.is_reference and not cell.twin
-    ]
-    return _named(found, ("backend",), "{backend}")
+    common = [cell for cell_id, cell in b.cells.items() if cell_id in a.cells]
+    return _of_runs([Pair(a=cell, b=cell) for cell in common if not cell.twin])
 
 
 def pairs_apart(a: Run, b: Run) -> list[Pair]:
     """The cells of one run that the other has only with different NUMERIC fields."""
     ours, theirs = (
-        {_key(cell, *NUMERIC): cell for cell_id, cell in one.cells.items() if cell_id not in other.cells}
-        for one, other in ((b, a), (a, b))
+        {_key(cell, *NUMERIC): cell for cell_id, cell in run.cells.items() if cell_id not in other.cells}
+        for run, other in ((b, a), (a, b))
     )
-    found = [Pair(a=theirs[key], b=ours[key]) for key in ours if key in theirs and not ours[key].is_reference]
-    return _named(found, ("backend",), "{backend}")
+    return _of_runs([Pair(a=theirs[key], b=cell) for key, cell in ours.items() if key in theirs])
+
+
+def _of_runs(pairs: list[Pair]) -> list[Pair]:
+    named = _named([replace(pair, group=pair.b.backend) for pair in pairs if not pair.b.is_reference])
+    return sorted(named, key=lambda pair: (pair.b.backend, pair.b.accumulate, pair.b.world_size, pair.name))
 
 
 @lru_cache(maxsize=4096)
@@ -99,35 +106,16 @@ def _key(cell: Cell, *without: str) -> tuple[tuple[str, Any], ...]:
     return tuple((name, value) for name, value in cell.to_dict().items() if name not in without)
 
 
-def _named(pairs: list[Pair], by: Sequence[str], title: str) -> list[Pair]:
-    """The pairs in order, each with a unique name: N, W, precision, and whatever else differs between them."""
-    rows = [
-        dict(_key(pair.a))
-        | {n: _either(pair, n) for n in NUMERIC}
-        | {"replicate": max(pair.a.replicate, pair.b.replicate)}
-        for pair in pairs
-    ]
-    shown = ["accumulate", "world_size", "precision"]
-    varying = [f.name for f in fields(Cell) if len({repr(row[f.name]) for row in rows}) > 1]
-    shown += [name for name in varying if name not in {*shown, "backend"}]
-    short = {"accumulate": "N={}", "world_size": "W={}", "precision": "{}", "replicate": "R={}"}
-    found = []
-    for pair, row in zip(pairs, rows, strict=True):
-        words = " ".join(short.get(name, f"{name}={{}}").format(row[name]) for name in shown)
-        group = title.format(**row)
-        found.append(replace(pair, name=f"{row['backend']} {words}" if "backend" in by else words, group=group))
-    return sorted(found, key=lambda p: (*(getattr(p.a, n) for n in by), p.a.accumulate, p.a.world_size, p.name))
-
-
-def _either(pair: Pair, name: str) -> str:
-    ours, theirs = str(getattr(pair.b, name)), str(getattr(pair.a, name))
-    return ours if ours == theirs else f"{theirs}/{ours}"
+def _named(pairs: Sequence[Pair]) -> list[Pair]:
+    """The pairs, each with the label of its second cell."""
+    names = labels(pair.b for pair in pairs)
+    return [replace(pair, name=names[pair.b]) for pair in pairs]
 
 
 def measured(run: Run, cell: Cell) -> bool:
     """Whether a cell was run at all: any of its trials is not ``unsupported``."""
-    trials = run.tables.trials
-    return bool(((trials["cell_id"] == cell.cell_id) & (trials["status"] != Status.UNSUPPORTED)).any())
+    side = run.evidence.of(cell)
+    return side.num_ok > 0 or side.status != Status.UNSUPPORTED
 
 
 def judge_pairs(
@@ -147,9 +135,9 @@ def judge_pairs(
     below 5 %; peak memory is if it is in bytes. A time that is not comparable, or has failed trials, is never certain.
     """
     apart, limits = a is not b, thresholds or {}
-    ours = Sides(a.tables, "A " if apart else "", force) if apart or force else a.sides
-    theirs = Sides(b.tables, "B ", force) if apart else ours
-    sides = [(ours.side(pair.a), theirs.side(pair.b)) for pair in pairs]
+    ours = EvidenceByCell(a.tables, "A " if apart else "", force) if apart or force else a.evidence
+    theirs = EvidenceByCell(b.tables, "B ", force) if apart else ours
+    sides = [(ours.of(pair.a), theirs.of(pair.b)) for pair in pairs]
     judged = judge_all(compare(one, base, floor, margin, force=force) for base, one in sides)
     slower = [False] * len(pairs)
     if SLOWER in limits:
@@ -162,8 +150,8 @@ def judge_pairs(
 
 def _compared(
     pair: Pair,
-    one: Side,
-    base: Side,
+    one: Evidence,
+    base: Evidence,
     judgement: Judgement,
     regressions: list[str],
     thresholds: Mapping[str, float],
@@ -198,7 +186,9 @@ def _compared(
     )
 
 
-def _certainly_slower(sides: Sequence[tuple[Side, Side]], judged: Sequence[Judgement], threshold: float) -> list[bool]:
+def _certainly_slower(
+    sides: Sequence[tuple[Evidence, Evidence]], judged: Sequence[Judgement], threshold: float
+) -> list[bool]:
     """Whether B takes longer than 1 + threshold times as long as A, of each pair."""
     values, beyond = [], []
     for (base, theirs), judgement in zip(sides, judged, strict=True):
@@ -207,8 +197,8 @@ def _certainly_slower(sides: Sequence[tuple[Side, Side]], judged: Sequence[Judge
             values.append(1.0)
             beyond.append(False)
             continue
-        allowed = [[s * (1 + threshold) for s in trial] for trial in base.sample.trials]
-        shifted = ratio(theirs.sample, Sample(allowed, base.sample.blocks))
+        allowed = Sample([seconds * (1 + threshold) for seconds in base.sample.trials], base.sample.blocks)
+        shifted = ratio(theirs.sample, allowed)
         assert shifted.p_different is not None, "there are as many trials as for the interval"
         values.append(shifted.p_different)
         beyond.append(time.low > 1 + threshold)
@@ -217,82 +207,56 @@ def _certainly_slower(sides: Sequence[tuple[Side, Side]], judged: Sequence[Judge
 
 def record(row: ComparedPair) -> dict[str, Any]:
     """One row as plain values: the columns of compare.parquet, and the ``cells`` of ``--json``."""
-    time, judgement = row.time, row.judgement
+    a, b, judgement, time, memory, steps = row.pair.a, row.pair.b, row.judgement, row.time, row.memory, row.steps
     return {
         "cell": row.pair.name,
         "group": row.pair.group,
-        "cell_id_a": row.pair.a.cell_id,
-        "cell_id_b": row.pair.b.cell_id,
-        "backend_a": row.pair.a.backend,
-        "backend_b": row.pair.b.backend,
+        "cell_id_a": a.cell_id,
+        "cell_id_b": b.cell_id,
+        "backend_a": a.backend,
+        "backend_b": b.backend,
         "verdict": str(judgement.verdict),
         "reason": str(judgement.reason),
         "detail": judgement.detail,
         "next": judgement.next,
         "forced": row.forced,
-        "ratio": None if time is None else time.ratio,
-        "low": None if time is None else time.low,
-        "high": None if time is None else time.high,
-        "num_trials": None if time is None else time.num_trials,
-        "paired": None if time is None else time.paired,
+        **{name: getattr(time, name, None) for name in ("ratio", "low", "high", "num_trials", "paired")},
         "p_different": judgement.p_different,
         "p_same": judgement.p_same,
         "no_interval": "" if time is None else time.reason,
-        "peak_memory_a_bytes": row.memory.a,
-        "peak_memory_b_bytes": row.memory.b,
-        "peak_memory_verdict": str(row.memory.verdict),
-        "peak_memory_ratio": row.memory.ratio,
-        "optimizer_steps_a": row.steps.a,
-        "optimizer_steps_b": row.steps.b,
-        "optimizer_steps_verdict": str(row.steps.verdict),
+        "peak_memory_a_bytes": memory.a,
+        "peak_memory_b_bytes": memory.b,
+        "peak_memory_verdict": str(memory.verdict),
+        "peak_memory_ratio": memory.ratio,
+        "optimizer_steps_a": steps.a,
+        "optimizer_steps_b": steps.b,
+        "optimizer_steps_verdict": str(steps.verdict),
         "regressions": list(row.regressions),
         "unchecked": list(row.unchecked),
     }
 
 
-def notes(a: Run, b: Run, rows: Sequence[ComparedPair], margin: float) -> list[str]:
-    """What a reader should know before citing the rows, beside the remarks on their cells."""
-    found = []
-    if not any(row.judgement.comparison.floor for row in rows):
-        found.append("noise floor unknown, so no row is called faster, slower or the same")
-    if a is not b:
-        found.append(
-            "the runs were made at different times: changes of the machine between them are in the ratios but not in "
-            "their intervals; for a citation, run both sides interleaved, in one run"
-        )
-    few = sum(row.time is not None and row.time.low is None for row in rows)
-    if few:
-        found.append(f"no interval for {few} of {plural(len(rows), 'cell')}: fewer than {MIN_TRIALS} trials")
-    if rows:
-        found.append(
-            f"same: a ratio between {1 / (1 + margin):.4g} and {1 + margin:.4g}; Holm's correction over "
-            f"{plural(len(rows), 'comparison')}"
-        )
-    return found
+def frame_of_pairs(rows: Sequence[ComparedPair]) -> pd.DataFrame:
+    """The rows, at least one, as a table: compare.parquet of a comparison, ratios.parquet of a run."""
+    typed = {name: column.dtype for name, column in COLUMNS["ratios"].items() if column.dtype != "string"}
+    return pd.DataFrame([record(row) for row in rows]).astype(typed)
 
 
 def partnerless(a: Run, b: Run, pairs: Sequence[Pair], backends: tuple[str | None, str | None]) -> dict[str, list[str]]:
     """The labels of the cells without a partner; of one run, only those of the two backends that are compared."""
     found = {}
     paired = {cell.cell_id for pair in pairs for cell in (pair.a, pair.b)}
-    for key, one, backend in zip(("only_a", "only_b"), (a, b), backends, strict=True):
-        alone = [cell for cell_id, cell in one.cells.items() if cell_id not in paired and not cell.twin]
+    for key, run, backend in zip(("only_a", "only_b"), (a, b), backends, strict=True):
+        alone = [cell for cell_id, cell in run.cells.items() if cell_id not in paired and not cell.twin]
         found[key] = [c.label for c in alone if (c.backend == backend if backend else not c.is_reference)]
     return found
 
 
 def newly_failed(a: Run, b: Run, pairs: Sequence[Pair]) -> list[str]:
-    """The pairs of which trials failed in B and none in A: name and statuses of each."""
+    """The pairs of which trials failed in B and none in A: name and outcome of each. Interruptions do not count."""
     found = []
     for pair in pairs:
-        before, after = _failures(a, pair.a), _failures(b, pair.b)
-        if after and not before:
-            found.append(f"{pair.name} ({', '.join(f'{count} {status}' for status, count in after.items())})")
+        before, after = a.evidence.of(pair.a), b.evidence.of(pair.b)
+        if before.status in ENDED_WELL and after.status not in ENDED_WELL:
+            found.append(f"{pair.name} ({after.outcome})")
     return found
-
-
-def _failures(run: Run, cell: Cell) -> dict[str, int]:
-    """How many trials of a cell failed, by status; an interruption is not the cell's failure."""
-    trials = run.tables.trials
-    ends = trials.loc[trials["cell_id"] == cell.cell_id, "status"].value_counts()
-    return {str(status): int(n) for status, n in ends.items() if status not in {Status.OK, Status.INTERRUPTED}}

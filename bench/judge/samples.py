@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from bench.judge.statistics import MIN_TRIALS, SEED, TRIM, Array, bootstrap, too_few, trimmed_mean
-from bench.plan.cell import Status
+from bench.judge.tables import good_trials
 
 NAME = f"{100 * TRIM:g} % trimmed mean"
 """Name of the estimate in headers and captions. It is a mean of logarithms, so a geometric one."""
@@ -35,11 +35,7 @@ class Estimate:
 
 @lru_cache(maxsize=4096)  # quotes, tables and figures of a report ask for the same cells
 def estimate(medians: tuple[float, ...]) -> Estimate:
-    """The estimate from the seconds per step of each trial, at least one.
-
-    The interval describes this run: it does not cover variation from day to day. Intervals of ratios are narrower than
-    those of two cells suggest, since ratios are paired where possible.
-    """
+    """The estimate from the seconds of each trial, at least one. Its interval covers this run, not other days."""
     if not medians:
         raise ValueError("an estimate needs a trial")
     logs, n = np.log(np.array([medians], dtype=float)), len(medians)
@@ -57,19 +53,11 @@ def step_times(trials: pd.DataFrame) -> dict[str, Estimate]:
     left out.
     """
     seconds = trials["step_time_s"].to_numpy(dtype=float, na_value=np.nan)
-    known = trials[np.isfinite(seconds) & (seconds > 0)]
-    fine = known["status"] == Status.OK
-    used = known[fine | ~fine.groupby(known["cell_id"]).transform("any")]
+    used = good_trials(trials[np.isfinite(seconds) & (seconds > 0)])
     return {
         str(cell_id): estimate(tuple(values.astype(float)))
         for cell_id, values in used.groupby("cell_id", sort=False)["step_time_s"]
     }
-
-
-def tokens_per_step(trials: pd.DataFrame) -> pd.Series:
-    """Tokens per optimizer step, by cell_id, from rows of the trials table; NA in a virtual world: it has no rate."""
-    products = (trials["tokens_per_s"] * trials["step_time_s"]).groupby(trials["cell_id"])
-    return products.first().astype("Float64").round()
 
 
 OUTLIER = 14.826

@@ -1,17 +1,11 @@
-"""Ratios of step times with intervals: the trial is the unit of replication, and trials of a block share drift.
+"""Ratios of step times with intervals. docs/statistics.md has the simulations behind each choice.
 
-How an interval is computed, and why; docs/statistics.md has the simulations behind each choice:
-
-1. A trial is reduced to the median of its steps after ``warmup``. Steps of one trial are not independent: they
-   all share what varies between process groups (placement, neighbours).
-2. Logarithms of the medians are combined: log a - log b within each block if both cells ran in the same blocks, else
-   each cell on its own. The centre is the 20 % trimmed mean, which costs 6 % more trials than the mean if the noise is
-   normal, and fewer if it is not (a median of trials would cost 50 % more).
-3. The bootstrap resamples the trials, but not the steps within them: a trial's median already contains their noise,
-   which a second level would count twice (Davison and Hinkley 1997, section 3.8).
-4. The percentile interval is expanded for few trials: Hesterberg, "What Teachers Should Know About the Bootstrap",
-   The American Statistician 69(4), 2015: instead of alpha/2, the quantile
-   Phi(-sqrt(n / (n - 1)) t(1 - alpha/2, n - 1)).
+1. A trial counts once, with the median of its steps: they share what varies between process groups.
+2. Logarithms are combined: differences within blocks if both cells ran in the same blocks, which removes shared drift,
+   else each cell on its own. The centre is the 20 % trimmed mean.
+3. The bootstrap resamples trials, and no steps within them (Davison and Hinkley 1997, section 3.8).
+4. The percentile interval is expanded for few trials: the quantile Phi(-sqrt(n / (n - 1)) t(1 - alpha/2, n - 1))
+   instead of alpha/2 (Hesterberg, The American Statistician 69(4), 2015).
 """
 
 from __future__ import annotations
@@ -24,8 +18,6 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 from scipy import special
-
-from bench.run.trial_record import warmup
 
 Array = NDArray[np.float64]
 
@@ -53,21 +45,24 @@ five cases of six: (margin/2 - w/2) / (w/2/1.96) = 1.06 standard errors to spare
 class Sample:
     """The step times of one cell."""
 
-    trials: Sequence[Sequence[float]]
-    """Seconds of the optimizer steps of each trial, the maximum over ranks."""
+    trials: Sequence[float]
+    """Seconds per optimizer step of each trial: the median of its steps after warm-up."""
     blocks: Sequence[int] = ()
     """Block of each trial: trials of one block ran next to each other in time. Empty if there were no blocks."""
 
     @cached_property
-    def medians(self) -> Array:
-        """Seconds per step of each trial: the median of its steps after warm-up."""
-        return np.array([trial_median(trial) for trial in self.trials], dtype=float)
+    def logs(self) -> Array:
+        """Logarithms of the seconds; they must be above 0 and finite."""
+        seconds = np.asarray(self.trials, dtype=float)
+        if not (np.isfinite(seconds) & (seconds > 0)).all():
+            raise ValueError("step times must be above 0 s")
+        return np.asarray(np.log(seconds))
 
     @cached_property
     def by_block(self) -> dict[int, float]:
-        """Mean logarithm of the medians in each block; an ABBA block has two trials."""
-        logs, own = np.log(self.medians), np.asarray(self.blocks)
-        return {block: logs[own == block].mean() for block in sorted(set(self.blocks))}
+        """Mean logarithm of the trials of each block; an ABBA block has two."""
+        blocks = np.asarray(self.blocks)
+        return {block: self.logs[blocks == block].mean() for block in sorted(set(self.blocks))}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,14 +93,6 @@ class Interval:
         """The interval of b relative to a."""
         low, high = (None if end is None else 1 / end for end in (self.high, self.low))
         return replace(self, ratio=1 / self.ratio, low=low, high=high)
-
-
-def trial_median(seconds: Sequence[float]) -> float:
-    """Median of a trial's steps after warm-up; they must be above 0 and finite."""
-    steps = np.asarray(seconds, dtype=float)
-    if steps.ndim != 1 or not steps.size or not (np.isfinite(steps) & (steps > 0)).all():
-        raise ValueError("a trial is a list of step times, all above 0 s")
-    return float(np.median(steps[warmup(seconds) :]))
 
 
 def ratio(a: Sample, b: Sample, margin: float = MARGIN) -> Interval:
@@ -150,7 +137,7 @@ def _logs(a: Sample, b: Sample) -> tuple[list[Array], bool]:
         apart = np.array([a.by_block[block] - b.by_block[block] for block in blocks])
         swap = sorted(apart.tolist()) > sorted((-apart).tolist())
         return [-apart if swap else apart], swap
-    ours, theirs = np.log(a.medians), np.log(b.medians)
+    ours, theirs = a.logs, b.logs
     swap = (len(ours), sorted(ours.tolist())) > (len(theirs), sorted(theirs.tolist()))
     return ([theirs, ours] if swap else [ours, theirs]), swap
 
@@ -267,11 +254,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def equivalent(interval: Interval, margin: float = MARGIN) -> bool:
-    """Whether the whole 95 % interval is inside 1 / (1 + margin) ... 1 + margin.
-
-    Two one-sided tests at 5 % need only the 90 % interval. The 95 % interval is the one that is printed, and keeps
-    false "same" verdicts below 5 % even if an ambiguous run is extended once.
-    """
+    """Whether the whole 95 % interval is inside the margin, which two one-sided tests at 5 % would not even need."""
     low, high = interval.low, interval.high
     return low is not None and high is not None and 1 / (1 + margin) <= low and high <= 1 + margin
 

@@ -11,13 +11,12 @@ from typing import Any
 
 import pandas as pd
 
-from bench.measure.dispatch import NUMBERS, OTHER_WORK
-from bench.plan.cell import Cell, Precision, RankGroup, Status
+from bench.measure.dispatch import NUMBERS
+from bench.plan.cell import Cell, Precision, Status
 from bench.plan.columns import COLUMNS, dtypes
 from bench.plan.world import World
 from bench.run.links import all_reduce_rate, between
 from bench.run.machine import peak_flops
-from bench.run.trial_record import warmup
 
 
 def products_rate(entry: Mapping[str, Any] | None, precision: str) -> float | None:
@@ -26,8 +25,9 @@ def products_rate(entry: Mapping[str, Any] | None, precision: str) -> float | No
     return math.fsum(rates) if rates else None
 
 
-WORLD = ["virtual_world_size", "fake_tensors", "shared_gpu"]
-"""Columns of trials that identify their world."""
+ONCE = ("update", "memory", "accumulation", "dispatch", "exposure")
+"""Passes that one trial of a cell measures for all."""
+SOURCES = {name: column for name, column in COLUMNS["trials"].items() if column.source}
 
 
 @dataclass
@@ -59,31 +59,29 @@ NAMES = tuple(field.name for field in fields(Tables))
 def build(records: list[dict[str, Any]], manifest: dict[str, Any]) -> Tables:
     """The tables of the journal's records, not yet judged. Of several records of a cell and repeat, the last counts."""
     latest = {(record["cell_id"], record["repeat"]): record for record in records}
-    once: dict[tuple[str, str], Any] = {}
-    for record in latest.values():
-        for name in ("update", "memory", "accumulation", "dispatch", "exposure"):
-            if record.get(name):
-                once.setdefault((record["cell_id"], name), record[name])
-    contents = {record["cell_id"]: record["cell"] for record in latest.values()}
-    cells = {cell_id: Cell.from_dict(content) for cell_id, content in contents.items()}
-    # From the cells, not from the records, since older records lack fields.
-    columns = {
-        cell_id: {name: value for name, value in cell.to_dict().items() if name in COLUMNS["trials"]}
-        for cell_id, cell in cells.items()
-    }
-    trials = [columns[key] | _trial_row(latest[key, repeat], cells[key], manifest, once) for key, repeat in latest]
+    once: dict[str, dict[str, Any]] = {}
+    for (cell_id, _), record in latest.items():
+        known = once.setdefault(cell_id, dict.fromkeys(ONCE))
+        known |= {name: record[name] for name in ONCE if not known[name] and record.get(name)}
+    cells = {record["cell_id"]: Cell.from_dict(record["cell"]) for record in latest.values()}
+    trials = [_trial_row(record, cells[cell_id], manifest, once[cell_id]) for (cell_id, _), record in latest.items()]
     children: dict[str, list[dict[str, Any]]] = {name: [] for name in NAMES[1:]}
-    for record in latest.values():
-        key = {"cell_id": record["cell_id"], "repeat": record["repeat"]}
-        for name, rows in _child_rows(record, cells[record["cell_id"]]).items():
-            children[name].extend({**key, **row} for row in rows)
+    for (cell_id, repeat), record in latest.items():
+        for name, rows in _child_rows(record, cells[cell_id]).items():
+            children[name].extend({"cell_id": cell_id, "repeat": repeat, **row} for row in rows)
     return Tables(trials=frame_of("trials", trials), **{name: frame_of(name, rows) for name, rows in children.items()})
 
 
-def frame_of(name: str, rows: Sequence[Mapping[Any, Any]]) -> pd.DataFrame:
+def frame_of(name: str, rows: pd.DataFrame | Sequence[Mapping[Any, Any]]) -> pd.DataFrame:
     """A frame with the columns and dtypes of the named table; missing values are NA."""
     columns = dtypes(name)
     return pd.DataFrame(rows, columns=list(columns)).astype(columns)
+
+
+def good_trials(trials: pd.DataFrame) -> pd.DataFrame:
+    """The ok trials of each cell, or all of a cell that has none, which is shown with its status."""
+    fine = trials["status"] == Status.OK
+    return trials[fine | ~fine.groupby(trials["cell_id"]).transform("any")]
 
 
 def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
@@ -93,26 +91,13 @@ def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
     return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
-def _trial_row(record: dict[str, Any], cell: Cell, manifest: dict[str, Any], once: Mapping[Any, Any]) -> dict[str, Any]:
-    """The columns that the cell itself does not have."""
+def _trial_row(record: dict[str, Any], cell: Cell, manifest: dict[str, Any], once: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the trials table; what is measured once per cell stands on all of its good trials."""
+    good = record["status"] == Status.OK
     described = manifest["backends"].get(cell.backend, {})
-    row: dict[str, Any] = {name: described.get(name) for name in ("framework", "sharding", "sync")}
-    row |= {
-        name: record.get(name)
-        for name in (
-            "cell_id",
-            "repeat",
-            "slot",
-            "status",
-            "reason",
-            "num_parameters",
-            "entropy_floor",
-            "device_name",
-            "wall_s",
-            "training_s",
-        )
-    }
-    row["run_id"] = manifest["run_id"]
+    facts = {**record, **(once if good else dict.fromkeys(ONCE))}
+    facts |= {"run_id": manifest["run_id"], "described": described}
+    row = cell.to_dict() | {name: _at(facts, column.source) for name, column in SOURCES.items()}
     row["virtual_world_size"] = None if cell.world.has_all_ranks else cell.world_size
     row["micro_batch_size"] = cell.micro_batch_size
     row["optimizer_steps_expected"] = cell.windows if cell.world.computes else None
@@ -121,43 +106,29 @@ def _trial_row(record: dict[str, Any], cell: Cell, manifest: dict[str, Any], onc
         row["overhead_s"] = record["wall_s"] - record["training_s"]
     if cell.precision is Precision.BF16:
         row["bf16_as"] = described.get("bf16_as")
-    good = record["status"] == Status.OK
-    update = once.get((record["cell_id"], "update"))
-    if update and good:
-        row |= {f"update_{name}": update[name] for name in ("error", "scale", "residual")}
-        row |= {name: update.get(name) for name in ("gradient_norm", "unclipped_error", "unclipped_scale")}
-    accumulation = once.get((record["cell_id"], "accumulation"))
-    if accumulation and good:
-        row["accumulated_in"] = accumulation["dtype"]
-    dispatch = once.get((record["cell_id"], "dispatch"))
-    if dispatch and good:
-        for name in NUMBERS:
-            if dispatch[name] is not None:
-                row[f"{name}_per_micro_batch"] = dispatch[name] / cell.accumulate
-        row[OTHER_WORK] = dispatch.get(OTHER_WORK)
-        if not cell.world.is_timed:
-            row["cpu_s_per_micro_batch"] = None
-    exposure = once.get((record["cell_id"], "exposure"))
-    if exposure and good:
-        row |= {name: exposure[name] for name in ("collective_s", "exposed_s")}
-    memory = once.get((record["cell_id"], "memory"))
-    if memory and "peak" in memory and good:
-        row |= {"peak_memory_bytes": memory["peak"], "peak_memory_source": "tracked tensors"}
-    timed = record.get("time")
-    if timed:
-        row |= _timed_columns(record, cell, timed, manifest)
+    for name in NUMBERS:
+        cost = _at(facts, f"dispatch.{name}")
+        is_valid = cost is not None and (cell.world.is_timed or name != "cpu_s")
+        row[f"{name}_per_micro_batch"] = cost / cell.accumulate if is_valid else None
+    if facts["memory"] and "peak" in facts["memory"]:
+        row |= {"peak_memory_bytes": facts["memory"]["peak"], "peak_memory_source": "tracked tensors"}
+    if record.get("time"):
+        row |= _timed_columns(record, cell, record["time"], manifest)
     return row
+
+
+def _at(facts: Mapping[str, Any], path: str) -> Any:
+    """The value at a path of keys; None if one is missing or empty."""
+    value: Any = facts
+    for key in path.split("."):
+        value = None if value is None else value.get(key)
+    return value
 
 
 def world_of(trial: Any) -> World:
     """The world of a row of the trials table."""
-    virtual, fake_tensors, shared_gpu = (trial[name] for name in WORLD)
-    return World.of(virtual=pd.notna(virtual), fake_tensors=fake_tensors is True, shared_gpu=shared_gpu is True)
-
-
-def worlds(trials: pd.DataFrame) -> pd.Series:
-    """The world of each row of the trials table."""
-    return pd.Series(map(world_of, rows_of(trials[WORLD])), index=trials.index, dtype=object)
+    virtual = pd.notna(trial["virtual_world_size"])
+    return World.of(virtual=virtual, fake_tensors=trial["fake_tensors"] is True, shared_gpu=trial["shared_gpu"] is True)
 
 
 def step_time(cell: Cell, timed: Mapping[str, Any] | None) -> float | None:
@@ -172,15 +143,11 @@ def _timed_columns(
 ) -> dict[str, Any]:
     """The columns from the time pass."""
     row: dict[str, Any] = {
-        "num_micro_batches": timed["num_micro_batches"],
-        "optimizer_steps_observed": timed["num_updates"],
-        "ranks_agree": timed["ranks_agree"],
         "micro_batches_per_update": ",".join(map(str, timed["micro_batches_per_update"])),
         "final_loss": timed["losses"][-1] if timed["losses"] else None,
     }
     if timed["reported"]:
         row["optimizer_steps_reported_by"], row["optimizer_steps_reported"] = next(iter(timed["reported"].items()))
-    row |= {name: (timed.get("host") or {}).get(name) for name in ("num_cpus", "foreign_cores", "stolen_cores")}
     if record.get("gpus") and cell.world.is_timed:
         row |= _gpu_columns(record["gpus"]["gpus"], len(timed["step_seconds"]), record["tokens_per_step"])
     if (seconds := step_time(cell, timed)) is not None:
@@ -231,10 +198,8 @@ def _gpu_columns(gpus: list[dict[str, Any]], num_steps: int, tokens_per_step: fl
 
 
 def _unsettled(timed: Mapping[str, Any]) -> int:
-    """Number of timed steps that belong to the warm-up; for older records it is computed from the steps."""
-    if "num_warmup" in timed:
-        return int(timed["num_warmup"]) - len(timed["warmup_seconds"]) - 1
-    return warmup(timed["step_seconds"])
+    """Number of timed steps that belong to the warm-up."""
+    return int(timed["num_warmup"]) - len(timed["warmup_seconds"]) - 1
 
 
 def _child_rows(record: dict[str, Any], cell: Cell) -> dict[str, list[dict[str, Any]]]:
@@ -251,7 +216,6 @@ def _child_rows(record: dict[str, Any], cell: Cell) -> dict[str, list[dict[str, 
             for step, seconds in enumerate(timed.get("step_seconds", ()) if cell.world.is_timed else (), start=first)
         ],
         "losses": [{"step": i, "loss": loss} for i, loss in enumerate(timed.get("losses", ()))],
-        # Older records have no group: no backend had another than all ranks.
-        "collectives": [{"group": RankGroup.WORLD, **row} for row in record.get("collectives") or ()],
+        "collectives": record.get("collectives") or [],
         "memory": [{"category": name, "bytes": size} for name, size in memory.items()],
     }

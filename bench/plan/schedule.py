@@ -72,7 +72,7 @@ class Ended(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Look:
+class InterimAnalysis:
     """The decision after a number of blocks."""
 
     repeats: Natural
@@ -124,7 +124,7 @@ class Schedule:
         self.seed = int(values["training.seed"])
         self._once = {*(manifest.get("once") or ()), *(cell.cell_id for cell in self.cells if not cell.world.computes)}
         """Ids of cells with a single trial; those on fake tensors give the same result every time."""
-        self.looks = [Look.from_dict(look) for look in manifest.get("looks") or ()]
+        self.looks = [InterimAnalysis.from_dict(look) for look in manifest.get("looks") or ()]
         if self.known * len(self.cells) > MOST_TRIALS:
             raise InputError(
                 f"{self.known:,} repeats of {len(self.cells)} cells are more than {MOST_TRIALS:,} trials; ask for fewer"
@@ -162,7 +162,7 @@ class Schedule:
         for repeat in range(self.known):
             yield from self.block(repeat)
 
-    def add(self, look: Look) -> None:
+    def add(self, look: InterimAnalysis) -> None:
         self.looks.append(look)
 
     def stored(self) -> list[dict[str, Any]]:

@@ -6,28 +6,25 @@ faster.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
-from bench.judge.advice import next_command
+from bench.judge.baseline import NoiseFloor, widest
+from bench.judge.gates import known_defect
+from bench.judge.next_steps import next_command
 from bench.judge.pairs import ComparedPair
-from bench.judge.remarks import documented
-from bench.judge.standing import Floor, widest
 from bench.judge.tables import rows_of
 from bench.judge.verdicts import Reason, Verdict, band
 from bench.plan.cell import Device, Status, Sync, summarize
-from bench.report.material import Material, cpu_name, eager_and_deferred, gpu_names, parameters
 from bench.report.ranking import Group, Ranked, ends_of, groups
+from bench.report.report_data import ReportData, cpu_name, eager_and_deferred, gpu_names, parameters
 from bench.words import alike, digits, plural, size
 
 LONGEST = 240
 """Characters of a reason; the table of failed cells has it in full."""
-REPEATS = re.compile(r"repeat [\d, ]+: ")
-NUMBERS = re.compile(r"\d[\d.e+-]*")
 OPEN = {
     Reason.INSIDE_FLOOR: "the difference from {} is not larger than the noise floor",
     Reason.WIDE: "the interval of the ratio to {} contains 1 and is too wide to call them the same",
@@ -76,7 +73,7 @@ class Answer:
     """The tables, the one of the largest N first."""
     baseline: str
     remarks: tuple[str, ...]
-    """What must be said beside the numbers (``bench.judge.remarks``)."""
+    """What must be said beside the numbers (``bench.judge.caveats``)."""
 
     @property
     def all(self) -> tuple[Statement, ...]:
@@ -84,41 +81,41 @@ class Answer:
         return (*([self.alarm] if self.alarm else []), *self.statements, self.scope)
 
 
-def answer(of: Material) -> Answer:
+def answer(data: ReportData) -> Answer:
     """The answer of a run."""
-    every = groups(of)
+    every = groups(data)
     said: list[Statement] = []
     if every:
         first = every[0]
-        said += [*_fastest(of, first), *_least(of, first), *_twins(of, first)]
-    said += [*_wrong(of), *_failed(of), *_open(of, every)]
+        said += [*_fastest(data, first), *_least(data, first), *_twins(data, first)]
+    said += [*_wrong(data), *_failed(data), *_open(data, every)]
     return Answer(
-        alarm=_alarm(of),
+        alarm=_alarm(data),
         statements=tuple(said),
-        scope=Statement(key="scope", title="Scope", text=_scope(of)),
+        scope=Statement(key="scope", title="Scope", text=_scope(data)),
         groups=tuple(every),
-        baseline=of.standing.baseline,
-        remarks=tuple(of.standing.remarks),
+        baseline=data.against_baseline.baseline,
+        remarks=tuple(data.against_baseline.remarks),
     )
 
 
-def _alarm(of: Material) -> Statement | None:
-    found = of.obstacle
+def _alarm(data: ReportData) -> Statement | None:
+    found = data.times_unavailable
     if found is None:
         return None
-    text = _sentence(cut(REPEATS.sub("", found.reason)))
+    text = _sentence(cut(found.reason))
     title = "No times can be compared" if found.command else "No times"
     return Statement(key="alarm", title=title, text=text, is_warning=bool(found.command), command=found.command)
 
 
-def _fastest(of: Material, group: Group) -> Iterator[Statement]:
+def _fastest(data: ReportData, group: Group) -> Iterator[Statement]:
     """The fastest correct backend, and those that cannot be told apart from it."""
     timed = [row for row in group.rows if row.is_correct and row.seconds is not None]
     if not timed:
         return
     best, *others = timed
     text = f"{digits(best.seconds or 0)} s per step{_ends(best.low, best.high)} at {group.where}"
-    against = of.standings.get(best.backend)
+    against = data.against_baselines.get(best.backend)
     rows = {} if against is None else against.by_cell
     slower = {cell_id for cell_id, row in rows.items() if row.judgement.verdict is Verdict.SLOWER}
     near = [row for row in others if row.cell_id not in slower]
@@ -140,7 +137,7 @@ def _ends(low: float | None, high: float | None) -> str:
     return "" if low is None or high is None else f" (95 % {ends_of(low, high)})"
 
 
-def _least(of: Material, group: Group) -> Iterator[Statement]:
+def _least(data: ReportData, group: Group) -> Iterator[Statement]:
     """The correct backends with the least memory, and how they compare with the fastest."""
     known = [row for row in group.rows if row.memory is not None and row.correct in {"yes", "not checked"}]
     if not known:
@@ -150,7 +147,7 @@ def _least(of: Material, group: Group) -> Iterator[Statement]:
     names = ", ".join(row.backend for row in best)
     text = f"{size(least)} per rank at its peak, at {group.where}"
     fastest = known[0]
-    against = of.standings.get(fastest.backend)
+    against = data.against_baselines.get(fastest.backend)
     pair = against.by_cell.get(best[0].cell_id) if against and group.is_timed else None
     if fastest not in best and fastest.memory and pair and pair.time:
         share, time = digits(least / fastest.memory), digits(pair.time.ratio)
@@ -158,16 +155,16 @@ def _least(of: Material, group: Group) -> Iterator[Statement]:
     yield Statement(key="memory", title="Least memory", lead=names, text=f"{text}.")
 
 
-def _twins(of: Material, group: Group) -> Iterator[Statement]:
+def _twins(data: ReportData, group: Group) -> Iterator[Statement]:
     """Deferred against eager sync, of FSDP2 in full; one line for all other frameworks and shardings that have both."""
-    about = of.run.manifest["backends"]
+    about = data.run.manifest["backends"]
     rows = {row.backend: row for row in group.rows}
     shown = {name: about.get(name, {}) for name in rows}
     pairs = [pair for how in (Sync.DEFERRED, Sync.DEFERRED_ALL_REDUCE) for pair in eager_and_deferred(shown, how)]
     full, short = [], []
     for eager, deferred in sorted(pairs, key=lambda pair: pair[1] != FIRST_DEFERRED):
         ours, theirs = rows[deferred], rows[eager]
-        found = of.standings[eager].by_cell.get(ours.cell_id) if eager in of.standings else None
+        found = data.against_baselines[eager].by_cell.get(ours.cell_id) if eager in data.against_baselines else None
         said, brief = [], []
         if group.is_timed and found is not None and found.time is not None:
             time, verdict = found.time, found.judgement.verdict
@@ -187,84 +184,82 @@ def _twins(of: Material, group: Group) -> Iterator[Statement]:
         yield Statement(key="families", title="Other families", text=text)
 
 
-def _wrong(of: Material) -> Iterator[Statement]:
+def _wrong(data: ReportData) -> Iterator[Statement]:
     """What must not be used: each reason once, with all its cells."""
-    invalid = of.bad[of.bad["status"] == Status.INVALID]
-    for reason, cells in _by_reason(of, invalid).items():
+    invalid = data.bad[data.bad["status"] == Status.INVALID]
+    for reason, cells in _by_reason(data, invalid):
         yield Statement(
-            key="wrong", title="Do not use", lead=_cells(of, cells), text=f"{_sentence(reason)}", is_warning=True
+            key="wrong", title="Do not use", lead=_cells(data, cells), text=f"{_sentence(reason)}", is_warning=True
         )
 
 
-def _failed(of: Material) -> Iterator[Statement]:
+def _failed(data: ReportData) -> Iterator[Statement]:
     """What failed or could not run: each reason once."""
-    others = of.bad[of.bad["status"] != Status.INVALID]
+    others = data.bad[data.bad["status"] != Status.INVALID]
     for status, rows in others.groupby("status", sort=False):
-        for reason, cells in _by_reason(of, rows).items():
+        for reason, cells in _by_reason(data, rows):
             title = "Not run" if status == Status.UNSUPPORTED else "Failed"
             bad = status != Status.UNSUPPORTED
             text = _sentence(f"{status}: {reason}" if bad else reason)
-            yield Statement(key="failed", title=title, lead=_cells(of, cells), text=text, is_warning=bad)
+            yield Statement(key="failed", title=title, lead=_cells(data, cells), text=text, is_warning=bad)
 
 
 def _sentence(text: str) -> str:
     return text if text.endswith((".", "]")) else f"{text}."
 
 
-def _by_reason(of: Material, rows: pd.DataFrame) -> dict[str, list[dict[str, Any]]]:
-    """The cells by the reason why they failed; reasons that differ in numbers alone count as one, the first."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    texts: dict[str, str] = {}
+def _by_reason(data: ReportData, rows: pd.DataFrame) -> list[tuple[str, list[dict[str, Any]]]]:
+    """The cells by the reason why they failed, that of the first; cells that failed the same gates share one."""
+    found: dict[Any, tuple[str, list[dict[str, Any]]]] = {}
     for cell in rows_of(rows):
-        defect = documented(of.run.manifest, cell)
+        defect = known_defect(data.run.manifest, cell)
         reason = f"{defect} (a documented defect of the framework)" if defect else cut(cell["reason"] or "no reason")
-        key = texts.setdefault(NUMBERS.sub("#", reason), reason)
-        found.setdefault(key, []).append(cell)
-    return found
+        kind = defect or (cell["failed_gates"], cell["update_causes"]) if cell["failed_gates"] else reason
+        found.setdefault(kind, (reason, []))[1].append(cell)
+    return list(found.values())
 
 
-def _cells(of: Material, cells: Sequence[Mapping[str, Any]]) -> str:
+def _cells(data: ReportData, cells: Sequence[Mapping[str, Any]]) -> str:
     """The backends of these cells, with their N where not all cells of a backend are among them."""
-    everywhere = of.cells.groupby("backend")["accumulate"].agg(set)
-    sizes = of.cells.groupby("backend").size()
+    everywhere = data.cells.groupby("backend")["accumulate"].agg(set)
+    sizes = data.cells.groupby("backend").size()
     places: dict[str, list[str]] = {}
     for backend in dict.fromkeys(cell["backend"] for cell in cells):
         own = [cell for cell in cells if cell["backend"] == backend]
         numbers = sorted({cell["accumulate"] for cell in own})
         where = "" if set(numbers) == everywhere[backend] else f"N = {', '.join(map(str, numbers))}"
-        at_these = of.cells[(of.cells["backend"] == backend) & of.cells["accumulate"].isin(numbers)]
+        at_these = data.cells[(data.cells["backend"] == backend) & data.cells["accumulate"].isin(numbers)]
         if len(own) < len(at_these):
             where = ", ".join(filter(None, (where, f"{len(own)} of {plural(sizes[backend], 'cell')}")))
         places.setdefault(where, []).append(backend)
     return "; ".join(f"{', '.join(names)}{f' ({where})' if where else ''}" for where, names in places.items())
 
 
-def _open(of: Material, every: Sequence[Group]) -> Iterator[Statement]:
+def _open(data: ReportData, every: Sequence[Group]) -> Iterator[Statement]:
     """Why correct cells are not compared while others are, or comparisons are undecided, and the command that helps."""
     found: dict[tuple[str, Reason, str], dict[str, list[str]]] = {}
-    texts: dict[str, str] = {}
+    texts: dict[Reason, str] = {}
     for where, row in ((one.where, row) for one in every for row in one.rows):
-        if row.pair is None or of.obstacle is not None:
+        if row.pair is None or data.times_unavailable is not None:
             continue
         judgement = row.pair.judgement
         if judgement.verdict is Verdict.AMBIGUOUS:
-            key, text = "undecided", f"{OPEN[judgement.reason].format(of.standing.baseline)}."
+            key, text = "undecided", f"{OPEN[judgement.reason].format(data.against_baseline.baseline)}."
         elif judgement.verdict is Verdict.NOT_COMPARABLE and row.is_correct:
-            key, text = "barred", _sentence(cut(REPEATS.sub("", judgement.detail)))
-            text = texts.setdefault(NUMBERS.sub("#", text.replace(row.label, "")), text)
+            key, text = "barred", texts.setdefault(judgement.reason, _sentence(cut(judgement.detail)))
         else:
             continue
         found.setdefault((key, judgement.reason, text), {}).setdefault(where, []).append(row.backend)
     for (key, reason, text), places in sorted(found.items(), key=lambda one: one[0][0]):
         title = "Undecided" if key == "undecided" else "Not compared"
         lead = "; ".join(f"{', '.join(names)} at {place}" for place, names in places.items())
-        command = next_command(of.run, {reason}, of.folder)
+        command = next_command(data.run, {reason}, data.folder)
         yield Statement(key=key, title=title, lead=lead, text=text, command=command)
 
 
-def _scope(of: Material) -> str:
+def _scope(data: ReportData) -> str:
     """Model, ranks, device, link, counts and noise floor, and what does not follow from the run."""
-    run, cells = of.run, [cell for cell in of.run.cells.values() if not cell.twin]
+    run, cells = data.run, [cell for cell in data.run.cells.values() if not cell.twin]
     own = [cell for cell in cells if not cell.is_reference] or cells
     sizes = run.tables.trials.groupby("model")["num_parameters"].max()
     models = [f"{name} ({parameters(sizes[name])})" for name in dict.fromkeys(c.model for c in own)]
@@ -282,22 +277,24 @@ def _scope(of: Material) -> str:
         link = f"{one}, so no bytes move: times show host overhead and memory policy, not communication"
     elif not any(cell.world.has_all_ranks for cell in own):
         link = "virtual world, nothing is sent"
-    counts = of.contestants.loc[of.contestants["num_ok"] > 0, "num_ok"]
+    counts = data.contestants.loc[data.contestants["num_ok"] > 0, "num_ok"]
     trials = " to ".join(dict.fromkeys(str(int(one)) for one in (counts.min(), counts.max()))) if len(counts) else "0"
     parts = [
         f"{', '.join(models)} on {ranks} rank{'' if ranks == '1' else 's'} of {machine}, {link}",
         f"n = {trials} good {'trial' if trials == '1' else 'trials'} per cell",
-        *([] if of.obstacle else [noise(of.standing.floor)]),  # an obstacle leaves the floor unknown too
+        *(
+            [] if data.times_unavailable else [noise(data.against_baseline.floor)]
+        ),  # an obstacle leaves the floor unknown too
     ]
-    if (wide := widest(of.standing.rows)) is not None:
+    if (wide := widest(data.against_baseline.rows)) is not None:
         parts.append(f"widest interval of a ratio {100 * wide:.2g} %")
-    parts.append(summarize(run.cells.values(), of.standing.baseline))
-    if cpu and not of.obstacle:
+    parts.append(summarize(run.cells.values(), data.against_baseline.baseline))
+    if cpu and not data.times_unavailable:
         parts.append(TRANSFER.format(parameters(sizes.max()).removesuffix(" parameters")))
     return f"{'; '.join(parts)}."
 
 
-def noise(floor: Floor | None) -> str:
+def noise(floor: NoiseFloor | None) -> str:
     """The noise floor: how far two runs of the same cell are apart."""
     if floor is None:
         return "noise floor unknown: the run has no A/A pair"

@@ -19,7 +19,18 @@ from bench.judge.tables import rows_of
 from bench.plan.categories import PEAK, Category
 from bench.plan.cell import Cell
 from bench.report import sheet, style
-from bench.report.figure_data import CONTEXT, FACTS, MEMORY, FigureData, Panel, floats, most_extreme, tied, twins
+from bench.report.figure_data import (
+    CONTEXT,
+    FACTS,
+    MEMORY,
+    FigureData,
+    Panel,
+    failure,
+    floats,
+    most_extreme,
+    tied,
+    twins,
+)
 from bench.report.sheet import Drawing, panel_grid
 from bench.report.style import GREY, SMALL, TINY, safe
 from bench.words import alike, plural, size, some, unit_of
@@ -93,8 +104,8 @@ def _bars(
         axes.barh(rows, widths, 0.72, ends, **paint)
         ends = ends + widths
     reached = dict(zip(rows, ends, strict=True))
-    for backend, word in zip(panel.rows["backend"], panel.rows["word"], strict=True):
-        at = shown.index(backend)
+    for backend, outcome in zip(panel.rows["backend"], panel.rows["outcome"], strict=True):
+        word, at = failure(outcome), shown.index(backend)
         left = reached.get(at, 0.0)
         sum_of = f"{left:,.0f}" if left >= 1000 else f"{left:.3g}"
         words = f"{sum_of} {word}".strip() if at in reached else word or "not measured"

@@ -1,6 +1,7 @@
 """Citations of one number of a run: value, interval, trials, machine, versions, commit and hash, in three formats.
 
-Beside its sentences, which people read, a citation has one line that ``bench.report.cited`` reads again, for example
+Beside its sentences, which people read, a citation has one line that ``bench.report.citation_check``
+reads again, for example
 ``accumulation-bench:RUN/CELL value=0.4022 low=0.3965 high=0.4081 n=19 sha256=...``. It begins with the permanent id,
 ``RUN/CELL/BASELINE`` for a ratio or ``RUN/plots/NAME`` for a figure. ``value`` is the step time in seconds, or the
 ratio of two; ``low`` and ``high`` are the ends of its 95 % interval; ``n`` is the number of good trials, or of blocks;
@@ -18,11 +19,11 @@ from typing import Any
 import pandas as pd
 
 from bench.judge.loading import Run
-from bench.judge.quoting import SCHEME, CellQuote, Quotes, RatioQuote, place_of, quoted
+from bench.judge.quotes import SCHEME, CellQuote, Quotes, RatioQuote, place_of, quoted
 from bench.judge.statistics import Interval
 from bench.judge.verdicts import NEXT, Verdict, band
-from bench.plan.columns import AXES, WAYS
-from bench.report.material import machine_words
+from bench.plan.axes import AXES, WAYS
+from bench.report.report_data import machine_words
 from bench.run.machine import unlike_nodes
 from bench.words import bibtex, digits, markdown, plain, plural
 

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-import pandas as pd
+import matplotlib.style
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from bench.judge.loading import Run, missing_trials
-from bench.judge.pairs import ComparedPair, Pair, notes, record
-from bench.judge.statistics import MARGIN
-from bench.judge.verdicts import Exact, Exactly, Reason, Verdict
-from bench.plan.columns import COLUMNS, DASH
-from bench.report import pull_request, terminal
-from bench.report.ranking import TableColumn
+from bench.judge.pairs import ComparedPair, Pair, frame_of_pairs
+from bench.judge.statistics import MARGIN, MIN_TRIALS
+from bench.judge.verdicts import Exact, Reason, Verdict
+from bench.plan.column import DASH
+from bench.report.tabular import Table, TableColumn, TableRow
 from bench.run.machine import Changed
 from bench.words import markdown, plural, some
 
-TABLE = (
+COLUMNS = (
     TableColumn("cell", "cell", is_number=False),
     TableColumn("verdict", "verdict", is_number=False),
     TableColumn("ratio", "time B/A"),
@@ -34,7 +33,13 @@ TABLE = (
 """Reasons also stand below the table."""
 FORCED = ("ratio", "interval", "n", "memory", "steps")
 """Columns that are struck through in rows that are not comparable."""
-STYLES = {Verdict.FASTER: "bold blue", Verdict.SLOWER: "bold red", Verdict.SAME: "green", Verdict.AMBIGUOUS: ""}
+STYLES = {
+    Verdict.FASTER: "bold blue",
+    Verdict.SLOWER: "bold red",
+    Verdict.SAME: "green",
+    Verdict.AMBIGUOUS: "",
+    Verdict.NOT_COMPARABLE: "dim",
+}
 DECIDED = frozenset({Reason.OUTSIDE_FLOOR, Reason.INSIDE_MARGIN})
 """Reasons whose details are columns of the table."""
 MOST_KEYS = 12
@@ -52,17 +57,11 @@ class Report:
     differences: Sequence[Changed] = ()
     """Keys of the fingerprints that differ."""
     remarks: Sequence[str] = ()
-    """On the cells (``bench.judge.remarks``); also said below the plots."""
+    """On the cells (``bench.judge.caveats``); also said below the plots."""
     notes: Sequence[str] = ()
     margin: float = MARGIN
     threshold: float | None = None
     """The value of ``--fail-on slower``."""
-
-
-def frame(rows: Sequence[ComparedPair]) -> pd.DataFrame:
-    """The rows, at least one, as a table: compare.parquet of a comparison, ratios.parquet of a run."""
-    typed = {name: column.dtype for name, column in COLUMNS["ratios"].items() if column.dtype != "string"}
-    return pd.DataFrame([record(row) for row in rows]).astype(typed)
 
 
 def headline(report: Report) -> str:
@@ -88,48 +87,32 @@ def _value(value: object) -> str:
     return value if isinstance(value, str) and value.startswith("(") else json.dumps(value)
 
 
-def texts(row: ComparedPair) -> dict[str, str]:
-    """The text of a pair in each column of TABLE."""
-    time, judgement = row.time, row.judgement
+def table(rows: Sequence[ComparedPair]) -> Table:
+    """The rows; numbers of what is not comparable are struck through."""
+    found = []
+    for row in rows:
+        styles = dict.fromkeys(FORCED, "strike") if row.forced else {}
+        styles["verdict"] = "bold red" if row.regressions else STYLES[row.judgement.verdict]
+        found.append(TableRow(_texts(row), styles))
+    return Table(columns=COLUMNS, rows=found)
+
+
+def _texts(row: ComparedPair) -> dict[str, str]:
+    time, judgement, steps = row.time, row.judgement, row.steps
     interval = DASH
     if time is not None:
         interval = "no interval" if time.low is None else f"{time.low:.4f} to {time.high:.4f}"
-    share = row.memory.ratio
+    taken = f"{steps.verdict}, {steps.b}" + ("" if steps.a == steps.b else f" of {steps.a}")
     return {
         "cell": row.pair.name,
         "verdict": f"{judgement.verdict}{' (forced)' * row.forced}{'; REGRESSED' if row.regressions else ''}",
         "ratio": DASH if time is None else f"{time.ratio:.4f}",
         "interval": interval,
         "n": DASH if time is None else str(time.num_trials),
-        "memory": DASH if share is None else f"{share:.4f}",
-        "steps": _steps(row.steps),
+        "memory": DASH if row.memory.ratio is None else f"{row.memory.ratio:.4f}",
+        "steps": DASH if steps.verdict is Exact.UNKNOWN else taken,
         "reason": str(judgement.reason),
     }
-
-
-def _steps(number: Exactly) -> str:
-    if number.verdict is Exact.UNKNOWN:
-        return DASH
-    return f"{number.verdict}, {number.b}" + ("" if number.a == number.b else f" of {number.a}")
-
-
-def table(rows: Sequence[ComparedPair], console: Console) -> Table:
-    """The rows, as many columns as the terminal has room for."""
-    found = []
-    for row in rows:
-        styled = {key: Text(text) for key, text in texts(row).items()}
-        for key in FORCED if row.forced else ():
-            styled[key].stylize("strike")
-        barred = row.judgement.verdict is Verdict.NOT_COMPARABLE
-        style = "dim" if barred else STYLES[row.judgement.verdict]
-        styled["verdict"].stylize("bold red" if row.regressions else style)
-        found.append(styled)
-    return terminal.fitted(console, TABLE, found)
-
-
-def _marked_up(row: ComparedPair) -> dict[str, str]:
-    found = {key: markdown(text) for key, text in texts(row).items()}
-    return found | ({key: f"~~{found[key]}~~" for key in FORCED} if row.forced else {})
 
 
 def reasons(rows: Sequence[ComparedPair]) -> list[str]:
@@ -150,28 +133,65 @@ def reasons(rows: Sequence[ComparedPair]) -> list[str]:
     return found
 
 
-def page(report: Report, pictures: Iterable[str]) -> str:
-    """The same words and table as Markdown, and the plots beside it."""
+def show(report: Report) -> None:
+    """Words and table on the terminal."""
+    console = Console()
+    console.print(Text(headline(report)), soft_wrap=True)
+    for line in alarm(report.differences):
+        console.print(Text(line, style="bold red"), soft_wrap=True)
+    console.print(table(report.rows).fitted(console))
+    for line in [*reasons(report.rows), "", *report.remarks, *report.notes]:
+        console.print(Text(line), soft_wrap=True)
+
+
+def write(report: Report, folder: Path) -> list[Path]:
+    """Write the same as Markdown with the forest plot, and the rows as parquet; returns the paths."""
+    from bench.report import forest, sheet, style
+
+    frame, page = folder / "compare.parquet", folder / "compare.md"
+    frame_of_pairs(report.rows).to_parquet(frame, index=False)
+    pictures = []
+    drawings = forest.draw(report)
+    with matplotlib.style.context(list(style.BASE)):
+        for drawing in drawings:
+            pictures += sheet.save(drawing.figure, folder / drawing.stem, drawing.words)
+    page.write_text(_markdown(report, [f"{drawing.stem}.png" for drawing in drawings]), encoding="utf-8")
+    return [frame, page, *pictures]
+
+
+def _markdown(report: Report, pictures: Sequence[str]) -> str:
     lines = [f"# {markdown(report.b)} against {markdown(report.a)}", "", f"{markdown(headline(report))}.", ""]
     if report.differences:
         first, *keys = alarm(report.differences)
         lines += [f"**{first}**", "", *(f"- {markdown(key)}" for key in keys), ""]
     lines += [f"![Ratios of step times with intervals]({name})" for name in pictures]
-    lines += ["", *pull_request.table(TABLE, [_marked_up(row) for row in report.rows])]
-    lines += ["", "## Reasons, and what to do next", ""]
+    lines += ["", *table(report.rows).markdown(), "", "## Reasons, and what to do next", ""]
     lines += [("  - " if line.startswith(" ") else "- ") + markdown(line) for line in reasons(report.rows)]
     lines += ["", "## Notes", "", *(f"- {markdown(note)}" for note in (*report.remarks, *report.notes)), ""]
     return "\n".join(lines)
 
 
-def notes_on(
+def notes(
     a: Run, b: Run, rows: list[ComparedPair], never: list[Pair], thresholds: dict[str, float], margin: float
 ) -> list[str]:
-    """What a reader should know, as sentences."""
-    found = notes(a, b, rows, margin)
-    for letter, one in (("A", a), ("B", b)) if a is not b else (("", a),):
-        if missing := missing_trials(one):
-            found.append(f"{letter or 'the run'} lacks {missing} of its trials: it is not finished, or was truncated")
+    """What a reader should know before citing the rows, beside the remarks on their cells."""
+    found = []
+    if not any(row.judgement.comparison.floor for row in rows):
+        found.append("noise floor unknown, so no row is called faster, slower or the same")
+    if a is not b:
+        found.append(
+            "the runs were made at different times: changes of the machine between them are in the ratios but not in "
+            "their intervals; for a citation, run both sides interleaved, in one run"
+        )
+    if few := sum(row.time is not None and row.time.low is None for row in rows):
+        found.append(f"no interval for {few} of {plural(len(rows), 'cell')}: fewer than {MIN_TRIALS} trials")
+    found.append(
+        f"same: a ratio between {1 / (1 + margin):.4g} and {1 + margin:.4g}; Holm's correction over "
+        f"{plural(len(rows), 'comparison')}"
+    )
+    for letter, run in (("A", a), ("B", b)) if a is not b else (("the run", a),):
+        if missing := missing_trials(run):
+            found.append(f"{letter} lacks {missing} of its trials: it is not finished, or was truncated")
     if never:
         found.append(f"left out, unsupported on both sides: {', '.join(pair.name for pair in never)}")
     if "slower" in thresholds:
@@ -181,13 +201,11 @@ def notes_on(
             "above what the machine does by itself"
         )
     for metric, limit in thresholds.items():
-        bad = [row for row in rows if metric in row.regressions]
-        unknown = [row for row in rows if metric in row.unchecked]
-        words = f"{metric}={_percent(limit)}: {len(bad)} of {plural(len(rows), 'cell')} regressed"
-        words += f": {some([row.pair.name for row in bad])}" if bad else ""
-        found.append(
-            words + (f"; {len(unknown)} NOT CHECKED: {some([row.pair.name for row in unknown])}" if unknown else "")
-        )
+        bad = [row.pair.name for row in rows if metric in row.regressions]
+        unknown = [row.pair.name for row in rows if metric in row.unchecked]
+        text = f"{metric}={_percent(limit)}: {len(bad)} of {plural(len(rows), 'cell')} regressed"
+        text += f": {some(bad)}" if bad else ""
+        found.append(text + (f"; {len(unknown)} NOT CHECKED: {some(unknown)}" if unknown else ""))
     return found
 
 

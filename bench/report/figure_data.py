@@ -11,12 +11,12 @@ import numpy as np
 import pandas as pd
 
 from bench.judge.samples import step_times
-from bench.judge.standing import Standing
-from bench.judge.tables import Tables, rows_of, worlds
+from bench.judge.tables import good_trials, rows_of
+from bench.plan.axes import AXES, FOLLOWS, WAYS, axes, differing
 from bench.plan.cell import REFERENCES, SGD, Status
-from bench.plan.columns import AXES, FOLLOWS, WAYS, Axis, axes, differing
+from bench.plan.column import Axis
 from bench.report import style
-from bench.report.material import eager_and_deferred, machine_words, parameters
+from bench.report.report_data import ReportData, eager_and_deferred, machine_words, parameters
 from bench.report.sheet import FigureWords
 from bench.words import alike, size, some
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 CONTEXT = [*WAYS, "world_size", "world", "precision"]
 """Cells that differ in one of these are never in one panel."""
 FACTS = ["run_id", "cell_id", "backend", "framework", "sharding", "sync", "accumulate", *CONTEXT]
-FACTS += ["status", "num_ok", "num_trials", "word"]
+FACTS += ["status", "num_ok", "num_trials", "outcome"]
 """Columns of every figure's data."""
 TIMES = ["step_time_s", "step_time_low_s", "step_time_high_s"]
 """The step time that is cited of a cell, and the ends of its 95 % interval."""
@@ -48,46 +48,40 @@ class Panel:
 class FigureData:
     """The cells in the order in which they are drawn, and what all figures say about them."""
 
-    def __init__(
-        self, tables: Tables, manifest: dict[str, Any], standing: Standing | None = None, obstacle: str = ""
-    ) -> None:
+    def __init__(self, data: ReportData, obstacle: str = "") -> None:
         """``obstacle`` is why times cannot be compared; empty if they can."""
-        self.manifest, self.tables, self.obstacle = manifest, tables, obstacle
-        self.remarks = [] if standing is None else standing.remarks
-        self.floor = None if standing is None or standing.floor is None else standing.floor.interval
-        trials = tables.trials[tables.trials["twin"].fillna("") == ""].copy()  # a twin is its cell once more
-        for column in ("framework", "sharding", "sync"):
-            known = {name: about.get(column) for name, about in manifest.get("backends", {}).items()}
-            trials[column] = trials[column].fillna(trials["backend"].map(known).astype("string")).fillna("")
-        trials["world"] = worlds(trials)
-        self.looks = style.looks(trials)
-        order = {name: i for i, name in enumerate(self.looks)}
-        self.trials = trials.assign(_rank=trials["backend"].map(order))
+        self.manifest, self.tables, self.obstacle = data.run.manifest, data.run.tables, obstacle
+        self.remarks = data.against_baseline.remarks
+        self.floor = None if data.against_baseline.floor is None else data.against_baseline.floor.interval
+        self.looks = style.looks(data.cells)
+        self._worlds = pd.Series({key: cell.world for key, cell in data.run.cells.items()}, dtype=object)
+        self._cells = data.cells
+
+    @cached_property
+    def trials(self) -> pd.DataFrame:
+        """The trials of the cells, with their ``world``."""
+        trials = self.tables.trials[self.tables.trials["cell_id"].isin(self._cells.index)]
+        return trials.assign(world=self._worlds.reindex(trials["cell_id"]).set_axis(trials.index))
 
     @cached_property
     def cells(self) -> pd.DataFrame:
-        """One row per cell, by ``cell_id``: how it ended, its step time if its world has one, and its peak memory.
+        """The frame of cells in the order in which they are drawn, with their ``world``.
 
-        A cell is ``invalid`` if one of its trials is, and else ``ok`` if one is good. The largest peak counts.
+        Cells that failed, and all cells if no times can be compared, also have the times and peaks that were measured:
+        they are drawn as wrong, or in grey.
         """
-        trials = self.trials.sort_values("repeat", kind="stable")
-        fine, ids = trials["status"] == Status.OK, trials["cell_id"]
-        found = trials.loc[(~fine).sort_values(kind="stable").index].drop_duplicates("cell_id").set_index("cell_id")
-        found["num_ok"], found["num_trials"] = fine.groupby(ids).sum(), ids.groupby(ids).size()
-        wrong = (trials["status"] == Status.INVALID).groupby(ids).any()
-        found["status"] = found["status"].where(~wrong, str(Status.INVALID))
-        counts = found["num_ok"].astype(str) + " of " + found["num_trials"].astype(str) + " ok"
-        partly = (found["status"] == Status.OK) & (found["num_ok"] < found["num_trials"])
-        found["word"] = found["status"].astype(str).where(found["status"] != Status.OK, "").where(~partly, counts)
-        peaks = trials["peak_memory_bytes"].where(fine | ~fine.groupby(ids).transform("any"))
-        found["peak_memory_bytes"] = peaks.groupby(ids).max()
+        found = self._cells.assign(world=self._worlds)
+        failed = found["status"] != Status.OK
         timed = found["world"].map(lambda world: world.times_communication)
         estimates = step_times(self.trials)
         for name, end in zip(TIMES, ("seconds", "low", "high"), strict=True):
-            values = {cell_id: getattr(one, end) for cell_id, one in estimates.items()}
-            found[name] = pd.Series(values, dtype="Float64").reindex(found.index).where(timed)
-        found = found.assign(cell_id=found.index).rename_axis(None)
-        return found.sort_values(["_rank", "accumulate"], kind="stable")
+            measured = pd.Series({key: getattr(one, end) for key, one in estimates.items()}, dtype="Float64")
+            shown = measured.reindex(found.index).where(failed | bool(self.obstacle))
+            found[name] = found[name].fillna(shown).where(timed)
+        peaks = good_trials(self.trials).groupby("cell_id")[MEMORY].max()
+        found[MEMORY] = found[MEMORY].fillna(peaks.reindex(found.index).where(failed))
+        rank = found["backend"].map({name: place for place, name in enumerate(self.looks)})
+        return found.assign(_rank=rank).sort_values(["_rank", "accumulate"], kind="stable")
 
     @cached_property
     def others(self) -> pd.DataFrame:
@@ -118,7 +112,7 @@ class FigureData:
         )
 
     def _models(self) -> str:
-        sizes = self.trials.groupby("model")["num_parameters"].max()
+        sizes = self.cells.groupby("model")["num_parameters"].max()
         models = [f"{name} ({parameters(sizes[name])})" for name in self.others["model"].unique()]
         return f"model {', '.join(models)}"
 
@@ -200,11 +194,16 @@ def left_out(every: int, shown: int, what: str) -> list[str]:
     ]
 
 
+def failure(outcome: str) -> str:
+    """What is written beside a cell that did not end well; empty for others."""
+    return "" if outcome == Status.OK else outcome
+
+
 def lost(cells: pd.DataFrame, value: str) -> list[str]:
     """A sentence on the cells without such a value; none if all have one."""
     missing = cells[cells[value].isna()]
-    rows = zip(missing["backend"], missing["accumulate"], missing["word"], strict=True)
-    named = [f"{backend} at N = {n} ({word or 'not measured'})" for backend, n, word in rows]
+    rows = zip(missing["backend"], missing["accumulate"], missing["outcome"], strict=True)
+    named = [f"{backend} at N = {n} ({failure(outcome) or 'not measured'})" for backend, n, outcome in rows]
     return [f"Without a value: {some(named)}."] if named else []
 
 

@@ -9,19 +9,17 @@ import csv
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 import matplotlib.style
 
-from bench.judge.standing import Standing
-from bench.judge.tables import Tables
 from bench.report import forest, sheet, style
 from bench.report.bars import draw_memory_categories, draw_traffic
 from bench.report.comparison import Report
+from bench.report.deviations import draw_held_gradients, draw_noise, draw_optimizer_steps
 from bench.report.figure_data import FigureData
 from bench.report.formats import guarded, write_frame
 from bench.report.lines import draw_loss_curves, draw_step_time
-from bench.report.rows import draw_held_gradients, draw_noise, draw_optimizer_steps
+from bench.report.report_data import ReportData
 from bench.report.scatter import draw_memory_vs_time
 from bench.report.sheet import Drawing
 
@@ -42,39 +40,35 @@ FORMER = ("peak_memory", "speed_up")
 """Figures that earlier versions drew; they also drew several of a kind, with a number after the name."""
 
 
-def draw(
-    tables: Tables, manifest: dict[str, Any], folder: Path, standing: Standing | None = None, obstacle: str = ""
-) -> list[Path]:
+def draw(data: ReportData, folder: Path, obstacle: str = "") -> list[Path]:
     """Write the figures of a judged run into the folder; returns the paths. Figures without data are not drawn.
 
-    With its standing, also the ratios of step times to the baseline; ``obstacle`` is why times cannot be compared.
+    ``obstacle`` is why times cannot be compared.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
     with matplotlib.style.context(list(style.BASE)):
-        for drawing in figures(tables, manifest, standing, obstacle):
+        for drawing in figures(data, obstacle):
             paths += sheet.save(drawing.figure, folder / drawing.stem, drawing.words)
             paths.append(folder / f"{drawing.stem}.csv")
             write_frame(drawing.data, paths[-1])
-    remove_leftovers(folder, str(manifest.get("run_id")), {*KINDS, *FORMER}, paths)
+    remove_leftovers(folder, data.run.name, {*KINDS, *FORMER}, paths)
     return paths
 
 
-def figures(
-    tables: Tables, manifest: dict[str, Any], standing: Standing | None = None, obstacle: str = ""
-) -> list[Drawing]:
+def figures(data: ReportData, obstacle: str = "") -> list[Drawing]:
     """The figures of ``draw``, not yet saved."""
-    if tables.trials.empty:
+    if data.run.tables.trials.empty:
         return []
-    run = FigureData(tables, manifest, standing, obstacle)
+    run, against_baseline = FigureData(data, obstacle), data.against_baseline
     with matplotlib.style.context(list(style.BASE)):
         found = [drawing for maker in MAKERS.values() for drawing in maker(run)]
-    if obstacle or standing is None:
+    if obstacle:
         return found
     # Every cell against the baseline's, but those that run once, as their matrix wants it.
-    timed = [row for row in standing.rows if row.pair.b.world.times_communication]
-    rows = [row for row in timed if row.pair.b.cell_id not in (manifest.get("once") or ())]
-    report = Report(a=standing.baseline, b="each other backend", rows=rows, remarks=standing.remarks)
+    timed = [row for row in against_baseline.rows if row.pair.b.world.times_communication]
+    rows = [row for row in timed if row.pair.b.cell_id not in (data.run.manifest.get("once") or ())]
+    report = Report(a=against_baseline.baseline, b="each other backend", rows=rows, remarks=against_baseline.remarks)
     return found + forest.draw(report, RATIOS)
 
 

@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 from bench.errors import BAD, GOOD, InputError
 from bench.plan.cell import Status
-from bench.run.journal import UPGRADED, Journal, read_manifest, write_manifest
+from bench.run.journal import Journal, read_manifest, write_manifest
 
 if TYPE_CHECKING:
+    from bench.judge.baseline import AgainstBaseline
     from bench.judge.loading import Run
-    from bench.judge.standing import Standing
     from bench.judge.tables import Tables
-    from bench.report.material import Material
+    from bench.report.report_data import ReportData
     from bench.report.sections import PageSection
 
 
 def rebuild(folder: Path) -> int:
     """Make the tables of a run from its journal alone; returns the exit status that its trials deserve."""
-    from bench.judge.standing import standing
+    from bench.judge.baseline import against_baseline
 
     manifest, run = _load(folder)
     try:
-        paths = _write_tables(folder, run.tables, standing(run))
+        paths = _write_tables(folder, run.tables, against_baseline(run))
     except OSError as error:
         raise InputError(f"{folder}: cannot be written ({error.strerror}); make room, or make it writable") from error
     print(*paths, sep="\n")
@@ -48,7 +48,7 @@ def _uncollected() -> Iterator[None]:
 def finish(
     folder: Path,
     plots: Path,
-    further: Callable[[Material], PageSection | None] | None = None,
+    further: Callable[[ReportData], PageSection | None] | None = None,
     *,
     note_floor: bool = True,
     as_json: bool = False,
@@ -60,30 +60,26 @@ def finish(
     """
     from rich.console import Console
 
-    from bench.judge.loading import hashed
-    from bench.judge.standing import standings
     from bench.report import page, pull_request
     from bench.report.answer import answer
     from bench.report.figures import draw
-    from bench.report.material import Material
     from bench.report.progress import emit
+    from bench.report.report_data import ReportData
     from bench.report.terminal import show
 
     manifest, run = _load(folder)
-    run = hashed(run, folder)
-    judged, every = run.tables, standings(run)
-    of = Material(folder=folder, run=run, standings=every)
+    judged, data = run.tables, ReportData(folder=folder, run=run)
     try:
         plots.mkdir(parents=True, exist_ok=True)
-        _write_tables(folder, judged, of.standing)
-        if note_floor and UPGRADED not in manifest:
-            _store_floor(folder, manifest, of.standing)
-        said = answer(of)
+        _write_tables(folder, judged, data.against_baseline)
+        if note_floor:
+            _store_floor(folder, manifest, data.against_baseline)
+        said = answer(data)
         # Of a single backend there is nothing to compare, and its times are good.
-        compared = any(not row.pair.b.twin for row in of.standing.rows)
-        drawn = draw(judged, manifest, plots, of.standing, said.alarm.text if said.alarm and compared else "")
+        compared = any(not row.pair.b.twin for row in data.against_baseline.rows)
+        drawn = draw(data, plots, said.alarm.text if said.alarm and compared else "")
         short = _replace(folder / pull_request.REPORT, pull_request.render(run, said))
-        whole = _replace(folder / page.PAGE, page.render(of, said, drawn, further and further(of)))
+        whole = _replace(folder / page.PAGE, page.render(data, said, drawn, further and further(data)))
     except OSError as error:
         place = f"--plots {plots}" if str(error.filename).startswith(str(plots)) else str(folder)
         raise InputError(f"{place}: cannot be written ({error.strerror}); name a folder that can") from error
@@ -123,18 +119,18 @@ def _load(folder: Path) -> tuple[dict[str, Any], Run]:
     return manifest, load(folder)
 
 
-def _write_tables(folder: Path, judged: Tables, found: Standing) -> list[Path]:
+def _write_tables(folder: Path, judged: Tables, found: AgainstBaseline) -> list[Path]:
     """Write every table; returns the paths."""
-    from bench.report.comparison import frame
+    from bench.judge.pairs import frame_of_pairs
 
     paths = judged.write(folder)
     if found.rows:
         paths.append(folder / "ratios.parquet")
-        frame(found.rows).to_parquet(paths[-1], index=False)
+        frame_of_pairs(found.rows).to_parquet(paths[-1], index=False)
     return paths
 
 
-def _store_floor(folder: Path, manifest: dict[str, Any], found: Standing) -> None:
+def _store_floor(folder: Path, manifest: dict[str, Any], found: AgainstBaseline) -> None:
     """Store the ratio of the A/A pair in the manifest, if it is not there already."""
     floor = found.floor
     if floor is None:
@@ -147,8 +143,8 @@ def _store_floor(folder: Path, manifest: dict[str, Any], found: Standing) -> Non
 
 def _status(judged: Tables, manifest: dict[str, Any]) -> int:
     """0 if every trial that could run is good, or invalid by a documented defect of its backend; 1 otherwise."""
-    from bench.judge.remarks import documented
+    from bench.judge.gates import known_defect
     from bench.judge.tables import rows_of
 
     bad = judged.trials[~judged.trials["status"].isin([Status.OK, Status.UNSUPPORTED])]
-    return GOOD if all(documented(manifest, trial) for trial in rows_of(bad)) else BAD
+    return GOOD if all(known_defect(manifest, trial) for trial in rows_of(bad)) else BAD

@@ -17,7 +17,7 @@ from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 from bench.judge.pairs import SLOWER, ComparedPair, record
 from bench.judge.statistics import Interval
 from bench.judge.verdicts import Verdict, band
-from bench.plan.columns import WAYS, differing, phrases
+from bench.plan.axes import WAYS, differing, phrases
 from bench.report import sheet, style
 from bench.report.comparison import Report
 from bench.report.figure_data import largest, left_out
@@ -208,7 +208,7 @@ def _ticks(low: float, high: float) -> list[float]:
         found = sorted({*(round(float(value), 6) for value in even), 1.0})
     first = max((value for value in found if 0 < value <= low / 1.005), default=low / 1.005)
     last = min((value for value in found if value >= high * 1.005), default=high * 1.005)
-    return [first, *(value for value in found if first < value < last), last]
+    return [first, *(value for value in found if 1.01 * first < value < last / 1.01), last]
 
 
 def _keys(report: Report, colours: dict[int, str], noise: float | None) -> Iterator[Key]:

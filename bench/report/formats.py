@@ -8,10 +8,7 @@ with it; it is listed under ``left_out``, which they ignore.
 
 from __future__ import annotations
 
-import csv
-import itertools
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +16,11 @@ import pandas as pd
 import pyarrow as pa
 from pyarrow import parquet
 
+from bench.errors import InputError
 from bench.judge.frames import Frames
 from bench.judge.gates import tolerance
 from bench.judge.tables import rows_of
-from bench.plan.cell import Cell
+from bench.plan.cell import Cell, Status
 from bench.plan.columns import COLUMNS, FRAMES
 from bench.words import plain
 
@@ -41,9 +39,7 @@ def harmless(frame: pd.DataFrame) -> pd.DataFrame:
     found = frame.copy()
     for name in frame.columns:
         if not pd.api.types.is_numeric_dtype(frame[name].dtype):
-            texts = frame[name].astype("string")
-            harmed = {text: shown for text in texts.dropna().unique() if (shown := guarded(plain(text))) != text}
-            found[name] = texts.replace(harmed) if harmed else texts
+            found[name] = frame[name].astype("string").map(lambda text: guarded(plain(text)), na_action="ignore")
     return found
 
 
@@ -56,153 +52,95 @@ COLUMNS_FILE = "columns.csv"
 """Beside the frames: of every column its dtype, unit and meaning."""
 
 
-def write_csv(frames: Mapping[str, pd.DataFrame], folder: Path) -> list[Path]:
+def write_csv(frames: Frames, folder: Path) -> list[Path]:
     """One file per frame, UTF-8 with a header, and COLUMNS_FILE; empty values are empty. Returns the paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for name in FRAMES:
-        paths.append(folder / f"{name}.csv")
-        write_frame(frames[name], paths[-1])
-    paths.append(folder / COLUMNS_FILE)
-    with paths[-1].open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(("frame", "column", "dtype", "unit", "meaning"))
-        for name, columns in COLUMNS.items():
-            writer.writerows((name, key, about.dtype, about.unit, about.meaning) for key, about in columns.items())
-    return paths
+    about = [
+        (frame, name, column.dtype, column.unit, column.meaning)
+        for frame, columns in COLUMNS.items()
+        for name, column in columns.items()
+    ]
+    documented = pd.DataFrame(about, columns=["frame", "column", "dtype", "unit", "meaning"])
+    written = {**{folder / f"{name}.csv": frame for name, frame in frames.items()}, folder / COLUMNS_FILE: documented}
+    for path, frame in written.items():
+        write_frame(frame, path)
+    return list(written)
 
 
-def write_parquet(frames: Mapping[str, pd.DataFrame], folder: Path, run_id: str) -> list[Path]:
+def write_parquet(frames: Frames, folder: Path) -> list[Path]:
     """One file per frame; each field's metadata has its ``unit`` and ``meaning``. Returns the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, about in FRAMES.items():
-        table = pa.Table.from_pandas(frames[name], preserve_index=False)
-        fields = [
-            field.with_metadata({"unit": COLUMNS[name][field.name].unit, "meaning": COLUMNS[name][field.name].meaning})
-            for field in table.schema
-        ]
-        notes = {**(table.schema.metadata or {}), b"run_id": run_id.encode(), b"rows": about.encode()}
+        table, columns = pa.Table.from_pandas(frames[name], preserve_index=False), COLUMNS[name]
+        words = {key: {"unit": column.unit, "meaning": column.meaning} for key, column in columns.items()}
+        fields = [field.with_metadata(words[field.name]) for field in table.schema]
+        notes = {**(table.schema.metadata or {}), b"run_id": frames.run_id.encode(), b"rows": about.encode()}
         paths.append(folder / f"{name}.parquet")
         parquet.write_table(table.cast(pa.schema(fields, metadata=notes)), paths[-1])
     return paths
 
 
-VERSION = "5.3.1"
-"""The version of pytest-benchmark whose format this is."""
-SPREAD = 1.5
-"""Interquartile ranges from the quartiles to Tukey's fences."""
-GATES = (
-    "optimizer_steps_expected",
-    "optimizer_steps_observed",
-    "update_error",
-    "update_scale",
-    "max_loss_deviation",
-    "accumulated_in",
-)
-"""Columns of the trials that the gates check."""
 GPU = ("name", "memory_bytes", "driver")
-"""Keys of a GPU."""
-FACTS = tuple(itertools.dropwhile(lambda name: name != "num_ok", COLUMNS["cells"]))
+BESIDE = {name for name, column in COLUMNS["cells"].items() if not column.axis} - {"cell_id", "label", "reason"}
 """Columns of the cells that stand beside the statistics."""
 
 
 def document(frames: Frames) -> dict[str, Any]:
-    """The JSON document."""
+    """The JSON document of pytest-benchmark. Raises InputError if it is not installed."""
+    try:
+        from pytest_benchmark import __version__
+    except ImportError as error:
+        raise InputError("--format pytest-benchmark: needs that package; pip install pytest-benchmark") from error
     manifest, cells = frames.manifest, frames.run.cells
-    trials = {str(key): rows for key, rows in frames.trials.groupby("cell_id", sort=False)}
+    trials = {str(key): rows.sort_values("repeat") for key, rows in frames.trials.groupby("cell_id", sort=False)}
     benchmarks, left_out = [], []
-    labels = [cell.label for cell in cells.values()]
-    rows: Iterable[Any] = rows_of(frames.cells)
-    for row in rows:
-        cell = cells[row["cell_id"]]
-        name = cell.label if labels.count(cell.label) == 1 else f"{cell.label} {row['cell_id']}"
-        if not row["comparable"] or pd.isna(row["step_time_s"]) or not cell.world.times_communication:
-            said = {"name": name, "fullname": _fullname(cell, name), "status": row["status"], "why": row["caveats"]}
-            left_out.append(said | {"citation": row["citation"]})
-            continue
-        benchmarks.append(_benchmark(cell, name, row, trials[row["cell_id"]].sort_values("repeat")))
+    for row in rows_of(frames.cells):
+        cell_id, name = row["cell_id"], row["label"]
+        # The same for equal cells of all runs and machines, so that they have one history.
+        named = {"name": name, "fullname": f"accumulation-bench/{cell_id}::{name}"}
+        if row["step_time_s"] is None or not cells[cell_id].world.times_communication:
+            left_out.append(named | {"status": row["status"], "why": row["caveats"], "citation": row["citation"]})
+        else:
+            benchmarks.append(named | _benchmark(cells[cell_id], row, trials[cell_id]))
+    git = manifest.get("git") or {}
+    commit = {"id": git.get("commit") or "unversioned", "dirty": bool(git.get("commit")) and not git.get("clean")}
     return {
         "machine_info": _machine(manifest),
-        "commit_info": _commit(manifest),
+        "commit_info": commit | {"time": None, "author_time": None, "project": "accumulation-bench", "branch": ""},
         "benchmarks": benchmarks,
         "datetime": str(manifest.get("finished") or manifest.get("started") or ""),
-        "version": VERSION,
+        "version": __version__,
         "left_out": left_out,
     }
 
 
-def _fullname(cell: Cell, name: str) -> str:
-    """The same for equal cells of all runs and machines, so that they have one history."""
-    return f"accumulation-bench/{cell.cell_id}::{name}"
+def _benchmark(cell: Cell, row: Mapping[str, Any], trials: pd.DataFrame) -> dict[str, Any]:
+    from pytest_benchmark.stats import Stats
 
-
-def _benchmark(cell: Cell, name: str, row: Mapping[str, Any], trials: pd.DataFrame) -> dict[str, Any]:
-    medians = trials.loc[trials["status"] == "ok", "step_time_s"].astype(float).tolist()
-    seen = {gate: [_plain(value) for value in trials[gate].dropna().unique()] for gate in GATES}
+    stats = Stats()
+    for seconds in trials.loc[trials["status"] == Status.OK, "step_time_s"]:
+        stats.update(float(seconds))
     limits = tolerance(cell.precision, cell.workload, cell.model)
     return {
         "group": f"N={cell.accumulate} W={cell.world_size} {cell.precision}",
-        "name": name,
-        "fullname": _fullname(cell, name),
         "params": cell.to_dict(),
-        "param": name,
+        "param": row["label"],
         "extra_info": {
             "unit": "seconds per optimizer step",
             "round": "one trial: the median of its steps after warm-up, the maximum over ranks",
-            "status": str(row["status"]),
-            **{fact: _plain(row[fact]) for fact in FACTS},
-            "gates": {
-                "seen": seen,
-                "limits": {"update_error": limits.update_error, "max_loss_deviation": limits.loss_deviation},
-            },
+            **{name: row[name] for name in COLUMNS["cells"] if name in BESIDE},
+            "limits": {"update_error": limits.update_error, "max_loss_deviation": limits.loss_deviation},
         },
         "options": {
             "disable_gc": False,
             "timer": "bench.measure.taps",
-            "min_rounds": len(medians),
+            "min_rounds": stats.rounds,
             "max_time": None,
             "min_time": None,
             "warmup": cell.warmup_windows > 0,
         },
-        "stats": stats(medians),
-    }
-
-
-def _plain(value: Any) -> Any:
-    """A value of a frame as one of JSON."""
-    if pd.isna(value):
-        return None
-    return value.item() if hasattr(value, "item") else value
-
-
-def stats(values: Sequence[float]) -> dict[str, Any]:
-    """What pytest-benchmark calculates from its rounds, at least one; quartiles are interpolated linearly."""
-    data = sorted(values)
-    low, _, high = statistics.quantiles(data, n=4, method="inclusive") if len(data) > 1 else data * 3
-    mean, spread = statistics.mean(data), statistics.stdev(data) if len(data) > 1 else 0
-    fences = low - SPREAD * (high - low), high + SPREAD * (high - low)
-    beyond_deviation = sum(not mean - spread <= value <= mean + spread for value in data)
-    beyond_fences = sum(not fences[0] <= value <= fences[1] for value in data)
-    return {
-        "min": data[0],
-        "max": data[-1],
-        "mean": mean,
-        "stddev": spread,
-        "rounds": len(data),
-        "median": statistics.median(data),
-        "iqr": high - low,
-        "q1": low,
-        "q3": high,
-        "iqr_outliers": beyond_fences,
-        "stddev_outliers": beyond_deviation,
-        "outliers": f"{beyond_deviation};{beyond_fences}",
-        "ld15iqr": next(value for value in data if value >= fences[0]),
-        "hd15iqr": next(value for value in reversed(data) if value <= fences[1]),
-        "ops": len(data) / sum(data),
-        "total": sum(data),
-        "data": list(values),
-        "iterations": 1,
+        "stats": stats.as_dict() | {"data": stats.data, "iterations": 1},
     }
 
 
@@ -212,13 +150,9 @@ def _machine(manifest: Mapping[str, Any]) -> dict[str, Any]:
     system, _, rest = str(machine.get("system") or "").partition(" ")
     release, _, architecture = rest.rpartition(" ")
     return {
-        "node": "",
-        "processor": architecture,
-        "machine": architecture,
-        "python_compiler": "",
-        "python_implementation": "",
-        "python_implementation_version": str(machine.get("python") or ""),
-        "python_version": str(machine.get("python") or ""),
+        **dict.fromkeys(("node", "python_compiler", "python_implementation"), ""),
+        **dict.fromkeys(("processor", "machine"), architecture),
+        **dict.fromkeys(("python_implementation_version", "python_version"), str(machine.get("python") or "")),
         "python_build": ["", ""],
         "release": release,
         "system": system,
@@ -229,16 +163,4 @@ def _machine(manifest: Mapping[str, Any]) -> dict[str, Any]:
         },
         "gpus": [{key: gpu.get(key) for key in GPU} for gpu in machine.get("gpus") or []],
         "packages": dict(manifest.get("packages") or {}),
-    }
-
-
-def _commit(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    git = manifest.get("git") or {}
-    return {
-        "id": git.get("commit") or "unversioned",
-        "time": None,
-        "author_time": None,
-        "dirty": not git.get("clean") if git.get("commit") else False,
-        "project": "accumulation-bench",
-        "branch": "(unknown)",
     }

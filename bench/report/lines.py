@@ -10,10 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from bench.plan.axes import WORK
 from bench.plan.cell import REFERENCES, Status
-from bench.plan.columns import WORK
 from bench.report import sheet, style
-from bench.report.figure_data import CONTEXT, FACTS, TIMES, FigureData, Panel, apart, floats, lost, twins
+from bench.report.figure_data import CONTEXT, FACTS, TIMES, FigureData, Panel, apart, failure, floats, lost, twins
 from bench.report.sheet import Drawing, panel_grid, set_scale, title_lines
 from bench.report.style import GREY, INTERVAL, REFERENCE_COLOUR, SMALL, TINY, Key, safe
 from bench.words import plural, some
@@ -95,7 +95,7 @@ def _lines(run: FigureData, axes: Axes, cells: pd.DataFrame) -> list[End]:
         wrong = (rows["status"] != Status.OK).to_numpy()
         for chosen in (wrong, ~wrong):
             style.mark(axes, x[chosen], y[chosen], look, wrong=chosen is wrong, size=4.5)
-        word = str(rows["word"].iloc[-1])
+        word = failure(rows["outcome"].iloc[-1])
         ends.append((f"{backend} ({word})" if word else str(backend), float(x[-1]), float(y[-1]), look.colour))
     return ends
 

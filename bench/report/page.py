@@ -21,15 +21,15 @@ from xml.etree import ElementTree
 import jinja2
 from markupsafe import Markup
 
+from bench.judge.baseline import AgainstBaseline
 from bench.judge.samples import NAME
-from bench.judge.standing import Standing
 from bench.judge.statistics import LEVEL, MARGIN, MIN_TRIALS, RESAMPLES
 from bench.judge.verdicts import NEXT, Reason, Verdict
 from bench.plan.columns import FRAMES
 from bench.report.answer import Answer
 from bench.report.citation import ESCAPES, Citation, cite_plot, formats, words_of_cell, words_of_ratio
-from bench.report.material import Material, gpu_names
 from bench.report.ranking import DECIDED
+from bench.report.report_data import ReportData, gpu_names
 from bench.report.sections import SCENARIOS, PageSection, failures, sections
 from bench.words import digits, plain, plural
 
@@ -63,32 +63,32 @@ class Picture:
     """The SVG as a data URL. A browser shows it as an image: nothing in it is run."""
 
 
-def render(of: Material, answer: Answer, plots: Sequence[Path], further: PageSection | None = None) -> str:
+def render(data: ReportData, answer: Answer, plots: Sequence[Path], further: PageSection | None = None) -> str:
     """The page, as it stands in the run's folder; ``plots`` are the files that were drawn, ``further`` comes last."""
-    asked = [*sections(of), *filter(None, [further])]
+    asked = [*sections(data), *filter(None, [further])]
     pictures = {path.stem: picture(path) for path in plots if path.suffix == ".svg"}
     shown = [[pictures[stem] for stem in section.plots if stem in pictures] for section in asked]
     timed = any(group.is_timed for group in answer.groups)
     return _template().render(
-        run=of.run,
-        title=plain(of.run.name),
+        run=data.run,
+        title=plain(data.run.name),
         answer=answer,
         is_timed=timed,
         choices={
             "place": list(dict.fromkeys(group.place for group in answer.groups)),
             "n": sorted({group.n for group in answer.groups}),
             "backend": list(dict.fromkeys(row.backend for group in answer.groups for row in group.rows)),
-            "baseline": list(of.standings),
+            "baseline": list(data.against_baselines),
         },
         most_switches=MOST_SWITCHES,
-        first=[] if of.obstacle else [pictures[FIRST_PLOT]] if FIRST_PLOT in pictures else [],
+        first=[] if data.times_unavailable else [pictures[FIRST_PLOT]] if FIRST_PLOT in pictures else [],
         sections=list(zip(asked, shown, strict=True)),
-        semantics=link(of.folder, SCENARIOS) if SCENARIOS.exists() else "",
-        failures=failures(of),
-        data=_data(of, answer, sorted(pictures)),
-        raw=[(name, about) for name, about in RAW.items() if (of.folder / name).exists()],
+        semantics=link(data.folder, SCENARIOS) if SCENARIOS.exists() else "",
+        failures=failures(data),
+        data=_data(data, answer, sorted(pictures)),
+        raw=[(name, about) for name, about in RAW.items() if (data.folder / name).exists()],
         method={"level": LEVEL, "margin": MARGIN, "trials": MIN_TRIALS, "resamples": RESAMPLES, "name": NAME},
-        facts=facts(of.run.manifest),
+        facts=facts(data.run.manifest),
         style=Markup(_text("report.css")),
         script=Markup(_text("report.js")),
     )
@@ -131,28 +131,28 @@ def link(folder: Path, path: Path) -> str:
     return urllib.parse.quote(Path(relative).as_posix())
 
 
-def _data(of: Material, answer: Answer, plots: Iterable[str]) -> Markup:
+def _data(data: ReportData, answer: Answer, plots: Iterable[str]) -> Markup:
     """What the script reads: ratios to every baseline; citations of cells, ratios to the run's baseline, and plots."""
     ids = [row.cell_id for group in answer.groups for row in group.rows]
     timed = frozenset(row.cell_id for group in answer.groups if group.is_timed for row in group.rows)
-    cells = {cell_id: formats(words_of_cell(of.quotes, cell_id)) for cell_id in ids}
+    cells = {cell_id: formats(words_of_cell(data.quotes, cell_id)) for cell_id in ids}
     ratios = {
-        cell_id: formats(words_of_ratio(of.quotes, cell_id, of.pairs[cell_id].pair.a.cell_id))
+        cell_id: formats(words_of_ratio(data.quotes, cell_id, data.pairs[cell_id].pair.a.cell_id))
         for cell_id in ids
-        if cell_id in of.pairs
+        if cell_id in data.pairs
     }
     value = {
-        "run": of.run.name,
-        "baselines": list(of.standings),
+        "run": data.run.name,
+        "baselines": list(data.against_baselines),
         "verdicts": VERDICTS,
         "decided": [VERDICTS.index(one) for one in DECIDED],
         "reasons": REASONS,
         "next": [NEXT[reason] for reason in REASONS],
-        "ratios": _ratios(of.standings, timed),
+        "ratios": _ratios(data.against_baselines, timed),
         "citations": {
             "cell": packed(cells),
             "ratio": packed(ratios),
-            "plot": packed({name: cite_plot(of.run, name) for name in dict.fromkeys(plots)}),
+            "plot": packed({name: cite_plot(data.run, name) for name in dict.fromkeys(plots)}),
         },
     }
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
@@ -171,11 +171,11 @@ def packed(citations: Mapping[str, Citation]) -> dict[str, Any]:
     return found
 
 
-def _ratios(standings: Mapping[str, Standing], ids: frozenset[str]) -> dict[str, list[list[Any]]]:
+def _ratios(against_baselines: Mapping[str, AgainstBaseline], ids: frozenset[str]) -> dict[str, list[list[Any]]]:
     """By cell: for each baseline with such a cell its index, ratio, low, high, and indices of verdict and reason."""
     found: dict[str, list[list[Any]]] = {}
-    for place, standing in enumerate(standings.values()):
-        for cell_id, row in standing.by_cell.items():
+    for place, against_baseline in enumerate(against_baselines.values()):
+        for cell_id, row in against_baseline.by_cell.items():
             if cell_id in ids:
                 time, judgement = row.time, row.judgement
                 numbers = [None] * 3 if time is None else [time.ratio, time.low, time.high]

@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from bench.judge.remarks import in_record
+from bench.judge.gates import EXPECTED, defect_of_record
 from bench.judge.tables import step_time
+from bench.plan.axes import labels
 from bench.plan.cell import Cell
-from bench.plan.columns import labels
-from bench.plan.schedule import Cost, Look, Trial
+from bench.plan.schedule import Cost, InterimAnalysis, Trial
 from bench.words import plural
 
 REFRESH_PER_S = 1.0
@@ -87,7 +87,7 @@ class Display:
         guess = self._estimates.get(trial.cell.cell_id)
         return 0.0 if guess is None else guess.total(1) if trial.extra else guess.seconds or 0.0
 
-    def looked(self, look: Look) -> None:
+    def looked(self, look: InterimAnalysis) -> None:
         """The run looked at its intervals."""
         width = "" if look.widest is None else f": the widest interval is {100 * look.widest:.2g} %"
         then = f"going on with {plural(len(look.open), 'cell')}" if look.open else "that is all"
@@ -113,8 +113,8 @@ class Display:
         self._count(trial, record)
         seconds = step_time(trial.cell, record.get("time"))
         what = record["status"] if seconds is None else f"{seconds:.4f} s/step"
-        if expected := in_record(self._manifest, record):
-            what += f"; {expected}"
+        if defect := defect_of_record(self._manifest, record):
+            what += f"; invalid, {EXPECTED}: {defect}"
         if record["reason"]:
             what = f"{record['status']}: {record['reason']}"
         if trial.cell.is_reference and record["status"] != "ok":
@@ -167,7 +167,7 @@ class JsonLines(Display):
         """``said``: what a person would read."""
         emit("said", text=message)
 
-    def looked(self, look: Look) -> None:
+    def looked(self, look: InterimAnalysis) -> None:
         """``looked``: how wide the widest interval is, and with how many cells the run goes on."""
         emit("looked", repeats=look.repeats, widest=look.widest, open=len(look.open), refused=look.refused)
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
 
 from bench.judge.loading import Run
 from bench.report.answer import Answer, Statement
 from bench.report.citation import commit
-from bench.report.ranking import TableColumn
 from bench.words import markdown
 
 REPORT = "report.md"
@@ -28,8 +26,7 @@ def render(run: Run, answer: Answer) -> str:
         if place and rows > MOST_ROWS:
             lines += ["", "The tables of smaller N are in report.html."]
             break
-        texts = [{key: markdown(text) for key, text in row.texts.items()} for row in group.rows]
-        lines += ["", f"### {markdown(group.title)}", "", *table(group.columns, texts)]
+        lines += ["", f"### {markdown(group.title)}", "", *group.table.markdown()]
         lines += ["", f"{markdown(group.legend(answer.baseline))}."]
     return "\n".join([*lines, *_again(run)])
 
@@ -41,14 +38,6 @@ def _statement(one: Statement) -> list[str]:
     if one.key == "alarm":
         return [f"> [!{'CAUTION' if one.is_warning else 'NOTE'}]", f"> {said}", *(f"> {line}" for line in command), ""]
     return [f"- {said}", *(f"  {line}" for line in command)]
-
-
-def table(columns: Sequence[TableColumn], rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """A table; rows are Markdown by the keys of the columns."""
-    head = [markdown(column.title) for column in columns]
-    rules = ["---:" if column.is_number else "---" for column in columns]
-    lines = [[row[column.key] for column in columns] for row in rows]
-    return [f"| {' | '.join(line)} |" for line in (head, rules, *lines)]
 
 
 def _again(run: Run) -> list[str]:

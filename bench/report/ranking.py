@@ -8,28 +8,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import pandas as pd
-
 from bench.judge.pairs import ComparedPair
 from bench.judge.samples import NAME
 from bench.judge.verdicts import Verdict
+from bench.plan.axes import WAYS, differing, phrases
 from bench.plan.cell import Cell, Status
-from bench.plan.columns import DASH, WAYS, differing, phrases
-from bench.report.material import Material
+from bench.plan.column import DASH
+from bench.report.report_data import ReportData
+from bench.report.tabular import Table, TableColumn, TableRow
 from bench.words import digits, size
 
 DECIDED = (Verdict.FASTER, Verdict.SLOWER, Verdict.SAME)
-
-
-@dataclass(frozen=True, slots=True)
-class TableColumn:
-    """One column of a table."""
-
-    key: str
-    title: str
-    is_number: bool = True
-    drop: int = 0
-    """In which order a narrow terminal leaves columns out: the largest number first, 0 never."""
 
 
 COLUMNS = (
@@ -67,9 +56,10 @@ class Ranked:
     """To the memory of the baseline."""
     num_ok: int
     num_trials: int
-    status: str
+    is_wrong: bool
+    """Whether it failed, or a gate found it wrong."""
     correct: str
-    """``yes``, or why not."""
+    """``yes``, or the outcome."""
 
     @property
     def is_correct(self) -> bool:
@@ -77,15 +67,9 @@ class Ranked:
         return self.correct == "yes"
 
     @property
-    def is_wrong(self) -> bool:
-        """Whether it failed, or a gate found it wrong."""
-        return self.status != Status.OK
-
-    @property
     def texts(self) -> dict[str, str]:
         """Its text in each of COLUMNS."""
         ratio, ends, verdict = ratio_texts(self.pair, is_baseline=self.is_baseline)
-        some = 0 < self.num_ok < self.num_trials
         return {
             "backend": self.backend,
             "seconds": DASH if self.seconds is None else digits(self.seconds),
@@ -95,7 +79,7 @@ class Ranked:
             "verdict": verdict,
             "memory": DASH if self.memory is None else size(self.memory),
             "memory_ratio": DASH if self.memory_ratio is None else digits(self.memory_ratio),
-            "trials": f"{self.num_ok} of {self.num_trials}" if some else str(self.num_ok),
+            "trials": str(self.num_ok),
             "correct": self.correct,
         }
 
@@ -153,9 +137,11 @@ class Group:
         return f"N = {self.n}, {self.place}".replace(" = ", "=")
 
     @cached_property
-    def columns(self) -> tuple[TableColumn, ...]:
-        """Those of COLUMNS that the group has."""
-        return tuple(column for column in COLUMNS if self.is_timed or column.key not in TIMES)
+    def table(self) -> Table:
+        """The group as a table; wrong cells are red."""
+        columns = [column for column in COLUMNS if self.is_timed or column.key not in TIMES]
+        rows = [TableRow(row.texts, dict.fromkeys(row.texts, "red") if row.is_wrong else {}) for row in self.rows]
+        return Table(columns=columns, rows=rows, caption=self.title)
 
     def legend(self, baseline: str) -> str:
         """What the columns are, in one line."""
@@ -171,12 +157,12 @@ class Group:
         return 100 * value / max(one for one in every if one is not None)
 
 
-def groups(of: Material) -> list[Group]:
+def groups(data: ReportData) -> list[Group]:
     """All groups: real ranks, times, the baseline, the largest N and the most ranks come first, in this order.
 
     If HSDP runs with several numbers of replicas, each is a group of its own.
     """
-    others = [cell for cell in of.run.cells.values() if not cell.is_reference and not cell.twin]
+    others = [cell for cell in data.run.cells.values() if not cell.is_reference and not cell.twin]
     several = "replicate" in differing(others)
     kinds: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in others:
@@ -184,7 +170,7 @@ def groups(of: Material) -> list[Group]:
         kinds.setdefault(tuple(replace(cell, backend="", replicate=replicas).to_dict().values()), []).append(cell)
     every = [cells[0] for cells in kinds.values()]
     ways = [name for name in differing(every, ("precision", *WAYS)) if name != "accumulate"]
-    found = [_group(of, cells, ways) for cells in kinds.values()]
+    found = [_group(data, cells, ways) for cells in kinds.values()]
 
     def order(one: Group) -> tuple[bool, bool, bool, int, int]:
         compared = any(row.is_baseline for row in one.rows)
@@ -193,14 +179,15 @@ def groups(of: Material) -> list[Group]:
     return sorted(found, key=order, reverse=True)
 
 
-def _group(of: Material, cells: list[Cell], ways: list[str]) -> Group:
+def _group(data: ReportData, cells: list[Cell], ways: list[str]) -> Group:
     first = cells[0]
-    rows = [of.rows[cell.cell_id] for cell in cells]
-    own = next((row["peak_memory_bytes"] for row in rows if row["backend"] == of.standing.baseline), None)
-    base = None if pd.isna(own) else own
-    once = of.run.manifest.get("once") or ()
-    is_timed = first.world.times_communication and of.obstacle is None and any(c.cell_id not in once for c in cells)
-    ranked = [_ranked(of, row, base, is_timed=is_timed) for row in rows]
+    rows = [data.rows[cell.cell_id] for cell in cells]
+    base = next((row["peak_memory_bytes"] for row in rows if row["backend"] == data.against_baseline.baseline), None)
+    once = data.run.manifest.get("once") or ()
+    is_timed = (
+        first.world.times_communication and data.times_unavailable is None and any(c.cell_id not in once for c in cells)
+    )
+    ranked = [_ranked(data, row, base, is_timed=is_timed) for row in rows]
     world = f"W = {first.world_size}" + (f" ({first.world.label})" if first.world.label else "")
     return Group(
         cell=first,
@@ -216,35 +203,24 @@ def _order(row: Ranked) -> tuple[float, float, str]:
     return seconds, memory, row.backend
 
 
-def _ranked(of: Material, cell: Mapping[str, Any], base: int | None, *, is_timed: bool) -> Ranked:
-    cell_id = cell["cell_id"]
-    seconds, low, high, memory = (
-        None if pd.isna(cell[name]) else cell[name]
-        for name in ("step_time_s", "step_time_low_s", "step_time_high_s", "peak_memory_bytes")
-    )
-    pair = of.pairs.get(cell_id)
+def _ranked(data: ReportData, cell: Mapping[str, Any], base: int | None, *, is_timed: bool) -> Ranked:
+    names = ("step_time_s", "step_time_low_s", "step_time_high_s")
+    seconds, low, high = (cell[name] if is_timed else None for name in names)
+    memory, is_ok = cell["peak_memory_bytes"], cell["status"] == Status.OK
+    checked = "yes" if data.run.cells[cell["cell_id"]].world.has_values else "not checked"
     return Ranked(
-        cell_id=cell_id,
+        cell_id=cell["cell_id"],
         backend=cell["backend"],
         label=cell["label"],
-        is_baseline=cell["backend"] == of.standing.baseline,
-        seconds=seconds if is_timed else None,
-        low=low if is_timed else None,
-        high=high if is_timed else None,
-        pair=pair if is_timed else None,
+        is_baseline=cell["backend"] == data.against_baseline.baseline,
+        seconds=seconds,
+        low=low,
+        high=high,
+        pair=data.pairs.get(cell["cell_id"]) if is_timed else None,
         memory=memory,
         memory_ratio=None if memory is None or not base else memory / base,
-        num_ok=int(cell["num_ok"]),
-        num_trials=int(cell["num_trials"]),
-        status=str(cell["status"]),
-        correct=_correct(of, cell),
+        num_ok=cell["num_ok"],
+        num_trials=cell["num_trials"],
+        is_wrong=not is_ok,
+        correct=checked if is_ok else cell["outcome"],
     )
-
-
-def _correct(of: Material, cell: Mapping[str, Any]) -> str:
-    """Whether a cell passed every gate; if not, how it failed."""
-    if cell["status"] == Status.INVALID:
-        return "no"
-    if cell["status"] != Status.OK:
-        return str(cell["status"])
-    return "yes" if of.run.cells[cell["cell_id"]].world.has_values else "not checked"

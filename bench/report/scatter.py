@@ -25,6 +25,7 @@ from bench.report.figure_data import (
     FigureData,
     Panel,
     apart,
+    failure,
     fastest,
     leanest,
     lost,
@@ -200,7 +201,9 @@ def _names(run: FigureData, axes: Axes, cells: pd.DataFrame, unit: float) -> lis
     frame = np.array(axes.get_window_extent().extents) / point
     names = []
     for i, row in enumerate(rows):
-        text = style.fit(" ".join([row["backend"], *([f"({row['word']})"] if row["word"] else [])]), style.NAME_WIDTH)
+        text = style.fit(
+            " ".join([row["backend"], *([f"({word})"] if (word := failure(row["outcome"])) else [])]), style.NAME_WIDTH
+        )
         boxes = _boxes(centres[i], style.text_width(text, TINY) * 72 + 1)
         inside = (boxes[:, :2] > frame[:2]).all(axis=1) & (boxes[:, 2:] < frame[2:]).all(axis=1)
         away = _distances(boxes, centres)
@@ -215,7 +218,7 @@ def _names(run: FigureData, axes: Axes, cells: pd.DataFrame, unit: float) -> lis
             )
         )
     room = np.sort(distances, axis=1)[:, :3].sum(axis=1)
-    order = sorted(range(len(rows)), key=lambda i: (not rows[i]["word"], room[i]))
+    order = sorted(range(len(rows)), key=lambda i: (not failure(rows[i]["outcome"]), room[i]))
     best: dict[int, int] = {}
     for _ in range(NUM_ORDERS):
         found = _spots(names, order)

@@ -13,45 +13,31 @@ from typing import Any
 import pandas as pd
 
 from bench.judge.expected import cells_watched, extent
-from bench.judge.gates import tolerance
-from bench.judge.remarks import note
+from bench.judge.gates import EXPECTED, known_defect, tolerance
 from bench.judge.samples import NAME, slowest
 from bench.judge.tables import rows_of
 from bench.judge.verdicts import Verdict
 from bench.plan.categories import PEAK, Category
 from bench.plan.cell import Device, Status, among
-from bench.plan.columns import COLUMNS, DASH, Column
+from bench.plan.column import DASH, Column
+from bench.plan.columns import COLUMNS
+from bench.plan.trial_columns import COMMUNICATION, CORRECTNESS, MEMORY, SEMANTICS, SPEED
 from bench.report.bars import MIB, TOTAL, by_operation
 from bench.report.bars import by_cell as memory_by_cell
-from bench.report.material import Material
-from bench.report.rows import held_sentence
+from bench.report.deviations import held_sentence
+from bench.report.report_data import ReportData
+from bench.report.tabular import Table
 from bench.run import links
 from bench.run.journal import Journal
 from bench.run.machine import unlike_nodes
 from bench.words import plural, size
 
-HERE = {
-    "label": Column("string", "", "", title="cell"),
-    "num_ok": Column("Int64", "", "", title="n"),
-    "step_time_low_s": Column("Float64", "s", "", title="95 % from", form=".4g"),
-    "step_time_high_s": Column("Float64", "s", "", title="to", form=".4g"),
-    "fastest_s": Column("Float64", "s", "", title="fastest trial", form=".4g"),
-    "slowest_s": Column("Float64", "s", "", title="slowest trial", form=".4g"),
-    "num_warmup_steps": Column("Int64", "", "", title="warm-up steps left out, at most"),
-    "others_percent": Column("Float64", "%", "", title="CPUs used by others (%)", form=".2g"),
-    "sent": Column("Float64", "MiB", "", title="MiB in all", form=",.2f"),
-    "operations": Column("string", "", "", title="operations of one optimizer step"),
-    "as_formula": Column("string", "", "", title="as the formula"),
-    **{f"{name}_size": Column("string", "", "", title=name.replace("_", " ")) for name in ("peak", *Category)},
+OPERATIONS = {
+    "operations": Column("string", "", "of one optimizer step", title="operations of one optimizer step"),
+    "as_formula": Column("string", "", "counts that match their formula", title="as the formula"),
+    "sent": Column("Float64", "MiB", "handed to collectives", title="MiB in all", form=",.2f"),
 }
-"""Columns that only sections have, or that have another title there."""
-TIMES = (
-    *("label", "num_ok", "step_time_s", "step_time_low_s", "step_time_high_s", "fastest_s", "slowest_s"),
-    *("tokens_per_s", "mfu", "mfu_of_matmul", "energy_j_per_step", "energy_j_per_token", "cpu_s_per_micro_batch"),
-    *("num_operators_per_micro_batch", "num_launches_per_micro_batch", "num_warmup_steps", "others_percent"),
-)
-GATES = ("label", "status", "accumulated_in", "update_scale", "update_error", "max_loss_deviation", "final_loss")
-STEPS = tuple(f"optimizer_steps_{name}" for name in ("expected", "observed", "reported", "reported_by"))
+"""Columns of the section on communication, of which there is a row per cell here alone."""
 EPOCH_END = Path(__file__).with_name("epoch_end.json")
 """What the semantics suite found where an epoch ends within a window, which no timed trial shows.
 
@@ -61,17 +47,6 @@ SCENARIOS = Path(__file__).parents[2] / "docs" / "semantics.md"
 """All scenarios of the suite; only in a checkout."""
 COUNTERS = ("trainer.global_step", "engine.global_steps")
 """Frameworks' own counters of steps: the first that a framework has is shown."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
-    """Rows of plain words under a header."""
-
-    caption: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    words: int = 1
-    """How many first columns hold words; the others hold numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,95 +63,80 @@ class PageSection:
     """Whether the table is seen without unfolding it."""
 
 
-def table(caption: str, frame: pd.DataFrame, names: Sequence[str], words: int = 1) -> Table:
-    """These columns of a frame of cells; empty ones are left out, except the first."""
-    shown = [name for place, name in enumerate(names) if not place or frame[name].notna().any()]
-    words -= sum(name not in shown for name in names[:words])
-    columns = [HERE.get(name) or COLUMNS["trials"][name] for name in shown]
-    rows = zip(*(frame[name] for name in shown), strict=True)
-    return Table(
-        caption=caption,
-        header=tuple(column.title or name for name, column in zip(shown, columns, strict=True)),
-        rows=tuple(
-            tuple(c.shown(None if pd.isna(value) else value) for c, value in zip(columns, row, strict=True))
-            for row in rows
-        ),
-        words=words,
-    )
+def table(caption: str, cells: pd.DataFrame, key: str, more: Mapping[str, Column] | None = None) -> Table:
+    """The columns of a section of the page, and more ones."""
+    columns = {name: column for name, column in COLUMNS["cells"].items() if name == "label" or column.section == key}
+    return Table.of_frame(caption, cells, {"label": columns.pop("label"), **(more or {}), **columns})
 
 
-def sections(of: Material) -> list[PageSection]:
+def sections(data: ReportData) -> list[PageSection]:
     """All questions, in order; the one on time only where times may be compared."""
     asked = (memory, communication, correctness, semantics)
-    return [ask(of) for ask in (asked if of.obstacle else (speed, *asked))]
+    return [ask(data) for ask in (asked if data.times_unavailable else (speed, *asked))]
 
 
-def speed(of: Material) -> PageSection:
+def speed(data: ReportData) -> PageSection:
     """How long an optimizer step takes, and how sure that is."""
-    rows = of.standing.rows
+    rows = data.against_baseline.rows
     counts = Counter(row.judgement.verdict for row in rows)
     said = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict])
-    first = f"{plural(len(rows), 'comparison')} with {of.standing.baseline}: {said or 'none'}."
-    spread = 100 * (of.cells["slowest_s"] / of.cells["fastest_s"] - 1).dropna()
+    first = f"{plural(len(rows), 'comparison')} with {data.against_baseline.baseline}: {said or 'none'}."
+    spread = 100 * (data.cells["slowest_s"] / data.cells["fastest_s"] - 1).dropna()
     second = "No cell has a time that may be compared."
     if not spread.empty:
         worst = str(spread.idxmax())
         second = (
             f"In the median cell, the slowest trial takes {spread.median():.2g} % longer than the fastest; at most it "
-            f"is {spread.max():.2g} % ({of.run.labels[worst]})."
+            f"is {spread.max():.2g} % ({data.run.labels[worst]})."
         )
     return PageSection(
-        key="speed",
+        key=SPEED,
         title="How long does an optimizer step take?",
-        sentences=(first, second, *nodes(of)),
+        sentences=(first, second, *nodes(data)),
         plots=("step_time_ratio", "step_time", "noise"),
-        table=table(f"Step times: {NAME} over the good trials of a cell, as they are cited", of.cells, TIMES),
+        table=table(f"Step times: {NAME} over the good trials of a cell, as they are cited", data.cells, SPEED),
     )
 
 
-def nodes(of: Material) -> Iterator[str]:
+def nodes(data: ReportData) -> Iterator[str]:
     """Of a run on several nodes: how they differ, and on which the slowest ranks were."""
-    if not of.run.manifest.get("nodes"):
+    if not data.run.manifest.get("nodes"):
         return
-    yield from (f"{text[:1].upper()}{text[1:]}." for text in unlike_nodes(of.run.manifest))
+    yield from (f"{text[:1].upper()}{text[1:]}." for text in unlike_nodes(data.run.manifest))
     found: Counter[int] = Counter()
-    for record in Journal(of.folder).read():
-        cell, ranks = of.run.cells[record["cell_id"]], (record.get("time") or {}).get("rank_step_seconds")
+    for record in Journal(data.folder).read():
+        cell, ranks = data.run.cells[record["cell_id"]], (record.get("time") or {}).get("rank_step_seconds")
         if ranks and cell.num_nodes > 1:
             found[slowest(ranks) // cell.ranks_per_node] += 1
     for node, count in found.most_common(1):
         yield f"The slowest rank was on node {node} in {count} of {plural(found.total(), 'trial')} on several nodes."
 
 
-def memory(of: Material) -> PageSection:
+def memory(data: ReportData) -> PageSection:
     """How much memory a rank needs."""
-    known = of.contestants[of.contestants["peak_memory_bytes"].notna()].sort_values("peak_memory_bytes", kind="stable")
+    known = data.contestants[data.contestants["peak_memory_bytes"].notna()].sort_values(
+        "peak_memory_bytes", kind="stable"
+    )
     sentence = "No cell has a measured peak memory."
     if not known.empty:
         ends = (f"{size(row['peak_memory_bytes'])} ({row['label']})" for row in rows_of(known.iloc[[0, -1]]))
         sentence = "The smallest peak of a rank is {}, the largest {}. Bytes have no noise.".format(*ends)
-    parts = memory_by_cell(of.run.tables.memory, PEAK)
+    parts = memory_by_cell(data.run.tables.memory, PEAK)
     used = [str(one) for one in Category if str(one) in parts and (parts[str(one)] > 0).any()]
-    frame = of.cells.assign(peak_size=of.cells["peak_memory_bytes"].map(_sized))
-    for name in used:
-        frame[f"{name}_size"] = parts[name].reindex(frame.index).map(_sized)
-    columns = ("label", "peak_memory_source", "peak_size", *(f"{name}_size" for name in used))
+    frame = data.cells.join(parts[used])
+    columns = {name: Column("Int64", "B", "live at the peak", title=name.replace("_", " ")) for name in used}
     return PageSection(
-        key="memory",
+        key=MEMORY,
         title="How much memory does a rank need?",
-        sentences=tuple(filter(None, (sentence, held_sentence(of.run.tables.memory)))),
+        sentences=tuple(filter(None, (sentence, held_sentence(data.run.tables.memory)))),
         plots=("memory_categories", "held_gradients"),
-        table=table("Peak memory of a rank, and what it is made of", frame, columns, words=2),
+        table=table("Peak memory of a rank, and what it is made of", frame, MEMORY, columns),
     )
 
 
-def _sized(value: Any) -> str | None:
-    return None if pd.isna(value) else size(float(value))
-
-
-def communication(of: Material) -> PageSection:
+def communication(data: ReportData) -> PageSection:
     """What ranks hand to collectives."""
-    counted = of.run.tables.collectives
+    counted = data.run.tables.collectives
     totals = by_operation(counted)
     # Each cell is counted in one repeat; of several, the first.
     own = counted[counted["repeat"] == counted.groupby("cell_id")["repeat"].transform("min")]
@@ -184,18 +144,18 @@ def communication(of: Material) -> PageSection:
     for row in rows_of(own):
         by_cell.setdefault(row["cell_id"], []).append(row)
     said = {cell_id: _operations(rows) for cell_id, rows in by_cell.items()}
-    watched = cells_watched(of.run.tables)
+    watched = cells_watched(data.run.tables)
 
     def operations(cell: Mapping[str, Any]) -> str:
         cell_id = cell["cell_id"]
-        unseen = of.run.cells[cell_id].device is Device.CUDA and cell_id not in watched
+        unseen = data.run.cells[cell_id].device is Device.CUDA and cell_id not in watched
         nothing = "not counted at this N" if unseen else "none"
         return said[cell_id][0] if cell_id in said else nothing if cell["status"] == Status.OK else DASH
 
     sent = pd.Series(dtype=float) if totals.empty else totals[TOTAL] / MIB
-    frame = of.cells.assign(sent=sent.reindex(of.cells.index))
-    frame["operations"] = [operations(cell) for cell in rows_of(of.cells)]
-    frame["as_formula"] = [said.get(cell_id, ("", None))[1] for cell_id in of.cells.index]
+    frame = data.cells.assign(sent=sent.reindex(data.cells.index))
+    frame["operations"] = [operations(cell) for cell in rows_of(data.cells)]
+    frame["as_formula"] = [said.get(cell_id, ("", None))[1] for cell_id in data.cells.index]
     good = frame[(frame["status"] == Status.OK) & frame["sent"].notna()].sort_values("sent", kind="stable")
     sentences = ["The collectives of no valid cell were counted."]
     if not good.empty:
@@ -204,19 +164,14 @@ def communication(of: Material) -> PageSection:
         right, due = _matching(rows_of(counted))
         if due:
             sentences.append(f"{right} of {due} counts match their formula in calls and bytes.")
-    measured = [line for entry in of.run.manifest.get("matmul") or () for line in links.summary(entry)]
+    measured = [line for entry in data.run.manifest.get("matmul") or () for line in links.summary(entry)]
     sentences += [f"Before the first trial, as nccl-tests defines it: {line}." for line in measured]
     return PageSection(
-        key="communication",
+        key=COMMUNICATION,
         title="What do ranks communicate?",
         sentences=tuple(sentences),
         plots=("communication",),
-        table=table(
-            "Collectives between two updates, on one rank",
-            frame,
-            ("label", "operations", "as_formula", "sent", "collective_s", "exposed_s"),
-            words=3,
-        ),
+        table=table("Collectives between two updates, on one rank", frame, COMMUNICATION, OPERATIONS),
     )
 
 
@@ -239,42 +194,41 @@ def _operations(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
     return "; ".join(said), f"{right} of {due}" if due else None
 
 
-def correctness(of: Material) -> PageSection:
+def correctness(data: ReportData) -> PageSection:
     """Whether every update equals that of the full batch."""
-    cells = of.contestants
+    cells = data.contestants
     fine = cells[cells["status"] == Status.OK]
     error = fine["update_error"].dropna()
     second = "No update of a valid cell was compared with the reference's."
     if not error.empty:
         worst = fine.iloc[int(fine["update_error"].astype(float).argmax())]
-        cell = of.run.cells[worst["cell_id"]]
+        cell = data.run.cells[worst["cell_id"]]
         limit = tolerance(cell.precision, cell.workload, cell.model).update_error
         second = f"Their largest update error is {float(error.max()):.2g} ({worst['label']}; the limit is {limit:g})."
     first = f"{len(fine)} of {plural(len(cells), 'cell')} passed every gate."
     return PageSection(
-        key="correctness",
+        key=CORRECTNESS,
         title="Does every update equal that of the full batch?",
-        sentences=tuple(filter(None, (first, second, extent(of.run.tables)))),
+        sentences=tuple(filter(None, (first, second, extent(data.run.tables)))),
         plots=("loss_curves",),
-        table=table("What the gates checked", of.cells, GATES, words=3),
+        table=table("What the gates checked", data.cells, CORRECTNESS),
     )
 
 
-def semantics(of: Material) -> PageSection:
+def semantics(data: ReportData) -> PageSection:
     """Which optimizer steps were taken, and what the timed trials do not show of that."""
     return PageSection(
-        key="semantics",
+        key=SEMANTICS,
         title="Which optimizer steps were taken?",
-        sentences=tuple(_steps(of)),
+        sentences=tuple(_steps(data)),
         plots=("optimizer_steps",),
-        table=_at_epoch_end(of)
-        or table("Optimizer steps of the timed trials", of.cells, ("label", *STEPS, "ranks_agree")),
+        table=_at_epoch_end(data) or table("Optimizer steps of the timed trials", data.cells, SEMANTICS),
         is_open=True,
     )
 
 
-def _steps(of: Material) -> Iterator[str]:
-    cells = of.contestants
+def _steps(data: ReportData) -> Iterator[str]:
+    cells = data.contestants
     seen = cells.dropna(subset=["optimizer_steps_observed", "optimizer_steps_expected"])
     if seen.empty:
         yield "No optimizer step of any cell was observed."
@@ -301,10 +255,10 @@ def epoch_end() -> Mapping[str, Any]:
     return found
 
 
-def _at_epoch_end(of: Material) -> Table | None:
+def _at_epoch_end(data: ReportData) -> Table | None:
     """What the semantics suite found of the run's backends; None if it knows none of them."""
-    suite, theirs = epoch_end(), of.run.manifest.get("packages") or {}
-    known = [name for name in dict.fromkeys(of.contestants["backend"]) if name in suite["backends"]]
+    suite, theirs = epoch_end(), data.run.manifest.get("packages") or {}
+    known = [name for name in dict.fromkeys(data.contestants["backend"]) if name in suite["backends"]]
     rows = []
     for name in known:
         one = suite["backends"][name]
@@ -320,16 +274,14 @@ def _at_epoch_end(of: Material) -> Table | None:
     caption += ", ".join(f"{name} {version}" for name, version in measured.items())
     caption += f"; this run has {', '.join(other)}, which may differ" if other else ""
     header = ("backend", "what becomes of the incomplete window", "updates due", "taken", "reported")
-    return Table(caption=caption, header=header, rows=tuple(rows), words=2) if rows else None
+    return Table.of(caption, header, rows, words=2) if rows else None
 
 
-def failures(of: Material) -> Table:
+def failures(data: ReportData) -> Table:
     """Every cell with a failed trial, with its reason."""
     rows = []
-    for cell in rows_of(of.bad):
-        known = note(of.run.manifest, cell)
-        reason = (str(cell["reason"]) or "no reason was recorded") + (f". This is {known}" if known else "")
-        status = f"{cell['status']}, {cell['num_trials'] - cell['num_ok']} of {cell['num_trials']}"
-        rows.append((str(cell["label"]), status, reason))
-    header = ("cell", "status, trials", "reason")
-    return Table(caption="Cells without a valid result", header=header, rows=tuple(rows), words=3)
+    for cell in rows_of(data.bad):
+        defect = known_defect(data.run.manifest, cell)
+        reason = (cell["reason"] or "no reason was recorded") + (f". This is {EXPECTED}: {defect}" if defect else "")
+        rows.append((cell["label"], cell["outcome"], reason, str(cell["num_trials"])))
+    return Table.of("Cells without a valid result", ("cell", "status", "reason", "trials"), rows, words=3)

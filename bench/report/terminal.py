@@ -1,31 +1,23 @@
-"""Tables that fit the terminal, the answer at the end of a run, and the findings of ``check`` and ``doctor``."""
+"""On the terminal: the answer at the end of a run, and the findings of ``check`` and ``doctor``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from rich import box
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from bench.findings import Finding, Level
 from bench.report.answer import Answer, Statement
-from bench.report.ranking import TableColumn
 
 PADDING = (0, 2, 0, 0)
-UNBOUNDED = 1000
 
 
 def show(console: Console, answer: Answer) -> None:
     """Print the table of the largest N, then every statement."""
     for group in answer.groups[:1]:
-        rows = [
-            {key: Text(text, style="red" if row.is_wrong else "") for key, text in row.texts.items()}
-            for row in group.rows
-        ]
-        console.print(fitted(console, group.columns, rows, group.title))
+        console.print(group.table.fitted(console))
         console.print(Text(group.legend(answer.baseline), style="dim"))
     if others := [group.title for group in answer.groups[1:]]:
         console.print(Text(f"report.md has the same table for {'; '.join(others)}", style="dim"))
@@ -46,30 +38,6 @@ def _say(console: Console, one: Statement, width: int) -> None:
     console.print(grid)
     if one.command:
         console.print(Text(f"  {one.command}"), soft_wrap=True)
-
-
-def fitted(
-    console: Console, columns: Sequence[TableColumn], rows: Sequence[Mapping[str, Text]], title: str = ""
-) -> Table:
-    """A table of as many columns as there is room for; the first one is folded if even the last have too little.
-
-    Rows are texts by the keys of the columns.
-    """
-    shown = list(columns)
-    while True:
-        table = Table(
-            title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
-        )
-        for column in shown:
-            side, wraps = "right" if column.is_number else "left", column is columns[0]
-            table.add_column(column.title, justify=side, no_wrap=not wraps, overflow="fold")  # type: ignore[arg-type]
-        for row in rows:
-            table.add_row(*(row[column.key] for column in shown))
-        needed = Measurement.get(console, console.options.update(max_width=UNBOUNDED), table).maximum
-        spare = max(shown, key=lambda column: column.drop)
-        if needed <= console.width or not spare.drop:
-            return table
-        shown.remove(spare)
 
 
 STYLES = {Level.ERROR: "bold red", Level.WARNING: "yellow", Level.GOOD: "green"}

@@ -2,8 +2,6 @@
 
 A line of the journal is the JSON of a record with a last key ``sha256``: the first 16 hex digits of the SHA-256 of the
 line's JSON without that key, exactly as written. So an edited line is detected and reported by its number.
-
-Runs of schema version 1 can be read, but not written or resumed. They had no limit of inactivity and no checksums.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import itertools
 import json
 import os
 import re
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +19,12 @@ from bench import fields
 from bench.errors import InputError
 from bench.run.manifest import Manifest
 
-SCHEMA_VERSION, OLDER_VERSION = 2, 1
-"""Version of run.json and trials.jsonl together, and the older one that can be read."""
+SCHEMA_VERSION = 2
+"""Version of run.json and trials.jsonl together; no other is read."""
 MANIFEST = "run.json"
 JOURNAL = "trials.jsonl"
 TORN = "trials.torn-"
 """Prefix of files that keep torn lines, which a crash during a write left behind."""
-UPGRADED = "upgraded_from"
-"""Key of a manifest in memory whose file has the older version; never written."""
 DIGITS = 16
 """Hex digits of a line's checksum."""
 _CHECKSUM = re.compile(rb'"sha256":"([0-9a-f]{%d})"}' % DIGITS)
@@ -37,12 +32,7 @@ _CHECKSUM_BYTES = len('"sha256":""}') + DIGITS
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write ``run.json`` atomically and durably.
-
-    Raises InputError if it was read from a file of the older version.
-    """
-    if UPGRADED in manifest:
-        raise InputError(f"{folder / MANIFEST}: is of schema version {manifest[UPGRADED]}, which is only read")
+    """Write ``run.json`` atomically and durably."""
     draft = folder / f"{MANIFEST}.tmp"
     try:
         _write(draft, (json.dumps(manifest, indent=2) + "\n").encode())
@@ -55,10 +45,7 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a run, in the latest schema version; one with the key ``UPGRADED`` is of the older.
-
-    Raises InputError if the folder holds no run, or one of an unknown version.
-    """
+    """The manifest of a run. Raises InputError if the folder holds no run, or one of another schema version."""
     path = folder / MANIFEST
     try:
         manifest = _object(path.read_bytes())
@@ -69,15 +56,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise InputError(f"{path}: is not a JSON object ({error})") from error
     version = manifest.get("schema_version")
-    if type(version) is not int or version not in (SCHEMA_VERSION, OLDER_VERSION):
+    if type(version) is not int or version != SCHEMA_VERSION:
         raise InputError(
-            f"{path}: schema_version is {version!r}; this bench reads {SCHEMA_VERSION} and {OLDER_VERSION}"
+            f"{path}: schema_version is {version!r}; this version of the bench reads {SCHEMA_VERSION}, so measure again"
         )
-    if version == OLDER_VERSION:
-        manifest |= {"schema_version": SCHEMA_VERSION, UPGRADED: version}
     fields.read(Manifest, manifest, f"{path}: ")
-    if version == OLDER_VERSION and "values" in manifest.get("matrix", {}):
-        manifest["matrix"]["values"]["inactivity_s"] = 0
     return manifest
 
 
@@ -119,30 +102,17 @@ def _object(text: bytes) -> dict[str, Any]:
 
 
 class Journal:
-    """Trials as JSON lines. Each line is synced to the disk before the next trial starts.
-
-    If the run's manifest is of the older schema version, so is the journal.
-    """
+    """Trials as JSON lines. Each line is synced to the disk before the next trial starts."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / JOURNAL
         self._folder = folder
-
-    @cached_property
-    def is_older(self) -> bool:
-        """Whether the run's manifest is of the older schema version."""
-        try:
-            return _object((self._folder / MANIFEST).read_bytes()).get("schema_version") == OLDER_VERSION
-        except (OSError, ValueError):
-            return False
 
     def append(self, record: dict[str, Any]) -> None:
         """Append one trial, after moving a torn last line aside.
 
         Raises OSError if the write fails, and leaves the journal unchanged.
         """
-        if self.is_older:
-            raise InputError(f"{self.path}: is of schema version {OLDER_VERSION}, which is only read")
         line = encode(record)
         self.mend()
         new = not self.path.exists()
@@ -174,10 +144,8 @@ class Journal:
         with self.path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 text = line.removesuffix(b"\n")
-                if not text and self.is_older:  # empty lines were ignored
-                    continue
                 try:
-                    records.append(self._decode(text))
+                    records.append(decode(text))
                 except ValueError as error:
                     if text == line and self._is_torn(text):
                         break
@@ -204,7 +172,7 @@ class Journal:
                 file.truncate(self.path.stat().st_size - len(end))
             else:
                 try:
-                    self._decode(end)
+                    decode(end)
                 except ValueError as error:
                     raise self._damaged(self.path.read_bytes().count(b"\n") + 1, error) from error
                 file.seek(0, os.SEEK_END)
@@ -217,10 +185,6 @@ class Journal:
         """SHA-256 of the file, in hex."""
         with self.path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
-
-    def _decode(self, text: bytes) -> dict[str, Any]:
-        """The record in a line. Raises ValueError."""
-        return _object(text) if self.is_older else decode(text)
 
     def _end(self) -> bytes:
         """The bytes after the last newline."""
@@ -237,7 +201,7 @@ class Journal:
         """Whether the end of the file is an incomplete record, not a whole one with at most one more byte."""
         for text in (end, end[:-1]):
             with contextlib.suppress(ValueError):
-                self._decode(text)
+                decode(text)
                 return False
         return True
 

@@ -8,7 +8,7 @@ from typing_extensions import TypedDict
 
 from bench.fields import Flag, Must, Natural, Number
 from bench.plan.cell import Cell
-from bench.plan.schedule import Look
+from bench.plan.schedule import InterimAnalysis
 from bench.run.links import TimedCollective
 
 
@@ -67,7 +67,7 @@ class _Predicted(TypedDict, total=False):
 
 
 class Manifest(TypedDict, total=False):
-    """The content of run.json. Older runs have fewer keys; code that needs a key checks for it."""
+    """The content of run.json. Code that needs a key checks for it."""
 
     run_id: str
     started: str
@@ -92,7 +92,7 @@ class Manifest(TypedDict, total=False):
     torch_build: dict[str, str | None] | None
     environment: dict[str, str] | None
     once: list[str]
-    looks: list[Look] | None
+    looks: list[InterimAnalysis] | None
     ended_by: str | None
     noise_floor: dict[str, Annotated[str | Flag | Number | None, Must("a string, a number, true or false")]] | None
     parent_peak_bytes: Natural | None

@@ -19,7 +19,7 @@ from bench.launch.launcher import Launcher
 from bench.launch.outcome import Outcome
 from bench.plan import task
 from bench.plan.cell import Cell, Device, Status
-from bench.plan.schedule import Ended, Look, Schedule, Trial
+from bench.plan.schedule import Ended, InterimAnalysis, Schedule, Trial
 from bench.plan.task import CUDA_PASSES, EXTRA_PASSES, Spec
 from bench.run import machine, start
 from bench.run.journal import Journal, write_manifest
@@ -48,10 +48,10 @@ class Observer(Protocol):
 
     def finished(self, trial: Trial, record: Mapping[str, Any]) -> None: ...
 
-    def looked(self, look: Look) -> None: ...
+    def looked(self, look: InterimAnalysis) -> None: ...
 
 
-Judge = Callable[[list[dict[str, Any]], Mapping[str, Any], int], Look]
+Judge = Callable[[list[dict[str, Any]], Mapping[str, Any], int], InterimAnalysis]
 """Decides which cells to continue, from the journal's records, the manifest and the number of finished blocks."""
 
 
@@ -162,7 +162,7 @@ class Runner:
         left = [trial for trial in block if trial.key not in self._done]
         if repeat and left == block and not self.schedule.ended and self._spent() > self._budget_s:
             last = repeat < self.schedule.initial
-            self._decide(Look(repeats=repeat + last, open=()), Ended.BUDGET)
+            self._decide(InterimAnalysis(repeats=repeat + last, open=()), Ended.BUDGET)
             if not last:
                 return False
             left = self.schedule.block(repeat)
@@ -184,7 +184,7 @@ class Runner:
             return True
         repeats = self.schedule.known
         if repeats == self.schedule.repeats == self.schedule.max_repeats:
-            self._decide(Look(repeats=repeats, open=()), Ended.MAX_REPEATS)
+            self._decide(InterimAnalysis(repeats=repeats, open=()), Ended.MAX_REPEATS)
             return True
         look = self._judge(self._journal.read(), self._manifest, repeats)
         if not look.open:
@@ -195,7 +195,7 @@ class Runner:
             self._decide(look, None)
         return self.schedule.ended
 
-    def _decide(self, look: Look, ended: Ended | None) -> None:
+    def _decide(self, look: InterimAnalysis, ended: Ended | None) -> None:
         """Store a look, and what ended the run, if anything."""
         self.schedule.add(look)
         self._manifest["looks"] = self.schedule.stored()

@@ -20,7 +20,7 @@ from bench.plan.matrix import Matrix, check_stored
 from bench.plan.models import SIZES, describe_file, sources
 from bench.plan.schedule import Schedule
 from bench.run import machine
-from bench.run.journal import JOURNAL, MANIFEST, SCHEMA_VERSION, UPGRADED, read_manifest, write_manifest
+from bench.run.journal import JOURNAL, MANIFEST, SCHEMA_VERSION, read_manifest, write_manifest
 from bench.words import plural
 
 
@@ -135,11 +135,6 @@ def reopen(
         raise InputError(
             f"{folder / MANIFEST}: its looks and repeats are not those of a run ({error}); restore the file"
         ) from error
-    if UPGRADED in manifest:
-        raise InputError(
-            f"--resume {folder}: was begun by an older bench (schema version {manifest[UPGRADED]}); trials of both do "
-            "not belong in one run, so start a new one"
-        )
     if unknown := {cell.backend for cell in cells} - backends.keys():
         raise InputError(f"--resume {folder}: backend '{unknown.pop()}' is not installed here any more")
     then, now = manifest.get("code"), code(cells, backends)

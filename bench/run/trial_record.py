@@ -102,7 +102,7 @@ class _Update(TypedDict):
 
 class _Collective(TypedDict):
     op: str
-    group: NotRequired[str]
+    group: str
     dtype: str
     calls: Natural
     payload_bytes: Natural
@@ -159,7 +159,7 @@ class _SampledGpus(TypedDict, total=False):
 
 
 class Record(Result, total=False):
-    """A record of the journal: one trial. Older records have fewer keys; failed trials have no results of ranks."""
+    """A record of the journal: one trial. Failed trials have no results of ranks."""
 
     cell_id: Required[str]
     repeat: Required[Natural]

@@ -304,7 +304,7 @@ def lightning(seen: Seen, given: dict[str, Any], kind: str) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=1.0)
 
-    class Look(Callback):
+    class InterimAnalysis(Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             is_engine = "deepspeed" in kind
             seen.look(whole_weight(trainer.strategy.model) if is_engine else next(trainer.model.parameters()))
@@ -333,7 +333,7 @@ def lightning(seen: Seen, given: dict[str, Any], kind: str) -> None:
             gradient_clip_val=given.get("clip"),
             limit_train_batches=given.get("limit"),
             use_distributed_sampler=False,
-            callbacks=[Look(), *saves],
+            callbacks=[InterimAnalysis(), *saves],
             enable_checkpointing=bool(saves),
             logger=False,
             enable_progress_bar=False,

@@ -129,7 +129,7 @@ def trainer(seen: Seen, given: dict[str, Any], kind: str, folder: str, calls: Ca
         **how,
     )
 
-    class Look(TrainerCallback):
+    class InterimAnalysis(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if calls and state.global_step == 3:
                 calls.__exit__(None, None, None)
@@ -148,7 +148,7 @@ def trainer(seen: Seen, given: dict[str, Any], kind: str, folder: str, calls: Ca
             return self.optimizer
 
     model = (Counts if given.get("counted") else Means)(given["samples"])
-    made = Given(model=model, args=arguments, train_dataset=Samples(given), callbacks=[Look()])
+    made = Given(model=model, args=arguments, train_dataset=Samples(given), callbacks=[InterimAnalysis()])
     return made
 
 

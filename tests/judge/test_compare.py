@@ -11,17 +11,14 @@ import pandas as pd
 import pytest
 
 from bench.cli import main
-from bench.judge import gates, pairs
-from bench.judge.loading import Run
-from bench.judge.pairs import judge_pairs, pairs_of_backends
-from bench.judge.tables import build
+from bench.judge.loading import Run, run_of
+from bench.judge.pairs import ComparedPair, judge_pairs, pairs_of_backends
 from bench.judge.verdicts import Reason, Verdict
 from bench.plan.cell import Cell
 from bench.run.journal import JOURNAL, MANIFEST, Journal, encode, write_manifest
 from tests.factories import PEAK_BYTES, make_cell, make_failure, make_manifest, make_matrix, make_record
 
 EAGER, DEFERRED = make_cell(backend="ddp-eager", timed_windows=8), make_cell(timed_windows=8)
-REFERENCE_RUN = Path(__file__).parents[2] / "results" / "old" / "cpu-reference"
 Speeds = Mapping[Cell, float]
 
 
@@ -37,16 +34,8 @@ def records(speeds: Speeds, trials: int = 12, seed: int = 0, changes: Any = None
     return found
 
 
-def make_run(speeds: Speeds, trials: int = 12, seed: int = 0, changes: Any = None, **manifest: Any) -> Run:
-    found = records(speeds, trials, seed, changes)
-    cells = [Cell.from_dict(record["cell"]) for record in found]
-    about = make_manifest(list(dict.fromkeys(cells)), matrix=make_matrix({"repeats": trials}).to_dict(), **manifest)
-    return Run(
-        name=about["run_id"],
-        tables=gates.judge(build(found, about)),
-        cells={cell.cell_id: cell for cell in cells},
-        manifest=about,
-    )
+def make_run(speeds: Speeds, changes: Any = None, failed: Sequence[dict[str, Any]] = ()) -> Run:
+    return run_of([*records(speeds, changes=changes), *failed], make_manifest())
 
 
 def write_run(folder: Path, found: Sequence[dict[str, Any]], **manifest: Any) -> Path:
@@ -58,10 +47,8 @@ def write_run(folder: Path, found: Sequence[dict[str, Any]], **manifest: Any) ->
     return folder
 
 
-def judged(run: Run, other: Run | None = None, **options: Any) -> list[pairs.ComparedPair]:
-    if other is None:
-        return judge_pairs(run, run, pairs_of_backends(run, "ddp-eager", "ddp-deferred"), **options)
-    return judge_pairs(run, other, pairs.pairs_of_runs(run, other), **options)
+def judged(run: Run, **options: Any) -> list[ComparedPair]:
+    return judge_pairs(run, run, pairs_of_backends(run, "ddp-eager", "ddp-deferred"), **options)
 
 
 def memory(size: int) -> dict[str, Any]:
@@ -97,10 +84,7 @@ class TestEvidence:
         assert str(row.steps.verdict) == "equal"
 
     def test_failed_trials_forbid_a_certain_slowdown(self) -> None:
-        found = [*records({EAGER: 0.5, DEFERRED: 0.6}), make_failure(DEFERRED, 12)]
-        about = make_manifest()
-        cells = {cell.cell_id: cell for cell in (EAGER, DEFERRED)}
-        run = Run(name="made", tables=gates.judge(build(found, about)), cells=cells, manifest=about)
+        run = make_run({EAGER: 0.5, DEFERRED: 0.6}, failed=[make_failure(DEFERRED, 12)])
         (row,) = judged(run, thresholds={"slower": 0.05})
         assert row.judgement.reason is Reason.FAILED_TRIALS
         assert (row.regressions, row.unchecked) == ((), ("slower",))
@@ -173,7 +157,7 @@ class TestCommand:
         b = str(write_run(tmp_path / "b", [*slow, make_failure(EAGER, 11, "timeout", "took too long")]))
         for more in ([], ["--allow-unchecked"]):
             assert main(["compare", a, b, "--fail-on", "memory=2%", *more]) == 3
-            assert "failed in B and not in A: ddp-eager N=4 W=2 fp32 (1 timeout)" in said(capsys)
+            assert "failed in B and not in A: ddp-eager N=4 W=2 fp32 (timeout, 11 of 12 ok)" in said(capsys)
         assert main(["compare", b, a, "--fail-on", "memory=2%"]) == 0
         assert main(["compare", a, b]) == 0, "without a gate it is only told"
         capsys.readouterr()

@@ -10,12 +10,15 @@ import pandas as pd
 import pytest
 import torch
 
-from bench.judge import tables
+from bench import cli
+from bench.judge import gates, tables
 from bench.judge.expected import COMPARED_STEPS, LONG_STEPS
-from bench.judge.gates import TOLERANCES, judge
-from bench.judge.tables import Tables
+from bench.judge.gates import TOLERANCES, Failure, judge
+from bench.judge.loading import load
+from bench.judge.tables import Tables, rows_of
 from bench.measure import update
 from bench.plan.cell import Cell, Device, Precision
+from bench.run.journal import JOURNAL, encode, write_manifest
 from tests.factories import make_cell, make_collectives, make_failure, make_manifest, make_record
 
 CELL = make_cell(accumulate=8)
@@ -71,7 +74,7 @@ def test_of_a_long_run_only_the_first_losses_are_compared(steps: int, off_at: in
         ({"num_updates": 4}, "4 optimizer steps were taken, 5 were due"),
         ({"num_micro_batches": 39}, "39 micro-batches were used, 40 were due"),
         ({"ranks_agree": False}, "the ranks took different numbers of steps"),
-        ({"losses": [*LOSSES[:4], 3.25]}, "losses leave the reference's by 0.25 (limit 0.001 nats in fp32)"),
+        ({"losses": [*LOSSES[:4], 3.25]}, "losses deviate from the reference by 0.25 (limit 0.001 nats in fp32)"),
         (
             {"losses": [4.75, *LOSSES[1:]]},
             "the first loss, before any update, is off by 0.25 nats (limit 1e-05 in fp32): other weights, other "
@@ -228,7 +231,7 @@ def test_wrong_clipping_of_a_right_gradient(changes: dict[str, float], words: st
 
 
 OFF = [*LOSSES[:4], 3.25]
-SO = "; so losses leave the reference's by 0.25 (limit 0.001 nats in fp32)"
+SO = "; so losses deviate from the reference by 0.25 (limit 0.001 nats in fp32)"
 
 
 def test_losses_that_must_follow_from_a_wrong_scale_are_no_finding_of_their_own() -> None:
@@ -240,7 +243,9 @@ def test_losses_that_must_follow_from_a_wrong_scale_are_no_finding_of_their_own(
     )
     assert trials["reason"].iloc[1] == explained + SO
     adamw = verdict(record(update=update, losses=OFF))[1]
-    assert adamw.startswith("losses leave") and adamw.endswith(explained), "AdamW would hide the scale from the losses"
+    assert adamw.startswith("losses deviate") and adamw.endswith(explained), (
+        "AdamW would hide the scale from the losses"
+    )
     for optimizer in ("sgd", "adamw-foreach"):
         for clip_norm in (0.25, 1.0):
             reason = clipped(1 / 8, clip_norm, optimizer, losses=OFF)[1]
@@ -319,3 +324,42 @@ def test_a_virtual_world_has_no_values_to_check() -> None:
     assert verdict(trial, truth=False) == ("ok", "")
     few = record(cell, losses=[], num_micro_batches=19) | {"update": None}
     assert "19 micro-batches were used, 20 were due" in verdict(few, truth=False)[1]
+
+
+DEFECTIVE = make_cell(backend="lightning-deepspeed-zero2", accumulate=8)
+TWICE = {"error": 0.875, "scale": 0.125}
+"""The update where the loss is divided by N = 8 twice."""
+RUNS: dict[str, list[dict[str, Any]]] = {
+    "sound": [record()],
+    "defect": [record(DEFECTIVE, update=TWICE)],
+    "defect and steps": [record(DEFECTIVE, update=TWICE, num_updates=4)],
+    "defect and bytes": [record(DEFECTIVE, update=TWICE) | {"collectives": make_collectives(CELL)}],
+    "another cause": [record(DEFECTIVE, update={"error": 7.0, "scale": 8.0})],
+    "another backend": [record(update=TWICE)],
+    "failed": [make_failure(CELL, 0, "crashed", "the update is off: the loss is divided by N = 8 twice")],
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_is_said_of_a_failure_decides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Every reason is reworded; exit statuses and known defects stay."""
+    cells = [record["cell"] for record in RUNS[name]]
+    twin = Cell.from_dict(cells[0])
+
+    def outcomes(folder: Path, reason: str) -> tuple[int, list[str]]:
+        records = [record(twin.reference()), *RUNS[name]]
+        if reason:
+            records = [one | {"reason": reason if one["reason"] else ""} for one in records]
+        manifest = make_manifest([twin.reference(), twin])
+        folder.mkdir()
+        write_manifest(folder, manifest)
+        (folder / JOURNAL).write_bytes(b"".join(map(encode, records)))
+        judged = rows_of(load(folder).tables.trials)
+        assert all((row["reason"] or reason).startswith(reason) for row in judged)
+        return cli.main(["report", str(folder), "--rebuild"]), [gates.known_defect(manifest, row) for row in judged]
+
+    before = outcomes(tmp_path / "before", "")
+    assert before[0] == (0 if name in {"sound", "defect"} else 1)
+    assert any(before[1]) == (name == "defect")
+    monkeypatch.setattr(gates, "Failure", lambda gate, text, causes=(): Failure(gate, "reworded", causes))
+    assert outcomes(tmp_path / "after", "reworded") == before

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.judge.loading import Run, load
-from bench.judge.sides import Side, Sides
+from bench.judge.evidence import Evidence
 from bench.judge.statistics import PRECISION, Interval, Sample, ratio
 from bench.judge.verdicts import (
     BLOCKS,
@@ -21,7 +17,6 @@ from bench.judge.verdicts import (
     Comparison,
     Exact,
     Exactly,
-    Judgement,
     Reason,
     Verdict,
     compare,
@@ -30,7 +25,6 @@ from bench.judge.verdicts import (
 )
 
 OPPOSITE = {Verdict.FASTER: Verdict.SLOWER, Verdict.SLOWER: Verdict.FASTER}
-REFERENCE_RUN = Path(__file__).parents[2] / "results" / "old" / "cpu-reference"
 
 
 def interval(low: float, high: float, p_different: float = 1e-6, p_same: float = 1e-6) -> Interval:
@@ -54,7 +48,7 @@ def judged(comparison: Comparison) -> tuple[Verdict, Reason]:
 
 def cell(center: float, trials: int = 12, seed: int = 0, noise: float = 0.004) -> Sample:
     logs = math.log(center) + noise * np.random.default_rng(seed).normal(size=(trials, 12))
-    return Sample(np.exp(logs).tolist(), list(range(trials)))
+    return Sample(np.exp(np.median(logs, axis=1)).tolist(), list(range(trials)))
 
 
 def quiet_floor() -> Interval:
@@ -90,27 +84,25 @@ def test_same_needs_a_floor_inside_the_margin() -> None:
     assert judged(evidence(0.995, 1.005, floor=loud, margin=0.04))[0] is Verdict.SAME
 
 
-class TestHolm:
-    def test_counts_all_verdicts_of_the_report(self) -> None:
-        one = evidence(0.93, 0.96, time=interval(0.93, 0.96, p_different=0.02))
-        assert judge_all([one])[0].verdict is Verdict.FASTER
-        among = judge_all([one, *[evidence(0.9, 1.1, time=interval(0.9, 1.1, 0.9, 0.9))] * 2])
-        assert (among[0].verdict, among[0].reason) == (Verdict.AMBIGUOUS, Reason.MANY)
-        assert among[0].p_different == pytest.approx(0.06)
+def test_holm_counts_all_verdicts_of_the_report() -> None:
+    alone = evidence(0.93, 0.96, time=interval(0.93, 0.96, p_different=0.02))
+    assert judge_all([alone])[0].verdict is Verdict.FASTER
+    among = judge_all([alone, *[evidence(0.9, 1.1, time=interval(0.9, 1.1, 0.9, 0.9))] * 2])
+    assert (among[0].verdict, among[0].reason) == (Verdict.AMBIGUOUS, Reason.MANY)
+    assert among[0].p_different == pytest.approx(0.06)
 
 
-class TestClocks:
-    def test_cycles_must_agree(self) -> None:
-        assert judged(evidence(0.93, 0.96, cycles=interval(0.94, 0.97)))[0] is Verdict.FASTER
-        for other in (interval(0.99, 1.01), interval(1.05, 1.08), Interval(ratio=0.9, num_trials=2, paired=True)):
-            assert judged(evidence(0.93, 0.96, cycles=other)) == (Verdict.AMBIGUOUS, Reason.CLOCKS)
+def test_cycles_must_agree() -> None:
+    assert judged(evidence(0.93, 0.96, cycles=interval(0.94, 0.97)))[0] is Verdict.FASTER
+    for other in (interval(0.99, 1.01), interval(1.05, 1.08), Interval(ratio=0.9, num_trials=2, paired=True)):
+        assert judged(evidence(0.93, 0.96, cycles=other)) == (Verdict.AMBIGUOUS, Reason.CLOCKS)
 
 
 class TestCompare:
-    def sides(self, **changes: Any) -> tuple[Side, Side]:
+    def made(self, **changes: Any) -> tuple[Evidence, Evidence]:
         common: dict[str, Any] = {"precision": "fp32", "accumulation_dtype": "fp32", "work": "llama tiny"}
-        a = Side(**({"label": "a", "sample": cell(0.9, seed=1), **common} | changes))
-        return a, Side(label="b", sample=cell(1.0, seed=2), **common)
+        a = Evidence(**({"label": "a", "sample": cell(0.9, seed=1), **common} | changes))
+        return a, Evidence(label="b", sample=cell(1.0, seed=2), **common)
 
     @pytest.mark.parametrize(
         ("changes", "reason"),
@@ -123,14 +115,14 @@ class TestCompare:
         ],
     )
     def test_not_comparable(self, changes: dict[str, Any], reason: Reason) -> None:
-        a, b = self.sides(**changes)
+        a, b = self.made(**changes)
         for pair in ((a, b), (b, a)):
             found = judge_all([compare(*pair, quiet_floor())])[0]
             assert (found.verdict, found.reason) == (Verdict.NOT_COMPARABLE, reason)
             assert found.comparison.time is None and found.detail and found.next == NEXT[reason]
 
     def test_failed_trials_are_not_dropped_in_silence(self) -> None:  # mutant 13
-        a, b = self.sides(num_failed=2)
+        a, b = self.made(num_failed=2)
         for pair in ((a, b), (b, a)):
             found = judge_all([compare(*pair, quiet_floor())])[0]
             assert (found.verdict, found.reason) == (Verdict.AMBIGUOUS, Reason.FAILED_TRIALS)
@@ -140,7 +132,8 @@ class TestCompare:
     @settings(deadline=None, max_examples=40)
     def test_from_the_other_side(self, by: float, seed: int, noise: float) -> None:
         a, b = (
-            Side(label=name, sample=cell(c, 8, seed + i, noise)) for i, (name, c) in enumerate((("a", by), ("b", 1)))
+            Evidence(label=name, sample=cell(c, 8, seed + i, noise))
+            for i, (name, c) in enumerate((("a", by), ("b", 1)))
         )
         floor = ratio(cell(1, 8, seed + 2, noise), cell(1, 8, seed + 3, noise))
         here = judge_all([compare(a, b, floor)])[0]
@@ -153,17 +146,11 @@ def test_every_reason_says_what_to_do_next() -> None:
     assert not BLOCKS & MORE_HELPS
 
 
-class TestNextPrecision:
-    def judge(self, *comparisons: Comparison) -> Sequence[Judgement]:
-        return judge_all(comparisons)
-
-    def test_first_the_precision(self) -> None:
-        assert next_precision(self.judge(evidence(0.9, 0.93)), PRECISION) == PRECISION
-        wide_floor = evidence(0.9, 0.91, floor=interval(0.97, 1.01))
-        assert next_precision(self.judge(wide_floor), PRECISION) == PRECISION
-
-    def test_then_no_more_if_all_is_decided(self) -> None:
-        assert next_precision(self.judge(evidence(0.9, 0.91), evidence(0.995, 1.005)), PRECISION) is None
+def test_repeats_go_on_until_the_precision_and_then_only_if_undecided() -> None:
+    assert next_precision(judge_all([evidence(0.9, 0.93)]), PRECISION) == PRECISION
+    wide_floor = evidence(0.9, 0.91, floor=interval(0.97, 1.01))
+    assert next_precision(judge_all([wide_floor]), PRECISION) == PRECISION
+    assert next_precision(judge_all([evidence(0.9, 0.91), evidence(0.995, 1.005)]), PRECISION) is None
 
 
 @pytest.mark.parametrize(
@@ -181,29 +168,3 @@ def test_exact(a: int | None, b: int | None, verdict: Exact, share: float | None
     found = Exactly(a=b, b=a)
     assert found.verdict is verdict and found.ratio == (None if share is None else pytest.approx(share))
     assert Exactly(a=b, b=a, alike=False).verdict is Exact.UNKNOWN
-
-
-@pytest.fixture(scope="module")
-def run() -> Run:
-    return load(REFERENCE_RUN)
-
-
-class TestSides:
-    FSDP2 = "289e893654dc"
-    DDP = "921d5240cf88"
-
-    def test_a_cell_of_a_real_run(self, run: Run) -> None:
-        found, other = (run.sides.side(run.cells[key]) for key in (self.FSDP2, self.DDP))
-        assert found.label == "fsdp2-deferred N=8 W=2 fp32" and found.num_failed == 0
-        assert list(found.sample.blocks) == [0, 1, 2] and {len(trial) for trial in found.sample.trials} == {12}
-        assert compare(found, other, None).blocked is None
-
-    def test_micro_batches_are_no_steps(self, run: Run) -> None:  # mutant 3
-        steps = run.tables.steps
-        mine = steps[steps["cell_id"] == self.DDP]
-        micro = mine.loc[mine.index.repeat(8)].reset_index(drop=True)
-        micro["step"] = 3 + micro.groupby("repeat").cumcount()
-        micro["seconds"] = micro["seconds"] / 8
-        found = Sides(replace(run.tables, steps=micro)).side(run.cells[self.DDP])
-        assert "96 steps were timed, 12 were due" in found.failed_gates[0]
-        assert judged(compare(found, found, FLOOR)) == (Verdict.NOT_COMPARABLE, Reason.GATE)

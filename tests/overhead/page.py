@@ -85,7 +85,7 @@ def _sample(one: Mapping[str, Any], sides: Iterable[str]) -> Sample:
     """The median steps of some sides; those of one group are a block."""
     groups = [enumerate(one[side]) for side in sides]
     blocks, seconds = zip(*(pair for group in groups for pair in group), strict=True)
-    return Sample([[median] for median in seconds], blocks)
+    return Sample(seconds, blocks)
 
 
 def _cells(found: Interval) -> tuple[str, str]:

@@ -14,9 +14,9 @@ import pytest
 from bench.backends.base import registry
 from bench.errors import BAD, GOOD
 from bench.judge import gates, tables
+from bench.judge.baseline import against_baselines
 from bench.judge.loading import Run, run_of
-from bench.judge.quoting import Quotes
-from bench.judge.standing import Standing, standings
+from bench.judge.quotes import Quotes
 from bench.launch.launcher import Launcher
 from bench.measure.taps import EventKind, TappedLoader, Taps, updates
 from bench.plan.cell import Device, Status
@@ -26,8 +26,8 @@ from bench.report import figure_data, figures, page, pull_request, sheet, style
 from bench.report.answer import answer
 from bench.report.citation import formats, words_of_cell
 from bench.report.lines import draw_step_time
-from bench.report.material import Material
 from bench.report.page import picture
+from bench.report.report_data import ReportData
 from bench.run.journal import Journal
 from bench.run.trial_record import warmup
 from tests.conftest import bench
@@ -54,15 +54,15 @@ def run(records: list[dict[str, Any]]) -> Run:
 
 
 @pytest.fixture(scope="module")
-def every(run: Run) -> dict[str, Standing]:
-    return standings(run)
+def data(run: Run) -> ReportData:
+    return ReportData(run=run)
 
 
 @pytest.fixture(scope="module")
-def drawn(run: Run, every: dict[str, Standing], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def drawn(data: ReportData, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """All plots of the run."""
     folder = tmp_path_factory.mktemp("run") / "plots"
-    return figures.draw(run.tables, dict(run.manifest), folder, next(iter(every.values())))
+    return figures.draw(data, folder)
 
 
 @pytest.fixture(scope="module")
@@ -139,17 +139,17 @@ def test_citing_every_cell(benchmark: Timed, run: Run) -> None:
     assert len(benchmark(cite)) == len(run.cells)
 
 
-def test_drawing_one_plot(benchmark: Timed, run: Run, tmp_path: Path) -> None:
+def test_drawing_one_plot(benchmark: Timed, data: ReportData, tmp_path: Path) -> None:
     def draw() -> list[Path]:
         with matplotlib.style.context(list(style.BASE)):
-            (drawing,) = draw_step_time(figure_data.FigureData(run.tables, dict(run.manifest)))
+            (drawing,) = draw_step_time(figure_data.FigureData(data))
             return sheet.save(drawing.figure, tmp_path / drawing.stem, drawing.words)
 
     assert all(path.stat().st_size for path in benchmark(draw))
 
 
 def test_verdicts_against_every_baseline(benchmark: Timed, run: Run) -> None:
-    assert len(benchmark(standings, run)) == len(BACKENDS)
+    assert len(benchmark(against_baselines, run)) == len(BACKENDS)
 
 
 def test_putting_one_plot_into_a_page(benchmark: Timed, drawn: list[Path]) -> None:
@@ -157,14 +157,12 @@ def test_putting_one_plot_into_a_page(benchmark: Timed, drawn: list[Path]) -> No
     assert benchmark(picture, path).title
 
 
-def test_writing_the_page(benchmark: Timed, run: Run, every: dict[str, Standing], drawn: list[Path]) -> None:
-    of = Material(folder=drawn[0].parent.parent, run=run, standings=every)
-    assert f"<h1><bdi>{run.name}" in benchmark(page.render, of, answer(of), drawn)
+def test_writing_the_page(benchmark: Timed, data: ReportData, drawn: list[Path]) -> None:
+    assert f"<h1><bdi>{data.run.name}" in benchmark(page.render, data, answer(data), drawn)
 
 
-def test_writing_the_short_report(benchmark: Timed, run: Run, every: dict[str, Standing]) -> None:
-    of = Material(folder=Path(), run=run, standings=every)
-    assert benchmark(lambda: pull_request.render(run, answer(of))).startswith(f"## {run.name}")
+def test_writing_the_short_report(benchmark: Timed, data: ReportData) -> None:
+    assert benchmark(lambda: pull_request.render(data.run, answer(data))).startswith(f"## {data.run.name}")
 
 
 @pytest.mark.benchmark(timer=time.process_time)

@@ -48,7 +48,7 @@ OTHERS = {
     "replicate": 2,
     "ranks_per_node": 1,
 }
-COMMITTED = Path(__file__).parents[2] / "results" / "old" / "cpu-reference" / "trials.jsonl"
+COMMITTED = Path(__file__).parents[2] / "results" / "cpu" / "trials.jsonl"
 
 
 def test_golden_id() -> None:

@@ -12,16 +12,15 @@ import pytest
 from rich.console import Console
 
 from bench.errors import InputError
-from bench.judge.advice import VIRTUAL
 from bench.judge.integrity import check
-from bench.judge.loading import Run, hashed, load
-from bench.judge.quoting import find_cell
-from bench.judge.standing import standings
+from bench.judge.loading import Run, load
+from bench.judge.next_steps import VIRTUAL
+from bench.judge.quotes import find_cell
+from bench.plan.axes import labels
 from bench.plan.cell import Cell, Sync
-from bench.plan.columns import labels
 from bench.report.answer import Answer, Statement, answer
 from bench.report.citation import cite
-from bench.report.material import Material, eager_and_deferred
+from bench.report.report_data import ReportData, eager_and_deferred
 from bench.report.terminal import show
 from bench.run.journal import JOURNAL, encode, read_manifest, write_manifest
 from tests.factories import make_cell, make_manifest, make_record
@@ -59,8 +58,8 @@ def written(folder: Path, cells: list[Cell], baseline: str = "ddp-deferred") -> 
 
 
 def of(folder: Path) -> tuple[Run, Answer]:
-    run = hashed(load(folder), folder)
-    return run, answer(Material(folder=folder, run=run, standings=standings(run)))
+    run = load(folder)
+    return run, answer(ReportData(folder=folder, run=run))
 
 
 def said(found: Answer, key: str) -> list[Statement]:
@@ -152,12 +151,11 @@ def test_the_scope_has_counts_and_the_width_that_check_has(folder: Path) -> None
 
 
 def test_one_repeat_on_a_busy_machine_asks_for_both_in_one_command(tmp_path: Path) -> None:
-    given = "python -m bench run --matrix smoke --out results/x --repeats=1 --budget 5m --json"
-    folder = write_run(tmp_path / "run", FACTORS, repeats=1, host=BUSY, command=given.split())
+    folder = write_run(tmp_path / "run", FACTORS, repeats=1, host=BUSY)
     status, printed = report(folder)
     _, found = of(folder)
     assert status == 0 and found.alarm is not None and found.alarm.is_warning
-    assert found.alarm.command == "python -m bench doctor && python -m bench run --matrix smoke --repeats 10"
+    assert found.alarm.command == "python -m bench doctor && python -m bench run --matrix made --repeats 10"
     assert (
         "others took 40 % of its CPUs" in found.alarm.text and "1 repeat, and an interval needs 5" in found.alarm.text
     )
@@ -175,7 +173,7 @@ def test_one_repeat_on_a_busy_machine_asks_for_both_in_one_command(tmp_path: Pat
 def test_what_stays_open_has_a_command_too(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {"alpha": 1.0, "beta": 1.0}, accumulate=(2,), noise=0.2, twin=False)
     (found,) = said(of(folder)[1], "undecided")
-    assert found.lead == "beta at N=2, W=2" and found.command == "python -m bench run --repeats 20"
+    assert found.lead == "beta at N=2, W=2" and found.command == "python -m bench run --matrix made --repeats 20"
 
 
 def test_a_cell_that_runs_once_beside_others_has_no_time_to_compare(tmp_path: Path) -> None:
@@ -197,7 +195,7 @@ def test_a_cell_that_runs_once_beside_others_has_no_time_to_compare(tmp_path: Pa
 
 def test_a_single_backend_is_told_what_to_add(tmp_path: Path) -> None:
     alarm = of(write_run(tmp_path / "one", {"alpha": 1.0}, accumulate=(2,)))[1].alarm
-    assert alarm is not None and alarm.command == "python -m bench run --backend alpha,ddp-deferred"
+    assert alarm is not None and alarm.command == "python -m bench run --matrix made --backend alpha,ddp-deferred"
 
 
 def test_a_virtual_world_has_no_time_and_says_so(tmp_path: Path) -> None:

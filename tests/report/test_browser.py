@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bench.judge.loading import hashed, load
+from bench.judge.loading import load
 from bench.report.citation import cite, cite_plot
 from tests.pages import HOSTILE, data_of, read, report, write_run
 
@@ -175,7 +175,7 @@ def test_another_baseline(visit: Visit, folder: Path) -> None:
 
 
 def test_a_citation_is_copied(browser: Any, folder: Path) -> None:
-    run = hashed(load(folder), folder)
+    run = load(folder)
     opened = Visit(browser, folder, permissions=["clipboard-read", "clipboard-write"])
     page = opened.page
     (cell,) = [c for c in run.cells.values() if (c.backend, c.accumulate, c.world_size) == ("gamma", 8, 2)]

@@ -16,12 +16,12 @@ import pytest
 from bench import cli
 from bench.errors import InputError
 from bench.findings import Level
+from bench.judge.baseline import against_baseline
 from bench.judge.loading import Run, load
-from bench.judge.quoting import find_cell
-from bench.judge.standing import standing
+from bench.judge.quotes import find_cell
 from bench.plan.cell import Cell
 from bench.report.citation import cite, cite_plot
-from bench.report.cited import differences, verify
+from bench.report.citation_check import differences, verify
 from bench.run.journal import JOURNAL, Journal, encode, read_manifest, write_manifest
 from bench.words import digits
 from tests.simulated import simulate
@@ -149,27 +149,8 @@ def test_words_may_be_others_than_those_that_were_printed(run: Run) -> None:
     assert clean(run, f"The slow one takes 9.999 s per optimizer step (n = 3 trials); see {line}.")
 
 
-OLD = (
-    "slow N=2 W=2 fp32: {} s per optimizer step (95 % interval {} - {}, n = {} trials); peak memory 40.00 MiB ({} "
-    "bytes, tracked tensors); id {}, journal SHA-256 {}. Method: 20 % trimmed geometric mean over trials."
-)
-
-
-def test_a_citation_from_before_there_were_lines_is_read_from_its_sentence(run: Run) -> None:
-    place, *fields = cite(run, of(run, "slow")).text.splitlines()[1].split()
-    *numbers, digest = [field.partition("=")[2] for field in fields]
-    assert clean(run, OLD.format(*numbers, place, digest))
-    for i, name in enumerate(("value", "low", "high", "n", "bytes")):
-        wrong = [*numbers[:i], numbers[i][:-1] + str((int(numbers[i][-1]) + 5) % 10), *numbers[i + 1 :]]
-        (found,) = errors(run, OLD.format(*wrong, place, digest))
-        assert f" {name} is {wrong[i]}, and " in found
-    (found,) = errors(run, OLD.format(*numbers, place, "0" * 64))
-    assert " sha256 is 0000" in found
-    assert len(errors(run, f"The numbers of {place} are good.")) == len(fields)
-
-
 def test_a_ratio_is_that_of_the_report(run: Run) -> None:
-    result = standing(run)
+    result = against_baseline(run)
     row = result.by_cell[of(run, "slow")]
     assert row.time is not None and row.time.low is not None and row.time.high is not None
     text = cite(run, of(run, "slow"), of(run, "base")).text

@@ -16,14 +16,16 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 
-from bench.judge.advice import obstacle
-from bench.judge.loading import load
-from bench.judge.standing import standing
+from bench.judge.baseline import against_baseline
+from bench.judge.expected import cell_of
+from bench.judge.loading import Run, load
+from bench.judge.next_steps import times_unavailable
 from bench.judge.tables import NAMES as TABLES
-from bench.judge.tables import Tables, frame_of
+from bench.judge.tables import Tables, frame_of, rows_of
 from bench.plan.columns import COLUMNS
 from bench.report import figures as report_figures
 from bench.report import style
+from bench.report.report_data import ReportData
 from tests import legible
 from tests.conftest import first
 from tests.pages import write_run
@@ -165,6 +167,23 @@ def troubled(name: str, n: int, repeat: int) -> tuple[str, str]:
     return "ok", ""
 
 
+def material(tables: Tables, about: dict[str, Any]) -> ReportData:
+    """A run with these tables, under the ids that its cells have, with steps of which a trial's time is the median."""
+    first = rows_of(tables.trials.drop_duplicates("cell_id"))
+    cells = {row["cell_id"]: cell_of(row) for row in first}
+    ids = {name: cell.cell_id for name, cell in cells.items()}
+    trials, losses = (frame.assign(cell_id=frame["cell_id"].map(ids)) for frame in (tables.trials, tables.losses))
+    timed = trials[trials["step_time_s"].notna()]
+    steps = [
+        {"cell_id": row["cell_id"], "repeat": row["repeat"], "step": step, "seconds": row["step_time_s"], "kept": True}
+        for row in rows_of(timed)
+        for step in range(3, NUM_STEPS)
+    ]
+    made = dataclasses.replace(tables, trials=trials, losses=losses, steps=frame_of("steps", steps))
+    known = {cell.cell_id: cell for cell in cells.values()}
+    return ReportData(run=Run(name=about["run_id"], tables=made, cells=known, manifest=about))
+
+
 RUNS: dict[str, tuple[Tables, dict[str, Any]]] = {
     "realistic": (run(BACKENDS, [2, 4, 8], status=ended), manifest(BACKENDS)),
     "minimal": (run(BACKENDS[1:2], [4], repeats=1), manifest(BACKENDS[1:2], machine={})),
@@ -181,24 +200,30 @@ RUNS: dict[str, tuple[Tables, dict[str, Any]]] = {
 
 @functools.cache
 def figures(name: str) -> list[report_figures.Drawing]:
-    return report_figures.figures(*RUNS[name])
+    return report_figures.figures(material(*RUNS[name]))
 
 
 @pytest.fixture(scope="module", params=first(["realistic"], RUNS))
 def drawn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, list[Path]]:
     folder = tmp_path_factory.mktemp(request.param)
-    return request.param, folder, report_figures.draw(*RUNS[request.param], folder)
+    return request.param, folder, report_figures.draw(material(*RUNS[request.param]), folder)
 
 
 def test_all_figures_are_written(drawn: tuple[str, Path, list[Path]]) -> None:
     name, folder, paths = drawn
     assert sorted(paths) == sorted(folder.iterdir())
     stems = {path.stem for path in paths}
-    assert STEMS - ({"step_time"} if name in {"minimal", "two ways"} else set()) <= stems <= {*STEMS, "noise"}
+    assert (
+        STEMS - ({"step_time"} if name in {"minimal", "two ways"} else set())
+        <= stems
+        <= {*STEMS, "noise", "step_time_ratio"}
+    )
     for stem in {path.with_suffix("") for path in paths}:
         assert all(stem.with_suffix(suffix) in paths for suffix in (".png", ".svg", ".csv")), (name, stem)
         content = stem.with_suffix(".svg").read_text()
         ElementTree.fromstring(content)
+        if stem.name == "step_time_ratio":
+            continue
         for words in ("run-20250101-ab12", "model tiny (3.41 M parameters)", "B = 64 samples of 128 tokens"):
             assert words in content, (stem, words)
 
@@ -240,7 +265,7 @@ def test_peaks_that_differ_by_bytes_tie() -> None:
     for backend, peak in (("ddp-eager", 10 * 2**20), ("fsdp2-deferred", 10 * 2**20 + 4)):
         trials.loc[(trials["backend"] == backend) & (trials["status"] == "ok"), "peak_memory_bytes"] = peak
     tables = dataclasses.replace(tables, trials=trials, memory=tables.memory[:0])
-    titles = {one.stem: one.words.title for one in report_figures.figures(tables, about)}
+    titles = {one.stem: one.words.title for one in report_figures.figures(material(tables, about))}
     assert titles["memory_vs_time"].endswith("ddp-eager, fsdp2-deferred need the least memory (10.0 MiB)")
     assert "x the memory of ddp-eager, fsdp2-deferred" in titles["memory_categories"]
 
@@ -250,7 +275,7 @@ def test_the_title_on_memory_compares_cells_of_one_panel() -> None:
     trials = tables.trials.copy()
     trials.loc[trials["backend"] == "ddp-eager", ["optimizer", "peak_memory_bytes"]] = "sgd", 2**20
     tables = dataclasses.replace(tables, trials=trials, memory=tables.memory[:0])
-    titles = {one.stem: one.words.title for one in report_figures.figures(tables, about)}
+    titles = {one.stem: one.words.title for one in report_figures.figures(material(tables, about))}
     assert "adamw" in titles["memory_categories"] and "ddp-eager" not in titles["memory_categories"]
 
 
@@ -259,18 +284,16 @@ def test_optimizer_steps_are_drawn_only_if_some_are_wrong() -> None:
     assert "optimizer_steps" not in by_stem("realistic")
     trials = tables.trials.assign(optimizer_steps_reported=tables.trials["optimizer_steps_observed"])
     trials.loc[trials["cell_id"] == "fsdp2-eager-8-2", "optimizer_steps_reported"] = 99
-    (drawing,) = [
-        one for one in report_figures.figures(dataclasses.replace(tables, trials=trials), about)
-        if one.stem == "optimizer_steps"
-    ]  # fmt: skip
-    assert drawing.data["cell_id"].tolist() == ["fsdp2-eager-8-2"]
+    drawn = report_figures.figures(material(dataclasses.replace(tables, trials=trials), about))
+    (drawing,) = (one for one in drawn if one.stem == "optimizer_steps")
+    assert drawing.data[["backend", "accumulate"]].to_numpy().tolist() == [["fsdp2-eager", 8]]
     assert drawing.words.title == "fsdp2-eager counts its optimizer steps wrong"
 
 
 def test_a_virtual_world_has_no_times() -> None:
     tables, about = RUNS["realistic"]
     trials = tables.trials[tables.trials["backend"] != "reference"].assign(virtual_world_size=64)
-    drawn = report_figures.figures(dataclasses.replace(tables, trials=trials), about)
+    drawn = report_figures.figures(material(dataclasses.replace(tables, trials=trials), about))
     assert not {"memory_vs_time", "step_time", "noise"} & {one.stem for one in drawn}
     assert all("(virtual world)" in one.words.title for one in drawn)
 
@@ -279,16 +302,14 @@ def test_times_that_cannot_be_compared_are_grey_and_hollow(tmp_path: Path) -> No
     sound, alone = (
         load(write_run(tmp_path / str(repeats), FACTORS, accumulate=(1, 8), repeats=repeats)) for repeats in (10, 1)
     )
-    drawn = {one.stem: one for one in report_figures.figures(sound.tables, dict(sound.manifest), standing(sound))}
+    drawn = {one.stem: one for one in report_figures.figures(ReportData(run=sound))}
     assert {"step_time", "step_time_ratio", "noise"} <= set(drawn) and not drawn["memory_vs_time"].words.banner
     assert arrows(drawn["memory_vs_time"].figure)
     assert drawn["step_time"].words.title == "At N = 8, deferring the sync saves 30 % of a step with made"
     assert drawn["step_time_ratio"].words.title == "At N = 8, made-deferred is faster than made-eager"
-    few = obstacle(alone, standing(alone), tmp_path)
+    few = times_unavailable(alone, against_baseline(alone), tmp_path)
     assert few is not None
-    drawn = {
-        one.stem: one for one in report_figures.figures(alone.tables, dict(alone.manifest), standing(alone), few.reason)
-    }
+    drawn = {one.stem: one for one in report_figures.figures(ReportData(run=alone), few.reason)}
     assert not {"step_time", "step_time_ratio"} & set(drawn)
     one = drawn["memory_vs_time"]
     assert one.words.banner == f"Times cannot be compared: {few.reason}"
@@ -305,5 +326,5 @@ def arrows(figure: Figure) -> int:
 @pytest.mark.slow
 def test_same_tables_give_the_same_bytes(tmp_path: Path) -> None:
     tables = run(BACKENDS[:3], [2])
-    first, second = (report_figures.draw(tables, manifest(BACKENDS), tmp_path / name) for name in "ab")
+    first, second = (report_figures.draw(material(tables, manifest(BACKENDS)), tmp_path / name) for name in "ab")
     assert first and [path.read_bytes() for path in first] == [path.read_bytes() for path in second]

@@ -9,8 +9,8 @@ import pytest
 from bench import cli
 from bench.backends.base import BF16_AUTOCAST, BF16_PARAMETERS
 from bench.judge.frames import read as read_frames
-from bench.judge.loading import hashed, load
-from bench.judge.quoting import find_cell
+from bench.judge.loading import load
+from bench.judge.quotes import find_cell
 from bench.report.citation import cite
 from bench.run.journal import read_manifest, write_manifest
 from tests.pages import kind, read, report, write_run
@@ -61,7 +61,7 @@ def compared(folder: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> dic
 
 def citations(folder: Path) -> tuple[str, str, str]:
     """Of the second backend alone, of the first, and of the second against the first."""
-    run = hashed(load(folder), folder)
+    run = load(folder)
     ids = [next(id_ for id_, cell in run.cells.items() if cell.backend == name) for name in (FSDP2, DDP)]
     return cite(run, ids[0]).text, cite(run, ids[1]).text, cite(run, *ids).text
 

@@ -9,11 +9,11 @@ import matplotlib.style
 import pytest
 
 from bench.judge.loading import load
-from bench.judge.standing import standing
 from bench.plan.categories import Category
 from bench.report import bars as report_bars
-from bench.report import figures, rows, style
+from bench.report import deviations, figures, style
 from bench.report.figure_data import FigureData
+from bench.report.report_data import ReportData
 from bench.report.sheet import Drawing
 from tests import legible
 from tests.pages import MIB, write_run
@@ -27,10 +27,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def drawn(folder: Path) -> list[list[Drawing]]:
-    run = load(folder)
-    found = FigureData(run.tables, dict(run.manifest), standing(run))
+    found = FigureData(ReportData(run=load(folder)))
     with matplotlib.style.context(list(style.BASE)):
-        return [report_bars.draw_traffic(found), report_bars.draw_memory_categories(found), rows.draw_noise(found)]
+        return [
+            report_bars.draw_traffic(found),
+            report_bars.draw_memory_categories(found),
+            deviations.draw_noise(found),
+        ]
 
 
 def test_they_can_be_read(folder: Path) -> None:
@@ -68,8 +71,7 @@ def test_a_bar_is_as_long_as_the_peak_and_has_every_category(folder: Path) -> No
 @pytest.mark.slow
 def test_figures_of_an_earlier_report_are_removed(folder: Path, tmp_path: Path) -> None:
     run = load(folder)
-    manifest = dict(run.manifest)
-    before = figures.draw(run.tables, manifest, tmp_path, standing(run))
+    before = figures.draw(ReportData(run=run), tmp_path)
     stems = {path.stem for path in before}
     assert stems == set(figures.KINDS) - {"optimizer_steps", "held_gradients"}
     own = {
@@ -88,9 +90,11 @@ def test_figures_of_an_earlier_report_are_removed(folder: Path, tmp_path: Path) 
 
     trials, sent = run.tables.trials, run.tables.collectives
     trials = trials[trials["backend"].str.startswith("made-0-")]
-    few = dataclasses.replace(run.tables, trials=trials, collectives=sent[sent["cell_id"].isin(trials["cell_id"])])
-    after = figures.draw(few, manifest, tmp_path)
+    tables = dataclasses.replace(run.tables, trials=trials, collectives=sent[sent["cell_id"].isin(trials["cell_id"])])
+    cells = {cell_id: cell for cell_id, cell in run.cells.items() if cell_id in set(trials["cell_id"])}
+    few = ReportData(run=dataclasses.replace(run, tables=tables, cells=cells))
+    after = figures.draw(few, tmp_path, "few trials")
     assert "step_time_ratio" not in {path.stem for path in after}
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted({*own, *(path.name for path in after)})
     assert all((tmp_path / name).read_text() == text for name, text in own.items())
-    assert figures.draw(few, manifest, tmp_path) == after
+    assert figures.draw(few, tmp_path, "few trials") == after

@@ -17,7 +17,7 @@ from bench.launch.interrupt import terminate_as_interrupt
 from bench.launch.outcome import Outcome
 from bench.plan.cell import REFERENCE, Cell, Status
 from bench.plan.expand import expand
-from bench.plan.schedule import Look, Trial, block
+from bench.plan.schedule import InterimAnalysis, Trial, block
 from bench.plan.task import EXTRA_PASSES, Spec
 from bench.run import machine, runner, start
 from bench.run.journal import Journal, read_manifest, write_manifest
@@ -34,7 +34,7 @@ class Recorder:
     def __init__(self) -> None:
         self.started_with: list[tuple[str, int, int, int]] = []
         self.statuses: list[str] = []
-        self.looks: list[Look] = []
+        self.looks: list[InterimAnalysis] = []
         self.budgets: list[float] = []
 
     def expect(self, trials: Sequence[Trial], *, more: bool, budget_left_s: float) -> None:
@@ -43,7 +43,7 @@ class Recorder:
 
     def say(self, message: str) -> None: ...
 
-    def looked(self, look: Look) -> None:
+    def looked(self, look: InterimAnalysis) -> None:
         self.looks.append(look)
 
     def started(self, trial: Trial, done: int, total: int) -> None:
@@ -85,7 +85,7 @@ class Run:
         return [record["status"] for record in self.records if record["cell"]["backend"] == backend]
 
 
-def never(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any], repeats: int) -> Look:
+def never(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any], repeats: int) -> InterimAnalysis:
     raise AssertionError("a run with fixed repeats does not look")
 
 
@@ -295,9 +295,11 @@ class Scripted:
         self.opens = list(opens)
         self.asked: list[tuple[int, int]] = []
 
-    def __call__(self, records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any], repeats: int) -> Look:
+    def __call__(
+        self, records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any], repeats: int
+    ) -> InterimAnalysis:
         self.asked.append((len(records), repeats))
-        return Look(repeats=repeats, open=tuple(self.opens[len(manifest.get("looks", ()))]), widest=0.25)
+        return InterimAnalysis(repeats=repeats, open=tuple(self.opens[len(manifest.get("looks", ()))]), widest=0.25)
 
 
 def adaptive(tmp_path: Path, repeats: int = 2, most: int = 9, budget_s: float = 0.0) -> Run:

@@ -15,7 +15,7 @@ import pandas as pd
 from bench.judge.expected import cell_of
 from bench.judge.formulas import BUILT_IN, layout_of
 from bench.judge.loading import Run, load
-from bench.judge.tables import world_of, worlds
+from bench.judge.tables import rows_of, world_of
 from bench.plan.categories import HELD, PEAK
 from bench.plan.cell import RankGroup, Status
 from bench.plan.world import World
@@ -188,7 +188,7 @@ def _held(measured: Measured) -> list[str]:
 
 
 def _large(measured: Measured) -> list[str]:
-    fake = measured.trials[worlds(measured.trials) == World.FAKE]
+    fake = measured.trials[[world_of(trial) is World.FAKE for trial in rows_of(measured.trials)]]
     if fake.empty:
         return []
     memory = measured.memory.pivot_table(index="cell_id", columns="category", values="bytes", aggfunc="max")

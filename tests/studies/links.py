@@ -275,7 +275,7 @@ def _crossover(study: Study) -> Iterator[str]:
             continue
         ratios = []
         for run, own in zip(study.runs, predicted, strict=True):
-            found = ratio(run.sides.side(cell).sample, run.sides.side(other).sample)
+            found = ratio(run.evidence.of(cell).sample, run.evidence.of(other).sample)
             low, high = (math.nan if end is None else end for end in (found.low, found.high))
             certain["faster"] += high < 1
             certain["slower"] += low > 1

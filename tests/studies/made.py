@@ -151,7 +151,7 @@ ROWS = (
         commands=("python -m tests.studies",),
         code=(
             *_studies("__main__", "choices", "page", "rivals", "simulation", "study"),
-            *(f"bench/judge/{name}.py" for name in ("pairs", "sides", "standing", "statistics", "verdicts")),
+            *(f"bench/judge/{name}.py" for name in ("pairs", "evidence", "baseline", "statistics", "verdicts")),
             "bench/plan/schedule.py",
             "bench/run/trial_record.py",
         ),

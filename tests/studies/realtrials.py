@@ -16,9 +16,9 @@ from rich.console import Console
 from bench import files
 from bench.backends.base import EXTRA_BACKENDS, registry
 from bench.errors import InputError
+from bench.judge.baseline import NoiseFloor, against_baseline, interim_analysis, noise_floor
 from bench.judge.loading import Run, load
 from bench.judge.pairs import ComparedPair
-from bench.judge.standing import Floor, look, noise_floor, standing
 from bench.launch.launcher import Launcher
 from bench.plan import matrix as matrix_file
 from bench.plan.cell import Cell, Device
@@ -68,7 +68,7 @@ def measure(folder: Path, number: int, observer: Observer) -> None:
         start.create(path, chosen, cells(chosen), backends, cold=False)
     with files.run_folder(path, str(path)), Launcher(Device.CPU) as launcher:
         manifest = start.reopen(path, backends)
-        Runner(path, manifest, backends, launcher, observer, look).run()
+        Runner(path, manifest, backends, launcher, observer, interim_analysis).run()
 
 
 def cells(chosen: matrix_file.Matrix) -> Sequence[Cell]:
@@ -83,7 +83,7 @@ class Known:
     """One run, and what it said of what is known."""
 
     run: Run
-    floor: Floor
+    floor: NoiseFloor
     same: ComparedPair
     """The cell against itself, which must not be called faster or slower."""
     slower: ComparedPair
@@ -94,7 +94,7 @@ def read(folder: Path) -> Iterator[Known]:
     """The runs that were measured. Raises InputError if one is not of this kind."""
     for path in sorted(folder.glob("run-*"), key=lambda path: (len(path.name), path.name)):
         run = load(path)
-        floor, rows = noise_floor(run), standing(run).rows
+        floor, rows = noise_floor(run), against_baseline(run).rows
         same = [row for row in rows if row.pair.b.twin == THIRD]
         slower = [row for row in rows if row.pair.b.backend == Delayed.name]
         if floor is None or len(same) != 1 or len(slower) != 1:

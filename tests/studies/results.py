@@ -63,9 +63,6 @@ def show() -> int:
         print(f"{row.name:<11}  {_minutes(row):4.0f} min  {'; '.join(why) or 'up to date'}")
         found = [one for folder in _runs(row.paths) for one in check(folder)] if row.is_run else []
         bad += _say(found, row.warnings)
-    for folder in _runs(["results/old"]):
-        print(f"{folder.relative_to(ROOT)}: kept, as something still cites it")
-        bad += sum(one.level is Level.ERROR for one in check(folder))
     total = sum(map(_minutes, late.values()))
     print(f"out of date: {len(late)}; to make them, about {total:.0f} min: nox -s results -- --all" if late else "")
     return BAD if late or bad else GOOD

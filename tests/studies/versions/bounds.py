@@ -21,8 +21,8 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from bench.errors import BAD, GOOD
+from bench.judge.gates import known_defect
 from bench.judge.loading import load
-from bench.judge.remarks import documented
 from bench.judge.tables import rows_of
 from bench.plan.cell import Status
 from bench.run.journal import read_manifest
@@ -79,7 +79,7 @@ def smoke(python: Path, packages: Mapping[str, str], folder: Path) -> Smoke:
 def outcome(manifest: Mapping[str, Any], trials: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
     """How the trials of a run ended, in words, and whether none failed."""
     failed = [trial for trial in trials if trial["status"] != Status.OK]
-    known = [trial for trial in failed if documented(manifest, trial)]
+    known = [trial for trial in failed if known_defect(manifest, trial)]
     words = [f"{len(trials) - len(failed)} of {len(trials)} trials ok"]
     words += [f"{len(known)} invalid by a documented defect"] if known else []
     others = [trial for trial in failed if trial not in known]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from bench.judge.baseline import AgainstBaseline
 from bench.judge.loading import Run
-from bench.judge.standing import Standing
 from bench.judge.statistics import MIN_REPEATS, MIN_TRIALS
 from bench.judge.verdicts import MORE_HELPS, Reason, Verdict
 from bench.plan.cell import REFERENCES
@@ -23,13 +24,11 @@ VIRTUAL = (
 SHARED = "The ranks shared GPUs, over gloo, so no step is timed; memory, calls and updates are those of real ranks"
 PARTNERS = ("ddp-deferred", "fsdp2-deferred")
 """Of these, one is proposed where a run has a single backend."""
-FLAGS = frozenset({"--quiet", "--json", "--retry-failed"})
-"""Options without a value that say nothing of what is run."""
 FAILED = frozenset({Reason.FAILED_TRIALS, Reason.NO_TRIALS})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Obstacle:
+class TimesUnavailable:
     """What keeps all times of a run from being compared."""
 
     reason: str
@@ -43,24 +42,24 @@ def is_timed(run: Run) -> bool:
     return any(cell.world.times_communication for cell in run.cells.values() if not cell.is_reference)
 
 
-def obstacle(run: Run, found: Standing, folder: Path) -> Obstacle | None:
+def times_unavailable(run: Run, found: AgainstBaseline, folder: Path) -> TimesUnavailable | None:
     """What keeps all times from being compared; None if there is a ratio with an interval."""
     if not is_timed(run):
         virtual = not all(cell.world.has_all_ranks for cell in run.cells.values())
-        return Obstacle(reason=VIRTUAL if virtual else SHARED)
+        return TimesUnavailable(reason=VIRTUAL if virtual else SHARED)
     rows = [row for row in found.rows if not row.pair.b.twin and row.pair.b.world.times_communication]
     if not rows:
         named = list(dict.fromkeys(cell.backend for cell in run.cells.values() if not cell.is_reference))
         if len(named) > 1 and run.manifest.get("baseline") in REFERENCES:
             reason = "The baseline is a reference, with which no times are compared"
-            return Obstacle(reason=reason, command=again(run, **{"--baseline": named[0]}))
+            return TimesUnavailable(reason=reason, command=again(run, **{"--baseline": named[0]}))
         classes = {name: facts.get("class") or name for name, facts in run.manifest["backends"].items()}
         more = [name for name in PARTNERS if name not in named][:1]
         options = {"--backend": ",".join([*(classes.get(name, name) for name in named), *more])}
         if _repeats(run) < MIN_TRIALS:
             options["--repeats"] = str(MIN_REPEATS)
         reason = "No two cells of the run differ in the backend alone"
-        return Obstacle(reason=reason, command=again(run, **options))
+        return TimesUnavailable(reason=reason, command=again(run, **options))
     judged = (row for row in rows if row.judgement.verdict is not Verdict.NOT_COMPARABLE)
     if any(row.time is not None and row.time.low is not None for row in judged):
         return None
@@ -74,7 +73,7 @@ def obstacle(run: Run, found: Standing, folder: Path) -> Obstacle | None:
     ]
     if Reason.FEW_TRIALS not in reasons and _repeats(run) < MIN_TRIALS:
         said.append(f"{plural(_repeats(run), 'repeat')}, and an interval needs {MIN_TRIALS}")
-    return Obstacle(reason="; ".join(said), command=next_command(run, set(reasons), folder))
+    return TimesUnavailable(reason="; ".join(said), command=next_command(run, set(reasons), folder))
 
 
 def next_command(run: Run, reasons: Collection[Reason], folder: Path) -> str:
@@ -98,14 +97,31 @@ def _repeats(run: Run) -> int:
 
 
 def again(run: Run, **options: str) -> str:
-    """The command of the run, into a new folder, with these options changed; a budget goes where repeats are set."""
-    given = [str(word) for word in run.manifest.get("command") or (*BENCH, "run")]
-    gone = {"--out", *options, *(("--max-repeats", "--budget") if "--repeats" in options else ())}
-    kept, words = [], iter(given)
-    for word in words:
-        name, equals, _ = word.partition("=")
-        if name in gone and not equals:
-            next(words, None)
-        elif name not in gone | FLAGS:
-            kept.append(word)
-    return shlex.join([*kept, *(part for option in options.items() for part in option)])
+    """The command that measures the matrix of a run again, into a new folder, with these options changed.
+
+    It is made from the matrix as it was run, not from the words of the first command. More repeats have no budget.
+    """
+    matrix = run.manifest["matrix"]
+    shipped = matrix["source"] == f"{matrix['name']}.toml"
+    given = {"--matrix": matrix["name"] if shipped else matrix["source"]}
+    classes = {name: about.get("class") or name for name, about in run.manifest["backends"].items()}
+    for key, option in (matrix.get("places") or {}).items():
+        value = matrix["values"][key]
+        if option.startswith("--") and option != "--alone" and value != "auto":  # those follow from the others
+            given[option] = _word(value, classes, "s" if option == "--budget" else "")
+    if run.manifest.get("cold"):
+        given["--cold"] = ""
+    if "--repeats" in options:
+        given = {name: word for name, word in given.items() if name not in ("--max-repeats", "--budget")}
+    words = (word for option in (given | options).items() for word in option if word)
+    return shlex.join([*BENCH, "run", *words])
+
+
+def _word(value: Any, classes: Mapping[str, str], unit: str) -> str:
+    """A value as its option takes it; empty for a switch."""
+    if value is True:
+        return ""
+    if isinstance(value, list):
+        words = ("on" if one is True else "off" if one is False else str(one) for one in value)
+        return ",".join(classes.get(word, word) for word in words)
+    return f"{value:g}{unit}" if isinstance(value, float) else str(value)

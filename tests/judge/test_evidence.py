@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
 from bench.judge import tables
+from bench.judge.evidence import Evidence, EvidenceByCell
 from bench.judge.gates import judge
-from bench.judge.sides import Side, Sides
 from bench.judge.verdicts import Reason, Verdict, compare, judge_all
 from bench.measure.host import IDLE_SHARE
 from bench.plan.cell import Cell, Device
@@ -42,8 +43,8 @@ def load(foreign: float, stolen: float = 0.0) -> dict[str, Any]:
     return {"time": {"host": {"num_cpus": 4, "foreign_cores": foreign, "stolen_cores": stolen}}}
 
 
-def sides(cell: Cell, *changes: dict[str, Any]) -> Side:
-    return Sides(built(cell, *changes)).side(cell)
+def sides(cell: Cell, *changes: dict[str, Any]) -> Evidence:
+    return EvidenceByCell(built(cell, *changes)).of(cell)
 
 
 def test_an_idle_machine_is_no_obstacle() -> None:
@@ -74,7 +75,7 @@ def test_gpu_columns_by_hand() -> None:
     assert unknown[["sm_clock_mhz", "energy_j_per_step"]].isna().all()
 
 
-def on_gpu(*changes: dict[str, Any]) -> Side:
+def on_gpu(*changes: dict[str, Any]) -> Evidence:
     return sides(CUDA, *({"gpus": {"gpus": [gpu(**change)], "notes": []}} for change in changes))
 
 
@@ -99,7 +100,33 @@ def test_a_faster_clock_cannot_fake_a_speed_up() -> None:
             facts = {"gpus": {"gpus": [gpu(sm_clock_mhz=clock)], "notes": []}}
             records.append(make_record(cell, repeat, time={"step_seconds": [seconds * wobble] * 3}, **facts))
     made = judge(tables.build(records, make_manifest()))
-    one, other = map(Sides(made).side, (fast, slow))
+    one, other = map(EvidenceByCell(made).of, (fast, slow))
     floor = compare(one, one, None).time
     (judgement,) = judge_all([compare(one, other, floor)])
     assert (judgement.verdict, judgement.reason) == (Verdict.AMBIGUOUS, Reason.CLOCKS)
+
+
+def test_micro_batches_are_no_steps() -> None:  # mutant 3
+    tables = built(HOST, {}, {})
+    micro = tables.steps.loc[tables.steps.index.repeat(HOST.accumulate)].reset_index(drop=True)
+    found = EvidenceByCell(dataclasses.replace(tables, steps=micro)).of(HOST)
+    assert found.failed_gates == ("12 steps were timed, 3 were due",)
+    (judgement,) = judge_all([compare(found, found, None)])
+    assert (judgement.verdict, judgement.reason) == (Verdict.NOT_COMPARABLE, Reason.GATE)
+
+
+@pytest.mark.parametrize(
+    ("ends", "outcome"),
+    [
+        ("ok ok", "ok"),
+        ("oom oom", "oom"),
+        ("ok hang ok", "hang, 2 of 3 ok"),
+        ("ok crashed invalid", "invalid, 1 of 3 ok"),
+        ("invalid invalid", "invalid"),
+    ],
+)
+def test_the_outcome_of_a_cell_is_its_failure_and_its_number_of_ok_trials(ends: str, outcome: str) -> None:
+    tables = built(HOST, *[{}] * len(ends.split()))
+    statuses = ["ok", *ends.split()]  # the reference's first
+    found = EvidenceByCell(dataclasses.replace(tables, trials=tables.trials.assign(status=statuses))).of(HOST)
+    assert found.outcome == outcome

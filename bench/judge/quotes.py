@@ -1,9 +1,11 @@
-"""What may be said of one cell of a run, or of one against another: numbers, or why there are none."""
+"""What may be said of one cell of a run, or of one against another: numbers with their caveats, or why there are none.
+
+A caveat is one sentence without its full stop. It comes from run.json and the verdicts, so no backend is imported.
+"""
 
 from __future__ import annotations
 
 import difflib
-import re
 import urllib.parse
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,11 +16,11 @@ from typing import Any
 import pandas as pd
 
 from bench.errors import InputError
+from bench.judge.baseline import AgainstBaseline, NoiseFloor, against_baselines, noise_floor, pairs_with_baseline
+from bench.judge.caveats import remarks
 from bench.judge.loading import Run
 from bench.judge.pairs import ComparedPair, Pair, judge_pairs
-from bench.judge.remarks import remarks
 from bench.judge.samples import Estimate, estimate
-from bench.judge.standing import Floor, Standing, noise_floor, pairs_with_baseline, standings
 from bench.judge.tables import rows_of
 from bench.plan.cell import Cell, Status
 
@@ -73,26 +75,26 @@ class RatioQuote:
 
 
 class Quotes:
-    """The quotes of one run. What several of them need is calculated once, or taken from ``standings`` if given."""
+    """The quotes of one run. What several of them need is calculated once, or taken from ``against_baselines``."""
 
-    def __init__(self, run: Run, standings: Mapping[str, Standing] | None = None) -> None:
+    def __init__(self, run: Run, against_baselines: Mapping[str, AgainstBaseline] | None = None) -> None:
         self.run = run
         trials = run.tables.trials
         self._shared = {row["cell_id"]: row for row in rows_of(trials.drop_duplicates("cell_id"))}
         self._trials: dict[str, list[Any]] = {}
         for row in rows_of(trials[ENDS]):
             self._trials.setdefault(row["cell_id"], []).append(row)
-        self._standings = dict(standings or {})
+        self._against_baselines = dict(against_baselines or {})
 
     def cell(self, cell_id: str) -> CellQuote:
         """What may be said of a cell. Raises InputError if the run has none of that id."""
         cell, trials = self._known(cell_id), self._trials[cell_id]
         sound = [row for row in trials if row["status"] == Status.OK]
-        found = self.run.sides.side(cell)
+        found = self.run.evidence.of(cell)
         caveats = [*_failed(trials), *_caveats(cell), *remarks([(self.run.manifest, cell)]), *self._of_run()]
         # A cell of a world that is timed has failed a gate if it has no time.
-        barred = "" if not cell.world.is_timed else "; ".join(_short(text) for text in found.obstacles)
-        medians = () if barred or not sound else tuple(found.sample.medians.tolist())
+        barred = "" if not cell.world.is_timed else "; ".join(found.obstacles)
+        medians = () if barred or not sound else tuple(found.sample.trials)
         wrong = barred and found.failed_gates  # a busy machine takes time, and no memory
         peaks = [] if wrong else [row["peak_memory_bytes"] for row in sound if pd.notna(row["peak_memory_bytes"])]
         sources = [row["peak_memory_source"] for row in sound if pd.notna(row["peak_memory_source"])]
@@ -123,10 +125,10 @@ class Quotes:
         for one_id in (cell_id, other_id):
             caveats += [f"{self.run.labels[one_id]}: {text}" for text in _failed(self._trials[one_id])]
         if row.judgement.comparison.blocked is not None:
-            caveats.insert(0, f"{row.judgement.reason}: {_short(row.judgement.detail)}")
+            caveats.insert(0, f"{row.judgement.reason}: {row.judgement.detail}")
         if (noise := row.judgement.comparison.floor) is None or noise.low is None:
             floor = self.floor
-            caveats.append(f"noise floor: {'the run has no A/A pair' if floor is None else _short(floor.reason)}")
+            caveats.append(f"noise floor: {'the run has no A/A pair' if floor is None else floor.reason}")
         return RatioQuote(
             cell=cell,
             other=other,
@@ -140,7 +142,7 @@ class Quotes:
         return self._trials[cell_id]
 
     @cached_property
-    def floor(self) -> Floor | None:
+    def floor(self) -> NoiseFloor | None:
         """The run's A/A pair."""
         return noise_floor(self.run)
 
@@ -150,9 +152,9 @@ class Quotes:
         return self.run.cells[cell_id]
 
     def _row(self, cell: Cell, other: Cell) -> ComparedPair:
-        if other.backend not in self._standings:
-            self._standings |= standings(self.run, [other.backend])
-        row = self._standings[other.backend].by_cell.get(cell.cell_id)
+        if other.backend not in self._against_baselines:
+            self._against_baselines |= against_baselines(self.run, [other.backend])
+        row = self._against_baselines[other.backend].by_cell.get(cell.cell_id)
         if row is not None and row.pair.a == other:
             return row
         pairs = [*pairs_with_baseline(self.run), Pair(a=other, b=cell, name=f"{cell.label} against {other.label}")]
@@ -176,11 +178,6 @@ def _failed(trials: Sequence[Any]) -> list[str]:
 def _caveats(*cells: Cell) -> list[str]:
     """The caveat of the first of these cells whose world has one."""
     return [cell.world.caveat for cell in cells if cell.world.caveat][:1]
-
-
-def _short(text: str) -> str:
-    """What a gate found, without the numbers of the repeats."""
-    return re.sub(r"repeat \d+(?:, \d+)*: ", "", text)
 
 
 def find_cell(run: Run, text: str) -> Cell:

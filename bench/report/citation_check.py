@@ -1,7 +1,6 @@
 """Checks citations: whether every field of a citation's line follows from the journal of the run.
 
-Only these lines are read, not the sentences around them. Older citations have no such line: ``OLD`` finds the numbers
-in their sentences, which never changed.
+Only these lines are read, not the sentences around them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from bench.errors import InputError
 from bench.findings import Finding, Level
 from bench.judge.integrity import journal_findings
 from bench.judge.loading import Run, load
-from bench.judge.quoting import SCHEME, Quotes
+from bench.judge.quotes import SCHEME, Quotes
 from bench.report.citation import NONE, CitedWords, joined, words_of_cell, words_of_plot, words_of_ratio
 from bench.run.journal import Journal
 
@@ -25,16 +24,6 @@ MARKUP = re.compile(r"[^\w.,:;()/%=+\- ]")
 """Markup of the formats, which is removed before a citation is read."""
 ID = re.compile(rf"{SCHEME}:([\w.%-]+)/(plots/[\w.%-]*[\w%]|[0-9a-f]+(?:/[0-9a-f]+)?)")
 FIELD = re.compile(r" ([a-z0-9]+)=([\w.-]*\w)")
-OLD = {
-    "value": r"([\d.]+) (?:s per optimizer step|times the step time)",
-    "low": r"95 % interval ([\d.]+) - ",
-    "high": r"95 % interval [\d.]+ - ([\d.]+)",
-    "n": r"\bn = (\d+)",
-    "bytes": r"\((\d+) bytes",
-    "verdict": r"verdict: ([a-z]+)",
-}
-"""Fields before the id in a citation without a line; its hash follows the id."""
-OLD_HASH = re.compile(r", journal SHA-256 ([0-9a-f]{64})")
 
 
 def verify(folder: Path, text: str) -> list[Finding]:
@@ -54,9 +43,8 @@ def differences(run: Run, text: str) -> Iterator[Finding]:
     if not ids:
         yield Finding(Level.ERROR, TOPIC, f"the text holds no id of the form {SCHEME}:RUN/CELL, so it cites nothing")
     quotes = Quotes(run)
-    ends = [0, *(match.end() for match in ids)]
-    for begin, match in zip(ends, ids, strict=False):
-        said = _fields(text, match.end()) or _old_fields(text[begin : match.start()], text[match.end() :])
+    for match in ids:
+        said = _fields(text, match.end())
         try:
             due = dict(_words_of(quotes, match[1], match[2]).fields)
         except InputError as error:
@@ -77,13 +65,6 @@ def _fields(text: str, begin: int) -> dict[str, str]:
         found[match[1]] = "said twice" if match[1] in found else match[2]
         begin = match.end()
     return found
-
-
-def _old_fields(before: str, after: str) -> dict[str, str]:
-    """The fields of a citation without a line, from the text before and after its id."""
-    found = {name: said[-1] for name, pattern in OLD.items() if (said := re.findall(pattern, before))}
-    digest = OLD_HASH.match(after)
-    return found if digest is None else found | {"sha256": digest[1]}
 
 
 def _words_of(quotes: Quotes, name: str, rest: str) -> CitedWords:

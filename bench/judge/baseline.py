@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from bench.judge.caveats import remarks
 from bench.judge.loading import Run, run_of
 from bench.judge.pairs import ComparedPair, Pair, judge_pairs, pairs_of_backends
-from bench.judge.remarks import remarks
-from bench.judge.statistics import MARGIN, Interval, ratio, required_trials
+from bench.judge.statistics import Interval, ratio, required_trials
 from bench.judge.verdicts import band, next_precision
 from bench.plan.cell import REFERENCE, REFERENCES, Cell
-from bench.plan.schedule import Look
+from bench.plan.schedule import InterimAnalysis
 from bench.words import plural
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Floor:
+class NoiseFloor:
     """The noise floor of a run: its A/A pair, the same cell twice."""
 
     cell: Cell
@@ -38,16 +38,16 @@ def baseline_of(manifest: Mapping[str, Any]) -> str:
     return min(others, key=lambda name: bool(others[name].get("defect")), default=REFERENCE)
 
 
-def noise_floor(run: Run) -> Floor | None:
+def noise_floor(run: Run) -> NoiseFloor | None:
     """The A/A pair of a run: the first twin in the order of labels; None if the run has none."""
     for cell, twin in _twins(run)[:1]:
-        sides = [run.sides.side(one) for one in (twin, cell)]
-        bad = [f"{one.label}: {text}" for one in sides for text in one.obstacles]
-        bad += [f"{one.label}: {plural(one.num_failed, 'trial')} failed" for one in sides if one.num_failed]
-        if bad or not all(len(one.sample.trials) for one in sides):
-            return Floor(cell=cell, twin=twin, interval=None, reason="; ".join(bad) or "no trial succeeded")
+        sides = [run.evidence.of(twin), run.evidence.of(cell)]
+        bad = [f"{side.label}: {text}" for side in sides for text in side.obstacles]
+        bad += [f"{side.label}: {plural(side.num_failed, 'trial')} failed" for side in sides if side.num_failed]
+        if bad or not all(side.sample.trials for side in sides):
+            return NoiseFloor(cell=cell, twin=twin, interval=None, reason="; ".join(bad) or "no trial succeeded")
         found = ratio(sides[0].sample, sides[1].sample)
-        return Floor(cell=cell, twin=twin, interval=found, reason=found.reason)
+        return NoiseFloor(cell=cell, twin=twin, interval=found, reason=found.reason)
     return None
 
 
@@ -75,17 +75,17 @@ def pairs_with_baseline(run: Run, baseline: str = "") -> list[Pair]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class AgainstBaseline:
     """What a run shows about its backends."""
 
     baseline: str
     """The backend that all others are compared with."""
-    floor: Floor | None
+    floor: NoiseFloor | None
     """The A/A pair; None if the run has none."""
     rows: list[ComparedPair]
     """A verdict on each cell."""
     remarks: Sequence[str] = ()
-    """What must be said beside the numbers of the run's cells (``bench.judge.remarks``)."""
+    """What must be said beside the numbers of the run's cells (``bench.judge.caveats``)."""
 
     @cached_property
     def by_cell(self) -> dict[str, ComparedPair]:
@@ -98,31 +98,35 @@ def widest(rows: Sequence[ComparedPair]) -> float | None:
     return max((row.time.width for row in rows if row.time is not None and row.time.low is not None), default=None)
 
 
-def standing(run: Run, *, margin: float = MARGIN) -> Standing:
+def against_baseline(run: Run) -> AgainstBaseline:
     """The verdicts of a run's own report: on every cell, against the baseline's."""
     own = baseline_of(run.manifest)
-    return standings(run, [own], margin=margin)[own]
+    return against_baselines(run, [own])[own]
 
 
-def standings(run: Run, names: Sequence[str] = (), *, margin: float = MARGIN) -> dict[str, Standing]:
+def against_baselines(run: Run, names: Sequence[str] = ()) -> dict[str, AgainstBaseline]:
     """The verdicts with each of these backends as the baseline; by default with every backend, the run's own first.
 
     Holm's correction counts the comparisons with one baseline, not the baselines that could have been chosen.
     """
-    own = baseline_of(run.manifest)
-    every = dict.fromkeys([own, *(cell.backend for cell in run.cells.values() if not cell.is_reference)])
-    chosen = list(names or every)
+    every = [baseline_of(run.manifest), *(cell.backend for cell in run.cells.values() if not cell.is_reference)]
     floor = noise_floor(run)
     noise = None if floor is None else floor.interval
-    said = remarks((run.manifest, cell) for cell in run.cells.values() if not cell.twin)
-    found = {}
-    for name in chosen:
-        rows = judge_pairs(run, run, pairs_with_baseline(run, name), margin=margin, floor=noise)
-        found[name] = Standing(baseline=name, floor=floor, rows=rows, remarks=said)
-    return found
+    notes = remarks((run.manifest, cell) for cell in run.cells.values() if not cell.twin)
+    return {
+        name: AgainstBaseline(
+            baseline=name,
+            floor=floor,
+            rows=judge_pairs(run, run, pairs_with_baseline(run, name), floor=noise),
+            remarks=notes,
+        )
+        for name in names or dict.fromkeys(every)
+    }
 
 
-def look(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any], repeats: int) -> Look:
+def interim_analysis(
+    records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any], repeats: int
+) -> InterimAnalysis:
     """Which cells need more repeats.
 
     Cells that are equal but for the backend are one group, which stays open as a whole until the intervals of all its
@@ -137,43 +141,38 @@ def look(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any], repe
     pairs = pairs_with_baseline(run)
     if floor is not None and noise is not None:
         pairs.append(Pair(a=floor.cell, b=floor.twin, name="A/A"))
+    judged = judge_pairs(run, run, pairs, floor=noise)
     done = set(manifest.get("once") or ())
-    groups: dict[str, list[ComparedPair]] = {}
-    for row in judge_pairs(run, run, pairs, floor=noise):
-        groups.setdefault(row.pair.a.cell_id, []).append(row)
-    last = manifest.get("looks") or []
-    was_open = set(last[-1]["open"]) if last else set(run.cells)
-    still: set[str] = set()
-    widest, wanted = 0.0, 0
-    for base, rows in groups.items():
-        own = floor is not None and floor.cell.cell_id == base
+    looks = manifest.get("looks") or [{"open": run.cells}]
+    was_open, still = set(looks[-1]["open"]) - done, set[str]()
+    widths, wanted = [0.0], 0
+    for base in dict.fromkeys(row.pair.a.cell_id for row in judged):
+        rows = [row for row in judged if row.pair.a.cell_id == base and row.pair.b.cell_id not in done]
         alive = [row for row in rows if row.judgement.comparison.blocked is None]
-        alive = [row for row in alive if row.pair.b.cell_id not in done]
-        if not alive or base not in was_open - done:
+        if not alive or base not in was_open:
             continue
-        widest = max(widest, *(row.time.width for row in alive if row.time is not None))
-        asked = [
-            row.judgement if own else replace(row.judgement, comparison=replace(row.judgement.comparison, floor=None))
-            for row in alive
-        ]
+        asked = [row.judgement for row in alive]
+        if floor is None or floor.cell.cell_id != base:
+            asked = [replace(one, comparison=replace(one.comparison, floor=None)) for one in asked]
+        times = [row.time for row in alive if row.time is not None]
+        widths += [time.width for time in times]
         target = next_precision(asked, precision)
         if target is not None:
-            times = [one.comparison.time for one in asked if one.comparison.time is not None]
             wanted = max([wanted, *(time.num_trials + required_trials(time, target) for time in times)])
             still |= {base, *(row.pair.b.cell_id for row in alive)}
     chosen = tuple(cell_id for cell_id in run.cells if cell_id in still & was_open)
-    return Look(
+    widest = max(widths)
+    return InterimAnalysis(
         repeats=repeats,
         open=chosen,
         widest=widest if 0 < widest < math.inf else None,
         wanted=wanted,
-        refused=_refusal(list(groups.values())),
+        refused=_refusal(judged),
     )
 
 
-def _refusal(groups: Sequence[Sequence[ComparedPair]]) -> str:
+def _refusal(rows: Sequence[ComparedPair]) -> str:
     """Why no comparison can be made; empty if one can."""
-    rows = [row for rows in groups for row in rows]
     if any(row.judgement.comparison.blocked is None for row in rows):
         return ""
     return rows[0].judgement.detail if rows else "no two cells differ in the backend alone"
@@ -181,18 +180,17 @@ def _refusal(groups: Sequence[Sequence[ComparedPair]]) -> str:
 
 def floor_of_runs(a: Run, b: Run) -> tuple[Interval | None, list[str]]:
     """The noise floor, the higher one of two runs, and notes on it; None if a run has none."""
-    found, unsure = [], []
-    for letter, one in (("A: ", a), ("B: ", b)) if a is not b else (("", a),):
-        floor = noise_floor(one)
+    intervals, notes = [], []
+    for letter, run in (("A: ", a), ("B: ", b)) if a is not b else (("", a),):
+        floor = noise_floor(run)
         if floor is None or floor.interval is None or floor.interval.low is None:
             why = "it has no A/A pair" if floor is None else f"A/A pair: {floor.reason}"
-            unsure.append(f"{letter}the noise floor of {one.name} is unknown: {why}")
+            notes.append(f"{letter}the noise floor of {run.name} is unknown: {why}")
         else:
-            found.append(floor.interval)
-            unsure.append(
-                f"{letter}noise floor {100 * (band(floor.interval) - 1):.2g}%: {floor.cell.label} against itself is "
-                f"{floor.interval.ratio:.4f} [{floor.interval.low:.4f}, {floor.interval.high:.4f}], "
-                f"n = {floor.interval.num_trials}"
+            found = floor.interval
+            intervals.append(found)
+            notes.append(
+                f"{letter}noise floor {100 * (band(found) - 1):.2g}%: {floor.cell.label} against itself is "
+                f"{found.ratio:.4f} [{found.low:.4f}, {found.high:.4f}], n = {found.num_trials}"
             )
-    known = len(found) == len(unsure)
-    return (max(found, key=band) if known else None), unsure
+    return (max(intervals, key=band) if len(intervals) == len(notes) else None), notes

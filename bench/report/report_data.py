@@ -11,103 +11,57 @@ from typing import Any
 
 import pandas as pd
 
-from bench.judge.advice import Obstacle, obstacle
-from bench.judge.frames import cells_frame
+from bench.judge.baseline import AgainstBaseline, against_baselines
+from bench.judge.cells import cells_frame
 from bench.judge.loading import Run
+from bench.judge.next_steps import TimesUnavailable, times_unavailable
 from bench.judge.pairs import ComparedPair
-from bench.judge.quoting import Quotes
-from bench.judge.standing import Standing
+from bench.judge.quotes import Quotes
 from bench.judge.tables import rows_of
 from bench.plan.cell import REFERENCES, Status, Sync
 from bench.words import plural
-
-MEDIANS = (
-    "mfu",
-    "mfu_of_matmul",
-    "energy_j_per_step",
-    "energy_j_per_token",
-    "cpu_s_per_micro_batch",
-    "num_operators_per_micro_batch",
-    "num_launches_per_micro_batch",
-    "collective_s",
-    "exposed_s",
-    "final_loss",
-    "update_scale",
-)
-"""Columns of trials: a cell has their median over its good trials, or over all if none is good."""
-LARGEST = ("max_loss_deviation", "update_error", "num_warmup_steps")
-"""A cell has the largest value of all its trials."""
-FIRST = (
-    "accumulated_in",
-    "optimizer_steps_expected",
-    "optimizer_steps_observed",
-    "optimizer_steps_reported",
-    "optimizer_steps_reported_by",
-    "micro_batches_per_update",
-    "ranks_agree",
-)
-"""All trials of a cell have the same value: the first that is known."""
 
 SCALES = ((1e9, " G"), (1e6, " M"), (1e3, " k"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Material:
+class ReportData:
     """What a report is made of."""
 
-    folder: Path
-    """Where the run is."""
     run: Run
-    standings: Mapping[str, Standing]
-    """The verdicts with each backend as the baseline, the run's own first."""
+    folder: Path = Path()
+    """Where the run is."""
+
+    @cached_property
+    def against_baselines(self) -> dict[str, AgainstBaseline]:
+        """The verdicts with each backend as the baseline, the run's own first."""
+        return against_baselines(self.run)
 
     @cached_property
     def quotes(self) -> Quotes:
         """What may be said of each cell."""
-        return Quotes(self.run, self.standings)
+        return Quotes(self.run, self.against_baselines)
 
     @property
-    def standing(self) -> Standing:
+    def against_baseline(self) -> AgainstBaseline:
         """Against the run's own baseline."""
-        return next(iter(self.standings.values()))
+        return next(iter(self.against_baselines.values()))
 
     @cached_property
     def pairs(self) -> dict[str, ComparedPair]:
         """Each cell against the baseline's, by id."""
-        return self.standing.by_cell
+        return self.against_baseline.by_cell
 
     @cached_property
-    def obstacle(self) -> Obstacle | None:
+    def times_unavailable(self) -> TimesUnavailable | None:
         """What keeps all times from being compared."""
-        return obstacle(self.run, self.standing, self.folder)
+        return times_unavailable(self.run, self.against_baseline, self.folder)
 
     @cached_property
     def cells(self) -> pd.DataFrame:
-        """One row per cell, by ``cell_id``: ``bench.load(RUN).cells`` and what sections need beside it.
-
-        A/A twins have no row: they only serve to measure the noise floor.
-        """
-        found = cells_frame(self.quotes, self.standing).set_index("cell_id", drop=False)
-        trials = self.run.tables.trials
-        fine = trials["status"] == Status.OK
-        good = trials[fine | ~fine.groupby(trials["cell_id"]).transform("any")].groupby("cell_id")
-        every, sound = trials.groupby("cell_id"), trials[fine].groupby("cell_id")["step_time_s"]
-        others = 100 * (trials["foreign_cores"] + trials["stolen_cores"]) / trials["num_cpus"]
-        facts = pd.concat(
-            [
-                good[list(MEDIANS)].median(),
-                every[list(LARGEST)].max(),
-                every[list(FIRST)].first(),
-                sound.min().rename("fastest_s"),
-                sound.max().rename("slowest_s"),
-                others.groupby(trials["cell_id"]).median().rename("others_percent"),
-            ],
-            axis=1,
-        )
-        # A cell whose step time may not be cited shows no times at all.
-        times = ["fastest_s", "slowest_s"]
-        facts[times] = facts[times].where(found["step_time_s"].notna().reindex(facts.index))
-        return found[found["twin"].fillna("") == ""].join(facts)
+        """``bench.load(RUN).cells`` by ``cell_id``, without A/A twins, which only serve to measure the noise floor."""
+        found = cells_frame(self.quotes, self.against_baseline).set_index("cell_id", drop=False).rename_axis(None)
+        return found[found["twin"].fillna("") == ""]
 
     @cached_property
     def rows(self) -> dict[str, dict[str, Any]]:

@@ -8,42 +8,30 @@ from statistics import median
 from typing import Any
 
 from bench.judge.statistics import Sample
-from bench.judge.tables import WORLD, Tables, rows_of, world_of
+from bench.judge.tables import Tables, rows_of
 from bench.measure.host import IDLE_SHARE
+from bench.plan.axes import WORK
 from bench.plan.cell import Cell, Status
-from bench.plan.columns import WORK
 from bench.words import plural
 
-COLUMNS = [
-    "cell_id",
-    "repeat",
-    "status",
-    "reason",
-    "optimizer_steps_expected",
-    "optimizer_steps_observed",
-    "peak_memory_bytes",
-    "peak_memory_source",
-    *WORLD,
-    "sm_clock_mhz",
-    "num_cpus",
-    "foreign_cores",
-    "stolen_cores",
-    "clock_slowdowns",
-    "foreign_gpu_processes",
-]
-"""Columns of trials that a side needs."""
 Row = Mapping[str, Any]
 """A row of the trials table; missing values are None."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Side:
+class Evidence:
     """One side of a comparison: what was measured, and what must be equal on both sides."""
 
     label: str
     sample: Sample
     cycles: Sample | None = None
     """The same trials in clock cycles: seconds times SM clock. None if a clock is not known."""
+    status: str = Status.OK
+    """Of the cell: invalid if one of its trials is, else that of the first trial that is not ok, ok if all are."""
+    reason: str | None = ""
+    """Why the status is not ok."""
+    num_ok: int = 0
+    num_trials: int = 0
     num_failed: int = 0
     """Number of trials that ended neither ok nor invalid."""
     precision: str = ""
@@ -51,7 +39,7 @@ class Side:
     work: str = ""
     """What is trained, in any form that is equal for equal work."""
     failed_gates: Sequence[str] = ()
-    """What each failed gate found."""
+    """What failed gates found, each reason once."""
     disturbed: Sequence[str] = ()
     """How the machine was disturbed."""
     peak_memory_bytes: int | None = None
@@ -64,8 +52,14 @@ class Side:
         """Why no time of this side may be compared."""
         return (*self.failed_gates, *self.disturbed)
 
+    @property
+    def outcome(self) -> str:
+        """How the cell ended, as everything that is shown says it: ``ok``, ``oom``, or ``crashed, 12 of 13 ok``."""
+        is_mixed = 0 < self.num_ok < self.num_trials
+        return f"{self.status}, {self.num_ok} of {self.num_trials} ok" if is_mixed else str(self.status)
 
-class Sides:
+
+class EvidenceByCell:
     """The sides of a run's cells, from tables that the gates have judged; cached.
 
     With a ``letter``, for comparing two runs, labels start with it, and repeats are not shared blocks, since the runs
@@ -76,61 +70,71 @@ class Sides:
         self._letter, self._force = letter, force
         # Plain rows: many frames of a few rows each would take most of the time of a report.
         self._trials: dict[str, list[Row]] = {}
-        for row in rows_of(tables.trials[COLUMNS].sort_values("repeat")):
+        for row in rows_of(tables.trials.sort_values("repeat", kind="stable")):
             self._trials.setdefault(row["cell_id"], []).append(row)
-        self._steps: dict[tuple[str, int], list[tuple[int, float]]] = {}
-        steps = tables.steps
-        columns = (steps[name].tolist() for name in ("cell_id", "repeat", "step", "seconds"))
-        for cell_id, repeat, step, second in zip(*columns, strict=True):
-            self._steps.setdefault((cell_id, repeat), []).append((step, second))
+        self._num_steps = tables.steps.groupby(["cell_id", "repeat"]).size().to_dict()
         # By cell, not by id: computing an id takes time.
-        self._sides: dict[Cell, Side] = {}
+        self._found: dict[Cell, Evidence] = {}
 
-    def side(self, cell: Cell) -> Side:
+    def of(self, cell: Cell) -> Evidence:
         """The side of a cell. A repeat is a block: the runner runs each cell once per repeat, in random order.
 
         Failed trials are counted; invalid ones forbid the comparison, with their reason.
         """
-        if cell not in self._sides:
-            self._sides[cell] = self._side(cell)
-        return self._sides[cell]
+        if cell not in self._found:
+            self._found[cell] = self._of(cell)
+        return self._found[cell]
 
-    def _side(self, cell: Cell) -> Side:
+    def _of(self, cell: Cell) -> Evidence:
         trials = self._trials.get(cell.cell_id)
         if not trials:
             raise ValueError(f"the run has no cell {cell.cell_id}")
-        timed: dict[int, list[float]] = {}
-        gates: dict[str, list[str]] = {}
         allowed = {Status.OK, Status.INVALID} if self._force else {Status.OK}
         good = [row for row in trials if row["status"] in allowed]
+        timed: list[Row] = []
+        gates: dict[str, None] = {}
         for row in trials:
-            steps = sorted(self._steps.get((row["cell_id"], row["repeat"]), ()))
-            wrong = _wrong_steps(row, [step for step, _ in steps])
+            wrong = self._wrong_steps(cell, row)
             if row["status"] == Status.INVALID or (row["status"] == Status.OK and wrong):
-                gates.setdefault(row["reason"] or wrong, []).append(str(row["repeat"]))
+                gates[row["reason"] or wrong] = None
             if row["status"] in allowed and not wrong:
-                timed[row["repeat"]] = [second for _, second in steps]
-        clocks = {row["repeat"]: row["sm_clock_mhz"] for row in good if row["repeat"] in timed}
+                timed.append(row)
+        clocks = [row["sm_clock_mhz"] for row in timed]
         cycles = None
-        if clocks and None not in clocks.values():
-            cycles = self._sample({r: [s * 1e6 * clocks[r] for s in steps] for r, steps in timed.items()})
-        return Side(
+        if clocks and None not in clocks:
+            cycles = self._sample(timed, [1e6 * clock for clock in clocks])
+        bad = [row for row in trials if row["status"] != Status.OK]
+        worst = next((row for row in bad if row["status"] == Status.INVALID), (bad or trials)[0])
+        return Evidence(
             label=self._letter + cell.label,
-            sample=self._sample(timed),
+            sample=self._sample(timed, [1.0] * len(timed)),
             cycles=cycles,
-            num_failed=sum(row["status"] not in {Status.OK, Status.INVALID} for row in trials),
+            status=worst["status"],
+            reason=worst["reason"],
+            num_ok=len(trials) - len(bad),
+            num_trials=len(trials),
+            num_failed=sum(row["status"] != Status.INVALID for row in bad),
             precision=cell.precision,
             accumulation_dtype=cell.accumulation_dtype,
             work=", ".join(f"{name} {getattr(cell, name)}" for name in WORK),
-            failed_gates=tuple(f"repeat {', '.join(repeats)}: {text}" for text, repeats in gates.items()),
+            failed_gates=tuple(gates),
             disturbed=tuple(restless([row for row in trials if row["status"] == Status.OK])),
             peak_memory_bytes=max(_known(good, "peak_memory_bytes"), default=None),
             peak_memory_sources=frozenset(_known(good, "peak_memory_source")),
             optimizer_steps=max(_known(good, "optimizer_steps_observed"), default=None),
         )
 
-    def _sample(self, timed: Mapping[int, Sequence[float]]) -> Sample:
-        return Sample(tuple(map(tuple, timed.values())), () if self._letter else tuple(timed))
+    def _sample(self, timed: Sequence[Row], scales: Sequence[float]) -> Sample:
+        seconds = [row["step_time_s"] * scale for row, scale in zip(timed, scales, strict=True)]
+        return Sample(tuple(seconds), () if self._letter else tuple(row["repeat"] for row in timed))
+
+    def _wrong_steps(self, cell: Cell, row: Row) -> str:
+        """What is wrong with the number of steps of a good trial; each optimizer step after the warm-up is timed."""
+        number = self._num_steps.get((row["cell_id"], row["repeat"]), 0)
+        if not number:
+            return "no step was timed" if cell.world.is_timed else cell.world.caveat
+        expected = row["optimizer_steps_expected"] - cell.warmup_windows
+        return "" if number == expected else f"{number} steps were timed, {expected} were due"
 
 
 def _known(rows: Sequence[Row], name: str) -> list[Any]:
@@ -138,7 +142,6 @@ def _known(rows: Sequence[Row], name: str) -> list[Any]:
     return [row[name] for row in rows if row[name] is not None]
 
 
-RESTLESS = "the machine was not idle"
 COOL = frozenset({"SwPowerCap"})
 """Slowdowns that are normal on a fully used GPU. Their effect on the clock shows in the cycles."""
 
@@ -146,10 +149,10 @@ COOL = frozenset({"SwPowerCap"})
 def restless(trials: Sequence[Row]) -> list[str]:
     """Disturbances in at least half of a cell's good trials: other load, lowered clocks, other GPU processes."""
     found: list[str] = []
-    loads = [[row[name] for name in ("foreign_cores", "stolen_cores", "num_cpus")] for row in trials]
-    shares = [(foreign + stolen) / cpus for foreign, stolen, cpus in (row for row in loads if None not in row)]
+    shares = [share for trial in trials if (share := others_share(trial)) is not None]
     if shares and median(shares) > IDLE_SHARE:
-        found.append(f"{RESTLESS}: others took {100 * median(shares):.0f} % of its CPUs (limit {100 * IDLE_SHARE:g} %)")
+        taken = f"others took {100 * median(shares):.0f} % of its CPUs (limit {100 * IDLE_SHARE:g} %)"
+        found.append(f"the machine was not idle: {taken}")
     slowed = [set((row["clock_slowdowns"] or "").split(",")) - COOL - {""} for row in trials]
     if trials and sum(map(bool, slowed)) >= len(trials) / 2:
         found.append(f"the GPU's clocks were held down: {', '.join(sorted(set().union(*slowed)))}")
@@ -160,10 +163,7 @@ def restless(trials: Sequence[Row]) -> list[str]:
     return found
 
 
-def _wrong_steps(row: Row, numbers: list[int]) -> str:
-    """What is wrong with the steps of a good trial; it needs one per optimizer step, from the first timed one on."""
-    if not numbers:
-        world = world_of(row)
-        return "no step was timed" if world.is_timed else world.caveat
-    due = list(range(numbers[0], row["optimizer_steps_expected"]))
-    return "" if numbers == due else f"{len(numbers)} steps were timed, {len(due)} were due"
+def others_share(trial: Row) -> float | None:
+    """The share of the CPUs that others used during a trial; None if it was not measured."""
+    foreign, stolen, cpus = (trial[name] for name in ("foreign_cores", "stolen_cores", "num_cpus"))
+    return None if None in (foreign, stolen, cpus) else float((foreign + stolen) / cpus)
