@@ -95,6 +95,12 @@ def test_an_edited_step_time_is_found_thrice(copy: Path, capsys: pytest.CaptureF
     assert "do not cite it" in capsys.readouterr().out
 
 
+def test_why_there_is_no_telemetry_is_a_limitation(copy: Path) -> None:
+    edit(copy, 3, lambda record: record.update(gpus={"gpus": [], "notes": ["no telemetry: no NVML"]}))
+    texts = [one.text for one in check(copy) if one.level is Level.WARNING]
+    assert "no telemetry: no NVML (1 trial)" in texts
+
+
 def test_an_edited_table_is_found(copy: Path) -> None:
     path = copy / "trials.parquet"
     table = pd.read_parquet(path)
