@@ -53,7 +53,7 @@ class MemoryProbe:
         """``fake``: tensors have no memory, so the allocator is not asked."""
         self.ledger = TensorLedger(device_type)
         self.result: dict[str, int] = {}
-        """Bytes by the keys of ``categories.named``, filled by ``close``."""
+        """Bytes by the keys of ``categories.named``, filled at the end of the window."""
         self.holdings: Callable[[], Mapping[Category, Iterable[Tensor]]] = dict
         """``holdings`` of the backend under test."""
         self._cuda = device_type == "cuda" and not fake
@@ -67,27 +67,23 @@ class MemoryProbe:
         self._optimizers.append(optimizer)
         return optimizer
 
-    def event(self, kind: EventKind) -> None:
+    def on_event(self, kind: EventKind, window: SettledWindow) -> None:
         """Enter the phase after an event; inside the window, also look at who holds what."""
         self.ledger.birth = PHASES[kind]
-        if kind is EventKind.FORWARD:
-            return
-        if self._is_open:
-            self._look()
-        elif kind is EventKind.FETCH and self._last is EventKind.STEP:
-            self.ledger.peak = self.ledger.live
-        self._last = kind
-
-    def on_event(self, kind: EventKind, window: SettledWindow) -> None:
-        self.event(kind)
+        if kind is not EventKind.FORWARD:
+            if self._is_open:
+                self._look()
+            elif kind is EventKind.FETCH and self._last is EventKind.STEP:
+                self.ledger.peak = self.ledger.live
+            self._last = kind
         if window.open is not self._is_open:
-            (self.open if window.open else self.close)()
+            (self._open if window.open else self._close)()
         elif window.open and kind is EventKind.FETCH and window.num_fetched == 2 and window.num_computed == 1:
-            self.hold()
+            self._hold()
         elif window.open and kind is EventKind.LOSS and window.num_fetched != window.num_computed == 1:
             self._hold_before_forward()
 
-    def open(self) -> None:
+    def _open(self) -> None:
         gc.collect()
         gc.disable()
         self._is_open = True
@@ -97,26 +93,26 @@ class MemoryProbe:
         if self._cuda:
             torch.accelerator.reset_peak_memory_stats()
 
-    def hold(self) -> None:
+    def _hold(self) -> None:
         """Record what is live at the second fetch, or before the second forward: held between micro-batches."""
         self._held = (self.ledger.live, self.ledger.snapshot())
         if self._cuda:
             self.result |= reconcile(torch.accelerator.memory_stats(), HELD, self.ledger.live)
 
     def _hold_before_forward(self) -> None:
-        """``hold`` before the next forward, in a loop that fetches ahead; a forward in a backward recomputes blocks."""
+        """``_hold`` before the next forward, in a loop that fetches ahead; a forward in a backward recomputes blocks."""
 
         def before(*_: object) -> None:
             if torch._C._current_graph_task_id() == NO_BACKWARD:
                 handle.remove()
                 if self._is_open:
                     self._look()
-                    self.hold()
+                    self._hold()
 
         # It is called before the hooks of the modules, which may gather parameters.
         handle = register_module_forward_pre_hook(before)
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Stop measuring and compute ``result``."""
         ledger = self.ledger
         self._is_open = False
