@@ -100,7 +100,7 @@ class MemoryProbe:
             self.result |= reconcile(torch.accelerator.memory_stats(), HELD, self.ledger.live)
 
     def _hold_before_forward(self) -> None:
-        """``_hold`` before the next forward, in a loop that fetches ahead; a forward in a backward recomputes blocks."""
+        """``_hold`` before the next forward, in a loop that fetches ahead; one in a backward recomputes a block."""
 
         def before(*_: object) -> None:
             if torch._C._current_graph_task_id() == NO_BACKWARD:

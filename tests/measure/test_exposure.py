@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,39 +14,9 @@ from bench.measure.trial import RankTrial
 from bench.plan.cell import Device
 from bench.plan.task import EXTRA_PASSES, SETTLED_WINDOWS, Spec, passes
 from tests.factories import make_cell
+from tests.measure.kineto import Event, profile
 
 NCCL = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
-
-
-class Event:
-    """One of Kineto's, as torch hands it on since it tells categories."""
-
-    def __init__(self, name: str, start: int, duration: int, category: str = "kernel") -> None:
-        self._name, self._start, self._duration, self.category = name, start, duration, category
-
-    def name(self) -> str:
-        return self._name
-
-    def start_ns(self) -> int:
-        return self._start
-
-    def duration_ns(self) -> int:
-        return self._duration
-
-    def activity_type(self) -> str:
-        return self.category
-
-    def device_type(self) -> Any:
-        on_host = self.category in ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver", "overhead")
-        return SimpleNamespace(name="CPU" if on_host else "CUDA")
-
-    def is_user_annotation(self) -> bool:
-        return "annotation" in self.category
-
-    def older(self) -> Any:
-        """As torch 2.11 hands it on."""
-        names = ("name", "start_ns", "duration_ns", "device_type", "is_user_annotation")
-        return SimpleNamespace(**{name: getattr(self, name) for name in names})
 
 
 TRACE = [
@@ -123,7 +91,7 @@ def test_exposed_is_what_runs_alone_in_old_and_new_torch(
     events: list[Event], by_hand: tuple[float, float, float, int]
 ) -> None:
     expected = dict(zip(("collective_s", "exposed_s", "compute_s", "num_collectives"), by_hand, strict=True))
-    for form in (events, [event.older() for event in events]):
+    for form in (events, [event.older for event in events]):
         found = exposure(form)
         assert found is not None and asdict(found) == pytest.approx(expected)
 
@@ -132,37 +100,9 @@ def test_a_profiler_that_saw_nothing_says_nothing() -> None:
     assert exposure([Event("cudaLaunchKernel", 0, 5_000, "cuda_runtime")]) is None
 
 
-class Profile:
-    """As ``torch.profiler.profile``; notes when it was started and stopped."""
-
-    calls: list[str]
-    trace = TRACE
-
-    def __init__(self, activities: list[Any]) -> None:
-        assert [activity.name for activity in activities] == ["CUDA"]
-        self.profiler = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: self.trace))
-
-    def start(self) -> None:
-        self.calls.append("start")
-
-    def stop(self) -> None:
-        self.calls.append("stop")
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was done with the profiler and the device, which are pretended."""
-    found: list[str] = []
-    monkeypatch.setattr(Profile, "calls", found, raising=False)
-    monkeypatch.setattr(torch.profiler, "profile", Profile)
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: found.append("synchronize"))
-    return found
-
-
 @pytest.mark.usefixtures("lonely_group")
-def test_the_pass_profiles_one_settled_window(
-    calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pass_profiles_one_settled_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = profile(monkeypatch, TRACE)
     cell = make_cell(model="micro", world_size=1, accumulate=2, global_batch_size=2, sequence_length=4)
     spec = Spec(cell=cell, passes=("exposure",), folder=str(tmp_path), reference="")
     see, seen = WindowProfiler.on_window, []
