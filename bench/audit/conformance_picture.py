@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from bench.audit.conformance import KEY, BackendGroup, Observation, by_backend, groups, parts, scenarios, summary
-from bench.report import sheet, style
-from bench.report.sheet import FigureWords
+from bench.report import style
+from bench.report.canvas import FigureWords, new_figure
 from bench.report.style import Key
 
 BORDER: dict[str, Any] = {"edgecolor": "#888888", "linewidth": 0.5}
@@ -73,7 +73,7 @@ def conformance_figure(
         levels = {seen["level"] for seen in observations}
         keys: list[Key] = [(Patch(facecolor=COLOURS[x], **BORDER), LEVELS[x]) for x in LEVELS if x in levels]
         inches = sum(_heights(rows, widths, size))
-        figure = sheet.sheet(words, [keys], inches, inches)
+        figure = new_figure(words, keys, inches)
         _draw(figure.add_subplot(), rows, widths, size)
     return figure, words
 

@@ -23,8 +23,8 @@ from rich.text import Text
 
 from bench.audit.monitor import TOLERANCE
 from bench.audit.monitor_grid import VALIDATION_S, Epoch, RateVerdict, Strategy
-from bench.report import sheet, style
-from bench.report.sheet import FigureWords
+from bench.report import canvas, style
+from bench.report.canvas import FigureWords
 from bench.report.style import SMALL
 from bench.words import plural
 
@@ -88,8 +88,7 @@ def write_files(folder: Path, rows: pd.DataFrame, about: dict[str, Any]) -> list
     rows.assign(**{name: about[name] for name in ("lightning", "torch", "python", "clock")}).to_parquet(parquet)
     page.write_text(markdown(rows, about), encoding="utf-8")
     figure, around = draw(rows, about)
-    with matplotlib.style.context(list(style.BASE)):
-        return [parquet, page, *sheet.save(figure, folder / "throughput", around)]
+    return [parquet, page, canvas.save(figure, folder / "throughput", around)]
 
 
 def summary(rows: pd.DataFrame) -> pd.DataFrame:
@@ -200,7 +199,7 @@ def draw(rows: pd.DataFrame, about: dict[str, Any]) -> tuple[Figure, FigureWords
         )
         heights = [max(1, rows[rows["epoch"] == epoch]["accumulate"].nunique()) for epoch in epochs]
         inches = sum(heights) * 0.3 + len(epochs) * 0.5 + 0.2
-        figure = sheet.sheet(around, [], inches, inches)
+        figure = canvas.new_figure(around, [], inches)
         panels = figure.subplots(len(epochs), 1, squeeze=False, gridspec_kw={"height_ratios": heights}).ravel()
         for axes, epoch in zip(panels, epochs, strict=True):
             _heat_map(axes, rows[rows["epoch"] == epoch], EPOCHS[epoch])

@@ -11,14 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib.style
-
 from bench.audit import conformance, scenario, semantics_page
 from bench.audit.conformance_picture import conformance_figure
 from bench.audit.weight_figure import weight_figure
 from bench.errors import InputError
 from bench.files import RESULTS
-from bench.report import sheet, style
+from bench.report import canvas
 from bench.report.citation import VERSIONS
 from bench.run import machine
 from bench.words import plural
@@ -113,8 +111,7 @@ def write_pictures(observations: Sequence[dict[str, Any]], about: Mapping[str, A
         own = [one for one in observations if one["scenario"]["name"] == name]
         if map_ := weight_figure(own, footer=footer):
             figures[name] = (f"weights-{name}", map_)
-    with matplotlib.style.context(list(style.BASE)):
-        return {name: sheet.save(figure, plots / stem, words)[0] for name, (stem, (figure, words)) in figures.items()}
+    return {name: canvas.save(figure, plots / stem, words) for name, (stem, (figure, words)) in figures.items()}
 
 
 def write_page(

@@ -28,8 +28,8 @@ from bench.audit.weight_maps import (
     WeightMap,
     distinct,
 )
-from bench.report import sheet, style
-from bench.report.sheet import FigureWords
+from bench.report import style
+from bench.report.canvas import FigureWords, new_figure
 from bench.report.style import GREY, SMALL, TINY, Key
 
 MAX_UPDATES, MIN_UPDATES = 16, 3
@@ -169,7 +169,7 @@ def _figure(maps: Sequence[WeightMap], extent: Extent, words: FigureWords) -> Fi
     bar = [BAR] if low < high else []
     heights = _heights(maps, extent)
     inches = sum(heights) + 0.25 + (BAR + BAR_WORDS if bar else 0)
-    figure = sheet.sheet(words, [_keys(maps, extent)], inches, inches)
+    figure = new_figure(words, _keys(maps, extent), inches)
     grid = figure.add_gridspec(len(maps) + len(bar), 2, width_ratios=[NAMES, MAP], height_ratios=[*heights, *bar])
     for number, (found, height) in enumerate(zip(maps, heights, strict=True)):
         _draw_words(figure.add_subplot(grid[number, 0]), found, extent, height, is_first=number == 0)

@@ -67,7 +67,7 @@ def _cited(arguments: argparse.Namespace, found: Run) -> Citation:
         if arguments.cells:
             raise InputError("--plot: cites a figure alone; leave out CELL")
         folder = plots_folder(arguments.run)
-        names = sorted(path.stem for path in folder.glob("*.svg"))
+        names = sorted(path.stem for path in folder.glob("*.png"))
         if arguments.plot not in names:
             hint = f"use one of {', '.join(names)}" if names else f"draw it: python -m bench report {arguments.run}"
             raise InputError(f"--plot '{arguments.plot}': is not in {folder}; {hint}")

@@ -11,8 +11,8 @@ from typing import Any
 from bench.backends import blocks
 from bench.commands.matrix_options import Planned, add_matrix_options, planned
 from bench.errors import GOOD
-from bench.plan.axes import differing, phrases
 from bench.plan.cell import Cell, among, summarize
+from bench.plan.columns import differing, phrases
 from bench.plan.expand import baseline
 from bench.plan.schedule import Cost
 from bench.words import plural, size, table

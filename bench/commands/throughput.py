@@ -59,7 +59,7 @@ def add(commands: Any) -> None:
     option("--world-size", INTEGER, "W", "ranks, on the CPU (default: %(default)s)", 1)
     option("--validate-every", INTEGER, "K", "micro-batches between validations (default: none)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    option("--out", Path, "DIR", "write throughput.parquet, .md, .png and .svg there")
+    option("--out", Path, "DIR", "write throughput.parquet, .md and .png there")
     parser.set_defaults(command=run)
 
 

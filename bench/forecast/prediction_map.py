@@ -17,9 +17,9 @@ from matplotlib.patches import Patch, Rectangle
 from bench.errors import InputError
 from bench.forecast.best import Question, Stretch
 from bench.forecast.prediction_text import About, markdown, named
-from bench.report import sheet, style
+from bench.report import canvas, style
+from bench.report.canvas import Drawing, FigureWords
 from bench.report.formats import write_frame
-from bench.report.sheet import Drawing, FigureWords
 from bench.report.style import SMALL, Key, safe
 from bench.words import rate
 
@@ -46,8 +46,7 @@ def write_files(folder: Path, about: About, rows: Sequence[Mapping[str, Any]], q
         (folder / "predict.md").write_text(markdown(about, rows), encoding="utf-8")
         if question is not None:
             drawing = draw(about, question)
-            with matplotlib.style.context(list(style.BASE)):
-                sheet.save(drawing.figure, folder / drawing.stem, drawing.words)
+            canvas.save(drawing.figure, folder / drawing.stem, drawing.words)
             write_frame(drawing.data, folder / f"{drawing.stem}.csv")
     except OSError as error:
         raise InputError(f"--out {folder}: cannot be written ({error.strerror}); name a folder that can") from error
@@ -70,7 +69,7 @@ def draw(about: About, question: Question) -> Drawing:
     )
     with matplotlib.style.context(list(style.BASE)):
         inches = STRIP * len(strips) + FRAME
-        figure = sheet.sheet(words, [_keys(names, strips)], inches, inches)
+        figure = canvas.new_figure(words, _keys(names, strips), inches)
         axes = figure.subplots()
         _strips(axes, strips, names, data, " between nodes" * about.two_levels)
         _point(axes, about, list(strips))

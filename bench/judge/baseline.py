@@ -100,8 +100,8 @@ def widest(rows: Sequence[ComparedPair]) -> float | None:
 
 def against_baseline(run: Run) -> AgainstBaseline:
     """The verdicts of a run's own report: on every cell, against the baseline's."""
-    own = baseline_of(run.manifest)
-    return against_baselines(run, [own])[own]
+    (found,) = against_baselines(run, [baseline_of(run.manifest)]).values()
+    return found
 
 
 def against_baselines(run: Run, names: Sequence[str] = ()) -> dict[str, AgainstBaseline]:
@@ -153,7 +153,7 @@ def interim_analysis(
             continue
         asked = [row.judgement for row in alive]
         if floor is None or floor.cell.cell_id != base:
-            asked = [replace(one, comparison=replace(one.comparison, floor=None)) for one in asked]
+            asked = [replace(each, comparison=replace(each.comparison, floor=None)) for each in asked]
         times = [row.time for row in alive if row.time is not None]
         widths += [time.width for time in times]
         target = next_precision(asked, precision)

@@ -10,8 +10,8 @@ from typing import Any
 from bench.judge.statistics import Sample
 from bench.judge.tables import Tables, rows_of
 from bench.measure.host import IDLE_SHARE
-from bench.plan.axes import WORK
 from bench.plan.cell import Cell, Status
+from bench.plan.columns import WORK
 from bench.words import plural
 
 Row = Mapping[str, Any]
@@ -19,7 +19,7 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Evidence:
+class CellEvidence:
     """One side of a comparison: what was measured, and what must be equal on both sides."""
 
     label: str
@@ -74,9 +74,9 @@ class EvidenceByCell:
             self._trials.setdefault(row["cell_id"], []).append(row)
         self._num_steps = tables.steps.groupby(["cell_id", "repeat"]).size().to_dict()
         # By cell, not by id: computing an id takes time.
-        self._found: dict[Cell, Evidence] = {}
+        self._found: dict[Cell, CellEvidence] = {}
 
-    def of(self, cell: Cell) -> Evidence:
+    def of(self, cell: Cell) -> CellEvidence:
         """The side of a cell. A repeat is a block: the runner runs each cell once per repeat, in random order.
 
         Failed trials are counted; invalid ones forbid the comparison, with their reason.
@@ -85,7 +85,7 @@ class EvidenceByCell:
             self._found[cell] = self._of(cell)
         return self._found[cell]
 
-    def _of(self, cell: Cell) -> Evidence:
+    def _of(self, cell: Cell) -> CellEvidence:
         trials = self._trials.get(cell.cell_id)
         if not trials:
             raise ValueError(f"the run has no cell {cell.cell_id}")
@@ -105,7 +105,7 @@ class EvidenceByCell:
             cycles = self._sample(timed, [1e6 * clock for clock in clocks])
         bad = [row for row in trials if row["status"] != Status.OK]
         worst = next((row for row in bad if row["status"] == Status.INVALID), (bad or trials)[0])
-        return Evidence(
+        return CellEvidence(
             label=self._letter + cell.label,
             sample=self._sample(timed, [1.0] * len(timed)),
             cycles=cycles,
@@ -134,7 +134,7 @@ class EvidenceByCell:
         if not number:
             return "no step was timed" if cell.world.is_timed else cell.world.caveat
         expected = row["optimizer_steps_expected"] - cell.warmup_windows
-        return "" if number == expected else f"{number} steps were timed, {expected} were due"
+        return "" if number == expected else f"{number} steps were timed, {expected} were expected"
 
 
 def _known(rows: Sequence[Row], name: str) -> list[Any]:

@@ -11,9 +11,9 @@ import pandas as pd
 
 from bench.judge.formulas import expect, layout_of
 from bench.judge.tables import Tables, frame_of, rows_of
-from bench.plan.axes import WORK
 from bench.plan.categories import HELD, PEAK, Category
 from bench.plan.cell import ADDED_FIELDS, REFERENCES, Cell, Device, Status, among
+from bench.plan.columns import WORK
 from bench.workload.layout import Layout
 
 LONG_STEPS = 200

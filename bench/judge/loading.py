@@ -13,7 +13,7 @@ from bench.judge import gates, tables
 from bench.judge.evidence import EvidenceByCell
 from bench.judge.expected import layouts_of
 from bench.judge.tables import Tables
-from bench.plan import axes
+from bench.plan import columns
 from bench.plan.cell import Cell
 from bench.plan.matrix import check_stored
 from bench.plan.schedule import Schedule
@@ -81,7 +81,7 @@ class Run:
     @functools.cached_property
     def labels(self) -> Mapping[str, str]:
         """A label for each cell, by id, unique within the run."""
-        named = axes.labels(self.cells.values())
+        named = columns.labels(self.cells.values())
         return {cell_id: named[cell] for cell_id, cell in self.cells.items()}
 
     @functools.cached_property

@@ -14,13 +14,12 @@ from typing import Any
 
 import pandas as pd
 
-from bench.judge.evidence import Evidence, EvidenceByCell
+from bench.judge.evidence import CellEvidence, EvidenceByCell
 from bench.judge.loading import Run
 from bench.judge.statistics import MARGIN, Interval, Sample, holm, ratio
 from bench.judge.verdicts import ALPHA, Exactly, Judgement, Reason, Verdict, compare, judge_all
-from bench.plan.axes import labels
 from bench.plan.cell import Cell, Status
-from bench.plan.columns import COLUMNS
+from bench.plan.columns import COLUMNS, labels
 
 SLOWER, MEMORY = "slower", "memory"
 METRICS = (SLOWER, MEMORY)
@@ -138,20 +137,20 @@ def judge_pairs(
     ours = EvidenceByCell(a.tables, "A " if apart else "", force) if apart or force else a.evidence
     theirs = EvidenceByCell(b.tables, "B ", force) if apart else ours
     sides = [(ours.of(pair.a), theirs.of(pair.b)) for pair in pairs]
-    judged = judge_all(compare(one, base, floor, margin, force=force) for base, one in sides)
+    judged = judge_all(compare(cell, base, floor, margin, force=force) for base, cell in sides)
     slower = [False] * len(pairs)
     if SLOWER in limits:
         slower = _certainly_slower(sides, judged, limits[SLOWER])
     return [
-        _compared(pair, one, base, judgement, [SLOWER] * is_slower, limits, force)
-        for pair, (base, one), judgement, is_slower in zip(pairs, sides, judged, slower, strict=True)
+        _compared(pair, cell, base, judgement, [SLOWER] * is_slower, limits, force)
+        for pair, (base, cell), judgement, is_slower in zip(pairs, sides, judged, slower, strict=True)
     ]
 
 
 def _compared(
     pair: Pair,
-    one: Evidence,
-    base: Evidence,
+    cell: CellEvidence,
+    base: CellEvidence,
     judgement: Judgement,
     regressions: list[str],
     thresholds: Mapping[str, float],
@@ -165,9 +164,9 @@ def _compared(
     memory, steps = Exactly(), Exactly()
     if force or not unlike:
         # What a ledger tracked is not what an allocator holds.
-        alike = len(base.peak_memory_sources | one.peak_memory_sources) <= 1
-        memory = Exactly(a=base.peak_memory_bytes, b=one.peak_memory_bytes, alike=alike)
-        steps = Exactly(a=base.optimizer_steps, b=one.optimizer_steps)
+        alike = len(base.peak_memory_sources | cell.peak_memory_sources) <= 1
+        memory = Exactly(a=base.peak_memory_bytes, b=cell.peak_memory_bytes, alike=alike)
+        steps = Exactly(a=base.optimizer_steps, b=cell.optimizer_steps)
     unchecked = []
     if SLOWER in thresholds and (blocked is not None or time is None or time.low is None):
         unchecked.append(SLOWER)
@@ -187,7 +186,7 @@ def _compared(
 
 
 def _certainly_slower(
-    sides: Sequence[tuple[Evidence, Evidence]], judged: Sequence[Judgement], threshold: float
+    sides: Sequence[tuple[CellEvidence, CellEvidence]], judged: Sequence[Judgement], threshold: float
 ) -> list[bool]:
     """Whether B takes longer than 1 + threshold times as long as A, of each pair."""
     values, beyond = [], []

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from bench.judge.evidence import Evidence
+from bench.judge.evidence import CellEvidence
 from bench.judge.statistics import MARGIN, MIN_TRIALS, SAME_WIDTH, Interval, equivalent, holm, ratio
 from bench.words import plural
 
@@ -136,7 +136,7 @@ MORE_HELPS = frozenset(
 
 
 def compare(
-    a: Evidence, b: Evidence, floor: Interval | None, margin: float = MARGIN, *, force: bool = False
+    a: CellEvidence, b: CellEvidence, floor: Interval | None, margin: float = MARGIN, *, force: bool = False
 ) -> Comparison:
     """The evidence on two cells, for ``judge_all``. The ratio is the step time of ``a`` over that of ``b``.
 
@@ -149,7 +149,7 @@ def compare(
     return Comparison(time=time, floor=floor, margin=margin, cycles=cycles, blocked=blocked)
 
 
-def _blocked(a: Evidence, b: Evidence) -> tuple[Reason, str] | None:
+def _blocked(a: CellEvidence, b: CellEvidence) -> tuple[Reason, str] | None:
     """What forbids a verdict, the gravest reason first."""
     for reason, ours, theirs in (
         (Reason.WORK, a.work, b.work),

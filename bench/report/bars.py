@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from bench.judge.formulas import wire_bytes
 from bench.judge.tables import rows_of
 from bench.plan.categories import PEAK, Category
 from bench.plan.cell import Cell
-from bench.report import sheet, style
+from bench.report.canvas import Drawing, name_rows, new_figure, panel_title
 from bench.report.figure_data import (
     CONTEXT,
     FACTS,
@@ -28,21 +28,23 @@ from bench.report.figure_data import (
     failure,
     floats,
     most_extreme,
+    saved_by_deferring,
     tied,
     twins,
 )
-from bench.report.sheet import Drawing, panel_grid
-from bench.report.style import GREY, SMALL, TINY, safe
+from bench.report.style import GREY, NAME_WIDTH, SMALL, TINY, WIDTH, Key, fit, safe, text_width
 from bench.words import alike, plural, size, some, unit_of
 
-ROW, MANY_ROWS, TITLE_AND_AXIS = 0.2, 0.15, 0.34
-"""Inches of a bar, of one among more than eight, and of the words above and below a panel."""
-MARGIN_WORDS = 0.62
-"""Inches for the words at the right of a bar."""
+ROW, TITLE_AND_AXIS = 0.16, 0.34
+"""Inches of a bar, and of the words above and below a panel."""
+NUMBERS = 0.62
+"""Inches of the words at the right of a bar."""
 SAME = 0.01
 """Relative difference below which two measurements of a peak are one."""
 PANELS_HEIGHT = 3.5
 """Inches that all panels may take: half a page."""
+LIVE, PEAK_BYTES = "live_bytes", "peak_memory_bytes"
+"""Columns: the bytes of all categories at the peak, and the peak that is cited."""
 
 
 def stacked(
@@ -50,88 +52,87 @@ def stacked(
     stem: str,
     cells: pd.DataFrame,
     total: str,
-    parts: Mapping[str, Mapping[str, Any]],
+    colours: Mapping[str, str],
     title: str,
     note: str,
-    label: str,
-    unit: float,
-    also: Sequence[str],
+    what: str,
 ) -> list[Drawing]:
-    """The figure of a total and the columns that add up to it, by how each is painted; none if no total is known.
-
-    ``unit`` is what is 1 on the axis, in the unit of the columns; ``also`` are further columns of the data.
-    """
-    cells = cells[[*FACTS, total, *also]]
+    """A panel per N and W, with a bar per backend: ``total``, split into the columns that have a colour."""
+    cells = cells[[*FACTS, total, *colours, *(MEMORY if total == LIVE else [])]]
     known = cells.groupby([*CONTEXT, "accumulate"], dropna=False)[total].transform("count") > 0
     cells = cells[known]
     if cells.empty:
         return []
     shown = run.shown(cells)
-    beside = max(style.text_width(style.fit(name, style.NAME_WIDTH), SMALL) for name in shown) + 0.15
-    widest = min(3, max(1, int((style.WIDTH - beside) / (1.2 + MARGIN_WORDS))))
-    row = MANY_ROWS if len(shown) > 8 else ROW
-    line = row * len(shown) + TITLE_AND_AXIS
-    panels, left_out = run.panels(cells, [*CONTEXT, "accumulate"], widest * max(1, int(PANELS_HEIGHT / line)))
-    lines = math.ceil(len(panels) / (min(widest, 2) if len(panels) == 4 else widest))
+    height = ROW * len(shown) + TITLE_AND_AXIS
+    panels, left_out = run.panels(cells, [*CONTEXT, "accumulate"], 3 * max(1, int(PANELS_HEIGHT / height)))
+    lines = math.ceil(len(panels) / (2 if len(panels) == 4 else 3))
     columns = math.ceil(len(panels) / lines)
     words = run.words(title)
     words.notes[:0] = [*left_out, note]
-    keys: list[style.Key] = [(Patch(**paint), part.replace("_", " ")) for part, paint in parts.items()]
-    figure = sheet.sheet(words, [keys], lines * line + 0.3, lines * line + 0.3)
-    titles = [panel.title for panel in panels]
-    grid = panel_grid(figure, titles, columns, beside + 0.2 * columns, sharex=True, sharey=True)
-    for i, (axes, panel) in enumerate(zip(grid, panels, strict=True)):
-        _bars(axes, panel, shown, total, parts, unit)
-        axes.set_xlabel(label if i + columns >= len(panels) else "")
-    width = (style.WIDTH - 2 * style.MARGIN - beside) / columns
-    grid[0].set_xlim(0, float(cells[total].max()) / unit * width / (width - MARGIN_WORDS) or 1)
+    paints = {part: _paint(part, colour) for part, colour in colours.items() if (cells[part] > 0).any()}
+    keys: list[Key] = [(Patch(**paint), part.replace("_", " ")) for part, paint in paints.items()]
+    figure = new_figure(words, keys, lines * height + 0.3)
+    grid = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).ravel()
+    names = max(text_width(fit(name, NAME_WIDTH), SMALL) for name in shown)
+    room = (WIDTH - names - 0.45) / columns
+    unit, unit_name = unit_of(float(cells[total].max()))
+    for i, axes in enumerate(grid):
+        if i >= len(panels):
+            axes.remove()
+            continue
+        axes.set_title(panel_title(panels[i].title, room - 0.2))
+        _bars(axes, panels[i], shown, total, paints, unit)
+        if i + columns >= len(panels):
+            axes.set_xlabel(f"{unit_name} {what}")
+            axes.tick_params(labelbottom=True)
+    grid[0].set_xlim(0, float(cells[total].max()) / unit * room / (room - NUMBERS) or 1)
     return [Drawing(stem, figure, cells, words)]
 
 
-def _bars(
-    axes: Axes, panel: Panel, shown: list[str], total: str, parts: Mapping[str, Mapping[str, Any]], unit: float
-) -> None:
+def _paint(part: str, colour: str) -> dict[str, Any]:
+    hatched = part.endswith("_unsharded")
+    edge = tuple(0.55 * share for share in to_rgb(colour)) if hatched else "white"
+    return {"facecolor": colour, "edgecolor": edge, "linewidth": 0.3, "hatch": "/////" * hatched}
+
+
+def _bars(axes: Axes, panel: Panel, shown: list[str], total: str, paints: Mapping[str, Any], unit: float) -> None:
     """The bars of one panel, in the rows of all backends."""
-    axes.set_yticks(range(len(shown)), [safe(style.fit(backend, style.NAME_WIDTH)) for backend in shown])
-    axes.set_ylim(len(shown) - 0.4, -0.6)
-    axes.tick_params(axis="y", length=0)
-    axes.grid(axis="y", visible=False)
-    known = panel.rows[panel.rows[total].notna()]
-    rows = [shown.index(backend) for backend in known["backend"]]
+    name_rows(axes, shown)
+    cells = panel.rows.assign(place=panel.rows["backend"].map(shown.index))
+    known = cells[cells[total].notna()]
     ends = np.zeros(len(known))
-    for part, paint in parts.items():
-        widths = known[part].to_numpy(dtype=float) / unit
-        axes.barh(rows, widths, 0.72, ends, **paint)
-        ends = ends + widths
-    reached = dict(zip(rows, ends, strict=True))
-    for backend, outcome in zip(panel.rows["backend"], panel.rows["outcome"], strict=True):
-        word, at = failure(outcome), shown.index(backend)
-        left = reached.get(at, 0.0)
-        sum_of = f"{left:,.0f}" if left >= 1000 else f"{left:.3g}"
-        words = f"{sum_of} {word}".strip() if at in reached else word or "not measured"
-        axes.annotate(safe(words), (left, at), (3, 0), textcoords="offset points", va="center", size=TINY, color=GREY)
-    if total == "live_bytes":
-        other = known[(known["peak_memory_bytes"] - known[total]).abs() > SAME * known[total]]
-        places = [shown.index(backend) for backend in other["backend"]]
-        axes.plot(floats(other["peak_memory_bytes"]) / unit, places, "k|", markersize=9, markeredgewidth=1.4)
+    for part, paint in paints.items():
+        widths = floats(known[part]) / unit
+        axes.barh(known["place"], widths, 0.72, ends, **paint)
+        ends += widths
+    for place, outcome, value in zip(cells["place"], cells["outcome"], floats(cells[total]) / unit, strict=True):
+        word = failure(outcome)
+        number = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+        words = (word or "not measured") if np.isnan(value) else f"{number} {word}".strip()
+        at = (0.0 if np.isnan(value) else value, place)
+        axes.annotate(safe(words), at, (3, 0), textcoords="offset points", va="center", size=TINY, color=GREY)
+    if total == LIVE:
+        other = known[(known[PEAK_BYTES] - known[LIVE]).abs() > SAME * known[LIVE]]
+        axes.plot(floats(other[PEAK_BYTES]) / unit, other["place"], "k|", markersize=9, markeredgewidth=1.4)
     axes.xaxis.set_major_locator(MaxNLocator(4))
 
 
-CATEGORY_COLOURS = {
-    Category.PARAMETERS_SHARDED: "#0072B2",
-    Category.PARAMETERS_UNSHARDED: "#8CC6E8",
-    Category.GRADIENTS_SHARDED: "#B34700",
-    Category.GRADIENTS_UNSHARDED: "#F2A65A",
-    Category.OPTIMIZER_STATE: "#009E73",
-    Category.COMMUNICATION: "#CC79A7",
-    Category.ACTIVATIONS: "#F0E442",
-    Category.TEMPORARIES: "#BBBBBB",
-    Category.OTHER: "#555555",
-}
-"""Okabe and Ito's hues; unsharded parameters and gradients are paler than sharded ones, and hatched."""
 UNSPLIT = "not_split"
 """Column: the peak of a cell whose categories were not measured."""
-HATCHED = (Category.PARAMETERS_UNSHARDED, Category.GRADIENTS_UNSHARDED)
+CATEGORY_COLOURS = {
+    str(Category.PARAMETERS_SHARDED): "#0072B2",
+    str(Category.PARAMETERS_UNSHARDED): "#8CC6E8",
+    str(Category.GRADIENTS_SHARDED): "#B34700",
+    str(Category.GRADIENTS_UNSHARDED): "#F2A65A",
+    str(Category.OPTIMIZER_STATE): "#009E73",
+    str(Category.COMMUNICATION): "#CC79A7",
+    str(Category.ACTIVATIONS): "#F0E442",
+    str(Category.TEMPORARIES): "#BBBBBB",
+    str(Category.OTHER): "#555555",
+    UNSPLIT: "#DDDDDD",
+}
+"""Okabe and Ito's hues; unsharded parameters and gradients are paler than sharded ones, and hatched."""
 
 
 def by_cell(memory: pd.DataFrame, total: str) -> pd.DataFrame:
@@ -151,45 +152,34 @@ def draw_memory_categories(run: FigureData) -> list[Drawing]:
 
     A peak that was not split is one bar. A black mark is the allocator's peak, if that differs.
     """
-    parts = by_cell(run.tables.memory, PEAK)
-    cells = run.others.join(parts)
+    cells = run.others.join(by_cell(run.tables.memory, PEAK))
     names = [str(category) for category in Category]
-    cells["live_bytes"] = cells[names].sum(axis=1, min_count=1)
-    cells[UNSPLIT] = cells["peak_memory_bytes"].where(cells["live_bytes"].isna())
-    cells["live_bytes"] = cells["live_bytes"].fillna(cells["peak_memory_bytes"])
-    if cells["live_bytes"].isna().all():
+    cells[LIVE] = cells[names].sum(axis=1, min_count=1)
+    cells[UNSPLIT] = cells["peak_memory_bytes"].where(cells[LIVE].isna())
+    cells[LIVE] = cells[LIVE].fillna(cells["peak_memory_bytes"])
+    if cells[LIVE].isna().all():
         return []
-    cells[[*names, UNSPLIT]] = cells[[*names, UNSPLIT]].astype("Float64").fillna(0.0)
-    unit, unit_name = unit_of(float(cells["live_bytes"].max()))
-    paints = {str(category): _paint(category) for category in Category if (cells[str(category)] > 0).any()}
-    if (cells[UNSPLIT] > 0).any():
-        paints[UNSPLIT] = {"facecolor": "#DDDDDD", "edgecolor": GREY, "linewidth": 0.3}
-    return stacked(
-        run,
-        "memory_categories",
-        cells,
-        "live_bytes",
-        paints,
-        _memory_title(run, cells),
+    parts = [*names, UNSPLIT]
+    cells[parts] = cells[parts].astype("Float64").fillna(0.0)
+    note = (
         "What is live at the peak of a window after warm-up, on the rank with the largest peak; each storage is in one "
-        "category. Right of a bar: the peak, and how the cell failed.",
-        f"{unit_name} at the peak of a rank",
-        unit,
-        also=[*names, UNSPLIT, *MEMORY],
+        "category. Right of a bar: the peak, and how the cell failed."
     )
+    title = _memory_title(run, cells)
+    return stacked(run, "memory_categories", cells, LIVE, CATEGORY_COLOURS, title, note, "at the peak of a rank")
 
 
 def _memory_title(run: FigureData, cells: pd.DataFrame) -> str:
     """Who needs the least and the most memory at the most ranks and the largest N, and where the difference lies."""
-    good = most_extreme(cells, "live_bytes")
+    good = most_extreme(cells, LIVE)
     if good.empty:
         return "Peak memory (no cell is correct)"
     least, most = good.iloc[0], good.iloc[-1]
     where = run.where(least)
-    if alike(float(most["live_bytes"]), float(least["live_bytes"])):
+    if alike(float(most[LIVE]), float(least[LIVE])):
         alone = least["backend"] if len(good) == 1 else f"each of {plural(len(good), 'backend')}"
-        return f"{where}, {alone} needs {size(float(least['live_bytes']))} per rank"
-    means = _times(good, "live_bytes", "need", "memory")
+        return f"{where}, {alone} needs {size(float(least[LIVE]))} per rank"
+    means = _times(good, LIVE, "need", "memory")
     away = pd.Series({str(name): float(most[str(name)]) - float(least[str(name)]) for name in Category})
     mostly = str(away.idxmax()).split("_")
     mostly = mostly[::-1] if "sharded" in mostly[-1] else mostly
@@ -204,20 +194,15 @@ def _times(good: pd.DataFrame, value: str, verb: str, what: str) -> str:
     return f"{some(those)} {verb} {most / least:.2g}x the {what} of {some(tied(good, value, least))}"
 
 
-def _paint(category: Category) -> dict[str, Any]:
-    colour = CATEGORY_COLOURS[category]
-    edge = tuple(0.55 * part for part in to_rgb(colour)) if category in HATCHED else "white"
-    return {"facecolor": colour, "edgecolor": edge, "linewidth": 0.3, "hatch": "/////" * (category in HATCHED)}
-
-
+OTHER = "other"
 TRAFFIC_COLOURS = {
     "all_reduce": "#0072B2",
     "reduce_scatter": "#009E73",
     "all_gather": "#E69F00",
     "broadcast": "#CC79A7",
+    OTHER: "#888888",
 }
 """Okabe and Ito's hues."""
-OTHER, OTHER_COLOUR = "other", "#888888"
 TOTAL, SENT = "payload_bytes", "sent_bytes"
 MIB = 2.0**20
 
@@ -234,7 +219,7 @@ def by_operation(collectives: pd.DataFrame, cells: Mapping[str, Cell] | None = N
         rows[TOTAL] = [wire_bytes(op, int(size), cells[of].group_size(group)) for of, op, group, size in each_row]
     each = rows.groupby(["cell_id", "repeat", "op"], observed=True)[TOTAL].sum().reset_index()
     wide = each.pivot_table(index="cell_id", columns="op", values=TOTAL, aggfunc="max", observed=True)
-    wide = wide.reindex(columns=[*TRAFFIC_COLOURS, OTHER]).astype("Float64").fillna(0.0)
+    wide = wide.reindex(columns=list(TRAFFIC_COLOURS)).astype("Float64").fillna(0.0)
     return wide.assign(**{TOTAL: wide.sum(axis=1)})
 
 
@@ -246,40 +231,24 @@ def draw_traffic(run: FigureData) -> list[Drawing]:
     if parts.empty or not float(parts[SENT].max()):
         return []
     cells = run.others.join(parts)
-    names = [*TRAFFIC_COLOURS, OTHER]
-    paints: dict[str, dict[str, Any]] = {
-        name: {"facecolor": TRAFFIC_COLOURS.get(name, OTHER_COLOUR), "edgecolor": "white", "linewidth": 0.3}
-        for name in names
-        if (cells[name] > 0).any()
-    }
-    unit, unit_name = unit_of(float(cells[SENT].max()))
-    return stacked(
-        run,
-        "communication",
-        cells[cells["world_size"] > 1],
-        SENT,
-        paints,
-        _traffic_title(run, cells),
+    note = (
         "Bytes that a ring algorithm sends for the collectives counted between two updates, computed from their "
-        "payload (gloo uses other algorithms). Right of a bar: their sum, and how the cell failed.",
-        f"{unit_name} sent per rank and step",
-        unit,
-        also=names,
+        "payload (gloo uses other algorithms). Right of a bar: their sum, and how the cell failed."
     )
+    cells = cells[cells["world_size"] > 1]
+    title = _traffic_title(run, cells)
+    return stacked(run, "communication", cells, SENT, TRAFFIC_COLOURS, title, note, "sent per rank and step")
 
 
 def _traffic_title(run: FigureData, cells: pd.DataFrame) -> str:
     """What deferring the sync saves at the most ranks and the largest N, or who sends the least and the most."""
-    good = most_extreme(cells[cells["world_size"] > 1], SENT)
+    good = most_extreme(cells, SENT)
     if good.empty:
         return "Bytes that a rank sends (no cell is correct)"
     where = run.where(good.iloc[0])
-    saved = {eager["backend"]: (eager[SENT], deferred[SENT]) for eager, deferred in twins(good) if deferred[SENT]}
-    best = max(saved, key=lambda name: saved[name][0] / saved[name][1], default=None)
-    if best is not None and saved[best][0] > saved[best][1]:
-        before, after = saved[best]
-        family = str(best).replace("-eager", "")
-        return f"{where}, deferring the sync cuts what {family} sends from {size(before)} to {size(after)} per rank"
+    if (saved := saved_by_deferring(twins(good), SENT)) is not None:
+        name, before, after = saved
+        return f"{where}, deferring the sync cuts what {name} sends from {size(before)} to {size(after)} per rank"
     least, most = good.iloc[0], good.iloc[-1]
     if least[SENT] == most[SENT]:
         return f"{where}, a rank sends {size(least[SENT])} per step"

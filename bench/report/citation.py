@@ -22,7 +22,7 @@ from bench.judge.loading import Run
 from bench.judge.quotes import SCHEME, CellQuote, Quotes, RatioQuote, place_of, quoted
 from bench.judge.statistics import Interval
 from bench.judge.verdicts import NEXT, Verdict, band
-from bench.plan.axes import AXES, WAYS
+from bench.plan.columns import AXES, WAYS
 from bench.report.report_data import machine_words
 from bench.run.machine import unlike_nodes
 from bench.words import bibtex, digits, markdown, plain, plural

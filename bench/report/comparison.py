@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib.style
 from rich.console import Console
 from rich.text import Text
 
@@ -78,7 +77,7 @@ def alarm(differences: Sequence[Changed]) -> list[str]:
         return []
     count = "1 key of the fingerprint differs" if len(differences) == 1 else f"{len(differences)} keys differ"
     found = [f"WARNING: DIFFERENT MACHINES OR SOFTWARE: {count}, so a ratio may have nothing to do with the code:"]
-    found += [f"  {one.key}: A {_value(one.a)}, B {_value(one.b)}" for one in differences[:MOST_KEYS]]
+    found += [f"  {changed.key}: A {_value(changed.a)}, B {_value(changed.b)}" for changed in differences[:MOST_KEYS]]
     left = len(differences) - MOST_KEYS
     return [*found, f"  and {left} more: see --json"] if left > 0 else found
 
@@ -146,16 +145,12 @@ def show(report: Report) -> None:
 
 def write(report: Report, folder: Path) -> list[Path]:
     """Write the same as Markdown with the forest plot, and the rows as parquet; returns the paths."""
-    from bench.report import forest, sheet, style
+    from bench.report import canvas, forest
 
     frame, page = folder / "compare.parquet", folder / "compare.md"
     frame_of_pairs(report.rows).to_parquet(frame, index=False)
-    pictures = []
-    drawings = forest.draw(report)
-    with matplotlib.style.context(list(style.BASE)):
-        for drawing in drawings:
-            pictures += sheet.save(drawing.figure, folder / drawing.stem, drawing.words)
-    page.write_text(_markdown(report, [f"{drawing.stem}.png" for drawing in drawings]), encoding="utf-8")
+    pictures = [canvas.save(one.figure, folder / one.stem, one.words) for one in forest.draw(report)]
+    page.write_text(_markdown(report, [path.name for path in pictures]), encoding="utf-8")
     return [frame, page, *pictures]
 
 

@@ -14,10 +14,10 @@ from matplotlib.ticker import MaxNLocator
 
 from bench.judge.verdicts import band
 from bench.plan.cell import REFERENCES, Status
-from bench.report import sheet, style
+from bench.report import style
+from bench.report.canvas import Drawing, name_rows, new_figure
 from bench.report.figure_data import CONTEXT, FACTS, FigureData, floats
-from bench.report.sheet import Drawing
-from bench.report.style import FLOOR_COLOUR, GREY, REFERENCE_COLOUR, Key, safe
+from bench.report.style import FLOOR_COLOUR, GREY, REFERENCE_COLOUR, Key
 from bench.words import plural, some
 
 MOST_ODD = 30
@@ -83,13 +83,11 @@ def _odd(
     if len(cells) > len(shown):
         words.notes.insert(0, f"{len(cells) - len(shown)} more cells are in the CSV beside this figure.")
     keys: list[Key] = [(Line2D([], [], linestyle="none", **mark), name) for name, mark in marks.items()]
-    height = 0.2 * len(shown) + 0.6
-    figure = sheet.sheet(words, [keys], height, height)
+    figure = new_figure(words, keys, 0.2 * len(shown) + 0.6)
     axes = figure.subplots()
     for name, column in columns.items():
         axes.plot(floats(shown[column]), range(len(shown)), linestyle="none", markeredgewidth=1.3, **marks[name])
-    axes.set_yticks(range(len(shown)), [safe(style.fit(name, style.NAME_WIDTH)) for name in names])
-    axes.set_ylim(len(shown) - 0.4, -0.6)
+    name_rows(axes, names)
     axes.set_xlim(left=0)
     axes.set_xlabel(label)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -98,8 +96,6 @@ def _odd(
 
 INSIDE, ROOM = 0.98, 1.4
 """Share of the trials that are drawn at their true place, and how much farther than these the axis reaches."""
-MOST_SHAPES = 1000
-"""Trials beyond which an SVG holds them as pixels, since each would be a shape of its own."""
 LEAST = 0.5
 """Per cent that the axis reaches to either side, at least."""
 DEVIATION = "deviation_percent"
@@ -145,7 +141,7 @@ def draw_noise(run: FigureData) -> list[Drawing]:
     ]
     if noise is not None:
         keys.append((Patch(color=FLOOR_COLOUR), f"noise floor, {noise:.2g} %"))
-    figure = sheet.sheet(words, [keys], 2.6, 2.6)
+    figure = new_figure(words, keys, 2.6)
     axes = figure.subplots()
     _points(axes, trials, colours, reach)
     if noise is not None:
@@ -159,11 +155,10 @@ def draw_noise(run: FigureData) -> list[Drawing]:
 
 def _points(axes: Axes, trials: pd.DataFrame, colours: dict[str, str], reach: float) -> None:
     """Those beyond the axis's reach are triangles at its edge."""
-    many = len(trials) > MOST_SHAPES
     for framework, rows in trials.groupby("framework", sort=False):
         values, places = rows[DEVIATION].to_numpy(dtype=float), rows["place"].to_numpy(dtype=float)
         for marker, chosen in (("o", abs(values) <= reach), ("^", values > reach), ("v", values < -reach)):
             clipped = np.clip(values[chosen], -reach, reach)
             size = 2.4 if marker == "o" else 4.5
-            axes.plot(places[chosen], clipped, marker, markersize=size, color=colours[str(framework)], rasterized=many)
+            axes.plot(places[chosen], clipped, marker, markersize=size, color=colours[str(framework)])
     axes.set_ylim(-1.06 * reach, 1.06 * reach)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -12,12 +12,12 @@ import pandas as pd
 
 from bench.judge.samples import step_times
 from bench.judge.tables import good_trials, rows_of
-from bench.plan.axes import AXES, FOLLOWS, WAYS, axes, differing
-from bench.plan.cell import REFERENCES, SGD, Status
+from bench.plan.cell import SGD, Status
 from bench.plan.column import Axis
+from bench.plan.columns import AXES, FOLLOWS, WAYS, axes, differing
 from bench.report import style
+from bench.report.canvas import FigureWords
 from bench.report.report_data import ReportData, eager_and_deferred, machine_words, parameters
-from bench.report.sheet import FigureWords
 from bench.words import alike, size, some
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class FigureData:
         self.floor = None if data.against_baseline.floor is None else data.against_baseline.floor.interval
         self.looks = style.looks(data.cells)
         self._worlds = pd.Series({key: cell.world for key, cell in data.run.cells.items()}, dtype=object)
-        self._cells = data.cells
+        self._cells, self._contestants = data.cells, data.contestants.index
 
     @cached_property
     def trials(self) -> pd.DataFrame:
@@ -75,7 +75,7 @@ class FigureData:
         timed = found["world"].map(lambda world: world.times_communication)
         estimates = step_times(self.trials)
         for name, end in zip(TIMES, ("seconds", "low", "high"), strict=True):
-            measured = pd.Series({key: getattr(one, end) for key, one in estimates.items()}, dtype="Float64")
+            measured = pd.Series({key: getattr(estimate, end) for key, estimate in estimates.items()}, dtype="Float64")
             shown = measured.reindex(found.index).where(failed | bool(self.obstacle))
             found[name] = found[name].fillna(shown).where(timed)
         peaks = good_trials(self.trials).groupby("cell_id")[MEMORY].max()
@@ -86,8 +86,7 @@ class FigureData:
     @cached_property
     def others(self) -> pd.DataFrame:
         """The cells without the reference; all if there is nothing else."""
-        others = self.cells[~self.cells["backend"].isin(REFERENCES)]
-        return self.cells if others.empty else others
+        return self.cells[self.cells["cell_id"].isin(self._contestants)]
 
     @cached_property
     def timed(self) -> pd.DataFrame:
@@ -213,6 +212,13 @@ def twins(cells: pd.DataFrame) -> Iterator[tuple[dict[str, Any], dict[str, Any]]
     return ((rows[eager], rows[deferred]) for eager, deferred in eager_and_deferred(rows))
 
 
+def saved_by_deferring(pairs: Iterable[tuple[Any, Any]], value: str) -> tuple[str, float, float] | None:
+    """What has saved most, relatively, by deferring its sync, with its values before and after; None if nothing has."""
+    saved = [(str(eager["backend"]).replace("-eager", ""), eager[value], deferred[value]) for eager, deferred in pairs]
+    saved = [(name, before, after) for name, before, after in saved if 0 < after < before]
+    return max(saved, key=lambda one: one[1] / one[2], default=None)
+
+
 def most_extreme(cells: pd.DataFrame, value: str) -> pd.DataFrame:
     """The good cells with a value in the first panel of the most ranks, N and good trials, the least of it first."""
     good = cells[(cells["status"] == Status.OK) & cells[value].notna()]
@@ -247,7 +253,7 @@ def leanest(cells: pd.DataFrame, column: str = "peak_memory_bytes") -> str:
 
 def tied(cells: pd.DataFrame, column: str, value: float) -> list[str]:
     """The backends of the cells that have this size."""
-    return [name for name, own in zip(cells["backend"], cells[column], strict=True) if alike(float(own), value)]
+    return [name for name, size in zip(cells["backend"], cells[column], strict=True) if alike(float(size), value)]
 
 
 def floats(values: pd.Series) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import matplotlib.style
 import pandas as pd
@@ -12,17 +12,16 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from bench.judge.pairs import SLOWER, ComparedPair, record
 from bench.judge.statistics import Interval
 from bench.judge.verdicts import Verdict, band
-from bench.plan.axes import WAYS, differing, phrases
-from bench.report import sheet, style
+from bench.plan.columns import WAYS, differing, phrases
+from bench.report.canvas import Drawing, FigureWords, name_rows, new_figure
 from bench.report.comparison import Report
 from bench.report.figure_data import largest, left_out
-from bench.report.sheet import Drawing, FigureWords
-from bench.report.style import FLOOR_COLOUR, GREY, REFERENCE_COLOUR, TINY, Key, safe
+from bench.report.style import BASE, FLOOR_COLOUR, GREY, REFERENCE_COLOUR, TINY, Key, fit, safe
 from bench.words import plural, some
 
 DARK = "#0B3C6F"
@@ -34,12 +33,12 @@ DOT, ROW, HEADING = 0.1, 0.12, 0.75
 """Inches of a dot's height within its row, of a row without its dots, and of the axis below the rows."""
 PAGE = 5.0
 """Inches that all rows may take."""
-WORD_WIDTH = 2.4
+VERDICT_WIDTH = 2.4
 """Inches of the words to the right of the rows; longer ones are cut in the middle."""
 LEAST_REACH = 1.05
 """The axis reaches at least from 1 / LEAST_REACH to LEAST_REACH, so that a tiny difference does not look large."""
-NICE = tuple(round(digit * 10.0**power, 6) for power in range(-3, 4) for digit in (1, 1.5, 2, 3, 5, 7))
-"""Ticks of an axis that is too long for equidistant ones."""
+WIDE = 2.2
+"""Ratio of the ends of an axis from which its ticks are not equidistant."""
 Row = tuple[str, list[ComparedPair]]
 """A name, and its pairs in order of N."""
 
@@ -50,15 +49,17 @@ def draw(report: Report, stem: str = "compare") -> list[Drawing]:
     if not every:
         return []
     count = min(max(len(pairs) for _, pairs in every), max(1, int((PAGE / len(every) - ROW) / DOT)))
-    shown = largest(
-        every, int(PAGE / (ROW + DOT * count)), lambda row: (row[1][-1].pair.b.world_size, row[1][-1].pair.b.accumulate)
-    )
-    shown = [(name, pairs[-count:]) for name, pairs in shown]
+    shown = [(name, pairs[-count:]) for name, pairs in largest(every, int(PAGE / (ROW + DOT * count)), _extent)]
     drawn = sum(len(pairs) for _, pairs in shown)
     words = _words(report, left_out(len(report.rows), drawn, "comparisons"))
     data = pd.DataFrame([record(row) for row in report.rows])
-    with matplotlib.style.context(list(style.BASE)):
+    with matplotlib.style.context(list(BASE)):
         return [Drawing(stem, _draw(report, shown, words), data, words)]
+
+
+def _extent(row: Row) -> tuple[int, int]:
+    cell = row[1][-1].pair.b
+    return cell.world_size, cell.accumulate
 
 
 def _rows(pairs: Sequence[ComparedPair]) -> list[Row]:
@@ -120,30 +121,19 @@ def _draw(report: Report, rows: Sequence[Row], words: FigureWords) -> Figure:
     noise = None if floor is None else band(floor)
     ns = sorted({pair.pair.b.accumulate for _, pairs in rows for pair in pairs})
     colours = {n: _shade(i, len(ns)) for i, n in enumerate(ns)}
-    heights = [ROW + DOT * len(pairs) for _, pairs in rows]
-    inches = sum(heights) + HEADING
-    figure = sheet.sheet(words, [list(_keys(report, colours, noise))], inches, inches)
+    most = max(len(pairs) for _, pairs in rows)
+    height = ROW + DOT * most
+    figure = new_figure(words, _keys(report, colours, noise), height * len(rows) + HEADING)
     axes = figure.subplots()
-    places, top = [], 0.0
-    for (_, pairs), height in zip(rows, heights, strict=True):
+    name_rows(axes, [name for name, _ in rows])
+    for place, (_, pairs) in enumerate(rows):
         for i, pair in enumerate(pairs):
-            _dot(axes, top + height / 2 + DOT * (i - (len(pairs) - 1) / 2), pair, colours)
-        _verdict(axes, top + height / 2, pairs[-1])
-        places.append(top + height / 2)
-        top += height
-        if len(pairs) > 1:
-            axes.axhline(top, color="#e4e4e4", linewidth=0.5, zorder=0.3)
-    axes.set_yticks(places, [safe(style.fit(name, style.NAME_WIDTH)) for name, _ in rows])
-    axes.set_ylim(top, 0)
-    axes.grid(visible=False, axis="y")
-    axes.tick_params(axis="y", length=0)
+            _dot(axes, place + DOT / height * (i - (len(pairs) - 1) / 2), pair, colours[pair.pair.b.accumulate])
+        _verdict(axes, place, pairs[-1])
+        if most > 1:
+            axes.axhline(place + 0.5, color="#e4e4e4", linewidth=0.5, zorder=0.3)
     axes.spines["left"].set_visible(False)
-    marks = _ticks(*_reach(report))
-    axes.set_xscale("log")
-    axes.set_xlim(marks[0], marks[-1])
-    axes.xaxis.set_major_locator(FixedLocator(marks))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    _set_scale(axes, report)
     axes.set_xlabel("step time of B / step time of A")
     if noise:
         axes.axvspan(1 / noise, noise, color=FLOOR_COLOUR, zorder=0.1, linewidth=0)
@@ -154,14 +144,28 @@ def _draw(report: Report, rows: Sequence[Row], words: FigureWords) -> Figure:
     return figure
 
 
+def _set_scale(axes: Axes, report: Report) -> None:
+    """A logarithmic axis with room for all ratios, ends of intervals, margin and threshold."""
+    ends = [1 + report.margin, 1 / (1 + report.margin), LEAST_REACH, 1 / LEAST_REACH, 1 + (report.threshold or 0)]
+    for time in (row.time for row in report.rows if row.time is not None):
+        ends += [end for end in (time.ratio, time.low, time.high) if end is not None]
+    low, high = min(ends) / 1.02, max(ends) * 1.02
+    axes.set_xscale("log")
+    axes.set_xlim(low, high)
+    wide = high / low > WIDE
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)) if wide else MaxNLocator(6, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
+
 def _shade(place: int, count: int) -> str:
     paler = PALEST * (count - 1 - place) / max(count - 1, 1)
     red, green, blue = (part + paler * (1 - part) for part in to_rgb(DARK))
     return to_hex((red, green, blue))
 
 
-def _dot(axes: Axes, y: float, row: ComparedPair, colours: dict[int, str]) -> None:
-    time, colour = row.time, colours[row.pair.b.accumulate]
+def _dot(axes: Axes, y: float, row: ComparedPair, colour: str) -> None:
+    time = row.time
     if time is None:
         return
     hollow = time.low is None or row.judgement.verdict is Verdict.NOT_COMPARABLE
@@ -172,51 +176,36 @@ def _dot(axes: Axes, y: float, row: ComparedPair, colours: dict[int, str]) -> No
 
 
 def _verdict(axes: Axes, y: float, row: ComparedPair) -> None:
-    words = safe(style.fit(f"N = {row.pair.b.accumulate}: {_said(row)}", WORD_WIDTH, TINY))
+    words = safe(fit(f"N = {row.pair.b.accumulate}: {_ratio_words(row)}", VERDICT_WIDTH, TINY))
     text = axes.text(1.02, y, words, size=TINY, va="center", transform=axes.get_yaxis_transform())
     barred = row.judgement.verdict is Verdict.NOT_COMPARABLE
     text.set_color(GREY if barred else SLOWER_COLOUR if SLOWER in row.regressions else "black")
 
 
-def _said(row: ComparedPair) -> str:
+def _ratio_words(row: ComparedPair) -> str:
     """The ratio with its interval, and the verdict."""
-    time, judgement = row.time, row.judgement
-    ends = "REGRESSED" if SLOWER in row.regressions else str(judgement.verdict)
-    if judgement.verdict is Verdict.NOT_COMPARABLE:
-        return (f"{time.ratio:.3f} forced; " if time else "") + f"{ends}: {judgement.reason}"
+    time, verdict = row.time, str(row.judgement.verdict)
+    if SLOWER in row.regressions:
+        verdict = "REGRESSED"
+    if row.judgement.verdict is Verdict.NOT_COMPARABLE:
+        return (f"{time.ratio:.3f} forced; " if time else "") + f"{verdict}: {row.judgement.reason}"
     if time is None:
-        return ends
+        return verdict
     if time.low is None:
-        return f"{time.ratio:.3f}, no interval (n = {time.num_trials}), {ends}"
-    return f"{time.ratio:.3f} [{time.low:.3f}, {time.high:.3f}] {ends}"
+        return f"{time.ratio:.3f}, no interval (n = {time.num_trials}), {verdict}"
+    return f"{time.ratio:.3f} [{time.low:.3f}, {time.high:.3f}] {verdict}"
 
 
-def _reach(report: Report) -> tuple[float, float]:
-    """The smallest and the largest of all ratios, ends of intervals, margin and threshold."""
-    ends = [1 + report.margin, 1 / (1 + report.margin), LEAST_REACH, 1 / LEAST_REACH, 1 + (report.threshold or 0)]
-    for row in report.rows:
-        if row.time is not None:
-            ends += [end for end in (row.time.ratio, row.time.low, row.time.high) if end is not None]
-    return min(ends), max(ends)
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Ratios at which the axis is marked, from one below to one above all that is drawn."""
-    even = MaxNLocator(nbins=6, steps=[1, 2, 5, 10]).tick_values(low, high)
-    found = list(NICE if high / low < 30 else NICE[::2])
-    if high / low < 2.2:
-        found = sorted({*(round(float(value), 6) for value in even), 1.0})
-    first = max((value for value in found if 0 < value <= low / 1.005), default=low / 1.005)
-    last = min((value for value in found if value >= high * 1.005), default=high * 1.005)
-    return [first, *(value for value in found if 1.01 * first < value < last / 1.01), last]
-
-
-def _keys(report: Report, colours: dict[int, str], noise: float | None) -> Iterator[Key]:
-    for n, colour in colours.items() if len(colours) > 1 else ():
-        yield Line2D([], [], color=colour, marker="o", markersize=4.5, linewidth=1.4), f"N = {n}"
-    yield Patch(color=MARGIN_COLOUR), f"margin of {100 * report.margin:g} %"
+def _keys(report: Report, colours: dict[int, str], noise: float | None) -> list[Key]:
+    keys: list[Key] = [
+        (Line2D([], [], color=colour, marker="o", markersize=4.5, linewidth=1.4), f"N = {n}")
+        for n, colour in colours.items()
+        if len(colours) > 1
+    ]
+    keys.append((Patch(color=MARGIN_COLOUR), f"margin of {100 * report.margin:g} %"))
     if noise:
-        yield Patch(color=FLOOR_COLOUR), f"noise floor, {100 * (noise - 1):.2g} %"
+        keys.append((Patch(color=FLOOR_COLOUR), f"noise floor, {100 * (noise - 1):.2g} %"))
     if report.threshold is not None:
         line = Line2D([], [], color=SLOWER_COLOUR, linestyle="--", linewidth=0.9)
-        yield line, f"--fail-on slower={100 * report.threshold:g}%"
+        keys.append((line, f"--fail-on slower={100 * report.threshold:g}%"))
+    return keys

@@ -9,17 +9,16 @@ from __future__ import annotations
 import base64
 import json
 import os
-import re
 import urllib.parse
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import jinja2
 from markupsafe import Markup
+from PIL import Image
 
 from bench.judge.baseline import AgainstBaseline
 from bench.judge.samples import NAME
@@ -37,11 +36,6 @@ PAGE = "report.html"
 FIRST_PLOT = "memory_vs_time"
 MOST_SWITCHES = 8
 """Values of N that a row of buttons offers; more are in a list."""
-DUBLIN_CORE = "{http://purl.org/dc/elements/1.1/}"
-DIGITS = re.compile(r"(?<!scale\()(-?\d+\.\d\d)\d+")
-"""Coordinates in hundredths of a point, and further digits that nobody sees; glyphs are scaled down exactly."""
-SPARE = re.compile(r"<!--.*?-->|(?<=>)\s+(?=<)", re.DOTALL)
-"""Comments, and white space between elements."""
 VERDICTS, REASONS = tuple(Verdict), tuple(Reason)
 RAW = {
     "run.json": "what ran where, with which versions",
@@ -60,13 +54,13 @@ class Picture:
     about: str
     """All words around its panels, for readers who cannot see it."""
     source: str
-    """The SVG as a data URL. A browser shows it as an image: nothing in it is run."""
+    """The PNG as a data URL."""
 
 
 def render(data: ReportData, answer: Answer, plots: Sequence[Path], further: PageSection | None = None) -> str:
     """The page, as it stands in the run's folder; ``plots`` are the files that were drawn, ``further`` comes last."""
     asked = [*sections(data), *filter(None, [further])]
-    pictures = {path.stem: picture(path) for path in plots if path.suffix == ".svg"}
+    pictures = {path.stem: picture(path) for path in plots if path.suffix == ".png"}
     shown = [[pictures[stem] for stem in section.plots if stem in pictures] for section in asked]
     timed = any(group.is_timed for group in answer.groups)
     return _template().render(
@@ -113,16 +107,11 @@ def _text(name: str) -> str:
 
 
 def picture(path: Path) -> Picture:
-    """The plot in an SVG file of ``bench.report.sheet``."""
-    svg = DIGITS.sub(r"\1", SPARE.sub("", path.read_text(encoding="utf-8")))
-    metadata = ElementTree.fromstring(svg).find("{http://www.w3.org/2000/svg}metadata")
-    words = [
-        None if metadata is None else metadata.findtext(f".//{DUBLIN_CORE}{name}") for name in ("title", "description")
-    ]
-    source = base64.b64encode(svg.encode()).decode()
-    return Picture(
-        stem=path.stem, title=words[0] or "", about=words[1] or "", source=f"data:image/svg+xml;base64,{source}"
-    )
+    """The plot in a PNG of ``bench.report.canvas``, which has its words as metadata."""
+    with Image.open(path) as image:
+        title, about = (str(image.info.get(name, "")) for name in ("Title", "Description"))
+    source = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+    return Picture(stem=path.stem, title=title, about=about, source=source)
 
 
 def link(folder: Path, path: Path) -> str:

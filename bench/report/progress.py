@@ -15,8 +15,8 @@ from rich.text import Text
 
 from bench.judge.gates import EXPECTED, defect_of_record
 from bench.judge.tables import step_time
-from bench.plan.axes import labels
 from bench.plan.cell import Cell
+from bench.plan.columns import labels
 from bench.plan.schedule import Cost, InterimAnalysis, Trial
 from bench.words import plural
 

@@ -11,9 +11,9 @@ from typing import Any
 from bench.judge.pairs import ComparedPair
 from bench.judge.samples import NAME
 from bench.judge.verdicts import Verdict
-from bench.plan.axes import WAYS, differing, phrases
 from bench.plan.cell import Cell, Status
 from bench.plan.column import DASH
+from bench.plan.columns import WAYS, differing, phrases
 from bench.report.report_data import ReportData
 from bench.report.tabular import Table, TableColumn, TableRow
 from bench.words import digits, size
@@ -172,9 +172,9 @@ def groups(data: ReportData) -> list[Group]:
     ways = [name for name in differing(every, ("precision", *WAYS)) if name != "accumulate"]
     found = [_group(data, cells, ways) for cells in kinds.values()]
 
-    def order(one: Group) -> tuple[bool, bool, bool, int, int]:
-        compared = any(row.is_baseline for row in one.rows)
-        return one.cell.world.has_all_ranks, one.is_timed, compared, one.n, one.cell.world_size
+    def order(group: Group) -> tuple[bool, bool, bool, int, int]:
+        compared = any(row.is_baseline for row in group.rows)
+        return group.cell.world.has_all_ranks, group.is_timed, compared, group.n, group.cell.world_size
 
     return sorted(found, key=order, reverse=True)
 

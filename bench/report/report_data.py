@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from bench.judge.baseline import AgainstBaseline, against_baselines
-from bench.judge.cells import cells_frame
+from bench.judge.frames import cells_frame
 from bench.judge.loading import Run
 from bench.judge.next_steps import TimesUnavailable, times_unavailable
 from bench.judge.pairs import ComparedPair

@@ -79,8 +79,8 @@ def speed(data: ReportData) -> PageSection:
     """How long an optimizer step takes, and how sure that is."""
     rows = data.against_baseline.rows
     counts = Counter(row.judgement.verdict for row in rows)
-    said = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict])
-    first = f"{plural(len(rows), 'comparison')} with {data.against_baseline.baseline}: {said or 'none'}."
+    verdicts = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict])
+    first = f"{plural(len(rows), 'comparison')} with {data.against_baseline.baseline}: {verdicts or 'none'}."
     spread = 100 * (data.cells["slowest_s"] / data.cells["fastest_s"] - 1).dropna()
     second = "No cell has a time that may be compared."
     if not spread.empty:
@@ -122,7 +122,7 @@ def memory(data: ReportData) -> PageSection:
         ends = (f"{size(row['peak_memory_bytes'])} ({row['label']})" for row in rows_of(known.iloc[[0, -1]]))
         sentence = "The smallest peak of a rank is {}, the largest {}. Bytes have no noise.".format(*ends)
     parts = memory_by_cell(data.run.tables.memory, PEAK)
-    used = [str(one) for one in Category if str(one) in parts and (parts[str(one)] > 0).any()]
+    used = [name for name in map(str, Category) if name in parts and (parts[name] > 0).any()]
     frame = data.cells.join(parts[used])
     columns = {name: Column("Int64", "B", "live at the peak", title=name.replace("_", " ")) for name in used}
     return PageSection(
@@ -136,34 +136,30 @@ def memory(data: ReportData) -> PageSection:
 
 def communication(data: ReportData) -> PageSection:
     """What ranks hand to collectives."""
-    counted = data.run.tables.collectives
-    totals = by_operation(counted)
+    counted, totals = data.run.tables.collectives, by_operation(data.run.tables.collectives)
     # Each cell is counted in one repeat; of several, the first.
-    own = counted[counted["repeat"] == counted.groupby("cell_id")["repeat"].transform("min")]
-    by_cell: dict[str, list[dict[str, Any]]] = {}
-    for row in rows_of(own):
-        by_cell.setdefault(row["cell_id"], []).append(row)
-    said = {cell_id: _operations(rows) for cell_id, rows in by_cell.items()}
+    first = counted[counted["repeat"] == counted.groupby("cell_id")["repeat"].transform("min")]
+    rows = {str(cell_id): rows_of(some) for cell_id, some in first.groupby("cell_id")}
     watched = cells_watched(data.run.tables)
 
     def operations(cell: Mapping[str, Any]) -> str:
-        cell_id = cell["cell_id"]
-        unseen = data.run.cells[cell_id].device is Device.CUDA and cell_id not in watched
-        nothing = "not counted at this N" if unseen else "none"
-        return said[cell_id][0] if cell_id in said else nothing if cell["status"] == Status.OK else DASH
+        if cell["cell_id"] in rows:
+            return _operations(rows[cell["cell_id"]])
+        if cell["status"] != Status.OK:
+            return DASH
+        unseen = cell["device"] == Device.CUDA and cell["cell_id"] not in watched
+        return "not counted at this N" if unseen else "none"
 
-    sent = pd.Series(dtype=float) if totals.empty else totals[TOTAL] / MIB
-    frame = data.cells.assign(sent=sent.reindex(data.cells.index))
+    frame = data.cells.assign(sent=None if totals.empty else totals[TOTAL] / MIB)
+    frame["as_formula"] = [_matching(rows.get(cell_id, ())) for cell_id in frame.index]
     frame["operations"] = [operations(cell) for cell in rows_of(data.cells)]
-    frame["as_formula"] = [said.get(cell_id, ("", None))[1] for cell_id in data.cells.index]
     good = frame[(frame["status"] == Status.OK) & frame["sent"].notna()].sort_values("sent", kind="stable")
     sentences = ["The collectives of no valid cell were counted."]
     if not good.empty:
         least, most = (f"{row['sent']:,.2f} MiB ({row['label']})" for row in rows_of(good.iloc[[0, -1]]))
         sentences = [f"In an optimizer step, a rank hands between {least} and {most} to collectives."]
-        right, due = _matching(rows_of(counted))
-        if due:
-            sentences.append(f"{right} of {due} counts match their formula in calls and bytes.")
+        if matching := _matching(rows_of(counted)):
+            sentences.append(f"{matching} counts match their formula in calls and bytes.")
     measured = [line for entry in data.run.manifest.get("matmul") or () for line in links.summary(entry)]
     sentences += [f"Before the first trial, as nccl-tests defines it: {line}." for line in measured]
     return PageSection(
@@ -175,23 +171,18 @@ def communication(data: ReportData) -> PageSection:
     )
 
 
-def _matching(rows: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
-    """How many of the counts match their formula, and how many have one."""
-    due = [row for row in rows if not pd.isna(row["expected_calls"])]
-    same = sum(
-        (row["calls"], row["payload_bytes"]) == (row["expected_calls"], row["expected_payload_bytes"]) for row in due
-    )
-    return same, len(due)
+def _matching(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """How many of the counts with a formula match it: ``3 of 4``; None if none has one."""
+    known = [row for row in rows if row["expected_calls"] is not None]
+    same = [all(row[name] == row[f"expected_{name}"] for name in ("calls", "payload_bytes")) for row in known]
+    return f"{sum(same)} of {len(same)}" if known else None
 
 
-def _operations(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
-    """What a cell's ranks hand to collectives, and how many of these counts match their formula."""
-    said = (
-        f"{r['op']} of {r['dtype']}{among(r['group'])}: {r['calls']} x, {r['payload_bytes'] / MIB:,.2f} MiB"
-        for r in rows
+def _operations(rows: Sequence[Mapping[str, Any]]) -> str:
+    return "; ".join(
+        f"{row['op']} of {row['dtype']}{among(row['group'])}: {row['calls']} x, {row['payload_bytes'] / MIB:,.2f} MiB"
+        for row in rows
     )
-    right, due = _matching(rows)
-    return "; ".join(said), f"{right} of {due}" if due else None
 
 
 def correctness(data: ReportData) -> PageSection:
@@ -257,18 +248,17 @@ def epoch_end() -> Mapping[str, Any]:
 
 def _at_epoch_end(data: ReportData) -> Table | None:
     """What the semantics suite found of the run's backends; None if it knows none of them."""
-    suite, theirs = epoch_end(), data.run.manifest.get("packages") or {}
-    known = [name for name in dict.fromkeys(data.contestants["backend"]) if name in suite["backends"]]
+    suite, installed = epoch_end(), data.run.manifest.get("packages") or {}
     rows = []
-    for name in known:
-        one = suite["backends"][name]
-        reported = next((str(one["reported"][key]) for key in COUNTERS if key in one["reported"]), "-")
-        rows.append((name, str(one["finding"]), str(suite["due"]), str(one["taken"]), reported))
+    for name in dict.fromkeys(data.contestants["backend"]):
+        if found := suite["backends"].get(name):
+            reported = next((str(found["reported"][key]) for key in COUNTERS if key in found["reported"]), DASH)
+            rows.append((name, str(found["finding"]), str(suite["due"]), str(found["taken"]), reported))
     measured = suite["packages"]
     other = [
-        f"{name} {theirs[name]}"
+        f"{name} {installed[name]}"
         for name in measured
-        if name in theirs and theirs[name].partition("+")[0] != measured[name].partition("+")[0]
+        if name in installed and installed[name].partition("+")[0] != measured[name].partition("+")[0]
     ]
     caption = f"{suite['scenario']}; measured by the semantics suite with "
     caption += ", ".join(f"{name} {version}" for name, version in measured.items())

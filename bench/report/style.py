@@ -1,11 +1,12 @@
-"""How the plots look: one colour per framework, one marker per sync, and text measured before it is drawn."""
+"""How the plots look: colours of frameworks, markers of sync, fonts, and how wide a text is."""
 
 from __future__ import annotations
 
 import itertools
 import re
+import textwrap
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -21,7 +22,7 @@ from matplotlib.typing import LineStyleType
 
 WIDTH, MAX_HEIGHT = 7.5, 9.0
 """Of a figure in inches: fits on A4 with margins."""
-DPI = 150
+DPI = 200
 SMALL, TINY = 7.0, 6.5
 """Font sizes in points; the base is 8."""
 MARGIN = 0.12
@@ -76,11 +77,8 @@ RC: dict[str, Any] = {
     "axes.axisbelow": True,
     "axes.linewidth": 0.7,
     "lines.linewidth": 1.1,
-    "svg.fonttype": "path",
-    "svg.hashsalt": "bench",
 }
-"""On top of matplotlib's defaults. Glyphs are paths in SVG, so that no viewer's fonts can make words collide; the
-words themselves are kept in its comments and metadata."""
+"""On top of matplotlib's defaults."""
 BASE: tuple[str, dict[str, Any]] = ("default", RC)
 
 
@@ -103,7 +101,7 @@ def _glyphs() -> frozenset[int]:
 
 
 def clean(text: object) -> str:
-    """One line that the font can draw and XML can hold, whatever was in the text."""
+    """One line that the font can draw, whatever was in the text."""
     joined = " ".join(unicodedata.normalize("NFC", TERMINAL_COLOURS.sub("", str(text))).split())
     return "".join(c if ord(c) in _glyphs() else "?" for c in joined if c.isprintable())
 
@@ -124,28 +122,21 @@ def looks(trials: pd.DataFrame) -> dict[str, Appearance]:
 
     Backends of equal framework, sync and sharding differ by dots in the line.
     """
-    known = list(FRAMEWORK_COLOURS)
-    rows = trials[["framework", "sharding", "sync", "backend"]].astype(object).fillna("").drop_duplicates("backend")
-    keys = sorted(
-        (tuple(str(v) for v in row) for row in rows.itertuples(index=False)),
-        key=lambda k: (known.index(k[0]) if k[0] in known else len(known), k),
-    )
-    colour = colours(key[0] for key in keys)
-    used_lines: dict[tuple[str, str], int] = {}
-    found: dict[str, Appearance] = {}
-    for framework, sharding, sync, backend in keys:
-        alike = used_lines.setdefault((framework, f"{sharding} {sync}"), 0)
-        used_lines[framework, f"{sharding} {sync}"] += 1
-        marker = SYNC_MARKERS.get(sync, OTHER_MARKER)
-        found[backend] = Appearance(colour[framework], marker, _line(sharding, alike))
-    return found
+    facts = trials[["framework", "sharding", "sync", "backend"]].astype(object).fillna("").drop_duplicates("backend")
+    colour = colours(facts["framework"])
+    facts["place"] = facts["framework"].map(list(colour).index)
+    facts = facts.sort_values(["place", "sharding", "sync", "backend"])
+    alike = facts.groupby(["framework", "sharding", "sync"]).cumcount()
+    rows = zip(*(facts[name].astype(str) for name in ("backend", "framework", "sharding", "sync")), alike, strict=True)
+    return {
+        backend: Appearance(colour[framework], SYNC_MARKERS.get(sync, OTHER_MARKER), _line(sharding, count))
+        for backend, framework, sharding, sync, count in rows
+    }
 
 
 def _line(sharding: str, alike: int) -> LineStyleType:
     dashes = SHARDING_DASHES.get(sharding, ())
-    if not alike:
-        return (0, dashes) if dashes else "-"
-    return (0, (dashes or (SOLID_LENGTH, DOT_GAP)) + (DOT, DOT_GAP) * alike)
+    return (0, (dashes or (SOLID_LENGTH, DOT_GAP)) + (DOT, DOT_GAP) * alike if alike else dashes)
 
 
 def mark(
@@ -171,58 +162,34 @@ def line_key(backend: str, look: Appearance) -> Key:
     return Line2D([], [], color=look.colour, linestyle=look.line, marker=look.marker, markersize=5.5), backend
 
 
-@lru_cache(maxsize=1 << 15)
-def _width(text: str, size: float, weight: str) -> float:
-    font = FontProperties(family=RC["font.family"], size=size, weight=weight)
-    return float(_renderer().get_text_width_height_descent(text, font, ismath=False)[0] / DPI)
-
-
 @cache
 def _renderer() -> Any:
     return FigureCanvasAgg(Figure(figsize=(1, 1), dpi=DPI)).get_renderer()
 
 
+@lru_cache(maxsize=1 << 15)
 def text_width(text: str, size: float, weight: str = "normal") -> float:
     """Width of a line of text in inches."""
-    return _width(clean(text), size, weight)
+    font = FontProperties(family=RC["font.family"], size=size, weight=weight)
+    return float(_renderer().get_text_width_height_descent(clean(text), font, ismath=False)[0] / DPI)
 
 
 def wrap(text: str, width: float, size: float, weight: str = "normal", indent: str = "") -> list[str]:
-    """The lines of the text, none wider than so many inches; all but the first begin with ``indent``.
-
-    A word that is wider than a line is cut.
-    """
-    space = _width("n n", size, weight) - _width("nn", size, weight)
-    lines, used = [""], 0.0
-    for word in _words(text, width - space * len(indent), size, weight):
-        wide = _width(word, size, weight)
-        if used and used + space + wide > width:
-            lines.append(indent + word)
-            used = space * len(indent) + wide
-        else:
-            lines[-1] += f" {word}" if used else word
-            used += space + wide if used else wide
-    return lines
-
-
-def _words(text: str, width: float, size: float, weight: str) -> Iterator[str]:
-    """The words of the text; one that is wider than so many inches comes in parts that are not."""
-    for whole in clean(text).split():
-        word = whole
-        while word:
-            length = len(word)
-            while length > 1 and _width(word[:length], size, weight) > width:
-                length -= 1
-            yield word[:length]
-            word = word[length:]
+    """The lines of the text, none wider than so many inches; all but the first begin with ``indent``."""
+    text = clean(text)
+    length = int(1.2 * len(text) * width / max(text_width(text, size, weight), width)) + 1
+    while True:
+        lines = textwrap.wrap(text, length, subsequent_indent=indent, break_on_hyphens=False)
+        if length <= 1 or all(text_width(line, size, weight) <= width for line in lines):
+            return lines
+        length -= 1
 
 
 def fit(text: str, width: float, size: float = SMALL) -> str:
     """The text, cut in the middle if it is wider than so many inches."""
     whole = shown = clean(text)
     left = len(whole)
-    while left > 2 and _width(shown, size, "normal") > width:
+    while left > 2 and text_width(shown, size) > width:
         left -= 1
-        half = left // 2
-        shown = f"{whole[: left - half]}…{whole[-half:]}"
+        shown = f"{whole[: left - left // 2]}…{whole[-(left // 2) :]}"
     return shown

@@ -62,7 +62,9 @@ class Table:
         known = {name: column for name, column in columns.items() if frame[name].notna().any()}
         rows = [{name: column.shown(row[name]) for name, column in known.items()} for row in rows_of(frame[[*known]])]
         return cls(
-            columns=[TableColumn(name, one.title or name, is_number=one.is_number) for name, one in known.items()],
+            columns=[
+                TableColumn(name, about.title or name, is_number=about.is_number) for name, about in known.items()
+            ],
             rows=[TableRow(row) for row in rows],
             caption=caption,
         )
@@ -81,7 +83,7 @@ class Table:
                     overflow="fold",
                 )
             for row in self.rows:
-                table.add_row(*(Text(row.texts[one.key], row.styles.get(one.key, "")) for one in shown))
+                table.add_row(*(Text(row.texts[column.key], row.styles.get(column.key, "")) for column in shown))
             needed = Measurement.get(console, console.options.update(max_width=UNBOUNDED), table).maximum
             spare = max(shown, key=lambda column: column.drop)
             if needed <= console.width or not spare.drop:

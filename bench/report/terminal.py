@@ -22,22 +22,22 @@ def show(console: Console, answer: Answer) -> None:
     if others := [group.title for group in answer.groups[1:]]:
         console.print(Text(f"report.md has the same table for {'; '.join(others)}", style="dim"))
     console.print()
-    width = max(len(one.title) for one in answer.all)
-    for one in answer.all:
-        _say(console, one, width)
+    width = max(len(statement.title) for statement in answer.all)
+    for statement in answer.all:
+        _show_statement(console, statement, width)
     for text in answer.remarks:
         console.print(Text(f"{text}."))
 
 
-def _say(console: Console, one: Statement, width: int) -> None:
+def _show_statement(console: Console, statement: Statement, width: int) -> None:
     """A statement beside its title; a command has a line of its own, which is not wrapped: it is to be pasted."""
     grid = Table.grid(padding=PADDING)
-    grid.add_column(width=width, no_wrap=True, style="bold red" if one.is_warning else "bold")
+    grid.add_column(width=width, no_wrap=True, style="bold red" if statement.is_warning else "bold")
     grid.add_column(overflow="fold")
-    grid.add_row(Text(one.title), Text(one.sentence))
+    grid.add_row(Text(statement.title), Text(statement.sentence))
     console.print(grid)
-    if one.command:
-        console.print(Text(f"  {one.command}"), soft_wrap=True)
+    if statement.command:
+        console.print(Text(f"  {statement.command}"), soft_wrap=True)
 
 
 STYLES = {Level.ERROR: "bold red", Level.WARNING: "yellow", Level.GOOD: "green"}
@@ -46,8 +46,8 @@ STYLES = {Level.ERROR: "bold red", Level.WARNING: "yellow", Level.GOOD: "green"}
 def show_findings(findings: Sequence[Finding], verdict: str) -> None:
     """One line each, and the verdict on all."""
     console = Console()
-    width = max((len(one.topic) for one in findings), default=0)
-    for one in findings:
-        mark = Text(f"{one.level:7}  {one.topic:{width}}  ", style=STYLES[one.level])
-        console.print(mark + Text(one.text), soft_wrap=True)
+    width = max((len(finding.topic) for finding in findings), default=0)
+    for finding in findings:
+        mark = Text(f"{finding.level:7}  {finding.topic:{width}}  ", style=STYLES[finding.level])
+        console.print(mark + Text(finding.text), soft_wrap=True)
     console.print(verdict, highlight=False, soft_wrap=True)

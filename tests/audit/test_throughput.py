@@ -168,7 +168,7 @@ def test_command_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["throughput", *options, "--window-size", "5,6", "--out", str(out)]) == 1
     shown = capsys.readouterr().out
     assert "biased" in shown and "log_every_n_steps changed no verdict" in shown
-    assert {path.suffix for path in out.iterdir()} == {".parquet", ".md", ".png", ".svg"}
+    assert {path.suffix for path in out.iterdir()} == {".parquet", ".md", ".png"}
     table = pd.read_parquet(out / "throughput.parquet")
     assert list(table["verdict"]) == ["right", "right", "biased", "biased"] and set(table["clock"]) == {"virtual"}
     page = (out / "throughput.md").read_text()

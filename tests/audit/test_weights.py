@@ -11,8 +11,7 @@ from matplotlib.figure import Figure
 from bench.audit import weight_figure, weight_maps
 from bench.audit.reading import Reading
 from bench.audit.scenario import Scenario
-from bench.report import style
-from bench.report.sheet import FigureWords
+from bench.report.canvas import FigureWords
 from tests.factories import make_observation
 from tests.legible import assert_legible, words
 
@@ -84,7 +83,7 @@ def picture(axes: Any) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("name", SCENES)
 def test_nothing_overlaps_or_leaves_the_figure(name: str) -> None:
-    assert_legible(drawing(name)[0], style.MAX_HEIGHT)
+    assert_legible(drawing(name)[0])
 
 
 def test_the_picture_is_the_coefficients() -> None:

@@ -198,7 +198,7 @@ def test_tables_and_plots_are_written(real_run: Run) -> None:
         frame = pd.read_parquet(real_run.folder / f"{name}.parquet")
         assert list(frame.columns) == list(dtypes(name))
         assert len(frame) > 0
-    assert {path.suffix for path in (real_run.folder / "plots").glob("memory_categories.*")} == {".png", ".svg", ".csv"}
+    assert {path.suffix for path in (real_run.folder / "plots").glob("memory_categories.*")} == {".png", ".csv"}
     assert (real_run.folder / "report.html").stat().st_size > 1000
 
 

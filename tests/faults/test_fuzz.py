@@ -29,7 +29,7 @@ from bench.launch import launcher
 from bench.plan import matrix as matrix_file
 from bench.plan.expand import expand
 from bench.plan.matrix import KEYS
-from bench.report import figures, sheet
+from bench.report import canvas, figures
 from bench.run import start
 from bench.run.journal import JOURNAL, MANIFEST, Journal, encode, write_manifest
 from tests.audit.test_lint import engine, lightning
@@ -342,7 +342,7 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Any:
         patch.setattr(dtypes, "table", works)
         patch.setattr(monitor, "measure", works)
         patch.setattr(figures, "draw", lambda *_: [])
-        patch.setattr(sheet, "save", lambda *_: [])
+        patch.setattr(canvas, "save", lambda figure, stem, words: stem)
         patch.setattr("sys.dont_write_bytecode", True)
 
         def check(arguments: list[str], files: Mapping[str, bytes] = MappingProxyType({})) -> Call:

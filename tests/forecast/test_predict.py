@@ -404,7 +404,7 @@ def drawn(memory: int | None, link: Link = ONE_LEVEL, **changes: Any) -> tuple[A
 )
 def test_the_map_is_legible_and_names_every_winner(gib: int | None, link: Link, replicas: int) -> None:
     drawing, asks = drawn(None if gib is None else gib * GIB, link, replicate=replicas)
-    legible.assert_legible(drawing.figure, 9.0)
+    legible.assert_legible(drawing.figure)
     assert "activation checkpointing" not in drawing.words.title
     said = " ".join(legible.words(drawing.figure))
     for name in set(drawing.data["best"]):

@@ -217,7 +217,6 @@ class TestCommand:
             "compare.md",
             "compare.parquet",
             "compare.png",
-            "compare.svg",
         ]
         frame = pd.read_parquet(out / "compare.parquet")
         assert list(frame["backend_b"]) == ["ddp-deferred", "ddp-eager"] and frame["ratio"].dtype == "Float64"

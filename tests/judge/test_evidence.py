@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bench.judge import tables
-from bench.judge.evidence import Evidence, EvidenceByCell
+from bench.judge.evidence import CellEvidence, EvidenceByCell
 from bench.judge.gates import judge
 from bench.judge.verdicts import Reason, Verdict, compare, judge_all
 from bench.measure.host import IDLE_SHARE
@@ -43,7 +43,7 @@ def load(foreign: float, stolen: float = 0.0) -> dict[str, Any]:
     return {"time": {"host": {"num_cpus": 4, "foreign_cores": foreign, "stolen_cores": stolen}}}
 
 
-def sides(cell: Cell, *changes: dict[str, Any]) -> Evidence:
+def sides(cell: Cell, *changes: dict[str, Any]) -> CellEvidence:
     return EvidenceByCell(built(cell, *changes)).of(cell)
 
 
@@ -75,7 +75,7 @@ def test_gpu_columns_by_hand() -> None:
     assert unknown[["sm_clock_mhz", "energy_j_per_step"]].isna().all()
 
 
-def on_gpu(*changes: dict[str, Any]) -> Evidence:
+def on_gpu(*changes: dict[str, Any]) -> CellEvidence:
     return sides(CUDA, *({"gpus": {"gpus": [gpu(**change)], "notes": []}} for change in changes))
 
 
@@ -110,7 +110,7 @@ def test_micro_batches_are_no_steps() -> None:  # mutant 3
     tables = built(HOST, {}, {})
     micro = tables.steps.loc[tables.steps.index.repeat(HOST.accumulate)].reset_index(drop=True)
     found = EvidenceByCell(dataclasses.replace(tables, steps=micro)).of(HOST)
-    assert found.failed_gates == ("12 steps were timed, 3 were due",)
+    assert found.failed_gates == ("12 steps were timed, 3 were expected",)
     (judgement,) = judge_all([compare(found, found, None)])
     assert (judgement.verdict, judgement.reason) == (Verdict.NOT_COMPARABLE, Reason.GATE)
 

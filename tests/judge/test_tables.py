@@ -13,9 +13,8 @@ from pandas.testing import assert_frame_equal
 from bench.judge import tables
 from bench.judge.tables import NAMES, Tables
 from bench.plan import columns
-from bench.plan.axes import AXES
 from bench.plan.cell import Cell
-from bench.plan.columns import COLUMNS
+from bench.plan.columns import AXES, COLUMNS
 from bench.plan.matrix import KEYS
 from tests.factories import PEAK_BYTES, make_cell, make_failure, make_manifest, make_record
 

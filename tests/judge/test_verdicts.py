@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.judge.evidence import Evidence
+from bench.judge.evidence import CellEvidence
 from bench.judge.statistics import PRECISION, Interval, Sample, ratio
 from bench.judge.verdicts import (
     BLOCKS,
@@ -99,10 +99,10 @@ def test_cycles_must_agree() -> None:
 
 
 class TestCompare:
-    def made(self, **changes: Any) -> tuple[Evidence, Evidence]:
+    def made(self, **changes: Any) -> tuple[CellEvidence, CellEvidence]:
         common: dict[str, Any] = {"precision": "fp32", "accumulation_dtype": "fp32", "work": "llama tiny"}
-        a = Evidence(**({"label": "a", "sample": cell(0.9, seed=1), **common} | changes))
-        return a, Evidence(label="b", sample=cell(1.0, seed=2), **common)
+        a = CellEvidence(**({"label": "a", "sample": cell(0.9, seed=1), **common} | changes))
+        return a, CellEvidence(label="b", sample=cell(1.0, seed=2), **common)
 
     @pytest.mark.parametrize(
         ("changes", "reason"),
@@ -132,7 +132,7 @@ class TestCompare:
     @settings(deadline=None, max_examples=40)
     def test_from_the_other_side(self, by: float, seed: int, noise: float) -> None:
         a, b = (
-            Evidence(label=name, sample=cell(c, 8, seed + i, noise))
+            CellEvidence(label=name, sample=cell(c, 8, seed + i, noise))
             for i, (name, c) in enumerate((("a", by), ("b", 1)))
         )
         floor = ratio(cell(1, 8, seed + 2, noise), cell(1, 8, seed + 3, noise))

@@ -22,10 +22,10 @@ from bench.measure.taps import EventKind, TappedLoader, Taps, updates
 from bench.plan.cell import Device, Status
 from bench.plan.expand import expand
 from bench.plan.task import Spec
-from bench.report import figure_data, figures, page, pull_request, sheet, style
+from bench.report import canvas, figure_data, figures, page, pull_request, style
 from bench.report.answer import answer
 from bench.report.citation import formats, words_of_cell
-from bench.report.lines import draw_step_time
+from bench.report.curves import draw_step_time
 from bench.report.page import picture
 from bench.report.report_data import ReportData
 from bench.run.journal import Journal
@@ -140,12 +140,12 @@ def test_citing_every_cell(benchmark: Timed, run: Run) -> None:
 
 
 def test_drawing_one_plot(benchmark: Timed, data: ReportData, tmp_path: Path) -> None:
-    def draw() -> list[Path]:
+    def draw() -> Path:
         with matplotlib.style.context(list(style.BASE)):
             (drawing,) = draw_step_time(figure_data.FigureData(data))
-            return sheet.save(drawing.figure, tmp_path / drawing.stem, drawing.words)
+        return canvas.save(drawing.figure, tmp_path / drawing.stem, drawing.words)
 
-    assert all(path.stat().st_size for path in benchmark(draw))
+    assert benchmark(draw).stat().st_size
 
 
 def test_verdicts_against_every_baseline(benchmark: Timed, run: Run) -> None:
@@ -153,7 +153,7 @@ def test_verdicts_against_every_baseline(benchmark: Timed, run: Run) -> None:
 
 
 def test_putting_one_plot_into_a_page(benchmark: Timed, drawn: list[Path]) -> None:
-    (path,) = [path for path in drawn if path.name == "step_time.svg"]
+    (path,) = [path for path in drawn if path.name == "step_time.png"]
     assert benchmark(picture, path).title
 
 

@@ -16,8 +16,8 @@ from bench.judge.integrity import check
 from bench.judge.loading import Run, load
 from bench.judge.next_steps import VIRTUAL
 from bench.judge.quotes import find_cell
-from bench.plan.axes import labels
 from bench.plan.cell import Cell, Sync
+from bench.plan.columns import labels
 from bench.report.answer import Answer, Statement, answer
 from bench.report.citation import cite
 from bench.report.report_data import ReportData, eager_and_deferred

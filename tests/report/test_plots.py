@@ -1,317 +1,170 @@
-"""Figures of synthetic runs: all drawn, true to the tables, and legible."""
+"""Figures of committed and made runs: all drawn, true to the tables, and legible."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable
+import tempfile
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
-import matplotlib.style
-import numpy as np
+import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation
+from PIL import Image
 
 from bench.judge.baseline import against_baseline
-from bench.judge.expected import cell_of
 from bench.judge.loading import Run, load
 from bench.judge.next_steps import times_unavailable
-from bench.judge.tables import NAMES as TABLES
-from bench.judge.tables import Tables, frame_of, rows_of
-from bench.plan.columns import COLUMNS
-from bench.report import figures as report_figures
-from bench.report import style
+from bench.plan.categories import Category
+from bench.plan.cell import Cell
+from bench.report import bars, figures, style
+from bench.report.canvas import Drawing
 from bench.report.report_data import ReportData
 from tests import legible
 from tests.conftest import first
-from tests.pages import write_run
+from tests.pages import HOSTILE, MIB, write_run
 
-STEMS = {"step_time", "memory_vs_time", "memory_categories", "loss_curves"}
-Backend = tuple[str, str, str, str]
-Way = tuple[str, float, float]
-WAYS: tuple[Way, ...] = (
-    ("adamw-foreach", 1e-3, 0.0),
-    ("adamw-foreach", 1e-3, 1.5),
-    ("sgd", 0.05, 0.0),
-    ("sgd", 0.05, 1.5),
-)
-"""Optimizer, learning rate and clip norm."""
-REFERENCE: Backend = ("reference", "torch", "none", "none")
-BACKENDS: list[Backend] = [
-    REFERENCE,
-    ("ddp-eager", "torch DDP", "none", "eager"),
-    ("ddp-deferred", "torch DDP", "none", "deferred"),
-    ("fsdp2-eager", "FSDP2", "params", "eager"),
-    ("fsdp2-deferred", "FSDP2", "params", "deferred"),
-    ("fsdp2-zero2-eager", "FSDP2", "grads", "eager"),
-    ("fsdp2-zero2-deferred", "FSDP2", "grads", "deferred"),
-    ("deepspeed-zero2-eager", "DeepSpeed", "grads", "eager"),
-    ("deepspeed-zero2-deferred", "DeepSpeed", "grads", "deferred"),
-    ("lightning-deepspeed-zero2", "Lightning DeepSpeed", "grads", "eager"),
-]
-DEFECT = "update error 0.{n}5 > 0.01: every update is 1/{n} of the right one; costs $1 and $2, see A_B^C"
-NUM_STEPS, SIZE = 15, 3_411_200
-FACTORS = {"made-eager": 1.0, "made-deferred": 0.7}
+RESULTS = Path(__file__).parents[2] / "results"
+TWO = {"made-eager": 1.0, "made-deferred": 0.7}
+SYNCS = ("eager", "deferred")
+TEN = {f"made-{i}-{sync}": 1 + i / 10 for i in range(5) for sync in SYNCS}
+TWENTY = {f"framework-{i:02d}-of-twenty-{sync}": 1 + i / 9 for i in range(10) for sync in SYNCS}
 
 
-def manifest(backends: list[Backend], **more: Any) -> dict[str, Any]:
-    described = {n: {"framework": f, "sharding": sh, "sync": sy, "defect": ""} for n, f, sh, sy in backends}
-    machine = {"cpu": "AMD EPYC 9354 32-Core Processor", "cores": 16, "gpus": []}
-    about = {"run_id": "run-20250101-ab12", "schema_version": 1, "machine": machine, "packages": {"torch": "2.9.0"}}
-    return about | {"backends": described} | more
+def troubled(cell: Cell, repeat: int) -> tuple[str, str] | None:
+    number = int(cell.backend.split("-")[1]) if cell.backend in TWENTY else 0
+    if number % 3 == 2 and cell.accumulate >= 8:
+        return "oom", "needs more"
+    if number % 5 == 4 and cell.accumulate == 4:
+        return "crashed", f"\x1b[31mexit code\x00 {number}: " + "a_long_word_without_any_spaces/" * 9
+    return ("hang", "no event for 60 s") if number == 1 and repeat == 2 else None
 
 
-def run(
-    backends: list[Backend],
-    ns: list[int],
-    *,
-    worlds: tuple[int, ...] = (2,),
-    ways: tuple[Way, ...] = (("adamw-foreach", 1e-3, 0.0),),
-    repeats: int = 3,
-    device: str = "cpu",
-    status: Callable[[str, int, int], tuple[str, str]] = lambda *_: ("ok", ""),
-    source: str = "tracked tensors",
-) -> Tables:
-    """A run in which every number has a plausible size; ``status`` says how a backend at N and repeat ended."""
-    random = np.random.default_rng(0)
-    trials, losses = [], []
-    for i, (name, framework, sharding, sync) in enumerate(backends):
-        sizes = [(1, 1)] if name == "reference" else list(itertools.product(ns, worlds))
-        for (n, w), (optimizer, rate, clip) in itertools.product(sizes, ways):
-            way = f"-{optimizer}-{clip}" if len(ways) > 1 else ""
-            base = 0.3 + 0.02 * n + 0.03 * (i % 5) + (0.04 * n if sync == "eager" else 0)
-            for repeat in range(repeats):
-                ended, reason = status(name, n, repeat)
-                row: dict[str, Any] = dict.fromkeys(COLUMNS["trials"])
-                row |= {
-                    "run_id": "run-20250101-ab12",
-                    "cell_id": f"{name}-{n}-{w}{way}",
-                    "repeat": repeat,
-                    "backend": name,
-                    "framework": framework,
-                    "sharding": sharding,
-                    "sync": sync,
-                    "accumulate": n,
-                    "world_size": w,
-                    "micro_batch_size": 64 // (n * w),
-                    "global_batch_size": 64,
-                    "sequence_length": 128,
-                    "workload": "llama",
-                    "model": "tiny",
-                    "num_parameters": SIZE,
-                    "precision": "fp32",
-                    "accumulation_dtype": "fp32",
-                    "corpus": "markov",
-                    "optimizer": optimizer,
-                    "learning_rate": rate,
-                    "clip_norm": clip,
-                    "seed": 0,
-                    "device": device,
-                    "status": ended,
-                    "reason": reason or None,
-                    "optimizer_steps_expected": NUM_STEPS,
-                    "entropy_floor": 2.345,
-                }
-                if ended in ("ok", "invalid"):
-                    seconds = base * (1 + 0.02 * random.standard_normal()) * (1.8 if w == 1 else 1)
-                    memory = {"none": 62, "params": 34, "grads": 46, "optimizer": 55}[sharding] + 10 / n + i % 3
-                    row |= {
-                        "step_time_s": seconds,
-                        "tokens_per_s": 64 * 128 / seconds,
-                        "peak_memory_bytes": int(memory * 2**20),
-                        "peak_memory_source": source,
-                        "optimizer_steps_observed": NUM_STEPS,
-                    }
-                    loss = 2.345 + 3.2 * np.exp(-np.arange(NUM_STEPS) / 6) + 0.02 * np.sin(np.arange(NUM_STEPS))
-                    away = 0.1 if ended == "invalid" else 0 if name in ("reference", "ddp-eager") else 1e-6
-                    loss = loss + WAYS.index((optimizer, rate, clip)) + away * np.arange(NUM_STEPS) * (1 + 0.1 * i)
-                    key = {"cell_id": row["cell_id"], "repeat": repeat}
-                    losses += [key | {"step": step, "loss": value} for step, value in enumerate(loss)]
-                trials.append(row)
-    rows = {"trials": trials, "losses": losses}
-    return Tables(*(frame_of(name, rows.get(name, [])) for name in TABLES))
-
-
-def ended(name: str, n: int, repeat: int) -> tuple[str, str]:
-    """A realistic run: a defect, an oom, a crash without numbers, and a trial of three that hung."""
-    if name == "lightning-deepspeed-zero2" and n > 1:
-        return "invalid", DEFECT.format(n=n)
-    if name == "fsdp2-zero2-deferred" and n == 8:
-        return "oom", "CUDA out of memory: tried to allocate 2.00 GiB; use a smaller micro-batch"
-    if name == "fsdp2-eager" and n == 4:
-        return "crashed", "RuntimeError: \x1b[31mconnection\x00 reset\nby <peer> & rank 1; see journal"
-    if name == "ddp-deferred" and n == 4 and repeat == 2:
-        return "hang", "no event for 60 s"
-    return "ok", ""
-
-
-def long_names(num: int = 20) -> list[Backend]:
-    kinds = list(itertools.product(("params", "grads", "none", "optimizer"), ("eager", "deferred")))
-    named = [(f"users-framework-{i:02d}-backend-of-forty-chars"[:40].ljust(40, "x"), f"mylib {i % 4}", *kinds[i % 8])
-             for i in range(num)]  # fmt: skip
-    return [REFERENCE, *named]
-
-
-def troubled(name: str, n: int, repeat: int) -> tuple[str, str]:
-    number = int(name.split("-")[2]) if name != "reference" else 0
-    if number % 3 == 2 and n >= 8:
-        return "oom", f"needs {n} GiB more"
-    if number % 5 == 4 and n == 4:
-        return "crashed", f"exit code {number}: " + "a_long_word_without_any_spaces/" * 9
-    if number == 7:
-        return "invalid", "loss deviates from the reference's by 0.5"
-    return "ok", ""
-
-
-def material(tables: Tables, about: dict[str, Any]) -> ReportData:
-    """A run with these tables, under the ids that its cells have, with steps of which a trial's time is the median."""
-    first = rows_of(tables.trials.drop_duplicates("cell_id"))
-    cells = {row["cell_id"]: cell_of(row) for row in first}
-    ids = {name: cell.cell_id for name, cell in cells.items()}
-    trials, losses = (frame.assign(cell_id=frame["cell_id"].map(ids)) for frame in (tables.trials, tables.losses))
-    timed = trials[trials["step_time_s"].notna()]
-    steps = [
-        {"cell_id": row["cell_id"], "repeat": row["repeat"], "step": step, "seconds": row["step_time_s"], "kept": True}
-        for row in rows_of(timed)
-        for step in range(3, NUM_STEPS)
-    ]
-    made = dataclasses.replace(tables, trials=trials, losses=losses, steps=frame_of("steps", steps))
-    known = {cell.cell_id: cell for cell in cells.values()}
-    return ReportData(run=Run(name=about["run_id"], tables=made, cells=known, manifest=about))
-
-
-RUNS: dict[str, tuple[Tables, dict[str, Any]]] = {
-    "realistic": (run(BACKENDS, [2, 4, 8], status=ended), manifest(BACKENDS)),
-    "minimal": (run(BACKENDS[1:2], [4], repeats=1), manifest(BACKENDS[1:2], machine={})),
-    "wide": (run(long_names(), [1, 2, 4, 8, 16, 32], status=troubled), manifest(long_names())),
-    "worlds": (run(BACKENDS, [2, 4, 8], worlds=(1, 2, 4), status=ended), manifest(BACKENDS)),
-    "ways": (run(BACKENDS, [2, 4], ways=WAYS, status=ended), manifest(BACKENDS)),
-    "two ways": (run(BACKENDS[:3], [2], ways=WAYS[2:]), manifest(BACKENDS[:3])),
-    "gpu": (
-        run(BACKENDS, [1, 2, 4, 8], worlds=(1,), device="cuda", source="CUDA allocator, allocated"),
-        manifest(BACKENDS, machine={"cpu": "x", "gpus": [{"name": "NVIDIA H200"}]}),
-    ),
+MADE: dict[str, dict[str, Any]] = {
+    "made": {"backends": TEN, "accumulate": (1, 2, 8), "world_size": (1, 2)},
+    "two": {"backends": TWO, "accumulate": (1, 8)},
+    "minimal": {"backends": {"made-eager": 1.0}, "accumulate": (4,), "repeats": 1, "twin": False},
+    "wide": {"backends": TWENTY, "accumulate": (1, 2, 4, 8, 16, 32), "repeats": 3, "fate": troubled},
+    "worlds": {"backends": TEN, "accumulate": (2, 4), "world_size": (1, 2, 4), "precision": ("fp32", "bf16")},
+    "hostile": {"backends": dict.fromkeys(HOSTILE, 1.0)},
 }
+COMMITTED = ("cpu", "popular", "curves", "bytes-8b")
 
 
 @functools.cache
-def figures(name: str) -> list[report_figures.Drawing]:
-    return report_figures.figures(material(*RUNS[name]))
+def run(name: str) -> Run:
+    if name in COMMITTED:
+        return load(RESULTS / name)
+    with tempfile.TemporaryDirectory() as folder:
+        return load(write_run(Path(folder) / name, **MADE[name]))
 
 
-@pytest.fixture(scope="module", params=first(["realistic"], RUNS))
-def drawn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, list[Path]]:
-    folder = tmp_path_factory.mktemp(request.param)
-    return request.param, folder, report_figures.draw(material(*RUNS[request.param]), folder)
+def drawings(found: Run, why_not: str = "") -> dict[str, Drawing]:
+    return {one.stem: one for one in figures.figures(ReportData(run=found), why_not)}
 
 
-def test_all_figures_are_written(drawn: tuple[str, Path, list[Path]]) -> None:
-    name, folder, paths = drawn
-    assert sorted(paths) == sorted(folder.iterdir())
-    stems = {path.stem for path in paths}
-    assert (
-        STEMS - ({"step_time"} if name in {"minimal", "two ways"} else set())
-        <= stems
-        <= {*STEMS, "noise", "step_time_ratio"}
-    )
-    for stem in {path.with_suffix("") for path in paths}:
-        assert all(stem.with_suffix(suffix) in paths for suffix in (".png", ".svg", ".csv")), (name, stem)
-        content = stem.with_suffix(".svg").read_text()
-        ElementTree.fromstring(content)
-        if stem.name == "step_time_ratio":
-            continue
-        for words in ("run-20250101-ab12", "model tiny (3.41 M parameters)", "B = 64 samples of 128 tokens"):
-            assert words in content, (stem, words)
+@functools.cache
+def of(name: str) -> dict[str, Drawing]:
+    return drawings(run(name))
 
 
-@pytest.mark.parametrize("name", first(["realistic", "two ways"], RUNS))
+def changed(name: str, rows: dict[str, Any] | pd.Series, values: dict[str, Any]) -> Run:
+    """The run with other values in these columns of some of its trials, and without a table of memory."""
+    tables = run(name).tables
+    trials = tables.trials.copy()
+    for column, value in values.items():
+        trials.loc[rows, column] = value
+    return dataclasses.replace(run(name), tables=dataclasses.replace(tables, trials=trials, memory=tables.memory[:0]))
+
+
+def titles(found: Run) -> dict[str, str]:
+    return {stem: drawing.words.title for stem, drawing in drawings(found).items()}
+
+
+def test_a_figure_is_one_picture_with_its_words_and_its_data(tmp_path: Path) -> None:
+    paths = figures.draw(ReportData(run=run("cpu")), tmp_path)
+    stems = set(figures.KINDS) - {"optimizer_steps", "held_gradients"}
+    assert sorted(paths) == sorted(tmp_path / f"{stem}{suffix}" for stem in stems for suffix in (".png", ".csv"))
+    assert sorted(paths) == sorted(tmp_path.iterdir())
+    for stem in stems:
+        with Image.open(tmp_path / f"{stem}.png") as image:
+            assert image.width == round(style.WIDTH * style.DPI) and len(image.info["Title"]) > 20
+            assert image.info["Source"] == "cpu"
+            if stem != "step_time_ratio":
+                assert all(words in image.info["Description"] for words in ("run cpu", "model tiny", "B = 16 samples"))
+
+
+@pytest.mark.parametrize("name", first(["cpu", "two"], [*COMMITTED, *MADE]))
 def test_no_text_overlaps_another_or_leaves_the_figure(name: str) -> None:
-    for drawing in figures(name):
-        with matplotlib.style.context(list(style.BASE)):
-            legible.assert_legible(drawing.figure, style.MAX_HEIGHT)
+    assert of(name)
+    for drawing in of(name).values():
+        legible.assert_legible(drawing.figure)
         assert all(axes.patches or axes.lines for axes in drawing.figure.axes)
 
 
-def by_stem(name: str) -> dict[str, report_figures.Drawing]:
-    return {drawing.stem: drawing for drawing in figures(name)}
-
-
 def test_titles_are_findings_and_wrong_backends_are_named() -> None:
-    drawn = by_stem("realistic")
-    cells = drawn["memory_vs_time"].data.query("accumulate == 8 and status == 'ok'").set_index("backend")
+    found = {stem: drawing.words.title for stem, drawing in of("cpu").items()}
+    cells = of("cpu")["memory_vs_time"].data.query("accumulate == 8 and status == 'ok'").set_index("backend")
     leanest, fastest = (cells[name].astype(float).idxmin() for name in ("peak_memory_bytes", "step_time_s"))
-    title = drawn["memory_vs_time"].words.title
-    assert title.startswith(f"At N = 8, {fastest} is fastest") and leanest in title
-    assert drawn["loss_curves"].words.title.startswith("lightning-deepspeed-zero2 leaves the reference's loss")
-    assert "lightning-deepspeed-zero2 (invalid)" in legible.words(drawn["memory_vs_time"].figure)
-    assert not any(DEFECT.format(n=8) in note for drawing in drawn.values() for note in drawing.words.notes)
+    assert found["memory_vs_time"].startswith(f"At N = 8, {fastest} is fastest") and leanest in found["memory_vs_time"]
+    wrong = "lightning-deepspeed-zero2, lightning-deepspeed-zero3"
+    assert found["loss_curves"].startswith(f"{wrong} deviate from the reference's loss by up to ")
+    assert found["step_time"] == "At N = 8, deferring the sync saves 23 % of a step with fsdp2"
+    assert "lightning-deepspeed-zero2 (invalid)" in legible.words(of("cpu")["memory_vs_time"].figure)
 
 
-@pytest.mark.parametrize("name", ["realistic", "wide"])
-def test_every_point_of_memory_against_time_is_named(name: str) -> None:
-    drawing = by_stem(name)["memory_vs_time"]
-    cells = drawing.data[drawing.data["accumulate"] == drawing.data["accumulate"].max()]
-    words = "".join("".join(legible.words(drawing.figure)).split())
-    assert [one for one in cells["backend"][cells["status"] == "ok"] if one not in words] == []
+@pytest.mark.parametrize("name", first(["cpu"], ["cpu", "popular", "wide"]))
+def test_every_point_and_every_line_is_named(name: str) -> None:
+    for stem in {"memory_vs_time", "step_time"} & set(of(name)):
+        cells = of(name)[stem].data
+        if stem == "memory_vs_time":
+            cells = cells[(cells["accumulate"] == cells["accumulate"].max()) & cells["step_time_s"].notna()]
+        words = " ".join(legible.words(of(name)[stem].figure))
+        assert [backend for backend in cells["backend"] if backend not in words] == [], stem
 
 
 def test_peaks_that_differ_by_bytes_tie() -> None:
-    tables, about = RUNS["realistic"]
-    trials = tables.trials.copy()
-    for backend, peak in (("ddp-eager", 10 * 2**20), ("fsdp2-deferred", 10 * 2**20 + 4)):
-        trials.loc[(trials["backend"] == backend) & (trials["status"] == "ok"), "peak_memory_bytes"] = peak
-    tables = dataclasses.replace(tables, trials=trials, memory=tables.memory[:0])
-    titles = {one.stem: one.words.title for one in report_figures.figures(material(tables, about))}
-    assert titles["memory_vs_time"].endswith("ddp-eager, fsdp2-deferred need the least memory (10.0 MiB)")
-    assert "x the memory of ddp-eager, fsdp2-deferred" in titles["memory_categories"]
+    trials = run("cpu").tables.trials
+    peaks = trials["backend"].map({"ddp-deferred": 10 * MIB, "fsdp2-deferred": 10 * MIB + 4})
+    found = titles(changed("cpu", peaks.notna(), {"peak_memory_bytes": peaks[peaks.notna()]}))
+    assert found["memory_vs_time"].endswith("ddp-deferred, fsdp2-deferred need the least memory (10.0 MiB)")
+    assert "x the memory of ddp-deferred, fsdp2-deferred" in found["memory_categories"]
 
 
 def test_the_title_on_memory_compares_cells_of_one_panel() -> None:
-    tables, about = RUNS["realistic"]
-    trials = tables.trials.copy()
-    trials.loc[trials["backend"] == "ddp-eager", ["optimizer", "peak_memory_bytes"]] = "sgd", 2**20
-    tables = dataclasses.replace(tables, trials=trials, memory=tables.memory[:0])
-    titles = {one.stem: one.words.title for one in report_figures.figures(material(tables, about))}
-    assert "adamw" in titles["memory_categories"] and "ddp-eager" not in titles["memory_categories"]
+    trials = run("popular").tables.trials
+    sgd = (trials["backend"] == "ddp-eager") & (trials["optimizer"] == "sgd")
+    found = titles(changed("popular", sgd, {"peak_memory_bytes": MIB}))
+    assert "adamw" in found["memory_categories"] and "1.0 MiB" not in found["memory_categories"]
 
 
 def test_optimizer_steps_are_drawn_only_if_some_are_wrong() -> None:
-    tables, about = RUNS["realistic"]
-    assert "optimizer_steps" not in by_stem("realistic")
-    trials = tables.trials.assign(optimizer_steps_reported=tables.trials["optimizer_steps_observed"])
-    trials.loc[trials["cell_id"] == "fsdp2-eager-8-2", "optimizer_steps_reported"] = 99
-    drawn = report_figures.figures(material(dataclasses.replace(tables, trials=trials), about))
-    (drawing,) = (one for one in drawn if one.stem == "optimizer_steps")
+    assert "optimizer_steps" not in of("cpu")
+    trials = run("cpu").tables.trials
+    rows = (trials["backend"] == "fsdp2-eager") & (trials["accumulate"] == 8)
+    drawing = drawings(changed("cpu", rows, {"optimizer_steps_reported": 99}))["optimizer_steps"]
     assert drawing.data[["backend", "accumulate"]].to_numpy().tolist() == [["fsdp2-eager", 8]]
     assert drawing.words.title == "fsdp2-eager counts its optimizer steps wrong"
 
 
 def test_a_virtual_world_has_no_times() -> None:
-    tables, about = RUNS["realistic"]
-    trials = tables.trials[tables.trials["backend"] != "reference"].assign(virtual_world_size=64)
-    drawn = report_figures.figures(material(dataclasses.replace(tables, trials=trials), about))
-    assert not {"memory_vs_time", "step_time", "noise"} & {one.stem for one in drawn}
-    assert all("(virtual world)" in one.words.title for one in drawn)
+    assert of("bytes-8b") and not {"memory_vs_time", "step_time", "noise"} & set(of("bytes-8b"))
+    assert all("(virtual world)" in drawing.words.title for drawing in of("bytes-8b").values())
 
 
 def test_times_that_cannot_be_compared_are_grey_and_hollow(tmp_path: Path) -> None:
-    sound, alone = (
-        load(write_run(tmp_path / str(repeats), FACTORS, accumulate=(1, 8), repeats=repeats)) for repeats in (10, 1)
-    )
-    drawn = {one.stem: one for one in report_figures.figures(ReportData(run=sound))}
-    assert {"step_time", "step_time_ratio", "noise"} <= set(drawn) and not drawn["memory_vs_time"].words.banner
-    assert arrows(drawn["memory_vs_time"].figure)
-    assert drawn["step_time"].words.title == "At N = 8, deferring the sync saves 30 % of a step with made"
-    assert drawn["step_time_ratio"].words.title == "At N = 8, made-deferred is faster than made-eager"
+    assert {"step_time", "step_time_ratio", "noise"} <= set(of("two")) and not of("two")["memory_vs_time"].words.banner
+    assert arrows(of("two")["memory_vs_time"].figure)
+    assert of("two")["step_time"].words.title == "At N = 8, deferring the sync saves 30 % of a step with made"
+    assert of("two")["step_time_ratio"].words.title == "At N = 8, made-deferred is faster than made-eager"
+    alone = load(write_run(tmp_path / "alone", TWO, accumulate=(1, 8), repeats=1))
     few = times_unavailable(alone, against_baseline(alone), tmp_path)
     assert few is not None
-    drawn = {one.stem: one for one in report_figures.figures(ReportData(run=alone), few.reason)}
-    assert not {"step_time", "step_time_ratio"} & set(drawn)
-    one = drawn["memory_vs_time"]
+    found = drawings(alone, few.reason)
+    assert not {"step_time", "step_time_ratio"} & set(found)
+    one = found["memory_vs_time"]
     assert one.words.banner == f"Times cannot be compared: {few.reason}"
     assert one.words.banner in legible.words(one.figure) and not arrows(one.figure)
     points = [line for axes in one.figure.axes for line in axes.lines if line.get_marker() != "None"]
@@ -319,12 +172,42 @@ def test_times_that_cannot_be_compared_are_grey_and_hollow(tmp_path: Path) -> No
 
 
 def arrows(figure: Figure) -> int:
-    found = [text for axes in figure.axes for text in axes.texts if isinstance(text, Annotation)]
-    return sum(text.arrow_patch is not None and not text.get_text() for text in found)
+    return sum(isinstance(text, Annotation) and not text.get_text() for axes in figure.axes for text in axes.texts)
+
+
+def ends_of_bars(drawing: Drawing) -> list[float]:
+    found = [bar for axes in drawing.figure.axes for bar in axes.patches]
+    return [bar.get_x() + bar.get_width() for bar in found]  # type: ignore[attr-defined]
+
+
+def test_bars_are_the_bytes_sent_by_operation() -> None:
+    drawing = of("made")["communication"]
+    data = drawing.data.set_index(["backend", "world_size", "accumulate"])
+    assert data.loc[("made-0-eager", 2, 8), "all_reduce"] == 8 * 12 * MIB  # 2 (W - 1) / W of the payload
+    assert data.loc[("made-0-eager", 2, 8), "broadcast"] == MIB
+    assert data.loc[("made-0-eager", 2, 8), bars.SENT] == 97 * MIB
+    panels = [axes.get_title() for axes in drawing.figure.axes]
+    assert len(panels) == 3 and not any("W = 1" in panel for panel in panels)  # alone, a rank sends nothing
+    assert max(ends_of_bars(drawing)) == pytest.approx(97)
+
+
+def test_a_bar_is_as_long_as_the_peak_and_has_every_category() -> None:
+    drawing = of("made")["memory_categories"]
+    parts = drawing.data[[str(category) for category in Category]].sum(axis=1)
+    assert len(Category) == 9 and (parts == drawing.data["live_bytes"]).all()
+    assert max(ends_of_bars(drawing)) == pytest.approx(float(drawing.data["peak_memory_bytes"].max()) / MIB)
 
 
 @pytest.mark.slow
-def test_same_tables_give_the_same_bytes(tmp_path: Path) -> None:
-    tables = run(BACKENDS[:3], [2])
-    first, second = (report_figures.draw(material(tables, manifest(BACKENDS)), tmp_path / name) for name in "ab")
-    assert first and [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+def test_the_same_bytes_are_drawn_again_and_figures_without_cells_are_removed(tmp_path: Path) -> None:
+    made = run("made")
+    drawn = {path: path.read_bytes() for path in figures.draw(ReportData(run=made), tmp_path)}
+    few = dataclasses.replace(made, tables=dataclasses.replace(made.tables, collectives=made.tables.collectives[:0]))
+    own = {"notes.txt": "a user's", "held_gradients.png": "no picture", "held_gradients.csv": "run_id\nmade\n"}
+    for name, text in own.items():
+        (tmp_path / name).write_text(text)
+    after = figures.draw(ReportData(run=few), tmp_path)
+    assert {path.stem for path in {*drawn} - {*after}} == {"communication"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted({*own, *(path.name for path in after)})
+    assert all((tmp_path / name).read_text() == text for name, text in own.items())
+    assert {path: path.read_bytes() for path in figures.draw(ReportData(run=made), tmp_path)} == drawn

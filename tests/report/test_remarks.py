@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from bench import cli
 from bench.backends.base import BF16_AUTOCAST, BF16_PARAMETERS
@@ -43,19 +44,20 @@ def places(folder: Path, *, drawn: bool = False) -> dict[str, str]:
     (cells,) = page.find("section", aria_labelledby="cells")
     found = {"terminal": printed, "table": cells.text}
     found |= {"pull request": (folder / "report.md").read_text()}
-    found |= {path.stem: described(path) for path in (folder / "plots").glob("*.svg") if path.stem != "noise"}
+    found |= {path.stem: described(path) for path in (folder / "plots").glob("*.png") if path.stem != "noise"}
     return {name: " ".join(text.split()) for name, text in found.items()}
 
 
 def described(picture: Path) -> str:
     """The words below a picture, which it also has as plain text."""
-    return picture.read_text().partition("<dc:description>")[2].partition("</dc:description>")[0]
+    with Image.open(picture) as image:
+        return str(image.info["Description"])
 
 
 def compared(folder: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     assert cli.main(["compare", str(folder), "--backend", FSDP2, "--against", DDP, "--out", str(out)]) == 0
     found = {path.name: path.read_text() for path in out.glob("*.md")} | {"compare": capsys.readouterr().out}
-    found |= {path.name: described(path) for path in out.glob("*.svg")}
+    found |= {path.name: described(path) for path in out.glob("*.png")}
     return {name: " ".join(text.split()) for name, text in found.items()}
 
 

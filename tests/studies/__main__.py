@@ -13,11 +13,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib.style
 from rich.console import Console
 
 from bench.errors import BAD, GOOD
-from bench.report import sheet, style
+from bench.report import canvas
 from tests.conftest import ROOT
 from tests.studies import choices, page, realtrials, study
 from tests.studies.page import Results
@@ -66,12 +65,11 @@ def write(results: Results, docs: Path) -> list[Path]:
     """Write the page and the plot beside it; returns the paths."""
     chosen = "" if results.reports == study.REPORTS else f" --scenarios {results.reports}"
     drawing = page.draw(results, FITTED.name)
-    with matplotlib.style.context(list(style.BASE)):
-        pictures = sheet.save(drawing.figure, docs.with_suffix(""), drawing.words)
+    picture = canvas.save(drawing.figure, docs.with_suffix(""), drawing.words)
     known = list(realtrials.read(realtrials.REAL))
-    text = page.page(results, f"python -m tests.studies{chosen}", pictures[0].name, known)
+    text = page.page(results, f"python -m tests.studies{chosen}", picture.name, known)
     docs.write_text(text, encoding="utf-8")
-    return [docs, *pictures]
+    return [docs, picture]
 
 
 if __name__ == "__main__":

@@ -36,9 +36,9 @@ from bench.judge.loading import Run, load
 from bench.judge.samples import step_times
 from bench.judge.statistics import ratio
 from bench.plan.cell import Cell, Status
-from bench.report import sheet, style
+from bench.report import canvas, style
+from bench.report.canvas import Drawing, FigureWords
 from bench.report.formats import write_frame
-from bench.report.sheet import Drawing, FigureWords
 from bench.run.journal import MANIFEST, read_manifest
 from bench.words import rate
 from tests.conftest import ROOT
@@ -73,8 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     study = Study([load(arguments.out / name) for name in RATES])
     arguments.plots.mkdir(parents=True, exist_ok=True)
     drawing = draw(study)
-    with matplotlib.style.context(list(style.BASE)):
-        (picture, *_) = sheet.save(drawing.figure, arguments.plots / STEM, drawing.words)
+    picture = canvas.save(drawing.figure, arguments.plots / STEM, drawing.words)
     write_frame(drawing.data, arguments.plots / f"{STEM}.csv")
     path = arguments.out / "links.md"
     path.write_text("\n".join(page(study, os.path.relpath(picture, arguments.out))), encoding="utf-8")
@@ -209,7 +208,7 @@ def draw(study: Study) -> Drawing:
     ]
     keys.append((Patch(color=style.GREY, alpha=0.2, linewidth=0), "what may be hidden"))
     with matplotlib.style.context(list(style.BASE)):
-        figure = sheet.sheet(words, [keys], 1.9 * len(rows) + 0.4, 1.5 * len(rows))
+        figure = canvas.new_figure(words, keys, 1.9 * len(rows) + 0.4)
         grid = figure.subplots(len(rows), len(columns), squeeze=False, sharex=True, sharey="row")
         for cell in study.cells:
             axes = grid[rows.index(cell.accumulate), columns.index(family(cell))]
@@ -218,7 +217,7 @@ def draw(study: Study) -> Drawing:
             axes.set_title(name)
         for axes, n in zip(grid[:, 0], rows, strict=True):
             axes.set_ylabel(f"s/step at N = {n}")
-            sheet.set_scale(axes, "y", data[data["accumulate"] == n]["step_time_s"])
+            canvas.set_scale(axes, "y", data[data["accumulate"] == n]["step_time_s"])
         for axes in grid[-1]:
             axes.set_xscale("log")
             axes.set_xticks(study.rates, [f"{speed / 1e6:.3g}" for speed in study.rates])

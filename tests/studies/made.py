@@ -147,7 +147,7 @@ ROWS = (
     ),
     Made(
         name="statistics",
-        paths=("docs/statistics.md", "docs/statistics.png", "docs/statistics.svg"),
+        paths=("docs/statistics.md", "docs/statistics.png"),
         commands=("python -m tests.studies",),
         code=(
             *_studies("__main__", "choices", "page", "rivals", "simulation", "study"),

@@ -14,8 +14,8 @@ from matplotlib.patches import Patch
 from bench.judge.statistics import MARGIN, MAX_REPEATS, MIN_REPEATS, MIN_TRIALS, PRECISION, SAME_WIDTH, Interval
 from bench.judge.verdicts import Verdict
 from bench.plan.schedule import Ended
-from bench.report import sheet, style
-from bench.report.sheet import Drawing, FigureWords
+from bench.report import canvas, style
+from bench.report.canvas import Drawing, FigureWords
 from tests.delayed import DELAY
 from tests.studies import choices, markdown, rivals, simulation, study
 from tests.studies.realtrials import Known
@@ -311,7 +311,7 @@ def draw(results: Results, noise: str) -> Drawing:
         )
         keys: list[style.Key] = [(Patch(color=colour), str(verdict)) for verdict, colour in COLOURS.items()]
         inches = 0.26 * len(rules) + 0.6
-        figure = sheet.sheet(words, [keys], inches, inches)
+        figure = canvas.new_figure(words, keys, inches)
         panels = figure.subplots(1, len(effects), sharey=True)
         for axes, (effect, title) in zip(panels, effects.items(), strict=True):
             shares = counts[counts["effect"] == effect].pivot_table(index="rule", columns="verdict", values="share")

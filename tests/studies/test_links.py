@@ -26,7 +26,7 @@ def test_page_and_picture_say_where_deferring_pays_and_how_far_predictions_are_o
     # At 100 MB/s only eager sync with N = 4 communicates for longer than it computes, at 20 MB/s every cell.
     assert "In 5 cells of the runs with a limit" in said and "0 % in the median and by\n30 % at most. 4 reach" in said
     drawing = links.draw(study)
-    legible.assert_legible(drawing.figure, 9.0)
+    legible.assert_legible(drawing.figure)
     assert drawing.data.query("run == '200mbit' and accumulate == 4")["upper_s"].tolist() == pytest.approx(
         [COMPUTE_S + sent_s(2e7), COMPUTE_S + 4 * sent_s(2e7)]
     )

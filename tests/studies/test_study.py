@@ -14,7 +14,6 @@ import tests.studies.page as report
 from bench.judge.statistics import MIN_REPEATS, PRECISION
 from bench.judge.tables import Tables, build
 from bench.judge.verdicts import Verdict
-from bench.report import style
 from bench.run.journal import Journal, read_manifest
 from tests.conftest import ROOT
 from tests.legible import assert_legible
@@ -142,7 +141,7 @@ class TestCommand:
             assert rule.name in page
         assert len(results.outcome.rates) == len(FAMILIES) * (2 + len(rivals.RULES))
         assert {path.name for path in written} == {path.name for path in tmp_path.iterdir()}
-        assert_legible(report.draw(results, FITTED.name).figure, style.MAX_HEIGHT)
+        assert_legible(report.draw(results, FITTED.name).figure)
 
     def test_a_missed_target_is_exit_status_1(
         self, results: report.Results, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

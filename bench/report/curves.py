@@ -1,0 +1,220 @@
+"""Curves: step time against N, and losses and how far they are from the reference's."""
+
+from __future__ import annotations
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from bench.plan.cell import REFERENCES, Status
+from bench.plan.columns import WORK
+from bench.report import style
+from bench.report.canvas import (
+    Drawing,
+    FigureWords,
+    PointName,
+    freeze,
+    name_points,
+    new_figure,
+    panel_title,
+    set_scale,
+)
+from bench.report.figure_data import (
+    CONTEXT,
+    FACTS,
+    TIMES,
+    FigureData,
+    Panel,
+    apart,
+    failure,
+    floats,
+    lost,
+    saved_by_deferring,
+    twins,
+)
+from bench.report.style import DPI, GREY, INTERVAL, NAME_WIDTH, REFERENCE_COLOUR, TINY, WIDTH, text_width
+from bench.words import plural, some
+
+MOST_PANELS, LAST = 3, 2.2
+"""Panels, and how many times the width of others the last one has, at whose lines the names are."""
+MOST_ROOM = 2.5
+"""Inches of the names, at most."""
+
+
+def draw_step_time(run: FigureData) -> list[Drawing]:
+    """Seconds per optimizer step against N; nothing if times cannot be compared, or all have one N."""
+    known = run.timed[run.timed["step_time_s"].notna()][[*FACTS, *TIMES]]
+    if run.obstacle or known["accumulate"].nunique() < 2:
+        return []
+    panels, left_out = run.panels(known, CONTEXT, MOST_PANELS)
+    drawn = pd.concat([panel.rows for panel in panels])
+    words = run.words(_saving(run, panels[-1]), timed=True)
+    words.notes[:0] = [
+        *left_out,
+        "Solid lines with triangles: deferred sync; dashed lines with squares: eager sync. Vertical lines are 95 % "
+        "intervals, rings are wrong results. B is the same at every N.",
+        *lost(run.timed, "step_time_s"),
+    ]
+    *others, last = panels
+    keys = [name for name in run.shown(drawn) if name not in set(last.rows["backend"])]
+    figure, unnamed = _draw_lines(run, others, last, words, keys)
+    while unnamed:
+        keys += unnamed
+        figure, unnamed = _draw_lines(run, others, last, words, keys)
+    return [Drawing("step_time", figure, known, words)]
+
+
+def _draw_lines(
+    run: FigureData, others: list[Panel], last: Panel, words: FigureWords, keys: list[str]
+) -> tuple[Figure, list[str]]:
+    """The figure, and the backends for whose names there is no room at the lines of the last panel.
+
+    ``keys`` are the backends in the legend.
+    """
+    figure = new_figure(words, [style.line_key(name, run.looks[name]) for name in keys], 4.0)
+    grid = figure.subplots(1, len(others) + 1, squeeze=False, sharey=True, width_ratios=[1] * len(others) + [LAST])[0]
+    for axes, panel in zip(grid, others, strict=False):
+        _lines(run, axes, panel)
+        axes.set_xlabel("N")
+    axes, ends = grid[-1], _lines(run, grid[-1], last)
+    axes.set_xlabel("N, micro-batches per optimizer step")
+    set_scale(axes, "y", pd.concat([panel.rows["step_time_s"] for panel in (*others, last)]))
+    grid[0].set_ylabel("step time (s)")
+    freeze(figure)
+    names = {backend: end for backend, end in ends.items() if backend not in keys}
+    room = min(max((text_width(name.text, TINY) for name in names.values()), default=0) + 0.3, MOST_ROOM)
+    (low, high), width = axes.get_xlim(), axes.get_window_extent().width / DPI
+    axes.set_xlim(low, high * (high / low) ** (room / (width - room)))
+    missing = name_points(axes, list(names.values()), ["east"])
+    return figure, [backend for backend, name in names.items() if name in missing]
+
+
+def _saving(run: FigureData, panel: Panel) -> str:
+    """What deferring the sync saves at the largest N, or the range of step times."""
+    rows = panel.rows[panel.rows["accumulate"] == panel.extent[1]]
+    good = rows[rows["status"] == Status.OK]["step_time_s"]
+    if good.empty:
+        return "Step time against N"
+    where, pairs = run.where(rows.iloc[0]), [pair for pair in twins(rows) if apart(*pair)]
+    if (saved := saved_by_deferring(pairs, "step_time_s")) is not None:
+        name, before, after = saved
+        return f"{where}, deferring the sync saves {100 * (1 - after / before):.0f} % of a step with {name}"
+    if pairs:
+        return f"{where}, deferring the sync saves no time"
+    return f"{where}, a step takes {good.min():.3g} to {good.max():.3g} s, depending on the backend"
+
+
+def _lines(run: FigureData, axes: Axes, panel: Panel) -> dict[str, PointName]:
+    """One line per backend, of one hue per framework: solid for deferred sync, dashed for eager. The names of ends."""
+    axes.set_title(panel_title(panel.title, 1.9))
+    ticks = sorted({int(n) for n in panel.rows["accumulate"]})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [str(n) for n in ticks])
+    axes.minorticks_off()
+    ends = {}
+    for backend, rows in panel.rows.groupby("backend", sort=False):
+        look, x, y = run.looks[str(backend)], floats(rows["accumulate"]), floats(rows["step_time_s"])
+        axes.plot(x, y, color=look.colour, linestyle="--" if look.marker == style.SYNC_MARKERS["eager"] else "-")
+        low, high = (floats(rows[name]) for name in TIMES[1:])
+        axes.vlines(x, low, high, color=look.colour, linewidth=2 * INTERVAL)
+        wrong = (rows["status"] != Status.OK).to_numpy()
+        for chosen in (wrong, ~wrong):
+            style.mark(axes, x[chosen], y[chosen], look, wrong=chosen is wrong, size=4.5)
+        word = failure(rows["outcome"].iloc[-1])
+        name = style.fit(f"{backend} ({word})" if word else str(backend), NAME_WIDTH)
+        ends[str(backend)] = PointName(name, (float(x[-1]), float(y[-1])), look.colour)
+    return ends
+
+
+MOST_LOSSES = 4
+"""Panels of losses."""
+SHORT = 0.25
+"""A panel whose curves have less than this share of the longest curve's steps is not drawn: timed cells have few."""
+VISIBLE = 0.01
+"""The losses themselves are drawn if they are so many nats per token from the reference's: nearer ones are one line."""
+LOSS_FLOOR = 1e-9
+"""Where a loss equal to the reference's is drawn on a logarithmic axis."""
+LABELS = {"loss": "loss (nats/token)", "deviation": f"|loss - reference's|\n(0 drawn at {LOSS_FLOOR:.0e})"}
+
+
+def draw_loss_curves(run: FigureData) -> list[Drawing]:
+    """How far losses at the largest N are from the reference's, and above that the losses, if they visibly differ."""
+    keyed = _losses(run)
+    if keyed.empty:
+        return []
+    steps = keyed.groupby(CONTEXT, dropna=False)["step"].transform("max") + 1
+    short = keyed[steps < SHORT * steps.max()]["cell_id"].nunique()
+    keyed = keyed[steps >= SHORT * steps.max()]
+    panels, left_out = run.panels(keyed, CONTEXT, MOST_LOSSES)
+    facts = list(dict.fromkeys([*FACTS, "step", "loss", "reference_loss", "deviation", "entropy_floor"]))
+    drawn = pd.concat([panel.rows for panel in panels])
+    known = drawn["deviation"].notna().any()
+    kinds = ["loss"] * bool(not known or drawn["deviation"].max() > VISIBLE) + ["deviation"] * bool(known)
+    words = run.words(_deviating(drawn))
+    if short:
+        left_out.append(f"The curves of {plural(short, 'cell')} are left out: they are much shorter than others.")
+    words.notes[:0] = [*left_out, *["Dashed and black: the reference's loss."][: "loss" in kinds]]
+    keys = [style.line_key(name, run.looks[name]) for name in run.shown(drawn)]
+    figure = new_figure(words, keys, 2.5 * len(kinds) + 0.3)
+    grid = figure.subplots(len(kinds), len(panels), squeeze=False, sharex=True, sharey="row")
+    for column, panel in zip(grid.T, panels, strict=True):
+        column[0].set_title(panel_title(panel.title, WIDTH / len(panels) - 0.4))
+        column[-1].set_xlabel("optimizer step")
+        column[-1].xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        for axes, kind in zip(column, kinds, strict=True):
+            _curves(run, axes, panel, kind)
+    for axes, kind in zip(grid[:, 0], kinds, strict=True):
+        axes.set_ylabel(LABELS[kind])
+    return [Drawing("loss_curves", figure, keyed[facts], words)]
+
+
+def _losses(run: FigureData) -> pd.DataFrame:
+    """The losses of each backend at its largest N in the first repeat, beside the reference's."""
+    cells = run.cells[list(dict.fromkeys([*FACTS, *WORK, "entropy_floor"]))]
+    losses = run.tables.losses
+    losses = losses[losses["repeat"] == losses.groupby("cell_id")["repeat"].transform("min")]
+    keyed = cells.merge(losses.sort_values("step", kind="stable"), on="cell_id")
+    truth = keyed[keyed["backend"].isin(REFERENCES)].sort_values("backend", kind="stable")  # single processes first
+    truth = truth.drop_duplicates([*WORK, "step"])[[*WORK, "step", "loss"]]
+    keyed = keyed[~keyed["backend"].isin(REFERENCES)]
+    largest = keyed.groupby(["backend", *CONTEXT], dropna=False)["accumulate"].transform("max")
+    keyed = keyed[keyed["accumulate"] == largest]
+    keyed = keyed.merge(truth.rename(columns={"loss": "reference_loss"}), on=[*WORK, "step"], how="left")
+    return keyed.assign(deviation=(keyed["loss"] - keyed["reference_loss"]).abs())
+
+
+def _deviating(rows: pd.DataFrame) -> str:
+    """Which backends deviate from the reference's loss, or how close to it all stay."""
+    wrong = rows[rows["status"] != Status.OK]["backend"].unique()
+    if len(wrong):
+        away = rows[rows["backend"].isin(wrong)]["deviation"].max()
+        by = "" if pd.isna(away) else f" by up to {away:.2g} nats/token"
+        return f"{some(list(wrong))} {'deviates' if len(wrong) == 1 else 'deviate'} from the reference's loss{by}"
+    if rows["deviation"].isna().all():
+        return "Losses, without a reference to compare them with"
+    count = rows["backend"].nunique()
+    whose = f"All {count} backends stay" if count > 1 else f"{rows['backend'].iloc[0]} stays"
+    return f"{whose} within {rows['deviation'].max():.1g} nats/token of the reference's loss"
+
+
+def _curves(run: FigureData, axes: Axes, panel: Panel, value: str) -> None:
+    """A line per cell, and the reference's loss and its floor."""
+    if value == "deviation":
+        axes.set_yscale("log")
+    for i, ((backend, _), rows) in enumerate(panel.rows.groupby(["backend", "cell_id"], sort=False)):
+        look, wrong = run.looks[str(backend)], bool((rows["status"] != Status.OK).any())
+        x, y = floats(rows["step"]), floats(rows[value])
+        y = y.clip(min=LOSS_FLOOR) if value == "deviation" else y
+        axes.plot(x, y, color=look.colour, linestyle=look.line)
+        every = max(1, len(rows) // 6, min(len(rows), panel.rows["backend"].nunique()))
+        style.mark(axes, x, y, look, wrong=wrong, size=4.5, markevery=(i % every, every))
+    if value == "loss":
+        truth = panel.rows.dropna(subset=["reference_loss"]).drop_duplicates("step").sort_values("step")
+        axes.plot(floats(truth["step"]), floats(truth["reference_loss"]), color=REFERENCE_COLOUR, linestyle="--")
+        for floor in panel.rows["entropy_floor"].dropna()[:1]:
+            axes.axhline(floor, color=GREY, linestyle=":")
+            axes.annotate(f"entropy floor {floor:.3f}", (0.02, floor), (0, -2), size=TINY,
+                          xycoords=axes.get_yaxis_transform(), textcoords="offset points", va="top",
+                          color=GREY)  # fmt: skip
+            axes.margins(y=0.12)
