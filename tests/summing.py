@@ -14,7 +14,7 @@ from bench.backends.base import Backend, registry
 from bench.backends.fsdp2 import Gathered
 from bench.backends.training_job import Job
 from bench.errors import UnsupportedError
-from bench.measure.summing import accumulator, error
+from bench.measure.accumulation_dtype import accumulator, error
 from bench.plan.cell import Precision, Sharding, Status, Sync
 from bench.plan.task import Task
 from tests.factories import make_cell

@@ -122,10 +122,10 @@ class FakeCuda:
             def __missing__(self, key: str) -> int:
                 return cuda.peak if key.endswith(".peak") else 0
 
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
-        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.forget_peak)
-        monkeypatch.setattr(torch.cuda, "memory_stats", lambda device=None: Stats())
+        monkeypatch.setattr(torch, "Event", Event)
+        monkeypatch.setattr(torch.accelerator, "synchronize", self.synchronize)
+        monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", self.forget_peak)
+        monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device=None: Stats())
         monkeypatch.setattr(torch.nn.Module, "to", lambda module, *_, **__: module)
 
     def synchronize(self, device: Any = None) -> None:

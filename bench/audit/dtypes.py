@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from bench.backends.base import Backend, registry
 from bench.errors import UnsupportedError
 from bench.launch.launcher import Launcher
-from bench.measure.summing import accumulator, error
+from bench.measure.accumulation_dtype import accumulator, error
 from bench.plan.cell import Cell, Device, Precision, Status
 from bench.plan.task import Task
 

@@ -2,7 +2,7 @@
 
 With ``--json`` one object per line: ``backend``, ``precision``, ``world_size``; ``dtype`` that gradients are summed in,
 or the status of a backend that failed, with its ``reason``; ``significand_bits`` of that dtype, ``sum`` and ``scale``
-(bench.measure.summing); ``errors``: the relative L2 error of the update against fp64, one per N.
+(bench.measure.accumulation_dtype); ``errors``: the relative L2 error of the update against fp64, one per N.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from bench.errors import BAD, GOOD, InputError
 from bench.words import plural
 
 if TYPE_CHECKING:
-    from bench.judge.integrity import Finding
+    from bench.findings import Finding
 
 DESCRIPTION = (
     "Recomputes everything from a run's journal, and says what to know before citing it: schema and hashes, medians, "
@@ -39,7 +39,8 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check and print; 1 if there is an error."""
-    from bench.judge.integrity import Level, check
+    from bench.findings import Level
+    from bench.judge.integrity import check
     from bench.report.terminal import show_findings
 
     found = check(arguments.run) if arguments.citation is None else _of_citation(arguments.run, arguments.citation)

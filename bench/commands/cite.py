@@ -41,7 +41,8 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the citation; 1 if the journal was changed after the run."""
-    from bench.judge.integrity import Level, journal_findings
+    from bench.findings import Level
+    from bench.judge.integrity import journal_findings
     from bench.judge.loading import load
 
     found = load(arguments.run)

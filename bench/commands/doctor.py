@@ -1,19 +1,37 @@
-"""``doctor``: says what this machine can run and what it cannot, why, and how to fix it.
+"""``doctor``: reports what this machine can run, what it cannot, why, and how to fix it.
 
-With ``--json`` one object: ``findings``, each with ``level`` (error, warning, good), ``topic`` and ``text``; ``errors``
-and ``warnings``, their numbers.
+An error prevents a run or makes results wrong; a warning degrades measurements or excludes some of the backends. With
+``--json`` one object: ``findings``, each with ``level`` (error, warning, good), ``topic`` and ``text``; ``errors`` and
+``warnings``, their numbers.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.metadata
 import json
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
+
 from bench.errors import BAD, GOOD
-from bench.files import RESULTS
+from bench.files import RESULTS, existing
+from bench.findings import Finding, Level, error, good, warning
+from bench.launch.torch_facts import GLOO, TorchFacts, ask_torch
+from bench.measure.host import IDLE_SHARE, HostLoad, merge
+from bench.plan.cell import REFERENCES, Device
+from bench.run import gpu_checks, machine
 from bench.words import plural
 
 DESCRIPTION = (
@@ -21,6 +39,23 @@ DESCRIPTION = (
     "GPUs, /dev/shm, the loopback device, cores, memory, disk, and other processes; takes some seconds. Exit status 1 "
     "if something cannot run or would compute something else, 0 with warnings alone."
 )
+
+
+LOAD_S = 1.0
+"""How long the load of the machine is observed."""
+GIB = 2**30
+DISK_BYTES, DISK_LEAST_BYTES = 10 * GIB, GIB // 4
+"""Free space recommended for models of 1e9 parameters (the reference's update is kept, in fp32), and the minimum."""
+MEMORY_BYTES = 4 * GIB
+"""Generous bound of the memory of two ranks of the tiny model with every framework imported."""
+PROJECT, TESTED = "accumulation-bench", "tested"
+"""The distribution whose metadata has the bounds, and its extra that has the first versions that were not tested."""
+DEFECTS = (
+    ("deepspeed", ">=0.17.6,<0.18.3", "ZeRO-2 keeps only the last micro-batch's gradient of a window", ">=0.19.8"),
+    ("deepspeed", "<0.19.8", "ZeRO-2 sums bf16 gradients in bf16, whatever grad_accum_dtype says", ">=0.19.8"),
+    ("lightning", "<2.2.1", "ThroughputMonitor raises unless log_every_n_steps is divisible by N", ">=2.6"),
+)
+"""Versions of a package with wrong results or wrong errors, as measured in docs/versions.md, and those to install."""
 
 
 def add(commands: Any) -> None:
@@ -37,17 +72,13 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Examine the machine and print the findings; 1 if there is an error."""
     from bench.backends.base import registry
-    from bench.judge.health import examine
-    from bench.judge.integrity import Level
-    from bench.plan.cell import REFERENCES, Device
-    from bench.run.surroundings import gather
 
     backends = {name: backend for name, backend in registry().items() if name not in REFERENCES}
-    missing = {str(device): {name: one.missing(device) for name, one in backends.items()} for device in Device}
-    found = examine(gather(arguments.out, missing))
-    errors, warnings = (sum(one.level is level for one in found) for level in (Level.ERROR, Level.WARNING))
+    missing = {str(device): {name: backend.missing(device) for name, backend in backends.items()} for device in Device}
+    found = examine(arguments.out, missing)
+    errors, warnings = (sum(finding.level is level for finding in found) for level in (Level.ERROR, Level.WARNING))
     if arguments.json:
-        findings = [dataclasses.asdict(one) for one in found]
+        findings = [dataclasses.asdict(finding) for finding in found]
         print(json.dumps({"findings": findings, "errors": errors, "warnings": warnings}))
         return BAD if errors else GOOD
     from bench.report.terminal import show_findings
@@ -57,3 +88,199 @@ def run(arguments: argparse.Namespace) -> int:
     )
     show_findings(found, f"{plural(errors, 'error')}, {plural(warnings, 'warning')}: {verdict}")
     return BAD if errors else GOOD
+
+
+def examine(folder: Path, missing: Mapping[str, Mapping[str, str]]) -> list[Finding]:
+    """The findings of all checks, with runs under ``folder``. Takes some seconds, mostly to import torch.
+
+    ``missing``, by device and backend: why the backend cannot run on it; empty if it can.
+    """
+    installed, metadata = machine.distributions(), _metadata()
+    torch, torch_error = ask_torch(GLOO)
+    facts = gpu_checks.gather(torch)
+    with HostLoad() as load:
+        time.sleep(LOAD_S)
+    num_cores = machine.num_cores()
+    return [
+        *python(sys.version_info[:3], metadata),
+        *packages(installed, metadata),
+        *(gloo(torch, torch_error) if "torch" in installed else ()),
+        *(finding for check in gpu_checks.CHECKS for finding in check(facts)),
+        *loopback(_loopback_error()),
+        *cores(num_cores, machine.governor()),
+        *memory(psutil.virtual_memory().available),
+        *disk(shutil.disk_usage(existing(folder)).free),
+        *idle(merge([load.result]), num_cores),
+        *backends(missing, has_gpu=bool(facts.gpus)),
+    ]
+
+
+Metadata = Mapping[str, Sequence[str]]
+"""Requires-Dist, Requires-Python and Classifier of the installed project; empty if it is not installed."""
+
+
+def _metadata() -> Metadata:
+    try:
+        found = importlib.metadata.metadata(PROJECT)
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    return {name: found.get_all(name) or [] for name in ("Requires-Dist", "Requires-Python", "Classifier")}
+
+
+def _loopback_error() -> str:
+    """Why connections over 127.0.0.1 do not work; empty if they do."""
+    try:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname(), timeout=5),
+        ):
+            server.accept()[0].close()
+    except OSError as problem:
+        return str(problem.strerror or problem)
+    return ""
+
+
+def python(numbers: Sequence[int], metadata: Metadata) -> Iterator[Finding]:
+    """Whether this version of Python is tested."""
+    number = ".".join(map(str, numbers))
+    version = Version(number)
+    named = [name.rpartition(":: ")[2] for name in metadata.get("Classifier", ())]
+    tested = sorted(Version(name) for name in named if name.startswith("3."))
+    needed = SpecifierSet(",".join(metadata.get("Requires-Python", ())))
+    if version not in needed:
+        yield error("python", f"{number} is too old: install Python {needed}")
+    elif tested and version.release[:2] > tested[-1].release:
+        yield warning("python", f"{number} is newer than what is tested: Python {tested[0]} to {tested[-1]}")
+    else:
+        yield good("python", number)
+
+
+def packages(versions: Mapping[str, str], metadata: Metadata) -> Iterator[Finding]:
+    """Whether required packages are installed in tested versions without known defects."""
+    installed = {str(canonicalize_name(name)): version for name, version in versions.items()}
+    required, tested = _bounds(metadata)
+    if not required:
+        yield warning("packages", f"{PROJECT} is not installed, so its requirements are unknown: pip install -e .")
+    for name, (least, is_optional) in required.items():
+        text = installed.get(name)
+        if text is None:
+            if not is_optional:  # without those, some backends are left out, as ``backends`` reports
+                level = Level.ERROR if name == "torch" else Level.WARNING
+                yield Finding(level, name, f"is not installed: pip install '{name}{least}'")
+            continue
+        try:
+            version = Version(text)
+        except InvalidVersion:
+            yield warning(name, f"{text} is not a version that can be compared; needed is {least}")
+            continue
+        defects = [defect for defect in DEFECTS if defect[0] == name and _within(version, SpecifierSet(defect[1]))]
+        for _, _, defect, mended in defects:
+            yield error(name, f"{text}: {defect} (docs/versions.md): pip install '{name}{mended}'")
+        if not _within(version, least):
+            yield error(name, f"{text} is too old: pip install '{name}{least}'")
+        elif not _within(version, tested.get(name, SpecifierSet())):
+            yield warning(name, f"{text} is newer than what was tested ({least},{tested[name]})")
+        elif not defects:
+            yield good(name, text)
+
+
+def _bounds(metadata: Metadata) -> tuple[dict[str, tuple[SpecifierSet, bool]], dict[str, SpecifierSet]]:
+    """By package: the versions that are required, and whether it is optional; and those that were tested."""
+    required: dict[str, tuple[SpecifierSet, bool]] = {}
+    tested: dict[str, SpecifierSet] = {}
+    for requirement in map(Requirement, metadata.get("Requires-Dist", ())):
+        name = canonicalize_name(requirement.name)
+        if requirement.marker and requirement.marker.evaluate({"extra": TESTED}):
+            tested[name] = requirement.specifier
+        elif requirement.specifier:
+            required[name] = requirement.specifier, requirement.marker is not None
+    return required, tested
+
+
+def _within(version: Version, versions: SpecifierSet) -> bool:
+    return versions.contains(version, prereleases=True)
+
+
+def gloo(torch: TorchFacts | None, torch_error: str) -> Iterator[Finding]:
+    """Whether torch can be imported and all-reduces over gloo."""
+    if torch is None:
+        again = "pip install --force-reinstall torch"
+        yield error("torch", f"cannot be used: {torch_error}: look at python -c 'import torch', or {again}")
+    elif torch.gloo_error:
+        fix = "export GLOO_SOCKET_IFNAME=lo, and see that the host's own name resolves (/etc/hosts)"
+        yield error("gloo", f"two processes cannot all-reduce: {torch.gloo_error}: {fix}")
+    else:
+        yield good("gloo", "two processes all-reduce over the loopback device")
+
+
+def loopback(problem: str) -> Iterator[Finding]:
+    """Whether ranks on this machine can connect to each other."""
+    if problem:
+        fix = "ip link set lo up (in a container: give it a network namespace with a loopback device)"
+        yield error("loopback", f"127.0.0.1 does not work: {problem}: {fix}")
+    else:
+        yield good("loopback", "127.0.0.1 works")
+
+
+def cores(num_cores: int, governor: str | None) -> Iterator[Finding]:
+    """Whether two ranks have a core each."""
+    if num_cores < 2:
+        fix = "run with --world-size 1, or allow more (taskset, the container's CPU quota)"
+        yield warning("cores", f"there is only 1, so two ranks take turns and times mean little: {fix}")
+    else:
+        yield good("cores", f"{num_cores}")
+    if governor not in {None, "performance", "schedutil"}:
+        fix = "cpupower frequency-set -g performance"
+        yield warning("cores", f"the governor is '{governor}', so the clock rises late: {fix}")
+
+
+def memory(num_bytes: int) -> Iterator[Finding]:
+    """Whether there is enough memory for two ranks."""
+    available = f"{num_bytes / GIB:.3g} GiB are available"
+    if num_bytes < MEMORY_BYTES:
+        fix = "end other programs, or run fewer ranks with --world-size 1"
+        yield warning("memory", f"{available}, {MEMORY_BYTES / GIB:g} are wanted: {fix}")
+    else:
+        yield good("memory", available)
+
+
+def disk(num_bytes: int) -> Iterator[Finding]:
+    """Whether there is enough disk space for runs."""
+    free = f"{num_bytes / GIB:.3g} GiB are free where runs go"
+    fix = "free some, or name another folder with --out"
+    if num_bytes < DISK_LEAST_BYTES:
+        yield error("disk", f"{free}: {fix}")
+    elif num_bytes < DISK_BYTES:
+        yield warning("disk", f"{free}: enough for small models; the reference's update takes 4 B a parameter: {fix}")
+    else:
+        yield good("disk", free)
+
+
+def idle(load: Mapping[str, Any] | None, num_cores: int) -> Iterator[Finding]:
+    """Whether times measured now would be comparable."""
+    if load is None:
+        yield warning("idle", "the load from other programs is unknown: /proc/stat does not say")
+        return
+    foreign, stolen = load["foreign_cores"], load["stolen_cores"]
+    share = (foreign + stolen) / num_cores
+    if share > IDLE_SHARE:
+        by = f"{foreign:.2g} cores by other programs, {stolen:.2g} by the hypervisor"
+        limit = f"times are not comparable above {100 * IDLE_SHARE:g} %"
+        what = f"{100 * share:.0f} % of the CPUs are taken ({by}), and {limit}"
+        yield warning("idle", f"{what}: wait, or end other programs (see top)")
+    else:
+        yield good("idle", f"{100 * share:.0f} % of the CPUs are taken by others")
+
+
+def backends(missing: Mapping[str, Mapping[str, str]], *, has_gpu: bool) -> Iterator[Finding]:
+    """Which backends can run on which device."""
+    for device in (Device.CPU, *([Device.CUDA] if has_gpu else [])):
+        reasons: dict[str, list[str]] = {}
+        for name, reason in missing.get(device, {}).items():
+            reasons.setdefault(reason, []).append(name)
+        able = reasons.pop("", [])
+        if able:
+            yield good("backends", f"{device} can run {', '.join(able)}")
+        for reason, names in reasons.items():
+            level = Level.WARNING if able else Level.ERROR
+            yield Finding(level, "backends", f"{device} cannot run {', '.join(names)}: {reason}")

@@ -12,7 +12,7 @@ from bench import __version__, files
 from bench.backends.base import Backend
 from bench.commands.matrix_options import OPTIONS, add_matrix_options, planned
 from bench.errors import BAD, EXIT_STATUS, INTERRUPTED, InputError, is_interrupt
-from bench.files import RESULTS, new_folder, plots_folder
+from bench.files import new_folder, plots_folder
 from bench.plan.cell import Cell, Device, summarize
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def _about(head: str) -> dict[str, Any]:
     try:
         job_nodes.check_interfaces()
         if gpus:
-            _require_usable(gpus, RESULTS)
+            _require_usable(gpus)
     except InputError as found:
         error = str(found)
     own = {"accumulation-bench": __version__, "its code": machine.code({}, {})["bench"][:12]}
@@ -109,7 +109,7 @@ def _lead(arguments: argparse.Namespace, others: Nodes | None) -> int:
     folder = arguments.out or new_folder(plan.matrix.name)
     start.require(folder, plan.cells, plan.matrix["repeats"], f"--out {folder}")
     if plan.gpus and others is None:
-        _require_usable(plan.gpus, folder)
+        _require_usable(plan.gpus)
     with files.run_folder(folder, f"--out {folder}"):
         manifest = start.create(
             folder,
@@ -126,16 +126,16 @@ def _lead(arguments: argparse.Namespace, others: Nodes | None) -> int:
         return _train(folder, manifest, plan.backends, arguments, others)
 
 
-def _require_usable(gpus: Sequence[Mapping[str, Any]], folder: Path) -> None:
+def _require_usable(gpus: Sequence[Mapping[str, Any]]) -> None:
     """Raise InputError if another bench has the GPUs, or torch cannot use them, in the words of ``doctor``."""
-    from bench.judge.cards import USABLE
-    from bench.judge.integrity import Level
+    from bench.findings import Level
     from bench.launch import gpus as launch_gpus
-    from bench.run import surroundings
+    from bench.launch.torch_facts import ask_torch
+    from bench.run import gpu_checks
 
     with launch_gpus.hold_gpus([gpu["uuid"] for gpu in gpus]):
-        facts = surroundings.gather(folder, {})
-    for finding in (finding for check in USABLE for finding in check(facts)):
+        facts = gpu_checks.gather(ask_torch()[0])
+    for finding in (finding for check in gpu_checks.USABLE for finding in check(facts)):
         if finding.level is Level.ERROR:
             raise InputError(f"{finding.topic}: {finding.text}")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from bench.judge.statistics import Sample
 from bench.judge.tables import Tables, rows_of
+from bench.measure.host import IDLE_SHARE
 from bench.plan.cell import Cell, Status
 from bench.plan.columns import WORK
 from bench.words import plural
@@ -141,8 +142,6 @@ def _known(rows: Sequence[Row], name: str) -> list[Any]:
     return [row[name] for row in rows if row[name] is not None]
 
 
-IDLE_SHARE = 0.1
-"""Largest share of the CPUs that others may use on an idle machine."""
 COOL = frozenset({"SwPowerCap"})
 """Slowdowns that are normal on a fully used GPU. Their effect on the clock shows in the cycles."""
 

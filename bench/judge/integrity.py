@@ -5,21 +5,20 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from enum import StrEnum
-from functools import partial
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from bench.findings import Finding, Level, error, good, warning
 from bench.judge import samples
 from bench.judge.baseline import AgainstBaseline, against_baseline, widest
-from bench.judge.evidence import IDLE_SHARE
 from bench.judge.loading import Run, missing_trials, read
 from bench.judge.statistics import MIN_TRIALS
 from bench.judge.verdicts import Verdict, excess
+from bench.measure.host import IDLE_SHARE
 from bench.plan.cell import REFERENCES, Cell, Status
 from bench.plan.schedule import Ended
 from bench.run.journal import Journal
@@ -35,30 +34,6 @@ NAMED = 3
 """Most cells named in one finding."""
 
 
-class Level(StrEnum):
-    """Severity of a finding."""
-
-    ERROR = "error"
-    """The data cannot be trusted: do not cite it."""
-    WARNING = "warning"
-    """A limitation to mention when citing it."""
-    GOOD = "good"
-    """Checked, without a problem."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The result of one check."""
-
-    level: Level
-    topic: str
-    text: str
-
-
-error, warning, good = (partial(Finding, level) for level in Level)
-"""Findings of a level, from topic and text."""
-
-
 def check(folder: Path) -> list[Finding]:
     """All findings on a run, grouped by topic. Raises InputError if the folder holds no run."""
     run, records = read(folder)
@@ -70,6 +45,7 @@ def check(folder: Path) -> list[Finding]:
         *_starts(run, records),
         *_surroundings(run),
         *_blocks(run),
+        *_telemetry(records),
         *_samples(run, records),
         *_gates(run),
         *_verdicts(run, against_baseline(run)),
@@ -234,6 +210,13 @@ def _blocks(run: Run) -> Iterator[Finding]:
     said = " and ".join(f"block {block} by {100 * math.expm1(effect):+.2g} %" for block, effect in ends)
     text = f"differ in all cells together (Friedman's test, p = {found.p_value:.1g}): {said} from the mean block"
     yield warning(topic, f"{text}; ratios are taken within blocks, so this is not in them")
+
+
+def _telemetry(records: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Why the GPUs' telemetry is empty or limited."""
+    notes = Counter(note for record in records for note in (record.get("gpus") or {}).get("notes", ()))
+    for note, number in list(notes.items())[:NAMED]:
+        yield warning("machine", f"{note} ({plural(number, 'trial')})")
 
 
 def _samples(run: Run, records: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:

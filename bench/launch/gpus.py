@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import os
 import re
 import tempfile
@@ -12,6 +14,8 @@ from typing import Any
 
 from bench.errors import InputError
 from bench.files import held, private
+from bench.launch.nvml import Nvml, NvmlUnavailableError
+from bench.launch.torch_facts import ask_torch
 
 
 @contextlib.contextmanager
@@ -41,56 +45,36 @@ def runtime_folder() -> Path:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """The NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves visible: index, name, uuid, memory_bytes, driver.
+    """The visible GPUs: index, name, uuid, memory_bytes, driver. NVML is asked, or where it does not answer, torch.
 
-    Does not initialize CUDA. A MIG instance that is named there has its own name and memory, and its UUID as ``mig``;
-    ``uuid`` is that of its GPU.
+    NVIDIA's are those that CUDA_VISIBLE_DEVICES leaves visible. A MIG instance that is named there has its own name and
+    memory, and its UUID as ``mig``; ``uuid`` is that of its GPU. Does not initialize CUDA in this process.
     """
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:  # no nvidia-ml-py or no driver: no GPU can be used
-        return []
-    found = []
-    for index in range(pynvml.nvmlDeviceGetCount()):
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        found.append(
-            {
-                "index": index,
-                "name": text(pynvml.nvmlDeviceGetName(handle)),
-                "uuid": text(pynvml.nvmlDeviceGetUUID(handle)),
-                "memory_bytes": int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
-                "instances": _instances(pynvml, handle),
-            }
-        )
-    driver = text(pynvml.nvmlSystemGetDriverVersion())
-    pynvml.nvmlShutdown()
+        with Nvml() as nvml:
+            found = [{**gpu.about(), "driver": nvml.driver, "instances": gpu.instances()} for gpu in nvml.gpus]
+    except NvmlUnavailableError:
+        return [dict(gpu) for gpu in _torch_gpus()] if has_driver() else []
     chosen = _visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return [{key: value for key, value in gpu.items() if key != "instances"} | {"driver": driver} for gpu in chosen]
+    return [{key: value for key, value in gpu.items() if key != "instances"} for gpu in chosen]
 
 
-def _instances(nvml: Any, handle: Any) -> list[dict[str, Any]]:
-    """The MIG instances of a GPU: name, memory_bytes, and its own UUID as ``mig``."""
+def has_driver() -> bool:
+    """Whether there is a driver of GPUs that torch could use: AMD's, or NVIDIA's, also without NVML."""
+    if Path("/dev/kfd").exists():
+        return True
     try:
-        places = range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle) if nvml.nvmlDeviceGetMigMode(handle)[0] else 0)
-    except Exception:  # most GPUs do not support MIG
-        return []
-    found = []
-    for place in places:
-        try:
-            instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)
-            name = text(nvml.nvmlDeviceGetName(instance))
-            found.append(
-                {
-                    "name": name if "MIG" in name else f"{name} MIG",
-                    "memory_bytes": int(nvml.nvmlDeviceGetMemoryInfo(instance).total),
-                    "mig": text(nvml.nvmlDeviceGetUUID(instance)),
-                }
-            )
-        except Exception:  # no instance at this index
-            continue
-    return found
+        ctypes.CDLL("libcuda.so.1")  # loading it does not initialize CUDA
+    except OSError:
+        return False
+    return True
+
+
+@functools.cache
+def _torch_gpus() -> list[dict[str, Any]]:
+    facts, _ = ask_torch()
+    keys = ("index", "name", "uuid", "memory_bytes")
+    return [{key: gpu[key] for key in keys} | {"driver": ""} for gpu in (facts.devices if facts else ())]
 
 
 def _visible(found: list[dict[str, Any]], setting: str | None) -> list[dict[str, Any]]:
@@ -103,15 +87,10 @@ def _visible(found: list[dict[str, Any]], setting: str | None) -> list[dict[str,
     chosen = []
     for entry in filter(None, (part.strip() for part in setting.split(","))):
         if entry.startswith("MIG-"):
-            own = [{**gpu, **one} for gpu in found for one in gpu["instances"] if one["mig"].startswith(entry)]
-            return own[:1]
+            instances = [{**gpu, **part} for gpu in found for part in gpu["instances"]]
+            return [instance for instance in instances if instance["mig"].startswith(entry)][:1]
         match = [gpu for gpu in found if str(gpu["index"]) == entry or gpu["uuid"].startswith(entry)]
         if not match:
             break  # as in CUDA, the first invalid entry ends the list
         chosen.append(match[0])
     return chosen
-
-
-def text(value: str | bytes) -> str:
-    """A string of NVML, which older versions of its library return as bytes."""
-    return value.decode() if isinstance(value, bytes) else value

@@ -169,7 +169,7 @@ def join(task: Task) -> torch.device:
     own = torch.device("cpu")
     if task.device is Device.CUDA:
         own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(own)
+        torch.accelerator.set_device_index(own)
         _number_gpus()
     if not task.world.has_all_ranks:
         pretend(task.world_size)

@@ -49,20 +49,11 @@ class CpuTime:
         if self._cuda:
             import torch
 
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize()
         self._began = time.process_time()
 
     def stop(self) -> None:
         self.seconds = time.process_time() - self._began
-
-
-class Launches(WindowProfiler):
-    """Launched kernels as seen by torch's profiler; None before the end of the window."""
-
-    @property
-    def count(self) -> int | None:
-        """Launches in the last window; None if none was seen, which means that profiling failed."""
-        return num_launches(self.events) or None
 
 
 class HostCost:
@@ -85,13 +76,15 @@ class HostCost:
         self._cpu = [CpuTime(cuda=cuda) for _ in range(CPU_WINDOWS)]
         self._operators = OperatorCounter(taps)
         self._plain = plain
-        self._launches = Launches() if cuda else None
-        self._instruments: list[CpuTime | OperatorCounter | Launches] = [*self._cpu, self._operators]
-        if self._launches is not None:
-            self._instruments.append(self._launches)
+        self._profilers = [WindowProfiler()] if cuda else []
+        self._instruments: list[CpuTime | OperatorCounter | WindowProfiler] = [
+            *self._cpu,
+            self._operators,
+            *self._profilers,
+        ]
         self._accumulate = accumulate
         self._num_losses = self._num_windows = 0
-        self._running: CpuTime | OperatorCounter | Launches | None = None
+        self._running: CpuTime | OperatorCounter | WindowProfiler | None = None
 
     @property
     def windows(self) -> int:
@@ -128,9 +121,10 @@ class HostCost:
 
         operators = self._operators
         found: dict[str, Any] = {
-            "cpu_s": min((one.seconds for one in self._cpu if one.seconds is not None), default=None),
+            "cpu_s": min((part.seconds for part in self._cpu if part.seconds is not None), default=None),
             "num_operators": operators.count if operators.ended else None,
-            "num_launches": None if self._launches is None else self._launches.count,
+            # None seen means that profiling failed.
+            "num_launches": next((num_launches(profiler.events) or None for profiler in self._profilers), None),
         }
         if self._plain and operators.ended:
             found[OTHER_WORK] = other_work(*self._plain, operators.work, operators.micro_batches)

@@ -7,7 +7,6 @@ other ranks, so their time includes waiting.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,25 +19,6 @@ DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 a range around other work, and ``cuda_sync``, in which a stream waits."""
 WAITING = (" Sync", "Stream Wait Event")
 """Suffixes of Kineto's ``cuda_sync`` names."""
-
-
-@dataclass(frozen=True, slots=True)
-class Activity:
-    """One activity on the device. Times are seconds from any origin."""
-
-    name: str
-    start: float
-    duration: float
-    category: str = "kernel"
-    """Kineto's category; those not in DEVICE_CATEGORIES are ignored."""
-
-    @property
-    def end(self) -> float:
-        return self.start + self.duration
-
-    @property
-    def is_collective(self) -> bool:
-        return self.name.startswith(COLLECTIVE_PREFIXES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,29 +35,32 @@ class Exposure:
     """Number of collective kernels."""
 
 
-def exposure(activities: Iterable[Activity]) -> Exposure:
-    """The time in collectives and its exposed part, from activities in any order on any streams.
+def exposure(events: Iterable[Any]) -> Exposure | None:
+    """The time in collectives and its exposed part, from Kineto's events in any order; None if none is the device's.
 
-    Copies and memsets by the device count as computation: communication can hide behind them too.
+    ``events`` are ``torch._C._autograd._KinetoEvent``. Copies and memsets by the device count as computation:
+    communication can hide behind them too.
     """
-    on_device = [a for a in activities if a.category in DEVICE_CATEGORIES and a.duration > 0]
-    collectives = [a for a in on_device if a.is_collective]
-    compute_s = _covered([a for a in on_device if not a.is_collective])
+    on_device = [event for event in events if _category(event) in DEVICE_CATEGORIES]
+    collectives = [event for event in on_device if event.name().startswith(COLLECTIVE_PREFIXES)]
+    compute_s = _covered_s(event for event in on_device if not event.name().startswith(COLLECTIVE_PREFIXES))
+    if not on_device:
+        return None
     return Exposure(
-        collective_s=_covered(collectives),
-        exposed_s=max(0.0, _covered(on_device) - compute_s),
+        collective_s=_covered_s(collectives),
+        exposed_s=max(0.0, _covered_s(on_device) - compute_s),
         compute_s=compute_s,
         num_collectives=len(collectives),
     )
 
 
-def _covered(activities: Iterable[Activity]) -> float:
-    """Seconds in which at least one of the activities ran."""
-    seconds, until = 0.0, -math.inf
-    for start, end in sorted((a.start, a.end) for a in activities):
-        seconds += max(0.0, end - max(start, until))
+def _covered_s(events: Iterable[Any]) -> float:
+    """Seconds in which at least one of the events ran."""
+    covered, until = 0, 0
+    for start, end in sorted((event.start_ns(), event.start_ns() + event.duration_ns()) for event in events):
+        covered += max(0, end - max(start, until))
         until = max(until, end)
-    return seconds
+    return covered * 1e-9
 
 
 def merge(ranks: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
@@ -90,10 +73,11 @@ def merge(ranks: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
 
 
 class WindowProfiler:
-    """Profiles one window on CUDA: call ``start`` and ``stop`` at its two updates, then ``result``.
+    """Profiles one window on CUDA: call ``start`` and ``stop`` at its two updates.
 
     The device is synchronized at both ends, so that exactly the window's kernels are seen. Step times of such a run are
-    not valid.
+    not valid. The profiler does not fail if CUPTI is unavailable or in use; it sees nothing, which must not count as
+    free communication.
     """
 
     def __init__(self) -> None:
@@ -105,7 +89,7 @@ class WindowProfiler:
         import torch
         from torch.profiler import ProfilerActivity, profile
 
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         self._profiler = profile(activities=[ProfilerActivity.CUDA])
         self._profiler.start()
 
@@ -114,19 +98,10 @@ class WindowProfiler:
 
         if self._profiler is None:
             return
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         profiler, self._profiler = self._profiler, None
         profiler.stop()
         self.events = list(profiler.profiler.kineto_results.events())
-
-    def result(self) -> Exposure | None:
-        """The exposure in the last window; None if nothing was seen on the device.
-
-        The profiler does not fail if CUPTI is unavailable or in use; it sees nothing, which must not count as free
-        communication.
-        """
-        activities = from_kineto(self.events)
-        return exposure(activities) if activities else None
 
     def on_window(self, is_open: bool) -> None:
         """Start and stop with the window; call it after every event of a pass."""
@@ -134,16 +109,6 @@ class WindowProfiler:
             self.start()
         elif not is_open:
             self.stop()
-
-
-def from_kineto(events: Iterable[Any]) -> list[Activity]:
-    """The device's activities among Kineto's events, in seconds from the first.
-
-    ``events`` are ``torch._C._autograd._KinetoEvent``, whose times are nanoseconds.
-    """
-    mine = [(event, category) for event in events if (category := _category(event)) in DEVICE_CATEGORIES]
-    origin = min((event.start_ns() for event, _ in mine), default=0)
-    return [Activity(e.name(), (e.start_ns() - origin) * 1e-9, e.duration_ns() * 1e-9, cat) for e, cat in mine]
 
 
 def _category(event: Any) -> str:

@@ -17,25 +17,20 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Self
 
+IDLE_SHARE = 0.1
+"""Largest share of the CPUs that others may use on an idle machine."""
 BUSY = (0, 1, 2)
 """Fields of a CPU's line in ``/proc/stat`` that are work: user (includes guests), nice, system."""
 STEAL = 7
 """Field of the time stolen by the hypervisor."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Reading:
-    """One reading, in seconds."""
-
-    at: float
-    own: float
-    cpus: dict[int, tuple[float, float]]
-    """Busy and stolen seconds of each CPU."""
+_Reading = tuple[float, float, dict[int, tuple[float, float]]]
+"""The time, the CPU time of this process, and the busy and stolen seconds of each CPU."""
 
 
 class HostLoad:
@@ -69,9 +64,7 @@ class HostLoad:
 
     def _read(self) -> _Reading | None:
         cpus = self._cpus()
-        if cpus is None:
-            return None
-        return _Reading(at=time.monotonic(), own=time.process_time(), cpus=cpus)
+        return None if cpus is None else (time.monotonic(), time.process_time(), cpus)
 
     def _cpus(self) -> dict[int, tuple[float, float]] | None:
         """Busy and stolen seconds of the CPUs that this process may use, or of all if the numbering differs."""
@@ -93,21 +86,12 @@ class HostLoad:
 
 
 def _between(begin: _Reading, end: _Reading) -> dict[str, Any]:
-    wall = max(end.at - begin.at, 1e-9)
-    both = sorted(begin.cpus.keys() & end.cpus.keys())  # a CPU may have gone offline
-    busy, stolen = (
-        # Kernel counters may go back by a tick.
-        sum(max(0.0, end.cpus[cpu][field] - begin.cpus[cpu][field]) for cpu in both)
-        for field in (0, 1)
-    )
-    own = end.own - begin.own
-    return {
-        "wall_s": wall,
-        "cpus": both,
-        "busy_cores": busy / wall,
-        "stolen_cores": stolen / wall,
-        "own_cores": own / wall,
-    }
+    wall, own = max(end[0] - begin[0], 1e-9), end[1] - begin[1]
+    cpus = sorted(begin[2].keys() & end[2].keys())  # a CPU may have gone offline
+    # Kernel counters may go back by a tick.
+    busy, stolen = (sum(max(0.0, end[2][cpu][i] - begin[2][cpu][i]) for cpu in cpus) for i in (0, 1))
+    cores = {"busy_cores": busy / wall, "stolen_cores": stolen / wall, "own_cores": own / wall}
+    return {"wall_s": wall, "cpus": cpus, **cores}
 
 
 def merge(ranks: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:

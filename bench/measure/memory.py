@@ -32,9 +32,8 @@ NO_BACKWARD = -1
 """What torch calls the backward where none runs."""
 LOOK_SHARE = 0.9
 """Share of the last window's peak above which every new peak is inspected."""
-ALLOCATOR = {"requested": "requested_bytes", "allocated": "allocated_bytes", "active": "active_bytes",
-             "reserved": "reserved_bytes"}  # fmt: skip
-"""Sizes of the CUDA allocator, and their keys in ``torch.cuda.memory_stats``.
+ALLOCATOR = ("requested", "allocated", "active", "reserved")
+"""Sizes of the CUDA allocator, as in the keys of ``torch.accelerator.memory_stats``.
 
 Allocated: blocks of live tensors, each rounded up to at least 512 bytes. Active: also blocks of dead tensors that
 another stream may still use (``Tensor.record_stream``). Requested: the sizes asked for in active blocks, so it may
@@ -54,7 +53,7 @@ class MemoryProbe:
         """``fake``: tensors have no memory, so the allocator is not asked."""
         self.ledger = TensorLedger(device_type)
         self.result: dict[str, int] = {}
-        """Bytes by the keys of ``categories.named``, filled by ``close``."""
+        """Bytes by the keys of ``categories.named``, filled at the end of the window."""
         self.holdings: Callable[[], Mapping[Category, Iterable[Tensor]]] = dict
         """``holdings`` of the backend under test."""
         self._cuda = device_type == "cuda" and not fake
@@ -68,27 +67,23 @@ class MemoryProbe:
         self._optimizers.append(optimizer)
         return optimizer
 
-    def event(self, kind: EventKind) -> None:
+    def on_event(self, kind: EventKind, window: SettledWindow) -> None:
         """Enter the phase after an event; inside the window, also look at who holds what."""
         self.ledger.birth = PHASES[kind]
-        if kind is EventKind.FORWARD:
-            return
-        if self._is_open:
-            self._look()
-        elif kind is EventKind.FETCH and self._last is EventKind.STEP:
-            self.ledger.peak = self.ledger.live
-        self._last = kind
-
-    def on_event(self, kind: EventKind, window: SettledWindow) -> None:
-        self.event(kind)
+        if kind is not EventKind.FORWARD:
+            if self._is_open:
+                self._look()
+            elif kind is EventKind.FETCH and self._last is EventKind.STEP:
+                self.ledger.peak = self.ledger.live
+            self._last = kind
         if window.open is not self._is_open:
-            (self.open if window.open else self.close)()
+            (self._open if window.open else self._close)()
         elif window.open and kind is EventKind.FETCH and window.num_fetched == 2 and window.num_computed == 1:
-            self.hold()
+            self._hold()
         elif window.open and kind is EventKind.LOSS and window.num_fetched != window.num_computed == 1:
             self._hold_before_forward()
 
-    def open(self) -> None:
+    def _open(self) -> None:
         gc.collect()
         gc.disable()
         self._is_open = True
@@ -96,28 +91,28 @@ class MemoryProbe:
         self.ledger.look, self.ledger.look_above = self._look, int(LOOK_SHARE * self.ledger.peak)
         self.ledger.reset_peak()
         if self._cuda:
-            torch.cuda.reset_peak_memory_stats()
+            torch.accelerator.reset_peak_memory_stats()
 
-    def hold(self) -> None:
+    def _hold(self) -> None:
         """Record what is live at the second fetch, or before the second forward: held between micro-batches."""
         self._held = (self.ledger.live, self.ledger.snapshot())
         if self._cuda:
-            self.result |= reconcile(torch.cuda.memory_stats(), HELD, self.ledger.live)
+            self.result |= reconcile(torch.accelerator.memory_stats(), HELD, self.ledger.live)
 
     def _hold_before_forward(self) -> None:
-        """``hold`` before the next forward, in a loop that fetches ahead; a forward in a backward recomputes blocks."""
+        """``_hold`` before the next forward, in a loop that fetches ahead; one in a backward recomputes a block."""
 
         def before(*_: object) -> None:
             if torch._C._current_graph_task_id() == NO_BACKWARD:
                 handle.remove()
                 if self._is_open:
                     self._look()
-                    self.hold()
+                    self._hold()
 
         # It is called before the hooks of the modules, which may gather parameters.
         handle = register_module_forward_pre_hook(before)
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Stop measuring and compute ``result``."""
         ledger = self.ledger
         self._is_open = False
@@ -125,7 +120,7 @@ class MemoryProbe:
         ledger.look = None
         gc.enable()
         if self._cuda:
-            self.result |= reconcile(torch.cuda.memory_stats(), PEAK, ledger.peak)
+            self.result |= reconcile(torch.accelerator.memory_stats(), PEAK, ledger.peak)
         self.result |= named(PEAK, ledger.peak, ledger.parts_at_peak())
         if self._held is not None:
             live, sizes = self._held
@@ -166,21 +161,20 @@ def reconcile(stats: Mapping[str, Any], moment: str, tracked: int) -> dict[str, 
     ``<moment>_allocator_rounding`` is the rounding alone: active minus requested, which the allocator lowers together
     when a block becomes free on every stream; allocated already drops when the tensor dies.
     """
-    when = "peak" if moment == PEAK else "current"
-    sizes = {name: int(stats[f"{key}.all.{when}"]) for name, key in ALLOCATOR.items()}
+    sizes = _allocator(stats, "peak" if moment == PEAK else "current")
     sizes["rounding"] = sizes["active"] - sizes["requested"]
     sizes["untracked"] = sizes["allocated"] - tracked
     sizes["retries"] = int(stats["num_alloc_retries"])
     return {f"{moment}_allocator_{name}": size for name, size in sizes.items()}
 
 
+def _allocator(stats: Mapping[str, Any], when: str) -> dict[str, int]:
+    return {name: int(stats[f"{name}_bytes.all.{when}"]) for name in ALLOCATOR}
+
+
 def cuda_peaks() -> dict[str, int]:
     """The CUDA allocator's peaks since the last reset in bytes, and its retries and out-of-memory events."""
-    stats = torch.cuda.memory_stats()
-    return {
-        "allocated": stats["allocated_bytes.all.peak"],
-        "active": stats["active_bytes.all.peak"],
-        "reserved": stats["reserved_bytes.all.peak"],
-        "num_alloc_retries": stats["num_alloc_retries"],
-        "num_ooms": stats["num_ooms"],
-    }
+    stats = torch.accelerator.memory_stats()
+    peaks = _allocator(stats, "peak")
+    del peaks["requested"]
+    return peaks | {name: stats[name] for name in ("num_alloc_retries", "num_ooms")}

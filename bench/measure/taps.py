@@ -42,7 +42,7 @@ class Event:
 
     kind: EventKind
     mark: Any = None
-    """For a step, the clock's mark: seconds on the host, or a CUDA event."""
+    """For a step, the clock's mark: seconds on the host, or an event of the device."""
 
 
 @dataclass(slots=True)
@@ -191,31 +191,31 @@ class HostClock:
         return [mark + since for mark in marks]
 
 
-class CudaClock(HostClock):
-    """CUDA events on the current stream: device time, however far ahead the host runs."""
+class AcceleratorClock(HostClock):
+    """Events on the accelerator's current stream: device time, however far ahead the host runs."""
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> torch.Event:
         import torch
 
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.Event(enable_timing=True)
         event.record()
         return event
 
-    def intervals(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
+    def intervals(self, marks: Sequence[torch.Event]) -> list[float]:
         import torch
 
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         return [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)]
 
-    def moments(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
+    def moments(self, marks: Sequence[torch.Event]) -> list[float]:
         import torch
 
         end = self.mark()
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         now = time.monotonic()
         return [now - mark.elapsed_time(end) / 1e3 for mark in marks]
 
 
 def clock_for(device: torch.device) -> HostClock:
     """The clock for a device."""
-    return CudaClock() if device.type == "cuda" else HostClock()
+    return HostClock() if device.type == "cpu" else AcceleratorClock()

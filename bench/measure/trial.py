@@ -1,19 +1,8 @@
 """The passes of one trial on one rank.
 
-Instruments change what they measure, so each has its own pass, on a fresh build of the same cell:
-
-1. ``time``: only the taps. Warm-up windows, then timed windows.
-2. ``update``: one window of SGD with learning rate 1 from the initial weights, clipped as the cell clips, compared with
-   the reference's update, which clips likewise. A cell that clips has another such window without clipping, because
-   clipping hides a wrong gradient scale if both gradients exceed the limit.
-3. ``collectives``: c10d operators between the second and the third update.
-4. ``memory``: by category, between the second and the third update: at the peak, and held between micro-batches.
-5. ``accumulation``: the dtype in which gradients are summed.
-6. ``dispatch``: host cost of a window from the second update on: CPU time, dispatched operators, and on CUDA launched
-   kernels, each in its own windows. Operators of forward and backward are compared with the plain model's, which runs
-   on fake tensors before all passes.
-7. ``exposure``, on CUDA: seconds in collectives between the second and the third update, and how many of them no
-   computation hides, from torch's profiler.
+Instruments change what they measure, so each has its own pass, a method of RankTrial, on a fresh build of the cell.
+Those that look at one window take one after SETTLED_WINDOWS. The operators of forward and backward are compared with
+the plain model's, which runs on fake tensors before all passes.
 """
 
 from __future__ import annotations
@@ -38,13 +27,13 @@ from bench.backends.base import Backend, registry
 from bench.backends.training_job import Job
 from bench.errors import UnsupportedError
 from bench.measure import heartbeat
+from bench.measure.accumulation_dtype import accumulator
 from bench.measure.collectives import CollectiveCounter
 from bench.measure.dispatch import HostCost
-from bench.measure.exposure import WindowProfiler
+from bench.measure.exposure import WindowProfiler, exposure
 from bench.measure.host import HostLoad
 from bench.measure.memory import MemoryProbe, cuda_peaks
 from bench.measure.operators import plain_work
-from bench.measure.summing import accumulator
 from bench.measure.taps import EventKind, SettledWindow, Taps, clock_for, updates
 from bench.measure.tensors import tensors
 from bench.measure.update import compare, save
@@ -88,7 +77,8 @@ class RankTrial:
     def run(self) -> dict[str, Any]:
         """Run all passes; the result is plain JSON."""
         cell = self.cell
-        gpu = torch.cuda.get_device_properties(self.device) if self.device.type == "cuda" else None
+        on_gpu = self.device.type != "cpu"
+        gpu = torch.get_device_module(self.device).get_device_properties(self.device) if on_gpu else None
         result: dict[str, Any] = {
             "status": Status.OK,
             "num_parameters": self.num_parameters,
@@ -176,7 +166,7 @@ class RankTrial:
         with instrument or nullcontext():
             backend.train(job)
         if self.device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize()
             taps.finish()
         heartbeat.beat()
         self.training_s += taps.training_seconds
@@ -214,7 +204,7 @@ class RankTrial:
             if kind is EventKind.STEP and seen == warmup * self.cell.accumulate:
                 compiled_all()
                 if cuda:
-                    torch.cuda.reset_peak_memory_stats()
+                    torch.accelerator.reset_peak_memory_stats()
 
         taps.on_event = after_warmup if cuda or self.cell.compiled else None
         with load, blocks.compiled_once(self.cell) as compiled_all:
@@ -244,8 +234,10 @@ class RankTrial:
         }
 
     def update(self) -> dict[str, float] | None:
-        """The update pass; rank 0 compares, other ranks only take part in gathering.
+        """The update pass: one window of SGD with learning rate 1 from the initial weights, clipped as the cell clips.
 
+        Rank 0 compares it with the reference's, other ranks only take part in gathering. A cell that clips has another
+        such window without clipping, because clipping hides a wrong gradient scale if both gradients exceed the limit.
         Returns the result of ``compare``, the gradient norm before clipping and, if the cell clips, error and scale
         without clipping as ``unclipped_*``.
         """
@@ -327,7 +319,7 @@ class RankTrial:
         """
         profiler = WindowProfiler()
         self._settled(lambda _, window: profiler.on_window(window.open))
-        found = profiler.result()
+        found = exposure(profiler.events)
         return None if found is None else dataclasses.asdict(found)
 
     def _settled(self, observe: Callable[[EventKind, SettledWindow], None], **how: Any) -> None:

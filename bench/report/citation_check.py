@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.errors import InputError
-from bench.judge.integrity import Finding, Level, journal_findings
+from bench.findings import Finding, Level
+from bench.judge.integrity import journal_findings
 from bench.judge.loading import Run, load
 from bench.judge.quotes import SCHEME, Quotes
 from bench.report.citation import NONE, CitedWords, joined, words_of_cell, words_of_plot, words_of_ratio

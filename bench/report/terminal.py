@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bench.judge.integrity import Finding, Level
+from bench.findings import Finding, Level
 from bench.report.answer import Answer, Statement
 
 PADDING = (0, 2, 0, 0)

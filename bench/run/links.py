@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import TypedDict
 
-from bench import validation
 from bench.measure import heartbeat
 from bench.validation import Positive, PositiveNumber
 from bench.words import plural, size
@@ -36,10 +35,6 @@ class TimedCollective(TypedDict):
     op: str
     bytes: Positive
     seconds: PositiveNumber
-
-
-class _Rank(TypedDict):
-    links: list[TimedCollective]
 
 
 def measure(world_size: int, device: torch.device) -> list[TimedCollective]:
@@ -71,13 +66,9 @@ def measure(world_size: int, device: torch.device) -> list[TimedCollective]:
     return found
 
 
-def merge(ranks: Sequence[Any]) -> list[TimedCollective]:
-    """The rows of all ranks of one group, as from ``measure``; the slowest rank counts. Raises ValueError."""
-    checked = [validation.read(_Rank, {"links": rank})["links"] for rank in ranks]
-    return [
-        TimedCollective(op=rows[0]["op"], bytes=rows[0]["bytes"], seconds=max(row["seconds"] for row in rows))
-        for rows in zip(*checked, strict=True)
-    ]
+def merge(ranks: Sequence[Sequence[TimedCollective]]) -> list[TimedCollective]:
+    """The rows of all ranks of one group, as from ``measure``; the slowest rank counts."""
+    return [max(rows, key=lambda row: row["seconds"]) for rows in zip(*ranks, strict=True)]
 
 
 def bus_rate(link: Mapping[str, Any], world_size: int) -> float:
@@ -88,10 +79,8 @@ def bus_rate(link: Mapping[str, Any], world_size: int) -> float:
 
 def between(manifest: Mapping[str, Any], world_size: int, num_nodes: int) -> Mapping[str, Any] | None:
     """The entry of run.json's ``matmul`` for so many ranks on so many nodes."""
-    ranks = (world_size, num_nodes)
-    return next(
-        (one for one in manifest.get("matmul") or () if (one["world_size"], one.get("num_nodes", 1)) == ranks), None
-    )
+    entries = {(entry["world_size"], entry.get("num_nodes", 1)): entry for entry in manifest.get("matmul") or ()}
+    return entries.get((world_size, num_nodes))
 
 
 def all_reduce_rate(entry: Mapping[str, Any] | None) -> float | None:
@@ -109,6 +98,7 @@ def ranks_of(entry: Mapping[str, Any]) -> str:
 def summary(entry: Mapping[str, Any]) -> list[str]:
     """A line on the rates of the largest collectives of an entry; none if there are no rates."""
     largest = entry.get("links", ())[-len(PASSES) :]
-    rates = [f"{one['op'].replace('_', '-')} {bus_rate(one, entry['world_size']) / 1e9:.3g} GB/s" for one in largest]
-    where = f"bus bandwidth between {ranks_of(entry)}, at {size(largest[0]['bytes'])}" if largest else ""
-    return [f"{where}: {', '.join(rates)}"] if largest else []
+    if not largest:
+        return []
+    rates = [f"{row['op'].replace('_', '-')} {bus_rate(row, entry['world_size']) / 1e9:.3g} GB/s" for row in largest]
+    return [f"bus bandwidth between {ranks_of(entry)}, at {size(largest[0]['bytes'])}: {', '.join(rates)}"]

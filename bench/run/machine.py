@@ -22,6 +22,7 @@ import psutil
 from bench.backends.base import built_in
 from bench.errors import InputError
 from bench.launch import gpus, job_nodes
+from bench.launch.nvml import Nvml, NvmlUnavailableError
 
 _REQUIRED = dict.fromkeys(name.replace("_", "-") for backend in built_in().values() for name in backend.requires)
 FRAMEWORKS = ("torch", *_REQUIRED)
@@ -69,48 +70,14 @@ def peak_memory_bytes() -> int | None:
 
 
 def gpu_settings() -> list[dict[str, Any]]:
-    """Static settings of each visible GPU that affect its speed, with its UUID.
-
-    Power limit in watts, highest SM clock in MHz, ECC, MIG, PCIe generation and lanes, number of active NVLinks, and
-    the topology level of the path to each other visible GPU (NVML's ``nvmlGpuTopologyLevel_t``; smaller is nearer).
-    Unknown values are None.
-    """
-    visible = gpus.gpus()
+    """Static settings of each visible GPU that affect its speed, as from ``NvmlGpu.settings``; none without NVML."""
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:  # as in gpus()
+        with Nvml() as nvml:
+            every = nvml.gpus
+            visible = [every[gpu["index"]] for gpu in gpus.gpus()]
+            return [gpu.settings(visible) for gpu in visible]
+    except NvmlUnavailableError:
         return []
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(gpu["index"]) for gpu in visible]
-        return [
-            _settings(pynvml, handle, handles) | {"uuid": gpu["uuid"]}
-            for gpu, handle in zip(visible, handles, strict=True)
-        ]
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _settings(nvml: Any, handle: Any, handles: list[Any]) -> dict[str, Any]:
-    def ask(question: str, *arguments: Any) -> Any:
-        try:
-            return getattr(nvml, f"nvmlDeviceGet{question}")(handle, *arguments)
-        except Exception:  # not supported by this card, driver or version of the library
-            return None
-
-    power, ecc, mig = ask("EnforcedPowerLimit"), ask("EccMode"), ask("MigMode")
-    links = range(getattr(nvml, "NVML_NVLINK_MAX_LINKS", 18))
-    return {
-        "power_limit_w": None if power is None else power / 1000,
-        "sm_clock_max_mhz": ask("MaxClockInfo", getattr(nvml, "NVML_CLOCK_SM", 1)),
-        "ecc": None if ecc is None else bool(ecc[0]),
-        "mig": None if mig is None else bool(mig[0]),
-        "pcie_generation": ask("MaxPcieLinkGeneration"),
-        "pcie_lanes": ask("MaxPcieLinkWidth"),
-        "nvlinks_up": sum(bool(ask("NvLinkState", link)) for link in links),
-        "topology": [None if other is handle else ask("TopologyCommonAncestor", other) for other in handles],
-    }
 
 
 BF16_PEAK_FLOPS = {
@@ -180,21 +147,16 @@ def torch_build() -> dict[str, str | None]:
 def distributions() -> dict[str, str]:
     """Versions of all installed packages by name, including NCCL's."""
     found: dict[str, str] = {}
-    for one in importlib.metadata.distributions():
+    for distribution in importlib.metadata.distributions():
         # The first one found is what gets imported: it shadows packages of the same name in a base environment.
-        found.setdefault(str(one.metadata["Name"]).lower(), one.version)
+        found.setdefault(str(distribution.metadata["Name"]).lower(), distribution.version)
     return dict(sorted(found.items()))
 
 
 def packages() -> dict[str, str]:
     """Versions of the installed packages in PACKAGES."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    found = distributions()
+    return {name: found[name] for name in PACKAGES if name in found}
 
 
 def environment() -> dict[str, str]:

@@ -6,7 +6,6 @@ second reference for MFU: a datasheet's peak assumes clocks that a GPU under loa
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +13,17 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from typing_extensions import TypedDict
+
+from bench import validation
+from bench.errors import InputError
 from bench.launch.outcome import Outcome
 from bench.plan.cell import REFERENCE, Cell, Device, Precision, Status
 from bench.plan.task import Task
 from bench.run import links, machine
 from bench.run.journal import write_manifest
+from bench.run.links import TimedCollective
+from bench.validation import PositiveNumber
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +49,17 @@ class MatmulTask(Task):
     """Selects the fork server: the reference needs no packages besides torch."""
 
 
+class RankRates(TypedDict):
+    """What a rank measured."""
+
+    flops_per_s: dict[str, PositiveNumber]
+    """By precision."""
+    links: list[TimedCollective]
+
+
+RATES = ("flops_per_s", "links")
+
+
 def work(task: MatmulTask, rank: int, device: torch.device) -> dict[str, Any]:
     """The work of one rank (``bench.plan.task.Task``): measure its rates while all other ranks do the same."""
     import torch
@@ -54,8 +70,8 @@ def work(task: MatmulTask, rank: int, device: torch.device) -> dict[str, Any]:
     for precision in task.precisions:
         dist.barrier()
         rates[str(precision)] = matmul_rate(device, dtypes[precision])
-    found = links.measure(task.world_size, device) if task.world_size > 1 else []
-    return {"status": Status.OK, "flops_per_s": rates, "links": found}
+    seconds = links.measure(task.world_size, device) if task.world_size > 1 else []
+    return {"status": Status.OK, "flops_per_s": rates, "links": seconds}
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
@@ -74,8 +90,8 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     until = time.perf_counter() + WARM_S[kind]
     while time.perf_counter() < until:
         torch.mm(a, b, out=product)
-        if kind == "cuda":
-            torch.cuda.synchronize()
+        if kind != "cpu":
+            torch.accelerator.synchronize()
     marks = [clock.mark()]
     for _ in range(PRODUCTS[kind]):
         torch.mm(a, b, out=product)
@@ -123,30 +139,18 @@ def measure(cells: Iterable[Cell], threads: int, folder: Path, launcher: _Launch
     found = []
     for task in tasks(cells, threads, folder):
         outcome = launcher.run(task, TIMEOUT_S)
-        rates = _rates(outcome, task)
-        reason = outcome.reason or ("" if rates else "a rank returned no rates")
-        entry = {"world_size": task.world_size, "num_nodes": task.num_nodes, "threads": task.threads}
-        try:
-            seconds = links.merge([rank.get("links", []) for rank in outcome.ranks])
-        except ValueError as error:
-            seconds, reason = [], reason or f"a rank returned damaged rates: {error}"
-        found.append({**entry, "flops_per_s": rates, "links": seconds, "reason": reason})
+        entry: dict[str, Any] = {"world_size": task.world_size, "num_nodes": task.num_nodes, "threads": task.threads}
+        entry |= {"flops_per_s": {}, "links": [], "reason": outcome.reason}
+        if outcome.status is Status.OK:
+            try:
+                ranks = [validation.read(RankRates, {key: rank.get(key) for key in RATES}) for rank in outcome.ranks]
+            except InputError as error:
+                entry["reason"] = f"a rank returned damaged rates: {error}"
+            else:
+                entry["flops_per_s"] = {name: [rank["flops_per_s"][name] for rank in ranks] for name in task.precisions}
+                entry["links"] = links.merge([rank["links"] for rank in ranks])
+        found.append(entry)
     return found
-
-
-def _rates(outcome: Outcome, task: MatmulTask) -> dict[str, list[float]]:
-    """The rates of the ranks by precision; empty if a rank failed or returned an invalid rate."""
-    ranks: list[Any] = [rank.get("flops_per_s") for rank in outcome.ranks]
-    names = [str(precision) for precision in task.precisions]
-    if outcome.status is not Status.OK or not all(
-        isinstance(rank, dict) and all(_is_rate(rank.get(name)) for name in names) for rank in ranks
-    ):
-        return {}
-    return {name: [float(rank[name]) for rank in ranks] for name in names}
-
-
-def _is_rate(value: Any) -> bool:
-    return isinstance(value, float) and math.isfinite(value) and value > 0
 
 
 def time_products(

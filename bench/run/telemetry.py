@@ -1,30 +1,26 @@
-"""GPU telemetry from NVML, recorded by the bench's own process during training: clocks, power, throttling, energy.
+"""GPU telemetry recorded by the bench's own process during training: clocks, power, throttling, energy.
 
-The ranks are not disturbed: one thread of the bench queries the driver ten times a second for each GPU, by UUID.
-Without a GPU nothing happens. Values that NVML cannot give are None with a note, and no NVML error ends a run.
+The ranks are not disturbed: one thread of the bench queries NVML ten times a second for each GPU. Without a GPU nothing
+happens. Values that are unknown, all of them without NVML, are None with a note, and no error ends a run.
 
 Times are ``time.monotonic()``, which on Linux is one clock for all processes, so that ranks can name the part of a
-recording that is their timed window (``summarize``). Limits of NVML: power is an average over one second on Ampere
-(other than GA100) and later (nvmlDeviceGetPowerUsage), so the energy counter describes short windows better; it counts
-since the driver was loaded (nvmlDeviceGetTotalEnergyConsumption, Volta and later). With MIG on, power, energy, clocks
-and processes are those of the whole GPU.
+recording that is their timed window (``summarize``).
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from statistics import median
 from typing import Any, Self
 
+import numpy as np
 import psutil
 
 from bench.launch import gpus
+from bench.launch.nvml import SAMPLED, Nvml, NvmlGpu
 
 INTERVAL_S = 0.1
 """Interval between two samples of a GPU."""
@@ -32,21 +28,6 @@ PROCESSES_EVERY = 5
 """Processes are listed in every n-th sample, since that is the costliest query."""
 STOP_S = 5.0
 """How long to wait for the last sample, in case the driver hangs."""
-REASONS = {
-    0x1: "GpuIdle",
-    0x2: "ApplicationsClocksSetting",
-    0x4: "SwPowerCap",
-    0x8: "HwSlowdown",
-    0x10: "SyncBoost",
-    0x20: "SwThermalSlowdown",
-    0x40: "HwThermalSlowdown",
-    0x80: "HwPowerBrakeSlowdown",
-    0x100: "DisplayClockSetting",
-    0x200: "BoardLimit",
-    0x400: "Reliability",
-    0x8000000000000000: "Unknown",
-}
-"""Names of NVML's bits, less the prefix ``nvmlClocksEventReason`` (in older versions ``nvmlClocksThrottleReason``)."""
 NO_SLOWDOWN = frozenset({"GpuIdle", "ApplicationsClocksSetting", "DisplayClockSetting"})
 """Reasons that are no slowdown: the GPU is idle, or runs at the clocks that a user has set.
 
@@ -56,10 +37,6 @@ P-state changes), SwThermalSlowdown and HwThermalSlowdown (GPU or memory too hot
 supply), SyncBoost (another GPU of the group is slow), BoardLimit, Reliability, Unknown, and bits newer than this list.
 SwPowerCap is common on a busy GPU; its share of the samples and the clocks show how much it matters.
 """
-# Values of NVML's enumerations.
-_CLOCK_SM, _CLOCK_MEMORY, _SENSOR_GPU = 1, 2, 0
-_LASTING = frozenset({3, 4, 13})
-"""Permanent errors, after which a query is not repeated: not supported, no permission, function not found."""
 
 
 class Telemetry:
@@ -67,7 +44,7 @@ class Telemetry:
 
     Start it before the ranks: other processes that are on a GPU at the start are certainly foreign. ``recording`` is
     plain JSON for ``summarize``, None without a GPU: ``interval_s``; ``samples``, one per GPU and time, as from
-    ``Gpu.sample``; ``own_pids``, the processes seen that descend from this one; ``notes``.
+    ``NvmlGpu.sample``; ``own_pids``, the processes seen that descend from this one; ``notes``.
     """
 
     def __init__(self, interval_s: float = INTERVAL_S) -> None:
@@ -76,8 +53,8 @@ class Telemetry:
         self._notes: list[str] = []
         self._samples: list[dict[str, Any]] = []
         self._own: dict[int, bool] = {}
-        self._gpus: list[Gpu] = []
-        self._nvml: Any = None
+        self._gpus: list[NvmlGpu] = []
+        self._nvml: Nvml | None = None
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
 
@@ -93,25 +70,17 @@ class Telemetry:
         self.recording, self._notes, self._samples = None, [], []
         self._own, self._gpus, self._ended = {}, [], threading.Event()
         try:
-            self._open([gpu["uuid"] for gpu in gpus.gpus()])
+            visible = [gpu["uuid"] for gpu in gpus.gpus()]
+            if not visible:
+                return
+            self._nvml = Nvml()
+            self._gpus = [gpu for gpu in self._nvml.gpus if gpu.uuid in visible]
         except Exception as error:
-            note(self._notes, f"no telemetry: {type(error).__name__}: {error}")
-
-    def _open(self, uuids: Sequence[str]) -> None:
-        if not uuids:
+            self._note(f"no telemetry: {error}")
             return
-        import pynvml
-
-        pynvml.nvmlInit()
-        self._nvml = pynvml
-        for uuid in uuids:
-            try:
-                self._gpus.append(Gpu(pynvml, uuid, self._notes))
-            except Exception as error:
-                note(self._notes, f"{uuid}: no telemetry: {error}")
         for gpu in self._gpus:
-            if gpu.mig():
-                note(self._notes, f"{gpu.uuid}: MIG is on: values are those of the whole GPU, not of an instance")
+            if gpu.ask("mig"):
+                self._note(f"{gpu.uuid}: MIG is on: values are those of the whole GPU, not of an instance")
         self._sample(processes=True)
         self._thread = threading.Thread(target=self._watch, args=[self._ended], name="telemetry", daemon=True)
         self._thread.start()
@@ -124,21 +93,30 @@ class Telemetry:
         if thread is not None:
             thread.join(STOP_S)
             if thread.is_alive():
-                note(self._notes, f"NVML did not answer within {STOP_S:g} s")
+                self._note(f"NVML did not answer within {STOP_S:g} s")
                 nvml = None  # the thread is inside it
             else:
                 self._sample(processes=True)
         if nvml is not None:
-            with contextlib.suppress(Exception):
-                nvml.nvmlShutdown()
+            nvml.close()
+        unknown = [
+            f"{gpu.uuid}: no {name}: {problem}"
+            for gpu in self._gpus
+            for name, problem in gpu.problems.copy().items()
+            if name in (*SAMPLED, "pids")
+        ]
         if self._samples or self._notes:
             self.recording = {
                 "interval_s": self._interval_s,
                 "samples": list(self._samples),
                 "own_pids": sorted(pid for pid, own in self._own.copy().items() if own),
-                "notes": list(self._notes),
+                "notes": [*self._notes, *unknown],
             }
         return self.recording
+
+    def _note(self, text: str) -> None:
+        if text not in self._notes:
+            self._notes.append(text)
 
     def _watch(self, ended: threading.Event) -> None:
         number = 0
@@ -155,14 +133,14 @@ class Telemetry:
                         self._own[pid] = descends(pid, os.getpid())
                 self._samples.append(sample)
             except Exception as error:
-                note(self._notes, f"{gpu.uuid}: {type(error).__name__}: {error}")
+                self._note(f"{gpu.uuid}: {type(error).__name__}: {error}")
 
 
 def descends(pid: int, ancestor: int) -> bool:
     """Whether a process is the ancestor or one of its descendants; False if unknown."""
     try:
         process = psutil.Process(pid)
-        return ancestor in {one.pid for one in (process, *process.parents())}
+        return ancestor in {relative.pid for relative in (process, *process.parents())}
     except psutil.Error:
         return False
 
@@ -226,19 +204,12 @@ def _within(samples: list[dict[str, Any]], name: str, begin: float, end: float) 
 
 
 def _energy(counter: list[tuple[float, float]], begin: float, end: float) -> float | None:
-    """Joules between two times; None if the counter was not read around both, or was reset."""
-    first, last = _at(counter, begin), _at(counter, end)
-    if first is None or last is None or any(after < before for (_, before), (_, after) in pairwise(counter)):
+    """Joules between two times, interpolated; None if the counter was not read around both, or was reset."""
+    times, joules = [time for time, _ in counter], [value for _, value in counter]
+    if not counter or begin < times[0] or end > times[-1] or joules != sorted(joules):
         return None
-    return last - first
-
-
-def _at(counter: list[tuple[float, float]], moment: float) -> float | None:
-    """The counter at a time, interpolated linearly between two readings."""
-    for (left, low), (right, high) in pairwise(counter):
-        if left <= moment <= right:
-            return low + (high - low) * ((moment - left) / (right - left) if right > left else 0.0)
-    return None
+    first, last = np.interp([begin, end], times, joules)
+    return float(last - first)
 
 
 def _num_foreign(samples: list[dict[str, Any]], begin: float, end: float, own: set[int]) -> int | None:
@@ -252,82 +223,3 @@ def _num_foreign(samples: list[dict[str, Any]], begin: float, end: float, own: s
         return None
     seen = {pid for sample in _within(listed, "pids", begin, end) for pid in sample["pids"]} - own
     return len(seen if own else seen & set(listed[0]["pids"]))
-
-
-def _reasons(bits: int) -> list[str]:
-    """Names of the set bits, in order; an unknown bit as a hex number."""
-    return [REASONS.get(1 << i, hex(1 << i)) for i in range(bits.bit_length()) if bits >> i & 1]
-
-
-def _pids(processes: Iterable[Any]) -> list[int]:
-    return sorted({int(process.pid) for process in processes})
-
-
-QUESTIONS: dict[str, tuple[Callable[[Any], Any], tuple[tuple[Any, ...], ...]]] = {
-    "energy_j": (lambda mj: mj / 1e3, (("TotalEnergyConsumption",),)),
-    "power_w": (lambda mw: mw / 1e3, (("PowerUsage",),)),
-    "sm_clock_mhz": (int, (("ClockInfo", _CLOCK_SM),)),
-    "memory_clock_mhz": (int, (("ClockInfo", _CLOCK_MEMORY),)),
-    "temperature_c": (int, (("Temperature", _SENSOR_GPU), ("TemperatureV", _SENSOR_GPU))),
-    "throttle": (_reasons, (("CurrentClocksEventReasons",), ("CurrentClocksThrottleReasons",))),
-    "pids": (_pids, (("ComputeRunningProcesses",), ("ComputeRunningProcesses_v2",))),
-    "mps_pids": (_pids, (("MPSComputeRunningProcesses",), ("MPSComputeRunningProcesses_v2",))),
-}
-"""Fields of a sample: conversion to SI units, and the queries to try: the rest of ``nvmlDeviceGet...``, arguments.
-
-Queries after the first are for other versions of the library or the driver. Only compute processes are listed, so one
-that also does graphics is counted once; clients of an MPS server have a separate list.
-"""
-PROCESS_FIELDS = ("pids", "mps_pids")
-
-
-def note(notes: list[str], text: str) -> None:
-    """Add a note once."""
-    if text not in notes:
-        notes.append(text)
-
-
-class Gpu:
-    """One GPU, with the queries that it supports."""
-
-    def __init__(self, nvml: Any, uuid: str, notes: list[str]) -> None:
-        self.uuid = uuid
-        self._nvml, self._notes = nvml, notes
-        self._handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        self._ways = {name: list(ways) for name, (_, ways) in QUESTIONS.items()}
-
-    def sample(self, *, processes: bool) -> dict[str, Any]:
-        """Take a sample. ``pids`` is missing unless processes are requested, and None if they cannot be listed."""
-        found: dict[str, Any] = {"uuid": self.uuid, "time": time.monotonic()}
-        for name in QUESTIONS:
-            if name not in PROCESS_FIELDS:
-                found[name] = self._ask(name)
-        if processes:
-            pids, clients = map(self._ask, PROCESS_FIELDS)
-            found["pids"] = None if pids is None else sorted({*pids, *(clients or [])})
-        return found
-
-    def mig(self) -> bool:
-        """Whether MIG is on."""
-        try:
-            return bool(self._nvml.nvmlDeviceGetMigMode(self._handle)[0])
-        except Exception:  # most GPUs have no such mode
-            return False
-
-    def _ask(self, name: str) -> Any:
-        """The result of a query; None, with a note, if it fails."""
-        ways = self._ways[name]
-        error: Exception | None = None
-        while ways:
-            function, *arguments = ways[0]
-            try:
-                answer = getattr(self._nvml, f"nvmlDeviceGet{function}")(self._handle, *arguments)
-                return QUESTIONS[name][0](answer)
-            except Exception as problem:
-                error = problem
-                if not isinstance(error, AttributeError) and getattr(error, "value", None) not in _LASTING:
-                    break  # a transient error: the next sample tries again
-                ways.pop(0)
-        if error is not None and name != "mps_pids":  # drivers need not support MPS
-            note(self._notes, f"{self.uuid}: no {name}: {error}")
-        return None

@@ -14,7 +14,7 @@ from bench.backends.base import registry
 from bench.errors import UnsupportedError
 from bench.launch.launcher import Launcher
 from bench.launch.outcome import Outcome
-from bench.measure import summing
+from bench.measure import accumulation_dtype
 from bench.plan.cell import REFERENCE, REFERENCES, Precision, Status
 from tests.conftest import Command, asked, first
 from tests.summing import FSDP2_POLICIES, LOOPS, NS, Summing
@@ -89,7 +89,7 @@ def test_loops_whose_sum_is_known(found: dict[str, Any], loop: str, dtype: str, 
 
 def test_where_nothing_is_accumulated_nothing_is_claimed(found: dict[str, Any]) -> None:
     for name in (f"{REFERENCE} fp32", f"{REFERENCE} bf16", "virtual"):
-        assert found[name] == {"dtype": summing.NOT_MEASURED}
+        assert found[name] == {"dtype": accumulation_dtype.NOT_MEASURED}
     assert found["errors reference"] == [None] * len(NS)
 
 
@@ -117,7 +117,7 @@ def test_the_error_of_a_sum_in_bf16_grows_with_n(found: dict[str, Any]) -> None:
     ("kept", "dtype"), [(8, "bf16"), (12, "fp16"), (23, "fp32"), (32, "fp64"), (16, "other: 16 bits")]
 )
 def test_names_of_dtypes(kept: int, dtype: str) -> None:
-    assert summing._dtype(kept) == dtype
+    assert accumulation_dtype._dtype(kept) == dtype
 
 
 def test_the_table_is_made_by_real_process_groups(here: Command) -> None:

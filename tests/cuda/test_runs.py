@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -88,6 +90,25 @@ def test_the_doctor_finds_the_gpus_good(machine: Machine) -> None:
     assert "cuda can run" in process.stdout
     bad = [line for line in process.stdout.splitlines() if line.lstrip().lower().startswith("error")]
     assert not bad and process.returncode == 0, process.stdout
+
+
+def test_without_nvml_a_run_is_sound_and_says_why_it_has_no_telemetry(machine: Machine, stub: Path) -> None:
+    """As on ROCm, whose GPUs torch alone sees."""
+    libraries = machine.folder / "lib"
+    shutil.copytree(stub / "lib", libraries, symlinks=True)
+    (libraries / "libnvidia-ml.so.1").unlink()
+    without = {"LD_LIBRARY_PATH": str(libraries)}
+    backends = "ddp-deferred,fsdp2-eager,deepspeed-zero2-eager"
+    process = machine.bench(*SMOKE, "--backend", backends, "--world-size", "1", "--out", "run", **without)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert not unexpected(machine.records()), told(machine.records())
+    trials = pd.read_parquet(machine.folder / "run" / "trials.parquet")
+    assert (trials["device_name"] == "NVIDIA H100 80GB HBM3").all() and trials["step_time_s"].notna().all()
+    for column in ("energy_j_per_step", "sm_clock_mhz", "power_w", "clock_slowdowns", "foreign_gpu_processes"):
+        assert trials[column].isna().all(), column
+    assert "no telemetry: NVMLError_LibraryNotFound" in machine.bench("check", "run", **without).stdout
+    doctor = machine.bench("doctor", **without).stdout
+    assert "cuda can run" in doctor and "because NVML does not answer" in doctor
 
 
 def test_a_model_that_computes_otherwise_under_autocast_is_invalid(machine: Machine) -> None:

@@ -10,8 +10,9 @@ import pandas as pd
 import pytest
 
 from bench import cli
+from bench.findings import Level
 from bench.judge.baseline import against_baseline, control_of
-from bench.judge.integrity import Level, check
+from bench.judge.integrity import check
 from bench.judge.verdicts import Verdict
 from bench.plan.cell import Cell
 from bench.run.journal import JOURNAL, MANIFEST, Journal, encode, read_manifest, write_manifest
@@ -89,6 +90,12 @@ def test_an_edited_step_time_is_found_thrice(copy: Path, capsys: pytest.CaptureF
     assert "follows from the journal" in errors["tables"]
     assert cli.main(["check", str(copy)]) == 1
     assert "do not cite it" in capsys.readouterr().out
+
+
+def test_why_there_is_no_telemetry_is_a_limitation(copy: Path) -> None:
+    edit(copy, 3, lambda record: record.update(gpus={"gpus": [], "notes": ["no telemetry: no NVML"]}))
+    texts = [one.text for one in check(copy) if one.level is Level.WARNING]
+    assert "no telemetry: no NVML (1 trial)" in texts
 
 
 def test_an_edited_table_is_found(copy: Path) -> None:

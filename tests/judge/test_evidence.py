@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from bench.judge import tables
-from bench.judge.evidence import IDLE_SHARE, CellEvidence, EvidenceByCell
+from bench.judge.evidence import CellEvidence, EvidenceByCell
 from bench.judge.gates import judge
 from bench.judge.verdicts import Reason, Verdict, compare, judge_all
+from bench.measure.host import IDLE_SHARE
 from bench.plan.cell import Cell, Device
 from tests.factories import make_cell, make_manifest, make_record
 

@@ -92,7 +92,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(os, "environ", {**os.environ, "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3"})
     monkeypatch.setattr(gpus, "gpus", lambda: gpus._visible(GPUS, visible()))
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(f"{device} of {visible()}"))
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: calls.append(f"{device} of {visible()}"))
     monkeypatch.setattr(dist, "init_process_group", lambda *given, **named: calls.append((given, named)))
     monkeypatch.setattr(dist, "barrier", lambda: calls.append("barrier"))
     return calls

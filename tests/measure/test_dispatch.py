@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from bench.backends.training_job import Job
 from bench.judge.formulas import BUILT_IN
 from bench.judge.tables import build
 from bench.launch.launcher import Launcher
-from bench.measure.dispatch import HostCost, Launches, merge, num_launches
+from bench.measure.dispatch import HostCost, merge, num_launches
 from bench.measure.operators import OperatorCounter
 from bench.measure.taps import EventKind
 from bench.measure.trial import RankTrial
@@ -27,48 +26,42 @@ from bench.plan.task import Spec
 from bench.run.trial_record import merge_ranks, wrong
 from tests.conftest import asked, first
 from tests.factories import make_cell, make_failure, make_manifest, make_rank, make_record
+from tests.measure.kineto import Event, profile
 from tests.worlds import measure
 
 COST = {"cpu_s": 0.5, "num_operators": 2000, "num_launches": 1000}
 
 
-class Event:
-    """One of Kineto's."""
-
-    def __init__(self, name: str, correlation: int, device: str = "CPU", annotation: bool = False) -> None:
-        self._name, self._correlation, self._device, self._annotation = name, correlation, device, annotation
-
-    def name(self) -> str:
-        return self._name
-
-    def correlation_id(self) -> int:
-        return self._correlation
-
-    def device_type(self) -> Any:
-        return SimpleNamespace(name=self._device)
-
-    def is_user_annotation(self) -> bool:
-        return self._annotation
+def called(name: str, correlation: int) -> Event:
+    """A call of CUDA's runtime or driver on the host."""
+    return Event(name, category="cuda_runtime", correlation=correlation)
 
 
 def gemm(correlation: int) -> Event:
-    return Event("sm90_xmma_gemm_bf16bf16_bf16f32", correlation, "CUDA")
+    return Event("sm90_xmma_gemm_bf16bf16_bf16f32", correlation=correlation)
 
 
 @pytest.mark.parametrize(
     ("events", "count"),
     [
         ([], 0),
-        ([Event("cudaLaunchKernel", 1), gemm(1), Event("cudaLaunchKernel", 2), gemm(2)], 2),
-        ([Event("cudaLaunchKernelExC", 1), Event("cuLaunchKernelEx", 2), Event("cuLaunchKernel", 3)], 3),
-        ([Event("cudaLaunchCooperativeKernel", 4), Event("cuLaunchCooperativeKernel", 5)], 2),
-        ([Event("cudaGraphLaunch", 1), gemm(1), gemm(1), gemm(1)], 1),
-        ([Event("cudaLaunchKernelExC", 7), Event("cuLaunchKernelEx", 7), gemm(7)], 1),
-        ([Event("cudaLaunchKernel", 0), Event("cudaLaunchKernel", 0)], 2),
-        ([Event("cudaMemcpyAsync", 1), Event("Memcpy DtoD", 1, "CUDA"), Event("cudaMemsetAsync", 2)], None),
-        ([Event("cudaMemcpyAsync", 1), Event("cudaDeviceSynchronize", 2), Event("cudaLaunchHostFunc", 3)], 0),
+        ([called("cudaLaunchKernel", 1), gemm(1), called("cudaLaunchKernel", 2), gemm(2)], 2),
+        ([called("cudaLaunchKernelExC", 1), called("cuLaunchKernelEx", 2), called("cuLaunchKernel", 3)], 3),
+        ([called("cudaLaunchCooperativeKernel", 4), called("cuLaunchCooperativeKernel", 5)], 2),
+        ([called("cudaGraphLaunch", 1), gemm(1), gemm(1), gemm(1)], 1),
+        ([called("cudaLaunchKernelExC", 7), called("cuLaunchKernelEx", 7), gemm(7)], 1),
+        ([called("cudaLaunchKernel", 0), called("cudaLaunchKernel", 0)], 2),
+        (
+            [
+                called("cudaMemcpyAsync", 1),
+                Event("Memcpy DtoD", category="gpu_memcpy", correlation=1),
+                called("cudaMemsetAsync", 2),
+            ],
+            None,
+        ),
+        ([called("cudaMemcpyAsync", 1), called("cudaDeviceSynchronize", 2), called("cudaLaunchHostFunc", 3)], 0),
         ([gemm(1), gemm(2)], None),
-        ([Event("cudaLaunchKernel in my range", 1, "CUDA", annotation=True)], 0),
+        ([Event("cudaLaunchKernel in my range", category="gpu_user_annotation")], 0),
     ],
 )
 def test_launches_of_a_trace(events: list[Event], count: int | None) -> None:
@@ -189,24 +182,9 @@ def test_other_work_is_seen(
 
 
 def test_on_cuda_the_device_is_idle_at_the_start_and_launches_have_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    trace = [Event("cudaLaunchKernel", 1), gemm(1), Event("cudaLaunchKernel", 2), gemm(2)]
-
-    class Profile:
-        def __init__(self, activities: list[Any]) -> None:
-            assert [activity.name for activity in activities] == ["CUDA"]
-            self.profiler = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: trace))
-
-        def start(self) -> None:
-            calls.append("start")
-
-        def stop(self) -> None:
-            calls.append("stop")
-
-    monkeypatch.setattr(torch.profiler, "profile", Profile)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
+    trace = [called("cudaLaunchKernel", 1), gemm(1), called("cudaLaunchKernel", 2), gemm(2)]
+    calls = profile(monkeypatch, trace)
     cost = HostCost(1, cuda=True)
-    assert Launches().count is None
     with cost:
         for _ in range(cost.windows):
             cost.on_event(EventKind.LOSS)

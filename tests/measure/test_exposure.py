@@ -2,81 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from bench.backends.base import registry
-from bench.measure.exposure import Activity, Exposure, WindowProfiler, exposure, from_kineto
+from bench.measure.exposure import WindowProfiler, exposure
 from bench.measure.trial import RankTrial
 from bench.plan.cell import Device
 from bench.plan.task import EXTRA_PASSES, SETTLED_WINDOWS, Spec, passes
 from tests.factories import make_cell
+from tests.measure.kineto import Event, profile
 
 NCCL = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
-
-
-def nccl(start: float, duration: float) -> Activity:
-    """A collective's kernel."""
-    return Activity(NCCL, start, duration)
-
-
-@pytest.mark.parametrize(
-    ("activities", "found"),
-    [
-        ([], (0, 0, 0, 0)),
-        ([Activity("gemm", 0, 5)], (0, 0, 5, 0)),
-        ([nccl(1, 2)], (2, 2, 0, 1)),
-        ([Activity("gemm", 0, 10), nccl(1, 2)], (2, 0, 10, 1)),
-        ([nccl(0, 4), Activity("gemm", 3, 4)], (4, 3, 4, 1)),
-        ([nccl(0, 4), nccl(2, 4)], (6, 6, 0, 2)),
-        ([nccl(0, 10), Activity("a", 1, 1), Activity("b", 1.5, 1.5), Activity("c", 8, 9)], (10, 6, 11, 1)),
-        ([nccl(0, 4), Activity("Memcpy DtoD", 1, 1, "gpu_memcpy")], (4, 3, 1, 1)),
-        ([nccl(0, 4), Activity("aten::mm", 0, 4, "cpu_op")], (4, 4, 0, 1)),
-        ([nccl(5, 1), nccl(0, 1), Activity("gemm", 0.5, 5)], (2, 1, 5, 2)),
-    ],
-)
-def test_exposed_is_what_runs_alone(activities: list[Activity], found: tuple[float, float, float, int]) -> None:
-    expected = dict(zip(("collective_s", "exposed_s", "compute_s", "num_collectives"), found, strict=True))
-    assert exposure(activities) == Exposure(**expected)  # type: ignore[arg-type]
-
-
-# The profiler around a window, with a trace as it is recorded: events as Kineto gives them, in nanoseconds.
-
-
-class Event:
-    """One of Kineto's, as torch hands it on since it tells categories."""
-
-    def __init__(self, name: str, start: int, duration: int, category: str = "kernel") -> None:
-        self._name, self._start, self._duration, self.category = name, start, duration, category
-
-    def name(self) -> str:
-        return self._name
-
-    def start_ns(self) -> int:
-        return self._start
-
-    def duration_ns(self) -> int:
-        return self._duration
-
-    def activity_type(self) -> str:
-        return self.category
-
-    def device_type(self) -> Any:
-        on_host = self.category in ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver", "overhead")
-        return SimpleNamespace(name="CPU" if on_host else "CUDA")
-
-    def is_user_annotation(self) -> bool:
-        return "annotation" in self.category
-
-    def older(self) -> Any:
-        """As torch 2.11 hands it on."""
-        names = ("name", "start_ns", "duration_ns", "device_type", "is_user_annotation")
-        return SimpleNamespace(**{name: getattr(self, name) for name in names})
 
 
 TRACE = [
@@ -125,55 +65,44 @@ TRACES = {
 """Realistic traces, and of each: collective_s, exposed_s, compute_s and num_collectives, by hand."""
 
 
-@pytest.mark.parametrize("name", TRACES)
-def test_a_trace_says_the_same_in_old_and_new_torch(name: str) -> None:
-    events, by_hand = TRACES[name]
-    collective_s, exposed_s, compute_s, num_collectives = by_hand
-    right = Exposure(
-        collective_s=pytest.approx(collective_s),  # type: ignore[arg-type]
-        exposed_s=pytest.approx(exposed_s),  # type: ignore[arg-type]
-        compute_s=pytest.approx(compute_s),  # type: ignore[arg-type]
-        num_collectives=num_collectives,
-    )
-    forms = {
-        "events": from_kineto(events),
-        "events of older torch": from_kineto([event.older() for event in events]),
-    }
-    for form, activities in forms.items():
-        assert exposure(activities) == right, form
+def nccl(start: float, duration: float) -> Event:
+    return named(NCCL, start, duration)
 
 
-class Profile:
-    """As ``torch.profiler.profile``; notes when it was started and stopped."""
-
-    calls: list[str]
-    trace = TRACE
-
-    def __init__(self, activities: list[Any]) -> None:
-        assert [activity.name for activity in activities] == ["CUDA"]
-        self.profiler = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: self.trace))
-
-    def start(self) -> None:
-        self.calls.append("start")
-
-    def stop(self) -> None:
-        self.calls.append("stop")
+def named(name: str, start: float, duration: float, category: str = "kernel") -> Event:
+    """Of times in seconds."""
+    return Event(name, int(start * 1e9), int(duration * 1e9), category)
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was done with the profiler and the device, which are pretended."""
-    found: list[str] = []
-    monkeypatch.setattr(Profile, "calls", found, raising=False)
-    monkeypatch.setattr(torch.profiler, "profile", Profile)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: found.append("synchronize"))
-    return found
+@pytest.mark.parametrize(
+    ("events", "by_hand"),
+    [
+        *TRACES.values(),
+        ([named("gemm", 0, 5)], (0, 0, 5, 0)),
+        ([nccl(1, 2)], (2, 2, 0, 1)),
+        ([named("gemm", 0, 10), nccl(1, 2)], (2, 0, 10, 1)),
+        ([nccl(0, 4), nccl(2, 4)], (6, 6, 0, 2)),
+        ([nccl(0, 10), named("a", 1, 1), named("b", 1.5, 1.5), named("c", 8, 9)], (10, 6, 11, 1)),
+        ([nccl(0, 4), named("aten::mm", 0, 4, "cpu_op")], (4, 4, 0, 1)),
+        ([nccl(5, 1), nccl(0, 1), named("gemm", 0.5, 5)], (2, 1, 5, 2)),
+    ],
+)
+def test_exposed_is_what_runs_alone_in_old_and_new_torch(
+    events: list[Event], by_hand: tuple[float, float, float, int]
+) -> None:
+    expected = dict(zip(("collective_s", "exposed_s", "compute_s", "num_collectives"), by_hand, strict=True))
+    for form in (events, [event.older for event in events]):
+        found = exposure(form)
+        assert found is not None and asdict(found) == pytest.approx(expected)
+
+
+def test_a_profiler_that_saw_nothing_says_nothing() -> None:
+    assert exposure([Event("cudaLaunchKernel", 0, 5_000, "cuda_runtime")]) is None
 
 
 @pytest.mark.usefixtures("lonely_group")
-def test_the_pass_profiles_one_settled_window(
-    calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pass_profiles_one_settled_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = profile(monkeypatch, TRACE)
     cell = make_cell(model="micro", world_size=1, accumulate=2, global_batch_size=2, sequence_length=4)
     spec = Spec(cell=cell, passes=("exposure",), folder=str(tmp_path), reference="")
     see, seen = WindowProfiler.on_window, []

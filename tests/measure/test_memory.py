@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from bench.measure.ledger import Evidence, TensorLedger
 from bench.measure.memory import MemoryProbe, reconcile
-from bench.measure.taps import EventKind, Taps
+from bench.measure.taps import EventKind, SettledWindow, Taps
 from bench.plan import categories
 from bench.plan.categories import HELD, PEAK, Category
+from bench.plan.task import SETTLED_WINDOWS
 from bench.run import trial_record
 
 KIB = 1024
@@ -29,30 +30,26 @@ def test_every_byte_of_a_loop_by_hand(ahead: bool) -> None:
 
     A loop that fetches a window ahead has the same activations.
     """
-    probe, taps = MemoryProbe("cpu"), Taps(time.perf_counter)
+    probe, taps, window = MemoryProbe("cpu"), Taps(time.perf_counter), SettledWindow(2)
 
     def on_event(kind: EventKind) -> None:
         taps.losses.clear()
-        probe.event(kind)
+        window.on_event(kind)
+        probe.on_event(kind, window)
 
     taps.on_event = on_event
-    loss_of = taps.loss(lambda *_: weight.exp().sum())
+    loss_of = taps.loss(lambda model, _: model(weight).exp().sum())
     with probe.ledger:
         weight = torch.nn.Parameter(torch.zeros(KIB))
         optimizer = probe.optimizer(torch.optim.SGD([weight], lr=0.1, momentum=0.9, foreach=False))
-        for window in range(2):
+        for _ in range(SETTLED_WINDOWS + 1):
+            weight.grad = None
             for micro_batch in range(2):
                 for _ in range(2 * (micro_batch == 0) if ahead else 1):
                     taps.record(EventKind.FETCH)
-                if window == 1 and micro_batch == 1:
-                    probe.hold()
                 loss_of(torch.nn.Identity(), torch.empty(0)).backward()
             optimizer.step()
             taps.record(EventKind.STEP)
-            if window == 0:
-                weight.grad = None
-                probe.open()
-        probe.close()
     memory = probe.result
     assert nonzero(categories.parts(memory, HELD)) == {
         "parameters_unsharded": 4 * KIB,

@@ -15,8 +15,8 @@ import pytest
 
 from bench import cli
 from bench.errors import InputError
+from bench.findings import Level
 from bench.judge.baseline import against_baseline
-from bench.judge.integrity import Level
 from bench.judge.loading import Run, load
 from bench.judge.quotes import find_cell
 from bench.plan.cell import Cell

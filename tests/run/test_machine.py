@@ -12,42 +12,11 @@ from typing import Any
 import pytest
 
 from bench.launch import gpus
+from bench.launch.torch_facts import TorchFacts
 from bench.run import machine
 from tests import factories
 from tests.factories import make_backend
-
-
-class FakeNvml(types.ModuleType):
-    """Three GPUs, as nvidia-ml-py tells of them; older versions tell in bytes."""
-
-    def __init__(self, as_bytes: bool) -> None:
-        super().__init__("pynvml")
-        self.open = 0
-        self.text = str.encode if as_bytes else str
-
-    def nvmlInit(self) -> None:
-        self.open += 1
-
-    def nvmlShutdown(self) -> None:
-        self.open -= 1
-
-    def nvmlDeviceGetCount(self) -> int:
-        return 3
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        return index
-
-    def nvmlDeviceGetName(self, handle: int) -> Any:
-        return self.text("NVIDIA H200")
-
-    def nvmlDeviceGetUUID(self, handle: int) -> Any:
-        return self.text(f"GPU-{handle}{handle}")
-
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
-        return types.SimpleNamespace(total=1000 + handle)
-
-    def nvmlSystemGetDriverVersion(self) -> Any:
-        return self.text("570.1")
+from tests.fake_nvml import FakeNvml, failing
 
 
 @pytest.mark.parametrize("as_bytes", [True, False])
@@ -65,7 +34,7 @@ class FakeNvml(types.ModuleType):
     ],
 )
 def test_visible_gpus(monkeypatch: pytest.MonkeyPatch, setting: str | None, visible: list[int], as_bytes: bool) -> None:
-    nvml = FakeNvml(as_bytes)
+    nvml = FakeNvml(as_bytes=as_bytes)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if setting is not None:
@@ -77,30 +46,18 @@ def test_visible_gpus(monkeypatch: pytest.MonkeyPatch, setting: str | None, visi
     assert nvml.open == 0, "the library is left as it was found"
 
 
-class MigNvml(FakeNvml):
+def with_mig(as_bytes: bool) -> FakeNvml:
     """The second GPU is cut into two instances, in places 0 and 2 of four."""
-
-    def nvmlDeviceGetMigMode(self, handle: Any) -> tuple[int, int]:
-        if handle == 2:
-            raise RuntimeError("Not Supported")
-        return (int(handle == 1), int(handle == 1))
-
-    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any) -> int:
-        return 4
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, place: int) -> str:
-        if place not in {0, 2}:
-            raise RuntimeError("Not Found")
-        return f"{handle}/{place}"
-
-    def nvmlDeviceGetName(self, handle: Any) -> Any:
-        return self.text("NVIDIA H100 80GB HBM3" + " MIG 1g.10gb" * (handle == "1/2"))
-
-    def nvmlDeviceGetUUID(self, handle: Any) -> Any:
-        return self.text(f"MIG-{handle[-1]}f" if isinstance(handle, str) else f"GPU-{handle}")
-
-    def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any:
-        return types.SimpleNamespace(total=10 if isinstance(handle, str) else 80)
+    nvml = FakeNvml(as_bytes=as_bytes)
+    failed = failing()
+    name = "NVIDIA H100 80GB HBM3"
+    nvml.set("MigMode", lambda handle: failed() if handle == 2 else (int(handle == 1),) * 2)
+    nvml.set("MaxMigDeviceCount", lambda handle: 4)
+    nvml.set("MigDeviceHandleByIndex", lambda handle, place: f"{handle}/{place}" if place in {0, 2} else failed())
+    nvml.set("Name", lambda handle: nvml.text(name + " MIG 1g.10gb" * (handle == "1/2")))
+    nvml.set("UUID", lambda handle: nvml.text(f"MIG-{handle[-1]}f" if isinstance(handle, str) else f"GPU-{handle}"))
+    nvml.set("MemoryInfo", lambda handle: types.SimpleNamespace(total=10 if isinstance(handle, str) else 80))
+    return nvml
 
 
 @pytest.mark.parametrize("as_bytes", [True, False])
@@ -116,7 +73,7 @@ class MigNvml(FakeNvml):
 def test_a_mig_instance_is_the_only_one_seen(
     monkeypatch: pytest.MonkeyPatch, setting: str, mig: str, name: str, as_bytes: bool
 ) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", MigNvml(as_bytes))
+    monkeypatch.setitem(sys.modules, "pynvml", with_mig(as_bytes))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
     found = {"index": 1, "name": name, "uuid": "GPU-1", "memory_bytes": 10, "mig": mig, "driver": "570.1"}
     assert gpus.gpus() == [found]
@@ -126,18 +83,31 @@ def test_a_mig_instance_is_the_only_one_seen(
     assert [gpu["uuid"] for gpu in gpus.gpus()] == ["GPU-1"]
 
 
+@pytest.mark.parametrize("has_driver", [True, False])
+def test_without_nvml_torch_is_asked_for_gpus_if_there_is_a_driver(
+    monkeypatch: pytest.MonkeyPatch, has_driver: bool
+) -> None:
+    device = {"index": 0, "name": "AMD Instinct MI300X", "uuid": "GPU-ab", "memory_bytes": 192}
+    torch = TorchFacts(version="2.13.0", cuda=None, hip="7.0", devices=[{**device, "capability": [9, 4]}])
+    asked: list[Any] = []
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(gpus, "has_driver", lambda: has_driver)
+    monkeypatch.setattr(gpus, "ask_torch", lambda: (asked.append(1) or torch, ""))
+    gpus._torch_gpus.cache_clear()
+    for _ in range(2):
+        assert gpus.gpus() == ([{**device, "driver": ""}] if has_driver else [])
+    assert len(asked) == has_driver, "torch is asked once, as it takes seconds"
+    gpus._torch_gpus.cache_clear()
+    assert machine.gpu_settings() == []
+
+
 def test_settings_of_gpus_and_what_a_card_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml: Any = FakeNvml(as_bytes=False)
-
-    def refuse(*_: Any) -> None:
-        raise RuntimeError("Not Supported")
-
-    nvml.nvmlDeviceGetEnforcedPowerLimit = lambda handle: 700_000
-    nvml.nvmlDeviceGetMaxClockInfo = lambda handle, kind: 1980
-    nvml.nvmlDeviceGetEccMode = lambda handle: (1, 1)
-    nvml.nvmlDeviceGetMigMode = refuse
-    nvml.nvmlDeviceGetNvLinkState = lambda handle, link: 1 if link < 4 else refuse()
-    nvml.nvmlDeviceGetTopologyCommonAncestor = lambda handle, other: 10 * abs(handle - other)
+    nvml, refuse = FakeNvml(), failing()
+    nvml.set("EnforcedPowerLimit", lambda handle: 700_000)
+    nvml.set("MaxClockInfo", lambda handle, kind: 1980)
+    nvml.set("EccMode", lambda handle: (1, 1))
+    nvml.set("NvLinkState", lambda handle, link: 1 if link < 4 else refuse())
+    nvml.set("TopologyCommonAncestor", lambda handle, other: 10 * abs(handle - other))
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
     first, second = machine.gpu_settings()

@@ -8,79 +8,22 @@ import subprocess
 import sys
 import threading
 import time
-import types
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from bench.run import telemetry
 from bench.run.telemetry import Telemetry, descends, summarize
+from tests.fake_nvml import FakeNvml, failing
 
-UUIDS = ["GPU-aa", "GPU-bb"]
-NOT_SUPPORTED, FUNCTION_NOT_FOUND, TIMEOUT = 3, 13, 10
-
-
-class NVMLError(Exception):
-    def __init__(self, value: int) -> None:
-        super().__init__({3: "Not Supported", 13: "Function Not Found", 10: "Timeout"}[value])
-        self.value = value
-
-
-def failing(value: int) -> Callable[..., Any]:
-    def fail(*_: Any) -> Any:
-        raise NVMLError(value)
-
-    return fail
-
-
-class FakeNvml(types.ModuleType):
-    """Two GPUs at work; every function can be replaced or removed."""
-
-    def __init__(self) -> None:
-        super().__init__("pynvml")
-        self.open = 0
-        self.pids = [os.getpid()]
-        self.asked: list[str] = []
-        self.started = time.monotonic()
-        answers: dict[str, Callable[..., Any]] = {
-            "TotalEnergyConsumption": lambda handle: int(1000 * 700 * (time.monotonic() - self.started)),
-            "PowerUsage": lambda handle: 650_000,
-            "ClockInfo": lambda handle, kind: {1: 1980, 2: 3201}[kind],
-            "Temperature": lambda handle, sensor: 61 + handle,
-            "CurrentClocksEventReasons": lambda handle: 0x4,
-            "ComputeRunningProcesses": lambda handle: [types.SimpleNamespace(pid=pid) for pid in self.pids],
-            "MPSComputeRunningProcesses": lambda handle: [],
-            "MigMode": failing(NOT_SUPPORTED),
-        }
-        for name, answer in answers.items():
-            self.set(name, answer)
-
-    def set(self, name: str, answer: Callable[..., Any]) -> None:
-        def ask(*arguments: Any) -> Any:
-            self.asked.append(name)
-            return answer(*arguments)
-
-        setattr(self, f"nvmlDeviceGet{name}", ask)
-
-    def remove(self, name: str) -> None:
-        delattr(self, f"nvmlDeviceGet{name}")
-
-    def nvmlInit(self) -> None:
-        self.open += 1
-
-    def nvmlShutdown(self) -> None:
-        self.open -= 1
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
-        return UUIDS.index(uuid)
+UUIDS = ["GPU-00", "GPU-11"]
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     module = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", module)
-    monkeypatch.setattr(telemetry.gpus, "gpus", lambda: [{"uuid": uuid} for uuid in UUIDS])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     return module
 
 
@@ -103,7 +46,7 @@ def test_all_gpus_are_sampled_until_the_end(fake: FakeNvml) -> None:
     assert first["pids"] == last["pids"] == [os.getpid()] and recording["own_pids"] == [os.getpid()]
     assert sum("pids" in sample for sample in samples) < len(samples), "processes are listed more rarely"
     assert {k: v for k, v in first.items() if k not in {"time", "energy_j", "pids"}} == {
-        "uuid": "GPU-bb",
+        "uuid": "GPU-11",
         "power_w": 650.0,
         "sm_clock_mhz": 1980,
         "memory_clock_mhz": 3201,
@@ -125,14 +68,14 @@ def test_all_gpus_are_sampled_until_the_end(fake: FakeNvml) -> None:
 
 
 def test_what_is_not_supported_is_asked_once_and_noted(fake: FakeNvml) -> None:
-    fake.set("TotalEnergyConsumption", failing(NOT_SUPPORTED))
+    fake.set("TotalEnergyConsumption", failing())
     fake.remove("PowerUsage")
     fake.remove("MPSComputeRunningProcesses")  # known to few drivers: nothing to note
     recording = record(0.05)
     assert fake.asked.count("TotalEnergyConsumption") == len(UUIDS)
     assert all(sample["energy_j"] is None and sample["power_w"] is None for sample in recording["samples"])
-    assert recording["notes"][0] == "GPU-aa: no energy_j: Not Supported"
-    assert "GPU-aa: no power_w: " in recording["notes"][1] and len(recording["notes"]) == 4
+    assert recording["notes"][0] == "GPU-00: no energy_j: Not Supported"
+    assert "GPU-00: no power_w: " in recording["notes"][1] and len(recording["notes"]) == 4
     summary = summarize(recording, recording["samples"][0]["time"], recording["samples"][-1]["time"])
     assert summary is not None
     assert summary["gpus"][0]["energy_j"] is None and summary["gpus"][0]["power_w"] is None
@@ -156,6 +99,17 @@ def test_a_driver_that_hangs_holds_nobody_up(fake: FakeNvml, monkeypatch: pytest
     hang.set()
     assert recording is not None and recording["samples"]
     assert recording["notes"] == ["NVML did not answer within 0.05 s"]
+
+
+def test_without_nvml_the_recording_says_why_it_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs that torch alone sees, as on ROCm."""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(telemetry.gpus, "gpus", lambda: [{"uuid": "GPU-00"}])
+    recording = record()
+    assert recording["samples"] == []
+    (note,) = recording["notes"]
+    assert note.startswith("no telemetry: ModuleNotFoundError")
+    assert summarize(recording, 0.0, 1.0) == {"gpus": [], "notes": [note]}
 
 
 def test_own_processes_are_those_that_descend_from_this_one() -> None:

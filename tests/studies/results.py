@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.errors import BAD, GOOD, INTERRUPTED, WRONG, InputError
-from bench.judge.integrity import Finding, Level, check
+from bench.findings import Finding, Level
+from bench.judge.integrity import check
 from bench.run.journal import JOURNAL, MANIFEST
 from bench.words import plural
 from tests.conftest import ROOT

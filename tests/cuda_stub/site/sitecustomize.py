@@ -92,7 +92,7 @@ def initial_weights(_: ModuleType) -> None:
 REPLACEMENTS: dict[str, Sequence[Callable[[ModuleType], None]]] = {
     "bench.measure.update": [update],
     "bench.measure.collectives": [collectives],
-    "bench.measure.summing": [accumulation],
+    "bench.measure.accumulation_dtype": [accumulation],
     "deepspeed.runtime.zero.stage_1_and_2": [overflow],
     "deepspeed.runtime.zero.stage3": [overflow],
     "bench.measure.trial": [torch_values, *([initial_weights] if os.environ.get("FAKE_WEIGHTS") else [])],

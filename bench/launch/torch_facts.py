@@ -1,0 +1,142 @@
+"""What torch reports of itself and of the accelerator: ``python -m bench.launch.torch_facts``, which prints JSON.
+
+It is another process, because importing torch takes seconds and may fail, and a driver may hang.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 180.0
+"""Time limit of the process, on a slow disk."""
+GLOO = "--gloo"
+"""Option of the process that also tests gloo."""
+GLOO_RANKS, GLOO_TIMEOUT_S = 2, 60.0
+"""Ranks of that test, and its time limit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TorchFacts:
+    """What torch reports."""
+
+    version: str
+    cuda: str | None
+    """Version of CUDA that it is built for."""
+    hip: str | None
+    """Version of ROCm that it is built for."""
+    devices: Sequence[dict[str, Any]] = ()
+    """Index, name, uuid and memory_bytes of each visible GPU; ``capability``, its compute capability."""
+    device_error: str = ""
+    architectures: Sequence[str] = ()
+    """Architectures of its kernels, such as sm_90 or compute_90."""
+    no_peers: Sequence[Sequence[int]] = ()
+    """Pairs of GPUs that cannot read each other's memory."""
+    nccl: bool = False
+    gloo_error: str = ""
+
+    @property
+    def built_for(self) -> str:
+        """The platform that it is built for; empty if for the CPU alone."""
+        return f"CUDA {self.cuda}" if self.cuda else f"ROCm {self.hip}" if self.hip else ""
+
+
+def ask_torch(
+    *options: str, command: Sequence[str] = (), timeout_s: float = TIMEOUT_S
+) -> tuple[TorchFacts | None, str]:
+    """What torch reports, or why it does not answer."""
+    root = str(Path(__file__).resolve().parents[2])
+    paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+    try:
+        process = subprocess.run(
+            list(command) or [sys.executable, "-m", "bench.launch.torch_facts", *options],
+            env=os.environ | {"PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"no answer within {timeout_s:g} s"
+    except OSError as error:
+        return None, str(error)
+    try:
+        return TorchFacts(**json.loads(process.stdout.strip().splitlines()[-1])), ""
+    except (IndexError, ValueError, TypeError):
+        lines = process.stderr.strip().splitlines()
+        return None, lines[-1] if lines else f"exit status {process.returncode}"
+
+
+def _devices() -> dict[str, Any]:
+    import torch
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        usable = torch.accelerator.is_available()
+    if not usable:
+        return {"device_error": "; ".join(" ".join(str(warning.message).split()) for warning in caught)}
+    try:
+        module: Any = torch.get_device_module(torch.accelerator.current_accelerator())
+        devices: list[dict[str, Any]] = []
+        for index in range(torch.accelerator.device_count()):
+            about = module.get_device_properties(index)
+            uuid = f"GPU-{about.uuid}" if hasattr(about, "uuid") else f"GPU-{index}"  # as NVML writes it
+            devices.append({"index": index, "name": about.name, "uuid": uuid, "memory_bytes": about.total_memory})
+            devices[-1]["capability"] = [about.major, about.minor]
+        pairs = [(a["index"], b["index"]) for a in devices for b in devices if a is not b]
+        no_peers = [[a, b] for a, b in pairs if not module.can_device_access_peer(a, b)]
+        return {"devices": devices, "architectures": module.get_arch_list(), "no_peers": no_peers}
+    except (RuntimeError, AssertionError, AttributeError) as error:
+        return {"device_error": " ".join(str(error).split())}
+
+
+def _gloo() -> str:
+    """Why forked processes cannot all-reduce over gloo on the loopback device; empty if they can."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with multiprocessing.get_context("fork").Pool(GLOO_RANKS) as pool:
+        try:
+            sums = pool.starmap_async(_sum_over_gloo, [(rank, port) for rank in range(GLOO_RANKS)]).get(GLOO_TIMEOUT_S)
+        except multiprocessing.TimeoutError:
+            return f"no answer within {GLOO_TIMEOUT_S:g} s"
+        except Exception as error:  # any error is the answer
+            return " ".join(f"{type(error).__name__}: {error}".split())
+    return "" if set(sums) == {GLOO_RANKS} else f"{GLOO_RANKS} ones add up to {sums}"
+
+
+def _sum_over_gloo(rank: int, port: int) -> float:
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+
+    limit = datetime.timedelta(seconds=GLOO_TIMEOUT_S / 2)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", timeout=limit, rank=rank, world_size=GLOO_RANKS)
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    return float(value)
+
+
+def main() -> None:
+    """Print the facts."""
+    import torch
+    import torch.distributed as dist
+
+    # Processes cannot be forked after CUDA was initialized, so gloo comes first.
+    gloo_error = _gloo() if GLOO in sys.argv else ""
+    about = {"version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
+    print(json.dumps({**about, "nccl": dist.is_nccl_available(), "gloo_error": gloo_error, **_devices()}))
+
+
+if __name__ == "__main__":
+    main()
