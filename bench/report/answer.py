@@ -116,10 +116,11 @@ def _fastest(data: ReportData, group: Group) -> Iterator[Statement]:
     text = f"{digits(best.seconds or 0)} s per step{_ends(best.low, best.high)} at {group.where}"
     against = data.against_baselines.get(best.backend)
     rows = {} if against is None else against.by_cell
-    slower = {cell_id for cell_id, row in rows.items() if row.judgement.verdict is Verdict.SLOWER}
-    near = [row for row in others if row.cell_id not in slower]
+    cells = [data.rows[row.cell_id] for row in timed]
+    alike_ids = {cell["cell_id"] for cell in data.not_slower(cells, data.rows[best.cell_id])}
+    near = [row for row in others if row.cell_id in alike_ids]
     if near:
-        text += f". Not told apart from it: {', '.join(_with_ratio(row, rows) for row in near)}"
+        text += f". Statistically indistinguishable: {', '.join(_with_ratio(row, rows) for row in near)}"
     elif others:
         text += f". Next: {_with_ratio(others[0], rows)} times its time"
     yield Statement(key="fastest", title="Fastest correct backend", lead=best.backend, text=f"{text}.")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from bench.judge.verdicts import Verdict
 from bench.plan.cell import REFERENCES, Status
 from bench.plan.columns import WORK
 from bench.report import style
@@ -26,11 +29,9 @@ from bench.report.figure_data import (
     TIMES,
     FigureData,
     Panel,
-    apart,
     failure,
     floats,
     lost,
-    saved_by_deferring,
     twins,
 )
 from bench.report.style import DPI, GREY, INTERVAL, NAME_WIDTH, REFERENCE_COLOUR, TINY, WIDTH, text_width
@@ -96,11 +97,15 @@ def _saving(run: FigureData, panel: Panel) -> str:
     good = rows[rows["status"] == Status.OK]["step_time_s"]
     if good.empty:
         return "Step time against N"
-    where, pairs = run.where(rows.iloc[0]), [pair for pair in twins(rows) if apart(*pair)]
-    if (saved := saved_by_deferring(pairs, "step_time_s")) is not None:
-        name, before, after = saved
-        return f"{where}, deferring the sync saves {100 * (1 - after / before):.0f} % of a step with {name}"
-    if pairs:
+    where = run.where(rows.iloc[0])
+    pairs = [pair for eager, deferred in twins(rows) if (pair := run.data.compared(deferred, eager)) is not None]
+    faster = [pair for pair in pairs if pair.judgement.verdict is Verdict.FASTER and pair.time is not None]
+    if faster:
+        pair = min(faster, key=lambda found: found.time.ratio if found.time else math.inf)
+        share = 100 * (1 - pair.time.ratio) if pair.time else 0.0
+        name = pair.pair.a.backend.removesuffix("-eager")
+        return f"{where}, deferring the sync saves {share:.0f} % of a step with {name}"
+    if any(pair.judgement.verdict is Verdict.SLOWER for pair in pairs):
         return f"{where}, deferring the sync saves no time"
     return f"{where}, a step takes {good.min():.3g} to {good.max():.3g} s, depending on the backend"
 

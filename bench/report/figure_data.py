@@ -18,7 +18,7 @@ from bench.plan.columns import AXES, FOLLOWS, WAYS, axes, differing
 from bench.report import style
 from bench.report.canvas import FigureWords
 from bench.report.report_data import ReportData, eager_and_deferred, machine_words, parameters
-from bench.words import alike, size, some
+from bench.words import alike, plural, size, some
 
 T = TypeVar("T")
 CONTEXT = [*WAYS, "world_size", "world", "precision"]
@@ -50,7 +50,7 @@ class FigureData:
 
     def __init__(self, data: ReportData, obstacle: str = "") -> None:
         """``obstacle`` is why times cannot be compared; empty if they can."""
-        self.manifest, self.tables, self.obstacle = data.run.manifest, data.run.tables, obstacle
+        self.data, self.manifest, self.tables, self.obstacle = data, data.run.manifest, data.run.tables, obstacle
         self.remarks = data.against_baseline.remarks
         self.control = None if data.against_baseline.control is None else data.against_baseline.control.interval
         self.looks = style.looks(data.cells)
@@ -229,19 +229,14 @@ def most_extreme(cells: pd.DataFrame, value: str) -> pd.DataFrame:
     return good.sort_values(value, kind="stable")
 
 
-def apart(one: Any, other: Any) -> bool:
-    """Whether the intervals of two step times are disjoint."""
-    ends = [one[TIMES[1]], one[TIMES[2]], other[TIMES[1]], other[TIMES[2]]]
-    return not any(map(pd.isna, ends)) and (ends[0] > ends[3] or ends[2] > ends[1])
-
-
-def fastest(cells: pd.DataFrame) -> str:
-    """The backends that none is certainly faster than, and the shortest step time."""
-    rows = cells[cells["step_time_s"].notna()].sort_values("step_time_s", kind="stable")
-    best = rows.iloc[0]
-    alike = [row for _, row in rows.iterrows() if not (pd.isna(best[TIMES[1]]) or apart(row, best))]
-    names = [str(row["backend"]) for row in alike] or [str(best["backend"])]
-    return f"{some(names)} {'is' if len(names) == 1 else 'are'} fastest ({best['step_time_s']:.3g} s)"
+def fastest(run: FigureData, cells: pd.DataFrame) -> str:
+    """The backend with the shortest step time, and how many are not slower by their verdict."""
+    rows = rows_of(cells[cells["step_time_s"].notna()].sort_values("step_time_s", kind="stable"))
+    best = rows[0]
+    others, seconds = len(run.data.not_slower(rows, best)), f"{best['step_time_s']:.3g} s"
+    if not others:
+        return f"{best['backend']} is fastest ({seconds})"
+    return f"{best['backend']} ({seconds}) is statistically indistinguishable from {plural(others, 'other')}"
 
 
 def leanest(cells: pd.DataFrame, column: str = "peak_memory_bytes") -> str:

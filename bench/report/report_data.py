@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from bench.judge.next_steps import TimesUnavailable, times_unavailable
 from bench.judge.pairs import ComparedPair
 from bench.judge.quotes import Quotes
 from bench.judge.tables import rows_of
+from bench.judge.verdicts import Verdict
 from bench.plan.cell import REFERENCES, Status, Sync
 from bench.words import plural
 
@@ -51,6 +52,17 @@ class ReportData:
     def pairs(self) -> dict[str, ComparedPair]:
         """Each cell against the baseline's, by id."""
         return self.against_baseline.by_cell
+
+    def compared(self, cell: Mapping[str, Any], base: Mapping[str, Any]) -> ComparedPair | None:
+        """A row of cells against another one, as any sentence, table or title has it; None if they are not compared."""
+        against = self.against_baselines.get(base["backend"])
+        found = None if against is None else against.by_cell.get(cell["cell_id"])
+        return found if found is not None and found.pair.a.cell_id == base["cell_id"] else None
+
+    def not_slower(self, cells: Sequence[Mapping[str, Any]], best: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """The cells, beside the one with the shortest step time, that have no verdict of being slower than it."""
+        pairs = [(cell, self.compared(cell, best)) for cell in cells if cell["cell_id"] != best["cell_id"]]
+        return [cell for cell, pair in pairs if pair is None or pair.judgement.verdict is not Verdict.SLOWER]
 
     @cached_property
     def times_unavailable(self) -> TimesUnavailable | None:

@@ -9,6 +9,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from bench.judge.tables import rows_of
+from bench.judge.verdicts import Verdict
 from bench.plan.cell import Status
 from bench.report import style
 from bench.report.canvas import (
@@ -28,7 +29,6 @@ from bench.report.figure_data import (
     TIMES,
     FigureData,
     Panel,
-    apart,
     failure,
     fastest,
     leanest,
@@ -61,7 +61,7 @@ def draw_memory_vs_time(run: FigureData) -> list[Drawing]:
         main.title = ", ".join(filter(None, [f"N = {main.extent[1]}", main.title]))
     others = [panel for panel in panels if panel is not main]
     words = run.words(_title(run, main), timed=True)
-    legend = "Below and to the left is better."
+    legend = "Lower left is better."
     if not run.obstacle:
         legend += " Lines are 95 % intervals of the time; arrows lead from eager to deferred sync where times differ."
     words.notes[:0] = [*left_out, legend, *lost(run.timed, "step_time_s")]
@@ -76,7 +76,7 @@ def draw_memory_vs_time(run: FigureData) -> list[Drawing]:
     _points(run, large, main.rows, unit, marker=6.5)
     large.set_title(panel_title(main.title, WIDTH), weight="bold")
     large.set_xlabel("step time (s)")
-    large.set_ylabel(f"peak memory of a rank ({name},\n{safe(measured_by)})")
+    large.set_ylabel(f"peak memory per rank ({name},\n{safe(measured_by)})")
     if others:
         small = rows[1].subgridspec(1, len(others)).subplots(sharex=True, sharey=True, squeeze=False)[0]
         set_scales(small[0], pd.concat([panel.rows for panel in others]), unit)
@@ -101,7 +101,8 @@ def _title(run: FigureData, panel: Panel) -> str:
     good = panel.rows[panel.rows["status"] == Status.OK]
     if good.empty:
         return f"No backend is correct at {panel.title}"
-    return ", ".join([f"At {panel.title}", *([] if run.obstacle else [fastest(good)]), leanest(good)])
+    found = [*([] if run.obstacle else [fastest(run, good)]), leanest(good)]
+    return f"At {panel.title}, {'; '.join(found)}"
 
 
 def _points(run: FigureData, axes: Axes, cells: pd.DataFrame, unit: float, marker: float) -> None:
@@ -123,8 +124,11 @@ def _place(cell: Any, unit: float) -> tuple[float, float]:
 
 
 def _arrows(run: FigureData, cells: pd.DataFrame) -> Iterator[tuple[Any, Any]]:
-    """Rows of eager and deferred sync whose times certainly differ."""
-    return (pair for pair in twins(cells) if apart(*pair) and not run.obstacle)
+    """Rows of eager and deferred sync whose times differ by their verdict."""
+    for eager, deferred in twins(cells):
+        pair = run.data.compared(deferred, eager)
+        if not run.obstacle and pair and pair.judgement.verdict in (Verdict.FASTER, Verdict.SLOWER):
+            yield eager, deferred
 
 
 def set_scales(axes: Axes, cells: pd.DataFrame, unit: float) -> None:
