@@ -19,7 +19,7 @@ import pytest
 from bench.plan.categories import HELD, PEAK, Category
 from bench.plan.cell import REFERENCE, Cell
 from bench.report import figures
-from bench.report.finish import finish
+from bench.report.outputs import finish
 from bench.run.journal import JOURNAL, encode, write_manifest
 from tests.factories import make_cell, make_failure, make_manifest, make_record
 

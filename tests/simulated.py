@@ -15,7 +15,7 @@ from bench.launch.outcome import Outcome
 from bench.plan.cell import REFERENCE, Cell, Status
 from bench.plan.expand import expand
 from bench.plan.task import Spec
-from bench.report.finish import finish
+from bench.report.outputs import finish
 from bench.run import start
 from bench.run.runner import Runner
 from tests.factories import FakeLauncher, make_backend, make_matrix, make_rank, make_time

@@ -12,10 +12,9 @@ from typing import Any
 
 import pandas as pd
 
-from bench import words
 from bench.audit.diagnosis import STEP_COUNTERS
 from bench.backends.base import Backend, BackendFamily, built_in
-from bench.words import plural
+from bench.formatting import markdown, plural
 
 Observation = Mapping[str, Any]
 """One backend in one scenario (``bench.audit.diagnosis.observation``)."""
@@ -262,7 +261,7 @@ def overview(observations: Sequence[Observation]) -> str:
             words_of = Counter(seen["verdict"] for seen in cells if seen["level"] == "wrong")
             wrong = ", ".join(f"{word} {count}" for word, count in words_of.most_common())
             counts = " | ".join(str(levels[level]) for level in ("detail", "note", "wrong"))
-            lines.append(f"| {words.markdown(', '.join(group.backends))} | {counts} | {words.markdown(wrong)} |")
+            lines.append(f"| {markdown(', '.join(group.backends))} | {counts} | {markdown(wrong)} |")
     return "\n".join([*lines, ""])
 
 
@@ -270,19 +269,19 @@ def markdown(observations: Sequence[Observation]) -> str:
     """Scenarios by groups of backends that behave alike in every scenario, and the backends of each group."""
     found = groups(observations)
     lines = [
-        f"| scenario | {' | '.join(words.markdown(group.name) for group in found)} |",
+        f"| scenario | {' | '.join(markdown(group.name) for group in found)} |",
         "| --- |" + " --- |" * len(found),
     ]
     for title, rows in parts(observations, found):
         lines.append(f"| *{title}* |" + " |" * len(found))
         for name, row in rows.items():
             cells = [_cell(seen) if seen else "" for seen in row]
-            lines.append(f"| {words.markdown(name)} | {' | '.join(cells)} |")
+            lines.append(f"| {markdown(name)} | {' | '.join(cells)} |")
     several = [group for group in found if len(group.backends) > 1]
-    legend = [words.markdown(f"{group.name}: {', '.join(group.backends)}") for group in several]
+    legend = [markdown(f"{group.name}: {', '.join(group.backends)}") for group in several]
     return "\n".join([*lines, *([""] if legend else []), *(f"- {line}" for line in legend), ""])
 
 
 def _cell(seen: Observation) -> str:
-    first, *rest = map(words.markdown, summary(seen))
+    first, *rest = map(markdown, summary(seen))
     return "<br>".join([f"**{first}**" if seen["level"] == "wrong" else first, *rest])

@@ -12,7 +12,8 @@ from typing import Any
 
 from bench.audit.decoded_scenario import DecodedScenario, DecodedUpdate, Use
 from bench.audit.division_rules import all_divided_twice, divided_twice, hidden_by_clipping
-from bench.audit.findings import (
+from bench.audit.scenario import Fault, Split
+from bench.audit.semantics_findings import (
     RIGHT,
     TOLERANCE,
     AuditFinding,
@@ -24,9 +25,8 @@ from bench.audit.findings import (
     share,
     verdict,
 )
-from bench.audit.scenario import Fault, Split
+from bench.formatting import plural
 from bench.plan.cell import Status
-from bench.words import plural
 
 DETAIL, NOTE, WRONG = FindingLevel
 STEP_COUNTERS = (

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 
 from bench.audit.decoded_scenario import DecodedScenario, DecodedUpdate
-from bench.audit.findings import AuditFinding, FindingLevel, near, share
 from bench.audit.scenario import Reduction
+from bench.audit.semantics_findings import AuditFinding, FindingLevel, near, share
 
 
 def divided_twice(decoded: DecodedScenario) -> Iterator[AuditFinding]:

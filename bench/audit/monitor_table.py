@@ -15,7 +15,7 @@ from rich.text import Text
 
 from bench.audit.monitor import TOLERANCE
 from bench.audit.monitor_grid import VALIDATION_S, Epoch, RateVerdict, Strategy
-from bench.words import plural
+from bench.formatting import plural
 
 EPOCHS = {
     Epoch.WHOLE: "NB is a multiple of N",

@@ -15,8 +15,8 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from bench import files, validation
 from bench.audit.training_plan import TrainingPlan
 from bench.errors import InputError, shown
+from bench.formatting import plural
 from bench.validation import Amount, Expect, Flag, MisfitError, Natural, Positive
-from bench.words import plural
 
 SUITE = Path(__file__).parent / "scenarios.toml"
 """The shipped scenarios, in the order in which they are shown."""

@@ -15,10 +15,10 @@ from typing import Any
 from bench.audit import conformance
 from bench.audit.weight_figure import weight_figure
 from bench.errors import InputError
+from bench.formatting import markdown, plural
 from bench.report import canvas
 from bench.report.citation import VERSIONS
 from bench.run import machine
-from bench.words import markdown, plural
 
 UPDATES_SHOWN = 12
 """Updates listed for each backend on the terminal; --json has all."""

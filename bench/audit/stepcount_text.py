@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from bench.audit.stepcount import StepRule, Steps, calculate, never_reached
+from bench.formatting import plural, table
 from bench.plan.cell import Stepping
-from bench.words import plural, table
 
 if TYPE_CHECKING:
     from bench.audit.training_plan import TrainingPlan

@@ -10,8 +10,8 @@ from typing import Any
 
 from bench.backends.base import built_in, installed_backends, registry
 from bench.errors import GOOD, InputError, suggest
+from bench.formatting import table
 from bench.plan.cell import Device
-from bench.words import table
 
 
 def add(commands: Any) -> None:

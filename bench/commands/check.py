@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench import files
 from bench.errors import BAD, GOOD, InputError
-from bench.words import plural
+from bench.formatting import plural
 
 if TYPE_CHECKING:
     from bench.findings import Finding

@@ -28,11 +28,11 @@ from packaging.version import InvalidVersion, Version
 from bench.errors import BAD, GOOD
 from bench.files import RESULTS, existing
 from bench.findings import Finding, Level, error, good, warning
+from bench.formatting import plural
 from bench.launch.torch_facts import GLOO, TorchFacts, ask_torch
 from bench.measure.host import IDLE_SHARE, HostLoad, merge
 from bench.plan.cell import REFERENCES, Device
 from bench.run import gpu_checks, machine
-from bench.words import plural
 
 DESCRIPTION = (
     "Looks at Python, packages and their known defects, torch, the GPUs and their driver, NCCL, what is between the "

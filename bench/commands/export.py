@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.errors import GOOD, InputError, suggest
-from bench.words import plural, table
+from bench.formatting import plural, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

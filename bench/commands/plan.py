@@ -11,11 +11,11 @@ from typing import Any
 from bench.backends import blocks
 from bench.commands.matrix_options import Planned, add_matrix_options, planned
 from bench.errors import GOOD
+from bench.formatting import plural, size, table
 from bench.plan.cell import Cell, among, summarize
 from bench.plan.columns import differing, phrases
 from bench.plan.expand import baseline
 from bench.plan.schedule import Cost
-from bench.words import plural, size, table
 
 GPUS = re.compile(
     r"(?:(?P<count>[0-9]{1,4})\s*x\s*)?(?P<name>\S.*?)\s+(?P<size>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>GiB|GB)"

@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the report and show its summary."""
     from bench.forecast import from_run
-    from bench.report.finish import finish, rebuild
+    from bench.report.outputs import finish, rebuild
     from bench.run.journal import read_manifest
 
     folder = arguments.run

@@ -154,7 +154,7 @@ def _train(
     from bench.judge.baseline import baseline_of, interim_analysis
     from bench.launch import gpus as launch_gpus
     from bench.launch.launcher import Launcher, LauncherError
-    from bench.report.finish import finish
+    from bench.report.outputs import finish
     from bench.report.progress import Display, JsonLines
     from bench.run import matmul, runner, start
     from bench.run.telemetry import Telemetry

@@ -19,6 +19,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from bench.forecast.prediction import Bounds, Link, Prediction, communication, sent_bytes
+from bench.formatting import plural
 from bench.judge.formulas import BUILT_IN, expect, layout_of
 from bench.plan.cell import Cell, Device
 from bench.plan.column import DASH
@@ -26,7 +27,6 @@ from bench.report.report_data import ReportData
 from bench.report.sections import PageSection
 from bench.report.tabular import Table
 from bench.run.links import between, ranks_of
-from bench.words import plural
 
 HEADER = ("cell", "s/step", "compute", "communication", "lower bound", "upper bound", "off the upper bound (%)")
 """Of the table in the report; times in seconds."""

@@ -23,10 +23,10 @@ from functools import cache, cached_property
 from bench.backends.base import Backend
 from bench.backends.deepspeed import DeepSpeedZero2Deferred
 from bench.forecast.footprint import Footprint, declined, footprint
+from bench.formatting import rate
 from bench.judge.formulas import BUILT_IN, Collective, Expectation, expect, layout_of, wire_bytes
 from bench.plan.cell import REFERENCES, Cell, Device, Precision, RankGroup
 from bench.plan.models import SIZES
-from bench.words import rate
 from bench.workload.layout import Layout
 
 NOT_PREDICTED = "not predicted"

@@ -8,9 +8,9 @@ from typing import Any
 from bench.forecast.choice import Choice, Choices, Question
 from bench.forecast.fit import reserves
 from bench.forecast.prediction import NOT_PREDICTED
+from bench.formatting import size, table
 from bench.plan.cell import among
 from bench.plan.models import SIZES
-from bench.words import size, table
 
 GIB = 2**30
 COLUMNS = {

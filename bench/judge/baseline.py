@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from bench.formatting import plural
 from bench.judge.caveats import remarks
 from bench.judge.loading import Run, run_of
 from bench.judge.pairs import ComparedPair, Pair, judge_pairs, pairs_of_backends
@@ -15,7 +16,6 @@ from bench.judge.statistics import Interval, ratio, required_trials
 from bench.judge.verdicts import excess, next_precision
 from bench.plan.cell import REFERENCE, REFERENCES, Cell
 from bench.plan.schedule import InterimAnalysis
-from bench.words import plural
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

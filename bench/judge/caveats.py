@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from bench.backends.base import BF16_AUTOCAST
+from bench.formatting import some
 from bench.plan.cell import REFERENCE, Cell, Precision
-from bench.words import some
 
 WAYS = "bf16 is computed in different ways, which by itself changes time and memory: "
 """Begins the remark that names the ways."""

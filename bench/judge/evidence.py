@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from bench.formatting import plural
 from bench.judge.statistics import Sample
 from bench.judge.tables import Tables, rows_of
 from bench.measure.host import IDLE_SHARE
 from bench.plan.cell import Cell, Status
 from bench.plan.columns import WORK
-from bench.words import plural
 
 Row = Mapping[str, Any]
 """A row of the trials table; missing values are None."""

@@ -13,13 +13,13 @@ from typing import Any
 
 import pandas as pd
 
+from bench.formatting import plural
 from bench.judge import expected
 from bench.judge.expected import Deviation, Losses
 from bench.judge.tables import Tables, rows_of, world_of
 from bench.judge.update_causes import SAME_FACTOR, Cause, Clip, Explanation, explain_clipping, explain_update
 from bench.plan.cell import SGD, Precision, Status
 from bench.plan.models import SIZES
-from bench.words import plural
 from bench.workload.layout import Layout
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 
 from bench.findings import Finding, Level, error, good, warning
+from bench.formatting import plural
 from bench.judge import samples
 from bench.judge.baseline import AgainstBaseline, against_baseline, widest
 from bench.judge.loading import Run, missing_trials, read
@@ -24,7 +25,6 @@ from bench.plan.schedule import Ended
 from bench.run.journal import Journal
 from bench.run.machine import unlike_nodes
 from bench.run.trial_record import warmup
-from bench.words import plural
 
 TOLERANCE = 1e-9
 """Relative tolerance between a stored and a recomputed number."""

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.formatting import plural
 from bench.judge.baseline import AgainstBaseline
 from bench.judge.loading import Run
 from bench.judge.statistics import MIN_REPEATS, MIN_TRIALS
 from bench.judge.verdicts import MORE_HELPS, Reason, Verdict
 from bench.plan.cell import REFERENCES
-from bench.words import plural
 
 BENCH = ("python", "-m", "bench")
 VIRTUAL = (

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from bench.formatting import plural
 from bench.judge.evidence import CellEvidence
 from bench.judge.statistics import MARGIN, MIN_TRIALS, SAME_WIDTH, Interval, equivalent, holm, ratio
-from bench.words import plural
 
 ALPHA = 0.05
 

@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 from pydantic import ConfigDict
 
 from bench import validation
+from bench.formatting import plural
 from bench.plan.world import World
 from bench.validation import Amount, Flag, Natural, Positive
-from bench.words import plural
 
 REFERENCE, SHARDED_REFERENCE = REFERENCES = ("reference", "reference-sharded")
 """Names of the reference backends: one process that trains the full batch at once in fp32, in plain PyTorch; and the

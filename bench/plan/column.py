@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Any
 
-from bench.words import size
+from bench.formatting import size
 
 DASH = "-"
 """Shown for a value that is unknown or does not apply."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pandas as pd
 
+from bench.formatting import alike, digits, plural, size
 from bench.judge.baseline import Control, widest
 from bench.judge.gates import known_defect
 from bench.judge.next_steps import next_command
@@ -22,7 +23,6 @@ from bench.judge.verdicts import Reason, Verdict
 from bench.plan.cell import Device, Status, Sync, summarize
 from bench.report.ranking import Group, Ranked, ends_of, groups
 from bench.report.report_data import ReportData, cpu_name, eager_and_deferred, gpu_names, parameters
-from bench.words import alike, digits, plural, size
 
 LONGEST = 240
 """Characters of a reason; the table of failed cells has it in full."""

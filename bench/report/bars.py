@@ -13,6 +13,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from bench.formatting import alike, plural, size, some, unit_of
 from bench.judge.expected import cell_of
 from bench.judge.formulas import wire_bytes
 from bench.judge.tables import rows_of
@@ -33,7 +34,6 @@ from bench.report.figure_data import (
     twins,
 )
 from bench.report.style import GREY, NAME_WIDTH, SMALL, TINY, WIDTH, Key, fit, safe, text_width
-from bench.words import alike, plural, size, some, unit_of
 
 ROW, TITLE_AND_AXIS = 0.16, 0.34
 """Inches of a bar, and of the words above and below a panel."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import pandas as pd
 
+from bench.formatting import bibtex, digits, markdown, plain, plural
 from bench.judge.loading import Run
 from bench.judge.quotes import SCHEME, CellQuote, Quotes, RatioQuote, place_of, quoted
 from bench.judge.statistics import Interval
@@ -25,7 +26,6 @@ from bench.judge.verdicts import NEXT, Verdict
 from bench.plan.columns import AXES, WAYS
 from bench.report.report_data import machine_words
 from bench.run.machine import FRAMEWORKS, unlike_nodes
-from bench.words import bibtex, digits, markdown, plain, plural
 
 VERSIONS = (*FRAMEWORKS, "numpy")
 """Packages whose versions are cited."""

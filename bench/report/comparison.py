@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from bench.formatting import markdown, plural, some
 from bench.judge.loading import Run, missing_trials
 from bench.judge.pairs import ComparedPair, Pair, frame_of_pairs
 from bench.judge.statistics import MARGIN, MIN_TRIALS
@@ -17,7 +18,6 @@ from bench.judge.verdicts import Exact, Reason, Verdict
 from bench.plan.column import DASH
 from bench.report.tabular import Table, TableColumn, TableRow
 from bench.run.machine import Changed
-from bench.words import markdown, plural, some
 
 COLUMNS = (
     TableColumn("cell", "cell", is_number=False),

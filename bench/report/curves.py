@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from bench.formatting import plural, some
 from bench.judge.verdicts import Verdict
 from bench.plan.cell import REFERENCES, Status
 from bench.plan.columns import WORK
@@ -35,7 +36,6 @@ from bench.report.figure_data import (
     twins,
 )
 from bench.report.style import DPI, GREY, INTERVAL, NAME_WIDTH, REFERENCE_COLOUR, TINY, WIDTH, text_width
-from bench.words import plural, some
 
 MOST_PANELS, LAST = 3, 2.2
 """Panels, and how many times the width of others the last one has, at whose lines the names are."""

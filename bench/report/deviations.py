@@ -11,13 +11,13 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from bench.formatting import plural, some
 from bench.judge.samples import block_effects
 from bench.plan.cell import REFERENCES, Status
 from bench.report import style
 from bench.report.canvas import Drawing, name_rows, new_figure
 from bench.report.figure_data import CONTEXT, FACTS, FigureData, floats
 from bench.report.style import GREY, REFERENCE_COLOUR, Key
-from bench.words import plural, some
 
 MOST_ODD = 30
 """Cells in a figure of counts; the CSV has all."""

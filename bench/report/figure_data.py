@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pandas as pd
 
+from bench.formatting import alike, plural, size, some
 from bench.judge.samples import step_times
 from bench.judge.tables import good_trials, rows_of
 from bench.plan.cell import SGD, Status
@@ -18,7 +19,6 @@ from bench.plan.columns import AXES, FOLLOWS, WAYS, axes, differing
 from bench.report import style
 from bench.report.canvas import FigureWords
 from bench.report.report_data import ReportData, eager_and_deferred, machine_words, parameters
-from bench.words import alike, plural, size, some
 
 T = TypeVar("T")
 CONTEXT = [*WAYS, "world_size", "world", "precision"]

@@ -14,6 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
+from bench.formatting import plural, some
 from bench.judge.pairs import SLOWER, ComparedPair, record
 from bench.judge.statistics import Interval
 from bench.judge.verdicts import Verdict
@@ -22,7 +23,6 @@ from bench.report.canvas import Drawing, FigureWords, name_rows, new_figure
 from bench.report.comparison import Report
 from bench.report.figure_data import largest, left_out
 from bench.report.style import BASE, CONTROL_COLOUR, GREY, REFERENCE_COLOUR, TINY, Key, fit, safe
-from bench.words import plural, some
 
 DARK = "#0B3C6F"
 """The dots of the largest N; smaller N are paler."""

@@ -17,12 +17,12 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from bench.errors import InputError
+from bench.formatting import plain
 from bench.judge.frames import Frames
 from bench.judge.gates import tolerance
 from bench.judge.tables import rows_of
 from bench.plan.cell import Cell, Status
 from bench.plan.columns import COLUMNS, FRAMES
-from bench.words import plain
 
 FORMULA = tuple("=+-@\uff1d\uff0b\uff0d\uff20\t\r\n")
 """What spreadsheets read as the beginning of a formula, in wide forms too, or skip to find one: OWASP, "CSV

@@ -20,6 +20,7 @@ import jinja2
 from markupsafe import Markup
 from PIL import Image
 
+from bench.formatting import digits, plain, plural
 from bench.judge.baseline import AgainstBaseline
 from bench.judge.samples import NAME
 from bench.judge.statistics import LEVEL, MARGIN, MIN_TRIALS, RESAMPLES
@@ -30,7 +31,6 @@ from bench.report.citation import ESCAPES, Citation, cite_plot, formats, words_o
 from bench.report.ranking import DECIDED
 from bench.report.report_data import ReportData, gpu_names
 from bench.report.sections import SCENARIOS, PageSection, failures, sections
-from bench.words import digits, plain, plural
 
 PAGE = "report.html"
 FIRST_PLOT = "memory_vs_time"

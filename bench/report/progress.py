@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from bench.formatting import plural
 from bench.judge.gates import EXPECTED, defect_of_record
 from bench.judge.tables import step_time
 from bench.plan.cell import Cell
 from bench.plan.columns import labels
 from bench.plan.schedule import Cost, InterimAnalysis, Trial
-from bench.words import plural
 
 REFRESH_PER_S = 1.0
 """Slow on purpose: the display shares the machine with what is measured."""

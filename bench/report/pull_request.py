@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shlex
 
+from bench.formatting import markdown
 from bench.judge.loading import Run
 from bench.report.answer import Answer, Statement
 from bench.report.citation import commit
-from bench.words import markdown
 
 REPORT = "report.md"
 MOST_ROWS = 60

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from bench.formatting import digits, size
 from bench.judge.pairs import ComparedPair
 from bench.judge.samples import NAME
 from bench.judge.verdicts import Verdict
@@ -16,7 +17,6 @@ from bench.plan.column import DASH
 from bench.plan.columns import WAYS, differing, phrases
 from bench.report.report_data import ReportData
 from bench.report.tabular import Table, TableColumn, TableRow
-from bench.words import digits, size
 
 DECIDED = (Verdict.FASTER, Verdict.SLOWER, Verdict.SAME)
 

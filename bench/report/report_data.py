@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 
+from bench.formatting import plural
 from bench.judge.baseline import AgainstBaseline, against_baselines
 from bench.judge.frames import cells_frame
 from bench.judge.loading import Run
@@ -20,7 +21,6 @@ from bench.judge.quotes import Quotes
 from bench.judge.tables import rows_of
 from bench.judge.verdicts import Verdict
 from bench.plan.cell import REFERENCES, Status, Sync
-from bench.words import plural
 
 SCALES = ((1e9, " G"), (1e6, " M"), (1e3, " k"))
 

@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 
+from bench.formatting import plural, unit_of
 from bench.judge.tables import rows_of
 from bench.judge.verdicts import Verdict
 from bench.plan.cell import Status
@@ -36,7 +37,6 @@ from bench.report.figure_data import (
     twins,
 )
 from bench.report.style import INTERVAL, NAME_WIDTH, WIDTH, fit, safe
-from bench.words import plural, unit_of
 
 MOST_SMALL = 4
 """Small multiples."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pandas as pd
 
+from bench.formatting import plural, size
 from bench.judge.expected import cells_watched, extent
 from bench.judge.gates import EXPECTED, known_defect, tolerance
 from bench.judge.samples import NAME, slowest
@@ -30,7 +31,6 @@ from bench.report.tabular import Table
 from bench.run import links
 from bench.run.journal import Journal
 from bench.run.machine import unlike_nodes
-from bench.words import plural, size
 
 OPERATIONS = {
     "operations": Column("string", "", "of one optimizer step", title="operations of one optimizer step"),

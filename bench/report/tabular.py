@@ -12,9 +12,9 @@ from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from bench.formatting import markdown
 from bench.judge.tables import rows_of
 from bench.plan.column import Column
-from bench.words import markdown
 
 UNBOUNDED = 1000
 """Characters of a line that has room for everything."""

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import TypedDict
 
+from bench.formatting import plural, size
 from bench.measure import heartbeat
 from bench.validation import Positive, PositiveNumber
-from bench.words import plural, size
 
 if TYPE_CHECKING:
     import torch

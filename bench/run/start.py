@@ -14,6 +14,7 @@ from typing import Any
 from bench.backends.base import Backend, register, registry
 from bench.errors import InputError
 from bench.files import existing
+from bench.formatting import plural
 from bench.plan.cell import Cell
 from bench.plan.expand import baseline
 from bench.plan.matrix import Matrix, check_stored
@@ -21,7 +22,6 @@ from bench.plan.models import SIZES, describe_file, sources
 from bench.plan.schedule import Schedule
 from bench.run import machine
 from bench.run.journal import JOURNAL, MANIFEST, SCHEMA_VERSION, read_manifest, write_manifest
-from bench.words import plural
 
 
 def describe(backends: Mapping[str, type[Backend]]) -> dict[str, dict[str, str]]:

@@ -13,8 +13,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from bench.formatting import plural
 from bench.run import machine
-from bench.words import plural
 from tests.studies import markdown as md
 
 Facts = dict[str, dict[str, dict[str, Any]]]

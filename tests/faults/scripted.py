@@ -37,7 +37,7 @@ class ScriptedLauncher(FakeLauncher):
 
 if __name__ == "__main__":
     launcher.Launcher = ScriptedLauncher  # type: ignore[assignment,misc]
-    sys.modules["bench.report.finish"] = SimpleNamespace(finish=lambda *_, **__: GOOD)  # type: ignore[assignment]
+    sys.modules["bench.report.outputs"] = SimpleNamespace(finish=lambda *_, **__: GOOD)  # type: ignore[assignment]
     try:
         sys.exit(cli.main())
     except KeyboardInterrupt:  # as in bench/__main__.py

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from bench.formatting import digits
 from bench.judge.statistics import Interval, Sample, ratio
 from bench.measure.host import IDLE_SHARE
-from bench.words import digits
 from tests.overhead import bare
 from tests.overhead.in_turn import LOOPS, PROCESSES
 from tests.studies.markdown import table

@@ -16,6 +16,7 @@ import pytest
 from bench import cli
 from bench.errors import InputError
 from bench.findings import Level
+from bench.formatting import digits
 from bench.judge.baseline import against_baseline
 from bench.judge.loading import Run, load
 from bench.judge.quotes import find_cell
@@ -23,7 +24,6 @@ from bench.plan.cell import Cell
 from bench.report.citation import cite, cite_plot
 from bench.report.citation_check import differences, verify
 from bench.run.journal import JOURNAL, Journal, encode, read_manifest, write_manifest
-from bench.words import digits
 from tests.simulated import simulate
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -12,6 +12,7 @@ import pytest
 
 from bench.audit.semantics_files import load as load_suite
 from bench.files import RESULTS
+from bench.formatting import digits
 from bench.judge.baseline import against_baselines
 from bench.judge.loading import load, run_of
 from bench.report import page as pages
@@ -21,7 +22,6 @@ from bench.report.figures import KINDS
 from bench.report.report_data import ReportData
 from bench.report.sections import epoch_end, nodes
 from bench.run.journal import Journal
-from bench.words import digits
 from tests.factories import make_cell, make_manifest, make_record
 from tests.pages import HOSTILE, Element, data_of, read, report, write_large_run, write_run
 from tests.studies.bundle import bundle

@@ -220,8 +220,8 @@ def resume_safe(m: Measured) -> Answer:
     losing = [f"`{name}` loses {count}" for name, count in lost.items() if count]
     keeping = [f"`{name}`" for name, count in lost.items() if not count]
     return (only("if no window is open then") if losing else TRUE), (
-        f"With 10 micro-batches per epoch and N = 4, {' and '.join(losing)} of 80 samples: what is open at an epoch's "
-        f"end is in no checkpoint. {' and '.join(keeping)} lose none, since they step there."
+        f"With 10 micro-batches per epoch and N = 4, {' and '.join(losing)} of 80 samples: unfinished "
+        f"windows are not checkpointed. {' and '.join(keeping)} lose none, since they step there."
     )
 
 

@@ -32,6 +32,7 @@ from matplotlib.patches import Patch
 from bench.errors import BAD, GOOD, INTERRUPTED
 from bench.forecast.from_run import Predicted, measured_link, predicted_communication
 from bench.forecast.prediction import Bounds, Link
+from bench.formatting import rate
 from bench.judge.loading import Run, load
 from bench.judge.samples import step_times
 from bench.judge.statistics import ratio
@@ -40,7 +41,6 @@ from bench.report import canvas, style
 from bench.report.canvas import Drawing, FigureWords
 from bench.report.formats import write_frame
 from bench.run.journal import MANIFEST, read_manifest
-from bench.words import rate
 from tests.conftest import ROOT
 from tests.hosts.rig import rig
 from tests.studies.markdown import table

@@ -24,9 +24,9 @@ from typing import Any
 
 from bench.errors import BAD, GOOD, INTERRUPTED, WRONG, InputError
 from bench.findings import Finding, Level
+from bench.formatting import plural
 from bench.judge.integrity import check
 from bench.run.journal import JOURNAL, MANIFEST
-from bench.words import plural
 from tests.conftest import ROOT
 from tests.studies.made import ROWS, Made
 

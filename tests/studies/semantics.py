@@ -22,9 +22,9 @@ from bench.audit.conformance import (
 )
 from bench.audit.scenario import Fault, Scenario
 from bench.audit.semantics_files import MARKDOWN, OBSERVATIONS, facts_of, load, write_pictures, write_tables
+from bench.formatting import markdown as escape
+from bench.formatting import plural, some
 from bench.plan.cell import Status
-from bench.words import markdown as escape
-from bench.words import plural, some
 from tests.conftest import ROOT
 
 GLOBAL_STEP, ENGINE_STEPS = "trainer.global_step", "engine.global_steps"

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple, TypeVar
 
 from bench.audit.lint.config_file import ConfigPart
-from bench.words import plain
+from bench.formatting import plain
 
 
 class Severity(StrEnum):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from bench.audit.decoded_scenario import DecodedUpdate, Use
-from bench.words import plural
+from bench.formatting import plural
 
 TOLERANCE = 1e-4
 """Relative. Coefficients are exact to 6e-8 (fp32); the smallest error that a backend makes here is 1e-2."""
