@@ -14,7 +14,8 @@ import pandas as pd
 
 from bench.audit.diagnosis import STEP_COUNTERS
 from bench.backends.base import Backend, BackendFamily, built_in
-from bench.formatting import markdown, plural
+from bench.formatting import markdown as escaped
+from bench.formatting import plural
 
 Observation = Mapping[str, Any]
 """One backend in one scenario (``bench.audit.diagnosis.observation``)."""
@@ -261,7 +262,7 @@ def overview(observations: Sequence[Observation]) -> str:
             words_of = Counter(seen["verdict"] for seen in cells if seen["level"] == "wrong")
             wrong = ", ".join(f"{word} {count}" for word, count in words_of.most_common())
             counts = " | ".join(str(levels[level]) for level in ("detail", "note", "wrong"))
-            lines.append(f"| {markdown(', '.join(group.backends))} | {counts} | {markdown(wrong)} |")
+            lines.append(f"| {escaped(', '.join(group.backends))} | {counts} | {escaped(wrong)} |")
     return "\n".join([*lines, ""])
 
 
@@ -269,19 +270,19 @@ def markdown(observations: Sequence[Observation]) -> str:
     """Scenarios by groups of backends that behave alike in every scenario, and the backends of each group."""
     found = groups(observations)
     lines = [
-        f"| scenario | {' | '.join(markdown(group.name) for group in found)} |",
+        f"| scenario | {' | '.join(escaped(group.name) for group in found)} |",
         "| --- |" + " --- |" * len(found),
     ]
     for title, rows in parts(observations, found):
         lines.append(f"| *{title}* |" + " |" * len(found))
         for name, row in rows.items():
             cells = [_cell(seen) if seen else "" for seen in row]
-            lines.append(f"| {markdown(name)} | {' | '.join(cells)} |")
+            lines.append(f"| {escaped(name)} | {' | '.join(cells)} |")
     several = [group for group in found if len(group.backends) > 1]
-    legend = [markdown(f"{group.name}: {', '.join(group.backends)}") for group in several]
+    legend = [escaped(f"{group.name}: {', '.join(group.backends)}") for group in several]
     return "\n".join([*lines, *([""] if legend else []), *(f"- {line}" for line in legend), ""])
 
 
 def _cell(seen: Observation) -> str:
-    first, *rest = map(markdown, summary(seen))
+    first, *rest = map(escaped, summary(seen))
     return "<br>".join([f"**{first}**" if seen["level"] == "wrong" else first, *rest])
