@@ -302,6 +302,15 @@ def launcher() -> Iterator[Launcher]:
         yield made
 
 
+def lend(launcher: Launcher, monkeypatch: pytest.MonkeyPatch, *users: Any) -> None:
+    """Give modules the shared launcher in place of one that they would start and end."""
+    monkeypatch.setattr(Launcher, "__enter__", lambda shared: shared)  # only its fixture starts, renews and ends it
+    for method in ("__exit__", "renew"):
+        monkeypatch.setattr(Launcher, method, lambda *_: None)
+    for user in users:
+        monkeypatch.setattr(user, "Launcher", lambda *_, **__: launcher)
+
+
 @pytest.fixture
 def here(launcher: Launcher, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
     """``python -m bench`` in this process and folder, its trials forked from the shared launcher."""
@@ -310,11 +319,7 @@ def here(launcher: Launcher, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(figures, "draw", lambda *_: [])
-    monkeypatch.setattr(Launcher, "__enter__", lambda shared: shared)  # only its fixture starts, renews and ends it
-    for method in ("__exit__", "renew"):
-        monkeypatch.setattr(Launcher, method, lambda *_: None)
-    for user in (dtypes, module):
-        monkeypatch.setattr(user, "Launcher", lambda *_, **__: launcher)
+    lend(launcher, monkeypatch, dtypes, module)
 
     def command(*arguments: str) -> subprocess.CompletedProcess[str]:
         out, err = io.StringIO(), io.StringIO()

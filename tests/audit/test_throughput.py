@@ -13,7 +13,7 @@ from bench.audit.monitor_grid import Epoch, Point, RateVerdict, Strategy
 from bench.audit.monitor_ranks import measure_all
 from bench.cli import main
 from bench.launch.launcher import Launcher
-from tests.conftest import Lent
+from tests.conftest import lend
 
 ABOUT = {
     "lightning": "2.6.6",
@@ -113,7 +113,7 @@ def test_validation_does_not_count() -> None:
 
 @pytest.mark.parametrize("strategy", [Strategy.DDP, pytest.param(Strategy.DEEPSPEED, marks=pytest.mark.slow)])
 def test_two_ranks(strategy: Strategy, launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitor_ranks, "Launcher", Lent(launcher))
+    lend(launcher, monkeypatch, monitor_ranks)
     kinds = {"strategy": strategy, "world_size": 2}
     points = [Point(4, 1, 5, **kinds), Point(4, 1, 5, Epoch.PARTIAL, **kinds), Point(4, 1, 5, Epoch.SHORT, **kinds)]
     rows = list(measure_all(points))

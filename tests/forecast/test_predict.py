@@ -199,7 +199,7 @@ def test_wrappers_are_named_beside_the_mechanism_that_they_equal(capsys: pytest.
         return {line.split()[0]: line for line in table.partition("\n\n")[0].splitlines()[1:]}
 
     short = rows()
-    assert short["fsdp2-eager"].endswith("= lightning-fsdp2, accelerate-fsdp2-eager, torchtitan-eager")
+    assert short["fsdp2-eager"].endswith("= torchtitan-eager, lightning-fsdp2, accelerate-fsdp2-eager")
     assert "lightning-deepspeed-zero2 (WRONG)" in short["deepspeed-zero2-eager"] and len(short) < 16
     every = rows("--all")
     assert list(every) == BUILT_IN and every["lightning-deepspeed-zero2"].endswith(" WRONG")
