@@ -5,12 +5,12 @@ A remark is one sentence without its full stop. It follows from run.json, so no 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from bench.backends.base import BF16_AUTOCAST
-from bench.formatting import some
-from bench.plan.cell import REFERENCE, Cell, Precision
+from bench.formatting import digits, some
+from bench.plan.cell import REFERENCE, Cell, Device, Precision
 
 WAYS = "bf16 is computed in different ways, which by itself changes time and memory: "
 """Begins the remark that names the ways."""
@@ -40,3 +40,22 @@ def remarks(shown: Iterable[tuple[Mapping[str, Any], Cell]]) -> list[str]:
         said = (f"{way}{IMPLIES.get(way, '')} ({some(list(names))})" for way, names in ways.items())
         found.append(WAYS + "; ".join(said))
     return found
+
+
+def link_words(cells: Sequence[Cell]) -> str:
+    """What the ranks of these cells communicate over."""
+    num_nodes = max(cell.num_nodes for cell in cells)
+    on_cpu = any(cell.device is Device.CPU for cell in cells)
+    link = "NCCL"
+    if on_cpu or any(cell.world.shares_gpus for cell in cells):
+        link = "gloo" if num_nodes > 1 else "gloo over loopback"
+    link += f" between {num_nodes} nodes" * (num_nodes > 1)
+    if all(cell.world_size == 1 for cell in cells):
+        alone = "one process" if on_cpu else "one GPU"
+        return f"{alone}, so no bytes move: times show host overhead and memory policy, not communication"
+    return link if any(cell.world.has_all_ranks for cell in cells) else "virtual world, nothing is sent"
+
+
+def transfer(num_parameters: float) -> str:
+    """What does not follow from times on CPUs."""
+    return f"rankings of a {digits(num_parameters / 1e6)} M model over gloo do not transfer to GPUs"

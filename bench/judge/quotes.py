@@ -17,12 +17,12 @@ import pandas as pd
 
 from bench.errors import InputError
 from bench.judge.baseline import AgainstBaseline, Control, against_baselines, control_of, pairs_with_baseline, widened
-from bench.judge.caveats import remarks
+from bench.judge.caveats import link_words, remarks, transfer
 from bench.judge.loading import Run
 from bench.judge.pairs import ComparedPair, Pair, judge_pairs
 from bench.judge.samples import Estimate, estimate
 from bench.judge.tables import rows_of
-from bench.plan.cell import Cell, Status
+from bench.plan.cell import Cell, Device, Status
 
 SCHEME = "accumulation-bench"
 """Prefix of the ids by which numbers are cited."""
@@ -91,7 +91,7 @@ class Quotes:
         cell, trials = self._known(cell_id), self._trials[cell_id]
         sound = [row for row in trials if row["status"] == Status.OK]
         found = self.run.evidence.of(cell)
-        caveats = [*_failed(trials), *_caveats(cell), *remarks([(self.run.manifest, cell)]), *self._of_run()]
+        caveats = [*_failed(trials), *self._caveats(cell), *remarks([(self.run.manifest, cell)]), *self._of_run()]
         # A cell of a world that is timed has failed a gate if it has no time.
         barred = "" if not cell.world.is_timed else "; ".join(found.obstacles)
         medians = () if barred or not sound else tuple(found.sample.trials)
@@ -121,7 +121,7 @@ class Quotes:
             raise InputError(f"{self.run.labels[cell_id]}: is given twice; give two different cells, or one")
         row = self._row(cell, other)
         said = remarks((self.run.manifest, one) for one in (other, cell))
-        caveats = [*_caveats(cell, other), *said, *self._of_run()]
+        caveats = [*self._caveats(cell, other), *said, *self._of_run()]
         for one_id in (cell_id, other_id):
             caveats += [f"{self.run.labels[one_id]}: {text}" for text in _failed(self._trials[one_id])]
         if row.judgement.comparison.blocked is not None:
@@ -163,6 +163,15 @@ class Quotes:
         control = self.control
         return judge_pairs(self.run, self.run, pairs, control=None if control is None else control.interval)[-1]
 
+    def _caveats(self, *cells: Cell) -> list[str]:
+        """The caveat of the first of these cells whose world has one; of times on CPUs, the link and what it limits."""
+        if found := [cell.world.caveat for cell in cells if cell.world.caveat]:
+            return found[:1]
+        if not any(cell.device is Device.CPU and cell.world_size > 1 for cell in cells):
+            return []
+        size = self._shared[cells[0].cell_id]["num_parameters"]
+        return [link_words(cells), *([] if size is None else [transfer(size)])]
+
     def _of_run(self) -> list[str]:
         return [] if "finished" in self.run.manifest else ["the run has not finished, so the hash will change"]
 
@@ -175,11 +184,6 @@ def _failed(trials: Sequence[Any]) -> list[str]:
         f"{count} of {len(trials)} trials ended {status}: {reason or 'no reason was recorded'}"
         for (status, reason), count in ends.items()
     ]
-
-
-def _caveats(*cells: Cell) -> list[str]:
-    """The caveat of the first of these cells whose world has one."""
-    return [cell.world.caveat for cell in cells if cell.world.caveat][:1]
 
 
 def find_cell(run: Run, text: str) -> Cell:

@@ -14,6 +14,7 @@ import pandas as pd
 
 from bench.formatting import alike, digits, plural, size
 from bench.judge.baseline import Control, widest
+from bench.judge.caveats import link_words, transfer
 from bench.judge.gates import known_defect
 from bench.judge.next_steps import next_command
 from bench.judge.pairs import ComparedPair
@@ -37,7 +38,6 @@ OPEN = {
 """Why a comparison with a baseline stays undecided."""
 FIRST_DEFERRED = "fsdp2-deferred"
 """It is compared with its eager twin before all others are."""
-TRANSFER = "rankings of a {} model over gloo do not transfer to GPUs"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,8 +150,8 @@ def _least(data: ReportData, group: Group) -> Iterator[Statement]:
     against = data.against_baselines.get(fastest.backend)
     pair = against.by_cell.get(best[0].cell_id) if against and group.is_timed else None
     if fastest not in best and fastest.memory and pair and pair.time:
-        share, time = digits(least / fastest.memory), digits(pair.time.ratio)
-        text += f": {share} times {fastest.backend}'s memory, {time} times its time"
+        share, time = 100 * (1 - least / fastest.memory), digits(pair.time.ratio)
+        text += f": {share:.0f} % less than {fastest.backend}, at {time} times its step time"
     yield Statement(key="memory", title="Least memory", lead=names, text=f"{text}.")
 
 
@@ -284,30 +284,18 @@ def _scope(data: ReportData) -> str:
     cpu = any(cell.device is Device.CPU for cell in own)
     about = run.manifest.get("machine") or {}
     machine = cpu_name(about) if cpu else gpu_names(about)
-    link = "NCCL"
-    num_nodes = max(cell.num_nodes for cell in own)
-    if cpu or any(cell.world.shares_gpus for cell in own):
-        link = "gloo" if num_nodes > 1 else "gloo over loopback"
-    link += f" between {num_nodes} nodes" * (num_nodes > 1)
-    if all(cell.world_size == 1 for cell in own):
-        one = "one process" if cpu else "one GPU"
-        link = f"{one}, so no bytes move: times show host overhead and memory policy, not communication"
-    elif not any(cell.world.has_all_ranks for cell in own):
-        link = "virtual world, nothing is sent"
     counts = data.contestants.loc[data.contestants["num_ok"] > 0, "num_ok"]
     trials = " to ".join(dict.fromkeys(str(int(one)) for one in (counts.min(), counts.max()))) if len(counts) else "0"
     parts = [
-        f"{', '.join(models)} on {ranks} rank{'' if ranks == '1' else 's'} of {machine}, {link}",
+        f"{', '.join(models)} on {ranks} rank{'' if ranks == '1' else 's'} of {machine}, {link_words(own)}",
         f"n = {trials} good {'trial' if trials == '1' else 'trials'} per cell",
-        *(
-            [] if data.times_unavailable else [_control(data.against_baseline.control)]
-        ),  # an obstacle leaves the floor unknown too
+        *([] if data.times_unavailable else [_control(data.against_baseline.control)]),
     ]
     if (wide := widest(data.against_baseline.rows)) is not None:
         parts.append(f"widest interval of a ratio {100 * wide:.2g} %")
     parts.append(summarize(run.cells.values(), data.against_baseline.baseline))
     if cpu and not data.times_unavailable:
-        parts.append(TRANSFER.format(parameters(sizes.max()).removesuffix(" parameters")))
+        parts.append(transfer(sizes.max()))
     return f"{'; '.join(parts)}."
 
 

@@ -248,7 +248,9 @@ def _traffic_title(run: FigureData, cells: pd.DataFrame) -> str:
     where = run.where(good.iloc[0])
     if (saved := saved_by_deferring(twins(good), SENT)) is not None:
         name, before, after = saved
-        return f"{where}, deferring the sync cuts what {name} sends from {size(before)} to {size(after)} per rank"
+        return (
+            f"{where}, deferring the sync cuts the ring traffic of {name} from {size(before)} to {size(after)} per rank"
+        )
     least, most = good.iloc[0], good.iloc[-1]
     if least[SENT] == most[SENT]:
         return f"{where}, a rank sends {size(least[SENT])} per step"

@@ -146,7 +146,7 @@ class Group:
         """What the columns are, in one line."""
         if not self.is_timed:
             return "memory is the largest peak of a rank"
-        return f"s/step: {NAME} of n trials; ratio to {baseline}: below 1 is faster"
+        return f"s/step: {NAME} of n trials; ratio to {baseline}: mean over blocks, below 1 is faster"
 
     def share(self, value: float | None, key: str) -> float | None:
         """A value as a percentage of the largest in its column, for bars."""
