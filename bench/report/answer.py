@@ -268,7 +268,7 @@ def _resolution(data: ReportData) -> Iterator[Statement]:
         return
     minutes = float(data.run.tables.trials["wall_s"].sum()) / 60
     text = (
-        f"a difference of 5 % between any two cells would show in 8 of 10 runs with {needed} trials per cell, about "
+        f"A difference of 5 % between any two cells would show in 8 of 10 runs with {needed} trials per cell, about "
         f"{max(1, round(minutes * needed / n))} minutes; this run has {n}, in {max(1, round(minutes))}."
     )
     yield Statement(key="resolution", title="Resolution", text=text)
