@@ -66,6 +66,14 @@ def digits(value: float) -> str:
     return f"{round(value, decimals):.{max(0, decimals)}f}"
 
 
+def at_most(value: float) -> str:
+    """A number above 0 with one significant digit, rounded up: what no value exceeds."""
+    if not (math.isfinite(value) and value > 0):
+        return f"{value:g}"
+    unit = 10.0 ** math.floor(math.log10(value))
+    return f"{math.ceil(value / unit - 1e-9) * unit:.1g}"
+
+
 def alike(one: float, other: float) -> bool:
     """Whether two sizes tie: their ratio, in the digits that are shown, is 1."""
     return digits(max(one, other) / max(min(one, other), 1)) == "1.000"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.cli import main
+from bench.formatting import at_most
 from bench.judge.loading import load
 from tests.pages import report, write_run
 
@@ -32,3 +33,8 @@ def test_one_of_a_thing_is_not_many(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert any("1 core" in text for text in texts)
     for text in texts:
         assert not ONE_OF_MANY.findall(re.sub(r"<svg.*?</svg>", "", text, flags=re.DOTALL)), text[:2000]
+
+
+@pytest.mark.parametrize(("value", "words"), [(1.4e-6, "2e-06"), (1e-6, "1e-06"), (0.00016, "0.0002"), (0.0, "0")])
+def test_a_bound_is_rounded_up(value: float, words: str) -> None:
+    assert at_most(value) == words

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from bench.formatting import plural, some
+from bench.formatting import at_most, plural, some
 from bench.judge.verdicts import Verdict
 from bench.plan.cell import REFERENCES, Status
 from bench.plan.columns import WORK
@@ -137,14 +139,11 @@ MOST_LOSSES = 4
 SHORT = 0.25
 """A panel whose curves have less than this share of the longest curve's steps is not drawn: timed cells have few."""
 VISIBLE = 0.01
-"""The losses themselves are drawn if they are so many nats per token from the reference's: nearer ones are one line."""
-LOSS_FLOOR = 1e-9
-"""Where a loss equal to the reference's is drawn on a logarithmic axis."""
-LABELS = {"loss": "loss (nats/token)", "deviation": f"|loss - reference's|\n(0 drawn at {LOSS_FLOOR:.0e})"}
+"""Losses nearer than this to the reference's, in nats per token, lie on its line, and have no line of their own."""
 
 
 def draw_loss_curves(run: FigureData) -> list[Drawing]:
-    """How far losses at the largest N are from the reference's, and above that the losses, if they visibly differ."""
+    """Losses at the largest N: the reference's, and by name those of backends that are invalid or visibly differ."""
     keyed = _losses(run)
     if keyed.empty:
         return []
@@ -154,23 +153,26 @@ def draw_loss_curves(run: FigureData) -> list[Drawing]:
     panels, left_out = run.panels(keyed, CONTEXT, MOST_LOSSES)
     facts = list(dict.fromkeys([*FACTS, "step", "loss", "reference_loss", "deviation", "entropy_floor"]))
     drawn = pd.concat([panel.rows for panel in panels])
-    known = drawn["deviation"].notna().any()
-    kinds = ["loss"] * bool(not known or drawn["deviation"].max() > VISIBLE) + ["deviation"] * bool(known)
+    apart = drawn["deviation"].isna() | (drawn["deviation"] > VISIBLE) | (drawn["status"] == Status.INVALID)
+    named = set(drawn[apart]["backend"])
     words = run.words(_deviating(drawn))
     if short:
         left_out.append(f"The curves of {plural(short, 'cell')} are left out: they are much shorter than others.")
-    words.notes[:0] = [*left_out, *["Dashed and black: the reference's loss."][: "loss" in kinds]]
-    keys = [style.line_key(name, run.looks[name]) for name in run.shown(drawn)]
-    figure = new_figure(words, keys, 2.5 * len(kinds) + 0.3)
-    grid = figure.subplots(len(kinds), len(panels), squeeze=False, sharex=True, sharey="row")
-    for column, panel in zip(grid.T, panels, strict=True):
-        column[0].set_title(panel_title(panel.title, WIDTH / len(panels) - 0.4))
-        column[-1].set_xlabel("optimizer step")
-        column[-1].xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        for axes, kind in zip(column, kinds, strict=True):
-            _curves(run, axes, panel, kind)
-    for axes, kind in zip(grid[:, 0], kinds, strict=True):
-        axes.set_ylabel(LABELS[kind])
+    words.notes[:0] = left_out
+    keys = [style.line_key(name, run.looks[name]) for name in run.shown(drawn) if name in named]
+    near = drawn[~drawn["backend"].isin(named)]
+    if len(near):
+        others = (
+            f"the reference, and {plural(near['backend'].nunique(), 'backend')} within {near['deviation'].max():.1g}"
+        )
+        keys.append((Line2D([], [], color=REFERENCE_COLOUR, linestyle="--"), f"{others} nats/token of it"))
+    figure = new_figure(words, keys, 2.8)
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True):
+        axes.set_title(panel_title(panel.title, WIDTH / len(panels) - 0.4))
+        axes.set_xlabel("optimizer step")
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        _curves(run, axes, panel, named)
+    figure.axes[0].set_ylabel("loss (nats/token)")
     return [Drawing("loss_curves", figure, keyed[facts], words)]
 
 
@@ -200,26 +202,23 @@ def _deviating(rows: pd.DataFrame) -> str:
         return "Losses, without a reference to compare them with"
     count = rows["backend"].nunique()
     whose = f"All {count} backends stay" if count > 1 else f"{rows['backend'].iloc[0]} stays"
-    return f"{whose} within {rows['deviation'].max():.1g} nats/token of the reference's loss"
+    return f"{whose} within {at_most(rows['deviation'].max())} nats/token of the reference's loss"
 
 
-def _curves(run: FigureData, axes: Axes, panel: Panel, value: str) -> None:
-    """A line per cell, and the reference's loss and its floor."""
-    if value == "deviation":
-        axes.set_yscale("log")
-    for i, ((backend, _), rows) in enumerate(panel.rows.groupby(["backend", "cell_id"], sort=False)):
+def _curves(run: FigureData, axes: Axes, panel: Panel, named: Collection[str]) -> None:
+    """A line per cell of these backends, the reference's loss, and its floor."""
+    own = panel.rows[panel.rows["backend"].isin(named)]
+    for i, ((backend, _), rows) in enumerate(own.groupby(["backend", "cell_id"], sort=False)):
         look, wrong = run.looks[str(backend)], bool((rows["status"] == Status.INVALID).any())
-        x, y = floats(rows["step"]), floats(rows[value])
-        y = y.clip(min=LOSS_FLOOR) if value == "deviation" else y
+        x, y = floats(rows["step"]), floats(rows["loss"])
         axes.plot(x, y, color=look.colour, linestyle=look.line)
-        every = max(1, len(rows) // 6, min(len(rows), panel.rows["backend"].nunique()))
+        every = max(1, len(rows) // 6, min(len(rows), own["backend"].nunique()))
         style.mark(axes, x, y, look, wrong=wrong, size=4.5, markevery=(i % every, every))
-    if value == "loss":
-        truth = panel.rows.dropna(subset=["reference_loss"]).drop_duplicates("step").sort_values("step")
-        axes.plot(floats(truth["step"]), floats(truth["reference_loss"]), color=REFERENCE_COLOUR, linestyle="--")
-        for floor in panel.rows["entropy_floor"].dropna()[:1]:
-            axes.axhline(floor, color=GREY, linestyle=":")
-            axes.annotate(f"entropy floor {floor:.3f}", (0.02, floor), (0, -2), size=TINY,
-                          xycoords=axes.get_yaxis_transform(), textcoords="offset points", va="top",
-                          color=GREY)  # fmt: skip
-            axes.margins(y=0.12)
+    truth = panel.rows.dropna(subset=["reference_loss"]).drop_duplicates("step").sort_values("step")
+    axes.plot(floats(truth["step"]), floats(truth["reference_loss"]), color=REFERENCE_COLOUR, linestyle="--")
+    for floor in panel.rows["entropy_floor"].dropna()[:1]:
+        axes.axhline(floor, color=GREY, linestyle=":")
+        axes.annotate(f"entropy floor {floor:.3f}", (0.02, floor), (0, -2), size=TINY,
+                      xycoords=axes.get_yaxis_transform(), textcoords="offset points", va="top",
+                      color=GREY)  # fmt: skip
+        axes.margins(y=0.12)

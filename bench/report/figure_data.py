@@ -236,7 +236,8 @@ def fastest(run: FigureData, cells: pd.DataFrame) -> str:
     others, seconds = len(run.data.not_slower(rows, best)), f"{best['step_time_s']:.3g} s"
     if not others:
         return f"{best['backend']} is fastest ({seconds})"
-    return f"{best['backend']} ({seconds}) is statistically indistinguishable from {plural(others, 'other')}"
+    also = f"statistically indistinguishable from {plural(others, 'other')}"
+    return f"{best['backend']} has the shortest step time ({seconds}), {also}"
 
 
 def leanest(cells: pd.DataFrame, column: str = "peak_memory_bytes") -> str:
