@@ -13,10 +13,10 @@ from tests.conftest import ROOT
 WINGS = ("audit", "forecast")
 AT_MOST = {
     "modules": 196,
-    "lines": 32144,
-    "lines of the core": 23293,
+    "lines": 32165,
+    "lines of the core": 23314,
     "longest module": 347,
-    "lines of tests": 25783,
+    "lines of tests": 25791,
     "names of several modules": 0,
     "names of several classes": 0,
 }
