@@ -86,7 +86,7 @@ def _rates(results: Results) -> list[str]:
         *table(head, rows),
         "A verdict is faster or slower if the interval excludes 1 and Holm's adjusted p-value is below 5 %. Until "
         "version 1.0 the interval also had to lie outside the band of the A/A pair, which counted the noise of a cell "
-        "twice: a difference of 9 % whose interval excluded 1 in 97 % of runs was called in 26 %.",
+        "twice.",
         "",
     ]
 
