@@ -17,7 +17,6 @@ from bench.audit.training_plan import TrainingPlan
 
 KEEPS = 2
 """The ZeRO stage whose zero_grad does not clear the gradients of an open window."""
-PHASE = "lightning tests/tests_pytorch/strategies/test_deepspeed.py:893"
 LOOP = "lightning/pytorch/loops/training_epoch_loop.py _should_accumulate"
 
 
