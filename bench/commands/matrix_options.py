@@ -42,7 +42,7 @@ USAGES = {
     "repeats": "--repeats R: trials per cell; more only if --max-repeats allows",
     "max_repeats": "--max-repeats R: most trials per cell, while its interval is wider than --interval-width",
     "precision": "--interval-width P: width of the intervals at which repeats end, such as 2%%",
-    "budget_s": "--budget TIME: start no block of trials after this time: 90s, 20m, 1h",
+    "budget_s": "--budget TIME: start no block of trials that would exceed this time: 90s, 20m, 1h",
     "baseline": "--baseline B: the backend to compare with, which is also compared with itself (A/A)",
     "training.seed": "--seed S: seed of weights, tokens and order",
     "axes.seed": "--seeds S: seeds of weights and tokens, as an axis",

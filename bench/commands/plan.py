@@ -108,13 +108,13 @@ def _totals(plan: Planned, skipped: Mapping[str, str], guesses: Mapping[str, Cos
     """How many cells and trials, and how long they take."""
     matrix, cells = plan.matrix, plan.cells
     repeats, budget_s = matrix["repeats"], matrix["budget_s"]
-    trials, total_s, last_s = 0, 0.0, 0.0
+    trials, total_s, first_s = 0, 0.0, 0.0
     for cell in cells:
         own = 1 if cell.cell_id in plan.once or not cell.world.computes else repeats
         trials += own
         if cell.cell_id not in skipped:
             total_s += guesses[cell.cell_id].total(own)
-            last_s += guesses[cell.cell_id].total(1)
+            first_s += guesses[cell.cell_id].total(1)
     left_out = sum(cell.cell_id in skipped for cell in cells)
     names = ": ".join(filter(None, (f"matrix {matrix.name}", matrix["description"])))
     yield f"{names}: {summarize(cells, baseline(matrix, plan.backends))}; {plural(left_out, 'cell')} skipped"
@@ -126,16 +126,13 @@ def _totals(plan: Planned, skipped: Mapping[str, str], guesses: Mapping[str, Cos
         )
     up_to = "up to " * (trials < repeats * len(cells))
     time = f"about {total_s / 60:.0f} min"
-    others_s = (total_s - last_s) / max(1, repeats - 1)
-    if repeats > 1 and last_s >= 1.1 * others_s:
-        time += (
-            f", {others_s / 60:.0f} for each repeat and {last_s / 60:.0f} for the last, which has all that is done once"
-        )
-    if 0 < budget_s < total_s:
-        time += f"; after {budget_s / 60:g} min no repeat begins but the last"
+    others_s = (total_s - first_s) / max(1, repeats - 1)
+    if repeats > 1 and first_s >= 1.1 * others_s:
+        time += f": {first_s / 60:.0f} for the first repeat, with all checks, and {others_s / 60:.0f} for each other"
     yield f"{plural(trials, 'trial')}, {up_to}{plural(repeats, 'repeat')} of each cell: {time}"
     if matrix["max_repeats"] > repeats:
-        limit = f", as far as {budget_s / 60:g} min reach" * bool(budget_s)
         narrow = f"{100 * matrix['precision']:g} %"
-        yield f"then up to {matrix['max_repeats']} repeats of the cells whose intervals are wider than {narrow}{limit}"
+        yield f"then up to {matrix['max_repeats']} repeats of the cells whose intervals are wider than {narrow}"
+    if budget_s:
+        yield f"the run ends before a repeat that would exceed its budget of {budget_s / 60:g} min"
     yield "time: per trial, as measured in earlier runs here, otherwise a rough guess; memory: predicted peak of a rank"

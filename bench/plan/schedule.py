@@ -4,8 +4,8 @@ A block is one trial of each open cell. A run starts with all cells and ``repeat
 intervals and continues with the cells whose intervals are too wide, until none is, or a limit is reached. Looks are
 stored, so a resumed run has the same blocks.
 
-The last initial block contains everything that is done once: the extra passes of every cell, and the cells that run a
-single trial. If the budget is used up earlier, the next block becomes the last initial one.
+The first block contains everything that is done once: the extra passes of every cell, and the cells that run a single
+trial. So a budget can end the run after any block.
 """
 
 from __future__ import annotations
@@ -143,20 +143,15 @@ class Schedule:
         last = self.looks[-1]
         return min(self.max_repeats, next_look(last.repeats, last.wanted)) if last.open else last.repeats
 
-    @property
-    def initial(self) -> int:
-        """Number of blocks with all cells: as requested, or fewer if the budget ended them."""
-        return min([self.repeats, *(look.repeats for look in self.looks[:1])])
-
     def block(self, repeat: int) -> list[Trial]:
         assert repeat < self.known, "the block is not decided yet"
         chosen = {cell.cell_id for cell in self.cells}
         for look in self.looks:
             if look.repeats <= repeat:
                 chosen = set(look.open)
-        last = repeat == self.initial - 1
-        chosen -= set() if last else self._once
-        return block([cell for cell in self.cells if cell.cell_id in chosen], repeat, self.seed, extra=last)
+        first = repeat == 0
+        chosen -= set() if first else self._once
+        return block([cell for cell in self.cells if cell.cell_id in chosen], repeat, self.seed, extra=first)
 
     def trials(self) -> Iterator[Trial]:
         for repeat in range(self.known):

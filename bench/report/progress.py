@@ -73,14 +73,10 @@ class Display:
         self._console.print(Text(message), highlight=False, soft_wrap=True)
 
     def expect(self, trials: Sequence[Trial], *, more: bool, budget_left_s: float = math.inf) -> None:
-        """Which trials are left, for now; ``more`` may follow.
-
-        The block that is under way when the budget ends is finished, and one with extra passes is run all the same.
-        """
+        """Which trials are left, for now; ``more`` may follow. A block that has started is finished."""
         self._more = more
         self._budget_ends = time.monotonic() + budget_left_s
         self._left = {trial.key: self._estimate(trial) for trial in trials}
-        self._always = {trial.repeat for trial in trials if trial.extra}
 
     def _estimate(self, trial: Trial) -> float:
         """Seconds that a trial may take; 0 if unknown."""
@@ -139,11 +135,8 @@ class Display:
     def _to_go(self) -> tuple[float, str]:
         """Seconds until the run ends, and what they are: ``about``, ``at least`` or ``at most about``."""
         every = self._seconds(list(self._left.values()))
-        rest, last = (
-            self._seconds([seconds for (_, repeat), seconds in self._left.items() if repeat in some])
-            for some in ({self._repeat}, self._always - {self._repeat})
-        )
-        within = max(self._budget_ends - time.monotonic(), rest) + last
+        block = self._seconds([seconds for (_, repeat), seconds in self._left.items() if repeat == self._repeat])
+        within = max(self._budget_ends - time.monotonic(), block)
         if within < every:
             return within, "at most about"
         return every, "at least" if self._more else "about"

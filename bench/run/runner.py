@@ -39,10 +39,7 @@ class Observer(Protocol):
     def say(self, message: str) -> None: ...
 
     def expect(self, trials: Sequence[Trial], *, more: bool, budget_left_s: float) -> None:
-        """These trials are left so far; with ``more``, others may follow.
-
-        After the budget is used up, at most one more block starts: the last initial one.
-        """
+        """These trials are left so far; with ``more``, others may follow until the budget is used up."""
 
     def started(self, trial: Trial, done: int, total: int) -> None: ...
 
@@ -91,7 +88,7 @@ class Runner:
         self._asked = task.passes([cell for cell in self.schedule.cells if cell.cell_id not in self._skipped])
         self._done: set[tuple[str, int]] = set()
         self._num_run = self._total = 0
-        self._spent_s = self._since = 0.0
+        self._spent_s = self._since = self._trial_s = 0.0
         self._renew_at = time.monotonic() + RENEWED_FOR_S  # a new launcher has new processes
         self._have: set[tuple[str, str]] = set()
         """Pairs of a cell and an extra pass that a good trial has run."""
@@ -154,18 +151,17 @@ class Runner:
         return self._spent_s + time.monotonic() - self._since
 
     def _run_block(self, repeat: int) -> bool:
-        """Run the rest of a block. Returns False, without running it, if the budget is used up before it starts.
+        """Run the rest of a block. Returns False, without running it, if it would exceed the budget.
 
-        The first and the last initial block always run: the latter has the passes that every cell needs once.
+        The first block always runs. A trial is expected to take as long as those of the block before it.
         """
         block = self.schedule.block(repeat)
         left = [trial for trial in block if trial.key not in self._done]
-        if repeat and left == block and not self.schedule.ended and self._spent() > self._budget_s:
-            last = repeat < self.schedule.initial
-            self._decide(InterimAnalysis(repeats=repeat + last, open=()), Ended.BUDGET)
-            if not last:
-                return False
-            left = self.schedule.block(repeat)
+        began = self._spent()
+        expected = began + self._trial_s * len(block)
+        if repeat and left == block and not self.schedule.ended and expected > self._budget_s:
+            self._decide(InterimAnalysis(repeats=repeat, open=()), Ended.BUDGET)
+            return False
         if left and repeat % 2 == 0 and time.monotonic() >= self._renew_at:
             self._launcher.renew()
             self._renew_at = time.monotonic() + RENEWED_FOR_S
@@ -176,6 +172,8 @@ class Runner:
             record = self._run_one(trial)
             self._done.add(trial.key)
             self._observer.finished(trial, record)
+        if left:
+            self._trial_s = (self._spent() - began) / len(left)
         return True
 
     def _end(self) -> bool:

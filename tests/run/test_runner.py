@@ -102,14 +102,14 @@ def test_a_run_runs_all_trials_in_order(tmp_path: Path) -> None:
     assert [call.args[1]["status"] for call in run.observer.finished.call_args_list] == ["ok"] * 21
 
 
-def test_extra_passes_run_once_after_the_timed_blocks_and_never_again(tmp_path: Path) -> None:
+def test_extra_passes_run_once_in_the_first_block_and_never_again(tmp_path: Path) -> None:
     run = adaptive(tmp_path, repeats=3, most=6)
     every = [cell.cell_id for cell in run.cells]
     run.judge = Scripted(every, every, [])
-    launcher = run.go(when("b1", 2, failed()))
+    launcher = run.go(when("b1", 0, failed()))
     timed = [("time",)]
-    assert passes_of(launcher, REFERENCE) == passes_of(launcher, "b0") == [*timed * 2, ALL_PASSES, *timed * 3]
-    assert passes_of(launcher, "b1") == [*timed * 2, ALL_PASSES, *timed * 3], "crashed, and not tried again"
+    assert passes_of(launcher, REFERENCE) == passes_of(launcher, "b0") == [ALL_PASSES, *timed * 5]
+    assert passes_of(launcher, "b1") == [ALL_PASSES, *timed * 5], "crashed, and not tried again"
     again = FakeLauncher()
     run.runner(again, retry_failed=True).run()
     assert ran(again) == [(REFERENCE, ("update",)), ("b1", ALL_PASSES)], "but when asked"
@@ -117,11 +117,11 @@ def test_extra_passes_run_once_after_the_timed_blocks_and_never_again(tmp_path: 
 
 def test_no_update_without_a_reference(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
-    launcher = run.go(when(REFERENCE, 2, failed(Status.OOM)))
+    launcher = run.go(when(REFERENCE, 0, failed(Status.OOM)))
     without = ("time", *(name for name in EXTRA_PASSES if name != "update"))
-    assert passes_of(launcher, REFERENCE) == [("time",), ("time",), ALL_PASSES]
-    assert passes_of(launcher, "b0") == [("time",), ("time",), without]
-    assert run.statuses(REFERENCE) == ["ok", "ok", "oom"]
+    assert passes_of(launcher, REFERENCE) == [ALL_PASSES, ("time",), ("time",)]
+    assert passes_of(launcher, "b0") == [without, ("time",), ("time",)]
+    assert run.statuses(REFERENCE) == ["oom", "ok", "ok"]
     assert run.statuses("b0") == ["ok"] * 3
     again = FakeLauncher()
     run.runner(again, retry_failed=True).run()
@@ -276,13 +276,12 @@ def test_cells_are_run_on_while_the_judge_wants_more(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("budget_s", "blocks"),
-    [(1e-9, 2), (150.0, 4), (250.0, 5), (310.0, 6)],
-    ids=["at once", "in the initial blocks", "in the last of them", "after them"],
+    [(1e-9, 1), (129.0, 1), (130.0, 2), (310.0, 5), (369.0, 5), (370.0, 6)],
 )
-def test_the_budget_ends_a_run_after_a_block_with_all_that_is_done_once(
+def test_no_block_but_the_first_begins_that_would_exceed_the_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget_s: float, blocks: int
 ) -> None:
-    """A trial takes 10 s. No block begins after the budget, but for one that has what is done once."""
+    """A trial takes 10 s, the first block 70 s and each of the others 60 s."""
     now = 0.0
 
     def script(spec: Spec, number: int) -> None:
@@ -295,11 +294,11 @@ def test_the_budget_ends_a_run_after_a_block_with_all_that_is_done_once(
     run.judge = Scripted(every, every)
     monkeypatch.setattr(runner.time, "monotonic", lambda: now)
     run.go(script)
-    last = min(blocks, 5) - 1
     extras = {record["cell_id"]: record["repeat"] for record in run.records if record["passes"] != ["time"]}
-    assert extras == dict.fromkeys(every, last)
-    repeats = [sorted(record["repeat"] for record in run.records if record["cell_id"] == one) for one in every]
-    assert repeats == [[last], *[list(range(blocks))] * 6]
+    assert extras == dict.fromkeys(every, 0)
+    repeats = [sorted(record["repeat"] for record in run.records if record["cell_id"] == cell) for cell in every]
+    assert repeats == [[0], *[list(range(blocks))] * 6]
+    assert now == 70.0 + 60.0 * (blocks - 1) and (blocks == 1 or now <= budget_s)
     assert read_manifest(run.folder)["ended_by"] == "budget"
     told = run.observer.expect.call_args_list[0].kwargs["budget_left_s"]
     assert told == pytest.approx(budget_s), "the display is told how far it reaches"
