@@ -11,6 +11,8 @@ import re
 import shutil
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 import zipfile
 from pathlib import Path
 
@@ -35,9 +37,18 @@ def install(session: nox.Session) -> None:
         session.log(f"{', '.join(INSTALLED_FROM)} are as they were when this environment was installed")
         return
     groups = ("--group", "test", "--group", "lint")
-    session.log("installing torch, Lightning, DeepSpeed and the tools, maybe gigabytes: pip is silent for some minutes")
+    for index in os.environ.get("PIP_EXTRA_INDEX_URL", "").split():
+        try:
+            urllib.request.urlopen(index, timeout=10)
+        except urllib.error.HTTPError:
+            pass  # it answers
+        except OSError as error:
+            session.warn(
+                f"PIP_EXTRA_INDEX_URL: {index} does not answer ({error}); unset it, or pip retries per package"
+            )
+    session.log("installing torch, Lightning, DeepSpeed and the tools, maybe gigabytes")
     # DeepSpeed comes as source; with its operators off, nothing is compiled, and torch need not be there first.
-    session.install("-c", "constraints.txt", "-e", ".[hf,torchtitan]", *groups, env={"DS_BUILD_OPS": "0"})
+    session.install("-c", "constraints.txt", "-e", ".[hf,torchtitan]", *groups, env={"DS_BUILD_OPS": "0"}, silent=False)
     stamp.write_text(digest)
 
 

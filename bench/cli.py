@@ -76,12 +76,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return GOOD
     except (KeyboardInterrupt, Exception) as error:
-        if is_interrupt(error):
-            return INTERRUPTED
-        if DEBUG in given:
-            traceback.print_exc()
-        print(_defect(error), file=sys.stderr)
-        return DEFECT
+        return INTERRUPTED if is_interrupt(error) else _failed(error, debug=DEBUG in given)
+
+
+def _failed(error: BaseException, *, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    package = ((isinstance(error, ModuleNotFoundError) and error.name) or "bench").partition(".")[0]
+    print(_defect(error) if package == "bench" else _lacking(package), file=sys.stderr)
+    return DEFECT if package == "bench" else WRONG
+
+
+def _lacking(package: str) -> str:
+    """Say that this Python lacks a package, and where there is one that has it: in a checkout, nox's."""
+    checkout = Path(__file__).parents[1]
+    activate = checkout / ".nox" / "install" / "bin" / "activate"
+    how = "pip install accumulation-bench"
+    if (checkout / "noxfile.py").exists():
+        how = f"{'' if activate.exists() else 'pip install nox && nox -s install && '}. {activate}"
+    return f"bench: {sys.executable} lacks the package {package}; use an environment that has it: {how}"
 
 
 def _defect(error: BaseException) -> str:

@@ -184,6 +184,13 @@ def test_a_defect_of_the_bench_is_one_line_that_says_where_to_report_it(place: P
     assert status == DEFECT and err.startswith("Traceback (most recent call last):") and "report it" in err
 
 
+def test_a_python_without_the_packages_is_told_where_they_are() -> None:
+    command = [sys.executable, "-S", "-m", "bench", "lint", "config.yaml"]  # -S: without site-packages
+    done = subprocess.run(command, cwd=ROOT, env={"PATH": os.defpath}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (WRONG, "", 1)
+    assert "lacks the package pydantic; use an environment that has it: " in done.stderr
+
+
 def test_a_finished_run_is_not_written_over_and_resumes_without_other_options(place: Place) -> None:
     finished_run(place)
     assert "--repeats" in place.refused("run", "--resume", "out", "--repeats", "9")
