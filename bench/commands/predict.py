@@ -1,4 +1,4 @@
-"""``predict``: memory, collectives and bounds of a step's time of every backend, by arithmetic alone."""
+"""``predict``: memory, collectives and step times of every backend, by arithmetic alone."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ NEEDS = {"latency": "link", "node_size": "link", "reserve": "memory", "mfu": "pe
 """Options that say more about another one."""
 DESCRIPTION = (
     "By arithmetic: a rank's memory at its peak by category, the collectives of an optimizer step, and with --link and "
-    "a time of compute the bounds of a step's time: max(compute, communication) and their sum. It begins with a "
-    "recommendation: the backend that is the best whatever communication is hidden, or what leads while that is "
-    "undecided. Nothing is run, but for --exact."
+    "a time of compute two estimates of a step's time: with communication hidden as far as it can be, and with none "
+    "hidden. It begins with a recommendation: the backend that is the best by both estimates, or what leads while that "
+    "is undecided. Nothing is run, but for --exact."
 )
 
 
@@ -173,7 +173,7 @@ def _measured(arguments: argparse.Namespace) -> Link:
     place, ranks = f"--from-run {arguments.from_run}", arguments.world_size
     manifest = read_manifest(arguments.from_run)
     if (link := measured_link(manifest)) is None:
-        raise InputError(f"{place}: {MANIFEST} holds no rates of collectives; name a run of several ranks, or --link")
+        raise InputError(f"{place}: {MANIFEST} holds no collectives that a link fits; name another run, or --link")
     if (device := manifest["cells"][0]["device"]) != arguments.device:
         raise InputError(f"{place}: its ranks ran on {device}; add --device {device}")
     if ranks % link.node_size:

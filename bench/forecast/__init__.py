@@ -1,1 +1,1 @@
-"""The wing that predicts: memory, collectives, bounds of a step's time, what fits, and which backend to take."""
+"""The wing that predicts: memory, collectives, step times, what fits, and which backend to take."""

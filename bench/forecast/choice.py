@@ -1,10 +1,9 @@
 """Which of the predicted backends is the best, at the N and W that were asked for and at others.
 
-A backend may win if it fits, can run the cell and is not known to be wrong. It is certainly the best if its upper bound
-of a step's time is at most the margin above the lower bounds of all others: whatever they hide, none is faster by more.
-Of several such backends the one with the least peak memory is the best. If there is none, the bounds overlap and the
-answer is undecided; what leads then has the smallest upper bound. Backends with the same bounds send the same, and do
-not make each other uncertain.
+A backend may win if it fits, can run the cell and is not known to be wrong. It is clearly the best if its serial step
+is at most the margin longer than the overlapped steps of all others: whatever they hide, none is faster by more. Of
+several such backends the one with the least peak memory is the best. If there is none, it is undecided; what leads then
+has the shortest serial step. Backends with the same estimates do not make each other uncertain.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.forecast.fit import reserve_bytes
-from bench.forecast.prediction import Bounds, Link, Prediction, communication, predict, sent_bytes, wrapped
+from bench.forecast.prediction import Link, Prediction, TimeEstimate, communication, predict, sent_bytes, wrapped
 from bench.plan.cell import Cell, Device
 
 MARGIN = 0.02
@@ -33,18 +32,18 @@ class Choice:
     best: str
     """Name of the best, or of what leads; empty if no backend may win."""
     equal: tuple[str, ...] = ()
-    """Further backends with the same bounds and the same memory."""
+    """Further backends with the same estimates and the same memory."""
     rivals: tuple[str, ...] = ()
     """What may be faster by more than the margin, so that it is undecided."""
 
 
 Choices = Mapping[tuple[int, int], Choice]
-"""By N and W, among them those that were asked for; empty if times are not bounded."""
+"""By N and W, among them those that were asked for; empty if times are not estimated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """The cell, and the limits of the machine. Times are bounded if both ``link`` and ``compute_s`` are known."""
+    """The cell, and the limits of the machine. Times are estimated if both ``link`` and ``compute_s`` are known."""
 
     cell: Cell
     """With an empty backend."""
@@ -67,126 +66,122 @@ class Question:
             return self.given_reserve_bytes or 0
         return reserve_bytes(self.memory_bytes, nccl=self.cell.world_size > 1)
 
-    def bounds(self, one: Prediction) -> Bounds:
-        """The bounds of a step's time; compute grows with N."""
+    def step(self, prediction: Prediction) -> TimeEstimate:
+        """The estimates of a step; compute grows with N."""
         assert self.link is not None and self.compute_s is not None
-        compute = self.compute_s * one.cell.accumulate / self.cell.accumulate
-        sent = communication(one.traffic, self.link)
-        return Bounds(max(compute, sent.lower), compute + sent.upper)
+        compute = self.compute_s * prediction.cell.accumulate / self.cell.accumulate
+        return communication(prediction.traffic, self.link).beside(compute)
 
-    def fits(self, one: Prediction) -> bool:
+    def fits(self, prediction: Prediction) -> bool:
         """Whether a rank's peak is within the limit."""
-        return self.memory_bytes is None or one.memory.peak <= self.memory_bytes - self.reserve_bytes
+        return self.memory_bytes is None or prediction.memory.peak <= self.memory_bytes - self.reserve_bytes
 
     def choose(self, predictions: Sequence[Prediction]) -> Choice:
         """The best backend; see the docstring of the module."""
-        able = [one for one in predictions if not one.refusal and not one.defect and self.fits(one)]
+        able = {p.name: p for p in predictions if not p.refusal and not p.defect and self.fits(p)}
         if not able:
             return Choice("")
-        bounds, peaks = {one.name: self.bounds(one) for one in able}, {one.name: one.memory.peak for one in able}
-
-        def faster(name: str) -> tuple[str, ...]:
-            upper = bounds[name].upper
-            return tuple(
+        steps = {name: self.step(prediction) for name, prediction in able.items()}
+        rivals = {
+            name: tuple(
                 other
-                for other in bounds
-                if bounds[other] != bounds[name] and bounds[other].lower * (1 + self.margin) < upper
+                for other, estimate in steps.items()
+                if estimate != step and estimate.overlapped * (1 + self.margin) < step.serial
             )
-
-        least = min(one.upper for one in bounds.values())
-        chosen = [name for name in bounds if not faster(name)] or [n for n in bounds if bounds[n].upper == least]
-        ranks = {name: (peaks[name], bounds[name].upper, bounds[name].lower) for name in chosen}
+            for name, step in steps.items()
+        }
+        least = min(step.serial for step in steps.values())
+        leading = [name for name in steps if not rivals[name]] or [n for n in steps if steps[n].serial == least]
+        ranks = {name: (able[name].memory.peak, steps[name].serial, steps[name].overlapped) for name in leading}
         best = min(ranks, key=lambda name: ranks[name])
-        return Choice(best, tuple(n for n in ranks if n != best and ranks[n] == ranks[best]), faster(best))
+        return Choice(best, tuple(n for n in ranks if n != best and ranks[n] == ranks[best]), rivals[best])
 
     def table(self, predictions: Sequence[Prediction]) -> Choices:
         """The best at this and other N and W. Nodes are whole, and HSDP's shards stay as large as they are."""
         assert self.link is not None
         asked, node_size = self.cell.world_size, self.link.node_size
         sizes = [int(asked * times) for times in OTHER_W if (asked * times) % node_size == 0 and asked * times >= 1]
-        found = {}
-        for accumulate in sorted({*OTHER_N, self.cell.accumulate}):
-            for world_size in sizes:
-                moved = [one.at(accumulate, world_size) for one in predictions if one.shards_fit(world_size)]
-                found[accumulate, world_size] = self.choose(moved)
-        return found
+        return {
+            (accumulate, ranks): self.choose([p.at(accumulate, ranks) for p in predictions if p.shards_fit(ranks)])
+            for accumulate in sorted({*OTHER_N, self.cell.accumulate})
+            for ranks in sizes
+        }
 
 
 def ask(question: Question, backends: Sequence[str], *, grouped: bool) -> tuple[list[dict[str, Any]], Choices]:
-    """The predictions as plain values for JSON, one per backend, and if times are bounded what is the best.
+    """The predictions as plain values for JSON, one per backend, and if times are estimated what is the best.
 
-    ``grouped``: wrappers that equal a mechanism are not considered beside it. The keys:
+    ``grouped``: wrappers that equal a mechanism are not considered beside it. The keys, null where nothing is known:
 
     - ``backend``, ``framework``, ``sharding``, ``sync``; ``equals``: the mechanism with which a wrapper is grouped;
-      ``refusal``: why it does not run this (all numbers are then null or empty), ``defect``: what is known to be wrong
-      with its updates (such a backend never wins); or empty;
+      ``refusal``: why it does not run this, ``defect``: what is known to be wrong with its updates; or empty;
     - ``memory``: bytes of a rank at its peak by category (bench.forecast.footprint), which add up to
       ``peak_memory_bytes``; ``peak_at``: the moment; ``held``: bytes between micro-batches by category, exact; with
-      --exact ``exact_peak_bytes``, that of rank 0 on fake tensors;
+      --exact ``exact_peak_bytes``, that of rank 0 on fake tensors; ``fits``: whether the peak is within the limit;
     - ``collectives``: per operation and dtype of one optimizer step ``op``, ``dtype``, ``calls``, ``payload_bytes`` and
       ``wire_bytes`` (derived: what a rank sends in ring algorithms); ``num_calls`` and ``wire_bytes``: their sums;
-      ``intra_bytes``, ``inter_bytes``: what of it stays within a node, or goes to other nodes; null with one level;
-    - ``communication_s``: null without a link; ``compute_s``, ``lower_s``, ``upper_s``: null without a time of compute;
-    - ``fits``: null without a limit of memory; ``best``: whether it is certainly the best here; ``recommended``:
-      whether it is that, or leads where it is undecided; ``may_be_fastest``: whether it may then be faster than what
-      leads; ``best_at``: the [N, W] of the table at which it is certainly the best, or as good. The last four are null
-      without bounds.
+      ``intra_bytes``, ``inter_bytes``: what of it stays within a node, or goes to other nodes;
+    - ``communication_s``, ``compute_s``, ``overlapped_s``, ``serial_s``: see bench.forecast.prediction;
+    - ``recommended``: whether it is the best, or leads where it is undecided; ``best``: whether it is clearly the best;
+      ``may_be_fastest``: whether it may be faster than what leads; ``best_at``: the [N, W] of the table at which it is
+      clearly the best, or as good.
     """
     predictions = predict(question.cell, backends, question.activation_bytes)
     equal = wrapped(predictions) if grouped else {}
     choices: Choices = {}
     if question.link is not None and question.compute_s is not None:
-        distinct = [one for one in predictions if one.name not in equal]
-        choices = question.table(distinct)
-    return [_record(question, one, choices) | {"equals": equal.get(one.name, "")} for one in predictions], choices
+        choices = question.table([p for p in predictions if p.name not in equal])
+    return [_record(question, p, choices) | {"equals": equal.get(p.name, "")} for p in predictions], choices
 
 
-def _record(question: Question, one: Prediction, choices: Choices) -> dict[str, Any]:
-    link, name = question.link, one.name
+def _record(question: Question, prediction: Prediction, choices: Choices) -> dict[str, Any]:
+    link, name, cell, backend = question.link, prediction.name, prediction.cell, prediction.backend
     values: dict[str, Any] = {
         "backend": name,
-        "framework": one.backend.framework,
-        "sharding": str(one.backend.sharding),
-        "sync": str(one.backend.sync),
-        "refusal": one.refusal,
-        "defect": one.defect,
+        "framework": backend.framework,
+        "sharding": str(backend.sharding),
+        "sync": str(backend.sync),
+        "refusal": prediction.refusal,
+        "defect": prediction.defect,
         "memory": {},
         "held": {},
         "collectives": [],
         "compute_s": question.compute_s,
-        **dict.fromkeys(("peak_memory_bytes", "peak_at", "num_calls", "wire_bytes", "communication_s")),
-        **dict.fromkeys(("intra_bytes", "inter_bytes", "lower_s", "upper_s")),
-        **dict.fromkeys(("fits", "best", "recommended", "may_be_fastest", "best_at")),
+        **dict.fromkeys(("peak_memory_bytes", "peak_at", "fits", "num_calls", "wire_bytes", "communication_s")),
+        **dict.fromkeys(("intra_bytes", "inter_bytes", "overlapped_s", "serial_s")),
+        **dict.fromkeys(("best", "recommended", "may_be_fastest", "best_at")),
     }
     if choices:
-        here = choices[one.cell.accumulate, one.cell.world_size]
+        here = choices[cell.accumulate, cell.world_size]
         values["recommended"] = name in (here.best, *here.equal)
         values["best"] = values["recommended"] and not here.rivals
         values["may_be_fastest"] = name in here.rivals
-        certain = {at: choice for at, choice in choices.items() if not choice.rivals}
-        values["best_at"] = [list(at) for at, choice in certain.items() if name in (choice.best, *choice.equal)]
-    if one.refusal:
+        clear = {at: choice for at, choice in choices.items() if not choice.rivals}
+        values["best_at"] = [list(at) for at, choice in clear.items() if name in (choice.best, *choice.equal)]
+    if prediction.refusal:
         return values
     rows = [
         dataclasses.asdict(row)
-        | {"wire_bytes": sent_bytes(row.op, row.payload_bytes, one.cell.group_size(row.group), one.cell.device)}
-        for row in one.expectation.collectives
+        | {"wire_bytes": sent_bytes(row.op, row.payload_bytes, cell.group_size(row.group), cell.device)}
+        for row in prediction.expectation.collectives
     ]
     values |= {
-        "memory": one.memory.parts,
-        "peak_memory_bytes": one.memory.peak,
-        "peak_at": one.memory.moment,
-        "held": one.expectation.held,
+        "memory": prediction.memory.parts,
+        "peak_memory_bytes": prediction.memory.peak,
+        "peak_at": prediction.memory.moment,
+        "held": prediction.expectation.held,
         "collectives": rows,
         "num_calls": sum(row["calls"] for row in rows),
-        "wire_bytes": sum(part.wire_bytes for part in one.traffic),
-        "communication_s": None if link is None else communication(one.traffic, link).upper,
-        "fits": None if question.memory_bytes is None else question.fits(one),
+        "wire_bytes": sum(part.wire_bytes for part in prediction.traffic),
     }
-    if link is not None and link.node_size > 1:
-        levels = [part.levels(link.node_size) for part in one.traffic]
-        values |= {"intra_bytes": sum(intra for intra, _ in levels), "inter_bytes": sum(inter for _, inter in levels)}
+    if question.memory_bytes is not None:
+        values["fits"] = question.fits(prediction)
+    if link is not None:
+        values["communication_s"] = communication(prediction.traffic, link).serial
+        if link.node_size > 1:
+            levels = [part.levels(link.node_size) for part in prediction.traffic]
+            values["intra_bytes"], values["inter_bytes"] = map(sum, zip(*levels, strict=True))
     if choices:
-        bounds = question.bounds(one)
-        values |= {"lower_s": bounds.lower, "upper_s": bounds.upper}
+        step = question.step(prediction)
+        values |= {"overlapped_s": step.overlapped, "serial_s": step.serial}
     return values

@@ -1,24 +1,25 @@
-"""The link that a run measured before its first trial, and its step times beside those that follow from that link.
+"""The link that a run measured before its first trial, and its steps beside those that follow from that link.
 
 A collective for which a rank sends s bytes takes latency + s / rate: the alpha-beta model (Hockney, Parallel Computing
-20 (1994) 389; for rings: Thakur et al., Int. J. High Perform. Comput. Appl. 19 (2005) 49). Latency and rate are fitted
-to the collectives of all kinds and sizes that ``bench.run.links`` timed: the least squares of relative errors, neither
-of the two below 0.
+20 (1994) 389; for rings: Thakur et al., Int. J. High Perform. Comput. Appl. 19 (2005) 49). Both are fitted to the
+collectives of all kinds and sizes that ``bench.run.links`` timed, in logarithms, so that small and large ones count
+alike, and with a loss that outliers hardly move. Latency is the same between nodes and within a node.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import numpy as np
-from scipy.optimize import nnls
+from scipy.optimize import least_squares
 
-from bench.forecast.prediction import Bounds, Link, Prediction, communication, sent_bytes
+from bench.forecast.prediction import Link, Prediction, TimeEstimate, communication, sent_bytes
 from bench.formatting import plural
 from bench.judge.formulas import BUILT_IN, expect, layout_of
 from bench.plan.cell import Cell, Device
@@ -28,49 +29,86 @@ from bench.report.sections import PageSection
 from bench.report.tabular import Table
 from bench.run.links import between, ranks_of
 
-HEADER = ("cell", "s/step", "compute", "communication", "lower bound", "upper bound", "off the upper bound (%)")
+HEADER = ("cell", "s/step", "compute", "communication", "overlapped", "serial", "off serial (%)")
 """Of the table in the report; times in seconds."""
+OUTLIER = 0.1
+"""Relative error from which on the loss grows linearly, not quadratically."""
+NODE = "node"
+"""The link within a node, which is the same in all runs that are fitted together."""
 
 
 def measured_link(manifest: Mapping[str, Any], cell: Cell | None = None) -> Link | None:
-    """The link between the ranks of a cell, by default between the most ranks on the most nodes; None if not measured.
+    """The link between the ranks of a cell, by default between the most ranks on the most nodes.
 
-    A node's rate to others is shared by its ranks.
+    None if the run did not time it, or if no such link fits what it timed.
     """
-    if cell is None:
-        timed = (one for one in manifest.get("matmul") or () if one.get("links"))
-        entry = max(timed, key=lambda one: (one.get("num_nodes", 1), one["world_size"]), default=None)
-    else:
-        entry = between(manifest, cell.world_size, cell.num_nodes)
-    if entry is None or not entry.get("links"):
-        return None
-    device = Cell.from_dict(manifest["cells"][0]).device
-    num_nodes = entry.get("num_nodes", 1)
-    share = entry["world_size"] // num_nodes if num_nodes > 1 else 1
-    outer = _fit(entry, device)
-    inner = _fit(between(manifest, share, 1) or {}, device) if share > 1 else (math.inf, 0.0)
-    if outer is None or inner is None:
-        return None
-    (rate, latency_s), (intra, _) = outer, inner
-    source = (
-        f"fitted to the collectives that {manifest['run_id']} timed between {ranks_of(entry)}, by the alpha-beta model"
-    )
-    return Link(bytes_per_s=rate / share, latency_s=latency_s, intra_bytes_per_s=intra, node_size=share, source=source)
+    links = fitted_links([manifest], cell)
+    return links[0] if links else None
 
 
-def _fit(entry: Mapping[str, Any], device: Device) -> tuple[float, float] | None:
-    """Bytes per second that a rank sends, and seconds per call, from an entry of run.json's ``matmul``."""
-    rows = entry.get("links", ())
-    seconds = np.array([row["seconds"] for row in rows])
-    sent = np.array([sent_bytes(row["op"], row["bytes"], entry["world_size"], device) for row in rows])
-    latency_s, per_byte = (
-        nnls(np.column_stack([1 / seconds, sent / seconds]), np.ones(len(rows)))[0] if rows else (0, 0)
-    )
-    return (1 / float(per_byte), float(latency_s)) if per_byte else None
+def fitted_links(manifests: Sequence[Mapping[str, Any]], cell: Cell | None = None) -> list[Link]:
+    """The links of runs that differ in the rate between nodes alone, by one latency and one rate within nodes.
+
+    A node's rate to others is shared by its ranks. Empty if a run did not time its link, if the time of a link's
+    largest collective is mostly latency, or if the link between nodes comes out faster than the one within a node.
+    """
+    entries = [_entry(manifest, cell) for manifest in manifests]
+    num_nodes = entries[0].get("num_nodes", 1)
+    share = entries[0]["world_size"] // num_nodes if num_nodes > 1 else 1
+    rows: dict[str | int, list[tuple[float, float]]] = {}
+    for number, (manifest, entry) in enumerate(zip(manifests, entries, strict=True)):
+        device = Cell.from_dict(manifest["cells"][0]).device
+        rows[number] = _sent(entry, device)
+        if share > 1:
+            rows.setdefault(NODE, []).extend(_sent(between(manifest, share, 1) or {}, device))
+    if not all(rows.values()):
+        return []
+    latency_s, rates = _fit(rows)
+    within = rates.get(NODE, math.inf)
+    if max(rates.values()) > within or any(max(rows[name])[0] < latency_s * rates[name] for name in rows):
+        return []
+    return [
+        Link(
+            bytes_per_s=rates[number] / share,
+            latency_s=latency_s,
+            intra_bytes_per_s=within,
+            node_size=share,
+            source=f"fitted to the collectives that {manifest['run_id']} timed between {ranks_of(entry)}, by the "
+            "alpha-beta model",
+        )
+        for number, (manifest, entry) in enumerate(zip(manifests, entries, strict=True))
+    ]
 
 
-def predicted_communication(cell: Cell, link: Link) -> Bounds | None:
-    """Bounds of the seconds that a cell communicates per step; None if it does not, or has no formula."""
+def _entry(manifest: Mapping[str, Any], cell: Cell | None) -> Mapping[str, Any]:
+    """The entry of run.json's ``matmul`` for the ranks of a cell, by default for the most; empty if there is none."""
+    if cell is not None:
+        return between(manifest, cell.world_size, cell.num_nodes) or {}
+    timed = [entry for entry in manifest.get("matmul") or () if entry.get("links")]
+    return max(timed, key=lambda entry: (entry.get("num_nodes", 1), entry["world_size"]), default={})
+
+
+def _sent(entry: Mapping[str, Any], device: Device) -> list[tuple[float, float]]:
+    """Bytes that a rank sends, and seconds, of each collective of an entry."""
+    timed = entry.get("links", ())
+    return [(sent_bytes(row["op"], row["bytes"], entry["world_size"], device), row["seconds"]) for row in timed]
+
+
+def _fit(rows: Mapping[str | int, Sequence[tuple[float, float]]]) -> tuple[float, dict[str | int, float]]:
+    """Seconds per call of all links, and bytes per second of each, from bytes sent and seconds; none is below 0."""
+    number = np.repeat(range(len(rows)), [len(timed) for timed in rows.values()])
+    sent, seconds = np.array([row for timed in rows.values() for row in timed]).T
+
+    def errors(logs: Any) -> Any:
+        return np.log((np.exp(logs[0]) + sent * np.exp(logs[1:])[number]) / seconds)
+
+    start = np.log([seconds.min(), *(min(s / b for b, s in timed) for timed in rows.values())])
+    latency_s, *per_byte = np.exp(least_squares(errors, start, loss="soft_l1", f_scale=OUTLIER).x)
+    return float(latency_s), {name: 1 / float(value) for name, value in zip(rows, per_byte, strict=True)}
+
+
+def predicted_communication(cell: Cell, link: Link) -> TimeEstimate | None:
+    """How long a cell communicates per step; None if it does not, or has no formula."""
     backend, layout = BUILT_IN.get(cell.backend), layout_of(cell)
     if cell.is_reference or backend is None or layout is None or expect(cell, layout) is None:
         return None
@@ -78,76 +116,115 @@ def predicted_communication(cell: Cell, link: Link) -> Bounds | None:
     return communication(traffic, link) if traffic else None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Predicted:
+@dataclass(frozen=True, slots=True)
+class PredictedStep:
     """A measured step beside its prediction, in seconds."""
 
     cell: Cell
+    link: Link
     measured: float
     compute: float
-    communication: Bounds
+    communication: TimeEstimate
 
     @property
-    def bounds(self) -> Bounds:
-        """If all that can be hidden is hidden, and if nothing is."""
-        return Bounds(max(self.compute, self.communication.lower), self.compute + self.communication.upper)
+    def step(self) -> TimeEstimate:
+        """The estimates of the step."""
+        return self.communication.beside(self.compute)
 
     @property
     def deviation(self) -> float:
-        """By which share the step takes longer than if nothing were hidden."""
-        return self.measured / self.bounds.upper - 1
+        """By which share the step takes longer than a serial one."""
+        return self.measured / self.step.serial - 1
+
+
+Groups = list[list[PredictedStep]]
+"""Steps with equal work, of which the first communicates least; compute is its step less its communication."""
+
+
+def beside(seconds: Mapping[Cell, float], link_of: Callable[[Cell], Link | None]) -> Groups:
+    """Measured steps beside their predictions."""
+    alike: dict[Cell, list[Cell]] = {}
+    for cell in seconds:
+        alike.setdefault(dataclasses.replace(cell, backend="", replicate=0), []).append(cell)
+    groups = []
+    for cells in alike.values():
+        if (link := link_of(cells[0])) is None:
+            continue
+        sent = {cell: times for cell in cells if (times := predicted_communication(cell, link))}
+        order = sorted(sent, key=lambda cell: (sent[cell].serial, seconds[cell]))
+        if len(order) > 1:
+            compute = max(0.0, seconds[order[0]] - sent[order[0]].serial)
+            groups.append([PredictedStep(cell, link, seconds[cell], compute, sent[cell]) for cell in order])
+    return groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accuracy:
+    """How well estimates agree with measured steps, without those from which compute was taken."""
+
+    deviations: tuple[float, ...]
+    """From serial steps, as shares, sorted."""
+    num_faster: int
+    """Steps faster than the overlapped estimate."""
+    num_pairs: int
+    """Pairs of cells with equal work of which the serial estimate of one is below the overlapped one of the other."""
+    num_in_order: int
+    """Those that were measured in that order."""
 
     @property
-    def is_bound(self) -> bool:
-        """Whether communication should take longer than compute."""
-        return self.communication.upper > self.compute
+    def num_slower(self) -> int:
+        """Steps slower than the serial estimate."""
+        return sum(deviation > 0 for deviation in self.deviations)
+
+    @property
+    def spread(self) -> str:
+        """The median, least and largest deviation."""
+        middle, low, high = (
+            f"{100 * share:+z.0f} %" for share in (median(self.deviations), self.deviations[0], self.deviations[-1])
+        )
+        return f"{middle} ({low} to {high})"
 
 
-def beside(seconds: Mapping[Cell, float], manifest: Mapping[str, Any]) -> list[list[Predicted]]:
-    """The steps of a run beside their predictions: groups with equal work, of which the first communicates least.
-
-    Compute, which takes the same time on every backend, is the step of the first less its communication.
-    """
-    groups: dict[Cell, list[Predicted]] = {}
-    for cell, measured in seconds.items():
-        link = measured_link(manifest, cell)
-        sent = predicted_communication(cell, link) if link else None
-        if sent is not None:
-            one = Predicted(cell=cell, measured=measured, compute=0.0, communication=sent)
-            groups.setdefault(dataclasses.replace(cell, backend="", replicate=0), []).append(one)
-    found_groups = []
-    for group in groups.values():
-        group.sort(key=lambda one: (one.communication.upper, one.measured))
-        compute = max(0.0, group[0].measured - group[0].communication.upper)
-        found_groups.append([dataclasses.replace(one, compute=compute) for one in group])
-    return [group for group in found_groups if len(group) > 1]
+def accuracy(groups: Groups) -> Accuracy:
+    """The accuracy over all groups."""
+    others = [step for group in groups for step in group[1:]]
+    pairs = [(a, b) for group in groups for a, b in itertools.permutations(group, 2)]
+    ordered = [a.measured < b.measured for a, b in pairs if a.step.serial < b.step.overlapped]
+    return Accuracy(
+        deviations=tuple(sorted(step.deviation for step in others)),
+        num_faster=sum(step.measured < step.step.overlapped for step in others),
+        num_pairs=len(ordered),
+        num_in_order=sum(ordered),
+    )
 
 
 def section(data: ReportData) -> PageSection | None:
     """Measured steps against predicted ones, as a section of the report; None if nothing is predicted."""
-    labels = {data.run.cells[cell_id]: data.run.labels[cell_id] for cell_id in data.cells.index}
-    times = {data.run.cells[row["cell_id"]]: row["step_time_s"] for row in data.rows.values()}
-    groups = beside({cell: seconds for cell, seconds in times.items() if seconds is not None}, data.run.manifest)
+    cells, manifest = data.run.cells, data.run.manifest
+    times = {cells[row["cell_id"]]: row["step_time_s"] for row in data.rows.values() if row["step_time_s"] is not None}
+    groups = beside(times, lambda cell: measured_link(manifest, cell))
     if not groups:
         return None
     rows, sentences = [], []
     for group in groups:
-        link = measured_link(data.run.manifest, group[0].cell)
-        assert link is not None, "without a link there is no group"
-        latency = f"{1e6 * link.latency_s:.4g} us"
-        sentences.append(f"The link has {link} per rank and {latency} per call, {link.source}.")
-        for one in group:
-            numbers = (one.measured, one.compute, one.communication.upper, one.bounds.lower, one.bounds.upper)
-            off = DASH if one is group[0] else f"{100 * one.deviation:+z.1f}"
-            rows.append((labels[one.cell], *(f"{number:.4g}" for number in numbers), off))
-    sentences.append(
-        "Compute is the step of the cell that communicates least, of those with equal work, less its communication."
-    )
-    if bound := sorted(one.deviation for group in groups for one in group[1:] if one.is_bound):
-        low, middle, high = (f"{100 * share:+z.0f} %" for share in (bound[0], median(bound), bound[-1]))
+        link = group[0].link
+        sentences.append(f"The link has {link} per rank and {1e6 * link.latency_s:.4g} us per call, {link.source}.")
+        for step in group:
+            times_s = (step.measured, step.compute, step.communication.serial, step.step.overlapped, step.step.serial)
+            off = DASH if step is group[0] else f"{100 * step.deviation:+z.1f}"
+            rows.append((data.run.labels[step.cell.cell_id], *(f"{seconds:.4g}" for seconds in times_s), off))
+    found = accuracy(groups)
+    sentences += [
+        "Compute is the step of the cell that communicates least, of those with equal work, less its communication.",
+        "Overlapped is max(compute, communication), serial is compute + communication. Both are estimates without what "
+        "the host does between collectives and without waiting for slower ranks.",
+        f"Of {plural(len(found.deviations), 'other step')}, {found.num_faster} took less time than overlapped and "
+        f"{found.num_slower} more than serial; the median is off serial by {found.spread}.",
+    ]
+    if found.num_pairs:
         sentences.append(
-            f"Communication should take longer than compute in {plural(len(bound), 'cell')}: their steps are off the "
-            f"upper bound, compute + communication, by {low} to {high}, in the median by {middle}."
+            f"In {plural(found.num_pairs, 'pair')} one serial step is shorter than the other overlapped one; "
+            f"{found.num_in_order} were measured in that order."
         )
     return PageSection(
         key="prediction",

@@ -1,14 +1,16 @@
-"""What an optimizer step takes on a backend, by prediction: memory, collectives, and bounds of its time.
+"""What an optimizer step takes on a backend, by prediction: memory, collectives, and two estimates of its time.
 
 Memory comes from ``bench.forecast.footprint``, collectives from ``bench.judge.formulas``. The rest is arithmetic:
 
 - wire bytes are those of ring algorithms, derived and not measured (``bench.judge.formulas.wire_bytes``), and 0 at
   W = 1. A rank sends a share of them within its node and the rest to other nodes (``Traffic``);
 - a collective takes latency + the longer of (bytes within the node / intra, bytes to other nodes / inter);
-- lower bound of a step = max(compute, busiest level), as if every collective could run beside every kernel and beside
-  those of the other level; upper bound = compute + the sum over all collectives, with nothing hidden.
+- an overlapped step takes max(compute, busiest level), as if every collective could run beside every kernel and beside
+  those of the other level; a serial step takes compute + the sum over all collectives.
 
-Compute takes the same time on every backend.
+Compute takes the same time on every backend. What the host does between collectives (hooks, copies of tensors), its
+cores that gloo's threads take from compute, and waiting for slower ranks are in neither estimate, so a step can take
+longer than a serial one. results/links/links.md says how often steps do.
 """
 
 from __future__ import annotations
@@ -98,17 +100,23 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
-    """Bounds of a time, in seconds."""
+class TimeEstimate:
+    """Estimates of a time, in seconds."""
 
-    lower: float
-    upper: float
+    overlapped: float
+    """If all that can run at once does."""
+    serial: float
+    """If nothing does."""
+
+    def beside(self, compute_s: float) -> TimeEstimate:
+        """A step with so much compute and this communication."""
+        return TimeEstimate(max(compute_s, self.overlapped), compute_s + self.serial)
 
 
-def communication(traffic: Sequence[Traffic], link: Link) -> Bounds:
-    """Seconds of the communication alone: at least as long as the busiest level, at most all groups in turn."""
-    seconds = [one.seconds(link) for one in traffic]
-    return Bounds(max(map(sum, zip(*seconds, strict=True)), default=0.0), sum(map(max, seconds)))
+def communication(traffic: Sequence[Traffic], link: Link) -> TimeEstimate:
+    """The communication alone: as long as the busiest level, or all groups in turn."""
+    seconds = [part.seconds(link) for part in traffic]
+    return TimeEstimate(max(map(sum, zip(*seconds, strict=True)), default=0.0), sum(map(max, seconds)))
 
 
 _expect = cache(expect)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bench.forecast.choice import Choice, Choices, Question
 from bench.forecast.fit import reserves
 from bench.forecast.prediction import NOT_PREDICTED
-from bench.formatting import size, table
-from bench.plan.cell import among
+from bench.formatting import digits, size, table
+from bench.plan.cell import Cell, among
 from bench.plan.models import SIZES
 
 GIB = 2**30
@@ -21,26 +21,34 @@ COLUMNS = {
     "other": ("communication", "temporaries"),
 }
 """Columns of the table, each with the categories of ``bench.forecast.footprint`` that it adds up."""
-ACCURACY = "within 5 % in 95 % of the cells of models from 135m on"
-"""How far peaks are from those of trials on fake tensors: tests/forecast/test_footprint.py."""
+SECONDS = {"comm/s": "communication_s", "overlapped/s": "overlapped_s", "serial/s": "serial_s"}
+"""Further columns, each with its key."""
+WRAPPERS = (
+    "= names wrappers that shard alike, reduce at the same times, and hold and send the same within 2 %; --all shows "
+    "their rows."
+)
 PEAK = (
     "Peaks are a closed form: what is held, exactly, and at each moment of a window the activations that autograd "
     "saves (arXiv:2205.05198; a Llama block with fused attention) and the largest tensors of that moment (other: "
-    "gathered and cast parameters, new gradients, buffers, work space). They are "
-    f"{ACCURACY}, and up to 15 % off in smaller ones. --exact measures the peak of one backend on fake tensors."
+    "gathered and cast parameters, new gradients, buffers, work space). They are within 5 % in 95 % of the cells of "
+    "models from 135m on, and up to 15 % off in smaller ones. --exact measures the peak of one backend on fake tensors."
 )
-GIVEN = "Activations are those of --activations."
-BOUNDS = (
-    "lower = max(compute, communication): all that can be hidden is hidden; upper = compute + communication: nothing "
-    "is. communication = calls x latency + wire bytes / link, with the wire bytes of ring algorithms."
+"""tests/forecast/test_footprint.py checks these figures."""
+TIMES = (
+    "overlapped = max(compute, communication): communication is hidden as far as it can be; serial = compute + "
+    "communication: none is. communication = calls x latency + wire bytes / link, with the wire bytes of ring "
+    "algorithms. Both are estimates, not bounds: they leave out what the host does between collectives and waiting for "
+    "slower ranks. In the committed runs on CPUs no step took less than overlapped, but most took longer than serial, "
+    "up to 2.4 times as long; 98 % of the pairs of backends that the estimates tell apart were measured in that order "
+    "(results/links/links.md). No committed run on GPUs checks them."
 )
+"""tests/studies/test_links.py checks these figures."""
 LEVELS = (
     "intra, inter: GiB that a rank sends in one optimizer step within its node and to other nodes. inter is a rank's "
     "share of its node's network cards, all of which NCCL's rings are assumed to use: of a group with m ranks per node "
-    "each sends 1/m of its bytes to another node. A collective takes as long as its slower level; in the lower bound "
-    "collectives of different levels run at once (docs/method.md)."
+    "each sends 1/m of its bytes to another node. A collective takes as long as its slower level; overlapped, those of "
+    "different levels run at once (docs/method.md)."
 )
-
 
 Rows = Sequence[Mapping[str, Any]]
 """Of ``bench.forecast.choice.ask``."""
@@ -53,8 +61,7 @@ def gib(number: float) -> str:
 
 def lines(question: Question, rows: Rows, choices: Choices) -> list[str]:
     """All that is printed."""
-    sections = _sections(question, rows, choices)
-    return [line for section in sections for line in (*section, "")][:-1]
+    return [line for section in _sections(question, rows, choices) for line in (*section, "")][:-1]
 
 
 def markdown(question: Question, rows: Rows, choices: Choices) -> str:
@@ -68,22 +75,28 @@ def markdown(question: Question, rows: Rows, choices: Choices) -> str:
 def _sections(question: Question, every: Rows, choices: Choices) -> Iterator[list[str]]:
     """Sentences, or a title with the lines of its table."""
     rows = [row for row in every if not row["equals"]]
-    equal: dict[str, list[str]] = {}
-    for row in every:
-        if row["equals"]:
-            equal.setdefault(row["equals"], []).append(row["backend"] + " (WRONG)" * bool(row["defect"]))
     for row in rows:
         if peak := row.get("exact_peak_bytes"):
             apart = f"predicted: {gib(row['peak_memory_bytes'])}, {100 * (row['peak_memory_bytes'] / peak - 1):+.1f} %"
             yield [f"{row['backend']}: {gib(peak)} at the peak of rank 0, measured on fake tensors ({apart})."]
-    yield from ([sentence] for sentence in recommendation(question, rows, choices))
+    yield from ([sentence] for sentence in _recommendation(question, rows, choices))
     yield from ([line] for line in _setting(question))
-    yield ["GiB of a rank at its peak, and one optimizer step:", *_backends(question, rows, equal).splitlines()]
-    yield from ([sentence] for sentence in _reasons(every))
+    yield ["GiB of a rank at its peak, and one optimizer step:", *_backends(question, every).splitlines()]
+    reasons = ((f"{_remark(row)}: {_reason(row)}", row["backend"]) for row in every if _reason(row))
+    yield from ([f"{names}: {why}."] for why, names in _joined(reasons))
     if choices:
         yield ["The best by N and W (?: undecided, it leads):", *_table(choices).splitlines()]
-    yield ["Collectives of a step:", *_collectives(rows)]
-    yield from ([note] for note in _notes(question, bool(equal), bool(choices)))
+    sent = ((_collectives(row), row["backend"]) for row in rows if not row["refusal"])
+    yield ["Collectives of a step:", *(f"  {names}: {text}" for text, names in _joined(sent))]
+    yield from ([note] for note in _notes(question, len(rows) < len(every), bool(choices)))
+
+
+def _joined(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Each text once, with all names that come with it."""
+    found: dict[str, list[str]] = {}
+    for text, name in pairs:
+        found.setdefault(text, []).append(name)
+    return [(text, ", ".join(names)) for text, names in found.items()]
 
 
 def _setting(question: Question) -> Iterator[str]:
@@ -115,119 +128,93 @@ def _has_levels(question: Question) -> bool:
     return question.link is not None and question.link.node_size > 1
 
 
-def _backends(question: Question, rows: Rows, equal: Mapping[str, Sequence[str]]) -> str:
-    """The table of backends; sizes in GiB."""
-    is_limited, has_link, has_levels = (
-        question.memory_bytes is not None,
-        question.link is not None,
-        _has_levels(question),
-    )
-    names = ["backend", *COLUMNS, "peak", *["fits"] * is_limited, *["intra", "inter"] * has_levels]
-    names += ["comm/s"] * has_link + ["lower/s", "upper/s"] * (has_link and question.compute_s is not None)
-    lines = [[*names, ""]]
-    for row in rows:
-        found = ["-"] * (len(names) - 1)
+def _backends(question: Question, every: Rows) -> str:
+    """The table of backends; sizes in GiB. Wrappers are named beside the mechanism that they equal."""
+    wrappers = dict(_joined((row["equals"], row["backend"] + " (WRONG)" * bool(row["defect"])) for row in every))
+    fits = ["fits"] * (question.memory_bytes is not None)
+    levels = {"intra": "intra_bytes", "inter": "inter_bytes"} if _has_levels(question) else {}
+    seconds = [name for name, key in SECONDS.items() if any(row[key] is not None for row in every)]
+    names = ["backend", *COLUMNS, "peak", *fits, *levels, *seconds]
+    found = [[*names, ""]]
+    for row in (row for row in every if not row["equals"]):
+        values = ["-"] * (len(names) - 1)
         if not row["refusal"]:
-            found = [_short(sum(row["memory"][c] for c in of)) for of in COLUMNS.values()]
-            found.append(_short(row["peak_memory_bytes"]))
-            found += ["yes" if row["fits"] else "NO"] * is_limited
-            found += [_short(row["intra_bytes"]), _short(row["inter_bytes"])] if has_levels else []
-            seconds = ("communication_s", "lower_s", "upper_s")
-            found += [f"{row[name]:.4g}" for name in seconds if row[name] is not None]
-        wrappers = ", ".join(equal.get(row["backend"], ()))
-        remarks = "  ".join(filter(None, [_remark(row), wrappers and f"= {wrappers}"]))
-        lines.append([row["backend"], *found, remarks])
-    return table(lines, right=range(1, len(names)))
+            sizes = [sum(row["memory"][part] for part in parts) for parts in COLUMNS.values()]
+            values = [*map(_size, [*sizes, row["peak_memory_bytes"]]), *["yes" if row["fits"] else "NO" for _ in fits]]
+            values += [_size(row[key]) for key in levels.values()]
+            values += [f"{row[SECONDS[name]]:.4g}" for name in seconds]
+        equal = wrappers.get(row["backend"])
+        found.append([row["backend"], *values, "  ".join(filter(None, [_remark(row), equal and f"= {equal}"]))])
+    return table(found, right=range(1, len(names)))
+
+
+def _size(number: float) -> str:
+    """GiB; a dash for nothing."""
+    return digits(number / GIB) if number else "-"
 
 
 def _remark(row: Mapping[str, Any]) -> str:
     if row["refusal"]:
         return NOT_PREDICTED if row["refusal"].startswith(NOT_PREDICTED) else "refused"
-    if row["defect"]:
-        return "WRONG"
-    remarks = {"may_be_fastest": "may be the fastest", "best": "best", "recommended": "recommended"}
+    remarks = {"defect": "WRONG", "may_be_fastest": "may be the fastest", "best": "best", "recommended": "recommended"}
     return next((remark for key, remark in remarks.items() if row[key]), "")
 
 
-def _reasons(rows: Rows) -> list[str]:
-    """Why backends are refused, not predicted or wrong; those with the same reason in one line."""
-    groups: dict[str, list[str]] = {}
-    for row in rows:
-        if why := row["refusal"].removeprefix(f"{NOT_PREDICTED}: ") or row["defect"]:
-            groups.setdefault(f"{_remark(row)}: {why}", []).append(row["backend"])
-    return [f"{', '.join(names)}: {why}." for why, names in groups.items()]
-
-
-def _short(number: float) -> str:
-    """GiB with three digits, or as many as the whole part has; a dash for nothing."""
-    value = number / GIB
-    if not number:
-        return "-"
-    if value < 0.01:
-        return "<0.01"
-    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+def _reason(row: Mapping[str, Any]) -> str:
+    """Why a backend is refused, not predicted or wrong; empty if it is not."""
+    return str(row["refusal"].removeprefix(f"{NOT_PREDICTED}: ") or row["defect"])
 
 
 def _table(choices: Choices) -> str:
     """The table over N and W."""
     sizes = sorted({world_size for _, world_size in choices})
-    rows = [["", *(f"W = {world_size}" for world_size in sizes)]]
-    for accumulate in sorted({accumulate for accumulate, _ in choices}):
-        found = (choices[accumulate, world_size] for world_size in sizes)
-        rows.append([f"N = {accumulate}", *(_best(choice) + " ?" * bool(choice.rivals) for choice in found)])
-    return table(rows)
+    rows = [
+        [f"N = {accumulate}", *(_best(choices[accumulate, world_size]) for world_size in sizes)]
+        for accumulate in sorted({accumulate for accumulate, _ in choices})
+    ]
+    return table([["", *(f"W = {world_size}" for world_size in sizes)], *rows])
 
 
 def _best(choice: Choice) -> str:
-    """The backend, and how many are as good by all numbers."""
-    if not choice.best:
-        return "nothing fits"
-    return choice.best + f" (and {len(choice.equal)} more)" * bool(choice.equal)
+    """The backend, how many are as good by all numbers, and whether it is undecided."""
+    more = f" (and {len(choice.equal)} more)" * bool(choice.equal)
+    return f"{choice.best}{more}{' ?' * bool(choice.rivals)}" if choice.best else "nothing fits"
 
 
-def _collectives(rows: Rows) -> list[str]:
-    """The collectives of a step in words, backends with equal ones in one line."""
-    groups: dict[str, list[str]] = {}
-    for row in rows:
-        if row["refusal"]:
-            continue
-        text = "; ".join(
-            f"{one['op']} {one['dtype']}{among(one['group'])} {one['calls']} x, {size(one['payload_bytes'])} payload, "
-            f"{size(one['wire_bytes'])} on the wire"
-            for one in row["collectives"]
-        )
-        groups.setdefault(text or "none", []).append(row["backend"])
-    return [f"  {', '.join(names)}: {text}" for text, names in groups.items()]
+def _collectives(row: Mapping[str, Any]) -> str:
+    """The collectives of a step in words."""
+    found = [
+        f"{sent['op']} {sent['dtype']}{among(sent['group'])} {sent['calls']} x, {size(sent['payload_bytes'])} payload, "
+        f"{size(sent['wire_bytes'])} on the wire"
+        for sent in row["collectives"]
+    ]
+    return "; ".join(found) or "none"
 
 
 def _notes(question: Question, has_wrappers: bool, is_timed: bool) -> Iterator[str]:
     """What is assumed."""
-    cell = question.cell
+    cell, is_limited = question.cell, question.memory_bytes is not None
     if has_wrappers:
-        yield (
-            "= names wrappers that shard alike, reduce at the same times, and hold and send the same within 2 %; --all "
-            "shows their rows."
-        )
+        yield WRAPPERS
     yield PEAK
     if question.activation_bytes is not None:
-        yield GIVEN
+        yield "Activations are those of --activations."
     if cell.activation_checkpointing:
         yield "Activation checkpointing: blocks keep their input, and compute their forward once more."
-    if question.memory_bytes is not None:
+    if is_limited:
         yield _reserved(question)
     if cell.world_size == 1:
         yield "One rank: the collectives that a framework still calls send nothing and take no time here."
-    if not is_timed:
-        return
-    if _has_levels(question):
+    if is_timed and _has_levels(question):
         yield LEVELS
-    within = f"{100 * question.margin:g} %"
-    yield BOUNDS
-    yield (
-        f"best: no other backend{' that fits' * (question.memory_bytes is not None)} can be more than {within} faster, "
-        f"whatever is hidden, and of those within {within} it needs the least memory. Otherwise it is undecided, and "
-        "the smallest upper bound leads. Compute grows in proportion to N; the micro-batch is fixed."
-    )
+    if is_timed:
+        yield TIMES
+        within = f"{100 * question.margin:g} %"
+        yield (
+            f"best: the serial step is at most {within} longer than the overlapped step of any other backend"
+            f"{' that fits' * is_limited}, and of such backends it needs the least memory. Otherwise it is undecided, "
+            "and the shortest serial step leads. Compute grows in proportion to N; the micro-batch is fixed."
+        )
 
 
 def _reserved(question: Question) -> str:
@@ -236,16 +223,15 @@ def _reserved(question: Question) -> str:
     if given or not question.reserve_bytes:
         return f"Reserve: {gib(question.reserve_bytes)} of a device's memory, {'as given' if given else 'none'}."
     assert question.memory_bytes is not None
-    cell = question.cell
     parts = "; ".join(
-        f"{one.what} {gib(one.num_bytes + one.share * question.memory_bytes)} ({one.source})"
-        for one in reserves(nccl=cell.world_size > 1)
+        f"{kept.what} {gib(kept.num_bytes + kept.share * question.memory_bytes)} ({kept.source})"
+        for kept in reserves(nccl=question.cell.world_size > 1)
     )
-    second = "; the second communicator of HSDP is not counted" * bool(cell.replicate)
+    second = "; the second communicator of HSDP is not counted" * bool(question.cell.replicate)
     return f"Reserve: {parts}{second}. --reserve changes the sum."
 
 
-def recommendation(question: Question, rows: Rows, choices: Choices) -> Iterator[str]:
+def _recommendation(question: Question, rows: Rows, choices: Choices) -> Iterator[str]:
     """What to take, with the reason; if that is undecided, also the command that decides it."""
     able = [row for row in rows if not row["refusal"] and not row["defect"]]
     fitting = [row for row in able if row["fits"] is not False]
@@ -254,19 +240,20 @@ def recommendation(question: Question, rows: Rows, choices: Choices) -> Iterator
         return
     here = choices[question.cell.accumulate, question.cell.world_size]
     (best,) = (row for row in rows if row["backend"] == here.best)
-    equal = f" (equal: {', '.join(here.equal)})" if here.equal else ""
-    takes = f"{here.best}{equal}: {best['lower_s']:.4g} to {best['upper_s']:.4g} s per step"
+    equal = f" (equal: {', '.join(here.equal)})" * bool(here.equal)
+    takes = (
+        f"{here.best}{equal}: {best['overlapped_s']:.4g} s (overlapped) to {best['serial_s']:.4g} s (serial) per step"
+    )
     takes += f", {gib(best['peak_memory_bytes'])} of memory"
     if not here.rivals:
-        why = f"No other can be more than {100 * question.margin:g} % faster, whatever communication is hidden."
-        yield f"Recommendation: {takes}. {why}"
+        yield f"Recommendation: {takes}. By these estimates no other is more than {100 * question.margin:g} % faster."
         return
-    fastest = min(row["lower_s"] for row in rows if row["backend"] in here.rivals)
-    slower = f"{100 * (best['upper_s'] / fastest - 1):.2g} % slower than the best case of any other"
-    yield f"Recommendation until measured: {takes}. It is the fastest if nothing is hidden, and at most {slower}."
+    fastest = min(row["overlapped_s"] for row in rows if row["backend"] in here.rivals)
+    longer = f"{100 * (best['serial_s'] / fastest - 1):.2g} % longer than the overlapped step of any other"
+    yield f"Recommendation until measured: {takes}. It has the shortest serial step, which is at most {longer}."
     yield (
         f"May be faster: {', '.join(here.rivals)}. How much of its communication each hides is not predicted; on the "
-        f"GPUs of one machine it is measured by: {_measure(question, here)}"
+        f"GPUs of one machine it is measured by: {_measure(question.cell, here)}"
     )
 
 
@@ -275,20 +262,18 @@ def _by_memory(question: Question, fitting: Rows, able: Rows) -> str:
     if not able:
         return "none; every backend that was asked for is refused, not predicted, or known to be wrong."
     least = min(fitting or able, key=lambda row: int(row["peak_memory_bytes"]))
-    needs = f"{gib(least['peak_memory_bytes'])} of memory"
+    needs = f"{least['backend']} needs the least: {gib(least['peak_memory_bytes'])} of memory"
     if question.memory_bytes is not None:
         needs += f", of {gib(question.memory_bytes - question.reserve_bytes)} that can be used"
     if not fitting:
-        cure = "more ranks or a smaller micro-batch"
-        cure += "" if question.cell.activation_checkpointing else ", or --activation-checkpointing"
-        return f"none fits; {least['backend']} needs the least: {needs}. Try {cure}."
+        recompute = ", or --activation-checkpointing" * (not question.cell.activation_checkpointing)
+        return f"none fits; {needs}. Try more ranks or a smaller micro-batch{recompute}."
     missing = [name for name, value in (("--link", question.link), ("--peak", question.compute_s)) if value is None]
-    return f"{least['backend']} needs the least: {needs}. For one by time, add {' and '.join(missing)}."
+    return f"{needs}. For one by time, add {' and '.join(missing)}."
 
 
-def _measure(question: Question, here: Choice) -> str:
+def _measure(cell: Cell, here: Choice) -> str:
     """The command that measures the backends between which it is undecided; the model is that of the matrix."""
-    cell = question.cell
     checkpointed = " --activation-checkpointing on" * cell.activation_checkpointing
     return (
         f"python -m bench run --matrix gpu --backend {','.join([here.best, *here.rivals])} --accumulate "

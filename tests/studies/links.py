@@ -1,24 +1,19 @@
-"""``nox -s results -- links``: step times against the rate of the link, measured and predicted, and a page on them.
+"""``nox -s results -- links``: where deferring pays, by the rate of the link and N, and how good ``predict`` is.
 
 Runs tests/studies/links.toml on two hosts of the rig at each rate, into results/links/<rate>, unless that run is
 finished. Needs root and Debian's slurm-wlm, munge and iproute2, as ``nox -s hosts`` does; but with all runs finished it
 only draws. Further arguments go to ``run``.
-
-A prediction has the link that the run measured before its first trial, and the compute that a cell has on the link
-without a limit: what its predicted communication leaves of its step there.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import os
-import re
 import signal
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import median
 
@@ -27,19 +22,18 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 
 from bench.errors import BAD, GOOD, INTERRUPTED
-from bench.forecast.from_run import Predicted, measured_link, predicted_communication
-from bench.forecast.prediction import Bounds, Link
+from bench.forecast.from_run import Groups, accuracy, beside, fitted_links, measured_link, predicted_communication
 from bench.formatting import rate
 from bench.judge.loading import Run, load
-from bench.judge.samples import step_times
-from bench.judge.statistics import ratio
-from bench.plan.cell import Cell, Status
+from bench.judge.tables import rows_of
+from bench.judge.verdicts import Verdict
+from bench.plan.cell import Cell, Sync
 from bench.report import canvas, style
 from bench.report.canvas import Drawing, FigureWords
 from bench.report.formats import write_frame
+from bench.report.report_data import ReportData, eager_and_deferred
 from bench.run.journal import MANIFEST, read_manifest
 from tests.conftest import ROOT
 from tests.hosts.rig import rig
@@ -47,17 +41,13 @@ from tests.studies.markdown import table
 
 MATRIX = Path(__file__).with_suffix(".toml")
 RESULTS, PLOTS = ROOT / "results" / "links", ROOT / "plots" / "links"
-UNLIMITED = "unlimited"
-RATES = {UNLIMITED: "", "1gbit": "1gbit", "200mbit": "200mbit"}
-"""The runs, each with what limits the link, as tc names it."""
-GOAL = 0.15
-"""How far predictions may be off where communication takes longer than compute."""
-SAVED = 0.05
-"""Share of a step from which on deferring counts as faster here."""
-SWEEP = 200
-"""Rates of a curve."""
-LINES = {"eager": "--", "deferred-all-reduce": ":", "deferred": "-"}
-STEM = "step_time_by_link"
+RATES = {"unlimited": "", "1gbit": "1gbit", "200mbit": "200mbit"}
+"""The runs, each with what limits the link, as tc names it; the fastest link first."""
+OTHERS = ("cpu", "popular")
+"""Runs on one machine whose steps are held against their estimates too."""
+STEM = "deferring_by_link"
+STEP = 0.09
+"""Distance of two backends in a panel."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, options = parser.parse_known_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(INTERRUPTED))  # the rig is removed on the way out
     measure(arguments.out, options)
-    study = Study([load(arguments.out / name) for name in RATES])
+    study = Study([load(arguments.out / name) for name in RATES], [load(ROOT / "results" / name) for name in OTHERS])
     arguments.plots.mkdir(parents=True, exist_ok=True)
     drawing = draw(study)
     picture = canvas.save(drawing.figure, arguments.plots / STEM, drawing.words)
@@ -91,7 +81,7 @@ def measure(folder: Path, options: Sequence[str]) -> None:
         for name in missing:
             made.limit(RATES[name])
             # Relative: the run stores its command, which is repeated elsewhere.
-            matrix, path = (os.path.relpath(one, ROOT) for one in (MATRIX, folder / name))
+            matrix, path = (os.path.relpath(target, ROOT) for target in (MATRIX, folder / name))
             begun = (folder / name / MANIFEST).exists()
             how = ["--resume", path] if begun else ["--matrix", matrix, *options, "--out", path]
             command = made.srun(2, sys.executable, "-m", "bench", "run", *how)
@@ -105,134 +95,122 @@ def _is_finished(folder: Path) -> bool:
 
 
 class Study:
-    """The runs, the one without a limit first, and predictions for the cells that all of them have."""
+    """The runs at each rate, the fastest link first, and others that are held against their estimates."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
-        self.runs, self.names = runs, [run.name for run in runs]
-        self.trials = pd.concat([run.tables.trials for run in runs])
-        self.times = [_times(run) for run in runs]
-        self.cells = [cell for cell in self.times[0] if all(cell in own for own in self.times)]
-        links = [measured_link(run.manifest, self.cells[0]) for run in runs]
-        self.links = [link for link in links if link is not None]
+    def __init__(self, runs: Sequence[Run], others: Sequence[Run] = ()) -> None:
+        self.data, self.others = [ReportData(run=run) for run in runs], [ReportData(run=run) for run in others]
+        self.times = [_times(data) for data in self.data]
+        self.links = fitted_links([run.manifest for run in runs], next(iter(self.times[0])))
         self.rates = [link.bytes_per_s * link.node_size for link in self.links]
         """Bytes per second between the hosts, by run."""
-        self.sweep = list(np.geomspace(min(self.rates) / 2, max(self.rates) * 2, SWEEP))
-        """Rates from below the slowest to above the fastest."""
+        if not self.rates or self.rates != sorted(self.rates, reverse=True):
+            raise SystemExit(f"the rates that fit the runs do not fall as the limits do: {self.rates}")
 
-    def predict(self, cell: Cell, link: Link, measured: float = math.nan) -> Predicted:
-        """The prediction with this link, beside a measured step if there is one."""
-        sent, alone = (predicted_communication(cell, one) for one in (link, self.links[0]))
+    def predicted(self, cell: Cell, number: int) -> float:
+        """The serial step in a run, with the compute that communication leaves of the step on the fastest link."""
+        sent, alone = (predicted_communication(cell, self.links[run]) for run in (number, 0))
         assert sent is not None and alone is not None, "these backends have formulas"
-        compute = max(0.0, self.times[0][cell] - alone.upper)
-        return Predicted(cell=cell, measured=measured, compute=compute, communication=sent)
+        return max(0.0, self.times[0][cell] - alone.serial) + sent.serial
 
-    def of_run(self, number: int) -> dict[Cell, Predicted]:
-        """Every cell of a run; of the first one the predictions are the measured steps."""
-        own, link = self.times[number], self.links[number]
-        return {cell: self.predict(cell, link, own[cell]) for cell in self.cells}
+    def groups(self) -> Iterator[tuple[str, Groups]]:
+        """All steps beside their estimates, by run; those of this study by the links that fit all its runs."""
+        for data, times, link in zip(self.data, self.times, self.links, strict=True):
+            yield data.run.name, beside(times, dict.fromkeys(times, link).get)
+        for data in self.others:
+            yield data.run.name, beside(_times(data), partial(measured_link, data.run.manifest))
 
-    def curve(self, cell: Cell) -> list[Bounds]:
-        """Bounds at the rates of the sweep; latency and the rate within a host are between those of the runs."""
-        order = np.argsort(self.rates)
-
-        def between(speed: float, values: Sequence[float]) -> float:
-            return float(np.interp(math.log(speed), np.log(self.rates)[order], np.array(values)[order]))
-
-        latencies, within = ([getattr(one, name) for one in self.links] for name in ("latency_s", "intra_bytes_per_s"))
-        size = self.links[0].node_size
-        links = [
-            Link(
-                bytes_per_s=speed / size,
-                latency_s=between(speed, latencies),
-                intra_bytes_per_s=between(speed, within),
-                node_size=size,
-            )
-            for speed in self.sweep
-        ]
-        return [self.predict(cell, link).bounds for link in links]
-
+    @cached_property
     def frame(self) -> pd.DataFrame:
-        """One row per run and cell."""
-        return pd.DataFrame(
-            {
-                "run": name,
-                "link_bytes_per_s": self.rates[number],
-                "backend": cell.backend,
-                "accumulate": cell.accumulate,
-                "step_time_s": one.measured,
-                "compute_s": one.compute,
-                "communication_s": one.communication.upper,
-                "lower_s": one.bounds.lower,
-                "upper_s": one.bounds.upper,
-            }
-            for number, name in enumerate(self.names)
-            for cell, one in self.of_run(number).items()
-        )
+        """Deferred against eager: one row per run, N and pair of backends, as the runs' reports compare them."""
+        rows = []
+        for number, data in enumerate(self.data):
+            for n in sorted({row["accumulate"] for row in data.rows.values()}):
+                by_name = {row["backend"]: row for row in data.rows.values() if row["accumulate"] == n}
+                syncs = (Sync.DEFERRED_ALL_REDUCE, Sync.DEFERRED)
+                for eager, deferred in (pair for sync in syncs for pair in eager_and_deferred(by_name, sync)):
+                    compared = data.compared(by_name[deferred], by_name[eager])
+                    if compared is None or compared.time is None:
+                        continue
+                    a, b = (self.predicted(cell, number) for cell in (compared.pair.b, compared.pair.a))
+                    rows.append(
+                        {
+                            "run": data.run.name,
+                            "link_bytes_per_s": self.rates[number],
+                            "accumulate": n,
+                            "deferred": deferred,
+                            "eager": eager,
+                            "ratio": compared.time.ratio,
+                            "low": compared.time.low,
+                            "high": compared.time.high,
+                            "num_trials": compared.time.num_trials,
+                            "verdict": str(compared.judgement.verdict),
+                            "predicted_ratio": a / b if number else None,
+                        }
+                    )
+        return pd.DataFrame(rows)
 
 
-def _times(run: Run) -> dict[Cell, float]:
-    """Seconds per step of each cell, as the report has them over its good trials, in order of N and backend."""
-    good = run.tables.trials[run.tables.trials["status"] == Status.OK]
-    times = {run.cells[cell_id]: found.seconds for cell_id, found in step_times(good).items()}
-    own = (cell for cell in times if not cell.twin and not cell.is_reference)
-    return {cell: times[cell] for cell in sorted(own, key=lambda cell: (cell.accumulate, cell.backend))}
-
-
-def family(cell: Cell) -> str:
-    """The backend without its sync."""
-    return re.split("-eager|-deferred", cell.backend)[0]
-
-
-def sync(cell: Cell) -> str:
-    """The sync, as the backend's name has it."""
-    return cell.backend.removeprefix(f"{family(cell)}-")
+def _times(data: ReportData) -> dict[Cell, float]:
+    """Seconds per step of each cell, as the report has them."""
+    rows = [row for row in data.rows.values() if row["step_time_s"] is not None]
+    cells = {data.run.cells[row["cell_id"]]: row["step_time_s"] for row in rows}
+    return {cell: seconds for cell, seconds in cells.items() if not cell.is_reference}
 
 
 def draw(study: Study) -> Drawing:
-    """Step time against the rate: a row of panels for each N, a column for each family."""
-    columns = sorted(set(map(family, study.cells)))
-    rows = sorted({cell.accumulate for cell in study.cells})
-    looks, data = style.looks(study.trials), study.frame()
+    """The ratios with their intervals against the link, a panel for each N."""
+    frame, looks = study.frame, style.looks(study.data[0].cells)
+    backends = [name for name in looks if name in set(frame["deferred"])]
+    rates = sorted(study.rates)
     words = FigureWords(
-        "Step time against the rate of the link between two hosts",
-        f"{_setting(study.cells[0])}; the hosts are network namespaces of one machine",
-        "Lines are predicted: compute + communication, nothing hidden. Bands reach down to max(compute, "
-        "communication). Compute is what communication leaves of the step at the highest rate, so predictions meet "
-        "measurements there. Rates are those that the runs measured.",
+        title(frame),
+        f"{_setting(next(iter(study.times[0])))}; the hosts are network namespaces of one machine",
+        "Vertical lines are 95 % intervals over trials. Filled: the verdict is faster than the eager backend of the "
+        "same sharding; hollow: it is not. At N = 1 there is nothing to defer.",
     )
-    grey = {"color": style.GREY, "markersize": 5}
     keys: list[style.Key] = [
-        (Line2D([], [], linestyle=line, marker=style.SYNC_MARKERS[name], **grey), name)
-        for name, line in LINES.items()
-        if name in map(sync, study.cells)
+        (Line2D([], [], color=looks[name].colour, marker=looks[name].marker, markersize=5, linewidth=0.8), name)
+        for name in backends
     ]
-    keys.append((Patch(color=style.GREY, alpha=0.2, linewidth=0), "what may be hidden"))
     with matplotlib.style.context(list(style.BASE)):
-        figure = canvas.new_figure(words, keys, 1.9 * len(rows) + 0.4)
-        grid = figure.subplots(len(rows), len(columns), squeeze=False, sharex=True, sharey="row")
-        for cell in study.cells:
-            axes = grid[rows.index(cell.accumulate), columns.index(family(cell))]
-            _curve(axes, study, cell, looks[cell.backend])
-        for axes, name in zip(grid[0], columns, strict=True):
-            axes.set_title(name)
-        for axes, n in zip(grid[:, 0], rows, strict=True):
-            axes.set_ylabel(f"s/step at N = {n}")
-            canvas.set_scale(axes, "y", data[data["accumulate"] == n]["step_time_s"])
-        for axes in grid[-1]:
-            axes.set_xscale("log")
-            axes.set_xticks(study.rates, [f"{speed / 1e6:.3g}" for speed in study.rates])
-            axes.minorticks_off()
-        grid[-1, len(columns) // 2].set_xlabel("rate between the hosts (MB/s)")
-    return Drawing(STEM, figure, data, words)
+        figure = canvas.new_figure(words, keys, 3.4)
+        panels = list(frame.groupby("accumulate"))
+        grid = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+        canvas.set_scale(grid[0], "y", pd.concat([frame["low"], frame["high"]]))
+        grid[0].set_ylabel("step time, deferred / eager")
+        for axes, (n, rows) in zip(grid, panels, strict=True):
+            axes.set_title(f"N = {n}")
+            axes.set_xticks(range(len(rates)), [f"{speed / 1e6:.3g}" for speed in rates])
+            axes.set_xlim(-0.5, len(rates) - 0.5)
+            axes.grid(axis="x", visible=False)
+            axes.axhline(1, color=style.REFERENCE_COLOUR, linewidth=0.9, zorder=1.5)
+            for place, name in enumerate(backends):
+                shift = STEP * (place - (len(backends) - 1) / 2)
+                _ratios(axes, rows[rows["deferred"] == name], rates, shift, looks[name])
+        grid[len(panels) // 2].set_xlabel("rate between the hosts (MB/s)")
+    return Drawing(STEM, figure, frame, words)
 
 
-def _curve(axes: Axes, study: Study, cell: Cell, look: style.Appearance) -> None:
-    """A cell: its prediction over the rate, and what was measured."""
-    bounds = study.curve(cell)
-    lower, upper = [one.lower for one in bounds], [one.upper for one in bounds]
-    axes.fill_between(study.sweep, lower, upper, color=look.colour, alpha=0.15, linewidth=0)
-    axes.plot(study.sweep, upper, color=look.colour, linestyle=LINES[sync(cell)])
-    style.mark(axes, study.rates, [own[cell] for own in study.times], look, size=4.5)
+def _ratios(axes: Axes, rows: pd.DataFrame, rates: Sequence[float], shift: float, look: style.Appearance) -> None:
+    """The ratios of a backend, in order of the rates."""
+    rows = rows.sort_values("link_bytes_per_s")
+    x, y = np.array([rates.index(speed) for speed in rows["link_bytes_per_s"]]) + shift, rows["ratio"].to_numpy()
+    axes.plot(x, y, color=look.colour, linewidth=0.8, alpha=0.5)
+    axes.vlines(x, rows["low"].to_numpy(float), rows["high"].to_numpy(float), color=look.colour, linewidth=1.4)
+    faster = (rows["verdict"] == Verdict.FASTER).to_numpy()
+    style.mark(axes, x[faster], y[faster], look, size=5)
+    style.mark(axes, x[~faster], y[~faster], look, size=5, markerfacecolor="white", markeredgewidth=1.1)
+
+
+def title(frame: pd.DataFrame) -> str:
+    """At which rates deferring is faster, by the verdicts."""
+    several = frame[frame["accumulate"] > 1]
+    found = []
+    for speed in sorted(set(several["link_bytes_per_s"])):
+        verdicts = list(several[several["link_bytes_per_s"] == speed]["verdict"])
+        slower = f" and slower in {count}" if (count := verdicts.count(Verdict.SLOWER)) else ""
+        found.append(f"{verdicts.count(Verdict.FASTER)} of {len(verdicts)} pairs at {rate(speed)}{slower}")
+    return f"With N > 1, deferring the sync is faster in {', '.join(found[:-1])} and {found[-1]}"
 
 
 def _setting(cell: Cell) -> str:
@@ -242,86 +220,76 @@ def _setting(cell: Cell) -> str:
 
 def page(study: Study, picture: str) -> Iterator[str]:
     """The lines of the page, in Markdown."""
-    yield "# Step time against the rate of the link"
+    yield "# When deferring pays, by the rate of the link"
     yield from ("", "Written by `nox -s results -- links`. Nothing here is edited by hand.", "")
-    yield from (f"![Step time against the rate of the link]({picture})", "")
-    yield f"The {_setting(study.cells[0])}, on the [rig](../../docs/hosts.md). Each run measured its link first:"
+    yield from (f"![{title(study.frame)}]({picture})", "")
+    link = study.links[0]
+    yield f"The {_setting(next(iter(study.times[0])))}, on the [rig](../../docs/hosts.md)."
+    yield "Four ranks share two cores, which makes steps noisy. Each run timed collectives before its first trial. One"
+    yield f"latency per call, {1e6 * link.latency_s:.0f} us, and one rate within a host, {rate(link.intra_bytes_per_s)},"
+    yield "fit those of all runs, with one rate between the hosts for each run:"
     yield ""
     rows = [
-        (name, rate(speed), rate(link.intra_bytes_per_s), f"{1e6 * link.latency_s:.0f} us")
-        for name, speed, link in zip(study.names, study.rates, study.links, strict=True)
+        (data.run.name, RATES[data.run.name] or "none", rate(speed))
+        for data, speed in zip(study.data, study.rates, strict=True)
     ]
-    yield from table(("run", "between the hosts", "within a host", "latency of a call"), rows)
-    yield "`tc tbf` lets 256 kB pass at once. Small collectives gain from it, so the fitted rates are above the limits"
-    yield "of 125 and 25 MB/s, and the latencies are uncertain. Four ranks share two cores, which makes steps noisy."
-    yield ""
-    yield from _crossover(study)
+    yield from table(("run", "limit per second", "between the hosts"), rows)
+    yield from _ratios_page(study.frame)
     yield from _accuracy(study)
 
 
-def _crossover(study: Study) -> Iterator[str]:
-    """Where deferred backends are faster than the eager one of their family."""
-    yield from ("## When deferring pays", "")
-    yield "The step over that of the eager backend: measured with its 95 % interval, then predicted. The last column is"
-    yield f"the highest rate at which deferring is predicted to save {100 * SAVED:g} % of a step."
+def _ratios_page(frame: pd.DataFrame) -> Iterator[str]:
+    """The ratios as a table."""
+    yield from ("## Deferred against eager", "")
+    yield "Step time over that of the eager backend with the same sharding, its 95 % interval, and the verdict of the"
+    yield "run's own report; then, after a semicolon, the predicted ratio of serial steps. For it the compute of a cell"
+    yield "is what its communication leaves of its step without a limit."
     yield ""
-    eager = {(family(cell), cell.accumulate): cell for cell in study.cells if sync(cell) == "eager"}
-    predicted, rows = [study.of_run(number) for number in range(len(study.names))], []
-    certain: Counter[str] = Counter()
-    for cell in study.cells:
-        other = eager.get((family(cell), cell.accumulate), cell)
-        if cell == other or cell.accumulate == 1:
-            continue
-        ratios = []
-        for run, own in zip(study.runs, predicted, strict=True):
-            found = ratio(run.evidence.of(cell).sample, run.evidence.of(other).sample)
-            low, high = (math.nan if end is None else end for end in (found.low, found.high))
-            certain["faster"] += high < 1
-            certain["slower"] += low > 1
-            expected = own[cell].bounds.upper / own[other].bounds.upper
-            certain["predicted"] += run is not study.runs[0] and low <= expected <= high
-            ratios.append(f"{found.ratio:.2f} ({low:.2f} - {high:.2f}); {expected:.2f}")
-        curves = zip(study.sweep, study.curve(cell), study.curve(other), strict=True)
-        paying = [speed for speed, a, b in curves if a.upper <= (1 - SAVED) * b.upper]
-        most = "-" if not paying else "any" if paying[-1] == study.sweep[-1] else rate(paying[-1])
-        rows.append((cell.backend, str(cell.accumulate), *ratios, most))
-    yield from table(("backend", "N", *study.names, "pays up to"), rows)
-    limited = len(rows) * (len(study.runs) - 1)
-    yield f"Of {limited + len(rows)} measured ratios, {certain['faster']} are below 1 with their whole interval, and"
-    yield f"{certain['slower']} above. With a limit, {certain['predicted']} of {limited} predicted ratios are within"
-    yield "the interval; without one they are the measured ones by construction."
+    found: dict[tuple[str, int], list[str]] = {}
+    for row in rows_of(frame.sort_values(["accumulate", "deferred"], kind="stable")):
+        expected = "" if row["predicted_ratio"] is None else f"; {row['predicted_ratio']:.2f}"
+        words = f"{row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f}) {row['verdict']}{expected}"
+        found.setdefault((row["deferred"], row["accumulate"]), []).append(words)
+    rows = [(name, str(n), *words) for (name, n), words in found.items()]
+    yield from table(("backend", "N", *dict.fromkeys(frame["run"])), rows)
+    predicted = frame[frame["predicted_ratio"].notna() & (frame["accumulate"] > 1)]
+    within = predicted["predicted_ratio"].between(predicted["low"], predicted["high"]).sum()
+    yield f"Of {len(predicted)} predicted ratios with N > 1, {within} are within the measured interval."
     yield ""
 
 
 def _accuracy(study: Study) -> Iterator[str]:
-    """How far predictions are from the steps that communication bounds."""
-    found = [
-        (name, one)
-        for number, name in enumerate(study.names)
-        for one in study.of_run(number).values()
-        if number and one.is_bound
-    ]
-    off = sorted(abs(one.deviation) for _, one in found)
-    yield from ("## How far predictions are off", "")
-    yield f"In {len(off)} cells of the runs with a limit, communication should take longer than compute."
-    if off:
-        yield f"Their steps are off compute + communication by {100 * median(off):.0f} % in the median and by"
-        yield f"{100 * off[-1]:.0f} % at most. {sum(one <= GOAL for one in off)} reach the goal of {100 * GOAL:.0f} %."
-    for name in study.names:
-        if own := [one.deviation for run, one in found if run == name]:
-            yield f"In the run {name} they are off by {100 * median(own):+z.0f} % in the median."
+    """How far the estimates of ``predict`` are from measured steps."""
+    yield from ("## How good the estimates of `predict` are", "")
+    yield "An overlapped step takes max(compute, communication), a serial one compute + communication. Compute is the"
+    yield "step of the cell that communicates least, of those with equal work, less its communication. What the host"
+    yield "does between collectives, the cores that gloo's threads take from compute, and waiting for slower ranks are"
+    yield "in neither, so both are estimates and no bounds. *In order*: pairs of cells with equal work of which one's"
+    yield "serial step is shorter than the other's overlapped one, and how many were measured in that order."
     yield ""
-    rows = [
-        (
-            one.cell.backend,
-            str(one.cell.accumulate),
-            name,
-            *(f"{seconds:.3g}" for seconds in (one.measured, one.compute, one.communication.upper)),
-            f"{100 * one.deviation:+z.0f} %",
-        )
-        for name, one in found
-    ]
-    yield from table(("backend", "N", "run", "s/step", "compute", "communication", "off"), rows)
+    rows, every = [], []
+    for name, groups in study.groups():
+        every += groups
+        rows.append((name, *_counts(groups)))
+    header = ("run", "steps", "below overlapped", "above serial", "off serial: median (least to most)", "in order")
+    yield from table(header, [*rows, ("all", *_counts(every))])
+    off = sorted(
+        times[cell] / study.predicted(cell, number) - 1
+        for number, times in enumerate(study.times)
+        for cell in times
+        if number and cell in study.times[0]
+    )
+    if off:
+        yield "With the compute that a cell has on the fastest link, which includes what its host does, steps on the"
+        yield f"slower ones are off serial by {100 * median(off):+z.0f} % in the median, {100 * off[0]:+z.0f} % to"
+        yield f"{100 * off[-1]:+z.0f} %; {sum(share > 0 for share in off)} of {len(off)} take longer."
+        yield ""
+
+
+def _counts(groups: Groups) -> tuple[str, ...]:
+    found = accuracy(groups)
+    order = f"{found.num_in_order} of {found.num_pairs}"
+    return str(len(found.deviations)), str(found.num_faster), str(found.num_slower), found.spread, order
 
 
 if __name__ == "__main__":

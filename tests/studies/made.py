@@ -90,7 +90,7 @@ ROWS = (
         paths=("results/links/links.md", "plots/links"),
         commands=(LINKS,),
         code=("bench/forecast", *_studies("links", "markdown")),
-        sources=("links",),
+        sources=("links", "cpu", "popular"),
         minutes=0.1,
     ),
     Made(
