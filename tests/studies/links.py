@@ -224,9 +224,10 @@ def page(study: Study, picture: str) -> Iterator[str]:
     yield from ("", "Written by `nox -s results -- links`. Nothing here is edited by hand.", "")
     yield from (f"![{title(study.frame)}]({picture})", "")
     link = study.links[0]
+    latency, within = f"{1e6 * link.latency_s:.0f} us", rate(link.intra_bytes_per_s)
     yield f"The {_setting(next(iter(study.times[0])))}, on the [rig](../../docs/hosts.md)."
     yield "Four ranks share two cores, which makes steps noisy. Each run timed collectives before its first trial. One"
-    yield f"latency per call, {1e6 * link.latency_s:.0f} us, and one rate within a host, {rate(link.intra_bytes_per_s)},"
+    yield f"latency per call, {latency}, and one rate within a host, {within},"
     yield "fit those of all runs, with one rate between the hosts for each run:"
     yield ""
     rows = [
