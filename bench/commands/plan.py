@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         skipped = {cell_id: reason for cell_id, reason in refused.items() if reason} | plan.too_large
     else:
         skipped = blocks.skipped(cells, backends) | plan.too_large
-    guesses = costs(cells, backends, plan.gpus, skipped)
+    guesses = costs(cells, plan.gpus, skipped)
     print(_cells(plan, skipped, guesses))
     print("\n".join(_totals(plan, skipped, guesses)))
     return GOOD

@@ -161,7 +161,7 @@ def _train(
 
     cells = [Cell.from_dict(cell) for cell in manifest["cells"]]
     gpus = launch_gpus.gpus() if any(cell.device is Device.CUDA for cell in cells) else []
-    guesses = costs(cells, backends, gpus, manifest.get("skipped") or {})
+    guesses = costs(cells, gpus, manifest.get("skipped") or {})
     display = Display(Console(quiet=arguments.quiet), guesses, manifest)
     if arguments.json:
         display = JsonLines(guesses, manifest)

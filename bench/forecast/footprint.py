@@ -4,7 +4,7 @@ Parameters, gradients, optimizer state and buffers that are held have exact form
 moment that can have the peak, what autograd has saved and what lives only for that moment is added. The largest sum is
 the peak. Nothing is fitted. The moments are:
 
-- ``forward``: its end, with the logits and the log-softmax, or its begin, in which FSDP2 gathers the root;
+- ``forward``: its end, with the logits and the log-softmax;
 - ``loss``: all activations, and three fp32 tensors of tokens x vocabulary (the log-softmax and two gradients);
 - ``head``: the backward of the output head: the gradients of its output and of its weight;
 - ``block``: the backward of the last blocks, whose MLP has three gradients as large as its inner activations;
@@ -203,7 +203,6 @@ def _fsdp2(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
     def reduction(unit: int) -> int:
         return (0 if sums else element * unit) + 4 * unit + 4 * unit // ranks
 
-    yield Moment("forward", before, 0, 2 * element * root)
     late = held["gradients"] if sizes.zeroes_late else before
     yield Moment("forward", late, sizes.saved, sizes.log_softmax + gathered)
     yield Moment("loss", before, sizes.saved, sizes.loss + gathered)
@@ -260,7 +259,6 @@ def _zero2(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
     else:
         during = kept if sizes.is_bf16 else before
         of_head = table * sizes.tied
-        new = 0 if sizes.is_bf16 else kept
         # The last rank has new gradients of its own from the start; the fullest has little but the table, reduced last.
         last = 0 if sizes.is_bf16 else 4 * zero.overlapping(layout, ranks, ranks - 1)
         early = max(0, last + (0 if sizes.is_single else last - kept))
@@ -270,9 +268,8 @@ def _zero2(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
         flat = bucket * (casts + element * (ranks > 1)) + element * sizes.mlp_weight
         reduction = sizes.stream + buckets + early + of_head + flat
         yield Moment("reduce", during, sizes.saved_after_block, reduction)
-        own = new * (2 * partition > sizes.table)
-        yield Moment("embedding", during, 0, buckets + own + (3 if sizes.tied else 1) * table)
-        yield Moment("embedding", during, 0, alone + buckets + new)
+        added = 0 if sizes.is_bf16 or 2 * partition <= sizes.table else kept
+        yield Moment("embedding", during, 0, buckets + added + (3 if sizes.tied else 1) * table)
     yield Moment("step", kept, 0, 0 if sizes.is_bf16 else 4 * partition)
     yield sizes.step(4 * partition, held["optimizer_state"])
 
@@ -303,5 +300,4 @@ def _zero3(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
             yield Moment("head", before, sizes.saved, reduced_table + sizes.stream + gathered)
         reduction = sizes.stream + of_head + gathered + held["communication"]
         yield Moment("reduce", before, sizes.saved_after_block, reduction)
-        yield Moment("embedding", before, 0, reduced_table)
     yield sizes.step(partitions, held["optimizer_state"], flat=partitions)

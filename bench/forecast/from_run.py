@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from bench.forecast.prediction import Link, Prediction, TimeEstimate, communication, sent_bytes
+from bench.forecast.prediction import Link, TimeEstimate, predicted_communication, sent_bytes
 from bench.formatting import plural
-from bench.judge.formulas import BUILT_IN, expect, layout_of
 from bench.plan.cell import Cell, Device
 from bench.plan.column import DASH
 from bench.report.report_data import ReportData
@@ -105,15 +104,6 @@ def _fit(rows: Mapping[str | int, Sequence[tuple[float, float]]]) -> tuple[float
     start = np.log([seconds.min(), *(min(s / b for b, s in timed) for timed in rows.values())])
     latency_s, *per_byte = np.exp(least_squares(errors, start, loss="soft_l1", f_scale=OUTLIER).x)
     return float(latency_s), {name: 1 / float(value) for name, value in zip(rows, per_byte, strict=True)}
-
-
-def predicted_communication(cell: Cell, link: Link) -> TimeEstimate | None:
-    """How long a cell communicates per step; None if it does not, or has no formula."""
-    backend, layout = BUILT_IN.get(cell.backend), layout_of(cell)
-    if cell.is_reference or backend is None or layout is None or expect(cell, layout) is None:
-        return None
-    traffic = Prediction(cell, backend, layout).traffic
-    return communication(traffic, link) if traffic else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -241,6 +241,15 @@ def predict(cell: Cell, backends: Sequence[str], activation_bytes: int | None = 
     ]
 
 
+def predicted_communication(cell: Cell, link: Link) -> TimeEstimate | None:
+    """How long a cell communicates per step; None if it does not, or has no formula."""
+    backend, layout = BUILT_IN.get(cell.backend), layout_of(cell)
+    if cell.is_reference or backend is None or layout is None or expect(cell, layout) is None:
+        return None
+    traffic = Prediction(cell, backend, layout).traffic
+    return communication(traffic, link) if traffic else None
+
+
 def wrapped(predictions: Sequence[Prediction]) -> dict[str, str]:
     """For each wrapper that equals a mechanism of PyTorch or DeepSpeed: the name of that."""
     mechanisms = [one for one in predictions if one.backend.framework in MECHANISMS]

@@ -41,7 +41,7 @@ def on_gpu(**changes: Any) -> Cost:
     values |= {"sequence_length": 2048, "global_batch_size": 32} | changes
     cell = make_cell(**values)
     cells = {dataclasses.replace(cell, accumulate=n) for n in (1, 2, 32)} | {cell}
-    return costs([*cells], BACKENDS, [{"name": "NVIDIA H100 80GB HBM3"}], ())[cell.cell_id]
+    return costs([*cells], [{"name": "NVIDIA H100 80GB HBM3"}], ())[cell.cell_id]
 
 
 def test_the_estimate_on_a_gpu_by_hand() -> None:
@@ -80,10 +80,10 @@ def test_a_model_of_ones_own_has_no_estimate_until_it_was_measured(
 ) -> None:
     cell = make_cell(workload="mine:Own")
     monkeypatch.setattr(estimate, "RESULTS", tmp_path)
-    assert costs([cell], BACKENDS, [], ()) == {cell.cell_id: Cost(None, None)}
+    assert costs([cell], [], ()) == {cell.cell_id: Cost(None, None)}
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "trials.jsonl").write_text(json.dumps(make_record(cell, wall_s=7.0)) + "\n")
-    assert costs([cell], BACKENDS, [], ()) == {cell.cell_id: Cost(7.0, None)}
+    assert costs([cell], [], ()) == {cell.cell_id: Cost(7.0, None)}
 
 
 def test_missing_packages_are_named_with_the_remedy() -> None:

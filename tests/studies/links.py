@@ -24,7 +24,8 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from bench.errors import BAD, GOOD, INTERRUPTED
-from bench.forecast.from_run import Groups, accuracy, beside, fitted_links, measured_link, predicted_communication
+from bench.forecast.from_run import Groups, accuracy, beside, fitted_links, measured_link
+from bench.forecast.prediction import predicted_communication
 from bench.formatting import rate
 from bench.judge.loading import Run, load
 from bench.judge.tables import rows_of
