@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.commands.options import add_backend, add_device, chosen_backends, integer_to, quantity, share, writable
+from bench.commands.options import add_backend, add_device, chosen_backends, integer_to, quantity, share
 from bench.errors import GOOD, InputError, suggest
 
 if TYPE_CHECKING:
@@ -57,8 +57,6 @@ def add(commands: Any) -> None:
     option("--memory", type=_amount(BYTES, "80GiB"), metavar="SIZE", help="memory of a device, such as 80GiB")
     words = "of that, kept free for what is not predicted (default: CUDA context, NCCL, the allocator's fragments)"
     option("--reserve", type=_amount(BYTES, "4GiB", zero=True), metavar="SIZE", help=words)
-    words = "activation memory of one micro-batch, if known"
-    option("--activations", type=_amount(BYTES, "20GiB"), metavar="SIZE", help=words)
     links = parser.add_mutually_exclusive_group()
     words = "rate at which a rank can send, such as 50GB/s or 400Gbit/s (400Gbps); with --node-size one rate within a "
     words += f"node, and one to others, which is its share of the node's network cards: {TWO_LEVELS}"
@@ -76,12 +74,10 @@ def add(commands: Any) -> None:
     words = "instead of --compute-time: H100, H200, A100, or such as 989TFLOP/s"
     compute.add_argument("--peak", metavar="GPU|RATE", help=words)
     option("--mfu", type=share, metavar="P", help="share of the peak that is reached (default: 35%%)")
-    option("--margin", type=share, metavar="P", help="times this near to each other are the same (default: 2%%)")
     option("--all", action="store_true", help="also show the rows of wrappers that equal another backend")
     words = "also measure the peak of the backend of --backend, by a trial on fake tensors (a minute for 8b)"
     option("--exact", action="store_true", help=words)
     option("--json", action="store_true", help="print a JSON list; its keys: see bench/forecast/choice.py")
-    option("--out", type=Path, metavar="DIR", help="also write what is printed as predict.md there")
     parser.set_defaults(command=run)
 
 
@@ -103,40 +99,35 @@ def _link(text: str) -> tuple[float, float | None]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Predict and show."""
-    from bench.forecast.choice import MARGIN, Question, ask
-    from bench.forecast.prediction_text import lines, markdown
+    from bench.forecast.choice import Question, ask
+    from bench.forecast.fit import reserve_bytes
+    from bench.forecast.prediction_text import lines
+    from bench.plan.cell import Device
 
     for name, other in NEEDS.items():
         if getattr(arguments, name) is not None and getattr(arguments, other) is None:
             remedy = "which --from-run replaces; leave it out" if arguments.from_run else "so give that too"
             raise InputError(f"--{name.replace('_', '-')}: says more about --{other}, {remedy}")
-    memory, reserve, activations = arguments.memory, arguments.reserve, arguments.activations
-    if activations and arguments.activation_checkpointing:
-        raise InputError(
-            "--activations: are those kept without --activation-checkpointing, which is counted; leave out one of them"
-        )
+    memory, reserve = int(arguments.memory or 0), arguments.reserve
     if reserve is not None and reserve >= memory:
         raise InputError(f"--reserve: leaves nothing of the {memory / 2**30:.4g} GiB of --memory; give less")
     link = _measured(arguments) if arguments.from_run else _given(arguments)
     cell = _cell(arguments, link.node_size if link else 1)
+    if reserve is None:
+        reserve = reserve_bytes(memory, nccl=cell.world_size > 1) if memory and cell.device is Device.CUDA else 0
     compute_s, compute_from = _compute(arguments, cell)
     question = Question(
         cell=cell,
         link=link,
         compute_s=compute_s,
         compute_from=compute_from,
-        memory_bytes=memory and int(memory),
-        given_reserve_bytes=None if reserve is None else int(reserve),
-        activation_bytes=activations and int(activations),
-        margin=MARGIN if arguments.margin is None else arguments.margin,
+        memory_bytes=memory or None,
+        reserve_bytes=int(reserve),
     )
     rows, choices = ask(question, _backends(arguments, cell), grouped=not (arguments.all or arguments.backend))
     if arguments.exact:
         _measure_peak(cell, rows)
     print(json.dumps(rows, allow_nan=False) if arguments.json else "\n".join(lines(question, rows, choices)))
-    if arguments.out:
-        writable(arguments.out)
-        (arguments.out / "predict.md").write_text(markdown(question, rows, choices), encoding="utf-8")
     return GOOD
 
 

@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.forecast.fit import reserve_bytes
 from bench.forecast.prediction import Link, Prediction, TimeEstimate, communication, predict, sent_bytes, wrapped
-from bench.plan.cell import Cell, Device
+from bench.plan.cell import Cell
 
 MARGIN = 0.02
 """Times this near to each other are the same, as ``compare`` calls it."""
@@ -53,18 +52,8 @@ class Question:
     compute_from: str = "as given"
     memory_bytes: int | None = None
     """Of a device; None for no limit."""
-    given_reserve_bytes: int | None = None
-    """What of it is kept free, by default ``bench.forecast.fit.reserve_bytes``."""
-    activation_bytes: int | None = None
-    """Activations of one micro-batch, if they are known."""
-    margin: float = MARGIN
-
-    @property
-    def reserve_bytes(self) -> int:
-        """What of a device's memory predictions may not fill."""
-        if self.given_reserve_bytes is not None or self.memory_bytes is None or self.cell.device is Device.CPU:
-            return self.given_reserve_bytes or 0
-        return reserve_bytes(self.memory_bytes, nccl=self.cell.world_size > 1)
+    reserve_bytes: int = 0
+    """What of it predictions may not fill."""
 
     def step(self, prediction: Prediction) -> TimeEstimate:
         """The estimates of a step; compute grows with N."""
@@ -86,7 +75,7 @@ class Question:
             name: tuple(
                 other
                 for other, estimate in steps.items()
-                if estimate != step and estimate.overlapped * (1 + self.margin) < step.serial
+                if estimate != step and estimate.overlapped * (1 + MARGIN) < step.serial
             )
             for name, step in steps.items()
         }
@@ -126,7 +115,7 @@ def ask(question: Question, backends: Sequence[str], *, grouped: bool) -> tuple[
       ``may_be_fastest``: whether it may be faster than what leads; ``best_at``: the [N, W] of the table at which it is
       clearly the best, or as good.
     """
-    predictions = predict(question.cell, backends, question.activation_bytes)
+    predictions = predict(question.cell, backends)
     equal = wrapped(predictions) if grouped else {}
     choices: Choices = {}
     if question.link is not None and question.compute_s is not None:

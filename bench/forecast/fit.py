@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from bench.forecast.prediction import Prediction
 from bench.judge.formulas import BUILT_IN, expect, layout_of
@@ -38,9 +39,10 @@ def reserves(*, nccl: bool) -> tuple[Reserve, ...]:
 
 def reserve_bytes(memory_bytes: int, *, nccl: bool, ranks: int = 1) -> int:
     """Bytes of a GPU's memory that predictions leave free where so many ranks are on it."""
-    return sum(ranks * one.num_bytes + int(one.share * memory_bytes) for one in reserves(nccl=nccl))
+    return sum(ranks * kept.num_bytes + int(kept.share * memory_bytes) for kept in reserves(nccl=nccl))
 
 
+@cache
 def predicted_bytes(cell: Cell) -> int | None:
     """The peak of a rank's memory in bytes; None for what is not predicted.
 
@@ -67,23 +69,27 @@ def too_large(cells: Sequence[Cell], memory_bytes: int, num_gpus: int) -> dict[s
     A cell whose reference does not fit could not be checked, and so does not fit either. Ranks that share a GPU
     (``bench.launch.rank``) are assumed to be at their peaks at the same time.
     """
-    known: dict[Cell, int | None] = {}
-    found = {}
+    found: dict[str, str] = {}
     for cell in cells:
         if cell.device is not Device.CUDA or not cell.world.computes:
             continue
-        for one in dict.fromkeys((cell, cell.reference())) if cell.world.has_values else (cell,):
-            if one not in known:
-                known[one] = predicted_bytes(one)
-            need, ranks = known[one], -(-one.world_size // num_gpus) if one.world.shares_gpus else 1
-            free = reserve_bytes(memory_bytes, nccl=one.num_processes > 1 and not one.world.shares_gpus, ranks=ranks)
-            if need is not None and (need := ranks * need) > memory_bytes - free:
-                who = f"{one.model} needs" if one is cell else f"the fp32 reference of {one.model} needs"
-                who = f"{one.model} on {ranks} ranks of one GPU needs" if ranks > 1 else who
-                kept = "" if need > memory_bytes else f", of which {free / 2**30:.1f} GiB are kept free"
-                found[cell.cell_id] = f"{who} {_gib(need)} by prediction, the GPU has {_gib(memory_bytes)}{kept}"
-                break
+        for needed in (cell, cell.reference()) if cell.world.has_values else (cell,):
+            if reason := _too_large(needed, memory_bytes, num_gpus):
+                found.setdefault(cell.cell_id, reason)
     return found
+
+
+def _too_large(cell: Cell, memory_bytes: int, num_gpus: int) -> str:
+    """Why one cell does not fit; empty if it does."""
+    shared, peak = cell.world.shares_gpus, predicted_bytes(cell)
+    ranks = -(-cell.world_size // num_gpus) if shared else 1
+    free = reserve_bytes(memory_bytes, nccl=cell.num_processes > 1 and not shared, ranks=ranks)
+    if peak is None or ranks * peak <= memory_bytes - free:
+        return ""
+    who = f"the fp32 reference of {cell.model}" if cell.is_reference else cell.model
+    who += f" on {ranks} ranks of one GPU" * (ranks > 1)
+    kept = f", of which {free / 2**30:.1f} GiB are kept free" * (ranks * peak <= memory_bytes)
+    return f"{who} needs {_gib(ranks * peak)} by prediction, the GPU has {_gib(memory_bytes)}{kept}"
 
 
 def _gib(size: int) -> str:

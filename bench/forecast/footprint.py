@@ -73,22 +73,16 @@ def declined(cell: Cell, backend: type[Backend]) -> str:
     return ""
 
 
-def footprint(
-    cell: Cell, layout: Layout, backend: type[Backend], held: Mapping[str, int], activation_bytes: int | None = None
-) -> Footprint:
-    """The memory of the fullest rank at its peak.
-
-    ``held``: bytes by category as in ``Expectation.held``. ``activation_bytes`` replaces the count of what autograd
-    saves in one micro-batch.
-    """
-    sizes = TensorSizes(cell, layout, backend, activation_bytes)
+def footprint(cell: Cell, layout: Layout, backend: type[Backend], held: Mapping[str, int]) -> Footprint:
+    """The memory of the fullest rank at its peak; ``held``: bytes by category as in ``Expectation.held``."""
+    sizes = TensorSizes(cell, layout, backend)
     moments = _replicated if backend.sharding is Sharding.NONE else _fsdp2
     if backend.stage:
         moments = _zero2 if backend.stage == 2 else _zero3
     fixed = dict(held)
     if backend.sharding is Sharding.OPTIMIZER:
         fixed["parameters"] = 4 * sizes.shard(layout)  # the rest is gathered, and freed by the last backward
-    at = max(moments(sizes, held), key=lambda one: one.gradients + one.activations + one.temporaries)
+    at = max(moments(sizes, held), key=lambda moment: moment.gradients + moment.activations + moment.temporaries)
     changing = {"gradients": at.gradients, "activations": at.activations, "temporaries": at.temporaries}
     return Footprint(at.name, fixed | changing)
 
@@ -96,7 +90,7 @@ def footprint(
 class TensorSizes:
     """Sizes of the tensors of a window: of activations and work space in bytes, of weights in elements."""
 
-    def __init__(self, cell: Cell, layout: Layout, backend: type[Backend], activation_bytes: int | None) -> None:
+    def __init__(self, cell: Cell, layout: Layout, backend: type[Backend]) -> None:
         self.cell, self.layout, self.backend = cell, layout, backend
         size, tokens = SIZES[cell.model], cell.micro_batch_size * cell.sequence_length
         hidden, query, key = size.hidden_size, size.num_heads * size.head_size, size.num_kv_heads * size.head_size
@@ -118,8 +112,6 @@ class TensorSizes:
         """What a block saves."""
         outside = norm + tokens * self.element * hidden  # the last norm
         outside += 8 * tokens + 2 * cell.sequence_length * size.head_size * residual  # targets, rotary angles
-        if activation_bytes is not None:
-            self.block, outside = activation_bytes // size.num_layers, 0
         self._kept = self.stream if cell.activation_checkpointing else self.block
         self.saved = size.num_layers * self._kept + outside
         """All that is saved after a forward."""

@@ -9,7 +9,6 @@ alike, and with a loss that outliers hardly move. Latency is the same between no
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from bench.forecast.prediction import Link, TimeEstimate, predicted_communication, sent_bytes
-from bench.formatting import plural
 from bench.plan.cell import Cell, Device
 from bench.plan.column import DASH
 from bench.report.report_data import ReportData
@@ -148,46 +146,6 @@ def beside(seconds: Mapping[Cell, float], link_of: Callable[[Cell], Link | None]
     return groups
 
 
-@dataclass(frozen=True, kw_only=True)
-class Accuracy:
-    """How well estimates agree with measured steps, without those from which compute was taken."""
-
-    deviations: tuple[float, ...]
-    """From serial steps, as shares, sorted."""
-    num_faster: int
-    """Steps faster than the overlapped estimate."""
-    num_pairs: int
-    """Pairs of cells with equal work of which the serial estimate of one is below the overlapped one of the other."""
-    num_in_order: int
-    """Those that were measured in that order."""
-
-    @property
-    def num_slower(self) -> int:
-        """Steps slower than the serial estimate."""
-        return sum(deviation > 0 for deviation in self.deviations)
-
-    @property
-    def spread(self) -> str:
-        """The median, least and largest deviation."""
-        middle, low, high = (
-            f"{100 * share:+z.0f} %" for share in (median(self.deviations), self.deviations[0], self.deviations[-1])
-        )
-        return f"{middle} ({low} to {high})"
-
-
-def accuracy(groups: Groups) -> Accuracy:
-    """The accuracy over all groups."""
-    others = [step for group in groups for step in group[1:]]
-    pairs = [(a, b) for group in groups for a, b in itertools.permutations(group, 2)]
-    ordered = [a.measured < b.measured for a, b in pairs if a.step.serial < b.step.overlapped]
-    return Accuracy(
-        deviations=tuple(sorted(step.deviation for step in others)),
-        num_faster=sum(step.measured < step.step.overlapped for step in others),
-        num_pairs=len(ordered),
-        num_in_order=sum(ordered),
-    )
-
-
 def section(data: ReportData) -> PageSection | None:
     """Measured steps against predicted ones, as a section of the report; None if nothing is predicted."""
     cells, manifest = data.run.cells, data.run.manifest
@@ -201,21 +159,16 @@ def section(data: ReportData) -> PageSection | None:
         sentences.append(f"The link has {link} per rank and {1e6 * link.latency_s:.4g} us per call, {link.source}.")
         for step in group:
             times_s = (step.measured, step.compute, step.communication.serial, step.step.overlapped, step.step.serial)
-            off = DASH if step is group[0] else f"{100 * step.deviation:+z.1f}"
-            rows.append((data.run.labels[step.cell.cell_id], *(f"{seconds:.4g}" for seconds in times_s), off))
-    found = accuracy(groups)
+            deviation = DASH if step is group[0] else f"{100 * step.deviation:+z.1f}"
+            rows.append((data.run.labels[step.cell.cell_id], *(f"{seconds:.4g}" for seconds in times_s), deviation))
+    off = [step.deviation for group in groups for step in group[1:]]
+    spread = ", ".join(f"{100 * share:+z.0f} %" for share in (min(off), median(off), max(off)))
     sentences += [
         "Compute is the step of the cell that communicates least, of those with equal work, less its communication.",
         "Overlapped is max(compute, communication), serial is compute + communication. Both are estimates without what "
         "the host does between collectives and without waiting for slower ranks.",
-        f"Of {plural(len(found.deviations), 'other step')}, {found.num_faster} took less time than overlapped and "
-        f"{found.num_slower} more than serial; the median is off serial by {found.spread}.",
+        f"The other steps are off serial by {spread} (least, median, most).",
     ]
-    if found.num_pairs:
-        sentences.append(
-            f"In {plural(found.num_pairs, 'pair')} one serial step is shorter than the other overlapped one; "
-            f"{found.num_in_order} were measured in that order."
-        )
     return PageSection(
         key="prediction",
         title="Do steps take as long as the links predict?",

@@ -16,7 +16,6 @@ longer than a serial one. results/links/links.md says how often steps do.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -129,8 +128,6 @@ class Prediction:
     cell: Cell
     backend: type[Backend]
     layout: Layout
-    activation_bytes: int | None = None
-    """Activations of one micro-batch, if they are known and not to be estimated."""
 
     @property
     def name(self) -> str:
@@ -186,8 +183,10 @@ class Prediction:
                 for less, more in zip(fewer, most, strict=True)
             )
         rows = self.expectation.collectives if cell.world_size > 1 else ()
-        by_group = itertools.groupby(sorted(rows, key=lambda row: row.group), key=lambda row: row.group)
-        return tuple(self._of_group(RankGroup(group), list(own)) for group, own in by_group)
+        return tuple(
+            self._of_group(RankGroup(group), [row for row in rows if row.group == group])
+            for group in sorted({row.group for row in rows})
+        )
 
     def _of_group(self, group: RankGroup, rows: Sequence[Collective]) -> Traffic:
         """What a rank sends by these collectives; replicas have their ranks with the same shard in common."""
@@ -199,19 +198,16 @@ class Prediction:
     def memory(self) -> Footprint:
         """A rank's memory at its peak, which is the same from N = 2 on; so is what is held."""
         held = self.at(min(self.cell.accumulate, COUNTED_N // 2)).expectation.held
-        return footprint(self.cell, self.layout, self.backend, held, self.activation_bytes)
+        return footprint(self.cell, self.layout, self.backend, held)
 
     def equals(self, other: Prediction) -> bool:
         """Whether both shard alike, reduce at the same times, and hold and send the same but for EQUAL."""
-
-        def near(one: float, two: float) -> bool:
-            return abs(one - two) <= EQUAL * max(one, two)
-
-        kinds = [(one.backend.sharding, one.backend.sync, one.refusal) for one in (self, other)]
+        kinds = [(p.backend.sharding, p.backend.sync, p.refusal) for p in (self, other)]
         if kinds[0] != kinds[1] or self.refusal:
             return kinds[0] == kinds[1]
-        sent = [sum(part.wire_bytes for part in one.traffic) for one in (self, other)]
-        return near(*sent) and near(self.memory.peak, other.memory.peak)
+        sent = [sum(part.wire_bytes for part in p.traffic) for p in (self, other)]
+        peaks = self.memory.peak, other.memory.peak
+        return math.isclose(*sent, rel_tol=EQUAL) and math.isclose(*peaks, rel_tol=EQUAL)
 
 
 def sent_bytes(op: str, payload_bytes: int, ranks: int, device: Device) -> float:
@@ -224,20 +220,19 @@ def sent_bytes(op: str, payload_bytes: int, ranks: int, device: Device) -> float
     return wire_bytes("all_reduce" if is_whole else op, payload_bytes, ranks)
 
 
-def predict(cell: Cell, backends: Sequence[str], activation_bytes: int | None = None) -> list[Prediction]:
+def predict(cell: Cell, backends: Sequence[str]) -> list[Prediction]:
     """One prediction per backend; references are left out, and HSDP where the cell has no replicas."""
     layout = layout_of(cell)
     assert layout is not None, "the command checks the model's name"
     found = [BUILT_IN[name] for name in backends if name in BUILT_IN and name not in REFERENCES]
     return [
         Prediction(
-            dataclasses.replace(cell, backend=one.name, replicate=cell.replicate if one.replicate else 0),
-            one,
+            dataclasses.replace(cell, backend=backend.name, replicate=cell.replicate if backend.replicate else 0),
+            backend,
             layout,
-            activation_bytes,
         )
-        for one in found
-        if cell.replicate or not one.replicate
+        for backend in found
+        if cell.replicate or not backend.replicate
     ]
 
 
@@ -252,11 +247,12 @@ def predicted_communication(cell: Cell, link: Link) -> TimeEstimate | None:
 
 def wrapped(predictions: Sequence[Prediction]) -> dict[str, str]:
     """For each wrapper that equals a mechanism of PyTorch or DeepSpeed: the name of that."""
-    mechanisms = [one for one in predictions if one.backend.framework in MECHANISMS]
+    mechanisms = [prediction for prediction in predictions if prediction.backend.framework in MECHANISMS]
     found = {}
-    for one in predictions:
-        if one not in mechanisms and (equal := next((other for other in mechanisms if one.equals(other)), None)):
-            found[one.name] = equal.name
+    for prediction in predictions:
+        equal = next((mechanism.name for mechanism in mechanisms if prediction.equals(mechanism)), None)
+        if equal and prediction not in mechanisms:
+            found[prediction.name] = equal
     return found
 
 

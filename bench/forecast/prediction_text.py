@@ -1,12 +1,12 @@
-"""What ``predict`` says: the recommendation, tables and notes, as text and as a page."""
+"""What ``predict`` prints: the recommendation, tables and notes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from bench.forecast.choice import Choice, Choices, Question
-from bench.forecast.fit import reserves
+from bench.forecast.choice import MARGIN, Choice, Choices, Question
+from bench.forecast.fit import reserve_bytes, reserves
 from bench.forecast.prediction import NOT_PREDICTED
 from bench.formatting import digits, size, table
 from bench.plan.cell import Cell, among
@@ -59,36 +59,25 @@ def gib(number: float) -> str:
     return f"{number / GIB:.3g} GiB"
 
 
-def lines(question: Question, rows: Rows, choices: Choices) -> list[str]:
-    """All that is printed."""
-    return [line for section in _sections(question, rows, choices) for line in (*section, "")][:-1]
-
-
-def markdown(question: Question, rows: Rows, choices: Choices) -> str:
-    """The same as a page; tables, the lines of a section below its first, keep their columns."""
-    found = ["# Prediction"]
-    for title, *body in _sections(question, rows, choices):
-        found += [title, "```text\n" + "\n".join(body) + "\n```"] if body else [title]
-    return "\n\n".join(found) + "\n"
-
-
-def _sections(question: Question, every: Rows, choices: Choices) -> Iterator[list[str]]:
-    """Sentences, or a title with the lines of its table."""
+def lines(question: Question, every: Rows, choices: Choices) -> Iterator[str]:
+    """All that is printed; wrappers have no lines of their own."""
     rows = [row for row in every if not row["equals"]]
     for row in rows:
         if peak := row.get("exact_peak_bytes"):
             apart = f"predicted: {gib(row['peak_memory_bytes'])}, {100 * (row['peak_memory_bytes'] / peak - 1):+.1f} %"
-            yield [f"{row['backend']}: {gib(peak)} at the peak of rank 0, measured on fake tensors ({apart})."]
-    yield from ([sentence] for sentence in _recommendation(question, rows, choices))
-    yield from ([line] for line in _setting(question))
-    yield ["GiB of a rank at its peak, and one optimizer step:", *_backends(question, every).splitlines()]
-    reasons = ((f"{_remark(row)}: {_reason(row)}", row["backend"]) for row in every if _reason(row))
-    yield from ([f"{names}: {why}."] for why, names in _joined(reasons))
+            yield f"{row['backend']}: {gib(peak)} at the peak of rank 0, measured on fake tensors ({apart})."
+    yield from _recommendation(question, rows, choices)
+    yield from ("", *_setting(question))
+    yield from ("", "GiB of a rank at its peak, and one optimizer step:", _backends(question, every))
+    reasons = _joined((f"{_remark(row)}: {_reason(row)}", row["backend"]) for row in every if _reason(row))
+    for why, names in reasons:
+        yield from ("", f"{names}: {why}.")
     if choices:
-        yield ["The best by N and W (?: undecided, it leads):", *_table(choices).splitlines()]
+        yield from ("", "The best by N and W (?: undecided, it leads):", _table(choices))
     sent = ((_collectives(row), row["backend"]) for row in rows if not row["refusal"])
-    yield ["Collectives of a step:", *(f"  {names}: {text}" for text, names in _joined(sent))]
-    yield from ([note] for note in _notes(question, len(rows) < len(every), bool(choices)))
+    yield from ("", "Collectives of a step:", *(f"  {names}: {text}" for text, names in _joined(sent)))
+    for note in _notes(question, len(rows) < len(every), bool(choices)):
+        yield from ("", note)
 
 
 def _joined(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -197,11 +186,9 @@ def _notes(question: Question, has_wrappers: bool, is_timed: bool) -> Iterator[s
     if has_wrappers:
         yield WRAPPERS
     yield PEAK
-    if question.activation_bytes is not None:
-        yield "Activations are those of --activations."
     if cell.activation_checkpointing:
         yield "Activation checkpointing: blocks keep their input, and compute their forward once more."
-    if is_limited:
+    if question.reserve_bytes:
         yield _reserved(question)
     if cell.world_size == 1:
         yield "One rank: the collectives that a framework still calls send nothing and take no time here."
@@ -209,7 +196,7 @@ def _notes(question: Question, has_wrappers: bool, is_timed: bool) -> Iterator[s
         yield LEVELS
     if is_timed:
         yield TIMES
-        within = f"{100 * question.margin:g} %"
+        within = f"{100 * MARGIN:g} %"
         yield (
             f"best: the serial step is at most {within} longer than the overlapped step of any other backend"
             f"{' that fits' * is_limited}, and of such backends it needs the least memory. Otherwise it is undecided, "
@@ -219,14 +206,10 @@ def _notes(question: Question, has_wrappers: bool, is_timed: bool) -> Iterator[s
 
 def _reserved(question: Question) -> str:
     """Which part of the memory is kept free, and why so much."""
-    given = question.given_reserve_bytes is not None
-    if given or not question.reserve_bytes:
-        return f"Reserve: {gib(question.reserve_bytes)} of a device's memory, {'as given' if given else 'none'}."
-    assert question.memory_bytes is not None
-    parts = "; ".join(
-        f"{kept.what} {gib(kept.num_bytes + kept.share * question.memory_bytes)} ({kept.source})"
-        for kept in reserves(nccl=question.cell.world_size > 1)
-    )
+    memory, nccl = question.memory_bytes or 0, question.cell.world_size > 1
+    if question.reserve_bytes != reserve_bytes(memory, nccl=nccl):
+        return f"Reserve: {gib(question.reserve_bytes)} of a device's memory, as given."
+    parts = "; ".join(f"{r.what} {gib(r.num_bytes + r.share * memory)} ({r.source})" for r in reserves(nccl=nccl))
     second = "; the second communicator of HSDP is not counted" * bool(question.cell.replicate)
     return f"Reserve: {parts}{second}. --reserve changes the sum."
 
@@ -246,7 +229,7 @@ def _recommendation(question: Question, rows: Rows, choices: Choices) -> Iterato
     )
     takes += f", {gib(best['peak_memory_bytes'])} of memory"
     if not here.rivals:
-        yield f"Recommendation: {takes}. By these estimates no other is more than {100 * question.margin:g} % faster."
+        yield f"Recommendation: {takes}. By these estimates no other is more than {100 * MARGIN:g} % faster."
         return
     fastest = min(row["overlapped_s"] for row in rows if row["backend"] in here.rivals)
     longer = f"{100 * (best['serial_s'] / fastest - 1):.2g} % longer than the overlapped step of any other"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from bench.cli import main
 from bench.errors import GOOD, WRONG
+from bench.forecast.from_run import measured_link
 from bench.plan.models import SIZES
 from bench.run.journal import JOURNAL, encode, write_manifest
 from tests.factories import make_cell, make_manifest, make_record
@@ -44,8 +46,11 @@ def sent_s(rate: float) -> float:
 def write(folder: Path, rate: float, slower: float) -> Path:
     """A run of DDP on 2 x 2 ranks: steps without anything hidden, and with eager sync and N = 4 so much slower."""
     folder.mkdir()
-    own = {"world_size": 4, "ranks_per_node": 2}
-    cells = [make_cell(backend=f"ddp-{sync}", accumulate=n, **own) for n in (1, 4) for sync in ("deferred", "eager")]
+    cells = [
+        make_cell(backend=f"ddp-{sync}", accumulate=n, world_size=4, ranks_per_node=2)
+        for n in (1, 4)
+        for sync in ("deferred", "eager")
+    ]
     every = [cells[0].reference(), *cells]
     records = []
     for repeat, cell in itertools.product(range(5), every):
@@ -83,10 +88,10 @@ def test_predict_takes_latency_and_both_rates_from_the_run(run: Path, capsys: py
         hsdp["num_calls"] * LATENCY_S + between / (RATE / 2) + inside / WITHIN
     )
     assert predict(run, "--backend", "ddp-eager", "--compute-time", "1s") == GOOD
-    said = capsys.readouterr().out
     assert (
         "link 400 MB/s within nodes of 2 and 10 MB/s between them per rank, 5000 us per call (fitted to the "
-        "collectives that made timed between 4 ranks on 2 nodes, by the alpha-beta model); compute" in said
+        "collectives that made timed between 4 ranks on 2 nodes, by the alpha-beta model); compute"
+        in capsys.readouterr().out
     )
 
 
@@ -101,7 +106,7 @@ def test_the_report_holds_steps_against_the_link(run: Path, capsys: pytest.Captu
     assert [float(text) for text in found["ddp-eager N=4 W=4 (2x2) fp32"]] == pytest.approx(eager, rel=1e-3)
     assert found["ddp-deferred N=4 W=4 (2x2) fp32"][-1] == "-", "compute is what is left of its own step"
     assert "10 MB/s between them per rank and 5000 us per call" in section.text
-    assert "0 took less time than overlapped" in section.text and "(+0 % to +20 %)" in section.text
+    assert "off serial by +0 %, +10 %, +20 % (least, median, most)" in section.text
 
 
 @pytest.mark.parametrize(
@@ -122,8 +127,25 @@ def test_what_does_not_fit_the_run_is_one_line(
     assert said in error and error.count("\n") == 1
 
 
-def test_a_run_without_rates_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    manifest = json.loads((run / "run.json").read_text())
-    write_manifest(run, manifest | {"matmul": [{**manifest["matmul"][0], "links": []}]})
+@pytest.mark.parametrize(
+    "matmul",
+    [
+        [entry(2, 1, WITHIN), {**entry(4, 2, RATE), "links": []}],
+        [entry(2, 1, WITHIN), entry(4, 2, math.inf)],
+        [entry(2, 1, RATE), entry(4, 2, WITHIN)],
+    ],
+    ids=["not timed", "nothing but latency", "faster between nodes than within"],
+)
+def test_a_run_that_no_link_fits_is_refused(
+    run: Path, matmul: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_manifest(run, json.loads((run / "run.json").read_text()) | {"matmul": matmul})
     assert predict(run) == WRONG
     assert "holds no collectives that a link fits" in capsys.readouterr().err
+
+
+def test_a_slow_outlier_hardly_moves_the_link() -> None:
+    timed = entry(2, 1, RATE)
+    timed["links"][-1]["seconds"] *= 5
+    link = measured_link(make_manifest([make_cell()], matmul=[timed]))
+    assert link is not None and [link.bytes_per_s, link.latency_s] == pytest.approx([RATE, LATENCY_S], rel=0.05)

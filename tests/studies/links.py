@@ -8,11 +8,13 @@ only draws. Further arguments go to ``run``.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from statistics import median
@@ -24,7 +26,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from bench.errors import BAD, GOOD, INTERRUPTED
-from bench.forecast.from_run import Groups, accuracy, beside, fitted_links, measured_link
+from bench.forecast.from_run import Groups, beside, fitted_links, measured_link
 from bench.forecast.prediction import predicted_communication
 from bench.formatting import rate
 from bench.judge.loading import Run, load
@@ -272,9 +274,9 @@ def _accuracy(study: Study) -> Iterator[str]:
     rows, every = [], []
     for name, groups in study.groups():
         every += groups
-        rows.append((name, *_counts(groups)))
+        rows.append((name, *accuracy(groups).row))
     header = ("run", "steps", "below overlapped", "above serial", "off serial: median (least to most)", "in order")
-    yield from table(header, [*rows, ("all", *_counts(every))])
+    yield from table(header, [*rows, ("all", *accuracy(every).row)])
     off = sorted(
         times[cell] / study.predicted(cell, number) - 1
         for number, times in enumerate(study.times)
@@ -288,10 +290,47 @@ def _accuracy(study: Study) -> Iterator[str]:
         yield ""
 
 
-def _counts(groups: Groups) -> tuple[str, ...]:
-    found = accuracy(groups)
-    order = f"{found.num_in_order} of {found.num_pairs}"
-    return str(len(found.deviations)), str(found.num_faster), str(found.num_slower), found.spread, order
+@dataclass(frozen=True, kw_only=True)
+class Accuracy:
+    """How well estimates agree with measured steps, without those from which compute was taken."""
+
+    deviations: Sequence[float]
+    """From serial steps, as shares, sorted."""
+    num_below: int
+    """Steps faster than overlapped."""
+    in_order: Sequence[bool]
+    """For each pair of which one's serial step is shorter than the other's overlapped one: whether it was faster."""
+
+    @property
+    def num_above(self) -> int:
+        """Steps slower than serial."""
+        return sum(share > 0 for share in self.deviations)
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """The numbers of the page's table."""
+        low, middle, high = (
+            f"{100 * share:+z.0f} %" for share in (self.deviations[0], median(self.deviations), self.deviations[-1])
+        )
+        order = f"{sum(self.in_order)} of {len(self.in_order)}"
+        return (
+            str(len(self.deviations)),
+            str(self.num_below),
+            str(self.num_above),
+            f"{middle} ({low} to {high})",
+            order,
+        )
+
+
+def accuracy(groups: Groups) -> Accuracy:
+    """The accuracy over all groups."""
+    others = [step for group in groups for step in group[1:]]
+    pairs = [pair for group in groups for pair in itertools.permutations(group, 2)]
+    return Accuracy(
+        deviations=sorted(step.deviation for step in others),
+        num_below=sum(step.measured < step.step.overlapped for step in others),
+        in_order=[a.measured < b.measured for a, b in pairs if a.step.serial < b.step.overlapped],
+    )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.forecast.from_run import accuracy, fitted_links, measured_link
+from bench.forecast.from_run import fitted_links, measured_link
 from bench.forecast.prediction_text import TIMES
 from bench.judge.loading import load
 from tests import legible
@@ -55,11 +55,11 @@ def test_runs_share_one_latency_and_the_rate_within_a_host(tmp_path: Path) -> No
 def test_what_predict_says_of_its_estimates_is_true_of_all_committed_runs() -> None:
     committed = [load(ROOT / "results" / name) for name in (*(f"links/{name}" for name in links.RATES), *links.OTHERS)]
     study = links.Study(committed[:3], committed[3:])
-    found = accuracy([group for _, groups in study.groups() for group in groups])
-    assert found.num_faster == 0 and "no step took less than overlapped" in TIMES
-    assert found.num_slower > len(found.deviations) / 2 and "most took longer than serial" in TIMES
+    found = links.accuracy([group for _, groups in study.groups() for group in groups])
+    assert found.num_below == 0 and "no step took less than overlapped" in TIMES
+    assert found.num_above > len(found.deviations) / 2 and "most took longer than serial" in TIMES
     assert found.deviations[-1] < 1.4 and "up to 2.4 times as long" in TIMES
-    assert found.num_in_order >= 0.98 * found.num_pairs and "98 % of the pairs" in TIMES
+    assert sum(found.in_order) >= 0.98 * len(found.in_order) and "98 % of the pairs" in TIMES
     for number, alone in enumerate(measured_link(run.manifest) for run in committed[:3]):
         assert alone is not None and alone.bytes_per_s == pytest.approx(study.links[number].bytes_per_s, rel=0.1)
     for cell in study.times[0]:
