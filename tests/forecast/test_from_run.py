@@ -130,7 +130,7 @@ def test_what_does_not_fit_the_run_is_one_line(
 @pytest.mark.parametrize(
     "matmul",
     [
-        [entry(2, 1, WITHIN), {**entry(4, 2, RATE), "links": []}],
+        [{**entry(4, 2, RATE), "links": []}],
         [entry(2, 1, WITHIN), entry(4, 2, math.inf)],
         [entry(2, 1, RATE), entry(4, 2, WITHIN)],
     ],
