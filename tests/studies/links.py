@@ -30,6 +30,7 @@ from bench.forecast.from_run import Groups, beside, fitted_links, measured_link
 from bench.forecast.prediction import predicted_communication
 from bench.formatting import rate
 from bench.judge.loading import Run, load
+from bench.judge.pairs import record
 from bench.judge.tables import rows_of
 from bench.judge.verdicts import Verdict
 from bench.plan.cell import Cell, Sync
@@ -132,23 +133,14 @@ class Study:
                 syncs = (Sync.DEFERRED_ALL_REDUCE, Sync.DEFERRED)
                 for eager, deferred in (pair for sync in syncs for pair in eager_and_deferred(by_name, sync)):
                     compared = data.compared(by_name[deferred], by_name[eager])
-                    if compared is None or compared.time is None:
-                        continue
-                    a, b = (self.predicted(cell, number) for cell in (compared.pair.b, compared.pair.a))
+                    assert compared is not None, "they differ in the backend alone"
+                    found = record(compared)
+                    steps = [self.predicted(cell, number) for cell in (compared.pair.b, compared.pair.a)]
                     rows.append(
-                        {
-                            "run": data.run.name,
-                            "link_bytes_per_s": self.rates[number],
-                            "accumulate": n,
-                            "deferred": deferred,
-                            "eager": eager,
-                            "ratio": compared.time.ratio,
-                            "low": compared.time.low,
-                            "high": compared.time.high,
-                            "num_trials": compared.time.num_trials,
-                            "verdict": str(compared.judgement.verdict),
-                            "predicted_ratio": a / b if number else None,
-                        }
+                        {"run": data.run.name, "link_bytes_per_s": self.rates[number], "accumulate": n}
+                        | {"deferred": deferred, "eager": eager}
+                        | {name: found[name] for name in ("ratio", "low", "high", "num_trials", "verdict")}
+                        | {"predicted_ratio": steps[0] / steps[1] if number else None}
                     )
         return pd.DataFrame(rows)
 
@@ -274,20 +266,20 @@ def _accuracy(study: Study) -> Iterator[str]:
     rows, every = [], []
     for name, groups in study.groups():
         every += groups
-        rows.append((name, *accuracy(groups).row))
+        rows.append((name, *_row(accuracy(groups))))
     header = ("run", "steps", "below overlapped", "above serial", "off serial: median (least to most)", "in order")
-    yield from table(header, [*rows, ("all", *accuracy(every).row)])
+    yield from table(header, [*rows, ("all", *_row(accuracy(every)))])
     off = sorted(
-        times[cell] / study.predicted(cell, number) - 1
+        seconds / study.predicted(cell, number) - 1
         for number, times in enumerate(study.times)
-        for cell in times
-        if number and cell in study.times[0]
+        for cell, seconds in times.items()
+        if number
     )
-    if off:
-        yield "With the compute that a cell has on the fastest link, which includes what its host does, steps on the"
-        yield f"slower ones are off serial by {100 * median(off):+z.0f} % in the median, {100 * off[0]:+z.0f} % to"
-        yield f"{100 * off[-1]:+z.0f} %; {sum(share > 0 for share in off)} of {len(off)} take longer."
-        yield ""
+    low, middle, high = (f"{100 * share:+z.0f} %" for share in (off[0], median(off), off[-1]))
+    yield "With the compute that a cell has on the fastest link, which includes what its host does, steps on the slower"
+    yield f"ones are off serial by {middle} in the median, {low} to {high}; {sum(share > 0 for share in off)} of"
+    yield f"{len(off)} take longer."
+    yield ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,28 +290,10 @@ class Accuracy:
     """From serial steps, as shares, sorted."""
     num_below: int
     """Steps faster than overlapped."""
+    num_above: int
+    """Steps slower than serial."""
     in_order: Sequence[bool]
     """For each pair of which one's serial step is shorter than the other's overlapped one: whether it was faster."""
-
-    @property
-    def num_above(self) -> int:
-        """Steps slower than serial."""
-        return sum(share > 0 for share in self.deviations)
-
-    @property
-    def row(self) -> tuple[str, ...]:
-        """The numbers of the page's table."""
-        low, middle, high = (
-            f"{100 * share:+z.0f} %" for share in (self.deviations[0], median(self.deviations), self.deviations[-1])
-        )
-        order = f"{sum(self.in_order)} of {len(self.in_order)}"
-        return (
-            str(len(self.deviations)),
-            str(self.num_below),
-            str(self.num_above),
-            f"{middle} ({low} to {high})",
-            order,
-        )
 
 
 def accuracy(groups: Groups) -> Accuracy:
@@ -329,8 +303,16 @@ def accuracy(groups: Groups) -> Accuracy:
     return Accuracy(
         deviations=sorted(step.deviation for step in others),
         num_below=sum(step.measured < step.step.overlapped for step in others),
+        num_above=sum(step.measured > step.step.serial for step in others),
         in_order=[a.measured < b.measured for a, b in pairs if a.step.serial < b.step.overlapped],
     )
+
+
+def _row(found: Accuracy) -> tuple[str, ...]:
+    off = found.deviations
+    middle, low, high = (f"{100 * share:+z.0f} %" for share in (median(off), off[0], off[-1]))
+    order = f"{sum(found.in_order)} of {len(found.in_order)}"
+    return str(len(off)), str(found.num_below), str(found.num_above), f"{middle} ({low} to {high})", order
 
 
 if __name__ == "__main__":
