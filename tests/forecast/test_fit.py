@@ -89,7 +89,6 @@ def test_the_gpu_matrix_on_80_gb_skips_nothing_but_8b(num_gpus: int) -> None:
     if num_gpus == 1:
         (cell,) = (cell for cell in large if not cell.is_reference)
         assert cell.activation_checkpointing and cell.micro_batch_size == 1, "as small as it can be"
-        assert re.fullmatch(r"8b needs \d+ GiB by prediction, the GPU has 79 GiB", reasons[cell.cell_id])
 
 
 @pytest.mark.parametrize("num_gpus", [1, 2, 4, 8])

@@ -288,17 +288,6 @@ def test_bits_and_bytes_per_second(speed: str, capsys: pytest.CaptureFixture[str
     assert row["communication_s"] == pytest.approx(row["wire_bytes"] / 50e9)
 
 
-def test_recomputation_takes_time(capsys: pytest.CaptureFixture[str]) -> None:
-    """A forward of all blocks, a third of their FLOPs; nothing of the head."""
-    seconds = []
-    for more in ([], ["--activation-checkpointing"]):
-        command = ["--model", "8b", *ASKED, "--backend", "fsdp2-eager", "--peak", "1PFLOP/s", "--mfu", "100%", *more]
-        assert run(*command, "--json") == GOOD
-        seconds.append(json.loads(capsys.readouterr().out)[0]["compute_s"])
-    head = 6 * 128_256 * 4096 * 8192 * 16 / 1e15
-    assert seconds[1] - seconds[0] == pytest.approx((seconds[0] - head) / 3)
-
-
 @pytest.mark.parametrize(
     ("options", "place"),
     [

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.forecast.from_run import fitted_links, measured_link
+from bench.forecast.from_run import measured_link
 from bench.forecast.prediction_text import TIMES
 from bench.judge.loading import load
 from tests import legible
@@ -25,6 +25,8 @@ def test_page_and_picture_say_where_deferring_pays(tmp_path: Path) -> None:
         [load(write(tmp_path / name, speed, 1.3 if speed == 2e7 else 1.0)) for name, speed in rates.items()]
     )
     assert study.rates == pytest.approx(FALLING, rel=1e-3)
+    ((latency_s, within),) = {(link.latency_s, link.intra_bytes_per_s) for link in study.links}
+    assert (latency_s, within) == pytest.approx((LATENCY_S, WITHIN), rel=1e-3), "the same in all runs"
     said = "\n".join(links.page(study, "picture.png"))
     ratios = [(COMPUTE_S + sent_s(speed)) / (COMPUTE_S + 4 * sent_s(speed)) for speed in FALLING]
     shown = [f"{found:.2f} ({found:.2f} to {found:.2f}) ambiguous" for found in (*ratios[:2], ratios[2] / 1.3)]
@@ -43,13 +45,6 @@ def test_rates_that_do_not_fall_as_the_limits_do_are_refused(tmp_path: Path) -> 
     runs = [load(write(tmp_path / name, speed, 1.0)) for name, speed in zip("abc", (2e8, 2e7, 1e8), strict=True)]
     with pytest.raises(SystemExit, match="do not fall as the limits do"):
         links.Study(runs)
-
-
-def test_runs_share_one_latency_and_the_rate_within_a_host(tmp_path: Path) -> None:
-    runs = [load(write(tmp_path / str(speed), speed, 1.0)) for speed in FALLING]
-    for speed, link in zip(FALLING, fitted_links([run.manifest for run in runs]), strict=True):
-        assert (link.bytes_per_s, link.latency_s) == pytest.approx((speed / 2, LATENCY_S), rel=1e-3)
-        assert link.intra_bytes_per_s == pytest.approx(WITHIN, rel=1e-3)
 
 
 def test_what_predict_says_of_its_estimates_is_true_of_all_committed_runs() -> None:
