@@ -54,18 +54,13 @@ Rows = Sequence[Mapping[str, Any]]
 """Of ``bench.forecast.choice.ask``."""
 
 
-def gib(number: float) -> str:
-    """``74.6 GiB``."""
-    return f"{number / GIB:.3g} GiB"
-
-
 def lines(question: Question, every: Rows, choices: Choices) -> Iterator[str]:
     """All that is printed; wrappers have no lines of their own."""
     rows = [row for row in every if not row["equals"]]
     for row in rows:
         if peak := row.get("exact_peak_bytes"):
-            apart = f"predicted: {gib(row['peak_memory_bytes'])}, {100 * (row['peak_memory_bytes'] / peak - 1):+.1f} %"
-            yield f"{row['backend']}: {gib(peak)} at the peak of rank 0, measured on fake tensors ({apart})."
+            apart = f"predicted: {size(row['peak_memory_bytes'])}, {100 * (row['peak_memory_bytes'] / peak - 1):+.1f} %"
+            yield f"{row['backend']}: {size(peak)} at the peak of rank 0, measured on fake tensors ({apart})."
     yield from _recommendation(question, rows, choices)
     yield from ("", *_setting(question))
     yield from ("", "GiB of a rank at its peak, and one optimizer step:", _backends(question, every))
@@ -106,8 +101,8 @@ def _setting(question: Question) -> Iterator[str]:
     if question.compute_s is not None:
         parts.append(f"compute {question.compute_s:.4g} s per optimizer step ({question.compute_from})")
     if question.memory_bytes is not None:
-        kept = f", {gib(question.reserve_bytes)} of it reserved" * bool(question.reserve_bytes)
-        parts.append(f"memory {gib(question.memory_bytes)}{kept}")
+        kept = f", {size(question.reserve_bytes)} of it reserved" * bool(question.reserve_bytes)
+        parts.append(f"memory {size(question.memory_bytes)}{kept}")
     if parts:
         yield "; ".join(parts) + "."
 
@@ -208,8 +203,8 @@ def _reserved(question: Question) -> str:
     """Which part of the memory is kept free, and why so much."""
     memory, nccl = question.memory_bytes or 0, question.cell.world_size > 1
     if question.reserve_bytes != reserve_bytes(memory, nccl=nccl):
-        return f"Reserve: {gib(question.reserve_bytes)} of a device's memory, as given."
-    parts = "; ".join(f"{r.what} {gib(r.num_bytes + r.share * memory)} ({r.source})" for r in reserves(nccl=nccl))
+        return f"Reserve: {size(question.reserve_bytes)} of a device's memory, as given."
+    parts = "; ".join(f"{r.what} {size(r.num_bytes + r.share * memory)} ({r.source})" for r in reserves(nccl=nccl))
     second = "; the second communicator of HSDP is not counted" * bool(question.cell.replicate)
     return f"Reserve: {parts}{second}. --reserve changes the sum."
 
@@ -227,7 +222,7 @@ def _recommendation(question: Question, rows: Rows, choices: Choices) -> Iterato
     takes = (
         f"{here.best}{equal}: {best['overlapped_s']:.4g} s (overlapped) to {best['serial_s']:.4g} s (serial) per step"
     )
-    takes += f", {gib(best['peak_memory_bytes'])} of memory"
+    takes += f", {size(best['peak_memory_bytes'])} of memory"
     if not here.rivals:
         yield f"Recommendation: {takes}. By these estimates no other is more than {100 * MARGIN:g} % faster."
         return
@@ -245,9 +240,9 @@ def _by_memory(question: Question, fitting: Rows, able: Rows) -> str:
     if not able:
         return "none; every backend that was asked for is refused, not predicted, or known to be wrong."
     least = min(fitting or able, key=lambda row: int(row["peak_memory_bytes"]))
-    needs = f"{least['backend']} needs the least: {gib(least['peak_memory_bytes'])} of memory"
+    needs = f"{least['backend']} needs the least: {size(least['peak_memory_bytes'])} of memory"
     if question.memory_bytes is not None:
-        needs += f", of {gib(question.memory_bytes - question.reserve_bytes)} that can be used"
+        needs += f", of {size(question.memory_bytes - question.reserve_bytes)} that can be used"
     if not fitting:
         recompute = ", or --activation-checkpointing" * (not question.cell.activation_checkpointing)
         return f"none fits; {needs}. Try more ranks or a smaller micro-batch{recompute}."

@@ -177,7 +177,7 @@ def test_it_begins_with_a_recommendation_and_its_reason(capsys: pytest.CaptureFi
         "--link", "400Mbps", "--compute-time", "22s", "--memory", "120GiB"
     )
     assert first("--memory", "80GiB").startswith(
-        "Recommendation: deepspeed-zero3-eager needs the least: 63.9 GiB of memory, of 74.6 GiB"
+        "Recommendation: deepspeed-zero3-eager needs the least: 63.95 GiB of memory, of 74.57 GiB"
     )
     nothing_fits = first(*TIMED, "--memory", "8GiB")
     assert "none fits; deepspeed-zero3-eager needs the least" in nothing_fits
@@ -206,7 +206,7 @@ def test_the_readmes_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(shlex.split(command.replace("\\\n", " "), comments=True)) == GOOD
     assert capsys.readouterr().out.startswith(
         "Recommendation until measured: fsdp2-deferred-resident: 28.84 s (overlapped) to 29.79 s (serial) per step, "
-        "60.3 GiB of memory. It has the shortest serial step, which is at most 3.3 % longer than the overlapped step "
+        "60.27 GiB of memory. It has the shortest serial step, which is at most 3.3 % longer than the overlapped step "
         "of any other."
     )
 
@@ -277,8 +277,8 @@ def test_a_reserve_of_the_memory_is_kept_free(capsys: pytest.CaptureFixture[str]
     assert not fits() and fits("--reserve", "2GiB") and not fits("--reserve", "2.2GiB") and fits("--reserve", "0B")
     assert run("--model", "8b", *ASKED, "--memory", "80GiB") == GOOD
     shown = capsys.readouterr().out
-    assert "memory 80 GiB, 5.43 GiB of it reserved" in shown
-    assert "CUDA context 0.763 GiB (github.com/pytorch/pytorch/issues/34323)" in shown and "--reserve changes" in shown
+    assert "memory 80.00 GiB, 5.43 GiB of it reserved" in shown
+    assert "CUDA context 781.0 MiB (github.com/pytorch/pytorch/issues/34323)" in shown and "--reserve changes" in shown
 
 
 @pytest.mark.parametrize("speed", ["50GB/s", "400Gbit/s", "400Gbps", "400 Gb/s", "0.05TB/s"])
