@@ -76,6 +76,9 @@ def _integers_or_all(text: str) -> list[Any]:
 
 LISTS = {bool: _switches, int: _integers, float: list_of(float, "numbers such as 0,1.5")}
 """How a list is read, by the type of its items; others are names."""
+BY_DEVICE = {"auto": ("cpu", "gpu"), "quick": ("quick", "quick-gpu")}
+"""Names of --matrix that stand for one matrix on CPUs and another on GPUs."""
+
 READ = {"axes.backend": backend_names, "axes.world_size": _integers_or_all, "budget_s": duration, "precision": share}
 """How the values of some keys are read that a type does not tell."""
 
@@ -83,7 +86,7 @@ READ = {"axes.backend": backend_names, "axes.world_size": _integers_or_all, "bud
 def add_matrix_options(parser: argparse.ArgumentParser) -> None:
     """Add the options; a list is given with commas or by repeating the option."""
     names = ", ".join(matrix_file.names())
-    words = f"auto (gpu or cpu, as the machine is), {names}, or a TOML file"
+    words = f"auto (gpu or cpu, as the machine is), {names}, or a TOML file; quick is quick-gpu on GPUs"
     parser.add_argument("--matrix", default="auto", metavar="NAME|FILE", help=words)
     for key, text in USAGES.items():
         usage, _, words = text.partition(": ")
@@ -150,8 +153,8 @@ def planned(
 
 def _matrix(arguments: argparse.Namespace, *, on_gpus: bool) -> Matrix:
     """The matrix of ``--matrix``, with the keys that other options override. Raises InputError."""
-    name = arguments.matrix if arguments.matrix != "auto" else "gpu" if on_gpus else "cpu"
-    chosen = matrix_file.load(name)
+    name = arguments.matrix
+    chosen = matrix_file.load(BY_DEVICE.get(name, (name, name))[on_gpus])
     alone = bool(arguments.virtual_world and not arguments.world_size)
     given = dict(vars(arguments))
     if alone:

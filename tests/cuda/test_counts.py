@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -96,7 +97,8 @@ def test_frameworks_make_it_wait_where_it_is_known(counted: Sequence[Found]) -> 
 
 
 def table(found: Sequence[Found]) -> list[str]:
-    """Lines of Markdown."""
+    """Lines of Markdown: a table that names waits by letters, and what the letters stand for."""
+    letters = dict(zip(sorted({place for one in found for place in one.waits}), string.ascii_lowercase, strict=False))
     lines = [
         "| backend | kernels | of libraries | copies | collectives | waits | where |",
         "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
@@ -104,6 +106,6 @@ def table(found: Sequence[Found]) -> list[str]:
     for one in found:
         numbers = [one.counts[name] for name in ("KERNEL", "LIBRARY", "COPY", "COLLECTIVE")]
         numbers.append(sum(one.counts[kind.name] for kind in WAITING))
-        where = "; ".join(f"{times} x {line}" for line, times in sorted(one.waits.items()))
+        where = ", ".join(f"{times} x {letters[place]}" for place, times in sorted(one.waits.items()))
         lines.append(f"| {one.backend} | {' | '.join(f'{number:g}' for number in numbers)} | {where or '-'} |")
-    return lines
+    return [*lines, "", *(f"- {letter}: {place}" for place, letter in letters.items())]
