@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -92,9 +93,9 @@ class Run:
 
 def missing_trials(run: Run) -> int:
     """Number of scheduled trials without a row in the table; interrupted trials have one."""
-    trials = run.tables.trials
-    have = set(zip(trials["cell_id"], trials["repeat"].astype(int), strict=True))
-    return len({trial.key for trial in Schedule(run.manifest).trials()} - have)
+    repeats = run.tables.trials.groupby("cell_id")["repeat"].nunique().to_dict()
+    scheduled = Counter(trial.cell.cell_id for trial in Schedule(run.manifest).trials())
+    return (scheduled - Counter(repeats)).total()
 
 
 def run_of(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any]) -> Run:
