@@ -43,7 +43,7 @@ def _version(text: str) -> tuple[int, ...]:
     try:
         return version(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+        raise argparse.ArgumentTypeError(f"'{text[:40]}' is no version such as 0.18.2") from error
 
 
 def run(arguments: argparse.Namespace) -> int:

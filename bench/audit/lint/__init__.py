@@ -7,13 +7,14 @@ shows it in small.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.audit.lint import accelerate_rules, deepspeed_rules, hugging_face_rules, lightning_rules
-from bench.audit.lint.config_file import ConfigKind, load
+from bench.audit.lint.config_file import ConfigKind, ConfigPart, load
 from bench.audit.lint.lint_options import LintOptions
 from bench.audit.lint.rules import LintFinding
 from bench.audit.lint.rules import findings as findings_about
@@ -38,19 +39,16 @@ def lint(files: Sequence[Path], options: LintOptions) -> list[LintFinding]:
         for text in _names(root.values)
         for folder in (Path(), Path(root.file).parent)
     }
+    subjects: dict[ConfigKind, Callable[[ConfigPart, LintOptions], Iterable[object]]] = {
+        ConfigKind.LIGHTNING: lightning_rules.subjects,
+        ConfigKind.HUGGING_FACE: hugging_face_rules.subjects,
+        ConfigKind.ACCELERATE: partial(accelerate_rules.subjects, trainer=together),
+        ConfigKind.DEEPSPEED: deepspeed_rules.subjects,
+    }
     findings: list[LintFinding] = []
     for kind, root in configs:
-        if kind is ConfigKind.LIGHTNING:
-            subjects = lightning_rules.subjects(root, options)
-        elif kind is ConfigKind.HUGGING_FACE:
-            subjects = hugging_face_rules.subjects(root, options)
-        elif kind is ConfigKind.ACCELERATE:
-            subjects = accelerate_rules.subjects(root, options, together)
-        elif Path(root.file).resolve() in named:
-            continue
-        else:
-            subjects = deepspeed_rules.subjects(root, options)
-        findings += findings_about(subjects)
+        if kind is not ConfigKind.DEEPSPEED or Path(root.file).resolve() not in named:
+            findings += findings_about(subjects[kind](root, options))
     order = {str(file): place for place, file in reversed(list(enumerate(files)))}
     # A DeepSpeed config that two others name is found twice.
     return sorted(

@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -44,27 +44,23 @@ class ConfigKind(StrEnum):
 
 
 DEEPSPEED_KEYS = {
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_clipping",
-    "zero_optimization",
-    "data_types",
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", "zero_optimization", "data_types")
 }
 """Every DeepSpeed config has one of these; other JSON may have gradient_accumulation_steps too."""
 ACCELERATE_KEYS = {"compute_environment", "distributed_type"}
 HUGGING_FACE_KEYS = {
-    "per_device_train_batch_size",
-    "per_device_eval_batch_size",
-    "num_train_epochs",
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "num_train_epochs", "accelerator_config"),
     "average_tokens_across_devices",
-    "accelerator_config",
 }
 """A config of TrainingArguments is known by one of these; those of other programs share further fields with it."""
 
 
 @dataclass(frozen=True)
 class ConfigPart:
-    """The part of a config file under a path of keys; it may be missing."""
+    """The part of a config file under a path of keys; it may be missing.
+
+    ``mapping`` and the methods below it raise InputError if the value is of another type.
+    """
 
     file: str
     """As given, for findings and errors."""
@@ -116,19 +112,15 @@ class ConfigPart:
         """The last key."""
         return self.path[-1]
 
-    def items(self) -> Iterator[ConfigPart]:
+    def items(self) -> list[ConfigPart]:
         """The items of a list; a single mapping or string counts as a list of one."""
-        value = self.value
-        if isinstance(value, list):
-            yield from (self.under(str(index)) for index in range(len(value)))
-        elif value is not None:
-            yield self
+        if isinstance(self.value, list):
+            return [self.under(str(index)) for index in range(len(self.value))]
+        return [self] if self.given else []
 
     def refuse(self, expected: str) -> NoReturn:
         """Raise InputError with file, line, key, value, and what would be right."""
         raise InputError(f"{self.file}:{self.line}: {self.key} is {shown(self.value)}; it must be {expected}")
-
-    # Each of these raises InputError if the value is of another type.
 
     def mapping(self) -> ConfigPart:
         """This part, if it is a mapping or missing."""
@@ -170,10 +162,9 @@ class ConfigPart:
 
     def word(self) -> str | None:
         """A string; None if it is missing."""
-        value = self.value
-        if not isinstance(value, str | None):
+        if not isinstance(self.value, str | None):
             self.refuse("a string")
-        return value
+        return self.value
 
     def zero_stage(self, also: str | None = None) -> int | None:
         """A ZeRO stage; None if it is missing or the word ``also``."""

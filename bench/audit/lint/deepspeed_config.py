@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,12 +13,8 @@ from bench.audit.lint.known_keys import Keys
 from bench.audit.training_plan import LARGEST_ACCUMULATE
 
 AUTO_KEYS = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "bf16.enabled",
-    "fp16.enabled",
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+    *("bf16.enabled", "fp16.enabled"),
 )
 
 
@@ -42,12 +40,21 @@ class DeepSpeedConfig:
         """Keys whose value is 'auto'."""
         return [key for key in AUTO_KEYS if self.part.at(key).value == AUTO]
 
+    def with_dtypes(self, above: Collection[str], *, auto: bool = True, missing: bool = True) -> DeepSpeedConfig:
+        """The config with the dtypes of the framework above it, which fills in 'auto', or what is missing, or both."""
+
+        def is_on(name: str, *, given: bool) -> bool:
+            place = self.part.at(name)
+            is_filled = auto and place.at("enabled").value == AUTO if place.given else missing
+            return name in above if is_filled else given
+
+        return dataclasses.replace(self, bf16=is_on("bf16", given=self.bf16), fp16=is_on("fp16", given=self.fp16))
+
 
 def read(part: ConfigPart) -> DeepSpeedConfig:
     """What a DeepSpeed config says. Raises InputError naming the key of a wrong value."""
     for name in ("zero_optimization", "bf16", "fp16", "data_types"):
         part.at(name).mapping()
-    stage = part.at("zero_optimization.stage").zero_stage(also=AUTO) or 0
     dtype = part.at("data_types.grad_accum_dtype").word()
     offload = part.at("zero_optimization.offload_optimizer").mapping()
     return DeepSpeedConfig(
@@ -56,7 +63,7 @@ def read(part: ConfigPart) -> DeepSpeedConfig:
         micro=part.at("train_micro_batch_size_per_gpu").integer(also=AUTO),
         accumulate=part.at("gradient_accumulation_steps").integer(most=LARGEST_ACCUMULATE, also=AUTO),
         clip=part.at("gradient_clipping").number(also=AUTO),
-        stage=stage,
+        stage=part.at("zero_optimization.stage").zero_stage(also=AUTO) or 0,
         offload=offload.given and offload.at("device").word() not in {None, "none"},
         bf16=part.at("bf16.enabled").flag(default=False, also=AUTO),
         fp16=part.at("fp16.enabled").flag(default=False, also=AUTO),
@@ -71,17 +78,13 @@ def deepspeed_part(place: ConfigPart) -> ConfigPart | None:
 
     Raises InputError if it cannot be read.
     """
-    if isinstance(place.value, Mapping):
+    if isinstance(place.value, dict):
         return place
-    name = place.word()
+    name, found = place.word(), None
     if name is None:
         return None
-    if "\0" in name:
-        place.refuse("the path of a DeepSpeed JSON")
-    try:
+    with suppress(OSError, ValueError):  # too long a name, or one with a null character
         found = next((file for file in (Path(name), Path(place.file).parent / name) if file.is_file()), None)
-    except OSError:  # too long a name
-        found = None
     if found is None:
         place.refuse("the path of a DeepSpeed JSON, from here or from beside the config")
     return read_file(found, is_json=True)

@@ -6,15 +6,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bench.audit.lint import deepspeed_config, proof
-from bench.audit.lint.arithmetic import CARRY, batches_per_epoch, updates, windows_of
+from bench.audit.lint import deepspeed_config
 from bench.audit.lint.config_file import ConfigPart
 from bench.audit.lint.deepspeed_config import DeepSpeedConfig, deepspeed_keys
 from bench.audit.lint.lint_options import LintOptions, written
-from bench.audit.lint.proof import ENGINE_CONFIG, SmallRun
+from bench.audit.lint.proof import SmallRun
 from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule
 from bench.audit.lint.sum_rules import GradientSum
 
+ENGINE_CONFIG = "deepspeed/runtime/config.py"
 SILENT_CLIP = (0, 19, 3)
 """From this version on, gradients are clipped to norm 1.0 unless the config says otherwise (#8068)."""
 
@@ -45,7 +45,7 @@ def subjects(part: ConfigPart, options: LintOptions) -> Iterator[object]:
     yield from deepspeed_keys(part)
     training = DeepSpeedAlone(config, options)
     yield training
-    yield GradientSum(config, training.accumulate, options, options.world_size)
+    yield GradientSum(config, training.accumulate or 1, options, options.world_size)
 
 
 @rule("BAT02", INFO, "no batch size", f"{ENGINE_CONFIG} _set_batch_related_parameters")
@@ -54,14 +54,12 @@ def _no_batch_size(training: DeepSpeedAlone) -> Iterator[Found]:
     if config.train is None and config.micro is None and not sizes & {*config.autos}:
         yield Found(
             config.part.at("train_micro_batch_size_per_gpu"),
-            "deepspeed.initialize refuses a config with neither train_batch_size nor train_micro_batch_size_per_gpu; "
-            "Lightning and accelerate fill them in",
+            "deepspeed.initialize refuses a config without a batch size; Lightning and accelerate fill it in",
             "set train_micro_batch_size_per_gpu, or lint the Lightning config that names this file",
-            proof.stops(f"{ENGINE_CONFIG} _set_batch_related_parameters"),
         )
 
 
-@rule("BAT01", ERROR, "batch sizes do not multiply", f"{ENGINE_CONFIG} _batch_assertion")
+@rule("BAT01", ERROR, "batch sizes do not multiply", f"{ENGINE_CONFIG} _batch_assertion", stops=True)
 def _batch_sizes(training: DeepSpeedAlone) -> Iterator[Found]:
     config, train = training.config, training.config.train
     given = {
@@ -76,15 +74,12 @@ def _batch_sizes(training: DeepSpeedAlone) -> Iterator[Found]:
     # DeepSpeed infers a missing factor by division without remainder, and then refuses the product.
     if train == product if is_complete else train % product == 0:
         return
-    near = [str(product * n) for n in (train // product, train // product + 1) if n]
-    fix = f"set it to {product}" if is_complete else f"set it to a multiple, such as {' or '.join(near)}"
+    wanted = f"{'' if is_complete else 'a multiple of '}{product}"
     names = " x ".join(f"{name} {number}" for name, number in factors.items())
     yield Found(
         config.part.at("train_batch_size"),
-        f"train_batch_size {train} is not {'' if is_complete else 'a multiple of '}{names} = {product}; DeepSpeed "
-        "refuses it",
-        f"{fix}, or remove train_batch_size, which DeepSpeed infers",
-        proof.stops(f"{ENGINE_CONFIG} _batch_assertion"),
+        f"DeepSpeed refuses train_batch_size {train}: it is not {wanted} = {names}",
+        f"set it to {wanted}, or remove it: DeepSpeed infers it",
     )
 
 
@@ -99,8 +94,7 @@ def _silent_clip(training: DeepSpeedAlone) -> Iterator[Found]:
     small = SmallRun(4, 8)
     yield Found(
         place,
-        f"gradient_clipping is not set, and DeepSpeed {written(number)} (0.19.3 and later) then clips to norm 1.0: a "
-        "gradient of norm 5 is scaled by 0.2. Lightning's Trainer sets 0.0, Fabric does not",
+        f"gradient_clipping is not set, and DeepSpeed {written(number)} (0.19.3 and later) then clips to norm 1.0",
         'set "gradient_clipping" to 0.0 to clip nothing, or to the threshold that is meant',
         small.command("deepspeed-zero2-eager", clip=small.clip) + " (shows what a threshold does; the default is 1.0)",
     )
@@ -110,32 +104,27 @@ def _silent_clip(training: DeepSpeedAlone) -> Iterator[Found]:
 @rule("WIN01")
 def _carried(training: DeepSpeedAlone) -> Iterator[Found]:
     config, n, options = training.config, training.accumulate, training.options
-    ranks, samples, micro = options.world_size, options.samples, options.batch_size or config.micro
+    ranks, micro = options.world_size, options.batch_size or config.micro
     # A config with 'auto' is for Hugging Face's Trainer, which makes the engine step at the end of an epoch.
     if n is None or n <= 1 or not config.managed or config.autos:
         return
     if micro is None and config.train is not None and ranks:
-        micro = config.train // n // ranks
-    options.want(samples, ranks, micro or None)
-    num_batches = 0
-    if samples and ranks and micro:
-        num_batches = batches_per_epoch(samples, micro, ranks, drop_last=config.drop_last)
-    if not num_batches % n:
+        micro = config.train // n // ranks or None
+    plan = options.windows(n, micro, ranks, drop_last=config.drop_last)
+    if plan is None or not plan.partial_window:
         return
-    plan, small = windows_of(num_batches, n), SmallRun.of(n, num_batches)
-    tail, once, twice = plan.partial_window, *(updates(plan, CARRY, num_batches * epochs) for epochs in (1, 2))
-    windows = f"are fewer than a window of {n}"
-    if plan.full_windows:
-        windows = f"are {plan.full_windows} windows of {n}, and {tail} left over"
-    backend = "deepspeed-zero3-eager" if config.stage == 3 else "deepspeed-zero2-eager"
+    num_batches, small = plan.micro_batches_per_epoch, SmallRun.of(n, plan.micro_batches_per_epoch)
     yield Found(
         config.part.at("gradient_accumulation_steps"),
-        f"{num_batches} micro-batches per epoch and rank {windows}; DeepSpeed continues the window in the next epoch: "
-        f"{once} steps after one epoch and {twice} after two. Training that ends after one epoch drops the last {tail} "
-        f"micro-batches, after two epochs the last {2 * num_batches % n}",
-        f"make the samples a multiple of {micro} x {n} x {ranks} = {(micro or 0) * n * (ranks or 0)}, or "
-        "call engine.set_gradient_accumulation_boundary(True) before the last micro-batch of an epoch (the loss is "
-        f"still divided by {n})",
-        small.command(backend, drop_last=config.drop_last, epochs=small.epochs_of_two_steps),
+        f"DeepSpeed continues a window in the next epoch: {num_batches} micro-batches per epoch and rank give "
+        f"{plan.full_windows} steps after one epoch and {2 * num_batches // n} after two; the last "
+        f"{plan.partial_window} or {2 * num_batches % n} micro-batches reach no step",
+        f"make the samples a multiple of {(micro or 0) * n * (ranks or 0)}, or call "
+        "engine.set_gradient_accumulation_boundary(True) before the last micro-batch of an epoch",
+        small.command(
+            f"deepspeed-zero{3 if config.stage == 3 else 2}-eager",
+            drop_last=config.drop_last,
+            epochs=small.epochs_of_two_steps,
+        ),
         code="TAIL02" if plan.full_windows else "WIN01",
     )

@@ -6,25 +6,23 @@ rightly, steps at the end of every epoch under every strategy, and trains ``max_
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bench.audit.lint import deepspeed_config, proof
-from bench.audit.lint.arithmetic import windows_of
+from bench.audit.lint import deepspeed_config
 from bench.audit.lint.config_file import AUTO, ConfigPart
-from bench.audit.lint.deepspeed_config import DeepSpeedConfig, deepspeed_keys, deepspeed_part
+from bench.audit.lint.deepspeed_config import deepspeed_keys, deepspeed_part
 from bench.audit.lint.deepspeed_rules import SILENT_CLIP
 from bench.audit.lint.known_keys import Keys
-from bench.audit.lint.lint_options import LintOptions
+from bench.audit.lint.lint_options import LintOptions, Version, windows_of
 from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule
 from bench.audit.lint.sum_rules import GradientSum
 from bench.audit.training_plan import LARGEST_ACCUMULATE, ceil
 
 TRAINER, ARGUMENTS = "transformers/trainer.py", "transformers/training_args.py"
-DEEPSPEED = "transformers/integrations/deepspeed.py trainer_config_finalize"
 DEFAULT_MICRO, DEFAULT_EPOCHS, DEFAULT_LOGGING, DEFAULT_CLIP = 8, 3.0, 500, 1.0
+KWARGS = "accelerator_config.gradient_accumulation_kwargs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,24 +55,24 @@ class SameValue:
 
 
 @dataclass(frozen=True)
-class TrainerDeepSpeed:
-    """DeepSpeed under the Trainer, which fills in 'auto' and compares what is given."""
+class TrainerClip:
+    """The threshold of TrainingArguments beside a DeepSpeed config."""
 
-    arguments: TrainerArguments
-    engine: DeepSpeedConfig
-    options: LintOptions
+    place: ConfigPart
+    clip: float
+    deepspeed: Version | None
 
 
 def read(part: ConfigPart, options: LintOptions) -> TrainerArguments:
     """What a config of TrainingArguments says. Raises InputError naming the key of a wrong value."""
     world_size = options.world_size
     part.at("accelerator_config").mapping()
-    inner = part.at("accelerator_config.gradient_accumulation_kwargs").mapping().at("num_steps")
+    inner = part.at(KWARGS).mapping().at("num_steps")
     accumulate = part.at("gradient_accumulation_steps").integer(most=LARGEST_ACCUMULATE) or 1
     accumulate = max(accumulate, inner.integer(most=LARGEST_ACCUMULATE) or 1)
     micro = options.batch_size or part.at("per_device_train_batch_size").integer() or DEFAULT_MICRO
     is_split = part.at("accelerator_config.split_batches").flag(default=False)
-    epochs = part.at("num_train_epochs").number()
+    epochs, clip = part.at("num_train_epochs").number(), part.at("max_grad_norm").number()
     max_steps = part.at("max_steps").integer(least=-1)
     max_steps = None if max_steps in {0, -1} else max_steps
     total = max_steps
@@ -83,11 +81,11 @@ def read(part: ConfigPart, options: LintOptions) -> TrainerArguments:
         together = micro * (1 if is_split else world_size or 1)
         is_dropped = part.at("dataloader_drop_last").flag(default=False)
         batches = options.samples // together if is_dropped else ceil(options.samples, together)
-        steps = max(windows_of(max(batches, 1), accumulate).windows, 1)
-        total = math.ceil((DEFAULT_EPOCHS if epochs is None else epochs) * steps)
+        total = math.ceil(
+            (DEFAULT_EPOCHS if epochs is None else epochs) * windows_of(max(batches, 1), accumulate).windows
+        )
     elif max_steps is None:
         options.want(options.samples, world_size, micro)
-    clip = part.at("max_grad_norm").number()
     return TrainerArguments(
         part=part,
         accumulate=accumulate,
@@ -120,87 +118,62 @@ def subjects(part: ConfigPart, options: LintOptions) -> Iterator[object]:
     yield SameValue(given.at("gradient_clipping"), arguments.clip, "max_grad_norm")
     for name, is_on in arguments.dtypes.items():
         yield SameValue(given.at(f"{name}.enabled"), is_on, name)
-    yield TrainerDeepSpeed(arguments, engine, options)
-    dtypes = {
-        name: is_on if given.at(f"{name}.enabled").value == AUTO else getattr(engine, name)
-        for name, is_on in arguments.dtypes.items()
-    }
-    engine = dataclasses.replace(engine, bf16=dtypes["bf16"], fp16=dtypes["fp16"])
-    yield GradientSum(engine, n, options, ranks)
+    yield TrainerClip(given.at("gradient_clipping"), arguments.clip, options.deepspeed)
+    chosen = [name for name, is_on in arguments.dtypes.items() if is_on]
+    yield GradientSum(engine.with_dtypes(chosen, missing=False), n, options, ranks)
 
 
-@rule("MIS01", ERROR, "DeepSpeed and TrainingArguments differ", "transformers/integrations/deepspeed.py")
+MISMATCH = "transformers/integrations/deepspeed.py trainer_config_finalize"
+
+
+@rule("MIS01", ERROR, "DeepSpeed and TrainingArguments differ", MISMATCH, stops=True)
 def _differ(same: SameValue) -> Iterator[Found]:
     place, value = same.place, same.value
     if place.given and place.value != AUTO and value is not None and place.value != value:
-        yield Found(
-            place,
-            f"the Trainer raises ValueError: {place.name} is {place.value}, and {same.name} is {value:g}",
-            'set it to "auto", or remove it',
-            proof.stops(DEEPSPEED),
-        )
+        what = f"the Trainer raises ValueError: {place.name} is {place.value}, and {same.name} is {value:g}"
+        yield Found(place, what, 'set it to "auto", or remove it')
 
 
 @rule("SCH02")
 def _two_factors(arguments: TrainerArguments) -> Iterator[Found]:
-    inner = arguments.part.at("accelerator_config.gradient_accumulation_kwargs.num_steps")
-    given = arguments.part.at("gradient_accumulation_steps")
-    if inner.given and (given.integer() or 1) > 1:
-        yield Found(
-            inner,
-            f"the Trainer raises ValueError: gradient_accumulation_steps is {given.value}, and num_steps is "
-            f"{inner.value}",
-            "remove num_steps",
-            proof.stops(f"{TRAINER} create_accelerator_and_postprocess"),
-        )
+    inner, outer = arguments.part.at(f"{KWARGS}.num_steps"), arguments.part.at("gradient_accumulation_steps").value
+    if inner.given and (outer or 1) > 1:
+        what = f"the Trainer raises ValueError: gradient_accumulation_steps is {outer}, and num_steps {inner.value}"
+        yield Found(inner, what, "remove num_steps")
 
 
-@rule("OPT02", ERROR, "layerwise optimizer with accumulation", "transformers/trainer_optimizer.py")
-@rule("OPT03", ERROR, "optimizer that steps in every backward", "lomo_optim/lomo.py fused_backward")
+@rule("OPT02", ERROR, "layerwise optimizer with accumulation", "transformers/trainer_optimizer.py", stops=True)
+@rule("OPT03", ERROR, "optimizer that steps in every backward", "lomo_optim 0.1.1 lomo.py fused_backward")
 def _optimizer(arguments: TrainerArguments) -> Iterator[Found]:
     place, n = arguments.part.at("optim"), arguments.accumulate
     name = (place.word() or "").lower()
     if n > 1 and name.endswith("layerwise"):
-        yield Found(
-            place,
-            f"the Trainer raises ValueError: {name} steps inside backward, so it cannot accumulate {n} micro-batches",
-            f"use {name.removesuffix('_layerwise')}, or set gradient_accumulation_steps to 1",
-            proof.stops("transformers/trainer_optimizer.py"),
-            code="OPT02",
-        )
+        what = f"the Trainer raises ValueError: {name} steps inside backward, so it cannot accumulate"
+        fix = f"use {name.removesuffix('_layerwise')}, or set gradient_accumulation_steps to 1"
+        yield Found(place, what, fix, code="OPT02")
     elif n > 1 and name in {"lomo", "adalomo"}:
-        yield Found(
-            place,
-            f"{name} updates the parameters in every backward: a window of {n} micro-batches makes {n} updates, each "
-            f"with the gradient of one micro-batch divided by {n}",
-            "set gradient_accumulation_steps to 1, or use another optimizer",
-            "accelerate/accelerator.py lomo_backward calls fused_backward, which updates (lomo_optim 0.1.1 lomo.py)",
-            code="OPT03",
-        )
+        what = f"{name} updates the parameters in every backward: a window of {n} micro-batches makes {n} updates"
+        yield Found(place, what, "set gradient_accumulation_steps to 1, or use another optimizer", code="OPT03")
 
 
-@rule("BAT04", WARNING, "a micro-batch is split among the ranks", "transformers/training_args.py; accelerate")
-@rule("BAT05", WARNING, "effective batch that changes by itself", TRAINER)
-def _batches(arguments: TrainerArguments) -> Iterator[Found]:
-    n, micro = arguments.accumulate, arguments.micro
-    if arguments.is_split and arguments.world_size != 1:
-        yield Found(
-            arguments.part.at("accelerator_config.split_batches"),
-            f"split_batches divides each batch of {micro} among {arguments.world_size or 'the number of'} ranks: a "
-            f"window has {micro} x {n} = {micro * n} samples, and not as many on each rank",
-            "set split_batches to false, or per_device_train_batch_size to the batch of all ranks",
-            f"{ARGUMENTS}: 'split_batches=True will override the per_device_train_batch_size'",
-            code="BAT04",
-        )
+@rule("BAT04", WARNING, "a micro-batch is split among the ranks", f"{ARGUMENTS} split_batches")
+def _split_batches(arguments: TrainerArguments) -> Iterator[Found]:
+    n, micro, ranks = arguments.accumulate, arguments.micro, arguments.world_size
+    if arguments.is_split and ranks != 1:
+        what = f"split_batches divides each batch of {micro} among {ranks or 'all'} ranks: a window has {micro * n} "
+        fix = "set split_batches to false, or per_device_train_batch_size to the batch of all ranks"
+        yield Found(arguments.part.at("accelerator_config.split_batches"), f"{what}samples over all of them", fix)
+
+
+@rule("BAT05", WARNING, "effective batch that changes by itself", f"{TRAINER} _inner_training_loop")
+def _smaller_batches(arguments: TrainerArguments) -> Iterator[Found]:
     place = arguments.part.at("auto_find_batch_size")
     if place.flag(default=False):
         yield Found(
             place,
-            f"out of memory, the Trainer trains with a smaller micro-batch than {micro} but the same N = {n}: the "
-            "effective batch shrinks, and the steps per epoch grow",
+            f"out of memory, the Trainer shrinks the micro-batch below {arguments.micro} and keeps N = "
+            f"{arguments.accumulate}: the effective batch shrinks, and the steps per epoch grow",
             "find the largest micro-batch once, set it, and scale gradient_accumulation_steps up by as much",
-            f"{TRAINER} _inner_training_loop takes the smaller batch and keeps gradient_accumulation_steps",
-            code="BAT05",
         )
 
 
@@ -208,31 +181,22 @@ def _batches(arguments: TrainerArguments) -> Iterator[Found]:
 def _ignored_epochs(arguments: TrainerArguments) -> Iterator[Found]:
     epochs = arguments.part.at("num_train_epochs")
     if arguments.max_steps and epochs.given:
-        yield Found(
-            epochs,
-            f"max_steps {arguments.max_steps} alone ends training, after as many epochs as it takes; num_train_epochs "
-            f"{arguments.epochs:g} is ignored",
-            "keep one of the two",
-            f"{TRAINER} set_initial_training_values",
-        )
+        what = f"max_steps {arguments.max_steps} alone ends training; num_train_epochs {arguments.epochs:g} is ignored"
+        yield Found(epochs, what, "keep one of the two")
 
 
 @rule("LOG01")
 def _too_rare(arguments: TrainerArguments) -> Iterator[Found]:
-    total = arguments.total_steps
-    for name, default, usual in (("logging", DEFAULT_LOGGING, "steps"), ("eval", 0, "no")) if total else ():
+    total = arguments.total_steps or 0
+    for name, default, usual, field in (("logging", DEFAULT_LOGGING, "steps", "loss"), ("eval", 0, "no", "eval_loss")):
         place = arguments.part.at(f"{name}_steps")
         every = place.number() if place.given else default
         is_by_step = (arguments.part.at(f"{name}_strategy").value or usual) == "steps"
-        if is_by_step and total and every and max(total, 1) < every:
-            verb, value = ("logs the loss", "a loss") if name == "logging" else ("evaluates", "eval_loss")
-            yield Found(
-                place,
-                f"the whole training has {total} optimizer steps of {arguments.accumulate} micro-batches, and the "
-                f"Trainer {verb} every {every:g}{'' if place.given else ' (the default)'}: never",
-                f"set {name}_steps to at most {total}",
-                f"train with these arguments: no step of log_history has {value}",
-            )
+        if is_by_step and every and 0 < total < every:
+            given = f"{every:g}{'' if place.given else ' (the default)'}"
+            what = f"the whole training has {total} optimizer steps, fewer than {name}_steps {given}: {field} is never "
+            proof = f"train with these arguments: no step of log_history has {field}"
+            yield Found(place, f"{what}logged", f"set {name}_steps to at most {total}", proof)
 
 
 @rule("STP05", WARNING, "warm-up longer than the training", f"{ARGUMENTS} get_warmup_steps")
@@ -241,52 +205,43 @@ def _long_warmup(arguments: TrainerArguments) -> Iterator[Found]:
     if total and (warmup := place.number() or 0) >= total:
         yield Found(
             place,
-            f"the whole training has {total} optimizer steps of {arguments.accumulate} micro-batches, fewer than "
-            f"warmup_steps {warmup:g} or as many: the learning rate reaches at most {total / warmup:.0%} of its peak",
+            f"the whole training has {total} optimizer steps, no more than warmup_steps {warmup:g}: the learning rate "
+            f"reaches at most {total / warmup:.0%} of its peak",
             f"set warmup_steps below {total}, or to a share of the training, such as 0.03",
             "train with these arguments, and read learning_rate in log_history",
         )
 
 
 @rule("CLP03")
-def _ignored_clip(both: TrainerDeepSpeed) -> Iterator[Found]:
-    place, clip, number = both.engine.part.at("gradient_clipping"), both.arguments.clip, both.options.deepspeed
-    default = 0.0 if number and number < SILENT_CLIP else 1.0
-    if not place.given and clip != default:
+def _ignored_clip(trainer: TrainerClip) -> Iterator[Found]:
+    default = 0.0 if trainer.deepspeed and trainer.deepspeed < SILENT_CLIP else 1.0
+    if not trainer.place.given and trainer.clip != default:
         yield Found(
-            place,
+            trainer.place,
             f"the DeepSpeed config does not set gradient_clipping, so DeepSpeed clips to its default, {default:g} (0: "
-            f"not at all), and max_grad_norm {clip:g} is ignored",
+            f"not at all), and max_grad_norm {trainer.clip:g} is ignored",
             'add "gradient_clipping": "auto" to the DeepSpeed config',
             "read engine.gradient_clipping() after the first step",
         )
 
 
 @rule("TOK01", WARNING, "tokens weighed by rank", f"{TRAINER} _get_num_items_in_batch; transformers #34191")
+def _tokens(arguments: TrainerArguments) -> Iterator[Found]:
+    place = arguments.part.at("average_tokens_across_devices")
+    if arguments.accumulate > 1 and not place.flag(default=True) and arguments.world_size != 1:
+        what = "each rank divides by its own tokens, so a token weighs more on a rank with fewer tokens than the others"
+        yield Found(place, what, "remove it: the default, true, divides by the tokens of all ranks")
+
+
 @rule("MEM01", INFO, "unsharded gradients between micro-batches", f"{TRAINER}; accelerate no_sync")
-def _accumulation(arguments: TrainerArguments) -> Iterator[Found]:
-    part, n = arguments.part, arguments.accumulate
-    if n == 1:
-        return
-    place = part.at("average_tokens_across_devices")
-    if not place.flag(default=True) and arguments.world_size != 1:
+def _unsharded(arguments: TrainerArguments) -> Iterator[Found]:
+    place, n = arguments.part.at("fsdp"), arguments.accumulate
+    eager = arguments.part.at(f"{KWARGS}.sync_each_batch")
+    if n > 1 and place.value and not eager.flag(default=False):
         yield Found(
             place,
-            f"each rank divides by the tokens of its own {n} micro-batches, and the ranks are then averaged: a token "
-            "weighs more on a rank with fewer tokens than the others",
-            "remove it: the default, true, divides by the tokens of all ranks",
-            f"{TRAINER} _get_num_items_in_batch",
-            code="TOK01",
-        )
-    eager = part.at("accelerator_config.gradient_accumulation_kwargs.sync_each_batch")
-    if part.at("fsdp").value and not eager.flag(default=False):
-        yield Found(
-            part.at("fsdp"),
-            f"the first {n - 1} of {n} micro-batches are not reduced: between them each rank holds the gradients of "
-            "all parameters unsharded",
-            "if memory is short, set accelerator_config.gradient_accumulation_kwargs.sync_each_batch to true, which "
-            "reduces after every micro-batch",
+            f"only the last of {n} micro-batches is reduced: until then each rank holds all gradients unsharded",
+            f"if memory is short, set {eager.key} to true, which reduces after every micro-batch",
             "python -m bench predict --model 8b --world-size 8 --accumulate 4 --sequence 4096 --precision bf16 "
             "(compare the peaks of fsdp2-deferred and fsdp2-eager)",
-            code="MEM01",
         )

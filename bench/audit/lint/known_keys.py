@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from bench.audit.lint import proof
 from bench.audit.lint.config_file import ConfigPart
 from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule
 
@@ -38,27 +37,20 @@ class Keys:
     shared: bool = False
     """Whether other programs may have keys here, so that only a misspelt one is told."""
 
-    def unknown(self) -> Iterator[tuple[ConfigPart, str, str]]:
-        """Each unknown key, the known key that it resembles, if any, and what to do."""
-        names = known_keys()[self.table]
-        for key in self.part.value if isinstance(self.part.value, dict) else ():
-            if key not in names:
-                near = "".join(difflib.get_close_matches(key, names, n=1, cutoff=SIMILAR))
-                yield self.part.under(key), near, f"write {near}" if near else "remove it"
 
-
-@rule("KEY01", ERROR, "unknown key", SOURCE)
-def _refused(keys: Keys) -> Iterator[Found]:
-    for place, _, fix in keys.unknown() if keys.refused else ():
-        yield Found(place, f"{keys.reader}: {place.name} is unknown", fix, proof.stops(keys.reader))
-
-
+@rule("KEY01", ERROR, "unknown key", SOURCE, stops=True)
 @rule("KEY02", WARNING, "unknown key that is ignored", SOURCE)
-def _ignored(keys: Keys) -> Iterator[Found]:
-    for place, near, fix in keys.unknown() if not keys.refused else ():
-        what = f"{keys.reader} ignores {place.name}, which it does not know"
-        if keys.shared:
-            what = f"{keys.reader} does not know {place.name}: it is refused or ignored"
-        if near or not keys.shared:
-            same = f"rename the key to anything else: {keys.reader} does the same"
-            yield Found(place, what, fix, same, WARNING if near else INFO)
+def _unknown(keys: Keys) -> Iterator[Found]:
+    names = known_keys()[keys.table]
+    for key in keys.part.value if isinstance(keys.part.value, dict) else ():
+        near = "".join(difflib.get_close_matches(key, names, n=1, cutoff=SIMILAR))
+        if key in names or (keys.shared and not near):
+            continue
+        place, fix = keys.part.under(key), f"write {near}" if near else "remove it"
+        if keys.refused:
+            yield Found(place, f"{keys.reader}: {key} is unknown", fix, code="KEY01")
+        else:
+            does = "refuses or ignores" if keys.shared else "ignores"
+            what = f"{keys.reader} {does} {key}, which it does not know"
+            same = f"rename {key} to anything: the same happens"
+            yield Found(place, what, fix, same, WARNING if near else INFO, code="KEY02")

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from bench.audit.lint import deepspeed_config
-from bench.audit.lint.arithmetic import FLUSH, SPLIT, batches_per_epoch, windows_of
 from bench.audit.lint.config_file import ConfigPart
 from bench.audit.lint.deepspeed_config import DeepSpeedConfig, deepspeed_part
-from bench.audit.lint.lint_options import LintOptions
+from bench.audit.lint.lint_options import LintOptions, batches_per_epoch, windows_of
 from bench.audit.stepcount import StepRule
 from bench.audit.training_plan import LARGEST_ACCUMULATE, TrainingPlan
+from bench.plan.cell import Stepping
 
 DEFAULT_EPOCHS = 1000
 """With neither max_epochs nor max_steps nor a Timer: lightning/pytorch/loops/utilities.py _parse_loop_limits."""
@@ -84,12 +84,10 @@ class LightningConfig:
 
     @property
     def rule(self) -> StepRule:
-        """When ``trainer.global_step`` grows."""
-        return SPLIT if self.engine else FLUSH
-
-    def steps_per_epoch(self, plan: TrainingPlan) -> int:
-        """By how much ``trainer.global_step`` grows in an epoch."""
-        return plan.full_windows if self.engine else plan.windows
+        """When the parameters are updated, and when ``trainer.global_step`` grows."""
+        if self.engine is None:
+            return StepRule(stepping=Stepping.FLUSH)
+        return StepRule(stepping=Stepping.SPLIT, clears=True, twice=True)
 
 
 def read(root: ConfigPart, options: LintOptions) -> LightningConfig:
@@ -97,7 +95,7 @@ def read(root: ConfigPart, options: LintOptions) -> LightningConfig:
     trainer = root.at("trainer").mapping()
     engine = _engine(trainer.at("strategy"))
     world_size = options.world_size or _world_size(trainer)
-    data = [part for part in (root.at("data"), root.at("model")) if isinstance(part.value, Mapping)]
+    data = [part for part in (root.at("data"), root.at("model")) if isinstance(part.value, dict)]
     batch_size = options.batch_size or _first_integer(data, BATCH_SIZES)
     samples = options.samples or _first_integer([part for part in data if part.name == "data"], SAMPLES)
     drop_last = any(value is True for _, value in _named(data, ("drop_last",)))
@@ -143,30 +141,26 @@ def read(root: ConfigPart, options: LintOptions) -> LightningConfig:
 
 def _strategy_name(place: ConfigPart) -> str:
     """The name of the strategy or its class, in lower case."""
-    value = place.value
-    name = place.at("class_path").word() if isinstance(value, Mapping) else "" if value is None else value
-    if not isinstance(name, str) or (isinstance(value, Mapping) and not name):
+    is_class = isinstance(place.value, dict)
+    name = place.at("class_path").value if is_class else place.value or ""
+    if not isinstance(name, str) or (is_class and not name):
         place.refuse("a name such as deepspeed_stage_2, or class_path and init_args")
-    return (name.rpartition(".")[2] if isinstance(value, Mapping) else name).lower()
+    return name.rpartition(".")[2].lower() if is_class else name.lower()
 
 
 def _engine(place: ConfigPart) -> DeepSpeedConfig | None:
     """What a strategy tells DeepSpeed; None if it is another strategy."""
-    name, arguments = _strategy_name(place), place.at("init_args")
-    if isinstance(place.value, Mapping):
-        arguments.mapping()
+    name, arguments = _strategy_name(place), place.at("init_args").mapping()
     if not name.startswith("deepspeed"):
         return None
     part = deepspeed_part(arguments.at("config"))
     if part is not None:
         return deepspeed_config.read(part)
-    stage = arguments.at("stage").integer(least=0)
+    stage = arguments.at("stage").zero_stage()
     if name.startswith("deepspeed_stage_"):
         stage = int(name[16:17]) if name[16:17] in {"1", "2", "3"} else None
     if not arguments.at("zero_optimization").flag(default=True):
         stage = 0
-    if stage is not None and stage > 3:
-        arguments.at("stage").refuse("0, 1, 2 or 3")
     offload = "offload" in name or arguments.at("offload_optimizer").flag(default=False)
     stage = DEFAULT_STAGE if stage is None else stage
     return DeepSpeedConfig(part=arguments.at("config"), stage=stage, offload=offload)
@@ -175,9 +169,9 @@ def _engine(place: ConfigPart) -> DeepSpeedConfig | None:
 def _world_size(trainer: ConfigPart) -> int | None:
     """Ranks, if the config says how many."""
     place = trainer.at("devices")
-    value = place.value
+    value = place.value.strip() if isinstance(place.value, str) else place.value
     devices: int | None
-    if value is None or (isinstance(value, str) and value.strip() in {"auto", "-1"}) or value == -1:
+    if value in (None, "auto", "-1", -1):
         return None
     if isinstance(value, list) and value:
         devices = len(value)
@@ -187,7 +181,7 @@ def _world_size(trainer: ConfigPart) -> int | None:
             place.refuse("a number of devices, a list of them, or auto")
         devices = len(parts) if "," in value else int(parts[0][:9])
     else:
-        devices = place.integer(also="auto")
+        devices = place.integer()
     nodes = trainer.at("num_nodes").integer() or 1
     return devices * nodes if devices else None
 
@@ -203,7 +197,7 @@ def _named(parts: list[ConfigPart], names: tuple[str, ...], depth: int = 4) -> I
         part.at(key)
         for part in parts
         for key, value in part.value.items()
-        if isinstance(value, Mapping) and "." not in key and not key.startswith(NOT_TRAINED)
+        if isinstance(value, dict) and "." not in key and not key.startswith(NOT_TRAINED)
     ]
     if below and depth:
         yield from _named(below, names, depth - 1)
@@ -212,7 +206,7 @@ def _named(parts: list[ConfigPart], names: tuple[str, ...], depth: int = 4) -> I
 def _first_integer(parts: list[ConfigPart], names: tuple[str, ...]) -> int | None:
     """The first of the named values; strings, mappings and lists mean something else."""
     for place, value in _named(parts, names):
-        if not isinstance(value, str | Mapping | list):
+        if not isinstance(value, str | dict | list):
             return place.integer()
     return None
 
@@ -252,7 +246,7 @@ def _callbacks(place: ConfigPart) -> dict[str, ConfigPart]:
     found: dict[str, ConfigPart] = {}
     for callback in place.items():
         name = callback.value
-        if isinstance(name, Mapping):
+        if isinstance(name, dict):
             name = callback.at("class_path").word()
             callback.at("init_args").mapping()
             callback.at("dict_kwargs").mapping()

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bench.audit.lint import lightning_config, logging_rules, proof, window_rules
+from bench.audit.lint import lightning_config, logging_rules, window_rules
 from bench.audit.lint.config_file import AUTO, ConfigPart
 from bench.audit.lint.deepspeed_config import DeepSpeedConfig, deepspeed_keys
+from bench.audit.lint.deepspeed_rules import ENGINE_CONFIG
 from bench.audit.lint.known_keys import Keys
 from bench.audit.lint.lightning_config import LightningConfig
 from bench.audit.lint.lint_options import LintOptions
-from bench.audit.lint.proof import ENGINE, ENGINE_CONFIG, SmallRun
+from bench.audit.lint.proof import SmallRun
 from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule
-from bench.audit.lint.sum_rules import GradientSum, in_16_bits
+from bench.audit.lint.sum_rules import ENGINE, GradientSum, in_16_bits
 
 LARGEST_CLIP = 1e6
 """A higher clipping threshold is meant to log the norm, not to clip."""
 STRATEGY = "lightning/pytorch/strategies/deepspeed.py"
 FORMATS = f"{STRATEGY} _format_batch_size_and_grad_accum_config"
 SCHEDULER = "lightning/pytorch/callbacks/gradient_accumulation_scheduler.py"
+FSDP_CLIP = "lightning/pytorch/plugins/precision/fsdp.py"
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,10 @@ def subjects(root: ConfigPart, options: LintOptions) -> Iterator[object]:
 
 def _sum(training: LightningConfig, engine: DeepSpeedConfig) -> GradientSum:
     """Sums under DeepSpeed, whose dtype is the Trainer's precision unless its own config has that dtype's part."""
-    place = training.trainer.at("strategy")
-    is_bf16, is_fp16 = (training.precision.startswith(name) for name in ("bf16", "16"))
-    if (is_bf16 or is_fp16) and not engine.part.at("bf16" if is_bf16 else "fp16").given:
-        engine = dataclasses.replace(engine, bf16=is_bf16, fp16=is_fp16)
-        place = training.trainer.at("precision")
-    return GradientSum(engine, training.accumulate, training.options, training.world_size, place)
+    names = [name for name, start in (("bf16", "bf16"), ("fp16", "16")) if training.precision.startswith(start)]
+    filled = engine.with_dtypes(names, auto=False) if names else engine
+    place = training.trainer.at("strategy" if filled == engine else "precision")
+    return GradientSum(filled, training.accumulate, training.options, training.world_size, place)
 
 
 @rule("ACC01")
@@ -72,8 +71,8 @@ def _parameters_in_16_bits(training: LightningConfig) -> Iterator[Found]:
         yield from in_16_bits(training.trainer.at("precision"), training.accumulate, dtype, fix)
 
 
-@rule("SCH01", ERROR, "GradientAccumulationScheduler with DeepSpeed", SCHEDULER)
-@rule("SCH02", ERROR, "two accumulation factors", SCHEDULER)
+@rule("SCH01", ERROR, "GradientAccumulationScheduler with DeepSpeed", f"{SCHEDULER} on_train_start", stops=True)
+@rule("SCH02", ERROR, "two accumulation factors", f"{SCHEDULER} on_train_start", stops=True)
 @rule("SCH03", INFO, "estimated number of steps ignores that N changes", "lightning/pytorch/trainer/trainer.py")
 def _schedule(training: LightningConfig) -> Iterator[Found]:
     place = training.schedule
@@ -85,26 +84,17 @@ def _schedule(training: LightningConfig) -> Iterator[Found]:
     factors = {int(epoch[:15]): scheduling.at(epoch).integer() or 1 for epoch in scheduling.value or ()}
     plan = ", ".join(f"N = {factor} from epoch {epoch}" for epoch, factor in sorted(factors.items())) or "its schedule"
     if training.engine is not None:
-        yield Found(
-            place,
-            f"Lightning raises RuntimeError: DeepSpeed's N cannot change between epochs ({plan})",
-            "remove the callback and set trainer.accumulate_grad_batches, or use DDP or FSDP2",
-            proof.stops(f"{SCHEDULER} on_train_start"),
-            code="SCH01",
-        )
+        what = f"Lightning raises RuntimeError: DeepSpeed's N cannot change between epochs ({plan})"
+        fix = "remove the callback and set trainer.accumulate_grad_batches, or use DDP or FSDP2"
+        yield Found(place, what, fix, code="SCH01")
     elif training.accumulate != 1:
-        yield Found(
-            place,
-            f"Lightning raises ValueError: trainer.accumulate_grad_batches is {training.accumulate}, and the callback "
-            f"has {plan}",
-            "keep one of the two",
-            proof.stops(f"{SCHEDULER} on_train_start"),
-            code="SCH02",
-        )
+        given = f"trainer.accumulate_grad_batches is {training.accumulate}"
+        what = f"Lightning raises ValueError: {given}, and the callback has {plan}"
+        yield Found(place, what, "keep one of the two", code="SCH02")
     elif max(factors.values(), default=1) > 1:
         yield Found(
             place,
-            f"trainer.estimated_stepping_batches uses the N of the moment, {factors.get(0, 1)} before training starts, "
+            f"trainer.estimated_stepping_batches assumes N = {factors.get(0, 1)} for the whole training, "
             f"although {plan}: a learning-rate schedule built on it has the wrong length",
             "give the schedule the number of steps yourself",
             "call trainer.estimated_stepping_batches in configure_optimizers, and count the steps",
@@ -112,30 +102,19 @@ def _schedule(training: LightningConfig) -> Iterator[Found]:
         )
 
 
-FSDP_CLIP = "lightning/pytorch/plugins/precision/fsdp.py"
-
-
-@rule("CLP04", ERROR, "clipping by norm with FSDP", f"{FSDP_CLIP}; Lightning #19235")
+@rule("CLP04", ERROR, "clipping by norm with FSDP", f"{FSDP_CLIP} clip_grad_by_norm; Lightning #19235", stops=True)
 def _fsdp_clip(training: LightningConfig) -> Iterator[Found]:
     if training.is_fsdp and training.clip and not training.clip_by_value:
-        yield Found(
-            training.trainer.at("gradient_clip_val"),
-            f"Lightning raises MisconfigurationException at the first step: FSDPStrategy cannot clip to norm "
-            f"{training.clip:g}",
-            "use ModelParallelStrategy (FSDP2), or clip by value",
-            proof.stops(f"{FSDP_CLIP} clip_grad_by_norm"),
-        )
+        what = f"Lightning raises MisconfigurationException: FSDPStrategy cannot clip to norm {training.clip:g}"
+        fix = "use ModelParallelStrategy (FSDP2), or clip by value"
+        yield Found(training.trainer.at("gradient_clip_val"), what, fix)
 
 
-@rule("CLP02", ERROR, "clipping by value with DeepSpeed", f"{STRATEGY} init_deepspeed")
+@rule("CLP02", ERROR, "clipping by value with DeepSpeed", f"{STRATEGY} init_deepspeed", stops=True)
 def _clip_by_value(both: LightningDeepSpeed) -> Iterator[Found]:
     if both.training.clip_by_value:
-        yield Found(
-            both.training.trainer.at("gradient_clip_algorithm"),
-            "Lightning raises MisconfigurationException: DeepSpeed does not clip by value",
-            "set gradient_clip_algorithm to norm",
-            proof.stops(f"{STRATEGY} init_deepspeed"),
-        )
+        what = "Lightning raises MisconfigurationException: DeepSpeed does not clip by value"
+        yield Found(both.training.trainer.at("gradient_clip_algorithm"), what, "set gradient_clip_algorithm to norm")
 
 
 @rule("OPT01", WARNING, "optimizer or schedule in DeepSpeed's config", f"{STRATEGY} _initialize_deepspeed_train")
@@ -146,53 +125,40 @@ def _optimizers(both: LightningDeepSpeed) -> Iterator[Found]:
         schedule = "the schedule is the DeepSpeed config's" if scheduler.given else "there is no learning-rate schedule"
         yield Found(
             optimizer,
-            "Lightning does not call configure_optimizers: the module's optimizer and learning-rate schedule are "
-            f"ignored, the optimizer is DeepSpeed's {optimizer.at('type').value or ''}, and {schedule}",
+            "Lightning does not call configure_optimizers: the optimizer is DeepSpeed's "
+            f"{optimizer.at('type').value or ''}, and {schedule}",
             "remove optimizer and scheduler from the DeepSpeed config, and define both in configure_optimizers",
             "raise an exception in configure_optimizers: it is never raised",
         )
     elif scheduler.given:
         yield Found(
             scheduler,
-            "DeepSpeed's schedule is used, with interval step, only if configure_optimizers returns none; otherwise it "
-            "is ignored",
+            "DeepSpeed's schedule is used, with interval step, only if configure_optimizers returns none",
             "remove scheduler from the DeepSpeed config, and define it in configure_optimizers",
             f"{ENGINE} _configure_lr_scheduler takes the module's schedule if there is one",
         )
 
 
-@rule("GAS01", ERROR, "accumulation set in DeepSpeed's config too", FORMATS)
+@rule("GAS01", ERROR, "accumulation set in DeepSpeed's config too", FORMATS, stops=True)
 def _set_in_both(both: LightningDeepSpeed) -> Iterator[Found]:
     place = both.given.at("gradient_accumulation_steps")
     if place.given:
-        yield Found(
-            place,
-            "Lightning raises MisconfigurationException, whatever the value: the strategy itself sets it to the "
-            f"Trainer's accumulate_grad_batches, {both.training.accumulate}",
-            "remove gradient_accumulation_steps and set trainer.accumulate_grad_batches",
-            proof.stops(FORMATS),
-        )
+        what = "Lightning raises MisconfigurationException: it sets this itself, to trainer.accumulate_grad_batches, "
+        fix = "remove gradient_accumulation_steps and set trainer.accumulate_grad_batches"
+        yield Found(place, f"{what}{both.training.accumulate}", fix)
 
 
-@rule("AUT01", ERROR, "'auto' that nothing fills in", f"{STRATEGY}; Lightning #19891")
+@rule("AUT01", ERROR, "'auto' that nothing fills in", f"{STRATEGY}; {ENGINE_CONFIG}; Lightning #19891", stops=True)
 def _autos(both: LightningDeepSpeed) -> Iterator[Found]:
     for key in both.engine.autos:
-        if key == "gradient_accumulation_steps":
-            continue  # GAS01
-        if key.endswith(".enabled"):
-            dtype = key.partition(".")[0]
-            what = (
-                f"only Hugging Face's Trainer fills in 'auto'; DeepSpeed ignores it, so {dtype} stays off, and "
-                f"Lightning does not enable it because the config has '{dtype}': training is in fp32"
-            )
+        dtype = key.removesuffix(".enabled")
+        what = "only Hugging Face's Trainer fills in 'auto': DeepSpeed compares it with a number and raises TypeError"
+        where = ""
+        if key != dtype:
+            what = f"only Hugging Face's Trainer fills in 'auto': {dtype} stays off, and training is in fp32"
             where = "deepspeed/runtime/config_utils.py DeepSpeedConfigModel drops 'auto'"
-        else:
-            what = (
-                "only Hugging Face's Trainer fills in 'auto'; Lightning does not, and DeepSpeed compares the word with "
-                "a number: TypeError"
-            )
-            where = proof.stops(f"{ENGINE_CONFIG}, or engine.py where it clips")
-        yield Found(both.given.at(key), what, f"remove {key}; Lightning sets it", where)
+        if key != "gradient_accumulation_steps":  # that is GAS01
+            yield Found(both.given.at(key), what, f"remove {key}; Lightning sets it", where)
 
 
 @rule("BAT01")
@@ -200,24 +166,19 @@ def _batch_sizes(both: LightningDeepSpeed) -> Iterator[Found]:
     training, engine = both.training, both.engine
     micro, ranks, n = engine.micro or training.batch_size, training.world_size, training.accumulate
     if engine.train is not None and micro and ranks and training.schedule is None and engine.train != micro * n * ranks:
-        yield Found(
-            both.given.at("train_batch_size"),
-            f"train_batch_size is {engine.train}, and the strategy adds micro-batch {micro} x accumulate_grad_batches "
-            f"{n} x ranks {ranks} = {micro * n * ranks}; DeepSpeed refuses it",
-            "remove train_batch_size, which DeepSpeed infers",
-            proof.stops(f"{ENGINE_CONFIG} _batch_assertion"),
-        )
+        product = f"micro-batch {micro} x accumulate_grad_batches {n} x ranks {ranks} = {micro * n * ranks}"
+        what = f"DeepSpeed refuses train_batch_size {engine.train}: it is not {product}"
+        yield Found(both.given.at("train_batch_size"), what, "remove train_batch_size, which DeepSpeed infers")
 
 
 @rule("BAT03", INFO, "two micro-batch sizes", f"{STRATEGY} _auto_select_batch_size")
 def _two_sizes(both: LightningDeepSpeed) -> Iterator[Found]:
-    loaded, said = both.training.batch_size, both.engine.micro
-    if loaded and said and said != loaded:
+    loaded, micro = both.training.batch_size, both.engine.micro
+    if loaded and micro and micro != loaded:
         yield Found(
             both.given.at("train_micro_batch_size_per_gpu"),
-            f"the loader has micro-batches of {loaded} samples, the DeepSpeed config says {said}: training follows the "
-            "loader, but DeepSpeed's samples/s and its count of samples follow the config and are "
-            f"{said / loaded:.3g} times the truth",
+            f"the loader has micro-batches of {loaded} samples, and DeepSpeed counts {micro}: its "
+            f"samples and samples/s are {micro / loaded:.3g} times the truth",
             "remove train_micro_batch_size_per_gpu; the strategy takes it from the loader",
             "compare engine.global_samples with the samples that the loader returned",
         )
@@ -227,12 +188,8 @@ def _two_sizes(both: LightningDeepSpeed) -> Iterator[Found]:
 def _two_clips(both: LightningDeepSpeed) -> Iterator[Found]:
     place, clip, inner = both.given.at("gradient_clipping"), both.training.clip, both.engine.clip
     if clip is not None and place.given and place.value != AUTO and inner != clip:
-        yield Found(
-            place,
-            f"DeepSpeed clips to {inner or 0.0:g}, as its config says; trainer.gradient_clip_val {clip:g} is ignored",
-            "keep one of the two",
-            f"{FORMATS} sets gradient_clipping only where it is missing",
-        )
+        what = f"DeepSpeed clips to {inner or 0.0:g}, as its config says; trainer.gradient_clip_val {clip:g} is ignored"
+        yield Found(place, what, "keep one of the two", f"{FORMATS} sets gradient_clipping only where it is missing")
 
 
 TWICE = f"lightning/pytorch/loops/optimization/automatic.py; {ENGINE} backward"
@@ -249,23 +206,19 @@ def _twice(both: LightningDeepSpeed) -> Iterator[Found]:
     corrected = ["lightning-deepspeed-zero2-corrected"] if backend == "lightning-deepspeed-zero2" else []
     yield Found(
         training.trainer.at("strategy"),
-        f"Lightning divides the loss by N = {n}, and DeepSpeed divides it again: each micro-batch weighs 1/{n**2} "
-        f"instead of 1/{n}, so the gradient is {n} times too small. SGD takes steps {n} times too short; Adam hides "
-        "it, except in eps, logged gradient norms and clipping",
-        f"return loss * {n} (self.trainer.accumulate_grad_batches) from training_step, and log the loss without that "
-        "factor",
+        f"Lightning and DeepSpeed both divide the loss by N = {n}: each micro-batch weighs 1/{n**2} instead of 1/{n}, "
+        f"so SGD takes steps {n} times too short; Adam hides it, except in eps, gradient norms and clipping",
+        f"return loss * {n} (self.trainer.accumulate_grad_batches) from training_step, and log the loss without it",
         small.command("lightning-ddp", backend, *corrected),
         code="DBL01",
     )
     place, clip = both.given.at("gradient_clipping"), both.engine.clip
     if not place.given:
         place, clip = training.trainer.at("gradient_clip_val"), training.clip
-    # A threshold that no gradient reaches clips nothing anyway.
     if clip and clip <= LARGEST_CLIP:
         yield Found(
             place,
-            f"the norm that is compared with {clip:g} is {n} times too small (DBL01): only a gradient of norm above "
-            f"{n} x {clip:g} = {n * clip:g} is clipped",
+            f"the gradient is {n} times too small (DBL01): only a norm above {n} x {clip:g} = {n * clip:g} is clipped",
             f"correct the loss (DBL01), or clip at {clip:g} / {n} = {clip / n:g}",
             small.command("lightning-ddp", backend, clip=small.clip),
             code="DBL02",

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
-import re
 from dataclasses import dataclass, field
+
+import packaging.version
+
+from bench.audit.training_plan import TrainingPlan
+from bench.errors import InputError
 
 Version = tuple[int, ...]
 
@@ -29,20 +33,42 @@ class LintOptions:
         needed = {"--samples": samples, "--world-size": world_size, "--micro-batch": batch_size}
         self.wanted.update(option for option, number in needed.items() if number is None)
 
+    def windows(
+        self, accumulate: int, batch_size: int | None, world_size: int | None, *, drop_last: bool
+    ) -> TrainingPlan | None:
+        """The windows of an epoch; None if a number is not known, which is noted, or if ``drop_last`` leaves none."""
+        self.want(self.samples, world_size, batch_size)
+        if not (self.samples and world_size and batch_size):
+            return None
+        num_batches = batches_per_epoch(self.samples, batch_size, world_size, drop_last=drop_last)
+        return windows_of(num_batches, accumulate) if num_batches else None
+
+
+def batches_per_epoch(samples: int, batch_size: int, world_size: int, *, drop_last: bool) -> int:
+    """NB, the micro-batches per epoch and rank; 0 if ``drop_last`` leaves none."""
+    try:
+        return TrainingPlan(
+            samples=samples, batch_size=batch_size, world_size=world_size, drop_last=drop_last
+        ).micro_batches_per_epoch
+    except InputError:
+        return 0
+
+
+def windows_of(num_batches: int, accumulate: int) -> TrainingPlan:
+    """The windows of an epoch with NB micro-batches, at least 1, of one sample each."""
+    return TrainingPlan(samples=num_batches, batch_size=1, accumulate=accumulate)
+
 
 def version(text: str) -> Version:
-    """The release numbers of a version. Raises ValueError if it begins with no number."""
-    match = re.match(r"\d+(\.\d+)*", text)
-    if not match or len(text) > 40:
-        raise ValueError(f"'{text[:40]}' is no version such as 0.18.2")
-    return tuple(int(part) for part in match[0].split("."))
+    """The release numbers of a version. Raises ValueError if it is none."""
+    return packaging.version.Version(text).release
 
 
 def installed(package: str) -> Version | None:
     """The version of an installed package; None if it is not installed."""
     try:
         return version(importlib.metadata.version(package))
-    except (importlib.metadata.PackageNotFoundError, ValueError):
+    except importlib.metadata.PackageNotFoundError:
         return None
 
 

@@ -1,36 +1,17 @@
-"""The proof of a finding: a command that trains the same arithmetic in small, or what stops the training."""
+"""The proof of a finding: a command that trains the same arithmetic in small."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from bench.audit.lint.arithmetic import BITS, equal_sum, windows_of
-from bench.audit.lint.lint_options import Version, written
-from bench.audit.lint.rules import STOPS
+from bench.audit.lint.lint_options import Version, windows_of, written
 
 MODULE = "python -m bench"
-ENGINE = "deepspeed/runtime/engine.py"
-ENGINE_CONFIG = "deepspeed/runtime/config.py"
 LARGEST_N, SMALL_N = 8, 4
 """A larger N becomes SMALL_N, with a remainder that is the same share of the window."""
 RANKS = 2
 """Of every scenario; the decoder then has an even number of weights, as DeepSpeed's buckets want it."""
-
-
-def stops(where: str) -> str:
-    """The proof of what a framework itself refuses, with the place in its source."""
-    return f"{STOPS}{where}"
-
-
-def sum_in(dtype: str, accumulate: int) -> str:
-    """The command that adds N equal gradients in a dtype, or two of different size where these are added exactly."""
-    name, size = {"bf16": "bfloat16", "fp16": "float16"}[dtype], 2 ** BITS[dtype]
-    if equal_sum(accumulate, dtype) == 1:
-        add = f"(torch.tensor({size}., dtype=torch.{name}) + 1 - {size}).item()"
-    else:
-        add = f"sum(torch.full(({accumulate},), 1 / {accumulate}, dtype=torch.{name})).item()"
-    return f'python -c "import torch; print({add})" (1 in fp32)'
 
 
 def deepspeed(number: Version) -> str:
@@ -38,26 +19,12 @@ def deepspeed(number: Version) -> str:
     return f"nox -s versions -- deepspeed=={written(number)}"
 
 
-def throughput(
-    accumulate: int,
-    log_every: int,
-    window: int,
-    *,
-    batches: int | None = None,
-    epochs: int | None = None,
-    max_steps: int | None = None,
-) -> str:
-    """The command that shows what ThroughputMonitor logs beside what was measured.
-
-    ``batches`` is NB; without it, epochs have complete windows. Without ``epochs`` enough rates are logged.
-    """
+def throughput(accumulate: int, log_every: int, window: int, batches: int | None = None, more: str = "") -> str:
+    """The command that shows what ThroughputMonitor logs beside what was measured; epochs of NB or of whole windows."""
     length = "--epoch whole" if batches is None else f"--micro-batches {batches}"
-    base = f"{MODULE} throughput --accumulate {accumulate} --log-every {log_every} --window-size {window} {length}"
-    return base + _options({"--epochs": epochs, "--max-steps": max_steps})
-
-
-def _options(values: dict[str, object]) -> str:
-    return "".join(f" {name} {value}" for name, value in values.items() if value is not None)
+    return (
+        f"{MODULE} throughput --accumulate {accumulate} --log-every {log_every} --window-size {window} {length}{more}"
+    )
 
 
 @dataclass(frozen=True)
@@ -87,10 +54,13 @@ class SmallRun:
         clip: float | None = None,
     ) -> str:
         """The command that trains it under these backends."""
-        samples, flag = self.num_batches * RANKS, " --drop-last" if drop_last else ""
-        base = f"{MODULE} semantics --backend {','.join(backends)} --samples {samples} --micro-batch 1"
-        base += f" --accumulate {self.accumulate} --epochs {epochs} --world-size {RANKS}{flag}"
-        return base + _options({"--max-steps": max_steps, "--clip": clip})
+        samples, more = self.num_batches * RANKS, " --drop-last" if drop_last else ""
+        more += "" if max_steps is None else f" --max-steps {max_steps}"
+        more += "" if clip is None else f" --clip {clip}"
+        return (
+            f"{MODULE} semantics --backend {','.join(backends)} --samples {samples} --micro-batch 1 "
+            f"--accumulate {self.accumulate} --epochs {epochs} --world-size {RANKS}{more}"
+        )
 
     @property
     def clip(self) -> float:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
-from bench.audit.lint.arithmetic import FLUSH, reaches, updates, windows_of
+from bench.audit.lint.lint_options import windows_of
 from bench.audit.monitor import TOLERANCE
-from bench.audit.monitor_grid import MICRO_BATCH_S, OPTIMIZER_S, WANTED_RATES
+from bench.audit.monitor_grid import MICRO_BATCH_S, OPTIMIZER_S
 from bench.audit.training_plan import TrainingPlan
 
 STEP = OPTIMIZER_S / MICRO_BATCH_S
@@ -22,8 +23,7 @@ MAX_LOGS = 5000
 """Logs that are looked at."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ratios:
+class Ratios(NamedTuple):
     """Logged rates divided by the true ones; none is above 1."""
 
     low: float
@@ -75,22 +75,21 @@ class Rates:
 
     def ratios(self, window: int) -> Ratios | None:
         """The rates logged with this ``window_size``; None if there are none."""
-        spans = window - 1
+        spans, windows = window - 1, self.plan.windows
         found: set[tuple[int, int]] = set()
-        first = max(spans // self.num_batches * self.plan.windows // self.every, 1)
+        first = max(spans // self.num_batches * windows // self.every, 1)
         for log in range(first, first + MAX_LOGS):
             if log * self.every > self.last:
                 break
-            end = reaches(self.plan, FLUSH, log * self.every) or 0
+            epochs, steps = divmod(log * self.every - 1, windows)
+            end = epochs * self.num_batches + min((steps + 1) * self.accumulate, self.num_batches)
             if end >= window:
-                begin = end - spans
+                epochs, rest = divmod(end - spans, self.num_batches)
+                steps_before = epochs * windows + rest // self.accumulate
                 # Complete windows begin at the end of the step before.
-                whole = spans + begin % self.num_batches % self.accumulate
-                found.add((whole, updates(self.plan, FLUSH, end) - updates(self.plan, FLUSH, begin)))
+                found.add((spans + rest % self.accumulate, log * self.every - steps_before))
         ratios = [spans * (whole + n * STEP) / (whole * (spans + n * STEP)) for whole, n in found]
-        if not ratios:
-            return None
-        return Ratios(min(ratios), max(ratios), min(spans / whole for whole, _ in found))
+        return Ratios(min(ratios), max(ratios), min(spans / whole for whole, _ in found)) if ratios else None
 
     def right(self, window: int, most: float) -> list[int]:
         """The nearest values of ``window_size`` up to ``most`` that are exact."""
@@ -98,11 +97,10 @@ class Rates:
         return [size * self.period + 1 for size in (k, k + 1) if size and size * self.period + 1 <= most]
 
     def shortened(self, window: int) -> Rates:
-        """A shorter training whose rates are wrong with the same ``window_size``."""
+        """A shorter training, which logs every step, whose rates are wrong with the same ``window_size``."""
         if not self.tail:
             return Rates(self.accumulate, self.period)
         # Of an epoch longer than the window, only the remainder matters.
         spans = window - 1
-        batches = min(self.num_batches, spans + self.accumulate + (self.num_batches - spans) % self.accumulate)
-        every = math.gcd(self.every, self.plan.windows) if batches == self.num_batches else 1
-        return Rates(self.accumulate, batches, every if self.plan.windows <= WANTED_RATES else 1)
+        batches = spans + self.accumulate + (self.num_batches - spans) % self.accumulate
+        return Rates(self.accumulate, min(self.num_batches, batches))

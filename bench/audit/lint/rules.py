@@ -27,8 +27,7 @@ class Severity(StrEnum):
 ERROR, WARNING, INFO = Severity
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(NamedTuple):
     """One kind of finding."""
 
     severity: Severity
@@ -37,6 +36,8 @@ class Rule:
     """One line, for lists."""
     source: str
     """Where it can be checked: a file of the framework, or an issue."""
+    stops: bool
+    """Whether the framework refuses the config, so that training stops before its first step."""
 
 
 class Found(NamedTuple):
@@ -47,8 +48,8 @@ class Found(NamedTuple):
     """What will happen, in the config's own numbers."""
     fix: str
     """What to write instead."""
-    proof: str
-    """The command that shows it in small, or what stops the training before its first step."""
+    proof: str = ""
+    """A command that shows it in small, or another way to see it; the rule's source if it is left out."""
     severity: Severity | None = None
     """None for the rule's."""
     code: str = ""
@@ -60,17 +61,17 @@ CheckT = TypeVar("CheckT", bound=Check)
 _RULES: dict[str, Rule] = {}
 _CHECKS: dict[str, dict[Check, str]] = defaultdict(dict)
 """The functions by the class that they are about, with their codes."""
-STOPS = "training stops before its first step: "
-"""How the proof of what a framework refuses begins."""
 
 
-def rule(code: str, severity: Severity | None = None, title: str = "", source: str = "") -> Callable[[CheckT], CheckT]:
+def rule(
+    code: str, severity: Severity | None = None, title: str = "", source: str = "", *, stops: bool = False
+) -> Callable[[CheckT], CheckT]:
     """Make a function a rule for what its parameter's type says. One for several codes names them in what it finds.
 
     The text of a code is given once, although there may be a function for each kind of config.
     """
     if severity:
-        _RULES[code] = Rule(severity, title, source)
+        _RULES[code] = Rule(severity, title, source, stops)
 
     def add(check: CheckT) -> CheckT:
         _CHECKS[next(iter(check.__annotations__.values()))][check] = code
@@ -82,18 +83,6 @@ def rule(code: str, severity: Severity | None = None, title: str = "", source: s
 def rules() -> dict[str, Rule]:
     """All rules by code."""
     return dict(sorted(_RULES.items()))
-
-
-def findings(subjects: Iterable[object]) -> list[LintFinding]:
-    """What the rules find in one training, whose parts are the subjects; only what stops it, if anything does."""
-    found = []
-    for subject in subjects:
-        for check, default in _CHECKS[type(subject).__name__].items():
-            for place, what, fix, proof, severity, given in check(subject):
-                code = given or default
-                level = severity or _RULES[code].severity
-                found.append(LintFinding(code, level, place.file, place.line, place.key, what, fix, proof))
-    return [each for each in found if each.stops] or found
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +99,8 @@ class LintFinding:
     what: str
     fix: str
     proof: str
-
-    @property
-    def stops(self) -> bool:
-        """Whether training does not start, so that nothing else in the config matters yet."""
-        return self.severity is Severity.ERROR and self.proof.startswith(STOPS)
+    stops: bool
+    """Whether training does not start, so that nothing else in the config matters yet."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, with title and source of the rule."""
@@ -125,3 +111,18 @@ class LintFinding:
         key, what, fix, proof = map(plain, (self.key, self.what, self.fix, self.proof))
         head = f"{self.file}:{self.line}: {self.severity} {self.code} {key}: {_RULES[self.code].title}"
         return f"{head}\n    what happens: {what}\n    fix: {fix}\n    proof: {proof}"
+
+
+def findings(subjects: Iterable[object]) -> list[LintFinding]:
+    """What the rules find in one training, whose parts are the subjects; only what stops it, if anything does."""
+    found = []
+    for subject in subjects:
+        for check, default in _CHECKS[type(subject).__name__].items():
+            for place, what, fix, proof, severity, given in check(subject):
+                code = given or default
+                level, _, source, refused = _RULES[code]
+                stops = refused and not proof
+                shown = proof or f"{'training stops before its first step: ' if stops else ''}{source}"
+                at = (place.file, place.line, place.key)
+                found.append(LintFinding(code, severity or level, *at, what, fix, shown, stops))
+    return [each for each in found if each.stops] or found

@@ -31,20 +31,14 @@ def log(findings: Sequence[LintFinding]) -> dict[str, Any]:
 
 
 def _result(finding: LintFinding) -> dict[str, Any]:
+    place = {"artifactLocation": {"uri": _uri(finding.file)}, "region": {"startLine": finding.line}}
+    logical = [{"fullyQualifiedName": finding.key}]
     return {
         "ruleId": finding.code,
         "ruleIndex": list(rules()).index(finding.code),
         "level": LEVELS[finding.severity],
         "message": {"text": f"{finding.what}. Fix: {finding.fix}. Proof: {finding.proof}"},
-        "locations": [
-            {
-                "physicalLocation": {
-                    "artifactLocation": {"uri": _uri(finding.file)},
-                    "region": {"startLine": finding.line},
-                },
-                "logicalLocations": [{"fullyQualifiedName": finding.key}],
-            }
-        ],
+        "locations": [{"physicalLocation": place, "logicalLocations": logical}],
     }
 
 
