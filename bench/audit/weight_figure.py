@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import matplotlib.style
@@ -15,229 +17,211 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from bench.audit.conformance import FURTHER, summary
+from bench.audit.conformance import FURTHER, TOLERANCE, Observation, summary
 from bench.audit.scenario import Scenario
-from bench.audit.weight_maps import (
-    LEFT_OPEN,
-    LOST,
-    NOT_COMPUTED,
-    TOLERANCE,
-    Extent,
-    Observation,
-    WeightMap,
-    distinct,
-)
 from bench.report import style
-from bench.report.canvas import FigureWords, new_figure
-from bench.report.style import GREY, SMALL, TINY, Key
+from bench.report.canvas import FULL, FigureWords, new_figure
+from bench.report.style import SMALL, TINY, Key
 
+Place = tuple[int, int, int]
+"""Update, epoch and sample, each from 0."""
 MAX_UPDATES, MIN_UPDATES = 16, 3
 """Updates drawn in each map: at most, and at least even if many maps share the page."""
 MAX_COLUMNS, MAX_EPOCHS = 120, 10
 """Samples and epochs drawn side by side; two epochs are drawn even if they have more samples."""
 MAX_MAPS = 12
+ROW, LINE, BAR, MAPS_HEIGHT = 0.135, 0.125, 0.75, 6.3
+"""Inches: of an update, of a line of words, of the colour bar with its words, and of all maps together."""
 COLOUR_LIMIT = 8.0
 """Weights below 1/8 and above 8 times the right one have the outermost colours."""
-ROW, BETWEEN, MAPS_HEIGHT = 0.135, 0.1, 6.0
-"""Inches: of an update, between two strips, and of all strips together."""
-NAMES, MAP = 2.35, style.WIDTH - 2 * style.MARGIN - 2.35
-"""Inches: of the words beside a map, and of the map with its numbers."""
-LINE = 1.34
-"""Height of a line of text, in font sizes."""
-BAR, BAR_WORDS = 0.1, 0.4
-"""Inches of the colour bar and of its words."""
-STEPS = [digit * 10**power for power in range(6) for digit in (1, 2, 5)]
-"""Between the numbers of samples."""
-RIGHT_COLOUR = "#3a3a3a"
-COLOURS = LinearSegmentedColormap.from_list(
-    "weights",
-    [
-        (0.0, "#c3daee"),
-        (0.2, "#8fc1e3"),
-        (0.497, "#1f6cb0"),
-        (0.4975, RIGHT_COLOUR),
-        (0.5025, RIGHT_COLOUR),
-        (0.503, "#fd8d3c"),
-        (0.82, "#d7301f"),
-        (1.0, "#67000d"),
-    ],
-    N=1025,
-).with_extremes(bad="white")
+SCALE, RIGHT_COLOUR = LogNorm(1 / COLOUR_LIMIT, COLOUR_LIMIT), "#3a3a3a"
+BELOW = [(0.0, "#c3daee"), (0.2, "#8fc1e3"), (0.497, "#1f6cb0")]
+ABOVE = [(0.503, "#fd8d3c"), (0.82, "#d7301f"), (1.0, "#67000d")]
+SHADES = [*BELOW, (0.4975, RIGHT_COLOUR), (0.5025, RIGHT_COLOUR), *ABOVE]
+COLOURS = LinearSegmentedColormap.from_list("weights", SHADES, N=1025)
 """Dark grey where a weight is right (within 1 %), blue and paler below, orange to deep red above."""
-SCALE = LogNorm(1 / COLOUR_LIMIT, COLOUR_LIMIT)
-SIGNS: dict[str, dict[str, Any]] = {
-    LOST: {"marker": "x", "color": "#D55E00", "markeredgewidth": 0.9},
-    LEFT_OPEN: {"marker": "o", "color": "#0072B2", "markerfacecolor": "white", "markeredgewidth": 0.7},
-    NOT_COMPUTED: {"marker": ".", "color": "#888888", "markeredgewidth": 0},
+LOST, LEFT_OPEN, NOT_COMPUTED = "lost", "left_open", "not computed"
+SIGNS: dict[str, tuple[dict[str, Any], str]] = {
+    LOST: ({"marker": "x", "color": "#D55E00"}, "in no update, although updates or a checkpoint followed: lost"),
+    LEFT_OPEN: ({"marker": "o", "color": "#0072B2"}, "in no update at the end of training: left open"),
+    NOT_COMPUTED: ({"marker": ".", "color": "#888888"}, "no loss computed: dropped, not reached, or raised"),
 }
-"""Marks below a map for the samples that are in no update."""
-SIGN_LABELS = {
-    LOST: "in no update, although updates or a checkpoint followed: lost",
-    LEFT_OPEN: "in no update at the end of training: left open",
-    NOT_COMPUTED: "no loss computed: dropped, not reached, or raised",
-}
+"""Marks below a map for the samples that are in no update, and what they mean."""
 ENDED: dict[str, Any] = {"facecolor": "#f0f0f0", "edgecolor": "#cccccc", "hatch": "////", "lw": 0}
 """Where one training had ended while another went on."""
 
 
+@dataclass(frozen=True)
+class WeightMap:
+    """The updates of one or more backends that gave the same weights."""
+
+    observations: list[Observation]
+
+    @property
+    def first(self) -> Observation:
+        """The observation of the first of these backends."""
+        return self.observations[0]
+
+    @cached_property
+    def weights(self) -> dict[Place, float]:
+        """The weight of each sample in each update, divided by the right one."""
+        return _places(self.first, "relative")
+
+    @cached_property
+    def in_no_update(self) -> dict[str, set[tuple[int, int]]]:
+        """Epoch and sample of those that are in no update, by what became of them."""
+        found = {
+            name: {(int(epoch), sample) for epoch, samples in self.first[name].items() for sample in samples}
+            for name in (LOST, LEFT_OPEN)
+        }
+        known = {(epoch, sample) for _, epoch, sample in self.weights}.union(*found.values())
+        epochs, samples = 1 + max(epoch for epoch, _ in known), self.first["scenario"]["samples"]
+        found[NOT_COMPUTED] = {(epoch, sample) for epoch in range(epochs) for sample in range(samples)} - known
+        return found
+
+    @property
+    def epochs(self) -> int:
+        """Epochs in which a loss was computed."""
+        marked = [epoch for places in self.in_no_update.values() for epoch, _ in places]
+        return 1 + max([*marked, *(epoch for _, epoch, _ in self.weights)])
+
+    def rows(self, updates: int, epochs: int) -> int:
+        """Updates that are drawn: up to the last one with a sample of the epochs that are drawn."""
+        return 1 + max((update for update, epoch, _ in self.weights if update < updates and epoch < epochs), default=0)
+
+    def image(self, updates: int, epochs: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """The weights by update and by sample of each epoch in turn; NaN where a sample is not in the update."""
+        samples = self.first["scenario"]["samples"]
+        values = np.full((self.rows(updates, epochs), epochs * samples), np.nan)
+        for (update, epoch, sample), weight in self.weights.items():
+            if update < len(values) and epoch < epochs:
+                values[update, epoch * samples + sample] = weight
+        return values
+
+
+def distinct(observations: Sequence[Observation]) -> list[WeightMap]:
+    """The distinct maps in the order of their first backends; observations without an update are left out."""
+    maps: list[WeightMap] = []
+    for observation in observations:
+        known = next((known for known in maps if _alike(known.first, observation)), None)
+        if known is not None:
+            known.observations.append(observation)
+        elif observation["updates"]:
+            maps.append(WeightMap([observation]))
+    return maps
+
+
+def _alike(one: Observation, other: Observation) -> bool:
+    a, b = _places(one, "by_epoch"), _places(other, "by_epoch")
+    same_samples = a.keys() == b.keys() and all(one[key] == other[key] for key in (LOST, LEFT_OPEN))
+    return same_samples and np.allclose(list(a.values()), [b[place] for place in a], rtol=TOLERANCE, atol=0)
+
+
+def _places(observation: Observation, key: str) -> dict[Place, float]:
+    return {
+        (number, int(epoch), int(sample)): value
+        for number, update in enumerate(observation["updates"])
+        for epoch, samples in update[key].items()
+        for sample, value in samples.items()
+    }
+
+
 def weight_figure(observations: Sequence[Observation], *, footer: str = "") -> tuple[Figure, FigureWords] | None:
     """All weight maps of one scenario, with the words around them; None if no backend made an update."""
-    maps = distinct(observations)
-    if not maps:
+    every = distinct(observations)
+    if not every:
         return None
-    scenario = maps[0].first["scenario"]
-    words = FigureWords(
-        scenario["title"] or scenario["name"],
-        f"{scenario['name']}: {Scenario.from_dict(scenario).setting}",
-        footer,
-        _notes(observations, maps[MAX_MAPS:]),
-    )
-    with matplotlib.style.context(list(style.BASE)):
-        return _figure(maps[:MAX_MAPS], _extent(maps[:MAX_MAPS]), words), words
-
-
-def _notes(observations: Sequence[Observation], not_drawn: Sequence[WeightMap]) -> list[str]:
-    """The backends that have no strip."""
-    untold = [observation for found in not_drawn for observation in found.observations]
+    maps, scenario = every[:MAX_MAPS], every[0].first["scenario"]
+    untold = [observation for found in every[MAX_MAPS:] for observation in found.observations]
     without = [observation for observation in observations if not observation["updates"]]
-    return [
-        f"{reason}: {outcome} under {_names(those)}"
-        for reason, some in (("not drawn", untold), ("no update", without))
-        for outcome, those in _outcomes(some).items()
-    ]
+    notes = [f"not drawn: {text}" for text in _outcomes(untold)] + [f"no update: {text}" for text in _outcomes(without)]
+    setting = f"{scenario['name']}: {Scenario.from_dict(scenario).setting}"
+    words = FigureWords(scenario["title"] or scenario["name"], setting, footer, notes)
+    updates, epochs = _extent(maps, scenario["samples"])
+    with matplotlib.style.context(list(style.BASE)):
+        heights = [_height(found, updates, epochs) for found in maps]
+        figure = new_figure(words, _keys(maps, epochs), sum(heights) + BAR)
+        rows = [found.rows(updates, epochs) + any(_marks(found, epochs).values()) for found in maps]
+        every_axes = figure.subplots(len(maps), squeeze=False, height_ratios=rows)[:, 0]
+        for axes, found in zip(every_axes, maps, strict=True):
+            _draw(axes, found, updates, epochs)
+        _number_samples(every_axes[-1], scenario["samples"], epochs)
+        bar = figure.colorbar(ScalarMappable(SCALE, COLOURS), ax=every_axes, location="bottom", aspect=60, shrink=0.8)
+        bar.set_ticks([1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8], labels=["1/8", "1/4", "1/2", "1: right", "2", "4", "8"])
+        bar.minorticks_off()
+        bar.set_label("weight of a sample / its weight in a full batch of the same samples", size=SMALL)
+    return figure, words
 
 
-def _names(observations: Sequence[Observation]) -> str:
-    return ", ".join(style.clean(observation["backend"]) for observation in observations)
-
-
-def _outcomes(observations: Sequence[Observation]) -> dict[str, list[Observation]]:
+def _outcomes(observations: Sequence[Observation]) -> list[str]:
     """What happened, as the verdict and one more finding with their numbers, and the backends under which it did."""
-    found: dict[str, list[Observation]] = {}
+    found: dict[str, list[str]] = {}
     for observation in observations:
-        found.setdefault(", ".join(summary(observation)[: 1 + FURTHER]), []).append(observation)
-    return found
+        outcome = ", ".join(summary(observation)[: 1 + FURTHER])
+        found.setdefault(outcome, []).append(style.clean(observation["backend"]))
+    return [f"{outcome}: {', '.join(names)}" for outcome, names in found.items()]
 
 
-def _extent(maps: Sequence[WeightMap]) -> Extent:
-    """The part of the maps that fits into the figure."""
-    samples = int(maps[0].first["scenario"]["samples"])
+def _extent(maps: Sequence[WeightMap], samples: int) -> tuple[int, int]:
+    """Updates of each map, and epochs of all, that fit into the figure."""
     epochs = min(MAX_EPOCHS, max(2, MAX_COLUMNS // samples), max(found.epochs for found in maps))
     updates = MAX_UPDATES
-    while updates > MIN_UPDATES and sum(_heights(maps, Extent(samples, epochs, updates))) > MAPS_HEIGHT:
+    while updates > MIN_UPDATES and sum(_height(found, updates, epochs) for found in maps) > MAPS_HEIGHT:
         updates -= 1
-    drawn = {id(found): found.num_drawn(Extent(samples, epochs, updates)) for found in maps}
-    if any(drawn[id(found)] < len(found.updates) for found in maps):
-        epochs = min(epochs, 1 + max(e for found in maps for u, e, _ in found.weights if u < drawn[id(found)]))
-    return Extent(samples, epochs, updates)
+    return updates, epochs
 
 
-def _heights(maps: Sequence[WeightMap], extent: Extent) -> list[float]:
-    """Inches of each strip: those of its map or of the words beside it; the first one has a heading."""
-    return [
-        max(_lines(found, extent) * ROW, sum(_block_height(lines, size) for lines, size, _ in _words(found, extent)))
-        + BETWEEN
-        + (ROW if number == 0 else 0)
-        for number, found in enumerate(maps)
-    ]
+def _title(found: WeightMap, updates: int, epochs: int) -> list[str]:
+    """What happened under which backends, and what is not drawn, in lines."""
+    texts, rows = _outcomes(found.observations), found.rows(updates, epochs)
+    if rows < len(found.first["updates"]):
+        texts.append(f"first {rows} of {len(found.first['updates'])} updates")
+    elif found.epochs > epochs:
+        texts.append(f"first {epochs} of {found.epochs} epochs")
+    return [line for text in texts for line in style.wrap(text, FULL - 0.9, TINY)]
 
 
-def _lines(found: WeightMap, extent: Extent) -> int:
-    """Lines of a map: updates, and one for the samples that are in none."""
-    return found.num_drawn(extent) + any(found.in_no_update(extent).values())
+def _height(found: WeightMap, updates: int, epochs: int) -> float:
+    """Inches of a map with its words."""
+    rows = found.rows(updates, epochs) + any(_marks(found, epochs).values())
+    return rows * ROW + (len(_title(found, updates, epochs)) + 1) * LINE
 
 
-def _words(found: WeightMap, extent: Extent) -> list[tuple[list[str], float, str]]:
-    """The words beside a map, as lines with their size and weight: what happened, under which backends."""
-    drawn, updates = found.num_drawn(extent), len(found.updates)
-    blocks = []
-    for outcome, observations in _outcomes(found.observations).items():
-        blocks.append((style.wrap(outcome, NAMES - 0.1, SMALL, "bold"), SMALL, "bold"))
-        blocks.append((style.wrap(_names(observations), NAMES - 0.1, TINY), TINY, "normal"))
-    if drawn < updates:
-        blocks.append(([f"first {drawn} of {updates} updates"], TINY, "normal"))
-    elif found.epochs > extent.epochs:
-        blocks.append(([f"first {extent.epochs} of {found.epochs} epochs"], TINY, "normal"))
-    return blocks
+def _marks(found: WeightMap, epochs: int) -> dict[str, list[int]]:
+    """Columns of the samples that are in no update, by what became of them."""
+    samples = found.first["scenario"]["samples"]
+    return {
+        name: sorted(epoch * samples + sample for epoch, sample in places if epoch < epochs)
+        for name, places in found.in_no_update.items()
+    }
 
 
-def _block_height(lines: Sequence[str], size: float) -> float:
-    return len(lines) * size * LINE / 72
-
-
-def _figure(maps: Sequence[WeightMap], extent: Extent, words: FigureWords) -> Figure:
-    bar = [] if all(_is_right(found.image(extent)) for found in maps) else [BAR]
-    heights = _heights(maps, extent)
-    inches = sum(heights) + 0.25 + (BAR + BAR_WORDS if bar else 0)
-    figure = new_figure(words, _keys(maps, extent), inches)
-    grid = figure.add_gridspec(len(maps) + len(bar), 2, width_ratios=[NAMES, MAP], height_ratios=[*heights, *bar])
-    for number, (found, height) in enumerate(zip(maps, heights, strict=True)):
-        _draw_words(figure.add_subplot(grid[number, 0]), found, extent, height, is_first=number == 0)
-        axes = figure.add_subplot(grid[number, 1])
-        _draw_map(axes, found, extent, height / ROW, is_first=number == 0, is_last=number == len(maps) - 1)
-    if bar:
-        _colour_bar(figure, figure.add_subplot(grid[len(maps), 1]))
-    return figure
-
-
-def _draw_words(axes: Axes, found: WeightMap, extent: Extent, height: float, *, is_first: bool) -> None:
-    axes.set(xlim=(0, 1), ylim=(height, 0))
-    axes.axis("off")
-    top = (ROW if is_first else 0.0) + 0.02
-    for lines, size, weight in _words(found, extent):
-        text = "\n".join(line.replace("$", r"\$") for line in lines)
-        axes.text(0, top, text, size=size, weight=weight, va="top", ha="left", linespacing=1.15)
-        top += _block_height(lines, size)
-
-
-def _number(value: float) -> str:
-    """With two decimals, or with three digits where two decimals are not enough."""
-    return f"{value:.2f}" if math.isclose(value, round(value, 2), rel_tol=TOLERANCE) else f"{value:.3g}"
-
-
-def _draw_map(axes: Axes, found: WeightMap, extent: Extent, lines: float, *, is_first: bool, is_last: bool) -> None:
-    """One map in a strip of so many lines: the updates, and the samples that are in none."""
-    values = found.image(extent)
-    last, right = len(values), extent.columns - 0.5
+def _draw(axes: Axes, found: WeightMap, updates: int, epochs: int) -> None:
+    """One map: the updates, and the samples that are in none."""
+    values, marks, samples = found.image(updates, epochs), _marks(found, epochs), found.first["scenario"]["samples"]
+    last, right, is_marked = len(values), values.shape[1] - 0.5, any(marks.values())
     clipped = np.where(values > 0, np.clip(values, 1 / COLOUR_LIMIT, COLOUR_LIMIT), 1 / COLOUR_LIMIT)
-    axes.imshow(
-        np.ma.masked_where(np.isnan(values), clipped),
-        cmap=COLOURS,
-        norm=SCALE,
-        aspect="auto",
-        interpolation="nearest",
-        extent=(-0.5, right, last + 0.5, 0.5),
-    )
+    shown = np.ma.masked_where(np.isnan(values), clipped)
+    extent = (-0.5, right, last + 0.5, 0.5)
+    axes.imshow(shown, cmap=COLOURS, norm=SCALE, aspect="auto", interpolation="nearest", extent=extent)
     axes.hlines([line + 0.5 for line in range(last + 1)], -0.5, right, color="#cccccc", linewidth=0.5, zorder=2)
-    marked = found.in_no_update(extent)
-    bottom = last + 0.5 + any(marked.values())
-    ran = min(found.epochs, extent.epochs)
-    for epoch in range(ran + 1):
-        axes.plot([epoch * extent.samples - 0.5] * 2, [0.5, bottom], color="black", linewidth=0.8, zorder=3)
-    if ran < extent.epochs:
-        axes.fill_between([ran * extent.samples - 0.5, right], 0.5, last + 0.5, **ENDED)
-    for number, update in enumerate(found.updates[:last], start=1):
+    edges = [epoch * samples - 0.5 for epoch in range(epochs + 1)]
+    axes.vlines(edges, 0.5, last + 0.5 + is_marked, color="black", linewidth=0.8)
+    if found.epochs < epochs:
+        axes.fill_between([found.epochs * samples - 0.5, right], 0.5, last + 0.5, **ENDED)
+    for number, update in enumerate(found.first["updates"][:last], start=1):
         axes.text(right, number, f" {_sum(update)}", size=TINY, va="center", ha="left")
-    points = min(4.0, 0.8 * 72 * 0.85 * MAP / extent.columns)
-    for name, columns in marked.items():
-        axes.plot(columns, [last + 1] * len(columns), linestyle="none", markersize=points, **SIGNS[name])
-    if is_first:
-        _heading(axes, extent)
-    _ticks(axes, extent, last, is_marked=any(marked.values()), has_samples=is_last)
-    axes.set_xlim(-0.5, right)
-    top = -0.5 if is_first else 0.5
-    axes.set_ylim(top + lines, top)
-
-
-def _heading(axes: Axes, extent: Extent) -> None:
-    """The line above the first map: update, epochs, and sum."""
-    look: dict[str, Any] = {"size": TINY, "va": "center", "color": GREY}
-    axes.text(-0.5, 0, "update ", ha="right", **look)
-    axes.text(extent.columns - 0.5, 0, " sum", ha="left", **look)
-    room = 0.85 * MAP / extent.epochs
-    word = "epoch " if style.text_width(f"epoch {extent.epochs}", TINY) + 0.05 < room else ""
-    for epoch in range(extent.epochs):
-        axes.text((epoch + 0.5) * extent.samples - 0.5, 0, f"{word}{epoch + 1}", ha="center", **look)
+    size = min(4.0, 0.8 * 72 * FULL * 0.85 / values.shape[1])
+    for name, columns in marks.items():
+        axes.plot(columns, [last + 1] * len(columns), linestyle="none", markersize=size, **SIGNS[name][0])
+    names = [str(number) for number in range(1, last + 1)] + ["in none"] * is_marked
+    axes.set_yticks(range(1, len(names) + 1), names, size=TINY)
+    axes.set(xticks=[], xlim=(-0.5, right), ylim=(len(names) + 0.5, 0.5))
+    axes.tick_params(length=0, pad=2)
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(False)
+    title = "\n".join(map(style.safe, _title(found, updates, epochs)))
+    axes.set_title(title, loc="left", size=TINY, pad=2, linespacing=1.15)
 
 
 def _sum(update: Mapping[str, Any]) -> str:
@@ -246,47 +230,28 @@ def _sum(update: Mapping[str, Any]) -> str:
     return _number(update["sum"]) + ("" if math.isclose(right, 1, rel_tol=TOLERANCE) else f" of {_number(right)}")
 
 
-def _ticks(axes: Axes, extent: Extent, last: int, *, is_marked: bool, has_samples: bool) -> None:
-    """Numbers of the updates, and below the last map those of the samples in each epoch."""
-    room = max(1, int(0.85 * MAP / extent.epochs / (style.text_width(str(extent.samples), SMALL) + 0.09)))
-    step = next(step for step in STEPS if step * room >= extent.samples)
-    inner = [sample for sample in range(0, extent.samples, step) if sample == 0 or sample + step / 2 <= extent.samples]
-    places = [epoch * extent.samples + sample for epoch in range(extent.epochs) for sample in inner]
-    axes.set_xticks(places if has_samples else [], [str(place % extent.samples) for place in places if has_samples])
-    numbers = list(range(1, last + 1 + is_marked))
-    axes.set_yticks(numbers, [str(number) if number <= last else "in none" for number in numbers])
-    axes.tick_params(length=0, pad=2)
-    axes.tick_params(axis="x", length=2)
-    axes.grid(visible=False)
-    axes.spines[:].set_visible(False)
-    if has_samples:
-        axes.set_xlabel("sample", labelpad=1)
+def _number(value: float) -> str:
+    """With two decimals, or with three digits where two decimals are not enough."""
+    return f"{value:.2f}" if math.isclose(value, round(value, 2), rel_tol=TOLERANCE) else f"{value:.3g}"
 
 
-def _keys(maps: Sequence[WeightMap], extent: Extent) -> list[Key]:
+def _number_samples(axes: Axes, samples: int, epochs: int) -> None:
+    """Below the last map: the samples of each epoch."""
+    most = max(1, 20 // epochs)
+    step = next(digit * 10**power for power in range(7) for digit in (1, 2, 5) if digit * 10**power * most >= samples)
+    inner = [sample for sample in range(0, samples, step) if sample == 0 or sample + step / 2 <= samples]
+    places = [(epoch, sample) for epoch in range(epochs) for sample in inner]
+    labels = [str(sample) if sample else f"0\nepoch {epoch + 1}" for epoch, sample in places]
+    axes.set_xticks([epoch * samples + sample for epoch, sample in places], labels, size=TINY)
+
+
+def _keys(maps: Sequence[WeightMap], epochs: int) -> list[Key]:
     """What the signs in these maps mean."""
-    present = {name for found in maps for name, columns in found.in_no_update(extent).items() if columns}
     keys: list[Key] = [(Patch(facecolor=RIGHT_COLOUR), "the right weight, within 1 %; blank: not in the update")]
-    keys += [
-        (Line2D([], [], linestyle="none", markersize=4.5, **SIGNS[name]), label)
-        for name, label in SIGN_LABELS.items()
-        if name in present
-    ]
-    if any(found.epochs < extent.epochs for found in maps):
+    keys.append((Line2D([], [], linestyle="none"), "at the right: the sum of an update's coefficients"))
+    for name, (look, label) in SIGNS.items():
+        if any(_marks(found, epochs)[name] for found in maps):
+            keys.append((Line2D([], [], linestyle="none", markersize=4.5, **look), label))
+    if any(found.epochs < epochs for found in maps):
         keys.append((Patch(**ENDED), "training had ended"))
     return keys
-
-
-def _is_right(image: np.ndarray[Any, Any]) -> bool:
-    """Whether all weights are, as their colour says."""
-    return bool(np.allclose(image[~np.isnan(image)], 1, rtol=0.01))
-
-
-def _colour_bar(figure: Figure, axes: Axes) -> None:
-    bar = figure.colorbar(ScalarMappable(SCALE, COLOURS), cax=axes, orientation="horizontal")
-    bar.set_ticks(
-        [1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8], labels=["1/8", "1/4", "1/2", "1: right", "2", "4", "8"], minor=False
-    )
-    bar.minorticks_off()
-    bar.set_label("weight of a sample / its weight in a full batch of the same samples")
-    axes.grid(visible=False)

@@ -19,12 +19,11 @@ from hypothesis import strategies as st
 
 from bench import cli
 from bench.audit.lint import config_file, lint
-from bench.audit.lint.sum_rules import equal_sum
 from bench.audit.lint.known_keys import known_keys
 from bench.audit.lint.lint_options import LintOptions
-from bench.audit.lint.logging_rules import LONGEST
 from bench.audit.lint.rates import Rates
 from bench.audit.lint.rules import LintFinding, rules
+from bench.audit.lint.sum_rules import equal_sum
 from bench.audit.monitor import TOLERANCE, judge, measure
 from bench.audit.monitor_grid import Point, RateVerdict
 from bench.backends.base import registry

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from bench.audit import weight_figure, weight_maps
 from bench.audit.decoded_scenario import DecodedScenario
 from bench.audit.scenario import Scenario
+from bench.audit.weight_figure import LOST, NOT_COMPUTED, SIGNS, weight_figure
 from bench.report.canvas import FigureWords
 from tests.factories import make_observation
 from tests.legible import assert_legible, words
@@ -68,7 +68,7 @@ SCENES: dict[str, list[dict[str, Any]]] = {
 
 
 def drawing(name: str) -> tuple[Figure, FigureWords]:
-    found = weight_figure.weight_figure(SCENES[name], footer="made by a test")
+    found = weight_figure(SCENES[name], footer="made by a test")
     assert found is not None
     return found
 
@@ -77,38 +77,24 @@ def panels(name: str) -> list[Any]:
     return [axes for axes in drawing(name)[0].axes if axes.images]
 
 
-def picture(axes: Any) -> np.ndarray[Any, Any]:
-    return np.ma.filled(axes.images[0].get_array(), np.nan)
-
-
 @pytest.mark.parametrize("name", SCENES)
 def test_nothing_overlaps_or_leaves_the_figure(name: str) -> None:
     assert_legible(drawing(name)[0])
 
 
 def test_the_picture_is_the_coefficients() -> None:
-    _, carried, _, twice, _ = panels("partial")
+    _, carried, _, twice, losing = panels("partial")
     expected = np.full((3, 24), np.nan)
     expected[0, :8] = expected[1, 8:16] = expected[2, 16:] = 1.0
-    np.testing.assert_allclose(picture(carried), expected)
-    np.testing.assert_allclose(picture(twice), expected / 4)
-
-
-def test_samples_in_no_update_are_marked() -> None:
-    extent = weight_maps.Extent(12, 2, 8)
-    losing = weight_maps.distinct(SCENES["partial"])[-1]
-    assert losing.in_no_update(extent) == {
-        weight_maps.LOST: [8, 9, 10, 11],
-        weight_maps.LEFT_OPEN: list(range(16, 24)),
-        weight_maps.NOT_COMPUTED: [],
-    }
-    marked = {
-        line.get_marker(): list(line.get_xdata()) for line in panels("partial")[-1].lines if len(line.get_xdata())
-    }
-    assert marked["x"] == [8, 9, 10, 11] and marked["o"] == list(range(16, 24))
+    for axes, part in ((carried, 1), (twice, 1 / 4)):
+        picture = np.ma.filled(axes.images[0].get_array(), np.nan)
+        np.testing.assert_allclose(picture, expected * part)
+    # Samples in no update are marked below.
+    marked = {line.get_marker(): list(line.get_xdata()) for line in losing.lines if len(line.get_xdata())}
+    assert marked == {"x": [8, 9, 10, 11], "o": list(range(16, 24))}
     shown = words(drawing("partial")[0])
-    assert shown.count("in none") == 1 and weight_figure.SIGN_LABELS[weight_maps.LOST] in shown
-    assert weight_figure.SIGN_LABELS[weight_maps.NOT_COMPUTED] not in shown
+    assert shown.count("in none") == 1 and SIGNS[LOST][1] in shown and SIGNS[NOT_COMPUTED][1] not in shown
+    assert "carried over 1 of 3: carrying\nmiscounted: miscounting" in shown
 
 
 def record(
