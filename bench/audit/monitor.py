@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from bench.audit.monitor_grid import VALIDATION_S, Epoch, Point, RateVerdict, Strategy
 from bench.measure.taps import EventKind, Taps, updates
@@ -128,33 +129,15 @@ def grid(
 
 
 class VirtualClock:
-    """A clock that only the workload advances."""
+    """A clock that only the workload advances; it stands in for the module ``time`` where the monitor looks for it."""
 
     def __init__(self) -> None:
-        self._now = 0.0
-        self.in_validation = 0.0
+        self.now = self.in_validation = 0.0
         self.num_reads = 0  # by the monitor
 
-    def now(self) -> float:
-        return self._now
-
-    def spend(self, seconds: float) -> None:
-        self._now += seconds
-
     def perf_counter(self) -> float:
-        """What the monitor calls."""
         self.num_reads += 1
-        return self._now
-
-    @contextlib.contextmanager
-    def shown_to(self, module: Any) -> Iterator[None]:
-        """Within this context, ``time`` is this clock in one module and the real one everywhere else."""
-        before = module.time
-        module.time = self
-        try:
-            yield
-        finally:
-            module.time = before
+        return self.now
 
 
 def measure(point: Point, *, number: int = 0) -> Measurement:
@@ -163,7 +146,7 @@ def measure(point: Point, *, number: int = 0) -> Measurement:
     An error of the monitor is a result; any other error is raised.
     """
     clock = VirtualClock()
-    taps = Taps(mark=lambda: clock.now() - clock.in_validation)
+    taps = Taps(mark=lambda: clock.now - clock.in_validation)
     logged: list[tuple[int, float | None]] = []
     error = ""
     try:
@@ -185,26 +168,12 @@ def _train(point: Point, clock: VirtualClock, taps: Taps, logged: list[tuple[int
     from lightning.pytorch.callbacks import throughput_monitor
     from lightning.pytorch.loggers.logger import Logger
 
-    class SlowSGD(torch.optim.Optimizer):
-        """SGD whose step takes the time of the point."""
-
-        def __init__(self, parameters: Any) -> None:
-            super().__init__(parameters, {"lr": 1e-3})
-
-        def step(self, closure: Any = None) -> Any:
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.data.sub_(group["lr"] * parameter.grad)
-            clock.spend(point.optimizer_s)
-            return loss
-
     def slow_loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
-        clock.spend(point.micro_batch_s)
+        clock.now += point.micro_batch_s
         return batch.mean() * model.weight.sum()  # type: ignore[no-any-return]
+
+    def slow_step(*_: Any) -> None:
+        clock.now += point.optimizer_s
 
     loss = taps.loss(slow_loss)
 
@@ -217,12 +186,13 @@ def _train(point: Point, clock: VirtualClock, taps: Taps, logged: list[tuple[int
             return loss(self, batch)
 
         def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-            before = clock.now()
-            clock.spend(VALIDATION_S)
-            clock.in_validation += clock.now() - before
+            clock.now += VALIDATION_S
+            clock.in_validation += VALIDATION_S
 
         def configure_optimizers(self) -> Any:
-            return taps.optimizer(SlowSGD(self.parameters()))
+            optimizer = torch.optim.SGD(self.parameters(), lr=1e-3)
+            optimizer.register_step_pre_hook(slow_step)
+            return taps.optimizer(optimizer)
 
     class Log(Logger):
         name = version = "audit"
@@ -238,7 +208,7 @@ def _train(point: Point, clock: VirtualClock, taps: Taps, logged: list[tuple[int
     validates = point.validate_every is not None
     per_epoch, epochs = point.lengths
     sizes = [point.samples[i % len(point.samples)] for i in range(per_epoch)]
-    with _quiet(), clock.shown_to(throughput_monitor):
+    with _quiet(), mock.patch.object(throughput_monitor, "time", clock):
         monitor = throughput_monitor.ThroughputMonitor(batch_size_fn=len, window_size=point.window_size)
         trainer = Trainer(
             accelerator="cpu",

@@ -35,7 +35,7 @@ class MonitorTask(Task):
 def work(task: MonitorTask, rank: int, device: torch.device) -> dict[str, Any]:
     """One rank's part; see ``bench.plan.task.Task``. Rank 0 logs."""
     measured = [measure(point, number=rank) for point in task.points]
-    return {"status": Status.OK, "rows": [one.row() for one in measured]}
+    return {"status": Status.OK, "rows": [each.row() for each in measured]}
 
 
 def measure_all(points: Sequence[Point]) -> Iterator[dict[str, Any]]:

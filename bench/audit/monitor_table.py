@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from bench.audit.monitor import TOLERANCE
 from bench.audit.monitor_grid import VALIDATION_S, Epoch, RateVerdict, Strategy
 from bench.formatting import plural
+from bench.report.tabular import Table, TableColumn, TableRow
 
 EPOCHS = {
     Epoch.WHOLE: "NB is a multiple of N",
@@ -27,10 +25,16 @@ HEADER = ["epoch", "N", "window_size", "log_every_n_steps", "logs at", "reported
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the numbers depend on."""
+    """What the numbers depend on; ``training``: what differs from one rank without validation."""
     import lightning
     import torch
 
+    strategy = {Strategy.DDP: "DDP", Strategy.DEEPSPEED: "DeepSpeed ZeRO-2"}[arguments.strategy]
+    training = []
+    if arguments.world_size > 1 or arguments.strategy is not Strategy.DDP:
+        training.append(f"{plural(arguments.world_size, 'rank')} with {strategy}")
+    if arguments.validate_every:
+        training.append(f"a validation of {VALIDATION_S:g} s every {arguments.validate_every} micro-batches")
     return {
         "lightning": lightning.__version__,
         "torch": torch.__version__,
@@ -39,29 +43,20 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
         "micro_batch_s": arguments.micro_batch_time,
         "optimizer_s": arguments.optimizer_time,
         "tolerance": TOLERANCE,
-        "training": _training(arguments),
+        "training": ", ".join(training),
     }
-
-
-def _training(arguments: argparse.Namespace) -> str:
-    """What differs from a training on one rank without validation."""
-    differs = arguments.world_size > 1 or arguments.strategy is not Strategy.DDP
-    name = {Strategy.DDP: "DDP", Strategy.DEEPSPEED: "DeepSpeed ZeRO-2"}[arguments.strategy]
-    words = [f"{plural(arguments.world_size, 'rank')} with {name}"] if differs else []
-    if arguments.validate_every:
-        words.append(f"a validation of {VALIDATION_S:g} s every {arguments.validate_every} micro-batches")
-    return ", ".join(words)
 
 
 def show_table(rows: pd.DataFrame, about: dict[str, Any]) -> None:
     """Print the table, its settings and the findings."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in HEADER:
-        table.add_column(name, justify="right" if name in {"N", "window_size", "reported/s", "true/s"} else "left")
-    for cells in summary(rows).itertuples(index=False):
-        table.add_row(*map(Text, cells), style=None if cells[-1] == RateVerdict.RIGHT else "red")
+    numbers = {"N", "window_size", "reported/s", "true/s"}
+    columns = [TableColumn(name, name, is_number=name in numbers) for name in HEADER]
+    lines = []
+    for line in summary(rows).to_dict("records"):
+        style = "" if line["verdict"] == RateVerdict.RIGHT else "red"
+        lines.append(TableRow({str(name): text for name, text in line.items()}, dict.fromkeys(HEADER, style)))
     console = Console(width=max(120, Console().width))  # lines that the terminal wraps are better than cut cells
-    console.print(table)
+    console.print(Table(columns=columns, rows=lines).fitted(console))
     for text in (settings(about), *findings(rows)):
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -115,9 +110,16 @@ def _ratio(row: Any) -> str:
 
 def markdown(rows: pd.DataFrame, about: dict[str, Any]) -> str:
     """The page: settings, findings, the meaning of the columns, and the table."""
+    kinds = ", ".join(f"{epoch} ({title})" for epoch, title in EPOCHS.items() if (rows["epoch"] == epoch).any())
+    columns = (
+        f"epoch: the number of micro-batches NB in an epoch, {kinds}. "
+        "reported/s: the median of the logged samples/s; true/s: over the whole training except its first window. "
+        "Their quotient is not the ratio, since each ratio compares one log with the windows that it covers: where all "
+        "logs fall on the same place of an epoch, the monitor can be right about those windows and wrong overall."
+    )
     lines = [f"# ThroughputMonitor of Lightning {about['lightning']}", "", settings(about), ""]
     lines += [f"- {finding}" for finding in findings(rows)]
-    lines += ["", columns(rows), "", f"| {' | '.join(HEADER)} |", "|" + " --- |" * len(HEADER)]
+    lines += ["", columns, "", f"| {' | '.join(HEADER)} |", "|" + " --- |" * len(HEADER)]
     lines += [f"| {' | '.join(cells)} |" for cells in summary(rows).itertuples(index=False)]
     return "\n".join([*lines, ""])
 
@@ -131,17 +133,6 @@ def settings(about: dict[str, Any]) -> str:
         f"{training}"
         "ratio: the samples/s that the monitor logged, divided by those measured at the optimizer over the whole "
         f"windows that cover the monitor's; right: within {100 * about['tolerance']:g} % of 1."
-    )
-
-
-def columns(rows: pd.DataFrame) -> str:
-    """What the columns of the table mean, in one paragraph."""
-    kinds = ", ".join(f"{epoch} ({title})" for epoch, title in EPOCHS.items() if (rows["epoch"] == epoch).any())
-    return (
-        (f"epoch: the number of micro-batches NB in an epoch, {kinds}. " if kinds else "")
-        + "reported/s: the median of the logged samples/s; true/s: over the whole training except its first window. "
-        "Their quotient is not the ratio, since each ratio compares one log with the windows that it covers: where all "
-        "logs fall on the same place of an epoch, the monitor can be right about those windows and wrong overall."
     )
 
 
