@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 from typing import Any, TypeVar
 
 from bench.audit.scenario import RESTART, Fault, Scenario
@@ -55,10 +55,9 @@ class DecodedUpdate:
     def right(self) -> dict[Use, float]:
         """The coefficients in the update that a full batch of the same uses gives: by tokens, then clipped."""
         tokens = sum(use.tokens for use in self.coefficients)
-        shares = {use: use.tokens / tokens for use in self.coefficients}
-        norm = math.sqrt(math.fsum(share**2 for share in shares.values()))
+        norm = math.sqrt(math.fsum((use.tokens / tokens) ** 2 for use in self.coefficients))
         scale = min(1.0, self.clip_norm / norm) if self.clip_norm and norm else 1.0
-        return {use: share * scale for use, share in shares.items()}
+        return {use: use.tokens / tokens * scale for use in self.coefficients}
 
     @property
     def right_sum(self) -> float:
@@ -114,23 +113,22 @@ class DecodedScenario:
 
     def __init__(self, backend: str, scenario: Scenario, ranks: Sequence[Mapping[str, Any]]) -> None:
         self.backend, self.scenario = backend, scenario
-        self.first = ranks[0]
+        self.ranks, self.first = ranks, ranks[0]
         self.failure: Mapping[str, Any] | None = next((r["failure"] for r in ranks if r["failure"]), None)
         self.stopped: str = self.first["stopped"]
         self.reported: Mapping[str, int] = self.first["reported"]
-        self.uses = self._uses(ranks)
+        self.uses = self._uses()
         self.all_updates = self._updates()
-        self.diverged_at = self._diverged_at(ranks)
         self.unclipped: DecodedScenario | None = None
         """The same training without clipping, if the scenario clips."""
         if "unclipped" in self.first:
             free = dataclasses.replace(scenario, clip_norm=0.0)
             self.unclipped = DecodedScenario(backend, free, [record["unclipped"] for record in ranks])
 
-    def _uses(self, ranks: Sequence[Mapping[str, Any]]) -> dict[int, Use]:
-        scenario = self.scenario
-        found = {}
-        for rank, record in enumerate(ranks):
+    def _uses(self) -> dict[int, Use]:
+        """The uses by slot."""
+        scenario, found = self.scenario, {}
+        for rank, record in enumerate(self.ranks):
             for number, fetch in enumerate(record["fetches"]):
                 start = rank * record["own_slots"] + number * scenario.largest_batch
                 for slot, sample in enumerate(fetch["samples"], start=start):
@@ -139,30 +137,29 @@ class DecodedScenario:
 
     def _updates(self) -> list[DecodedUpdate]:
         """All updates in order; inner steps with no micro-batch in between are one update (``taps.updates``)."""
-        before, numbers, letters = 0, [], [""]
-        for is_step, group in groupby(self.first["events"], key=lambda letter: letter == "S"):
-            last, letters = letters[-1], list(group)
-            if is_step:
-                numbers.append((before, len(letters), last == RESTART))
-            before += letters.count("L")
-        return [
-            DecodedUpdate(
-                coefficients={self.uses[slot]: value for slot, value in change},
-                num_losses=number - previous,
-                losses_before=number,
-                num_inner_steps=steps,
-                is_of_restart=is_of_restart,
-                clip_norm=self.scenario.clip_norm,
+        found: list[DecodedUpdate] = []
+        changes = iter(self.first["changes"])
+        for steps in re.finditer("S+", self.first["events"]):
+            before = self.first["events"][: steps.start()]
+            number, change = before.count("L"), next(changes, None)
+            if change is None:  # training failed before it was read
+                break
+            found.append(
+                DecodedUpdate(
+                    coefficients={self.uses[slot]: value for slot, value in change},
+                    num_losses=number - (found[-1].losses_before if found else 0),
+                    losses_before=number,
+                    num_inner_steps=len(steps[0]),
+                    is_of_restart=before.endswith(RESTART),
+                    clip_norm=self.scenario.clip_norm,
+                )
             )
-            for change, (number, steps, is_of_restart), (previous, *_) in zip(
-                self.first["changes"], numbers, [(0, 0, False), *numbers], strict=False
-            )
-        ]
+        return found
 
-    @staticmethod
-    def _diverged_at(ranks: Sequence[Mapping[str, Any]]) -> int | None:
+    @cached_property
+    def diverged_at(self) -> int | None:
         """The first update, from 1, after which the ranks' parameters differ; None if they never do."""
-        for number, digests in enumerate(zip(*(rank["digests"] for rank in ranks), strict=False), start=1):
+        for number, digests in enumerate(zip(*(rank["digests"] for rank in self.ranks), strict=False), start=1):
             if len(set(digests)) > 1:
                 return number
         return None
@@ -245,22 +242,16 @@ class DecodedScenario:
             seen.add(key)
         return again
 
-    @cached_property
-    def _offered(self) -> list[int]:
-        """The samples of all ranks' loaders in one epoch; padding is in it twice."""
-        ranks = range(self.scenario.world_size)
-        return [sample for rank in ranks for batch in self.scenario.offered(rank) for sample in batch]
-
     @property
     def num_padding(self) -> int:
         """Samples that the loaders offer twice, over the epochs that were fetched completely."""
-        complete = self.num_micro_batches // self.scenario.micro_batches
-        return (len(self._offered) - len(set(self._offered))) * complete
+        offered = self.scenario.offered_by_all
+        return (len(offered) - len(set(offered))) * (self.num_micro_batches // self.scenario.micro_batches)
 
     @property
     def num_dropped(self) -> int:
         """Samples that ``drop_last`` or ``limit_batches`` leave out, over all epochs."""
-        return (self.scenario.samples - len(set(self._offered))) * (self.scenario.epochs or 0)
+        return (self.scenario.samples - len(set(self.scenario.offered_by_all))) * (self.scenario.epochs or 0)
 
     @property
     def num_never_fetched(self) -> int:
@@ -280,9 +271,7 @@ class DecodedScenario:
     @property
     def weight_ratio(self) -> float | None:
         """Mean of ``DecodedUpdate.ratio`` over the updates; None without an update."""
-        if not self.updates:
-            return None
-        return math.fsum(update.ratio for update in self.updates) / len(self.updates)
+        return math.fsum(u.ratio for u in self.updates) / len(self.updates) if self.updates else None
 
     def to_dict(self) -> dict[str, Any]:
         """The observation as plain JSON, without findings; coefficients are rounded to 7 digits.
@@ -321,10 +310,9 @@ def _totals(pairs: Iterable[tuple[Key, float]]) -> dict[Key, float]:
 
 def _by_epoch(values: Mapping[Use, float]) -> dict[str, dict[str, float]]:
     """Values by epoch and sample, in order; several uses of a sample are summed."""
-    sums = _totals(((use.epoch, use.sample), value) for use, value in values.items())
     found: dict[str, dict[str, float]] = {}
-    for epoch, sample in sorted(sums):
-        found.setdefault(str(epoch), {})[str(sample)] = _rounded(sums[epoch, sample])
+    for (epoch, sample), value in sorted(_totals(((u.epoch, u.sample), v) for u, v in values.items()).items()):
+        found.setdefault(str(epoch), {})[str(sample)] = _rounded(value)
     return found
 
 

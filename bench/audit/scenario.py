@@ -220,6 +220,11 @@ class Scenario:
         return [of_rank[start : start + self.batch_size] for start in starts]
 
     @property
+    def offered_by_all(self) -> list[int]:
+        """The samples of all ranks' loaders in one epoch; padding is in it twice."""
+        return [sample for rank in range(self.world_size) for batch in self.offered(rank) for sample in batch]
+
+    @property
     def training(self) -> TrainingPlan:
         """What follows from the numbers alone."""
         return TrainingPlan(
