@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bench.audit.lint import deepspeed_config, hugging_face_rules
+from bench.audit.lint import deepspeed_config
 from bench.audit.lint.config_file import AUTO, ConfigPart
 from bench.audit.lint.deepspeed_config import DeepSpeedConfig, deepspeed_keys, deepspeed_part
-from bench.audit.lint.hugging_face_rules import SameValue
+from bench.audit.lint.hugging_face_rules import SameValue, TrainerArguments
 from bench.audit.lint.known_keys import Keys, known_keys
 from bench.audit.lint.lint_options import LintOptions
 from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule
@@ -83,7 +83,7 @@ def subjects(root: ConfigPart, options: LintOptions, trainer: ConfigPart | None 
     if trainer is None:
         yield AccelerateScript(inner, given, engine, options, ranks)
     else:
-        arguments = hugging_face_rules.read(trainer, options)
+        arguments = TrainerArguments(trainer, options)
         n = arguments.accumulate
         yield SameValue(engine.part.at("gradient_accumulation_steps"), n, "gradient_accumulation_steps")
         yield SameValue(engine.part.at("gradient_clipping"), arguments.clip, "max_grad_norm")

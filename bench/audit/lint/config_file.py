@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -59,7 +58,8 @@ HUGGING_FACE_KEYS = {
 class ConfigPart:
     """The part of a config file under a path of keys; it may be missing.
 
-    ``mapping`` and the methods below it raise InputError if the value is of another type.
+    ``checked`` and the methods below it raise InputError for a wrong value. They return None if it is missing or the
+    word ``also``.
     """
 
     file: str
@@ -122,56 +122,49 @@ class ConfigPart:
         """Raise InputError with file, line, key, value, and what would be right."""
         raise InputError(f"{self.file}:{self.line}: {self.key} is {shown(self.value)}; it must be {expected}")
 
+    def checked(self, is_right: Callable[[Any], bool], expected: str, also: str | None = None) -> Any:
+        """The value, if it is right; None if it is missing or the word ``also``."""
+        if not self.given or self.value == also:
+            return None
+        return self.value if is_right(self.value) else self.refuse(expected + (f" or '{also}'" if also else ""))
+
     def mapping(self) -> ConfigPart:
         """This part, if it is a mapping or missing."""
-        if not isinstance(self.value, dict | None):
-            self.refuse("a mapping")
+        self.checked(lambda value: isinstance(value, dict), "a mapping")
         return self
 
     def integer(self, least: int = 1, most: int = LARGEST, also: str | None = None) -> int | None:
-        """An integer; None if it is missing or the word ``also``."""
-        value = self.value
-        if value is None or value == also:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            limit = "" if most == LARGEST else f" and at most {most}"
-            self.refuse(f"an integer of at least {least}{limit}" + (f" or '{also}'" if also else ""))
-        return value
+        """An integer."""
+        expected = f"an integer of at least {least}" + ("" if most == LARGEST else f" and at most {most}")
+        found: int | None = self.checked(lambda value: type(value) is int and least <= value <= most, expected, also)
+        return found
 
     def number(self, also: str | None = None) -> float | None:
-        """A finite number of at least 0 (1e-1 is a string in YAML); None if it is missing or the word ``also``."""
-        value = self.value
-        if value is None or value == also:
-            return None
-        number = math.nan
-        if isinstance(value, int | float | str) and not isinstance(value, bool):
-            with contextlib.suppress(ValueError, OverflowError):
-                number = float(value)
-        if not 0 <= number < math.inf:
-            self.refuse("a finite number of at least 0")
-        return number
+        """A finite number of at least 0 (1e-1 is a string in YAML)."""
+
+        def is_right(value: Any) -> bool:
+            try:
+                return not isinstance(value, bool) and 0 <= float(value) < math.inf
+            except (ValueError, TypeError, OverflowError):
+                return False
+
+        value = self.checked(is_right, "a finite number of at least 0", also)
+        return None if value is None else float(value)
 
     def flag(self, default: bool, also: str | None = None) -> bool:
         """True or false; the default if it is missing or the word ``also``."""
-        value = self.value
-        if value is None or value == also:
-            return default
-        if not isinstance(value, bool):
-            self.refuse("true or false")
-        return value
+        value = self.checked(lambda value: isinstance(value, bool), "true or false", also)
+        return default if value is None else value
 
     def word(self) -> str | None:
-        """A string; None if it is missing."""
-        if not isinstance(self.value, str | None):
-            self.refuse("a string")
-        return self.value
+        """A string."""
+        found: str | None = self.checked(lambda value: isinstance(value, str), "a string")
+        return found
 
     def zero_stage(self, also: str | None = None) -> int | None:
-        """A ZeRO stage; None if it is missing or the word ``also``."""
-        stage = self.integer(least=0, also=also)
-        if stage is not None and stage > 3:
-            self.refuse("0, 1, 2 or 3")
-        return stage
+        """A ZeRO stage."""
+        found: int | None = self.checked(lambda value: type(value) is int and 0 <= value <= 3, "0, 1, 2 or 3", also)
+        return found
 
 
 def load(file: Path) -> tuple[ConfigKind, ConfigPart]:

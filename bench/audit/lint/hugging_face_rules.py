@@ -25,23 +25,34 @@ DEFAULT_MICRO, DEFAULT_EPOCHS, DEFAULT_LOGGING, DEFAULT_CLIP = 8, 3.0, 500, 1.0
 KWARGS = "accelerator_config.gradient_accumulation_kwargs"
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrainerArguments:
-    """The fields of TrainingArguments that rules need, with their defaults."""
+    """The fields of TrainingArguments that rules need. Raises InputError naming the key of a wrong value."""
 
-    part: ConfigPart
-    accumulate: int
-    micro: int
-    """Samples of a micro-batch on one rank; with split_batches, on all of them."""
-    is_split: bool
-    world_size: int | None
-    epochs: float
-    max_steps: int | None
-    clip: float
-    dtypes: dict[str, bool]
-    """bf16 and fp16, each on or off."""
-    total_steps: int | None
-    """Optimizer steps of the whole training, if they can be calculated."""
+    def __init__(self, part: ConfigPart, options: LintOptions) -> None:
+        self.part, self.world_size = part, options.world_size
+        part.at("accelerator_config").mapping()
+        inner = part.at(KWARGS).mapping().at("num_steps").integer(most=LARGEST_ACCUMULATE) or 1
+        outer = part.at("gradient_accumulation_steps").integer(most=LARGEST_ACCUMULATE) or 1
+        self.accumulate = max(outer, inner)
+        self.micro = options.batch_size or part.at("per_device_train_batch_size").integer() or DEFAULT_MICRO
+        """Samples of a micro-batch on one rank; with split_batches, on all of them."""
+        self.is_split = part.at("accelerator_config.split_batches").flag(default=False)
+        epochs, clip = part.at("num_train_epochs").number(), part.at("max_grad_norm").number()
+        self.clip = DEFAULT_CLIP if clip is None else clip
+        self.dtypes = {name: part.at(name).flag(default=False) for name in ("bf16", "fp16")}
+        self.max_steps = max(part.at("max_steps").integer(least=-1) or 0, 0)
+        """0 for no limit."""
+        self.total_steps = self.max_steps
+        """Optimizer steps of the whole training; 0 if they cannot be calculated."""
+        if not self.max_steps and options.samples and (self.world_size or self.is_split):
+            # accelerate deals batches of the data set to the ranks in turn, or splits each among them.
+            together = self.micro * (1 if self.is_split else self.world_size or 1)
+            is_dropped = part.at("dataloader_drop_last").flag(default=False)
+            batches = options.samples // together if is_dropped else ceil(options.samples, together)
+            windows = windows_of(max(batches, 1), self.accumulate).windows
+            self.total_steps = math.ceil((DEFAULT_EPOCHS if epochs is None else epochs) * windows)
+        elif not self.max_steps:
+            options.want(options.samples, self.world_size, self.micro)
 
 
 @dataclass(frozen=True)
@@ -63,46 +74,9 @@ class TrainerClip:
     deepspeed: Version | None
 
 
-def read(part: ConfigPart, options: LintOptions) -> TrainerArguments:
-    """What a config of TrainingArguments says. Raises InputError naming the key of a wrong value."""
-    world_size = options.world_size
-    part.at("accelerator_config").mapping()
-    inner = part.at(KWARGS).mapping().at("num_steps")
-    accumulate = part.at("gradient_accumulation_steps").integer(most=LARGEST_ACCUMULATE) or 1
-    accumulate = max(accumulate, inner.integer(most=LARGEST_ACCUMULATE) or 1)
-    micro = options.batch_size or part.at("per_device_train_batch_size").integer() or DEFAULT_MICRO
-    is_split = part.at("accelerator_config.split_batches").flag(default=False)
-    epochs, clip = part.at("num_train_epochs").number(), part.at("max_grad_norm").number()
-    max_steps = part.at("max_steps").integer(least=-1)
-    max_steps = None if max_steps in {0, -1} else max_steps
-    total = max_steps
-    if max_steps is None and options.samples and (world_size or is_split):
-        # accelerate deals batches of the data set to the ranks in turn, or splits each among them.
-        together = micro * (1 if is_split else world_size or 1)
-        is_dropped = part.at("dataloader_drop_last").flag(default=False)
-        batches = options.samples // together if is_dropped else ceil(options.samples, together)
-        total = math.ceil(
-            (DEFAULT_EPOCHS if epochs is None else epochs) * windows_of(max(batches, 1), accumulate).windows
-        )
-    elif max_steps is None:
-        options.want(options.samples, world_size, micro)
-    return TrainerArguments(
-        part=part,
-        accumulate=accumulate,
-        micro=micro,
-        is_split=is_split,
-        world_size=world_size,
-        epochs=DEFAULT_EPOCHS if epochs is None else epochs,
-        max_steps=max_steps,
-        clip=DEFAULT_CLIP if clip is None else clip,
-        dtypes={name: part.at(name).flag(default=False) for name in ("bf16", "fp16")},
-        total_steps=total,
-    )
-
-
 def subjects(part: ConfigPart, options: LintOptions) -> Iterator[object]:
     """What rules are about in TrainingArguments. Raises InputError for a wrong value."""
-    arguments = read(part, options)
+    arguments = TrainerArguments(part, options)
     yield Keys(part, "training_arguments", "TrainingArguments", shared=True)
     yield arguments
     given = deepspeed_part(part.at("deepspeed"))
@@ -181,13 +155,13 @@ def _smaller_batches(arguments: TrainerArguments) -> Iterator[Found]:
 def _ignored_epochs(arguments: TrainerArguments) -> Iterator[Found]:
     epochs = arguments.part.at("num_train_epochs")
     if arguments.max_steps and epochs.given:
-        what = f"max_steps {arguments.max_steps} alone ends training; num_train_epochs {arguments.epochs:g} is ignored"
+        what = f"max_steps {arguments.max_steps} alone ends training; num_train_epochs {epochs.value} is ignored"
         yield Found(epochs, what, "keep one of the two")
 
 
 @rule("LOG01")
 def _too_rare(arguments: TrainerArguments) -> Iterator[Found]:
-    total = arguments.total_steps or 0
+    total = arguments.total_steps
     for name, default, usual, field in (("logging", DEFAULT_LOGGING, "steps", "loss"), ("eval", 0, "no", "eval_loss")):
         place = arguments.part.at(f"{name}_steps")
         every = place.number() if place.given else default

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from bench.audit.lint import deepspeed_config
@@ -28,39 +27,54 @@ NOT_TRAINED = ("val", "test", "predict", "eval")
 """Prefixes of the parts of the data's config that are not about training."""
 
 
-@dataclass(frozen=True)
 class LightningConfig:
-    """The parts of a LightningCLI config that rules need."""
+    """What a LightningCLI config says that rules need. Raises InputError naming the key of a wrong value."""
 
-    trainer: ConfigPart
-    options: LintOptions
-    is_fsdp: bool
-    """FSDPStrategy steps as Lightning itself does under one device, DDP and FSDP2, but clips differently."""
-    engine: DeepSpeedConfig | None
-    """What DeepSpeed is told; None with another strategy."""
-    accumulate: int
-    world_size: int | None
-    batch_size: int | None
-    num_batches: int | None
-    """NB."""
-    drop_last: bool
-    max_epochs: float
-    """Infinite if only max_steps, or nothing, ends the training."""
-    max_steps: int | None
-    dev_run: int
-    """Micro-batches of ``fast_dev_run``, which trains these and logs nothing; 0 if it is off."""
-    limit: ConfigPart
-    """What limits NB: overfit_batches or limit_train_batches."""
-    log_every: int
-    clip: float | None
-    clip_by_value: bool
-    precision: str
-    schedule: ConfigPart | None
-    """The GradientAccumulationScheduler."""
-    monitor: ConfigPart | None
-    """The ThroughputMonitor."""
-    window: int
-    """Of the ThroughputMonitor, in micro-batches."""
+    def __init__(self, root: ConfigPart, options: LintOptions) -> None:
+        self.options, self.trainer = options, root.at("trainer").mapping()
+        trainer = self.trainer
+        self.is_fsdp = _strategy_name(trainer.at("strategy")).startswith("fsdp")
+        """FSDPStrategy steps as Lightning itself does under one device, DDP and FSDP2, but clips differently."""
+        self.engine = _engine(trainer.at("strategy"))
+        """What DeepSpeed is told; None with another strategy."""
+        self.accumulate = trainer.at("accumulate_grad_batches").integer(most=LARGEST_ACCUMULATE) or 1
+        self.world_size = options.world_size or _world_size(trainer)
+        data = [part for part in (root.at("data"), root.at("model")) if isinstance(part.value, dict)]
+        self.batch_size = options.batch_size or _first_integer(data, BATCH_SIZES)
+        samples = options.samples or _first_integer([part for part in data if part.name == "data"], SAMPLES)
+        self.drop_last = any(value is True for _, value in _named(data, ("drop_last",)))
+        self.limit = trainer.at("overfit_batches" if trainer.at("overfit_batches").value else "limit_train_batches")
+        """What limits NB."""
+        self.num_batches = _num_batches(self.limit, samples, self.batch_size, self.world_size, drop_last=self.drop_last)
+        """NB."""
+        # Lightning does not let it limit what overfit_batches limits (trainer/setup.py).
+        self.dev_run = 0 if self.limit.name == "overfit_batches" else _dev_run(trainer.at("fast_dev_run"))
+        """Micro-batches of ``fast_dev_run``, which trains these and logs nothing; 0 if it is off."""
+        log_every = trainer.at("log_every_n_steps").integer(least=0)
+        self.log_every = DEFAULT_LOG_EVERY if log_every is None else log_every
+        self.clip = trainer.at("gradient_clip_val").number()
+        algorithm = trainer.at("gradient_clip_algorithm")
+        if algorithm.word() not in {None, "norm", "value"}:
+            algorithm.refuse("norm or value")
+        self.clip_by_value = algorithm.value == "value"
+        precision = trainer.at("precision")
+        if isinstance(precision.value, bool) or not isinstance(precision.value, str | int | None):
+            precision.refuse("a precision such as bf16-mixed")
+        self.precision = str(precision.value or "")
+        callbacks = _callbacks(trainer.at("callbacks"))
+        self.schedule = callbacks.get("GradientAccumulationScheduler")
+        self.monitor = callbacks.get("ThroughputMonitor")
+        self.window = DEFAULT_WINDOW
+        """Of the ThroughputMonitor, in micro-batches."""
+        if self.monitor is not None:
+            self.window = window_place(self.monitor).integer() or DEFAULT_WINDOW
+        max_steps = trainer.at("max_steps").integer(least=-1)
+        self.max_steps = None if max_steps == -1 else max_steps
+        has_timer = "Timer" in callbacks or trainer.at("max_time").given
+        self.max_epochs = _max_epochs(trainer, self.max_steps, has_timer=has_timer)
+        """Infinite if only max_steps, or nothing, ends the training."""
+        if self.num_batches is None and (self.accumulate > 1 or self.max_steps or self.monitor):
+            options.want(samples, self.world_size, self.batch_size)
 
     @property
     def backend(self) -> str:
@@ -90,59 +104,10 @@ class LightningConfig:
         return StepRule(stepping=Stepping.SPLIT, clears=True, twice=True)
 
 
-def read(root: ConfigPart, options: LintOptions) -> LightningConfig:
-    """What a LightningCLI config says. Raises InputError naming the key of a wrong value."""
-    trainer = root.at("trainer").mapping()
-    engine = _engine(trainer.at("strategy"))
-    world_size = options.world_size or _world_size(trainer)
-    data = [part for part in (root.at("data"), root.at("model")) if isinstance(part.value, dict)]
-    batch_size = options.batch_size or _first_integer(data, BATCH_SIZES)
-    samples = options.samples or _first_integer([part for part in data if part.name == "data"], SAMPLES)
-    drop_last = any(value is True for _, value in _named(data, ("drop_last",)))
-    max_steps = trainer.at("max_steps").integer(least=-1)
-    limit = trainer.at("overfit_batches" if trainer.at("overfit_batches").value else "limit_train_batches")
-    callbacks = _callbacks(trainer.at("callbacks"))
-    monitor = callbacks.get("ThroughputMonitor")
-    has_timer = "Timer" in callbacks or trainer.at("max_time").given
-    algorithm = trainer.at("gradient_clip_algorithm")
-    if algorithm.word() not in {None, "norm", "value"}:
-        algorithm.refuse("norm or value")
-    log_every = trainer.at("log_every_n_steps").integer(least=0)
-    precision = trainer.at("precision").value
-    if isinstance(precision, bool) or not isinstance(precision, str | int | None):
-        trainer.at("precision").refuse("a precision such as bf16-mixed")
-    training = LightningConfig(
-        trainer=trainer,
-        options=options,
-        is_fsdp=_strategy_name(trainer.at("strategy")).startswith("fsdp"),
-        engine=engine,
-        accumulate=trainer.at("accumulate_grad_batches").integer(most=LARGEST_ACCUMULATE) or 1,
-        world_size=world_size,
-        batch_size=batch_size,
-        num_batches=_num_batches(limit, samples, batch_size, world_size, drop_last=drop_last),
-        drop_last=drop_last,
-        max_epochs=_max_epochs(trainer, max_steps, has_timer=has_timer),
-        max_steps=None if max_steps == -1 else max_steps,
-        # Lightning does not let it limit what overfit_batches limits (trainer/setup.py).
-        dev_run=0 if limit.name == "overfit_batches" else _dev_run(trainer.at("fast_dev_run")),
-        limit=limit,
-        log_every=DEFAULT_LOG_EVERY if log_every is None else log_every,
-        clip=trainer.at("gradient_clip_val").number(),
-        clip_by_value=algorithm.value == "value",
-        precision=str(precision or ""),
-        schedule=callbacks.get("GradientAccumulationScheduler"),
-        monitor=monitor,
-        window=(monitor and window_place(monitor).integer()) or DEFAULT_WINDOW,
-    )
-    if training.num_batches is None and (training.accumulate > 1 or training.max_steps or monitor):
-        options.want(samples, world_size, batch_size)
-    return training
-
-
 def _strategy_name(place: ConfigPart) -> str:
     """The name of the strategy or its class, in lower case."""
     is_class = isinstance(place.value, dict)
-    name = place.at("class_path").value if is_class else place.value or ""
+    name = place.at("class_path").value if is_class else place.value if place.given else ""
     if not isinstance(name, str) or (is_class and not name):
         place.refuse("a name such as deepspeed_stage_2, or class_path and init_args")
     return name.rpartition(".")[2].lower() if is_class else name.lower()
@@ -237,7 +202,7 @@ def _dev_run(place: ConfigPart) -> int:
 def _max_epochs(trainer: ConfigPart, max_steps: int | None, *, has_timer: bool) -> float:
     epochs = trainer.at("max_epochs").integer(least=-1)
     if epochs is None:
-        return DEFAULT_EPOCHS if max_steps in {None, -1} and not has_timer else math.inf
+        return DEFAULT_EPOCHS if max_steps is None and not has_timer else math.inf
     return math.inf if epochs == -1 else epochs
 
 

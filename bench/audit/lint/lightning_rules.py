@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bench.audit.lint import lightning_config, logging_rules, window_rules
+from bench.audit.lint import logging_rules, window_rules  # noqa: F401 - the former has rules too
 from bench.audit.lint.config_file import AUTO, ConfigPart
 from bench.audit.lint.deepspeed_config import DeepSpeedConfig, deepspeed_keys
 from bench.audit.lint.deepspeed_rules import ENGINE_CONFIG
@@ -39,7 +39,7 @@ class LightningDeepSpeed:
 
 def subjects(root: ConfigPart, options: LintOptions) -> Iterator[object]:
     """What rules are about in a LightningCLI config. Raises InputError for a wrong value."""
-    training = lightning_config.read(root, options)
+    training = LightningConfig(root, options)
     engine = training.engine
     yield Keys(training.trainer, "trainer", "LightningCLI stops with exit status 2", refused=True)
     yield training
@@ -50,8 +50,6 @@ def subjects(root: ConfigPart, options: LintOptions) -> Iterator[object]:
         if training.schedule is None:
             yield _sum(training, engine)
     yield from window_rules.subjects(training)
-    if training.monitor is not None:
-        yield logging_rules.Monitored(training, training.monitor)
 
 
 def _sum(training: LightningConfig, engine: DeepSpeedConfig) -> GradientSum:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from bench.audit.lint import proof
 from bench.audit.lint.config_file import ConfigPart
@@ -24,24 +23,15 @@ LOGGER = "lightning/pytorch/trainer/connectors/logger_connector/logger_connector
 THROUGHPUT = "lightning/fabric/utilities/throughput.py Throughput"
 
 
-@dataclass(frozen=True)
-class Monitored:
-    """A training with a ThroughputMonitor."""
+def _rates_of(training: LightningConfig) -> Rates:
+    """What is known of the steps between which the monitor measures.
 
-    training: LightningConfig
-    monitor: ConfigPart
-
-    @property
-    def rates(self) -> Rates:
-        """What is known of the steps between which the monitor measures.
-
-        DeepSpeed steps after every N micro-batches, across epochs too, as if all windows were complete.
-        """
-        training, plan = self.training, self.training.windows
-        n = training.accumulate
-        if plan is None or training.engine:
-            return Rates(n, n)
-        return Rates(n, plan.micro_batches_per_epoch, max(training.log_every, 1), _last_step(training, plan))
+    DeepSpeed steps after every N micro-batches, across epochs too, as if all windows were complete.
+    """
+    plan, n = training.windows, training.accumulate
+    if plan is None or training.engine:
+        return Rates(n, n)
+    return Rates(n, plan.micro_batches_per_epoch, max(training.log_every, 1), _last_step(training, plan))
 
 
 def _last_step(training: LightningConfig, plan: TrainingPlan) -> float:
@@ -106,25 +96,27 @@ def _log_every(training: LightningConfig) -> Iterator[Found]:
     stops=True,
 )
 @rule("THR04", ERROR, "ThroughputMonitor's window is too short", f"{THROUGHPUT}.__init__", stops=True)
-def _refused(monitored: Monitored) -> Iterator[Found]:
-    training, period = monitored.training, monitored.rates.period
+def _refused(training: LightningConfig) -> Iterator[Found]:
     window, n, every = training.window, training.accumulate, training.log_every
+    if training.monitor is None:
+        return
     if window < 2:
+        period = _rates_of(training).period
         what = f"window_size {window} raises AssertionError: a rate needs two points"
         fix = f"set window_size to {period + 1}, or another k x {period} + 1"
-        yield Found(window_place(monitored.monitor), what, fix, code="THR04")
+        yield Found(window_place(training.monitor), what, fix, code="THR04")
     elif training.options.lightning == INVERTED and every and n % every:
         what = f"Lightning 2.2.0 raises ValueError unless log_every_n_steps {every} divides accumulate_grad_batches {n}"
-        yield Found(monitored.monitor, what, "use Lightning 2.2.1 or newer", code="THR03")
+        yield Found(training.monitor, what, "use Lightning 2.2.1 or newer", code="THR03")
 
 
 @rule("THR01", WARNING, "ThroughputMonitor's rates are biased", f"{THROUGHPUT}.compute")
 @rule("THR02", WARNING, "ThroughputMonitor never logs a rate", f"{THROUGHPUT}.compute")
-def _rates(monitored: Monitored) -> Iterator[Found]:
-    training, rates, place = monitored.training, monitored.rates, window_place(monitored.monitor)
+def _rates(training: LightningConfig) -> Iterator[Found]:
     window, every, plan = training.window, training.log_every, training.windows
-    if window < 2 or training.schedule is not None or not training.trains:
+    if training.monitor is None or window < 2 or training.schedule is not None or not training.trains:
         return
+    rates, place = _rates_of(training), window_place(training.monitor)
     last = math.inf if plan is None else _last_step(training, plan)
     most = math.inf  # micro-batches up to the last log
     if plan is not None and every and math.isfinite(last):
