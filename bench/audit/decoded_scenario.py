@@ -246,7 +246,7 @@ class DecodedScenario:
     def num_padding(self) -> int:
         """Samples that the loaders offer twice, over the epochs that were fetched completely."""
         offered = self.scenario.offered_by_all
-        return (len(offered) - len(set(offered))) * (self.num_micro_batches // self.scenario.micro_batches)
+        return (len(offered) - len(set(offered))) * (self.num_micro_batches // self.scenario.micro_batches_per_epoch)
 
     @property
     def num_dropped(self) -> int:
@@ -257,7 +257,7 @@ class DecodedScenario:
     def num_never_fetched(self) -> int:
         """Samples never fetched, over all epochs; 0 where ``max_steps`` or a failure ended the training early."""
         epochs = self.scenario.epochs or 0
-        cut = self.num_micro_batches < epochs * self.scenario.micro_batches
+        cut = self.num_micro_batches < epochs * self.scenario.micro_batches_per_epoch
         if self.failure or not epochs or (self.scenario.max_steps is not None and cut):
             return 0
         seen = {(use.epoch, use.sample) for use in self.uses.values() if use.epoch != self.aborted_epoch}

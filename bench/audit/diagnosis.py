@@ -262,7 +262,7 @@ def _limit(decoded: DecodedScenario) -> Iterator[AuditFinding]:
     limit, taken, epochs = decoded.scenario.max_steps, len(decoded.updates), decoded.scenario.epochs
     if limit is None or decoded.stopped != "ended" or taken == limit:
         return
-    if taken < limit and epochs and decoded.num_micro_batches >= epochs * decoded.scenario.micro_batches:
+    if taken < limit and epochs and decoded.num_micro_batches >= epochs * decoded.scenario.micro_batches_per_epoch:
         text = f"the epochs ended after {plural(taken, 'update')}, before max_steps = {limit}"
         yield AuditFinding("epochs end first", text, DETAIL)
         return
@@ -307,7 +307,7 @@ def _shuffled(decoded: DecodedScenario) -> Iterator[AuditFinding]:
     scenario = decoded.scenario
     if scenario.split is not Split.FRAMEWORK:
         return
-    fetched = [(use.fetch % scenario.micro_batches, use.sample) for use in decoded.uses.values()]
+    fetched = [(use.fetch % scenario.micro_batches_per_epoch, use.sample) for use in decoded.uses.values()]
     by_rank = map(scenario.offered, range(scenario.world_size))
     offered = [set(chain(*together)) for together in zip(*by_rank, strict=True)]
     if any(sample not in offered[number] for number, sample in fetched):

@@ -91,13 +91,13 @@ class AuditedStream(TorchtitanEager):
         if job.scenario.fault is Fault.EXCEPTION:
             raise UnsupportedError("torchtitan's trainer does not survive an exception: it resumes from a checkpoint")
         self.job: ScenarioJob = job
-        super().train(dataclasses.replace(job, windows=job.scenario.training.naive_steps))
+        super().train(dataclasses.replace(job, windows=job.scenario.naive_steps))
 
     def continue_training(self, job: Any) -> None:
         self.trainer.lr_schedulers.step = job.scheduler(self.optimizer).step
         self.num_fetched = 0
         if job.resume:
-            before = (job.first_epoch + 1) * job.scenario.micro_batches - len(job.loader)
+            before = (job.first_epoch + 1) * job.scenario.micro_batches_per_epoch - len(job.loader)
             self.trainer.step = before // job.accumulate
         super().continue_training(dataclasses.replace(job, loader=self._batches(job)))
 

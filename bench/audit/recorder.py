@@ -168,7 +168,7 @@ class Audit:
             block_parameters=self.num_slots,
             build=self._build,
             blocks=self.workload.blocks,
-            loader=self._loader(limit=scenario.micro_batches),
+            loader=self._loader(limit=scenario.micro_batches_per_epoch),
             scenario=scenario,
             whole=self._loader(),
             first_epoch=self.first_epoch,
@@ -237,7 +237,7 @@ class Audit:
         goes on in the epoch of its checkpoint, even if its loader starts over.
         """
         if self.scenario.split is Split.FRAMEWORK:
-            self._epoch = len(self.fetches) // self.scenario.micro_batches
+            self._epoch = len(self.fetches) // self.scenario.micro_batches_per_epoch
         elif self.is_resuming:
             self.is_resuming = False
         elif self._first_sample in {None, sample}:
@@ -279,9 +279,11 @@ class Audit:
         """Write a checkpoint and stop the training."""
         self.faults.append(len(self.losses))
         self.restart = len(self.taps.events)
-        epoch, seen = divmod(self.scenario.at, self.scenario.micro_batches)
+        epoch, seen = divmod(self.scenario.at, self.scenario.micro_batches_per_epoch)
         skip = self.backend.save(self.folder, seen, self.scenario.accumulate[0])
-        self.first_epoch, self.skip = divmod(epoch * self.scenario.micro_batches + skip, self.scenario.micro_batches)
+        self.first_epoch, self.skip = divmod(
+            epoch * self.scenario.micro_batches_per_epoch + skip, self.scenario.micro_batches_per_epoch
+        )
         raise _Saved
 
     def _end_epoch(self) -> None:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import Field
 
 from bench import files, validation
-from bench.audit.training_plan import TrainingPlan
+from bench.audit.training_plan import OR_ONE, TrainingPlan
 from bench.errors import InputError, shown
 from bench.formatting import plural
 from bench.validation import Amount, Expect, Flag, MisfitError, Natural, Positive
@@ -78,17 +78,9 @@ class Split(StrEnum):
     """A framework that can do it is given the loader of all samples, in order; the others split as above."""
 
 
-Positives = Annotated[
-    tuple[Positive, ...], BeforeValidator(lambda value: (value,) if isinstance(value, int) else value)
-]
-"""One integer will do too."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Scenario:
-    """What is trained on, and what happens meanwhile. Counts are of micro-batches and samples, never of updates."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+class Scenario(TrainingPlan):
+    """What is trained on, and what happens meanwhile. Ranks share the samples as DistributedSampler deals them."""
 
     name: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$"), Expect("letters, digits, '.', '_' and '-'")] = (
         "scenario"
@@ -96,32 +88,16 @@ class Scenario:
     """Part of file names."""
     title: str = ""
     """One line for people."""
-    samples: Positive
-    """Samples in the data set."""
-    batch_size: Positive
-    """Samples in a micro-batch on one rank."""
-    accumulate: Annotated[Positives, Field(min_length=1), Expect("an integer of at least 1, or a list of them")]
-    """N of each epoch; the last one holds for all that follow."""
+    world_size: Annotated[Positive, Field(le=MOST_RANKS), Expect(f"an integer from 1 to {MOST_RANKS}")] = 2
+    max_steps: Positive | None = None
     engine_accumulate: Positive | None = None
     """N in the configuration of an engine under the loop, DeepSpeed's gradient_accumulation_steps, if it is another."""
-    epochs: Positive | None = 1
-    """None if only ``max_steps`` is to end the training."""
-    world_size: Annotated[Positive, Field(le=MOST_RANKS), Expect(f"an integer from 1 to {MOST_RANKS}")] = 2
-    """Ranks; the data set is padded with its first samples to a multiple of them, as DistributedSampler does."""
     split: Annotated[Split, Expect(f"one of {', '.join(Split)}")] = Split.GIVEN
-    drop_last: Flag = False
-    """Whether the loader drops an incomplete last micro-batch."""
-    sampler_drop_last: Flag = False
-    """Whether DistributedSampler drops samples instead of padding them to a multiple of the ranks."""
     own_loader: Flag = False
     """Whether Accelerate's loop goes over the loader as it is, instead of one that Accelerate has prepared."""
     prepared_scheduler: Flag = False
     """Whether Accelerate's loop has a scheduler, one that Accelerate has prepared."""
-    limit_batches: Positive | None = None
-    """Micro-batches after which an epoch ends, Lightning's ``limit_train_batches``."""
-    max_steps: Positive | None = None
-    """The limit of steps that is given to the framework."""
-    token_weights: Annotated[Positives, Expect("a list of integers of at least 1")] = ()
+    token_weights: Annotated[tuple[Positive, ...], OR_ONE, Expect("a list of integers of at least 1")] = ()
     """Tokens of samples 0, 1, 2 ..., over and over; empty if all are equal."""
     reduction: Annotated[Reduction, Expect(f"one of {', '.join(Reduction)}")] = Reduction.MEAN
     clip_norm: Annotated[Amount, Expect("a positive number, or 0 for none")] = 0.0
@@ -135,7 +111,7 @@ class Scenario:
 
     def __post_init__(self) -> None:
         """Raises InputError for values that do not go together."""
-        micro_batches = self.micro_batches  # raises what is wrong with the numbers together
+        TrainingPlan.__post_init__(self)  # super() knows only the class without slots
         whole = self.samples % (self.accumulate[0] * self.batch_size * self.world_size) == 0
         if self.reduction is Reduction.WINDOW and not (whole and len(self.accumulate) == 1):
             raise MisfitError(
@@ -150,7 +126,7 @@ class Scenario:
         if (self.fault is not Fault.NONE) != bool(self.at):
             raise MisfitError("at", ": goes with a fault, and a fault with it")
         if self.fault is not Fault.NONE:
-            self._check_fault(micro_batches)
+            self._check_fault()
         if (trained := self.slots_per_rank * self.world_size) > LARGEST:
             key = "samples" if self.max_steps is None else "max_steps"
             raise MisfitError(
@@ -159,7 +135,7 @@ class Scenario:
                 f"ranks; at most {LARGEST} may be",
             )
 
-    def _check_fault(self, micro_batches: int) -> None:
+    def _check_fault(self) -> None:
         if self.epochs is None or self.max_steps is not None:
             raise MisfitError("fault", f" is {self.fault}; it happens in a number of epochs; leave out max_steps")
         if len(self.accumulate) > 1:
@@ -168,8 +144,8 @@ class Scenario:
             raise MisfitError(
                 "fault", f" is {self.fault}; it needs the given order of samples; leave out split = framework"
             )
-        if self.at >= micro_batches * self.epochs:
-            every = plural(micro_batches * self.epochs, "micro-batch", "es")
+        if self.at >= (number := self.micro_batches_per_epoch * self.epochs):
+            every = plural(number, "micro-batch", "es")
             raise MisfitError("at", f" is {self.at}; it must be less than the training's {every}")
 
     @property
@@ -180,7 +156,7 @@ class Scenario:
             plural(self.samples, "sample"): True,
             f"samples of {', '.join(weights)} tokens": weights,
             plural(self.world_size, "rank"): True,
-            f"{plural(self.micro_batches, 'micro-batch', 'es')} of {self.batch_size} per epoch": True,
+            f"{plural(self.micro_batches_per_epoch, 'micro-batch', 'es')} of {self.batch_size} per epoch": True,
             f"N = {', then '.join(map(str, self.accumulate))}": True,
             f"DeepSpeed's N = {self.engine_accumulate}": self.engine_accumulate,
             plural(self.epochs or 0, "epoch"): self.epochs,
@@ -199,7 +175,7 @@ class Scenario:
     @property
     def largest_batch(self) -> int:
         """Samples of the largest micro-batch on one rank."""
-        return min(self.batch_size, self.training.samples_per_rank)
+        return min(self.batch_size, self.samples_per_rank)
 
     @property
     def slots_per_rank(self) -> int:
@@ -214,9 +190,9 @@ class Scenario:
         """
         of_rank = [
             position % self.samples
-            for position in range(rank, self.training.samples_per_rank * self.world_size, self.world_size)
+            for position in range(rank, self.samples_per_rank * self.world_size, self.world_size)
         ]
-        starts = range(0, self.micro_batches * self.batch_size, self.batch_size)
+        starts = range(0, self.micro_batches_per_epoch * self.batch_size, self.batch_size)
         return [of_rank[start : start + self.batch_size] for start in starts]
 
     @property
@@ -225,36 +201,15 @@ class Scenario:
         return [sample for rank in range(self.world_size) for batch in self.offered(rank) for sample in batch]
 
     @property
-    def training(self) -> TrainingPlan:
-        """What follows from the numbers alone."""
-        return TrainingPlan(
-            samples=self.samples,
-            batch_size=self.batch_size,
-            accumulate=self.accumulate[0],
-            world_size=self.world_size,
-            epochs=self.epochs,
-            max_steps=self.max_steps,
-            drop_last=self.drop_last,
-            accumulate_later=self.accumulate[1:],
-            sampler_drop_last=self.sampler_drop_last,
-            limit_batches=self.limit_batches,
-        )
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches of one epoch on each rank."""
-        return self.training.micro_batches_per_epoch
-
-    @property
     def bound(self) -> int:
         """Micro-batches on each rank after which a training that has not ended never will.
 
         Without a number of epochs that is four times what ``max_steps`` updates of N micro-batches need, and an epoch.
         """
         if self.epochs is not None:
-            return self.micro_batches * (self.epochs + (self.fault in {Fault.EXCEPTION, Fault.CHECKPOINT}))
+            return self.micro_batches_per_epoch * (self.epochs + (self.fault in {Fault.EXCEPTION, Fault.CHECKPOINT}))
         assert self.max_steps is not None
-        return 4 * (self.max_steps * max(self.accumulate) + self.micro_batches)
+        return 4 * (self.max_steps * max(self.accumulate) + self.micro_batches_per_epoch)
 
     def accumulate_in(self, epoch: int) -> int:
         """N of an epoch, counted from 0."""

@@ -218,7 +218,7 @@ def _is_known(training: TrainingPlan, rule: StepRule) -> bool:
     With ``split`` Lightning refuses ``GradientAccumulationScheduler``
     (callbacks/gradient_accumulation_scheduler.py, ``on_train_start``).
     """
-    if rule.stepping is Stepping.UNKNOWN or not training.accumulate_later:
+    if rule.stepping is Stepping.UNKNOWN or not training.accumulate[1:]:
         return rule.stepping is not Stepping.UNKNOWN
     is_whole = all(training.micro_batches_per_epoch % n == 0 for n, _ in training.phases)
     return rule.stepping in (Stepping.WINDOW, Stepping.FLUSH) or (rule.stepping is Stepping.CARRY and is_whole)

@@ -99,11 +99,11 @@ def _headline(training: TrainingPlan) -> str:
     until = [] if training.epochs is None else [plural(training.epochs, "epoch")]
     until += [] if training.max_steps is None else [f"max_steps {training.max_steps}"]
     windows = (
-        f"{plural(training.full_windows, 'window')} of {training.accumulate} and {training.partial_window} over; "
+        f"{plural(training.full_windows, 'window')} of {training.n} and {training.partial_window} over; "
         f"effective batch {training.effective_batch}"
     )
-    if training.accumulate_later:
-        windows = f"windows of {training.accumulate}, then {', then '.join(map(str, training.accumulate_later))}"
+    if training.accumulate[1:]:
+        windows = f"windows of {training.n}, then {', then '.join(map(str, training.accumulate[1:]))}"
     return (
         f"{plural(training.samples, 'sample')} on {plural(training.world_size, 'rank')}: "
         f"{training.samples_per_rank} per rank and epoch = {_micro_batches(training.micro_batches_per_epoch)} of "
@@ -202,7 +202,7 @@ def _wrong(training: TrainingPlan, groups: Mapping[StepRule, Steps | None]) -> s
         reasons.append("a framework may count something else, or the epochs may end first")
     else:
         expected = f"ceil({training.samples} / {training.effective_batch}) x {training.epochs} = {naive}"
-        if training.accumulate_later:
+        if training.accumulate[1:]:
             expected = f"ceil({training.samples} / effective batch), summed over the epochs, is {naive}"
         if training.dropped_per_epoch:
             reasons.append("it counts samples that drop_last leaves out")
@@ -223,9 +223,9 @@ def _differences(training: TrainingPlan, rule: StepRule, steps: Steps | None) ->
             Stepping.OVERRIDE: "has one N for the whole training",
         }.get(rule.stepping, "a window may hold micro-batches of epochs with different N")
         return [f"{why}, so nothing is calculated; measure it with: python -m bench semantics"]
-    n, over = training.accumulate, 0 if training.accumulate_later else training.partial_window
+    n, over = training.n, 0 if training.accumulate[1:] else training.partial_window
     say: list[str] = []
-    if rule.stepping is Stepping.FLUSH and training.accumulate_later:
+    if rule.stepping is Stepping.FLUSH and training.accumulate[1:]:
         all_updates = plural(steps.optimizer_steps, "update")
         small = [
             f"{count} of {all_updates} at {scale:.4g}" for scale, count in steps.update_scales.items() if scale < 1
@@ -270,7 +270,7 @@ def _about_max_steps(training: TrainingPlan, rule: StepRule, steps: Steps) -> li
         return []
     if never_reached(training, rule):
         stays = (
-            f"an epoch has {_micro_batches(training.micro_batches_per_epoch)}, fewer than N = {training.accumulate}, "
+            f"an epoch has {_micro_batches(training.micro_batches_per_epoch)}, fewer than N = {training.n}, "
             f"so trainer.global_step stays 0 and max_steps {wanted} is never reached"
         )
         if training.epochs is None:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
-from bench.errors import InputError
+from pydantic import BeforeValidator, ConfigDict, Field
+
+from bench.validation import Expect, Flag, MisfitError, Natural, Positive
 
 LARGEST_ACCUMULATE = 1_000_000
 """The largest N; the pattern of steps per epoch, which is listed, may have N epochs."""
-LARGEST = 2**63 - 1
-"""The largest of the other numbers: that of a framework's counters."""
+OR_ONE = BeforeValidator(lambda value: (value,) if isinstance(value, int) else value)
+"""Of a tuple: one integer will do too."""
+Factors = Annotated[
+    tuple[Annotated[Positive, Field(le=LARGEST_ACCUMULATE)], ...],
+    OR_ONE,
+    Field(min_length=1),
+    Expect(f"an integer from 1 to {LARGEST_ACCUMULATE}, or a list of them"),
+]
 
 
 def ceil(dividend: int, divisor: int) -> int:
@@ -19,71 +27,51 @@ def ceil(dividend: int, divisor: int) -> int:
     return -(-dividend // divisor)
 
 
-def _option(field: str) -> str:
-    """The option that sets a field of TrainingPlan."""
-    return "--micro-batch" if field == "batch_size" else f"--{field.replace('_', '-')}"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingPlan:
-    """A planned training. Raises InputError for impossible numbers."""
+    """A planned training. Counts are of micro-batches and samples, never of updates."""
 
-    samples: int
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    samples: Positive
     """Samples of the data set."""
-    batch_size: int
+    batch_size: Positive
     """Samples of a micro-batch on one rank."""
-    accumulate: int = 1
-    """N: micro-batches per window."""
-    accumulate_later: tuple[int, ...] = ()
-    """N of the second epoch and on, if it is another; the last one holds for all that follow."""
-    world_size: int = 1
+    accumulate: Factors = (1,)
+    """N, micro-batches per window, of each epoch; the last one holds for all that follow."""
+    world_size: Positive = 1
     """W: ranks."""
-    epochs: int | None = 1
-    """Epochs after which training ends; None for no limit, which needs ``max_steps``."""
-    max_steps: int | None = None
+    epochs: Positive | None = 1
+    """Epochs after which training ends; None if only ``max_steps`` is to end it."""
+    max_steps: Natural | None = None
     """Steps after which training ends, as Lightning's ``max_steps``; None for no limit."""
-    drop_last: bool = False
+    drop_last: Flag = False
     """Whether the loader drops an incomplete last micro-batch. It never drops an incomplete window."""
-    sampler_drop_last: bool = False
+    sampler_drop_last: Flag = False
     """Whether ``DistributedSampler`` drops samples, instead of repeating some, so that all ranks have as many."""
-    limit_batches: int | None = None
+    limit_batches: Positive | None = None
     """Micro-batches of a rank after which an epoch ends, as Lightning's ``limit_train_batches``; None for no limit."""
 
     def __post_init__(self) -> None:
-        for name in ("samples", "batch_size", "accumulate", "world_size", "epochs", "limit_batches"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"{_option(name)} is {value}; it must be an integer of at least 1")
-        for name in ("samples", "batch_size", "world_size", "epochs", "max_steps"):
-            if (getattr(self, name) or 0) > LARGEST:
-                raise InputError(f"{_option(name)} is too large; it must be at most {LARGEST}")
-        for n in self.accumulate_later:
-            if n < 1:
-                raise InputError(f"--accumulate has {n}; each must be an integer of at least 1")
-        if (n := max(self.accumulate, *self.accumulate_later, 1)) > LARGEST_ACCUMULATE:
-            raise InputError(f"--accumulate is {n}; it must be at most {LARGEST_ACCUMULATE}")
-        if self.max_steps is not None and self.max_steps < 0:
-            raise InputError(
-                f"--max-steps is {self.max_steps}; it must be an integer of at least 0, or -1 for no limit"
-            )
+        """Raises InputError for values that do not go together."""
         if self.epochs is None and self.max_steps is None:
-            raise InputError("--epochs: missing, and so is --max-steps; give one of them, or training has no end")
+            raise MisfitError("epochs", ": missing, and so is max_steps; give one of them, or training has no end")
         if self.samples_per_rank == 0:
-            raise InputError(
-                f"--samples is {self.samples}, fewer than --world-size {self.world_size}, so with --sampler-drop-last "
-                "no rank has one; it must be at least as many, or leave out --sampler-drop-last"
-            )
+            few = f" is {self.samples}, fewer than the {self.world_size} ranks, so each drops its samples"
+            raise MisfitError("samples", f"{few}; it must be at least as many, or leave out sampler_drop_last")
         if self.micro_batches_per_epoch == 0:
-            raise InputError(
-                f"--micro-batch is {self.batch_size}, but a rank has only {self.samples_per_rank} samples "
-                f"(--samples {self.samples}, --world-size {self.world_size}), so with --drop-last there is no "
-                f"micro-batch; it must be at most {self.samples_per_rank}, or leave out --drop-last"
-            )
+            few = f" is {self.batch_size}, but a rank has only {self.samples_per_rank} samples, which drop_last drops"
+            raise MisfitError("batch_size", f"{few}; it must be at most {self.samples_per_rank}")
+
+    @property
+    def n(self) -> int:
+        """N of the first epoch."""
+        return self.accumulate[0]
 
     @property
     def effective_batch(self) -> int:
         """Samples of a complete window over all ranks."""
-        return self.batch_size * self.accumulate * self.world_size
+        return self.batch_size * self.n * self.world_size
 
     @property
     def samples_per_rank(self) -> int:
@@ -117,22 +105,22 @@ class TrainingPlan:
     @property
     def full_windows(self) -> int:
         """Windows of N micro-batches in an epoch: floor(NB / N)."""
-        return self.micro_batches_per_epoch // self.accumulate
+        return self.micro_batches_per_epoch // self.n
 
     @property
     def partial_window(self) -> int:
         """Micro-batches left over after the full windows of an epoch."""
-        return self.micro_batches_per_epoch % self.accumulate
+        return self.micro_batches_per_epoch % self.n
 
     @property
     def windows(self) -> int:
         """Full and partial windows of an epoch: ceil(NB / N)."""
-        return ceil(self.micro_batches_per_epoch, self.accumulate)
+        return ceil(self.micro_batches_per_epoch, self.n)
 
     @property
     def phases(self) -> list[tuple[int, int | None]]:
         """N, and for how many epochs in a row it holds; None for no end."""
-        every = (self.accumulate, *self.accumulate_later)[: self.epochs]
+        every = self.accumulate[: self.epochs]
         last = None if self.epochs is None else self.epochs - len(every) + 1
         return [*((n, 1) for n in every[:-1]), (every[-1], last)]
 
@@ -151,4 +139,5 @@ class TrainingPlan:
             "effective_batch samples_per_rank padding_per_epoch dropped_per_epoch micro_batches_per_epoch "
             "last_micro_batch full_windows partial_window naive_steps"
         )
-        return dataclasses.asdict(self) | {name: getattr(self, name) for name in derived.split()}
+        factors = {"accumulate": self.n, "accumulate_later": self.accumulate[1:]}
+        return dataclasses.asdict(self) | factors | {name: getattr(self, name) for name in derived.split()}

@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import Any
 
+from bench import validation
 from bench.commands.options import add_backend, add_training, chosen_backends
 from bench.errors import GOOD
 
@@ -29,19 +30,17 @@ def run(arguments: argparse.Namespace) -> int:
     from bench.audit.stepcount_text import by_rule, document, lines
     from bench.audit.training_plan import TrainingPlan
 
-    max_steps = None if arguments.max_steps == -1 else arguments.max_steps
-    training = TrainingPlan(
-        samples=arguments.samples,
-        batch_size=arguments.micro_batch,
-        accumulate=arguments.accumulate[0],
-        accumulate_later=arguments.accumulate[1:],
-        world_size=arguments.world_size,
-        epochs=1 if arguments.epochs is None and max_steps is None else arguments.epochs,
-        max_steps=max_steps,
-        drop_last=arguments.drop_last,
-        sampler_drop_last=arguments.sampler_drop_last,
-        limit_batches=arguments.limit_batches,
+    values = vars(arguments) | {"batch_size": arguments.micro_batch}
+    values["max_steps"] = None if arguments.max_steps == -1 else arguments.max_steps
+    values["epochs"] = 1 if arguments.epochs is None and values["max_steps"] is None else arguments.epochs
+    training = validation.read(
+        TrainingPlan, {field: values[field] for field in validation.declared(TrainingPlan)}, "", _option
     )
     rules = by_rule(training, chosen_backends(arguments.backend))
     print(json.dumps(document(training, rules)) if arguments.json else "\n".join(lines(training, rules)))
     return GOOD
+
+
+def _option(field: str) -> str:
+    """The option that sets a field of TrainingPlan."""
+    return "--micro-batch" if field == "batch_size" else f"--{field.replace('_', '-')}"

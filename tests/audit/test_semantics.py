@@ -49,9 +49,9 @@ class Pretend:
         """Each epoch's micro-batches, as lists of samples by rank."""
         s = self.scenario
         for _ in range(3 if s.epochs is None else s.epochs):
-            padded = [i % s.samples for i in range(s.training.samples_per_rank * s.world_size)]
+            padded = [i % s.samples for i in range(s.samples_per_rank * s.world_size)]
             by_rank = [padded[rank :: s.world_size] for rank in range(s.world_size)]
-            starts = range(0, s.micro_batches * s.batch_size, s.batch_size)
+            starts = range(0, s.micro_batches_per_epoch * s.batch_size, s.batch_size)
             yield [[own[start : start + s.batch_size] for own in by_rank] for start in starts]
 
     def micro_batch(self, epoch: int, samples: list[list[int]], factor: float) -> None:
@@ -326,7 +326,7 @@ def test_a_right_loop_conserves_weight(samples: int, batch_size: int, n: int, ep
     decoded = DecodedScenario("pretended", pretend.scenario, pretend.records())
     assert all(update.sum == pytest.approx(1) for update in decoded.updates)
     assert not decoded.unapplied
-    padding = pretend.scenario.training.padding_per_epoch * epochs
+    padding = pretend.scenario.padding_per_epoch * epochs
     assert len(decoded.repeated) == padding
     assert len(decoded.applied) == samples * epochs + padding
 
@@ -339,8 +339,8 @@ def test_the_suite_covers_what_it_should() -> None:
     assert set(Fault) == {one.fault for one in suite.values()}
     assert set(Reduction) == {one.reduction for one in suite.values()}
     assert {True, False} == {one.drop_last for one in suite.values()}
-    assert any(one.micro_batches % one.accumulate[0] == 0 for one in suite.values())
-    assert any(one.micro_batches < one.accumulate[0] for one in suite.values())
+    assert any(one.micro_batches_per_epoch % one.accumulate[0] == 0 for one in suite.values())
+    assert any(one.micro_batches_per_epoch < one.accumulate[0] for one in suite.values())
     assert any(one.epochs is None for one in suite.values()) and any(len(one.accumulate) > 1 for one in suite.values())
     assert any(one.engine_accumulate for one in suite.values())
     assert all(one.title for one in suite.values())
@@ -352,7 +352,7 @@ def test_the_suite_covers_what_it_should() -> None:
         ("[a", "it must be TOML"),
         ("a = 3", "a is 3; it must be a table"),
         ("[a]\nsamples = 4", "[a] batch_size is missing; it must be an integer of at least 1"),
-        ("[a]\nsamples = 4\nbatch_size = 1\naccumulate = 1\nshards = 2", "[a] shards is unknown; use one of name"),
+        ("[a]\nsamples = 4\nbatch_size = 1\naccumulate = 1\nshards = 2", "[a] shards is unknown; use one of samples"),
         ("[a]\nsamples = '4'\nbatch_size = 1\naccumulate = 1", "[a] samples is '4'; it must be an integer"),
         ("[a]\nsamples = 4\nbatch_size = 1\naccumulate = [1, 0]", "[a] accumulate is [1, 0]; it must be"),
         ("[a]\nsamples = 4\nbatch_size = 1\naccumulate = 1\nfault = 'fire'", "fault is 'fire'; it must be one of none"),
@@ -639,7 +639,7 @@ def test_a_backend_that_fails_spoils_no_other(tmp_path: Path, extra_site: Path) 
 
 
 def as_calculated(one: dict[str, Any]) -> Steps | None:
-    return calculate(Scenario.from_dict(one["scenario"]).training, rule_of(registry()[one["backend"]]))
+    return calculate(Scenario.from_dict(one["scenario"]), rule_of(registry()[one["backend"]]))
 
 
 @st.composite

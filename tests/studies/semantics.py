@@ -126,7 +126,7 @@ def _first_plain(observations: Sequence[Observation], *, complete: bool) -> str:
     for name, values in scenarios(observations).items():
         one = Scenario.from_dict(values)
         plain = one.fault is Fault.NONE and len(one.accumulate) == 1 and one.max_steps is None and not one.clip_norm
-        whole = one.training.partial_window == 0
+        whole = one.partial_window == 0
         if plain and whole == complete and (complete or one.epochs != 1):
             return name
     return ""

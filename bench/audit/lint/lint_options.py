@@ -56,7 +56,7 @@ def batches_per_epoch(samples: int, batch_size: int, world_size: int, *, drop_la
 
 def windows_of(num_batches: int, accumulate: int) -> TrainingPlan:
     """The windows of an epoch with NB micro-batches, at least 1, of one sample each."""
-    return TrainingPlan(samples=num_batches, batch_size=1, accumulate=accumulate)
+    return TrainingPlan(samples=num_batches, batch_size=1, accumulate=(accumulate,))
 
 
 def version(text: str) -> Version:

@@ -58,7 +58,7 @@ def _log_more_often(last: int) -> str:
 def _silent(training: LightningConfig, plan: TrainingPlan, *, is_logged: bool) -> str:
     """A small training that logs as little: no step, or one before the monitor's window is full."""
     if training.engine and not plan.full_windows:
-        small = SmallRun.of(plan.accumulate, plan.micro_batches_per_epoch)
+        small = SmallRun.of(plan.n, plan.micro_batches_per_epoch)
         return small.command(training.backend, epochs=small.epochs_of_two_steps)
     n = SmallRun.of(training.accumulate).accumulate
     every, window = (1, 2 * n + 1) if is_logged else (3, n + 1)

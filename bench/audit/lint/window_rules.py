@@ -42,7 +42,7 @@ class LightningEpochs:
     @property
     def small(self) -> SmallRun:
         """A small training with the same structure."""
-        return SmallRun.of(self.plan.accumulate, self.plan.micro_batches_per_epoch)
+        return SmallRun.of(self.plan.n, self.plan.micro_batches_per_epoch)
 
     def command(self, *backends: str, epochs: int = 2, max_steps: int | None = None) -> str:
         """The command that runs the small training."""
@@ -52,7 +52,7 @@ class LightningEpochs:
     @property
     def divisible(self) -> str:
         """How to end epochs with complete windows."""
-        training, n, limit = self.training, self.plan.accumulate, self.training.limit
+        training, n, limit = self.training, self.plan.n, self.training.limit
         batch, ranks = training.batch_size, training.world_size
         if not batch or not ranks:
             more = f", such as {limit.name}" if limit.given else ""
@@ -64,8 +64,8 @@ class LightningEpochs:
         """The windows of an epoch in words."""
         plan, batches = self.plan, f"{self.plan.micro_batches_per_epoch} micro-batches per epoch and rank"
         if not plan.full_windows:
-            return f"{batches} are fewer than a window of {plan.accumulate}"
-        return f"{batches} are {plan.full_windows} windows of {plan.accumulate}, and {plan.partial_window} left over"
+            return f"{batches} are fewer than a window of {plan.n}"
+        return f"{batches} are {plan.full_windows} windows of {plan.n}, and {plan.partial_window} left over"
 
 
 def subjects(training: LightningConfig) -> Iterator[LightningEpochs]:
@@ -96,7 +96,7 @@ def _dev_run(training: LightningConfig) -> Iterator[Found]:
 @rule("TAIL01", WARNING, "partial window under-weighted", "Lightning #19987")
 @rule("WIN01", WARNING, "fewer micro-batches per epoch than a window", "Lightning #21808")
 def _partial(run: LightningEpochs) -> Iterator[Found]:
-    tail, n, whole = run.plan.partial_window, run.plan.accumulate, run.plan.full_windows
+    tail, n, whole = run.plan.partial_window, run.plan.n, run.plan.full_windows
     if tail and run.training.engine is None:
         fewer = f"set accumulate_grad_batches to {run.plan.micro_batches_per_epoch} or less"
         yield Found(
@@ -123,7 +123,7 @@ def _partial_above_engine(run: LightningEpochs) -> Iterator[Found]:
     place = training.trainer.at("accumulate_grad_batches")
     end = run.end if run.end is not None and run.end.stops is not Stops.NEVER else None
     # After so many epochs, an epoch and a window of the engine begin together again.
-    period = plan.accumulate // math.gcd(plan.accumulate, plan.micro_batches_per_epoch)
+    period = plan.n // math.gcd(plan.n, plan.micro_batches_per_epoch)
     seen = end or calculate(dataclasses.replace(plan, epochs=period), training.rule)
     assert seen is not None
     made, counted = (seen.steps_reported[name] for name in ("engine.global_steps", "trainer.global_step"))
@@ -167,7 +167,7 @@ def _max_steps(run: LightningEpochs) -> Iterator[Found]:
     wanted, place = training.max_steps, training.trainer.at("max_steps")
     if not wanted or end is None:
         return
-    made, consumed, full = end.optimizer_steps, end.micro_batches_consumed, wanted * plan.accumulate
+    made, consumed, full = end.optimizer_steps, end.micro_batches_consumed, wanted * plan.n
     never = small.command(training.backend, max_steps=100, epochs=small.epochs_of_two_steps)
     if end.stops is Stops.NEVER:
         what = (
@@ -196,7 +196,7 @@ def _max_steps(run: LightningEpochs) -> Iterator[Found]:
             place,
             f"the last of {plan.windows} steps per epoch has {plan.partial_window} micro-batches: max_steps "
             f"{wanted} is reached after {consumed} micro-batches per rank, {full - consumed} fewer than {wanted} x "
-            f"{plan.accumulate} = {full}",
+            f"{plan.n} = {full}",
             f"{run.divisible}, or count {plan.windows} steps per epoch",
             run.command(max_steps=2 * small.num_batches // small.accumulate),
             code="STP01",
