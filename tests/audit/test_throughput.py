@@ -2,35 +2,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
 
 from bench.audit import monitor_ranks
-from bench.audit.monitor import Measurement, Rate, judge, measure
+from bench.audit.monitor import judge, measure
 from bench.audit.monitor_grid import Epoch, Point, RateVerdict, Strategy
 from bench.audit.monitor_ranks import measure_all
 from bench.cli import main
 from bench.launch.launcher import Launcher
 from tests.conftest import lend
-
-ABOUT = {
-    "lightning": "2.6.6",
-    "torch": "2.13.0",
-    "python": "3.11",
-    "clock": "virtual",
-    "micro_batch_s": 0.01,
-    "optimizer_s": 0.08,
-    "tolerance": 0.01,
-    "training": "",
-}
-
-
-def measurement(*ratios: float, error: str = "", logs: tuple[int, ...] = (1, 2), **point: Any) -> Measurement:
-    at = Point(**{"accumulate": 4, "log_every_n_steps": 1, "window_size": 5, **point})
-    rates = tuple(Rate(update=i, reported=100 * ratio, true=100.0) for i, ratio in enumerate(ratios, start=1))
-    return Measurement(at, error, 2, 100.0, logs, rates)
 
 
 @pytest.mark.parametrize(
