@@ -9,8 +9,8 @@ The path of a scenario from scenarios.toml to the pages:
 3. ``decoded_scenario`` decodes these records into the coefficient of each sample in each update.
 4. ``diagnosis`` applies its rules to them, with ``division_rules`` for a loss that is divided twice; the gravest of the
    ``findings`` is the verdict.
-5. ``conformance`` puts the verdicts of all scenarios and backends into one table, ``weight_maps`` the coefficients of
-   one scenario into maps, which ``weight_figure`` draws.
+5. ``conformance`` puts the verdicts of all scenarios and backends into one table, and ``weight_figure`` draws the
+   coefficients of one scenario as maps.
 6. ``semantics_files`` writes everything.
 
 The other commands: ``stepcount`` calculates the steps of a ``training_plan``, ``monitor`` measures ThroughputMonitor,

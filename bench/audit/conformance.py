@@ -68,9 +68,13 @@ FURTHER = 1
 class BackendGroup:
     """Backends that behave alike in every scenario."""
 
-    backends: tuple[str, ...]
+    backends: list[str]
     cells: Mapping[str, Observation]
     """By scenario, the observation of the first backend."""
+
+    def behaves_as(self, cells: Mapping[str, Observation]) -> bool:
+        """Whether another backend's observations are alike."""
+        return self.cells.keys() == cells.keys() and all(alike(self.cells[name], cells[name]) for name in cells)
 
     @property
     def name(self) -> str:
@@ -84,8 +88,8 @@ def table(observations: Sequence[Observation]) -> pd.DataFrame:
     rows = []
     for seen in observations:
         counters = {f"reported_{re.sub(r'[^a-z0-9]+', '_', name)}": v for name, v in seen["steps_reported"].items()}
-        own = {"scenario": seen["scenario"]["name"], "steps_reported": json.dumps(seen["steps_reported"])}
-        rows.append({**seen, **counters, **own})
+        texts = {"scenario": seen["scenario"]["name"], "steps_reported": json.dumps(seen["steps_reported"])}
+        rows.append({**seen, **counters, **texts})
     return pd.DataFrame(rows, columns=list(COLUMNS)).astype(COLUMNS)
 
 
@@ -96,16 +100,15 @@ def groups(observations: Sequence[Observation]) -> list[BackendGroup]:
         by_backend.setdefault(seen["backend"], {})[seen["scenario"]["name"]] = seen
     found: list[BackendGroup] = []
     for backend, cells in by_backend.items():
-        for number, known in enumerate(found):
-            if known.cells.keys() == cells.keys() and all(alike(known.cells[name], cells[name]) for name in cells):
-                found[number] = BackendGroup((*known.backends, backend), known.cells)
-                break
+        known = next((group for group in found if group.behaves_as(cells)), None)
+        if known is None:
+            found.append(BackendGroup([backend], cells))
         else:
-            found.append(BackendGroup((backend,), cells))
+            known.backends.append(backend)
     return found
 
 
-def alike(one: Observation, other: Observation) -> bool:
+def alike(first: Observation, other: Observation) -> bool:
     """Whether two backends did the same in one scenario: the same findings, updates, weights and lost samples.
 
     Details, sentences and the names of right counters do not matter.
@@ -116,9 +119,9 @@ def alike(one: Observation, other: Observation) -> bool:
 
     same = ["verdict", "level", "optimizer_steps_observed", "micro_batches", "stopped"]
     same += ["samples_lost", "samples_left_open", "samples_duplicated", "samples_never_fetched"]
-    a, b = one["weight_ratio"], other["weight_ratio"]
+    a, b = first["weight_ratio"], other["weight_ratio"]
     as_heavy = a == b if a is None or b is None else math.isclose(a, b, rel_tol=TOLERANCE)
-    return as_heavy and findings(one) == findings(other) and all(one[key] == other[key] for key in same)
+    return as_heavy and findings(first) == findings(other) and all(first[key] == other[key] for key in same)
 
 
 def scenarios(observations: Sequence[Observation]) -> dict[str, Mapping[str, Any]]:
@@ -248,15 +251,15 @@ def families(observations: Sequence[Observation]) -> dict[str, list[Observation]
     for seen in observations:
         backend = built_in().get(seen["backend"], Backend)
         found[backend.family].append(seen)
-    return {family: own for family, own in found.items() if own}
+    return {family: members for family, members in found.items() if members}
 
 
 def overview(observations: Sequence[Observation]) -> str:
     """Groups of backends by the number of scenarios in which they are right, and what is wrong in the others."""
     lines = ["| backends that behave alike | right | notes | wrong | what is wrong, and in how many scenarios |"]
     lines.append("| --- | ---: | ---: | ---: | --- |")
-    for own in families(observations).values():
-        for group in groups(own):
+    for members in families(observations).values():
+        for group in groups(members):
             cells = [by_backend(seen) for seen in group.cells.values()]
             levels = Counter(seen["level"] for seen in cells)
             words_of = Counter(seen["verdict"] for seen in cells if seen["level"] == "wrong")

@@ -297,9 +297,9 @@ def _counters(decoded: DecodedScenario) -> Iterator[AuditFinding]:
 def _empty_steps(decoded: DecodedScenario) -> Iterator[AuditFinding]:
     empty = [update for update in decoded.all_updates if not update.coefficients]
     why = ": no update, but what torch.distributed.checkpoint calls, with learning rate 0, to create optimizer state"
-    for is_of_restart, level, said in ((True, DETAIL, why), (False, WRONG, "")):
+    for is_of_restart, level, reason in ((True, DETAIL, why), (False, WRONG, "")):
         if number := sum(update.num_inner_steps for update in empty if update.is_of_restart == is_of_restart):
-            text = f"{plural(number, 'step')} of the inner optimizer changed nothing{said}"
+            text = f"{plural(number, 'step')} of the inner optimizer changed nothing{reason}"
             yield AuditFinding("empty step", text, level)
 
 

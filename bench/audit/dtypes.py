@@ -98,4 +98,4 @@ def spelled(row: dict[str, Any]) -> str:
     if "significand_bits" not in row:
         return f"{found} {row.get('reason', '')}".rstrip()
     found += f"{row['significand_bits']:3} bits  sum {row['sum']:g}  scale {row['scale']:g}"
-    return found + "".join(f"  N={one['accumulate']}: {one['error']:.2g}" for one in row.get("errors", ()) if one)
+    return found + "".join(f"  N={e['accumulate']}: {e['error']:.2g}" for e in row.get("errors", ()) if e)

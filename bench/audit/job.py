@@ -270,8 +270,8 @@ class AuditedTrainer(LightningBackend):
         if self.validates:
             module: Any = self.module
             module.validation_step = lambda batch, batch_idx: job.validate(module.model)
-            one: Any = range(1)
-            arguments["val_dataloaders"] = DataLoader(one)
+            sample: Any = range(1)
+            arguments["val_dataloaders"] = DataLoader(sample)
         if job.resume:
             if "deepspeed" in self.requires:
                 trust_own_classes()

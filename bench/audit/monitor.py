@@ -229,8 +229,8 @@ def _train(point: Point, clock: VirtualClock, taps: Taps, logged: list[tuple[int
             enable_model_summary=False,
         )
         batches = taps.loader([torch.ones(size) for size in sizes])
-        one: Any = range(1)
-        trainer.fit(Model(), batches, torch.utils.data.DataLoader(one) if validates else None)
+        sample: Any = range(1)
+        trainer.fit(Model(), batches, torch.utils.data.DataLoader(sample) if validates else None)
 
 
 def _strategy(point: Point) -> Any:

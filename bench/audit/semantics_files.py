@@ -29,33 +29,22 @@ SCHEMA_VERSION = 2
 
 def show(found: Sequence[dict[str, Any]]) -> None:
     """Print the verdict and diagnosis of each observation, with every update if there is only one scenario."""
-    is_single = len({json.dumps(one["scenario"]) for one in found}) == 1
-    for one in found:
-        updates, ratio = one["updates"], one["weight_ratio"]
+    is_single = len({json.dumps(seen["scenario"]) for seen in found}) == 1
+    for seen in found:
+        updates, ratio = seen["updates"], seen["weight_ratio"]
         weight = "" if ratio is None else f", {ratio:.4g} of the right weight"
         counted = plural(len(updates), "update")
-        print(f"{one['backend']} [{one['scenario']['name']}]: {one['verdict']} ({counted}{weight})")
-        print(f"  {one['diagnosis']}")
+        print(f"{seen['backend']} [{seen['scenario']['name']}]: {seen['verdict']} ({counted}{weight})")
+        print(f"  {seen['diagnosis']}")
         if not is_single:
             continue
         for number, update in enumerate(updates[:UPDATES_SHOWN], start=1):
-            print(f"  update {number}: samples {_runs(update['samples'])}; sum {update['sum']:.4g}")
+            samples = ", ".join(f"{numbers} x {value:.4g}" for numbers, value in _ranges(update["samples"]).items())
+            print(f"  update {number}: samples {samples}; sum {update['sum']:.4g}")
         if len(updates) > UPDATES_SHOWN:
             print(f"  ... and {len(updates) - UPDATES_SHOWN} more; --json has all")
-        if one["steps_reported"]:
-            print("  reported: " + ", ".join(f"{name} = {value}" for name, value in one["steps_reported"].items()))
-
-
-def _runs(coefficients: dict[str, float]) -> str:
-    """Samples with their coefficients, neighbours with the same coefficient as a range: ``0-7 x 0.125``."""
-    runs: list[list[Any]] = []
-    for text, coefficient in coefficients.items():
-        sample = int(text)
-        if runs and runs[-1][1] == sample - 1 and abs(runs[-1][2] - coefficient) <= 1e-6 * abs(coefficient):
-            runs[-1][1] = sample
-        else:
-            runs.append([sample, sample, coefficient])
-    return ", ".join(f"{first}-{last} x {c:.4g}" if last > first else f"{first} x {c:.4g}" for first, last, c in runs)
+        if seen["steps_reported"]:
+            print("  reported: " + ", ".join(f"{name} = {value}" for name, value in seen["steps_reported"].items()))
 
 
 def write(arguments: argparse.Namespace, found: Sequence[dict[str, Any]], folder: Path, plots: Path) -> None:
@@ -89,15 +78,15 @@ def page(observations: Sequence[dict[str, Any]], about: Mapping[str, Any]) -> st
     facts = ", ".join(f"{markdown(name)} {markdown(value)}" for name, value in facts_of(about).items())
     lines = ["# Every backend in every scenario", "", f"Written by `{' '.join(about['command'])}` with {facts}.", ""]
     lines.append(conformance.overview(observations))
-    for name, own in conformance.families(observations).items():
-        lines += [f"## {name}", "", conformance.markdown(own)]
+    for name, members in conformance.families(observations).items():
+        lines += [f"## {name}", "", conformance.markdown(members)]
     lines += [conformance.KEY, "", "## Every diagnosis", ""]
     for backend in dict.fromkeys(seen["backend"] for seen in observations):
-        own = [seen for seen in observations if seen["backend"] == backend]
-        counts = Counter("right" if seen["level"] == "detail" else str(seen["level"]) for seen in own)
+        of_backend = [seen for seen in observations if seen["backend"] == backend]
+        counts = Counter("right" if seen["level"] == "detail" else str(seen["level"]) for seen in of_backend)
         summary = ", ".join(f"{counts[level]} {level}" for level in ("right", "note", "wrong") if counts[level])
         lines += [f"<details><summary>{html.escape(backend)}: {summary}</summary>", ""]
-        for seen in own:
+        for seen in of_backend:
             lines.append("- " + markdown(f"{seen['scenario']['name']}, {seen['verdict']}: {seen['diagnosis']}"))
         lines += ["", "</details>", ""]
     return "\n".join(lines)
@@ -144,14 +133,14 @@ def _json(value: Any) -> str:
 
 
 def _ranges(values: Mapping[str, float]) -> dict[str, float]:
-    """Values by range of samples with the same one."""
-    found: list[tuple[list[int], float]] = []
-    for text, value in values.items():
-        if found and found[-1][0][-1] == int(text) - 1 and found[-1][1] == value:
-            found[-1][0].append(int(text))
+    """Values by range of neighbouring samples with the same one."""
+    found: list[tuple[list[str], float]] = []
+    for sample, value in values.items():
+        if found and int(found[-1][0][-1]) == int(sample) - 1 and found[-1][1] == value:
+            found[-1][0].append(sample)
         else:
-            found.append(([int(text)], value))
-    return {"-".join(map(str, dict.fromkeys((numbers[0], numbers[-1])))): value for numbers, value in found}
+            found.append(([sample], value))
+    return {"-".join(dict.fromkeys((samples[0], samples[-1]))): value for samples, value in found}
 
 
 def _samples(ranges: Mapping[str, float]) -> dict[str, float]:
@@ -169,8 +158,8 @@ def write_pictures(observations: Sequence[dict[str, Any]], about: Mapping[str, A
     footer = ", ".join(f"{name} {value}" for name, value in facts_of(about).items() if name not in {"device", "date"})
     found = {}
     for name in conformance.scenarios(observations):
-        own = [one for one in observations if one["scenario"]["name"] == name]
-        if drawn := weight_figure(own, footer=footer):
+        of_scenario = [seen for seen in observations if seen["scenario"]["name"] == name]
+        if drawn := weight_figure(of_scenario, footer=footer):
             found[name] = canvas.save(drawn[0], plots / f"weights-{name}", drawn[1])
     return found
 

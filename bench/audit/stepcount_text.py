@@ -72,19 +72,19 @@ def document(training: TrainingPlan, rules: Rules) -> dict[str, Any]:
 
 def lines(training: TrainingPlan, rules: Rules) -> Iterator[str]:
     """The headline, the table, the backends of each rule, and one line per sentence."""
-    said = document(training, rules)
+    found = document(training, rules)
     yield _headline(training)
     yield ""
     naive = ("naive formula", str(training.naive_steps), *["-"] * (len(HEADER) - 2))
     rows = [row_of(rule, steps) for rule, (_, steps) in rules.items()]
     yield table([HEADER, naive, *rows], right=range(1, len(HEADER)))
     yield ""
-    for row in said["rules"]:
+    for row in found["rules"]:
         yield f"{row['name']}: {', '.join(row['backends'])}"
-    wrong = said["naive"]["wrong"]
-    sentences = [f"all: {note}" for note in said["notes"]] + [f"naive: {wrong}"] * bool(wrong)
+    wrong = found["naive"]["wrong"]
+    sentences = [f"all: {note}" for note in found["notes"]] + [f"naive: {wrong}"] * bool(wrong)
     together: dict[str, list[dict[str, Any]]] = {}
-    for row in said["rules"]:
+    for row in found["rules"]:
         for sentence in row["differences"]:
             together.setdefault(sentence, []).append(row)
     for sentence, those in together.items():
@@ -124,27 +124,17 @@ def title_of(rule: StepRule) -> str:
 
 
 HEADER = (
-    "rule",
-    "updates",
-    "per epoch",
-    "micro-batches",
-    "epochs",
-    "ends by",
-    "= max_steps",
-    "scale",
-    "used",
-    "cleared",
-    "left open",
-    "dropped",
+    *("rule", "updates", "per epoch", "micro-batches", "epochs", "ends by", "= max_steps", "scale"),
+    *("used", "cleared", "left open", "dropped"),
 )
 
 
 def row_of(rule: StepRule, steps: Steps | None) -> tuple[str, ...]:
     """A row of the table, by HEADER."""
     if steps is None:
-        return (title_of(rule), *["unknown"], *["-"] * (len(HEADER) - 2))
+        return (title_of(rule), "unknown", *["-"] * (len(HEADER) - 2))
     shown = steps.steps_per_epoch[:SHOWN]
-    scales = [f"{scale:.4g}" for scale in steps.update_scales]
+    scales = [f"{scale:.4g}" for scale in steps.update_scales] or ["-"]
     return (
         title_of(rule),
         str(steps.optimizer_steps) + ("+" if steps.stops == "never" else ""),
@@ -153,11 +143,8 @@ def row_of(rule: StepRule, steps: Steps | None) -> tuple[str, ...]:
         f"{steps.epochs_consumed:.4g}",
         str(steps.stops),
         "-" if steps.equal_max_steps is None else str(steps.equal_max_steps),
-        "-" if not scales else scales[0] if len(scales) == 1 else f"{scales[-1]}-{scales[0]}",
-        str(steps.samples_used),
-        str(steps.samples_lost_in_mid_run),
-        str(steps.samples_left_open),
-        str(steps.samples_dropped),
+        "-".join(dict.fromkeys((scales[-1], scales[0]))),
+        *map(str, (steps.samples_used, steps.samples_lost_in_mid_run, steps.samples_left_open, steps.samples_dropped)),
     )
 
 

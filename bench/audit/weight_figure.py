@@ -111,9 +111,9 @@ def distinct(observations: Sequence[Observation]) -> list[WeightMap]:
     return maps
 
 
-def _alike(one: Observation, other: Observation) -> bool:
-    a, b = _places(one, "by_epoch"), _places(other, "by_epoch")
-    same_samples = a.keys() == b.keys() and all(one[key] == other[key] for key in (LOST, LEFT_OPEN))
+def _alike(first: Observation, other: Observation) -> bool:
+    a, b = _places(first, "by_epoch"), _places(other, "by_epoch")
+    same_samples = a.keys() == b.keys() and all(first[key] == other[key] for key in (LOST, LEFT_OPEN))
     return same_samples and np.allclose(list(a.values()), [b[place] for place in a], rtol=TOLERANCE, atol=0)
 
 

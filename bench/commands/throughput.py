@@ -54,7 +54,9 @@ def add(commands: Any) -> None:
         "--optimizer-time", _positive, "SECONDS", "duration of an optimizer step (default: %(default)s)", OPTIMIZER_S
     )
     words = "what the Trainer trains with (default: %(default)s)"
-    parser.add_argument("--strategy", choices=[str(one) for one in Strategy], default=str(Strategy.DDP), help=words)
+    parser.add_argument(
+        "--strategy", choices=[str(strategy) for strategy in Strategy], default=str(Strategy.DDP), help=words
+    )
     option("--world-size", INTEGER, "W", "ranks, on the CPU (default: %(default)s)", 1)
     option("--validate-every", INTEGER, "K", "micro-batches between validations (default: none)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
