@@ -7,13 +7,11 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from bench.audit.monitor_grid import MICRO_BATCH_S, OPTIMIZER_S, Epoch, RateVerdict, Strategy
 from bench.commands.options import LARGEST, integer_to, list_of, unwritable, writable
 from bench.errors import BAD, GOOD, InputError
-
-if TYPE_CHECKING:
-    from bench.audit.monitor_grid import Epoch
 
 ACCUMULATE = [1, 2, 4, 8]
 LOG_EVERY = [1, 2, 3, 5, 8, 50]
@@ -31,8 +29,6 @@ DESCRIPTION = (
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
-    from bench.audit.monitor_grid import MICRO_BATCH_S, OPTIMIZER_S, Strategy
-
     parser = commands.add_parser(
         "throughput", help="audit Lightning's ThroughputMonitor under accumulation", description=DESCRIPTION
     )
@@ -78,8 +74,6 @@ def _positive(text: str) -> float:
 
 
 def _epochs(text: str) -> list[Epoch]:
-    from bench.audit.monitor_grid import Epoch
-
     wanted = {part.strip() for part in text.split(",")}
     if not wanted <= set(Epoch):
         raise argparse.ArgumentTypeError(f"'{text}' is not of {', '.join(Epoch)}, such as whole,partial")
@@ -89,7 +83,6 @@ def _epochs(text: str) -> list[Epoch]:
 def run(arguments: argparse.Namespace) -> int:
     """Measure the grid and show it; 1 if a point is not right."""
     from bench.audit import monitor
-    from bench.audit.monitor_grid import Epoch, RateVerdict
     from bench.audit.monitor_ranks import measure_all
     from bench.audit.monitor_table import settings_of, show_table, write_files
     from bench.launch.launcher import LauncherError
@@ -148,8 +141,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace, *, given: bool) -> None:
     """Raise InputError for options that do not go together, and for an unknown strategy."""
-    from bench.audit.monitor_grid import Strategy
-
     arguments.strategy = Strategy(arguments.strategy)
     for name in ("epochs", "max_steps"):
         if getattr(arguments, name) is not None and not given:
