@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 from bench.audit.lint import deepspeed_config
 from bench.audit.lint.config_file import ConfigPart
 from bench.audit.lint.deepspeed_config import DeepSpeedConfig, deepspeed_part
 from bench.audit.lint.lint_options import LintOptions, batches_per_epoch, windows_of
-from bench.audit.stepcount import StepRule
+from bench.audit.stepcount import StepRule, Steps, calculate
 from bench.audit.training_plan import LARGEST_ACCUMULATE, TrainingPlan
 from bench.plan.cell import Stepping
 
@@ -95,6 +97,14 @@ class LightningConfig:
         if self.num_batches is None or self.schedule is not None or self.dev_run:
             return None
         return windows_of(self.num_batches, self.accumulate)
+
+    @cached_property
+    def end(self) -> Steps | None:
+        """How the training ends; None if that is not known, or if nothing is given that ends it."""
+        epochs = int(self.max_epochs) if math.isfinite(self.max_epochs) else None
+        if self.windows is None or not self.trains or (epochs is None and self.max_steps is None):
+            return None
+        return calculate(dataclasses.replace(self.windows, epochs=epochs, max_steps=self.max_steps), self.rule)
 
     @property
     def rule(self) -> StepRule:

@@ -31,11 +31,6 @@ class LightningDeepSpeed:
     training: LightningConfig
     engine: DeepSpeedConfig
 
-    @property
-    def given(self) -> ConfigPart:
-        """The user's own DeepSpeed config."""
-        return self.engine.part
-
 
 def subjects(root: ConfigPart, options: LintOptions) -> Iterator[object]:
     """What rules are about in a LightningCLI config. Raises InputError for a wrong value."""
@@ -118,7 +113,7 @@ def _clip_by_value(both: LightningDeepSpeed) -> Iterator[Found]:
 @rule("OPT01", WARNING, "optimizer or schedule in DeepSpeed's config", f"{STRATEGY} _initialize_deepspeed_train")
 def _optimizers(both: LightningDeepSpeed) -> Iterator[Found]:
     """Measured with Lightning 2.6.6."""
-    optimizer, scheduler = both.given.at("optimizer"), both.given.at("scheduler")
+    optimizer, scheduler = both.engine.part.at("optimizer"), both.engine.part.at("scheduler")
     if optimizer.given:
         schedule = "the schedule is the DeepSpeed config's" if scheduler.given else "there is no learning-rate schedule"
         yield Found(
@@ -139,7 +134,7 @@ def _optimizers(both: LightningDeepSpeed) -> Iterator[Found]:
 
 @rule("GAS01", ERROR, "accumulation set in DeepSpeed's config too", FORMATS, stops=True)
 def _set_in_both(both: LightningDeepSpeed) -> Iterator[Found]:
-    place = both.given.at("gradient_accumulation_steps")
+    place = both.engine.part.at("gradient_accumulation_steps")
     if place.given:
         what = "Lightning raises MisconfigurationException: it sets this itself, to trainer.accumulate_grad_batches, "
         fix = "remove gradient_accumulation_steps and set trainer.accumulate_grad_batches"
@@ -156,7 +151,7 @@ def _autos(both: LightningDeepSpeed) -> Iterator[Found]:
             what = f"only Hugging Face's Trainer fills in 'auto': {dtype} stays off, and training is in fp32"
             where = "deepspeed/runtime/config_utils.py DeepSpeedConfigModel drops 'auto'"
         if key != "gradient_accumulation_steps":  # that is GAS01
-            yield Found(both.given.at(key), what, f"remove {key}; Lightning sets it", where)
+            yield Found(both.engine.part.at(key), what, f"remove {key}; Lightning sets it", where)
 
 
 @rule("BAT01")
@@ -166,7 +161,7 @@ def _batch_sizes(both: LightningDeepSpeed) -> Iterator[Found]:
     if engine.train is not None and micro and ranks and training.schedule is None and engine.train != micro * n * ranks:
         product = f"micro-batch {micro} x accumulate_grad_batches {n} x ranks {ranks} = {micro * n * ranks}"
         what = f"DeepSpeed refuses train_batch_size {engine.train}: it is not {product}"
-        yield Found(both.given.at("train_batch_size"), what, "remove train_batch_size, which DeepSpeed infers")
+        yield Found(both.engine.part.at("train_batch_size"), what, "remove train_batch_size, which DeepSpeed infers")
 
 
 @rule("BAT03", INFO, "two micro-batch sizes", f"{STRATEGY} _auto_select_batch_size")
@@ -174,7 +169,7 @@ def _two_sizes(both: LightningDeepSpeed) -> Iterator[Found]:
     loaded, micro = both.training.batch_size, both.engine.micro
     if loaded and micro and micro != loaded:
         yield Found(
-            both.given.at("train_micro_batch_size_per_gpu"),
+            both.engine.part.at("train_micro_batch_size_per_gpu"),
             f"the loader has micro-batches of {loaded} samples, and DeepSpeed counts {micro}: its "
             f"samples and samples/s are {micro / loaded:.3g} times the truth",
             "remove train_micro_batch_size_per_gpu; the strategy takes it from the loader",
@@ -184,7 +179,7 @@ def _two_sizes(both: LightningDeepSpeed) -> Iterator[Found]:
 
 @rule("CLP03", WARNING, "two clipping thresholds", FORMATS)
 def _two_clips(both: LightningDeepSpeed) -> Iterator[Found]:
-    place, clip, inner = both.given.at("gradient_clipping"), both.training.clip, both.engine.clip
+    place, clip, inner = both.engine.part.at("gradient_clipping"), both.training.clip, both.engine.clip
     if clip is not None and place.given and place.value != AUTO and inner != clip:
         what = f"DeepSpeed clips to {inner or 0.0:g}, as its config says; trainer.gradient_clip_val {clip:g} is ignored"
         yield Found(place, what, "keep one of the two", f"{FORMATS} sets gradient_clipping only where it is missing")
@@ -210,7 +205,7 @@ def _twice(both: LightningDeepSpeed) -> Iterator[Found]:
         small.command("lightning-ddp", backend, *corrected),
         code="DBL01",
     )
-    place, clip = both.given.at("gradient_clipping"), both.engine.clip
+    place, clip = both.engine.part.at("gradient_clipping"), both.engine.clip
     if not place.given:
         place, clip = training.trainer.at("gradient_clip_val"), training.clip
     if clip and clip <= LARGEST_CLIP:

@@ -31,14 +31,12 @@ def _rates_of(training: LightningConfig) -> Rates:
     plan, n = training.windows, training.accumulate
     if plan is None or training.engine:
         return Rates(n, n)
-    return Rates(n, plan.micro_batches_per_epoch, max(training.log_every, 1), _last_step(training, plan))
+    return Rates(n, plan.micro_batches_per_epoch, max(training.log_every, 1), _last_step(training))
 
 
-def _last_step(training: LightningConfig, plan: TrainingPlan) -> float:
+def _last_step(training: LightningConfig) -> float:
     """Steps that the trainer counts over the whole training; infinite if nothing ends it."""
-    per_epoch = plan.full_windows if training.engine else plan.windows
-    most = math.inf if training.max_steps is None else training.max_steps
-    return min(per_epoch * training.max_epochs, most) if per_epoch else 0
+    return math.inf if training.end is None else training.end.steps_reported["trainer.global_step"]
 
 
 def _micro_batches(training: LightningConfig, plan: TrainingPlan, steps: int) -> int:
@@ -72,7 +70,7 @@ def _log_every(training: LightningConfig) -> Iterator[Found]:
     n = training.accumulate
     if not every or not training.trains or n == 1:
         return
-    if plan is not None and (last := _last_step(training, plan)) < every:
+    if plan is not None and (last := _last_step(training)) < every:
         what = f"Lightning counts {last:g} optimizer steps in the whole training and logs every {every}"
         what += f"{_default(place)}: no value that is logged per step reaches the logger"
         yield Found(place, what, _log_more_often(int(last)), _silent(training, plan, is_logged=False), code="LOG01")
@@ -117,7 +115,7 @@ def _rates(training: LightningConfig) -> Iterator[Found]:
     if training.monitor is None or window < 2 or training.schedule is not None or not training.trains:
         return
     rates, place = _rates_of(training), window_place(training.monitor)
-    last = math.inf if plan is None else _last_step(training, plan)
+    last = _last_step(training)
     most = math.inf  # micro-batches up to the last log
     if plan is not None and every and math.isfinite(last):
         logged = int(last) // every * every
@@ -154,7 +152,7 @@ def _never_logged(
     training: LightningConfig, plan: TrainingPlan, place: ConfigPart, rates: Rates, logged: int, most: int
 ) -> Found:
     """The window is not full at the last log, which comes after ``most`` micro-batches."""
-    last, fixes = int(_last_step(training, plan)), []
+    last, fixes = int(_last_step(training)), []
     if logged:
         when = f"the last logged step, {logged}, comes after {most} micro-batches"
     else:

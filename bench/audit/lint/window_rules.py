@@ -6,12 +6,11 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 from bench.audit.lint.lightning_config import LightningConfig
 from bench.audit.lint.proof import SmallRun
 from bench.audit.lint.rules import ERROR, WARNING, Found, rule
-from bench.audit.stepcount import Steps, Stops, calculate
+from bench.audit.stepcount import Stops, calculate
 from bench.audit.training_plan import TrainingPlan
 
 KEEPS = 2
@@ -29,15 +28,6 @@ class LightningEpochs:
 
     training: LightningConfig
     plan: TrainingPlan
-
-    @cached_property
-    def end(self) -> Steps | None:
-        """How the training ends; None if nothing is given that ends it."""
-        training = self.training
-        epochs = int(training.max_epochs) if math.isfinite(training.max_epochs) else None
-        if epochs is None and training.max_steps is None:
-            return None
-        return calculate(dataclasses.replace(self.plan, epochs=epochs, max_steps=training.max_steps), training.rule)
 
     @property
     def small(self) -> SmallRun:
@@ -71,7 +61,7 @@ class LightningEpochs:
 def subjects(training: LightningConfig) -> Iterator[LightningEpochs]:
     """The epochs of a training, if their micro-batches are known."""
     plan = training.windows
-    if plan is not None and training.max_epochs and training.max_steps != 0:
+    if plan is not None and training.trains:
         yield LightningEpochs(training, plan)
 
 
@@ -121,7 +111,7 @@ def _partial_above_engine(run: LightningEpochs) -> Iterator[Found]:
     if engine is None or not plan.partial_window:
         return
     place = training.trainer.at("accumulate_grad_batches")
-    end = run.end if run.end is not None and run.end.stops is not Stops.NEVER else None
+    end = training.end if training.end is not None and training.end.stops is not Stops.NEVER else None
     # After so many epochs, an epoch and a window of the engine begin together again.
     period = plan.n // math.gcd(plan.n, plan.micro_batches_per_epoch)
     seen = end or calculate(dataclasses.replace(plan, epochs=period), training.rule)
@@ -163,7 +153,7 @@ def _partial_above_engine(run: LightningEpochs) -> Iterator[Found]:
 @rule("STP03", WARNING, "max_steps never reached", "lightning/pytorch/loops/fit_loop.py done")
 def _max_steps(run: LightningEpochs) -> Iterator[Found]:
     """max_steps is compared with trainer.global_step, not with the engine's steps."""
-    training, plan, small, end = run.training, run.plan, run.small, run.end
+    training, plan, small, end = run.training, run.plan, run.small, run.training.end
     wanted, place = training.max_steps, training.trainer.at("max_steps")
     if not wanted or end is None:
         return
