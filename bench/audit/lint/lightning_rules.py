@@ -21,6 +21,7 @@ LARGEST_CLIP = 1e6
 STRATEGY = "lightning/pytorch/strategies/deepspeed.py"
 FORMATS = f"{STRATEGY} _format_batch_size_and_grad_accum_config"
 SCHEDULER = "lightning/pytorch/callbacks/gradient_accumulation_scheduler.py"
+TWO_FACTORS = f"{SCHEDULER} on_train_start; transformers/trainer.py create_accelerator_and_postprocess"
 FSDP_CLIP = "lightning/pytorch/plugins/precision/fsdp.py"
 
 
@@ -65,7 +66,7 @@ def _parameters_in_16_bits(training: LightningConfig) -> Iterator[Found]:
 
 
 @rule("SCH01", ERROR, "GradientAccumulationScheduler with DeepSpeed", f"{SCHEDULER} on_train_start", stops=True)
-@rule("SCH02", ERROR, "two accumulation factors", f"{SCHEDULER} on_train_start", stops=True)
+@rule("SCH02", ERROR, "two accumulation factors", TWO_FACTORS, stops=True)
 @rule("SCH03", INFO, "estimated number of steps ignores that N changes", "lightning/pytorch/trainer/trainer.py")
 def _schedule(training: LightningConfig) -> Iterator[Found]:
     place = training.schedule
