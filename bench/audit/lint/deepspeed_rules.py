@@ -117,8 +117,8 @@ def _carried(training: DeepSpeedAlone) -> Iterator[Found]:
     yield Found(
         config.part.at("gradient_accumulation_steps"),
         f"DeepSpeed continues a window in the next epoch: {num_batches} micro-batches per epoch and rank give "
-        f"{plan.full_windows} steps after one epoch and {2 * num_batches // n} after two; the last "
-        f"{plan.partial_window} or {2 * num_batches % n} micro-batches reach no step",
+        f"{plan.full_windows} steps after one epoch and {2 * num_batches // n} after two. Training that ends after one "
+        f"epoch drops the last {plan.partial_window} micro-batches",
         f"make the samples a multiple of {(micro or 0) * n * (ranks or 0)}, or call "
         "engine.set_gradient_accumulation_boundary(True) before the last micro-batch of an epoch",
         small.command(

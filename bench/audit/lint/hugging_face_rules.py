@@ -15,7 +15,7 @@ from bench.audit.lint.config_file import AUTO, ConfigPart
 from bench.audit.lint.deepspeed_config import deepspeed_keys, deepspeed_part
 from bench.audit.lint.deepspeed_rules import SILENT_CLIP
 from bench.audit.lint.known_keys import Keys
-from bench.audit.lint.lint_options import LintOptions, Version, windows_of
+from bench.audit.lint.lint_options import LintOptions, windows_of
 from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule
 from bench.audit.lint.sum_rules import GradientSum
 from bench.audit.training_plan import LARGEST_ACCUMULATE, ceil
@@ -29,7 +29,9 @@ class TrainerArguments:
     """The fields of TrainingArguments that rules need. Raises InputError naming the key of a wrong value."""
 
     def __init__(self, part: ConfigPart, options: LintOptions) -> None:
-        self.part, self.world_size = part, options.world_size
+        self.part, self.options, self.world_size = part, options, options.world_size
+        self.given = deepspeed_part(part.at("deepspeed"))
+        """The DeepSpeed config."""
         part.at("accelerator_config").mapping()
         inner = part.at(KWARGS).mapping().at("num_steps").integer(most=LARGEST_ACCUMULATE) or 1
         outer = part.at("gradient_accumulation_steps").integer(most=LARGEST_ACCUMULATE) or 1
@@ -65,21 +67,12 @@ class SameValue:
     """What it is called in TrainingArguments."""
 
 
-@dataclass(frozen=True)
-class TrainerClip:
-    """The threshold of TrainingArguments beside a DeepSpeed config."""
-
-    place: ConfigPart
-    clip: float
-    deepspeed: Version | None
-
-
 def subjects(part: ConfigPart, options: LintOptions) -> Iterator[object]:
     """What rules are about in TrainingArguments. Raises InputError for a wrong value."""
     arguments = TrainerArguments(part, options)
     yield Keys(part, "training_arguments", "TrainingArguments", shared=True)
     yield arguments
-    given = deepspeed_part(part.at("deepspeed"))
+    given = arguments.given
     if given is None:
         return
     engine = deepspeed_config.read(given)
@@ -92,7 +85,6 @@ def subjects(part: ConfigPart, options: LintOptions) -> Iterator[object]:
     yield SameValue(given.at("gradient_clipping"), arguments.clip, "max_grad_norm")
     for name, is_on in arguments.dtypes.items():
         yield SameValue(given.at(f"{name}.enabled"), is_on, name)
-    yield TrainerClip(given.at("gradient_clipping"), arguments.clip, options.deepspeed)
     chosen = [name for name, is_on in arguments.dtypes.items() if is_on]
     yield GradientSum(engine.with_dtypes(chosen, missing=False), n, options, ranks)
 
@@ -104,7 +96,8 @@ MISMATCH = "transformers/integrations/deepspeed.py trainer_config_finalize"
 def _differ(same: SameValue) -> Iterator[Found]:
     place, value = same.place, same.value
     if place.given and place.value != AUTO and value is not None and place.value != value:
-        what = f"the Trainer raises ValueError: {place.name} is {place.value}, and {same.name} is {value:g}"
+        arguments = f"{same.name} of TrainingArguments is {value:g}"
+        what = f"the Trainer raises ValueError: {place.name} is {place.value}, and {arguments}"
         yield Found(place, what, 'set it to "auto", or remove it')
 
 
@@ -187,13 +180,17 @@ def _long_warmup(arguments: TrainerArguments) -> Iterator[Found]:
 
 
 @rule("CLP03")
-def _ignored_clip(trainer: TrainerClip) -> Iterator[Found]:
-    default = 0.0 if trainer.deepspeed and trainer.deepspeed < SILENT_CLIP else 1.0
-    if not trainer.place.given and trainer.clip != default:
+def _ignored_clip(arguments: TrainerArguments) -> Iterator[Found]:
+    number = arguments.options.deepspeed
+    default = 0.0 if number and number < SILENT_CLIP else 1.0
+    if arguments.given is None or arguments.clip == default:
+        return
+    place = arguments.given.at("gradient_clipping")
+    if not place.given:
         yield Found(
-            trainer.place,
+            place,
             f"the DeepSpeed config does not set gradient_clipping, so DeepSpeed clips to its default, {default:g} (0: "
-            f"not at all), and max_grad_norm {trainer.clip:g} is ignored",
+            f"not at all), and max_grad_norm {arguments.clip:g} is ignored",
             'add "gradient_clipping": "auto" to the DeepSpeed config',
             "read engine.gradient_clipping() after the first step",
         )

@@ -14,7 +14,7 @@ from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule
 
 SIMILAR = 0.9
 """Similarity (``difflib``) from which on an unknown key is taken for a misspelt one."""
-SOURCE = "bench/audit/lint/keys.toml"
+SOURCE = "keys that the framework knows: bench/audit/lint/keys.toml"
 
 
 @cache

@@ -12,6 +12,7 @@ from bench.audit.lint.proof import SmallRun
 from bench.audit.lint.rules import ERROR, WARNING, Found, rule
 from bench.audit.stepcount import Stops, calculate
 from bench.audit.training_plan import TrainingPlan
+from bench.formatting import plural
 
 KEEPS = 2
 """The ZeRO stage whose zero_grad does not clear the gradients of an open window."""
@@ -77,7 +78,7 @@ def _dev_run(training: LightningConfig) -> Iterator[Found]:
         happens = f"DeepSpeed never steps with the last {rest}"
     yield Found(
         training.trainer.at("fast_dev_run"),
-        f"fast_dev_run trains {batches} micro-batches per rank, with N = {n}: {happens}",
+        f"fast_dev_run trains {plural(batches, 'micro-batch', 'es')} per rank, with N = {n}: {happens}",
         f"set fast_dev_run to {n}, or to a multiple of it",
         SmallRun.of(n, batches).command(training.backend, epochs=1),
     )
@@ -117,8 +118,7 @@ def _partial_above_engine(run: LightningEpochs) -> Iterator[Found]:
     seen = end or calculate(dataclasses.replace(plan, epochs=period), training.rule)
     assert seen is not None
     made, counted = (seen.steps_reported[name] for name in ("engine.global_steps", "trainer.global_step"))
-    epochs = f"{seen.epochs_begun} epoch{'s' if seen.epochs_begun > 1 else ''}"
-    steps, total = f"{made} step{'s' if made > 1 else ''}", seen.micro_batches_consumed
+    epochs, steps, total = plural(seen.epochs_begun, "epoch"), plural(made, "step"), seen.micro_batches_consumed
     counts = f"in {epochs} DeepSpeed has made {steps} while trainer.global_step is {counted}"
     if end is None:
         counts = f"in every {epochs} DeepSpeed makes {steps} while trainer.global_step grows by {counted}"
