@@ -60,8 +60,7 @@ class AuditedHuggingFace(HuggingFaceTrainer):
         self.job = job
         self.trainer.args.num_train_epochs = (job.scenario.epochs or 1) - (0 if job.resume else job.first_epoch)
         if job.resume:
-            if "deepspeed" in self.requires:
-                trust_own_classes()
+            trust_own_classes(self)
             self.trainer.args.output_dir = str(job.resume)
         self.resumes = bool(job.resume)
         super().continue_training(job)

@@ -147,7 +147,7 @@ class AuditedEngine(DeepSpeedZero2Eager):
             arguments["config"]["gradient_accumulation_steps"] = self.job.scenario.engine_accumulate
         engine = super().start(**arguments, lr_scheduler=self.job.scheduler(arguments["optimizer"]))
         if self.job.resume:
-            trust_own_classes()
+            trust_own_classes(self)
             engine.load_checkpoint(str(self.job.resume), tag=CHECKPOINT)
         return engine
 
@@ -181,8 +181,7 @@ class AuditedAccelerator(AccelerateBackend):
         if self.scenario.prepared_scheduler:
             self.scheduler = self.accelerator.prepare_scheduler(job.scheduler(self.inner))
         if self.resume:
-            if "deepspeed" in self.requires:
-                trust_own_classes()
+            trust_own_classes(self)
             self.accelerator.load_state(str(self.resume))
 
     def batches(self, job: Any) -> Iterator[Tensor]:
@@ -209,8 +208,10 @@ class AuditedAccelerator(AccelerateBackend):
         return seen if self.scenario.own_loader else max(0, seen - 1)
 
 
-def trust_own_classes() -> None:
+def trust_own_classes(backend: Backend) -> None:
     """Name to torch the classes that stand in DeepSpeed's checkpoints: no others are read from a file."""
+    if "deepspeed" not in backend.requires:
+        return
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
@@ -273,8 +274,7 @@ class AuditedTrainer(LightningBackend):
             sample: Any = range(1)
             arguments["val_dataloaders"] = DataLoader(sample)
         if job.resume:
-            if "deepspeed" in self.requires:
-                trust_own_classes()
+            trust_own_classes(self)
             arguments |= {"ckpt_path": job.resume / CHECKPOINT, "weights_only": True}
         super().continue_training(job, **arguments)
 

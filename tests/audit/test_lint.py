@@ -52,11 +52,6 @@ def engine(**keys: Any) -> dict[str, Any]:
     return {key: value for key, value in (base | keys).items() if value is not None}
 
 
-def monitor(window: int | None = None) -> dict[str, Any]:
-    arguments = {"batch_size_fn": "my.size"} | ({} if window is None else {"window_size": window})
-    return {"class_path": "lightning.pytorch.callbacks.ThroughputMonitor", "init_args": arguments}
-
-
 def write(folder: Path, config: Any, name: str = "") -> Path:
     """The config as a file: a mapping with a Trainer is YAML, another JSON."""
     if "trainer" in config or "fit" in config:
@@ -68,17 +63,10 @@ def write(folder: Path, config: Any, name: str = "") -> Path:
     return path
 
 
-def found(folder: Path, config: Any, **options: Any) -> list[LintFinding]:
-    options = {"deepspeed": NEW, "lightning": (2, 6, 6)} | options
-    return lint([write(folder, config)], LintOptions(**options))
-
-
 def codes(findings: list[LintFinding]) -> list[str]:
     return [finding.code for finding in findings]
 
 
-TEN = {"samples": 40}
-"""10 micro-batches per rank of 2 samples each on 2 ranks."""
 CORPUS = yaml.safe_load((Path(__file__).parent / "lint_corpus.yaml").read_text())
 CASES: list[dict[str, Any]] = CORPUS["cases"]
 
@@ -176,21 +164,25 @@ def test_proofs_of_the_monitor_show_their_findings(
 
 
 @pytest.mark.parametrize(
-    ("config", "options", "advised"),
-    [
-        (lightning(callbacks=[monitor(10)]), {}, [9, 13]),
-        (lightning(callbacks=[monitor(5)], log_every_n_steps=5), TEN, [11]),
-        (lightning(callbacks=[monitor(21)], max_epochs=2), TEN, [11]),
-    ],
+    ("window", "every", "samples", "advised"), [(10, 1, None, [9, 13]), (5, 5, 40, [11]), (21, 1, 40, [11])]
 )
 def test_advised_windows_are_measured_as_right(
-    tmp_path: Path, config: Any, options: dict[str, Any], advised: list[int], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    window: int,
+    every: int,
+    samples: int | None,
+    advised: list[int],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (finding,) = [each for each in found(tmp_path, config, **options) if each.code in {"THR01", "THR02"}]
+    """With 40 samples, an epoch has 10 micro-batches per rank."""
+    monitor = {"class_path": "ThroughputMonitor", "init_args": {"window_size": window}}
+    config = {"callbacks": [monitor], "log_every_n_steps": every, "max_epochs": 2 if window == 21 else None}
+    findings = findings_in({"lightning": config, **({"samples": samples} if samples else {})}, tmp_path)
+    (finding,) = [each for each in findings if each.code in {"THR01", "THR02"}]
     sizes = re.match(r"set window_size to (\d+)(?: or (\d+))?", finding.fix)
     assert sizes and [int(size) for size in sizes.groups() if size] == advised
-    length = "--micro-batches 10" if options else "--epoch whole"
-    numbers = f"--accumulate 4 --log-every {config['trainer']['log_every_n_steps']} {length}"
+    length = "--micro-batches 10" if samples else "--epoch whole"
+    numbers = f"--accumulate 4 --log-every {every} {length}"
     for point in measured(["throughput", *numbers.split(), "--window-size", ",".join(map(str, advised))], capsys):
         assert point["verdict"] == "right" and point["ratio_min"] == pytest.approx(1) == point["ratio_max"]
 
@@ -337,7 +329,7 @@ def test_equal_gradients_are_added_as_torch_adds_them() -> None:
 
 
 def test_a_finding_has_four_lines_whatever_the_key(tmp_path: Path) -> None:
-    findings = found(tmp_path, engine(**{"gradient\r_clip\x1b[31mping": 1.0}))
+    findings = findings_in({"deepspeed": {"gradient\r_clip\x1b[31mping": 1.0}}, tmp_path)
     assert findings and all(
         len(str(each).splitlines()) == 4 and str(each).replace("\n", "").isprintable() for each in findings
     )

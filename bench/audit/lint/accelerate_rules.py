@@ -29,24 +29,19 @@ class AccelerateRanks:
 
 
 @dataclass(frozen=True)
-class AccelerateFile:
-    """A DeepSpeed config that ``deepspeed_config_file`` names, beside the keys of accelerate's own."""
+class AccelerateDeepSpeed:
+    """DeepSpeed under accelerate."""
 
     root: ConfigPart
     inner: ConfigPart
     """``deepspeed_config``."""
-
-
-@dataclass(frozen=True)
-class AccelerateScript:
-    """DeepSpeed in a script that accelerate launches, and that is not the Trainer."""
-
-    inner: ConfigPart
-    given: ConfigPart | None
+    file: ConfigPart | None
     """The DeepSpeed config that ``deepspeed_config_file`` names."""
     engine: DeepSpeedConfig
     options: LintOptions
     num_ranks: int | None
+    is_script: bool
+    """Whether a script, not the Trainer, is launched."""
 
     @property
     def accumulate(self) -> ConfigPart:
@@ -78,11 +73,9 @@ def subjects(root: ConfigPart, options: LintOptions, trainer: ConfigPart | None 
     engine = _engine(inner) if given is None else deepspeed_config.read(given)
     if given is not None:
         yield from deepspeed_keys(given)
-        yield AccelerateFile(root, inner)
+    yield AccelerateDeepSpeed(root, inner, given, engine, options, ranks, is_script=trainer is None)
     n = engine.accumulate
-    if trainer is None:
-        yield AccelerateScript(inner, given, engine, options, ranks)
-    else:
+    if trainer is not None:
         arguments = TrainerArguments(trainer, options)
         n = arguments.accumulate
         yield SameValue(engine.part.at("gradient_accumulation_steps"), n, "gradient_accumulation_steps")
@@ -118,7 +111,9 @@ def _schedule(several: AccelerateRanks) -> Iterator[Found]:
 
 
 @rule("MIS02", ERROR, "settings beside deepspeed_config_file", f"{PLUGIN}._deepspeed_config_checks", stops=True)
-def _beside(both: AccelerateFile) -> Iterator[Found]:
+def _beside(both: AccelerateDeepSpeed) -> Iterator[Found]:
+    if both.file is None:
+        return
     settings = [key for key in known_keys()["deepspeed_config"] if not key.startswith(("deepspeed_", "zero3_init"))]
     name = both.inner.at("deepspeed_config_file").value
     for place in [*map(both.inner.at, settings), both.root.at("mixed_precision")]:
@@ -129,15 +124,15 @@ def _beside(both: AccelerateFile) -> Iterator[Found]:
 
 @rule("GAS02", WARNING, "accumulation reset to 1", f"{PLUGIN}.__post_init__")
 @rule("GAS03", INFO, "accumulation set outside the script", f"{ACCELERATOR} __init__, _prepare_deepspeed")
-def _accumulate(script: AccelerateScript) -> Iterator[Found]:
-    place, n = script.accumulate, script.accumulate.value
+def _accumulate(both: AccelerateDeepSpeed) -> Iterator[Found]:
+    place, n = both.accumulate, both.accumulate.value
     proof = "print(accelerator.gradient_accumulation_steps) after accelerator.prepare"
-    if script.given is not None and not place.given:
-        what = (
-            "the DeepSpeed config does not set gradient_accumulation_steps, so accelerate sets it to 1, whatever the "
-        )
+    if not both.is_script:
+        return
+    if both.file is not None and not place.given:
+        what = "without gradient_accumulation_steps in its file, accelerate sets it to 1, whatever the script says"
         fix = 'add "gradient_accumulation_steps": "auto" to the DeepSpeed config'
-        yield Found(script.inner.at("deepspeed_config_file"), f"{what}script says", fix, proof, code="GAS02")
+        yield Found(both.inner.at("deepspeed_config_file"), what, fix, proof, code="GAS02")
     elif place.given and n != AUTO:
         what = f"N is {n} whatever the script says: Accelerator(gradient_accumulation_steps=...) is overruled"
         fix = f"remove it and set N in the script, or read accelerator.gradient_accumulation_steps ({n}) there"
@@ -145,10 +140,10 @@ def _accumulate(script: AccelerateScript) -> Iterator[Found]:
 
 
 @rule("CLP01")
-def _silent_clip(script: AccelerateScript) -> Iterator[Found]:
-    if script.given is None and not script.inner.at("gradient_clipping").given:
+def _silent_clip(both: AccelerateDeepSpeed) -> Iterator[Found]:
+    if both.is_script and both.file is None and not both.inner.at("gradient_clipping").given:
         yield Found(
-            script.inner,
+            both.inner,
             "gradient_clipping is not set, so accelerate has DeepSpeed clip to norm 1.0",
             "set gradient_clipping to 0.0 to clip nothing, or to the threshold that is meant",
             f"{ACCELERATOR} _prepare_deepspeed; engine.gradient_clipping() is 1.0 after prepare",
@@ -156,12 +151,12 @@ def _silent_clip(script: AccelerateScript) -> Iterator[Found]:
 
 
 @rule("TAIL01")
-def _underweighted(script: AccelerateScript) -> Iterator[Found]:
-    n, micro, ranks = script.engine.accumulate or 1, script.options.batch_size or script.engine.micro, script.num_ranks
-    plan = script.options.windows(n, micro, ranks, drop_last=script.engine.drop_last) if n > 1 else None
+def _underweighted(both: AccelerateDeepSpeed) -> Iterator[Found]:
+    n, micro, ranks = both.engine.accumulate or 1, both.options.batch_size or both.engine.micro, both.num_ranks
+    plan = both.options.windows(n, micro, ranks, drop_last=both.engine.drop_last) if both.is_script and n > 1 else None
     if plan is not None and (tail := plan.partial_window):
         yield Found(
-            script.accumulate,
+            both.accumulate,
             f"{plan.micro_batches_per_epoch} micro-batches per epoch and rank leave {tail} after {plan.full_windows} "
             f"windows of {n}: with a prepared loader, accumulate() steps after them but divides by {n}, so the last "
             f"step has {tail}/{n} of the mean gradient; with another loader, DeepSpeed carries them over",
