@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,29 +22,26 @@ Observation = Mapping[str, Any]
 Rows = Mapping[str, Sequence[Observation | None]]
 """Rows of the conformance table by scenario."""
 
+COUNTERS = (
+    *("trainer.global_step", "trainer.estimated_stepping_batches", "on_before_optimizer_step"),
+    *("strategy.optimizer_step", "engine.global_steps", "lr_scheduler.last_epoch", "trainer.step", "state.global_step"),
+)
+"""The frameworks' own counters."""
+
+
+def _column(counter: str) -> str:
+    return f"reported_{counter.replace('.', '_')}"
+
+
+SAMPLES = ("samples_lost", "samples_left_open", "samples_duplicated", "samples_never_fetched")
 COLUMNS = {
-    "scenario": "string",
-    "backend": "string",
-    "verdict": "string",
-    "level": "string",
+    **dict.fromkeys(("scenario", "backend", "verdict", "level"), "string"),
     "optimizer_steps_observed": "Int64",
     "weight_ratio": "Float64",
-    "samples_lost": "Int64",
-    "samples_left_open": "Int64",
-    "samples_duplicated": "Int64",
-    "samples_never_fetched": "Int64",
-    "micro_batches": "Int64",
+    **dict.fromkeys((*SAMPLES, "micro_batches"), "Int64"),
     "stopped": "string",
-    "reported_trainer_global_step": "Int64",
-    "reported_trainer_estimated_stepping_batches": "Int64",
-    "reported_on_before_optimizer_step": "Int64",
-    "reported_strategy_optimizer_step": "Int64",
-    "reported_engine_global_steps": "Int64",
-    "reported_lr_scheduler_last_epoch": "Int64",
-    "reported_trainer_step": "Int64",
-    "reported_state_global_step": "Int64",
-    "steps_reported": "string",
-    "diagnosis": "string",
+    **{_column(counter): "Int64" for counter in COUNTERS},
+    **dict.fromkeys(("steps_reported", "diagnosis"), "string"),
 }
 """Columns of the table with their dtypes. ``weight_ratio`` is the mean over all updates of the sum of coefficients over
 the right sum, empty without an update; samples are counted over all epochs and ranks, micro-batches per rank;
@@ -87,7 +83,7 @@ def table(observations: Sequence[Observation]) -> pd.DataFrame:
     """One row per scenario and backend, in the order of the observations; see COLUMNS."""
     rows = []
     for seen in observations:
-        counters = {f"reported_{re.sub(r'[^a-z0-9]+', '_', name)}": v for name, v in seen["steps_reported"].items()}
+        counters = {_column(name): value for name, value in seen["steps_reported"].items()}
         texts = {"scenario": seen["scenario"]["name"], "steps_reported": json.dumps(seen["steps_reported"])}
         rows.append({**seen, **counters, **texts})
     return pd.DataFrame(rows, columns=list(COLUMNS)).astype(COLUMNS)
@@ -117,8 +113,7 @@ def alike(first: Observation, other: Observation) -> bool:
     def findings(seen: Observation) -> list[str]:
         return [finding["word"] for finding in seen["findings"] if finding["level"] != "detail"]
 
-    same = ["verdict", "level", "optimizer_steps_observed", "micro_batches", "stopped"]
-    same += ["samples_lost", "samples_left_open", "samples_duplicated", "samples_never_fetched"]
+    same = ["verdict", "level", "optimizer_steps_observed", "micro_batches", "stopped", *SAMPLES]
     a, b = first["weight_ratio"], other["weight_ratio"]
     as_heavy = a == b if a is None or b is None else math.isclose(a, b, rel_tol=TOLERANCE)
     return as_heavy and findings(first) == findings(other) and all(first[key] == other[key] for key in same)
