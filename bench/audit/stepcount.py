@@ -15,10 +15,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.audit.training_plan import TrainingPlan, ceil
 from bench.plan.cell import Sharding, Stepping
+
+if TYPE_CHECKING:
+    from bench.backends.base import Backend
 
 CARRIES = (Stepping.CARRY, Stepping.CANCEL, Stepping.SPLIT)
 """Rules by which a window may hold micro-batches of two epochs."""
@@ -50,16 +53,21 @@ class StepRule:
     """``flush`` only: a trainer counts the steps and foresees their number, as Lightning's does."""
 
     @classmethod
-    def of(cls, stepping: Stepping, sharding: Sharding, *, divides_once: bool = False) -> StepRule:
+    def of(cls, backend: type[Backend]) -> StepRule:
         """The rule of a backend.
 
         With ``split``, only ZeRO-2 keeps its gradients over a ``zero_grad``: it accumulates in ``all_grad_tensors``,
         which ``zero_grad`` does not touch (deepspeed/runtime/zero/stage_1_and_2.py). ZeRO-1 accumulates in
         ``grad_accum``, which is set to None there, and ZeRO-3 overwrites its buffer after ``micro_step_id = 0``
-        (deepspeed/runtime/zero/stage3.py).
+        (deepspeed/runtime/zero/stage3.py). Lightning's backends may multiply the loss by N: one division is undone.
         """
-        split = stepping is Stepping.SPLIT
-        return cls(stepping=stepping, clears=split and sharding is not Sharding.GRADS, twice=split and not divides_once)
+        split = backend.stepping is Stepping.SPLIT
+        return cls(
+            stepping=backend.stepping,
+            clears=split and backend.sharding is not Sharding.GRADS,
+            twice=split and getattr(backend, "loss_factor", "") != "N",
+            counted=backend.counts_steps,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,9 +113,7 @@ class Steps:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; ``update_scales`` becomes a list of pairs."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        scales = [[scale, count] for scale, count in self.update_scales.items()]
-        return values | {"steps_per_epoch": list(self.steps_per_epoch), "update_scales": scales}
+        return dataclasses.asdict(self) | {"update_scales": [[*pair] for pair in self.update_scales.items()]}
 
 
 class _Count:

@@ -34,19 +34,11 @@ Rules = Mapping[StepRule, tuple[list[str], Steps | None]]
 """The backends that follow a rule, and its steps if they can be calculated."""
 
 
-def rule_of(backend: type[Backend]) -> StepRule:
-    """The rule that a backend follows."""
-    # Lightning's backends may multiply the loss by N, which undoes one of the two divisions.
-    divides_once = getattr(backend, "loss_factor", "") == "N"
-    rule = StepRule.of(backend.stepping, backend.sharding, divides_once=divides_once)
-    return dataclasses.replace(rule, counted=backend.counts_steps)
-
-
 def by_rule(training: TrainingPlan, backends: Mapping[str, type[Backend]]) -> Rules:
     """The rules that the backends follow."""
     found: dict[StepRule, list[str]] = {}
     for name, backend in backends.items():
-        found.setdefault(rule_of(backend), []).append(name)
+        found.setdefault(StepRule.of(backend), []).append(name)
     return {rule: (names, calculate(training, rule)) for rule, names in found.items()}
 
 

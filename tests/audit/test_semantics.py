@@ -21,8 +21,7 @@ from bench.audit import semantics_files
 from bench.audit.decoded_scenario import DecodedScenario
 from bench.audit.diagnosis import observation
 from bench.audit.scenario import Fault, Reduction, Scenario, load
-from bench.audit.stepcount import Steps, calculate
-from bench.audit.stepcount_text import rule_of
+from bench.audit.stepcount import StepRule, Steps, calculate
 from bench.backends.base import EXTRA_BACKENDS, registry
 from bench.errors import InputError
 from bench.plan.cell import REFERENCES, Stepping
@@ -569,7 +568,7 @@ def test_a_backend_that_fails_spoils_no_other(tmp_path: Path, extra_site: Path) 
 
 
 def as_calculated(one: dict[str, Any]) -> Steps | None:
-    return calculate(Scenario.from_dict(one["scenario"]), rule_of(registry()[one["backend"]]))
+    return calculate(Scenario.from_dict(one["scenario"]), StepRule.of(registry()[one["backend"]]))
 
 
 @st.composite

@@ -17,15 +17,15 @@ from bench.audit.stepcount import StepRule, Steps, calculate
 from bench.audit.training_plan import TrainingPlan
 from bench.cli import main
 from bench.errors import GOOD, WRONG
-from bench.plan.cell import REFERENCES, Sharding, Stepping
+from bench.plan.cell import REFERENCES, Stepping
 
 ROOT = Path(__file__).resolve().parents[2]
 WINDOW = StepRule(stepping=Stepping.WINDOW)
 FLUSH = StepRule(stepping=Stepping.FLUSH)
 CARRY = StepRule(stepping=Stepping.CARRY)
-ZERO2 = StepRule.of(Stepping.SPLIT, Sharding.GRADS)
-ZERO3 = StepRule.of(Stepping.SPLIT, Sharding.PARAMS)
-CORRECTED = StepRule.of(Stepping.SPLIT, Sharding.GRADS, divides_once=True)
+ZERO2 = StepRule(stepping=Stepping.SPLIT, twice=True)
+ZERO3 = StepRule(stepping=Stepping.SPLIT, clears=True, twice=True)
+CORRECTED = StepRule(stepping=Stepping.SPLIT)
 RULES = [WINDOW, FLUSH, CARRY, ZERO2, ZERO3, CORRECTED]
 CANCEL = StepRule(stepping=Stepping.CANCEL)
 
