@@ -93,9 +93,9 @@ class Run:
 
 def missing_trials(run: Run) -> int:
     """Number of scheduled trials without a row in the table; interrupted trials have one."""
-    repeats = run.tables.trials.groupby("cell_id")["repeat"].nunique().to_dict()
+    pairs = set(zip(run.tables.trials["cell_id"], run.tables.trials["repeat"], strict=True))
     scheduled = Counter(trial.cell.cell_id for trial in Schedule(run.manifest).trials())
-    return (scheduled - Counter(repeats)).total()
+    return (scheduled - Counter(cell_id for cell_id, _ in pairs)).total()
 
 
 def run_of(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any]) -> Run:
