@@ -1,13 +1,12 @@
 """``check``: audits a finished run from its raw samples, or checks a citation against them.
 
-With ``--json`` one object: ``run``, its folder; ``findings``, each with ``level`` (error, warning, good), ``topic`` and
-``text``; ``errors`` and ``warnings``, their numbers.
+With ``--json`` one object: ``run``, its folder; ``findings``, each with ``level`` (error, warning, note, good),
+``topic`` and ``text``; ``errors`` and ``warnings``, their numbers.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -44,9 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     from bench.report.terminal import show_findings
 
     found = check(arguments.run) if arguments.citation is None else _of_citation(arguments.run, arguments.citation)
-    errors, warnings = (sum(one.level is level for one in found) for level in (Level.ERROR, Level.WARNING))
+    errors, warnings = (sum(finding.level is level for finding in found) for level in (Level.ERROR, Level.WARNING))
     if arguments.json:
-        findings = [dataclasses.asdict(one) for one in found]
+        findings = [finding.to_dict() for finding in found]
         print(json.dumps({"run": str(arguments.run), "findings": findings, "errors": errors, "warnings": warnings}))
         return BAD if errors else GOOD
     verdict = "do not cite it" if errors else "mention these when you cite it" if warnings else "clean"
@@ -57,7 +56,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _of_citation(folder: Path, name: str) -> list[Finding]:
-    from bench.report.citation_check import verify
+    """The findings on the journal and on each citation in a text."""
+    from bench.judge.analysis import Analysis
+    from bench.judge.integrity import journal
+    from bench.judge.loading import load
+    from bench.report.citation_check import differences
 
     place, advice = f"--citation {name}", "name a file with what cite printed"
     try:
@@ -65,4 +68,5 @@ def _of_citation(folder: Path, name: str) -> list[Finding]:
     except (OSError, UnicodeDecodeError) as error:
         why = (error.strerror or error) if isinstance(error, OSError) else "it is not UTF-8"
         raise InputError(f"{place}: cannot be read ({why}); {advice}") from error
-    return verify(folder, text)
+    data = Analysis(run=load(folder), folder=folder)
+    return [journal(data.run), *differences(data, text)]

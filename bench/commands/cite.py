@@ -42,15 +42,14 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the citation; 1 if the journal was changed after the run."""
     from bench.findings import Level
-    from bench.judge.integrity import journal_findings
+    from bench.judge.integrity import journal
     from bench.judge.loading import load
 
     found = load(arguments.run)
     citation = _cited(arguments, found)
-    for one in journal_findings(arguments.run, found, len(found.tables.trials)):
-        if one.level is Level.ERROR:
-            print(f"bench: {arguments.run}: is not cited: its journal {one.text}", file=sys.stderr)
-            return BAD
+    if (unchanged := journal(found)).level is Level.ERROR:
+        print(f"bench: {arguments.run}: is not cited: its journal {unchanged.text}", file=sys.stderr)
+        return BAD
     if arguments.format == "all":
         parts = [f"{TITLES[name]}:\n\n{getattr(citation, name)}\n" for name in FORMATS]
         print("\n".join(parts), end="")
@@ -60,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _cited(arguments: argparse.Namespace, found: Run) -> Citation:
-    from bench.judge.quotes import find_cell
+    from bench.judge.analysis import Analysis
     from bench.report.citation import cite, cite_plot
 
     if arguments.plot is not None:
@@ -74,5 +73,5 @@ def _cited(arguments: argparse.Namespace, found: Run) -> Citation:
         return cite_plot(found, arguments.plot)
     if len(arguments.cells) not in {1, 2}:
         raise InputError(f"CELL: {len(arguments.cells)} are named; name one, or two for their ratio, or --plot NAME")
-    first, *rest = [find_cell(found, text).cell_id for text in arguments.cells]
-    return cite(found, first, *rest)
+    first, *rest = [found.find(text).cell_id for text in arguments.cells]
+    return cite(Analysis(run=found, folder=arguments.run), first, *rest)

@@ -3,7 +3,7 @@
 With ``--json`` one object:
 
 - ``a``, ``b``: the baseline and what is compared with it, each with ``run_id`` and ``backend`` (null for whole runs);
-- ``margin``, ``thresholds``: as given, 0.05 for 5 %; ``floor``: the ratio of the A/A pair with its interval, of two
+- ``margin``, ``thresholds``: as given, 0.05 for 5 %; ``control``: the ratio of the A/A pair with its interval, of two
   runs the one that is farther from 1; null if a run has none;
 - ``fingerprint``: the keys that differ between the runs, each with ``key``, ``a`` and ``b``;
 - ``cells``: one per pair, with the columns of the frame ``ratios`` (``python -m bench export RUN --table ratios``), and
@@ -100,7 +100,6 @@ def _thresholds(text: str) -> dict[str, float]:
 def run(arguments: argparse.Namespace) -> int:
     """Compare and show; the exit status is that of the gate."""
     from bench.judge import pairs as judge_pairs
-    from bench.judge.baseline import control_of_runs
     from bench.judge.caveats import remarks
     from bench.judge.statistics import MARGIN
     from bench.report import comparison
@@ -116,11 +115,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out:
         with _writing(arguments.out):
             arguments.out.mkdir(parents=True, exist_ok=True)
-    same = a is not b and a.manifest["journal_sha256"] == b.manifest["journal_sha256"]
+    same = a is not b and a.digest == b.digest
     if same and not arguments.json:
         print(f"A and B are the same run, {a.name}: there is nothing to compare")
         return UNCHECKED if limits and not arguments.allow_unchecked else GOOD
-    control, notes = control_of_runs(a, b)
+    control, notes = comparison.controls(a, b)
     rows = judge_pairs.judge_pairs(
         a, b, pairs, thresholds=limits, margin=margin, force=arguments.force, control=control
     )
@@ -128,17 +127,20 @@ def run(arguments: argparse.Namespace) -> int:
     failed = judge_pairs.newly_failed(a, b, pairs)
     notes += comparison.notes(a, b, rows, [pair for pair in every if pair not in pairs], limits, margin)
     notes += [f"failed in B and not in A: {', '.join(failed)}"] if failed else []
-    gate = None
+    gate, status = None, GOOD
     if limits:
         missed = same or any(row.unchecked for row in rows) or bool(alone["only_a"])
-        gate = "unchecked" if failed or (missed and not arguments.allow_unchecked) else "passed"
-        gate = "regressed" if any(row.regressions for row in rows) else gate
+        gate, status = "passed", GOOD
+        if any(row.regressions for row in rows):
+            gate, status = "regressed", BAD
+        elif failed or (missed and not arguments.allow_unchecked):
+            gate, status = "unchecked", UNCHECKED
     report = comparison.Report(
         a=titles[0],
         b=titles[1],
         rows=rows,
         differences=[] if a is b else differences(a.manifest, b.manifest),
-        remarks=remarks(side for row in rows for side in ((a.manifest, row.pair.a), (b.manifest, row.pair.b))),
+        remarks=remarks(side for row in rows for side in ((a.manifest, row.a), (b.manifest, row.b))),
         notes=[
             *notes,
             *(f"only in {key[-1].upper()}: {', '.join(labels)}" for key, labels in alone.items() if labels),
@@ -154,7 +156,7 @@ def run(arguments: argparse.Namespace) -> int:
             "margin": margin,
             "thresholds": limits,
             "control": None if control is None else dataclasses.asdict(control),
-            "fingerprint": [{"key": one.key, "a": one.a, "b": one.b} for one in report.differences],
+            "fingerprint": [{"key": each.key, "a": each.a, "b": each.b} for each in report.differences],
             "cells": [judge_pairs.record(row) for row in rows],
             **alone,
             "newly_failed": failed,
@@ -169,7 +171,7 @@ def run(arguments: argparse.Namespace) -> int:
         with _writing(arguments.out):
             names = ", ".join(path.name for path in comparison.write(report, arguments.out))
         print(f"written: {names} to {arguments.out}", file=sys.stderr)
-    return {None: GOOD, "passed": GOOD, "regressed": BAD, "unchecked": UNCHECKED}[gate]
+    return status
 
 
 @contextmanager

@@ -8,7 +8,6 @@ An error prevents a run or makes results wrong; a warning degrades measurements 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.metadata
 import json
 import shutil
@@ -78,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = examine(arguments.out, missing)
     errors, warnings = (sum(finding.level is level for finding in found) for level in (Level.ERROR, Level.WARNING))
     if arguments.json:
-        findings = [dataclasses.asdict(finding) for finding in found]
+        findings = [finding.to_dict() for finding in found]
         print(json.dumps({"findings": findings, "errors": errors, "warnings": warnings}))
         return BAD if errors else GOOD
     from bench.report.terminal import show_findings

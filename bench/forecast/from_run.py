@@ -19,9 +19,9 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from bench.forecast.prediction import Link, TimeEstimate, predicted_communication, sent_bytes
+from bench.judge.analysis import Analysis
 from bench.plan.cell import Cell, Device
 from bench.plan.column import DASH
-from bench.report.report_data import ReportData
 from bench.report.sections import PageSection
 from bench.report.tabular import Table
 from bench.run.links import between, ranks_of
@@ -146,7 +146,7 @@ def beside(seconds: Mapping[Cell, float], link_of: Callable[[Cell], Link | None]
     return groups
 
 
-def section(data: ReportData) -> PageSection | None:
+def section(data: Analysis) -> PageSection | None:
     """Measured steps against predicted ones, as a section of the report; None if nothing is predicted."""
     cells, manifest = data.run.cells, data.run.manifest
     times = {cells[row["cell_id"]]: row["step_time_s"] for row in data.rows.values() if row["step_time_s"] is not None}

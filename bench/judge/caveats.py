@@ -1,45 +1,290 @@
-"""The remarks that stand beside the numbers of cells: in the answer, under tables, in figures and in citations.
+"""What limits the numbers of a run, as findings: for check, for what stands beside numbers, and for citations.
 
-A remark is one sentence without its full stop. It follows from run.json, so no backend is imported.
+All follows from run.json and the journal, so no backend is imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bench.backends.base import BF16_AUTOCAST
-from bench.formatting import digits, some
-from bench.plan.cell import REFERENCE, Cell, Device, Precision
+from bench.findings import Finding, Level, good, warning
+from bench.formatting import digits, plural, some
+from bench.judge import samples
+from bench.judge.baseline import widest
+from bench.judge.loading import Run
+from bench.judge.pairs import ComparedPair
+from bench.judge.statistics import MIN_TRIALS, Interval
+from bench.judge.verdicts import Verdict, excess
+from bench.measure.host import IDLE_SHARE
+from bench.plan.cell import REFERENCE, Cell, Device, Precision, Status
+from bench.plan.schedule import Ended
+from bench.run.machine import unlike_nodes
 
 WAYS = "bf16 is computed in different ways, which by itself changes time and memory: "
-"""Begins the remark that names the ways."""
 IMPLIES = {BF16_AUTOCAST: ", which keeps the residual stream and norms in fp32"}
 """What a way of computing bf16 implies."""
+IMBALANCE = 1.05
+"""Ratio of the slowest to the median rank's step time from which a cell is reported."""
+MOST_NOTES = 3
+"""Different notes on telemetry that are told."""
+
+
+def caveats(found: Sequence[Finding], *ids: str) -> list[str]:
+    """What a citation of these cells carries, shortest form, from the findings of ``limits``."""
+    texts: dict[str, None] = {}
+    for each in found:
+        if each.brief and (not each.cells or set(ids) & set(each.cells)):
+            is_of_all = not each.subject or all(_is_said_of(found, each, cell_id) for cell_id in ids)
+            texts[each.brief if is_of_all else f"{each.subject}: {each.brief}"] = None
+    return list(texts)
+
+
+def _is_said_of(found: Sequence[Finding], each: Finding, cell_id: str) -> bool:
+    return any(other.brief == each.brief and cell_id in other.cells for other in found)
+
+
+def limits(run: Run, control: ComparedPair | None, rows: Sequence[ComparedPair]) -> list[Finding]:
+    """The findings on the numbers of a run, those on single cells first; ``rows`` are its verdicts."""
+    timed = tuple(cell_id for cell_id, cell in run.cells.items() if cell.world.is_timed)
+    return [
+        *(finding for cell_id in run.cells for finding in _of_cell(run, cell_id)),
+        *_gates(run),
+        *_unfinished(run),
+        *_surroundings(run, timed),
+        *_blocks(run, timed),
+        *_samples(run),
+        *_control(control, timed),
+        *_verdicts(run, rows),
+    ]
+
+
+def _of_cell(run: Run, cell_id: str) -> Iterator[Finding]:
+    """Why a cell is not comparable, its failed trials, its link, and the remark of its backend."""
+    cell, subject = run.cells[cell_id], run.labels[cell_id]
+    evidence = run.evidence.of(cell)
+
+    def said(level: Level, topic: str, text: str) -> Finding:
+        return Finding(level, topic, text, subject=subject, cells=(cell_id,), brief=text)
+
+    if evidence.barred:
+        topic = "machine" if set(evidence.barred) <= set(evidence.disturbed) else "gates"
+        yield said(Level.WARNING, topic, f"not comparable: {'; '.join(evidence.barred)}")
+    for (status, reason), count in evidence.failures.items():
+        why = f"{count} of {plural(evidence.num_trials, 'trial')} ended {status}: {reason or 'no reason was recorded'}"
+        yield said(Level.NOTE if status == Status.UNSUPPORTED else Level.WARNING, "trials", why)
+    if cell.world.caveat:
+        yield said(Level.NOTE, "link", cell.world.caveat)
+    elif cell.device is Device.CPU and cell.world_size > 1:
+        size = evidence.num_parameters
+        yield said(Level.NOTE, "link", "; ".join([link_words([cell]), *([transfer(size)] if size else [])]))
+    if text := (run.manifest.get("remarks") or {}).get(cell_id):
+        yield said(Level.NOTE, "backend", text)
+
+
+def _gates(run: Run) -> Iterator[Finding]:
+    if not (run.tables.trials["status"] == Status.INVALID).any():
+        yield good("gates", "step counts, updates and losses of all trials that ran are right")
+
+
+def _unfinished(run: Run) -> Iterator[Finding]:
+    if "finished" not in run.manifest:
+        text = "the run has not finished: continue it with run --resume"
+        yield warning("trials", text, brief="the run has not finished, so the hash will change")
+
+
+def _surroundings(run: Run, timed: tuple[str, ...]) -> Iterator[Finding]:
+    """The commit, how trials started, and the load and clocks of the machine."""
+    topic, git = "code", run.manifest.get("git") or {}
+    if git.get("commit") is None:
+        yield warning(topic, "the commit is unknown: the code was not a git checkout")
+    elif not git.get("clean"):
+        text = f"commit {git['commit'][:12]} with uncommitted changes: nobody can run the same code again"
+        yield warning(topic, text)
+    else:
+        yield good(topic, f"commit {git['commit'][:12]}, without changes")
+    topic, known = "starts", [record["cold"] for record in run.records if "cold" in record]
+    cold, trials_started = sum(known), f"{plural(len(known), 'trial')} started from"
+    if 0 < cold < len(known):
+        text = f"{cold} of {trials_started} new interpreters, others from the fork server, which may differ in speed"
+        yield warning(topic, text, cells=timed, brief=text)
+    elif cold and not run.manifest.get("cold"):
+        text = f"{trials_started} new interpreters without --cold: forked processes could not use the device"
+        yield warning(topic, text, cells=timed, brief=text)
+    elif known:
+        yield good(topic, f"{trials_started} {'new interpreters' if cold else 'the fork server'}, as requested")
+    topic, trials = "machine", run.tables.trials
+    cores = trials["num_cpus"].max()
+    for name, who in (("foreign_cores", "other programs"), ("stolen_cores", "the hypervisor")):
+        seen = trials[name].dropna()
+        if seen.empty:
+            text = f"the share of its CPUs that {who} took was not measured"
+            yield warning(topic, text, cells=timed, brief=text)
+            continue
+        text = f"{who} took {seen.median():.2g} of {cores} CPUs, at most {seen.max():.2g}"
+        is_busy = seen.median() > IDLE_SHARE * cores
+        yield warning(topic, text, cells=timed, brief=text) if is_busy else good(topic, text)
+    slowed = trials[trials["clock_slowdowns"].fillna("") != ""]
+    for reasons, rows in slowed.groupby("clock_slowdowns"):
+        text = f"clocks were held down in {plural(len(rows), 'trial')}: {reasons}"
+        yield warning(topic, text, cells=timed, brief=text)
+    notes = Counter(text for record in run.records for text in (record.get("gpus") or {}).get("notes", ()))
+    for text, number in list(notes.items())[:MOST_NOTES]:
+        yield warning(topic, f"{text} ({plural(number, 'trial')})")
+    if others := run.manifest.get("nodes"):
+        unlike = list(unlike_nodes(run.manifest))  # which a citation has beside the machine
+        yield from (warning("nodes", text) for text in unlike)
+        if not unlike:
+            yield good("nodes", f"{1 + len(others)} nodes have the same hardware, packages and environment")
+
+
+def _blocks(run: Run, timed: tuple[str, ...]) -> Iterator[Finding]:
+    """Whether the cells as a whole were slower in some blocks than in others."""
+    found = samples.block_effects(run.tables.trials)
+    if found is None:
+        return
+    if not found.found:
+        yield good("blocks", "no block is slower or faster than the others in all cells together")
+        return
+    ordered = sorted(found.effects.items(), key=lambda item: float(item[1]))
+    ends = [f"block {block} by {100 * math.expm1(effect):+.2g} %" for block, effect in (ordered[0], ordered[-1])]
+    text = f"differ in all cells together (Friedman's test, p = {found.p_value:.1g}): {' and '.join(ends)}"
+    brief = f"blocks of the run differ in all cells together, from {ends[0]} to {ends[1]}"
+    yield warning("blocks", f"{text}; ratios are taken within blocks, so this is not in them", cells=timed, brief=brief)
+
+
+def _samples(run: Run) -> Iterator[Finding]:
+    """Drift, outliers, two modes and imbalance of each cell."""
+    passed = {
+        "drift": "no cell got faster or slower in the course of the run",
+        "outliers": "no trial is ten standard deviations from its cell's median",
+        "two modes": "no cell has two modes, as far as its number of trials can show",
+        "ranks": "no rank holds up the others",
+    }
+    slots = {(record["cell_id"], record["repeat"]): number for number, record in enumerate(run.records)}
+    ranks = {(r["cell_id"], r["repeat"]): r["time"].get("rank_step_seconds") for r in run.records if r.get("time")}
+    trials = run.tables.trials
+    measured = trials[trials["status"].isin([Status.OK, Status.INVALID]) & trials["step_time_s"].notna()]
+    for cell_id, rows in measured.groupby("cell_id", sort=False):
+        key, medians = str(cell_id), rows["step_time_s"].astype(float).tolist()
+        keys = [(key, int(repeat)) for repeat in rows["repeat"]]
+        texts = {
+            "drift": _drift([slots.get(place, number) for number, place in enumerate(keys)], medians),
+            "outliers": _outliers(medians),
+            "two modes": _modes(medians),
+            "ranks": _imbalance(run.cells[key], [ranks[place] for place in keys if ranks.get(place)]),
+        }
+        for topic, text in texts.items():
+            if text:
+                passed.pop(topic, None)
+                yield warning(topic, text, subject=run.labels[key], cells=(key,), brief=text)
+    yield from (good(topic, text) for topic, text in passed.items())
+
+
+def _drift(slots: Sequence[int], medians: Sequence[float]) -> str:
+    moved = samples.drift(slots, medians)
+    return f"{100 * moved.change:+.2g} % from first to last trial (p = {moved.p_value:.1g})" if moved.found else ""
+
+
+def _outliers(medians: Sequence[float]) -> str:
+    far = samples.outliers(medians) if len(medians) >= MIN_TRIALS else []
+    if not far:
+        return ""
+    middle = sorted(medians)[len(medians) // 2]
+    farthest = max((medians[place] / middle for place in far), key=lambda share: abs(math.log(share)))
+    return f"{len(far)} of {plural(len(medians), 'trial')} are outliers, the farthest {farthest:.2g} x the median"
+
+
+def _modes(medians: Sequence[float]) -> str:
+    modes = samples.bimodal(medians)
+    if modes is None or not modes.found:
+        return ""
+    return f"two modes: {100 * modes.share:.0f} % of the trials are {modes.ratio:.3g} x slower"
+
+
+def _imbalance(cell: Cell, trials: Sequence[Sequence[Sequence[float]]]) -> str:
+    """Whether a rank holds up the others, and on several nodes which one does so in most trials."""
+    apart = sorted(samples.imbalance(steps) for steps in trials if len(steps[0]))
+    if not apart or apart[len(apart) // 2] <= IMBALANCE:
+        return ""
+    text = f"the slowest rank takes {apart[len(apart) // 2]:.3g} x the median rank"
+    if cell.num_nodes == 1:
+        return text
+    rank = Counter(map(samples.slowest, trials)).most_common(1)[0][0]
+    return f"{text} (mostly rank {rank}, on node {rank // cell.ranks_per_node})"
+
+
+def _control(control: ComparedPair | None, timed: tuple[str, ...]) -> Iterator[Finding]:
+    """What the A/A pair shows."""
+    topic = "A/A pair"
+    if control is None or control.time is None or not control.has_interval:
+        why = "there is none" if control is None else control.detail
+        brief = "the run has no A/A pair" if control is None else f"A/A pair: {why}"
+        yield warning(topic, f"{why}; so no cell is called faster, slower or the same", cells=timed, brief=brief)
+        return
+    differs = widened(control.a, control.time)
+    if differs:
+        yield warning(topic, differs[0], cells=timed, brief=differs[0])
+    else:
+        time = control.time
+        yield good(topic, f"{control.a.label} against itself: {time.ratio:.4f} ({time.low:.4f} to {time.high:.4f})")
+
+
+def widened(cell: Cell, control: Interval) -> list[str]:
+    """The remark on intervals that are wider because the A/A pair's excludes 1; none if it contains 1."""
+    if not (by := excess(control)):
+        return []
+    return [
+        f"the A/A pair, {cell.label} twice, differs: {control.ratio:.4f} ({control.low:.4f} to {control.high:.4f}); so "
+        f"the interval of every ratio is {100 * math.expm1(by):.2g} % wider on both sides"
+    ]
+
+
+def _verdicts(run: Run, rows: Sequence[ComparedPair]) -> Iterator[Finding]:
+    """What ended the run, and the counts of verdicts, which citations of single cells do not need."""
+    topic, ended = "verdicts", run.manifest.get("ended_by")
+    if ended in {"budget", "max-repeats"}:
+        wide = widest(rows)
+        text = f"ended by {ended}" + ("" if wide is None else f"; the widest interval is {100 * wide:.2g} %")
+        few = run.tables.trials["repeat"].nunique() < MIN_TRIALS
+        yield warning(topic, text + f"; with fewer than {MIN_TRIALS} repeats there are no intervals" * few)
+    elif ended == Ended.NOTHING_TO_COMPARE:
+        yield warning(topic, f"ended with {ended}: {run.manifest['looks'][-1]['refused']}")
+    elif ended:
+        yield good(topic, f"ended by {ended}")
+    counts = Counter(row.verdict for row in rows)
+    text = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict]) or "none"
+    level = Level.WARNING if counts[Verdict.AMBIGUOUS] else Level.GOOD
+    yield Finding(level, topic, f"against {rows[0].a.backend}: {text}" if rows else text)
 
 
 def remarks(shown: Iterable[tuple[Mapping[str, Any], Cell]]) -> list[str]:
-    """The remarks on cells that are shown together, each with the manifest of its run.
+    """The remarks on cells that are shown together, each with the manifest of its run, without their full stop.
 
-    They are the remarks of the cells' backends, as stored when the run began (``Backend.remark``), and how the cells
-    compute bf16, if they do not all do it in the same way.
+    They are those of the cells' backends, as stored when the run began (``Backend.remark``), and ``ways_of_bf16``.
     """
-    cells = [(manifest, cell) for manifest, cell in shown if cell.backend != REFERENCE]
-    is_one_run = len({id(manifest) for manifest, _ in cells}) == 1
-    own: dict[str, dict[str, None]] = {}
-    ways: dict[str, dict[str, None]] = {}
+    cells = list(shown)
+    found: dict[str, dict[str, None]] = {}
     for manifest, cell in cells:
-        if (stored := manifest.get("remarks")) and (text := stored.get(cell.cell_id)):
-            own.setdefault(text, {})[cell.label] = None
-        if cell.precision is Precision.BF16:
+        if text := (manifest.get("remarks") or {}).get(cell.cell_id):
+            found.setdefault(text, {})[cell.label] = None
+    return [f"{some(list(labels))}: {text}" for text, labels in found.items()] + ways_of_bf16(cells)
+
+
+def ways_of_bf16(shown: Sequence[tuple[Mapping[str, Any], Cell]]) -> list[str]:
+    """How these cells compute bf16, if they do not all do it in the same way."""
+    is_one_run = len({id(manifest) for manifest, _ in shown}) == 1
+    ways: dict[str, dict[str, None]] = {}
+    for manifest, cell in shown:
+        if cell.precision is Precision.BF16 and cell.backend != REFERENCE:
             way = manifest.get("backends", {}).get(cell.backend, {}).get("bf16_as") or "a way that was not stored"
             name = cell.backend if is_one_run else f"{cell.backend} of {manifest.get('run_id')}"
             ways.setdefault(way, {})[name] = None
-    found = [text if len(cells) == 1 else f"{some(list(labels))}: {text}" for text, labels in own.items()]
-    if len(ways) > 1:
-        said = (f"{way}{IMPLIES.get(way, '')} ({some(list(names))})" for way, names in ways.items())
-        found.append(WAYS + "; ".join(said))
-    return found
+    texts = [f"{way}{IMPLIES.get(way, '')} ({some(list(names))})" for way, names in ways.items()]
+    return [WAYS + "; ".join(texts)] if len(ways) > 1 else []
 
 
 def link_words(cells: Sequence[Cell]) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -32,8 +33,8 @@ class CellEvidence:
     """Why the status is not ok."""
     num_ok: int = 0
     num_trials: int = 0
-    num_failed: int = 0
-    """Number of trials that ended neither ok nor invalid."""
+    failures: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    """How many trials ended neither ok nor invalid, by status and reason."""
     precision: str = ""
     accumulation_dtype: str = ""
     work: str = ""
@@ -46,6 +47,13 @@ class CellEvidence:
     """The largest of the good trials."""
     peak_memory_sources: frozenset[str] = frozenset()
     optimizer_steps: int | None = None
+    num_parameters: int | None = None
+    barred: Sequence[str] = ()
+    """Why none of its numbers may be cited; that its world has no times is no such reason."""
+
+    @property
+    def num_failed(self) -> int:
+        return sum(self.failures.values())
 
     @property
     def obstacles(self) -> tuple[str, ...]:
@@ -105,6 +113,8 @@ class EvidenceByCell:
             cycles = self._sample(timed, [1e6 * clock for clock in clocks])
         bad = [row for row in trials if row["status"] != Status.OK]
         worst = next((row for row in bad if row["status"] == Status.INVALID), (bad or trials)[0])
+        disturbed = tuple(restless([row for row in trials if row["status"] == Status.OK]))
+        wrong_results = [text for text in gates if text != cell.world.caveat]
         return CellEvidence(
             label=self._letter + cell.label,
             sample=self._sample(timed, [1.0] * len(timed)),
@@ -113,15 +123,17 @@ class EvidenceByCell:
             reason=worst["reason"],
             num_ok=len(trials) - len(bad),
             num_trials=len(trials),
-            num_failed=sum(row["status"] != Status.INVALID for row in bad),
+            failures=Counter((row["status"], row["reason"] or "") for row in bad if row["status"] != Status.INVALID),
             precision=cell.precision,
             accumulation_dtype=cell.accumulation_dtype,
             work=", ".join(f"{name} {getattr(cell, name)}" for name in WORK),
             failed_gates=tuple(gates),
-            disturbed=tuple(restless([row for row in trials if row["status"] == Status.OK])),
+            disturbed=disturbed,
             peak_memory_bytes=max(_known(good, "peak_memory_bytes"), default=None),
             peak_memory_sources=frozenset(_known(good, "peak_memory_source")),
             optimizer_steps=max(_known(good, "optimizer_steps_observed"), default=None),
+            num_parameters=max(_known(trials, "num_parameters"), default=None),
+            barred=(*wrong_results, *(disturbed if cell.world.is_timed else ())),
         )
 
     def _sample(self, timed: Sequence[Row], scales: Sequence[float]) -> Sample:

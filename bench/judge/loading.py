@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,18 +23,59 @@ from bench.plan.schedule import Schedule
 from bench.run.journal import MANIFEST, Journal, read_manifest
 from bench.run.trial_record import check
 
+CHOICES = 6
+"""Most cells that a message lists to choose from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The data of a run that comparisons need."""
+
+    name: str
+    tables: Tables
+    """Judged by the gates."""
+    cells: Mapping[str, Cell]
+    """Cells with at least one trial, by id."""
+    manifest: Mapping[str, Any]
+    records: Sequence[Mapping[str, Any]] = ()
+    """Of the journal, from which the tables are built."""
+    digest: str = ""
+    """SHA-256 of the journal as it is; the manifest has what it was when the run ended."""
+
+    @functools.cached_property
+    def labels(self) -> Mapping[str, str]:
+        """A label for each cell, by id, unique within the run."""
+        named = columns.labels(self.cells.values())
+        return {cell_id: named[cell] for cell_id, cell in self.cells.items()}
+
+    @functools.cached_property
+    def evidence(self) -> EvidenceByCell:
+        """The sides of comparisons within the run, shared by verdicts, A/A pair and citations."""
+        return EvidenceByCell(self.tables)
+
+    def find(self, text: str) -> Cell:
+        """The cell that an id, a label or the beginning of an id names. Raises InputError if none or several do."""
+        by_label = {label: cell_id for cell_id, label in self.labels.items()}
+        if found := self.cells.get(by_label.get(text, text)):
+            return found
+        named = [key for key, cell in self.cells.items() if cell.label == text or (text and key.startswith(text))]
+        if len(named) == 1:
+            return self.cells[named[0]]
+        if named:
+            text = f"CELL '{text}': {len(named)} cells have this label; use an id: {self._choices(named)}"
+            raise InputError(text)
+        near = difflib.get_close_matches(text, [*by_label, *self.cells], n=1)
+        hint = f"did you mean '{near[0]}'?" if near else f"use one of {self._choices(list(self.cells))}"
+        raise InputError(f"CELL '{text}': is not in the run {self.name}; {hint}")
+
+    def _choices(self, ids: Sequence[str]) -> str:
+        """The first of these cells, and how many more there are."""
+        named = ", ".join(f"{cell_id} ({self.labels[cell_id]})" for cell_id in ids[:CHOICES])
+        return named + (f" and {len(ids) - CHOICES} more" if len(ids) > CHOICES else "")
+
 
 def load(folder: Path) -> Run:
-    """Load a run, judged by the gates. Raises InputError if it is no run, or its journal was truncated or edited.
-
-    The manifest of a run that is not finished has the hash of its journal, too.
-    """
-    run, _ = read(folder)
-    return replace(run, manifest={"journal_sha256": Journal(folder).digest(), **run.manifest})
-
-
-def read(folder: Path) -> tuple[Run, list[dict[str, Any]]]:
-    """Like ``load``, together with the records of the journal."""
+    """Load a run, judged by the gates. Raises InputError if it is no run, or its journal was truncated or edited."""
     manifest = read_manifest(folder)
     if lacking := [name for name in ("run_id", "matrix", "cells", "backends") if name not in manifest]:
         raise InputError(f"{folder / MANIFEST}: has no key '{lacking[0]}'; restore it")
@@ -50,45 +93,21 @@ def read(folder: Path) -> tuple[Run, list[dict[str, Any]]]:
         if known.get(cell_id) != content and Cell.from_dict(content).cell_id != cell_id:
             raise InputError(f"{journal.path}: trial {number} was edited: its cell is not what its cell_id is made of")
         known[cell_id] = content
-    try:
+    with _edited(f"{journal.path}: was edited: its trials make no table"):
         found = run_of(records, manifest)
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{journal.path}: was edited: its trials make no table ({_said(error)})") from error
-    try:
+    with _edited(f"{folder / MANIFEST}: was edited: its matrix and cells are not those of a run"):
         missing_trials(found)
+    return replace(found, digest=journal.digest())
+
+
+@contextmanager
+def _edited(what: str) -> Iterator[None]:
+    """Report in one line that something cannot be as it was written."""
+    try:
+        yield
     except (KeyError, TypeError, ValueError) as error:
-        place = folder / MANIFEST
-        raise InputError(
-            f"{place}: was edited: its matrix and cells are not those of a run ({_said(error)})"
-        ) from error
-    return found, records
-
-
-def _said(error: Exception) -> str:
-    return f"no key {error}" if isinstance(error, KeyError) else str(error)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """The data of a run that comparisons need."""
-
-    name: str
-    tables: Tables
-    """Judged by the gates."""
-    cells: Mapping[str, Cell]
-    """Cells with at least one trial, by id."""
-    manifest: Mapping[str, Any]
-
-    @functools.cached_property
-    def labels(self) -> Mapping[str, str]:
-        """A label for each cell, by id, unique within the run."""
-        named = columns.labels(self.cells.values())
-        return {cell_id: named[cell] for cell_id, cell in self.cells.items()}
-
-    @functools.cached_property
-    def evidence(self) -> EvidenceByCell:
-        """The sides of comparisons within the run, shared by verdicts, A/A pair and citations."""
-        return EvidenceByCell(self.tables)
+        why = f"no key {error}" if isinstance(error, KeyError) else error
+        raise InputError(f"{what} ({why})") from error
 
 
 def missing_trials(run: Run) -> int:
@@ -105,4 +124,4 @@ def run_of(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any]) ->
     judged = gates.judge(tables.build(rows, dict(manifest)), layouts_of(rows), peaks)
     contents = {record["cell_id"]: record["cell"] for record in records}
     cells = {cell_id: Cell.from_dict(content) for cell_id, content in contents.items()}
-    return Run(name=str(manifest["run_id"]), tables=judged, cells=cells, manifest=manifest)
+    return Run(name=str(manifest["run_id"]), tables=judged, cells=cells, manifest=manifest, records=records)

@@ -4,76 +4,68 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.findings import Finding, note, warning
 from bench.formatting import plural
-from bench.judge.baseline import AgainstBaseline
 from bench.judge.loading import Run
+from bench.judge.pairs import ComparedPair
 from bench.judge.statistics import MIN_REPEATS, MIN_TRIALS
 from bench.judge.verdicts import MORE_HELPS, Reason, Verdict
 from bench.plan.cell import REFERENCES
 
 BENCH = ("python", "-m", "bench")
 VIRTUAL = (
-    "Virtual world: one process is rank 0 of W and nothing is sent, so no step is timed; memory, calls and bytes are "
+    "virtual world: one process is rank 0 of W and nothing is sent, so no step is timed; memory, calls and bytes are "
     "those of a real rank"
 )
-SHARED = "The ranks shared GPUs, over gloo, so no step is timed; memory, calls and updates are those of real ranks"
+SHARED = "the ranks shared GPUs, over gloo, so no step is timed; memory, calls and updates are those of real ranks"
 PARTNERS = ("ddp-deferred", "fsdp2-deferred")
 """Of these, one is proposed where a run has a single backend."""
 FAILED = frozenset({Reason.FAILED_TRIALS, Reason.NO_TRIALS})
+UNAVAILABLE = "No times can be compared"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TimesUnavailable:
-    """What keeps all times of a run from being compared."""
+def times_unavailable(run: Run, rows: Sequence[ComparedPair], folder: Path) -> Finding | None:
+    """What keeps all times of a run from being compared; None if there is a ratio with an interval.
 
-    reason: str
-    """One sentence, without its full stop."""
-    command: str = ""
-    """Ready to paste; empty if the run was not meant to have times."""
-
-
-def is_timed(run: Run) -> bool:
-    """Whether any cell but the reference has ranks that communicate as in training, and so a time."""
-    return any(cell.world.times_communication for cell in run.cells.values() if not cell.is_reference)
-
-
-def times_unavailable(run: Run, found: AgainstBaseline, folder: Path) -> TimesUnavailable | None:
-    """What keeps all times from being compared; None if there is a ratio with an interval."""
-    if not is_timed(run):
-        virtual = not all(cell.world.has_all_ranks for cell in run.cells.values())
-        return TimesUnavailable(reason=VIRTUAL if virtual else SHARED)
-    rows = [row for row in found.rows if not row.pair.b.twin and row.pair.b.world.times_communication]
-    if not rows:
-        named = list(dict.fromkeys(cell.backend for cell in run.cells.values() if not cell.is_reference))
-        if len(named) > 1 and run.manifest.get("baseline") in REFERENCES:
-            reason = "The baseline is a reference, with which no times are compared"
-            return TimesUnavailable(reason=reason, command=again(run, **{"--baseline": named[0]}))
-        classes = {name: facts.get("class") or name for name, facts in run.manifest["backends"].items()}
-        more = [name for name in PARTNERS if name not in named][:1]
-        options = {"--backend": ",".join([*(classes.get(name, name) for name in named), *more])}
-        if _repeats(run) < MIN_TRIALS:
-            options["--repeats"] = str(MIN_REPEATS)
-        reason = "No two cells of the run differ in the backend alone"
-        return TimesUnavailable(reason=reason, command=again(run, **options))
-    judged = (row for row in rows if row.judgement.verdict is not Verdict.NOT_COMPARABLE)
-    if any(row.time is not None and row.time.low is not None for row in judged):
+    It is a warning with a command, or a note on a run that was not meant to have times.
+    """
+    worlds = {cell.world for cell in run.cells.values() if not cell.is_reference}
+    if not any(world.times_communication for world in worlds):
+        return note("No times", SHARED if all(world.has_all_ranks for world in worlds) else VIRTUAL)
+    rows = [row for row in rows if not row.b.twin and row.b.world.times_communication]
+    if any(row.has_interval for row in rows if row.verdict is not Verdict.NOT_COMPARABLE):
         return None
+    if not rows:
+        return _nothing_to_compare(run)
     own = {Reason.GATE, Reason.NO_TRIALS}  # these cells are told of by themselves
-    tried = [row for row in rows if row.judgement.reason not in own] or rows
-    reasons = Counter(row.judgement.reason for row in tried)
-    details = {row.judgement.reason: row.judgement.detail.partition("; ")[0] for row in reversed(tried)}
-    said = [
+    tried = [row for row in rows if row.reason not in own] or rows
+    reasons = Counter(row.reason for row in tried)
+    details = {row.reason: row.detail.partition("; ")[0] for row in reversed(tried)}
+    texts = [
         details[reason] + (f" ({count} of {plural(len(tried), 'comparison')})" if len(reasons) > 1 else "")
         for reason, count in reasons.most_common()
     ]
     if Reason.FEW_TRIALS not in reasons and _repeats(run) < MIN_TRIALS:
-        said.append(f"{plural(_repeats(run), 'repeat')}, and an interval needs {MIN_TRIALS}")
-    return TimesUnavailable(reason="; ".join(said), command=next_command(run, set(reasons), folder))
+        texts.append(f"{plural(_repeats(run), 'repeat')}, and an interval needs {MIN_TRIALS}")
+    return warning(UNAVAILABLE, "; ".join(texts), command=next_command(run, set(reasons), folder))
+
+
+def _nothing_to_compare(run: Run) -> Finding:
+    """That no two cells differ in the backend alone, with the command that adds a backend."""
+    named = list(dict.fromkeys(cell.backend for cell in run.cells.values() if not cell.is_reference))
+    if len(named) > 1 and run.manifest.get("baseline") in REFERENCES:
+        text = "the baseline is a reference, with which no times are compared"
+        return warning(UNAVAILABLE, text, command=again(run, **{"--baseline": named[0]}))
+    classes = {name: facts.get("class") or name for name, facts in run.manifest["backends"].items()}
+    more = [name for name in PARTNERS if name not in named][:1]
+    options = {"--backend": ",".join([*(classes.get(name, name) for name in named), *more])}
+    if _repeats(run) < MIN_TRIALS:
+        options["--repeats"] = str(MIN_REPEATS)
+    return warning(UNAVAILABLE, "no two cells of the run differ in the backend alone", command=again(run, **options))
 
 
 def next_command(run: Run, reasons: Collection[Reason], folder: Path) -> str:

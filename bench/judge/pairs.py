@@ -7,6 +7,7 @@ between two.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -17,7 +18,7 @@ import pandas as pd
 from bench.judge.evidence import CellEvidence, EvidenceByCell
 from bench.judge.loading import Run
 from bench.judge.statistics import MARGIN, Interval, Sample, holm, ratio
-from bench.judge.verdicts import ALPHA, Exactly, Judgement, Reason, Verdict, compare, judge_all
+from bench.judge.verdicts import ALPHA, NEXT, Comparison, Exactly, Reason, Verdict, compare, judge_all
 from bench.plan.cell import Cell, Status
 from bench.plan.columns import COLUMNS, labels
 
@@ -31,7 +32,7 @@ NUMERIC = ("precision", "accumulation_dtype")
 """Fields of a cell in which two cells may differ and still be shown side by side, as not comparable."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Pair:
     """Two cells to be compared."""
 
@@ -42,25 +43,26 @@ class Pair:
     group: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ComparedPair:
+@dataclass(frozen=True, kw_only=True)
+class ComparedPair(Pair, Comparison):
     """A pair with its verdict, its exact numbers and its regressions."""
 
-    pair: Pair
-    judgement: Judgement
     memory: Exactly
     steps: Exactly
-    forced: bool
-    """Whether a ratio is given although the two are not comparable."""
-    regressions: tuple[str, ...] = ()
+    regressions: tuple[str, ...]
     """The METRICS that are certainly worse than their threshold allows."""
-    unchecked: tuple[str, ...] = ()
+    unchecked: tuple[str, ...]
     """The METRICS with a threshold that could not be checked."""
 
     @property
-    def time(self) -> Interval | None:
-        """The step time of B over that of A."""
-        return self.judgement.comparison.time
+    def forced(self) -> bool:
+        """Whether a ratio is given although the two are not comparable."""
+        return self.verdict is Verdict.NOT_COMPARABLE and self.time is not None
+
+    @property
+    def has_interval(self) -> bool:
+        """Whether the ratio has an interval."""
+        return self.time is not None and self.time.low is not None
 
 
 def pairs_of_backends(run: Run, baseline: str, backend: str) -> list[Pair]:
@@ -142,57 +144,49 @@ def judge_pairs(
     if SLOWER in limits:
         slower = _certainly_slower(sides, judged, limits[SLOWER])
     return [
-        _compared(pair, cell, base, judgement, [SLOWER] * is_slower, limits, force)
-        for pair, (base, cell), judgement, is_slower in zip(pairs, sides, judged, slower, strict=True)
+        _compared(pair, *both, found, is_slower, limits, force)
+        for pair, both, found, is_slower in zip(pairs, sides, judged, slower, strict=True)
     ]
 
 
 def _compared(
     pair: Pair,
-    cell: CellEvidence,
     base: CellEvidence,
-    judgement: Judgement,
-    regressions: list[str],
+    cell: CellEvidence,
+    found: Comparison,
+    is_slower: bool,
     thresholds: Mapping[str, float],
     force: bool,
 ) -> ComparedPair:
     """A judged pair with its bytes, steps and regressions."""
-    blocked, time = judgement.comparison.blocked, judgement.comparison.time
-    barred = judgement.verdict is Verdict.NOT_COMPARABLE
     # Bytes and counts have no noise: what others did on the machine does not matter to them.
-    unlike = barred and judgement.reason is not Reason.DISTURBED
+    unlike = found.verdict is Verdict.NOT_COMPARABLE and found.reason is not Reason.DISTURBED
     memory, steps = Exactly(), Exactly()
     if force or not unlike:
         # What a ledger tracked is not what an allocator holds.
         alike = len(base.peak_memory_sources | cell.peak_memory_sources) <= 1
         memory = Exactly(a=base.peak_memory_bytes, b=cell.peak_memory_bytes, alike=alike)
         steps = Exactly(a=base.optimizer_steps, b=cell.optimizer_steps)
-    unchecked = []
-    if SLOWER in thresholds and (blocked is not None or time is None or time.low is None):
-        unchecked.append(SLOWER)
-    if MEMORY in thresholds and (unlike or memory.ratio is None):
-        unchecked.append(MEMORY)
-    elif MEMORY in thresholds and memory.ratio is not None and memory.ratio > 1 + thresholds[MEMORY]:
-        regressions = [*regressions, MEMORY]
+    share = None if unlike else memory.ratio
+    unknown = {SLOWER: found.blocked or found.time is None or found.time.low is None, MEMORY: share is None}
+    worse = {SLOWER: is_slower, MEMORY: share is not None and share > 1 + thresholds.get(MEMORY, math.inf)}
     return ComparedPair(
-        pair=pair,
-        judgement=judgement,
+        **vars(pair),
+        **vars(found),
         memory=memory,
         steps=steps,
-        forced=barred and time is not None,
-        regressions=tuple(regressions),
-        unchecked=tuple(unchecked),
+        regressions=tuple(metric for metric in METRICS if worse[metric]),
+        unchecked=tuple(metric for metric in METRICS if metric in thresholds and unknown[metric]),
     )
 
 
 def _certainly_slower(
-    sides: Sequence[tuple[CellEvidence, CellEvidence]], judged: Sequence[Judgement], threshold: float
+    sides: Sequence[tuple[CellEvidence, CellEvidence]], judged: Sequence[Comparison], threshold: float
 ) -> list[bool]:
     """Whether B takes longer than 1 + threshold times as long as A, of each pair."""
     values, beyond = [], []
-    for (base, theirs), judgement in zip(sides, judged, strict=True):
-        time = judgement.comparison.time
-        if judgement.comparison.blocked or time is None or time.low is None:
+    for (base, theirs), found in zip(sides, judged, strict=True):
+        if found.blocked or found.time is None or found.time.low is None:
             values.append(1.0)
             beyond.append(False)
             continue
@@ -200,36 +194,36 @@ def _certainly_slower(
         shifted = ratio(theirs.sample, allowed)
         assert shifted.p_different is not None, "there are as many trials as for the interval"
         values.append(shifted.p_different)
-        beyond.append(time.low > 1 + threshold)
+        beyond.append(found.time.low > 1 + threshold)
     return [there and p < ALPHA for there, p in zip(beyond, holm(values), strict=True)]
 
 
 def record(row: ComparedPair) -> dict[str, Any]:
     """One row as plain values: the columns of compare.parquet, and the ``cells`` of ``--json``."""
-    a, b, judgement, time, memory, steps = row.pair.a, row.pair.b, row.judgement, row.time, row.memory, row.steps
+    time = row.time
     return {
-        "cell": row.pair.name,
-        "group": row.pair.group,
-        "cell_id_a": a.cell_id,
-        "cell_id_b": b.cell_id,
-        "backend_a": a.backend,
-        "backend_b": b.backend,
-        "verdict": str(judgement.verdict),
-        "reason": str(judgement.reason),
-        "detail": judgement.detail,
-        "next": judgement.next,
+        "cell": row.name,
+        "group": row.group,
+        "cell_id_a": row.a.cell_id,
+        "cell_id_b": row.b.cell_id,
+        "backend_a": row.a.backend,
+        "backend_b": row.b.backend,
+        "verdict": str(row.verdict),
+        "reason": str(row.reason),
+        "detail": row.detail,
+        "next": NEXT[row.reason],
         "forced": row.forced,
         **{name: getattr(time, name, None) for name in ("ratio", "low", "high", "num_trials", "paired")},
-        "p_different": judgement.p_different,
-        "p_same": judgement.p_same,
+        "p_different": row.p_different,
+        "p_same": row.p_same,
         "no_interval": "" if time is None else time.reason,
-        "peak_memory_a_bytes": memory.a,
-        "peak_memory_b_bytes": memory.b,
-        "peak_memory_verdict": str(memory.verdict),
-        "peak_memory_ratio": memory.ratio,
-        "optimizer_steps_a": steps.a,
-        "optimizer_steps_b": steps.b,
-        "optimizer_steps_verdict": str(steps.verdict),
+        "peak_memory_a_bytes": row.memory.a,
+        "peak_memory_b_bytes": row.memory.b,
+        "peak_memory_verdict": str(row.memory.verdict),
+        "peak_memory_ratio": row.memory.ratio,
+        "optimizer_steps_a": row.steps.a,
+        "optimizer_steps_b": row.steps.b,
+        "optimizer_steps_verdict": str(row.steps.verdict),
         "regressions": list(row.regressions),
         "unchecked": list(row.unchecked),
     }

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from bench.formatting import plural
@@ -86,9 +86,9 @@ NEXT: dict[Reason, str] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The evidence on two cells."""
+    """The evidence on two cells, and the verdict on it."""
 
     time: Interval | None
     """The ratio of their step times, widened by the A/A pair's excess; None if there is none to be cited."""
@@ -96,26 +96,15 @@ class Comparison:
     """Ratio of the run's A/A pair."""
     margin: float = MARGIN
     cycles: Interval | None = None
-    blocked: tuple[Reason, str] | None = None
-    """What forbids a verdict, and the details."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Judgement:
-    """A verdict with its reason."""
-
-    comparison: Comparison
-    verdict: Verdict
-    reason: Reason
-    detail: str
+    """The ratio in clock cycles."""
+    blocked: bool = False
+    """Whether something forbids a verdict: the reason."""
+    verdict: Verdict = Verdict.AMBIGUOUS
+    reason: Reason = Reason.FEW_TRIALS
+    detail: str = ""
     p_different: float | None = None
     p_same: float | None = None
     """After Holm's correction over all comparisons of the report."""
-
-    @property
-    def next(self) -> str:
-        """What to do next."""
-        return NEXT[self.reason]
 
 
 BLOCKS = frozenset(
@@ -139,7 +128,12 @@ def compare(
         by = excess(control)
         time = ratio(a.sample, b.sample, margin).widened(by)
         cycles = ratio(a.cycles, b.cycles, margin).widened(by) if a.cycles and b.cycles else None
-    return Comparison(time=time, control=control, margin=margin, cycles=cycles, blocked=blocked)
+    found = Comparison(time=time, control=control, margin=margin, cycles=cycles)
+    if blocked is None:
+        return found
+    reason, detail = blocked
+    verdict = Verdict.NOT_COMPARABLE if reason in BLOCKS else Verdict.AMBIGUOUS
+    return replace(found, blocked=True, verdict=verdict, reason=reason, detail=detail)
 
 
 def _blocked(a: CellEvidence, b: CellEvidence) -> tuple[Reason, str] | None:
@@ -151,12 +145,10 @@ def _blocked(a: CellEvidence, b: CellEvidence) -> tuple[Reason, str] | None:
     ):
         if ours != theirs:
             return reason, f"{a.label} has {ours or 'none'}, {b.label} has {theirs or 'none'}"
-    found = [f"{side.label}: {text}" for side in (a, b) for text in side.obstacles]
-    if found:
-        wrong = a.failed_gates or b.failed_gates
-        return Reason.GATE if wrong else Reason.DISTURBED, "; ".join(found)
+    if found := [f"{side.label}: {text}" for side in (a, b) for text in side.obstacles]:
+        return Reason.GATE if a.failed_gates or b.failed_gates else Reason.DISTURBED, "; ".join(found)
     for side in (a, b):
-        if not len(side.sample.trials):
+        if not side.sample.trials:
             return Reason.NO_TRIALS, f"{side.label}: {plural(side.num_failed, 'trial')}, none of which succeeded"
     failed = [
         f"{side.label}: {side.num_failed} of {plural(side.num_failed + len(side.sample.trials), 'trial')} failed"
@@ -166,8 +158,8 @@ def _blocked(a: CellEvidence, b: CellEvidence) -> tuple[Reason, str] | None:
     return (Reason.FAILED_TRIALS, "; ".join(failed)) if failed else None
 
 
-def judge_all(comparisons: Iterable[Comparison]) -> list[Judgement]:
-    """Verdicts on all comparisons of one report, corrected by Holm for how many there are.
+def judge_all(comparisons: Iterable[Comparison]) -> list[Comparison]:
+    """All comparisons of one report with their verdicts, corrected by Holm for how many there are.
 
     Those that cannot be judged count too, with a p-value of 1.
     """
@@ -176,34 +168,26 @@ def judge_all(comparisons: Iterable[Comparison]) -> list[Judgement]:
         holm([1.0 if (p := getattr(c.time, name, None)) is None else p for c in every])
         for name in ("p_different", "p_same")
     )
-    return [
-        Judgement(comparison=c, verdict=verdict, reason=reason, detail=detail, p_different=p, p_same=q)
-        for c, p, q in zip(every, different, same, strict=True)
-        for verdict, reason, detail in [_verdict(c, p, q)]
-    ]
+    corrected = [replace(c, p_different=p, p_same=q) for c, p, q in zip(every, different, same, strict=True)]
+    return [c if c.blocked else _judged(c) for c in corrected]
 
 
-def _verdict(comparison: Comparison, p_different: float, p_same: float) -> tuple[Verdict, Reason, str]:
-    if comparison.blocked:
-        reason, words = comparison.blocked
-        return (Verdict.NOT_COMPARABLE if reason in BLOCKS else Verdict.AMBIGUOUS), reason, words
+def _judged(comparison: Comparison) -> Comparison:
     time, control = comparison.time, comparison.control
-    if time is None or time.low is None or time.high is None:
-        return Verdict.AMBIGUOUS, Reason.FEW_TRIALS, time.reason if time else "no ratio"
+    if time is None or time.low is None:
+        return replace(comparison, reason=Reason.FEW_TRIALS, detail=time.reason if time else "no ratio")
     if control is None or control.low is None:
         why = "there is no A/A pair" if control is None else f"A/A pair: {control.reason}"
-        return Verdict.AMBIGUOUS, Reason.NO_CONTROL, why
-    found, reason = _of_interval(time, comparison.margin, p_different, p_same)
-    words = f"{time.ratio:.4f} [{time.low:.4f}, {time.high:.4f}]"
-    if comparison.cycles is not None and found is not Verdict.AMBIGUOUS:
-        cycles = comparison.cycles
+        return replace(comparison, reason=Reason.NO_CONTROL, detail=why)
+    verdict, reason = _of_interval(time, comparison)
+    detail = f"{time.ratio:.4f} [{time.low:.4f}, {time.high:.4f}]"
+    if (cycles := comparison.cycles) is not None and verdict is not Verdict.AMBIGUOUS:
         # Whatever Holm said of the seconds goes for the cycles: what must agree is where the interval is.
-        other = Verdict.AMBIGUOUS
-        if cycles.low is not None:
-            other = _of_interval(cycles, comparison.margin, p_different, p_same)[0]
-        if other is not found:
-            return Verdict.AMBIGUOUS, Reason.CLOCKS, f"{words}; in cycles {cycles.ratio:.4f}, which is {other}"
-    return found, reason, words
+        other = Verdict.AMBIGUOUS if cycles.low is None else _of_interval(cycles, comparison)[0]
+        if other is not verdict:
+            detail += f"; in cycles {cycles.ratio:.4f}, which is {other}"
+            verdict, reason = Verdict.AMBIGUOUS, Reason.CLOCKS
+    return replace(comparison, verdict=verdict, reason=reason, detail=detail)
 
 
 def excess(control: Interval | None) -> float:
@@ -213,30 +197,31 @@ def excess(control: Interval | None) -> float:
     return max(0.0, math.log(control.low), -math.log(control.high))
 
 
-def _of_interval(time: Interval, margin: float, p_different: float, p_same: float) -> tuple[Verdict, Reason]:
+def _of_interval(time: Interval, found: Comparison) -> tuple[Verdict, Reason]:
     assert time.low is not None and time.high is not None, "callers look first"
-    fits, apart = equivalent(time, margin), not time.low <= 1 <= time.high
-    if fits and p_same < ALPHA:
+    assert found.p_same is not None and found.p_different is not None
+    fits, apart = equivalent(time, found.margin), not time.low <= 1 <= time.high
+    if fits and found.p_same < ALPHA:
         return Verdict.SAME, Reason.INSIDE_MARGIN
-    if apart and p_different < ALPHA:
+    if apart and found.p_different < ALPHA:
         return (Verdict.FASTER if time.high < 1 else Verdict.SLOWER), Reason.DIFFERENT
     return Verdict.AMBIGUOUS, Reason.MANY if fits or apart else Reason.WIDE
 
 
-def next_precision(judgements: Sequence[Judgement], precision: float, margin: float = MARGIN) -> float | None:
+def next_precision(found: Sequence[Comparison], precision: float, margin: float = MARGIN) -> float | None:
     """Width of the intervals to go on to; None if the repeats are enough.
 
     First all intervals, the A/A pair's among them, must be narrower than the precision. Comparisons that are then
     still ambiguous for want of evidence are extended, once, until SAME_WIDTH of the margin. Neither depends on where
     the intervals are, and so repeats are not added until a wanted verdict comes up.
     """
-    intervals = [i for one in judgements for i in (one.comparison.time, one.comparison.control) if i is not None]
+    intervals = [interval for each in found for interval in (each.time, each.control) if interval is not None]
     widest = max((interval.width for interval in intervals), default=math.inf)
     if widest >= precision:
         return precision
     extended = min(precision, SAME_WIDTH * margin)
-    open_still = any(one.verdict is Verdict.AMBIGUOUS and one.reason in MORE_HELPS for one in judgements)
-    return extended if open_still and widest >= extended else None
+    is_open = any(each.verdict is Verdict.AMBIGUOUS and each.reason in MORE_HELPS for each in found)
+    return extended if is_open and widest >= extended else None
 
 
 class Exact(StrEnum):

@@ -1,19 +1,21 @@
-"""What a run says, in a few statements and one table: the first screen of the page and of report.md, and the terminal.
+"""What a run says, in a few findings and one table: the first screen of the page and of report.md, and the terminal.
 
-Statements are made from verdicts and exact counts. A ratio is always the time of X over the time of Y: below 1, X is
+Findings are made from verdicts and exact counts. A ratio is always the time of X over the time of Y: below 1, X is
 faster.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
 
+from bench.findings import Finding, good, note, warning
 from bench.formatting import alike, digits, plural, size
-from bench.judge.baseline import Control, widest
+from bench.judge.analysis import Analysis
+from bench.judge.baseline import widest
 from bench.judge.caveats import link_words, transfer
 from bench.judge.gates import known_defect
 from bench.judge.next_steps import next_command
@@ -22,8 +24,8 @@ from bench.judge.statistics import trials_to_show
 from bench.judge.tables import rows_of
 from bench.judge.verdicts import Reason, Verdict
 from bench.plan.cell import Device, Status, Sync, summarize
-from bench.report.ranking import Group, Ranked, ends_of, groups
-from bench.report.report_data import ReportData, cpu_name, eager_and_deferred, gpu_names, parameters
+from bench.report.descriptions import cpu_name, eager_and_deferred, gpu_names, parameters
+from bench.report.ranking import Group, ends_of, groups
 
 LONGEST = 240
 """Characters of a reason; the table of failed cells has it in full."""
@@ -41,32 +43,13 @@ FIRST_DEFERRED = "fsdp2-deferred"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Statement:
-    """One thing that the run says."""
-
-    key: str
-    title: str
-    text: str
-    lead: str = ""
-    """What the text is about; it stands before the text."""
-    is_warning: bool = False
-    command: str = ""
-    """What to do about it, ready to paste."""
-
-    @property
-    def sentence(self) -> str:
-        """The statement without title and command."""
-        return f"{self.lead}: {self.text}" if self.lead else self.text
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
     """The first screen."""
 
-    alarm: Statement | None
+    alarm: Finding | None
     """Why no times can be compared."""
-    statements: tuple[Statement, ...]
-    scope: Statement
+    statements: tuple[Finding, ...]
+    scope: Finding
     """Model, ranks, device, link, n and the A/A pair in one line."""
     groups: tuple[Group, ...]
     """The tables, the one of the largest N first."""
@@ -75,140 +58,125 @@ class Answer:
     """What must be said beside the numbers (``bench.judge.caveats``)."""
 
     @property
-    def all(self) -> tuple[Statement, ...]:
+    def all(self) -> tuple[Finding, ...]:
         """Every statement in order."""
         return (*([self.alarm] if self.alarm else []), *self.statements, self.scope)
 
 
-def answer(data: ReportData) -> Answer:
+def answer(data: Analysis) -> Answer:
     """The answer of a run."""
     every = groups(data)
-    said: list[Statement] = []
-    if every:
-        first = every[0]
-        said += [*_fastest(data, first), *_least(data, first), *_twins(data, first)]
-    said += [*_wrong(data), *_failed(data), *_open(data, every), *_resolution(data)]
+    statements = [
+        *(statement for group in every[:1] for of in (_fastest, _least, _twins) for statement in of(data, group)),
+        *_wrong(data),
+        *_failed(data),
+        *_open(data, every),
+        *_resolution(data),
+    ]
+    alarm = data.times_unavailable
     return Answer(
-        alarm=_alarm(data),
-        statements=tuple(said),
-        scope=Statement(key="scope", title="Scope", text=_scope(data)),
+        alarm=alarm and replace(alarm, text=_sentence(cut(alarm.text))),
+        statements=tuple(statements),
+        scope=note("Scope", _scope(data)),
         groups=tuple(every),
-        baseline=data.against_baseline.baseline,
-        remarks=tuple(data.against_baseline.remarks),
+        baseline=data.baseline,
+        remarks=tuple(data.remarks),
     )
 
 
-def _alarm(data: ReportData) -> Statement | None:
-    found = data.times_unavailable
-    if found is None:
-        return None
-    text = _sentence(cut(found.reason))
-    title = "No times can be compared" if found.command else "No times"
-    return Statement(key="alarm", title=title, text=text, is_warning=bool(found.command), command=found.command)
-
-
-def _fastest(data: ReportData, group: Group) -> Iterator[Statement]:
+def _fastest(data: Analysis, group: Group) -> Iterator[Finding]:
     """The fastest correct backend, and those that cannot be told apart from it."""
-    timed = [row for row in group.rows if row.is_correct and row.seconds is not None]
+    timed = [row for row in group.rows if row["correct"] == "yes" and row["step_time_s"] is not None]
     if not timed:
         return
     best, *others = timed
-    text = f"{digits(best.seconds or 0)} s per step{_ends(best.low, best.high)} at {group.where}"
-    against = data.against_baselines.get(best.backend)
-    rows = {} if against is None else against.by_cell
-    cells = [data.rows[row.cell_id] for row in timed]
-    alike_ids = {cell["cell_id"] for cell in data.not_slower(cells, data.rows[best.cell_id])}
-    near = [row for row in others if row.cell_id in alike_ids]
-    if near:
-        text += f". Statistically indistinguishable: {', '.join(_with_ratio(row, rows) for row in near)}"
+    ends = _ends(best["step_time_low_s"], best["step_time_high_s"])
+    text = f"{digits(best['step_time_s'])} s per step{ends} at {group.where}"
+    pairs = data.against(best["backend"])
+    if near := data.not_slower(timed, best):
+        named = ", ".join(_with_ratio(row["backend"], pairs.get(row["cell_id"])) for row in near)
+        text += f". Statistically indistinguishable: {named}"
     elif others:
-        text += f". Next: {_with_ratio(others[0], rows)} times its time"
-    yield Statement(key="fastest", title="Fastest correct backend", lead=best.backend, text=f"{text}.")
+        text += f". Next: {_with_ratio(others[0]['backend'], pairs.get(others[0]['cell_id']))} times its time"
+    yield good("Fastest correct backend", f"{text}.", subject=best["backend"])
 
 
-def _with_ratio(row: Ranked, rows: Mapping[str, ComparedPair]) -> str:
-    pair = rows.get(row.cell_id)
+def _with_ratio(backend: str, pair: ComparedPair | None) -> str:
     if pair is None or pair.time is None:
-        return row.backend
-    return f"{row.backend}, {digits(pair.time.ratio)}{_ends(pair.time.low, pair.time.high)}"
+        return backend
+    return f"{backend}, {digits(pair.time.ratio)}{_ends(pair.time.low, pair.time.high)}"
 
 
 def _ends(low: float | None, high: float | None) -> str:
     return "" if low is None or high is None else f" (95 % {ends_of(low, high)})"
 
 
-def _least(data: ReportData, group: Group) -> Iterator[Statement]:
+def _least(data: Analysis, group: Group) -> Iterator[Finding]:
     """The correct backends with the least memory, and how they compare with the fastest."""
-    known = [row for row in group.rows if row.memory is not None and row.correct in {"yes", "not checked"}]
+    known = [row for row in group.rows if row["peak_memory_bytes"] is not None and row["status"] == Status.OK]
     if not known:
         return
-    least = min(row.memory or 0 for row in known)
-    best = [row for row in known if alike(row.memory or 0, least)]
-    names = ", ".join(row.backend for row in best)
-    text = f"{size(least)} per rank at its peak, at {group.where}"
-    fastest = known[0]
-    against = data.against_baselines.get(fastest.backend)
-    pair = against.by_cell.get(best[0].cell_id) if against and group.is_timed else None
-    if fastest not in best and fastest.memory and pair and pair.time:
-        share, time = 100 * (1 - least / fastest.memory), digits(pair.time.ratio)
-        text += f": {share:.0f} % less than {fastest.backend}, at {time} times its step time"
-    yield Statement(key="memory", title="Least memory", lead=names, text=f"{text}.")
+    fastest, least = known[0], min(row["peak_memory_bytes"] for row in known)
+    best = [row for row in known if alike(row["peak_memory_bytes"], least)]
+    text = f"peak memory per rank {size(least)}, at {group.where}"
+    pair = data.against(fastest["backend"]).get(best[0]["cell_id"]) if group.is_timed else None
+    if fastest not in best and pair and pair.time:
+        share, time = 100 * (1 - least / fastest["peak_memory_bytes"]), digits(pair.time.ratio)
+        text += f": {share:.0f} % less than {fastest['backend']}, at {time} times its step time"
+    yield good("Least memory", f"{text}.", subject=", ".join(row["backend"] for row in best))
 
 
-def _twins(data: ReportData, group: Group) -> Iterator[Statement]:
+def _twins(data: Analysis, group: Group) -> Iterator[Finding]:
     """Deferred against eager sync, of FSDP2 in full; one line for all other frameworks and shardings that have both."""
     about = data.run.manifest["backends"]
-    rows = {row.backend: row for row in group.rows}
+    rows = {row["backend"]: row for row in group.rows}
     shown = {name: about.get(name, {}) for name in rows}
     pairs = [pair for how in (Sync.DEFERRED, Sync.DEFERRED_ALL_REDUCE) for pair in eager_and_deferred(shown, how)]
     full, short = [], []
     for eager, deferred in sorted(pairs, key=lambda pair: pair[1] != FIRST_DEFERRED):
-        ours, theirs = rows[deferred], rows[eager]
-        found = data.against_baselines[eager].by_cell.get(ours.cell_id) if eager in data.against_baselines else None
-        said, brief = [], []
-        if group.is_timed and found is not None and found.time is not None:
-            time, verdict = found.time, found.judgement.verdict
-            said.append(f"time {digits(time.ratio)}{_ends(time.low, time.high)}, {verdict}")
-            brief.append(f"{digits(time.ratio)} ({verdict})")
-        if ours.memory and theirs.memory:
-            ratio = digits(ours.memory / theirs.memory)
-            said.append(f"memory {ratio} ({size(ours.memory)} / {size(theirs.memory)})")
-            brief.append(ratio)
-        if said:
-            full.append((f"{deferred} / {eager}", f"{'; '.join(said)}."))
+        pair = data.compared(rows[deferred]["cell_id"], rows[eager]["cell_id"]) if group.is_timed else None
+        texts, brief = [], []
+        if pair is not None and pair.time is not None:
+            texts.append(f"time {digits(pair.time.ratio)}{_ends(pair.time.low, pair.time.high)}, {pair.verdict}")
+            brief.append(f"{digits(pair.time.ratio)} ({pair.verdict})")
+        ours, theirs = (rows[name]["peak_memory_bytes"] for name in (deferred, eager))
+        if ours and theirs:
+            texts.append(f"memory {digits(ours / theirs)} ({size(ours)} / {size(theirs)})")
+            brief.append(digits(ours / theirs))
+        if texts:
+            full.append((f"{deferred} / {eager}", f"{'; '.join(texts)}."))
             short.append(f"{deferred} {', '.join(brief)}")
     for lead, text in full[:1]:
-        yield Statement(key="sync", title="Deferred against eager", lead=lead, text=text)
+        yield good("Deferred against eager", text, subject=lead)
     if short[1:]:
         text = f"{'time and ' * group.is_timed}memory, deferred / eager: {'; '.join(short[1:])}."
-        yield Statement(key="families", title="Other families", text=text)
+        yield note("Other families", text)
 
 
-def _wrong(data: ReportData) -> Iterator[Statement]:
+def _wrong(data: Analysis) -> Iterator[Finding]:
     """What must not be used: each reason once, with all its cells."""
     invalid = data.bad[data.bad["status"] == Status.INVALID]
     for reason, cells in _by_reason(data, invalid):
-        yield Statement(
-            key="wrong", title="Do not use", lead=_cells(data, cells), text=f"{_sentence(reason)}", is_warning=True
-        )
+        yield warning("Do not use", _sentence(reason), subject=_cells(data, cells))
 
 
-def _failed(data: ReportData) -> Iterator[Statement]:
+def _failed(data: Analysis) -> Iterator[Finding]:
     """What failed or could not run: each reason once."""
     others = data.bad[data.bad["status"] != Status.INVALID]
-    for status, rows in others.groupby("status", sort=False):
-        for reason, cells in _by_reason(data, rows):
-            title = "Not run" if status == Status.UNSUPPORTED else "Failed"
-            bad = status != Status.UNSUPPORTED
-            text = _sentence(f"{status}: {reason}" if bad else reason)
-            yield Statement(key="failed", title=title, lead=_cells(data, cells), text=text, is_warning=bad)
+    for status in others["status"].unique():
+        for reason, cells in _by_reason(data, others[others["status"] == status]):
+            named = _cells(data, cells)
+            if status == Status.UNSUPPORTED:
+                yield note("Not run", _sentence(reason), subject=named)
+            else:
+                yield warning("Failed", _sentence(f"{status}: {reason}"), subject=named)
 
 
 def _sentence(text: str) -> str:
     return text if text.endswith((".", "]")) else f"{text}."
 
 
-def _by_reason(data: ReportData, rows: pd.DataFrame) -> list[tuple[str, list[dict[str, Any]]]]:
+def _by_reason(data: Analysis, rows: pd.DataFrame) -> list[tuple[str, list[dict[str, Any]]]]:
     """The cells by the reason why they failed, that of the first; cells that failed the same gates share one."""
     found: dict[Any, tuple[str, list[dict[str, Any]]]] = {}
     for cell in rows_of(rows):
@@ -219,48 +187,45 @@ def _by_reason(data: ReportData, rows: pd.DataFrame) -> list[tuple[str, list[dic
     return list(found.values())
 
 
-def _cells(data: ReportData, cells: Sequence[Mapping[str, Any]]) -> str:
+def _cells(data: Analysis, cells: Sequence[Mapping[str, Any]]) -> str:
     """The backends of these cells, with their N where not all cells of a backend are among them."""
     everywhere = data.cells.groupby("backend")["accumulate"].agg(set)
     sizes = data.cells.groupby("backend").size()
     places: dict[str, list[str]] = {}
     for backend in dict.fromkeys(cell["backend"] for cell in cells):
-        own = [cell for cell in cells if cell["backend"] == backend]
-        numbers = sorted({cell["accumulate"] for cell in own})
+        mine = [cell for cell in cells if cell["backend"] == backend]
+        numbers = sorted({cell["accumulate"] for cell in mine})
         where = "" if set(numbers) == everywhere[backend] else f"N = {', '.join(map(str, numbers))}"
         at_these = data.cells[(data.cells["backend"] == backend) & data.cells["accumulate"].isin(numbers)]
-        if len(own) < len(at_these):
-            where = ", ".join(filter(None, (where, f"{len(own)} of {plural(sizes[backend], 'cell')}")))
+        if len(mine) < len(at_these):
+            where = ", ".join(filter(None, (where, f"{len(mine)} of {plural(sizes[backend], 'cell')}")))
         places.setdefault(where, []).append(backend)
     return "; ".join(f"{', '.join(names)}{f' ({where})' if where else ''}" for where, names in places.items())
 
 
-def _open(data: ReportData, every: Sequence[Group]) -> Iterator[Statement]:
+def _open(data: Analysis, every: Sequence[Group]) -> Iterator[Finding]:
     """Why correct cells are not compared while others are, or comparisons are undecided, and the command that helps."""
     found: dict[tuple[str, Reason, str], dict[str, list[str]]] = {}
     texts: dict[Reason, str] = {}
-    for where, row in ((one.where, row) for one in every for row in one.rows):
-        if row.pair is None or data.times_unavailable is not None:
-            continue
-        judgement = row.pair.judgement
-        if judgement.verdict is Verdict.AMBIGUOUS:
-            key, text = "undecided", f"{OPEN[judgement.reason].format(data.against_baseline.baseline)}."
-        elif judgement.verdict is Verdict.NOT_COMPARABLE and row.is_correct:
-            key, text = "barred", texts.setdefault(judgement.reason, _sentence(cut(judgement.detail)))
-        else:
-            continue
-        found.setdefault((key, judgement.reason, text), {}).setdefault(where, []).append(row.backend)
-    for (key, reason, text), places in sorted(found.items(), key=lambda one: one[0][0]):
-        title = "Undecided" if key == "undecided" else "Not compared"
-        lead = "; ".join(f"{', '.join(names)} at {place}" for place, names in places.items())
-        command = next_command(data.run, {reason}, data.folder)
-        yield Statement(key=key, title=title, lead=lead, text=text, command=command)
+    for group in every:
+        for row in group.rows:
+            pair = data.pairs.get(row["cell_id"]) if group.is_timed else None
+            if pair is not None and pair.verdict is Verdict.AMBIGUOUS:
+                topic, text = "Undecided", f"{OPEN[pair.reason].format(data.baseline)}."
+            elif pair is not None and pair.verdict is Verdict.NOT_COMPARABLE and row["correct"] == "yes":
+                topic, text = "Not compared", texts.setdefault(pair.reason, _sentence(cut(pair.detail)))
+            else:
+                continue
+            found.setdefault((topic, pair.reason, text), {}).setdefault(group.where, []).append(row["backend"])
+    for (topic, reason, text), places in sorted(found.items(), key=lambda item: item[0][0]):
+        named = "; ".join(f"{', '.join(names)} at {place}" for place, names in places.items())
+        yield note(topic, text, subject=named, command=next_command(data.run, {reason}, data.folder))
 
 
-def _resolution(data: ReportData) -> Iterator[Statement]:
+def _resolution(data: Analysis) -> Iterator[Finding]:
     """How many trials a small difference would need, if some comparison is undecided for want of them."""
-    rows = [row for row in data.against_baseline.rows if row.time is not None and row.time.low is not None]
-    if data.times_unavailable or not any(row.judgement.reason in (Reason.WIDE, Reason.MANY) for row in rows):
+    rows = [row for row in data.verdicts if row.has_interval]
+    if data.times_unavailable or not any(row.reason in (Reason.WIDE, Reason.MANY) for row in rows):
         return
     times = [row.time for row in rows if row.time is not None]
     needed, n = max(trials_to_show(time) for time in times), min(time.num_trials for time in times)
@@ -268,45 +233,43 @@ def _resolution(data: ReportData) -> Iterator[Statement]:
         return
     minutes = float(data.run.tables.trials["wall_s"].sum()) / 60
     text = (
-        f"A difference of 5 % between any two cells would show in 8 of 10 runs with {needed} trials per cell, about "
+        f"a difference of 5 % between any two cells would show in 8 of 10 runs with {needed} trials per cell, about "
         f"{max(1, round(minutes * needed / n))} minutes; this run has {n}, in {max(1, round(minutes))}."
     )
-    yield Statement(key="resolution", title="Resolution", text=text)
+    yield note("Resolution", text)
 
 
-def _scope(data: ReportData) -> str:
+def _scope(data: Analysis) -> str:
     """Model, ranks, device, link, counts and the A/A pair, and what does not follow from the run."""
     run, cells = data.run, [cell for cell in data.run.cells.values() if not cell.twin]
-    own = [cell for cell in cells if not cell.is_reference] or cells
+    shown = [cell for cell in cells if not cell.is_reference] or cells
     sizes = run.tables.trials.groupby("model")["num_parameters"].max()
-    models = [f"{name} ({parameters(sizes[name])})" for name in dict.fromkeys(c.model for c in own)]
-    ranks = ", ".join(str(number) for number in sorted({cell.world_size for cell in own}))
-    cpu = any(cell.device is Device.CPU for cell in own)
+    models = [f"{name} ({parameters(sizes[name])})" for name in dict.fromkeys(c.model for c in shown)]
+    ranks = ", ".join(str(number) for number in sorted({cell.world_size for cell in shown}))
+    cpu = any(cell.device is Device.CPU for cell in shown)
     about = run.manifest.get("machine") or {}
-    machine = cpu_name(about) if cpu else gpu_names(about)
     counts = data.contestants.loc[data.contestants["num_ok"] > 0, "num_ok"]
-    trials = " to ".join(dict.fromkeys(str(int(one)) for one in (counts.min(), counts.max()))) if len(counts) else "0"
+    trials = " to ".join(dict.fromkeys(str(int(n)) for n in (counts.min(), counts.max()))) if len(counts) else "0"
+    wide = widest(data.verdicts)
     parts = [
-        f"{', '.join(models)} on {ranks} rank{'' if ranks == '1' else 's'} of {machine}, {link_words(own)}",
+        f"{', '.join(models)} on {ranks} rank{'' if ranks == '1' else 's'} of "
+        f"{cpu_name(about) if cpu else gpu_names(about)}, {link_words(shown)}",
         f"n = {trials} good {'trial' if trials == '1' else 'trials'} per cell",
-        *([] if data.times_unavailable else [_control(data.against_baseline.control)]),
+        "" if data.times_unavailable else _control(data.control),
+        "" if wide is None else f"widest interval of a ratio {100 * wide:.2g} %",
+        summarize(run.cells.values(), data.baseline),
+        transfer(sizes.max()) if cpu and not data.times_unavailable else "",
     ]
-    if (wide := widest(data.against_baseline.rows)) is not None:
-        parts.append(f"widest interval of a ratio {100 * wide:.2g} %")
-    parts.append(summarize(run.cells.values(), data.against_baseline.baseline))
-    if cpu and not data.times_unavailable:
-        parts.append(transfer(sizes.max()))
-    return f"{'; '.join(parts)}."
+    return f"{'; '.join(filter(None, parts))}."
 
 
-def _control(control: Control | None) -> str:
+def _control(control: ComparedPair | None) -> str:
     """The ratio of the A/A pair."""
     if control is None:
         return "no A/A pair"
-    found = control.interval
-    if found is None or found.low is None or found.high is None:
-        return f"the A/A pair has no interval: {cut(control.reason)}"
-    return f"A/A pair {digits(found.ratio)} ({ends_of(found.low, found.high)})"
+    if control.time is None or not control.has_interval:
+        return f"the A/A pair has no interval: {cut(control.detail)}"
+    return f"A/A pair {digits(control.time.ratio)} ({ends_of(control.time.low, control.time.high)})"
 
 
 def cut(text: str, longest: int = LONGEST) -> str:

@@ -45,7 +45,6 @@ FULL = WIDTH - 2 * MARGIN
 """Inches of a line of words."""
 NOTE_LINES = 12
 """Of all notes; further ones are cut."""
-BANNER_INK, BANNER_PAPER = "#9B1C1C", "#FDE8E8"
 LOG_ABOVE = 5.0
 """Ratio of the largest to the smallest value above which an axis is logarithmic."""
 
@@ -58,12 +57,10 @@ class FigureWords:
     subtitle: str
     footer: str
     notes: list[str] = field(default_factory=list)
-    banner: str = ""
-    """Why the figure must not be read as a comparison; empty if it may be."""
 
     def plain(self) -> str:
         """All but the title in one text, for readers who cannot see the picture."""
-        return "\n".join(filter(None, [self.banner, self.subtitle, *self.notes, self.footer]))
+        return "\n".join(filter(None, [self.subtitle, *self.notes, self.footer]))
 
 
 @dataclass
@@ -86,13 +83,10 @@ def new_figure(words: FigureWords, keys: Sequence[Key], panels: float) -> Figure
     notes = [line for note in words.notes for line in wrap(note, FULL, TINY, indent="   ")]
     if len(notes) > NOTE_LINES:
         notes[NOTE_LINES - 1 :] = ["... and more: see the report of the run"]
-    box = {"facecolor": BANNER_PAPER, "edgecolor": "none", "boxstyle": "square,pad=0.25"} if words.banner else None
     above = [
         _text(figure, wrap(words.title, FULL, TITLE, "bold"), TITLE, weight="bold"),
         _text(figure, wrap(words.subtitle, FULL, SUBTITLE), SUBTITLE, color=GREY),
-        _text(figure, wrap(words.banner, FULL - 0.1, SUBTITLE, "bold"), SUBTITLE, weight="bold", color=BANNER_INK,
-              bbox=box),
-    ]  # fmt: skip
+    ]
     below = [
         *([_legend(figure, keys)] if keys else []),
         _text(figure, notes, TINY),

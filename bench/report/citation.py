@@ -12,47 +12,36 @@ from __future__ import annotations
 
 import re
 import urllib.parse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
+from bench.errors import InputError
 from bench.formatting import bibtex, digits, markdown, plain, plural
+from bench.judge.analysis import SCHEME, Analysis, place_of, quoted
 from bench.judge.loading import Run
-from bench.judge.quotes import SCHEME, CellQuote, Quotes, RatioQuote, place_of, quoted
-from bench.judge.statistics import Interval
+from bench.judge.pairs import ComparedPair
+from bench.judge.statistics import too_few
 from bench.judge.verdicts import NEXT, Verdict
 from bench.plan.columns import AXES, WAYS
-from bench.report.report_data import machine_words
+from bench.report.descriptions import machine_words
 from bench.run.machine import FRAMEWORKS, unlike_nodes
 
 VERSIONS = (*FRAMEWORKS, "numpy")
 """Packages whose versions are cited."""
-NOT_STORED = "not stored"
 NONE = "none"
 """Stands for a value that does not exist."""
-HASH = re.compile(r"[0-9a-f]{64}")
 METHOD = "Method: 20 % trimmed geometric mean over trials of the median step after warm-up, the slowest rank's"
-AGAINST = " against "
-AUTHORS = "The accumulation-bench authors"
 ESCAPES: dict[str, Callable[[object], str]] = {"markdown": markdown, "bibtex": bibtex, "text": plain}
 """Formats, and how words from outside become harmless in each."""
 MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
 
 
-@dataclass(frozen=True, slots=True)
-class Citation:
-    """What to paste."""
-
-    markdown: str
-    bibtex: str
-    text: str
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CitedWords:
-    """A citation before it is formatted, as parts of plain text."""
+class Citation:
+    """What is cited, as parts of plain text, and the same in each format."""
 
     subject: str
     statement: str
@@ -61,65 +50,80 @@ class CitedWords:
     """The id."""
     fields: Mapping[str, str]
     """What follows the id in the line for machines."""
-    caveats: tuple[str, ...]
-    details: tuple[str, ...]
-    """Sentences on work, machine, versions and commit."""
+    details: Sequence[str]
+    """Sentences on caveats, work, machine, versions and commit, without their full stops."""
     started: str
 
+    @property
+    def markdown(self) -> str:
+        line = f"`{self.place} {joined(self.fields)}`"
+        return f"**{markdown(self.subject)}**: {markdown(self.statement)}.\n{line}\n{self._tail(markdown)}"
 
-def cite(run: Run, cell_id: str, other_id: str | None = None) -> Citation:
+    @property
+    def text(self) -> str:
+        return self._plain(plain)
+
+    @property
+    def bibtex(self) -> str:
+        date = re.match(r"(\d{4})-(0[1-9]|1[0-2])-", self.started)
+        fields = {
+            "author": "{{{The accumulation-bench authors}}}",
+            "title": f"{{{{{bibtex(self.subject)}}}}}",
+            **({} if date is None else {"year": f"{{{date[1]}}}", "month": MONTHS[int(date[2]) - 1]}),
+            "howpublished": f"{{{bibtex(f'{SCHEME}, a benchmark of gradient accumulation')}}}",
+            "note": f"{{{self._plain(bibtex)}}}",
+        }
+        key = re.sub(r"[^A-Za-z0-9.-]+", "-", urllib.parse.unquote(self.place)).strip("-")
+        return "@misc{" + ",\n".join([key, *(f"  {name} = {value}" for name, value in fields.items())]) + ",\n}"
+
+    def _plain(self, escape: Callable[[object], str]) -> str:
+        place = bibtex(self.place) if escape is bibtex else self.place
+        line = f"{place} {joined(self.fields)}"
+        return f"{escape(self.subject)}: {escape(self.statement)}.\n{line}\n{self._tail(escape)}"
+
+    def _tail(self, escape: Callable[[object], str]) -> str:
+        return " ".join(f"{escape(sentence)}." for sentence in self.details)
+
+
+def cite(data: Analysis, cell_id: str, other_id: str | None = None) -> Citation:
     """The citation of a cell's step time; with another cell, of its ratio to that one's.
 
     A cell that is not comparable is cited with that said and without a number. Raises InputError if the run lacks one
     of the two.
     """
-    quotes = Quotes(run)
-    return formats(words_of_cell(quotes, cell_id) if other_id is None else words_of_ratio(quotes, cell_id, other_id))
+    run, ids = data.run, [cell_id] if other_id is None else [cell_id, other_id]
+    if unknown := [name for name in ids if name not in run.cells]:
+        raise InputError(f"{unknown[0]}: is not a cell of the run {run.name}")
+    cell = data.rows[cell_id]
+    caveats = data.caveats(*ids)
+    if other_id is None:
+        statement, fields = _of_cell(data, cell)
+    else:
+        pair = data.ratio(cell_id, other_id)
+        statement, fields = _of_ratio(pair)
+        if pair.blocked and not any(pair.detail in text for text in caveats):
+            caveats.insert(0, f"{pair.reason}: {pair.detail}")
+    limits = [f"Note: {'; '.join(text.rstrip('.') for text in caveats)}"] if caveats else []
+    subject = " against ".join(harmless(run.labels[each]) for each in ids)
+    return _citation(run, "/".join(ids), subject, statement, fields, [*limits, METHOD, _work(cell)])
 
 
 def cite_plot(run: Run, name: str) -> Citation:
     """The citation of a figure of the run, by the name of its file without the ending."""
-    return formats(words_of_plot(run, name))
+    return _citation(run, f"plots/{quoted(name)}", f"Figure {name}", "a figure of this run", {}, [])
 
 
-def words_of_cell(quotes: Quotes, cell_id: str) -> CitedWords:
-    """What is said of one cell."""
-    run, quote = quotes.run, quotes.cell(cell_id)
-    return _words(run, cell_id, run.labels[cell_id], _time(quote), _fields(quote), quote.caveats, quote.trial)
-
-
-def words_of_ratio(quotes: Quotes, cell_id: str, other_id: str) -> CitedWords:
-    """What is said of one cell against another."""
-    run, quote = quotes.run, quotes.ratio(cell_id, other_id)
-    subject = AGAINST.join(harmless(run.labels[one]) for one in (cell_id, other_id))
-    place, fields = f"{cell_id}/{other_id}", fields_of(quote)
-    return _words(run, place, subject, statement_of(quote), fields, quote.caveats, quote.trial)
-
-
-def words_of_plot(run: Run, name: str) -> CitedWords:
-    """What is said of a figure."""
-    return _words(run, f"plots/{quoted(name)}", f"Figure {name}", "a figure of this run", {}, (), None)
-
-
-def _words(
-    run: Run,
-    place: str,
-    subject: str,
-    statement: str,
-    fields: Mapping[str, str],
-    caveats: tuple[str, ...],
-    trial: Any,
-) -> CitedWords:
-    manifest = run.manifest
-    details = [] if trial is None else [METHOD, _work(trial)]
-    return CitedWords(
+def _citation(
+    run: Run, place: str, subject: str, statement: str, fields: Mapping[str, str], details: Sequence[str]
+) -> Citation:
+    about = run.manifest
+    return Citation(
         subject=harmless(subject),
         statement=statement,
         place=place_of(run.name, place),
-        fields={**fields, **hash_of(manifest)},
-        caveats=tuple(harmless(text).rstrip(".") for text in caveats),
-        details=tuple(map(harmless, [*details, _machine(manifest), _versions(manifest), commit(manifest)])),
-        started=str(manifest.get("started", "")),
+        fields={**fields, "sha256": run.digest or NONE},
+        details=[harmless(text) for text in (*details, _machine(about), _versions(about), commit(about))],
+        started=str(about.get("started", "")),
     )
 
 
@@ -128,45 +132,41 @@ def harmless(text: str) -> str:
     return plain(text).replace(f"{SCHEME}:", f"{SCHEME} ")
 
 
-def _time(quote: CellQuote) -> str:
-    time, trials = quote.time, plural(quote.num_trials, "trial")
-    if quote.barred:
-        return f"NOT COMPARABLE, no step time is given (n = 0 of {trials})"
-    counted = f"n = {trials}" if quote.num_ok == quote.num_trials else f"n = {quote.num_ok} of {trials}"
-    if time is None:
-        found = f"no step time ({counted})"
-    else:
-        interval = _interval(time.low, time.high, time.reason)
-        found = f"{digits(time.seconds)} s per optimizer step ({interval}, {counted})"
-    if quote.peak_memory_bytes is not None:
-        peak = quote.peak_memory_bytes
-        found += f"; peak memory {digits(peak / 2**20)} MiB ({peak} bytes, {quote.peak_memory_source})"
-    return found
+def _of_cell(data: Analysis, cell: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+    """The numbers of a cell, as a sentence and as fields."""
+    num_ok, trials = cell["num_ok"], plural(cell["num_trials"], "trial")
+    if data.run.evidence.of(data.run.cells[cell["cell_id"]]).barred:
+        return f"NOT COMPARABLE, no step time is given (n = 0 of {trials})", {"value": NONE, "n": "0"}
+    counted = f"n = {trials}" if num_ok == cell["num_trials"] else f"n = {num_ok} of {trials}"
+    seconds, low, high = (cell[name] for name in ("step_time_s", "step_time_low_s", "step_time_high_s"))
+    found, fields = f"no step time ({counted})", {"value": NONE}
+    if seconds is not None:
+        interval = _interval(low, high, too_few(num_ok, "trial"))
+        found = f"{digits(seconds)} s per optimizer step ({interval}, {counted})"
+        fields = _estimated(seconds, low, high)
+    fields["n"] = str(num_ok)
+    if (peak := cell["peak_memory_bytes"]) is not None:
+        found += f"; peak memory {digits(peak / 2**20)} MiB ({peak} bytes, {cell['peak_memory_source']})"
+        fields["bytes"] = str(peak)
+    return found, fields
 
 
-def _fields(quote: CellQuote) -> dict[str, str]:
-    """The fields of a cell in the line for machines."""
-    if quote.barred:
-        return {"value": NONE, "n": "0"}
-    time = quote.time
-    found = {"value": NONE} if time is None else _estimated(time.seconds, time.low, time.high)
-    peak = {} if quote.peak_memory_bytes is None else {"bytes": str(quote.peak_memory_bytes)}
-    return found | {"n": str(quote.num_ok)} | peak
-
-
-def fields_of(quote: RatioQuote) -> dict[str, str]:
-    """The fields of a ratio in the line for machines."""
-    time = _time_of(quote)
-    if time is None:
-        return {"value": NONE}
-    counted = {"n": str(time.num_trials), "verdict": str(quote.row.judgement.verdict)}
-    return _estimated(time.ratio, time.low, time.high) | counted
-
-
-def hash_of(manifest: Mapping[str, Any]) -> dict[str, str]:
-    """The last field of every line for machines."""
-    digest = str(manifest.get("journal_sha256"))
-    return {"sha256": digest if HASH.fullmatch(digest) else NONE}
+def _of_ratio(pair: ComparedPair) -> tuple[str, dict[str, str]]:
+    """The numbers of a ratio, or that it has none, as a sentence and as fields."""
+    time, control = pair.time, pair.control
+    if pair.verdict is Verdict.NOT_COMPARABLE or time is None:
+        return f"NOT COMPARABLE ({pair.reason}), no ratio of step times is given", {"value": NONE}
+    verdict = str(pair.verdict)
+    if pair.verdict is Verdict.SAME:
+        verdict += f" (within the margin of {100 * pair.margin:g} %)"
+    elif pair.verdict is Verdict.AMBIGUOUS:
+        verdict += f" ({pair.reason}: {NEXT[pair.reason].partition(';')[0]})"
+    interval = _interval(time.low, time.high, time.reason)
+    counted = f"n = {plural(time.num_trials, 'block' if time.paired else 'trial')}"
+    around = "unknown" if control is None else _ends(control.low, control.high) or "unknown"
+    found = f"{digits(time.ratio)} times the step time ({interval}, {counted}); verdict: {verdict}; A/A pair: {around}"
+    fields = {"n": str(time.num_trials), "verdict": str(pair.verdict)}
+    return found, _estimated(time.ratio, time.low, time.high) | fields
 
 
 def _estimated(value: float, low: float | None, high: float | None) -> dict[str, str]:
@@ -174,48 +174,23 @@ def _estimated(value: float, low: float | None, high: float | None) -> dict[str,
     return {"value": digits(value), **ends}
 
 
-def _time_of(quote: RatioQuote) -> Interval | None:
-    """The ratio of step times; None if no such number may be cited."""
-    return None if quote.row.judgement.verdict is Verdict.NOT_COMPARABLE else quote.row.time
-
-
-def statement_of(quote: RatioQuote) -> str:
-    """The numbers of a ratio, or that it has none."""
-    judgement, time = quote.row.judgement, _time_of(quote)
-    if time is None:
-        return f"NOT COMPARABLE ({judgement.reason}), no ratio of step times is given"
-    interval = _interval(time.low, time.high, time.reason)
-    counted = f"n = {plural(time.num_trials, 'block' if time.paired else 'trial')}"
-    verdict = str(judgement.verdict)
-    if judgement.verdict is Verdict.SAME:
-        verdict += f" (within the margin of {100 * judgement.comparison.margin:g} %)"
-    elif judgement.verdict is Verdict.AMBIGUOUS:
-        verdict += f" ({judgement.reason}: {NEXT[judgement.reason].partition(';')[0]})"
-    found = f"{digits(time.ratio)} times the step time ({interval}, {counted})"
-    return f"{found}; verdict: {verdict}; A/A pair: {_control(quote)}"
-
-
-def _control(quote: RatioQuote) -> str:
-    """The interval of the A/A pair."""
-    control = quote.row.judgement.comparison.control
-    if control is None or control.low is None or control.high is None:
-        return "unknown"
-    return f"{digits(control.low)} - {digits(control.high)}"
+def _ends(low: float | None, high: float | None) -> str:
+    return "" if low is None or high is None else f"{digits(low)} - {digits(high)}"
 
 
 def _interval(low: float | None, high: float | None, reason: str) -> str:
-    return reason.replace(",", "") if low is None or high is None else f"95 % interval {digits(low)} - {digits(high)}"
+    return f"95 % interval {ends}" if (ends := _ends(low, high)) else reason.replace(",", "")
 
 
-def _work(trial: Any) -> str:
-    size = trial["num_parameters"]
-    parameters = "" if pd.isna(size) else f" ({digits(size / 1e6)} M parameters)"
-    asked = [name for name in WAYS if len(AXES[name].phrasing) > 1 and pd.notna(trial[name]) and trial[name]]
-    how = "".join(f", {AXES[name].phrase(trial[name])}" for name in asked)
+def _work(cell: Mapping[str, Any]) -> str:
+    size = cell["num_parameters"]
+    parameters = "" if size is None else f" ({digits(size / 1e6)} M parameters)"
+    asked = [name for name in WAYS if len(AXES[name].phrasing) > 1 and pd.notna(cell[name]) and cell[name]]
+    how = "".join(f", {AXES[name].phrase(cell[name])}" for name in asked)
     return (
-        f"Work: {trial['workload']} {trial['model']}{parameters}, {trial['global_batch_size']} samples of "
-        f"{trial['sequence_length']} tokens per optimizer step, {trial['optimizer']}{how}, "
-        f"gradients summed in {trial['accumulation_dtype']}, on {trial['device']}"
+        f"Work: {cell['workload']} {cell['model']}{parameters}, {cell['global_batch_size']} samples of "
+        f"{cell['sequence_length']} tokens per optimizer step, {cell['optimizer']}{how}, "
+        f"gradients summed in {cell['accumulation_dtype']}, on {cell['device']}"
     )
 
 
@@ -224,18 +199,17 @@ def _machine(manifest: Mapping[str, Any]) -> str:
     drivers = dict.fromkeys(gpu["driver"] for gpu in machine.get("gpus") or [] if gpu.get("driver"))
     system = [str(machine["system"])] if machine.get("system") else []
     nodes = [f"node 0 of {1 + len(others)} nodes"] if (others := manifest.get("nodes")) else []
-    words = [machine_words(manifest), *(f"driver {one}" for one in drivers), *system, *nodes, *unlike_nodes(manifest)]
+    words = [machine_words(manifest), *(f"driver {name}" for name in drivers), *system, *nodes, *unlike_nodes(manifest)]
     return f"Machine: {', '.join(words)}"
 
 
 def _versions(manifest: Mapping[str, Any]) -> str:
     packages = manifest.get("packages") or {}
-    python = (manifest.get("machine") or {}).get("python")
-    ours = (manifest.get("distributions") or {}).get(SCHEME)
-    found = [f"{SCHEME} {ours}"] if ours else []
-    found += [f"Python {python}"] if python else []
-    found += [f"{name} {version}" for name, version in packages.items() if name in VERSIONS]
-    return f"Versions: {', '.join(found) or NOT_STORED}"
+    known = {SCHEME: (manifest.get("distributions") or {}).get(SCHEME)}
+    known |= {"Python": (manifest.get("machine") or {}).get("python")}
+    known |= {name: version for name, version in packages.items() if name in VERSIONS}
+    found = [f"{name} {version}" for name, version in known.items() if version]
+    return f"Versions: {', '.join(found) or 'not stored'}"
 
 
 def commit(manifest: Mapping[str, Any]) -> str:
@@ -246,38 +220,6 @@ def commit(manifest: Mapping[str, Any]) -> str:
     return f"Commit: {git['commit']}" + ("" if git.get("clean") else " with uncommitted changes")
 
 
-def formats(words: CitedWords) -> Citation:
-    """The words in all formats."""
-    return Citation(**{form: _render(form, words) for form in ESCAPES})
-
-
-def _render(form: str, words: CitedWords) -> str:
-    """A citation in one format."""
-    escape = ESCAPES[form]
-    subject, statement = escape(words.subject), escape(words.statement)
-    place = bibtex(words.place) if form == "bibtex" else words.place
-    said = [f"Note: {'; '.join(words.caveats)}"] if words.caveats else []
-    tail = " ".join(f"{escape(sentence)}." for sentence in [*said, *words.details])
-    if form == "markdown":
-        return f"**{subject}**: {statement}.\n`{place} {joined(words.fields)}`\n{tail}"
-    text = f"{subject}: {statement}.\n{place} {joined(words.fields)}\n{tail}"
-    return text if form == "text" else _entry(words, subject, text)
-
-
 def joined(fields: Mapping[str, str]) -> str:
     """The fields of the line for machines, as they follow its id."""
     return " ".join(f"{name}={value}" for name, value in fields.items())
-
-
-def _entry(words: CitedWords, subject: str, text: str) -> str:
-    """A BibTeX entry with the text as its note."""
-    date = re.match(r"(\d{4})-(0[1-9]|1[0-2])-", words.started)
-    fields = {
-        "author": f"{{{{{AUTHORS}}}}}",
-        "title": f"{{{{{subject}}}}}",
-        **({} if date is None else {"year": f"{{{date[1]}}}", "month": MONTHS[int(date[2]) - 1]}),
-        "howpublished": f"{{{bibtex(f'{SCHEME}, a benchmark of gradient accumulation')}}}",
-        "note": f"{{{text}}}",
-    }
-    key = re.sub(r"[^A-Za-z0-9.-]+", "-", urllib.parse.unquote(words.place)).strip("-")
-    return "@misc{" + ",\n".join([key, *(f"  {name} = {value}" for name, value in fields.items())]) + ",\n}"

@@ -11,10 +11,12 @@ from rich.console import Console
 from rich.text import Text
 
 from bench.formatting import markdown, plural, some
+from bench.judge.baseline import control_of
+from bench.judge.caveats import widened
 from bench.judge.loading import Run, missing_trials
 from bench.judge.pairs import ComparedPair, Pair, frame_of_pairs
-from bench.judge.statistics import MARGIN, MIN_TRIALS
-from bench.judge.verdicts import Exact, Reason, Verdict
+from bench.judge.statistics import MARGIN, MIN_TRIALS, Interval
+from bench.judge.verdicts import NEXT, Exact, Reason, Verdict, excess
 from bench.plan.column import DASH
 from bench.report.tabular import Table, TableColumn, TableRow
 from bench.run.machine import Changed
@@ -88,47 +90,40 @@ def _value(value: object) -> str:
 
 def table(rows: Sequence[ComparedPair]) -> Table:
     """The rows; numbers of what is not comparable are struck through."""
-    found = []
-    for row in rows:
-        styles = dict.fromkeys(FORCED, "strike") if row.forced else {}
-        styles["verdict"] = "bold red" if row.regressions else STYLES[row.judgement.verdict]
-        found.append(TableRow(_texts(row), styles))
-    return Table(columns=COLUMNS, rows=found)
+    return Table(columns=COLUMNS, rows=[_row(row) for row in rows])
 
 
-def _texts(row: ComparedPair) -> dict[str, str]:
-    time, judgement, steps = row.time, row.judgement, row.steps
-    interval = DASH
+def _row(row: ComparedPair) -> TableRow:
+    time, steps, interval = row.time, row.steps, DASH
     if time is not None:
-        interval = "no interval" if time.low is None else f"{time.low:.4f} to {time.high:.4f}"
+        interval = f"{time.low:.4f} to {time.high:.4f}" if row.has_interval else "no interval"
     taken = f"{steps.verdict}, {steps.b}" + ("" if steps.a == steps.b else f" of {steps.a}")
-    return {
-        "cell": row.pair.name,
-        "verdict": f"{judgement.verdict}{' (forced)' * row.forced}{'; REGRESSED' if row.regressions else ''}",
+    texts = {
+        "cell": row.name,
+        "verdict": f"{row.verdict}{' (forced)' * row.forced}{'; REGRESSED' if row.regressions else ''}",
         "ratio": DASH if time is None else f"{time.ratio:.4f}",
         "interval": interval,
         "n": DASH if time is None else str(time.num_trials),
         "memory": DASH if row.memory.ratio is None else f"{row.memory.ratio:.4f}",
         "steps": DASH if steps.verdict is Exact.UNKNOWN else taken,
-        "reason": str(judgement.reason),
+        "reason": str(row.reason),
     }
+    styles = dict.fromkeys(FORCED, "strike") if row.forced else {}
+    return TableRow(texts, {**styles, "verdict": "bold red" if row.regressions else STYLES[row.verdict]})
 
 
 def reasons(rows: Sequence[ComparedPair]) -> list[str]:
     """Each reason with what to do next, and the details for which the table has no room."""
     found = []
     for reason in Reason:
-        those = [row for row in rows if row.judgement.reason is reason]
-        if not those:
-            continue
-        found.append(f"{reason} ({plural(len(those), 'cell')}): {those[0].judgement.next}")
-        if reason in DECIDED:
-            continue
         details: dict[str, list[str]] = {}
-        for row in those:
-            details.setdefault(row.judgement.detail, []).append(row.pair.name)
-        for detail, names in details.items():
-            found.append(f"  {detail}" if len(details) == 1 else f"  {some(names)}: {detail}")
+        for row in (row for row in rows if row.reason is reason):
+            details.setdefault(row.detail, []).append(row.name)
+        if details:
+            found.append(f"{reason} ({plural(sum(map(len, details.values())), 'cell')}): {NEXT[reason]}")
+        if reason not in DECIDED:
+            is_only = len(details) == 1
+            found += [f"  {text}" if is_only else f"  {some(names)}: {text}" for text, names in details.items()]
     return found
 
 
@@ -166,19 +161,36 @@ def _markdown(report: Report, pictures: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+def controls(a: Run, b: Run) -> tuple[Interval | None, list[str]]:
+    """The A/A pair, of two runs the one that is farther from 1, and notes on it; None if a run has none."""
+    intervals, found = [], []
+    sides = [("", a)] if a is b else [("A: ", a), ("B: ", b)]
+    for letter, run in sides:
+        control = control_of(run)
+        if control is None or control.time is None or not control.has_interval:
+            why = "" if control is None else f": {control.detail}"
+            found.append(f"{letter}{run.name} has no interval of an A/A pair{why}")
+            continue
+        time = control.time
+        intervals.append(time)
+        ends = f"{time.ratio:.4f} [{time.low:.4f}, {time.high:.4f}], n = {time.num_trials}"
+        found += [f"{letter}A/A pair: {control.a.label} against itself is {ends}", *widened(control.a, time)]
+    return max(intervals, key=excess) if len(intervals) == len(sides) else None, found
+
+
 def notes(
     a: Run, b: Run, rows: list[ComparedPair], never: list[Pair], thresholds: dict[str, float], margin: float
 ) -> list[str]:
     """What a reader should know before citing the rows, beside the remarks on their cells."""
     found = []
-    if not any(row.judgement.comparison.control for row in rows):
+    if not any(row.control for row in rows):
         found.append("no A/A pair on both sides, so no row is called faster, slower or the same")
     if a is not b:
         found.append(
             "the runs were made at different times: changes of the machine between them are in the ratios but not in "
             "their intervals; for a citation, run both sides interleaved, in one run"
         )
-    if few := sum(row.time is not None and row.time.low is None for row in rows):
+    if few := sum(row.time is not None and not row.has_interval for row in rows):
         found.append(f"no interval for {few} of {plural(len(rows), 'cell')}: fewer than {MIN_TRIALS} trials")
     found.append(
         f"same: a ratio between {1 / (1 + margin):.4g} and {1 + margin:.4g}; Holm's correction over "
@@ -195,8 +207,8 @@ def notes(
             f"{1 + thresholds['slower']:.4g}, after Holm's correction"
         )
     for metric, limit in thresholds.items():
-        bad = [row.pair.name for row in rows if metric in row.regressions]
-        unknown = [row.pair.name for row in rows if metric in row.unchecked]
+        bad = [row.name for row in rows if metric in row.regressions]
+        unknown = [row.name for row in rows if metric in row.unchecked]
         text = f"{metric}={_percent(limit)}: {len(bad)} of {plural(len(rows), 'cell')} regressed"
         text += f": {some(bad)}" if bad else ""
         found.append(text + (f"; {len(unknown)} NOT CHECKED: {some(unknown)}" if unknown else ""))

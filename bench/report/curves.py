@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 
 import pandas as pd
@@ -48,7 +47,7 @@ MOST_ROOM = 2.5
 def draw_step_time(run: FigureData) -> list[Drawing]:
     """Seconds per optimizer step against N; nothing if times cannot be compared, or all have one N."""
     known = run.timed[run.timed["step_time_s"].notna()][[*FACTS, *TIMES]]
-    if run.obstacle or known["accumulate"].nunique() < 2:
+    if run.data.hides_times or known["accumulate"].nunique() < 2:
         return []
     panels, left_out = run.panels(known, CONTEXT, MOST_PANELS)
     drawn = pd.concat([panel.rows for panel in panels])
@@ -100,14 +99,12 @@ def _saving(run: FigureData, panel: Panel) -> str:
     if good.empty:
         return "Step time against N"
     where = run.where(rows.iloc[0])
-    pairs = [pair for eager, deferred in twins(rows) if (pair := run.data.compared(deferred, eager)) is not None]
-    faster = [pair for pair in pairs if pair.judgement.verdict is Verdict.FASTER and pair.time is not None]
-    if faster:
-        pair = min(faster, key=lambda found: found.time.ratio if found.time else math.inf)
-        share = 100 * (1 - pair.time.ratio) if pair.time else 0.0
-        name = pair.pair.a.backend.removesuffix("-eager")
+    pairs = [run.data.compared(deferred["cell_id"], eager["cell_id"]) for eager, deferred in twins(rows)]
+    saved = {pair.time.ratio: pair.a.backend for pair in pairs if pair and pair.time and pair.verdict is Verdict.FASTER}
+    if saved:
+        share, name = 100 * (1 - min(saved)), saved[min(saved)].removesuffix("-eager")
         return f"{where}, deferring the sync saves {share:.0f} % of a step with {name}"
-    if any(pair.judgement.verdict is Verdict.SLOWER for pair in pairs):
+    if any(pair and pair.verdict is Verdict.SLOWER for pair in pairs):
         return f"{where}, deferring the sync saves no time"
     return f"{where}, a step takes {good.min():.3g} to {good.max():.3g} s, depending on the backend"
 

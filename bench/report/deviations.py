@@ -1,9 +1,6 @@
-"""Trials around the medians of their cells, and cells whose counts are not what they should be."""
+"""Trials around the medians of their cells, in the order in which they ran, and blocks in which all were slower."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -11,87 +8,13 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from bench.formatting import plural, some
+from bench.formatting import plural
 from bench.judge.samples import block_effects
 from bench.plan.cell import REFERENCES, Status
 from bench.report import style
-from bench.report.canvas import Drawing, name_rows, new_figure
-from bench.report.figure_data import CONTEXT, FACTS, FigureData, floats
+from bench.report.canvas import Drawing, new_figure
+from bench.report.figure_data import CONTEXT, FigureData
 from bench.report.style import GREY, REFERENCE_COLOUR, Key
-
-MOST_ODD = 30
-"""Cells in a figure of counts; the CSV has all."""
-STEPS = {"expected": "optimizer_steps_expected", "observed": "optimizer_steps_observed",
-         "reported by the framework": "optimizer_steps_reported"}  # fmt: skip
-HELD = {"by its formula": "expected_bytes", "measured": "bytes"}
-
-
-MARKS: tuple[dict[str, Any], ...] = (
-    {"marker": "|", "markersize": 11, "color": GREY},
-    {"marker": "o", "markersize": 5, "color": REFERENCE_COLOUR},
-    {"marker": "o", "markersize": 9, "color": "#D55E00", "markerfacecolor": "none"},
-)
-"""How what should be, what was, and what was reported is drawn."""
-
-
-def draw_optimizer_steps(run: FigureData) -> list[Drawing]:
-    """The cells that took or report a wrong number of optimizer steps; nothing if there are none."""
-    expected, observed, reported = (run.others[name] for name in STEPS.values())
-    odd = (observed.notna() & (observed != expected)) | (reported.notna() & (reported != observed))
-    cells = run.others[odd.fillna(False)]
-    title = "counts its optimizer steps wrong" if len(cells) == 1 else "count their optimizer steps wrong"
-    return _odd(run, "optimizer_steps", cells, STEPS, title, "optimizer steps")
-
-
-def held_gradients(memory: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the memory table on gradients held between micro-batches, where a formula gives their bytes."""
-    return memory[(memory["category"] == "held_gradients") & memory["expected_bytes"].notna()]
-
-
-def held_sentence(memory: pd.DataFrame) -> str:
-    """How many cells hold the bytes of gradients that their formula gives; empty if there is no formula."""
-    rows = held_gradients(memory)
-    right = int((rows["bytes"] == rows["expected_bytes"]).sum())
-    if rows.empty:
-        return ""
-    return (
-        f"Between micro-batches, {right} of {plural(len(rows), 'cell')} hold exactly the bytes of gradients that their "
-        "formula gives."
-    )
-
-
-def draw_held_gradients(run: FigureData) -> list[Drawing]:
-    """The cells that do not hold the bytes of gradients that their formula gives; nothing if there are none."""
-    rows = held_gradients(run.tables.memory)
-    wrong = rows[rows["bytes"] != rows["expected_bytes"]].drop_duplicates("cell_id").set_index("cell_id")
-    cells = run.others.join(wrong[["bytes", "expected_bytes"]], how="inner")
-    title = f"{'holds' if len(cells) == 1 else 'hold'} other gradients between micro-batches than expected"
-    return _odd(run, "held_gradients", cells, HELD, title, "bytes of gradients held on a rank")
-
-
-def _odd(
-    run: FigureData, stem: str, cells: pd.DataFrame, columns: Mapping[str, str], title: str, label: str
-) -> list[Drawing]:
-    """A row per cell, with a mark for each of these columns."""
-    if cells.empty:
-        return []
-    shown = cells[:MOST_ODD]
-    names = [f"{cell.backend} N = {cell.accumulate}" for cell in shown.itertuples()]
-    marks = dict(zip(columns, MARKS, strict=False))
-    words = run.words(f"{some(list(dict.fromkeys(cells['backend'])))} {title}")
-    if len(cells) > len(shown):
-        words.notes.insert(0, f"{len(cells) - len(shown)} more cells are in the CSV beside this figure.")
-    keys: list[Key] = [(Line2D([], [], linestyle="none", **mark), name) for name, mark in marks.items()]
-    figure = new_figure(words, keys, 0.2 * len(shown) + 0.6)
-    axes = figure.subplots()
-    for name, column in columns.items():
-        axes.plot(floats(shown[column]), range(len(shown)), linestyle="none", markeredgewidth=1.3, **marks[name])
-    name_rows(axes, names)
-    axes.set_xlim(left=0)
-    axes.set_xlabel(label)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    return [Drawing(stem, figure, cells[[*FACTS, *columns.values()]], words)]
-
 
 INSIDE, ROOM = 0.98, 1.4
 """Share of the trials that are drawn at their true place, and how much farther than these the axis reaches."""

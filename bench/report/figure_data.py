@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from bench.formatting import alike, plural, size, some
+from bench.judge.analysis import Analysis
 from bench.judge.samples import step_times
 from bench.judge.tables import good_trials, rows_of
 from bench.plan.cell import SGD, Status
@@ -18,7 +19,7 @@ from bench.plan.column import Axis
 from bench.plan.columns import AXES, FOLLOWS, WAYS, axes, differing
 from bench.report import style
 from bench.report.canvas import FigureWords
-from bench.report.report_data import ReportData, eager_and_deferred, machine_words, parameters
+from bench.report.descriptions import eager_and_deferred, machine_words, parameters
 
 T = TypeVar("T")
 CONTEXT = [*WAYS, "world_size", "world", "precision"]
@@ -48,11 +49,8 @@ class Panel:
 class FigureData:
     """The cells in the order in which they are drawn, and what all figures say about them."""
 
-    def __init__(self, data: ReportData, obstacle: str = "") -> None:
-        """``obstacle`` is why times cannot be compared; empty if they can."""
-        self.data, self.manifest, self.tables, self.obstacle = data, data.run.manifest, data.run.tables, obstacle
-        self.remarks = data.against_baseline.remarks
-        self.control = None if data.against_baseline.control is None else data.against_baseline.control.interval
+    def __init__(self, data: Analysis) -> None:
+        self.data, self.manifest, self.tables = data, data.run.manifest, data.run.tables
         self.looks = style.looks(data.cells)
         self._worlds = pd.Series({key: cell.world for key, cell in data.run.cells.items()}, dtype=object)
         self._cells, self._contestants = data.cells, data.contestants.index
@@ -67,8 +65,7 @@ class FigureData:
     def cells(self) -> pd.DataFrame:
         """The frame of cells in the order in which they are drawn, with their ``world``.
 
-        Cells that failed, and all cells if no times can be compared, also have the times and peaks that were measured:
-        they are drawn as wrong, or in grey.
+        Cells that failed also have the times and peaks that were measured: they are drawn as wrong.
         """
         found = self._cells.assign(world=self._worlds)
         failed = found["status"] != Status.OK
@@ -76,7 +73,7 @@ class FigureData:
         estimates = step_times(self.trials)
         for name, end in zip(TIMES, ("seconds", "low", "high"), strict=True):
             measured = pd.Series({key: getattr(estimate, end) for key, estimate in estimates.items()}, dtype="Float64")
-            shown = measured.reindex(found.index).where(failed | bool(self.obstacle))
+            shown = measured.reindex(found.index).where(failed)
             found[name] = found[name].fillna(shown).where(timed)
         peaks = good_trials(self.trials).groupby("cell_id")[MEMORY].max()
         found[MEMORY] = found[MEMORY].fillna(peaks.reindex(found.index).where(failed))
@@ -96,7 +93,7 @@ class FigureData:
         return found if repeated.empty else repeated
 
     def words(self, title: str, *, timed: bool = False) -> FigureWords:
-        """The words around a figure; one of times says why they cannot be compared, if they cannot."""
+        """The words around a figure; one of times shows no virtual worlds, and has no caveat on them."""
         torch = (self.manifest.get("packages") or {}).get("torch")
         footer = f"run {self.manifest.get('run_id', 'unnamed')}; machine: {machine_words(self.manifest)}"
         kinds = [world.label for world in self.others["world"]] or [""]
@@ -106,8 +103,7 @@ class FigureData:
             f"{title} (virtual world)" if is_virtual else title,
             "; ".join(filter(None, [self._models(), self._batch(), self._alone()])),
             footer + (f"; torch {torch}" if torch else ""),
-            [*(f"{text}." for text in self.remarks), *(f"{text[0].upper()}{text[1:]}." for text in caveats)],
-            f"Times cannot be compared: {self.obstacle}" if timed and self.obstacle else "",
+            [*(f"{text}." for text in self.data.remarks), *(f"{text[0].upper()}{text[1:]}." for text in caveats)],
         )
 
     def _models(self) -> str:
@@ -170,11 +166,6 @@ class FigureData:
         """The backends of these rows, in the order in which they are drawn."""
         found = set(rows["backend"])
         return [backend for backend in self.looks if backend in found]
-
-    def look(self, backend: str) -> style.Appearance:
-        """How a backend's times are drawn: in grey if they cannot be compared."""
-        look = self.looks[backend]
-        return look if not self.obstacle else replace(look, colour=style.GREY)
 
 
 def largest(items: Sequence[T], most: int, extent: Callable[[T], tuple[int, int]]) -> list[T]:

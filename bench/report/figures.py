@@ -10,15 +10,15 @@ from pathlib import Path
 import matplotlib.style
 from PIL import Image, UnidentifiedImageError
 
+from bench.judge.analysis import Analysis
 from bench.report import canvas, forest, style
 from bench.report.bars import draw_memory_categories, draw_traffic
 from bench.report.canvas import Drawing
 from bench.report.comparison import Report
 from bench.report.curves import draw_loss_curves, draw_step_time
-from bench.report.deviations import draw_held_gradients, draw_noise, draw_optimizer_steps
+from bench.report.deviations import draw_noise
 from bench.report.figure_data import FigureData
 from bench.report.formats import write_frame
-from bench.report.report_data import ReportData
 from bench.report.scatter import draw_memory_vs_time
 
 MAKERS = {
@@ -27,8 +27,6 @@ MAKERS = {
     "memory_categories": draw_memory_categories,
     "communication": draw_traffic,
     "loss_curves": draw_loss_curves,
-    "optimizer_steps": draw_optimizer_steps,
-    "held_gradients": draw_held_gradients,
     "noise": draw_noise,
 }
 RATIOS = "step_time_ratio"
@@ -36,14 +34,11 @@ KINDS = (*MAKERS, RATIOS)
 """All figures that a run may have."""
 
 
-def draw(data: ReportData, folder: Path, obstacle: str = "") -> list[Path]:
-    """Write the figures of a judged run into the folder; returns the paths. Figures without data are not drawn.
-
-    ``obstacle`` is why times cannot be compared.
-    """
+def draw(data: Analysis, folder: Path) -> list[Path]:
+    """Write the figures of a judged run into the folder; returns the paths. Figures without data are not drawn."""
     folder.mkdir(parents=True, exist_ok=True)
     paths, run_id = [], data.run.name
-    drawings = {drawing.stem: drawing for drawing in figures(data, obstacle)}
+    drawings = {drawing.stem: drawing for drawing in figures(data)}
     for kind in KINDS:
         picture, table = folder / f"{kind}.png", folder / f"{kind}.csv"
         if (drawing := drawings.get(kind)) is not None:
@@ -64,17 +59,17 @@ def _is_of(picture: Path, run_id: str) -> bool:
         return False
 
 
-def figures(data: ReportData, obstacle: str = "") -> list[Drawing]:
+def figures(data: Analysis) -> list[Drawing]:
     """The figures of ``draw``, not yet saved."""
     if data.run.tables.trials.empty:
         return []
-    run, against_baseline = FigureData(data, obstacle), data.against_baseline
+    run = FigureData(data)
     with matplotlib.style.context(list(style.BASE)):
         found = [drawing for maker in MAKERS.values() for drawing in maker(run)]
-    if obstacle:
+    if data.hides_times:
         return found
     # Every cell against the baseline's, but those that run once, as their matrix wants it.
-    timed = [row for row in against_baseline.rows if row.pair.b.world.times_communication]
-    rows = [row for row in timed if row.pair.b.cell_id not in (data.run.manifest.get("once") or ())]
-    report = Report(a=against_baseline.baseline, b="each other backend", rows=rows, remarks=against_baseline.remarks)
+    once = data.run.manifest.get("once") or ()
+    rows = [row for row in data.verdicts if row.b.world.times_communication and row.b.cell_id not in once]
+    report = Report(a=data.baseline, b="each other backend", rows=rows, remarks=data.remarks)
     return found + forest.draw(report, RATIOS)

@@ -58,26 +58,26 @@ def draw(report: Report, stem: str = "compare") -> list[Drawing]:
 
 
 def _extent(row: Row) -> tuple[int, int]:
-    cell = row[1][-1].pair.b
+    cell = row[1][-1].b
     return cell.world_size, cell.accumulate
 
 
 def _rows(pairs: Sequence[ComparedPair]) -> list[Row]:
     """Pairs that differ in N alone make one row, with a name of its own; the fastest at the largest N comes first."""
-    cells = [row.pair.b for row in pairs]
+    cells = [row.b for row in pairs]
     ways = [name for name in differing(cells, ("precision", *WAYS)) if name not in ("accumulate", "global_batch_size")]
-    worlds = {row.pair.b: f"W = {row.pair.b.world_size} {row.pair.b.world.label}".strip() for row in pairs}
+    worlds = {row.b: f"W = {row.b.world_size} {row.b.world.label}".strip() for row in pairs}
     several = len(set(worlds.values())) > 1
     found: dict[tuple[str, str], list[ComparedPair]] = {}
-    for row in sorted(pairs, key=lambda row: row.pair.b.accumulate):
-        cell = row.pair.b
+    for row in sorted(pairs, key=lambda row: row.b.accumulate):
+        cell = row.b
         context = ", ".join([worlds[cell]] * several + phrases(cell, ways))
         found.setdefault((context, cell.backend + " again (A/A)" * bool(cell.twin)), []).append(row)
 
     def order(item: tuple[tuple[str, str], list[ComparedPair]]) -> tuple[str, int, float, str]:
         (context, name), alike = item
         last = alike[-1]
-        return context, -last.pair.b.accumulate, last.time.ratio if last.time else math.inf, name
+        return context, -last.b.accumulate, last.time.ratio if last.time else math.inf, name
 
     rows = sorted(found.items(), key=order)
     return [(" ".join(filter(None, (name, context))), alike) for (context, name), alike in rows]
@@ -96,13 +96,12 @@ def _words(report: Report, notes: Sequence[str]) -> FigureWords:
 
 def _title(report: Report) -> str:
     """The verdicts at the largest N."""
-    n = max(row.pair.b.accumulate for row in report.rows)
-    rows = [row for row in report.rows if row.pair.b.accumulate == n and not row.pair.b.twin]
+    n = max(row.b.accumulate for row in report.rows)
+    rows = [row for row in report.rows if row.b.accumulate == n and not row.b.twin]
     if not rows:
         return f"Only {report.a} was compared with itself"
     names = {
-        verdict: list(dict.fromkeys(row.pair.b.backend for row in rows if row.judgement.verdict is verdict))
-        for verdict in Verdict
+        verdict: list(dict.fromkeys(row.b.backend for row in rows if row.verdict is verdict)) for verdict in Verdict
     }
     faster, slower = names[Verdict.FASTER], names[Verdict.SLOWER]
     if faster:
@@ -113,13 +112,13 @@ def _title(report: Report) -> str:
 
 def _control(report: Report) -> Interval | None:
     """The A/A pair's ratio; None without an interval."""
-    found = [row.judgement.comparison.control for row in report.rows if row.judgement.comparison.control]
+    found = [row.control for row in report.rows if row.control]
     return found[0] if found and found[0].low is not None else None
 
 
 def _draw(report: Report, rows: Sequence[Row], words: FigureWords) -> Figure:
     control = _control(report)
-    ns = sorted({pair.pair.b.accumulate for _, pairs in rows for pair in pairs})
+    ns = sorted({pair.b.accumulate for _, pairs in rows for pair in pairs})
     colours = {n: _shade(i, len(ns)) for i, n in enumerate(ns)}
     most = max(len(pairs) for _, pairs in rows)
     height = ROW + DOT * most
@@ -128,7 +127,7 @@ def _draw(report: Report, rows: Sequence[Row], words: FigureWords) -> Figure:
     name_rows(axes, [name for name, _ in rows])
     for place, (_, pairs) in enumerate(rows):
         for i, pair in enumerate(pairs):
-            _dot(axes, place + DOT / height * (i - (len(pairs) - 1) / 2), pair, colours[pair.pair.b.accumulate])
+            _dot(axes, place + DOT / height * (i - (len(pairs) - 1) / 2), pair, colours[pair.b.accumulate])
         _verdict(axes, place, pairs[-1])
         if most > 1:
             axes.axhline(place + 0.5, color="#e4e4e4", linewidth=0.5, zorder=0.3)
@@ -168,7 +167,7 @@ def _dot(axes: Axes, y: float, row: ComparedPair, colour: str) -> None:
     time = row.time
     if time is None:
         return
-    hollow = time.low is None or row.judgement.verdict is Verdict.NOT_COMPARABLE
+    hollow = time.low is None or row.verdict is Verdict.NOT_COMPARABLE
     if time.low is not None and time.high is not None:
         axes.plot([time.low, time.high], [y, y], color=colour, linewidth=1.4, zorder=2.5)
     face = "white" if hollow else colour
@@ -176,19 +175,19 @@ def _dot(axes: Axes, y: float, row: ComparedPair, colour: str) -> None:
 
 
 def _verdict(axes: Axes, y: float, row: ComparedPair) -> None:
-    words = safe(fit(f"N = {row.pair.b.accumulate}: {_ratio_words(row)}", VERDICT_WIDTH, TINY))
+    words = safe(fit(f"N = {row.b.accumulate}: {_ratio_words(row)}", VERDICT_WIDTH, TINY))
     text = axes.text(1.02, y, words, size=TINY, va="center", transform=axes.get_yaxis_transform())
-    barred = row.judgement.verdict is Verdict.NOT_COMPARABLE
+    barred = row.verdict is Verdict.NOT_COMPARABLE
     text.set_color(GREY if barred else SLOWER_COLOUR if SLOWER in row.regressions else "black")
 
 
 def _ratio_words(row: ComparedPair) -> str:
     """The ratio with its interval, and the verdict."""
-    time, verdict = row.time, str(row.judgement.verdict)
+    time, verdict = row.time, str(row.verdict)
     if SLOWER in row.regressions:
         verdict = "REGRESSED"
-    if row.judgement.verdict is Verdict.NOT_COMPARABLE:
-        return (f"{time.ratio:.3f} forced; " if time else "") + f"{verdict}: {row.judgement.reason}"
+    if row.verdict is Verdict.NOT_COMPARABLE:
+        return (f"{time.ratio:.3f} forced; " if time else "") + f"{verdict}: {row.reason}"
     if time is None:
         return verdict
     if time.low is None:

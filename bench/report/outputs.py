@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bench.errors import BAD, GOOD, InputError
 from bench.plan.cell import Status
 from bench.run.journal import Journal, read_manifest
 
 if TYPE_CHECKING:
-    from bench.judge.baseline import AgainstBaseline
-    from bench.judge.loading import Run
-    from bench.judge.tables import Tables
-    from bench.report.report_data import ReportData
+    from bench.judge.analysis import Analysis
     from bench.report.sections import PageSection
 
 
 def rebuild(folder: Path) -> int:
     """Make the tables of a run from its journal alone; returns the exit status that its trials deserve."""
-    from bench.judge.baseline import against_baseline
-
-    manifest, run = _load(folder)
+    data = _load(folder)
     try:
-        paths = _write_tables(folder, run.tables, against_baseline(run))
+        paths = _write_tables(data)
     except OSError as error:
         raise InputError(f"{folder}: cannot be written ({error.strerror}); make room, or make it writable") from error
     print(*paths, sep="\n")
-    return _status(run.tables, manifest)
+    return _status(data)
 
 
 @contextmanager
@@ -48,7 +42,7 @@ def _uncollected() -> Iterator[None]:
 def finish(
     folder: Path,
     plots: Path,
-    further: Callable[[ReportData], PageSection | None] | None = None,
+    further: Callable[[Analysis], PageSection | None] | None = None,
     *,
     as_json: bool = False,
 ) -> int:
@@ -62,37 +56,33 @@ def finish(
     from bench.report.answer import answer
     from bench.report.figures import draw
     from bench.report.progress import emit
-    from bench.report.report_data import ReportData
     from bench.report.terminal import show
 
-    manifest, run = _load(folder)
-    judged, data = run.tables, ReportData(folder=folder, run=run)
+    data = _load(folder)
     try:
         plots.mkdir(parents=True, exist_ok=True)
-        _write_tables(folder, judged, data.against_baseline)
-        said = answer(data)
-        # Of a single backend there is nothing to compare, and its times are good.
-        compared = any(not row.pair.b.twin for row in data.against_baseline.rows)
-        drawn = draw(data, plots, said.alarm.text if said.alarm and compared else "")
-        short = _replace(folder / pull_request.REPORT, pull_request.render(run, said))
-        whole = _replace(folder / page.PAGE, page.render(data, said, drawn, further and further(data)))
+        _write_tables(data)
+        found = answer(data)
+        drawn = draw(data, plots)
+        short = _replace(folder / pull_request.REPORT, pull_request.render(data.run, found))
+        whole = _replace(folder / page.PAGE, page.render(data, found, drawn, further and further(data)))
     except OSError as error:
         place = f"--plots {plots}" if str(error.filename).startswith(str(plots)) else str(folder)
         raise InputError(f"{place}: cannot be written ({error.strerror}); name a folder that can") from error
-    status = _status(judged, manifest)
+    status = _status(data)
     if as_json:
-        statements = [dataclasses.asdict(one) for one in said.all]
+        statements = [finding.to_dict() for finding in found.all]
         emit("report", status=status, folder=str(folder), plots=str(plots), page=str(whole), statements=statements)
         return status
     console = Console()
-    show(console, said)
+    show(console, found)
     console.print(
         f"tables: {folder}/*.parquet\nplots:  {plots} ({len(drawn)} files)\nreport: {whole} (in short: {short})",
         highlight=False,
         soft_wrap=True,
         markup=False,
     )
-    if status == GOOD and judged.trials["status"].isin([Status.INVALID]).any():
+    if status == GOOD and data.run.tables.trials["status"].isin([Status.INVALID]).any():
         console.print("exit status 0: all invalid trials are due to documented defects of frameworks, as expected")
     return status
 
@@ -104,32 +94,34 @@ def _replace(path: Path, text: str) -> Path:
     return draft.replace(path)
 
 
-def _load(folder: Path) -> tuple[dict[str, Any], Run]:
-    """The manifest and the judged run. Raises InputError if no trial has finished, or the journal was edited."""
+def _load(folder: Path) -> Analysis:
+    """The run. Raises InputError if no trial has finished, or the journal was edited."""
+    from bench.judge.analysis import Analysis
     from bench.judge.loading import load
 
-    manifest = read_manifest(folder)
+    read_manifest(folder)
     journal = Journal(folder).path
     if not journal.exists() or not journal.stat().st_size:  # ``load`` refuses one without a whole line
         raise InputError(f"{folder}: no trial has finished yet; go on with: python -m bench run --resume {folder}")
-    return manifest, load(folder)
+    return Analysis(run=load(folder), folder=folder)
 
 
-def _write_tables(folder: Path, judged: Tables, found: AgainstBaseline) -> list[Path]:
+def _write_tables(data: Analysis) -> list[Path]:
     """Write every table; returns the paths."""
     from bench.judge.pairs import frame_of_pairs
 
-    paths = judged.write(folder)
-    if found.rows:
-        paths.append(folder / "ratios.parquet")
-        frame_of_pairs(found.rows).to_parquet(paths[-1], index=False)
+    paths = data.run.tables.write(data.folder)
+    if data.verdicts:
+        paths.append(data.folder / "ratios.parquet")
+        frame_of_pairs(data.verdicts).to_parquet(paths[-1], index=False)
     return paths
 
 
-def _status(judged: Tables, manifest: dict[str, Any]) -> int:
+def _status(data: Analysis) -> int:
     """0 if every trial that could run is good, or invalid by a documented defect of its backend; 1 otherwise."""
     from bench.judge.gates import known_defect
     from bench.judge.tables import rows_of
 
-    bad = judged.trials[~judged.trials["status"].isin([Status.OK, Status.UNSUPPORTED])]
-    return GOOD if all(known_defect(manifest, trial) for trial in rows_of(bad)) else BAD
+    trials = data.run.tables.trials
+    bad = trials[~trials["status"].isin([Status.OK, Status.UNSUPPORTED])]
+    return GOOD if all(known_defect(data.run.manifest, trial) for trial in rows_of(bad)) else BAD

@@ -21,15 +21,16 @@ from markupsafe import Markup
 from PIL import Image
 
 from bench.formatting import digits, plain, plural
-from bench.judge.baseline import AgainstBaseline
+from bench.judge.analysis import Analysis
+from bench.judge.loading import Run
 from bench.judge.samples import NAME
 from bench.judge.statistics import LEVEL, MARGIN, MIN_TRIALS, RESAMPLES
 from bench.judge.verdicts import NEXT, Reason, Verdict
 from bench.plan.columns import FRAMES
 from bench.report.answer import Answer
-from bench.report.citation import ESCAPES, Citation, cite_plot, formats, words_of_cell, words_of_ratio
+from bench.report.citation import ESCAPES, Citation, cite, cite_plot
+from bench.report.descriptions import gpu_names
 from bench.report.ranking import DECIDED
-from bench.report.report_data import ReportData, gpu_names
 from bench.report.sections import SCENARIOS, PageSection, failures, sections
 
 PAGE = "report.html"
@@ -57,7 +58,7 @@ class Picture:
     """The PNG as a data URL."""
 
 
-def render(data: ReportData, answer: Answer, plots: Sequence[Path], further: PageSection | None = None) -> str:
+def render(data: Analysis, answer: Answer, plots: Sequence[Path], further: PageSection | None = None) -> str:
     """The page, as it stands in the run's folder; ``plots`` are the files that were drawn, ``further`` comes last."""
     asked = [*sections(data), *filter(None, [further])]
     pictures = {path.stem: picture(path) for path in plots if path.suffix == ".png"}
@@ -71,8 +72,8 @@ def render(data: ReportData, answer: Answer, plots: Sequence[Path], further: Pag
         choices={
             "place": list(dict.fromkeys(group.place for group in answer.groups)),
             "n": sorted({group.n for group in answer.groups}),
-            "backend": list(dict.fromkeys(row.backend for group in answer.groups for row in group.rows)),
-            "baseline": list(data.against_baselines),
+            "backend": list(dict.fromkeys(row["backend"] for group in answer.groups for row in group.rows)),
+            "baseline": data.baselines,
         },
         most_switches=MOST_SWITCHES,
         first=[] if data.times_unavailable else [pictures[FIRST_PLOT]] if FIRST_PLOT in pictures else [],
@@ -82,7 +83,7 @@ def render(data: ReportData, answer: Answer, plots: Sequence[Path], further: Pag
         data=_data(data, answer, sorted(pictures)),
         raw=[(name, about) for name, about in RAW.items() if (data.folder / name).exists()],
         method={"level": LEVEL, "margin": MARGIN, "trials": MIN_TRIALS, "resamples": RESAMPLES, "name": NAME},
-        facts=facts(data.run.manifest),
+        facts=facts(data.run),
         style=Markup(_text("report.css")),
         script=Markup(_text("report.js")),
     )
@@ -120,24 +121,20 @@ def link(folder: Path, path: Path) -> str:
     return urllib.parse.quote(Path(relative).as_posix())
 
 
-def _data(data: ReportData, answer: Answer, plots: Iterable[str]) -> Markup:
+def _data(data: Analysis, answer: Answer, plots: Iterable[str]) -> Markup:
     """What the script reads: ratios to every baseline; citations of cells, ratios to the run's baseline, and plots."""
-    ids = [row.cell_id for group in answer.groups for row in group.rows]
-    timed = frozenset(row.cell_id for group in answer.groups if group.is_timed for row in group.rows)
-    cells = {cell_id: formats(words_of_cell(data.quotes, cell_id)) for cell_id in ids}
-    ratios = {
-        cell_id: formats(words_of_ratio(data.quotes, cell_id, data.pairs[cell_id].pair.a.cell_id))
-        for cell_id in ids
-        if cell_id in data.pairs
-    }
+    rows = {row["cell_id"]: group for group in answer.groups for row in group.rows}
+    timed = frozenset(cell_id for cell_id, group in rows.items() if group.is_timed)
+    cells = {cell_id: cite(data, cell_id) for cell_id in rows}
+    ratios = {cell_id: cite(data, cell_id, data.pairs[cell_id].a.cell_id) for cell_id in rows if cell_id in data.pairs}
     value = {
         "run": data.run.name,
-        "baselines": list(data.against_baselines),
+        "baselines": data.baselines,
         "verdicts": VERDICTS,
         "decided": [VERDICTS.index(one) for one in DECIDED],
         "reasons": REASONS,
         "next": [NEXT[reason] for reason in REASONS],
-        "ratios": _ratios(data.against_baselines, timed),
+        "ratios": _ratios(data, timed),
         "citations": {
             "cell": packed(cells),
             "ratio": packed(ratios),
@@ -160,22 +157,22 @@ def packed(citations: Mapping[str, Citation]) -> dict[str, Any]:
     return found
 
 
-def _ratios(against_baselines: Mapping[str, AgainstBaseline], ids: frozenset[str]) -> dict[str, list[list[Any]]]:
+def _ratios(data: Analysis, ids: frozenset[str]) -> dict[str, list[list[Any]]]:
     """By cell: for each baseline with such a cell its index, ratio, low, high, and indices of verdict and reason."""
     found: dict[str, list[list[Any]]] = {}
-    for place, against_baseline in enumerate(against_baselines.values()):
-        for cell_id, row in against_baseline.by_cell.items():
+    for place, baseline in enumerate(data.baselines):
+        for cell_id, row in data.against(baseline).items():
             if cell_id in ids:
-                time, judgement = row.time, row.judgement
-                numbers = [None] * 3 if time is None else [time.ratio, time.low, time.high]
+                numbers = [None] * 3 if row.time is None else [row.time.ratio, row.time.low, row.time.high]
                 shown = [None if value is None else digits(value) for value in numbers]
-                places = VERDICTS.index(judgement.verdict), REASONS.index(judgement.reason)
+                places = VERDICTS.index(row.verdict), REASONS.index(row.reason)
                 found.setdefault(cell_id, []).append([place, *shown, *places])
     return found
 
 
-def facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
+def facts(run: Run) -> list[tuple[str, str]]:
     """The run, its machine and its software, as names and values."""
+    manifest = run.manifest
     machine = manifest.get("machine") or {}
     git = manifest.get("git") or {}
     commit = str(git.get("commit") or "unknown: not run from a checkout")
@@ -186,7 +183,7 @@ def facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("finished", manifest.get("finished") or "not finished"),
         ("command", " ".join(map(str, manifest.get("command") or ()))),
         ("commit of the bench", commit + (", with uncommitted changes" if git.get("clean") is False else "")),
-        ("SHA-256 of the journal", manifest.get("journal_sha256") or "not stored when the run ended"),
+        ("SHA-256 of the journal", run.digest),
         ("CPU", machine.get("cpu") or "unknown"),
         ("cores", cores),
         ("memory", f"{memory / 2**30:.1f} GiB" if memory else ""),

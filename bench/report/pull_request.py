@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shlex
 
+from bench.findings import Finding, Level
 from bench.formatting import markdown
 from bench.judge.loading import Run
-from bench.report.answer import Answer, Statement
+from bench.report.answer import Answer
 from bench.report.citation import commit
 
 REPORT = "report.md"
@@ -16,9 +17,9 @@ MOST_ROWS = 60
 
 def render(run: Run, answer: Answer) -> str:
     """The text."""
-    lines = [f"## {markdown(run.name)}", ""]
-    for one in answer.all:
-        lines += _statement(one)
+    lines = [f"## {markdown(run.name)}", "", *(_alarm(answer.alarm) if answer.alarm else [])]
+    for statement in (*answer.statements, answer.scope):
+        lines += [f"- {_said(statement)}", *(f"  {line}" for line in code(statement.command))]
     lines += [f"- {markdown(text)}." for text in answer.remarks]
     rows = 0
     for place, group in enumerate(answer.groups):
@@ -27,30 +28,32 @@ def render(run: Run, answer: Answer) -> str:
             lines += ["", "The tables of smaller N are in report.html."]
             break
         lines += ["", f"### {markdown(group.title)}", "", *group.table.markdown()]
-        lines += ["", f"{markdown(group.legend(answer.baseline))}."]
+        lines += ["", f"{markdown(group.legend)}."]
     return "\n".join([*lines, *_again(run)])
 
 
-def _statement(one: Statement) -> list[str]:
-    """A list item or an alert, with what to do about it."""
-    said = f"**{markdown(one.title)}.** {markdown(one.sentence)}"
-    command = code(one.command) if one.command else []
-    if one.key == "alarm":
-        return [f"> [!{'CAUTION' if one.is_warning else 'NOTE'}]", f"> {said}", *(f"> {line}" for line in command), ""]
-    return [f"- {said}", *(f"  {line}" for line in command)]
+def _alarm(finding: Finding) -> list[str]:
+    """An alert, with what to do about it."""
+    kind = "CAUTION" if finding.level is Level.WARNING else "NOTE"
+    return [f"> [!{kind}]", f"> {_said(finding)}", *(f"> {line}" for line in code(finding.command)), ""]
+
+
+def _said(finding: Finding) -> str:
+    """Topic and sentence."""
+    return f"**{markdown(finding.topic)}.** {markdown(finding.sentence)}"
 
 
 def _again(run: Run) -> list[str]:
     """Where the numbers come from, and the command that measures them again."""
     manifest = run.manifest
-    digest = manifest.get("journal_sha256")
-    said = f"{markdown(commit(manifest))}"
-    said += f"; SHA-256 of the journal: `{digest}`" if digest else ""
+    digest = f"; SHA-256 of the journal: `{run.digest}`" if run.digest else ""
     command = shlex.join(map(str, manifest.get("command") or ["python", "-m", "bench", "run"]))
-    return ["", f"**To reproduce.** {said}.", "", *code(command), ""]
+    return ["", f"**To reproduce.** {markdown(commit(manifest))}{digest}.", "", *code(command), ""]
 
 
 def code(command: str) -> list[str]:
-    """A command as a block of code, whatever it contains."""
+    """A command as a block of code, whatever it contains; nothing if there is none."""
+    if not command:
+        return []
     fence = "~~~" if "```" in command else "```"
     return [f"{fence}sh", " ".join(command.split()), fence]

@@ -9,18 +9,15 @@ from functools import cached_property
 from typing import Any
 
 from bench.formatting import digits, size
-from bench.judge.pairs import ComparedPair
+from bench.judge.analysis import Analysis
 from bench.judge.samples import NAME
 from bench.judge.verdicts import Verdict
 from bench.plan.cell import Cell, Status
 from bench.plan.column import DASH
 from bench.plan.columns import WAYS, differing, phrases
-from bench.report.report_data import ReportData
 from bench.report.tabular import Table, TableColumn, TableRow
 
 DECIDED = (Verdict.FASTER, Verdict.SLOWER, Verdict.SAME)
-
-
 COLUMNS = (
     TableColumn("backend", "backend", is_number=False),
     TableColumn("seconds", "s/step"),
@@ -35,77 +32,8 @@ COLUMNS = (
 )
 """In order; ratios are to the baseline: below 1 is faster, or less memory."""
 TIMES = frozenset({"seconds", "seconds_ends", "ratio", "ratio_ends", "verdict"})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ranked:
-    """One cell in the table."""
-
-    cell_id: str
-    backend: str
-    label: str
-    is_baseline: bool
-    seconds: float | None
-    low: float | None
-    high: float | None
-    """Ends of the 95 % interval of the step time."""
-    pair: ComparedPair | None
-    """The cell against the baseline's."""
-    memory: int | None
-    memory_ratio: float | None
-    """To the memory of the baseline."""
-    num_ok: int
-    is_wrong: bool
-    """Whether it failed, or a gate found it wrong."""
-    correct: str
-    """``yes``, or the outcome."""
-
-    @property
-    def is_correct(self) -> bool:
-        """Whether it passed every gate."""
-        return self.correct == "yes"
-
-    @property
-    def texts(self) -> dict[str, str]:
-        """Its text in each of COLUMNS."""
-        ratio, ends, verdict = ratio_texts(self.pair, is_baseline=self.is_baseline)
-        return {
-            "backend": self.backend,
-            "seconds": DASH if self.seconds is None else digits(self.seconds),
-            "seconds_ends": ends_of(self.low, self.high),
-            "ratio": ratio,
-            "ratio_ends": ends,
-            "verdict": verdict,
-            "memory": DASH if self.memory is None else size(self.memory),
-            "memory_ratio": DASH if self.memory_ratio is None else digits(self.memory_ratio),
-            "trials": str(self.num_ok),
-            "correct": self.correct,
-        }
-
-    @property
-    def ratio(self) -> float | None:
-        """Of step times, to the baseline's."""
-        time = None if self.pair is None else self.pair.time
-        return 1.0 if self.is_baseline else None if time is None else time.ratio
-
-
-def ends_of(low: float | None, high: float | None) -> str:
-    """An interval as the table shows it."""
-    return DASH if low is None or high is None else f"{digits(low)}-{digits(high)}"
-
-
-def ratio_texts(row: ComparedPair | None, *, is_baseline: bool) -> tuple[str, str, str]:
-    """Ratio, interval and verdict; the page's script writes the same for the baseline that a reader picks."""
-    if is_baseline:
-        return "1", DASH, "baseline"
-    if row is None:
-        return DASH, DASH, DASH
-    judgement, time = row.judgement, row.time
-    verdict = str(judgement.verdict)
-    word = verdict if judgement.verdict in DECIDED else f"{verdict}: {judgement.reason}"
-    if time is None:
-        return DASH, DASH, word
-    return digits(time.ratio), ends_of(time.low, time.high), word
+TIMED = ("step_time_s", "step_time_low_s", "step_time_high_s", "ratio", "ratio_low", "ratio_high", "verdict")
+"""Columns of the frame of cells that are empty where times cannot be compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +44,9 @@ class Group:
     """One of them."""
     place: str
     """What tells the group from others, except N."""
-    rows: tuple[Ranked, ...]
+    rows: tuple[Mapping[str, Any], ...]
+    """Of the frame of cells, without times if these are not shown, and with ``memory_ratio`` and ``correct``."""
+    baseline: str
     is_timed: bool
     """Whether its times are shown."""
 
@@ -135,28 +65,55 @@ class Group:
         """N and place within a sentence: ``N=8, W=2``."""
         return f"N = {self.n}, {self.place}".replace(" = ", "=")
 
+    def texts(self, row: Mapping[str, Any]) -> dict[str, str]:
+        """The text of a row in each of COLUMNS; the page's script writes the same for a baseline that is picked."""
+        verdict, is_baseline = row["verdict"], self.is_timed and row["backend"] == self.baseline
+        if verdict and verdict not in DECIDED:
+            verdict += f": {row['verdict_reason']}"
+        return {
+            "backend": row["backend"],
+            "seconds": _number(row["step_time_s"]),
+            "seconds_ends": ends_of(row["step_time_low_s"], row["step_time_high_s"]),
+            "ratio": "1" if is_baseline else _number(row["ratio"]),
+            "ratio_ends": ends_of(row["ratio_low"], row["ratio_high"]),
+            "verdict": "baseline" if is_baseline else verdict or DASH,
+            "memory": DASH if row["peak_memory_bytes"] is None else size(row["peak_memory_bytes"]),
+            "memory_ratio": _number(row["memory_ratio"]),
+            "trials": str(row["num_ok"]),
+            "correct": row["correct"],
+        }
+
     @cached_property
     def table(self) -> Table:
         """The group as a table; wrong cells are red."""
         columns = [column for column in COLUMNS if self.is_timed or column.key not in TIMES]
-        rows = [TableRow(row.texts, dict.fromkeys(row.texts, "red") if row.is_wrong else {}) for row in self.rows]
+        red = {column.key: "red" for column in columns}
+        rows = [TableRow(self.texts(row), {} if row["status"] == Status.OK else red) for row in self.rows]
         return Table(columns=columns, rows=rows, caption=self.title)
 
-    def legend(self, baseline: str) -> str:
+    @property
+    def legend(self) -> str:
         """What the columns are, in one line."""
         if not self.is_timed:
             return "memory is the largest peak of a rank"
-        return f"s/step: {NAME} of n trials; ratio to {baseline}: mean over blocks, below 1 is faster"
+        return f"s/step: {NAME} of n trials; ratio to {self.baseline}: mean over blocks, below 1 is faster"
 
-    def share(self, value: float | None, key: str) -> float | None:
-        """A value as a percentage of the largest in its column, for bars."""
-        if value is None:
-            return None
-        every = [row.memory if key == "memory" else row.high or row.seconds for row in self.rows]
-        return 100 * value / max(one for one in every if one is not None)
+    def share(self, value: float, *columns: str) -> str:
+        """A value as a percentage of the largest in these columns, for bars."""
+        every = [row[name] for row in self.rows for name in columns if row[name] is not None]
+        return f"{100 * value / max(every):.1f}%"
 
 
-def groups(data: ReportData) -> list[Group]:
+def _number(value: float | None) -> str:
+    return DASH if value is None else digits(value)
+
+
+def ends_of(low: float | None, high: float | None) -> str:
+    """An interval as the table shows it."""
+    return DASH if low is None or high is None else f"{digits(low)}-{digits(high)}"
+
+
+def groups(data: Analysis) -> list[Group]:
     """All groups: real ranks, times, the baseline, the largest N and the most ranks come first, in this order.
 
     If HSDP runs with several numbers of replicas, each is a group of its own.
@@ -172,53 +129,39 @@ def groups(data: ReportData) -> list[Group]:
     found = [_group(data, cells, ways) for cells in kinds.values()]
 
     def order(group: Group) -> tuple[bool, bool, bool, int, int]:
-        compared = any(row.is_baseline for row in group.rows)
+        compared = any(row["backend"] == group.baseline for row in group.rows)
         return group.cell.world.has_all_ranks, group.is_timed, compared, group.n, group.cell.world_size
 
     return sorted(found, key=order, reverse=True)
 
 
-def _group(data: ReportData, cells: list[Cell], ways: list[str]) -> Group:
+def _group(data: Analysis, cells: list[Cell], ways: list[str]) -> Group:
     first = cells[0]
     rows = [data.rows[cell.cell_id] for cell in cells]
-    base = next((row["peak_memory_bytes"] for row in rows if row["backend"] == data.against_baseline.baseline), None)
+    base = next((row["peak_memory_bytes"] for row in rows if row["backend"] == data.baseline), None)
     once = data.run.manifest.get("once") or ()
     is_timed = (
         first.world.times_communication and data.times_unavailable is None and any(c.cell_id not in once for c in cells)
     )
-    ranked = [_ranked(data, row, base, is_timed=is_timed) for row in rows]
+    checked = "yes" if first.world.has_values else "not checked"
+    hidden = {} if is_timed else dict.fromkeys(TIMED)
+    shown = []
+    for row in rows:
+        peak = row["peak_memory_bytes"]
+        share = None if peak is None or not base else peak / base
+        correct = checked if row["status"] == Status.OK else row["outcome"]
+        shown.append(row | hidden | {"memory_ratio": share, "correct": correct})
     world = f"W = {first.world_size}" + (f" ({first.world.label})" if first.world.label else "")
     return Group(
         cell=first,
         place=", ".join([world, *phrases(first, ways)]),
-        rows=tuple(sorted(ranked, key=_order)),
+        rows=tuple(sorted(shown, key=_order)),
+        baseline=data.baseline,
         is_timed=is_timed,
     )
 
 
-def _order(row: Ranked) -> tuple[float, float, str]:
+def _order(row: Mapping[str, Any]) -> tuple[float, float, str]:
     """The fastest first; without times the least memory first; cells with neither last."""
-    seconds, memory = (math.inf if value is None else value for value in (row.seconds, row.memory))
-    return seconds, memory, row.backend
-
-
-def _ranked(data: ReportData, cell: Mapping[str, Any], base: int | None, *, is_timed: bool) -> Ranked:
-    names = ("step_time_s", "step_time_low_s", "step_time_high_s")
-    seconds, low, high = (cell[name] if is_timed else None for name in names)
-    memory, is_ok = cell["peak_memory_bytes"], cell["status"] == Status.OK
-    checked = "yes" if data.run.cells[cell["cell_id"]].world.has_values else "not checked"
-    return Ranked(
-        cell_id=cell["cell_id"],
-        backend=cell["backend"],
-        label=cell["label"],
-        is_baseline=cell["backend"] == data.against_baseline.baseline,
-        seconds=seconds,
-        low=low,
-        high=high,
-        pair=data.pairs.get(cell["cell_id"]) if is_timed else None,
-        memory=memory,
-        memory_ratio=None if memory is None or not base else memory / base,
-        num_ok=cell["num_ok"],
-        is_wrong=not is_ok,
-        correct=checked if is_ok else cell["outcome"],
-    )
+    seconds, memory = (math.inf if row[name] is None else row[name] for name in ("step_time_s", "peak_memory_bytes"))
+    return seconds, memory, row["backend"]

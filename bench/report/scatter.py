@@ -49,10 +49,10 @@ LEAST = 1.1
 
 
 def draw_memory_vs_time(run: FigureData) -> list[Drawing]:
-    """The cells of the largest N, most backends and most ranks, and smaller panels; nothing of cells without a time."""
+    """The cells of the largest N, most backends and most ranks, and smaller panels; nothing if no times compare."""
     known = run.timed[run.timed["peak_memory_bytes"].notna() & run.timed["step_time_s"].notna()]
     every = known[[*FACTS, *TIMES, *MEMORY]]
-    if every.empty:
+    if every.empty or run.data.hides_times:
         return []
     source = ["peak_memory_source"] if every["peak_memory_source"].nunique() > 1 else []
     panels, left_out = run.panels(every, ["accumulate", *CONTEXT, *source], 1 + MOST_SMALL)
@@ -61,9 +61,10 @@ def draw_memory_vs_time(run: FigureData) -> list[Drawing]:
         main.title = ", ".join(filter(None, [f"N = {main.extent[1]}", main.title]))
     others = [panel for panel in panels if panel is not main]
     words = run.words(_title(run, main), timed=True)
-    legend = "Lower left is better."
-    if not run.obstacle:
-        legend += " Lines are 95 % intervals of the time; arrows lead from eager to deferred sync where times differ."
+    legend = (
+        "Lower left is better. Lines are 95 % intervals of the time; arrows lead from eager to deferred sync where "
+        "times differ."
+    )
     words.notes[:0] = [*left_out, legend, *lost(run.timed, "step_time_s")]
 
     heights = [LARGE_HEIGHT, *([SMALL_HEIGHT] if others else [])]
@@ -94,27 +95,26 @@ def draw_memory_vs_time(run: FigureData) -> list[Drawing]:
 def _name(run: FigureData, cell: Any, unit: float) -> PointName:
     word = failure(cell["outcome"])
     text = f"{cell['backend']} ({word})" if word else cell["backend"]
-    return PointName(fit(text, NAME_WIDTH), _place(cell, unit), run.look(cell["backend"]).colour)
+    return PointName(fit(text, NAME_WIDTH), _place(cell, unit), run.looks[cell["backend"]].colour)
 
 
 def _title(run: FigureData, panel: Panel) -> str:
     good = panel.rows[panel.rows["status"] == Status.OK]
     if good.empty:
         return f"No backend is correct at {panel.title}"
-    found = [*([] if run.obstacle else [fastest(run, good)]), leanest(good)]
-    return f"At {panel.title}, {'; '.join(found)}"
+    return f"At {panel.title}, {fastest(run, good)}; {leanest(good)}"
 
 
 def _points(run: FigureData, axes: Axes, cells: pd.DataFrame, unit: float, marker: float) -> None:
     """Points with intervals, rings for what is wrong, and arrows from eager to deferred sync if their times differ."""
     for cell in rows_of(cells):
-        look, (x, y) = run.look(cell["backend"]), _place(cell, unit)
+        look, (x, y) = run.looks[cell["backend"]], _place(cell, unit)
         if not pd.isna(cell["step_time_low_s"]):
             ends = [cell["step_time_low_s"], cell["step_time_high_s"]]
             axes.plot(ends, [y, y], color=look.colour, linewidth=INTERVAL, zorder=2)
-        style.mark(axes, [x], [y], look, wrong=cell["status"] != Status.OK, hollow=bool(run.obstacle), size=marker)
+        style.mark(axes, [x], [y], look, wrong=cell["status"] != Status.OK, size=marker)
     for eager, deferred in _arrows(run, cells):
-        colour, (tail, head) = run.look(eager["backend"]).colour, (_place(eager, unit), _place(deferred, unit))
+        colour, (tail, head) = run.looks[eager["backend"]].colour, (_place(eager, unit), _place(deferred, unit))
         axes.plot(*zip(tail, head, strict=True), color=colour, zorder=1.9)
         axes.annotate("", head, tail, arrowprops={"arrowstyle": "-|>", "color": colour, "shrinkA": 4, "shrinkB": 4})
 
@@ -126,8 +126,8 @@ def _place(cell: Any, unit: float) -> tuple[float, float]:
 def _arrows(run: FigureData, cells: pd.DataFrame) -> Iterator[tuple[Any, Any]]:
     """Rows of eager and deferred sync whose times differ by their verdict."""
     for eager, deferred in twins(cells):
-        pair = run.data.compared(deferred, eager)
-        if not run.obstacle and pair and pair.judgement.verdict in (Verdict.FASTER, Verdict.SLOWER):
+        pair = run.data.compared(deferred["cell_id"], eager["cell_id"])
+        if pair and pair.verdict in (Verdict.FASTER, Verdict.SLOWER):
             yield eager, deferred
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pandas as pd
 
-from bench.formatting import plural, size
+from bench.formatting import plural, size, some
+from bench.judge.analysis import Analysis
 from bench.judge.expected import cells_watched, extent
 from bench.judge.gates import EXPECTED, known_defect, tolerance
 from bench.judge.samples import NAME, slowest
@@ -25,11 +26,8 @@ from bench.plan.columns import COLUMNS
 from bench.plan.trial_columns import COMMUNICATION, CORRECTNESS, MEMORY, SEMANTICS, SPEED
 from bench.report.bars import MIB, TOTAL, by_operation
 from bench.report.bars import by_cell as memory_by_cell
-from bench.report.deviations import held_sentence
-from bench.report.report_data import ReportData
 from bench.report.tabular import Table
 from bench.run import links
-from bench.run.journal import Journal
 from bench.run.machine import unlike_nodes
 
 OPERATIONS = {
@@ -69,18 +67,18 @@ def table(caption: str, cells: pd.DataFrame, key: str, more: Mapping[str, Column
     return Table.of_frame(caption, cells, {**columns, **(more or {})})
 
 
-def sections(data: ReportData) -> list[PageSection]:
+def sections(data: Analysis) -> list[PageSection]:
     """All questions, in order; the one on time only where times may be compared."""
     asked = (memory, communication, correctness, semantics)
     return [ask(data) for ask in (asked if data.times_unavailable else (speed, *asked))]
 
 
-def speed(data: ReportData) -> PageSection:
+def speed(data: Analysis) -> PageSection:
     """How long an optimizer step takes, and how sure that is."""
-    rows = data.against_baseline.rows
-    counts = Counter(row.judgement.verdict for row in rows)
+    rows = data.verdicts
+    counts = Counter(row.verdict for row in rows)
     verdicts = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict])
-    first = f"{plural(len(rows), 'comparison')} with {data.against_baseline.baseline}: {verdicts or 'none'}."
+    first = f"{plural(len(rows), 'comparison')} with {data.baseline}: {verdicts or 'none'}."
     spread = 100 * (data.cells["slowest_s"] / data.cells["fastest_s"] - 1).dropna()
     second = "No cell has a time that may be compared."
     if not spread.empty:
@@ -98,13 +96,13 @@ def speed(data: ReportData) -> PageSection:
     )
 
 
-def nodes(data: ReportData) -> Iterator[str]:
+def nodes(data: Analysis) -> Iterator[str]:
     """Of a run on several nodes: how they differ, and on which the slowest ranks were."""
     if not data.run.manifest.get("nodes"):
         return
     yield from (f"{text[:1].upper()}{text[1:]}." for text in unlike_nodes(data.run.manifest))
     found: Counter[int] = Counter()
-    for record in Journal(data.folder).read():
+    for record in data.run.records:
         cell, ranks = data.run.cells[record["cell_id"]], (record.get("time") or {}).get("rank_step_seconds")
         if ranks and cell.num_nodes > 1:
             found[slowest(ranks) // cell.ranks_per_node] += 1
@@ -112,7 +110,7 @@ def nodes(data: ReportData) -> Iterator[str]:
         yield f"The slowest rank was on node {node} in {count} of {plural(found.total(), 'trial')} on several nodes."
 
 
-def memory(data: ReportData) -> PageSection:
+def memory(data: Analysis) -> PageSection:
     """How much memory a rank needs."""
     known = data.contestants[data.contestants["peak_memory_bytes"].notna()].sort_values(
         "peak_memory_bytes", kind="stable"
@@ -128,13 +126,25 @@ def memory(data: ReportData) -> PageSection:
     return PageSection(
         key=MEMORY,
         title="How much memory does a rank need?",
-        sentences=tuple(filter(None, (sentence, held_sentence(data.run.tables.memory)))),
-        plots=("memory_categories", "held_gradients"),
+        sentences=tuple(filter(None, (sentence, _held(data.run.tables.memory)))),
+        plots=("memory_categories",),
         table=table("Peak memory of a rank, and what it is made of", frame, MEMORY, columns),
     )
 
 
-def communication(data: ReportData) -> PageSection:
+def _held(memory: pd.DataFrame) -> str:
+    """How many cells hold the bytes of gradients that their formula gives; empty if there is no formula."""
+    rows = memory[(memory["category"] == "held_gradients") & memory["expected_bytes"].notna()]
+    right = int((rows["bytes"] == rows["expected_bytes"]).sum())
+    if rows.empty:
+        return ""
+    return (
+        f"Between micro-batches, {right} of {plural(len(rows), 'cell')} hold exactly the bytes of gradients that their "
+        "formula gives."
+    )
+
+
+def communication(data: Analysis) -> PageSection:
     """What ranks hand to collectives."""
     counted, totals = data.run.tables.collectives, by_operation(data.run.tables.collectives)
     # Each cell is counted in one repeat; of several, the first.
@@ -185,7 +195,7 @@ def _operations(rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def correctness(data: ReportData) -> PageSection:
+def correctness(data: Analysis) -> PageSection:
     """Whether every update equals that of the full batch."""
     cells = data.contestants
     fine = cells[cells["status"] == Status.OK]
@@ -206,33 +216,33 @@ def correctness(data: ReportData) -> PageSection:
     )
 
 
-def semantics(data: ReportData) -> PageSection:
+def semantics(data: Analysis) -> PageSection:
     """Which optimizer steps were taken, and what the timed trials do not show of that."""
     return PageSection(
         key=SEMANTICS,
         title="Which optimizer steps were taken?",
         sentences=tuple(_steps(data)),
-        plots=("optimizer_steps",),
+        plots=(),
         table=_at_epoch_end(data) or table("Optimizer steps of the timed trials", data.cells, SEMANTICS),
         is_open=True,
     )
 
 
-def _steps(data: ReportData) -> Iterator[str]:
-    cells = data.contestants
-    seen = cells.dropna(subset=["optimizer_steps_observed", "optimizer_steps_expected"])
+def _steps(data: Analysis) -> Iterator[str]:
+    seen = data.contestants.dropna(subset=["optimizer_steps_observed", "optimizer_steps_expected"])
     if seen.empty:
         yield "No optimizer step of any cell was observed."
         return
-    right = int((seen["optimizer_steps_observed"] == seen["optimizer_steps_expected"]).sum())
+    wrong = seen[seen["optimizer_steps_observed"] != seen["optimizer_steps_expected"]]["label"].tolist()
     yield (
-        f"A timed trial trains whole windows only: {right} of {plural(len(seen), 'cell')} took exactly one optimizer "
-        "step per window."
+        f"A timed trial trains whole windows only: {len(seen) - len(wrong)} of {plural(len(seen), 'cell')} took "
+        f"exactly one optimizer step per window{f', not {some(wrong)}' if wrong else ''}."
     )
     told = seen[seen["optimizer_steps_reported"].notna()]
     if len(told):
-        honest = int((told["optimizer_steps_reported"] == told["optimizer_steps_observed"]).sum())
-        yield f"{honest} of {plural(len(told), 'count')} that frameworks report agree with the inner optimizer's."
+        wrong = told[told["optimizer_steps_reported"] != told["optimizer_steps_observed"]]["label"].tolist()
+        text = f"{len(told) - len(wrong)} of {plural(len(told), 'count')} that frameworks report agree with the inner "
+        yield text + (f"optimizer's; not that of {some(wrong)}." if wrong else "optimizer's.")
     yield (
         "These counts do not show what becomes of a window that the end of an epoch leaves incomplete: see the table "
         "below, and docs/semantics.md for every scenario."
@@ -246,7 +256,7 @@ def epoch_end() -> Mapping[str, Any]:
     return found
 
 
-def _at_epoch_end(data: ReportData) -> Table | None:
+def _at_epoch_end(data: Analysis) -> Table | None:
     """What the semantics suite found of the run's backends; None if it knows none of them."""
     suite, installed = epoch_end(), data.run.manifest.get("packages") or {}
     rows = []
@@ -267,7 +277,7 @@ def _at_epoch_end(data: ReportData) -> Table | None:
     return Table.of(caption, header, rows, words=2) if rows else None
 
 
-def failures(data: ReportData) -> Table:
+def failures(data: Analysis) -> Table:
     """Every cell with a failed trial, with its reason."""
     rows = []
     for cell in rows_of(data.bad):

@@ -138,15 +138,14 @@ def mark(
     look: Appearance,
     *,
     wrong: bool = False,
-    hollow: bool = False,
     size: float = 5.5,
     **more: Any,
 ) -> None:
     """Draw markers at points; ``more`` are arguments of ``plot``. A wrong result is a ring that no marker covers."""
     base: dict[str, Any] = {"color": look.colour, "linestyle": "none", "markersize": size, "marker": look.marker}
-    if wrong or hollow:
-        base |= {"markerfacecolor": "none", "markeredgewidth": 1.3}
-    axes.plot(x, y, **base | ({"marker": "o", "markersize": 1.8 * size} if wrong else {}) | more)
+    if wrong:
+        base |= {"markerfacecolor": "none", "markeredgewidth": 1.3, "marker": "o", "markersize": 1.8 * size}
+    axes.plot(x, y, **base | more)
 
 
 def line_key(backend: str, look: Appearance) -> Key:

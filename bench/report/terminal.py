@@ -9,45 +9,54 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.findings import Finding, Level
-from bench.report.answer import Answer, Statement
+from bench.formatting import some
+from bench.report.answer import Answer
 
 PADDING = (0, 2, 0, 0)
+STYLES = {Level.ERROR: "bold red", Level.WARNING: "yellow", Level.NOTE: "", Level.GOOD: "green"}
+MOST_LINES = 3
+"""Findings on single cells that are shown of each topic."""
 
 
 def show(console: Console, answer: Answer) -> None:
     """Print the table of the largest N, then every statement."""
     for group in answer.groups[:1]:
         console.print(group.table.fitted(console))
-        console.print(Text(group.legend(answer.baseline), style="dim"))
+        console.print(Text(group.legend, style="dim"))
     if others := [group.title for group in answer.groups[1:]]:
         console.print(Text(f"report.md has the same table for {'; '.join(others)}", style="dim"))
     console.print()
-    width = max(len(statement.title) for statement in answer.all)
+    width = max(len(statement.topic) for statement in answer.all)
     for statement in answer.all:
         _show_statement(console, statement, width)
     for text in answer.remarks:
         console.print(Text(f"{text}."))
 
 
-def _show_statement(console: Console, statement: Statement, width: int) -> None:
-    """A statement beside its title; a command has a line of its own, which is not wrapped: it is to be pasted."""
+def _show_statement(console: Console, statement: Finding, width: int) -> None:
+    """A statement beside its topic; a command has a line of its own, which is not wrapped: it is to be pasted."""
     grid = Table.grid(padding=PADDING)
-    grid.add_column(width=width, no_wrap=True, style="bold red" if statement.is_warning else "bold")
+    grid.add_column(width=width, no_wrap=True, style="bold red" if statement.level is Level.WARNING else "bold")
     grid.add_column(overflow="fold")
-    grid.add_row(Text(statement.title), Text(statement.sentence))
+    grid.add_row(Text(statement.topic), Text(statement.sentence))
     console.print(grid)
     if statement.command:
         console.print(Text(f"  {statement.command}"), soft_wrap=True)
 
 
-STYLES = {Level.ERROR: "bold red", Level.WARNING: "yellow", Level.GOOD: "green"}
-
-
 def show_findings(findings: Sequence[Finding], verdict: str) -> None:
-    """One line each, and the verdict on all."""
+    """One line each, and the verdict on all. Findings that say the same of several cells share a line."""
     console = Console()
     width = max((len(finding.topic) for finding in findings), default=0)
+    subjects: dict[tuple[Level, str, str], list[str]] = {}
     for finding in findings:
-        mark = Text(f"{finding.level:7}  {finding.topic:{width}}  ", style=STYLES[finding.level])
-        console.print(mark + Text(finding.text), soft_wrap=True)
+        subjects.setdefault((finding.level, finding.topic, finding.text), []).append(finding.subject)
+    shown: dict[tuple[Level, str], list[str]] = {}
+    for (level, topic, text), names in subjects.items():
+        shown.setdefault((level, topic), []).append(f"{some(names)}: {text}" if names[0] else text)
+    for (level, topic), texts in shown.items():
+        most = MOST_LINES if len(texts) > MOST_LINES + 1 else len(texts)
+        more = [f"... and {len(texts) - most} more, which --json lists"] if len(texts) > most else []
+        for text in texts[:most] + more:
+            console.print(Text(f"{level:7}  {topic:{width}}  ", style=STYLES[level]) + Text(text), soft_wrap=True)
     console.print(verdict, highlight=False, soft_wrap=True)

@@ -11,7 +11,7 @@ import pytest
 
 from bench import cli
 from bench.findings import Level
-from bench.judge.baseline import against_baseline, control_of
+from bench.judge.analysis import Analysis
 from bench.judge.integrity import check
 from bench.judge.verdicts import Verdict
 from bench.plan.cell import Cell
@@ -51,15 +51,13 @@ def test_verdicts_of_a_run_against_its_baseline(sound: Path) -> None:
     from bench.judge.loading import load
 
     run = load(sound)
-    result = against_baseline(run)
+    result = Analysis(run=run)
     assert result.baseline == "base"
-    verdicts = {row.pair.b.backend: row.judgement.verdict for row in result.rows}
+    verdicts = {row.b.backend: row.verdict for row in result.verdicts}
     assert verdicts == {"equal": Verdict.SAME, "slow": Verdict.SLOWER, "fast": Verdict.FASTER}
     assert run.manifest["ended_by"] == "precision"
-    assert all(row.time is not None and row.time.width < 0.02 for row in result.rows)
-    control = control_of(run)
-    assert control is not None and control.interval is not None
-    assert control.twin.backend == "base" and control.interval.low is not None
+    assert all(row.time is not None and row.time.width < 0.02 for row in result.verdicts)
+    assert result.control is not None and result.control.b.backend == "base" and result.control.has_interval
     stored = pd.read_parquet(sound / "ratios.parquet").set_index("backend_b")
     assert stored["verdict"].to_dict() == {"equal": "same", "slow": "slower", "fast": "faster"}
 

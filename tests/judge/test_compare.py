@@ -74,7 +74,7 @@ class TestEvidence:
         assert row.time is not None and row.time.low is not None and row.time.high is not None
         assert row.time.low > 1.04 and row.time.high < 1.06 and row.time.paired
         assert row.regressions == ("slower",)
-        assert (row.judgement.verdict, row.judgement.reason) == (Verdict.AMBIGUOUS, Reason.NO_CONTROL)
+        assert (row.verdict, row.reason) == (Verdict.AMBIGUOUS, Reason.NO_CONTROL)
 
     def test_memory_is_exact(self) -> None:
         run = make_run({EAGER: 0.5, DEFERRED: 0.5}, changes=lambda c, _: memory(PEAK_BYTES + (c == DEFERRED)))
@@ -86,18 +86,18 @@ class TestEvidence:
     def test_failed_trials_forbid_a_certain_slowdown(self) -> None:
         run = make_run({EAGER: 0.5, DEFERRED: 0.6}, failed=[make_failure(DEFERRED, 12)])
         (row,) = judged(run, thresholds={"slower": 0.05})
-        assert row.judgement.reason is Reason.FAILED_TRIALS
+        assert row.reason is Reason.FAILED_TRIALS
         assert (row.regressions, row.unchecked) == ((), ("slower",))
 
     def test_a_failed_gate_is_not_comparable_unless_shown_by_force(self) -> None:
         wrong = {"update": {"error": 0.5, "scale": 0.25, "residual": 1e-7}}
         run = make_run({EAGER: 0.5, DEFERRED: 0.6}, changes=lambda c, _: wrong if c == DEFERRED else {})
         (row,) = judged(run, thresholds={"slower": 0.05, "memory": 0.0})
-        assert (row.judgement.verdict, row.judgement.reason) == (Verdict.NOT_COMPARABLE, Reason.GATE)
+        assert (row.verdict, row.reason) == (Verdict.NOT_COMPARABLE, Reason.GATE)
         assert row.time is None and row.memory.a is None and row.unchecked == ("slower", "memory")
         (forced,) = judged(run, force=True, thresholds={"slower": 0.05, "memory": 0.0})
         assert forced.forced and forced.time is not None and forced.time.ratio == pytest.approx(1.2, rel=0.01)
-        assert forced.judgement.verdict is Verdict.NOT_COMPARABLE and forced.regressions == ()
+        assert forced.verdict is Verdict.NOT_COMPARABLE and forced.regressions == ()
 
 
 class TestCommand:

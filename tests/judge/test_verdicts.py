@@ -74,10 +74,10 @@ def test_verdicts(low: float, high: float, expected: tuple[Verdict, Reason]) -> 
 def test_a_control_that_contains_1_changes_nothing_and_one_that_does_not_widens_every_interval() -> None:
     a, b = (CellEvidence(label=name, sample=cell(c, seed=i)) for i, (name, c) in enumerate((("a", 1.03), ("b", 1.0))))
     (plain,) = judge_all([compare(a, b, interval(0.9, 1.2))])
-    assert plain.verdict is Verdict.SLOWER and plain.comparison.time == ratio(a.sample, b.sample)
+    assert plain.verdict is Verdict.SLOWER and plain.time == ratio(a.sample, b.sample)
     for control in (interval(1.01, 1.02), interval(1 / 1.02, 1 / 1.01)):
         (wide,) = judge_all([compare(a, b, control)])
-        ours, theirs = plain.comparison.time, wide.comparison.time
+        ours, theirs = plain.time, wide.time
         assert ours is not None and theirs is not None and ours.low and ours.high and theirs.low and theirs.high
         assert (theirs.low, theirs.high) == pytest.approx((ours.low / 1.01, ours.high * 1.01))
     (lost,) = judge_all([compare(a, b, interval(1.05, 1.08))])
@@ -116,7 +116,7 @@ class TestCompare:
             ({"accumulation_dtype": "bf16"}, Reason.ACCUMULATION),
             ({"work": "llama small"}, Reason.WORK),
             ({"failed_gates": ("the update is off",)}, Reason.GATE),
-            ({"sample": Sample([]), "num_failed": 12}, Reason.NO_TRIALS),
+            ({"sample": Sample([]), "failures": {("oom", ""): 12}}, Reason.NO_TRIALS),
         ],
     )
     def test_not_comparable(self, changes: dict[str, Any], reason: Reason) -> None:
@@ -124,10 +124,10 @@ class TestCompare:
         for pair in ((a, b), (b, a)):
             found = judge_all([compare(*pair, quiet_control())])[0]
             assert (found.verdict, found.reason) == (Verdict.NOT_COMPARABLE, reason)
-            assert found.comparison.time is None and found.detail and found.next == NEXT[reason]
+            assert found.time is None and found.detail and NEXT[reason]
 
     def test_failed_trials_are_not_dropped_in_silence(self) -> None:  # mutant 13
-        a, b = self.made(num_failed=2)
+        a, b = self.made(failures={("oom", ""): 2})
         for pair in ((a, b), (b, a)):
             found = judge_all([compare(*pair, quiet_control())])[0]
             assert (found.verdict, found.reason) == (Verdict.AMBIGUOUS, Reason.FAILED_TRIALS)

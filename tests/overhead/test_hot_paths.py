@@ -14,9 +14,8 @@ import pytest
 from bench.backends.base import registry
 from bench.errors import BAD, GOOD
 from bench.judge import gates, tables
-from bench.judge.baseline import against_baselines
+from bench.judge.analysis import Analysis
 from bench.judge.loading import Run, run_of
-from bench.judge.quotes import Quotes
 from bench.launch.launcher import Launcher
 from bench.measure.taps import EventKind, TappedLoader, Taps, updates
 from bench.plan.cell import Device, Status
@@ -24,10 +23,9 @@ from bench.plan.expand import expand
 from bench.plan.task import Spec
 from bench.report import canvas, figure_data, figures, page, pull_request, style
 from bench.report.answer import answer
-from bench.report.citation import formats, words_of_cell
+from bench.report.citation import cite as cite_cell
 from bench.report.curves import draw_step_time
 from bench.report.page import picture
-from bench.report.report_data import ReportData
 from bench.run.journal import Journal
 from bench.run.trial_record import warmup
 from tests.conftest import bench
@@ -54,12 +52,12 @@ def run(records: list[dict[str, Any]]) -> Run:
 
 
 @pytest.fixture(scope="module")
-def data(run: Run) -> ReportData:
-    return ReportData(run=run)
+def data(run: Run) -> Analysis:
+    return Analysis(run=run)
 
 
 @pytest.fixture(scope="module")
-def drawn(data: ReportData, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def drawn(data: Analysis, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """All plots of the run."""
     folder = tmp_path_factory.mktemp("run") / "plots"
     return figures.draw(data, folder)
@@ -133,13 +131,13 @@ def test_judging_by_the_gates(benchmark: Timed, records: list[dict[str, Any]]) -
 
 def test_citing_every_cell(benchmark: Timed, run: Run) -> None:
     def cite() -> list[str]:
-        quotes = Quotes(run)
-        return [formats(words_of_cell(quotes, cell_id)).text for cell_id in run.cells]
+        data = Analysis(run=run)
+        return [cite_cell(data, cell_id).text for cell_id in run.cells]
 
     assert len(benchmark(cite)) == len(run.cells)
 
 
-def test_drawing_one_plot(benchmark: Timed, data: ReportData, tmp_path: Path) -> None:
+def test_drawing_one_plot(benchmark: Timed, data: Analysis, tmp_path: Path) -> None:
     def draw() -> Path:
         with matplotlib.style.context(list(style.BASE)):
             (drawing,) = draw_step_time(figure_data.FigureData(data))
@@ -149,7 +147,11 @@ def test_drawing_one_plot(benchmark: Timed, data: ReportData, tmp_path: Path) ->
 
 
 def test_verdicts_against_every_baseline(benchmark: Timed, run: Run) -> None:
-    assert len(benchmark(against_baselines, run)) == len(BACKENDS)
+    def verdicts() -> list[int]:
+        data = Analysis(run=run)
+        return [len(data.against(name)) for name in data.baselines]
+
+    assert len(benchmark(verdicts)) == len(BACKENDS)
 
 
 def test_putting_one_plot_into_a_page(benchmark: Timed, drawn: list[Path]) -> None:
@@ -157,11 +159,11 @@ def test_putting_one_plot_into_a_page(benchmark: Timed, drawn: list[Path]) -> No
     assert benchmark(picture, path).title
 
 
-def test_writing_the_page(benchmark: Timed, data: ReportData, drawn: list[Path]) -> None:
+def test_writing_the_page(benchmark: Timed, data: Analysis, drawn: list[Path]) -> None:
     assert f"<h1><bdi>{data.run.name}" in benchmark(page.render, data, answer(data), drawn)
 
 
-def test_writing_the_short_report(benchmark: Timed, data: ReportData) -> None:
+def test_writing_the_short_report(benchmark: Timed, data: Analysis) -> None:
     assert benchmark(lambda: pull_request.render(data.run, answer(data))).startswith(f"## {data.run.name}")
 
 

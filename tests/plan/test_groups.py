@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench.judge.baseline import against_baseline
+from bench.judge.analysis import Analysis
 from bench.judge.statistics import MIN_TRIALS
 from bench.plan.cell import REFERENCE
 from bench.plan.schedule import Ended
@@ -26,6 +26,6 @@ def test_a_cell_of_one_trial_is_not_waited_for(tmp_path: Path) -> None:
     assert counts["b1"] >= MIN_TRIALS
     assert run.manifest["ended_by"] == Ended.PRECISION
     assert counts["b1"] < 40, "it ended when the others were certain"
-    rows = {row.pair.b.backend: row for row in against_baseline(run).rows if not row.pair.b.twin}
+    rows = {row.b.backend: row for row in Analysis(run=run).verdicts if not row.b.twin}
     assert rows["b1"].time is not None and rows["b1"].time.low is not None
     assert rows["b2"].time is not None and rows["b2"].time.low is None, "shown, without an interval"

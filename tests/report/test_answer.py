@@ -12,15 +12,15 @@ import pytest
 from rich.console import Console
 
 from bench.errors import InputError
+from bench.judge.analysis import Analysis
 from bench.judge.integrity import check
 from bench.judge.loading import Run, load
 from bench.judge.next_steps import VIRTUAL
-from bench.judge.quotes import find_cell
 from bench.plan.cell import Cell, Sync
 from bench.plan.columns import labels
 from bench.report.answer import Answer, Statement, answer
 from bench.report.citation import cite
-from bench.report.report_data import ReportData, eager_and_deferred
+from bench.report.descriptions import eager_and_deferred
 from bench.report.terminal import show
 from bench.run.journal import JOURNAL, encode, read_manifest, write_manifest
 from tests.factories import make_cell, make_manifest, make_record
@@ -59,7 +59,7 @@ def written(folder: Path, cells: list[Cell], baseline: str = "ddp-deferred") -> 
 
 def of(folder: Path) -> tuple[Run, Answer]:
     run = load(folder)
-    return run, answer(ReportData(folder=folder, run=run))
+    return run, answer(Analysis(folder=folder, run=run))
 
 
 def said(found: Answer, key: str) -> list[Statement]:
@@ -218,10 +218,10 @@ def test_cells_that_differ_in_the_batch_alone_have_labels_of_their_own(tmp_path:
     ]
     assert named[cells[2]] == "ddp-eager N=4 W=2 fp32"
     run = load(written(tmp_path / "run", cells))
-    assert find_cell(run, named[cells[1]]) == cells[1]
+    assert run.find(named[cells[1]]) == cells[1]
     assert named[cells[1]] in cite(run, cells[1].cell_id).text
     with pytest.raises(InputError, match=r"2 cells have this label; use an id: .*B = 16\), .*B = 32\)"):
-        find_cell(run, "ddp-deferred N=4 W=2 fp32")
+        run.find("ddp-deferred N=4 W=2 fp32")
     assert [group.title for group in of(tmp_path / "run")[1].groups] == [
         "N = 4, W = 2, B = 16, micro-batch 2",
         "N = 4, W = 2, B = 32, micro-batch 4",

@@ -17,12 +17,11 @@ from bench import cli
 from bench.errors import InputError
 from bench.findings import Level
 from bench.formatting import digits
-from bench.judge.baseline import against_baseline
-from bench.judge.loading import Run, load
-from bench.judge.quotes import find_cell
+from bench.judge.analysis import Analysis
+from bench.judge.loading import load
 from bench.plan.cell import Cell
 from bench.report.citation import cite, cite_plot
-from bench.report.citation_check import differences, verify
+from bench.report.citation_check import differences
 from bench.run.journal import JOURNAL, Journal, encode, read_manifest, write_manifest
 from tests.simulated import simulate
 
@@ -48,8 +47,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(folder: Path) -> Run:
-    return load(folder)
+def data(folder: Path) -> Analysis:
+    return Analysis(run=load(folder), folder=folder)
 
 
 @pytest.fixture
@@ -62,54 +61,54 @@ def copy(folder: Path, tmp_path: Path) -> Path:
     return path
 
 
-def of(run: Run, backend: str, accumulate: int = 2, twin: str = "") -> str:
+def of(data: Analysis, backend: str, accumulate: int = 2, twin: str = "") -> str:
     (found,) = [
         cell_id
-        for cell_id, cell in run.cells.items()
+        for cell_id, cell in data.run.cells.items()
         if (cell.backend, cell.accumulate, cell.twin) == (backend, accumulate, twin)
     ]
     return found
 
 
-def errors(run: Run | Path, text: str) -> list[str]:
-    found = differences(run, text) if isinstance(run, Run) else verify(run, text)
+def errors(data: Analysis, text: str) -> list[str]:
+    found = differences(data, text)
     return [one.text for one in found if one.level is Level.ERROR]
 
 
-def clean(run: Run | Path, text: str, count: int = 1) -> bool:
-    every = differences(run, text) if isinstance(run, Run) else verify(run, text)
+def clean(data: Analysis, text: str, count: int = 1) -> bool:
+    every = differences(data, text)
     found = [one for one in every if one.topic == "citation"]
     return len(found) == count and all(one.level is Level.GOOD for one in found)
 
 
-def test_a_cell_is_cited_with_all_that_it_needs(run: Run) -> None:
-    text = cite(run, of(run, "slow")).text
-    trials = run.tables.trials[run.tables.trials["cell_id"] == of(run, "slow")]
+def test_a_cell_is_cited_with_all_that_it_needs(data: Analysis) -> None:
+    text = cite(data, of(data, "slow")).text
+    trials = data.run.tables.trials[data.run.tables.trials["cell_id"] == of(data, "slow")]
     logs = sorted(math.log(seconds) for seconds in trials["step_time_s"])
     value = math.exp(statistics.fmean(logs[2:-2]))
     assert f"slow N=2 W=2 fp32: {digits(value)} s per optimizer step (95 % interval 0." in text
     assert ", n = 10 trials); peak memory 40.00 MiB (41943040 bytes, tracked tensors).\n" in text
     line = text.splitlines()[1]
-    assert line.startswith(f"accumulation-bench:a%20run_1/{of(run, 'slow')} value={digits(value)} low=0.")
-    assert line.endswith(f" n=10 bytes=41943040 sha256={run.manifest['journal_sha256']}")
-    assert run.manifest["machine"]["cpu"] in text and f"torch {run.manifest['packages']['torch']}" in text
+    assert line.startswith(f"accumulation-bench:a%20run_1/{of(data, 'slow')} value={digits(value)} low=0.")
+    assert line.endswith(f" n=10 bytes=41943040 sha256={data.run.manifest['journal_sha256']}")
+    assert data.run.manifest["machine"]["cpu"] in text and f"torch {data.run.manifest['packages']['torch']}" in text
     assert text.endswith(f"Commit: {COMMIT}.")
     limits = "gloo over loopback; rankings of a 3.411 M model over gloo do not transfer to GPUs"
     assert f"Note: {limits}. Method: " in text
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_every_citation_is_found_right_in_every_format(run: Run, form: str) -> None:
-    pairs: list[tuple[str, ...]] = [(cell_id,) for cell_id in run.cells]
-    pairs += [(of(run, name), of(run, "base")) for name in ("slow", "equal", "wrong")]
+def test_every_citation_is_found_right_in_every_format(data: Analysis, form: str) -> None:
+    pairs: list[tuple[str, ...]] = [(cell_id,) for cell_id in data.run.cells]
+    pairs += [(of(data, name), of(data, "base")) for name in ("slow", "equal", "wrong")]
     pairs += [
-        (of(run, "base"), of(run, "slow")),
-        (of(run, "slow", 4), of(run, "slow")),
-        (of(run, "base", 4), *pairs[0]),
+        (of(data, "base"), of(data, "slow")),
+        (of(data, "slow", 4), of(data, "slow")),
+        (of(data, "base", 4), *pairs[0]),
     ]
-    texts = [getattr(cite(run, *pair), form) for pair in pairs] + [getattr(cite_plot(run, "step_time"), form)]
-    assert clean(run, "\n\n".join(texts), len(texts))
-    assert all(clean(run, text) for text in texts[:2])
+    texts = [getattr(cite(data, *pair), form) for pair in pairs] + [getattr(cite_plot(data.run, "step_time"), form)]
+    assert clean(data, "\n\n".join(texts), len(texts))
+    assert all(clean(data, text) for text in texts[:2])
 
 
 def changed(text: str, pattern: str, by: str | Callable[[re.Match[str]], str]) -> str:
@@ -137,49 +136,50 @@ CHANGES = {
 
 @pytest.mark.parametrize("what", CHANGES)
 @pytest.mark.parametrize("form", FORMATS)
-def test_whatever_is_changed_in_a_citation_is_named(run: Run, what: str, form: str) -> None:
-    text = getattr(cite(run, of(run, "slow")), form)
+def test_whatever_is_changed_in_a_citation_is_named(data: Analysis, what: str, form: str) -> None:
+    text = getattr(cite(data, of(data, "slow")), form)
     pattern, by = CHANGES[what]
     escaped = {"a%20run_1": r"a\\%20run\\_1" if form == "bibtex" else pattern}.get(pattern, pattern)
-    found = errors(run, changed(text.rpartition("\n  note")[2] if form == "bibtex" else text, escaped, by))
+    found = errors(data, changed(text.rpartition("\n  note")[2] if form == "bibtex" else text, escaped, by))
     assert len(found) == 1 and what in found[0]
 
 
-def test_words_may_be_others_than_those_that_were_printed(run: Run) -> None:
-    line = cite(run, of(run, "slow")).text.splitlines()[1]
-    assert clean(run, f"The slow one, as we measured it ({line}), is slower by 10 %.")
-    assert clean(run, f"The slow one takes 9.999 s per optimizer step (n = 3 trials); see {line}.")
+def test_words_may_be_others_than_those_that_were_printed(data: Analysis) -> None:
+    line = cite(data, of(data, "slow")).text.splitlines()[1]
+    assert clean(data, f"The slow one, as we measured it ({line}), is slower by 10 %.")
+    assert clean(data, f"The slow one takes 9.999 s per optimizer step (n = 3 trials); see {line}.")
 
 
-def test_a_ratio_is_that_of_the_report(run: Run) -> None:
-    result = against_baseline(run)
-    row = result.by_cell[of(run, "slow")]
+def test_a_ratio_is_that_of_the_report(data: Analysis) -> None:
+    row = data.pairs[of(data, "slow")]
     assert row.time is not None and row.time.low is not None and row.time.high is not None
-    text = cite(run, of(run, "slow"), of(run, "base")).text
+    text = cite(data, of(data, "slow"), of(data, "base")).text
     assert text.startswith("slow N=2 W=2 fp32 against base N=2 W=2 fp32: ")
     assert f": {digits(row.time.ratio)} times the step time (95 % interval {digits(row.time.low)} - " in text
     assert re.search(r"n = 10 blocks\); verdict: slower; A/A pair: \d\.\d+ - \d\.\d+\.\naccumulation-bench:", text)
-    back = cite(run, of(run, "base"), of(run, "slow")).text
+    back = cite(data, of(data, "base"), of(data, "slow")).text
     assert f": {digits(1 / row.time.ratio)} times the step time" in back and "verdict: faster" in back
-    same = cite(run, of(run, "equal"), of(run, "base")).text
+    same = cite(data, of(data, "equal"), of(data, "base")).text
     assert "verdict: same (within the margin of 2 %)" in same or "verdict: ambiguous (" in same
     for pattern, by, what in (
         ("verdict=slower", "verdict=faster", "verdict is faster, and slower"),
         (r"value=1\.\d+", "value=1.5", "value is 1.5"),
     ):
-        assert any(what in one for one in errors(run, changed(text, pattern, by)))
+        assert any(what in one for one in errors(data, changed(text, pattern, by)))
 
 
-def test_what_is_not_comparable_has_no_number(run: Run) -> None:
-    for text in (cite(run, of(run, "wrong")).text, cite(run, of(run, "wrong"), of(run, "base")).text):
+def test_what_is_not_comparable_has_no_number(data: Analysis) -> None:
+    for text in (cite(data, of(data, "wrong")).text, cite(data, of(data, "wrong"), of(data, "base")).text):
         assert "NOT COMPARABLE" in text and "divided by N = 2 twice" in text
         assert " s per optimizer step" not in text.splitlines()[0] and "times the step time" not in text
-        assert any("value is 0.1, and none" in one for one in errors(run, changed(text, "value=none", "value=0.1")))
+        assert any("value is 0.1, and none" in one for one in errors(data, changed(text, "value=none", "value=0.1")))
 
 
-def test_a_changed_journal_is_not_what_was_cited(copy: Path, run: Run) -> None:
-    cell_id = of(run, "slow")
-    text = cite(run, cell_id).text
+def test_a_changed_journal_is_not_what_was_cited(
+    copy: Path, data: Analysis, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cell_id = of(data, "slow")
+    text = cite(data, cell_id).text
     records = Journal(copy).read()
     for record in records:
         if record["cell_id"] == cell_id:
@@ -188,33 +188,33 @@ def test_a_changed_journal_is_not_what_was_cited(copy: Path, run: Run) -> None:
             record["time"]["step_seconds"] = [0.05] * record["cell"]["timed_windows"]
     (copy / JOURNAL).write_bytes(b"".join(map(encode, records)))  # with checksums that are right
     assert cli.main(["cite", str(copy), cell_id]) == 1
-    found = errors(copy, text)
-    assert any("was changed after the run" in one for one in found)
+    found = errors(Analysis(run=load(copy)), text)
+    assert "was changed after the run" in capsys.readouterr().err
     assert any("value is" in one and "0.05000 follows" in one for one in found)
     assert any("sha256 is" in one for one in found)
 
 
-def test_cells_are_found_by_id_beginning_and_label(run: Run) -> None:
-    cell = run.cells[of(run, "slow")]
-    assert find_cell(run, cell.cell_id) is cell and find_cell(run, cell.label) is cell
-    ids = sorted(run.cells)
+def test_cells_are_found_by_id_beginning_and_label(data: Analysis) -> None:
+    cell = data.run.cells[of(data, "slow")]
+    assert data.run.find(cell.cell_id) is cell and data.run.find(cell.label) is cell
+    ids = sorted(data.run.cells)
     for one in ids:
         short = next(one[:n] for n in range(1, 13) if sum(other.startswith(one[:n]) for other in ids) == 1)
-        assert find_cell(run, short).cell_id == one
+        assert data.run.find(short).cell_id == one
     with pytest.raises(InputError, match="did you mean 'slow N=2 W=2 fp32'"):
-        find_cell(run, "slow N=2 W=3 fp32")
+        data.run.find("slow N=2 W=3 fp32")
     with pytest.raises(InputError, match="use one of"):
-        find_cell(run, "?")
+        data.run.find("?")
 
 
 def test_the_commands(copy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    run = load(copy)
+    data = Analysis(run=load(copy))
     assert cli.main(["cite", str(copy), "slow N=2 W=2 fp32"]) == 0
     everything = capsys.readouterr().out
     assert [everything.count(title) for title in ("Markdown:", "BibTeX:", "Plain text:")] == [1, 1, 1]
     for form in FORMATS:
-        assert cli.main(["cite", str(copy), of(run, "slow"), of(run, "base"), "--format", form]) == 0
-        assert capsys.readouterr().out == getattr(cite(run, of(run, "slow"), of(run, "base")), form) + "\n"
+        assert cli.main(["cite", str(copy), of(data, "slow"), of(data, "base"), "--format", form]) == 0
+        assert capsys.readouterr().out == getattr(cite(data, of(data, "slow"), of(data, "base")), form) + "\n"
     (copy / "paper.txt").write_text(everything)
     assert cli.main(["check", str(copy), "--citation", str(copy / "paper.txt")]) == 0
     assert "it matches the data" in capsys.readouterr().out

@@ -13,7 +13,7 @@ import pytest
 
 import bench
 from bench import cli
-from bench.judge.baseline import against_baseline
+from bench.judge.analysis import Analysis
 from bench.judge.frames import Frames
 from bench.plan.cell import REFERENCE
 from bench.plan.columns import COLUMNS, FRAMES
@@ -53,9 +53,9 @@ def test_every_column_of_every_frame_is_documented(frames: Frames) -> None:
 def test_cells_have_an_interval_a_verdict_and_an_id_or_the_reason_why_not(frames: Frames) -> None:
     cells = frames.cells.set_index("cell_id")
     assert len(cells) == len(frames.run.cells) == cells["citation"].nunique()
-    for row in against_baseline(frames.run).rows:
-        cell = cells.loc[row.pair.b.cell_id]
-        assert cell["verdict"] == row.judgement.verdict and cell["baseline"] == "base"
+    for row in Analysis(run=frames.run).verdicts:
+        cell = cells.loc[row.b.cell_id]
+        assert cell["verdict"] == row.verdict and cell["baseline"] == "base"
         if row.time is not None:
             assert (cell["ratio"], cell["ratio_low"]) == (row.time.ratio, row.time.low)
     good = cells[cells["comparable"] & (cells["backend"] != REFERENCE)]  # the reference's made-up steps are all alike

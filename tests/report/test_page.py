@@ -13,13 +13,12 @@ import pytest
 from bench.audit.semantics_files import load as load_suite
 from bench.files import RESULTS
 from bench.formatting import digits
-from bench.judge.baseline import against_baselines
+from bench.judge.analysis import Analysis
 from bench.judge.loading import load, run_of
 from bench.report import page as pages
 from bench.report.answer import answer
 from bench.report.citation import cite
 from bench.report.figures import KINDS
-from bench.report.report_data import ReportData
 from bench.report.sections import epoch_end, nodes
 from bench.run.journal import Journal
 from tests.factories import make_cell, make_manifest, make_record
@@ -114,12 +113,12 @@ def test_the_table_has_every_cell_sorted_by_time_and_the_largest_n_first(folder:
         list(lines)[:4] == [(name, "4") for name in ("alpha-deferred", "gamma", "alpha-eager", "beta")]
     )
     assert len(lines) == sum(not cell.twin and not cell.is_reference for cell in run.cells.values())
-    for row in against_baselines(run)["alpha-eager"].rows:
-        if not row.pair.b.twin:
-            fields = lines[row.pair.b.backend, str(row.pair.b.accumulate)]
+    for row in Analysis(run=run).verdicts:
+        if not row.b.twin:
+            fields = lines[row.b.backend, str(row.b.accumulate)]
             assert row.time is not None and row.time.low is not None and row.time.high is not None
             assert fields["ratio"] == f"{digits(row.time.ratio)}{digits(row.time.low)}-{digits(row.time.high)}"
-            assert fields["verdict"].split(":")[0] == str(row.judgement.verdict)
+            assert fields["verdict"].split(":")[0] == str(row.verdict)
             assert fields["correct"] == "yes" and fields["trials"] == "10"
 
 
@@ -147,7 +146,7 @@ def test_the_bundled_findings_are_those_of_the_committed_suite() -> None:
 def assert_citations(folder: Path) -> int:
     """Fails if a citation in the page is not what ``cite`` prints; how many ratios are cited."""
     run, data = load(folder), data_of(read(folder / "report.html"))["citations"]
-    rows = next(iter(against_baselines(run).values())).by_cell
+    rows = Analysis(run=run).pairs
     assert set(data["ratio"]["text"]["of"]) == set(rows)
     for form in ("text", "markdown", "bibtex"):
         cells, ratios = data["cell"][form], data["ratio"][form]
@@ -164,7 +163,7 @@ def test_cells_and_their_ratios_to_the_baseline_can_be_cited(folder: Path, print
 
 def test_it_is_the_same_every_time(folder: Path, page: Element) -> None:
     run = load(folder)
-    data = ReportData(folder=folder, run=run)
+    data = Analysis(folder=folder, run=run)
     again = pages.render(data, answer(data), sorted((folder / "plots").iterdir()))
     assert again == (folder / "report.html").read_text(encoding="utf-8")
 
@@ -178,7 +177,7 @@ def test_it_says_how_nodes_differ_and_which_has_the_slowest_rank(tmp_path: Path)
     for record in records:
         Journal(tmp_path).append(record)
     run = run_of(records, manifest | {"nodes": [other]})
-    assert list(nodes(ReportData(folder=tmp_path, run=run))) == [
+    assert list(nodes(Analysis(folder=tmp_path, run=run))) == [
         "Node 1: machine.cpu is 'another', and 'made' on node 0.",
         "The slowest rank was on node 1 in 2 of 3 trials on several nodes.",
     ]
@@ -216,11 +215,11 @@ def test_500_cells(tmp_path: Path) -> None:
     run = load(folder)
     cells = sum(not cell.twin for cell in run.cells.values())
     plots = {path.stem: path for path in (folder / "plots").glob("*.png")}
-    assert set(plots) == set(KINDS) - {"optimizer_steps", "held_gradients"}
+    assert set(plots) == set(KINDS)
     for name in ("memory_vs_time", "memory_categories", "step_time_ratio"):  # not all have room in it
         (said,) = page.find("p", id=f"about-{name}")
         words = re.search(r"(\d+) of (\d+) (cells|comparisons) are left out", said.text)
         assert words is not None and 0 < int(words[1]) < int(words[2]) <= cells, name
     assert pd.read_csv(plots["step_time"].with_suffix(".csv"))["cell_id"].nunique() >= cells - 4  # references
     ratios = pd.read_csv(plots["step_time_ratio"].with_suffix(".csv"))
-    assert len(ratios) == len(against_baselines(run)["backend-0-eager"].rows)
+    assert len(ratios) == len(Analysis(run=run).verdicts)

@@ -12,9 +12,9 @@ import matplotlib.style
 import pytest
 from matplotlib.testing.compare import compare_images
 
+from bench.judge.analysis import Analysis
 from bench.judge.loading import load
 from bench.report import figures, style
-from bench.report.report_data import ReportData
 from tests.pages import write_run
 
 FOLDER = Path(__file__).parents[1] / "pictures"
@@ -31,7 +31,7 @@ def fails(cell: Any, repeat: int) -> tuple[str, str] | None:
 def draw(folder: Path) -> None:
     run = load(write_run(folder / "run", FACTORS, accumulate=(1, 2, 8), fate=fails))
     with matplotlib.style.context(list(style.BASE)):
-        for drawing in figures.figures(ReportData(run=run)):
+        for drawing in figures.figures(Analysis(run=run)):
             drawing.figure.savefig(folder / f"{drawing.stem}.png", dpi=DPI)
 
 

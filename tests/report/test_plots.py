@@ -14,14 +14,12 @@ from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 from PIL import Image
 
-from bench.judge.baseline import against_baseline
+from bench.judge.analysis import Analysis
 from bench.judge.loading import Run, load
-from bench.judge.next_steps import times_unavailable
 from bench.plan.categories import Category
 from bench.plan.cell import Cell
 from bench.report import bars, figures, style
 from bench.report.canvas import Drawing
-from bench.report.report_data import ReportData
 from tests import legible
 from tests.conftest import first
 from tests.pages import HOSTILE, MIB, write_run
@@ -61,8 +59,8 @@ def run(name: str) -> Run:
         return load(write_run(Path(folder) / name, **MADE[name]))
 
 
-def drawings(found: Run, why_not: str = "") -> dict[str, Drawing]:
-    return {one.stem: one for one in figures.figures(ReportData(run=found), why_not)}
+def drawings(found: Run) -> dict[str, Drawing]:
+    return {one.stem: one for one in figures.figures(Analysis(run=found))}
 
 
 @functools.cache
@@ -84,8 +82,8 @@ def titles(found: Run) -> dict[str, str]:
 
 
 def test_a_figure_is_one_picture_with_its_words_and_its_data(tmp_path: Path) -> None:
-    paths = figures.draw(ReportData(run=run("cpu")), tmp_path)
-    stems = set(figures.KINDS) - {"optimizer_steps", "held_gradients"}
+    paths = figures.draw(Analysis(run=run("cpu")), tmp_path)
+    stems = figures.KINDS
     assert sorted(paths) == sorted(tmp_path / f"{stem}{suffix}" for stem in stems for suffix in (".png", ".csv"))
     assert sorted(paths) == sorted(tmp_path.iterdir())
     for stem in stems:
@@ -140,35 +138,21 @@ def test_the_title_on_memory_compares_cells_of_one_panel() -> None:
     assert "adamw" in found["memory_categories"] and "1.0 MiB" not in found["memory_categories"]
 
 
-def test_optimizer_steps_are_drawn_only_if_some_are_wrong() -> None:
-    assert "optimizer_steps" not in of("cpu")
-    trials = run("cpu").tables.trials
-    rows = (trials["backend"] == "fsdp2-eager") & (trials["accumulate"] == 8)
-    drawing = drawings(changed("cpu", rows, {"optimizer_steps_reported": 99}))["optimizer_steps"]
-    assert drawing.data[["backend", "accumulate"]].to_numpy().tolist() == [["fsdp2-eager", 8]]
-    assert drawing.words.title == "fsdp2-eager counts its optimizer steps wrong"
-
-
 def test_a_virtual_world_has_no_times() -> None:
     assert of("bytes-8b") and not {"memory_vs_time", "step_time", "noise"} & set(of("bytes-8b"))
     assert all("(virtual world)" in drawing.words.title for drawing in of("bytes-8b").values())
 
 
-def test_times_that_cannot_be_compared_are_grey_and_hollow(tmp_path: Path) -> None:
-    assert {"step_time", "step_time_ratio", "noise"} <= set(of("two")) and not of("two")["memory_vs_time"].words.banner
+def test_times_that_cannot_be_compared_are_not_drawn(tmp_path: Path) -> None:
+    assert {"memory_vs_time", "step_time", "step_time_ratio", "noise"} <= set(of("two"))
     assert arrows(of("two")["memory_vs_time"].figure)
     assert of("two")["step_time"].words.title == "At N = 8, deferring the sync saves 30 % of a step with made"
     assert of("two")["step_time_ratio"].words.title == "At N = 8, made-deferred is faster than made-eager"
-    alone = load(write_run(tmp_path / "alone", TWO, accumulate=(1, 8), repeats=1))
-    few = times_unavailable(alone, against_baseline(alone), tmp_path)
-    assert few is not None
-    found = drawings(alone, few.reason)
-    assert not {"step_time", "step_time_ratio"} & set(found)
-    one = found["memory_vs_time"]
-    assert one.words.banner == f"Times cannot be compared: {few.reason}"
-    assert one.words.banner in legible.words(one.figure) and not arrows(one.figure)
-    points = [line for axes in one.figure.axes for line in axes.lines if line.get_marker() != "None"]
-    assert points and {(line.get_color(), line.get_markerfacecolor()) for line in points} == {(style.GREY, "none")}
+    busy = {"num_cpus": 4, "foreign_cores": 1.6, "stolen_cores": 0.0}
+    for name, more in {"few": {"repeats": 1}, "busy": {"host": busy}}.items():
+        found = drawings(load(write_run(tmp_path / name, TWO, accumulate=(1, 8), **more)))
+        assert found and not {"memory_vs_time", "step_time", "step_time_ratio"} & set(found), name
+        assert not any("step_time_s" in drawing.data for stem, drawing in found.items() if stem != "noise"), name
 
 
 def arrows(figure: Figure) -> int:
@@ -201,13 +185,13 @@ def test_a_bar_is_as_long_as_the_peak_and_has_every_category() -> None:
 @pytest.mark.slow
 def test_the_same_bytes_are_drawn_again_and_figures_without_cells_are_removed(tmp_path: Path) -> None:
     made = run("made")
-    drawn = {path: path.read_bytes() for path in figures.draw(ReportData(run=made), tmp_path)}
+    drawn = {path: path.read_bytes() for path in figures.draw(Analysis(run=made), tmp_path)}
     few = dataclasses.replace(made, tables=dataclasses.replace(made.tables, collectives=made.tables.collectives[:0]))
-    own = {"notes.txt": "a user's", "held_gradients.png": "no picture", "held_gradients.csv": "run_id\nmade\n"}
+    own = {"notes.txt": "a user's"}
     for name, text in own.items():
         (tmp_path / name).write_text(text)
-    after = figures.draw(ReportData(run=few), tmp_path)
+    after = figures.draw(Analysis(run=few), tmp_path)
     assert {path.stem for path in {*drawn} - {*after}} == {"communication"}
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted({*own, *(path.name for path in after)})
     assert all((tmp_path / name).read_text() == text for name, text in own.items())
-    assert {path: path.read_bytes() for path in figures.draw(ReportData(run=made), tmp_path)} == drawn
+    assert {path: path.read_bytes() for path in figures.draw(Analysis(run=made), tmp_path)} == drawn

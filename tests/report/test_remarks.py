@@ -11,7 +11,6 @@ from bench import cli
 from bench.backends.base import BF16_AUTOCAST, BF16_PARAMETERS
 from bench.judge.frames import read as read_frames
 from bench.judge.loading import load
-from bench.judge.quotes import find_cell
 from bench.report.citation import cite
 from bench.run.journal import read_manifest, write_manifest
 from tests.pages import kind, read, report, write_run
@@ -32,7 +31,7 @@ def write(folder: Path, precision: str = "bf16", way: str = BF16_PARAMETERS, *, 
     about = read_manifest(path)
     about["backends"] |= {DDP: kind(DDP) | {"bf16_as": BF16_AUTOCAST}, FSDP2: kind(FSDP2) | {"bf16_as": way}}
     if remarks:
-        about["remarks"] = {find_cell(load(path), f"{FSDP2} N=2 W=2 {precision}").cell_id: ALONE}
+        about["remarks"] = {load(path).find(f"{FSDP2} N=2 W=2 {precision}").cell_id: ALONE}
     write_manifest(path, about)
     return path
 

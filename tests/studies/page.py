@@ -96,16 +96,16 @@ def _real(known: Sequence[Known]) -> list[str]:
         (
             item.run.name,
             str(item.run.tables.trials["repeat"].nunique()),
-            _interval(item.control.interval),
+            _interval(item.control.time),
             _interval(item.same.time),
-            str(item.same.judgement.verdict),
+            str(item.same.verdict),
             _interval(item.slower.time),
-            str(item.slower.judgement.verdict),
+            str(item.slower.verdict),
         )
         for item in known
     ]
-    same = Counter(item.same.judgement.verdict for item in known)
-    slower = Counter(item.slower.judgement.verdict for item in known)
+    same = Counter(item.same.verdict for item in known)
+    slower = Counter(item.slower.verdict for item in known)
     late = sum(item.run.manifest.get("ended_by") == Ended.BUDGET for item in known)
     held = sum(i.slower.time is not None and i.slower.time.low <= 1 + DELAY <= i.slower.time.high for i in known)  # type: ignore[operator]
     machine, values = known[0].run.manifest["machine"], known[0].run.manifest["matrix"]["values"]

@@ -20,7 +20,8 @@ from rich.console import Console
 from bench import files
 from bench.backends.base import EXTRA_BACKENDS, registry
 from bench.errors import InputError
-from bench.judge.baseline import Control, against_baseline, control_of, interim_analysis
+from bench.judge.analysis import Analysis
+from bench.judge.baseline import control_of, interim_analysis
 from bench.judge.loading import Run, load
 from bench.judge.pairs import ComparedPair
 from bench.judge.tables import build
@@ -94,7 +95,7 @@ class Known:
     """One run, and what it said of what is known."""
 
     run: Run
-    control: Control
+    control: ComparedPair
     same: ComparedPair
     """The cell against itself, which must not be called faster or slower."""
     slower: ComparedPair
@@ -132,9 +133,9 @@ def stored(folder: Path) -> Iterator[Run]:
 def read(folder: Path) -> Iterator[Known]:
     """The runs that were measured. Raises InputError if one is not of this kind."""
     for run in stored(folder):
-        control, rows = control_of(run), against_baseline(run).rows
-        same = [row for row in rows if row.pair.b.twin == THIRD]
-        slower = [row for row in rows if row.pair.b.backend == Delayed.name]
+        control, rows = control_of(run), Analysis(run=run).verdicts
+        same = [row for row in rows if row.b.twin == THIRD]
+        slower = [row for row in rows if row.b.backend == Delayed.name]
         if control is None or len(same) != 1 or len(slower) != 1:
             raise InputError(f"{folder}: {run.name} is not a run of the study; measure it again")
         yield Known(run=run, control=control, same=same[0], slower=slower[0])

@@ -1,0 +1,54 @@
+"""What pages and figures call things: pairs of backends, machines, sizes of models."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from bench.formatting import plural
+from bench.plan.cell import Sync
+
+SCALES = ((1e9, " G"), (1e6, " M"), (1e3, " k"))
+
+
+def eager_and_deferred(backends: Mapping[str, Mapping[Any, Any]], how: Sync = Sync.DEFERRED) -> list[tuple[str, str]]:
+    """The eager and the deferred backend of each framework and sharding; of several, those named alike but for that."""
+    alike: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for name, facts in backends.items():
+        kind = str(facts.get("framework")), str(facts.get("sharding"))
+        alike.setdefault(kind, {}).setdefault(str(facts.get("sync")), []).append(name)
+    found = []
+    for _, syncs in sorted(alike.items()):
+        eager, deferred = syncs.get(Sync.EAGER, []), syncs.get(how, [])
+        is_only = len(eager) == len(deferred) == 1
+        found += [(a, b) for a in eager for b in deferred if is_only or b == a.replace(Sync.EAGER, how)]
+    return found
+
+
+def gpu_names(machine: Mapping[str, Any]) -> str:
+    """The GPUs of a machine with their number, ``8 x NVIDIA H200``; empty without any."""
+    counts = Counter(str(gpu.get("name", "GPU")) for gpu in machine.get("gpus") or [])
+    return ", ".join(f"{count} x {name}" for name, count in counts.items())
+
+
+def machine_words(manifest: Mapping[str, Any]) -> str:
+    """The CPU, its cores and the GPUs."""
+    machine = manifest.get("machine") or {}
+    return ", ".join([cpu_name(machine), gpu_names(machine) or "no GPU"])
+
+
+def cpu_name(machine: Mapping[str, Any]) -> str:
+    """The CPU and its cores: ``AMD EPYC, 2 cores``."""
+    cores = [plural(machine["cores"], "core")] if machine.get("cores") else []
+    return ", ".join([str(machine.get("cpu") or "unknown CPU"), *cores])
+
+
+def parameters(count: Any) -> str:
+    """The number of a model's parameters: ``3.08 M parameters``."""
+    if pd.isna(count):
+        return "unknown number of parameters"
+    value, unit = next(((count / scale, name) for scale, name in SCALES if count >= scale), (count, ""))
+    return f"{value:.3g}{unit} parameters"
