@@ -27,7 +27,7 @@ CASES = {
     "x-unsupported": ("unsupported", r"rank 1: UnsupportedError: this framework cannot do that; use another"),
     "x-needs-missing": ("unsupported", r"needs no_such_package_at_all: pip install"),
     "x-last-only": ("invalid", r"pointing elsewhere: samples were lost"),
-    "x-summed": ("invalid", r"2 times the right one: summed over the 2 ranks"),
+    "x-summed": ("invalid", r"2 times too large: summed over the 2 ranks"),
     "x-steps-too-often": ("invalid", r"12 optimizer steps were taken, 4 were due"),
 }
 

@@ -119,13 +119,13 @@ class Analysis:
         return limits(self.run, self.control, self.verdicts)
 
     def caveats(self, *ids: str) -> list[str]:
-        """What must be said with the numbers of one cell, or of one against another."""
-        cells = [(self.run.manifest, self.run.cells[cell_id]) for cell_id in ids]
+        """The caveats of the numbers of one cell, or of one against another."""
+        cells = [(self.run.manifest, self.run.cells[cell_id]) for cell_id in reversed(ids)]  # the baseline first
         return [*caveats(self.findings, *ids), *ways_of_bf16(cells)]
 
     @cached_property
     def remarks(self) -> list[str]:
-        """What must be said beside all numbers of the run."""
+        """The remarks beside all numbers of the run."""
         control = self.control
         found = [] if control is None or control.time is None else widened(control.a, control.time)
         return found + remarks((self.run.manifest, cell) for cell in self.run.cells.values() if not cell.twin)

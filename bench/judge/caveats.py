@@ -55,6 +55,7 @@ def limits(run: Run, control: ComparedPair | None, rows: Sequence[ComparedPair])
         *_gates(run),
         *_unfinished(run),
         *_surroundings(run, timed),
+        *_machine(run, timed),
         *_blocks(run, timed),
         *_samples(run),
         *_control(control, timed),
@@ -97,7 +98,7 @@ def _unfinished(run: Run) -> Iterator[Finding]:
 
 
 def _surroundings(run: Run, timed: tuple[str, ...]) -> Iterator[Finding]:
-    """The commit, how trials started, and the load and clocks of the machine."""
+    """The commit, and how trials started."""
     topic, git = "code", run.manifest.get("git") or {}
     if git.get("commit") is None:
         yield warning(topic, "the commit is unknown: the code was not a git checkout")
@@ -116,17 +117,21 @@ def _surroundings(run: Run, timed: tuple[str, ...]) -> Iterator[Finding]:
         yield warning(topic, text, cells=timed, brief=text)
     elif known:
         yield good(topic, f"{trials_started} {'new interpreters' if cold else 'the fork server'}, as requested")
+
+
+def _machine(run: Run, timed: tuple[str, ...]) -> Iterator[Finding]:
+    """The load and clocks of the machine, and whether its nodes are alike."""
     topic, trials = "machine", run.tables.trials
     cores = trials["num_cpus"].max()
-    for name, who in (("foreign_cores", "other programs"), ("stolen_cores", "the hypervisor")):
-        seen = trials[name].dropna()
-        if seen.empty:
-            text = f"the share of its CPUs that {who} took was not measured"
-            yield warning(topic, text, cells=timed, brief=text)
-            continue
-        text = f"{who} took {seen.median():.2g} of {cores} CPUs, at most {seen.max():.2g}"
-        is_busy = seen.median() > IDLE_SHARE * cores
-        yield warning(topic, text, cells=timed, brief=text) if is_busy else good(topic, text)
+    others = {"other programs": trials["foreign_cores"].dropna(), "the hypervisor": trials["stolen_cores"].dropna()}
+    if unknown := [who for who, seen in others.items() if seen.empty]:
+        text = f"the share of its CPUs that {' and '.join(unknown)} took was not measured"
+        yield warning(topic, text, cells=timed, brief=text)
+    for who, seen in others.items():
+        if not seen.empty:
+            text = f"{who} took {seen.median():.2g} of {cores} CPUs, at most {seen.max():.2g}"
+            is_busy = seen.median() > IDLE_SHARE * cores
+            yield warning(topic, text, cells=timed, brief=text) if is_busy else good(topic, text)
     slowed = trials[trials["clock_slowdowns"].fillna("") != ""]
     for reasons, rows in slowed.groupby("clock_slowdowns"):
         text = f"clocks were held down in {plural(len(rows), 'trial')}: {reasons}"
@@ -134,11 +139,11 @@ def _surroundings(run: Run, timed: tuple[str, ...]) -> Iterator[Finding]:
     notes = Counter(text for record in run.records for text in (record.get("gpus") or {}).get("notes", ()))
     for text, number in list(notes.items())[:MOST_NOTES]:
         yield warning(topic, f"{text} ({plural(number, 'trial')})")
-    if others := run.manifest.get("nodes"):
+    if nodes := run.manifest.get("nodes"):
         unlike = list(unlike_nodes(run.manifest))  # which a citation has beside the machine
         yield from (warning("nodes", text) for text in unlike)
         if not unlike:
-            yield good("nodes", f"{1 + len(others)} nodes have the same hardware, packages and environment")
+            yield good("nodes", f"{1 + len(nodes)} nodes have the same hardware, packages and environment")
 
 
 def _blocks(run: Run, timed: tuple[str, ...]) -> Iterator[Finding]:

@@ -21,10 +21,10 @@ class Cause(StrEnum):
 
 
 CAUSES: dict[Cause, str] = {
-    Cause.DIVIDED_TWICE: "1/{n} of the right one: the loss is divided by N = {n} twice",
-    Cause.NOT_DIVIDED: "{n} times the right one: the loss is not divided by N = {n}",
-    Cause.AVERAGED_TWICE: "1/{w} of the right one: averaged over the {w} ranks twice",
-    Cause.SUMMED: "{w} times the right one: summed over the {w} ranks, not averaged",
+    Cause.DIVIDED_TWICE: "{n} times too small: the loss is divided by N = {n} twice",
+    Cause.NOT_DIVIDED: "{n} times too large: the loss is not divided by N = {n}",
+    Cause.AVERAGED_TWICE: "{w} times too small: averaged over the {w} ranks twice",
+    Cause.SUMMED: "{w} times too large: summed over the {w} ranks, not averaged",
 }
 """Each cause in words, with N micro-batches on each of W ranks."""
 

@@ -55,7 +55,7 @@ class Answer:
     """The tables, the one of the largest N first."""
     baseline: str
     remarks: tuple[str, ...]
-    """What must be said beside the numbers (``bench.judge.caveats``)."""
+    """Beside the numbers (``bench.judge.caveats``)."""
 
     @property
     def all(self) -> tuple[Finding, ...]:
@@ -85,7 +85,7 @@ def answer(data: Analysis) -> Answer:
 
 
 def _fastest(data: Analysis, group: Group) -> Iterator[Finding]:
-    """The fastest correct backend, and those that cannot be told apart from it."""
+    """The fastest correct backend, and those that are statistically indistinguishable from it."""
     timed = [row for row in group.rows if row["correct"] == "yes" and row["step_time_s"] is not None]
     if not timed:
         return
@@ -233,7 +233,7 @@ def _resolution(data: Analysis) -> Iterator[Finding]:
         return
     minutes = float(data.run.tables.trials["wall_s"].sum()) / 60
     text = (
-        f"a difference of 5 % between any two cells would show in 8 of 10 runs with {needed} trials per cell, about "
+        f"A difference of 5 % between any two cells would show in 8 of 10 runs with {needed} trials per cell, about "
         f"{max(1, round(minutes * needed / n))} minutes; this run has {n}, in {max(1, round(minutes))}."
     )
     yield note("Resolution", text)

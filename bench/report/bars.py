@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,6 +66,7 @@ def stacked(
     shown = run.shown(cells)
     height = ROW * len(shown) + TITLE_AND_AXIS
     panels, left_out = run.panels(cells, [*CONTEXT, "accumulate"], 3 * max(1, int(PANELS_HEIGHT / height)))
+    panels = without_repeats(panels, ["backend", "outcome", total, *colours])
     lines = math.ceil(len(panels) / (2 if len(panels) == 4 else 3))
     columns = math.ceil(len(panels) / lines)
     words = run.words(title)
@@ -84,10 +85,18 @@ def stacked(
         axes.set_title(panel_title(panels[i].title, room - 0.2))
         _bars(axes, panels[i], shown, total, paints, unit)
         if i + columns >= len(panels):
-            axes.set_xlabel(f"{unit_name} {what}")
+            axes.set_xlabel(f"{what} ({unit_name})")
             axes.tick_params(labelbottom=True)
     grid[0].set_xlim(0, float(cells[total].max()) / unit * room / (room - NUMBERS) or 1)
     return [Drawing(stem, figure, cells, words)]
+
+
+def without_repeats(panels: Sequence[Panel], columns: list[str]) -> list[Panel]:
+    """The panels, of which those with the same values in these columns are one, with all their titles."""
+    alike: dict[str, list[Panel]] = {}
+    for panel in panels:
+        alike.setdefault(panel.rows[columns].sort_values("backend").to_csv(index=False), []).append(panel)
+    return [Panel("; ".join(panel.title for panel in same), same[0].rows) for same in alike.values()]
 
 
 def _paint(part: str, colour: str) -> dict[str, Any]:
@@ -166,7 +175,7 @@ def draw_memory_categories(run: FigureData) -> list[Drawing]:
         "category. Right of a bar: the peak, and how the cell failed."
     )
     title = _memory_title(run, cells)
-    return stacked(run, "memory_categories", cells, LIVE, CATEGORY_COLOURS, title, note, "at the peak of a rank")
+    return stacked(run, "memory_categories", cells, LIVE, CATEGORY_COLOURS, title, note, "peak memory per rank")
 
 
 def _memory_title(run: FigureData, cells: pd.DataFrame) -> str:

@@ -2,8 +2,8 @@
 
 No cell of a CSV file can be taken for a formula by a spreadsheet. In pytest-benchmark's JSON a round is a trial:
 statistics are over the medians of trials, since steps of one trial are no replicates. What is not comparable, has no
-good trial or is of a virtual world is no benchmark, since readers of that file show a number without what must be said
-with it; it is listed under ``left_out``, which they ignore.
+good trial or is of a virtual world is no benchmark, since readers of that file show a number without its
+caveats; it is listed under ``left_out``, which they ignore.
 """
 
 from __future__ import annotations

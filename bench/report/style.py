@@ -48,7 +48,7 @@ SHARDING_DASHES: dict[str, tuple[float, ...]] = {
 }
 TERMINAL_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 SOLID_LENGTH, DOT, DOT_GAP = 14.0, 1.4, 1.4
-"""Dashes of a solid line that needs to be told apart from another, and the dots that tell lines apart."""
+"""Dashes of a solid line that resembles another, and the dots that distinguish lines."""
 
 RC: dict[str, Any] = {
     "font.family": "DejaVu Sans",

@@ -225,7 +225,7 @@ def test_the_defect_is_explained_through_clipping_and_still_a_known_one(clipped_
     assert trial["status"] == "invalid"
     assert trial["unclipped_scale"] == pytest.approx(1 / N, rel=1e-4)
     assert trial["update_scale"] == pytest.approx(min(truth["gradient_norm"] / N, CLIP) / CLIP, rel=1e-4)
-    assert "1/3 of the right one: the loss is divided by N = 3 twice" in trial["reason"]
+    assert "3 times too small: the loss is divided by N = 3 twice" in trial["reason"]
     assert "so losses deviate from the reference by" in trial["reason"]
 
 

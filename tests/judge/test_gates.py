@@ -150,13 +150,13 @@ def test_one_reference_serves_other_n_w_and_precision() -> None:
 @pytest.mark.parametrize(
     ("scale", "cause"),
     [
-        (1 / 8, "1/8 of the right one: the loss is divided by N = 8 twice"),
-        (8.0, "8 times the right one: the loss is not divided by N = 8"),
-        (1 / 2, "1/2 of the right one: averaged over the 2 ranks twice"),
-        (2.0, "2 times the right one: summed over the 2 ranks, not averaged"),
+        (1 / 8, "8 times too small: the loss is divided by N = 8 twice"),
+        (8.0, "8 times too large: the loss is not divided by N = 8"),
+        (1 / 2, "2 times too small: averaged over the 2 ranks twice"),
+        (2.0, "2 times too large: summed over the 2 ranks, not averaged"),
         (0.7, "0.7 times the right one, in the same direction"),
         (-1.0, "-1 times the right one, in the opposite direction"),
-        (1 / 8 * 1.049, "1/8 of the right one: the loss is divided by N = 8 twice"),
+        (1 / 8 * 1.049, "8 times too small: the loss is divided by N = 8 twice"),
         (1 / 8 * 1.051, "0.131 times the right one, in the same direction"),
     ],
 )
@@ -192,19 +192,19 @@ def test_a_clipped_update_that_is_right() -> None:
         (
             1 / 8,
             1.0,
-            "the update is off by 0.5 (limit 1e-05 in fp32): before clipping 1/8 of the right one: the loss is divided "
+            "the update is off by 0.5 (limit 1e-05 in fp32): before clipping 8 times too small: the loss is divided "
             "by N = 8 twice; after, 0.5 times (too short to be clipped to 1)",
         ),
         (
             1 / 8,
             0.25,
             "the update is off by 0.88 (limit 1e-05 in fp32) before clipping, and right only as both were clipped to "
-            "norm 0.25: 1/8 of the right one: the loss is divided by N = 8 twice",
+            "norm 0.25: 8 times too small: the loss is divided by N = 8 twice",
         ),
         (
             8.0,
             6.0,
-            "the update is off by 0.5 (limit 1e-05 in fp32): before clipping 8 times the right one: the loss is not "
+            "the update is off by 0.5 (limit 1e-05 in fp32): before clipping 8 times too large: the loss is not "
             "divided by N = 8; after, 1.5 times (clipped to 6)",
         ),
     ],
@@ -236,9 +236,7 @@ def test_losses_that_must_follow_from_a_wrong_scale_are_no_finding_of_their_own(
     update = {"error": 0.875, "scale": 0.125}
     sgd = make_cell(accumulate=8, optimizer="sgd")
     trials = judged(record(sgd.reference()), record(sgd, update=update, losses=OFF), truth=False).trials
-    explained = (
-        "the update is off by 0.88 (limit 1e-05 in fp32): 1/8 of the right one: the loss is divided by N = 8 twice"
-    )
+    explained = "the update is off by 0.88 (limit 1e-05 in fp32): 8 times too small: the loss is divided by N = 8 twice"
     assert trials["reason"].iloc[1] == explained + SO
     adamw = verdict(record(update=update, losses=OFF))[1]
     assert adamw.startswith("losses deviate") and adamw.endswith(explained), (

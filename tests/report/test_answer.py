@@ -12,13 +12,15 @@ import pytest
 from rich.console import Console
 
 from bench.errors import InputError
+from bench.findings import Finding, Level
+from bench.formatting import digits
 from bench.judge.analysis import Analysis
 from bench.judge.integrity import check
 from bench.judge.loading import Run, load
 from bench.judge.next_steps import VIRTUAL
 from bench.plan.cell import Cell, Sync
 from bench.plan.columns import labels
-from bench.report.answer import Answer, Statement, answer
+from bench.report.answer import Answer, answer
 from bench.report.citation import cite
 from bench.report.descriptions import eager_and_deferred
 from bench.report.terminal import show
@@ -26,6 +28,7 @@ from bench.run.journal import JOURNAL, encode, read_manifest, write_manifest
 from tests.factories import make_cell, make_manifest, make_record
 from tests.pages import read, report, write_run
 
+FASTEST, LEAST, SYNC = "Fastest correct backend", "Least memory", "Deferred against eager"
 FACTORS = {"alpha-eager": 1.0, "alpha-deferred": 0.75, "beta": 1.2, "gamma": 0.7505}
 BUSY = {"num_cpus": 4, "foreign_cores": 1.6, "stolen_cores": 0.0}
 
@@ -62,8 +65,8 @@ def of(folder: Path) -> tuple[Run, Answer]:
     return run, answer(Analysis(folder=folder, run=run))
 
 
-def said(found: Answer, key: str) -> list[Statement]:
-    return [one for one in found.all if one.key == key]
+def said(found: Answer, topic: str) -> list[Finding]:
+    return [one for one in found.all if one.topic == topic]
 
 
 def one_line(text: str) -> str:
@@ -75,41 +78,41 @@ def test_the_same_is_said_in_all_three_places(folder: Path, printed: str) -> Non
     short = (folder / "report.md").read_text(encoding="utf-8").replace("\\", "")
     page = one_line(read(folder / "report.html").text)
     terminal = one_line(printed)
-    assert [one.key for one in found.all] == ["fastest", "memory", "sync", "wrong", "failed", "scope"]
+    assert [one.topic for one in found.all] == [FASTEST, LEAST, SYNC, "Do not use", "Failed", "Scope"]
     for one in found.all:
         assert one.sentence in short
-        assert one_line(f"{one.lead} {one.text}") in page
+        assert one_line(f"{one.subject} {one.text}") in page
     words = one_line(" ".join(one.text for one in found.all)).split()
     assert set(words) <= set(terminal.split())
     assert printed.splitlines()[-1].startswith("report: ")
     for row in found.groups[0].rows:
-        line = next(line.split() for line in printed.splitlines() if line.split()[:1] == [row.backend])
-        texts = row.texts
+        line = next(line.split() for line in printed.splitlines() if line.split()[:1] == [row["backend"]])
+        texts = found.groups[0].texts(row)
         assert {texts["seconds"], texts["ratio"], texts["ratio_ends"], texts["correct"]} <= set(line)
 
 
 def test_the_fastest_correct_backend_and_those_not_told_from_it(folder: Path) -> None:
     run, found = of(folder)
-    (fastest,), (least,) = said(found, "fastest"), said(found, "memory")
+    (fastest,), (least,) = said(found, FASTEST), said(found, LEAST)
     assert found.groups[0].n == 4 and [group.n for group in found.groups] == [4, 1]
-    order = [row.backend for row in found.groups[0].rows]
+    order = [row["backend"] for row in found.groups[0].rows]
     assert order == ["alpha-deferred", "gamma", "alpha-eager", "beta", "large", "wrong"]
-    assert fastest.lead == "alpha-deferred" and ". Statistically indistinguishable: gamma, " in fastest.text
-    assert least.lead == "alpha-deferred" and "at N=4, W=2." in least.text
-    (row,) = [row for row in found.groups[0].rows if row.backend == "beta"]
-    assert row.texts["trials"] == "10" and row.texts["correct"] == "yes" and row.pair is not None
-    assert not said(found, "undecided") and run.labels[row.cell_id] == "beta N=4 W=2 fp32"
+    assert fastest.subject == "alpha-deferred" and ". Statistically indistinguishable: gamma, " in fastest.text
+    assert least.subject == "alpha-deferred" and "at N=4, W=2." in least.text
+    (row,) = [row for row in found.groups[0].rows if row["backend"] == "beta"]
+    assert (row["num_ok"], row["correct"], row["verdict"]) == (10, "yes", "slower")
+    assert not said(found, "Undecided") and run.labels[row["cell_id"]] == "beta N=4 W=2 fp32"
 
 
 def test_a_ratio_is_the_same_number_here_and_in_a_citation(folder: Path) -> None:
     run, found = of(folder)
-    (sync,) = said(found, "sync")
-    assert sync.lead == "alpha-deferred / alpha-eager"
-    ids = {row.backend: row.cell_id for row in found.groups[0].rows}
-    cited = cite(run, ids["alpha-deferred"], ids["alpha-eager"]).text
+    (sync,) = said(found, SYNC)
+    assert sync.subject == "alpha-deferred / alpha-eager"
+    ids = {row["backend"]: row["cell_id"] for row in found.groups[0].rows}
+    cited = cite(Analysis(run=run), ids["alpha-deferred"], ids["alpha-eager"]).text
     value = cited.partition(": ")[2].partition(" times the step time")[0]
-    (row,) = [row for row in found.groups[0].rows if row.backend == "alpha-deferred"]
-    assert float(value) < 1 and sync.text.startswith(f"time {value} (95 % ") and row.texts["ratio"] == value
+    (row,) = [row for row in found.groups[0].rows if row["backend"] == "alpha-deferred"]
+    assert float(value) < 1 and sync.text.startswith(f"time {value} (95 % ") and digits(row["ratio"]) == value
     assert ", faster; memory 0.7500 (" in sync.text
 
 
@@ -126,17 +129,17 @@ def test_one_pair_of_eager_and_deferred_has_a_statement_and_all_others_share_one
         fate=lambda cell, _: ("invalid", "the loss is off") if cell.backend == "wrong" else None,
     )
     found = of(folder)[1]
-    (sync,), (others,) = said(found, "sync"), said(found, "families")
-    assert sync.lead == "beta-deferred / beta-eager"
+    (sync,), (others,) = said(found, SYNC), said(found, "Other families")
+    assert sync.subject == "beta-deferred / beta-eager"
     assert others.text == "memory, deferred / eager: alpha-deferred 1.000; gamma-deferred 1.000."
     assert found.alarm is not None and "the loss is off" not in found.alarm.text  # it is said of the cell
 
 
 def test_what_must_not_be_used_is_said_once_with_its_reason(folder: Path, printed: str) -> None:
     _, found = of(folder)
-    (wrong,), (failed,) = said(found, "wrong"), said(found, "failed")
-    assert (wrong.lead, wrong.text) == ("wrong (N = 4)", "the loss is off by 0.1.")
-    assert (failed.lead, failed.text) == ("large", "oom: rank 0: out of memory.")
+    (wrong,), (failed,) = said(found, "Do not use"), said(found, "Failed")
+    assert (wrong.subject, wrong.text) == ("wrong (N = 4)", "the loss is off by 0.1.")
+    assert (failed.subject, failed.text) == ("large", "oom: rank 0: out of memory.")
     assert printed.count("the loss is off by") == 1 and printed.count("rank 0: out of memory") == 1
 
 
@@ -154,26 +157,26 @@ def test_one_repeat_on_a_busy_machine_asks_for_both_in_one_command(tmp_path: Pat
     folder = write_run(tmp_path / "run", FACTORS, repeats=1, host=BUSY)
     status, printed = report(folder)
     _, found = of(folder)
-    assert status == 0 and found.alarm is not None and found.alarm.is_warning
+    assert status == 0 and found.alarm is not None and found.alarm.level is Level.WARNING
     assert found.alarm.command == "python -m bench doctor && python -m bench run --matrix made --repeats 10"
     assert (
         "others took 40 % of its CPUs" in found.alarm.text and "1 repeat, and an interval needs 5" in found.alarm.text
     )
     assert f"  {found.alarm.command}\n" in printed
-    assert not any(group.is_timed for group in found.groups) and not said(found, "fastest") and said(found, "memory")
+    assert not any(group.is_timed for group in found.groups) and not said(found, FASTEST) and said(found, LEAST)
     page = read(folder / "report.html")
     (alarm,) = page.find("div", class_="alarm warning")
     assert found.alarm.command in alarm.text
     plots = {one.find("figcaption")[0].find("span")[0].text for one in page.find("figure")}
     assert plots and not plots & {"memory_vs_time", "step_time", "step_time_ratio", "noise"}
     assert "s/step" not in printed and "s/step" not in (folder / "report.md").read_text(encoding="utf-8")
-    assert all(row.memory for row in found.groups[0].rows)
+    assert all(row["peak_memory_bytes"] for row in found.groups[0].rows)
 
 
 def test_what_stays_open_has_a_command_too(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {"alpha": 1.0, "beta": 1.0}, accumulate=(2,), noise=0.2, twin=False)
-    (found,) = said(of(folder)[1], "undecided")
-    assert found.lead == "beta at N=2, W=2" and found.command == "python -m bench run --matrix made --repeats 20"
+    (found,) = said(of(folder)[1], "Undecided")
+    assert found.subject == "beta at N=2, W=2" and found.command == "python -m bench run --matrix made --repeats 20"
 
 
 def test_a_cell_that_runs_once_beside_others_has_no_time_to_compare(tmp_path: Path) -> None:
@@ -182,11 +185,11 @@ def test_a_cell_that_runs_once_beside_others_has_no_time_to_compare(tmp_path: Pa
     single = {one["cell_id"] for one in records.values() if one["cell"]["accumulate"] == 2}
     kept = [line for line, one in records.items() if one["repeat"] == 0 or one["cell_id"] not in single]
     (folder / JOURNAL).write_bytes(b"".join(kept))
-    first, *_ = said(of(folder)[1], "undecided")
-    assert first.lead == "beta at N=2, W=2" and "too few trials" in first.text
+    first, *_ = said(of(folder)[1], "Undecided")
+    assert first.subject == "beta at N=2, W=2" and "too few trials" in first.text
     write_manifest(folder, read_manifest(folder) | {"once": sorted(single)})
     _, found = of(folder)
-    assert all("N=1" in one.lead for one in said(found, "undecided"))
+    assert all("N=1" in one.subject for one in said(found, "Undecided"))
     assert [(group.n, group.is_timed) for group in found.groups] == [(1, True), (2, False)]
     report(folder)
     assert set(pd.read_csv(folder / "plots" / "memory_vs_time.csv")["accumulate"]) == {1}
@@ -203,7 +206,7 @@ def test_a_virtual_world_has_no_time_and_says_so(tmp_path: Path) -> None:
     folder = written(tmp_path / "virtual", cells, baseline="alpha")
     _, printed = report(folder, drawn=False)
     found = of(folder)[1]
-    assert found.alarm is not None and not found.alarm.is_warning and found.alarm.text == f"{VIRTUAL}."
+    assert found.alarm is not None and found.alarm.level is Level.NOTE and found.alarm.text == f"{VIRTUAL}."
     page = read(folder / "report.html").text
     for text in (printed, page, (folder / "report.md").read_text(encoding="utf-8").replace("\\", "")):
         assert "N = 4, W = 64 (virtual)" in text and "s/step" not in text and "not checked" in text
@@ -219,7 +222,7 @@ def test_cells_that_differ_in_the_batch_alone_have_labels_of_their_own(tmp_path:
     assert named[cells[2]] == "ddp-eager N=4 W=2 fp32"
     run = load(written(tmp_path / "run", cells))
     assert run.find(named[cells[1]]) == cells[1]
-    assert named[cells[1]] in cite(run, cells[1].cell_id).text
+    assert named[cells[1]] in cite(Analysis(run=run), cells[1].cell_id).text
     with pytest.raises(InputError, match=r"2 cells have this label; use an id: .*B = 16\), .*B = 32\)"):
         run.find("ddp-deferred N=4 W=2 fp32")
     assert [group.title for group in of(tmp_path / "run")[1].groups] == [
@@ -244,7 +247,7 @@ def test_the_table_fits_the_terminal(folder: Path, width: int) -> None:
 def test_one_trial_has_no_interval(tmp_path: Path) -> None:
     _, found = of(write_run(tmp_path / "few", FACTORS, repeats=3))
     assert found.alarm is not None and "3 blocks" in found.alarm.text
-    assert all(row.low is None and row.texts["seconds_ends"] == "-" for row in found.groups[0].rows)
+    assert all(row["step_time_low_s"] is None and row["step_time_s"] is None for row in found.groups[0].rows)
 
 
 def test_eager_and_deferred_are_paired_by_name_where_a_framework_has_several() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from bench.judge.analysis import Analysis
 from bench.judge.loading import load
 from bench.report.citation import cite, cite_plot
 from tests.pages import HOSTILE, data_of, read, report, write_run
@@ -184,7 +185,7 @@ def test_a_citation_is_copied(browser: Any, folder: Path) -> None:
         for form in ("text", "markdown", "bibtex"):
             page.select_option("#format", form)
             page.locator(f'button[data-cell="{cell.cell_id}"]').click()
-            wanted = getattr(cite(run, cell.cell_id), form)
+            wanted = getattr(cite(Analysis(run=run), cell.cell_id), form)
             (base,) = [
                 one.cell_id
                 for one in run.cells.values()
@@ -194,7 +195,7 @@ def test_a_citation_is_copied(browser: Any, folder: Path) -> None:
                 page.get_by_text("Copied the citation of the cell.", exact=True).wait_for()
             elif baseline == "alpha-eager":
                 page.get_by_text(f"Copied the citation of the cell and of its ratio to {baseline}.").wait_for()
-                wanted += f"\n\n{getattr(cite(run, cell.cell_id, base), form)}"
+                wanted += f"\n\n{getattr(cite(Analysis(run=run), cell.cell_id, base), form)}"
             else:
                 page.get_by_text(f"the command that cites its ratio to {baseline}.").wait_for()
                 wanted += f"\n\npython -m bench cite results/run {cell.cell_id} {base}"

@@ -18,11 +18,13 @@ from bench.errors import InputError
 from bench.findings import Level
 from bench.formatting import digits
 from bench.judge.analysis import Analysis
+from bench.judge.integrity import check
 from bench.judge.loading import load
 from bench.plan.cell import Cell
 from bench.report.citation import cite, cite_plot
 from bench.report.citation_check import differences
 from bench.run.journal import JOURNAL, Journal, encode, read_manifest, write_manifest
+from tests.pages import write_run
 from tests.simulated import simulate
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -94,7 +96,30 @@ def test_a_cell_is_cited_with_all_that_it_needs(data: Analysis) -> None:
     assert data.run.manifest["machine"]["cpu"] in text and f"torch {data.run.manifest['packages']['torch']}" in text
     assert text.endswith(f"Commit: {COMMIT}.")
     limits = "gloo over loopback; rankings of a 3.411 M model over gloo do not transfer to GPUs"
-    assert f"Note: {limits}. Method: " in text
+    unknown = "the share of its CPUs that other programs and the hypervisor took was not measured"
+    assert f"Note: {limits}; {unknown}. Method: " in text
+
+
+def test_a_citation_carries_the_warnings_of_check_on_its_cells_alone(tmp_path: Path) -> None:
+    """All cells are slower in the later blocks, and one of them ever more; another run has no A/A pair."""
+
+    def slower(cell: Cell, number: int, steps: list[float]) -> list[float]:
+        factor = 1 + 0.2 * (number > 30) + 0.02 * number * (cell.backend == "slow")
+        return [step * factor for step in steps]
+
+    simulate(tmp_path / "run", {"base": 1.0, "slow": 1.3, "other": 1.2}, change=slower, repeats=12)
+    warned = [finding for finding in check(tmp_path / "run") if finding.level is Level.WARNING]
+    assert {"blocks", "drift", "machine"} <= {finding.topic for finding in warned}
+    data = Analysis(run=load(tmp_path / "run"))
+    texts = {name: cite(data, of(data, name)).text for name in ("base", "slow", "other")}
+    for finding in warned:
+        named = {name: finding.brief in text for name, text in texts.items() if finding.brief}
+        assert named == {name: not finding.cells or of(data, name) in finding.cells for name in named}, finding
+    assert "blocks of the run differ in all cells together, from block" in texts["base"]
+    alone = Analysis(run=load(write_run(tmp_path / "alone", {"base": 1.0}, accumulate=(2,), twin=False)))
+    assert "the run has no A/A pair" in cite(alone, of(alone, "base")).text
+    drift = next(finding for finding in warned if finding.topic == "drift" and finding.subject.startswith("slow"))
+    assert f"slow N=2 W=2 fp32: {drift.brief}" in cite(data, of(data, "slow"), of(data, "base")).text
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -145,15 +145,15 @@ def test_the_bundled_findings_are_those_of_the_committed_suite() -> None:
 
 def assert_citations(folder: Path) -> int:
     """Fails if a citation in the page is not what ``cite`` prints; how many ratios are cited."""
-    run, data = load(folder), data_of(read(folder / "report.html"))["citations"]
-    rows = Analysis(run=run).pairs
-    assert set(data["ratio"]["text"]["of"]) == set(rows)
+    data, cited = Analysis(run=load(folder)), data_of(read(folder / "report.html"))["citations"]
+    rows = data.pairs
+    assert set(cited["ratio"]["text"]["of"]) == set(rows)
     for form in ("text", "markdown", "bibtex"):
-        cells, ratios = data["cell"][form], data["ratio"][form]
+        cells, ratios = cited["cell"][form], cited["ratio"][form]
         for cell_id, text in cells["of"].items():
-            assert text + cells["end"] == getattr(cite(run, cell_id), form)
+            assert text + cells["end"] == getattr(cite(data, cell_id), form)
         for cell_id, text in ratios["of"].items():
-            assert text + ratios["end"] == getattr(cite(run, cell_id, rows[cell_id].pair.a.cell_id), form)
+            assert text + ratios["end"] == getattr(cite(data, cell_id, rows[cell_id].a.cell_id), form)
     return len(rows)
 
 

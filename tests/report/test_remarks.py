@@ -9,6 +9,7 @@ from PIL import Image
 
 from bench import cli
 from bench.backends.base import BF16_AUTOCAST, BF16_PARAMETERS
+from bench.judge.analysis import Analysis
 from bench.judge.frames import read as read_frames
 from bench.judge.loading import load
 from bench.report.citation import cite
@@ -62,9 +63,9 @@ def compared(folder: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> dic
 
 def citations(folder: Path) -> tuple[str, str, str]:
     """Of the second backend alone, of the first, and of the second against the first."""
-    run = load(folder)
-    ids = [next(id_ for id_, cell in run.cells.items() if cell.backend == name) for name in (FSDP2, DDP)]
-    return cite(run, ids[0]).text, cite(run, ids[1]).text, cite(run, *ids).text
+    data = Analysis(run=load(folder))
+    ids = [next(id_ for id_, cell in data.run.cells.items() if cell.backend == name) for name in (FSDP2, DDP)]
+    return cite(data, ids[0]).text, cite(data, ids[1]).text, cite(data, *ids).text
 
 
 def test_two_ways_of_bf16_and_a_backends_own_remark_are_said_once_in_each_place(
