@@ -112,9 +112,9 @@ def test_a_citation_carries_the_warnings_of_check_on_its_cells_alone(tmp_path: P
     assert {"blocks", "drift", "machine"} <= {finding.topic for finding in warned}
     data = Analysis(run=load(tmp_path / "run"))
     texts = {name: cite(data, of(data, name)).text for name in ("base", "slow", "other")}
-    for finding in warned:
-        named = {name: finding.brief in text for name, text in texts.items() if finding.brief}
-        assert named == {name: not finding.cells or of(data, name) in finding.cells for name in named}, finding
+    for name, text in texts.items():
+        of_cell = {finding.brief for finding in warned if not finding.cells or of(data, name) in finding.cells}
+        assert {brief for brief in {finding.brief for finding in warned} if brief in text} == of_cell, name
     assert "blocks of the run differ in all cells together, from block" in texts["base"]
     alone = Analysis(run=load(write_run(tmp_path / "alone", {"base": 1.0}, accumulate=(2,), twin=False)))
     assert "the run has no A/A pair" in cite(alone, of(alone, "base")).text
