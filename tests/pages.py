@@ -1,30 +1,50 @@
-"""Runs to be reported that are written as they would be on disk, and a reader of the pages that come of them."""
+"""The maker of runs that are written as they would be on disk, and a reader of the pages that come of them."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import io
 import itertools
 import json
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from bench.judge.baseline import interim_analysis
+from bench.judge.loading import Run, load
+from bench.launch.outcome import Outcome
 from bench.plan.categories import HELD, PEAK, Category
-from bench.plan.cell import REFERENCE, Cell
+from bench.plan.cell import REFERENCE, Cell, Status
+from bench.plan.expand import expand
+from bench.plan.task import Spec
 from bench.report import figures
 from bench.report.outputs import finish
+from bench.run import start
 from bench.run.journal import JOURNAL, encode, write_manifest
-from tests.factories import make_cell, make_failure, make_manifest, make_record
+from bench.run.runner import Runner
+from tests.factories import (
+    FakeLauncher,
+    make_backend,
+    make_cell,
+    make_failure,
+    make_manifest,
+    make_matrix,
+    make_rank,
+    make_record,
+    make_time,
+)
 
 STEP_S = 0.1
 MIB = 2**20
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 HOSTILE = (
     "<img src=x onerror=alert(1)>",
     "</script><script>alert(2)</script>",
@@ -36,8 +56,57 @@ HOSTILE = (
 )
 """Names of backends that try to be something else."""
 VOID = {"meta", "br", "img", "link", "hr", "input", "base", "source", "col", "wbr", "embed", "area"}
-Fate = Callable[[Cell, int], tuple[str, str] | None]
-"""How a trial of a cell and repeat fails: status and reason; None if it is sound."""
+Changes = Callable[[Cell, int], Mapping[str, Any]]
+"""How a trial of a cell and repeat differs from a sound one: fields of its record, among them ``time``; a ``status``
+and ``reason`` if it failed; and ``slower``, by how many times."""
+
+
+def steps_of(generator: random.Random, cell: Cell, seconds: float, noise: float) -> list[float]:
+    """Step times of a trial; ``noise`` is the standard deviation of the logarithms of trials and of steps."""
+    trial = seconds * math.exp(generator.gauss(0, noise))
+    return [trial * math.exp(generator.gauss(0, noise)) for _ in range(cell.timed_windows)]
+
+
+def records_of(
+    speeds: Mapping[Cell, float],
+    repeats: int = 10,
+    noise: float = 0.003,
+    seed: int = 7,
+    changes: Changes = lambda cell, repeat: {},
+) -> list[dict[str, Any]]:
+    """The records of cells that take these seconds per step, block by block, each block with the references first."""
+    generator, records = random.Random(seed), []
+    every = {**dict.fromkeys((cell.reference() for cell in speeds), 2 * STEP_S), **speeds}
+    for repeat, (cell, seconds) in itertools.product(range(repeats), every.items()):
+        changed = dict(changes(cell, repeat))
+        steps = steps_of(generator, cell, seconds * changed.pop("slower", 1.0), noise)
+        if changed.get("status"):
+            record = make_failure(cell, repeat, changed["status"], changed["reason"])
+        else:
+            time = {"step_seconds": steps, **changed.pop("time", {})}
+            record = make_record(cell, repeat, time=time, **changed)
+        records.append(record | {"slot": len(records)})
+    return records
+
+
+def write(folder: Path, records: Sequence[Mapping[str, Any]], **manifest: Any) -> Path:
+    """The journal and manifest of a finished run; with ``finished=None`` of one that goes on."""
+    cells = list({record["cell_id"]: Cell.from_dict(record["cell"]) for record in records}.values())
+    about = make_manifest(
+        cells,
+        run_id=folder.name,
+        started="2026-01-02T03:04:05+00:00",
+        finished="2026-01-02T04:04:05+00:00",
+        command=["python", "-m", "bench", "run", "--out", str(folder.name)],
+        git={"commit": COMMIT, "clean": True},
+        matrix=make_matrix({"repeats": 1 + max(record["repeat"] for record in records)}).to_dict(),
+    )
+    journal = b"".join(encode(dict(record)) for record in records)
+    about |= {"journal_sha256": hashlib.sha256(journal).hexdigest(), **manifest}
+    folder.mkdir(parents=True)
+    (folder / JOURNAL).write_bytes(journal)
+    write_manifest(folder, {key: value for key, value in about.items() if value is not None})
+    return folder
 
 
 def kind(name: str) -> dict[str, str]:
@@ -53,16 +122,6 @@ def kind(name: str) -> dict[str, str]:
     }
 
 
-def cells_of(
-    backends: Mapping[str, float], accumulate: tuple[int, ...], world_size: tuple[int, ...], precision: tuple[str, ...]
-) -> list[Cell]:
-    batch = max(accumulate) * max(world_size) * 2
-    return [
-        make_cell(backend=name, accumulate=n, world_size=w, precision=p, global_batch_size=batch)
-        for p, w, n, name in itertools.product(precision, world_size, accumulate, backends)
-    ]
-
-
 def write_run(
     folder: Path,
     backends: Mapping[str, float],
@@ -73,40 +132,26 @@ def write_run(
     repeats: int = 10,
     noise: float = 0.003,
     twin: bool = True,
-    fate: Fate = lambda cell, repeat: None,
-    host: Mapping[str, Any] | None = None,
+    changes: Changes = lambda cell, repeat: {},
     **manifest: Any,
 ) -> Path:
-    """The journal and manifest of a run whose backends take STEP_S times their factor; the first is the baseline."""
-    cells = cells_of(backends, accumulate, world_size, precision)
-    base = max((c for c in cells if c.backend == next(iter(backends))), key=lambda c: (c.world_size, c.accumulate))
-    twins = [dataclasses.replace(base, twin="again")] if twin else []
-    references = list(dict.fromkeys(cell.reference() for cell in cells))
-    random_ = random.Random(7)
-    records: list[dict[str, Any]] = []
-    for repeat in range(repeats):
-        for cell in [*references, *cells, *twins]:
-            failed = fate(cell, repeat)
-            if failed is not None:
-                record = make_failure(cell, repeat, *failed)
-            else:
-                record = _sound(cell, repeat, backends.get(cell.backend, 2.0), random_, noise)
-                record["time"]["host"] = host
-            records.append(record | {"slot": len(records)})
-    about = make_manifest(
-        [*references, *cells, *twins],
-        run_id=folder.name,
-        started="2026-01-02T03:04:05+00:00",
-        finished="2026-01-02T04:04:05+00:00",
-        command=["python", "-m", "bench", "run", "--out", str(folder.name)],
-        git={"commit": "0123456789abcdef0123456789abcdef01234567", "clean": True},
-        baseline=next(iter(backends)),
-    )
-    about["backends"] = {name: kind(name) for name in ["reference", *backends]}
-    folder.mkdir(parents=True)
-    (folder / JOURNAL).write_bytes(b"".join(map(encode, records)))
-    write_manifest(folder, about | manifest)
-    return folder
+    """A run of made-up backends that take STEP_S times their factor; the first is the baseline."""
+    batch = max(accumulate) * max(world_size) * 2
+    speeds = {
+        make_cell(backend=name, accumulate=n, world_size=w, precision=p, global_batch_size=batch): STEP_S * factor
+        for p, w, n, (name, factor) in itertools.product(precision, world_size, accumulate, backends.items())
+    }
+    first = next(iter(backends))
+    base = max((cell for cell in speeds if cell.backend == first), key=lambda cell: (cell.world_size, cell.accumulate))
+    if twin:
+        speeds[dataclasses.replace(base, twin="again")] = speeds[base]
+
+    def changed(cell: Cell, repeat: int) -> dict[str, Any]:
+        made = {} if cell.backend == REFERENCE else _facts(cell, repeat, backends[cell.backend])
+        return made | changes(cell, repeat)
+
+    about = {"baseline": first, "backends": {name: kind(name) for name in ["reference", *backends]}}
+    return write(folder, records_of(speeds, repeats, noise, changes=changed), **about | manifest)
 
 
 def write_large_run(folder: Path) -> Path:
@@ -116,27 +161,41 @@ def write_large_run(folder: Path) -> Path:
     return write_run(folder, backends, accumulate=(1, 2, 4, 8, 16, 32, 64), **axes)
 
 
-def _sound(cell: Cell, repeat: int, factor: float, random_: random.Random, noise: float) -> dict[str, Any]:
-    trial = STEP_S * factor * math.exp(random_.gauss(0, noise))
-    steps = [trial * math.exp(random_.gauss(0, noise)) for _ in range(cell.timed_windows)]
-    if cell.backend == REFERENCE:
-        return make_record(cell, repeat, time={"step_seconds": steps})
+def _facts(cell: Cell, repeat: int, factor: float) -> dict[str, Any]:
+    """Memory by category, and collectives."""
     memory = {}
     for total in (PEAK, HELD):
         parts = {f"{total}_{name}": round((i + 1) * factor * MIB) for i, name in enumerate(Category)}
         memory |= {total: sum(parts.values()), **parts}
+    sent = {"all_reduce": (cell.accumulate, cell.accumulate * 12 * MIB), "broadcast": (1, MIB)}
     collectives = [
-        {
-            "op": "all_reduce",
-            "group": "world",
-            "dtype": "float32",
-            "calls": cell.accumulate,
-            "payload_bytes": cell.accumulate * 12 * MIB,
-        },
-        {"op": "broadcast", "group": "world", "dtype": "float32", "calls": 1, "payload_bytes": MIB},
+        {"op": op, "group": "world", "dtype": "float32", "calls": calls, "payload_bytes": size}
+        for op, (calls, size) in sent.items()
     ]
-    extra = {"memory": None if repeat else memory, "collectives": collectives if cell.world_size > 1 else []}
-    return make_record(cell, repeat, time={"step_seconds": steps}, **extra)
+    return {"memory": None if repeat else memory, "collectives": collectives if cell.world_size > 1 else []}
+
+
+def simulate(folder: Path, factors: Mapping[str, float], *, once: Collection[str] = (), **values: Any) -> Run:
+    """A run for which all is real but the launcher, which makes up the step times; ``values`` are keys of the matrix.
+
+    ``once`` are the backends of one trial.
+    """
+    backends = {name: make_backend(name) for name in [REFERENCE, *factors]}
+    overrides = {"training.timed_windows": 8, "training.warmup_windows": 2} | values
+    cells = expand(matrix := make_matrix(overrides, backend=list(factors), accumulate=[2]), backends, 0)
+    alone = [cell.cell_id for cell in cells if cell.backend in once]
+    manifest = start.create(folder, matrix, cells, backends, cold=False, once=alone)
+    generator = random.Random(0)
+
+    def script(spec: Spec, number: int) -> Outcome | None:
+        if (cell := spec.cell).backend == REFERENCE:
+            return None
+        time = make_time(cell, step_seconds=steps_of(generator, cell, STEP_S * factors[cell.backend], 0.004))
+        ranks = [make_rank(cell, spec.passes, rank, time=time) for rank in range(cell.world_size)]
+        return Outcome(status=Status.OK, reason="", ranks=ranks, wall_s=1.0)
+
+    Runner(folder, manifest, backends, FakeLauncher(script), Mock(), interim_analysis).run()  # type: ignore[arg-type]
+    return load(folder)
 
 
 def report(folder: Path, *, drawn: bool = True) -> tuple[int, str]:

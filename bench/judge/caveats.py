@@ -151,12 +151,13 @@ def _blocks(run: Run, timed: tuple[str, ...]) -> Iterator[Finding]:
     found = samples.block_effects(run.tables.trials)
     if found is None:
         return
-    if not found.found:
+    effects, tested = found
+    if not tested.found:
         yield good("blocks", "no block is slower or faster than the others in all cells together")
         return
-    ordered = sorted(found.effects.items(), key=lambda item: float(item[1]))
+    ordered = sorted(effects.items(), key=lambda item: float(item[1]))
     ends = [f"block {block} by {100 * math.expm1(effect):+.2g} %" for block, effect in (ordered[0], ordered[-1])]
-    text = f"differ in all cells together (Friedman's test, p = {found.p_value:.1g}): {' and '.join(ends)}"
+    text = f"differ in all cells together (Friedman's test, p = {tested.p_value:.1g}): {' and '.join(ends)}"
     brief = f"blocks of the run differ in all cells together, from {ends[0]} to {ends[1]}"
     yield warning("blocks", f"{text}; ratios are taken within blocks, so this is not in them", cells=timed, brief=brief)
 
@@ -191,7 +192,7 @@ def _samples(run: Run) -> Iterator[Finding]:
 
 def _drift(slots: Sequence[int], medians: Sequence[float]) -> str:
     moved = samples.drift(slots, medians)
-    return f"{100 * moved.change:+.2g} % from first to last trial (p = {moved.p_value:.1g})" if moved.found else ""
+    return f"{100 * moved.size:+.2g} % from first to last trial (p = {moved.p_value:.1g})" if moved.found else ""
 
 
 def _outliers(medians: Sequence[float]) -> str:
@@ -207,7 +208,7 @@ def _modes(medians: Sequence[float]) -> str:
     modes = samples.bimodal(medians)
     if modes is None or not modes.found:
         return ""
-    return f"two modes: {100 * modes.share:.0f} % of the trials are {modes.ratio:.3g} x slower"
+    return f"two modes: {100 * modes.share:.0f} % of the trials are {modes.size:.3g} x slower"
 
 
 def _imbalance(cell: Cell, trials: Sequence[Sequence[Sequence[float]]]) -> str:

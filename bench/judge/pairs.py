@@ -18,7 +18,7 @@ import pandas as pd
 from bench.judge.evidence import CellEvidence, EvidenceByCell
 from bench.judge.loading import Run
 from bench.judge.statistics import MARGIN, Interval, Sample, holm, ratio
-from bench.judge.verdicts import ALPHA, NEXT, Comparison, Exactly, Reason, Verdict, compare, judge_all
+from bench.judge.verdicts import ALPHA, NEXT, Comparison, Reason, Verdict, compare, judge_all
 from bench.plan.cell import Cell, Status
 from bench.plan.columns import COLUMNS, labels
 
@@ -47,11 +47,15 @@ class Pair:
 class ComparedPair(Pair, Comparison):
     """A pair with its verdict, its exact numbers and its regressions."""
 
-    memory: Exactly
-    steps: Exactly
-    regressions: tuple[str, ...]
+    memory: tuple[int | None, int | None] = (None, None)
+    """Peak bytes of A and of B, which have no noise."""
+    memory_ratio: float | None = None
+    """B over A; None if one is not known, or they were measured in different ways."""
+    steps: tuple[int | None, int | None] = (None, None)
+    """Optimizer steps of A and of B."""
+    regressions: tuple[str, ...] = ()
     """The METRICS that are certainly worse than their threshold allows."""
-    unchecked: tuple[str, ...]
+    unchecked: tuple[str, ...] = ()
     """The METRICS with a threshold that could not be checked."""
 
     @property
@@ -161,20 +165,21 @@ def _compared(
     """A judged pair with its bytes, steps and regressions."""
     # Bytes and counts have no noise: what others did on the machine does not matter to them.
     unlike = found.verdict is Verdict.NOT_COMPARABLE and found.reason is not Reason.DISTURBED
-    memory, steps = Exactly(), Exactly()
-    if force or not unlike:
-        # What a ledger tracked is not what an allocator holds.
-        alike = len(base.peak_memory_sources | cell.peak_memory_sources) <= 1
-        memory = Exactly(a=base.peak_memory_bytes, b=cell.peak_memory_bytes, alike=alike)
-        steps = Exactly(a=base.optimizer_steps, b=cell.optimizer_steps)
-    share = None if unlike else memory.ratio
-    unknown = {SLOWER: found.blocked or found.time is None or found.time.low is None, MEMORY: share is None}
-    worse = {SLOWER: is_slower, MEMORY: share is not None and share > 1 + thresholds.get(MEMORY, math.inf)}
+    is_shown = force or not unlike
+    memory = (base.peak_memory_bytes, cell.peak_memory_bytes) if is_shown else (None, None)
+    share = None
+    # What a ledger tracked is not what an allocator holds.
+    if memory[0] and memory[1] is not None and len(base.peak_memory_sources | cell.peak_memory_sources) == 1:
+        share = memory[1] / memory[0]
+    certain = None if unlike else share
+    unknown = {SLOWER: found.blocked or found.time is None or found.time.low is None, MEMORY: certain is None}
+    worse = {SLOWER: is_slower, MEMORY: certain is not None and certain > 1 + thresholds.get(MEMORY, math.inf)}
     return ComparedPair(
         **vars(pair),
         **vars(found),
         memory=memory,
-        steps=steps,
+        memory_ratio=share,
+        steps=(base.optimizer_steps, cell.optimizer_steps) if is_shown else (None, None),
         regressions=tuple(metric for metric in METRICS if worse[metric]),
         unchecked=tuple(metric for metric in METRICS if metric in thresholds and unknown[metric]),
     )
@@ -217,13 +222,11 @@ def record(row: ComparedPair) -> dict[str, Any]:
         "p_different": row.p_different,
         "p_same": row.p_same,
         "no_interval": "" if time is None else time.reason,
-        "peak_memory_a_bytes": row.memory.a,
-        "peak_memory_b_bytes": row.memory.b,
-        "peak_memory_verdict": str(row.memory.verdict),
-        "peak_memory_ratio": row.memory.ratio,
-        "optimizer_steps_a": row.steps.a,
-        "optimizer_steps_b": row.steps.b,
-        "optimizer_steps_verdict": str(row.steps.verdict),
+        "peak_memory_a_bytes": row.memory[0],
+        "peak_memory_b_bytes": row.memory[1],
+        "peak_memory_ratio": row.memory_ratio,
+        "optimizer_steps_a": row.steps[0],
+        "optimizer_steps_b": row.steps[1],
         "regressions": list(row.regressions),
         "unchecked": list(row.unchecked),
     }

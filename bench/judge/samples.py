@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from bench.judge.statistics import MIN_TRIALS, SEED, TRIM, Array, bootstrap, too_few, trimmed_mean
+from bench.judge.statistics import MIN_TRIALS, SEED, TRIM, Array, bootstrap, trimmed_mean
 from bench.judge.tables import good_trials
 from bench.plan.cell import Status
 
@@ -21,30 +21,24 @@ NAME = f"{100 * TRIM:g} % trimmed mean"
 """Name of the estimate in headers and captions. It is a mean of logarithms, so a geometric one."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Estimate:
+class Estimate(NamedTuple):
     """Seconds of an optimizer step: the trimmed mean of the logarithms of trials' medians, as in ``ratio``."""
 
     seconds: float
     low: float | None = None
     high: float | None = None
     """Ends of the 95 % interval over the trials of the run; None with fewer than MIN_TRIALS trials."""
-    num_trials: int
-    reason: str = ""
-    """Why there is no interval."""
 
 
-@lru_cache(maxsize=4096)  # quotes, tables and figures of a report ask for the same cells
+@lru_cache(maxsize=4096)  # tables and figures of a report ask for the same cells
 def estimate(medians: tuple[float, ...]) -> Estimate:
     """The estimate from the seconds of each trial, at least one. Its interval covers this run, not other days."""
-    if not medians:
-        raise ValueError("an estimate needs a trial")
-    logs, n = np.log(np.array([medians], dtype=float)), len(medians)
+    logs = np.log(np.array([medians], dtype=float))
     seconds = math.exp(trimmed_mean(logs)[0])
-    if n < MIN_TRIALS:
-        return Estimate(seconds=seconds, num_trials=n, reason=too_few(n, "trial"))
+    if len(medians) < MIN_TRIALS:
+        return Estimate(seconds)
     (low,), (high,) = bootstrap(logs).interval()
-    return Estimate(seconds=seconds, low=math.exp(low), high=math.exp(high), num_trials=n)
+    return Estimate(seconds, math.exp(low), math.exp(high))
 
 
 def step_times(trials: pd.DataFrame) -> dict[str, Estimate]:
@@ -72,52 +66,26 @@ NULLS = 4000
 """Number of simulated unimodal samples per kind of noise."""
 
 
-@dataclass(frozen=True, slots=True)
-class Drift:
-    """Change of step times in the course of a run."""
+class Tested(NamedTuple):
+    """The size of an effect, and how surely there is one."""
 
-    change: float
-    """Relative change from the first to the last slot: 0.05 is 5 % slower at the end."""
+    size: float
     p_value: float
-    """p-value of the hypothesis that there is no drift."""
+    """Of the hypothesis that there is none."""
+    share: float = 1.0
+    """Of the values that have it."""
 
     @property
     def found(self) -> bool:
         return self.p_value < ALPHA
 
 
-@dataclass(frozen=True, slots=True)
-class Modes:
-    """The best split of values into two clusters."""
+def block_effects(trials: pd.DataFrame) -> tuple[pd.Series, Tested] | None:
+    """How much longer all cells together took in each block in which most cells ran; None with too few of either.
 
-    ratio: float
-    """Centre of the upper cluster over that of the lower."""
-    share: float
-    """Share of the values in the upper cluster."""
-    p_value: float
-    """p-value of the hypothesis that there is only one mode."""
-
-    @property
-    def found(self) -> bool:
-        return self.p_value < ALPHA
-
-
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """How much longer all cells took together in each block."""
-
-    effects: pd.Series
-    """By block: the mean over cells of the logarithm of a trial's step time over its cell's mean."""
-    p_value: float
-    """p-value of the hypothesis that blocks do not differ (Friedman, JASA 32, 1937)."""
-
-    @property
-    def found(self) -> bool:
-        return self.p_value < ALPHA
-
-
-def block_effects(trials: pd.DataFrame) -> Blocks | None:
-    """The effects of the blocks in which most cells ran, from rows of the trials table; None with too few of either."""
+    By block: the mean over cells of the logarithm of a trial's step time over its cell's mean; the size is the largest
+    difference between two. The hypothesis is that blocks do not differ (Friedman, JASA 32, 1937).
+    """
     from scipy import stats
 
     known = trials[trials["step_time_s"].notna() & (trials["status"] == Status.OK)]
@@ -129,7 +97,7 @@ def block_effects(trials: pd.DataFrame) -> Blocks | None:
     effects = (logs - logs.mean()).mean(axis=1)
     with np.errstate(invalid="ignore"):  # all blocks alike: no p-value
         p_value = float(stats.friedmanchisquare(*logs.to_numpy()).pvalue)
-    return Blocks(effects, p_value)
+    return effects, Tested(float(np.ptp(effects)), p_value)
 
 
 def outliers(values: Sequence[float]) -> list[int]:
@@ -144,8 +112,8 @@ def outliers(values: Sequence[float]) -> list[int]:
     return [] if scale == 0 else [int(i) for i in np.flatnonzero(distances > OUTLIER * scale)]
 
 
-def drift(slots: Sequence[float], medians: Sequence[float]) -> Drift:
-    """Change of a cell's trial medians over the slots in which the trials ran.
+def drift(slots: Sequence[float], medians: Sequence[float]) -> Tested:
+    """Relative change of a cell's trial medians from the first to the last slot: 0.05 is 5 % slower in the end.
 
     Theil-Sen slope of the logarithms (Sen 1968) over all slots, p-value of Kendall's tau; p = 1 below 5 trials.
     """
@@ -153,14 +121,15 @@ def drift(slots: Sequence[float], medians: Sequence[float]) -> Drift:
 
     x, y = np.asarray(slots, dtype=float), np.log(np.asarray(medians, dtype=float))
     if len(x) < 5 or np.ptp(x) == 0 or np.ptp(y) == 0:
-        return Drift(0.0, 1.0)
+        return Tested(0.0, 1.0)
     slope = float(stats.theilslopes(y, x)[0])
-    return Drift(math.expm1(slope * float(np.ptp(x))), float(stats.kendalltau(x, y).pvalue))
+    return Tested(math.expm1(slope * float(np.ptp(x))), float(stats.kendalltau(x, y).pvalue))
 
 
-def bimodal(values: Sequence[float]) -> Modes | None:
+def bimodal(values: Sequence[float]) -> Tested | None:
     """Whether trial medians come from two modes, such as fast and slow placements; None with fewer than MIN_BIMODAL.
 
+    The size is the centre of the upper cluster over that of the lower; the share is that of the upper.
     The logarithms are split where the sum of squares within the two clusters is least; each cluster has at least two
     values and a tenth of all. The statistic is Ashman's D, sqrt(2) |m1 - m2| / sqrt(s1^2 + s2^2) (Ashman, Bird and
     Zepf, Astronomical Journal 108, 1994); its p-value is the largest of those under simulated normal noise, uniform
@@ -174,7 +143,7 @@ def bimodal(values: Sequence[float]) -> Modes | None:
     found, at = _separation(logs[None])
     cut = int(at[0])
     p_value = max((1 + int((null >= found[0]).sum())) / (1 + NULLS) for null in _nulls(n))
-    return Modes(math.exp(logs[cut:].mean() - logs[:cut].mean()), 1 - cut / n, p_value)
+    return Tested(math.exp(logs[cut:].mean() - logs[:cut].mean()), p_value, 1 - cut / n)
 
 
 def _separation(ordered: Array) -> tuple[Array, Array]:

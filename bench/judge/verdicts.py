@@ -222,34 +222,3 @@ def next_precision(found: Sequence[Comparison], precision: float, margin: float 
     extended = min(precision, SAME_WIDTH * margin)
     is_open = any(each.verdict is Verdict.AMBIGUOUS and each.reason in MORE_HELPS for each in found)
     return extended if is_open and widest >= extended else None
-
-
-class Exact(StrEnum):
-    """A verdict on counts and bytes, which have no noise."""
-
-    EQUAL = "equal"
-    MORE = "more"
-    FEWER = "fewer"
-    UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Exactly:
-    """Bytes or steps on both sides, compared without statistics: one byte more is more."""
-
-    a: int | None = None
-    b: int | None = None
-    alike: bool = True
-    """Whether both sides were measured in the same way."""
-
-    @property
-    def verdict(self) -> Exact:
-        """The verdict on b."""
-        if self.a is None or self.b is None or not self.alike:
-            return Exact.UNKNOWN
-        return Exact.EQUAL if self.a == self.b else Exact.MORE if self.b > self.a else Exact.FEWER
-
-    @property
-    def ratio(self) -> float | None:
-        """b / a; None if one is not known, or a is 0."""
-        return None if self.verdict is Exact.UNKNOWN or not self.a or self.b is None else self.b / self.a

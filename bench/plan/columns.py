@@ -122,11 +122,9 @@ COLUMNS: dict[str, dict[str, Column]] = {
         "no_interval": text("why there is no interval"),
         "peak_memory_a_bytes": count("B", "of a"),
         "peak_memory_b_bytes": count("B", "of b"),
-        "peak_memory_verdict": text("on b: equal, more, fewer or unknown"),
         "peak_memory_ratio": number("1", "of b over a"),
         "optimizer_steps_a": count("steps", "observed, of a"),
         "optimizer_steps_b": count("steps", "observed, of b"),
-        "optimizer_steps_verdict": text("on b: equal, more, fewer or unknown"),
     },
 }
 """Columns of each frame, in order.

@@ -16,7 +16,7 @@ from bench.judge.caveats import widened
 from bench.judge.loading import Run, missing_trials
 from bench.judge.pairs import ComparedPair, Pair, frame_of_pairs
 from bench.judge.statistics import MARGIN, MIN_TRIALS, Interval
-from bench.judge.verdicts import NEXT, Exact, Reason, Verdict, excess
+from bench.judge.verdicts import NEXT, Reason, Verdict, excess
 from bench.plan.column import DASH
 from bench.report.tabular import Table, TableColumn, TableRow
 from bench.run.machine import Changed
@@ -97,15 +97,15 @@ def _row(row: ComparedPair) -> TableRow:
     time, steps, interval = row.time, row.steps, DASH
     if time is not None:
         interval = f"{time.low:.4f} to {time.high:.4f}" if row.has_interval else "no interval"
-    taken = f"{steps.verdict}, {steps.b}" + ("" if steps.a == steps.b else f" of {steps.a}")
+    taken = str(steps[1]) if steps[0] == steps[1] else f"{steps[1]}, A {steps[0]}"
     texts = {
         "cell": row.name,
         "verdict": f"{row.verdict}{' (forced)' * row.forced}{'; REGRESSED' if row.regressions else ''}",
         "ratio": DASH if time is None else f"{time.ratio:.4f}",
         "interval": interval,
         "n": DASH if time is None else str(time.num_trials),
-        "memory": DASH if row.memory.ratio is None else f"{row.memory.ratio:.4f}",
-        "steps": DASH if steps.verdict is Exact.UNKNOWN else taken,
+        "memory": DASH if row.memory_ratio is None else f"{row.memory_ratio:.4f}",
+        "steps": DASH if None in steps else taken,
         "reason": str(row.reason),
     }
     styles = dict.fromkeys(FORCED, "strike") if row.forced else {}

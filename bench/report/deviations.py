@@ -49,7 +49,7 @@ def draw_noise(run: FigureData) -> list[Drawing]:
     typical = f"Half of the trials are within {away.median():.2g} % of the median of their cell"
     blocks = block_effects(run.trials)
     if blocks is not None:
-        typical += "; blocks differ in all cells together" if blocks.found else "; no block differs from the others"
+        typical += "; blocks differ in all cells together" if blocks[1].found else "; no block differs from the others"
     words = run.words(typical, timed=True)
     first = ["Good trials in the order in which they ran: a slope means drift, two clouds mean two modes."]
     if beyond:
@@ -66,7 +66,7 @@ def draw_noise(run: FigureData) -> list[Drawing]:
     figure = new_figure(words, keys, 2.6)
     axes = figure.subplots()
     _points(axes, trials, colours, reach)
-    for block, effect in () if blocks is None else blocks.effects.items():
+    for block, effect in () if blocks is None else blocks[0].items():
         where = trials.loc[trials["repeat"] == block, "place"]
         if len(where):
             axes.hlines(100 * np.expm1(effect), where.min(), where.max(), color=REFERENCE_COLOUR, linewidth=1.4)

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 
@@ -16,35 +15,19 @@ from bench.judge.pairs import ComparedPair, judge_pairs, pairs_of_backends
 from bench.judge.verdicts import Reason, Verdict
 from bench.plan.cell import Cell
 from bench.run.journal import JOURNAL, MANIFEST, Journal, encode, write_manifest
-from tests.factories import PEAK_BYTES, make_cell, make_failure, make_manifest, make_matrix, make_record
+from tests.factories import PEAK_BYTES, make_cell, make_failure, make_manifest
+from tests.pages import Changes, records_of, write
 
 EAGER, DEFERRED = make_cell(backend="ddp-eager", timed_windows=8), make_cell(timed_windows=8)
 Speeds = Mapping[Cell, float]
 
 
-def records(speeds: Speeds, trials: int = 12, seed: int = 0, changes: Any = None) -> list[dict[str, Any]]:
-    """Trials with these seconds per step and noise of half a per cent, and the reference of each cell."""
-    rng = np.random.default_rng(seed)
-    found = [make_record(cell) for cell in {cell.reference() for cell in speeds}]
-    for cell, speed in speeds.items():
-        for repeat in range(trials):
-            steps = speed * np.exp(0.005 * rng.normal() + 0.005 * rng.normal(size=cell.timed_windows))
-            more = changes(cell, repeat) if changes else {}
-            found.append(make_record(cell, repeat, time={"step_seconds": steps.tolist()}) | more)
-    return found
+def records(speeds: Speeds, trials: int = 12, seed: int = 0, changes: Changes = lambda *_: {}) -> list[dict[str, Any]]:
+    return records_of(speeds, trials, noise=0.005, seed=seed, changes=changes)
 
 
-def make_run(speeds: Speeds, changes: Any = None, failed: Sequence[dict[str, Any]] = ()) -> Run:
+def make_run(speeds: Speeds, changes: Changes = lambda *_: {}, failed: Sequence[dict[str, Any]] = ()) -> Run:
     return run_of([*records(speeds, changes=changes), *failed], make_manifest())
-
-
-def write_run(folder: Path, found: Sequence[dict[str, Any]], **manifest: Any) -> Path:
-    folder.mkdir()
-    cells = list(dict.fromkeys(Cell.from_dict(record["cell"]) for record in found))
-    matrix = make_matrix({"repeats": 1 + max(record["repeat"] for record in found)}).to_dict()
-    write_manifest(folder, make_manifest(cells, **({"run_id": folder.name, "matrix": matrix} | manifest)))
-    (folder / JOURNAL).write_bytes(b"".join(encode(record) for record in found))
-    return folder
 
 
 def judged(run: Run, **options: Any) -> list[ComparedPair]:
@@ -61,7 +44,7 @@ def two(tmp_path: Path) -> tuple[str, str]:
     first = records({EAGER: 0.5, DEFERRED: 0.4})
     changes = lambda cell, _: memory(PEAK_BYTES * 11 // 10) if cell == EAGER else {}  # noqa: E731
     second = records({EAGER: 0.525, DEFERRED: 0.4}, seed=1, changes=changes)
-    return str(write_run(tmp_path / "old", first)), str(write_run(tmp_path / "new", second))
+    return str(write(tmp_path / "old", first)), str(write(tmp_path / "new", second))
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> str:
@@ -79,9 +62,9 @@ class TestEvidence:
     def test_memory_is_exact(self) -> None:
         run = make_run({EAGER: 0.5, DEFERRED: 0.5}, changes=lambda c, _: memory(PEAK_BYTES + (c == DEFERRED)))
         (row,) = judged(run, thresholds={"memory": 0.0})
-        assert row.regressions == ("memory",) and str(row.memory.verdict) == "more"
+        assert row.regressions == ("memory",) and row.memory == (PEAK_BYTES, PEAK_BYTES + 1)
         assert judged(run, thresholds={"memory": 0.02})[0].regressions == ()
-        assert str(row.steps.verdict) == "equal"
+        assert row.steps == (DEFERRED.windows, DEFERRED.windows)
 
     def test_failed_trials_forbid_a_certain_slowdown(self) -> None:
         run = make_run({EAGER: 0.5, DEFERRED: 0.6}, failed=[make_failure(DEFERRED, 12)])
@@ -94,7 +77,7 @@ class TestEvidence:
         run = make_run({EAGER: 0.5, DEFERRED: 0.6}, changes=lambda c, _: wrong if c == DEFERRED else {})
         (row,) = judged(run, thresholds={"slower": 0.05, "memory": 0.0})
         assert (row.verdict, row.reason) == (Verdict.NOT_COMPARABLE, Reason.GATE)
-        assert row.time is None and row.memory.a is None and row.unchecked == ("slower", "memory")
+        assert row.time is None and row.memory == (None, None) and row.unchecked == ("slower", "memory")
         (forced,) = judged(run, force=True, thresholds={"slower": 0.05, "memory": 0.0})
         assert forced.forced and forced.time is not None and forced.time.ratio == pytest.approx(1.2, rel=0.01)
         assert forced.verdict is Verdict.NOT_COMPARABLE and forced.regressions == ()
@@ -127,8 +110,7 @@ class TestCommand:
         host = {"host": {"num_cpus": 4, "foreign_cores": 2.0, "stolen_cores": 0.0}}
 
         def busy(name: str, size: int) -> str:
-            found = records({EAGER: 0.5}, changes=lambda *_: memory(size))
-            return str(write_run(tmp_path / name, [one | {"time": one["time"] | host} for one in found]))
+            return str(write(tmp_path / name, records({EAGER: 0.5}, changes=lambda *_: memory(size) | {"time": host})))
 
         a, b, c = busy("a", PEAK_BYTES), busy("b", PEAK_BYTES * 11 // 10), busy("c", PEAK_BYTES + 4)
         assert main(["compare", a, c, "--fail-on", "slower=5%"]) == 3
@@ -142,8 +124,8 @@ class TestCommand:
 
     def test_what_is_missing_in_b_does_not_pass(self, tmp_path: Path, capsys: Any) -> None:
         twin = dataclasses.replace(EAGER, twin="again")
-        a = str(write_run(tmp_path / "a", records({EAGER: 0.5, DEFERRED: 0.5, twin: 0.5})))
-        b = str(write_run(tmp_path / "b", records({EAGER: 0.5, twin: 0.5}, seed=1)))
+        a = str(write(tmp_path / "a", records({EAGER: 0.5, DEFERRED: 0.5, twin: 0.5})))
+        b = str(write(tmp_path / "b", records({EAGER: 0.5, twin: 0.5}, seed=1)))
         assert main(["compare", a, b, "--fail-on", "memory=2%"]) == 3
         text = said(capsys)
         assert "only in A: ddp-deferred N=4 W=2 fp32 gate:" in text and "A/A again" not in text
@@ -153,8 +135,8 @@ class TestCommand:
     def test_what_newly_fails_in_b_does_not_pass(self, tmp_path: Path, capsys: Any) -> None:
         good = records({EAGER: 0.5})
         slow = [one for one in good if one["repeat"] < 11 or one["cell"]["backend"] == "reference"]
-        a = str(write_run(tmp_path / "a", good))
-        b = str(write_run(tmp_path / "b", [*slow, make_failure(EAGER, 11, "timeout", "took too long")]))
+        a = str(write(tmp_path / "a", good))
+        b = str(write(tmp_path / "b", [*slow, make_failure(EAGER, 11, "timeout", "took too long")]))
         for more in ([], ["--allow-unchecked"]):
             assert main(["compare", a, b, "--fail-on", "memory=2%", *more]) == 3
             assert "failed in B and not in A: ddp-eager N=4 W=2 fp32 (timeout, 11 of 12 ok)" in said(capsys)
@@ -191,16 +173,16 @@ class TestCommand:
         assert facts["a"] == {"run_id": "old", "backend": None} and facts["fingerprint"] == []
 
     def test_different_fingerprints_are_loud(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        a = write_run(tmp_path / "a", records({EAGER: 0.5}))
-        b = write_run(tmp_path / "b", records({EAGER: 0.5}, seed=1), packages={"torch": "2.12.0"})
+        a = write(tmp_path / "a", records({EAGER: 0.5}))
+        b = write(tmp_path / "b", records({EAGER: 0.5}, seed=1), packages={"torch": "2.12.0"})
         assert main(["compare", str(a), str(b)]) == 0
         text = said(capsys)
         assert "WARNING: DIFFERENT MACHINES OR SOFTWARE" in text
         assert 'packages.torch: A "2.11.0", B "2.12.0"' in text
 
     def test_force_crosses_out(self, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        a = str(write_run(tmp_path / "a", records({make_cell(): 0.5})))
-        b = str(write_run(tmp_path / "b", records({make_cell(accumulation_dtype="bf16"): 0.5}, seed=1)))
+        a = str(write(tmp_path / "a", records({make_cell(): 0.5})))
+        b = str(write(tmp_path / "b", records({make_cell(accumulation_dtype="bf16"): 0.5}, seed=1)))
         assert main(["compare", a, b]) == 2
         assert "no common cell; ddp-deferred N=4 W=2 fp32" in capsys.readouterr().err
         monkeypatch.setenv("FORCE_COLOR", "1")
@@ -227,7 +209,7 @@ class TestCommand:
 class TestBadInput:
     @pytest.fixture
     def run(self, tmp_path: Path) -> str:
-        return str(write_run(tmp_path / "run", records({EAGER: 0.5, DEFERRED: 0.5}, 2)))
+        return str(write(tmp_path / "run", records({EAGER: 0.5, DEFERRED: 0.5}, 2), finished=None))
 
     def fails(self, capsys: Any, words: str, *arguments: str) -> None:
         capsys.readouterr()

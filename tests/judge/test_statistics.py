@@ -153,7 +153,7 @@ class TestQuality:
         slots = list(range(20))
         noise = np.exp(0.01 * np.random.default_rng(0).normal(size=20))
         found = samples.drift(slots, noise * np.exp(0.1 * np.arange(20) / 19))
-        assert found.found and found.change == pytest.approx(math.expm1(0.1), abs=0.02)
+        assert found.found and found.size == pytest.approx(math.expm1(0.1), abs=0.02)
         assert not samples.drift(slots, noise).found
         # Of the 120 orders of five values, one rises and one falls throughout.
         assert samples.drift(range(5), [1.0, 1.1, 1.2, 1.4, 1.5]).p_value == pytest.approx(2 / 120)
@@ -172,5 +172,5 @@ class TestQuality:
         values = np.exp(0.01 * rng.normal(size=20) + 0.15 * (np.arange(20) % 3 == 0))
         found = samples.bimodal(values.tolist())
         assert found is not None and found.found
-        assert found.ratio == pytest.approx(math.exp(0.15), rel=0.02) and found.share == pytest.approx(0.35)
+        assert found.size == pytest.approx(math.exp(0.15), rel=0.02) and found.share == pytest.approx(0.35)
         assert samples.bimodal(values[:7].tolist()) is None

@@ -15,8 +15,6 @@ from bench.judge.verdicts import (
     MORE_HELPS,
     NEXT,
     Comparison,
-    Exact,
-    Exactly,
     Reason,
     Verdict,
     compare,
@@ -156,20 +154,3 @@ def test_repeats_go_on_until_the_precision_and_then_only_if_undecided() -> None:
     wide = evidence(0.9, 0.91, control=interval(0.97, 1.01))
     assert next_precision(judge_all([wide]), PRECISION) == PRECISION
     assert next_precision(judge_all([evidence(0.9, 0.91), evidence(0.995, 1.005)]), PRECISION) is None
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "verdict", "share"),
-    [
-        (10, 10, Exact.EQUAL, 1.0),
-        (11, 10, Exact.MORE, 1.1),
-        (5, 10, Exact.FEWER, 0.5),
-        (2**62 + 1, 2**62, Exact.MORE, 1.0),
-        (0, 0, Exact.EQUAL, None),
-        (10, None, Exact.UNKNOWN, None),
-    ],
-)
-def test_exact(a: int | None, b: int | None, verdict: Exact, share: float | None) -> None:
-    found = Exactly(a=b, b=a)
-    assert found.verdict is verdict and found.ratio == (None if share is None else pytest.approx(share))
-    assert Exactly(a=b, b=a, alike=False).verdict is Exact.UNKNOWN

@@ -8,7 +8,7 @@ from bench.judge.analysis import Analysis
 from bench.judge.statistics import MIN_TRIALS
 from bench.plan.cell import REFERENCE
 from bench.plan.schedule import Ended
-from tests.simulated import simulate
+from tests.pages import simulate
 
 
 def test_a_cell_of_one_trial_is_not_waited_for(tmp_path: Path) -> None:

@@ -24,26 +24,26 @@ from bench.report.answer import Answer, answer
 from bench.report.citation import cite
 from bench.report.descriptions import eager_and_deferred
 from bench.report.terminal import show
-from bench.run.journal import JOURNAL, encode, read_manifest, write_manifest
-from tests.factories import make_cell, make_manifest, make_record
-from tests.pages import read, report, write_run
+from bench.run.journal import JOURNAL, read_manifest, write_manifest
+from tests.factories import make_cell, make_record
+from tests.pages import read, report, write, write_run
 
 FASTEST, LEAST, SYNC = "Fastest correct backend", "Least memory", "Deferred against eager"
-FACTORS = {"alpha-eager": 1.0, "alpha-deferred": 0.75, "beta": 1.2, "gamma": 0.7505}
+FACTORS = {"alpha-eager": 1.0, "alpha-deferred": 0.75, "beta": 1.2, "gamma": 0.7525}
 BUSY = {"num_cpus": 4, "foreign_cores": 1.6, "stolen_cores": 0.0}
 
 
-def fate(cell: Cell, repeat: int) -> tuple[str, str] | None:
+def fails(cell: Cell, repeat: int) -> dict[str, str]:
     """One backend is wrong at N = 4, one runs out of memory everywhere."""
     if cell.backend == "wrong" and cell.accumulate == 4:
-        return "invalid", f"the loss is off by 0.{repeat + 1}"
-    return ("oom", "rank 0: out of memory") if cell.backend == "large" else None
+        return {"status": "invalid", "reason": f"the loss is off by 0.{repeat + 1}"}
+    return {"status": "oom", "reason": "rank 0: out of memory"} if cell.backend == "large" else {}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     backends = {**FACTORS, "wrong": 0.5, "large": 1.0}
-    return write_run(tmp_path_factory.mktemp("answer") / "run", backends, fate=fate)
+    return write_run(tmp_path_factory.mktemp("answer") / "run", backends, changes=fails)
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +53,7 @@ def printed(folder: Path) -> str:
 
 def written(folder: Path, cells: list[Cell], baseline: str = "ddp-deferred") -> Path:
     """A run of one trial of each of these cells."""
-    folder.mkdir()
-    records = [make_record(cell) | {"slot": slot} for slot, cell in enumerate(cells)]
-    (folder / JOURNAL).write_bytes(b"".join(map(encode, records)))
-    write_manifest(folder, make_manifest(cells, run_id=folder.name, baseline=baseline))
-    return folder
+    return write(folder, [make_record(cell) | {"slot": slot} for slot, cell in enumerate(cells)], baseline=baseline)
 
 
 def of(folder: Path) -> tuple[Run, Answer]:
@@ -126,7 +122,7 @@ def test_one_pair_of_eager_and_deferred_has_a_statement_and_all_others_share_one
         {**factors, "wrong": 0.5},
         accumulate=(4,),
         repeats=1,
-        fate=lambda cell, _: ("invalid", "the loss is off") if cell.backend == "wrong" else None,
+        changes=lambda cell, _: {"status": "invalid", "reason": "the loss is off"} if cell.backend == "wrong" else {},
     )
     found = of(folder)[1]
     (sync,), (others,) = said(found, SYNC), said(found, "Other families")
@@ -154,7 +150,7 @@ def test_the_scope_has_counts_and_the_width_that_check_has(folder: Path) -> None
 
 
 def test_one_repeat_on_a_busy_machine_asks_for_both_in_one_command(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", FACTORS, repeats=1, host=BUSY)
+    folder = write_run(tmp_path / "run", FACTORS, repeats=1, changes=lambda *_: {"time": {"host": BUSY}})
     status, printed = report(folder)
     _, found = of(folder)
     assert status == 0 and found.alarm is not None and found.alarm.level is Level.WARNING

@@ -41,11 +41,12 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    def fate(cell: Any, repeat: int) -> tuple[str, str] | None:
-        return ("oom", "rank 0: out of memory") if cell.backend == "beta" and cell.accumulate == 8 else None
+    def changes(cell: Any, repeat: int) -> dict[str, str]:
+        failed = cell.backend == "beta" and cell.accumulate == 8
+        return {"status": "oom", "reason": "rank 0: out of memory"} if failed else {}
 
     made = write_run(
-        tmp_path_factory.mktemp("browser") / "run", FACTORS, accumulate=(1, 2, 8), world_size=(1, 2), fate=fate
+        tmp_path_factory.mktemp("browser") / "run", FACTORS, accumulate=(1, 2, 8), world_size=(1, 2), changes=changes
     )
     report(made)
     return made

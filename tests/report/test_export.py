@@ -19,8 +19,8 @@ from bench.plan.cell import REFERENCE
 from bench.plan.columns import COLUMNS, FRAMES
 from bench.report.formats import COLUMNS_FILE, FORMULA
 from tests.conftest import alone
+from tests.pages import write_run
 from tests.report.test_citation import wrong_update
-from tests.simulated import simulate
 
 FORMULAS = ("=cmd|' /C calc'!A0", "+1+1", "-2+3", "@SUM(1)", "\t=1", "\uff1d1", " =1")
 
@@ -28,8 +28,8 @@ FORMULAS = ("=cmd|' /C calc'!A0", "+1+1", "-2+3", "@SUM(1)", "\t=1", "\uff1d1", 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("export") / "exported"
-    simulate(path, {"base": 1.0, "slow": 1.1, "wrong": 1.0}, ranks=wrong_update, accumulate=(2, 4), repeats=6)
-    return path
+    backends = {"base": 1.0, "slow": 1.1, "wrong": 1.0}
+    return write_run(path, backends, changes=wrong_update, accumulate=(2, 4), repeats=6)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_csv_says_the_same_as_the_frames(folder: Path, frames: Frames, tmp_path:
 
 
 def test_no_text_in_csv_is_a_formula(tmp_path: Path) -> None:
-    simulate(tmp_path / "run", dict.fromkeys(FORMULAS, 1.0), repeats=2)
+    write_run(tmp_path / "run", dict.fromkeys(FORMULAS, 1.0), repeats=2)
     assert cli.main(["export", str(tmp_path / "run"), "--format", "csv", "--out", str(tmp_path / "csv")]) == 0
     seen = 0
     for path in (tmp_path / "csv").glob("*.csv"):

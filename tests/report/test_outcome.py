@@ -17,17 +17,17 @@ FACTORS = {"alpha-eager": 1.0, "alpha-deferred": 0.75}
 OUTCOME = "crashed, 9 of 10 ok"
 
 
-def crash(cell: Cell, repeat: int) -> tuple[str, str] | None:
+def crash(cell: Cell, repeat: int) -> dict[str, str]:
     """One trial of ten of the faster backend crashes."""
     failed = cell.backend == "alpha-deferred" and cell.accumulate == 4 and repeat == 3
-    return ("crashed", "rank 1: ValueError: no") if failed else None
+    return {"status": "crashed", "reason": "rank 1: ValueError: no"} if failed else {}
 
 
 def test_one_crashed_trial_of_ten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    folder = write_run(tmp_path / "run", FACTORS, fate=crash)
+    folder = write_run(tmp_path / "run", FACTORS, changes=crash)
     status, printed = report(folder)
     said = {"terminal": printed, "report.md": (folder / "report.md").read_text(encoding="utf-8")}
     page = read(folder / "report.html")

@@ -24,12 +24,13 @@ TOLERANCE = 1.0
 """Root of the mean square of 256 grey values: no line may move; how its edge is smoothed may differ."""
 
 
-def fails(cell: Any, repeat: int) -> tuple[str, str] | None:
-    return ("oom", "rank 0: out of memory") if cell.backend == "gamma" and cell.accumulate == 8 else None
+def fails(cell: Any, repeat: int) -> dict[str, str]:
+    failed = cell.backend == "gamma" and cell.accumulate == 8
+    return {"status": "oom", "reason": "rank 0: out of memory"} if failed else {}
 
 
 def draw(folder: Path) -> None:
-    run = load(write_run(folder / "run", FACTORS, accumulate=(1, 2, 8), fate=fails))
+    run = load(write_run(folder / "run", FACTORS, accumulate=(1, 2, 8), changes=fails))
     with matplotlib.style.context(list(style.BASE)):
         for drawing in figures.figures(Analysis(run=run)):
             drawing.figure.savefig(folder / f"{drawing.stem}.png", dpi=DPI)

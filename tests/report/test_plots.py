@@ -31,20 +31,21 @@ TEN = {f"made-{i}-{sync}": 1 + i / 10 for i in range(5) for sync in SYNCS}
 TWENTY = {f"framework-{i:02d}-of-twenty-{sync}": 1 + i / 9 for i in range(10) for sync in SYNCS}
 
 
-def troubled(cell: Cell, repeat: int) -> tuple[str, str] | None:
+def troubled(cell: Cell, repeat: int) -> dict[str, str]:
     number = int(cell.backend.split("-")[1]) if cell.backend in TWENTY else 0
     if number % 3 == 2 and cell.accumulate >= 8:
-        return "oom", "needs more"
+        return {"status": "oom", "reason": "needs more"}
     if number % 5 == 4 and cell.accumulate == 4:
-        return "crashed", f"\x1b[31mexit code\x00 {number}: " + "a_long_word_without_any_spaces/" * 9
-    return ("hang", "no event for 60 s") if number == 1 and repeat == 2 else None
+        reason = f"\x1b[31mexit code\x00 {number}: " + "a_long_word_without_any_spaces/" * 9
+        return {"status": "crashed", "reason": reason}
+    return {"status": "hang", "reason": "no event for 60 s"} if number == 1 and repeat == 2 else {}
 
 
 MADE: dict[str, dict[str, Any]] = {
     "made": {"backends": TEN, "accumulate": (1, 2, 8), "world_size": (1, 2)},
     "two": {"backends": TWO, "accumulate": (1, 8)},
     "minimal": {"backends": {"made-eager": 1.0}, "accumulate": (4,), "repeats": 1, "twin": False},
-    "wide": {"backends": TWENTY, "accumulate": (1, 2, 4, 8, 16, 32), "repeats": 3, "fate": troubled},
+    "wide": {"backends": TWENTY, "accumulate": (1, 2, 4, 8, 16, 32), "repeats": 3, "changes": troubled},
     "worlds": {"backends": TEN, "accumulate": (2, 4), "world_size": (1, 2, 4), "precision": ("fp32", "bf16")},
     "hostile": {"backends": dict.fromkeys(HOSTILE, 1.0)},
 }
@@ -148,8 +149,8 @@ def test_times_that_cannot_be_compared_are_not_drawn(tmp_path: Path) -> None:
     assert arrows(of("two")["memory_vs_time"].figure)
     assert of("two")["step_time"].words.title == "At N = 8, deferring the sync saves 30 % of a step with made"
     assert of("two")["step_time_ratio"].words.title == "At N = 8, made-deferred is faster than made-eager"
-    busy = {"num_cpus": 4, "foreign_cores": 1.6, "stolen_cores": 0.0}
-    for name, more in {"few": {"repeats": 1}, "busy": {"host": busy}}.items():
+    busy = {"time": {"host": {"num_cpus": 4, "foreign_cores": 1.6, "stolen_cores": 0.0}}}
+    for name, more in {"few": {"repeats": 1}, "busy": {"changes": lambda *_: busy}}.items():
         found = drawings(load(write_run(tmp_path / name, TWO, accumulate=(1, 8), **more)))
         assert found and not {"memory_vs_time", "step_time", "step_time_ratio"} & set(found), name
         assert not any("step_time_s" in drawing.data for stem, drawing in found.items() if stem != "noise"), name

@@ -13,7 +13,7 @@ import pytest
 from bench.errors import BAD, GOOD, WRONG
 from bench.run.journal import read_manifest, write_manifest
 from tests.conftest import ROOT
-from tests.simulated import simulate
+from tests.pages import simulate
 from tests.studies import results
 from tests.studies.made import ROWS, Made
 
