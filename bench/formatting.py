@@ -34,9 +34,9 @@ def size(number: float) -> str:
 
 def rate(bytes_per_s: float) -> str:
     """A rate with a unit: ``50 GB/s``."""
-    for one, unit in ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s")):
-        if bytes_per_s >= one:
-            return f"{bytes_per_s / one:.3g} {unit}"
+    for scale, unit in ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s")):
+        if bytes_per_s >= scale:
+            return f"{bytes_per_s / scale:.3g} {unit}"
     return f"{bytes_per_s:.3g} B/s"
 
 
@@ -74,9 +74,9 @@ def at_most(value: float) -> str:
     return f"{math.ceil(value / unit - 1e-9) * unit:.1g}"
 
 
-def alike(one: float, other: float) -> bool:
+def alike(a: float, b: float) -> bool:
     """Whether two sizes tie: their ratio, in the digits that are shown, is 1."""
-    return digits(max(one, other) / max(min(one, other), 1)) == "1.000"
+    return digits(max(a, b) / max(min(a, b), 1)) == "1.000"
 
 
 TERMINAL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")

@@ -102,8 +102,8 @@ def _write(frames: Frames, form: str, out: Path) -> list[Path]:
     found = document(frames)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(found, indent=4, allow_nan=False) + "\n", encoding="utf-8")
-    for one in found["left_out"]:
-        print(f"left out: {one['name']}: {one['why'] or one['status']}", file=sys.stderr)
+    for cell in found["left_out"]:
+        print(f"left out: {cell['name']}: {cell['why'] or cell['status']}", file=sys.stderr)
     if not found["benchmarks"]:
         print("left out: every cell, so the file holds no benchmark", file=sys.stderr)
     return [out]

@@ -44,7 +44,7 @@ class Losses:
         columns = (ordered[name].tolist() for name in ("cell_id", "repeat", "loss"))
         for cell_id, repeat, loss in zip(*columns, strict=True):
             self._of.setdefault((cell_id, repeat), []).append(loss)
-        self._due: dict[str, Sequence[float]] = {}
+        self._expected: dict[str, Sequence[float]] = {}
         """The reference's losses, by the id of the cell that is compared with it."""
         self._references: dict[tuple[Any, ...], Sequence[float]] = {}
         """Losses of the reference trained for most steps, from its first good trial."""
@@ -56,15 +56,15 @@ class Losses:
 
     def deviation(self, row: Any) -> Deviation | None:
         """The deviation of a row of the trials table; None if it has not one loss per step, or no reference."""
-        if (cell_id := row["cell_id"]) not in self._due:
+        if (cell_id := row["cell_id"]) not in self._expected:
             reference = cell_of(row).reference()
-            self._due[cell_id] = self._references.get(self._key(row, reference.backend, reference.world_size), ())
-        own = self._complete(row)
-        apart = [abs(a - b) for a, b in zip(own, self._due[cell_id], strict=False)]
+            self._expected[cell_id] = self._references.get(self._key(row, reference.backend, reference.world_size), ())
+        losses = self._complete(row)
+        apart = [abs(a - b) for a, b in zip(losses, self._expected[cell_id], strict=False)]
         if not apart:
             return None
-        compared = apart if len(own) < LONG_STEPS else apart[:COMPARED_STEPS]
-        finite = all(map(math.isfinite, [*own, *apart]))
+        compared = apart if len(losses) < LONG_STEPS else apart[:COMPARED_STEPS]
+        finite = all(map(math.isfinite, [*losses, *apart]))
         return Deviation(apart[0], max(compared) if finite else math.nan, len(compared))
 
     def _complete(self, row: Any) -> Sequence[float]:
@@ -134,10 +134,10 @@ def fill(
         found = findings.setdefault(cell_id, [])
         counted = collectives.pop(key, ())
         seen = {(row["op"], row["group"], row["dtype"]): (row["calls"], row["payload_bytes"]) for row in counted}
-        due = {(row.op, row.group, row.dtype): (row.calls, row.payload_bytes) for row in expectation.collectives}
-        for kind in sorted(seen.keys() | due.keys()):
+        right = {(row.op, row.group, row.dtype): (row.calls, row.payload_bytes) for row in expectation.collectives}
+        for kind in sorted(seen.keys() | right.keys()):
             op, group, dtype = kind
-            ours, theirs = seen.get(kind, NONE), due.get(kind, NONE)
+            ours, theirs = seen.get(kind, NONE), right.get(kind, NONE)
             row = {"cell_id": cell_id, "repeat": repeat, "op": op, "group": group, "dtype": dtype}
             row |= {"calls": ours[0], "payload_bytes": ours[1]}
             filled.append(row | {"expected_calls": theirs[0], "expected_payload_bytes": theirs[1]})
@@ -173,8 +173,8 @@ def _memory(
     if sizes.keys() >= set(parts.values()):
         for use, size in _most_held(cell, layout).items():
             if f"{HELD}_{use}" not in sizes:
-                own = [int(sizes[name]) for category, name in parts.items() if category.startswith(use)]
-                yield f"{HELD}_{use}", sum(own), size
+                measured = (int(sizes[name]) for category, name in parts.items() if category.startswith(use))
+                yield f"{HELD}_{use}", sum(measured), size
     total, other = f"{TRACKED}_{PEAK}", f"{TRACKED}_{PEAK}_{Category.OTHER}"
     if predicted is not None and PEAK not in sizes and sizes.keys() >= {total, other}:
         yield PEAK, int(sizes[total]) - int(sizes[other]), predicted
@@ -187,7 +187,7 @@ def _most_held(cell: Cell, layout: Layout) -> Mapping[str, int]:
     different parameters.
     """
     ranks = (expect(cell, layout, rank=rank) for rank in range(cell.num_processes))
-    return max((one.held for one in ranks if one), key=lambda held: sum(held.values()))
+    return max((rank.held for rank in ranks if rank), key=lambda held: sum(held.values()))
 
 
 def layouts_of(records: list[dict[str, Any]]) -> dict[str, Layout]:

@@ -238,8 +238,8 @@ def accelerate_units(layout: Layout) -> Layout:
     embedding, *_, last = layout.parameters
     if last.unit != ROOT or not last.name.startswith("lm_head"):
         return layout
-    own = dataclasses.replace(embedding, unit=max(layout.units) + 1)
-    return dataclasses.replace(layout, parameters=(own, *layout.parameters[1:]))
+    moved = dataclasses.replace(embedding, unit=max(layout.units) + 1)
+    return dataclasses.replace(layout, parameters=(moved, *layout.parameters[1:]))
 
 
 def replica_collectives(sync: Sync, cell: Cell, layout: Layout) -> Iterator[Call]:

@@ -136,9 +136,9 @@ def judge(
         if failed:
             trials.loc[index, ["status", "reason", "failed_gates", "update_causes"]] = [
                 str(Status.INVALID),
-                "; ".join(one.text for one in failed),
-                ",".join(dict.fromkeys(one.gate for one in failed)),
-                ",".join(cause for one in failed for cause in one.causes),
+                "; ".join(failure.text for failure in failed),
+                ",".join(dict.fromkeys(failure.gate for failure in failed)),
+                ",".join(cause for failure in failed for cause in failure.causes),
             ]
     return replace(filled, trials=trials)
 

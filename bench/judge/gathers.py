@@ -122,8 +122,8 @@ class Coordinator:
         """Release a module's parameters, except those that prefetching skipped as present (release_sub_module)."""
         key = (module, self._step)
         if key not in self._released:  # __params_to_release caches its results
-            own = self._layout.modules[module]
-            self._released[key] = frozenset(p for p in own if not self._fetched_for[p] > self._step)
+            needed = self._layout.modules[module]
+            self._released[key] = frozenset(p for p in needed if not self._fetched_for[p] > self._step)
         for p in self._layout.modules[module]:
             self._users[p].discard(module)
             if p in self._released[key]:

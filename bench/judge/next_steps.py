@@ -41,8 +41,8 @@ def times_unavailable(run: Run, rows: Sequence[ComparedPair], folder: Path) -> F
         return None
     if not rows:
         return _nothing_to_compare(run)
-    own = {Reason.GATE, Reason.NO_TRIALS}  # these cells are told of by themselves
-    tried = [row for row in rows if row.reason not in own] or rows
+    # Cells that failed are statements of their own.
+    tried = [row for row in rows if row.reason not in (Reason.GATE, Reason.NO_TRIALS)] or rows
     reasons = Counter(row.reason for row in tried)
     details = {row.reason: row.detail.partition("; ")[0] for row in reversed(tried)}
     texts = [
@@ -114,6 +114,6 @@ def _word(value: Any, classes: Mapping[str, str], unit: str) -> str:
     if value is True:
         return ""
     if isinstance(value, list):
-        words = ("on" if one is True else "off" if one is False else str(one) for one in value)
+        words = ("on" if part is True else "off" if part is False else str(part) for part in value)
         return ",".join(classes.get(word, word) for word in words)
     return f"{value:g}{unit}" if isinstance(value, float) else str(value)

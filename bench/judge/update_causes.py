@@ -54,7 +54,7 @@ class Clip:
         return min(self.gradient_norm / self.unclipped_scale, self.norm)
 
     @property
-    def due_scale(self) -> float:
+    def right_scale(self) -> float:
         """How many times the reference's update the backend's should be, if both clip."""
         return min(self.gradient_norm, self.norm) / self.right_norm
 
@@ -91,8 +91,8 @@ def explain_update(
     if clip:
         before = explain_update(clip.unclipped_scale, residual, accumulate, world_size, None, rounding)
         how = "too short to be clipped" if clip.gradient_norm <= clip.norm else "clipped"
-        due = "" if abs(scale / clip.due_scale - 1) < SAME_FACTOR else f" and not {clip.due_scale:.3g}"
-        after = f"{scale:.3g} times{due} ({how} to {clip.norm:g})"
+        right = "" if abs(scale / clip.right_scale - 1) < SAME_FACTOR else f" and not {clip.right_scale:.3g}"
+        after = f"{scale:.3g} times{right} ({how} to {clip.norm:g})"
         return Explanation(f"before clipping {before.text}; after, {after}", before.causes)
     factors = {
         Cause.DIVIDED_TWICE: 1 / accumulate,

@@ -144,7 +144,7 @@ def write(report: Report, folder: Path) -> list[Path]:
 
     frame, page = folder / "compare.parquet", folder / "compare.md"
     frame_of_pairs(report.rows).to_parquet(frame, index=False)
-    pictures = [canvas.save(one.figure, folder / one.stem, one.words) for one in forest.draw(report)]
+    pictures = [canvas.save(each.figure, folder / each.stem, each.words) for each in forest.draw(report)]
     page.write_text(_markdown(report, [path.name for path in pictures]), encoding="utf-8")
     return [frame, page, *pictures]
 

@@ -204,12 +204,12 @@ def _deviating(rows: pd.DataFrame) -> str:
 
 def _curves(run: FigureData, axes: Axes, panel: Panel, named: Collection[str]) -> None:
     """A line per cell of these backends, the reference's loss, and its floor."""
-    own = panel.rows[panel.rows["backend"].isin(named)]
-    for i, ((backend, _), rows) in enumerate(own.groupby(["backend", "cell_id"], sort=False)):
+    drawn = panel.rows[panel.rows["backend"].isin(named)]
+    for i, ((backend, _), rows) in enumerate(drawn.groupby(["backend", "cell_id"], sort=False)):
         look, wrong = run.looks[str(backend)], bool((rows["status"] == Status.INVALID).any())
         x, y = floats(rows["step"]), floats(rows["loss"])
         axes.plot(x, y, color=look.colour, linestyle=look.line)
-        every = max(1, len(rows) // 6, min(len(rows), own["backend"].nunique()))
+        every = max(1, len(rows) // 6, min(len(rows), drawn["backend"].nunique()))
         style.mark(axes, x, y, look, wrong=wrong, size=4.5, markevery=(i % every, every))
     truth = panel.rows.dropna(subset=["reference_loss"]).drop_duplicates("step").sort_values("step")
     axes.plot(floats(truth["step"]), floats(truth["reference_loss"]), color=REFERENCE_COLOUR, linestyle="--")

@@ -207,7 +207,7 @@ def saved_by_deferring(pairs: Iterable[tuple[Any, Any]], value: str) -> tuple[st
     """What has saved most, relatively, by deferring its sync, with its values before and after; None if nothing has."""
     saved = [(str(eager["backend"]).replace("-eager", ""), eager[value], deferred[value]) for eager, deferred in pairs]
     saved = [(name, before, after) for name, before, after in saved if 0 < after < before]
-    return max(saved, key=lambda one: one[1] / one[2], default=None)
+    return max(saved, key=lambda each: each[1] / each[2], default=None)
 
 
 def most_extreme(cells: pd.DataFrame, value: str) -> pd.DataFrame:

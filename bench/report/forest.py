@@ -86,7 +86,7 @@ def _rows(pairs: Sequence[ComparedPair]) -> list[Row]:
 def _words(report: Report, notes: Sequence[str]) -> FigureWords:
     subtitle = f"Step time of B over that of A, with 95 % intervals over trials. B: {report.b}; A: {report.a}"
     if report.differences:
-        keys = ", ".join(one.key for one in report.differences[:4])
+        keys = ", ".join(each.key for each in report.differences[:4])
         subtitle += f". DIFFERENT MACHINES OR SOFTWARE: {keys}" + (" ..." if len(report.differences) > 4 else "")
     footer = "Below 1, B is faster. Hollow: no interval, or not comparable."
     if _control(report) is None:

@@ -131,7 +131,7 @@ def _data(data: Analysis, answer: Answer, plots: Iterable[str]) -> Markup:
         "run": data.run.name,
         "baselines": data.baselines,
         "verdicts": VERDICTS,
-        "decided": [VERDICTS.index(one) for one in DECIDED],
+        "decided": [VERDICTS.index(verdict) for verdict in DECIDED],
         "reasons": REASONS,
         "next": [NEXT[reason] for reason in REASONS],
         "ratios": _ratios(data, timed),

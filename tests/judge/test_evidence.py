@@ -47,11 +47,6 @@ def sides(cell: Cell, *changes: dict[str, Any]) -> CellEvidence:
     return EvidenceByCell(built(cell, *changes)).of(cell)
 
 
-def test_an_idle_machine_is_no_obstacle() -> None:
-    assert sides(HOST, *[load(0.2, 0.1)] * 5).disturbed == ()
-    assert sides(HOST, *[{}] * 5).disturbed == (), "not measured"
-
-
 @pytest.mark.parametrize(("foreign", "stolen"), [(0.5, 0.0), (0.0, 0.5), (0.3, 0.2)])
 def test_a_busy_machine_makes_a_cell_not_comparable(foreign: float, stolen: float) -> None:
     found = sides(HOST, *[load(foreign, stolen)] * 3, *[load(0.0)] * 2)

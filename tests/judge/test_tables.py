@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
-from pandas.testing import assert_frame_equal
 
 from bench.judge import tables
 from bench.judge.tables import NAMES, Tables
@@ -45,15 +43,6 @@ def test_every_axis_of_the_matrix_is_a_field_of_a_cell_and_a_column() -> None:
 def test_exact_columns_and_dtypes(made: Tables) -> None:
     for name in NAMES:
         assert list(dtypes(getattr(made, name)).items()) == list(columns.dtypes(name).items())
-
-
-@pytest.mark.parametrize("made", [EMPTY, SOUND, FAILED], ids=["empty", "sound", "failed"])
-def test_parquet_and_back(made: Tables, tmp_path: Path) -> None:
-    paths = made.write(tmp_path)
-    assert sorted(tmp_path.iterdir()) == sorted(paths)
-    assert [path.name for path in paths] == [f"{name}.parquet" for name in NAMES]
-    for name, path in zip(NAMES, paths, strict=True):
-        assert_frame_equal(pd.read_parquet(path), getattr(made, name))
 
 
 def test_a_sound_trial_by_hand() -> None:
@@ -115,17 +104,6 @@ def test_children_by_hand() -> None:
         "tracked_held": 2**20,
     }
     assert (made.memory["repeat"] == 1).all()
-
-
-@pytest.mark.parametrize("status", ["oom", "timeout", "hang", "crashed", "unsupported", "interrupted"])
-def test_failed_trials_stay(status: str) -> None:
-    made = build(make_failure(CELL, 0, status, "rank 1: why"))
-    row = made.trials.iloc[0]
-    assert (row["status"], row["reason"], row["accumulate"]) == (status, "rank 1: why", 4)
-    assert (row["micro_batch_size"], row["optimizer_steps_expected"], row["wall_s"]) == (2, 5, 2.5)
-    assert row[["step_time_s", "update_error", "final_loss", "peak_memory_bytes", "ranks_agree"]].isna().all()
-    assert row[["overhead_s", "optimizer_steps_observed", "num_parameters"]].isna().all()
-    assert all(getattr(made, name).empty for name in NAMES[1:])
 
 
 def test_the_last_record_of_a_trial_counts() -> None:

@@ -82,11 +82,6 @@ def test_a_control_that_contains_1_changes_nothing_and_one_that_does_not_widens_
     assert (lost.verdict, lost.reason) == (Verdict.AMBIGUOUS, Reason.WIDE)
 
 
-def test_without_a_control_there_is_no_verdict() -> None:
-    for control in (None, Interval(ratio=1.0, num_trials=2, paired=True)):
-        assert judged(evidence(0.93, 0.96, control)) == (Verdict.AMBIGUOUS, Reason.NO_CONTROL)
-
-
 def test_holm_counts_all_verdicts_of_the_report() -> None:
     alone = evidence(0.93, 0.96, time=interval(0.93, 0.96, p_different=0.02))
     assert judge_all([alone])[0].verdict is Verdict.FASTER

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from bench.errors import InputError
 from bench.findings import Finding, Level
-from bench.formatting import digits
 from bench.judge.analysis import Analysis
 from bench.judge.integrity import check
 from bench.judge.loading import Run, load
@@ -98,18 +97,6 @@ def test_the_fastest_correct_backend_and_those_not_told_from_it(folder: Path) ->
     (row,) = [row for row in found.groups[0].rows if row["backend"] == "beta"]
     assert (row["num_ok"], row["correct"], row["verdict"]) == (10, "yes", "slower")
     assert not said(found, "Undecided") and run.labels[row["cell_id"]] == "beta N=4 W=2 fp32"
-
-
-def test_a_ratio_is_the_same_number_here_and_in_a_citation(folder: Path) -> None:
-    run, found = of(folder)
-    (sync,) = said(found, SYNC)
-    assert sync.subject == "alpha-deferred / alpha-eager"
-    ids = {row["backend"]: row["cell_id"] for row in found.groups[0].rows}
-    cited = cite(Analysis(run=run), ids["alpha-deferred"], ids["alpha-eager"]).text
-    value = cited.partition(": ")[2].partition(" times the step time")[0]
-    (row,) = [row for row in found.groups[0].rows if row["backend"] == "alpha-deferred"]
-    assert float(value) < 1 and sync.text.startswith(f"time {value} (95 % ") and digits(row["ratio"]) == value
-    assert ", faster; memory 0.7500 (" in sync.text
 
 
 def test_one_pair_of_eager_and_deferred_has_a_statement_and_all_others_share_one(
@@ -238,12 +225,6 @@ def test_the_table_fits_the_terminal(folder: Path, width: int) -> None:
     assert {"backend", "s/step", "ratio", "memory", "n", "correct?"} <= set(head)
     assert ("verdict" in head) == (width > 100) and (head.count("%") > 0) == (width > 60)
     assert "\u2026" not in text.getvalue()
-
-
-def test_one_trial_has_no_interval(tmp_path: Path) -> None:
-    _, found = of(write_run(tmp_path / "few", FACTORS, repeats=3))
-    assert found.alarm is not None and "3 blocks" in found.alarm.text
-    assert all(row["step_time_low_s"] is None and row["step_time_s"] is None for row in found.groups[0].rows)
 
 
 def test_eager_and_deferred_are_paired_by_name_where_a_framework_has_several() -> None:

@@ -162,12 +162,6 @@ def test_whatever_is_changed_in_a_citation_is_named(data: Analysis, what: str, f
     assert len(found) == 1 and what in found[0]
 
 
-def test_words_may_be_others_than_those_that_were_printed(data: Analysis) -> None:
-    line = cite(data, of(data, "slow")).text.splitlines()[1]
-    assert clean(data, f"The slow one, as we measured it ({line}), is slower by 10 %.")
-    assert clean(data, f"The slow one takes 9.999 s per optimizer step (n = 3 trials); see {line}.")
-
-
 def test_a_ratio_is_that_of_the_report(data: Analysis) -> None:
     row = data.pairs[of(data, "slow")]
     assert row.time is not None and row.time.low is not None and row.time.high is not None
