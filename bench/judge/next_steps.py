@@ -18,10 +18,10 @@ from bench.plan.cell import REFERENCES
 
 BENCH = ("python", "-m", "bench")
 VIRTUAL = (
-    "virtual world: one process is rank 0 of W and nothing is sent, so no step is timed; memory, calls and bytes are "
+    "Virtual world: one process is rank 0 of W and nothing is sent, so no step is timed; memory, calls and bytes are "
     "those of a real rank"
 )
-SHARED = "the ranks shared GPUs, over gloo, so no step is timed; memory, calls and updates are those of real ranks"
+SHARED = "The ranks shared GPUs, over gloo, so no step is timed; memory, calls and updates are those of real ranks"
 PARTNERS = ("ddp-deferred", "fsdp2-deferred")
 """Of these, one is proposed where a run has a single backend."""
 FAILED = frozenset({Reason.FAILED_TRIALS, Reason.NO_TRIALS})
@@ -58,14 +58,14 @@ def _nothing_to_compare(run: Run) -> Finding:
     """That no two cells differ in the backend alone, with the command that adds a backend."""
     named = list(dict.fromkeys(cell.backend for cell in run.cells.values() if not cell.is_reference))
     if len(named) > 1 and run.manifest.get("baseline") in REFERENCES:
-        text = "the baseline is a reference, with which no times are compared"
+        text = "The baseline is a reference, with which no times are compared"
         return warning(UNAVAILABLE, text, command=again(run, **{"--baseline": named[0]}))
     classes = {name: facts.get("class") or name for name, facts in run.manifest["backends"].items()}
     more = [name for name in PARTNERS if name not in named][:1]
     options = {"--backend": ",".join([*(classes.get(name, name) for name in named), *more])}
     if _repeats(run) < MIN_TRIALS:
         options["--repeats"] = str(MIN_REPEATS)
-    return warning(UNAVAILABLE, "no two cells of the run differ in the backend alone", command=again(run, **options))
+    return warning(UNAVAILABLE, "No two cells of the run differ in the backend alone", command=again(run, **options))
 
 
 def next_command(run: Run, reasons: Collection[Reason], folder: Path) -> str:

@@ -12,11 +12,11 @@ import pandas as pd
 
 from bench.formatting import alike, plural, size, some
 from bench.judge.analysis import Analysis
+from bench.judge.caveats import link_words
 from bench.judge.samples import step_times
 from bench.judge.tables import good_trials, rows_of
-from bench.plan.cell import SGD, Status
-from bench.plan.column import Axis
-from bench.plan.columns import AXES, FOLLOWS, WAYS, axes, differing
+from bench.plan.cell import Status
+from bench.plan.columns import AXES, FOLLOWS, WAYS, differing
 from bench.report import style
 from bench.report.canvas import FigureWords
 from bench.report.descriptions import eager_and_deferred, machine_words, parameters
@@ -30,7 +30,6 @@ FACTS += ["status", "num_ok", "num_trials", "outcome"]
 TIMES = ["step_time_s", "step_time_low_s", "step_time_high_s"]
 """The step time that is cited of a cell, and the ends of its 95 % interval."""
 MEMORY = ["peak_memory_bytes", "peak_memory_source"]
-NOT_COMMUNICATION = "no bytes move between ranks: host overhead and memory policy, not communication"
 
 
 @dataclass
@@ -101,48 +100,29 @@ class FigureData:
         caveats = filter(None, (world.caveat for world in self.others["world"].unique() if not timed))
         return FigureWords(
             f"{title} (virtual world)" if is_virtual else title,
-            "; ".join(filter(None, [self._models(), self._batch(), self._alone()])),
+            self._work(),
             footer + (f"; torch {torch}" if torch else ""),
             [*(f"{text}." for text in self.data.remarks), *(f"{text[0].upper()}{text[1:]}." for text in caveats)],
         )
 
-    def _models(self) -> str:
-        sizes = self.cells.groupby("model")["num_parameters"].max()
-        models = [f"{name} ({parameters(sizes[name])})" for name in self.others["model"].unique()]
-        return f"model {', '.join(models)}"
+    def _work(self) -> str:
+        """What was trained and how, and on which link if no rank has another one."""
 
-    def _alone(self) -> str:
-        """What has to be said of a run in which no rank has another one; empty for virtual worlds."""
-        real = self.others[[world.has_all_ranks for world in self.others["world"]]]
-        if real.empty or not (real["world_size"] == 1).all():
-            return ""
-        return f"one {'GPU' if (real['device'] == 'cuda').all() else 'process'}, {NOT_COMMUNICATION}"
-
-    def _batch(self) -> str:
         def values(column: str) -> str:
-            return ", ".join(str(v) for v in sorted(self.others[column].dropna().unique()))
+            return ", ".join(str(value) for value in sorted(self.others[column].dropna().unique()))
 
-        return (
+        sizes = self.cells.groupby("model")["num_parameters"].max()
+        models = ", ".join(f"{name} ({parameters(sizes[name])})" for name in self.others["model"].unique())
+        asked = [name for name in WAYS if len(AXES[name].phrasing) > 1 and self.others[name].any()]
+        ways = [" or ".join(_name(name, value) for value in sorted(self.others[name].unique())) for name in asked]
+        work = (
             f"B = {values('global_batch_size')} samples of {values('sequence_length')} tokens per optimizer step, "
             f"N = {values('accumulate')}, W = {values('world_size')}, {values('precision')} "
-            f"(summed in {values('accumulation_dtype')}), {values('device')}{self._blocks()}{self._training()}"
+            f"(summed in {values('accumulation_dtype')}), {values('optimizer')}, {values('device')}"
         )
-
-    def _blocks(self) -> str:
-        """What was done to the model's blocks, if anything was."""
-        asked = [name for name in axes(Axis.WAY) if AXES[name].dtype == "boolean" and self.others[name].any()]
-        found = [" and ".join(_name(name, v) for v in sorted(self.others[name].unique())) for name in asked]
-        return "".join(f", {words}" for words in found)
-
-    def _training(self) -> str:
-        """Optimizers and clipping, where they are not the one AdamW without clipping that a run has if unasked."""
-        rates = self.others[["optimizer", "learning_rate"]].drop_duplicates().sort_values("optimizer")
-        adamw = len(rates) == 1 and not (rates["optimizer"] == SGD).any()
-        if adamw and not (self.others["clip_norm"] > 0).any():
-            return ""
-        optimizers = [f"{row.optimizer} ({_name('learning_rate', row.learning_rate)})" for row in rates.itertuples()]
-        clips = [_name("clip_norm", value) for value in sorted(self.others["clip_norm"].unique())]
-        return f"; {', '.join(optimizers)}; gradients {', '.join(clips)}"
+        cells = [self.data.run.cells[cell_id] for cell_id in self.others.index]
+        alone = all(cell.world_size == 1 and cell.world.has_all_ranks for cell in cells)
+        return "; ".join([f"model {models}", ", ".join([work, *ways]), *([link_words(cells)] if alone else [])])
 
     def panels(self, rows: pd.DataFrame, by: list[str], most: int) -> tuple[list[Panel], list[str]]:
         """Rows about cells, split by these columns, and a sentence on the panels for which there is no room, if any."""
