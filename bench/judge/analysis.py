@@ -198,9 +198,14 @@ class Analysis:
         return found[found["twin"].fillna("") == ""]
 
     @cached_property
-    def rows(self) -> dict[str, dict[str, Any]]:
+    def every_row(self) -> dict[str, dict[str, Any]]:
         """The rows of ``frame`` as plain values, by id."""
         return {row["cell_id"]: row for row in rows_of(self.frame)}
+
+    @cached_property
+    def rows(self) -> dict[str, dict[str, Any]]:
+        """The same of ``cells``."""
+        return {cell_id: self.every_row[cell_id] for cell_id in self.cells.index}
 
     @property
     def contestants(self) -> pd.DataFrame:

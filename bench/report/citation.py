@@ -94,7 +94,7 @@ def cite(data: Analysis, cell_id: str, other_id: str | None = None) -> Citation:
     run, ids = data.run, [cell_id] if other_id is None else [cell_id, other_id]
     if unknown := [name for name in ids if name not in run.cells]:
         raise InputError(f"{unknown[0]}: is not a cell of the run {run.name}")
-    cell = data.rows[cell_id]
+    cell = data.every_row[cell_id]
     caveats = data.caveats(*ids)
     if other_id is None:
         statement, fields = _of_cell(data, cell)

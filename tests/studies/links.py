@@ -29,6 +29,7 @@ from bench.errors import BAD, GOOD, INTERRUPTED
 from bench.forecast.from_run import Groups, beside, fitted_links, measured_link
 from bench.forecast.prediction import predicted_communication
 from bench.formatting import rate
+from bench.judge.analysis import Analysis
 from bench.judge.loading import Run, load
 from bench.judge.pairs import record
 from bench.judge.tables import rows_of
@@ -36,8 +37,8 @@ from bench.judge.verdicts import Verdict
 from bench.plan.cell import Cell, Sync
 from bench.report import canvas, style
 from bench.report.canvas import Drawing, FigureWords
+from bench.report.descriptions import eager_and_deferred
 from bench.report.formats import write_frame
-from bench.report.report_data import ReportData, eager_and_deferred
 from bench.run.journal import MANIFEST, read_manifest
 from tests.conftest import ROOT
 from tests.hosts.rig import rig
@@ -102,7 +103,7 @@ class Study:
     """The runs at each rate, the fastest link first, and others that are held against their estimates."""
 
     def __init__(self, runs: Sequence[Run], others: Sequence[Run] = ()) -> None:
-        self.data, self.others = [ReportData(run=run) for run in runs], [ReportData(run=run) for run in others]
+        self.data, self.others = [Analysis(run=run) for run in runs], [Analysis(run=run) for run in others]
         self.times = [_times(data) for data in self.data]
         self.links = fitted_links([run.manifest for run in runs], next(iter(self.times[0])))
         self.rates = [link.bytes_per_s * link.node_size for link in self.links]
@@ -132,10 +133,10 @@ class Study:
                 by_name = {row["backend"]: row for row in data.rows.values() if row["accumulate"] == n}
                 syncs = (Sync.DEFERRED_ALL_REDUCE, Sync.DEFERRED)
                 for eager, deferred in (pair for sync in syncs for pair in eager_and_deferred(by_name, sync)):
-                    compared = data.compared(by_name[deferred], by_name[eager])
+                    compared = data.compared(by_name[deferred]["cell_id"], by_name[eager]["cell_id"])
                     assert compared is not None, "they differ in the backend alone"
                     found = record(compared)
-                    steps = [self.predicted(cell, number) for cell in (compared.pair.b, compared.pair.a)]
+                    steps = [self.predicted(cell, number) for cell in (compared.b, compared.a)]
                     rows.append(
                         {"run": data.run.name, "link_bytes_per_s": self.rates[number], "accumulate": n}
                         | {"deferred": deferred, "eager": eager}
@@ -145,7 +146,7 @@ class Study:
         return pd.DataFrame(rows)
 
 
-def _times(data: ReportData) -> dict[Cell, float]:
+def _times(data: Analysis) -> dict[Cell, float]:
     """Seconds per step of each cell, as the report has them."""
     rows = [row for row in data.rows.values() if row["step_time_s"] is not None]
     cells = {data.run.cells[row["cell_id"]]: row["step_time_s"] for row in rows}
