@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from bench import cli
+from bench.findings import Level
 from bench.judge import gates, tables
 from bench.judge.expected import COMPARED_STEPS, LONG_STEPS
 from bench.judge.gates import TOLERANCES, Failure, judge
+from bench.judge.integrity import check
 from bench.judge.loading import load
 from bench.judge.tables import Tables, rows_of
 from bench.plan.cell import Cell, Device, Precision
@@ -345,6 +347,8 @@ def test_what_is_said_of_a_failure_decides_nothing(tmp_path: Path, monkeypatch: 
     assert any(before[1]) == (name == "defect")
     monkeypatch.setattr(gates, "Failure", lambda gate, text, causes=(): Failure(gate, "reworded", causes))
     assert outcomes(tmp_path / "after", "reworded") == before
+    tables = [finding for finding in check(tmp_path / "before") if finding.topic == "tables"]
+    assert all(finding.level is not Level.ERROR for finding in tables), tables
 
 
 def test_a_missing_update() -> None:
