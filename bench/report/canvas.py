@@ -92,7 +92,7 @@ def new_figure(words: FigureWords, keys: Sequence[Key], panels: float) -> Figure
         _text(figure, notes, TINY),
         _text(figure, wrap(words.footer, FULL, TINY), TINY, color=GREY),
     ]
-    taken = sum(map(_height, [*above, *below])) + 2 * MARGIN + GAP * (len(above) + len(below))
+    taken = sum(map(_height, [*above, *below])) + 2 * MARGIN + GAP * (1 + len(above) + len(below))
     height = min(taken + panels, MAX_HEIGHT)
     figure.set_size_inches(WIDTH, height)
 
