@@ -118,7 +118,8 @@ class FigureData:
         work = (
             f"B = {values('global_batch_size')} samples of {values('sequence_length')} tokens per optimizer step, "
             f"N = {values('accumulate')}, W = {values('world_size')}, {values('precision')} "
-            f"(summed in {values('accumulation_dtype')}), {values('optimizer')} (lr {values('learning_rate')}), {values('device')}"
+            f"(summed in {values('accumulation_dtype')}), {values('optimizer')} (lr {values('learning_rate')}), "
+            f"{values('device')}"
         )
         cells = [self.data.run.cells[cell_id] for cell_id in self.others.index]
         alone = all(cell.world_size == 1 and cell.world.has_all_ranks for cell in cells)
