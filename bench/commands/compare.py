@@ -70,7 +70,6 @@ def add(commands: Any) -> None:
         "--allow-unchecked", action="store_true", help="with --fail-on: pass although cells are unchecked or missing"
     )
     option("--margin", type=_margin, metavar="P", help="a ratio this near to 1 is called the same (default: 2%%)")
-    option("--force", action="store_true", help="also show the numbers of what is not comparable, crossed out")
     option("--json", action="store_true", help="one JSON object; its keys: see bench/commands/compare.py")
     option("--out", type=Path, metavar="DIR", help="write compare.parquet, compare.md and the forest plot there")
     parser.set_defaults(command=run)
@@ -120,9 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"A and B are the same run, {a.name}: there is nothing to compare")
         return UNCHECKED if limits and not arguments.allow_unchecked else GOOD
     control, notes = comparison.controls(a, b)
-    rows = judge_pairs.judge_pairs(
-        a, b, pairs, thresholds=limits, margin=margin, force=arguments.force, control=control
-    )
+    rows = judge_pairs.judge_pairs(a, b, pairs, thresholds=limits, margin=margin, control=control)
     alone = judge_pairs.partnerless(a, b, every, (arguments.against, arguments.backend))
     failed = judge_pairs.newly_failed(a, b, pairs)
     notes += comparison.notes(a, b, rows, [pair for pair in every if pair not in pairs], limits, margin)
@@ -213,13 +210,7 @@ def _chosen(arguments: argparse.Namespace) -> tuple[Run, Run, list[Pair], tuple[
         if name is not None:
             raise InputError(f"{option}: is for one run, and two are named; leave out {option} or {arguments.b}")
     a, b = load(arguments.a), load(arguments.b)
-    pairs, apart = judge_pairs.pairs_of_runs(a, b), judge_pairs.pairs_apart(a, b)
-    if not pairs and not (apart and arguments.force):
-        near = (
-            f"; {apart[0].name} is on both sides in another precision or accumulation dtype: --force shows "
-            "such pairs crossed out"
-            if apart
-            else "; run the same matrix on both sides"
-        )
-        raise InputError(f"{arguments.a} and {arguments.b}: have no common cell{near}")
-    return a, b, [*pairs, *apart], (a.name, b.name)
+    pairs = judge_pairs.pairs_of_runs(a, b)
+    if not pairs:
+        raise InputError(f"{arguments.a} and {arguments.b}: have no common cell; run the same matrix on both sides")
+    return a, b, pairs, (a.name, b.name)

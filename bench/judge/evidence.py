@@ -71,11 +71,11 @@ class EvidenceByCell:
     """The sides of a run's cells, from tables that the gates have judged; cached.
 
     With a ``letter``, for comparing two runs, labels start with it, and repeats are not shared blocks, since the runs
-    were not interleaved. With ``force``, invalid trials count as good; the gates that they failed are still named.
+    were not interleaved.
     """
 
-    def __init__(self, tables: Tables, letter: str = "", force: bool = False) -> None:
-        self._letter, self._force = letter, force
+    def __init__(self, tables: Tables, letter: str = "") -> None:
+        self._letter = letter
         # Plain rows: many frames of a few rows each would take most of the time of a report.
         self._trials: dict[str, list[Row]] = {}
         for row in rows_of(tables.trials.sort_values("repeat", kind="stable")):
@@ -97,15 +97,14 @@ class EvidenceByCell:
         trials = self._trials.get(cell.cell_id)
         if not trials:
             raise ValueError(f"the run has no cell {cell.cell_id}")
-        allowed = {Status.OK, Status.INVALID} if self._force else {Status.OK}
-        good = [row for row in trials if row["status"] in allowed]
+        good = [row for row in trials if row["status"] == Status.OK]
         timed: list[Row] = []
         gates: dict[str, None] = {}
         for row in trials:
             wrong = self._wrong_steps(cell, row)
             if row["status"] == Status.INVALID or (row["status"] == Status.OK and wrong):
                 gates[row["reason"] or wrong] = None
-            if row["status"] in allowed and not wrong:
+            if row["status"] == Status.OK and not wrong:
                 timed.append(row)
         clocks = [row["sm_clock_mhz"] for row in timed]
         cycles = None
@@ -113,7 +112,7 @@ class EvidenceByCell:
             cycles = self._sample(timed, [1e6 * clock for clock in clocks])
         bad = [row for row in trials if row["status"] != Status.OK]
         worst = next((row for row in bad if row["status"] == Status.INVALID), (bad or trials)[0])
-        disturbed = tuple(restless([row for row in trials if row["status"] == Status.OK]))
+        disturbed = tuple(restless(good))
         wrong_results = [text for text in gates if text != cell.world.caveat]
         return CellEvidence(
             label=self._letter + cell.label,

@@ -28,8 +28,6 @@ METRICS = (SLOWER, MEMORY)
 
 ENDED_WELL = frozenset({Status.OK, Status.INTERRUPTED})
 """An interruption is not a cell's failure."""
-NUMERIC = ("precision", "accumulation_dtype")
-"""Fields of a cell in which two cells may differ and still be shown side by side, as not comparable."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +57,6 @@ class ComparedPair(Pair, Comparison):
     """The METRICS with a threshold that could not be checked."""
 
     @property
-    def forced(self) -> bool:
-        """Whether a ratio is given although the two are not comparable."""
-        return self.verdict is Verdict.NOT_COMPARABLE and self.time is not None
-
-    @property
     def has_interval(self) -> bool:
         """Whether the ratio has an interval."""
         return self.time is not None and self.time.low is not None
@@ -89,21 +82,8 @@ def pairs_of_backends(run: Run, baseline: str, backend: str) -> list[Pair]:
 def pairs_of_runs(a: Run, b: Run) -> list[Pair]:
     """The cells that both runs have, without references and twins."""
     common = [cell for cell_id, cell in b.cells.items() if cell_id in a.cells]
-    return _of_runs([Pair(a=cell, b=cell) for cell in common if not cell.twin])
-
-
-def pairs_apart(a: Run, b: Run) -> list[Pair]:
-    """The cells of one run that the other has only with different NUMERIC fields."""
-    ours, theirs = (
-        {_key(cell, *NUMERIC): cell for cell_id, cell in run.cells.items() if cell_id not in other.cells}
-        for run, other in ((b, a), (a, b))
-    )
-    return _of_runs([Pair(a=theirs[key], b=cell) for key, cell in ours.items() if key in theirs])
-
-
-def _of_runs(pairs: list[Pair]) -> list[Pair]:
-    named = _named([replace(pair, group=pair.b.backend) for pair in pairs if not pair.b.is_reference])
-    return sorted(named, key=lambda pair: (pair.b.backend, pair.b.accumulate, pair.b.world_size, pair.name))
+    pairs = [Pair(a=cell, b=cell, group=cell.backend) for cell in common if not (cell.twin or cell.is_reference)]
+    return sorted(_named(pairs), key=lambda pair: (pair.b.backend, pair.b.accumulate, pair.b.world_size, pair.name))
 
 
 @lru_cache(maxsize=4096)
@@ -130,7 +110,6 @@ def judge_pairs(
     *,
     thresholds: Mapping[str, float] | None = None,
     margin: float = MARGIN,
-    force: bool = False,
     control: Interval | None = None,
 ) -> list[ComparedPair]:
     """The verdicts of one report, corrected by Holm for the number of pairs.
@@ -140,15 +119,15 @@ def judge_pairs(
     below 5 %; peak memory is if it is in bytes. A time that is not comparable, or has failed trials, is never certain.
     """
     apart, limits = a is not b, thresholds or {}
-    ours = EvidenceByCell(a.tables, "A " if apart else "", force) if apart or force else a.evidence
-    theirs = EvidenceByCell(b.tables, "B ", force) if apart else ours
+    ours = EvidenceByCell(a.tables, "A ") if apart else a.evidence
+    theirs = EvidenceByCell(b.tables, "B ") if apart else ours
     sides = [(ours.of(pair.a), theirs.of(pair.b)) for pair in pairs]
-    judged = judge_all(compare(cell, base, control, margin, force=force) for base, cell in sides)
+    judged = judge_all(compare(cell, base, control, margin) for base, cell in sides)
     slower = [False] * len(pairs)
     if SLOWER in limits:
         slower = _certainly_slower(sides, judged, limits[SLOWER])
     return [
-        _compared(pair, *both, found, is_slower, limits, force)
+        _compared(pair, *both, found, is_slower, limits)
         for pair, both, found, is_slower in zip(pairs, sides, judged, slower, strict=True)
     ]
 
@@ -160,26 +139,23 @@ def _compared(
     found: Comparison,
     is_slower: bool,
     thresholds: Mapping[str, float],
-    force: bool,
 ) -> ComparedPair:
     """A judged pair with its bytes, steps and regressions."""
     # Bytes and counts have no noise: what others did on the machine does not matter to them.
     unlike = found.verdict is Verdict.NOT_COMPARABLE and found.reason is not Reason.DISTURBED
-    is_shown = force or not unlike
-    memory = (base.peak_memory_bytes, cell.peak_memory_bytes) if is_shown else (None, None)
+    memory = (base.peak_memory_bytes, cell.peak_memory_bytes) if not unlike else (None, None)
     share = None
     # What a ledger tracked is not what an allocator holds.
     if memory[0] and memory[1] is not None and len(base.peak_memory_sources | cell.peak_memory_sources) == 1:
         share = memory[1] / memory[0]
-    certain = None if unlike else share
-    unknown = {SLOWER: found.blocked or found.time is None or found.time.low is None, MEMORY: certain is None}
-    worse = {SLOWER: is_slower, MEMORY: certain is not None and certain > 1 + thresholds.get(MEMORY, math.inf)}
+    unknown = {SLOWER: found.blocked or found.time is None or found.time.low is None, MEMORY: share is None}
+    worse = {SLOWER: is_slower, MEMORY: share is not None and share > 1 + thresholds.get(MEMORY, math.inf)}
     return ComparedPair(
         **vars(pair),
         **vars(found),
         memory=memory,
         memory_ratio=share,
-        steps=(base.optimizer_steps, cell.optimizer_steps) if is_shown else (None, None),
+        steps=(base.optimizer_steps, cell.optimizer_steps) if not unlike else (None, None),
         regressions=tuple(metric for metric in METRICS if worse[metric]),
         unchecked=tuple(metric for metric in METRICS if metric in thresholds and unknown[metric]),
     )
@@ -217,7 +193,6 @@ def record(row: ComparedPair) -> dict[str, Any]:
         "reason": str(row.reason),
         "detail": row.detail,
         "next": NEXT[row.reason],
-        "forced": row.forced,
         **{name: getattr(time, name, None) for name in ("ratio", "low", "high", "num_trials", "paired")},
         "p_different": row.p_different,
         "p_same": row.p_same,

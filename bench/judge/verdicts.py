@@ -116,15 +116,10 @@ MORE_HELPS = frozenset({Reason.WIDE, Reason.MANY, Reason.NO_CONTROL, Reason.FEW_
 """Reasons for which repeats can be added."""
 
 
-def compare(
-    a: CellEvidence, b: CellEvidence, control: Interval | None, margin: float = MARGIN, *, force: bool = False
-) -> Comparison:
-    """The evidence on two cells, for ``judge_all``. The ratio is the step time of ``a`` over that of ``b``.
-
-    With ``force`` the ratio of what is not comparable is calculated too, where it can be; it stays not comparable.
-    """
+def compare(a: CellEvidence, b: CellEvidence, control: Interval | None, margin: float = MARGIN) -> Comparison:
+    """The evidence on two cells, for ``judge_all``. The ratio is the step time of ``a`` over that of ``b``."""
     blocked, time, cycles = _blocked(a, b), None, None
-    if a.sample.trials and b.sample.trials and (force or blocked is None or blocked[0] not in BLOCKS):
+    if blocked is None or blocked[0] not in BLOCKS:
         by = excess(control)
         time = ratio(a.sample, b.sample, margin).widened(by)
         cycles = ratio(a.cycles, b.cycles, margin).widened(by) if a.cycles and b.cycles else None

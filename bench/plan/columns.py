@@ -111,7 +111,6 @@ COLUMNS: dict[str, dict[str, Column]] = {
         "reason": text("why"),
         "detail": text("the same with its numbers"),
         "next": text("what to do"),
-        "forced": flag("whether numbers are shown although the two are not comparable"),
         "ratio": number("1", "step time of b relative to a"),
         "low": number("1", "lower end of its 95 % interval"),
         "high": number("1", "upper end"),

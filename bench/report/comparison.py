@@ -32,8 +32,6 @@ COLUMNS = (
     TableColumn("reason", "reason", is_number=False, drop=5),
 )
 """Reasons also stand below the table."""
-FORCED = ("ratio", "interval", "n", "memory", "steps")
-"""Columns that are struck through in rows that are not comparable."""
 STYLES = {
     Verdict.FASTER: "bold blue",
     Verdict.SLOWER: "bold red",
@@ -89,7 +87,7 @@ def _value(value: object) -> str:
 
 
 def table(rows: Sequence[ComparedPair]) -> Table:
-    """The rows; numbers of what is not comparable are struck through."""
+    """The rows, each with its verdict in colour."""
     return Table(columns=COLUMNS, rows=[_row(row) for row in rows])
 
 
@@ -100,7 +98,7 @@ def _row(row: ComparedPair) -> TableRow:
     taken = str(steps[1]) if steps[0] == steps[1] else f"{steps[1]}, A {steps[0]}"
     texts = {
         "cell": row.name,
-        "verdict": f"{row.verdict}{' (forced)' * row.forced}{'; REGRESSED' if row.regressions else ''}",
+        "verdict": f"{row.verdict}{'; REGRESSED' if row.regressions else ''}",
         "ratio": DASH if time is None else f"{time.ratio:.4f}",
         "interval": interval,
         "n": DASH if time is None else str(time.num_trials),
@@ -108,8 +106,7 @@ def _row(row: ComparedPair) -> TableRow:
         "steps": DASH if None in steps else taken,
         "reason": str(row.reason),
     }
-    styles = dict.fromkeys(FORCED, "strike") if row.forced else {}
-    return TableRow(texts, {**styles, "verdict": "bold red" if row.regressions else STYLES[row.verdict]})
+    return TableRow(texts, {"verdict": "bold red" if row.regressions else STYLES[row.verdict]})
 
 
 def reasons(rows: Sequence[ComparedPair]) -> list[str]:

@@ -88,7 +88,7 @@ def _words(report: Report, notes: Sequence[str]) -> FigureWords:
     if report.differences:
         keys = ", ".join(each.key for each in report.differences[:4])
         subtitle += f". DIFFERENT MACHINES OR SOFTWARE: {keys}" + (" ..." if len(report.differences) > 4 else "")
-    footer = "Below 1, B is faster. Hollow: no interval, or not comparable."
+    footer = "Below 1, B is faster. Hollow: no interval."
     if _control(report) is None:
         footer += " There is no A/A pair with an interval, so nothing is called faster, slower or the same."
     return FigureWords(_title(report), subtitle, footer, [*(f"{text}." for text in report.remarks), *notes])
@@ -167,10 +167,9 @@ def _dot(axes: Axes, y: float, row: ComparedPair, colour: str) -> None:
     time = row.time
     if time is None:
         return
-    hollow = time.low is None or row.verdict is Verdict.NOT_COMPARABLE
     if time.low is not None and time.high is not None:
         axes.plot([time.low, time.high], [y, y], color=colour, linewidth=1.4, zorder=2.5)
-    face = "white" if hollow else colour
+    face = "white" if time.low is None else colour
     axes.plot([time.ratio], [y], "o", color=colour, markerfacecolor=face, markersize=4.5, zorder=3)
 
 
@@ -187,7 +186,7 @@ def _ratio_words(row: ComparedPair) -> str:
     if SLOWER in row.regressions:
         verdict = "REGRESSED"
     if row.verdict is Verdict.NOT_COMPARABLE:
-        return (f"{time.ratio:.3f} forced; " if time else "") + f"{verdict}: {row.reason}"
+        return f"{verdict}: {row.reason}"
     if time is None:
         return verdict
     if time.low is None:

@@ -38,7 +38,7 @@ class TableRow:
     texts: Mapping[str, str]
     """By the keys of the columns."""
     styles: Mapping[str, str] = field(default_factory=dict)
-    """Rich's styles by the keys of the columns; struck text is struck in Markdown too."""
+    """Rich's styles by the keys of the columns."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,10 +94,5 @@ class Table:
         """The lines in Markdown."""
         head = [markdown(column.title) for column in self.columns]
         rules = ["---:" if column.is_number else "---" for column in self.columns]
-        rows = [[_marked_up(row, column.key) for column in self.columns] for row in self.rows]
+        rows = [[markdown(row.texts[column.key]) for column in self.columns] for row in self.rows]
         return [f"| {' | '.join(line)} |" for line in (head, rules, *rows)]
-
-
-def _marked_up(row: TableRow, key: str) -> str:
-    text = markdown(row.texts[key])
-    return f"~~{text}~~" if "strike" in row.styles.get(key, "") else text
