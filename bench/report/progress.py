@@ -55,7 +55,6 @@ class Display:
         self._done = 0
         self._more = False
         self._repeat = 0
-        self._always: set[int] = set()
         self._budget_ends = math.inf
         self._labels = labels(map(Cell.from_dict, self._manifest.get("cells") or ()))
 
