@@ -68,22 +68,22 @@ def _of_cell(run: Run, cell_id: str) -> Iterator[Finding]:
     cell, subject = run.cells[cell_id], run.labels[cell_id]
     evidence = run.evidence.of(cell)
 
-    def said(level: Level, topic: str, text: str) -> Finding:
+    def finding(level: Level, topic: str, text: str) -> Finding:
         return Finding(level, topic, text, subject=subject, cells=(cell_id,), brief=text)
 
     if evidence.barred:
         topic = "machine" if set(evidence.barred) <= set(evidence.disturbed) else "gates"
-        yield said(Level.WARNING, topic, f"not comparable: {'; '.join(evidence.barred)}")
+        yield finding(Level.WARNING, topic, f"not comparable: {'; '.join(evidence.barred)}")
     for (status, reason), count in evidence.failures.items():
         why = f"{count} of {plural(evidence.num_trials, 'trial')} ended {status}: {reason or 'no reason was recorded'}"
-        yield said(Level.NOTE if status == Status.UNSUPPORTED else Level.WARNING, "trials", why)
+        yield finding(Level.NOTE if status == Status.UNSUPPORTED else Level.WARNING, "trials", why)
     if cell.world.caveat:
-        yield said(Level.NOTE, "link", cell.world.caveat)
+        yield finding(Level.NOTE, "link", cell.world.caveat)
     elif cell.device is Device.CPU and cell.world_size > 1:
         size = evidence.num_parameters
-        yield said(Level.NOTE, "link", "; ".join([link_words([cell]), *([transfer(size)] if size else [])]))
+        yield finding(Level.NOTE, "link", "; ".join([link_words([cell]), *([transfer(size)] if size else [])]))
     if text := (run.manifest.get("remarks") or {}).get(cell_id):
-        yield said(Level.NOTE, "backend", text)
+        yield finding(Level.NOTE, "backend", text)
 
 
 def _gates(run: Run) -> Iterator[Finding]:

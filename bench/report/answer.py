@@ -53,7 +53,6 @@ class Answer:
     """Model, ranks, device, link, n and the A/A pair in one line."""
     groups: tuple[Group, ...]
     """The tables, the one of the largest N first."""
-    baseline: str
     remarks: tuple[str, ...]
     """Beside the numbers (``bench.judge.caveats``)."""
 
@@ -79,7 +78,6 @@ def answer(data: Analysis) -> Answer:
         statements=tuple(statements),
         scope=note("Scope", _scope(data)),
         groups=tuple(every),
-        baseline=data.baseline,
         remarks=tuple(data.remarks),
     )
 

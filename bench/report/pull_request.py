@@ -19,7 +19,7 @@ def render(run: Run, answer: Answer) -> str:
     """The text."""
     lines = [f"## {markdown(run.name)}", "", *(_alarm(answer.alarm) if answer.alarm else [])]
     for statement in (*answer.statements, answer.scope):
-        lines += [f"- {_said(statement)}", *(f"  {line}" for line in code(statement.command))]
+        lines += [f"- {_sentence(statement)}", *(f"  {line}" for line in code(statement.command))]
     lines += [f"- {markdown(text)}." for text in answer.remarks]
     rows = 0
     for place, group in enumerate(answer.groups):
@@ -35,10 +35,10 @@ def render(run: Run, answer: Answer) -> str:
 def _alarm(finding: Finding) -> list[str]:
     """An alert, with what to do about it."""
     kind = "CAUTION" if finding.level is Level.WARNING else "NOTE"
-    return [f"> [!{kind}]", f"> {_said(finding)}", *(f"> {line}" for line in code(finding.command)), ""]
+    return [f"> [!{kind}]", f"> {_sentence(finding)}", *(f"> {line}" for line in code(finding.command)), ""]
 
 
-def _said(finding: Finding) -> str:
+def _sentence(finding: Finding) -> str:
     """Topic and sentence."""
     return f"**{markdown(finding.topic)}.** {markdown(finding.sentence)}"
 
