@@ -15,6 +15,7 @@ import pytest
 
 from bench import cli
 from bench.errors import InputError
+from bench.files import RESULTS
 from bench.findings import Level
 from bench.formatting import digits
 from bench.judge.analysis import Analysis
@@ -109,6 +110,8 @@ def test_a_citation_carries_the_warnings_of_check_on_its_cells_alone(tmp_path: P
         of_cell = {finding.brief for finding in warned if not finding.cells or of(data, name) in finding.cells}
         assert {brief for brief in {finding.brief for finding in warned} if brief in text} == of_cell, name
     assert "blocks of the run differ in all cells together, from block" in texts["base"]
+    untimed = Analysis(run=load(RESULTS / "bytes-8b"))
+    assert "nothing was timed. Method" in cite(untimed, next(iter(untimed.run.cells))).text
     alone = Analysis(run=load(write_run(tmp_path / "alone", {"base": 1.0}, accumulate=(2,), twin=False)))
     assert "the run has no A/A pair" in cite(alone, of(alone, "base")).text
     drift = next(finding for finding in warned if finding.topic == "drift" and finding.subject.startswith("slow"))
