@@ -1,0 +1,203 @@
+"""A run's numbers and verdicts, calculated from its journal by code that imports nothing of the bench.
+
+The method is that of docs/method.md and docs/statistics.md. Intervals are resampled with other random numbers than the
+bench's, so their ends have a tolerance.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy import special, stats
+
+ROOT = Path(__file__).parents[1]
+TRIM, LEAST_TRIALS, UPDATE_LIMIT, IDLE = 0.2, 5, 1e-5, 0.1
+SLACK = 0.06
+"""Tolerance of an interval's ends, as a share of its width. Most are within 0.02; outliers leave gaps between draws."""
+SETTINGS = {
+    "accumulate": r"\bN ?= ?(\d+)",
+    "world_size": r"\bW ?= ?(\d+)",
+    "global_batch_size": r"\bB ?= ?(\d+)",
+    "optimizer": r"\b(adamw-foreach|sgd)\b",
+    "clip_norm": r"\b(?:clipped to ([\d.]+)|not clipped)",
+}
+Cell = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A centre with its ends, as logarithms, and the p-value of the hypothesis that it is 0."""
+
+    centre: float
+    low: float = math.nan
+    high: float = math.nan
+    p: float = 1.0
+
+
+def trimmed(values: Any) -> Any:
+    n = np.shape(values)[-1]
+    return np.sort(values)[..., int(TRIM * n) : n - int(TRIM * n)].mean(axis=-1)
+
+
+@cache
+def interval(values: tuple[float, ...]) -> Interval:
+    """The percentile interval of the trimmed mean, expanded for few values, and the level at which it reaches 0."""
+    n, centre = len(values), float(trimmed(values))
+    if n < LEAST_TRIALS:
+        return Interval(centre)
+    draws = trimmed(np.array(values)[np.random.default_rng(2026).integers(n, size=(20_000, n))])
+    inflation = math.sqrt(n / (n - 1))
+    tail = special.ndtr(-inflation * stats.t.ppf(0.975, n - 1))
+    low, high = np.quantile(draws, [tail, 1 - tail])
+    beyond = min((draws <= 0).mean(), (draws >= 0).mean())
+    score = -special.ndtri(beyond) if beyond else abs(centre) / draws.std()
+    return Interval(centre, float(low), float(high), float(2 * stats.t.sf(score / inflation, n - 1)))
+
+
+def settled(seconds: Any) -> Any:
+    """The steps after warm-up: MSER on smoothed logarithms, if the steps that it drops are slow ones."""
+    logs, n = np.log(seconds), len(seconds)
+    smooth = logs.copy()
+    smooth[1:-1] = np.median([logs[:-2], logs[1:-1], logs[2:]], axis=0)
+    for k in np.argsort([smooth[k:].var() / (n - k) for k in range(n // 2 + 1)], kind="stable"):
+        first, rest = logs[:k], logs[k:]
+        if k == 0:
+            break
+        if min(logs[0], np.median(first)) > np.quantile(rest, 0.75) and first.min() > np.median(rest):
+            return seconds[k:]
+    return seconds
+
+
+class Run:
+    """A journal, and what follows from it."""
+
+    def __init__(self, name: str) -> None:
+        folder = ROOT / "results" / name
+        self.about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        journal = (folder / "trials.jsonl").read_bytes()
+        self.sha256 = hashlib.sha256(journal).hexdigest()
+        self.trials: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        for record in map(json.loads, journal.splitlines()):
+            assert record["status"] == "ok", "trials that failed are not recomputed here"
+            self.trials[record["cell_id"]].append(record)
+        self.everything = [{**records[0]["cell"], "id": key} for key, records in self.trials.items()]
+        self.cells = [c for c in self.everything if not c["twin"] and "reference" not in c["backend"]]
+        self.timed = [c for c in self.cells if len(self.trials[c["id"]]) > 1] or self.cells
+        self.baseline, self.names = self.about["baseline"], {c["backend"] for c in self.everything}
+
+    def times(self, cell: Cell) -> dict[int, float]:
+        """The logarithm of each trial's median step, slowest rank, by block."""
+        return self._times(cell["id"])
+
+    @cache  # noqa: B019  # a run lives as long as the tests
+    def _times(self, key: str) -> dict[int, float]:
+        found = {r["repeat"]: np.max(r["time"]["rank_step_seconds"], axis=0) for r in self.trials[key]}
+        return {block: float(np.log(np.median(settled(seconds)))) for block, seconds in found.items()}
+
+    def time(self, cell: Cell) -> Interval:
+        return interval(tuple(self.times(cell).values()))
+
+    def first(self, cell: Cell, key: str) -> Any:
+        """What only one trial of each cell measures."""
+        return next(r[key] for r in self.trials[cell["id"]] if key in r)
+
+    def memory(self, cell: Cell) -> int:
+        return int(self.first(cell, "memory")["peak"])
+
+    def sent(self, cell: Cell) -> float:
+        """Bytes that a ring sends per rank: an all-reduce goes round twice."""
+        share = (cell["world_size"] - 1) / cell["world_size"]
+        rows = self.first(cell, "collectives")
+        return sum((2.0 if row["op"] == "all_reduce" else 1) * share * row["payload_bytes"] for row in rows)
+
+    def is_correct(self, cell: Cell) -> bool:
+        return bool(self.first(cell, "update")["error"] <= UPDATE_LIMIT)
+
+    def taken(self, cell: Cell) -> float:
+        """The share of the CPUs that others took, in the median trial."""
+        hosts = [r["time"]["host"] for r in self.trials[cell["id"]]]
+        return float(np.median([(h["foreign_cores"] + h["stolen_cores"]) / h["num_cpus"] for h in hosts]))
+
+    def ratio(self, cell: Cell, base: Cell) -> Interval:
+        """From the blocks that have both, widened by what the A/A pair's interval lacks."""
+        ours, theirs = self.times(cell), self.times(base)
+        found = interval(tuple(ours[block] - theirs[block] for block in ours if block in theirs))
+        by = 0.0 if cell["twin"] else max(0.0, self.control.low, -self.control.high)
+        wider = replace(found, low=found.low - by, high=found.high + by)
+        return replace(wider, p=1.0) if by and wider.low <= 0 <= wider.high else wider
+
+    @cached_property
+    def control(self) -> Interval:
+        """The A/A pair."""
+        (twin,) = [c for c in self.everything if c["twin"]]
+        return self.ratio(twin, self.partner({**twin, "twin": ""}, twin["backend"]))
+
+    def partner(self, cell: Cell, backend: str) -> Cell:
+        """The cell that differs in the backend alone."""
+        wanted = {**cell, "backend": backend, "id": ""}
+        (found,) = [c for c in self.cells if {**c, "id": ""} == wanted]
+        return found
+
+    @cache  # noqa: B019
+    def verdicts(self, baseline: str) -> dict[str, str]:
+        """On every cell against that of the baseline, after Holm's correction."""
+        p_values, verdicts, corrected = {}, {}, 0.0
+        for cell in (c for c in self.cells if c["backend"] != baseline):
+            base = self.partner(cell, baseline)
+            barred = not all(self.is_correct(c) and self.taken(c) <= IDLE for c in (cell, base))
+            time = self.ratio(cell, base)
+            p_values[cell["id"]] = 1.0 if barred else time.p
+            found = "slower" if time.low > 0 else "faster" if time.high < 0 else "ambiguous: wide interval"
+            verdicts[cell["id"]] = "not comparable: gate" if barred else found
+        for rank, key in enumerate(sorted(p_values, key=lambda key: p_values[key])):
+            corrected = max(corrected, p_values[key] * (len(p_values) - rank))
+            if verdicts[key] in ("slower", "faster"):
+                assert abs(corrected - 0.05) > 0.003, f"{key} is too near to 5 % to be judged by other random numbers"
+                verdicts[key] = verdicts[key] if corrected < 0.05 else "ambiguous: many verdicts"
+        return verdicts
+
+    def verdict(self, cell: Cell, base: Cell) -> str:
+        return self.verdicts(base["backend"])[cell["id"]]
+
+    def widths(self) -> list[float]:
+        """Of the intervals of all ratios to the baseline, as logarithms."""
+        judged = {key for key, verdict in self.verdicts(self.baseline).items() if "not comparable" not in verdict}
+        found = [self.ratio(c, self.partner(c, self.baseline)) for c in self.timed if c["id"] in judged]
+        return [one.high - one.low for one in found]
+
+    def select(self, text: str, cells: Collection[Cell]) -> list[Cell]:
+        """Those with the settings that the text names first."""
+        found = list(cells)
+        for key, pattern in SETTINGS.items():
+            if told := re.search(pattern, text):
+                wanted = told[1] if key == "optimizer" else float(told[1] or 0)
+                found = [c for c in found if c[key] == wanted]
+        return found
+
+    def find(self, text: str, where: str) -> Cell:
+        """The cell that a text names, in the group that it or ``where`` names."""
+        for cells in (self.select(text, self.cells), self.select(where, self.cells), self.select(where, self.timed)):
+            found = [c for c in cells if c["backend"] == text.split(maxsplit=1)[0]]
+            if len(found) == 1:
+                return found[0]
+        raise LookupError(f"{text} does not name one cell")
+
+    def good(self, where: str) -> list[Cell]:
+        """The correct cells of a group, the fastest first."""
+        good = [c for c in self.select(where, self.timed) if self.is_correct(c)]
+        return sorted(good, key=lambda c: self.time(c).centre)
+
+    def deviations(self) -> Any:
+        """Of the trials from the median of their cell, in per cent."""
+        logs = [np.array([*self.times(c).values()]) for c in self.timed if self.is_correct(c)]
+        return np.abs(np.concatenate([100 * np.expm1(of - np.median(of)) for of in logs]))

@@ -1,0 +1,350 @@
+"""What published sentences may say, and whether a journal (tests/recomputed.py) bears it out.
+
+Each rule accounts for some words of a text. A number or a comparative word that no rule accounts for is an error.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+from scipy import special, stats
+
+from tests.recomputed import IDLE, LEAST_TRIALS, SLACK, Cell, Interval, Run
+
+LEFT_OVER = re.compile(
+    r"(?<![A-Za-z\d])\d[\d.]*|\b(?:fast(?:er|est)|slow(?:er|est)|saves?|costs?|cuts|least|less|more|most|fewer|short(?:er|est)"
+    r"|long(?:er|est)|larger|largest|smaller|smallest|wider|widest|better|best|worse|worst|times|twice|half"
+    r"|indistinguishable|undecided|invalid)\b",
+    re.IGNORECASE,
+)
+MIB = 2**20
+NUMBER = r"\d+(?:\.\d+)?(?:e-\d+)?"
+ENDS = r"\(95 % (?:interval )?(?P<low>[\d.]+) ?(?:-|to) ?(?P<high>[\d.]+)(?:, n = (?P<n>\d+) (?:blocks|trials))?\)"
+Groups = dict[str, str]
+Check = Callable[[Run, str, Groups], bool]
+RULES: list[tuple[str, Check]] = []
+
+
+def rule(*patterns: str) -> Callable[[Check], Check]:
+    """What a text may say: ``<x>`` is a number, ``<a:cell>`` and ``<a:cells>`` name cells, ``<ends>`` is an interval.
+
+    The check is given the text followed by the group of cells that it is about, and what was matched.
+    """
+
+    def add(check: Check) -> Check:
+        RULES.extend((pattern, check) for pattern in patterns)
+        return check
+
+    return add
+
+
+@cache
+def compiled(pattern: str, run: Run) -> re.Pattern[str]:
+    name = rf"(?<![\w-])(?:{'|'.join(sorted(map(re.escape, run.names), key=len, reverse=True))})(?![\w-])"
+    kinds = {
+        "": NUMBER,
+        "cell": name + r"(?: (?:[NW]=\d+|fp32|B ?= ?\d+|adamw-foreach|sgd)(?!\w))*",
+        "cells": rf"{name}(?:(?:, | and ){name})*(?: and \d+ more)?",
+        "word": "[a-z]+",
+        "list": r"\d+(?:(?:, | and )\d+)*",
+    }
+    parts = re.sub(r"(?<!P)<(\w+):?(\w*)>", lambda m: f"(?P<{m[1]}>{kinds[m[2]]})", pattern.replace("<ends>", ENDS))
+    return re.compile(parts)
+
+
+def audit(run: Run, body: str, where: str) -> list[str]:
+    """What the journal does not bear out in a text, and what no rule accounts for."""
+    errors, rest = [], body
+    for pattern, check in RULES:
+        for match in compiled(pattern, run).finditer(body):
+            try:
+                right = check(run, body + where, {name: text or "" for name, text in match.groupdict().items()})
+            except (LookupError, ValueError):  # it names no cell, or one that has no such number
+                right = False
+            errors += [] if right else [f"'{match[0]}' is wrong in: {body}"]
+            rest = rest[: match.start()] + " " * len(match[0]) + rest[match.end() :]
+    return errors + [f"'{left[0]}' is not accounted for in: {body}" for left in LEFT_OVER.finditer(rest)]
+
+
+def shows(text: str, value: float, slack: float = 0.0) -> bool:
+    """Whether the text is that value, rounded to as many digits as it has; true without a text."""
+    mantissa, _, exponent = text.partition("e")
+    unit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
+    return not text or abs(float(text) - value) <= 0.5001 * unit + slack
+
+
+def shows_interval(of: Interval, m: Groups, trials: int) -> bool:
+    """Whether the centre x, the ends low and high, and the number n are those; what is not there is right."""
+    slack = SLACK * (of.high - of.low)
+    ends = [
+        shows(m.get(key, ""), math.exp(end), math.exp(end) * slack) for key, end in (("low", of.low), ("high", of.high))
+    ]
+    return all(ends) and shows(m.get("x", ""), math.exp(of.centre)) and m.get("n") in (None, "", str(trials))
+
+
+def numbers(text: str) -> list[int]:
+    return [int(found) for found in re.findall(r"\d+", text)]
+
+
+@rule(
+    r"Fastest correct backend[.:] <a:cell>",
+    r"<a:cell> is fastest \(<s> s\)",
+    r"<a:cell> has the shortest step time \(<s> s\)",
+)
+@rule(r"[Ss]tatistically indistinguishable(?:(?=: )| from \d+ others?)")
+def fastest(run: Run, where: str, m: Groups) -> bool:
+    """It has the least time; the others of its group are slower by the verdict, or named or counted as undecided."""
+    first, *others = run.good(where)
+    undecided = {c["backend"] for c in others if run.verdict(c, first) != "slower"}
+    told = where.partition("indistinguishable")[2]
+    counted = re.match(r" from (\d+) others?", told)
+    named = {c["backend"] for c in others if re.search(rf"(?<![\w-]){c['backend']}(?![\w-])", told)}
+    is_first = m.get("a", first["backend"]).split()[0] == first["backend"]
+    right = len(undecided) == int(counted[1]) if counted else undecided == named
+    return is_first and right and shows(m.get("s", ""), math.exp(run.time(first).centre))
+
+
+@rule(r"<a:cell>: <x> s per (?:optimizer )?step(?: <ends>)?(?:, <mib> MiB per rank)?")
+@rule(r"<a:cell>: .*; peak memory <mib> MiB \(<bytes> bytes, tracked tensors\)")
+def of_a_cell(run: Run, where: str, m: Groups) -> bool:
+    cell = run.find(m["a"], where)
+    memory = shows(m.get("bytes", ""), run.memory(cell)) and shows(m["mib"], run.memory(cell) / MIB)
+    return memory and shows_interval(run.time(cell), m, len(run.times(cell)))
+
+
+@rule(r"(?:(?P<next>Next): )?<a:cell>, <x> (?:times the step time )?<ends>(?: times its time)?")
+def over_the_fastest(run: Run, where: str, m: Groups) -> bool:
+    first, second, *_ = run.good(where)
+    cell = run.find(m["a"], where)
+    is_slower = run.verdict(cell, first) == "slower"
+    right = (cell is second and is_slower) if m["next"] else not is_slower
+    return right and shows_interval(run.ratio(cell, first), m, len(run.times(first)))
+
+
+@rule(r"Least memory[.:] <a:cells>: <mib> MiB(?: per rank at its peak)?(?:, and <s> s per step)?")
+@rule(r"<a:cells> needs? the least memory \(<mib> MiB\)")
+def least_memory(run: Run, where: str, m: Groups) -> bool:
+    cells = run.good(where)
+    least = min(map(run.memory, cells))
+    named = [c for c in cells if shows(m["mib"], run.memory(c) / MIB)]
+    right = {c["backend"] for c in named} == set(m["a"].split(", ")) and shows(m["mib"], least / MIB)
+    return right and shows(m.get("s", ""), math.exp(run.time(named[0]).centre))
+
+
+@rule(r"(?<=: )<share> % less than <b:cell>, at <x> times its step time")
+def at_a_price(run: Run, where: str, m: Groups) -> bool:
+    base, named = run.find(m["b"], where), where.partition(":")[0]
+    cell, *_ = (c for c in run.good(where) if c["backend"] in named)
+    saved = 100 * (1 - run.memory(cell) / run.memory(base))
+    return (
+        shows(m["share"], saved) and shows_interval(run.ratio(cell, base), m, 0) and run.verdict(cell, base) == "slower"
+    )
+
+
+@rule(r"<a:cell> / <b:cell>: time <x> <ends>, <verdict:word>; memory <m> \(<ma> MiB / <mb> MiB\)")
+@rule(r"<a:cell> against <b:cell>: <x> times the step time <ends>; verdict: <verdict:word>")
+@rule(r"<a:cell> <x> \(<verdict:word>\), <m>")
+@rule(r"(?P<family>FSDP2), deferred against eager: <x> times the step time <ends> and <m> times the memory")
+@rule(r"deferring the sync saves <saved> % of a step with (?P<family>\w+)")
+@rule(r"deferring the sync cuts the ring traffic of (?P<family>\w+) from <sb> MiB to <sa> MiB per rank")
+def of_two_cells(run: Run, where: str, m: Groups) -> bool:
+    """Either both are named, or a deferred one or a family is, and the other is its eager one."""
+    a = m.get("a") or f"{m['family'].lower()}-deferred"
+    cell, base = run.find(a, where), run.find(m.get("b") or a.replace("deferred", "eager"), where)
+    ratio, memory = run.ratio(cell, base), [run.memory(c) / MIB for c in (cell, base)]
+    right = shows_interval(ratio, m, len(run.times(base))) and shows(
+        m.get("saved", ""), -100 * math.expm1(ratio.centre)
+    )
+    verdict = "sb" in m or run.verdict(cell, base).startswith(m.get("verdict", "faster"))
+    amounts = (("m", memory[0] / memory[1]), ("ma", memory[0]), ("mb", memory[1]))
+    amounts += (("sa", run.sent(cell) / MIB), ("sb", run.sent(base) / MIB))
+    return right and verdict and all(shows(m.get(key, ""), value) for key, value in amounts)
+
+
+@rule(
+    r"accumulation-bench:\w+/(?P<a>\w+)(?:/(?P<b>\w+))? value=<x> low=<low> high=<high> n=<n>"
+    r"(?: verdict=<verdict:word>)?(?: bytes=<bytes>)? sha256=(?P<sum>\w+)"
+)
+def identified(run: Run, where: str, m: Groups) -> bool:
+    """The line of a citation that a program reads."""
+    by_id: dict[str, Cell] = {c["id"]: c for c in run.everything}
+    cell, base = by_id[m["a"]], by_id.get(m["b"])
+    right = shows_interval(run.ratio(cell, base) if base else run.time(cell), m, len(run.times(cell)))
+    verdict = base is None or run.verdict(cell, base) == m["verdict"]
+    return right and verdict and shows(m["bytes"], run.memory(cell)) and m["sum"] == run.sha256
+
+
+@rule(r"Do not use[.] <a:cells>(?: \(N = <ns:list>\))?: .*?every update is 1/N of the right one")
+@rule(r"every gradient is 1/<n> of the right one.*<fixed:cell> multiplies the loss by N and is right")
+def divided_twice(run: Run, where: str, m: Groups) -> bool:
+    """Of updates before they are clipped."""
+    wrong = [c for c in run.cells if not run.is_correct(c)]
+    scales = [run.first(c, "update")["scale"] * c["accumulate"] for c in wrong if not c["clip_norm"]]
+    named = "a" not in m or {c["backend"] for c in wrong} == set(m["a"].split(", "))
+    told = not m.get("ns") or {c["accumulate"] for c in wrong} == set(numbers(m["ns"]))
+    fixed = "fixed" not in m or (run.is_correct(run.find(m["fixed"], where)) and f"N = {m['n']}" in where)
+    return np.allclose(scales, 1) and named and told and fixed
+
+
+@rule(
+    r"Undecided[.] (?P<places>[^:]*): [^.]*"
+    r"(?P<why>contains 1, and is wider than the margin|not after correction)[^.]*[.]"
+)
+def undecided(run: Run, where: str, m: Groups) -> bool:
+    """Of all that are timed, these cells and no others are ambiguous for that reason."""
+    places = [place.split(" at ") for place in m["places"].split("; ")]
+    told = {run.find(name, at)["id"] for names, at in places for name in names.split(", ")}
+    reason = f"ambiguous: {'wide interval' if 'margin' in m['why'] else 'many verdicts'}"
+    return told == {c["id"] for c in run.timed if run.verdicts(run.baseline).get(c["id"]) == reason}
+
+
+@rule(
+    r"A difference of 5 % between any two cells would show in 8 of 10 runs with <needed> trials per cell, "
+    r"about <more> minutes; this run has <n>, in <minutes>"
+)
+def resolution(run: Run, where: str, m: Groups) -> bool:
+    """Chow, Shao, Wang and Lokhnygina: n ((z + z') s / log(1.05)) ** 2, of the widest interval."""
+    trials = len(run.times(run.timed[0]))
+    error = max(run.widths()) / 2 / stats.t.ppf(0.975, trials - 1)
+    least = trials * (float(special.ndtri(0.975) + special.ndtri(0.8)) * error / math.log(1.05)) ** 2
+    took = sum(r["wall_s"] for records in run.trials.values() for r in records) / 60
+    right = shows(m["needed"], least, 2 * SLACK * least) and shows(m["n"], trials) and shows(m["minutes"], took)
+    return right and shows(m["more"], took * float(m["needed"]) / trials)
+
+
+@rule(r"widest interval of a ratio <percent> %")
+@rule(r"A/A pair:? <x> \(<low>(?:-| to )<high>\)", r"A/A pair: <low> - <high>(?=[.])")
+def precision(run: Run, where: str, m: Groups) -> bool:
+    if percent := m.get("percent"):
+        return shows(percent, 100 * math.expm1(max(run.widths())), 200 * SLACK * max(run.widths()))
+    return shows_interval(run.control, m, 0)
+
+
+@rule(r"n = <n>(?: to <most>)? good trials? per cell", r"<n> trials per compared cell")
+@rule(r"<all> cells: <ratios> compared with <a:cell>, <own> of <b:cell> itself, <ref> references?, 1 A/A twin")
+@rule(r"--repeats <double>")
+def counts(run: Run, where: str, m: Groups) -> bool:
+    trials = [len(run.times(c)) for c in run.cells if run.is_correct(c)]
+    own = sum(c["backend"] == run.baseline for c in run.cells)
+    known = {
+        "n": min(trials),
+        "most": max(trials),
+        "double": max(2 * max(trials), 10),
+        "own": own,
+        "all": len(run.everything),
+    }
+    known |= {"ratios": len(run.cells) - own, "ref": len(run.everything) - len(run.cells) - 1}
+    named = {m[key] for key in "ab" if key in m} <= {run.baseline}
+    return named and all(shows(m.get(key, ""), value) for key, value in known.items())
+
+
+@rule(r"(?<![\d.])<x> ?M (?:parameters|model)", r"a Llama of <x> M parameters")
+def parameters(run: Run, where: str, m: Groups) -> bool:
+    return all(shows(m["x"], records[0]["num_parameters"] / 1e6) for records in run.trials.values())
+
+
+@rule(r"python -m bench run --matrix (?P<options>\w+(?: --budget \w+)? --out \S+)")
+@rule(r"(?i)\bcommit: (?P<commit>[0-9a-f]{40})", r"SHA-256 of the journal: (?P<sum>[0-9a-f]{64})")
+@rule(
+    r"(?<![\w-])(?P<name>[A-Za-z-]+) (?P<number>\d+\.\d+\.\d+[^\s,;]*?)(?=[,;.]?(?:\s|$))", r"AMD EPYC, <cores> cores"
+)
+def origin(run: Run, where: str, m: Groups) -> bool:
+    about = run.about["machine"]
+    known = run.about["distributions"] | run.about["packages"] | {"Python": about["python"]}
+    known |= {"Linux": about["system"].split()[1]}
+    right = m.get("number") == known.get(m.get("name")) and m.get("commit", run.about["git"]["commit"])
+    right = right == run.about["git"]["commit"] and m.get("sum", run.sha256) == run.sha256
+    return (
+        right and m.get("options", "") in " ".join(run.about["command"]) and shows(m.get("cores", ""), about["cores"])
+    )
+
+
+@rule(r"(?<!frameworks, at )(?<![(])\b(?P<axis>[NWB]) ?= ?<values:list>(?: samples of <tokens> tokens)?")
+@rule(r"on <W> ranks of", r"<B> samples of <tokens> tokens", r"micro-batch <size>", r"clipped to <clip_norm>")
+@rule(r"(?P<optimizer>sgd|adamw-foreach) \(lr <learning_rate>")
+def settings(run: Run, where: str, m: Groups) -> bool:
+    """Several values are all that the run has."""
+    axes = {"N": "accumulate", "W": "world_size", "B": "global_batch_size"}
+    told = {axes[key]: numbers(m.get(key, "")) for key in axes} | {"sequence_length": numbers(m.get("tokens", ""))}
+    told |= {axes[m["axis"]]: numbers(m["values"])} if "axis" in m else {}
+    of = [c for c in run.cells if m.get("optimizer", c["optimizer"]) == c["optimizer"]]
+    known = {key: sorted({c[key] for c in of}) for key in (*told, "clip_norm", "learning_rate")}
+    right = all(
+        values == known[key] if len(values) > 1 else set(values) <= set(known[key]) for key, values in told.items()
+    )
+    sizes = [c["global_batch_size"] / c["accumulate"] / c["world_size"] for c in run.select(where, run.cells)]
+    known |= {"size": sizes}
+    return right and all(float(m[key]) in known[key] for key in ("clip_norm", "learning_rate", "size") if key in m)
+
+
+@rule(r"others took <x> % of its CPUs \(limit <limit> %\); <n> repeat, and an interval needs <needed>")
+def disturbed(run: Run, where: str, m: Groups) -> bool:
+    constants = float(m["limit"]) == 100 * IDLE and int(m["needed"]) == LEAST_TRIALS
+    taken = any(shows(m["x"], 100 * run.taken(c)) for c in run.cells)
+    return constants and taken and int(m["n"]) == max(len(run.times(c)) for c in run.cells)
+
+
+@rule(
+    r"<a:cells> needs? <x>x the memory of <b:cells>, mostly for (?P<use>\w+ \w+)",
+    r"<a:cells> sends? <x>x the bytes of <b:cells>",
+)
+def extremes(run: Run, where: str, m: Groups) -> bool:
+    """The largest over the smallest of the good cells of the group, whose names are all there or counted."""
+    size = run.memory if "use" in m else run.sent
+    cells = sorted(run.good(where), key=size)
+    for told, end in ((m["a"], cells[-1]), (m["b"], cells[0])):
+        names, more = set(re.findall(r"[\w-]+-[\w-]+", told)), re.search(r"and (\d+) more", told)
+        alike = {c["backend"] for c in cells if math.isclose(size(c), size(end), rel_tol=1e-3)}
+        if not names <= alike or len(names) + int(more[1] if more else 0) != len(alike):
+            return False
+    least, most = (run.first(c, "memory") for c in (cells[0], cells[-1]))
+    use = max((key for key in most if key.startswith("peak_")), key=lambda key: most[key] - least[key])
+    return use == f"peak_{m.get('use', use[5:])}".replace(" ", "_") and shows(m["x"], size(cells[-1]) / size(cells[0]))
+
+
+@rule(r"<a:cells> deviates? from the reference's loss by up to <x> nats/token")
+def deviating(run: Run, where: str, m: Groups) -> bool:
+    work, largest = ("global_batch_size", "optimizer", "clip_norm"), max(c["accumulate"] for c in run.cells)
+    wrong, away = [c for c in run.cells if not run.is_correct(c)], []
+    for cell in (c for c in wrong if c["accumulate"] == largest):
+        (truth,) = [c for c in run.everything if c["backend"] == "reference" and all(c[k] == cell[k] for k in work)]
+        away.append(np.abs(np.subtract(*(run.first(c, "time")["losses"] for c in (cell, truth)))).max())
+    return set(m["a"].split(", ")) == {c["backend"] for c in wrong} and shows(m["x"], max(away))
+
+
+@rule(r"nothing is certainly faster than <a:cell>; <slower> of <n> comparisons are slower")
+def nothing_faster(run: Run, where: str, m: Groups) -> bool:
+    found = [run.verdicts(m["a"])[c["id"]] for c in run.select(where, run.timed) if c["backend"] != m["a"]]
+    return "faster" not in found and [int(m["slower"]), int(m["n"])] == [found.count("slower"), len(found)]
+
+
+@rule(
+    r"Half of the trials are within <x> % of the median of their cell; (?P<blocks>blocks differ in all cells together)?"
+)
+@rule(r"Triangles at the edge: <n> trials farther away, up to <most> %")
+def scatter(run: Run, where: str, m: Groups) -> bool:
+    """Friedman's test, over the blocks that all cells have; the axis reaches 1.4 times as far as 98 % of trials."""
+    away, times = run.deviations(), [run.times(c) for c in run.timed]
+    if "most" in m:
+        return shows(m["most"], away.max()) and int(m["n"]) == (away > 1.4 * np.quantile(away, 0.98)).sum()
+    common = set.intersection(*map(set, times))
+    p_value = stats.friedmanchisquare(*([time[block] for time in times] for block in common)).pvalue
+    return shows(m["x"], np.median(away)) and (p_value < 0.01) == bool(m["blocks"])
+
+
+@rule(
+    r"(?<=: )mean over blocks, below 1 is faster",
+    r"20 % trimmed (?:geometric )?mean",
+    "95 % intervals",
+    "x86_64",
+    "1/N",
+)
+@rule("Below 1, B is faster", "Lower left is better", "times differ", "median step after warm-up", "the slowest rank")
+@rule("largest peak(?: of a rank)?", "(?:Times cannot|No times can) be compared", "More frameworks, at N = 4: popular")
+def about_the_method(run: Run, where: str, m: Groups) -> bool:
+    """How to read the numbers."""
+    return True

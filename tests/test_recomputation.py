@@ -1,0 +1,137 @@
+"""What is published, held against the journals by code that imports nothing of the bench."""
+
+from __future__ import annotations
+
+import re
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import pytest
+
+from tests.recomputed import ROOT, Run
+from tests.sentences import MIB, Groups, audit, shows, shows_interval
+
+RUNS = ("cpu", "popular", "curves")
+CITED = {
+    "cpu": ("fsdp2-deferred N=8 W=2 fp32", "fsdp2-eager N=8 W=2 fp32"),
+    "popular": ("lightning-ddp N=4 W=2 fp32 B = 16 adamw-foreach",),
+}
+
+
+@cache
+def run_of(name: str) -> Run:
+    return Run(name)
+
+
+def plain(text: str) -> str:
+    return " ".join(re.sub(r"[*`]|\[([^]]*)\]\([^)]*\)", r"\1", text).split())
+
+
+Source = Callable[[str], Iterator[tuple[str, str]]]
+
+
+def of_report(name: str) -> Iterator[tuple[str, str]]:
+    """The items of a report, all about the group of its first one, and the texts between its tables."""
+    text = (ROOT / "results" / name / "report.md").read_text(encoding="utf-8")
+    text = re.sub(r"\n  ```sh\n +(.*)\n  ```", r" \1", re.sub(r"(?m)^(\|.*|```.*)\n", "\n", text))
+    parts = [plain(part) for part in re.split(r"\n(?=- )|\n\n+", text)]
+    where = next((found[0] for part in parts if (found := re.search(r"at N=.*", part))), "")
+    yield from ((part, where) for part in parts)
+
+
+def of_plots(name: str) -> Iterator[tuple[str, str]]:
+    """Titles and notes of the figures, as their files hold them."""
+    for path in sorted((ROOT / "plots" / name).glob("*.png")):
+        data, at, words = path.read_bytes(), 8, {}
+        while at < len(data):
+            (size,), kind = struct.unpack(">I", data[at : at + 4]), data[at + 4 : at + 8]
+            if kind in (b"tEXt", b"iTXt"):
+                key, _, value = data[at + 8 : at + 8 + size].partition(b"\0")
+                words[key] = value.split(b"\0")[-1].decode("latin-1" if kind == b"tEXt" else "utf-8")
+            at += 12 + size
+        yield from ((plain(words[key]), words[b"Title"]) for key in (b"Title", b"Description"))
+
+
+def of_readme(_: str) -> Iterator[tuple[str, str]]:
+    """The answer that it gives."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("## The answer it gives")[2].partition("\n## ")[0]
+    yield from ((plain(part.lstrip("\n!")), "at N = 8") for part in re.split(r"\n(?=- )|\n\n+", text))
+
+
+def of_citations(name: str) -> Iterator[tuple[str, str]]:
+    command = [sys.executable, "-m", "bench", "cite", f"results/{name}", *CITED[name]]
+    printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    yield from ((plain(part), CITED[name][0]) for part in printed.partition("Plain text:")[2].split("\n"))
+
+
+SOURCES: list[tuple[Source, str]] = [(source, name) for source in (of_report, of_plots) for name in RUNS]
+SOURCES += [(of_readme, "cpu"), *((of_citations, name) for name in CITED)]
+
+
+@pytest.mark.parametrize(("source", "name"), SOURCES)
+def test_what_is_published_follows_from_the_journal(source: Source, name: str) -> None:
+    errors = [error for body, where in source(name) for error in audit(run_of(name), body, where)]
+    assert not errors, "\n".join(errors)
+
+
+def rows_of_report(name: str) -> Iterator[tuple[str, Groups]]:
+    """The rows of its tables with their heading; a second column of a name has a mark, and so has memory's ratio."""
+    heading, columns = "", list[str]()
+    for line in (ROOT / "results" / name / "report.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("### "):
+            heading = line
+        elif line.startswith("| backend"):
+            columns = [f"{cell}'" if cell in cells[:at] else cell for at, cell in enumerate(cells)]
+        elif line.startswith("| ") and "---" not in line:
+            row = dict(zip(columns, cells, strict=True))
+            yield heading, row if "s/step" in row else row | {"ratio'": row["ratio"]}
+
+
+def row_is_right(run: Run, heading: str, row: Groups) -> bool:
+    cell = run.find(row["backend"], heading)
+    base = run.partner(cell, run.baseline)
+    verdict = "baseline" if cell is base else run.verdict(cell, base)
+    if not run.is_correct(cell):
+        return (row["correct?"], row["n"], row.get("verdict", verdict)) == ("invalid", "0", verdict)
+    right = (row["correct?"], row["n"], row.get("verdict", verdict)) == ("yes", str(len(run.times(cell))), verdict)
+    right = right and shows(row["memory"].removesuffix(" MiB"), run.memory(cell) / MIB)
+    right = right and shows(row["ratio'"], run.memory(cell) / run.memory(base))
+    for centre, ends, found in (("s/step", "95 %", run.time(cell)), ("ratio", "95 %'", run.ratio(cell, base))):
+        if "s/step" in row and "-" in row[ends][1:]:
+            low, high = row[ends].split("-")
+            right = right and shows_interval(found, {"x": row[centre], "low": low, "high": high}, 0)
+    return right and ("s/step" not in row or cell is base or row["95 %'"] != "-")
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_row_of_a_table_follows_from_the_journal(name: str) -> None:
+    rows = list(rows_of_report(name))
+    assert rows and [row for heading, row in rows if not row_is_right(run_of(name), heading, row)] == []
+
+
+SWAPPED = {
+    "faster": "slower",
+    "slower": "faster",
+    "fastest": "slowest",
+    "less": "more",
+    "saves": "costs",
+    "cuts": "adds",
+}
+SWAPPED |= {"Least": "Most", "least": "most", "shortest": "longest", "widest": "narrowest", "Next": "Last"}
+
+
+@pytest.mark.parametrize(("source", "name"), [s for s in SOURCES if s[0] is not of_citations])
+def test_a_changed_number_or_word_is_found(source: Source, name: str) -> None:
+    """The first digit of each number, and each comparative word, changed in turn."""
+    missed, words = [], re.compile(rf"(?<![A-Za-z\d.])\d|(?<![\w-])(?:{'|'.join(SWAPPED)})(?![\w-])")
+    for body, where in source(name):
+        for found in words.finditer(body):
+            other = SWAPPED.get(found[0]) or str(int(found[0]) % 9 + 1)
+            changed = body[: found.start()] + other + body[found.end() :]
+            if not audit(run_of(name), changed, where):
+                missed.append(f"{found[0]} -> {other} in: {changed}")
+    assert not missed, "\n".join(missed)
