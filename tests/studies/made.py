@@ -65,6 +65,7 @@ def _studies(*names: str) -> tuple[str, ...]:
     return tuple(f"tests/studies/{name}.py" for name in names)
 
 
+CLAIMS = (*_studies("claims", "measured", "judges_lightning", "judges_torch", "probes"), "tests/studies/claims.toml")
 DRAWN = ("cpu", "popular", "curves")
 """Runs whose plots are committed."""
 DTYPES = "python -m bench accumulation --errors --json > results/bytes/accumulation.jsonl"
@@ -136,8 +137,8 @@ ROWS = (
         name="claims",
         paths=("docs/claims.md", "docs/claims.json"),
         commands=("python -m tests.studies.claims --probes",),
-        code=(*_studies("claims", "probes"), "bench/judge", "bench/workload"),
-        sources=("cpu", "throughput", "semantics", "versions"),
+        code=(*CLAIMS, "bench/judge", "bench/workload"),
+        sources=("cpu", "popular", "curves", "links", "throughput", "semantics", "versions"),
         minutes=1,
     ),
     Made(

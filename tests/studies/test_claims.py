@@ -6,7 +6,8 @@ import copy
 
 import pytest
 
-from tests.studies.claims import CLAIMS, DOCS, FALSE, TRUE, Claim, Measured, page
+from tests.studies.claims import CLAIMS, DOCS, answer, page
+from tests.studies.measured import FALSE, TRUE, Measured
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +32,19 @@ def test_a_verdict_follows_its_measurement(measured: Measured) -> None:
     probes["unscaled"]["SGD"]["distance"] = 0.0
     probes["equal_n"] = ""
     other = Measured(measured.about, suite, measured.rates, measured.versions, probes)
-    judged = {claim.text: (claim.judge(measured)[0], claim.judge(other)[0]) for claim in _claims()}
-    assert judged["Lightning hands control of accumulation completely to DeepSpeed."] == (FALSE, TRUE)
-    assert judged["It is normal cooperation of two frameworks, not a defect."] == (FALSE, TRUE)
-    assert judged["Keep N equal in the Trainer and in DeepSpeed's config."] == (FALSE, TRUE)
-    assert judged["Define optimizer and scheduler only in `configure_optimizers`."] == (TRUE, FALSE)
-    assert judged["The loss must be scaled by 1/N."] == (TRUE, FALSE)
-    assert judged["`strategy.optimizer_step` runs for every batch."] == ("true only under DeepSpeed", FALSE)
+    rows = {row["judge"]: row for claims in CLAIMS.values() for row in claims}
+    judged = {name: (answer(row, measured)[0], answer(row, other)[0]) for name, row in rows.items()}
+    for name in ("completely", "divided_once", "equal_n"):
+        assert judged[name] == (FALSE, TRUE), name
+    for name in ("configure_optimizers", "scaled"):
+        assert judged[name] == (TRUE, FALSE), name
+    assert judged["every_batch"] == ("true only under DeepSpeed", FALSE)
+    assert judged["hook"] == ("true only without DeepSpeed", TRUE)
+    assert judged["call_is_normal"] == (TRUE, TRUE)
 
 
-def _claims() -> list[Claim]:
-    return [claim for claims in CLAIMS.values() for claim in claims]
+def test_the_formula_of_samples_is_that_of_the_article(measured: Measured) -> None:
+    """ceil(samples / (batch x N x GPUs)) counts what drop_last leaves out: 6, where every backend takes 4."""
+    (row,) = [row for claims in CLAIMS.values() for row in claims if row["judge"] == "ceil_of_samples"]
+    verdict, text = answer(row, measured)
+    assert verdict == FALSE and "two epochs are 6 by this formula and 4 by the rule of every backend" in text

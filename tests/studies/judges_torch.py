@@ -1,0 +1,203 @@
+"""The verdicts on claims about FSDP2, Hugging Face and accumulation in general: one function per row of claims.toml."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from bench.judge.formulas import expect, layout_of
+from bench.judge.statistics import ratio
+from bench.plan.cell import Cell, Precision
+from tests.studies.measured import (
+    DIVIDED_TWICE,
+    FALSE,
+    MIB,
+    OUTSIDE,
+    PLAIN,
+    TRUE,
+    Judged,
+    Measured,
+    memory,
+    once,
+    only,
+    payload,
+    peak,
+    run_of,
+    true,
+)
+
+LINKS = ("unlimited", "1gbit", "200mbit")
+TITAN, TRAINER, ACCELERATE = "torchtitan-eager", "hf-trainer-ddp", "accelerate-ddp"
+HSDP = ("hsdp-eager", "hsdp-deferred-all-reduce", "hsdp-deferred")
+
+
+def halves(m: Measured) -> Judged:
+    both, pair = ("all_gather", "reduce_scatter"), ("fsdp2-deferred", "fsdp2-eager")
+    two, eight = (payload(pair[0], n, *both) / payload(pair[1], n, *both) for n in (2, 8))
+    reduced = payload(pair[0], 8, both[1]) / payload(pair[1], 8, both[1])
+    mixed_8, mixed_64 = (due_payload(pair[0], n) / due_payload(pair[1], n) for n in (8, 64))
+    numbers = {"reduced": reduced, "two": two, "eight": eight, "mixed_8": mixed_8, "mixed_64": mixed_64}
+    return TRUE if eight < 0.55 else only(mixed_64 < 0.51), numbers
+
+
+def due_payload(backend: str, n: int) -> int:
+    """Payload bytes of the collectives of one window in bf16, by the formulas."""
+    size = {"world_size": 2, "global_batch_size": 2 * n, "sequence_length": 8, "model": "tiny"}
+    cell = Cell(backend=backend, accumulate=n, precision=Precision.BF16, **size)
+    layout = layout_of(cell)
+    assert layout is not None
+    due = expect(cell, layout)
+    assert due is not None
+    return sum(row.payload_bytes for row in due.collectives)
+
+
+def no_sync(m: Measured) -> Judged:
+    ddp, fsdp2 = payload("ddp-deferred", 8, "all_reduce"), payload("fsdp2-deferred", 8, "reduce_scatter")
+    gathered = payload("fsdp2-deferred", 8, "all_gather")
+    numbers = {"ddp": ddp / MIB, "fsdp2": fsdp2 / MIB, "gathered": gathered / MIB}
+    return only(payload("ddp-deferred", 8, "all_gather") == 0 < gathered, TRUE), numbers
+
+
+def unsharded(m: Measured) -> Judged:
+    eager, deferred = (memory(name, 8, "held_gradients") for name in ("fsdp2-eager", "fsdp2-deferred"))
+    return true(deferred > eager), {"eager": eager / 1e6, "deferred": deferred / 1e6}
+
+
+def lower_peak(m: Measured) -> Judged:
+    peaks = {n: [peak(name, n) for name in ("fsdp2-eager", "fsdp2-deferred")] for n in (1, 2, 8)}
+    ddp = [peak(name, 4, "popular") for name in ("ddp-eager", "ddp-deferred")]
+    right = all(peaks[n][0] < peaks[n][1] for n in (2, 8)) and peaks[1][0] == peaks[1][1]
+    names = ("eager", "deferred", "eager_2", "deferred_2", "ddp_eager", "ddp_deferred")
+    numbers = dict(zip(names, (f"{size:.1f}" for size in (*peaks[8], *peaks[2], *ddp)), strict=True))
+    return only(right and math.isclose(*ddp, rel_tol=1e-3)), numbers
+
+
+def all_reduce_alone(m: Measured) -> Judged:
+    size = {"world_size": 4, "replicate": 2, "global_batch_size": 16, "sequence_length": 8, "model": "135m"}
+    cell = Cell(backend="", accumulate=4, **size)
+    layout = layout_of(cell)
+    assert layout is not None
+    calls, held = [], []
+    for name in HSDP:
+        due = expect(dataclasses.replace(cell, backend=name), layout)
+        assert due is not None
+        by_op = {row.op: row.calls // len(layout.units) for row in due.collectives}
+        calls.append(f"{by_op['reduce_scatter']} and {by_op['all_reduce']} under `{name}`")
+        held.append(due.held["gradients"] / due.held["parameters"])
+    numbers = {"counted": ", ".join(calls), "alone": held[1], "both": held[2]}
+    return true(all(set(m.weights("partial-window", name)) == {1.0} for name in HSDP)), numbers
+
+
+def torchtitan(m: Measured) -> Judged:
+    return FALSE, {}
+
+
+def counts_updates(m: Measured) -> Judged:
+    ended, repeated = (m.updates(scenario, TITAN) for scenario in ("partial-window", "max-steps"))
+    step, repeated_step = (m.reported(scenario, TITAN, "trainer.step") for scenario in ("partial-window", "max-steps"))
+    numbers = {"ended": ended, "step": step, "repeated": repeated, "repeated_step": repeated_step}
+    return TRUE if ended == step else only(repeated == repeated_step), numbers
+
+
+def overlaps(m: Measured) -> Judged:
+    return OUTSIDE, {}
+
+
+def discards(m: Measured) -> Judged:
+    after = {deferred: found["reset_iter_state"] for deferred, found in m.probes["recovered"].items()}
+    (before,) = {found["zero_grad"] for found in m.probes["recovered"].values()}
+    kept = [weight - 1 > 1e-3 for weight in after.values()]
+    numbers = {"before": before, "reductions": after["reductions"], "all_reduce": after["all-reduce"]}
+    return only(any(kept) and not all(kept), true(not any(kept))), numbers
+
+
+def scaled(m: Measured) -> Judged:
+    sgd, adam = m.probes["unscaled"]["SGD"], m.probes["unscaled"]["AdamW"]
+    return true(sgd["distance"] > 0.01), {"sgd": sgd["length"], "adam": adam["length"]}
+
+
+def items_in_batch(m: Measured) -> Judged:
+    across, per_rank, without = (
+        m.distortion(name, TRAINER) for name in ("tokens-counted", "tokens-counted-per-rank", "tokens-mean")
+    )
+    numbers = {"across": across, "per_rank": per_rank, "without": without}
+    return only(math.isclose(across, 1, rel_tol=1e-3) and without > 1.001), numbers
+
+
+def accumulates(m: Measured) -> Judged:
+    whole, partial = set(m.weights("divisible", ACCELERATE)), min(m.weights("partial-window", ACCELERATE))
+    return only(whole == {1.0} and partial < 1, TRUE), {"partial": partial}
+
+
+def steps_at_the_end(m: Measured) -> Judged:
+    prepared, own = (m.updates(scenario, ACCELERATE) for scenario in ("partial-window", "own-loader"))
+    mixed = m.mixed("own-loader", ACCELERATE)
+    numbers = {"prepared": prepared, "own": own, "mixed": mixed}
+    return only(mixed > m.mixed("partial-window", ACCELERATE) == 0, TRUE), numbers
+
+
+def changes_n(m: Measured) -> Judged:
+    engine, ddp = (max(m.weights("n-by-epoch", name)) for name in ("accelerate-deepspeed-zero2", ACCELERATE))
+    return only(engine > ddp == 1, true(engine == 1)), {"engine": engine}
+
+
+def scheduler(m: Measured) -> Judged:
+    updates = m.updates("prepared-scheduler", ACCELERATE)
+    stands = m.reported("prepared-scheduler", ACCELERATE, "lr_scheduler.last_epoch")
+    return true(stands == updates), {"updates": updates, "stands": stands}
+
+
+def curves(m: Measured) -> Judged:
+    run = run_of("curves")
+    losses = run.tables.losses.merge(
+        run.tables.trials[["cell_id", "repeat", "backend", "optimizer", "clip_norm", "twin"]], on=["cell_id", "repeat"]
+    )
+    losses = losses[losses["twin"].fillna("") == ""]
+    by = losses.pivot_table(index=["optimizer", "clip_norm", "step"], columns="backend", values="loss")
+    away = by.sub(by["reference"], axis=0).abs().groupby(level=[0, 1]).max()
+    adam, sgd = away.loc["adamw-foreach"], away.loc["sgd"]
+    trial = once("trials", DIVIDED_TWICE, 4, "curves").query("clip_norm == 0").iloc[0]
+    numbers = {
+        "steps": int(losses["step"].max()) + 1,
+        "scale": 1 - trial["update_error"],
+        "error": trial["update_error"],
+        "adam": adam.loc[0.0, DIVIDED_TWICE],
+        "right": adam.loc[0.0, PLAIN],
+        "sgd": sgd.loc[0.0, DIVIDED_TWICE],
+        "clipped": adam.loc[1.5, DIVIDED_TWICE],
+    }
+    return true(numbers["adam"] > 0.01 or trial["update_error"] < 0.01), numbers
+
+
+def same_memory(m: Measured) -> Judged:
+    peaks = [peak("ddp-deferred", n) for n in (1, 2, 8)]
+    activations = [memory("ddp-deferred", n, "tracked_peak_activations") / MIB for n in (1, 2, 8)]
+    words = (", ".join(f"{size:.1f}" for size in sizes) for sizes in (peaks, activations))
+    falling = all(sizes == sorted(sizes, reverse=True) for sizes in (peaks, activations))
+    return only(falling and activations[-1] < 0.1), dict(zip(("peaks", "activations"), words, strict=True))
+
+
+def bandwidth(m: Measured) -> Judged:
+    found: dict[tuple[str, int], list[Any]] = {}
+    for run in map(run_of, (f"links/{name}" for name in LINKS)):
+        for cell in run.cells.values():
+            family, _, _ = cell.backend.partition("-deferred")
+            base = dataclasses.replace(cell, backend=f"{family}-eager")
+            if family != cell.backend and not cell.twin and cell.accumulate > 1 and base.cell_id in run.cells:
+                time = ratio(run.evidence.of(cell).sample, run.evidence.of(base).sample)
+                found.setdefault((cell.backend, cell.accumulate), []).append(time)
+    every = [time for times in found.values() for time in times]
+    faster, slower = sum(time.high < 1 for time in every), sum(time.low > 1 for time in every)
+    words = {
+        name: ", ".join(f"{time.ratio:.2f}" for time in found[f"{name}-deferred", 16]) for name in ("ddp", "fsdp2")
+    }
+    slower_links = all(times[0].ratio > times[-1].ratio for times in found.values())
+    numbers = {"all": len(every), "faster": faster, "slower": slower, **words}
+    return true(slower_links and not slower), numbers
+
+
+def stable(m: Measured) -> Judged:
+    noise = m.probes["noise"]
+    small, large = noise["relative"]["1"], noise["relative"]["16"]
+    return only(noise["error"] < 1e-5 and large < small), {"small": small, "large": large, "error": noise["error"]}
