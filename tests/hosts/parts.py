@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -25,14 +25,12 @@ from bench.judge.tables import rows_of
 from bench.plan.cell import Status
 from bench.plan.matrix import FOLDER
 from bench.run.journal import JOURNAL, MANIFEST, Journal, read_manifest
-from bench.run.links import PASSES, bus_rate
 from tests.conftest import ROOT, until
 from tests.faults.leaks import Leaks
 from tests.hosts.rig import Rig, rig
 
 RUN_S, END_S = 3600.0, 300.0
 """How long a run may take, and what ends by itself after it; generous, since the machine may be busy."""
-TIMED = ("ddp-eager", "ddp-deferred", "fsdp2-eager", "fsdp2-deferred", "hsdp-eager", "hsdp-deferred")
 FEW = ("--backend", "ddp-eager,ddp-deferred", "--world-size", "2", "--ranks-per-node", "1")
 INTERRUPTS = 20
 SEED = 19
@@ -153,28 +151,6 @@ def _trials(what: str, status: int, folder: Path) -> Row:
     documented = "by documented defects" * (bool(bad) and status == 0)
     words = f"{len(trials) - len(bad)} of {len(trials)} trials pass all gates; exit status {status}"
     return Row((what, "; ".join(filter(None, (words, documented, *dict.fromkeys(found))))), status == 0)
-
-
-def rates(on: Hosts, limits: Sequence[str]) -> Iterator[Row]:
-    """Two ranks on each host, which HSDP needs: it shards within a host and replicates across."""
-    spread = ("--world-size", "4", "--ranks-per-node", "2", "--batch", "8", "--backend", ",".join(TIMED))
-    for limit in limits:
-        on.rig.limit(limit)
-        status, folder = on.run(f"rate-{limit}", *spread)
-        on.rig.limit("")
-        records, manifest = Journal(folder).read(), read_manifest(folder)
-        entry = next(entry for entry in manifest["matmul"] if entry["num_nodes"] == 2)
-        measured = bus_rate(entry["links"][-len(PASSES)], entry["world_size"]) / 1e6 if entry["links"] else 0.0
-        timed = [record for record in records if not record["cell"]["twin"] and record["cell"]["ranks_per_node"] == 2]
-        times = {record["cell"]["backend"]: _median(record) for record in timed}
-        good = sum(record["status"] == Status.OK for record in records)
-        shown = (f"{good} of {len(records)}", f"{measured:.3g}", *(f"{times.get(name, 0.0):.3g}" for name in TIMED))
-        yield Row((limit or "unlimited", *shown), status == 0)
-
-
-def _median(record: Mapping[str, Any]) -> float:
-    seconds = sorted((record.get("time") or {}).get("step_seconds", [])) or [0.0]
-    return float(seconds[len(seconds) // 2])
 
 
 def bits(on: Hosts) -> Iterator[Row]:

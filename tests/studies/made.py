@@ -184,7 +184,7 @@ ROWS = (
     ),
     Made(
         name="hosts",
-        paths=("docs/hosts.md",),
+        paths=("docs/hosts.md", "docs/hosts.json"),
         commands=("nox -s hosts",),
         code=("tests/hosts", "bench/launch", "bench/run"),
         minutes=40,
