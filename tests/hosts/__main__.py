@@ -26,10 +26,11 @@ PAGE = ROOT / "docs" / "hosts.md"
 DATA = PAGE.with_suffix(".json")
 """What the parts found, by name."""
 HEADING = "## What was tried\n"
-WHERE = """`nox -s hosts` writes this section from docs/hosts.json, where it keeps the rows, and exits with 1 if something
-is not as it must be. It makes network namespaces on one machine, joined by virtual links, under a real Slurm, and
-trains the smoke matrix over gloo. All hosts share one kernel, so the load of one is not counted as foreign to the
-others. Nothing was run on several machines, or over NCCL between hosts.
+WHERE = """\
+`nox -s hosts` writes this section from docs/hosts.json, where it keeps the rows, and exits with 1 if something is not
+as it must be. It makes network namespaces on one machine, joined by virtual links, under a real Slurm, and trains the
+smoke matrix over gloo. All hosts share one kernel, so the load of one is not counted as foreign to the others. Nothing
+was run on several machines, or over NCCL between hosts.
 """
 
 
