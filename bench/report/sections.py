@@ -39,7 +39,7 @@ OPERATIONS = {
 EPOCH_END = Path(__file__).with_name("epoch_end.json")
 """What the semantics suite found where an epoch ends within a window, which no timed trial shows.
 
-``python -m tests.studies.bundle`` writes it from results/semantics.
+``python -m tests.studies.semantics`` writes it from results/semantics.
 """
 SCENARIOS = Path(__file__).parents[2] / "docs" / "semantics.md"
 """All scenarios of the suite; only in a checkout."""

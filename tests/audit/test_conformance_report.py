@@ -211,21 +211,6 @@ def test_the_suites_own_page_has_every_table_and_diagnosis() -> None:
     assert text.count("\n- ") >= len(SOME) + 1 and "<script>" not in text and "<b>" not in text
 
 
-def test_lightning_with_deepspeed_is_told_from_the_data() -> None:
-    text = "\n".join(semantics.lightning_deepspeed(SOME))
-    assert "Backends with the counters of both the Trainer and the engine: `twice`, `once`." in text
-    assert (
-        "- Calls of hooks, in `whole`:\n"
-        "  - `twice`, `once`: `strategy.optimizer_step` 4 times, `on_before_optimizer_step` 4 times, for 1 update"
-    ) in text
-    assert (
-        "  - `twice`: 2 updates, 1 of them with samples of two epochs, 0.25 of the right weight, 2 samples lost, "
-        "`trainer.global_step` = 1, `engine.global_steps` = 2\n"
-    ) in text
-    assert "- Clipped to norm 0.1, in `clipped`:\n  - `twice`: the coefficients of an update sum to 0.4 instead" in text
-    assert "`once`: the coefficients of an update sum to 0.4, as they should" in text
-
-
 def test_the_committed_pages_are_those_of_the_committed_observations() -> None:
     """docs/semantics.md begins with questions, and is short."""
     about, observations = semantics_files.load(semantics.SUITE / semantics_files.OBSERVATIONS)

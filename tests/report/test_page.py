@@ -23,7 +23,7 @@ from bench.report.sections import epoch_end, nodes
 from bench.run.journal import Journal
 from tests.factories import make_cell, make_manifest, make_record
 from tests.pages import HOSTILE, Element, data_of, read, report, write_large_run, write_run
-from tests.studies.bundle import bundle
+from tests.studies.semantics import at_epoch_end
 
 FACTORS = {"alpha-eager": 1.0, "alpha-deferred": 0.75, "beta": 1.2, "gamma": 1.001}
 SECTIONS = ["speed", "memory", "communication", "correctness", "semantics"]
@@ -140,7 +140,7 @@ def test_steps_of_whole_windows_do_not_pass_for_those_at_an_epochs_end(tmp_path:
 
 
 def test_the_bundled_findings_are_those_of_the_committed_suite() -> None:
-    assert bundle(*load_suite(RESULTS / "semantics" / "observations.json")) == epoch_end()
+    assert at_epoch_end(*load_suite(RESULTS / "semantics" / "observations.json")) == epoch_end()
 
 
 def assert_citations(folder: Path) -> int:

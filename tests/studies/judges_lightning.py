@@ -11,8 +11,19 @@ import pandas as pd
 from bench.audit.stepcount_text import by_rule
 from bench.audit.training_plan import TrainingPlan
 from bench.backends.base import registry
-from tests.studies.measured import DIVIDED_TWICE, FIXED, PLAIN, TRUE, Judged, Measured, only, true
-from tests.studies.semantics import GLOBAL_STEP, HOOK, STRATEGY
+from tests.studies.measured import (
+    DIVIDED_TWICE,
+    FIXED,
+    GLOBAL_STEP,
+    HOOK,
+    PLAIN,
+    STRATEGY,
+    TRUE,
+    Judged,
+    Measured,
+    only,
+    true,
+)
 
 
 def completely(m: Measured) -> Judged:

@@ -18,6 +18,7 @@ from tests.conftest import ROOT
 PROBES = ROOT / "docs" / "claims.json"
 MIB = 2**20
 TRUE, FALSE, ONLY, OUTSIDE = "true", "false", "true only", "not measured here"
+GLOBAL_STEP, STRATEGY, HOOK = "trainer.global_step", "strategy.optimizer_step", "on_before_optimizer_step"
 DIVIDED_TWICE, PLAIN, FIXED = "lightning-deepspeed-zero2", "lightning-ddp", "lightning-deepspeed-zero2-corrected"
 Judged = tuple[str, Mapping[str, Any]]
 """A verdict, and the numbers of the sentence."""

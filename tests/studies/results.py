@@ -1,8 +1,8 @@
 """``nox -s results``: which committed runs and pages are older than the code they are made by, and how to make them.
 
-Without a name it lists them all, with the errors and warnings of ``python -m bench check``; with names it makes these,
+Without a name it lists all that made.toml has, with the errors of ``python -m bench check``; with names it makes these,
 with ``--all`` all that are out of date, each after what it is made from. Comments and docstrings count as no change.
-Exit status: 1 if something is out of date, has an error or a warning without a known reason, or could not be made.
+Exit status: 1 if something is out of date, has an error, or could not be made.
 """
 
 from __future__ import annotations
@@ -16,24 +16,45 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from bench.errors import BAD, GOOD, INTERRUPTED, WRONG, InputError
-from bench.findings import Finding, Level
-from bench.formatting import plural
+from bench.findings import Level
 from bench.judge.integrity import check
 from bench.run.journal import JOURNAL, MANIFEST
 from tests.conftest import ROOT
-from tests.studies.made import ROWS, Made
 
 RECORDS = "results/made.json"
 """When and at which commit each page was made. Runs say this themselves."""
 CODE = ("bench", "tests")
 """Must be committed before anything is made."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Made:
+    """One thing that is committed and can be made again: a row of made.toml, which says what each value is."""
+
+    name: str
+    paths: Sequence[str]
+    commands: Sequence[str]
+    code: Sequence[str]
+    sources: Sequence[str] = ()
+    minutes: float
+    is_run: bool = False
+
+
+def rows() -> tuple[Made, ...]:
+    """The rows of made.toml, with the sets of code that they name."""
+    read = tomllib.loads(Path(__file__).with_name("made.toml").read_text(encoding="utf-8"))
+    sets: dict[str, list[str]] = read["sets"]
+    return tuple(Made(**row | {"code": [p for c in row["code"] for p in sets.get(c, [c])]}) for row in read["made"])
+
+
+ROWS = rows()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,23 +81,14 @@ def show() -> int:
     for row in ROWS:
         if why := reasons(row, late):
             late[row.name] = row
-        print(f"{row.name:<11}  {_minutes(row):4.0f} min  {'; '.join(why) or 'up to date'}")
-        found = [one for folder in _runs(row.paths) for one in check(folder)] if row.is_run else []
-        bad += _say(found, row.warnings)
-    total = sum(map(_minutes, late.values()))
+        print(f"{row.name:<11}  {row.minutes:4.0f} min  {'; '.join(why) or 'up to date'}")
+        for finding in (found for folder in _runs(row.paths) for found in check(folder)) if row.is_run else ():
+            if finding.level is Level.ERROR:
+                print(f"{'':<23}ERROR, {finding.topic}: {finding.text}")
+                bad += 1
+    total = sum(row.minutes for row in late.values())
     print(f"out of date: {len(late)}; to make them, about {total:.0f} min: nox -s results -- --all" if late else "")
     return BAD if late or bad else GOOD
-
-
-def _say(found: Sequence[Finding], known: Mapping[str, str]) -> int:
-    """Print errors and warnings, those with a reason in short; returns how many there are without one."""
-    for topic, number in Counter(one.topic for one in found if one.level is Level.WARNING).items():
-        if topic in known:
-            print(f"{'':<23}{plural(number, 'warning')}, {topic}: {known[topic]}")
-    bad = [one for one in found if one.level is Level.ERROR or (one.level is Level.WARNING and one.topic not in known)]
-    for one in bad:
-        print(f"{'':<23}{one.level.upper()}, {one.topic}: {one.text}")
-    return len(bad)
 
 
 def make(names: Collection[str], every: bool) -> int:
@@ -86,7 +98,7 @@ def make(names: Collection[str], every: bool) -> int:
     late: dict[str, Made] = {}
     for row in ROWS:
         if row.name in names or (every and reasons(row, late)):
-            print(f"== {row.name}, about {_minutes(row):.0f} min", flush=True)
+            print(f"== {row.name}, about {row.minutes:.0f} min", flush=True)
             if not _make(row):
                 late[row.name] = row
     print(f"failed: {', '.join(late)}" if late else "all were made: read the differences, then commit them")
@@ -162,10 +174,6 @@ def _records(row: Made) -> list[dict[str, Any]]:
 def _stored() -> dict[str, Any]:
     path = ROOT / RECORDS
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
-
-
-def _minutes(row: Made) -> float:
-    return float(_stored().get(row.name, {}).get("minutes", row.minutes))
 
 
 def _runs(paths: Sequence[str]) -> list[Path]:

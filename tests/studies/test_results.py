@@ -15,10 +15,9 @@ from bench.run.journal import read_manifest, write_manifest
 from tests.conftest import ROOT
 from tests.pages import simulate
 from tests.studies import results
-from tests.studies.made import ROWS, Made
+from tests.studies.results import ROWS, Made
 
 CODE, RUN, PAGE = "bench/code.py", "results/timed", "page.md"
-WARNINGS = dict.fromkeys(("tables", "machine", "A/A pair", "verdicts"), "it is simulated")
 
 
 def git(root: Path, *arguments: str) -> str:
@@ -41,9 +40,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     first = commit(tmp_path, '"""What is run."""\nrate = 1\n')
     simulate(tmp_path / RUN, {"a": 1.0, "b": 1.1}, repeats=2)
     write_manifest(tmp_path / RUN, read_manifest(tmp_path / RUN) | {"git": {"commit": first, "clean": True}})
-    timed = Made(
-        name="timed", paths=(RUN,), commands=("false",), code=(CODE,), minutes=1, is_run=True, warnings=WARNINGS
-    )
+    timed = Made(name="timed", paths=(RUN,), commands=("false",), code=(CODE,), minutes=1, is_run=True)
     made_by = (f"cp {CODE} {PAGE}",)
     page = Made(name="page", paths=(PAGE,), commands=made_by, code=(CODE,), sources=("timed",), minutes=2)
     monkeypatch.setattr(results, "ROWS", (timed, page))
@@ -89,8 +86,7 @@ def test_what_cannot_be_made_or_trusted_is_said(
     assert results.main([]) == BAD
     out = capsys.readouterr().out
     assert "at commit 000000000000, which is not in this repository; was made from code with uncommitted changes" in out
-    assert "ERROR, journal: was changed after the run" in out and "it is simulated" in out
-    assert "WARNING, code: commit 000000000000 with uncommitted changes" in out
+    assert "ERROR, journal: was changed after the run" in out
     assert results.main(["timed", "page"]) == BAD
     out = capsys.readouterr().out
     assert "exit status 1: false" in out and "failed: timed" in out and (root / PAGE).exists()
