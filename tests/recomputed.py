@@ -32,6 +32,8 @@ SETTINGS = {
     "clip_norm": r"\b(?:clipped to ([\d.]+)|not clipped)",
 }
 Cell = dict[str, Any]
+Groups = dict[str, str]
+"""What a pattern matched in a text, by name."""
 
 
 @dataclass(frozen=True)
@@ -201,3 +203,19 @@ class Run:
         """Of the trials from the median of their cell, in per cent."""
         logs = [np.array([*self.times(c).values()]) for c in self.timed if self.is_correct(c)]
         return np.abs(np.concatenate([100 * np.expm1(of - np.median(of)) for of in logs]))
+
+
+def shows(text: str, value: float, slack: float = 0.0) -> bool:
+    """Whether the text is that value, rounded to as many digits as it has; true without a text."""
+    mantissa, _, exponent = text.partition("e")
+    unit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
+    return not text or abs(float(text) - value) <= 0.5001 * unit + slack
+
+
+def shows_interval(of: Interval, m: Groups, trials: int) -> bool:
+    """Whether the centre x, the ends low and high, and the number n are those; what is not there is right."""
+    slack = SLACK * (of.high - of.low)
+    ends = [
+        shows(m.get(key, ""), math.exp(end), math.exp(end) * slack) for key, end in (("low", of.low), ("high", of.high))
+    ]
+    return all(ends) and shows(m.get("x", ""), math.exp(of.centre)) and m.get("n") in (None, "", str(trials))

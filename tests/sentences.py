@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 from scipy import special, stats
 
-from tests.recomputed import IDLE, LEAST_TRIALS, SLACK, Cell, Interval, Run
+from tests.recomputed import IDLE, LEAST_TRIALS, SLACK, Cell, Groups, Run, shows, shows_interval
 
 LEFT_OVER = re.compile(
     r"(?<![A-Za-z\d])\d[\d.]*|\b(?:fast(?:er|est)|slow(?:er|est)|saves?|costs?|cuts|least|less|more|most|fewer|short(?:er|est)"
@@ -24,7 +24,6 @@ LEFT_OVER = re.compile(
 MIB = 2**20
 NUMBER = r"\d+(?:\.\d+)?(?:e-\d+)?"
 ENDS = r"\(95 % (?:interval )?(?P<low>[\d.]+) ?(?:-|to) ?(?P<high>[\d.]+)(?:, n = (?P<n>\d+) (?:blocks|trials))?\)"
-Groups = dict[str, str]
 Check = Callable[[Run, str, Groups], bool]
 RULES: list[tuple[str, Check]] = []
 
@@ -68,22 +67,6 @@ def audit(run: Run, body: str, where: str) -> list[str]:
             errors += [] if right else [f"'{match[0]}' is wrong in: {body}"]
             rest = rest[: match.start()] + " " * len(match[0]) + rest[match.end() :]
     return errors + [f"'{left[0]}' is not accounted for in: {body}" for left in LEFT_OVER.finditer(rest)]
-
-
-def shows(text: str, value: float, slack: float = 0.0) -> bool:
-    """Whether the text is that value, rounded to as many digits as it has; true without a text."""
-    mantissa, _, exponent = text.partition("e")
-    unit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
-    return not text or abs(float(text) - value) <= 0.5001 * unit + slack
-
-
-def shows_interval(of: Interval, m: Groups, trials: int) -> bool:
-    """Whether the centre x, the ends low and high, and the number n are those; what is not there is right."""
-    slack = SLACK * (of.high - of.low)
-    ends = [
-        shows(m.get(key, ""), math.exp(end), math.exp(end) * slack) for key, end in (("low", of.low), ("high", of.high))
-    ]
-    return all(ends) and shows(m.get("x", ""), math.exp(of.centre)) and m.get("n") in (None, "", str(trials))
 
 
 def numbers(text: str) -> list[int]:
@@ -178,8 +161,13 @@ def identified(run: Run, where: str, m: Groups) -> bool:
     return right and verdict and shows(m["bytes"], run.memory(cell)) and m["sum"] == run.sha256
 
 
-@rule(r"Do not use[.] <a:cells>(?: \(N = <ns:list>\))?: .*?every update is 1/N of the right one")
-@rule(r"every gradient is 1/<n> of the right one.*<fixed:cell> multiplies the loss by N and is right")
+@rule(r"Do not use[.] <a:cells>(?: \(N = <ns:list>\))?: .*?every update is (?:1/N of the right one|N times too small)")
+@rule(
+@rule(
+    r"every gradient is (?:1/)?<n> (?:of the right one|times too small).*"
+    r"<fixed:cell> multiplies the loss by N and is right"
+)
+)
 def divided_twice(run: Run, where: str, m: Groups) -> bool:
     """Of updates before they are clipped."""
     wrong = [c for c in run.cells if not run.is_correct(c)]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.recomputed import ROOT, Run
-from tests.sentences import MIB, Groups, audit, shows, shows_interval
+from tests.recomputed import ROOT, Groups, Run, shows, shows_interval
+from tests.sentences import MIB, audit
 
 RUNS = ("cpu", "popular", "curves")
 CITED = {
@@ -77,18 +80,17 @@ def test_what_is_published_follows_from_the_journal(source: Source, name: str) -
     assert not errors, "\n".join(errors)
 
 
-def rows_of_report(name: str) -> Iterator[tuple[str, Groups]]:
-    """The rows of its tables with their heading; a second column of a name has a mark, and so has memory's ratio."""
+def rows_of(path: Path) -> Iterator[tuple[str, Groups]]:
+    """The rows of a page's tables with their heading; the second of two columns of a name has a mark."""
     heading, columns = "", list[str]()
-    for line in (ROOT / "results" / name / "report.md").read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if line.startswith("### "):
+        if line.startswith("#"):
             heading = line
-        elif line.startswith("| backend"):
+        elif line.startswith("| backend |"):
             columns = [f"{cell}'" if cell in cells[:at] else cell for at, cell in enumerate(cells)]
-        elif line.startswith("| ") and "---" not in line:
-            row = dict(zip(columns, cells, strict=True))
-            yield heading, row if "s/step" in row else row | {"ratio'": row["ratio"]}
+        elif line.startswith("| ") and "---" not in line and len(cells) == len(columns):
+            yield heading, dict(zip(columns, cells, strict=True))
 
 
 def row_is_right(run: Run, heading: str, row: Groups) -> bool:
@@ -99,7 +101,8 @@ def row_is_right(run: Run, heading: str, row: Groups) -> bool:
         return (row["correct?"], row["n"], row.get("verdict", verdict)) == ("invalid", "0", verdict)
     right = (row["correct?"], row["n"], row.get("verdict", verdict)) == ("yes", str(len(run.times(cell))), verdict)
     right = right and shows(row["memory"].removesuffix(" MiB"), run.memory(cell) / MIB)
-    right = right and shows(row["ratio'"], run.memory(cell) / run.memory(base))
+    of_memory = "ratio'" if "s/step" in row else "ratio"
+    right = right and shows(row[of_memory], run.memory(cell) / run.memory(base))
     for centre, ends, found in (("s/step", "95 %", run.time(cell)), ("ratio", "95 %'", run.ratio(cell, base))):
         if "s/step" in row and "-" in row[ends][1:]:
             low, high = row[ends].split("-")
@@ -109,8 +112,50 @@ def row_is_right(run: Run, heading: str, row: Groups) -> bool:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_every_row_of_a_table_follows_from_the_journal(name: str) -> None:
-    rows = list(rows_of_report(name))
+    rows = list(rows_of(ROOT / "results" / name / "report.md"))
     assert rows and [row for heading, row in rows if not row_is_right(run_of(name), heading, row)] == []
+
+
+def held(record: dict[str, Any], use: str) -> int:
+    """Bytes between two micro-batches."""
+    return sum(size for key, size in record["memory"].items() if key.startswith(f"held_{use}"))
+
+
+def sent(record: dict[str, Any], operation: str) -> str:
+    """Calls and MiB of an operation such as ``all_reduce of float32 in the shard group``, as the page has them."""
+    op, _, dtype, *group = operation.removesuffix(" group").split(" ", 3)
+    wanted = (op, dtype, group[0].removeprefix("in the ") if group else "world")
+    found = [row for row in record["collectives"] if (row["op"], row["dtype"], row["group"]) == wanted]
+    size = found[0]["payload_bytes"] / MIB if found else 0.0
+    return f"{found[0]['calls']}: {f'{size:.1f}' if size >= 0.05 else '<0.1'}" if found else "-"
+
+
+def test_the_page_on_bytes_follows_from_the_journals() -> None:
+    """Collectives, and what is held, in real and virtual worlds and on fake tensors."""
+    records: dict[tuple[str, int, int], dict[str, Any]] = {}
+    for name in ("bytes", "bytes-8b"):
+        for trial in (json.loads(line) for line in (ROOT / "results" / name / "trials.jsonl").open(encoding="utf-8")):
+            cell = trial["cell"]
+            if not cell["twin"]:
+                place = cell["backend"], cell["accumulate"], cell["world_size"] * (1 if name == "bytes" else -1)
+                records.setdefault(place, trial)
+    compared = 0
+    for heading, row in rows_of(ROOT / "docs" / "memory-and-bytes.md"):
+        expected: dict[str, str] = {}
+        for backend in row["backend"].split(", "):
+            if heading.startswith("## Collectives"):
+                expected = {f"N = {n}": sent(records[backend, n, 4], row["operation"]) for n in (1, 2, 4, 8)}
+            elif heading.startswith("## Gradients held"):
+                worlds = {column: int(column.split()[3].strip(",")) for column in row if "W = " in column}
+                known = {column: records.get((backend, 4, size)) for column, size in worlds.items()}
+                expected = {c: f"{held(trial, 'gradients') / MIB:.2f}" if trial else "-" for c, trial in known.items()}
+            elif heading.startswith("## At scale"):
+                trial = records[backend, int(row["N"]), -int(row["W"])]
+                uses = ("parameters", "gradients", "optimizer state")
+                expected = {use: f"{held(trial, use.replace(' ', '_')) / 2**30:.2f}" for use in uses}
+            assert expected == {column: row[column] for column in expected}, (heading, backend)
+            compared += len(expected)
+    assert compared > 400
 
 
 SWAPPED = {
