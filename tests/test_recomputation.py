@@ -180,3 +180,11 @@ def test_a_changed_number_or_word_is_found(source: Source, name: str) -> None:
             if not audit(run_of(name), changed, where):
                 missed.append(f"{found[0]} -> {other} in: {changed}")
     assert not missed, "\n".join(missed)
+
+
+def test_the_recomputation_imports_nothing_of_the_bench() -> None:
+    for name in ("recomputed", "sentences", "test_recomputation"):
+        text = (ROOT / "tests" / f"{name}.py").read_text(encoding="utf-8")
+        imported = re.findall(r"^(?:from|import) (\w+)(?:\.(\w+))?", text, re.MULTILINE)
+        assert "bench" not in {top for top, _ in imported}
+        assert {module for top, module in imported if top == "tests"} <= {"recomputed", "sentences"}
