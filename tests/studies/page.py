@@ -78,15 +78,13 @@ def _rates(results: Results) -> list[str]:
         "`popular` are those runs, `noise` is one small cell on a restless machine. A block's log ratio has a standard "
         f"deviation of {spread}. The default makes {study.SIZES[0]} blocks of `cpu` in its 20 minutes on two cores.",
         "",
-        f"Targets: {'; '.join(f'{target.words}, {target.limit}' for target in study.TARGETS)}. All cells of a report "
+        f"Targets: {'; '.join(study.TARGETS)}. All cells of a report "
         "are equally fast, or all are slower than the baseline by the same share. In brackets: a paired t-test on the "
         f"same logarithms, with Holm's correction too. A share near 5 % has a standard error of "
         f"{100 * (0.05 * 0.95 / results.reports) ** 0.5:.1f} points.",
         "",
         *table(head, rows),
-        "A verdict is faster or slower if the interval excludes 1 and Holm's adjusted p-value is below 5 %. Until "
-        "version 1.0 the interval also had to lie outside the band of the A/A pair, which counted the noise of a cell "
-        "twice.",
+        "A verdict is faster or slower if the interval excludes 1 and Holm's adjusted p-value is below 5 %.",
         "",
     ]
 
@@ -117,10 +115,10 @@ def _real(known: Sequence[Known]) -> list[str]:
         f"more with a sleep of {100 * DELAY:g} % per step, until intervals were narrower than "
         f"{100 * values['precision']:g} % or {values['budget_s']:g} s had passed, as they had in {late}. One rank was "
         "chosen because two ranks on two virtual cores have two modes, a factor of 1.5 apart, for as long as a process "
-        f"lives. The cell against itself was called different {same[Verdict.FASTER] + same[Verdict.SLOWER]} times in "
-        f"{len(known)}. The sleep was called slower {slower[Verdict.SLOWER]} times, ambiguous "
-        f"{slower[Verdict.AMBIGUOUS]} times, and faster or the same {slower[Verdict.FASTER] + slower[Verdict.SAME]} "
-        f"times; its interval contains {1 + DELAY:g} in {held}. A sleep of a real timer lasts longer than asked for.",
+        f"lives. Of {len(known)} comparisons of the cell with itself, {same[Verdict.FASTER] + same[Verdict.SLOWER]} were "
+        f"called different. Of as many with the sleep, {slower[Verdict.SLOWER]} were called slower, "
+        f"{slower[Verdict.AMBIGUOUS]} ambiguous, and {slower[Verdict.FASTER] + slower[Verdict.SAME]} faster or the same; "
+        f"{held} of the intervals contain {1 + DELAY:g}. A sleep of a real timer lasts longer than asked for.",
         "",
         *table(("run", "blocks", "A/A pair", "itself", "verdict", "with the sleep", "verdict"), rows),
     ]
