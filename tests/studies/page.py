@@ -115,10 +115,10 @@ def _real(known: Sequence[Known]) -> list[str]:
         f"more with a sleep of {100 * DELAY:g} % per step, until intervals were narrower than "
         f"{100 * values['precision']:g} % or {values['budget_s']:g} s had passed, as they had in {late}. One rank was "
         "chosen because two ranks on two virtual cores have two modes, a factor of 1.5 apart, for as long as a process "
-        f"lives. Of {len(known)} comparisons of the cell with itself, {same[Verdict.FASTER] + same[Verdict.SLOWER]} were "
-        f"called different. Of as many with the sleep, {slower[Verdict.SLOWER]} were called slower, "
-        f"{slower[Verdict.AMBIGUOUS]} ambiguous, and {slower[Verdict.FASTER] + slower[Verdict.SAME]} faster or the same; "
-        f"{held} of the intervals contain {1 + DELAY:g}. A sleep of a real timer lasts longer than asked for.",
+        f"lives. Of {len(known)} comparisons of the cell with itself, {same[Verdict.FASTER] + same[Verdict.SLOWER]} "
+        f"were called different. Of as many with the sleep, {slower[Verdict.SLOWER]} were called slower, "
+        f"{slower[Verdict.AMBIGUOUS]} ambiguous, and {slower[Verdict.FASTER] + slower[Verdict.SAME]} faster or the "
+        f"same; {held} of the intervals contain {1 + DELAY:g}. A sleep of a real timer lasts longer than asked for.",
         "",
         *table(("run", "blocks", "A/A pair", "itself", "verdict", "with the sleep", "verdict"), rows),
     ]
