@@ -126,15 +126,10 @@ def _yes(good: bool) -> str:
 
 def rows(entries: Sequence[Entry]) -> list[tuple[str, str, str, str, str]]:
     """Package, finding, version, measured, good; the versions of one finding follow each other."""
-    found = []
-    for package, group in groupby(entries, lambda entry: entry.package):
-        versions = list(group)
-        found += [(package, _installed(entry), entry.version) for entry in versions]
-        for name in dict.fromkeys(fact.finding for entry in versions for fact in entry.findings):
-            found += [
-                (package, fact, entry.version) for entry in versions for fact in entry.findings if fact.finding == name
-            ]
-    return [(p, fact.finding, v, fact.measured, _yes(fact.good)) for p, fact, v in found]
+    found = [(entry, fact) for entry in entries for fact in (_installed(entry), *entry.findings)]
+    order = list(dict.fromkeys((entry.package, fact.finding) for entry, fact in found))
+    found.sort(key=lambda pair: order.index((pair[0].package, pair[1].finding)))
+    return [(e.package, fact.finding, e.version, fact.measured, _yes(fact.good)) for e, fact in found]
 
 
 def _installed(entry: Entry) -> VersionFact:
