@@ -128,7 +128,7 @@ def _by_samples(scenario: Mapping[str, Any]) -> int:
 
 
 def ceil_of_samples(m: Measured) -> Judged:
-    plan = TrainingPlan(samples=33, batch_size=2, accumulate=4, world_size=2, epochs=2, drop_last=True)
+    plan = TrainingPlan(samples=33, batch_size=2, accumulate=(4,), world_size=2, epochs=2, drop_last=True)
     (truth,) = {steps.optimizer_steps for _, steps in by_rule(plan, registry()).values() if steps}
     ddp, engine = m.updates("drop-last", PLAIN), m.updates("drop-last", DIVIDED_TWICE)
     formula_37 = _by_samples(m.seen["drop-last", PLAIN]["scenario"])
