@@ -15,13 +15,33 @@ from typing import Any
 import pytest
 
 from tests.recomputed import ROOT, Groups, Run, shows, shows_interval
-from tests.sentences import MIB, audit
+from tests.sentences import MIB, RULES, compiled
 
 RUNS = ("cpu", "popular", "curves")
 CITED = {
     "cpu": ("fsdp2-deferred N=8 W=2 fp32", "fsdp2-eager N=8 W=2 fp32"),
     "popular": ("lightning-ddp N=4 W=2 fp32 B = 16 adamw-foreach",),
 }
+LEFT_OVER = re.compile(
+    r"(?<![A-Za-z\d])\d[\d.]*|\b(?:fast(?:er|est)|slow(?:er|est)|saves?|costs?|cuts|least|less|more|most|fewer|short(?:er|est)"
+    r"|long(?:er|est)|larger|largest|smaller|smallest|wider|widest|better|best|worse|worst|times|twice|half"
+    r"|indistinguishable|undecided|invalid)\b",
+    re.IGNORECASE,
+)
+
+
+def audit(run: Run, body: str, where: str) -> list[str]:
+    """What the journal does not bear out in a text, and what no rule accounts for."""
+    errors, rest = [], body
+    for pattern, check in RULES:
+        for match in compiled(pattern, run).finditer(body):
+            try:
+                right = check(run, body + where, {name: text or "" for name, text in match.groupdict().items()})
+            except (LookupError, ValueError):  # it names no cell, or one that has no such number
+                right = False
+            errors += [] if right else [f"'{match[0]}' is wrong in: {body}"]
+            rest = rest[: match.start()] + " " * len(match[0]) + rest[match.end() :]
+    return errors + [f"'{left[0]}' is not accounted for in: {body}" for left in LEFT_OVER.finditer(rest)]
 
 
 @cache
