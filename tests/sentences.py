@@ -88,7 +88,7 @@ def over_the_fastest(run: Run, where: str, m: Groups) -> bool:
     return right and shows_interval(run.ratio(cell, first), m, len(run.times(first)))
 
 
-@rule(r"Least memory[.:] <a:cells>: <mib> MiB(?: per rank at its peak)?(?:, and <s> s per step)?")
+@rule(r"Least memory[.:] <a:cells>: (?:peak memory per rank )?<mib> MiB(?:, and <s> s per step)?")
 @rule(r"<a:cells> needs? the least memory \(<mib> MiB\)")
 def least_memory(run: Run, where: str, m: Groups) -> bool:
     cells = run.good(where)
@@ -98,14 +98,14 @@ def least_memory(run: Run, where: str, m: Groups) -> bool:
     return right and shows(m.get("s", ""), math.exp(run.time(named[0]).centre))
 
 
-@rule(r"(?<=: )<share> % less than <b:cell>, at <x> times its step time")
+@rule(r"(?<=: )<share> % less than <b:cell>, at <x>(?: to <y>)? times its step time")
 def at_a_price(run: Run, where: str, m: Groups) -> bool:
-    base, named = run.find(m["b"], where), where.partition(":")[0]
-    cell, *_ = (c for c in run.good(where) if c["backend"] in named)
-    saved = 100 * (1 - run.memory(cell) / run.memory(base))
-    return (
-        shows(m["share"], saved) and shows_interval(run.ratio(cell, base), m, 0) and run.verdict(cell, base) == "slower"
-    )
+    base, named = run.find(m["b"], where), set(re.findall(r"[\w-]+", where.partition(":")[0]))
+    cells = [c for c in run.good(where) if c["backend"] in named]
+    times = sorted(math.exp(run.ratio(cell, base).centre) for cell in cells)
+    saved = 100 * (1 - run.memory(cells[0]) / run.memory(base))
+    ends = shows(m["x"], times[0]) and shows(m["y"] or m["x"], times[-1])
+    return ends and shows(m["share"], saved) and {run.verdict(cell, base) for cell in cells} == {"slower"}
 
 
 @rule(r"<a:cell> / <b:cell>: time <x> <ends>, <verdict:word>; memory <m> \(<ma> MiB / <mb> MiB\)")
@@ -141,7 +141,7 @@ def identified(run: Run, where: str, m: Groups) -> bool:
     return right and verdict and shows(m["bytes"], run.memory(cell)) and m["sum"] == run.sha256
 
 
-@rule(r"Do not use[.] <a:cells>(?: \(N = <ns:list>\))?: .*?every update is (?:1/N of the right one|N times too small)")
+@rule(r"Do not use[.] <a:cells>(?: \(N = <ns:list>\))?: .*?every (?:gradient|update) is (?:1/N of the right|N times)")
 @rule(
     r"every gradient is (?:1/)?<n> (?:of the right one|times too small).*"
     r"<fixed:cell> multiplies the loss by N and is right"
@@ -170,7 +170,7 @@ def undecided(run: Run, where: str, m: Groups) -> bool:
 
 @rule(
     r"A difference of 5 % between any two cells would show in 8 of 10 runs with <needed> trials per cell, "
-    r"about <more> minutes; this run has <n>, in <minutes>"
+    r"about <more> minutes(?: of trials)?; this run has <n>, in <minutes>"
 )
 def resolution(run: Run, where: str, m: Groups) -> bool:
     """Chow, Shao, Wang and Lokhnygina: n ((z + z') s / log(1.05)) ** 2, of the widest interval."""

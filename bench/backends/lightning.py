@@ -229,7 +229,7 @@ class LightningDeepSpeedZero2(ds.ZeroBackend, LightningBackend):
     stepping = Stepping.SPLIT
     requires = ("lightning", "deepspeed")
     preload = (*LightningBackend.preload, *ds.PRELOAD)
-    defect = "Lightning divides the loss by N, and so does the DeepSpeed engine: every update is 1/N of the right one"
+    defect = "Lightning divides the loss by N, and so does the DeepSpeed engine: every gradient is N times too small"
 
     def wrapped(self) -> Any:
         return self.trainer.strategy.model

@@ -285,5 +285,5 @@ class Nodes:
             if theirs.get(name) != own[name]:
                 return f"{name} is {theirs.get(name)}, and {own[name]} on node 0; install the same on every node"
         if (num := len(about.get("gpus", ()))) != len(self._about["gpus"]):
-            return f"it has {num} GPUs, and node 0 has {len(self._about['gpus'])}; all nodes need equally many"
+            return f"it has {num} GPUs, and node 0 has {len(self._about['gpus'])}; all nodes need the same number"
         return ""

@@ -35,7 +35,7 @@ def expand(
     ones. The A/A twin comes last: a copy of the baseline's cell with the most ranks and the largest N, taken from the
     matrix itself if it has one, otherwise from the first group that has one.
 
-    ``num_gpus`` are those of all nodes, which have equally many. ``offered`` are names of further backends, for
+    ``num_gpus`` are those of all nodes, which have the same number. ``offered`` are names of further backends, for
     suggestions in errors.
 
     Raises InputError for an unknown backend, model or workload, an optimizer without a learning rate, a batch not

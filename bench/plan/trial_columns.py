@@ -130,7 +130,7 @@ TRIAL_COLUMNS: dict[str, Column] = {
         "the framework's counter that reports them", title="reported by", over=FIRST, section=SEMANTICS
     ),
     "ranks_agree": flag(
-        "whether all ranks took equally many steps and micro-batches",
+        "whether all ranks took the same number of steps and micro-batches",
         title="ranks agree",
         over=FIRST,
         section=SEMANTICS,

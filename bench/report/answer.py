@@ -117,10 +117,13 @@ def _least(data: Analysis, group: Group) -> Iterator[Finding]:
     fastest, least = known[0], min(row["peak_memory_bytes"] for row in known)
     best = [row for row in known if alike(row["peak_memory_bytes"], least)]
     text = f"peak memory per rank {size(least)}, at {group.where}"
-    pair = data.against(fastest["backend"]).get(best[0]["cell_id"]) if group.is_timed else None
-    if fastest not in best and pair and pair.time:
-        share, time = 100 * (1 - least / fastest["peak_memory_bytes"]), digits(pair.time.ratio)
-        text += f": {share:.0f} % less than {fastest['backend']}, at {time} times its step time"
+    pairs = data.against(fastest["backend"]) if group.is_timed else {}
+    times = sorted(pair.time.ratio for row in best if (pair := pairs.get(row["cell_id"])) and pair.time)
+    if fastest not in best and times:
+        share, ends = 100 * (1 - least / fastest["peak_memory_bytes"]), map(digits, (times[0], times[-1]))
+        text += (
+            f": {share:.0f} % less than {fastest['backend']}, at {' to '.join(dict.fromkeys(ends))} times its step time"
+        )
     yield good("Least memory", f"{text}.", subject=", ".join(row["backend"] for row in best))
 
 
@@ -232,7 +235,7 @@ def _resolution(data: Analysis) -> Iterator[Finding]:
     minutes = float(data.run.tables.trials["wall_s"].sum()) / 60
     text = (
         f"A difference of 5 % between any two cells would show in 8 of 10 runs with {needed} trials per cell, about "
-        f"{max(1, round(minutes * needed / n))} minutes; this run has {n}, in {max(1, round(minutes))}."
+        f"{max(1, round(minutes * needed / n))} minutes of trials; this run has {n}, in {max(1, round(minutes))}."
     )
     yield note("Resolution", text)
 

@@ -115,10 +115,12 @@ class FigureData:
         models = ", ".join(f"{name} ({parameters(sizes[name])})" for name in self.others["model"].unique())
         asked = [name for name in WAYS if len(AXES[name].phrasing) > 1 and self.others[name].any()]
         ways = [" or ".join(_name(name, value) for value in sorted(self.others[name].unique())) for name in asked]
+        rates = sorted({*zip(self.others["optimizer"], self.others["learning_rate"], strict=True)})
+        optimizers = ", ".join(f"{name} (lr {rate:g})" for name, rate in rates)
         work = (
             f"B = {values('global_batch_size')} samples of {values('sequence_length')} tokens per optimizer step, "
             f"N = {values('accumulate')}, W = {values('world_size')}, {values('precision')} "
-            f"(summed in {values('accumulation_dtype')}), {values('optimizer')} (lr {values('learning_rate')}), "
+            f"(summed in {values('accumulation_dtype')}), {optimizers}, "
             f"{values('device')}"
         )
         cells = [self.data.run.cells[cell_id] for cell_id in self.others.index]

@@ -206,9 +206,9 @@ def merge_ranks(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Merge the results of the ranks of one trial, rank 0 first.
 
     A step takes as long as its slowest rank, and one rank out of memory ends the trial, so times and memory are maxima
-    (memory: see ``merge``). The loss of a step is the mean over ranks, since all see equally many samples. Updates and
-    collectives are rank 0's. Times of collectives are those of the rank with the most exposed time, and missing if
-    any rank's are. Host costs of a window are maxima.
+    (memory: see ``merge``). The loss of a step is the mean over ranks, since all see the same number of samples.
+    Updates and collectives are rank 0's. Times of collectives are those of the rank with the most exposed time, and
+    missing if any rank's are. Host costs of a window are maxima.
 
     ``num_warmup`` counts the first steps, before the steady state: the warm-up windows of the cell, and those that
     ``warmup`` finds in the following steps. ``rank_step_seconds`` has the timed steps of every rank, and on
