@@ -61,9 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _lead(arguments, None)
     about = _about(job_nodes.address_of(place))
     if not place.is_controller:
-        from bench.run.telemetry import Telemetry
-
-        return follower.follow(place, job_nodes.secret(), about, Telemetry())
+        return follower.follow(place, job_nodes.secret(), about)
     if about["error"]:
         raise InputError(f"node 0: {about['error']}")
     with Nodes(place, job_nodes.secret(), about) as others:
@@ -157,7 +155,6 @@ def _train(
     from bench.report.outputs import finish
     from bench.report.progress import Display, JsonLines
     from bench.run import matmul, runner, start
-    from bench.run.telemetry import Telemetry
 
     cells = [Cell.from_dict(cell) for cell in manifest["cells"]]
     gpus = launch_gpus.gpus() if any(cell.device is Device.CUDA for cell in cells) else []
@@ -165,7 +162,7 @@ def _train(
     display = Display(Console(quiet=arguments.quiet), guesses, manifest)
     if arguments.json:
         display = JsonLines(guesses, manifest)
-    launcher = Launcher(cells[0].device, cold=manifest["cold"], others=others, recorder=Telemetry())
+    launcher = Launcher(cells[0].device, cold=manifest["cold"], others=others)
     work = runner.Runner(
         folder, manifest, backends, launcher, display, interim_analysis, retry_failed=arguments.retry_failed
     )

@@ -21,9 +21,9 @@ from typing import Any, Self
 from bench.backends.base import EXTRA_BACKENDS
 from bench.errors import BAD, GOOD, InputError
 from bench.launch import job_nodes
-from bench.launch.channel import SILENT_S, Channel, LostError, SecretError
+from bench.launch.channel import SILENT_S, LostError, NodeChannel, SecretError
 from bench.launch.job_nodes import Place
-from bench.launch.node import Node, Recorder
+from bench.launch.node import Node
 from bench.launch.node_task import NodeReport, NodeTask
 from bench.launch.nodes import ANSWER_S, JOIN_S
 from bench.plan.cell import Device
@@ -36,7 +36,7 @@ FILE_BYTES = 2**20
 """How much of the end of each log and dump travels to the controller."""
 
 
-def follow(place: Place, secret: bytes, about: Mapping[str, Any], recorder: Recorder | None = None) -> int:
+def follow(place: Place, secret: bytes, about: Mapping[str, Any]) -> int:
     """Join the job and do as the controller says; the exit status. Raises InputError if it cannot join."""
     channel = _connect(place)
     try:
@@ -51,7 +51,7 @@ def follow(place: Place, secret: bytes, about: Mapping[str, Any], recorder: Reco
     if "welcome" not in answer:
         raise InputError(str(answer.get("refused", f"node 0 at {channel.address} did not let this node in")))
     print(f"bench: this is node {place.node} of {place.num_nodes}; node 0 at {channel.address} leads", file=sys.stderr)
-    with _Follower(channel, recorder) as follower:
+    with _Follower(channel) as follower:
         try:
             follower.serve()
         except LostError as error:
@@ -60,12 +60,14 @@ def follow(place: Place, secret: bytes, about: Mapping[str, Any], recorder: Reco
     return GOOD
 
 
-def _connect(place: Place) -> Channel:
+def _connect(place: Place) -> NodeChannel:
     """A connection to the controller, which may start later than this node."""
     deadline = time.monotonic() + JOIN_S
     while True:
         try:
-            return Channel(socket.create_connection((job_nodes.address_of(place), place.port), timeout=RETRY_S * 10))
+            return NodeChannel(
+                socket.create_connection((job_nodes.address_of(place), place.port), timeout=RETRY_S * 10)
+            )
         except OSError as error:
             if time.monotonic() > deadline:
                 raise InputError(
@@ -78,10 +80,9 @@ def _connect(place: Place) -> Channel:
 class _Follower:
     """Runs the ranks of this node. As a context, it leaves no process and no file behind."""
 
-    def __init__(self, channel: Channel, recorder: Recorder | None) -> None:
+    def __init__(self, channel: NodeChannel) -> None:
         self._channel = channel
-        self._recorder = recorder
-        self._node: Node | None = None
+        self._node = Node(channel.own_address)
         self._run_id = ""
         """Of the trial whose ranks run here; empty while none does."""
         self._folder = Path()
@@ -92,9 +93,8 @@ class _Follower:
 
     def __exit__(self, *exc: object) -> None:
         try:
-            if self._node is not None:
-                self._node.close()
-                self._node.release()
+            self._node.close()
+            self._node.release()
         finally:
             self._channel.close()
             self._forget()
@@ -103,7 +103,7 @@ class _Follower:
         """Do what the controller asks for until it says goodbye. Raises LostError if it is gone."""
         heard, sight_at = time.monotonic(), 0.0
         while True:
-            busy = [self._node.fileno()] if self._node is not None and self._run_id else []
+            busy = [self._node.fileno()] if self._run_id else []
             wait([self._channel.fileno(), *busy], SIGHT_S)
             while (message := self._channel.receive(0.0)) is not None:
                 heard = time.monotonic()
@@ -113,11 +113,11 @@ class _Follower:
                     self._channel.send({"id": message["id"], **self._answer(message)})
             if time.monotonic() - heard > SILENT_S:
                 raise LostError(f"it has said nothing for {SILENT_S:g} s")
-            if self._node is not None and self._run_id:
+            if self._run_id:
                 report = self._node.poll()
                 if report is not None or time.monotonic() - sight_at > SIGHT_S:
                     sight_at = time.monotonic()
-                    self._tell(self._node, report)
+                    self._tell(report)
 
     def _answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Carry out a command; its result, or the error."""
@@ -136,26 +136,24 @@ class _Follower:
 
     def _open(self, device: str, backends: str) -> bool:
         os.environ[EXTRA_BACKENDS] = backends
-        self._node = Node(Device(device), self._channel.own_address, self._recorder)
         return self._node.open(Device(device))
 
     def _start(self, packages: list[str], *, cold: bool) -> None:
-        node = self._opened()
-        node.start(tuple(packages), cold=cold)
-        node.ready()
+        self._node.start(tuple(packages), cold=cold)
+        self._node.ready()
 
     def _begin(self, node_task: dict[str, Any]) -> None:
-        self._folder, self._run_id = self._opened().scratch, node_task["run_id"]
+        self._folder, self._run_id = self._node.scratch, node_task["run_id"]
         self._folder.mkdir(mode=0o700)
         payload = json.dumps({**json.loads(node_task["payload"]), "folder": str(self._folder)})
-        self._opened().begin(NodeTask(**{**node_task, "folder": str(self._folder), "payload": payload}))
+        self._node.begin(NodeTask(**{**node_task, "folder": str(self._folder), "payload": payload}))
 
     def _end(self, *, dump: bool) -> None:
         if self._run_id:  # else its report is on the way
-            self._tell(self._opened(), self._opened().end(dump=dump))
+            self._tell(self._node.end(dump=dump))
 
     def _close(self) -> None:
-        self._opened().close()
+        self._node.close()
         self._forget()
 
     def _forget(self) -> None:
@@ -164,14 +162,9 @@ class _Follower:
             shutil.rmtree(self._folder, ignore_errors=True)
         self._run_id = ""
 
-    def _opened(self) -> Node:
-        if self._node is None:
-            raise LostError("it was not opened")
-        return self._node
-
-    def _tell(self, node: Node, report: NodeReport | None) -> None:
+    def _tell(self, report: NodeReport | None) -> None:
         """Tell what is seen of the ranks, and report if they have ended."""
-        self._channel.send({"sight": dataclasses.asdict(node.look()), "run_id": self._run_id})
+        self._channel.send({"sight": dataclasses.asdict(self._node.look()), "run_id": self._run_id})
         if report is None:
             return
         if not report.is_good:

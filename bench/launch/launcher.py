@@ -20,7 +20,7 @@ from typing import Any, Self
 from bench.backends.base import registry
 from bench.launch import job_nodes
 from bench.launch.channel import LostError
-from bench.launch.node import ForkError, Node, Recorder
+from bench.launch.node import ForkError, Node
 from bench.launch.node_task import NodeReport, NodeTask
 from bench.launch.nodes import Nodes, RemoteNode
 from bench.launch.outcome import Ending, Outcome, judge
@@ -41,14 +41,12 @@ class Launcher:
     As a context it locks the visible GPUs against other benches, and raises InputError if another one uses them.
     """
 
-    def __init__(
-        self, device: Device, *, cold: bool = False, others: Nodes | None = None, recorder: Recorder | None = None
-    ) -> None:
+    def __init__(self, device: Device, *, cold: bool = False, others: Nodes | None = None) -> None:
         self._device = device
         self._cold = cold
         self._others = others
         name = f"node 0 ({socket.gethostname()})" if others else ""
-        self._own = Node(device, others.address if others else job_nodes.LOOPBACK, recorder, name)
+        self._own = Node(others.address if others else job_nodes.LOOPBACK, name)
 
     @property
     def _nodes(self) -> list[Node | RemoteNode]:
@@ -194,16 +192,10 @@ class _Trial:
 
         def precedence(number: int) -> tuple[bool, bool, bool]:
             report = self._reports[number]
-            return report.is_good, not report.signal, report.rank is None or results[report.rank] is not None
+            rank = report.ending.rank
+            return report.is_good, not report.ending.signal, rank is None or results[rank] is not None
 
         number = min(sorted(self._reports), key=precedence)
-        report = self._reports[number]
-        name = self._nodes[number].name
-        of = f"{names[report.rank]} " if report.rank is not None else f"{name}: " * bool(name)
-        return Ending(
-            failure=of + report.failure,
-            rank=report.rank,
-            signal=report.signal,
-            killed_for_memory=report.killed_for_memory,
-            last_lines=report.last_lines,
-        )
+        ending, name = self._reports[number].ending, self._nodes[number].name
+        failed = f"{names[ending.rank]} " if ending.rank is not None else f"{name}: " * bool(name)
+        return replace(ending, failure=failed + ending.failure)

@@ -18,10 +18,11 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn, Self
 
+from bench import validation
 from bench.backends.base import EXTRA_BACKENDS
 from bench.errors import InputError
 from bench.launch import job_nodes
-from bench.launch.channel import HELLO_BYTES, PING_S, SILENT_S, Channel, LostError, SecretError
+from bench.launch.channel import HELLO_BYTES, PING_S, SILENT_S, LostError, NodeChannel, SecretError
 from bench.launch.job_nodes import Place
 from bench.launch.node import ForkError
 from bench.launch.node_task import NodeReport, NodeTask
@@ -44,7 +45,7 @@ class RemoteNode:
     Every method raises LostError, with the node's name and the reason, if the node is gone or says nothing.
     """
 
-    def __init__(self, number: int, host: str, channel: Channel, about: Mapping[str, Any]) -> None:
+    def __init__(self, number: int, host: str, channel: NodeChannel, about: Mapping[str, Any]) -> None:
         self.number, self.name, self.address = number, f"node {number} ({host})", channel.address
         self.about = about
         self.lost = ""
@@ -143,24 +144,23 @@ class RemoteNode:
         if message.get("run_id") == self._run_id:
             try:
                 if "sight" in message:
-                    self._sight = Sight(**message["sight"])
+                    self._sight = validation.read(Sight, message["sight"])
                 else:
-                    self._report = self._unpacked(NodeReport(**message["report"]))
-            except (KeyError, TypeError, ValueError) as error:
+                    self._report = validation.read(NodeReport, message["report"])
+                    self._unpack(self._report.files)
+            except (KeyError, ValueError) as error:
                 self.lose(f"its message is malformed ({error})")
         return message
 
-    def _unpacked(self, report: NodeReport) -> NodeReport:
-        """The report, after writing its files into the folder of the trial."""
-        for name, content in report.files.items():
+    def _unpack(self, files: Mapping[str, str]) -> None:
+        """Write the files of a report into the folder of the trial."""
+        for name, content in files.items():
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts:
                 raise ValueError(f"a file named {name!r}")
-            own = len(path.parts) > 1
-            target = self._folder / f"node{self.number}" / path if own else self._folder / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(base64.b64decode(content))
-        return report
+            folder = self._folder / f"node{self.number}" if len(path.parts) > 1 else self._folder
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(base64.b64decode(content))
 
 
 class Nodes:
@@ -191,10 +191,10 @@ class Nodes:
         """Let all nodes go."""
         self._closed.set()
         self._listener.close()
-        waiting = []
+        nodes: list[RemoteNode | InputError] = [*self.nodes]
         while not self._arrived.empty():
-            waiting.append(self._arrived.get())
-        for node in [*self.nodes, *waiting]:
+            nodes.append(self._arrived.get())
+        for node in nodes:
             if isinstance(node, RemoteNode) and not node.lost:
                 with contextlib.suppress(LostError):
                     node.channel.send({"do": "bye"})
@@ -252,7 +252,7 @@ class Nodes:
 
     def _greet(self, link: socket.socket) -> None:
         """Let another node in, or say why not."""
-        channel = Channel(link)
+        channel = NodeChannel(link)
         number, host, who, about = 0, "", "", None
         try:
             hello = channel.receive(ANSWER_S, HELLO_BYTES) or {}
@@ -278,12 +278,13 @@ class Nodes:
         if about.get("error"):
             return str(about["error"])
         if about.get("num_nodes") != self._place.num_nodes or not 0 < number < self._place.num_nodes:
-            own = self._place.num_nodes
-            return f"it was started as one of {about.get('num_nodes')} nodes, and node 0 as one of {own}"
-        theirs, own = about.get("versions", {}), self._about["versions"]
-        for name in own:
-            if theirs.get(name) != own[name]:
-                return f"{name} is {theirs.get(name)}, and {own[name]} on node 0; install the same on every node"
+            return (
+                f"it was started as one of {about.get('num_nodes')} nodes, and node 0 as one of {self._place.num_nodes}"
+            )
+        theirs = about.get("versions", {})
+        for name, version in self._about["versions"].items():
+            if theirs.get(name) != version:
+                return f"{name} is {theirs.get(name)}, and {version} on node 0; install the same on every node"
         if (num := len(about.get("gpus", ()))) != len(self._about["gpus"]):
             return f"it has {num} GPUs, and node 0 has {len(self._about['gpus'])}; all nodes need equally many"
         return ""

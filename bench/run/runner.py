@@ -17,13 +17,13 @@ from bench.launch import dumps
 from bench.launch.interrupt import held
 from bench.launch.launcher import Launcher
 from bench.launch.outcome import Outcome
+from bench.launch.telemetry import summarize
 from bench.plan import task
 from bench.plan.cell import Cell, Device, Status
 from bench.plan.schedule import Ended, InterimAnalysis, Schedule, Trial
 from bench.plan.task import CUDA_PASSES, EXTRA_PASSES, Spec
 from bench.run import machine, start
 from bench.run.journal import Journal, write_manifest
-from bench.run.telemetry import summarize
 from bench.run.trial_record import check, merge_ranks, wrong
 
 LOG_BYTES = 20_000
