@@ -82,9 +82,9 @@ def _about(head: str) -> dict[str, Any]:
             _require_usable(gpus)
     except InputError as found:
         error = str(found)
-    own = {"accumulation-bench": __version__, "its code": machine.code({}, {})["bench"][:12]}
+    project = {"accumulation-bench": __version__, "its code": machine.code({}, {})["bench"][:12]}
     fingerprint = {**machine.fingerprint(), machine.CONNECTION: machine.connection(head)}
-    return {"versions": own | machine.packages(), "gpus": gpus, "error": error, "fingerprint": fingerprint}
+    return {"versions": project | machine.packages(), "gpus": gpus, "error": error, "fingerprint": fingerprint}
 
 
 def _lead(arguments: argparse.Namespace, others: Nodes | None) -> int:

@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from bench.backends.base import EXTRA_BACKENDS
 from bench.errors import BAD, GOOD, InputError
+from bench.files import end_of
 from bench.launch import job_nodes
 from bench.launch.channel import SILENT_S, LostError, NodeChannel, SecretError
 from bench.launch.job_nodes import Place
@@ -168,7 +169,8 @@ class _Follower:
         if report is None:
             return
         if not report.is_good:
-            report.files = {str(path.relative_to(self._folder)): _end_of(path) for path in _kept(self._folder)}
+            for path in _kept(self._folder):
+                report.files[str(path.relative_to(self._folder))] = base64.b64encode(end_of(path, FILE_BYTES)).decode()
         self._channel.send({"report": dataclasses.asdict(report), "run_id": self._run_id})
         self._forget()
 
@@ -177,10 +179,3 @@ def _kept(folder: Path) -> list[Path]:
     """The logs and dumps of a trial."""
     paths = [*folder.rglob("*.log"), *folder.glob("rank*.stacks"), *folder.glob("flight-*")]
     return [path for path in paths if path.is_file()]
-
-
-def _end_of(path: Path) -> str:
-    """The last FILE_BYTES of a file, in base 64."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - FILE_BYTES))
-        return base64.b64encode(file.read()).decode()

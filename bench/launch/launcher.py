@@ -84,8 +84,7 @@ class Launcher:
         if gone or len(nodes) < task.num_nodes:
             reason = gone[0] if gone else f"{task.num_nodes} nodes are needed, and there are {len(nodes)}"
             return Outcome(status=Status.INTERRUPTED, reason=reason, ranks=[], wall_s=0.0)
-        backend = registry([task.backend])[task.backend]
-        packages = () if self._cold else backend.preload or backend.requires
+        packages = () if self._cold else registry([task.backend])[task.backend].preloaded()
         started = time.perf_counter()
         try:
             trial = self._started(task, nodes, packages, timeout_s, inactivity_s)

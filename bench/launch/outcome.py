@@ -5,6 +5,7 @@ A SIGKILL is attributed to the kernel if its counter of out-of-memory kills went
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import signal
@@ -16,6 +17,7 @@ from typing import Any, Literal
 from typing_extensions import TypedDict
 
 from bench import validation
+from bench.files import end_of
 from bench.plan.cell import Status
 from bench.validation import Amount
 
@@ -138,13 +140,9 @@ def _damaged(why: str) -> dict[str, Any]:
 def last_lines(folder: Path, local_rank: int) -> list[str]:
     """The last LAST_LINES lines of the standard error of a rank, which counts from 0 on its node."""
     for path in folder.glob(f"*/attempt_*/{local_rank}/stderr.log"):
-        try:
-            with path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - LAST_BYTES))
-                lines = file.read().decode(errors="replace").strip().splitlines()
-                return [line for line in lines if line and not line.startswith(MODULES)][-LAST_LINES:]
-        except OSError:
-            continue
+        with contextlib.suppress(OSError):
+            lines = end_of(path, LAST_BYTES).decode(errors="replace").strip().splitlines()
+            return [line for line in lines if line and not line.startswith(MODULES)][-LAST_LINES:]
     return []
 
 

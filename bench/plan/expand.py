@@ -57,9 +57,9 @@ def expand(
         )
     base = baseline(matrix, backends)
     for part in parts:
-        own = [cell for cell in part if cell.backend == base and cell.world.is_timed and not cell.is_reference]
-        if own:
-            largest = max(own, key=lambda cell: (cell.world.has_all_ranks, cell.world_size, cell.accumulate))
+        timed = [cell for cell in part if cell.backend == base and cell.world.is_timed and not cell.is_reference]
+        if timed:
+            largest = max(timed, key=lambda cell: (cell.world.has_all_ranks, cell.world_size, cell.accumulate))
             return [*cells, dataclasses.replace(largest, twin=TWIN)]
     return list(cells)
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from bench.backends import blocks
 from bench.backends.base import Backend
+from bench.files import end_of
 from bench.launch import dumps
 from bench.launch.interrupt import held
 from bench.launch.launcher import Launcher
@@ -312,7 +313,8 @@ class Runner:
         parts = [f"{cell.label}: {outcome.status}: {outcome.reason}\n", outcome.traceback]
         folder = self._folder_of(trial)
         logs = sorted(folder.rglob("*.log"))
-        parts += [f"--- {'/'.join(log.parts[-2:])}\n{_end_of(log)}\n" for log in logs]
+        ends = [(log, end_of(log, LOG_BYTES).decode(errors="replace")) for log in logs]
+        parts += [f"--- {'/'.join(log.parts[-2:])}\n{end}\n" for log, end in ends]
         path = self._folder / f"{name}.log"
         path.parent.mkdir(exist_ok=True)
         path.write_text("\n".join(parts))
@@ -336,10 +338,3 @@ def _gpus(outcome: Outcome, uuids: Sequence[str]) -> dict[str, Any] | None:
         "gpus": [gpu for summary in found for gpu in summary["gpus"]],
         "notes": [note for summary in found for note in summary["notes"]],
     }
-
-
-def _end_of(log: Path) -> str:
-    """The last LOG_BYTES of a file as text; the file may not fit into memory."""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - LOG_BYTES))
-        return file.read().decode(errors="replace")
