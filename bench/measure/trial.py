@@ -312,15 +312,14 @@ class RankTrial:
         self.train(taps, cost.windows, instrument=cost)
         return cost.result
 
-    def exposure(self) -> dict[str, Any] | None:
+    def exposure(self) -> dict[str, float] | None:
         """The exposure pass: time in collectives in one settled window on this rank, and the exposed part.
 
         None if torch's profiler saw nothing on the device.
         """
         profiler = WindowProfiler()
         self._settled(lambda _, window: profiler.on_window(window.open))
-        found = exposure(profiler.events)
-        return None if found is None else dataclasses.asdict(found)
+        return exposure(profiler.events)
 
     def _settled(self, observe: Callable[[EventKind, SettledWindow], None], **how: Any) -> None:
         """Train to the end of the settled window; ``observe`` gets every event and the window after it."""
