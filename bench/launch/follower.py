@@ -14,7 +14,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,8 +28,6 @@ from bench.launch.node_task import NodeReport, NodeTask
 from bench.launch.nodes import ANSWER_S, JOIN_S
 from bench.plan.cell import Device
 
-SIGHT_S = 1.0
-"""How often it tells what it sees of its ranks."""
 RETRY_S = 0.5
 """How often it tries to reach the controller."""
 FILE_BYTES = 2**20
@@ -84,10 +81,8 @@ class _Follower:
     def __init__(self, channel: NodeChannel) -> None:
         self._channel = channel
         self._node = Node(channel.own_address)
-        self._run_id = ""
-        """Of the trial whose ranks run here; empty while none does."""
-        self._folder = Path()
-        """Of that trial."""
+        self._folder: Path | None = None
+        """Of the trial whose ranks run here."""
 
     def __enter__(self) -> Self:
         return self
@@ -102,23 +97,14 @@ class _Follower:
 
     def serve(self) -> None:
         """Do what the controller asks for until it says goodbye. Raises LostError if it is gone."""
-        heard, sight_at = time.monotonic(), 0.0
         while True:
-            busy = [self._node.fileno()] if self._run_id else []
-            wait([self._channel.fileno(), *busy], SIGHT_S)
-            while (message := self._channel.receive(0.0)) is not None:
-                heard = time.monotonic()
-                if message["do"] == "bye":
-                    return
-                if message["do"] != "ping":
-                    self._channel.send({"id": message["id"], **self._answer(message)})
-            if time.monotonic() - heard > SILENT_S:
+            message = self._channel.receive(SILENT_S)
+            if message is None:
                 raise LostError(f"it has said nothing for {SILENT_S:g} s")
-            if self._run_id:
-                report = self._node.poll()
-                if report is not None or time.monotonic() - sight_at > SIGHT_S:
-                    sight_at = time.monotonic()
-                    self._tell(report)
+            if message["do"] == "bye":
+                return
+            if message["do"] != "ping":
+                self._channel.send({"id": message["id"], **self._answer(message)})
 
     def _answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Carry out a command; its result, or the error."""
@@ -127,6 +113,7 @@ class _Follower:
             "open": self._open,
             "start": self._start,
             "begin": self._begin,
+            "look": self._look,
             "end": self._end,
             "close": self._close,
         }
@@ -144,35 +131,35 @@ class _Follower:
         self._node.ready()
 
     def _begin(self, node_task: dict[str, Any]) -> None:
-        self._folder, self._run_id = self._node.scratch, node_task["run_id"]
+        self._folder = self._node.scratch
         self._folder.mkdir(mode=0o700)
         payload = json.dumps({**json.loads(node_task["payload"]), "folder": str(self._folder)})
         self._node.begin(NodeTask(**{**node_task, "folder": str(self._folder), "payload": payload}))
 
-    def _end(self, *, dump: bool) -> None:
-        if self._run_id:  # else its report is on the way
-            self._tell(self._node.end(dump=dump))
+    def _look(self) -> dict[str, Any]:
+        sight, report = self._node.look()
+        return {"sight": dataclasses.asdict(sight), "report": report and self._packed(report)}
+
+    def _end(self, *, dump: bool) -> dict[str, Any]:
+        return self._packed(self._node.end(dump=dump))
 
     def _close(self) -> None:
         self._node.close()
         self._forget()
 
-    def _forget(self) -> None:
-        """Remove what the last trial wrote."""
-        if self._run_id:
-            shutil.rmtree(self._folder, ignore_errors=True)
-        self._run_id = ""
-
-    def _tell(self, report: NodeReport | None) -> None:
-        """Tell what is seen of the ranks, and report if they have ended."""
-        self._channel.send({"sight": dataclasses.asdict(self._node.look()), "run_id": self._run_id})
-        if report is None:
-            return
-        if not report.is_good:
+    def _packed(self, report: NodeReport) -> dict[str, Any]:
+        """The report of the ranks with their logs and dumps, if not all is well."""
+        if self._folder is not None and not report.is_good:
             for path in _kept(self._folder):
                 report.files[str(path.relative_to(self._folder))] = base64.b64encode(end_of(path, FILE_BYTES)).decode()
-        self._channel.send({"report": dataclasses.asdict(report), "run_id": self._run_id})
         self._forget()
+        return dataclasses.asdict(report)
+
+    def _forget(self) -> None:
+        """Remove what the last trial wrote."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder = None
 
 
 def _kept(folder: Path) -> list[Path]:

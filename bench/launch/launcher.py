@@ -25,7 +25,7 @@ from bench.launch.node_task import NodeReport, NodeTask
 from bench.launch.nodes import Nodes, RemoteNode
 from bench.launch.outcome import Ending, Outcome, judge
 from bench.launch.process import LauncherError
-from bench.launch.watchdog import Watch, excessive
+from bench.launch.watchdog import Sight, Watch, excessive
 from bench.plan.cell import Device, Status
 from bench.plan.task import Task
 
@@ -131,8 +131,9 @@ class _Trial:
 
     def __init__(self, task: Task, nodes: Sequence[Node | RemoteNode], timeout_s: float, inactivity_s: float) -> None:
         self._nodes = nodes
+        self._sights: dict[int, Sight] = {}
         self._reports: dict[int, NodeReport] = {}
-        """By the number of the node."""
+        """Both by the number of the node."""
         num_ranks = task.num_processes // len(nodes)
         names = [f"rank {rank}" for rank in range(task.num_processes)]
         if len(nodes) > 1:
@@ -153,7 +154,8 @@ class _Trial:
             node_task = replace(node_task, port=node_task.port or port)
         ending = self._wait(watch)
         wall_s = time.perf_counter() - started
-        heard = {rank for node in nodes for rank in node.look().written}
+        self._look()
+        heard = {rank for sight in self._sights.values() for rank in sight.written}
         ended = [number for number in range(len(nodes)) if number not in self._reports]
         for number in reversed(ended):
             self._reports[number] = nodes[number].end(dump=ending is not None and ending.dump)
@@ -171,17 +173,23 @@ class _Trial:
         """Wait until all ranks have ended, or some have failed; or the reason to end the trial early."""
         settled = math.inf
         while True:
-            for number, node in enumerate(self._nodes):
-                if number not in self._reports and (report := node.poll()) is not None:
-                    self._reports[number] = report
-                    if not report.is_good:
-                        settled = min(settled, time.monotonic() + SETTLE_S)
+            self._look()
+            if not all(report.is_good for report in self._reports.values()):
+                settled = min(settled, time.monotonic() + SETTLE_S)
             if len(self._reports) == len(self._nodes) or time.monotonic() > settled:
                 return None
-            if ending := watch.look([node.look() for node in self._nodes]):
+            if ending := watch.look([self._sights[number] for number in range(len(self._nodes))]):
                 return ending
             running = [node.fileno() for number, node in enumerate(self._nodes) if number not in self._reports]
             wait(running, watch.interval_s)
+
+    def _look(self) -> None:
+        """Look at the nodes whose ranks have not ended."""
+        for number, node in enumerate(self._nodes):
+            if number not in self._reports:
+                self._sights[number], report = node.look()
+                if report is not None:
+                    self._reports[number] = report
 
     def _ending(self, results: Sequence[dict[str, Any] | None], names: Sequence[str]) -> Ending:
         """Why the ranks ended by themselves.

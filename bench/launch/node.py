@@ -107,13 +107,10 @@ class Node:
         """A file that becomes readable when the ranks have ended."""
         return self._server.fileno()
 
-    def poll(self) -> NodeReport | None:
-        """The report, once the ranks have ended by themselves."""
+    def look(self) -> tuple[Sight, NodeReport | None]:
+        """What is seen of the ranks, and their report once they have ended by themselves."""
         self._answer = self._answer or self._server.wait(0.0)
-        return None if self._answer is None else self._report(self._answer)
-
-    def look(self) -> Sight:
-        return self._ranks.look()
+        return self._ranks.look(), None if self._answer is None else self._report(self._answer)
 
     def end(self, *, dump: bool) -> NodeReport:
         """End the ranks now, after they have dumped their stacks if asked to."""

@@ -36,7 +36,6 @@ ANSWER_S = 60.0
 """How long another node may take to do as it is told."""
 ERRORS = {kind.__name__: kind for kind in (InputError, ForkError)}
 """Errors that travel from another node; any other means that it is lost."""
-BLIND = Sight(counts=(), states=(), written=(), log_bytes=0)
 
 
 class RemoteNode:
@@ -53,13 +52,9 @@ class RemoteNode:
         self.channel = channel
         self._asked = 0
         self._folder = Path()
-        self._run_id = ""
-        self._sight = BLIND
-        self._report: NodeReport | None = None
-        self._heard = time.monotonic()
 
     def fileno(self) -> int:
-        """A file that becomes readable when the node says something."""
+        """A file that becomes readable when the node answers or is gone."""
         return self.channel.fileno()
 
     def open(self, device: Device) -> bool:
@@ -73,29 +68,22 @@ class RemoteNode:
         self._answer(START_TIMEOUT_S + ANSWER_S)
 
     def begin(self, node_task: NodeTask) -> int:
-        self._folder, self._run_id = Path(node_task.folder), node_task.run_id
-        count = len(node_task.ranks)
-        self._sight, self._report = dataclasses.replace(BLIND, counts=[None] * count, states=[""] * count), None
+        self._folder = Path(node_task.folder)
         self._ask("begin", node_task=dataclasses.asdict(node_task))
         self._answer(ANSWER_S)
         return 0
 
-    def poll(self) -> NodeReport | None:
-        while self._report is None and self._read(0.0):
-            pass
-        if self._report is None and time.monotonic() - self._heard > SILENT_S:
-            self.lose(f"it has said nothing for {SILENT_S:g} s")
-        return self._report
-
-    def look(self) -> Sight:
-        return self._sight
+    def look(self) -> tuple[Sight, NodeReport | None]:
+        self._ask("look")
+        answer = self._answer(SILENT_S)
+        try:
+            return validation.read(Sight, answer["sight"]), answer["report"] and self._report(answer["report"])
+        except (KeyError, TypeError, InputError) as error:
+            self.lose(f"its answer is malformed ({error})")
 
     def end(self, *, dump: bool) -> NodeReport:
         self._ask("end", dump=dump)
-        self._answer(ANSWER_S)
-        if self._report is None:
-            self.lose("it did not report")
-        return self._report
+        return self._report(self._answer(ANSWER_S))
 
     def close(self) -> None:
         """End every process there. Does nothing if the node is lost, or gets lost."""
@@ -112,10 +100,8 @@ class RemoteNode:
 
     def _ask(self, do: str, **arguments: Any) -> None:
         self._asked += 1
-        try:
+        with contextlib.suppress(LostError):  # waiting for the answer says why
             self.channel.send({"do": do, "id": self._asked, **arguments})
-        except LostError as error:
-            self.lose(str(error))
 
     def _answer(self, limit_s: float) -> Any:
         """The answer to what was last asked."""
@@ -124,7 +110,10 @@ class RemoteNode:
         while answer is None or answer.get("id") != self._asked:
             if (left := deadline - time.monotonic()) <= 0:
                 self.lose(f"it has not answered for {limit_s:g} s")
-            answer = self._read(left)
+            try:
+                answer = self.channel.receive(left)
+            except LostError as error:
+                self.lose(str(error))
         if "error" not in answer:
             return answer["answer"]
         text = " ".join(str(answer["error"]).split())
@@ -132,35 +121,20 @@ class RemoteNode:
             self.lose(text)
         raise ERRORS[answer["kind"]](f"{self.name}: {text}")
 
-    def _read(self, timeout_s: float) -> dict[str, Any] | None:
-        """Take in the next message, and return it; None if there is none."""
+    def _report(self, answer: Any) -> NodeReport:
+        """The report in an answer, after writing its files into the folder of the trial."""
         try:
-            message = self.channel.receive(timeout_s)
-        except LostError as error:
-            self.lose(str(error))
-        if message is None:
-            return None
-        self._heard = time.monotonic()
-        if message.get("run_id") == self._run_id:
-            try:
-                if "sight" in message:
-                    self._sight = validation.read(Sight, message["sight"])
-                else:
-                    self._report = validation.read(NodeReport, message["report"])
-                    self._unpack(self._report.files)
-            except (KeyError, ValueError) as error:
-                self.lose(f"its message is malformed ({error})")
-        return message
-
-    def _unpack(self, files: Mapping[str, str]) -> None:
-        """Write the files of a report into the folder of the trial."""
-        for name, content in files.items():
-            path = PurePosixPath(name)
-            if path.is_absolute() or ".." in path.parts:
-                raise ValueError(f"a file named {name!r}")
-            folder = self._folder / f"node{self.number}" if len(path.parts) > 1 else self._folder
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_bytes(base64.b64decode(content))
+            report = validation.read(NodeReport, answer)
+            for name, content in report.files.items():
+                path = PurePosixPath(name)
+                if path.is_absolute() or ".." in path.parts:
+                    raise InputError(f"a file is named {name!r}")
+                folder = self._folder / f"node{self.number}" if len(path.parts) > 1 else self._folder
+                (folder / path).parent.mkdir(parents=True, exist_ok=True)
+                (folder / path).write_bytes(base64.b64decode(content))
+        except ValueError as error:
+            self.lose(f"its report is malformed ({error})")
+        return report
 
 
 class Nodes:
