@@ -82,19 +82,9 @@ class WindowProfiler:
     def stop(self) -> None:
         import torch
 
-        if self._profiler is None:
-            return
         torch.accelerator.synchronize()
-        profiler, self._profiler = self._profiler, None
-        profiler.stop()
-        self.events = list(profiler.profiler.kineto_results.events())
-
-    def on_window(self, is_open: bool) -> None:
-        """Start and stop with the window; call it after every event of a pass."""
-        if is_open and self._profiler is None:
-            self.start()
-        elif not is_open:
-            self.stop()
+        self._profiler.stop()
+        self.events = list(self._profiler.profiler.kineto_results.events())
 
 
 def _category(event: Any) -> str:
