@@ -45,8 +45,8 @@ class MemoryProbe:
     """Watches one window; ``ledger`` must be active before the backend is built.
 
     Set ``holdings``, pass the stepped optimizer to ``optimizer``, and call ``on_event`` after every tapped event,
-    before it opens or closes the window. Python's cycle collector is off while the window is open: some frameworks leave
-    tensors in cycles, and the peak must not depend on when it runs.
+    before it opens or closes the window. Python's cycle collector is off meanwhile: some frameworks leave tensors in
+    cycles, and the peak must not depend on when it runs.
     """
 
     def __init__(self, device_type: str, *, fake: bool = False) -> None:
