@@ -58,8 +58,7 @@ class RemoteNode:
         return self.channel.fileno()
 
     def open(self, device: Device) -> bool:
-        self._ask("open", device=device, backends=os.environ.get(EXTRA_BACKENDS, ""))
-        return bool(self._answer(ANSWER_S))
+        return bool(self._call("open", device=device, backends=os.environ.get(EXTRA_BACKENDS, "")))
 
     def start(self, packages: tuple[str, ...], *, cold: bool) -> None:
         self._ask("start", packages=packages, cold=cold)
@@ -69,8 +68,7 @@ class RemoteNode:
 
     def begin(self, node_task: NodeTask) -> int:
         self._folder = Path(node_task.folder)
-        self._ask("begin", node_task=dataclasses.asdict(node_task))
-        self._answer(ANSWER_S)
+        self._call("begin", node_task=dataclasses.asdict(node_task))
         return 0
 
     def look(self) -> tuple[Sight, NodeReport | None]:
@@ -82,21 +80,23 @@ class RemoteNode:
             self.lose(f"its answer is malformed ({error})")
 
     def end(self, *, dump: bool) -> NodeReport:
-        self._ask("end", dump=dump)
-        return self._report(self._answer(ANSWER_S))
+        return self._report(self._call("end", dump=dump))
 
     def close(self) -> None:
         """End every process there. Does nothing if the node is lost, or gets lost."""
         if not self.lost:
             with contextlib.suppress(LostError):
-                self._ask("close")
-                self._answer(ANSWER_S)
+                self._call("close")
 
     def lose(self, why: str) -> NoReturn:
         """Give the node up. Raises LostError."""
         self.lost = f"{self.name} was lost: {why}"
         self.channel.close()
         raise LostError(self.lost)
+
+    def _call(self, do: str, **arguments: Any) -> Any:
+        self._ask(do, **arguments)
+        return self._answer(ANSWER_S)
 
     def _ask(self, do: str, **arguments: Any) -> None:
         self._asked += 1

@@ -76,8 +76,7 @@ class HostLoad:
                 name, *fields = line.split()
                 if name.startswith("cpu") and name != "cpu":
                     ticks = [int(field) for field in fields]
-                    stolen = ticks[STEAL] if len(ticks) > STEAL else 0
-                    found[int(name[3:])] = (sum(ticks[i] for i in BUSY) * tick, stolen * tick)
+                    found[int(name[3:])] = (sum(ticks[i] for i in BUSY) * tick, ticks[STEAL] * tick)
         except (OSError, ValueError, IndexError):
             return None
         allowed = os.sched_getaffinity(0)

@@ -38,9 +38,7 @@ def expand(
     ``num_gpus`` are those of all nodes, which have equally many. ``offered`` are names of further backends, for
     suggestions in errors.
 
-    Raises InputError for an unknown backend, model or workload, an optimizer without a learning rate, a batch not
-    divisible by N x W or micro-batch x W, an HSDP mesh that does not fit W, an unusable corpus, more ranks than GPUs
-    unless they share them, no GPU to share, a backend that cannot be virtual, or ranks that do not fit the nodes.
+    Raises InputError naming the key whose value cannot be, here or together with others.
     """
     parts = [_part_cells(part, backends, num_gpus, offered, num_nodes) for part in matrix.parts]
     found = list(itertools.chain(*parts))
