@@ -12,6 +12,7 @@ import pkgutil
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -178,7 +179,7 @@ class Backend(ABC):
 
     @classmethod
     def preloaded(cls) -> tuple[str, ...]:
-        """What a fork server loads (``bench.launch.preloading.load``)."""
+        """What the process from which ranks are forked loads (``load``)."""
         return cls.preload or cls.requires
 
     @classmethod
@@ -190,6 +191,15 @@ class Backend(ABC):
         if device is Device.CUDA and importlib.metadata.version("torch").endswith("+cpu"):
             return "the installed torch is a CPU build: pip install one for CUDA"
         return ""
+
+
+def load(name: str) -> None:
+    """Import ``module``, or call ``module:function``, unless it is not installed; see ``Backend.preloaded``."""
+    module, _, function = name.partition(":")
+    with suppress(ImportError):
+        imported = importlib.import_module(module)
+        if function:
+            getattr(imported, function)()
 
 
 @cache

@@ -11,8 +11,8 @@ import gc
 import os
 import signal
 
+from bench.backends.base import load
 from bench.launch import stragglers
-from bench.launch.preloading import load
 
 SUCCESS = 0
 """Return code of CUDA's driver after ``cuInit``; before, it is 3 (CUDA_ERROR_NOT_INITIALIZED)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from bench.launch.preloading import load
+from bench.backends.base import load
 
 for name in filter(None, os.environ["BENCH_PRELOAD"].split(",")):
     load(name)
