@@ -13,7 +13,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -108,44 +108,34 @@ class _Follower:
 
     def _answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Carry out a command; its result, or the error."""
-        arguments = {name: value for name, value in message.items() if name not in ("do", "id")}
-        commands: dict[str, Callable[..., Any]] = {
-            "open": self._open,
-            "start": self._start,
-            "begin": self._begin,
-            "look": self._look,
-            "end": self._end,
-            "close": self._close,
-        }
         try:
-            return {"answer": commands[message["do"]](**arguments)}
+            return {"answer": self._do(**{name: value for name, value in message.items() if name != "id"})}
         except Exception as error:
             return {"error": str(error), "kind": type(error).__name__}
 
-    def _open(self, device: str, backends: str) -> bool:
-        os.environ[EXTRA_BACKENDS] = backends
-        return self._node.open(Device(device))
-
-    def _start(self, packages: list[str], *, cold: bool) -> None:
-        self._node.start(tuple(packages), cold=cold)
-        self._node.ready()
-
-    def _begin(self, node_task: dict[str, Any]) -> None:
-        self._folder = self._node.scratch
-        self._folder.mkdir(mode=0o700)
-        payload = json.dumps({**json.loads(node_task["payload"]), "folder": str(self._folder)})
-        self._node.begin(NodeTask(**{**node_task, "folder": str(self._folder), "payload": payload}))
-
-    def _look(self) -> dict[str, Any]:
-        sight, report = self._node.look()
-        return {"sight": dataclasses.asdict(sight), "report": report and self._packed(report)}
-
-    def _end(self, *, dump: bool) -> dict[str, Any]:
-        return self._packed(self._node.end(dump=dump))
-
-    def _close(self) -> None:
-        self._node.close()
-        self._forget()
+    def _do(self, do: str, **given: Any) -> Any:
+        match do:
+            case "open":
+                os.environ[EXTRA_BACKENDS] = given["backends"]
+                return self._node.open(Device(given["device"]))
+            case "start":
+                self._node.start(tuple(given["packages"]), cold=given["cold"])
+                self._node.ready()
+            case "begin":
+                self._folder = self._node.scratch
+                self._folder.mkdir(mode=0o700)
+                folder, node_task = str(self._folder), given["node_task"]
+                payload = json.dumps({**json.loads(node_task["payload"]), "folder": folder})
+                self._node.begin(NodeTask(**{**node_task, "folder": folder, "payload": payload}))
+            case "look":
+                sight, report = self._node.look()
+                return {"sight": dataclasses.asdict(sight), "report": report and self._packed(report)}
+            case "end":
+                return self._packed(self._node.end(dump=given["dump"]))
+            case "close":
+                self._node.close()
+                self._forget()
+        return None
 
     def _packed(self, report: NodeReport) -> dict[str, Any]:
         """The report of the ranks with their logs and dumps, if not all is well."""
