@@ -131,7 +131,6 @@ def _install_browser(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["install"])
 def faults(session: nox.Session) -> None:
     """Break trials, runners and files in every way that tests/faults has, and write docs/reliability.md again."""
-    session.run("python", "-m", "pip", "install", "-q", "-c", "constraints.txt", "--group", "fuzz")
     page = ("--all", "--reliability", "docs/reliability.md")
     session.run("python", "-m", "pytest", "tests/faults", *page, *session.posargs)
 

@@ -34,6 +34,13 @@ def read(path: Path, place: str, advice: str) -> bytes:
     return content
 
 
+def end_of(path: Path, num_bytes: int) -> bytes:
+    """The last bytes of a file, which may not fit into memory as a whole."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - num_bytes))
+        return file.read()
+
+
 RESULTS, PLOTS = Path("results"), Path("plots")
 
 
@@ -45,7 +52,9 @@ def plots_folder(folder: Path) -> Path:
 def existing(folder: Path) -> Path:
     """The folder itself, or its nearest ancestor that exists."""
     path = folder.resolve()
-    return next(one for one in (path, *path.parents) if os.path.exists(one))  # noqa: PTH110 - Path.exists raises if the name is too long
+    while not os.path.exists(path):  # noqa: PTH110 - Path.exists raises if the name is too long
+        path = path.parent
+    return path
 
 
 def new_folder(name: str) -> Path:

@@ -297,7 +297,7 @@ class OneServer(Node):
 def launcher() -> Iterator[Launcher]:
     """One launcher for all tests of a worker: its processes take ten seconds of CPU time to start."""
     made = Launcher(Device.CPU)
-    made._own = OneServer(Device.CPU)
+    made._own = OneServer()
     with made:
         yield made
 

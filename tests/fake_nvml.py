@@ -25,20 +25,19 @@ def failing(value: int = NOT_SUPPORTED) -> Callable[..., Any]:
 
 
 class FakeNvml(types.ModuleType):
-    """Handles are indices; older versions of the library answer in bytes."""
+    """Handles are indices."""
 
-    def __init__(self, *, as_bytes: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__("pynvml")
         self.open = 0
-        self.text = str.encode if as_bytes else str
         self.pids = [os.getpid()]
         self.asked: list[str] = []
         started = time.monotonic()
         answers: dict[str, Callable[..., Any]] = {
             "Count": lambda: 3,
             "HandleByIndex": lambda index: index,
-            "Name": lambda handle: self.text("NVIDIA H200"),
-            "UUID": lambda handle: self.text(f"GPU-{handle}{handle}"),
+            "Name": lambda handle: "NVIDIA H200",
+            "UUID": lambda handle: f"GPU-{handle}{handle}",
             "MemoryInfo": lambda handle: types.SimpleNamespace(total=1000 + handle),
             "TotalEnergyConsumption": lambda handle: int(1000 * 700 * (time.monotonic() - started)),
             "PowerUsage": lambda handle: 650_000,
@@ -69,7 +68,7 @@ class FakeNvml(types.ModuleType):
         self.open -= 1
 
     def nvmlSystemGetDriverVersion(self) -> Any:
-        return self.text("570.1")
+        return "570.1"
 
     def nvmlSystemGetCudaDriverVersion(self) -> int:
         return 13010

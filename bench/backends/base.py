@@ -12,6 +12,7 @@ import pkgutil
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -66,7 +67,7 @@ class Backend(ABC):
     requires: ClassVar[tuple[str, ...]] = ()
     """Import names of required packages besides torch."""
     preload: ClassVar[tuple[str, ...]] = ()
-    """What a fork server imports before it forks trials (``module``) or calls (``module:function``), if not just
+    """What a fork server imports before it forks trials (``module``) or calls (``module:function``); empty for
     ``requires``."""
     defect: ClassVar[str] = ""
     """A known defect of the framework that the gates should catch when N > 1, in words; empty if none."""
@@ -177,6 +178,11 @@ class Backend(ABC):
         return ""
 
     @classmethod
+    def preloaded(cls) -> tuple[str, ...]:
+        """What the process from which ranks are forked loads (``load``)."""
+        return cls.preload or cls.requires
+
+    @classmethod
     def missing(cls, device: Device) -> str:
         """Why this machine cannot run the backend on ``device``, and how to fix it; empty if it can."""
         absent = [package for package in ("torch", *cls.requires) if importlib.util.find_spec(package) is None]
@@ -185,6 +191,15 @@ class Backend(ABC):
         if device is Device.CUDA and importlib.metadata.version("torch").endswith("+cpu"):
             return "the installed torch is a CPU build: pip install one for CUDA"
         return ""
+
+
+def load(name: str) -> None:
+    """Import ``module``, or call ``module:function``, unless it is not installed; see ``Backend.preloaded``."""
+    module, _, function = name.partition(":")
+    with suppress(ImportError):
+        imported = importlib.import_module(module)
+        if function:
+            getattr(imported, function)()
 
 
 @cache
@@ -196,8 +211,8 @@ def built_in() -> dict[str, type[Backend]]:
     found: list[list[type[Backend]]] = []
     for info in pkgutil.iter_modules(backends.__path__, "bench.backends."):
         values = vars(importlib.import_module(info.name)).values()
-        classes = [one for one in values if isinstance(one, type) and issubclass(one, Backend)]
-        if defined := [one for one in classes if one.__module__ == info.name and "name" in vars(one)]:
+        classes = [value for value in values if isinstance(value, type) and issubclass(value, Backend)]
+        if defined := [kind for kind in classes if kind.__module__ == info.name and "name" in vars(kind)]:
             found.append(defined)
     found.sort(
         key=lambda module: (list(BackendFamily).index(module[0].family), module[0].sharding is not Sharding.NONE)
@@ -207,7 +222,7 @@ def built_in() -> dict[str, type[Backend]]:
 
 def installed_backends() -> dict[str, str]:
     """Backends that ``all`` does not select, by name, as ``module:Class``; those of packages are not imported."""
-    untried = {name: f"{one.__module__}:{one.__name__}" for name, one in built_in().items() if one.untried}
+    untried = {name: f"{kind.__module__}:{kind.__name__}" for name, kind in built_in().items() if kind.untried}
     return {entry.name: entry.value for entry in _entry_points()} | untried
 
 

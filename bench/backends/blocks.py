@@ -63,8 +63,8 @@ def missing(cell: Cell) -> str:
         return ""
     # torch._inductor builds C++ kernels for the CPU, and Triton a launcher in C for each of its kernels.
     names = ("g++", "clang++", "c++") if cell.device is Device.CPU else ("gcc", "clang", "cc")
-    own = os.environ.get("CXX" if cell.device is Device.CPU else "CC", "")
-    if not any(shutil.which(name) for name in (own, *names) if name):
+    chosen = os.environ.get("CXX" if cell.device is Device.CPU else "CC", "")
+    if not any(shutil.which(name) for name in (chosen, *names) if name):
         return f"torch.compile needs a compiler: install {names[0]}"
     if cell.device is Device.CUDA and importlib.util.find_spec("triton") is None:
         return "torch.compile needs Triton: pip install triton"

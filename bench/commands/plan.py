@@ -110,10 +110,10 @@ def _totals(plan: Planned, skipped: Mapping[str, str], guesses: Mapping[str, Cos
     repeats, budget_s = matrix["repeats"], matrix["budget_s"]
     trials, total_s, first_s = 0, 0.0, 0.0
     for cell in cells:
-        own = 1 if cell.cell_id in plan.once or not cell.world.computes else repeats
-        trials += own
+        count = 1 if cell.cell_id in plan.once or not cell.world.computes else repeats
+        trials += count
         if cell.cell_id not in skipped:
-            total_s += guesses[cell.cell_id].total(own)
+            total_s += guesses[cell.cell_id].total(count)
             first_s += guesses[cell.cell_id].total(1)
     left_out = sum(cell.cell_id in skipped for cell in cells)
     names = ": ".join(filter(None, (f"matrix {matrix.name}", matrix["description"])))

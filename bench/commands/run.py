@@ -6,17 +6,21 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench import __version__, files
 from bench.backends.base import Backend
 from bench.commands.matrix_options import OPTIONS, add_matrix_options, planned
 from bench.errors import BAD, EXIT_STATUS, INTERRUPTED, InputError, is_interrupt
 from bench.files import new_folder, plots_folder
+from bench.findings import Level
+from bench.launch import follower, job_nodes, torch_facts
+from bench.launch import gpus as launch_gpus
+from bench.launch import launcher as launching
+from bench.launch.nodes import Nodes
 from bench.plan.cell import Cell, Device, summarize
-
-if TYPE_CHECKING:
-    from bench.launch.nodes import Nodes
+from bench.run import gpu_checks, machine, start
+from bench.run.journal import read_manifest
 
 DESCRIPTION = (
     "Every trial trains one cell of the matrix. Trials run in blocks, each in seeded random order. After --repeats "
@@ -53,17 +57,12 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the matrix, or go on with a run; the exit status of its trials."""
-    from bench.launch import follower, job_nodes
-    from bench.launch.nodes import Nodes
-
     place = job_nodes.here()
     if place is None:
         return _lead(arguments, None)
     about = _about(job_nodes.address_of(place))
     if not place.is_controller:
-        from bench.run.telemetry import Telemetry
-
-        return follower.follow(place, job_nodes.secret(), about, Telemetry())
+        return follower.follow(place, job_nodes.secret(), about)
     if about["error"]:
         raise InputError(f"node 0: {about['error']}")
     with Nodes(place, job_nodes.secret(), about) as others:
@@ -73,10 +72,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _about(head: str) -> dict[str, Any]:
     """What a node tells the controller: versions, which have to be equal, its GPUs, and why it cannot be used."""
-    from bench.launch import gpus as launch_gpus
-    from bench.launch import job_nodes
-    from bench.run import machine
-
     gpus, error = launch_gpus.gpus(), ""
     try:
         job_nodes.check_interfaces()
@@ -84,16 +79,14 @@ def _about(head: str) -> dict[str, Any]:
             _require_usable(gpus)
     except InputError as found:
         error = str(found)
-    own = {"accumulation-bench": __version__, "its code": machine.code({}, {})["bench"][:12]}
+    project = {"accumulation-bench": __version__, "its code": machine.code({}, {})["bench"][:12]}
     fingerprint = {**machine.fingerprint(), machine.CONNECTION: machine.connection(head)}
-    return {"versions": own | machine.packages(), "gpus": gpus, "error": error, "fingerprint": fingerprint}
+    return {"versions": project | machine.packages(), "gpus": gpus, "error": error, "fingerprint": fingerprint}
 
 
 def _lead(arguments: argparse.Namespace, others: Nodes | None) -> int:
     """Run the matrix, or go on with a run, on this node and the others."""
     from bench.forecast import fit
-    from bench.run import start
-    from bench.run.journal import read_manifest
 
     nodes = [node.about["fingerprint"] for node in others.nodes] if others else []
     if arguments.resume:
@@ -128,13 +121,8 @@ def _lead(arguments: argparse.Namespace, others: Nodes | None) -> int:
 
 def _require_usable(gpus: Sequence[Mapping[str, Any]]) -> None:
     """Raise InputError if another bench has the GPUs, or torch cannot use them, in the words of ``doctor``."""
-    from bench.findings import Level
-    from bench.launch import gpus as launch_gpus
-    from bench.launch.torch_facts import ask_torch
-    from bench.run import gpu_checks
-
     with launch_gpus.hold_gpus([gpu["uuid"] for gpu in gpus]):
-        facts = gpu_checks.gather(ask_torch()[0])
+        facts = gpu_checks.gather(torch_facts.ask_torch()[0])
     for finding in (finding for check in gpu_checks.USABLE for finding in check(facts)):
         if finding.level is Level.ERROR:
             raise InputError(f"{finding.topic}: {finding.text}")
@@ -152,12 +140,9 @@ def _train(
 
     from bench.forecast.estimate import costs
     from bench.judge.baseline import baseline_of, interim_analysis
-    from bench.launch import gpus as launch_gpus
-    from bench.launch.launcher import Launcher, LauncherError
     from bench.report.outputs import finish
     from bench.report.progress import Display, JsonLines
-    from bench.run import matmul, runner, start
-    from bench.run.telemetry import Telemetry
+    from bench.run import matmul, runner
 
     cells = [Cell.from_dict(cell) for cell in manifest["cells"]]
     gpus = launch_gpus.gpus() if any(cell.device is Device.CUDA for cell in cells) else []
@@ -165,7 +150,7 @@ def _train(
     display = Display(Console(quiet=arguments.quiet), guesses, manifest)
     if arguments.json:
         display = JsonLines(guesses, manifest)
-    launcher = Launcher(cells[0].device, cold=manifest["cold"], others=others, recorder=Telemetry())
+    launcher = launching.Launcher(cells[0].device, cold=manifest["cold"], others=others)
     work = runner.Runner(
         folder, manifest, backends, launcher, display, interim_analysis, retry_failed=arguments.retry_failed
     )
@@ -175,7 +160,7 @@ def _train(
             display.say(f"run {manifest['run_id']}: {summarize(cells, baseline_of(manifest))}; writing to {folder}")
             matmul.time_products(folder, manifest, cells, launcher, display.say)
             work.run()
-    except LauncherError as error:
+    except launching.LauncherError as error:
         print(f"bench: {error}", file=sys.stderr)
         return BAD
     except (KeyboardInterrupt, OSError, RuntimeError) as error:

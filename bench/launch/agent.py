@@ -30,8 +30,6 @@ from bench.launch.outcome import written
 
 JOIN_S = 60
 """How long a node tries to reach the store of the first one, in seconds."""
-LOOK_S = 0.25
-"""How often the agent looks at the ranks where torch does not expose anything to wait for."""
 
 
 class Agent(LocalElasticAgent):
@@ -41,12 +39,12 @@ class Agent(LocalElasticAgent):
     """Exit codes of the ranks that ended by themselves before all had returned; negative for signals."""
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        signs = self._signs()
-        ready = wait(signs, None if signs else LOOK_S)
+        context: Any = self._pcontext
+        returned = [queue._reader for rank, queue in context._ret_vals.items() if rank not in context._return_values]
+        ready = wait([*returned, *context._pc.sentinels])  # a rank's pipe or sentinel: it has returned, or ended
         if not any(isinstance(sign, int) for sign in ready):
             result: RunResult = super()._monitor_workers(worker_group)
             return result
-        context: Any = self._pcontext
         exits = {}
         for rank, process in enumerate(context._pc.processes):
             if process.sentinel in ready or not stragglers.alive(stragglers.find(process.pid)):
@@ -57,15 +55,6 @@ class Agent(LocalElasticAgent):
         context.close(signal.SIGKILL)
         stragglers.remove(held)
         return RunResult(state=WorkerState.FAILED)
-
-    def _signs(self) -> list[Any]:
-        """Objects that become readable when a rank returns (the pipe of its result) or ends (its sentinel)."""
-        context: Any = self._pcontext
-        try:
-            pipes = [queue._reader for rank, queue in context._ret_vals.items() if rank not in context._return_values]
-            return [*pipes, *context._pc.sentinels]
-        except AttributeError:
-            return []
 
 
 def run(

@@ -1,10 +1,10 @@
-"""Messages between the controller and the other nodes of a job: JSON over one TCP connection to each.
+"""JSON messages over a connection: with the launcher's process, and between the nodes of a job.
 
-Both ends prove that they know the job's secret before anything else is read: each answers the other's fresh random
-challenge by its HMAC (``multiprocessing.connection``). So nobody without the secret can hand a task to a node, which
-would run code there, or report results, or replay what was said before. The messages are not encrypted: whoever can
-change packets between the nodes can change them, as well as all that the ranks send each other over gloo, NCCL and
-torch's store, which know no secret. Nothing is unpickled.
+Nodes talk over TCP, and both ends prove that they know the job's secret before anything else is read: each answers the
+other's fresh random challenge by its HMAC (``multiprocessing.connection``). So nobody without the secret can hand a
+task to a node, which would run code there, or report results, or replay earlier messages. The messages are not
+encrypted: whoever can change packets between the nodes can change them, as well as all that the ranks send each other
+over gloo, NCCL and torch's store, which know no secret. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from typing import Any
 
 SILENT_S = 30.0
-"""After so long without a word a node counts as lost, and for a node so does the controller."""
+"""After so long without a message a node counts as lost, and for a node so does the controller."""
 PING_S = 5.0
 """How often the controller says that it is there."""
 HELLO_BYTES, MESSAGE_BYTES = 4096, 2**30
@@ -36,17 +36,44 @@ class SecretError(Exception):
 class Channel:
     """One end of a connection. ``multiprocessing.connection.wait`` can wait for it."""
 
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self.fileno, self.close = connection.fileno, connection.close
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message. Raises LostError."""
+        try:
+            with self._sending:
+                self._connection.send_bytes(json.dumps(message).encode())
+        except OSError as error:
+            raise LostError(f"the connection to it broke ({error.strerror or error})") from error
+
+    def receive(self, timeout_s: float | None = None, max_bytes: int = MESSAGE_BYTES) -> dict[str, Any] | None:
+        """The next message; None if there is none within the time. Raises LostError."""
+        try:
+            if not self._connection.poll(timeout_s):
+                return None
+            message = json.loads(self._connection.recv_bytes(max_bytes))
+        except EOFError as error:
+            raise LostError("its process ended") from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise LostError(f"the connection to it broke ({error})") from error
+        if not isinstance(message, dict):
+            raise LostError("its message is not a JSON object")
+        return message
+
+
+class NodeChannel(Channel):
+    """One end of the connection between the controller and another node."""
+
     def __init__(self, link: socket.socket) -> None:
         link.settimeout(None)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             link.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(SILENT_S), 0))
         self.own_address, self.address = str(link.getsockname()[0]), str(link.getpeername()[0])
-        self._connection = Connection(link.detach())
-        self._sending = threading.Lock()
-
-    def fileno(self) -> int:
-        return self._connection.fileno()
+        super().__init__(Connection(link.detach()))
 
     def authenticate(self, secret: bytes, *, is_controller: bool) -> None:
         """Prove to the other end that this one knows the secret, and let it do the same.
@@ -61,28 +88,3 @@ class Channel:
             raise SecretError(str(error)) from error
         except (EOFError, OSError, ValueError, AssertionError) as error:
             raise LostError(f"no proof: {error}") from error
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Send a message. Raises LostError."""
-        try:
-            with self._sending:
-                self._connection.send_bytes(json.dumps(message).encode())
-        except OSError as error:
-            raise LostError(f"the connection to it broke ({error.strerror or error})") from error
-
-    def receive(self, timeout_s: float, max_bytes: int = MESSAGE_BYTES) -> dict[str, Any] | None:
-        """The next message; None if there is none within the time. Raises LostError."""
-        if not self._connection.poll(timeout_s):
-            return None
-        try:
-            message = json.loads(self._connection.recv_bytes(max_bytes))
-        except EOFError as error:
-            raise LostError("its process ended") from error
-        except (OSError, ValueError, RecursionError) as error:
-            raise LostError(f"the connection to it broke ({error})") from error
-        if not isinstance(message, dict):
-            raise LostError("its message is not a JSON object")
-        return message
-
-    def close(self) -> None:
-        self._connection.close()

@@ -13,30 +13,28 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
-from multiprocessing.connection import wait
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
 from bench.backends.base import EXTRA_BACKENDS
 from bench.errors import BAD, GOOD, InputError
+from bench.files import end_of
 from bench.launch import job_nodes
-from bench.launch.channel import SILENT_S, Channel, LostError, SecretError
+from bench.launch.channel import SILENT_S, LostError, NodeChannel, SecretError
 from bench.launch.job_nodes import Place
-from bench.launch.node import Node, Recorder
+from bench.launch.node import Node
 from bench.launch.node_task import NodeReport, NodeTask
 from bench.launch.nodes import ANSWER_S, JOIN_S
 from bench.plan.cell import Device
 
-SIGHT_S = 1.0
-"""How often it tells what it sees of its ranks."""
 RETRY_S = 0.5
 """How often it tries to reach the controller."""
 FILE_BYTES = 2**20
 """How much of the end of each log and dump travels to the controller."""
 
 
-def follow(place: Place, secret: bytes, about: Mapping[str, Any], recorder: Recorder | None = None) -> int:
+def follow(place: Place, secret: bytes, about: Mapping[str, Any]) -> int:
     """Join the job and do as the controller says; the exit status. Raises InputError if it cannot join."""
     channel = _connect(place)
     try:
@@ -51,7 +49,7 @@ def follow(place: Place, secret: bytes, about: Mapping[str, Any], recorder: Reco
     if "welcome" not in answer:
         raise InputError(str(answer.get("refused", f"node 0 at {channel.address} did not let this node in")))
     print(f"bench: this is node {place.node} of {place.num_nodes}; node 0 at {channel.address} leads", file=sys.stderr)
-    with _Follower(channel, recorder) as follower:
+    with _Follower(channel) as follower:
         try:
             follower.serve()
         except LostError as error:
@@ -60,12 +58,14 @@ def follow(place: Place, secret: bytes, about: Mapping[str, Any], recorder: Reco
     return GOOD
 
 
-def _connect(place: Place) -> Channel:
+def _connect(place: Place) -> NodeChannel:
     """A connection to the controller, which may start later than this node."""
     deadline = time.monotonic() + JOIN_S
     while True:
         try:
-            return Channel(socket.create_connection((job_nodes.address_of(place), place.port), timeout=RETRY_S * 10))
+            return NodeChannel(
+                socket.create_connection((job_nodes.address_of(place), place.port), timeout=RETRY_S * 10)
+            )
         except OSError as error:
             if time.monotonic() > deadline:
                 raise InputError(
@@ -78,116 +78,81 @@ def _connect(place: Place) -> Channel:
 class _Follower:
     """Runs the ranks of this node. As a context, it leaves no process and no file behind."""
 
-    def __init__(self, channel: Channel, recorder: Recorder | None) -> None:
+    def __init__(self, channel: NodeChannel) -> None:
         self._channel = channel
-        self._recorder = recorder
-        self._node: Node | None = None
-        self._run_id = ""
-        """Of the trial whose ranks run here; empty while none does."""
-        self._folder = Path()
-        """Of that trial."""
+        self._node = Node(channel.own_address)
+        self._folder: Path | None = None
+        """Of the trial whose ranks run here."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         try:
-            if self._node is not None:
-                self._node.close()
-                self._node.release()
+            self._node.close()
+            self._node.release()
         finally:
             self._channel.close()
             self._forget()
 
     def serve(self) -> None:
         """Do what the controller asks for until it says goodbye. Raises LostError if it is gone."""
-        heard, sight_at = time.monotonic(), 0.0
         while True:
-            busy = [self._node.fileno()] if self._node is not None and self._run_id else []
-            wait([self._channel.fileno(), *busy], SIGHT_S)
-            while (message := self._channel.receive(0.0)) is not None:
-                heard = time.monotonic()
-                if message["do"] == "bye":
-                    return
-                if message["do"] != "ping":
-                    self._channel.send({"id": message["id"], **self._answer(message)})
-            if time.monotonic() - heard > SILENT_S:
+            message = self._channel.receive(SILENT_S)
+            if message is None:
                 raise LostError(f"it has said nothing for {SILENT_S:g} s")
-            if self._node is not None and self._run_id:
-                report = self._node.poll()
-                if report is not None or time.monotonic() - sight_at > SIGHT_S:
-                    sight_at = time.monotonic()
-                    self._tell(self._node, report)
+            if message["do"] == "bye":
+                return
+            if message["do"] != "ping":
+                self._channel.send({"id": message["id"], **self._answer(message)})
 
     def _answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Carry out a command; its result, or the error."""
-        arguments = {name: value for name, value in message.items() if name not in ("do", "id")}
-        commands: dict[str, Callable[..., Any]] = {
-            "open": self._open,
-            "start": self._start,
-            "begin": self._begin,
-            "end": self._end,
-            "close": self._close,
-        }
         try:
-            return {"answer": commands[message["do"]](**arguments)}
+            return {"answer": self._do(**{name: value for name, value in message.items() if name != "id"})}
         except Exception as error:
             return {"error": str(error), "kind": type(error).__name__}
 
-    def _open(self, device: str, backends: str) -> bool:
-        os.environ[EXTRA_BACKENDS] = backends
-        self._node = Node(Device(device), self._channel.own_address, self._recorder)
-        return self._node.open(Device(device))
+    def _do(self, do: str, **given: Any) -> Any:
+        match do:
+            case "open":
+                os.environ[EXTRA_BACKENDS] = given["backends"]
+                return self._node.open(Device(given["device"]))
+            case "start":
+                self._node.start(tuple(given["packages"]), cold=given["cold"])
+                self._node.ready()
+            case "begin":
+                self._folder = self._node.scratch
+                self._folder.mkdir(mode=0o700)
+                folder, node_task = str(self._folder), given["node_task"]
+                payload = json.dumps({**json.loads(node_task["payload"]), "folder": folder})
+                self._node.begin(NodeTask(**{**node_task, "folder": folder, "payload": payload}))
+            case "look":
+                sight, report = self._node.look()
+                return {"sight": dataclasses.asdict(sight), "report": report and self._packed(report)}
+            case "end":
+                return self._packed(self._node.end(dump=given["dump"]))
+            case "close":
+                self._node.close()
+                self._forget()
+        return None
 
-    def _start(self, packages: list[str], *, cold: bool) -> None:
-        node = self._opened()
-        node.start(tuple(packages), cold=cold)
-        node.ready()
-
-    def _begin(self, node_task: dict[str, Any]) -> None:
-        self._folder, self._run_id = self._opened().scratch, node_task["run_id"]
-        self._folder.mkdir(mode=0o700)
-        payload = json.dumps({**json.loads(node_task["payload"]), "folder": str(self._folder)})
-        self._opened().begin(NodeTask(**{**node_task, "folder": str(self._folder), "payload": payload}))
-
-    def _end(self, *, dump: bool) -> None:
-        if self._run_id:  # else its report is on the way
-            self._tell(self._opened(), self._opened().end(dump=dump))
-
-    def _close(self) -> None:
-        self._opened().close()
+    def _packed(self, report: NodeReport) -> dict[str, Any]:
+        """The report of the ranks with their logs and dumps, if not all is well."""
+        if self._folder is not None and not report.is_good:
+            for path in _kept(self._folder):
+                report.files[str(path.relative_to(self._folder))] = base64.b64encode(end_of(path, FILE_BYTES)).decode()
         self._forget()
+        return dataclasses.asdict(report)
 
     def _forget(self) -> None:
         """Remove what the last trial wrote."""
-        if self._run_id:
+        if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-        self._run_id = ""
-
-    def _opened(self) -> Node:
-        if self._node is None:
-            raise LostError("it was not opened")
-        return self._node
-
-    def _tell(self, node: Node, report: NodeReport | None) -> None:
-        """Tell what is seen of the ranks, and report if they have ended."""
-        self._channel.send({"sight": dataclasses.asdict(node.look()), "run_id": self._run_id})
-        if report is None:
-            return
-        if not report.is_good:
-            report.files = {str(path.relative_to(self._folder)): _end_of(path) for path in _kept(self._folder)}
-        self._channel.send({"report": dataclasses.asdict(report), "run_id": self._run_id})
-        self._forget()
+        self._folder = None
 
 
 def _kept(folder: Path) -> list[Path]:
     """The logs and dumps of a trial."""
     paths = [*folder.rglob("*.log"), *folder.glob("rank*.stacks"), *folder.glob("flight-*")]
     return [path for path in paths if path.is_file()]
-
-
-def _end_of(path: Path) -> str:
-    """The last FILE_BYTES of a file, in base 64."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - FILE_BYTES))
-        return base64.b64encode(file.read()).decode()

@@ -26,7 +26,7 @@ SECRET_CHARACTERS = 16
 """Least length of a secret."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Engine:
     """The variables in which something that starts jobs describes them; it is recognized if the first three are set."""
 
@@ -39,55 +39,22 @@ class Engine:
     processes: str = ""
     """Number of processes, on a node or in all."""
     in_all: bool = False
-    source: str
 
 
+TORCHRUN, SLURM = "torchrun", "Slurm"
 ENGINES = (
-    Engine(
-        name="torchrun",
-        node="GROUP_RANK",
-        num_nodes="GROUP_WORLD_SIZE",
-        head="MASTER_ADDR",
-        processes="LOCAL_WORLD_SIZE",
-        source="https://docs.pytorch.org/docs/stable/elastic/run.html, Environment Variables",
-    ),
-    Engine(
-        name="Slurm",
-        node="SLURM_NODEID",
-        num_nodes="SLURM_STEP_NUM_NODES",
-        head="SLURM_STEP_NODELIST",
-        processes="SLURM_STEP_NUM_TASKS",
-        in_all=True,
-        source="https://slurm.schedmd.com/srun.html, Output Environment Variables",
-    ),
-    Engine(
-        name="Kubeflow Trainer",
-        node="PET_NODE_RANK",
-        num_nodes="PET_NNODES",
-        head="PET_MASTER_ADDR",
-        source="https://github.com/kubeflow/trainer: torchrun's options as variables",
-    ),
-    Engine(
-        name="SkyPilot",
-        node="SKYPILOT_NODE_RANK",
-        num_nodes="SKYPILOT_NUM_NODES",
-        head="SKYPILOT_NODE_IPS",
-        source="https://docs.skypilot.co/en/stable/running-jobs/distributed-jobs.html",
-    ),
-    Engine(
-        name="dstack",
-        node="DSTACK_NODE_RANK",
-        num_nodes="DSTACK_NODES_NUM",
-        head="DSTACK_MASTER_NODE_IP",
-        source="https://dstack.ai/docs/concepts/tasks, distributed tasks",
-    ),
-    Engine(
-        name="PyTorchJob",
-        node="RANK",
-        num_nodes="WORLD_SIZE",
-        head="MASTER_ADDR",
-        source="https://www.kubeflow.org/docs/components/trainer/legacy-v1/user-guides/pytorch",
-    ),
+    # https://docs.pytorch.org/docs/stable/elastic/run.html, Environment Variables
+    Engine(TORCHRUN, "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "LOCAL_WORLD_SIZE"),
+    # https://slurm.schedmd.com/srun.html, Output Environment Variables
+    Engine(SLURM, "SLURM_NODEID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", in_all=True),
+    # https://github.com/kubeflow/trainer: torchrun's options as variables
+    Engine("Kubeflow Trainer", "PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR"),
+    # https://docs.skypilot.co/en/stable/running-jobs/distributed-jobs.html
+    Engine("SkyPilot", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS"),
+    # https://dstack.ai/docs/concepts/tasks, distributed tasks
+    Engine("dstack", "DSTACK_NODE_RANK", "DSTACK_NODES_NUM", "DSTACK_MASTER_NODE_IP"),
+    # https://www.kubeflow.org/docs/components/trainer/legacy-v1/user-guides/pytorch
+    Engine("PyTorchJob", "RANK", "WORLD_SIZE", "MASTER_ADDR"),
 )
 """In the order in which they are looked for: torchrun may run inside of others, and others set RANK too."""
 
@@ -119,9 +86,9 @@ def here(environment: Mapping[str, str] = os.environ) -> Place | None:
         node = _number(environment, engine.node)
         if node >= num_nodes:
             raise InputError(f"{engine.node} is {node}, and {engine.num_nodes} is {num_nodes}; nodes count from 0")
-        one = num_nodes if engine.in_all else 1
-        if engine.processes and (found := get(engine.processes, "not set")) != str(one):
-            raise InputError(f"{engine.processes} is {found}, and must be {one}: start one process on each node")
+        needed = num_nodes if engine.in_all else 1
+        if engine.processes and (found := get(engine.processes, "not set")) != str(needed):
+            raise InputError(f"{engine.processes} is {found}, and must be {needed}: start one process on each node")
         head = get("MASTER_ADDR") or get("PET_MASTER_ADDR") or _first_host(environment[engine.head])
         return Place(node=node, num_nodes=num_nodes, head=head, port=_port(environment, engine))
     return None
@@ -144,9 +111,9 @@ def _port(environment: Mapping[str, str], engine: Engine) -> int:
     """The port of the controller. torchrun's own store has MASTER_PORT, so the next one is taken there."""
     for name in ("MASTER_PORT", "PET_MASTER_PORT"):
         if environment.get(name):
-            return _number(environment, name) + (engine.name == "torchrun")
+            return _number(environment, name) + (engine.name == TORCHRUN)
     job = environment.get("SLURM_JOB_ID", "")  # jobs of several users may share a node
-    return 20_000 + int(job) % 9_000 if engine.name == "Slurm" and job.isdecimal() else PORT
+    return 20_000 + int(job) % 9_000 if engine.name == SLURM and job.isdecimal() else PORT
 
 
 def secret(environment: Mapping[str, str] = os.environ) -> bytes:
@@ -189,7 +156,7 @@ def interface_of(address: str) -> str:
         return "lo"
     name: str
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == address for one in addresses):
+        if any(known.address.partition("%")[0] == address for known in addresses):
             return name
     raise InputError(f"{address} is not an address of this node; set MASTER_ADDR to one of the first node's")
 
@@ -201,8 +168,8 @@ def check_interfaces(environment: Mapping[str, str] = os.environ) -> None:
         value = environment.get(name, "")
         if value.startswith("^"):  # NCCL: all but these
             continue
-        for one in filter(None, value.removeprefix("=").split(",")):
-            # NCCL takes prefixes, unless '=' stands before them.
-            exact = name.startswith("GLOO") or value.startswith("=")
-            if not any(one.partition(":")[0] == own if exact else own.startswith(one) for own in known):
+        # NCCL takes prefixes, unless '=' stands before them.
+        exact = name.startswith("GLOO") or value.startswith("=")
+        for wanted in filter(None, value.removeprefix("=").split(",")):
+            if not any(has == wanted.partition(":")[0] if exact else has.startswith(wanted) for has in known):
                 raise InputError(f"{name} is '{value}', and the interfaces here are {', '.join(known)}")

@@ -20,12 +20,12 @@ from typing import Any, Self
 from bench.backends.base import registry
 from bench.launch import job_nodes
 from bench.launch.channel import LostError
-from bench.launch.node import ForkError, Node, Recorder
+from bench.launch.node import ForkError, Node
 from bench.launch.node_task import NodeReport, NodeTask
 from bench.launch.nodes import Nodes, RemoteNode
 from bench.launch.outcome import Ending, Outcome, judge
 from bench.launch.process import LauncherError
-from bench.launch.watchdog import Watch, excessive
+from bench.launch.watchdog import Sight, Watch, excessive
 from bench.plan.cell import Device, Status
 from bench.plan.task import Task
 
@@ -41,14 +41,12 @@ class Launcher:
     As a context it locks the visible GPUs against other benches, and raises InputError if another one uses them.
     """
 
-    def __init__(
-        self, device: Device, *, cold: bool = False, others: Nodes | None = None, recorder: Recorder | None = None
-    ) -> None:
+    def __init__(self, device: Device, *, cold: bool = False, others: Nodes | None = None) -> None:
         self._device = device
         self._cold = cold
         self._others = others
         name = f"node 0 ({socket.gethostname()})" if others else ""
-        self._own = Node(device, others.address if others else job_nodes.LOOPBACK, recorder, name)
+        self._own = Node(others.address if others else job_nodes.LOOPBACK, name)
 
     @property
     def _nodes(self) -> list[Node | RemoteNode]:
@@ -86,8 +84,7 @@ class Launcher:
         if gone or len(nodes) < task.num_nodes:
             reason = gone[0] if gone else f"{task.num_nodes} nodes are needed, and there are {len(nodes)}"
             return Outcome(status=Status.INTERRUPTED, reason=reason, ranks=[], wall_s=0.0)
-        backend = registry([task.backend])[task.backend]
-        packages = () if self._cold else backend.preload or backend.requires
+        packages = () if self._cold else registry([task.backend])[task.backend].preloaded()
         started = time.perf_counter()
         try:
             trial = self._started(task, nodes, packages, timeout_s, inactivity_s)
@@ -134,8 +131,9 @@ class _Trial:
 
     def __init__(self, task: Task, nodes: Sequence[Node | RemoteNode], timeout_s: float, inactivity_s: float) -> None:
         self._nodes = nodes
+        self._sights: dict[int, Sight] = {}
         self._reports: dict[int, NodeReport] = {}
-        """By the number of the node."""
+        """Both by the number of the node."""
         num_ranks = task.num_processes // len(nodes)
         names = [f"rank {rank}" for rank in range(task.num_processes)]
         if len(nodes) > 1:
@@ -156,7 +154,8 @@ class _Trial:
             node_task = replace(node_task, port=node_task.port or port)
         ending = self._wait(watch)
         wall_s = time.perf_counter() - started
-        heard = {rank for node in nodes for rank in node.look().written}
+        self._look()
+        heard = {rank for sight in self._sights.values() for rank in sight.written}
         ended = [number for number in range(len(nodes)) if number not in self._reports]
         for number in reversed(ended):
             self._reports[number] = nodes[number].end(dump=ending is not None and ending.dump)
@@ -174,17 +173,23 @@ class _Trial:
         """Wait until all ranks have ended, or some have failed; or the reason to end the trial early."""
         settled = math.inf
         while True:
-            for number, node in enumerate(self._nodes):
-                if number not in self._reports and (report := node.poll()) is not None:
-                    self._reports[number] = report
-                    if not report.is_good:
-                        settled = min(settled, time.monotonic() + SETTLE_S)
+            self._look()
+            if not all(report.is_good for report in self._reports.values()):
+                settled = min(settled, time.monotonic() + SETTLE_S)
             if len(self._reports) == len(self._nodes) or time.monotonic() > settled:
                 return None
-            if ending := watch.look([node.look() for node in self._nodes]):
+            if ending := watch.look([self._sights[number] for number in range(len(self._nodes))]):
                 return ending
             running = [node.fileno() for number, node in enumerate(self._nodes) if number not in self._reports]
             wait(running, watch.interval_s)
+
+    def _look(self) -> None:
+        """Look at the nodes whose ranks have not ended."""
+        for number, node in enumerate(self._nodes):
+            if number not in self._reports:
+                self._sights[number], report = node.look()
+                if report is not None:
+                    self._reports[number] = report
 
     def _ending(self, results: Sequence[dict[str, Any] | None], names: Sequence[str]) -> Ending:
         """Why the ranks ended by themselves.
@@ -194,16 +199,10 @@ class _Trial:
 
         def precedence(number: int) -> tuple[bool, bool, bool]:
             report = self._reports[number]
-            return report.is_good, not report.signal, report.rank is None or results[report.rank] is not None
+            rank = report.ending.rank
+            return report.is_good, not report.ending.signal, rank is None or results[rank] is not None
 
         number = min(sorted(self._reports), key=precedence)
-        report = self._reports[number]
-        name = self._nodes[number].name
-        of = f"{names[report.rank]} " if report.rank is not None else f"{name}: " * bool(name)
-        return Ending(
-            failure=of + report.failure,
-            rank=report.rank,
-            signal=report.signal,
-            killed_for_memory=report.killed_for_memory,
-            last_lines=report.last_lines,
-        )
+        ending, name = self._reports[number].ending, self._nodes[number].name
+        failed = f"{names[ending.rank]} " if ending.rank is not None else f"{name}: " * bool(name)
+        return replace(ending, failure=failed + ending.failure)

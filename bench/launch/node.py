@@ -12,25 +12,19 @@ import contextlib
 import dataclasses
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from bench.launch import gpus, job_nodes, outcome
 from bench.launch.node_task import NodeReport, NodeTask
+from bench.launch.outcome import Ending
 from bench.launch.process import LauncherProcess, environment_of
+from bench.launch.telemetry import Telemetry
 from bench.launch.watchdog import Ranks, Sight
 from bench.plan.cell import Device, Status
 
 
 class ForkError(RuntimeError):
     """A forked process could not use the device."""
-
-
-class Recorder(Protocol):
-    """Records the GPUs of a node during a trial, as plain JSON."""
-
-    def start(self) -> None: ...
-
-    def stop(self) -> dict[str, Any] | None: ...
 
 
 class Node:
@@ -42,32 +36,32 @@ class Node:
 
     lost = ""
 
-    def __init__(
-        self, device: Device, address: str = job_nodes.LOOPBACK, recorder: Recorder | None = None, name: str = ""
-    ) -> None:
+    def __init__(self, address: str = job_nodes.LOOPBACK, name: str = "") -> None:
         self.address, self.name = address, name
-        self._device = device
-        self._recorder = recorder if device is Device.CUDA else None
+        self._device = Device.CPU
+        self._telemetry: Telemetry | None = None
         self._interface = job_nodes.interface_of(address)
         self._servers: dict[tuple[str, ...], LauncherProcess] = {}
-        self._held = contextlib.ExitStack()
+        self._locks = contextlib.ExitStack()
         self._server: LauncherProcess
         self._node_task: NodeTask
         self._ranks: Ranks
         self._answer: dict[str, Any] | None = None
 
     def open(self, device: Device) -> bool:
-        """Lock the GPUs against other benches; whether ranks can only start cold.
+        """Lock the GPUs against other benches, if trials run on them; whether ranks can only start cold.
 
         Raises InputError if another bench uses a GPU.
         """
+        self._device = device
+        self._telemetry = Telemetry() if device is Device.CUDA else None
         visible = gpus.gpus() if device is Device.CUDA else []
-        self._held.enter_context(gpus.hold_gpus([gpu["uuid"] for gpu in visible]))
+        self._locks.enter_context(gpus.hold_gpus([gpu["uuid"] for gpu in visible]))
         # Torch counts MIG instances with CUDA instead of NVML, and a forked process cannot use CUDA after that.
         return any("mig" in gpu for gpu in visible)
 
     def release(self) -> None:
-        self._held.close()
+        self._locks.close()
 
     def start(self, packages: tuple[str, ...], *, cold: bool) -> None:
         """Start the launcher's process of these packages, unless it runs."""
@@ -100,8 +94,8 @@ class Node:
         folder.mkdir(parents=True, exist_ok=True)
         for stale in (*folder.glob("rank*"), *folder.rglob("*.log")):  # files of an earlier trial
             stale.unlink()
-        if self._recorder:
-            self._recorder.start()
+        if self._telemetry:
+            self._telemetry.start()
         self._node_task, self._ranks, self._answer = node_task, Ranks(folder, node_task.ranks), None
         self._kills, self._began = outcome.counters(), time.monotonic()
         reply = self._server.ask(dataclasses.asdict(node_task)) or {"died": True}
@@ -111,15 +105,12 @@ class Node:
 
     def fileno(self) -> int:
         """A file that becomes readable when the ranks have ended."""
-        return self._server.replies
+        return self._server.fileno()
 
-    def poll(self) -> NodeReport | None:
-        """The report, once the ranks have ended by themselves."""
+    def look(self) -> tuple[Sight, NodeReport | None]:
+        """What is seen of the ranks, and their report once they have ended by themselves."""
         self._answer = self._answer or self._server.wait(0.0)
-        return None if self._answer is None else self._report(self._answer)
-
-    def look(self) -> Sight:
-        return self._ranks.look()
+        return self._ranks.look(), None if self._answer is None else self._report(self._answer)
 
     def end(self, *, dump: bool) -> NodeReport:
         """End the ranks now, after they have dumped their stacks if asked to."""
@@ -131,21 +122,25 @@ class Node:
     def _report(self, answer: dict[str, Any]) -> NodeReport:
         """The report of the ranks, after ending what has to end with them."""
         node_task, folder = self._node_task, self._ranks.folder
-        report = NodeReport(results=[], failure=answer.get("failure", ""), rank=answer.get("rank"))
-        report.signal = answer.get("signal", 0)
+        rank, failure, number = answer.get("rank"), answer.get("failure", ""), answer.get("signal", 0)
         if answer.get("died"):
-            report.failure, report.signal = self._server.death()
-            report.died_early = not any(folder.glob("rank*.beat"))
-        report.killed_for_memory = outcome.moved(self._kills, outcome.counters())
+            failure, number = self._server.death()
         if answer.get("died") or answer.get("spent"):
             self._server.close()
-        report.results = [self._result(rank) for rank in node_task.ranks]
-        if report.rank is not None:
-            report.last_lines = outcome.last_lines(folder, report.rank - node_task.ranks.start)
-        report.log_bytes = self._ranks.log_bytes()
-        if self._recorder:
-            report.recording = self._recorder.stop()
-        return report
+        ending = Ending(
+            failure=failure,
+            rank=rank,
+            signal=number,
+            killed_for_memory=outcome.moved(self._kills, outcome.counters()),
+            last_lines=() if rank is None else outcome.last_lines(folder, rank - node_task.ranks.start),
+        )
+        return NodeReport(
+            results=[self._result(rank) for rank in node_task.ranks],
+            ending=ending,
+            log_bytes=self._ranks.log_bytes(),
+            died_early=bool(answer.get("died")) and not any(folder.glob("rank*.beat")),
+            recording=self._telemetry.stop() if self._telemetry else None,
+        )
 
     def _result(self, rank: int) -> dict[str, Any] | None:
         """What a rank wrote. The time of a failure counts from the begin of the trial: nodes have different clocks."""
@@ -158,7 +153,7 @@ class Node:
         """End every process; SIGTERM first, SIGKILL after a grace period."""
         with contextlib.ExitStack() as every:  # all are closed, even if one fails or is interrupted
             every.callback(self._servers.clear)
-            if self._recorder:
-                every.callback(self._recorder.stop)
+            if self._telemetry:
+                every.callback(self._telemetry.stop)
             for server in self._servers.values():
                 every.callback(server.close)

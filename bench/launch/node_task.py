@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from bench.launch.outcome import Ending
 from bench.plan.cell import Status
 
 
@@ -39,13 +40,8 @@ class NodeReport:
 
     results: Sequence[dict[str, Any] | None]
     """What each rank wrote."""
-    failure: str = ""
-    """One line, without the name of the rank; empty if the bench ended them."""
-    rank: int | None = None
-    """The rank that failed first, if any."""
-    signal: int = 0
-    killed_for_memory: str = ""
-    last_lines: Sequence[str] = ()
+    ending: Ending
+    """Its failure lacks the name of the rank."""
     log_bytes: int = 0
     died_early: bool = False
     """Whether the launcher's process died before any rank began."""

@@ -18,10 +18,11 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn, Self
 
+from bench import validation
 from bench.backends.base import EXTRA_BACKENDS
 from bench.errors import InputError
 from bench.launch import job_nodes
-from bench.launch.channel import HELLO_BYTES, PING_S, SILENT_S, Channel, LostError, SecretError
+from bench.launch.channel import HELLO_BYTES, PING_S, SILENT_S, LostError, NodeChannel, SecretError
 from bench.launch.job_nodes import Place
 from bench.launch.node import ForkError
 from bench.launch.node_task import NodeReport, NodeTask
@@ -35,7 +36,6 @@ ANSWER_S = 60.0
 """How long another node may take to do as it is told."""
 ERRORS = {kind.__name__: kind for kind in (InputError, ForkError)}
 """Errors that travel from another node; any other means that it is lost."""
-BLIND = Sight(counts=(), states=(), written=(), log_bytes=0)
 
 
 class RemoteNode:
@@ -44,7 +44,7 @@ class RemoteNode:
     Every method raises LostError, with the node's name and the reason, if the node is gone or says nothing.
     """
 
-    def __init__(self, number: int, host: str, channel: Channel, about: Mapping[str, Any]) -> None:
+    def __init__(self, number: int, host: str, channel: NodeChannel, about: Mapping[str, Any]) -> None:
         self.number, self.name, self.address = number, f"node {number} ({host})", channel.address
         self.about = about
         self.lost = ""
@@ -52,18 +52,13 @@ class RemoteNode:
         self.channel = channel
         self._asked = 0
         self._folder = Path()
-        self._run_id = ""
-        self._sight = BLIND
-        self._report: NodeReport | None = None
-        self._heard = time.monotonic()
 
     def fileno(self) -> int:
-        """A file that becomes readable when the node says something."""
+        """A file that becomes readable when the node answers or is gone."""
         return self.channel.fileno()
 
     def open(self, device: Device) -> bool:
-        self._ask("open", device=device, backends=os.environ.get(EXTRA_BACKENDS, ""))
-        return bool(self._answer(ANSWER_S))
+        return bool(self._call("open", device=device, backends=os.environ.get(EXTRA_BACKENDS, "")))
 
     def start(self, packages: tuple[str, ...], *, cold: bool) -> None:
         self._ask("start", packages=packages, cold=cold)
@@ -72,36 +67,26 @@ class RemoteNode:
         self._answer(START_TIMEOUT_S + ANSWER_S)
 
     def begin(self, node_task: NodeTask) -> int:
-        self._folder, self._run_id = Path(node_task.folder), node_task.run_id
-        count = len(node_task.ranks)
-        self._sight, self._report = dataclasses.replace(BLIND, counts=[None] * count, states=[""] * count), None
-        self._ask("begin", node_task=dataclasses.asdict(node_task))
-        self._answer(ANSWER_S)
+        self._folder = Path(node_task.folder)
+        self._call("begin", node_task=dataclasses.asdict(node_task))
         return 0
 
-    def poll(self) -> NodeReport | None:
-        while self._report is None and self._read(0.0):
-            pass
-        if self._report is None and time.monotonic() - self._heard > SILENT_S:
-            self.lose(f"it has said nothing for {SILENT_S:g} s")
-        return self._report
-
-    def look(self) -> Sight:
-        return self._sight
+    def look(self) -> tuple[Sight, NodeReport | None]:
+        self._ask("look")
+        answer = self._answer(SILENT_S)
+        try:
+            return validation.read(Sight, answer["sight"]), answer["report"] and self._report(answer["report"])
+        except (KeyError, TypeError, InputError) as error:
+            self.lose(f"its answer is malformed ({error})")
 
     def end(self, *, dump: bool) -> NodeReport:
-        self._ask("end", dump=dump)
-        self._answer(ANSWER_S)
-        if self._report is None:
-            self.lose("it did not report")
-        return self._report
+        return self._report(self._call("end", dump=dump))
 
     def close(self) -> None:
         """End every process there. Does nothing if the node is lost, or gets lost."""
         if not self.lost:
             with contextlib.suppress(LostError):
-                self._ask("close")
-                self._answer(ANSWER_S)
+                self._call("close")
 
     def lose(self, why: str) -> NoReturn:
         """Give the node up. Raises LostError."""
@@ -109,12 +94,14 @@ class RemoteNode:
         self.channel.close()
         raise LostError(self.lost)
 
+    def _call(self, do: str, **arguments: Any) -> Any:
+        self._ask(do, **arguments)
+        return self._answer(ANSWER_S)
+
     def _ask(self, do: str, **arguments: Any) -> None:
         self._asked += 1
-        try:
+        with contextlib.suppress(LostError):  # waiting for the answer says why
             self.channel.send({"do": do, "id": self._asked, **arguments})
-        except LostError as error:
-            self.lose(str(error))
 
     def _answer(self, limit_s: float) -> Any:
         """The answer to what was last asked."""
@@ -123,7 +110,10 @@ class RemoteNode:
         while answer is None or answer.get("id") != self._asked:
             if (left := deadline - time.monotonic()) <= 0:
                 self.lose(f"it has not answered for {limit_s:g} s")
-            answer = self._read(left)
+            try:
+                answer = self.channel.receive(left)
+            except LostError as error:
+                self.lose(str(error))
         if "error" not in answer:
             return answer["answer"]
         text = " ".join(str(answer["error"]).split())
@@ -131,35 +121,19 @@ class RemoteNode:
             self.lose(text)
         raise ERRORS[answer["kind"]](f"{self.name}: {text}")
 
-    def _read(self, timeout_s: float) -> dict[str, Any] | None:
-        """Take in the next message, and return it; None if there is none."""
+    def _report(self, answer: Any) -> NodeReport:
+        """The report in an answer, after writing its files into the folder of the trial."""
         try:
-            message = self.channel.receive(timeout_s)
-        except LostError as error:
-            self.lose(str(error))
-        if message is None:
-            return None
-        self._heard = time.monotonic()
-        if message.get("run_id") == self._run_id:
-            try:
-                if "sight" in message:
-                    self._sight = Sight(**message["sight"])
-                else:
-                    self._report = self._unpacked(NodeReport(**message["report"]))
-            except (KeyError, TypeError, ValueError) as error:
-                self.lose(f"its message is malformed ({error})")
-        return message
-
-    def _unpacked(self, report: NodeReport) -> NodeReport:
-        """The report, after writing its files into the folder of the trial."""
-        for name, content in report.files.items():
-            path = PurePosixPath(name)
-            if path.is_absolute() or ".." in path.parts:
-                raise ValueError(f"a file named {name!r}")
-            own = len(path.parts) > 1
-            target = self._folder / f"node{self.number}" / path if own else self._folder / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(base64.b64decode(content))
+            report = validation.read(NodeReport, answer)
+            for name, content in report.files.items():
+                path = PurePosixPath(name)
+                if path.is_absolute() or ".." in path.parts:
+                    raise InputError(f"a file is named {name!r}")
+                folder = self._folder / f"node{self.number}" if len(path.parts) > 1 else self._folder
+                (folder / path).parent.mkdir(parents=True, exist_ok=True)
+                (folder / path).write_bytes(base64.b64decode(content))
+        except ValueError as error:
+            self.lose(f"its report is malformed ({error})")
         return report
 
 
@@ -191,10 +165,10 @@ class Nodes:
         """Let all nodes go."""
         self._closed.set()
         self._listener.close()
-        waiting = []
+        nodes: list[RemoteNode | InputError] = [*self.nodes]
         while not self._arrived.empty():
-            waiting.append(self._arrived.get())
-        for node in [*self.nodes, *waiting]:
+            nodes.append(self._arrived.get())
+        for node in nodes:
             if isinstance(node, RemoteNode) and not node.lost:
                 with contextlib.suppress(LostError):
                     node.channel.send({"do": "bye"})
@@ -252,7 +226,7 @@ class Nodes:
 
     def _greet(self, link: socket.socket) -> None:
         """Let another node in, or say why not."""
-        channel = Channel(link)
+        channel = NodeChannel(link)
         number, host, who, about = 0, "", "", None
         try:
             hello = channel.receive(ANSWER_S, HELLO_BYTES) or {}
@@ -278,12 +252,13 @@ class Nodes:
         if about.get("error"):
             return str(about["error"])
         if about.get("num_nodes") != self._place.num_nodes or not 0 < number < self._place.num_nodes:
-            own = self._place.num_nodes
-            return f"it was started as one of {about.get('num_nodes')} nodes, and node 0 as one of {own}"
-        theirs, own = about.get("versions", {}), self._about["versions"]
-        for name in own:
-            if theirs.get(name) != own[name]:
-                return f"{name} is {theirs.get(name)}, and {own[name]} on node 0; install the same on every node"
+            return (
+                f"it was started as one of {about.get('num_nodes')} nodes, and node 0 as one of {self._place.num_nodes}"
+            )
+        theirs = about.get("versions", {})
+        for name, version in self._about["versions"].items():
+            if theirs.get(name) != version:
+                return f"{name} is {theirs.get(name)}, and {version} on node 0; install the same on every node"
         if (num := len(about.get("gpus", ()))) != len(self._about["gpus"]):
             return f"it has {num} GPUs, and node 0 has {len(self._about['gpus'])}; all nodes need the same number"
         return ""

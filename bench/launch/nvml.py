@@ -52,38 +52,28 @@ def _current(modes: Sequence[int]) -> bool:
     return bool(modes[0])
 
 
-def _text(value: str | bytes) -> str:
-    """A string, which older versions of the library return as bytes."""
-    return value.decode() if isinstance(value, bytes) else value
-
-
-Query = tuple[Callable[[Any], Any], tuple[tuple[Any, ...], ...]]
-"""Conversion to SI units, and the calls to try: the rest of ``nvmlDeviceGet...``, and arguments.
-
-Calls after the first are for other versions of the library or the driver.
-"""
+Query = tuple[Callable[[Any], Any], str, *tuple[int, ...]]
+"""Conversion to SI units, the rest of ``nvmlDeviceGet...``, and its arguments."""
 SAMPLED: dict[str, Query] = {
-    "energy_j": (_thousandth, (("TotalEnergyConsumption",),)),
-    "power_w": (_thousandth, (("PowerUsage",),)),
-    "sm_clock_mhz": (int, (("ClockInfo", _CLOCK_SM),)),
-    "memory_clock_mhz": (int, (("ClockInfo", _CLOCK_MEMORY),)),
-    "temperature_c": (int, (("Temperature", _SENSOR_GPU), ("TemperatureV", _SENSOR_GPU))),
-    "throttle": (_reasons, (("CurrentClocksEventReasons",), ("CurrentClocksThrottleReasons",))),
+    "energy_j": (_thousandth, "TotalEnergyConsumption"),
+    "power_w": (_thousandth, "PowerUsage"),
+    "sm_clock_mhz": (int, "ClockInfo", _CLOCK_SM),
+    "memory_clock_mhz": (int, "ClockInfo", _CLOCK_MEMORY),
+    "temperature_c": (int, "Temperature", _SENSOR_GPU),
+    "throttle": (_reasons, "CurrentClocksEventReasons"),
 }
-PIDS: Query = (_pids, (("ComputeRunningProcesses",), ("ComputeRunningProcesses_v2",)))
-"""Only compute processes, so one that also does graphics is counted once."""
 SETTINGS: dict[str, Query] = {
-    "power_limit_w": (_thousandth, (("EnforcedPowerLimit",),)),
-    "sm_clock_max_mhz": (int, (("MaxClockInfo", _CLOCK_SM),)),
-    "ecc": (_current, (("EccMode",),)),
-    "mig": (_current, (("MigMode",),)),
-    "pcie_generation": (int, (("MaxPcieLinkGeneration",),)),
-    "pcie_lanes": (int, (("MaxPcieLinkWidth",),)),
+    "power_limit_w": (_thousandth, "EnforcedPowerLimit"),
+    "sm_clock_max_mhz": (int, "MaxClockInfo", _CLOCK_SM),
+    "ecc": (_current, "EccMode"),
+    "mig": (_current, "MigMode"),
+    "pcie_generation": (int, "MaxPcieLinkGeneration"),
+    "pcie_lanes": (int, "MaxPcieLinkWidth"),
 }
 QUERIES: dict[str, Query] = {
     **SAMPLED,
-    "pids": PIDS,
-    "mps_pids": (_pids, (("MPSComputeRunningProcesses",), ("MPSComputeRunningProcesses_v2",))),
+    "pids": (_pids, "ComputeRunningProcesses"),  # only these, so one that also does graphics is counted once
+    "mps_pids": (_pids, "MPSComputeRunningProcesses"),
     **SETTINGS,
 }
 
@@ -116,7 +106,7 @@ class Nvml:
 
     @property
     def driver(self) -> str:
-        return _text(self._library.nvmlSystemGetDriverVersion())
+        return str(self._library.nvmlSystemGetDriverVersion())
 
     @property
     def cuda(self) -> tuple[int, int]:
@@ -139,13 +129,13 @@ class NvmlGpu:
         """The first error of each query that failed."""
         self._library = library
         self._handle = library.nvmlDeviceGetHandleByIndex(index)
-        self._calls = {name: list(calls) for name, (_, calls) in QUERIES.items()}
+        self._unsupported: set[str] = set()
         self.uuid = self._describe(self._handle)["uuid"]
 
     def _describe(self, handle: Any) -> dict[str, Any]:
         return {
-            "name": _text(self._library.nvmlDeviceGetName(handle)),
-            "uuid": _text(self._library.nvmlDeviceGetUUID(handle)),
+            "name": str(self._library.nvmlDeviceGetName(handle)),
+            "uuid": str(self._library.nvmlDeviceGetUUID(handle)),
             "memory_bytes": int(self._library.nvmlDeviceGetMemoryInfo(handle).total),
         }
 
@@ -170,7 +160,7 @@ class NvmlGpu:
         """
         return {name: self.ask(name) for name in SETTINGS} | {
             "nvlinks_up": sum(bool(self._call("NvLinkState", link)) for link in range(_MAX_LINKS)),
-            "topology": [None if one is self else self._call("TopologyCommonAncestor", one._handle) for one in others],
+            "topology": [None if gpu is self else self._call("TopologyCommonAncestor", gpu._handle) for gpu in others],
             "uuid": self.uuid,
         }
 
@@ -188,19 +178,16 @@ class NvmlGpu:
 
     def ask(self, name: str) -> Any:
         """The answer to one of QUERIES."""
-        calls, problem = self._calls[name], ""
-        while calls:
-            function, *arguments = calls[0]
-            try:
-                answer = getattr(self._library, f"nvmlDeviceGet{function}")(self._handle, *arguments)
-                return QUERIES[name][0](answer)
-            except Exception as error:
-                problem = str(error)
-                if not isinstance(error, AttributeError) and getattr(error, "value", None) not in _LASTING:
-                    break  # a transient error: the next sample tries again
-                calls.pop(0)
-        self.problems.setdefault(name, problem)
-        return None
+        convert, function, *arguments = QUERIES[name]
+        if name in self._unsupported:
+            return None
+        try:
+            return convert(getattr(self._library, f"nvmlDeviceGet{function}")(self._handle, *arguments))
+        except Exception as error:
+            self.problems.setdefault(name, str(error))
+            if isinstance(error, AttributeError) or getattr(error, "value", None) in _LASTING:
+                self._unsupported.add(name)
+            return None  # after any other error the next sample tries again
 
     def _call(self, function: str, *arguments: Any) -> Any:
         try:

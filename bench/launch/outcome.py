@@ -5,15 +5,21 @@ A SIGKILL is attributed to the kernel if its counter of out-of-memory kills went
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from typing_extensions import TypedDict
+
+from bench import validation
+from bench.files import end_of
 from bench.plan.cell import Status
+from bench.validation import Amount
 
 RESULT_BYTES = 256 * 2**20
 """Size limit of a rank's result."""
@@ -22,7 +28,16 @@ LAST_LINES, LAST_BYTES = 20, 16_000
 MODULES = "Extension modules:"
 """Prefix of a long line of faulthandler's that is of no use."""
 FAILURES = (Status.OOM, Status.UNSUPPORTED, Status.CRASHED)
-"""Statuses that a failed rank may report (``bench.launch.rank.failure``), by precedence."""
+"""Statuses that a failed rank may report, by precedence."""
+
+
+class RankFailure(TypedDict):
+    """What a failed rank writes (``bench.launch.rank.failure``); the task checks the content of a success."""
+
+    status: Literal[Status.OOM, Status.UNSUPPORTED, Status.CRASHED]
+    reason: str
+    traceback: str
+    time: Amount
 
 
 @dataclass(kw_only=True)
@@ -108,27 +123,13 @@ def read(path: Path) -> dict[str, Any] | None:
         if path.stat().st_size > RESULT_BYTES:
             return _damaged(f"it has more than {RESULT_BYTES // 2**20} MiB")
         value = json.loads(path.read_bytes().decode())
+        if not (isinstance(value, dict) and value.get("status") == Status.OK):
+            validation.read(RankFailure, value)
+        return dict(value)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
         return _damaged(str(error))
-    return value if isinstance(value, dict) and _is_result(value) else _damaged("it is not what a rank writes")
-
-
-def _is_result(value: Mapping[str, Any]) -> bool:
-    """Whether this is a success or a complete failure report. The task checks the content of a success."""
-    status = value.get("status")
-    if status == Status.OK:
-        return True
-    time = value.get("time")
-    return (
-        isinstance(status, str)
-        and status in FAILURES
-        and isinstance(value.get("reason"), str)
-        and isinstance(value.get("traceback"), str)
-        and isinstance(time, int | float)
-        and not math.isnan(time)
-    )
 
 
 def _damaged(why: str) -> dict[str, Any]:
@@ -139,13 +140,9 @@ def _damaged(why: str) -> dict[str, Any]:
 def last_lines(folder: Path, local_rank: int) -> list[str]:
     """The last LAST_LINES lines of the standard error of a rank, which counts from 0 on its node."""
     for path in folder.glob(f"*/attempt_*/{local_rank}/stderr.log"):
-        try:
-            with path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - LAST_BYTES))
-                lines = file.read().decode(errors="replace").strip().splitlines()
-                return [line for line in lines if line and not line.startswith(MODULES)][-LAST_LINES:]
-        except OSError:
-            continue
+        with contextlib.suppress(OSError):
+            lines = end_of(path, LAST_BYTES).decode(errors="replace").strip().splitlines()
+            return [line for line in lines if line and not line.startswith(MODULES)][-LAST_LINES:]
     return []
 
 

@@ -1,18 +1,17 @@
 """Imported once by a fork server, so that trials need not wait for imports. Must not initialize CUDA.
 
-Imports what every trial needs and what BENCH_PRELOAD names (``Backend.preload``). If an import initializes
-CUDA, no forked child can use it; ``initialized_by`` names the culprit.
+Loads what every trial needs and what BENCH_PRELOAD names (``Backend.preloaded``). If that initializes CUDA, no forked
+child can use it; ``initialized_by`` names the culprit.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import importlib
 import os
 import signal
-from contextlib import suppress
 
+from bench.backends.base import load
 from bench.launch import stragglers
 
 SUCCESS = 0
@@ -34,7 +33,7 @@ stragglers.signal_at_parents_end(signal.SIGKILL)
 initialized_by = ""
 """The first module whose import initialized CUDA; empty if none did."""
 
-for _module in (
+for _name in (
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "transformers.models.llama.modeling_llama",
@@ -44,13 +43,9 @@ for _module in (
     "bench.workload.llama",
     "bench.measure.trial",
 ):
-    _name, _, _function = _module.partition(":")
-    with suppress(ImportError):
-        _imported = importlib.import_module(_name)
-        if _function:
-            getattr(_imported, _function)()
+    load(_name)
     if not initialized_by and initialized():
-        initialized_by = _module
+        initialized_by = _name
 
 # Otherwise the garbage collector would walk a million immortal objects in every trial, perhaps in a timed window.
 gc.collect()

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import getpass
-import json
 import os
-import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Mapping
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import IO, Any
 
 import psutil
 
 from bench.launch import interrupt, job_nodes, stragglers
+from bench.launch.channel import Channel, LostError
 from bench.plan.cell import Device
 
 GRACE_S = 5.0
@@ -44,8 +43,7 @@ class LauncherProcess:
         self._environment = environment
         self.cold = cold
         self._process: subprocess.Popen[bytes] | None = None
-        self._requests = self.replies = -1
-        self._received = b""
+        self._channel: Channel
         self._is_ready = False
         self._stderr: IO[bytes]
         self._mark = self._temporary = ""
@@ -58,15 +56,15 @@ class LauncherProcess:
             self.close()  # it was killed after the last trial, or its temporary folder was removed
         if self._process is not None:
             return
-        self._is_ready, self._received = False, b""
-        requests_read, self._requests = os.pipe()
-        self.replies, replies_write = os.pipe()
+        self._is_ready = False
+        ours, theirs = Pipe()
+        self._channel = Channel(ours)
         self._mark = uuid.uuid4().hex
         base = tempfile.gettempdir()
         # The launcher's process creates it, and removes it even if this process is killed.
         self._temporary = str(Path(base if len(base) <= LONGEST_TEMPORARY else "/tmp") / f"bench-{self._mark[:12]}")
         self.scratch = f"{self._temporary}-trial"
-        command = [sys.executable, "-m", "bench.launch.server", str(requests_read), str(replies_write)]
+        command = [sys.executable, "-m", "bench.launch.server", str(theirs.fileno())]
         command.append("cold" if self.cold else "warm")
         # A pipe would fill up, since nobody reads it during a trial.
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process runs
@@ -80,14 +78,13 @@ class LauncherProcess:
                     "BENCH_TMPDIR": self._temporary,
                     "BENCH_SCRATCH": self.scratch,
                 },
-                pass_fds=(requests_read, replies_write),
+                pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._stderr,
                 start_new_session=True,
             )
-            os.close(requests_read)
-            os.close(replies_write)
+            theirs.close()
 
     def ready(self) -> str:
         """Wait until the fork server has imported everything; the module that initialized CUDA, if any."""
@@ -103,9 +100,13 @@ class LauncherProcess:
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any] | None:
         """Hand over a trial; the first reply, as from ``wait``."""
-        with contextlib.suppress(BrokenPipeError), os.fdopen(os.dup(self._requests), "wb") as pipe:
-            pipe.write((json.dumps(request) + "\n").encode())
+        with contextlib.suppress(LostError):
+            self._channel.send(request)
         return self.wait(STORE_S)
+
+    def fileno(self) -> int:
+        """A file that becomes readable when the process replies or ends."""
+        return self._channel.fileno()
 
     def close(self) -> None:
         """End the launcher, the fork server and every rank; SIGTERM first, SIGKILL after a grace period."""
@@ -117,11 +118,11 @@ class LauncherProcess:
             return stragglers.family(process.pid, self._mark)
 
         def others() -> set[psutil.Process]:
-            return {one for one in stragglers.without_trackers(every()) if one.pid != process.pid}
+            return {p for p in stragglers.without_trackers(every()) if p.pid != process.pid}
 
         held: set[str] = set()
         try:
-            held = stragglers.mapped(one.pid for one in every())
+            held = stragglers.mapped(p.pid for p in every())
             stragglers.terminate(others())
             stragglers.wait(others, GRACE_S)
             stragglers.kill(others)  # while the launcher's process is alive to adopt orphans
@@ -137,26 +138,17 @@ class LauncherProcess:
                 stragglers.wait(every, GRACE_S)
                 stragglers.kill(every)
                 self._process = None
-                os.close(self._requests)
-                os.close(self.replies)
+                self._channel.close()
                 self._stderr.close()
                 shutil.rmtree(self._temporary, ignore_errors=True)
                 stragglers.remove(held)
 
     def wait(self, timeout_s: float) -> dict[str, Any] | None:
         """The launcher's next reply; None after ``timeout_s``; ``{"died": True}`` if the launcher has ended."""
-        deadline = time.monotonic() + timeout_s
-        while b"\n" not in self._received:
-            ready, _, _ = select.select([self.replies], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                return None
-            piece = os.read(self.replies, 65536)
-            if not piece:
-                return {"died": True}
-            self._received += piece
-        line, _, self._received = self._received.partition(b"\n")
-        reply: dict[str, Any] = json.loads(line)
-        return reply
+        try:
+            return self._channel.receive(timeout_s)
+        except LostError:
+            return {"died": True}
 
     def death(self) -> tuple[str, int]:
         """How the process died, and the signal that ended it or 0."""

@@ -166,21 +166,21 @@ def join(task: Task) -> torch.device:
     # default for convolutions.
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
-    own = torch.device("cpu")
+    device = torch.device("cpu")
     if task.device is Device.CUDA:
-        own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.accelerator.set_device_index(own)
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.accelerator.set_device_index(device)
         _number_gpus()
     if not task.world.has_all_ranks:
         pretend(task.world_size)
     elif task.device is Device.CUDA and not task.world.shares_gpus:
         # DeepSpeed creates more groups. NCCL would split a bound group of one rank, which can fail (DeepSpeed #8248).
-        dist.init_process_group("nccl", device_id=own if task.world_size > 1 else None)
+        dist.init_process_group("nccl", device_id=device if task.world_size > 1 else None)
     else:
         dist.init_process_group(SHARED_GPU_GROUP if task.world.shares_gpus else "gloo")
         dist.barrier()  # if a rank ended at once, ranks still connecting to it would fail
     heartbeat.beat()
-    return own
+    return device
 
 
 def _number_gpus() -> None:

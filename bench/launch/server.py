@@ -1,14 +1,13 @@
 """The launcher's process: torch elastic's agent, and a fork server for its ranks.
 
-``launcher`` starts it as ``python -m bench.launch.server`` with two pipes. When the bench's own process ends, even by
-SIGKILL, this one ends all of its own descendants and itself, and removes their files.
+``process`` starts it as ``python -m bench.launch.server`` with one end of a connection. When the bench's own process
+ends, even by SIGKILL, this one ends all of its own descendants and itself, and removes their files.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
 import select
 import shutil
@@ -22,13 +21,14 @@ from typing import Any
 import psutil
 
 from bench.launch import stragglers
+from bench.launch.channel import Channel, LostError
 from bench.launch.node_task import NodeTask
 
 
-def serve(requests: int, replies: int, *, cold: bool) -> None:
-    """Read trials as JSON lines from one pipe and run each (``bench.launch.node_task.NodeTask``).
+def serve(channel: Channel, *, cold: bool) -> None:
+    """Run each trial that comes as a message (``bench.launch.node_task.NodeTask``), until the bench's process ends.
 
-    Two JSON lines on the other pipe answer: the port of the trial's store when it listens, and what ended the trial.
+    Two messages answer: the port of the trial's store when it listens, and what ended the trial.
     """
     import multiprocessing
 
@@ -45,20 +45,19 @@ def serve(requests: int, replies: int, *, cold: bool) -> None:
     initialized_by = ours.recv()
     first.join()
     helpers = _descendants()
-    _reply(replies, {"ready": True, "initialized_by": initialized_by})
-    with os.fdopen(requests) as lines:
-        for line in lines:
-            node_task = NodeTask(**json.loads(line))
-            module, _, function = node_task.entry.partition(":")
-            rank_main = getattr(importlib.import_module(module), function)
-            rendezvous = agent.Rendezvous(node_task)
-            _reply(replies, {"port": rendezvous.master_port})
-            answer = agent.run(rank_main, node_task, rendezvous, start_method)
-            signal.signal(signal.SIGTERM, _end_quietly)  # torch elastic has replaced the handler
-            # Torch elastic ends only the ranks; processes that they leave running would disturb the next trial.
-            stragglers.kill(lambda: _descendants() - helpers)
-            answer["spent"] = not all(map(stragglers.alive, helpers))  # one of them was killed
-            _reply(replies, answer)
+    channel.send({"ready": True, "initialized_by": initialized_by})
+    while request := channel.receive():
+        node_task = NodeTask(**request)
+        module, _, function = node_task.entry.partition(":")
+        rank_main = getattr(importlib.import_module(module), function)
+        rendezvous = agent.Rendezvous(node_task)
+        channel.send({"port": rendezvous.master_port})
+        answer = agent.run(rank_main, node_task, rendezvous, start_method)
+        signal.signal(signal.SIGTERM, _end_quietly)  # torch elastic has replaced the handler
+        # Torch elastic ends only the ranks; processes that they leave running would disturb the next trial.
+        stragglers.kill(lambda: _descendants() - helpers)
+        answer["spent"] = not all(map(stragglers.alive, helpers))  # one of them was killed
+        channel.send(answer)
 
 
 def _tell(pipe: Connection) -> None:
@@ -72,18 +71,14 @@ def _descendants() -> set[psutil.Process]:
     return stragglers.family(os.getpid(), os.environ[stragglers.MARK]) - {psutil.Process()}
 
 
-def _reply(replies: int, answer: dict[str, Any]) -> None:
-    os.write(replies, (json.dumps(answer) + "\n").encode())
-
-
 def _end_quietly(signum: int, frame: Any) -> None:
     raise SystemExit(128 + signum)
 
 
-def _end_with_parent(requests: int) -> None:
-    """Wait until the pipe of requests closes, which is when the bench's own process has ended; then end everything."""
+def _end_with_parent(connection: int) -> None:
+    """Wait until the connection closes, which is when the bench's own process has ended; then end everything."""
     poll = select.poll()
-    poll.register(requests, 0)  # POLLHUP is always reported
+    poll.register(connection, 0)  # POLLHUP is always reported
     poll.poll()
     # The main thread could start another rank or write another file meanwhile; this program replaces all threads.
     with contextlib.suppress(OSError):
@@ -109,8 +104,10 @@ if __name__ == "__main__":
     Path(os.environ["BENCH_TMPDIR"]).mkdir(mode=0o700)  # the name is random, so it must not exist yet
     # So that this process is continued, if it was stopped, and notices that its parent has ended.
     stragglers.signal_at_parents_end(signal.SIGCONT)
-    threading.Thread(target=_end_with_parent, args=(int(sys.argv[1]),), daemon=True).start()
+    connection = Connection(int(sys.argv[1]))
+    threading.Thread(target=_end_with_parent, args=[connection.fileno()], daemon=True).start()
     try:
-        serve(int(sys.argv[1]), int(sys.argv[2]), cold=sys.argv[3] == "cold")
+        with contextlib.suppress(LostError):  # the bench's own process has ended
+            serve(Channel(connection), cold=sys.argv[2] == "cold")
     finally:
         shutil.rmtree(os.environ["BENCH_TMPDIR"], ignore_errors=True)

@@ -65,18 +65,16 @@ def family(launcher: int, mark: str) -> set[psutil.Process]:
     """A launcher's process and its live descendants."""
     psutil.process_iter.cache_clear()  # it would skip a process with a reused pid
     every = list(psutil.process_iter(["ppid", "status", "environ"]))
-    found = {
-        one for one in every if launcher in {one.pid, _group(one.pid)} or (one.info["environ"] or {}).get(MARK) == mark
-    }
+    found = {p for p in every if launcher in {p.pid, _group(p.pid)} or (p.info["environ"] or {}).get(MARK) == mark}
     children: dict[int, list[psutil.Process]] = {}
-    for one in every:
-        children.setdefault(one.info["ppid"], []).append(one)
+    for process in every:
+        children.setdefault(process.info["ppid"], []).append(process)
     new = list(found)
     while new:
         fresh = [child for child in children.get(new.pop().pid, ()) if child not in found]
         found.update(fresh)
         new += fresh
-    return {one for one in found if one.info["status"] not in {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}}
+    return {p for p in found if p.info["status"] not in {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}}
 
 
 def _group(pid: int) -> int | None:

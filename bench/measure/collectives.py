@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bench.measure.taps import EventKind, SettledWindow
 from bench.plan.cell import RankGroup
 
 NAMESPACES = ("c10d", "_c10d_functional")
@@ -126,8 +125,11 @@ class CollectiveCounter(TorchDispatchMode):
             name = dist.get_backend()
             raise RuntimeError(f"{name} does not average: AVG over the ranks' numbers is {found[0]:g}, not {right:g}")
 
-    def on_event(self, _: EventKind, window: SettledWindow) -> None:
-        self.counting = window.open
+    def start(self) -> None:
+        self.counting = True
+
+    def stop(self) -> None:
+        self.counting = False
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per operation, group and dtype: op, group, dtype, calls, payload_bytes."""

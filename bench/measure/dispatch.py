@@ -17,14 +17,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 
 from bench.measure.exposure import WindowProfiler
-from bench.measure.taps import EventKind, Taps
-from bench.plan.task import CPU_WINDOWS, SETTLED_WINDOWS
-
-if TYPE_CHECKING:
-    from bench.measure.operators import OperatorCounter
+from bench.measure.taps import Instrument, Taps
+from bench.plan.task import CPU_WINDOWS
 
 LAUNCHES = tuple(
     f"{api}{call}" for api in ("cuda", "cu") for call in ("LaunchKernel", "LaunchCooperativeKernel", "GraphLaunch")
@@ -57,15 +54,13 @@ class CpuTime:
 
 
 class HostCost:
-    """Measures the windows after SETTLED_WINDOWS, one instrument each; a context around the training.
+    """Instruments for a window each; ``result`` is plain JSON with the keys of NUMBERS.
 
-    Call ``on_event`` after every event. ``result`` is plain JSON with the keys of NUMBERS, and OTHER_WORK if ``plain``,
-    the work of the plain model, is given.
+    It has OTHER_WORK too if ``plain``, the work of the plain model, is given.
     """
 
     def __init__(
         self,
-        accumulate: int,
         *,
         cuda: bool,
         taps: Taps | None = None,
@@ -77,43 +72,7 @@ class HostCost:
         self._operators = OperatorCounter(taps)
         self._plain = plain
         self._profilers = [WindowProfiler()] if cuda else []
-        self._instruments: list[CpuTime | OperatorCounter | WindowProfiler] = [
-            *self._cpu,
-            self._operators,
-            *self._profilers,
-        ]
-        self._accumulate = accumulate
-        self._num_losses = self._num_windows = 0
-        self._running: CpuTime | OperatorCounter | WindowProfiler | None = None
-
-    @property
-    def windows(self) -> int:
-        """Number of windows to train, so that every instrument has one."""
-        return SETTLED_WINDOWS + len(self._instruments)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stop()
-
-    def on_event(self, kind: EventKind) -> None:
-        """Handle one event; a window ends with the first inner step after its last loss."""
-        self._num_losses += kind is EventKind.LOSS
-        windows = self._num_losses // self._accumulate
-        if kind is not EventKind.STEP or windows == self._num_windows:
-            return
-        self._num_windows = windows
-        self._stop()
-        number = windows - SETTLED_WINDOWS
-        if 0 <= number < len(self._instruments):
-            self._running = self._instruments[number]
-            self._running.start()
-
-    def _stop(self) -> None:
-        running, self._running = self._running, None
-        if running is not None:
-            running.stop()
+        self.instruments: list[Instrument] = [*self._cpu, self._operators, *self._profilers]
 
     @property
     def result(self) -> dict[str, Any]:

@@ -8,7 +8,6 @@ other ranks, so their time includes waiting.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 COLLECTIVE_PREFIXES = ("nccl",)
@@ -21,37 +20,24 @@ WAITING = (" Sync", "Stream Wait Event")
 """Suffixes of Kineto's ``cuda_sync`` names."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Exposure:
-    """Seconds of one window on one device. Overlapping collectives count once."""
+def exposure(events: Iterable[Any]) -> dict[str, float] | None:
+    """Seconds of one window on one device, from Kineto's events in any order; None if none is the device's.
 
-    collective_s: float
-    """Time in which at least one collective ran."""
-    exposed_s: float
-    """Part of it in which nothing else ran."""
-    compute_s: float
-    """Time in which at least one kernel or copy of another kind ran."""
-    num_collectives: int
-    """Number of collective kernels."""
-
-
-def exposure(events: Iterable[Any]) -> Exposure | None:
-    """The time in collectives and its exposed part, from Kineto's events in any order; None if none is the device's.
-
-    ``events`` are ``torch._C._autograd._KinetoEvent``. Copies and memsets by the device count as computation:
-    communication can hide behind them too.
+    ``collective_s``: in which at least one collective ran; ``exposed_s``: the part in which nothing else ran;
+    ``compute_s``: in which at least one kernel or copy of another kind ran, since communication can hide behind copies
+    too; ``num_collectives``, the number of their kernels. ``events`` are ``torch._C._autograd._KinetoEvent``.
     """
     on_device = [event for event in events if _category(event) in DEVICE_CATEGORIES]
     collectives = [event for event in on_device if event.name().startswith(COLLECTIVE_PREFIXES)]
     compute_s = _covered_s(event for event in on_device if not event.name().startswith(COLLECTIVE_PREFIXES))
     if not on_device:
         return None
-    return Exposure(
-        collective_s=_covered_s(collectives),
-        exposed_s=max(0.0, _covered_s(on_device) - compute_s),
-        compute_s=compute_s,
-        num_collectives=len(collectives),
-    )
+    return {
+        "collective_s": _covered_s(collectives),
+        "exposed_s": max(0.0, _covered_s(on_device) - compute_s),
+        "compute_s": compute_s,
+        "num_collectives": len(collectives),
+    }
 
 
 def _covered_s(events: Iterable[Any]) -> float:
@@ -96,19 +82,9 @@ class WindowProfiler:
     def stop(self) -> None:
         import torch
 
-        if self._profiler is None:
-            return
         torch.accelerator.synchronize()
-        profiler, self._profiler = self._profiler, None
-        profiler.stop()
-        self.events = list(profiler.profiler.kineto_results.events())
-
-    def on_window(self, is_open: bool) -> None:
-        """Start and stop with the window; call it after every event of a pass."""
-        if is_open and self._profiler is None:
-            self.start()
-        elif not is_open:
-            self.stop()
+        self._profiler.stop()
+        self.events = list(self._profiler.profiler.kineto_results.events())
 
 
 def _category(event: Any) -> str:

@@ -76,8 +76,7 @@ class HostLoad:
                 name, *fields = line.split()
                 if name.startswith("cpu") and name != "cpu":
                     ticks = [int(field) for field in fields]
-                    stolen = ticks[STEAL] if len(ticks) > STEAL else 0
-                    found[int(name[3:])] = (sum(ticks[i] for i in BUSY) * tick, stolen * tick)
+                    found[int(name[3:])] = (sum(ticks[i] for i in BUSY) * tick, ticks[STEAL] * tick)
         except (OSError, ValueError, IndexError):
             return None
         allowed = os.sched_getaffinity(0)
@@ -86,11 +85,11 @@ class HostLoad:
 
 
 def _between(begin: _Reading, end: _Reading) -> dict[str, Any]:
-    wall, own = max(end[0] - begin[0], 1e-9), end[1] - begin[1]
+    wall, used = max(end[0] - begin[0], 1e-9), end[1] - begin[1]
     cpus = sorted(begin[2].keys() & end[2].keys())  # a CPU may have gone offline
     # Kernel counters may go back by a tick.
     busy, stolen = (sum(max(0.0, end[2][cpu][i] - begin[2][cpu][i]) for cpu in cpus) for i in (0, 1))
-    cores = {"busy_cores": busy / wall, "stolen_cores": stolen / wall, "own_cores": own / wall}
+    cores = {"busy_cores": busy / wall, "stolen_cores": stolen / wall, "own_cores": used / wall}
     return {"wall_s": wall, "cpus": cpus, **cores}
 
 
@@ -110,10 +109,10 @@ def merge(ranks: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
     busy, stolen = (
         sum(fmean(rank[name] for rank in group) for group in groups.values()) for name in ("busy_cores", "stolen_cores")
     )
-    own = sum(rank["own_cores"] for rank in results)
+    used = sum(rank["own_cores"] for rank in results)
     return {
         "num_cpus": len({(kernel, cpu) for kernel, cpus in groups for cpu in cpus}),
-        "own_cores": own,
-        "foreign_cores": max(0.0, busy - own),
+        "own_cores": used,
+        "foreign_cores": max(0.0, busy - used),
         "stolen_cores": stolen,
     }

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from bench.measure.ledger import Block, Evidence, TensorLedger
-from bench.measure.taps import EventKind, SettledWindow
+from bench.measure.taps import EventKind
 from bench.plan.categories import HELD, PEAK, Category, named
 
 PHASES = {
@@ -44,9 +44,9 @@ exceed allocated. Reserved: what was taken from the device.
 class MemoryProbe:
     """Watches one window; ``ledger`` must be active before the backend is built.
 
-    Set ``holdings``, pass the stepped optimizer to ``optimizer``, and call ``on_event`` after every tapped event.
-    Python's cycle collector is off while the window is open: some frameworks leave tensors in cycles, and the peak must
-    not depend on when it runs.
+    Set ``holdings``, pass the stepped optimizer to ``optimizer``, and call ``on_event`` after every tapped event,
+    before it opens or closes the window. Python's cycle collector is off meanwhile: some frameworks leave tensors in
+    cycles, and the peak must not depend on when it runs.
     """
 
     def __init__(self, device_type: str, *, fake: bool = False) -> None:
@@ -59,6 +59,7 @@ class MemoryProbe:
         self._cuda = device_type == "cuda" and not fake
         self._optimizers: list[Optimizer] = []
         self._is_open = False
+        self._num_fetched = self._num_computed = 0
         self._last: EventKind | None = None
         self._held: tuple[int, list[tuple[Block, int]]] | None = None
 
@@ -67,7 +68,7 @@ class MemoryProbe:
         self._optimizers.append(optimizer)
         return optimizer
 
-    def on_event(self, kind: EventKind, window: SettledWindow) -> None:
+    def on_event(self, kind: EventKind) -> None:
         """Enter the phase after an event; inside the window, also look at who holds what."""
         self.ledger.birth = PHASES[kind]
         if kind is not EventKind.FORWARD:
@@ -76,14 +77,16 @@ class MemoryProbe:
             elif kind is EventKind.FETCH and self._last is EventKind.STEP:
                 self.ledger.peak = self.ledger.live
             self._last = kind
-        if window.open is not self._is_open:
-            (self._open if window.open else self._close)()
-        elif window.open and kind is EventKind.FETCH and window.num_fetched == 2 and window.num_computed == 1:
-            self._hold()
-        elif window.open and kind is EventKind.LOSS and window.num_fetched != window.num_computed == 1:
-            self._hold_before_forward()
+        if self._is_open:
+            self._num_fetched += kind is EventKind.FETCH
+            self._num_computed += kind is EventKind.LOSS
+            if kind is EventKind.FETCH and self._num_fetched == 2 and self._num_computed == 1:
+                self._hold()
+            elif kind is EventKind.LOSS and self._num_fetched != self._num_computed == 1:
+                self._hold_before_forward()
 
-    def _open(self) -> None:
+    def start(self) -> None:
+        """Open the window."""
         gc.collect()
         gc.disable()
         self._is_open = True
@@ -112,8 +115,8 @@ class MemoryProbe:
         # It is called before the hooks of the modules, which may gather parameters.
         handle = register_module_forward_pre_hook(before)
 
-    def _close(self) -> None:
-        """Stop measuring and compute ``result``."""
+    def stop(self) -> None:
+        """Close the window and compute ``result``."""
         ledger = self.ledger
         self._is_open = False
         self.holdings = dict  # breaks a cycle with the backend, which may hold the probe

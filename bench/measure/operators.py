@@ -154,8 +154,8 @@ def other_work(least: Counter[str], most: Counter[str], found: Counter[str], mic
     The order is the plain model's, then that of ``found``.
     """
     for operator in {**most, **found}:
-        due = [times * micro_batches for times in dict.fromkeys((least[operator], most[operator]))]
-        if not min(due) <= found[operator] <= max(due):
+        expected = [times * micro_batches for times in dict.fromkeys((least[operator], most[operator]))]
+        if not min(expected) <= found[operator] <= max(expected):
             ran = f"{operator} ran {found[operator]} times in {micro_batches} micro-batches"
-            return f"{ran}, {' to '.join(map(str, due))} were due"
+            return f"{ran}, {' to '.join(map(str, expected))} were due"
     return ""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from bench.measure import heartbeat
 from bench.plan.task import SETTLED_WINDOWS
@@ -157,21 +157,45 @@ class TappedLoader:
             yield batch
 
 
-class SettledWindow:
-    """Tells whether the window after SETTLED_WINDOWS updates is open."""
+class Instrument(Protocol):
+    """What measures one window."""
 
-    def __init__(self, accumulate: int) -> None:
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class SettledWindows:
+    """Gives each instrument one window, in order, after SETTLED_WINDOWS. Call ``on_event`` after every event."""
+
+    def __init__(self, accumulate: int, *instruments: Instrument) -> None:
         self._accumulate = accumulate
-        self._num_losses = 0
-        self.open = False
-        self.num_fetched = self.num_computed = 0
+        self._instruments = instruments
+        self._num_losses = self._num_windows = 0
+        self._running: Instrument | None = None
+
+    @property
+    def num_trained(self) -> int:
+        """Windows to train, so that every instrument has one."""
+        return SETTLED_WINDOWS + len(self._instruments)
 
     def on_event(self, kind: EventKind) -> None:
+        """Handle one event; a window ends with the first inner step after its last loss."""
         self._num_losses += kind is EventKind.LOSS
-        self.num_fetched += self.open and kind is EventKind.FETCH
-        self.num_computed += self.open and kind is EventKind.LOSS
-        if kind is EventKind.STEP:
-            self.open = self._num_losses == SETTLED_WINDOWS * self._accumulate
+        windows = self._num_losses // self._accumulate
+        if kind is not EventKind.STEP or windows == self._num_windows:
+            return
+        self._num_windows = windows
+        self.close()
+        if 0 <= (number := windows - SETTLED_WINDOWS) < len(self._instruments):
+            self._running = self._instruments[number]
+            self._running.start()
+
+    def close(self) -> None:
+        """Stop the instrument that runs, if any."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.stop()
 
 
 class HostClock:

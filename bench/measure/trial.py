@@ -13,7 +13,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from bench.measure.exposure import WindowProfiler, exposure
 from bench.measure.host import HostLoad
 from bench.measure.memory import MemoryProbe, cuda_peaks
 from bench.measure.operators import plain_work
-from bench.measure.taps import EventKind, SettledWindow, Taps, clock_for, updates
+from bench.measure.taps import EventKind, Instrument, SettledWindows, Taps, clock_for, updates
 from bench.measure.tensors import tensors
 from bench.measure.update import compare, save
 from bench.plan.cell import REFERENCE, SGD, Cell, Status
@@ -278,7 +278,7 @@ class RankTrial:
         """The collectives pass: op, dtype, calls and payload bytes of one settled window."""
         counter = CollectiveCounter()
         counter.self_test(self.device)
-        self._settled(counter.on_event, instrument=counter)
+        self._settled(counter, instrument=counter)
         return counter.rows()
 
     def memory(self) -> dict[str, int]:
@@ -293,7 +293,8 @@ class RankTrial:
             probe.holdings = backend.holdings
 
         self._settled(
-            probe.on_event,
+            probe,
+            observe=probe.on_event,
             optimizer=lambda parameters: probe.optimizer(self._optimizer(parameters)),
             instrument=probe.ledger,
             watch=watch,
@@ -307,30 +308,32 @@ class RankTrial:
     def dispatch(self) -> dict[str, Any]:
         """The dispatch pass: host cost of a window on this rank; see ``bench.measure.dispatch``."""
         taps = Taps(time.perf_counter)
-        cost = HostCost(self.cell.accumulate, cuda=self.device.type == "cuda", taps=taps, plain=self._plain)
-        taps.on_event = cost.on_event
-        self.train(taps, cost.windows, instrument=cost)
+        cost = HostCost(cuda=self.device.type == "cuda", taps=taps, plain=self._plain)
+        windows = SettledWindows(self.cell.accumulate, *cost.instruments)
+        taps.on_event = windows.on_event
+        self.train(taps, windows.num_trained, instrument=closing(windows))
         return cost.result
 
-    def exposure(self) -> dict[str, Any] | None:
+    def exposure(self) -> dict[str, float] | None:
         """The exposure pass: time in collectives in one settled window on this rank, and the exposed part.
 
         None if torch's profiler saw nothing on the device.
         """
         profiler = WindowProfiler()
-        self._settled(lambda _, window: profiler.on_window(window.open))
-        found = exposure(profiler.events)
-        return None if found is None else dataclasses.asdict(found)
+        self._settled(profiler)
+        return exposure(profiler.events)
 
-    def _settled(self, observe: Callable[[EventKind, SettledWindow], None], **how: Any) -> None:
-        """Train to the end of the settled window; ``observe`` gets every event and the window after it."""
-        taps, window = Taps(time.perf_counter), SettledWindow(self.cell.accumulate)
+    def _settled(
+        self, measuring: Instrument, *, observe: Callable[[EventKind], None] = lambda _: None, **how: Any
+    ) -> None:
+        """Train to the end of the settled window, which ``measuring`` measures; ``observe`` gets every event."""
+        taps, windows = Taps(time.perf_counter), SettledWindows(self.cell.accumulate, measuring)
 
         def on_event(kind: EventKind) -> None:
             taps.losses.clear()  # or their memory would be counted
-            window.on_event(kind)
-            observe(kind, window)
+            observe(kind)
+            windows.on_event(kind)
 
         taps.on_event = on_event
         # A loader that fetches ahead has one fetch less in the last window, and the memory pass waits for the second.
-        self.train(taps, SETTLED_WINDOWS + 1 + (self.cell.accumulate == 2), **how)
+        self.train(taps, windows.num_trained + (self.cell.accumulate == 2), **how)

@@ -301,13 +301,13 @@ class Cell:
 def summarize(cells: Iterable[Cell], baseline: str) -> str:
     """A summary of the cells of a run: ``19 cells: 17 compared with X, 1 reference, 1 A/A twin``."""
     every = list(cells)
-    own = [cell for cell in every if not cell.is_reference and not cell.twin]
-    others, own = ([cell for cell in own if (cell.backend == baseline) is same] for same in (False, True))
-    kinds = {
-        f"{len(others)} compared with {baseline}": others,
-        f"{len(own)} of {baseline} itself": own,
-        plural(sum(cell.is_reference for cell in every), "reference"): [cell for cell in every if cell.is_reference],
-        plural(sum(bool(cell.twin) for cell in every), "A/A twin"): [cell for cell in every if cell.twin],
-    }
-    said = ", ".join(kind for kind, those in kinds.items() if those)
-    return f"{plural(len(every), 'cell')}: {said}"
+    compared = [cell.backend for cell in every if not cell.is_reference and not cell.twin]
+    num_baseline = compared.count(baseline)
+    num_references, num_twins = sum(cell.is_reference for cell in every), sum(bool(cell.twin) for cell in every)
+    parts = (
+        f"{len(compared) - num_baseline} compared with {baseline}" * (len(compared) > num_baseline),
+        f"{num_baseline} of {baseline} itself" * bool(num_baseline),
+        plural(num_references, "reference") * bool(num_references),
+        plural(num_twins, "A/A twin") * bool(num_twins),
+    )
+    return f"{plural(len(every), 'cell')}: {', '.join(filter(None, parts))}"

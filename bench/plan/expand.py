@@ -38,9 +38,7 @@ def expand(
     ``num_gpus`` are those of all nodes, which have the same number. ``offered`` are names of further backends, for
     suggestions in errors.
 
-    Raises InputError for an unknown backend, model or workload, an optimizer without a learning rate, a batch not
-    divisible by N x W or micro-batch x W, an HSDP mesh that does not fit W, an unusable corpus, more ranks than GPUs
-    unless they share them, no GPU to share, a backend that cannot be virtual, or ranks that do not fit the nodes.
+    Raises InputError naming the key whose value cannot be, here or together with others.
     """
     parts = [_part_cells(part, backends, num_gpus, offered, num_nodes) for part in matrix.parts]
     found = list(itertools.chain(*parts))
@@ -57,9 +55,9 @@ def expand(
         )
     base = baseline(matrix, backends)
     for part in parts:
-        own = [cell for cell in part if cell.backend == base and cell.world.is_timed and not cell.is_reference]
-        if own:
-            largest = max(own, key=lambda cell: (cell.world.has_all_ranks, cell.world_size, cell.accumulate))
+        timed = [cell for cell in part if cell.backend == base and cell.world.is_timed and not cell.is_reference]
+        if timed:
+            largest = max(timed, key=lambda cell: (cell.world.has_all_ranks, cell.world_size, cell.accumulate))
             return [*cells, dataclasses.replace(largest, twin=TWIN)]
     return list(cells)
 

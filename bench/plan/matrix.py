@@ -282,10 +282,10 @@ def _place(source: str, number: int, key: str) -> str:
 
 def _group(group: Mapping[str, Any], number: int, given: Mapping[str, Any], source: str) -> dict[str, Any]:
     """A group's validated values by table.key. Raises InputError for a key that it may not set or an invalid value."""
-    own = _flat(group)
-    for key in own:
+    flat = _flat(group)
+    for key in flat:
         if key not in IN_GROUPS and key not in TABLES:
             hint = "it is one for the whole matrix" if key in KEYS else suggest(key, IN_GROUPS)
             raise InputError(f"{_place(source, number, key)} cannot be set there; {hint}")
-    values = _checked({**given, **own}, "", lambda key: _place(source, number, key))
-    return {key: values[key] for key in own}
+    values = _checked({**given, **flat}, "", lambda key: _place(source, number, key))
+    return {key: values[key] for key in flat}

@@ -14,7 +14,7 @@ from bench import files
 from bench.errors import InputError, suggest
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class LlamaSize:
     """The shape of a Llama decoder, in terms of its Hugging Face config."""
 
@@ -65,55 +65,13 @@ class LlamaSize:
 
 
 SIZES = {
-    "micro": LlamaSize(
-        hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=176, vocab_size=256, tied=False
-    ),
-    "mini": LlamaSize(
-        hidden_size=192, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=512, vocab_size=256, tied=False
-    ),
-    "tiny": LlamaSize(
-        hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2, intermediate_size=704, vocab_size=256, tied=False
-    ),
-    "135m": LlamaSize(
-        hidden_size=576,
-        num_layers=30,
-        num_heads=9,
-        num_kv_heads=3,
-        intermediate_size=1536,
-        vocab_size=49_152,
-        tied=True,
-        rope_theta=100_000.0,
-    ),
-    "1b": LlamaSize(
-        hidden_size=2048,
-        num_layers=16,
-        num_heads=32,
-        num_kv_heads=8,
-        intermediate_size=8192,
-        vocab_size=128_256,
-        tied=True,
-        rope_theta=500_000.0,
-    ),
-    "3b": LlamaSize(
-        hidden_size=3072,
-        num_layers=28,
-        num_heads=24,
-        num_kv_heads=8,
-        intermediate_size=8192,
-        vocab_size=128_256,
-        tied=True,
-        rope_theta=500_000.0,
-    ),
-    "8b": LlamaSize(
-        hidden_size=4096,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        intermediate_size=14_336,
-        vocab_size=128_256,
-        tied=False,
-        rope_theta=500_000.0,
-    ),
+    "micro": LlamaSize(64, 2, 2, 1, 176, 256, tied=False),
+    "mini": LlamaSize(192, 2, 4, 2, 512, 256, tied=False),
+    "tiny": LlamaSize(256, 4, 4, 2, 704, 256, tied=False),
+    "135m": LlamaSize(576, 30, 9, 3, 1536, 49_152, tied=True, rope_theta=100_000.0),
+    "1b": LlamaSize(2048, 16, 32, 8, 8192, 128_256, tied=True, rope_theta=500_000.0),
+    "3b": LlamaSize(3072, 28, 24, 8, 8192, 128_256, tied=True, rope_theta=500_000.0),
+    "8b": LlamaSize(4096, 32, 32, 8, 14_336, 128_256, tied=False, rope_theta=500_000.0),
 }
 """``micro``, ``mini`` and ``tiny`` are our own; ``135m`` has the shape of SmolLM2-135M, ``1b`` and ``3b`` of Llama-3.2,
 ``8b`` of Llama-3.1."""

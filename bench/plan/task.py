@@ -34,8 +34,8 @@ def extra_passes(cell: Cell) -> tuple[str, ...]:
     on_cuda = cell.device is Device.CUDA
     if on_cuda and cell.is_reference:
         return ("update",)
-    own = EXTRA_PASSES if cell.world.has_values else COUNTING_PASSES
-    asked = (*own, *(CUDA_PASSES if on_cuda and cell.world.times_communication else ()))
+    counted = EXTRA_PASSES if cell.world.has_values else COUNTING_PASSES
+    asked = (*counted, *(CUDA_PASSES if on_cuda and cell.world.times_communication else ()))
     return tuple(name for name in asked if not (cell.compiled and name in ("memory", "dispatch")))
 
 

@@ -214,8 +214,8 @@ def git_state() -> dict[str, Any]:
     return {"commit": git("rev-parse", "HEAD"), "clean": None if status is None else not status}
 
 
-MOST_SAID = 3
-"""Most differences of a node that are said."""
+MOST_SHOWN = 3
+"""Most differences of a node that are named."""
 FINGERPRINT = ("machine", "packages", "torch_build", "environment")
 """Parts of the manifest that must be equal in two runs for their times to be comparable."""
 
@@ -274,9 +274,9 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any], parts: Sequence[str]
                 found.append(Changed(key=part, a=stored[0], b=stored[1]))
             continue
         for key in sorted(ours.keys() | theirs.keys()):
-            one, other = ours.get(key, NOT_STORED), theirs.get(key, NOT_STORED)
-            if one != other:
-                found.append(Changed(key=key, a=one, b=other))
+            change = Changed(key=key, a=ours.get(key, NOT_STORED), b=theirs.get(key, NOT_STORED))
+            if change.a != change.b:
+                found.append(change)
     return found
 
 
@@ -284,9 +284,9 @@ def unlike_nodes(manifest: Mapping[str, Any]) -> Iterator[str]:
     """For each node whose fingerprint differs from that of node 0: its number, and how they differ."""
     for number, node in enumerate(manifest.get("nodes") or (), start=1):
         every = differences(manifest, node, (*FINGERPRINT, CONNECTION))
-        changed = [one for one in every if not OF_ONE.search(one.key)]
-        words = [f"{one.key} is {one.b!r}, and {one.a!r} on node 0" for one in changed[:MOST_SAID]]
-        words += [f"{len(changed) - MOST_SAID} more"] * (len(changed) > MOST_SAID)
+        changed = [change for change in every if not OF_ONE.search(change.key)]
+        words = [f"{change.key} is {change.b!r}, and {change.a!r} on node 0" for change in changed[:MOST_SHOWN]]
+        words += [f"{len(changed) - MOST_SHOWN} more"] * (len(changed) > MOST_SHOWN)
         if words:
             yield f"node {number}: {'; '.join(words)}"
 
@@ -300,4 +300,4 @@ def _flat(value: Any, key: str) -> dict[str, Any]:
         items = enumerate(value)
     else:
         return {key: value}
-    return {name: v for inner, one in items for name, v in _flat(one, f"{key}.{inner}").items()}
+    return {name: v for inner, item in items for name, v in _flat(item, f"{key}.{inner}").items()}

@@ -54,10 +54,10 @@ class _Products(TypedDict, total=False):
 
 
 class _Node(TypedDict, total=False):
-    machine: _Machine
-    packages: dict[str, str]
-    torch_build: dict[str, str | None]
-    environment: dict[str, str]
+    machine: _Machine | None
+    packages: dict[str, str] | None
+    torch_build: dict[str, str | None] | None
+    environment: dict[str, str] | None
     connection: dict[str, Any]
 
 
@@ -66,7 +66,7 @@ class _Predicted(TypedDict, total=False):
     peak_bytes: dict[str, Natural]
 
 
-class Manifest(TypedDict, total=False):
+class Manifest(_Node, total=False):
     """The content of run.json. Code that needs a key checks for it."""
 
     run_id: str
@@ -83,14 +83,9 @@ class Manifest(TypedDict, total=False):
     cold: Flag
     code: dict[str, str]
     git: _Git | None
-    machine: _Machine | None
     nodes: list[_Node]
-    connection: dict[str, Any]
     matmul: list[_Products]
-    packages: dict[str, str] | None
     distributions: dict[str, str] | None
-    torch_build: dict[str, str | None] | None
-    environment: dict[str, str] | None
     once: list[str]
     looks: list[InterimAnalysis] | None
     ended_by: str | None

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import TypedDict
 
 from bench import validation
 from bench.errors import InputError
-from bench.launch.outcome import Outcome
+from bench.launch.launcher import Launcher
 from bench.plan.cell import REFERENCE, Cell, Device, Precision, Status
 from bench.plan.task import Task
 from bench.run import links, machine
@@ -99,10 +99,6 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * rows**3 / median(clock.intervals(marks))
 
 
-class _Launcher(Protocol):
-    def run(self, task: Task, timeout_s: float) -> Outcome: ...
-
-
 def tasks(cells: Iterable[Cell], threads: int, folder: Path) -> list[MatmulTask]:
     """One task for each number of ranks and nodes that cells are timed on, with the precisions of those cells.
 
@@ -129,7 +125,7 @@ def tasks(cells: Iterable[Cell], threads: int, folder: Path) -> list[MatmulTask]
     ]
 
 
-def measure(cells: Iterable[Cell], threads: int, folder: Path, launcher: _Launcher) -> list[dict[str, Any]]:
+def measure(cells: Iterable[Cell], threads: int, folder: Path, launcher: Launcher) -> list[dict[str, Any]]:
     """The entries for run.json, one per task, with scratch files under ``folder``.
 
     Keys: ``world_size``; ``num_nodes``; ``threads``; ``flops_per_s``, the rates of the ranks by precision, rank 0
@@ -154,7 +150,7 @@ def measure(cells: Iterable[Cell], threads: int, folder: Path, launcher: _Launch
 
 
 def time_products(
-    folder: Path, manifest: dict[str, Any], cells: Sequence[Cell], launcher: _Launcher, say: Callable[[str], None]
+    folder: Path, manifest: dict[str, Any], cells: Sequence[Cell], launcher: Launcher, say: Callable[[str], None]
 ) -> None:
     """Measure the rate of matrix products for a run and store it in run.json, unless it is already there."""
     if "matmul" in manifest:

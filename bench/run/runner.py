@@ -13,17 +13,18 @@ from typing import Any, Protocol
 
 from bench.backends import blocks
 from bench.backends.base import Backend
+from bench.files import end_of
 from bench.launch import dumps
 from bench.launch.interrupt import held
 from bench.launch.launcher import Launcher
 from bench.launch.outcome import Outcome
+from bench.launch.telemetry import summarize
 from bench.plan import task
 from bench.plan.cell import Cell, Device, Status
 from bench.plan.schedule import Ended, InterimAnalysis, Schedule, Trial
 from bench.plan.task import CUDA_PASSES, EXTRA_PASSES, Spec
 from bench.run import machine, start
 from bench.run.journal import Journal, write_manifest
-from bench.run.telemetry import summarize
 from bench.run.trial_record import check, merge_ranks, wrong
 
 LOG_BYTES = 20_000
@@ -312,7 +313,8 @@ class Runner:
         parts = [f"{cell.label}: {outcome.status}: {outcome.reason}\n", outcome.traceback]
         folder = self._folder_of(trial)
         logs = sorted(folder.rglob("*.log"))
-        parts += [f"--- {'/'.join(log.parts[-2:])}\n{_end_of(log)}\n" for log in logs]
+        ends = [(log, end_of(log, LOG_BYTES).decode(errors="replace")) for log in logs]
+        parts += [f"--- {'/'.join(log.parts[-2:])}\n{end}\n" for log, end in ends]
         path = self._folder / f"{name}.log"
         path.parent.mkdir(exist_ok=True)
         path.write_text("\n".join(parts))
@@ -336,10 +338,3 @@ def _gpus(outcome: Outcome, uuids: Sequence[str]) -> dict[str, Any] | None:
         "gpus": [gpu for summary in found for gpu in summary["gpus"]],
         "notes": [note for summary in found for note in summary["notes"]],
     }
-
-
-def _end_of(log: Path) -> str:
-    """The last LOG_BYTES of a file as text; the file may not fit into memory."""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - LOG_BYTES))
-        return file.read().decode(errors="replace")

@@ -164,15 +164,11 @@ def reopen(
 
 def _require_alike(stored: Mapping[str, Any], found: Mapping[str, Any], place: str) -> None:
     """Raise InputError if the fingerprint of a node is not the one that was stored."""
-    for name, now in found.items():
-        then = stored.get(name, now)
-        differing = sorted(key for key in now.keys() | then.keys() if now.get(key) != then.get(key))
-        if differing:
-            key = differing[0]
-            raise InputError(
-                f"{place}{name} '{key}' was {then.get(key)!r} and is {now.get(key)!r}; timings of both do "
-                "not belong in one run, so start a new one"
-            )
+    for change in machine.differences(stored, found, [part for part in found if part in stored]):
+        raise InputError(
+            f"{place}{change.key} was {change.a!r} and is {change.b!r}; timings of both do not belong in one run, so "
+            "start a new one"
+        )
 
 
 def now() -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import json
 import subprocess
 import sys
@@ -14,19 +12,11 @@ from typing import Any
 import pytest
 
 from bench.judge.formulas import expect
-from bench.launch.launcher import Launcher
-from bench.plan.categories import HELD, Category, parts
-from bench.plan.cell import Precision
 from bench.workload.layout import ROOT, Layout, Parameter
-from tests.conftest import HSDP, Command, asked
+from tests.conftest import HSDP, Command
 from tests.factories import make_cell
-from tests.worlds import by_rank, layout, world_cell
 
 CALLED = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "allreduce_": "all_reduce"}
-FP32, BF16 = Precision
-EVERY = list(itertools.product((1, 2, 4), Precision, (0.0, 1e-3)))
-"""N, precision and the limit of the gradient's norm."""
-CHOSEN = [(1, FP32, 0.0), (2, BF16, 1e-3), (4, FP32, 0.0)]
 
 
 @pytest.fixture(scope="module")
@@ -70,22 +60,3 @@ def test_formulas_are_those_of_loops_without_the_bench(bare: dict[str, Any], mod
         bare[mode]["calls"][0][op] for op in ("_reduce_scatter_base_ mesh_shard", "allreduce_ mesh_replicate")
     )
     assert (scatters, reduces) == dict(zip(HSDP, ((4, 4), (4, 1), (1, 1)), strict=True))[mode]
-
-
-def test_what_is_sent_and_held_is_what_the_formulas_say(
-    request: pytest.FixtureRequest, launcher: Launcher, tmp_path: Path
-) -> None:
-    """Of a model that nothing divides, on every rank."""
-    cells = [
-        world_cell(name, 4, accumulate=n, precision=precision, clip_norm=clip, global_batch_size=4 * n)
-        for name, (n, precision, clip) in itertools.product(HSDP, asked(request, CHOSEN, EVERY))
-    ]
-    for cell, ranks in zip(cells, by_rank(launcher, tmp_path, cells), strict=True):
-        for rank, found in enumerate(ranks):
-            expected = expect(cell, layout(cell), rank=rank)
-            assert expected is not None and found is not None
-            assert found["collectives"] == [dataclasses.asdict(row) for row in expected.collectives], cell.label
-            held = parts(found["memory"], HELD)
-            assert bool(held) == (cell.accumulate > 1)
-            by_use = {use: sum(held[c] for c in Category if c.startswith(use)) for use in expected.held if held}
-            assert by_use == (expected.held if held else {}), cell.label

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,9 +39,19 @@ class Form:
             suppress_health_check=list(HealthCheck),
         )
 
-    def note(self, section: str, name: str, **facts: Any) -> None:
+    def note(self, section: str, name: str, *cells: str) -> None:
         """Keep a row of the page."""
-        self.facts.setdefault(section, {})[name] = facts
+        self.facts.setdefault(section, {})[name] = {"cells": cells}
+
+
+def marked(text: str, good: bool) -> str:
+    """The text of a cell, in bold letters if it is not as it must be."""
+    return text if good else f"**{text}**"
+
+
+def nothing(left: Sequence[str]) -> str:
+    """What was left behind."""
+    return marked("; ".join(left), good=False) if left else "nothing"
 
 
 FORM = Form()

@@ -12,7 +12,7 @@ from bench.plan.cell import Status
 from tests.conftest import Run
 from tests.faults import backends
 from tests.faults.backends import LATE_S
-from tests.faults.form import FORM
+from tests.faults.form import FORM, marked, nothing
 from tests.faults.harness import HANG_S, MATRIX_RUN, TIMEOUT_S, Place, place, seed_that_puts_first
 
 SOON_S = 15.0
@@ -152,11 +152,11 @@ def measured(here: Place, case: Case, *options: str) -> tuple[Run, list[str]]:
     FORM.note(
         "faults",
         case.name,
-        what=case.what,
-        must=str(case.status),
-        found=found,
-        seconds=seconds,
-        within=case.within_s,
-        left=[re.sub(r"\d{2,}", "#", line) for line in left],
+        case.what,
+        case.status,
+        marked(found, found == case.status),
+        "" if seconds is None else marked(f"{seconds:.1f}", seconds <= case.within_s),
+        f"{case.within_s:.0f}",
+        nothing([re.sub(r"\d{2,}", "#", line) for line in left]),
     )
     return done, left

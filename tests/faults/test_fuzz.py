@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import resource
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -61,6 +62,10 @@ PARSED = (
 """What is read by itself."""
 
 
+COUNTS: Counter[str] = Counter()
+"""Inputs, by the names of the page's rows."""
+
+
 def spelled(arguments: Sequence[str]) -> str:
     """How the page calls a command that reads a hostile run."""
     return f"an edited or broken run, read by {' '.join(word for word in arguments if word not in BOTH)}"
@@ -68,7 +73,8 @@ def spelled(arguments: Sequence[str]) -> str:
 
 def count(name: str) -> None:
     """One more input, for the page."""
-    FORM.note("fuzz", name, count=1 + FORM.facts.get("fuzz", {}).get(name, {"count": 0})["count"])
+    COUNTS[name] += 1
+    FORM.note("fuzz", name, name, f"{COUNTS[name]:,}")
 
 
 def changed(good: bytes) -> st.SearchStrategy[bytes]:

@@ -17,7 +17,7 @@ import pytest
 from bench.errors import BAD, GOOD, INTERRUPTED
 from bench.run.journal import MANIFEST
 from tests.conftest import first
-from tests.faults.form import FORM, rng
+from tests.faults.form import FORM, marked, nothing, rng
 from tests.faults.harness import MATRIX_RUN, Place, end, facts, place
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
@@ -162,8 +162,17 @@ def disturb(folder: Path, kind: Kind, number: signal.Signals, kills: int, expect
 
 def kill(folder: Path, kind: Kind, number: signal.Signals, kills: int, expected: Facts) -> None:
     tally = disturb(folder, kind, number, kills, expected)
-    row = {"what": kind.what, "signal": number.name, "differing": len(tally.how), **vars(tally)}
-    FORM.note("kills", f"{kind.name} {number.name}", **row)
+    FORM.note(
+        "kills",
+        f"{kind.name} {number.name}",
+        number.name,
+        kind.what,
+        *map(str, (tally.kills, tally.runs, tally.trials)),
+        marked(str(tally.lost), not tally.lost),
+        marked(str(len(tally.how)), not tally.how),
+        f"{tally.slowest_s:.1f}",
+        nothing(tally.left),
+    )
     assert tally.lost == 0
     assert tally.how == []
     assert tally.left == []

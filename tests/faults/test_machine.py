@@ -9,7 +9,7 @@ import pytest
 from bench.plan.cell import Status
 from tests.conftest import ROOT, Run
 from tests.faults import backends
-from tests.faults.form import FORM
+from tests.faults.form import FORM, nothing
 from tests.faults.harness import TIMEOUT_S, place, seed_that_puts_first
 from tests.faults.machines import little_memory, small_disk
 from tests.faults.test_faults import Case, check, check_beside, measured
@@ -39,12 +39,11 @@ def test_a_full_disk_ends_the_run_and_costs_no_finished_trial(tmp_path: Path) ->
         FORM.note(
             "machine",
             "disk",
-            what=f"rank 1 fills the disk (a tmpfs of {DISK_BYTES >> 20} MiB) that the run is written to",
-            must="the run ends by itself, says so in one line, keeps all finished trials, and goes on when there is "
-            "room",
-            found=f"exit status {ended.process.returncode} ('{ended.process.stderr.strip()[:200]}'); "
+            f"rank 1 fills the disk (a tmpfs of {DISK_BYTES >> 20} MiB) that the run is written to",
+            "the run ends by itself, says so in one line, keeps all finished trials, and goes on when there is room",
+            f"exit status {ended.process.returncode} ('{ended.process.stderr.strip()[:200]}'); "
             f"{len(before)} finished; resumed: {', '.join(f'{name} {status}' for name, status in found.items())}",
-            left=left,
+            nothing(left),
         )
         assert left == []
         assert ended.process.returncode in {1, 2}

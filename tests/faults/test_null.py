@@ -41,6 +41,11 @@ class Samples:
         return max(self.bytes[begin:]) - self.bytes[begin]
 
     @property
+    def memory(self) -> tuple[str, str]:
+        """Growth and peak, as the page has them."""
+        return f"{self.growth / 2**20:.1f} MiB", f"{max(self.bytes) / 2**20:.0f} MiB"
+
+    @property
     def timed(self) -> slice:
         """The trials that ended between the first sample with a trial and the first with all that were seen."""
         return slice(self.trials[self.since(1)], self.trials[-1])
@@ -50,6 +55,10 @@ class Samples:
         """The mean of the timed trials."""
         first, last = self.since(self.timed.start), self.since(self.timed.stop)
         return (self.seconds[last] - self.seconds[first]) / (self.timed.stop - self.timed.start)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.0f} ms"
 
 
 def watched(here: Place) -> Samples:
@@ -75,15 +84,8 @@ def test_the_runner_costs_little_and_does_not_grow(tmp_path: Path) -> None:
         samples = watched(here)
         trials = len(here.records)
     overhead = samples.seconds_per_trial - scripted.TRIAL_S
-    FORM.note(
-        "null",
-        "scripted",
-        what="the runner alone: trials are answered at once, and all else is real",
-        trials=trials,
-        overhead_s=overhead,
-        growth_bytes=samples.growth,
-        peak_bytes=max(samples.bytes),
-    )
+    what = "the runner alone: trials are answered at once, and all else is real"
+    FORM.note("null", "scripted", what, f"{trials:,}", _ms(overhead), "no trial", *samples.memory)
     assert trials == FORM.choose(100, 1000)
     assert overhead < OVERHEAD_S
     assert samples.growth < GROWTH_BYTES
@@ -99,16 +101,8 @@ def test_what_a_real_trial_costs_beside_its_training(tmp_path: Path) -> None:
         records = here.records
     inside = statistics.median(record["wall_s"] - record["training_s"] for record in records)
     outside = samples.seconds_per_trial - statistics.fmean(record["wall_s"] for record in records[samples.timed])
-    FORM.note(
-        "null",
-        "real",
-        what="real trials of one process that trains next to nothing",
-        trials=len(records),
-        overhead_s=outside,
-        inside_s=inside,
-        growth_bytes=samples.growth,
-        peak_bytes=max(samples.bytes),
-    )
+    what = "real trials of one process that trains next to nothing"
+    FORM.note("null", "real", what, f"{len(records):,}", _ms(outside), _ms(inside), *samples.memory)
     assert {record["status"] for record in records} == {"ok"}
     assert outside < OVERHEAD_S
     assert samples.growth < GROWTH_BYTES

@@ -226,7 +226,9 @@ def test_a_package_that_initializes_cuda_is_not_forked_from(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr("bench.launch.gpus.gpus", list)
     needs = {"plain": (), "initializing": ("initializer",)}
-    stand_ins = {name: SimpleNamespace(requires=packages, preload=()) for name, packages in needs.items()}
+    stand_ins = {
+        name: SimpleNamespace(preloaded=lambda packages=packages: packages) for name, packages in needs.items()
+    }
     monkeypatch.setattr(launching, "registry", lambda names: stand_ins)
     cold = []
     with Launcher(Device.CUDA) as launcher:

@@ -88,7 +88,8 @@ def test_two_nodes_train_what_one_does(tmp_path: Path) -> None:
         assert "2 nodes have the same hardware, packages and environment" in checked
         first.environment["WORLD_SIZE"] = "1"
         resumed = first.run("run", "--resume", "run").process
-        assert (resumed.returncode, "was begun on 2 nodes, and this job has 1" in resumed.stderr) == (WRONG, True)
+        assert resumed.returncode == WRONG
+        assert "was begun on 2 nodes, and this job has 1" in resumed.stderr, resumed.stderr
 
 
 @pytest.mark.timeout(900)

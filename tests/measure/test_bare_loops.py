@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench.backends.base import registry
 from bench.launch.launcher import Launcher
-from tests.conftest import first
+from tests.conftest import ROOT, first
 from tests.overhead.bare import LOOPS
 from tests.overhead.in_turn import steps
 from tests.overhead.page import page
@@ -21,6 +25,17 @@ def test_a_trial_and_a_bare_loop_train_the_same_windows_in_turn(
     found = steps(launcher, backend, backend, 3, tmp_path, is_bench_first=False)
     assert [len(seconds) for seconds in found.values()] == [3] * 6
     assert all(0 < second < 60 for seconds in found.values() for second in seconds)
+
+
+def test_both_fork_from_a_process_that_has_loaded_what_the_backend_names(tmp_path: Path) -> None:
+    """A function too, as torchtitan's backend has one."""
+    (tmp_path / "loaded.py").write_text(f"def mark():\n    open({str(tmp_path / 'mark')!r}, 'x').close()\n")
+    paths = f"{tmp_path}:{ROOT}"
+    for module in ("tests.overhead.preload", "bench.launch.preload"):
+        environment = os.environ | {"BENCH_PRELOAD": "no_such_package,loaded:mark", "PYTHONPATH": paths}
+        subprocess.run([sys.executable, "-c", f"import {module}"], env=environment, check=True)
+        (tmp_path / "mark").unlink()
+    assert registry()["torchtitan-eager"].preloaded() == ("bench.backends.torchtitan:load",)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from bench.judge.tables import build
 from bench.launch.launcher import Launcher
 from bench.measure.dispatch import HostCost, merge, num_launches
 from bench.measure.operators import OperatorCounter
-from bench.measure.taps import EventKind
+from bench.measure.taps import EventKind, SettledWindows
 from bench.measure.trial import RankTrial
 from bench.plan import task
 from bench.plan.cell import Device, Precision, Sync
@@ -184,11 +184,11 @@ def test_other_work_is_seen(
 def test_on_cuda_the_device_is_idle_at_the_start_and_launches_have_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = [called("cudaLaunchKernel", 1), gemm(1), called("cudaLaunchKernel", 2), gemm(2)]
     calls = profile(monkeypatch, trace)
-    cost = HostCost(1, cuda=True)
-    with cost:
-        for _ in range(cost.windows):
-            cost.on_event(EventKind.LOSS)
-            cost.on_event(EventKind.STEP)
+    cost = HostCost(cuda=True)
+    windows = SettledWindows(1, *cost.instruments)
+    for _ in range(windows.num_trained + 1):
+        windows.on_event(EventKind.LOSS)
+        windows.on_event(EventKind.STEP)
     assert calls == [*["synchronize"] * task.CPU_WINDOWS, "synchronize", "start", "synchronize", "stop"]
     assert cost.result["num_launches"] == 2
     assert cost.result["cpu_s"] >= 0 and cost.result["num_operators"] == 0

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from bench.measure.ledger import Evidence, TensorLedger
 from bench.measure.memory import MemoryProbe, reconcile
-from bench.measure.taps import EventKind, SettledWindow, Taps
+from bench.measure.taps import EventKind, SettledWindows, Taps
 from bench.plan import categories
 from bench.plan.categories import HELD, PEAK, Category
 from bench.plan.task import SETTLED_WINDOWS
@@ -30,12 +30,13 @@ def test_every_byte_of_a_loop_by_hand(ahead: bool) -> None:
 
     A loop that fetches a window ahead has the same activations.
     """
-    probe, taps, window = MemoryProbe("cpu"), Taps(time.perf_counter), SettledWindow(2)
+    probe, taps = MemoryProbe("cpu"), Taps(time.perf_counter)
+    windows = SettledWindows(2, probe)
 
     def on_event(kind: EventKind) -> None:
         taps.losses.clear()
-        window.on_event(kind)
-        probe.on_event(kind, window)
+        probe.on_event(kind)
+        windows.on_event(kind)
 
     taps.on_event = on_event
     loss_of = taps.loss(lambda model, _: model(weight).exp().sum())

@@ -48,7 +48,7 @@ N = 2
 FP32, BF16 = Precision
 World = tuple[str, int, Precision]
 """How it is made, its size, and the precision of its cells."""
-DEFAULT: list[World] = [("gloo", 3, FP32), ("virtual", 8, FP32), ("fake", 64, BF16)]
+DEFAULT: list[World] = [("gloo", 3, FP32), ("gloo", 4, BF16), ("virtual", 8, FP32), ("fake", 64, BF16)]
 EVERY: list[World] = [
     *(("gloo", size, precision) for size in (1, 2, 3, 4) for precision in Precision),
     *(("virtual", size, precision) for size in (2, 8, 64) for precision in Precision),

@@ -126,7 +126,7 @@ def steps(
     )
     others = task(side=1, is_bench_first=not is_bench_first).to_json()
     command = (sys.executable, "-m", "tests.overhead.torchrun", others)
-    environment = environment_of(Device.CPU, (), interface_of(LOOPBACK))
+    environment = environment_of(Device.CPU, registry([backend])[backend].preloaded(), interface_of(LOOPBACK))
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=sys.stderr, start_new_session=True) as other:
         try:
             outcome = launcher.run(task(is_bench_first=is_bench_first), TIMEOUT_S)

@@ -13,21 +13,18 @@ import pytest
 
 from bench.backends.base import registry
 from bench.errors import BAD, GOOD
-from bench.judge import gates, tables
+from bench.judge import tables
 from bench.judge.analysis import Analysis
 from bench.judge.loading import Run, run_of
 from bench.launch.launcher import Launcher
-from bench.measure.taps import EventKind, TappedLoader, Taps, updates
+from bench.measure.taps import EventKind, Taps
 from bench.plan.cell import Device, Status
 from bench.plan.expand import expand
 from bench.plan.task import Spec
-from bench.report import canvas, figure_data, figures, page, pull_request, style
+from bench.report import canvas, figure_data, figures, page, style
 from bench.report.answer import answer
-from bench.report.citation import cite as cite_cell
 from bench.report.curves import draw_step_time
-from bench.report.page import picture
 from bench.run.journal import Journal
-from bench.run.trial_record import warmup
 from tests.conftest import bench
 from tests.factories import make_cell as cell_of
 from tests.factories import make_manifest, make_matrix, make_record
@@ -78,27 +75,6 @@ def test_thousand_tapped_steps(benchmark: Timed) -> None:
     assert benchmark(record).count(EventKind.STEP) == EVENTS
 
 
-def test_thousand_tapped_micro_batches(benchmark: Timed) -> None:
-    batches = list(range(EVENTS))
-
-    def fetch() -> int:
-        return sum(1 for _ in TappedLoader(batches, Taps(mark=time.perf_counter)))
-
-    assert benchmark(fetch) == EVENTS
-
-
-def test_updates_of_thousand_events(benchmark: Timed) -> None:
-    taps = Taps(mark=time.perf_counter)
-    for number in range(EVENTS):
-        taps.record((EventKind.FETCH, EventKind.LOSS, EventKind.FETCH, EventKind.LOSS, EventKind.STEP)[number % 5])
-    assert len(benchmark(updates, taps.events)) == EVENTS // 5
-
-
-def test_warm_up_of_thirty_steps(benchmark: Timed) -> None:
-    steps = [1.5, 1.2, *(1 + 0.01 * (number % 7) for number in range(28))]
-    assert benchmark(warmup, steps) == 2
-
-
 def test_one_append_to_the_journal(benchmark: Timed, records: list[dict[str, Any]], tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     benchmark(journal.append, records[1])
@@ -124,19 +100,6 @@ def test_building_the_tables(benchmark: Timed, records: list[dict[str, Any]]) ->
     assert len(benchmark(tables.build, records, make_manifest()).trials) == len(records)
 
 
-def test_judging_by_the_gates(benchmark: Timed, records: list[dict[str, Any]]) -> None:
-    built = tables.build(records, make_manifest())
-    assert len(benchmark(gates.judge, built).trials) == len(records)
-
-
-def test_citing_every_cell(benchmark: Timed, run: Run) -> None:
-    def cite() -> list[str]:
-        data = Analysis(run=run)
-        return [cite_cell(data, cell_id).text for cell_id in run.cells]
-
-    assert len(benchmark(cite)) == len(run.cells)
-
-
 def test_drawing_one_plot(benchmark: Timed, data: Analysis, tmp_path: Path) -> None:
     def draw() -> Path:
         with matplotlib.style.context(list(style.BASE)):
@@ -154,17 +117,8 @@ def test_verdicts_against_every_baseline(benchmark: Timed, run: Run) -> None:
     assert len(benchmark(verdicts)) == len(BACKENDS)
 
 
-def test_putting_one_plot_into_a_page(benchmark: Timed, drawn: list[Path]) -> None:
-    (path,) = [path for path in drawn if path.name == "step_time.png"]
-    assert benchmark(picture, path).title
-
-
 def test_writing_the_page(benchmark: Timed, data: Analysis, drawn: list[Path]) -> None:
     assert f"<h1><bdi>{data.run.name}" in benchmark(page.render, data, answer(data), drawn)
-
-
-def test_writing_the_short_report(benchmark: Timed, data: Analysis) -> None:
-    assert benchmark(lambda: pull_request.render(data.run, answer(data))).startswith(f"## {data.run.name}")
 
 
 @pytest.mark.benchmark(timer=time.process_time)

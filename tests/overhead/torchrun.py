@@ -13,12 +13,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from bench.backends.base import registry
 from bench.plan.task import Task
 from tests.overhead.in_turn import work
 
-PRELOADED = ("torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "tests.overhead.in_turn")
-"""What the process imports from which the ranks are forked, besides the packages of the backend."""
+PRELOADED = (
+    "torch.distributed.fsdp",
+    "transformers.models.llama.modeling_llama",
+    "tests.overhead.in_turn",
+    "tests.overhead.preload",
+)
+"""What the process imports from which the ranks are forked."""
 
 
 def main(task_json: str) -> None:
@@ -39,7 +43,7 @@ if __name__ == "__main__":
     # As the bench's, the ranks are forked from a process that has imported everything, and share one session. torchrun
     # gives each its own, and so each as much of a busy machine as both together get here (sched(7), autogroup).
     task = Task.from_json(sys.argv[1])
-    set_forkserver_preload([*PRELOADED, *registry([task.backend])[task.backend].requires])
+    set_forkserver_preload(list(PRELOADED))
     meeting = {"run_id": "bare", "rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0", "local_addr": "127.0.0.1"}
     config = LaunchConfig(1, 1, task.world_size, max_restarts=0, start_method="forkserver", **meeting)
     elastic_launch(config, main)(sys.argv[1])

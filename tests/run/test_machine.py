@@ -19,7 +19,6 @@ from tests.factories import make_backend
 from tests.fake_nvml import FakeNvml, failing
 
 
-@pytest.mark.parametrize("as_bytes", [True, False])
 @pytest.mark.parametrize(
     ("setting", "visible"),
     [
@@ -33,8 +32,8 @@ from tests.fake_nvml import FakeNvml, failing
         ("GPU-9", []),
     ],
 )
-def test_visible_gpus(monkeypatch: pytest.MonkeyPatch, setting: str | None, visible: list[int], as_bytes: bool) -> None:
-    nvml = FakeNvml(as_bytes=as_bytes)
+def test_visible_gpus(monkeypatch: pytest.MonkeyPatch, setting: str | None, visible: list[int]) -> None:
+    nvml = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if setting is not None:
@@ -46,21 +45,20 @@ def test_visible_gpus(monkeypatch: pytest.MonkeyPatch, setting: str | None, visi
     assert nvml.open == 0, "the library is left as it was found"
 
 
-def with_mig(as_bytes: bool) -> FakeNvml:
+def with_mig() -> FakeNvml:
     """The second GPU is cut into two instances, in places 0 and 2 of four."""
-    nvml = FakeNvml(as_bytes=as_bytes)
+    nvml = FakeNvml()
     failed = failing()
     name = "NVIDIA H100 80GB HBM3"
     nvml.set("MigMode", lambda handle: failed() if handle == 2 else (int(handle == 1),) * 2)
     nvml.set("MaxMigDeviceCount", lambda handle: 4)
     nvml.set("MigDeviceHandleByIndex", lambda handle, place: f"{handle}/{place}" if place in {0, 2} else failed())
-    nvml.set("Name", lambda handle: nvml.text(name + " MIG 1g.10gb" * (handle == "1/2")))
-    nvml.set("UUID", lambda handle: nvml.text(f"MIG-{handle[-1]}f" if isinstance(handle, str) else f"GPU-{handle}"))
+    nvml.set("Name", lambda handle: name + " MIG 1g.10gb" * (handle == "1/2"))
+    nvml.set("UUID", lambda handle: f"MIG-{handle[-1]}f" if isinstance(handle, str) else f"GPU-{handle}")
     nvml.set("MemoryInfo", lambda handle: types.SimpleNamespace(total=10 if isinstance(handle, str) else 80))
     return nvml
 
 
-@pytest.mark.parametrize("as_bytes", [True, False])
 @pytest.mark.parametrize(
     ("setting", "mig", "name"),
     [
@@ -71,9 +69,9 @@ def with_mig(as_bytes: bool) -> FakeNvml:
     ],
 )
 def test_a_mig_instance_is_the_only_one_seen(
-    monkeypatch: pytest.MonkeyPatch, setting: str, mig: str, name: str, as_bytes: bool
+    monkeypatch: pytest.MonkeyPatch, setting: str, mig: str, name: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", with_mig(as_bytes))
+    monkeypatch.setitem(sys.modules, "pynvml", with_mig())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
     found = {"index": 1, "name": name, "uuid": "GPU-1", "memory_bytes": 10, "mig": mig, "driver": "570.1"}
     assert gpus.gpus() == [found]

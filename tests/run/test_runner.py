@@ -201,7 +201,7 @@ def test_reopen_refuses_another_machine(tmp_path: Path, monkeypatch: pytest.Monk
     run = Run(tmp_path / "run")
     now = {**machine.machine(), "cpu": "Another CPU"}
     monkeypatch.setattr(machine, "machine", lambda: now)
-    with pytest.raises(InputError, match=r"machine 'cpu' was .* and is 'Another CPU'; .* so start a new one"):
+    with pytest.raises(InputError, match=r"machine.cpu was .* and is 'Another CPU'; .* so start a new one"):
         start.reopen(run.folder, BACKENDS)
 
 

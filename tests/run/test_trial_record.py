@@ -61,12 +61,7 @@ def test_only_passes_that_ran_are_in_it_and_ranks_stay_as_they_were(passes: tupl
         (None, "memory", {"peak_allocator_untracked": -1.5}, "memory is {"),
         (None, "memory", {"peak_allocator_rounding": -1}, "memory is {"),
         (None, "accumulation", {}, "accumulation.dtype is missing"),
-        (
-            None,
-            "dispatch",
-            {"cpu_s": -1.0, "num_operators": 1, "num_launches": 1},
-            "dispatch.cpu_s is -1.0",
-        ),
+        (None, "dispatch", {"cpu_s": -1.0, "num_operators": 1, "num_launches": 1}, "dispatch.cpu_s is -1.0"),
         ("time", "step_seconds", [0.1, -0.1], "time.step_seconds[1] is -0.1; it must be a finite"),
         ("time", "step_seconds", [0.1, math.nan], "time.step_seconds[1] is nan; it must be"),
         ("time", "step_seconds", 0, "time.step_seconds is missing"),

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from bench.run import telemetry
-from bench.run.telemetry import Telemetry, descends, summarize
+from bench.launch import telemetry
+from bench.launch.telemetry import Telemetry, descends, summarize
 from tests.fake_nvml import FakeNvml, failing
 
 UUIDS = ["GPU-00", "GPU-11"]
