@@ -15,7 +15,7 @@ from bench.backends.base import registry
 from tests.conftest import ROOT, Command, asked, bench
 
 _, OBSERVATIONS = load(ROOT / "results/semantics/observations.json")
-SUITE = {(one["scenario"]["name"], one["backend"]): one for one in OBSERVATIONS}
+SUITE = {(observation["scenario"]["name"], observation["backend"]): observation for observation in OBSERVATIONS}
 """As committed; ``test_what_is_committed_is_measured_again`` measures it."""
 
 

@@ -33,7 +33,7 @@ class Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            group = next(one for one in args if isinstance(one, torch.ScriptObject))
+            group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
             self.calls[f"{func.__name__.split('.')[0]} {dist.ProcessGroup.unbox(group).group_desc}"] += 1
         return func(*args, **(kwargs or {}))
 

@@ -35,7 +35,8 @@ BY_VALUE = r"\b(?:loss|losses|update is off|update error|nats)\b"
 def told(records: list[dict[str, Any]]) -> list[str]:
     """What every trial came to, to be read where a test fails."""
     return [
-        f"{one['cell']['backend']} W={one['cell']['world_size']}: {one['status']} {one['reason']}" for one in records
+        f"{record['cell']['backend']} W={record['cell']['world_size']}: {record['status']} {record['reason']}"
+        for record in records
     ]
 
 
@@ -74,7 +75,7 @@ def test_every_backend_runs_every_pass(machine: Machine, world_size: int) -> Non
     assert len(records) > 15, process.stdout + process.stderr
     assert not unexpected(records), process.stdout
     assert not judged(machine)
-    for one in (one for one in records if one["status"] == "ok"):
+    for one in (record for record in records if record["status"] == "ok"):
         allocator = one["time"]["cuda_memory"]
         assert 0 < allocator["allocated"] <= allocator["active"] <= allocator["reserved"]
         assert one["device_name"] == "NVIDIA H100 80GB HBM3" and len(one["time"]["step_seconds"]) == 3
@@ -125,7 +126,7 @@ def test_a_virtual_world_on_a_gpu(machine: Machine) -> None:
     backends = "ddp-deferred,fsdp2-deferred,deepspeed-zero3-eager"
     machine.bench(*SMOKE, "--virtual-world", "8", "--micro-batch", "1", "--backend", backends, "--out", "run")
     records = machine.records()
-    assert {one["cell"]["backend"] for one in records} == set(backends.split(","))
+    assert {record["cell"]["backend"] for record in records} == set(backends.split(","))
     assert not unexpected(records), told(records)
     assert all(one["cell"]["virtual"] and one["cell"]["world_size"] == 8 for one in records)
 
@@ -135,14 +136,14 @@ def test_ranks_that_share_a_gpu(machine: Machine, visible: str) -> None:
     backends = "ddp-deferred,fsdp2-eager,deepspeed-zero2-eager,lightning-deepspeed-zero3"
     options = ("--share-gpu", "--world-size", "2", "--backend", backends)
     machine.bench(*SMOKE, *options, "--out", "run", CUDA_VISIBLE_DEVICES=visible)
-    records = [one for one in machine.records() if one["cell"]["backend"] != "reference"]
+    records = [record for record in machine.records() if record["cell"]["backend"] != "reference"]
     assert {one["cell"]["backend"] for one in records} == set(backends.split(","))
     assert not unexpected(records), told(records)
 
 
 def test_a_cell_that_does_not_fit_is_a_row_that_says_so(machine: Machine) -> None:
     process = machine.bench(*SMOKE, *DDP, "--world-size", "1", "--try-all", "--out", "run", FAKE_MEM_MIB="680")
-    rows = {one["cell"]["backend"]: one for one in machine.records()}
+    rows = {record["cell"]["backend"]: record for record in machine.records()}
     assert rows["ddp-deferred"]["status"] == "oom", told(machine.records())
     assert "out of memory" in rows["ddp-deferred"]["reason"]
     assert process.returncode == 1
@@ -151,9 +152,9 @@ def test_a_cell_that_does_not_fit_is_a_row_that_says_so(machine: Machine) -> Non
 def test_a_rank_killed_inside_nccl_ends_its_trial_and_no_other(machine: Machine) -> None:
     began = time.monotonic()
     machine.bench(*SMOKE, *DDP, "--world-size", "2", "--out", "run", gpus=2, FAKE_NCCL_KILL="1:9")
-    rows = [one for one in machine.records() if one["cell"]["backend"] == "ddp-deferred"]
+    rows = [record for record in machine.records() if record["cell"]["backend"] == "ddp-deferred"]
     assert rows and all(one["status"] == "crashed" for one in rows), told(rows)
-    assert all("rank 1" in one["reason"] and "SIGKILL" in one["reason"] for one in rows), told(rows)
+    assert all("rank 1" in row["reason"] and "SIGKILL" in row["reason"] for row in rows), told(rows)
     reference = next(one for one in machine.records() if one["cell"]["backend"] == "reference")
     assert reference["status"] == "ok"
     assert time.monotonic() - began < 300, "the other rank waits in NCCL for ever, and was ended"
@@ -161,7 +162,7 @@ def test_a_rank_killed_inside_nccl_ends_its_trial_and_no_other(machine: Machine)
 
 def ended(machine: Machine) -> list[dict[str, Any]]:
     """The trials that were not interrupted; those that were are run again."""
-    return [one for one in machine.records() if one["status"] != "interrupted"]
+    return [record for record in machine.records() if record["status"] != "interrupted"]
 
 
 def test_an_interrupted_run_is_resumed(machine: Machine) -> None:
@@ -185,4 +186,4 @@ def test_an_interrupted_run_is_resumed(machine: Machine) -> None:
     machine.bench("run", "--resume", "run")
     records = ended(machine)
     assert len(records) > finished and not unexpected(records), told(records)
-    assert sorted(one["cell"]["backend"] for one in records) == ["ddp-deferred", "ddp-deferred", "reference"]
+    assert sorted(record["cell"]["backend"] for record in records) == ["ddp-deferred", "ddp-deferred", "reference"]

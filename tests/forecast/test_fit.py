@@ -52,7 +52,7 @@ def filled(need: int, *, ranks: int = 1, nccl: bool = False) -> int:
 
 def test_what_no_prediction_counts_is_kept_free() -> None:
     assert fit.reserve_bytes(100 * GIB, nccl=True) == (781 + 688) * 2**20 + 5 * GIB
-    assert all(re.search("github|arXiv", one.source) for one in fit.reserves(nccl=True))
+    assert all(re.search("github|arXiv", reserve.source) for reserve in fit.reserves(nccl=True))
     cell = on_gpu(virtual=True)
     need = predicted(cell)
     assert fit.too_large([cell], filled(need), 1) == {}

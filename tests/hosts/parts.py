@@ -31,7 +31,7 @@ from tests.hosts.rig import Rig, rig
 
 RUN_S, END_S = 3600.0, 300.0
 """How long a run may take, and what ends by itself after it; generous, since the machine may be busy."""
-FEW = ("--backend", "ddp-eager,ddp-deferred", "--world-size", "2", "--ranks-per-node", "1")
+FEW = ("--backend", "ddp-eager,ddp-deferred", "--model", "tiny", "--world-size", "2", "--ranks-per-node", "1")
 INTERRUPTS = 20
 SEED = 19
 REPEATS = 12
@@ -82,11 +82,6 @@ class Hosts:
         good = status == 0 and whole and set(ok.values()) == {1} and len(ok) == len(latest)
         words = f"{len(ok)} of {len(latest)} trials ok, each once" if good else f"{latest}, exit status {status}"
         return f"resumed: {words}; {'nothing' if whole else 'something'} lost", good
-
-    @property
-    def temporary(self) -> Path:
-        """Where all nodes put temporary files: they share a file system, though the bench does not need it."""
-        return Path(self.leaks.environment["TMPDIR"])
 
     @property
     def log(self) -> Path:
@@ -190,9 +185,10 @@ def _harmed(on: Hosts, name: str, what: str, harm: Callable[[], None], mend: Cal
     process = on.fresh(name, *FEW, "--repeats", "2")
 
     def training() -> bool:
-        return journal(folder).count(b"\n") >= 2 and any(on.temporary.glob("accumulation-bench-*/rank*.beat"))
+        return journal(folder).count(b"\n") >= 2 and any(folder.glob("scratch/*/rank*.beat"))
 
     until(lambda: training() or process.poll() is not None, RUN_S)
+    assert process.poll() is None, f"{what}: the run ended before it was harmed"
     kept = journal(folder)
     harm()
     until(lambda: on.bench(0) is None, RUN_S)
@@ -206,7 +202,7 @@ def _harmed(on: Hosts, name: str, what: str, harm: Callable[[], None], mend: Cal
     resumed, good = on.resume(folder, kept)
     words = f"{reasons[0]}; exit status {status}; {cut}{_nothing(left)} left on any host; {resumed}"
     named = all(record["status"] == Status.INTERRUPTED and "node 1 (hostb)" in record["reason"] for record in lost)
-    return Row((what, words), good and named and not left)
+    return Row((what, words), good and bool(lost) and named and not left)
 
 
 def _left(on: Hosts, node: int) -> list[str]:

@@ -165,7 +165,7 @@ def test_what_stays_open_has_a_command_too(tmp_path: Path) -> None:
 def test_a_cell_that_runs_once_beside_others_has_no_time_to_compare(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {"alpha": 1.0, "beta": 1.2}, accumulate=(1, 2), twin=False)
     records = {line: json.loads(line) for line in (folder / JOURNAL).read_bytes().splitlines(keepends=True)}
-    single = {one["cell_id"] for one in records.values() if one["cell"]["accumulate"] == 2}
+    single = {record["cell_id"] for record in records.values() if record["cell"]["accumulate"] == 2}
     kept = [line for line, one in records.items() if one["repeat"] == 0 or one["cell_id"] not in single]
     (folder / JOURNAL).write_bytes(b"".join(kept))
     first, *_ = said(of(folder)[1], "Undecided")

@@ -180,14 +180,16 @@ def test_a_ratio_is_that_of_the_report(data: Analysis) -> None:
         ("verdict=slower", "verdict=faster", "verdict is faster, and slower"),
         (r"value=1\.\d+", "value=1.5", "value is 1.5"),
     ):
-        assert any(what in one for one in errors(data, changed(text, pattern, by)))
+        assert any(what in error for error in errors(data, changed(text, pattern, by)))
 
 
 def test_what_is_not_comparable_has_no_number(data: Analysis) -> None:
     for text in (cite(data, of(data, "wrong")).text, cite(data, of(data, "wrong"), of(data, "base")).text):
         assert "NOT COMPARABLE" in text and "divided by N = 2 twice" in text
         assert " s per optimizer step" not in text.splitlines()[0] and "times the step time" not in text
-        assert any("value is 0.1, and none" in one for one in errors(data, changed(text, "value=none", "value=0.1")))
+        assert any(
+            "value is 0.1, and none" in error for error in errors(data, changed(text, "value=none", "value=0.1"))
+        )
 
 
 def test_a_changed_journal_is_not_what_was_cited(
@@ -251,5 +253,5 @@ def test_the_commands(copy: Path, capsys: pytest.CaptureFixture[str], monkeypatc
     ],
 )
 def test_a_wrong_command_is_one_line(folder: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([one.format(folder) for one in arguments]) == 2
+    assert cli.main([argument.format(folder) for argument in arguments]) == 2
     assert capsys.readouterr().err.count("\n") == 1

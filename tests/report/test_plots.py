@@ -60,7 +60,7 @@ def run(name: str) -> Run:
 
 
 def drawings(found: Run) -> dict[str, Drawing]:
-    return {one.stem: one for one in figures.figures(Analysis(run=found))}
+    return {figure.stem: figure for figure in figures.figures(Analysis(run=found))}
 
 
 @functools.cache

@@ -166,7 +166,7 @@ def both_defined() -> dict[str, Any]:
         optimizer = trainer.optimizers[0]
         found[name] = {
             "optimizer": type(getattr(optimizer, "optimizer", optimizer)).__name__,
-            "scheduler": [type(one.scheduler).__name__ for one in trainer.lr_scheduler_configs],
+            "scheduler": [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs],
         }
     return found
 

@@ -111,7 +111,7 @@ def keep(folder: Path) -> None:
             raise InputError(f"{path}: has trials that are not ok; measure it again")
         manifests.append({"name": path.name} | {k: v for k, v in run.manifest.items() if k not in UNREAD})
         trials.append(run.tables.trials[list(KEPT)].assign(run=path.name))
-    lines = ",\n".join(json.dumps(one, separators=(",", ":")) for one in manifests)
+    lines = ",\n".join(json.dumps(manifest, separators=(",", ":")) for manifest in manifests)
     (folder / RUN_FILE).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     pd.concat(trials)[["run", *KEPT]].to_csv(folder / TRIAL_FILE, index=False, float_format="%.9g")
 

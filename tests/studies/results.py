@@ -122,7 +122,7 @@ def _make(row: Made) -> bool:
         if status not in ((GOOD, BAD) if command.startswith("python -m bench ") else (GOOD,)):
             print(f"exit status {status}: {command}", flush=True)
             return False
-    if not any(one.stat().st_mtime > begun - 1 for one in _files(row)):
+    if not any(file.stat().st_mtime > begun - 1 for file in _files(row)):
         print(f"wrote nothing into {', '.join(row.paths)}: {'; '.join(row.commands)}", flush=True)
         return False
     finished, minutes = datetime.now(UTC).isoformat(timespec="seconds"), (time.time() - begun) / 60
@@ -168,7 +168,7 @@ def _records(row: Made) -> list[dict[str, Any]]:
     if not row.is_run:
         return [{"clean": True, **_stored()[row.name]}] if row.name in _stored() else []
     manifests = [json.loads((folder / MANIFEST).read_text(encoding="utf-8")) for folder in _runs(row.paths)]
-    return [{**one["git"], "finished": one.get("finished") or ""} for one in manifests]
+    return [{**manifest["git"], "finished": manifest.get("finished") or ""} for manifest in manifests]
 
 
 def _stored() -> dict[str, Any]:

@@ -149,7 +149,9 @@ def main() -> None:
     """Write all pages and pictures again, from the observations."""
     about, observations = load(SUITE / OBSERVATIONS)
     write_tables(observations, about, SUITE)
-    write_pictures([one for one in observations if one["scenario"]["name"] in PICTURED], about, PLOTS)
+    write_pictures(
+        [observation for observation in observations if observation["scenario"]["name"] in PICTURED], about, PLOTS
+    )
     DOCS.write_text(page(observations, about, throughput()), encoding="utf-8")
     bundle = json.dumps(at_epoch_end(about, observations), indent=1)
     EPOCH_END.write_text(f"{bundle}\n", encoding="utf-8")

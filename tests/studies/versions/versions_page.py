@@ -109,7 +109,7 @@ def markdown(entries: Sequence[Entry], smokes: Sequence[Smoke]) -> str:
         words = f"Measured on {entry.date} with torch {entry.torch} and Python {entry.python}"
         environments.setdefault(words, []).append(f"{entry.package} {entry.version}")
     header = [*(smokes[0].packages if smokes else ()), "Python", "date", "result", "good"]
-    runs = [[*one.packages.values(), one.python, one.date, one.result, _yes(one.good)] for one in smokes]
+    runs = [[*smoke.packages.values(), smoke.python, smoke.date, smoke.result, _yes(smoke.good)] for smoke in smokes]
     lines = [INTRODUCTION, *table(header, runs)]
     lines += [ACCUMULATION, *(f"- {words}: {', '.join(names)}." for words, names in environments.items()), ""]
     # Neighbouring versions with the same measurement share a row.
