@@ -1,0 +1,49 @@
+"""The file of events of a process: one line of JSON per event."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, TextIO
+
+JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+"""Variables of launchers that tell one training from another."""
+
+
+class EventLog:
+    """Appends events. Samples of an accelerator stay there until ``flush``, which waits for it once."""
+
+    def __init__(self, torch: Any, folder: Path) -> None:
+        self._torch = torch
+        self._folder = folder
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a file of this process, also after a fork."""
+        self._file: TextIO | None = None
+        self._waiting: list[dict[str, Any]] = []
+        self.on_device = False
+        """Whether events hold samples of an accelerator."""
+
+    def write(self, event: str, **values: Any) -> None:
+        """Add an event with rank and world size: of the process group, or else of the launcher."""
+        distributed = self._torch.distributed
+        if distributed.is_available() and distributed.is_initialized():
+            place = {"rank": distributed.get_rank(), "world": distributed.get_world_size()}
+        else:
+            place = {"rank": int(os.environ.get("RANK", "0")), "world": int(os.environ.get("WORLD_SIZE", "1"))}
+        job = ":".join(os.environ.get(name, "") for name in JOB)
+        self._waiting.append({"event": event, "job": job, **place, **values})
+        if not self.on_device:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits. Every line reaches the file at once, since a training may end by a signal."""
+        if self._file is None and self._waiting:
+            path = self._folder / f"{os.getpid()}.jsonl"
+            self._file = path.open("a", buffering=1, encoding="utf-8")
+        for line in self._waiting:
+            if self._file is not None:
+                self._file.write(json.dumps(line, default=lambda tensor: tensor.tolist()) + "\n")
+        self._waiting.clear()
