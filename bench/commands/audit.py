@@ -15,7 +15,7 @@ from bench.findings import Level
 
 EPILOG = (
     "Exit status: the command's own if it failed; else 0 nothing wrong; 1 something is wrong; 2 the command cannot be "
-    "started; 3 it trained nothing that could be seen."
+    "started; 3 no training was seen."
 )
 
 
@@ -23,41 +23,39 @@ def add(commands: Any) -> None:
     """Add the command's parser."""
     parser = commands.add_parser(
         "audit",
-        help="run a training command, and say what weight each of its micro-batches has",
+        help="run any training command, and say what weight each of its micro-batches has",
         description="Run a training command unchanged, and say how it accumulates gradients.",
         epilog=EPILOG,
     )
     option = parser.add_argument
     option("--expect", type=integer_to(LARGEST), metavar="N", help="micro-batches that an update should have")
-    option("--updates", type=integer_to(LARGEST, least=2), default=8, metavar="K", help="sample K updates (default: 8)")
+    option("--updates", type=integer_to(LARGEST), default=8, metavar="K", help="updates to sample (default: 8)")
     option("--json", action="store_true", help="print one JSON object; the command's output goes to stderr")
     option("training", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="torchrun --nproc-per-node 2 train.py ...")
     parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command, judge what was recorded, and print it."""
+    """Run the command and judge what was recorded."""
     from bench.audit.command import audit_text, audited_process, recorded_updates
-    from bench.audit.command.weight_verdicts import TrainingAudit
+    from bench.audit.command.training_audit import TrainingAudit
 
     command = arguments.training[arguments.training[:1] == ["--"] :]
     if not command:
         raise InputError("audit: name the training command after --")
     with tempfile.TemporaryDirectory(prefix="bench-audit-") as name:
-        folder = Path(name)
-        status = audited_process.run(command, folder, arguments.updates, quiet=arguments.json)
-        ranks, others = recorded_updates.read(folder)
-        reason = "" if ranks else audited_process.why_nothing(folder)
-    if reason:
-        print(f"audit: nothing seen: {reason}", file=sys.stderr)
-    else:
-        audit = TrainingAudit(ranks, arguments.expect)
-        print(json.dumps(audit_text.document(audit, status)) if arguments.json else "\n".join(audit_text.lines(audit)))
+        status = audited_process.run(command, Path(name), arguments.updates, quiet=arguments.json)
+        ranks, others = recorded_updates.read(Path(name))
+        nothing = "" if ranks else audited_process.why_nothing(Path(name))
     if others:
-        print(f"audit: {others} other processes trained as well, and are not judged", file=sys.stderr)
+        print(f"audit: processes that trained apart from these ranks and are not judged: {others}", file=sys.stderr)
     if status:
         print(f"audit: the command ended with exit status {status}", file=sys.stderr)
-        return status
-    if reason:
-        return UNCHECKED
-    return BAD if any(found.level is Level.ERROR for found in audit.findings) else GOOD
+    if nothing:
+        print(f"audit: nothing seen: {nothing}", file=sys.stderr)
+        return status or UNCHECKED
+    audit = TrainingAudit(ranks, arguments.expect)
+    print(json.dumps(audit_text.document(audit, status)) if arguments.json else "\n".join(audit_text.lines(audit)))
+    if any(found.level is Level.ERROR for found in audit.findings):
+        return status or BAD
+    return status or (GOOD if audit.updates else UNCHECKED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.audit.command.weight_verdicts import TrainingAudit, pattern
+from bench.audit.command.training_audit import TrainingAudit, pattern
 from bench.findings import Level
 
 MARKS = {Level.ERROR: "x", Level.WARNING: "!", Level.GOOD: "-"}
@@ -29,41 +29,39 @@ def lines(audit: TrainingAudit) -> list[str]:
         return text
     counts = pattern([len(update.micro_batches) for update in audit.updates])
     update = audit.updates[min(1, len(audit.updates) - 1)]
-    optimizer = update.steps[0]["optimizer"]
-    text.append(f"  updates   {len(audit.updates)}, of {counts} micro-batches; events {update.events}; {optimizer}")
-    text += [f"  reduced   {_reduced(audit)}", f"  loss      {audit.loss_line()}"]
-    text += _weights(audit)
+    text.append(f"  updates   {counts} micro-batches; events {update.events}; {update.steps[0]['optimizer']}")
+    text += [f"  reduced   {_reduced(audit)}", f"  loss      {audit.scale.line()}", *_weights(audit)]
     return text
 
 
 def _reduced(audit: TrainingAudit) -> str:
-    sent = audit.sent()
-    if not any(sent):
+    reductions = audit.reductions()
+    kinds = sorted({kind for found in reductions for kind in found})
+    if not kinds:
         return "one rank" if audit.world == 1 else "never"
-    kinds = {kind for window in audit.big_reductions() for reductions in window for kind in reductions}
-    places = ", ".join(str(place) for place, size in enumerate(sent, 1) if size)
-    whats = "; ".join(f"{operation} of {dtype} over {ranks} ranks" for operation, dtype, ranks in sorted(kinds))
-    return f"at backward {places} of {len(sent)}; {whats}"
+    places = ", ".join(str(place) for place, found in enumerate(reductions, 1) if found)
+    names = "; ".join(f"{operation} of {dtype} over {ranks} ranks" for operation, dtype, ranks in kinds)
+    return f"at backward {places} of {len(reductions)}; {names}"
 
 
 def _weights(audit: TrainingAudit) -> list[str]:
     if not audit.weights.parts:
         return []
+    # The first update may be a special one.
     part = min(audit.weights.parts, key=lambda part: (abs(part.update - 1), part.ranks))
     text = []
     for rank in [*audit.ranks][:MOST_RANKS]:
-        row = [(c, audit.loss_weight(use, c)) for use, c in part.weights.items() if use[:2] == (rank, part.update)]
+        row = [(c, audit.scale.weight(use, c)) for use, c in part.weights.items() if use[:2] == (rank, part.update)]
         numbers = " ".join(f"{c if weight is None else weight:.4f}" for c, weight in row)
-        place = f"update {part.update + 1} of rank {part.ranks[0]}"
-        text.append(f"  weights   of rank {rank}'s micro-batches in {place}: {numbers}")
-    dtypes = {dtype for update in audit.updates for mb in update.micro_batches for dtype in mb.event.get("held", ())}
-    held = f"; held in {'/'.join(sorted(dtypes))}" if dtypes else ""
-    text.append(f"  residual  {audit.weights.residual:.0e} of the gradients is not explained by weights{held}")
-    return text
+        where = f"update {part.update + 1} of rank {part.ranks[0]}"
+        text.append(f"  weights   of rank {rank}'s micro-batches in {where}: {numbers}")
+    residual = max(part.residual for part in audit.weights.parts)
+    held = f"; held in {'/'.join(sorted(audit.held))}" if audit.held else ""
+    return [*text, f"  residual  {residual:.0e} of the gradients is not explained by weights{held}"]
 
 
 def document(audit: TrainingAudit, status: int) -> dict[str, Any]:
-    """All that the screen says, as data."""
+    """The verdict and the evidence as data."""
     return {
         "verdict": verdict(audit),
         "findings": [{"level": str(f.level), "topic": f.topic, "text": f.text} for f in audit.findings],
@@ -72,24 +70,18 @@ def document(audit: TrainingAudit, status: int) -> dict[str, Any]:
         "world_size": audit.world,
         "facts": audit.facts,
         "micro_batches": [len(update.micro_batches) for update in audit.updates],
-        "reduced_bytes": audit.sent(),
-        "criterion": audit.loss_line(),
+        "reduced_bytes": [found.total() for found in audit.reductions()],
         "weights": [
             {
                 "update": part.update,
-                "ranks": list(part.ranks),
-                "residual": part.residual,
-                "micro_batches": [
-                    {
-                        "rank": use[0],
-                        "update": use[1],
-                        "number": use[2],
-                        "gradient": c,
-                        "loss": audit.loss_weight(use, c),
-                    }
-                    for use, c in part.weights.items()
-                ],
+                "gradient_of": part.ranks,
+                "rank": use[0],
+                "micro_batch": use[2],
+                "weight": weight,
+                "loss_weight": audit.scale.weight(use, weight),
             }
             for part in audit.weights.parts
+            for use, weight in part.weights.items()
+            if use[1] == part.update
         ],
     }

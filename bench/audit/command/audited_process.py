@@ -16,14 +16,10 @@ SITE = Path(__file__).resolve().parent / "site"
 def run(command: Sequence[str], folder: Path, updates: int, *, quiet: bool) -> int:
     """Run it and return its exit status, as a shell gives it; ``quiet`` sends its output to stderr."""
     path = os.pathsep.join(filter(None, [str(SITE), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {
-        "PYTHONPATH": path,
-        "BENCH_AUDIT_FOLDER": str(folder),
-        "BENCH_AUDIT_UPDATES": str(updates),
-    }
+    ours = {"PYTHONPATH": path, "BENCH_AUDIT_FOLDER": str(folder), "BENCH_AUDIT_UPDATES": str(updates)}
+    output = sys.stderr if quiet else None
     try:
-        output = sys.stderr if quiet else None
-        status = subprocess.run(command, env=environment, stdout=output, check=False).returncode
+        status = subprocess.run(command, env=os.environ | ours, stdout=output, check=False).returncode
     except OSError as error:
         raise InputError(f"audit: {command[0]}: {error.strerror}") from error
     return 128 - status if status < 0 else status
@@ -31,10 +27,8 @@ def run(command: Sequence[str], folder: Path, updates: int, *, quiet: bool) -> i
 
 def why_nothing(folder: Path) -> str:
     """Why no process of the command has recorded a backward."""
-    for failed in folder.glob("*.error"):
-        return f"the recorder could not be installed: {failed.read_text().strip()}"
     if not any(folder.glob("*.python")):
-        return "no Python process of the command loaded the recorder (PYTHONPATH is ignored by python -I and -E)"
+        return "no Python process of the command loaded the recorder (python -I and -E ignore PYTHONPATH)"
     if not any(folder.glob("*.torch")):
         return "no Python process of the command imported torch"
     return "no process of the command ran a backward of torch"

@@ -4,51 +4,59 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
+Reductions = Counter[tuple[str, str, int]]
+"""Bytes by operation, dtype and number of ranks."""
 LETTERS = {"backward": "B", "clip": "C", "zero_grad": "Z", "step": "S", "skip": "K"}
 """Events of a window, for messages: ``BBBBCS``."""
 
 
 @dataclass
 class MicroBatch:
-    """One backward: its criteria, the sampled micro-gradient (a list or None per leaf), and what was reduced in it."""
+    """One backward: its event, and what was reduced from then on to the next."""
 
     event: Event
-    reductions: Counter[tuple[str, str, int]]
-    """Bytes of reductions by operation, dtype and number of ranks."""
+    reductions: Reductions
 
     @property
-    def samples(self) -> list[list[float] | None] | None:
-        return self.event.get("samples")
+    def samples(self) -> list[list[float] | None]:
+        """The micro-gradient, per leaf; empty when sampling has ended."""
+        return self.event.get("samples", [])  # type: ignore[no-any-return]
 
 
 @dataclass
 class Update:
-    """One optimizer update on one rank: the backwards since the one before, and the gradient that was used."""
+    """One optimizer update on one rank: the backwards since the one before, and its steps (ZeRO has several)."""
 
     events: str = ""
     micro_batches: list[MicroBatch] = field(default_factory=list)
-    clipped: list[Any] | None = None
+    clipped: list[Any] = field(default_factory=list)
     """The gradient at the last clipping, before it."""
     steps: list[Event] = field(default_factory=list)
-    """Of the inner optimizers: ZeRO and torchtitan have several."""
 
     @property
     def used(self) -> list[Any]:
-        """Per leaf its positions on this rank and their values, or None."""
+        """Per leaf its positions on this rank and their values, or nothing."""
         if self.clipped and "B" not in self.events[self.events.rfind("C") :]:
             return self.clipped
         leaves = zip(*(step["used"] for step in self.steps if "used" in step), strict=True)
-        return [next((found for found in leaf if found is not None), None) for leaf in leaves]
+        return [next(filter(None, leaf), None) for leaf in leaves]
 
-    @property
-    def asked(self) -> dict[str, int]:
-        return self.steps[0].get("asked", {})
+    def add(self, event: Event) -> None:
+        """Add an event that belongs to this update."""
+        kind = event["event"]
+        reductions = Counter({(name, dtype, n): size for name, dtype, n, size in event["traffic"] if "float" in dtype})
+        if kind == "backward":
+            self.micro_batches.append(MicroBatch(event, reductions))
+        elif self.micro_batches:
+            self.micro_batches[-1].reductions.update(reductions)
+        self.events += LETTERS.get(kind, "")
+        if kind == "clip" and any(event.get("used", ())):
+            self.clipped = event["used"]
 
 
 @dataclass
@@ -57,57 +65,30 @@ class RankRecord:
 
     events: list[Event]
     updates: list[Update] = field(default_factory=list)
-    left_open: Update | None = None
-    """What no update followed."""
+    left_open: Update = field(default_factory=Update)
+    """What no update has followed."""
 
     def __post_init__(self) -> None:
-        current = Update()
-        closed = False
+        # Steps without a backward in between are one update; what follows a step belongs to the next window.
         for event in self.events:
-            kind = event["event"]
-            if closed and kind in ("backward", "clip"):
-                current, closed = Update(), False
-            if kind == "backward":
-                current.micro_batches.append(MicroBatch(event, _reductions(event)))
-            elif current.micro_batches and not closed:
-                current.micro_batches[-1].reductions += _reductions(event)
-            if not closed and (kind == "backward" or current.micro_batches):
-                current.events += LETTERS.get(kind, "")
-            if kind == "clip" and any(event.get("used", ())):
-                current.clipped = event["used"]
-            if kind == "step" and current.micro_batches:
-                current.steps.append(event)
-                if not closed:
-                    self.updates.append(current)
-                closed = True
-            if kind == "skip":
-                closed = True
-        self.left_open = current if current.micro_batches and not closed else None
+            kind, window = event["event"], self.left_open
+            if kind in ("backward", "clip", "between") or (window.micro_batches and kind in LETTERS):
+                window.add(event)
+            if kind == "step" and (window.micro_batches or self.updates):
+                if window.micro_batches:
+                    self.updates.append(window)
+                self.updates[-1].steps.append(event)
+            if kind in ("step", "skip"):
+                self.left_open = Update()
 
-    def first(self, kind: str) -> Event | None:
-        """The first event of a kind."""
-        return next((event for event in self.events if event["event"] == kind), None)
+    def first(self, kind: str) -> Event:
+        """The first event of a kind; empty if there is none."""
+        return next((event for event in self.events if event["event"] == kind), {})
 
     @property
     def facts(self) -> Event:
         """What frameworks were asked for."""
-        return (self.first("probes") or {}).get("facts", {})
-
-    @property
-    def ended(self) -> bool:
-        """Whether the process ended by itself."""
-        return self.events[-1]["event"] == "end"
-
-
-def _reductions(event: Event) -> Counter[tuple[str, str, int]]:
-    """Reductions of floating-point tensors; gathers carry parameters."""
-    return Counter(
-        {
-            (operation, dtype, ranks): size
-            for operation, dtype, ranks, size in event.get("traffic", ())
-            if operation != "all_gather" and "float" in dtype
-        }
-    )
+        return self.first("probes").get("facts", {})  # type: ignore[no-any-return]
 
 
 def read(folder: Path) -> tuple[dict[int, RankRecord], int]:
@@ -118,20 +99,17 @@ def read(folder: Path) -> tuple[dict[int, RankRecord], int]:
     trainings: dict[tuple[str, int], dict[int, RankRecord]] = {}
     processes = 0
     for path in sorted(folder.glob("*.jsonl"), key=lambda path: path.stat().st_mtime):
-        if events := list(_complete(path.read_text(encoding="utf-8").splitlines())):
-            last, record = events[-1], RankRecord(events)
-            processes += record.first("backward") is not None
-            ranks = trainings.setdefault((last["job"], last["world"]), {})
-            if last["rank"] not in ranks or len(record.updates) >= len(ranks[last["rank"]].updates):
-                ranks[last["rank"]] = record
-    if not trainings:
-        return {}, 0
-    chosen = max(reversed(trainings.values()), key=lambda ranks: sum(len(record.updates) for record in ranks.values()))
-    return dict(sorted(chosen.items())), processes - len(chosen)
-
-
-def _complete(lines: Iterable[str]) -> Iterable[Event]:
-    """The events; a process that was killed may have cut off its last line."""
-    for line in lines:
-        if line.endswith("}"):
-            yield json.loads(line)
+        # A process that was killed may have cut off its last line.
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+        record = RankRecord([json.loads(line) for line in lines])
+        if not record.events:
+            continue
+        processes += 1
+        last = record.events[-1]
+        ranks = trainings.setdefault((last["job"], last["world"]), {})
+        if last["rank"] not in ranks or len(record.updates) >= len(ranks[last["rank"]].updates):
+            ranks[last["rank"]] = record
+    sizes = [sum(len(record.updates) for record in ranks.values()) for ranks in trainings.values()]
+    chosen = [ranks for ranks, size in zip(trainings.values(), sizes, strict=True) if size == max(sizes)]
+    ranks = dict(sorted(chosen[-1].items())) if chosen else {}
+    return ranks, processes - len(ranks)

@@ -18,7 +18,8 @@ def watch(roots: Any, handles: list[Any]) -> list[dict[str, Any]]:
     (``seed``, filled in by a hook during the backward) is the factor of its value in the loss.
     """
     found: list[dict[str, Any]] = []
-    stack, seen = [root.grad_fn for root in roots], set()
+    stack = [root.grad_fn for root in roots]
+    seen: set[Any] = set()
     while stack and len(seen) < MOST_NODES:
         node = stack.pop()
         if node is None or node in seen:
@@ -47,7 +48,7 @@ def _total(seed: Any) -> Any:
 def _entry(node: Any) -> dict[str, Any]:
     """The node's name, how it reduces, and of how many terms it is a sum or mean where that is visible."""
     name = node.name()
-    entry: dict[str, Any] = {"node": name, "reduction": REDUCTIONS.get(getattr(node, "_saved_reduction", None))}
+    entry: dict[str, Any] = {"node": name, "reduction": REDUCTIONS.get(getattr(node, "_saved_reduction", 0))}
     if name.startswith(("MeanBackward", "SumBackward")):
         entry["reduction"] = name[: name.index("Backward")].lower()
     target = getattr(node, "_raw_saved_target", None) if name.startswith("NllLoss") else None

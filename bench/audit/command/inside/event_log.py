@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
 """Variables of launchers that tell one training from another."""
@@ -21,29 +21,26 @@ class EventLog:
 
     def restart(self) -> None:
         """Begin a file of this process, also after a fork."""
-        self._file: TextIO | None = None
         self._waiting: list[dict[str, Any]] = []
         self.on_device = False
-        """Whether events hold samples of an accelerator."""
+        """Whether samples are on an accelerator."""
 
     def write(self, event: str, **values: Any) -> None:
         """Add an event with rank and world size: of the process group, or else of the launcher."""
         distributed = self._torch.distributed
         if distributed.is_available() and distributed.is_initialized():
-            place = {"rank": distributed.get_rank(), "world": distributed.get_world_size()}
+            rank, world = distributed.get_rank(), distributed.get_world_size()
         else:
-            place = {"rank": int(os.environ.get("RANK", "0")), "world": int(os.environ.get("WORLD_SIZE", "1"))}
+            rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         job = ":".join(os.environ.get(name, "") for name in JOB)
-        self._waiting.append({"event": event, "job": job, **place, **values})
+        self._waiting.append({"event": event, "job": job, "rank": rank, "world": world, **values})
         if not self.on_device:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits. Every line reaches the file at once, since a training may end by a signal."""
-        if self._file is None and self._waiting:
-            path = self._folder / f"{os.getpid()}.jsonl"
-            self._file = path.open("a", buffering=1, encoding="utf-8")
-        for line in self._waiting:
-            if self._file is not None:
-                self._file.write(json.dumps(line, default=lambda tensor: tensor.tolist()) + "\n")
+        """Write what waits. A line reaches the file at once, since a training may end by a signal."""
+        lines = [json.dumps(line, default=lambda tensor: tensor.tolist()) + "\n" for line in self._waiting]
         self._waiting.clear()
+        if lines:
+            with (self._folder / f"{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
+                file.writelines(lines)

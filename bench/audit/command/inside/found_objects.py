@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
-PACKAGES = ("torch", "deepspeed", "accelerate", "lightning", "pytorch_lightning", "transformers", "megatron")
+PACKAGES = ("torch", "deepspeed", "accelerate", "lightning", "pytorch_lightning", "transformers")
 READERS: dict[str, Callable[[Any], Any]] = {
     "DistributedDataParallel": lambda found: True,
     "FullyShardedDataParallel": lambda found: True,
@@ -16,8 +16,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
         "stage": found.zero_optimization_stage(),
         "fp16": bool(found.fp16_enabled()),
     },
-    "DeepSpeedZeroOptimizer": lambda found: True,
-    "DeepSpeedZeroOptimizer_Stage3": lambda found: True,
+    "ZeROOptimizer": lambda found: True,
     "Accelerator": lambda found: {"N": found.gradient_accumulation_steps, "type": str(found.distributed_type)},
     "FullyShardedDataParallelPlugin": lambda found: {"version": found.fsdp_version},
     "TrainingArguments": lambda found: {"N": found.gradient_accumulation_steps},
@@ -32,7 +31,7 @@ class FoundObjects:
     """The objects of ``READERS`` that the garbage collector knows."""
 
     def __init__(self) -> None:
-        self.by_name: dict[str, Any] = {}
+        self._by_name: dict[str, Any] = {}
         self.sharded: dict[int, Any] = {}
         """FSDP2's parameters by the id of the leaf that autograd sees."""
 
@@ -43,35 +42,24 @@ class FoundObjects:
         for found in gc.get_objects():
             kind = type(found)
             if kind not in names:
-                names[kind] = _reader(kind)
-            if not (name := names[kind]):
-                continue
-            try:
-                facts[name] = READERS[name](found)
-                if name == "FSDPParam":
-                    self.sharded[id(found._unsharded_param)] = found
-            except Exception:  # one that is not set up
-                continue
-            self.by_name[name] = found
+                bases = [base.__name__ for base in kind.__mro__ if str(base.__module__).partition(".")[0] in PACKAGES]
+                names[kind] = next((name for name in bases if name in READERS), "")
+            if name := names[kind]:
+                try:
+                    facts[name] = READERS[name](found)
+                    self.sharded |= {id(found._unsharded_param): found} if name == "FSDPParam" else {}
+                except Exception:  # one that is not set up
+                    continue
+                self._by_name[name] = found
         return facts
 
     @property
     def zero(self) -> Any:
         """DeepSpeed's ZeRO optimizer, or None."""
-        return self.by_name.get("DeepSpeedZeroOptimizer") or self.by_name.get("DeepSpeedZeroOptimizer_Stage3")
+        return self._by_name.get("ZeROOptimizer")
 
-    def asked(self) -> dict[str, int]:
-        """How many micro-batches per update each object asks for now; a callback may change that."""
-        counts = {}
-        for name in ("TrainingArguments", "Trainer", "Accelerator", "DeepSpeedEngine"):
-            count = READERS[name](self.by_name[name])["N"] if name in self.by_name else 1
-            if isinstance(count, int) and count > 1:
-                counts[name] = count
-        return counts
-
-
-def _reader(kind: type) -> str:
-    for base in kind.__mro__:
-        if base.__name__ in READERS and str(base.__module__).partition(".")[0] in PACKAGES:
-            return base.__name__
-    return ""
+    def asked(self) -> int:
+        """The most micro-batches per update that an object asks for now: a callback may change that; or 1."""
+        facts = (READERS[name](found) for name, found in self._by_name.items())
+        counts = (fact.get("N") for fact in facts if isinstance(fact, dict))
+        return max((count for count in counts if isinstance(count, int)), default=1)

@@ -20,57 +20,52 @@ def whole_shape(leaf: Any) -> tuple[int, ...]:
 class LeafProbe:
     """Some coordinates of one leaf, and what the running backward has added there."""
 
-    def __init__(self, torch: Any, leaf: Any, number: int) -> None:
-        # A generator of its own: the global one belongs to the training.
-        drawn = torch.randint(
-            math.prod(whole_shape(leaf)), (MOST_COORDINATES,), generator=torch.Generator("cpu").manual_seed(number)
-        )
-        flat = drawn.unique()
+    def __init__(self, torch: Any, leaf: Any, seed: int) -> None:
         self.leaf, self.shape = leaf, whole_shape(leaf)
-        self.flat: list[int] = flat.tolist()
-        self.index = self._torch_index(torch, flat, self.shape, leaf.device)
-        self.coordinates = list(zip(*(axis.tolist() for axis in torch.unravel_index(flat, self.shape)), strict=True))
-        self.added: Any = None
-        self.dtype = ""
-        self.recording = False
-        self.is_tensor_parallel = False
-        self.handle = leaf.register_hook(self._add)
-
-    @staticmethod
-    def _torch_index(torch: Any, flat: Any, shape: tuple[int, ...], device: Any) -> tuple[Any, ...]:
+        own = torch.Generator("cpu").manual_seed(seed)  # the global generator belongs to the training
+        self.flat = torch.randint(math.prod(self.shape), (MOST_COORDINATES,), generator=own).unique()
+        self.coordinates = torch.stack(torch.unravel_index(self.flat, self.shape))
         # A blocking copy to an accelerator would wait for it.
-        return tuple(axis.to(device, non_blocking=True) for axis in torch.unravel_index(flat, shape))
+        self._index = tuple(axis.to(leaf.device, non_blocking=True) for axis in self.coordinates)
+        self._added: Any = None
+        self.dtype, self.recording, self.is_distributed = "", False, False
+        self.handle = leaf.register_hook(self._add)
 
     def _add(self, gradient: Any) -> None:
         if not self.recording:  # torch.autograd.grad calls the hooks of leaves, too
             return
-        if hasattr(gradient, "_local_tensor"):
-            self.is_tensor_parallel = True
-        elif tuple(gradient.shape) == self.shape and not gradient.is_sparse:
+        self.is_distributed = hasattr(gradient, "_local_tensor")
+        if not self.is_distributed and tuple(gradient.shape) == self.shape and not gradient.is_sparse:
             self.dtype = str(gradient.dtype).removeprefix("torch.")
-            values = gradient.detach()[self.index].double()
-            self.added = values if self.added is None else self.added + values
+            values = self.sample(gradient)
+            self._added = values if self._added is None else self._added + values
+
+    def sample(self, tensor: Any) -> Any:
+        """The values of a whole tensor at the coordinates."""
+        return tensor.detach()[self._index].double()
 
     def take(self) -> Any:
         """What the backward has added, or None; and begin anew."""
-        added, self.added = self.added, None
+        added, self._added = self._added, None
         return added
 
-    def parameters(self) -> Any:
+    def parameter(self) -> Any:
         """The values of the parameter, or None where they are not all here."""
-        is_whole = type(self.leaf.data).__name__ == "Tensor" and tuple(self.leaf.shape) == self.shape
-        return self.leaf.detach()[self.index].double() if is_whole and self.leaf.untyped_storage().size() else None
+        leaf = self.leaf
+        is_whole = (
+            tuple(leaf.shape) == self.shape and not hasattr(leaf, "_local_tensor") and leaf.untyped_storage().size()
+        )
+        return self.sample(leaf) if is_whole else None
 
 
-def choose(roots: Any) -> list[Any]:
-    """At most MOST_LEAVES leaves of the graph, evenly over its depth; in the same order on all ranks."""
+def choose(torch: Any, roots: Any) -> list[LeafProbe]:
+    """Probes of at most MOST_LEAVES leaves, evenly over the depth of the graph; in the same order on all ranks."""
     queue, leaves, seen = [root.grad_fn for root in roots], [], set()
     for node in queue:
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable") and math.prod(whole_shape(node.variable)) >= LEAST_ELEMENTS:
-            leaves.append(node.variable)
-        queue += [inner for inner, _ in node.next_functions]
+        if node is not None and node not in seen:
+            seen.add(node)
+            leaves += [node.variable] if hasattr(node, "variable") else []
+            queue += [inner for inner, _ in node.next_functions]
+    leaves = [leaf for leaf in leaves if math.prod(whole_shape(leaf)) >= LEAST_ELEMENTS]
     step = max(1.0, len(leaves) / MOST_LEAVES)
-    return [leaves[int(number * step)] for number in range(min(len(leaves), MOST_LEAVES))]
+    return [LeafProbe(torch, leaves[int(i * step)], i) for i in range(min(len(leaves), MOST_LEAVES))]

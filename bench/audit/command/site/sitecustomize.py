@@ -1,6 +1,6 @@
-"""Watches a process from the moment at which it has imported torch: ``python -m bench audit`` puts this on PYTHONPATH.
+"""Installs the recorder when a process has imported torch: ``python -m bench audit`` puts this on PYTHONPATH.
 
-Imports nothing of bench, and runs the sitecustomize that it hides.
+Imports nothing of bench, and runs the sitecustomize that it hides: the user's or the distribution's.
 """
 
 from __future__ import annotations
@@ -15,56 +15,44 @@ from types import ModuleType
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-RECORDER = "_accumulation_audit"
 
 
 class AfterTorch(importlib.abc.MetaPathFinder):
-    """Installs the recorder when the import of torch has ended."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    """Finds torch as others do, and installs the recorder when its import has ended."""
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> Any:
         if name != "torch":
             return None
         sys.meta_path.remove(self)
         spec: Any = importlib.util.find_spec("torch")
-        if spec is None:
-            return None
-        execute = spec.loader.exec_module
+        if spec is not None:
+            execute = spec.loader.exec_module
 
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            try:
-                self._install(module)
-            except Exception as error:
-                # An audit never stops a training.
-                (self._folder / f"{os.getpid()}.error").write_text(f"{type(error).__name__}: {error}\n")
+            def execute_and_install(torch: ModuleType) -> None:
+                execute(torch)
+                install(torch)
 
-        spec.loader.exec_module = exec_module
+            spec.loader.exec_module = execute_and_install
         return spec
 
-    def _install(self, torch: ModuleType) -> None:
-        inside = HERE.parent / "inside"
-        places = [str(inside)]
-        found: Any = importlib.util.spec_from_file_location(
-            RECORDER, inside / "__init__.py", submodule_search_locations=places
-        )
-        sys.modules[RECORDER] = recorder = importlib.util.module_from_spec(found)
-        found.loader.exec_module(recorder)
-        recorder.install(torch, self._folder)
+
+def install(torch: ModuleType) -> None:
+    """Load the folder ``inside`` by its path as a package, and let it watch; a failure stops no training."""
+    try:
+        found: Any = importlib.util.spec_from_file_location("_bench_audit", HERE.parent / "inside" / "__init__.py")
+        sys.modules["_bench_audit"] = package = importlib.util.module_from_spec(found)
+        found.loader.exec_module(package)
+        package.install(torch, FOLDER)
+    except Exception as error:
+        print(f"audit: this process is not watched: {type(error).__name__}: {error}", file=sys.stderr)
 
 
-def run_hidden_sitecustomize() -> None:
-    """Run the sitecustomize that would have run without this one: the user's or the distribution's."""
-    others = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]
-    hidden = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
-    if hidden is not None and hidden.loader is not None:
-        sys.modules["sitecustomize"] = module = importlib.util.module_from_spec(hidden)
-        hidden.loader.exec_module(module)
-
-
-if place := os.environ.get("BENCH_AUDIT_FOLDER"):
-    (Path(place) / f"{os.getpid()}.python").touch()
-    sys.meta_path.insert(0, AfterTorch(Path(place)))
-run_hidden_sitecustomize()
+if "BENCH_AUDIT_FOLDER" in os.environ:
+    FOLDER = Path(os.environ["BENCH_AUDIT_FOLDER"])
+    (FOLDER / f"{os.getpid()}.python").touch()
+    sys.meta_path.insert(0, AfterTorch())
+others = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]
+hidden = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+if hidden is not None and hidden.loader is not None:
+    sys.modules["sitecustomize"] = importlib.util.module_from_spec(hidden)
+    hidden.loader.exec_module(sys.modules["sitecustomize"])
