@@ -127,6 +127,7 @@ SLOW = (
     Case("single compiled-criterion", OPEN, "scale not judged"),
     Case("several losses", OPEN, "scale not judged", "two different losses per batch"),
     Case("several shared", OPEN, "scale not judged", "two backwards of one graph"),
+    Case("several actor", OPEN, "scale not judged", "two models, each clipped after its own backward"),
     Case("parallel tensor", OPEN, "not judged"),
     Case("parallel pipeline", OPEN, "not judged"),
     Case("parallel fsdp1", OPEN, "not judged"),

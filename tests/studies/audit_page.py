@@ -90,7 +90,7 @@ def page(data: dict[str, Any]) -> str:
             "",
             "## Scripts with a known verdict",
             "",
-            f"Scripts as users write them are in tests/audit_command/scripts. {len(found)} of {len(wrong)} wrong ones are "
+            f"They are in tests/audit_command/scripts. {len(found)} of {len(wrong)} wrong ones are "
             f"found by name, and {len(accused)} of {len(sound)} others are accused.",
             "",
             *table(
@@ -103,10 +103,10 @@ def page(data: dict[str, Any]) -> str:
             "",
             "## What it costs",
             "",
-            "The time of a window relative to one without an audit, on two ranks in turns within one run: the median, and "
-            f"a bootstrapped interval of 95 % over {BLOCKS} windows. *counting* is what remains after the first 8 updates, "
-            "*sampling* is what these cost, and *dispatch mode* is what counting costs in a `TorchDispatchMode` instead. "
-            "The machine has two cores, and other work ran on it.",
+            "The time of a window relative to one without an audit, on two ranks in turns within one run: the median, "
+            f"and a bootstrapped interval of 95 % over {BLOCKS} windows. *counting* is what remains after the first 8 "
+            "updates, *sampling* is what these cost, and *dispatch mode* is what counting costs in a "
+            "`TorchDispatchMode` instead. The machine has two cores, and other work ran on it.",
             "",
             *table(
                 ("loop and width", "counting", "sampling", "dispatch mode"),
@@ -133,10 +133,10 @@ changes nothing that is trained. `--expect N` says how many micro-batches an upd
 updates are sampled (8 by default), and `--json` prints the verdict as data.
 
 The recorder gets into every Python process through PYTHONPATH, as a `sitecustomize` that also runs the one it hides.
-Hooks on at most 8 leaves of autograd sample at most 64 coordinates of each micro-gradient. The same coordinates are read
-from the gradient that the optimizer uses: of DDP, of FSDP2's shards, of ZeRO's partitions. Least squares over all ranks
-give the coefficients; a hook on the criterion's node gives the factor of the loss. Kernels on the c10d operators count
-what is reduced at which backward.
+Hooks on at most 8 leaves of autograd sample at most 64 coordinates of each micro-gradient. The same coordinates are
+read from the gradient that the optimizer uses: of DDP, of FSDP2's shards, of ZeRO's partitions. Least squares over all
+ranks give the coefficients; a hook on the criterion's node gives the factor of the loss. Kernels on the c10d operators
+count what is reduced at which backward.
 
 An error (`x`) is certain: not reduced, partly reduced, lost, not cleared, partial window, ranks differ, other N, clips
 too early, no gradient, not sharded, low precision. *Not divided*, *divided twice* and *scaled by ranks* are certain as

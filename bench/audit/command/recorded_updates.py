@@ -29,13 +29,15 @@ class MicroBatch:
 
 
 @dataclass
-class Update:
+class AuditedUpdate:
     """One optimizer update on one rank: the backwards since the one before, and its steps (ZeRO has several)."""
 
     events: str = ""
     micro_batches: list[MicroBatch] = field(default_factory=list)
     clipped: list[Any] = field(default_factory=list)
     """The gradient at the last clipping, before it."""
+    clips_early: bool = False
+    """Whether a backward has added to a gradient that was clipped."""
     steps: list[Event] = field(default_factory=list)
 
     @property
@@ -52,6 +54,8 @@ class Update:
         reductions = Counter({(name, dtype, n): size for name, dtype, n, size in event["traffic"] if "float" in dtype})
         if kind == "backward":
             self.micro_batches.append(MicroBatch(event, reductions))
+            leaves = zip(self.clipped, event.get("samples", ()), strict=False)
+            self.clips_early |= any(clipped and added for clipped, added in leaves)
         elif self.micro_batches:
             self.micro_batches[-1].reductions.update(reductions)
         self.events += LETTERS.get(kind, "")
@@ -64,8 +68,8 @@ class RankRecord:
     """All that one rank did."""
 
     events: list[Event]
-    updates: list[Update] = field(default_factory=list)
-    left_open: Update = field(default_factory=Update)
+    updates: list[AuditedUpdate] = field(default_factory=list)
+    left_open: AuditedUpdate = field(default_factory=AuditedUpdate)
     """What no update has followed."""
 
     def __post_init__(self) -> None:
@@ -79,7 +83,7 @@ class RankRecord:
                     self.updates.append(window)
                 self.updates[-1].steps.append(event)
             if kind in ("step", "skip"):
-                self.left_open = Update()
+                self.left_open = AuditedUpdate()
 
     def first(self, kind: str) -> Event:
         """The first event of a kind; empty if there is none."""

@@ -16,6 +16,7 @@ NOT_JUDGED = {
     "FullyShardedDataParallel": "FSDP1 keeps gradients in flat parameters",
     "PipelineModule": "in a pipeline ranks hold different layers",
     "_PipelineStageBase": "in a pipeline ranks hold different layers",
+    "LocalSGD": "local SGD averages parameters instead of gradients",
     "main_grad": "Megatron keeps gradients in main_grad",
 }
 """Why trainings with such objects are not judged."""
@@ -116,7 +117,7 @@ class TrainingAudit:
         if len({tuple(numbers[:least]) for numbers in counts.values()}) > 1:
             text = "; ".join(f"rank {rank}: {pattern(numbers)}" for rank, numbers in counts.items())
             found.append(error("ranks differ", f"micro-batches per update differ: {text}"))
-        if early := [u.events for u in self.updates if "C" in u.events and "B" in u.events.split("C", 1)[1]]:
+        if early := [update.events for update in self.updates if update.clips_early]:
             share = f"{len(early)} of {len(self.updates)} updates"
             text = f"in {share} gradients are clipped before the last backward: {early[0]}"
             found.append(error("clips too early", text))

@@ -1,4 +1,4 @@
-"""Several losses, or several optimizers, per batch: train_several.py gan | losses | shared."""
+"""Several losses, or several optimizers, per batch: train_several.py gan | losses | shared | actor."""
 
 import sys
 
@@ -17,6 +17,12 @@ for _ in range(8):
     if variant == "gan":  # as DCGAN in pytorch/examples
         binary(critic(real), true).backward()
         binary(critic(fake.detach()), false).backward()
+    elif variant == "actor":  # each has its own clipping
+        binary(critic(real), true).backward()
+        nn.utils.clip_grad_norm_(critic.parameters(), 0.01)
+        maker(torch.randn(8, 4)).pow(2).mean().backward()
+        nn.utils.clip_grad_norm_(maker.parameters(), 0.01)
+        optimizers[1].step()
     elif variant == "losses":
         binary(critic(real), true).backward()
         critic(real).pow(2).mean().backward()

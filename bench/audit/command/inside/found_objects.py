@@ -21,6 +21,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "FullyShardedDataParallelPlugin": lambda found: {"version": found.fsdp_version},
     "TrainingArguments": lambda found: {"N": found.gradient_accumulation_steps},
     "Trainer": lambda found: {"N": found.accumulate_grad_batches, "strategy": type(found.strategy).__name__},
+    "LocalSGD": lambda found: True,
     "PipelineModule": lambda found: True,
     "_PipelineStageBase": lambda found: True,
 }
