@@ -121,7 +121,7 @@ SLOW = (
     Case("single evaluation", RIGHT, about="an evaluation within a window"),
     Case("single scaler", RIGHT, about="a loss scaler"),
     Case("single smoothing", OPEN, "scale not judged", "label smoothing"),
-    Case("single halves", RIGHT, about="two losses with factors of 0.5"),
+    Case("single halves", OPEN, "scale not judged", "two losses with factors of 0.5"),
     Case("single weighted", OPEN, "scale", "a loss times 0.7"),
     Case("single identical", OPEN, "scale not judged", "the same batch again and again"),
     Case("single compiled-criterion", OPEN, "scale not judged"),

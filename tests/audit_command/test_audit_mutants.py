@@ -41,7 +41,7 @@ def test_without_it_another_verdict(
     finding: str | None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     for name in ("site", "inside"):
         shutil.copytree(audited_process.SITE.parent / name, tmp_path / name)
@@ -53,7 +53,7 @@ def test_without_it_another_verdict(
     monkeypatch.chdir(SCRIPTS)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     cli.main(["audit", "--json", "--", *Case(script, "").command])
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(capfd.readouterr().out)
     topics = [one["topic"] for one in found["findings"]]
     assert "scale 1" not in topics if finding != "no reduction seen" else found["verdict"] == "right"
     assert finding is None or finding in topics

@@ -59,7 +59,7 @@ class LossScale:
             # Of replicas the one whose sum is farthest from 1.
             sums[part.update] = max(sum(known), sums.get(part.update, 1.0), key=lambda total: abs(total - 1))
         if not sums:
-            yield warning("scale not judged", "micro-gradients are too alike to be told apart")
+            yield warning("scale not judged", "micro-gradients are 0, or too alike to be told apart")
             return
         wrong = {number: total for number, total in sums.items() if abs(total - 1) > NEAR}
         if wrong:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ Reductions = Counter[tuple[str, str, int]]
 """Bytes by operation, dtype and number of ranks."""
 LETTERS = {"backward": "B", "clip": "C", "zero_grad": "Z", "step": "S", "skip": "K"}
 """Events of a window, for messages: ``BBBBCS``."""
+
+MANY = 12
+"""As many events of a kind in a row are counted instead of listed."""
 
 
 @dataclass
@@ -47,6 +51,11 @@ class AuditedUpdate:
             return self.clipped
         leaves = zip(*(step["used"] for step in self.steps if "used" in step), strict=True)
         return [next(filter(None, leaf), None) for leaf in leaves]
+
+    def shown(self) -> str:
+        """The events for a message, runs of many in short: ``B*40 S``."""
+        runs = [(letter, len(list(run))) for letter, run in groupby(self.events)]
+        return "".join(letter * count if count < MANY else f"{letter}*{count} " for letter, count in runs)
 
     def add(self, event: Event) -> None:
         """Add an event that belongs to this update."""

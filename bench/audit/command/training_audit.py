@@ -117,7 +117,7 @@ class TrainingAudit:
         if len({tuple(numbers[:least]) for numbers in counts.values()}) > 1:
             text = "; ".join(f"rank {rank}: {pattern(numbers)}" for rank, numbers in counts.items())
             found.append(error("ranks differ", f"micro-batches per update differ: {text}"))
-        if early := [update.events for update in self.updates if update.clips_early]:
+        if early := [update.shown() for update in self.updates if update.clips_early]:
             share = f"{len(early)} of {len(self.updates)} updates"
             text = f"in {share} gradients are clipped before the last backward: {early[0]}"
             found.append(error("clips too early", text))
@@ -172,7 +172,7 @@ class TrainingAudit:
             return warning("not judged", "DeepSpeed's loss scaler may have skipped an update")
         cleared = " after a zero_grad between backwards" if "Z" in update.events[: update.events.rfind("B")] else ""
         numbers = [use[2] + 1 for use in lost if use[:2] == (rank, number)]
-        return error("lost", f"micro-batches {numbers} of update {number + 1} have weight 0{cleared}: {update.events}")
+        return error("lost", f"micro-batches {numbers} of update {number + 1} have weight 0{cleared}: {update.shown()}")
 
     def reductions(self) -> list[Reductions]:
         """What is reduced at each backward of a full window; less than 1 % of the largest are metrics and norms."""
