@@ -67,6 +67,13 @@ class TrainingAudit:
             return
         if record.left_open.micro_batches and record.events[-1]["event"] == "end":
             yield warning("left open", f"the last {left} of the run reach no update")
+        numbered = enumerate(self.updates, 1)
+        short = [
+            number for number, u in numbered if not u.micro_batches[0].samples and len(u.micro_batches) < self.usual
+        ]
+        if short:
+            text = f"update {short[0]} has fewer micro-batches than others; --updates {short[0]} would sample it"
+            yield warning("not sampled", text)
         yield from self._of_request()
         if reason := self._not_judged():
             yield warning("not judged", reason)

@@ -13,6 +13,9 @@ from .found_objects import FoundObjects
 from .leaf_probes import LeafProbe, choose
 from .used_gradients import UsedGradients
 
+MOST_EVENTS = 100_000
+"""A long training does not fill the disk."""
+
 
 def guarded(method: Callable[..., None]) -> Callable[..., None]:
     """An error of ours is written down and ends the recording, not the training."""
@@ -45,7 +48,7 @@ class TrainingRecorder:
         self.kernels.traffic.clear()
         self.active = self._sampling = True
         self._in_backward = self._window_open = False
-        self.steps = self._backwards = self._updates = 0
+        self.steps = self._backwards = self._updates = self._events = 0
         self._probes: list[LeafProbe] = []
         self._handles: list[Any] = []
         self._objects = FoundObjects()
@@ -63,6 +66,8 @@ class TrainingRecorder:
         traffic = [[*key, size] for key, size in self.kernels.traffic.items()]
         self.kernels.traffic.clear()
         self.log.write(event, traffic=traffic, **values)
+        self._events += 1
+        self.active = self._events < MOST_EVENTS
 
     @guarded
     def before_backward(self, roots: Any, *, keeps_graph: bool) -> None:
