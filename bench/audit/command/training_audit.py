@@ -91,7 +91,8 @@ class TrainingAudit:
             wrapper = "DistributedDataParallel" if "DistributedDataParallel" in self.facts else "no wrapper at all"
             text = f"a FullyShardedDataParallelPlugin was given, but no parameter is sharded: {wrapper} trains"
             yield error("not sharded", text)
-        asked = [(len(u.micro_batches), self.expect or u.steps[0].get("asked", 1)) for u in self.updates]
+        updates = [update for update in self.updates if self.expect or "asked" in update.steps[0]]
+        asked = [(len(update.micro_batches), self.expect or update.steps[0]["asked"]) for update in updates]
         others = [(found, wanted) for found, wanted in asked if found != wanted > 1]
         if len(others) > len(asked) / 2:
             found, wanted = others[0]
