@@ -38,5 +38,5 @@ class Tokens(torch.utils.data.Dataset):
 
 def save_losses(losses):
     """Every bit of the losses, where a test wants them."""
-    if (path := os.environ.get("LOSSES")) and os.environ.get("RANK", "0") == "0":
+    if (path := os.environ.get("LOSSES")) and os.environ.get("LOCAL_RANK", "0") == "0":
         Path(path).write_text("\n".join(float(loss).hex() for loss in losses))
