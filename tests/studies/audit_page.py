@@ -22,8 +22,8 @@ from tests.studies.markdown import table
 PAGE, DATA = ROOT / "docs/audit.md", ROOT / "docs/audit.json"
 COMMAND = "python -m tests.studies.audit_page"
 SCREENS = ("ddp late", "lightning right deepspeed", "hf ignores-items")
-COSTS = ("ddp 64", "ddp 256", "fsdp2 64")
-BLOCKS = 120
+COSTS = ("ddp 64", "ddp 128", "fsdp2 64")
+BLOCKS = 100
 """Windows of each mode."""
 
 
