@@ -151,6 +151,7 @@ def audit_case(case: Case, **environment: str) -> dict[str, Any]:
     found = audit("--json", *case.options, "--", *case.command, **environment)
     assert found.returncode in (0, 1), found.stderr[-3000:]
     data: dict[str, Any] = json.loads(found.stdout)
+    assert not data["exit_status"], found.stderr[-3000:]
     assert found.returncode == any(finding["level"] == "error" for finding in data["findings"])
     return data
 

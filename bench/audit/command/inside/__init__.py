@@ -45,8 +45,9 @@ def _wrap_backward(torch: Any, recorder: TrainingRecorder) -> None:
         raise RuntimeError("backward of this version of torch cannot be watched")
 
     def backward(roots: Any, gradients: Any, retain_graph: bool, *arguments: Any, **options: Any) -> Any:
-        # autograd.grad accumulates nothing; checkpointing runs backwards inside of one.
+        # autograd.grad accumulates nothing; checkpointing runs backwards inside of one; fake tensors train nothing.
         is_training = options.get("accumulate_grad") and torch._C._current_graph_task_id() == -1
+        is_training = is_training and not any(type(root).__name__ == "FakeTensor" for root in roots)
         if is_training:
             recorder.before_backward(roots, keeps_graph=retain_graph)
         try:

@@ -25,7 +25,6 @@ class LeafProbe:
         own = torch.Generator("cpu").manual_seed(seed)  # the global generator belongs to the training
         self.flat = torch.randint(math.prod(self.shape), (MOST_COORDINATES,), generator=own).unique()
         self.coordinates = torch.stack(torch.unravel_index(self.flat, self.shape))
-        # A blocking copy to an accelerator would wait for it.
         self._index = tuple(axis.to(leaf.device, non_blocking=True) for axis in self.coordinates)
         self._added: Any = None
         self.dtype, self.recording, self.is_distributed = "", False, False

@@ -14,6 +14,7 @@ class UsedGradients:
     def __init__(self, torch: Any, objects: FoundObjects) -> None:
         self._torch = torch
         self._objects = objects
+        self._places: dict[int, tuple[list[int], tuple[Any, ...]]] = {}
 
     def read(self, probe: LeafProbe, updated: set[int]) -> Any:
         """The gradient of a parameter whose id is in ``updated``; [] if that has none, None if it is not found."""
@@ -30,7 +31,7 @@ class UsedGradients:
             return None
         places = probe.flat - first
         here = (places >= 0) & (places < count)
-        return [here.nonzero().flatten(), self._take(flat.grad, [places[here] + start])]
+        return self._take(probe, flat.grad, here, (places + start).unsqueeze(0))
 
     def _of_distributed(self, probe: LeafProbe, gradient: Any) -> Any:
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -38,10 +39,14 @@ class UsedGradients:
         shape, offset = compute_local_shape_and_global_offset(gradient.shape, gradient.device_mesh, gradient.placements)
         inner = probe.coordinates - self._torch.tensor(offset).unsqueeze(1)
         here = ((inner >= 0) & (inner < self._torch.tensor(shape).unsqueeze(1))).all(0)
-        return [here.nonzero().flatten(), self._take(gradient._local_tensor, inner[:, here])]
+        return self._take(probe, gradient._local_tensor, here, inner)
 
-    def _take(self, tensor: Any, axes: Any) -> Any:
-        return tensor.detach()[tuple(axis.to(tensor.device, non_blocking=True) for axis in axes)].double()
+    def _take(self, probe: LeafProbe, tensor: Any, here: Any, axes: Any) -> Any:
+        if id(probe) not in self._places:  # copying an index to an accelerator may wait for it: once is enough
+            index = tuple(axis.to(tensor.device, non_blocking=True) for axis in axes[:, here])
+            self._places[id(probe)] = here.nonzero().flatten().tolist(), index
+        positions, index = self._places[id(probe)]
+        return [positions, tensor.detach()[index].double()]
 
     def _of_zero(self, probe: LeafProbe) -> tuple[Any, int, int, int]:
         """ZeRO's flat parameter with a part of the leaf; where that starts in the leaf and in it; its size."""
