@@ -30,7 +30,7 @@ def lines(audit: TrainingAudit) -> list[str]:
     counts = pattern([len(update.micro_batches) for update in audit.updates])
     update = audit.updates[min(1, len(audit.updates) - 1)]
     text.append(f"  updates   {counts} micro-batches; events {update.shown()}; {update.steps[0]['optimizer']}")
-    text += [f"  reduced   {_reduced(audit)}", f"  loss      {audit.scale.line()}", *_weights(audit)]
+    text += [f"  reduced   {_reduced(audit)}", f"  loss      {audit.scale.line(audit.scale.first)}", *_weights(audit)]
     return text
 
 

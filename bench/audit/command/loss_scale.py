@@ -37,9 +37,10 @@ class LossScale:
         losses = self.weights.micro_batch(use).event["losses"]
         return max((loss for loss in losses if loss.get("seed")), key=lambda loss: abs(loss["seed"]), default={})
 
-    def first(self) -> Event:
-        """The criterion of the first micro-batch."""
-        return self.criterion((next(iter(self.weights.ranks)), 0, 0))
+    @property
+    def first(self) -> Use:
+        """The first micro-batch."""
+        return next(iter(self.weights.ranks)), 0, 0
 
     def weight(self, use: Use, coefficient: float) -> float | None:
         """What the mean loss of a micro-batch weighs; None if that is not visible."""
@@ -51,10 +52,12 @@ class LossScale:
         """What the weights sum to, and whether all terms weigh the same."""
         sums: dict[int, float] = {}
         for part in (part for part in self.weights.parts if part.is_resolved):
-            values = [self.weight(use, c) for use, c in part.weights.items() if use[1] == part.update]
-            known = [value for value in values if value is not None]
+            values = {use: self.weight(use, c) for use, c in part.weights.items() if use[1] == part.update}
+            known = [value for value in values.values() if value is not None]
             if len(known) < len(values):
-                yield warning("scale not judged", f"the number of terms of the loss is not visible: {self.line()}")
+                unknown = next(use for use, value in values.items() if value is None)
+                text = f"the number of terms of the loss is not visible: {self.line(unknown)}"
+                yield warning("scale not judged", text)
                 return
             # Of replicas the one whose sum is farthest from 1.
             sums[part.update] = max(sum(known), sums.get(part.update, 1.0), key=lambda total: abs(total - 1))
@@ -83,7 +86,7 @@ class LossScale:
         usual, world = self.usual, self.world
         divides = any(self.facts.get(name, {}).get("N") == usual for name in DIVIDING)
         # Where a mean is averaged over ranks, 1 / W is a factor of the loss.
-        averages = self.first().get("reduction") == "mean"
+        averages = self.criterion(self.first).get("reduction") == "mean"
         also = f"; or it is scaled by the number of ranks, which is {world} too" if world == usual else ""
         if all(count < usual for count in counts.values()) and all_are(lambda count: count / usual):
             return error("partial window", f"{min(counts.values())} of {usual} micro-batches: {example}")
@@ -128,9 +131,9 @@ class LossScale:
         elif len(sizes) > 1:
             yield warning("mean of means", f"terms of the loss of one update differ in weight by up to {spread:.0%}")
 
-    def line(self) -> str:
-        """The criterion of the first micro-batch and the factor that it receives."""
-        loss = self.first()
+    def line(self, use: Use) -> str:
+        """The criterion of a micro-batch and the factor that it receives."""
+        loss = self.criterion(use)
         if not loss:
             return "no criterion found"
         return f"{loss['node']} ({loss['reduction'] or 'unknown reduction'}) receives {loss['seed']:.4g}"
