@@ -29,7 +29,7 @@ if variant == "loss-inside":
         return F.cross_entropy(logits.flatten(0, 1), y.flatten()), logits
 
     model.forward = forward_and_loss
-net = model if unwrapped else DistributedDataParallel(model)
+net = model if unwrapped else DistributedDataParallel(model, find_unused_parameters=variant == "loss-inside")
 call = net.module if variant == "unwrapped" else net
 uneven = variant in ("dropped", "underweight", "flush-right")
 data = Tokens((10 if uneven else 8) * BATCH * world)
