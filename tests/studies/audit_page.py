@@ -113,6 +113,7 @@ def page(data: dict[str, Any]) -> str:
                 [(cost, *map(_ratio, data[f"cost of {cost}"].values())) for cost in COSTS],
             ),
             PUBLIC,
+            *table(("script", "commit", "what the audit says", "checked by hand"), PUBLIC_SCRIPTS),
         ]
     )
 
@@ -155,10 +156,50 @@ LIMITS = """\
 - In which dtype ZeRO holds gradients between micro-batches is not read.
 - Ranks on other hosts are seen if TMPDIR is a folder that all hosts share, and the launcher passes PYTHONPATH and
   BENCH_AUDIT_FOLDER on.
+- In a folder with a `bench.py`, `python -m bench` runs that one: call it `accumulation-bench audit`.
 - `python -I` and `-E` ignore PYTHONPATH, so nothing is seen.
 - On an accelerator samples stay on the device until all are taken, so that the host waits only while leaves are chosen
   and once at the end; a process that is killed before takes its samples along."""
-PUBLIC = ""
+PUBLIC = """\
+## Scripts that nobody here wrote
+
+Each was run by hand once, on the CPU, most of them on two ranks. Changed were sizes and data (random tokens, tiny
+models), and the device where a script insists on CUDA. What was found was checked by reading the code. None of them is
+a part of this repository.
+"""
+PUBLIC_SCRIPTS = (
+    (
+        "karpathy/build-nanogpt, `train_gpt2.py`",
+        "01fd941",
+        "**partly reduced**: micro-batches 2, 3 and 4 of 4 of the other rank are missing; reduces at backward 1 of 4",
+        "true: `require_backward_grad_sync` is set after the forward, which reads it; f6d194b, the next commit, mends it",
+    ),
+    ("the same", "6104ab1", "right, deferred", "true"),
+    (
+        "huggingface/accelerate, `by_feature/local_sgd.py`",
+        "16cb6eb",
+        "not judged: local SGD averages parameters instead of gradients",
+        "true",
+    ),
+    (
+        "pytorch/examples, `time_sequence_prediction/train.py`",
+        "77f55b9",
+        "not judged: LBFGS runs several backwards per step",
+        "true",
+    ),
+    (
+        "pytorch/examples, `regression/main.py`",
+        "77f55b9",
+        "no update",
+        "true: it changes its parameters without an optimizer",
+    ),
+    (
+        "pytorch/examples, `ddp-tutorial-series/multigpu_torchrun.py`",
+        "77f55b9",
+        "weights unknown: gradients are 0",
+        "true: its cross-entropy is over one class, so it is 0 and nothing is learned",
+    ),
+)
 
 
 if __name__ == "__main__":
