@@ -62,6 +62,8 @@ def write(path: Path, lines: list[dict[str, Any]]) -> None:
 def audit(folder: Path, gradient: Gradient, count: int = 4, ranks: int = 2, **of_probes: Any) -> TrainingAudit:
     micro = np.random.default_rng(0).standard_normal((2, UPDATES, count, COORDINATES))
     for rank in range(ranks):
+        if "leaves" in of_probes:
+            of_probes["leaves"] = [["", rank]]
         write(folder / f"{rank}.jsonl", events(gradient, micro, rank, **of_probes))
     return TrainingAudit(recorded_updates.read(folder)[0])
 
@@ -82,6 +84,7 @@ ENGINE = {"DeepSpeedEngine": {"N": 4, "stage": 2, "fp16": True}}
         (lambda *_: np.ones(COORDINATES), {}, "", "not judged"),
         (mean, {"count": 40}, "", "weights unknown"),  # more than sampled coordinates
         (alone, {"facts": {"LocalSGD": True}}, "", "not judged"),
+        (mean, {"leaves": None}, "", "not judged"),  # ranks with other parameters
         (mean, {"ranks": 1}, "", "ranks missing"),
     ],
 )
@@ -89,6 +92,7 @@ def test_what_is_said_of_a_gradient(
     gradient: Gradient, options: dict[str, Any], verdict: str, finding: str, tmp_path: Path
 ) -> None:
     found = audit(tmp_path, gradient, **options)
+    assert audit_text.lines(found)[0].split()[1:] == audit_text.verdict(found).split()
     assert audit_text.verdict(found) == (verdict or "nothing wrong seen, not all judged")
     assert finding in [one.topic for one in found.findings]
 

@@ -172,7 +172,7 @@ PUBLIC_SCRIPTS = (
         "karpathy/build-nanogpt, `train_gpt2.py`",
         "01fd941",
         "**partly reduced**: micro-batches 2, 3 and 4 of 4 of the other rank are missing; reduces at backward 1 of 4",
-        "true: `require_backward_grad_sync` is set after the forward, which reads it; f6d194b, the next commit, mends it",
+        "true: `require_backward_grad_sync` is set after the forward, which reads it; f6d194b mends it",
     ),
     ("the same", "6104ab1", "right, deferred", "true"),
     (

@@ -45,17 +45,17 @@ def _reduced(audit: TrainingAudit) -> str:
 
 
 def _weights(audit: TrainingAudit) -> list[str]:
-    if not audit.weights.parts or any(found.topic == "not judged" for found in audit.findings):
+    if not audit.parts:
         return []
     # The first update may be a special one.
-    part = min(audit.weights.parts, key=lambda part: (abs(part.update - 1), part.ranks))
+    part = min(audit.parts, key=lambda part: (abs(part.update - 1), part.ranks))
     text = []
     for rank in [*audit.ranks][:MOST_RANKS]:
         row = [(c, audit.scale.weight(use, c)) for use, c in part.weights.items() if use[:2] == (rank, part.update)]
         numbers = " ".join(f"{c if weight is None else weight:.4f}" for c, weight in row) or "cannot be told apart"
         where = f"update {part.update + 1} of rank {part.ranks[0]}"
         text.append(f"  weights   of rank {rank}'s micro-batches in {where}: {numbers}")
-    residual = max(part.residual for part in audit.weights.parts)
+    residual = max(part.residual for part in audit.parts)
     held = f"; held in {'/'.join(sorted(audit.held))}" if audit.held else ""
     return [*text, f"  residual  {residual:.0e} of the gradients is not explained by weights{held}"]
 
@@ -80,7 +80,7 @@ def document(audit: TrainingAudit, status: int) -> dict[str, Any]:
                 "weight": weight,
                 "loss_weight": audit.scale.weight(use, weight),
             }
-            for part in audit.weights.parts
+            for part in audit.parts
             for use, weight in part.weights.items()
             if use[1] == part.update
         ],

@@ -10,7 +10,8 @@ section 1.1.4); with the singular value decomposition A = U S V', (A'A)^-1 is V 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -86,19 +87,22 @@ class GradientWeights:
     """The weights in every update that all ranks took while they were sampled."""
 
     ranks: Mapping[int, RankRecord]
-    parts: list[PartWeights] = field(default_factory=list)
     reason: str = "no gradient that the optimizer used was found"
     """Why there are none."""
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def parts(self) -> list[PartWeights]:
+        """The weights by update and by the ranks that have the gradient."""
+        parts = []
         for number in range(min(len(record.updates) for record in self.ranks.values())):
             if not all(self.micro_batch(use).samples for use in self._uses(number)):
                 break  # sampling has ended
             for ranks, used in self._gradients(number).items():
                 try:
-                    self.parts.append(self._part(number, ranks, used))
+                    parts.append(self._part(number, ranks, used))
                 except ValueError as error:
                     self.reason = str(error)
+        return parts
 
     @property
     def is_low(self) -> bool:

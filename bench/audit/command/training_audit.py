@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 
-from bench.audit.command.gradient_weights import LOW, GradientWeights, Use
+from bench.audit.command.gradient_weights import LOW, GradientWeights, PartWeights, Use
 from bench.audit.command.loss_scale import LossScale
 from bench.audit.command.recorded_updates import Event, RankRecord, Reductions
 from bench.findings import Finding, Level, error, good, warning
@@ -42,6 +42,11 @@ class TrainingAudit:
     def weights(self) -> GradientWeights:
         """The weights of micro-batches in gradients."""
         return GradientWeights(self.ranks)
+
+    @property
+    def parts(self) -> list[PartWeights]:
+        """The weights where they mean something."""
+        return [] if any(found.topic == "not judged" for found in self.findings) else self.weights.parts
 
     @cached_property
     def scale(self) -> LossScale:
