@@ -175,6 +175,25 @@ PUBLIC_SCRIPTS = (
         "true: `require_backward_grad_sync` is set after the forward, which reads it; f6d194b mends it",
     ),
     ("the same", "6104ab1", "right, deferred", "true"),
+    ("karpathy/nanoGPT, `train.py`, on one rank and on two", "3adf61e", "right; on two ranks deferred", "true"),
+    (
+        "huggingface/accelerate, `by_feature/gradient_accumulation.py`, `--updates 28`",
+        "16cb6eb",
+        "**partial window**: 1 of 4 micro-batches at the end of the epoch, and its weights sum to 0.25",
+        "true: Accelerate divides by 4 whatever is left of the epoch",
+    ),
+    (
+        "huggingface/accelerate, `by_feature/gradient_accumulation_for_autoregressive_models.py`",
+        "16cb6eb",
+        "token-exact, but weights sum to 0.9524: this may be meant",
+        "true: labels are shifted in the script and again in the model, so 20 of 21 tokens that are counted are used",
+    ),
+    (
+        "huggingface/accelerate, `by_feature/automatic_gradient_accumulation.py`",
+        "16cb6eb",
+        "right, no accumulation",
+        "true: the batch fits, so N is 1",
+    ),
     (
         "huggingface/accelerate, `by_feature/local_sgd.py`",
         "16cb6eb",

@@ -18,7 +18,9 @@ from bench.audit.command.recorded_updates import Event
 from bench.findings import Finding, error, good, warning
 
 NEAR = 0.05
-"""Largest relative distance of a sum from the value that it is taken for."""
+"""Largest relative distance of a sum from the wrong value that it is taken for, and of one in 16 bits from 1."""
+EXACT = 0.01
+"""The same of a sum in fp32 from 1."""
 DIVIDING = ("TrainingArguments", "Trainer", "Accelerator", "DeepSpeedEngine")
 """Frameworks that divide the loss by N."""
 
@@ -64,7 +66,8 @@ class LossScale:
         if not sums:
             yield warning("scale not judged", "micro-gradients are 0, or too alike to be told apart")
             return
-        wrong = {number: total for number, total in sums.items() if abs(total - 1) > NEAR}
+        allowed = NEAR if self.weights.is_low else EXACT
+        wrong = {number: total for number, total in sums.items() if abs(total - 1) > allowed}
         if wrong:
             yield self._other(
                 wrong, f"weights sum to {next(iter(wrong.values())):.4g} in {len(wrong)} of {len(sums)} updates"
