@@ -186,7 +186,7 @@ PUBLIC_SCRIPTS = (
         "huggingface/accelerate, `by_feature/gradient_accumulation_for_autoregressive_models.py`",
         "16cb6eb",
         "token-exact, but weights sum to 0.9524: this may be meant",
-        "true: labels are shifted in the script and again in the model, so 20 of 21 tokens that are counted are used",
+        "true: labels are shifted in the script and again in the model, so one counted label of each row is not used",
     ),
     (
         "huggingface/accelerate, `by_feature/automatic_gradient_accumulation.py`",
