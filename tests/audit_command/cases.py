@@ -45,22 +45,22 @@ class Case:
 
 FAST = (
     Case("single tied", RIGHT, about="an embedding that is the head, too"),
-    Case("single auxiliary", RIGHT, about="a second loss with a small factor"),
     Case("single penalty", RIGHT, about="autograd.grad within a window"),
-    Case("single masked", OPEN, "scale not judged", "a masked sum over its mask's sum"),
     Case("single lbfgs", OPEN, "not judged", "an optimizer with several backwards per step"),
-    Case("single overflow", RIGHT, about="the loss scaler skips an update"),
     Case("single closure", RIGHT, about="the last backward of a window in the optimizer's closure"),
     Case("several gan", OPEN, "scale not judged", "two backwards of one optimizer, one of another"),
     Case("spawn fork", RIGHT, "eager", "ranks forked by the script"),
     Case("ddp loss-inside", RIGHT, about="the model in DDP returns its loss"),
     Case("ddp late", "partly reduced", about="the first micro-batch synchronizes, not the last"),
     Case("ddp unwrapped", "not reduced", about="the module in DDP is called, not DDP"),
-    Case("ddp manual", RIGHT, about="all-reduces by hand"),
     Case("fsdp2 deferred", RIGHT, "deferred"),
 )
 """A representative of each kind."""
 SLOW = (
+    Case("single auxiliary", RIGHT, about="a second loss with a small factor"),
+    Case("single masked", OPEN, "scale not judged", "a masked sum over its mask's sum"),
+    Case("single overflow", RIGHT, about="the loss scaler skips an update"),
+    Case("ddp manual", RIGHT, about="all-reduces by hand"),
     Case("ddp right", RIGHT, "deferred", "no_sync until the last micro-batch"),
     Case("ddp eager", RIGHT, "eager", "reduces at each micro-batch"),
     Case("ddp clip", RIGHT),

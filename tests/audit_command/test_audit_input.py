@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.audit_command.cases import Case, audit
+from tests.conftest import ROOT
 
 pytestmark = pytest.mark.torch
 NOTHING = "audit: nothing seen:"
@@ -44,7 +46,7 @@ def test_commands_that_cannot_be_started(arguments: list[str], line: str) -> Non
 @pytest.mark.parametrize(
     ("script", "status", "words"),
     [
-        ("single crash", 7, ("verdict   right", "events BBBBCS")),
+        pytest.param("single crash", 7, ("verdict   right", "events BBBBCS"), marks=pytest.mark.slow),
         ("single killed", 137, ("verdict   right", "events BBBBCS")),
         ("single one-backward", 3, ("no update: 1 micro-batch led to no update",)),
     ],
@@ -55,6 +57,7 @@ def test_what_was_seen_until_then_is_kept(script: str, status: int, words: tuple
     assert all(word in found.stdout for word in words)
 
 
+@pytest.mark.slow
 def test_fewer_ranks_than_asked_for() -> None:
     # The script knows no process group; one of the launcher's two ranks trains.
     script = "import os, torch; int(os.environ['RANK']) or torch.ones(9, requires_grad=True).sum().backward()"
@@ -64,12 +67,7 @@ def test_fewer_ranks_than_asked_for() -> None:
     assert "ranks missing: 1 of 2 ranks ran a backward" in found.stdout
 
 
-def test_a_sitecustomize_of_the_user_runs_too(tmp_path: object) -> None:
-    from pathlib import Path
-
-    from tests.conftest import ROOT
-
-    folder = Path(str(tmp_path))
-    (folder / "sitecustomize.py").write_text("print('mine')\n")
-    found = audit("--", sys.executable, "-c", "print('done')", PYTHONPATH=f"{folder}:{ROOT}")
+def test_a_sitecustomize_of_the_user_runs_too(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('mine')\n")
+    found = audit("--", sys.executable, "-c", "print('done')", PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert "mine\ndone\n" in found.stdout

@@ -15,20 +15,20 @@ from tests.audit_command.cases import SCRIPTS, Case
 pytestmark = pytest.mark.torch
 KERNELS = 'for key in ("AutogradCPU", "AutogradCUDA"):', "for key in ():"
 HOOKS = "self.handle = leaf.register_hook(self._add)", "self.handle = leaf.register_hook(lambda gradient: None)"
+FREED = "self._libraries.append(library)", ""
+SINK = "len(node._input_metadata) > 1", "False"
+EMPTY = 'getattr(leaf, "ds_shape", leaf.shape)', "leaf.shape"
 DDP = "ddp loss-inside"
+ON_RANKS = pytest.mark.slow
 MUTANTS = [
-    pytest.param("c10d_kernels", *KERNELS, DDP, "no reduction seen", id="no kernels"),
     pytest.param("leaf_probes", *HOOKS, "single tied", "weights unknown", id="no hooks of leaves"),
-    pytest.param("training_recorder", "if inside:", "if False:", "single closure", None, id="step before its closure"),
-    pytest.param("c10d_kernels", "self._libraries.append(library)", "", DDP, "no reduction seen", id="freed libraries"),
-    pytest.param("criteria", "len(node._input_metadata) > 1", "False", DDP, "scale not judged", id="DDP's sink"),
     pytest.param("leaf_probes", "if not self.recording:", "if False:", "single penalty", None, id="autograd.grad"),
-    pytest.param(
-        *("leaf_probes", 'getattr(leaf, "ds_shape", leaf.shape)', "leaf.shape", "deepspeed right 3", None),
-        id="ZeRO-3 without elements",
-        marks=pytest.mark.slow,
-    ),
     pytest.param("training_recorder", "inside=inside", "inside=1", "single lbfgs", None, id="LBFGS"),
+    pytest.param("training_recorder", "if inside:", "if False:", "single closure", None, id="step before its closure"),
+    pytest.param("c10d_kernels", *KERNELS, DDP, "no reduction seen", id="no kernels", marks=ON_RANKS),
+    pytest.param("c10d_kernels", *FREED, DDP, "no reduction seen", id="freed libraries", marks=ON_RANKS),
+    pytest.param("criteria", *SINK, DDP, "scale not judged", id="DDP's sink", marks=ON_RANKS),
+    pytest.param("leaf_probes", *EMPTY, "deepspeed right 3", None, id="ZeRO-3 without elements", marks=ON_RANKS),
 ]
 
 
