@@ -52,7 +52,8 @@ def events(gradient: Gradient, micro: Any, rank: int, **of_probes: Any) -> list[
         step = {"event": "step", "optimizer": "SGD", "id": 1, "inside": 0, "midway": False, "asked": 1, "scale": None}
         found.append(step | {"used": [[list(range(COORDINATES)), used.tolist()]]})
     place = {"job": "", "rank": rank, "world": len(micro), "traffic": []}
-    return [place | event for event in found]
+    # Without its group a process takes itself for the only one.
+    return [*(place | event for event in found), place | {"event": "end", "rank": 0, "world": 1}]
 
 
 def write(path: Path, lines: list[dict[str, Any]]) -> None:

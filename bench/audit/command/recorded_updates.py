@@ -118,10 +118,11 @@ def read(folder: Path) -> tuple[dict[int, RankRecord], int]:
         if not record.events:
             continue
         processes += 1
-        last = record.events[-1]
-        ranks = trainings.setdefault((last["job"], last["world"]), {})
-        if last["rank"] not in ranks or len(record.updates) >= len(ranks[last["rank"]].updates):
-            ranks[last["rank"]] = record
+        # In its group: a spawned process knows nothing of it any more when it ends.
+        place = max(record.events, key=lambda event: event["world"])
+        rank, ranks = place["rank"], trainings.setdefault((place["job"], place["world"]), {})
+        if rank not in ranks or len(record.updates) >= len(ranks[rank].updates):
+            ranks[rank] = record
     sizes = [sum(len(record.updates) for record in ranks.values()) for ranks in trainings.values()]
     chosen = [ranks for ranks, size in zip(trainings.values(), sizes, strict=True) if size == max(sizes)]
     ranks = dict(sorted(chosen[-1].items())) if chosen else {}
