@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
 """Variables of launchers that tell one training from another."""
+
+WRITTEN_AT = ("step", "skip", "error", "end")
+"""Events at which all lines until then are written: a training that is killed loses its open window alone."""
 
 
 class EventLog:
@@ -22,6 +25,7 @@ class EventLog:
     def restart(self) -> None:
         """Begin a file of this process, also after a fork."""
         self._waiting: list[dict[str, Any]] = []
+        self._file: TextIO | None = None
         self.on_device = False
         """Whether samples are on an accelerator."""
 
@@ -34,13 +38,14 @@ class EventLog:
             rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         job = ":".join(os.environ.get(name, "") for name in JOB)
         self._waiting.append({"event": event, "job": job, "rank": rank, "world": world, **values})
-        if not self.on_device:
+        if event in WRITTEN_AT and not self.on_device:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits. A line reaches the file at once, since a training may end by a signal."""
-        lines = [json.dumps(line, default=lambda tensor: tensor.tolist()) + "\n" for line in self._waiting]
-        self._waiting.clear()
-        if lines:
-            with (self._folder / f"{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
-                file.writelines(lines)
+        """Write what waits."""
+        if self._waiting:
+            self._file = self._file or (self._folder / f"{os.getpid()}.jsonl").open("a", encoding="utf-8")
+            lines = [json.dumps(line, default=lambda tensor: tensor.tolist()) + "\n" for line in self._waiting]
+            self._waiting.clear()
+            self._file.write("".join(lines))
+            self._file.flush()

@@ -123,8 +123,10 @@ class TrainingRecorder:
         self._write("backward", **values)
 
     def _used(self, parameters: Iterable[Any]) -> dict[str, Any]:
+        if not self._sampling:
+            return {}
         updated = set(map(id, parameters))
-        return {"used": [self._gradients.read(probe, updated) for probe in self._probes]} if self._sampling else {}
+        return {"used": [self._gradients.read(probe, updated) for probe in self._probes]}
 
     @guarded
     def on_clip(self, parameters: list[Any]) -> None:
