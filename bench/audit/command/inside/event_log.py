@@ -10,7 +10,7 @@ from typing import Any, TextIO
 JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
 """Variables of launchers that tell one training from another."""
 
-WRITTEN_AT = ("step", "skip", "error", "end")
+WRITTEN_AT = ("probes", "step", "skip", "error", "end")
 """Events at which all lines until then are written: a training that is killed loses its open window alone."""
 
 
