@@ -98,7 +98,11 @@ def page(data: dict[str, Any]) -> str:
             ),
             "## Three screens",
             "",
-            *(line for script in SCREENS for line in ("```", *data[f"screen of {script}"], "```", "")),
+            *(
+                line
+                for script in SCREENS
+                for line in (f"Of `{script}`:", "", "```", *data[f"screen of {script}"], "```", "")
+            ),
             LIMITS,
             "",
             "## What it costs",
