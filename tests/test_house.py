@@ -16,7 +16,7 @@ AT_MOST = {
     "lines": 32193,
     "lines of the core": 22632,
     "longest module": 345,
-    "lines of tests": 27089,
+    "lines of tests": 27102,
     "names of several modules": 0,
     "names of several classes": 0,
 }
