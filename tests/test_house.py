@@ -12,11 +12,11 @@ from tests.conftest import ROOT
 
 WINGS = ("audit", "forecast")
 AT_MOST = {
-    "modules": 196,
-    "lines": 32165,
-    "lines of the core": 23314,
-    "longest module": 347,
-    "lines of tests": 25791,
+    "modules": 211,
+    "lines": 32193,
+    "lines of the core": 22632,
+    "longest module": 345,
+    "lines of tests": 27102,
     "names of several modules": 0,
     "names of several classes": 0,
 }

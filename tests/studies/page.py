@@ -60,7 +60,7 @@ def _rates(results: Results) -> list[str]:
     rows = [
         (
             study.name(row),
-            percent(row["false"]),
+            f"{percent(row['false'])} ({percent(row['t false'])})",
             *(f"{percent(row[f'power {name}'])} ({percent(row[f't {name}'])})" for name in names),
             percent(row["coverage"]),
             percent(row["same 1 %"]),
@@ -69,7 +69,14 @@ def _rates(results: Results) -> list[str]:
         for row in results.rates.to_dict("records")
     ]
     spread = ", ".join(f"{noise.name} {100 * noise.deviation:.2g} %" for noise in results.noises)
-    head = ("noise", "any false difference", *(f"{n} found (t-test)" for n in names), "coverage", "1 % same", "width")
+    head = (
+        "noise",
+        "any false difference (t-test)",
+        *(f"{n} found (t-test)" for n in names),
+        "coverage",
+        "1 % same",
+        "width",
+    )
     return [
         "## Rates",
         "",
@@ -80,7 +87,9 @@ def _rates(results: Results) -> list[str]:
         "",
         f"Targets: {'; '.join(study.TARGETS)}. All cells of a report "
         "are equally fast, or all are slower than the baseline by the same share. In brackets: a paired t-test on the "
-        f"same logarithms, with Holm's correction too. A share near 5 % has a standard error of "
+        "same logarithms, with Holm's correction too: the false differences that it makes at 5 %, and what it finds at "
+        "the p-value at which it makes as many as the bench, so that both tests have the same size. A "
+        f"share near 5 % has a standard error of "
         f"{100 * (0.05 * 0.95 / results.reports) ** 0.5:.1f} points.",
         "",
         *table(head, rows),

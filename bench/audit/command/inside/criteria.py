@@ -1,0 +1,61 @@
+"""Finds the criteria of a loss in its autograd graph, and reads the gradient that each receives."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+MOST_NODES = 200
+"""Most nodes looked at between a loss and its criteria."""
+REDUCTIONS = {1: "mean", 2: "sum"}
+"""``at::Reduction``; 0 is none."""
+
+
+def watch(roots: Any, handles: list[Any]) -> list[dict[str, Any]]:
+    """One entry per criterion: the first nodes, seen from the loss, that are given something other than scalars.
+
+    Everything between the loss and such a node multiplies and adds scalars, so the gradient that arrives at the node
+    (``seed``, filled in by a hook during the backward) is the factor of its value in the loss.
+    """
+    found: list[dict[str, Any]] = []
+    stack = [root.grad_fn for root in roots]
+    seen: set[Any] = set()
+    while stack and len(seen) < MOST_NODES:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        sizes = [
+            (inner, math.prod(inner._input_metadata[place].shape))
+            for inner, place in node.next_functions
+            if inner is not None and place < len(getattr(inner, "_input_metadata", ()))
+        ]
+        if len(node._input_metadata) > 1:  # DDP passes all outputs of its model through one node
+            sizes = [(inner, size) for inner, size in sizes if size == 1]
+        if sizes and all(size == 1 for _, size in sizes) and not hasattr(node, "_saved_reduction"):
+            stack += [inner for inner, _ in sizes]
+            continue
+        entry = _entry(node)
+        handles.append(node.register_prehook(lambda seeds, entry=entry: entry.update(seed=_total(seeds[0]))))
+        found.append(entry)
+    return found
+
+
+def _total(seed: Any) -> Any:
+    return None if seed is None else seed.detach().sum()
+
+
+def _entry(node: Any) -> dict[str, Any]:
+    """The node's name, how it reduces, and of how many terms it is a sum or mean where that is visible."""
+    name = node.name()
+    entry: dict[str, Any] = {"node": name, "reduction": REDUCTIONS.get(getattr(node, "_saved_reduction", 0))}
+    if name.startswith(("MeanBackward", "SumBackward")):
+        entry["reduction"] = name[: name.index("Backward")].lower()
+    target = getattr(node, "_raw_saved_target", None) if name.startswith("NllLoss") else None
+    # A hook would recompute (checkpointing) or fetch (offloading) the tensor.
+    if target is not None and getattr(target, "unpack_hook", "unknown") is None:
+        if node._saved_weight is None:
+            entry["terms"] = (node._saved_target != node._saved_ignore_index).sum()
+        elif entry["reduction"] == "mean":
+            entry["terms"] = node._saved_total_weight
+    return entry

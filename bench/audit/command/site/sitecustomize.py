@@ -1,0 +1,58 @@
+"""Installs the recorder when a process has imported torch: ``python -m bench audit`` puts this on PYTHONPATH.
+
+Imports nothing of bench, and runs the sitecustomize that it hides: the user's or the distribution's.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+
+
+class AfterTorch(importlib.abc.MetaPathFinder):
+    """Finds torch as others do, and installs the recorder when its import has ended."""
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> Any:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = importlib.util.find_spec("torch")
+        if spec is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_install(torch: ModuleType) -> None:
+                execute(torch)
+                install(torch)
+
+            spec.loader.exec_module = execute_and_install
+        return spec
+
+
+def install(torch: ModuleType) -> None:
+    """Load the folder ``inside`` by its path as a package, and let it watch; a failure stops no training."""
+    try:
+        found: Any = importlib.util.spec_from_file_location("_bench_audit", HERE.parent / "inside" / "__init__.py")
+        sys.modules["_bench_audit"] = package = importlib.util.module_from_spec(found)
+        found.loader.exec_module(package)
+        package.install(torch, FOLDER)
+    except Exception as error:
+        print(f"audit: this process is not watched: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+if "BENCH_AUDIT_FOLDER" in os.environ:
+    FOLDER = Path(os.environ["BENCH_AUDIT_FOLDER"])
+    (FOLDER / f"{os.getpid()}.python").touch()
+    sys.meta_path.insert(0, AfterTorch())
+others = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]
+hidden = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+if hidden is not None and hidden.loader is not None:
+    sys.modules["sitecustomize"] = importlib.util.module_from_spec(hidden)
+    hidden.loader.exec_module(sys.modules["sitecustomize"])

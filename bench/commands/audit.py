@@ -1,0 +1,61 @@
+"""``audit``: which weight each micro-batch of any training command has."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench.commands.options import LARGEST, integer_to
+from bench.errors import BAD, GOOD, UNCHECKED, InputError
+from bench.findings import Level
+
+EPILOG = (
+    "Exit status: the command's own if it failed; else 0 nothing wrong; 1 something is wrong; 2 the command cannot be "
+    "started; 3 no training was seen."
+)
+
+
+def add(commands: Any) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "audit",
+        help="run any training command, and say what weight each of its micro-batches has",
+        description="Run a training command unchanged, and say how it accumulates gradients.",
+        epilog=EPILOG,
+    )
+    option = parser.add_argument
+    option("--expect", type=integer_to(LARGEST), metavar="N", help="micro-batches that an update should have")
+    option("--updates", type=integer_to(LARGEST), default=8, metavar="K", help="updates to sample (default: 8)")
+    option("--json", action="store_true", help="print one JSON object; the command's output goes to stderr")
+    option("training", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="torchrun --nproc-per-node 2 train.py ...")
+    parser.set_defaults(command=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and judge what was recorded."""
+    from bench.audit.command import audit_text, audited_process, recorded_updates
+    from bench.audit.command.training_audit import TrainingAudit
+
+    command = arguments.training[arguments.training[:1] == ["--"] :]
+    if not command:
+        raise InputError("audit: name the training command after --")
+    with tempfile.TemporaryDirectory(prefix="bench-audit-") as name:
+        status = audited_process.run(command, Path(name), arguments.updates, quiet=arguments.json)
+        ranks, others = recorded_updates.read(Path(name))
+        nothing = "" if ranks else audited_process.why_nothing(Path(name))
+    if others:
+        print(f"audit: processes that trained apart from these ranks and are not judged: {others}", file=sys.stderr)
+    if status:
+        print(f"audit: the command ended with exit status {status}", file=sys.stderr)
+    if nothing:
+        print(f"audit: nothing seen: {nothing}", file=sys.stderr)
+        return status or UNCHECKED
+    audit = TrainingAudit(ranks, arguments.expect)
+    print(json.dumps(audit_text.document(audit, status)) if arguments.json else "\n".join(audit_text.lines(audit)))
+    if any(found.level is Level.ERROR for found in audit.findings):
+        return status or BAD
+    return status or (GOOD if audit.updates else UNCHECKED)

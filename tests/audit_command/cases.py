@@ -1,0 +1,161 @@
+"""Training scripts as users write them, right and wrong, and the verdict that each must get."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import ROOT
+
+SCRIPTS = Path(__file__).parent / "scripts"
+ALONE = ("single", "several", "spawn", "lightning")
+"""Scripts of one process, and those that start their ranks themselves."""
+RIGHT = "right"
+OPEN = "nothing wrong seen, not all judged"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A script with its arguments, the verdict, and a finding that must be among the others."""
+
+    script: str
+    verdict: str
+    finding: str = ""
+    about: str = ""
+    ranks: int = 2
+    """Of torchrun, where the script needs one."""
+    options: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return " ".join((self.script, *self.options))
+
+    @property
+    def command(self) -> list[str]:
+        name, *arguments = self.script.split()
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks)]
+        return [sys.executable, *([] if name in ALONE else launcher), f"train_{name}.py", *arguments]
+
+
+FAST = (
+    Case("single tied", RIGHT, about="an embedding that is the head, too"),
+    Case("single penalty", RIGHT, about="autograd.grad within a window"),
+    Case("single lbfgs", OPEN, "not judged", "an optimizer with several backwards per step"),
+    Case("single closure", RIGHT, about="the last backward of a window in the optimizer's closure"),
+    Case("several gan", OPEN, "scale not judged", "two backwards of one optimizer, one of another"),
+    Case("spawn fork", RIGHT, "eager", "ranks forked by the script"),
+    Case("ddp loss-inside", RIGHT, about="the model in DDP returns its loss"),
+    Case("ddp late", "partly reduced", about="the first micro-batch synchronizes, not the last"),
+    Case("ddp unwrapped", "not reduced", about="the module in DDP is called, not DDP"),
+    Case("fsdp2 deferred", RIGHT, "deferred"),
+)
+"""A representative of each kind."""
+SLOW = (
+    Case("single auxiliary", RIGHT, about="a second loss with a small factor"),
+    Case("single masked", OPEN, "scale not judged", "a masked sum over its mask's sum"),
+    Case("single overflow", RIGHT, about="the loss scaler skips an update"),
+    Case("ddp manual", RIGHT, about="all-reduces by hand"),
+    Case("ddp right", RIGHT, "deferred", "no_sync until the last micro-batch"),
+    Case("ddp eager", RIGHT, "eager", "reduces at each micro-batch"),
+    Case("ddp clip", RIGHT),
+    Case("ddp clip-value", RIGHT, about="each element is clipped"),
+    Case("ddp workers", RIGHT, about="forked data loaders"),
+    Case("ddp compile", RIGHT),
+    Case("ddp flush-right", RIGHT, about="a last window of 2 micro-batches, divided by 2"),
+    Case("ddp each-step", RIGHT, "no accumulation", "a step at each micro-batch"),
+    Case("ddp each-step-divided", OPEN, "scale", "the same, with the loss divided by 4"),
+    Case("ddp each-step-divided", "other N", "scale", "the same, and 4 is expected", options=("--expect", "4")),
+    Case("ddp undivided", "not divided"),
+    Case("ddp n-is-w", "not divided", about="2 micro-batches on 2 ranks: said to be ambiguous"),
+    Case("ddp twice", "divided twice"),
+    Case("ddp uncleared", "not cleared", about="zero_grad only once per epoch"),
+    Case("ddp zero-before", "lost", about="zero_grad before each micro-batch"),
+    Case("ddp dropped", "lost", about="the end of an epoch is cleared before it is used"),
+    Case("ddp underweight", "partial window", about="a last window of 2 micro-batches, divided by 4"),
+    Case("ddp unreduced", "not reduced", about="no DDP at all"),
+    Case("ddp unsynchronized", OPEN, "not judged", "no DDP, and every rank begins with other parameters"),
+    Case("ddp manual-sum", "scaled by ranks", about="all-reduces by hand without a division"),
+    Case("ddp differ", "ranks differ", about="windows of 4 and of 2"),
+    Case("ddp clip-early", "clips too early", about="clips at each micro-batch"),
+    Case("ddp nanogpt", "partly reduced", about="the flag of DDP is set between forward and backward"),
+    Case("ddp backward-only", RIGHT, "eager", "no_sync around the backward alone defers nothing"),
+    Case("ddp bf16", "low precision", about="the whole model in bf16"),
+    Case("fsdp2 eager", RIGHT, "eager"),
+    Case("fsdp2 compile", RIGHT),
+    Case("fsdp2 undivided", "not divided"),
+    Case("fsdp2 never", "no gradient", about="the reduction is never switched on"),
+    Case("fsdp2 bf16-fp32", RIGHT, about="bf16, sums in fp32"),
+    Case("fsdp2 bf16-deferred", "low precision", about="bf16, sums in bf16"),
+    Case("fsdp2 hsdp-deferred", RIGHT, "deferred", ranks=4),
+    Case("fsdp2 hsdp-all-reduce", RIGHT, about="shards are reduced at once, replicas at the end", ranks=4),
+    Case("fsdp2 hsdp-never", "no gradient", about="replicas are never reduced", ranks=4),
+    Case("deepspeed right 2", RIGHT, "eager"),
+    Case("deepspeed right 3", RIGHT, "eager"),
+    Case("deepspeed clip 2", RIGHT),
+    Case("deepspeed twice 2", "divided twice", about="the loss is divided, and by the engine again"),
+    Case("accelerate right", RIGHT),
+    Case("accelerate partial", "partial window", about="a last window of 2 micro-batches: stock Accelerate"),
+    Case("accelerate twice", "divided twice"),
+    Case("accelerate fsdp2", "not sharded", about="cpu=True and FSDP2: stock Accelerate trains without it"),
+    Case("lightning right ddp", RIGHT),
+    Case("lightning twice ddp", "divided twice"),
+    Case("lightning partial ddp", "partial window", about="a last window of 2 micro-batches: stock Lightning"),
+    Case("lightning scheduled ddp", RIGHT, about="2 micro-batches in an epoch, 4 in the next"),
+    Case("lightning right fsdp2", RIGHT),
+    Case("lightning right deepspeed", "divided twice", about="stock Lightning with DeepSpeed"),
+    Case("hf right", RIGHT, "token-exact"),
+    Case("hf twice", "divided twice"),
+    Case("hf ignores-items", "not divided", "mean of means", "a compute_loss without num_items_in_batch"),
+    Case("titan right", RIGHT, "token-exact", "sums over the tokens of the window, and no averages"),
+    Case("titan averaged", "scaled by ranks", about="the same, and FSDP2 averages"),
+    Case("titan local-tokens", "scaled by ranks", about="the same, over the tokens of one rank"),
+    Case("single lora", RIGHT),
+    Case("single checkpoint", RIGHT),
+    Case("single reentrant", RIGHT, about="checkpointing that runs backwards in the backward"),
+    Case("single evaluation", RIGHT, about="an evaluation within a window"),
+    Case("single scaler", RIGHT, about="a loss scaler"),
+    Case("single smoothing", OPEN, "scale not judged", "label smoothing"),
+    Case("single halves", OPEN, "scale not judged", "two losses with factors of 0.5"),
+    Case("single weighted", OPEN, "scale", "a loss times 0.7"),
+    Case("single identical", OPEN, "scale not judged", "the same batch again and again"),
+    Case("single compiled-criterion", OPEN, "scale not judged"),
+    Case("several losses", OPEN, "scale not judged", "two different losses per batch"),
+    Case("several shared", OPEN, "scale not judged", "two backwards of one graph"),
+    Case("several actor", OPEN, "scale not judged", "two models, each clipped after its own backward"),
+    Case("parallel tensor", OPEN, "not judged"),
+    Case("parallel pipeline", OPEN, "not judged"),
+    Case("parallel fsdp1", OPEN, "not judged"),
+    Case("spawn spawn", RIGHT, "eager"),
+)
+CASES = (*FAST, *SLOW)
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    ours = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(command, cwd=SCRIPTS, env=os.environ | ours, capture_output=True, text=True)
+
+
+def audit(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """``python -m bench audit``, in the folder of the scripts."""
+    return _run([sys.executable, "-m", "bench", "audit", *arguments], environment)
+
+
+def audit_case(case: Case, **environment: str) -> dict[str, Any]:
+    """The audit of a case as data; its exit status is checked."""
+    found = audit("--json", *case.options, "--", *case.command, **environment)
+    assert found.returncode in (0, 1), found.stderr[-3000:]
+    data: dict[str, Any] = json.loads(found.stdout)
+    assert not data["exit_status"], found.stderr[-3000:]
+    assert found.returncode == any(finding["level"] == "error" for finding in data["findings"])
+    return data
+
+
+def train(case: Case, **environment: str) -> None:
+    """The case without an audit."""
+    assert not _run(case.command, environment).returncode

@@ -1,0 +1,36 @@
+"""Accelerate: train_accelerate.py VARIANT."""
+
+import sys
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin
+from small_lm import ACCUMULATE, BATCH, SmallLM, Tokens, save_losses
+from torch.utils.data import DataLoader
+
+variant = sys.argv[1]
+torch.manual_seed(0)
+options = {}
+if variant == "fsdp2":
+    options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=False
+    )
+accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATE, cpu=True, **options)
+model = SmallLM()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+loader = DataLoader(Tokens((10 if variant == "partial" else 8) * BATCH * 2), BATCH)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+losses = []
+for _ in range(2):
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+            accelerator.backward(loss / ACCUMULATE if variant == "twice" else loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.detach())
+save_losses(losses)
+accelerator.end_training()

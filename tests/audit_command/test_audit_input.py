@@ -1,0 +1,73 @@
+"""``python -m bench audit`` with commands that train nothing, or fail: a line each, and the exit status."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.audit_command.cases import Case, audit
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.torch
+NOTHING = "audit: nothing seen:"
+ISOLATED = "import torch; torch.ones(9, requires_grad=True).sum().backward()"
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "line"),
+    [
+        (["-I", "-c", ISOLATED], 3, f"{NOTHING} no Python process of the command loaded the recorder"),
+        (["-c", "print('no torch')"], 3, f"{NOTHING} no Python process of the command imported torch"),
+        (["-c", "import torch"], 3, f"{NOTHING} no process of the command ran a backward of torch"),
+        (["-c", "raise SystemExit(5)"], 5, "audit: the command ended with exit status 5"),
+    ],
+)
+def test_commands_that_train_nothing(command: list[str], status: int, line: str) -> None:
+    found = audit("--", sys.executable, *command)
+    assert found.returncode == status
+    assert line in found.stderr and "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "name the training command after --"),
+        (["--", "no-such-program"], "no-such-program: No such file or directory"),
+        (["--updates", "0", "--", "true"], "--updates: '0' is not an integer from 1"),
+    ],
+)
+def test_commands_that_cannot_be_started(arguments: list[str], line: str) -> None:
+    found = audit(*arguments)
+    assert found.returncode == 2 and line in found.stderr and found.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "words"),
+    [
+        pytest.param("single crash", 7, ("verdict   right", "events BBBBCS"), marks=pytest.mark.slow),
+        ("single killed", 137, ("verdict   right", "events BBBBCS")),
+        ("single one-backward", 3, ("no update: 1 micro-batch led to no update",)),
+    ],
+)
+def test_what_was_seen_until_then_is_kept(script: str, status: int, words: tuple[str, ...]) -> None:
+    found = audit("--", *Case(script, "").command)
+    assert found.returncode == status
+    assert all(word in found.stdout for word in words)
+
+
+@pytest.mark.slow
+def test_fewer_ranks_than_asked_for() -> None:
+    # The script knows no process group; one of the launcher's two ranks trains.
+    script = "import os, torch; int(os.environ['RANK']) or torch.ones(9, requires_grad=True).sum().backward()"
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python")
+    found = audit("--", sys.executable, *launcher, sys.executable, "-c", script)
+    assert found.returncode == 3
+    assert "ranks missing: 1 of 2 ranks ran a backward" in found.stdout
+
+
+def test_a_sitecustomize_of_the_user_runs_too(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('mine')\n")
+    found = audit("--", sys.executable, "-c", "print('done')", PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert "mine\ndone\n" in found.stdout

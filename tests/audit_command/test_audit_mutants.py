@@ -1,0 +1,60 @@
+"""What the recorder of ``audit`` must not lose: each mutant of it is seen, and none accuses anybody."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from bench import cli
+from bench.audit.command import audited_process
+from tests.audit_command.cases import SCRIPTS, Case
+
+pytestmark = pytest.mark.torch
+KERNELS = 'for key in ("AutogradCPU", "AutogradCUDA"):', "for key in ():"
+HOOKS = "self.handle = leaf.register_hook(self._add)", "self.handle = leaf.register_hook(lambda gradient: None)"
+FREED = "self._libraries.append(library)", ""
+SINK = "len(node._input_metadata) > 1", "False"
+EMPTY = 'getattr(leaf, "ds_shape", leaf.shape)', "leaf.shape"
+DDP = "ddp loss-inside"
+ON_RANKS = pytest.mark.slow
+MUTANTS = [
+    pytest.param("leaf_probes", *HOOKS, "single tied", "weights unknown", id="no hooks of leaves"),
+    pytest.param("leaf_probes", "if not self.recording:", "if False:", "single penalty", None, id="autograd.grad"),
+    pytest.param("training_recorder", "inside=inside", "inside=1", "single lbfgs", None, id="LBFGS"),
+    pytest.param("training_recorder", "if inside:", "if False:", "single closure", None, id="step before its closure"),
+    pytest.param("c10d_kernels", *KERNELS, DDP, "no reduction seen", id="no kernels", marks=ON_RANKS),
+    pytest.param("c10d_kernels", *FREED, DDP, "no reduction seen", id="freed libraries", marks=ON_RANKS),
+    pytest.param("criteria", *SINK, DDP, "scale not judged", id="DDP's sink", marks=ON_RANKS),
+    pytest.param("leaf_probes", *EMPTY, "deepspeed right 3", None, id="ZeRO-3 without elements", marks=ON_RANKS),
+]
+
+
+@pytest.mark.parametrize(("module", "code", "changed", "script", "finding"), MUTANTS)
+def test_without_it_another_verdict(
+    module: str,
+    code: str,
+    changed: str,
+    script: str,
+    finding: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("site", "inside"):
+        shutil.copytree(audited_process.SITE.parent / name, tmp_path / name)
+    path = tmp_path / "inside" / f"{module}.py"
+    text = path.read_text(encoding="utf-8")
+    assert code in text
+    path.write_text(text.replace(code, changed), encoding="utf-8")
+    monkeypatch.setattr(audited_process, "SITE", tmp_path / "site")
+    monkeypatch.chdir(SCRIPTS)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    cli.main(["audit", "--json", "--", *Case(script, "").command])
+    found = json.loads(capfd.readouterr().out)
+    topics = [one["topic"] for one in found["findings"]]
+    assert "scale 1" not in topics if finding != "no reduction seen" else found["verdict"] == "right"
+    assert finding is None or finding in topics
+    assert not finding or "error" not in [one["level"] for one in found["findings"]]
