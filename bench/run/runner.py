@@ -30,8 +30,8 @@ from bench.run.trial_record import check, merge_ranks, wrong
 LOG_BYTES = 20_000
 """How much of the end of each rank's log is kept for a failed trial."""
 
-RENEWED_FOR_S = 30.0
-"""Least time between two renewals of the fork servers, which take some seconds and happen between pairs of blocks."""
+RENEWED_FOR_S = 120.0
+"""Least time between two renewals of the fork servers, which happen between pairs of blocks. Each takes up to 10 s."""
 
 
 class Observer(Protocol):
@@ -158,8 +158,7 @@ class Runner:
         """
         block = self.schedule.block(repeat)
         left = [trial for trial in block if trial.key not in self._done]
-        began = self._spent()
-        expected = began + self._trial_s * len(block)
+        seconds, expected = 0.0, self._spent() + self._trial_s * len(block)
         if repeat and left == block and not self.schedule.ended and expected > self._budget_s:
             self._decide(InterimAnalysis(repeats=repeat, open=()), Ended.BUDGET)
             return False
@@ -171,10 +170,11 @@ class Runner:
                 raise start.full(self._folder)
             self._observer.started(trial, len(self._done), self._total)
             record = self._run_one(trial)
+            seconds += record["wall_s"]
             self._done.add(trial.key)
             self._observer.finished(trial, record)
         if left:
-            self._trial_s = (self._spent() - began) / len(left)
+            self._trial_s = seconds / len(left)
         return True
 
     def _end(self) -> bool:
