@@ -291,7 +291,7 @@ def nothing_faster(run: Run, where: str, m: Groups) -> bool:
 @rule(
     r"Half of the trials are within <x> % of the median of their cell; (?P<blocks>blocks differ in all cells together)?"
 )
-@rule(r"Triangles at the edge: <n> trials farther away, up to <most> %")
+@rule(r"Triangles at the edge: <n> trials? farther away, up to <most> %")
 def scatter(run: Run, where: str, m: Groups) -> bool:
     """Friedman's test, over the blocks that all cells have; the axis reaches 1.4 times as far as 98 % of trials."""
     away, times = run.deviations(), [run.times(c) for c in run.timed]

@@ -13,10 +13,10 @@ from tests.conftest import ROOT
 WINGS = ("audit", "forecast")
 AT_MOST = {
     "modules": 211,
-    "lines": 32193,
-    "lines of the core": 22632,
+    "lines": 32195,
+    "lines of the core": 22634,
     "longest module": 345,
-    "lines of tests": 27102,
+    "lines of tests": 27103,
     "names of several modules": 0,
     "names of several classes": 0,
 }

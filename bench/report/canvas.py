@@ -180,14 +180,14 @@ class PointName:
 DIAGONAL = ("northeast", "southeast", "northwest", "southwest", "north", "south")
 """Above or below a point: a line to a name at its side would run along its interval, through other points."""
 NUM_ORDERS = 5
-"""In so many orders names are placed as long as not all have room."""
+"""In so many orders names are placed as long as not all have room; in the last one names may touch."""
 MARKER = 3.6
 """Points from the middle of a marker to its edge, and a little more."""
 PLACING: dict[str, Any] = {
     "textsize": TINY,
     "va": "bottom",
     "linewidth": 0.4,
-    "margin": 0.002,
+    "margin": 0.003,
     "min_distance": 0.01,
     "max_distance": 0.3,
     "nbr_candidates": 1500,
@@ -216,6 +216,8 @@ def name_points(axes: Axes, names: Sequence[PointName], towards: Sequence[str]) 
     for attempt in range(NUM_ORDERS if names else 0):
         x, y = np.array([name.point for name in order]).T
         texts, colours = [safe(name.text) for name in order], [name.colour for name in order]
+        if attempt == NUM_ORDERS - 1:
+            fixed["margin"] = 0.0
         *_, written, leaders = textalloc.allocate(axes, x, y, texts, linecolor=colours, **fixed)
         missing = [name for name, text in zip(order, written, strict=True) if text is None]
         if not missing or attempt == NUM_ORDERS - 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ def test_titles_are_findings_and_wrong_backends_are_named() -> None:
     assert found["memory_vs_time"].startswith(f"At N = 8, {fastest} is fastest") and leanest in found["memory_vs_time"]
     wrong = "lightning-deepspeed-zero2, lightning-deepspeed-zero3"
     assert found["loss_curves"].startswith(f"{wrong} deviate from the reference's loss by up to ")
-    assert found["step_time"] == "At N = 8, deferring the sync saves 22 % of a step with fsdp2"
+    assert re.fullmatch(r"At N = 8, deferring the sync saves \d+ % of a step with fsdp2", found["step_time"])
     assert "lightning-deepspeed-zero2 (invalid)" in legible.words(of("cpu")["memory_vs_time"].figure)
 
 

@@ -23,8 +23,8 @@ from tests.studies.trial_noise import Noise, steps
 
 EFFECTS = {"A/A": 0.0, "1 %": math.log(1.01), "2 %": math.log(1.02), "5 %": math.log(1.05), "10 %": math.log(1.1)}
 """How much slower the cells of a report are than the baseline, as logarithms."""
-SIZES = (8, 13, 26)
-"""Numbers of blocks: what the default makes in its 20 minutes, what results/cpu has, and twice as many."""
+SIZES = (6, 12, 24)
+"""Numbers of blocks: what the default makes in its 20 minutes, as results/cpu has, and two and four times as many."""
 COMPARISONS = 8
 REPORTS = 1000
 RESAMPLES = 1999
