@@ -91,7 +91,7 @@ class InterimAnalysis:
         return cls(**{**values, "open": tuple(values["open"])})
 
 
-def block(cells: Sequence[Cell], repeat: int, seed: int, *, extra: bool = False) -> list[Trial]:
+def block(cells: Sequence[Cell], repeat: int, seed: int) -> list[Trial]:
     """One trial of each cell, references first, the others in a seeded shuffle that every second block reverses.
 
     With the order A B C, C B A, a drift that is linear in time affects all cells of two blocks equally.
@@ -101,7 +101,7 @@ def block(cells: Sequence[Cell], repeat: int, seed: int, *, extra: bool = False)
     random.Random(f"{seed}/{repeat // 2}").shuffle(others)
     if repeat % 2:
         others.reverse()
-    return [Trial(cell, repeat, extra) for cell in [*references, *others]]
+    return [Trial(cell, repeat, extra=repeat == 0) for cell in [*references, *others]]
 
 
 def next_look(repeats: int, wanted: int = 0) -> int:
@@ -149,9 +149,9 @@ class Schedule:
         for look in self.looks:
             if look.repeats <= repeat:
                 chosen = set(look.open)
-        first = repeat == 0
-        chosen -= set() if first else self._once
-        return block([cell for cell in self.cells if cell.cell_id in chosen], repeat, self.seed, extra=first)
+        if repeat:
+            chosen -= self._once
+        return block([cell for cell in self.cells if cell.cell_id in chosen], repeat, self.seed)
 
     def trials(self) -> Iterator[Trial]:
         for repeat in range(self.known):

@@ -64,7 +64,7 @@ def document(audit: TrainingAudit, status: int) -> dict[str, Any]:
     """The verdict and the evidence as data."""
     return {
         "verdict": verdict(audit),
-        "findings": [{"level": str(f.level), "topic": f.topic, "text": f.text} for f in audit.findings],
+        "findings": [finding.to_dict() for finding in audit.findings],
         "exit_status": status,
         "ranks": [*audit.ranks],
         "world_size": audit.world,
