@@ -74,7 +74,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def first(chosen: Collection[Any], every: Iterable[Any]) -> list[Any]:
     """Every one as a parameter of a test, those that are not chosen with --all alone."""
-    return [one if one in chosen else pytest.param(one, marks=pytest.mark.slow) for one in every]
+    return [value if value in chosen else pytest.param(value, marks=pytest.mark.slow) for value in every]
 
 
 def asked(request: pytest.FixtureRequest, chosen: Iterable[Any], every: Iterable[Any]) -> list[Any]:

@@ -60,10 +60,10 @@ def assert_legible(figure: Figure) -> None:
     for text, box in boxes:
         inside = box.x0 >= -1 and box.y0 >= -1 and box.x1 <= page.x1 + 1 and box.y1 <= page.y1 + 1
         assert inside, text
-    for (one, first), (other, second) in itertools.combinations(boxes, 2):
+    for (text, first), (other_text, second) in itertools.combinations(boxes, 2):
         wide = min(first.x1, second.x1) - max(first.x0, second.x0)
         tall = min(first.y1, second.y1) - max(first.y0, second.y0)
-        assert wide < 1 or tall < 1, (one, other)
+        assert wide < 1 or tall < 1, (text, other_text)
     for points in leaders(figure):
         for text, box in boxes:
             inside = (points > box.p0 + 1) & (points < box.p1 - 1)

@@ -224,9 +224,9 @@ class Element:
     def find(self, *tags: str, **attributes: str) -> list[Element]:
         wanted = {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items()}
         return [
-            one
-            for one in self.walk()
-            if (not tags or one.tag in tags) and all(one.attributes.get(key) == v for key, v in wanted.items())
+            tag
+            for tag in self.walk()
+            if (not tags or tag.tag in tags) and all(tag.attributes.get(key) == v for key, v in wanted.items())
         ]
 
     @property

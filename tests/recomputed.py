@@ -175,7 +175,7 @@ class Run:
         """Of the intervals of all ratios to the baseline, as logarithms."""
         judged = {key for key, verdict in self.verdicts(self.baseline).items() if "not comparable" not in verdict}
         found = [self.ratio(c, self.partner(c, self.baseline)) for c in self.timed if c["id"] in judged]
-        return [one.high - one.low for one in found]
+        return [interval.high - interval.low for interval in found]
 
     def select(self, text: str, cells: Collection[Cell]) -> list[Cell]:
         """Those with the settings that the text names first."""

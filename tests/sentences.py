@@ -195,15 +195,15 @@ def precision(run: Run, where: str, m: Groups) -> bool:
 @rule(r"--repeats <double>")
 def counts(run: Run, where: str, m: Groups) -> bool:
     trials = [len(run.times(c)) for c in run.cells if run.is_correct(c)]
-    own = sum(c["backend"] == run.baseline for c in run.cells)
+    of_baseline = sum(c["backend"] == run.baseline for c in run.cells)
     known = {
         "n": min(trials),
         "most": max(trials),
         "double": max(2 * max(trials), 10),
-        "own": own,
+        "own": of_baseline,
         "all": len(run.everything),
     }
-    known |= {"ratios": len(run.cells) - own, "ref": len(run.everything) - len(run.cells) - 1}
+    known |= {"ratios": len(run.cells) - of_baseline, "ref": len(run.everything) - len(run.cells) - 1}
     named = {m[key] for key in "ab" if key in m} <= {run.baseline}
     return named and all(shows(m.get(key, ""), value) for key, value in known.items())
 

@@ -319,10 +319,10 @@ def test_a_class_of_ones_own_is_a_backend(place: Place) -> None:
     place.patch.setenv("BENCH_BACKENDS", "")
     assert place.call("run", "--resume", "out")[0] == GOOD
     place.patch.setenv("BENCH_BACKENDS", "")
-    said = " ".join(
+    printed = " ".join(
         place.call("run", "--matrix", "mine.toml", "--out", "alone", "--backend", "my_backends:Mine")[1].split()
     )
-    assert "--backend my_backends:Mine,ddp-deferred --repeats" in said, "the whole next command, ready to paste"
+    assert "--backend my_backends:Mine,ddp-deferred --repeats" in printed, "the whole next command, ready to paste"
     place.patch.setenv("BENCH_BACKENDS", "")
     plan = ["--samples", "8", "--micro-batch", "1", "--backend", "my_backends:Mine"]
     assert "mine" in place.call("steps", *plan)[1]
@@ -418,9 +418,10 @@ def test_a_known_defect_is_no_surprise(place: Place) -> None:
     assert "Do not use lightning-deepspeed-zero2 (N = 2): Lightning divides the loss by N" in summary
     assert "exit status 0: all invalid trials are due to documented defects" in summary
     for report in ("report.html", "report.md"):
-        said = " ".join((place.folder / "out" / report).read_text().split())
-        assert "Lightning divides the loss by N, and so does the DeepSpeed engine" in said  # among the first statements
-        assert "a documented defect of the framework" in said
+        short = " ".join((place.folder / "out" / report).read_text().split())
+        # among the first statements
+        assert "Lightning divides the loss by N, and so does the DeepSpeed engine" in short
+        assert "a documented defect of the framework" in short
 
 
 def test_a_known_defect_excuses_nothing_else(place: Place) -> None:

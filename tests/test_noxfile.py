@@ -62,7 +62,7 @@ class FakeSession:
         raise Refused(words)
 
     def log(self, words: str) -> None:
-        self.said = words
+        self.words = words
 
 
 @pytest.fixture

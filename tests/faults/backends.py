@@ -77,8 +77,8 @@ def fault(name: str, *ranks: int) -> Callable[[Callable[[Any, Job], None]], type
     """Makes a backend of what happens on the ranks, on rank 1 unless told."""
 
     def made(fail: Callable[[Any, Job], None]) -> type[Faulty]:
-        own = {"name": name, "on_ranks": ranks or (1,), "fail": fail, "__module__": __name__}
-        return type(fail.__name__, (Faulty,), own)
+        attributes = {"name": name, "on_ranks": ranks or (1,), "fail": fail, "__module__": __name__}
+        return type(fail.__name__, (Faulty,), attributes)
 
     return made
 

@@ -60,10 +60,10 @@ def _memory_group() -> tuple[Path, str] | None:
         _, controllers, path = line.split(":", 2)
         if controllers == "memory":
             return CGROUPS / "memory" / path.lstrip("/"), "memory.limit_in_bytes"
-        own = CGROUPS / path.lstrip("/")
-        control = own / "cgroup.subtree_control"
+        group = CGROUPS / path.lstrip("/")
+        control = group / "cgroup.subtree_control"
         if not controllers and control.exists() and "memory" in control.read_text().split():
-            return own, "memory.max"
+            return group, "memory.max"
     return None
 
 

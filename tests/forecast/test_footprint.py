@@ -39,7 +39,7 @@ def test_peaks_are_as_near_to_measured_ones_as_predict_says() -> None:
     """Every mechanism that runs on fake tensors; fp32 and bf16, N = 1 and 2, with checkpointing and without."""
     apart = {cell: abs(fit.peaks([cell])[cell.cell_id] / peak - 1) for cell, peak in measured().items()}
     assert len(apart) > 30 and max(apart.values()) < 2 * NEAR
-    assert sum(one <= NEAR for one in apart.values()) >= SHARE * len(apart), apart
+    assert sum(share <= NEAR for share in apart.values()) >= SHARE * len(apart), apart
 
 
 @pytest.mark.slow
@@ -67,17 +67,17 @@ def test_the_exact_peak_is_that_of_the_run(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "words"),
     [
         (["--backend", "ddp-eager", "--device", "cpu"], "ddp-eager cannot run on fake tensors"),
         (["--backend", "fsdp2-eager"], "no GPU is visible; add --device cpu"),
         ([], "measures one backend; name it with --backend"),
     ],
 )
-def test_what_cannot_be_measured_is_told(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_measured_is_told(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["predict", "--model", "tiny", "--world-size", "8", "--accumulate", "2", "--sequence", "16"]
     assert main([*command, "--precision", "fp32", "--exact", *options]) == 2
-    assert f"--exact: {said}" in capsys.readouterr().err
+    assert f"--exact: {words}" in capsys.readouterr().err
 
 
 def test_the_peak_of_ddp_by_hand() -> None:

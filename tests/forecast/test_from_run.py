@@ -110,7 +110,7 @@ def test_the_report_holds_steps_against_the_link(run: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "words"),
     [
         (["--link", "1GB/s"], "argument --link: not allowed with argument --from-run"),
         (["--node-size", "2"], "--node-size: says more about --link, which --from-run replaces"),
@@ -120,11 +120,11 @@ def test_the_report_holds_steps_against_the_link(run: Path, capsys: pytest.Captu
     ],
 )
 def test_what_does_not_fit_the_run_is_one_line(
-    run: Path, changes: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    run: Path, changes: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert predict(run, *changes) == WRONG
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+    assert words in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

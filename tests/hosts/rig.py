@@ -146,13 +146,13 @@ class Rig:
         _run(["ip", "-n", switch, "link", "add", "bridge", "type", "bridge"])
         _run(["ip", "-n", switch, "link", "set", "bridge", "up"])
         for host in self.hosts:
-            own = self.namespace(host)
-            _run(["ip", "netns", "add", own])
+            namespace = self.namespace(host)
+            _run(["ip", "netns", "add", namespace])
             peer = ["type", "veth", "peer", "name", host, "netns", switch]
-            _run(["ip", "-n", own, "link", "add", "eth0", *peer])
-            _run(["ip", "-n", own, "address", "add", f"{self.address(host)}/24", "dev", "eth0"])
+            _run(["ip", "-n", namespace, "link", "add", "eth0", *peer])
+            _run(["ip", "-n", namespace, "address", "add", f"{self.address(host)}/24", "dev", "eth0"])
             for device in ("lo", "eth0"):
-                _run(["ip", "-n", own, "link", "set", device, "up"])
+                _run(["ip", "-n", namespace, "link", "set", device, "up"])
             _run(["ip", "-n", switch, "link", "set", host, "master", "bridge", "up"])
         self._start_slurm()
 

@@ -71,17 +71,17 @@ def measured() -> dict[str, Any]:
 
 def test_the_page_says_what_is_within_one_per_cent_and_what_changed(measured: dict[str, Any]) -> None:
     last = {"times": {"smoke run": {"seconds": 80.0, "runs": 1}}}
-    said = page(measured, measured | last)
-    assert "| ddp-deferred | 135 ms | 1.0050 | 1.0050 to 1.0050 | yes | 1.0200 | 1.0200 to 1.0200 | 8 |" in said
-    assert "| lightning-ddp | 135 ms | 1.0300 | 1.0300 to 1.0300 | **no** | 1.0200 | 1.0200 to 1.0200 | 8 |" in said
-    assert "from 1.0050 (ddp-deferred) to 1.0300 (lightning-ddp) of the window" in said
-    assert "| smoke run | 100 s | 1 | 1.250 |" in said
-    assert "| one append | 50 µs | 900 | - |" in said
-    assert "not idle" not in said
+    written = page(measured, measured | last)
+    assert "| ddp-deferred | 135 ms | 1.0050 | 1.0050 to 1.0050 | yes | 1.0200 | 1.0200 to 1.0200 | 8 |" in written
+    assert "| lightning-ddp | 135 ms | 1.0300 | 1.0300 to 1.0300 | **no** | 1.0200 | 1.0200 to 1.0200 | 8 |" in written
+    assert "from 1.0050 (ddp-deferred) to 1.0300 (lightning-ddp) of the window" in written
+    assert "| smoke run | 100 s | 1 | 1.250 |" in written
+    assert "| one append | 50 µs | 900 | - |" in written
+    assert "not idle" not in written
 
 
 def test_a_page_from_a_busy_machine_says_so_and_few_groups_have_no_interval(measured: dict[str, Any]) -> None:
-    few = {name: {side: values[:2] for side, values in one.items()} for name, one in measured["loops"].items()}
-    said = page(measured | {"busy": 0.5, "loops": few}, {})
-    assert said.index("**The machine was not idle: others took 50.0 % of the CPUs.") < said.index("## A step")
-    assert said.count("| - | unknown | 1.0200 | - | 2 |") == 2
+    few = {name: {side: values[:2] for side, values in sides.items()} for name, sides in measured["loops"].items()}
+    written = page(measured | {"busy": 0.5, "loops": few}, {})
+    assert written.index("**The machine was not idle: others took 50.0 % of the CPUs.") < written.index("## A step")
+    assert written.count("| - | unknown | 1.0200 | - | 2 |") == 2

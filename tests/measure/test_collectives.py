@@ -112,23 +112,23 @@ def test_counter_takes_the_whole_of_gathers_and_scatters_and_names_their_group()
 
 
 def test_other_models_and_backends_are_left_empty_unless_a_rank_tells() -> None:
-    own = make_cell(backend="fsdp2-eager", workload="mine:Own")
+    users = make_cell(backend="fsdp2-eager", workload="mine:Own")
     plugin = make_cell(backend="somebodys")
     rows = [{"op": "all_gather", "dtype": "float32", "calls": 14, "payload_bytes": 7 * 8 * 8}]
-    records = [make_record(cell, collectives=rows) for cell in (own, plugin)]
+    records = [make_record(cell, collectives=rows) for cell in (users, plugin)]
     layout = Layout(
         parameters=(Parameter(name="a", shape=(7,), unit=0), Parameter(name="b", shape=(2, 3), unit=1)),
         gradients=(1, 0),
     )
     records[0]["layout"] = json.loads(json.dumps(layout.to_json()))
-    tables = build(records, make_manifest([own, plugin]))
+    tables = build(records, make_manifest([users, plugin]))
     assert expected.fill(tables)[0].collectives["expected_calls"].isna().all()
     filled, findings = expected.fill(tables, expected.layouts_of(records))
     frame = filled.collectives
     assert frame[frame["cell_id"] == plugin.cell_id]["expected_calls"].isna().all()
-    row = frame[(frame["cell_id"] == own.cell_id) & (frame["op"] == "all_gather")].iloc[0]
+    row = frame[(frame["cell_id"] == users.cell_id) & (frame["op"] == "all_gather")].iloc[0]
     assert (row["expected_calls"], row["expected_payload_bytes"]) == (4 * 3, 4 * 4 * (8 + 2 * 6))
-    assert "all_gather" in findings[own.cell_id][0]
+    assert "all_gather" in findings[users.cell_id][0]
 
 
 def test_on_cuda_what_was_not_counted_at_this_n_is_no_finding_and_what_sends_nothing_is() -> None:

@@ -116,7 +116,9 @@ def test_every_backend_does_the_plain_models_work(
         and not (precision is Precision.BF16 and backend.framework == "DeepSpeed" and backend.sync is Sync.DEFERRED)
     ]
     found = measure(launcher, tmp_path, cells, "dispatch")
-    assert {name: one["dispatch"]["other_work"] for name, one in found.items()} == {cell.backend: "" for cell in cells}
+    assert {name: record["dispatch"]["other_work"] for name, record in found.items()} == {
+        cell.backend: "" for cell in cells
+    }
 
 
 class RepeatsKeys(DDPEager):

@@ -21,9 +21,9 @@ class FakeProc:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
-        self.now, self.own = 100.0, 7.0
+        self.now, self.cpu = 100.0, 7.0
         monkeypatch.setattr(host.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(host.time, "process_time", lambda: self.own)
+        monkeypatch.setattr(host.time, "process_time", lambda: self.cpu)
         monkeypatch.setattr(host.os, "sched_getaffinity", lambda pid: {0, 1})
 
     def cpus(self, *seconds: list[float]) -> None:
@@ -44,7 +44,7 @@ def test_busy_stolen_and_own(proc: FakeProc) -> None:
     proc.cpus([10, 1, 5, 90, 0, 0, 0, 2, 0, 0], [20, 0, 5, 80, 0, 0, 0, 0, 0, 0])
     with HostLoad(proc.folder) as load:
         assert load.result is None
-        proc.now, proc.own = 110.0, 15.0
+        proc.now, proc.cpu = 110.0, 15.0
         # In ten seconds: 8 s of user, 1 of nice, 2 of system and 4 stolen; the others are not work of a process.
         proc.cpus([16, 2, 6, 92, 3, 1, 1, 6, 5, 1], [22, 0, 6, 88, 0, 0, 0, 0, 0, 0])
     assert load.result is not None

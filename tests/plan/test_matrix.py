@@ -134,11 +134,11 @@ def test_expansion(
     others = set(itertools.product(set(chosen) - set(REFERENCES), accumulate, world_size, precision))
     sharded = {(SHARDED_REFERENCE, 1, size, "fp32") for size in world_size if SHARDED_REFERENCE in chosen and size > 1}
     assert points == others | sharded | {(REFERENCE, 1, 1, "fp32")}
-    own = [cell for cell in cells if not cell.twin]
-    assert len(own) == len(points), "each cell once"
+    single = [cell for cell in cells if not cell.twin]
+    assert len(single) == len(points), "each cell once"
     twins = [cell for cell in cells if cell.twin]
-    assert len(twins) == (not set(chosen) <= set(REFERENCES)) and cells[len(own) :] == twins
-    assert all(dataclasses.replace(twin, twin="") in own for twin in twins)
+    assert len(twins) == (not set(chosen) <= set(REFERENCES)) and cells[len(single) :] == twins
+    assert all(dataclasses.replace(twin, twin="") in single for twin in twins)
     assert cells[0].backend == REFERENCE
     assert {cell.reference() for cell in cells} == {cells[0]}
     for cell in cells:

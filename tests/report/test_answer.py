@@ -60,8 +60,8 @@ def of(folder: Path) -> tuple[Run, Answer]:
     return run, answer(Analysis(folder=folder, run=run))
 
 
-def said(found: Answer, topic: str) -> list[Finding]:
-    return [one for one in found.all if one.topic == topic]
+def on_topic(found: Answer, topic: str) -> list[Finding]:
+    return [finding for finding in found.all if finding.topic == topic]
 
 
 def one_line(text: str) -> str:
@@ -73,11 +73,11 @@ def test_the_same_is_said_in_all_three_places(folder: Path, printed: str) -> Non
     short = (folder / "report.md").read_text(encoding="utf-8").replace("\\", "")
     page = one_line(read(folder / "report.html").text)
     terminal = one_line(printed)
-    assert [one.topic for one in found.all] == [FASTEST, LEAST, SYNC, "Do not use", "Failed", "Scope"]
-    for one in found.all:
-        assert one.sentence in short
-        assert one_line(f"{one.subject} {one.text}") in page
-    words = one_line(" ".join(one.text for one in found.all)).split()
+    assert [finding.topic for finding in found.all] == [FASTEST, LEAST, SYNC, "Do not use", "Failed", "Scope"]
+    for finding in found.all:
+        assert finding.sentence in short
+        assert one_line(f"{finding.subject} {finding.text}") in page
+    words = one_line(" ".join(finding.text for finding in found.all)).split()
     assert set(words) <= set(terminal.split())
     assert printed.splitlines()[-1].startswith("report: ")
     for row in found.groups[0].rows:
@@ -88,7 +88,7 @@ def test_the_same_is_said_in_all_three_places(folder: Path, printed: str) -> Non
 
 def test_the_fastest_correct_backend_and_those_not_told_from_it(folder: Path) -> None:
     run, found = of(folder)
-    (fastest,), (least,) = said(found, FASTEST), said(found, LEAST)
+    (fastest,), (least,) = on_topic(found, FASTEST), on_topic(found, LEAST)
     assert found.groups[0].n == 4 and [group.n for group in found.groups] == [4, 1]
     order = [row["backend"] for row in found.groups[0].rows]
     assert order == ["alpha-deferred", "gamma", "alpha-eager", "beta", "large", "wrong"]
@@ -96,7 +96,7 @@ def test_the_fastest_correct_backend_and_those_not_told_from_it(folder: Path) ->
     assert least.subject == "alpha-deferred" and "at N=4, W=2." in least.text
     (row,) = [row for row in found.groups[0].rows if row["backend"] == "beta"]
     assert (row["num_ok"], row["correct"], row["verdict"]) == (10, "yes", "slower")
-    assert not said(found, "Undecided") and run.labels[row["cell_id"]] == "beta N=4 W=2 fp32"
+    assert not on_topic(found, "Undecided") and run.labels[row["cell_id"]] == "beta N=4 W=2 fp32"
 
 
 def test_one_pair_of_eager_and_deferred_has_a_statement_and_all_others_share_one(
@@ -112,7 +112,7 @@ def test_one_pair_of_eager_and_deferred_has_a_statement_and_all_others_share_one
         changes=lambda cell, _: {"status": "invalid", "reason": "the loss is off"} if cell.backend == "wrong" else {},
     )
     found = of(folder)[1]
-    (sync,), (others,) = said(found, SYNC), said(found, "Other families")
+    (sync,), (others,) = on_topic(found, SYNC), on_topic(found, "Other families")
     assert sync.subject == "beta-deferred / beta-eager"
     assert others.text == "memory, deferred / eager: alpha-deferred 1.000; gamma-deferred 1.000."
     assert found.alarm is not None and "the loss is off" not in found.alarm.text  # it is said of the cell
@@ -120,7 +120,7 @@ def test_one_pair_of_eager_and_deferred_has_a_statement_and_all_others_share_one
 
 def test_what_must_not_be_used_is_said_once_with_its_reason(folder: Path, printed: str) -> None:
     _, found = of(folder)
-    (wrong,), (failed,) = said(found, "Do not use"), said(found, "Failed")
+    (wrong,), (failed,) = on_topic(found, "Do not use"), on_topic(found, "Failed")
     assert (wrong.subject, wrong.text) == ("wrong (N = 4)", "the loss is off by 0.1.")
     assert (failed.subject, failed.text) == ("large", "oom: rank 0: out of memory.")
     assert printed.count("the loss is off by") == 1 and printed.count("rank 0: out of memory") == 1
@@ -132,7 +132,9 @@ def test_the_scope_has_counts_and_the_width_that_check_has(folder: Path) -> None
     assert "n = 10 good trials per cell; A/A pair " in text and text.endswith("do not transfer to GPUs.")
     assert "14 cells: 10 compared with alpha-eager, 2 of alpha-eager itself, 1 reference, 1 A/A twin" in text
     write_manifest(folder, {**run.manifest, "ended_by": "budget"})
-    (width,) = [one.text.rpartition("interval is ")[2] for one in check(folder) if "widest interval" in one.text]
+    (width,) = [
+        finding.text.rpartition("interval is ")[2] for finding in check(folder) if "widest interval" in finding.text
+    ]
     assert f"widest interval of a ratio {width};" in text
 
 
@@ -146,11 +148,11 @@ def test_one_repeat_on_a_busy_machine_asks_for_both_in_one_command(tmp_path: Pat
         "others took 40 % of its CPUs" in found.alarm.text and "1 repeat, and an interval needs 5" in found.alarm.text
     )
     assert f"  {found.alarm.command}\n" in printed
-    assert not any(group.is_timed for group in found.groups) and not said(found, FASTEST) and said(found, LEAST)
+    assert not any(group.is_timed for group in found.groups) and not on_topic(found, FASTEST) and on_topic(found, LEAST)
     page = read(folder / "report.html")
     (alarm,) = page.find("div", class_="alarm warning")
     assert found.alarm.command in alarm.text
-    plots = {one.find("figcaption")[0].find("span")[0].text for one in page.find("figure")}
+    plots = {figure.find("figcaption")[0].find("span")[0].text for figure in page.find("figure")}
     assert plots and not plots & {"memory_vs_time", "step_time", "step_time_ratio", "noise"}
     assert "s/step" not in printed and "s/step" not in (folder / "report.md").read_text(encoding="utf-8")
     assert all(row["peak_memory_bytes"] for row in found.groups[0].rows)
@@ -158,7 +160,7 @@ def test_one_repeat_on_a_busy_machine_asks_for_both_in_one_command(tmp_path: Pat
 
 def test_what_stays_open_has_a_command_too(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {"alpha": 1.0, "beta": 1.0}, accumulate=(2,), noise=0.2, twin=False)
-    (found,) = said(of(folder)[1], "Undecided")
+    (found,) = on_topic(of(folder)[1], "Undecided")
     assert found.subject == "beta at N=2, W=2" and found.command == "python -m bench run --matrix made --repeats 20"
 
 
@@ -166,13 +168,13 @@ def test_a_cell_that_runs_once_beside_others_has_no_time_to_compare(tmp_path: Pa
     folder = write_run(tmp_path / "run", {"alpha": 1.0, "beta": 1.2}, accumulate=(1, 2), twin=False)
     records = {line: json.loads(line) for line in (folder / JOURNAL).read_bytes().splitlines(keepends=True)}
     single = {record["cell_id"] for record in records.values() if record["cell"]["accumulate"] == 2}
-    kept = [line for line, one in records.items() if one["repeat"] == 0 or one["cell_id"] not in single]
+    kept = [line for line, record in records.items() if record["repeat"] == 0 or record["cell_id"] not in single]
     (folder / JOURNAL).write_bytes(b"".join(kept))
-    first, *_ = said(of(folder)[1], "Undecided")
+    first, *_ = on_topic(of(folder)[1], "Undecided")
     assert first.subject == "beta at N=2, W=2" and "too few trials" in first.text
     write_manifest(folder, read_manifest(folder) | {"once": sorted(single)})
     _, found = of(folder)
-    assert all("N=1" in one.subject for one in said(found, "Undecided"))
+    assert all("N=1" in finding.subject for finding in on_topic(found, "Undecided"))
     assert [(group.n, group.is_timed) for group in found.groups] == [(1, True), (2, False)]
     report(folder)
     assert set(pd.read_csv(folder / "plots" / "memory_vs_time.csv")["accumulate"]) == {1}

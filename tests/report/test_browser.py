@@ -152,7 +152,7 @@ def test_sorting(visit: Visit) -> None:
 def test_another_baseline(visit: Visit, folder: Path) -> None:
     data = data_of(read(folder / "report.html"))
     visit.show("", -1)
-    own = [visit.column(key) for key in ("ratio", "verdict")]
+    texts = [visit.column(key) for key in ("ratio", "verdict")]
     place = data["baselines"].index("alpha-deferred")
     visit.page.select_option("#baseline", label="alpha-deferred")
     ids = visit.page.evaluate("[...document.querySelectorAll('#overview tr[data-id]')].map(r => r.dataset.id)")
@@ -160,7 +160,7 @@ def test_another_baseline(visit: Visit, folder: Path) -> None:
     shown = zip(ids, *(visit.column(key) for key in ("backend", "ratio", "verdict")), ends, strict=True)
     compared = 0
     for cell_id, backend, ratio, verdict, interval in shown:
-        found = [one for one in data["ratios"].get(cell_id, []) if one[0] == place]
+        found = [ratio for ratio in data["ratios"].get(cell_id, []) if ratio[0] == place]
         if backend == "alpha-deferred":
             assert (ratio, interval, verdict) == ("1", "", "baseline")
         elif not found or found[0][1] is None:
@@ -173,7 +173,7 @@ def test_another_baseline(visit: Visit, folder: Path) -> None:
     assert compared == 16
     assert visit.page.locator("#against").inner_text() == "alpha-deferred"
     visit.page.select_option("#baseline", label="alpha-eager")
-    assert [visit.column(key) for key in ("ratio", "verdict")] == own
+    assert [visit.column(key) for key in ("ratio", "verdict")] == texts
 
 
 def test_a_citation_is_copied(browser: Any, folder: Path) -> None:
@@ -188,9 +188,9 @@ def test_a_citation_is_copied(browser: Any, folder: Path) -> None:
             page.locator(f'button[data-cell="{cell.cell_id}"]').click()
             wanted = getattr(cite(Analysis(run=run), cell.cell_id), form)
             (base,) = [
-                one.cell_id
-                for one in run.cells.values()
-                if (one.backend, one.accumulate, one.world_size, one.twin) == (baseline, 8, 2, "")
+                cell.cell_id
+                for cell in run.cells.values()
+                if (cell.backend, cell.accumulate, cell.world_size, cell.twin) == (baseline, 8, 2, "")
             ]
             if baseline == "gamma":
                 page.get_by_text("Copied the citation of the cell.", exact=True).wait_for()
@@ -266,7 +266,7 @@ def test_the_pdf(browser: Any, folder: Path, tmp_path: Path) -> None:
             assert "".join((row.find("th", "td")[0].text).split()) in whole
     ids = [str(row.attributes["data-id"]) for row in page.find("tr") if row.attributes.get("data-id")]
     assert all(cell_id in whole for cell_id in ids)
-    (folded,) = [one for one in page.find("table") if one.find("caption", id="speed-caption")]
+    (folded,) = [table for table in page.find("table") if table.find("caption", id="speed-caption")]
     assert len(folded.find("tr")) > 20 and "fastest" in whole  # its details are closed on the screen
     on = [number for number, text in enumerate(texts) if any(cell_id in text for cell_id in ids)]
     assert all("correct?" in texts[number] for number in on), "the header is repeated"

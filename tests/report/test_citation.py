@@ -53,8 +53,8 @@ def copy(folder: Path, tmp_path: Path) -> Path:
     """The same run, to be spoilt; a run is named by its manifest, not by its folder."""
     path = tmp_path / "copy"
     path.mkdir()
-    for one in folder.glob("*.*"):
-        (path / one.name).write_bytes(one.read_bytes())
+    for file in folder.glob("*.*"):
+        (path / file.name).write_bytes(file.read_bytes())
     return path
 
 
@@ -69,13 +69,13 @@ def of(data: Analysis, backend: str, accumulate: int = 2, twin: str = "") -> str
 
 def errors(data: Analysis, text: str) -> list[str]:
     found = differences(data, text)
-    return [one.text for one in found if one.level is Level.ERROR]
+    return [finding.text for finding in found if finding.level is Level.ERROR]
 
 
 def clean(data: Analysis, text: str, count: int = 1) -> bool:
     every = differences(data, text)
-    found = [one for one in every if one.topic == "citation"]
-    return len(found) == count and all(one.level is Level.GOOD for one in found)
+    found = [finding for finding in every if finding.topic == "citation"]
+    return len(found) == count and all(finding.level is Level.GOOD for finding in found)
 
 
 def test_a_cell_is_cited_with_all_that_it_needs(data: Analysis) -> None:
@@ -207,17 +207,17 @@ def test_a_changed_journal_is_not_what_was_cited(
     assert cli.main(["cite", str(copy), cell_id]) == 1
     found = errors(Analysis(run=load(copy)), text)
     assert "was changed after the run" in capsys.readouterr().err
-    assert any("value is" in one and "0.05000 follows" in one for one in found)
-    assert any("sha256 is" in one for one in found)
+    assert any("value is" in text and "0.05000 follows" in text for text in found)
+    assert any("sha256 is" in text for text in found)
 
 
 def test_cells_are_found_by_id_beginning_and_label(data: Analysis) -> None:
     cell = data.run.cells[of(data, "slow")]
     assert data.run.find(cell.cell_id) is cell and data.run.find(cell.label) is cell
     ids = sorted(data.run.cells)
-    for one in ids:
-        short = next(one[:n] for n in range(1, 13) if sum(other.startswith(one[:n]) for other in ids) == 1)
-        assert data.run.find(short).cell_id == one
+    for cell_id in ids:
+        short = next(cell_id[:n] for n in range(1, 13) if sum(other.startswith(cell_id[:n]) for other in ids) == 1)
+        assert data.run.find(short).cell_id == cell_id
     with pytest.raises(InputError, match="did you mean 'slow N=2 W=2 fp32'"):
         data.run.find("slow N=2 W=3 fp32")
     with pytest.raises(InputError, match="use one of"):

@@ -88,7 +88,7 @@ def test_machines_read_each_event_as_a_line_of_json(capsys: pytest.CaptureFixtur
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [event["event"] for event in events] == ["said", "started", "finished", "started", "finished"]
     assert events[0]["text"] == "run x"
-    assert [one["label"] for one in events[1::2]] == [f"ddp-deferred N=4 W=2 fp32 B = {size}" for size in (16, 32)]
+    assert [event["label"] for event in events[1::2]] == [f"ddp-deferred N=4 W=2 fp32 B = {size}" for size in (16, 32)]
     _, began, good, _, bad = events
     assert (began["done"], began["total"], began["seconds_to_go"], began["bound"]) == (0, 2, 4.0, "about")
     assert (good["status"], good["step_time_s"], good["done"], good["seconds_to_go"]) == ("ok", 0.51, 1, 4.0)

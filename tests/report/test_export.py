@@ -116,11 +116,11 @@ def test_the_document_has_the_fields_of_a_real_one(document: Path, tmp_path: Pat
     assert real.keys() <= ours.keys()
     for part in ("machine_info", "commit_info"):
         assert real[part].keys() <= ours[part].keys(), part
-    for one in ours["benchmarks"]:
-        assert one.keys() == real["benchmarks"][0].keys()
-        assert one["stats"].keys() == real["benchmarks"][0]["stats"].keys()
-        assert {type(value) for value in one["stats"]["data"]} == {float}
-        assert one["options"].keys() <= real["benchmarks"][0]["options"].keys()
+    for benchmark in ours["benchmarks"]:
+        assert benchmark.keys() == real["benchmarks"][0].keys()
+        assert benchmark["stats"].keys() == real["benchmarks"][0]["stats"].keys()
+        assert {type(value) for value in benchmark["stats"]["data"]} == {float}
+        assert benchmark["options"].keys() <= real["benchmarks"][0]["options"].keys()
 
 
 def compare(folder: Path, *arguments: str) -> str:
@@ -134,7 +134,7 @@ def test_pytest_benchmark_compares_it(document: Path, tmp_path: Path) -> None:
     for name in ("run.json", "b.json"):
         (tmp_path / name).write_bytes(document.read_bytes())
     out = compare(tmp_path, "run.json", "b.json", "--columns", "median,iqr,ops,rounds,outliers", "--csv", "out.csv")
-    count = sum(one["group"] == "N=2 W=2 fp32" for one in json.loads(document.read_text())["benchmarks"])
+    count = sum(benchmark["group"] == "N=2 W=2 fp32" for benchmark in json.loads(document.read_text())["benchmarks"])
     assert f"'N=2 W=2 fp32': {2 * count} tests" in out and "slow N=4 W=2 fp32 (" in out and "wrong" not in out
     rows = pd.read_csv(tmp_path / "out.csv")
     assert len(rows) == 2 * len(json.loads(document.read_text())["benchmarks"])

@@ -29,16 +29,16 @@ def test_one_crashed_trial_of_ten(
     monkeypatch.setenv("COLUMNS", "200")
     folder = write_run(tmp_path / "run", FACTORS, changes=crash)
     status, printed = report(folder)
-    said = {"terminal": printed, "report.md": (folder / "report.md").read_text(encoding="utf-8")}
+    texts = {"terminal": printed, "report.md": (folder / "report.md").read_text(encoding="utf-8")}
     page = read(folder / "report.html")
     for key in ("cells", "correctness", "failed"):
         (section,) = page.find("section", aria_labelledby=key)
-        said[f"{key} of the page"] = section.text
+        texts[f"{key} of the page"] = section.text
     sound = write_run(tmp_path / "sound", FACTORS)
     capsys.readouterr()
     main(["compare", str(sound), str(folder)])
-    said["compare"] = capsys.readouterr().out
-    assert {place: text.count(OUTCOME) for place, text in said.items()} == dict.fromkeys(said, 1)
+    texts["compare"] = capsys.readouterr().out
+    assert {place: text.count(OUTCOME) for place, text in texts.items()} == dict.fromkeys(texts, 1)
     assert status == 1 and "Fastest correct backend" in printed and "Fastest correct backend  alpha-eager" in printed
 
     with Image.open(folder / "plots" / "loss_curves.png") as drawn:

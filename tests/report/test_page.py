@@ -54,9 +54,9 @@ def lines_of(page: Element) -> dict[tuple[str, str], dict[str, str]]:
         for row in body.find("tr"):
             if row.attributes.get("data-id"):
                 fields = {
-                    str(one.attributes["data-key"]): one.text.strip()
-                    for one in row.find("td", "th")
-                    if "data-key" in one.attributes
+                    str(cell.attributes["data-key"]): cell.text.strip()
+                    for cell in row.find("td", "th")
+                    if "data-key" in cell.attributes
                 }
                 found[fields["backend"], str(body.attributes["data-n"])] = fields
     return found
@@ -95,14 +95,14 @@ def test_it_is_one_file(folder: Path, page: Element) -> None:
 
 
 def test_every_section_is_there_in_order(page: Element) -> None:
-    titles = [one.attributes["id"] for one in page.find("h2")]
+    titles = [heading.attributes["id"] for heading in page.find("h2")]
     assert titles == ["answer", "cells", *SECTIONS, "failed", "methods", "machine", "raw", "manual-title"]
-    assert [one.tag for one in page.find("h1", "h2", "h3")][:2] == ["h1", "h2"]
+    assert [heading.tag for heading in page.find("h1", "h2", "h3")][:2] == ["h1", "h2"]
     for plot in page.find("img"):
         assert base64.b64decode(str(plot.attributes["src"]).partition(",")[2]).startswith(b"\x89PNG")
         (about,) = page.find("p", id=str(plot.attributes["aria-describedby"]))
         assert plot.attributes["alt"] and len(about.text) > 20
-    plots = {one.find("figcaption")[0].find("span")[0].text for one in page.find("figure")}
+    plots = {figure.find("figcaption")[0].find("span")[0].text for figure in page.find("figure")}
     assert {"memory_vs_time", "step_time_ratio", "memory_categories", "loss_curves", "communication"} <= plots
     assert "noise" in plots and "optimizer_steps" not in plots
 
@@ -130,12 +130,12 @@ def test_steps_of_whole_windows_do_not_pass_for_those_at_an_epochs_end(tmp_path:
     (section,) = page.find("section", aria_labelledby="semantics")
     text = " ".join(section.text.split())
     assert "A timed trial trains whole windows only" in text
-    rows = [[one.text for one in row.find("th", "td")] for row in section.find("tbody")[0].find("tr")]
+    rows = [[cell.text for cell in row.find("th", "td")] for row in section.find("tbody")[0].find("tr")]
     assert [row[0] for row in rows] == ["lightning-deepspeed-zero2-corrected", "ddp-deferred"]
     assert rows[0][2:] == ["6", "5", "4"] and "global_step = 4" in rows[0][1]
     assert rows[1][2:] == ["6", "6", "-"]
     assert "deepspeed 0.19.8; this run has deepspeed 0.1, which may differ" in text
-    (link,) = [str(one.attributes["href"]) for one in section.find("a")]
+    (link,) = [str(link.attributes["href"]) for link in section.find("a")]
     assert (folder / unquote(link)).resolve() == Path(__file__).parents[2] / "docs" / "semantics.md"
 
 
@@ -173,7 +173,7 @@ def test_it_says_how_nodes_differ_and_which_has_the_slowest_rank(tmp_path: Path)
     manifest = make_manifest([cell])
     other = {**manifest, "machine": manifest["machine"] | {"cpu": "another"}}
     steps = ([[0.5], [0.6]], [[0.6], [0.5]], [[0.5], [0.6]])
-    records = [make_record(cell, repeat, time={"rank_step_seconds": one}) for repeat, one in enumerate(steps)]
+    records = [make_record(cell, repeat, time={"rank_step_seconds": seconds}) for repeat, seconds in enumerate(steps)]
     for record in records:
         Journal(tmp_path).append(record)
     run = run_of(records, manifest | {"nodes": [other]})
@@ -217,8 +217,8 @@ def test_500_cells(tmp_path: Path) -> None:
     plots = {path.stem: path for path in (folder / "plots").glob("*.png")}
     assert set(plots) == set(KINDS)
     for name in ("memory_vs_time", "memory_categories", "step_time_ratio"):  # not all have room in it
-        (said,) = page.find("p", id=f"about-{name}")
-        words = re.search(r"(\d+) of (\d+) (cells|comparisons) are left out", said.text)
+        (about,) = page.find("p", id=f"about-{name}")
+        words = re.search(r"(\d+) of (\d+) (cells|comparisons) are left out", about.text)
         assert words is not None and 0 < int(words[1]) < int(words[2]) <= cells, name
     assert pd.read_csv(plots["step_time"].with_suffix(".csv"))["cell_id"].nunique() >= cells - 4  # references
     ratios = pd.read_csv(plots["step_time_ratio"].with_suffix(".csv"))

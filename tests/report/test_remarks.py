@@ -72,13 +72,13 @@ def test_two_ways_of_bf16_and_a_backends_own_remark_are_said_once_in_each_place(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write(tmp_path / "run")
-    own = f"{FSDP2} N=2 W=2 bf16: {ALONE}"
+    alone = f"{FSDP2} N=2 W=2 bf16: {ALONE}"
     for name, text in (places(folder, drawn=True) | compared(folder, tmp_path / "out", capsys)).items():
-        assert [text.count(sentence) for sentence in (BF16, own)] == [1, 1], name
+        assert [text.count(sentence) for sentence in (BF16, alone)] == [1, 1], name
     of_fsdp2, of_ddp, of_both = citations(folder)
     assert [text.count(BEGINNING) for text in (of_fsdp2, of_ddp, of_both)] == [0, 0, 1]
     assert [text.count(ALONE) for text in (of_fsdp2, of_ddp, of_both)] == [1, 0, 1]
-    assert BF16 in of_both and own in of_both
+    assert BF16 in of_both and alone in of_both
     caveats = read_frames(folder).cells.set_index("backend")["caveats"]
     assert ALONE in caveats[FSDP2] and ALONE not in caveats[DDP]
 

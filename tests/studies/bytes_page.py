@@ -110,8 +110,8 @@ def _agreement(measured: Measured, predicted: Mapping[str, int]) -> list[str]:
         same = (counted["calls"] == counted["expected_calls"]) & (
             counted["payload_bytes"] == counted["expected_payload_bytes"]
         )
-        own = memory[memory["category"] == PEAK]
-        apart = own["cell_id"].map(predicted).astype(float) / own["bytes"].astype(float) - 1
+        peaks = memory[memory["category"] == PEAK]
+        apart = peaks["cell_id"].map(predicted).astype(float) / peaks["bytes"].astype(float) - 1
         near = int((apart.abs() <= NEAR).sum())
         rows.append(
             (
@@ -136,17 +136,17 @@ def _agreement(measured: Measured, predicted: Mapping[str, int]) -> list[str]:
 
 
 def _collectives(measured: Measured) -> list[str]:
-    own = measured.collectives
-    own = own[(own["world"].str.startswith("real")) & (own["world_size"] == SHOWN_WORLD)]
-    factors = sorted(own["accumulate"].unique())
+    shown = measured.collectives
+    shown = shown[(shown["world"].str.startswith("real")) & (shown["world_size"] == SHOWN_WORLD)]
+    factors = sorted(shown["accumulate"].unique())
     sent: dict[str, list[tuple[str, ...]]] = {}
-    for (backend, op, dtype, group), part in own.groupby(["backend", "op", "dtype", "group"]):
+    for (backend, op, dtype, group), part in shown.groupby(["backend", "op", "dtype", "group"]):
         by_n = part.set_index("accumulate")
         amounts = (_amount(by_n.loc[n]) if n in by_n.index else "-" for n in factors)
         ranks = "" if group == RankGroup.WORLD else f" in the {group} group"
         sent.setdefault(str(backend), []).append((f"{op} of {dtype}{ranks}", *amounts))
-    merged = _merged((backend, *own) for backend, own in sent.items())
-    rows = [(backends, *one) for backends, *own in merged for one in own]
+    merged = _merged((backend, *values) for backend, values in sent.items())
+    rows = [(backends, *row) for backends, *values in merged for row in values]
     return [
         f"## Collectives of one optimizer step, W = {SHOWN_WORLD}",
         "",
@@ -162,7 +162,7 @@ def _merged(rows: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     names: dict[tuple[Any, ...], list[str]] = {}
     for backend, *values in sorted(rows, key=lambda row: list(BUILT_IN).index(row[0])):
         names.setdefault(tuple(values), []).append(backend)
-    return [(", ".join(own), *values) for values, own in names.items()]
+    return [(", ".join(shared), *values) for values, shared in names.items()]
 
 
 def _amount(row: Any) -> str:
@@ -199,9 +199,9 @@ def _large(measured: Measured) -> list[str]:
     memory = measured.memory.pivot_table(index="cell_id", columns="category", values="bytes", aggfunc="max")
     rows, gradients = [], {}
     for trial in fake.sort_values(["world_size", "backend"]).to_dict("records"):
-        own = memory.loc[trial["cell_id"]]
-        gradients[trial["world_size"], trial["backend"]] = own["held_gradients"]
-        sizes = (own[f"held_{use}"] / GIB for use in ("parameters", "gradients", "optimizer_state"))
+        held = memory.loc[trial["cell_id"]]
+        gradients[trial["world_size"], trial["backend"]] = held["held_gradients"]
+        sizes = (held[f"held_{use}"] / GIB for use in ("parameters", "gradients", "optimizer_state"))
         rows.append(
             (trial["backend"], str(trial["world_size"]), str(trial["accumulate"]), *(f"{s:.2f}" for s in sizes))
         )

@@ -47,9 +47,9 @@ def due_payload(backend: str, n: int) -> int:
     cell = Cell(backend=backend, accumulate=n, precision=Precision.BF16, **size)
     layout = layout_of(cell)
     assert layout is not None
-    due = expect(cell, layout)
-    assert due is not None
-    return sum(row.payload_bytes for row in due.collectives)
+    expected = expect(cell, layout)
+    assert expected is not None
+    return sum(row.payload_bytes for row in expected.collectives)
 
 
 def no_sync(m: Measured) -> Judged:
@@ -80,11 +80,11 @@ def all_reduce_alone(m: Measured) -> Judged:
     assert layout is not None
     calls, held = [], []
     for name in HSDP:
-        due = expect(dataclasses.replace(cell, backend=name), layout)
-        assert due is not None
-        by_op = {row.op: row.calls // len(layout.units) for row in due.collectives}
+        expected = expect(dataclasses.replace(cell, backend=name), layout)
+        assert expected is not None
+        by_op = {row.op: row.calls // len(layout.units) for row in expected.collectives}
         calls.append(f"{by_op['reduce_scatter']} and {by_op['all_reduce']} under `{name}`")
-        held.append(due.held["gradients"] / due.held["parameters"])
+        held.append(expected.held["gradients"] / expected.held["parameters"])
     numbers = {"counted": ", ".join(calls), "alone": held[1], "both": held[2]}
     return true(all(set(m.weights("partial-window", name)) == {1.0} for name in HSDP)), numbers
 
@@ -131,9 +131,9 @@ def accumulates(m: Measured) -> Judged:
 
 
 def steps_at_the_end(m: Measured) -> Judged:
-    prepared, own = (m.updates(scenario, ACCELERATE) for scenario in ("partial-window", "own-loader"))
+    prepared, unprepared = (m.updates(scenario, ACCELERATE) for scenario in ("partial-window", "own-loader"))
     mixed = m.mixed("own-loader", ACCELERATE)
-    numbers = {"prepared": prepared, "own": own, "mixed": mixed}
+    numbers = {"prepared": prepared, "own": unprepared, "mixed": mixed}
     return only(mixed > m.mixed("partial-window", ACCELERATE) == 0, TRUE), numbers
 
 

@@ -77,10 +77,10 @@ class Measured:
 
     def version(self, package: str, finding: str) -> dict[str, str]:
         """What was found of each version of a package."""
-        own = [entry for entry in self.versions if entry["package"] == package]
+        entries = [entry for entry in self.versions if entry["package"] == package]
         return {
             entry["version"]: next(fact["measured"] for fact in entry["findings"] if fact["finding"] == finding)
-            for entry in own
+            for entry in entries
         }
 
 

@@ -135,7 +135,7 @@ def _make(row: Made) -> bool:
 
 def _files(row: Made) -> list[Path]:
     tops = [ROOT / path for path in row.paths]
-    return [one for top in tops for one in (top, *top.rglob("*")) if one.is_file()]
+    return [path for top in tops for path in (top, *top.rglob("*")) if path.is_file()]
 
 
 def reasons(row: Made, late: Collection[str]) -> list[str]:
@@ -156,9 +156,9 @@ def reasons(row: Made, late: Collection[str]) -> list[str]:
     if not all(record["finished"] for record in records):
         found.append("was not finished")
     for name in row.sources:
-        (source,) = [one for one in ROWS if one.name == name]
-        newest = max((one["finished"] for one in _records(source)), default="")
-        if name in late or newest > min(one["finished"] for one in records):
+        (source,) = [row for row in ROWS if row.name == name]
+        newest = max((record["finished"] for record in _records(source)), default="")
+        if name in late or newest > min(record["finished"] for record in records):
             found.append(f"is made from {name}, which is {'out of date' if name in late else 'newer'}")
     return found
 

@@ -72,9 +72,9 @@ def page(observations: Sequence[Observation], about: Mapping[str, Any], rates: S
 
 def best(observations: Sequence[Observation]) -> str:
     """The backends that are wrong in the fewest scenarios, of those that run them all."""
-    own = [by_backend(seen) for seen in observations]
-    wrong = Counter(seen["backend"] for seen in own if seen["level"] == "wrong")
-    partial = {seen["backend"] for seen in own if seen["verdict"] == Status.UNSUPPORTED}
+    observed = [by_backend(seen) for seen in observations]
+    wrong = Counter(seen["backend"] for seen in observed if seen["level"] == "wrong")
+    partial = {seen["backend"] for seen in observed if seen["verdict"] == Status.UNSUPPORTED}
     backends = [name for name in backends_of(observations) if name not in partial]
     least = min((wrong[name] for name in backends), default=0)
     best = ", ".join(_code(name) for name in backends if wrong[name] == least) or "none"
@@ -87,7 +87,7 @@ def question(name: str, values: Mapping[str, Any], seen: Sequence[Observation]) 
     """What a scenario asks, and the verdicts with the backends under which each came up."""
     lines = [f"**{escape(values['title'])}** ({_code(name)}: {escape(Scenario.from_dict(values).setting)})", ""]
     for only, cause in ((by_backend, ""), (by_loss, "the reduction of the loss: ")):
-        parts = [only(one) for one in seen]
+        parts = [only(observation) for observation in seen]
         told = [part for part in parts if not cause or part["findings"]]
         for verdict, backends in _by_text(told, _verdict).items():
             names = some(backends) if cause or verdict == "right" else ", ".join(backends)

@@ -86,12 +86,12 @@ def _verdicts(drawn: Bootstrap, shape: tuple[int, int], by: float) -> NDArray[An
     """The verdicts of each report if its cells are slower by an effect: reports x comparisons."""
     moved = replace(drawn, centres=drawn.centres + by, draws=drawn.draws + by)
     columns = (drawn.centres, *drawn.interval(), drawn.p_different())
-    own = [column.reshape(shape)[:, 0] for column in columns]
+    firsts = [column.reshape(shape)[:, 0] for column in columns]
     ends = (moved.centres, *moved.interval(), moved.p_different(), moved.p_same(MARGIN))
     centres, low, high, different, same = (column.reshape(shape)[:, 1:] for column in ends)
     found = []
     for i in range(shape[0]):
-        control = _interval(own[0][i], own[1][i], own[2][i], own[3][i], 1.0)
+        control = _interval(firsts[0][i], firsts[1][i], firsts[2][i], firsts[3][i], 1.0)
         report = [
             Comparison(time=_interval(*values).widened(excess(control)), control=control)
             for values in zip(centres[i], low[i], high[i], different[i], same[i], strict=True)

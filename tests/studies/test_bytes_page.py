@@ -109,15 +109,15 @@ def test_what_was_measured_is_what_was_calculated(measured: list[Run]) -> None:
         fitting = {name for name, backend in BUILT_IN.items() if world_size >= 2 * backend.replicate}
         backends = fitting & set(measured[0].manifest["backends"]) - set(REFERENCES)
         for n in (1, 2, 4, 8):
-            own = found.trials[(found.trials["world_size"] == world_size) & (found.trials["accumulate"] == n)]
-            assert set(own["backend"]) >= backends, (world_size, n)
+            chosen = found.trials[(found.trials["world_size"] == world_size) & (found.trials["accumulate"] == n)]
+            assert set(chosen["backend"]) >= backends, (world_size, n)
 
 
 def test_who_holds_which_gradients_is_as_the_page_says(measured: list[Run]) -> None:
     """Where they are sharded, eager sync holds a shard, deferred sync all, ZeRO-3 a shard besides; DDP always all."""
     memory = Measured.of(measured).memory
-    own = memory[(memory["category"] == "held_gradients") & (memory["world"] == "real, W = 2, tiny")]
-    held = own.groupby("backend")["bytes"].max()
+    gradients = memory[(memory["category"] == "held_gradients") & (memory["world"] == "real, W = 2, tiny")]
+    held = gradients.groupby("backend")["bytes"].max()
     whole, shard = held["ddp-deferred"], held["fsdp2-eager"]
     for name, size in held.items():
         if BUILT_IN[name].sharding == "none":

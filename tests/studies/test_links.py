@@ -27,12 +27,12 @@ def test_page_and_picture_say_where_deferring_pays(tmp_path: Path) -> None:
     assert study.rates == pytest.approx(FALLING, rel=1e-3)
     ((latency_s, within),) = {(link.latency_s, link.intra_bytes_per_s) for link in study.links}
     assert (latency_s, within) == pytest.approx((LATENCY_S, WITHIN), rel=1e-3), "the same in all runs"
-    said = "\n".join(links.page(study, "picture.png"))
+    text = "\n".join(links.page(study, "picture.png"))
     ratios = [(COMPUTE_S + sent_s(speed)) / (COMPUTE_S + 4 * sent_s(speed)) for speed in FALLING]
     shown = [f"{found:.2f} ({found:.2f} to {found:.2f}) ambiguous" for found in (*ratios[:2], ratios[2] / 1.3)]
     row = f"| ddp-deferred | 4 | {shown[0]} | {shown[1]}; {ratios[1]:.2f} | {shown[2]}; {ratios[2]:.2f} |"
-    assert row in said, "without an A/A pair there is no verdict"
-    assert "| 200mbit | 2 | 0 | 1 | +15 % (+0 % to +30 %) |" in said
+    assert row in text, "without an A/A pair there is no verdict"
+    assert "| 200mbit | 2 | 0 | 1 | +15 % (+0 % to +30 %) |" in text
     drawing = links.draw(study)
     assert drawing.words.title == (
         "With N > 1, deferring the sync is faster in 0 of 1 pairs at 20 MB/s, 0 of 1 pairs at 100 MB/s and 0 of 1 "

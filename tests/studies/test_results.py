@@ -49,7 +49,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> object:
+def printed(capsys: pytest.CaptureFixture[str]) -> object:
     """What the list says of each, with its exit status."""
 
     def listed() -> tuple[int, dict[str, str]]:
@@ -60,26 +60,26 @@ def said(capsys: pytest.CaptureFixture[str]) -> object:
     return listed
 
 
-def test_a_page_is_made_and_stays_up_to_date_until_code_or_run_changes(root: Path, said: object) -> None:
-    assert said() == (BAD, {"timed": "up to date", "page": "results/made.json does not say when it was made"})
+def test_a_page_is_made_and_stays_up_to_date_until_code_or_run_changes(root: Path, printed: object) -> None:
+    assert printed() == (BAD, {"timed": "up to date", "page": "results/made.json does not say when it was made"})
     assert results.main(["--all"]) == GOOD
     fresh = (GOOD, {"timed": "up to date", "page": "up to date"})
-    assert said() == fresh and (root / PAGE).exists()
+    assert printed() == fresh and (root / PAGE).exists()
     commit(root, '"""What is measured."""\nrate = 1  # per second\n')
-    assert said() == fresh, "words are no code"
+    assert printed() == fresh, "words are no code"
     first = read_manifest(root / RUN)["git"]["commit"]
     last = commit(root, '"""What is measured."""\nrate = 2\n')
     older = f"is older than {CODE} (made at "
-    status, states = said()
+    status, states = printed()
     assert status == BAD and states["timed"] == f"{older}{first[:12]})"
     assert states["page"].startswith(older) and states["page"].endswith("is made from timed, which is out of date")
     write_manifest(root / RUN, read_manifest(root / RUN) | {"git": {"commit": last, "clean": True}, "finished": "3000"})
     assert results.main(["page"]) == GOOD
-    assert said() == (BAD, {"timed": "up to date", "page": "is made from timed, which is newer"})
+    assert printed() == (BAD, {"timed": "up to date", "page": "is made from timed, which is newer"})
 
 
 def test_what_cannot_be_made_or_trusted_is_said(
-    root: Path, said: object, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    root: Path, printed: object, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = read_manifest(root / RUN)
     write_manifest(root / RUN, manifest | {"git": {"commit": "0" * 40, "clean": False}, "journal_sha256": "0" * 64})
@@ -94,7 +94,7 @@ def test_what_cannot_be_made_or_trusted_is_said(
     os.utime(root / PAGE, (0, 0))
     assert results.main(["page"]) == BAD
     assert f"wrote nothing into {PAGE}: true" in capsys.readouterr().out
-    assert said()[1]["timed"] == "is missing"
+    assert printed()[1]["timed"] == "is missing"
     (root / CODE).write_text("rate = 3\n", encoding="utf-8")
     assert results.main(["page"]) == WRONG
     assert f"{CODE}: has changes that are not committed" in capsys.readouterr().err

@@ -61,8 +61,8 @@ def test_command_keeps_other_versions_and_names_wrong_ones(
     assert [each["package"] for each in kept] == ["lightning", "deepspeed"]
     for wrong in ("torch==2.0", "lightning", "lightning==new"):
         assert command.main([wrong, *out]) == 2
-        said = capsys.readouterr().err
-        assert f"'{wrong}' is no version of lightning or deepspeed" in said and said.count("\n") == 1
+        error = capsys.readouterr().err
+        assert f"'{wrong}' is no version of lightning or deepspeed" in error and error.count("\n") == 1
 
 
 ENDS = {"torch": ("2.11.0", "2.15.0"), "lightning": ("2.6.0", "2.6.6"), "transformers": ("5.0.0", "5.23.0")}
@@ -96,10 +96,13 @@ def test_what_a_backend_lacks_is_no_failure_of_a_smoke_run() -> None:
         return {"backend": backend, "status": status, "reason": reason, "update_causes": "", "failed_gates": ""}
 
     trials = [trial("ddp-eager", "ok"), trial("torchtitan-eager", "unsupported", "needs torch>=2.13")]
-    said = "1 of 2 trials ok; torchtitan-eager unsupported: needs torch>=2.13"
-    assert bounds.outcome({}, trials) == (said, True)
+    summary = "1 of 2 trials ok; torchtitan-eager unsupported: needs torch>=2.13"
+    assert bounds.outcome({}, trials) == (summary, True)
     crashed = [*trials, trial("hsdp-eager", "crashed", "raised in /a/b/c.py")]
-    assert bounds.outcome({}, crashed) == (f"{said.replace('of 2', 'of 3')}; hsdp-eager crashed: raised in c.py", False)
+    assert bounds.outcome({}, crashed) == (
+        f"{summary.replace('of 2', 'of 3')}; hsdp-eager crashed: raised in c.py",
+        False,
+    )
 
 
 def test_all_versions_can_be_named_and_probed() -> None:

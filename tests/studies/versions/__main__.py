@@ -65,9 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             # After each version, so that an interrupted session loses none.
             versions_page.write(entries, smokes, arguments.out)
         found: list[Smoke] = []
-        for one in bounds.smokes() if every or arguments.smoke else ():
-            found.append(one)
-            print(f"{', '.join(map(' '.join, one.packages.items()))}: {one.result}", flush=True)
+        for smoke in bounds.smokes() if every or arguments.smoke else ():
+            found.append(smoke)
+            print(f"{', '.join(map(' '.join, smoke.packages.items()))}: {smoke.result}", flush=True)
             versions_page.write(entries, found, arguments.out)
     except (InputError, FailedError) as error:
         print(f"bench: {' '.join(str(error).split())}", file=sys.stderr)

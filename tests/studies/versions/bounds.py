@@ -40,7 +40,7 @@ def smokes() -> Iterator[Smoke]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     required = map(Requirement, [*project["dependencies"], *extras["hf"], *extras["torchtitan"]])
-    found = {one.name: ends(one) for one in required if one.name in ("torch", *OTHERS)}
+    found = {requirement.name: ends(requirement) for requirement in required if requirement.name in ("torch", *OTHERS)}
     for torch in dict.fromkeys(found["torch"]):
         with tempfile.TemporaryDirectory(prefix="bench-versions-") as folder:
             python = create(Path(folder))

@@ -69,10 +69,10 @@ def install(package: str, number: str, folder: Path) -> Path:
 def create(folder: Path) -> Path:
     """The interpreter of a new environment, in which all packages of the current one can be imported."""
     venv.EnvBuilder(symlinks=True).create(folder)
-    own = Path(sysconfig.get_path("purelib", "venv", vars={"base": str(folder)}))
+    packages = Path(sysconfig.get_path("purelib", "venv", vars={"base": str(folder)}))
     below = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
     # Read after the environment's own packages, which therefore come first.
-    (own / "below.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in below))
+    (packages / "below.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in below))
     return folder / "bin" / "python"
 
 
