@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 from PIL import Image
 
+from bench.formatting import at_most
 from bench.judge.analysis import Analysis
 from bench.judge.loading import Run, load
 from bench.plan.cell import Cell
@@ -122,6 +123,11 @@ def test_every_point_and_every_line_is_named(name: str) -> None:
             cells = cells[(cells["accumulate"] == cells["accumulate"].max()) & cells["step_time_s"].notna()]
         words = " ".join(legible.words(of(name)[stem].figure))
         assert [backend for backend in cells["backend"] if backend not in words] == [], stem
+
+
+@pytest.mark.parametrize(("value", "words"), [(1.4e-6, "2e-06"), (1e-6, "1e-06"), (0.00016, "0.0002"), (0.0, "0")])
+def test_a_bound_is_rounded_up(value: float, words: str) -> None:
+    assert at_most(value) == words
 
 
 def test_peaks_that_differ_by_bytes_tie() -> None:
