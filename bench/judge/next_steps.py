@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -60,11 +61,9 @@ def _nothing_to_compare(run: Run) -> Finding:
     if len(named) > 1 and run.manifest.get("baseline") in REFERENCES:
         text = "The baseline is a reference, with which no times are compared"
         return warning(UNAVAILABLE, text, command=again(run, **{"--baseline": named[0]}))
-    classes = {name: facts.get("class") or name for name, facts in run.manifest["backends"].items()}
-    more = [name for name in PARTNERS if name not in named][:1]
-    options = {"--backend": ",".join([*(classes.get(name, name) for name in named), *more])}
+    options: dict[str, Any] = {"--backend": named + [name for name in PARTNERS if name not in named][:1]}
     if _repeats(run) < MIN_TRIALS:
-        options["--repeats"] = str(MIN_REPEATS)
+        options["--repeats"] = MIN_REPEATS
     return warning(UNAVAILABLE, "No two cells of the run differ in the backend alone", command=again(run, **options))
 
 
@@ -77,9 +76,9 @@ def next_command(run: Run, reasons: Collection[Reason], folder: Path) -> str:
         return f"{shlex.join(BENCH)} check {place}"
     more = {}
     if _repeats(run) < MIN_TRIALS:
-        more["--repeats"] = str(MIN_REPEATS)
+        more["--repeats"] = MIN_REPEATS
     elif Reason.DISTURBED not in reasons:
-        more["--repeats"] = str(2 * _repeats(run))
+        more["--repeats"] = 2 * _repeats(run)
     command = again(run, **more)
     return f"{shlex.join(BENCH)} doctor && {command}" if Reason.DISTURBED in reasons else command
 
@@ -88,32 +87,32 @@ def _repeats(run: Run) -> int:
     return int(run.tables.trials["repeat"].nunique())
 
 
-def again(run: Run, **options: str) -> str:
+def again(run: Run, **options: Any) -> str:
     """The command that measures the matrix of a run again, into a new folder, with these options changed.
 
     It is made from the matrix as it was run, not from the words of the first command. More repeats have no budget.
     """
     matrix = run.manifest["matrix"]
     shipped = matrix["source"] == f"{matrix['name']}.toml"
-    given = {"--matrix": matrix["name"] if shipped else matrix["source"]}
+    given: dict[str, Any] = {"--matrix": matrix["name"] if shipped else matrix["source"]}
     classes = {name: about.get("class") or name for name, about in run.manifest["backends"].items()}
     for key, option in (matrix.get("places") or {}).items():
         value = matrix["values"][key]
         if option.startswith("--") and option != "--alone" and value != "auto":  # those follow from the others
-            given[option] = _word(value, classes, "s" if option == "--budget" else "")
+            given[option] = f"{value:g}s" if option == "--budget" else value
     if run.manifest.get("cold"):
-        given["--cold"] = ""
+        given["--cold"] = True
     if "--repeats" in options:
         given = {name: word for name, word in given.items() if name not in ("--max-repeats", "--budget")}
-    words = (word for option in (given | options).items() for word in option if word)
-    return shlex.join([*BENCH, "run", *words])
+    asked = ((option, _word(value, classes)) for option, value in (given | options).items())
+    return shlex.join([*BENCH, "run", *filter(None, itertools.chain.from_iterable(asked))])
 
 
-def _word(value: Any, classes: Mapping[str, str], unit: str) -> str:
+def _word(value: Any, classes: Mapping[str, str]) -> str:
     """A value as its option takes it; empty for a switch."""
     if value is True:
         return ""
     if isinstance(value, list):
         words = ("on" if part is True else "off" if part is False else str(part) for part in value)
         return ",".join(classes.get(word, word) for word in words)
-    return f"{value:g}{unit}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
