@@ -26,7 +26,7 @@ INSTALLED_FROM = ("pyproject.toml", "constraints.txt", "bench/__init__.py")
 """Files that, changed, make the environment out of date; the last has the version."""
 
 
-@nox.session(default=False, venv_backend="virtualenv", reuse_venv=True)
+@nox.session(default=False, venv_backend="uv|virtualenv", reuse_venv=True)
 def install(session: nox.Session) -> None:
     """Install the project and its tools; the other sessions do this by themselves."""
     # torch is gigabytes, so there is one environment, whose programs the other sessions find first on the path.
@@ -36,7 +36,6 @@ def install(session: nox.Session) -> None:
     if stamp.exists() and stamp.read_text() == digest:
         session.log(f"{', '.join(INSTALLED_FROM)} are as they were when this environment was installed")
         return
-    groups = ("--group", "test", "--group", "lint")
     for index in os.environ.get("PIP_EXTRA_INDEX_URL", "").split():
         try:
             urllib.request.urlopen(index, timeout=10)
@@ -48,8 +47,30 @@ def install(session: nox.Session) -> None:
             )
     session.log("installing torch, Lightning, DeepSpeed and the tools, maybe gigabytes")
     # DeepSpeed comes as source; with its operators off, nothing is compiled, and torch need not be there first.
-    session.install("-c", "constraints.txt", "-e", ".[hf,torchtitan]", *groups, env={"DS_BUILD_OPS": "0"}, silent=False)
+    environment = {"DS_BUILD_OPS": "0"}
+    wanted = ["-e", ".[hf,torchtitan]", "--group", "test", "--group", "lint"]
+    if session.venv_backend == "uv":
+        environment |= pip_settings()
+        wanted.append("pip")  # some sessions use it, and an environment by uv has none
+    session.install("-c", "constraints.txt", *wanted, env=environment, silent=False)
     stamp.write_text(digest)
+
+
+UV_NAMES = {"find-links": "UV_FIND_LINKS", "extra-index-url": "UV_EXTRA_INDEX_URL", "index-url": "UV_DEFAULT_INDEX"}
+"""uv's variables for pip's settings of where packages are."""
+
+
+def pip_settings() -> dict[str, str]:
+    """Variables that make uv, which reads no setting of pip, find packages, such as torch's build, where pip does."""
+    if not (pip := shutil.which("pip") or shutil.which("pip3")):
+        return {}
+    listed = subprocess.run([pip, "config", "list"], stdout=subprocess.PIPE, text=True, check=True).stdout
+    found = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # pip's: the best version of all indexes
+    for line in sorted(listed.splitlines(), reverse=True):  # variables, :env:, come after files, since they count more
+        key, _, value = line.partition("=")
+        if name := UV_NAMES.get(key.rpartition(".")[2]):
+            found[name] = value.strip("'")
+    return found
 
 
 @nox.session(venv_backend="none", requires=["install"])

@@ -125,6 +125,22 @@ def test_pip_leaves_there_what_is_new_enough_and_says_what_is_too_old(
     assert refused.returncode == 1 and "torch>=2" in refused.stderr
 
 
+def test_uv_finds_packages_where_pip_is_told_to(noxfile: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pip.conf").write_text(
+        "[global]\nfind-links = /wheels\nextra-index-url = https://a/simple https://b/simple\ntimeout = 3\n"
+    )
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "https://cpu/simple")
+    for name in ("PIP_FIND_LINKS", "PIP_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    found = noxfile.pip_settings()
+    assert found["UV_FIND_LINKS"] == "/wheels"
+    assert found["UV_EXTRA_INDEX_URL"] == "https://cpu/simple"  # a variable counts more than a file
+    assert found["UV_INDEX_STRATEGY"] == "unsafe-best-match"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert noxfile.pip_settings() == {}  # no pip, so no settings of pip
+
+
 @pytest.fixture(scope="module")
 def packages_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All that is installed but the bench's extras and the bench itself, with what makes an editable install."""

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, zip_longest
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -112,7 +112,10 @@ def run(
     def world_size(scenario: Scenario) -> int:
         return scenario.world_size
 
-    for backend in backends:
+    for backend, next_backend in zip_longest(backends, backends[1:]):
+        launcher.prepare(backend)
+        if next_backend:
+            launcher.prepare(next_backend)  # its packages are imported while this one trains
         for _, group in groupby(sorted(scenarios, key=world_size), key=world_size):
             together = list(group)
             if len(together) > 1:

@@ -101,7 +101,7 @@ class AccelerateBackend(Backend):
     family = BackendFamily.HUGGING_FACE
     stepping, counts_steps = Stepping.FLUSH, False
     requires: ClassVar[tuple[str, ...]] = ("accelerate",)
-    preload: ClassVar[tuple[str, ...]] = ("accelerate", "deepspeed")  # which it imports wherever it is installed
+    preload: ClassVar[tuple[str, ...]] = ("accelerate", *ds.PRELOAD)  # it imports DeepSpeed wherever that is installed
     scenario_variant = "bench.audit.job:AuditedAccelerator"
     wrapper: ClassVar[str]
     sync_each_batch: ClassVar[bool] = False
@@ -222,7 +222,7 @@ class AccelerateDeepSpeedZero2(ds.ZeroBackend, AccelerateBackend):
     name, framework = "accelerate-deepspeed-zero2", "Accelerate DeepSpeed"
     colour = "#999933"
     sync = Sync.EAGER
-    requires, preload = ("accelerate", "deepspeed"), ("accelerate", *ds.PRELOAD)
+    requires = ("accelerate", "deepspeed")
     wrapper = DEEPSPEED
 
     def wrapped(self) -> Any:

@@ -35,7 +35,7 @@ class HuggingFaceTrainer(Backend):
 
     family = BackendFamily.HUGGING_FACE
     requires: ClassVar[tuple[str, ...]] = ("transformers", "accelerate")
-    preload: ClassVar[tuple[str, ...]] = ("transformers.trainer", "accelerate", "deepspeed")
+    preload: ClassVar[tuple[str, ...]] = ("transformers.trainer", "accelerate", *ds.PRELOAD)
     scenario_variant = "bench.audit.hugging_face_job:AuditedHuggingFace"
     stepping = Stepping.OVERRIDE
     wrapper: ClassVar[str]
@@ -251,7 +251,6 @@ class HuggingFaceDeepSpeedZero2(ds.ZeroBackend, HuggingFaceTrainer):
     colour = "#6699CC"
     sync = Sync.EAGER
     requires = ("transformers", "accelerate", "deepspeed")
-    preload = ("transformers.trainer", "accelerate", *ds.PRELOAD)
     wrapper = DEEPSPEED
 
     def wrapped(self) -> Any:

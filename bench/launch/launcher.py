@@ -84,7 +84,7 @@ class Launcher:
         if gone or len(nodes) < task.num_nodes:
             reason = gone[0] if gone else f"{task.num_nodes} nodes are needed, and there are {len(nodes)}"
             return Outcome(status=Status.INTERRUPTED, reason=reason, ranks=[], wall_s=0.0)
-        packages = () if self._cold else registry([task.backend])[task.backend].preloaded()
+        packages = self._packages(task.backend)
         started = time.perf_counter()
         try:
             trial = self._started(task, nodes, packages, timeout_s, inactivity_s)
@@ -100,6 +100,14 @@ class Launcher:
             wall_s = time.perf_counter() - started
             self.close()
             return Outcome(status=Status.INTERRUPTED, reason=str(error), ranks=[], wall_s=wall_s, cold=self._cold)
+
+    def prepare(self, backend: str) -> None:
+        """Begin to start the processes from which a later trial of a backend is forked, without waiting for them."""
+        for node in self._nodes:
+            node.start(self._packages(backend), cold=self._cold)
+
+    def _packages(self, backend: str) -> tuple[str, ...]:
+        return () if self._cold else registry([backend])[backend].preloaded()
 
     def _started(
         self, task: Task, nodes: Sequence[Node | RemoteNode], packages: tuple[str, ...], *limits_s: float

@@ -23,6 +23,7 @@ from bench.judge.pairs import ComparedPair
 from bench.judge.statistics import trials_to_show
 from bench.judge.tables import rows_of
 from bench.judge.verdicts import Reason, Verdict
+from bench.measure.host import IDLE_SHARE
 from bench.plan.cell import Device, Status, Sync, summarize
 from bench.report.descriptions import cpu_name, eager_and_deferred, gpu_names, parameters
 from bench.report.ranking import Group, ends_of, groups
@@ -66,6 +67,7 @@ def answer(data: Analysis) -> Answer:
     """The answer of a run."""
     every = groups(data)
     statements = [
+        *_beside_others(data),
         *(statement for group in every[:1] for of in (_fastest, _least, _twins) for statement in of(data, group)),
         *_wrong(data),
         *_failed(data),
@@ -80,6 +82,20 @@ def answer(data: Analysis) -> Answer:
         groups=tuple(every),
         remarks=tuple(data.remarks),
     )
+
+
+def _beside_others(data: Analysis) -> Iterator[Finding]:
+    """What a run beside other programs still says, and for how long the machine has to be idle for the rest."""
+    if not data.times_unavailable or not any(row.reason is Reason.DISTURBED for row in data.verdicts):
+        return
+    text = "memory, bytes, step counts, updates and losses; other programs do not change them."
+    yield good("Still valid", text)
+    minutes = max(1, round(float(data.run.tables.trials["wall_s"].sum()) / 60))
+    text = (
+        f"others may use at most {100 * IDLE_SHARE:g} % of the CPUs while the trials run. These trials took "
+        f"{plural(minutes, 'minute')}; on an idle machine as many take less."
+    )
+    yield note("Times need an idle machine", text)
 
 
 def _fastest(data: Analysis, group: Group) -> Iterator[Finding]:
