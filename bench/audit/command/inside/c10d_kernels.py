@@ -1,13 +1,18 @@
-"""Counts collectives with kernels on the c10d operators, above those of the backends.
+"""Reports reductions where they are issued, by kernels on the operators of c10d, above those of the backends.
 
-Calls from Python, from C++ (DDP's reducer) and from compiled and functional code all pass the dispatcher. Unlike a
-dispatch mode, which sees every operator, a kernel costs nothing where no collective runs.
+Calls from Python, from C++ (DDP's reducer), and from functional and compiled code pass these operators. Unlike a
+dispatch mode, which sees every operator, a kernel costs nothing where nothing is reduced. The kernels stand at the key
+BackendSelect, since functional collectives call c10d below the keys of autograd.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Callable
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 OPERATORS = {
     "allreduce_": "all_reduce",
@@ -17,38 +22,40 @@ OPERATORS = {
     "reduce_scatter_": "reduce_scatter",
     "reduce_scatter_tensor_coalesced_": "reduce_scatter",
 }
-"""The common name of each operator that reduces."""
+"""The common name of each operator."""
 
 
-class CollectiveKernels:
-    """Counts bytes by operation, dtype and number of ranks in ``traffic``."""
+class ReductionKernels:
+    """Calls ``report`` with common name, dtype, number of ranks and bytes, from ``install`` until ``remove``."""
 
-    def __init__(self, torch: Any) -> None:
-        self.traffic: Counter[tuple[str, str, int]] = Counter()
-        self._torch = torch
-        self._libraries: list[Any] = []  # kernels live as long as their library, also in forked processes
-        below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.ADInplaceOrView)
-        for name, common in OPERATORS.items() if torch.distributed.is_available() else ():
-            kernel = self._kernel(getattr(torch.ops.c10d, name).default, common, below)
+    def __init__(self, report: Callable[[str, str, int, int], None]) -> None:
+        self._report = report
+        self._libraries: list[Any] = []  # a kernel lives as long as its library, also in forked processes
+
+    def install(self) -> None:
+        """Register the kernels."""
+        for name, common in OPERATORS.items() if dist.is_available() else ():
             library = torch.library.Library("c10d", "IMPL")
-            for key in ("AutogradCPU", "AutogradCUDA"):
-                library.impl(name, kernel, key, with_keyset=True)
+            kernel = self._kernel(getattr(torch.ops.c10d, name).default, common)
+            library.impl(name, kernel, "BackendSelect", with_keyset=True)
             self._libraries.append(library)
 
-    def _kernel(self, operator: Any, name: str, below: Any) -> Any:
+    def remove(self) -> None:
+        """Take them away."""
+        for library in self._libraries:
+            library._destroy()
+        self._libraries.clear()
+
+    def _kernel(self, operator: Any, name: str) -> Any:
+        below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+        group = [argument.name for argument in operator._schema.arguments].index("process_group")
+
         def kernel(keys: Any, *arguments: Any, **options: Any) -> Any:
-            self._count(name, arguments)
+            # Outputs and inputs: before a reduction that scatters, the whole tensor is the larger of them.
+            sides = [[x for x in tree_leaves(side) if isinstance(x, torch.Tensor)] for side in arguments[:2]]
+            size = max(sum(tensor.nbytes for tensor in side) for side in sides)
+            dtype = str(sides[0][0].dtype).removeprefix("torch.")
+            self._report(name, dtype, dist.ProcessGroup.unbox(arguments[group]).size(), size)
             return operator.redispatch(keys & below, *arguments, **options)
 
         return kernel
-
-    def _count(self, name: str, arguments: tuple[Any, ...]) -> None:
-        """Count the whole tensor, which is the larger of output and input: one of them may be scattered."""
-        torch = self._torch
-        sides = [torch.utils._pytree.tree_leaves(argument) for argument in arguments[:2]]
-        sides = [[leaf for leaf in side if isinstance(leaf, torch.Tensor)] for side in sides]
-        objects = [value for value in arguments if isinstance(value, torch.ScriptObject)]
-        groups = [value for value in objects if "ProcessGroup" in str(value._type())]
-        ranks = torch.distributed.ProcessGroup.unbox(groups[0]).size()
-        dtype = str(sides[0][0].dtype).removeprefix("torch.")
-        self.traffic[name, dtype, ranks] += max(sum(tensor.nbytes for tensor in side) for side in sides)
