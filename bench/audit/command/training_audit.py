@@ -109,7 +109,7 @@ class TrainingAudit:
         if any(found["leaves"] != probes[0]["leaves"] for found in probes):
             reasons.append("ranks train different parameters")
         elif any(found["parameters"] != probes[0]["parameters"] for found in probes):
-            reasons.append("ranks begin with different parameters: they are no replicas, or never were made equal")
+            reasons.append("sampled parameters differ: ranks are no replicas, never were made equal, or run other layers")
         return reasons[0] if reasons else ""
 
     def _of_windows(self) -> list[Finding]:

@@ -7,12 +7,12 @@ BackendSelect, since functional collectives call c10d below the keys of autograd
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
 
 OPERATORS = {
     "allreduce_": "all_reduce",
@@ -26,9 +26,9 @@ OPERATORS = {
 
 
 class ReductionKernels:
-    """Calls ``report`` with common name, dtype, number of ranks and bytes, from ``install`` until ``remove``."""
+    """Calls ``report`` with common name, process group and tensors of each reduction, until ``remove``."""
 
-    def __init__(self, report: Callable[[str, str, int, int], None]) -> None:
+    def __init__(self, report: Callable[[str, Any, tuple[Any, ...]], None]) -> None:
         self._report = report
         self._libraries: list[Any] = []  # a kernel lives as long as its library, also in forked processes
 
@@ -52,10 +52,22 @@ class ReductionKernels:
 
         def kernel(keys: Any, *arguments: Any, **options: Any) -> Any:
             # Outputs and inputs: before a reduction that scatters, the whole tensor is the larger of them.
-            sides = [[x for x in tree_leaves(side) if isinstance(x, torch.Tensor)] for side in arguments[:2]]
-            size = max(sum(tensor.nbytes for tensor in side) for side in sides)
-            dtype = str(sides[0][0].dtype).removeprefix("torch.")
-            self._report(name, dtype, dist.ProcessGroup.unbox(arguments[group]).size(), size)
-            return operator.redispatch(keys & below, *arguments, **options)
+            self._report(name, arguments[group], arguments[:2])
+            with _without_python_objects():
+                return operator.redispatch(keys & below, *arguments, **options)
 
         return kernel
+
+
+@contextlib.contextmanager
+def _without_python_objects() -> Iterator[None]:
+    """Hide what a backward stores for its threads: gloo copies it, and aborts where it frees it while Python ends."""
+    if not torch._C._is_key_in_tls("context"):
+        yield
+        return
+    context = torch._C._get_obj_in_tls("context")
+    torch._C._remove_obj_from_tls("context")
+    try:
+        yield
+    finally:
+        torch._C._stash_obj_in_tls("context", context)

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from . import criteria
 from .c10d_kernels import ReductionKernels
@@ -44,7 +46,7 @@ class TrainingRecorder:
     def __init__(self, folder: Path, updates: int) -> None:
         self._folder, self._sampled_updates = folder, updates
         self._traffic: Counter[tuple[str, str, int]] = Counter()
-        self.kernels = ReductionKernels(self._count)
+        self.kernels = ReductionKernels(self.on_reduction)
         self.kernels.install()
         self.restart()
 
@@ -60,9 +62,14 @@ class TrainingRecorder:
         self._objects = FoundObjects()
         self._gradients = UsedGradients(self._objects)
 
-    def _count(self, name: str, dtype: str, ranks: int, size: int) -> None:
-        if "float" in dtype:
-            self._traffic[name, dtype, ranks] += size
+    @guarded
+    def on_reduction(self, name: str, group: Any, sides: tuple[Any, ...]) -> None:
+        """Bytes of floating-point tensors: of outputs or inputs, whichever are whole where a reduction scatters."""
+        tensors = [[leaf for leaf in tree_leaves(side) if isinstance(leaf, torch.Tensor)] for side in sides]
+        if tensors[0][0].is_floating_point():
+            dense = [[leaf._values() if leaf.is_sparse else leaf for leaf in side] for side in tensors]
+            ranks, dtype = dist.ProcessGroup.unbox(group).size(), str(tensors[0][0].dtype).removeprefix("torch.")
+            self._traffic[name, dtype, ranks] += max(sum(leaf.nbytes for leaf in side) for side in dense)
 
     def _end_sampling(self) -> None:
         self.sampling = self._on_device = False

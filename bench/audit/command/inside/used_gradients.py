@@ -20,11 +20,11 @@ class UsedGradients:
         """By probe the tensor that has the gradient, the positions that it has, and where in it they are."""
 
     def read(self, probe: LeafProbe, updated: set[int]) -> Any:
-        """The gradient of a parameter whose id is in ``updated``; [] if that has none, None if it is not found."""
+        """The gradient of a parameter whose id is in ``updated``; [] if that has none, None if it is not seen."""
         if id(probe) not in self._places:  # copying an index to an accelerator may wait for it: once is enough
             self._places[id(probe)] = self._place(probe)
         holder, positions, index = self._places[id(probe)]
-        if id(holder) not in updated:
+        if id(holder) not in updated or getattr(holder.grad, "is_sparse", False):
             return None
         if holder.grad is None:
             return []
