@@ -62,11 +62,12 @@ class ReductionKernels:
 @contextlib.contextmanager
 def _without_python_objects() -> Iterator[None]:
     """Hide what a backward stores for its threads: gloo copies it, and aborts where it frees it while Python ends."""
-    if not torch._C._is_key_in_tls("context"):
+    remove = getattr(torch._C, "_remove_obj_from_tls", None)
+    if remove is None or not torch._C._is_key_in_tls("context"):
         yield
         return
     context = torch._C._get_obj_in_tls("context")
-    torch._C._remove_obj_from_tls("context")
+    remove("context")
     try:
         yield
     finally:
