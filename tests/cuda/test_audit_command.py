@@ -1,4 +1,4 @@
-"""``audit`` on GPUs that are not there: the verdicts of training on the CPU, and the host never waits for the device."""
+"""``audit`` on GPUs that are not there: the verdicts of the CPU, and the host never waits for the device."""
 
 from __future__ import annotations
 

@@ -109,7 +109,8 @@ class TrainingAudit:
         if any(found["leaves"] != probes[0]["leaves"] for found in probes):
             reasons.append("ranks train different parameters")
         elif any(found["parameters"] != probes[0]["parameters"] for found in probes):
-            reasons.append("sampled parameters differ: ranks are no replicas, never were made equal, or run other layers")
+            why = "ranks are no replicas, never were made equal, or run different layers"
+            reasons.append(f"sampled parameters differ: {why}")
         return reasons[0] if reasons else ""
 
     def _of_windows(self) -> list[Finding]:
