@@ -4,7 +4,7 @@ The gradient that an optimizer uses is y = sum of c_j g_j, with g_j the micro-gr
 rank. Both are known at some coordinates, so the c_j are the solution of an overdetermined linear system. Its residual
 tells whether y is such a sum at all. The standard error of a coefficient is s sqrt(((A'A)^-1)_jj) with
 s^2 = |r|^2 / (m - n) for m coordinates and n micro-batches (Björck, Numerical Methods for Least Squares Problems, 1996,
-section 1.1.4); with the singular value decomposition A = U S V', (A'A)^-1 is V S^-2 V'.
+section 1.1.4); its diagonal has the squared lengths of the rows of A's pseudo-inverse.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,18 +42,13 @@ class PartWeights:
     """The coefficient of the gradient that the update before used, where it is needed to explain this one."""
 
 
-class Fit(NamedTuple):
-    """A least-squares solution with standard errors, and the residual relative to the right side."""
-
-    coefficients: NDArray[np.float64]
-    errors: NDArray[np.float64]
-    residual: float
-
-
-def fit(columns: NDArray[np.float64], right: NDArray[np.float64]) -> Fit:
-    """The least-squares fit of ``right``; columns of zeros have infinite errors. Raises ValueError if there is none.
+def fit(
+    columns: NDArray[np.float64], right: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
+    """Coefficients, their standard errors, and the relative residual. Raises ValueError if there is no fit.
 
     Columns are scaled to length 1 first: micro-gradients differ in length, and singular values are to show directions.
+    A column of zeros, or one that cannot be told apart from others, has an infinite error.
     """
     if not (np.isfinite(right).all() and np.isfinite(columns).all()):
         raise ValueError("gradients are not finite")
@@ -66,16 +60,14 @@ def fit(columns: NDArray[np.float64], right: NDArray[np.float64]) -> Fit:
     if rows < count + 2:
         raise ValueError(f"{count} micro-batches are too many for {rows} sampled coordinates")
     scaled = columns[:, known] / norms[known]
-    left, singular, axes = np.linalg.svd(scaled, full_matrices=False)
-    inverse = np.divide(1.0, singular, out=np.zeros_like(singular), where=singular > SINGULAR * singular[0])
-    solution = axes.T @ (inverse * (left.T @ right))
-    rest = float(np.linalg.norm(scaled @ solution - right))
-    spread = np.sqrt(((axes.T * inverse) ** 2).sum(axis=1)) * rest / (rows - count) ** 0.5
-    # The columns that take part in a direction without an inverse cannot be told apart.
-    spread[(np.abs(axes[inverse == 0]) > 1e-3).any(axis=0)] = np.inf
+    inverse = np.linalg.pinv(scaled, rcond=SINGULAR)
+    solution = inverse @ right
+    rest = np.linalg.norm(scaled @ solution - right)
+    spread = np.linalg.norm(inverse, axis=1) * rest / (rows - count) ** 0.5
+    spread[np.diag(inverse @ scaled) < 1 - 1e-6] = np.inf
     coefficients, errors = np.zeros(len(norms)), np.full(len(norms), np.inf)
     coefficients[known], errors[known] = solution / norms[known], spread / norms[known]
-    return Fit(coefficients, errors, rest / float(np.linalg.norm(right)))
+    return coefficients, errors, float(rest / np.linalg.norm(right))
 
 
 @dataclass
@@ -135,16 +127,16 @@ class GradientWeights:
         """Explain a gradient by its window, or else also by the gradient that was used before and never cleared."""
         uses, right = self._uses(number), np.array([*used.values()])
         columns, previous = self._columns(uses, [*used]), 0.0
-        found = fit(columns, right)
-        if found.residual > self.explained / 10 and number:
+        coefficients, errors, residual = fit(columns, right)
+        if residual > self.explained / 10 and number:
             last = self._gradients(number - 1).get(ranks, {})
             other = fit(np.column_stack([columns, [last.get(position, 0.0) for position in used]]), right)
-            if other.residual < min(self.explained, found.residual / 2):
-                found, previous = other, float(other.coefficients[-1])
-        coefficients = found.coefficients[: len(uses)]
-        good = found.errors[: len(uses)] < self.tolerance * np.abs(coefficients).max()
-        weights = {use: float(c) for use, c, is_good in zip(uses, coefficients, good, strict=True) if is_good}
-        return PartWeights(number, ranks, weights, found.residual, bool(all(good)), previous)
+            if other[2] < min(self.explained, residual / 2):
+                coefficients, errors, residual = other
+                previous = float(coefficients[-1])
+        good = errors[: len(uses)] < self.tolerance * np.abs(coefficients[: len(uses)]).max()
+        weights = {use: float(c) for use, c, is_good in zip(uses, coefficients, good, strict=False) if is_good}
+        return PartWeights(number, ranks, weights, residual, bool(good.all()), previous)
 
     def _columns(self, uses: Sequence[Use], positions: Sequence[tuple[int, int]]) -> NDArray[np.float64]:
         samples = [self.micro_batch(use)["samples"] for use in uses]

@@ -56,9 +56,9 @@ for _ in range(2):
                 loss, _ = net(x, y)
             else:
                 loss = F.cross_entropy(call(x).flatten(0, 1).float(), y.flatten())
-            divisor = {"undivided": 1, "n-is-w": 1, "clip-divide": 1, "twice": window**2, "each-step": 1}.get(
-                variant, window
-            )
+            divisor = {"twice": window**2}.get(variant, window)
+            if variant in ("undivided", "n-is-w", "clip-divide", "each-step"):
+                divisor = 1
             if variant == "flush-right":
                 divisor = window if i < len(loader) // window * window else len(loader) % window
             scaled = loss / divisor
