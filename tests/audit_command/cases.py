@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.audit.command import audit_text, audited_process, recorded_updates
+from bench.audit.command.training_audit import TrainingAudit
 from tests.conftest import ROOT
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -49,13 +51,13 @@ FAST = (
     Case("single lbfgs", OPEN, "not judged", "an optimizer with several backwards per step"),
     Case("single closure", RIGHT, about="the last backward of a window in the optimizer's closure"),
     Case("several gan", OPEN, "scale not judged", "two backwards of one optimizer, one of another"),
-    Case("spawn fork", RIGHT, "eager", "ranks forked by the script"),
     Case("ddp loss-inside", RIGHT, about="the model in DDP returns its loss"),
     Case("ddp late", "partly reduced", about="the first micro-batch synchronizes, not the last"),
     Case("ddp unwrapped", "not reduced", about="the module in DDP is called, not DDP"),
     Case("fsdp2 deferred", RIGHT, "deferred"),
 )
 """A representative of each kind."""
+SPAWNED = Case("spawn fork", RIGHT, "eager", "ranks forked by the script")
 SLOW = (
     Case("single auxiliary", RIGHT, about="a second loss with a small factor"),
     Case("single masked", OPEN, "scale not judged", "a masked sum over its mask's sum"),
@@ -136,7 +138,7 @@ SLOW = (
     Case("parallel fsdp1", OPEN, "not judged"),
     Case("spawn spawn", RIGHT, "eager"),
 )
-CASES = (*FAST, *SLOW)
+CASES = (*FAST, SPAWNED, *SLOW)
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
@@ -157,6 +159,16 @@ def audit_case(case: Case, **environment: str) -> dict[str, Any]:
     assert not data["exit_status"], found.stderr[-3000:]
     assert found.returncode == any(finding["level"] == "error" for finding in data["findings"])
     return data
+
+
+def audit_forked(cases: Sequence[Case], folder: Path, *, audited: bool = True) -> list[dict[str, Any]]:
+    """The audits of several cases, whose processes share the import of torch; empty if they are not audited."""
+    ours = audited_process.environment(folder, 8) if audited else os.environ
+    command = [sys.executable, "-m", "tests.audit_command.forked", str(folder), *(case.script for case in cases)]
+    environment = {**ours, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ours.get('PYTHONPATH', '')}:{ROOT}"}
+    subprocess.run(command, env=environment, check=True)
+    ranks = [recorded_updates.read(folder / str(number))[0] for number in range(len(cases))]
+    return [audit_text.document(TrainingAudit(records), 0) for records in ranks if records]
 
 
 def train(case: Case, **environment: str) -> None:

@@ -20,7 +20,7 @@ from .training_recorder import TrainingRecorder
 
 def install(folder: Path) -> None:
     """Watch this process, and the processes that it forks."""
-    recorder = TrainingRecorder(folder, int(os.environ["BENCH_AUDIT_UPDATES"]))
+    recorder = TrainingRecorder()
     _wrap_backward(recorder)
     _wrap_optimizer(recorder)
     for function in (clip_grad._clip_grads_with_norm_, clip_grad.clip_grad_value_):

@@ -7,8 +7,7 @@ BackendSelect, since functional collectives call c10d below the keys of autograd
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,22 +52,6 @@ class ReductionKernels:
         def kernel(keys: Any, *arguments: Any, **options: Any) -> Any:
             # Outputs and inputs: before a reduction that scatters, the whole tensor is the larger of them.
             self._report(name, arguments[group], arguments[:2])
-            with _without_python_objects():
-                return operator.redispatch(keys & below, *arguments, **options)
+            return operator.redispatch(keys & below, *arguments, **options)
 
         return kernel
-
-
-@contextlib.contextmanager
-def _without_python_objects() -> Iterator[None]:
-    """Hide what a backward stores for its threads: gloo copies it, and aborts where it frees it while Python ends."""
-    remove = getattr(torch._C, "_remove_obj_from_tls", None)
-    if remove is None or not torch._C._is_key_in_tls("context"):
-        yield
-        return
-    context = torch._C._get_obj_in_tls("context")
-    remove("context")
-    try:
-        yield
-    finally:
-        torch._C._stash_obj_in_tls("context", context)

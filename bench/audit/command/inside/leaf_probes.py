@@ -30,6 +30,8 @@ class LeafProbe:
         self.index = tuple(axis.to(leaf.device, non_blocking=True) for axis in self.coordinates)
         self.added: Any = None
         """What the running backward has added, or None."""
+        self.clipped: Any = 1.0
+        """By what the gradient was divided to clip it."""
         self.dtype, self.recording, self.is_distributed = "", False, False
         self.handle = leaf.register_hook(self._add)
 

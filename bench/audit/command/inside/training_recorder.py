@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -43,8 +44,7 @@ def guarded(method: Callable[..., None]) -> Callable[..., None]:
 class TrainingRecorder:
     """Writes an event for each; samples gradients until enough updates were seen."""
 
-    def __init__(self, folder: Path, updates: int) -> None:
-        self._folder, self._sampled_updates = folder, updates
+    def __init__(self) -> None:
         self._traffic: Counter[tuple[str, str, int]] = Counter()
         self.kernels = ReductionKernels(self.on_reduction)
         self.kernels.install()
@@ -52,7 +52,8 @@ class TrainingRecorder:
 
     def restart(self) -> None:
         """Begin anew: a forked process trains by itself."""
-        self._log = EventLog(self._folder)
+        self._log = EventLog(Path(os.environ["BENCH_AUDIT_FOLDER"]))
+        self._sampled_updates = int(os.environ["BENCH_AUDIT_UPDATES"])
         self._traffic.clear()
         self.active = self.sampling = True
         self._in_backward = self._window_open = self._on_device = False
@@ -104,7 +105,6 @@ class TrainingRecorder:
     def _choose(self, roots: list[Any]) -> None:
         self._objects.search()
         self._probes = choose(roots)
-        self._clip_factors: list[Any] = [1.0] * len(self._probes)
         self._on_device = any(probe.leaf.device.type != "cpu" for probe in self._probes)
         names = [getattr(self._objects.sharded.get(id(probe.leaf)), "_param_fqn", "") for probe in self._probes]
         megatron = {"main_grad": True} if any(hasattr(probe.leaf, "main_grad") for probe in self._probes) else {}
@@ -151,9 +151,9 @@ class TrainingRecorder:
         if self._window_open:
             self._write("clip", leaves=[bool(used) for used in self._unclipped])
         clipped = self._used(parameters) if self.sampling else []
-        for number, (before, after) in enumerate(zip(self._unclipped, clipped, strict=False)):
+        for probe, before, after in zip(self._probes, self._unclipped, clipped, strict=False):
             if before and after:
-                self._clip_factors[number] = (before[1] / after[1]).nan_to_num(1.0, 1.0, 1.0)
+                probe.clipped = probe.clipped * (before[1] / after[1]).nan_to_num(1.0, 1.0, 1.0)
 
     @guarded
     def on_event(self, event: str) -> None:
@@ -171,9 +171,10 @@ class TrainingRecorder:
         if zero is not None and (limit := zero.clip_grad):  # DeepSpeed clips by itself
             factor = (torch.as_tensor(zero._global_grad_norm) / limit).clamp(min=1.0)
         used = self._used(parameter for group in optimizer.param_groups for parameter in group["params"])
-        for leaf, clipped in zip(used, self._clip_factors, strict=True):
+        for probe, leaf in zip(self._probes, used, strict=True):
             if leaf:
-                leaf[1] = leaf[1] * clipped * factor
+                leaf[1] = leaf[1] * probe.clipped * factor
+                probe.clipped = 1.0
         return {"used": used, "facts": self._objects.facts()}
 
     @guarded
