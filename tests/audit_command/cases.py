@@ -46,6 +46,9 @@ class Case:
 
 
 FAST = (
+    Case("single scaler", RIGHT, about="a loss scaler"),
+    Case("ddp clip", RIGHT, "deferred"),
+    Case("fsdp2 deferred", RIGHT, "deferred"),
     Case("single tied", RIGHT, about="an embedding that is the head, too"),
     Case("single penalty", RIGHT, about="autograd.grad within a window"),
     Case("single lbfgs", OPEN, "not judged", "an optimizer with several backwards per step"),
@@ -54,7 +57,6 @@ FAST = (
     Case("ddp loss-inside", RIGHT, about="the model in DDP returns its loss"),
     Case("ddp late", "partly reduced", about="the first micro-batch synchronizes, not the last"),
     Case("ddp unwrapped", "not reduced", about="the module in DDP is called, not DDP"),
-    Case("fsdp2 deferred", RIGHT, "deferred"),
 )
 """A representative of each kind."""
 SPAWNED = Case("spawn fork", RIGHT, "eager", "ranks forked by the script")
@@ -65,7 +67,6 @@ SLOW = (
     Case("ddp manual", RIGHT, about="all-reduces by hand"),
     Case("ddp right", RIGHT, "deferred", "no_sync until the last micro-batch"),
     Case("ddp eager", RIGHT, "eager", "reduces at each micro-batch"),
-    Case("ddp clip", RIGHT),
     Case("ddp clip-value", RIGHT, about="each element is clipped"),
     Case("ddp clip-divide", RIGHT, about="the sum is clipped and then divided"),
     Case("ddp clip-with-norm", RIGHT, about="clipped with a norm that was calculated before, as by torchtitan"),
@@ -124,7 +125,6 @@ SLOW = (
     Case("single checkpoint", RIGHT),
     Case("single reentrant", RIGHT, about="checkpointing that runs backwards in the backward"),
     Case("single evaluation", RIGHT, about="an evaluation within a window"),
-    Case("single scaler", RIGHT, about="a loss scaler"),
     Case("single smoothing", OPEN, "scale", "label smoothing"),
     Case("single halves", OPEN, "scale not judged", "two losses with factors of 0.5"),
     Case("single weighted", OPEN, "scale", "a loss times 0.7"),

@@ -25,9 +25,14 @@ def check(case: Case, found: dict[str, Any]) -> None:
         assert sums and sums == pytest.approx(dict.fromkeys(sums, 1.0), rel=0.01 if "bf16" in case.name else 1e-5)
 
 
-def test_a_script_of_each_kind_gets_its_verdict(tmp_path: Path) -> None:
+def test_a_script_of_each_kind_gets_its_verdict_and_the_same_losses_bit_for_bit(tmp_path: Path) -> None:
     for case, found in zip(FAST, audit_forked(FAST, tmp_path), strict=True):
         check(case, found)
+    (tmp_path / "bare").mkdir()
+    assert not audit_forked(FAST[:3], tmp_path / "bare", audited=False)
+    for number in range(3):
+        losses = (tmp_path / str(number) / "losses").read_text()
+        assert len(losses.split()) >= 16 and losses == (tmp_path / "bare" / str(number) / "losses").read_text()
 
 
 @pytest.mark.parametrize(
@@ -35,16 +40,6 @@ def test_a_script_of_each_kind_gets_its_verdict(tmp_path: Path) -> None:
 )
 def test_every_script_gets_its_verdict(case: Case) -> None:
     check(case, audit_case(case))
-
-
-def test_losses_are_the_same_bit_for_bit(tmp_path: Path) -> None:
-    cases = [Case("single scaler", RIGHT), Case("ddp clip", RIGHT), Case("fsdp2 deferred", RIGHT)]
-    for audited in ("with", "without"):
-        (tmp_path / audited).mkdir()
-        audit_forked(cases, tmp_path / audited, audited=audited == "with")
-    for number in map(str, range(len(cases))):
-        losses = (tmp_path / "with" / number / "losses").read_text()
-        assert len(losses.split()) >= 16 and losses == (tmp_path / "without" / number / "losses").read_text()
 
 
 @pytest.mark.slow

@@ -7,18 +7,20 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
 
 from . import criteria
-from .c10d_kernels import ReductionKernels
 from .event_log import EventLog
 from .found_objects import FoundObjects
 from .leaf_probes import LeafProbe, choose
 from .used_gradients import UsedGradients
+
+if TYPE_CHECKING:
+    from bench.measure.c10d_kernels import Collective, CollectiveKernels
+else:  # beside this file, as sitecustomize loads them
+    from .c10d_kernels import Collective, CollectiveKernels
 
 MOST_EVENTS = 100_000
 """A long training does not fill the disk."""
@@ -46,7 +48,7 @@ class TrainingRecorder:
 
     def __init__(self) -> None:
         self._traffic: Counter[tuple[str, str, int]] = Counter()
-        self.kernels = ReductionKernels(self.on_reduction)
+        self.kernels = CollectiveKernels(self.on_collective)
         self.kernels.install()
         self.restart()
 
@@ -64,13 +66,11 @@ class TrainingRecorder:
         self._gradients = UsedGradients(self._objects)
 
     @guarded
-    def on_reduction(self, name: str, group: Any, sides: tuple[Any, ...]) -> None:
-        """Bytes of floating-point tensors: of outputs or inputs, whichever are whole where a reduction scatters."""
-        tensors = [[leaf for leaf in tree_leaves(side) if isinstance(leaf, torch.Tensor)] for side in sides]
-        if tensors[0][0].is_floating_point():
-            dense = [[leaf._values() if leaf.is_sparse else leaf for leaf in side] for side in tensors]
-            ranks, dtype = dist.ProcessGroup.unbox(group).size(), str(tensors[0][0].dtype).removeprefix("torch.")
-            self._traffic[name, dtype, ranks] += max(sum(leaf.nbytes for leaf in side) for side in dense)
+    def on_collective(self, collective: Collective) -> None:
+        """Bytes of reductions of floating-point tensors."""
+        if "reduce" in collective.name and "float" in collective.dtype:
+            key = collective.name, collective.dtype, collective.group.size()
+            self._traffic[key] += collective.payload_bytes
 
     def _end_sampling(self) -> None:
         self.sampling = self._on_device = False

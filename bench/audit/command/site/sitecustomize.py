@@ -37,9 +37,12 @@ class AfterTorch(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Load the folder ``inside`` by its path as a package, and let it watch; a failure stops no training."""
+    """Load the recorder by its path, as a package that has c10d_kernels too; a failure stops no training."""
     try:
-        spec: Any = importlib.util.spec_from_file_location("_bench_audit", HERE.parent / "inside" / "__init__.py")
+        path, places = HERE.parent / "inside" / "__init__.py", [HERE.parent / "inside", HERE.parents[2] / "measure"]
+        spec: Any = importlib.util.spec_from_file_location(
+            "_bench_audit", path, submodule_search_locations=list(map(str, places))
+        )
         sys.modules["_bench_audit"] = package = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(package)
         package.install(FOLDER)
