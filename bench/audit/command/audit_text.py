@@ -31,17 +31,7 @@ def lines(audit: TrainingAudit) -> list[str]:
     update = audit.updates[min(1, len(audit.updates) - 1)]
     text.append(f"  updates   {counts} micro-batches; events {update.shown()}; {update.steps[0]['optimizer']}")
     criterion = audit.scale.line((next(iter(audit.ranks)), 0, 0))
-    return [*text, f"  reduced   {_reduced(audit)}", f"  loss      {criterion}", *_weights(audit)]
-
-
-def _reduced(audit: TrainingAudit) -> str:
-    reductions = audit.reductions()
-    kinds = sorted({kind for found in reductions for kind in found})
-    if not kinds:
-        return "one rank" if audit.world == 1 else "never"
-    places = ", ".join(str(place) for place, found in enumerate(reductions, 1) if found)
-    names = "; ".join(f"{operation} of {dtype} over {ranks} ranks" for operation, dtype, ranks in kinds)
-    return f"at backward {places} of {len(reductions)}; {names}"
+    return [*text, f"  loss      {criterion}", *_weights(audit)]
 
 
 def _weights(audit: TrainingAudit) -> list[str]:

@@ -183,15 +183,18 @@ class TrainingAudit:
         return [Counter({key: size for key, size in found.items() if size > largest / 100}) for found in window]
 
     def _of_reduction(self) -> Iterator[Finding]:
-        sent = [found.total() for found in self.reductions()]
+        reductions = self.reductions()
+        sent = [found.total() for found in reductions]
+        kinds = sorted({kind for found in reductions for kind in found})
+        names = ", ".join(f"{operation} of {dtype} over {ranks} ranks" for operation, dtype, ranks in kinds)
+        places = ", ".join(str(place) for place, size in enumerate(sent, 1) if size)
+        text = f"{names} at backward {places} of {len(sent)}: {sum(sent):,} bytes per rank and update"
         if self.world > 1 and not any(sent):
             yield warning("no reduction seen", "no reduction of a floating-point tensor was seen in a window")
         elif all(sent) and len(sent) > 1:
-            text = f"reduces at each of {len(sent)} backwards: {sum(sent):,} bytes per rank; once would be {sent[-1]:,}"
-            yield good("eager", text)
+            yield good("eager", f"{text}; once would be {sent[-1]:,}")
         elif any(sent) and len(sent) > 1:
-            most = f"at each backward it would be {len(sent) * max(sent):,}"
-            yield good("deferred", f"reduces {sum(sent):,} bytes per rank and update; {most}")
+            yield good("deferred", f"{text}; at each backward it would be {len(sent) * max(sent):,}")
 
 
 def _asked(facts: Event) -> int:
