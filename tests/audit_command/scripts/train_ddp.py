@@ -46,6 +46,8 @@ for _ in range(2):
     for i, (x, y) in enumerate(loader):
         last = (i + 1) % window == 0 or (variant in ("flush-right", "underweight") and i + 1 == len(loader))
         sync = last or variant == "eager" or each
+        if variant == "differ":  # as often on both ranks
+            sync = i % ACCUMULATE == ACCUMULATE - 1
         if variant == "late":  # FunASR 3472
             sync = i % window == 0
         if variant == "zero-before":  # RAE 67
