@@ -52,7 +52,7 @@ FUNCTIONAL = {
 
 
 @dataclass(frozen=True)
-class Collective:
+class CollectiveCall:
     """A call of a collective, by its common name."""
 
     name: str
@@ -90,7 +90,7 @@ class Collective:
 class CollectiveKernels:
     """Calls ``report`` after every collective of this process, from ``install`` until ``remove``."""
 
-    def __init__(self, report: Callable[[Collective], None]) -> None:
+    def __init__(self, report: Callable[[CollectiveCall], None]) -> None:
         self._report = report
         self._libraries: list[Any] = []  # a kernel lives as long as its library, also in forked processes
         self._running = threading.local()
@@ -121,7 +121,7 @@ class CollectiveKernels:
             finally:
                 self._running.collective = not is_outer
             if is_outer:
-                self._report(Collective(name, operator, arguments, result))
+                self._report(CollectiveCall(name, operator, arguments, result))
             return result
 
         return kernel

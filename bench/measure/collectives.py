@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from bench.measure.c10d_kernels import Collective, CollectiveKernels
+from bench.measure.c10d_kernels import CollectiveCall, CollectiveKernels
 from bench.plan.cell import RankGroup
 
 
@@ -44,7 +44,7 @@ class CollectiveCounter(CollectiveKernels):
     def __exit__(self, *exc: object) -> None:
         self.remove()
 
-    def _count(self, collective: Collective) -> None:
+    def _count(self, collective: CollectiveCall) -> None:
         if self.counting:
             key = collective.name, str(group_kind(collective.group)), collective.dtype
             self.calls[key] += 1

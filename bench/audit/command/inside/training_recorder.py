@@ -18,9 +18,9 @@ from .leaf_probes import LeafProbe, choose
 from .used_gradients import UsedGradients
 
 if TYPE_CHECKING:
-    from bench.measure.c10d_kernels import Collective, CollectiveKernels
+    from bench.measure.c10d_kernels import CollectiveCall, CollectiveKernels
 else:  # beside this file, as sitecustomize loads them
-    from .c10d_kernels import Collective, CollectiveKernels
+    from .c10d_kernels import CollectiveCall, CollectiveKernels
 
 MOST_EVENTS = 100_000
 """A long training does not fill the disk."""
@@ -66,7 +66,7 @@ class TrainingRecorder:
         self._gradients = UsedGradients(self._objects)
 
     @guarded
-    def on_collective(self, collective: Collective) -> None:
+    def on_collective(self, collective: CollectiveCall) -> None:
         """Bytes of reductions of floating-point tensors."""
         if "reduce" in collective.name and "float" in collective.dtype:
             key = collective.name, collective.dtype, collective.group.size()
