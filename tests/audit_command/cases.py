@@ -13,8 +13,8 @@ from typing import Any
 
 from bench.audit.command import audit_text, audited_process, recorded_updates
 from bench.audit.command.training_audit import TrainingAudit
-from tests.conftest import ROOT
 
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
 ALONE = ("single", "several", "spawn", "lightning")
 """Scripts of one process, and those that start their ranks themselves."""
