@@ -88,10 +88,13 @@ class CollectiveCall:
 
 
 class CollectiveKernels:
-    """Calls ``report`` after every collective of this process, from ``install`` until ``remove``."""
+    """Calls ``report`` after every collective of this process, from ``install`` until ``remove``.
 
-    def __init__(self, report: Callable[[CollectiveCall], None]) -> None:
-        self._report = report
+    With ``only``, a part of their common names, others have no kernels, which would cost time.
+    """
+
+    def __init__(self, report: Callable[[CollectiveCall], None], only: str = "") -> None:
+        self._report, self._only = report, only
         self._libraries: list[Any] = []  # a kernel lives as long as its library, also in forked processes
         self._running = threading.local()
 
@@ -99,9 +102,9 @@ class CollectiveKernels:
         """Register the kernels."""
         for namespace, names in (("c10d", C10D), ("_c10d_functional", FUNCTIONAL)) if dist.is_available() else ():
             library = torch.library.Library(namespace, "IMPL")
-            for name, common in names.items():
+            for name in (name for name, common in names.items() if self._only in common):
                 operator = getattr(getattr(torch.ops, namespace), name).default
-                library.impl(name, self._kernel(operator, common), "BackendSelect", with_keyset=True)
+                library.impl(name, self._kernel(operator, names[name]), "BackendSelect", with_keyset=True)
             self._libraries.append(library)
 
     def remove(self) -> None:

@@ -13,7 +13,7 @@ from bench.audit.command import audited_process
 from tests.audit_command.cases import SCRIPTS, Case
 
 pytestmark = pytest.mark.torch
-KERNELS = 'library.impl(name, self._kernel(operator, common), "BackendSelect", with_keyset=True)', "pass"
+KERNELS = 'library.impl(name, self._kernel(operator, names[name]), "BackendSelect", with_keyset=True)', "pass"
 HOOKS = "self.handle = leaf.register_hook(self._add)", "self.handle = leaf.register_hook(lambda gradient: None)"
 FREED = "self._libraries.append(library)", ""
 SINK = "len(node._input_metadata) > 1", "False"

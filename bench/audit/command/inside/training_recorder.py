@@ -48,7 +48,7 @@ class TrainingRecorder:
 
     def __init__(self) -> None:
         self._traffic: Counter[tuple[str, str, int]] = Counter()
-        self.kernels = CollectiveKernels(self.on_collective)
+        self.kernels = CollectiveKernels(self.on_collective, only="reduce")
         self.kernels.install()
         self.restart()
 
@@ -68,7 +68,7 @@ class TrainingRecorder:
     @guarded
     def on_collective(self, collective: CollectiveCall) -> None:
         """Bytes of reductions of floating-point tensors."""
-        if "reduce" in collective.name and "float" in collective.dtype:
+        if "float" in collective.dtype:
             key = collective.name, collective.dtype, collective.group.size()
             self._traffic[key] += collective.payload_bytes
 
