@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import ROOT
+from bench.audit.command import audit_text, audited_process, recorded_updates
+from bench.audit.command.training_audit import TrainingAudit
 
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
 ALONE = ("single", "several", "spawn", "lightning")
 """Scripts of one process, and those that start their ranks themselves."""
@@ -44,18 +46,20 @@ class Case:
 
 
 FAST = (
+    Case("single scaler", RIGHT, about="a loss scaler"),
+    Case("ddp clip", RIGHT, "deferred"),
+    Case("fsdp2 deferred", RIGHT, "deferred"),
     Case("single tied", RIGHT, about="an embedding that is the head, too"),
     Case("single penalty", RIGHT, about="autograd.grad within a window"),
     Case("single lbfgs", OPEN, "not judged", "an optimizer with several backwards per step"),
     Case("single closure", RIGHT, about="the last backward of a window in the optimizer's closure"),
     Case("several gan", OPEN, "scale not judged", "two backwards of one optimizer, one of another"),
-    Case("spawn fork", RIGHT, "eager", "ranks forked by the script"),
     Case("ddp loss-inside", RIGHT, about="the model in DDP returns its loss"),
     Case("ddp late", "partly reduced", about="the first micro-batch synchronizes, not the last"),
     Case("ddp unwrapped", "not reduced", about="the module in DDP is called, not DDP"),
-    Case("fsdp2 deferred", RIGHT, "deferred"),
 )
 """A representative of each kind."""
+SPAWNED = Case("spawn fork", RIGHT, "eager", "ranks forked by the script")
 SLOW = (
     Case("single auxiliary", RIGHT, about="a second loss with a small factor"),
     Case("single masked", OPEN, "scale not judged", "a masked sum over its mask's sum"),
@@ -63,12 +67,14 @@ SLOW = (
     Case("ddp manual", RIGHT, about="all-reduces by hand"),
     Case("ddp right", RIGHT, "deferred", "no_sync until the last micro-batch"),
     Case("ddp eager", RIGHT, "eager", "reduces at each micro-batch"),
-    Case("ddp clip", RIGHT),
     Case("ddp clip-value", RIGHT, about="each element is clipped"),
+    Case("ddp clip-divide", RIGHT, about="the sum is clipped and then divided"),
+    Case("ddp clip-with-norm", RIGHT, about="clipped with a norm that was calculated before, as by torchtitan"),
+    Case("ddp sparse", RIGHT, about="an embedding with sparse gradients"),
     Case("ddp workers", RIGHT, about="forked data loaders"),
     Case("ddp compile", RIGHT),
     Case("ddp flush-right", RIGHT, about="a last window of 2 micro-batches, divided by 2"),
-    Case("ddp each-step", RIGHT, "no accumulation", "a step at each micro-batch"),
+    Case("ddp each-step", RIGHT, about="a step at each micro-batch"),
     Case("ddp each-step-divided", OPEN, "scale", "the same, with the loss divided by 4"),
     Case("ddp each-step-divided", "other N", "scale", "the same, and 4 is expected", options=("--expect", "4")),
     Case("ddp undivided", "not divided"),
@@ -119,8 +125,7 @@ SLOW = (
     Case("single checkpoint", RIGHT),
     Case("single reentrant", RIGHT, about="checkpointing that runs backwards in the backward"),
     Case("single evaluation", RIGHT, about="an evaluation within a window"),
-    Case("single scaler", RIGHT, about="a loss scaler"),
-    Case("single smoothing", OPEN, "scale not judged", "label smoothing"),
+    Case("single smoothing", OPEN, "scale", "label smoothing"),
     Case("single halves", OPEN, "scale not judged", "two losses with factors of 0.5"),
     Case("single weighted", OPEN, "scale", "a loss times 0.7"),
     Case("single identical", OPEN, "scale not judged", "the same batch again and again"),
@@ -133,7 +138,7 @@ SLOW = (
     Case("parallel fsdp1", OPEN, "not judged"),
     Case("spawn spawn", RIGHT, "eager"),
 )
-CASES = (*FAST, *SLOW)
+CASES = (*FAST, SPAWNED, *SLOW)
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
@@ -154,6 +159,16 @@ def audit_case(case: Case, **environment: str) -> dict[str, Any]:
     assert not data["exit_status"], found.stderr[-3000:]
     assert found.returncode == any(finding["level"] == "error" for finding in data["findings"])
     return data
+
+
+def audit_forked(cases: Sequence[Case], folder: Path, *, audited: bool = True) -> list[dict[str, Any]]:
+    """The audits of several cases, whose processes share the import of torch; empty if they are not audited."""
+    ours = audited_process.environment(folder, 8) if audited else os.environ
+    command = [sys.executable, "-m", "tests.audit_command.forked", str(folder), *(case.script for case in cases)]
+    environment = {**ours, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ours.get('PYTHONPATH', '')}:{ROOT}"}
+    subprocess.run(command, env=environment, check=True)
+    ranks = [recorded_updates.read(folder / str(number))[0] for number in range(len(cases))]
+    return [audit_text.document(TrainingAudit(records), 0) for records in ranks if records]
 
 
 def train(case: Case, **environment: str) -> None:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.audit_command.cases import FAST, OPEN, RIGHT, SLOW, Case, audit_case, train
+from tests.audit_command.cases import FAST, OPEN, RIGHT, SLOW, SPAWNED, Case, audit_case, audit_forked, train
 
 pytestmark = pytest.mark.torch
-PARAMETERS = [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
 
 
-@pytest.mark.parametrize("case", PARAMETERS, ids=lambda case: case.name)
-def test_every_script_gets_its_verdict(case: Case) -> None:
-    found = audit_case(case)
-    assert (found["verdict"], found["findings"]) == (case.verdict, found["findings"])
+def check(case: Case, found: dict[str, Any]) -> None:
+    assert (case.name, found["verdict"], found["findings"]) == (case.name, case.verdict, found["findings"])
     assert case.finding in ["", *(finding["topic"] for finding in found["findings"])]
     # Whatever is not judged has a reason.
     assert found["verdict"] != OPEN or any(finding["level"] == "warning" for finding in found["findings"])
@@ -27,13 +25,26 @@ def test_every_script_gets_its_verdict(case: Case) -> None:
         assert sums and sums == pytest.approx(dict.fromkeys(sums, 1.0), rel=0.01 if "bf16" in case.name else 1e-5)
 
 
-FRAMEWORKS = ("fsdp2 deferred", "deepspeed right 3", "accelerate right", "lightning right ddp", "hf right")
+def test_a_script_of_each_kind_gets_its_verdict_and_the_same_losses_bit_for_bit(tmp_path: Path) -> None:
+    for case, found in zip(FAST, audit_forked(FAST, tmp_path), strict=True):
+        check(case, found)
+    (tmp_path / "bare").mkdir()
+    assert not audit_forked(FAST[:3], tmp_path / "bare", audited=False)
+    for number in range(3):
+        losses = (tmp_path / str(number) / "losses").read_text()
+        assert len(losses.split()) >= 16 and losses == (tmp_path / "bare" / str(number) / "losses").read_text()
 
 
 @pytest.mark.parametrize(
-    "script", ["single scaler", *(pytest.param(name, marks=pytest.mark.slow) for name in FRAMEWORKS)]
+    "case", [SPAWNED, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=lambda case: case.name
 )
-def test_losses_are_the_same_bit_for_bit(script: str, tmp_path: Path) -> None:
+def test_every_script_gets_its_verdict(case: Case) -> None:
+    check(case, audit_case(case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["deepspeed right 3", "accelerate right", "lightning right ddp", "hf right"])
+def test_losses_of_frameworks_are_the_same_bit_for_bit(script: str, tmp_path: Path) -> None:
     case = Case(script, RIGHT)
     train(case, LOSSES=str(tmp_path / "without"))
     audit_case(case, LOSSES=str(tmp_path / "with"))

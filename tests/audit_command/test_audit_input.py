@@ -48,7 +48,7 @@ def test_commands_that_cannot_be_started(arguments: list[str], line: str) -> Non
     [
         pytest.param("single crash", 7, ("verdict   right", "events BBBBCS"), marks=pytest.mark.slow),
         ("single killed", 137, ("verdict   right", "events BBBBCS")),
-        ("single one-backward", 3, ("no update: 1 micro-batch led to no update",)),
+        ("single one-backward", 3, ("no update: 1 micro-batch at the end led to no update",)),
     ],
 )
 def test_what_was_seen_until_then_is_kept(script: str, status: int, words: tuple[str, ...]) -> None:

@@ -13,7 +13,7 @@ from bench.audit.command import audited_process
 from tests.audit_command.cases import SCRIPTS, Case
 
 pytestmark = pytest.mark.torch
-KERNELS = 'for key in ("AutogradCPU", "AutogradCUDA"):', "for key in ():"
+KERNELS = 'library.impl(name, self._kernel(operator, names[name]), "BackendSelect", with_keyset=True)', "pass"
 HOOKS = "self.handle = leaf.register_hook(self._add)", "self.handle = leaf.register_hook(lambda gradient: None)"
 FREED = "self._libraries.append(library)", ""
 SINK = "len(node._input_metadata) > 1", "False"
@@ -43,13 +43,13 @@ def test_without_it_another_verdict(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    for name in ("site", "inside"):
-        shutil.copytree(audited_process.SITE.parent / name, tmp_path / name)
-    path = tmp_path / "inside" / f"{module}.py"
+    for name in ("audit/command/site", "audit/command/inside", "measure"):
+        shutil.copytree(audited_process.SITE.parents[2] / name, tmp_path / name)
+    (path,) = tmp_path.rglob(f"{module}.py")
     text = path.read_text(encoding="utf-8")
     assert code in text
     path.write_text(text.replace(code, changed), encoding="utf-8")
-    monkeypatch.setattr(audited_process, "SITE", tmp_path / "site")
+    monkeypatch.setattr(audited_process, "SITE", tmp_path / "audit/command/site")
     monkeypatch.chdir(SCRIPTS)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     cli.main(["audit", "--json", "--", *Case(script, "").command])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench.backends.base import registry
 from bench.judge import expected
@@ -31,8 +34,7 @@ def formula(cell: Cell, layout: Layout | None = None) -> dict[tuple[str, str], t
 @pytest.mark.usefixtures("lonely_group")
 def test_the_self_test_passes_and_is_not_counted() -> None:
     counter = CollectiveCounter()
-    with counter:
-        counter.self_test(torch.device("cpu"))
+    counter.self_test(torch.device("cpu"))
     assert counter.rows() == []
 
 
@@ -108,6 +110,29 @@ def test_counter_takes_the_whole_of_gathers_and_scatters_and_names_their_group()
             ("reduce_scatter", "shard", 1, 80),
             ("reduce_scatter", "world", 1, 160),
         )
+    ]
+
+
+@pytest.mark.parametrize("tensors", [contextlib.nullcontext, FakeTensorMode])
+def test_counter_sees_what_distributed_tensors_reduce_within_an_operator(tensors: Any) -> None:
+    """torch calls it below the keys of autograd, and on fake tensors without the operators of c10d."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (4,))
+        counter = CollectiveCounter()
+        counter.counting = True
+        with tensors(), counter:
+            parameter = torch.nn.Parameter(DTensor.from_local(torch.zeros(4), mesh, [Shard(0)]))
+            parameter.grad = DTensor.from_local(torch.ones(4), mesh, [Shard(0)])
+            torch.nn.utils.clip_grad_norm_([parameter], 1.0)
+    finally:
+        dist.destroy_process_group()
+    assert counter.rows() == [
+        {"op": "all_reduce", "group": "world", "dtype": "float32", "calls": 1, "payload_bytes": 4}
     ]
 
 

@@ -41,7 +41,8 @@ def page(m: Measured) -> str:
         "",
         "Claims that articles, documentation and threads make, held against measurements. `nox -s results -- claims` "
         "computes each verdict from the numbers beside it, and writes this page. N is the number of micro-batches in a "
-        "window, NB that of an epoch. Other versions may do otherwise: measure yours with the commands below.",
+        "window, NB that of an epoch. Other versions may do otherwise: measure yours with the commands below, and "
+        "a script of your own with [`python -m bench audit`](audit.md).",
     ]
     for topic, claims in CLAIMS.items():
         rows = []

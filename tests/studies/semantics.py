@@ -39,7 +39,7 @@ changes each weight by the coefficient of that sample's gradient. The right upda
 samples of the window in one batch, whose coefficients sum to 1. A verdict without bold type leaves every update right \
 for some batch, but perhaps not for the one that was meant. In some scenarios the script makes a mistake, such as \
 `zero_grad` in mid-window, or goes on after an exception: their verdicts say what becomes of the update, not whose \
-fault it is."""
+fault it is. What a script of your own computes is found by [`python -m bench audit`](audit.md)."""
 NOTES = """\
 Where the first finding is *miscounted*, every update is right, and only a counter of the framework is wrong.
 

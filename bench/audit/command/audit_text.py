@@ -30,18 +30,8 @@ def lines(audit: TrainingAudit) -> list[str]:
     counts = pattern([len(update.micro_batches) for update in audit.updates])
     update = audit.updates[min(1, len(audit.updates) - 1)]
     text.append(f"  updates   {counts} micro-batches; events {update.shown()}; {update.steps[0]['optimizer']}")
-    text += [f"  reduced   {_reduced(audit)}", f"  loss      {audit.scale.line(audit.scale.first)}", *_weights(audit)]
-    return text
-
-
-def _reduced(audit: TrainingAudit) -> str:
-    reductions = audit.reductions()
-    kinds = sorted({kind for found in reductions for kind in found})
-    if not kinds:
-        return "one rank" if audit.world == 1 else "never"
-    places = ", ".join(str(place) for place, found in enumerate(reductions, 1) if found)
-    names = "; ".join(f"{operation} of {dtype} over {ranks} ranks" for operation, dtype, ranks in kinds)
-    return f"at backward {places} of {len(reductions)}; {names}"
+    criterion = audit.scale.line((next(iter(audit.ranks)), 0, 0))
+    return [*text, f"  loss      {criterion}", *_weights(audit)]
 
 
 def _weights(audit: TrainingAudit) -> list[str]:
@@ -51,7 +41,7 @@ def _weights(audit: TrainingAudit) -> list[str]:
     part = min(audit.parts, key=lambda part: (abs(part.update - 1), part.ranks))
     text = []
     for rank in [*audit.ranks][:MOST_RANKS]:
-        row = [(c, audit.scale.weight(use, c)) for use, c in part.weights.items() if use[:2] == (rank, part.update)]
+        row = [(c, audit.scale.weight(use, c)) for use, c in part.weights.items() if use[0] == rank]
         numbers = " ".join(f"{c if weight is None else weight:.4f}" for c, weight in row) or "cannot be told apart"
         where = f"update {part.update + 1} of rank {part.ranks[0]}"
         text.append(f"  weights   of rank {rank}'s micro-batches in {where}: {numbers}")
@@ -62,6 +52,18 @@ def _weights(audit: TrainingAudit) -> list[str]:
 
 def document(audit: TrainingAudit, status: int) -> dict[str, Any]:
     """The verdict and the evidence as data."""
+    weights = [
+        {
+            "update": part.update,
+            "gradient_of": part.ranks,
+            "rank": use[0],
+            "micro_batch": use[2],
+            "weight": weight,
+            "loss_weight": audit.scale.weight(use, weight),
+        }
+        for part in audit.parts
+        for use, weight in part.weights.items()
+    ]
     return {
         "verdict": verdict(audit),
         "findings": [finding.to_dict() for finding in audit.findings],
@@ -71,17 +73,5 @@ def document(audit: TrainingAudit, status: int) -> dict[str, Any]:
         "facts": audit.facts,
         "micro_batches": [len(update.micro_batches) for update in audit.updates],
         "reduced_bytes": [found.total() for found in audit.reductions()],
-        "weights": [
-            {
-                "update": part.update,
-                "gradient_of": part.ranks,
-                "rank": use[0],
-                "micro_batch": use[2],
-                "weight": weight,
-                "loss_weight": audit.scale.weight(use, weight),
-            }
-            for part in audit.parts
-            for use, weight in part.weights.items()
-            if use[1] == part.update
-        ],
+        "weights": weights,
     }

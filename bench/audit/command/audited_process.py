@@ -13,13 +13,18 @@ from bench.errors import InputError
 SITE = Path(__file__).resolve().parent / "site"
 
 
-def run(command: Sequence[str], folder: Path, updates: int, *, quiet: bool) -> int:
-    """Run it and return its exit status, as a shell gives it; ``quiet`` sends its output to stderr."""
+def environment(folder: Path, updates: int) -> dict[str, str]:
+    """The environment of processes that record their events in ``folder``."""
     path = os.pathsep.join(filter(None, [str(SITE), os.environ.get("PYTHONPATH")]))
     ours = {"PYTHONPATH": path, "BENCH_AUDIT_FOLDER": str(folder), "BENCH_AUDIT_UPDATES": str(updates)}
+    return os.environ | ours
+
+
+def run(command: Sequence[str], folder: Path, updates: int, *, quiet: bool) -> int:
+    """Run it and return its exit status, as a shell gives it; ``quiet`` sends its output to stderr."""
     output = sys.stderr if quiet else None
     try:
-        status = subprocess.run(command, env=os.environ | ours, stdout=output, check=False).returncode
+        status = subprocess.run(command, env=environment(folder, updates), stdout=output, check=False).returncode
     except OSError as error:
         raise InputError(f"audit: {command[0]}: {error.strerror}") from error
     return 128 - status if status < 0 else status

@@ -5,31 +5,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
-Reductions = Counter[tuple[str, str, int]]
-"""Bytes by operation, dtype and number of ranks."""
-LETTERS = {"backward": "B", "clip": "C", "zero_grad": "Z", "step": "S", "skip": "K"}
+LETTERS = {"backward": "B", "clip": "C", "zero_grad": "Z", "step": "S"}
 """Events of a window, for messages: ``BBBBCS``."""
-
-MANY = 12
-"""As many events of a kind in a row are counted instead of listed."""
-
-
-@dataclass
-class MicroBatch:
-    """One backward: its event, and what was reduced from then on to the next."""
-
-    event: Event
-    reductions: Reductions
-
-    @property
-    def samples(self) -> list[list[float] | None]:
-        """The micro-gradient, per leaf; empty when sampling has ended."""
-        return self.event.get("samples", [])  # type: ignore[no-any-return]
+LONG = 24
+"""Of more events the first and the last are shown."""
 
 
 @dataclass
@@ -37,39 +20,33 @@ class AuditedUpdate:
     """One optimizer update on one rank: the backwards since the one before, and its steps (ZeRO has several)."""
 
     events: str = ""
-    micro_batches: list[MicroBatch] = field(default_factory=list)
-    clipped: list[Any] = field(default_factory=list)
-    """The gradient at the last clipping, before it."""
+    micro_batches: list[Event] = field(default_factory=list)
+    """The backwards; ``reduced`` is bytes by operation, dtype and number of ranks until the next one."""
+    steps: list[Event] = field(default_factory=list)
     clips_early: bool = False
     """Whether a backward has added to a gradient that was clipped."""
-    steps: list[Event] = field(default_factory=list)
 
     @property
     def used(self) -> list[Any]:
         """Per leaf its positions on this rank and their values, or nothing."""
-        if self.clipped and "B" not in self.events[self.events.rfind("C") :]:
-            return self.clipped
         leaves = zip(*(step["used"] for step in self.steps if "used" in step), strict=True)
         return [next(filter(None, leaf), None) for leaf in leaves]
 
     def shown(self) -> str:
-        """The events for a message, runs of many in short: ``B*40 S``."""
-        runs = [(letter, len(list(run))) for letter, run in groupby(self.events)]
-        return "".join(letter * count if count < MANY else f"{letter}*{count} " for letter, count in runs)
+        """The events, for a message."""
+        text = self.events
+        return text if len(text) <= LONG else f"{text[: LONG // 2]}...{text[-LONG // 2 :]}"
 
-    def add(self, event: Event) -> None:
-        """Add an event that belongs to this update."""
-        kind = event["event"]
-        reductions = Counter({(name, dtype, n): size for name, dtype, n, size in event["traffic"] if "float" in dtype})
-        if kind == "backward":
-            self.micro_batches.append(MicroBatch(event, reductions))
-            leaves = zip(self.clipped, event.get("samples", ()), strict=False)
-            self.clips_early |= any(clipped and added for clipped, added in leaves)
-        elif self.micro_batches:
-            self.micro_batches[-1].reductions.update(reductions)
-        self.events += LETTERS.get(kind, "")
-        if kind == "clip" and any(event.get("used", ())):
-            self.clipped = event["used"]
+    def add(self, event: Event, clipped: list[bool]) -> None:
+        """Add an event; ``clipped`` are the leaves that are clipped, of which it may add more."""
+        self.events += LETTERS.get(event["event"], "")
+        if event["event"] == "backward":
+            self.micro_batches.append({"samples": [], "reduced": Counter()} | event)
+            leaves = zip(clipped, event.get("samples", ()), strict=False)
+            self.clips_early |= any(is_clipped and added for is_clipped, added in leaves)
+        if self.micro_batches:
+            traffic = {(name, dtype, ranks): size for name, dtype, ranks, size in event["traffic"]}
+            self.micro_batches[-1]["reduced"].update(traffic)
 
 
 @dataclass
@@ -83,25 +60,23 @@ class RankRecord:
 
     def __post_init__(self) -> None:
         # Steps without a backward in between are one update; what follows a step belongs to the next window.
+        clipped: list[bool] = []
         for event in self.events:
             kind, window = event["event"], self.left_open
-            if kind in ("backward", "clip", "between") or (window.micro_batches and kind in LETTERS):
-                window.add(event)
-            if kind == "step" and (window.micro_batches or self.updates):
-                if window.micro_batches:
-                    self.updates.append(window)
+            if kind in ("backward", "between", "clip") or (window.micro_batches and kind in LETTERS):
+                window.add(event, clipped)
+            if kind == "clip":
+                clipped = event["leaves"]
+            if kind == "step" and window.micro_batches:
+                self.updates.append(window)
+            if kind == "step" and self.updates:
                 self.updates[-1].steps.append(event)
             if kind in ("step", "skip"):
-                self.left_open = AuditedUpdate()
+                self.left_open, clipped = AuditedUpdate(), []
 
     def first(self, kind: str) -> Event:
         """The first event of a kind; empty if there is none."""
         return next((event for event in self.events if event["event"] == kind), {})
-
-    @property
-    def facts(self) -> Event:
-        """What frameworks were asked for."""
-        return self.first("probes").get("facts", {})  # type: ignore[no-any-return]
 
 
 def read(folder: Path) -> tuple[dict[int, RankRecord], int]:

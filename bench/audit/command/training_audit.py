@@ -8,7 +8,7 @@ from functools import cached_property
 
 from bench.audit.command.gradient_weights import LOW, GradientWeights, PartWeights, Use
 from bench.audit.command.loss_scale import LossScale
-from bench.audit.command.recorded_updates import Event, RankRecord, Reductions
+from bench.audit.command.recorded_updates import Event, RankRecord
 from bench.findings import Finding, Level, error, good, warning
 from bench.formatting import plural
 
@@ -30,28 +30,24 @@ class TrainingAudit:
         self.updates = next(iter(ranks.values())).updates
         """Of the first rank."""
         self.world = max(event["world"] for record in ranks.values() for event in record.events)
-        self.facts: Event = {name: fact for record in ranks.values() for name, fact in record.facts.items()}
+        self.facts: Event = {}
+        """What frameworks were asked for."""
+        for record in ranks.values():
+            self.facts |= record.first("probes").get("facts", {})
         counts = Counter(len(update.micro_batches) for update in self.updates)
         self.usual = counts.most_common(1)[0][0] if counts else 0
         """Micro-batches of most updates."""
-        events = [mb.event for update in self.updates for mb in update.micro_batches]
-        self.held = {dtype for event in events for dtype in event.get("held", ())}
+        self.held = {dtype for u in self.updates for event in u.micro_batches for dtype in event.get("held", ())}
         """Dtypes in which gradients are held between micro-batches."""
-
-    @cached_property
-    def weights(self) -> GradientWeights:
-        """The weights of micro-batches in gradients."""
-        return GradientWeights(self.ranks)
+        self.weights = GradientWeights(ranks)
+        self.asked = [_asked(update.steps[0]["facts"]) for update in self.updates if "facts" in update.steps[0]]
+        """How many micro-batches were asked for in each update that was sampled."""
+        self.scale = LossScale(self.weights, self.usual, self.world, self.usual in self.asked)
 
     @property
     def parts(self) -> list[PartWeights]:
         """The weights where they mean something."""
         return [] if any(found.topic == "not judged" for found in self.findings) else self.weights.parts
-
-    @cached_property
-    def scale(self) -> LossScale:
-        """The weights of losses."""
-        return LossScale(self.weights, self.usual, self.world, self.facts)
 
     @cached_property
     def findings(self) -> list[Finding]:
@@ -66,19 +62,11 @@ class TrainingAudit:
             if failed := other.first("error"):
                 yield warning("recording failed", f"on rank {rank}: {failed['text']}")
                 return
-        left = plural(len(record.left_open.micro_batches), "micro-batch", "es")
+        left = len(record.left_open.micro_batches)
+        if left and (record.events[-1]["event"] == "end" or not self.updates):
+            yield warning("no update", f"{plural(left, 'micro-batch', 'es')} at the end led to no update")
         if not self.updates:
-            yield warning("no update", f"{left} led to no update")
             return
-        if record.left_open.micro_batches and record.events[-1]["event"] == "end":
-            yield warning("left open", f"the last {left} of the run reach no update")
-        numbered = enumerate(self.updates, 1)
-        short = [
-            number for number, u in numbered if not u.micro_batches[0].samples and len(u.micro_batches) < self.usual
-        ]
-        if short:
-            text = f"update {short[0]} has fewer micro-batches than others; --updates {short[0]} would sample it"
-            yield warning("not sampled", text)
         yield from self._of_request()
         if reason := self._not_judged():
             yield warning("not judged", reason)
@@ -86,9 +74,8 @@ class TrainingAudit:
         yield from self._of_windows() or self._of_weights()
         yield from self._of_reduction()
         if self.usual > 1 and self.held & LOW:
-            yield error(
-                "low precision", f"gradients of {self.usual} micro-batches are summed in {'/'.join(self.held & LOW)}"
-            )
+            dtypes = "/".join(self.held & LOW)
+            yield error("low precision", f"gradients of {self.usual} micro-batches are summed in {dtypes}")
 
     def _of_request(self) -> Iterator[Finding]:
         asks_for_shards = "FullyShardedDataParallelPlugin" in self.facts
@@ -96,14 +83,17 @@ class TrainingAudit:
             wrapper = "DistributedDataParallel" if "DistributedDataParallel" in self.facts else "no wrapper at all"
             text = f"a FullyShardedDataParallelPlugin was given, but no parameter is sharded: {wrapper} trains"
             yield error("not sharded", text)
-        updates = [update for update in self.updates if self.expect or "asked" in update.steps[0]]
-        asked = [(len(update.micro_batches), self.expect or update.steps[0]["asked"]) for update in updates]
-        others = [(found, wanted) for found, wanted in asked if found != wanted > 1]
-        if len(others) > len(asked) / 2:
-            found, wanted = others[0]
-            yield error("other N", f"{wanted} micro-batches per update were asked for, an update has {found}")
-        if self.usual == 1 and not others:
-            yield good("no accumulation", "an update has one backward")
+        found = [len(update.micro_batches) for update in self.updates]
+        wanted = [self.expect] * len(found) if self.expect else self.asked
+        others = [(count, number) for count, number in zip(found, wanted, strict=False) if count != number > 1]
+        if len(others) > len(wanted) / 2:
+            text = f"{others[0][1]} micro-batches per update were asked for, an update has {others[0][0]}"
+            yield error("other N", text)
+        for number, update in enumerate(self.updates, 1):
+            if not update.micro_batches[0]["samples"] and len(update.micro_batches) < self.usual:
+                text = f"update {number} has fewer micro-batches than others; --updates {number} would sample it"
+                yield warning("not sampled", text)
+                break
 
     def _not_judged(self) -> str:
         """Why backwards are no micro-batches, or gradients no sums of them."""
@@ -114,12 +104,13 @@ class TrainingAudit:
             reasons.append("the optimizer steps inside of the backward")
         if any(step["inside"] > 1 for step in steps):
             reasons.append(f"{steps[0]['optimizer']} runs several backwards per step, which are no micro-batches")
-        if any(mb.event.get("distributed") for update in self.updates for mb in update.micro_batches):
+        if any(event.get("distributed") for update in self.updates for event in update.micro_batches):
             reasons.append("gradients are distributed tensors, as in tensor parallelism")
         if any(found["leaves"] != probes[0]["leaves"] for found in probes):
             reasons.append("ranks train different parameters")
         elif any(found["parameters"] != probes[0]["parameters"] for found in probes):
-            reasons.append("ranks begin with different parameters: they are no replicas, or never were made equal")
+            why = "ranks are no replicas, never were made equal, or run different layers"
+            reasons.append(f"sampled parameters differ: {why}")
         return reasons[0] if reasons else ""
 
     def _of_windows(self) -> list[Finding]:
@@ -149,24 +140,21 @@ class TrainingAudit:
             text = f"up to {residual:.0%} of a gradient is no sum of the micro-gradients that were seen"
             yield warning("not judged", text)
             return
-        faults = list(self._of_presence())
-        yield from faults or self.scale.findings()
+        yield from list(self._of_presence()) or self.scale.findings()
 
     def _of_presence(self) -> Iterator[Finding]:
         """Which micro-batches are in the gradients of their own ranks, of others, and of later updates."""
         parts, tolerance = self.weights.parts, self.weights.tolerance
-        gone: list[set[Use]] = []
         present: set[Use] = set()
-        old = 0
+        gone: list[set[Use]] = []
         for part in parts:
-            seen = {use for use, weight in part.weights.items() if abs(weight) > tolerance * part.largest()}
-            gone.append({use for use in part.weights if use[1] == part.update and use not in seen})
-            present |= {use for use in seen if use[1] == part.update}
-            old += abs(part.previous) > tolerance or any(use[1] < part.update for use in seen)
-        foreign = [(part, uses & present) for part, uses in zip(parts, gone, strict=True) if uses & present]
-        if foreign:
+            largest = max(map(abs, part.weights.values()), default=0.0)
+            seen = {use for use, weight in part.weights.items() if abs(weight) > tolerance * largest}
+            gone.append(part.weights.keys() - seen)
+            present |= seen
+        if foreign := [(part.update, uses & present) for part, uses in zip(parts, gone, strict=True) if uses & present]:
             numbers = sorted({use[2] + 1 for _, uses in foreign for use in uses})
-            share = f"{len({part.update for part, _ in foreign})} of {len({part.update for part in parts})} updates"
+            share = f"{len({number for number, _ in foreign})} of {len({part.update for part in parts})} updates"
             if len(numbers) >= self.usual:
                 yield error("not reduced", f"no micro-batch of other ranks is in a rank's gradient ({share})")
             else:
@@ -175,8 +163,8 @@ class TrainingAudit:
                 yield error("partly reduced", text)
         if lost := sorted(set().union(*gone) - present):
             yield self._lost(lost)
-        if old:
-            yield error("not cleared", f"{old} of {len(parts)} gradients contain that of the update before")
+        if old := [part for part in parts if abs(part.previous) > tolerance]:
+            yield error("not cleared", f"{len(old)} of {len(parts)} gradients contain that of the update before")
 
     def _lost(self, lost: list[Use]) -> Finding:
         rank, number, _ = lost[0]
@@ -187,25 +175,32 @@ class TrainingAudit:
         numbers = [use[2] + 1 for use in lost if use[:2] == (rank, number)]
         return error("lost", f"micro-batches {numbers} of update {number + 1} have weight 0{cleared}: {update.shown()}")
 
-    def reductions(self) -> list[Reductions]:
+    def reductions(self) -> list[Counter[tuple[str, str, int]]]:
         """What is reduced at each backward of a full window; less than 1 % of the largest are metrics and norms."""
         windows = [update.micro_batches for update in self.updates if len(update.micro_batches) == self.usual]
-        window = [mb.reductions for mb in windows[len(windows) // 2]] if windows else []
+        window = [event["reduced"] for event in windows[len(windows) // 2]] if windows else []
         largest = max((size for found in window for size in found.values()), default=0)
         return [Counter({key: size for key, size in found.items() if size > largest / 100}) for found in window]
 
     def _of_reduction(self) -> Iterator[Finding]:
-        sent = [found.total() for found in self.reductions()]
+        reductions = self.reductions()
+        sent = [found.total() for found in reductions]
+        kinds = sorted({kind for found in reductions for kind in found})
+        names = ", ".join(f"{operation} of {dtype} over {ranks} ranks" for operation, dtype, ranks in kinds)
+        places = ", ".join(str(place) for place, size in enumerate(sent, 1) if size)
+        text = f"{names} at backward {places} of {len(sent)}: {sum(sent):,} bytes per rank and update"
         if self.world > 1 and not any(sent):
             yield warning("no reduction seen", "no reduction of a floating-point tensor was seen in a window")
         elif all(sent) and len(sent) > 1:
-            text = f"reduces at each of {len(sent)} backwards: {sum(sent):,} bytes per rank; once would be {sent[-1]:,}"
-            yield good("eager", text)
+            yield good("eager", f"{text}; once would be {sent[-1]:,}")
         elif any(sent) and len(sent) > 1:
-            most = len(sent) * max(sent)
-            yield good(
-                "deferred", f"reduces {sum(sent):,} bytes per rank and update; at each backward it would be {most:,}"
-            )
+            yield good("deferred", f"{text}; at each backward it would be {len(sent) * max(sent):,}")
+
+
+def _asked(facts: Event) -> int:
+    """The most micro-batches per update that an object asks for, or 1."""
+    counts = (fact.get("N") for fact in facts.values() if isinstance(fact, dict))
+    return max((count for count in counts if isinstance(count, int)), default=1)
 
 
 def pattern(counts: list[int]) -> str:

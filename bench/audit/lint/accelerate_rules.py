@@ -11,6 +11,7 @@ from bench.audit.lint.deepspeed_config import DeepSpeedConfig, deepspeed_keys, d
 from bench.audit.lint.hugging_face_rules import SameValue, TrainerArguments
 from bench.audit.lint.known_keys import Keys, known_keys
 from bench.audit.lint.lint_options import LintOptions
+from bench.audit.lint.proof import AUDIT
 from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule
 from bench.audit.lint.sum_rules import GradientSum
 from bench.audit.training_plan import LARGEST_ACCUMULATE
@@ -126,17 +127,16 @@ def _beside(both: AccelerateDeepSpeed) -> Iterator[Found]:
 @rule("GAS03", INFO, "accumulation set outside the script", f"{ACCELERATOR} __init__, _prepare_deepspeed")
 def _accumulate(both: AccelerateDeepSpeed) -> Iterator[Found]:
     place, n = both.accumulate, both.accumulate.value
-    proof = "print(accelerator.gradient_accumulation_steps) after accelerator.prepare"
     if not both.is_script:
         return
     if both.file is not None and not place.given:
         what = "without gradient_accumulation_steps in its file, accelerate sets it to 1, whatever the script says"
         fix = 'add "gradient_accumulation_steps": "auto" to the DeepSpeed config'
-        yield Found(both.inner.at("deepspeed_config_file"), what, fix, proof, code="GAS02")
+        yield Found(both.inner.at("deepspeed_config_file"), what, fix, AUDIT, code="GAS02")
     elif place.given and n != AUTO:
         what = f"N is {n} whatever the script says: Accelerator(gradient_accumulation_steps=...) is overruled"
         fix = f"remove it and set N in the script, or read accelerator.gradient_accumulation_steps ({n}) there"
-        yield Found(place, what, fix, proof, code="GAS03")
+        yield Found(place, what, fix, AUDIT, code="GAS03")
 
 
 @rule("CLP01")

@@ -1,4 +1,8 @@
-"""The proof of a finding: a command that trains the same arithmetic in small."""
+"""The proof of a finding: a command that trains the same arithmetic in small.
+
+A config names no script, so few findings can be proved by ``bench audit`` on the user's own: those on how many
+micro-batches the script gets.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,8 @@ from bench.audit.lint.lint_options import Version, windows_of, written
 MODULE = "python -m bench"
 LARGEST_N, SMALL_N = 8, 4
 """A larger N becomes SMALL_N, with a remainder that is the same share of the window."""
+AUDIT = f"{MODULE} audit -- accelerate launch ... train.py"
+"""Counts the micro-batches of each update of the user's own script."""
 RANKS = 2
 """Of every scenario; the decoder then has an even number of weights, as DeepSpeed's buckets want it."""
 

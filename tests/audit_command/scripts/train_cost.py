@@ -1,4 +1,4 @@
-"""Times windows under an audit, in turns: without it, counting, sampling, and with a dispatch mode that counts.
+"""Times windows under an audit, in turns: without it, counting, and sampling.
 
 train_cost.py ddp | fsdp2 WIDTH BLOCKS prints a JSON list per mode: seconds per window, one for each block.
 """
@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 kind, width, blocks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 dist.init_process_group("gloo")
@@ -35,14 +34,6 @@ class Model(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden)
         return self.head(hidden)
-
-
-class Counting(TorchDispatchMode):
-    collectives = 0
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        self.collectives += function.namespace == "c10d"
-        return function(*arguments, **(options or {}))
 
 
 net = Model()
@@ -69,30 +60,22 @@ def window():
     optimizer.zero_grad()
 
 
-for _ in range(4):
+for _ in range(8):
     window()
 recorder = next(found for found in gc.get_objects() if type(found).__name__ == "TrainingRecorder")
-kernels = recorder.kernels
-modes = ["without", "counting", "sampling", "dispatch mode"]
+modes = ["without", "counting", "sampling"]
 times = {mode: [] for mode in modes}
 order = random.Random(0)
 for _ in range(blocks):
     order.shuffle(modes)
     for mode in modes:
-        recorder.active = mode in ("counting", "sampling")
-        recorder._sampling = mode == "sampling"
-        for library in kernels._libraries:
-            library._destroy()
-        kernels._libraries.clear()
+        recorder.active, recorder.sampling = mode != "without", mode == "sampling"
+        recorder.kernels.remove()
         if recorder.active:
-            kernels.__init__(torch)
+            recorder.kernels.install()
         dist.barrier()
         start = time.perf_counter()
-        if mode == "dispatch mode":
-            with Counting():
-                window()
-        else:
-            window()
+        window()
         times[mode].append(time.perf_counter() - start)
 if dist.get_rank() == 0:
     print("COST", json.dumps(times))

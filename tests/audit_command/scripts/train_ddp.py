@@ -18,6 +18,8 @@ torch.manual_seed(0 if variant != "unsynchronized" else rank)
 model = SmallLM()
 if variant == "bf16":
     model = model.to(torch.bfloat16)
+if variant == "sparse":
+    model.embedding.sparse = True
 if variant == "compile":
     model = torch.compile(model)
 unwrapped = variant in ("unreduced", "manual", "manual-sum", "unsynchronized")
@@ -35,7 +37,7 @@ uneven = variant in ("dropped", "underweight", "flush-right")
 data = Tokens((10 if uneven else 8) * BATCH * world)
 workers = 2 if variant == "workers" else 0
 loader = DataLoader(data, BATCH, sampler=DistributedSampler(data, shuffle=False), num_workers=workers)
-optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+optimizer = (torch.optim.SGD if variant == "sparse" else torch.optim.AdamW)(net.parameters(), lr=1e-2)
 window = {"differ": 4 if rank == 0 else 2, "n-is-w": 2}.get(variant, ACCUMULATE)
 each = variant in ("each-step", "each-step-divided")
 losses = []
@@ -44,6 +46,8 @@ for _ in range(2):
     for i, (x, y) in enumerate(loader):
         last = (i + 1) % window == 0 or (variant in ("flush-right", "underweight") and i + 1 == len(loader))
         sync = last or variant == "eager" or each
+        if variant == "differ":  # as often on both ranks
+            sync = i % ACCUMULATE == ACCUMULATE - 1
         if variant == "late":  # FunASR 3472
             sync = i % window == 0
         if variant == "zero-before":  # RAE 67
@@ -54,7 +58,9 @@ for _ in range(2):
                 loss, _ = net(x, y)
             else:
                 loss = F.cross_entropy(call(x).flatten(0, 1).float(), y.flatten())
-            divisor = {"undivided": 1, "n-is-w": 1, "twice": window**2, "each-step": 1}.get(variant, window)
+            divisor = {"twice": window**2}.get(variant, window)
+            if variant in ("undivided", "n-is-w", "clip-divide", "each-step"):
+                divisor = 1
             if variant == "flush-right":
                 divisor = window if i < len(loader) // window * window else len(loader) % window
             scaled = loss / divisor
@@ -75,6 +81,13 @@ for _ in range(2):
                     parameter.grad /= world if variant == "manual" else 1
             if variant == "clip":
                 clip_grad_norm_(net.parameters(), 0.05)
+            if variant == "clip-divide":  # the sum is clipped, and divided then
+                clip_grad_norm_(net.parameters(), 0.05)
+                for parameter in net.parameters():
+                    parameter.grad /= window
+            if variant == "clip-with-norm":  # as torchtitan
+                norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in net.parameters()])
+                torch.nn.utils.clip_grads_with_norm_(net.parameters(), 0.05, norm)
             if variant == "clip-value":
                 torch.nn.utils.clip_grad_value_(net.parameters(), 1e-3)
             optimizer.step()

@@ -32,35 +32,29 @@ class FoundObjects:
     """The objects of ``READERS`` that the garbage collector knows."""
 
     def __init__(self) -> None:
-        self._by_name: dict[str, Any] = {}
+        self.by_name: dict[str, Any] = {}
+        """The last of each kind."""
         self.sharded: dict[int, Any] = {}
         """FSDP2's parameters by the id of the leaf that autograd sees."""
 
-    def search(self) -> dict[str, Any]:
-        """Find them, and say what each was asked for."""
+    def search(self) -> None:
+        """Find them."""
         names: dict[type, str] = {}
-        facts = {}
         for found in gc.get_objects():
             kind = type(found)
             if kind not in names:
                 bases = [base.__name__ for base in kind.__mro__ if str(base.__module__).partition(".")[0] in PACKAGES]
                 names[kind] = next((name for name in bases if name in READERS), "")
             if name := names[kind]:
-                try:
-                    facts[name] = READERS[name](found)
-                    self.sharded |= {id(found._unsharded_param): found} if name == "FSDPParam" else {}
-                except Exception:  # one that is not set up
-                    continue
-                self._by_name[name] = found
+                self.by_name[name] = found
+                self.sharded |= {id(found._unsharded_param): found} if hasattr(found, "_unsharded_param") else {}
+
+    def facts(self) -> dict[str, Any]:
+        """What each is asked for now: a callback may change that."""
+        facts = {}
+        for name, found in self.by_name.items():
+            try:
+                facts[name] = READERS[name](found)
+            except Exception:  # one that is not set up
+                continue
         return facts
-
-    @property
-    def zero(self) -> Any:
-        """DeepSpeed's ZeRO optimizer, or None."""
-        return self._by_name.get("ZeROOptimizer")
-
-    def asked(self) -> int:
-        """The most micro-batches per update that an object asks for now: a callback may change that; or 1."""
-        facts = (READERS[name](found) for name, found in self._by_name.items())
-        counts = (fact.get("N") for fact in facts if isinstance(fact, dict))
-        return max((count for count in counts if isinstance(count, int)), default=1)

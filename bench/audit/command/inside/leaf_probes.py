@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
 MOST_LEAVES = 8
 MOST_COORDINATES = 64
 """Coordinates of a leaf."""
@@ -20,13 +22,16 @@ def whole_shape(leaf: Any) -> tuple[int, ...]:
 class LeafProbe:
     """Some coordinates of one leaf, and what the running backward has added there."""
 
-    def __init__(self, torch: Any, leaf: Any, seed: int) -> None:
+    def __init__(self, leaf: Any, seed: int) -> None:
         self.leaf, self.shape = leaf, whole_shape(leaf)
-        own = torch.Generator("cpu").manual_seed(seed)  # the global generator belongs to the training
-        self.flat = torch.randint(math.prod(self.shape), (MOST_COORDINATES,), generator=own).unique()
+        generator = torch.Generator("cpu").manual_seed(seed)  # the global one belongs to the training
+        self.flat = torch.randint(math.prod(self.shape), (MOST_COORDINATES,), generator=generator).unique()
         self.coordinates = torch.stack(torch.unravel_index(self.flat, self.shape))
-        self._index = tuple(axis.to(leaf.device, non_blocking=True) for axis in self.coordinates)
-        self._added: Any = None
+        self.index = tuple(axis.to(leaf.device, non_blocking=True) for axis in self.coordinates)
+        self.added: Any = None
+        """What the running backward has added, or None."""
+        self.clipped: Any = 1.0
+        """By what the gradient was divided to clip it."""
         self.dtype, self.recording, self.is_distributed = "", False, False
         self.handle = leaf.register_hook(self._add)
 
@@ -36,28 +41,17 @@ class LeafProbe:
         self.is_distributed = hasattr(gradient, "_local_tensor")
         if not self.is_distributed and tuple(gradient.shape) == self.shape and not gradient.is_sparse:
             self.dtype = str(gradient.dtype).removeprefix("torch.")
-            values = self.sample(gradient)
-            self._added = values if self._added is None else self._added + values
-
-    def sample(self, tensor: Any) -> Any:
-        """The values of a whole tensor at the coordinates."""
-        return tensor.detach()[self._index].double()
-
-    def take(self) -> Any:
-        """What the backward has added, or None; and begin anew."""
-        added, self._added = self._added, None
-        return added
+            values = gradient.detach()[self.index].double()
+            self.added = values if self.added is None else self.added + values
 
     def parameter(self) -> Any:
         """The values of the parameter, or None where they are not all here."""
         leaf = self.leaf
-        is_whole = (
-            tuple(leaf.shape) == self.shape and not hasattr(leaf, "_local_tensor") and leaf.untyped_storage().size()
-        )
-        return self.sample(leaf) if is_whole else None
+        is_whole = tuple(leaf.shape) == self.shape and leaf.untyped_storage().size()
+        return leaf.detach()[self.index].double() if is_whole and not hasattr(leaf, "_local_tensor") else None
 
 
-def choose(torch: Any, roots: Any) -> list[LeafProbe]:
+def choose(roots: Any) -> list[LeafProbe]:
     """Probes of at most MOST_LEAVES leaves, evenly over the depth of the graph; in the same order on all ranks."""
     queue, leaves, seen = [root.grad_fn for root in roots], [], set()
     for node in queue:
@@ -67,4 +61,4 @@ def choose(torch: Any, roots: Any) -> list[LeafProbe]:
             queue += [inner for inner, _ in node.next_functions]
     leaves = [leaf for leaf in leaves if math.prod(whole_shape(leaf)) >= LEAST_ELEMENTS]
     step = max(1.0, len(leaves) / MOST_LEAVES)
-    return [LeafProbe(torch, leaves[int(i * step)], i) for i in range(min(len(leaves), MOST_LEAVES))]
+    return [LeafProbe(leaves[int(i * step)], i) for i in range(min(len(leaves), MOST_LEAVES))]

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import functools
+import os
+from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from . import criteria
-from .c10d_kernels import CollectiveKernels
 from .event_log import EventLog
 from .found_objects import FoundObjects
 from .leaf_probes import LeafProbe, choose
 from .used_gradients import UsedGradients
+
+if TYPE_CHECKING:
+    from bench.measure.c10d_kernels import CollectiveCall, CollectiveKernels
+else:  # beside this file, as sitecustomize loads them
+    from .c10d_kernels import CollectiveCall, CollectiveKernels
 
 MOST_EVENTS = 100_000
 """A long training does not fill the disk."""
@@ -28,8 +37,8 @@ def guarded(method: Callable[..., None]) -> Callable[..., None]:
             method(self, *arguments, **options)
         except Exception as error:
             self.active = False
-            self.end_sampling()
-            self.log.write("error", text=f"{method.__name__}: {type(error).__name__}: {error}")
+            self._log.write("error", text=f"{method.__name__}: {type(error).__name__}: {error}")
+            self._end_sampling()
 
     return call
 
@@ -37,49 +46,55 @@ def guarded(method: Callable[..., None]) -> Callable[..., None]:
 class TrainingRecorder:
     """Writes an event for each; samples gradients until enough updates were seen."""
 
-    def __init__(self, torch: Any, log: EventLog, updates: int) -> None:
-        self.torch, self.log, self._sampled_updates = torch, log, updates
-        self.kernels = CollectiveKernels(torch)
+    def __init__(self) -> None:
+        self._traffic: Counter[tuple[str, str, int]] = Counter()
+        self.kernels = CollectiveKernels(self.on_collective, only="reduce")
+        self.kernels.install()
         self.restart()
 
     def restart(self) -> None:
         """Begin anew: a forked process trains by itself."""
-        self.log.restart()
-        self.kernels.traffic.clear()
-        self.active = self._sampling = True
-        self._in_backward = self._window_open = False
+        self._log = EventLog(Path(os.environ["BENCH_AUDIT_FOLDER"]))
+        self._sampled_updates = int(os.environ["BENCH_AUDIT_UPDATES"])
+        self._traffic.clear()
+        self.active = self.sampling = True
+        self._in_backward = self._window_open = self._on_device = False
         self.steps = self._backwards = self._updates = self._events = 0
         self._probes: list[LeafProbe] = []
         self._handles: list[Any] = []
         self._objects = FoundObjects()
-        self._gradients = UsedGradients(self.torch, self._objects)
+        self._gradients = UsedGradients(self._objects)
 
-    def end_sampling(self) -> None:
-        """Remove all hooks of leaves."""
-        self._sampling = False
+    @guarded
+    def on_collective(self, collective: CollectiveCall) -> None:
+        """Bytes of reductions of floating-point tensors."""
+        if "float" in collective.dtype:
+            key = collective.name, collective.dtype, collective.group.size()
+            self._traffic[key] += collective.payload_bytes
+
+    def _end_sampling(self) -> None:
+        self.sampling = self._on_device = False
         for probe in self._probes:
             probe.handle.remove()
-        self.log.on_device = False
-        self.log.flush()
+        self._log.flush()
 
     def _write(self, event: str, **values: Any) -> None:
-        traffic = [[*key, size] for key, size in self.kernels.traffic.items()]
-        self.kernels.traffic.clear()
-        self.log.write(event, traffic=traffic, **values)
+        self._log.write(event, traffic=[[*key, size] for key, size in self._traffic.items()], **values)
+        self._traffic.clear()
         self._events += 1
         self.active = self._events < MOST_EVENTS
 
     @guarded
     def before_backward(self, roots: Any, *, keeps_graph: bool) -> None:
         """Hooks on the criteria; at the first backward probes are chosen."""
-        if self._sampling and not self._window_open and self._updates >= self._sampled_updates:
-            self.end_sampling()
-        if self.kernels.traffic:
+        if self.sampling and not self._window_open and self._updates >= self._sampled_updates:
+            self._end_sampling()
+        if self._traffic:
             self._write("between")
         self._in_backward = self._window_open = True
-        if not self._sampling:
+        if not self.sampling:
             return
-        tensors = [root for root in roots if isinstance(root, self.torch.Tensor)]
+        tensors = [root for root in roots if isinstance(root, torch.Tensor)]
         if not self._probes:
             self._choose(tensors)
         self._loss: dict[str, Any] = {"losses": criteria.watch(tensors, self._handles), "keeps_graph": keeps_graph}
@@ -88,15 +103,14 @@ class TrainingRecorder:
             probe.recording = True
 
     def _choose(self, roots: list[Any]) -> None:
-        facts = self._objects.search()
-        self._probes = choose(self.torch, roots)
-        self.log.on_device = any(probe.leaf.device.type != "cpu" for probe in self._probes)
-        if any(hasattr(probe.leaf, "main_grad") for probe in self._probes):
-            facts["main_grad"] = True
+        self._objects.search()
+        self._probes = choose(roots)
+        self._on_device = any(probe.leaf.device.type != "cpu" for probe in self._probes)
         names = [getattr(self._objects.sharded.get(id(probe.leaf)), "_param_fqn", "") for probe in self._probes]
+        megatron = {"main_grad": True} if any(hasattr(probe.leaf, "main_grad") for probe in self._probes) else {}
         self._write(
             "probes",
-            facts=facts,
+            facts=self._objects.facts() | megatron,
             leaves=[[name, *probe.shape] for name, probe in zip(names, self._probes, strict=True)],
             parameters=[probe.parameter() for probe in self._probes],
             coordinates=sum(len(probe.flat) for probe in self._probes),
@@ -108,52 +122,60 @@ class TrainingRecorder:
         self._in_backward = False
         self._backwards += 1
         values: dict[str, Any] = {}
-        if self._sampling:
+        if self.sampling:
             for handle in self._handles:
                 handle.remove()
             self._handles.clear()
-            for probe in self._probes:
-                probe.recording = False
             values = self._loss | {
-                "samples": [probe.take() for probe in self._probes],
+                "samples": [probe.added for probe in self._probes],
                 "distributed": any(probe.is_distributed for probe in self._probes),
                 "dtypes": sorted({probe.dtype for probe in self._probes} - {""}),
                 "held": sorted({self._gradients.held_dtype(probe) for probe in self._probes} - {""}),
             }
+            for probe in self._probes:
+                probe.recording, probe.added = False, None
         self._write("backward", **values)
 
-    def _used(self, parameters: Iterable[Any]) -> dict[str, Any]:
-        if not self._sampling:
-            return {}
+    def _used(self, parameters: Iterable[Any]) -> list[Any]:
         updated = set(map(id, parameters))
-        return {"used": [self._gradients.read(probe, updated) for probe in self._probes]}
+        return [self._gradients.read(probe, updated) for probe in self._probes]
 
     @guarded
-    def on_clip(self, parameters: list[Any]) -> None:
-        """The gradient before it is clipped."""
-        if self._window_open:
-            self._write("clip", **self._used(parameters))
+    def before_clip(self, parameters: list[Any]) -> None:
+        """The gradient that is clipped."""
+        self._unclipped = self._used(parameters) if self.sampling else []
 
     @guarded
-    def on_zero_grad(self) -> None:
-        """Gradients are cleared although no step has used them."""
+    def after_clip(self, parameters: list[Any]) -> None:
+        """By how much each sample was clipped."""
         if self._window_open:
-            self._write("zero_grad")
+            self._write("clip", leaves=[bool(used) for used in self._unclipped])
+        clipped = self._used(parameters) if self.sampling else []
+        for probe, before, after in zip(self._probes, self._unclipped, clipped, strict=False):
+            if before and after:
+                probe.clipped = probe.clipped * (before[1] / after[1]).nan_to_num(1.0, 1.0, 1.0)
 
     @guarded
-    def on_skipped_step(self) -> None:
-        """A loss scaler found a gradient that is not finite."""
+    def on_event(self, event: str) -> None:
+        """Gradients are cleared although no step has used them, or a step is skipped."""
         if self._window_open:
-            self._write("skip")
-            self._window_open = False
+            self._write(event)
+            self._window_open = event != "skip"
 
     def _of_step(self, optimizer: Any) -> dict[str, Any]:
-        values = self._used(parameter for group in optimizer.param_groups for parameter in group["params"])
-        if values:
-            values |= {"asked": self._objects.asked(), "scale": getattr(optimizer, "grad_scale", None)}
-        if values and (zero := self._objects.zero) is not None:
-            values["clip"] = [zero.clip_grad, getattr(zero, "_global_grad_norm", 0.0)]
-        return values
+        """The gradient that the optimizer uses, as it was before it was scaled and clipped."""
+        if not self.sampling:
+            return {}
+        scale, zero = getattr(optimizer, "grad_scale", None), self._objects.by_name.get("ZeROOptimizer")
+        factor: Any = 1.0 if scale is None else 1 / scale
+        if zero is not None and (limit := zero.clip_grad):  # DeepSpeed clips by itself
+            factor = (torch.as_tensor(zero._global_grad_norm) / limit).clamp(min=1.0)
+        used = self._used(parameter for group in optimizer.param_groups for parameter in group["params"])
+        for probe, leaf in zip(self._probes, used, strict=True):
+            if leaf:
+                leaf[1] = leaf[1] * probe.clipped * factor
+                probe.clipped = 1.0
+        return {"used": used, "facts": self._objects.facts()}
 
     @guarded
     def before_step(self, optimizer: Any, arguments: Any, options: Any) -> None:
@@ -173,9 +195,11 @@ class TrainingRecorder:
             self._write("step", optimizer=name, id=id(optimizer), inside=inside, midway=self._in_backward, **values)
             self._updates += self._window_open
             self._window_open = False
+        if not self._on_device:  # a training that is killed loses its open window alone
+            self._log.flush()
 
     def end(self) -> None:
         """The process ends by itself."""
         if self.active and self._backwards:
             self._write("end")
-        self.log.flush()
+        self._log.flush()

@@ -30,19 +30,22 @@ class AfterTorch(importlib.abc.MetaPathFinder):
 
             def execute_and_install(torch: ModuleType) -> None:
                 execute(torch)
-                install(torch)
+                install()
 
             spec.loader.exec_module = execute_and_install
         return spec
 
 
-def install(torch: ModuleType) -> None:
-    """Load the folder ``inside`` by its path as a package, and let it watch; a failure stops no training."""
+def install() -> None:
+    """Load the recorder by its path, as a package that has c10d_kernels too; a failure stops no training."""
     try:
-        found: Any = importlib.util.spec_from_file_location("_bench_audit", HERE.parent / "inside" / "__init__.py")
-        sys.modules["_bench_audit"] = package = importlib.util.module_from_spec(found)
-        found.loader.exec_module(package)
-        package.install(torch, FOLDER)
+        path, places = HERE.parent / "inside" / "__init__.py", [HERE.parent / "inside", HERE.parents[2] / "measure"]
+        spec: Any = importlib.util.spec_from_file_location(
+            "_bench_audit", path, submodule_search_locations=list(map(str, places))
+        )
+        sys.modules["_bench_audit"] = package = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(package)
+        package.install(FOLDER)
     except Exception as error:
         print(f"audit: this process is not watched: {type(error).__name__}: {error}", file=sys.stderr)
 
