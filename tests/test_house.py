@@ -13,10 +13,10 @@ from tests.conftest import ROOT
 WINGS = ("audit", "forecast")
 AT_MOST = {
     "modules": 211,
-    "lines": 32195,
-    "lines of the core": 22634,
+    "lines": 32175,
+    "lines of the core": 22735,
     "longest module": 345,
-    "lines of tests": 27103,
+    "lines of tests": 27185,
     "names of several modules": 0,
     "names of several classes": 0,
 }
