@@ -52,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=50, metavar="N", help="with --all: how many by each signal")
 
 
-TRAINS = {"launcher", "here", "real_run", "together", "lonely_group"}
+TRAINS = {"launcher", "here", "real_run", "faulty_run", "lonely_group"}
 """Fixtures that start processes or groups."""
 
 
@@ -273,6 +273,15 @@ LOOPS = ",".join(f"tests.extra_backends:{name}" for name in plugin.CLASSES.value
 WATCHED = "tests.watched:WatchedZero3,tests.watched:WatchedLightning"
 OWN = f"{LOOPS},{WATCHED}"
 """Backends of tests, as BENCH_BACKENDS names them."""
+FAULTY = ("x-sound", "x-raises", "x-killed", "x-unsupported", "x-needs-missing", "x-last-only", "x-aborts-afterwards")
+
+
+@pytest.fixture(scope="session")
+def faulty_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, extra_site: Path) -> Run:
+    """The extra package's backends, most of which fail in one way or another."""
+    names = asked(request, FAULTY, (*FAULTY, "x-steps-too-often", "x-summed"))
+    folder = tmp_path_factory.mktemp("faulty")
+    return run_matrix(folder, backend=names, pythonpath=extra_site, BENCH_TEST_TOKEN="faulty")
 
 
 class OneServer(Node):

@@ -188,3 +188,19 @@ class Unsupported(Faulty):
 
     def fail(self):
         raise UnsupportedError("this framework cannot do that; use another")
+
+
+class AbortsAfterwards(DDPEager):
+    """Hands over its result, then dies as gloo is known to do."""
+
+    name, framework = "x-aborts-afterwards", "Extra"
+
+    def train(self, job):
+        import multiprocessing.util
+
+        multiprocessing.util.Finalize(None, os.abort, exitpriority=100)
+        super().train(job)
+
+
+class NeedsMissing(DDPEager):
+    name, framework, requires = "x-needs-missing", "Extra", ("no_such_package_at_all",)

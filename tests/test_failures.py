@@ -1,8 +1,9 @@
-"""Real runs that are interrupted, start every trial anew, or lack a compiler."""
+"""Trials that fail are rows with a reason, nothing is left running, and sound trials beside them are kept."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,7 +11,47 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import MATRIX, ROOT, Command, Run, processes_with, run_matrix
+from tests.conftest import FAULTY, MATRIX, ROOT, Command, Run, first, processes_with, run_matrix
+
+
+def test_an_installed_package_adds_a_backend_that_runs(faulty_run: Run) -> None:
+    trial = faulty_run.trial("x-sound")
+    assert trial["status"] == "ok", trial["reason"]
+    assert trial["framework"] == "Extra"
+    assert faulty_run.trial("reference")["status"] == "ok", "the reference comes along unasked"
+
+
+CASES = {
+    "x-raises": ("crashed", r"rank 1: KeyError: 'a key that says out of memory'"),
+    "x-killed": ("crashed", r"rank 1 was ended by SIGKILL"),
+    "x-unsupported": ("unsupported", r"rank 1: UnsupportedError: this framework cannot do that; use another"),
+    "x-needs-missing": ("unsupported", r"needs no_such_package_at_all: pip install"),
+    "x-last-only": ("invalid", r"pointing elsewhere: samples were lost"),
+    "x-summed": ("invalid", r"2 times too large: summed over the 2 ranks"),
+    "x-steps-too-often": ("invalid", r"12 optimizer steps were taken, 4 were due"),
+}
+
+
+@pytest.mark.parametrize("backend", first(FAULTY, CASES))
+def test_each_failure_is_a_row_with_its_status_and_reason(faulty_run: Run, backend: str) -> None:
+    trial, (status, reason) = faulty_run.trial(backend), CASES[backend]
+    assert trial["status"] == status, trial["reason"]
+    assert re.search(reason, trial["reason"])
+
+
+def test_failures_set_the_exit_status_are_shown_and_leave_nothing_behind(faulty_run: Run) -> None:
+    assert faulty_run.process.returncode == 1
+    assert "x-killed" in faulty_run.process.stdout
+    assert "Traceback" not in faulty_run.process.stdout + faulty_run.process.stderr
+    assert faulty_run.trial("x-aborts-afterwards")["status"] == "ok", "it had handed over its result"
+    assert processes_with("faulty") == []
+
+
+def test_failed_trials_keep_their_logs(faulty_run: Run) -> None:
+    record = faulty_run.record("x-raises")
+    text = (faulty_run.folder / record["log"]).read_text()
+    assert "KeyError" in text
+    assert "in fail" in text
 
 
 def test_interrupt_keeps_finished_trials_and_resume_goes_on(tmp_path: Path, here: Command) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-import multiprocessing.util
 import os
 import resource
 import signal
@@ -24,7 +23,6 @@ import psutil
 
 from bench.backends.plain import DDPEager, Reference
 from bench.backends.training_job import Job
-from bench.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -117,17 +115,6 @@ def never_ends(self: Any, job: Job) -> None:
 @fault("f-raises")
 def raises(self: Any, job: Job) -> None:
     raise ValueError("no such thing: out of memory, SIGKILL, timeout")
-
-
-@fault("f-unsupported")
-def unsupported(self: Any, job: Job) -> None:
-    raise UnsupportedError("this framework cannot do that; use another")
-
-
-@fault("f-aborts-afterwards")
-def aborts_afterwards(self: Any, job: Job) -> None:
-    """Hands over its result, then dies as gloo is known to do."""
-    multiprocessing.util.Finalize(None, os.abort, exitpriority=100)
 
 
 @fault("f-exits-0")
@@ -231,12 +218,6 @@ def fills_disk(self: Any, job: Job) -> None:
     with Path(os.environ[FILL]).open("wb", buffering=0) as file:
         while file.write(b"x" * 2**12):
             pass
-
-
-class NeedsMissing(DDPEager):
-    """Its package is not installed."""
-
-    name, framework, requires = "f-needs-missing", "Faults", ("no_such_package_at_all",)
 
 
 class StepsOnceTooFew(DDPEager):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.plan.cell import Status
-from tests.conftest import ROOT, Run
+from tests.conftest import Run
 from tests.faults import backends
 from tests.faults.backends import LATE_S
 from tests.faults.form import FORM, marked, nothing
@@ -84,16 +84,7 @@ CASES = [
     Case("f-result-empty", "rank 1's result file says ok and nothing else", Status.CRASHED, "rank 1.*result"),
     Case("f-ends-late", f"rank 0 hands over its result {LATE_S:g} s after rank 1 has ended", Status.OK),
 ]  # fmt: skip
-REFUSALS = [
-    Case(
-        "f-unsupported", "rank 1 raises UnsupportedError", Status.UNSUPPORTED,
-        "rank 1: UnsupportedError: this framework cannot do that; use another",
-    ),
-    Case("f-needs-missing", "its package is missing", Status.UNSUPPORTED, "needs no_such_package_at_all: pip install"),
-    Case("f-aborts-afterwards", "rank 1 hands over its result and aborts", Status.OK),
-]  # fmt: skip
-"""What is no fault of the machine, and so not on the page."""
-SHORT = [*(case for case in CASES if case.short), *REFUSALS]
+SHORT = [case for case in CASES if case.short]
 
 
 def check(case: Case, run: Run) -> None:
@@ -117,11 +108,10 @@ def check_beside(run: Run) -> None:
 
 
 @pytest.fixture(scope="module")
-def together(tmp_path_factory: pytest.TempPathFactory, extra_site: Path) -> tuple[Run, list[str]]:
-    """One run of the faults of the short form and of an installed package's backend, and what it left."""
-    environment = {backends.BYTES: str(2**28), "PYTHONPATH": f"{extra_site}:{ROOT}"}
-    with place(tmp_path_factory.mktemp("together"), **environment) as here:
-        here.write(*(case.name for case in SHORT), "f-sound", "x-sound")
+def together(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, list[str]]:
+    """One run of the faults of the short form, and what it left."""
+    with place(tmp_path_factory.mktemp("together"), **{backends.BYTES: str(2**28)}) as here:
+        here.write(*(case.name for case in SHORT), "f-sound")
         return here.run(), here.leaks.left()
 
 
@@ -133,20 +123,8 @@ def test_each_fault_has_its_status(together: tuple[Run, list[str]], case: Case) 
 def test_what_stands_beside_faults_is_sound_and_nothing_is_left_behind(together: tuple[Run, list[str]]) -> None:
     run, left = together
     assert run.process.returncode == 1, "some cells failed"
-    assert "f-segfaults" in run.process.stdout
     check_beside(run)
     assert left == []
-
-
-def test_an_installed_package_adds_a_backend_that_runs(together: tuple[Run, list[str]]) -> None:
-    trial = together[0].trial("x-sound")
-    assert (trial["status"], trial["framework"]) == ("ok", "Extra"), trial["reason"]
-
-
-def test_failed_trials_keep_their_logs(together: tuple[Run, list[str]]) -> None:
-    run, _ = together
-    text = (run.folder / run.record("f-raises")["log"]).read_text()
-    assert "ValueError: no such thing" in text and "in raises" in text
 
 
 @pytest.mark.slow
