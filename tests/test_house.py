@@ -16,7 +16,7 @@ AT_MOST = {
     "lines": 32175,
     "lines of the core": 22735,
     "longest module": 345,
-    "lines of tests": 27185,
+    "lines of tests": 27210,
     "names of several modules": 0,
     "names of several classes": 0,
 }
