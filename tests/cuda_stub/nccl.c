@@ -1,10 +1,12 @@
 /* NCCL: communicators of real processes over shared memory.
  *
  * Every collective makes the ranks meet, and fails on all of them unless each asks for the same (operation, number of
- * elements, dtype, reduction, root): where real ranks would hang or add up garbage, these say so. Payloads of up to
- * SLOT bytes per rank are really sent and reduced, in NCCL's order of arithmetic; of larger ones nothing is moved, since
- * the stub's kernels have computed nothing that is worth it. A call returns when all ranks have made it, while NCCL's
- * returns at once and its kernel waits.
+ * elements, dtype, reduction, root): where real ranks would hang or add up garbage, these say so. With values all
+ * payloads are sent and reduced, in chunks of SLOT bytes per rank, in the order of ranks and rounded at each addition, as
+ * NCCL's kernels round. Without values larger payloads are not moved, since nothing that is worth it was computed.
+ *
+ * Where streams are threads (stream.c), a call returns at once, as NCCL's does, and ranks that disagree are told by
+ * ncclCommGetAsyncError. Calls of one communicator are carried out one after the other on whatever streams.
  *
  *   FAKE_NCCL_KILL=RANK:CALL   that rank of the first communicator is killed (SIGKILL) inside its CALL-th collective
  *
@@ -23,6 +25,8 @@
 #include <unistd.h>
 
 #include "counters.h"
+#include "stream.h"
+#include "values.h"
 
 /* Of nccl.h 2.28. */
 typedef enum { SUCCESS = 0, SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, REMOTE_ERROR = 6 } Result;
@@ -36,13 +40,17 @@ typedef struct {
 #define SLOT ((size_t)256 << 10) /* of each rank in /dev/shm, which containers limit to 64 MiB */
 #define MAX_RANKS 64
 #define MAX_NAME 100
+#define NUM_YIELDS 100 /* before a rank that waits for others sleeps */
 #define WAIT_US 50
+
+typedef enum { ALL_GATHER, ALL_REDUCE, REDUCE, REDUCE_SCATTER, BROADCAST, ALL_TO_ALL, SPLIT } Operation;
+static const char *const NAMES[] = {"all-gather", "all-reduce", "reduce",    "reduce-scatter",
+                                    "broadcast",  "all-to-all", "splitting"};
 
 /* What a rank asks of a collective; all ranks of a communicator must ask for the same. */
 struct request {
-    char operation[16];
     size_t count;
-    int type, reduction, root;
+    int operation, type, reduction, root;
 };
 
 struct member {
@@ -60,6 +68,8 @@ struct communicator {
     int rank, size, num_splits, num_calls, is_first;
     char name[MAX_NAME];
     struct meeting *meeting;
+    struct moment last; /* call */
+    Result failed;
 };
 
 static int num_communicators;
@@ -79,10 +89,13 @@ static Result wait_for_all(struct communicator *own) {
         meeting->round = round + 1;
         return SUCCESS;
     }
-    while (meeting->round == round) {
+    for (int tries = 0; meeting->round == round; tries++) {
         if (meeting->is_aborted)
             return REMOTE_ERROR;
-        usleep(WAIT_US);
+        if (tries < NUM_YIELDS)
+            sched_yield();
+        else
+            usleep(WAIT_US);
     }
     return SUCCESS;
 }
@@ -150,7 +163,7 @@ Result ncclCommUserRank(struct communicator *own, int *rank) {
 }
 
 Result ncclCommGetAsyncError(struct communicator *own, Result *found) {
-    *found = own->meeting->is_aborted ? REMOTE_ERROR : SUCCESS;
+    *found = own->meeting->is_aborted ? REMOTE_ERROR : own->failed;
     return SUCCESS;
 }
 
@@ -161,6 +174,7 @@ Result ncclCommAbort(struct communicator *own) {
 }
 
 Result ncclCommDestroy(struct communicator *own) {
+    host_wait(own->last);
     munmap(own->meeting, sizeof(struct meeting) + own->size * sizeof(struct member));
     free(own);
     return SUCCESS;
@@ -249,14 +263,20 @@ static long double scaled(long double value, Type type, int reduction, int size)
     return value;
 }
 
-static long double combined(long double left, long double right, Type type, int reduction) {
+static long double combined(long double left, long double right, int reduction) {
     switch (reduction) {
     case PROD: left *= right; break;
     case MAX: return left > right ? left : right;
     case MIN: return left < right ? left : right;
     default: left += right;
     }
-    return !is_floating(type) ? left : type == FLOAT64 ? (long double)(double)left : (long double)(float)left;
+    return left;
+}
+
+static long double rounded(long double value, Type type) {
+    char element[8];
+    store(element, type, 0, value);
+    return load(element, type, 0);
 }
 
 /* Elements `first` to `first + count` of all ranks' payloads, reduced. */
@@ -265,8 +285,8 @@ static void reduce(struct communicator *own, char *to, size_t first, size_t coun
         long double sum = 0;
         for (int rank = 0; rank < own->size; rank++) {
             long double value = load(own->meeting->members[rank].payload, type, first + i);
-            value = scaled(value, type, reduction, own->size);
-            sum = rank == 0 ? value : combined(sum, value, type, reduction);
+            value = rounded(scaled(value, type, reduction, own->size), type);
+            sum = rank == 0 ? value : rounded(combined(sum, value, reduction), type);
         }
         if (reduction == AVG && !is_floating(type))
             sum = (long double)((int64_t)sum / own->size);
@@ -285,15 +305,13 @@ static void die_if_asked(struct communicator *own) {
 
 /* Make the ranks meet over a request with what each sends, `bytes` of it; SUCCESS if all ask for the same.
  *
- * Read the others' payloads after it, if `bytes` is at most SLOT, and then call wait_for_all.
+ * `bytes` is at most SLOT. Read the others' payloads after it, and then call wait_for_all.
  */
 static Result meet(struct communicator *own, struct request request, const void *sent, size_t bytes) {
     struct member *members = own->meeting->members;
-    count(COLLECTIVE);
     die_if_asked(own);
     members[own->rank].request = request;
-    if (bytes <= SLOT)
-        memcpy(members[own->rank].payload, sent, bytes);
+    memcpy(members[own->rank].payload, sent, bytes);
     Result result = wait_for_all(own);
     for (int rank = 0; result == SUCCESS && rank < own->size; rank++) {
         struct request *other = &members[rank].request;
@@ -302,8 +320,8 @@ static Result meet(struct communicator *own, struct request request, const void 
         snprintf(last_error, sizeof last_error,
                  "ranks disagree: rank 0 asks for %s of %zu elements (type %d, reduction %d, root %d), "
                  "rank %d for %s of %zu (type %d, reduction %d, root %d)",
-                 members[0].request.operation, members[0].request.count, members[0].request.type,
-                 members[0].request.reduction, members[0].request.root, rank, other->operation, other->count,
+                 NAMES[members[0].request.operation], members[0].request.count, members[0].request.type,
+                 members[0].request.reduction, members[0].request.root, rank, NAMES[other->operation], other->count,
                  other->type, other->reduction, other->root);
         fprintf(stderr, "stub of NCCL: %s\n", last_error);
         result = INVALID_USAGE;
@@ -311,23 +329,13 @@ static Result meet(struct communicator *own, struct request request, const void 
     return result;
 }
 
-/* All bytes of a request are set, so that memcmp may compare it. */
-static struct request asked(const char *operation, size_t count, Type type, int reduction, int root) {
-    struct request request;
-    memset(&request, 0, sizeof request);
-    strncpy(request.operation, operation, sizeof request.operation - 1);
-    request.count = count;
-    request.type = type;
-    request.reduction = reduction;
-    request.root = root;
-    return request;
-}
-
 Result ncclCommSplit(struct communicator *parent, int color, int key, void **made, void *config) {
     (void)config;
     int mine[2] = {color, key};
     *made = NULL;
-    Result result = meet(parent, asked("split", 2, INT32, 0, 0), mine, sizeof mine);
+    count(COLLECTIVE);
+    host_wait(parent->last);
+    Result result = meet(parent, (struct request){2, SPLIT, INT32, 0, 0}, mine, sizeof mine);
     if (result != SUCCESS)
         return result;
     struct communicator *own = new_communicator(0, 0);
@@ -349,63 +357,108 @@ Result ncclCommSplit(struct communicator *parent, int color, int key, void **mad
     return length < MAX_NAME ? join(own) : SYSTEM_ERROR;
 }
 
+struct call {
+    struct communicator *own;
+    const char *send;
+    char *receive;
+    struct request request;
+};
+
+/* The ranks' payloads hold `bytes` from `offset` on of what each sends: what of it this rank receives. */
+static void receive(const struct call *call, size_t offset, size_t bytes) {
+    const struct request *request = &call->request;
+    struct communicator *own = call->own;
+    struct member *members = own->meeting->members;
+    size_t size = size_of(request->type), part = request->count * size;
+    int is_split = request->operation == REDUCE_SCATTER || request->operation == ALL_TO_ALL;
+    size_t begin = is_split ? own->rank * part : 0, end = begin + part;
+    size_t from = offset > begin ? offset : begin, until = offset + bytes < end ? offset + bytes : end;
+    if (from >= until)
+        return;
+    switch (request->operation) {
+    case ALL_GATHER:
+    case ALL_TO_ALL:
+        for (int rank = 0; rank < own->size; rank++)
+            memcpy(call->receive + rank * part + from - begin, members[rank].payload + from - offset, until - from);
+        break;
+    case BROADCAST:
+        memcpy(call->receive + from, members[request->root].payload, until - from);
+        break;
+    default:
+        if (request->operation != REDUCE || own->rank == request->root)
+            reduce(own, call->receive + from - begin, (from - offset) / size, (until - from) / size, request->type,
+                   request->reduction);
+    }
+}
+
+static Result carry_out(const struct call *call) {
+    const struct request *request = &call->request;
+    struct communicator *own = call->own;
+    int is_split = request->operation == REDUCE_SCATTER || request->operation == ALL_TO_ALL;
+    size_t bytes = (is_split ? own->size : 1) * request->count * size_of(request->type), offset = 0, chunk;
+    int is_moved = values_are_on() || bytes <= SLOT;
+    do {
+        chunk = bytes - offset < SLOT ? bytes - offset : SLOT;
+        Result result;
+        if (offset == 0) {
+            result = meet(own, *request, call->send, is_moved ? chunk : 0);
+        } else {
+            memcpy(own->meeting->members[own->rank].payload, call->send + offset, chunk);
+            result = wait_for_all(own);
+        }
+        if (result != SUCCESS)
+            return result;
+        if (is_moved)
+            receive(call, offset, chunk);
+        result = wait_for_all(own);
+        if (result != SUCCESS)
+            return result;
+        offset += chunk;
+    } while (is_moved && offset < bytes);
+    return SUCCESS;
+}
+
+static void carry_out_later(void *data) {
+    struct call *call = data;
+    Result result = call->own->failed ? call->own->failed : carry_out(call);
+    call->own->failed = result;
+    free(call);
+}
+
+static Result begin(struct call call, cudaStream_t stream) {
+    count(COLLECTIVE);
+    if (!streams_are_threads())
+        return carry_out(&call);
+    struct call *later = malloc(sizeof *later);
+    *later = call;
+    stream_wait(stream, call.own->last);
+    call.own->last = stream_do(stream, carry_out_later, later);
+    return SUCCESS;
+}
+
 Result ncclAllGather(const void *send, void *receive, size_t count, Type type, struct communicator *own, void *stream) {
-    (void)stream;
-    size_t bytes = count * size_of(type);
-    Result result = meet(own, asked("all-gather", count, type, 0, 0), send, bytes);
-    if (result != SUCCESS)
-        return result;
-    for (int rank = 0; bytes <= SLOT && rank < own->size; rank++)
-        memcpy((char *)receive + rank * bytes, own->meeting->members[rank].payload, bytes);
-    return wait_for_all(own);
+    return begin((struct call){own, send, receive, {count, ALL_GATHER, type, 0, 0}}, stream);
 }
 
 Result ncclAllReduce(const void *send, void *receive, size_t count, Type type, int reduction, struct communicator *own,
                      void *stream) {
-    (void)stream;
-    size_t bytes = count * size_of(type);
-    Result result = meet(own, asked("all-reduce", count, type, reduction, 0), send, bytes);
-    if (result != SUCCESS)
-        return result;
-    if (bytes <= SLOT)
-        reduce(own, receive, 0, count, type, reduction);
-    return wait_for_all(own);
+    return begin((struct call){own, send, receive, {count, ALL_REDUCE, type, reduction, 0}}, stream);
 }
 
 Result ncclReduce(const void *send, void *receive, size_t count, Type type, int reduction, int root,
                   struct communicator *own, void *stream) {
-    (void)stream;
-    size_t bytes = count * size_of(type);
-    Result result = meet(own, asked("reduce", count, type, reduction, root), send, bytes);
-    if (result != SUCCESS)
-        return result;
-    if (bytes <= SLOT && own->rank == root)
-        reduce(own, receive, 0, count, type, reduction);
-    return wait_for_all(own);
+    return begin((struct call){own, send, receive, {count, REDUCE, type, reduction, root}}, stream);
 }
 
 Result ncclReduceScatter(const void *send, void *receive, size_t count, Type type, int reduction,
                          struct communicator *own, void *stream) {
-    (void)stream;
-    size_t bytes = own->size * count * size_of(type);
-    Result result = meet(own, asked("reduce-scatter", count, type, reduction, 0), send, bytes);
-    if (result != SUCCESS)
-        return result;
-    if (bytes <= SLOT)
-        reduce(own, receive, own->rank * count, count, type, reduction);
-    return wait_for_all(own);
+    return begin((struct call){own, send, receive, {count, REDUCE_SCATTER, type, reduction, 0}}, stream);
 }
 
 Result ncclBroadcast(const void *send, void *receive, size_t count, Type type, int root, struct communicator *own,
                      void *stream) {
-    (void)stream;
-    size_t bytes = count * size_of(type);
-    Result result = meet(own, asked("broadcast", count, type, 0, root), own->rank == root ? send : receive, bytes);
-    if (result != SUCCESS)
-        return result;
-    if (bytes <= SLOT)
-        memcpy(receive, own->meeting->members[root].payload, bytes);
-    return wait_for_all(own);
+    send = own->rank == root ? send : receive;
+    return begin((struct call){own, send, receive, {count, BROADCAST, type, 0, root}}, stream);
 }
 
 Result ncclBcast(void *buffer, size_t count, Type type, int root, struct communicator *own, void *stream) {
@@ -413,14 +466,7 @@ Result ncclBcast(void *buffer, size_t count, Type type, int root, struct communi
 }
 
 Result ncclAlltoAll(const void *send, void *receive, size_t count, Type type, struct communicator *own, void *stream) {
-    (void)stream;
-    size_t part = count * size_of(type), bytes = own->size * part;
-    Result result = meet(own, asked("all-to-all", count, type, 0, 0), send, bytes);
-    if (result != SUCCESS)
-        return result;
-    for (int rank = 0; bytes <= SLOT && rank < own->size; rank++)
-        memcpy((char *)receive + rank * part, own->meeting->members[rank].payload + own->rank * part, part);
-    return wait_for_all(own);
+    return begin((struct call){own, send, receive, {count, ALL_TO_ALL, type, 0, 0}}, stream);
 }
 
 static Result no_point_to_point(void) {

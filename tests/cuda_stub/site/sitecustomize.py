@@ -100,6 +100,21 @@ REPLACEMENTS: dict[str, Sequence[Callable[[ModuleType], None]]] = {
 """What is replaced once a module was imported: a rank imports the last one, or what it is forked from does."""
 
 
+def values(module: ModuleType) -> None:
+    """Operators on CUDA get their values from the CPU."""
+    module.ops.load_library(os.environ["CUDA_VALUES"])
+
+
+def small_rates(module: ModuleType) -> None:
+    """What is timed before a run has sizes for a GPU, on which the CPU would compute for minutes."""
+    sizes = getattr(module, "SIZES", None) or module.SIZE
+    sizes["cuda"] = sizes["cpu"]
+
+
+if os.environ.get("CUDA_VALUES"):
+    REPLACEMENTS = {"torch": [values], "bench.run.matmul": [small_rates], "bench.run.links": [small_rates]}
+
+
 class Finder(importlib.abc.MetaPathFinder):
     """Finds the modules of REPLACEMENTS as all other finders would, and replaces when they have been executed."""
 
