@@ -71,6 +71,13 @@ COLLECTIVES = """
         turned = torch.zeros(3 * size_of_all, dtype=dtype, device="cuda")
         dist.all_to_all_single(turned, torch.cat(parts).cuda())
         check(f"all to all {dtype}", turned, parts[number].repeat(3))
+    parts = [torch.arange(size_of_all) + one for one in range(size)]
+    own, received = parts[number].cuda(), torch.zeros(size_of_all, dtype=torch.int64, device="cuda")
+    ring = [dist.P2POp(dist.isend, own, (number + 1) % size), dist.P2POp(dist.irecv, received, (number - 1) % size)]
+    for work in dist.batch_isend_irecv(ring): work.wait()
+    check("ring", received, parts[number - 1])
+    dist.scatter(received, [one.cuda() for one in parts] if number == 1 else None, 1)
+    check("scatter from 1", received, parts[number])
     one = torch.full((1,), [256.0, 1.0, 1.0][number], dtype=torch.bfloat16).cuda()
     dist.all_reduce(one)
     check("rounded at each addition", one, torch.full((1,), 256.0, dtype=torch.bfloat16))

@@ -9,8 +9,6 @@
  * ncclCommGetAsyncError. Calls of one communicator are carried out one after the other on whatever streams.
  *
  *   FAKE_NCCL_KILL=RANK:CALL   that rank of the first communicator is killed (SIGKILL) inside its CALL-th collective
- *
- * Point-to-point calls are refused: no backend makes them.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -38,6 +36,7 @@ typedef struct {
 #define NO_COLOR (-1)
 
 #define SLOT ((size_t)256 << 10) /* of each rank in /dev/shm, which containers limit to 64 MiB */
+#define BOX ((size_t)32 << 10)
 #define MAX_RANKS 64
 #define MAX_NAME 100
 #define NUM_YIELDS 100 /* before a rank that waits for others sleeps */
@@ -58,7 +57,14 @@ struct member {
     char payload[SLOT];
 };
 
-/* What the ranks of a communicator share. */
+/* What one rank sends another, in parts. */
+struct box {
+    volatile int is_full;
+    size_t bytes;
+    char payload[BOX];
+};
+
+/* What the ranks of a communicator share; a box from each to each follows the members. */
 struct meeting {
     volatile int num_arrived, round, is_aborted;
     struct member members[];
@@ -71,6 +77,14 @@ struct communicator {
     struct moment last; /* call */
     Result failed;
 };
+
+static size_t shared_bytes(const struct communicator *own) {
+    return sizeof(struct meeting) + own->size * (sizeof(struct member) + own->size * sizeof(struct box));
+}
+
+static struct box *box_between(const struct communicator *own, int from, int to) {
+    return (struct box *)(own->meeting->members + own->size) + from * own->size + to;
+}
 
 static int num_communicators;
 static __thread char last_error[400];
@@ -101,7 +115,7 @@ static Result wait_for_all(struct communicator *own) {
 }
 
 static Result join(struct communicator *own) {
-    size_t size = sizeof(struct meeting) + own->size * sizeof(struct member);
+    size_t size = shared_bytes(own);
     own->is_first = num_communicators++ == 0;
     int file = shm_open(own->name, O_CREAT | O_RDWR, 0600);
     if (file < 0 || ftruncate(file, (off_t)size) != 0)
@@ -175,7 +189,7 @@ Result ncclCommAbort(struct communicator *own) {
 
 Result ncclCommDestroy(struct communicator *own) {
     host_wait(own->last);
-    munmap(own->meeting, sizeof(struct meeting) + own->size * sizeof(struct member));
+    munmap(own->meeting, shared_bytes(own));
     free(own);
     return SUCCESS;
 }
@@ -418,22 +432,30 @@ static Result carry_out(const struct call *call) {
     return SUCCESS;
 }
 
-static void carry_out_later(void *data) {
+static void carry_out_and_free(void *data) {
     struct call *call = data;
-    Result result = call->own->failed ? call->own->failed : carry_out(call);
-    call->own->failed = result;
+    if (call->own->failed == SUCCESS)
+        call->own->failed = carry_out(call);
     free(call);
+}
+
+/* Do something after all that the communicator was asked before; how it ends is known at once without threads. */
+static Result ask(struct communicator *own, cudaStream_t stream, void (*work)(void *), void *data) {
+    if (!streams_are_threads()) {
+        own->failed = SUCCESS;
+        work(data);
+        return own->failed;
+    }
+    stream_wait(stream, own->last);
+    own->last = stream_do(stream, work, data);
+    return SUCCESS;
 }
 
 static Result begin(struct call call, cudaStream_t stream) {
     count(COLLECTIVE);
-    if (!streams_are_threads())
-        return carry_out(&call);
-    struct call *later = malloc(sizeof *later);
-    *later = call;
-    stream_wait(stream, call.own->last);
-    call.own->last = stream_do(stream, carry_out_later, later);
-    return SUCCESS;
+    struct call *kept = malloc(sizeof *kept);
+    *kept = call;
+    return ask(call.own, stream, carry_out_and_free, kept);
 }
 
 Result ncclAllGather(const void *send, void *receive, size_t count, Type type, struct communicator *own, void *stream) {
@@ -469,17 +491,99 @@ Result ncclAlltoAll(const void *send, void *receive, size_t count, Type type, st
     return begin((struct call){own, send, receive, {count, ALL_TO_ALL, type, 0, 0}}, stream);
 }
 
-static Result no_point_to_point(void) {
-    strcpy(last_error, "the stub of NCCL has no point-to-point calls");
-    return INVALID_USAGE;
+/* Point-to-point calls of a group, which are carried out together, in any order of the peers. */
+struct letters {
+    struct communicator *own;
+    cudaStream_t stream;
+    int num;
+    struct letter {
+        char *data;
+        size_t left;
+        int peer, is_sent;
+    } each[2 * MAX_RANKS];
+};
+
+static __thread struct letters *open_letters;
+static __thread int depth;
+
+/* Moves a part; whether there was anything to move, or room for it. */
+static int step(const struct communicator *own, struct letter *letter) {
+    struct box *box = letter->is_sent ? box_between(own, own->rank, letter->peer)
+                                      : box_between(own, letter->peer, own->rank);
+    if (box->is_full == letter->is_sent)
+        return 0;
+    __sync_synchronize();
+    if (letter->is_sent)
+        memcpy(box->payload, letter->data, box->bytes = letter->left < BOX ? letter->left : BOX);
+    else if (box->bytes <= letter->left)
+        memcpy(letter->data, box->payload, box->bytes);
+    else
+        abort(); /* more was sent than is received */
+    letter->data += box->bytes;
+    letter->left -= box->bytes;
+    __sync_synchronize();
+    box->is_full = letter->is_sent;
+    return 1;
 }
 
-Result ncclSend(void) {
-    return no_point_to_point();
+/* Whether no letter before it, between the same two in the same direction, is still under way. */
+static int is_next(const struct letters *letters, int index) {
+    const struct letter *letter = &letters->each[index];
+    for (const struct letter *other = letters->each; other < letter; other++)
+        if (other->left && other->peer == letter->peer && other->is_sent == letter->is_sent)
+            return 0;
+    return letter->left > 0;
 }
 
-Result ncclRecv(void) {
-    return no_point_to_point();
+static void deliver(void *data) {
+    struct letters *letters = data;
+    for (int is_left = 1; is_left && letters->own->failed == SUCCESS;) {
+        int is_moved = is_left = 0;
+        for (int i = 0; i < letters->num; i++) {
+            is_moved |= is_next(letters, i) && step(letters->own, &letters->each[i]);
+            is_left |= letters->each[i].left > 0;
+        }
+        if (letters->own->meeting->is_aborted)
+            letters->own->failed = REMOTE_ERROR;
+        if (is_left && !is_moved)
+            usleep(WAIT_US);
+    }
+    free(letters);
+}
+
+Result ncclGroupStart(void) {
+    depth++;
+    return SUCCESS;
+}
+
+Result ncclGroupEnd(void) {
+    struct letters *letters = open_letters;
+    if (--depth || letters == NULL)
+        return SUCCESS;
+    open_letters = NULL;
+    return ask(letters->own, letters->stream, deliver, letters);
+}
+
+/* Groups are of one communicator and one stream, as torch's are. */
+static Result post(struct communicator *own, cudaStream_t stream, struct letter letter) {
+    count(COLLECTIVE);
+    ncclGroupStart();
+    if (open_letters == NULL)
+        open_letters = calloc(1, sizeof *open_letters);
+    open_letters->own = own;
+    open_letters->stream = stream;
+    if (open_letters->num == 2 * MAX_RANKS)
+        return INVALID_USAGE;
+    open_letters->each[open_letters->num++] = letter;
+    return ncclGroupEnd();
+}
+
+Result ncclSend(const void *data, size_t count, Type type, int peer, struct communicator *own, void *stream) {
+    return post(own, stream, (struct letter){(char *)data, count * size_of(type), peer, 1});
+}
+
+Result ncclRecv(void *data, size_t count, Type type, int peer, struct communicator *own, void *stream) {
+    return post(own, stream, (struct letter){data, count * size_of(type), peer, 0});
 }
 
 Result ncclRedOpCreatePreMulSum(int *reduction, void *scalar, Type type, int residence, struct communicator *own) {
