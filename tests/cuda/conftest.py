@@ -50,14 +50,12 @@ class Machine:
             "XDG_RUNTIME_DIR": str(self.folder / "runtime"),
         } | settings
 
-    def bench(
-        self, *arguments: str, gpus: int = 1, values: bool = False, **settings: str
-    ) -> subprocess.CompletedProcess[str]:
-        """``python -m bench`` there."""
+    def bench(self, *arguments: str, gpus: int = 1, **settings: str) -> subprocess.CompletedProcess[str]:
+        """``python -m bench`` there, with values."""
         return subprocess.run(
             [sys.executable, "-m", "bench", *arguments],
             cwd=self.folder,
-            env=self.environment(gpus, values=values, **settings),
+            env=self.environment(gpus, values=True, **settings),
             capture_output=True,
             text=True,
         )
