@@ -74,14 +74,21 @@ class Machine:
         return list(Journal(self.folder / run).read())
 
     def trials(
-        self, cells: Sequence[Cell], passes: tuple[str, ...], *, gpus: int, counted: bool = False, **settings: str
+        self,
+        cells: Sequence[Cell],
+        passes: tuple[str, ...],
+        *,
+        gpus: int,
+        counted: bool = False,
+        values: bool = False,
+        **settings: str,
     ) -> list[dict[str, Any]]:
         """One trial of each cell, without a run around it: how it ended, and what rank 0 found."""
         specs = [{"cell": cell.to_dict(), "passes": passes, "counted": counted} for cell in cells]
         process = subprocess.run(
             [sys.executable, "-m", "tests.cuda.counting", str(self.folder / "trials")],
             cwd=ROOT,
-            env=self.environment(gpus, **settings),
+            env=self.environment(gpus, values=values, **settings),
             input=json.dumps(specs),
             capture_output=True,
             text=True,

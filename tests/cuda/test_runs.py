@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 
+from tests.cuda import page
 from tests.cuda.cells import NEVER_ALONE
 from tests.cuda.conftest import Machine
 
@@ -78,17 +79,47 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {
 }
 
 
+Errors = tuple[int, float, float]
+"""How many trials were right, the largest error of an update, and the largest deviation of a loss."""
+
+
+def largest(run: Path) -> Errors:
+    """Of all trials that are right."""
+    trials = pd.read_parquet(run / "trials.parquet")
+    right = trials[(trials["status"] == "ok") & (trials["backend"] != "reference")]
+    return len(right), float(right["update_error"].max()), float(right["max_loss_deviation"].max())
+
+
+@pytest.fixture(scope="module")
+def errors(request: pytest.FixtureRequest) -> Iterator[dict[str, list[Errors]]]:
+    """By variant, on CUDA and on the CPU; the page gets them when all have run."""
+    found: dict[str, list[Errors]] = {}
+    yield found
+    if (out := request.config.getoption("--gpu-page")) and found:
+        lines = [
+            "| options | trials | update error | on the CPU | loss deviation (nats) | on the CPU |",
+            "| --- | ---: | ---: | ---: | ---: | ---: |",
+        ]
+        for variant, ((num, update, loss), (_, update_on_cpu, loss_on_cpu)) in found.items():
+            numbers = " | ".join(f"{number:.1e}" for number in (update, update_on_cpu, loss, loss_on_cpu))
+            lines.append(f"| `{' '.join(VARIANTS[variant])}` | {num} | {numbers} |")
+        page.write(out, "values", lines)
+
+
 @pytest.mark.parametrize(
     "variant", [name if name == "one" else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS]
 )
-def test_every_backend_passes_every_gate(machine: Machine, variant: str, request: pytest.FixtureRequest) -> None:
+def test_every_backend_passes_every_gate(
+    machine: Machine, variant: str, request: pytest.FixtureRequest, errors: dict[str, list[Errors]]
+) -> None:
     gpus = 1 if variant == "shared" else 4
     process = machine.bench(*SMOKE, *VARIANTS[variant], *BATCH, "--out", "run", gpus=gpus)
     records = machine.records()
     assert len(records) > 15, process.stdout + process.stderr
     assert process.returncode == 0 and not unexpected(records) and not judged(machine), process.stdout
-    if out := request.config.getoption("--gpu-page"):
-        page.write(out, f"values, {variant}", [measured(machine)])
+    if request.config.getoption("--gpu-page"):
+        machine.bench(*SMOKE, *VARIANTS[variant], *BATCH, "--device", "cpu", "--out", "cpu")
+        errors[variant] = [largest(machine.folder / name) for name in ("run", "cpu")]
     for one in (record for record in records if record["status"] == "ok"):
         allocator = one["time"]["cuda_memory"]
         assert 0 < allocator["allocated"] <= allocator["active"] <= allocator["reserved"]

@@ -1,4 +1,4 @@
-"""Streams are threads: where a synchronization is missing values go wrong, and nowhere else, in whatever legal order."""
+"""Streams are threads: values go wrong where a synchronization is missing, and nowhere else, in any legal order."""
 
 from __future__ import annotations
 

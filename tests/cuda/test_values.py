@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
 
 import pytest
 
+from tests.cuda.cells import counted_cell
 from tests.cuda.conftest import Machine
 from tests.cuda.test_stub import run_ranks
 
@@ -97,3 +99,17 @@ COLLECTIVES = """
 @pytest.mark.parametrize("streams", [{}, {"FAKE_STREAMS": "1"}], ids=["at once", "by threads"])
 def test_nccl_moves_and_reduces_messages_of_any_size(machine: Machine, streams: dict[str, str]) -> None:
     assert run_ranks(machine, COLLECTIVES, values=True, **streams) == "[]"
+
+
+def test_counts_and_memory_are_the_same_with_and_without_values(machine: Machine) -> None:
+    backends = ("fsdp2-deferred", "deepspeed-zero3-eager")
+    cells = [dataclasses.replace(counted_cell(name, 1), model="micro", sequence_length=32) for name in backends]
+    counts, peaks = [], []
+    for values in (False, True):
+        counted = machine.trials(cells, ("time",), gpus=1, counted=True, values=values)
+        counts.append([[window["counts"] for window in trial["found"]["windows"]] for trial in counted])
+        trials = machine.trials(cells, ("memory",), gpus=1, values=values)
+        peaks.append([trial["found"]["memory"] for trial in trials])
+    assert counts[0] == counts[1] and peaks[0] == peaks[1]
+    assert all(one["KERNEL"] > 100 for windows in counts[0] for one in windows)
+    assert all(one["peak_allocator_allocated"] > 2**20 for one in peaks[0])
