@@ -75,7 +75,13 @@ GATHERED_BEFORE_THE_STEP = (
     "deepspeed/runtime/zero/partition_parameters.py:1359 gathers them on another one that does not wait for it"
 )
 RACES = dict.fromkeys(
-    ("deepspeed-zero3-eager", "deepspeed-zero3-deferred", "accelerate-deepspeed-zero3", "hf-trainer-deepspeed-zero3"),
+    (
+        "deepspeed-zero3-eager",
+        "deepspeed-zero3-deferred",
+        "lightning-deepspeed-zero3",
+        "accelerate-deepspeed-zero3",
+        "hf-trainer-deepspeed-zero3",
+    ),
     GATHERED_BEFORE_THE_STEP,
 )
 """Backends whose losses are wrong in some orders of the streams, and why."""

@@ -16,6 +16,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from bench.judge.gates import known_defect
+from bench.run.journal import read_manifest
 from tests.cuda import page
 from tests.cuda.cells import NEVER_ALONE
 from tests.cuda.conftest import Machine
@@ -29,8 +31,6 @@ UNSUPPORTED: Mapping[str, str] = {
     "torchtitan-eager": r"needs torch>=2\.13, not 2\.11",
 }
 """Why a backend may be unsupported in the smoke matrix on CUDA: a pattern for its reason, by name."""
-DOCUMENTED = "a documented defect of the framework|so does the DeepSpeed engine"
-"""How the reason of a trial that is expected to be invalid is worded."""
 
 
 def told(records: list[dict[str, Any]]) -> list[str]:
@@ -58,13 +58,9 @@ def unexpected(records: list[dict[str, Any]]) -> list[str]:
 def judged(machine: Machine) -> list[str]:
     """What the gates found wrong, but for documented defects of frameworks."""
     trials = pd.read_parquet(machine.folder / "run" / "trials.parquet")
-    invalid = trials[trials["status"] == "invalid"]
-    return [
-        f"{row.backend}: {reason}"
-        for row in invalid.itertuples()
-        for reason in row.reason.split("; ")
-        if not re.search(DOCUMENTED, reason)
-    ]
+    invalid = trials[trials["status"] == "invalid"].to_dict("records")
+    manifest = read_manifest(machine.folder / "run")
+    return [f"{row['backend']}: {row['reason']}" for row in invalid if not known_defect(manifest, row)]
 
 
 VARIANTS: Mapping[str, tuple[str, ...]] = {
