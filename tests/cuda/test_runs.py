@@ -148,7 +148,7 @@ def test_without_nvml_a_run_is_sound_and_says_why_it_has_no_telemetry(machine: M
     assert (trials["device_name"] == "NVIDIA H100 80GB HBM3").all() and trials["step_time_s"].notna().all()
     for column in ("energy_j_per_step", "sm_clock_mhz", "power_w", "clock_slowdowns", "foreign_gpu_processes"):
         assert trials[column].isna().all(), column
-    assert "no telemetry: NVMLError_LibraryNotFound" in machine.bench("check", "run", **without).stdout
+    assert "no telemetry: NVMLError_LibraryNotFound" in machine.bench("check", "run", "--json", **without).stdout
     doctor = machine.bench("doctor", **without).stdout
     assert "cuda can run" in doctor and "because NVML does not answer" in doctor
 
