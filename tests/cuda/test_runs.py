@@ -29,6 +29,7 @@ DDP = ("--backend", "ddp-deferred")
 UNSUPPORTED: Mapping[str, str] = {
     **dict.fromkeys(NEVER_ALONE, "wraps no model in DDP on one GPU"),
     "torchtitan-eager": r"needs torch>=2\.13, not 2\.11",
+    **dict.fromkeys(("deepspeed-zero2-deferred", "deepspeed-zero3-deferred"), "sums in the model's dtype, bf16"),
 }
 """Why a backend may be unsupported in the smoke matrix on CUDA: a pattern for its reason, by name."""
 
