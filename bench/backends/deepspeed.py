@@ -230,7 +230,30 @@ class ZeroBackend(Backend):
         return super().settings() | self.config
 
 
-class ZeroStage3:
+def gather_after_updates(engine: Any) -> None:
+    """Make the stream on which ZeRO-3 gathers wait for the update, before the next forward; the host does not wait.
+
+    DeepSpeed writes updated shards on the current stream (stage3.py: ``_reassign_or_swap_out_partitioned_parameters``)
+    and gathers them on another (partition_parameters.py: ``_all_gather_dtype``), which never waits for the first.
+    Its throughput timer, which ``zero_config`` turns off, hides that from the third window on: it synchronizes the
+    device.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    gathers = engine.optimizer.parameter_offload._DeepSpeedZeRoOffload__allgather_stream
+    ordered_steps = -1  # the initial weights are written on the current stream, too
+
+    def wait(*_: Any) -> None:
+        nonlocal ordered_steps
+        if engine.global_steps != ordered_steps:
+            gathers.wait_stream(get_accelerator().current_stream())
+            ordered_steps = engine.global_steps
+
+    if gathers is not None:  # None on the CPU
+        engine.module.register_forward_pre_hook(wait, prepend=True)
+
+
+class ZeroStage3(ZeroBackend):
     """Turns a backend of stage 2 into one of stage 3: parameters are gathered module by module."""
 
     sharding: ClassVar[Sharding] = Sharding.PARAMS
@@ -238,6 +261,13 @@ class ZeroStage3:
         "stage 3 gathers parameters in hooks of the modules within a block, which a graph cannot contain"
     )
     stage: ClassVar[int] = 3
+
+    def restore_masters(self, model: nn.Module) -> None:
+        super().restore_masters(model)
+        gather_after_updates(self.wrapped())
+
+    def settings(self) -> dict[str, Any]:
+        return super().settings() | {"gathers_wait_for_updates": True}
 
 
 class DeepSpeedZero2Eager(ZeroBackend):
