@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 MOST_DRAWN_ON_CPU = 10**8
-"""Parameters. A core draws 1e9 in 12 s (18 s beside other work): before anything is timed, but in every pass. 135m takes
-2 s, and 1b 15 s, as long as a trial on a GPU."""
+"""Parameters. A core draws 1e9 in 12 s (18 s beside other work): before anything is timed, but in every pass. That of
+135m takes 2 s, and of 1b 15 s, as long as a trial on a GPU."""
 
 
 class RealTensors(nullcontext[None]):

@@ -267,9 +267,7 @@ class RankTrial:
         before = {name: p.detach() for name, p in model.named_parameters()}
         change = {name: after[name].detach().float().cpu() - before[name].cpu() for name in after if name in before}
         if missing := before.keys() ^ after.keys():
-            raise RuntimeError(
-                f"full_parameters() of {self.cell.backend} and the model differ in {sorted(missing)[:3]}"
-            )
+            raise RuntimeError(f"full_parameters() of {self.cell.backend} is not the model's: {sorted(missing)[:3]}")
         if is_reference := self.cell == self.cell.reference():
             save(change, reference)
         squares = sum(float(value.double().pow(2).sum()) for value in change.values())
