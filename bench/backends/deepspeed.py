@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench.backends.base import BF16_PARAMETERS, Backend, BackendFamily
+from bench.backends.gather_order import gather_after_updates
 from bench.backends.training_job import Job
 from bench.errors import UnsupportedError
 from bench.plan.categories import Category
@@ -228,29 +229,6 @@ class ZeroBackend(Backend):
 
     def settings(self) -> dict[str, Any]:
         return super().settings() | self.config
-
-
-def gather_after_updates(engine: Any) -> None:
-    """Make the stream on which ZeRO-3 gathers wait for the update, before the next forward; the host does not wait.
-
-    DeepSpeed writes updated shards on the current stream (stage3.py: ``_reassign_or_swap_out_partitioned_parameters``)
-    and gathers them on another (partition_parameters.py: ``_all_gather_dtype``), which never waits for the first.
-    Its throughput timer, which ``zero_config`` turns off, hides that from the third window on: it synchronizes the
-    device.
-    """
-    from deepspeed.accelerator import get_accelerator
-
-    gathers = engine.optimizer.parameter_offload._DeepSpeedZeRoOffload__allgather_stream
-    ordered_steps = -1  # the initial weights are written on the current stream, too
-
-    def wait(*_: Any) -> None:
-        nonlocal ordered_steps
-        if engine.global_steps != ordered_steps:
-            gathers.wait_stream(get_accelerator().current_stream())
-            ordered_steps = engine.global_steps
-
-    if gathers is not None:  # None on the CPU
-        engine.module.register_forward_pre_hook(wait, prepend=True)
 
 
 class ZeroStage3(ZeroBackend):

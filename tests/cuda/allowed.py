@@ -69,19 +69,3 @@ WAITS: dict[int, dict[str, dict[str, int]]] = {
 }
 """By world size and backend: for what the host waits, ``file:line function`` or C++, and how often per window of 4
 micro-batches. Backends that are not here never make it wait."""
-
-GATHERED_BEFORE_THE_STEP = (
-    "deepspeed/runtime/zero/stage3.py:2858 writes the shards on the default stream, and "
-    "deepspeed/runtime/zero/partition_parameters.py:1359 gathers them on another one that does not wait for it"
-)
-RACES = dict.fromkeys(
-    (
-        "deepspeed-zero3-eager",
-        "deepspeed-zero3-deferred",
-        "lightning-deepspeed-zero3",
-        "accelerate-deepspeed-zero3",
-        "hf-trainer-deepspeed-zero3",
-    ),
-    GATHERED_BEFORE_THE_STEP,
-)
-"""Backends whose losses are wrong in some orders of the streams, and why."""

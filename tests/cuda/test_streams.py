@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from tests.cuda.allowed import RACES
 from tests.cuda.conftest import Machine
 from tests.cuda.test_runs import BATCH, SMOKE, judged
 
@@ -58,8 +57,8 @@ SEEDS = range(1, 11)
 
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow) for seed in SEEDS])
 def test_every_backend_is_right_in_any_order(machine: Machine, seed: int) -> None:
-    machine.bench(*SMOKE, "--world-size", "2", *BATCH, "--out", "run", gpus=2, FAKE_STREAMS=str(seed))
-    assert {line.partition(":")[0] for line in judged(machine)} <= set(RACES)
+    process = machine.bench(*SMOKE, "--world-size", "2", *BATCH, "--out", "run", gpus=2, FAKE_STREAMS=str(seed))
+    assert process.returncode == 0 and not judged(machine), process.stdout + process.stderr
 
 
 def test_some_backends_are_right_in_one_order(machine: Machine) -> None:
