@@ -10,8 +10,8 @@ def gather_after_updates(engine: Any) -> None:
 
     DeepSpeed writes updated shards on the current stream (stage3.py: ``_reassign_or_swap_out_partitioned_parameters``)
     and gathers them on another (partition_parameters.py: ``_all_gather_dtype``), which never waits for the first.
-    By default two things hide that, since they synchronize the device: the throughput timer, which ``zero_config`` turns
-    off, and the gather of small parameters after each update, of which ``zero_options`` leaves none.
+    By default two things hide that, since they synchronize the device: the throughput timer, which ``zero_config``
+    turns off, and the gather of small parameters after each update, of which ``zero_options`` leaves none.
     """
     from deepspeed.accelerator import get_accelerator
 
