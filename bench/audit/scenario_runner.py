@@ -143,7 +143,7 @@ def _observe(
             folder=str(Path(folder) / "audit"),
             device=device,
         )
-        outcome = launcher.run(task, timeout_s)
+        outcome = launcher.run(task, timeout_s).limited_by("--timeout")
     if outcome.status is not Status.OK:
         return outcome
     return [

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench.backends.base import BF16_PARAMETERS, Backend, BackendFamily
+from bench.backends.gather_order import gather_after_updates
 from bench.backends.training_job import Job
 from bench.errors import UnsupportedError
 from bench.plan.categories import Category
@@ -230,7 +231,7 @@ class ZeroBackend(Backend):
         return super().settings() | self.config
 
 
-class ZeroStage3:
+class ZeroStage3(ZeroBackend):
     """Turns a backend of stage 2 into one of stage 3: parameters are gathered module by module."""
 
     sharding: ClassVar[Sharding] = Sharding.PARAMS
@@ -238,6 +239,13 @@ class ZeroStage3:
         "stage 3 gathers parameters in hooks of the modules within a block, which a graph cannot contain"
     )
     stage: ClassVar[int] = 3
+
+    def restore_masters(self, model: nn.Module) -> None:
+        super().restore_masters(model)
+        gather_after_updates(self.wrapped())
+
+    def settings(self) -> dict[str, Any]:
+        return super().settings() | {"gathers_wait_for_updates": True}
 
 
 class DeepSpeedZero2Eager(ZeroBackend):

@@ -36,6 +36,8 @@ class Gate(StrEnum):
     """Losses, against the reference's."""
     UPDATE = "update"
     """The update of one SGD window, against the reference's."""
+    DEVICE = "device"
+    """A small model's update and losses on the device of the run, against the CPU's."""
     BYTES = "bytes"
     """Collectives and memory held between micro-batches, against their formulas."""
 
@@ -104,6 +106,15 @@ def tolerance(precision: str, workload: str, model: str) -> Tolerance:
     return replace(found, update_error=max(found.update_error, round(limit, 3)))
 
 
+DEVICE_ERROR = 1e-4
+"""Largest relative L2 error of a small model's update on the device, against the CPU's. Both compute in fp32.
+
+Another order of sums gives 2e-7 in it; products in TF32, with 10 bits of mantissa, 5e-4; heads of keys in the wrong
+order 1.2. Its losses have the limit of fp32: there TF32 gives 8e-5 nats, wrong heads 0.04. bf16 needs no limit of its
+own: the fp32 reference on the same device, to which bf16 cells are compared, is what is checked here.
+"""
+
+
 def judge(
     tables: Tables, layouts: Mapping[str, Layout] | None = None, peaks: Mapping[str, int] | None = None
 ) -> Tables:
@@ -118,6 +129,7 @@ def judge(
     """
     trials = tables.trials.copy()
     losses = Losses(tables)
+    wrong_device = [failure for row in rows_of(trials) if (failure := _device_failure(row))][:1]
     good = trials[trials["status"] == Status.OK]
     found: dict[Any, list[Failure]] = {}
     largest: dict[Any, float | None] = {}
@@ -126,7 +138,7 @@ def judge(
         if world.has_values:
             deviation = losses.deviation(row)
             largest[index] = None if deviation is None else deviation.largest
-            found[index] = failures(row, deviation)
+            found[index] = failures(row, deviation) + wrong_device
         else:
             found[index] = _step_failures(row) if world.computes else []
     trials["max_loss_deviation"] = pd.Series(largest, dtype="Float64").reindex(trials.index)
@@ -204,6 +216,19 @@ def failures(row: Any, deviation: Deviation | None) -> list[Failure]:
         else:
             found.append(Failure(Gate.LOSS, what))
     return [*found, update] if update else found
+
+
+def _device_failure(row: Any) -> Failure | None:
+    """Why no value of the run counts; None unless the row is of a reference whose device computes otherwise."""
+    error, deviation = row["device_error"], row["device_loss_deviation"]
+    limit = TOLERANCES[Precision.FP32].loss_deviation
+    if pd.isna(error) or (error <= DEVICE_ERROR and deviation <= limit):
+        return None
+    text = (
+        f"{row['device']} computes otherwise than the CPU: in fp32 a small model's update is off by {error:.2g} (limit "
+        f"{DEVICE_ERROR:g}) and its losses by {deviation:.2g} nats (limit {limit:g}), from the same weights and samples"
+    )
+    return Failure(Gate.DEVICE, text)
 
 
 def _update_failure(row: Any, limits: Tolerance) -> Failure | None:

@@ -57,6 +57,12 @@ class Outcome:
     recordings: list[dict[str, Any] | None] = field(default_factory=list)
     """What telemetry recorded of each node's GPUs."""
 
+    def limited_by(self, option: str) -> Outcome:
+        """The same; if the trial took too long, the reason names the option that raises its limit."""
+        if self.status is Status.TIMEOUT:
+            self.reason += f"; raise {option}"
+        return self
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:

@@ -110,7 +110,7 @@ class Watch:
     def _overdue(self, now: float) -> Ending | None:
         if now - self._started < self._timeout_s:
             return None
-        reason = f"not finished after {self._timeout_s:g} s{self._rank_states()}; raise --timeout"
+        reason = f"not finished after {self._timeout_s:g} s{self._rank_states()}"
         return Ending(status=Status.TIMEOUT, failure=reason, dump=True)
 
     def _idle(self, now: float) -> Ending | None:

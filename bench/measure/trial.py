@@ -29,6 +29,7 @@ from bench.errors import UnsupportedError
 from bench.measure import heartbeat
 from bench.measure.accumulation_dtype import accumulator
 from bench.measure.collectives import CollectiveCounter
+from bench.measure.device_check import device_check
 from bench.measure.dispatch import HostCost
 from bench.measure.exposure import WindowProfiler, exposure
 from bench.measure.host import HostLoad
@@ -238,8 +239,8 @@ class RankTrial:
 
         Rank 0 compares it with the reference's, other ranks only take part in gathering. A cell that clips has another
         such window without clipping, because clipping hides a wrong gradient scale if both gradients exceed the limit.
-        Returns the result of ``compare``, the gradient norm before clipping and, if the cell clips, error and scale
-        without clipping as ``unclipped_*``.
+        Returns the results of ``compare`` and, of references, ``device_check``, the gradient norm before clipping and,
+        if the cell clips, error and scale without clipping as ``unclipped_*``.
         """
         reference = Path(self.spec.reference)
         if not self.cell.clip_norm:
@@ -266,13 +267,12 @@ class RankTrial:
         before = {name: p.detach() for name, p in model.named_parameters()}
         change = {name: after[name].detach().float().cpu() - before[name].cpu() for name in after if name in before}
         if missing := before.keys() ^ after.keys():
-            raise RuntimeError(
-                f"full_parameters() of {self.cell.backend} and the model differ in {sorted(missing)[:3]}"
-            )
-        if self.cell == self.cell.reference():
+            raise RuntimeError(f"full_parameters() of {self.cell.backend} is not the model's: {sorted(missing)[:3]}")
+        if is_reference := self.cell == self.cell.reference():
             save(change, reference)
         squares = sum(float(value.double().pow(2).sum()) for value in change.values())
-        return {**compare(change, reference), "gradient_norm": math.sqrt(squares)}
+        checked = device_check(self.cell, self.device, self._optimizer) if is_reference else {}
+        return {**compare(change, reference), "gradient_norm": math.sqrt(squares), **checked}
 
     def collectives(self) -> list[dict[str, Any]]:
         """The collectives pass: op, dtype, calls and payload bytes of one settled window."""

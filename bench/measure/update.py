@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from safetensors import safe_open
@@ -23,7 +23,13 @@ def save(change: Mapping[str, Tensor], path: Path) -> None:
 
 
 def compare(change: Mapping[str, Tensor], reference: Path) -> dict[str, float]:
-    """The deviation of an update from the reference's, over all parameters together, summed in fp64.
+    """The deviation of an update from the reference's, which is in a file."""
+    with safe_open(reference, framework="pt") as stored:
+        return deviation(change, stored.get_tensor, reference.name)
+
+
+def deviation(change: Mapping[str, Tensor], expected: Callable[[str], Tensor], source: str) -> dict[str, float]:
+    """The deviation of an update from the one expected, over all parameters together, summed in fp64.
 
     ``error`` is the relative L2 error |u - r| / |r|; ``scale`` the least-squares factor <u, r> / <r, r>; ``residual``
     the relative error after dividing u by it. A wrong divisor shows as a scale other than 1 without residual; lost or
@@ -31,14 +37,11 @@ def compare(change: Mapping[str, Tensor], reference: Path) -> dict[str, float]:
     finite.
     """
     uu = ur = rr = dd = 0.0
-    with safe_open(reference, framework="pt") as stored:
-        for name, value in change.items():
-            u, r = value.double().flatten(), stored.get_tensor(name).double().flatten()
-            uu, ur, rr, dd = uu + float(u @ u), ur + float(u @ r), rr + float(r @ r), dd + float((u - r) @ (u - r))
+    for name, value in change.items():
+        u, r = value.double().flatten(), expected(name).double().flatten()
+        uu, ur, rr, dd = uu + float(u @ u), ur + float(u @ r), rr + float(r @ r), dd + float((u - r) @ (u - r))
     if rr == 0.0 or not math.isfinite(rr):
-        raise RuntimeError(
-            f"the reference update in {reference.name} has norm {math.sqrt(rr)}: nothing to compare with"
-        )
+        raise RuntimeError(f"the reference update in {source} has norm {math.sqrt(rr)}: nothing to compare with")
     if not math.isfinite(uu):
         return {"error": math.inf, "scale": math.nan, "residual": math.nan}
     scale = ur / rr

@@ -169,6 +169,14 @@ TRIAL_COLUMNS: dict[str, Column] = {
     "unclipped_scale": number(
         "1", "update_scale without clipping, for cells that clip", source="update.unclipped_scale"
     ),
+    "device_error": number(
+        "1",
+        "relative L2 error of a small model's update on the device, against the CPU's; of references",
+        source="update.device_error",
+    ),
+    "device_loss_deviation": number(
+        "nat/token", "largest difference of its losses from the CPU's", source="update.device_loss_deviation"
+    ),
     "entropy_floor": number(
         "nat/token", "lowest expected loss that a model of the corpus can reach", over=FIRST, source="entropy_floor"
     ),

@@ -253,7 +253,7 @@ class Runner:
             corpus=self._corpus and str(Path(self._corpus).resolve()),
             threads=machine.threads_per_rank(cell.num_processes // cell.num_nodes, self._threads),
         )
-        return self._launcher.run(asked, self._timeout_s, self._inactivity_s)
+        return self._launcher.run(asked, self._timeout_s, self._inactivity_s).limited_by("--timeout")
 
     def _reference_file(self, cell: Cell) -> Path:
         return self._scratch / f"reference-{cell.reference().cell_id}.safetensors"

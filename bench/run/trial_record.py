@@ -98,6 +98,8 @@ class _Update(TypedDict):
     gradient_norm: NotRequired[Number]
     unclipped_error: NotRequired[Number]
     unclipped_scale: NotRequired[Number]
+    device_error: NotRequired[Number]
+    device_loss_deviation: NotRequired[Number]
 
 
 class _Collective(TypedDict):

@@ -31,7 +31,7 @@ class WorkloadSpec:
 class Workload(Protocol):
     """A model, its data and its loss. All methods are deterministic: equal specs give equal bytes everywhere.
 
-    The exception is weights that are drawn on a GPU (``llama``), which are equal only on GPUs of the same kind.
+    The exception is weights of large models that are drawn on a GPU (``llama``): equal only on GPUs of the same kind.
     """
 
     tokens_per_sample: int

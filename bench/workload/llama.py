@@ -53,8 +53,13 @@ class LlamaWorkload:
             use_cache=False,
         )
         config._attn_implementation = ATTENTION
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self._spec.seed)
+        # The accelerator's generator is only touched where weights are drawn there; torch.manual_seed would seed both.
+        device = torch.get_default_device()
+        drawn_by = [] if device.type in ("cpu", "meta") else [device]
+        with torch.random.fork_rng(drawn_by, device_type=drawn_by[0].type if drawn_by else "cuda"):
+            torch.default_generator.manual_seed(self._spec.seed)
+            if drawn_by:
+                torch.get_device_module(device).manual_seed(self._spec.seed)
             model: nn.Module = LlamaForCausalLM(config).float().train()
         return model
 

@@ -17,7 +17,6 @@ from bench.plan.cell import Cell
 from bench.run.journal import Journal
 from tests.conftest import ROOT
 from tests.cuda_stub import build
-from tests.cuda_stub.build import environment
 
 TIMEOUT_S = 3600
 """Of one test: it is a run of many trials, each of which has a limit of its own."""
@@ -39,32 +38,34 @@ class Machine:
     stub: Path
     folder: Path
 
-    def environment(self, gpus: int, **settings: str) -> dict[str, str]:
+    def environment(self, gpus: int, *, values: bool = False, **settings: str) -> dict[str, str]:
         """What a process is to be given that runs on it."""
         (self.folder / "runtime").mkdir(mode=0o700, exist_ok=True)
         about = {"FAKE_GPUS": str(gpus), "FAKE_MACHINE": str(self.folder / "machine"), "OMP_NUM_THREADS": "1"}
         # The GPUs are this machine's alone, and so are the locks of those that use them.
         return {
             **os.environ,
-            **environment(self.stub),
+            **build.environment(self.stub, values=values),
             **about,
             "XDG_RUNTIME_DIR": str(self.folder / "runtime"),
         } | settings
 
     def bench(self, *arguments: str, gpus: int = 1, **settings: str) -> subprocess.CompletedProcess[str]:
-        """``python -m bench`` there."""
+        """``python -m bench`` there, with values."""
         return subprocess.run(
             [sys.executable, "-m", "bench", *arguments],
             cwd=self.folder,
-            env=self.environment(gpus, **settings),
+            env=self.environment(gpus, values=True, **settings),
             capture_output=True,
             text=True,
         )
 
-    def python(self, code: str, gpus: int = 1, **settings: str) -> str:
+    def python(self, code: str, gpus: int = 1, *, values: bool = False, **settings: str) -> str:
         """What a program prints there."""
         command = [sys.executable, "-c", code]
-        process = subprocess.run(command, env=self.environment(gpus, **settings), capture_output=True, text=True)
+        process = subprocess.run(
+            command, env=self.environment(gpus, values=values, **settings), capture_output=True, text=True
+        )
         assert process.returncode == 0, process.stderr
         return process.stdout.strip()
 
@@ -73,14 +74,21 @@ class Machine:
         return list(Journal(self.folder / run).read())
 
     def trials(
-        self, cells: Sequence[Cell], passes: tuple[str, ...], *, gpus: int, counted: bool = False, **settings: str
+        self,
+        cells: Sequence[Cell],
+        passes: tuple[str, ...],
+        *,
+        gpus: int,
+        counted: bool = False,
+        values: bool = False,
+        **settings: str,
     ) -> list[dict[str, Any]]:
         """One trial of each cell, without a run around it: how it ended, and what rank 0 found."""
         specs = [{"cell": cell.to_dict(), "passes": passes, "counted": counted} for cell in cells]
         process = subprocess.run(
             [sys.executable, "-m", "tests.cuda.counting", str(self.folder / "trials")],
             cwd=ROOT,
-            env=self.environment(gpus, **settings),
+            env=self.environment(gpus, values=values, **settings),
             input=json.dumps(specs),
             capture_output=True,
             text=True,

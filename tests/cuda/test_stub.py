@@ -26,10 +26,11 @@ if __name__ == "__main__":
 """
 
 
-def run_ranks(machine: Machine, body: str) -> str:
+def run_ranks(machine: Machine, body: str, *, values: bool = False, **settings: str) -> str:
     script = machine.folder / "ranks.py"
     script.write_text(RANKS.replace("{body}", body.strip()))
-    return machine.python(f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')", gpus=3)
+    code = f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')"
+    return machine.python(code, gpus=3, values=values, **settings)
 
 
 def test_nccl_reduces_and_gathers_small_tensors_of_real_processes(machine: Machine) -> None:

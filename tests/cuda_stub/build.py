@@ -25,6 +25,7 @@ DISK_BYTES = 5 * 10**9
 """That have to be free to install: the wheel, what pip unpacks and what it keeps in its cache."""
 RUNTIME = ("machine", "counters", "device", "memory", "stream", "kernel", "library", "cudnn", "nccl")
 """Sources of the library that stands in for CUDA's runtime and all that is built on it."""
+VALUES = "values.so"
 FLAGS = ("-shared", "-fPIC", "-O1", "-std=gnu11", "-Wall", "-Wextra", "-Wno-missing-field-initializers")
 
 
@@ -37,9 +38,13 @@ def build(folder: Path) -> None:
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
     if compiler is None or shutil.which("nm") is None:
         raise UnavailableError("there is no C compiler with nm: install gcc and binutils")
+    compiler_of_cpp = next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), None)
+    if compiler_of_cpp is None:
+        raise UnavailableError("there is no C++ compiler: install g++")
     folder.mkdir(parents=True, exist_ok=True)
     install(folder)
     compile_stub(folder, compiler)
+    compile_values(folder, compiler_of_cpp)
 
 
 def install(folder: Path) -> None:
@@ -103,6 +108,22 @@ def compile_stub(folder: Path, compiler: str) -> None:
     (folder / "compiled").write_text(digest(sources))
 
 
+def compile_values(folder: Path, compiler: str) -> None:
+    """The library that gives operators their values; it takes half a minute."""
+    paths = [HERE / "values.cpp", HERE / "values.h"]
+    sources = b"".join(path.read_bytes() for path in paths)
+    if is_as_it_was(folder / "compiled-values", sources):
+        return
+    torch, made = folder / "torch-cuda" / "torch", folder / "values.new"
+    include = (torch / "include", torch / "include/torch/csrc/api/include", folder / "headers/cu13/include")
+    command = [compiler, "-shared", "-fPIC", "-O1", "-std=c++17", "-w", str(paths[0]), "-o", str(made)]
+    command += [f"-I{path}" for path in (*include, folder / "include")]
+    command += [f"-L{torch / 'lib'}", "-ltorch", "-ltorch_cpu", "-ltorch_cuda", "-lc10", "-lc10_cuda"]
+    subprocess.run([*command, f"-L{folder / 'lib'}", "-l:libcudart.so.13"], check=True)
+    made.rename(folder / VALUES)
+    (folder / "compiled-values").write_text(digest(sources))
+
+
 def wanted_libraries(torch: Path) -> set[str]:
     """The names of CUDA's libraries that those of an installed torch are linked with."""
     files = sorted(map(str, (torch / "lib").glob("*.so*")))
@@ -110,11 +131,15 @@ def wanted_libraries(torch: Path) -> set[str]:
     return set(re.findall(r"\(NEEDED\).*\[(lib(?:cu|nccl|nvshmem|nvrtc)[\w-]*\.so[.\d]*)\]", text))
 
 
-def environment(folder: Path, **settings: str) -> dict[str, str]:
-    """Environment variables of a process that sees the GPUs; ``settings`` are those of the C files, as FAKE_GPUS is."""
+def environment(folder: Path, *, values: bool = False, **settings: str) -> dict[str, str]:
+    """Environment variables of a process that sees the GPUs; ``settings`` are those of the C files, as FAKE_GPUS is.
+
+    With values, operators compute what they would on a GPU, and nothing of the bench is replaced.
+    """
     root = HERE.parents[1]
     paths = [HERE / "site", root, folder / "torch-cuda"]
     return {
+        **({"CUDA_VALUES": str(folder / VALUES)} if values else {}),
         "LD_LIBRARY_PATH": str(folder / "lib"),
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "CUDA_STUB": str(folder),

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include "machine.h"
+#include "values.h"
 
 static __thread int current;
 static __thread cudaError_t last_error;
@@ -46,7 +47,16 @@ static void read_visible(void) {
     free(names);
 }
 
+static int is_failed;
+
+void fake_fail(const char *text) {
+    fprintf(stderr, "stub of CUDA: %s\n", text);
+    is_failed = 1;
+}
+
 cudaError_t device_begin(void) {
+    if (is_failed)
+        return last_error = cudaErrorAssert;
     if (initialized_in == 0) {
         initialized_in = getpid();
         read_visible();
@@ -190,11 +200,11 @@ cudaError_t cudaRuntimeGetVersion(int *version) {
 }
 
 cudaError_t cudaPeekAtLastError(void) {
-    return last_error;
+    return is_failed ? cudaErrorAssert : last_error;
 }
 
 cudaError_t cudaGetLastError(void) {
-    cudaError_t error = last_error;
+    cudaError_t error = cudaPeekAtLastError();
     last_error = cudaSuccess;
     return error;
 }
@@ -210,6 +220,8 @@ static const struct {
     {cudaErrorInvalidResourceHandle, "cudaErrorInvalidResourceHandle", "invalid resource handle"},
     {cudaErrorNoDevice, "cudaErrorNoDevice", "no CUDA-capable device is detected"},
     {cudaErrorInvalidDevice, "cudaErrorInvalidDevice", "invalid device ordinal"},
+    {cudaErrorNotReady, "cudaErrorNotReady", "device not ready"},
+    {cudaErrorAssert, "cudaErrorAssert", "device-side assert triggered"},
 };
 
 const char *cudaGetErrorString(cudaError_t error) {

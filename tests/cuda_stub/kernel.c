@@ -1,17 +1,48 @@
-/* Kernels: registered, asked about and launched, and nothing is computed. */
+/* Kernels: registered, asked about and launched, and nothing is computed.
+ *
+ * With values, a kernel that belongs to no operator is an error: it would go without them.
+ */
 #include <cuda_runtime_api.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "counters.h"
+#include "values.h"
 
 #define SYMBOL_BYTES 65536 /* as large as constant memory is: no variable on a device is larger */
+
+static int are_on;
+static __thread int is_inside;
+
+void fake_values_are_on(void) {
+    are_on = 1;
+}
+
+int values_are_on(void) {
+    return are_on;
+}
+
+int fake_in_operator(int inside) {
+    int before = is_inside;
+    is_inside = inside;
+    return before;
+}
+
+int is_in_operator(void) {
+    return is_inside;
+}
+
+static cudaError_t launch(void) {
+    count(KERNEL);
+    if (are_on && !is_inside)
+        fake_fail("a kernel that is launched outside an operator of torch has no values");
+    return cudaSuccess;
+}
 
 cudaError_t cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **arguments, size_t shared,
                              cudaStream_t stream) {
     (void)function, (void)grid, (void)block, (void)arguments, (void)shared, (void)stream;
-    count(KERNEL);
-    return cudaSuccess;
+    return launch();
 }
 
 cudaError_t cudaLaunchCooperativeKernel(const void *function, dim3 grid, dim3 block, void **arguments, size_t shared,
@@ -26,8 +57,7 @@ cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void 
 
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *function, void **arguments) {
     (void)config, (void)function, (void)arguments;
-    count(KERNEL);
-    return cudaSuccess;
+    return launch();
 }
 
 /* What nvcc makes of <<<...>>>: the configuration is pushed, popped by the kernel's own stub, and handed to a launch. */

@@ -1,7 +1,8 @@
 /* Memory of devices and pinned memory of the host: reserved address space that costs nothing until it is touched.
  *
- * Copies and memsets are real up to FAKE_COPY_MAX bytes (1 MiB): enough for what frameworks tell each other, such as
- * sizes and pickled objects, while the weights of a model of 8 G parameters take no memory of this machine.
+ * Without values, copies and memsets are real up to FAKE_COPY_MAX bytes (1 MiB): enough for what frameworks tell each
+ * other, such as sizes and pickled objects, while the weights of a model of 8 G parameters take no memory of this
+ * machine. With values (values.h) all are real, but for those of an operator that gets its values from the CPU.
  */
 #define _GNU_SOURCE
 #include <cuda_runtime_api.h>
@@ -14,6 +15,8 @@
 #include "counters.h"
 #include "device.h"
 #include "machine.h"
+#include "stream.h"
+#include "values.h"
 
 #define PAGE ((size_t)2 << 20) /* cudaMalloc gives whole pages of this size */
 #define HOST (-1)
@@ -99,6 +102,7 @@ cudaError_t cudaFree(void *address) {
     if (address == NULL)
         return device_begin();
     count(BLOCKING_FREE);
+    host_wait_for_all();
     if (!take_out(address, &block))
         return cudaErrorInvalidValue;
     munmap(block.begin, block.size);
@@ -128,6 +132,7 @@ cudaError_t cudaFreeHost(void *address) {
     if (address == NULL)
         return cudaSuccess;
     count(BLOCKING_FREE);
+    host_wait_for_all();
     if (!take_out(address, &block))
         return cudaErrorInvalidValue;
     free(address);
@@ -170,26 +175,71 @@ static size_t copied_at_most(void) {
     return text ? (size_t)atoll(text) : (size_t)1 << 20;
 }
 
-/* Memory of the host that is not pinned: a copy from or to it makes the host wait. */
+static int is_moved(size_t bytes) {
+    return values_are_on() ? !is_in_operator() : bytes <= copied_at_most();
+}
+
+/* Memory of the host that is not pinned: a copy to it makes the host wait, and one from it is staged first. */
 static int is_pageable(const void *address) {
     struct block block;
     return !find(address, &block);
 }
 
+struct copy {
+    void *to;
+    const void *from; /* or NULL: set to `value` */
+    int value;
+    size_t bytes;
+    char staged[];
+};
+
+static void carry_out(void *data) {
+    struct copy *copy = data;
+    if (copy->from)
+        memmove(copy->to, copy->from, copy->bytes);
+    else
+        memset(copy->to, copy->value, copy->bytes);
+    free(copy);
+}
+
+static struct moment copy(void *to, const void *from, int value, size_t bytes, cudaStream_t stream) {
+    int is_staged = streams_are_threads() && from && is_pageable(from);
+    struct copy *made = malloc(sizeof *made + (is_staged ? bytes : 0));
+    *made = (struct copy){to, from, value, bytes};
+    if (is_staged)
+        made->from = memcpy(made->staged, from, bytes);
+    return stream_do(stream, carry_out, made);
+}
+
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream) {
     (void)kind;
-    (void)stream;
     count(is_pageable(to) || is_pageable(from) ? BLOCKING_COPY : COPY);
-    if (bytes <= copied_at_most())
-        memmove(to, from, bytes);
+    if (is_moved(bytes)) {
+        struct moment moment = copy(to, from, 0, bytes, stream);
+        if (is_pageable(to))
+            host_wait(moment);
+    }
+    return device_begin();
+}
+
+cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
+                              enum cudaMemcpyKind kind, cudaStream_t stream) {
+    (void)kind;
+    count(is_pageable(to) || is_pageable(from) ? BLOCKING_COPY : COPY);
+    for (size_t row = 0; row < height && is_moved(width * height); row++) {
+        struct moment moment =
+            copy((char *)to + row * to_pitch, (const char *)from + row * from_pitch, 0, width, stream);
+        if (is_pageable(to))
+            host_wait(moment);
+    }
     return device_begin();
 }
 
 cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind) {
     (void)kind;
     count(BLOCKING_COPY);
-    if (bytes <= copied_at_most())
-        memmove(to, from, bytes);
+    if (is_moved(bytes))
+        host_wait(copy(to, from, 0, bytes, NULL));
     return device_begin();
 }
 
@@ -201,10 +251,9 @@ cudaError_t cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int f
 }
 
 cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream) {
-    (void)stream;
     count(COPY);
-    if (bytes <= copied_at_most())
-        memset(to, value, bytes);
+    if (is_moved(bytes))
+        copy(to, NULL, value, bytes, stream);
     return device_begin();
 }
 

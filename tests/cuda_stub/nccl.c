@@ -1,14 +1,14 @@
 /* NCCL: communicators of real processes over shared memory.
  *
  * Every collective makes the ranks meet, and fails on all of them unless each asks for the same (operation, number of
- * elements, dtype, reduction, root): where real ranks would hang or add up garbage, these say so. Payloads of up to
- * SLOT bytes per rank are really sent and reduced, in NCCL's order of arithmetic; of larger ones nothing is moved, since
- * the stub's kernels have computed nothing that is worth it. A call returns when all ranks have made it, while NCCL's
- * returns at once and its kernel waits.
+ * elements, dtype, reduction, root): where real ranks would hang or add up garbage, these say so. With values all
+ * payloads are sent and reduced, in chunks of SLOT bytes per rank, in the order of ranks and rounded at each addition, as
+ * NCCL's kernels round. Without values larger payloads are not moved, since nothing that is worth it was computed.
+ *
+ * Where streams are threads (stream.c), a call returns at once, as NCCL's does, and ranks that disagree are told by
+ * ncclCommGetAsyncError. Calls of one communicator are carried out one after the other on whatever streams.
  *
  *   FAKE_NCCL_KILL=RANK:CALL   that rank of the first communicator is killed (SIGKILL) inside its CALL-th collective
- *
- * Point-to-point calls are refused: no backend makes them.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -23,6 +23,8 @@
 #include <unistd.h>
 
 #include "counters.h"
+#include "stream.h"
+#include "values.h"
 
 /* Of nccl.h 2.28. */
 typedef enum { SUCCESS = 0, SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, REMOTE_ERROR = 6 } Result;
@@ -34,15 +36,20 @@ typedef struct {
 #define NO_COLOR (-1)
 
 #define SLOT ((size_t)256 << 10) /* of each rank in /dev/shm, which containers limit to 64 MiB */
+#define BOX ((size_t)32 << 10)
 #define MAX_RANKS 64
 #define MAX_NAME 100
+#define NUM_YIELDS 100 /* before a rank that waits for others sleeps */
 #define WAIT_US 50
+
+typedef enum { ALL_GATHER, ALL_REDUCE, REDUCE, REDUCE_SCATTER, BROADCAST, ALL_TO_ALL, SPLIT } Operation;
+static const char *const NAMES[] = {"all-gather", "all-reduce", "reduce",    "reduce-scatter",
+                                    "broadcast",  "all-to-all", "splitting"};
 
 /* What a rank asks of a collective; all ranks of a communicator must ask for the same. */
 struct request {
-    char operation[16];
     size_t count;
-    int type, reduction, root;
+    int operation, type, reduction, root;
 };
 
 struct member {
@@ -50,7 +57,14 @@ struct member {
     char payload[SLOT];
 };
 
-/* What the ranks of a communicator share. */
+/* What one rank sends another, in parts. */
+struct box {
+    volatile int is_full;
+    size_t bytes;
+    char payload[BOX];
+};
+
+/* What the ranks of a communicator share; a box from each to each follows the members. */
 struct meeting {
     volatile int num_arrived, round, is_aborted;
     struct member members[];
@@ -60,7 +74,17 @@ struct communicator {
     int rank, size, num_splits, num_calls, is_first;
     char name[MAX_NAME];
     struct meeting *meeting;
+    struct moment last; /* call */
+    Result failed;
 };
+
+static size_t shared_bytes(const struct communicator *own) {
+    return sizeof(struct meeting) + own->size * (sizeof(struct member) + own->size * sizeof(struct box));
+}
+
+static struct box *box_between(const struct communicator *own, int from, int to) {
+    return (struct box *)(own->meeting->members + own->size) + from * own->size + to;
+}
 
 static int num_communicators;
 static __thread char last_error[400];
@@ -79,16 +103,19 @@ static Result wait_for_all(struct communicator *own) {
         meeting->round = round + 1;
         return SUCCESS;
     }
-    while (meeting->round == round) {
+    for (int tries = 0; meeting->round == round; tries++) {
         if (meeting->is_aborted)
             return REMOTE_ERROR;
-        usleep(WAIT_US);
+        if (tries < NUM_YIELDS)
+            sched_yield();
+        else
+            usleep(WAIT_US);
     }
     return SUCCESS;
 }
 
 static Result join(struct communicator *own) {
-    size_t size = sizeof(struct meeting) + own->size * sizeof(struct member);
+    size_t size = shared_bytes(own);
     own->is_first = num_communicators++ == 0;
     int file = shm_open(own->name, O_CREAT | O_RDWR, 0600);
     if (file < 0 || ftruncate(file, (off_t)size) != 0)
@@ -150,7 +177,7 @@ Result ncclCommUserRank(struct communicator *own, int *rank) {
 }
 
 Result ncclCommGetAsyncError(struct communicator *own, Result *found) {
-    *found = own->meeting->is_aborted ? REMOTE_ERROR : SUCCESS;
+    *found = own->meeting->is_aborted ? REMOTE_ERROR : own->failed;
     return SUCCESS;
 }
 
@@ -161,7 +188,8 @@ Result ncclCommAbort(struct communicator *own) {
 }
 
 Result ncclCommDestroy(struct communicator *own) {
-    munmap(own->meeting, sizeof(struct meeting) + own->size * sizeof(struct member));
+    host_wait(own->last);
+    munmap(own->meeting, shared_bytes(own));
     free(own);
     return SUCCESS;
 }
@@ -249,14 +277,20 @@ static long double scaled(long double value, Type type, int reduction, int size)
     return value;
 }
 
-static long double combined(long double left, long double right, Type type, int reduction) {
+static long double combined(long double left, long double right, int reduction) {
     switch (reduction) {
     case PROD: left *= right; break;
     case MAX: return left > right ? left : right;
     case MIN: return left < right ? left : right;
     default: left += right;
     }
-    return !is_floating(type) ? left : type == FLOAT64 ? (long double)(double)left : (long double)(float)left;
+    return left;
+}
+
+static long double rounded(long double value, Type type) {
+    char element[8];
+    store(element, type, 0, value);
+    return load(element, type, 0);
 }
 
 /* Elements `first` to `first + count` of all ranks' payloads, reduced. */
@@ -265,8 +299,8 @@ static void reduce(struct communicator *own, char *to, size_t first, size_t coun
         long double sum = 0;
         for (int rank = 0; rank < own->size; rank++) {
             long double value = load(own->meeting->members[rank].payload, type, first + i);
-            value = scaled(value, type, reduction, own->size);
-            sum = rank == 0 ? value : combined(sum, value, type, reduction);
+            value = rounded(scaled(value, type, reduction, own->size), type);
+            sum = rank == 0 ? value : rounded(combined(sum, value, reduction), type);
         }
         if (reduction == AVG && !is_floating(type))
             sum = (long double)((int64_t)sum / own->size);
@@ -285,15 +319,13 @@ static void die_if_asked(struct communicator *own) {
 
 /* Make the ranks meet over a request with what each sends, `bytes` of it; SUCCESS if all ask for the same.
  *
- * Read the others' payloads after it, if `bytes` is at most SLOT, and then call wait_for_all.
+ * `bytes` is at most SLOT. Read the others' payloads after it, and then call wait_for_all.
  */
 static Result meet(struct communicator *own, struct request request, const void *sent, size_t bytes) {
     struct member *members = own->meeting->members;
-    count(COLLECTIVE);
     die_if_asked(own);
     members[own->rank].request = request;
-    if (bytes <= SLOT)
-        memcpy(members[own->rank].payload, sent, bytes);
+    memcpy(members[own->rank].payload, sent, bytes);
     Result result = wait_for_all(own);
     for (int rank = 0; result == SUCCESS && rank < own->size; rank++) {
         struct request *other = &members[rank].request;
@@ -302,8 +334,8 @@ static Result meet(struct communicator *own, struct request request, const void 
         snprintf(last_error, sizeof last_error,
                  "ranks disagree: rank 0 asks for %s of %zu elements (type %d, reduction %d, root %d), "
                  "rank %d for %s of %zu (type %d, reduction %d, root %d)",
-                 members[0].request.operation, members[0].request.count, members[0].request.type,
-                 members[0].request.reduction, members[0].request.root, rank, other->operation, other->count,
+                 NAMES[members[0].request.operation], members[0].request.count, members[0].request.type,
+                 members[0].request.reduction, members[0].request.root, rank, NAMES[other->operation], other->count,
                  other->type, other->reduction, other->root);
         fprintf(stderr, "stub of NCCL: %s\n", last_error);
         result = INVALID_USAGE;
@@ -311,23 +343,13 @@ static Result meet(struct communicator *own, struct request request, const void 
     return result;
 }
 
-/* All bytes of a request are set, so that memcmp may compare it. */
-static struct request asked(const char *operation, size_t count, Type type, int reduction, int root) {
-    struct request request;
-    memset(&request, 0, sizeof request);
-    strncpy(request.operation, operation, sizeof request.operation - 1);
-    request.count = count;
-    request.type = type;
-    request.reduction = reduction;
-    request.root = root;
-    return request;
-}
-
 Result ncclCommSplit(struct communicator *parent, int color, int key, void **made, void *config) {
     (void)config;
     int mine[2] = {color, key};
     *made = NULL;
-    Result result = meet(parent, asked("split", 2, INT32, 0, 0), mine, sizeof mine);
+    count(COLLECTIVE);
+    host_wait(parent->last);
+    Result result = meet(parent, (struct request){2, SPLIT, INT32, 0, 0}, mine, sizeof mine);
     if (result != SUCCESS)
         return result;
     struct communicator *own = new_communicator(0, 0);
@@ -349,63 +371,116 @@ Result ncclCommSplit(struct communicator *parent, int color, int key, void **mad
     return length < MAX_NAME ? join(own) : SYSTEM_ERROR;
 }
 
+struct call {
+    struct communicator *own;
+    const char *send;
+    char *receive;
+    struct request request;
+};
+
+/* The ranks' payloads hold `bytes` from `offset` on of what each sends: what of it this rank receives. */
+static void receive(const struct call *call, size_t offset, size_t bytes) {
+    const struct request *request = &call->request;
+    struct communicator *own = call->own;
+    struct member *members = own->meeting->members;
+    size_t size = size_of(request->type), part = request->count * size;
+    int is_split = request->operation == REDUCE_SCATTER || request->operation == ALL_TO_ALL;
+    size_t begin = is_split ? own->rank * part : 0, end = begin + part;
+    size_t from = offset > begin ? offset : begin, until = offset + bytes < end ? offset + bytes : end;
+    if (from >= until)
+        return;
+    switch (request->operation) {
+    case ALL_GATHER:
+    case ALL_TO_ALL:
+        for (int rank = 0; rank < own->size; rank++)
+            memcpy(call->receive + rank * part + from - begin, members[rank].payload + from - offset, until - from);
+        break;
+    case BROADCAST:
+        memcpy(call->receive + from, members[request->root].payload, until - from);
+        break;
+    default:
+        if (request->operation != REDUCE || own->rank == request->root)
+            reduce(own, call->receive + from - begin, (from - offset) / size, (until - from) / size, request->type,
+                   request->reduction);
+    }
+}
+
+static Result carry_out(const struct call *call) {
+    const struct request *request = &call->request;
+    struct communicator *own = call->own;
+    int is_split = request->operation == REDUCE_SCATTER || request->operation == ALL_TO_ALL;
+    size_t bytes = (is_split ? own->size : 1) * request->count * size_of(request->type), offset = 0, chunk;
+    int is_moved = values_are_on() || bytes <= SLOT;
+    do {
+        chunk = bytes - offset < SLOT ? bytes - offset : SLOT;
+        Result result;
+        if (offset == 0) {
+            result = meet(own, *request, call->send, is_moved ? chunk : 0);
+        } else {
+            memcpy(own->meeting->members[own->rank].payload, call->send + offset, chunk);
+            result = wait_for_all(own);
+        }
+        if (result != SUCCESS)
+            return result;
+        if (is_moved)
+            receive(call, offset, chunk);
+        result = wait_for_all(own);
+        if (result != SUCCESS)
+            return result;
+        offset += chunk;
+    } while (is_moved && offset < bytes);
+    return SUCCESS;
+}
+
+static void carry_out_and_free(void *data) {
+    struct call *call = data;
+    if (call->own->failed == SUCCESS)
+        call->own->failed = carry_out(call);
+    free(call);
+}
+
+/* Do something after all that the communicator was asked before; how it ends is known at once without threads. */
+static Result ask(struct communicator *own, cudaStream_t stream, void (*work)(void *), void *data) {
+    if (!streams_are_threads()) {
+        own->failed = SUCCESS;
+        work(data);
+        return own->failed;
+    }
+    stream_wait(stream, own->last);
+    own->last = stream_do(stream, work, data);
+    return SUCCESS;
+}
+
+static Result begin(struct call call, cudaStream_t stream) {
+    count(COLLECTIVE);
+    struct call *kept = malloc(sizeof *kept);
+    *kept = call;
+    return ask(call.own, stream, carry_out_and_free, kept);
+}
+
 Result ncclAllGather(const void *send, void *receive, size_t count, Type type, struct communicator *own, void *stream) {
-    (void)stream;
-    size_t bytes = count * size_of(type);
-    Result result = meet(own, asked("all-gather", count, type, 0, 0), send, bytes);
-    if (result != SUCCESS)
-        return result;
-    for (int rank = 0; bytes <= SLOT && rank < own->size; rank++)
-        memcpy((char *)receive + rank * bytes, own->meeting->members[rank].payload, bytes);
-    return wait_for_all(own);
+    return begin((struct call){own, send, receive, {count, ALL_GATHER, type, 0, 0}}, stream);
 }
 
 Result ncclAllReduce(const void *send, void *receive, size_t count, Type type, int reduction, struct communicator *own,
                      void *stream) {
-    (void)stream;
-    size_t bytes = count * size_of(type);
-    Result result = meet(own, asked("all-reduce", count, type, reduction, 0), send, bytes);
-    if (result != SUCCESS)
-        return result;
-    if (bytes <= SLOT)
-        reduce(own, receive, 0, count, type, reduction);
-    return wait_for_all(own);
+    return begin((struct call){own, send, receive, {count, ALL_REDUCE, type, reduction, 0}}, stream);
 }
 
 Result ncclReduce(const void *send, void *receive, size_t count, Type type, int reduction, int root,
                   struct communicator *own, void *stream) {
-    (void)stream;
-    size_t bytes = count * size_of(type);
-    Result result = meet(own, asked("reduce", count, type, reduction, root), send, bytes);
-    if (result != SUCCESS)
-        return result;
-    if (bytes <= SLOT && own->rank == root)
-        reduce(own, receive, 0, count, type, reduction);
-    return wait_for_all(own);
+    return begin((struct call){own, send, receive, {count, REDUCE, type, reduction, root}}, stream);
 }
 
 Result ncclReduceScatter(const void *send, void *receive, size_t count, Type type, int reduction,
                          struct communicator *own, void *stream) {
-    (void)stream;
-    size_t bytes = own->size * count * size_of(type);
-    Result result = meet(own, asked("reduce-scatter", count, type, reduction, 0), send, bytes);
-    if (result != SUCCESS)
-        return result;
-    if (bytes <= SLOT)
-        reduce(own, receive, own->rank * count, count, type, reduction);
-    return wait_for_all(own);
+    return begin((struct call){own, send, receive, {count, REDUCE_SCATTER, type, reduction, 0}}, stream);
 }
 
 Result ncclBroadcast(const void *send, void *receive, size_t count, Type type, int root, struct communicator *own,
                      void *stream) {
-    (void)stream;
-    size_t bytes = count * size_of(type);
-    Result result = meet(own, asked("broadcast", count, type, 0, root), own->rank == root ? send : receive, bytes);
-    if (result != SUCCESS)
-        return result;
-    if (bytes <= SLOT)
-        memcpy(receive, own->meeting->members[root].payload, bytes);
-    return wait_for_all(own);
+    send = own->rank == root ? send : receive;
+    return begin((struct call){own, send, receive, {count, BROADCAST, type, 0, root}}, stream);
 }
 
 Result ncclBcast(void *buffer, size_t count, Type type, int root, struct communicator *own, void *stream) {
@@ -413,27 +488,102 @@ Result ncclBcast(void *buffer, size_t count, Type type, int root, struct communi
 }
 
 Result ncclAlltoAll(const void *send, void *receive, size_t count, Type type, struct communicator *own, void *stream) {
-    (void)stream;
-    size_t part = count * size_of(type), bytes = own->size * part;
-    Result result = meet(own, asked("all-to-all", count, type, 0, 0), send, bytes);
-    if (result != SUCCESS)
-        return result;
-    for (int rank = 0; bytes <= SLOT && rank < own->size; rank++)
-        memcpy((char *)receive + rank * part, own->meeting->members[rank].payload + own->rank * part, part);
-    return wait_for_all(own);
+    return begin((struct call){own, send, receive, {count, ALL_TO_ALL, type, 0, 0}}, stream);
 }
 
-static Result no_point_to_point(void) {
-    strcpy(last_error, "the stub of NCCL has no point-to-point calls");
-    return INVALID_USAGE;
+/* Point-to-point calls of a group, which are carried out together, in any order of the peers. */
+struct letters {
+    struct communicator *own;
+    cudaStream_t stream;
+    int num;
+    struct letter {
+        char *data;
+        size_t left;
+        int peer, is_sent;
+    } each[2 * MAX_RANKS];
+};
+
+static __thread struct letters *open_letters;
+static __thread int depth;
+
+/* Moves a part; whether there was anything to move, or room for it. */
+static int step(const struct communicator *own, struct letter *letter) {
+    struct box *box = letter->is_sent ? box_between(own, own->rank, letter->peer)
+                                      : box_between(own, letter->peer, own->rank);
+    if (box->is_full == letter->is_sent)
+        return 0;
+    __sync_synchronize();
+    if (letter->is_sent)
+        memcpy(box->payload, letter->data, box->bytes = letter->left < BOX ? letter->left : BOX);
+    else if (box->bytes <= letter->left)
+        memcpy(letter->data, box->payload, box->bytes);
+    else
+        abort(); /* more was sent than is received */
+    letter->data += box->bytes;
+    letter->left -= box->bytes;
+    __sync_synchronize();
+    box->is_full = letter->is_sent;
+    return 1;
 }
 
-Result ncclSend(void) {
-    return no_point_to_point();
+/* Whether no letter before it, between the same two in the same direction, is still under way. */
+static int is_next(const struct letters *letters, int index) {
+    const struct letter *letter = &letters->each[index];
+    for (const struct letter *other = letters->each; other < letter; other++)
+        if (other->left && other->peer == letter->peer && other->is_sent == letter->is_sent)
+            return 0;
+    return letter->left > 0;
 }
 
-Result ncclRecv(void) {
-    return no_point_to_point();
+static void deliver(void *data) {
+    struct letters *letters = data;
+    for (int is_left = 1; is_left && letters->own->failed == SUCCESS;) {
+        int is_moved = is_left = 0;
+        for (int i = 0; i < letters->num; i++) {
+            is_moved |= is_next(letters, i) && step(letters->own, &letters->each[i]);
+            is_left |= letters->each[i].left > 0;
+        }
+        if (letters->own->meeting->is_aborted)
+            letters->own->failed = REMOTE_ERROR;
+        if (is_left && !is_moved)
+            usleep(WAIT_US);
+    }
+    free(letters);
+}
+
+Result ncclGroupStart(void) {
+    depth++;
+    return SUCCESS;
+}
+
+Result ncclGroupEnd(void) {
+    struct letters *letters = open_letters;
+    if (--depth || letters == NULL)
+        return SUCCESS;
+    open_letters = NULL;
+    return ask(letters->own, letters->stream, deliver, letters);
+}
+
+/* Groups are of one communicator and one stream, as torch's are. */
+static Result post(struct communicator *own, cudaStream_t stream, struct letter letter) {
+    count(COLLECTIVE);
+    ncclGroupStart();
+    if (open_letters == NULL)
+        open_letters = calloc(1, sizeof *open_letters);
+    open_letters->own = own;
+    open_letters->stream = stream;
+    if (open_letters->num == 2 * MAX_RANKS)
+        return INVALID_USAGE;
+    open_letters->each[open_letters->num++] = letter;
+    return ncclGroupEnd();
+}
+
+Result ncclSend(const void *data, size_t count, Type type, int peer, struct communicator *own, void *stream) {
+    return post(own, stream, (struct letter){(char *)data, count * size_of(type), peer, 1});
+}
+
+Result ncclRecv(void *data, size_t count, Type type, int peer, struct communicator *own, void *stream) {
+    return post(own, stream, (struct letter){data, count * size_of(type), peer, 0});
 }
 
 Result ncclRedOpCreatePreMulSum(int *reduction, void *scalar, Type type, int residence, struct communicator *own) {

@@ -296,6 +296,21 @@ def test_collectives_that_are_not_the_expected_ones_are_a_finding() -> None:
     assert reason.startswith(f"all_reduce of float32: {counts[0]} calls and ") and f"not {counts[1]} and" in reason
 
 
+@pytest.mark.parametrize(
+    ("device_error", "device_loss_deviation", "status"),
+    [(1e-4, 1e-3, "ok"), (5e-4, 1e-5, "invalid"), (1e-7, 2e-3, "invalid"), (math.inf, math.inf, "invalid")],
+)
+def test_a_device_that_computes_otherwise_than_the_cpu_makes_every_trial_invalid(
+    device_error: float, device_loss_deviation: float, status: str
+) -> None:
+    checked = {"device_error": device_error, "device_loss_deviation": device_loss_deviation}
+    trials = judge(tables.build([record(TRUTH, update=checked), record()], make_manifest())).trials
+    assert trials["status"].tolist() == [status] * 2
+    if status == "invalid":
+        assert set(trials["failed_gates"]) == {gates.Gate.DEVICE}
+        assert trials["reason"].str.startswith("cpu computes otherwise than the CPU").all()
+
+
 def test_gradients_summed_in_another_dtype_are_a_finding() -> None:
     status, reason = verdict(record() | {"accumulation": {"dtype": "bf16"}})
     assert (status, reason) == ("invalid", "gradients are summed in bf16, fp32 was due")

@@ -87,6 +87,15 @@ def test_a_failure_leaves_its_reason(tmp_path: Path) -> None:
     ]
 
 
+def test_what_takes_too_long_names_no_option(
+    tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit is fixed: ``--timeout`` is that of trials."""
+    monkeypatch.setattr(matmul, "TIMEOUT_S", 0.2)
+    (entry,) = measure([make_cell()], 1, tmp_path, launcher)
+    assert entry["reason"].startswith("not finished after 0.2 s") and "--" not in entry["reason"]
+
+
 def test_ranks_of_a_real_process_group_are_timed(tmp_path: Path, launcher: Launcher) -> None:
     cells = [make_cell(), make_cell(precision=Precision.BF16)]
     (entry,) = measure(cells, 1, tmp_path, launcher)

@@ -147,6 +147,12 @@ def test_dumps_of_a_hang_are_kept_beside_its_log(tmp_path: Path) -> None:
     assert (run.folder / record["dumps"][2]).read_bytes() == b"flight"
 
 
+def test_a_trial_that_takes_too_long_names_the_option_for_its_limit(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", repeats=1)
+    run.go(when("b2", 0, failed(Status.TIMEOUT, "not finished after 3 s")))
+    assert "not finished after 3 s; raise --timeout" in {record["reason"] for record in run.records}
+
+
 def test_a_result_that_no_sound_rank_hands_back_is_a_crash(tmp_path: Path) -> None:
     def script(spec: Spec, number: int) -> Outcome | None:
         if spec.cell.backend != "b2":

@@ -65,6 +65,8 @@ def page(m: Measured) -> str:
             "3.1 M parameters: `python -m bench report results/cpu`.",
             "- links: [three rates between two hosts](../results/links/links.md): `python -m tests.studies.links`.",
             f"- probes: `python -m tests.studies.claims --probes`, with {m.probes['versions']}.",
+            "- stub: `python -m tests.cuda.plain_zero3 STUB`: two GPUs that are not there, whose "
+            "[streams](gpu.md#streams) are threads, with torch 2.11 and DeepSpeed 0.19.8.",
             "- source: read in the source, not measured.",
             "",
         ]

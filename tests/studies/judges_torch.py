@@ -201,3 +201,17 @@ def stable(m: Measured) -> Judged:
     noise = m.probes["noise"]
     small, large = noise["relative"]["1"], noise["relative"]["16"]
     return only(noise["error"] < 1e-5 and large < small), {"small": small, "large": large, "error": noise["error"]}
+
+
+def races(m: Measured) -> Judged:
+    wrong = {name: [value for value in found.values() if value > 1e-6] for name, found in m.zero3["deviation"].items()}
+    both_off = wrong.pop("nothing kept, timer off")
+    numbers = {
+        "orders": len(m.zero3["deviation"]["defaults"]),
+        "steps": m.zero3["steps"],
+        "others": sum(map(len, m.zero3["deviation"].values())) - len(m.zero3["deviation"]["defaults"]),
+        "hidden": sum(map(len, wrong.values())),
+        "wrong": len(both_off),
+        "largest": max(both_off, default=0.0),
+    }
+    return only(bool(both_off) and not any(wrong.values())), numbers

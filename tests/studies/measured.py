@@ -37,9 +37,16 @@ class Measured:
     """The committed measurements that claims are held against."""
 
     def __init__(
-        self, about: Mapping[str, Any], suite: Sequence[Any], rates: pd.DataFrame, versions: Sequence[Any], probes: Any
+        self,
+        about: Mapping[str, Any],
+        suite: Sequence[Any],
+        rates: pd.DataFrame,
+        versions: Sequence[Any],
+        probes: Any,
+        zero3: Any,
     ) -> None:
         self.about, self.suite, self.rates, self.versions, self.probes = about, suite, rates, versions, probes
+        self.zero3 = zero3
         self.seen = {(seen["scenario"]["name"], seen["backend"]): seen for seen in suite}
 
     @classmethod
@@ -50,6 +57,7 @@ class Measured:
             pd.read_parquet(ROOT / "results/throughput/throughput.parquet"),
             json.loads((ROOT / "docs/versions.json").read_text())["versions"],
             json.loads(PROBES.read_text()),
+            json.loads((ROOT / "docs/zero3.json").read_text()),
         )
 
     def updates(self, scenario: str, backend: str) -> int:

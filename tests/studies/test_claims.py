@@ -31,7 +31,7 @@ def test_a_verdict_follows_its_measurement(measured: Measured) -> None:
     probes["both_defined"]["optimizer"] = probes["both_defined"]["neither"]
     probes["unscaled"]["SGD"]["distance"] = 0.0
     probes["equal_n"] = ""
-    other = Measured(measured.about, suite, measured.rates, measured.versions, probes)
+    other = Measured(measured.about, suite, measured.rates, measured.versions, probes, measured.zero3)
     rows = {row["judge"]: row for claims in CLAIMS.values() for row in claims}
     judged = {name: (answer(row, measured)[0], answer(row, other)[0]) for name, row in rows.items()}
     for name in ("completely", "divided_once", "equal_n"):

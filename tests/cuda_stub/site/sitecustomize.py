@@ -1,7 +1,7 @@
-"""On the path of every process over the stub: replaces what compares values, since the stub's kernels compute none.
+"""On the path of every process over the stub: loads the values of operators or, for models of full size, does without.
 
-The bench knows nothing of this: what is replaced is a function of its, or of torch's, by its name, once the module that
-defines it was imported. A name that is gone is an error, so this list cannot silently become too long.
+Without values, what reads them is replaced: a function of torch's or of a framework's, by its name, once its module was
+imported. A name that is gone is an error, so this list cannot silently become too long.
 """
 
 from __future__ import annotations
@@ -23,22 +23,6 @@ def replace(owner: Any, name: str, function: Any) -> None:
     """Put a function where one of that name is."""
     getattr(owner, name)
     setattr(owner, name, function)
-
-
-def update(module: ModuleType) -> None:
-    """The update is not compared with the reference's."""
-    replace(module, "compare", lambda change, reference: {"error": 0.0, "scale": 1.0, "residual": 0.0})
-
-
-def collectives(module: ModuleType) -> None:
-    """AVG is not proved to average: the numbers that it is given are filled in by a kernel."""
-    replace(module.CollectiveCounter, "self_test", lambda self, device: None)
-
-
-def accumulation(module: ModuleType) -> None:
-    """The dtype in which gradients are summed is read off sums."""
-    found = {"dtype": "fp32", "scale": 1.0, "num_updates": 1, "significand_bits": 24, "sum": 1.0}
-    replace(module, "accumulator", lambda backend, cell, rank, device: found)
 
 
 def torch_values(_: ModuleType) -> None:
@@ -90,14 +74,26 @@ def initial_weights(_: ModuleType) -> None:
 
 
 REPLACEMENTS: dict[str, Sequence[Callable[[ModuleType], None]]] = {
-    "bench.measure.update": [update],
-    "bench.measure.collectives": [collectives],
-    "bench.measure.accumulation_dtype": [accumulation],
     "deepspeed.runtime.zero.stage_1_and_2": [overflow],
     "deepspeed.runtime.zero.stage3": [overflow],
     "bench.measure.trial": [torch_values, *([initial_weights] if os.environ.get("FAKE_WEIGHTS") else [])],
 }
 """What is replaced once a module was imported: a rank imports the last one, or what it is forked from does."""
+
+
+def values(module: ModuleType) -> None:
+    """Operators on CUDA get their values from the CPU."""
+    module.ops.load_library(os.environ["CUDA_VALUES"])
+
+
+def small_rates(module: ModuleType) -> None:
+    """What is timed before a run has sizes for a GPU, on which the CPU would compute for minutes."""
+    sizes = getattr(module, "SIZES", None) or module.SIZE
+    sizes["cuda"] = sizes["cpu"]
+
+
+if os.environ.get("CUDA_VALUES"):
+    REPLACEMENTS = {"torch": [values], "bench.run.matmul": [small_rates], "bench.run.links": [small_rates]}
 
 
 class Finder(importlib.abc.MetaPathFinder):

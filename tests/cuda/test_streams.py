@@ -1,0 +1,67 @@
+"""Streams are threads: values go wrong where a synchronization is missing, and nowhere else, in any legal order."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.cuda.conftest import Machine
+from tests.cuda.test_runs import BATCH, SMOKE, judged
+
+PLANTED = """
+import json, torch
+side = torch.cuda.Stream()
+
+def gradients_are_summed_elsewhere(waits):
+    gradients = torch.zeros(100, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        for _ in range(4):
+            gradients.add_(1)
+    if waits:
+        torch.cuda.current_stream().wait_stream(side)
+    return gradients.sum().item() == 400
+
+def memory_is_used_elsewhere(records):
+    weights = torch.ones(1000, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        total = (weights * 2).sum()
+    if records:
+        weights.record_stream(side)
+    del weights
+    torch.zeros(1000, device="cuda")
+    torch.cuda.synchronize()
+    return total.item() == 2000
+
+def all_right(run, is_ordered):
+    return all([run(is_ordered) for _ in range(100)])
+
+print(json.dumps([
+    [all_right(run, is_ordered) for run in (gradients_are_summed_elsewhere, memory_is_used_elsewhere)]
+    for is_ordered in (True, False)
+]))
+"""
+
+
+@pytest.mark.parametrize("seed", ["1", "2", "3"])
+def test_a_missing_wait_and_a_missing_record_stream_give_wrong_values(machine: Machine, seed: str) -> None:
+    ordered, unordered = json.loads(machine.python(PLANTED, values=True, FAKE_STREAMS=seed))
+    assert ordered == [True, True] and unordered == [False, False]
+
+
+FEW = "ddp-deferred,fsdp2-deferred,fsdp2-zero2-eager,deepspeed-zero2-eager"
+SEEDS = range(1, 11)
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow) for seed in SEEDS])
+def test_every_backend_is_right_in_any_order(machine: Machine, seed: int) -> None:
+    process = machine.bench(*SMOKE, "--world-size", "2", *BATCH, "--out", "run", gpus=2, FAKE_STREAMS=str(seed))
+    assert process.returncode == 0 and not judged(machine), process.stdout + process.stderr
+
+
+def test_some_backends_are_right_in_one_order(machine: Machine) -> None:
+    options = ("--world-size", "2", "--backend", FEW, "--out", "run")
+    process = machine.bench(*SMOKE, *options, gpus=2, FAKE_STREAMS="2")
+    assert process.returncode == 0 and not judged(machine), process.stdout + process.stderr
