@@ -160,6 +160,11 @@ class AccelerateDDP(AccelerateBackend, plain.DDPBackend):
     eager_on_one_rank = True
     wrapper = DDP
 
+    def plugin(self, job: Job, model: nn.Module) -> dict[str, Any]:
+        from accelerate.utils import DistributedDataParallelKwargs
+
+        return {"kwargs_handlers": [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]}
+
     def prepare(self, job: Job, model: nn.Module) -> None:
         super().prepare(job, model)
         plain.disable_runtime_statistics(self.model)
@@ -231,7 +236,7 @@ class AccelerateDeepSpeedZero2(ds.ZeroBackend, AccelerateBackend):
     def plugin(self, job: Job, model: nn.Module) -> dict[str, Any]:
         from accelerate.utils import DeepSpeedPlugin
 
-        self.config = {**ds.zero_config(self.stage, job), "gradient_accumulation_steps": job.accumulate}
+        self.config = {**ds.zero_config(type(self), job, model), "gradient_accumulation_steps": job.accumulate}
         return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=dict(self.config), zero3_init_flag=False)}
 
     def prepare(self, job: Job, model: nn.Module) -> None:

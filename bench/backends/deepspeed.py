@@ -21,13 +21,30 @@ PRELOAD = ("deepspeed", "deepspeed.runtime.zero.muon.original_muon")
 """deepspeed.initialize imports the second module, and that all of torch.compile."""
 
 
-def zero_config(stage: int, job: Job) -> dict[str, Any]:
+DDP_BUCKET = 25 * 2**20 // 4
+"""fp32 elements of a bucket of DistributedDataParallel (``bucket_cap_mb``)."""
+DEFAULTS = {
+    "reduce_bucket_size": 5 * 10**8,
+    "allgather_bucket_size": 5 * 10**8,
+    "stage3_param_persistence_threshold": 10**5,
+    "stage3_max_reuse_distance": 10**9,
+    "stage3_max_live_parameters": 10**9,
+    "stage3_prefetch_bucket_size": 5 * 10**7,
+}
+"""DeepSpeed's defaults, in elements (deepspeed/runtime/zero/config.py, 0.19.8)."""
+
+
+def zero_config(backend: type[ZeroBackend], job: Job, model: nn.Module) -> dict[str, Any]:
     """A DeepSpeed configuration that sets everything that affects the comparison explicitly.
 
     Clipping is set, because DeepSpeed >= 0.19.3 clips to norm 1 by default. Gradients are reduced and accumulated in
     fp32 (default: the model's dtype). The throughput timer is off, because it synchronizes the device in every
     micro-batch.
     """
+    options = zero_options(backend, job.cell, job.block_parameters, job.num_parameters)
+    if "leaf_module" in options:
+        blocks = {type(block) for block in job.blocks(model)}
+        options["leaf_module"] = {"classes": sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in blocks)}
     return {
         "train_micro_batch_size_per_gpu": job.cell.micro_batch_size,
         "gradient_clipping": job.clip_norm,
@@ -36,17 +53,29 @@ def zero_config(stage: int, job: Job) -> dict[str, Any]:
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "timers": {"throughput": {"enabled": False}},
-        "zero_optimization": zero_options(stage, job.cell, job.block_parameters),
+        "zero_optimization": known(options),
     }
 
 
-def zero_options(stage: int, cell: Cell, block_parameters: int) -> dict[str, Any]:
+def known(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of ZeRO. Raises UnsupportedError if the installed DeepSpeed does not know one."""
+    import deepspeed
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    fields = DeepSpeedZeroConfig.model_fields.items()
+    if unknown := options.keys() - {name for field, info in fields for name in (field, info.alias)}:
+        raise UnsupportedError(f"DeepSpeed {deepspeed.__version__} does not know {', '.join(sorted(unknown))}")
+    return options
+
+
+def zero_options(backend: type[ZeroBackend], cell: Cell, block_parameters: int, num_parameters: int) -> dict[str, Any]:
     """The options of ZeRO; sizes in elements.
 
-    A bucket holds one block, FSDP2's unit (the default of 5e8 elements would
-    dominate the peak of a small model). Stage 3 keeps no small parameters gathered, gathers one block ahead and
-    releases each block after its forward, as FSDP2 does (the defaults would keep models of up to 1e9 parameters
-    gathered).
+    Buckets and gathers are like those of what a stage is compared with. Stage 2 reduces in buckets as large as DDP's,
+    or the model. Stage 3 does as FSDP2: it gathers a block in one collective (``leaf_module``, which has no default),
+    one block ahead, releases it after its forward, keeps no small parameters gathered, and reduces in buckets of one
+    block. ``own_defaults``: DeepSpeed's defaults instead, which keep models of up to 1e9 parameters gathered from
+    forward to backward, and whose bucket of 2 GB dominates the peak of a small model.
 
     ``overlap_comm`` is off on the CPU, which has no streams. In stage 2 (default: off) it is on if there are several
     ranks, because DDP and FSDP2 overlap too; it synchronizes the device after every backward
@@ -54,18 +83,25 @@ def zero_options(stage: int, cell: Cell, block_parameters: int) -> dict[str, Any
     by default: on one rank the host waits at every fetch for the gather stream
     (partition_parameters.py:NoGatherHandle.wait), which without overlap is the compute stream.
     """
-    bucket = max(2, block_parameters + block_parameters % 2)  # DeepSpeed wants an even number
-    return {
-        "stage": stage,
-        "overlap_comm": cell.device is Device.CUDA and (stage == 3 or cell.world_size > 1),
-        "contiguous_gradients": True,
-        "reduce_scatter": True,
+    stage = backend.stage
+    bucket = block_parameters if stage == 3 else min(DDP_BUCKET, num_parameters)
+    bucket = max(2, bucket + bucket % 2)  # DeepSpeed wants an even number
+    sizes: dict[str, Any] = {
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
         "stage3_param_persistence_threshold": 0,
         "stage3_max_reuse_distance": 0,
         "stage3_max_live_parameters": 2 * block_parameters,
         "stage3_prefetch_bucket_size": block_parameters,
+    }
+    if stage == 3:
+        sizes["leaf_module"] = {}  # zero_config names the classes of the blocks
+    return {
+        "stage": stage,
+        "overlap_comm": cell.device is Device.CUDA and (stage == 3 or cell.world_size > 1),
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+        **(DEFAULTS if backend.own_defaults else sizes),
     }
 
 
@@ -156,6 +192,8 @@ class ZeroBackend(Backend):
     bf16_as = BF16_PARAMETERS
     formula = "bench.judge.zero:zero"
     stage = 2
+    own_defaults: ClassVar[bool] = False
+    """Whether buckets and gathers are those of DeepSpeed's defaults; see ``zero_options``."""
     config: dict[str, Any]
     """That of ``zero_config``."""
     masters: dict[str, Tensor]
@@ -270,7 +308,7 @@ class DeepSpeedZero2Eager(ZeroBackend):
         """Create an engine with ``zero_config`` and the tapped optimizer."""
         prepare()
         model = job.build()
-        self.config = zero_config(self.stage, job)
+        self.config = zero_config(type(self), job, model)
         self.config["gradient_accumulation_steps"] = gradient_accumulation_steps
         self.save_masters(model, job)
         optimizer = job.optimizer(model.parameters())
@@ -291,6 +329,20 @@ class DeepSpeedZero3Eager(ZeroStage3, DeepSpeedZero2Eager):
     """Stage 3, where every backward reduce-scatters gradients."""
 
     name = "deepspeed-zero3-eager"
+
+
+class DeepSpeedZero2DefaultsEager(DeepSpeedZero2Eager):
+    """Stage 2 with DeepSpeed's own buckets."""
+
+    name = "deepspeed-zero2-defaults-eager"
+    own_defaults = True
+
+
+class DeepSpeedZero3DefaultsEager(DeepSpeedZero3Eager):
+    """Stage 3 with DeepSpeed's own buckets, gathers and releases."""
+
+    name = "deepspeed-zero3-defaults-eager"
+    own_defaults = True
 
 
 class DeepSpeedZero2Deferred(DeepSpeedZero2Eager):

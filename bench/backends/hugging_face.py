@@ -191,6 +191,7 @@ class HuggingFaceDDP(HuggingFaceTrainer, plain.DDPBackend):
     colour = "#44AA99"
     sync = Sync.DEFERRED
     eager_on_one_rank = True
+    bucket_views = False  # TrainingArguments has no such option
     wrapper = DDP
 
     def begin(self, job: Job) -> None:
@@ -258,7 +259,7 @@ class HuggingFaceDeepSpeedZero2(ds.ZeroBackend, HuggingFaceTrainer):
         return self.trainer.model_wrapped
 
     def arguments(self, job: Job) -> dict[str, Any]:
-        self.config = ds.zero_config(self.stage, job) | {"gradient_accumulation_steps": job.accumulate}
+        self.config = ds.zero_config(type(self), job, self.inner) | {"gradient_accumulation_steps": job.accumulate}
         return super().arguments(job) | {"deepspeed": self.config}
 
     def continue_training(self, job: Job) -> None:

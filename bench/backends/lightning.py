@@ -176,7 +176,7 @@ class LightningDDP(LightningBackend, plain.DDPBackend):
     def strategy(self, job: Job) -> Strategy:
         from lightning.pytorch.strategies import DDPStrategy
 
-        return DDPStrategy(process_group_backend=process_group_backend(job))
+        return DDPStrategy(process_group_backend=process_group_backend(job), gradient_as_bucket_view=True)
 
     def begin(self, module: LightningModule) -> None:
         plain.disable_runtime_statistics(cast("DistributedDataParallel", self.trainer.strategy.model))
@@ -238,7 +238,7 @@ class LightningDeepSpeedZero2(ds.ZeroBackend, LightningBackend):
         from lightning.pytorch.strategies import DeepSpeedStrategy
 
         ds.prepare()
-        self.config = ds.zero_config(self.stage, job)
+        self.config = ds.zero_config(type(self), job, _model(self.module))
         strategy = DeepSpeedStrategy if job.device.type == "cuda" else on_cpu(DeepSpeedStrategy)
         return strategy(config=dict(self.config))
 
@@ -289,3 +289,9 @@ class LightningDeepSpeedZero2Corrected(LightningDeepSpeedZero2):
     name = "lightning-deepspeed-zero2-corrected"
     loss_factor = "N"
     defect = ""
+
+
+class LightningDeepSpeedZero3Corrected(ds.ZeroStage3, LightningDeepSpeedZero2Corrected):
+    """Stage 3, corrected in the same way."""
+
+    name = "lightning-deepspeed-zero3-corrected"

@@ -261,6 +261,7 @@ def compute_seconds(cell: Cell, flops_per_s: float) -> tuple[float, str]:
     size = SIZES[cell.model]
     tokens = cell.accumulate * cell.micro_batch_size * cell.sequence_length
     flops = size.flops_per_token(cell.sequence_length) * tokens
-    again = size.recomputed_flops_per_token(cell.sequence_length) * tokens * cell.activation_checkpointing
+    recomputed_flops = size.recomputed_flops_per_token(cell.sequence_length, selective=cell.selective_checkpointing)
+    again = recomputed_flops * tokens * cell.activation_checkpointing
     recomputed = f" and {again:.3g} recomputed" * cell.activation_checkpointing
     return (flops + again) / flops_per_s, f"{flops:.3g} FLOP{recomputed}"

@@ -155,6 +155,7 @@ def _update(
         windows=1,
         accumulate=accumulate,
         block_parameters=num_weights,
+        num_parameters=num_weights,
         build=lambda: _model(num_weights).to(device),
         blocks=lambda model: [model.block],  # type: ignore[list-item]
         loader=taps.loader(rows),
