@@ -251,6 +251,8 @@ class ZeroBackend(Backend):
                 "fetch of a module's parameters, which it does not on several ranks: this step time says nothing "
                 "about larger worlds"
             )
+        if cls.own_defaults:
+            found.append("buckets and gathers are DeepSpeed's defaults: a bucket of 5e8 elements is part of the peak")
         if cls.stage == 3 and cell.activation_checkpointing:
             found.append(
                 "under activation checkpointing ZeRO-3 recomputes the last product of every block, others do not"

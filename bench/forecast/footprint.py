@@ -254,6 +254,7 @@ def _zero2(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
     before = 0 if sizes.is_single else sums
     bucket = options["reduce_bucket_size"]
     buckets = element * bucket * (2 if options["overlap_comm"] else 1)
+    filled = min(bucket, layout.num_parameters)
     piece = min(sizes.table, -(-bucket // partition) * partition)  # of a table, reduced at once
     casts = 4 * sizes.is_bf16
     alone = table + casts * piece + element * piece * (piece < sizes.table)
@@ -273,9 +274,10 @@ def _zero2(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
         if not sizes.tied:
             yield Moment("head", during, sizes.saved, alone + buckets + early + sizes.stream)
         yield Moment("block", during, sizes.saved_at(0), sizes.mlp + buckets + early + of_head)
-        flat = bucket * (casts + element * (ranks > 1)) + element * sizes.mlp_weight
+        flat = filled * (casts + element * (ranks > 1)) + element * sizes.mlp_weight
         reduction = sizes.stream + buckets + early + of_head + flat
-        yield Moment("reduce", during, sizes.saved_after_block, reduction)
+        is_last = bucket >= layout.num_parameters  # everything is reduced at the end of the backward
+        yield Moment("reduce", during, 0 if is_last else sizes.saved_after_block, reduction)
         added = 0 if sizes.is_bf16 or 2 * partition <= sizes.table else kept
         yield Moment("embedding", during, 0, buckets + added + (3 if sizes.tied else 1) * table)
     yield Moment("step", kept, 0, 0 if sizes.is_bf16 else 4 * partition)
@@ -295,10 +297,11 @@ def _zero3(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
     before = partitions if sizes.is_single else sums
     live = min(layout.num_parameters, zero.options_of(_zero(sizes.backend), sizes.cell, layout)[MAX_LIVE])
     gathered = sizes.element * live * has_several
+    resident = gathered * _zero(sizes.backend).own_defaults  # from forward to backward
     reduced_table = table + 4 * sizes.table * sizes.is_bf16
     of_head = table * (sizes.tied or (is_deferred and sizes.is_single))
-    yield Moment("loss", before, sizes.saved, sizes.loss)
-    yield Moment("head", before, sizes.saved, sizes.head + table * has_several)
+    yield Moment("loss", before, sizes.saved, sizes.loss + resident)
+    yield Moment("head", before, sizes.saved, sizes.head + (resident or table * has_several))
     yield Moment("block", before, sizes.saved_at(0), sizes.mlp + of_head + gathered)
     end = sums - table * (is_deferred and sizes.is_single)
     yield Moment("embedding", end, 0, (3 if sizes.tied else 1) * table + table * has_several)
@@ -307,6 +310,7 @@ def _zero3(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
     else:
         if not sizes.tied:
             yield Moment("head", before, sizes.saved, reduced_table + sizes.stream + gathered)
-        reduction = sizes.stream + of_head + gathered + held["communication"]
+        filled = min(held["communication"], 4 * layout.num_parameters)
+        reduction = sizes.stream + of_head + gathered + filled
         yield Moment("reduce", before, sizes.saved_after_block, reduction)
     yield sizes.step(partitions, held["optimizer_state"], flat=partitions)
