@@ -131,6 +131,9 @@ class AccelerateBackend(Backend):
         self.model, self.optimizer = self.accelerator.prepare(model, job.optimizer(model.parameters()))
         check(self.accelerator, self.model, self.wrapper, job)
 
+    def settings(self) -> dict[str, Any]:
+        return super().settings() | {"device_placement": False, "sync_each_batch": self.sync_each_batch}
+
     def continue_training(self, job: Job) -> None:
         for batch in self.batches(job):
             with self.accelerator.accumulate(self.model):

@@ -117,7 +117,9 @@ class HuggingFaceTrainer(Backend):
     def settings(self) -> dict[str, Any]:
         arguments = self.trainer.args
         names = ("average_tokens_across_devices", "logging_nan_inf_filter", "max_grad_norm")
+        words = ("logging_strategy", "save_strategy", "disable_tqdm")
         found = super().settings() | {name: getattr(arguments, name) for name in names}
+        found |= {name: str(getattr(arguments, name)) for name in words}
         return found | {"num_items_in_batch": self.counts_labels, "wrapper": type(self.trainer.model_wrapped).__name__}
 
 

@@ -41,6 +41,12 @@ def process_group_backend(job: Job) -> str:
     return "nccl" if job.device.type == "cuda" and not job.cell.world.shares_gpus else "gloo"
 
 
+OFF = dict.fromkeys(
+    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler"), False
+)
+"""Arguments of the Trainer that switch off what does not train."""
+
+
 class LightningBackend(Backend):
     """``Trainer(accumulate_grad_batches=N)`` over the tapped loader. Subclasses choose the strategy.
 
@@ -75,11 +81,7 @@ class LightningBackend(Backend):
             "accumulate_grad_batches": job.accumulate,
             "gradient_clip_val": job.clip_norm or None,
             "max_epochs": 1,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "use_distributed_sampler": False,
+            **OFF,
         }
 
     def continue_training(self, job: Job, **arguments: Any) -> None:
@@ -120,7 +122,7 @@ class LightningBackend(Backend):
         return {"trainer.global_step": self.trainer.global_step, **self.counters}
 
     def settings(self) -> dict[str, Any]:
-        return super().settings() | {"loss_factor": self.loss_factor or "1"}
+        return super().settings() | OFF | {"loss_factor": self.loss_factor or "1"}
 
 
 def _model(module: LightningModule) -> nn.Module:
