@@ -346,6 +346,11 @@ class DeepSpeedZero3DefaultsEager(DeepSpeedZero3Eager):
     name = "deepspeed-zero3-defaults-eager"
     own_defaults = True
 
+    def train(self, job: Job) -> None:
+        if job.cell.selective_checkpointing:
+            raise UnsupportedError("modules of a block release their parameters while it is still being recomputed")
+        super().train(job)
+
 
 class DeepSpeedZero2Deferred(DeepSpeedZero2Eager):
     """Stage 2 with ``engine.coalesce_grad_reduction``: one reduction for all backwards of a window.

@@ -108,8 +108,8 @@ def fill(
 
     Returns new tables, and by cell_id one line per operation or category that differs. Also by cell_id: ``layouts`` of
     models that are not shipped (``layouts_of`` finds them in a journal), ``peaks``, the peaks of memory in bytes that
-    run.json predicted before the run, and ``settings`` (``settings_of``). An operation that is expected but was not seen
-    gets a row with 0 calls; one that was seen but not expected has 0 expected calls. Without a formula (a plug-in
+    run.json predicted before the run, and ``settings`` (``settings_of``). An operation that is expected but was not
+    seen gets a row with 0 calls; one that was seen but not expected has 0 expected calls. Without a formula (a plug-in
     backend, a model of unknown layout) the columns stay empty.
     """
     collectives: dict[tuple[str, int], list[dict[Any, Any]]] = {}

@@ -1,7 +1,7 @@
 """The page on settings: what every framework is told that is not its default, why, and what the default would cost.
 
-``python -m tests.studies.settings RUN`` writes it from the settings that a run of all backends has recorded, such as one
-of the matrix ``smoke``. What is said of them is in settings.toml.
+``python -m tests.studies.settings RUN`` writes it from the settings that a run of all backends has recorded, such as
+one of the matrix ``smoke``. What is said of them is in settings.toml.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def page(records: Iterable[Mapping[str, Any]]) -> str:
         "What the backends tell each framework that is not its default, with the reason. Written by",
         "`python -m tests.studies.settings RUN` from what the trials of a run have recorded.",
         "",
-        "ZeRO has two forms. The cells named `deepspeed-zero2-...` and `deepspeed-zero3-...`, and those of the wrappers,",
-        "are like for like: the bucket of stage 2 is DDP's, and stage 3 gathers one block at a time as FSDP2 does. That is",
-        "the default here, because a comparison of stages with DDP and FSDP2 should not be one of bucket sizes.",
-        "`deepspeed-zero2-defaults-eager` and `deepspeed-zero3-defaults-eager` have DeepSpeed's own buckets and gathers.",
+        "ZeRO has two forms. The cells named `deepspeed-zero2-...` and `deepspeed-zero3-...`, and the wrappers',",
+        "are like for like: the bucket of stage 2 is DDP's, and stage 3 gathers one block at a time as FSDP2 does.",
+        "That is the default here, since a comparison of stages with DDP and FSDP2 should not be one of bucket sizes.",
+        "`deepspeed-zero2-defaults-eager` and `deepspeed-zero3-defaults-eager` have DeepSpeed's own sizes.",
         "",
     ]
     for framework in about:
