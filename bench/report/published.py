@@ -25,11 +25,12 @@ def published(data: Analysis) -> PageSection | None:
         )
         for figure in figures
     ]
+    devices = {record["cell_id"]: record.get("device_name") for record in data.run.records}
     known = data.contestants[data.contestants["tokens_per_s"].notna()]
     for row in rows_of(known.sort_values("tokens_per_s", ascending=False, kind="stable")):
         cell = data.run.cells[row["cell_id"]]
         speed = row["tokens_per_s"] / cell.world_size
-        device = f"{cell.world_size} x {row['device_name']}"
+        device = f"{cell.world_size} x {devices[cell.cell_id]}"
         rows.append((row["label"], device, f"{speed:,.0f}", size(row["peak_memory_bytes"])))
     sources = dict.fromkeys(f"{figure['source']} ({figure['versions']}; {figure['date']})" for figure in figures)
     return PageSection(

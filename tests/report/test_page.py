@@ -228,12 +228,12 @@ def test_500_cells(tmp_path: Path) -> None:
 
 def test_published_figures_stand_above_the_measured_ones() -> None:
     cell = make_cell(backend="fsdp2-eager")
-    manifest = make_manifest([cell])
-    assert published(Analysis(run=run_of([make_record(cell)], manifest))) is None
+    manifest, records = make_manifest([cell.reference(), cell]), [make_record(c) for c in (cell.reference(), cell)]
+    assert published(Analysis(run=run_of(records, manifest))) is None
     figure = {"what": "theirs", "conditions": "8 x H100", "tokens_per_s_per_gpu": 5762, "memory_gib": 82.4}
     figure |= {"versions": "torch 1963fc8", "date": "December 2024", "source": "example.org"}
     manifest["matrix"]["values"]["published"] = [figure]
-    section = published(Analysis(run=run_of([make_record(cell)], manifest)))
+    section = published(Analysis(run=run_of(records, manifest)))
     assert section is not None and "example.org (torch 1963fc8; December 2024)" in section.sentences[0]
     first, second = ([*row.texts.values()] for row in section.table.rows)
     assert first == ["published: theirs", "8 x H100", "5,762", "82.40 GiB"]
