@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from bench.backends import deepspeed as ds
 from bench.backends import fsdp2, plain
 from bench.backends.base import Backend, BackendFamily
+from bench.backends.deepspeed_config import zero_config
 from bench.backends.training_job import Job
 from bench.errors import UnsupportedError
 from bench.plan.cell import Stepping, Sync
@@ -239,7 +240,7 @@ class AccelerateDeepSpeedZero2(ds.ZeroBackend, AccelerateBackend):
     def plugin(self, job: Job, model: nn.Module) -> dict[str, Any]:
         from accelerate.utils import DeepSpeedPlugin
 
-        self.config = {**ds.zero_config(type(self), job, model), "gradient_accumulation_steps": job.accumulate}
+        self.config = {**zero_config(type(self), job, model), "gradient_accumulation_steps": job.accumulate}
         return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=dict(self.config), zero3_init_flag=False)}
 
     def prepare(self, job: Job, model: nn.Module) -> None:

@@ -11,6 +11,7 @@ from bench.backends import deepspeed as ds
 from bench.backends import fsdp2, plain
 from bench.backends.accelerate import DDP, DEEPSPEED, FSDP2, AccelerateFSDP2, check, set_up_state
 from bench.backends.base import Backend, BackendFamily, Call
+from bench.backends.deepspeed_config import zero_config
 from bench.backends.training_job import Job
 from bench.errors import UnsupportedError
 from bench.plan.categories import Category
@@ -261,7 +262,7 @@ class HuggingFaceDeepSpeedZero2(ds.ZeroBackend, HuggingFaceTrainer):
         return self.trainer.model_wrapped
 
     def arguments(self, job: Job) -> dict[str, Any]:
-        self.config = ds.zero_config(type(self), job, self.inner) | {"gradient_accumulation_steps": job.accumulate}
+        self.config = zero_config(type(self), job, self.inner) | {"gradient_accumulation_steps": job.accumulate}
         return super().arguments(job) | {"deepspeed": self.config}
 
     def continue_training(self, job: Job) -> None:

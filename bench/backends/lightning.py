@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from bench.backends import deepspeed as ds
 from bench.backends import fsdp2, plain
 from bench.backends.base import Backend, BackendFamily, Call
+from bench.backends.deepspeed_config import zero_config
 from bench.backends.training_job import Job
 from bench.plan.categories import Category
 from bench.plan.cell import Cell, Stepping, Sync
@@ -240,7 +241,7 @@ class LightningDeepSpeedZero2(ds.ZeroBackend, LightningBackend):
         from lightning.pytorch.strategies import DeepSpeedStrategy
 
         ds.prepare()
-        self.config = ds.zero_config(type(self), job, _model(self.module))
+        self.config = zero_config(type(self), job, _model(self.module))
         strategy = DeepSpeedStrategy if job.device.type == "cuda" else on_cpu(DeepSpeedStrategy)
         return strategy(config=dict(self.config))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -199,7 +199,7 @@ def layouts_of(records: list[dict[str, Any]]) -> dict[str, Layout]:
     return {record["cell_id"]: Layout.from_json(record["layout"]) for record in records if record.get("layout")}
 
 
-def settings_of(records: list[dict[str, Any]]) -> dict[str, Settings]:
+def settings_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Settings]:
     """The backend's settings that the trials of a cell have stored, by cell_id."""
     timed = ((record["cell_id"], record.get("time")) for record in records)
     return {cell_id: time["settings"] for cell_id, time in timed if time}

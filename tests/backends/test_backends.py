@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.backends import deepspeed as ds
 from bench.backends import fsdp2
 from bench.backends.base import EXTRA_BACKENDS, registry
+from bench.backends.deepspeed_config import known
 from bench.errors import UnsupportedError
 from bench.launch.launcher import Launcher
 from bench.measure.trial import RankTrial
@@ -181,7 +181,7 @@ def test_the_page_of_settings_is_what_the_backends_have_set(fp32_run: Run) -> No
 def test_a_setting_that_deepspeed_does_not_know_is_unsupported() -> None:
     pytest.importorskip("deepspeed")
     with pytest.raises(UnsupportedError, match=r"DeepSpeed [\d.]+ does not know leaf_modules"):
-        ds.known({"stage": 3, "stage3_max_reuse_distance": 0, "leaf_modules": {}})
+        known({"stage": 3, "stage3_max_reuse_distance": 0, "leaf_modules": {}})
 
 
 def cell_here(backend: str, windows: int) -> Cell:

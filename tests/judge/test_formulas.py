@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from bench.backends.base import registry
-from bench.backends.deepspeed import DeepSpeedZero3Eager, zero_options
+from bench.backends.deepspeed import DeepSpeedZero3Eager
+from bench.backends.deepspeed_config import zero_options
 from bench.judge.formulas import Expectation, expect, layout_of, wire_bytes
 from bench.plan.cell import Precision
 from bench.plan.models import SIZES
