@@ -137,7 +137,7 @@ class Prediction:
     cell: Cell
     backend: type[Backend]
     layout: Layout
-    settings: Settings = field(default=NO_SETTINGS, hash=False)
+    settings: Settings = field(default_factory=dict, hash=False)
 
     @property
     def name(self) -> str:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pkgutil import resolve_name
-from types import MappingProxyType
 from typing import Any
 
 from bench.backends.base import Backend, Call, built_in
@@ -34,7 +33,7 @@ Settings = Mapping[str, Any]
 Formula = Callable[[type[Any], Cell, Layout, int, Settings], tuple[Iterable[Call], dict[str, int]] | None]
 """From backend, cell, layout, rank and settings to the collectives of a window, and the bytes held by category; None if
 there is none for such a cell."""
-NO_SETTINGS: Settings = MappingProxyType({})
+NO_SETTINGS: Settings = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
