@@ -67,8 +67,8 @@ class SilentDeepSpeed(ds.DeepSpeedZero2Eager):
     def train(self, job: Job) -> None:
         configure = ds.zero_config
 
-        def silent(stage: int, job: Job) -> dict[str, Any]:
-            return {key: value for key, value in configure(stage, job).items() if key != "data_types"}
+        def silent(*arguments: Any) -> dict[str, Any]:
+            return {key: value for key, value in configure(*arguments).items() if key != "data_types"}
 
         ds.zero_config = silent
         try:

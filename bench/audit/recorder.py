@@ -166,6 +166,7 @@ class Audit:
             windows=math.ceil(scenario.bound / scenario.accumulate[0]),
             accumulate=scenario.accumulate[0],
             block_parameters=self.num_slots,
+            num_parameters=self.num_slots,
             build=self._build,
             blocks=self.workload.blocks,
             loader=self._loader(limit=scenario.micro_batches_per_epoch),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from bench.backends import deepspeed as ds
 from bench.backends import fsdp2, plain
 from bench.backends.base import Backend, BackendFamily
+from bench.backends.deepspeed_config import zero_config
 from bench.backends.training_job import Job
 from bench.errors import UnsupportedError
 from bench.plan.cell import Stepping, Sync
@@ -131,6 +132,9 @@ class AccelerateBackend(Backend):
         self.model, self.optimizer = self.accelerator.prepare(model, job.optimizer(model.parameters()))
         check(self.accelerator, self.model, self.wrapper, job)
 
+    def settings(self) -> dict[str, Any]:
+        return super().settings() | {"device_placement": False, "sync_each_batch": self.sync_each_batch}
+
     def continue_training(self, job: Job) -> None:
         for batch in self.batches(job):
             with self.accelerator.accumulate(self.model):
@@ -159,6 +163,11 @@ class AccelerateDDP(AccelerateBackend, plain.DDPBackend):
     sync = Sync.DEFERRED
     eager_on_one_rank = True
     wrapper = DDP
+
+    def plugin(self, job: Job, model: nn.Module) -> dict[str, Any]:
+        from accelerate.utils import DistributedDataParallelKwargs
+
+        return {"kwargs_handlers": [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]}
 
     def prepare(self, job: Job, model: nn.Module) -> None:
         super().prepare(job, model)
@@ -231,7 +240,7 @@ class AccelerateDeepSpeedZero2(ds.ZeroBackend, AccelerateBackend):
     def plugin(self, job: Job, model: nn.Module) -> dict[str, Any]:
         from accelerate.utils import DeepSpeedPlugin
 
-        self.config = {**ds.zero_config(self.stage, job), "gradient_accumulation_steps": job.accumulate}
+        self.config = {**zero_config(type(self), job, model), "gradient_accumulation_steps": job.accumulate}
         return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=dict(self.config), zero3_init_flag=False)}
 
     def prepare(self, job: Job, model: nn.Module) -> None:

@@ -3,6 +3,9 @@
 Checkpointing comes first, then torch.compile, as in torchtitan (torchtitan/models/llama3/infra/parallelize.py), which
 shards or wraps the blocks only afterwards. Here the block's ``forward`` is replaced instead of the block, so that
 parameters keep their names and the framework's hooks stay outside: FSDP2 does not gather again for recomputation.
+
+Selective checkpointing keeps what torchtitan's keeps (torchtitan 0.3.0, distributed/activation_checkpoint.py): the
+results of attention and of every second matrix product. Everything else is recomputed.
 """
 
 from __future__ import annotations
@@ -50,6 +53,8 @@ def refusal(cell: Cell, backend: type[Backend]) -> str:
         return reason
     if cell.activation_checkpointing and backend.not_checkpointed:
         return f"{backend.name} cannot run with activation checkpointing: {backend.not_checkpointed}"
+    if cell.selective_checkpointing and not cell.activation_checkpointing:
+        return "selective checkpointing needs activation checkpointing"
     if cell.compiled and not cell.world.computes:
         return "fake tensors cannot be compiled: compiled code allocates by itself, which would not be seen"
     if cell.compiled and backend.not_compiled:
@@ -80,7 +85,8 @@ def prepare(blocks: Sequence[nn.Module], cell: Cell, compiler: str = COMPILER) -
 
     if cell.activation_checkpointing:
         for block in blocks:
-            block.forward = types.MethodType(_checkpointed, block)
+            checkpointed = _selectively_checkpointed if cell.selective_checkpointing else _checkpointed
+            block.forward = types.MethodType(checkpointed, block)
     if cell.compiled:
         protect_cache()
         for block in blocks:
@@ -126,3 +132,42 @@ def _checkpointed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     from torch.utils.checkpoint import checkpoint
 
     return checkpoint(type(block).forward, block, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+def _selectively_checkpointed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """``_checkpointed``, but for what ``_policy`` keeps."""
+    from torch.utils.checkpoint import checkpoint
+
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "early_stop": False}
+    return checkpoint(type(block).forward, block, *args, context_fn=_contexts, **options, **kwargs)
+
+
+def _contexts() -> Any:
+    """Contexts of a block's forward and of its recomputation."""
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    return create_selective_checkpoint_contexts(_policy())
+
+
+def _policy() -> Callable[..., Any]:
+    """Decides for each operator of a block whether its result is kept; products are counted in either pass."""
+    import torch
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    aten = torch.ops.aten
+    products = {aten.mm.default, aten.addmm.default, aten.linear.default}
+    attention = {
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_attention_math.default,
+    }
+    seen = {False: 0, True: 0}
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        seen[context.is_recompute] += operator in products
+        is_kept = operator in attention or (operator in products and seen[context.is_recompute] % 2 == 1)
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench.backends.base import BF16_PARAMETERS, Backend, BackendFamily
+from bench.backends.deepspeed_config import zero_config
 from bench.backends.gather_order import gather_after_updates
 from bench.backends.training_job import Job
 from bench.errors import UnsupportedError
@@ -20,54 +21,6 @@ if TYPE_CHECKING:
 
 PRELOAD = ("deepspeed", "deepspeed.runtime.zero.muon.original_muon")
 """deepspeed.initialize imports the second module, and that all of torch.compile."""
-
-
-def zero_config(stage: int, job: Job) -> dict[str, Any]:
-    """A DeepSpeed configuration that sets everything that affects the comparison explicitly.
-
-    Clipping is set, because DeepSpeed >= 0.19.3 clips to norm 1 by default. Gradients are reduced and accumulated in
-    fp32 (default: the model's dtype). The throughput timer is off, because it synchronizes the device in every
-    micro-batch.
-    """
-    return {
-        "train_micro_batch_size_per_gpu": job.cell.micro_batch_size,
-        "gradient_clipping": job.clip_norm,
-        "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": job.bf16},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "communication_data_type": "fp32",
-        "timers": {"throughput": {"enabled": False}},
-        "zero_optimization": zero_options(stage, job.cell, job.block_parameters),
-    }
-
-
-def zero_options(stage: int, cell: Cell, block_parameters: int) -> dict[str, Any]:
-    """The options of ZeRO; sizes in elements.
-
-    A bucket holds one block, FSDP2's unit (the default of 5e8 elements would
-    dominate the peak of a small model). Stage 3 keeps no small parameters gathered, gathers one block ahead and
-    releases each block after its forward, as FSDP2 does (the defaults would keep models of up to 1e9 parameters
-    gathered).
-
-    ``overlap_comm`` is off on the CPU, which has no streams. In stage 2 (default: off) it is on if there are several
-    ranks, because DDP and FSDP2 overlap too; it synchronizes the device after every backward
-    (stage_1_and_2.py:independent_gradient_partition_epilogue), which gains nothing on one rank. In stage 3 it is on, as
-    by default: on one rank the host waits at every fetch for the gather stream
-    (partition_parameters.py:NoGatherHandle.wait), which without overlap is the compute stream.
-    """
-    bucket = max(2, block_parameters + block_parameters % 2)  # DeepSpeed wants an even number
-    return {
-        "stage": stage,
-        "overlap_comm": cell.device is Device.CUDA and (stage == 3 or cell.world_size > 1),
-        "contiguous_gradients": True,
-        "reduce_scatter": True,
-        "reduce_bucket_size": bucket,
-        "allgather_bucket_size": bucket,
-        "stage3_param_persistence_threshold": 0,
-        "stage3_max_reuse_distance": 0,
-        "stage3_max_live_parameters": 2 * block_parameters,
-        "stage3_prefetch_bucket_size": block_parameters,
-    }
 
 
 def prepare() -> None:
@@ -157,6 +110,8 @@ class ZeroBackend(Backend):
     bf16_as = BF16_PARAMETERS
     formula = "bench.judge.zero:zero"
     stage = 2
+    own_defaults: ClassVar[bool] = False
+    """Whether buckets and gathers are those of DeepSpeed's defaults; see ``zero_options``."""
     config: dict[str, Any]
     """That of ``zero_config``."""
     masters: dict[str, Tensor]
@@ -214,6 +169,8 @@ class ZeroBackend(Backend):
                 "fetch of a module's parameters, which it does not on several ranks: this step time says nothing "
                 "about larger worlds"
             )
+        if cls.own_defaults:
+            found.append("buckets and gathers are DeepSpeed's defaults: a bucket of 5e8 elements is part of the peak")
         if cls.stage == 3 and cell.activation_checkpointing:
             found.append(
                 "under activation checkpointing ZeRO-3 recomputes the last product of every block, others do not"
@@ -278,7 +235,7 @@ class DeepSpeedZero2Eager(ZeroBackend):
         """Create an engine with ``zero_config`` and the tapped optimizer."""
         prepare()
         model = job.build()
-        self.config = zero_config(self.stage, job)
+        self.config = zero_config(type(self), job, model)
         self.config["gradient_accumulation_steps"] = gradient_accumulation_steps
         self.save_masters(model, job)
         optimizer = job.optimizer(model.parameters())
@@ -299,6 +256,25 @@ class DeepSpeedZero3Eager(ZeroStage3, DeepSpeedZero2Eager):
     """Stage 3, where every backward reduce-scatters gradients."""
 
     name = "deepspeed-zero3-eager"
+
+
+class DeepSpeedZero2DefaultsEager(DeepSpeedZero2Eager):
+    """Stage 2 with DeepSpeed's own buckets."""
+
+    name = "deepspeed-zero2-defaults-eager"
+    own_defaults = True
+
+
+class DeepSpeedZero3DefaultsEager(DeepSpeedZero3Eager):
+    """Stage 3 with DeepSpeed's own buckets, gathers and releases."""
+
+    name = "deepspeed-zero3-defaults-eager"
+    own_defaults = True
+
+    def train(self, job: Job) -> None:
+        if job.cell.selective_checkpointing:
+            raise UnsupportedError("modules of a block release their parameters while it is still being recomputed")
+        super().train(job)
 
 
 class DeepSpeedZero2Deferred(DeepSpeedZero2Eager):

@@ -194,10 +194,9 @@ class FSDP2DeferredResident(FSDP2Zero2Deferred):
 
 
 class ShardedReference(FSDP2Deferred):
-    """The reference for models that do not fit on one GPU: each rank sees its share of the batch in one micro-batch.
+    """The reference for models that do not fit on one GPU: FSDP2 shards the state and averages gradients once.
 
-    Its cell is fp32 with N = 1 and checkpointed blocks (``Cell.reference``). FSDP2 shards the state and averages
-    gradients over the ranks once; nothing is accumulated or scaled.
+    Its cell is fp32 with checkpointed blocks, and with the fewest micro-batches that fit (``Cell.reference``).
     """
 
     name = SHARDED_REFERENCE

@@ -11,6 +11,7 @@ from bench.backends import deepspeed as ds
 from bench.backends import fsdp2, plain
 from bench.backends.accelerate import DDP, DEEPSPEED, FSDP2, AccelerateFSDP2, check, set_up_state
 from bench.backends.base import Backend, BackendFamily, Call
+from bench.backends.deepspeed_config import zero_config
 from bench.backends.training_job import Job
 from bench.errors import UnsupportedError
 from bench.plan.categories import Category
@@ -117,7 +118,9 @@ class HuggingFaceTrainer(Backend):
     def settings(self) -> dict[str, Any]:
         arguments = self.trainer.args
         names = ("average_tokens_across_devices", "logging_nan_inf_filter", "max_grad_norm")
+        words = ("logging_strategy", "save_strategy", "disable_tqdm")
         found = super().settings() | {name: getattr(arguments, name) for name in names}
+        found |= {name: str(getattr(arguments, name)) for name in words}
         return found | {"num_items_in_batch": self.counts_labels, "wrapper": type(self.trainer.model_wrapped).__name__}
 
 
@@ -191,6 +194,7 @@ class HuggingFaceDDP(HuggingFaceTrainer, plain.DDPBackend):
     colour = "#44AA99"
     sync = Sync.DEFERRED
     eager_on_one_rank = True
+    bucket_views = False  # TrainingArguments has no such option
     wrapper = DDP
 
     def begin(self, job: Job) -> None:
@@ -257,7 +261,7 @@ class HuggingFaceDeepSpeedZero2(ds.ZeroBackend, HuggingFaceTrainer):
         return self.trainer.model_wrapped
 
     def arguments(self, job: Job) -> dict[str, Any]:
-        self.config = ds.zero_config(self.stage, job) | {"gradient_accumulation_steps": job.accumulate}
+        self.config = zero_config(type(self), job, self.inner) | {"gradient_accumulation_steps": job.accumulate}
         return super().arguments(job) | {"deepspeed": self.config}
 
     def continue_training(self, job: Job) -> None:

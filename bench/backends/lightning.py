@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from bench.backends import deepspeed as ds
 from bench.backends import fsdp2, plain
 from bench.backends.base import Backend, BackendFamily, Call
+from bench.backends.deepspeed_config import zero_config
 from bench.backends.training_job import Job
 from bench.plan.categories import Category
 from bench.plan.cell import Cell, Stepping, Sync
@@ -39,6 +40,12 @@ def silence_logging() -> None:
 def process_group_backend(job: Job) -> str:
     """The backend of the existing process group, in Lightning's terms."""
     return "nccl" if job.device.type == "cuda" and not job.cell.world.shares_gpus else "gloo"
+
+
+OFF = dict.fromkeys(
+    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler"), False
+)
+"""Arguments of the Trainer that switch off what does not train."""
 
 
 class LightningBackend(Backend):
@@ -75,11 +82,7 @@ class LightningBackend(Backend):
             "accumulate_grad_batches": job.accumulate,
             "gradient_clip_val": job.clip_norm or None,
             "max_epochs": 1,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "use_distributed_sampler": False,
+            **OFF,
         }
 
     def continue_training(self, job: Job, **arguments: Any) -> None:
@@ -120,7 +123,7 @@ class LightningBackend(Backend):
         return {"trainer.global_step": self.trainer.global_step, **self.counters}
 
     def settings(self) -> dict[str, Any]:
-        return super().settings() | {"loss_factor": self.loss_factor or "1"}
+        return super().settings() | OFF | {"loss_factor": self.loss_factor or "1"}
 
 
 def _model(module: LightningModule) -> nn.Module:
@@ -176,7 +179,7 @@ class LightningDDP(LightningBackend, plain.DDPBackend):
     def strategy(self, job: Job) -> Strategy:
         from lightning.pytorch.strategies import DDPStrategy
 
-        return DDPStrategy(process_group_backend=process_group_backend(job))
+        return DDPStrategy(process_group_backend=process_group_backend(job), gradient_as_bucket_view=True)
 
     def begin(self, module: LightningModule) -> None:
         plain.disable_runtime_statistics(cast("DistributedDataParallel", self.trainer.strategy.model))
@@ -238,7 +241,7 @@ class LightningDeepSpeedZero2(ds.ZeroBackend, LightningBackend):
         from lightning.pytorch.strategies import DeepSpeedStrategy
 
         ds.prepare()
-        self.config = ds.zero_config(self.stage, job)
+        self.config = zero_config(type(self), job, _model(self.module))
         strategy = DeepSpeedStrategy if job.device.type == "cuda" else on_cpu(DeepSpeedStrategy)
         return strategy(config=dict(self.config))
 
@@ -289,3 +292,9 @@ class LightningDeepSpeedZero2Corrected(LightningDeepSpeedZero2):
     name = "lightning-deepspeed-zero2-corrected"
     loss_factor = "N"
     defect = ""
+
+
+class LightningDeepSpeedZero3Corrected(ds.ZeroStage3, LightningDeepSpeedZero2Corrected):
+    """Stage 3, corrected in the same way."""
+
+    name = "lightning-deepspeed-zero3-corrected"

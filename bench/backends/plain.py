@@ -67,9 +67,11 @@ class DDPBackend(Backend):
     formula = "bench.judge.formulas:ddp"
     eager_on_one_rank: ClassVar[bool] = False
     """Whether a deferred backend reduces in every micro-batch if there is only one rank."""
+    bucket_views: ClassVar[bool] = True
+    """``gradient_as_bucket_view``: whether a reduced gradient is a view of its bucket instead of a copy."""
 
     def settings(self) -> dict[str, Any]:
-        return super().settings() | {"runtime_statistics": False}
+        return super().settings() | {"runtime_statistics": False, "gradient_as_bucket_view": self.bucket_views}
 
 
 class DDPEager(DDPBackend):
@@ -83,7 +85,7 @@ class DDPEager(DDPBackend):
     def train(self, job: Job) -> None:
         from torch.nn.parallel import DistributedDataParallel
 
-        self.model = disable_runtime_statistics(DistributedDataParallel(job.build()))
+        self.model = disable_runtime_statistics(DistributedDataParallel(job.build(), gradient_as_bucket_view=True))
         self.optimizer = job.optimizer(self.model.parameters())
         self.continue_training(job)
 

@@ -1,4 +1,4 @@
-"""torchtitan's own ``Trainer.train()`` (0.3.0, torchtitan/trainer.py) over the workload's model, sharded by FSDP2.
+"""torchtitan's training loop (0.3.0, ``Trainer.train()`` of torchtitan/trainer.py) over parts of the bench's.
 
 The trainer fetches a window before its first forward, sums the window's tokens over the ranks, divides every loss by
 them, sums gradients over the ranks instead of averaging them, clips, and steps. It knows no epochs; a step for which
@@ -86,16 +86,26 @@ def _scaled(loss: Tensor, labels: Tensor, global_valid_tokens: Tensor) -> tuple[
     return loss * labels.numel() / global_valid_tokens, {}
 
 
-class TorchtitanEager(fsdp2.FSDP2Backend):
-    """``Trainer.train()`` with everything it calls; only what ``Trainer.__init__`` builds is given to it.
+REPLACED = {
+    "Trainer.__init__": "is not called: its parts are set one by one",
+    "model and sharding": "the bench's Llama of transformers, sharded as fsdp2-eager",
+    "loss": "the bench's, over whole logits instead of chunks",
+    "optimizer and loader": "the bench's",
+    "learning-rate schedule, metrics, checkpoints, validation": "off",
+    "CUDA graphs": "off: they would replay losses unseen",
+    "process group timeouts": "the bench's",
+}
+"""What of a training by torchtitan is not its own here."""
 
-    That is the model, sharded like that of ``fsdp2-eager``, the optimizer, and the loader; logging, checkpoints,
-    validation, the learning-rate schedule and CUDA graphs, which would replay the losses unseen, are off. The norm of
-    the gradients is computed without clipping too. Gloo knows no ``PREMUL_SUM``, which FSDP2 takes for undivided
-    gradients, so there the reduction is a plain sum.
+
+class TorchtitanEager(fsdp2.FSDP2Backend):
+    """``Trainer.train()`` with everything it calls, on parts that are not torchtitan's (``REPLACED``).
+
+    The norm of the gradients is computed without clipping too. Gloo knows no ``PREMUL_SUM``, which FSDP2 takes for
+    undivided gradients, so there the reduction is a plain sum.
     """
 
-    name, framework = "torchtitan-eager", "torchtitan"
+    name, framework = "torchtitan-eager", "torchtitan's loop"
     family, colour = BackendFamily.PYTORCH, "#AA4466"
     sync = Sync.EAGER
     requires, preload = ("torchtitan",), ("bench.backends.torchtitan:load",)
@@ -111,6 +121,10 @@ class TorchtitanEager(fsdp2.FSDP2Backend):
         torch = importlib.metadata.version("torch")  # of which torchtitan's metadata say nothing
         is_old = Version(torch) < Version(LEAST_TORCH)
         return f"needs torch>={LEAST_TORCH}, not {torch}: pip install 'torch>={LEAST_TORCH}'" if is_old else ""
+
+    @classmethod
+    def remark(cls, cell: Cell) -> str:
+        return "of torchtitan only the training loop runs: model, sharding, loss, optimizer and data are the bench's"
 
     def train(self, job: Job) -> None:
         import gc
@@ -192,4 +206,5 @@ class TorchtitanEager(fsdp2.FSDP2Backend):
             "disable_cuda_graphs": training.disable_cuda_graphs,
             "max_norm": str(training.max_norm),
             "spmd_backend": parallelism.spmd_backend,
+            "replaced": REPLACED,
         }

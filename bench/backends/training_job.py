@@ -45,6 +45,8 @@ class Job:
     """N: micro-batches per optimizer step."""
     block_parameters: int
     """Elements of the largest block's parameters, which bounds how far ahead a sharded backend may gather."""
+    num_parameters: int
+    """Elements of all parameters."""
     build: Callable[[], nn.Module]
     """Build a new fp32 model on ``device``, with the same initial weights on every rank.
 

@@ -35,6 +35,8 @@ USAGES = {
     "axes.clip_norm": "--clip-norm C: limits of the gradient's norm; 0 for no clipping",
     "axes.activation_checkpointing": "--activation-checkpointing on|off: blocks keep their input alone, and are "
     "recomputed in the backward",
+    "axes.selective_checkpointing": "--selective-checkpointing on|off: checkpointed blocks also keep attention and "
+    "every second matrix product",
     "axes.compiled": "--compiled on|off: compile each block with torch.compile",
     "axes.ranks_per_node": "--ranks-per-node R: ranks on each of several nodes; by default the GPUs of a node are "
     "filled before those of the next",

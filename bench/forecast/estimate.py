@@ -60,7 +60,8 @@ def earlier_walls(results: Path) -> dict[str, float]:
 def costs(cells: Sequence[Cell], gpus: Sequence[Mapping[str, Any]], skipped: Collection[str]) -> dict[str, Cost]:
     """The cost of each cell on these GPUs, or on this CPU if there are none, by id; ``skipped`` ids are not run.
 
-    Times are those of earlier runs here, otherwise estimates; peaks are those of ``bench.forecast.fit``.
+    Times are those of earlier runs here, otherwise estimates; peaks are those of ``bench.forecast.fit``, for compiled
+    blocks those of the same that are not, which the compiler lowers.
     """
     walls = earlier_walls(RESULTS)
     passes = passes_of([cell for cell in cells if cell.cell_id not in skipped])
@@ -68,7 +69,7 @@ def costs(cells: Sequence[Cell], gpus: Sequence[Mapping[str, Any]], skipped: Col
     for cell in cells:
         known = walls.get(cell.cell_id)
         seconds, once_s = (known, 0.0) if known else _seconds(cell, passes.get(cell.cell_id, ()), gpus)
-        found[cell.cell_id] = Cost(seconds, predicted_bytes(cell), once_s)
+        found[cell.cell_id] = Cost(seconds, predicted_bytes(dataclasses.replace(cell, compiled=False)), once_s)
     return found
 
 

@@ -17,7 +17,8 @@ Llama block of transformers with fused attention. With h = hidden size, q = head
 key-value heads and i = the MLP's width, a block saves per token: two norms, each with its input in fp32 (h), what it
 normalized (h) and what it returns (h); queries, keys, values and the output of attention (2q + 2k); the MLP's gate, its
 SiLU, the other branch and their product (4i); and one fp32 scalar per head and per norm. With activation checkpointing
-a block keeps only its input, and saves the rest during its own backward.
+a block keeps only its input, and saves the rest during its own backward; selectively, it also keeps what
+``bench.backends.blocks`` names.
 
 Short-lived and smaller tensors are left out, and so are the CUDA context, the allocator's rounding and fragments, what
 libraries allocate (cuBLAS, NCCL), and the tokens of all windows, which the bench itself holds.
@@ -30,8 +31,9 @@ from dataclasses import dataclass
 
 from bench.backends.accelerate import AccelerateFSDP2
 from bench.backends.base import BF16_PARAMETERS, Backend
-from bench.backends.deepspeed import zero_options
+from bench.backends.deepspeed import ZeroBackend
 from bench.backends.lightning import LightningBackend
+from bench.backends.plain import DDPBackend
 from bench.judge import formulas, zero
 from bench.plan.cell import Cell, Device, Precision, RankGroup, Sharding, Sync
 from bench.plan.models import SIZES
@@ -64,11 +66,19 @@ class Moment:
     """Gathered and cast parameters, gradients of one micro-batch, buffers of collectives, work space."""
 
 
+MAX_LIVE = "stage3_max_live_parameters"
+
+
+def _zero(backend: type[Backend]) -> type[ZeroBackend]:
+    assert issubclass(backend, ZeroBackend)
+    return backend
+
+
 def declined(cell: Cell, backend: type[Backend]) -> str:
     """Why the memory of such a cell is not predicted; empty if it is."""
     if cell.compiled:
         return "the compiler decides what compiled blocks save and need"
-    if cell.activation_checkpointing and backend.stage == 3:
+    if cell.activation_checkpointing and backend.stage == 3 and _zero(backend).own_defaults:
         return "there is no formula for what ZeRO-3 gathers during recomputation"
     return ""
 
@@ -113,6 +123,9 @@ class TensorSizes:
         outside = norm + tokens * self.element * hidden  # the last norm
         outside += 8 * tokens + 2 * cell.sequence_length * size.head_size * residual  # targets, rotary angles
         self._kept = self.stream if cell.activation_checkpointing else self.block
+        if cell.selective_checkpointing:  # the results of attention, and of every second of the seven products
+            kept = 2 * query + key + size.intermediate_size + hidden
+            self._kept += tokens * (self.element * kept + 4 * size.num_heads)
         self.saved = size.num_layers * self._kept + outside
         """All that is saved after a forward."""
         self.saved_after_block = self.saved - self._kept
@@ -151,8 +164,11 @@ class TensorSizes:
 
 def _replicated(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
     """DDP and a single process: parameters and gradients are whole, and autocast casts the weights."""
-    whole, table = held["gradients"], 4 * sizes.table
-    before = 0 if sizes.is_single else whole
+    whole, table = 4 * sizes.layout.num_parameters, 4 * sizes.table
+    # DDP's buckets, of which reduced gradients are views, and the sums of a deferred reduction beside them.
+    views = whole * (issubclass(sizes.backend, DDPBackend) and sizes.backend.bucket_views)
+    before = views if sizes.is_single else held["gradients"]
+    of_head = table * (sizes.tied or (sizes.is_single and not views))
     casts, head = sizes.cast_blocks + sizes.cast_head, sizes.head
     if sizes.autocast:
         head = max(head, table + sizes.cast_head + sizes.stream)  # the gradient of the cast is cast to fp32
@@ -163,8 +179,8 @@ def _replicated(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]
     yield Moment("head", before, sizes.saved, head + casts)
     weight = (6 if sizes.autocast else 4) * sizes.mlp_weight  # in the backward of the first of three products
     block = max(sizes.mlp, (sizes.mlp + sizes.stream) // 2 + weight) + casts - sizes.cast_head
-    yield Moment("block", before, sizes.saved_at(0), block + table * (sizes.tied or sizes.is_single))
-    end = whole - table * sizes.is_single
+    yield Moment("block", before, sizes.saved_at(0), block + of_head)
+    end = before if views else whole - table * sizes.is_single
     yield Moment("embedding", end, 0, (3 if sizes.tied else 1) * table + sizes.stream)
     yield sizes.step(whole, held["optimizer_state"])
 
@@ -229,7 +245,7 @@ def _zero2(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
     and adds them at its end (deepspeed/runtime/zero/stage_1_and_2.py). A table, larger than a bucket, is reduced alone.
     """
     cell, layout, element, table = sizes.cell, sizes.layout, sizes.element, sizes.element * sizes.table
-    options, ranks = zero_options(2, cell, layout.block_parameters), cell.world_size
+    options, ranks = zero.options_of(_zero(sizes.backend), cell, layout), cell.world_size
     is_deferred = sizes.backend.sync is Sync.DEFERRED
     partition = zero.flat(layout, ranks) // ranks
     overlap = max(zero.overlapping(layout, ranks, rank) for rank in {0, min(1, ranks - 1), ranks - 1})
@@ -238,6 +254,7 @@ def _zero2(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
     before = 0 if sizes.is_single else sums
     bucket = options["reduce_bucket_size"]
     buckets = element * bucket * (2 if options["overlap_comm"] else 1)
+    filled = min(bucket, layout.num_parameters)
     piece = min(sizes.table, -(-bucket // partition) * partition)  # of a table, reduced at once
     casts = 4 * sizes.is_bf16
     alone = table + casts * piece + element * piece * (piece < sizes.table)
@@ -257,9 +274,10 @@ def _zero2(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
         if not sizes.tied:
             yield Moment("head", during, sizes.saved, alone + buckets + early + sizes.stream)
         yield Moment("block", during, sizes.saved_at(0), sizes.mlp + buckets + early + of_head)
-        flat = bucket * (casts + element * (ranks > 1)) + element * sizes.mlp_weight
+        flat = filled * (casts + element * (ranks > 1)) + element * sizes.mlp_weight
         reduction = sizes.stream + buckets + early + of_head + flat
-        yield Moment("reduce", during, sizes.saved_after_block, reduction)
+        is_last = bucket >= layout.num_parameters  # everything is reduced at the end of the backward
+        yield Moment("reduce", during, 0 if is_last else sizes.saved_after_block, reduction)
         added = 0 if sizes.is_bf16 or 2 * partition <= sizes.table else kept
         yield Moment("embedding", during, 0, buckets + added + (3 if sizes.tied else 1) * table)
     yield Moment("step", kept, 0, 0 if sizes.is_bf16 else 4 * partition)
@@ -267,7 +285,7 @@ def _zero2(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
 
 
 def _zero3(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
-    """Partitions of everything and a bucket are held; at most two blocks of parameters are gathered, and a table.
+    """Partitions of everything and a bucket are held; so many parameters are gathered as may be, and a table.
 
     deepspeed/runtime/zero/stage3.py.
     """
@@ -277,11 +295,13 @@ def _zero3(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
     whole = 4 * layout.num_parameters * is_deferred
     sums, partitions = held["gradients"], held["gradients"] - whole
     before = partitions if sizes.is_single else sums
-    gathered = sizes.element * 2 * layout.block_parameters * has_several
+    live = min(layout.num_parameters, zero.options_of(_zero(sizes.backend), sizes.cell, layout)[MAX_LIVE])
+    gathered = sizes.element * live * has_several
+    resident = gathered * _zero(sizes.backend).own_defaults  # from forward to backward
     reduced_table = table + 4 * sizes.table * sizes.is_bf16
     of_head = table * (sizes.tied or (is_deferred and sizes.is_single))
-    yield Moment("loss", before, sizes.saved, sizes.loss)
-    yield Moment("head", before, sizes.saved, sizes.head + table * has_several)
+    yield Moment("loss", before, sizes.saved, sizes.loss + resident)
+    yield Moment("head", before, sizes.saved, sizes.head + (resident or table * has_several))
     yield Moment("block", before, sizes.saved_at(0), sizes.mlp + of_head + gathered)
     end = sums - table * (is_deferred and sizes.is_single)
     yield Moment("embedding", end, 0, (3 if sizes.tied else 1) * table + table * has_several)
@@ -290,6 +310,7 @@ def _zero3(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
     else:
         if not sizes.tied:
             yield Moment("head", before, sizes.saved, reduced_table + sizes.stream + gathered)
-        reduction = sizes.stream + of_head + gathered + held["communication"]
+        filled = min(held["communication"], 4 * layout.num_parameters)
+        reduction = sizes.stream + of_head + gathered + filled
         yield Moment("reduce", before, sizes.saved_after_block, reduction)
     yield sizes.step(partitions, held["optimizer_state"], flat=partitions)

@@ -20,6 +20,8 @@ from scipy.optimize import least_squares
 
 from bench.forecast.prediction import Link, TimeEstimate, predicted_communication, sent_bytes
 from bench.judge.analysis import Analysis
+from bench.judge.expected import settings_of
+from bench.judge.formulas import NO_SETTINGS, Settings
 from bench.plan.cell import Cell, Device
 from bench.plan.column import DASH
 from bench.report.sections import PageSection
@@ -129,8 +131,10 @@ Groups = list[list[PredictedStep]]
 """Steps with equal work, of which the first communicates least; compute is its step less its communication."""
 
 
-def beside(seconds: Mapping[Cell, float], link_of: Callable[[Cell], Link | None]) -> Groups:
-    """Measured steps beside their predictions."""
+def beside(
+    seconds: Mapping[Cell, float], link_of: Callable[[Cell], Link | None], settings: Mapping[str, Settings]
+) -> Groups:
+    """Measured steps beside their predictions; ``settings`` by cell id (``bench.judge.expected.settings_of``)."""
     alike: dict[Cell, list[Cell]] = {}
     for cell in seconds:
         alike.setdefault(dataclasses.replace(cell, backend="", replicate=0), []).append(cell)
@@ -138,7 +142,8 @@ def beside(seconds: Mapping[Cell, float], link_of: Callable[[Cell], Link | None]
     for cells in alike.values():
         if (link := link_of(cells[0])) is None:
             continue
-        sent = {cell: times for cell in cells if (times := predicted_communication(cell, link))}
+        given = {cell: settings.get(cell.cell_id, NO_SETTINGS) for cell in cells}
+        sent = {cell: times for cell in cells if (times := predicted_communication(cell, link, given[cell]))}
         order = sorted(sent, key=lambda cell: (sent[cell].serial, seconds[cell]))
         if len(order) > 1:
             compute = max(0.0, seconds[order[0]] - sent[order[0]].serial)
@@ -150,7 +155,7 @@ def section(data: Analysis) -> PageSection | None:
     """Measured steps against predicted ones, as a section of the report; None if nothing is predicted."""
     cells, manifest = data.run.cells, data.run.manifest
     times = {cells[row["cell_id"]]: row["step_time_s"] for row in data.rows.values() if row["step_time_s"] is not None}
-    groups = beside(times, lambda cell: measured_link(manifest, cell))
+    groups = beside(times, lambda cell: measured_link(manifest, cell), settings_of(data.run.records))
     if not groups:
         return None
     rows, sentences = [], []

@@ -18,14 +18,23 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 
 from bench.backends.base import Backend
 from bench.backends.deepspeed import DeepSpeedZero2Deferred
 from bench.forecast.footprint import Footprint, declined, footprint
 from bench.formatting import rate
-from bench.judge.formulas import BUILT_IN, Collective, Expectation, expect, layout_of, wire_bytes
+from bench.judge.formulas import (
+    BUILT_IN,
+    NO_SETTINGS,
+    Collective,
+    Expectation,
+    Settings,
+    expect,
+    layout_of,
+    wire_bytes,
+)
 from bench.plan.cell import REFERENCES, Cell, Device, Precision, RankGroup
 from bench.plan.models import SIZES
 from bench.workload.layout import Layout
@@ -128,6 +137,7 @@ class Prediction:
     cell: Cell
     backend: type[Backend]
     layout: Layout
+    settings: Settings = field(default_factory=dict, hash=False)
 
     @property
     def name(self) -> str:
@@ -163,7 +173,10 @@ class Prediction:
     @cached_property
     def expectation(self) -> Expectation:
         """Collectives and held bytes."""
-        found = _expect(self.cell, self.layout)
+        if self.settings:
+            found = expect(self.cell, self.layout, settings=self.settings)
+        else:
+            found = _expect(self.cell, self.layout)
         assert found is not None, "callers ask for no backend with a refusal"
         return found
 
@@ -236,12 +249,12 @@ def predict(cell: Cell, backends: Sequence[str]) -> list[Prediction]:
     ]
 
 
-def predicted_communication(cell: Cell, link: Link) -> TimeEstimate | None:
-    """How long a cell communicates per step; None if it does not, or has no formula."""
+def predicted_communication(cell: Cell, link: Link, settings: Settings = NO_SETTINGS) -> TimeEstimate | None:
+    """How long a cell communicates per step, as its trials were set; None if it does not, or has no formula."""
     backend, layout = BUILT_IN.get(cell.backend), layout_of(cell)
-    if cell.is_reference or backend is None or layout is None or expect(cell, layout) is None:
+    if cell.is_reference or backend is None or layout is None or expect(cell, layout, settings=settings) is None:
         return None
-    traffic = Prediction(cell, backend, layout).traffic
+    traffic = Prediction(cell, backend, layout, settings).traffic
     return communication(traffic, link) if traffic else None
 
 
@@ -261,6 +274,7 @@ def compute_seconds(cell: Cell, flops_per_s: float) -> tuple[float, str]:
     size = SIZES[cell.model]
     tokens = cell.accumulate * cell.micro_batch_size * cell.sequence_length
     flops = size.flops_per_token(cell.sequence_length) * tokens
-    again = size.recomputed_flops_per_token(cell.sequence_length) * tokens * cell.activation_checkpointing
+    recomputed_flops = size.recomputed_flops_per_token(cell.sequence_length, selective=cell.selective_checkpointing)
+    again = recomputed_flops * tokens * cell.activation_checkpointing
     recomputed = f" and {again:.3g} recomputed" * cell.activation_checkpointing
     return (flops + again) / flops_per_s, f"{flops:.3g} FLOP{recomputed}"

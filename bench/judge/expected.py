@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pandas as pd
 
-from bench.judge.formulas import expect, layout_of
+from bench.judge.formulas import NO_SETTINGS, Settings, expect, layout_of
 from bench.judge.tables import Tables, frame_of, rows_of
 from bench.plan.categories import HELD, PEAK, Category
 from bench.plan.cell import ADDED_FIELDS, REFERENCES, Cell, Device, Status, among
@@ -99,15 +99,18 @@ NONE = (0, 0)
 
 
 def fill(
-    tables: Tables, layouts: Mapping[str, Layout] | None = None, peaks: Mapping[str, int] | None = None
+    tables: Tables,
+    layouts: Mapping[str, Layout] | None = None,
+    peaks: Mapping[str, int] | None = None,
+    settings: Mapping[str, Settings] | None = None,
 ) -> tuple[Tables, dict[str, list[str]]]:
     """Add the expected collectives to every successful trial that counted them.
 
     Returns new tables, and by cell_id one line per operation or category that differs. Also by cell_id: ``layouts`` of
-    models that are not shipped (``layouts_of`` finds them in a journal), and ``peaks``, the peaks of memory in bytes
-    that run.json predicted before the run. An operation that is expected but was not seen gets a row with 0 calls; one
-    that was seen but not expected has 0 expected calls. Without a formula (a plug-in backend, a model of unknown
-    layout) the columns stay empty.
+    models that are not shipped (``layouts_of`` finds them in a journal), ``peaks``, the peaks of memory in bytes that
+    run.json predicted before the run, and ``settings`` (``settings_of``). An operation that is expected but was not
+    seen gets a row with 0 calls; one that was seen but not expected has 0 expected calls. Without a formula (a plug-in
+    backend, a model of unknown layout) the columns stay empty.
     """
     collectives: dict[tuple[str, int], list[dict[Any, Any]]] = {}
     for row in rows_of(tables.collectives):
@@ -128,7 +131,8 @@ def fill(
         if cell.device is Device.CUDA and cell_id not in watched:
             continue
         layout = (layouts or {}).get(cell_id) or layout_of(cell)
-        expectation = expect(cell, layout) if layout else None
+        given = (settings or {}).get(cell_id, NO_SETTINGS)
+        expectation = expect(cell, layout, settings=given) if layout else None
         if layout is None or expectation is None:
             continue
         found = findings.setdefault(cell_id, [])
@@ -144,7 +148,7 @@ def fill(
             if ours != theirs:
                 text = f"{ours[0]} calls and {ours[1]} bytes per window, not {theirs[0]} and {theirs[1]}"
                 found.append(f"{op} of {dtype}{among(group)}: {text}")
-        for category, size, should in _memory(sizes.get(key, {}), cell, layout, (peaks or {}).get(cell_id)):
+        for category, size, should in _memory(sizes.get(key, {}), cell, layout, (peaks or {}).get(cell_id), given):
             row = {"cell_id": cell_id, "repeat": repeat, "category": category, "bytes": size, "expected_bytes": should}
             memory.append(row)
             if category != PEAK and size != should:
@@ -162,7 +166,7 @@ def cells_watched(tables: Tables) -> set[str]:
 
 
 def _memory(
-    sizes: Mapping[str, int], cell: Cell, layout: Layout, predicted: int | None
+    sizes: Mapping[str, int], cell: Cell, layout: Layout, predicted: int | None, settings: Settings
 ) -> Iterator[tuple[str, int, int]]:
     """Categories with their measured and expected bytes; none for what was not measured or is already judged.
 
@@ -171,7 +175,7 @@ def _memory(
     """
     parts = {category: f"{TRACKED}_{HELD}_{category}" for category in Category}
     if sizes.keys() >= set(parts.values()):
-        for use, size in _most_held(cell, layout).items():
+        for use, size in _most_held(cell, layout, settings).items():
             if f"{HELD}_{use}" not in sizes:
                 measured = (int(sizes[name]) for category, name in parts.items() if category.startswith(use))
                 yield f"{HELD}_{use}", sum(measured), size
@@ -180,19 +184,25 @@ def _memory(
         yield PEAK, int(sizes[total]) - int(sizes[other]), predicted
 
 
-def _most_held(cell: Cell, layout: Layout) -> Mapping[str, int]:
+def _most_held(cell: Cell, layout: Layout, settings: Settings) -> Mapping[str, int]:
     """The held bytes of the rank that holds most, which is the one that a merged record shows.
 
     Ranks differ if parameters do not divide evenly: the last shards are shorter, and ZeRO-2's partitions overlap
     different parameters.
     """
-    ranks = (expect(cell, layout, rank=rank) for rank in range(cell.num_processes))
+    ranks = (expect(cell, layout, rank=rank, settings=settings) for rank in range(cell.num_processes))
     return max((rank.held for rank in ranks if rank), key=lambda held: sum(held.values()))
 
 
 def layouts_of(records: list[dict[str, Any]]) -> dict[str, Layout]:
     """The layouts that ranks returned with their collectives (the key ``layout`` of a record), by cell_id."""
     return {record["cell_id"]: Layout.from_json(record["layout"]) for record in records if record.get("layout")}
+
+
+def settings_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Settings]:
+    """The backend's settings that the trials of a cell have stored, by cell_id."""
+    timed = ((record["cell_id"], record.get("time")) for record in records)
+    return {cell_id: time["settings"] for cell_id, time in timed if time}
 
 
 def cell_of(trial: Mapping[Any, Any]) -> Cell:

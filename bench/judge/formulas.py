@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pkgutil import resolve_name
@@ -28,9 +28,12 @@ BUILT_IN = {name: backend for name, backend in built_in().items() if backend.for
 """The backends of this package that have a formula, by name."""
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "int64": 8, "uint8": 1}
 """Bytes of one element by dtype."""
-Formula = Callable[[type[Any], Cell, Layout, int], tuple[Iterable[Call], dict[str, int]] | None]
-"""From backend, cell, layout and rank to the collectives of a window, and the bytes held by category; None if there is
-none for such a cell."""
+Settings = Mapping[str, Any]
+"""What a trial has stored of ``Backend.settings``; empty before there is one, where those of today apply."""
+Formula = Callable[[type[Any], Cell, Layout, int, Settings], tuple[Iterable[Call], dict[str, int]] | None]
+"""From backend, cell, layout, rank and settings to the collectives of a window, and the bytes held by category; None if
+there is none for such a cell."""
+NO_SETTINGS: Settings = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,17 +73,16 @@ def _shipped(model: str) -> Layout:
     return llama_layout(SIZES[model])
 
 
-def expect(cell: Cell, layout: Layout, *, rank: int = 0) -> Expectation | None:
+def expect(cell: Cell, layout: Layout, *, rank: int = 0, settings: Settings = NO_SETTINGS) -> Expectation | None:
     """Collectives of a steady-state window, and bytes that a rank holds between micro-batches.
 
-    None for a backend without a formula, and for ZeRO-3 with activation checkpointing, whose gathers during the
-    recomputation are not replayed. The world may have any size and need not exist.
+    None for a backend without a formula. The world may have any size and need not exist.
     """
     backend = BUILT_IN.get(cell.backend)
-    if backend is None or (cell.activation_checkpointing and backend.stage == 3):
+    if backend is None:
         return None
     formula: Formula = resolve_name(backend.formula)
-    if (found := formula(backend, cell, layout, rank)) is None:
+    if (found := formula(backend, cell, layout, rank, settings)) is None:
         return None
     sent, held = found
     across = replica_collectives(backend.sync, cell, layout) if cell.replicate else ()
@@ -115,7 +117,9 @@ def ceil_to(numel: int, multiple: int) -> int:
     return -(-numel // multiple) * multiple
 
 
-def reference(backend: type[Backend], cell: Cell, layout: Layout, rank: int) -> tuple[Iterable[Call], dict[str, int]]:
+def reference(
+    backend: type[Backend], cell: Cell, layout: Layout, rank: int, settings: Settings
+) -> tuple[Iterable[Call], dict[str, int]]:
     """No collectives; fp32 parameters and gradients in full."""
     whole = 4 * layout.num_parameters
     state = moments(cell, layout.num_parameters, len(layout.parameters))
@@ -146,16 +150,20 @@ def buckets(sizes: Sequence[int], limits: Sequence[int]) -> list[int]:
     return [*found, filled] if filled else found
 
 
-def ddp(backend: type[DDPBackend], cell: Cell, layout: Layout, rank: int) -> tuple[Iterable[Call], dict[str, int]]:
+def ddp(
+    backend: type[DDPBackend], cell: Cell, layout: Layout, rank: int, settings: Settings
+) -> tuple[Iterable[Call], dict[str, int]]:
     """All-reduces of gradient buckets and broadcasts of buffers; DDP does both at W = 1 too.
 
     Buckets are in the order in which the first backward finished the gradients (reducer.cpp:rebuild_buckets), and in
     fp32 also under autocast. Buffers are broadcast before a forward, unless the previous forward was under ``no_sync``
     (distributed.py:_check_sync_bufs_pre_fwd and _post_forward), so a deferred window broadcasts them once.
 
-    Held are what the reference holds and the reducer's buckets, a second copy of all gradients:
-    ``gradient_as_bucket_view`` is off by default (reducer.cpp:initialize_buckets). The model's buffers are not counted:
-    a broadcast copies them, unless a dtype has only one, which is then sent directly.
+    Held are what the reference holds and the reducer's buckets, as large as all gradients. With
+    ``gradient_as_bucket_view`` a gradient is a view of its bucket once it is reduced
+    (reducer.cpp:mark_variable_ready_dense). ``zero_grad`` drops the view, so gradients that are summed under
+    ``no_sync`` are tensors of their own. The model's buffers are not counted: a broadcast copies them, unless a dtype
+    has only one, which is then sent directly.
     """
     is_eager = backend.sync is Sync.EAGER or (backend.eager_on_one_rank and cell.world_size == 1)
     times = cell.accumulate if is_eager else 1
@@ -166,7 +174,10 @@ def ddp(backend: type[DDPBackend], cell: Cell, layout: Layout, rank: int) -> tup
     for dtype in {dtype for dtype, _ in layout.buffers}:
         of_dtype = [size for other, size in layout.buffers if other == dtype]
         sent += [("broadcast", dtype, size // BYTES[dtype], times) for size in buckets(of_dtype, [BROADCAST_BYTES])]
-    return sent, reference(backend, cell, layout, rank)[1] | {"communication": 4 * layout.num_parameters}
+    held, buckets_held = reference(backend, cell, layout, rank, settings)[1], 4 * layout.num_parameters
+    if settings.get("gradient_as_bucket_view", backend.bucket_views and not settings):
+        return sent, held | {"gradients": buckets_held if is_eager else 2 * buckets_held}
+    return sent, held | {"communication": buckets_held}
 
 
 def padded(parameters: Sequence[Parameter], world_size: int) -> int:
@@ -189,7 +200,9 @@ def local(parameters: Sequence[Parameter], world_size: int, rank: int) -> int:
     return found
 
 
-def fsdp2(backend: type[FSDP2Backend], cell: Cell, layout: Layout, rank: int) -> tuple[Iterable[Call], dict[str, int]]:
+def fsdp2(
+    backend: type[FSDP2Backend], cell: Cell, layout: Layout, rank: int, settings: Settings
+) -> tuple[Iterable[Call], dict[str, int]]:
     """FSDP2 over the ranks of a shard group: all of them, or W / R under HSDP."""
     w = cell.world_size // (cell.replicate or 1)
     state = moments(cell, local(layout.parameters, w, rank % w), len(layout.parameters))
@@ -198,10 +211,10 @@ def fsdp2(backend: type[FSDP2Backend], cell: Cell, layout: Layout, rank: int) ->
 
 
 def accelerate_fsdp2(
-    backend: type[FSDP2Backend], cell: Cell, layout: Layout, rank: int
+    backend: type[FSDP2Backend], cell: Cell, layout: Layout, rank: int, settings: Settings
 ) -> tuple[Iterable[Call], dict[str, int]] | None:
     """FSDP2 with Accelerate's units. None for other models, where the units depend on methods of the model."""
-    return fsdp2(backend, cell, accelerate_units(layout), rank) if cell.workload == "llama" else None
+    return fsdp2(backend, cell, accelerate_units(layout), rank, settings) if cell.workload == "llama" else None
 
 
 def fsdp2_collectives(backend: type[FSDP2Backend], cell: Cell, layout: Layout, world_size: int) -> Iterator[Call]:

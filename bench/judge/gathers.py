@@ -6,11 +6,14 @@ follows deepspeed/runtime/zero/partitioned_param_coordinator.py (0.19.8) without
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict, deque
+from collections.abc import Mapping
 from enum import Enum
 from itertools import chain
+from typing import Any
 
-from bench.workload.layout import Layout
+from bench.workload.layout import ROOT, Layout
 
 
 class GatherState(Enum):
@@ -24,17 +27,18 @@ class GatherState(Enum):
 class Coordinator:
     """Replays micro-batches after the first, which recorded the trace of modules."""
 
-    def __init__(self, layout: Layout, *, prefetch: int, max_live: int) -> None:
-        """``prefetch`` and ``max_live`` are elements: stage3_prefetch_bucket_size and stage3_max_live_parameters.
-
-        stage3_max_reuse_distance and the persistence threshold are 0, as ``zero_options`` sets them.
-        """
+    def __init__(self, layout: Layout, options: Mapping[str, Any]) -> None:
+        """``options``: those of ``zero_options``, in elements."""
         self._layout = layout
         self._numel = [p.numel for p in layout.parameters]
-        self._prefetch, self._max_live = prefetch, max_live
-        order = [m for m in chain(layout.forward, layout.backward) if m >= 0]
-        self._trace = [(p, step) for step, m in enumerate(order) for p in layout.modules[m]]
-        self._status = [GatherState.ABSENT] * len(self._numel)
+        self._prefetch = options["stage3_prefetch_bucket_size"]
+        self._max_live = options["stage3_max_live_parameters"]
+        self._reuse = options["stage3_max_reuse_distance"]
+        self._order = [m for m in chain(layout.forward, layout.backward) if m >= 0]
+        self._trace = [(p, step) for step, m in enumerate(self._order) for p in layout.modules[m]]
+        self._persistent = persistent(layout, options)
+        present = dict.fromkeys(self._persistent, GatherState.PRESENT)  # gathered after every step
+        self._status = [present.get(p, GatherState.ABSENT) for p in range(len(self._numel))]
         self._users: list[set[int]] = [set() for _ in self._numel]
         self._released: dict[tuple[int, int], frozenset[int]] = {}
         self._registry: dict[int, tuple[int, ...]] = {}
@@ -58,7 +62,8 @@ class Coordinator:
         for module in reversed(unfinished):  # whose inputs need no gradient (release_backward_leftovers)
             for p in self._layout.modules[module]:
                 self._users[p].discard(module)
-                self._release(p)
+                if p not in self._persistent:
+                    self._release(p)
 
     def state(self) -> tuple[GatherState, ...]:
         """The states that carry over to the next micro-batch."""
@@ -122,8 +127,15 @@ class Coordinator:
         """Release a module's parameters, except those that prefetching skipped as present (release_sub_module)."""
         key = (module, self._step)
         if key not in self._released:  # __params_to_release caches its results
-            needed = self._layout.modules[module]
-            self._released[key] = frozenset(p for p in needed if not self._fetched_for[p] > self._step)
+            needed = set(self._layout.modules[module]) - self._persistent
+            needed = {p for p in needed if not self._fetched_for[p] > self._step}
+            traversed = 0
+            for later in self._order[self._step :]:
+                if traversed >= self._reuse:
+                    break
+                needed.difference_update(self._layout.modules[later])
+                traversed += sum(self._numel[p] for p in self._layout.modules[later])
+            self._released[key] = frozenset(needed)
         for p in self._layout.modules[module]:
             self._users[p].discard(module)
             if p in self._released[key]:
@@ -135,10 +147,56 @@ class Coordinator:
             self._live -= self._numel[p]
 
 
-def of_window(layout: Layout, accumulate: int, *, prefetch: int, max_live: int) -> list[tuple[int, ...]]:
+def persistent(layout: Layout, options: Mapping[str, Any]) -> frozenset[int]:
+    """The parameters that stay gathered: the update gathers each of them again (stage3.py:_post_step)."""
+    most = options["stage3_param_persistence_threshold"]
+    return frozenset(p for p, parameter in enumerate(layout.parameters) if parameter.numel <= most)
+
+
+def leaves(layout: Layout) -> Layout:
+    """The layout as ZeRO-3 sees it if every block is a leaf module, whose parameters are gathered as one.
+
+    There are no hooks within a block, and its gradients are reduced when its whole backward is done, in the order of
+    its parameters (deepspeed/runtime/zero/stage3.py:create_reduce_and_remove_grad_hooks).
+    """
+    unit_of = [parameter.unit for parameter in layout.parameters]
+    parameters_of = {unit: tuple(p for p, of in enumerate(unit_of) if of == unit) for unit in layout.units}
+    callers: dict[int, tuple[int, ...]] = {}
+    """The modules in whose forward each module is called."""
+    running: list[int] = []
+    for event in layout.forward:
+        if event >= 0:
+            callers[event] = tuple(running)
+            running.append(event)
+        else:
+            running.remove(~event)
+    units: dict[int, set[int]] = {module: set() for module in callers}
+    for module, outer in callers.items():
+        for each in (module, *outer):
+            units[each].update(unit_of[p] for p in layout.modules[module])
+    in_block = {module for module, found in units.items() if len(found) == 1 and ROOT not in found}
+    inner = {module for module, outer in callers.items() if in_block.intersection(outer)}
+    modules = list(layout.modules)
+    for module in in_block | inner:
+        modules[module] = () if module in inner else parameters_of[min(units[module])]
+    last = {unit_of[p]: p for p in layout.gradients}
+    gradients: list[int] = []
+    for p in layout.gradients:
+        of_block = parameters_of[unit_of[p]] if p == last[unit_of[p]] else ()
+        gradients += (p,) if unit_of[p] == ROOT else of_block
+    return dataclasses.replace(
+        layout,
+        gradients=tuple(gradients),
+        modules=tuple(modules),
+        forward=tuple(event for event in layout.forward if max(event, ~event) not in inner),
+        backward=tuple(event for event in layout.backward if max(event, ~event) not in inner),
+    )
+
+
+def of_window(layout: Layout, accumulate: int, options: Mapping[str, Any]) -> list[tuple[int, ...]]:
     """The parameters of each all-gather in a window of N micro-batches; the update before it released everything."""
-    coordinator = Coordinator(layout, prefetch=prefetch, max_live=max_live)
-    found: list[tuple[int, ...]] = []
+    coordinator = Coordinator(layout, options)
+    found: list[tuple[int, ...]] = [(p,) for p in persistent(layout, options)]
     seen: dict[tuple[GatherState, ...], list[tuple[int, ...]]] = {}
     for _ in range(accumulate):
         before = coordinator.state()

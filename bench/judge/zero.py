@@ -1,4 +1,4 @@
-"""Formulas for DeepSpeed's ZeRO stages 2 and 3 with the configuration of ``bench.backends.deepspeed.zero_options``."""
+"""Formulas for DeepSpeed's ZeRO stages 2 and 3 with the options of ``bench.backends.deepspeed_config.zero_options``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from itertools import pairwise
 from typing import Any
 
 from bench.backends.base import Call
-from bench.backends.deepspeed import ZeroBackend, zero_options
+from bench.backends.deepspeed import ZeroBackend
+from bench.backends.deepspeed_config import zero_options
 from bench.judge import gathers
-from bench.judge.formulas import ceil_to, moments
+from bench.judge.formulas import Settings, ceil_to, moments
 from bench.plan.cell import Cell, Precision, Sync
 from bench.workload.layout import Layout
 
@@ -19,13 +20,28 @@ Options = Mapping[str, Any]
 """What ``zero_options`` returns."""
 
 
-def zero(backend: type[ZeroBackend], cell: Cell, layout: Layout, rank: int) -> tuple[Iterable[Call], dict[str, int]]:
-    """The formula of all backends with a DeepSpeed engine."""
-    options = zero_options(backend.stage, cell, layout.block_parameters)
+def zero(
+    backend: type[ZeroBackend], cell: Cell, layout: Layout, rank: int, settings: Settings
+) -> tuple[Iterable[Call], dict[str, int]] | None:
+    """The formula of all backends with a DeepSpeed engine.
+
+    None for activation checkpointing where stage 3 gathers the modules of a block one by one: what it gathers during
+    the recomputation is not replayed.
+    """
+    options: Options = settings.get("zero_optimization") or options_of(backend, cell, layout)
+    if "leaf_module" in options:
+        layout = gathers.leaves(layout)
+    elif backend.stage == 3 and cell.activation_checkpointing:
+        return None
     collectives = stage2 if backend.stage == 2 else stage3
     state = moments(cell, *masters(layout, cell.world_size, backend.stage))
     held_bytes = held(backend.sync, cell, layout, rank, options)
     return collectives(backend.sync, cell, layout, options), held_bytes | {"optimizer_state": state}
+
+
+def options_of(backend: type[ZeroBackend], cell: Cell, layout: Layout) -> Options:
+    """Those that the backend sets."""
+    return zero_options(backend, cell, layout.block_parameters, layout.num_parameters)
 
 
 def buckets(layout: Layout, order: Iterable[int], size: int) -> list[list[int]]:
@@ -126,8 +142,7 @@ def stage3(sync: Sync, cell: Cell, layout: Layout, options: Options) -> Iterator
         return sum(ceil_to(layout.parameters[p].numel, cell.world_size) for p in parameters)
 
     if cell.world_size > 1:
-        prefetch, max_live = options["stage3_prefetch_bucket_size"], options["stage3_max_live_parameters"]
-        for gathered in gathers.of_window(layout, cell.accumulate, prefetch=prefetch, max_live=max_live):
+        for gathered in gathers.of_window(layout, cell.accumulate, options):
             yield "all_gather", _compute_dtype(cell), padded(gathered), 1
     for bucket in buckets(layout, _order(layout, sync), options["reduce_bucket_size"]):
         yield "reduce_scatter", "float32", padded(bucket), cell.accumulate if sync is Sync.EAGER else 1
@@ -154,8 +169,8 @@ def held(sync: Sync, cell: Cell, layout: Layout, rank: int, options: Options) ->
     partition in bf16 (_use_compact_grad_partition_buffer), in fp32 every parameter that overlaps the partition, in full
     (copy_grads_in_partition), and under deferred sync the full gradient, in ``parameter.grad``. Stage 3: parameters and
     master weights are partitions; a partition of the gradient is permanent (``grad_partitions_flat_buffer``), and
-    deferred sync adds the full gradient. The reduction buffer is permanent too (stage3.py:__init__); stage 2 frees its
-    own after every backward.
+    deferred sync adds the full gradient. Parameters below the persistence threshold stay gathered. The reduction buffer
+    is permanent too (stage3.py:__init__); stage 2 frees its own after every backward.
     """
     world_size, bf16 = cell.world_size, cell.precision is Precision.BF16
     element = 2 if bf16 else 4
@@ -169,8 +184,10 @@ def held(sync: Sync, cell: Cell, layout: Layout, rank: int, options: Options) ->
             "communication": 0,
         }
     shards = sum(ceil_to(p.numel, world_size) for p in layout.parameters) // world_size
+    gathered = gathers.persistent(layout, options) if world_size > 1 else ()
+    whole_small = sum(ceil_to(layout.parameters[p].numel, world_size) for p in gathered)
     return {
-        "parameters": (element + 4) * shards,
+        "parameters": (element + 4) * shards + element * whole_small,
         "gradients": 4 * shards + (whole if sync is Sync.DEFERRED else 0),
         "communication": 4 * options["reduce_bucket_size"],
     }

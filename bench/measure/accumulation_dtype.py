@@ -127,7 +127,8 @@ def _model(num_weights: int) -> nn.Module:
             self.block = Block()
 
         def forward(self, rows: Tensor) -> Tensor:
-            return self.block(rows)  # type: ignore[no-any-return]
+            # A block's input needs a gradient in a transformer: ZeRO-3 reduces those of a block when it has that.
+            return self.block(rows.detach().requires_grad_())  # type: ignore[no-any-return]
 
     return Root()
 
@@ -155,6 +156,7 @@ def _update(
         windows=1,
         accumulate=accumulate,
         block_parameters=num_weights,
+        num_parameters=num_weights,
         build=lambda: _model(num_weights).to(device),
         blocks=lambda model: [model.block],  # type: ignore[list-item]
         loader=taps.loader(rows),

@@ -156,6 +156,7 @@ class RankTrial:
             windows=windows,
             accumulate=cell.accumulate,
             block_parameters=self.block_parameters,
+            num_parameters=self.num_parameters,
             build=lambda: self._build(dataclasses.replace(cell, compiled=compiled)),
             blocks=self.workload.blocks,
             loader=taps.loader(loader),

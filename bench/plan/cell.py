@@ -24,6 +24,8 @@ same sharded over all ranks, for models whose state does not fit on one GPU."""
 SINGLE_STATE_BYTES = 64 * 2**30
 """Largest state (fp32 parameters, gradients and AdamW moments, 16 bytes per parameter) that an 80 GB GPU holds together
 with the activations of a slice."""
+SLICE_TOKENS = 2048
+"""Most tokens of a slice in which a reference sees its batch, unless a single sample has more."""
 REFERENCE_FLOPS = 1e15
 """Model FLOPs that each GPU of a reference may spend on the time pass: 45 s in fp32 on an H100, every forward computed
 twice."""
@@ -40,6 +42,7 @@ ADDED_FIELDS: dict[str, Any] = {
     "fake_tensors": False,
     "shared_gpu": False,
     "activation_checkpointing": False,
+    "selective_checkpointing": False,
     "compiled": False,
     "ranks_per_node": 0,
     "replicate": 0,
@@ -182,6 +185,8 @@ class Cell:
     """The ``world`` in the form that ids contain; use ``world`` instead of these three."""
     activation_checkpointing: Flag = False
     """Whether blocks keep only their input and recompute their forward in the backward."""
+    selective_checkpointing: Flag = False
+    """Whether checkpointed blocks also keep what is expensive to compute (``bench.backends.blocks``)."""
     compiled: Flag = False
     ranks_per_node: Natural = 0
     """Ranks on each of several nodes; 0 if all are on one."""
@@ -240,7 +245,8 @@ class Cell:
         ranks = f"W={self.world_size}" + f" ({self.num_nodes}x{self.ranks_per_node})" * (self.num_nodes > 1)
         ranks += f" R={self.replicate}" * bool(self.replicate)
         named = f"{self.backend} N={self.accumulate} {ranks} {self.precision} {self.world.label}".rstrip()
-        named += " checkpointed" * self.activation_checkpointing + " compiled" * self.compiled
+        named += " selectively" * self.selective_checkpointing + " checkpointed" * self.activation_checkpointing
+        named += " compiled" * self.compiled
         return named + (f" (A/A {self.twin})" if self.twin else "")
 
     @property
@@ -248,11 +254,19 @@ class Cell:
         """Whether this is a reference, which others are checked against but not compared with."""
         return self.backend in REFERENCES
 
-    def reference(self, *, sharded: bool | None = None) -> Cell:
-        """The reference cell of this one: whole batch, fp32, not compiled, N = 1.
+    @property
+    def _num_slices(self) -> int:
+        """The fewest micro-batches into which a rank's samples divide so that each is a slice or one sample."""
+        samples = self.global_batch_size // self.world_size
+        most = max(1, SLICE_TOKENS // max(1, self.sequence_length))
+        return next((n for n in range(1, samples + 1) if samples % n == 0 and samples // n <= most), 1)
 
-        It is one process without checkpointing; or ``sharded`` over as many GPUs as this cell has, with checkpointing,
-        if the state of a shipped model exceeds SINGLE_STATE_BYTES. Both compute the same.
+    def reference(self, *, sharded: bool | None = None) -> Cell:
+        """The reference cell of this one: whole batch, fp32, not compiled.
+
+        It is one process with N = 1, without checkpointing; or ``sharded`` over as many GPUs as this cell has, with
+        checkpointing, if the state of a shipped model exceeds SINGLE_STATE_BYTES. There the ranks sum the gradients of
+        slices, since the activations of all their samples may not fit. Both compute the same.
 
         On CUDA it trains as many windows as REFERENCE_FLOPS allow, and the gates compare the losses that exist: a batch
         of 32 samples for each of eight GPUs takes one GPU 29 s in fp32. That is enough to detect a wrong cell: the
@@ -269,12 +283,13 @@ class Cell:
         found = dataclasses.replace(
             self,
             backend=SHARDED_REFERENCE if sharded else REFERENCE,
-            accumulate=1,
+            accumulate=self._num_slices if sharded else 1,
             world_size=self.world_size if sharded else 1,
             precision=Precision.FP32,
             twin="",
             shared_gpu=False,
             activation_checkpointing=sharded,
+            selective_checkpointing=False,
             compiled=False,
             ranks_per_node=self.ranks_per_node if sharded else 0,
             replicate=0,

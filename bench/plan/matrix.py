@@ -82,6 +82,7 @@ class AxesTable(MatrixTable):
     seed: Annotated[list[Natural], SOME, Expect("a list of integers of at least 0 and below 2**63")] = []
     clip_norm: Annotated[list[Amount], SOME, Expect("a list of positive numbers, or 0 for no clipping")] = [0.0]
     activation_checkpointing: Flags = [False]
+    selective_checkpointing: Flags = [False]
     compiled: Flags = [False]
     ranks_per_node: Annotated[
         list[Natural],
@@ -102,6 +103,19 @@ class VirtualTable(MatrixTable):
     micro_batch_size: Positive = 1
     fake_tensors: Flag = False
     alone: Flag = False
+
+
+class PublishedTable(MatrixTable):
+    """A figure that others published of the same training, which the report shows beside the measured ones."""
+
+    what: Name
+    conditions: Name
+    tokens_per_s_per_gpu: PositiveNumber
+    memory_gib: PositiveNumber
+    """As the source reports it."""
+    versions: Name
+    date: Name
+    source: Name
 
 
 Limit = Annotated[Amount, Expect("a positive number of seconds, or 0 for no limit")]
@@ -133,6 +147,7 @@ class MatrixFile(MatrixTable):
     training: TrainingTable
     axes: AxesTable
     virtual: VirtualTable
+    published: list[PublishedTable] = []
     groups: Annotated[list[Annotated[dict[str, Any], SOME]], SOME, Expect("a list of tables, [[groups]]")] = []
 
 

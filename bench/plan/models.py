@@ -56,11 +56,15 @@ class LlamaSize:
         attention = 12 * self.num_layers * self.num_heads * self.head_size * sequence_length
         return 6.0 * matrices + attention
 
-    def recomputed_flops_per_token(self, sequence_length: int) -> float:
+    def recomputed_flops_per_token(self, sequence_length: int, *, selective: bool = False) -> float:
         """FLOPs per token that activation checkpointing adds: the forward of all blocks, a third of their model FLOPs.
 
-        This is full recomputation (Korthikanti et al., arXiv:2205.05198, appendix A); the head is not recomputed.
+        This is full recomputation (Korthikanti et al., arXiv:2205.05198, appendix A); the head is not recomputed. A
+        selective one recomputes three of a block's seven products: keys, the output of attention, the MLP's second.
         """
+        if selective:
+            sizes = (self.num_heads + self.num_kv_heads) * self.head_size + self.intermediate_size
+            return 2.0 * self.num_layers * self.hidden_size * sizes
         return (self.flops_per_token(sequence_length) - 6.0 * self.vocab_size * self.hidden_size) / 3
 
 

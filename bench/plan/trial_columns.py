@@ -80,6 +80,12 @@ TRIAL_COLUMNS: dict[str, Column] = {
         title="checkpointed",
         phrasing=("activations kept", "activations checkpointed"),
     ),
+    "selective_checkpointing": flag(
+        "whether checkpointed blocks also keep what is expensive to compute",
+        axis=Axis.WAY,
+        title="selectively",
+        phrasing=("all of a block recomputed", "checkpointed selectively"),
+    ),
     "compiled": flag("whether blocks are compiled", axis=Axis.WAY, phrasing=("not compiled", "blocks compiled")),
     "ranks_per_node": count("ranks", "0 if all are on one node", axis=Axis.WAY, phrasing=("one node", "{} per node")),
     "seed": count("", "of the initial weights and of the tokens", axis=Axis.WORK, phrasing=("seed {}",)),

@@ -30,6 +30,7 @@ from bench.plan.columns import FRAMES
 from bench.report.answer import Answer
 from bench.report.citation import ESCAPES, Citation, cite, cite_plot
 from bench.report.descriptions import gpu_names
+from bench.report.published import published
 from bench.report.ranking import DECIDED
 from bench.report.sections import SCENARIOS, PageSection, failures, sections
 
@@ -60,7 +61,7 @@ class Picture:
 
 def render(data: Analysis, answer: Answer, plots: Sequence[Path], further: PageSection | None = None) -> str:
     """The page, as it stands in the run's folder; ``plots`` are the files that were drawn, ``further`` comes last."""
-    asked = [*sections(data), *filter(None, [further])]
+    asked = [*sections(data), *filter(None, [published(data), further])]
     pictures = {path.stem: picture(path) for path in plots if path.suffix == ".png"}
     shown = [[pictures[stem] for stem in section.plots if stem in pictures] for section in asked]
     timed = any(group.is_timed for group in answer.groups)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from bench.plan.cell import Cell
+from bench.plan.cell import SLICE_TOKENS, Cell
 from bench.plan.models import find_factory
 
 if TYPE_CHECKING:
@@ -93,10 +93,6 @@ class Loader:
 
     def __iter__(self) -> Iterator[Tensor]:
         return map(self._fetch, self._ranges)
-
-
-SLICE_TOKENS = 2048
-"""Maximum tokens of a slice, unless a single sample has more."""
 
 
 def slice_size(num_samples: int, tokens_per_sample: int) -> int:

@@ -15,13 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.backends import fsdp2
 from bench.backends.base import EXTRA_BACKENDS, registry
+from bench.backends.deepspeed_config import known
+from bench.errors import UnsupportedError
 from bench.launch.launcher import Launcher
 from bench.measure.trial import RankTrial
 from bench.plan.cell import REFERENCES, SHARDED_REFERENCE, Cell, Sharding, Status, Sync
 from bench.plan.models import SIZES
 from bench.plan.task import Spec
-from tests.conftest import CHECKPOINTED, CLIP, CLIPPED, CLIPPING, IN_BF16, WATCHED, Run, first
+from tests.conftest import CHECKPOINTED, CLIP, CLIPPED, CLIPPING, IN_BF16, ROOT, WATCHED, Run, first
 from tests.factories import make_cell
+from tests.studies import settings
 
 BACKENDS = sorted(registry())
 DEFECTIVE = [name for name, backend in registry().items() if backend.defect]
@@ -129,8 +132,8 @@ def held(run: Run, backend: str) -> float:
 @pytest.mark.parametrize(
     ("backend", "expected"),
     [
-        ("ddp-eager", 5),  # parameters, gradients, two moments, and DDP's buckets
-        ("ddp-deferred", 5),
+        ("ddp-eager", 4),  # parameters, two moments, and DDP's buckets, of which gradients are views
+        ("ddp-deferred", 5),  # and the sums
         ("fsdp2-eager", 4 / W),  # parameters, gradients and two moments, all sharded
         ("fsdp2-deferred", 3 / W + 1),  # gradients whole
         ("fsdp2-deferred-resident", 3 / W + 2),  # the sharded parameters, and the gathered ones beside them
@@ -161,14 +164,24 @@ def test_the_bench_process_stays_small(fp32_run: Run) -> None:
 
 
 def test_what_frameworks_set_silently_is_stored(fp32_run: Run) -> None:
-    settings = fp32_run.record("deepspeed-zero2-eager")["time"]["settings"]
-    assert settings["gradient_clipping"] == 0.0
-    assert settings["data_types"] == {"grad_accum_dtype": "fp32"}
-    assert settings["communication_data_type"] == "fp32"
-    assert settings["timers"]["throughput"]["enabled"] is False
+    found = fp32_run.record("deepspeed-zero2-eager")["time"]["settings"]
+    assert found["gradient_clipping"] == 0.0
+    assert found["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert found["communication_data_type"] == "fp32"
+    assert found["timers"]["throughput"]["enabled"] is False
     assert fp32_run.record("lightning-deepspeed-zero2-corrected")["time"]["settings"]["loss_factor"] == "N"
     for backend in DDP:
         assert fp32_run.record(backend)["time"]["settings"]["runtime_statistics"] is False
+
+
+def test_the_page_of_settings_is_what_the_backends_have_set(fp32_run: Run) -> None:
+    assert settings.page(fp32_run.records) == (ROOT / settings.DOCS).read_text()
+
+
+def test_a_setting_that_deepspeed_does_not_know_is_unsupported() -> None:
+    pytest.importorskip("deepspeed")
+    with pytest.raises(UnsupportedError, match=r"DeepSpeed [\d.]+ does not know leaf_modules"):
+        known({"stage": 3, "stage3_max_reuse_distance": 0, "leaf_modules": {}})
 
 
 def cell_here(backend: str, windows: int) -> Cell:

@@ -54,10 +54,12 @@ def gradients(model: nn.Module) -> tuple[float, dict[str, Tensor]]:
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.parametrize("selective", [False, True])
 @pytest.mark.parametrize(("checkpointing", "compiled"), [(True, False), (False, True), (True, True)])
-def test_gradients_and_names_stay(checkpointing: bool, compiled: bool) -> None:
+def test_gradients_and_names_stay(checkpointing: bool, compiled: bool, selective: bool) -> None:
     torch._dynamo.reset()
-    cell = make_cell(activation_checkpointing=checkpointing, compiled=compiled)
+    ways = {"activation_checkpointing": checkpointing, "selective_checkpointing": selective and checkpointing}
+    cell = make_cell(**ways, compiled=compiled)
     loss, found = gradients(stack(cell))
     expected_loss, expected = gradients(stack())
     assert loss == pytest.approx(expected_loss, rel=1e-6)
@@ -81,8 +83,9 @@ def test_a_graph_that_breaks_is_an_error() -> None:
 
 def test_the_shipped_model_is_compiled_whole() -> None:
     """No graph breaks in a transformers block, with and without checkpointing, and one graph for all of them."""
-    for checkpointing in (False, True):
-        cell = make_cell(model="micro", sequence_length=8, compiled=True, activation_checkpointing=checkpointing)
+    for checkpointing, selective in ((False, False), (True, False), (True, True)):
+        ways = {"activation_checkpointing": checkpointing, "selective_checkpointing": selective}
+        cell = make_cell(model="micro", sequence_length=8, compiled=True, **ways)
         workload = load(cell, None)
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()

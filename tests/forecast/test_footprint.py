@@ -81,12 +81,15 @@ def test_what_cannot_be_measured_is_told(options: list[str], words: str, capsys:
 
 
 def test_the_peak_of_ddp_by_hand() -> None:
-    """With few tokens the optimizer's step: parameters, gradients, buckets, two moments, the root of the second."""
+    """With few tokens: parameters, two moments, buckets, and beside them local gradients or the update's temporaries.
+
+    Reduced gradients are views of the buckets; those that are summed under ``no_sync`` are not.
+    """
     cell = make_cell(backend="ddp-deferred", model="8b", world_size=8, global_batch_size=16, sequence_length=16)
     parameters = SIZES["8b"].num_parameters
-    for optimizer, copies in (("adamw-foreach", 6), ("adamw-fused", 5)):
-        peak = fit.predicted_bytes(dataclasses.replace(cell, accumulate=2, optimizer=optimizer))
-        assert peak == pytest.approx(4 * copies * parameters, rel=0.05 if copies == 5 else 1e-6), optimizer
+    for name, copies in (("ddp-deferred", 5), ("ddp-eager", 4)):
+        peak = fit.predicted_bytes(dataclasses.replace(cell, backend=name, accumulate=2, optimizer="adamw-fused"))
+        assert peak == pytest.approx(4 * copies * parameters, rel=0.07), name
 
 
 def test_the_activations_of_checkpointed_blocks_by_hand() -> None:
@@ -105,5 +108,8 @@ def test_the_activations_of_checkpointed_blocks_by_hand() -> None:
 
 
 def test_what_is_not_predicted() -> None:
-    for changes in ({"compiled": True}, {"backend": "deepspeed-zero3-eager", "activation_checkpointing": True}):
+    for changes in (
+        {"compiled": True},
+        {"backend": "deepspeed-zero3-defaults-eager", "activation_checkpointing": True},
+    ):
         assert fit.predicted_bytes(make_cell(**changes)) is None

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from bench.backends.base import registry
+from bench.backends.deepspeed import DeepSpeedZero3Eager
+from bench.backends.deepspeed_config import zero_options
 from bench.judge.formulas import Expectation, expect, layout_of, wire_bytes
 from bench.plan.cell import Precision
 from bench.plan.models import SIZES
@@ -18,6 +20,8 @@ from tests.factories import make_cell
 P_8B = SIZES["8b"].num_parameters
 G_8B = SIZES["8b"].num_layers + 1
 GIB = 2**30
+PERSISTENT = 3 + 4 * 6
+"""Parameters of the tiny model of at most 1e5 elements."""
 
 
 def of(backend: str, layout: Layout | None = None, rank: int = 0, **changes: Any) -> Expectation:
@@ -127,3 +131,51 @@ def test_held_bytes_at_8b_are_those_of_the_research() -> None:
 def test_wire_bytes_of_a_ring(op: str, factor: float) -> None:
     assert wire_bytes(op, 800, 4) == 800 * factor
     assert wire_bytes(op, 800, 1) == 0
+
+
+def test_zero3_gathers_a_block_at_a_time_or_as_deepspeed_does() -> None:
+    """By hand, tiny: two gathers of each of 4 blocks, and of what is outside three; by default all in one.
+
+    Parameters of up to 1e5 elements stay gathered there, and each is gathered again after an update: of a block all
+    but queries, output and the MLP's three.
+    """
+    for n in (1, 3):
+        assert calls(of("deepspeed-zero3-eager", accumulate=n), "all_gather")[0] == n * (2 * 4 + 3)
+        assert calls(of("deepspeed-zero3-defaults-eager", accumulate=n), "all_gather")[0] == n + PERSISTENT
+    small = [p.numel for p in llama_layout(SIZES["tiny"]).parameters if p.numel <= 1e5]
+    assert len(small) == PERSISTENT
+    kept = [of(f"deepspeed-zero3-{form}eager").held["parameters"] for form in ("", "defaults-")]
+    assert kept[1] - kept[0] == 4 * sum(small)
+
+
+@pytest.mark.parametrize("form", ["", "defaults-"])
+def test_buckets_of_zero2_are_those_of_ddp_or_of_deepspeed(form: str) -> None:
+    """8b in bf16: 25 MiB of fp32 elements hold less than half of a block."""
+    sent, _ = calls(of_8b(f"deepspeed-zero2-{form}eager", accumulate=1), "all_reduce")
+    assert (sent > P_8B / (2**25)) == (form == ""), sent
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_ddp_holds_its_buckets_once_and_deferred_sums_beside_them(n: int) -> None:
+    whole = 4 * SIZES["tiny"].num_parameters
+    held = {name: of(name, accumulate=n).held for name in ("ddp-eager", "ddp-deferred", "hf-trainer-ddp")}
+    assert {name: (of["gradients"], of["communication"]) for name, of in held.items()} == {
+        "ddp-eager": (whole, 0),
+        "ddp-deferred": (2 * whole, 0),
+        "hf-trainer-ddp": (whole, whole),
+    }
+
+
+def test_a_trial_is_held_against_the_settings_that_it_had() -> None:
+    """Runs from before a setting changed stay checked."""
+    layout = llama_layout(SIZES["tiny"])
+    eager, zero3 = make_cell(backend="ddp-eager"), make_cell(backend="deepspeed-zero3-eager")
+    found = expect(eager, layout, settings={"runtime_statistics": False})
+    assert found and found.held["communication"] == 4 * layout.num_parameters
+    options = dict(zero_options(DeepSpeedZero3Eager, zero3, layout.block_parameters, layout.num_parameters))
+    del options["leaf_module"]
+    by_module = expect(zero3, layout, settings={"zero_optimization": options})
+    assert by_module and calls(by_module, "all_gather")[0] == 44 * zero3.accumulate
+    checkpointed = dataclasses.replace(zero3, activation_checkpointing=True)
+    assert expect(checkpointed, layout, settings={"zero_optimization": options}) is None
+    assert expect(checkpointed, layout) == expect(zero3, layout), "a block is gathered as one, recomputed or not"

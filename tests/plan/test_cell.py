@@ -44,6 +44,7 @@ OTHERS = {
     "fake_tensors": True,
     "shared_gpu": True,
     "activation_checkpointing": True,
+    "selective_checkpointing": True,
     "compiled": True,
     "replicate": 2,
     "ranks_per_node": 1,
@@ -132,7 +133,9 @@ def gpu_cell(model: str, world_size: int = 8, samples: int = 2, **changes: Any) 
 
 def test_where_one_gpu_cannot_hold_the_model_its_reference_is_sharded_over_as_many() -> None:
     truth = gpu_cell("8b").reference()
-    assert (truth.backend, truth.accumulate, truth.world_size, truth.precision) == (SHARDED_REFERENCE, 1, 8, "fp32")
+    assert (truth.backend, truth.accumulate, truth.world_size, truth.precision) == (SHARDED_REFERENCE, 2, 8, "fp32")
+    assert truth.micro_batch_size == 1, "a slice of 2048 tokens"
+    assert gpu_cell("8b", samples=3, sequence_length=1024).reference().accumulate == 3, "two do not divide three"
     assert truth.activation_checkpointing and truth.is_reference and truth.reference() == truth
     for other in (
         gpu_cell("3b"),
@@ -159,6 +162,7 @@ def test_cells_share_a_reference_only_if_they_train_the_same(name: str) -> None:
         "twin",
         "shared_gpu",
         "activation_checkpointing",
+        "selective_checkpointing",
         "compiled",
         "replicate",
         "ranks_per_node",

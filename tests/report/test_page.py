@@ -19,6 +19,7 @@ from bench.report import page as pages
 from bench.report.answer import answer
 from bench.report.citation import cite
 from bench.report.figures import KINDS
+from bench.report.published import published
 from bench.report.sections import epoch_end, nodes
 from bench.run.journal import Journal
 from tests.factories import make_cell, make_manifest, make_record
@@ -223,3 +224,17 @@ def test_500_cells(tmp_path: Path) -> None:
     assert pd.read_csv(plots["step_time"].with_suffix(".csv"))["cell_id"].nunique() >= cells - 4  # references
     ratios = pd.read_csv(plots["step_time_ratio"].with_suffix(".csv"))
     assert len(ratios) == len(Analysis(run=run).verdicts)
+
+
+def test_published_figures_stand_above_the_measured_ones() -> None:
+    cell = make_cell(backend="fsdp2-eager")
+    manifest, records = make_manifest([cell.reference(), cell]), [make_record(c) for c in (cell.reference(), cell)]
+    assert published(Analysis(run=run_of(records, manifest))) is None
+    figure = {"what": "theirs", "conditions": "8 x H100", "tokens_per_s_per_gpu": 5762, "memory_gib": 82.4}
+    figure |= {"versions": "torch 1963fc8", "date": "December 2024", "source": "example.org"}
+    manifest["matrix"]["values"]["published"] = [figure]
+    section = published(Analysis(run=run_of(records, manifest)))
+    assert section is not None and "example.org (torch 1963fc8; December 2024)" in section.sentences[0]
+    first, second = ([*row.texts.values()] for row in section.table.rows)
+    assert first == ["published: theirs", "8 x H100", "5,762", "82.40 GiB"]
+    assert second[0] == cell.label and float(second[2].replace(",", "")) > 0

@@ -30,6 +30,7 @@ from bench.forecast.from_run import Groups, beside, fitted_links, measured_link
 from bench.forecast.prediction import predicted_communication
 from bench.formatting import rate
 from bench.judge.analysis import Analysis
+from bench.judge.expected import settings_of
 from bench.judge.loading import Run, load
 from bench.judge.pairs import record
 from bench.judge.tables import rows_of
@@ -105,6 +106,7 @@ class Study:
     def __init__(self, runs: Sequence[Run], others: Sequence[Run] = ()) -> None:
         self.data, self.others = [Analysis(run=run) for run in runs], [Analysis(run=run) for run in others]
         self.times = [_times(data) for data in self.data]
+        self.settings = settings_of(runs[0].records)
         self.links = fitted_links([run.manifest for run in runs], next(iter(self.times[0])))
         self.rates = [link.bytes_per_s * link.node_size for link in self.links]
         """Bytes per second between the hosts, by run."""
@@ -113,16 +115,19 @@ class Study:
 
     def predicted(self, cell: Cell, number: int) -> float:
         """The serial step in a run, with the compute that communication leaves of the step on the fastest link."""
-        sent, alone = (predicted_communication(cell, self.links[run]) for run in (number, 0))
+        sent, alone = (
+            predicted_communication(cell, self.links[run], self.settings[cell.cell_id]) for run in (number, 0)
+        )
         assert sent is not None and alone is not None, "these backends have formulas"
         return max(0.0, self.times[0][cell] - alone.serial) + sent.serial
 
     def groups(self) -> Iterator[tuple[str, Groups]]:
         """All steps beside their estimates, by run; those of this study by the links that fit all its runs."""
         for data, times, link in zip(self.data, self.times, self.links, strict=True):
-            yield data.run.name, beside(times, dict.fromkeys(times, link).get)
+            yield data.run.name, beside(times, dict.fromkeys(times, link).get, settings_of(data.run.records))
         for data in self.others:
-            yield data.run.name, beside(_times(data), partial(measured_link, data.run.manifest))
+            link_of = partial(measured_link, data.run.manifest)
+            yield data.run.name, beside(_times(data), link_of, settings_of(data.run.records))
 
     @cached_property
     def frame(self) -> pd.DataFrame:

@@ -1,0 +1,97 @@
+"""What DeepSpeed's engines are configured with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from bench.backends.training_job import Job
+from bench.errors import UnsupportedError
+from bench.plan.cell import Cell, Device
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from bench.backends.deepspeed import ZeroBackend
+
+DDP_BUCKET = 25 * 2**20 // 4
+"""fp32 elements of a bucket of DistributedDataParallel (``bucket_cap_mb``)."""
+DEFAULTS = {
+    "reduce_bucket_size": 5 * 10**8,
+    "allgather_bucket_size": 5 * 10**8,
+    "stage3_param_persistence_threshold": 10**5,
+    "stage3_max_reuse_distance": 10**9,
+    "stage3_max_live_parameters": 10**9,
+    "stage3_prefetch_bucket_size": 5 * 10**7,
+}
+"""DeepSpeed's defaults, in elements (deepspeed/runtime/zero/config.py, 0.19.8)."""
+
+
+def zero_config(backend: type[ZeroBackend], job: Job, model: nn.Module) -> dict[str, Any]:
+    """A DeepSpeed configuration that sets everything that affects the comparison explicitly.
+
+    Clipping is set, because DeepSpeed >= 0.19.3 clips to norm 1 by default. Gradients are reduced and accumulated in
+    fp32 (default: the model's dtype). The throughput timer is off, because it synchronizes the device in every
+    micro-batch.
+    """
+    options = zero_options(backend, job.cell, job.block_parameters, job.num_parameters)
+    if "leaf_module" in options:
+        blocks = {type(block) for block in job.blocks(model)}
+        options["leaf_module"] = {"classes": sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in blocks)}
+    return {
+        "train_micro_batch_size_per_gpu": job.cell.micro_batch_size,
+        "gradient_clipping": job.clip_norm,
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": job.bf16},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "timers": {"throughput": {"enabled": False}},
+        "zero_optimization": known(options),
+    }
+
+
+def known(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of ZeRO. Raises UnsupportedError if the installed DeepSpeed does not know one."""
+    import deepspeed
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    fields = DeepSpeedZeroConfig.model_fields.items()
+    if unknown := options.keys() - {name for field, info in fields for name in (field, info.alias)}:
+        raise UnsupportedError(f"DeepSpeed {deepspeed.__version__} does not know {', '.join(sorted(unknown))}")
+    return options
+
+
+def zero_options(backend: type[ZeroBackend], cell: Cell, block_parameters: int, num_parameters: int) -> dict[str, Any]:
+    """The options of ZeRO; sizes in elements.
+
+    Buckets and gathers are like those of what a stage is compared with. Stage 2 reduces in buckets as large as DDP's,
+    or the model. Stage 3 does as FSDP2: it gathers a block in one collective (``leaf_module``, which has no default),
+    one block ahead, releases it after its forward, keeps no small parameters gathered, and reduces in buckets of one
+    block. ``own_defaults``: DeepSpeed's defaults instead, which keep models of up to 1e9 parameters gathered from
+    forward to backward, and whose bucket of 2 GB dominates the peak of a small model.
+
+    ``overlap_comm`` is off on the CPU, which has no streams. In stage 2 (default: off) it is on if there are several
+    ranks, because DDP and FSDP2 overlap too; it synchronizes the device after every backward
+    (stage_1_and_2.py:independent_gradient_partition_epilogue), which gains nothing on one rank. In stage 3 it is on, as
+    by default: on one rank the host waits at every fetch for the gather stream
+    (partition_parameters.py:NoGatherHandle.wait), which without overlap is the compute stream.
+    """
+    stage = backend.stage
+    bucket = block_parameters if stage == 3 else min(DDP_BUCKET, num_parameters)
+    bucket = max(2, bucket + bucket % 2)  # DeepSpeed wants an even number
+    sizes: dict[str, Any] = {
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_reuse_distance": 0,
+        "stage3_max_live_parameters": 2 * block_parameters,
+        "stage3_prefetch_bucket_size": block_parameters,
+    }
+    if stage == 3:
+        sizes["leaf_module"] = {}  # zero_config names the classes of the blocks
+    return {
+        "stage": stage,
+        "overlap_comm": cell.device is Device.CUDA and (stage == 3 or cell.world_size > 1),
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+        **(DEFAULTS if backend.own_defaults else sizes),
+    }
