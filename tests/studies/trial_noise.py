@@ -2,7 +2,8 @@
 
 Blocks are resampled in runs of consecutive ones (moving-block bootstrap, Kuensch, Annals of Statistics 17, 1989), with
 all cells of a block together. So bursts, drift and two modes stay as they were measured, and so does what the cells of
-a block share.
+a block share. Each draw gets a random sign (wild bootstrap, Wu, Annals of Statistics 14, 1986), so that the true ratio
+of any two cells is 1: the residuals' own means are up to 2.6 % away from it.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Noise:
             chosen = rng.choice(columns, size=cells, replace=False)
             starts = rng.integers(rows, size=-(-blocks // BLOCKS))
             places = (starts[:, None] + np.arange(BLOCKS)).ravel()[:blocks] % rows
-            found[i] = part[places][:, chosen]
+            signs = np.repeat(rng.choice((-1.0, 1.0), size=len(starts)), BLOCKS)[:blocks]
+            found[i] = signs[:, None] * part[places][:, chosen]
         return found
 
 
