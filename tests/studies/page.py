@@ -13,7 +13,7 @@ from bench.judge.statistics import MIN_TRIALS, Interval
 from bench.judge.verdicts import Verdict
 from bench.plan.schedule import Ended
 from tests.delayed import DELAY
-from tests.studies import choices, study
+from tests.studies import choices, pairing, study
 from tests.studies.markdown import table
 from tests.studies.realtrials import Known
 from tests.studies.rivals import RULES
@@ -49,6 +49,7 @@ def page(results: Results, command: str, known: Sequence[Known]) -> str:
         "",
         *_rates(results),
         *_real(known),
+        *pairing.section(),
         *_rivals(results.rivals),
         *_methods(results),
     ]
