@@ -298,6 +298,7 @@ class RankTrial:
 
     def _watch_memory(self, *others: Instrument) -> dict[str, int]:
         """The memory of one settled window, which ``others`` measure too."""
+        self._unused_model = None  # the ledger has to see each tensor of a model made
         probe = MemoryProbe(self.device.type, fake=not self.cell.world.computes)
 
         def watch(backend: Backend) -> None:
