@@ -31,7 +31,7 @@ LINKS = {Device.CPU: Link(bytes_per_s=4e8), Device.CUDA: Link(bytes_per_s=3.6e11
 """Gloo over loopback; 80 % of the 450 GB/s that an H100's NVLinks have in each direction."""
 GPU_LAYER_S = 1e-3
 """Minimum time of a layer's forward and backward in one micro-batch: launching about 150 kernels."""
-WATCHED_LAYER_S = {"collectives": 3e-3, "memory": 10e-3, "dispatch": 3e-3, "exposure": 3e-3}
+WATCHED_LAYER_S = {"memory": 10e-3, "dispatch": 3e-3, "exposure": 3e-3}
 """The same with a dispatch mode or the profiler, which handle every operator in Python."""
 PLAIN_LAYER_S = 0.1
 """Time of a layer's forward and backward on fake tensors, about 670 operators, which the dispatch pass runs for
@@ -87,7 +87,7 @@ def _seconds(cell: Cell, passes: Sequence[str], gpus: Sequence[Mapping[str, Any]
     sent = predicted_communication(cell, LINKS[cell.device]) if cell.num_processes > 1 else None
     step = sent.beside(compute_s) if sent else TimeEstimate(compute_s, compute_s)
     if is_cpu:
-        extra = 1 + 2 * (SETTLED_WINDOWS + 1)  # update; collectives and memory; the accumulation pass has a tiny model
+        extra = 1 + SETTLED_WINDOWS + 1  # update; memory and collectives; the accumulation pass has a tiny model
         extra += SETTLED_WINDOWS + CPU_WINDOWS + 1  # dispatch
         return TRIAL_S[cell.device] + (cell.windows + extra / 3) * step.serial, 0.0
     layers, once = cell.accumulate * size.num_layers, 0.0

@@ -1,6 +1,7 @@
 """The passes of one trial on one rank.
 
 Instruments change what they measure, so each has its own pass, a method of RankTrial, on a fresh build of the cell.
+Collectives are counted in the memory pass, since what counts them allocates nothing.
 Those that look at one window take one after SETTLED_WINDOWS. The operators of forward and backward are compared with
 the plain model's, which runs on fake tensors before all passes.
 """
@@ -74,6 +75,7 @@ class RankTrial:
         self.data = self._tensors.data(self.workload.data, windows * self._batch_size)
         self.training_s = 0.0
         self._plain: tuple[Counter[str], Counter[str]] | None = None
+        self._memory: dict[str, int] | None = None
 
     def run(self) -> dict[str, Any]:
         """Run all passes; the result is plain JSON."""
@@ -279,7 +281,11 @@ class RankTrial:
         """The collectives pass: op, dtype, calls and payload bytes of one settled window."""
         counter = CollectiveCounter()
         counter.self_test(self.device)
-        self._settled(counter, instrument=counter)
+        with counter:
+            if "memory" in self.spec.passes:
+                self._memory = self._watch_memory(counter)
+            else:
+                self._settled(counter, instrument=nullcontext())
         return counter.rows()
 
     def memory(self) -> dict[str, int]:
@@ -288,6 +294,11 @@ class RankTrial:
         ``peak`` and its parts belong to the moment of most live bytes; ``held`` and its parts to the second fetch, or
         where a loop fetches ahead to the moment before the second forward; they are absent if N = 1.
         """
+        return self._memory or self._watch_memory()
+
+    def _watch_memory(self, *others: Instrument) -> dict[str, int]:
+        """The memory of one settled window, which ``others`` measure too."""
+        self._unused_model = None  # the ledger has to see each tensor of a model made
         probe = MemoryProbe(self.device.type, fake=not self.cell.world.computes)
 
         def watch(backend: Backend) -> None:
@@ -295,6 +306,7 @@ class RankTrial:
 
         self._settled(
             probe,
+            *others,
             observe=probe.on_event,
             optimizer=lambda parameters: probe.optimizer(self._optimizer(parameters)),
             instrument=probe.ledger,
@@ -325,16 +337,18 @@ class RankTrial:
         return exposure(profiler.events)
 
     def _settled(
-        self, measuring: Instrument, *, observe: Callable[[EventKind], None] = lambda _: None, **how: Any
+        self, *measuring: Instrument, observe: Callable[[EventKind], None] = lambda _: None, **how: Any
     ) -> None:
-        """Train to the end of the settled window, which ``measuring`` measures; ``observe`` gets every event."""
-        taps, windows = Taps(time.perf_counter), SettledWindows(self.cell.accumulate, measuring)
+        """Train to the end of the settled window, which ``measuring`` measure; ``observe`` gets every event."""
+        taps = Taps(time.perf_counter)
+        windows = [SettledWindows(self.cell.accumulate, instrument) for instrument in measuring]
 
         def on_event(kind: EventKind) -> None:
             taps.losses.clear()  # or their memory would be counted
             observe(kind)
-            windows.on_event(kind)
+            for window in windows:
+                window.on_event(kind)
 
         taps.on_event = on_event
         # A loader that fetches ahead has one fetch less in the last window, and the memory pass waits for the second.
-        self.train(taps, windows.num_trained + (self.cell.accumulate == 2), **how)
+        self.train(taps, windows[0].num_trained + (self.cell.accumulate == 2), **how)
