@@ -17,7 +17,7 @@ from bench.launch.outcome import Outcome
 from bench.measure import accumulation_dtype
 from bench.plan.cell import REFERENCE, REFERENCES, Precision, Status
 from tests.conftest import Command, asked, first
-from tests.summing import FSDP2_POLICIES, LOOPS, NS, Summing
+from tests.sum_dtypes import FSDP2_POLICIES, LOOPS, NS, SumDtypes
 
 BACKENDS = [name for name in registry() if name not in REFERENCES]
 
@@ -31,8 +31,8 @@ def found(
     request: pytest.FixtureRequest, launcher: Launcher, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     """What two ranks found out; both say the same."""
-    names, folder = tuple(asked(request, CHOSEN, registry())), str(tmp_path_factory.mktemp("summing"))
-    outcome = launcher.run(Summing(names=names, world_size=2, folder=folder), 300)
+    names, folder = tuple(asked(request, CHOSEN, registry())), str(tmp_path_factory.mktemp("sums"))
+    outcome = launcher.run(SumDtypes(names=names, world_size=2, folder=folder), 300)
     assert outcome.status is Status.OK, f"{outcome.reason}\n{outcome.traceback}"
     first, second = (rank["found"] for rank in outcome.ranks)
     assert first == second
