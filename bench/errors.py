@@ -27,7 +27,7 @@ class UnsupportedError(RuntimeError):
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether it is one, or what Python makes of one: EBADF in shutil.rmtree, in __set_name__ a RuntimeError of it."""
+    """Whether it is an interrupt or what Python turns it into: EBADF in shutil.rmtree, RuntimeError in __set_name__."""
     closed_twice = isinstance(error, OSError) and error.errno == EBADF
     return KeyboardInterrupt in map(type, (error, error.__cause__, error.__context__ if closed_twice else None))
 

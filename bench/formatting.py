@@ -16,9 +16,10 @@ def plural(count: int, noun: str, ending: str = "s") -> str:
 
 
 def some(names: Sequence[str]) -> str:
-    """The first MOST_NAMES names and the number of the others."""
+    """The first MOST_NAMES names and the number of the others: ``a``, ``a and b``, ``a, b and c``."""
     left = len(names) - MOST_NAMES
-    return ", ".join(names[:MOST_NAMES]) + (f" and {left} more" if left > 0 else "")
+    *others, last = [*names[:MOST_NAMES], f"{left} more"] if left > 0 else names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 GIB_ABOVE = 4 * 2**30

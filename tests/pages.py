@@ -26,7 +26,7 @@ from bench.plan.cell import REFERENCE, Cell, Status
 from bench.plan.expand import expand
 from bench.plan.task import Spec
 from bench.report import figures
-from bench.report.outputs import finish
+from bench.report.outputs import write_outputs
 from bench.run import start
 from bench.run.journal import JOURNAL, encode, write_manifest
 from bench.run.runner import Runner
@@ -204,7 +204,7 @@ def report(folder: Path, *, drawn: bool = True) -> tuple[int, str]:
     with contextlib.redirect_stdout(text), pytest.MonkeyPatch.context() as patch:
         if not drawn:
             patch.setattr(figures, "draw", lambda *_: [])
-        status = finish(folder, folder / "plots")
+        status = write_outputs(folder, folder / "plots")
     return status, text.getvalue()
 
 

@@ -547,7 +547,7 @@ def test_an_interrupt_that_becomes_an_error_on_its_way_is_one(place: Place, acti
 
 
 def test_an_interrupt_while_the_report_is_imported_is_one(place: Place) -> None:
-    place.patch.setattr("bench.report.outputs.finish", lambda *given, **options: make_a_class())
+    place.patch.setattr("bench.report.outputs.write_outputs", lambda *given, **options: make_a_class())
     with_launcher(place)
     assert place.call("run", "--matrix", place.matrix(), "--out", "out")[::2] == (INTERRUPTED, "")
 

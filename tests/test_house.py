@@ -11,6 +11,7 @@ import pytest
 from tests.conftest import ROOT
 
 WINGS = ("audit", "forecast")
+SAY_NOTHING = ("one", "own", "said", "due")
 AT_MOST = {
     "modules": 211,
     "lines": 32175,
@@ -19,6 +20,7 @@ AT_MOST = {
     "lines of tests": 27210,
     "names of several modules": 0,
     "names of several classes": 0,
+    "locals that say nothing": 0,
 }
 """What there is today. Lower them when they fall; docs are not counted."""
 
@@ -35,7 +37,8 @@ def figures() -> dict[str, int]:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     core = [path for path in paths if path.relative_to(ROOT / "bench").parts[0] not in WINGS]
-    tests = (ROOT / "tests").rglob("*.py")
+    tests = list((ROOT / "tests").rglob("*.py"))
+    nodes = (node for path in (*paths, *tests) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
     return {
         "modules": len(paths),
         "lines": sum(lines.values()),
@@ -44,6 +47,7 @@ def figures() -> dict[str, int]:
         "lines of tests": sum(len(path.read_text(encoding="utf-8").splitlines()) for path in tests),
         "names of several modules": sum(count > 1 for count in files.values()),
         "names of several classes": sum(count > 1 for count in classes.values()),
+        "locals that say nothing": sum(getattr(node, "id", getattr(node, "arg", "")) in SAY_NOTHING for node in nodes),
     }
 
 

@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the report and show its summary."""
     from bench.forecast import from_run
-    from bench.report.outputs import finish, rebuild
+    from bench.report.outputs import rebuild, write_outputs
     from bench.run.journal import read_manifest
 
     folder = arguments.run
@@ -44,9 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
     plots = arguments.plots or plots_folder(folder)
     try:
         with files.run_folder(folder, str(folder)):
-            status = finish(folder, plots, from_run.section)
+            status = write_outputs(folder, plots, from_run.section)
     except files.BusyError:  # the run goes on: its trials so far can be shown, but only the runner writes run.json
-        status = finish(folder, plots, from_run.section)
+        status = write_outputs(folder, plots, from_run.section)
     if arguments.open:
         import webbrowser
 

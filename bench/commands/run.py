@@ -140,7 +140,7 @@ def _train(
 
     from bench.forecast.estimate import costs
     from bench.judge.baseline import baseline_of, interim_analysis
-    from bench.report.outputs import finish
+    from bench.report.outputs import write_outputs
     from bench.report.progress import Display, JsonLines
     from bench.run import matmul, runner
 
@@ -175,7 +175,7 @@ def _train(
         raise InputError(f"{folder}: {reason}; {kept}") from error
     from bench.forecast import from_run  # here, since it imports pandas
 
-    return finish(folder, plots_folder(folder), from_run.section, as_json=arguments.json)
+    return write_outputs(folder, plots_folder(folder), from_run.section, as_json=arguments.json)
 
 
 def _refuse_beside_resume(arguments: argparse.Namespace) -> None:

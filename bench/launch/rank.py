@@ -112,10 +112,10 @@ def main(task_json: str) -> None:
         found: dict[str, Any] = work(task, rank, join(task))
         return found
 
-    live(Path(task.folder), joined)
+    run_and_write(Path(task.folder), joined)
 
 
-def live(folder: Path, work: Callable[[int], dict[str, Any]]) -> None:
+def run_and_write(folder: Path, work: Callable[[int], dict[str, Any]]) -> None:
     """Do ``work(rank)`` and write its result, plain JSON, to ``folder / "rank<r>.json"``, atomically.
 
     After an exception, write the failure there instead and end the process.

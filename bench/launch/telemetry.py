@@ -51,7 +51,7 @@ class Telemetry:
         self._interval_s = interval_s
         self._notes: list[str] = []
         self._samples: list[dict[str, Any]] = []
-        self._own: dict[int, bool] = {}
+        self._is_ours: dict[int, bool] = {}
         self._gpus: list[NvmlGpu] = []
         self._nvml: Nvml | None = None
         self._thread: threading.Thread | None = None
@@ -67,7 +67,7 @@ class Telemetry:
     def start(self) -> None:
         """Take the first sample and continue in a thread. Does nothing without a GPU."""
         self.recording, self._notes, self._samples = None, [], []
-        self._own, self._gpus, self._ended = {}, [], threading.Event()
+        self._is_ours, self._gpus, self._ended = {}, [], threading.Event()
         try:
             visible = [gpu["uuid"] for gpu in gpus.gpus()]
             if not visible:
@@ -108,7 +108,7 @@ class Telemetry:
             self.recording = {
                 "interval_s": self._interval_s,
                 "samples": list(self._samples),
-                "own_pids": sorted(pid for pid, own in self._own.copy().items() if own),
+                "own_pids": sorted(pid for pid, is_ours in self._is_ours.copy().items() if is_ours),
                 "notes": [*self._notes, *unknown],
             }
         return self.recording
@@ -128,8 +128,8 @@ class Telemetry:
             try:
                 sample = gpu.sample(processes=processes)
                 for pid in sample.get("pids") or ():
-                    if pid not in self._own:
-                        self._own[pid] = descends(pid, os.getpid())
+                    if pid not in self._is_ours:
+                        self._is_ours[pid] = descends(pid, os.getpid())
                 self._samples.append(sample)
             except Exception as error:
                 self._note(f"{gpu.uuid}: {type(error).__name__}: {error}")
@@ -163,15 +163,15 @@ def summarize(
     by_gpu: dict[str, list[dict[str, Any]]] = {}
     for sample in sorted(recording["samples"], key=lambda sample: sample["time"]):
         by_gpu.setdefault(sample["uuid"], []).append(sample)
-    own = set(recording["own_pids"])
+    our_pids = set(recording["own_pids"])
     used = [uuid for uuid in by_gpu if uuid in uuids] or list(by_gpu)
     return {
-        "gpus": [_summary(uuid, by_gpu[uuid], begin, end, own) for uuid in used],
+        "gpus": [_summary(uuid, by_gpu[uuid], begin, end, our_pids) for uuid in used],
         "notes": list(recording["notes"]),
     }
 
 
-def _summary(uuid: str, samples: list[dict[str, Any]], begin: float, end: float, own: set[int]) -> dict[str, Any]:
+def _summary(uuid: str, samples: list[dict[str, Any]], begin: float, end: float, our_pids: set[int]) -> dict[str, Any]:
     def values(name: str) -> list[Any]:
         return [sample[name] for sample in _within(samples, name, begin, end)]
 
@@ -189,7 +189,7 @@ def _summary(uuid: str, samples: list[dict[str, Any]], begin: float, end: float,
         "throttle": {name: count / len(reasons) for name, count in sorted(seen.items())} if reasons else None,
         "slowdowns": sorted(seen.keys() - NO_SLOWDOWN) if reasons else None,
         "energy_j": _energy([(s["time"], s["energy_j"]) for s in samples if s["energy_j"] is not None], begin, end),
-        "other_processes": _num_foreign(samples, begin, end, own),
+        "other_processes": _num_foreign(samples, begin, end, our_pids),
     }
 
 
@@ -213,7 +213,7 @@ def _energy(counter: list[tuple[float, float]], begin: float, end: float) -> flo
     return float(last - first)
 
 
-def _num_foreign(samples: list[dict[str, Any]], begin: float, end: float, own: set[int]) -> int | None:
+def _num_foreign(samples: list[dict[str, Any]], begin: float, end: float, our_pids: set[int]) -> int | None:
     """Number of foreign processes in a window; None if processes cannot be listed.
 
     If none of our own was ever recognized, NVML reports pids of another namespace (containers). Then only processes
@@ -222,5 +222,5 @@ def _num_foreign(samples: list[dict[str, Any]], begin: float, end: float, own: s
     listed = [sample for sample in samples if sample.get("pids") is not None]
     if not listed:
         return None
-    seen = {pid for sample in _within(listed, "pids", begin, end) for pid in sample["pids"]} - own
-    return len(seen if own else seen & set(listed[0]["pids"]))
+    seen = {pid for sample in _within(listed, "pids", begin, end) for pid in sample["pids"]} - our_pids
+    return len(seen if our_pids else seen & set(listed[0]["pids"]))

@@ -70,7 +70,7 @@ class CollectiveCall:
         return dist.ProcessGroup.unbox(given["process_group"])
 
     @property
-    def sides(self) -> list[list[torch.Tensor]]:
+    def tensor_lists(self) -> list[list[torch.Tensor]]:
         """Its outputs and inputs, in any order; operators of c10d are given both, functional ones return outputs."""
         sides = self.arguments[:2] if self.operator.namespace == "c10d" else (self.arguments[0], self.result)
         return [[leaf for leaf in tree_leaves(side) if isinstance(leaf, torch.Tensor)] for side in sides]
@@ -78,12 +78,12 @@ class CollectiveCall:
     @property
     def dtype(self) -> str:
         """That of the first tensor, or ``none``."""
-        return next((str(leaf.dtype).removeprefix("torch.") for side in self.sides for leaf in side), "none")
+        return next((str(leaf.dtype).removeprefix("torch.") for side in self.tensor_lists for leaf in side), "none")
 
     @property
     def payload_bytes(self) -> int:
         """Bytes of the whole tensor, which is the larger side: before a scatter or reduction, or after a gather."""
-        dense = ([leaf._values() if leaf.is_sparse else leaf for leaf in side] for side in self.sides)
+        dense = ([leaf._values() if leaf.is_sparse else leaf for leaf in side] for side in self.tensor_lists)
         return max(sum(leaf.nbytes for leaf in side) for side in dense)
 
 

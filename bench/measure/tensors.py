@@ -124,8 +124,8 @@ class FakeTensors:
             return placed[id(tensor)][0]
 
         for module in model.modules():
-            own: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            for tensors in own:
+            registered: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for tensors in registered:
                 tensors.update({name: place(tensor) for name, tensor in tensors.items() if tensor is not None})
         return model
 

@@ -150,13 +150,19 @@ def draw_loss_curves(run: FigureData) -> list[Drawing]:
     panels, left_out = run.panels(keyed, CONTEXT, MOST_LOSSES)
     facts = list(dict.fromkeys([*FACTS, "step", "loss", "reference_loss", "deviation", "entropy_floor"]))
     drawn = pd.concat([panel.rows for panel in panels])
-    apart = drawn["deviation"].isna() | (drawn["deviation"] > VISIBLE) | (drawn["status"] == Status.INVALID)
+    invalid = drawn["status"] == Status.INVALID
+    apart = drawn["deviation"].isna() | (drawn["deviation"] > VISIBLE) | invalid
     named = set(drawn[apart]["backend"])
     words = run.words(_deviating(drawn))
     if short:
         left_out.append(f"The curves of {plural(short, 'cell')} are left out: they are much shorter than others.")
     words.notes[:0] = left_out
-    keys = [style.line_key(name, run.looks[name]) for name in run.shown(drawn) if name in named]
+    keys = [
+        style.line_key(name, run.looks[name], wrong=wrong)
+        for name in run.shown(drawn)
+        if name in named
+        for wrong in invalid[drawn["backend"] == name].unique()
+    ]
     near = drawn[~drawn["backend"].isin(named)]
     if len(near):
         others = (

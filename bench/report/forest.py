@@ -44,7 +44,7 @@ Row = tuple[str, list[ComparedPair]]
 
 
 def draw(report: Report, stem: str = "compare") -> list[Drawing]:
-    """The figure; nothing of no pairs. Without room for all, first the smallest N and then the fewest ranks go."""
+    """The figure, if anything was compared. Without room for all, the smallest N go first, then the fewest ranks."""
     every = _rows(report.rows)
     if not every:
         return []

@@ -39,7 +39,7 @@ def _uncollected() -> Iterator[None]:
 
 
 @_uncollected()
-def finish(
+def write_outputs(
     folder: Path,
     plots: Path,
     further: Callable[[Analysis], PageSection | None] | None = None,

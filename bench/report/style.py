@@ -141,16 +141,22 @@ def mark(
     size: float = 5.5,
     **more: Any,
 ) -> None:
-    """Draw markers at points; ``more`` are arguments of ``plot``. A wrong result is a ring that no marker covers."""
-    base: dict[str, Any] = {"color": look.colour, "linestyle": "none", "markersize": size, "marker": look.marker}
+    """Draw markers at points; ``more`` are arguments of ``plot``."""
+    axes.plot(x, y, linestyle="none", **_marker(look, wrong, size) | more)
+
+
+def _marker(look: Appearance, wrong: bool, size: float) -> dict[str, Any]:
+    """A wrong result is a ring that no marker covers."""
     if wrong:
-        base |= {"markerfacecolor": "none", "markeredgewidth": 1.3, "marker": "o", "markersize": 1.8 * size}
-    axes.plot(x, y, **base | more)
+        ring = {"marker": "o", "markersize": 1.8 * size, "markerfacecolor": "none", "markeredgewidth": 1.3}
+        return {"color": look.colour} | ring
+    return {"color": look.colour, "marker": look.marker, "markersize": size}
 
 
-def line_key(backend: str, look: Appearance) -> Key:
+def line_key(backend: str, look: Appearance, *, wrong: bool = False) -> Key:
     """The legend's entry of a backend that is drawn as a line with markers."""
-    return Line2D([], [], color=look.colour, linestyle=look.line, marker=look.marker, markersize=5.5), backend
+    label = f"{backend} (invalid)" if wrong else backend
+    return Line2D([], [], linestyle=look.line, **_marker(look, wrong, 4.0 if wrong else 5.5)), label
 
 
 @cache

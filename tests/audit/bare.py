@@ -369,9 +369,9 @@ def scenarios(kinds: Any, given: dict[str, dict[str, Any]], train: Callable[...,
     """What each kind computes and counts, by scenario."""
     found: dict[str, Any] = {}
     for kind in kinds:
-        for name, one in given.items():
-            seen = Seen(one["samples"])
-            train(seen, one, kind)
+        for name, scenario in given.items():
+            seen = Seen(scenario["samples"])
+            train(seen, scenario, kind)
             found.setdefault(name, {})[kind] = {"updates": seen.updates, "reported": seen.counters}
     return found
 
@@ -413,7 +413,7 @@ def main(framework: str) -> None:
     given = SCENARIOS
     if framework == "torchtitan":  # its trainer ends with the process, and writes no checkpoint within a window
         titan_trainer()
-        given = {name: one for name, one in SCENARIOS.items() if not {"raises", "checkpoint"} & one.keys()}
+        given = {name: facts for name, facts in SCENARIOS.items() if not {"raises", "checkpoint"} & facts.keys()}
     if framework == "lightning":
         import lightning.pytorch  # noqa: F401 - once, before the fork
 

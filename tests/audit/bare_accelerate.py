@@ -153,10 +153,10 @@ def fallbacks() -> dict[str, str]:
     """How the model ends up that was to be sharded on the CPU, by the arguments of ``Accelerator``."""
     found = {}
     for name, more in (("cpu=True", {"cpu": True}), ("neither", {})):
-        one = accelerator(N, teach=False, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), **more)
+        fallback = accelerator(N, teach=False, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), **more)
         model = Weights(8)
-        prepared, _ = one.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-        found[name] = f"{type(prepared).__name__} on {one.num_processes}"
+        prepared, _ = fallback.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        found[name] = f"{type(prepared).__name__} on {fallback.num_processes}"
     return found
 
 

@@ -17,7 +17,7 @@ from bench.launch.outcome import Outcome
 from bench.measure import accumulation_dtype
 from bench.plan.cell import REFERENCE, REFERENCES, Precision, Status
 from tests.conftest import Command, asked, first
-from tests.summing import FSDP2_POLICIES, LOOPS, NS, Summing
+from tests.sum_dtypes import FSDP2_POLICIES, LOOPS, NS, SumDtypes
 
 BACKENDS = [name for name in registry() if name not in REFERENCES]
 
@@ -31,8 +31,8 @@ def found(
     request: pytest.FixtureRequest, launcher: Launcher, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     """What two ranks found out; both say the same."""
-    names, folder = tuple(asked(request, CHOSEN, registry())), str(tmp_path_factory.mktemp("summing"))
-    outcome = launcher.run(Summing(names=names, world_size=2, folder=folder), 300)
+    names, folder = tuple(asked(request, CHOSEN, registry())), str(tmp_path_factory.mktemp("sums"))
+    outcome = launcher.run(SumDtypes(names=names, world_size=2, folder=folder), 300)
     assert outcome.status is Status.OK, f"{outcome.reason}\n{outcome.traceback}"
     first, second = (rank["found"] for rank in outcome.ranks)
     assert first == second
@@ -58,9 +58,9 @@ def test_every_backend_sums_in_fp32(found: dict[str, Any], name: str, precision:
 @pytest.mark.parametrize("policy", FSDP2_POLICIES, ids=str)
 def test_what_fsdp2_sums_in_follows_from_its_policy(found: dict[str, Any], policy: Any) -> None:
     both = [found[f"{policy} {sync}"] for sync in ("eager", "deferred")]
-    assert tuple(one["dtype"] for one in both) == FSDP2_POLICIES[policy]
-    assert tuple(one["sum"] for one in both) == tuple(float(dtype == "fp32") for dtype in FSDP2_POLICIES[policy])
-    assert all(one["scale"] == 1.0 for one in both)
+    assert tuple(probe["dtype"] for probe in both) == FSDP2_POLICIES[policy]
+    assert tuple(probe["sum"] for probe in both) == tuple(float(dtype == "fp32") for dtype in FSDP2_POLICIES[policy])
+    assert all(probe["scale"] == 1.0 for probe in both)
 
 
 @pytest.mark.parametrize("name", ["silent", "coalescing"])
@@ -100,17 +100,17 @@ def test_a_cell_that_clips_is_probed_without(found: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["ddp-eager", "fsdp2-eager", "fsdp2-deferred", "deepspeed-zero2-eager", "twice"])
 def test_the_error_of_a_sum_in_fp32_stays_small(found: dict[str, Any], name: str) -> None:
     curve = found[f"errors {name}"]
-    assert [one["accumulate"] for one in curve] == list(NS)
-    assert all(one["error"] < 1e-7 and one["num_updates"] == 1 for one in curve)
-    assert [one["factor"] for one in curve] == [1 / n if name == "twice" else 1.0 for n in NS]
-    assert [one["scale"] for one in curve] == pytest.approx([one["factor"] for one in curve], rel=1e-6)
+    assert [point["accumulate"] for point in curve] == list(NS)
+    assert all(point["error"] < 1e-7 and point["num_updates"] == 1 for point in curve)
+    assert [point["factor"] for point in curve] == [1 / n if name == "twice" else 1.0 for n in NS]
+    assert [point["scale"] for point in curve] == pytest.approx([point["factor"] for point in curve], rel=1e-6)
 
 
 def test_the_error_of_a_sum_in_bf16_grows_with_n(found: dict[str, Any]) -> None:
-    errors = [one["error"] for one in found["errors bf16"]]
+    errors = [point["error"] for point in found["errors bf16"]]
     assert errors[0] < 1e-2 < errors[-1]
     assert errors == sorted(errors)
-    assert all(one["factor"] == 1.0 for one in found["errors bf16"])
+    assert all(point["factor"] == 1.0 for point in found["errors bf16"])
 
 
 @pytest.mark.parametrize(

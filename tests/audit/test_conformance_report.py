@@ -134,9 +134,9 @@ def test_families_have_tables_of_their_own_below_one_overview() -> None:
 def test_what_the_loss_causes_is_told_apart_from_what_the_backend_does() -> None:
     findings = [("mean of means", "wrong"), ("under-weighted", "wrong")]
     seen = [make_observation("loop", findings=findings[:1]), make_observation("trainer", findings=findings)]
-    _, _, backend, own, loss, common = cells(conformance.markdown(seen))
+    _, _, backend, of_backend, loss, common = cells(conformance.markdown(seen))
     assert [backend[0], loss[0]] == [f"*{cause}*" for cause in conformance.CAUSES]
-    assert own[1] == "right" and own[2].startswith("**under-weighted")
+    assert of_backend[1] == "right" and of_backend[2].startswith("**under-weighted")
     assert [cell.startswith("**mean of means") for cell in common[1:]] == [True, True]
     seen.append(make_observation("picky", findings=[("unsupported", "note")]))
     assert (

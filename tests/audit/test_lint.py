@@ -225,8 +225,8 @@ def test_what_is_advised_and_shown(accumulate: int, num_batches: int, window: in
 
 def test_places(tmp_path: Path) -> None:
     """Keys and lines are those of the file, also of one that another names."""
-    own = tmp_path / "ds.json"
-    own.write_text(
+    engine = tmp_path / "ds.json"
+    engine.write_text(
         '{\n\t"gradient_clipping": 1.0,\n\t"zero_optimization": {\n\t\t"stage": 3}\n,\n'
         '"gradient_accumulation_steps": 4}'
     )
@@ -237,12 +237,12 @@ def test_places(tmp_path: Path) -> None:
         "    dict_kwargs:\n      window_size: 10\n"
     )
     # The DeepSpeed config is read as part of the other, not as one without a micro-batch size.
-    findings = lint([own, path], LintOptions(deepspeed=NEW))
+    findings = lint([engine, path], LintOptions(deepspeed=NEW))
     places = [(each.code, Path(each.file).name, each.line, each.key) for each in findings]
     # Nothing else in the training matters before it starts.
     assert places == [("GAS01", "ds.json", 6, "gradient_accumulation_steps")]
-    own.write_text(own.read_text().replace(',\n"gradient_accumulation_steps": 4', ""))
-    findings = lint([own, path], LintOptions(deepspeed=NEW))
+    engine.write_text(engine.read_text().replace(',\n"gradient_accumulation_steps": 4', ""))
+    findings = lint([engine, path], LintOptions(deepspeed=NEW))
     places = [(each.code, Path(each.file).name, each.line, each.key) for each in findings]
     assert places == [
         ("DBL02", "ds.json", 2, "gradient_clipping"),
@@ -336,15 +336,15 @@ def test_a_finding_has_four_lines_whatever_the_key(tmp_path: Path) -> None:
 
 
 def test_hint_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one, two = write(tmp_path, lightning("deepspeed"), "one.yaml"), write(tmp_path, lightning(), "two.yaml")
-    assert cli.main(["lint", str(one), str(two)]) == BAD
+    first, second = write(tmp_path, lightning("deepspeed"), "one.yaml"), write(tmp_path, lightning(), "two.yaml")
+    assert cli.main(["lint", str(first), str(second)]) == BAD
     out, err = capsys.readouterr()
     assert err.splitlines() == ["hint: --samples would enable the rules about windows, steps and logs"]
     assert re.match(
-        rf"{re.escape(str(one))}:\d+: error DBL01 trainer\.strategy: loss divided by N twice\n    what ", out
+        rf"{re.escape(str(first))}:\d+: error DBL01 trainer\.strategy: loss divided by N twice\n    what ", out
     )
     assert "\n    fix: " in out and "\n    proof: python -m bench semantics " in out
-    assert cli.main(["lint", str(one), "--json", "--samples", "32"]) == BAD
+    assert cli.main(["lint", str(first), "--json", "--samples", "32"]) == BAD
     out, err = capsys.readouterr()
     (finding,) = json.loads(out)
     assert finding["code"] == "DBL01" and finding["severity"] == "error" and finding["source"] and not err

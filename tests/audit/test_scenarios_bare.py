@@ -29,14 +29,14 @@ def test_loops_without_the_bench_compute_the_same(framework: str, tmp_path: Path
     bare: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     assert bare
     for name, backends in bare.items():
-        for backend, one in backends.items():
+        for backend, alone in backends.items():
             seen = SUITE[name, backend]
-            assert len(seen["updates"]) == len(one["updates"]), (name, backend)
-            for update, coefficients in zip(seen["updates"], one["updates"], strict=True):
+            assert len(seen["updates"]) == len(alone["updates"]), (name, backend)
+            for update, coefficients in zip(seen["updates"], alone["updates"], strict=True):
                 assert update["samples"] == pytest.approx(coefficients, rel=1e-4), (name, backend)
-            loading = one["reported"].pop("inner_steps_of_loading", 0)
+            loading = alone["reported"].pop("inner_steps_of_loading", 0)
             assert loading == (2 if (name, backend) == ("resume-epoch", "fsdp2-deferred") else 0)
-            for counter, value in one["reported"].items():
+            for counter, value in alone["reported"].items():
                 assert seen["steps_reported"][counter] == value, (name, backend, counter)
 
 
@@ -76,11 +76,11 @@ def test_hugging_faces_trainer_alone_computes_the_same(
     measured = json.loads(here("semantics", *options).stdout)
     assert len(measured) == len(bare) * len(backends.split(","))
     for seen in measured:
-        one = bare[seen["scenario"]["name"]][seen["backend"]]
+        alone = bare[seen["scenario"]["name"]][seen["backend"]]
         found = [update["samples"] for update in seen["updates"]]
-        assert found == [pytest.approx(update, rel=1e-4) for update in one["updates"]], seen["diagnosis"]
-        assert seen["steps_reported"].items() >= one["reported"].items(), seen["diagnosis"]
-    verdicts = {(one["scenario"]["name"], one["verdict"]) for one in measured}
+        assert found == [pytest.approx(update, rel=1e-4) for update in alone["updates"]], seen["diagnosis"]
+        assert seen["steps_reported"].items() >= alone["reported"].items(), seen["diagnosis"]
+    verdicts = {(seen["scenario"]["name"], seen["verdict"]) for seen in measured}
     assert {word for name, word in verdicts if name in ("tokens-mean", "tokens-counted-per-rank")} == {"mean of means"}
     assert {word for name, word in verdicts if name == "tokens-counted"} == {"right"}
 
@@ -100,14 +100,14 @@ def test_accelerate_without_the_bench_computes_and_sends_the_same(tmp_path: Path
         "deepspeed-zero2": {"allreduce_": 4 + 1, "_allgather_base_": 1},
         "deepspeed-zero3": {"_allgather_base_": 4, "_reduce_scatter_base_": 4, "allreduce_": 1},
     }
-    measured = [(name, backend, one) for name, backends in bare.items() for backend, one in backends.items()]
+    measured = [(name, backend, alone) for name, backends in bare.items() for backend, alone in backends.items()]
     assert len(measured) == len(bare) * len(sent)
-    for name, backend, one in measured:
+    for name, backend, alone in measured:
         seen = SUITE[name, backend]
-        assert len(seen["updates"]) == len(one["updates"]), (name, backend)
-        for update, coefficients in zip(seen["updates"], one["updates"], strict=True):
+        assert len(seen["updates"]) == len(alone["updates"]), (name, backend)
+        for update, coefficients in zip(seen["updates"], alone["updates"], strict=True):
             assert update["samples"] == pytest.approx(coefficients, rel=1e-4), (name, backend)
-        assert seen["steps_reported"] == one["reported"], (name, backend)
+        assert seen["steps_reported"] == alone["reported"], (name, backend)
         if name == "own-loader":
             assert (len(seen["updates"]), seen["verdict"]) == (5, "carried over"), backend
         if name == "prepared-scheduler":

@@ -37,7 +37,7 @@ class Pretend:
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.own = scenario.bound * scenario.largest_batch
+        self.slots_per_rank = scenario.bound * scenario.largest_batch
         self.grads: dict[int, float] = {}
         self.events, self.number = "", 0
         self.fetches: list[list[dict[str, Any]]] = [[] for _ in range(scenario.world_size)]
@@ -52,14 +52,14 @@ class Pretend:
             padded = [i % s.samples for i in range(s.samples_per_rank * s.world_size)]
             by_rank = [padded[rank :: s.world_size] for rank in range(s.world_size)]
             starts = range(0, s.micro_batches_per_epoch * s.batch_size, s.batch_size)
-            yield [[own[start : start + s.batch_size] for own in by_rank] for start in starts]
+            yield [[samples[start : start + s.batch_size] for samples in by_rank] for start in starts]
 
     def micro_batch(self, epoch: int, samples: list[list[int]], factor: float) -> None:
         """Fetch, forward and backward: ``factor`` times the mean loss, averaged over ranks."""
         for rank, of_rank in enumerate(samples):
             tokens = [self.scenario.tokens(sample) for sample in of_rank]
             for index, count in enumerate(tokens):
-                slot = rank * self.own + self.number * self.scenario.largest_batch + index
+                slot = rank * self.slots_per_rank + self.number * self.scenario.largest_batch + index
                 share = count / sum(tokens) / len(samples)
                 self.grads[slot] = self.grads.get(slot, 0.0) + factor * share
             self.fetches[rank].append({"epoch": epoch, "samples": of_rank})
@@ -69,8 +69,8 @@ class Pretend:
 
     def step(self, *, clear: bool = True, digests: tuple[str, ...] = ("same",)) -> None:
         self.changes.append(sorted((slot, value) for slot, value in self.grads.items() if value))
-        for rank, own in enumerate(self.digests):
-            own.append(digests[rank % len(digests)])
+        for rank, of_rank in enumerate(self.digests):
+            of_rank.append(digests[rank % len(digests)])
         self.events += "S"
         if clear:
             self.grads = {}
@@ -81,7 +81,7 @@ class Pretend:
                 "scenario": self.scenario.name,
                 "stopped": "ended",
                 "failure": None,
-                "own_slots": self.own,
+                "own_slots": self.slots_per_rank,
                 "fetches": self.fetches[rank],
                 "losses": self.losses,
                 "faults": [],
@@ -202,7 +202,7 @@ def test_a_training_that_hits_the_bound_never_stops() -> None:
     pretend = Pretend(scenario(epochs=2))
     right(pretend, 4)
     pretend.scenario = scenario(epochs=None, max_steps=2)
-    seen = pretend.observe(stopped="bound", own_slots=pretend.own, reported={"trainer.global_step": 0})
+    seen = pretend.observe(stopped="bound", own_slots=pretend.slots_per_rank, reported={"trainer.global_step": 0})
     assert seen["verdict"] == "never stops" and "trainer.global_step = 0" in seen["diagnosis"]
 
 
@@ -213,7 +213,7 @@ def test_loops_that_ignore_what_they_are_told() -> None:
     pretend = Pretend(scenario(epochs=1))
     right(pretend, 4)
     pretend.scenario = scenario(epochs=3, max_steps=5)
-    assert pretend.observe(own_slots=pretend.own)["verdict"] == "stops early"
+    assert pretend.observe(own_slots=pretend.slots_per_rank)["verdict"] == "stops early"
 
 
 def test_counters_that_disagree_are_named() -> None:
@@ -225,8 +225,8 @@ def test_counters_that_disagree_are_named() -> None:
     # Training that is started again after an exception may count from 0 again, as transformers' Trainer does.
     pretend.scenario = scenario(fault=Fault.EXCEPTION, at=9)
     for counted, found in ((2, [("counted anew", "note")]), (3, [("miscounted", "wrong")]), (4, [])):
-        seen = pretend.observe(reported={"state.global_step": counted}, faults=[8], own_slots=pretend.own)
-        assert [(one["word"], one["level"]) for one in seen["findings"] if "count" in one["word"]] == found
+        seen = pretend.observe(reported={"state.global_step": counted}, faults=[8], own_slots=pretend.slots_per_rank)
+        assert [(remark["word"], remark["level"]) for remark in seen["findings"] if "count" in remark["word"]] == found
 
 
 @pytest.mark.parametrize(
@@ -280,15 +280,15 @@ def test_a_right_loop_conserves_weight(samples: int, batch_size: int, n: int, ep
 
 
 def test_the_suite_covers_what_it_should() -> None:
-    suite = {one.name: one for one in load()}
-    assert set(Fault) == {one.fault for one in suite.values()}
-    assert set(Reduction) == {one.reduction for one in suite.values()}
-    assert {True, False} == {one.drop_last for one in suite.values()}
-    assert any(one.micro_batches_per_epoch % one.accumulate[0] == 0 for one in suite.values())
-    assert any(one.micro_batches_per_epoch < one.accumulate[0] for one in suite.values())
-    assert any(one.epochs is None for one in suite.values()) and any(len(one.accumulate) > 1 for one in suite.values())
-    assert any(one.engine_accumulate for one in suite.values())
-    assert all(one.title for one in suite.values())
+    suite = load()
+    assert set(Fault) == {scenario.fault for scenario in suite}
+    assert set(Reduction) == {scenario.reduction for scenario in suite}
+    assert {True, False} == {scenario.drop_last for scenario in suite}
+    assert any(scenario.micro_batches_per_epoch % scenario.accumulate[0] == 0 for scenario in suite)
+    assert any(scenario.micro_batches_per_epoch < scenario.accumulate[0] for scenario in suite)
+    assert None in {scenario.epochs for scenario in suite} and any(len(scenario.accumulate) > 1 for scenario in suite)
+    assert any(scenario.engine_accumulate for scenario in suite)
+    assert all(scenario.title for scenario in suite)
 
 
 START = "[a]\nsamples = 4\nbatch_size = 1\n"
@@ -334,14 +334,14 @@ def test_a_wrong_scenario_is_refused_in_one_line(tmp_path: Path, text: str, mess
 
 BACKENDS = [name for name in registry() if name not in REFERENCES]
 CHOSEN = ("fsdp2-deferred", "lightning-deepspeed-zero3")
-EVERY = [one.name for one in load()]
+EVERY = [scenario.name for scenario in load()]
 SHOWN = ("partial-window", "max-steps-short", "engine-n", "exception", "tokens-window")
 """Scenarios that tell backends apart; with --all every one is run, under every backend."""
 Suite = dict[tuple[str, str], dict[str, Any]]
 
 
 def by_name(observations: list[dict[str, Any]]) -> Suite:
-    return {(one["scenario"]["name"], one["backend"]): one for one in observations}
+    return {(record["scenario"]["name"], record["backend"]): record for record in observations}
 
 
 @pytest.fixture(scope="module")
@@ -358,15 +358,15 @@ def test_what_is_committed_is_measured_again(request: pytest.FixtureRequest, her
     seen = by_name(json.loads(done.stdout))
     assert seen.keys() == {(name, backend) for name in names for backend in backends}
     assert suite.keys() == {(name, backend) for name in EVERY for backend in BACKENDS}
-    for key, one in seen.items():
-        sums = [update["sum"] for update in one["updates"]]
+    for key, record in seen.items():
+        sums = [update["sum"] for update in record["updates"]]
         assert sums == pytest.approx([update["sum"] for update in suite[key]["updates"]], rel=1e-5), key
         for fact in ("verdict", "optimizer_steps_observed", "micro_batches", "steps_reported", "samples_lost"):
-            assert one[fact] == suite[key][fact], key
+            assert record[fact] == suite[key][fact], key
 
 
 def verdicts(suite: Suite, name: str) -> dict[str, str]:
-    return {backend: one["verdict"] for (of, backend), one in suite.items() if of == name}
+    return {backend: record["verdict"] for (of, backend), record in suite.items() if of == name}
 
 
 RIGHT_BY_HAND = ("divisible", "partial-window", "fewer-than-n", "max-steps", "resume", "n-by-epoch", "clip-hard")
@@ -396,9 +396,9 @@ def test_sound_backends_conserve_weight(suite: Suite) -> None:
 
 def test_lightning_with_deepspeed_divides_twice_and_the_corrected_one_does_not(suite: Suite) -> None:
     for backend in ("lightning-deepspeed-zero2", "lightning-deepspeed-zero3"):
-        one = suite["divisible", backend]
-        assert one["verdict"] == "divided twice" and one["weight_ratio"] == pytest.approx(0.25)
-        assert one["steps_reported"]["on_before_optimizer_step"] == 16 and one["optimizer_steps_observed"] == 4
+        seen = suite["divisible", backend]
+        assert seen["verdict"] == "divided twice" and seen["weight_ratio"] == pytest.approx(0.25)
+        assert seen["steps_reported"]["on_before_optimizer_step"] == 16 and seen["optimizer_steps_observed"] == 4
         assert suite["clip", backend]["weight_ratio"] == pytest.approx(0.25 / 0.4, rel=1e-4)
     assert suite["divisible", "lightning-deepspeed-zero2-corrected"]["weight_ratio"] == pytest.approx(1)
     assert suite["clip", "lightning-deepspeed-zero2-corrected"]["weight_ratio"] == pytest.approx(1, rel=1e-4)
@@ -406,10 +406,10 @@ def test_lightning_with_deepspeed_divides_twice_and_the_corrected_one_does_not(s
 
 def test_clipping_hides_the_second_division(suite: Suite) -> None:
     for backend in ("lightning-deepspeed-zero2", "lightning-deepspeed-zero3"):
-        one = suite["clip-hard", backend]
-        assert one["verdict"] == "hidden by clipping" and one["weight_ratio"] == pytest.approx(1, rel=1e-4)
+        seen = suite["clip-hard", backend]
+        assert seen["verdict"] == "hidden by clipping" and seen["weight_ratio"] == pytest.approx(1, rel=1e-4)
         words = "clipping hides that the loss was divided by N = 4 twice: without it, all 2 updates had 0.25"
-        assert words in one["diagnosis"]
+        assert words in seen["diagnosis"]
     others = {word for backend, word in verdicts(suite, "clip-hard").items() if not registry()[backend].defect}
     assert others == {"right", "hooks too often"}
 
@@ -454,10 +454,10 @@ MISSING = {"0": list(range(32, 40))}
 def test_what_frameworks_are_known_to_do(
     suite: Suite, name: str, backend: str, verdict: str, facts: dict[str, Any]
 ) -> None:
-    one = suite[name, backend]
-    seen = one | {
-        "updates": [round(update["sum"], 6) for update in one["updates"]],
-        "steps_reported": one["steps_reported"].get("trainer.step"),
+    record = suite[name, backend]
+    seen = record | {
+        "updates": [round(update["sum"], 6) for update in record["updates"]],
+        "steps_reported": record["steps_reported"].get("trainer.step"),
     }
     assert (seen["verdict"], {key: seen[key] for key in facts}) == (verdict, facts)
 
@@ -487,8 +487,8 @@ def test_broken_loops_are_told_apart(here: Command, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(EXTRA_BACKENDS, LOOPS)
     process = here(*command, "--epochs", "2", "--json")
     assert process.returncode == 1, process.stderr
-    seen = {one["backend"]: one for one in json.loads(process.stdout)}
-    assert {backend: one["verdict"] for backend, one in seen.items()} == names
+    seen = {record["backend"]: record for record in json.loads(process.stdout)}
+    assert {backend: record["verdict"] for backend, record in seen.items()} == names
     assert seen["x-modulo"]["updates"][2]["sum"] == pytest.approx(1.5)
 
 
@@ -516,9 +516,9 @@ def test_odd_scenarios_are_judged_right(here: Command, tmp_path: Path) -> None:
     """Each was once judged wrong."""
     tables = []
     for name, (rest, _, _) in ODD_SCENARIOS.items():
-        own = {line.partition(" =")[0] for line in rest.splitlines()}
+        given = {line.partition(" =")[0] for line in rest.splitlines()}
         usual = {"samples": 32, "batch_size": 2, "accumulate": 4}
-        tables += [f"[{name}]", *(f"{key} = {value}" for key, value in usual.items() if key not in own), rest]
+        tables += [f"[{name}]", *(f"{key} = {value}" for key, value in usual.items() if key not in given), rest]
     (tmp_path / "odd.toml").write_text("\n".join(tables))
     backends = ",".join({backend for _, backend, _ in ODD_SCENARIOS.values()})
     seen = by_name(
@@ -559,7 +559,7 @@ def test_a_backend_that_fails_spoils_no_other(tmp_path: Path, extra_site: Path) 
     numbers = ["--samples", "8", "--micro-batch", "1", "--accumulate", "2"]
     process = bench(*command, *numbers, "--json", cwd=tmp_path, pythonpath=extra_site)
     assert process.returncode == 1, process.stderr
-    seen = {one["backend"]: one for one in json.loads(process.stdout)}
+    seen = {record["backend"]: record for record in json.loads(process.stdout)}
     assert seen["x-killed"]["failure"]["reason"] == "rank 1 was ended by SIGKILL"
     assert seen["x-hangs"]["verdict"] == seen["x-hangs"]["failure"]["status"] == "timeout"
     assert seen["x-killed"]["verdict"] == seen["x-raises"]["verdict"] == "crashed"
@@ -567,8 +567,8 @@ def test_a_backend_that_fails_spoils_no_other(tmp_path: Path, extra_site: Path) 
     assert seen["x-sound"]["verdict"] == "right"
 
 
-def as_calculated(one: dict[str, Any]) -> Steps | None:
-    return calculate(Scenario.from_dict(one["scenario"]), StepRule.of(registry()[one["backend"]]))
+def as_calculated(record: dict[str, Any]) -> Steps | None:
+    return calculate(Scenario.from_dict(record["scenario"]), StepRule.of(registry()[record["backend"]]))
 
 
 @st.composite
@@ -606,25 +606,25 @@ def test_the_calculator_says_what_the_backends_do(tables: list[str]) -> None:
         process = bench(*command, cwd=Path(folder))
     seen = json.loads(process.stdout)
     assert len(seen) == len(backends) * len(tables)
-    for one in seen:
-        told = as_calculated(one)
+    for record in seen:
+        told = as_calculated(record)
         assert told is not None
-        where = (one["backend"], one["scenario"], one["diagnosis"])
-        assert (told.stops == "never") == (one["stopped"] == "bound"), where
+        where = (record["backend"], record["scenario"], record["diagnosis"])
+        assert (told.stops == "never") == (record["stopped"] == "bound"), where
         if told.stops == "never":
             continue
-        ahead = one["micro_batches"] - told.micro_batches_consumed
-        assert 0 <= ahead <= one["backend"].startswith("accelerate"), where  # its loader fetches one ahead
-        assert told.optimizer_steps == one["optimizer_steps_observed"], where
+        ahead = record["micro_batches"] - told.micro_batches_consumed
+        assert 0 <= ahead <= record["backend"].startswith("accelerate"), where  # its loader fetches one ahead
+        assert told.optimizer_steps == record["optimizer_steps_observed"], where
         for name, value in told.steps_reported.items():
-            if name in one["steps_reported"]:  # a loop of its own under DeepSpeed reports the engine's counter only
-                assert one["steps_reported"][name] == value, (name, where)
+            if name in record["steps_reported"]:  # a loop of its own under DeepSpeed reports the engine's counter only
+                assert record["steps_reported"][name] == value, (name, where)
         missing = told.samples_lost_in_mid_run + told.samples_left_open
-        most = missing + ahead * one["scenario"]["batch_size"] * one["scenario"]["world_size"]
+        most = missing + ahead * record["scenario"]["batch_size"] * record["scenario"]["world_size"]
         # A padded sample counts as used if one of its two uses is.
-        assert missing - told.samples_padded <= one["samples_lost"] + one["samples_left_open"] <= most, where
+        assert missing - told.samples_padded <= record["samples_lost"] + record["samples_left_open"] <= most, where
         scales = sorted(scale for scale, count in told.update_scales.items() for _ in range(count))
-        assert sorted(update["sum"] for update in one["updates"]) == pytest.approx(scales, rel=1e-5), where
+        assert sorted(update["sum"] for update in record["updates"]) == pytest.approx(scales, rel=1e-5), where
 
 
 @pytest.mark.parametrize(

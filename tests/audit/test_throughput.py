@@ -145,5 +145,5 @@ def test_command_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureF
 )
 def test_wrong_input_is_one_line(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["throughput", *options]) == 2
-    said = capsys.readouterr().err
-    assert words in said and said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert words in message and message.count("\n") == 1

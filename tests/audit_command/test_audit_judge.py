@@ -95,7 +95,7 @@ def test_what_is_said_of_a_gradient(
     found = audit(tmp_path, gradient, **options)
     assert audit_text.lines(found)[0].split()[1:] == audit_text.verdict(found).split()
     assert audit_text.verdict(found) == (verdict or "nothing wrong seen, not all judged")
-    assert finding in [one.topic for one in found.findings]
+    assert finding in [judged.topic for judged in found.findings]
 
 
 def test_of_several_trainings_one_is_judged(tmp_path: Path) -> None:

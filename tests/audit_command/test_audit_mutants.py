@@ -54,7 +54,7 @@ def test_without_it_another_verdict(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     cli.main(["audit", "--json", "--", *Case(script, "").command])
     found = json.loads(capfd.readouterr().out)
-    topics = [one["topic"] for one in found["findings"]]
+    topics = [judged["topic"] for judged in found["findings"]]
     assert "scale 1" not in topics if finding != "no reduction seen" else found["verdict"] == "right"
     assert finding is None or finding in topics
-    assert not finding or "error" not in [one["level"] for one in found["findings"]]
+    assert not finding or "error" not in [judged["level"] for judged in found["findings"]]

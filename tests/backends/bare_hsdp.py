@@ -44,10 +44,10 @@ def train(mode: str, rank: int) -> dict[str, Any]:
     nn.init.zeros_(weights.weight)
     fully_shard(weights, mesh=init_device_mesh("cpu", (R, W // R), mesh_dim_names=("replicate", "shard")))
     optimizer = torch.optim.SGD(weights.parameters(), lr=1.0)
-    own = list(range(rank, SAMPLES, W))
+    samples = list(range(rank, SAMPLES, W))
     found: dict[str, Any] = {"updates": [], "calls": []}
-    for first in [*range(0, len(own), N)] * EPOCHS:
-        window, counter, before = own[first : first + N], Calls(), weights.weight.full_tensor().detach().clone()
+    for first in [*range(0, len(samples), N)] * EPOCHS:
+        window, counter, before = samples[first : first + N], Calls(), weights.weight.full_tensor().detach().clone()
         with counter:
             for sample in window:
                 last = sample == window[-1]
@@ -73,8 +73,8 @@ def held(weights: Any) -> int:
     (parameter,) = group.fsdp_params
     sharded = [parameter.sharded_param.grad, group._partial_reduce_output]
     whole = [parameter.unsharded_accumulated_grad, parameter._unsharded_param.grad]
-    local = [getattr(one, "_local_tensor", one) for one in (*sharded, *whole) if one is not None]
-    return sum(one.untyped_storage().nbytes() // 4 for one in local)
+    local = [getattr(gradient, "_local_tensor", gradient) for gradient in (*sharded, *whole) if gradient is not None]
+    return sum(gradient.untyped_storage().nbytes() // 4 for gradient in local)
 
 
 def rank_main(rank: int, store: str) -> None:

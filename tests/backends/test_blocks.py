@@ -96,8 +96,8 @@ def test_the_shipped_model_is_compiled_whole() -> None:
         loss.backward()
         expected.backward()
         assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+        for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-6)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 

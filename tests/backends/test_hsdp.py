@@ -34,20 +34,20 @@ def test_updates_are_those_of_loops_without_the_bench(bare: dict[str, Any], here
     numbers = ["--samples", "40", "--micro-batch", "1", "--accumulate", "4", "--epochs", "2", "--world-size", "4"]
     done = here("semantics", "--backend", ",".join(HSDP), *numbers, "--json")
     assert done.returncode == 0, done.stderr + done.stdout
-    for one in json.loads(done.stdout):
-        right = bare[one["backend"]]["updates"]
-        assert [update["samples"] for update in one["updates"]] == [pytest.approx(update) for update in right]
-        assert one["verdict"] == "right"
+    for observation in json.loads(done.stdout):
+        right = bare[observation["backend"]]["updates"]
+        assert [update["samples"] for update in observation["updates"]] == [pytest.approx(update) for update in right]
+        assert observation["verdict"] == "right"
     clipped = here("semantics", "--backend", ",".join(HSDP), *numbers, "--clip", "0.05", "--json")
-    assert [one["verdict"] for one in json.loads(clipped.stdout)] == ["right"] * len(HSDP)
+    assert [observation["verdict"] for observation in json.loads(clipped.stdout)] == ["right"] * len(HSDP)
 
 
 @pytest.mark.parametrize("mode", HSDP)
 def test_formulas_are_those_of_loops_without_the_bench(bare: dict[str, Any], mode: str) -> None:
     """Of a model of one unit, in windows of four micro-batches, and of the two that an epoch leaves over."""
-    one = Layout(parameters=(Parameter(name="weight", shape=(40, 1), unit=ROOT),), gradients=(0,))
+    layout = Layout(parameters=(Parameter(name="weight", shape=(40, 1), unit=ROOT),), gradients=(0,))
     for calls, n in zip(bare[mode]["calls"], (4, 4, 2) * 2, strict=True):
-        expected = expect(make_cell(backend=mode, world_size=4, accumulate=n), one)
+        expected = expect(make_cell(backend=mode, world_size=4, accumulate=n), layout)
         assert expected is not None
         counted = Counter({(row.op, row.group): row.calls for row in expected.collectives})
         words = (name.split() for name in calls)

@@ -21,7 +21,7 @@ def attention(device: str, dtype: torch.dtype, key_heads: int, *, is_causal: boo
     q, k, v = (numbers(2, num, 32, 64, seed=seed).to(device, dtype).requires_grad_() for seed, num in heads)
     out = functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=key_heads != 4)
     out.float().square().sum().backward()
-    return [one for one in (out, q.grad, k.grad, v.grad) if one is not None]
+    return [tensor for tensor in (out, q.grad, k.grad, v.grad) if tensor is not None]
 
 
 def training(device: str, **options: bool) -> list[Tensor]:

@@ -75,10 +75,10 @@ def counted(request: pytest.FixtureRequest, shared_machine: Machine) -> list[Fou
     """Every backend in a world of this size."""
     world_size: int = request.param
     left_out = (*REFERENCES, *NEVER, *(NEVER_ALONE if world_size == 1 else ()))
-    names = [name for name, one in registry().items() if name not in left_out and not one.replicate]
+    names = [name for name, backend in registry().items() if name not in left_out and not backend.replicate]
     cells = [counted_cell(name, world_size) for name in names]
     trials = shared_machine.trials(cells, ("time",), gpus=world_size, counted=True, FAKE_WEIGHTS="none")
-    bad = [f"{cell.backend}: {one['reason']}" for cell, one in zip(cells, trials, strict=True) if one["status"] != "ok"]
+    bad = {cell.backend: trial["reason"] for cell, trial in zip(cells, trials, strict=True) if trial["status"] != "ok"}
     assert not bad
     found = [found_in(trial, cell) for cell, trial in zip(cells, trials, strict=True)]
     if out := request.config.getoption("--gpu-page"):
@@ -87,25 +87,25 @@ def counted(request: pytest.FixtureRequest, shared_machine: Machine) -> list[Fou
 
 
 def test_nothing_of_ours_makes_the_host_wait(counted: Sequence[Found]) -> None:
-    ours = {one.backend: one.ours for one in counted if one.ours}
+    ours = {trial.backend: trial.ours for trial in counted if trial.ours}
     assert not ours, "\n".join(f"{name}: {len(stacks)}, as {stacks[0]}" for name, stacks in ours.items())
 
 
 def test_frameworks_make_it_wait_where_it_is_known(counted: Sequence[Found]) -> None:
-    for one in counted:
-        assert dict(one.waits) == WAITS[one.world_size].get(one.backend, {}), one.backend
+    for trial in counted:
+        assert dict(trial.waits) == WAITS[trial.world_size].get(trial.backend, {}), trial.backend
 
 
 def table(found: Sequence[Found]) -> list[str]:
     """Lines of Markdown: a table that names waits by letters, and what the letters stand for."""
-    letters = dict(zip(sorted({place for one in found for place in one.waits}), string.ascii_lowercase, strict=False))
+    letters = dict(zip(sorted({place for row in found for place in row.waits}), string.ascii_lowercase, strict=False))
     lines = [
         "| backend | kernels | of libraries | copies | collectives | waits | where |",
         "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
-    for one in found:
-        numbers = [one.counts[name] for name in ("KERNEL", "LIBRARY", "COPY", "COLLECTIVE")]
-        numbers.append(sum(one.counts[kind.name] for kind in WAITING))
-        where = ", ".join(f"{times} x {letters[place]}" for place, times in sorted(one.waits.items()))
-        lines.append(f"| {one.backend} | {' | '.join(f'{number:g}' for number in numbers)} | {where or '-'} |")
+    for row in found:
+        numbers = [row.counts[name] for name in ("KERNEL", "LIBRARY", "COPY", "COLLECTIVE")]
+        numbers.append(sum(row.counts[kind.name] for kind in WAITING))
+        where = ", ".join(f"{times} x {letters[place]}" for place, times in sorted(row.waits.items()))
+        lines.append(f"| {row.backend} | {' | '.join(f'{number:g}' for number in numbers)} | {where or '-'} |")
     return [*lines, "", *(f"- {letter}: {place}" for place, letter in letters.items())]

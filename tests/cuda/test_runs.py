@@ -45,13 +45,13 @@ def told(records: list[dict[str, Any]]) -> list[str]:
 def unexpected(records: list[dict[str, Any]]) -> list[str]:
     """The trials that did not end as all should."""
     bad = []
-    for one, line in zip(records, told(records), strict=True):
-        name, reason = one["cell"]["backend"], one["reason"] or ""
+    for record, line in zip(records, told(records), strict=True):
+        name, reason = record["cell"]["backend"], record["reason"] or ""
         allowed = {
             "ok": True,
             "unsupported": name in UNSUPPORTED and re.search(UNSUPPORTED[name], reason),
         }
-        if not allowed.get(one["status"]):
+        if not allowed.get(record["status"]):
             bad.append(line)
     return bad
 
@@ -117,14 +117,14 @@ def test_every_backend_passes_every_gate(
     if request.config.getoption("--gpu-page"):
         machine.bench(*SMOKE, *VARIANTS[variant], *BATCH, "--device", "cpu", "--out", "cpu")
         errors[variant] = [largest(machine.folder / name) for name in ("run", "cpu")]
-    for one in (record for record in records if record["status"] == "ok"):
-        allocator = one["time"]["cuda_memory"]
+    for record in (record for record in records if record["status"] == "ok"):
+        allocator = record["time"]["cuda_memory"]
         assert 0 < allocator["allocated"] <= allocator["active"] <= allocator["reserved"]
-        assert one["device_name"] == "NVIDIA H100 80GB HBM3" and len(one["time"]["step_seconds"]) == 3
-        assert set(one) >= set(one["passes"])
-        if "memory" in one["passes"]:
-            assert one["memory"]["peak_allocator_allocated"] > 0
-            assert one["memory"]["held_allocator_reserved"] > 0
+        assert record["device_name"] == "NVIDIA H100 80GB HBM3" and len(record["time"]["step_seconds"]) == 3
+        assert set(record) >= set(record["passes"])
+        if "memory" in record["passes"]:
+            assert record["memory"]["peak_allocator_allocated"] > 0
+            assert record["memory"]["held_allocator_reserved"] > 0
 
 
 def test_the_doctor_finds_the_gpus_good(machine: Machine) -> None:
@@ -170,7 +170,7 @@ def test_a_virtual_world_on_a_gpu(machine: Machine) -> None:
     records = machine.records()
     assert {record["cell"]["backend"] for record in records} == set(backends.split(","))
     assert not unexpected(records), told(records)
-    assert all(one["cell"]["virtual"] and one["cell"]["world_size"] == 8 for one in records)
+    assert all(record["cell"]["virtual"] and record["cell"]["world_size"] == 8 for record in records)
 
 
 @pytest.mark.parametrize("visible", ["0", "GPU-11111111-1111-1111-1111-111111111111"], ids=["index", "uuid"])
@@ -179,7 +179,7 @@ def test_ranks_that_share_a_gpu(machine: Machine, visible: str) -> None:
     options = ("--share-gpu", "--world-size", "2", "--backend", backends)
     machine.bench(*SMOKE, *options, "--out", "run", CUDA_VISIBLE_DEVICES=visible)
     records = [record for record in machine.records() if record["cell"]["backend"] != "reference"]
-    assert {one["cell"]["backend"] for one in records} == set(backends.split(","))
+    assert {record["cell"]["backend"] for record in records} == set(backends.split(","))
     assert not unexpected(records), told(records)
 
 
@@ -195,9 +195,9 @@ def test_a_rank_killed_inside_nccl_ends_its_trial_and_no_other(machine: Machine)
     began = time.monotonic()
     machine.bench(*SMOKE, *DDP, "--world-size", "2", "--out", "run", gpus=2, FAKE_NCCL_KILL="1:9")
     rows = [record for record in machine.records() if record["cell"]["backend"] == "ddp-deferred"]
-    assert rows and all(one["status"] == "crashed" for one in rows), told(rows)
+    assert rows and all(row["status"] == "crashed" for row in rows), told(rows)
     assert all("rank 1" in row["reason"] and "SIGKILL" in row["reason"] for row in rows), told(rows)
-    reference = next(one for one in machine.records() if one["cell"]["backend"] == "reference")
+    reference = next(record for record in machine.records() if record["cell"]["backend"] == "reference")
     assert reference["status"] == "ok"
     assert time.monotonic() - began < 300, "the other rank waits in NCCL for ever, and was ended"
 
@@ -222,8 +222,8 @@ def test_an_interrupted_run_is_resumed(machine: Machine) -> None:
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.2)
     os.kill(process.pid, signal.SIGINT)
-    said, _ = process.communicate(timeout=120)
-    assert process.returncode == 130, said
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
     finished = len(ended(machine))
     machine.bench("run", "--resume", "run")
     records = ended(machine)

@@ -25,7 +25,7 @@ def errors(request: pytest.FixtureRequest, shared_machine: Machine) -> dict[str,
 
 def test_operators_have_the_values_of_the_cpu(errors: dict[str, float]) -> None:
     limits = {name: 0.01 if "attention in bf16" in name else 1e-6 for name in errors}
-    assert len(errors) > 10 and not {name: one for name, one in errors.items() if not one <= limits[name]}
+    assert len(errors) > 10 and not {name: error for name, error in errors.items() if not error <= limits[name]}
 
 
 def test_an_operator_without_values_raises_and_names_itself(machine: Machine) -> None:
@@ -111,5 +111,5 @@ def test_counts_and_memory_are_the_same_with_and_without_values(machine: Machine
         trials = machine.trials(cells, ("memory",), gpus=1, values=values)
         peaks.append([trial["found"]["memory"] for trial in trials])
     assert counts[0] == counts[1] and peaks[0] == peaks[1]
-    assert all(one["KERNEL"] > 100 for windows in counts[0] for one in windows)
-    assert all(one["peak_allocator_allocated"] > 2**20 for one in peaks[0])
+    assert all(window["KERNEL"] > 100 for windows in counts[0] for window in windows)
+    assert all(peak["peak_allocator_allocated"] > 2**20 for peak in peaks[0])

@@ -62,8 +62,8 @@ def install(folder: Path) -> None:
     print(f"installing torch for CUDA into {target}: 0.5 GB to download, 1.2 GB on the disk", flush=True)
     found = subprocess.run([*command, "--target", str(target), "-r", str(requirements)], capture_output=True, text=True)
     if found.returncode:
-        said = [line for line in found.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
-        raise UnavailableError(f"there is no CUDA wheel: {said[-1]}")
+        errors = [line for line in found.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
+        raise UnavailableError(f"there is no CUDA wheel: {errors[-1]}")
     # torch would find the real runtime there, before the stub. Of these wheels only the headers are wanted.
     shutil.rmtree(folder / "headers", ignore_errors=True)
     (target / "nvidia").rename(folder / "headers")

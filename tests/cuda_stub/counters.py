@@ -85,7 +85,7 @@ class Counters:
 def stack(frame: object) -> tuple[str, ...]:
     """``file:line function`` of a frame and its callers, innermost first; files as they are imported."""
     summary = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)  # type: ignore[arg-type]
-    return tuple(f"{_imported(one.filename)}:{one.lineno} {one.name}" for one in summary)
+    return tuple(f"{_imported(frame.filename)}:{frame.lineno} {frame.name}" for frame in summary)
 
 
 def _imported(name: str) -> str:

@@ -42,7 +42,7 @@ def copy(sound: Path, tmp_path: Path) -> Path:
 
 
 def found(folder: Path, level: Level) -> dict[str, str]:
-    return {one.topic: one.text for one in check(folder) if one.level is level}
+    return {finding.topic: finding.text for finding in check(folder) if finding.level is level}
 
 
 def test_verdicts_of_a_run_against_its_baseline(sound: Path) -> None:
@@ -89,7 +89,7 @@ def test_an_edited_step_time_is_found_thrice(copy: Path, capsys: pytest.CaptureF
 
 def test_why_there_is_no_telemetry_is_a_limitation(copy: Path) -> None:
     edit(copy, 3, lambda record: record.update(gpus={"gpus": [], "notes": ["no telemetry: no NVML"]}))
-    texts = [one.text for one in check(copy) if one.level is Level.WARNING]
+    texts = [finding.text for finding in check(copy) if finding.level is Level.WARNING]
     assert "no telemetry: no NVML (1 trial)" in texts
 
 

@@ -47,7 +47,7 @@ def two(tmp_path: Path) -> tuple[str, str]:
     return str(write(tmp_path / "old", first)), str(write(tmp_path / "new", second))
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> str:
+def output(capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
@@ -70,7 +70,7 @@ class TestEvidence:
 class TestCommand:
     def test_two_runs(self, two: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["compare", *two]) == 0
-        text = said(capsys)
+        text = output(capsys)
         assert (
             "no A/A pair on both sides" in text
             and "the runs were made at different times" in text
@@ -84,7 +84,7 @@ class TestCommand:
     )
     def test_exit_status(self, two: tuple[str, str], fail_on: str, status: int, capsys: Any) -> None:
         assert main(["compare", *two, "--fail-on", fail_on]) == status
-        text = said(capsys)
+        text = output(capsys)
         assert ("REGRESSED" in text) == bool(status) and ("1 of 2 cells regressed: ddp-eager" in text) == bool(status)
 
     def test_a_busy_cpu_leaves_times_unchecked_and_no_bytes(
@@ -98,12 +98,12 @@ class TestCommand:
 
         a, b, c = busy("a", PEAK_BYTES), busy("b", PEAK_BYTES * 11 // 10), busy("c", PEAK_BYTES + 4)
         assert main(["compare", a, c, "--fail-on", "slower=5%"]) == 3
-        text = said(capsys)
+        text = output(capsys)
         assert "slower=5%: 0 of 1 cell regressed; 1 NOT CHECKED: ddp-eager" in text and "(exit status 3)" in text
         assert main(["compare", a, c, "--fail-on", "slower=5%", "--allow-unchecked"]) == 0
         assert main(["compare", a, c, "--fail-on", "memory=2%"]) == 0
         assert main(["compare", a, b, "--fail-on", "memory=2%"]) == 1
-        assert "not comparable; REGRESSED - - - 1.1000" in said(capsys)
+        assert "not comparable; REGRESSED - - - 1.1000" in output(capsys)
         assert main(["compare", a, b, "--fail-on", "slower=5%,memory=2%"]) == 1, "a certain regression comes first"
 
     def test_what_is_missing_in_b_does_not_pass(self, tmp_path: Path, capsys: Any) -> None:
@@ -111,19 +111,19 @@ class TestCommand:
         a = str(write(tmp_path / "a", records({EAGER: 0.5, DEFERRED: 0.5, twin: 0.5})))
         b = str(write(tmp_path / "b", records({EAGER: 0.5, twin: 0.5}, seed=1)))
         assert main(["compare", a, b, "--fail-on", "memory=2%"]) == 3
-        text = said(capsys)
+        text = output(capsys)
         assert "only in A: ddp-deferred N=4 W=2 fp32 gate:" in text and "A/A again" not in text
         assert main(["compare", a, b, "--fail-on", "memory=2%", "--allow-unchecked"]) == 0
         assert main(["compare", b, a, "--fail-on", "memory=2%"]) == 0, "more than was asked for is no harm"
 
     def test_what_newly_fails_in_b_does_not_pass(self, tmp_path: Path, capsys: Any) -> None:
         good = records({EAGER: 0.5})
-        slow = [one for one in good if one["repeat"] < 11 or one["cell"]["backend"] == "reference"]
+        slow = [record for record in good if record["repeat"] < 11 or record["cell"]["backend"] == "reference"]
         a = str(write(tmp_path / "a", good))
         b = str(write(tmp_path / "b", [*slow, make_failure(EAGER, 11, "timeout", "took too long")]))
         for more in ([], ["--allow-unchecked"]):
             assert main(["compare", a, b, "--fail-on", "memory=2%", *more]) == 3
-            assert "failed in B and not in A: ddp-eager N=4 W=2 fp32 (timeout, 11 of 12 ok)" in said(capsys)
+            assert "failed in B and not in A: ddp-eager N=4 W=2 fp32 (timeout, 11 of 12 ok)" in output(capsys)
         assert main(["compare", b, a, "--fail-on", "memory=2%"]) == 0
         assert main(["compare", a, b]) == 0, "without a gate it is only told"
         capsys.readouterr()
@@ -160,7 +160,7 @@ class TestCommand:
         a = write(tmp_path / "a", records({EAGER: 0.5}))
         b = write(tmp_path / "b", records({EAGER: 0.5}, seed=1), packages={"torch": "2.12.0"})
         assert main(["compare", str(a), str(b)]) == 0
-        text = said(capsys)
+        text = output(capsys)
         assert "WARNING: DIFFERENT MACHINES OR SOFTWARE" in text
         assert 'packages.torch: A "2.11.0", B "2.12.0"' in text
 

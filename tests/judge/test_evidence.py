@@ -95,9 +95,9 @@ def test_a_faster_clock_cannot_fake_a_speed_up() -> None:
             facts = {"gpus": {"gpus": [gpu(sm_clock_mhz=clock)], "notes": []}}
             records.append(make_record(cell, repeat, time={"step_seconds": [seconds * wobble] * 3}, **facts))
     made = judge(tables.build(records, make_manifest()))
-    one, other = map(EvidenceByCell(made).of, (fast, slow))
-    floor = compare(one, one, None).time
-    (judgement,) = judge_all([compare(one, other, floor)])
+    a, b = map(EvidenceByCell(made).of, (fast, slow))
+    floor = compare(a, a, None).time
+    (judgement,) = judge_all([compare(a, b, floor)])
     assert (judgement.verdict, judgement.reason) == (Verdict.AMBIGUOUS, Reason.CLOCKS)
 
 

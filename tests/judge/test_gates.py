@@ -348,7 +348,7 @@ def test_what_is_said_of_a_failure_decides_nothing(tmp_path: Path, monkeypatch: 
     def outcomes(folder: Path, reason: str) -> tuple[int, list[str]]:
         records = [record(twin.reference()), *RUNS[name]]
         if reason:
-            records = [one | {"reason": reason if one["reason"] else ""} for one in records]
+            records = [trial | {"reason": reason if trial["reason"] else ""} for trial in records]
         manifest = make_manifest([twin.reference(), twin])
         folder.mkdir()
         write_manifest(folder, manifest)

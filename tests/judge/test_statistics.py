@@ -44,8 +44,8 @@ class TestRatio:
     def test_pairing_removes_what_blocks_share(self) -> None:
         drift = np.exp(0.2 * np.random.default_rng(3).normal(size=12))
         a, b = (
-            Sample([seconds * d for seconds, d in zip(one.trials, drift, strict=True)], one.blocks)
-            for one in (sample(1.1, seed=1), sample(1.0, seed=2))
+            Sample([seconds * d for seconds, d in zip(side.trials, drift, strict=True)], side.blocks)
+            for side in (sample(1.1, seed=1), sample(1.0, seed=2))
         )
         paired, loose = ratio(a, b), ratio(Sample(a.trials), Sample(b.trials))
         assert paired.paired and not loose.paired
@@ -133,7 +133,7 @@ class TestQuality:
         rng = np.random.default_rng([n, len(kind)])
         noise = rng.normal(size=(400, n)) if kind == "normal" else rng.standard_t(4, size=(400, n))
         found = [samples.bimodal(np.exp(0.03 * row).tolist()) for row in noise]
-        assert sum(one is not None and one.found for one in found) <= stats.binom.ppf(0.999, 400, samples.ALPHA)
+        assert sum(split is not None and split.found for split in found) <= stats.binom.ppf(0.999, 400, samples.ALPHA)
 
     def test_two_modes(self) -> None:
         rng = np.random.default_rng(0)

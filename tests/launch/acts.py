@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from bench.launch.rank import join, live
+from bench.launch.rank import join, run_and_write
 from bench.plan.task import Task
 
 LOG_BYTES = 2**20
@@ -39,7 +39,7 @@ def run(payload):
             dist.all_reduce(torch.ones(1))
         return {"status": "ok", "rank": rank}
 
-    live(folder, work)
+    run_and_write(folder, work)
 
 
 def connect_late(folder):

@@ -99,17 +99,17 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_a_rank_that_shares_joins_over_gloo_on_its_only_device(joined: list[Any]) -> None:
-    own = rank.join(cuda_task(4, World.SHARED_GPU))
-    assert own == torch.device("cuda", 0)
+    device = rank.join(cuda_task(4, World.SHARED_GPU))
+    assert device == torch.device("cuda", 0)
     assert joined == ["cuda:0 of GPU-1", ((rank.SHARED_GPU_GROUP,), {}), "barrier"]
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1", "CUDA has read the UUID; DeepSpeed reads indices only"
     assert os.environ["GROUP_RANK"] == "3"
 
 
 def test_a_rank_with_a_gpu_of_its_own_joins_over_nccl(joined: list[Any]) -> None:
-    own = rank.join(cuda_task(4))
-    assert own == torch.device("cuda", 3)
-    assert joined == ["cuda:3 of None", (("nccl",), {"device_id": own})]
+    device = rank.join(cuda_task(4))
+    assert device == torch.device("cuda", 3)
+    assert joined == ["cuda:3 of None", (("nccl",), {"device_id": device})]
     assert os.environ["LOCAL_RANK"] == "3"
 
 

@@ -17,11 +17,11 @@ from tests.conftest import ROOT, until
 
 
 def test_a_number_that_is_another_process_now_is_not_that_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = stragglers.find(os.getpid())
-    assert stragglers.alive(own)
-    monkeypatch.setattr(own, "_ident", (os.getpid(), 0.0))  # as if it had been made of an older one
-    assert not stragglers.alive(own)
-    stragglers.send(own, signal.SIGKILL)
+    process = stragglers.find(os.getpid())
+    assert stragglers.alive(process)
+    monkeypatch.setattr(process, "_ident", (os.getpid(), 0.0))  # as if it had been made of an older one
+    assert not stragglers.alive(process)
+    stragglers.send(process, signal.SIGKILL)
     assert stragglers.find(2**22 + 1) is None
 
 

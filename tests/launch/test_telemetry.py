@@ -135,8 +135,8 @@ def sample(at: float, uuid: str = "GPU-aa", **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def recorded(*samples: dict[str, Any], own: tuple[int, ...] = ()) -> dict[str, Any]:
-    return {"interval_s": 1.0, "samples": list(samples), "own_pids": list(own), "notes": []}
+def recorded(*samples: dict[str, Any], ours: tuple[int, ...] = ()) -> dict[str, Any]:
+    return {"interval_s": 1.0, "samples": list(samples), "own_pids": list(ours), "notes": []}
 
 
 def only(recording: dict[str, Any], begin: float, end: float) -> dict[str, Any]:
@@ -184,19 +184,19 @@ def test_gpus_that_the_ranks_did_not_have_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "others"),
+    ("ours", "others"),
     [
         ((10, 11), 2),  # 30 was there at the start, 40 came later
         ((), 1),  # another namespace of pids: 10, 11 and 40 may all be ours
     ],
 )
-def test_foreign_processes(own: tuple[int, ...], others: int) -> None:
+def test_foreign_processes(ours: tuple[int, ...], others: int) -> None:
     recording = recorded(
         sample(0.0, pids=[20, 30]),
         sample(1.0, pids=[10, 30]),
         sample(2.0),
         sample(3.0, pids=[10, 11, 30, 40]),
         sample(9.0, pids=[50]),
-        own=own,
+        ours=ours,
     )
     assert only(recording, 0.5, 5.0)["other_processes"] == others

@@ -76,8 +76,8 @@ class RankInTurn(RankTrial):
         result = super().time()
         steps = result["warmup_seconds"] + result["step_seconds"]
         waits = [began - ended for began, ended in zip(self.turns.began[1:], self.turns.ended[:-1], strict=True)]
-        own = [step - wait for step, wait in zip(steps, waits, strict=True)]
-        return result | {"seconds": self.turns.seconds(), "steps": own}
+        without_waits = [step - wait for step, wait in zip(steps, waits, strict=True)]
+        return result | {"seconds": self.turns.seconds(), "steps": without_waits}
 
 
 def work(task: InTurn, rank: int, device: torch.device) -> dict[str, Any]:

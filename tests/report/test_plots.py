@@ -109,10 +109,17 @@ def test_titles_are_findings_and_wrong_backends_are_named() -> None:
     cells = of("cpu")["memory_vs_time"].data.query("accumulate == 8 and status == 'ok'").set_index("backend")
     leanest, fastest = (cells[name].astype(float).idxmin() for name in ("peak_memory_bytes", "step_time_s"))
     assert found["memory_vs_time"].startswith(f"At N = 8, {fastest} is fastest") and leanest in found["memory_vs_time"]
-    wrong = "lightning-deepspeed-zero2, lightning-deepspeed-zero3"
+    wrong = "lightning-deepspeed-zero2 and lightning-deepspeed-zero3"
     assert found["loss_curves"].startswith(f"{wrong} deviate from the reference's loss by up to ")
     assert re.fullmatch(r"At N = 8, deferring the sync saves \d+ % of a step with fsdp2", found["step_time"])
     assert "lightning-deepspeed-zero2 (invalid)" in legible.words(of("cpu")["memory_vs_time"].figure)
+
+
+def test_the_legend_shows_the_markers_of_the_curves() -> None:
+    figure = of("cpu")["loss_curves"].figure
+    sets = (figure.legends[0].legend_handles, figure.axes[0].lines)
+    keys, curves = ({(line.get_marker(), line.get_markerfacecolor()) for line in lines} for lines in sets)
+    assert ("o", "none") in keys and keys <= curves
 
 
 @pytest.mark.parametrize("name", first(["cpu"], ["cpu", "popular", "wide"]))
@@ -134,8 +141,8 @@ def test_peaks_that_differ_by_bytes_tie() -> None:
     trials = run("cpu").tables.trials
     peaks = trials["backend"].map({"ddp-deferred": 10 * MIB, "fsdp2-deferred": 10 * MIB + 4})
     found = titles(changed("cpu", peaks.notna(), {"peak_memory_bytes": peaks[peaks.notna()]}))
-    assert found["memory_vs_time"].endswith("ddp-deferred, fsdp2-deferred need the least memory (10.0 MiB)")
-    assert "x the memory of ddp-deferred, fsdp2-deferred" in found["memory_categories"]
+    assert found["memory_vs_time"].endswith("ddp-deferred and fsdp2-deferred need the least memory (10.0 MiB)")
+    assert "x the memory of ddp-deferred and fsdp2-deferred" in found["memory_categories"]
 
 
 def test_the_title_on_memory_compares_cells_of_one_panel() -> None:

@@ -15,11 +15,11 @@ from tests.factories import make_backend, make_cell, make_record
 
 def test_what_a_run_needs_grows_with_its_trials_and_references() -> None:
     cell = make_cell(timed_windows=1000)
-    one, many = start.needed([cell], 1), start.needed([cell], 11)
-    assert one > start.RESERVE_BYTES
+    once, often = start.needed([cell], 1), start.needed([cell], 11)
+    assert once > start.RESERVE_BYTES
     record = make_record(cell)
     record["time"]["rank_step_seconds"] = [record["time"]["step_seconds"]] * cell.world_size
-    assert (many - one) / 10 > len(encode(record))
+    assert (often - once) / 10 > len(encode(record))
     reference = start.needed([cell.reference()], 1) - start.RESERVE_BYTES
     assert reference > 4 * SIZES["tiny"].num_parameters
     assert cell.reference().backend == REFERENCE

@@ -31,7 +31,7 @@ METADATA = {
     "Requires-Python": [PROJECT["requires-python"]],
     "Classifier": PROJECT["classifiers"],
     "Requires-Dist": PROJECT["dependencies"]
-    + [f"{one}; extra == '{name}'" for name, extra in PROJECT["optional-dependencies"].items() for one in extra],
+    + [f"{needed}; extra == '{name}'" for name, extra in PROJECT["optional-dependencies"].items() for needed in extra],
 }
 """As the installed project has it."""
 INSTALLED = {
@@ -164,22 +164,22 @@ CASES |= {name: (examined(facts), *expected) for name, (facts, *expected) in GPU
 def test_what_is_wrong_is_said_with_what_mends_it(name: str) -> None:
     findings, level, topic, words = CASES[name]
     found = list(findings)
-    assert any((one.level, one.topic) == (level, topic) and words in one.text for one in found), found
+    assert any((finding.level, finding.topic) == (level, topic) and words in finding.text for finding in found), found
 
 
 def test_what_needs_no_gpu_is_not_asked_for() -> None:
-    assert {one.level for one in examined(replace(LAPTOP, shm_bytes=None))} == {Level.GOOD}
+    assert {finding.level for finding in examined(replace(LAPTOP, shm_bytes=None))} == {Level.GOOD}
     lone = replace(SERVER, gpus=(CARD,), shm_bytes=None, torch=replace(CUDA_TORCH, devices=CUDA_TORCH.devices[:1]))
-    assert {one.level for one in examined(lone)} == {Level.GOOD}
+    assert {finding.level for finding in examined(lone)} == {Level.GOOD}
     hidden = replace(with_gpu(visible=False), torch=CPU_TORCH)
-    assert not [one for one in examined(hidden) if one.topic in {"cuda", "nccl", "p2p"}]
+    assert not [finding for finding in examined(hidden) if finding.topic in {"cuda", "nccl", "p2p"}]
 
 
 def test_on_rocm_the_gpus_are_those_that_torch_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     device = {"index": 0, "name": "MI300X", "uuid": "GPU-0", "memory_bytes": 192, "capability": [9, 4]}
     rocm = TorchFacts(version="2.13.0", cuda=None, hip="7.0", devices=[device], architectures=["gfx942"], nccl=True)
-    found = [(one.level, one.topic) for one in examined(gpu_checks.gather(rocm))]
+    found = [(finding.level, finding.topic) for finding in examined(gpu_checks.gather(rocm))]
     assert (Level.GOOD, "cuda") in found and (Level.GOOD, "nccl") in found
     assert [topic for level, topic in found if level is not Level.GOOD] == ["gpu"], "what NVML would tell is unknown"
 
@@ -194,7 +194,7 @@ MEASURED = {
 
 @pytest.mark.parametrize("beginning", MEASURED)
 def test_a_defect_begins_and_ends_where_it_was_measured(beginning: str) -> None:
-    (defect,) = [one for one in DEFECTS if MEASURED[beginning] in one[2]]
+    (defect,) = [defect for defect in DEFECTS if MEASURED[beginning] in defect[2]]
     seen = set()
     for entry in json.loads((ROOT / "docs" / "versions.json").read_text())["versions"]:
         for finding in entry["findings"]:
@@ -235,7 +235,7 @@ def test_the_findings_on_this_machine_are_true(tmp_path: Path, monkeypatch: pyte
     import torch
 
     monkeypatch.setattr(doctor, "LOAD_S", 0.05)
-    found = {one.topic: one for one in doctor.examine(tmp_path / "no" / "such" / "folder", {"cpu": {"a": ""}})}
+    found = {finding.topic: finding for finding in doctor.examine(tmp_path / "no/such/folder", {"cpu": {"a": ""}})}
     for topic in ("python", "gloo", "loopback", "backends"):
         assert found[topic].level is Level.GOOD, found[topic]
     facts, _ = ask_torch()

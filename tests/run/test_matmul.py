@@ -49,7 +49,7 @@ def test_there_is_a_task_for_each_number_of_ranks(tmp_path: Path) -> None:
     two, four = tasks(cells, 0, tmp_path)
     assert (two.num_nodes, four.num_nodes) == (1, 1)
     spread = tasks([make_cell(world_size=4, ranks_per_node=2)], 0, tmp_path)
-    assert [(one.world_size, one.num_nodes, one.threads) for one in spread] == [
+    assert [(task.world_size, task.num_nodes, task.threads) for task in spread] == [
         (4, 2, machine.threads_per_rank(2)),
         (2, 1, machine.threads_per_rank(2)),
     ]

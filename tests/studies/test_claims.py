@@ -22,12 +22,12 @@ def test_the_page_is_what_the_committed_measurements_say(measured: Measured) -> 
 def test_a_verdict_follows_its_measurement(measured: Measured) -> None:
     """Lightning with DeepSpeed as it would be without its defects, and probes with the opposite result."""
     suite, probes = copy.deepcopy(measured.suite), copy.deepcopy(measured.probes)
-    by_name = {(one["scenario"]["name"], one["backend"]): one for one in suite}
-    for (name, backend), one in by_name.items():
+    by_name = {(observation["scenario"]["name"], observation["backend"]): observation for observation in suite}
+    for (name, backend), observation in by_name.items():
         if backend.startswith("lightning-deepspeed"):
             right = by_name[name, "lightning-ddp" if name != "partial-window" else "ddp-eager"]
-            one.update(updates=right["updates"], optimizer_steps_observed=right["optimizer_steps_observed"])
-            one.update(samples_lost=0, steps_reported=by_name[name, "lightning-ddp"]["steps_reported"])
+            observation.update(updates=right["updates"], optimizer_steps_observed=right["optimizer_steps_observed"])
+            observation.update(samples_lost=0, steps_reported=by_name[name, "lightning-ddp"]["steps_reported"])
     probes["both_defined"]["optimizer"] = probes["both_defined"]["neither"]
     probes["unscaled"]["SGD"]["distance"] = 0.0
     probes["equal_n"] = ""

@@ -155,10 +155,10 @@ LOOPS = {cls.__name__: cls for cls in (Loop, *Loop.__subclasses__())}
 
 
 @dataclass(kw_only=True)
-class Summing(Task):
+class SumDtypes(Task):
     """Everything the tests look at."""
 
-    work: ClassVar[str] = "tests.summing:findings"
+    work: ClassVar[str] = "tests.sum_dtypes:findings"
     backend: str = "lightning-deepspeed-zero2"
     """Whose packages are imported before: all there are."""
 
@@ -166,7 +166,7 @@ class Summing(Task):
     """Backends that are probed."""
 
 
-def findings(task: Summing, rank: int, device: torch.device) -> dict[str, Any]:
+def findings(task: SumDtypes, rank: int, device: torch.device) -> dict[str, Any]:
     """What one rank found, by name."""
     ds.prepare()
 
