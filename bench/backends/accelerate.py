@@ -167,7 +167,7 @@ class AccelerateDDP(AccelerateBackend, plain.DDPBackend):
     def plugin(self, job: Job, model: nn.Module) -> dict[str, Any]:
         from accelerate.utils import DistributedDataParallelKwargs
 
-        return {"kwargs_handlers": [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]}
+        return {"kwargs_handlers": [DistributedDataParallelKwargs(gradient_as_bucket_view=self.bucket_views)]}
 
     def prepare(self, job: Job, model: nn.Module) -> None:
         super().prepare(job, model)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import inspect
 import os
 import pkgutil
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from enum import StrEnum
 from functools import cache
@@ -49,6 +50,17 @@ class BackendFamily(StrEnum):
 
 Call = tuple[str, str, int, int]
 """Calls of a collective: operation, dtype, elements of the whole logical tensor, and how often it is called."""
+
+
+def known(function: Callable[..., Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings. Raises UnsupportedError if the function, as installed, has no such arguments."""
+    if unknown := settings.keys() - inspect.signature(function).parameters.keys():
+        package = function.__module__.partition(".")[0]
+        version = importlib.metadata.version(package)
+        raise UnsupportedError(f"{package} {version} does not know the setting {', '.join(sorted(unknown))}")
+    return settings
+
+
 BF16_AUTOCAST = "autocast over fp32 parameters"
 BF16_PARAMETERS = "bf16 copies of fp32 parameters"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from bench.backends.base import known
 from bench.backends.training_job import Job
-from bench.errors import UnsupportedError
 from bench.plan.cell import Cell, Device
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ def zero_config(backend: type[ZeroBackend], job: Job, model: nn.Module) -> dict[
     fp32 (default: the model's dtype). The throughput timer is off, because it synchronizes the device in every
     micro-batch.
     """
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
     options = zero_options(backend, job.cell, job.block_parameters, job.num_parameters)
     if "leaf_module" in options:
         blocks = {type(block) for block in job.blocks(model)}
@@ -45,19 +47,8 @@ def zero_config(backend: type[ZeroBackend], job: Job, model: nn.Module) -> dict[
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "timers": {"throughput": {"enabled": False}},
-        "zero_optimization": known(options),
+        "zero_optimization": known(DeepSpeedZeroConfig, options),
     }
-
-
-def known(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of ZeRO. Raises UnsupportedError if the installed DeepSpeed does not know one."""
-    import deepspeed
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    fields = DeepSpeedZeroConfig.model_fields.items()
-    if unknown := options.keys() - {name for field, info in fields for name in (field, info.alias)}:
-        raise UnsupportedError(f"DeepSpeed {deepspeed.__version__} does not know {', '.join(sorted(unknown))}")
-    return options
 
 
 def zero_options(backend: type[ZeroBackend], cell: Cell, block_parameters: int, num_parameters: int) -> dict[str, Any]:

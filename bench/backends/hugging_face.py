@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from bench.backends import deepspeed as ds
 from bench.backends import fsdp2, plain
 from bench.backends.accelerate import DDP, DEEPSPEED, FSDP2, AccelerateFSDP2, check, set_up_state
-from bench.backends.base import Backend, BackendFamily, Call
+from bench.backends.base import Backend, BackendFamily, Call, known
 from bench.backends.deepspeed_config import zero_config
 from bench.backends.training_job import Job
 from bench.errors import UnsupportedError
@@ -180,7 +180,7 @@ def _trainer(backend: HuggingFaceTrainer, job: Job) -> Any:
                 self.lr_scheduler = backend.scheduler(self.optimizer, job)
             return self.lr_scheduler
 
-    arguments = TrainingArguments(**backend.arguments(job))
+    arguments = TrainingArguments(**known(TrainingArguments, backend.arguments(job)))
     backend.adjust(arguments, job)
     trainer = TappedTrainer(model=backend.module, args=arguments, callbacks=[Begin()])
     trainer.remove_callback(PrinterCallback)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from bench.backends import deepspeed as ds
 from bench.backends import fsdp2, plain
-from bench.backends.base import Backend, BackendFamily, Call
+from bench.backends.base import Backend, BackendFamily, Call, known
 from bench.backends.deepspeed_config import zero_config
 from bench.backends.training_job import Job
 from bench.plan.categories import Category
@@ -71,7 +71,7 @@ class LightningBackend(Backend):
         self.counters: dict[str, int] = {}
         self.parameters_at_end: Mapping[str, Tensor] = {}
         self.module = _module(self, job)
-        self.trainer = Trainer(**self.trainer_arguments(job))
+        self.trainer = Trainer(**known(Trainer, self.trainer_arguments(job)))
         self.continue_training(job)
 
     def trainer_arguments(self, job: Job) -> dict[str, Any]:
@@ -179,7 +179,7 @@ class LightningDDP(LightningBackend, plain.DDPBackend):
     def strategy(self, job: Job) -> Strategy:
         from lightning.pytorch.strategies import DDPStrategy
 
-        return DDPStrategy(process_group_backend=process_group_backend(job), gradient_as_bucket_view=True)
+        return DDPStrategy(process_group_backend=process_group_backend(job), gradient_as_bucket_view=self.bucket_views)
 
     def begin(self, module: LightningModule) -> None:
         plain.disable_runtime_statistics(cast("DistributedDataParallel", self.trainer.strategy.model))

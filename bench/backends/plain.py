@@ -85,7 +85,8 @@ class DDPEager(DDPBackend):
     def train(self, job: Job) -> None:
         from torch.nn.parallel import DistributedDataParallel
 
-        self.model = disable_runtime_statistics(DistributedDataParallel(job.build(), gradient_as_bucket_view=True))
+        model = DistributedDataParallel(job.build(), gradient_as_bucket_view=self.bucket_views)
+        self.model = disable_runtime_statistics(model)
         self.optimizer = job.optimizer(self.model.parameters())
         self.continue_training(job)
 

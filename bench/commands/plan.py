@@ -135,4 +135,6 @@ def _totals(plan: Planned, skipped: Mapping[str, str], guesses: Mapping[str, Cos
         yield f"then up to {matrix['max_repeats']} repeats of the cells whose intervals are wider than {narrow}"
     if budget_s:
         yield f"the run ends before a repeat that would exceed its budget of {budget_s / 60:g} min"
-    yield "time: per trial, as measured in earlier runs here, otherwise a rough guess; memory: predicted peak of a rank"
+    yield "time: per trial, as measured in earlier runs here, otherwise a rough guess"
+    not_compiled = ", that of blocks which are not compiled" * any(cell.compiled for cell in cells)
+    yield f"memory: predicted peak of a rank{not_compiled}"

@@ -66,9 +66,6 @@ class Moment:
     """Gathered and cast parameters, gradients of one micro-batch, buffers of collectives, work space."""
 
 
-MAX_LIVE = "stage3_max_live_parameters"
-
-
 def _zero(backend: type[Backend]) -> type[ZeroBackend]:
     assert issubclass(backend, ZeroBackend)
     return backend
@@ -295,9 +292,10 @@ def _zero3(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
     whole = 4 * layout.num_parameters * is_deferred
     sums, partitions = held["gradients"], held["gradients"] - whole
     before = partitions if sizes.is_single else sums
-    live = min(layout.num_parameters, zero.options_of(_zero(sizes.backend), sizes.cell, layout)[MAX_LIVE])
+    backend = _zero(sizes.backend)
+    live = min(layout.num_parameters, zero.options_of(backend, sizes.cell, layout)["stage3_max_live_parameters"])
     gathered = sizes.element * live * has_several
-    resident = gathered * _zero(sizes.backend).own_defaults  # from forward to backward
+    resident = gathered * backend.own_defaults  # from forward to backward
     reduced_table = table + 4 * sizes.table * sizes.is_bf16
     of_head = table * (sizes.tied or (is_deferred and sizes.is_single))
     yield Moment("loss", before, sizes.saved, sizes.loss + resident)

@@ -25,16 +25,7 @@ from bench.backends.base import Backend
 from bench.backends.deepspeed import DeepSpeedZero2Deferred
 from bench.forecast.footprint import Footprint, declined, footprint
 from bench.formatting import rate
-from bench.judge.formulas import (
-    BUILT_IN,
-    NO_SETTINGS,
-    Collective,
-    Expectation,
-    Settings,
-    expect,
-    layout_of,
-    wire_bytes,
-)
+from bench.judge.formulas import BUILT_IN, NO_SETTINGS, Collective, Expectation, Settings, expect, layout_of, wire_bytes
 from bench.plan.cell import REFERENCES, Cell, Device, Precision, RankGroup
 from bench.plan.models import SIZES
 from bench.workload.layout import Layout
@@ -173,10 +164,9 @@ class Prediction:
     @cached_property
     def expectation(self) -> Expectation:
         """Collectives and held bytes."""
-        if self.settings:
-            found = expect(self.cell, self.layout, settings=self.settings)
-        else:
-            found = _expect(self.cell, self.layout)
+        found = (
+            expect(self.cell, self.layout, settings=self.settings) if self.settings else _expect(self.cell, self.layout)
+        )
         assert found is not None, "callers ask for no backend with a refusal"
         return found
 

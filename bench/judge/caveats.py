@@ -5,10 +5,12 @@ All follows from run.json and the journal, so no backend is imported.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from bench.backends.base import BF16_AUTOCAST
@@ -28,6 +30,11 @@ from bench.run.machine import unlike_nodes
 WAYS = "bf16 is computed in different ways, which by itself changes time and memory: "
 IMPLIES = {BF16_AUTOCAST: ", which keeps the residual stream and norms in fp32"}
 """What a way of computing bf16 implies."""
+BARE_LOOPS = Path(__file__).with_name("bare_loops.json")
+"""By backend, the step of the bench relative to that of a bare loop on the CPU, with its 95 % interval.
+
+``nox -s overhead`` writes it beside docs/performance.md.
+"""
 IMBALANCE = 1.05
 """Ratio of the slowest to the median rank's step time from which a cell is reported."""
 MOST_NOTES = 3
@@ -64,6 +71,7 @@ def limits(run: Run, control: ComparedPair | None, rows: Sequence[ComparedPair])
         *(of_times if timed else [replace(finding, brief="") for finding in of_times]),
         *_samples(run),
         *_verdicts(run, rows),
+        *_bare_loops(run),
     ]
 
 
@@ -269,6 +277,21 @@ def _verdicts(run: Run, rows: Sequence[ComparedPair]) -> Iterator[Finding]:
     text = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict]) or "none"
     level = Level.WARNING if counts[Verdict.AMBIGUOUS] else Level.GOOD
     yield Finding(level, topic, f"against {rows[0].a.backend}: {text}" if rows else text)
+
+
+def _bare_loops(run: Run) -> Iterator[Finding]:
+    """How the bench's own loops differ from bare ones, where that enters a comparison."""
+    compared = {cell.backend: cell.cell_id for cell in run.cells.values() if cell.device is Device.CPU}
+    known = {name: found for name, found in json.loads(BARE_LOOPS.read_text()).items() if name in compared}
+    if len(known) > 1:
+        parts = [f"{name} {ratio:.4f} ({low:.4f} to {high:.4f})" for name, (ratio, low, high) in known.items()]
+        ratios = [ratio for ratio, *_ in known.values()]
+        yield Finding(
+            Level.NOTE,
+            "bare loops",
+            f"where it was measured, a step took this many times that of a loop without the bench: {', '.join(parts)}; "
+            f"so up to {max(ratios) / min(ratios) - 1:.1%} of a difference between these backends may be the bench's",
+        )
 
 
 def remarks(shown: Iterable[tuple[Mapping[str, Any], Cell]]) -> list[str]:

@@ -99,19 +99,17 @@ NONE = (0, 0)
 
 
 def fill(
-    tables: Tables,
-    layouts: Mapping[str, Layout] | None = None,
-    peaks: Mapping[str, int] | None = None,
-    settings: Mapping[str, Settings] | None = None,
+    tables: Tables, records: Sequence[Mapping[str, Any]] = (), peaks: Mapping[str, int] | None = None
 ) -> tuple[Tables, dict[str, list[str]]]:
     """Add the expected collectives to every successful trial that counted them.
 
-    Returns new tables, and by cell_id one line per operation or category that differs. Also by cell_id: ``layouts`` of
-    models that are not shipped (``layouts_of`` finds them in a journal), ``peaks``, the peaks of memory in bytes that
-    run.json predicted before the run, and ``settings`` (``settings_of``). An operation that is expected but was not
-    seen gets a row with 0 calls; one that was seen but not expected has 0 expected calls. Without a formula (a plug-in
-    backend, a model of unknown layout) the columns stay empty.
+    Returns new tables, and by cell_id one line per operation or category that differs. The ``records`` have the layouts
+    of models that are not shipped, and the settings that backends had; ``peaks``, by cell_id, are the peaks of memory
+    in bytes that run.json predicted before the run. An operation that is expected but was not seen gets a row with 0
+    calls; one that was seen but not expected has 0 expected calls. Without a formula (a plug-in backend, a model of
+    unknown layout) the columns stay empty.
     """
+    layouts, settings = layouts_of(records), settings_of(records)
     collectives: dict[tuple[str, int], list[dict[Any, Any]]] = {}
     for row in rows_of(tables.collectives):
         collectives.setdefault((row["cell_id"], row["repeat"]), []).append(row)
@@ -130,8 +128,8 @@ def fill(
         key, cell = (cell_id, repeat), cells[cell_id]
         if cell.device is Device.CUDA and cell_id not in watched:
             continue
-        layout = (layouts or {}).get(cell_id) or layout_of(cell)
-        given = (settings or {}).get(cell_id, NO_SETTINGS)
+        layout = layouts.get(cell_id) or layout_of(cell)
+        given = settings.get(cell_id, NO_SETTINGS)
         expectation = expect(cell, layout, settings=given) if layout else None
         if layout is None or expectation is None:
             continue
@@ -194,7 +192,7 @@ def _most_held(cell: Cell, layout: Layout, settings: Settings) -> Mapping[str, i
     return max((rank.held for rank in ranks if rank), key=lambda held: sum(held.values()))
 
 
-def layouts_of(records: list[dict[str, Any]]) -> dict[str, Layout]:
+def layouts_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Layout]:
     """The layouts that ranks returned with their collectives (the key ``layout`` of a record), by cell_id."""
     return {record["cell_id"]: Layout.from_json(record["layout"]) for record in records if record.get("layout")}
 

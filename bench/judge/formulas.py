@@ -30,10 +30,11 @@ BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "int64": 8, "uint8": 1}
 """Bytes of one element by dtype."""
 Settings = Mapping[str, Any]
 """What a trial has stored of ``Backend.settings``; empty before there is one, where those of today apply."""
-Formula = Callable[[type[Any], Cell, Layout, int, Settings], tuple[Iterable[Call], dict[str, int]] | None]
-"""From backend, cell, layout, rank and settings to the collectives of a window, and the bytes held by category; None if
-there is none for such a cell."""
 NO_SETTINGS: Settings = {}
+CallsAndHeld = tuple[Iterable[Call], dict[str, int]]
+"""The collectives of a window, and the bytes held by category."""
+Formula = Callable[[type[Any], Cell, Layout, int, Settings], CallsAndHeld | None]
+"""From backend, cell, layout, rank and settings; None for a cell that it does not cover."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,9 +118,7 @@ def ceil_to(numel: int, multiple: int) -> int:
     return -(-numel // multiple) * multiple
 
 
-def reference(
-    backend: type[Backend], cell: Cell, layout: Layout, rank: int, settings: Settings
-) -> tuple[Iterable[Call], dict[str, int]]:
+def reference(backend: type[Backend], cell: Cell, layout: Layout, rank: int, settings: Settings) -> CallsAndHeld:
     """No collectives; fp32 parameters and gradients in full."""
     whole = 4 * layout.num_parameters
     state = moments(cell, layout.num_parameters, len(layout.parameters))
@@ -150,9 +149,7 @@ def buckets(sizes: Sequence[int], limits: Sequence[int]) -> list[int]:
     return [*found, filled] if filled else found
 
 
-def ddp(
-    backend: type[DDPBackend], cell: Cell, layout: Layout, rank: int, settings: Settings
-) -> tuple[Iterable[Call], dict[str, int]]:
+def ddp(backend: type[DDPBackend], cell: Cell, layout: Layout, rank: int, settings: Settings) -> CallsAndHeld:
     """All-reduces of gradient buckets and broadcasts of buffers; DDP does both at W = 1 too.
 
     Buckets are in the order in which the first backward finished the gradients (reducer.cpp:rebuild_buckets), and in
@@ -200,9 +197,7 @@ def local(parameters: Sequence[Parameter], world_size: int, rank: int) -> int:
     return found
 
 
-def fsdp2(
-    backend: type[FSDP2Backend], cell: Cell, layout: Layout, rank: int, settings: Settings
-) -> tuple[Iterable[Call], dict[str, int]]:
+def fsdp2(backend: type[FSDP2Backend], cell: Cell, layout: Layout, rank: int, settings: Settings) -> CallsAndHeld:
     """FSDP2 over the ranks of a shard group: all of them, or W / R under HSDP."""
     w = cell.world_size // (cell.replicate or 1)
     state = moments(cell, local(layout.parameters, w, rank % w), len(layout.parameters))
@@ -212,7 +207,7 @@ def fsdp2(
 
 def accelerate_fsdp2(
     backend: type[FSDP2Backend], cell: Cell, layout: Layout, rank: int, settings: Settings
-) -> tuple[Iterable[Call], dict[str, int]] | None:
+) -> CallsAndHeld | None:
     """FSDP2 with Accelerate's units. None for other models, where the units depend on methods of the model."""
     return fsdp2(backend, cell, accelerate_units(layout), rank, settings) if cell.workload == "llama" else None
 

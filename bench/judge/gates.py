@@ -6,7 +6,7 @@ What failed is data: the gate, and the causes of a wrong update. The sentences b
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -16,12 +16,10 @@ import pandas as pd
 from bench.formatting import plural
 from bench.judge import expected
 from bench.judge.expected import Deviation, Losses
-from bench.judge.formulas import Settings
 from bench.judge.tables import Tables, rows_of, world_of
 from bench.judge.update_causes import SAME_FACTOR, Cause, Clip, Explanation, explain_clipping, explain_update
 from bench.plan.cell import SGD, Precision, Status
 from bench.plan.models import SIZES
-from bench.workload.layout import Layout
 
 
 class Gate(StrEnum):
@@ -116,16 +114,11 @@ own: the fp32 reference on the same device, to which bf16 cells are compared, is
 """
 
 
-def judge(
-    tables: Tables,
-    layouts: Mapping[str, Layout] | None = None,
-    peaks: Mapping[str, int] | None = None,
-    settings: Mapping[str, Settings] | None = None,
-) -> Tables:
+def judge(tables: Tables, records: Sequence[Mapping[str, Any]] = (), peaks: Mapping[str, int] | None = None) -> Tables:
     """Fill in expected values, and set ``status`` and ``reason`` of trials that fail a gate. Returns new tables.
 
-    By cell id: ``layouts`` of models that are not shipped (``expected.layouts_of``), ``peaks``, the predicted peaks of
-    memory in bytes, and ``settings`` (``expected.settings_of``).
+    What is expected depends on layouts of models and settings of backends, which are in ``records``; ``peaks`` are the
+    predicted peaks of memory in bytes, by cell id.
 
     Trials that are not ``ok`` are left unchanged. A trial that cannot be checked, because its reference is missing or
     failed, is invalid too: unchecked numbers never count as good. A virtual world has no values, so only its steps are
@@ -146,7 +139,7 @@ def judge(
         else:
             found[index] = _step_failures(row) if world.computes else []
     trials["max_loss_deviation"] = pd.Series(largest, dtype="Float64").reindex(trials.index)
-    filled, wrong = expected.fill(replace(tables, trials=trials), layouts, peaks, settings)
+    filled, wrong = expected.fill(replace(tables, trials=trials), records, peaks)
     for index, cell_id in good["cell_id"].items():
         failed = [*found[index], *(Failure(Gate.BYTES, text) for text in wrong.get(cell_id, ()))]
         if failed:

@@ -14,7 +14,6 @@ from typing import Any
 from bench.errors import InputError
 from bench.judge import gates, tables
 from bench.judge.evidence import EvidenceByCell
-from bench.judge.expected import layouts_of, settings_of
 from bench.judge.tables import Tables
 from bench.plan import columns
 from bench.plan.cell import Cell
@@ -121,7 +120,7 @@ def run_of(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any]) ->
     """The run in its current state, judged by the gates. Edited records raise KeyError, TypeError or ValueError."""
     rows = [dict(record) for record in records]
     peaks = (manifest.get("predicted") or {}).get("peak_bytes")
-    judged = gates.judge(tables.build(rows, dict(manifest)), layouts_of(rows), peaks, settings_of(rows))
+    judged = gates.judge(tables.build(rows, dict(manifest)), rows, peaks)
     contents = {record["cell_id"]: record["cell"] for record in records}
     cells = {cell_id: Cell.from_dict(content) for cell_id, content in contents.items()}
     return Run(name=str(manifest["run_id"]), tables=judged, cells=cells, manifest=manifest, records=records)

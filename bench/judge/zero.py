@@ -10,7 +10,7 @@ from bench.backends.base import Call
 from bench.backends.deepspeed import ZeroBackend
 from bench.backends.deepspeed_config import zero_options
 from bench.judge import gathers
-from bench.judge.formulas import Settings, ceil_to, moments
+from bench.judge.formulas import CallsAndHeld, Settings, ceil_to, moments
 from bench.plan.cell import Cell, Precision, Sync
 from bench.workload.layout import Layout
 
@@ -20,9 +20,7 @@ Options = Mapping[str, Any]
 """What ``zero_options`` returns."""
 
 
-def zero(
-    backend: type[ZeroBackend], cell: Cell, layout: Layout, rank: int, settings: Settings
-) -> tuple[Iterable[Call], dict[str, int]] | None:
+def zero(backend: type[ZeroBackend], cell: Cell, layout: Layout, rank: int, settings: Settings) -> CallsAndHeld | None:
     """The formula of all backends with a DeepSpeed engine.
 
     None for activation checkpointing where stage 3 gathers the modules of a block one by one: what it gathers during

@@ -113,9 +113,8 @@ class PublishedTable(MatrixTable):
     tokens_per_s_per_gpu: PositiveNumber
     memory_gib: PositiveNumber
     """As the source reports it."""
-    versions: Name
-    date: Name
     source: Name
+    """With versions and date."""
 
 
 Limit = Annotated[Amount, Expect("a positive number of seconds, or 0 for no limit")]

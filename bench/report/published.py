@@ -32,7 +32,7 @@ def published(data: Analysis) -> PageSection | None:
         speed = row["tokens_per_s"] / cell.world_size
         device = f"{cell.world_size} x {devices[cell.cell_id]}"
         rows.append((row["label"], device, f"{speed:,.0f}", size(row["peak_memory_bytes"])))
-    sources = dict.fromkeys(f"{figure['source']} ({figure['versions']}; {figure['date']})" for figure in figures)
+    sources = dict.fromkeys(figure["source"] for figure in figures)
     return PageSection(
         key="published",
         title="What has been published of this training?",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.backends import fsdp2
-from bench.backends.base import EXTRA_BACKENDS, registry
-from bench.backends.deepspeed_config import known
+from bench.backends.base import EXTRA_BACKENDS, known, registry
 from bench.errors import UnsupportedError
 from bench.launch.launcher import Launcher
 from bench.measure.trial import RankTrial
@@ -178,10 +179,20 @@ def test_the_page_of_settings_is_what_the_backends_have_set(fp32_run: Run) -> No
     assert settings.page(fp32_run.records) == (ROOT / settings.DOCS).read_text()
 
 
-def test_a_setting_that_deepspeed_does_not_know_is_unsupported() -> None:
-    pytest.importorskip("deepspeed")
-    with pytest.raises(UnsupportedError, match=r"DeepSpeed [\d.]+ does not know leaf_modules"):
-        known({"stage": 3, "stage3_max_reuse_distance": 0, "leaf_modules": {}})
+@pytest.mark.parametrize(
+    ("package", "function"),
+    [
+        ("deepspeed", "deepspeed.runtime.zero.config:DeepSpeedZeroConfig"),
+        ("lightning", "lightning.pytorch:Trainer"),
+        ("transformers", "transformers:TrainingArguments"),
+    ],
+)
+def test_a_setting_that_a_version_does_not_know_is_unsupported(package: str, function: str) -> None:
+    pytest.importorskip(package)
+    arguments = set(inspect.signature(resolve_name(function)).parameters) - {"self"}
+    assert known(resolve_name(function), dict.fromkeys(arguments)), "what it knows is not refused"
+    with pytest.raises(UnsupportedError, match=rf"^{package} [\d.]+\S* does not know the setting leaf_modules$"):
+        known(resolve_name(function), {"leaf_modules": {}})
 
 
 def cell_here(backend: str, windows: int) -> Cell:

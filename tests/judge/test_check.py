@@ -13,9 +13,11 @@ from bench import cli
 from bench.findings import Level
 from bench.judge.analysis import Analysis
 from bench.judge.integrity import check
+from bench.judge.loading import run_of
 from bench.judge.verdicts import Verdict
 from bench.plan.cell import Cell
 from bench.run.journal import JOURNAL, MANIFEST, Journal, encode, read_manifest, write_manifest
+from tests.factories import make_cell, make_manifest, make_record
 from tests.pages import report, write_run
 
 FACTORS = {"base": 1.0, "equal": 1.0, "slow": 1.05, "fast": 0.9}
@@ -138,3 +140,13 @@ def test_what_is_no_run_is_one_line(copy: Path, name: str, capsys: pytest.Captur
     (copy / name).write_text("{")
     assert cli.main(["check", str(copy)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("backends", [("ddp-deferred", "fsdp2-deferred"), ("ddp-deferred", "ddp-eager")])
+def test_loops_that_were_compared_with_bare_ones_are_named_beside_their_comparison(backends: tuple[str, ...]) -> None:
+    cells = [make_cell(backend=name) for name in backends]
+    records = [make_record(cell) for cell in (cells[0].reference(), *cells)]
+    data = Analysis(run=run_of(records, make_manifest([cells[0].reference(), *cells])))
+    found = [finding.text for finding in data.findings if finding.topic == "bare loops"]
+    assert len(found) == ("fsdp2-deferred" in backends)
+    assert all(name in text for text in found for name in backends)

@@ -148,7 +148,7 @@ def test_other_models_and_backends_are_left_empty_unless_a_rank_tells() -> None:
     records[0]["layout"] = json.loads(json.dumps(layout.to_json()))
     tables = build(records, make_manifest([users, plugin]))
     assert expected.fill(tables)[0].collectives["expected_calls"].isna().all()
-    filled, findings = expected.fill(tables, expected.layouts_of(records))
+    filled, findings = expected.fill(tables, records)
     frame = filled.collectives
     assert frame[frame["cell_id"] == plugin.cell_id]["expected_calls"].isna().all()
     row = frame[(frame["cell_id"] == users.cell_id) & (frame["op"] == "all_gather")].iloc[0]

@@ -18,6 +18,7 @@ from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
+from bench.judge.caveats import BARE_LOOPS
 from bench.launch.launcher import Launcher
 from bench.measure import host
 from bench.measure.host import HostLoad
@@ -25,7 +26,7 @@ from bench.plan.cell import Device
 from bench.run import machine, start
 from tests.conftest import ROOT
 from tests.overhead import bare, in_turn
-from tests.overhead.page import page
+from tests.overhead.page import bare_loops, page
 
 DATA, LOOK_S = "performance.json", 5.0
 
@@ -99,6 +100,7 @@ def main() -> None:
     last = subprocess.run(committed, cwd=ROOT, capture_output=True, text=True, check=False).stdout
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / DATA).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    BARE_LOOPS.write_text(json.dumps(bare_loops(data["loops"])) + "\n", encoding="utf-8")
     text = page(data, json.loads(last or "{}"))
     (options.out / "performance.md").write_text(text, encoding="utf-8")
     print(text)

@@ -40,8 +40,7 @@ def _machine(data: Mapping[str, Any]) -> Iterator[str]:
 def _loops(loops: Mapping[str, Any]) -> Iterator[str]:
     rows = []
     for backend, measured in loops.items():
-        ours, theirs = (_sample(measured, [f"{loop}, {processes}" for processes in PROCESSES]) for loop in LOOPS)
-        found = ratio(ours, theirs)
+        found = _beside_bare(measured)
         beside = ratio(*(_sample(measured, [f"{loop}, {processes}" for loop in LOOPS]) for processes in PROCESSES))
         bare_loop = _seconds(statistics.median(measured["bare, torchrun"]))
         num_groups, inside = str(len(measured["bare, torchrun"])), _inside(found.low, found.high)
@@ -73,12 +72,25 @@ def _loops(loops: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield (
         f"The column after the first interval says whether all of it is within {100 * BOUND:g} % of 1: no, if all of "
-        "it is outside, and undecided, if a part of it is."
+        "it is outside, and undecided, if a part of it is. Reports name these ratios where they compare such backends "
+        "on the CPU."
     )
     yield ""
     interval = "95 % interval"
     header = ("backend", "bare loop", "bench / bare", interval, f"within {100 * BOUND:g} %")
     yield from table((*header, "trial / torchrun", interval, "groups"), rows)
+
+
+def bare_loops(loops: Mapping[str, Any]) -> dict[str, list[float | None]]:
+    """By backend, the ratio of the bench's step to the bare loop's and the ends of its interval, as on the page."""
+    found = {backend: _beside_bare(measured) for backend, measured in loops.items()}
+    ends = {backend: (each.ratio, each.low, each.high) for backend, each in found.items()}
+    return {backend: [None if end is None else round(end, 4) for end in three] for backend, three in ends.items()}
+
+
+def _beside_bare(measured: Mapping[str, Any]) -> Interval:
+    ours, theirs = (_sample(measured, [f"{loop}, {processes}" for processes in PROCESSES]) for loop in LOOPS)
+    return ratio(ours, theirs)
 
 
 def _sample(measured: Mapping[str, Any], sides: Iterable[str]) -> Sample:

@@ -231,7 +231,7 @@ def test_published_figures_stand_above_the_measured_ones() -> None:
     manifest, records = make_manifest([cell.reference(), cell]), [make_record(c) for c in (cell.reference(), cell)]
     assert published(Analysis(run=run_of(records, manifest))) is None
     figure = {"what": "theirs", "conditions": "8 x H100", "tokens_per_s_per_gpu": 5762, "memory_gib": 82.4}
-    figure |= {"versions": "torch 1963fc8", "date": "December 2024", "source": "example.org"}
+    figure["source"] = "example.org (torch 1963fc8; December 2024)"
     manifest["matrix"]["values"]["published"] = [figure]
     section = published(Analysis(run=run_of(records, manifest)))
     assert section is not None and "example.org (torch 1963fc8; December 2024)" in section.sentences[0]

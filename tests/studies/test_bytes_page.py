@@ -43,7 +43,7 @@ def run_of(*trials: tuple[Cell, dict[str, int]]) -> Run:
     cells = [cell for cell, _ in trials]
     manifest = make_manifest(cells)
     records = [make_record(cell, memory=memory) for cell, memory in trials]
-    tables = gates.judge(build(records, manifest), {}, fit.peaks(cells))
+    tables = gates.judge(build(records, manifest), peaks=fit.peaks(cells))
     return Run(name="made", tables=tables, cells={cell.cell_id: cell for cell in cells}, manifest=manifest)
 
 
