@@ -76,6 +76,7 @@ class RankTrial:
         self.training_s = 0.0
         self._plain: tuple[Counter[str], Counter[str]] | None = None
         self._memory: dict[str, int] | None = None
+        self._settings: dict[str, Any] = {}
 
     def run(self) -> dict[str, Any]:
         """Run all passes; the result is plain JSON."""
@@ -103,6 +104,8 @@ class RankTrial:
             except Exception as error:
                 error.add_note(f"in the {name} pass")
                 raise
+        if "time" not in result:  # which has them
+            result["settings"] = self._settings
         result["training_s"] = self.training_s
         if "collectives" in result and self.cell.workload != "llama":
             result["layout"] = self._layout()
@@ -304,7 +307,7 @@ class RankTrial:
         def watch(backend: Backend) -> None:
             probe.holdings = backend.holdings
 
-        self._settled(
+        backend = self._settled(
             probe,
             *others,
             observe=probe.on_event,
@@ -312,6 +315,7 @@ class RankTrial:
             instrument=probe.ledger,
             watch=watch,
         )
+        self._settings = backend.settings()
         return probe.result
 
     def accumulation(self) -> dict[str, Any]:
@@ -338,7 +342,7 @@ class RankTrial:
 
     def _settled(
         self, *measuring: Instrument, observe: Callable[[EventKind], None] = lambda _: None, **how: Any
-    ) -> None:
+    ) -> Backend:
         """Train to the end of the settled window, which ``measuring`` measure; ``observe`` gets every event."""
         taps = Taps(time.perf_counter)
         windows = [SettledWindows(self.cell.accumulate, instrument) for instrument in measuring]
@@ -351,4 +355,4 @@ class RankTrial:
 
         taps.on_event = on_event
         # A loader that fetches ahead has one fetch less in the last window, and the memory pass waits for the second.
-        self.train(taps, windows[0].num_trained + (self.cell.accumulate == 2), **how)
+        return self.train(taps, windows[0].num_trained + (self.cell.accumulate == 2), **how)

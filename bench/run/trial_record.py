@@ -147,6 +147,7 @@ class ResultFacts(TypedDict, total=False):
 class Result(ResultFacts, total=False):
     """What a rank returns: facts, and the results of the requested passes."""
 
+    settings: dict[str, Any]
     time: MergedTime | None
     update: _Update | None
     collectives: list[_Collective] | None

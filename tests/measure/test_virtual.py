@@ -211,10 +211,10 @@ def test_what_deferring_costs_at_8b(launcher: Launcher, tmp_path: Path, world_si
     assert (deferred - eager) / 2**30 == pytest.approx({8: 26.17, 64: 29.45}[world_size], abs=0.01)
 
 
-def test_a_device_draws_the_weights_of_llama_and_of_no_other_model() -> None:
+def test_a_device_draws_the_weights_of_a_large_shipped_model_and_of_no_other() -> None:
     llama = load(make_cell(model="micro"), None)
-    for workload, drawn in (("llama", "meta"), ("mine:Own", "cpu")):
-        made = tensors(make_cell(workload=workload), torch.device("meta")).model(llama.model)
+    for cell, drawn in ((make_cell(model="1b"), "meta"), (make_cell(), "cpu"), (make_cell(workload="mine:Own"), "cpu")):
+        made = tensors(cell, torch.device("meta")).model(llama.model)
         assert {parameter.device.type for parameter in made.parameters()} == {drawn}
     here = tensors(make_cell(model="micro"), torch.device("cpu")).model(llama.model).state_dict()
     assert all(torch.equal(value, here[name]) for name, value in llama.model().state_dict().items())
