@@ -24,7 +24,7 @@ TIMEOUT_S = 600.0
 
 
 class Counted(Spec):
-    """A trial whose time pass is counted, window by window; it has no other."""
+    """A trial whose time pass is counted, window by window; besides it may have a memory pass."""
 
     work = "tests.cuda.counting:count"
 
@@ -54,6 +54,7 @@ class CountedTrial(trial.RankTrial):
                 for before, after in pairs
             ],
             "num_updates": timed["num_updates"],
+            "memory": self.memory() if "memory" in self.spec.passes else None,
         }
 
     def train(self, taps: Taps, windows: int, **options: Any) -> Backend:

@@ -45,10 +45,11 @@ print(json.dumps([
 """
 
 
-@pytest.mark.parametrize("seed", ["1", "2", "3"])
-def test_a_missing_wait_and_a_missing_record_stream_give_wrong_values(machine: Machine, seed: str) -> None:
-    ordered, unordered = json.loads(machine.python(PLANTED, values=True, FAKE_STREAMS=seed))
-    assert ordered == [True, True] and unordered == [False, False]
+def test_a_missing_wait_and_a_missing_record_stream_give_wrong_values(machine: Machine) -> None:
+    """Not at each seed: some hold no task of the other stream, and then all may be in order by chance."""
+    found = [json.loads(machine.python(PLANTED, values=True, FAKE_STREAMS=seed)) for seed in ("1", "2", "3")]
+    assert all(ordered == [True, True] for ordered, _ in found), found
+    assert not any(all(right) for right in zip(*(unordered for _, unordered in found), strict=True)), found
 
 
 FEW = "ddp-deferred,fsdp2-deferred,fsdp2-zero2-eager,deepspeed-zero2-eager"
