@@ -65,7 +65,8 @@ WAITS: dict[int, dict[str, dict[str, int]]] = {
         "deepspeed-zero2-eager": ZERO2_BESIDE,
         "deepspeed-zero3-eager": ZERO3_BESIDE,
         "deepspeed-zero2-defaults-eager": ZERO2_BESIDE,
-        "deepspeed-zero3-defaults-eager": ZERO3_BESIDE,
+        "deepspeed-zero3-defaults-eager": ZERO3_BESIDE
+        | {"device: deepspeed/accelerator/cuda_accelerator.py:89 synchronize": 1},  # gathers small parameters
         "lightning-ddp": TRAINER,
         "lightning-fsdp2": TRAINER,
         "lightning-deepspeed-zero2": ZERO2_BESIDE | TRAINER,
