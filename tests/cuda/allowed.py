@@ -81,3 +81,7 @@ WAITS: dict[int, dict[str, dict[str, int]]] = {
 }
 """By world size and backend: for what the host waits, ``file:line function`` or C++, and how often per window of 4
 micro-batches. Backends that are not here never make it wait."""
+
+RACES = {"lightning-ddp": {"lightning/pytorch/strategies/ddp.py:196 _setup_model"}}
+"""By backend: the earlier of two accesses that no wait between streams orders. Lightning builds DDP on a stream of its
+own, where DDP copies rank 0's weights; the first forward does not wait for it. Here all ranks draw equal weights."""

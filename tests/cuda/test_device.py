@@ -62,10 +62,9 @@ def test_small_models_have_the_weights_of_the_cpu_and_no_generator_moves(machine
 ZERO3 = [name for name, backend in registry().items() if getattr(backend, "stage", 0) == 3]
 
 
-@pytest.mark.parametrize("how", [{"FAKE_STREAMS": "2"}, {"TORCH_CUDA_SANITIZER": "1"}], ids=["threads", "sanitizer"])
-def test_zero3_gathers_what_the_update_wrote(machine: Machine, how: dict[str, str]) -> None:
-    """Without the wait losses deviate in this order of the streams, and torch's detector of races ends trials."""
+def test_zero3_gathers_what_the_update_wrote(machine: Machine) -> None:
+    """Without the wait losses deviate in this order of the streams."""
     options = ("--world-size", "2", "--backend", ",".join(ZERO3), "--batch", "8", "--out", "run")
-    process = machine.bench(*SMOKE, *options, gpus=2, **how)
+    process = machine.bench(*SMOKE, *options, gpus=2, FAKE_STREAMS="2")
     assert not unexpected(machine.records()), told(machine.records())
     assert process.returncode == 0 and not judged(machine), process.stdout + process.stderr
