@@ -21,14 +21,19 @@ ZERO2 = {
 }
 """An update asks whether gradients are finite, and what their norm is."""
 ZERO3_ALONE = {
-    "stream: deepspeed/runtime/zero/partition_parameters.py:84 wait": 2040,
-    "stream: deepspeed/runtime/zero/partition_parameters.py:114 wait": 16,
+    "stream: deepspeed/runtime/zero/partition_parameters.py:84 wait": 16,
+    "stream: deepspeed/runtime/zero/partition_parameters.py:114 wait": 244,
     "stream: deepspeed/runtime/zero/stage3.py:1414 independent_gradient_partition_epilogue": 4,
     "copy: deepspeed/runtime/zero/stage3.py:2483 get_grad_norm_direct": 1,
     "stream: deepspeed/runtime/zero/stage3.py:2483 get_grad_norm_direct": 1,
     "stream: deepspeed/runtime/utils.py:233 is_invalid_grad_norm": 1,
 }
-"""Where there is nobody to gather from, every parameter that is "gathered" synchronizes the stream."""
+"""Where there is nobody to gather from, every block that is "gathered" synchronizes the stream, and so does every
+parameter outside blocks."""
+ZERO3_DEFAULTS_ALONE = {where: times for where, times in ZERO3_ALONE.items() if ":84" not in where} | {
+    "stream: deepspeed/runtime/zero/partition_parameters.py:114 wait": 13
+}
+"""DeepSpeed's defaults keep all gathered from forward to backward."""
 ZERO2_BESIDE = ZERO2 | {"device: deepspeed/accelerator/cuda_accelerator.py:89 synchronize": 4}
 """Where gradients go to other ranks, each micro-batch ends in a synchronization of the device."""
 ZERO3_BESIDE = {where: times for where, times in ZERO3_ALONE.items() if "partition_parameters" not in where}
@@ -45,9 +50,12 @@ WAITS: dict[int, dict[str, dict[str, int]]] = {
     1: {
         "deepspeed-zero2-eager": ZERO2,
         "deepspeed-zero3-eager": ZERO3_ALONE,
+        "deepspeed-zero2-defaults-eager": ZERO2,
+        "deepspeed-zero3-defaults-eager": ZERO3_DEFAULTS_ALONE,
         "lightning-deepspeed-zero2": ZERO2,
         "lightning-deepspeed-zero2-corrected": ZERO2,
         "lightning-deepspeed-zero3": ZERO3_ALONE,
+        "lightning-deepspeed-zero3-corrected": ZERO3_ALONE,
         "accelerate-deepspeed-zero2": ZERO2,
         "accelerate-deepspeed-zero3": ZERO3_ALONE,
         "hf-trainer-deepspeed-zero2": ZERO2 | ASKED,
@@ -56,11 +64,15 @@ WAITS: dict[int, dict[str, dict[str, int]]] = {
     2: {
         "deepspeed-zero2-eager": ZERO2_BESIDE,
         "deepspeed-zero3-eager": ZERO3_BESIDE,
+        "deepspeed-zero2-defaults-eager": ZERO2_BESIDE,
+        "deepspeed-zero3-defaults-eager": ZERO3_BESIDE
+        | {"device: deepspeed/accelerator/cuda_accelerator.py:89 synchronize": 1},  # gathers small parameters
         "lightning-ddp": TRAINER,
         "lightning-fsdp2": TRAINER,
         "lightning-deepspeed-zero2": ZERO2_BESIDE | TRAINER,
         "lightning-deepspeed-zero2-corrected": ZERO2_BESIDE | TRAINER,
         "lightning-deepspeed-zero3": ZERO3_BESIDE | TRAINER,
+        "lightning-deepspeed-zero3-corrected": ZERO3_BESIDE | TRAINER,
         "accelerate-deepspeed-zero2": ZERO2_BESIDE,
         "accelerate-deepspeed-zero3": ZERO3_BESIDE,
         "hf-trainer-deepspeed-zero2": ZERO2_BESIDE | ASKED,
@@ -69,3 +81,7 @@ WAITS: dict[int, dict[str, dict[str, int]]] = {
 }
 """By world size and backend: for what the host waits, ``file:line function`` or C++, and how often per window of 4
 micro-batches. Backends that are not here never make it wait."""
+
+RACES = {"lightning-ddp": {"lightning/pytorch/strategies/ddp.py:196 _setup_model"}}
+"""By backend: the earlier of two accesses that no wait between streams orders. Lightning builds DDP on a stream of its
+own, where DDP copies rank 0's weights; the first forward does not wait for it. Here all ranks draw equal weights."""

@@ -1,40 +1,58 @@
-"""The recorder of ``audit`` on a GPU that is not there: it never makes the host wait for the device."""
+"""``audit`` over the stub of CUDA: the verdicts of training on the CPU, and the host waits no more than without it."""
 
 from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.cuda.conftest import Machine
 
 LOOP = """
-import torch, torch.nn.functional as F
+import sys
+import torch, torch.distributed as dist, torch.nn.functional as F
 from torch import nn
 from tests.cuda_stub.counters import WAITING, Counters
 
+variant = sys.argv[1]
+dist.init_process_group("nccl")
+rank, N = dist.get_rank(), 4
+torch.cuda.set_device(rank)
+torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 32)).cuda()
+net = nn.parallel.DistributedDataParallel(model, [rank])
 optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-rows = torch.randint(32, (8, 4, 9)).cuda()
-counters = Counters()
-waits = []
-for _ in range(4):
+rows = torch.randint(32, (4, N, 4, 9), generator=torch.Generator().manual_seed(rank)).cuda()
+counters, waits = Counters(), []
+for window in rows:
     before = counters.now()
-    for x in rows:
-        (F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()) / 8).backward()
+    for i, x in enumerate(window):
+        net.require_backward_grad_sync = i == (0 if variant == "late" else N - 1)
+        loss = F.cross_entropy(net(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
+        (loss if variant == "undivided" else loss / N).backward()
     optimizer.step()
     optimizer.zero_grad()
     after = counters.now()
     waits.append(sum(after[kind] - before[kind] for kind in WAITING))
-print("WAITS", waits)
+print("WAITS", waits) if rank == 0 else None
+dist.destroy_process_group()
 """
+LAUNCH = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py")
 
 
-def test_sampling_never_waits_for_the_device(machine: Machine) -> None:
-    script = machine.folder / "train.py"
-    script.write_text(LOOP)
-    bare = machine.python(LOOP)
-    process = machine.bench("audit", "--", "python", str(script))
-    line = next(line for line in process.stdout.splitlines() if line.startswith("WAITS"))
-    # It may wait while it chooses what to sample, in the first window.
-    assert json.loads(line.removeprefix("WAITS "))[1:] == json.loads(bare.removeprefix("WAITS "))[1:]
-    # Its kernels calculate nothing, so that gradients have no values, but every backward is seen.
-    assert "8 8 8 8 micro-batches; events BBBBBBBBS" in process.stdout
+def waits(text: str) -> list[int]:
+    """In all windows but the first, in which what to sample is chosen."""
+    line = next(line for line in text.splitlines() if line.startswith("WAITS "))
+    return json.loads(line.removeprefix("WAITS "))[1:]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("variant", "verdict"), [("right", "right"), ("undivided", "not divided"), ("late", "partly reduced")]
+)
+def test_verdicts_without_waiting_for_the_device(machine: Machine, variant: str, verdict: str) -> None:
+    (machine.folder / "train.py").write_text(LOOP)
+    audited = machine.bench("audit", "--", "python", *LAUNCH, variant, gpus=2)
+    assert f"verdict   {verdict}\n" in audited.stdout, audited.stdout + audited.stderr[-3000:]
+    assert "all_reduce of float32 over 2 ranks" in audited.stdout
+    start = f"import subprocess; subprocess.run(['python', *{LAUNCH}, {variant!r}], cwd={str(machine.folder)!r})"
+    assert waits(audited.stdout) == waits(machine.python(start, gpus=2, values=True))

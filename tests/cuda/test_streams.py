@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
+from bench.backends.base import registry
+from bench.plan.cell import REFERENCES, Precision
+from tests.cuda.allowed import RACES
+from tests.cuda.cells import counted_cell
 from tests.cuda.conftest import Machine
-from tests.cuda.test_runs import BATCH, SMOKE, judged
+from tests.cuda.test_runs import SMOKE, judged, told, unexpected
 
 PLANTED = """
 import json, torch
@@ -45,19 +50,21 @@ print(json.dumps([
 """
 
 
-@pytest.mark.parametrize("seed", ["1", "2", "3"])
-def test_a_missing_wait_and_a_missing_record_stream_give_wrong_values(machine: Machine, seed: str) -> None:
-    ordered, unordered = json.loads(machine.python(PLANTED, values=True, FAKE_STREAMS=seed))
-    assert ordered == [True, True] and unordered == [False, False]
+def test_a_missing_wait_and_a_missing_record_stream_give_wrong_values(machine: Machine) -> None:
+    """Not at each seed: some hold no task of the other stream, and then all may be in order by chance."""
+    found = [json.loads(machine.python(PLANTED, values=True, FAKE_STREAMS=seed)) for seed in ("1", "2", "3")]
+    assert all(ordered == [True, True] for ordered, _ in found), found
+    assert not any(all(right) for right in zip(*(unordered for _, unordered in found), strict=True)), found
 
 
 FEW = "ddp-deferred,fsdp2-deferred,fsdp2-zero2-eager,deepspeed-zero2-eager"
-SEEDS = range(1, 11)
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow) for seed in SEEDS])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 11))
 def test_every_backend_is_right_in_any_order(machine: Machine, seed: int) -> None:
-    process = machine.bench(*SMOKE, "--world-size", "2", *BATCH, "--out", "run", gpus=2, FAKE_STREAMS=str(seed))
+    process = machine.bench(*SMOKE, "--out", "run", gpus=4, FAKE_STREAMS=str(seed))
+    assert not unexpected(machine.records()), told(machine.records())
     assert process.returncode == 0 and not judged(machine), process.stdout + process.stderr
 
 
@@ -65,3 +72,21 @@ def test_some_backends_are_right_in_one_order(machine: Machine) -> None:
     options = ("--world-size", "2", "--backend", FEW, "--out", "run")
     process = machine.bench(*SMOKE, *options, gpus=2, FAKE_STREAMS="2")
     assert process.returncode == 0 and not judged(machine), process.stdout + process.stderr
+
+
+@pytest.mark.slow
+def test_torch_finds_no_race_but_the_known_ones(machine: Machine) -> None:
+    """One trial of each backend under torch's own detector, which knows of accesses and waits, not of values."""
+    cells = []
+    for name, backend in registry().items():
+        cell = dataclasses.replace(counted_cell(name, 4 if backend.replicate else 2), model="micro", sequence_length=32)
+        cell = dataclasses.replace(cell, precision=Precision.FP32, replicate=2 if backend.replicate else cell.replicate)
+        if name not in (*REFERENCES, "torchtitan-eager"):
+            cells.append(cell)
+    file = machine.folder / "races"
+    trials = machine.trials(cells, ("time",), gpus=4, values=True, FAKE_RACES=str(file))
+    assert [trial["status"] for trial in trials] == ["ok"] * len(cells), trials
+    found: dict[str, set[str]] = {}
+    for backend, earlier, _ in (line.split("\t") for line in file.read_text().splitlines()):
+        found.setdefault(backend, set()).add(earlier)
+    assert found == RACES

@@ -106,9 +106,8 @@ def test_counts_and_memory_are_the_same_with_and_without_values(machine: Machine
     cells = [dataclasses.replace(counted_cell(name, 1), model="micro", sequence_length=32) for name in backends]
     counts, peaks = [], []
     for values in (False, True):
-        counted = machine.trials(cells, ("time",), gpus=1, counted=True, values=values)
-        counts.append([[window["counts"] for window in trial["found"]["windows"]] for trial in counted])
-        trials = machine.trials(cells, ("memory",), gpus=1, values=values)
+        trials = machine.trials(cells, ("time", "memory"), gpus=1, counted=True, values=values)
+        counts.append([[window["counts"] for window in trial["found"]["windows"]] for trial in trials])
         peaks.append([trial["found"]["memory"] for trial in trials])
     assert counts[0] == counts[1] and peaks[0] == peaks[1]
     assert all(window["KERNEL"] > 100 for windows in counts[0] for window in windows)

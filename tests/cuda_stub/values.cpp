@@ -240,8 +240,9 @@ const std::regex HAS_NO_VALUES(
     "|as_strided|_lazy_clone|_reshape_alias.*|unfold|alias|lift.*|_to_.*|to_.*|_assert_async.*)");
 const std::regex READS_VALUES(
     "aten::(nonzero.*|masked_select.*|_unique.*|unique.*|bincount.*|repeat_interleave.*|equal|histc.*|_histogram.*"
-    "|multinomial.*|is_nonzero|_?linalg.*|cholesky.*|lu_.*|geqrf.*|ormqr.*|triangular_solve.*|_embedding_bag.*"
-    "|randperm.*|_?ctc.*|.*median.*|mode.*|kthvalue.*|_fft.*|segment_reduce.*|_segment.*|poisson.*|_ldl.*|_cholesky.*)");
+    "|multinomial.*|is_nonzero|_?linalg_(?!vector_norm).*|cholesky.*|lu_.*|geqrf.*|ormqr.*|triangular_solve.*"
+    "|_embedding_bag.*|randperm.*|_?ctc.*|.*median.*|mode.*|kthvalue.*|_fft.*|segment_reduce.*|_segment.*|poisson.*"
+    "|_ldl.*|_cholesky.*)");
 
 bool has_masks(const std::vector<IValue>& arguments) {
     for (const IValue& value : arguments)
