@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from bench.backends import deepspeed as ds
 from bench.backends import fsdp2, plain
 from bench.backends.base import Backend, BackendFamily
-from bench.backends.deepspeed_config import zero_config
 from bench.backends.training_job import Job
+from bench.backends.zero_options import zero_config
 from bench.errors import UnsupportedError
 from bench.plan.cell import Stepping, Sync
 

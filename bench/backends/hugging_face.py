@@ -11,8 +11,8 @@ from bench.backends import deepspeed as ds
 from bench.backends import fsdp2, plain
 from bench.backends.accelerate import DDP, DEEPSPEED, FSDP2, AccelerateFSDP2, check, set_up_state
 from bench.backends.base import Backend, BackendFamily, Call, known
-from bench.backends.deepspeed_config import zero_config
 from bench.backends.training_job import Job
+from bench.backends.zero_options import zero_config
 from bench.errors import UnsupportedError
 from bench.plan.categories import Category
 from bench.plan.cell import Cell, Stepping, Sync

@@ -1,4 +1,4 @@
-"""Formulas for DeepSpeed's ZeRO stages 2 and 3 with the options of ``bench.backends.deepspeed_config.zero_options``."""
+"""Formulas for DeepSpeed's ZeRO stages 2 and 3 with the options of ``bench.backends.zero_options.zero_options``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.backends.base import Call
 from bench.backends.deepspeed import ZeroBackend
-from bench.backends.deepspeed_config import zero_options
+from bench.backends.zero_options import zero_options
 from bench.judge import gathers
 from bench.judge.formulas import CallsAndHeld, Settings, ceil_to, moments
 from bench.plan.cell import Cell, Precision, Sync

@@ -9,7 +9,7 @@ import pytest
 
 from bench.backends.base import registry
 from bench.backends.deepspeed import DeepSpeedZero3Eager
-from bench.backends.deepspeed_config import zero_options
+from bench.backends.zero_options import zero_options
 from bench.judge.formulas import Expectation, expect, layout_of, wire_bytes
 from bench.plan.cell import Precision
 from bench.plan.models import SIZES

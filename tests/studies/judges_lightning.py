@@ -60,9 +60,9 @@ def call_is_normal(m: Measured) -> Judged:
     return true(sizes == {whole} and counted == len(seen["updates"])), _calls(m) | {"size": whole, "counted": counted}
 
 
-def divided_once(m: Measured) -> Judged:
+def divided_twice(m: Measured) -> Judged:
     weight, fixed = (m.weights("divisible", name)[0] for name in (DIVIDED_TWICE, FIXED))
-    return true(weight == 1), {"weight": weight, "fixed": fixed}
+    return true(weight != 1 == fixed), {"weight": weight, "fixed": fixed}
 
 
 def hook(m: Measured) -> Judged:
