@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from bench.backends.base import Backend
 from bench.measure.ledger import Block, Evidence, TensorLedger
 from bench.measure.taps import EventKind
 from bench.plan.categories import HELD, PEAK, Category, named
@@ -44,7 +45,7 @@ exceed allocated. Reserved: what was taken from the device.
 class MemoryProbe:
     """Watches one window; ``ledger`` must be active before the backend is built.
 
-    Set ``holdings``, pass the stepped optimizer to ``optimizer``, and call ``on_event`` after every tapped event,
+    Call ``watch``, pass the stepped optimizer to ``optimizer``, and call ``on_event`` after every tapped event,
     before it opens or closes the window. Python's cycle collector is off meanwhile: some frameworks leave tensors in
     cycles, and the peak must not depend on when it runs.
     """
@@ -62,6 +63,10 @@ class MemoryProbe:
         self._num_fetched = self._num_computed = 0
         self._last: EventKind | None = None
         self._held: tuple[int, list[tuple[Block, int]]] | None = None
+
+    def watch(self, backend: Backend) -> None:
+        """Ask this backend what it holds."""
+        self.holdings = backend.holdings
 
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Watch the inner optimizer that the backend steps, and return it."""

@@ -38,7 +38,7 @@ from bench.measure.memory import MemoryProbe, cuda_peaks
 from bench.measure.operators import plain_work
 from bench.measure.taps import EventKind, Instrument, SettledWindows, Taps, clock_for, updates
 from bench.measure.tensors import tensors
-from bench.measure.update import compare, save
+from bench.measure.update import change_from, compare, save
 from bench.plan.cell import REFERENCE, SGD, Cell, Status
 from bench.plan.task import SETTLED_WINDOWS, Spec
 from bench.workload import Loader, load, sliced
@@ -270,10 +270,7 @@ class RankTrial:
                 after[name]  # gathering is collective
             return None
         model = self._tensors.model(self.workload.model)  # stays on the GPU: only the change is copied
-        before = {name: p.detach() for name, p in model.named_parameters()}
-        change = {name: after[name].detach().float().cpu() - before[name].cpu() for name in after if name in before}
-        if missing := before.keys() ^ after.keys():
-            raise RuntimeError(f"full_parameters() of {self.cell.backend} is not the model's: {sorted(missing)[:3]}")
+        change = change_from(model, after, self.cell.backend)
         if is_reference := self.cell == self.cell.reference():
             save(change, reference)
         squares = sum(float(value.double().pow(2).sum()) for value in change.values())
@@ -303,17 +300,13 @@ class RankTrial:
         """The memory of one settled window, which ``others`` measure too."""
         self._unused_model = None  # the ledger has to see each tensor of a model made
         probe = MemoryProbe(self.device.type, fake=not self.cell.world.computes)
-
-        def watch(backend: Backend) -> None:
-            probe.holdings = backend.holdings
-
         backend = self._settled(
             probe,
             *others,
             observe=probe.on_event,
             optimizer=lambda parameters: probe.optimizer(self._optimizer(parameters)),
             instrument=probe.ledger,
-            watch=watch,
+            watch=probe.watch,
         )
         self._settings = backend.settings()
         return probe.result

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def save(change: Mapping[str, Tensor], path: Path) -> None:
@@ -20,6 +20,18 @@ def save(change: Mapping[str, Tensor], path: Path) -> None:
     with draft.open("rb") as file:
         os.fsync(file.fileno())  # or a power failure could leave an empty file
     draft.replace(path)
+
+
+def change_from(model: nn.Module, after: Mapping[str, Tensor], backend: str) -> dict[str, Tensor]:
+    """What an update changed, on the CPU, by name of a parameter; ``model`` has the values before it.
+
+    Raises RuntimeError if the names after it are not the model's.
+    """
+    before = {name: p.detach() for name, p in model.named_parameters()}
+    change = {name: after[name].detach().float().cpu() - before[name].cpu() for name in after if name in before}
+    if missing := before.keys() ^ after.keys():
+        raise RuntimeError(f"full_parameters() of {backend} is not the model's: {sorted(missing)[:3]}")
+    return change
 
 
 def compare(change: Mapping[str, Tensor], reference: Path) -> dict[str, float]:
