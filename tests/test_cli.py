@@ -130,7 +130,7 @@ BAD_INPUT: list[tuple[list[str], str]] = [
         [*MINE, "--baseline", "ddp-eage"],
         r"--baseline: 'ddp-eage' is not a backend of this matrix; did you mean ddp",
     ),
-    ([*CPU, "--batch", "30"], r"--batch is 30, .* = 2 x 2 = 4; the nearest that are: 28 and 32"),
+    ([*CPU, "--batch", "30"], r"--batch is 30, .* = 8 x 2 = 16; the nearest that are: 16 and 32"),
     ([*MINE, "--micro-batch", "3"], r"is 16, which is not divisible by micro-batch x world size = 3 x 2 = 6"),
     ([*CPU, "--micro-batch", "1", "--accumulate", "2", "--batch", "9"], r"--batch: follows from --micro-batch and"),
     ([*CPU, "--workload", "no_such_module:f"], r"--workload: workload 'no_such_module:f': No module named"),
@@ -214,10 +214,11 @@ def test_plan_shows_cells_skips_and_estimates(place: Place) -> None:
     assert lines[6].endswith("A/A twin")
     assert sum(line.endswith("skipped: needs x: pip install x") for line in lines) == 2
     assert re.match(r"\w{12} +ddp-deferred +2 +2 +4  fp32 +[\d.]+ s +[\d.]+ MiB", lines[5])
-    matrix, trials, legend = lines[7:]
+    matrix, trials, time, memory = lines[7:]
     words = "6 cells: 2 compared with ddp-eager, 2 of ddp-eager itself, 1 reference, 1 A/A twin; 2 cells skipped"
     assert matrix == f"matrix mine: {words}"
-    assert trials.startswith("12 trials, 2 repeats of each cell: about ") and legend.startswith("time: per trial")
+    assert trials.startswith("12 trials, 2 repeats of each cell: about ") and time.startswith("time: per trial")
+    assert memory == "memory: predicted peak of a rank"
     assert list(place.files()) == [str(place.folder / "mine.toml")]
 
 

@@ -23,8 +23,8 @@ class _Weights(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(num_slots))
 
-    def forward(self, slots: Tensor) -> Tensor:
-        return self.weight[slots]
+    def forward(self, slots: Tensor, origin: Tensor) -> Tensor:
+        return self.weight[slots] + origin
 
 
 class _Decoder(nn.Module):
@@ -36,7 +36,9 @@ class _Decoder(nn.Module):
 
     def forward(self, slots: Tensor) -> Tensor:
         """Weights of the given slots, same shape."""
-        return self.weights(slots)  # type: ignore[no-any-return]
+        # A block's input needs a gradient in a transformer: ZeRO-3 reduces those of a block when it has that.
+        origin = torch.zeros((), device=slots.device, requires_grad=True)
+        return self.weights(slots, origin)  # type: ignore[no-any-return]
 
 
 PARAMETER = "weights.weight"

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.backends.base import known
 from bench.backends.training_job import Job
+from bench.errors import UnsupportedError
 from bench.plan.cell import Cell, Device
 
 if TYPE_CHECKING:
@@ -37,8 +38,11 @@ def zero_config(backend: type[ZeroBackend], job: Job, model: nn.Module) -> dict[
 
     options = zero_options(backend, job.cell, job.block_parameters, job.num_parameters)
     if "leaf_module" in options:
-        blocks = {type(block) for block in job.blocks(model)}
-        options["leaf_module"] = {"classes": sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in blocks)}
+        blocks = job.blocks(model)
+        kinds = {type(block) for block in blocks}
+        options["leaf_module"] = {"classes": sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)}
+        for block in blocks:
+            check_input(block)
     return {
         "train_micro_batch_size_per_gpu": job.cell.micro_batch_size,
         "gradient_clipping": job.clip_norm,
@@ -49,6 +53,18 @@ def zero_config(backend: type[ZeroBackend], job: Job, model: nn.Module) -> dict[
         "timers": {"throughput": {"enabled": False}},
         "zero_optimization": known(DeepSpeedZeroConfig, options),
     }
+
+
+def check_input(block: nn.Module) -> None:
+    """Refuse a first input without a gradient, whose hook would tell ZeRO-3 that a leaf module's backward is done."""
+
+    def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        handle.remove()
+        if module.training and not any(getattr(value, "requires_grad", False) for value in (*args, *kwargs.values())):
+            what = f"no input of {type(module).__name__} needs a gradient"
+            raise UnsupportedError(f"{what}, without which ZeRO-3 cannot gather a block at once")
+
+    handle = block.register_forward_pre_hook(check, with_kwargs=True)
 
 
 def zero_options(backend: type[ZeroBackend], cell: Cell, block_parameters: int, num_parameters: int) -> dict[str, Any]:

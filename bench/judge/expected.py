@@ -200,7 +200,7 @@ def layouts_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Layout]:
 def settings_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Settings]:
     """The backend's settings that the trials of a cell have stored, by cell_id."""
     found = ((record["cell_id"], (record.get("time") or record).get("settings")) for record in records)
-    return {cell_id: settings for cell_id, settings in found if settings}
+    return {cell_id: settings for cell_id, settings in found if settings is not None}
 
 
 def cell_of(trial: Mapping[Any, Any]) -> Cell:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from bench.backends import blocks
 from bench.backends.base import registry
+from bench.backends.zero_options import check_input
+from bench.errors import UnsupportedError
 from bench.judge.formulas import BUILT_IN
 from bench.plan.cell import Cell, Device
 from bench.workload import load
@@ -196,3 +198,10 @@ def test_compiled_code_is_kept_where_nobody_else_writes(
     blocks.protect_cache()
     assert os.environ.get(blocks.CACHE) == (None if spoil else str(place))
     assert place.is_dir() or spoil == "a file"
+
+
+def test_a_block_whose_input_needs_no_gradient_is_refused_by_zero3() -> None:
+    block = Block()
+    check_input(block)
+    with pytest.raises(UnsupportedError, match="no input of Block needs a gradient"):
+        block(torch.ones(1, 8))
