@@ -13,11 +13,11 @@ from tests.conftest import ROOT
 WINGS = ("audit", "forecast")
 SAY_NOTHING = ("one", "own", "said", "due")
 AT_MOST = {
-    "modules": 211,
-    "lines": 32175,
-    "lines of the core": 22735,
-    "longest module": 345,
-    "lines of tests": 27210,
+    "modules": 215,
+    "lines": 32795,
+    "lines of the core": 23323,
+    "longest module": 351,
+    "lines of tests": 28364,
     "names of several modules": 0,
     "names of several classes": 0,
     "locals that say nothing": 0,
