@@ -185,8 +185,9 @@ def _held(measured: Measured) -> list[str]:
         "",
         "Where gradients are sharded, eager sync holds a shard of them, deferred sync all of them (and DeepSpeed's "
         "ZeRO-3 a shard besides), however many ranks there are: that is the memory that it pays for one reduction per "
-        "step instead of N. HSDP that defers the all-reduce alone holds a shard. DDP shards nothing, and holds all of "
-        "them either way.",
+        "step instead of N. HSDP that defers the all-reduce alone holds a shard. DDP shards nothing: it holds all of "
+        "them, and under deferred sync twice, since they are summed beside its buckets, whose views reduced ones are. "
+        "HF Trainer's DDP has no views, and its buckets count as communication.",
         "",
         *table(("backend", *worlds), _merged(rows)),
     ]
