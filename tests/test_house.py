@@ -17,7 +17,7 @@ AT_MOST = {
     "lines": 32797,
     "lines of the core": 23325,
     "longest module": 351,
-    "lines of tests": 28366,
+    "lines of tests": 28367,
     "names of several modules": 0,
     "names of several classes": 0,
     "locals that say nothing": 0,

