@@ -56,7 +56,10 @@ def zero_config(backend: type[ZeroBackend], job: Job, model: nn.Module) -> dict[
 
 
 def check_input(block: nn.Module) -> None:
-    """Refuse a first input without a gradient, whose hook would tell ZeRO-3 that a leaf module's backward is done."""
+    """Raise UnsupportedError at the first forward if no input needs a gradient.
+
+    ZeRO-3 learns from the gradient of its input that the backward of a leaf module is done.
+    """
 
     def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         handle.remove()

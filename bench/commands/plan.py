@@ -136,5 +136,5 @@ def _totals(plan: Planned, skipped: Mapping[str, str], guesses: Mapping[str, Cos
     if budget_s:
         yield f"the run ends before a repeat that would exceed its budget of {budget_s / 60:g} min"
     yield "time: per trial, as measured in earlier runs here, otherwise a rough guess"
-    not_compiled = ", that of blocks which are not compiled" * any(cell.compiled for cell in cells)
+    not_compiled = ", as if no block were compiled" * any(cell.compiled for cell in cells)
     yield f"memory: predicted peak of a rank{not_compiled}"

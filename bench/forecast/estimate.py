@@ -60,8 +60,8 @@ def earlier_walls(results: Path) -> dict[str, float]:
 def costs(cells: Sequence[Cell], gpus: Sequence[Mapping[str, Any]], skipped: Collection[str]) -> dict[str, Cost]:
     """The cost of each cell on these GPUs, or on this CPU if there are none, by id; ``skipped`` ids are not run.
 
-    Times are those of earlier runs here, otherwise estimates; peaks are those of ``bench.forecast.fit``, for compiled
-    blocks those of the same that are not, which the compiler lowers.
+    Times are those of earlier runs here, otherwise estimates; peaks are those of ``bench.forecast.fit``. For compiled
+    blocks they are those of uncompiled ones, which need more.
     """
     walls = earlier_walls(RESULTS)
     passes = passes_of([cell for cell in cells if cell.cell_id not in skipped])

@@ -291,7 +291,7 @@ def _bare_loops(run: Run) -> Iterator[Finding]:
         yield Finding(
             Level.NOTE,
             "bare loops",
-            f"a step under the bench took so many times that of a bare loop (docs/performance.md): {', '.join(parts)}; "
+            f"steps under the bench relative to a bare loop (docs/performance.md): {', '.join(parts)}; "
             f"up to {max(ratios) / min(ratios) - 1:.1%} of a difference between these backends may come from the bench",
         )
 

@@ -1,9 +1,9 @@
 """The passes of one trial on one rank.
 
 Instruments change what they measure, so each has its own pass, a method of RankTrial, on a fresh build of the cell.
-Collectives are counted in the memory pass, since what counts them allocates nothing.
-Those that look at one window take one after SETTLED_WINDOWS. The operators of forward and backward are compared with
-the plain model's, which runs on fake tensors before all passes.
+Only collectives are counted while memory is watched, since counting allocates nothing. Passes that look at one window
+take one after SETTLED_WINDOWS. The operators of forward and backward are compared with the plain model's, which runs on
+fake tensors before all passes.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ class RankTrial:
         return {**compare(change, reference), "gradient_norm": math.sqrt(squares), **checked}
 
     def collectives(self) -> list[dict[str, Any]]:
-        """The collectives pass: op, dtype, calls and payload bytes of one settled window."""
+        """The collectives pass: op, dtype, calls and payload bytes of one settled window; also the memory pass's."""
         counter = CollectiveCounter()
         counter.self_test(self.device)
         with counter:

@@ -35,10 +35,10 @@ def published(data: Analysis) -> PageSection | None:
     sources = dict.fromkeys(figure["source"] for figure in figures)
     return PageSection(
         key="published",
-        title="What has been published of this training?",
+        title="What have others published about this training?",
         sentences=(
             f"The published figures are from {'; '.join(sources)}.",
-            "They are of another machine and of other versions: a difference to them has several causes.",
+            "They come from another machine and other versions, so a difference has several causes.",
         ),
         plots=(),
         table=Table.of("Published figures, and what this run measured", HEADER, rows, words=2),

@@ -9,7 +9,6 @@ cell in each block; docs/statistics.md reads it.
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import json
 import math
@@ -20,21 +19,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
 from scipy.stats import t as student
 
-from bench.backends.base import registry
 from bench.launch.launcher import Launcher
-from bench.measure.trial import RankTrial
-from bench.plan.cell import Cell, Device, Status
-from bench.plan.task import Spec
+from bench.plan.cell import Cell, Device
 from bench.run.trial_record import warmup
 from tests.conftest import ROOT
 from tests.studies.markdown import table
+from tests.worlds import by_rank
 
 RESULTS = ROOT / "docs" / "pairing.json"
 BASELINE, TWIN = "ddp-deferred", "A/A twin"
@@ -44,26 +39,7 @@ DESIGNS = {"apart": 12, "together": 6}
 MACHINES = {"idle": 0, "beside two busy programs": 2}
 
 
-@dataclass(kw_only=True)
-class Together(Spec):
-    """Cells that train one after the other in the same processes."""
-
-    work: ClassVar[str] = "tests.studies.pairing:train"
-    order: list[Cell]
-
-
-def train(task: Together, rank: int, device: torch.device) -> dict[str, Any]:
-    """The seconds of each window of each cell in ``order``."""
-    seconds = []
-    for cell in task.order:
-        gc.collect()
-        spec = Spec(cell=cell, passes=("time",), folder=task.folder, reference=task.reference, threads=task.threads)
-        trial = RankTrial(spec, rank, device, registry([cell.backend])[cell.backend])
-        seconds.append(trial.run()["time"]["step_seconds"])
-    return {"status": Status.OK, "seconds": seconds}
-
-
-def block(launcher: Launcher, design: str, names: Sequence[str], folder: str) -> dict[str, Any]:
+def block(launcher: Launcher, design: str, names: Sequence[str], folder: Path) -> dict[str, Any]:
     """The median step of each cell, whose slower rank counts, and what the block took; in seconds."""
     cells = [
         Cell(
@@ -82,13 +58,9 @@ def block(launcher: Launcher, design: str, names: Sequence[str], folder: str) ->
     groups = [[cell] for cell in cells] if design == "apart" else [[*cells, *reversed(cells)]]
     medians: dict[str, list[float]] = {name: [] for name in names}
     begin = time.monotonic()
-    for group in groups:
-        task = Together(cell=group[0], order=group, passes=("time",), folder=folder, reference="none", threads=1)
-        outcome = launcher.run(task, 300)
-        if outcome.status is not Status.OK:
-            raise SystemExit(f"{design}: {outcome.reason}")
-        for cell, *ranks in zip(group, *(rank["seconds"] for rank in outcome.ranks), strict=True):
-            steps = [max(step) for step in zip(*ranks, strict=True)]
+    for number, group in enumerate(groups):
+        for cell, ranks in zip(group, by_rank(launcher, folder / str(number), group, ("time",)), strict=True):
+            steps = [max(step) for step in zip(*(rank["time"]["step_seconds"] for rank in ranks if rank), strict=True)]
             medians[names[cells.index(cell)]].append(statistics.median(steps[warmup(steps) :]))
     seconds = time.monotonic() - begin
     return {"design": design, "seconds": seconds, "steps": {n: statistics.mean(m) for n, m in medians.items()}}
@@ -155,11 +127,6 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1200, metavar="S", help=words)
     seconds = parser.parse_args().seconds
     cells = [BASELINE, TWIN, *OTHERS]
-    known = registry()
-    backends = [known[name] for name in (BASELINE, *OTHERS)]
-    every = tuple(dict.fromkeys(path for backend in backends for path in backend.preloaded()))
-    for backend in backends:  # the processes of a block import the same packages in both designs
-        backend.preloaded = classmethod(lambda cls: every)  # type: ignore[method-assign]
     found: dict[str, list[dict[str, Any]]] = {}
     with Launcher(Device.CPU) as launcher, tempfile.TemporaryDirectory() as scratch:
         for machine, busy in MACHINES.items():
@@ -171,8 +138,7 @@ def main() -> int:
                     names = random.sample(cells, len(cells))
                     for design in random.sample(list(DESIGNS), len(DESIGNS)):
                         folder = Path(scratch) / f"{machine}-{len(found[machine])}"
-                        folder.mkdir()
-                        found[machine].append(block(launcher, design, names, str(folder)))
+                        found[machine].append(block(launcher, design, names, folder))
             finally:
                 for other in others:
                     other.kill()
@@ -182,6 +148,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from tests.studies import pairing  # noqa: PLW0406  # ranks find a task by its module
-
-    sys.exit(pairing.main())
+    sys.exit(main())
