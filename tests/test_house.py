@@ -14,10 +14,10 @@ WINGS = ("audit", "forecast")
 SAY_NOTHING = ("one", "own", "said", "due")
 AT_MOST = {
     "modules": 215,
-    "lines": 32797,
-    "lines of the core": 23325,
-    "longest module": 351,
-    "lines of tests": 28367,
+    "lines": 32796,
+    "lines of the core": 23324,
+    "longest module": 350,
+    "lines of tests": 28331,
     "names of several modules": 0,
     "names of several classes": 0,
     "locals that say nothing": 0,

@@ -56,10 +56,7 @@ def zero_config(backend: type[ZeroBackend], job: Job, model: nn.Module) -> dict[
 
 
 def check_input(block: nn.Module) -> None:
-    """Raise UnsupportedError at the first forward if no input needs a gradient.
-
-    ZeRO-3 learns from the gradient of its input that the backward of a leaf module is done.
-    """
+    """Raise UnsupportedError at the first forward if no input needs a gradient, which ends a leaf's backward."""
 
     def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         handle.remove()

@@ -1,9 +1,8 @@
 """The passes of one trial on one rank.
 
-Instruments change what they measure, so each has its own pass, a method of RankTrial, on a fresh build of the cell.
-Only collectives are counted while memory is watched, since counting allocates nothing. Passes that look at one window
-take one after SETTLED_WINDOWS. The operators of forward and backward are compared with the plain model's, which runs on
-fake tensors before all passes.
+Instruments change what they measure, so each has its own pass, a method of RankTrial, on a fresh build of the cell;
+only collectives are counted while memory is watched. Passes of one window take it after SETTLED_WINDOWS. The operators
+of forward and backward are compared with the plain model's, which runs on fake tensors before all passes.
 """
 
 from __future__ import annotations
