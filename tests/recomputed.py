@@ -125,6 +125,10 @@ class Run:
     def is_correct(self, cell: Cell) -> bool:
         return bool(self.first(cell, "update")["error"] <= UPDATE_LIMIT)
 
+    def minutes(self) -> float:
+        """Of all trials together."""
+        return float(sum(r["wall_s"] for records in self.trials.values() for r in records)) / 60
+
     def taken(self, cell: Cell) -> float:
         """The share of the CPUs that others took, in the median trial."""
         hosts = [r["time"]["host"] for r in self.trials[cell["id"]]]

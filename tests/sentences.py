@@ -94,7 +94,7 @@ def least_memory(run: Run, where: str, m: Groups) -> bool:
     cells = run.good(where)
     least = min(map(run.memory, cells))
     named = [c for c in cells if shows(m["mib"], run.memory(c) / MIB)]
-    right = {c["backend"] for c in named} == set(m["a"].split(", ")) and shows(m["mib"], least / MIB)
+    right = {c["backend"] for c in named} == set(re.split(", | and ", m["a"])) and shows(m["mib"], least / MIB)
     return right and shows(m.get("s", ""), math.exp(run.time(named[0]).centre))
 
 
@@ -150,7 +150,7 @@ def divided_twice(run: Run, where: str, m: Groups) -> bool:
     """Of updates before they are clipped."""
     wrong = [c for c in run.cells if not run.is_correct(c)]
     scales = [run.first(c, "update")["scale"] * c["accumulate"] for c in wrong if not c["clip_norm"]]
-    named = "a" not in m or {c["backend"] for c in wrong} == set(m["a"].split(", "))
+    named = "a" not in m or {c["backend"] for c in wrong} == set(re.split(", | and ", m["a"]))
     told = not m.get("ns") or {c["accumulate"] for c in wrong} == set(numbers(m["ns"]))
     fixed = "fixed" not in m or (run.is_correct(run.find(m["fixed"], where)) and f"N = {m['n']}" in where)
     return np.allclose(scales, 1) and named and told and fixed
@@ -177,9 +177,9 @@ def resolution(run: Run, where: str, m: Groups) -> bool:
     trials = len(run.times(run.timed[0]))
     error = max(run.widths()) / 2 / stats.t.ppf(0.975, trials - 1)
     least = trials * (float(special.ndtri(0.975) + special.ndtri(0.8)) * error / math.log(1.05)) ** 2
-    took = sum(r["wall_s"] for records in run.trials.values() for r in records) / 60
-    right = shows(m["needed"], least, 2 * SLACK * least) and shows(m["n"], trials) and shows(m["minutes"], took)
-    return right and shows(m["more"], took * float(m["needed"]) / trials)
+    right = shows(m["needed"], least, 2 * SLACK * least) and shows(m["n"], trials)
+    right = right and shows(m["minutes"], run.minutes())
+    return right and shows(m["more"], run.minutes() * float(m["needed"]) / trials)
 
 
 @rule(r"widest interval of a ratio <percent> %")
@@ -248,10 +248,15 @@ def settings(run: Run, where: str, m: Groups) -> bool:
 
 
 @rule(r"others took <x> % of its CPUs \(limit <limit> %\); <n> repeat, and an interval needs <needed>")
+@rule(
+    r"Times need an idle machine[.] other programs may use at most <limit> % of its CPUs while the trials run, "
+    r"which took <minutes> minutes? here"
+)
 def disturbed(run: Run, where: str, m: Groups) -> bool:
-    constants = float(m["limit"]) == 100 * IDLE and int(m["needed"]) == LEAST_TRIALS
-    taken = any(shows(m["x"], 100 * run.taken(c)) for c in run.cells)
-    return constants and taken and int(m["n"]) == max(len(run.times(c)) for c in run.cells)
+    right = float(m["limit"]) == 100 * IDLE and int(m.get("needed", LEAST_TRIALS)) == LEAST_TRIALS
+    right = right and ("x" not in m or any(shows(m["x"], 100 * run.taken(c)) for c in run.cells))
+    right = right and shows(m.get("minutes", ""), run.minutes())
+    return right and int(m.get("n", 1)) == max(len(run.times(c)) for c in run.cells)
 
 
 @rule(
@@ -279,7 +284,7 @@ def deviating(run: Run, where: str, m: Groups) -> bool:
     for cell in (c for c in wrong if c["accumulate"] == largest):
         (truth,) = [c for c in run.everything if c["backend"] == "reference" and all(c[k] == cell[k] for k in work)]
         away.append(np.abs(np.subtract(*(run.first(c, "time")["losses"] for c in (cell, truth)))).max())
-    return set(m["a"].split(", ")) == {c["backend"] for c in wrong} and shows(m["x"], max(away))
+    return set(re.split(", | and ", m["a"])) == {c["backend"] for c in wrong} and shows(m["x"], max(away))
 
 
 @rule(r"nothing is certainly faster than <a:cell>; <slower> of <n> comparisons are slower")

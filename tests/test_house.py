@@ -17,7 +17,7 @@ AT_MOST = {
     "lines": 32796,
     "lines of the core": 23324,
     "longest module": 350,
-    "lines of tests": 28331,
+    "lines of tests": 28340,
     "names of several modules": 0,
     "names of several classes": 0,
     "locals that say nothing": 0,

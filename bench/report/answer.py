@@ -92,8 +92,8 @@ def _beside_others(data: Analysis) -> Iterator[Finding]:
     yield good("Still valid", text)
     minutes = max(1, round(float(data.run.tables.trials["wall_s"].sum()) / 60))
     text = (
-        f"others may use at most {100 * IDLE_SHARE:g} % of the CPUs while the trials run. These trials took "
-        f"{plural(minutes, 'minute')}; on an idle machine as many take less."
+        f"other programs may use at most {100 * IDLE_SHARE:g} % of its CPUs while the trials run, "
+        f"which took {plural(minutes, 'minute')} here."
     )
     yield note("Times need an idle machine", text)
 

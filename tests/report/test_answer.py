@@ -150,7 +150,7 @@ def test_one_repeat_on_a_busy_machine_asks_for_both_in_one_command(tmp_path: Pat
     assert f"  {found.alarm.command}\n" in printed
     assert not any(group.is_timed for group in found.groups) and not on_topic(found, FASTEST) and on_topic(found, LEAST)
     assert "Still valid" in printed and "memory, bytes, step counts, updates and losses" in printed
-    assert "at most 10 % of the CPUs" in printed and "These trials took 1 minute" in printed
+    assert "at most 10 % of its CPUs" in printed and "which took 1 minute" in printed
     page = read(folder / "report.html")
     (alarm,) = page.find("div", class_="alarm warning")
     assert found.alarm.command in alarm.text
