@@ -60,7 +60,7 @@ def _of_citation(folder: Path, name: str) -> list[Finding]:
     from bench.judge.analysis import Analysis
     from bench.judge.integrity import journal
     from bench.judge.loading import load
-    from bench.report.citation_check import differences
+    from bench.report.citation_check import check_citations
 
     place, advice = f"--citation {name}", "name a file with what cite printed"
     try:
@@ -69,4 +69,4 @@ def _of_citation(folder: Path, name: str) -> list[Finding]:
         why = (error.strerror or error) if isinstance(error, OSError) else "it is not UTF-8"
         raise InputError(f"{place}: cannot be read ({why}); {advice}") from error
     data = Analysis(run=load(folder), folder=folder)
-    return [journal(data.run), *differences(data, text)]
+    return [journal(data.run), *check_citations(data, text)]

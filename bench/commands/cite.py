@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     from bench.judge.loading import load
 
     found = load(arguments.run)
-    citation = _cited(arguments, found)
+    citation = _citation(arguments, found)
     if (unchanged := journal(found)).level is Level.ERROR:
         print(f"bench: {arguments.run}: is not cited: its journal {unchanged.text}", file=sys.stderr)
         return BAD
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     return GOOD
 
 
-def _cited(arguments: argparse.Namespace, found: Run) -> Citation:
+def _citation(arguments: argparse.Namespace, found: Run) -> Citation:
     from bench.judge.analysis import Analysis
     from bench.report.citation import cite, cite_plot
 

@@ -179,5 +179,5 @@ def section(data: Analysis) -> PageSection | None:
         title="Do steps take as long as the links predict?",
         sentences=tuple(dict.fromkeys(sentences)),
         plots=(),
-        table=Table.of("Step times, measured and predicted from the links", HEADER, rows),
+        table=Table.from_rows("Step times, measured and predicted from the links", HEADER, rows),
     )

@@ -30,7 +30,7 @@ SCHEME = "accumulation-bench"
 """Prefix of the ids by which numbers are cited."""
 
 
-def place_of(run_id: str, name: str) -> str:
+def permanent_id(run_id: str, name: str) -> str:
     """The id by which a part of a run is cited: ``accumulation-bench:RUN/NAME``."""
     return f"{SCHEME}:{quoted(run_id)}/{name}"
 
@@ -178,7 +178,7 @@ class Analysis:
             "peak_memory_bytes": evidence.peak_memory_bytes if has_memory else None,
             "peak_memory_source": min(evidence.peak_memory_sources, default=None) if has_memory else None,
             "caveats": "; ".join(self.caveats(cell_id)),
-            "citation": place_of(self.run.name, cell_id),
+            "citation": permanent_id(self.run.name, cell_id),
         }
         if pair is None:
             return row

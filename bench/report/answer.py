@@ -26,11 +26,11 @@ from bench.judge.verdicts import Reason, Verdict
 from bench.measure.host import IDLE_SHARE
 from bench.plan.cell import Device, Status, Sync, summarize
 from bench.report.descriptions import cpu_name, eager_and_deferred, gpu_names, parameters
-from bench.report.ranking import Group, ends_of, groups
+from bench.report.ranking import Group, groups, interval_text
 
 LONGEST = 240
 """Characters of a reason; the table of failed cells has it in full."""
-OPEN = {
+UNDECIDED = {
     Reason.WIDE: "statistically indistinguishable from {}: the interval contains 1, and is wider than the margin",
     Reason.MANY: "the difference from {} is significant in one comparison, but not after correction for all of the run",
     Reason.NO_CONTROL: "not compared with {}: the run has no A/A pair with an interval",
@@ -45,7 +45,7 @@ FIRST_DEFERRED = "fsdp2-deferred"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """The first screen."""
+    """What the first screen of a report says."""
 
     alarm: Finding | None
     """Why no times can be compared."""
@@ -55,7 +55,7 @@ class Answer:
     groups: tuple[Group, ...]
     """The tables, the one of the largest N first."""
     remarks: tuple[str, ...]
-    """Beside the numbers (``bench.judge.caveats``)."""
+    """Caveats on the numbers (``bench.judge.caveats``)."""
 
     @property
     def all(self) -> tuple[Finding, ...]:
@@ -66,26 +66,22 @@ class Answer:
 def answer(data: Analysis) -> Answer:
     """The answer of a run."""
     every = groups(data)
-    statements = [
-        *_beside_others(data),
-        *(statement for group in every[:1] for of in (_fastest, _least, _twins) for statement in of(data, group)),
-        *_wrong(data),
-        *_failed(data),
-        *_open(data, every),
-        *_resolution(data),
-    ]
+    statements = [*_on_a_busy_machine(data)]
+    for group in every[:1]:
+        statements += [*_fastest(data, group), *_least(data, group), *_deferred_against_eager(data, group)]
+    statements += [*_wrong(data), *_failed(data), *_undecided(data, every), *_resolution(data)]
     alarm = data.times_unavailable
     return Answer(
-        alarm=alarm and replace(alarm, text=_sentence(cut(alarm.text))),
+        alarm=alarm and replace(alarm, text=_with_full_stop(shortened(alarm.text))),
         statements=tuple(statements),
-        scope=note("Scope", _scope(data)),
+        scope=note("Scope", _scope_text(data)),
         groups=tuple(every),
         remarks=tuple(data.remarks),
     )
 
 
-def _beside_others(data: Analysis) -> Iterator[Finding]:
-    """What a run beside other programs still says, and for how long the machine has to be idle for the rest."""
+def _on_a_busy_machine(data: Analysis) -> Iterator[Finding]:
+    """Of a run beside other programs: what is valid nevertheless, and for how long times need an idle machine."""
     if not data.times_unavailable or not any(row.reason is Reason.DISTURBED for row in data.verdicts):
         return
     text = "memory, bytes, step counts, updates and losses; other programs do not change them."
@@ -104,8 +100,8 @@ def _fastest(data: Analysis, group: Group) -> Iterator[Finding]:
     if not timed:
         return
     best, *others = timed
-    ends = _ends(best["step_time_low_s"], best["step_time_high_s"])
-    text = f"{digits(best['step_time_s'])} s per step{ends} at {group.where}"
+    ends = _interval(best["step_time_low_s"], best["step_time_high_s"])
+    text = f"{digits(best['step_time_s'])} s per step{ends} at {group.short_title}"
     pairs = data.against(best["backend"])
     if near := data.not_slower(timed, best):
         named = ", ".join(_with_ratio(row["backend"], pairs.get(row["cell_id"])) for row in near)
@@ -118,11 +114,11 @@ def _fastest(data: Analysis, group: Group) -> Iterator[Finding]:
 def _with_ratio(backend: str, pair: ComparedPair | None) -> str:
     if pair is None or pair.time is None:
         return backend
-    return f"{backend}, {digits(pair.time.ratio)}{_ends(pair.time.low, pair.time.high)}"
+    return f"{backend}, {digits(pair.time.ratio)}{_interval(pair.time.low, pair.time.high)}"
 
 
-def _ends(low: float | None, high: float | None) -> str:
-    return "" if low is None or high is None else f" (95 % {ends_of(low, high)})"
+def _interval(low: float | None, high: float | None) -> str:
+    return "" if low is None or high is None else f" (95 % {interval_text(low, high)})"
 
 
 def _least(data: Analysis, group: Group) -> Iterator[Finding]:
@@ -132,7 +128,7 @@ def _least(data: Analysis, group: Group) -> Iterator[Finding]:
         return
     fastest, least = known[0], min(row["peak_memory_bytes"] for row in known)
     best = [row for row in known if alike(row["peak_memory_bytes"], least)]
-    text = f"peak memory per rank {size(least)}, at {group.where}"
+    text = f"peak memory per rank {size(least)}, at {group.short_title}"
     pairs = data.against(fastest["backend"]) if group.is_timed else {}
     times = sorted(pair.time.ratio for row in best if (pair := pairs.get(row["cell_id"])) and pair.time)
     if fastest not in best and times:
@@ -143,8 +139,8 @@ def _least(data: Analysis, group: Group) -> Iterator[Finding]:
     yield good("Least memory", f"{text}.", subject=", ".join(row["backend"] for row in best))
 
 
-def _twins(data: Analysis, group: Group) -> Iterator[Finding]:
-    """Deferred against eager sync, of FSDP2 in full; one line for all other frameworks and shardings that have both."""
+def _deferred_against_eager(data: Analysis, group: Group) -> Iterator[Finding]:
+    """Deferred against eager sync: of FSDP2 in full, of all other frameworks and shardings in one line."""
     about = data.run.manifest["backends"]
     rows = {row["backend"]: row for row in group.rows}
     shown = {name: about.get(name, {}) for name in rows}
@@ -154,7 +150,7 @@ def _twins(data: Analysis, group: Group) -> Iterator[Finding]:
         pair = data.compared(rows[deferred]["cell_id"], rows[eager]["cell_id"]) if group.is_timed else None
         texts, brief = [], []
         if pair is not None and pair.time is not None:
-            texts.append(f"time {digits(pair.time.ratio)}{_ends(pair.time.low, pair.time.high)}, {pair.verdict}")
+            texts.append(f"time {digits(pair.time.ratio)}{_interval(pair.time.low, pair.time.high)}, {pair.verdict}")
             brief.append(f"{digits(pair.time.ratio)} ({pair.verdict})")
         ours, theirs = (rows[name]["peak_memory_bytes"] for name in (deferred, eager))
         if ours and theirs:
@@ -171,25 +167,25 @@ def _twins(data: Analysis, group: Group) -> Iterator[Finding]:
 
 
 def _wrong(data: Analysis) -> Iterator[Finding]:
-    """What must not be used: each reason once, with all its cells."""
+    """Which backends must not be used: each reason once, with all its cells."""
     invalid = data.bad[data.bad["status"] == Status.INVALID]
     for reason, cells in _by_reason(data, invalid):
-        yield warning("Do not use", _sentence(reason), subject=_cells(data, cells))
+        yield warning("Do not use", _with_full_stop(reason), subject=_backends_of(data, cells))
 
 
 def _failed(data: Analysis) -> Iterator[Finding]:
-    """What failed or could not run: each reason once."""
+    """Which cells failed or could not run: each reason once."""
     others = data.bad[data.bad["status"] != Status.INVALID]
     for status in others["status"].unique():
         for reason, cells in _by_reason(data, others[others["status"] == status]):
-            named = _cells(data, cells)
+            named = _backends_of(data, cells)
             if status == Status.UNSUPPORTED:
-                yield note("Not run", _sentence(reason), subject=named)
+                yield note("Not run", _with_full_stop(reason), subject=named)
             else:
-                yield warning("Failed", _sentence(f"{status}: {reason}"), subject=named)
+                yield warning("Failed", _with_full_stop(f"{status}: {reason}"), subject=named)
 
 
-def _sentence(text: str) -> str:
+def _with_full_stop(text: str) -> str:
     return text if text.endswith((".", "]")) else f"{text}."
 
 
@@ -198,13 +194,15 @@ def _by_reason(data: Analysis, rows: pd.DataFrame) -> list[tuple[str, list[dict[
     found: dict[Any, tuple[str, list[dict[str, Any]]]] = {}
     for cell in rows_of(rows):
         defect = known_defect(data.run.manifest, cell)
-        reason = f"{defect} (a documented defect of the framework)" if defect else cut(cell["reason"] or "no reason")
+        reason = shortened(cell["reason"] or "no reason")
+        if defect:
+            reason = f"{defect} (a documented defect of the framework)"
         kind = defect or (cell["failed_gates"], cell["update_causes"]) if cell["failed_gates"] else reason
         found.setdefault(kind, (reason, []))[1].append(cell)
     return list(found.values())
 
 
-def _cells(data: Analysis, cells: Sequence[Mapping[str, Any]]) -> str:
+def _backends_of(data: Analysis, cells: Sequence[Mapping[str, Any]]) -> str:
     """The backends of these cells, with their N where not all cells of a backend are among them."""
     everywhere = data.cells.groupby("backend")["accumulate"].agg(set)
     sizes = data.cells.groupby("backend").size()
@@ -220,7 +218,7 @@ def _cells(data: Analysis, cells: Sequence[Mapping[str, Any]]) -> str:
     return "; ".join(f"{', '.join(names)}{f' ({where})' if where else ''}" for where, names in places.items())
 
 
-def _open(data: Analysis, every: Sequence[Group]) -> Iterator[Finding]:
+def _undecided(data: Analysis, every: Sequence[Group]) -> Iterator[Finding]:
     """Why correct cells are not compared while others are, or comparisons are undecided, and the command that helps."""
     found: dict[tuple[str, Reason, str], dict[str, list[str]]] = {}
     texts: dict[Reason, str] = {}
@@ -228,12 +226,12 @@ def _open(data: Analysis, every: Sequence[Group]) -> Iterator[Finding]:
         for row in group.rows:
             pair = data.pairs.get(row["cell_id"]) if group.is_timed else None
             if pair is not None and pair.verdict is Verdict.AMBIGUOUS:
-                topic, text = "Undecided", f"{OPEN[pair.reason].format(data.baseline)}."
+                topic, text = "Undecided", f"{UNDECIDED[pair.reason].format(data.baseline)}."
             elif pair is not None and pair.verdict is Verdict.NOT_COMPARABLE and row["correct"] == "yes":
-                topic, text = "Not compared", texts.setdefault(pair.reason, _sentence(cut(pair.detail)))
+                topic, text = "Not compared", texts.setdefault(pair.reason, _with_full_stop(shortened(pair.detail)))
             else:
                 continue
-            found.setdefault((topic, pair.reason, text), {}).setdefault(group.where, []).append(row["backend"])
+            found.setdefault((topic, pair.reason, text), {}).setdefault(group.short_title, []).append(row["backend"])
     for (topic, reason, text), places in sorted(found.items(), key=lambda item: item[0][0]):
         named = "; ".join(f"{', '.join(names)} at {place}" for place, names in places.items())
         yield note(topic, text, subject=named, command=next_command(data.run, {reason}, data.folder))
@@ -256,7 +254,7 @@ def _resolution(data: Analysis) -> Iterator[Finding]:
     yield note("Resolution", text)
 
 
-def _scope(data: Analysis) -> str:
+def _scope_text(data: Analysis) -> str:
     """Model, ranks, device, link, counts and the A/A pair, and what does not follow from the run."""
     run, cells = data.run, [cell for cell in data.run.cells.values() if not cell.twin]
     shown = [cell for cell in cells if not cell.is_reference] or cells
@@ -272,7 +270,7 @@ def _scope(data: Analysis) -> str:
         f"{', '.join(models)} on {ranks} rank{'' if ranks == '1' else 's'} of "
         f"{cpu_name(about) if cpu else gpu_names(about)}, {link_words(shown)}",
         f"n = {trials} good {'trial' if trials == '1' else 'trials'} per cell",
-        "" if data.times_unavailable else _control(data.control),
+        "" if data.times_unavailable else _control_text(data.control),
         "" if wide is None else f"widest interval of a ratio {100 * wide:.2g} %",
         summarize(run.cells.values(), data.baseline),
         transfer(sizes.max()) if cpu and not data.times_unavailable else "",
@@ -280,15 +278,15 @@ def _scope(data: Analysis) -> str:
     return f"{'; '.join(filter(None, parts))}."
 
 
-def _control(control: ComparedPair | None) -> str:
+def _control_text(control: ComparedPair | None) -> str:
     """The ratio of the A/A pair."""
     if control is None:
         return "no A/A pair"
     if control.time is None or not control.has_interval:
-        return f"the A/A pair has no interval: {cut(control.detail)}"
-    return f"A/A pair {digits(control.time.ratio)} ({ends_of(control.time.low, control.time.high)})"
+        return f"the A/A pair has no interval: {shortened(control.detail)}"
+    return f"A/A pair {digits(control.time.ratio)} ({interval_text(control.time.low, control.time.high)})"
 
 
-def cut(text: str, longest: int = LONGEST) -> str:
+def shortened(text: str, longest: int = LONGEST) -> str:
     """The text, shortened at a space if it is too long."""
     return text if len(text) <= longest else text[: longest - 5].rsplit(" ", 1)[0] + " [...]"

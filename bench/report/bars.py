@@ -26,12 +26,12 @@ from bench.report.figure_data import (
     MEMORY,
     FigureData,
     Panel,
-    failure,
+    failure_label,
     floats,
     most_extreme,
     saved_by_deferring,
-    tied,
-    twins,
+    sync_pairs,
+    tied_backends,
 )
 from bench.report.style import GREY, NAME_WIDTH, SMALL, TINY, WIDTH, Key, fit, safe, text_width
 
@@ -63,16 +63,16 @@ def stacked(
     cells = cells[known]
     if cells.empty:
         return []
-    shown = run.shown(cells)
+    shown = run.backends_in(cells)
     height = ROW * len(shown) + TITLE_AND_AXIS
     panels, left_out = run.panels(cells, [*CONTEXT, "accumulate"], 3 * max(1, int(PANELS_HEIGHT / height)))
     panels = without_repeats(panels, ["backend", "outcome", total, *colours])
     lines = math.ceil(len(panels) / (2 if len(panels) == 4 else 3))
     columns = math.ceil(len(panels) / lines)
-    words = run.words(title)
+    words = run.figure_words(title)
     words.notes[:0] = [*left_out, note]
-    paints = {part: _paint(part, colour) for part, colour in colours.items() if (cells[part] > 0).any()}
-    keys: list[Key] = [(Patch(**paint), part.replace("_", " ")) for part, paint in paints.items()]
+    styles = {part: _bar_style(part, colour) for part, colour in colours.items() if (cells[part] > 0).any()}
+    keys: list[Key] = [(Patch(**style), part.replace("_", " ")) for part, style in styles.items()]
     figure = new_figure(words, keys, lines * height + 0.3)
     grid = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).ravel()
     names = max(text_width(fit(name, NAME_WIDTH), SMALL) for name in shown)
@@ -83,7 +83,7 @@ def stacked(
             axes.remove()
             continue
         axes.set_title(panel_title(panels[i].title, room - 0.2))
-        _bars(axes, panels[i], shown, total, paints, unit)
+        _draw_bars(axes, panels[i], shown, total, styles, unit)
         if i + columns >= len(panels):
             axes.set_xlabel(f"{what} ({unit_name})")
             axes.tick_params(labelbottom=True)
@@ -99,24 +99,24 @@ def without_repeats(panels: Sequence[Panel], columns: list[str]) -> list[Panel]:
     return [Panel("; ".join(panel.title for panel in same), same[0].rows) for same in alike.values()]
 
 
-def _paint(part: str, colour: str) -> dict[str, Any]:
+def _bar_style(part: str, colour: str) -> dict[str, Any]:
     hatched = part.endswith("_unsharded")
     edge = tuple(0.55 * share for share in to_rgb(colour)) if hatched else "white"
     return {"facecolor": colour, "edgecolor": edge, "linewidth": 0.3, "hatch": "/////" * hatched}
 
 
-def _bars(axes: Axes, panel: Panel, shown: list[str], total: str, paints: Mapping[str, Any], unit: float) -> None:
+def _draw_bars(axes: Axes, panel: Panel, shown: list[str], total: str, styles: Mapping[str, Any], unit: float) -> None:
     """The bars of one panel, in the rows of all backends."""
     name_rows(axes, shown)
     cells = panel.rows.assign(place=panel.rows["backend"].map(shown.index))
     known = cells[cells[total].notna()]
     ends = np.zeros(len(known))
-    for part, paint in paints.items():
+    for part, style in styles.items():
         widths = floats(known[part]) / unit
-        axes.barh(known["place"], widths, 0.72, ends, **paint)
+        axes.barh(known["place"], widths, 0.72, ends, **style)
         ends += widths
     for place, outcome, value in zip(cells["place"], cells["outcome"], floats(cells[total]) / unit, strict=True):
-        word = failure(outcome)
+        word = failure_label(outcome)
         number = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
         words = (word or "not measured") if np.isnan(value) else f"{number} {word}".strip()
         at = (0.0 if np.isnan(value) else value, place)
@@ -161,7 +161,7 @@ def draw_memory_categories(run: FigureData) -> list[Drawing]:
 
     A peak that was not split is one bar. A black mark is the allocator's peak, if that differs.
     """
-    cells = run.others.join(by_cell(run.tables.memory, PEAK))
+    cells = run.contestants.join(by_cell(run.tables.memory, PEAK))
     names = [str(category) for category in Category]
     cells[LIVE] = cells[names].sum(axis=1, min_count=1)
     cells[UNSPLIT] = cells["peak_memory_bytes"].where(cells[LIVE].isna())
@@ -184,23 +184,23 @@ def _memory_title(run: FigureData, cells: pd.DataFrame) -> str:
     if good.empty:
         return "Peak memory (no cell is correct)"
     least, most = good.iloc[0], good.iloc[-1]
-    where = run.where(least)
+    setting = run.setting_of(least)
     if alike(float(most[LIVE]), float(least[LIVE])):
         alone = least["backend"] if len(good) == 1 else f"each of {plural(len(good), 'backend')}"
-        return f"{where}, {alone} needs {size(float(least[LIVE]))} per rank"
-    means = _times(good, LIVE, "need", "memory")
+        return f"{setting}, {alone} needs {size(float(least[LIVE]))} per rank"
+    means = _comparison(good, LIVE, "need", "memory")
     away = pd.Series({str(name): float(most[str(name)]) - float(least[str(name)]) for name in Category})
     mostly = str(away.idxmax()).split("_")
     mostly = mostly[::-1] if "sharded" in mostly[-1] else mostly
-    return f"{where}, {means}" + (f", mostly for {' '.join(mostly)}" if away.max() > 0 else "")
+    return f"{setting}, {means}" + (f", mostly for {' '.join(mostly)}" if away.max() > 0 else "")
 
 
-def _times(good: pd.DataFrame, value: str, verb: str, what: str) -> str:
+def _comparison(good: pd.DataFrame, value: str, verb: str, what: str) -> str:
     """How many times the least of cells in order the most is, and of which backends; those that tie are all named."""
     least, most = float(good[value].iloc[0]), float(good[value].iloc[-1])
-    those = tied(good, value, most)
+    those = tied_backends(good, value, most)
     verb += "s" * (len(those) == 1)
-    return f"{some(those)} {verb} {most / least:.2g}x the {what} of {some(tied(good, value, least))}"
+    return f"{some(those)} {verb} {most / least:.2g}x the {what} of {some(tied_backends(good, value, least))}"
 
 
 OTHER = "other"
@@ -239,7 +239,7 @@ def draw_traffic(run: FigureData) -> list[Drawing]:
     parts = by_operation(run.tables.collectives, known).rename(columns={TOTAL: SENT})
     if parts.empty or not float(parts[SENT].max()):
         return []
-    cells = run.others.join(parts)
+    cells = run.contestants.join(parts)
     note = (
         "Bytes that a ring algorithm sends for the collectives counted between two updates, computed from their "
         "payload (gloo uses other algorithms). Right of a bar: their sum, and how the cell failed."
@@ -254,13 +254,12 @@ def _traffic_title(run: FigureData, cells: pd.DataFrame) -> str:
     good = most_extreme(cells, SENT)
     if good.empty:
         return "Bytes that a rank sends (no cell is correct)"
-    where = run.where(good.iloc[0])
-    if (saved := saved_by_deferring(twins(good), SENT)) is not None:
+    setting = run.setting_of(good.iloc[0])
+    if (saved := saved_by_deferring(sync_pairs(good), SENT)) is not None:
         name, before, after = saved
-        return (
-            f"{where}, deferring the sync cuts the ring traffic of {name} from {size(before)} to {size(after)} per rank"
-        )
+        cut = f"from {size(before)} to {size(after)} per rank"
+        return f"{setting}, deferring the sync cuts the ring traffic of {name} {cut}"
     least, most = good.iloc[0], good.iloc[-1]
     if least[SENT] == most[SENT]:
-        return f"{where}, a rank sends {size(least[SENT])} per step"
-    return f"{where}, {_times(good, SENT, 'send', 'bytes')}"
+        return f"{setting}, a rank sends {size(least[SENT])} per step"
+    return f"{setting}, {_comparison(good, SENT, 'send', 'bytes')}"

@@ -20,7 +20,7 @@ import pandas as pd
 
 from bench.errors import InputError
 from bench.formatting import bibtex, digits, markdown, plain, plural
-from bench.judge.analysis import SCHEME, Analysis, place_of, quoted
+from bench.judge.analysis import SCHEME, Analysis, permanent_id, quoted
 from bench.judge.loading import Run
 from bench.judge.pairs import ComparedPair
 from bench.judge.statistics import too_few
@@ -41,27 +41,26 @@ MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Citation:
-    """What is cited, as parts of plain text, and the same in each format."""
+    """The parts of a citation as plain text, and the whole of it in each format."""
 
     subject: str
     statement: str
     """The numbers."""
-    place: str
-    """The id."""
-    fields: Mapping[str, str]
-    """What follows the id in the line for machines."""
+    permanent_id: str
+    machine_fields: Mapping[str, str]
+    """By name, in the line for machines."""
     details: Sequence[str]
     """Sentences on caveats, work, machine, versions and commit, without their full stops."""
     started: str
 
     @property
     def markdown(self) -> str:
-        line = f"`{self.place} {joined(self.fields)}`"
-        return f"**{markdown(self.subject)}**: {markdown(self.statement)}.\n{line}\n{self._tail(markdown)}"
+        line = f"`{self.permanent_id} {fields_text(self.machine_fields)}`"
+        return f"**{markdown(self.subject)}**: {markdown(self.statement)}.\n{line}\n{self._details(markdown)}"
 
     @property
     def text(self) -> str:
-        return self._plain(plain)
+        return self._unformatted(plain)
 
     @property
     def bibtex(self) -> str:
@@ -71,17 +70,17 @@ class Citation:
             "title": f"{{{{{bibtex(self.subject)}}}}}",
             **({} if date is None else {"year": f"{{{date[1]}}}", "month": MONTHS[int(date[2]) - 1]}),
             "howpublished": f"{{{bibtex(f'{SCHEME}, a benchmark of gradient accumulation')}}}",
-            "note": f"{{{self._plain(bibtex)}}}",
+            "note": f"{{{self._unformatted(bibtex)}}}",
         }
-        key = re.sub(r"[^A-Za-z0-9.-]+", "-", urllib.parse.unquote(self.place)).strip("-")
+        key = re.sub(r"[^A-Za-z0-9.-]+", "-", urllib.parse.unquote(self.permanent_id)).strip("-")
         return "@misc{" + ",\n".join([key, *(f"  {name} = {value}" for name, value in fields.items())]) + ",\n}"
 
-    def _plain(self, escape: Callable[[object], str]) -> str:
-        place = bibtex(self.place) if escape is bibtex else self.place
-        line = f"{place} {joined(self.fields)}"
-        return f"{escape(self.subject)}: {escape(self.statement)}.\n{line}\n{self._tail(escape)}"
+    def _unformatted(self, escape: Callable[[object], str]) -> str:
+        identifier = bibtex(self.permanent_id) if escape is bibtex else self.permanent_id
+        line = f"{identifier} {fields_text(self.machine_fields)}"
+        return f"{escape(self.subject)}: {escape(self.statement)}.\n{line}\n{self._details(escape)}"
 
-    def _tail(self, escape: Callable[[object], str]) -> str:
+    def _details(self, escape: Callable[[object], str]) -> str:
         return " ".join(f"{escape(sentence)}." for sentence in self.details)
 
 
@@ -97,15 +96,15 @@ def cite(data: Analysis, cell_id: str, other_id: str | None = None) -> Citation:
     cell = data.every_row[cell_id]
     caveats = data.caveats(*ids)
     if other_id is None:
-        statement, fields = _of_cell(data, cell)
+        statement, fields = _cell_numbers(data, cell)
     else:
         pair = data.ratio(cell_id, other_id)
-        statement, fields = _of_ratio(pair)
+        statement, fields = _ratio_numbers(pair)
         if pair.blocked and not any(pair.detail in text for text in caveats):
             caveats.insert(0, f"{pair.reason}: {pair.detail}")
     limits = [f"Note: {'; '.join(text.rstrip('.') for text in caveats)}"] if caveats else []
     subject = " against ".join(harmless(run.labels[each]) for each in ids)
-    return _citation(run, "/".join(ids), subject, statement, fields, [*limits, METHOD, _work(cell)])
+    return _citation(run, "/".join(ids), subject, statement, fields, [*limits, METHOD, _work_sentence(cell)])
 
 
 def cite_plot(run: Run, name: str) -> Citation:
@@ -114,15 +113,18 @@ def cite_plot(run: Run, name: str) -> Citation:
 
 
 def _citation(
-    run: Run, place: str, subject: str, statement: str, fields: Mapping[str, str], details: Sequence[str]
+    run: Run, path: str, subject: str, statement: str, fields: Mapping[str, str], details: Sequence[str]
 ) -> Citation:
     about = run.manifest
     return Citation(
         subject=harmless(subject),
         statement=statement,
-        place=place_of(run.name, place),
-        fields={**fields, "sha256": run.digest or NONE},
-        details=[harmless(text) for text in (*details, _machine(about), _versions(about), commit(about))],
+        permanent_id=permanent_id(run.name, path),
+        machine_fields={**fields, "sha256": run.digest or NONE},
+        details=[
+            harmless(text)
+            for text in (*details, _machine_sentence(about), _versions_sentence(about), commit_sentence(about))
+        ],
         started=str(about.get("started", "")),
     )
 
@@ -132,7 +134,7 @@ def harmless(text: str) -> str:
     return plain(text).replace(f"{SCHEME}:", f"{SCHEME} ")
 
 
-def _of_cell(data: Analysis, cell: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+def _cell_numbers(data: Analysis, cell: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     """The numbers of a cell, as a sentence and as fields."""
     num_ok, trials = cell["num_ok"], plural(cell["num_trials"], "trial")
     if data.run.evidence.of(data.run.cells[cell["cell_id"]]).barred:
@@ -143,7 +145,7 @@ def _of_cell(data: Analysis, cell: Mapping[str, Any]) -> tuple[str, dict[str, st
     if seconds is not None:
         interval = _interval(low, high, too_few(num_ok, "trial"))
         found = f"{digits(seconds)} s per optimizer step ({interval}, {counted})"
-        fields = _estimated(seconds, low, high)
+        fields = _estimate_fields(seconds, low, high)
     fields["n"] = str(num_ok)
     if (peak := cell["peak_memory_bytes"]) is not None:
         found += f"; peak memory {digits(peak / 2**20)} MiB ({peak} bytes, {cell['peak_memory_source']})"
@@ -151,7 +153,7 @@ def _of_cell(data: Analysis, cell: Mapping[str, Any]) -> tuple[str, dict[str, st
     return found, fields
 
 
-def _of_ratio(pair: ComparedPair) -> tuple[str, dict[str, str]]:
+def _ratio_numbers(pair: ComparedPair) -> tuple[str, dict[str, str]]:
     """The numbers of a ratio, or that it has none, as a sentence and as fields."""
     time, control = pair.time, pair.control
     if pair.verdict is Verdict.NOT_COMPARABLE or time is None:
@@ -166,10 +168,10 @@ def _of_ratio(pair: ComparedPair) -> tuple[str, dict[str, str]]:
     around = "unknown" if control is None else _ends(control.low, control.high) or "unknown"
     found = f"{digits(time.ratio)} times the step time ({interval}, {counted}); verdict: {verdict}; A/A pair: {around}"
     fields = {"n": str(time.num_trials), "verdict": str(pair.verdict)}
-    return found, _estimated(time.ratio, time.low, time.high) | fields
+    return found, _estimate_fields(time.ratio, time.low, time.high) | fields
 
 
-def _estimated(value: float, low: float | None, high: float | None) -> dict[str, str]:
+def _estimate_fields(value: float, low: float | None, high: float | None) -> dict[str, str]:
     ends = {} if low is None or high is None else {"low": digits(low), "high": digits(high)}
     return {"value": digits(value), **ends}
 
@@ -182,7 +184,7 @@ def _interval(low: float | None, high: float | None, reason: str) -> str:
     return f"95 % interval {ends}" if (ends := _ends(low, high)) else reason.replace(",", "")
 
 
-def _work(cell: Mapping[str, Any]) -> str:
+def _work_sentence(cell: Mapping[str, Any]) -> str:
     size = cell["num_parameters"]
     parameters = "" if size is None else f" ({digits(size / 1e6)} M parameters)"
     asked = [name for name in WAYS if len(AXES[name].phrasing) > 1 and pd.notna(cell[name]) and cell[name]]
@@ -194,7 +196,7 @@ def _work(cell: Mapping[str, Any]) -> str:
     )
 
 
-def _machine(manifest: Mapping[str, Any]) -> str:
+def _machine_sentence(manifest: Mapping[str, Any]) -> str:
     machine = manifest.get("machine") or {}
     drivers = dict.fromkeys(gpu["driver"] for gpu in machine.get("gpus") or [] if gpu.get("driver"))
     system = [str(machine["system"])] if machine.get("system") else []
@@ -203,7 +205,7 @@ def _machine(manifest: Mapping[str, Any]) -> str:
     return f"Machine: {', '.join(words)}"
 
 
-def _versions(manifest: Mapping[str, Any]) -> str:
+def _versions_sentence(manifest: Mapping[str, Any]) -> str:
     packages = manifest.get("packages") or {}
     known = {SCHEME: (manifest.get("distributions") or {}).get(SCHEME)}
     known |= {"Python": (manifest.get("machine") or {}).get("python")}
@@ -212,7 +214,7 @@ def _versions(manifest: Mapping[str, Any]) -> str:
     return f"Versions: {', '.join(found) or 'not stored'}"
 
 
-def commit(manifest: Mapping[str, Any]) -> str:
+def commit_sentence(manifest: Mapping[str, Any]) -> str:
     """The commit of the bench, and whether there were changes on top of it."""
     git = manifest.get("git") or {}
     if not git.get("commit"):
@@ -220,6 +222,6 @@ def commit(manifest: Mapping[str, Any]) -> str:
     return f"Commit: {git['commit']}" + ("" if git.get("clean") else " with uncommitted changes")
 
 
-def joined(fields: Mapping[str, str]) -> str:
+def fields_text(fields: Mapping[str, str]) -> str:
     """The fields of the line for machines, as they follow its id."""
     return " ".join(f"{name}={value}" for name, value in fields.items())

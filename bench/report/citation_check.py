@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from bench.errors import InputError
 from bench.findings import Finding, error, good
 from bench.judge.analysis import SCHEME, Analysis
-from bench.report.citation import NONE, Citation, cite, cite_plot, joined
+from bench.report.citation import NONE, Citation, cite, cite_plot, fields_text
 
 TOPIC = "citation"
 MARKUP = re.compile(r"[^\w.,:;()/%=+\- ]")
@@ -22,16 +22,16 @@ ID = re.compile(rf"{SCHEME}:([\w.%-]+)/(plots/[\w.%-]*[\w%]|[0-9a-f]+(?:/[0-9a-f
 FIELD = re.compile(r" ([a-z0-9]+)=([\w.-]*\w)")
 
 
-def differences(data: Analysis, text: str) -> Iterator[Finding]:
+def check_citations(data: Analysis, text: str) -> Iterator[Finding]:
     """The findings on each citation in a text, in any of the formats."""
     text = " ".join(MARKUP.sub("", " ".join(text.split())).split())
     ids = list(ID.finditer(text))
     if not ids:
         yield error(TOPIC, f"the text holds no id of the form {SCHEME}:RUN/CELL, so it cites nothing")
     for match in ids:
-        cited = _fields(text, match.end())
+        cited = _fields_after(text, match.end())
         try:
-            right = _citation(data, match[1], match[2]).fields
+            right = _citation(data, match[1], match[2]).machine_fields
         except InputError as problem:
             yield error(TOPIC, f"{match[0]}: {problem}")
             continue
@@ -40,10 +40,10 @@ def differences(data: Analysis, text: str) -> Iterator[Finding]:
         for name, (ours, theirs) in wrong.items():
             yield error(TOPIC, f"{match[0]}: {name} is {ours}, and {theirs} follows from the journal")
         if not wrong:
-            yield good(TOPIC, f"{match[0]} {joined(cited)}: follows from the journal")
+            yield good(TOPIC, f"{match[0]} {fields_text(cited)}: follows from the journal")
 
 
-def _fields(text: str, begin: int) -> dict[str, str]:
+def _fields_after(text: str, begin: int) -> dict[str, str]:
     """The fields that follow an id."""
     found = {}
     while match := FIELD.match(text, begin):

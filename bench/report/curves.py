@@ -31,10 +31,10 @@ from bench.report.figure_data import (
     TIMES,
     FigureData,
     Panel,
-    failure,
+    failure_label,
     floats,
-    lost,
-    twins,
+    sync_pairs,
+    without_value,
 )
 from bench.report.style import DPI, GREY, INTERVAL, NAME_WIDTH, REFERENCE_COLOUR, TINY, WIDTH, text_width
 
@@ -51,23 +51,23 @@ def draw_step_time(run: FigureData) -> list[Drawing]:
         return []
     panels, left_out = run.panels(known, CONTEXT, MOST_PANELS)
     drawn = pd.concat([panel.rows for panel in panels])
-    words = run.words(_saving(run, panels[-1]), timed=True)
+    words = run.figure_words(_step_time_title(run, panels[-1]), timed=True)
     words.notes[:0] = [
         *left_out,
         "Solid lines with triangles: deferred sync; dashed lines with squares: eager sync. Vertical lines are 95 % "
         "intervals, rings are wrong results. B is the same at every N.",
-        *lost(run.timed, "step_time_s"),
+        *without_value(run.timed, "step_time_s"),
     ]
     *others, last = panels
-    keys = [name for name in run.shown(drawn) if name not in set(last.rows["backend"])]
-    figure, unnamed = _draw_lines(run, others, last, words, keys)
+    keys = [name for name in run.backends_in(drawn) if name not in set(last.rows["backend"])]
+    figure, unnamed = _step_time_figure(run, others, last, words, keys)
     while unnamed:
         keys += unnamed
-        figure, unnamed = _draw_lines(run, others, last, words, keys)
+        figure, unnamed = _step_time_figure(run, others, last, words, keys)
     return [Drawing("step_time", figure, known, words)]
 
 
-def _draw_lines(
+def _step_time_figure(
     run: FigureData, others: list[Panel], last: Panel, words: FigureWords, keys: list[str]
 ) -> tuple[Figure, list[str]]:
     """The figure, and the backends for whose names there is no room at the lines of the last panel.
@@ -77,9 +77,9 @@ def _draw_lines(
     figure = new_figure(words, [style.line_key(name, run.looks[name]) for name in keys], 4.0)
     grid = figure.subplots(1, len(others) + 1, squeeze=False, sharey=True, width_ratios=[1] * len(others) + [LAST])[0]
     for axes, panel in zip(grid, others, strict=False):
-        _lines(run, axes, panel)
+        _draw_backend_lines(run, axes, panel)
         axes.set_xlabel("N")
-    axes, ends = grid[-1], _lines(run, grid[-1], last)
+    axes, ends = grid[-1], _draw_backend_lines(run, grid[-1], last)
     axes.set_xlabel("N, micro-batches per optimizer step")
     set_scale(axes, "y", pd.concat([panel.rows["step_time_s"] for panel in (*others, last)]))
     grid[0].set_ylabel("step time (s)")
@@ -92,24 +92,24 @@ def _draw_lines(
     return figure, [backend for backend, name in names.items() if name in missing]
 
 
-def _saving(run: FigureData, panel: Panel) -> str:
+def _step_time_title(run: FigureData, panel: Panel) -> str:
     """What deferring the sync saves at the largest N, or the range of step times."""
     rows = panel.rows[panel.rows["accumulate"] == panel.extent[1]]
     good = rows[rows["status"] == Status.OK]["step_time_s"]
     if good.empty:
         return "Step time against N"
-    where = run.where(rows.iloc[0])
-    pairs = [run.data.compared(deferred["cell_id"], eager["cell_id"]) for eager, deferred in twins(rows)]
+    setting = run.setting_of(rows.iloc[0])
+    pairs = [run.data.compared(deferred["cell_id"], eager["cell_id"]) for eager, deferred in sync_pairs(rows)]
     saved = {pair.time.ratio: pair.a.backend for pair in pairs if pair and pair.time and pair.verdict is Verdict.FASTER}
     if saved:
         share, name = 100 * (1 - min(saved)), saved[min(saved)].removesuffix("-eager")
-        return f"{where}, deferring the sync saves {share:.0f} % of a step with {name}"
+        return f"{setting}, deferring the sync saves {share:.0f} % of a step with {name}"
     if any(pair and pair.verdict is Verdict.SLOWER for pair in pairs):
-        return f"{where}, deferring the sync saves no time"
-    return f"{where}, a step takes {good.min():.3g} to {good.max():.3g} s, depending on the backend"
+        return f"{setting}, deferring the sync saves no time"
+    return f"{setting}, a step takes {good.min():.3g} to {good.max():.3g} s, depending on the backend"
 
 
-def _lines(run: FigureData, axes: Axes, panel: Panel) -> dict[str, PointName]:
+def _draw_backend_lines(run: FigureData, axes: Axes, panel: Panel) -> dict[str, PointName]:
     """One line per backend, of one hue per framework: solid for deferred sync, dashed for eager. The names of ends."""
     axes.set_title(panel_title(panel.title, 1.9))
     ticks = sorted({int(n) for n in panel.rows["accumulate"]})
@@ -125,7 +125,7 @@ def _lines(run: FigureData, axes: Axes, panel: Panel) -> dict[str, PointName]:
         wrong = (rows["status"] != Status.OK).to_numpy()
         for chosen in (wrong, ~wrong):
             style.mark(axes, x[chosen], y[chosen], look, wrong=chosen is wrong, size=4.5)
-        word = failure(rows["outcome"].iloc[-1])
+        word = failure_label(rows["outcome"].iloc[-1])
         name = style.fit(f"{backend} ({word})" if word else str(backend), NAME_WIDTH)
         ends[str(backend)] = PointName(name, (float(x[-1]), float(y[-1])), look.colour)
     return ends
@@ -141,7 +141,7 @@ VISIBLE = 0.01
 
 def draw_loss_curves(run: FigureData) -> list[Drawing]:
     """Losses at the largest N: the reference's, and by name those of backends that are invalid or visibly differ."""
-    keyed = _losses(run)
+    keyed = _losses_beside_reference(run)
     if keyed.empty:
         return []
     steps = keyed.groupby(CONTEXT, dropna=False)["step"].transform("max") + 1
@@ -153,13 +153,13 @@ def draw_loss_curves(run: FigureData) -> list[Drawing]:
     invalid = drawn["status"] == Status.INVALID
     apart = drawn["deviation"].isna() | (drawn["deviation"] > VISIBLE) | invalid
     named = set(drawn[apart]["backend"])
-    words = run.words(_deviating(drawn))
+    words = run.figure_words(_loss_title(drawn))
     if short:
         left_out.append(f"The curves of {plural(short, 'cell')} are left out: they are much shorter than others.")
     words.notes[:0] = left_out
     keys = [
         style.line_key(name, run.looks[name], wrong=wrong)
-        for name in run.shown(drawn)
+        for name in run.backends_in(drawn)
         if name in named
         for wrong in invalid[drawn["backend"] == name].unique()
     ]
@@ -174,12 +174,12 @@ def draw_loss_curves(run: FigureData) -> list[Drawing]:
         axes.set_title(panel_title(panel.title, WIDTH / len(panels) - 0.4))
         axes.set_xlabel("optimizer step")
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        _curves(run, axes, panel, named)
+        _draw_losses(run, axes, panel, named)
     figure.axes[0].set_ylabel("loss (nats/token)")
     return [Drawing("loss_curves", figure, keyed[facts], words)]
 
 
-def _losses(run: FigureData) -> pd.DataFrame:
+def _losses_beside_reference(run: FigureData) -> pd.DataFrame:
     """The losses of each backend at its largest N in the first repeat, beside the reference's."""
     cells = run.cells[list(dict.fromkeys([*FACTS, *WORK, "entropy_floor"]))]
     losses = run.tables.losses
@@ -194,7 +194,7 @@ def _losses(run: FigureData) -> pd.DataFrame:
     return keyed.assign(deviation=(keyed["loss"] - keyed["reference_loss"]).abs())
 
 
-def _deviating(rows: pd.DataFrame) -> str:
+def _loss_title(rows: pd.DataFrame) -> str:
     """Which backends deviate from the reference's loss, or how close to it all stay."""
     wrong = rows[rows["status"] == Status.INVALID]["backend"].unique()
     if len(wrong):
@@ -208,7 +208,7 @@ def _deviating(rows: pd.DataFrame) -> str:
     return f"{whose} within {at_most(rows['deviation'].max())} nats/token of the reference's loss"
 
 
-def _curves(run: FigureData, axes: Axes, panel: Panel, named: Collection[str]) -> None:
+def _draw_losses(run: FigureData, axes: Axes, panel: Panel, named: Collection[str]) -> None:
     """A line per cell of these backends, the reference's loss, and its floor."""
     drawn = panel.rows[panel.rows["backend"].isin(named)]
     for i, ((backend, _), rows) in enumerate(drawn.groupby(["backend", "cell_id"], sort=False)):

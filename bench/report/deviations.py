@@ -50,7 +50,7 @@ def draw_noise(run: FigureData) -> list[Drawing]:
     blocks = block_effects(run.trials)
     if blocks is not None:
         typical += "; blocks differ in all cells together" if blocks[1].found else "; no block differs from the others"
-    words = run.words(typical, timed=True)
+    words = run.figure_words(typical, timed=True)
     first = ["Good trials in the order in which they ran: a slope means drift, two clouds mean two modes."]
     if beyond:
         first.append(f"Triangles at the edge: {plural(beyond, 'trial')} farther away, up to {away.max():.3g} %.")
@@ -65,7 +65,7 @@ def draw_noise(run: FigureData) -> list[Drawing]:
         keys.append((Line2D([], [], color=REFERENCE_COLOUR, linewidth=1.4), "mean of a block over all cells"))
     figure = new_figure(words, keys, 2.6)
     axes = figure.subplots()
-    _points(axes, trials, colours, reach)
+    _draw_points(axes, trials, colours, reach)
     for block, effect in () if blocks is None else blocks[0].items():
         where = trials.loc[trials["repeat"] == block, "place"]
         if len(where):
@@ -77,7 +77,7 @@ def draw_noise(run: FigureData) -> list[Drawing]:
     return [Drawing("noise", figure, trials[COLUMNS], words)]
 
 
-def _points(axes: Axes, trials: pd.DataFrame, colours: dict[str, str], reach: float) -> None:
+def _draw_points(axes: Axes, trials: pd.DataFrame, colours: dict[str, str], reach: float) -> None:
     """Those beyond the axis's reach are triangles at its edge."""
     for framework, rows in trials.groupby("framework", sort=False):
         values, places = rows[DEVIATION].to_numpy(dtype=float), rows["place"].to_numpy(dtype=float)

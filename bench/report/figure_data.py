@@ -1,4 +1,4 @@
-"""What the figures of a run have in common: its cells in order, their panels, and the words around them."""
+"""Data and text that the figures of a run share: its cells in order, their panels, and the words around them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MEMORY = ["peak_memory_bytes", "peak_memory_source"]
 
 @dataclass
 class Panel:
-    """What shares one pair of axes."""
+    """The cells that are drawn on one pair of axes."""
 
     title: str
     rows: pd.DataFrame
@@ -52,7 +52,7 @@ class FigureData:
         self.data, self.manifest, self.tables = data, data.run.manifest, data.run.tables
         self.looks = style.looks(data.cells)
         self._worlds = pd.Series({key: cell.world for key, cell in data.run.cells.items()}, dtype=object)
-        self._cells, self._contestants = data.cells, data.contestants.index
+        self._cells, self._contestant_ids = data.cells, data.contestants.index
 
     @cached_property
     def trials(self) -> pd.DataFrame:
@@ -80,42 +80,42 @@ class FigureData:
         return found.assign(_rank=rank).sort_values(["_rank", "accumulate"], kind="stable")
 
     @cached_property
-    def others(self) -> pd.DataFrame:
+    def contestants(self) -> pd.DataFrame:
         """The cells without the reference; all if there is nothing else."""
-        return self.cells[self.cells["cell_id"].isin(self._contestants)]
+        return self.cells[self.cells["cell_id"].isin(self._contestant_ids)]
 
     @cached_property
     def timed(self) -> pd.DataFrame:
         """The cells that run for their times: with all ranks, and not just once beside others that are repeated."""
-        found = self.others[[world.times_communication for world in self.others["world"]]]
+        found = self.contestants[[world.times_communication for world in self.contestants["world"]]]
         repeated = found[~found["cell_id"].isin(self.manifest.get("once") or ())]
         return found if repeated.empty else repeated
 
-    def words(self, title: str, *, timed: bool = False) -> FigureWords:
+    def figure_words(self, title: str, *, timed: bool = False) -> FigureWords:
         """The words around a figure; one of times shows no virtual worlds, and has no caveat on them."""
         torch = (self.manifest.get("packages") or {}).get("torch")
         footer = f"run {self.manifest.get('run_id', 'unnamed')}; machine: {machine_words(self.manifest)}"
-        kinds = [world.label for world in self.others["world"]] or [""]
+        kinds = [world.label for world in self.contestants["world"]] or [""]
         is_virtual = set(kinds) == {"virtual"}
-        caveats = filter(None, (world.caveat for world in self.others["world"].unique() if not timed))
+        caveats = filter(None, (world.caveat for world in self.contestants["world"].unique() if not timed))
         return FigureWords(
             f"{title} (virtual world)" if is_virtual else title,
-            self._work(),
+            self._work_text(),
             footer + (f"; torch {torch}" if torch else ""),
             [*(f"{text}." for text in self.data.remarks), *(f"{text[0].upper()}{text[1:]}." for text in caveats)],
         )
 
-    def _work(self) -> str:
-        """What was trained and how, and on which link if no rank has another one."""
+    def _work_text(self) -> str:
+        """Model, batch, precision and optimizer; the link too, if every cell has one rank."""
 
         def values(column: str) -> str:
-            return ", ".join(str(value) for value in sorted(self.others[column].dropna().unique()))
+            return ", ".join(str(value) for value in sorted(self.contestants[column].dropna().unique()))
 
         sizes = self.cells.groupby("model")["num_parameters"].max()
-        models = ", ".join(f"{name} ({parameters(sizes[name])})" for name in self.others["model"].unique())
-        asked = [name for name in WAYS if len(AXES[name].phrasing) > 1 and self.others[name].any()]
-        ways = [" or ".join(_name(name, value) for value in sorted(self.others[name].unique())) for name in asked]
-        rates = sorted({*zip(self.others["optimizer"], self.others["learning_rate"], strict=True)})
+        models = ", ".join(f"{name} ({parameters(sizes[name])})" for name in self.contestants["model"].unique())
+        asked = [name for name in WAYS if len(AXES[name].phrasing) > 1 and self.contestants[name].any()]
+        ways = [" or ".join(_name(name, value) for value in sorted(self.contestants[name].unique())) for name in asked]
+        rates = sorted({*zip(self.contestants["optimizer"], self.contestants["learning_rate"], strict=True)})
         optimizers = ", ".join(f"{name} (lr {rate:g})" for name, rate in rates)
         work = (
             f"B = {values('global_batch_size')} samples of {values('sequence_length')} tokens per optimizer step, "
@@ -123,7 +123,7 @@ class FigureData:
             f"(summed in {values('accumulation_dtype')}), {optimizers}, "
             f"{values('device')}"
         )
-        cells = [self.data.run.cells[cell_id] for cell_id in self.others.index]
+        cells = [self.data.run.cells[cell_id] for cell_id in self.contestants.index]
         alone = all(cell.world_size == 1 and cell.world.has_all_ranks for cell in cells)
         return "; ".join([f"model {models}", ", ".join([work, *ways]), *([link_words(cells)] if alone else [])])
 
@@ -135,30 +135,30 @@ class FigureData:
         every = [Panel(", ".join(_name(c, part.iloc[0][c]) for c in varying), part) for part in groups]
         found = largest(every, most, lambda panel: panel.extent)
         count, shown = (sum(panel.rows["cell_id"].nunique() for panel in some) for some in (every, found))
-        return found, left_out(count, shown, "cells")
+        return found, left_out_note(count, shown, "cells")
 
-    def where(self, cell: Any) -> str:
-        """N and what else tells the panel of a row of ``cells`` from others: ``At N = 4, W = 2``."""
+    def setting_of(self, cell: Any) -> str:
+        """The setting of a cell's panel in a title: ``At N = 4, W = 2``."""
         return ", ".join([f"At N = {cell['accumulate']}", *(_name(c, cell[c]) for c in self._varying(CONTEXT))])
 
     def _varying(self, by: list[str]) -> list[str]:
-        kinds = self.others[list({*by, *FOLLOWS, *FOLLOWS.values()})].drop_duplicates()
+        kinds = self.contestants[list({*by, *FOLLOWS, *FOLLOWS.values()})].drop_duplicates()
         return differing(kinds.itertuples(index=False), by)
 
-    def shown(self, rows: pd.DataFrame) -> list[str]:
+    def backends_in(self, rows: pd.DataFrame) -> list[str]:
         """The backends of these rows, in the order in which they are drawn."""
         found = set(rows["backend"])
         return [backend for backend in self.looks if backend in found]
 
 
 def largest(items: Sequence[T], most: int, extent: Callable[[T], tuple[int, int]]) -> list[T]:
-    """So many of the items, in their order: those of the most ranks and the largest N, which ``extent`` gives."""
+    """At most so many of the items, in their order: those of the most ranks, then of the largest N (``extent``)."""
     chosen = sorted(range(len(items)), key=lambda place: extent(items[place]), reverse=True)[:most]
     return [items[place] for place in sorted(chosen)]
 
 
-def left_out(every: int, shown: int, what: str) -> list[str]:
-    """What a figure says of those for which it has no room; nothing if it has all."""
+def left_out_note(every: int, shown: int, what: str) -> list[str]:
+    """A sentence on what a figure has no room for; none if it shows all."""
     if shown == every:
         return []
     return [
@@ -167,34 +167,34 @@ def left_out(every: int, shown: int, what: str) -> list[str]:
     ]
 
 
-def failure(outcome: str) -> str:
-    """What is written beside a cell that did not end well; empty for others."""
+def failure_label(outcome: str) -> str:
+    """How a cell failed, to be written beside it; empty for a good one."""
     return "" if outcome == Status.OK else outcome
 
 
-def lost(cells: pd.DataFrame, value: str) -> list[str]:
+def without_value(cells: pd.DataFrame, value: str) -> list[str]:
     """A sentence on the cells without such a value; none if all have one."""
     missing = cells[cells[value].isna()]
     rows = zip(missing["backend"], missing["accumulate"], missing["outcome"], strict=True)
-    named = [f"{backend} at N = {n} ({failure(outcome) or 'not measured'})" for backend, n, outcome in rows]
+    named = [f"{backend} at N = {n} ({failure_label(outcome) or 'not measured'})" for backend, n, outcome in rows]
     return [f"Without a value: {some(named)}."] if named else []
 
 
-def twins(cells: pd.DataFrame) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+def sync_pairs(cells: pd.DataFrame) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """The rows of each pair of ``eager_and_deferred`` backends among good cells at one N."""
     rows = {row["backend"]: row for row in rows_of(cells[cells["status"] == Status.OK])}
     return ((rows[eager], rows[deferred]) for eager, deferred in eager_and_deferred(rows))
 
 
 def saved_by_deferring(pairs: Iterable[tuple[Any, Any]], value: str) -> tuple[str, float, float] | None:
-    """What has saved most, relatively, by deferring its sync, with its values before and after; None if nothing has."""
+    """The backend whose value falls most, relatively, by deferring the sync, and both values; None if none falls."""
     saved = [(str(eager["backend"]).replace("-eager", ""), eager[value], deferred[value]) for eager, deferred in pairs]
     saved = [(name, before, after) for name, before, after in saved if 0 < after < before]
     return max(saved, key=lambda each: each[1] / each[2], default=None)
 
 
 def most_extreme(cells: pd.DataFrame, value: str) -> pd.DataFrame:
-    """The good cells with a value in the first panel of the most ranks, N and good trials, the least of it first."""
+    """Good cells in the panel with the most ranks, then N, then good trials; sorted by the value, which all have."""
     good = cells[(cells["status"] == Status.OK) & cells[value].notna()]
     panels = good.groupby(CONTEXT, dropna=False)
     good = good.assign(trials=panels["num_ok"].transform("sum"), panel=-panels.ngroup())
@@ -217,17 +217,17 @@ def fastest(run: FigureData, cells: pd.DataFrame) -> str:
 def leanest(cells: pd.DataFrame, column: str = "peak_memory_bytes") -> str:
     """The backends with the least memory, and how much that is."""
     least = float(cells[column].min())
-    names = tied(cells, column, least)
+    names = tied_backends(cells, column, least)
     return f"{some(names)} {'needs' if len(names) == 1 else 'need'} the least memory ({size(least)})"
 
 
-def tied(cells: pd.DataFrame, column: str, value: float) -> list[str]:
+def tied_backends(cells: pd.DataFrame, column: str, value: float) -> list[str]:
     """The backends of the cells that have this size."""
     return [name for name, size in zip(cells["backend"], cells[column], strict=True) if alike(float(size), value)]
 
 
 def floats(values: pd.Series) -> Any:
-    """An array in which what is missing is NaN."""
+    """The values as an array; missing ones are NaN."""
     return values.to_numpy(dtype=float, na_value=np.nan)
 
 

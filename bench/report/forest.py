@@ -21,7 +21,7 @@ from bench.judge.verdicts import Verdict
 from bench.plan.columns import WAYS, differing, phrases
 from bench.report.canvas import Drawing, FigureWords, name_rows, new_figure
 from bench.report.comparison import Report
-from bench.report.figure_data import largest, left_out
+from bench.report.figure_data import largest, left_out_note
 from bench.report.style import BASE, CONTROL_COLOUR, GREY, REFERENCE_COLOUR, TINY, Key, fit, safe
 
 DARK = "#0B3C6F"
@@ -45,13 +45,13 @@ Row = tuple[str, list[ComparedPair]]
 
 def draw(report: Report, stem: str = "compare") -> list[Drawing]:
     """The figure, if anything was compared. Without room for all, the smallest N go first, then the fewest ranks."""
-    every = _rows(report.rows)
+    every = _named_rows(report.rows)
     if not every:
         return []
     count = min(max(len(pairs) for _, pairs in every), max(1, int((PAGE / len(every) - ROW) / DOT)))
     shown = [(name, pairs[-count:]) for name, pairs in largest(every, int(PAGE / (ROW + DOT * count)), _extent)]
     drawn = sum(len(pairs) for _, pairs in shown)
-    words = _words(report, left_out(len(report.rows), drawn, "comparisons"))
+    words = _figure_words(report, left_out_note(len(report.rows), drawn, "comparisons"))
     data = pd.DataFrame([record(row) for row in report.rows])
     with matplotlib.style.context(list(BASE)):
         return [Drawing(stem, _draw(report, shown, words), data, words)]
@@ -62,8 +62,8 @@ def _extent(row: Row) -> tuple[int, int]:
     return cell.world_size, cell.accumulate
 
 
-def _rows(pairs: Sequence[ComparedPair]) -> list[Row]:
-    """Pairs that differ in N alone make one row, with a name of its own; the fastest at the largest N comes first."""
+def _named_rows(pairs: Sequence[ComparedPair]) -> list[Row]:
+    """A row for the pairs that differ in N alone, with its name; the fastest at the largest N comes first."""
     cells = [row.b for row in pairs]
     ways = [name for name in differing(cells, ("precision", *WAYS)) if name not in ("accumulate", "global_batch_size")]
     worlds = {row.b: f"W = {row.b.world_size} {row.b.world.label}".strip() for row in pairs}
@@ -83,13 +83,13 @@ def _rows(pairs: Sequence[ComparedPair]) -> list[Row]:
     return [(" ".join(filter(None, (name, context))), alike) for (context, name), alike in rows]
 
 
-def _words(report: Report, notes: Sequence[str]) -> FigureWords:
+def _figure_words(report: Report, notes: Sequence[str]) -> FigureWords:
     subtitle = f"Step time of B over that of A, with 95 % intervals over trials. B: {report.b}; A: {report.a}"
     if report.differences:
         keys = ", ".join(each.key for each in report.differences[:4])
         subtitle += f". DIFFERENT MACHINES OR SOFTWARE: {keys}" + (" ..." if len(report.differences) > 4 else "")
     footer = "Below 1, B is faster. Hollow: no interval."
-    if _control(report) is None:
+    if _control_interval(report) is None:
         footer += " There is no A/A pair with an interval, so nothing is called faster, slower or the same."
     return FigureWords(_title(report), subtitle, footer, [*(f"{text}." for text in report.remarks), *notes])
 
@@ -110,25 +110,25 @@ def _title(report: Report) -> str:
     return f"At N = {n}, nothing is certainly faster than {report.a}" + (certain if slower else "")
 
 
-def _control(report: Report) -> Interval | None:
+def _control_interval(report: Report) -> Interval | None:
     """The A/A pair's ratio; None without an interval."""
     found = [row.control for row in report.rows if row.control]
     return found[0] if found and found[0].low is not None else None
 
 
 def _draw(report: Report, rows: Sequence[Row], words: FigureWords) -> Figure:
-    control = _control(report)
+    control = _control_interval(report)
     ns = sorted({pair.b.accumulate for _, pairs in rows for pair in pairs})
-    colours = {n: _shade(i, len(ns)) for i, n in enumerate(ns)}
+    colours = {n: _shade_of(i, len(ns)) for i, n in enumerate(ns)}
     most = max(len(pairs) for _, pairs in rows)
     height = ROW + DOT * most
-    figure = new_figure(words, _keys(report, colours, control), height * len(rows) + HEADING)
+    figure = new_figure(words, _legend_keys(report, colours, control), height * len(rows) + HEADING)
     axes = figure.subplots()
     name_rows(axes, [name for name, _ in rows])
     for place, (_, pairs) in enumerate(rows):
         for i, pair in enumerate(pairs):
-            _dot(axes, place + DOT / height * (i - (len(pairs) - 1) / 2), pair, colours[pair.b.accumulate])
-        _verdict(axes, place, pairs[-1])
+            _draw_dot(axes, place + DOT / height * (i - (len(pairs) - 1) / 2), pair, colours[pair.b.accumulate])
+        _write_verdict(axes, place, pairs[-1])
         if most > 1:
             axes.axhline(place + 0.5, color="#e4e4e4", linewidth=0.5, zorder=0.3)
     axes.spines["left"].set_visible(False)
@@ -157,13 +157,13 @@ def _set_scale(axes: Axes, report: Report) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
-def _shade(place: int, count: int) -> str:
+def _shade_of(place: int, count: int) -> str:
     paler = PALEST * (count - 1 - place) / max(count - 1, 1)
     red, green, blue = (part + paler * (1 - part) for part in to_rgb(DARK))
     return to_hex((red, green, blue))
 
 
-def _dot(axes: Axes, y: float, row: ComparedPair, colour: str) -> None:
+def _draw_dot(axes: Axes, y: float, row: ComparedPair, colour: str) -> None:
     time = row.time
     if time is None:
         return
@@ -173,7 +173,7 @@ def _dot(axes: Axes, y: float, row: ComparedPair, colour: str) -> None:
     axes.plot([time.ratio], [y], "o", color=colour, markerfacecolor=face, markersize=4.5, zorder=3)
 
 
-def _verdict(axes: Axes, y: float, row: ComparedPair) -> None:
+def _write_verdict(axes: Axes, y: float, row: ComparedPair) -> None:
     words = safe(fit(f"N = {row.b.accumulate}: {_ratio_words(row)}", VERDICT_WIDTH, TINY))
     text = axes.text(1.02, y, words, size=TINY, va="center", transform=axes.get_yaxis_transform())
     barred = row.verdict is Verdict.NOT_COMPARABLE
@@ -194,7 +194,7 @@ def _ratio_words(row: ComparedPair) -> str:
     return f"{time.ratio:.3f} [{time.low:.3f}, {time.high:.3f}] {verdict}"
 
 
-def _keys(report: Report, colours: dict[int, str], control: Interval | None) -> list[Key]:
+def _legend_keys(report: Report, colours: dict[int, str], control: Interval | None) -> list[Key]:
     keys: list[Key] = [
         (Line2D([], [], color=colour, marker="o", markersize=4.5, linewidth=1.4), f"N = {n}")
         for n, colour in colours.items()

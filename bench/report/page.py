@@ -71,7 +71,7 @@ def render(data: Analysis, answer: Answer, plots: Sequence[Path], further: PageS
         answer=answer,
         is_timed=timed,
         choices={
-            "place": list(dict.fromkeys(group.place for group in answer.groups)),
+            "place": list(dict.fromkeys(group.setting for group in answer.groups)),
             "n": sorted({group.n for group in answer.groups}),
             "backend": list(dict.fromkeys(row["backend"] for group in answer.groups for row in group.rows)),
             "baseline": data.baselines,

@@ -1,4 +1,4 @@
-"""What is seen while a run goes on: a live line on a terminal, plain lines elsewhere, JSON lines for machines."""
+"""Progress of a run: a line that is updated on a terminal, plain lines elsewhere, JSON lines for machines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Display:
     def __init__(
         self, console: Console, estimates: Mapping[str, Cost], manifest: Mapping[str, Any] | None = None
     ) -> None:
-        """``estimates`` are by cell_id; by the ``manifest`` it is told which wrong updates were expected."""
+        """``estimates`` are by cell_id; the ``manifest`` tells which wrong updates are expected."""
         self._console = console
         self._estimates = estimates
         self._manifest = manifest or {}
@@ -68,11 +68,11 @@ class Display:
         self._progress.stop()
 
     def say(self, message: str) -> None:
-        """One plain line."""
+        """Print one line."""
         self._console.print(Text(message), highlight=False, soft_wrap=True)
 
     def expect(self, trials: Sequence[Trial], *, more: bool, budget_left_s: float = math.inf) -> None:
-        """Which trials are left, for now; ``more`` may follow. A block that has started is finished."""
+        """Take note of the trials that are left; ``more`` may follow. A block that has started is finished."""
         self._more = more
         self._budget_ends = time.monotonic() + budget_left_s
         self._left = {trial.key: self._estimate(trial) for trial in trials}
@@ -82,15 +82,15 @@ class Display:
         guess = self._estimates.get(trial.cell.cell_id)
         return 0.0 if guess is None else guess.total(1) if trial.extra else guess.seconds or 0.0
 
-    def looked(self, look: InterimAnalysis) -> None:
-        """The run looked at its intervals."""
-        width = "" if look.widest is None else f": the widest interval is {100 * look.widest:.2g} %"
-        then = f"going on with {plural(len(look.open), 'cell')}" if look.open else "that is all"
-        why = f" (nothing can be compared: {look.refused})" if look.refused else ""
-        self.say(f"after {plural(look.repeats, 'repeat')}{width}; {then}{why}")
+    def interim(self, analysis: InterimAnalysis) -> None:
+        """Report the result of an interim analysis."""
+        width = "" if analysis.widest is None else f": the widest interval is {100 * analysis.widest:.2g} %"
+        then = f"going on with {plural(len(analysis.open), 'cell')}" if analysis.open else "that is all"
+        why = f" (nothing can be compared: {analysis.refused})" if analysis.refused else ""
+        self.say(f"after {plural(analysis.repeats, 'repeat')}{width}; {then}{why}")
 
     def started(self, trial: Trial, done: int, total: int) -> None:
-        """A trial starts."""
+        """Report that a trial starts."""
         self._total = total
         self._done = done
         self._repeat = trial.repeat
@@ -104,7 +104,7 @@ class Display:
         )
 
     def finished(self, trial: Trial, record: Mapping[str, Any]) -> None:
-        """A trial ended."""
+        """Report how a trial ended."""
         self._count(trial, record)
         seconds = step_time(trial.cell, record.get("time"))
         what = record["status"] if seconds is None else f"{seconds:.4f} s/step"
@@ -156,20 +156,26 @@ class JsonLines(Display):
         super().__init__(Console(quiet=True), estimates, manifest)
 
     def say(self, message: str) -> None:
-        """``said``: what a person would read."""
-        emit("said", text=message)
+        """Event ``message``: a line for people."""
+        emit("message", text=message)
 
-    def looked(self, look: InterimAnalysis) -> None:
-        """``looked``: how wide the widest interval is, and with how many cells the run goes on."""
-        emit("looked", repeats=look.repeats, widest=look.widest, open=len(look.open), refused=look.refused)
+    def interim(self, analysis: InterimAnalysis) -> None:
+        """Event ``interim``: how wide the widest interval is, and with how many cells the run goes on."""
+        emit(
+            "interim",
+            repeats=analysis.repeats,
+            widest=analysis.widest,
+            open=len(analysis.open),
+            refused=analysis.refused,
+        )
 
     def started(self, trial: Trial, done: int, total: int) -> None:
-        """``started``: a trial, and how many there are."""
+        """Event ``started``: the trial, and how many there are."""
         super().started(trial, done, total)
         emit("started", **self._about(trial))
 
     def finished(self, trial: Trial, record: Mapping[str, Any]) -> None:
-        """``finished``: how it ended."""
+        """Event ``finished``: how a trial ended."""
         self._count(trial, record)
         ended = {name: record[name] for name in ("status", "reason", "wall_s")}
         seconds = step_time(trial.cell, record.get("time"))

@@ -41,5 +41,5 @@ def published(data: Analysis) -> PageSection | None:
             "They come from another machine and other versions, so a difference has several causes.",
         ),
         plots=(),
-        table=Table.of("Published figures, and what this run measured", HEADER, rows, words=2),
+        table=Table.from_rows("Published figures, and what this run measured", HEADER, rows, num_text_columns=2),
     )

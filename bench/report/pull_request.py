@@ -8,7 +8,7 @@ from bench.findings import Finding, Level
 from bench.formatting import markdown
 from bench.judge.loading import Run
 from bench.report.answer import Answer
-from bench.report.citation import commit
+from bench.report.citation import commit_sentence
 
 REPORT = "report.md"
 MOST_ROWS = 60
@@ -29,7 +29,7 @@ def render(run: Run, answer: Answer) -> str:
             break
         lines += ["", f"### {markdown(group.title)}", "", *group.table.markdown()]
         lines += ["", f"{markdown(group.legend)}."]
-    return "\n".join([*lines, *_again(run)])
+    return "\n".join([*lines, *_how_to_reproduce(run)])
 
 
 def _alarm(finding: Finding) -> list[str]:
@@ -43,12 +43,12 @@ def _sentence(finding: Finding) -> str:
     return f"**{markdown(finding.topic)}.** {markdown(finding.sentence)}"
 
 
-def _again(run: Run) -> list[str]:
+def _how_to_reproduce(run: Run) -> list[str]:
     """Where the numbers come from, and the command that measures them again."""
     manifest = run.manifest
     digest = f"; SHA-256 of the journal: `{run.digest}`" if run.digest else ""
     command = shlex.join(map(str, manifest.get("command") or ["python", "-m", "bench", "run"]))
-    return ["", f"**To reproduce.** {markdown(commit(manifest))}{digest}.", "", *code(command), ""]
+    return ["", f"**To reproduce.** {markdown(commit_sentence(manifest))}{digest}.", "", *code(command), ""]
 
 
 def code(command: str) -> list[str]:

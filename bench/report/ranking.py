@@ -42,8 +42,8 @@ class Group:
 
     cell: Cell
     """One of them."""
-    place: str
-    """What tells the group from others, except N."""
+    setting: str
+    """What differs between groups beside N: ``W = 2, clipped to 1.5``."""
     rows: tuple[Mapping[str, Any], ...]
     """Of the frame of cells, without times if these are not shown, and with ``memory_ratio`` and ``correct``."""
     baseline: str
@@ -58,24 +58,24 @@ class Group:
     @property
     def title(self) -> str:
         """``N = 8, W = 2, micro-batch 1``."""
-        return f"N = {self.n}, {self.place}, micro-batch {self.cell.micro_batch_size}"
+        return f"N = {self.n}, {self.setting}, micro-batch {self.cell.micro_batch_size}"
 
     @property
-    def where(self) -> str:
-        """N and place within a sentence: ``N=8, W=2``."""
-        return f"N = {self.n}, {self.place}".replace(" = ", "=")
+    def short_title(self) -> str:
+        """N and setting within a sentence: ``N=8, W=2``."""
+        return f"N = {self.n}, {self.setting}".replace(" = ", "=")
 
     def texts(self, row: Mapping[str, Any]) -> dict[str, str]:
-        """The text of a row in each of COLUMNS; the page's script writes the same for a baseline that is picked."""
+        """The text of a row in each of COLUMNS; the page's script writes the same for another baseline."""
         verdict, is_baseline = row["verdict"], self.is_timed and row["backend"] == self.baseline
         if verdict and verdict not in DECIDED:
             verdict += f": {row['verdict_reason']}"
         return {
             "backend": row["backend"],
             "seconds": _number(row["step_time_s"]),
-            "seconds_ends": ends_of(row["step_time_low_s"], row["step_time_high_s"]),
+            "seconds_ends": interval_text(row["step_time_low_s"], row["step_time_high_s"]),
             "ratio": "1" if is_baseline else _number(row["ratio"]),
-            "ratio_ends": ends_of(row["ratio_low"], row["ratio_high"]),
+            "ratio_ends": interval_text(row["ratio_low"], row["ratio_high"]),
             "verdict": "baseline" if is_baseline else verdict or DASH,
             "memory": DASH if row["peak_memory_bytes"] is None else size(row["peak_memory_bytes"]),
             "memory_ratio": _number(row["memory_ratio"]),
@@ -108,7 +108,7 @@ def _number(value: float | None) -> str:
     return DASH if value is None else digits(value)
 
 
-def ends_of(low: float | None, high: float | None) -> str:
+def interval_text(low: float | None, high: float | None) -> str:
     """An interval as the table shows it."""
     return DASH if low is None or high is None else f"{digits(low)}-{digits(high)}"
 
@@ -154,14 +154,14 @@ def _group(data: Analysis, cells: list[Cell], ways: list[str]) -> Group:
     world = f"W = {first.world_size}" + (f" ({first.world.label})" if first.world.label else "")
     return Group(
         cell=first,
-        place=", ".join([world, *phrases(first, ways)]),
-        rows=tuple(sorted(shown, key=_order)),
+        setting=", ".join([world, *phrases(first, ways)]),
+        rows=tuple(sorted(shown, key=_sort_key)),
         baseline=data.baseline,
         is_timed=is_timed,
     )
 
 
-def _order(row: Mapping[str, Any]) -> tuple[float, float, str]:
+def _sort_key(row: Mapping[str, Any]) -> tuple[float, float, str]:
     """The fastest first; without times the least memory first; cells with neither last."""
     seconds, memory = (math.inf if row[name] is None else row[name] for name in ("step_time_s", "peak_memory_bytes"))
     return seconds, memory, row["backend"]

@@ -30,11 +30,11 @@ from bench.report.figure_data import (
     TIMES,
     FigureData,
     Panel,
-    failure,
+    failure_label,
     fastest,
     leanest,
-    lost,
-    twins,
+    sync_pairs,
+    without_value,
 )
 from bench.report.style import INTERVAL, NAME_WIDTH, WIDTH, fit, safe
 
@@ -60,12 +60,12 @@ def draw_memory_vs_time(run: FigureData) -> list[Drawing]:
     if not main.title.startswith("N = "):
         main.title = ", ".join(filter(None, [f"N = {main.extent[1]}", main.title]))
     others = [panel for panel in panels if panel is not main]
-    words = run.words(_title(run, main), timed=True)
+    words = run.figure_words(_title(run, main), timed=True)
     legend = (
         "Lower left is better. Lines are 95 % intervals of the time; arrows lead from eager to deferred sync where "
         "times differ."
     )
-    words.notes[:0] = [*left_out, legend, *lost(run.timed, "step_time_s")]
+    words.notes[:0] = [*left_out, legend, *without_value(run.timed, "step_time_s")]
 
     heights = [LARGE_HEIGHT, *([SMALL_HEIGHT] if others else [])]
     figure = new_figure(words, [], sum(heights))
@@ -74,7 +74,7 @@ def draw_memory_vs_time(run: FigureData) -> list[Drawing]:
     unit, name = unit_of(max(panel.rows["peak_memory_bytes"].max() for panel in panels))
     measured_by = ", ".join(main.rows["peak_memory_source"].dropna().unique())
     set_scales(large, main.rows, unit)
-    _points(run, large, main.rows, unit, marker=6.5)
+    _draw_points(run, large, main.rows, unit, marker=6.5)
     large.set_title(panel_title(main.title, WIDTH), weight="bold")
     large.set_xlabel("step time (s)")
     large.set_ylabel(f"peak memory per rank ({name},\n{safe(measured_by)})")
@@ -82,20 +82,20 @@ def draw_memory_vs_time(run: FigureData) -> list[Drawing]:
         small = rows[1].subgridspec(1, len(others)).subplots(sharex=True, sharey=True, squeeze=False)[0]
         set_scales(small[0], pd.concat([panel.rows for panel in others]), unit)
         for axes, panel in zip(small, others, strict=True):
-            _points(run, axes, panel.rows, unit, marker=4.0)
+            _draw_points(run, axes, panel.rows, unit, marker=4.0)
             axes.set_title(panel_title(panel.title, WIDTH / len(others) - 0.4))
             axes.set_xlabel("step time (s)")
         small[0].set_ylabel(name)
     freeze(figure)
-    if missing := name_points(large, [_name(run, cell, unit) for cell in rows_of(main.rows)], DIAGONAL):
+    if missing := name_points(large, [_point_name(run, cell, unit) for cell in rows_of(main.rows)], DIAGONAL):
         large.set_xlabel(f"step time (s); no room to name {plural(len(missing), 'point')}: see the CSV")
     return [Drawing("memory_vs_time", figure, every, words)]
 
 
-def _name(run: FigureData, cell: Any, unit: float) -> PointName:
-    word = failure(cell["outcome"])
+def _point_name(run: FigureData, cell: Any, unit: float) -> PointName:
+    word = failure_label(cell["outcome"])
     text = f"{cell['backend']} ({word})" if word else cell["backend"]
-    return PointName(fit(text, NAME_WIDTH), _place(cell, unit), run.looks[cell["backend"]].colour)
+    return PointName(fit(text, NAME_WIDTH), _coordinates(cell, unit), run.looks[cell["backend"]].colour)
 
 
 def _title(run: FigureData, panel: Panel) -> str:
@@ -105,27 +105,30 @@ def _title(run: FigureData, panel: Panel) -> str:
     return f"At {panel.title}, {fastest(run, good)}; {leanest(good)}"
 
 
-def _points(run: FigureData, axes: Axes, cells: pd.DataFrame, unit: float, marker: float) -> None:
+def _draw_points(run: FigureData, axes: Axes, cells: pd.DataFrame, unit: float, marker: float) -> None:
     """Points with intervals, rings for what is wrong, and arrows from eager to deferred sync if their times differ."""
     for cell in rows_of(cells):
-        look, (x, y) = run.looks[cell["backend"]], _place(cell, unit)
+        look, (x, y) = run.looks[cell["backend"]], _coordinates(cell, unit)
         if not pd.isna(cell["step_time_low_s"]):
             ends = [cell["step_time_low_s"], cell["step_time_high_s"]]
             axes.plot(ends, [y, y], color=look.colour, linewidth=INTERVAL, zorder=2)
         style.mark(axes, [x], [y], look, wrong=cell["status"] != Status.OK, size=marker)
-    for eager, deferred in _arrows(run, cells):
-        colour, (tail, head) = run.looks[eager["backend"]].colour, (_place(eager, unit), _place(deferred, unit))
+    for eager, deferred in _decided_sync_pairs(run, cells):
+        colour, (tail, head) = (
+            run.looks[eager["backend"]].colour,
+            (_coordinates(eager, unit), _coordinates(deferred, unit)),
+        )
         axes.plot(*zip(tail, head, strict=True), color=colour, zorder=1.9)
         axes.annotate("", head, tail, arrowprops={"arrowstyle": "-|>", "color": colour, "shrinkA": 4, "shrinkB": 4})
 
 
-def _place(cell: Any, unit: float) -> tuple[float, float]:
+def _coordinates(cell: Any, unit: float) -> tuple[float, float]:
     return float(cell["step_time_s"]), float(cell["peak_memory_bytes"]) / unit
 
 
-def _arrows(run: FigureData, cells: pd.DataFrame) -> Iterator[tuple[Any, Any]]:
+def _decided_sync_pairs(run: FigureData, cells: pd.DataFrame) -> Iterator[tuple[Any, Any]]:
     """Rows of eager and deferred sync whose times differ by their verdict."""
-    for eager, deferred in twins(cells):
+    for eager, deferred in sync_pairs(cells):
         pair = run.data.compared(deferred["cell_id"], eager["cell_id"])
         if pair and pair.verdict in (Verdict.FASTER, Verdict.SLOWER):
             yield eager, deferred

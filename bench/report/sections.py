@@ -64,7 +64,7 @@ class PageSection:
 def table(caption: str, cells: pd.DataFrame, key: str, more: Mapping[str, Column] | None = None) -> Table:
     """The columns of a section of the page, and more ones."""
     columns = {name: column for name, column in COLUMNS["cells"].items() if name == "label" or column.section == key}
-    return Table.of_frame(caption, cells, {**columns, **(more or {})})
+    return Table.from_frame(caption, cells, {**columns, **(more or {})})
 
 
 def sections(data: Analysis) -> list[PageSection]:
@@ -274,7 +274,7 @@ def _at_epoch_end(data: Analysis) -> Table | None:
     caption += ", ".join(f"{name} {version}" for name, version in measured.items())
     caption += f"; this run has {', '.join(other)}, which may differ" if other else ""
     header = ("backend", "what becomes of the incomplete window", "updates due", "taken", "reported")
-    return Table.of(caption, header, rows, words=2) if rows else None
+    return Table.from_rows(caption, header, rows, num_text_columns=2) if rows else None
 
 
 def failures(data: Analysis) -> Table:
@@ -284,4 +284,6 @@ def failures(data: Analysis) -> Table:
         defect = known_defect(data.run.manifest, cell)
         reason = (cell["reason"] or "no reason was recorded") + (f". This is {EXPECTED}: {defect}" if defect else "")
         rows.append((cell["label"], cell["outcome"], reason, str(cell["num_trials"])))
-    return Table.of("Cells without a valid result", ("cell", "status", "reason", "trials"), rows, words=3)
+    return Table.from_rows(
+        "Cells without a valid result", ("cell", "status", "reason", "trials"), rows, num_text_columns=3
+    )

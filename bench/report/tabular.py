@@ -50,14 +50,16 @@ class Table:
     caption: str = ""
 
     @classmethod
-    def of(cls, caption: str, header: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> Table:
-        """A table of plain rows; its first columns hold words, the others numbers."""
-        columns = [TableColumn(title, title, is_number=place >= words) for place, title in enumerate(header)]
+    def from_rows(
+        cls, caption: str, header: Sequence[str], rows: Sequence[Sequence[str]], num_text_columns: int = 1
+    ) -> Table:
+        """A table of plain rows; its first columns hold text, the others numbers."""
+        columns = [TableColumn(title, title, is_number=place >= num_text_columns) for place, title in enumerate(header)]
         texts = [TableRow(dict(zip(header, row, strict=True))) for row in rows]
         return cls(columns=columns, rows=texts, caption=caption)
 
     @classmethod
-    def of_frame(cls, caption: str, frame: pd.DataFrame, columns: Mapping[str, Column]) -> Table:
+    def from_frame(cls, caption: str, frame: pd.DataFrame, columns: Mapping[str, Column]) -> Table:
         """These columns of a frame; those without any value are left out."""
         known = {name: column for name, column in columns.items() if frame[name].notna().any()}
         rows = [{name: column.shown(row[name]) for name, column in known.items()} for row in rows_of(frame[[*known]])]

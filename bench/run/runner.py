@@ -46,7 +46,7 @@ class Observer(Protocol):
 
     def finished(self, trial: Trial, record: Mapping[str, Any]) -> None: ...
 
-    def looked(self, look: InterimAnalysis) -> None: ...
+    def interim(self, analysis: InterimAnalysis) -> None: ...
 
 
 Judge = Callable[[list[dict[str, Any]], Mapping[str, Any], int], InterimAnalysis]
@@ -200,7 +200,7 @@ class Runner:
         self._manifest["looks"] = self.schedule.stored()
         self._manifest["ended_by"] = ended
         write_manifest(self._folder, self._manifest)
-        self._observer.looked(look)
+        self._observer.interim(look)
         self._expect()
 
     def _run_one(self, trial: Trial) -> dict[str, Any]:

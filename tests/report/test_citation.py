@@ -23,7 +23,7 @@ from bench.judge.integrity import check
 from bench.judge.loading import load
 from bench.plan.cell import Cell
 from bench.report.citation import cite, cite_plot
-from bench.report.citation_check import differences
+from bench.report.citation_check import check_citations
 from bench.run.journal import JOURNAL, Journal, encode
 from tests.pages import COMMIT, write_run
 
@@ -68,12 +68,12 @@ def of(data: Analysis, backend: str, accumulate: int = 2, twin: str = "") -> str
 
 
 def errors(data: Analysis, text: str) -> list[str]:
-    found = differences(data, text)
+    found = check_citations(data, text)
     return [finding.text for finding in found if finding.level is Level.ERROR]
 
 
 def clean(data: Analysis, text: str, count: int = 1) -> bool:
-    every = differences(data, text)
+    every = check_citations(data, text)
     found = [finding for finding in every if finding.topic == "citation"]
     return len(found) == count and all(finding.level is Level.GOOD for finding in found)
 

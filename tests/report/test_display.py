@@ -86,7 +86,7 @@ def test_machines_read_each_event_as_a_line_of_json(capsys: pytest.CaptureFixtur
         display.started(trials[1], 1, 2)
         display.finished(trials[1], make_failure(cells[1], 0, "oom", "rank 0: full"))
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [event["event"] for event in events] == ["said", "started", "finished", "started", "finished"]
+    assert [event["event"] for event in events] == ["message", "started", "finished", "started", "finished"]
     assert events[0]["text"] == "run x"
     assert [event["label"] for event in events[1::2]] == [f"ddp-deferred N=4 W=2 fp32 B = {size}" for size in (16, 32)]
     _, began, good, _, bad = events
