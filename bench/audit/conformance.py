@@ -19,8 +19,8 @@ from bench.formatting import plural
 Observation = Mapping[str, Any]
 """One backend in one scenario (``bench.audit.diagnosis.observation``)."""
 
-Rows = Mapping[str, Sequence[Observation | None]]
-"""Rows of the conformance table by scenario."""
+Observations = Mapping[str, Sequence[Observation | None]]
+"""Observations of the conformance table by scenario."""
 
 COUNTERS = (
     *("trainer.global_step", "trainer.estimated_stepping_batches", "on_before_optimizer_step"),
@@ -131,21 +131,21 @@ def with_number(seen: Observation, word: str) -> str:
 
 def by_backend(seen: Observation) -> Observation:
     """The observation without what the reduction of the loss causes, and with the verdict on the rest."""
-    return _only(seen, [finding for finding in seen["findings"] if finding["word"] not in OF_LOSS])
+    return _with_findings(seen, [finding for finding in seen["findings"] if finding["word"] not in OF_LOSS])
 
 
 def by_loss(seen: Observation) -> Observation:
     """The observation with only what the reduction of the loss causes."""
-    return _only(seen, [finding for finding in seen["findings"] if finding["word"] in OF_LOSS])
+    return _with_findings(seen, [finding for finding in seen["findings"] if finding["word"] in OF_LOSS])
 
 
-def _only(seen: Observation, findings: Sequence[Mapping[str, str]]) -> Observation:
+def _with_findings(seen: Observation, findings: Sequence[Mapping[str, str]]) -> Observation:
     """The observation with these findings, which stand in order of their level, and the verdict that they give."""
     first = next((f for f in findings if f["level"] != "detail"), {"word": "right", "level": "detail"})
     return {**seen, "findings": findings, "verdict": first["word"], "level": first["level"]}
 
 
-def parts(observations: Sequence[Observation], found: Sequence[BackendGroup]) -> list[tuple[str, Rows]]:
+def parts(observations: Sequence[Observation], found: Sequence[BackendGroup]) -> list[tuple[str, Observations]]:
     """The table's two parts: the title of each, and by scenario what it says of each group, if that was measured."""
     names = list(scenarios(observations))
     lossy = [name for name in names if any(by_loss(g.cells[name])["findings"] for g in found if name in g.cells)]
@@ -174,7 +174,7 @@ def mixed(seen: Observation) -> list[Mapping[str, Any]]:
     return [update for update in seen["updates"] if len(update["epochs"]) > 1]
 
 
-def _of_samples(key: str) -> Callable[[Observation], str]:
+def _share_of_samples(key: str) -> Callable[[Observation], str]:
     """So many of all samples of the epochs that were begun."""
 
     def text(seen: Observation) -> str:
@@ -185,17 +185,17 @@ def _of_samples(key: str) -> Callable[[Observation], str]:
     return text
 
 
-def _updates(seen: Observation) -> str:
+def _count_updates(seen: Observation) -> str:
     return plural(len(seen["updates"]), "update")
 
 
 def _never_stops(seen: Observation) -> str:
     counters = [f"{name.rsplit('.', 1)[-1]} {value}" for name, value in seen["steps_reported"].items()]
-    return f"({', '.join([_updates(seen), *counters[:1]])})"
+    return f"({', '.join([_count_updates(seen), *counters[:1]])})"
 
 
-def _limit(seen: Observation) -> str:
-    return f"({_updates(seen)}, not {seen['scenario']['max_steps']})"
+def _instead_of_limit(seen: Observation) -> str:
+    return f"({_count_updates(seen)}, not {seen['scenario']['max_steps']})"
 
 
 def _miscounted(seen: Observation) -> str:
@@ -221,19 +221,19 @@ NUMBERS: dict[str, Callable[[Observation], str]] = {
     "mean of means": _distortion,
     "carried over": lambda seen: f"{len(mixed(seen))} of {len(seen['updates'])}",
     "never stops": _never_stops,
-    "stops late": _limit,
-    "stops early": _limit,
+    "stops late": _instead_of_limit,
+    "stops early": _instead_of_limit,
     "miscounted": _miscounted,
     "misestimated": lambda seen: (
         f"({seen['steps_reported'].get('trainer.estimated_stepping_batches', '?')}, not {len(seen['updates'])})"
     ),
     "hooks too often": lambda seen: (
-        f"({seen['steps_reported'].get('on_before_optimizer_step', '?')} for {_updates(seen)})"
+        f"({seen['steps_reported'].get('on_before_optimizer_step', '?')} for {_count_updates(seen)})"
     ),
-    "lost": _of_samples("samples_lost"),
-    "left open": _of_samples("samples_left_open"),
-    "repeated": _of_samples("samples_duplicated"),
-    "skipped": _of_samples("samples_never_fetched"),
+    "lost": _share_of_samples("samples_lost"),
+    "left open": _share_of_samples("samples_left_open"),
+    "repeated": _share_of_samples("samples_duplicated"),
+    "skipped": _share_of_samples("samples_never_fetched"),
     "crashed": lambda seen: f"(after {seen['micro_batches']} micro-batches)",
 }
 """The most telling number of a finding, by its word; see KEY. Of several updates, ``divided twice`` takes the largest,
@@ -274,13 +274,13 @@ def markdown(observations: Sequence[Observation]) -> str:
     for title, rows in parts(observations, found):
         lines.append(f"| *{title}* |" + " |" * len(found))
         for name, row in rows.items():
-            cells = [_cell(seen) if seen else "" for seen in row]
+            cells = [_cell_text(seen) if seen else "" for seen in row]
             lines.append(f"| {escaped(name)} | {' | '.join(cells)} |")
     several = [group for group in found if len(group.backends) > 1]
     legend = [escaped(f"{group.name}: {', '.join(group.backends)}") for group in several]
     return "\n".join([*lines, *([""] if legend else []), *(f"- {line}" for line in legend), ""])
 
 
-def _cell(seen: Observation) -> str:
+def _cell_text(seen: Observation) -> str:
     first, *rest = map(escaped, summary(seen))
     return "<br>".join([f"**{first}**" if seen["level"] == "wrong" else first, *rest])

@@ -19,10 +19,10 @@ from bench.audit.semantics_findings import (
     AuditFinding,
     FindingLevel,
     count_range,
-    micro_batches,
-    near,
-    samples,
-    share,
+    is_near,
+    micro_batches_text,
+    samples_text,
+    share_of_updates,
     verdict,
 )
 from bench.formatting import plural
@@ -57,7 +57,7 @@ def findings(decoded: DecodedScenario) -> list[AuditFinding]:
 
 def _outcome(decoded: DecodedScenario) -> Iterator[AuditFinding]:
     """Whether training failed or never ended, whether replicas diverged, and what never happened."""
-    done, reported = micro_batches(decoded.num_micro_batches), decoded.reported
+    done, reported = micro_batches_text(decoded.num_micro_batches), decoded.reported
     if decoded.failure:
         yield _failure(decoded.failure, decoded, done)
     if decoded.stopped == "bound":
@@ -109,7 +109,7 @@ def _too_late(decoded: DecodedScenario) -> Iterator[AuditFinding]:
 
 def _window_lengths(decoded: DecodedScenario, updates: list[DecodedUpdate]) -> str:
     after, n = count_range(u.num_losses for u in updates), count_range(_n(decoded, u) for u in updates)
-    return f"{share(updates, decoded.updates)} came after {after} instead of N = {n} micro-batches"
+    return f"{share_of_updates(updates, decoded.updates)} came after {after} instead of N = {n} micro-batches"
 
 
 def _n(decoded: DecodedScenario, update: DecodedUpdate) -> int:
@@ -125,7 +125,9 @@ def _not_cleared(decoded: DecodedScenario) -> Iterator[AuditFinding]:
         again |= seen & update.coefficients.keys()
         seen |= update.coefficients.keys()
     if again:
-        yield AuditFinding("not cleared", f"gradients were not cleared: {samples(list(again))} in more than one update")
+        yield AuditFinding(
+            "not cleared", f"gradients were not cleared: {samples_text(list(again))} in more than one update"
+        )
 
 
 def _last_only(decoded: DecodedScenario) -> Iterator[AuditFinding]:
@@ -144,9 +146,9 @@ def _lost(decoded: DecodedScenario) -> Iterator[AuditFinding]:
     if decoded.scenario.fault is Fault.EXCEPTION:
         level, why = DETAIL, "since the exception discarded their window"
     if by_fault:
-        yield AuditFinding("lost", f"{samples(by_fault)} reached no update, {why}", level)
+        yield AuditFinding("lost", f"{samples_text(by_fault)} reached no update, {why}", level)
     if others:
-        yield AuditFinding("lost", f"{samples(others)} reached no update, although updates followed")
+        yield AuditFinding("lost", f"{samples_text(others)} reached no update, although updates followed")
 
 
 def _cleared(decoded: DecodedScenario) -> Iterator[AuditFinding]:
@@ -159,9 +161,8 @@ def _cleared(decoded: DecodedScenario) -> Iterator[AuditFinding]:
     elif kept:
         yield AuditFinding("kept", "zero_grad did not clear the gradients accumulated before it", NOTE)
     elif rest := _rest_of_cleared_window(decoded):
-        text = (
-            f"zero_grad discarded the {micro_batches(len(before))} before it; the sum of the update is {rest.sum:.3g}"
-        )
+        discarded = micro_batches_text(len(before))
+        text = f"zero_grad discarded the {discarded} before it; the sum of the update is {rest.sum:.3g}"
         yield AuditFinding("cleared", text)
 
 
@@ -179,7 +180,7 @@ def _mixed_epochs(decoded: DecodedScenario) -> Iterator[AuditFinding]:
         leaks = aborted[0].ratio > 1 + TOLERANCE
         yield AuditFinding("leaks", text) if leaks else AuditFinding("carried over", text, NOTE)
     if mixed := [update for update in mixed if update not in aborted]:
-        text = f"{share(mixed, decoded.updates)} mixed the end of one epoch with the start of the next"
+        text = f"{share_of_updates(mixed, decoded.updates)} mixed the end of one epoch with the start of the next"
         yield AuditFinding("carried over", text, NOTE)
 
 
@@ -189,18 +190,18 @@ def _wrong_sum(decoded: DecodedScenario) -> Iterator[AuditFinding]:
     if small and not all_divided_twice(decoded):
         reasons = dict.fromkeys(_why_small(decoded, update) for update in small)
         yield AuditFinding(
-            "under-weighted", f"{share(small, decoded.updates)} came out too small: {'; '.join(reasons)}"
+            "under-weighted", f"{share_of_updates(small, decoded.updates)} came out too small: {'; '.join(reasons)}"
         )
     if large := [update for update in decoded.updates if update.ratio > 1 + TOLERANCE]:
         ratio = max(update.ratio for update in large)
-        text = f"{share(large, decoded.updates)} came out too large, up to {ratio:.3g} times the right one"
+        text = f"{share_of_updates(large, decoded.updates)} came out too large, up to {ratio:.3g} times the right one"
         yield AuditFinding("over-weighted", text)
 
 
 def _why_small(decoded: DecodedScenario, update: DecodedUpdate) -> str:
     n, size = decoded.scenario.accumulate_in(update.epochs[-1]), f"{update.ratio:.3g} of the right update"
-    if all(near(factor, 1 / n) for factor in update.factors.values()):
-        return f"{micro_batches(len(update.fetches))} divided by N = {n} gave {size}"
+    if all(is_near(factor, 1 / n) for factor in update.factors.values()):
+        return f"{micro_batches_text(len(update.fetches))} divided by N = {n} gave {size}"
     return size
 
 
@@ -212,11 +213,10 @@ def _mean_of_means(decoded: DecodedScenario) -> Iterator[AuditFinding]:
     unit = "token" if decoded.scenario.token_weights else "sample"
     where = "its rank's window" if all(map(_is_even_on_ranks, uneven)) else "its micro-batch"
     much = "without bound" if math.isinf(worst) else f"by a factor of up to {worst:.3g}"
-    yield AuditFinding(
-        "mean of means",
-        f"in {share(uneven, decoded.updates)}, a {unit}'s weight depends on how many {unit}s {where} has, and "
-        f"differs from that in the full batch {much}",
+    text = (
+        f"in {share_of_updates(uneven, decoded.updates)}, a {unit}'s weight depends on how many {unit}s {where} has, "
     )
+    yield AuditFinding("mean of means", f"{text}and differs from that in the full batch {much}")
 
 
 def _is_even_on_ranks(update: DecodedUpdate) -> bool:
@@ -227,19 +227,21 @@ def _is_even_on_ranks(update: DecodedUpdate) -> bool:
         ratios.setdefault(use.rank, []).append(coefficient / update.right[use])
         tokens[use.rank, use.fetch] = tokens.get((use.rank, use.fetch), 0) + use.tokens
     differ = {rank for rank in ratios if len({n for (of, _), n in tokens.items() if of == rank}) > 1}
-    return bool(differ) and all(near(max(of_rank), min(of_rank)) for of_rank in ratios.values())
+    return bool(differ) and all(is_near(max(of_rank), min(of_rank)) for of_rank in ratios.values())
 
 
 def _left_open(decoded: DecodedScenario) -> Iterator[AuditFinding]:
     if decoded.left_open and not decoded.failure:
         level = NOTE if decoded.scenario.max_steps is None else DETAIL
-        yield AuditFinding("left open", f"{samples(decoded.left_open)} at the end of training reached no update", level)
+        yield AuditFinding(
+            "left open", f"{samples_text(decoded.left_open)} at the end of training reached no update", level
+        )
 
 
 def _repeated(decoded: DecodedScenario) -> Iterator[AuditFinding]:
     padding = min(len(decoded.repeated), decoded.num_padding)
     if again := decoded.repeated[padding:]:
-        yield AuditFinding("repeated", f"{samples(again)} trained on twice: the loader started over")
+        yield AuditFinding("repeated", f"{samples_text(again)} trained on twice: the loader started over")
     if padding:
         yield AuditFinding("padded", f"{plural(padding, 'sample')} repeated on another rank as padding", DETAIL)
 
@@ -266,7 +268,7 @@ def _limit(decoded: DecodedScenario) -> Iterator[AuditFinding]:
         text = f"the epochs ended after {plural(taken, 'update')}, before max_steps = {limit}"
         yield AuditFinding("epochs end first", text, DETAIL)
         return
-    after = f"{plural(taken, 'update')} and {micro_batches(decoded.num_micro_batches)}"
+    after = f"{plural(taken, 'update')} and {micro_batches_text(decoded.num_micro_batches)}"
     word = "stops late" if taken > limit else "stops early"
     yield AuditFinding(word, f"max_steps = {limit} stopped training after {after}")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from bench.audit.decoded_scenario import DecodedScenario, DecodedUpdate
 from bench.audit.scenario import Reduction
-from bench.audit.semantics_findings import AuditFinding, FindingLevel, near, share
+from bench.audit.semantics_findings import AuditFinding, FindingLevel, is_near, share_of_updates
 
 
 def divided_twice(decoded: DecodedScenario) -> Iterator[AuditFinding]:
@@ -33,9 +33,9 @@ def all_divided_twice(decoded: DecodedScenario) -> bool:
         return False
     complete = any(update.num_losses == n for update, n in pairs)
     if decoded.scenario.reduction is Reduction.WINDOW:
-        return complete and all(near(update.sum, 1 / n) for update, n in pairs)
+        return complete and all(is_near(update.sum, 1 / n) for update, n in pairs)
     return all(
-        near(factor, 1 / n**2) or (complete and near(factor, 1 / (n * update.num_losses)))
+        is_near(factor, 1 / n**2) or (complete and is_near(factor, 1 / (n * update.num_losses)))
         for update, n in pairs
         for factor in update.factors.values()
     )
@@ -44,7 +44,7 @@ def all_divided_twice(decoded: DecodedScenario) -> bool:
 def is_clipped(update: DecodedUpdate) -> bool:
     """Whether an update has the norm at which clipping starts."""
     norm = math.sqrt(math.fsum(coefficient**2 for coefficient in update.coefficients.values()))
-    return bool(update.clip_norm) and near(norm, update.clip_norm)
+    return bool(update.clip_norm) and is_near(norm, update.clip_norm)
 
 
 def hidden_by_clipping(decoded: DecodedScenario) -> Iterator[AuditFinding]:
@@ -52,14 +52,15 @@ def hidden_by_clipping(decoded: DecodedScenario) -> Iterator[AuditFinding]:
     free = decoded.unclipped
     if free is None or not decoded.updates or not all(is_clipped(update) for update in decoded.updates):
         return
-    if wrong := [update for update in free.updates if not near(update.ratio, 1)]:
+    if wrong := [update for update in free.updates if not is_near(update.ratio, 1)]:
         n, clip = max(decoded.scenario.accumulate), decoded.scenario.clip_norm
         least, most = (f"{of(update.ratio for update in wrong):.3g}" for of in (min, max))
         weight = f"{least if least == most else f'{least} to {most}'} of the right weight"
-        text = f"clipping hides a wrong scale: without it, {share(wrong, free.updates)} had {weight}"
+        of_updates = share_of_updates(wrong, free.updates)
+        text = f"clipping hides a wrong scale: without it, {of_updates} had {weight}"
         if all_divided_twice(free):
             text = (
-                f"clipping hides that the loss was divided by N = {n} twice: without it, {share(wrong, free.updates)} "
+                f"clipping hides that the loss was divided by N = {n} twice: without it, {of_updates} "
                 f"had {weight}; only a right norm above {n} x {clip:g} is clipped, instead of {clip:g}"
             )
         yield AuditFinding("hidden by clipping", text, FindingLevel.NOTE)

@@ -92,7 +92,7 @@ def table(
                 yield {"backend": name, "precision": precision, "dtype": outcome.status, "reason": outcome.reason}
 
 
-def spelled(row: dict[str, Any]) -> str:
+def row_text(row: dict[str, Any]) -> str:
     """One line of the table for people."""
     found = f"{row['backend']:36} {row['precision']:5} {row['dtype']:12}"
     if "significand_bits" not in row:

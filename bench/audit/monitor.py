@@ -74,7 +74,7 @@ class Measurement:
             return RateVerdict.SILENT
         return judge([rate.ratio for rate in self.rates], tolerance)
 
-    def row(self, tolerance: float = TOLERANCE) -> dict[str, Any]:
+    def to_row(self, tolerance: float = TOLERANCE) -> dict[str, Any]:
         """The measurement as one flat row, in SI units."""
         per_epoch, epochs = self.point.lengths
         ratios = [rate.ratio for rate in self.rates]

@@ -35,7 +35,7 @@ class MonitorTask(Task):
 def work(task: MonitorTask, rank: int, device: torch.device) -> dict[str, Any]:
     """One rank's part; see ``bench.plan.task.Task``. Rank 0 logs."""
     measured = [measure(point, number=rank) for point in task.points]
-    return {"status": Status.OK, "rows": [each.row() for each in measured]}
+    return {"status": Status.OK, "rows": [each.to_row() for each in measured]}
 
 
 def measure_all(points: Sequence[Point]) -> Iterator[dict[str, Any]]:
@@ -44,7 +44,7 @@ def measure_all(points: Sequence[Point]) -> Iterator[dict[str, Any]]:
     Raises LauncherError if that fails.
     """
     if points[0].is_alone:
-        yield from (measure(point).row() for point in points)
+        yield from (measure(point).to_row() for point in points)
         return
     with Launcher(Device.CPU) as launcher, tempfile.TemporaryDirectory(prefix="accumulation-bench-") as folder:
         task = MonitorTask(

@@ -40,7 +40,7 @@ class _Saved(Exception):  # noqa: N818 - no error: it stops the first half of a 
     """The checkpoint is written."""
 
 
-class _Part:
+class _SamplerPart:
     """A part of a sampler's positions, from the second pass on without its start skipped."""
 
     def __init__(self, sampler: Iterable[int], skip: int, limit: int) -> None:
@@ -88,7 +88,7 @@ class Audit:
         self._read_upto = 0
 
     def run(self) -> dict[str, Any]:
-        """What happened, as plain JSON; see ``record`` for its keys."""
+        """What happened, as plain JSON; see ``rank_record`` for its keys."""
         stopped, failure = "ended", None
         try:
             self._train()
@@ -103,7 +103,7 @@ class Audit:
             reported = self.backend.reported()
         if self.schedulers:
             reported["lr_scheduler.last_epoch"] = self.schedulers[-1].last_epoch
-        return record(
+        return rank_record(
             self.scenario,
             stopped,
             failure,
@@ -205,7 +205,7 @@ class Audit:
                 data, scenario.world_size, self.rank, shuffle=False, drop_last=scenario.sampler_drop_last
             )
         if limit:
-            sampler = _Part(sampler, self.skip * scenario.batch_size, limit * scenario.batch_size)
+            sampler = _SamplerPart(sampler, self.skip * scenario.batch_size, limit * scenario.batch_size)
         return DataLoader(
             data,
             batch_size=scenario.batch_size,
@@ -221,7 +221,7 @@ class Audit:
         self._read()
         if len(self.fetches) == self.scenario.bound:
             raise _BoundReached
-        self._fault()
+        self._cause_fault()
         self._count_epochs(samples[0])
         slot = self.rank * self.scenario.slots_per_rank + len(self.fetches) * self.scenario.largest_batch
         self.fetches.append({"epoch": self._epoch, "samples": samples})
@@ -263,7 +263,7 @@ class Audit:
         self.losses.append(number)
         return self.taps.loss(self.workload.loss)(model, batch)
 
-    def _fault(self) -> None:
+    def _cause_fault(self) -> None:
         """Do what the scenario has between two micro-batches, if anything."""
         scenario, fetched = self.scenario, len(self.fetches)
         if scenario.fault is Fault.VALIDATION and fetched and fetched % scenario.at == 0:
@@ -315,7 +315,7 @@ class Audit:
         self.changes.append({int(slot): change[slot].item() for slot in change.nonzero().flatten()})
 
 
-def record(scenario: Scenario, stopped: str, failure: dict[str, Any] | None, **observed: Any) -> dict[str, Any]:
+def rank_record(scenario: Scenario, stopped: str, failure: dict[str, Any] | None, **observed: Any) -> dict[str, Any]:
     """One rank's record of a scenario, as plain JSON.
 
     ``stopped``: ``ended``, ``failed``, ``bound`` if training would not have ended, or ``lost`` with its process group;

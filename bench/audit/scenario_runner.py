@@ -17,7 +17,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench.audit.recorder import Audit, record
+from bench.audit.recorder import Audit, rank_record
 from bench.audit.scenario import Scenario
 from bench.backends.base import Backend, registry
 from bench.launch.launcher import Launcher
@@ -127,7 +127,7 @@ def run(
                 found = _observe(launcher, backend, [scenario], device, timeout_s)
                 if isinstance(found, Outcome):
                     failure = {"status": found.status, "reason": found.reason, "traceback": found.traceback}
-                    found = [(backend, scenario, [record(scenario, "lost", failure)])]
+                    found = [(backend, scenario, [rank_record(scenario, "lost", failure)])]
                 yield from found
 
 

@@ -45,19 +45,19 @@ def verdict(found: Iterable[AuditFinding]) -> AuditFinding:
     return max(above, key=lambda finding: finding.level, default=RIGHT)
 
 
-def share(some: Sequence[DecodedUpdate], every: Sequence[DecodedUpdate]) -> str:
+def share_of_updates(some: Sequence[DecodedUpdate], every: Sequence[DecodedUpdate]) -> str:
     """``1 of 5 updates``, ``all 3 updates`` or ``the only update``."""
     if len(every) == 1:
         return "the only update"
     return f"all {len(every)} updates" if len(some) == len(every) else f"{len(some)} of {len(every)} updates"
 
 
-def samples(some: Sequence[Use]) -> str:
+def samples_text(some: Sequence[Use]) -> str:
     """``8 samples (2 micro-batches per rank)``."""
-    return f"{plural(len(some), 'sample')} ({micro_batches(len({use.fetch for use in some}))} per rank)"
+    return f"{plural(len(some), 'sample')} ({micro_batches_text(len({use.fetch for use in some}))} per rank)"
 
 
-def micro_batches(count: int) -> str:
+def micro_batches_text(count: int) -> str:
     """``1 micro-batch`` or ``4 micro-batches``."""
     return plural(count, "micro-batch", "es")
 
@@ -68,6 +68,6 @@ def count_range(counts: Iterable[int]) -> str:
     return f"{ordered[0]}" if ordered[0] == ordered[-1] else f"{ordered[0]} to {ordered[-1]}"
 
 
-def near(value: float, wanted: float) -> bool:
+def is_near(value: float, wanted: float) -> bool:
     """Whether a value is the wanted one within TOLERANCE."""
     return math.isclose(value, wanted, rel_tol=TOLERANCE)

@@ -53,7 +53,7 @@ class StepRule:
     """``flush`` only: a trainer counts the steps and foresees their number, as Lightning's does."""
 
     @classmethod
-    def of(cls, backend: type[Backend]) -> StepRule:
+    def of_backend(cls, backend: type[Backend]) -> StepRule:
         """The rule of a backend.
 
         With ``split``, only ZeRO-2 keeps its gradients over a ``zero_grad``: it accumulates in ``all_grad_tensors``,

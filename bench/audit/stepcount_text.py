@@ -38,20 +38,20 @@ def by_rule(training: TrainingPlan, backends: Mapping[str, type[Backend]]) -> Ru
     """The rules that the backends follow."""
     found: dict[StepRule, list[str]] = {}
     for name, backend in backends.items():
-        found.setdefault(StepRule.of(backend), []).append(name)
+        found.setdefault(StepRule.of_backend(backend), []).append(name)
     return {rule: (names, calculate(training, rule)) for rule, names in found.items()}
 
 
 def document(training: TrainingPlan, rules: Rules) -> dict[str, Any]:
     """Everything as plain values for JSON."""
-    wrong = _wrong(training, {rule: steps for rule, (_, steps) in rules.items()})
+    wrong = _why_naive_is_wrong(training, {rule: steps for rule, (_, steps) in rules.items()})
     return {
         "training": training.to_dict(),
-        "notes": notes_on(training),
+        "notes": common_notes(training),
         "naive": {"optimizer_steps": training.naive_steps, "wrong": wrong},
         "rules": [
             {
-                "name": title_of(rule),
+                "name": rule_name(rule),
                 **dataclasses.asdict(rule),
                 "backends": backends,
                 "steps": steps and steps.to_dict(),
@@ -62,13 +62,13 @@ def document(training: TrainingPlan, rules: Rules) -> dict[str, Any]:
     }
 
 
-def lines(training: TrainingPlan, rules: Rules) -> Iterator[str]:
+def printed_lines(training: TrainingPlan, rules: Rules) -> Iterator[str]:
     """The headline, the table, the backends of each rule, and one line per sentence."""
     found = document(training, rules)
     yield _headline(training)
     yield ""
     naive = ("naive formula", str(training.naive_steps), *["-"] * (len(HEADER) - 2))
-    rows = [row_of(rule, steps) for rule, (_, steps) in rules.items()]
+    rows = [table_row(rule, steps) for rule, (_, steps) in rules.items()]
     yield table([HEADER, naive, *rows], right=range(1, len(HEADER)))
     yield ""
     for row in found["rules"]:
@@ -107,7 +107,7 @@ def _micro_batches(number: int) -> str:
     return plural(number, "micro-batch", "es")
 
 
-def title_of(rule: StepRule) -> str:
+def rule_name(rule: StepRule) -> str:
     """A rule in a few words."""
     if rule.stepping is not Stepping.SPLIT:
         return str(rule.stepping) + " (no counter)" * (not rule.counted)
@@ -121,14 +121,14 @@ HEADER = (
 )
 
 
-def row_of(rule: StepRule, steps: Steps | None) -> tuple[str, ...]:
+def table_row(rule: StepRule, steps: Steps | None) -> tuple[str, ...]:
     """A row of the table, by HEADER."""
     if steps is None:
-        return (title_of(rule), "unknown", *["-"] * (len(HEADER) - 2))
+        return (rule_name(rule), "unknown", *["-"] * (len(HEADER) - 2))
     shown = steps.steps_per_epoch[:SHOWN]
     scales = [f"{scale:.4g}" for scale in steps.update_scales] or ["-"]
     return (
-        title_of(rule),
+        rule_name(rule),
         str(steps.optimizer_steps) + ("+" if steps.stops == "never" else ""),
         ",".join(map(str, shown)) + ("..." if len(shown) < len(steps.steps_per_epoch) else ""),
         str(steps.micro_batches_consumed),
@@ -140,7 +140,7 @@ def row_of(rule: StepRule, steps: Steps | None) -> tuple[str, ...]:
     )
 
 
-def notes_on(training: TrainingPlan) -> list[str]:
+def common_notes(training: TrainingPlan) -> list[str]:
     """What holds for every backend."""
     notes = []
     if padding := training.padding_per_epoch:
@@ -165,11 +165,11 @@ def notes_on(training: TrainingPlan) -> list[str]:
     return notes
 
 
-def _wrong(training: TrainingPlan, groups: Mapping[StepRule, Steps | None]) -> str:
+def _why_naive_is_wrong(training: TrainingPlan, groups: Mapping[StepRule, Steps | None]) -> str:
     """Why the naive formula is wrong, if a rule differs from it."""
     naive = training.naive_steps
     others = [
-        f"{title_of(rule)} {'never ends' if steps.stops == 'never' else f'takes {steps.optimizer_steps}'}"
+        f"{rule_name(rule)} {'never ends' if steps.stops == 'never' else f'takes {steps.optimizer_steps}'}"
         for rule, steps in groups.items()
         if steps is not None and (steps.optimizer_steps != naive or steps.stops == "never")
     ]
@@ -203,7 +203,7 @@ def _differences(training: TrainingPlan, rule: StepRule, steps: Steps | None) ->
         }.get(rule.stepping, "a window may hold micro-batches of epochs with different N")
         return [f"{why}, so nothing is calculated; measure it with: python -m bench semantics"]
     n, over = training.n, 0 if training.accumulate[1:] else training.partial_window
-    say: list[str] = []
+    sentences: list[str] = []
     if rule.stepping is Stepping.FLUSH and training.accumulate[1:]:
         all_updates = plural(steps.optimizer_steps, "update")
         small = [
@@ -211,35 +211,37 @@ def _differences(training: TrainingPlan, rule: StepRule, steps: Steps | None) ->
         ]
         if small:
             text = "the loss of an incomplete last window of an epoch is still divided by N"
-            say.append(f"{text}: {', '.join(small)} of the right one")
+            sentences.append(f"{text}: {', '.join(small)} of the right one")
     elif rule.stepping is Stepping.FLUSH and over:
         tails = steps.micro_batches_consumed // training.micro_batches_per_epoch
-        say.append(
+        sentences.append(
             f"the last window of an epoch has {over} of {n} micro-batches, but its loss is still divided by {n}: "
             f"{tails} of {plural(steps.optimizer_steps, 'update')} are {over / n:.4g} of the right one"
         )
     if rule.stepping in (Stepping.CARRY, Stepping.CANCEL) and over:
-        say.append(f"the last {_micro_batches(over)} of an epoch start the first window of the next epoch")
+        sentences.append(f"the last {_micro_batches(over)} of an epoch start the first window of the next epoch")
     taken = steps.optimizer_steps
     if others := [f"{name} says {count}" for name, count in steps.steps_reported.items() if count != taken]:
-        say.append(f"{plural(taken, 'update')} taken, but {', and '.join(others)}")
+        sentences.append(f"{plural(taken, 'update')} taken, but {', and '.join(others)}")
     if rule.twice and n > 1 and steps.optimizer_steps:
         less = ", or less" if steps.micro_batches_lost_in_mid_run else ""
-        say.append(f"trainer and engine both divide the loss by {n}: every update is 1/{n} of the right one{less}")
+        sentences.append(
+            f"trainer and engine both divide the loss by {n}: every update is 1/{n} of the right one{less}"
+        )
     if steps.micro_batches_lost_in_mid_run:
-        say.append(
+        sentences.append(
             f"{steps.micro_batches_lost_in_mid_run} of {_micro_batches(steps.micro_batches_consumed)} "
             f"({steps.samples_lost_in_mid_run} samples over all ranks) are cleared in "
             "mid-window by Lightning's zero_grad"
         )
     if steps.micro_batches_left_open:
-        say.append(
+        sentences.append(
             f"{_micro_batches(steps.micro_batches_left_open)} ({plural(steps.samples_left_open, 'sample')} over all "
             "ranks) are left in an open window at the end and reach no update"
         )
     if training.epochs is not None and steps.equal_max_steps is None:
-        say.append(f"no max_steps gives the same updates as {plural(training.epochs, 'epoch')}")
-    return say + _about_max_steps(training, rule, steps)
+        sentences.append(f"no max_steps gives the same updates as {plural(training.epochs, 'epoch')}")
+    return sentences + _about_max_steps(training, rule, steps)
 
 
 def _about_max_steps(training: TrainingPlan, rule: StepRule, steps: Steps) -> list[str]:

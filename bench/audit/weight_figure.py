@@ -23,7 +23,7 @@ from bench.report import style
 from bench.report.canvas import FULL, FigureWords, new_figure
 from bench.report.style import SMALL, TINY, Key
 
-Place = tuple[int, int, int]
+SampleInUpdate = tuple[int, int, int]
 """Update, epoch and sample, each from 0."""
 MAX_UPDATES, MIN_UPDATES = 16, 3
 """Updates drawn in each map: at most, and at least even if many maps share the page."""
@@ -63,9 +63,9 @@ class WeightMap:
         return self.observations[0]
 
     @cached_property
-    def weights(self) -> dict[Place, float]:
+    def weights(self) -> dict[SampleInUpdate, float]:
         """The weight of each sample in each update, divided by the right one."""
-        return _places(self.first, "relative")
+        return _by_sample(self.first, "relative")
 
     @cached_property
     def in_no_update(self) -> dict[str, set[tuple[int, int]]]:
@@ -85,21 +85,21 @@ class WeightMap:
         marked = [epoch for places in self.in_no_update.values() for epoch, _ in places]
         return 1 + max([*marked, *(epoch for _, epoch, _ in self.weights)])
 
-    def rows(self, updates: int, epochs: int) -> int:
+    def num_drawn(self, updates: int, epochs: int) -> int:
         """Updates that are drawn: up to the last one with a sample of the epochs that are drawn."""
         return 1 + max((update for update, epoch, _ in self.weights if update < updates and epoch < epochs), default=0)
 
     def image(self, updates: int, epochs: int) -> np.ndarray[Any, np.dtype[np.float64]]:
         """The weights by update and by sample of each epoch in turn; NaN where a sample is not in the update."""
         samples = self.first["scenario"]["samples"]
-        values = np.full((self.rows(updates, epochs), epochs * samples), np.nan)
+        values = np.full((self.num_drawn(updates, epochs), epochs * samples), np.nan)
         for (update, epoch, sample), weight in self.weights.items():
             if update < len(values) and epoch < epochs:
                 values[update, epoch * samples + sample] = weight
         return values
 
 
-def distinct(observations: Sequence[Observation]) -> list[WeightMap]:
+def distinct_maps(observations: Sequence[Observation]) -> list[WeightMap]:
     """The distinct maps in the order of their first backends; observations without an update are left out."""
     maps: list[WeightMap] = []
     for observation in observations:
@@ -112,12 +112,12 @@ def distinct(observations: Sequence[Observation]) -> list[WeightMap]:
 
 
 def _alike(first: Observation, other: Observation) -> bool:
-    a, b = _places(first, "by_epoch"), _places(other, "by_epoch")
+    a, b = _by_sample(first, "by_epoch"), _by_sample(other, "by_epoch")
     same_samples = a.keys() == b.keys() and all(first[key] == other[key] for key in (LOST, LEFT_OPEN))
     return same_samples and np.allclose(list(a.values()), [b[place] for place in a], rtol=TOLERANCE, atol=0)
 
 
-def _places(observation: Observation, key: str) -> dict[Place, float]:
+def _by_sample(observation: Observation, key: str) -> dict[SampleInUpdate, float]:
     return {
         (number, int(epoch), int(sample)): value
         for number, update in enumerate(observation["updates"])
@@ -128,20 +128,21 @@ def _places(observation: Observation, key: str) -> dict[Place, float]:
 
 def weight_figure(observations: Sequence[Observation], *, footer: str = "") -> tuple[Figure, FigureWords] | None:
     """All weight maps of one scenario, with the words around them; None if no backend made an update."""
-    every = distinct(observations)
+    every = distinct_maps(observations)
     if not every:
         return None
     maps, scenario = every[:MAX_MAPS], every[0].first["scenario"]
-    untold = [observation for found in every[MAX_MAPS:] for observation in found.observations]
+    undrawn = [observation for found in every[MAX_MAPS:] for observation in found.observations]
     without = [observation for observation in observations if not observation["updates"]]
-    notes = [f"not drawn: {text}" for text in _outcomes(untold)] + [f"no update: {text}" for text in _outcomes(without)]
+    notes = [f"not drawn: {text}" for text in _outcomes(undrawn)]
+    notes += [f"no update: {text}" for text in _outcomes(without)]
     setting = f"{scenario['name']}: {Scenario.from_dict(scenario).setting}"
     words = FigureWords(scenario["title"] or scenario["name"], setting, footer, notes)
-    updates, epochs = _extent(maps, scenario["samples"])
+    updates, epochs = _drawn_extent(maps, scenario["samples"])
     with matplotlib.style.context(list(style.BASE)):
         heights = [_height(found, updates, epochs) for found in maps]
-        figure = new_figure(words, _keys(maps, epochs), sum(heights) + BAR)
-        rows = [found.rows(updates, epochs) + any(_marks(found, epochs).values()) for found in maps]
+        figure = new_figure(words, _legend_keys(maps, epochs), sum(heights) + BAR)
+        rows = [found.num_drawn(updates, epochs) + any(_marks(found, epochs).values()) for found in maps]
         every_axes = figure.subplots(len(maps), squeeze=False, height_ratios=rows)[:, 0]
         for axes, found in zip(every_axes, maps, strict=True):
             _draw(axes, found, updates, epochs)
@@ -162,7 +163,7 @@ def _outcomes(observations: Sequence[Observation]) -> list[str]:
     return [f"{outcome}: {', '.join(names)}" for outcome, names in found.items()]
 
 
-def _extent(maps: Sequence[WeightMap], samples: int) -> tuple[int, int]:
+def _drawn_extent(maps: Sequence[WeightMap], samples: int) -> tuple[int, int]:
     """Updates of each map, and epochs of all, that fit into the figure."""
     epochs = min(MAX_EPOCHS, max(2, MAX_COLUMNS // samples), max(found.epochs for found in maps))
     updates = MAX_UPDATES
@@ -173,7 +174,7 @@ def _extent(maps: Sequence[WeightMap], samples: int) -> tuple[int, int]:
 
 def _title(found: WeightMap, updates: int, epochs: int) -> list[str]:
     """What happened under which backends, and what is not drawn, in lines."""
-    texts, rows = _outcomes(found.observations), found.rows(updates, epochs)
+    texts, rows = _outcomes(found.observations), found.num_drawn(updates, epochs)
     if rows < len(found.first["updates"]):
         texts.append(f"first {rows} of {len(found.first['updates'])} updates")
     elif found.epochs > epochs:
@@ -183,7 +184,7 @@ def _title(found: WeightMap, updates: int, epochs: int) -> list[str]:
 
 def _height(found: WeightMap, updates: int, epochs: int) -> float:
     """Inches of a map with its words."""
-    rows = found.rows(updates, epochs) + any(_marks(found, epochs).values())
+    rows = found.num_drawn(updates, epochs) + any(_marks(found, epochs).values())
     return rows * ROW + (len(_title(found, updates, epochs)) + 1) * LINE
 
 
@@ -210,7 +211,7 @@ def _draw(axes: Axes, found: WeightMap, updates: int, epochs: int) -> None:
     if found.epochs < epochs:
         axes.fill_between([found.epochs * samples - 0.5, right], 0.5, last + 0.5, **ENDED)
     for number, update in enumerate(found.first["updates"][:last], start=1):
-        axes.text(right, number, f" {_sum(update)}", size=TINY, va="center", ha="left")
+        axes.text(right, number, f" {_sum_text(update)}", size=TINY, va="center", ha="left")
     size = min(4.0, 0.8 * 72 * FULL * 0.85 / values.shape[1])
     for name, columns in marks.items():
         axes.plot(columns, [last + 1] * len(columns), linestyle="none", markersize=size, **SIGNS[name][0])
@@ -224,13 +225,13 @@ def _draw(axes: Axes, found: WeightMap, updates: int, epochs: int) -> None:
     axes.set_title(title, loc="left", size=TINY, pad=2, linespacing=1.15)
 
 
-def _sum(update: Mapping[str, Any]) -> str:
+def _sum_text(update: Mapping[str, Any]) -> str:
     """Sum of the coefficients, and the right one if that is not 1."""
     right = float(update["right_sum"])
-    return _number(update["sum"]) + ("" if math.isclose(right, 1, rel_tol=TOLERANCE) else f" of {_number(right)}")
+    return _digits(update["sum"]) + ("" if math.isclose(right, 1, rel_tol=TOLERANCE) else f" of {_digits(right)}")
 
 
-def _number(value: float) -> str:
+def _digits(value: float) -> str:
     """With two decimals, or with three digits where two decimals are not enough."""
     return f"{value:.2f}" if math.isclose(value, round(value, 2), rel_tol=TOLERANCE) else f"{value:.3g}"
 
@@ -245,7 +246,7 @@ def _number_samples(axes: Axes, samples: int, epochs: int) -> None:
     axes.set_xticks([epoch * samples + sample for epoch, sample in places], labels, size=TINY)
 
 
-def _keys(maps: Sequence[WeightMap], epochs: int) -> list[Key]:
+def _legend_keys(maps: Sequence[WeightMap], epochs: int) -> list[Key]:
     """What the signs in these maps mean."""
     keys: list[Key] = [(Patch(facecolor=RIGHT_COLOUR), "the right weight, within 1 %; blank: not in the update")]
     keys.append((Line2D([], [], linestyle="none"), "at the right: the sum of an update's coefficients"))

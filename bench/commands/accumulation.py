@@ -37,7 +37,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print; 1 if a backend does not sum in fp32."""
-    from bench.audit.dtypes import WINDOWS, spelled, table
+    from bench.audit.dtypes import WINDOWS, row_text, table
 
     chosen, windows = list(chosen_backends(arguments.backend)), WINDOWS if arguments.errors else ()
     good = True
@@ -45,5 +45,5 @@ def run(arguments: argparse.Namespace) -> int:
         chosen, list(Precision), windows, world_size=arguments.world_size, device=Device(arguments.device)
     ):
         good &= row["dtype"] in {"fp32", Status.UNSUPPORTED}
-        print(json.dumps(row) if arguments.json else spelled(row), flush=True)
+        print(json.dumps(row) if arguments.json else row_text(row), flush=True)
     return GOOD if good else BAD

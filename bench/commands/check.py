@@ -42,7 +42,9 @@ def run(arguments: argparse.Namespace) -> int:
     from bench.judge.integrity import check
     from bench.report.terminal import show_findings
 
-    found = check(arguments.run) if arguments.citation is None else _of_citation(arguments.run, arguments.citation)
+    found = (
+        check(arguments.run) if arguments.citation is None else _citation_findings(arguments.run, arguments.citation)
+    )
     errors, warnings = (sum(finding.level is level for finding in found) for level in (Level.ERROR, Level.WARNING))
     if arguments.json:
         findings = [finding.to_dict() for finding in found]
@@ -55,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     return BAD if errors else GOOD
 
 
-def _of_citation(folder: Path, name: str) -> list[Finding]:
+def _citation_findings(folder: Path, name: str) -> list[Finding]:
     """The findings on the journal and on each citation in a text."""
     from bench.judge.analysis import Analysis
     from bench.judge.integrity import journal

@@ -99,9 +99,9 @@ def _link(text: str) -> tuple[float, float | None]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Predict and show."""
-    from bench.forecast.choice import Question, ask
+    from bench.forecast.choice import Question, answer
     from bench.forecast.fit import reserve_bytes
-    from bench.forecast.prediction_text import lines
+    from bench.forecast.prediction_text import printed_lines
     from bench.plan.cell import Device
 
     for name, other in NEEDS.items():
@@ -111,11 +111,11 @@ def run(arguments: argparse.Namespace) -> int:
     memory, reserve = int(arguments.memory or 0), arguments.reserve
     if reserve is not None and reserve >= memory:
         raise InputError(f"--reserve: leaves nothing of the {memory / 2**30:.4g} GiB of --memory; give less")
-    link = _measured(arguments) if arguments.from_run else _given(arguments)
-    cell = _cell(arguments, link.node_size if link else 1)
+    link = _link_of_run(arguments) if arguments.from_run else _link_of_options(arguments)
+    cell = _cell_of_options(arguments, link.node_size if link else 1)
     if reserve is None:
         reserve = reserve_bytes(memory, nccl=cell.world_size > 1) if memory and cell.device is Device.CUDA else 0
-    compute_s, compute_from = _compute(arguments, cell)
+    compute_s, compute_from = _compute_time(arguments, cell)
     question = Question(
         cell=cell,
         link=link,
@@ -124,14 +124,16 @@ def run(arguments: argparse.Namespace) -> int:
         memory_bytes=memory or None,
         reserve_bytes=int(reserve),
     )
-    rows, choices = ask(question, _backends(arguments, cell), grouped=not (arguments.all or arguments.backend))
+    rows, choices = answer(
+        question, _chosen_with_formulas(arguments, cell), grouped=not (arguments.all or arguments.backend)
+    )
     if arguments.exact:
-        _measure_peak(cell, rows)
-    print(json.dumps(rows, allow_nan=False) if arguments.json else "\n".join(lines(question, rows, choices)))
+        _add_measured_peak(cell, rows)
+    print(json.dumps(rows, allow_nan=False) if arguments.json else "\n".join(printed_lines(question, rows, choices)))
     return GOOD
 
 
-def _measure_peak(cell: Cell, rows: list[dict[str, Any]]) -> None:
+def _add_measured_peak(cell: Cell, rows: list[dict[str, Any]]) -> None:
     """Add the measured peak to the row of the only backend."""
     from bench.forecast.exact import exact_peak
 
@@ -140,7 +142,7 @@ def _measure_peak(cell: Cell, rows: list[dict[str, Any]]) -> None:
     rows[0]["exact_peak_bytes"] = exact_peak(cell, rows[0]["backend"])
 
 
-def _given(arguments: argparse.Namespace) -> Link | None:
+def _link_of_options(arguments: argparse.Namespace) -> Link | None:
     """The link of ``--link``, of one level or two."""
     from bench.forecast.prediction import Link
 
@@ -156,7 +158,7 @@ def _given(arguments: argparse.Namespace) -> Link | None:
     return Link(bytes_per_s=inter, latency_s=arguments.latency or 0.0, intra_bytes_per_s=intra, node_size=node_size)
 
 
-def _measured(arguments: argparse.Namespace) -> Link:
+def _link_of_run(arguments: argparse.Namespace) -> Link:
     """The link that a run measured."""
     from bench.forecast.from_run import measured_link
     from bench.run.journal import MANIFEST, read_manifest
@@ -172,7 +174,7 @@ def _measured(arguments: argparse.Namespace) -> Link:
     return link
 
 
-def _cell(arguments: argparse.Namespace, node_size: int) -> Cell:
+def _cell_of_options(arguments: argparse.Namespace, node_size: int) -> Cell:
     """What is asked, as a cell; its backend is filled in later, and HSDP has as many replicas as there are nodes."""
     from bench.plan.cell import Cell, Device, Precision
 
@@ -198,7 +200,7 @@ def _cell(arguments: argparse.Namespace, node_size: int) -> Cell:
     )
 
 
-def _backends(arguments: argparse.Namespace, cell: Cell) -> list[str]:
+def _chosen_with_formulas(arguments: argparse.Namespace, cell: Cell) -> list[str]:
     """The chosen backends that have formulas."""
     from bench.judge.formulas import BUILT_IN
 
@@ -210,7 +212,7 @@ def _backends(arguments: argparse.Namespace, cell: Cell) -> list[str]:
     return list(chosen)
 
 
-def _compute(arguments: argparse.Namespace, cell: Cell) -> tuple[float | None, str]:
+def _compute_time(arguments: argparse.Namespace, cell: Cell) -> tuple[float | None, str]:
     """Seconds of compute per optimizer step on a rank, and where they are from; None if nothing says so."""
     from bench.forecast.estimate import GPU_EFFICIENCY
     from bench.forecast.prediction import compute_seconds

@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Calculate and print."""
-    from bench.audit.stepcount_text import by_rule, document, lines
+    from bench.audit.stepcount_text import by_rule, document, printed_lines
     from bench.audit.training_plan import TrainingPlan
 
     values = vars(arguments) | {"batch_size": arguments.micro_batch}
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
         TrainingPlan, {field: values[field] for field in validation.declared(TrainingPlan)}, "", _option
     )
     rules = by_rule(training, chosen_backends(arguments.backend))
-    print(json.dumps(document(training, rules)) if arguments.json else "\n".join(lines(training, rules)))
+    print(json.dumps(document(training, rules)) if arguments.json else "\n".join(printed_lines(training, rules)))
     return GOOD
 
 

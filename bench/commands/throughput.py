@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     from bench.launch.launcher import LauncherError
 
     given = arguments.micro_batches is not None
-    _check(arguments, given=given)
+    _check_options(arguments, given=given)
     points = monitor.grid(
         arguments.accumulate,
         arguments.log_every,
@@ -127,7 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         show_table(rows, about)
         if given:
-            print("\n".join(map(_run, measured)))
+            print("\n".join(map(_logs_text, measured)))
     if arguments.out:
         try:
             written = write_files(arguments.out, rows, about)
@@ -139,7 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
     return GOOD if (rows["verdict"] == RateVerdict.RIGHT).all() else BAD
 
 
-def _check(arguments: argparse.Namespace, *, given: bool) -> None:
+def _check_options(arguments: argparse.Namespace, *, given: bool) -> None:
     """Raise InputError for options that do not go together, and for an unknown strategy."""
     arguments.strategy = Strategy(arguments.strategy)
     for name in ("epochs", "max_steps"):
@@ -152,7 +152,7 @@ def _check(arguments: argparse.Namespace, *, given: bool) -> None:
             )
 
 
-def _run(row: dict[str, Any]) -> str:
+def _logs_text(row: dict[str, Any]) -> str:
     """The logs of one training in words."""
     return (
         f"N = {row['accumulate']}, {row['epoch']}, log_every_n_steps {row['log_every_n_steps']}, window_size "

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.forecast.prediction import Link, Prediction, TimeEstimate, communication, predict, sent_bytes, wrapped
+from bench.forecast.prediction import Link, Prediction, TimeEstimate, communication, grouped_with, predict, sent_bytes
 from bench.plan.cell import Cell
 
 MARGIN = 0.02
@@ -91,13 +91,13 @@ class Question:
         asked, node_size = self.cell.world_size, self.link.node_size
         sizes = [int(asked * times) for times in OTHER_W if (asked * times) % node_size == 0 and asked * times >= 1]
         return {
-            (accumulate, ranks): self.choose([p.at(accumulate, ranks) for p in predictions if p.shards_fit(ranks)])
+            (accumulate, ranks): self.choose([p.scaled(accumulate, ranks) for p in predictions if p.shards_fit(ranks)])
             for accumulate in sorted({*OTHER_N, self.cell.accumulate})
             for ranks in sizes
         }
 
 
-def ask(question: Question, backends: Sequence[str], *, grouped: bool) -> tuple[list[dict[str, Any]], Choices]:
+def answer(question: Question, backends: Sequence[str], *, grouped: bool) -> tuple[list[dict[str, Any]], Choices]:
     """The predictions as plain values for JSON, one per backend, and if times are estimated what is the best.
 
     ``grouped``: wrappers that equal a mechanism are not considered beside it. The keys, null where nothing is known:
@@ -116,14 +116,14 @@ def ask(question: Question, backends: Sequence[str], *, grouped: bool) -> tuple[
       clearly the best, or as good.
     """
     predictions = predict(question.cell, backends)
-    equal = wrapped(predictions) if grouped else {}
+    equal = grouped_with(predictions) if grouped else {}
     choices: Choices = {}
     if question.link is not None and question.compute_s is not None:
         choices = question.table([p for p in predictions if p.name not in equal])
-    return [_record(question, p, choices) | {"equals": equal.get(p.name, "")} for p in predictions], choices
+    return [_as_json(question, p, choices) | {"equals": equal.get(p.name, "")} for p in predictions], choices
 
 
-def _record(question: Question, prediction: Prediction, choices: Choices) -> dict[str, Any]:
+def _as_json(question: Question, prediction: Prediction, choices: Choices) -> dict[str, Any]:
     link, name, cell, backend = question.link, prediction.name, prediction.cell, prediction.backend
     values: dict[str, Any] = {
         "backend": name,

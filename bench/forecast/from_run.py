@@ -51,15 +51,15 @@ def fitted_links(manifests: Sequence[Mapping[str, Any]], cell: Cell | None = Non
     A node's rate to others is shared by its ranks. Empty if a run did not time its link, if the time of a link's
     largest collective is mostly latency, or if the link between nodes comes out faster than the one within a node.
     """
-    entries = [_entry(manifest, cell) for manifest in manifests]
+    entries = [_timed_entry(manifest, cell) for manifest in manifests]
     num_nodes = entries[0].get("num_nodes", 1)
     share = entries[0]["world_size"] // num_nodes if num_nodes > 1 else 1
     rows: dict[str | int, list[tuple[float, float]]] = {}
     for number, (manifest, entry) in enumerate(zip(manifests, entries, strict=True)):
         device = Cell.from_dict(manifest["cells"][0]).device
-        rows[number] = _sent(entry, device)
+        rows[number] = _sent_and_seconds(entry, device)
         if share > 1:
-            rows.setdefault(NODE, []).extend(_sent(between(manifest, share, 1) or {}, device))
+            rows.setdefault(NODE, []).extend(_sent_and_seconds(between(manifest, share, 1) or {}, device))
     if not all(rows.values()):
         return []
     latency_s, rates = _fit(rows)
@@ -79,7 +79,7 @@ def fitted_links(manifests: Sequence[Mapping[str, Any]], cell: Cell | None = Non
     ]
 
 
-def _entry(manifest: Mapping[str, Any], cell: Cell | None) -> Mapping[str, Any]:
+def _timed_entry(manifest: Mapping[str, Any], cell: Cell | None) -> Mapping[str, Any]:
     """The entry of run.json's ``matmul`` for the ranks of a cell, by default for the most; empty if there is none."""
     if cell is not None:
         return between(manifest, cell.world_size, cell.num_nodes) or {}
@@ -87,7 +87,7 @@ def _entry(manifest: Mapping[str, Any], cell: Cell | None) -> Mapping[str, Any]:
     return max(timed, key=lambda entry: (entry.get("num_nodes", 1), entry["world_size"]), default={})
 
 
-def _sent(entry: Mapping[str, Any], device: Device) -> list[tuple[float, float]]:
+def _sent_and_seconds(entry: Mapping[str, Any], device: Device) -> list[tuple[float, float]]:
     """Bytes that a rank sends, and seconds, of each collective of an entry."""
     timed = entry.get("links", ())
     return [(sent_bytes(row["op"], row["bytes"], entry["world_size"], device), row["seconds"]) for row in timed]

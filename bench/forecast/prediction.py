@@ -134,7 +134,7 @@ class Prediction:
     def name(self) -> str:
         return self.backend.name
 
-    def at(self, accumulate: int, world_size: int | None = None) -> Prediction:
+    def scaled(self, accumulate: int, world_size: int | None = None) -> Prediction:
         """The same at another N and W, with the same micro-batch, and with shards of HSDP as large as before."""
         cell = self.cell
         ranks = cell.world_size if world_size is None else world_size
@@ -176,7 +176,7 @@ class Prediction:
         cell = self.cell
         if cell.accumulate > COUNTED_N:
             further = (cell.accumulate - COUNTED_N) / (COUNTED_N // 2)
-            fewer, most = (self.at(n).traffic for n in (COUNTED_N // 2, COUNTED_N))
+            fewer, most = (self.scaled(n).traffic for n in (COUNTED_N // 2, COUNTED_N))
             return tuple(
                 dataclasses.replace(
                     more,
@@ -187,11 +187,11 @@ class Prediction:
             )
         rows = self.expectation.collectives if cell.world_size > 1 else ()
         return tuple(
-            self._of_group(RankGroup(group), [row for row in rows if row.group == group])
+            self._group_traffic(RankGroup(group), [row for row in rows if row.group == group])
             for group in sorted({row.group for row in rows})
         )
 
-    def _of_group(self, group: RankGroup, rows: Sequence[Collective]) -> Traffic:
+    def _group_traffic(self, group: RankGroup, rows: Sequence[Collective]) -> Traffic:
         """What a rank sends by these collectives; replicas have their ranks with the same shard in common."""
         ranks, stride = self.cell.group_size(group), self.cell.group_size(RankGroup.SHARD)
         wire = sum(sent_bytes(row.op, row.payload_bytes, ranks, self.cell.device) for row in rows)
@@ -200,7 +200,7 @@ class Prediction:
     @cached_property
     def memory(self) -> Footprint:
         """A rank's memory at its peak, which is the same from N = 2 on; so is what is held."""
-        held = self.at(min(self.cell.accumulate, COUNTED_N // 2)).expectation.held
+        held = self.scaled(min(self.cell.accumulate, COUNTED_N // 2)).expectation.held
         return footprint(self.cell, self.layout, self.backend, held)
 
     def equals(self, other: Prediction) -> bool:
@@ -248,7 +248,7 @@ def predicted_communication(cell: Cell, link: Link, settings: Settings = NO_SETT
     return communication(traffic, link) if traffic else None
 
 
-def wrapped(predictions: Sequence[Prediction]) -> dict[str, str]:
+def grouped_with(predictions: Sequence[Prediction]) -> dict[str, str]:
     """For each wrapper that equals a mechanism of PyTorch or DeepSpeed: the name of that."""
     mechanisms = [prediction for prediction in predictions if prediction.backend.framework in MECHANISMS]
     found = {}

@@ -50,32 +50,32 @@ LEVELS = (
     "different levels run at once (docs/method.md)."
 )
 
-Rows = Sequence[Mapping[str, Any]]
-"""Of ``bench.forecast.choice.ask``."""
+Records = Sequence[Mapping[str, Any]]
+"""Of ``bench.forecast.choice.answer``."""
 
 
-def lines(question: Question, every: Rows, choices: Choices) -> Iterator[str]:
+def printed_lines(question: Question, records: Records, choices: Choices) -> Iterator[str]:
     """All that is printed; wrappers have no lines of their own."""
-    rows = [row for row in every if not row["equals"]]
+    rows = [row for row in records if not row["equals"]]
     for row in rows:
         if peak := row.get("exact_peak_bytes"):
             apart = f"predicted: {size(row['peak_memory_bytes'])}, {100 * (row['peak_memory_bytes'] / peak - 1):+.1f} %"
             yield f"{row['backend']}: {size(peak)} at the peak of rank 0, measured on fake tensors ({apart})."
-    yield from _recommendation(question, rows, choices)
-    yield from ("", *_setting(question))
-    yield from ("", "GiB of a rank at its peak, and one optimizer step:", _backends(question, every))
-    reasons = _joined((f"{_remark(row)}: {_reason(row)}", row["backend"]) for row in every if _reason(row))
+    yield from _recommendation_lines(question, rows, choices)
+    yield from ("", *_setting_lines(question))
+    yield from ("", "GiB of a rank at its peak, and one optimizer step:", _backend_table(question, records))
+    reasons = _names_by_text((f"{_remark(row)}: {_reason(row)}", row["backend"]) for row in records if _reason(row))
     for why, names in reasons:
         yield from ("", f"{names}: {why}.")
     if choices:
-        yield from ("", "The best by N and W (?: undecided, it leads):", _table(choices))
-    sent = ((_collectives(row), row["backend"]) for row in rows if not row["refusal"])
-    yield from ("", "Collectives of a step:", *(f"  {names}: {text}" for text, names in _joined(sent)))
-    for note in _notes(question, len(rows) < len(every), bool(choices)):
+        yield from ("", "The best by N and W (?: undecided, it leads):", _choice_table(choices))
+    sent = ((_collectives_text(row), row["backend"]) for row in rows if not row["refusal"])
+    yield from ("", "Collectives of a step:", *(f"  {names}: {text}" for text, names in _names_by_text(sent)))
+    for note in _notes(question, len(rows) < len(records), bool(choices)):
         yield from ("", note)
 
 
-def _joined(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+def _names_by_text(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     """Each text once, with all names that come with it."""
     found: dict[str, list[str]] = {}
     for text, name in pairs:
@@ -83,7 +83,7 @@ def _joined(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     return [(text, ", ".join(names)) for text, names in found.items()]
 
 
-def _setting(question: Question) -> Iterator[str]:
+def _setting_lines(question: Question) -> Iterator[str]:
     """What is trained on how many ranks; then link, compute and memory."""
     cell, link = question.cell, question.link
     checkpointed = ", activation checkpointing" * cell.activation_checkpointing
@@ -112,27 +112,28 @@ def _has_levels(question: Question) -> bool:
     return question.link is not None and question.link.node_size > 1
 
 
-def _backends(question: Question, every: Rows) -> str:
+def _backend_table(question: Question, records: Records) -> str:
     """The table of backends; sizes in GiB. Wrappers are named beside the mechanism that they equal."""
-    wrappers = dict(_joined((row["equals"], row["backend"] + " (WRONG)" * bool(row["defect"])) for row in every))
+    named = ((row["equals"], row["backend"] + " (WRONG)" * bool(row["defect"])) for row in records)
+    wrappers = dict(_names_by_text(named))
     fits = ["fits"] * (question.memory_bytes is not None)
     levels = {"intra": "intra_bytes", "inter": "inter_bytes"} if _has_levels(question) else {}
-    seconds = [name for name, key in SECONDS.items() if any(row[key] is not None for row in every)]
+    seconds = [name for name, key in SECONDS.items() if any(row[key] is not None for row in records)]
     names = ["backend", *COLUMNS, "peak", *fits, *levels, *seconds]
     found = [[*names, ""]]
-    for row in (row for row in every if not row["equals"]):
+    for row in (row for row in records if not row["equals"]):
         values = ["-"] * (len(names) - 1)
         if not row["refusal"]:
             sizes = [sum(row["memory"][part] for part in parts) for parts in COLUMNS.values()]
-            values = [*map(_size, [*sizes, row["peak_memory_bytes"]]), *["yes" if row["fits"] else "NO" for _ in fits]]
-            values += [_size(row[key]) for key in levels.values()]
+            values = [*map(_gib, [*sizes, row["peak_memory_bytes"]]), *["yes" if row["fits"] else "NO" for _ in fits]]
+            values += [_gib(row[key]) for key in levels.values()]
             values += [f"{row[SECONDS[name]]:.4g}" for name in seconds]
         equal = wrappers.get(row["backend"])
         found.append([row["backend"], *values, "  ".join(filter(None, [_remark(row), equal and f"= {equal}"]))])
     return table(found, right=range(1, len(names)))
 
 
-def _size(number: float) -> str:
+def _gib(number: float) -> str:
     """GiB; a dash for nothing."""
     return digits(number / GIB) if number else "-"
 
@@ -149,23 +150,23 @@ def _reason(row: Mapping[str, Any]) -> str:
     return str(row["refusal"].removeprefix(f"{NOT_PREDICTED}: ") or row["defect"])
 
 
-def _table(choices: Choices) -> str:
+def _choice_table(choices: Choices) -> str:
     """The table over N and W."""
     sizes = sorted({world_size for _, world_size in choices})
     rows = [
-        [f"N = {accumulate}", *(_best(choices[accumulate, world_size]) for world_size in sizes)]
+        [f"N = {accumulate}", *(_choice_text(choices[accumulate, world_size]) for world_size in sizes)]
         for accumulate in sorted({accumulate for accumulate, _ in choices})
     ]
     return table([["", *(f"W = {world_size}" for world_size in sizes)], *rows])
 
 
-def _best(choice: Choice) -> str:
+def _choice_text(choice: Choice) -> str:
     """The backend, how many are as good by all numbers, and whether it is undecided."""
     more = f" (and {len(choice.equal)} more)" * bool(choice.equal)
     return f"{choice.best}{more}{' ?' * bool(choice.rivals)}" if choice.best else "nothing fits"
 
 
-def _collectives(row: Mapping[str, Any]) -> str:
+def _collectives_text(row: Mapping[str, Any]) -> str:
     """The collectives of a step in words."""
     found = [
         f"{sent['op']} {sent['dtype']}{among(sent['group'])} {sent['calls']} x, {size(sent['payload_bytes'])} payload, "
@@ -184,7 +185,7 @@ def _notes(question: Question, has_wrappers: bool, is_timed: bool) -> Iterator[s
     if cell.activation_checkpointing:
         yield "Activation checkpointing: blocks keep their input, and compute their forward once more."
     if question.reserve_bytes:
-        yield _reserved(question)
+        yield _reserve_text(question)
     if cell.world_size == 1:
         yield "One rank: the collectives that a framework still calls send nothing and take no time here."
     if is_timed and _has_levels(question):
@@ -199,7 +200,7 @@ def _notes(question: Question, has_wrappers: bool, is_timed: bool) -> Iterator[s
         )
 
 
-def _reserved(question: Question) -> str:
+def _reserve_text(question: Question) -> str:
     """Which part of the memory is kept free, and why so much."""
     memory, nccl = question.memory_bytes or 0, question.cell.world_size > 1
     if question.reserve_bytes != reserve_bytes(memory, nccl=nccl):
@@ -209,12 +210,12 @@ def _reserved(question: Question) -> str:
     return f"Reserve: {parts}{second}. --reserve changes the sum."
 
 
-def _recommendation(question: Question, rows: Rows, choices: Choices) -> Iterator[str]:
+def _recommendation_lines(question: Question, rows: Records, choices: Choices) -> Iterator[str]:
     """What to take, with the reason; if that is undecided, also the command that decides it."""
     able = [row for row in rows if not row["refusal"] and not row["defect"]]
     fitting = [row for row in able if row["fits"] is not False]
     if not fitting or not choices:
-        yield f"Recommendation: {_by_memory(question, fitting, able)}"
+        yield f"Recommendation: {_recommendation_by_memory(question, fitting, able)}"
         return
     here = choices[question.cell.accumulate, question.cell.world_size]
     (best,) = (row for row in rows if row["backend"] == here.best)
@@ -231,11 +232,11 @@ def _recommendation(question: Question, rows: Rows, choices: Choices) -> Iterato
     yield f"Recommendation until measured: {takes}. It has the shortest serial step, which is at most {longer}."
     yield (
         f"May be faster: {', '.join(here.rivals)}. How much of its communication each hides is not predicted; on the "
-        f"GPUs of one machine it is measured by: {_measure(question.cell, here)}"
+        f"GPUs of one machine it is measured by: {_measuring_command(question.cell, here)}"
     )
 
 
-def _by_memory(question: Question, fitting: Rows, able: Rows) -> str:
+def _recommendation_by_memory(question: Question, fitting: Records, able: Records) -> str:
     """What to take where no time is known, or why nothing can be taken."""
     if not able:
         return "none; every backend that was asked for is refused, not predicted, or known to be wrong."
@@ -250,7 +251,7 @@ def _by_memory(question: Question, fitting: Rows, able: Rows) -> str:
     return f"{needs}. For one by time, add {' and '.join(missing)}."
 
 
-def _measure(cell: Cell, here: Choice) -> str:
+def _measuring_command(cell: Cell, here: Choice) -> str:
     """The command that measures the backends between which it is undecided; the model is that of the matrix."""
     checkpointed = " --activation-checkpointing on" * cell.activation_checkpointing
     return (

@@ -9,7 +9,7 @@ import pytest
 
 from bench import cli
 from bench.audit import dtypes
-from bench.audit.dtypes import AccumulationTask, spelled
+from bench.audit.dtypes import AccumulationTask, row_text
 from bench.backends.base import registry
 from bench.errors import UnsupportedError
 from bench.launch.launcher import Launcher
@@ -183,7 +183,7 @@ def test_an_unknown_backend_is_refused(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_row_in_words() -> None:
     row = {"backend": "b", "precision": "bf16", "dtype": "bf16", "significand_bits": 8, "sum": 0.0, "scale": 1.0}
     row["errors"] = [{"accumulate": 4, "error": 0.0123}, None]
-    assert spelled(row).split() == ["b", "bf16", "bf16", "8", "bits", "sum", "0", "scale", "1", "N=4:", "0.012"]
+    assert row_text(row).split() == ["b", "bf16", "bf16", "8", "bits", "sum", "0", "scale", "1", "N=4:", "0.012"]
 
 
 def test_a_refusal_is_a_row_and_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -568,7 +568,7 @@ def test_a_backend_that_fails_spoils_no_other(tmp_path: Path, extra_site: Path) 
 
 
 def as_calculated(record: dict[str, Any]) -> Steps | None:
-    return calculate(Scenario.from_dict(record["scenario"]), StepRule.of(registry()[record["backend"]]))
+    return calculate(Scenario.from_dict(record["scenario"]), StepRule.of_backend(registry()[record["backend"]]))
 
 
 @st.composite

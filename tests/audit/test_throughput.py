@@ -82,7 +82,7 @@ def test_trainings_of_a_given_length(
     found = measure(point)
     assert (point.lengths, found.num_updates, found.log_updates) == (lengths, num_updates, logs)
     assert (found.num_rates_logged, found.verdict()) == (num_rates_logged, verdict)
-    row = found.row()
+    row = found.to_row()
     assert row["epoch"] == f"NB = {lengths[0]}" and (row["num_micro_batches_per_epoch"], row["num_epochs"]) == lengths
 
 
