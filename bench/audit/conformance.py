@@ -1,15 +1,12 @@
-"""The conformance table: what each backend did in each scenario, in a word with its number, as data and as Markdown."""
+"""The conformance table: what each backend did in each scenario, in a word with its number."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import pandas as pd
 
 from bench.audit.diagnosis import STEP_COUNTERS
 from bench.backends.base import Backend, BackendFamily, built_in
@@ -22,30 +19,7 @@ Observation = Mapping[str, Any]
 Observations = Mapping[str, Sequence[Observation | None]]
 """Observations of the conformance table by scenario."""
 
-COUNTERS = (
-    *("trainer.global_step", "trainer.estimated_stepping_batches", "on_before_optimizer_step"),
-    *("strategy.optimizer_step", "engine.global_steps", "lr_scheduler.last_epoch", "trainer.step", "state.global_step"),
-)
-"""The frameworks' own counters."""
-
-
-def _column(counter: str) -> str:
-    return f"reported_{counter.replace('.', '_')}"
-
-
 SAMPLES = ("samples_lost", "samples_left_open", "samples_duplicated", "samples_never_fetched")
-COLUMNS = {
-    **dict.fromkeys(("scenario", "backend", "verdict", "level"), "string"),
-    "optimizer_steps_observed": "Int64",
-    "weight_ratio": "Float64",
-    **dict.fromkeys((*SAMPLES, "micro_batches"), "Int64"),
-    "stopped": "string",
-    **{_column(counter): "Int64" for counter in COUNTERS},
-    **dict.fromkeys(("steps_reported", "diagnosis"), "string"),
-}
-"""Columns of the table with their dtypes. ``weight_ratio`` is the mean over all updates of the sum of coefficients over
-the right sum, empty without an update; samples are counted over all epochs and ranks, micro-batches per rank;
-``reported_*`` are the framework's own counters, empty where it has none; ``steps_reported`` has all of them as JSON."""
 TOLERANCE = 1e-3
 """Relative: smaller differences are no difference in behaviour."""
 KEY = (
@@ -77,16 +51,6 @@ class BackendGroup:
         """The first backend and the number of the others."""
         rest = len(self.backends) - 1
         return self.backends[0] + (f" +{rest}" if rest else "")
-
-
-def table(observations: Sequence[Observation]) -> pd.DataFrame:
-    """One row per scenario and backend, in the order of the observations; see COLUMNS."""
-    rows = []
-    for seen in observations:
-        counters = {_column(name): value for name, value in seen["steps_reported"].items()}
-        texts = {"scenario": seen["scenario"]["name"], "steps_reported": json.dumps(seen["steps_reported"])}
-        rows.append({**seen, **counters, **texts})
-    return pd.DataFrame(rows, columns=list(COLUMNS)).astype(COLUMNS)
 
 
 def groups(observations: Sequence[Observation]) -> list[BackendGroup]:
@@ -157,11 +121,11 @@ def parts(observations: Sequence[Observation], found: Sequence[BackendGroup]) ->
     ]
 
 
-def summary(seen: Observation, further: int = FURTHER) -> list[str]:
-    """The verdict, then at most so many further wrong findings, then the number of the others."""
+def summary(seen: Observation) -> list[str]:
+    """The verdict, then at most FURTHER other wrong findings, then the number of the rest."""
     others = [f["word"] for f in seen["findings"] if f["level"] == "wrong" and f["word"] != seen["verdict"]]
-    told = [with_number(seen, word) for word in (seen["verdict"], *others[:further])]
-    return told + ([f"+{len(others) - further}"] if len(others) > further else [])
+    told = [with_number(seen, word) for word in (seen["verdict"], *others[:FURTHER])]
+    return told + ([f"+{len(others) - FURTHER}"] if len(others) > FURTHER else [])
 
 
 def ratios(seen: Observation) -> list[float]:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 WINDOWS = tuple(2**k for k in range(9))
 """Values of N for ``error``: 1 to 256."""
+TIMEOUT_S = 300.0
+"""Of all probes of one backend."""
 
 
 @dataclass(kw_only=True)
@@ -71,7 +73,6 @@ def table(
     *,
     world_size: int = 2,
     device: Device = Device.CPU,
-    timeout_s: float = 300.0,
 ) -> Iterator[dict[str, Any]]:
     """A row per backend and precision, as measured by rank 0; ``dtype`` is the status of one that failed."""
     with Launcher(device) as launcher, tempfile.TemporaryDirectory(prefix="accumulation-bench-") as folder:
@@ -84,7 +85,7 @@ def table(
                 folder=str(Path(folder) / name.replace("/", "_")),
                 device=device,
             )
-            outcome = launcher.run(task, timeout_s)
+            outcome = launcher.run(task, TIMEOUT_S)
             if outcome.ranks:
                 yield from outcome.ranks[0]["rows"]
                 continue

@@ -21,14 +21,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from bench.audit.monitor_grid import VALIDATION_S, Epoch, Point, RateVerdict, Strategy
+from bench.audit.monitor_grid import SAMPLES, VALIDATION_S, Epoch, Point, RateVerdict, Strategy
 from bench.measure.taps import EventKind, Taps, updates
 
 if TYPE_CHECKING:
     import torch
 
 TOLERANCE = 0.01
-"""Default: how far from 1 a right ratio may be."""
+"""How far from 1 a right ratio may be."""
 
 MONITOR_MODULES = ("lightning.pytorch.callbacks.throughput_monitor", "lightning.fabric.utilities.throughput")
 
@@ -66,26 +66,26 @@ class Measurement:
     num_rates_logged: int = 0
     """All logged rates, judged or not."""
 
-    def verdict(self, tolerance: float = TOLERANCE) -> RateVerdict:
-        """One word for the point."""
+    @property
+    def verdict(self) -> RateVerdict:
+        """The verdict on the point."""
         if self.error:
             return RateVerdict.RAISED
         if not self.log_updates:
             return RateVerdict.SILENT
-        return judge([rate.ratio for rate in self.rates], tolerance)
+        return judge([rate.ratio for rate in self.rates])
 
-    def to_row(self, tolerance: float = TOLERANCE) -> dict[str, Any]:
+    def to_row(self) -> dict[str, Any]:
         """The measurement as one flat row, in SI units."""
         per_epoch, epochs = self.point.lengths
         ratios = [rate.ratio for rate in self.rates]
         reported = [rate.reported for rate in self.rates]
         row = dataclasses.asdict(self.point)
         given = row.pop("micro_batches")
-        del row["num_epochs"], row["max_steps"]
+        del row["num_epochs"]
         row |= {
             "strategy": str(self.point.strategy),
             "epoch": f"NB = {given}" if given else str(self.point.epoch),
-            "samples": ",".join(map(str, self.point.samples)),
             "num_micro_batches_per_epoch": per_epoch,
             "num_epochs": epochs,
             "num_updates": self.num_updates,
@@ -98,16 +98,16 @@ class Measurement:
         }
         for name, of in (("min", min), ("median", statistics.median), ("max", max)):
             row[f"ratio_{name}"] = of(ratios) if ratios else None
-        return row | {"verdict": str(self.verdict(tolerance)), "tolerance": tolerance, "error": self.error}
+        return row | {"verdict": str(self.verdict), "tolerance": TOLERANCE, "error": self.error}
 
 
-def judge(ratios: Sequence[float], tolerance: float) -> RateVerdict:
+def judge(ratios: Sequence[float]) -> RateVerdict:
     """The verdict on logged rates, from their ratios to the truth."""
     if not ratios:
         return RateVerdict.UNRATED
-    if max(abs(ratio - 1) for ratio in ratios) <= tolerance:
+    if max(abs(ratio - 1) for ratio in ratios) <= TOLERANCE:
         return RateVerdict.RIGHT
-    return RateVerdict.BIASED if max(ratios) - min(ratios) <= tolerance else RateVerdict.UNSTEADY
+    return RateVerdict.BIASED if max(ratios) - min(ratios) <= TOLERANCE else RateVerdict.UNSTEADY
 
 
 def grid(
@@ -207,7 +207,6 @@ def _train(point: Point, clock: VirtualClock, taps: Taps, logged: list[tuple[int
 
     validates = point.validate_every is not None
     per_epoch, epochs = point.lengths
-    sizes = [point.samples[i % len(point.samples)] for i in range(per_epoch)]
     with _quiet(), mock.patch.object(throughput_monitor, "time", clock):
         monitor = throughput_monitor.ThroughputMonitor(batch_size_fn=len, window_size=point.window_size)
         trainer = Trainer(
@@ -219,7 +218,6 @@ def _train(point: Point, clock: VirtualClock, taps: Taps, logged: list[tuple[int
             val_check_interval=point.validate_every,
             check_val_every_n_epoch=None if validates else 1,
             max_epochs=epochs,
-            max_steps=point.max_steps or -1,
             accumulate_grad_batches=point.accumulate,
             log_every_n_steps=point.log_every_n_steps,
             logger=Log(),
@@ -228,7 +226,7 @@ def _train(point: Point, clock: VirtualClock, taps: Taps, logged: list[tuple[int
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        batches = taps.loader([torch.ones(size) for size in sizes])
+        batches = taps.loader([torch.ones(SAMPLES)] * per_epoch)
         sample: Any = range(1)
         trainer.fit(Model(), batches, torch.utils.data.DataLoader(sample) if validates else None)
 
@@ -244,7 +242,7 @@ def _strategy(point: Point) -> Any:
 
     deepspeed.prepare()
     config = {
-        "train_micro_batch_size_per_gpu": point.samples[0],
+        "train_micro_batch_size_per_gpu": SAMPLES,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": 2},
     }
@@ -268,17 +266,13 @@ def _quiet() -> Iterator[None]:
 def _measurement(point: Point, taps: Taps, logged: Sequence[tuple[int, float | None]], error: str) -> Measurement:
     """Compare the logged rates with the tap's updates."""
     made = updates(taps.events)
-    per_epoch, _ = point.lengths
     batches = [0]  # micro-batches at the start and at the end of each update
     for update in made:
         batches.append(batches[-1] + update.num_micro_batches)
-    samples = [0]
-    for i in range(batches[-1]):
-        samples.append(samples[-1] + point.samples[i % per_epoch % len(point.samples)])
 
     def true(first: int, last: int) -> float:
-        count = samples[batches[last]] - samples[batches[first]]
-        return float(point.world_size * count / (made[last - 1].mark - made[first - 1].mark))
+        count = point.world_size * SAMPLES * (batches[last] - batches[first])
+        return float(count / (made[last - 1].mark - made[first - 1].mark))
 
     rates = []
     for num_batches, reported in logged:

@@ -10,7 +10,7 @@ MICRO_BATCH_S, OPTIMIZER_S = 0.01, 0.08
 """Default seconds of a micro-batch and of an optimizer step: a slow step, as with offload, so that bias shows."""
 
 SAMPLES = 2
-"""Default samples per micro-batch."""
+"""Of each micro-batch."""
 VALIDATION_S = 0.05
 """Seconds of a validation."""
 WANTED_RATES = 6
@@ -71,14 +71,10 @@ class Point:
     epoch: Epoch = Epoch.WHOLE
     micro_batch_s: float = MICRO_BATCH_S
     optimizer_s: float = OPTIMIZER_S
-    samples: tuple[int, ...] = (SAMPLES,)
-    """Samples of the micro-batches, in turn."""
     micro_batches: int | None = None
     """NB, instead of ``epoch``."""
     num_epochs: int | None = None
-    """Only with NB. None: enough for WANTED_RATES, or for ``max_steps``."""
-    max_steps: int | None = None
-    """Optimizer steps after which training stops, unless the epochs end before. Only with NB."""
+    """Only with NB. None: enough for WANTED_RATES."""
     strategy: Strategy = Strategy.DDP
     world_size: int = 1
     """Ranks, each with as many samples."""
@@ -98,7 +94,7 @@ class Point:
         # A rate's span must begin after an update, so that whole windows cover it.
         filled = math.ceil((self.window_size + self.accumulate) * updates_per_epoch / per_epoch) + 1
         logs = math.ceil(filled / self.log_every_n_steps) + WANTED_RATES - 1
-        epochs = math.ceil((self.max_steps or logs * self.log_every_n_steps) / updates_per_epoch)
+        epochs = math.ceil(logs * self.log_every_n_steps / updates_per_epoch)
         if self.micro_batches:
             return per_epoch, self.num_epochs or epochs
         return (per_epoch * epochs, 1) if self.epoch is Epoch.WHOLE else (per_epoch, epochs)

@@ -1,4 +1,4 @@
-"""What ``python -m bench semantics`` prints and writes: observations, conformance table, weight maps, and a page."""
+"""What ``python -m bench semantics`` prints and writes: observations, weight maps, and a page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bench.run import machine
 
 UPDATES_SHOWN = 12
 """Updates listed for each backend on the terminal; --json has all."""
-OBSERVATIONS, TABLE, MARKDOWN = "observations.json", "conformance.parquet", "conformance.md"
+OBSERVATIONS, MARKDOWN = "observations.json", "conformance.md"
 SCHEMA_VERSION = 2
 """Of OBSERVATIONS: an object with ``schema_version``, ``about`` (as in run.json), ``scenarios``, ``observations``."""
 
@@ -66,10 +66,9 @@ def write(arguments: argparse.Namespace, found: Sequence[dict[str, Any]], folder
 
 
 def write_tables(observations: Sequence[dict[str, Any]], about: Mapping[str, Any], folder: Path) -> None:
-    """Write the observations, the conformance table, and the page with every table and diagnosis."""
+    """Write the observations, and the page with every table and diagnosis."""
     folder.mkdir(parents=True, exist_ok=True)
     store(observations, about, folder / OBSERVATIONS)
-    conformance.table(observations).to_parquet(folder / TABLE)
     (folder / MARKDOWN).write_text(page(observations, about), encoding="utf-8")
 
 

@@ -92,8 +92,6 @@ class Steps:
     """The steps in each whole epoch, as a pattern that repeats; with an N by epoch, its last number repeats."""
     steps_reported: dict[str, int]
     """The framework's own counters, and its estimate before training, by their names."""
-    equal_max_steps: int | None
-    """The ``max_steps`` with the same updates as these epochs; None if there is none, or no epochs are given."""
     update_scales: dict[float, int]
     """Sum of the coefficients of an update's micro-batches (1 in a full batch) -> number of such updates."""
     samples_used: int
@@ -131,8 +129,6 @@ class _Count:
         """Micro-batches in the open window, those of them that end an epoch, and how many of both are cleared."""
         self.consumed = self.updates = self.full_windows = self.lost = self.lost_ends = 0
         """Micro-batches, updates, windows of N of the epochs, and micro-batches cleared from windows of updates."""
-        self.updates_since = 0
-        """Updates since the last full window of an epoch."""
         self.kept: Counter[int] = Counter()
         """Updates by their micro-batches that are not cleared; by N where those are what the loss is divided by."""
 
@@ -159,7 +155,6 @@ class _Count:
             self.ends += ends_epoch
         else:
             self.updates += times
-            self.updates_since += times
             self.kept[self.n - self.cleared] += times
             self.lost += self.cleared * times
             self.lost_ends += self.cleared_ends * times
@@ -167,7 +162,6 @@ class _Count:
             self.ends = int(ends_epoch and self.size > 0)
         if size == self.n:
             self.full_windows += times
-            self.updates_since = 0
 
     def epoch(self, limit: int | None = None) -> None:
         """Count an epoch, up to where the counter reaches the limit: it changes in every block, or not in the last."""
@@ -254,33 +248,21 @@ def calculate(training: TrainingPlan, rule: StepRule) -> Steps | None:
     if not _is_known(training, rule):
         return None
     by_updates, limit = rule.stepping is not Stepping.SPLIT, training.max_steps
-    whole, stops = [], Stops.EPOCHS
-    if training.epochs is not None:
-        whole = [_count(training, rule, n, epochs, None, by_updates=by_updates) for n, epochs in training.phases]
-    parts = whole
-    if limit is not None:
-        parts = []
-        for n, epochs in training.phases:
-            end = None if rule.stepping is Stepping.OVERRIDE and limit else epochs
-            if end is None and never_reached(training, rule):
-                stops, by_updates = Stops.NEVER, True
-            left = limit - sum(part.counter for part in parts)
-            parts.append(_count(training, rule, n, end, left, by_updates=by_updates))
-            if parts[-1].counter == left:
-                stops = stops if stops is Stops.NEVER else Stops.MAX_STEPS
-                break
-    return _steps(training, rule, parts, stops, equal=_equal_max_steps(whole))
+    parts: list[_Count] = []
+    stops = Stops.EPOCHS
+    for n, epochs in training.phases:
+        end = None if rule.stepping is Stepping.OVERRIDE and limit else epochs
+        if end is None and never_reached(training, rule):
+            stops, by_updates = Stops.NEVER, True
+        left = None if limit is None else limit - sum(part.counter for part in parts)
+        parts.append(_count(training, rule, n, end, left, by_updates=by_updates))
+        if parts[-1].counter == left:
+            stops = stops if stops is Stops.NEVER else Stops.MAX_STEPS
+            break
+    return _steps(training, rule, parts, stops)
 
 
-def _equal_max_steps(whole: Sequence[_Count]) -> int | None:
-    """The counter at the end of the epochs, if a training that stops there makes as many updates."""
-    same = all(part.by_updates or not (part.updates_since if part.full_windows else part.updates) for part in whole)
-    return sum(part.counter for part in whole) if whole and same else None
-
-
-def _steps(
-    training: TrainingPlan, rule: StepRule, parts: Sequence[_Count], stops: Stops, *, equal: int | None
-) -> Steps:
+def _steps(training: TrainingPlan, rule: StepRule, parts: Sequence[_Count], stops: Stops) -> Steps:
     """What was counted, in samples."""
     per_epoch, last = training.micro_batches_per_epoch, parts[-1]
     consumed, steps = sum(part.consumed for part in parts), sum(part.updates for part in parts)
@@ -304,7 +286,6 @@ def _steps(
         optimizer_steps=steps,
         steps_per_epoch=tuple(number for part in parts for number in part.pattern),
         steps_reported=_reported(training, rule, steps, counted),
-        equal_max_steps=equal,
         update_scales=dict(sorted((+scales).items(), reverse=True)),
         samples_used=seen - samples_lost - samples_open,
         samples_padded=training.padding_per_epoch * begun,

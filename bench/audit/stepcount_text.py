@@ -116,7 +116,7 @@ def rule_name(rule: StepRule) -> str:
 
 
 HEADER = (
-    *("rule", "updates", "per epoch", "micro-batches", "epochs", "ends by", "= max_steps", "scale"),
+    *("rule", "updates", "per epoch", "micro-batches", "epochs", "ends by", "scale"),
     *("used", "cleared", "left open", "dropped"),
 )
 
@@ -134,7 +134,6 @@ def table_row(rule: StepRule, steps: Steps | None) -> tuple[str, ...]:
         str(steps.micro_batches_consumed),
         f"{steps.epochs_consumed:.4g}",
         str(steps.stops),
-        "-" if steps.equal_max_steps is None else str(steps.equal_max_steps),
         "-".join(dict.fromkeys((scales[-1], scales[0]))),
         *map(str, (steps.samples_used, steps.samples_lost_in_mid_run, steps.samples_left_open, steps.samples_dropped)),
     )
@@ -239,8 +238,6 @@ def _differences(training: TrainingPlan, rule: StepRule, steps: Steps | None) ->
             f"{_micro_batches(steps.micro_batches_left_open)} ({plural(steps.samples_left_open, 'sample')} over all "
             "ranks) are left in an open window at the end and reach no update"
         )
-    if training.epochs is not None and steps.equal_max_steps is None:
-        sentences.append(f"no max_steps gives the same updates as {plural(training.epochs, 'epoch')}")
     return sentences + _about_max_steps(training, rule, steps)
 
 

@@ -139,14 +139,14 @@ def chosen_backends(given: Sequence[Sequence[str]] | None) -> dict[str, type[Bac
     return {name: backend for name, backend in known.items() if name in asked}
 
 
-def writable(folder: Path, option: str = "--out") -> None:
-    """Create a folder if it is missing. Raises InputError naming the option if it cannot be written."""
+def writable(folder: Path) -> None:
+    """Create the folder of ``--out`` if it is missing. Raises InputError if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise unwritable(folder, error, option) from error
+        raise unwritable(folder, error) from error
 
 
 def unwritable(folder: Path, error: OSError, option: str = "--out") -> InputError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ from bench.backends import blocks
 from bench.commands.matrix_options import Planned, add_matrix_options, planned
 from bench.errors import GOOD
 from bench.formatting import plural, size, table
-from bench.plan.cell import Cell, among, summarize
+from bench.plan.cell import summarize
 from bench.plan.columns import differing, phrases
 from bench.plan.expand import baseline
 from bench.plan.schedule import Cost
@@ -68,9 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _cells(plan: Planned, skipped: Mapping[str, str], guesses: Mapping[str, Cost]) -> str:
     """The table of cells; mappings are by cell id."""
     several = differing(plan.cells)
-    has_replicas = any(cell.replicate for cell in plan.cells)
-    sent = ("sent per step",) * has_replicas
-    rows = [("cell", "backend", "N", "W", "micro-batch", "dtype", "time", "memory", *sent, "")]
+    rows = [("cell", "backend", "N", "W", "micro-batch", "dtype", "time", "memory", "")]
     for cell in plan.cells:
         guess = guesses[cell.cell_id]
         remarks = [", ".join(phrases(cell, several)), cell.world.label, "A/A twin" * bool(cell.twin)]
@@ -85,23 +82,10 @@ def _cells(plan: Planned, skipped: Mapping[str, str], guesses: Mapping[str, Cost
                 str(cell.precision),
                 "unknown" if guess.seconds is None else f"{guess.seconds:.1f} s",
                 "unknown" if guess.memory_bytes is None else size(guess.memory_bytes),
-                *([_sent(cell)] if has_replicas else ()),
                 "  ".join(filter(None, remarks)),
             )
         )
     return table(rows, right=(2, 3, 4, 6, 7))
-
-
-def _sent(cell: Cell) -> str:
-    """What a rank sends in one optimizer step by ring algorithms, in each group; empty for nothing, or if unknown."""
-    from bench.judge.formulas import expect, layout_of, wire_bytes
-
-    layout = layout_of(cell)
-    expected = None if layout is None else expect(cell, layout)
-    sizes = Counter[str]()
-    for row in expected.collectives if expected else ():
-        sizes[row.group] += round(wire_bytes(row.op, row.payload_bytes, cell.group_size(row.group)))
-    return ", ".join(f"{size(sent)}{among(group)}" for group, sent in sorted(sizes.items(), reverse=True) if sent)
 
 
 def _totals(plan: Planned, skipped: Mapping[str, str], guesses: Mapping[str, Cost]) -> Iterator[str]:

@@ -56,7 +56,7 @@ def add(commands: Any) -> None:
     words = "only these scenarios of the suite"
     group.add_argument("--scenario", action="append", type=split_names, metavar="NAME[,NAME]", help=words)
     option("--json", action="store_true", help="print JSON: an object, or a list if there are several")
-    words = "write JSON, parquet, Markdown and plots (default with --suite: under results/ and plots/)"
+    words = "write JSON, Markdown and plots (default with --suite: under results/ and plots/)"
     option("--out", type=Path, metavar="DIR", help=words)
     add_device(parser, Device.CPU)
     option("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help=f"per scenario (default: {TIMEOUT_S:g})")

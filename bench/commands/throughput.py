@@ -43,7 +43,6 @@ def add(commands: Any) -> None:
     option("--epoch", _epochs, "E[,E]", words)
     option("--micro-batches", INTEGER, "NB", "NB, instead of --epoch")
     option("--epochs", INTEGER, "E", "with --micro-batches: epochs of the training (default: enough for some rates)")
-    option("--max-steps", INTEGER, "K", "with --micro-batches: optimizer steps after which training stops")
     words = "duration of a micro-batch (default: %(default)s)"
     option("--micro-batch-time", _positive, "SECONDS", words, MICRO_BATCH_S)
     option(
@@ -98,7 +97,6 @@ def run(arguments: argparse.Namespace) -> int:
         optimizer_s=arguments.optimizer_time,
         micro_batches=arguments.micro_batches,
         num_epochs=arguments.epochs,
-        max_steps=arguments.max_steps,
         strategy=arguments.strategy,
         world_size=arguments.world_size,
         validate_every=arguments.validate_every,
@@ -142,9 +140,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _check_options(arguments: argparse.Namespace, *, given: bool) -> None:
     """Raise InputError for options that do not go together, and for an unknown strategy."""
     arguments.strategy = Strategy(arguments.strategy)
-    for name in ("epochs", "max_steps"):
-        if getattr(arguments, name) is not None and not given:
-            raise InputError(f"--{name.replace('_', '-')}: goes with --micro-batches; add it")
+    if arguments.epochs is not None and not given:
+        raise InputError("--epochs: goes with --micro-batches; add it")
     for name in ("epoch", "out"):
         if given and getattr(arguments, name) is not None:
             raise InputError(

@@ -67,7 +67,7 @@ class Question:
 
     def choose(self, predictions: Sequence[Prediction]) -> Choice:
         """The best backend; see the docstring of the module."""
-        able = {p.name: p for p in predictions if not p.refusal and not p.defect and self.fits(p)}
+        able = {p.name: p for p in predictions if not p.is_missing and not p.defect and self.fits(p)}
         if not able:
             return Choice("")
         steps = {name: self.step(prediction) for name, prediction in able.items()}
@@ -103,7 +103,8 @@ def answer(question: Question, backends: Sequence[str], *, grouped: bool) -> tup
     ``grouped``: wrappers that equal a mechanism are not considered beside it. The keys, null where nothing is known:
 
     - ``backend``, ``framework``, ``sharding``, ``sync``; ``equals``: the mechanism with which a wrapper is grouped;
-      ``refusal``: why it does not run this, ``defect``: what is known to be wrong with its updates; or empty;
+      ``refusal``: why it does not run this, ``not_predicted``: why there is no prediction although it does, ``defect``:
+      what is known to be wrong with its updates; all four may be empty;
     - ``memory``: bytes of a rank at its peak by category (bench.forecast.footprint), which add up to
       ``peak_memory_bytes``; ``peak_at``: the moment; ``held``: bytes between micro-batches by category, exact; with
       --exact ``exact_peak_bytes``, that of rank 0 on fake tensors; ``fits``: whether the peak is within the limit;
@@ -131,6 +132,7 @@ def _as_json(question: Question, prediction: Prediction, choices: Choices) -> di
         "sharding": str(backend.sharding),
         "sync": str(backend.sync),
         "refusal": prediction.refusal,
+        "not_predicted": prediction.not_predicted,
         "defect": prediction.defect,
         "memory": {},
         "held": {},
@@ -147,7 +149,7 @@ def _as_json(question: Question, prediction: Prediction, choices: Choices) -> di
         values["may_be_fastest"] = name in here.rivals
         clear = {at: choice for at, choice in choices.items() if not choice.rivals}
         values["best_at"] = [list(at) for at, choice in clear.items() if name in (choice.best, *choice.equal)]
-    if prediction.refusal:
+    if prediction.is_missing:
         return values
     rows = [
         dataclasses.asdict(row)

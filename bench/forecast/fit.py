@@ -49,7 +49,7 @@ def predicted_bytes(cell: Cell) -> int | None:
     A reference sees its batch in slices (``bench.workload``), of which the largest counts.
     """
     layout, backend = layout_of(cell), BUILT_IN.get(cell.backend)
-    if layout is None or backend is None or Prediction(cell, backend, layout).refusal:
+    if layout is None or backend is None or Prediction(cell, backend, layout).is_missing:
         return None
     if backend.name == REFERENCE:
         size = slice_size(cell.global_batch_size, cell.sequence_length)

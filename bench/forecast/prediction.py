@@ -30,8 +30,6 @@ from bench.plan.cell import REFERENCES, Cell, Device, Precision, RankGroup
 from bench.plan.models import SIZES
 from bench.workload.layout import Layout
 
-NOT_PREDICTED = "not predicted"
-"""How a refusal begins if the backend would run the cell."""
 MECHANISMS = ("torch DDP", "FSDP2", "HSDP", "DeepSpeed")
 """Frameworks that others wrap."""
 EQUAL = 0.02
@@ -150,11 +148,20 @@ class Prediction:
 
     @property
     def refusal(self) -> str:
-        """Why the backend does not run this cell, or why it is not predicted; empty otherwise."""
+        """Why the backend does not run this cell; empty if it does."""
         if issubclass(self.backend, DeepSpeedZero2Deferred) and self.cell.precision is Precision.BF16:
             return "coalesce_grad_reduction sums gradients in bf16, all others in fp32, so the backend refuses bf16"
-        reason = declined(self.cell, self.backend)
-        return f"{NOT_PREDICTED}: {reason}" if reason else ""
+        return ""
+
+    @property
+    def not_predicted(self) -> str:
+        """Why there is no prediction although the backend runs this cell; empty if there is one."""
+        return "" if self.refusal else declined(self.cell, self.backend)
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether nothing is predicted, for either reason."""
+        return bool(self.refusal or self.not_predicted)
 
     @property
     def defect(self) -> str:
@@ -167,7 +174,7 @@ class Prediction:
         found = (
             expect(self.cell, self.layout, settings=self.settings) if self.settings else _expect(self.cell, self.layout)
         )
-        assert found is not None, "callers ask for no backend with a refusal"
+        assert found is not None, "callers ask for none that is missing"
         return found
 
     @cached_property
@@ -205,8 +212,8 @@ class Prediction:
 
     def equals(self, other: Prediction) -> bool:
         """Whether both shard alike, reduce at the same times, and hold and send the same but for EQUAL."""
-        kinds = [(p.backend.sharding, p.backend.sync, p.refusal) for p in (self, other)]
-        if kinds[0] != kinds[1] or self.refusal:
+        kinds = [(p.backend.sharding, p.backend.sync, p.refusal, p.not_predicted) for p in (self, other)]
+        if kinds[0] != kinds[1] or self.is_missing:
             return kinds[0] == kinds[1]
         sent = [sum(part.wire_bytes for part in p.traffic) for p in (self, other)]
         peaks = self.memory.peak, other.memory.peak

@@ -7,7 +7,6 @@ from typing import Any
 
 from bench.forecast.choice import MARGIN, Choice, Choices, Question
 from bench.forecast.fit import reserve_bytes, reserves
-from bench.forecast.prediction import NOT_PREDICTED
 from bench.formatting import digits, size, table
 from bench.plan.cell import Cell, among
 from bench.plan.models import SIZES
@@ -23,6 +22,15 @@ COLUMNS = {
 """Columns of the table, each with the categories of ``bench.forecast.footprint`` that it adds up."""
 SECONDS = {"comm/s": "communication_s", "overlapped/s": "overlapped_s", "serial/s": "serial_s"}
 """Further columns, each with its key."""
+REMARKS = {
+    "refusal": "refused",
+    "not_predicted": "not predicted",
+    "defect": "WRONG",
+    "may_be_fastest": "may be the fastest",
+    "best": "best",
+    "recommended": "recommended",
+}
+"""What is said beside a row, by the key that must be set."""
 WRAPPERS = (
     "= names wrappers that shard alike, reduce at the same times, and hold and send the same within 2 %; --all shows "
     "their rows."
@@ -69,7 +77,7 @@ def printed_lines(question: Question, records: Records, choices: Choices) -> Ite
         yield from ("", f"{names}: {why}.")
     if choices:
         yield from ("", "The best by N and W (?: undecided, it leads):", _choice_table(choices))
-    sent = ((_collectives_text(row), row["backend"]) for row in rows if not row["refusal"])
+    sent = ((_collectives_text(row), row["backend"]) for row in rows if _is_predicted(row))
     yield from ("", "Collectives of a step:", *(f"  {names}: {text}" for text, names in _names_by_text(sent)))
     for note in _notes(question, len(rows) < len(records), bool(choices)):
         yield from ("", note)
@@ -123,7 +131,7 @@ def _backend_table(question: Question, records: Records) -> str:
     found = [[*names, ""]]
     for row in (row for row in records if not row["equals"]):
         values = ["-"] * (len(names) - 1)
-        if not row["refusal"]:
+        if _is_predicted(row):
             sizes = [sum(row["memory"][part] for part in parts) for parts in COLUMNS.values()]
             values = [*map(_gib, [*sizes, row["peak_memory_bytes"]]), *["yes" if row["fits"] else "NO" for _ in fits]]
             values += [_gib(row[key]) for key in levels.values()]
@@ -133,21 +141,23 @@ def _backend_table(question: Question, records: Records) -> str:
     return table(found, right=range(1, len(names)))
 
 
+def _is_predicted(row: Mapping[str, Any]) -> bool:
+    return row["peak_memory_bytes"] is not None
+
+
 def _gib(number: float) -> str:
     """GiB; a dash for nothing."""
     return digits(number / GIB) if number else "-"
 
 
 def _remark(row: Mapping[str, Any]) -> str:
-    if row["refusal"]:
-        return NOT_PREDICTED if row["refusal"].startswith(NOT_PREDICTED) else "refused"
-    remarks = {"defect": "WRONG", "may_be_fastest": "may be the fastest", "best": "best", "recommended": "recommended"}
-    return next((remark for key, remark in remarks.items() if row[key]), "")
+    """The first of REMARKS that holds; empty if none does."""
+    return next((remark for key, remark in REMARKS.items() if row[key]), "")
 
 
 def _reason(row: Mapping[str, Any]) -> str:
     """Why a backend is refused, not predicted or wrong; empty if it is not."""
-    return str(row["refusal"].removeprefix(f"{NOT_PREDICTED}: ") or row["defect"])
+    return str(row["refusal"] or row["not_predicted"] or row["defect"])
 
 
 def _choice_table(choices: Choices) -> str:
@@ -212,7 +222,7 @@ def _reserve_text(question: Question) -> str:
 
 def _recommendation_lines(question: Question, rows: Records, choices: Choices) -> Iterator[str]:
     """What to take, with the reason; if that is undecided, also the command that decides it."""
-    able = [row for row in rows if not row["refusal"] and not row["defect"]]
+    able = [row for row in rows if _is_predicted(row) and not row["defect"]]
     fitting = [row for row in able if row["fits"] is not False]
     if not fitting or not choices:
         yield f"Recommendation: {_recommendation_by_memory(question, fitting, able)}"

@@ -287,6 +287,6 @@ def _control_text(control: ComparedPair | None) -> str:
     return f"A/A pair {digits(control.time.ratio)} ({interval_text(control.time.low, control.time.high)})"
 
 
-def shortened(text: str, longest: int = LONGEST) -> str:
+def shortened(text: str) -> str:
     """The text, shortened at a space if it is too long."""
-    return text if len(text) <= longest else text[: longest - 5].rsplit(" ", 1)[0] + " [...]"
+    return text if len(text) <= LONGEST else text[: LONGEST - 5].rsplit(" ", 1)[0] + " [...]"

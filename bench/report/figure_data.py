@@ -214,10 +214,10 @@ def fastest(run: FigureData, cells: pd.DataFrame) -> str:
     return f"{best['backend']} has the shortest step time ({seconds}), {also}"
 
 
-def leanest(cells: pd.DataFrame, column: str = "peak_memory_bytes") -> str:
+def leanest(cells: pd.DataFrame) -> str:
     """The backends with the least memory, and how much that is."""
-    least = float(cells[column].min())
-    names = tied_backends(cells, column, least)
+    least = float(cells["peak_memory_bytes"].min())
+    names = tied_backends(cells, "peak_memory_bytes", least)
     return f"{some(names)} {'needs' if len(names) == 1 else 'need'} the least memory ({size(least)})"
 
 

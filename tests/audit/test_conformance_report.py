@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-import pandas as pd
 import pytest
 
 from bench.audit import conformance, semantics_files
@@ -95,16 +94,6 @@ def cells(markdown: str) -> list[list[str]]:
     """The rows of the table, split where GitHub splits them."""
     rows = [line for line in markdown.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows]
-
-
-def test_the_table_has_a_row_per_scenario_and_backend_and_the_documented_dtypes(tmp_path: Path) -> None:
-    table = conformance.table(SOME)
-    assert {name: str(kind) for name, kind in table.dtypes.items()} == conformance.COLUMNS
-    assert list(zip(table["backend"], table["scenario"], strict=True)) == [
-        (seen["backend"], seen["scenario"]["name"]) for seen in SOME
-    ]
-    table.to_parquet(tmp_path / "table.parquet", index=False)
-    pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "table.parquet"), table)
 
 
 def test_backends_that_behave_alike_everywhere_are_one_column() -> None:

@@ -197,7 +197,7 @@ def test_rates_are_counted_as_they_are_measured(sizes: tuple[int, int]) -> None:
             ratios = [r.ratio for r in measure(Point(accumulate, every, window, micro_batches=num_batches)).rates]
             assert wanted is not None
             assert (wanted.low, wanted.high) == pytest.approx((min(ratios), max(ratios)))
-            assert wanted.is_right == (judge(ratios, TOLERANCE) is RateVerdict.RIGHT)
+            assert wanted.is_right == (judge(ratios) is RateVerdict.RIGHT)
 
 
 @pytest.mark.torch

@@ -27,7 +27,7 @@ from tests.conftest import lend
     ],
 )
 def test_verdict_on_ratios(ratios: list[float], verdict: RateVerdict) -> None:
-    assert judge(ratios, 0.01) is verdict
+    assert judge(ratios) is verdict
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 4, 8])
@@ -35,26 +35,26 @@ def test_window_of_whole_windows_and_one_is_right(accumulate: int) -> None:
     for whole in (1, 3):
         if accumulate * whole + 1 >= 2:
             found = measure(Point(accumulate, 1, accumulate * whole + 1))
-            assert found.verdict(1e-9) is RateVerdict.RIGHT
+            assert max(abs(rate.ratio - 1) for rate in found.rates) < 1e-9
             assert found.true_samples_per_s == pytest.approx(2 * accumulate / (accumulate * 0.01 + 0.08))
 
 
 def test_window_one_longer_is_biased_by_one_more_optimizer_step() -> None:
     found = measure(Point(8, 1, 10))
-    assert found.verdict() is RateVerdict.BIASED
+    assert found.verdict is RateVerdict.BIASED
     # 9 micro-batches with 2 optimizer steps among them, where 9/8 steps would be their share.
     assert {round(rate.reported, 6) for rate in found.rates} == {round(9 * 2 / (9 * 0.01 + 2 * 0.08), 6)}
-    assert measure(Point(8, 1, 10, optimizer_s=1e-5)).verdict() is RateVerdict.RIGHT  # nothing to be biased by
+    assert measure(Point(8, 1, 10, optimizer_s=1e-5)).verdict is RateVerdict.RIGHT  # nothing to be biased by
 
 
 def test_partial_last_window_makes_rates_unsteady() -> None:
     found = measure(Point(4, 1, 5, Epoch.PARTIAL))
-    assert found.verdict() is RateVerdict.UNSTEADY
+    assert found.verdict is RateVerdict.UNSTEADY
     assert found.num_updates == 3 * found.point.lengths[1]
     # Wrong at the epoch's last update only, whose span begins inside a window.
     assert {rate.update % 3 == 0 for rate in found.rates if abs(rate.ratio - 1) > 1e-9} == {True}
     # Looked at only there, it is steadily wrong.
-    assert measure(Point(4, 3, 5, Epoch.PARTIAL)).verdict() is RateVerdict.BIASED
+    assert measure(Point(4, 3, 5, Epoch.PARTIAL)).verdict is RateVerdict.BIASED
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,6 @@ def test_partial_last_window_makes_rates_unsteady() -> None:
         (Point(4, 5, 30, micro_batches=8, num_epochs=3), (8, 3), 6, (5,), 0, RateVerdict.UNRATED),
         # The window is full at the last log, but begins before the first update.
         (Point(4, 2, 8, micro_batches=8, num_epochs=1), (8, 1), 2, (2,), 1, RateVerdict.UNRATED),
-        # Three steps per epoch of 10; the fourth ends the training, after 14 micro-batches.
-        (Point(4, 2, 9, micro_batches=10, max_steps=4), (10, 2), 4, (2, 4), 1, RateVerdict.BIASED),
-        (Point(4, 5, 5, micro_batches=10, num_epochs=9, max_steps=4), (10, 9), 4, (), 0, RateVerdict.SILENT),
         (Point(4, 1, 11, micro_batches=10, num_epochs=3), (10, 3), 9, tuple(range(1, 10)), 6, RateVerdict.RIGHT),
     ],
 )
@@ -81,7 +78,7 @@ def test_trainings_of_a_given_length(
 ) -> None:
     found = measure(point)
     assert (point.lengths, found.num_updates, found.log_updates) == (lengths, num_updates, logs)
-    assert (found.num_rates_logged, found.verdict()) == (num_rates_logged, verdict)
+    assert (found.num_rates_logged, found.verdict) == (num_rates_logged, verdict)
     row = found.to_row()
     assert row["epoch"] == f"NB = {lengths[0]}" and (row["num_micro_batches_per_epoch"], row["num_epochs"]) == lengths
 
@@ -89,7 +86,7 @@ def test_trainings_of_a_given_length(
 def test_validation_does_not_count() -> None:
     """Every 3 micro-batches of 36 there is one; without the bench's clock it would be 0.05 s of 0.36 + 0.72 each."""
     found = measure(Point(4, 1, 5, validate_every=3))
-    assert found.verdict(1e-9) is RateVerdict.RIGHT
+    assert max(abs(rate.ratio - 1) for rate in found.rates) < 1e-9
     assert found.true_samples_per_s == pytest.approx(2 * 4 / (4 * 0.01 + 0.08))
 
 
@@ -129,7 +126,6 @@ def test_command_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureF
     [
         (["--micro-batches", "0"], "--micro-batches: '0' is not an integer from 1"),
         (["--epochs", "2"], "--epochs: goes with --micro-batches; add it"),
-        (["--max-steps", "2"], "--max-steps: goes with --micro-batches; add it"),
         (["--micro-batches", "8", "--epoch", "whole"], "--micro-batches: does not go with --epoch"),
         (["--micro-batches", "8", "--out", "out"], "--micro-batches: does not go with --out"),
         (["--accumulate", "0"], "--accumulate: '0' is not a list of integers from 1 on"),

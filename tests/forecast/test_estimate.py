@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from bench.cli import main
-from bench.errors import GOOD
 from bench.forecast import estimate
 from bench.forecast.estimate import costs
 from bench.plan.cell import Device, Precision
@@ -82,21 +80,3 @@ def test_a_model_of_ones_own_has_no_estimate_until_it_was_measured(
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "trials.jsonl").write_text(json.dumps(make_record(cell, wall_s=7.0)) + "\n")
     assert costs([cell], [], ()) == {cell.cell_id: Cost(7.0, None)}
-
-
-def test_plan_shows_what_hsdp_sends_in_each_group(capsys: pytest.CaptureFixture[str]) -> None:
-    """Half of each gather and reduction in groups of 2; all-reduces of half of the gradients, in fp32."""
-
-    def table(*names: str) -> str:
-        assert main(["plan", "--on", "4 x H100 80GiB", "--accumulate", "4", "--backend", ",".join(names)]) == GOOD
-        return capsys.readouterr().out
-
-    size = SIZES["1b"]
-    assert size.tied
-    parameters, root = size.num_parameters, (size.vocab_size + 1) * size.hidden_size
-    shard = 4 * (2 * (2 * parameters - root) + 4 * parameters) / 2
-    replicate = 4 * parameters / 2
-    shown = table("fsdp2-eager", "hsdp-eager", "hsdp-deferred-all-reduce")
-    assert f"{shard / 2**30:.2f} GiB in the shard group, {replicate / 2**28:.2f} GiB in the replicate group" in shown
-    assert f"{shard / 2**30:.2f} GiB in the shard group, {replicate / 2**20:,.1f} MiB in the replicate group" in shown
-    assert "sent per step" not in table("fsdp2-eager")

@@ -96,7 +96,7 @@ def made(name: str, calls: float, wire: float, peak: int, accumulate: int = 4) -
     times = 1 if name == "constant" else accumulate
     return SimpleNamespace(
         name=name,
-        refusal="",
+        is_missing=False,
         defect="",
         traffic=(Traffic(calls * times, wire * times, 8),),
         memory=SimpleNamespace(peak=peak),
