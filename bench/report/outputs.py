@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,17 +26,6 @@ def rebuild(folder: Path) -> int:
     return _status(data)
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without Python's garbage collector, which would visit millions of objects that are all in use."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-@_uncollected()
 def write_outputs(
     folder: Path,
     plots: Path,

@@ -113,13 +113,6 @@ def test_the_error_of_a_sum_in_bf16_grows_with_n(found: dict[str, Any]) -> None:
     assert all(point["factor"] == 1.0 for point in found["errors bf16"])
 
 
-@pytest.mark.parametrize(
-    ("kept", "dtype"), [(8, "bf16"), (12, "fp16"), (23, "fp32"), (32, "fp64"), (16, "other: 16 bits")]
-)
-def test_names_of_dtypes(kept: int, dtype: str) -> None:
-    assert accumulation_dtype._dtype(kept) == dtype
-
-
 def test_the_table_is_made_by_real_process_groups(here: Command) -> None:
     done = here("accumulation", "--backend", "ddp-deferred", "--json")
     rows = [json.loads(line) for line in done.stdout.splitlines()]
@@ -173,11 +166,6 @@ def test_the_exit_status_says_whether_all_sum_in_fp32(
     assert cli.main(["accumulation", "--backend", "ddp-eager", "--json"]) == status
     assert json.loads(capsys.readouterr().out)["dtype"] == dtype
     assert cli.main(["accumulation"]) == status and [task.backend for task in FakeLauncher.tasks] == BACKENDS
-
-
-def test_an_unknown_backend_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["accumulation", "--backend", "no-such"]) == 2
-    assert "'no-such' is unknown; use one of ddp-eager, " in capsys.readouterr().err
 
 
 def test_a_row_in_words() -> None:

@@ -1,4 +1,4 @@
-"""The step calculator: measured cases, an independent simulation of every rule, and the command."""
+"""The step calculator: closed forms, an independent simulation of every rule, and the command."""
 
 from __future__ import annotations
 
@@ -39,34 +39,6 @@ def calculated(scenario: TrainingPlan, rule: StepRule) -> Steps:
     steps = calculate(scenario, rule)
     assert steps is not None
     return steps
-
-
-# Measured cases: Lightning 2.6.6, DeepSpeed 0.19.8.
-
-
-def test_ten_micro_batches_in_windows_of_four() -> None:
-    found = {rule: calculated(plan(10, 4, 2), rule) for rule in RULES}
-    assert [found[rule].optimizer_steps for rule in RULES] == [6, 6, 5, 5, 5, 5]
-    assert found[WINDOW].steps_reported == {}
-    assert found[WINDOW].update_scales == {1: 6}
-    assert found[FLUSH].update_scales == {1: 4, 0.5: 2}
-    assert found[FLUSH].steps_reported == {"trainer.global_step": 6, "trainer.estimated_stepping_batches": 6}
-    uncounted = calculated(plan(10, 4, 2), StepRule(stepping=Stepping.FLUSH, counted=False))
-    assert (uncounted.update_scales, uncounted.steps_reported) == (found[FLUSH].update_scales, {})
-    assert found[CARRY].update_scales == {1: 5}
-    assert found[CARRY].steps_reported == {"engine.global_steps": 5}
-    assert found[CARRY].steps_per_epoch == (2, 3)
-    assert found[ZERO2].steps_reported == found[ZERO3].steps_reported == found[CORRECTED].steps_reported
-    assert found[ZERO2].steps_reported == {
-        "trainer.global_step": 4,
-        "trainer.estimated_stepping_batches": 6,
-        "engine.global_steps": 5,
-    }
-    assert found[ZERO2].update_scales == {0.25: 5}
-    assert found[CORRECTED].update_scales == {1: 5}
-    assert found[ZERO3].update_scales == {0.25: 2, 0.125: 3}
-    assert found[ZERO3].micro_batches_lost_in_mid_run == 6
-    assert found[ZERO2].micro_batches_lost_in_mid_run == 0
 
 
 @settings(max_examples=60, deadline=None)

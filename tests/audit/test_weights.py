@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from bench.audit.decoded_scenario import DecodedScenario
-from bench.audit.scenario import Scenario
 from bench.audit.weight_figure import LOST, NOT_COMPUTED, SIGNS, weight_figure
 from bench.report.canvas import FigureWords
 from tests.factories import make_observation
@@ -95,40 +93,3 @@ def test_the_picture_is_the_coefficients() -> None:
     shown = words(drawing("partial")[0])
     assert shown.count("in none") == 1 and SIGNS[LOST][1] in shown and SIGNS[NOT_COMPUTED][1] not in shown
     assert "carried over 1 of 3: carrying\nmiscounted: miscounting" in shown
-
-
-def record(
-    own_slots: int, fetches: list[list[int]], changes: list[list[tuple[int, float]]], events: str
-) -> dict[str, Any]:
-    """What one rank of a training of one epoch saw."""
-    return {
-        "scenario": "made",
-        "stopped": "ended",
-        "failure": None,
-        "own_slots": own_slots,
-        "fetches": [{"epoch": 0, "samples": samples} for samples in fetches],
-        "losses": list(range(len(fetches))),
-        "faults": [],
-        "events": events,
-        "changes": changes,
-        "digests": ["same"] * len(changes),
-        "reported": {},
-    }
-
-
-def test_an_observation_tells_a_sample_that_is_in_an_update_twice() -> None:
-    scenario = Scenario(samples=3, batch_size=1, accumulate=(2,))
-    changes = [[(slot, 0.25) for slot in range(4)]]  # sample 0 pads the epoch of rank 1
-    ranks = [record(2, samples, changes, "FLFLS") for samples in ([[0], [2]], [[1], [0]])]
-    (update,) = DecodedScenario("made", scenario, ranks).to_dict()["updates"]
-    assert update["by_epoch"] == {"0": {"0": 0.5, "1": 0.25, "2": 0.25}}
-    assert update["relative"] == {"0": {"0": 2.0, "1": 1.0, "2": 1.0}}
-    assert update["distortion"] == 1.0
-
-
-def test_an_observation_tells_which_samples_are_lost_and_left_open() -> None:
-    scenario = Scenario(samples=6, batch_size=1, accumulate=(2,))
-    ranks = [record(3, samples, [[(1, 0.5), (4, 0.5)]], "FLFLSFL") for samples in ([[0], [2], [4]], [[1], [3], [5]])]
-    found = DecodedScenario("made", scenario, ranks).to_dict()
-    assert found["lost"] == {"0": [0, 1]} and found["left_open"] == {"0": [4, 5]}
-    assert found["samples_lost"] == found["samples_left_open"] == 2
