@@ -125,7 +125,6 @@ def _sign(number: int) -> None:
 
 
 def _holder(path: Path) -> str:
-    """The holder of a lock, for an error message."""
     found = _read(path)
     if not found:
         return "another process"

@@ -39,11 +39,9 @@ class Finding:
 
     @property
     def sentence(self) -> str:
-        """Subject and text."""
         return f"{self.subject}: {self.text}" if self.subject else self.text
 
     def to_dict(self) -> dict[str, str]:
-        """As JSON has it."""
         found = {"level": str(self.level), "topic": self.topic, "text": self.sentence}
         return found | ({"command": self.command} if self.command else {})
 

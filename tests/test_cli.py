@@ -432,7 +432,7 @@ def test_a_known_defect_excuses_nothing_else(place: Place) -> None:
     assert "exit status 0" not in out and f"This is {EXPECTED}" not in " ".join(out.split())
 
 
-def at(stop: int, action: Callable[[], None]) -> Script:
+def at_trial(stop: int, action: Callable[[], None]) -> Script:
     def script(spec: Spec, number: int) -> Outcome | None:
         if number == stop:
             action()
@@ -444,7 +444,7 @@ def at(stop: int, action: Callable[[], None]) -> Script:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_says_how_to_go_on_and_does(place: Place, number: signal.Signals) -> None:
     handler = signal.getsignal(signal.SIGTERM)
-    made = with_launcher(place, at(4, lambda: signal.raise_signal(number)))
+    made = with_launcher(place, at_trial(4, lambda: signal.raise_signal(number)))
     status, out, _ = place.call("run", "--matrix", place.matrix(), "--out", "out")
     assert status == INTERRUPTED
     assert out.splitlines()[-1].endswith("go on with: python -m bench run --resume out")
@@ -467,7 +467,7 @@ def raises(error: Exception) -> Callable[..., Any]:
 
 
 def test_a_launcher_that_does_not_start(place: Place) -> None:
-    status, _, err = finished_run(place, at(0, raises(LauncherError("the launcher did not start"))))
+    status, _, err = finished_run(place, at_trial(0, raises(LauncherError("the launcher did not start"))))
     assert (status, err) == (BAD, "bench: the launcher did not start\n")
 
 
@@ -541,7 +541,7 @@ def make_a_class() -> None:
 
 @pytest.mark.parametrize("action", [close_twice, make_a_class])
 def test_an_interrupt_that_becomes_an_error_on_its_way_is_one(place: Place, action: Callable[[], None]) -> None:
-    with_launcher(place, at(4, action))
+    with_launcher(place, at_trial(4, action))
     status, out, err = place.call("run", "--matrix", place.matrix(), "--out", "out")
     assert (status, err) == (INTERRUPTED, "")
     assert out.splitlines()[-1].endswith("go on with: python -m bench run --resume out")
@@ -562,7 +562,7 @@ def fail_at_the_end() -> None:
 
 
 def test_an_error_on_top_of_an_interrupt_is_told(place: Place) -> None:
-    with_launcher(place, at(4, fail_at_the_end))
+    with_launcher(place, at_trial(4, fail_at_the_end))
     status, _, err = place.call("run", "--matrix", place.matrix(), "--out", "out")
     assert status == WRONG
     assert err.startswith("bench: out: [Errno 5] Input/output error; the finished trials are kept; go on with: ")
@@ -572,7 +572,7 @@ NO_SPACE = raises(OSError(errno.ENOSPC, "No space left on device"))
 
 
 def test_a_full_disk_ends_the_run_with_all_finished_trials(place: Place) -> None:
-    with_launcher(place, at(4, NO_SPACE))
+    with_launcher(place, at_trial(4, NO_SPACE))
     status, _, err = place.call("run", "--matrix", place.matrix(), "--out", "out")
     assert status == WRONG
     assert err == (

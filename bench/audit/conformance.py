@@ -48,7 +48,6 @@ class BackendGroup:
 
     @property
     def name(self) -> str:
-        """The first backend and the number of the others."""
         rest = len(self.backends) - 1
         return self.backends[0] + (f" +{rest}" if rest else "")
 
@@ -139,7 +138,7 @@ def mixed(seen: Observation) -> list[Mapping[str, Any]]:
 
 
 def _share_of_samples(key: str) -> Callable[[Observation], str]:
-    """So many of all samples of the epochs that were begun."""
+    """``3 of 8``: the number under the key, and all samples of the epochs that were begun."""
 
     def text(seen: Observation) -> str:
         places = [update["by_epoch"] for update in seen["updates"]] + [seen["lost"], seen["left_open"]]

@@ -61,7 +61,6 @@ class DecodedUpdate:
 
     @property
     def right_sum(self) -> float:
-        """Sum of the right coefficients."""
         return math.fsum(self.right.values())
 
     @property
@@ -94,7 +93,6 @@ class DecodedUpdate:
         return sorted({use.epoch for use in self.coefficients})
 
     def to_dict(self) -> dict[str, Any]:
-        """The update as plain JSON; see ``DecodedScenario.to_dict``."""
         samples = _totals((use.sample, coefficient) for use, coefficient in self.coefficients.items())
         return {
             "samples": {str(sample): _rounded(samples[sample]) for sample in sorted(samples)},
@@ -126,7 +124,6 @@ class DecodedScenario:
             self.unclipped = DecodedScenario(backend, free, [record["unclipped"] for record in ranks])
 
     def _uses(self) -> dict[int, Use]:
-        """The uses by slot."""
         scenario, found = self.scenario, {}
         for rank, record in enumerate(self.ranks):
             for number, fetch in enumerate(record["fetches"]):

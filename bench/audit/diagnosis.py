@@ -56,7 +56,7 @@ def findings(decoded: DecodedScenario) -> list[AuditFinding]:
 
 
 def _outcome(decoded: DecodedScenario) -> Iterator[AuditFinding]:
-    """Whether training failed or never ended, whether replicas diverged, and what never happened."""
+    """Whether training failed, never ended or made no update, and whether replicas diverged."""
     done, reported = micro_batches_text(decoded.num_micro_batches), decoded.reported
     if decoded.failure:
         yield _failure(decoded.failure, decoded, done)

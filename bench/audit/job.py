@@ -57,7 +57,7 @@ class ScenarioJob(Job):
         return itertools.count(self.first_epoch) if end is None else range(self.first_epoch, end)
 
     def each_window(self) -> Iterator[Window]:
-        """The windows of the training; what an epoch leaves over is one too."""
+        """The windows of the training; an epoch's incomplete window is one too."""
         num_windows = 0
         for epoch in self.each_epoch():
             left, batches = len(self.loader), iter(self.loader)
@@ -108,7 +108,7 @@ class AuditedStream(TorchtitanEager):
                 yield batch
 
     def num_tokens(self, batch: Tensor) -> int:
-        """Those of its samples, unless the loss is already a share of its window's."""
+        """The tokens of its samples; if the loss is already a share of the window's, the number of samples."""
         is_share = self.job.scenario.reduction is Reduction.WINDOW
         return len(batch) if is_share else int(batch[:, 1].sum())
 
@@ -280,7 +280,7 @@ class AuditedTrainer(LightningBackend):
 
     def save(self, folder: Path, seen: int, accumulate: int) -> int:
         self.trainer.save_checkpoint(folder / CHECKPOINT)
-        return 0  # what the loader does is the Trainer's business
+        return 0  # what is skipped is up to the Trainer
 
 
 def _count(counters: dict[str, int], epoch_ended: Callable[[], None]) -> Any:

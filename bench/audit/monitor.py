@@ -68,7 +68,6 @@ class Measurement:
 
     @property
     def verdict(self) -> RateVerdict:
-        """The verdict on the point."""
         if self.error:
             return RateVerdict.RAISED
         if not self.log_updates:

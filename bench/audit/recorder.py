@@ -264,7 +264,7 @@ class Audit:
         return self.taps.loss(self.workload.loss)(model, batch)
 
     def _cause_fault(self) -> None:
-        """Do what the scenario has between two micro-batches, if anything."""
+        """Cause the scenario's fault, if it happens before the next micro-batch."""
         scenario, fetched = self.scenario, len(self.fetches)
         if scenario.fault is Fault.VALIDATION and fetched and fetched % scenario.at == 0:
             if not isinstance(self.backend, AuditedTrainer):  # which validates by itself
@@ -288,7 +288,7 @@ class Audit:
         raise _Saved
 
     def _end_epoch(self) -> None:
-        """The framework writes the checkpoint of an epoch here."""
+        """Called where the framework writes the checkpoint of an epoch."""
         if self.scenario.fault is Fault.CHECKPOINT and len(self.fetches) == self.scenario.at and not self.faults:
             self._read()
             self._save()

@@ -216,7 +216,6 @@ class Scenario(TrainingPlan):
         return self.accumulate[min(epoch, len(self.accumulate) - 1)]
 
     def tokens(self, sample: int) -> int:
-        """Tokens of a sample."""
         return self.token_weights[sample % len(self.token_weights)] if self.token_weights else 1
 
     def to_dict(self) -> dict[str, Any]:

@@ -165,7 +165,6 @@ def common_notes(training: TrainingPlan) -> list[str]:
 
 
 def _why_naive_is_wrong(training: TrainingPlan, groups: Mapping[StepRule, Steps | None]) -> str:
-    """Why the naive formula is wrong, if a rule differs from it."""
     naive = training.naive_steps
     others = [
         f"{rule_name(rule)} {'never ends' if steps.stops == 'never' else f'takes {steps.optimizer_steps}'}"
@@ -242,7 +241,6 @@ def _differences(training: TrainingPlan, rule: StepRule, steps: Steps | None) ->
 
 
 def _about_max_steps(training: TrainingPlan, rule: StepRule, steps: Steps) -> list[str]:
-    """Whether ``max_steps`` ends the training early, late or never."""
     wanted = training.max_steps
     if wanted is None:
         return []

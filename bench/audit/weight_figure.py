@@ -59,7 +59,6 @@ class WeightMap:
 
     @property
     def first(self) -> Observation:
-        """The observation of the first of these backends."""
         return self.observations[0]
 
     @cached_property

@@ -159,7 +159,6 @@ def _link_of_options(arguments: argparse.Namespace) -> Link | None:
 
 
 def _link_of_run(arguments: argparse.Namespace) -> Link:
-    """The link that a run measured."""
     from bench.forecast.from_run import measured_link
     from bench.run.journal import MANIFEST, read_manifest
 
@@ -175,7 +174,7 @@ def _link_of_run(arguments: argparse.Namespace) -> Link:
 
 
 def _cell_of_options(arguments: argparse.Namespace, node_size: int) -> Cell:
-    """What is asked, as a cell; its backend is filled in later, and HSDP has as many replicas as there are nodes."""
+    """The cell of the options, without a backend; HSDP has as many replicas as there are nodes."""
     from bench.plan.cell import Cell, Device, Precision
 
     ranks, replicas = arguments.world_size, arguments.replicate
@@ -201,7 +200,6 @@ def _cell_of_options(arguments: argparse.Namespace, node_size: int) -> Cell:
 
 
 def _chosen_with_formulas(arguments: argparse.Namespace, cell: Cell) -> list[str]:
-    """The chosen backends that have formulas."""
     from bench.judge.formulas import BUILT_IN
 
     chosen = chosen_backends(arguments.backend)

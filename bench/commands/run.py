@@ -85,7 +85,7 @@ def _about(head: str) -> dict[str, Any]:
 
 
 def _lead(arguments: argparse.Namespace, others: Nodes | None) -> int:
-    """Run the matrix, or go on with a run, on this node and the others."""
+    """Run the matrix, or resume a run, as the controller of all nodes."""
     from bench.forecast import fit
 
     nodes = [node.about["fingerprint"] for node in others.nodes] if others else []

@@ -160,7 +160,7 @@ def _scenarios(arguments: argparse.Namespace) -> list[Scenario]:
 
 
 def _backends(arguments: argparse.Namespace, num_ranks: int) -> Sequence[str]:
-    """The backends to audit; those that this machine cannot run are refused if named, else left out aloud."""
+    """The backends to audit; those that this machine cannot run are refused if named, else skipped with a line."""
     from bench.launch import gpus
 
     device = Device(arguments.device)

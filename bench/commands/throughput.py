@@ -150,7 +150,6 @@ def _check_options(arguments: argparse.Namespace, *, given: bool) -> None:
 
 
 def _logs_text(row: dict[str, Any]) -> str:
-    """The logs of one training in words."""
     return (
         f"N = {row['accumulate']}, {row['epoch']}, log_every_n_steps {row['log_every_n_steps']}, window_size "
         f"{row['window_size']}: {row['num_updates']} optimizer steps, {row['num_logs']} of them logged, "

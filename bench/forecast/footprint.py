@@ -51,7 +51,6 @@ class Footprint:
 
     @property
     def peak(self) -> int:
-        """Bytes in total."""
         return sum(self.parts.values())
 
 

@@ -80,7 +80,7 @@ def fitted_links(manifests: Sequence[Mapping[str, Any]], cell: Cell | None = Non
 
 
 def _timed_entry(manifest: Mapping[str, Any], cell: Cell | None) -> Mapping[str, Any]:
-    """The entry of run.json's ``matmul`` for the ranks of a cell, by default for the most; empty if there is none."""
+    """What run.json's ``matmul`` has on the ranks of a cell, by default on the most ranks; empty if nothing."""
     if cell is not None:
         return between(manifest, cell.world_size, cell.num_nodes) or {}
     timed = [entry for entry in manifest.get("matmul") or () if entry.get("links")]
@@ -118,7 +118,6 @@ class PredictedStep:
 
     @property
     def step(self) -> TimeEstimate:
-        """The estimates of the step."""
         return self.communication.beside(self.compute)
 
     @property

@@ -88,7 +88,7 @@ class Traffic:
         return self.wire_bytes - inter, inter
 
     def seconds(self, link: Link) -> tuple[float, float]:
-        """Seconds for which it uses the link within a node, and the one between nodes, with the latency of each."""
+        """Seconds on the link within a node, and on the one between nodes, each with its latency."""
         latency, (intra, inter) = self.calls * link.latency_s, self.levels(link.node_size)
         return (
             latency + intra / link.intra_bytes_per_s if intra else 0.0,
@@ -106,7 +106,7 @@ class TimeEstimate:
     """If nothing does."""
 
     def beside(self, compute_s: float) -> TimeEstimate:
-        """A step with so much compute and this communication."""
+        """The time of a step with this communication and so much compute."""
         return TimeEstimate(max(compute_s, self.overlapped), compute_s + self.serial)
 
 
@@ -142,7 +142,7 @@ class Prediction:
         return dataclasses.replace(self, cell=dataclasses.replace(cell, replicate=replicas))
 
     def shards_fit(self, world_size: int) -> bool:
-        """Whether so many ranks make several replicas with shards as large as these; only HSDP has any."""
+        """Whether HSDP can have several replicas of the same shards on so many ranks; True for all other backends."""
         shards = self.cell.group_size(RankGroup.SHARD)
         return not self.cell.replicate or (world_size % shards == 0 and world_size > shards)
 
@@ -199,14 +199,14 @@ class Prediction:
         )
 
     def _group_traffic(self, group: RankGroup, rows: Sequence[Collective]) -> Traffic:
-        """What a rank sends by these collectives; replicas have their ranks with the same shard in common."""
+        """What a rank sends by these collectives. A replicate group has the ranks with the same shard."""
         ranks, stride = self.cell.group_size(group), self.cell.group_size(RankGroup.SHARD)
         wire = sum(sent_bytes(row.op, row.payload_bytes, ranks, self.cell.device) for row in rows)
         return Traffic(sum(row.calls for row in rows), wire, ranks, stride if group is RankGroup.REPLICATE else 1)
 
     @cached_property
     def memory(self) -> Footprint:
-        """A rank's memory at its peak, which is the same from N = 2 on; so is what is held."""
+        """A rank's memory at its peak, which is the same for all N from 2 on."""
         held = self.scaled(min(self.cell.accumulate, COUNTED_N // 2)).expectation.held
         return footprint(self.cell, self.layout, self.backend, held)
 

@@ -161,7 +161,6 @@ def _reason(row: Mapping[str, Any]) -> str:
 
 
 def _choice_table(choices: Choices) -> str:
-    """The table over N and W."""
     sizes = sorted({world_size for _, world_size in choices})
     rows = [
         [f"N = {accumulate}", *(_choice_text(choices[accumulate, world_size]) for world_size in sizes)]
@@ -177,7 +176,6 @@ def _choice_text(choice: Choice) -> str:
 
 
 def _collectives_text(row: Mapping[str, Any]) -> str:
-    """The collectives of a step in words."""
     found = [
         f"{sent['op']} {sent['dtype']}{among(sent['group'])} {sent['calls']} x, {size(sent['payload_bytes'])} payload, "
         f"{size(sent['wire_bytes'])} on the wire"

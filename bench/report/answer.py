@@ -279,7 +279,6 @@ def _scope_text(data: Analysis) -> str:
 
 
 def _control_text(control: ComparedPair | None) -> str:
-    """The ratio of the A/A pair."""
     if control is None:
         return "no A/A pair"
     if control.time is None or not control.has_interval:

@@ -44,7 +44,6 @@ def check_citations(data: Analysis, text: str) -> Iterator[Finding]:
 
 
 def _fields_after(text: str, begin: int) -> dict[str, str]:
-    """The fields that follow an id."""
     found = {}
     while match := FIELD.match(text, begin):
         found[match[1]] = "given twice" if match[1] in found else match[2]

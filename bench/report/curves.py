@@ -110,7 +110,7 @@ def _step_time_title(run: FigureData, panel: Panel) -> str:
 
 
 def _draw_backend_lines(run: FigureData, axes: Axes, panel: Panel) -> dict[str, PointName]:
-    """One line per backend, of one hue per framework: solid for deferred sync, dashed for eager. The names of ends."""
+    """Draw a line per backend: solid for deferred sync, dashed for eager. The names to write at their ends."""
     axes.set_title(panel_title(panel.title, 1.9))
     ticks = sorted({int(n) for n in panel.rows["accumulate"]})
     axes.set_xscale("log", base=2)

@@ -78,7 +78,7 @@ def draw_noise(run: FigureData) -> list[Drawing]:
 
 
 def _draw_points(axes: Axes, trials: pd.DataFrame, colours: dict[str, str], reach: float) -> None:
-    """Those beyond the axis's reach are triangles at its edge."""
+    """Draw a point per trial; those beyond the axis's reach are triangles at its edge."""
     for framework, rows in trials.groupby("framework", sort=False):
         values, places = rows[DEVIATION].to_numpy(dtype=float), rows["place"].to_numpy(dtype=float)
         for marker, chosen in (("o", abs(values) <= reach), ("^", values > reach), ("v", values < -reach)):

@@ -129,7 +129,7 @@ class FigureData:
 
     def panels(self, rows: pd.DataFrame, by: list[str], most: int) -> tuple[list[Panel], list[str]]:
         """Rows about cells, split by these columns, and a sentence on the panels for which there is no room, if any."""
-        varying = self._varying(by)
+        varying = self.varying(by)
         apart = [name for name in by if name in varying or name not in FOLLOWS]
         groups = [part for _, part in rows.groupby(apart, dropna=False, sort=True)]
         every = [Panel(", ".join(_name(c, part.iloc[0][c]) for c in varying), part) for part in groups]
@@ -139,9 +139,10 @@ class FigureData:
 
     def setting_of(self, cell: Any) -> str:
         """The setting of a cell's panel in a title: ``At N = 4, W = 2``."""
-        return ", ".join([f"At N = {cell['accumulate']}", *(_name(c, cell[c]) for c in self._varying(CONTEXT))])
+        return ", ".join([f"At N = {cell['accumulate']}", *(_name(c, cell[c]) for c in self.varying(CONTEXT))])
 
-    def _varying(self, by: list[str]) -> list[str]:
+    def varying(self, by: list[str]) -> list[str]:
+        """Which of these columns differ between the cells."""
         kinds = self.contestants[list({*by, *FOLLOWS, *FOLLOWS.values()})].drop_duplicates()
         return differing(kinds.itertuples(index=False), by)
 

@@ -94,7 +94,6 @@ def _load(folder: Path) -> Analysis:
 
 
 def _write_tables(data: Analysis) -> list[Path]:
-    """Write every table; returns the paths."""
     from bench.judge.pairs import frame_of_pairs
 
     paths = data.run.tables.write(data.folder)

@@ -22,6 +22,8 @@ from bench.plan.schedule import Cost, InterimAnalysis, Trial
 
 REFRESH_PER_S = 1.0
 """Slow on purpose: the display shares the machine with what is measured."""
+BY_BUDGET = "at most about"
+"""Before the time to go of a run that its budget ends."""
 
 
 class Display:
@@ -68,7 +70,6 @@ class Display:
         self._progress.stop()
 
     def say(self, message: str) -> None:
-        """Print one line."""
         self._console.print(Text(message), highlight=False, soft_wrap=True)
 
     def expect(self, trials: Sequence[Trial], *, more: bool, budget_left_s: float = math.inf) -> None:
@@ -83,14 +84,12 @@ class Display:
         return 0.0 if guess is None else guess.total(1) if trial.extra else guess.seconds or 0.0
 
     def interim(self, analysis: InterimAnalysis) -> None:
-        """Report the result of an interim analysis."""
         width = "" if analysis.widest is None else f": the widest interval is {100 * analysis.widest:.2g} %"
         then = f"going on with {plural(len(analysis.open), 'cell')}" if analysis.open else "that is all"
         why = f" (nothing can be compared: {analysis.refused})" if analysis.refused else ""
         self.say(f"after {plural(analysis.repeats, 'repeat')}{width}; {then}{why}")
 
     def started(self, trial: Trial, done: int, total: int) -> None:
-        """Report that a trial starts."""
         self._total = total
         self._done = done
         self._repeat = trial.repeat
@@ -104,7 +103,6 @@ class Display:
         )
 
     def finished(self, trial: Trial, record: Mapping[str, Any]) -> None:
-        """Report how a trial ended."""
         self._count(trial, record)
         seconds = step_time(trial.cell, record.get("time"))
         what = record["status"] if seconds is None else f"{seconds:.4f} s/step"
@@ -129,15 +127,15 @@ class Display:
 
     def _time_left(self) -> str:
         seconds, bound = self._to_go()
-        return f"{bound} {_clock(seconds)} to go" + (", by the budget" if bound.startswith("at most") else "")
+        return f"{bound} {_clock(seconds)} to go" + (", by the budget" if bound == BY_BUDGET else "")
 
     def _to_go(self) -> tuple[float, str]:
-        """Seconds until the run ends, and what they are: ``about``, ``at least`` or ``at most about``."""
+        """Seconds until the run ends, and what they are: ``about``, ``at least`` or BY_BUDGET."""
         every = self._seconds(list(self._left.values()))
         block = self._seconds([seconds for (_, repeat), seconds in self._left.items() if repeat == self._repeat])
         within = max(self._budget_ends - time.monotonic(), block)
         if within < every:
-            return within, "at most about"
+            return within, BY_BUDGET
         return every, "at least" if self._more else "about"
 
     def _seconds(self, left: Sequence[float]) -> float:

@@ -39,7 +39,6 @@ def _alarm(finding: Finding) -> list[str]:
 
 
 def _sentence(finding: Finding) -> str:
-    """Topic and sentence."""
     return f"**{markdown(finding.topic)}.** {markdown(finding.sentence)}"
 
 

@@ -57,7 +57,6 @@ class Group:
 
     @property
     def title(self) -> str:
-        """``N = 8, W = 2, micro-batch 1``."""
         return f"N = {self.n}, {self.setting}, micro-batch {self.cell.micro_batch_size}"
 
     @property

@@ -55,9 +55,10 @@ def draw_memory_vs_time(run: FigureData) -> list[Drawing]:
     if every.empty or run.data.hides_times:
         return []
     source = ["peak_memory_source"] if every["peak_memory_source"].nunique() > 1 else []
-    panels, left_out = run.panels(every, ["accumulate", *CONTEXT, *source], 1 + MOST_SMALL)
+    split_by = ["accumulate", *CONTEXT, *source]
+    panels, left_out = run.panels(every, split_by, 1 + MOST_SMALL)
     main = max(panels, key=lambda panel: (panel.extent[1], len(panel.rows), panel.extent[0]))
-    if not main.title.startswith("N = "):
+    if "accumulate" not in run.varying(split_by):
         main.title = ", ".join(filter(None, [f"N = {main.extent[1]}", main.title]))
     others = [panel for panel in panels if panel is not main]
     words = run.figure_words(_title(run, main), timed=True)
@@ -127,7 +128,7 @@ def _coordinates(cell: Any, unit: float) -> tuple[float, float]:
 
 
 def _decided_sync_pairs(run: FigureData, cells: pd.DataFrame) -> Iterator[tuple[Any, Any]]:
-    """Rows of eager and deferred sync whose times differ by their verdict."""
+    """Eager and deferred backends whose times differ by their verdict."""
     for eager, deferred in sync_pairs(cells):
         pair = run.data.compared(deferred["cell_id"], eager["cell_id"])
         if pair and pair.verdict in (Verdict.FASTER, Verdict.SLOWER):

@@ -93,7 +93,6 @@ class Table:
             shown.remove(spare)
 
     def markdown(self) -> list[str]:
-        """The lines in Markdown."""
         head = [markdown(column.title) for column in self.columns]
         rules = ["---:" if column.is_number else "---" for column in self.columns]
         rows = [[markdown(row.texts[column.key]) for column in self.columns] for row in self.rows]

@@ -55,7 +55,7 @@ def written(folder: Path, cells: list[Cell], baseline: str = "ddp-deferred") -> 
     return write(folder, [make_record(cell) | {"slot": slot} for slot, cell in enumerate(cells)], baseline=baseline)
 
 
-def of(folder: Path) -> tuple[Run, Answer]:
+def run_and_answer(folder: Path) -> tuple[Run, Answer]:
     run = load(folder)
     return run, answer(Analysis(folder=folder, run=run))
 
@@ -69,7 +69,7 @@ def one_line(text: str) -> str:
 
 
 def test_the_same_is_said_in_all_three_places(folder: Path, printed: str) -> None:
-    _, found = of(folder)
+    _, found = run_and_answer(folder)
     short = (folder / "report.md").read_text(encoding="utf-8").replace("\\", "")
     page = one_line(read(folder / "report.html").text)
     terminal = one_line(printed)
@@ -87,7 +87,7 @@ def test_the_same_is_said_in_all_three_places(folder: Path, printed: str) -> Non
 
 
 def test_the_fastest_correct_backend_and_those_not_told_from_it(folder: Path) -> None:
-    run, found = of(folder)
+    run, found = run_and_answer(folder)
     (fastest,), (least,) = on_topic(found, FASTEST), on_topic(found, LEAST)
     assert found.groups[0].n == 4 and [group.n for group in found.groups] == [4, 1]
     order = [row["backend"] for row in found.groups[0].rows]
@@ -111,7 +111,7 @@ def test_one_pair_of_eager_and_deferred_has_a_statement_and_all_others_share_one
         repeats=1,
         changes=lambda cell, _: {"status": "invalid", "reason": "the loss is off"} if cell.backend == "wrong" else {},
     )
-    found = of(folder)[1]
+    found = run_and_answer(folder)[1]
     (sync,), (others,) = on_topic(found, SYNC), on_topic(found, "Other families")
     assert sync.subject == "beta-deferred / beta-eager"
     assert others.text == "memory, deferred / eager: alpha-deferred 1.000; gamma-deferred 1.000."
@@ -119,7 +119,7 @@ def test_one_pair_of_eager_and_deferred_has_a_statement_and_all_others_share_one
 
 
 def test_what_must_not_be_used_is_said_once_with_its_reason(folder: Path, printed: str) -> None:
-    _, found = of(folder)
+    _, found = run_and_answer(folder)
     (wrong,), (failed,) = on_topic(found, "Do not use"), on_topic(found, "Failed")
     assert (wrong.subject, wrong.text) == ("wrong (N = 4)", "the loss is off by 0.1.")
     assert (failed.subject, failed.text) == ("large", "oom: rank 0: out of memory.")
@@ -127,7 +127,7 @@ def test_what_must_not_be_used_is_said_once_with_its_reason(folder: Path, printe
 
 
 def test_the_scope_has_counts_and_the_width_that_check_has(folder: Path) -> None:
-    run, found = of(folder)
+    run, found = run_and_answer(folder)
     text = found.scope.text
     assert "n = 10 good trials per cell; A/A pair " in text and text.endswith("do not transfer to GPUs.")
     assert "14 cells: 10 compared with alpha-eager, 2 of alpha-eager itself, 1 reference, 1 A/A twin" in text
@@ -141,7 +141,7 @@ def test_the_scope_has_counts_and_the_width_that_check_has(folder: Path) -> None
 def test_one_repeat_on_a_busy_machine_asks_for_both_in_one_command(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", FACTORS, repeats=1, changes=lambda *_: {"time": {"host": BUSY}})
     status, printed = report(folder)
-    _, found = of(folder)
+    _, found = run_and_answer(folder)
     assert status == 0 and found.alarm is not None and found.alarm.level is Level.WARNING
     assert found.alarm.command == "python -m bench doctor && python -m bench run --matrix made --repeats 10"
     assert (
@@ -162,7 +162,7 @@ def test_one_repeat_on_a_busy_machine_asks_for_both_in_one_command(tmp_path: Pat
 
 def test_what_stays_open_has_a_command_too(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {"alpha": 1.0, "beta": 1.0}, accumulate=(2,), noise=0.2, twin=False)
-    (found,) = on_topic(of(folder)[1], "Undecided")
+    (found,) = on_topic(run_and_answer(folder)[1], "Undecided")
     assert found.subject == "beta at N=2, W=2" and found.command == "python -m bench run --matrix made --repeats 20"
 
 
@@ -172,10 +172,10 @@ def test_a_cell_that_runs_once_beside_others_has_no_time_to_compare(tmp_path: Pa
     single = {record["cell_id"] for record in records.values() if record["cell"]["accumulate"] == 2}
     kept = [line for line, record in records.items() if record["repeat"] == 0 or record["cell_id"] not in single]
     (folder / JOURNAL).write_bytes(b"".join(kept))
-    first, *_ = on_topic(of(folder)[1], "Undecided")
+    first, *_ = on_topic(run_and_answer(folder)[1], "Undecided")
     assert first.subject == "beta at N=2, W=2" and "too few trials" in first.text
     write_manifest(folder, read_manifest(folder) | {"once": sorted(single)})
-    _, found = of(folder)
+    _, found = run_and_answer(folder)
     assert all("N=1" in finding.subject for finding in on_topic(found, "Undecided"))
     assert [(group.n, group.is_timed) for group in found.groups] == [(1, True), (2, False)]
     report(folder)
@@ -184,7 +184,7 @@ def test_a_cell_that_runs_once_beside_others_has_no_time_to_compare(tmp_path: Pa
 
 
 def test_a_single_backend_is_told_what_to_add(tmp_path: Path) -> None:
-    alarm = of(write_run(tmp_path / "one", {"alpha": 1.0}, accumulate=(2,)))[1].alarm
+    alarm = run_and_answer(write_run(tmp_path / "one", {"alpha": 1.0}, accumulate=(2,)))[1].alarm
     assert alarm is not None and alarm.command == "python -m bench run --matrix made --backend alpha,ddp-deferred"
 
 
@@ -192,7 +192,7 @@ def test_a_virtual_world_has_no_time_and_says_so(tmp_path: Path) -> None:
     cells = [make_cell(backend=name, world_size=64, global_batch_size=256, virtual=True) for name in ("alpha", "beta")]
     folder = written(tmp_path / "virtual", cells, baseline="alpha")
     _, printed = report(folder, drawn=False)
-    found = of(folder)[1]
+    found = run_and_answer(folder)[1]
     assert found.alarm is not None and found.alarm.level is Level.NOTE and found.alarm.text == f"{VIRTUAL}."
     page = read(folder / "report.html").text
     for text in (printed, page, (folder / "report.md").read_text(encoding="utf-8").replace("\\", "")):
@@ -212,7 +212,7 @@ def test_cells_that_differ_in_the_batch_alone_have_labels_of_their_own(tmp_path:
     assert named[cells[1]] in cite(Analysis(run=run), cells[1].cell_id).text
     with pytest.raises(InputError, match=r"2 cells have this label; use an id: .*B = 16\), .*B = 32\)"):
         run.find("ddp-deferred N=4 W=2 fp32")
-    assert [group.title for group in of(tmp_path / "run")[1].groups] == [
+    assert [group.title for group in run_and_answer(tmp_path / "run")[1].groups] == [
         "N = 4, W = 2, B = 16, micro-batch 2",
         "N = 4, W = 2, B = 32, micro-batch 4",
     ]
@@ -220,7 +220,7 @@ def test_cells_that_differ_in_the_batch_alone_have_labels_of_their_own(tmp_path:
 
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
 def test_the_table_fits_the_terminal(folder: Path, width: int) -> None:
-    _, found = of(folder)
+    _, found = run_and_answer(folder)
     text = io.StringIO()
     show(Console(file=text, width=width), dataclasses.replace(found, statements=(), remarks=()))
     lines = [line.rstrip() for line in text.getvalue().splitlines()]

@@ -58,7 +58,7 @@ def copy(folder: Path, tmp_path: Path) -> Path:
     return path
 
 
-def of(data: Analysis, backend: str, accumulate: int = 2, twin: str = "") -> str:
+def id_of(data: Analysis, backend: str, accumulate: int = 2, twin: str = "") -> str:
     (found,) = [
         cell_id
         for cell_id, cell in data.run.cells.items()
@@ -79,14 +79,14 @@ def clean(data: Analysis, text: str, count: int = 1) -> bool:
 
 
 def test_a_cell_is_cited_with_all_that_it_needs(data: Analysis) -> None:
-    text = cite(data, of(data, "slow")).text
-    trials = data.run.tables.trials[data.run.tables.trials["cell_id"] == of(data, "slow")]
+    text = cite(data, id_of(data, "slow")).text
+    trials = data.run.tables.trials[data.run.tables.trials["cell_id"] == id_of(data, "slow")]
     logs = sorted(math.log(seconds) for seconds in trials["step_time_s"])
     value = math.exp(statistics.fmean(logs[2:-2]))
     assert f"slow N=2 W=2 fp32: {digits(value)} s per optimizer step (95 % interval 0." in text
     assert ", n = 10 trials); peak memory 49.50 MiB (51904512 bytes, tracked tensors).\n" in text
     line = text.splitlines()[1]
-    assert line.startswith(f"accumulation-bench:a%20run_1/{of(data, 'slow')} value={digits(value)} low=0.")
+    assert line.startswith(f"accumulation-bench:a%20run_1/{id_of(data, 'slow')} value={digits(value)} low=0.")
     assert line.endswith(f" n=10 bytes=51904512 sha256={data.run.manifest['journal_sha256']}")
     assert data.run.manifest["machine"]["cpu"] in text and f"torch {data.run.manifest['packages']['torch']}" in text
     assert text.endswith(f"Commit: {COMMIT}.")
@@ -105,27 +105,27 @@ def test_a_citation_carries_the_warnings_of_check_on_its_cells_alone(tmp_path: P
     warned = [finding for finding in check(tmp_path / "run") if finding.level is Level.WARNING]
     assert {"blocks", "drift", "machine"} <= {finding.topic for finding in warned}
     data = Analysis(run=load(tmp_path / "run"))
-    texts = {name: cite(data, of(data, name)).text for name in ("base", "slow", "other")}
+    texts = {name: cite(data, id_of(data, name)).text for name in ("base", "slow", "other")}
     for name, text in texts.items():
-        of_cell = {finding.brief for finding in warned if not finding.cells or of(data, name) in finding.cells}
+        of_cell = {finding.brief for finding in warned if not finding.cells or id_of(data, name) in finding.cells}
         assert {brief for brief in {finding.brief for finding in warned} if brief in text} == of_cell, name
     assert "blocks of the run differ in all cells together, from block" in texts["base"]
     untimed = Analysis(run=load(RESULTS / "bytes-8b"))
     assert "nothing was timed. Method" in cite(untimed, next(iter(untimed.run.cells))).text
     alone = Analysis(run=load(write_run(tmp_path / "alone", {"base": 1.0}, accumulate=(2,), twin=False)))
-    assert "the run has no A/A pair" in cite(alone, of(alone, "base")).text
+    assert "the run has no A/A pair" in cite(alone, id_of(alone, "base")).text
     drift = next(finding for finding in warned if finding.topic == "drift" and finding.subject.startswith("slow"))
-    assert f"slow N=2 W=2 fp32: {drift.brief}" in cite(data, of(data, "slow"), of(data, "base")).text
+    assert f"slow N=2 W=2 fp32: {drift.brief}" in cite(data, id_of(data, "slow"), id_of(data, "base")).text
 
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_citation_is_found_right_in_every_format(data: Analysis, form: str) -> None:
     pairs: list[tuple[str, ...]] = [(cell_id,) for cell_id in data.run.cells]
-    pairs += [(of(data, name), of(data, "base")) for name in ("slow", "equal", "wrong")]
+    pairs += [(id_of(data, name), id_of(data, "base")) for name in ("slow", "equal", "wrong")]
     pairs += [
-        (of(data, "base"), of(data, "slow")),
-        (of(data, "slow", 4), of(data, "slow")),
-        (of(data, "base", 4), *pairs[0]),
+        (id_of(data, "base"), id_of(data, "slow")),
+        (id_of(data, "slow", 4), id_of(data, "slow")),
+        (id_of(data, "base", 4), *pairs[0]),
     ]
     texts = [getattr(cite(data, *pair), form) for pair in pairs] + [getattr(cite_plot(data.run, "step_time"), form)]
     assert clean(data, "\n\n".join(texts), len(texts))
@@ -158,7 +158,7 @@ CHANGES = {
 @pytest.mark.parametrize("what", CHANGES)
 @pytest.mark.parametrize("form", FORMATS)
 def test_whatever_is_changed_in_a_citation_is_named(data: Analysis, what: str, form: str) -> None:
-    text = getattr(cite(data, of(data, "slow")), form)
+    text = getattr(cite(data, id_of(data, "slow")), form)
     pattern, by = CHANGES[what]
     escaped = {"a%20run_1": r"a\\%20run\\_1" if form == "bibtex" else pattern}.get(pattern, pattern)
     found = errors(data, changed(text.rpartition("\n  note")[2] if form == "bibtex" else text, escaped, by))
@@ -166,15 +166,15 @@ def test_whatever_is_changed_in_a_citation_is_named(data: Analysis, what: str, f
 
 
 def test_a_ratio_is_that_of_the_report(data: Analysis) -> None:
-    row = data.pairs[of(data, "slow")]
+    row = data.pairs[id_of(data, "slow")]
     assert row.time is not None and row.time.low is not None and row.time.high is not None
-    text = cite(data, of(data, "slow"), of(data, "base")).text
+    text = cite(data, id_of(data, "slow"), id_of(data, "base")).text
     assert text.startswith("slow N=2 W=2 fp32 against base N=2 W=2 fp32: ")
     assert f": {digits(row.time.ratio)} times the step time (95 % interval {digits(row.time.low)} - " in text
     assert re.search(r"n = 10 blocks\); verdict: slower; A/A pair: \d\.\d+ - \d\.\d+\.\naccumulation-bench:", text)
-    back = cite(data, of(data, "base"), of(data, "slow")).text
+    back = cite(data, id_of(data, "base"), id_of(data, "slow")).text
     assert f": {digits(1 / row.time.ratio)} times the step time" in back and "verdict: faster" in back
-    same = cite(data, of(data, "equal"), of(data, "base")).text
+    same = cite(data, id_of(data, "equal"), id_of(data, "base")).text
     assert "verdict: same (within the margin of 2 %)" in same or "verdict: ambiguous (" in same
     for pattern, by, what in (
         ("verdict=slower", "verdict=faster", "verdict is faster, and slower"),
@@ -184,7 +184,7 @@ def test_a_ratio_is_that_of_the_report(data: Analysis) -> None:
 
 
 def test_what_is_not_comparable_has_no_number(data: Analysis) -> None:
-    for text in (cite(data, of(data, "wrong")).text, cite(data, of(data, "wrong"), of(data, "base")).text):
+    for text in (cite(data, id_of(data, "wrong")).text, cite(data, id_of(data, "wrong"), id_of(data, "base")).text):
         assert "NOT COMPARABLE" in text and "divided by N = 2 twice" in text
         assert " s per optimizer step" not in text.splitlines()[0] and "times the step time" not in text
         assert any(
@@ -195,7 +195,7 @@ def test_what_is_not_comparable_has_no_number(data: Analysis) -> None:
 def test_a_changed_journal_is_not_what_was_cited(
     copy: Path, data: Analysis, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cell_id = of(data, "slow")
+    cell_id = id_of(data, "slow")
     text = cite(data, cell_id).text
     records = Journal(copy).read()
     for record in records:
@@ -212,7 +212,7 @@ def test_a_changed_journal_is_not_what_was_cited(
 
 
 def test_cells_are_found_by_id_beginning_and_label(data: Analysis) -> None:
-    cell = data.run.cells[of(data, "slow")]
+    cell = data.run.cells[id_of(data, "slow")]
     assert data.run.find(cell.cell_id) is cell and data.run.find(cell.label) is cell
     ids = sorted(data.run.cells)
     for cell_id in ids:
@@ -230,8 +230,8 @@ def test_the_commands(copy: Path, capsys: pytest.CaptureFixture[str], monkeypatc
     everything = capsys.readouterr().out
     assert [everything.count(title) for title in ("Markdown:", "BibTeX:", "Plain text:")] == [1, 1, 1]
     for form in FORMATS:
-        assert cli.main(["cite", str(copy), of(data, "slow"), of(data, "base"), "--format", form]) == 0
-        assert capsys.readouterr().out == getattr(cite(data, of(data, "slow"), of(data, "base")), form) + "\n"
+        assert cli.main(["cite", str(copy), id_of(data, "slow"), id_of(data, "base"), "--format", form]) == 0
+        assert capsys.readouterr().out == getattr(cite(data, id_of(data, "slow"), id_of(data, "base")), form) + "\n"
     (copy / "paper.txt").write_text(everything)
     assert cli.main(["check", str(copy), "--citation", str(copy / "paper.txt")]) == 0
     assert "it matches the data" in capsys.readouterr().out

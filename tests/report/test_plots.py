@@ -66,7 +66,7 @@ def drawings(found: Run) -> dict[str, Drawing]:
 
 
 @functools.cache
-def of(name: str) -> dict[str, Drawing]:
+def drawings_of(name: str) -> dict[str, Drawing]:
     return drawings(run(name))
 
 
@@ -98,25 +98,25 @@ def test_a_figure_is_one_picture_with_its_words_and_its_data(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", first(["cpu", "two"], [*COMMITTED, *MADE]))
 def test_no_text_overlaps_another_or_leaves_the_figure(name: str) -> None:
-    assert of(name)
-    for drawing in of(name).values():
+    assert drawings_of(name)
+    for drawing in drawings_of(name).values():
         legible.assert_legible(drawing.figure)
         assert all(axes.patches or axes.lines for axes in drawing.figure.axes)
 
 
 def test_titles_are_findings_and_wrong_backends_are_named() -> None:
-    found = {stem: drawing.words.title for stem, drawing in of("cpu").items()}
-    cells = of("cpu")["memory_vs_time"].data.query("accumulate == 8 and status == 'ok'").set_index("backend")
+    found = {stem: drawing.words.title for stem, drawing in drawings_of("cpu").items()}
+    cells = drawings_of("cpu")["memory_vs_time"].data.query("accumulate == 8 and status == 'ok'").set_index("backend")
     leanest, fastest = (cells[name].astype(float).idxmin() for name in ("peak_memory_bytes", "step_time_s"))
     assert found["memory_vs_time"].startswith(f"At N = 8, {fastest} is fastest") and leanest in found["memory_vs_time"]
     wrong = "lightning-deepspeed-zero2 and lightning-deepspeed-zero3"
     assert found["loss_curves"].startswith(f"{wrong} deviate from the reference's loss by up to ")
     assert re.fullmatch(r"At N = 8, deferring the sync saves \d+ % of a step with fsdp2", found["step_time"])
-    assert "lightning-deepspeed-zero2 (invalid)" in legible.words(of("cpu")["memory_vs_time"].figure)
+    assert "lightning-deepspeed-zero2 (invalid)" in legible.words(drawings_of("cpu")["memory_vs_time"].figure)
 
 
 def test_the_legend_shows_the_markers_of_the_curves() -> None:
-    figure = of("cpu")["loss_curves"].figure
+    figure = drawings_of("cpu")["loss_curves"].figure
     sets = (figure.legends[0].legend_handles, figure.axes[0].lines)
     keys, curves = ({(line.get_marker(), line.get_markerfacecolor()) for line in lines} for lines in sets)
     assert ("o", "none") in keys and keys <= curves
@@ -124,11 +124,11 @@ def test_the_legend_shows_the_markers_of_the_curves() -> None:
 
 @pytest.mark.parametrize("name", first(["cpu"], ["cpu", "popular", "wide"]))
 def test_every_point_and_every_line_is_named(name: str) -> None:
-    for stem in {"memory_vs_time", "step_time"} & set(of(name)):
-        cells = of(name)[stem].data
+    for stem in {"memory_vs_time", "step_time"} & set(drawings_of(name)):
+        cells = drawings_of(name)[stem].data
         if stem == "memory_vs_time":
             cells = cells[(cells["accumulate"] == cells["accumulate"].max()) & cells["step_time_s"].notna()]
-        words = " ".join(legible.words(of(name)[stem].figure))
+        words = " ".join(legible.words(drawings_of(name)[stem].figure))
         assert [backend for backend in cells["backend"] if backend not in words] == [], stem
 
 
@@ -153,22 +153,24 @@ def test_the_title_on_memory_compares_cells_of_one_panel() -> None:
 
 
 def test_panels_with_the_same_bars_are_one_and_no_figure_has_times_that_cannot_be_compared() -> None:
-    (axes,) = of("curves")["communication"].figure.axes
+    (axes,) = drawings_of("curves")["communication"].figure.axes
     title = " ".join(axes.get_title().split())
     assert title == "adamw-foreach, not clipped; adamw-foreach, clipped to 1.5; sgd, not clipped; sgd, clipped to 1.5"
-    assert len(of("curves")["memory_categories"].figure.axes) == 2 and "memory_vs_time" not in of("curves")
+    assert len(drawings_of("curves")["memory_categories"].figure.axes) == 2 and "memory_vs_time" not in drawings_of(
+        "curves"
+    )
 
 
 def test_a_virtual_world_has_no_times() -> None:
-    assert of("bytes-8b") and not {"memory_vs_time", "step_time", "noise"} & set(of("bytes-8b"))
-    assert all("(virtual world)" in drawing.words.title for drawing in of("bytes-8b").values())
+    assert drawings_of("bytes-8b") and not {"memory_vs_time", "step_time", "noise"} & set(drawings_of("bytes-8b"))
+    assert all("(virtual world)" in drawing.words.title for drawing in drawings_of("bytes-8b").values())
 
 
 def test_times_that_cannot_be_compared_are_not_drawn(tmp_path: Path) -> None:
-    assert {"memory_vs_time", "step_time", "step_time_ratio", "noise"} <= set(of("two"))
-    assert arrows(of("two")["memory_vs_time"].figure)
-    assert of("two")["step_time"].words.title == "At N = 8, deferring the sync saves 30 % of a step with made"
-    assert of("two")["step_time_ratio"].words.title == "At N = 8, made-deferred is faster than made-eager"
+    assert {"memory_vs_time", "step_time", "step_time_ratio", "noise"} <= set(drawings_of("two"))
+    assert arrows(drawings_of("two")["memory_vs_time"].figure)
+    assert drawings_of("two")["step_time"].words.title == "At N = 8, deferring the sync saves 30 % of a step with made"
+    assert drawings_of("two")["step_time_ratio"].words.title == "At N = 8, made-deferred is faster than made-eager"
     busy = {"time": {"host": {"num_cpus": 4, "foreign_cores": 1.6, "stolen_cores": 0.0}}}
     for name, more in {"few": {"repeats": 1}, "busy": {"changes": lambda *_: busy}}.items():
         found = drawings(load(write_run(tmp_path / name, TWO, accumulate=(1, 8), **more)))
@@ -186,7 +188,7 @@ def ends_of_bars(drawing: Drawing) -> list[float]:
 
 
 def test_bars_are_the_bytes_sent_by_operation() -> None:
-    drawing = of("made")["communication"]
+    drawing = drawings_of("made")["communication"]
     data = drawing.data.set_index(["backend", "world_size", "accumulate"])
     assert data.loc[("made-0-eager", 2, 8), "all_reduce"] == 8 * 12 * MIB  # 2 (W - 1) / W of the payload
     assert data.loc[("made-0-eager", 2, 8), "broadcast"] == MIB

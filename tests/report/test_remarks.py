@@ -37,7 +37,7 @@ def write(folder: Path, precision: str = "bf16", way: str = BF16_PARAMETERS, *, 
     return path
 
 
-def places(folder: Path, *, drawn: bool = False) -> dict[str, str]:
+def texts_by_place(folder: Path, *, drawn: bool = False) -> dict[str, str]:
     """What a report says in each place that shows numbers, each in one line."""
     _, printed = report(folder, drawn=drawn)
     page = read(folder / "report.html")
@@ -73,7 +73,7 @@ def test_two_ways_of_bf16_and_a_backends_own_remark_are_said_once_in_each_place(
 ) -> None:
     folder = write(tmp_path / "run")
     alone = f"{FSDP2} N=2 W=2 bf16: {ALONE}"
-    for name, text in (places(folder, drawn=True) | compared(folder, tmp_path / "out", capsys)).items():
+    for name, text in (texts_by_place(folder, drawn=True) | compared(folder, tmp_path / "out", capsys)).items():
         assert [text.count(sentence) for sentence in (BF16, alone)] == [1, 1], name
     of_fsdp2, of_ddp, of_both = citations(folder)
     assert [text.count(BEGINNING) for text in (of_fsdp2, of_ddp, of_both)] == [0, 0, 1]
@@ -88,5 +88,5 @@ def test_nothing_is_said_where_the_ways_are_alike_or_in_fp32(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], precision: str, way: str
 ) -> None:
     folder = write(tmp_path / "run", precision, way, remarks=False)
-    every = [*places(folder).values(), *compared(folder, tmp_path / "out", capsys).values(), *citations(folder)]
+    every = [*texts_by_place(folder).values(), *compared(folder, tmp_path / "out", capsys).values(), *citations(folder)]
     assert len(every) > 5 and not any(BEGINNING in text for text in every)

@@ -134,7 +134,6 @@ class ConfigPart:
         return self
 
     def integer(self, least: int = 1, most: int = LARGEST, also: str | None = None) -> int | None:
-        """An integer."""
         expected = f"an integer of at least {least}" + ("" if most == LARGEST else f" and at most {most}")
         found: int | None = self.checked(lambda value: type(value) is int and least <= value <= most, expected, also)
         return found
@@ -157,12 +156,10 @@ class ConfigPart:
         return default if value is None else value
 
     def word(self) -> str | None:
-        """A string."""
         found: str | None = self.checked(lambda value: isinstance(value, str), "a string")
         return found
 
     def zero_stage(self, also: str | None = None) -> int | None:
-        """A ZeRO stage."""
         found: int | None = self.checked(lambda value: type(value) is int and 0 <= value <= 3, "0, 1, 2 or 3", also)
         return found
 
@@ -296,5 +293,4 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
             raise ConstructorError(None, None, str(error), node.start_mark) from error
 
     def error(self, node: yaml.Node, words: str) -> InputError:
-        """The error for what is wrong at a node."""
         return InputError(f"{self.file}:{node.start_mark.line + 1}: {words}")

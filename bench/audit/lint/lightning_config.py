@@ -217,7 +217,6 @@ def _max_epochs(trainer: ConfigPart, max_steps: int | None, *, has_timer: bool) 
 
 
 def _callbacks(place: ConfigPart) -> dict[str, ConfigPart]:
-    """The callbacks by the name of their class."""
     found: dict[str, ConfigPart] = {}
     for callback in place.items():
         name = callback.value

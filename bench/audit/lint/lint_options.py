@@ -1,4 +1,4 @@
-"""What a config does not say: the size of the run and the versions installed."""
+"""What configs do not say: the size of the run, and the installed versions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Version = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class LintOptions:
-    """What is known beside the configs. None is not known."""
+    """The size of the run, and the installed versions; None for what is not known."""
 
     samples: int | None = None
     """Of the training set, over all ranks."""
@@ -29,7 +29,7 @@ class LintOptions:
     """Options of the command that would have enabled more rules."""
 
     def want(self, samples: int | None, world_size: int | None, batch_size: int | None) -> None:
-        """Note which of these are not known, although a rule needs them."""
+        """Note which of these a rule needs and does not know."""
         needed = {"--samples": samples, "--world-size": world_size, "--micro-batch": batch_size}
         self.wanted.update(option for option, number in needed.items() if number is None)
 

@@ -52,7 +52,6 @@ class Rates:
 
     @cached_property
     def plan(self) -> TrainingPlan:
-        """The windows of an epoch."""
         return windows_of(self.num_batches, self.accumulate)
 
     @property

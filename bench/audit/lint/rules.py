@@ -1,4 +1,4 @@
-"""What lint can find: rules, each of which is one function for each kind of config, and findings."""
+"""Rules, each one function for each kind of config, and what they find."""
 
 from __future__ import annotations
 

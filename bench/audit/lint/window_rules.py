@@ -52,7 +52,6 @@ class LightningEpochs:
 
     @property
     def windows(self) -> str:
-        """The windows of an epoch in words."""
         plan, batches = self.plan, f"{self.plan.micro_batches_per_epoch} micro-batches per epoch and rank"
         if not plan.full_windows:
             return f"{batches} are fewer than a window of {plan.n}"
