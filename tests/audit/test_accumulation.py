@@ -11,7 +11,6 @@ from bench import cli
 from bench.audit import dtypes
 from bench.audit.dtypes import AccumulationTask, row_text
 from bench.backends.base import registry
-from bench.errors import UnsupportedError
 from bench.launch.launcher import Launcher
 from bench.launch.outcome import Outcome
 from bench.measure import accumulation_dtype
@@ -114,13 +113,14 @@ def test_the_error_of_a_sum_in_bf16_grows_with_n(found: dict[str, Any]) -> None:
 
 
 def test_the_table_is_made_by_real_process_groups(here: Command) -> None:
-    done = here("accumulation", "--backend", "ddp-deferred", "--json")
+    done = here("accumulation", "--backend", "deepspeed-zero2-deferred", "--json")
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0, done.stderr
     assert [(row["backend"], row["precision"], row["dtype"]) for row in rows] == [
-        ("ddp-deferred", "fp32", "fp32"),
-        ("ddp-deferred", "bf16", "fp32"),
+        ("deepspeed-zero2-deferred", "fp32", "fp32"),
+        ("deepspeed-zero2-deferred", "bf16", "unsupported"),
     ]
+    assert "coalesce" in rows[1]["reason"]
 
 
 class FakeLauncher:
@@ -172,13 +172,3 @@ def test_a_row_in_words() -> None:
     row = {"backend": "b", "precision": "bf16", "dtype": "bf16", "significand_bits": 8, "sum": 0.0, "scale": 1.0}
     row["errors"] = [{"accumulate": 4, "error": 0.0123}, None]
     assert row_text(row).split() == ["b", "bf16", "bf16", "8", "bits", "sum", "0", "scale", "1", "N=4:", "0.012"]
-
-
-def test_a_refusal_is_a_row_and_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> Any:
-        raise UnsupportedError("not in bf16")
-
-    monkeypatch.setattr(dtypes, "accumulator", refuse)
-    task = AccumulationTask(backend="ddp-eager", world_size=2, precisions=(Precision.BF16,), windows=(), folder="")
-    row = dtypes._row(task, Precision.BF16, registry()["ddp-eager"], 0, None)  # type: ignore[arg-type]
-    assert (row["dtype"], row["reason"]) == ("unsupported", "not in bf16")

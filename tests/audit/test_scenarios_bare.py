@@ -19,21 +19,29 @@ SUITE = {(observation["scenario"]["name"], observation["backend"]): observation 
 """As committed; ``test_what_is_committed_is_measured_again`` measures it."""
 
 
+def run_bare(script: str, *arguments: str, folder: Path) -> dict[str, Any]:
+    """What a script beside this file prints at last."""
+    command = [sys.executable, str(Path(__file__).parent / script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def assert_same_updates(seen: dict[str, Any], alone: dict[str, Any]) -> None:
+    updates = [update["samples"] for update in seen["updates"]]
+    assert updates == [pytest.approx(update, rel=1e-4) for update in alone["updates"]], seen["diagnosis"]
+
+
 @pytest.mark.parametrize(
     "framework", ["torch", "torchtitan", pytest.param("deepspeed", marks=pytest.mark.slow), pytest.param("lightning")]
 )
 def test_loops_without_the_bench_compute_the_same(framework: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(Path(__file__).parent / "bare.py"), framework]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    bare: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    bare = run_bare("bare.py", framework, folder=tmp_path)
     assert bare
     for name, backends in bare.items():
         for backend, alone in backends.items():
             seen = SUITE[name, backend]
-            assert len(seen["updates"]) == len(alone["updates"]), (name, backend)
-            for update, coefficients in zip(seen["updates"], alone["updates"], strict=True):
-                assert update["samples"] == pytest.approx(coefficients, rel=1e-4), (name, backend)
+            assert_same_updates(seen, alone)
             loading = alone["reported"].pop("inner_steps_of_loading", 0)
             assert loading == (2 if (name, backend) == ("resume-epoch", "fsdp2-deferred") else 0)
             for counter, value in alone["reported"].items():
@@ -60,10 +68,7 @@ def test_hugging_faces_trainer_alone_computes_the_same(
 ) -> None:
     """Tokens that are counted on all ranks, on each alone or not at all; a partial window; a checkpoint."""
     backends = ",".join(asked(request, ("hf-trainer-ddp", "hf-trainer-fsdp2"), TRAINERS))
-    command = [sys.executable, str(Path(__file__).parent / "bare_trainer.py"), backends]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    bare = json.loads(done.stdout.splitlines()[-1])
+    bare = run_bare("bare_trainer.py", backends, folder=tmp_path)
     gathers, reduces, alone = "_allgather_base_", "_reduce_scatter_base_", {"allgather_": 1}  # of the counted tokens
     sent = {  # N = 4, one parameter in one unit; DDP searches for unused parameters, which the bench turns off
         "hf-trainer-ddp": alone | {"allreduce_": 1 + 1},
@@ -77,8 +82,7 @@ def test_hugging_faces_trainer_alone_computes_the_same(
     assert len(measured) == len(bare) * len(backends.split(","))
     for seen in measured:
         alone = bare[seen["scenario"]["name"]][seen["backend"]]
-        found = [update["samples"] for update in seen["updates"]]
-        assert found == [pytest.approx(update, rel=1e-4) for update in alone["updates"]], seen["diagnosis"]
+        assert_same_updates(seen, alone)
         assert seen["steps_reported"].items() >= alone["reported"].items(), seen["diagnosis"]
     verdicts = {(seen["scenario"]["name"], seen["verdict"]) for seen in measured}
     assert {word for name, word in verdicts if name in ("tokens-mean", "tokens-counted-per-rank")} == {"mean of means"}
@@ -86,10 +90,7 @@ def test_hugging_faces_trainer_alone_computes_the_same(
 
 
 def test_accelerate_without_the_bench_computes_and_sends_the_same(tmp_path: Path) -> None:
-    command = [sys.executable, str(Path(__file__).parent / "bare_accelerate.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    bare: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    bare = run_bare("bare_accelerate.py", folder=tmp_path)
     assert bare.pop("fallbacks") == {"cpu=True": "DistributedDataParallel on 2", "neither": "Weights on 1"}
     sent = {name.removeprefix("accelerate-"): calls for name, calls in bare.pop("collectives").items()}
     assert sent == {  # N = 4, one parameter, one unit; ZeRO adds the norm, and stage 2 the gather after the step
@@ -104,9 +105,7 @@ def test_accelerate_without_the_bench_computes_and_sends_the_same(tmp_path: Path
     assert len(measured) == len(bare) * len(sent)
     for name, backend, alone in measured:
         seen = SUITE[name, backend]
-        assert len(seen["updates"]) == len(alone["updates"]), (name, backend)
-        for update, coefficients in zip(seen["updates"], alone["updates"], strict=True):
-            assert update["samples"] == pytest.approx(coefficients, rel=1e-4), (name, backend)
+        assert_same_updates(seen, alone)
         assert seen["steps_reported"] == alone["reported"], (name, backend)
         if name == "own-loader":
             assert (len(seen["updates"]), seen["verdict"]) == (5, "carried over"), backend

@@ -156,9 +156,8 @@ def test_panels_with_the_same_bars_are_one_and_no_figure_has_times_that_cannot_b
     (axes,) = drawings_of("curves")["communication"].figure.axes
     title = " ".join(axes.get_title().split())
     assert title == "adamw-foreach, not clipped; adamw-foreach, clipped to 1.5; sgd, not clipped; sgd, clipped to 1.5"
-    assert len(drawings_of("curves")["memory_categories"].figure.axes) == 2 and "memory_vs_time" not in drawings_of(
-        "curves"
-    )
+    curves = drawings_of("curves")
+    assert len(curves["memory_categories"].figure.axes) == 2 and "memory_vs_time" not in curves
 
 
 def test_a_virtual_world_has_no_times() -> None:
