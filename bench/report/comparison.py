@@ -109,18 +109,17 @@ def _row(row: ComparedPair) -> TableRow:
     return TableRow(texts, {"verdict": "bold red" if row.regressions else STYLES[row.verdict]})
 
 
-def reasons(rows: Sequence[ComparedPair]) -> list[str]:
-    """Each reason with what to do next, and the details for which the table has no room."""
+def reasons(rows: Sequence[ComparedPair]) -> list[tuple[str, list[str]]]:
+    """Each reason with what to do next, and its details, for which the table has no room."""
     found = []
     for reason in Reason:
         details: dict[str, list[str]] = {}
         for row in (row for row in rows if row.reason is reason):
             details.setdefault(row.detail, []).append(row.name)
         if details:
-            found.append(f"{reason} ({plural(sum(map(len, details.values())), 'cell')}): {NEXT[reason]}")
-        if reason not in DECIDED:
-            is_only = len(details) == 1
-            found += [f"  {text}" if is_only else f"  {some(names)}: {text}" for text, names in details.items()]
+            texts = [f"{some(names)}: {text}" for text, names in details.items()] if len(details) > 1 else [*details]
+            line = f"{reason} ({plural(sum(map(len, details.values())), 'cell')}): {NEXT[reason]}"
+            found.append((line, [] if reason in DECIDED else texts))
     return found
 
 
@@ -131,7 +130,10 @@ def show(report: Report) -> None:
     for line in alarm(report.differences):
         console.print(Text(line, style="bold red"), soft_wrap=True)
     console.print(table(report.rows).fitted(console))
-    for line in [*reasons(report.rows), "", *report.remarks, *report.notes]:
+    for reason, details in reasons(report.rows):
+        for line in (reason, *(f"  {detail}" for detail in details)):
+            console.print(Text(line), soft_wrap=True)
+    for line in ("", *report.remarks, *report.notes):
         console.print(Text(line), soft_wrap=True)
 
 
@@ -153,7 +155,8 @@ def _markdown(report: Report, pictures: Sequence[str]) -> str:
         lines += [f"**{first}**", "", *(f"- {markdown(key)}" for key in keys), ""]
     lines += [f"![Ratios of step times with intervals]({name})" for name in pictures]
     lines += ["", *table(report.rows).markdown(), "", "## Reasons, and what to do next", ""]
-    lines += [("  - " if line.startswith(" ") else "- ") + markdown(line) for line in reasons(report.rows)]
+    for reason, details in reasons(report.rows):
+        lines += [f"- {markdown(reason)}", *(f"  - {markdown(detail)}" for detail in details)]
     lines += ["", "## Notes", "", *(f"- {markdown(note)}" for note in (*report.remarks, *report.notes)), ""]
     return "\n".join(lines)
 
