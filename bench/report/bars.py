@@ -48,7 +48,7 @@ LIVE, PEAK_BYTES = "live_bytes", "peak_memory_bytes"
 
 
 def stacked(
-    run: FigureData,
+    data: FigureData,
     stem: str,
     cells: pd.DataFrame,
     total: str,
@@ -63,13 +63,13 @@ def stacked(
     cells = cells[known]
     if cells.empty:
         return []
-    shown = run.backends_in(cells)
+    shown = data.backends_in(cells)
     height = ROW * len(shown) + TITLE_AND_AXIS
-    panels, left_out = run.panels(cells, [*CONTEXT, "accumulate"], 3 * max(1, int(PANELS_HEIGHT / height)))
+    panels, left_out = data.panels(cells, [*CONTEXT, "accumulate"], 3 * max(1, int(PANELS_HEIGHT / height)))
     panels = without_repeats(panels, ["backend", "outcome", total, *colours])
     lines = math.ceil(len(panels) / (2 if len(panels) == 4 else 3))
     columns = math.ceil(len(panels) / lines)
-    words = run.figure_words(title)
+    words = data.figure_words(title)
     words.notes[:0] = [*left_out, note]
     styles = {part: _bar_style(part, colour) for part, colour in colours.items() if (cells[part] > 0).any()}
     keys: list[Key] = [(Patch(**style), part.replace("_", " ")) for part, style in styles.items()]
@@ -156,12 +156,12 @@ def by_cell(memory: pd.DataFrame, total: str) -> pd.DataFrame:
     return wide.reindex(columns=list(names)).rename(columns=names).dropna().astype("Int64")
 
 
-def draw_memory_categories(run: FigureData) -> list[Drawing]:
+def draw_memory_categories(data: FigureData) -> list[Drawing]:
     """A stacked bar per backend, a panel per N and W: what lives at the peak, on the rank that has most.
 
     A peak that was not split is one bar. A black mark is the allocator's peak, if that differs.
     """
-    cells = run.contestants.join(by_cell(run.tables.memory, PEAK))
+    cells = data.contestants.join(by_cell(data.tables.memory, PEAK))
     names = [str(category) for category in Category]
     cells[LIVE] = cells[names].sum(axis=1, min_count=1)
     cells[UNSPLIT] = cells["peak_memory_bytes"].where(cells[LIVE].isna())
@@ -174,17 +174,17 @@ def draw_memory_categories(run: FigureData) -> list[Drawing]:
         "What is live at the peak of a window after warm-up, on the rank with the largest peak; each storage is in one "
         "category. Right of a bar: the peak, and how the cell failed."
     )
-    title = _memory_title(run, cells)
-    return stacked(run, "memory_categories", cells, LIVE, CATEGORY_COLOURS, title, note, "peak memory per rank")
+    title = _memory_title(data, cells)
+    return stacked(data, "memory_categories", cells, LIVE, CATEGORY_COLOURS, title, note, "peak memory per rank")
 
 
-def _memory_title(run: FigureData, cells: pd.DataFrame) -> str:
+def _memory_title(data: FigureData, cells: pd.DataFrame) -> str:
     """Who needs the least and the most memory at the most ranks and the largest N, and where the difference lies."""
     good = most_extreme(cells, LIVE)
     if good.empty:
         return "Peak memory (no cell is correct)"
     least, most = good.iloc[0], good.iloc[-1]
-    setting = run.setting_of(least)
+    setting = data.setting_of(least)
     if alike(float(most[LIVE]), float(least[LIVE])):
         alone = least["backend"] if len(good) == 1 else f"each of {plural(len(good), 'backend')}"
         return f"{setting}, {alone} needs {size(float(least[LIVE]))} per rank"
@@ -232,29 +232,29 @@ def by_operation(collectives: pd.DataFrame, cells: Mapping[str, Cell] | None = N
     return wide.assign(**{TOTAL: wide.sum(axis=1)})
 
 
-def draw_traffic(run: FigureData) -> list[Drawing]:
+def draw_traffic(data: FigureData) -> list[Drawing]:
     """A stacked bar per backend, a panel per N and W; nothing if no operation was counted."""
-    trials = rows_of(run.tables.trials.drop_duplicates("cell_id"))
+    trials = rows_of(data.tables.trials.drop_duplicates("cell_id"))
     known = {row["cell_id"]: cell_of(row) for row in trials}
-    parts = by_operation(run.tables.collectives, known).rename(columns={TOTAL: SENT})
+    parts = by_operation(data.tables.collectives, known).rename(columns={TOTAL: SENT})
     if parts.empty or not float(parts[SENT].max()):
         return []
-    cells = run.contestants.join(parts)
+    cells = data.contestants.join(parts)
     note = (
         "Bytes that a ring algorithm sends for the collectives counted between two updates, computed from their "
         "payload (gloo uses other algorithms). Right of a bar: their sum, and how the cell failed."
     )
     cells = cells[cells["world_size"] > 1]
-    title = _traffic_title(run, cells)
-    return stacked(run, "communication", cells, SENT, TRAFFIC_COLOURS, title, note, "sent per rank and step")
+    title = _traffic_title(data, cells)
+    return stacked(data, "communication", cells, SENT, TRAFFIC_COLOURS, title, note, "sent per rank and step")
 
 
-def _traffic_title(run: FigureData, cells: pd.DataFrame) -> str:
+def _traffic_title(data: FigureData, cells: pd.DataFrame) -> str:
     """What deferring the sync saves at the most ranks and the largest N, or who sends the least and the most."""
     good = most_extreme(cells, SENT)
     if good.empty:
         return "Bytes that a rank sends (no cell is correct)"
-    setting = run.setting_of(good.iloc[0])
+    setting = data.setting_of(good.iloc[0])
     if (saved := saved_by_deferring(sync_pairs(good), SENT)) is not None:
         name, before, after = saved
         cut = f"from {size(before)} to {size(after)} per rank"

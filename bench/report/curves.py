@@ -44,42 +44,42 @@ MOST_ROOM = 2.5
 """Inches of the names, at most."""
 
 
-def draw_step_time(run: FigureData) -> list[Drawing]:
+def draw_step_time(data: FigureData) -> list[Drawing]:
     """Seconds per optimizer step against N; nothing if times cannot be compared, or all have one N."""
-    known = run.timed[run.timed["step_time_s"].notna()][[*FACTS, *TIMES]]
-    if run.data.hides_times or known["accumulate"].nunique() < 2:
+    known = data.timed[data.timed["step_time_s"].notna()][[*FACTS, *TIMES]]
+    if data.analysis.hides_times or known["accumulate"].nunique() < 2:
         return []
-    panels, left_out = run.panels(known, CONTEXT, MOST_PANELS)
+    panels, left_out = data.panels(known, CONTEXT, MOST_PANELS)
     drawn = pd.concat([panel.rows for panel in panels])
-    words = run.figure_words(_step_time_title(run, panels[-1]), timed=True)
+    words = data.figure_words(_step_time_title(data, panels[-1]), timed=True)
     words.notes[:0] = [
         *left_out,
         "Solid lines with triangles: deferred sync; dashed lines with squares: eager sync. Vertical lines are 95 % "
         "intervals, rings are wrong results. B is the same at every N.",
-        *without_value(run.timed, "step_time_s"),
+        *without_value(data.timed, "step_time_s"),
     ]
     *others, last = panels
-    keys = [name for name in run.backends_in(drawn) if name not in set(last.rows["backend"])]
-    figure, unnamed = _step_time_figure(run, others, last, words, keys)
+    keys = [name for name in data.backends_in(drawn) if name not in set(last.rows["backend"])]
+    figure, unnamed = _step_time_figure(data, others, last, words, keys)
     while unnamed:
         keys += unnamed
-        figure, unnamed = _step_time_figure(run, others, last, words, keys)
+        figure, unnamed = _step_time_figure(data, others, last, words, keys)
     return [Drawing("step_time", figure, known, words)]
 
 
 def _step_time_figure(
-    run: FigureData, others: list[Panel], last: Panel, words: FigureWords, keys: list[str]
+    data: FigureData, others: list[Panel], last: Panel, words: FigureWords, keys: list[str]
 ) -> tuple[Figure, list[str]]:
     """The figure, and the backends for whose names there is no room at the lines of the last panel.
 
     ``keys`` are the backends in the legend.
     """
-    figure = new_figure(words, [style.line_key(name, run.looks[name]) for name in keys], 4.0)
+    figure = new_figure(words, [style.line_key(name, data.looks[name]) for name in keys], 4.0)
     grid = figure.subplots(1, len(others) + 1, squeeze=False, sharey=True, width_ratios=[1] * len(others) + [LAST])[0]
     for axes, panel in zip(grid, others, strict=False):
-        _draw_backend_lines(run, axes, panel)
+        _draw_backend_lines(data, axes, panel)
         axes.set_xlabel("N")
-    axes, ends = grid[-1], _draw_backend_lines(run, grid[-1], last)
+    axes, ends = grid[-1], _draw_backend_lines(data, grid[-1], last)
     axes.set_xlabel("N, micro-batches per optimizer step")
     set_scale(axes, "y", pd.concat([panel.rows["step_time_s"] for panel in (*others, last)]))
     grid[0].set_ylabel("step time (s)")
@@ -92,14 +92,14 @@ def _step_time_figure(
     return figure, [backend for backend, name in names.items() if name in missing]
 
 
-def _step_time_title(run: FigureData, panel: Panel) -> str:
+def _step_time_title(data: FigureData, panel: Panel) -> str:
     """What deferring the sync saves at the largest N, or the range of step times."""
     rows = panel.rows[panel.rows["accumulate"] == panel.extent[1]]
     good = rows[rows["status"] == Status.OK]["step_time_s"]
     if good.empty:
         return "Step time against N"
-    setting = run.setting_of(rows.iloc[0])
-    pairs = [run.data.compared(deferred["cell_id"], eager["cell_id"]) for eager, deferred in sync_pairs(rows)]
+    setting = data.setting_of(rows.iloc[0])
+    pairs = [data.analysis.compared(deferred["cell_id"], eager["cell_id"]) for eager, deferred in sync_pairs(rows)]
     saved = {pair.time.ratio: pair.a.backend for pair in pairs if pair and pair.time and pair.verdict is Verdict.FASTER}
     if saved:
         share, name = 100 * (1 - min(saved)), saved[min(saved)].removesuffix("-eager")
@@ -109,7 +109,7 @@ def _step_time_title(run: FigureData, panel: Panel) -> str:
     return f"{setting}, a step takes {good.min():.3g} to {good.max():.3g} s, depending on the backend"
 
 
-def _draw_backend_lines(run: FigureData, axes: Axes, panel: Panel) -> dict[str, PointName]:
+def _draw_backend_lines(data: FigureData, axes: Axes, panel: Panel) -> dict[str, PointName]:
     """Draw a line per backend: solid for deferred sync, dashed for eager. The names to write at their ends."""
     axes.set_title(panel_title(panel.title, 1.9))
     ticks = sorted({int(n) for n in panel.rows["accumulate"]})
@@ -118,7 +118,7 @@ def _draw_backend_lines(run: FigureData, axes: Axes, panel: Panel) -> dict[str, 
     axes.minorticks_off()
     ends = {}
     for backend, rows in panel.rows.groupby("backend", sort=False):
-        look, x, y = run.looks[str(backend)], floats(rows["accumulate"]), floats(rows["step_time_s"])
+        look, x, y = data.looks[str(backend)], floats(rows["accumulate"]), floats(rows["step_time_s"])
         axes.plot(x, y, color=look.colour, linestyle="--" if look.marker == style.SYNC_MARKERS["eager"] else "-")
         low, high = (floats(rows[name]) for name in TIMES[1:])
         axes.vlines(x, low, high, color=look.colour, linewidth=2 * INTERVAL)
@@ -139,27 +139,27 @@ VISIBLE = 0.01
 """Losses nearer than this to the reference's, in nats per token, lie on its line, and have no line of their own."""
 
 
-def draw_loss_curves(run: FigureData) -> list[Drawing]:
+def draw_loss_curves(data: FigureData) -> list[Drawing]:
     """Losses at the largest N: the reference's, and by name those of backends that are invalid or visibly differ."""
-    keyed = _losses_beside_reference(run)
+    keyed = _losses_beside_reference(data)
     if keyed.empty:
         return []
     steps = keyed.groupby(CONTEXT, dropna=False)["step"].transform("max") + 1
     short = keyed[steps < SHORT * steps.max()]["cell_id"].nunique()
     keyed = keyed[steps >= SHORT * steps.max()]
-    panels, left_out = run.panels(keyed, CONTEXT, MOST_LOSSES)
+    panels, left_out = data.panels(keyed, CONTEXT, MOST_LOSSES)
     facts = list(dict.fromkeys([*FACTS, "step", "loss", "reference_loss", "deviation", "entropy_floor"]))
     drawn = pd.concat([panel.rows for panel in panels])
     invalid = drawn["status"] == Status.INVALID
     apart = drawn["deviation"].isna() | (drawn["deviation"] > VISIBLE) | invalid
     named = set(drawn[apart]["backend"])
-    words = run.figure_words(_loss_title(drawn))
+    words = data.figure_words(_loss_title(drawn))
     if short:
         left_out.append(f"The curves of {plural(short, 'cell')} are left out: they are much shorter than others.")
     words.notes[:0] = left_out
     keys = [
-        style.line_key(name, run.looks[name], wrong=wrong)
-        for name in run.backends_in(drawn)
+        style.line_key(name, data.looks[name], wrong=wrong)
+        for name in data.backends_in(drawn)
         if name in named
         for wrong in invalid[drawn["backend"] == name].unique()
     ]
@@ -174,15 +174,15 @@ def draw_loss_curves(run: FigureData) -> list[Drawing]:
         axes.set_title(panel_title(panel.title, WIDTH / len(panels) - 0.4))
         axes.set_xlabel("optimizer step")
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        _draw_losses(run, axes, panel, named)
+        _draw_losses(data, axes, panel, named)
     figure.axes[0].set_ylabel("loss (nats/token)")
     return [Drawing("loss_curves", figure, keyed[facts], words)]
 
 
-def _losses_beside_reference(run: FigureData) -> pd.DataFrame:
+def _losses_beside_reference(data: FigureData) -> pd.DataFrame:
     """The losses of each backend at its largest N in the first repeat, beside the reference's."""
-    cells = run.cells[list(dict.fromkeys([*FACTS, *WORK, "entropy_floor"]))]
-    losses = run.tables.losses
+    cells = data.cells[list(dict.fromkeys([*FACTS, *WORK, "entropy_floor"]))]
+    losses = data.tables.losses
     losses = losses[losses["repeat"] == losses.groupby("cell_id")["repeat"].transform("min")]
     keyed = cells.merge(losses.sort_values("step", kind="stable"), on="cell_id")
     truth = keyed[keyed["backend"].isin(REFERENCES)].sort_values("backend", kind="stable")  # single processes first
@@ -208,11 +208,11 @@ def _loss_title(rows: pd.DataFrame) -> str:
     return f"{whose} within {at_most(rows['deviation'].max())} nats/token of the reference's loss"
 
 
-def _draw_losses(run: FigureData, axes: Axes, panel: Panel, named: Collection[str]) -> None:
+def _draw_losses(data: FigureData, axes: Axes, panel: Panel, named: Collection[str]) -> None:
     """A line per cell of these backends, the reference's loss, and its floor."""
     drawn = panel.rows[panel.rows["backend"].isin(named)]
     for i, ((backend, _), rows) in enumerate(drawn.groupby(["backend", "cell_id"], sort=False)):
-        look, wrong = run.looks[str(backend)], bool((rows["status"] == Status.INVALID).any())
+        look, wrong = data.looks[str(backend)], bool((rows["status"] == Status.INVALID).any())
         x, y = floats(rows["step"]), floats(rows["loss"])
         axes.plot(x, y, color=look.colour, linestyle=look.line)
         every = max(1, len(rows) // 6, min(len(rows), drawn["backend"].nunique()))

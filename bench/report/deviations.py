@@ -37,25 +37,25 @@ def deviations(trials: pd.DataFrame) -> pd.DataFrame:
     return found.assign(place=np.arange(1, len(found) + 1))
 
 
-def draw_noise(run: FigureData) -> list[Drawing]:
+def draw_noise(data: FigureData) -> list[Drawing]:
     """A point per trial; nothing if no cell has two good ones."""
-    timed = [world.times_communication for world in run.trials["world"]]
-    trials = deviations(run.trials[timed])
+    timed = [world.times_communication for world in data.trials["world"]]
+    trials = deviations(data.trials[timed])
     if trials.empty:
         return []
     away = trials[DEVIATION].abs()
     reach = max(LEAST, float(away.quantile(INSIDE))) * ROOM
     beyond = int((away > reach).sum())
     typical = f"Half of the trials are within {away.median():.2g} % of the median of their cell"
-    blocks = block_effects(run.trials)
+    blocks = block_effects(data.trials)
     if blocks is not None:
         typical += "; blocks differ in all cells together" if blocks[1].found else "; no block differs from the others"
-    words = run.figure_words(typical, timed=True)
+    words = data.figure_words(typical, timed=True)
     first = ["Good trials in the order in which they ran: a slope means drift, two clouds mean two modes."]
     if beyond:
         first.append(f"Triangles at the edge: {plural(beyond, 'trial')} farther away, up to {away.max():.3g} %.")
     words.notes[:0] = first
-    frameworks = list(dict.fromkeys(run.trials["framework"]))
+    frameworks = list(dict.fromkeys(data.trials["framework"]))
     colours = style.colours(frameworks)
     shown = [name for name in frameworks if (trials["framework"] == name).any()]
     keys: list[Key] = [

@@ -48,11 +48,11 @@ class Panel:
 class FigureData:
     """The cells in the order in which they are drawn, and what all figures say about them."""
 
-    def __init__(self, data: Analysis) -> None:
-        self.data, self.manifest, self.tables = data, data.run.manifest, data.run.tables
-        self.looks = style.looks(data.cells)
-        self._worlds = pd.Series({key: cell.world for key, cell in data.run.cells.items()}, dtype=object)
-        self._cells, self._contestant_ids = data.cells, data.contestants.index
+    def __init__(self, analysis: Analysis) -> None:
+        self.analysis, self.manifest, self.tables = analysis, analysis.run.manifest, analysis.run.tables
+        self.looks = style.looks(analysis.cells)
+        self._worlds = pd.Series({key: cell.world for key, cell in analysis.run.cells.items()}, dtype=object)
+        self._cells, self._contestant_ids = analysis.cells, analysis.contestants.index
 
     @cached_property
     def trials(self) -> pd.DataFrame:
@@ -102,7 +102,7 @@ class FigureData:
             f"{title} (virtual world)" if is_virtual else title,
             self._work_text(),
             footer + (f"; torch {torch}" if torch else ""),
-            [*(f"{text}." for text in self.data.remarks), *(f"{text[0].upper()}{text[1:]}." for text in caveats)],
+            [*(f"{text}." for text in self.analysis.remarks), *(f"{text[0].upper()}{text[1:]}." for text in caveats)],
         )
 
     def _work_text(self) -> str:
@@ -123,7 +123,7 @@ class FigureData:
             f"(summed in {values('accumulation_dtype')}), {optimizers}, "
             f"{values('device')}"
         )
-        cells = [self.data.run.cells[cell_id] for cell_id in self.contestants.index]
+        cells = [self.analysis.run.cells[cell_id] for cell_id in self.contestants.index]
         alone = all(cell.world_size == 1 and cell.world.has_all_ranks for cell in cells)
         return "; ".join([f"model {models}", ", ".join([work, *ways]), *([link_words(cells)] if alone else [])])
 
@@ -204,11 +204,11 @@ def most_extreme(cells: pd.DataFrame, value: str) -> pd.DataFrame:
     return good.sort_values(value, kind="stable")
 
 
-def fastest(run: FigureData, cells: pd.DataFrame) -> str:
+def fastest(data: FigureData, cells: pd.DataFrame) -> str:
     """The backend with the shortest step time, and how many are not slower by their verdict."""
     rows = rows_of(cells[cells["step_time_s"].notna()].sort_values("step_time_s", kind="stable"))
     best = rows[0]
-    others, seconds = len(run.data.not_slower(rows, best)), f"{best['step_time_s']:.3g} s"
+    others, seconds = len(data.analysis.not_slower(rows, best)), f"{best['step_time_s']:.3g} s"
     if not others:
         return f"{best['backend']} is fastest ({seconds})"
     also = f"statistically indistinguishable from {plural(others, 'other')}"

@@ -63,9 +63,9 @@ def figures(data: Analysis) -> list[Drawing]:
     """The figures of ``draw``, not yet saved."""
     if data.run.tables.trials.empty:
         return []
-    run = FigureData(data)
+    figure_data = FigureData(data)
     with matplotlib.style.context(list(style.BASE)):
-        found = [drawing for maker in MAKERS.values() for drawing in maker(run)]
+        found = [drawing for maker in MAKERS.values() for drawing in maker(figure_data)]
     if data.hides_times:
         return found
     # Every cell against the baseline's, but those that run once, as their matrix wants it.

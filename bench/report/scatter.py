@@ -48,25 +48,25 @@ LEAST = 1.1
 """The axes reach at least so many times farther than their middle, to either side."""
 
 
-def draw_memory_vs_time(run: FigureData) -> list[Drawing]:
+def draw_memory_vs_time(data: FigureData) -> list[Drawing]:
     """The cells of the largest N, most backends and most ranks, and smaller panels; nothing if no times compare."""
-    known = run.timed[run.timed["peak_memory_bytes"].notna() & run.timed["step_time_s"].notna()]
+    known = data.timed[data.timed["peak_memory_bytes"].notna() & data.timed["step_time_s"].notna()]
     every = known[[*FACTS, *TIMES, *MEMORY]]
-    if every.empty or run.data.hides_times:
+    if every.empty or data.analysis.hides_times:
         return []
     source = ["peak_memory_source"] if every["peak_memory_source"].nunique() > 1 else []
     split_by = ["accumulate", *CONTEXT, *source]
-    panels, left_out = run.panels(every, split_by, 1 + MOST_SMALL)
+    panels, left_out = data.panels(every, split_by, 1 + MOST_SMALL)
     main = max(panels, key=lambda panel: (panel.extent[1], len(panel.rows), panel.extent[0]))
-    if "accumulate" not in run.varying(split_by):
+    if "accumulate" not in data.varying(split_by):
         main.title = ", ".join(filter(None, [f"N = {main.extent[1]}", main.title]))
     others = [panel for panel in panels if panel is not main]
-    words = run.figure_words(_title(run, main), timed=True)
+    words = data.figure_words(_title(data, main), timed=True)
     legend = (
         "Lower left is better. Lines are 95 % intervals of the time; arrows lead from eager to deferred sync where "
         "times differ."
     )
-    words.notes[:0] = [*left_out, legend, *without_value(run.timed, "step_time_s")]
+    words.notes[:0] = [*left_out, legend, *without_value(data.timed, "step_time_s")]
 
     heights = [LARGE_HEIGHT, *([SMALL_HEIGHT] if others else [])]
     figure = new_figure(words, [], sum(heights))
@@ -75,7 +75,7 @@ def draw_memory_vs_time(run: FigureData) -> list[Drawing]:
     unit, name = unit_of(max(panel.rows["peak_memory_bytes"].max() for panel in panels))
     measured_by = ", ".join(main.rows["peak_memory_source"].dropna().unique())
     set_scales(large, main.rows, unit)
-    _draw_points(run, large, main.rows, unit, marker=6.5)
+    _draw_points(data, large, main.rows, unit, marker=6.5)
     large.set_title(panel_title(main.title, WIDTH), weight="bold")
     large.set_xlabel("step time (s)")
     large.set_ylabel(f"peak memory per rank ({name},\n{safe(measured_by)})")
@@ -83,40 +83,40 @@ def draw_memory_vs_time(run: FigureData) -> list[Drawing]:
         small = rows[1].subgridspec(1, len(others)).subplots(sharex=True, sharey=True, squeeze=False)[0]
         set_scales(small[0], pd.concat([panel.rows for panel in others]), unit)
         for axes, panel in zip(small, others, strict=True):
-            _draw_points(run, axes, panel.rows, unit, marker=4.0)
+            _draw_points(data, axes, panel.rows, unit, marker=4.0)
             axes.set_title(panel_title(panel.title, WIDTH / len(others) - 0.4))
             axes.set_xlabel("step time (s)")
         small[0].set_ylabel(name)
     freeze(figure)
-    if missing := name_points(large, [_point_name(run, cell, unit) for cell in rows_of(main.rows)], DIAGONAL):
+    if missing := name_points(large, [_point_name(data, cell, unit) for cell in rows_of(main.rows)], DIAGONAL):
         large.set_xlabel(f"step time (s); no room to name {plural(len(missing), 'point')}: see the CSV")
     return [Drawing("memory_vs_time", figure, every, words)]
 
 
-def _point_name(run: FigureData, cell: Any, unit: float) -> PointName:
+def _point_name(data: FigureData, cell: Any, unit: float) -> PointName:
     word = failure_label(cell["outcome"])
     text = f"{cell['backend']} ({word})" if word else cell["backend"]
-    return PointName(fit(text, NAME_WIDTH), _coordinates(cell, unit), run.looks[cell["backend"]].colour)
+    return PointName(fit(text, NAME_WIDTH), _coordinates(cell, unit), data.looks[cell["backend"]].colour)
 
 
-def _title(run: FigureData, panel: Panel) -> str:
+def _title(data: FigureData, panel: Panel) -> str:
     good = panel.rows[panel.rows["status"] == Status.OK]
     if good.empty:
         return f"No backend is correct at {panel.title}"
-    return f"At {panel.title}, {fastest(run, good)}; {leanest(good)}"
+    return f"At {panel.title}, {fastest(data, good)}; {leanest(good)}"
 
 
-def _draw_points(run: FigureData, axes: Axes, cells: pd.DataFrame, unit: float, marker: float) -> None:
+def _draw_points(data: FigureData, axes: Axes, cells: pd.DataFrame, unit: float, marker: float) -> None:
     """Points with intervals, rings for what is wrong, and arrows from eager to deferred sync if their times differ."""
     for cell in rows_of(cells):
-        look, (x, y) = run.looks[cell["backend"]], _coordinates(cell, unit)
+        look, (x, y) = data.looks[cell["backend"]], _coordinates(cell, unit)
         if not pd.isna(cell["step_time_low_s"]):
             ends = [cell["step_time_low_s"], cell["step_time_high_s"]]
             axes.plot(ends, [y, y], color=look.colour, linewidth=INTERVAL, zorder=2)
         style.mark(axes, [x], [y], look, wrong=cell["status"] != Status.OK, size=marker)
-    for eager, deferred in _decided_sync_pairs(run, cells):
+    for eager, deferred in _decided_sync_pairs(data, cells):
         colour, (tail, head) = (
-            run.looks[eager["backend"]].colour,
+            data.looks[eager["backend"]].colour,
             (_coordinates(eager, unit), _coordinates(deferred, unit)),
         )
         axes.plot(*zip(tail, head, strict=True), color=colour, zorder=1.9)
@@ -127,10 +127,10 @@ def _coordinates(cell: Any, unit: float) -> tuple[float, float]:
     return float(cell["step_time_s"]), float(cell["peak_memory_bytes"]) / unit
 
 
-def _decided_sync_pairs(run: FigureData, cells: pd.DataFrame) -> Iterator[tuple[Any, Any]]:
+def _decided_sync_pairs(data: FigureData, cells: pd.DataFrame) -> Iterator[tuple[Any, Any]]:
     """Eager and deferred backends whose times differ by their verdict."""
     for eager, deferred in sync_pairs(cells):
-        pair = run.data.compared(deferred["cell_id"], eager["cell_id"])
+        pair = data.analysis.compared(deferred["cell_id"], eager["cell_id"])
         if pair and pair.verdict in (Verdict.FASTER, Verdict.SLOWER):
             yield eager, deferred
 

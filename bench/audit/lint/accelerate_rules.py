@@ -96,7 +96,7 @@ def _engine(inner: ConfigPart) -> DeepSpeedConfig:
         accumulate=inner.at("gradient_accumulation_steps").integer(most=LARGEST_ACCUMULATE, also=AUTO),
         clip=None if clip.value == NONE else clip.number(also=AUTO),
         stage=2 if stage is None else stage,
-        offload=inner.at("offload_optimizer_device").word() not in {None, NONE},
+        offload=inner.at("offload_optimizer_device").string() not in {None, NONE},
     )
 
 
@@ -152,7 +152,7 @@ def _silent_clip(both: AccelerateDeepSpeed) -> Iterator[Found]:
 
 @rule("TAIL01")
 def _underweighted(both: AccelerateDeepSpeed) -> Iterator[Found]:
-    n, micro, ranks = both.engine.accumulate or 1, both.options.batch_size or both.engine.micro, both.num_ranks
+    n, micro, ranks = both.engine.accumulate or 1, both.options.batch_size or both.engine.micro_batch, both.num_ranks
     plan = both.options.windows(n, micro, ranks, drop_last=both.engine.drop_last) if both.is_script and n > 1 else None
     if plan is not None and (tail := plan.partial_window):
         yield Found(

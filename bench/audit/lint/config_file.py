@@ -155,7 +155,7 @@ class ConfigPart:
         value = self.checked(lambda value: isinstance(value, bool), "true or false", also)
         return default if value is None else value
 
-    def word(self) -> str | None:
+    def string(self) -> str | None:
         found: str | None = self.checked(lambda value: isinstance(value, str), "a string")
         return found
 

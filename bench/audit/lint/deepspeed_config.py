@@ -23,8 +23,8 @@ class DeepSpeedConfig:
     """The parts of a DeepSpeed config that rules need; None where it is silent or 'auto'."""
 
     part: ConfigPart
-    train: int | None = None
-    micro: int | None = None
+    batch: int | None = None
+    micro_batch: int | None = None
     accumulate: int | None = None
     clip: float | None = None
     stage: int = 0
@@ -55,16 +55,16 @@ def read(part: ConfigPart) -> DeepSpeedConfig:
     """What a DeepSpeed config says. Raises InputError naming the key of a wrong value."""
     for name in ("zero_optimization", "bf16", "fp16", "data_types"):
         part.at(name).mapping()
-    dtype = part.at("data_types.grad_accum_dtype").word()
+    dtype = part.at("data_types.grad_accum_dtype").string()
     offload = part.at("zero_optimization.offload_optimizer").mapping()
     return DeepSpeedConfig(
         part=part,
-        train=part.at("train_batch_size").integer(also=AUTO),
-        micro=part.at("train_micro_batch_size_per_gpu").integer(also=AUTO),
+        batch=part.at("train_batch_size").integer(also=AUTO),
+        micro_batch=part.at("train_micro_batch_size_per_gpu").integer(also=AUTO),
         accumulate=part.at("gradient_accumulation_steps").integer(most=LARGEST_ACCUMULATE, also=AUTO),
         clip=part.at("gradient_clipping").number(also=AUTO),
         stage=part.at("zero_optimization.stage").zero_stage(also=AUTO) or 0,
-        offload=offload.given and offload.at("device").word() not in {None, "none"},
+        offload=offload.given and offload.at("device").string() not in {None, "none"},
         bf16=part.at("bf16.enabled").flag(default=False, also=AUTO),
         fp16=part.at("fp16.enabled").flag(default=False, also=AUTO),
         accumulation_dtype=None if dtype == AUTO else dtype,
@@ -80,7 +80,7 @@ def deepspeed_part(place: ConfigPart) -> ConfigPart | None:
     """
     if isinstance(place.value, dict):
         return place
-    name, found = place.word(), None
+    name, found = place.string(), None
     if name is None:
         return None
     with suppress(OSError, ValueError):  # too long a name, or one with a null character

@@ -34,8 +34,8 @@ class DeepSpeedAlone:
             return config.accumulate
         if "gradient_accumulation_steps" in config.autos:
             return None
-        if config.train is not None and config.micro is not None:
-            return config.train // config.micro // world_size if world_size else None
+        if config.batch is not None and config.micro_batch is not None:
+            return config.batch // config.micro_batch // world_size if world_size else None
         return 1
 
 
@@ -51,7 +51,7 @@ def subjects(part: ConfigPart, options: LintOptions) -> Iterator[object]:
 @rule("BAT02", INFO, "no batch size", f"{ENGINE_CONFIG} _set_batch_related_parameters")
 def _no_batch_size(training: DeepSpeedAlone) -> Iterator[Found]:
     config, sizes = training.config, {"train_batch_size", "train_micro_batch_size_per_gpu"}
-    if config.train is None and config.micro is None and not sizes & {*config.autos}:
+    if config.batch is None and config.micro_batch is None and not sizes & {*config.autos}:
         yield Found(
             config.part.at("train_micro_batch_size_per_gpu"),
             "deepspeed.initialize refuses a config without a batch size; Lightning and accelerate fill it in",
@@ -61,9 +61,9 @@ def _no_batch_size(training: DeepSpeedAlone) -> Iterator[Found]:
 
 @rule("BAT01", ERROR, "batch sizes do not multiply", f"{ENGINE_CONFIG} _batch_assertion", stops=True)
 def _batch_sizes(training: DeepSpeedAlone) -> Iterator[Found]:
-    config, train = training.config, training.config.train
+    config, train = training.config, training.config.batch
     given = {
-        "train_micro_batch_size_per_gpu": config.micro,
+        "train_micro_batch_size_per_gpu": config.micro_batch,
         "gradient_accumulation_steps": config.accumulate,
         "ranks": training.options.world_size,
     }
@@ -104,12 +104,12 @@ def _silent_clip(training: DeepSpeedAlone) -> Iterator[Found]:
 @rule("WIN01")
 def _carried(training: DeepSpeedAlone) -> Iterator[Found]:
     config, n, options = training.config, training.accumulate, training.options
-    ranks, micro = options.world_size, options.batch_size or config.micro
+    ranks, micro = options.world_size, options.batch_size or config.micro_batch
     # A config with 'auto' is for Hugging Face's Trainer, which makes the engine step at the end of an epoch.
     if n is None or n <= 1 or not config.managed or config.autos:
         return
-    if micro is None and config.train is not None and ranks:
-        micro = config.train // n // ranks or None
+    if micro is None and config.batch is not None and ranks:
+        micro = config.batch // n // ranks or None
     plan = options.windows(n, micro, ranks, drop_last=config.drop_last)
     if plan is None or not plan.partial_window:
         return

@@ -36,7 +36,7 @@ class TrainerArguments:
         inner = part.at(KWARGS).mapping().at("num_steps").integer(most=LARGEST_ACCUMULATE) or 1
         outer = part.at("gradient_accumulation_steps").integer(most=LARGEST_ACCUMULATE) or 1
         self.accumulate = max(outer, inner)
-        self.micro = options.batch_size or part.at("per_device_train_batch_size").integer() or DEFAULT_MICRO
+        self.micro_batch = options.batch_size or part.at("per_device_train_batch_size").integer() or DEFAULT_MICRO
         """Samples of a micro-batch on one rank; with split_batches, on all of them."""
         self.is_split = part.at("accelerator_config.split_batches").flag(default=False)
         epochs, clip = part.at("num_train_epochs").number(), part.at("max_grad_norm").number()
@@ -48,13 +48,13 @@ class TrainerArguments:
         """Optimizer steps of the whole training; 0 if they cannot be calculated."""
         if not self.max_steps and options.samples and (self.world_size or self.is_split):
             # accelerate deals batches of the data set to the ranks in turn, or splits each among them.
-            together = self.micro * (1 if self.is_split else self.world_size or 1)
+            together = self.micro_batch * (1 if self.is_split else self.world_size or 1)
             is_dropped = part.at("dataloader_drop_last").flag(default=False)
             batches = options.samples // together if is_dropped else ceil(options.samples, together)
             windows = windows_of(max(batches, 1), self.accumulate).windows
             self.total_steps = math.ceil((DEFAULT_EPOCHS if epochs is None else epochs) * windows)
         elif not self.max_steps:
-            options.want(options.samples, self.world_size, self.micro)
+            options.want(options.samples, self.world_size, self.micro_batch)
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ def subjects(part: ConfigPart, options: LintOptions) -> Iterator[object]:
     n, ranks = arguments.accumulate, arguments.world_size
     together = "per_device_train_batch_size x gradient_accumulation_steps x ranks"
     yield SameValue(given.at("gradient_accumulation_steps"), n, "gradient_accumulation_steps")
-    yield SameValue(given.at("train_micro_batch_size_per_gpu"), arguments.micro, "per_device_train_batch_size")
-    yield SameValue(given.at("train_batch_size"), arguments.micro * n * ranks if ranks else None, together)
+    yield SameValue(given.at("train_micro_batch_size_per_gpu"), arguments.micro_batch, "per_device_train_batch_size")
+    yield SameValue(given.at("train_batch_size"), arguments.micro_batch * n * ranks if ranks else None, together)
     yield SameValue(given.at("gradient_clipping"), arguments.clip, "max_grad_norm")
     for name, is_on in arguments.dtypes.items():
         yield SameValue(given.at(f"{name}.enabled"), is_on, name)
@@ -113,7 +113,7 @@ def _two_factors(arguments: TrainerArguments) -> Iterator[Found]:
 @rule("OPT03", ERROR, "optimizer that steps in every backward", "lomo_optim 0.1.1 lomo.py fused_backward")
 def _optimizer(arguments: TrainerArguments) -> Iterator[Found]:
     place, n = arguments.part.at("optim"), arguments.accumulate
-    name = (place.word() or "").lower()
+    name = (place.string() or "").lower()
     if n > 1 and name.endswith("layerwise"):
         what = f"the Trainer raises ValueError: {name} steps inside backward, so it cannot accumulate"
         fix = f"use {name.removesuffix('_layerwise')}, or set gradient_accumulation_steps to 1"
@@ -125,7 +125,7 @@ def _optimizer(arguments: TrainerArguments) -> Iterator[Found]:
 
 @rule("BAT04", WARNING, "a micro-batch is split among the ranks", f"{ARGUMENTS} split_batches")
 def _split_batches(arguments: TrainerArguments) -> Iterator[Found]:
-    n, micro, ranks = arguments.accumulate, arguments.micro, arguments.world_size
+    n, micro, ranks = arguments.accumulate, arguments.micro_batch, arguments.world_size
     if arguments.is_split and ranks != 1:
         what = f"split_batches divides each batch of {micro} among {ranks or 'all'} ranks: a window has {micro * n} "
         fix = "set split_batches to false, or per_device_train_batch_size to the batch of all ranks"
@@ -138,7 +138,7 @@ def _smaller_batches(arguments: TrainerArguments) -> Iterator[Found]:
     if place.flag(default=False):
         yield Found(
             place,
-            f"out of memory, the Trainer shrinks the micro-batch below {arguments.micro} and keeps N = "
+            f"out of memory, the Trainer shrinks the micro-batch below {arguments.micro_batch} and keeps N = "
             f"{arguments.accumulate}: the effective batch shrinks, and the steps per epoch grow",
             "find the largest micro-batch once, set it, and scale gradient_accumulation_steps up by as much",
         )

@@ -56,7 +56,7 @@ class LightningConfig:
         self.log_every = DEFAULT_LOG_EVERY if log_every is None else log_every
         self.clip = trainer.at("gradient_clip_val").number()
         algorithm = trainer.at("gradient_clip_algorithm")
-        if algorithm.word() not in {None, "norm", "value"}:
+        if algorithm.string() not in {None, "norm", "value"}:
             algorithm.refuse("norm or value")
         self.clip_by_value = algorithm.value == "value"
         precision = trainer.at("precision")
@@ -221,7 +221,7 @@ def _callbacks(place: ConfigPart) -> dict[str, ConfigPart]:
     for callback in place.items():
         name = callback.value
         if isinstance(name, dict):
-            name = callback.at("class_path").word()
+            name = callback.at("class_path").string()
             callback.at("init_args").mapping()
             callback.at("dict_kwargs").mapping()
         if name is not None and not isinstance(name, str):

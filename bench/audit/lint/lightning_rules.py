@@ -158,16 +158,16 @@ def _autos(both: LightningDeepSpeed) -> Iterator[Found]:
 @rule("BAT01")
 def _batch_sizes(both: LightningDeepSpeed) -> Iterator[Found]:
     training, engine = both.training, both.engine
-    micro, ranks, n = engine.micro or training.batch_size, training.world_size, training.accumulate
-    if engine.train is not None and micro and ranks and training.schedule is None and engine.train != micro * n * ranks:
+    micro, ranks, n = engine.micro_batch or training.batch_size, training.world_size, training.accumulate
+    if engine.batch is not None and micro and ranks and training.schedule is None and engine.batch != micro * n * ranks:
         product = f"micro-batch {micro} x accumulate_grad_batches {n} x ranks {ranks} = {micro * n * ranks}"
-        what = f"DeepSpeed refuses train_batch_size {engine.train}: it is not {product}"
+        what = f"DeepSpeed refuses train_batch_size {engine.batch}: it is not {product}"
         yield Found(both.engine.part.at("train_batch_size"), what, "remove train_batch_size, which DeepSpeed infers")
 
 
 @rule("BAT03", INFO, "two micro-batch sizes", f"{STRATEGY} _auto_select_batch_size")
 def _two_sizes(both: LightningDeepSpeed) -> Iterator[Found]:
-    loaded, micro = both.training.batch_size, both.engine.micro
+    loaded, micro = both.training.batch_size, both.engine.micro_batch
     if loaded and micro and micro != loaded:
         yield Found(
             both.engine.part.at("train_micro_batch_size_per_gpu"),
