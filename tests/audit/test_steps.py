@@ -307,24 +307,17 @@ def test_a_backend_that_declares_no_rule_is_not_calculated(call: Any, monkeypatc
     [
         ("--micro-batch 4", "the following arguments are required: --samples"),
         ("--samples 0 --micro-batch 4", "--samples is 0; it must be an integer of at least 1"),
-        ("--samples 9 --micro-batch -1", "--micro-batch is -1; it must be an integer of at least 1"),
         (
             "--samples 9 --micro-batch 4 --accumulate 0",
             "--accumulate is [0]; it must be an integer from 1 to 1000000, or",
         ),
-        ("--samples 9 --micro-batch 4 --accumulate 1000001", "it must be an integer from 1 to 1000000, or a list"),
-        ("--samples 9 --micro-batch 4 --accumulate 1,0", "--accumulate is [1, 0]; it must be"),
         ("--samples 9 --micro-batch 4 --accumulate 1,x", "--accumulate: '1,x' is not a list of integers such as 1,4,2"),
-        ("--samples 9 --micro-batch 4 --limit-batches 0", "--limit-batches is 0; it must be an integer of at least 1"),
         ("--samples 2 --micro-batch 1 --world-size 3 --sampler-drop-last", "--samples is 2, fewer than the 3 ranks"),
-        ("--samples 9 --micro-batch 4 --world-size 0", "--world-size is 0; it must be an integer of at least 1"),
-        ("--samples 9 --micro-batch 4 --epochs 0", "--epochs is 0; it must be an integer of at least 1"),
         ("--samples 9 --micro-batch 4 --max-steps -2", "--max-steps is -2; it must be an integer of at least 0"),
         ("--samples 1e3 --micro-batch 4", "--samples: invalid int value: '1e3'"),
         ("--samples 9 --micro-batch 6 --world-size 2 --drop-last", "--micro-batch is 6, but a rank has only 5 samples"),
         ("--samples 9 --micro-batch 4 --backend ddp-eagre", "'ddp-eagre' is unknown; did you mean ddp-eager?"),
         ("--samples 9 --micro-batch 4 --backend ,", "--backend: no name is given; it must be 'all' or a list"),
-        ("--samples 9 --micro-batch 4 --backend xyzzy", "'xyzzy' is unknown; use one of ddp-eager, "),
     ],
 )
 def test_bad_input_is_one_line(call: Any, line: str, words: str) -> None:
