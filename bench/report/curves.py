@@ -74,7 +74,8 @@ def _step_time_figure(
 
     ``keys`` are the backends in the legend.
     """
-    figure = new_figure(words, [style.line_key(name, data.looks[name]) for name in keys], 4.0)
+    looks = {name: data.looks[name] for name in keys}
+    figure = new_figure(words, [style.line_key(name, look, look.sync_line) for name, look in looks.items()], 4.0)
     grid = figure.subplots(1, len(others) + 1, squeeze=False, sharey=True, width_ratios=[1] * len(others) + [LAST])[0]
     for axes, panel in zip(grid, others, strict=False):
         _draw_backend_lines(data, axes, panel)
@@ -119,7 +120,7 @@ def _draw_backend_lines(data: FigureData, axes: Axes, panel: Panel) -> dict[str,
     ends = {}
     for backend, rows in panel.rows.groupby("backend", sort=False):
         look, x, y = data.looks[str(backend)], floats(rows["accumulate"]), floats(rows["step_time_s"])
-        axes.plot(x, y, color=look.colour, linestyle="--" if look.marker == style.SYNC_MARKERS["eager"] else "-")
+        axes.plot(x, y, color=look.colour, linestyle=look.sync_line)
         low, high = (floats(rows[name]) for name in TIMES[1:])
         axes.vlines(x, low, high, color=look.colour, linewidth=2 * INTERVAL)
         wrong = (rows["status"] != Status.OK).to_numpy()
@@ -158,7 +159,7 @@ def draw_loss_curves(data: FigureData) -> list[Drawing]:
         left_out.append(f"The curves of {plural(short, 'cell')} are left out: they are much shorter than others.")
     words.notes[:0] = left_out
     keys = [
-        style.line_key(name, data.looks[name], wrong=wrong)
+        style.line_key(name, data.looks[name], data.looks[name].line, wrong=wrong)
         for name in data.backends_in(drawn)
         if name in named
         for wrong in invalid[drawn["backend"] == name].unique()

@@ -78,6 +78,12 @@ class Appearance:
     colour: str
     marker: str
     line: LineStyleType
+    """With dashes by sharding."""
+
+    @property
+    def sync_line(self) -> LineStyleType:
+        """Dashed for eager sync, solid otherwise."""
+        return "--" if self.marker == SYNC_MARKERS["eager"] else "-"
 
 
 Key = tuple[Artist | tuple[Artist, ...], str]
@@ -153,10 +159,10 @@ def _marker(look: Appearance, wrong: bool, size: float) -> dict[str, Any]:
     return {"color": look.colour, "marker": look.marker, "markersize": size}
 
 
-def line_key(backend: str, look: Appearance, *, wrong: bool = False) -> Key:
+def line_key(backend: str, look: Appearance, line: LineStyleType, *, wrong: bool = False) -> Key:
     """The legend's entry of a backend that is drawn as a line with markers."""
     label = f"{backend} (invalid)" if wrong else backend
-    return Line2D([], [], linestyle=look.line, **_marker(look, wrong, 4.0 if wrong else 5.5)), label
+    return Line2D([], [], linestyle=line, **_marker(look, wrong, 4.0 if wrong else 5.5)), label
 
 
 @cache

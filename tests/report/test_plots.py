@@ -122,6 +122,21 @@ def test_the_legend_shows_the_markers_of_the_curves() -> None:
     assert ("o", "none") in keys and keys <= curves
 
 
+def test_the_legend_of_step_times_has_their_lines(tmp_path: Path) -> None:
+    """A backend that fails in the last panel has no name there, but an entry in the legend."""
+
+    def fails(cell: Cell, repeat: int) -> dict[str, str]:
+        failed = cell.backend == "made-eager" and cell.world_size == 2
+        return {"status": "oom", "reason": "needs more"} if failed else {}
+
+    made = load(write_run(tmp_path / "run", TWO, accumulate=(1, 8), world_size=(1, 2), changes=fails))
+    figure = drawings(made)["step_time"].figure
+    (key,) = figure.legends[0].legend_handles
+    (dashed,) = [line for line in figure.axes[0].lines if line.get_linestyle() == "--"]
+    dashes = [vars(line)["_unscaled_dash_pattern"] for line in (key, dashed)]
+    assert dashes[0] == dashes[1] and key.get_marker() == "s"  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("name", first(["cpu"], ["cpu", "popular", "wide"]))
 def test_every_point_and_every_line_is_named(name: str) -> None:
     for stem in {"memory_vs_time", "step_time"} & set(drawings_of(name)):
