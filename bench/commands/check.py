@@ -7,14 +7,12 @@ With ``--json`` one object: ``run``, its folder; ``findings``, each with ``level
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench import files
-from bench.errors import BAD, GOOD, InputError
-from bench.formatting import plural
+from bench.errors import InputError
 
 if TYPE_CHECKING:
     from bench.findings import Finding
@@ -38,23 +36,16 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check and print; 1 if there is an error."""
-    from bench.findings import Level
     from bench.judge.integrity import check
-    from bench.report.terminal import show_findings
+    from bench.report.terminal import report_findings
 
-    found = (
-        check(arguments.run) if arguments.citation is None else _citation_findings(arguments.run, arguments.citation)
-    )
-    errors, warnings = (sum(finding.level is level for finding in found) for level in (Level.ERROR, Level.WARNING))
-    if arguments.json:
-        findings = [finding.to_dict() for finding in found]
-        print(json.dumps({"run": str(arguments.run), "findings": findings, "errors": errors, "warnings": warnings}))
-        return BAD if errors else GOOD
-    verdict = "do not cite it" if errors else "mention these when you cite it" if warnings else "clean"
-    if arguments.citation is not None:
-        verdict = "it does not match the data" if errors else "it matches the data"
-    show_findings(found, f"{plural(errors, 'error')}, {plural(warnings, 'warning')}: {verdict}")
-    return BAD if errors else GOOD
+    verdicts = ("do not cite it", "mention these when you cite it", "clean")
+    if arguments.citation is None:
+        found = check(arguments.run)
+    else:
+        found = _citation_findings(arguments.run, arguments.citation)
+        verdicts = ("it does not match the data", "it matches the data", "it matches the data")
+    return report_findings(found, verdicts, as_json=arguments.json, run=str(arguments.run))
 
 
 def _citation_findings(folder: Path, name: str) -> list[Finding]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import shutil
 import socket
 import sys
@@ -24,10 +23,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from bench.errors import BAD, GOOD
 from bench.files import RESULTS, existing
 from bench.findings import Finding, Level, error, good, warning
-from bench.formatting import plural
 from bench.launch.torch_facts import GLOO, TorchFacts, ask_torch
 from bench.measure.host import IDLE_SHARE, HostLoad, merge
 from bench.plan.cell import REFERENCES, Device
@@ -71,22 +68,12 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Examine the machine and print the findings; 1 if there is an error."""
     from bench.backends.base import registry
+    from bench.report.terminal import report_findings
 
     backends = {name: backend for name, backend in registry().items() if name not in REFERENCES}
     missing = {str(device): {name: backend.missing(device) for name, backend in backends.items()} for device in Device}
-    found = examine(arguments.out, missing)
-    errors, warnings = (sum(finding.level is level for finding in found) for level in (Level.ERROR, Level.WARNING))
-    if arguments.json:
-        findings = [finding.to_dict() for finding in found]
-        print(json.dumps({"findings": findings, "errors": errors, "warnings": warnings}))
-        return BAD if errors else GOOD
-    from bench.report.terminal import show_findings
-
-    verdict = (
-        "fix the errors first" if errors else "runs are possible; mind the warnings" if warnings else "all is well"
-    )
-    show_findings(found, f"{plural(errors, 'error')}, {plural(warnings, 'warning')}: {verdict}")
-    return BAD if errors else GOOD
+    verdicts = ("fix the errors first", "runs are possible; mind the warnings", "all is well")
+    return report_findings(examine(arguments.out, missing), verdicts, as_json=arguments.json)
 
 
 def examine(folder: Path, missing: Mapping[str, Mapping[str, str]]) -> list[Finding]:

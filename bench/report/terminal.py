@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bench.errors import BAD, GOOD
 from bench.findings import Finding, Level
-from bench.formatting import some
-from bench.report.answer import Answer
+from bench.formatting import plural, some
+
+if TYPE_CHECKING:
+    from bench.report.answer import Answer
 
 PADDING = (0, 2, 0, 0)
 STYLES = {Level.ERROR: "bold red", Level.WARNING: "yellow", Level.NOTE: "", Level.GOOD: "green"}
@@ -44,8 +49,23 @@ def _show_statement(console: Console, statement: Finding, width: int) -> None:
         console.print(Text(f"  {statement.command}"), soft_wrap=True)
 
 
-def show_findings(findings: Sequence[Finding], verdict: str) -> None:
-    """One line each, and the verdict on all. Findings that say the same of several cells share a line."""
+def report_findings(findings: Sequence[Finding], verdicts: Sequence[str], *, as_json: bool, **facts: str) -> int:
+    """Print findings and the verdict on them, or these and ``facts`` as JSON; the exit status, 1 if one is an error.
+
+    ``verdicts`` are those with errors, with warnings alone, and with neither.
+    """
+    errors, warnings = (sum(finding.level is level for finding in findings) for level in (Level.ERROR, Level.WARNING))
+    if as_json:
+        every = [finding.to_dict() for finding in findings]
+        print(json.dumps({**facts, "findings": every, "errors": errors, "warnings": warnings}))
+    else:
+        verdict = verdicts[0] if errors else verdicts[1] if warnings else verdicts[2]
+        _show_findings(findings, f"{plural(errors, 'error')}, {plural(warnings, 'warning')}: {verdict}")
+    return BAD if errors else GOOD
+
+
+def _show_findings(findings: Sequence[Finding], verdict: str) -> None:
+    """One line each; findings that say the same of several cells share a line."""
     console = Console()
     width = max((len(finding.topic) for finding in findings), default=0)
     subjects: dict[tuple[Level, str, str], list[str]] = {}
