@@ -80,15 +80,22 @@ class BusyError(InputError):
 
 
 @contextlib.contextmanager
+def writing(place: str, advice: str = "name a folder that can") -> Iterator[None]:
+    """Raise InputError, beginning with ``place``, if something cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{place}: cannot be written ({error.strerror or error}); {advice}") from error
+
+
+@contextlib.contextmanager
 def run_folder(folder: Path, place: str) -> Iterator[None]:
     """Lock the folder of a run, and create it if it is missing.
 
     Raises BusyError naming the holder, or InputError if the folder cannot be used; both begin with ``place``.
     """
-    try:
+    with writing(place):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{place}: cannot be written ({error.strerror}); name a folder that can") from error
     with held(folder / FILE, place, "wait for it, or name another folder"):
         yield
 

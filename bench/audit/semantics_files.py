@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import files
 from bench.audit import conformance
 from bench.audit.weight_figure import weight_figure
 from bench.errors import InputError
@@ -57,11 +58,9 @@ def write(arguments: argparse.Namespace, found: Sequence[dict[str, Any]], folder
         "machine": machine.machine(),
         "packages": machine.packages(),
     }
-    try:
+    with files.writing(f"--out {folder}"):
         write_tables(found, about, folder)
         pictures = write_pictures(found, about, plots)
-    except OSError as error:
-        raise InputError(f"--out {folder}: cannot be written ({error.strerror}); name a folder that can") from error
     print(f"tables: {folder}\nplots:  {plots} ({len(pictures)} pictures)", file=sys.stderr)
 
 

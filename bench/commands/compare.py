@@ -19,11 +19,10 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench import files
 from bench.commands.options import share
 from bench.errors import BAD, GOOD, UNCHECKED, InputError, suggest
 
@@ -112,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not pairs:
         raise InputError(f"{arguments.a}: every common cell is unsupported on both sides, so nothing was measured")
     if arguments.out:
-        with _writing(arguments.out):
+        with files.writing(f"--out {arguments.out}"):
             arguments.out.mkdir(parents=True, exist_ok=True)
     same = a is not b and a.digest == b.digest
     if same and not arguments.json:
@@ -165,20 +164,10 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         comparison.show(report)
     if arguments.out:
-        with _writing(arguments.out):
+        with files.writing(f"--out {arguments.out}"):
             names = ", ".join(path.name for path in comparison.write(report, arguments.out))
         print(f"written: {names} to {arguments.out}", file=sys.stderr)
     return status
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """Report in one line that the folder cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        why = error.strerror or error
-        raise InputError(f"--out {folder}: cannot be written ({why}); name a folder that can") from error
 
 
 def _chosen(arguments: argparse.Namespace) -> tuple[Run, Run, list[Pair], tuple[str, str]]:

@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench import files
 from bench.errors import GOOD, InputError, suggest
 from bench.formatting import plural, table
 
@@ -57,11 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.format is None:
         _describe(frames, arguments)
         return GOOD
-    try:
+    with files.writing(f"--out {arguments.out}", "name a path that can"):
         written = _write(frames, arguments.format, arguments.out)
-    except OSError as error:
-        why = error.strerror or error
-        raise InputError(f"--out {arguments.out}: cannot be written ({why}); name a path that can") from error
     names = ", ".join(path.name for path in written)
     print(f"written: {names} to {written[0].parent}", file=sys.stderr)
     return GOOD

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench.commands.options import LARGEST, integer_to, unwritable
+from bench import files
+from bench.commands.options import LARGEST, integer_to
 from bench.errors import BAD, GOOD, InputError
 
 EPILOG = "Exit status: 0 nothing but infos found; 1 an error or a warning; 2 a config cannot be read."
@@ -67,10 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     findings = lint(arguments.configs, options)
     if arguments.sarif:
-        try:
+        with files.writing(f"--sarif {arguments.sarif}"):
             arguments.sarif.write_text(json.dumps(sarif.log(findings), indent=2) + "\n")
-        except OSError as error:
-            raise unwritable(arguments.sarif, error, "--sarif") from error
     if arguments.json:
         print(json.dumps([finding.to_dict() for finding in findings], indent=2))
     else:

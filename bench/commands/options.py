@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from bench import files
 from bench.backends.base import Backend, installed_backends, register, registry
 from bench.errors import InputError, suggest
 from bench.plan.cell import REFERENCES, Device
@@ -141,14 +142,7 @@ def chosen_backends(given: Sequence[Sequence[str]] | None) -> dict[str, type[Bac
 
 def writable(folder: Path) -> None:
     """Create the folder of ``--out`` if it is missing. Raises InputError if it cannot be written."""
-    try:
+    with files.writing(f"--out {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except OSError as error:
-        raise unwritable(folder, error) from error
-
-
-def unwritable(folder: Path, error: OSError, option: str = "--out") -> InputError:
-    """The error for a folder that cannot be written."""
-    return InputError(f"{option} {folder}: cannot be written ({error.strerror or error}); name a folder that can")

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench import files
 from bench.audit.monitor_grid import MICRO_BATCH_S, OPTIMIZER_S, Epoch, RateVerdict, Strategy
-from bench.commands.options import LARGEST, integer_to, list_of, unwritable, writable
+from bench.commands.options import LARGEST, integer_to, list_of, writable
 from bench.errors import BAD, GOOD, InputError
 
 ACCUMULATE = [1, 2, 4, 8]
@@ -127,10 +128,8 @@ def run(arguments: argparse.Namespace) -> int:
         if given:
             print("\n".join(map(_logs_text, measured)))
     if arguments.out:
-        try:
+        with files.writing(f"--out {arguments.out}"):
             written = write_files(arguments.out, rows, about)
-        except OSError as error:
-            raise unwritable(arguments.out, error) from error
         notes.print(
             f"written: {', '.join(path.name for path in written)} to {arguments.out}", highlight=False, soft_wrap=True
         )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bench import files
 from bench.errors import BAD, GOOD, InputError
 from bench.plan.cell import Status
 from bench.run.journal import Journal, read_manifest
@@ -18,10 +19,8 @@ if TYPE_CHECKING:
 def rebuild(folder: Path) -> int:
     """Make the tables of a run from its journal alone; returns the exit status that its trials deserve."""
     data = _load(folder)
-    try:
+    with files.writing(str(folder), "make room, or make it writable"):
         paths = _write_tables(data)
-    except OSError as error:
-        raise InputError(f"{folder}: cannot be written ({error.strerror}); make room, or make it writable") from error
     print(*paths, sep="\n")
     return _status(data)
 
