@@ -10,8 +10,9 @@ MOST_NAMES = 4
 """Most names listed in one sentence."""
 
 
-def plural(count: int, noun: str, ending: str = "s") -> str:
-    """A count with its noun: ``1 repeat``, ``12 repeats``; ``ending`` forms the plural."""
+def plural(count: int, noun: str) -> str:
+    """A count with its noun: ``1 repeat``, ``12 repeats``, ``2 micro-batches``."""
+    ending = "es" if noun.endswith("tch") else "s"  # batch, but epoch
     return f"{count} {noun}{'' if count == 1 else ending}"
 
 

@@ -20,7 +20,6 @@ from bench.audit.semantics_findings import (
     FindingLevel,
     count_range,
     is_near,
-    micro_batches_text,
     samples_text,
     share_of_updates,
     verdict,
@@ -57,7 +56,7 @@ def findings(decoded: DecodedScenario) -> list[AuditFinding]:
 
 def _outcome(decoded: DecodedScenario) -> Iterator[AuditFinding]:
     """Whether training failed, never ended or made no update, and whether replicas diverged."""
-    done, reported = micro_batches_text(decoded.num_micro_batches), decoded.reported
+    done, reported = plural(decoded.num_micro_batches, "micro-batch"), decoded.reported
     if decoded.failure:
         yield _failure(decoded.failure, decoded, done)
     if decoded.stopped == "bound":
@@ -161,7 +160,7 @@ def _cleared(decoded: DecodedScenario) -> Iterator[AuditFinding]:
     elif kept:
         yield AuditFinding("kept", "zero_grad did not clear the gradients accumulated before it", NOTE)
     elif rest := _rest_of_cleared_window(decoded):
-        discarded = micro_batches_text(len(before))
+        discarded = plural(len(before), "micro-batch")
         text = f"zero_grad discarded the {discarded} before it; the sum of the update is {rest.sum:.3g}"
         yield AuditFinding("cleared", text)
 
@@ -201,7 +200,7 @@ def _wrong_sum(decoded: DecodedScenario) -> Iterator[AuditFinding]:
 def _why_small(decoded: DecodedScenario, update: DecodedUpdate) -> str:
     n, size = decoded.scenario.accumulate_in(update.epochs[-1]), f"{update.ratio:.3g} of the right update"
     if all(is_near(factor, 1 / n) for factor in update.factors.values()):
-        return f"{micro_batches_text(len(update.fetches))} divided by N = {n} gave {size}"
+        return f"{plural(len(update.fetches), 'micro-batch')} divided by N = {n} gave {size}"
     return size
 
 
@@ -268,7 +267,7 @@ def _limit(decoded: DecodedScenario) -> Iterator[AuditFinding]:
         text = f"the epochs ended after {plural(taken, 'update')}, before max_steps = {limit}"
         yield AuditFinding("epochs end first", text, DETAIL)
         return
-    after = f"{plural(taken, 'update')} and {micro_batches_text(decoded.num_micro_batches)}"
+    after = f"{plural(taken, 'update')} and {plural(decoded.num_micro_batches, 'micro-batch')}"
     word = "stops late" if taken > limit else "stops early"
     yield AuditFinding(word, f"max_steps = {limit} stopped training after {after}")
 

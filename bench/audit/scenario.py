@@ -145,7 +145,7 @@ class Scenario(TrainingPlan):
                 "fault", f" is {self.fault}; it needs the given order of samples; leave out split = framework"
             )
         if self.at >= (number := self.micro_batches_per_epoch * self.epochs):
-            every = plural(number, "micro-batch", "es")
+            every = plural(number, "micro-batch")
             raise MisfitError("at", f" is {self.at}; it must be less than the training's {every}")
 
     @property
@@ -156,7 +156,7 @@ class Scenario(TrainingPlan):
             plural(self.samples, "sample"): True,
             f"samples of {', '.join(weights)} tokens": weights,
             plural(self.world_size, "rank"): True,
-            f"{plural(self.micro_batches_per_epoch, 'micro-batch', 'es')} of {self.batch_size} per epoch": True,
+            f"{plural(self.micro_batches_per_epoch, 'micro-batch')} of {self.batch_size} per epoch": True,
             f"N = {', then '.join(map(str, self.accumulate))}": True,
             f"DeepSpeed's N = {self.engine_accumulate}": self.engine_accumulate,
             plural(self.epochs or 0, "epoch"): self.epochs,

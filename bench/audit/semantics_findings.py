@@ -54,12 +54,7 @@ def share_of_updates(some: Sequence[DecodedUpdate], every: Sequence[DecodedUpdat
 
 def samples_text(some: Sequence[Use]) -> str:
     """``8 samples (2 micro-batches per rank)``."""
-    return f"{plural(len(some), 'sample')} ({micro_batches_text(len({use.fetch for use in some}))} per rank)"
-
-
-def micro_batches_text(count: int) -> str:
-    """``1 micro-batch`` or ``4 micro-batches``."""
-    return plural(count, "micro-batch", "es")
+    return f"{plural(len(some), 'sample')} ({plural(len({use.fetch for use in some}), 'micro-batch')} per rank)"
 
 
 def count_range(counts: Iterable[int]) -> str:

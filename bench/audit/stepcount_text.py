@@ -96,15 +96,12 @@ def _headline(training: TrainingPlan) -> str:
     )
     if training.accumulate[1:]:
         windows = f"windows of {training.n}, then {', then '.join(map(str, training.accumulate[1:]))}"
+    per_epoch = plural(training.micro_batches_per_epoch, "micro-batch")
     return (
         f"{plural(training.samples, 'sample')} on {plural(training.world_size, 'rank')}: "
-        f"{training.samples_per_rank} per rank and epoch = {_micro_batches(training.micro_batches_per_epoch)} of "
-        f"{training.batch_size} (the last has {training.last_micro_batch}) = {windows}; until {' or '.join(until)}"
+        f"{training.samples_per_rank} per rank and epoch = {per_epoch} of {training.batch_size} (the last has "
+        f"{training.last_micro_batch}) = {windows}; until {' or '.join(until)}"
     )
-
-
-def _micro_batches(number: int) -> str:
-    return plural(number, "micro-batch", "es")
 
 
 def rule_name(rule: StepRule) -> str:
@@ -217,7 +214,7 @@ def _differences(training: TrainingPlan, rule: StepRule, steps: Steps | None) ->
             f"{tails} of {plural(steps.optimizer_steps, 'update')} are {over / n:.4g} of the right one"
         )
     if rule.stepping in (Stepping.CARRY, Stepping.CANCEL) and over:
-        sentences.append(f"the last {_micro_batches(over)} of an epoch start the first window of the next epoch")
+        sentences.append(f"the last {plural(over, 'micro-batch')} of an epoch start the first window of the next epoch")
     taken = steps.optimizer_steps
     if others := [f"{name} says {count}" for name, count in steps.steps_reported.items() if count != taken]:
         sentences.append(f"{plural(taken, 'update')} taken, but {', and '.join(others)}")
@@ -228,15 +225,14 @@ def _differences(training: TrainingPlan, rule: StepRule, steps: Steps | None) ->
         )
     if steps.micro_batches_lost_in_mid_run:
         sentences.append(
-            f"{steps.micro_batches_lost_in_mid_run} of {_micro_batches(steps.micro_batches_consumed)} "
+            f"{steps.micro_batches_lost_in_mid_run} of {plural(steps.micro_batches_consumed, 'micro-batch')} "
             f"({steps.samples_lost_in_mid_run} samples over all ranks) are cleared in "
             "mid-window by Lightning's zero_grad"
         )
     if steps.micro_batches_left_open:
-        sentences.append(
-            f"{_micro_batches(steps.micro_batches_left_open)} ({plural(steps.samples_left_open, 'sample')} over all "
-            "ranks) are left in an open window at the end and reach no update"
-        )
+        rest = f"({plural(steps.samples_left_open, 'sample')} over all ranks)"
+        happens = "are left in an open window at the end and reach no update"
+        sentences.append(f"{plural(steps.micro_batches_left_open, 'micro-batch')} {rest} {happens}")
     return sentences + _about_max_steps(training, rule, steps)
 
 
@@ -246,14 +242,12 @@ def _about_max_steps(training: TrainingPlan, rule: StepRule, steps: Steps) -> li
         return []
     if never_reached(training, rule):
         stays = (
-            f"an epoch has {_micro_batches(training.micro_batches_per_epoch)}, fewer than N = {training.n}, "
+            f"an epoch has {plural(training.micro_batches_per_epoch, 'micro-batch')}, fewer than N = {training.n}, "
             f"so trainer.global_step stays 0 and max_steps {wanted} is never reached"
         )
         if training.epochs is None:
-            return [
-                f"{stays}: training never ends; it should end after {_micro_batches(steps.micro_batches_consumed)}, "
-                f"with {plural(wanted, 'update')} made"
-            ]
+            wanted_end = f"{plural(steps.micro_batches_consumed, 'micro-batch')}, with {plural(wanted, 'update')} made"
+            return [f"{stays}: training never ends; it should end after {wanted_end}"]
         return [f"{stays}: the epochs end it, with {plural(steps.optimizer_steps, 'update')} taken"]
     if steps.stops == "epochs":
         return [f"the epochs end it before max_steps {wanted}, with {plural(steps.optimizer_steps, 'update')} taken"]

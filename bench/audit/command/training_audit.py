@@ -64,7 +64,7 @@ class TrainingAudit:
                 return
         left = len(record.left_open.micro_batches)
         if left and (record.events[-1]["event"] == "end" or not self.updates):
-            yield warning("no update", f"{plural(left, 'micro-batch', 'es')} at the end led to no update")
+            yield warning("no update", f"{plural(left, 'micro-batch')} at the end led to no update")
         if not self.updates:
             return
         yield from self._of_request()

@@ -77,7 +77,7 @@ def _dev_run(training: LightningConfig) -> Iterator[Found]:
         happens = f"DeepSpeed never steps with the last {rest}"
     yield Found(
         training.trainer.at("fast_dev_run"),
-        f"fast_dev_run trains {plural(batches, 'micro-batch', 'es')} per rank, with N = {n}: {happens}",
+        f"fast_dev_run trains {plural(batches, 'micro-batch')} per rank, with N = {n}: {happens}",
         f"set fast_dev_run to {n}, or to a multiple of it",
         SmallRun.of(n, batches).command(training.backend, epochs=1),
     )
