@@ -96,7 +96,7 @@ def add_matrix_options(parser: argparse.ArgumentParser) -> None:
         kind, is_list = matrix_file.type_of(key)
         if is_list:
             read = READ.get(key) or LISTS.get(kind, split_names)
-            parser.add_argument(option, action="append", type=read, metavar=f"{metavar}[,{metavar}]", help=words)
+            parser.add_argument(option, action="extend", type=read, metavar=f"{metavar}[,{metavar}]", help=words)
         elif kind is bool:
             parser.add_argument(option, action="store_true", default=None, help=words)
         else:
@@ -176,10 +176,7 @@ def _matrix(arguments: argparse.Namespace, *, on_gpus: bool) -> Matrix:
         value = given[option]
         if value is None:
             continue
-        if isinstance(value, list):
-            value = [item for part in value for item in part]
-            value = "all" if value == ["all"] else value
-        chosen = chosen.override(key, value, f"--{option.replace('_', '-')}")
+        chosen = chosen.override(key, "all" if value == ["all"] else value, f"--{option.replace('_', '-')}")
     return chosen
 
 

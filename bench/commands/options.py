@@ -112,7 +112,7 @@ def add_training(parser: Any, *, world_size: int, required: bool = False) -> Non
 def add_backend(parser: Any) -> None:
     """Add ``--backend``, of which ``chosen_backends`` reads the value."""
     words = "only these backends, or module:Class for your own; see 'backends' (default: all)"
-    parser.add_argument("--backend", action="append", type=backend_names, metavar="B[,B]", help=words)
+    parser.add_argument("--backend", action="extend", type=backend_names, metavar="B[,B]", help=words)
 
 
 def add_device(parser: Any, default: Device) -> None:
@@ -121,12 +121,12 @@ def add_device(parser: Any, default: Device) -> None:
     parser.add_argument("--device", choices=[str(device) for device in Device], default=str(default), help=words)
 
 
-def chosen_backends(given: Sequence[Sequence[str]] | None) -> dict[str, type[Backend]]:
+def chosen_backends(given: Sequence[str] | None) -> dict[str, type[Backend]]:
     """The backends of ``--backend``, in the registry's order; without it or with ``all``, all that are not references.
 
     Raises InputError for a reference, which accumulates nothing, or an unknown name.
     """
-    asked = [name for part in given or [["all"]] for name in part]
+    asked = ["all"] if given is None else given
     known = {name: backend for name, backend in registry(asked).items() if name not in REFERENCES}
     if asked == ["all"]:
         return known

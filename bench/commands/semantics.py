@@ -54,7 +54,7 @@ def add(commands: Any) -> None:
     words = "run the shipped scenarios, or those of a TOML file"
     group.add_argument("--suite", nargs="?", type=Path, const=SUITE, metavar="FILE", help=words)
     words = "only these scenarios of the suite"
-    group.add_argument("--scenario", action="append", type=split_names, metavar="NAME[,NAME]", help=words)
+    group.add_argument("--scenario", action="extend", type=split_names, metavar="NAME[,NAME]", help=words)
     option("--json", action="store_true", help="print JSON: an object, or a list if there are several")
     words = "write JSON, Markdown and plots (default with --suite: under results/ and plots/)"
     option("--out", type=Path, metavar="DIR", help=words)
@@ -142,7 +142,7 @@ def _scenarios(arguments: argparse.Namespace) -> list[Scenario]:
             raise InputError(f"{options[field]}: describes one scenario; leave it out or --suite")
         path = arguments.suite or scenario.SUITE
         suite = scenario.load(path)
-        wanted = [name for part in arguments.scenario or [] for name in part]
+        wanted = arguments.scenario or []
         names = [each.name for each in suite]
         for name in wanted:
             if name not in names:
@@ -169,7 +169,7 @@ def _backends(arguments: argparse.Namespace, num_ranks: int) -> Sequence[str]:
     found = []
     for name, backend in chosen_backends(arguments.backend).items():
         reason = backend.missing(device)
-        if reason and arguments.backend not in (None, [["all"]]):
+        if reason and arguments.backend not in (None, ["all"]):
             raise InputError(f"--backend {name}: {reason}")
         if reason:
             print(f"skipped: {name}: {reason}", file=sys.stderr)
