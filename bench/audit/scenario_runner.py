@@ -73,6 +73,7 @@ def _audit(
     import torch.distributed as dist
 
     gc.collect()  # frees the previous scenario, whose frameworks leave reference cycles
+    gc.freeze()  # what is left is the frameworks' own; DeepSpeed collects while it builds, and would walk it each time
     checkpoints = Path(task.folder) / f"checkpoints-{name}"
     if number == 0:
         checkpoints.mkdir()
