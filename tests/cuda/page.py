@@ -14,10 +14,8 @@ def write(path: Path, title: str, lines: Sequence[str]) -> None:
 
 def write_row(path: Path, title: str, row: str) -> None:
     """Put a row of the table in place of the one with the same first cell, or below all others."""
-    lines, first = _parts(path, title)[1].strip().splitlines(), row.split("|")[1]
-    same = [index for index, line in enumerate(lines) if line.split("|")[1] == first]
-    place = same[0] if same else len(lines)
-    write(path, title, [*lines[:place], row, *lines[place + len(same) :]])
+    lines = _parts(path, title)[1].strip().splitlines()
+    write(path, title, list({line.split("|")[1]: line for line in [*lines, row]}.values()))
 
 
 def _parts(path: Path, title: str) -> tuple[str, str, str]:
