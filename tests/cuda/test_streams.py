@@ -58,19 +58,21 @@ def test_a_missing_wait_and_a_missing_record_stream_give_wrong_values(machine: M
 
 
 FEW = "ddp-deferred,fsdp2-deferred,fsdp2-zero2-eager,deepspeed-zero2-eager"
+ZERO3 = ",".join(name for name, backend in registry().items() if getattr(backend, "stage", 0) == 3)
+"""At seed 2 their losses deviate if gathers do not wait for updates."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 11))
-def test_every_backend_is_right_in_any_order(machine: Machine, seed: int) -> None:
-    process = machine.bench(*SMOKE, "--out", "run", gpus=4, FAKE_STREAMS=str(seed))
+@pytest.mark.parametrize(
+    ("options", "seed"),
+    [
+        pytest.param(("--backend", FEW), 2, id="few"),
+        pytest.param(("--backend", ZERO3, "--batch", "8"), 2, id="zero3"),
+        *(pytest.param((), seed, id=str(seed), marks=pytest.mark.slow) for seed in range(1, 11)),
+    ],
+)
+def test_backends_are_right_in_any_order(machine: Machine, options: tuple[str, ...], seed: int) -> None:
+    process = machine.bench(*SMOKE, *options, "--out", "run", gpus=4, FAKE_STREAMS=str(seed))
     assert not unexpected(machine.records()), told(machine.records())
-    assert process.returncode == 0 and not judged(machine), process.stdout + process.stderr
-
-
-def test_some_backends_are_right_in_one_order(machine: Machine) -> None:
-    options = ("--world-size", "2", "--backend", FEW, "--out", "run")
-    process = machine.bench(*SMOKE, *options, gpus=2, FAKE_STREAMS="2")
     assert process.returncode == 0 and not judged(machine), process.stdout + process.stderr
 
 

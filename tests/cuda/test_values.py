@@ -83,6 +83,9 @@ COLLECTIVES = """
     one = torch.full((1,), [256.0, 1.0, 1.0][number], dtype=torch.bfloat16).cuda()
     dist.all_reduce(one)
     check("rounded at each addition", one, torch.full((1,), 256.0, dtype=torch.bfloat16))
+    mean = torch.full((1,), float(number)).cuda()
+    dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+    check("mean", mean, torch.ones(1))
     objects = [{"rank": number}]
     dist.broadcast_object_list(objects, 1)
     if objects != [{"rank": 1}]: failed.append("objects")

@@ -1,0 +1,36 @@
+"""The suite of scenarios on CUDA: what reaches which update is what the committed records of the CPU say."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.audit.semantics_files import OBSERVATIONS
+from tests.conftest import ROOT
+from tests.cuda.conftest import Machine
+
+DIFFERENT = {
+    # DeepSpeed's zero_grad marks gradients as used by the current stream, and fails on a CPU, which has none.
+    ("deepspeed-zero3-deferred", "zero-grad"),
+    # Lightning moves the weights to the CPU when training fails. The next fit fails on both devices: on CUDA in its
+    # first forward, on a CPU in its first backward.
+    *product(("lightning-deepspeed-zero3", "lightning-deepspeed-zero3-corrected"), ("exception", "exception-epoch-2")),
+}
+"""Backend and scenario of the records that differ by device."""
+
+
+def records(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """By backend and scenario; on a CPU Lightning's strategy is a class of ours, which is named in its errors."""
+    text = (folder / OBSERVATIONS).read_text().replace("DeepSpeedStrategyOnCPU", "DeepSpeedStrategy")
+    return {(record["backend"], record["scenario"]): record for record in json.loads(text)["observations"]}
+
+
+@pytest.mark.parametrize("names", ["ddp-eager,deepspeed-zero3-deferred", pytest.param("all", marks=pytest.mark.slow)])
+def test_records_are_those_of_the_cpu(machine: Machine, names: str) -> None:
+    machine.bench("semantics", "--suite", "--device", "cuda", "--backend", names, "--out", "suite", gpus=2)
+    found, on_cpu = records(machine.folder / "suite"), records(ROOT / "results" / "semantics")
+    assert {name for name in found if found[name] != on_cpu[name]} == DIFFERENT & found.keys()
