@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.audit.command import audit_text, audited_process, recorded_updates
+from bench.audit.command import audit_text, audited_process, recorded_training
 from bench.audit.command.training_audit import TrainingAudit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -167,7 +167,7 @@ def audit_forked(cases: Sequence[Case], folder: Path, *, audited: bool = True) -
     command = [sys.executable, "-m", "tests.audit_command.forked", str(folder), *(case.script for case in cases)]
     environment = {**ours, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ours.get('PYTHONPATH', '')}:{ROOT}"}
     subprocess.run(command, env=environment, check=True)
-    ranks = [recorded_updates.read(folder / str(number))[0] for number in range(len(cases))]
+    ranks = [recorded_training.read(folder / str(number))[0] for number in range(len(cases))]
     return [audit_text.document(TrainingAudit(records), 0) for records in ranks if records]
 
 

@@ -11,13 +11,18 @@ from pathlib import Path
 from bench.errors import InputError
 
 SITE = Path(__file__).resolve().parent / "site"
+LEFT = {
+    "python": "no Python process of the command loaded the recorder (python -I and -E ignore PYTHONPATH)",
+    "torch": "no Python process of the command imported torch",
+    "jsonl": "no process of the command ran a backward of torch",
+}
+"""What it means that no process has left a file with such an ending."""
 
 
 def environment(folder: Path, updates: int) -> dict[str, str]:
     """The environment of processes that record their events in ``folder``."""
     path = os.pathsep.join(filter(None, [str(SITE), os.environ.get("PYTHONPATH")]))
-    ours = {"PYTHONPATH": path, "BENCH_AUDIT_FOLDER": str(folder), "BENCH_AUDIT_UPDATES": str(updates)}
-    return os.environ | ours
+    return os.environ | {"PYTHONPATH": path, "BENCH_AUDIT_FOLDER": str(folder), "BENCH_AUDIT_UPDATES": str(updates)}
 
 
 def run(command: Sequence[str], folder: Path, updates: int, *, quiet: bool) -> int:
@@ -31,9 +36,5 @@ def run(command: Sequence[str], folder: Path, updates: int, *, quiet: bool) -> i
 
 
 def why_nothing(folder: Path) -> str:
-    """Why no process of the command has recorded a backward."""
-    if not any(folder.glob("*.python")):
-        return "no Python process of the command loaded the recorder (python -I and -E ignore PYTHONPATH)"
-    if not any(folder.glob("*.torch")):
-        return "no Python process of the command imported torch"
-    return "no process of the command ran a backward of torch"
+    """Why no process of the command has recorded a backward; empty if one has."""
+    return next((text for ending, text in LEFT.items() if not any(folder.glob(f"*.{ending}"))), "")

@@ -9,22 +9,43 @@ section 1.1.4); its diagonal has the squared lengths of the rows of A's pseudo-i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.audit.command.recorded_updates import Event, RankRecord
+from bench.audit.command.inside.records import Rank
 
 LOW = {"bfloat16", "float16"}
 SINGULAR = 1e-5
 """Columns with smaller relative singular values cannot be told apart in fp32."""
+Vector = NDArray[np.float64]
 Use = tuple[int, int, int]
-"""A micro-batch: its rank, update and number."""
-Gradient = dict[tuple[int, int], float]
-"""Values by leaf and coordinate."""
+"""A micro-batch: its update, rank and number, from 0."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """What a micro-batch of a rank weighs in the gradient that some ranks use; numbers are from 0."""
+
+    update: int
+    gradient_of: tuple[int, ...]
+    rank: int
+    micro_batch: int
+    weight: float
+    loss_weight: float | None
+    """The same of the mean of its loss; None if the number of terms is not visible."""
+    terms: float | None
+    is_present: bool
+    """Whether the weight is not 0."""
+
+    @property
+    def use(self) -> Use:
+        """The micro-batch."""
+        return self.update, self.rank, self.micro_batch
 
 
 @dataclass
@@ -33,7 +54,7 @@ class PartWeights:
 
     update: int
     ranks: tuple[int, ...]
-    weights: dict[Use, float]
+    weights: list[Weight]
     """Of the micro-batches that can be told apart."""
     residual: float
     is_resolved: bool
@@ -42,9 +63,7 @@ class PartWeights:
     """The coefficient of the gradient that the update before used, where it is needed to explain this one."""
 
 
-def fit(
-    columns: NDArray[np.float64], right: NDArray[np.float64]
-) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
+def fit(columns: Vector, right: Vector) -> tuple[Vector, Vector, float]:
     """Coefficients, their standard errors, and the relative residual. Raises ValueError if there is no fit.
 
     Columns are scaled to length 1 first: micro-gradients differ in length, and singular values are to show directions.
@@ -52,49 +71,42 @@ def fit(
     """
     if not (np.isfinite(right).all() and np.isfinite(columns).all()):
         raise ValueError("gradients are not finite")
-    norms = np.linalg.norm(columns, axis=0)
-    known = norms > SINGULAR * norms.max()
-    rows, count = len(right), int(known.sum())
-    if not count or not right.any():
+    if not (right.any() and columns.any()):
         raise ValueError("gradients are 0")
+    rows, count = columns.shape
     if rows < count + 2:
         raise ValueError(f"{count} micro-batches are too many for {rows} sampled coordinates")
-    scaled = columns[:, known] / norms[known]
+    lengths = np.linalg.norm(columns, axis=0)
+    lengths[lengths == 0] = 1.0
+    scaled = columns / lengths
     inverse = np.linalg.pinv(scaled, rcond=SINGULAR)
     solution = inverse @ right
     rest = np.linalg.norm(scaled @ solution - right)
-    spread = np.linalg.norm(inverse, axis=1) * rest / (rows - count) ** 0.5
-    spread[np.diag(inverse @ scaled) < 1 - 1e-6] = np.inf
-    coefficients, errors = np.zeros(len(norms)), np.full(len(norms), np.inf)
-    coefficients[known], errors[known] = solution / norms[known], spread / norms[known]
-    return coefficients, errors, float(rest / np.linalg.norm(right))
+    errors = np.linalg.norm(inverse, axis=1) * rest / (rows - count) ** 0.5
+    errors[np.diag(inverse @ scaled) < 1 - 1e-6] = np.inf
+    return solution / lengths, errors / lengths, float(rest / np.linalg.norm(right))
 
 
-@dataclass
 class GradientWeights:
-    """The weights in every update that all ranks took while they were sampled."""
+    """The weights in every sampled update that all ranks made."""
 
-    ranks: Mapping[int, RankRecord]
-    reason: str = "no gradient that the optimizer used was found"
-    """Why there are none."""
-
-    def __post_init__(self) -> None:
-        updates = [update for record in self.ranks.values() for update in record.updates]
-        events = [event for update in updates for event in update.micro_batches]
-        self.is_low = any(LOW & {*event.get("dtypes", ()), *event.get("held", ())} for event in events)
+    def __init__(self, ranks: Mapping[int, Rank], usual: int) -> None:
+        self.ranks, self.usual = ranks, usual
+        dtypes = {dtype for rank in ranks.values() for update in rank.sampled for dtype in update.dtypes + update.held}
+        self.is_low = bool(LOW & dtypes)
         """Whether micro-gradients or their sums have 16 bits."""
         self.tolerance = 0.15 if self.is_low else 0.02
         """Weights are told apart if they differ by more, relative to the largest."""
         self.explained = 0.2 if self.is_low else 0.01
         """The largest relative residual of a sum of micro-gradients; in fp32 rounding is far below, near 1e-7."""
+        self.reason = "no gradient that the optimizer used was found"
+        """Why there are no weights."""
 
     @cached_property
     def parts(self) -> list[PartWeights]:
         """The weights by update and by the ranks that have the gradient."""
         parts = []
-        for number in range(min(len(record.updates) for record in self.ranks.values())):
-            if not all(self.micro_batch(use)["samples"] for use in self._uses(number)):
-                break  # sampling has ended
+        for number in range(min(len(rank.sampled) for rank in self.ranks.values())):
             for ranks, used in self._gradients(number).items():
                 try:
                     parts.append(self._part(number, ranks, used))
@@ -102,42 +114,61 @@ class GradientWeights:
                     self.reason = str(error)
         return parts
 
-    def micro_batch(self, use: Use) -> Event:
-        """The micro-batch."""
-        return self.ranks[use[0]].updates[use[1]].micro_batches[use[2]]
+    @property
+    def uses_nothing(self) -> bool:
+        """Whether optimizers are given gradients that are 0 or None, although micro-gradients are not."""
+        updates = [update for rank in self.ranks.values() for update in rank.sampled]
+        used = np.concatenate([_flat(update.used) for update in updates])
+        adds = any(_flat(found.sample).any() for update in updates for found in update.micro_batches)
+        return adds and (used == 0).any() and not np.nan_to_num(used).any()
 
-    def _uses(self, number: int) -> list[Use]:
-        counts = {rank: len(record.updates[number].micro_batches) for rank, record in self.ranks.items()}
-        return [(rank, number, place) for rank, count in counts.items() for place in range(count)]
-
-    def _gradients(self, number: int) -> dict[tuple[int, ...], Gradient]:
+    def _gradients(self, number: int) -> dict[tuple[int, ...], Vector]:
         """The gradient of an update: of ranks with shards together, of replicas apart."""
-        found: dict[tuple[int, ...], Gradient] = {}
+        found: dict[tuple[int, ...], Vector] = {}
         for rank, record in self.ranks.items():
-            leaves = [(leaf, values) for leaf, values in enumerate(record.updates[number].used) if values]
-            here = {(leaf, at): value for leaf, values in leaves for at, value in zip(*values, strict=True)}
-            whole = record.first("probes")["coordinates"]
-            shards = (ranks for ranks, known in found.items() if len(known) < whole and not known.keys() & here.keys())
-            if here:
+            here = _flat(record.sampled[number].used)
+            is_here = ~np.isnan(here)
+            shards = (ranks for ranks, known in found.items() if (np.isnan(known) | ~is_here).all())
+            if is_here.any():
                 others = next(shards, ())
-                found[*others, rank] = found.pop(others, {}) | here
+                found[*others, rank] = np.where(is_here, here, found.pop(others, np.nan))
         return found
 
-    def _part(self, number: int, ranks: tuple[int, ...], used: Gradient) -> PartWeights:
+    def _part(self, number: int, ranks: tuple[int, ...], used: Vector) -> PartWeights:
         """Explain a gradient by its window, or else also by the gradient that was used before and never cleared."""
-        uses, right = self._uses(number), np.array([*used.values()])
-        columns, previous = self._columns(uses, [*used]), 0.0
-        coefficients, errors, residual = fit(columns, right)
-        if residual > self.explained / 10 and number:
-            last = self._gradients(number - 1).get(ranks, {})
-            other = fit(np.column_stack([columns, [last.get(position, 0.0) for position in used]]), right)
+        known, previous = ~np.isnan(used), 0.0
+        batches = [
+            (rank, place, found)
+            for rank, record in self.ranks.items()
+            for place, found in enumerate(record.sampled[number].micro_batches)
+        ]
+        columns = np.column_stack([_flat(found.sample) for _, _, found in batches])
+        coefficients, errors, residual = fit(columns[known], used[known])
+        if number and residual > self.explained / 10 and ranks in (last := self._gradients(number - 1)):
+            other = fit(np.column_stack([columns, last[ranks]])[known], used[known])
             if other[2] < min(self.explained, residual / 2):
                 coefficients, errors, residual = other
                 previous = float(coefficients[-1])
-        good = errors[: len(uses)] < self.tolerance * np.abs(coefficients[: len(uses)]).max()
-        weights = {use: float(c) for use, c, is_good in zip(uses, coefficients, good, strict=False) if is_good}
+        coefficients, errors = coefficients[: len(batches)], errors[: len(batches)]
+        good = errors < self.tolerance * np.abs(coefficients).max()
+        largest = np.abs(coefficients[good]).max(initial=0.0)
+        weights = [
+            Weight(
+                update=number,
+                gradient_of=ranks,
+                rank=rank,
+                micro_batch=place,
+                weight=float(c),
+                loss_weight=found.loss_weight(float(c)),
+                terms=found.criterion.get("terms"),
+                is_present=bool(abs(c) > self.tolerance * largest),
+            )
+            for (rank, place, found), c, is_good in zip(batches, coefficients, good, strict=True)
+            if is_good
+        ]
         return PartWeights(number, ranks, weights, residual, bool(good.all()), previous)
 
-    def _columns(self, uses: Sequence[Use], positions: Sequence[tuple[int, int]]) -> NDArray[np.float64]:
-        samples = [self.micro_batch(use)["samples"] for use in uses]
-        return np.array([[leaves[leaf][at] if leaves[leaf] else 0.0 for leaves in samples] for leaf, at in positions])
+
+def _flat(leaves: Any) -> Vector:
+    """The values of all leaves at their coordinates."""
+    return np.concatenate([np.empty(0), *leaves])

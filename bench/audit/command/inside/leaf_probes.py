@@ -1,4 +1,4 @@
-"""Samples of the gradient that each backward adds to a few leaves of autograd."""
+"""Samples of a few leaves of autograd: what each backward adds to the gradient, and what the optimizer uses of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from .found_objects import FoundObjects
 
 MOST_LEAVES = 8
 MOST_COORDINATES = 64
@@ -14,25 +17,36 @@ LEAST_ELEMENTS = 8
 """Smaller leaves are not sampled."""
 
 
-def whole_shape(leaf: Any) -> tuple[int, ...]:
-    """The shape of a parameter; ZeRO-3 leaves no elements in it between its uses."""
-    return tuple(getattr(leaf, "ds_shape", leaf.shape))
-
-
 class LeafProbe:
-    """Some coordinates of one leaf, and what the running backward has added there."""
+    """Some coordinates of one leaf."""
 
-    def __init__(self, leaf: Any, seed: int) -> None:
-        self.leaf, self.shape = leaf, whole_shape(leaf)
+    def __init__(self, leaf: Any, seed: int, objects: FoundObjects) -> None:
+        self.leaf, self.shape = leaf, _whole_shape(leaf)
         generator = torch.Generator("cpu").manual_seed(seed)  # the global one belongs to the training
         self.flat = torch.randint(math.prod(self.shape), (MOST_COORDINATES,), generator=generator).unique()
-        self.coordinates = torch.stack(torch.unravel_index(self.flat, self.shape))
-        self.index = tuple(axis.to(leaf.device, non_blocking=True) for axis in self.coordinates)
+        coordinates = torch.stack(torch.unravel_index(self.flat, self.shape))
+        self._index = _on(leaf, coordinates)
+        self._sharded = objects.sharded.get(id(leaf))
+        self.name = getattr(self._sharded, "_param_fqn", "")
+        self.holder = leaf if self._sharded is None else self._sharded.sharded_param
+        here, axes = torch.ones_like(self.flat, dtype=torch.bool), coordinates
+        if "ZeROOptimizer" in objects.by_name:
+            self.holder, first, start, count = _of_zero(leaf, objects.by_name["ZeROOptimizer"])
+            here, axes = (self.flat >= first) & (self.flat < first + count), (self.flat - first + start).unsqueeze(0)
+        elif hasattr(self.holder, "_local_tensor"):
+            from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as local
+
+            shape, offset = local(self.holder.shape, self.holder.device_mesh, self.holder.placements)
+            axes = coordinates - torch.tensor(offset).unsqueeze(1)
+            here = ((axes >= 0) & (axes < torch.tensor(shape).unsqueeze(1))).all(0)
+        # Copying an index to an accelerator may wait for it: once is enough.
+        self._here, self._held_index = _on(self.holder, here.nonzero().T)[0], _on(self.holder, axes[:, here])
         self.added: Any = None
         """What the running backward has added, or None."""
-        self.clipped: Any = 1.0
+        self.factor: Any = 1.0
         """By what the gradient was divided to clip it."""
-        self.dtype, self.recording, self.is_distributed = "", False, False
+        self.dtype = ""
+        self.recording = self.is_clipped = self.is_distributed = False
         self.handle = leaf.register_hook(self._add)
 
     def _add(self, gradient: Any) -> None:
@@ -40,18 +54,68 @@ class LeafProbe:
             return
         self.is_distributed = hasattr(gradient, "_local_tensor")
         if not self.is_distributed and tuple(gradient.shape) == self.shape and not gradient.is_sparse:
-            self.dtype = str(gradient.dtype).removeprefix("torch.")
-            values = gradient.detach()[self.index].double()
+            self.dtype = _name(gradient)
+            values = gradient.detach()[self._index].double()
             self.added = values if self.added is None else self.added + values
+
+    def take(self) -> Any:
+        """What was added since the last call."""
+        added, self.added, self.recording = self.added, None, False
+        return torch.zeros(len(self.flat)) if added is None else added
 
     def parameter(self) -> Any:
         """The values of the parameter, or None where they are not all here."""
         leaf = self.leaf
         is_whole = tuple(leaf.shape) == self.shape and leaf.untyped_storage().size()
-        return leaf.detach()[self.index].double() if is_whole and not hasattr(leaf, "_local_tensor") else None
+        return leaf.detach()[self._index].double() if is_whole and not hasattr(leaf, "_local_tensor") else None
+
+    def used(self, parameters: set[int]) -> Any:
+        """The gradient of a parameter whose id is among these; NaN where it is not on this rank."""
+        values = torch.full((len(self.flat),), math.nan, dtype=torch.float64, device=self._here.device)
+        gradient = getattr(self.holder, "grad", None)
+        if id(self.holder) in parameters and not getattr(gradient, "is_sparse", False):
+            local = getattr(gradient, "_local_tensor", gradient)
+            values[self._here] = 0.0 if local is None else local.detach()[self._held_index].double()
+        return values
+
+    def held_dtype(self) -> str:
+        """The dtype in which the gradient is held between two micro-batches; empty if it is not found."""
+        accumulated = getattr(self._sharded, "unsharded_accumulated_grad", None)
+        places = [self.leaf.grad, accumulated, getattr(self.holder, "grad", None)]
+        return next((_name(held) for held in places if held is not None), "")
 
 
-def choose(roots: Any) -> list[LeafProbe]:
+def _on(tensor: Any, indices: Any) -> tuple[Any, ...]:
+    device = "cpu" if tensor is None else tensor.device
+    return tuple(axis.to(device, non_blocking=True) for axis in indices)
+
+
+def _name(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _whole_shape(leaf: Any) -> tuple[int, ...]:
+    """The shape of a parameter; ZeRO-3 leaves no elements in it between its uses."""
+    return tuple(getattr(leaf, "ds_shape", leaf.shape))
+
+
+def _of_zero(leaf: Any, zero: Any) -> tuple[Any, int, int, int]:
+    """ZeRO's flat parameter with a part of the leaf; where that starts in the leaf and in it; its size."""
+    if hasattr(leaf, "ds_tensor"):
+        group, start, count = zero.grad_position[zero.get_param_id(leaf)]
+        first = dist.get_rank(leaf.ds_process_group) * leaf.ds_tensor.ds_numel
+        return zero.fp32_partitioned_groups_flat[group], first, start, count
+    mapping = getattr(leaf, "_hp_mapping", None)
+    if mapping is None:
+        return None, 0, 0, 0
+    storage = mapping.hp_fragment.untyped_storage().data_ptr()
+    partitions = zero.single_partition_of_fp32_groups
+    flat = next((part for part in partitions if part.untyped_storage().data_ptr() == storage), None)
+    source, target = mapping.lp_fragment_address, mapping.hp_fragment_address
+    return flat, source.start, target.start, source.numel
+
+
+def choose(roots: Any, objects: FoundObjects) -> list[LeafProbe]:
     """Probes of at most MOST_LEAVES leaves, evenly over the depth of the graph; in the same order on all ranks."""
     queue, leaves, seen = [root.grad_fn for root in roots], [], set()
     for node in queue:
@@ -59,6 +123,6 @@ def choose(roots: Any) -> list[LeafProbe]:
             seen.add(node)
             leaves += [node.variable] if hasattr(node, "variable") else []
             queue += [inner for inner, _ in node.next_functions]
-    leaves = [leaf for leaf in leaves if math.prod(whole_shape(leaf)) >= LEAST_ELEMENTS]
+    leaves = [leaf for leaf in leaves if math.prod(_whole_shape(leaf)) >= LEAST_ELEMENTS]
     step = max(1.0, len(leaves) / MOST_LEAVES)
-    return [LeafProbe(leaves[int(i * step)], i) for i in range(min(len(leaves), MOST_LEAVES))]
+    return [LeafProbe(leaves[int(i * step)], i, objects) for i in range(min(len(leaves), MOST_LEAVES))]
