@@ -37,24 +37,22 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and judge what was recorded."""
-    from bench.audit.command import audit_text, audited_process, recorded_training
+    from bench.audit.command import audit_text, audited_command
     from bench.audit.command.training_audit import TrainingAudit
 
     command = arguments.training[arguments.training[:1] == ["--"] :]
     if not command:
         raise InputError("audit: name the training command after --")
     with tempfile.TemporaryDirectory(prefix="bench-audit-") as name:
-        status = audited_process.run(command, Path(name), arguments.updates, quiet=arguments.json)
-        nothing = audited_process.why_nothing(Path(name))
-        ranks, others = recorded_training.read(Path(name))
-    lines = {
-        f"processes that trained apart from these ranks and are not judged: {others}": others,
-        f"the command ended with exit status {status}": status,
-        f"nothing seen: {nothing}": nothing,
-    }
-    for line in (line for line, is_so in lines.items() if is_so):
-        print(f"audit: {line}", file=sys.stderr)
+        status = audited_command.run(command, Path(name), arguments.updates, quiet=arguments.json)
+        nothing = audited_command.why_nothing(Path(name))
+        ranks, others = audited_command.read(Path(name))
+    if others:
+        print(f"audit: processes that trained apart from these ranks and are not judged: {others}", file=sys.stderr)
+    if status:
+        print(f"audit: the command ended with exit status {status}", file=sys.stderr)
     if nothing:
+        print(f"audit: nothing seen: {nothing}", file=sys.stderr)
         return status or UNCHECKED
     audit = TrainingAudit(ranks, arguments.expect)
     print(json.dumps(audit_text.document(audit, status)) if arguments.json else "\n".join(audit_text.lines(audit)))

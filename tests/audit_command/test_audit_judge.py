@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.audit.command import audit_text, recorded_training
+from bench.audit.command import audit_text, audited_command
 from bench.audit.command.training_audit import TrainingAudit
 
 UPDATES, COORDINATES = 3, 40
@@ -66,7 +66,7 @@ def audit(folder: Path, gradient: Gradient, count: int = 4, ranks: int = 2, **of
         if "leaves" in of_probes:
             of_probes["leaves"] = [["", rank]]
         write(folder / f"{rank}.jsonl", events(gradient, micro, rank, **of_probes))
-    return TrainingAudit(recorded_training.read(folder)[0])
+    return TrainingAudit(audited_command.read(folder)[0])
 
 
 ENGINE = {"DeepSpeedEngine": {"N": 4, "stage": 2, "fp16": True}}
@@ -105,5 +105,5 @@ def test_of_several_trainings_one_is_judged(tmp_path: Path) -> None:
     write(tmp_path / "other.jsonl", lines)
     with (tmp_path / "other.jsonl").open("a") as file:
         file.write('{"event": "cut o')  # by a signal
-    ranks, others = recorded_training.read(tmp_path)
+    ranks, others = audited_command.read(tmp_path)
     assert (list(ranks), others) == ([0, 1], 1)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench import cli
-from bench.audit.command import audited_process
+from bench.audit.command import audited_command
 from tests.audit_command.cases import SCRIPTS, Case
 
 pytestmark = pytest.mark.torch
@@ -44,12 +44,12 @@ def test_without_it_another_verdict(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     for name in ("audit/command/site", "audit/command/inside", "measure"):
-        shutil.copytree(audited_process.SITE.parents[2] / name, tmp_path / name)
+        shutil.copytree(audited_command.SITE.parents[2] / name, tmp_path / name)
     (path,) = tmp_path.rglob(f"{module}.py")
     text = path.read_text(encoding="utf-8")
     assert code in text
     path.write_text(text.replace(code, changed), encoding="utf-8")
-    monkeypatch.setattr(audited_process, "SITE", tmp_path / "audit/command/site")
+    monkeypatch.setattr(audited_command, "SITE", tmp_path / "audit/command/site")
     monkeypatch.chdir(SCRIPTS)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     cli.main(["audit", "--json", "--", *Case(script, "").command])

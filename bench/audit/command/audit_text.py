@@ -24,15 +24,15 @@ def evidence(audit: TrainingAudit) -> dict[str, str]:
     counts = pattern([update.count for update in audit.updates])
     shown["updates"] = f"{counts} micro-batches; events {update.events}; {update.optimizer.split()[0]}"
     shown["loss"] = described(update.micro_batches[0])
-    if not audit.parts:
+    if not audit.gradients:
         return shown
-    part = min(audit.parts, key=lambda part: (abs(part.update - 1), part.ranks))
+    gradient = min(audit.gradients, key=lambda gradient: (abs(gradient.update - 1), gradient.ranks))
     for rank in [*audit.ranks][:MOST_RANKS]:
-        weights = [found for found in part.weights if found.rank == rank]
+        weights = [found for found in gradient.weights if found.rank == rank]
         row = [found.weight if found.loss_weight is None else found.loss_weight for found in weights]
-        where = f"rank {rank} in update {part.update + 1} of rank {part.ranks[0]}"
+        where = f"rank {rank} in update {gradient.update + 1} of rank {gradient.ranks[0]}"
         shown[f"weights of {where}"] = " ".join(f"{weight:.4f}" for weight in row) or "cannot be told apart"
-    residual = max(part.residual for part in audit.parts)
+    residual = max(gradient.residual for gradient in audit.gradients)
     shown["residual"] = f"{residual:.0e} of the gradients is not explained by weights"
     shown["held in"] = ", ".join(audit.held) or "unknown"
     return shown
@@ -57,5 +57,5 @@ def document(audit: TrainingAudit, status: int) -> dict[str, Any]:
         "evidence": evidence(audit),
         "micro_batches": [update.count for update in audit.updates],
         "reduced_bytes": [reduced.total() for reduced in audit.reductions()],
-        "weights": [asdict(weight) for part in audit.parts for weight in part.weights],
+        "weights": [asdict(weight) for gradient in audit.gradients for weight in gradient.weights],
     }

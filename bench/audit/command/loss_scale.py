@@ -13,14 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from bench.audit.command.gradient_weights import GradientWeights
+from bench.audit.command.gradient_weights import TOLERANCE, ExplainedGradient
 from bench.audit.command.inside.records import MicroBatch, Update
 from bench.findings import Finding, error, good, warning
 
 NEAR = 0.05
-"""Largest relative distance of a sum from the wrong value that it is taken for, and of one in 16 bits from 1."""
-EXACT = 0.01
-"""The same of a sum in fp32 from 1."""
+"""Largest relative distance of a sum from the wrong value that it is taken for."""
 
 
 def described(micro_batch: MicroBatch) -> str:
@@ -33,25 +31,25 @@ def described(micro_batch: MicroBatch) -> str:
 
 @dataclass
 class LossScale:
-    """Judges the weights of losses; ``updates`` are those of one rank."""
+    """Judges the weights of losses; ``updates`` are those of one rank, and most have the ``usual`` micro-batches."""
 
-    weights: GradientWeights
+    gradients: list[ExplainedGradient]
     updates: list[Update]
+    usual: int
     world: int
 
     def findings(self) -> Iterator[Finding]:
         """What the weights sum to, and whether all terms weigh the same."""
         sums: dict[int, float] = {}
-        for part in (part for part in self.weights.parts if part.is_resolved):
-            known = [found.loss_weight for found in part.weights if found.loss_weight is not None]
-            if len(known) < len(part.weights):
+        for gradient in (gradient for gradient in self.gradients if gradient.is_resolved):
+            known = [found.loss_weight for found in gradient.weights if found.loss_weight is not None]
+            if len(known) < len(gradient.weights):
                 text = f"the number of terms of the loss is not visible: {described(self.updates[0].micro_batches[0])}"
                 yield warning("scale not judged", text)
                 return
             # Of replicas the one whose sum is farthest from 1.
-            sums[part.update] = max(sum(known), sums.get(part.update, 1.0), key=lambda total: abs(total - 1))
-        allowed = NEAR if self.weights.is_low else EXACT
-        wrong = {number: total for number, total in sums.items() if abs(total - 1) > allowed}
+            sums[gradient.update] = max(sum(known), sums.get(gradient.update, 1.0), key=lambda total: abs(total - 1))
+        wrong = {number: total for number, total in sums.items() if abs(total - 1) > TOLERANCE}
         if not sums:
             yield warning("scale not judged", "micro-gradients are 0, or too alike to be told apart")
         elif wrong:
@@ -65,7 +63,7 @@ class LossScale:
         example = f"weights sum to {wrong[min(wrong)]:.4g} in {len(wrong)} of {num_updates} updates"
         if doubts := self._doubts():
             return warning("scale not judged", f"{example}; {doubts[0]}")
-        usual, world = self.weights.usual, self.world
+        usual, world = self.usual, self.world
         counts = {number: self.updates[number].count for number in wrong}
         also = f"; or it is scaled by the number of ranks, which is {world} too" if world == usual else ""
         is_partial = all(count < usual for count in counts.values())
@@ -103,12 +101,12 @@ class LossScale:
     def _of_terms(self) -> Iterator[Finding]:
         """Whether the terms of an update weigh the same, where micro-batches have different numbers of them."""
         spread, sizes = 0.0, set()
-        for part in self.weights.parts:
-            counted = [(found.loss_weight, found.terms) for found in part.weights if found.loss_weight and found.terms]
+        for gradient in self.gradients:
+            counted = [(w.loss_weight, w.terms) for w in gradient.weights if w.loss_weight and w.terms]
             each = [weight / terms for weight, terms in counted]
             sizes |= {terms for _, terms in counted}
             spread = max(spread, 1 - min(each) / max(each)) if each and max(each) > 0 else spread
-        if len(sizes) > 1 and spread < self.weights.tolerance:
+        if len(sizes) > 1 and spread < TOLERANCE:
             yield good("token-exact", "all terms of the loss of an update have the same weight")
         elif len(sizes) > 1:
             yield warning("mean of means", f"terms of the loss of one update differ in weight by up to {spread:.0%}")

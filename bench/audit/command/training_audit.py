@@ -6,7 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 
-from bench.audit.command.gradient_weights import LOW, GradientWeights, PartWeights
+import numpy as np
+
+from bench.audit.command.gradient_weights import EXPLAINED, ExplainedGradient, explain, flat
 from bench.audit.command.inside.records import Rank
 from bench.audit.command.loss_scale import LossScale
 from bench.findings import Finding, Level, error, good, warning
@@ -27,7 +29,7 @@ class TrainingAudit:
         """Micro-batches of most updates."""
         self.held = sorted({dtype for update in self.updates for dtype in update.held})
         """Dtypes in which gradients are held between micro-batches."""
-        self.weights = GradientWeights(ranks, self.usual)
+        self._gradients, self._reason = explain(ranks)
 
     @cached_property
     def findings(self) -> list[Finding]:
@@ -35,9 +37,9 @@ class TrainingAudit:
         return sorted(self._all(), key=lambda found: [*Level].index(found.level))
 
     @property
-    def parts(self) -> list[PartWeights]:
-        """The weights where they mean something."""
-        return [] if any(found.topic == "not judged" for found in self.findings) else self.weights.parts
+    def gradients(self) -> list[ExplainedGradient]:
+        """The gradients, if their weights mean something."""
+        return [] if any(found.topic == "not judged" for found in self.findings) else self._gradients
 
     @property
     def verdict(self) -> str:
@@ -55,9 +57,8 @@ class TrainingAudit:
         elif self.updates:
             yield from self._of_windows() or self._of_weights()
             yield from self._of_reduction()
-            if self.usual > 1 and LOW & {*self.held}:
-                dtypes = "/".join(LOW & {*self.held})
-                yield error("low precision", f"gradients of {self.usual} micro-batches are summed in {dtypes}")
+            if self.usual > 1 and (low := {"bfloat16", "float16"} & {*self.held}):
+                yield error("low precision", f"gradients of {self.usual} micro-batches are summed in {'/'.join(low)}")
 
     def _of_request(self) -> Iterator[Finding]:
         facts = self.first.facts
@@ -84,8 +85,6 @@ class TrainingAudit:
         for rank in self.ranks.values():
             reasons += [reason for update in rank.updates for reason in update.obstacles]
         if any(rank.leaves != self.first.leaves for rank in self.ranks.values()):
-            reasons.append("ranks train different parameters")
-        if any(rank.parameters != self.first.parameters for rank in self.ranks.values()):
             why = "ranks are no replicas, never were made equal, or run different layers"
             reasons.append(f"sampled parameters differ: {why}")
         return next(iter(reasons), "")
@@ -103,33 +102,34 @@ class TrainingAudit:
             share = f"{len(early)} of {len(self.updates)} updates"
             text = f"in {share} gradients are clipped before the last backward: {early[0]}"
             found.append(error("clips too early", text))
-        if self.weights.uses_nothing:
-            found.append(error("no gradient", "the optimizer steps although no watched parameter has a gradient"))
+        used = np.concatenate([flat(update.used) for update in self.updates])
+        adds = any(flat(batch.sample).any() for update in self.updates for batch in update.micro_batches)
+        if adds and (used == 0).any() and not np.nan_to_num(used).any():
+            found.append(error("no gradient", "the optimizer is given gradients that are None or 0"))
         return found
 
     def _of_weights(self) -> Iterator[Finding]:
-        parts = self.weights.parts
-        if not parts:
-            yield warning("weights unknown", self.weights.reason)
-            return
-        residual = max(part.residual for part in parts)
-        if residual > self.weights.explained:
+        residual = max((gradient.residual for gradient in self._gradients), default=0.0)
+        if not self._gradients:
+            yield warning("weights unknown", self._reason)
+        elif residual > EXPLAINED:
             text = f"up to {residual:.0%} of a gradient is no sum of the micro-gradients that were seen"
             yield warning("not judged", text)
-            return
-        presence = list(self._of_presence())
-        yield from presence
-        if not any(found.level is Level.ERROR for found in presence):
-            yield from LossScale(self.weights, self.updates, self.world).findings()
+        else:
+            presence = list(self._of_presence())
+            yield from presence
+            if not any(found.level is Level.ERROR for found in presence):
+                yield from LossScale(self._gradients, self.updates, self.usual, self.world).findings()
 
     def _of_presence(self) -> Iterator[Finding]:
-        """Which micro-batches are in the gradients of their own ranks, of others, and of later updates."""
-        parts = self.weights.parts
-        present = {found.use for part in parts for found in part.weights if found.is_present}
-        absent = {found.use for part in parts for found in part.weights if not found.is_present}
+        """Which micro-batches are in the gradients of their own ranks and of others, and what else is."""
+        gradients = self._gradients
+        weights = [weight for gradient in gradients for weight in gradient.weights]
+        present = {(w.update, w.rank, w.micro_batch) for w in weights if w.is_present}
+        absent = {(w.update, w.rank, w.micro_batch) for w in weights if not w.is_present}
         if foreign := absent & present:
             numbers = sorted({place + 1 for _, _, place in foreign})
-            share = f"{len({update for update, _, _ in foreign})} of {len({part.update for part in parts})} updates"
+            share = f"{len({update for update, _, _ in foreign})} of {len({w.update for w in weights})} updates"
             if len(numbers) >= self.usual:
                 yield error("not reduced", f"no micro-batch of other ranks is in a rank's gradient ({share})")
             else:
@@ -140,22 +140,19 @@ class TrainingAudit:
         for update, rank, place in sorted(absent - present):
             lost[update, rank].append(place + 1)
         for (update, rank), numbers in lost.items():
-            events = self.ranks[rank].sampled[update].events
-            text = f"micro-batches {numbers} of update {update + 1} have weight 0: {events}"
+            text = f"micro-batches {numbers} of update {update + 1} have weight 0"
             if len(numbers) % self.usual:
-                yield error("lost", text)
+                yield error("lost", f"{text}: {self.ranks[rank].sampled[update].events}")
             else:
                 yield warning("skipped", f"{text}: an update may have been skipped")
             break
-        if old := [part for part in parts if abs(part.previous) > self.weights.tolerance]:
-            yield error("not cleared", f"{len(old)} of {len(parts)} gradients contain that of the update before")
+        if old := [gradient for gradient in gradients if gradient.has_left]:
+            yield error("not cleared", f"{len(old)} of {len(gradients)} gradients contain that of the update before")
 
     def reductions(self) -> list[Counter[str]]:
-        """What is reduced at each backward of a full window; less than 1 % of the largest are metrics and norms."""
+        """What is reduced at each backward of a full window."""
         windows = [update.micro_batches for update in self.updates if update.count == self.usual]
-        window = [found.reduced for found in windows[len(windows) // 2]] if windows else []
-        largest = max((size for reduced in window for size in reduced.values()), default=0)
-        return [Counter({key: size for key, size in reduced.items() if size > largest / 100}) for reduced in window]
+        return [Counter(found.reduced) for found in windows[len(windows) // 2]] if windows else []
 
     def _of_reduction(self) -> Iterator[Finding]:
         reductions = self.reductions()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+from collections import defaultdict
 from operator import attrgetter
 from typing import Any
 
@@ -24,39 +26,45 @@ FACTS: dict[str, tuple[str, ...] | str] = {
     "LocalSGD": "averages parameters instead of gradients",
 }
 """By the name of a class or a base, the attributes that are read, or why a training with it is not judged."""
+LEAVES = {
+    "main_grad": "has the gradients, as in Megatron",
+    "_local_tensor": "has a part of each gradient, as in tensor parallelism",
+}
+"""By an attribute of leaves, why a training with it is not judged."""
+
+
+@functools.cache
+def _name(kind: type) -> str:
+    """What FACTS calls a class; empty if it has none."""
+    bases = (base.__name__ for base in kind.__mro__ if str(base.__module__).partition(".")[0] in PACKAGES)
+    return next((name for name in bases if name in FACTS), "")
 
 
 class FoundObjects:
-    """The objects of ``FACTS`` that the garbage collector knows."""
+    """The objects that the garbage collector knows, by their name in FACTS."""
 
     def __init__(self) -> None:
-        self.by_name: dict[str, Any] = {}
-        """The last of each kind."""
-        self.sharded: dict[int, Any] = {}
-        """FSDP2's parameters by the id of the leaf that autograd sees."""
-
-    def search(self) -> None:
-        """Find them."""
-        names: dict[type, str] = {}
+        self.by_name: dict[str, list[Any]] = defaultdict(list)
         for found in gc.get_objects():
-            kind = type(found)
-            if kind not in names:
-                bases = [base.__name__ for base in kind.__mro__ if str(base.__module__).partition(".")[0] in PACKAGES]
-                names[kind] = next((name for name in bases if name in FACTS), "")
-            if name := names[kind]:
-                self.by_name[name] = found
-                self.sharded |= {id(found._unsharded_param): found} if hasattr(found, "_unsharded_param") else {}
+            if name := _name(type(found)):
+                self.by_name[name].append(found)
+        parameters = (found for found in self.by_name["FSDPParam"] if hasattr(found, "_unsharded_param"))
+        self.sharded = {id(found._unsharded_param): found for found in parameters}
+        """FSDP2's parameters by the id of the leaf that autograd sees."""
+        self.zero = next(reversed(self.by_name["ZeROOptimizer"]), None)
 
     def facts(self) -> dict[str, Any]:
-        """What each was asked for."""
-        return {
-            name: FACTS[name] if isinstance(FACTS[name], str) else {key: _read(found, key) for key in FACTS[name]}
-            for name, found in self.by_name.items()
-        }
+        """What the last of each was asked for."""
+        facts: dict[str, Any] = {}
+        for name, found in self.by_name.items():
+            wanted = FACTS[name]
+            if found:
+                facts[name] = wanted if isinstance(wanted, str) else {key: _read(found[-1], key) for key in wanted}
+        return facts
 
     def asked(self) -> int:
         """The most micro-batches per update that one asks for now: a callback may change that."""
-        counts = (_read(found, key) for found in self.by_name.values() for key in N)
+        counts = (_read(found, key) for same in self.by_name.values() for found in same[-1:] for key in N)
         return max((count for count in counts if isinstance(count, int)), default=1)
 
 

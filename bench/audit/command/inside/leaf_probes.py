@@ -30,8 +30,8 @@ class LeafProbe:
         self.name = getattr(self._sharded, "_param_fqn", "")
         self.holder = leaf if self._sharded is None else self._sharded.sharded_param
         here, axes = torch.ones_like(self.flat, dtype=torch.bool), coordinates
-        if "ZeROOptimizer" in objects.by_name:
-            self.holder, first, start, count = _of_zero(leaf, objects.by_name["ZeROOptimizer"])
+        if objects.zero is not None:
+            self.holder, first, start, count = _of_zero(leaf, objects.zero)
             here, axes = (self.flat >= first) & (self.flat < first + count), (self.flat - first + start).unsqueeze(0)
         elif hasattr(self.holder, "_local_tensor"):
             from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as local
@@ -45,16 +45,13 @@ class LeafProbe:
         """What the running backward has added, or None."""
         self.factor: Any = 1.0
         """By what the gradient was divided to clip it."""
-        self.dtype = ""
-        self.recording = self.is_clipped = self.is_distributed = False
+        self.recording = self.is_clipped = False
         self.handle = leaf.register_hook(self._add)
 
     def _add(self, gradient: Any) -> None:
-        if not self.recording:  # torch.autograd.grad calls the hooks of leaves, too
-            return
-        self.is_distributed = hasattr(gradient, "_local_tensor")
-        if not self.is_distributed and tuple(gradient.shape) == self.shape and not gradient.is_sparse:
-            self.dtype = _name(gradient)
+        # torch.autograd.grad calls the hooks of leaves, too.
+        is_plain = not (gradient.is_sparse or hasattr(gradient, "_local_tensor"))
+        if self.recording and is_plain and tuple(gradient.shape) == self.shape:
             values = gradient.detach()[self._index].double()
             self.added = values if self.added is None else self.added + values
 
@@ -69,12 +66,12 @@ class LeafProbe:
         is_whole = tuple(leaf.shape) == self.shape and leaf.untyped_storage().size()
         return leaf.detach()[self._index].double() if is_whole and not hasattr(leaf, "_local_tensor") else None
 
-    def used(self, parameters: set[int]) -> Any:
-        """The gradient of a parameter whose id is among these; NaN where it is not on this rank."""
+    def gradient(self) -> Any:
+        """The gradient as the optimizer finds it: 0 where it is None, and NaN where it is not on this rank."""
         values = torch.full((len(self.flat),), math.nan, dtype=torch.float64, device=self._here.device)
         gradient = getattr(self.holder, "grad", None)
-        if id(self.holder) in parameters and not getattr(gradient, "is_sparse", False):
-            local = getattr(gradient, "_local_tensor", gradient)
+        local = getattr(gradient, "_local_tensor", gradient)
+        if self.holder is not None and not getattr(local, "is_sparse", False):
             values[self._here] = 0.0 if local is None else local.detach()[self._held_index].double()
         return values
 

@@ -28,7 +28,7 @@ class MicroBatch:
         """What the mean of the loss weighs, by the weight of the micro-gradient; None if that is not visible."""
         found = self.criterion
         terms = 1.0 if found.get("reduction") == "mean" else found.get("terms")
-        return weight * found["seed"] * terms if terms and found.get("reduction") else None
+        return weight * found["seed"] * terms if terms and found["reduction"] and found["seed"] else None
 
 
 @dataclass
@@ -39,16 +39,16 @@ class Update:
     events: str = ""
     """``BBBBCS``: backwards, clipping, the step, and Z where the gradient was cleared before a backward."""
     micro_batches: list[MicroBatch] = field(default_factory=list)
+    left: Any = ()
+    """Per leaf the gradient at each coordinate before the first backward; NaN where this rank has none."""
     used: Any = ()
-    """Per leaf the gradient that the optimizer uses at each coordinate; NaN where this rank has none."""
+    """The same that the optimizer uses, as it was before it was scaled and clipped."""
     optimizer: str = ""
     """Name and id; empty while no step has been taken."""
     asked: int = 1
     """How many micro-batches a framework was asked for."""
-    dtypes: list[str] = field(default_factory=list)
-    """Of micro-gradients."""
     held: list[str] = field(default_factory=list)
-    """Of the sums of micro-gradients."""
+    """Dtypes of the sums of micro-gradients."""
     clips_early: bool = False
     """Whether a backward has added to a gradient that was clipped."""
     doubts: list[str] = field(default_factory=list)
@@ -73,9 +73,7 @@ class Rank:
     facts: dict[str, Any] = field(default_factory=dict)
     """What frameworks were asked for, or why it is not judged, by the name of a class."""
     leaves: list[Any] = field(default_factory=list)
-    """Name and shape of each that is sampled."""
-    parameters: list[Any] = field(default_factory=list)
-    """Their values at the coordinates."""
+    """Name, shape, and values at the coordinates of each that is sampled."""
     updates: list[Update] = field(default_factory=list)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from . import criteria
-from .found_objects import FoundObjects
+from .found_objects import LEAVES, FoundObjects
 from .leaf_probes import LeafProbe, choose
 from .records import MicroBatch, Rank, Update
 
@@ -25,6 +26,8 @@ else:  # beside this file, as sitecustomize loads them
 
 JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
 """Variables of launchers that tell one training from another."""
+LEAST_BYTES = 1024
+"""What is smaller are metrics and norms."""
 
 
 def guarded(method: Callable[..., None]) -> Callable[..., None]:
@@ -60,9 +63,8 @@ class TrainingRecorder:
         self.window = Update(1)
         """The update that is going on, or that was made last."""
         self._num_backwards = 0
-        self._in_backward = self._on_device = False
+        self._in_backward = False
         self._probes: list[LeafProbe] = []
-        self._objects = FoundObjects()
         self._handles: list[Any] = []
         self._waiting: dict[int, Update] = {}
         self._known_events: set[str] = set()
@@ -76,18 +78,16 @@ class TrainingRecorder:
         self._append(rank)
         self.kernels.remove()  # where they are inherited by a fork
         self.kernels.install()
-        self._objects.search()
+        self._objects = FoundObjects()
         self._probes = choose(roots, self._objects)
-        self._on_device = any(probe.leaf.device.type != "cpu" for probe in self._probes)
+        leaves = [probe.leaf for probe in self._probes]
         rank.facts = self._objects.facts()
-        if any(hasattr(probe.leaf, "main_grad") for probe in self._probes):
-            rank.facts["Megatron"] = "keeps gradients in main_grad"
-        rank.leaves = [(probe.name, probe.shape) for probe in self._probes]
-        rank.parameters = [probe.parameter() for probe in self._probes]
+        rank.facts |= {name: text for name, text in LEAVES.items() if any(hasattr(leaf, name) for leaf in leaves)}
+        rank.leaves = [(probe.name, probe.shape, probe.parameter()) for probe in self._probes]
         self._append(rank)
 
     def _end_sampling(self) -> None:
-        self.sampling = self._on_device = False
+        self.sampling = False
         self.kernels.remove()
         for probe in self._probes:
             probe.handle.remove()
@@ -105,14 +105,12 @@ class TrainingRecorder:
 
     @guarded
     def on_collective(self, collective: CollectiveCall) -> None:
-        """Bytes of floating-point tensors that are reduced during an update."""
-        if self.window.micro_batches and not self.window.optimizer and "float" in collective.dtype:
-            key = f"{collective.name} of {collective.dtype} over {collective.group.size()} ranks"
+        """Bytes of gradients that are reduced during an update."""
+        size, dtype = collective.payload_bytes, collective.dtype
+        if self.window.micro_batches and not self.window.optimizer and "float" in dtype and size >= LEAST_BYTES:
+            key = f"{collective.name} of {dtype} over {collective.group.size()} ranks"
             reduced = self.window.micro_batches[-1].reduced
-            reduced[key] = reduced.get(key, 0) + collective.payload_bytes
-
-    def _held(self) -> list[str]:
-        return sorted({probe.held_dtype() for probe in self._probes} - {""})
+            reduced[key] = reduced.get(key, 0) + size
 
     @guarded
     def before_backward(self, roots: Any, *, keeps_graph: bool) -> None:
@@ -128,6 +126,8 @@ class TrainingRecorder:
             tensors = [root for root in roots if isinstance(root, torch.Tensor)]
             if self._num_backwards == 1:
                 self._start(tensors)
+            if not window.events:
+                window.left = [probe.gradient() for probe in self._probes]
             if window.held and not self._held():
                 window.events += "Z"
             if keeps_graph:
@@ -143,18 +143,16 @@ class TrainingRecorder:
     def after_backward(self) -> None:
         """The micro-gradient."""
         self._in_backward = False
-        if not self.sampling:
-            return
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        window = self.window
-        window.clips_early |= any(probe.is_clipped and probe.added is not None for probe in self._probes)
-        if any(probe.is_distributed for probe in self._probes):
-            window.obstacles.append("gradients are distributed tensors, as in tensor parallelism")
-        window.dtypes += sorted({probe.dtype for probe in self._probes} - {""})
-        window.held += self._held()
-        window.micro_batches[-1].sample = [probe.take() for probe in self._probes]
+        if self.sampling:
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+            self.window.clips_early |= any(probe.is_clipped and probe.added is not None for probe in self._probes)
+            self.window.held = sorted({*self.window.held, *self._held()})
+            self.window.micro_batches[-1].sample = [probe.take() for probe in self._probes]
+
+    def _held(self) -> list[str]:
+        return sorted({probe.held_dtype() for probe in self._probes} - {""})
 
     @guarded
     def before_clip(self, parameters: list[Any]) -> None:
@@ -162,52 +160,51 @@ class TrainingRecorder:
         if self.window.events and not self.window.optimizer:
             self.window.events += "C"
         clipped = set(map(id, parameters))
-        self._unclipped = [(probe, probe.used(clipped)) for probe in self._probes if id(probe.holder) in clipped]
+        self._unclipped = [(probe, probe.gradient()) for probe in self._probes if id(probe.holder) in clipped]
 
     @guarded
     def after_clip(self) -> None:
         """By how much it was clipped."""
         for probe, before in self._unclipped:
             probe.is_clipped = True
-            probe.factor = probe.factor * (before / probe.used({id(probe.holder)})).nan_to_num(1.0, 1.0, 1.0)
+            probe.factor = probe.factor * (before / probe.gradient()).nan_to_num(1.0, 1.0, 1.0)
 
     def _used(self, optimizer: Any) -> list[Any]:
-        """The gradient that the optimizer uses, as it was before it was scaled and clipped."""
-        scale, zero = getattr(optimizer, "grad_scale", None), self._objects.by_name.get("ZeROOptimizer")
+        scale, zero = getattr(optimizer, "grad_scale", None), self._objects.zero
         factor: Any = 1.0 if scale is None else 1 / scale
         if zero is not None and (limit := zero.clip_grad):  # DeepSpeed clips by itself
             factor = (torch.as_tensor(zero._global_grad_norm) / limit).clamp(min=1.0)
         updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return [probe.used(updated) * probe.factor * factor for probe in self._probes]
+        factors = [probe.factor * factor if id(probe.holder) in updated else math.nan for probe in self._probes]
+        return [probe.gradient() * factor for probe, factor in zip(self._probes, factors, strict=True)]
 
     @guarded
     def before_step(self, optimizer: Any, arguments: Any, options: Any) -> None:
         """The gradient that the optimizer is given."""
-        self._before_step = self._num_backwards, self._used(optimizer) if self.sampling else []
+        self._before_step = self._num_backwards, self._used(optimizer) if self._probes else []
 
     @guarded
     def after_step(self, optimizer: Any, arguments: Any, options: Any) -> None:
         """The end of an update. A closure of the optimizer may have run the backward, as Lightning's does."""
         window, name, (before, used) = self.window, type(optimizer).__name__, self._before_step
         inside = self._num_backwards - before
-        if not window.events:
-            return
-        if inside and self.sampling:
+        if inside and self._probes:
             used = self._used(optimizer)
         if inside > 1:
             window.obstacles.append(f"{name} runs several backwards per step, which are no micro-batches")
         if self._in_backward:
             window.obstacles.append("the optimizer steps inside of the backward")
-        if not window.optimizer:
+        if window.events and not window.optimizer:
             window.events += "S"
-            window.optimizer, window.asked = f"{name} {id(optimizer):x}", self._objects.asked() if self.sampling else 1
+            window.optimizer = f"{name} {id(optimizer):x}"
+            window.asked = self._objects.asked() if self.sampling else 1
         window.used = [old.where(~old.isnan(), new) for old, new in zip(window.used or used, used, strict=True)]
         for probe in self._probes:
             probe.factor, probe.is_clipped = 1.0, False
-        if self.sampling or window.events not in self._known_events:
+        if window.optimizer and (self.sampling or window.events not in self._known_events):
             self._known_events.add(window.events)
             self._waiting[window.number] = window
-        if not self._on_device:  # a training that is killed loses its open window alone
+        if all(probe.leaf.device.type == "cpu" for probe in self._probes):  # elsewhere samples stay on the device
             self._flush()
 
     def end(self) -> None:

@@ -27,7 +27,12 @@ class AfterTorch:
         spec: Any = importlib.util.find_spec("torch")
         if spec is not None:
             execute = spec.loader.exec_module
-            spec.loader.exec_module = lambda torch: (execute(torch), install())
+
+            def execute_and_install(torch: ModuleType) -> None:
+                execute(torch)
+                install()
+
+            spec.loader.exec_module = execute_and_install
         return spec
 
 
