@@ -16,8 +16,8 @@ MOST_RANKS = 3
 
 def evidence(audit: TrainingAudit) -> dict[str, str]:
     """What was seen, by name."""
-    facts = [" ".join([name, *_words(fact)]) for name, fact in audit.first.facts.items()]
-    shown = {"ranks": f"{len(audit.ranks)} of {audit.world}", "wrappers": ", ".join(facts) or "none"}
+    facts = [f"{name} {fact}".strip() for name, fact in audit.first.facts.items()]
+    shown = {"ranks": f"{len(audit.ranks)} of {audit.first.world}", "wrappers": ", ".join(facts) or "none"}
     if not audit.updates:
         return shown
     update = audit.updates[min(1, len(audit.updates) - 1)]  # the first may be a special one
@@ -34,12 +34,8 @@ def evidence(audit: TrainingAudit) -> dict[str, str]:
         shown[f"weights of {where}"] = " ".join(f"{weight:.4f}" for weight in row) or "cannot be told apart"
     residual = max(gradient.residual for gradient in audit.gradients)
     shown["residual"] = f"{residual:.0e} of the gradients is not explained by weights"
-    shown["held in"] = ", ".join(audit.held) or "unknown"
+    shown["held in"] = ", ".join(sorted(audit.held)) or "unknown"
     return shown
-
-
-def _words(fact: Any) -> list[str]:
-    return [f"{key} {value}" for key, value in fact.items()] if isinstance(fact, dict) else [fact]
 
 
 def lines(audit: TrainingAudit) -> list[str]:
@@ -55,7 +51,5 @@ def document(audit: TrainingAudit, status: int) -> dict[str, Any]:
         "findings": [found.to_dict() for found in audit.findings],
         "exit_status": status,
         "evidence": evidence(audit),
-        "micro_batches": [update.count for update in audit.updates],
-        "reduced_bytes": [reduced.total() for reduced in audit.reductions()],
         "weights": [asdict(weight) for gradient in audit.gradients for weight in gradient.weights],
     }

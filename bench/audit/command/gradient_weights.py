@@ -119,22 +119,12 @@ def _explain(number: int, updates: Mapping[int, Update], ranks: tuple[int, ...],
     left = np.sum([np.nan_to_num(flat(updates[rank].left)) for rank in ranks], axis=0)
     columns = np.column_stack([*(flat(found.sample) for _, _, found in batches), left])
     coefficients, errors, residual = fit(columns[known], used[known])
-    least = TOLERANCE * np.abs(coefficients[:-1]).max()
+    least = TOLERANCE * float(np.abs(coefficients[:-1]).max())
     good = errors < least
     weights = [
-        Weight(
-            update=number,
-            gradient_of=ranks,
-            rank=rank,
-            micro_batch=i,
-            weight=float(c),
-            loss_weight=found.loss_weight(float(c)),
-            terms=found.criterion.get("terms"),
-            is_present=bool(abs(c) > least),
-        )
-        for (rank, i, found), c, is_good in zip(batches, coefficients, good, strict=False)
+        Weight(number, ranks, rank, i, c, found.loss_weight(c), found.criterion.get("terms"), abs(c) > least)
+        for (rank, i, found), c, is_good in zip(batches, coefficients.tolist(), good, strict=False)
         if is_good
     ]
-    return ExplainedGradient(
-        number, ranks, weights, bool(good[:-1].all()), residual, bool(good[-1] and abs(coefficients[-1]) > TOLERANCE)
-    )
+    has_left = bool(good[-1] and abs(coefficients[-1]) > TOLERANCE)
+    return ExplainedGradient(number, ranks, weights, bool(good[:-1].all()), residual, has_left)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 
 import numpy as np
 
@@ -23,23 +22,15 @@ class TrainingAudit:
         self.first = next(iter(ranks.values()))
         """The rank of which most is said."""
         self.updates = self.first.sampled
-        self.world = self.first.world
         counts = Counter(update.count for update in self.updates)
         self.usual = counts.most_common(1)[0][0] if counts else 0
         """Micro-batches of most updates."""
-        self.held = sorted({dtype for update in self.updates for dtype in update.held})
+        self.held = {dtype for update in self.updates for dtype in update.held}
         """Dtypes in which gradients are held between micro-batches."""
-        self._gradients, self._reason = explain(ranks)
-
-    @cached_property
-    def findings(self) -> list[Finding]:
-        """All findings, errors first."""
-        return sorted(self._all(), key=lambda found: [*Level].index(found.level))
-
-    @property
-    def gradients(self) -> list[ExplainedGradient]:
-        """The gradients, if their weights mean something."""
-        return [] if any(found.topic == "not judged" for found in self.findings) else self._gradients
+        self.gradients: list[ExplainedGradient] = []
+        """Where their weights mean something."""
+        self.findings = sorted(self._all(), key=lambda found: [*Level].index(found.level))
+        """Errors first."""
 
     @property
     def verdict(self) -> str:
@@ -49,15 +40,15 @@ class TrainingAudit:
         return ", ".join(faults) or ("right" if judged else "nothing wrong seen, not all judged")
 
     def _all(self) -> Iterator[Finding]:
-        if len(self.ranks) < self.world:
-            yield warning("ranks missing", f"{len(self.ranks)} of {self.world} ranks ran a backward")
+        if len(self.ranks) < self.first.world:
+            yield warning("ranks missing", f"{len(self.ranks)} of {self.first.world} ranks ran a backward")
         yield from self._of_request()
         if reason := self._not_judged():
             yield warning("not judged", reason)
         elif self.updates:
             yield from self._of_windows() or self._of_weights()
             yield from self._of_reduction()
-            if self.usual > 1 and (low := {"bfloat16", "float16"} & {*self.held}):
+            if self.usual > 1 and (low := {"bfloat16", "float16"} & self.held):
                 yield error("low precision", f"gradients of {self.usual} micro-batches are summed in {'/'.join(low)}")
 
     def _of_request(self) -> Iterator[Finding]:
@@ -80,10 +71,8 @@ class TrainingAudit:
 
     def _not_judged(self) -> str:
         """Why backwards are no micro-batches, or gradients no sums of them."""
-        facts = {name: fact for rank in self.ranks.values() for name, fact in rank.facts.items()}
-        reasons = [f"{name} {fact}" for name, fact in facts.items() if isinstance(fact, str)]
-        for rank in self.ranks.values():
-            reasons += [reason for update in rank.updates for reason in update.obstacles]
+        updates = [update for rank in self.ranks.values() for update in rank.updates]
+        reasons = [reason for update in updates for reason in update.obstacles]
         if any(rank.leaves != self.first.leaves for rank in self.ranks.values()):
             why = "ranks are no replicas, never were made equal, or run different layers"
             reasons.append(f"sampled parameters differ: {why}")
@@ -98,33 +87,34 @@ class TrainingAudit:
             text = "; ".join(f"rank {rank}: {pattern(numbers)}" for rank, numbers in counts.items())
             found.append(error("ranks differ", f"micro-batches per update differ: {text}"))
         # In a longer window a step may have been skipped after clipping.
-        if early := [u.events for u in self.updates if u.clips_early and u.count <= self.usual]:
+        if early := [update.events for update in self.updates if update.clips_early and update.count <= self.usual]:
             share = f"{len(early)} of {len(self.updates)} updates"
             text = f"in {share} gradients are clipped before the last backward: {early[0]}"
             found.append(error("clips too early", text))
         used = np.concatenate([flat(update.used) for update in self.updates])
         adds = any(flat(batch.sample).any() for update in self.updates for batch in update.micro_batches)
         if adds and (used == 0).any() and not np.nan_to_num(used).any():
-            found.append(error("no gradient", "the optimizer is given gradients that are None or 0"))
+            found.append(error("no gradient", "the gradients that the optimizer is given are None or 0"))
         return found
 
     def _of_weights(self) -> Iterator[Finding]:
-        residual = max((gradient.residual for gradient in self._gradients), default=0.0)
-        if not self._gradients:
-            yield warning("weights unknown", self._reason)
+        gradients, reason = explain(self.ranks)
+        residual = max((gradient.residual for gradient in gradients), default=0.0)
+        if not gradients:
+            yield warning("weights unknown", reason)
         elif residual > EXPLAINED:
             text = f"up to {residual:.0%} of a gradient is no sum of the micro-gradients that were seen"
             yield warning("not judged", text)
         else:
+            self.gradients = gradients
             presence = list(self._of_presence())
             yield from presence
             if not any(found.level is Level.ERROR for found in presence):
-                yield from LossScale(self._gradients, self.updates, self.usual, self.world).findings()
+                yield from LossScale(gradients, self.updates, self.usual, self.first.world).findings()
 
     def _of_presence(self) -> Iterator[Finding]:
         """Which micro-batches are in the gradients of their own ranks and of others, and what else is."""
-        gradients = self._gradients
-        weights = [weight for gradient in gradients for weight in gradient.weights]
+        weights = [weight for gradient in self.gradients for weight in gradient.weights]
         present = {(w.update, w.rank, w.micro_batch) for w in weights if w.is_present}
         absent = {(w.update, w.rank, w.micro_batch) for w in weights if not w.is_present}
         if foreign := absent & present:
@@ -139,28 +129,28 @@ class TrainingAudit:
         lost: dict[tuple[int, int], list[int]] = defaultdict(list)
         for update, rank, place in sorted(absent - present):
             lost[update, rank].append(place + 1)
+        found: dict[str, Finding] = {}
         for (update, rank), numbers in lost.items():
             text = f"micro-batches {numbers} of update {update + 1} have weight 0"
+            events = self.ranks[rank].sampled[update].events
             if len(numbers) % self.usual:
-                yield error("lost", f"{text}: {self.ranks[rank].sampled[update].events}")
+                found.setdefault("lost", error("lost", f"{text}: {events}"))
             else:
-                yield warning("skipped", f"{text}: an update may have been skipped")
-            break
-        if old := [gradient for gradient in gradients if gradient.has_left]:
-            yield error("not cleared", f"{len(old)} of {len(gradients)} gradients contain that of the update before")
-
-    def reductions(self) -> list[Counter[str]]:
-        """What is reduced at each backward of a full window."""
-        windows = [update.micro_batches for update in self.updates if update.count == self.usual]
-        return [Counter(found.reduced) for found in windows[len(windows) // 2]] if windows else []
+                found.setdefault("skipped", warning("skipped", f"{text}, as if an update was skipped: {events}"))
+        yield from found.values()
+        if old := [gradient for gradient in self.gradients if gradient.has_left]:
+            share = f"{len(old)} of {len(self.gradients)}"
+            yield error("not cleared", f"{share} gradients contain that of the update before")
 
     def _of_reduction(self) -> Iterator[Finding]:
-        reductions = self.reductions()
-        sent = [reduced.total() for reduced in reductions]
+        """What is reduced at each backward of a full window in the middle."""
+        windows = [update.micro_batches for update in self.updates if update.count == self.usual]
+        reductions = [found.reduced for found in windows[len(windows) // 2]]
+        sent = [sum(reduced.values()) for reduced in reductions]
         names = ", ".join(sorted({name for reduced in reductions for name in reduced}))
         places = ", ".join(str(place) for place, size in enumerate(sent, 1) if size)
         text = f"{names} at backward {places} of {len(sent)}: {sum(sent):,} bytes per rank and update"
-        if self.world > 1 and not any(sent):
+        if self.first.world > 1 and not any(sent):
             yield warning("no reduction seen", "no reduction of a floating-point tensor was seen in a window")
         elif all(sent) and len(sent) > 1:
             yield good("eager", f"{text}; once would be {sent[-1]:,}")

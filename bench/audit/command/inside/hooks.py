@@ -1,4 +1,8 @@
-"""Hooks on backward, on clipping, and on the step of every optimizer."""
+"""Hooks on backward, on clipping, and on the step of every optimizer.
+
+The recorder imports nothing of bench: the command may run in another environment. It communicates nothing, draws from
+no global generator, changes no tensor, and never raises into the training.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,6 @@ from .training_recorder import TrainingRecorder
 
 def install() -> None:
     """Watch this process, and the processes that it forks."""
-    folder = Path(os.environ["BENCH_AUDIT_FOLDER"])
     recorder = TrainingRecorder()
     _wrap_backward(recorder)
     for function in (clip_grad._clip_grads_with_norm_, clip_grad.clip_grad_value_):
@@ -25,7 +28,7 @@ def install() -> None:
     register_optimizer_step_post_hook(recorder.after_step)
     os.register_at_fork(after_in_child=recorder.restart)
     atexit.register(recorder.end)
-    (folder / f"{os.getpid()}.torch").touch()
+    Path(os.environ["BENCH_AUDIT_FOLDER"], f"{os.getpid()}.torch").touch()
 
 
 def _wrap_backward(recorder: TrainingRecorder) -> None:

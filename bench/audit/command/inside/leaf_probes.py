@@ -25,7 +25,7 @@ class LeafProbe:
         generator = torch.Generator("cpu").manual_seed(seed)  # the global one belongs to the training
         self.flat = torch.randint(math.prod(self.shape), (MOST_COORDINATES,), generator=generator).unique()
         coordinates = torch.stack(torch.unravel_index(self.flat, self.shape))
-        self._index = _on(leaf, coordinates)
+        self._index = tuple(coordinates.to(leaf.device, non_blocking=True))
         self._sharded = objects.sharded.get(id(leaf))
         self.name = getattr(self._sharded, "_param_fqn", "")
         self.holder = leaf if self._sharded is None else self._sharded.sharded_param
@@ -40,7 +40,8 @@ class LeafProbe:
             axes = coordinates - torch.tensor(offset).unsqueeze(1)
             here = ((axes >= 0) & (axes < torch.tensor(shape).unsqueeze(1))).all(0)
         # Copying an index to an accelerator may wait for it: once is enough.
-        self._here, self._held_index = _on(self.holder, here.nonzero().T)[0], _on(self.holder, axes[:, here])
+        self._here = here.nonzero().flatten().to(self.holder.device, non_blocking=True)
+        self._held_index = tuple(axes[:, here].to(self.holder.device, non_blocking=True))
         self.added: Any = None
         """What the running backward has added, or None."""
         self.factor: Any = 1.0
@@ -69,26 +70,16 @@ class LeafProbe:
     def gradient(self) -> Any:
         """The gradient as the optimizer finds it: 0 where it is None, and NaN where it is not on this rank."""
         values = torch.full((len(self.flat),), math.nan, dtype=torch.float64, device=self._here.device)
-        gradient = getattr(self.holder, "grad", None)
-        local = getattr(gradient, "_local_tensor", gradient)
-        if self.holder is not None and not getattr(local, "is_sparse", False):
+        local = getattr(self.holder.grad, "_local_tensor", self.holder.grad)
+        if not getattr(local, "is_sparse", False):
             values[self._here] = 0.0 if local is None else local.detach()[self._held_index].double()
         return values
 
     def held_dtype(self) -> str:
         """The dtype in which the gradient is held between two micro-batches; empty if it is not found."""
         accumulated = getattr(self._sharded, "unsharded_accumulated_grad", None)
-        places = [self.leaf.grad, accumulated, getattr(self.holder, "grad", None)]
-        return next((_name(held) for held in places if held is not None), "")
-
-
-def _on(tensor: Any, indices: Any) -> tuple[Any, ...]:
-    device = "cpu" if tensor is None else tensor.device
-    return tuple(axis.to(device, non_blocking=True) for axis in indices)
-
-
-def _name(tensor: Any) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+        places = [self.leaf.grad, accumulated, self.holder.grad]
+        return next((str(held.dtype).removeprefix("torch.") for held in places if held is not None), "")
 
 
 def _whole_shape(leaf: Any) -> tuple[int, ...]:
@@ -102,14 +93,12 @@ def _of_zero(leaf: Any, zero: Any) -> tuple[Any, int, int, int]:
         group, start, count = zero.grad_position[zero.get_param_id(leaf)]
         first = dist.get_rank(leaf.ds_process_group) * leaf.ds_tensor.ds_numel
         return zero.fp32_partitioned_groups_flat[group], first, start, count
-    mapping = getattr(leaf, "_hp_mapping", None)
-    if mapping is None:
-        return None, 0, 0, 0
-    storage = mapping.hp_fragment.untyped_storage().data_ptr()
-    partitions = zero.single_partition_of_fp32_groups
-    flat = next((part for part in partitions if part.untyped_storage().data_ptr() == storage), None)
-    source, target = mapping.lp_fragment_address, mapping.hp_fragment_address
-    return flat, source.start, target.start, source.numel
+    mapping: Any = getattr(leaf, "_hp_mapping", None)
+    for flat in zero.single_partition_of_fp32_groups if mapping is not None else ():
+        if flat.untyped_storage().data_ptr() == mapping.hp_fragment.untyped_storage().data_ptr():
+            source, target = mapping.lp_fragment_address, mapping.hp_fragment_address
+            return flat, source.start, target.start, source.numel
+    return torch.empty(0), 0, 0, 0  # on other ranks
 
 
 def choose(roots: Any, objects: FoundObjects) -> list[LeafProbe]:

@@ -70,8 +70,8 @@ class Rank:
     """Tells one training from another."""
     rank: int
     world: int
-    facts: dict[str, Any] = field(default_factory=dict)
-    """What frameworks were asked for, or why it is not judged, by the name of a class."""
+    facts: dict[str, str] = field(default_factory=dict)
+    """What frameworks were asked for, by the name of a class."""
     leaves: list[Any] = field(default_factory=list)
     """Name, shape, and values at the coordinates of each that is sampled."""
     updates: list[Update] = field(default_factory=list)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from . import criteria
-from .found_objects import LEAVES, FoundObjects
+from .found_objects import FoundObjects
 from .leaf_probes import LeafProbe, choose
 from .records import MicroBatch, Rank, Update
 
@@ -63,7 +63,6 @@ class TrainingRecorder:
         self.window = Update(1)
         """The update that is going on, or that was made last."""
         self._num_backwards = 0
-        self._in_backward = False
         self._probes: list[LeafProbe] = []
         self._handles: list[Any] = []
         self._waiting: dict[int, Update] = {}
@@ -80,9 +79,8 @@ class TrainingRecorder:
         self.kernels.install()
         self._objects = FoundObjects()
         self._probes = choose(roots, self._objects)
-        leaves = [probe.leaf for probe in self._probes]
         rank.facts = self._objects.facts()
-        rank.facts |= {name: text for name, text in LEAVES.items() if any(hasattr(leaf, name) for leaf in leaves)}
+        self.window.obstacles += self._objects.obstacles([probe.leaf for probe in self._probes])
         rank.leaves = [(probe.name, probe.shape, probe.parameter()) for probe in self._probes]
         self._append(rank)
 
@@ -115,7 +113,6 @@ class TrainingRecorder:
     @guarded
     def before_backward(self, roots: Any, *, keeps_graph: bool) -> None:
         """Hooks on the criteria; at the first backward leaves are chosen."""
-        self._in_backward = True
         self._num_backwards += 1
         if self.window.optimizer:
             self.window = Update(self.window.number + 1)
@@ -142,7 +139,6 @@ class TrainingRecorder:
     @guarded
     def after_backward(self) -> None:
         """The micro-gradient."""
-        self._in_backward = False
         if self.sampling:
             for handle in self._handles:
                 handle.remove()
@@ -192,7 +188,7 @@ class TrainingRecorder:
             used = self._used(optimizer)
         if inside > 1:
             window.obstacles.append(f"{name} runs several backwards per step, which are no micro-batches")
-        if self._in_backward:
+        if torch._C._current_graph_task_id() != -1:
             window.obstacles.append("the optimizer steps inside of the backward")
         if window.events and not window.optimizer:
             window.events += "S"
