@@ -22,9 +22,11 @@ DDP = "ddp loss-inside"
 ON_RANKS = pytest.mark.slow
 MUTANTS = [
     pytest.param("leaf_probes", *HOOKS, "single tied", "weights unknown", id="no hooks of leaves"),
-    pytest.param("leaf_probes", "if not self.recording:", "if False:", "single penalty", None, id="autograd.grad"),
-    pytest.param("training_recorder", "inside=inside", "inside=1", "single lbfgs", None, id="LBFGS"),
-    pytest.param("training_recorder", "if inside:", "if False:", "single closure", None, id="step before its closure"),
+    pytest.param("leaf_probes", "if self.recording and", "if", "single penalty", None, id="autograd.grad"),
+    pytest.param("training_recorder", "if inside > 1:", "if False:", "single lbfgs", None, id="LBFGS"),
+    pytest.param(
+        "training_recorder", "if inside and", "if False and", "single closure", None, id="step before its closure"
+    ),
     pytest.param("c10d_kernels", *KERNELS, DDP, "no reduction seen", id="no kernels", marks=ON_RANKS),
     pytest.param("c10d_kernels", *FREED, DDP, "no reduction seen", id="freed libraries", marks=ON_RANKS),
     pytest.param("criteria", *SINK, DDP, "scale not judged", id="DDP's sink", marks=ON_RANKS),
