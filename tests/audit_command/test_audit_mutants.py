@@ -18,11 +18,13 @@ HOOKS = "self.handle = leaf.register_hook(self._add)", "self.handle = leaf.regis
 FREED = "self._libraries.append(library)", ""
 SINK = "len(node._input_metadata) > 1", "False"
 EMPTY = 'getattr(leaf, "ds_shape", leaf.shape)', "leaf.shape"
+FAILS = "added, self.added, self.recording = self.added, None, False", "raise ValueError"
 DDP = "ddp loss-inside"
 ON_RANKS = pytest.mark.slow
 MUTANTS = [
     pytest.param("leaf_probes", *HOOKS, "single tied", "weights unknown", id="no hooks of leaves"),
     pytest.param("leaf_probes", "if self.recording and", "if", "single penalty", None, id="autograd.grad"),
+    pytest.param("leaf_probes", *FAILS, "single scaler", "not judged", id="an error"),
     pytest.param("training_recorder", "if inside > 1:", "if False:", "single lbfgs", None, id="LBFGS"),
     pytest.param(
         "training_recorder", "if inside and", "if False and", "single closure", None, id="step before its closure"

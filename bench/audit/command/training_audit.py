@@ -62,7 +62,7 @@ class TrainingAudit:
         if len(others) > len(wanted) / 2:
             text = f"{others[0][1]} micro-batches per update were asked for, an update has {others[0][0]}"
             yield error("other N", text)
-        for update in self.first.updates:
+        for update in (update for update in self.first.updates if not update.obstacles):
             if not update.optimizer:
                 yield warning("no update", f"{plural(update.count, 'micro-batch', 'es')} at the end led to no update")
             elif not update.micro_batches and update.count < self.usual:

@@ -41,8 +41,8 @@ def guarded(method: Callable[..., None]) -> Callable[..., None]:
             method(self, *arguments, **options)
         except Exception as error:
             self.active = False
-            self.window.obstacles.append(f"the recorder failed: {method.__name__}: {type(error).__name__}: {error}")
-            self._waiting[self.window.number] = self.window
+            text = f"the recorder failed: {method.__name__}: {type(error).__name__}: {error}"
+            self._waiting = [Update(self.window.number, obstacles=[text])]
             with contextlib.suppress(Exception):
                 self._end_sampling()
 
@@ -65,7 +65,7 @@ class TrainingRecorder:
         self._num_backwards = 0
         self._probes: list[LeafProbe] = []
         self._handles: list[Any] = []
-        self._waiting: dict[int, Update] = {}
+        self._waiting: list[Rank | Update] = []
         self._known_events: set[str] = set()
 
     def _start(self, roots: list[Any]) -> None:
@@ -74,7 +74,8 @@ class TrainingRecorder:
         else:
             place = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         rank = Rank(":".join(os.environ.get(name, "") for name in JOB), *place)
-        self._append(rank)
+        self._waiting.append(rank)
+        self._flush()
         self.kernels.remove()  # where they are inherited by a fork
         self.kernels.install()
         self._objects = FoundObjects()
@@ -82,7 +83,8 @@ class TrainingRecorder:
         rank.facts = self._objects.facts()
         self.window.obstacles += self._objects.obstacles([probe.leaf for probe in self._probes])
         rank.leaves = [(probe.name, probe.shape, probe.parameter()) for probe in self._probes]
-        self._append(rank)
+        self._waiting.append(rank)
+        self._flush()
 
     def _end_sampling(self) -> None:
         self.sampling = False
@@ -92,14 +94,11 @@ class TrainingRecorder:
         self._probes.clear()
         self._flush()
 
-    def _append(self, *lines: Rank | Update) -> None:
-        with (self._folder / f"{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(line, default=_plain) + "\n" for line in lines))
-
     def _flush(self) -> None:
-        waiting, self._waiting = self._waiting, {}
+        waiting, self._waiting = self._waiting, []
         if waiting:
-            self._append(*waiting.values())
+            with (self._folder / f"{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
+                file.write("".join(json.dumps(line, default=_plain) + "\n" for line in waiting))
 
     @guarded
     def on_collective(self, collective: CollectiveCall) -> None:
@@ -199,14 +198,14 @@ class TrainingRecorder:
             probe.factor, probe.is_clipped = 1.0, False
         if window.optimizer and (self.sampling or window.events not in self._known_events):
             self._known_events.add(window.events)
-            self._waiting[window.number] = window
+            self._waiting.append(window)
         if all(probe.leaf.device.type == "cpu" for probe in self._probes):  # elsewhere samples stay on the device
             self._flush()
 
     def end(self) -> None:
         """The process ends by itself."""
         if self.active and self.window.events and not self.window.optimizer:
-            self._waiting[self.window.number] = self.window
+            self._waiting.append(self.window)
         self._flush()
 
 
