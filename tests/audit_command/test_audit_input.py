@@ -46,8 +46,8 @@ def test_commands_that_cannot_be_started(arguments: list[str], line: str) -> Non
 @pytest.mark.parametrize(
     ("script", "status", "words"),
     [
-        pytest.param("single crash", 7, ("verdict: right", "events BBBBCS"), marks=pytest.mark.slow),
-        ("single killed", 137, ("verdict: right", "events BBBBCS")),
+        pytest.param("single crash", 7, ("verdict   right", "events BBBBCS"), marks=pytest.mark.slow),
+        ("single killed", 137, ("verdict   right", "events BBBBCS")),
         ("single one-backward", 3, ("no update: 1 micro-batch at the end led to no update",)),
     ],
 )

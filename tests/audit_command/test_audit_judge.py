@@ -90,7 +90,7 @@ def test_what_is_said_of_a_gradient(
     gradient: Gradient, options: dict[str, Any], verdict: str, finding: str, tmp_path: Path
 ) -> None:
     found = audit(tmp_path, gradient, **options)
-    assert audit_text.lines(found)[0] == f"verdict: {found.verdict}"
+    assert audit_text.lines(found)[0] == f"verdict   {found.verdict}"
     assert found.verdict == (verdict or "nothing wrong seen, not all judged")
     assert finding in [judged.topic for judged in found.findings]
 

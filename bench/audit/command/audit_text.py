@@ -30,8 +30,8 @@ def evidence(audit: TrainingAudit) -> dict[str, str]:
     for rank in [*audit.ranks][:MOST_RANKS]:
         weights = [found for found in gradient.weights if found.rank == rank]
         row = [found.weight if found.loss_weight is None else found.loss_weight for found in weights]
-        where = f"rank {rank} in update {gradient.update + 1} of rank {gradient.ranks[0]}"
-        shown[f"weights of {where}"] = " ".join(f"{weight:.4f}" for weight in row) or "cannot be told apart"
+        numbers = " ".join(f"{weight:.4f}" for weight in row) or "cannot be told apart"
+        shown[f"rank {rank}"] = f"weights in update {gradient.update + 1} of rank {gradient.ranks[0]}: {numbers}"
     residual = max(gradient.residual for gradient in audit.gradients)
     shown["residual"] = f"{residual:.0e} of the gradients is not explained by weights"
     shown["held in"] = ", ".join(sorted(audit.held)) or "unknown"
@@ -41,7 +41,8 @@ def evidence(audit: TrainingAudit) -> dict[str, str]:
 def lines(audit: TrainingAudit) -> list[str]:
     """The screen: the verdict first, then the evidence."""
     findings = [f"  {MARKS[found.level]} {found.topic}: {found.text}" for found in audit.findings]
-    return [f"verdict: {audit.verdict}", *findings, *(f"{name}: {text}" for name, text in evidence(audit).items())]
+    shown = [f"{name:9} {text}" for name, text in evidence(audit).items()]
+    return [f"{'verdict':9} {audit.verdict}", *findings, *shown]
 
 
 def document(audit: TrainingAudit, status: int) -> dict[str, Any]:

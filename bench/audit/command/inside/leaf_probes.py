@@ -71,8 +71,10 @@ class LeafProbe:
         """The gradient as the optimizer finds it: 0 where it is None, and NaN where it is not on this rank."""
         values = torch.full((len(self.flat),), math.nan, dtype=torch.float64, device=self._here.device)
         local = getattr(self.holder.grad, "_local_tensor", self.holder.grad)
-        if not getattr(local, "is_sparse", False):
-            values[self._here] = 0.0 if local is None else local.detach()[self._held_index].double()
+        if local is None:
+            values.index_fill_(0, self._here, 0.0)
+        elif not local.is_sparse:
+            values[self._here] = local.detach()[self._held_index].double()
         return values
 
     def held_dtype(self) -> str:
