@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.audit.command.inside.records import MicroBatch, Rank, Update
+from bench.audit.command.inside.records import AuditedUpdate, MicroBatch, Rank
 from bench.errors import InputError
 
 SITE = Path(__file__).resolve().parent / "site"
@@ -66,5 +66,5 @@ def _rank(path: Path) -> Rank:
     for line in updates.values():
         line["micro_batches"] = [MicroBatch(**found) for found in line["micro_batches"]]
     rank = Rank(**[line for line in lines if "rank" in line][-1])
-    rank.updates = [Update(**line) for line in updates.values()]
+    rank.updates = [AuditedUpdate(**line) for line in updates.values()]
     return rank

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.audit.command.inside.records import Rank, Update
+from bench.audit.command.inside.records import AuditedUpdate, Rank
 
 SINGULAR = 1e-5
 """Columns with smaller relative singular values cannot be told apart in fp32."""
@@ -101,7 +101,7 @@ def explain(ranks: Mapping[int, Rank]) -> tuple[list[ExplainedGradient], str]:
     return found, reason
 
 
-def _gradients(updates: Mapping[int, Update]) -> Iterator[tuple[tuple[int, ...], Vector]]:
+def _gradients(updates: Mapping[int, AuditedUpdate]) -> Iterator[tuple[tuple[int, ...], Vector]]:
     """The gradient of an update: of ranks with shards together, of replicas apart."""
     found: dict[tuple[int, ...], Vector] = {}
     for rank, update in updates.items():
@@ -113,7 +113,9 @@ def _gradients(updates: Mapping[int, Update]) -> Iterator[tuple[tuple[int, ...],
     yield from found.items()
 
 
-def _explain(number: int, updates: Mapping[int, Update], ranks: tuple[int, ...], used: Vector) -> ExplainedGradient:
+def _explain(
+    number: int, updates: Mapping[int, AuditedUpdate], ranks: tuple[int, ...], used: Vector
+) -> ExplainedGradient:
     known = ~np.isnan(used)
     batches = [(rank, i, found) for rank, update in updates.items() for i, found in enumerate(update.micro_batches)]
     left = np.sum([np.nan_to_num(flat(updates[rank].left)) for rank in ranks], axis=0)

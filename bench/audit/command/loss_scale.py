@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from bench.audit.command.gradient_weights import TOLERANCE, ExplainedGradient
-from bench.audit.command.inside.records import MicroBatch, Update
+from bench.audit.command.inside.records import AuditedUpdate, MicroBatch
 from bench.findings import Finding, error, good, warning
 
 NEAR = 0.05
@@ -34,7 +34,7 @@ class LossScale:
     """Judges the weights of losses; ``updates`` are those of one rank, and most have the ``usual`` micro-batches."""
 
     gradients: list[ExplainedGradient]
-    updates: list[Update]
+    updates: list[AuditedUpdate]
     usual: int
     world: int
 

@@ -32,7 +32,7 @@ class MicroBatch:
 
 
 @dataclass
-class Update:
+class AuditedUpdate:
     """One update: the backwards since the one before, and the steps that follow (ZeRO has several)."""
 
     number: int
@@ -74,9 +74,9 @@ class Rank:
     """What frameworks were asked for, by the name of a class."""
     leaves: list[Any] = field(default_factory=list)
     """Name, shape, and values at the coordinates of each that is sampled."""
-    updates: list[Update] = field(default_factory=list)
+    updates: list[AuditedUpdate] = field(default_factory=list)
 
     @property
-    def sampled(self) -> list[Update]:
+    def sampled(self) -> list[AuditedUpdate]:
         """Updates that were made and sampled."""
         return [update for update in self.updates if update.optimizer and update.micro_batches]

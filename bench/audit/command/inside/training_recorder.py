@@ -17,7 +17,7 @@ import torch.distributed as dist
 from . import criteria
 from .found_objects import FoundObjects
 from .leaf_probes import LeafProbe, choose
-from .records import MicroBatch, Rank, Update
+from .records import AuditedUpdate, MicroBatch, Rank
 
 if TYPE_CHECKING:
     from bench.measure.c10d_kernels import CollectiveCall, CollectiveKernels
@@ -42,7 +42,7 @@ def guarded(method: Callable[..., None]) -> Callable[..., None]:
         except Exception as error:
             self.active = False
             text = f"the recorder failed: {method.__name__}: {type(error).__name__}: {error}"
-            self._waiting = [Update(self.window.number, obstacles=[text])]
+            self._waiting = [AuditedUpdate(self.window.number, obstacles=[text])]
             with contextlib.suppress(Exception):
                 self._end_sampling()
 
@@ -60,12 +60,12 @@ class TrainingRecorder:
         """Begin anew: a forked process trains by itself."""
         self._folder, self._num_sampled = Path(os.environ["BENCH_AUDIT_FOLDER"]), int(os.environ["BENCH_AUDIT_UPDATES"])
         self.active = self.sampling = True
-        self.window = Update(1)
+        self.window = AuditedUpdate(1)
         """The update that is going on, or that was made last."""
         self._num_backwards = 0
         self._probes: list[LeafProbe] = []
         self._handles: list[Any] = []
-        self._waiting: list[Rank | Update] = []
+        self._waiting: list[Rank | AuditedUpdate] = []
         self._known_events: set[str] = set()
 
     def _start(self, roots: list[Any]) -> None:
@@ -114,7 +114,7 @@ class TrainingRecorder:
         """Hooks on the criteria; at the first backward leaves are chosen."""
         self._num_backwards += 1
         if self.window.optimizer:
-            self.window = Update(self.window.number + 1)
+            self.window = AuditedUpdate(self.window.number + 1)
             if self.sampling and self.window.number > self._num_sampled:
                 self._end_sampling()
         window = self.window
