@@ -24,7 +24,7 @@ NEAR = 0.05
 def described(micro_batch: MicroBatch) -> str:
     """The criterion of a micro-batch and the factor that it receives."""
     found = micro_batch.criterion
-    if not found:
+    if not found.get("seed"):
         return "no criterion found"
     return f"{found['node']} ({found['reduction'] or 'unknown reduction'}) receives {found['seed']:.4g}"
 
