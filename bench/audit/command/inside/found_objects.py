@@ -50,11 +50,13 @@ class FoundObjects:
         self._last = {name: found[-1] for name, found in self._by_name.items() if found}
 
     def facts(self) -> dict[str, str]:
-        """What each was asked for."""
-        return {
-            name: ", ".join(f"{key} {_read(found, key)}" for key in FACTS.get(name, ()))
-            for name, found in self._last.items()
-        }
+        """What each that is set up was asked for."""
+        facts = {}
+        for name, found in self._last.items():
+            values = {key: _read(found, key) for key in FACTS.get(name, ())}
+            if None not in values.values():
+                facts[name] = ", ".join(f"{key} {value}" for key, value in values.items())
+        return facts
 
     def obstacles(self, leaves: list[Any]) -> list[str]:
         """Why the training is not judged."""

@@ -124,7 +124,7 @@ class TrainingRecorder:
                 self._start(tensors)
             if not window.events:
                 window.left = [probe.gradient() for probe in self._probes]
-            if window.held and not self._held():
+            if window.held and not self._held() and self._objects.zero is None:  # which takes gradients away
                 window.events += "Z"
             if keeps_graph:
                 window.doubts.append("backwards share a graph")
