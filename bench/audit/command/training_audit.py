@@ -133,6 +133,7 @@ class TrainingAudit:
         for (update, rank), numbers in lost.items():
             text = f"micro-batches {numbers} of update {update + 1} have weight 0"
             events = self.ranks[rank].sampled[update].events
+            events += " (cleared at Z)" if "Z" in events else ""
             if len(numbers) % self.usual:
                 found.setdefault("lost", error("lost", f"{text}: {events}"))
             else:

@@ -26,7 +26,7 @@ else:  # beside this file, as sitecustomize loads them
 
 JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
 """Variables of launchers that tell one training from another."""
-LEAST_BYTES = 1024
+LEAST_BYTES = 64
 """What is smaller are metrics and norms."""
 
 
