@@ -37,16 +37,16 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and judge what was recorded."""
-    from bench.audit.command import audit_text, audited_process, recorded_updates
+    from bench.audit.command import audit_text, audited_command
     from bench.audit.command.training_audit import TrainingAudit
 
     command = arguments.training[arguments.training[:1] == ["--"] :]
     if not command:
         raise InputError("audit: name the training command after --")
     with tempfile.TemporaryDirectory(prefix="bench-audit-") as name:
-        status = audited_process.run(command, Path(name), arguments.updates, quiet=arguments.json)
-        ranks, others = recorded_updates.read(Path(name))
-        nothing = "" if ranks else audited_process.why_nothing(Path(name))
+        status = audited_command.run(command, Path(name), arguments.updates, quiet=arguments.json)
+        nothing = audited_command.why_nothing(Path(name))
+        ranks, others = audited_command.read(Path(name))
     if others:
         print(f"audit: processes that trained apart from these ranks and are not judged: {others}", file=sys.stderr)
     if status:

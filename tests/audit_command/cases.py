@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.audit.command import audit_text, audited_process, recorded_updates
+from bench.audit.command import audit_text, audited_command
 from bench.audit.command.training_audit import TrainingAudit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,11 +163,11 @@ def audit_case(case: Case, **environment: str) -> dict[str, Any]:
 
 def audit_forked(cases: Sequence[Case], folder: Path, *, audited: bool = True) -> list[dict[str, Any]]:
     """The audits of several cases, whose processes share the import of torch; empty if they are not audited."""
-    ours = audited_process.environment(folder, 8) if audited else os.environ
+    ours = audited_command.environment(folder, 8) if audited else os.environ
     command = [sys.executable, "-m", "tests.audit_command.forked", str(folder), *(case.script for case in cases)]
     environment = {**ours, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ours.get('PYTHONPATH', '')}:{ROOT}"}
     subprocess.run(command, env=environment, check=True)
-    ranks = [recorded_updates.read(folder / str(number))[0] for number in range(len(cases))]
+    ranks = [audited_command.read(folder / str(number))[0] for number in range(len(cases))]
     return [audit_text.document(TrainingAudit(records), 0) for records in ranks if records]
 
 

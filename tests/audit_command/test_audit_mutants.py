@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench import cli
-from bench.audit.command import audited_process
+from bench.audit.command import audited_command
 from tests.audit_command.cases import SCRIPTS, Case
 
 pytestmark = pytest.mark.torch
@@ -18,13 +18,17 @@ HOOKS = "self.handle = leaf.register_hook(self._add)", "self.handle = leaf.regis
 FREED = "self._libraries.append(library)", ""
 SINK = "len(node._input_metadata) > 1", "False"
 EMPTY = 'getattr(leaf, "ds_shape", leaf.shape)', "leaf.shape"
+FAILS = "added, self.added, self.recording = self.added, None, False", "raise ValueError"
 DDP = "ddp loss-inside"
 ON_RANKS = pytest.mark.slow
 MUTANTS = [
     pytest.param("leaf_probes", *HOOKS, "single tied", "weights unknown", id="no hooks of leaves"),
-    pytest.param("leaf_probes", "if not self.recording:", "if False:", "single penalty", None, id="autograd.grad"),
-    pytest.param("training_recorder", "inside=inside", "inside=1", "single lbfgs", None, id="LBFGS"),
-    pytest.param("training_recorder", "if inside:", "if False:", "single closure", None, id="step before its closure"),
+    pytest.param("leaf_probes", "if self.recording and", "if", "single penalty", None, id="autograd.grad"),
+    pytest.param("leaf_probes", *FAILS, "single scaler", "not judged", id="an error"),
+    pytest.param("training_recorder", "if inside > 1:", "if False:", "single lbfgs", None, id="LBFGS"),
+    pytest.param(
+        "training_recorder", "if inside and", "if False and", "single closure", None, id="step before its closure"
+    ),
     pytest.param("c10d_kernels", *KERNELS, DDP, "no reduction seen", id="no kernels", marks=ON_RANKS),
     pytest.param("c10d_kernels", *FREED, DDP, "no reduction seen", id="freed libraries", marks=ON_RANKS),
     pytest.param("criteria", *SINK, DDP, "scale not judged", id="DDP's sink", marks=ON_RANKS),
@@ -44,12 +48,12 @@ def test_without_it_another_verdict(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     for name in ("audit/command/site", "audit/command/inside", "measure"):
-        shutil.copytree(audited_process.SITE.parents[2] / name, tmp_path / name)
+        shutil.copytree(audited_command.SITE.parents[2] / name, tmp_path / name)
     (path,) = tmp_path.rglob(f"{module}.py")
     text = path.read_text(encoding="utf-8")
     assert code in text
     path.write_text(text.replace(code, changed), encoding="utf-8")
-    monkeypatch.setattr(audited_process, "SITE", tmp_path / "audit/command/site")
+    monkeypatch.setattr(audited_command, "SITE", tmp_path / "audit/command/site")
     monkeypatch.chdir(SCRIPTS)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     cli.main(["audit", "--json", "--", *Case(script, "").command])

@@ -23,7 +23,6 @@ PAGE, DATA = ROOT / "docs/audit.md", ROOT / "docs/audit.json"
 COMMAND = "python -m tests.studies.audit_page"
 SCREENS = ("ddp late", "lightning right deepspeed", "hf ignores-items")
 COSTS = ("ddp 64", "ddp 128", "fsdp2 64")
-MODES = ("counting", "sampling")
 BLOCKS = 400
 """Windows of each mode."""
 MOST = 1.02
@@ -149,7 +148,7 @@ The recorder gets into every Python process through PYTHONPATH, as a `sitecustom
 Hooks on at most 8 leaves of autograd sample at most 64 coordinates of each micro-gradient. The same coordinates are
 read from the gradient that the optimizer uses: of DDP, of FSDP2's shards, of ZeRO's partitions. Least squares over all
 ranks give the coefficients; a hook on the criterion's node gives the factor of the loss. Kernels on the c10d operators
-count what is reduced at which backward.
+count what is reduced at which backward. After the sampled updates only micro-batches are counted.
 
 An error (`x`) is certain: not reduced, partly reduced, lost, not cleared, partial window, ranks differ, other N, clips
 too early, no gradient, not sharded, low precision. *Not divided*, *divided twice* and *scaled by ranks* are certain as
@@ -163,6 +162,8 @@ LIMITS = """\
 - The scale is not judged where the number of terms of a loss is not visible (masked sums, label smoothing, a compiled
   criterion, targets that checkpointing or offloading has packed), and where backwards may be parts of one loss.
 - An update with more micro-batches, over all ranks, than sampled coordinates (512 at most) is not judged.
+- Micro-batches of a whole window without weight are not called lost, since an update may have been skipped: a warning.
+- A shorter window after the sampled updates is named, and not judged: `--updates` samples it.
 - Losses are counted as they are: the audit does not know whether a factor, or a micro-batch that is skipped because it
   is not finite, is meant.
 - In which dtype ZeRO holds gradients between micro-batches is not read.

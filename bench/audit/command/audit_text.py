@@ -1,9 +1,11 @@
-"""An audit as one screen, and as JSON."""
+"""An audit as data, and as one screen."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
+from bench.audit.command.loss_scale import described
 from bench.audit.command.training_audit import TrainingAudit, pattern
 from bench.findings import Level
 
@@ -12,66 +14,43 @@ MOST_RANKS = 3
 """Ranks whose weights are shown."""
 
 
-def verdict(audit: TrainingAudit) -> str:
-    """The faults, or how far the training was judged."""
-    faults = [found.topic for found in audit.findings if found.level is Level.ERROR]
-    judged = any(found.topic == "scale 1" for found in audit.findings)
-    return ", ".join(faults) or ("right" if judged else "nothing wrong seen, not all judged")
+def evidence(audit: TrainingAudit) -> dict[str, str]:
+    """What was seen, by name."""
+    facts = [f"{name} {fact}".strip() for name, fact in audit.first.facts.items()]
+    shown = {"ranks": f"{len(audit.ranks)} of {audit.first.world}", "wrappers": ", ".join(facts) or "none"}
+    if not audit.updates:
+        return shown
+    update = audit.updates[min(1, len(audit.updates) - 1)]  # the first may be a special one
+    counts = pattern([update.count for update in audit.updates])
+    shown["updates"] = f"{counts} micro-batches; events {update.events}; {update.optimizer.split()[0]}"
+    shown["loss"] = described(update.micro_batches[0])
+    if not audit.gradients:
+        return shown
+    gradient = min(audit.gradients, key=lambda gradient: (abs(gradient.update - 1), gradient.ranks))
+    for rank in [*audit.ranks][:MOST_RANKS]:
+        weights = [found for found in gradient.weights if found.rank == rank]
+        row = [found.weight if found.loss_weight is None else found.loss_weight for found in weights]
+        numbers = " ".join(f"{weight:.4f}" for weight in row) or "cannot be told apart"
+        shown[f"rank {rank}"] = f"weights in update {gradient.update + 1} of rank {gradient.ranks[0]}: {numbers}"
+    residual = max(gradient.residual for gradient in audit.gradients)
+    shown["residual"] = f"{residual:.0e} of the gradients is not explained by weights"
+    shown["held in"] = ", ".join(sorted(audit.held)) or "unknown"
+    return shown
 
 
 def lines(audit: TrainingAudit) -> list[str]:
     """The screen: the verdict first, then the evidence."""
-    text = [f"verdict   {verdict(audit)}"]
-    text += [f"  {MARKS[found.level]} {found.topic}: {found.text}" for found in audit.findings]
-    facts = ", ".join(name if fact is True else f"{name} {fact}" for name, fact in audit.facts.items())
-    text.append(f"evidence  {len(audit.ranks)} of {audit.world} ranks; {facts or 'no wrapper'}")
-    if not audit.updates:
-        return text
-    counts = pattern([len(update.micro_batches) for update in audit.updates])
-    update = audit.updates[min(1, len(audit.updates) - 1)]
-    text.append(f"  updates   {counts} micro-batches; events {update.shown()}; {update.steps[0]['optimizer']}")
-    criterion = audit.scale.line((next(iter(audit.ranks)), 0, 0))
-    return [*text, f"  loss      {criterion}", *_weights(audit)]
-
-
-def _weights(audit: TrainingAudit) -> list[str]:
-    if not audit.parts:
-        return []
-    # The first update may be a special one.
-    part = min(audit.parts, key=lambda part: (abs(part.update - 1), part.ranks))
-    text = []
-    for rank in [*audit.ranks][:MOST_RANKS]:
-        row = [(c, audit.scale.weight(use, c)) for use, c in part.weights.items() if use[0] == rank]
-        numbers = " ".join(f"{c if weight is None else weight:.4f}" for c, weight in row) or "cannot be told apart"
-        where = f"update {part.update + 1} of rank {part.ranks[0]}"
-        text.append(f"  weights   of rank {rank}'s micro-batches in {where}: {numbers}")
-    residual = max(part.residual for part in audit.parts)
-    held = f"; held in {'/'.join(sorted(audit.held))}" if audit.held else ""
-    return [*text, f"  residual  {residual:.0e} of the gradients is not explained by weights{held}"]
+    findings = [f"  {MARKS[found.level]} {found.topic}: {found.text}" for found in audit.findings]
+    shown = [f"{name:9} {text}" for name, text in evidence(audit).items()]
+    return [f"{'verdict':9} {audit.verdict}", *findings, *shown]
 
 
 def document(audit: TrainingAudit, status: int) -> dict[str, Any]:
-    """The verdict and the evidence as data."""
-    weights = [
-        {
-            "update": part.update,
-            "gradient_of": part.ranks,
-            "rank": use[0],
-            "micro_batch": use[2],
-            "weight": weight,
-            "loss_weight": audit.scale.weight(use, weight),
-        }
-        for part in audit.parts
-        for use, weight in part.weights.items()
-    ]
+    """The same as data."""
     return {
-        "verdict": verdict(audit),
-        "findings": [finding.to_dict() for finding in audit.findings],
+        "verdict": audit.verdict,
+        "findings": [found.to_dict() for found in audit.findings],
         "exit_status": status,
-        "ranks": [*audit.ranks],
-        "world_size": audit.world,
-        "facts": audit.facts,
-        "micro_batches": [len(update.micro_batches) for update in audit.updates],
-        "reduced_bytes": [found.total() for found in audit.reductions()],
-        "weights": weights,
+        "evidence": evidence(audit),
+        "weights": [asdict(weight) for gradient in audit.gradients for weight in gradient.weights],
     }

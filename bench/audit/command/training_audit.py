@@ -2,205 +2,161 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 
-from bench.audit.command.gradient_weights import LOW, GradientWeights, PartWeights, Use
+import numpy as np
+
+from bench.audit.command.gradient_weights import EXPLAINED, ExplainedGradient, explain, flat
+from bench.audit.command.inside.records import Rank
 from bench.audit.command.loss_scale import LossScale
-from bench.audit.command.recorded_updates import Event, RankRecord
 from bench.findings import Finding, Level, error, good, warning
 from bench.formatting import plural
-
-NOT_JUDGED = {
-    "FullyShardedDataParallel": "FSDP1 keeps gradients in flat parameters",
-    "PipelineModule": "in a pipeline ranks hold different layers",
-    "_PipelineStageBase": "in a pipeline ranks hold different layers",
-    "LocalSGD": "local SGD averages parameters instead of gradients",
-    "main_grad": "Megatron keeps gradients in main_grad",
-}
-"""Why trainings with such objects are not judged."""
 
 
 class TrainingAudit:
     """The findings of one training: errors are certain, warnings are not, the rest are facts."""
 
-    def __init__(self, ranks: Mapping[int, RankRecord], expect: int | None = None) -> None:
+    def __init__(self, ranks: Mapping[int, Rank], expect: int | None = None) -> None:
         self.ranks, self.expect = ranks, expect
-        self.updates = next(iter(ranks.values())).updates
-        """Of the first rank."""
-        self.world = max(event["world"] for record in ranks.values() for event in record.events)
-        self.facts: Event = {}
-        """What frameworks were asked for."""
-        for record in ranks.values():
-            self.facts |= record.first("probes").get("facts", {})
-        counts = Counter(len(update.micro_batches) for update in self.updates)
+        self.first = next(iter(ranks.values()))
+        """The rank of which most is said."""
+        self.updates = self.first.sampled
+        counts = Counter(update.count for update in self.updates)
         self.usual = counts.most_common(1)[0][0] if counts else 0
         """Micro-batches of most updates."""
-        self.held = {dtype for u in self.updates for event in u.micro_batches for dtype in event.get("held", ())}
+        self.held = {dtype for update in self.updates for dtype in update.held}
         """Dtypes in which gradients are held between micro-batches."""
-        self.weights = GradientWeights(ranks)
-        self.asked = [_asked(update.steps[0]["facts"]) for update in self.updates if "facts" in update.steps[0]]
-        """How many micro-batches were asked for in each update that was sampled."""
-        self.scale = LossScale(self.weights, self.usual, self.world, self.usual in self.asked)
+        self.gradients: list[ExplainedGradient] = []
+        """Where their weights mean something."""
+        self.findings = sorted(self._all(), key=lambda found: [*Level].index(found.level))
+        """Errors first."""
 
     @property
-    def parts(self) -> list[PartWeights]:
-        """The weights where they mean something."""
-        return [] if any(found.topic == "not judged" for found in self.findings) else self.weights.parts
-
-    @cached_property
-    def findings(self) -> list[Finding]:
-        """All findings, errors first."""
-        return sorted(self._all(), key=lambda found: [*Level].index(found.level))
+    def verdict(self) -> str:
+        """The faults, or how far the training was judged."""
+        faults = [found.topic for found in self.findings if found.level is Level.ERROR]
+        judged = any(found.topic == "scale 1" for found in self.findings)
+        return ", ".join(faults) or ("right" if judged else "nothing wrong seen, not all judged")
 
     def _all(self) -> Iterator[Finding]:
-        record = next(iter(self.ranks.values()))
-        if len(self.ranks) < self.world:
-            yield warning("ranks missing", f"{len(self.ranks)} of {self.world} ranks ran a backward")
-        for rank, other in self.ranks.items():
-            if failed := other.first("error"):
-                yield warning("recording failed", f"on rank {rank}: {failed['text']}")
-                return
-        left = len(record.left_open.micro_batches)
-        if left and (record.events[-1]["event"] == "end" or not self.updates):
-            yield warning("no update", f"{plural(left, 'micro-batch')} at the end led to no update")
-        if not self.updates:
-            return
+        if len(self.ranks) < self.first.world:
+            yield warning("ranks missing", f"{len(self.ranks)} of {self.first.world} ranks ran a backward")
         yield from self._of_request()
         if reason := self._not_judged():
             yield warning("not judged", reason)
-            return
-        yield from self._of_windows() or self._of_weights()
-        yield from self._of_reduction()
-        if self.usual > 1 and self.held & LOW:
-            dtypes = "/".join(self.held & LOW)
-            yield error("low precision", f"gradients of {self.usual} micro-batches are summed in {dtypes}")
+        elif self.updates:
+            yield from self._of_windows() or self._of_weights()
+            yield from self._of_reduction()
+            if self.usual > 1 and (low := {"bfloat16", "float16"} & self.held):
+                yield error("low precision", f"gradients of {self.usual} micro-batches are summed in {'/'.join(low)}")
 
     def _of_request(self) -> Iterator[Finding]:
-        asks_for_shards = "FullyShardedDataParallelPlugin" in self.facts
-        if asks_for_shards and not {"FSDPParam", "FullyShardedDataParallel"} & self.facts.keys():
-            wrapper = "DistributedDataParallel" if "DistributedDataParallel" in self.facts else "no wrapper at all"
+        facts = self.first.facts
+        if "FullyShardedDataParallelPlugin" in facts and not {"FSDPParam", "FullyShardedDataParallel"} & facts.keys():
+            wrapper = "DistributedDataParallel" if "DistributedDataParallel" in facts else "no wrapper at all"
             text = f"a FullyShardedDataParallelPlugin was given, but no parameter is sharded: {wrapper} trains"
             yield error("not sharded", text)
-        found = [len(update.micro_batches) for update in self.updates]
-        wanted = [self.expect] * len(found) if self.expect else self.asked
-        others = [(count, number) for count, number in zip(found, wanted, strict=False) if count != number > 1]
+        wanted = [(update.count, self.expect or update.asked) for update in self.updates]
+        others = [(count, number) for count, number in wanted if count != number > 1]
         if len(others) > len(wanted) / 2:
             text = f"{others[0][1]} micro-batches per update were asked for, an update has {others[0][0]}"
             yield error("other N", text)
-        for number, update in enumerate(self.updates, 1):
-            if not update.micro_batches[0]["samples"] and len(update.micro_batches) < self.usual:
-                text = f"update {number} has fewer micro-batches than others; --updates {number} would sample it"
-                yield warning("not sampled", text)
-                break
+        for update in (update for update in self.first.updates if not update.obstacles):
+            if not update.optimizer:
+                yield warning("no update", f"{plural(update.count, 'micro-batch')} at the end led to no update")
+            elif not update.micro_batches and update.count < self.usual:
+                text = f"has fewer micro-batches than others; --updates {update.number} would sample it"
+                yield warning("not sampled", f"update {update.number} {text}")
 
     def _not_judged(self) -> str:
         """Why backwards are no micro-batches, or gradients no sums of them."""
-        steps = [step for update in self.updates for step in update.steps]
-        probes = [record.first("probes") for record in self.ranks.values()]
-        reasons = [reason for name, reason in NOT_JUDGED.items() if name in self.facts]
-        if any(step["midway"] for step in steps):
-            reasons.append("the optimizer steps inside of the backward")
-        if any(step["inside"] > 1 for step in steps):
-            reasons.append(f"{steps[0]['optimizer']} runs several backwards per step, which are no micro-batches")
-        if any(event.get("distributed") for update in self.updates for event in update.micro_batches):
-            reasons.append("gradients are distributed tensors, as in tensor parallelism")
-        if any(found["leaves"] != probes[0]["leaves"] for found in probes):
-            reasons.append("ranks train different parameters")
-        elif any(found["parameters"] != probes[0]["parameters"] for found in probes):
+        updates = [update for rank in self.ranks.values() for update in rank.updates]
+        reasons = [reason for update in updates for reason in update.obstacles]
+        if any(rank.leaves != self.first.leaves for rank in self.ranks.values()):
             why = "ranks are no replicas, never were made equal, or run different layers"
             reasons.append(f"sampled parameters differ: {why}")
-        return reasons[0] if reasons else ""
+        return next(iter(reasons), "")
 
     def _of_windows(self) -> list[Finding]:
         """Faults with which weights mean nothing."""
         found = []
-        counts = {rank: [len(update.micro_batches) for update in record.updates] for rank, record in self.ranks.items()}
+        counts = {number: [update.count for update in rank.sampled] for number, rank in self.ranks.items()}
         least = min(map(len, counts.values()))
         if len({tuple(numbers[:least]) for numbers in counts.values()}) > 1:
             text = "; ".join(f"rank {rank}: {pattern(numbers)}" for rank, numbers in counts.items())
             found.append(error("ranks differ", f"micro-batches per update differ: {text}"))
-        if early := [update.shown() for update in self.updates if update.clips_early]:
+        # In a longer window a step may have been skipped after clipping.
+        if early := [update.events for update in self.updates if update.clips_early and update.count <= self.usual]:
             share = f"{len(early)} of {len(self.updates)} updates"
             text = f"in {share} gradients are clipped before the last backward: {early[0]}"
             found.append(error("clips too early", text))
-        used = [step["used"] for update in self.updates for step in update.steps if "used" in step]
-        if used and not any(map(any, used)) and any([] in leaves for leaves in used):
-            found.append(error("no gradient", "the optimizer steps although no watched parameter has a gradient"))
+        used = np.concatenate([flat(update.used) for update in self.updates])
+        adds = any(flat(batch.sample).any() for update in self.updates for batch in update.micro_batches)
+        if adds and (used == 0).any() and not np.nan_to_num(used).any():
+            found.append(error("no gradient", "the gradients that the optimizer is given are None or 0"))
         return found
 
     def _of_weights(self) -> Iterator[Finding]:
-        parts = self.weights.parts
-        if not parts:
-            yield warning("weights unknown", self.weights.reason)
-            return
-        residual = max(part.residual for part in parts)
-        if residual > self.weights.explained:
+        gradients, reason = explain(self.ranks)
+        residual = max((gradient.residual for gradient in gradients), default=0.0)
+        if not gradients:
+            yield warning("weights unknown", reason)
+        elif residual > EXPLAINED:
             text = f"up to {residual:.0%} of a gradient is no sum of the micro-gradients that were seen"
             yield warning("not judged", text)
-            return
-        yield from list(self._of_presence()) or self.scale.findings()
+        else:
+            self.gradients = gradients
+            presence = list(self._of_presence())
+            yield from presence
+            if not any(found.level is Level.ERROR for found in presence):
+                yield from LossScale(gradients, self.updates, self.usual, self.first.world).findings()
 
     def _of_presence(self) -> Iterator[Finding]:
-        """Which micro-batches are in the gradients of their own ranks, of others, and of later updates."""
-        parts, tolerance = self.weights.parts, self.weights.tolerance
-        present: set[Use] = set()
-        gone: list[set[Use]] = []
-        for part in parts:
-            largest = max(map(abs, part.weights.values()), default=0.0)
-            seen = {use for use, weight in part.weights.items() if abs(weight) > tolerance * largest}
-            gone.append(part.weights.keys() - seen)
-            present |= seen
-        if foreign := [(part.update, uses & present) for part, uses in zip(parts, gone, strict=True) if uses & present]:
-            numbers = sorted({use[2] + 1 for _, uses in foreign for use in uses})
-            share = f"{len({number for number, _ in foreign})} of {len({part.update for part in parts})} updates"
+        """Which micro-batches are in the gradients of their own ranks and of others, and what else is."""
+        weights = [weight for gradient in self.gradients for weight in gradient.weights]
+        present = {(w.update, w.rank, w.micro_batch) for w in weights if w.is_present}
+        absent = {(w.update, w.rank, w.micro_batch) for w in weights if not w.is_present}
+        if foreign := absent & present:
+            numbers = sorted({place + 1 for _, _, place in foreign})
+            share = f"{len({update for update, _, _ in foreign})} of {len({w.update for w in weights})} updates"
             if len(numbers) >= self.usual:
                 yield error("not reduced", f"no micro-batch of other ranks is in a rank's gradient ({share})")
             else:
                 which = f"micro-batches {numbers} of {self.usual} of other ranks"
                 text = f"{which} are missing in a rank's gradient ({share}): replicas drift apart"
                 yield error("partly reduced", text)
-        if lost := sorted(set().union(*gone) - present):
-            yield self._lost(lost)
-        if old := [part for part in parts if abs(part.previous) > tolerance]:
-            yield error("not cleared", f"{len(old)} of {len(parts)} gradients contain that of the update before")
-
-    def _lost(self, lost: list[Use]) -> Finding:
-        rank, number, _ = lost[0]
-        update = self.ranks[rank].updates[number]
-        if self.facts.get("DeepSpeedEngine", {}).get("fp16"):
-            return warning("not judged", "DeepSpeed's loss scaler may have skipped an update")
-        cleared = " after a zero_grad between backwards" if "Z" in update.events[: update.events.rfind("B")] else ""
-        numbers = [use[2] + 1 for use in lost if use[:2] == (rank, number)]
-        return error("lost", f"micro-batches {numbers} of update {number + 1} have weight 0{cleared}: {update.shown()}")
-
-    def reductions(self) -> list[Counter[tuple[str, str, int]]]:
-        """What is reduced at each backward of a full window; less than 1 % of the largest are metrics and norms."""
-        windows = [update.micro_batches for update in self.updates if len(update.micro_batches) == self.usual]
-        window = [event["reduced"] for event in windows[len(windows) // 2]] if windows else []
-        largest = max((size for found in window for size in found.values()), default=0)
-        return [Counter({key: size for key, size in found.items() if size > largest / 100}) for found in window]
+        lost: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for update, rank, place in sorted(absent - present):
+            lost[update, rank].append(place + 1)
+        found: dict[str, Finding] = {}
+        for (update, rank), numbers in lost.items():
+            text = f"micro-batches {numbers} of update {update + 1} have weight 0"
+            events = self.ranks[rank].sampled[update].events
+            events += " (cleared at Z)" if "Z" in events else ""
+            if len(numbers) % self.usual:
+                found.setdefault("lost", error("lost", f"{text}: {events}"))
+            else:
+                found.setdefault("skipped", warning("skipped", f"{text}, as if an update was skipped: {events}"))
+        yield from found.values()
+        if old := [gradient for gradient in self.gradients if gradient.has_left]:
+            share = f"{len(old)} of {len(self.gradients)}"
+            yield error("not cleared", f"{share} gradients contain that of the update before")
 
     def _of_reduction(self) -> Iterator[Finding]:
-        reductions = self.reductions()
-        sent = [found.total() for found in reductions]
-        kinds = sorted({kind for found in reductions for kind in found})
-        names = ", ".join(f"{operation} of {dtype} over {ranks} ranks" for operation, dtype, ranks in kinds)
+        """What is reduced at each backward of a full window in the middle."""
+        windows = [update.micro_batches for update in self.updates if update.count == self.usual]
+        reductions = [found.reduced for found in windows[len(windows) // 2]]
+        sent = [sum(reduced.values()) for reduced in reductions]
+        names = ", ".join(sorted({name for reduced in reductions for name in reduced}))
         places = ", ".join(str(place) for place, size in enumerate(sent, 1) if size)
         text = f"{names} at backward {places} of {len(sent)}: {sum(sent):,} bytes per rank and update"
-        if self.world > 1 and not any(sent):
+        if self.first.world > 1 and not any(sent):
             yield warning("no reduction seen", "no reduction of a floating-point tensor was seen in a window")
         elif all(sent) and len(sent) > 1:
             yield good("eager", f"{text}; once would be {sent[-1]:,}")
         elif any(sent) and len(sent) > 1:
             yield good("deferred", f"{text}; at each backward it would be {len(sent) * max(sent):,}")
-
-
-def _asked(facts: Event) -> int:
-    """The most micro-batches per update that an object asks for, or 1."""
-    counts = (fact.get("N") for fact in facts.values() if isinstance(fact, dict))
-    return max((count for count in counts if isinstance(count, int)), default=1)
 
 
 def pattern(counts: list[int]) -> str:

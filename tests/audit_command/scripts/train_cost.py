@@ -64,14 +64,16 @@ for _ in range(8):
     window()
 recorder = next(found for found in gc.get_objects() if type(found).__name__ == "TrainingRecorder")
 modes = ["without", "counting", "sampling"]
+probes = recorder._probes
 times = {mode: [] for mode in modes}
 order = random.Random(0)
 for _ in range(blocks):
     order.shuffle(modes)
     for mode in modes:
         recorder.active, recorder.sampling = mode != "without", mode == "sampling"
+        recorder._probes = probes if recorder.sampling else []
         recorder.kernels.remove()
-        if recorder.active:
+        if recorder.sampling:
             recorder.kernels.install()
         dist.barrier()
         start = time.perf_counter()

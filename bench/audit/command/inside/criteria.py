@@ -19,10 +19,10 @@ def watch(roots: Any, handles: list[Any]) -> list[dict[str, Any]]:
     """
     found: list[dict[str, Any]] = []
     stack = [root.grad_fn for root in roots]
-    seen: set[Any] = set()
+    seen: set[Any] = {None}
     while stack and len(seen) < MOST_NODES:
         node = stack.pop()
-        if node is None or node in seen:
+        if node in seen:
             continue
         seen.add(node)
         sizes = [
@@ -46,16 +46,17 @@ def _total(seed: Any) -> Any:
 
 
 def _entry(node: Any) -> dict[str, Any]:
-    """The node's name, how it reduces, and of how many terms it is a sum or mean where that is visible."""
+    """The node's name, how it reduces, and of how many terms it is a sum or mean; None if that is not visible."""
     name = node.name()
-    entry: dict[str, Any] = {"node": name, "reduction": REDUCTIONS.get(getattr(node, "_saved_reduction", 0))}
+    reduction = REDUCTIONS.get(getattr(node, "_saved_reduction", 0))
     if name.startswith(("MeanBackward", "SumBackward")):
-        entry["reduction"] = name[: name.index("Backward")].lower()
+        reduction = name[: name.index("Backward")].lower()
+    terms = None
     target = getattr(node, "_raw_saved_target", None) if name.startswith("NllLoss") else None
     # A hook would recompute (checkpointing) or fetch (offloading) the tensor.
     if target is not None and getattr(target, "unpack_hook", "unknown") is None:
         if node._saved_weight is None:
-            entry["terms"] = (node._saved_target != node._saved_ignore_index).sum()
-        elif entry["reduction"] == "mean":
-            entry["terms"] = node._saved_total_weight
-    return entry
+            terms = (node._saved_target != node._saved_ignore_index).sum()
+        elif reduction == "mean":
+            terms = node._saved_total_weight
+    return {"node": name, "reduction": reduction, "terms": terms, "seed": None}

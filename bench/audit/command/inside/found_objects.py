@@ -1,60 +1,84 @@
-"""Objects of frameworks that exist in the process: what they were asked for, and where they keep gradients."""
+"""Objects of frameworks that exist in the process: what they were asked for."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections import defaultdict
+from operator import attrgetter
 from typing import Any
 
 PACKAGES = ("torch", "deepspeed", "accelerate", "lightning", "pytorch_lightning", "transformers")
-READERS: dict[str, Callable[[Any], Any]] = {
-    "DistributedDataParallel": lambda found: True,
-    "FullyShardedDataParallel": lambda found: True,
-    "FSDPParam": lambda found: f"{tuple(found.sharded_param.device_mesh.shape)} {found.sharded_param.placements}",
-    "DeepSpeedEngine": lambda found: {
-        "N": found.gradient_accumulation_steps(),
-        "stage": found.zero_optimization_stage(),
-        "fp16": bool(found.fp16_enabled()),
-    },
-    "ZeROOptimizer": lambda found: True,
-    "Accelerator": lambda found: {"N": found.gradient_accumulation_steps, "type": str(found.distributed_type)},
-    "FullyShardedDataParallelPlugin": lambda found: {"version": found.fsdp_version},
-    "TrainingArguments": lambda found: {"N": found.gradient_accumulation_steps},
-    "Trainer": lambda found: {"N": found.accumulate_grad_batches, "strategy": type(found.strategy).__name__},
-    "LocalSGD": lambda found: True,
-    "PipelineModule": lambda found: True,
-    "_PipelineStageBase": lambda found: True,
+N = ("gradient_accumulation_steps", "accumulate_grad_batches")
+"""Attributes with the number of micro-batches that was asked for."""
+FACTS: dict[str, tuple[str, ...]] = {
+    "DistributedDataParallel": (),
+    "FullyShardedDataParallel": (),
+    "FSDPParam": ("sharded_param.device_mesh.shape", "sharded_param.placements"),
+    "FullyShardedDataParallelPlugin": ("fsdp_version",),
+    "DeepSpeedEngine": (N[0], "zero_optimization_stage"),
+    "ZeROOptimizer": (),
+    "Accelerator": (N[0], "distributed_type"),
+    "TrainingArguments": (N[0],),
+    "Trainer": (N[1],),
 }
-"""What is read of an object, by the name of its class or a base; N is how many micro-batches were asked for."""
+"""By the name of a class or a base, the attributes that are read."""
+OBSTACLES = {
+    "FullyShardedDataParallel": "FSDP1 keeps gradients in flat parameters",
+    "PipelineModule": "in a pipeline ranks hold different layers",
+    "_PipelineStageBase": "in a pipeline ranks hold different layers",
+    "LocalSGD": "local SGD averages parameters instead of gradients",
+    "main_grad": "Megatron keeps gradients in main_grad",
+    "_local_tensor": "gradients are distributed tensors, as in tensor parallelism",
+}
+"""By the name of a class, or of an attribute of leaves, why a training is not judged."""
 
 
 class FoundObjects:
-    """The objects of ``READERS`` that the garbage collector knows."""
+    """The objects that the garbage collector knows."""
 
     def __init__(self) -> None:
-        self.by_name: dict[str, Any] = {}
-        """The last of each kind."""
-        self.sharded: dict[int, Any] = {}
+        objects: list[Any] = gc.get_objects()
+        names = {kind: _name(kind) for kind in set(map(type, objects))}
+        self._by_name: dict[str, list[Any]] = defaultdict(list)
+        for found in objects:
+            if name := names[type(found)]:
+                self._by_name[name].append(found)
+        parameters = (found for found in self._by_name["FSDPParam"] if hasattr(found, "_unsharded_param"))
+        self.sharded = {id(found._unsharded_param): found for found in parameters}
         """FSDP2's parameters by the id of the leaf that autograd sees."""
+        self.zero = next(reversed(self._by_name["ZeROOptimizer"]), None)
+        self._last = {name: found[-1] for name, found in self._by_name.items() if found}
 
-    def search(self) -> None:
-        """Find them."""
-        names: dict[type, str] = {}
-        for found in gc.get_objects():
-            kind = type(found)
-            if kind not in names:
-                bases = [base.__name__ for base in kind.__mro__ if str(base.__module__).partition(".")[0] in PACKAGES]
-                names[kind] = next((name for name in bases if name in READERS), "")
-            if name := names[kind]:
-                self.by_name[name] = found
-                self.sharded |= {id(found._unsharded_param): found} if hasattr(found, "_unsharded_param") else {}
-
-    def facts(self) -> dict[str, Any]:
-        """What each is asked for now: a callback may change that."""
+    def facts(self) -> dict[str, str]:
+        """What each that is set up was asked for."""
         facts = {}
-        for name, found in self.by_name.items():
-            try:
-                facts[name] = READERS[name](found)
-            except Exception:  # one that is not set up
-                continue
+        for name, found in self._last.items():
+            values = {key: _read(found, key) for key in FACTS.get(name, ())}
+            if None not in values.values():
+                facts[name] = ", ".join(f"{key} {value}" for key, value in values.items())
         return facts
+
+    def obstacles(self, leaves: list[Any]) -> list[str]:
+        """Why the training is not judged."""
+        names = [*self._last, *(name for name in OBSTACLES if any(hasattr(leaf, name) for leaf in leaves))]
+        return [OBSTACLES[name] for name in names if name in OBSTACLES]
+
+    def asked(self) -> int:
+        """The most micro-batches per update that one asks for now: a callback may change that."""
+        counts = (_read(found, key) for found in self._last.values() for key in N)
+        return max((count for count in counts if isinstance(count, int)), default=1)
+
+
+def _name(kind: type) -> str:
+    """What the tables call a class; empty if it is in none."""
+    bases = (base.__name__ for base in kind.__mro__ if str(base.__module__).partition(".")[0] in PACKAGES)
+    return next((name for name in bases if name in FACTS or name in OBSTACLES), "")
+
+
+def _read(found: Any, attribute: str) -> Any:
+    """An attribute, or what a method returns; None before it is set up."""
+    try:
+        value = attrgetter(attribute)(found)
+        return value() if callable(value) else value
+    except Exception:
+        return None

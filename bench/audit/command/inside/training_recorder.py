@@ -1,29 +1,33 @@
-"""What happens in a rank: backwards, clipping, zero_grad and steps, with samples of gradients and the collectives."""
+"""What happens in a rank, update by update: samples of gradients, the criteria of losses, and what is reduced."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
+import math
 import os
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from . import criteria
-from .event_log import EventLog
 from .found_objects import FoundObjects
 from .leaf_probes import LeafProbe, choose
-from .used_gradients import UsedGradients
+from .records import AuditedUpdate, MicroBatch, Rank
 
 if TYPE_CHECKING:
     from bench.measure.c10d_kernels import CollectiveCall, CollectiveKernels
 else:  # beside this file, as sitecustomize loads them
     from .c10d_kernels import CollectiveCall, CollectiveKernels
 
-MOST_EVENTS = 100_000
-"""A long training does not fill the disk."""
+JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+"""Variables of launchers that tell one training from another."""
+LEAST_BYTES = 64
+"""What is smaller are metrics and norms."""
 
 
 def guarded(method: Callable[..., None]) -> Callable[..., None]:
@@ -37,169 +41,173 @@ def guarded(method: Callable[..., None]) -> Callable[..., None]:
             method(self, *arguments, **options)
         except Exception as error:
             self.active = False
-            self._log.write("error", text=f"{method.__name__}: {type(error).__name__}: {error}")
-            self._end_sampling()
+            text = f"the recorder failed: {method.__name__}: {type(error).__name__}: {error}"
+            self._waiting = [AuditedUpdate(self.window.number, obstacles=[text])]
+            with contextlib.suppress(Exception):
+                self._end_sampling()
 
     return call
 
 
 class TrainingRecorder:
-    """Writes an event for each; samples gradients until enough updates were seen."""
+    """Writes a line per update until enough were sampled, and afterwards one for each new sequence of events."""
 
     def __init__(self) -> None:
-        self._traffic: Counter[tuple[str, str, int]] = Counter()
         self.kernels = CollectiveKernels(self.on_collective, only="reduce")
-        self.kernels.install()
         self.restart()
 
     def restart(self) -> None:
         """Begin anew: a forked process trains by itself."""
-        self._log = EventLog(Path(os.environ["BENCH_AUDIT_FOLDER"]))
-        self._sampled_updates = int(os.environ["BENCH_AUDIT_UPDATES"])
-        self._traffic.clear()
+        self._folder, self._num_sampled = Path(os.environ["BENCH_AUDIT_FOLDER"]), int(os.environ["BENCH_AUDIT_UPDATES"])
         self.active = self.sampling = True
-        self._in_backward = self._window_open = self._on_device = False
-        self.steps = self._backwards = self._updates = self._events = 0
+        self.window = AuditedUpdate(1)
+        """The update that is going on, or that was made last."""
+        self._num_backwards = 0
         self._probes: list[LeafProbe] = []
         self._handles: list[Any] = []
+        self._waiting: list[Rank | AuditedUpdate] = []
+        self._known_events: set[str] = set()
+
+    def _start(self, roots: list[Any]) -> None:
+        if dist.is_available() and dist.is_initialized():
+            place = dist.get_rank(), dist.get_world_size()
+        else:
+            place = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        rank = Rank(":".join(os.environ.get(name, "") for name in JOB), *place)
+        self._waiting.append(rank)
+        self._flush()
+        self.kernels.remove()  # where they are inherited by a fork
+        self.kernels.install()
         self._objects = FoundObjects()
-        self._gradients = UsedGradients(self._objects)
+        self._probes = choose(roots, self._objects)
+        rank.facts = self._objects.facts()
+        self.window.obstacles += self._objects.obstacles([probe.leaf for probe in self._probes])
+        rank.leaves = [(probe.name, probe.shape, probe.parameter()) for probe in self._probes]
+        self._waiting.append(rank)
+        self._flush()
+
+    def _end_sampling(self) -> None:
+        self.sampling = False
+        self.kernels.remove()
+        for probe in self._probes:
+            probe.handle.remove()
+        self._probes.clear()
+        self._flush()
+
+    def _flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            with (self._folder / f"{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
+                file.write("".join(json.dumps(line, default=_plain) + "\n" for line in waiting))
 
     @guarded
     def on_collective(self, collective: CollectiveCall) -> None:
-        """Bytes of reductions of floating-point tensors."""
-        if "float" in collective.dtype:
-            key = collective.name, collective.dtype, collective.group.size()
-            self._traffic[key] += collective.payload_bytes
-
-    def _end_sampling(self) -> None:
-        self.sampling = self._on_device = False
-        for probe in self._probes:
-            probe.handle.remove()
-        self._log.flush()
-
-    def _write(self, event: str, **values: Any) -> None:
-        self._log.write(event, traffic=[[*key, size] for key, size in self._traffic.items()], **values)
-        self._traffic.clear()
-        self._events += 1
-        self.active = self._events < MOST_EVENTS
+        """Bytes of gradients that are reduced during an update."""
+        size, dtype = collective.payload_bytes, collective.dtype
+        if self.window.micro_batches and not self.window.optimizer and "float" in dtype and size >= LEAST_BYTES:
+            key = f"{collective.name} of {dtype} over {collective.group.size()} ranks"
+            reduced = self.window.micro_batches[-1].reduced
+            reduced[key] = reduced.get(key, 0) + size
 
     @guarded
     def before_backward(self, roots: Any, *, keeps_graph: bool) -> None:
-        """Hooks on the criteria; at the first backward probes are chosen."""
-        if self.sampling and not self._window_open and self._updates >= self._sampled_updates:
-            self._end_sampling()
-        if self._traffic:
-            self._write("between")
-        self._in_backward = self._window_open = True
-        if not self.sampling:
-            return
-        tensors = [root for root in roots if isinstance(root, torch.Tensor)]
-        if not self._probes:
-            self._choose(tensors)
-        self._loss: dict[str, Any] = {"losses": criteria.watch(tensors, self._handles), "keeps_graph": keeps_graph}
-        self._loss["scalar"] = all(root.numel() == 1 for root in tensors)
-        for probe in self._probes:
-            probe.recording = True
-
-    def _choose(self, roots: list[Any]) -> None:
-        self._objects.search()
-        self._probes = choose(roots)
-        self._on_device = any(probe.leaf.device.type != "cpu" for probe in self._probes)
-        names = [getattr(self._objects.sharded.get(id(probe.leaf)), "_param_fqn", "") for probe in self._probes]
-        megatron = {"main_grad": True} if any(hasattr(probe.leaf, "main_grad") for probe in self._probes) else {}
-        self._write(
-            "probes",
-            facts=self._objects.facts() | megatron,
-            leaves=[[name, *probe.shape] for name, probe in zip(names, self._probes, strict=True)],
-            parameters=[probe.parameter() for probe in self._probes],
-            coordinates=sum(len(probe.flat) for probe in self._probes),
-        )
+        """Hooks on the criteria; at the first backward leaves are chosen."""
+        self._num_backwards += 1
+        if self.window.optimizer:
+            self.window = AuditedUpdate(self.window.number + 1)
+            if self.sampling and self.window.number > self._num_sampled:
+                self._end_sampling()
+        window = self.window
+        if self.sampling:
+            tensors = [root for root in roots if isinstance(root, torch.Tensor)]
+            if self._num_backwards == 1:
+                self._start(tensors)
+            if not window.events:
+                window.left = [probe.gradient() for probe in self._probes]
+            if window.held and not self._held() and self._objects.zero is None:  # which takes gradients away
+                window.events += "Z"
+            if keeps_graph:
+                window.doubts.append("backwards share a graph")
+            if any(root.numel() != 1 for root in tensors):
+                window.doubts.append("backward does not begin at a scalar")
+            window.micro_batches.append(MicroBatch(criteria.watch(tensors, self._handles)))
+            for probe in self._probes:
+                probe.recording = True
+        window.events += "B"
 
     @guarded
     def after_backward(self) -> None:
-        """The micro-gradient, and the factor of each criterion."""
-        self._in_backward = False
-        self._backwards += 1
-        values: dict[str, Any] = {}
+        """The micro-gradient."""
         if self.sampling:
             for handle in self._handles:
                 handle.remove()
             self._handles.clear()
-            values = self._loss | {
-                "samples": [probe.added for probe in self._probes],
-                "distributed": any(probe.is_distributed for probe in self._probes),
-                "dtypes": sorted({probe.dtype for probe in self._probes} - {""}),
-                "held": sorted({self._gradients.held_dtype(probe) for probe in self._probes} - {""}),
-            }
-            for probe in self._probes:
-                probe.recording, probe.added = False, None
-        self._write("backward", **values)
+            self.window.clips_early |= any(probe.is_clipped and probe.added is not None for probe in self._probes)
+            self.window.held = sorted({*self.window.held, *self._held()})
+            self.window.micro_batches[-1].sample = [probe.take() for probe in self._probes]
 
-    def _used(self, parameters: Iterable[Any]) -> list[Any]:
-        updated = set(map(id, parameters))
-        return [self._gradients.read(probe, updated) for probe in self._probes]
+    def _held(self) -> list[str]:
+        return sorted({probe.held_dtype() for probe in self._probes} - {""})
 
     @guarded
     def before_clip(self, parameters: list[Any]) -> None:
         """The gradient that is clipped."""
-        self._unclipped = self._used(parameters) if self.sampling else []
+        if self.window.events and not self.window.optimizer:
+            self.window.events += "C"
+        clipped = set(map(id, parameters))
+        self._unclipped = [(probe, probe.gradient()) for probe in self._probes if id(probe.holder) in clipped]
 
     @guarded
-    def after_clip(self, parameters: list[Any]) -> None:
-        """By how much each sample was clipped."""
-        if self._window_open:
-            self._write("clip", leaves=[bool(used) for used in self._unclipped])
-        clipped = self._used(parameters) if self.sampling else []
-        for probe, before, after in zip(self._probes, self._unclipped, clipped, strict=False):
-            if before and after:
-                probe.clipped = probe.clipped * (before[1] / after[1]).nan_to_num(1.0, 1.0, 1.0)
+    def after_clip(self) -> None:
+        """By how much it was clipped."""
+        for probe, before in self._unclipped:
+            probe.is_clipped = True
+            probe.factor = probe.factor * (before / probe.gradient()).nan_to_num(1.0, 1.0, 1.0)
 
-    @guarded
-    def on_event(self, event: str) -> None:
-        """Gradients are cleared although no step has used them, or a step is skipped."""
-        if self._window_open:
-            self._write(event)
-            self._window_open = event != "skip"
-
-    def _of_step(self, optimizer: Any) -> dict[str, Any]:
-        """The gradient that the optimizer uses, as it was before it was scaled and clipped."""
-        if not self.sampling:
-            return {}
-        scale, zero = getattr(optimizer, "grad_scale", None), self._objects.by_name.get("ZeROOptimizer")
+    def _used(self, optimizer: Any) -> list[Any]:
+        scale, zero = getattr(optimizer, "grad_scale", None), self._objects.zero
         factor: Any = 1.0 if scale is None else 1 / scale
         if zero is not None and (limit := zero.clip_grad):  # DeepSpeed clips by itself
             factor = (torch.as_tensor(zero._global_grad_norm) / limit).clamp(min=1.0)
-        used = self._used(parameter for group in optimizer.param_groups for parameter in group["params"])
-        for probe, leaf in zip(self._probes, used, strict=True):
-            if leaf:
-                leaf[1] = leaf[1] * probe.clipped * factor
-                probe.clipped = 1.0
-        return {"used": used, "facts": self._objects.facts()}
+        updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        factors = [probe.factor * factor if id(probe.holder) in updated else math.nan for probe in self._probes]
+        return [probe.gradient() * factor for probe, factor in zip(self._probes, factors, strict=True)]
 
     @guarded
     def before_step(self, optimizer: Any, arguments: Any, options: Any) -> None:
         """The gradient that the optimizer is given."""
-        self._before = self._backwards, self._of_step(optimizer)
+        self._before_step = self._num_backwards, self._used(optimizer) if self._probes else []
 
     @guarded
     def after_step(self, optimizer: Any, arguments: Any, options: Any) -> None:
         """The end of an update. A closure of the optimizer may have run the backward, as Lightning's does."""
-        self.steps += 1
-        backwards, values = self._before
-        inside = self._backwards - backwards
-        if inside:
-            values = self._of_step(optimizer)
-        if self._backwards:
-            name = type(optimizer).__name__
-            self._write("step", optimizer=name, id=id(optimizer), inside=inside, midway=self._in_backward, **values)
-            self._updates += self._window_open
-            self._window_open = False
-        if not self._on_device:  # a training that is killed loses its open window alone
-            self._log.flush()
+        window, name, (before, used) = self.window, type(optimizer).__name__, self._before_step
+        inside = self._num_backwards - before
+        if inside and self._probes:
+            used = self._used(optimizer)
+        if inside > 1:
+            window.obstacles.append(f"{name} runs several backwards per step, which are no micro-batches")
+        if torch._C._current_graph_task_id() != -1:
+            window.obstacles.append("the optimizer steps inside of the backward")
+        if window.events and not window.optimizer:
+            window.events += "S"
+            window.optimizer = f"{name} {id(optimizer):x}"
+            window.asked = self._objects.asked() if self.sampling else 1
+        window.used = [old.where(~old.isnan(), new) for old, new in zip(window.used or used, used, strict=True)]
+        for probe in self._probes:
+            probe.factor, probe.is_clipped = 1.0, False
+        if window.optimizer and (self.sampling or window.events not in self._known_events):
+            self._known_events.add(window.events)
+            self._waiting.append(window)
+        if all(probe.leaf.device.type == "cpu" for probe in self._probes):  # elsewhere samples stay on the device
+            self._flush()
 
     def end(self) -> None:
         """The process ends by itself."""
-        if self.active and self._backwards:
-            self._write("end")
-        self._log.flush()
+        if self.active and self.window.events and not self.window.optimizer:
+            self._waiting.append(self.window)
+        self._flush()
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else vars(value)

@@ -5,7 +5,7 @@ Imports nothing of bench, and runs the sitecustomize that it hides: the user's o
 
 from __future__ import annotations
 
-import importlib.abc
+import importlib
 import importlib.machinery
 import importlib.util
 import os
@@ -17,7 +17,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 
 
-class AfterTorch(importlib.abc.MetaPathFinder):
+class AfterTorch:
     """Finds torch as others do, and installs the recorder when its import has ended."""
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> Any:
@@ -39,20 +39,15 @@ class AfterTorch(importlib.abc.MetaPathFinder):
 def install() -> None:
     """Load the recorder by its path, as a package that has c10d_kernels too; a failure stops no training."""
     try:
-        path, places = HERE.parent / "inside" / "__init__.py", [HERE.parent / "inside", HERE.parents[2] / "measure"]
-        spec: Any = importlib.util.spec_from_file_location(
-            "_bench_audit", path, submodule_search_locations=list(map(str, places))
-        )
-        sys.modules["_bench_audit"] = package = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(package)
-        package.install(FOLDER)
+        sys.modules["_bench_audit"] = package = ModuleType("_bench_audit")
+        package.__path__ = [str(HERE.parent / "inside"), str(HERE.parents[2] / "measure")]
+        importlib.import_module("_bench_audit.hooks").install()
     except Exception as error:
         print(f"audit: this process is not watched: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 if "BENCH_AUDIT_FOLDER" in os.environ:
-    FOLDER = Path(os.environ["BENCH_AUDIT_FOLDER"])
-    (FOLDER / f"{os.getpid()}.python").touch()
+    Path(os.environ["BENCH_AUDIT_FOLDER"], f"{os.getpid()}.python").touch()
     sys.meta_path.insert(0, AfterTorch())
 others = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]
 hidden = importlib.machinery.PathFinder.find_spec("sitecustomize", others)

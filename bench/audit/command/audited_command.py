@@ -1,0 +1,70 @@
+"""Runs a command with the recorder in its Python processes, and reads what they recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.audit.command.inside.records import AuditedUpdate, MicroBatch, Rank
+from bench.errors import InputError
+
+SITE = Path(__file__).resolve().parent / "site"
+NOTHING = {
+    "python": "no Python process of the command loaded the recorder (python -I and -E ignore PYTHONPATH)",
+    "torch": "no Python process of the command imported torch",
+    "jsonl": "no process of the command ran a backward of torch",
+}
+"""What it means that no file has such an ending."""
+
+
+def environment(folder: Path, updates: int) -> dict[str, str]:
+    """The environment of processes that record their updates in ``folder``."""
+    path = os.pathsep.join(filter(None, [str(SITE), os.environ.get("PYTHONPATH")]))
+    return os.environ | {"PYTHONPATH": path, "BENCH_AUDIT_FOLDER": str(folder), "BENCH_AUDIT_UPDATES": str(updates)}
+
+
+def run(command: Sequence[str], folder: Path, updates: int, *, quiet: bool) -> int:
+    """Run it and return its exit status, as a shell gives it; ``quiet`` sends its output to stderr."""
+    output = sys.stderr if quiet else None
+    try:
+        status = subprocess.run(command, env=environment(folder, updates), stdout=output, check=False).returncode
+    except OSError as error:
+        raise InputError(f"audit: {command[0]}: {error.strerror}") from error
+    return 128 - status if status < 0 else status
+
+
+def why_nothing(folder: Path) -> str:
+    """Why no process has recorded a backward; empty if one has."""
+    return next((text for ending, text in NOTHING.items() if not any(folder.glob(f"*.{ending}"))), "")
+
+
+def read(folder: Path) -> tuple[dict[int, Rank], int]:
+    """The ranks of the training with the most updates, and how many processes trained apart from it.
+
+    A command may train several times, and a launcher may restart its ranks: the last of equals is taken.
+    """
+    trainings: dict[tuple[str, int], dict[int, Rank]] = defaultdict(dict)
+    paths = sorted(folder.glob("*.jsonl"), key=lambda path: path.stat().st_mtime)
+    for rank in map(_rank, paths):
+        ranks = trainings[rank.job, rank.world]
+        if rank.rank not in ranks or len(rank.updates) >= len(ranks[rank.rank].updates):
+            ranks[rank.rank] = rank
+    latest = reversed(trainings.values())
+    chosen = max(latest, key=lambda ranks: sum(len(rank.updates) for rank in ranks.values()), default={})
+    return dict(sorted(chosen.items())), len(paths) - len(chosen)
+
+
+def _rank(path: Path) -> Rank:
+    # A process that was killed may have cut off its last line.
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    updates = {line["number"]: line for line in lines if "number" in line}  # each step writes its update again
+    for line in updates.values():
+        line["micro_batches"] = [MicroBatch(**found) for found in line["micro_batches"]]
+    rank = Rank(**[line for line in lines if "rank" in line][-1])
+    rank.updates = [AuditedUpdate(**line) for line in updates.values()]
+    return rank
