@@ -6,12 +6,9 @@ import argparse
 import datetime
 import html
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,19 +154,12 @@ def write_pictures(observations: Sequence[dict[str, Any]], about: Mapping[str, A
     """Draw the weight maps; their paths by scenario."""
     plots.mkdir(parents=True, exist_ok=True)
     footer = ", ".join(f"{name} {value}" for name, value in facts_of(about).items() if name not in {"device", "date"})
-    by_scenario: dict[str, list[dict[str, Any]]] = {}
-    for seen in observations:
-        by_scenario.setdefault(seen["scenario"]["name"], []).append(seen)
-    with ProcessPoolExecutor(min(len(by_scenario), len(os.sched_getaffinity(0)))) as pool:
-        drawn = pool.map(partial(_picture, footer=footer, plots=plots), by_scenario.values())
-        return {name: path for name, path in zip(by_scenario, drawn, strict=True) if path}
-
-
-def _picture(observations: Sequence[dict[str, Any]], *, footer: str, plots: Path) -> Path | None:
-    """Draw the weight maps of one scenario; None if no backend made an update."""
-    figure = weight_figure(observations, footer=footer)
-    stem = plots / f"weights-{observations[0]['scenario']['name']}"
-    return canvas.save(figure[0], stem, figure[1]) if figure else None
+    found = {}
+    for name in conformance.scenarios(observations):
+        of_scenario = [seen for seen in observations if seen["scenario"]["name"] == name]
+        if drawn := weight_figure(of_scenario, footer=footer):
+            found[name] = canvas.save(drawn[0], plots / f"weights-{name}", drawn[1])
+    return found
 
 
 def facts_of(about: Mapping[str, Any]) -> dict[str, str]:
