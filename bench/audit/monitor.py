@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import statistics
 import traceback
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from bench.audit.monitor_grid import SAMPLES, VALIDATION_S, Epoch, Point, RateVerdict, Strategy
+from bench.audit.monitor_grid import VALIDATION_S, Epoch, Point, RateVerdict, Strategy
 from bench.measure.taps import EventKind, Taps, updates
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class Measurement:
         row = dataclasses.asdict(self.point)
         given = row.pop("micro_batches")
         del row["num_epochs"]
+        del row["samples"]
         row |= {
             "strategy": str(self.point.strategy),
             "epoch": f"NB = {given}" if given else str(self.point.epoch),
@@ -225,7 +227,8 @@ def _train(point: Point, clock: VirtualClock, taps: Taps, logged: list[tuple[int
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        batches = taps.loader([torch.ones(SAMPLES)] * per_epoch)
+        sizes = itertools.islice(itertools.cycle(point.samples), per_epoch)
+        batches = taps.loader([torch.ones(size) for size in sizes])
         sample: Any = range(1)
         trainer.fit(Model(), batches, torch.utils.data.DataLoader(sample) if validates else None)
 
@@ -241,7 +244,7 @@ def _strategy(point: Point) -> Any:
 
     deepspeed.prepare()
     config = {
-        "train_micro_batch_size_per_gpu": SAMPLES,
+        "train_micro_batch_size_per_gpu": point.samples[0],
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": 2},
     }
@@ -269,8 +272,12 @@ def _measurement(point: Point, taps: Taps, logged: Sequence[tuple[int, float | N
     for update in made:
         batches.append(batches[-1] + update.num_micro_batches)
 
+    per_epoch, epochs = point.lengths
+    in_epoch = itertools.islice(itertools.cycle(point.samples), per_epoch)
+    samples = [0, *itertools.accumulate([*in_epoch] * epochs)]
+
     def true(first: int, last: int) -> float:
-        count = point.world_size * SAMPLES * (batches[last] - batches[first])
+        count = point.world_size * (samples[batches[last]] - samples[batches[first]])
         return float(count / (made[last - 1].mark - made[first - 1].mark))
 
     rates = []

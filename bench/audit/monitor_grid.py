@@ -10,7 +10,7 @@ MICRO_BATCH_S, OPTIMIZER_S = 0.01, 0.08
 """Default seconds of a micro-batch and of an optimizer step: a slow step, as with offload, so that bias shows."""
 
 SAMPLES = 2
-"""Of each micro-batch."""
+"""Default samples per micro-batch."""
 VALIDATION_S = 0.05
 """Seconds of a validation."""
 WANTED_RATES = 6
@@ -71,6 +71,8 @@ class Point:
     epoch: Epoch = Epoch.WHOLE
     micro_batch_s: float = MICRO_BATCH_S
     optimizer_s: float = OPTIMIZER_S
+    samples: tuple[int, ...] = (SAMPLES,)
+    """Samples of the micro-batches, in turn."""
     micro_batches: int | None = None
     """NB, instead of ``epoch``."""
     num_epochs: int | None = None

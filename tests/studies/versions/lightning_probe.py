@@ -31,18 +31,18 @@ def accepted(accumulate: int, measurements: list[Measurement]) -> VersionFact:
     """The verdict at each value of ``log_every_n_steps``."""
     parts, errors = [], []
     for verdict in RateVerdict:
-        points = [m for m in measurements if m.verdict() is verdict]
+        points = [m for m in measurements if m.verdict is verdict]
         if points:
             parts.append(f"{verdict} at {', '.join(str(m.point.log_every_n_steps) for m in points)}")
             errors += [m.error for m in points if m.error][:1]
     name = f"log_every_n_steps at N = {accumulate}, window_size {measurements[0].point.window_size}"
-    good = all(m.verdict() is RateVerdict.RIGHT for m in measurements)
+    good = all(m.verdict is RateVerdict.RIGHT for m in measurements)
     return VersionFact(name, "; ".join(parts) + "".join(f": {error}" for error in errors), good)
 
 
 def rates(name: str, measurement: Measurement) -> VersionFact:
     """The verdict on the logged rates, with their ratios to the measured ones."""
-    verdict = measurement.verdict()
+    verdict = measurement.verdict
     if measurement.error:
         return VersionFact(name, f"{verdict}: {measurement.error}", False)
     ratios, words = [rate.ratio for rate in measurement.rates], ""
