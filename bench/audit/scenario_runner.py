@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, zip_longest
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 PEERS_S = 3.0
 """How long a rank that failed waits for the others to fail too, or to finish."""
-AHEAD = 4
-"""Backends whose packages are imported while one trains: imports take as long as the training of two or three."""
 Observed = tuple[str, Scenario, list[dict[str, Any]]]
 """Backend, scenario, and the record of each rank (``bench.audit.recorder.Audit.run``), rank 0 first."""
 
@@ -115,9 +113,10 @@ def run(
     def world_size(scenario: Scenario) -> int:
         return scenario.world_size
 
-    for number, backend in enumerate(backends):
-        for prepared in backends[number : number + 1 + AHEAD]:
-            launcher.prepare(prepared)
+    for backend, next_backend in zip_longest(backends, backends[1:]):
+        launcher.prepare(backend)
+        if next_backend:
+            launcher.prepare(next_backend)  # its packages are imported while this one trains
         for _, group in groupby(sorted(scenarios, key=world_size), key=world_size):
             together = list(group)
             if len(together) > 1:

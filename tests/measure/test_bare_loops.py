@@ -13,8 +13,9 @@ import pytest
 from bench.backends.base import registry
 from bench.launch.launcher import Launcher
 from tests.conftest import ROOT, first
-from tests.overhead.bare import LOOPS
-from tests.overhead.in_turn import steps
+from tests.factories import make_cell
+from tests.overhead.bare import LOOPS, RANKS, N
+from tests.overhead.in_turn import seconds, steps, train
 from tests.overhead.page import page
 
 
@@ -25,6 +26,15 @@ def test_a_trial_and_a_bare_loop_train_the_same_windows_in_turn(
     found = steps(launcher, backend, backend, 3, tmp_path, is_bench_first=False)
     assert [len(seconds) for seconds in found.values()] == [3] * 6
     assert all(0 < second < 60 for seconds in found.values() for second in seconds)
+
+
+def test_two_cells_take_turns_too(launcher: Launcher, tmp_path: Path) -> None:
+    changes = {"accumulate": N, "world_size": RANKS, "global_batch_size": 8, "warmup_windows": 2, "timed_windows": 3}
+    cell, other = (make_cell(backend=name, **changes) for name in ("fsdp2-eager", "ddp-deferred"))
+    found = train(launcher, cell, tmp_path, "", other, is_bench_first=True)
+    assert {name: len(seconds(side, 3)) for name, side in found.items()} == dict.fromkeys(found, 3)
+    assert len(found) == 4 and all(len({str(rank["losses"]) for rank in side}) == RANKS for side in found.values())
+    assert {rank["num_updates"] for side in found.values() for rank in side} == {5}
 
 
 def test_both_fork_from_a_process_that_has_loaded_what_the_backend_names(tmp_path: Path) -> None:

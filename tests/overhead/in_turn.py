@@ -12,8 +12,8 @@ import gc
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -41,11 +41,13 @@ LOOPS = ("bench", "bare")
 
 @dataclass(kw_only=True)
 class InTurn(Spec):
-    """One of two groups that train in turn: a trial and a bare loop."""
+    """One of two groups that train in turn: a trial, and a bare loop or another cell."""
 
     work: ClassVar[str] = "tests.overhead.in_turn:work"
     loop: str
     """The bare loop; a key of ``bare.LOOPS``."""
+    beside: Cell | None = None
+    """The cell that is trained instead of it."""
     port: int
     """Of the store that says whose turn it is."""
     side: int = 0
@@ -86,9 +88,10 @@ def work(task: InTurn, rank: int, device: torch.device) -> dict[str, Any]:
     for phase, loop in enumerate(LOOPS if task.is_bench_first else reversed(LOOPS)):
         gc.collect()
         turns = partial(Turns, port=task.port, side=task.side, phase=phase)
-        if loop == "bench":
-            backend = registry([task.backend])[task.backend]
-            found[loop] = RankInTurn(task, rank, device, backend, turns=turns).run()["time"]
+        cell = task.cell if loop == "bench" else task.beside
+        if cell:
+            backend = registry([cell.backend])[cell.backend]
+            found[loop] = RankInTurn(replace(task, cell=cell), rank, device, backend, turns=turns).run()["time"]
         else:
             found[loop] = bare.train(task.loop, rank, task.cell.windows, turns)
     return {"status": Status.OK, **found}
@@ -118,15 +121,41 @@ def steps(
         warmup_windows=bare.WARM_UP,
         timed_windows=timed,
     )
+    sides = train(launcher, cell, folder, loop, is_bench_first=is_bench_first)
+    losses = [[rank["losses"] for rank in side] for side in sides.values()]
+    assert all(others == losses[0] for others in losses), f"{backend} and {loop} did not train the same"
+    found = {name: seconds(side, timed) for name, side in sides.items()}
+    for processes in PROCESSES:
+        found[processes, "step"] = seconds(sides[processes, "bench"], timed, "steps")
+    return found
+
+
+def seconds(side: Sequence[Mapping[str, list[float]]], timed: int, key: str = "seconds") -> list[float]:
+    """Of the timed windows of a side, maxima over its ranks."""
+    return [max(ones) for ones in zip(*(rank[key][-timed:] for rank in side), strict=True)]
+
+
+def train(
+    launcher: Launcher, cell: Cell, folder: Path, loop: str, beside: Cell | None = None, *, is_bench_first: bool
+) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """What each rank returned, by processes and loop; a cell ``beside`` takes the place of the bare loop."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for phase in range(len(LOOPS)):
         store.set(bare.key(phase, 0), "")
     task = partial(
-        InTurn, cell=cell, passes=("time",), folder=str(folder), reference=f"{folder}/none", loop=loop, port=store.port
+        InTurn,
+        cell=cell,
+        beside=beside,
+        passes=("time",),
+        folder=str(folder),
+        reference=f"{folder}/none",
+        loop=loop,
+        port=store.port,
     )
     others = task(side=1, is_bench_first=not is_bench_first).to_json()
     command = (sys.executable, "-m", "tests.overhead.torchrun", others)
-    environment = environment_of(Device.CPU, registry([backend])[backend].preloaded(), interface_of(LOOPBACK))
+    packages = registry([cell.backend])[cell.backend].preloaded()
+    environment = environment_of(Device.CPU, packages, interface_of(LOOPBACK))
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=sys.stderr, start_new_session=True) as other:
         try:
             outcome = launcher.run(task(is_bench_first=is_bench_first), TIMEOUT_S)
@@ -137,12 +166,4 @@ def steps(
     assert outcome.status is Status.OK and other.returncode == 0, (outcome.reason, other.returncode)
     theirs = [json.loads((folder / f"torchrun{rank}.json").read_text()) for rank in range(bare.RANKS)]
     ranks = {"trial": outcome.ranks, "torchrun": theirs}
-    sides = {(processes, loop): [rank[loop] for rank in ranks[processes]] for processes in PROCESSES for loop in LOOPS}
-    losses = [[rank["losses"] for rank in side] for side in sides.values()]
-    assert all(others == losses[0] for others in losses), f"{backend} and {loop} did not train the same"
-    sides = {name: [rank["seconds"] for rank in side] for name, side in sides.items()}
-    sides |= {(processes, "step"): [rank["bench"]["steps"] for rank in ranks[processes]] for processes in PROCESSES}
-    return {
-        name: [max(ones) for ones in zip(*(rank[-timed:] for rank in side), strict=True)]
-        for name, side in sides.items()
-    }
+    return {(processes, loop): [rank[loop] for rank in ranks[processes]] for processes in PROCESSES for loop in LOOPS}

@@ -1,9 +1,10 @@
-"""``python -m tests.studies.pairing``: whether cells that train in the same processes compare better than apart.
+"""``python -m tests.studies.pairing``: how steady the ratio of two cells is, timed apart and in turns.
 
-Blocks are made in both designs in turn: apart, each cell in processes of its own, as the bench does; together, all
-cells of a block in the same processes, forwards and backwards (A B B A), each a fresh build with half the windows. Once
-on the machine as it is, once beside two programs that never wait. Writes docs/pairing.json, the median step of each
-cell in each block; docs/statistics.md reads it.
+Blocks are made in both designs: apart, each cell in processes of its own, as ``bench run`` does it; in turns, each cell
+window by window with the baseline's, in two process groups that swap (tests/overhead/in_turn.py). Once on the machine
+as it is, once beside two programs that never wait. Then the baseline's cell is timed in turn with itself, many times.
+Writes docs/pairing.json: the ratio of each cell's step to the baseline's in each block, and what the block took in
+seconds; docs/statistics.md reads it.
 """
 
 from __future__ import annotations
@@ -13,109 +14,169 @@ import itertools
 import json
 import math
 import random
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from scipy.stats import t as student
-
+from bench.judge.statistics import MIN_TRIALS, Interval, Sample, ratio
 from bench.launch.launcher import Launcher
-from bench.plan.cell import Cell, Device
-from bench.run.trial_record import warmup
+from bench.plan.cell import Cell, Device, Status
+from bench.plan.task import Spec
+from bench.run.trial_record import merge_ranks, warmup
 from tests.conftest import ROOT
+from tests.overhead import in_turn
 from tests.studies.markdown import table
-from tests.worlds import by_rank
 
 RESULTS = ROOT / "docs" / "pairing.json"
 BASELINE, TWIN = "ddp-deferred", "A/A twin"
 OTHERS = ("fsdp2-eager", "fsdp2-deferred", "deepspeed-zero2-eager", "deepspeed-zero3-eager", "lightning-ddp")
-DESIGNS = {"apart": 12, "together": 6}
-"""Timed windows of a training."""
+TIMED = {"apart": 12, "turns": 6}
+"""Timed windows of a training, by design."""
 MACHINES = {"idle": 0, "beside two busy programs": 2}
+TIMEOUT_S = 300.0
+
+
+def cell_of(name: str, timed: int) -> Cell:
+    return Cell(
+        backend=BASELINE if name == TWIN else name,
+        twin="aa" if name == TWIN else "",
+        accumulate=2,
+        world_size=2,
+        global_batch_size=16,
+        sequence_length=64,
+        warmup_windows=3,
+        timed_windows=timed,
+        seed=0,
+    )
+
+
+def trial(launcher: Launcher, cell: Cell, folder: Path, beside: Cell | None = None) -> tuple[float, float]:
+    """The median step of a cell and of the one beside it in seconds; the first relative to the second, if there is one.
+
+    Alone both are the cell's. In turns the ratio is the geometric mean of both process groups' ratios.
+    """
+    if not beside:
+        outcome = launcher.run(Spec(cell=cell, passes=("time",), folder=str(folder / "trial"), reference=""), TIMEOUT_S)
+        assert outcome.status is Status.OK, outcome.reason
+        seconds = statistics.median(settled(merge_ranks(outcome.ranks)["time"]["step_seconds"]))
+        return seconds, seconds
+    shutil.rmtree(folder / "turns", ignore_errors=True)
+    (folder / "turns").mkdir()
+    sides = in_turn.train(launcher, cell, folder / "turns", "", beside, is_bench_first=True)
+    medians = {
+        name: statistics.median(settled(in_turn.seconds(side, cell.timed_windows))) for name, side in sides.items()
+    }
+    ours, theirs = ([medians[processes, loop] for processes in in_turn.PROCESSES] for loop in in_turn.LOOPS)
+    return statistics.geometric_mean(ours) / statistics.geometric_mean(theirs), statistics.geometric_mean(theirs)
+
+
+def settled(seconds: Sequence[float]) -> Sequence[float]:
+    return seconds[warmup(seconds) :]
 
 
 def block(launcher: Launcher, design: str, names: Sequence[str], folder: Path) -> dict[str, Any]:
-    """The median step of each cell, whose slower rank counts, and what the block took; in seconds."""
-    cells = [
-        Cell(
-            backend=BASELINE if name == TWIN else name,
-            twin="aa" if name == TWIN else "",
-            accumulate=2,
-            world_size=2,
-            global_batch_size=16,
-            sequence_length=64,
-            warmup_windows=3,
-            timed_windows=DESIGNS[design],
-            seed=0,
-        )
+    """The ratio of each cell to the baseline's, and in seconds what the block took and the baseline's median step."""
+    begin, base = time.monotonic(), cell_of(BASELINE, TIMED[design])
+    in_turns = design == "turns"
+    found = {
+        name: trial(launcher, cell_of(name, TIMED[design]), folder, base if in_turns else None)
         for name in names
-    ]
-    groups = [[cell] for cell in cells] if design == "apart" else [[*cells, *reversed(cells)]]
-    medians: dict[str, list[float]] = {name: [] for name in names}
-    begin = time.monotonic()
-    for number, group in enumerate(groups):
-        for cell, ranks in zip(group, by_rank(launcher, folder / str(number), group, ("time",)), strict=True):
-            steps = [max(step) for step in zip(*(rank["time"]["step_seconds"] for rank in ranks if rank), strict=True)]
-            medians[names[cells.index(cell)]].append(statistics.median(steps[warmup(steps) :]))
-    seconds = time.monotonic() - begin
-    return {"design": design, "seconds": seconds, "steps": {n: statistics.mean(m) for n, m in medians.items()}}
+        if name != BASELINE or not in_turns
+    }
+    seconds = statistics.geometric_mean(of_base for _, of_base in found.values()) if in_turns else found[BASELINE][0]
+    divisor = 1.0 if in_turns else seconds
+    ratios = {name: value / divisor for name, (value, _) in found.items() if name != BASELINE}
+    return {"design": design, "seconds": time.monotonic() - begin, "baseline_s": seconds, "ratios": ratios}
+
+
+def interval(ratios: Sequence[float]) -> Interval:
+    """As reports have it: of ratios by block to a baseline that is 1."""
+    blocks = range(len(ratios))
+    return ratio(Sample(ratios, blocks), Sample([1.0] * len(ratios), blocks))
+
+
+def _ends(of: Interval) -> str:
+    return "no interval" if of.low is None else f"{of.low:.3f} to {of.high:.3f}"
 
 
 def section() -> list[str]:
     """What was found, in Markdown."""
     found = json.loads(RESULTS.read_text(encoding="utf-8"))
-    ratios: dict[tuple[str, str, str], tuple[float, float, float]] = {}
-    costs: dict[tuple[str, str, str], float] = {}
-    counts = []
-    for machine, design in itertools.product(MACHINES, DESIGNS):
+    rows: list[tuple[str, ...]] = []
+    spreads: dict[tuple[str, str, str], float] = {}
+    for machine, design in itertools.product(MACHINES, TIMED):
         blocks = [block for block in found[machine] if block["design"] == design]
-        counts.append(len(blocks))
-        for name in blocks[0]["steps"].keys() - {BASELINE}:
-            logs = [math.log(block["steps"][name] / block["steps"][BASELINE]) for block in blocks]
-            spread = statistics.stdev(logs)
-            half = student(len(logs) - 1).ppf(0.975) * spread / len(logs) ** 0.5
-            low, ratio, high = (math.exp(statistics.mean(logs) + side * half) for side in (-1, 0, 1))
-            ratios[machine, name, design] = (ratio, low, high)
-            costs[machine, name, design] = spread * statistics.mean(block["seconds"] for block in blocks) ** 0.5
-    cells = sorted({(machine, name) for machine, name, _ in ratios})
-    rows = [
-        (
-            machine,
-            name,
-            *itertools.chain.from_iterable(
+        seconds = statistics.mean(block["seconds"] for block in blocks)
+        for name in sorted(blocks[0]["ratios"]):
+            of = interval([block["ratios"][name] for block in blocks])
+            spread = statistics.stdev(math.log(block["ratios"][name]) for block in blocks)
+            spreads[machine, name, design] = spread * seconds**0.5
+            rows.append(
                 (
-                    "{:.2f} ({:.2f} to {:.2f})".format(*ratios[machine, name, design]),
-                    f"{costs[machine, name, design]:.2f}",
+                    machine,
+                    name,
+                    design,
+                    f"{of.ratio:.3f} ({_ends(of)})",
+                    str(len(blocks)),
+                    f"{spreads[machine, name, design]:.2f}",
                 )
-                for design in DESIGNS
-            ),
+            )
+    gains = [
+        statistics.geometric_mean(
+            spreads[machine, name, "turns"] / spreads[machine, name, "apart"] for name in (TWIN, *OTHERS)
         )
-        for machine, name in cells
+        for machine in MACHINES
     ]
-    gain = statistics.geometric_mean(costs[*cell, "together"] / costs[*cell, "apart"] for cell in cells)
-    idle, busy = (ratios[machine, "fsdp2-deferred", "apart"] for machine in MACHINES)
-    header = itertools.chain.from_iterable((f"{design}: ratio", "spread") for design in DESIGNS)
+    idle, busy = (
+        interval([block["ratios"]["fsdp2-deferred"] for block in found[machine] if block["design"] == "turns"])
+        for machine in MACHINES
+    )
+    beside, alone = (
+        Sample([block["baseline_s"] for block in found["idle"] if block["design"] == design])
+        for design in ("turns", "apart")
+    )
+    slowed = ratio(beside, alone)
+    groups = [found["twins"][i : i + MIN_TRIALS] for i in range(0, len(found["twins"]), MIN_TRIALS)]
+    twins = [interval(group) for group in groups if len(group) == MIN_TRIALS]
+    hold = sum(each.low <= 1 <= each.high for each in twins if each.low and each.high)
+    width = statistics.median(each.width for each in twins)
     return [
-        "## Cells in the same processes",
+        "## Cells in turn",
         "",
-        "A block could train its cells one after the other in the same processes, forwards and backwards, instead of "
-        "each in processes of its own. Both designs were measured in turn on two cores at N = 2: the ratio of each "
-        f"cell's step to that of `{BASELINE}` with its 95 % interval, and its spread, the standard deviation of a "
-        "block's log ratio times the root of the block's seconds, which tells the width that an hour buys. Each design "
-        f"has at least {min(counts)} blocks on each machine.",
+        f"In turns, a cell and the baseline's (`{BASELINE}`) train window by window in two process groups that swap "
+        "after half of the windows; apart, each trains in processes of its own. Both were measured on two cores at "
+        "N = 2. The spread is the standard deviation of a block's log ratio times the root of the block's seconds, "
+        "which tells the width that an hour buys. A block has all of these cells.",
         "",
-        *table(("machine", "cell", *header), rows),
-        f"Together, the spread is {gain:.2f} times as large as apart (geometric mean). The bench trains them apart. "
-        f"Beside two programs that never wait, `fsdp2-deferred` takes {busy[0]:.2f} ({busy[1]:.2f} to {busy[2]:.2f}) "
-        f"times as long as `{BASELINE}`, and {idle[0]:.2f} ({idle[1]:.2f} to {idle[2]:.2f}) times on the idle machine: "
-        "load changes the ratio itself, however the cells are paired. So times from a busy machine are not compared.",
+        *table(("machine", "cell", "timed", "ratio (95 % interval)", "blocks", "spread"), sorted(rows)),
+        f"In turns, the spread is {gains[0]:.2f} times as large as apart on the idle machine, and {gains[1]:.2f} times "
+        "beside two programs that never wait (geometric means). Load changes the ratio itself, however cells are "
+        f"timed: in turns, `fsdp2-deferred` takes {busy.ratio:.2f} ({_ends(busy)}) times as long as `{BASELINE}` "
+        f"beside these programs, and {idle.ratio:.2f} ({_ends(idle)}) times without them. So the bench times cells "
+        "apart, and compares no times from a busy machine.",
+        "",
+        f"Beside a cell that waits, the step of `{BASELINE}` is {slowed.ratio:.3f} times as long as alone "
+        f"({_ends(slowed)}), idle.",
+        "",
+        f"The baseline's cell in turn with itself, {len(twins)} intervals of {MIN_TRIALS} trials each on the idle "
+        f"machine: {hold} hold 1; the median width is {100 * width:.1f} %.",
         "",
     ]
+
+
+def blocks(launcher: Launcher, seconds: float, folder: Path) -> Iterator[dict[str, Any]]:
+    """Blocks of both designs in a random order, which has a block of each in every two."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        names = random.sample([BASELINE, TWIN, *OTHERS], 2 + len(OTHERS))
+        for design in random.sample(list(TIMED), len(TIMED)):
+            yield block(launcher, design, names, folder)
 
 
 def main() -> int:
@@ -124,25 +185,21 @@ def main() -> int:
         prog="python -m tests.studies.pairing", description=str(__doc__).partition(": ")[2]
     )
     words = "of each machine (default: %(default)s)"
-    parser.add_argument("--seconds", type=float, default=1200, metavar="S", help=words)
-    seconds = parser.parse_args().seconds
-    cells = [BASELINE, TWIN, *OTHERS]
-    found: dict[str, list[dict[str, Any]]] = {}
+    parser.add_argument("--seconds", type=float, default=900, metavar="S", help=words)
+    parser.add_argument("--twins", type=int, default=100, metavar="N", help="trials of the cell with itself")
+    arguments = parser.parse_args()
+    found: dict[str, list[Any]] = {}
     with Launcher(Device.CPU) as launcher, tempfile.TemporaryDirectory() as scratch:
         for machine, busy in MACHINES.items():
             others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(busy)]
             try:
-                found[machine] = []
-                end = time.monotonic() + seconds
-                while time.monotonic() < end:
-                    names = random.sample(cells, len(cells))
-                    for design in random.sample(list(DESIGNS), len(DESIGNS)):
-                        folder = Path(scratch) / f"{machine}-{len(found[machine])}"
-                        found[machine].append(block(launcher, design, names, folder))
+                found[machine] = list(blocks(launcher, arguments.seconds, Path(scratch)))
             finally:
                 for other in others:
                     other.kill()
                     other.wait()
+        twin, base = (cell_of(name, TIMED["turns"]) for name in (TWIN, BASELINE))
+        found["twins"] = [trial(launcher, twin, Path(scratch), base)[0] for _ in range(arguments.twins)]
     RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
 
