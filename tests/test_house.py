@@ -13,11 +13,11 @@ from tests.conftest import ROOT
 WINGS = ("audit", "forecast")
 SAY_NOTHING = ("one", "own", "said", "due")
 AT_MOST = {
-    "modules": 215,
-    "lines": 32796,
-    "lines of the core": 23324,
+    "modules": 214,
+    "lines": 32558,
+    "lines of the core": 23288,
     "longest module": 350,
-    "lines of tests": 28340,
+    "lines of tests": 28261,
     "names of several modules": 0,
     "names of several classes": 0,
     "locals that say nothing": 0,
