@@ -2,17 +2,19 @@
 
 Blocks are made in both designs: apart, each cell in processes of its own, as ``bench run`` does it; in turns, each cell
 window by window with the baseline's, in two process groups that swap (tests/overhead/in_turn.py). Once on the machine
-as it is, once beside two programs that never wait. Then the baseline's cell is timed in turn with itself, many times.
-Writes docs/pairing.json: the ratio of each cell's step to the baseline's in each block, and what the block took in
-seconds; docs/statistics.md reads it.
+as it is, once beside two programs that never wait. Then the baseline's cell is timed in turn with itself, many times,
+and alone, with its memory in pages of the usual size and of 2 MiB. Writes docs/pairing.json: the ratio of each cell's
+step to the baseline's in each block, and what the block took in seconds; docs/statistics.md reads it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
+import os
 import random
 import shutil
 import statistics
@@ -23,6 +25,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+from scipy.stats import levene
 
 from bench.judge.statistics import MIN_TRIALS, Interval, Sample, ratio
 from bench.launch.launcher import Launcher
@@ -40,6 +45,12 @@ TIMED = {"apart": 12, "turns": 6}
 """Timed windows of a training, by design."""
 MACHINES = {"idle": 0, "beside two busy programs": 2}
 TIMEOUT_S = 300.0
+PAGES = {
+    "as it is": {},
+    "`THP_MEM_ALLOC_ENABLE=1` (torch)": {"THP_MEM_ALLOC_ENABLE": "1"},
+    "`GLIBC_TUNABLES=glibc.malloc.hugetlb=1`": {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
+}
+"""Environments that ask for memory in pages of 2 MiB."""
 
 
 def cell_of(name: str, timed: int) -> Cell:
@@ -164,10 +175,57 @@ def section() -> list[str]:
         f"Beside a cell that waits, the step of `{BASELINE}` is {slowed.ratio:.3f} times as long as alone "
         f"({_ends(slowed)}), idle.",
         "",
+        "Cells that train one after the other in the same processes, forwards and backwards, were measured earlier: "
+        f"the spread is {_gain(found['same processes']):.2f} times as large as apart (both machines, geometric mean).",
+        "",
         f"The baseline's cell in turn with itself, {len(twins)} intervals of {MIN_TRIALS} trials each on the idle "
         f"machine: {hold} hold 1; the median width is {100 * width:.1f} %.",
         "",
+        f"Two starts of the same cell differ. Here `{BASELINE}` started alone on the idle machine, with its memory as "
+        "it is and in pages of 2 MiB, in turn:",
+        "",
+        *table(("memory", "starts", "median step", "standard deviation", "p of no difference"), _starts(found)),
     ]
+
+
+def _gain(found: dict[str, Any]) -> float:
+    """The spread of cells in the same processes relative to that of cells apart."""
+    gains = []
+    for blocks in found.values():
+        for name in blocks[0]["ratios"]:
+            spread = {}
+            for design in ("together", "apart"):
+                of = [block for block in blocks if block["design"] == design]
+                deviation = statistics.stdev(math.log(block["ratios"][name]) for block in of)
+                spread[design] = deviation * statistics.mean(block["seconds"] for block in of) ** 0.5
+            gains.append(spread["together"] / spread["apart"])
+    return statistics.geometric_mean(gains)
+
+
+def _starts(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """How much starts differ, against those with memory as it is: Brown and Forsythe, JASA 69, 1974."""
+    logs = {name: [math.log(seconds) for seconds in of] for name, of in found["starts"].items()}
+    plain = logs["as it is"]
+    for name, of in logs.items():
+        p_value = "-" if of is plain else f"{levene(plain, of, center='median').pvalue:.2g}"
+        median = f"{statistics.median(found['starts'][name]):.4f} s"
+        yield name, str(len(of)), median, f"{100 * statistics.stdev(of):.1f} %", p_value
+
+
+def starts(seconds: float, folder: Path) -> dict[str, list[float]]:
+    """The median step of the baseline's cell in each start, by kind of memory."""
+    with contextlib.ExitStack() as stack:
+        launchers = {}
+        for name, environment in PAGES.items():
+            launchers[name] = stack.enter_context(Launcher(Device.CPU))
+            with mock.patch.dict(os.environ, environment):
+                trial(launchers[name], cell_of(BASELINE, 1), folder)
+        found: dict[str, list[float]] = {name: [] for name in PAGES}
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            for name, launcher in launchers.items():
+                found[name].append(trial(launcher, cell_of(BASELINE, TIMED["apart"]), folder)[0])
+    return found
 
 
 def blocks(launcher: Launcher, seconds: float, folder: Path) -> Iterator[dict[str, Any]]:
@@ -188,7 +246,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=900, metavar="S", help=words)
     parser.add_argument("--twins", type=int, default=100, metavar="N", help="trials of the cell with itself")
     arguments = parser.parse_args()
-    found: dict[str, list[Any]] = {}
+    found = {"same processes": json.loads(RESULTS.read_text(encoding="utf-8"))["same processes"]}
     with Launcher(Device.CPU) as launcher, tempfile.TemporaryDirectory() as scratch:
         for machine, busy in MACHINES.items():
             others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(busy)]
@@ -200,6 +258,7 @@ def main() -> int:
                     other.wait()
         twin, base = (cell_of(name, TIMED["turns"]) for name in (TWIN, BASELINE))
         found["twins"] = [trial(launcher, twin, Path(scratch), base)[0] for _ in range(arguments.twins)]
+        found |= {"starts": starts(arguments.seconds, Path(scratch))}
     RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
 
