@@ -17,7 +17,7 @@ AT_MOST = {
     "lines": 32558,
     "lines of the core": 23288,
     "longest module": 350,
-    "lines of tests": 28320,
+    "lines of tests": 28304,
     "names of several modules": 0,
     "names of several classes": 0,
     "locals that say nothing": 0,

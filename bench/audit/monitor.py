@@ -82,8 +82,7 @@ class Measurement:
         reported = [rate.reported for rate in self.rates]
         row = dataclasses.asdict(self.point)
         given = row.pop("micro_batches")
-        del row["num_epochs"]
-        del row["samples"]
+        del row["num_epochs"], row["samples"]
         row |= {
             "strategy": str(self.point.strategy),
             "epoch": f"NB = {given}" if given else str(self.point.epoch),

@@ -119,40 +119,21 @@ def _ends(of: Interval) -> str:
 def section() -> list[str]:
     """What was found, in Markdown."""
     found = json.loads(RESULTS.read_text(encoding="utf-8"))
-    rows: list[tuple[str, ...]] = []
-    spreads: dict[tuple[str, str, str], float] = {}
+    rows = []
     for machine, design in itertools.product(MACHINES, TIMED):
-        blocks = [block for block in found[machine] if block["design"] == design]
-        seconds = statistics.mean(block["seconds"] for block in blocks)
-        for name in sorted(blocks[0]["ratios"]):
-            of = interval([block["ratios"][name] for block in blocks])
-            spread = statistics.stdev(math.log(block["ratios"][name]) for block in blocks)
-            spreads[machine, name, design] = spread * seconds**0.5
-            rows.append(
-                (
-                    machine,
-                    name,
-                    design,
-                    f"{of.ratio:.3f} ({_ends(of)})",
-                    str(len(blocks)),
-                    f"{spreads[machine, name, design]:.2f}",
-                )
-            )
-    gains = [
-        statistics.geometric_mean(
-            spreads[machine, name, "turns"] / spreads[machine, name, "apart"] for name in (TWIN, *OTHERS)
-        )
-        for machine in MACHINES
-    ]
+        of_design = _of(design, found[machine])
+        for name, deviation in _spreads(of_design).items():
+            times = interval([each["ratios"][name] for each in of_design])
+            ends = f"{times.ratio:.3f} ({_ends(times)})"
+            rows.append((machine, name, design, ends, str(len(of_design)), f"{deviation:.2f}"))
+    gains = [_gain("turns", found[machine]) for machine in MACHINES]
+    together = statistics.geometric_mean(_gain("together", blocks) for blocks in found["same processes"].values())
     idle, busy = (
-        interval([block["ratios"]["fsdp2-deferred"] for block in found[machine] if block["design"] == "turns"])
-        for machine in MACHINES
+        interval([each["ratios"]["fsdp2-deferred"] for each in _of("turns", found[machine])]) for machine in MACHINES
     )
-    beside, alone = (
-        Sample([block["baseline_s"] for block in found["idle"] if block["design"] == design])
-        for design in ("turns", "apart")
+    slowed = ratio(
+        *(Sample([each["baseline_s"] for each in _of(design, found["idle"])]) for design in ("turns", "apart"))
     )
-    slowed = ratio(beside, alone)
     groups = [found["twins"][i : i + MIN_TRIALS] for i in range(0, len(found["twins"]), MIN_TRIALS)]
     twins = [interval(group) for group in groups if len(group) == MIN_TRIALS]
     hold = sum(each.low <= 1 <= each.high for each in twins if each.low and each.high)
@@ -176,7 +157,7 @@ def section() -> list[str]:
         f"({_ends(slowed)}), idle.",
         "",
         "Cells that train one after the other in the same processes, forwards and backwards, were measured earlier: "
-        f"the spread is {_gain(found['same processes']):.2f} times as large as apart (both machines, geometric mean).",
+        f"the spread is {together:.2f} times as large as apart (both machines, geometric mean).",
         "",
         f"The baseline's cell in turn with itself, {len(twins)} intervals of {MIN_TRIALS} trials each on the idle "
         f"machine: {hold} hold 1; the median width is {100 * width:.1f} %.",
@@ -188,18 +169,21 @@ def section() -> list[str]:
     ]
 
 
-def _gain(found: dict[str, Any]) -> float:
-    """The spread of cells in the same processes relative to that of cells apart."""
-    gains = []
-    for blocks in found.values():
-        for name in blocks[0]["ratios"]:
-            spread = {}
-            for design in ("together", "apart"):
-                of = [block for block in blocks if block["design"] == design]
-                deviation = statistics.stdev(math.log(block["ratios"][name]) for block in of)
-                spread[design] = deviation * statistics.mean(block["seconds"] for block in of) ** 0.5
-            gains.append(spread["together"] / spread["apart"])
-    return statistics.geometric_mean(gains)
+def _of(design: str, blocks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [each for each in blocks if each["design"] == design]
+
+
+def _spreads(blocks: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """By cell, the standard deviation of its log ratio times the root of a block's seconds."""
+    root = statistics.mean(each["seconds"] for each in blocks) ** 0.5
+    names = sorted(blocks[0]["ratios"])
+    return {name: root * statistics.stdev(math.log(each["ratios"][name]) for each in blocks) for name in names}
+
+
+def _gain(design: str, blocks: Sequence[dict[str, Any]]) -> float:
+    """The spread of a design relative to that of cells apart, over all cells."""
+    ours, apart = (_spreads(_of(name, blocks)) for name in (design, "apart"))
+    return statistics.geometric_mean(ours[name] / apart[name] for name in ours)
 
 
 def _starts(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
