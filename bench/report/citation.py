@@ -33,7 +33,7 @@ VERSIONS = (*FRAMEWORKS, "numpy")
 """Packages whose versions are cited."""
 NONE = "none"
 """Stands for a value that does not exist."""
-METHOD = "Method: 20 % trimmed geometric mean over trials of the median step after warm-up, the slowest rank's"
+METHOD = "Method: geometric mean over trials of the median step after warm-up, the slowest rank's"
 ESCAPES: dict[str, Callable[[object], str]] = {"markdown": markdown, "bibtex": bibtex, "text": plain}
 """Formats, and how words from outside become harmless in each."""
 MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")

@@ -24,7 +24,7 @@ from bench.formatting import digits, plain, plural
 from bench.judge.analysis import Analysis
 from bench.judge.loading import Run
 from bench.judge.samples import NAME
-from bench.judge.statistics import LEVEL, MARGIN, MIN_TRIALS, RESAMPLES
+from bench.judge.statistics import LEVEL, MARGIN, MIN_TRIALS
 from bench.judge.verdicts import NEXT, Reason, Verdict
 from bench.plan.columns import FRAMES
 from bench.report.answer import Answer
@@ -83,7 +83,7 @@ def render(data: Analysis, answer: Answer, plots: Sequence[Path], further: PageS
         failures=failures(data),
         data=_data(data, answer, sorted(pictures)),
         raw=[(name, about) for name, about in RAW.items() if (data.folder / name).exists()],
-        method={"level": LEVEL, "margin": MARGIN, "trials": MIN_TRIALS, "resamples": RESAMPLES, "name": NAME},
+        method={"level": LEVEL, "margin": MARGIN, "trials": MIN_TRIALS, "name": NAME},
         facts=facts(data.run),
         style=Markup(_text("report.css")),
         script=Markup(_text("report.js")),
