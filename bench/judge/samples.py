@@ -30,7 +30,7 @@ class Estimate(NamedTuple):
     """Ends of the 95 % interval over the trials of the run; None with fewer than MIN_TRIALS trials."""
 
 
-def estimate(medians: Sequence[float]) -> Estimate:
+def estimate(medians: Sequence[float] | Array) -> Estimate:
     """The estimate from the seconds of each trial, at least one. Its interval covers this run, not other days."""
     logs = np.log(np.asarray(medians, dtype=float))
     seconds = math.exp(logs.mean())
@@ -49,7 +49,7 @@ def step_times(trials: pd.DataFrame) -> dict[str, Estimate]:
     seconds = trials["step_time_s"].to_numpy(dtype=float, na_value=np.nan)
     used = good_trials(trials[np.isfinite(seconds) & (seconds > 0)])
     return {
-        str(cell_id): estimate(values.astype(float))
+        str(cell_id): estimate(values.to_numpy(dtype=float))
         for cell_id, values in used.groupby("cell_id", sort=False)["step_time_s"]
     }
 
