@@ -196,7 +196,7 @@ class AccelerateFSDP2(AccelerateBackend, fsdp2.FSDP2Backend):
     name, framework = "accelerate-fsdp2", "Accelerate FSDP2"
     colour = "#AA4499"
     not_fake = "Accelerate finds the sharded parameters by the addresses of the old ones, which fake tensors lack"
-    formula = "bench.judge.formulas:accelerate_fsdp2"
+    splits_root = True
     sync = Sync.DEFERRED
     wrapper = FSDP2
 

@@ -12,6 +12,7 @@ from bench import files
 from bench.commands.options import LARGEST, integer_to
 from bench.errors import BAD, GOOD, InputError
 
+BASE = "N = 4, 2 ranks and micro-batches of 2 samples"
 EPILOG = "Exit status: 0 nothing but infos found; 1 an error or a warning; 2 a config cannot be read."
 
 
@@ -52,10 +53,13 @@ def run(arguments: argparse.Namespace) -> int:
     from bench.audit.lint import lint, sarif
     from bench.audit.lint.config_file import EXPECTED
     from bench.audit.lint.lint_options import LintOptions, installed
-    from bench.audit.lint.rules import Severity, rules
+    from bench.audit.lint.rules import EXAMPLES, Severity, rules
 
     if arguments.rules:
-        print("\n".join(f"{code:7} {rule.title} ({rule.source})" for code, rule in rules().items()))
+        for code, rule in rules().items():
+            examples = (f"\n{'':8}{config}" for of, config, _ in EXAMPLES if of == code)
+            print(f"{code:7} {rule.title} ({rule.source})", *examples, sep="")
+        print(f"Below a rule: where it is found, in a config with {BASE}")
         return GOOD
     if not arguments.configs:
         raise InputError(f"lint: name at least one config: {EXPECTED}")
