@@ -174,9 +174,6 @@ class AccelerateDDP(AccelerateBackend, plain.DDPBackend):
         super().prepare(job, model)
         plain.disable_runtime_statistics(self.model)
 
-    def full_parameters(self) -> Mapping[str, Tensor]:
-        return dict(self.model.module.named_parameters())
-
 
 class AccelerateDDPEager(AccelerateDDP):
     """``sync_each_batch=True``: every backward all-reduces."""

@@ -68,6 +68,11 @@ class DDPBackend(Backend):
     eager_on_one_rank: ClassVar[bool] = False
     """Whether a deferred backend reduces in every micro-batch if there is only one rank."""
     bucket_views = True
+    model: Any
+    """The model in DistributedDataParallel."""
+
+    def full_parameters(self) -> Mapping[str, Tensor]:
+        return dict(self.model.module.named_parameters())
 
     def settings(self) -> dict[str, Any]:
         return super().settings() | {"runtime_statistics": False, "gradient_as_bucket_view": self.bucket_views}
@@ -102,9 +107,6 @@ class DDPEager(DDPBackend):
             job.clip(self.model.parameters())
             self.optimizer.step()
             self.optimizer.zero_grad()
-
-    def full_parameters(self) -> Mapping[str, Tensor]:
-        return dict(self.model.module.named_parameters())
 
 
 class DDPDeferred(DDPEager):

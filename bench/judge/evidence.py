@@ -58,9 +58,10 @@ class CellEvidence:
         return sum(self.failures.values())
 
     @property
-    def obstacles(self) -> list[tuple[str, ...]]:
-        """Why no time of this side may be compared."""
-        return [*self.failed_gates, *((text,) for text in self.disturbed)]
+    def obstacles(self) -> tuple[str, ...]:
+        """Why no time of this side may be compared, in clauses; the first of each reason names the cell."""
+        every = (*self.failed_gates, *((text,) for text in self.disturbed))
+        return tuple(text for first, *more in every for text in (f"{self.label}: {first}", *more))
 
     @property
     def outcome(self) -> str:

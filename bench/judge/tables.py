@@ -71,7 +71,8 @@ def build(records: list[dict[str, Any]], manifest: dict[str, Any]) -> Tables:
     for (cell_id, repeat), record in latest.items():
         for name, rows in _child_rows(record, cells[cell_id]).items():
             children[name].extend({"cell_id": cell_id, "repeat": repeat, **row} for row in rows)
-    return Tables(frame_of("trials", trials), *(frame_of(name, rows) for name, rows in children.items()))
+    frames: dict[str, Any] = {name: frame_of(name, rows) for name, rows in ({"trials": trials} | children).items()}
+    return Tables(**frames)
 
 
 def frame_of(name: str, rows: pd.DataFrame | Sequence[Mapping[Any, Any]]) -> pd.DataFrame:

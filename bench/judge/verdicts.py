@@ -13,7 +13,6 @@ the noise of both cells already; docs/statistics.md has the error rates.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -147,10 +146,8 @@ def _blocked(a: CellEvidence, b: CellEvidence) -> tuple[Reason, tuple[str, ...]]
     ):
         if ours != theirs:
             return reason, (f"{a.label} has {ours or 'none'}, {b.label} has {theirs or 'none'}",)
-    obstacles = [(f"{side.label}: {first}", *more) for side in (a, b) for first, *more in side.obstacles]
-    if obstacles:
-        reason = Reason.GATE if a.failed_gates or b.failed_gates else Reason.DISTURBED
-        return reason, tuple(itertools.chain.from_iterable(obstacles))
+    if found := (*a.obstacles, *b.obstacles):
+        return Reason.GATE if a.failed_gates or b.failed_gates else Reason.DISTURBED, found
     for side in (a, b):
         if not side.sample.trials:
             return Reason.NO_TRIALS, (f"{side.label}: {plural(side.num_failed, 'trial')}, none of which succeeded",)

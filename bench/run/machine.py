@@ -249,13 +249,8 @@ def connection(head: str) -> dict[str, Any]:
     return found
 
 
-class Presence(str):
-    """Stands for a value of a fingerprint that is not shown itself."""
-
-    __slots__ = ()
-
-
-NOT_STORED, STORED = Presence("(not stored)"), Presence("(stored)")
+NOT_STORED, STORED = "(not stored)", "(stored)"
+"""Stand for values of a fingerprint that are not shown themselves."""
 OF_ONE = re.compile(r"\.(uuid|mig|index|topology(\.\d+)?)$")
 """Keys of the fingerprint that differ between any two machines."""
 

@@ -146,12 +146,10 @@ def _accumulate(both: AccelerateDeepSpeed) -> Iterator[Found]:
 @rule("CLP01", "accelerate: {deepspeed_config: {zero_stage: 2}}")
 def _silent_clip(both: AccelerateDeepSpeed) -> Iterator[Found]:
     if both.is_script and both.file is None and not both.inner.at("gradient_clipping").given:
-        yield Found(
-            both.inner,
-            "gradient_clipping is not set, so accelerate has DeepSpeed clip to norm 1.0",
-            "set gradient_clipping to 0.0 to clip nothing, or to the threshold that is meant",
-            f"{ACCELERATOR} _prepare_deepspeed; engine.gradient_clipping() is 1.0 after prepare",
-        )
+        what = "gradient_clipping is not set, so accelerate has DeepSpeed clip to norm 1.0"
+        fix = "set gradient_clipping to 0.0 to clip nothing, or to the threshold that is meant"
+        same = f"{ACCELERATOR} _prepare_deepspeed; engine.gradient_clipping() is 1.0 after prepare"
+        yield Found(both.inner, what, fix, same)
 
 
 @rule(

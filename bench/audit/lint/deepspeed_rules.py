@@ -53,11 +53,9 @@ def subjects(part: ConfigPart, options: LintOptions) -> Iterator[object]:
 def _no_batch_size(training: DeepSpeedAlone) -> Iterator[Found]:
     config, sizes = training.config, {"train_batch_size", "train_micro_batch_size_per_gpu"}
     if config.batch is None and config.micro_batch is None and not sizes & {*config.autos}:
-        yield Found(
-            config.part.at("train_micro_batch_size_per_gpu"),
-            "deepspeed.initialize refuses a config without a batch size; Lightning and accelerate fill it in",
-            "set train_micro_batch_size_per_gpu, or lint the Lightning config that names this file",
-        )
+        what = "deepspeed.initialize refuses a config without a batch size; Lightning and accelerate fill it in"
+        fix = "set train_micro_batch_size_per_gpu, or lint the Lightning config that names this file"
+        yield Found(config.part.at("train_micro_batch_size_per_gpu"), what, fix)
 
 
 @rule("BAT01", "deepspeed: {train_batch_size: 30}")
@@ -78,11 +76,8 @@ def _batch_sizes(training: DeepSpeedAlone) -> Iterator[Found]:
         return
     wanted = f"{'' if is_complete else 'a multiple of '}{product}"
     names = " x ".join(f"{name} {number}" for name, number in factors.items())
-    yield Found(
-        config.part.at("train_batch_size"),
-        f"DeepSpeed refuses train_batch_size {train}: it is not {wanted} = {names}",
-        f"set it to {wanted}, or remove it: DeepSpeed infers it",
-    )
+    what = f"DeepSpeed refuses train_batch_size {train}: it is not {wanted} = {names}"
+    yield Found(config.part.at("train_batch_size"), what, f"set it to {wanted}, or remove it: DeepSpeed infers it")
 
 
 CLIPPING_SOURCE = "deepspeed/runtime/constants.py GRADIENT_CLIPPING_DEFAULT; #8068"

@@ -140,11 +140,10 @@ def _optimizers(both: LightningDeepSpeed) -> Iterator[Found]:
             "raise an exception in configure_optimizers: it is never raised",
         )
     elif scheduler.given:
+        what = "DeepSpeed's schedule is used, with interval step, only if configure_optimizers returns none"
+        fix = "remove scheduler from the DeepSpeed config, and define it in configure_optimizers"
         yield Found(
-            scheduler,
-            "DeepSpeed's schedule is used, with interval step, only if configure_optimizers returns none",
-            "remove scheduler from the DeepSpeed config, and define it in configure_optimizers",
-            f"{ENGINE} _configure_lr_scheduler takes the module's schedule if there is one",
+            scheduler, what, fix, f"{ENGINE} _configure_lr_scheduler takes the module's schedule if there is one"
         )
 
 
@@ -231,10 +230,8 @@ def _twice(both: LightningDeepSpeed) -> Iterator[Found]:
     if not place.given:
         place, clip = training.trainer.at("gradient_clip_val"), training.clip
     if clip and clip <= LARGEST_CLIP:
-        yield Found(
-            place,
-            f"the gradient is {n} times too small (DBL01): only a norm above {n} x {clip:g} = {n * clip:g} is clipped",
-            f"correct the loss (DBL01), or clip at {clip:g} / {n} = {clip / n:g}",
-            small.command("lightning-ddp", backend, clip=small.clip),
-            code="DBL02",
+        what = (
+            f"the gradient is {n} times too small (DBL01): only a norm above {n} x {clip:g} = {n * clip:g} is clipped"
         )
+        fix = f"correct the loss (DBL01), or clip at {clip:g} / {n} = {clip / n:g}"
+        yield Found(place, what, fix, small.command("lightning-ddp", backend, clip=small.clip), code="DBL02")

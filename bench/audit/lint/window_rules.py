@@ -76,12 +76,9 @@ def _dev_run(training: LightningConfig) -> Iterator[Found]:
     happens = f"the last step has {rest}/{n} of the mean gradient"
     if training.engine:
         happens = f"DeepSpeed never steps with the last {rest}"
-    yield Found(
-        training.trainer.at("fast_dev_run"),
-        f"fast_dev_run trains {plural(batches, 'micro-batch')} per rank, with N = {n}: {happens}",
-        f"set fast_dev_run to {n}, or to a multiple of it",
-        SmallRun.of(n, batches).command(training.backend, epochs=1),
-    )
+    what = f"fast_dev_run trains {plural(batches, 'micro-batch')} per rank, with N = {n}: {happens}"
+    same = SmallRun.of(n, batches).command(training.backend, epochs=1)
+    yield Found(training.trainer.at("fast_dev_run"), what, f"set fast_dev_run to {n}, or to a multiple of it", same)
 
 
 @rule("TAIL01", "lightning: {max_epochs: 2}, samples: 40")
