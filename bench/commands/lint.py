@@ -12,7 +12,6 @@ from bench import files
 from bench.commands.options import LARGEST, integer_to
 from bench.errors import BAD, GOOD, InputError
 
-BASE = "N = 4, 2 ranks and micro-batches of 2 samples"
 EPILOG = "Exit status: 0 nothing but infos found; 1 an error or a warning; 2 a config cannot be read."
 
 
@@ -59,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         for code, rule in rules().items():
             examples = (f"\n{'':8}{config}" for of, config, _ in EXAMPLES if of == code)
             print(f"{code:7} {rule.title} ({rule.source})", *examples, sep="")
-        print(f"Below a rule: where it is found, in a config with {BASE}")
+        print("Below a rule: configs in which it is found, where N = 4 unless they say otherwise")
         return GOOD
     if not arguments.configs:
         raise InputError(f"lint: name at least one config: {EXPECTED}")

@@ -81,7 +81,7 @@ def rule(code: str, example: str, *also: str) -> Callable[[CheckT], CheckT]:
 
 
 def says(severity: Severity, title: str, source: str, *, stops: bool = False) -> Callable[[CheckT], CheckT]:
-    """The text of the rule above; once for a code, although there may be a function for each kind of config."""
+    """The text of the rule above; given once for a code, although there may be a function for each kind of config."""
     _RULES[EXAMPLES[-1][0]] = Rule(severity, title, source, stops)
     return lambda check: check
 
