@@ -162,7 +162,7 @@ class Analysis:
         has_time = evidence.sample.trials and evidence.num_ok and not evidence.barred
         time = estimate(evidence.sample.trials) if has_time else None
         # A busy machine takes time, and no memory.
-        has_memory = evidence.num_ok and set(evidence.barred) <= set(evidence.disturbed)
+        has_memory = evidence.num_ok and not evidence.is_wrong
         row = {
             "cell_id": cell_id,
             "label": self.run.labels[cell_id],

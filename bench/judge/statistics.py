@@ -75,8 +75,18 @@ class Interval:
     num_trials: int
     """Number of blocks if paired, else of trials of the cell with fewer."""
     paired: bool
-    reason: str = ""
-    """Why there is no interval."""
+
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        """Why there is no interval, as from ``too_few``; empty if there is one."""
+        if self.low is not None:
+            return ()
+        return too_few(self.num_trials, "block", " with both cells") if self.paired else too_few(self.num_trials)
+
+    @property
+    def reason(self) -> str:
+        """The same in one clause."""
+        return ", and ".join(self.lacks)
 
     @property
     def width(self) -> float:
@@ -106,8 +116,7 @@ def ratio(a: Sample, b: Sample, margin: float = MARGIN) -> Interval:
     n = min(map(len, logs))
     if n < MIN_TRIALS:
         centre = float(logs[0].mean() - (0 if paired else b.logs.mean()))
-        reason = too_few(n, "block", " with both cells") if paired else too_few(n, "trial")
-        return Interval(ratio=math.exp(centre), num_trials=n, paired=paired, reason=reason)
+        return Interval(ratio=math.exp(centre), num_trials=n, paired=paired)
     found = LogMean.of(*logs)
     low, high = found.interval()
     return Interval(
@@ -121,9 +130,9 @@ def ratio(a: Sample, b: Sample, margin: float = MARGIN) -> Interval:
     )
 
 
-def too_few(n: int, what: str, which: str = "") -> str:
-    """The reason why n values give no interval."""
-    return f"no interval: {n} {what}{'' if n == 1 else 's'}{which}, and {MIN_TRIALS} are needed"
+def too_few(n: int, what: str = "trial", which: str = "") -> tuple[str, str]:
+    """Why n values give no interval: how many there are, and how many are needed."""
+    return f"no interval: {n} {what}{'' if n == 1 else 's'}{which}", f"{MIN_TRIALS} are needed"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from bench.judge.statistics import MARGIN, MIN_TRIALS, Interval
 from bench.judge.verdicts import NEXT, Reason, Verdict, excess
 from bench.plan.column import DASH
 from bench.report.tabular import Table, TableColumn, TableRow
-from bench.run.machine import Changed
+from bench.run.machine import NOT_STORED, STORED, Changed
 
 COLUMNS = (
     TableColumn("cell", "cell", is_number=False),
@@ -83,7 +83,7 @@ def alarm(differences: Sequence[Changed]) -> list[str]:
 
 
 def _value(value: object) -> str:
-    return value if isinstance(value, str) and value.startswith("(") else json.dumps(value)
+    return str(value) if value in (NOT_STORED, STORED) else json.dumps(value)
 
 
 def table(rows: Sequence[ComparedPair]) -> Table:

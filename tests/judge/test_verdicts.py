@@ -108,7 +108,7 @@ class TestCompare:
             ({"precision": "bf16"}, Reason.PRECISION),  # mutant 19
             ({"accumulation_dtype": "bf16"}, Reason.ACCUMULATION),
             ({"work": "llama small"}, Reason.WORK),
-            ({"failed_gates": ("the update is off",)}, Reason.GATE),
+            ({"failed_gates": (("the update is off",),)}, Reason.GATE),
             ({"sample": Sample([]), "failures": {("oom", ""): 12}}, Reason.NO_TRIALS),
         ],
     )

@@ -42,7 +42,7 @@ def of_frameworks(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, l
     backends = registry()
     for record in records:
         backend = backends.get(record["cell"]["backend"])
-        if backend is None or not record.get("time") or getattr(backend, "own_defaults", False):
+        if backend is None or not record.get("time") or backend.own_defaults:
             continue
         for path, value in flat(record["time"]["settings"]):
             values = found.setdefault(backend.framework, {}).setdefault(path, [])
