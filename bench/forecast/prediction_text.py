@@ -39,7 +39,8 @@ PEAK = (
     "Peaks are a closed form: what is held, exactly, and at each moment of a window the activations that autograd "
     "saves (arXiv:2205.05198; a Llama block with fused attention) and the largest tensors of that moment (other: "
     "gathered and cast parameters, new gradients, buffers, work space). They are within 5 % in 95 % of the cells of "
-    "models from 135m on, and up to 20 % off in smaller ones. --exact measures the peak of one backend on fake tensors."
+    "models from 135m on, and up to 20 % off in smaller ones (docs/memory-and-bytes.md). --exact measures the peak of "
+    "one backend on fake tensors."
 )
 """tests/forecast/test_footprint.py checks these figures."""
 TIMES = (
