@@ -14,13 +14,10 @@ from tests.conftest import ROOT
 from tests.cuda.conftest import Machine
 
 DIFFERENT = {
-    # DeepSpeed's zero_grad marks gradients as used by the current stream, and fails on a CPU, which has none.
     ("deepspeed-zero3-deferred", "zero-grad"),
-    # Lightning moves the weights to the CPU when training fails. The next fit fails on both devices: on CUDA in its
-    # first forward, on a CPU in its first backward.
     *product(("lightning-deepspeed-zero3", "lightning-deepspeed-zero3-corrected"), ("exception", "exception-epoch-2")),
 }
-"""Backend and scenario of the records that differ by device."""
+"""Backend and scenario of the records that differ by device; docs/gpu.md says why."""
 
 
 def records(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
