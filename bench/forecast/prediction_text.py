@@ -7,9 +7,10 @@ from typing import Any
 
 from bench.forecast.choice import MARGIN, Choice, Choices, Question
 from bench.forecast.fit import reserve_bytes, reserves
-from bench.formatting import digits, size, table
+from bench.formatting import digits, size
 from bench.plan.cell import Cell, among
 from bench.plan.models import SIZES
+from bench.tabular import Table
 
 GIB = 2**30
 COLUMNS = {
@@ -128,7 +129,7 @@ def _backend_table(question: Question, records: Records) -> str:
     levels = {"intra": "intra_bytes", "inter": "inter_bytes"} if _has_levels(question) else {}
     seconds = [name for name, key in SECONDS.items() if any(row[key] is not None for row in records)]
     names = ["backend", *COLUMNS, "peak", *fits, *levels, *seconds]
-    found = [[*names, ""]]
+    found = []
     for row in (row for row in records if not row["equals"]):
         values = ["-"] * (len(names) - 1)
         if _is_predicted(row):
@@ -138,7 +139,7 @@ def _backend_table(question: Question, records: Records) -> str:
             values += [f"{row[SECONDS[name]]:.4g}" for name in seconds]
         equal = wrappers.get(row["backend"])
         found.append([row["backend"], *values, "  ".join(filter(None, [_remark(row), equal and f"= {equal}"]))])
-    return table(found, right=range(1, len(names)))
+    return Table.from_rows([*names, ""], found, range(1, len(names))).text()
 
 
 def _is_predicted(row: Mapping[str, Any]) -> bool:
@@ -166,7 +167,7 @@ def _choice_table(choices: Choices) -> str:
         [f"N = {accumulate}", *(_choice_text(choices[accumulate, world_size]) for world_size in sizes)]
         for accumulate in sorted({accumulate for accumulate, _ in choices})
     ]
-    return table([["", *(f"W = {world_size}" for world_size in sizes)], *rows])
+    return Table.from_rows(["", *(f"W = {world_size}" for world_size in sizes)], rows).text()
 
 
 def _choice_text(choice: Choice) -> str:

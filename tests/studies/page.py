@@ -12,9 +12,9 @@ import pandas as pd
 from bench.judge.statistics import MIN_TRIALS, Interval
 from bench.judge.verdicts import Verdict
 from bench.plan.schedule import Ended
+from bench.tabular import markdown_table
 from tests.delayed import DELAY
 from tests.studies import choices, pairing, study
-from tests.studies.markdown import table
 from tests.studies.realtrials import Known
 from tests.studies.rivals import RULES
 from tests.studies.trial_noise import BLOCKS, Noise
@@ -93,7 +93,7 @@ def _rates(results: Results) -> list[str]:
         f"share near 5 % has a standard error of "
         f"{100 * (0.05 * 0.95 / results.reports) ** 0.5:.1f} points.",
         "",
-        *table(head, rows),
+        *markdown_table(head, rows),
         "A verdict is faster or slower if the interval excludes 1 and Holm's adjusted p-value is below 5 %.",
         "",
     ]
@@ -130,7 +130,7 @@ def _real(known: Sequence[Known]) -> list[str]:
         f"{slower[Verdict.AMBIGUOUS]} ambiguous, and {slower[Verdict.FASTER] + slower[Verdict.SAME]} faster or the "
         f"same; {held} of the intervals contain {1 + DELAY:g}. A sleep of a real timer lasts longer than asked for.",
         "",
-        *table(("run", "blocks", "A/A pair", "itself", "verdict", "with the sleep", "verdict"), rows),
+        *markdown_table(("run", "blocks", "A/A pair", "itself", "verdict", "with the sleep", "verdict"), rows),
     ]
 
 
@@ -149,7 +149,7 @@ def _rivals(frame: pd.DataFrame) -> list[str]:
         "How often each calls two cells different, with the noise of `cpu` and its steps; one comparison, interleaved "
         "as here. Their tools would run one cell after the other, and drift would hurt them more.",
         "",
-        *table(("rule", "trials", *(f"true difference: {name}" for name in names)), rows),
+        *markdown_table(("rule", "trials", *(f"true difference: {name}" for name in names)), rows),
         *(f"- {rule.name}: {rule.about}" for rule in RULES),
         "",
     ]
@@ -178,11 +178,11 @@ def _methods(results: Results) -> list[str]:
         "of any. The bench uses the one in bold, percentiles of the bootstrapped trimmed mean, expanded for few trials "
         f"(Hesterberg 2015); fewer than {MIN_TRIALS} blocks give no interval.",
         "",
-        *table(("method", *(f"{n} blocks" for n in choices.SIZES), "all"), rows),
+        *markdown_table(("method", *(f"{n} blocks" for n in choices.SIZES), "all"), rows),
         "## Which warm-up rule",
         "",
         "Bias and root mean square error of a trial's median in per cent, on the steps of `cpu` with a transient. "
         "What remains cancels in the ratio of cells that warm up alike.",
         "",
-        *table(("transient", *choices.WARMUP_RULES), bias),
+        *markdown_table(("transient", *choices.WARMUP_RULES), bias),
     ]
