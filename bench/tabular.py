@@ -6,13 +6,16 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from bench.formatting import markdown
 
 if TYPE_CHECKING:
+    from jinja2 import Template
     from rich.console import Console
 
 GAP = "  "
@@ -20,7 +23,6 @@ GAP = "  "
 LEAST = 12
 """Characters that a folded first column has at least."""
 BARE_PIPE = re.compile(r"(?<!\\)\|")
-NO_ATTRIBUTES: Mapping[str, object] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class TableRow:
     """One row; texts, styles and values are by the keys of the columns."""
 
     texts: Mapping[str, str]
-    """Those that are ``markupsafe.Markup`` are HTML already."""
+    """``markupsafe.Markup`` is HTML already."""
     styles: Mapping[str, str] = field(default_factory=dict)
     """Rich's on a terminal, classes in HTML."""
     values: Mapping[str, object] = field(default_factory=dict)
@@ -111,50 +113,26 @@ class Table:
     def markdown(self, *, is_markup: bool = False) -> list[str]:
         """The lines, and an empty one after them; with ``is_markup``, the texts are Markdown already."""
         form = _in_cell if is_markup else markdown
-        rules = ("---:" if column.is_number else "---" for column in self.columns)
-        lines = [_markdown_row(form(column.title) for column in self.columns), _markdown_row(rules)]
-        for row in self.rows:
+        rules = ["---:" if column.is_number else "---" for column in self.columns]
+        lines = [[form(column.title) for column in self.columns], rules]
+        lines += [[form(row.texts.get(column.key, "")) for column in self.columns] for row in self.rows]
+        shown = [f"| {' | '.join(line)} |" for line in lines]
+        for place, row in enumerate(self.rows, start=2):
             if row.is_heading:
-                lines.append(f"| *{form(row.texts[self.columns[0].key])}* |" + " |" * (len(self.columns) - 1))
-            else:
-                lines.append(_markdown_row(form(row.texts[column.key]) for column in self.columns))
-        return [*lines, ""]
+                shown[place] = f"| *{lines[place][0]}* |" + " |" * (len(self.columns) - 1)
+        return [*shown, ""]
 
     def html(self, key: str) -> Markup:
         """The table in a region that scrolls; its id is ``key``, and that of its caption ``key``-caption."""
-        caption_id, sortable = f"{key}-caption", {name for row in self.rows for name in row.values}
-        head = Markup()
-        for column in self.columns:
-            attributes = {"scope": "col", "class": "number" if column.is_number else None}
-            attributes["data-key"] = column.key if column.key in sortable else None
-            head += _element("th", column.title, attributes)
-        bodies: list[tuple[Mapping[str, object], list[Markup]]] = []
-        for row in self.rows:
-            if row.is_heading or not bodies:
-                bodies.append((row.attributes if row.is_heading else {}, []))
-            bodies[-1][1].append(self._html_row(row))
-        parts = [
-            _element("caption", self.caption, {"id": caption_id}),
-            _element("thead", _element("tr", head)),
-            *(_element("tbody", Markup("\n").join(rows), attributes) for attributes, rows in bodies),
-        ]
-        table = _element("table", Markup("\n").join(parts), {"id": key})
-        region = {"class": "scroll", "role": "region", "aria-labelledby": caption_id, "tabindex": "0"}
-        return _element("div", table, region)
+        return Markup(_template().render(table=self, key=key))
 
-    def _html_row(self, row: TableRow) -> Markup:
-        first, cells = self.columns[0], Markup()
-        if row.is_heading:
-            attributes = {"scope": "rowgroup", "colspan": len(self.columns)}
-            return _element("tr", _element("th", row.texts[first.key], attributes), {"class": "group"})
-        for column in self.columns:
-            text, value = row.texts[column.key], row.values.get(column.key)
-            style = " ".join(filter(None, ("number" * column.is_number, row.styles.get(column.key, ""))))
-            attributes = {"scope": "row" if column is first else None, "class": style or None}
-            attributes |= {"data-key": column.key if column.key in row.values else None, "data-value": value}
-            content = text if column.is_number or isinstance(text, Markup) else _element("bdi", text)
-            cells += _element("th" if column is first else "td", content, attributes)
-        return _element("tr", cells, row.attributes)
+
+@cache
+def _template() -> Template:
+    from jinja2 import Template
+
+    source = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+    return Template(source, autoescape=True, trim_blocks=True, lstrip_blocks=True)
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[int] = ()) -> list[str]:
@@ -165,13 +143,3 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], numbers
 def _in_cell(text: str) -> str:
     """Markdown in one line that ends no cell."""
     return " ".join(BARE_PIPE.sub(r"\|", text).split())
-
-
-def _markdown_row(texts: Iterable[str]) -> str:
-    return f"| {' | '.join(texts)} |"
-
-
-def _element(tag: str, content: str, attributes: Mapping[str, object] = NO_ATTRIBUTES) -> Markup:
-    """An element of HTML, with the attributes that are not None."""
-    given = "".join(f' {name}="{escape(value)}"' for name, value in attributes.items() if value is not None)
-    return Markup(f"<{tag}{given}>{escape(content)}</{tag}>")

@@ -49,7 +49,7 @@ def draw_noise(data: FigureData) -> list[Drawing]:
     typical = f"Half of the trials are within {away.median():.2g} % of the median of their cell"
     blocks = block_effects(data.trials)
     if blocks is not None:
-        typical += "; blocks differ in all cells together" if blocks[1].found else "; no block differs from the others"
+        typical += f"; blocks {'differ in all cells together' if blocks[1].found else 'do not differ significantly'}"
     words = data.figure_words(typical, timed=True)
     first = ["Good trials in the order in which they ran: a slope means drift, two clouds mean two modes."]
     if beyond:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from markupsafe import Markup, escape
+from markupsafe import Markup
 from PIL import Image
 
 from bench.formatting import digits, plain, plural
@@ -33,7 +33,7 @@ from bench.report.answer import Answer
 from bench.report.citation import ESCAPES, Citation, cite, cite_plot
 from bench.report.descriptions import gpu_names
 from bench.report.published import published
-from bench.report.ranking import DECIDED, TIMES, Group
+from bench.report.ranking import COLUMNS, DECIDED, TIMES, Group
 from bench.report.sections import SCENARIOS, PageSection, failures, sections
 from bench.tabular import Table, TableColumn, TableRow
 
@@ -48,30 +48,6 @@ RAW = {
     **{f"{name}.parquet": about for name, about in FRAMES.items()},
 }
 """Files that a report links to where they lie beside it."""
-OVERVIEW = (
-    TableColumn("backend", "backend", is_number=False),
-    TableColumn("seconds", "s/step"),
-    TableColumn("ratio", "ratio"),
-    TableColumn("verdict", "verdict", is_number=False),
-    TableColumn("memory", "peak memory"),
-    TableColumn("trials", "n"),
-    TableColumn("correct", "correct?", is_number=False),
-    TableColumn("cite", "cite", is_number=False),
-)
-TIMED = Markup(
-    'Time of a step against that of <span id="against"><bdi>{}</bdi></span>: a ratio below 1 is faster. Intervals are '
-    "95 %; a line in a cell is the interval, a bar the share of the largest."
-)
-UNTIMED = "Memory is the largest peak of a rank."
-ENDS = Markup('<span class="ends">{}</span>')
-RANGE = Markup('<i class="range" style="--at:{};--from:{};--to:{}"></i>')
-BAR = Markup('<i class="bar" style="--to:{}"></i>')
-RATIO = Markup('<span data-part="ratio">{}</span><span class="ends" data-part="ends">{}</span>')
-FAILED = Markup('<a href="#failed">{}</a>')
-CITE = Markup(
-    '<a class="id" href="#cell-{0}">{0}</a> <button type="button" class="copy" data-cell="{0}" hidden>Copy'
-    '<span class="unseen"> citation of {1}</span></button>'
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,96 +73,78 @@ def render(data: Analysis, answer: Answer, plots: Sequence[Path], further: PageS
         "backend": list(dict.fromkeys(row["backend"] for group in answer.groups for row in group.rows)),
         "baseline": data.baselines,
     }
-    return _template().render(
-        run=data.run,
-        title=plain(data.run.name),
-        answer=answer,
-        is_timed=any(group.is_timed for group in answer.groups),
-        choices=choices,
-        overview=overview(answer.groups, choices),
-        most_switches=MOST_SWITCHES,
-        first=[] if data.times_unavailable else [pictures[FIRST_PLOT]] if FIRST_PLOT in pictures else [],
-        sections=list(zip(asked, shown, strict=True)),
-        semantics=link(data.folder, SCENARIOS) if SCENARIOS.exists() else "",
-        failures=failures(data),
-        data=_data(data, answer, sorted(pictures)),
-        raw=[(name, about) for name, about in RAW.items() if (data.folder / name).exists()],
-        method={"level": LEVEL, "margin": MARGIN, "trials": MIN_TRIALS, "resamples": RESAMPLES, "name": NAME},
-        facts=facts(data.run),
-        style=Markup(_text("report.css")),
-        script=Markup(_text("report.js")),
+    return (
+        _environment()
+        .get_template("report.html")
+        .render(
+            run=data.run,
+            title=plain(data.run.name),
+            answer=answer,
+            is_timed=any(group.is_timed for group in answer.groups),
+            choices=choices,
+            overview=overview(answer.groups, choices),
+            most_switches=MOST_SWITCHES,
+            first=[] if data.times_unavailable else [pictures[FIRST_PLOT]] if FIRST_PLOT in pictures else [],
+            sections=list(zip(asked, shown, strict=True)),
+            semantics=link(data.folder, SCENARIOS) if SCENARIOS.exists() else "",
+            failures=failures(data),
+            data=_data(data, answer, sorted(pictures)),
+            raw=[(name, about) for name, about in RAW.items() if (data.folder / name).exists()],
+            method={"level": LEVEL, "margin": MARGIN, "trials": MIN_TRIALS, "resamples": RESAMPLES, "name": NAME},
+            facts=facts(data.run),
+            style=Markup(_text("report.css")),
+            script=Markup(_text("report.js")),
+        )
     )
 
 
 def overview(groups: Sequence[Group], choices: Mapping[str, Sequence[Any]]) -> Table:
     """The cells of all groups; the page's script filters, sorts and compares them."""
-    timed = any(group.is_timed for group in groups)
-    rows = []
+    rows, cells = [], _environment().get_template("cells.html").module
     for place, group in enumerate(groups):
-        about = {"data-n": group.n, "data-place": choices["place"].index(group.setting)}
-        rows.append(
-            TableRow({"backend": group.title}, attributes={"hidden": "" if place else None, **about}, is_heading=True)
-        )
-        rows += [_overview_row(group, row, choices["backend"].index(row["backend"])) for row in group.rows]
-    columns = [column for column in OVERVIEW if timed or column.key not in TIMES]
-    return Table(columns=columns, rows=rows, caption=TIMED.format(choices["baseline"][0]) if timed else UNTIMED)
+        about = {
+            "data-n": group.n,
+            "data-place": choices["place"].index(group.setting),
+            "hidden": "" if place else None,
+        }
+        rows.append(TableRow({"backend": group.title}, attributes=about, is_heading=True))
+        rows += [_overview_row(cells, group, row, choices["backend"].index(row["backend"])) for row in group.rows]
+    is_timed = any(group.is_timed for group in groups)
+    columns = [column for column in COLUMNS if is_timed or column.key not in TIMES]
+    columns = [column for column in columns if not column.key.endswith(("_ends", "_ratio"))]  # these are in others
+    columns.append(TableColumn("cite", "cite", is_number=False))
+    return Table(columns=columns, rows=rows, caption=cells.caption(is_timed, choices["baseline"][0]))
 
 
-def _overview_row(group: Group, row: Mapping[str, Any], place: int) -> TableRow:
-    text, is_ok, memory = group.texts(row), row["status"] == Status.OK, row["peak_memory_bytes"]
-    seconds = escape(text["seconds"])
-    if row["step_time_low_s"] is not None:
-        shares = (
-            group.share(row[f"step_time_{end}"], "step_time_s", "step_time_high_s") for end in ("s", "low_s", "high_s")
-        )
-        seconds += ENDS.format(text["seconds_ends"]) + RANGE.format(*shares)
-    peak = escape(text["memory"])
-    if row["memory_ratio"] is not None:
-        peak += ENDS.format(text["memory_ratio"])
-    if memory is not None:
-        peak += BAR.format(group.share(memory, "peak_memory_bytes"))
-    ends = "" if text["ratio_ends"] == DASH else text["ratio_ends"]
-    cell_id = row["cell_id"]
+def _overview_row(cells: Any, group: Group, row: Mapping[str, Any], place: int) -> TableRow:
+    """``cells``: the macros of cells.html; ``place``: of the backend among all."""
+    texts, is_ok, cell_id = group.texts(row), row["status"] == Status.OK, row["cell_id"]
+    raw = {
+        "seconds": row["step_time_s"],
+        "ratio": None if texts["ratio"] == DASH else row["ratio"] or 1,
+        "memory": row["peak_memory_bytes"],
+    }
+    html = {key: getattr(cells, key)(group, row, texts) for key in (*raw, "correct", "cite")}
+    wrong = None if is_ok else "wrong"
     return TableRow(
-        texts=text
-        | {
-            "seconds": seconds,
-            "ratio": RATIO.format(text["ratio"], ends),
-            "memory": peak,
-            "correct": text["correct"] if is_ok else FAILED.format(text["correct"]),
-            "cite": CITE.format(cell_id, row["label"]),
-        },
-        styles={"verdict": text["verdict"]} if text["verdict"] in (Verdict.FASTER, Verdict.SLOWER) else {},
-        values={
-            "backend": row["backend"],
-            "seconds": row["step_time_s"],
-            "ratio": None if text["ratio"] == DASH else row["ratio"] or 1,
-            "verdict": text["verdict"],
-            "memory": memory,
-            "trials": row["num_ok"],
-            "correct": text["correct"],
-        },
-        attributes={
-            "id": f"cell-{cell_id}",
-            "data-id": cell_id,
-            "data-backend": place,
-            "class": None if is_ok else "wrong",
-        },
+        texts=texts | html,
+        styles={"verdict": texts["verdict"]} if texts["verdict"] in (Verdict.FASTER, Verdict.SLOWER) else {},
+        values=texts | raw,
+        attributes={"id": f"cell-{cell_id}", "data-id": cell_id, "data-backend": place, "class": wrong},
     )
 
 
 @cache
-def _template() -> jinja2.Template:
-    here = Path(__file__).parent / "templates"
+def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(here),
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters |= {"plural": plural, "plain": plain}
-    return environment.get_template("report.html")
+    return environment
 
 
 def _text(name: str) -> str:
