@@ -116,11 +116,7 @@ class Table:
         rules = ["---:" if column.is_number else "---" for column in self.columns]
         lines = [[form(column.title) for column in self.columns], rules]
         lines += [[form(row.texts.get(column.key, "")) for column in self.columns] for row in self.rows]
-        shown = [f"| {' | '.join(line)} |" for line in lines]
-        for place, row in enumerate(self.rows, start=2):
-            if row.is_heading:
-                shown[place] = f"| *{lines[place][0]}* |" + " |" * (len(self.columns) - 1)
-        return [*shown, ""]
+        return [*(f"| {' | '.join(line)} |" for line in lines), ""]
 
     def html(self, key: str) -> Markup:
         """The table in a region that scrolls; its id is ``key``, and that of its caption ``key``-caption."""

@@ -12,7 +12,7 @@ from bench.audit.diagnosis import STEP_COUNTERS
 from bench.backends.base import Backend, BackendFamily, built_in
 from bench.formatting import markdown as escaped
 from bench.formatting import plural
-from bench.tabular import Table, TableColumn, TableRow
+from bench.tabular import Table, markdown_table
 
 Observation = Mapping[str, Any]
 """One backend in one scenario (``bench.audit.diagnosis.observation``)."""
@@ -231,17 +231,14 @@ def overview(observations: Sequence[Observation]) -> str:
 def markdown(observations: Sequence[Observation]) -> str:
     """Scenarios by groups of backends that behave alike in every scenario, and the backends of each group."""
     found = groups(observations)
-    columns = [TableColumn(str(place), escaped(group.name), is_number=False) for place, group in enumerate(found)]
     rows = []
     for title, seen_in in parts(observations, found):
-        rows.append(TableRow({"scenario": title}, is_heading=True))
-        for name, row in seen_in.items():
-            cells = {column.key: _cell_text(seen) if seen else "" for column, seen in zip(columns, row, strict=True)}
-            rows.append(TableRow({"scenario": escaped(name), **cells}))
-    table = Table(columns=[TableColumn("scenario", "scenario", is_number=False), *columns], rows=rows)
+        rows.append((f"*{title}*", *[""] * len(found)))
+        rows += [(escaped(name), *(_cell_text(seen) if seen else "" for seen in row)) for name, row in seen_in.items()]
+    table = markdown_table(("scenario", *(escaped(group.name) for group in found)), rows)
     several = [group for group in found if len(group.backends) > 1]
     legend = ["- " + escaped(f"{group.name}: {', '.join(group.backends)}") for group in several]
-    return "\n".join([*table.markdown(is_markup=True), *legend, *([""] if legend else [])])
+    return "\n".join([*table, *legend, *([""] if legend else [])])
 
 
 def _cell_text(seen: Observation) -> str:

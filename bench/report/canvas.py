@@ -38,8 +38,6 @@ TITLE, SUBTITLE = 10.5, 7.4
 """Font sizes in points."""
 GAP = 0.07
 """Inches between the blocks of words."""
-LABEL_LENGTH = 100
-"""Characters of a legend's label; longer ones are cut."""
 FULL = WIDTH - 2 * MARGIN
 """Inches of a line of words."""
 NOTE_LINES = 12
@@ -124,12 +122,11 @@ def _height(item: Any) -> float:
 def _legend(figure: Figure, keys: Sequence[Key]) -> Any:
     """The legend in as many columns as there is room for, which matplotlib does not find by itself."""
     handles: list[Any] = [handle for handle, _ in keys]
-    labels = [cut(label, LABEL_LENGTH) for _, label in keys]
     for ncols in range(len(keys), 0, -1):
         legend = figure.legend(
             handles,
             # A leading underscore would hide the entry.
-            [(" " if label.startswith("_") else "") + safe(label) for label in labels],
+            [(" " if label.startswith("_") else "") + safe(label) for _, label in keys],
             loc="upper left",
             ncols=ncols,
             frameon=False,

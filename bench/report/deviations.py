@@ -59,7 +59,8 @@ def draw_noise(data: FigureData) -> list[Drawing]:
     colours = style.colours(frameworks)
     shown = [name for name in frameworks if (trials["framework"] == name).any()]
     keys: list[Key] = [
-        (Line2D([], [], linestyle="none", marker="o", markersize=3, color=colours[name]), name) for name in shown
+        (Line2D([], [], linestyle="none", marker="o", markersize=3, color=colours[name]), style.cut(name))
+        for name in shown
     ]
     if blocks is not None:
         keys.append((Line2D([], [], color=REFERENCE_COLOUR, linewidth=1.4), "mean of a block over all cells"))

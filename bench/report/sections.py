@@ -28,7 +28,7 @@ from bench.report.bars import MIB, TOTAL, by_operation
 from bench.report.bars import by_cell as memory_by_cell
 from bench.run import links
 from bench.run.machine import unlike_nodes
-from bench.tabular import Table, TableColumn, TableRow
+from bench.tabular import Table
 
 OPERATIONS = {
     "operations": Column("string", "", "of one optimizer step", title="operations of one optimizer step"),
@@ -65,14 +65,10 @@ def table(caption: str, cells: pd.DataFrame, key: str, more: dict[str, Column] |
     """The columns of a section of the page, and more ones; those without any value are left out."""
     columns = {name: column for name, column in COLUMNS["cells"].items() if name == "label" or column.section == key}
     known = {name: column for name, column in (columns | (more or {})).items() if cells[name].notna().any()}
-    return Table(
-        columns=[TableColumn(name, column.title or name, column.is_number) for name, column in known.items()],
-        rows=[
-            TableRow({name: column.shown(row[name]) for name, column in known.items()})
-            for row in rows_of(cells[[*known]])
-        ],
-        caption=caption,
-    )
+    titles = [column.title or name for name, column in known.items()]
+    rows = [[column.shown(row[name]) for name, column in known.items()] for row in rows_of(cells[[*known]])]
+    numbers = [place for place, column in enumerate(known.values()) if column.is_number]
+    return Table.from_rows(titles, rows, numbers, caption)
 
 
 def sections(data: Analysis) -> list[PageSection]:

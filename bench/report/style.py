@@ -101,10 +101,10 @@ def clean(text: object) -> str:
     return "".join(c if ord(c) in _glyphs() else "?" for c in joined if c.isprintable())
 
 
-def cut(text: object, most: int = NAME_LENGTH) -> str:
-    """``clean``, cut in the middle if it has more characters."""
-    shown = clean(text)
-    return shown if len(shown) <= most else f"{shown[: most - most // 2]}…{shown[-(most // 2) :]}"
+def cut(text: object) -> str:
+    """``clean``, cut in the middle if it is longer than a name may be."""
+    name = clean(text)
+    return name if len(name) <= NAME_LENGTH else f"{name[: NAME_LENGTH // 2]}…{name[-NAME_LENGTH // 2 :]}"
 
 
 def safe(text: object) -> str:
@@ -167,7 +167,7 @@ def _marker(look: Appearance, wrong: bool, size: float) -> dict[str, Any]:
 
 def line_key(backend: str, look: Appearance, line: LineStyleType, *, wrong: bool = False) -> Key:
     """The legend's entry of a backend that is drawn as a line with markers."""
-    label = f"{backend} (invalid)" if wrong else backend
+    label = cut(backend) + " (invalid)" * wrong
     return Line2D([], [], linestyle=line, **_marker(look, wrong, 4.0 if wrong else 5.5)), label
 
 
