@@ -78,9 +78,7 @@ class Table:
         """Print the caption, and as many columns as the terminal has room for, with their styles."""
         from rich.text import Text
 
-        if self.caption:
-            console.print(Text(self.caption, "italic"), soft_wrap=True)
-        for line in self._lines(console.width):
+        for line in ([(self.caption, "italic")], *self._lines(console.width), []):
             console.print(Text.assemble(*line), soft_wrap=True)
 
     def _lines(self, width: float) -> Iterator[list[tuple[str, str]]]:
