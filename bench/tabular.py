@@ -123,10 +123,10 @@ class Table:
 
 @cache
 def _template() -> Template:
-    from jinja2 import Template
+    from jinja2 import Environment
 
     source = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
-    return Template(source, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[int] = ()) -> list[str]:

@@ -122,7 +122,8 @@ def _height(item: Any) -> float:
 def _legend(figure: Figure, keys: Sequence[Key]) -> Any:
     """The legend in as many columns as there is room for, which matplotlib does not find by itself."""
     handles: list[Any] = [handle for handle, _ in keys]
-    for ncols in range(len(keys), 0, -1):
+    ncols = len(keys)
+    while True:
         legend = figure.legend(
             handles,
             # A leading underscore would hide the entry.
@@ -138,9 +139,9 @@ def _legend(figure: Figure, keys: Sequence[Key]) -> Any:
             handler_map={tuple: HandlerTuple(ndivide=1)},
         )
         if ncols == 1 or legend.get_window_extent().width <= FULL * DPI:
-            break
+            return legend
         legend.remove()
-    return legend
+        ncols -= 1
 
 
 def name_rows(axes: Axes, names: Sequence[str]) -> None:
@@ -231,7 +232,9 @@ def freeze(figure: Figure) -> None:
         layout.execute(figure)
         for axes in figure.axes:
             title, width = axes.title, axes.get_window_extent().width / DPI
-            title.set_text("\n".join(wrap(title.get_text(), width, title.get_size(), title.get_weight())))
+            title.set_text(
+                "\n".join(wrap(title.get_text(), width, float(title.get_fontsize()), str(title.get_fontweight())))
+            )
         layout.execute(figure)
         figure.set_layout_engine(None)
         for axes in figure.axes:  # the last bits of the solver's results differ from time to time

@@ -67,7 +67,7 @@ def render(data: Analysis, answer: Answer, plots: Sequence[Path], further: PageS
     asked = [*sections(data), *filter(None, [published(data), further])]
     pictures = {path.stem: picture(path) for path in plots if path.suffix == ".png"}
     shown = [[pictures[stem] for stem in section.plots if stem in pictures] for section in asked]
-    choices = {
+    choices: dict[str, list[Any]] = {
         "place": list(dict.fromkeys(group.setting for group in answer.groups)),
         "n": sorted({group.n for group in answer.groups}),
         "backend": list(dict.fromkeys(row["backend"] for group in answer.groups for row in group.rows)),
@@ -100,7 +100,8 @@ def render(data: Analysis, answer: Answer, plots: Sequence[Path], further: PageS
 
 def overview(groups: Sequence[Group], choices: Mapping[str, Sequence[Any]]) -> Table:
     """The cells of all groups; the page's script filters, sorts and compares them."""
-    rows, cells = [], _environment().get_template("cells.html").module
+    cells: Any = _environment().get_template("cells.html").module
+    rows = []
     for place, group in enumerate(groups):
         about = {
             "data-n": group.n,
