@@ -294,7 +294,8 @@ def nothing_faster(run: Run, where: str, m: Groups) -> bool:
 
 
 @rule(
-    r"Half of the trials are within <x> % of the median of their cell; (?P<blocks>blocks differ in all cells together)?"
+    r"Half of the trials are within <x> % of the median of their cell; "
+    r"blocks (?:(?P<blocks>differ in all cells together)|do not differ significantly)"
 )
 @rule(r"Triangles at the edge: <n> trials? farther away, up to <most> %")
 def scatter(run: Run, where: str, m: Groups) -> bool:

@@ -15,7 +15,7 @@ from bench.judge.verdicts import Verdict
 from bench.plan.cell import Cell, Status
 from bench.plan.column import DASH
 from bench.plan.columns import WAYS, differing, phrases
-from bench.report.tabular import Table, TableColumn, TableRow
+from bench.tabular import Table, TableColumn, TableRow
 
 DECIDED = (Verdict.FASTER, Verdict.SLOWER, Verdict.SAME)
 COLUMNS = (

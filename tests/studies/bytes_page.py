@@ -21,8 +21,8 @@ from bench.plan.categories import HELD, PEAK
 from bench.plan.cell import Cell, RankGroup, Status
 from bench.plan.models import SIZES
 from bench.plan.world import World
+from bench.tabular import markdown_table
 from tests.conftest import ROOT
-from tests.studies.markdown import table
 
 RUNS = ("results/bytes", "results/bytes-8b")
 SUMMED = "results/bytes/accumulation.jsonl"
@@ -140,7 +140,7 @@ def _agreement(measured: Measured) -> list[str]:
             )
         )
     return [
-        *table(("world", "cells", "operations with equal calls and bytes", "held bytes equal"), rows),
+        *markdown_table(("world", "cells", "operations with equal calls and bytes", "held bytes equal"), rows),
         "Held: parameters, gradients, optimizer state and communication buffers between two micro-batches, each to the "
         "byte, padding of uneven shards included; with N = 1 there is no such moment. The reference, one process that "
         "accumulates nothing, is among the cells and has no formulas.",
@@ -164,7 +164,7 @@ def _peaks(errors: pd.DataFrame) -> list[str]:
         "model's buffers. Cells of the tiny model are those above; larger ones spread over backends, N, W, precision, "
         "lengths and checkpointing, each measured on fake tensors, as by `predict --exact`, and DDP on real ones.",
         "",
-        *table(("model", "cells", *(f"within {100 * limit:g} %" for limit in LIMITS), "farthest"), rows),
+        *markdown_table(("model", "cells", *(f"within {100 * limit:g} %" for limit in LIMITS), "farthest"), rows),
     ]
 
 
@@ -186,7 +186,7 @@ def _collectives(measured: Measured) -> list[str]:
         "Calls, and MiB of payload: the whole logical tensor, what all ranks of the group hold together after a gather "
         "or before a reduction. HSDP has two replicas.",
         "",
-        *table(("backend", "operation", *(f"N = {n}" for n in factors)), rows),
+        *markdown_table(("backend", "operation", *(f"N = {n}" for n in factors)), rows),
     ]
 
 
@@ -222,7 +222,7 @@ def _held(measured: Measured) -> list[str]:
         "them, and under deferred sync twice, since they are summed beside its buckets, whose views reduced ones are. "
         "HF Trainer's DDP has no views, and its buckets count as communication.",
         "",
-        *table(("backend", *worlds), _merged(rows)),
+        *markdown_table(("backend", *worlds), _merged(rows)),
     ]
 
 
@@ -261,7 +261,7 @@ def _large(measured: Measured) -> list[str]:
     return [
         f"## At scale: {model}, fake tensors, GiB held per rank",
         "",
-        *table(("backend", "W", "N", "parameters", "gradients", "optimizer state"), rows),
+        *markdown_table(("backend", "W", "N", "parameters", "gradients", "optimizer state"), rows),
         *lines,
         "",
     ]
@@ -284,7 +284,7 @@ def _accumulation(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         "Gradients whose sum an fp32 accumulator has exactly and a bf16 one loses (`python -m bench accumulation "
         "--errors`, W = 2); and the relative L2 error of the accumulated gradient against fp64, by N.",
         "",
-        *table(("backend", "precision", "summed in", *(f"N = {n}" for n in factors)), _merged(found)),
+        *markdown_table(("backend", "precision", "summed in", *(f"N = {n}" for n in factors)), _merged(found)),
         *(f"- {reason}: {', '.join(who)}." for reason, who in without.items()),
         "",
     ]

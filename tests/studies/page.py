@@ -12,9 +12,9 @@ import pandas as pd
 from bench.judge.statistics import MIN_TRIALS, Interval
 from bench.judge.verdicts import Verdict
 from bench.plan.schedule import Ended
+from bench.tabular import markdown_table
 from tests.delayed import DELAY
 from tests.studies import choices, pairing, study
-from tests.studies.markdown import table
 from tests.studies.realtrials import Known
 from tests.studies.rivals import RULES
 from tests.studies.trial_noise import BLOCKS, Noise
@@ -87,7 +87,7 @@ def _rates(results: Results) -> list[str]:
         f"are widened: that costs at most {max(0.0, 100 * lost):.1f} points of power. A share near 5 % has a standard "
         f"error of {100 * (0.05 * 0.95 / results.reports) ** 0.5:.1f} points.",
         "",
-        *table(head, rows),
+        *markdown_table(head, rows),
         "A verdict is faster or slower if the interval excludes 1 and Holm's adjusted p-value is below 5 %.",
         "",
     ]
@@ -124,7 +124,7 @@ def _real(known: Sequence[Known]) -> list[str]:
         f"{slower[Verdict.AMBIGUOUS]} ambiguous, and {slower[Verdict.FASTER] + slower[Verdict.SAME]} faster or the "
         f"same; {held} of the intervals contain {1 + DELAY:g}. A sleep of a real timer lasts longer than asked for.",
         "",
-        *table(("run", "blocks", "A/A pair", "itself", "verdict", "with the sleep", "verdict"), rows),
+        *markdown_table(("run", "blocks", "A/A pair", "itself", "verdict", "with the sleep", "verdict"), rows),
     ]
 
 
@@ -143,7 +143,7 @@ def _rivals(frame: pd.DataFrame) -> list[str]:
         "How often each calls two cells different, with the noise of `cpu` and its steps; one comparison, interleaved "
         "as here. Their tools would run one cell after the other, and drift would hurt them more.",
         "",
-        *table(("rule", "trials", *(f"true difference: {name}" for name in names)), rows),
+        *markdown_table(("rule", "trials", *(f"true difference: {name}" for name in names)), rows),
         *(f"- {rule.name}: {rule.about}" for rule in RULES),
         "",
     ]
@@ -173,11 +173,11 @@ def _methods(results: Results) -> list[str]:
         "interval. The others are percentiles of bootstrapped means, and hold the truth less often than they say "
         "where blocks are few.",
         "",
-        *table(("method", *(f"{n} blocks" for n in choices.SIZES)), rows),
+        *markdown_table(("method", *(f"{n} blocks" for n in choices.SIZES)), rows),
         "## Which warm-up rule",
         "",
         "Bias and root mean square error of a trial's median in per cent, on the steps of `cpu` with a transient. "
         "What remains cancels in the ratio of cells that warm up alike.",
         "",
-        *table(("transient", *choices.WARMUP_RULES), bias),
+        *markdown_table(("transient", *choices.WARMUP_RULES), bias),
     ]
