@@ -73,28 +73,25 @@ def render(data: Analysis, answer: Answer, plots: Sequence[Path], further: PageS
         "backend": list(dict.fromkeys(row["backend"] for group in answer.groups for row in group.rows)),
         "baseline": data.baselines,
     }
-    return (
-        _environment()
-        .get_template("report.html")
-        .render(
-            run=data.run,
-            title=plain(data.run.name),
-            answer=answer,
-            is_timed=any(group.is_timed for group in answer.groups),
-            choices=choices,
-            overview=overview(answer.groups, choices),
-            most_switches=MOST_SWITCHES,
-            first=[] if data.times_unavailable else [pictures[FIRST_PLOT]] if FIRST_PLOT in pictures else [],
-            sections=list(zip(asked, shown, strict=True)),
-            semantics=link(data.folder, SCENARIOS) if SCENARIOS.exists() else "",
-            failures=failures(data),
-            data=_data(data, answer, sorted(pictures)),
-            raw=[(name, about) for name, about in RAW.items() if (data.folder / name).exists()],
-            method={"level": LEVEL, "margin": MARGIN, "trials": MIN_TRIALS, "name": NAME},
-            facts=facts(data.run),
-            style=Markup(_text("report.css")),
-            script=Markup(_text("report.js")),
-        )
+    template = _environment().get_template("report.html")
+    return template.render(
+        run=data.run,
+        title=plain(data.run.name),
+        answer=answer,
+        is_timed=any(group.is_timed for group in answer.groups),
+        choices=choices,
+        overview=overview(answer.groups, choices),
+        most_switches=MOST_SWITCHES,
+        first=[] if data.times_unavailable else [pictures[FIRST_PLOT]] if FIRST_PLOT in pictures else [],
+        sections=list(zip(asked, shown, strict=True)),
+        semantics=link(data.folder, SCENARIOS) if SCENARIOS.exists() else "",
+        failures=failures(data),
+        data=_data(data, answer, sorted(pictures)),
+        raw=[(name, about) for name, about in RAW.items() if (data.folder / name).exists()],
+        method={"level": LEVEL, "margin": MARGIN, "trials": MIN_TRIALS, "name": NAME},
+        facts=facts(data.run),
+        style=Markup(_text("report.css")),
+        script=Markup(_text("report.js")),
     )
 
 
@@ -103,11 +100,8 @@ def overview(groups: Sequence[Group], choices: Mapping[str, Sequence[Any]]) -> T
     cells: Any = _environment().get_template("cells.html").module
     rows = []
     for place, group in enumerate(groups):
-        about = {
-            "data-n": group.n,
-            "data-place": choices["place"].index(group.setting),
-            "hidden": "" if place else None,
-        }
+        setting, hidden = choices["place"].index(group.setting), "" if place else None
+        about = {"data-n": group.n, "data-place": setting, "hidden": hidden}
         rows.append(TableRow({"backend": group.title}, attributes=about, is_heading=True))
         rows += [_overview_row(cells, group, row, choices["backend"].index(row["backend"])) for row in group.rows]
     is_timed = any(group.is_timed for group in groups)
