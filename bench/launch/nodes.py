@@ -225,7 +225,7 @@ class Nodes:
 
     def _greet(self, link: socket.socket) -> None:
         """Let another node in, or say why not."""
-        channel = NodeChannel(link)
+        channel, who = NodeChannel(link), ""
         try:
             hello = channel.receive(ANSWER_S, HELLO_BYTES) or {}
             number, host = int(hello["node"]), str(hello["host"])[:80]
@@ -234,6 +234,8 @@ class Nodes:
             about = channel.receive(ANSWER_S) or {}
             refusal = self._refusal(number, about)
             channel.send({"refused": f"{who}: {refusal}"} if refusal else {"welcome": True})
+            if not refusal:
+                self._arrived.put(RemoteNode(number, host, channel, about))
         except AuthenticationError:
             refusal = f"its {job_nodes.SECRET} is not that of node 0; set the same on every node"
         except (KeyError, TypeError, ValueError, OverflowError, LostError):
@@ -242,8 +244,6 @@ class Nodes:
         if refusal:
             channel.close()
             self._arrived.put(InputError(f"{who}: {refusal}"))
-        else:
-            self._arrived.put(RemoteNode(number, host, channel, about))
 
     def _refusal(self, number: int, about: Mapping[str, Any]) -> str:
         """Why this node cannot take part; empty if it can."""
