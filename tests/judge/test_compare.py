@@ -146,8 +146,8 @@ class TestCommand:
             lines = capsys.readouterr().out.splitlines()
             (header,) = (number for number, line in enumerate(lines) if " verdict " in line)
             assert " ".join(lines[header].split()) == f"cell verdict {headers}"
-            assert max(map(len, lines[header : header + 4])) <= columns
-            assert [line.split()[0] for line in lines[header + 2 : header + 4]] == ["ddp-deferred", "ddp-eager"]
+            assert max(map(len, lines[header : header + 3])) <= columns
+            assert [line.split()[0] for line in lines[header + 1 : header + 3]] == ["ddp-deferred", "ddp-eager"]
 
     def test_json(self, two: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["compare", *two, "--json", "--fail-on", "slower=2%", "--margin", "3%"]) == 1
