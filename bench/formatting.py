@@ -1,10 +1,10 @@
-"""Text for people: counts with nouns, lists of names, sizes, plain tables, and escaping of foreign text."""
+"""Text for people: counts with nouns, lists of names, sizes, and escaping of foreign text."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 MOST_NAMES = 4
 """Most names listed in one sentence."""
@@ -45,19 +45,6 @@ def rate(bytes_per_s: float) -> str:
 def unit_of(most: float) -> tuple[float, str]:
     """The unit in which sizes up to so many bytes are drawn: its bytes, and its name."""
     return (2.0**30, "GiB") if most >= GIB_ABOVE else (2.0**20, "MiB")
-
-
-def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
-    """Rows as aligned columns of plain text; those with an index in ``right`` are aligned to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        [
-            text.rjust(width) if i in right else text.ljust(width)
-            for i, (text, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        for row in rows
-    )
-    return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
 def digits(value: float) -> str:

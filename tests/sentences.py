@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 from scipy import special, stats
 
-from tests.recomputed import IDLE, LEAST_TRIALS, SLACK, Cell, Groups, Run, shows, shows_interval
+from tests.recomputed import IDLE, LEAST_TRIALS, Cell, Groups, Run, shows, shows_interval
 
 MIB = 2**20
 NUMBER = r"\d+(?:\.\d+)?(?:e-\d+)?"
@@ -177,7 +177,7 @@ def resolution(run: Run, where: str, m: Groups) -> bool:
     trials = len(run.times(run.timed[0]))
     error = max(run.widths()) / 2 / stats.t.ppf(0.975, trials - 1)
     least = trials * (float(special.ndtri(0.975) + special.ndtri(0.8)) * error / math.log(1.05)) ** 2
-    right = shows(m["needed"], least, 2 * SLACK * least) and shows(m["n"], trials)
+    right = shows(m["needed"], least, 0.5) and shows(m["n"], trials)
     right = right and shows(m["minutes"], run.minutes())
     return right and shows(m["more"], run.minutes() * float(m["needed"]) / trials)
 
@@ -186,7 +186,7 @@ def resolution(run: Run, where: str, m: Groups) -> bool:
 @rule(r"A/A pair:? <x> \(<low>(?:-| to )<high>\)", r"A/A pair: <low> - <high>(?=[.])")
 def precision(run: Run, where: str, m: Groups) -> bool:
     if percent := m.get("percent"):
-        return shows(percent, 100 * math.expm1(max(run.widths())), 200 * SLACK * max(run.widths()))
+        return shows(percent, 100 * math.expm1(max(run.widths())))
     return shows_interval(run.control, m, 0)
 
 
@@ -294,7 +294,8 @@ def nothing_faster(run: Run, where: str, m: Groups) -> bool:
 
 
 @rule(
-    r"Half of the trials are within <x> % of the median of their cell; (?P<blocks>blocks differ in all cells together)?"
+    r"Half of the trials are within <x> % of the median of their cell; "
+    r"blocks (?:(?P<blocks>differ in all cells together)|do not differ significantly)"
 )
 @rule(r"Triangles at the edge: <n> trials? farther away, up to <most> %")
 def scatter(run: Run, where: str, m: Groups) -> bool:
@@ -321,8 +322,8 @@ def blocks(run: Run, where: str, m: Groups) -> bool:
 
 
 @rule(
-    r"(?<=: )mean over blocks, below 1 is faster",
-    r"20 % trimmed (?:geometric )?mean",
+    r"(?<=: )geometric mean over blocks, below 1 is faster",
+    r"geometric mean",
     "95 % intervals",
     "x86_64",
     "1/N",

@@ -14,8 +14,8 @@ WINGS = ("audit", "forecast")
 SAY_NOTHING = ("one", "own", "said", "due")
 AT_MOST = {
     "modules": 214,
-    "lines": 32558,
-    "lines of the core": 23288,
+    "lines": 32550,
+    "lines of the core": 23280,
     "longest module": 350,
     "lines of tests": 28304,
     "names of several modules": 0,

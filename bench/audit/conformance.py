@@ -12,6 +12,7 @@ from bench.audit.diagnosis import STEP_COUNTERS
 from bench.backends.base import Backend, BackendFamily, built_in
 from bench.formatting import markdown as escaped
 from bench.formatting import plural
+from bench.tabular import Table, markdown_table
 
 Observation = Mapping[str, Any]
 """One backend in one scenario (``bench.audit.diagnosis.observation``)."""
@@ -214,34 +215,30 @@ def families(observations: Sequence[Observation]) -> dict[str, list[Observation]
 
 def overview(observations: Sequence[Observation]) -> str:
     """Groups of backends by the number of scenarios in which they are right, and what is wrong in the others."""
-    lines = ["| backends that behave alike | right | notes | wrong | what is wrong, and in how many scenarios |"]
-    lines.append("| --- | ---: | ---: | ---: | --- |")
+    header = ("backends that behave alike", "right", "notes", "wrong", "what is wrong, and in how many scenarios")
+    rows = []
     for members in families(observations).values():
         for group in groups(members):
             cells = [by_backend(seen) for seen in group.cells.values()]
             levels = Counter(seen["level"] for seen in cells)
             words_of = Counter(seen["verdict"] for seen in cells if seen["level"] == "wrong")
             wrong = ", ".join(f"{word} {count}" for word, count in words_of.most_common())
-            counts = " | ".join(str(levels[level]) for level in ("detail", "note", "wrong"))
-            lines.append(f"| {escaped(', '.join(group.backends))} | {counts} | {escaped(wrong)} |")
-    return "\n".join([*lines, ""])
+            counts = (str(levels[level]) for level in ("detail", "note", "wrong"))
+            rows.append((", ".join(group.backends), *counts, wrong))
+    return "\n".join(Table.from_rows(header, rows, (1, 2, 3)).markdown())
 
 
 def markdown(observations: Sequence[Observation]) -> str:
     """Scenarios by groups of backends that behave alike in every scenario, and the backends of each group."""
     found = groups(observations)
-    lines = [
-        f"| scenario | {' | '.join(escaped(group.name) for group in found)} |",
-        "| --- |" + " --- |" * len(found),
-    ]
-    for title, rows in parts(observations, found):
-        lines.append(f"| *{title}* |" + " |" * len(found))
-        for name, row in rows.items():
-            cells = [_cell_text(seen) if seen else "" for seen in row]
-            lines.append(f"| {escaped(name)} | {' | '.join(cells)} |")
+    rows = []
+    for title, seen_in in parts(observations, found):
+        rows.append((f"*{title}*", *[""] * len(found)))
+        rows += [(escaped(name), *(_cell_text(seen) if seen else "" for seen in row)) for name, row in seen_in.items()]
+    table = markdown_table(("scenario", *(escaped(group.name) for group in found)), rows)
     several = [group for group in found if len(group.backends) > 1]
-    legend = [escaped(f"{group.name}: {', '.join(group.backends)}") for group in several]
-    return "\n".join([*lines, *([""] if legend else []), *(f"- {line}" for line in legend), ""])
+    legend = ["- " + escaped(f"{group.name}: {', '.join(group.backends)}") for group in several]
+    return "\n".join([*table, *legend, *([""] if legend else [])])
 
 
 def _cell_text(seen: Observation) -> str:

@@ -32,7 +32,7 @@ class AuditedHuggingFace(HuggingFaceTrainer):
 
     def arguments(self, job: Job) -> dict[str, Any]:
         scenario, found = self.job.scenario, super().arguments(job)
-        if "deepspeed" in self.requires and (n := scenario.engine_accumulate):
+        if self.stage and (n := scenario.engine_accumulate):
             found["deepspeed"]["gradient_accumulation_steps"] = n
         return found | {
             "average_tokens_across_devices": scenario.reduction is not Reduction.COUNTED_PER_RANK,

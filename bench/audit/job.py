@@ -210,7 +210,7 @@ class AuditedAccelerator(AccelerateBackend):
 
 def trust_own_classes(backend: Backend) -> None:
     """Name to torch the classes that stand in DeepSpeed's checkpoints: no others are read from a file."""
-    if "deepspeed" not in backend.requires:
+    if not backend.stage:
         return
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -258,7 +258,7 @@ class AuditedTrainer(LightningBackend):
         from lightning.pytorch.strategies import ModelParallelStrategy
 
         strategy: Any = super().strategy(job)
-        if "deepspeed" in self.requires and (n := self.job.scenario.engine_accumulate):
+        if self.stage and (n := self.job.scenario.engine_accumulate):
             strategy.config["gradient_accumulation_steps"] = n
         if isinstance(strategy, ModelParallelStrategy) and self.job.resume:
             restore_sgd(strategy)

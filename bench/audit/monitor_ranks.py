@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench.audit.monitor import measure
-from bench.audit.monitor_grid import Point, Strategy
+from bench.audit.monitor_grid import Point
+from bench.backends.base import built_in
 from bench.launch.launcher import Launcher, LauncherError
 from bench.plan.cell import Device, Status
 from bench.plan.task import Task
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 60.0
 """Of one point in a process group, which takes a second."""
-BACKENDS = {Strategy.DDP: "lightning-ddp", Strategy.DEEPSPEED: "lightning-deepspeed-zero2"}
-"""The backend whose packages a strategy needs."""
 
 
 @dataclass(kw_only=True)
@@ -48,7 +47,7 @@ def measure_all(points: Sequence[Point]) -> Iterator[dict[str, Any]]:
         return
     with Launcher(Device.CPU) as launcher, tempfile.TemporaryDirectory(prefix="accumulation-bench-") as folder:
         task = MonitorTask(
-            backend=BACKENDS[points[0].strategy],
+            backend=next(name for name, kind in built_in().items() if points[0].strategy in kind.aliases),
             world_size=points[0].world_size,
             folder=str(Path(folder) / "monitor"),
             points=tuple(points),

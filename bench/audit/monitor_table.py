@@ -13,7 +13,7 @@ from rich.console import Console
 from bench.audit.monitor import TOLERANCE
 from bench.audit.monitor_grid import VALIDATION_S, Epoch, RateVerdict, Strategy
 from bench.formatting import plural
-from bench.report.tabular import Table, TableColumn, TableRow
+from bench.tabular import Table, TableColumn, TableRow, markdown_table
 
 EPOCHS = {
     Epoch.WHOLE: "NB is a multiple of N",
@@ -55,8 +55,8 @@ def show_table(rows: pd.DataFrame, about: dict[str, Any]) -> None:
     for line in summary(rows).to_dict("records"):
         style = "" if line["verdict"] == RateVerdict.RIGHT else "red"
         lines.append(TableRow({str(name): text for name, text in line.items()}, dict.fromkeys(HEADER, style)))
-    console = Console(width=max(120, Console().width))  # lines that the terminal wraps are better than cut cells
-    console.print(Table(columns=columns, rows=lines).fitted(console))
+    console = Console()
+    Table(columns=columns, rows=lines).show(console)
     for text in (settings(about), *findings(rows)):
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -119,9 +119,7 @@ def markdown(rows: pd.DataFrame, about: dict[str, Any]) -> str:
     )
     lines = [f"# ThroughputMonitor of Lightning {about['lightning']}", "", settings(about), ""]
     lines += [f"- {finding}" for finding in findings(rows)]
-    lines += ["", columns, "", f"| {' | '.join(HEADER)} |", "|" + " --- |" * len(HEADER)]
-    lines += [f"| {' | '.join(cells)} |" for cells in summary(rows).itertuples(index=False)]
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, "", columns, "", *markdown_table(HEADER, summary(rows).itertuples(index=False))])
 
 
 def settings(about: dict[str, Any]) -> str:

@@ -17,8 +17,9 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from bench.audit.stepcount import StepRule, Steps, calculate, never_reached
-from bench.formatting import plural, table
+from bench.formatting import plural
 from bench.plan.cell import Stepping
+from bench.tabular import Table
 
 if TYPE_CHECKING:
     from bench.audit.training_plan import TrainingPlan
@@ -69,7 +70,7 @@ def printed_lines(training: TrainingPlan, rules: Rules) -> Iterator[str]:
     yield ""
     naive = ("naive formula", str(training.naive_steps), *["-"] * (len(HEADER) - 2))
     rows = [table_row(rule, steps) for rule, (_, steps) in rules.items()]
-    yield table([HEADER, naive, *rows], right=range(1, len(HEADER)))
+    yield Table.from_rows(HEADER, [naive, *rows], range(1, len(HEADER))).text()
     yield ""
     for row in found["rules"]:
         yield f"{row['name']}: {', '.join(row['backends'])}"

@@ -174,9 +174,6 @@ class AccelerateDDP(AccelerateBackend, plain.DDPBackend):
         super().prepare(job, model)
         plain.disable_runtime_statistics(self.model)
 
-    def full_parameters(self) -> Mapping[str, Tensor]:
-        return dict(self.model.module.named_parameters())
-
 
 class AccelerateDDPEager(AccelerateDDP):
     """``sync_each_batch=True``: every backward all-reduces."""
@@ -196,7 +193,7 @@ class AccelerateFSDP2(AccelerateBackend, fsdp2.FSDP2Backend):
     name, framework = "accelerate-fsdp2", "Accelerate FSDP2"
     colour = "#AA4499"
     not_fake = "Accelerate finds the sharded parameters by the addresses of the old ones, which fake tensors lack"
-    formula = "bench.judge.formulas:accelerate_fsdp2"
+    splits_root = True
     sync = Sync.DEFERRED
     wrapper = FSDP2
 

@@ -48,6 +48,8 @@ class BackendFamily(StrEnum):
     OTHER = "Others"
 
 
+Defect = tuple[str, str, str, str]
+"""Package, its versions that have the defect (docs/versions.md), the defect in words, and versions to install."""
 Call = tuple[str, str, int, int]
 """Calls of a collective: operation, dtype, elements of the whole logical tensor, and how often it is called."""
 
@@ -91,8 +93,22 @@ class Backend(ABC):
     """The framework's colour in figures, ``#rrggbb``; empty for one that no other framework of the run has."""
     formula: ClassVar[str] = ""
     """``module:function`` of its collectives and held bytes (``bench.judge.formulas.Formula``); empty for none."""
+    is_mechanism: ClassVar[bool] = False
+    """Whether it shards and reduces itself, as others wrap it."""
     stage: ClassVar[int] = 0
     """Stage of DeepSpeed's ZeRO; 0 for other frameworks."""
+    own_defaults: ClassVar[bool] = False
+    """Whether buckets and gathers are those of DeepSpeed's defaults; see ``zero_options``."""
+    bucket_views: ClassVar[bool] = False
+    """``gradient_as_bucket_view``: whether a gradient that DDP has reduced is a view of its bucket, not a copy."""
+    splits_root: ClassVar[bool] = False
+    """Whether FSDP2 shards the embedding, and norm and head together, as units of their own, not with the root."""
+    frees_gradients_late: ClassVar[bool] = False
+    """Whether the gradients of a window are freed only after the first forward of the next."""
+    aliases: ClassVar[tuple[str, ...]] = ()
+    """What a trainer's argument calls it, such as Lightning's ``strategy``."""
+    defective_versions: ClassVar[tuple[Defect, ...]] = ()
+    """Defects that versions of its packages have."""
     scenario_variant: ClassVar[str] = ""
     """``module:Class`` of a subclass that passes epochs, limits and checkpoints of scenarios to the framework."""
 
@@ -106,6 +122,8 @@ class Backend(ABC):
     """Why its blocks cannot be checkpointed (``bench.backends.blocks``); empty if they can."""
     not_compiled: ClassVar[str] = ""
     """Why its blocks cannot be compiled; empty if they can."""
+    not_bf16: ClassVar[str] = ""
+    """Why it refuses bf16; empty if it does not."""
 
     stepping: ClassVar[Stepping] = Stepping.UNKNOWN
     """How the backend handles an incomplete window at the end of an epoch."""

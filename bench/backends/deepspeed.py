@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench.backends.base import BF16_PARAMETERS, Backend, BackendFamily
+from bench.backends.base import BF16_PARAMETERS, Backend, BackendFamily, Defect
 from bench.backends.gather_order import gather_after_updates
 from bench.backends.training_job import Job
 from bench.backends.zero_options import zero_config
@@ -110,8 +110,10 @@ class ZeroBackend(Backend):
     bf16_as = BF16_PARAMETERS
     formula = "bench.judge.zero:zero"
     stage = 2
-    own_defaults: ClassVar[bool] = False
-    """Whether buckets and gathers are those of DeepSpeed's defaults; see ``zero_options``."""
+    defective_versions: ClassVar[tuple[Defect, ...]] = (
+        ("deepspeed", ">=0.17.6,<0.18.3", "ZeRO-2 keeps only the last micro-batch's gradient of a window", ">=0.19.8"),
+        ("deepspeed", "<0.19.8", "ZeRO-2 sums bf16 gradients in bf16, whatever grad_accum_dtype says", ">=0.19.8"),
+    )
     config: dict[str, Any]
     """That of ``zero_config``."""
     masters: dict[str, Tensor]
@@ -211,6 +213,7 @@ class DeepSpeedZero2Eager(ZeroBackend):
     name, framework = "deepspeed-zero2-eager", "DeepSpeed"
     family, colour = BackendFamily.DEEPSPEED, "#009E73"
     sync = Sync.EAGER
+    is_mechanism = True
     stepping = Stepping.CARRY
     requires, preload = ("deepspeed",), PRELOAD
     scenario_variant = "bench.audit.job:AuditedEngine"
@@ -287,6 +290,7 @@ class DeepSpeedZero2Deferred(DeepSpeedZero2Eager):
     name = "deepspeed-zero2-deferred"
     sync = Sync.DEFERRED
     stepping = Stepping.WINDOW
+    not_bf16 = "coalesce_grad_reduction sums gradients in bf16, all others in fp32, so the backend refuses bf16"
 
     def train(self, job: Job) -> None:
         if job.bf16:

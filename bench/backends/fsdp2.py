@@ -122,6 +122,7 @@ class FSDP2Eager(FSDP2Backend):
     name, framework = "fsdp2-eager", "FSDP2"
     family, colour = BackendFamily.PYTORCH, "#D55E00"
     sync = Sync.EAGER
+    is_mechanism = True
     stepping = Stepping.WINDOW
     resident: ClassVar[bool] = False
     """Whether parameters stay gathered between the micro-batches of a window."""

@@ -67,8 +67,12 @@ class DDPBackend(Backend):
     formula = "bench.judge.formulas:ddp"
     eager_on_one_rank: ClassVar[bool] = False
     """Whether a deferred backend reduces in every micro-batch if there is only one rank."""
-    bucket_views: ClassVar[bool] = True
-    """``gradient_as_bucket_view``: whether a reduced gradient is a view of its bucket instead of a copy."""
+    bucket_views = True
+    model: Any
+    """The model in DistributedDataParallel."""
+
+    def full_parameters(self) -> Mapping[str, Tensor]:
+        return dict(self.model.module.named_parameters())
 
     def settings(self) -> dict[str, Any]:
         return super().settings() | {"runtime_statistics": False, "gradient_as_bucket_view": self.bucket_views}
@@ -80,6 +84,7 @@ class DDPEager(DDPBackend):
     name, framework = "ddp-eager", "torch DDP"
     family, colour = BackendFamily.PYTORCH, "#0072B2"
     sync = Sync.EAGER
+    is_mechanism = True
     stepping = Stepping.WINDOW
 
     def train(self, job: Job) -> None:
@@ -102,9 +107,6 @@ class DDPEager(DDPBackend):
             job.clip(self.model.parameters())
             self.optimizer.step()
             self.optimizer.zero_grad()
-
-    def full_parameters(self) -> Mapping[str, Tensor]:
-        return dict(self.model.module.named_parameters())
 
 
 class DDPDeferred(DDPEager):

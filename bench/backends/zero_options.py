@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from bench.backends.base import known
+from bench.backends.base import Backend, known
 from bench.backends.training_job import Job
 from bench.errors import UnsupportedError
 from bench.plan.cell import Cell, Device
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from bench.backends.deepspeed import ZeroBackend
 
 DDP_BUCKET = 25 * 2**20 // 4
 """fp32 elements of a bucket of DistributedDataParallel (``bucket_cap_mb``)."""
@@ -27,7 +25,7 @@ DEFAULTS = {
 """DeepSpeed's defaults, in elements (deepspeed/runtime/zero/config.py, 0.19.8)."""
 
 
-def zero_config(backend: type[ZeroBackend], job: Job, model: nn.Module) -> dict[str, Any]:
+def zero_config(backend: type[Backend], job: Job, model: nn.Module) -> dict[str, Any]:
     """A DeepSpeed configuration that sets everything that affects the comparison explicitly.
 
     Clipping is set, because DeepSpeed >= 0.19.3 clips to norm 1 by default. Gradients are reduced and accumulated in
@@ -67,7 +65,7 @@ def check_input(block: nn.Module) -> None:
     handle = block.register_forward_pre_hook(check, with_kwargs=True)
 
 
-def zero_options(backend: type[ZeroBackend], cell: Cell, block_parameters: int, num_parameters: int) -> dict[str, Any]:
+def zero_options(backend: type[Backend], cell: Cell, block_parameters: int, num_parameters: int) -> dict[str, Any]:
     """The options of ZeRO; sizes in elements.
 
     Buckets and gathers are like those of what a stage is compared with. Stage 2 reduces in buckets as large as DDP's,

@@ -10,8 +10,8 @@ from typing import Any
 
 from bench.backends.base import built_in, installed_backends, registry
 from bench.errors import GOOD, InputError, suggest
-from bench.formatting import table
 from bench.plan.cell import Device
+from bench.tabular import Table
 
 
 def add(commands: Any) -> None:
@@ -25,7 +25,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Show the list."""
     from bench.launch import gpus
 
-    rows: list[tuple[str, ...]] = [("backend", "framework", "sharding", "sync", "cpu", "cuda", "known defect")]
+    header = ("backend", "framework", "sharding", "sync", "cpu", "cuda", "known defect")
+    rows: list[tuple[str, ...]] = []
     has_gpu = bool(gpus.gpus())
     known, others = registry(arguments.names or built_in()), installed_backends()
     for name in arguments.names:
@@ -39,5 +40,5 @@ def run(arguments: argparse.Namespace) -> int:
         rows.append((name, backend.framework, str(backend.sharding), str(backend.sync), cpu, cuda, backend.defect))
     if not arguments.names:
         rows += [(name, f"not loaded: {value}", *[""] * 5) for name, value in others.items() if name not in known]
-    print(table(rows))
+    print(Table.from_rows(header, rows).text())
     return GOOD

@@ -23,6 +23,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
+from bench.backends.base import built_in, registry
 from bench.files import RESULTS, existing
 from bench.findings import Finding, Level, error, good, warning
 from bench.launch.torch_facts import GLOO, TorchFacts, ask_torch
@@ -46,12 +47,8 @@ MEMORY_BYTES = 4 * GIB
 """Generous bound of the memory of two ranks of the tiny model with every framework imported."""
 PROJECT, TESTED = "accumulation-bench", "tested"
 """The distribution whose metadata has the bounds, and its extra that has the first versions that were not tested."""
-DEFECTS = (
-    ("deepspeed", ">=0.17.6,<0.18.3", "ZeRO-2 keeps only the last micro-batch's gradient of a window", ">=0.19.8"),
-    ("deepspeed", "<0.19.8", "ZeRO-2 sums bf16 gradients in bf16, whatever grad_accum_dtype says", ">=0.19.8"),
-    ("lightning", "<2.2.1", "ThroughputMonitor raises unless log_every_n_steps is divisible by N", ">=2.6"),
-)
-"""Versions of a package with wrong results or wrong errors, as measured in docs/versions.md, and those to install."""
+DEFECTS = tuple(dict.fromkeys(defect for backend in built_in().values() for defect in backend.defective_versions))
+"""Of all packages."""
 
 
 def add(commands: Any) -> None:
@@ -67,7 +64,6 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Examine the machine and print the findings; 1 if there is an error."""
-    from bench.backends.base import registry
     from bench.report.terminal import report_findings
 
     backends = {name: backend for name, backend in registry().items() if name not in REFERENCES}

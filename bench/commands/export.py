@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from bench import files
 from bench.errors import GOOD, InputError, suggest
-from bench.formatting import plural, table
+from bench.formatting import plural
+from bench.tabular import Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -83,7 +84,7 @@ def _described(name: str, frame: Any) -> Iterator[str]:
 
     yield f"{name}: {plural(len(frame), 'row')} x {plural(len(frame.columns), 'column')}: {FRAMES[name]}"
     rows = [(key, about.dtype, about.unit, about.meaning) for key, about in COLUMNS[name].items()]
-    yield textwrap.indent(table(rows), "  ")
+    yield textwrap.indent(Table.from_rows(("column", "dtype", "unit", "meaning"), rows).text(), "  ")
 
 
 def _write(frames: Frames, form: str, out: Path) -> list[Path]:

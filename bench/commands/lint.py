@@ -52,10 +52,13 @@ def run(arguments: argparse.Namespace) -> int:
     from bench.audit.lint import lint, sarif
     from bench.audit.lint.config_file import EXPECTED
     from bench.audit.lint.lint_options import LintOptions, installed
-    from bench.audit.lint.rules import Severity, rules
+    from bench.audit.lint.rules import EXAMPLES, Severity, rules
 
     if arguments.rules:
-        print("\n".join(f"{code:7} {rule.title} ({rule.source})" for code, rule in rules().items()))
+        for code, rule in rules().items():
+            examples = (f"\n{'':8}{config}" for of, config, _ in EXAMPLES if of == code)
+            print(f"{code:7} {rule.title} ({rule.source})", *examples, sep="")
+        print("Below a rule: configs in which it is found, where N = 4 unless they say otherwise")
         return GOOD
     if not arguments.configs:
         raise InputError(f"lint: name at least one config: {EXPECTED}")

@@ -10,11 +10,12 @@ from typing import Any
 from bench.backends import blocks
 from bench.commands.matrix_options import Planned, add_matrix_options, planned
 from bench.errors import GOOD
-from bench.formatting import plural, size, table
+from bench.formatting import plural, size
 from bench.plan.cell import summarize
 from bench.plan.columns import differing, phrases
 from bench.plan.expand import baseline
 from bench.plan.schedule import Cost
+from bench.tabular import Table
 
 GPUS = re.compile(
     r"(?:(?P<count>[0-9]{1,4})\s*x\s*)?(?P<name>\S.*?)\s+(?P<size>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>GiB|GB)"
@@ -67,7 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _cells(plan: Planned, skipped: Mapping[str, str], guesses: Mapping[str, Cost]) -> str:
     """The table of cells; mappings are by cell id."""
     several = differing(plan.cells)
-    rows = [("cell", "backend", "N", "W", "micro-batch", "dtype", "time", "memory", "")]
+    header = ("cell", "backend", "N", "W", "micro-batch", "dtype", "time", "memory", "")
+    rows = []
     for cell in plan.cells:
         guess = guesses[cell.cell_id]
         remarks = [", ".join(phrases(cell, several)), cell.world.label, "A/A twin" * bool(cell.twin)]
@@ -85,7 +87,7 @@ def _cells(plan: Planned, skipped: Mapping[str, str], guesses: Mapping[str, Cost
                 "  ".join(filter(None, remarks)),
             )
         )
-    return table(rows, right=(2, 3, 4, 6, 7))
+    return Table.from_rows(header, rows, (2, 3, 4, 6, 7)).text()
 
 
 def _totals(plan: Planned, skipped: Mapping[str, str], guesses: Mapping[str, Cost]) -> Iterator[str]:

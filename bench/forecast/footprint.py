@@ -29,11 +29,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from bench.backends.accelerate import AccelerateFSDP2
 from bench.backends.base import BF16_PARAMETERS, Backend
-from bench.backends.deepspeed import ZeroBackend
-from bench.backends.lightning import LightningBackend
-from bench.backends.plain import DDPBackend
 from bench.judge import formulas, zero
 from bench.plan.cell import Cell, Device, Precision, RankGroup, Sharding, Sync
 from bench.plan.models import SIZES
@@ -65,16 +61,11 @@ class Moment:
     """Gathered and cast parameters, gradients of one micro-batch, buffers of collectives, work space."""
 
 
-def _zero(backend: type[Backend]) -> type[ZeroBackend]:
-    assert issubclass(backend, ZeroBackend)
-    return backend
-
-
 def declined(cell: Cell, backend: type[Backend]) -> str:
     """Why the memory of such a cell is not predicted; empty if it is."""
     if cell.compiled:
         return "the compiler decides what compiled blocks save and need"
-    if cell.activation_checkpointing and backend.stage == 3 and _zero(backend).own_defaults:
+    if cell.activation_checkpointing and backend.stage == 3 and backend.own_defaults:
         return "there is no formula for what ZeRO-3 gathers during recomputation"
     return ""
 
@@ -140,8 +131,8 @@ class TensorSizes:
         """Copies of weights that autocast makes and autograd saves."""
         self.is_single = cell.accumulate == 1
         """Whether the window has one micro-batch, so that no gradients are held before its backward."""
-        self.zeroes_late = self.is_single and issubclass(backend, LightningBackend)
-        """Whether the gradients of the window before are freed after the first forward (Lightning)."""
+        self.zeroes_late = self.is_single and backend.frees_gradients_late
+        """Whether the gradients of the window before are freed after the first forward."""
         self.num_blocks = size.num_layers
 
     def saved_at(self, passed: int) -> int:
@@ -162,7 +153,7 @@ def _replicated(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]
     """DDP and a single process: parameters and gradients are whole, and autocast casts the weights."""
     whole, table = 4 * sizes.layout.num_parameters, 4 * sizes.table
     # DDP's buckets, of which reduced gradients are views, and the sums of a deferred reduction beside them.
-    views = whole * (issubclass(sizes.backend, DDPBackend) and sizes.backend.bucket_views)
+    views = whole * sizes.backend.bucket_views
     before = views if sizes.is_single else held["gradients"]
     of_head = table * (sizes.tied or (sizes.is_single and not views))
     casts, head = sizes.cast_blocks + sizes.cast_head, sizes.head
@@ -187,9 +178,7 @@ def _fsdp2(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
     An all-gather and a reduce-scatter have buffers of their own. In the backward the next unit is gathered ahead, and
     the input of a reduction lives until the next one. The root is gathered from forward to backward, and reduced last.
     """
-    cell, element, layout = sizes.cell, sizes.element, sizes.layout
-    if issubclass(sizes.backend, AccelerateFSDP2):
-        layout = formulas.accelerate_units(layout)
+    cell, element, layout = sizes.cell, sizes.element, formulas.units_of(sizes.backend, sizes.layout)
     splits_root = layout is not sizes.layout  # the embedding is a unit of its own, and the head is reduced first
     ranks, sharding, sync = cell.group_size(RankGroup.SHARD), sizes.backend.sharding, sizes.backend.sync
     units = {unit: formulas.padded(parameters, ranks) for unit, parameters in layout.units.items()}
@@ -241,7 +230,7 @@ def _zero2(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
     and adds them at its end (deepspeed/runtime/zero/stage_1_and_2.py). A table, larger than a bucket, is reduced alone.
     """
     cell, layout, element, table = sizes.cell, sizes.layout, sizes.element, sizes.element * sizes.table
-    options, ranks = zero.options_of(_zero(sizes.backend), cell, layout), cell.world_size
+    options, ranks = zero.options_of(sizes.backend, cell, layout), cell.world_size
     is_deferred = sizes.backend.sync is Sync.DEFERRED
     partition = zero.flat(layout, ranks) // ranks
     overlap = max(zero.overlapping(layout, ranks, rank) for rank in {0, min(1, ranks - 1), ranks - 1})
@@ -291,10 +280,10 @@ def _zero3(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
     whole = 4 * layout.num_parameters * is_deferred
     sums, partitions = held["gradients"], held["gradients"] - whole
     before = partitions if sizes.is_single else sums
-    backend = _zero(sizes.backend)
-    live = min(layout.num_parameters, zero.options_of(backend, sizes.cell, layout)["stage3_max_live_parameters"])
+    options = zero.options_of(sizes.backend, sizes.cell, layout)
+    live = min(layout.num_parameters, options["stage3_max_live_parameters"])
     gathered = sizes.element * live * has_several
-    resident = gathered * backend.own_defaults  # from forward to backward
+    resident = gathered * sizes.backend.own_defaults  # from forward to backward
     reduced_table = table + 4 * sizes.table * sizes.is_bf16
     of_head = table * (sizes.tied or (is_deferred and sizes.is_single))
     yield Moment("loss", before, sizes.saved, sizes.loss + resident)

@@ -25,8 +25,8 @@ from bench.judge.formulas import NO_SETTINGS, Settings
 from bench.plan.cell import Cell, Device
 from bench.plan.column import DASH
 from bench.report.sections import PageSection
-from bench.report.tabular import Table
 from bench.run.links import between, ranks_of
+from bench.tabular import Table
 
 HEADER = ("cell", "s/step", "compute", "communication", "overlapped", "serial", "off serial (%)")
 """Of the table in the report; times in seconds."""
@@ -178,5 +178,5 @@ def section(data: Analysis) -> PageSection | None:
         title="Do steps take as long as the links predict?",
         sentences=tuple(dict.fromkeys(sentences)),
         plots=(),
-        table=Table.from_rows("Step times, measured and predicted from the links", HEADER, rows),
+        table=Table.from_rows(HEADER, rows, range(1, len(HEADER)), "Step times, measured and predicted from the links"),
     )

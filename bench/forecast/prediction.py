@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 
 from bench.backends.base import Backend
-from bench.backends.deepspeed import DeepSpeedZero2Deferred
 from bench.forecast.footprint import Footprint, declined, footprint
 from bench.formatting import rate
 from bench.judge.formulas import BUILT_IN, NO_SETTINGS, Collective, Expectation, Settings, expect, layout_of, wire_bytes
@@ -30,8 +29,6 @@ from bench.plan.cell import REFERENCES, Cell, Device, Precision, RankGroup
 from bench.plan.models import SIZES
 from bench.workload.layout import Layout
 
-MECHANISMS = ("torch DDP", "FSDP2", "HSDP", "DeepSpeed")
-"""Frameworks that others wrap."""
 EQUAL = 0.02
 """Relative difference of memory and bytes up to which a wrapper equals what it wraps."""
 COUNTED_N = 8
@@ -149,9 +146,7 @@ class Prediction:
     @property
     def refusal(self) -> str:
         """Why the backend does not run this cell; empty if it does."""
-        if issubclass(self.backend, DeepSpeedZero2Deferred) and self.cell.precision is Precision.BF16:
-            return "coalesce_grad_reduction sums gradients in bf16, all others in fp32, so the backend refuses bf16"
-        return ""
+        return self.backend.not_bf16 if self.cell.precision is Precision.BF16 else ""
 
     @property
     def not_predicted(self) -> str:
@@ -257,7 +252,7 @@ def predicted_communication(cell: Cell, link: Link, settings: Settings = NO_SETT
 
 def grouped_with(predictions: Sequence[Prediction]) -> dict[str, str]:
     """For each wrapper that equals a mechanism of PyTorch or DeepSpeed: the name of that."""
-    mechanisms = [prediction for prediction in predictions if prediction.backend.framework in MECHANISMS]
+    mechanisms = [prediction for prediction in predictions if prediction.backend.is_mechanism]
     found = {}
     for prediction in predictions:
         equal = next((mechanism.name for mechanism in mechanisms if prediction.equals(mechanism)), None)

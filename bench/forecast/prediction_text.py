@@ -7,9 +7,10 @@ from typing import Any
 
 from bench.forecast.choice import MARGIN, Choice, Choices, Question
 from bench.forecast.fit import reserve_bytes, reserves
-from bench.formatting import digits, size, table
+from bench.formatting import digits, size
 from bench.plan.cell import Cell, among
 from bench.plan.models import SIZES
+from bench.tabular import Table
 
 GIB = 2**30
 COLUMNS = {
@@ -39,16 +40,17 @@ PEAK = (
     "Peaks are a closed form: what is held, exactly, and at each moment of a window the activations that autograd "
     "saves (arXiv:2205.05198; a Llama block with fused attention) and the largest tensors of that moment (other: "
     "gathered and cast parameters, new gradients, buffers, work space). They are within 5 % in 95 % of the cells of "
-    "models from 135m on, and up to 20 % off in smaller ones. --exact measures the peak of one backend on fake tensors."
+    "models from 135m on, and up to 20 % off in smaller ones (docs/memory-and-bytes.md). --exact measures the peak of "
+    "one backend on fake tensors."
 )
 """tests/forecast/test_footprint.py checks these figures."""
 TIMES = (
     "overlapped = max(compute, communication): communication is hidden as far as it can be; serial = compute + "
     "communication: none is. communication = calls x latency + wire bytes / link, with the wire bytes of ring "
     "algorithms. Both are estimates, not bounds: they leave out what the host does between collectives and waiting for "
-    "slower ranks. In the CPU runs of results/ no step took less than overlapped, but most took longer than serial, up "
-    "to 2.4 times as long; 98 % of the pairs of backends that the estimates tell apart were measured in that order "
-    "(results/links/links.md). No GPU run has checked them yet."
+    "slower ranks. In the CPU runs of results/ 1 of 133 steps took less than overlapped, and most took longer than "
+    "serial, up to 2.4 times as long; 98 % of the pairs of backends that the estimates tell apart were measured in "
+    "that order (results/links/links.md). No GPU run has checked them yet."
 )
 """tests/studies/test_links.py checks these figures."""
 LEVELS = (
@@ -128,7 +130,7 @@ def _backend_table(question: Question, records: Records) -> str:
     levels = {"intra": "intra_bytes", "inter": "inter_bytes"} if _has_levels(question) else {}
     seconds = [name for name, key in SECONDS.items() if any(row[key] is not None for row in records)]
     names = ["backend", *COLUMNS, "peak", *fits, *levels, *seconds]
-    found = [[*names, ""]]
+    found = []
     for row in (row for row in records if not row["equals"]):
         values = ["-"] * (len(names) - 1)
         if _is_predicted(row):
@@ -138,7 +140,7 @@ def _backend_table(question: Question, records: Records) -> str:
             values += [f"{row[SECONDS[name]]:.4g}" for name in seconds]
         equal = wrappers.get(row["backend"])
         found.append([row["backend"], *values, "  ".join(filter(None, [_remark(row), equal and f"= {equal}"]))])
-    return table(found, right=range(1, len(names)))
+    return Table.from_rows([*names, ""], found, range(1, len(names))).text()
 
 
 def _is_predicted(row: Mapping[str, Any]) -> bool:
@@ -166,7 +168,7 @@ def _choice_table(choices: Choices) -> str:
         [f"N = {accumulate}", *(_choice_text(choices[accumulate, world_size]) for world_size in sizes)]
         for accumulate in sorted({accumulate for accumulate, _ in choices})
     ]
-    return table([["", *(f"W = {world_size}" for world_size in sizes)], *rows])
+    return Table.from_rows(["", *(f"W = {world_size}" for world_size in sizes)], rows).text()
 
 
 def _choice_text(choice: Choice) -> str:

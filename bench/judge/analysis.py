@@ -160,9 +160,9 @@ class Analysis:
         """
         evidence, pair = self.run.evidence.of(self.run.cells[cell_id]), self.pairs.get(cell_id)
         has_time = evidence.sample.trials and evidence.num_ok and not evidence.barred
-        time = estimate(tuple(evidence.sample.trials)) if has_time else None
+        time = estimate(evidence.sample.trials) if has_time else None
         # A busy machine takes time, and no memory.
-        has_memory = evidence.num_ok and set(evidence.barred) <= set(evidence.disturbed)
+        has_memory = evidence.num_ok and not evidence.is_wrong
         row = {
             "cell_id": cell_id,
             "label": self.run.labels[cell_id],

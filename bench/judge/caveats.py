@@ -84,7 +84,7 @@ def _of_cell(run: Run, cell_id: str) -> Iterator[Finding]:
         return Finding(level, topic, text, subject=subject, cells=(cell_id,), brief=text)
 
     if evidence.barred:
-        topic = "machine" if set(evidence.barred) <= set(evidence.disturbed) else "gates"
+        topic = "gates" if evidence.is_wrong else "machine"
         yield finding(Level.WARNING, topic, f"not comparable: {'; '.join(evidence.barred)}")
     for (status, reason), count in evidence.failures.items():
         why = f"{count} of {plural(evidence.num_trials, 'trial')} ended {status}: {reason or 'no reason was recorded'}"

@@ -39,8 +39,8 @@ class CellEvidence:
     accumulation_dtype: str = ""
     work: str = ""
     """What is trained, in any form that is equal for equal work."""
-    failed_gates: Sequence[str] = ()
-    """What failed gates found, each reason once."""
+    failed_gates: Sequence[tuple[str, ...]] = ()
+    """What failed gates found of a trial, each once."""
     disturbed: Sequence[str] = ()
     """How the machine was disturbed."""
     peak_memory_bytes: int | None = None
@@ -48,6 +48,8 @@ class CellEvidence:
     peak_memory_sources: frozenset[str] = frozenset()
     optimizer_steps: int | None = None
     num_parameters: int | None = None
+    is_wrong: bool = False
+    """Whether a gate found more than that its world has no times."""
     barred: Sequence[str] = ()
     """Why none of its numbers may be cited; that its world has no times is no such reason."""
 
@@ -57,8 +59,9 @@ class CellEvidence:
 
     @property
     def obstacles(self) -> tuple[str, ...]:
-        """Why no time of this side may be compared."""
-        return (*self.failed_gates, *self.disturbed)
+        """Why no time of this side may be compared, in clauses; the first of each reason names the cell."""
+        every = (*self.failed_gates, *((text,) for text in self.disturbed))
+        return tuple(text for first, *more in every for text in (f"{self.label}: {first}", *more))
 
     @property
     def outcome(self) -> str:
@@ -80,6 +83,7 @@ class EvidenceByCell:
         self._trials: dict[str, list[Row]] = {}
         for row in rows_of(tables.trials.sort_values("repeat", kind="stable")):
             self._trials.setdefault(row["cell_id"], []).append(row)
+        self._failures = tables.failures
         self._num_steps = tables.steps.groupby(["cell_id", "repeat"]).size().to_dict()
         # By cell, not by id: computing an id takes time.
         self._found: dict[Cell, CellEvidence] = {}
@@ -99,11 +103,12 @@ class EvidenceByCell:
             raise ValueError(f"the run has no cell {cell.cell_id}")
         good = [row for row in trials if row["status"] == Status.OK]
         timed: list[Row] = []
-        gates: dict[str, None] = {}
+        gates: dict[tuple[str, ...], bool] = {}
         for row in trials:
             wrong = self._wrong_steps(cell, row)
             if row["status"] == Status.INVALID or (row["status"] == Status.OK and wrong):
-                gates[row["reason"] or wrong] = None
+                told = self._failures.get((row["cell_id"], row["repeat"]), (row["reason"] or wrong,))
+                gates[told] = row["status"] == Status.INVALID or cell.world.is_timed
             if row["status"] == Status.OK and not wrong:
                 timed.append(row)
         clocks = [row["sm_clock_mhz"] for row in timed]
@@ -113,7 +118,7 @@ class EvidenceByCell:
         bad = [row for row in trials if row["status"] != Status.OK]
         worst = next((row for row in bad if row["status"] == Status.INVALID), (bad or trials)[0])
         disturbed = tuple(restless(good))
-        wrong_results = [text for text in gates if text != cell.world.caveat]
+        wrong_results = [text for told, is_wrong in gates.items() if is_wrong for text in told]
         return CellEvidence(
             label=self._letter + cell.label,
             sample=self._sample(timed, [1.0] * len(timed)),
@@ -132,6 +137,7 @@ class EvidenceByCell:
             peak_memory_sources=frozenset(_known(good, "peak_memory_source")),
             optimizer_steps=max(_known(good, "optimizer_steps_observed"), default=None),
             num_parameters=max(_known(trials, "num_parameters"), default=None),
+            is_wrong=bool(wrong_results),
             barred=(*wrong_results, *(disturbed if cell.world.is_timed else ())),
         )
 

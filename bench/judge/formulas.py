@@ -197,19 +197,20 @@ def local(parameters: Sequence[Parameter], world_size: int, rank: int) -> int:
     return found
 
 
-def fsdp2(backend: type[FSDP2Backend], cell: Cell, layout: Layout, rank: int, settings: Settings) -> CallsAndHeld:
-    """FSDP2 over the ranks of a shard group: all of them, or W / R under HSDP."""
+def fsdp2(
+    backend: type[FSDP2Backend], cell: Cell, layout: Layout, rank: int, settings: Settings
+) -> CallsAndHeld | None:
+    """FSDP2 over the ranks of a shard group: all of them, or W / R under HSDP.
+
+    None where the root is split and the model is not shipped: the units then depend on methods of the model.
+    """
+    if backend.splits_root and cell.workload != "llama":
+        return None
+    layout = units_of(backend, layout)
     w = cell.world_size // (cell.replicate or 1)
     state = moments(cell, local(layout.parameters, w, rank % w), len(layout.parameters))
     held = fsdp2_held(backend, cell, layout, w) | {"optimizer_state": state}
     return fsdp2_collectives(backend, cell, layout, w), held
-
-
-def accelerate_fsdp2(
-    backend: type[FSDP2Backend], cell: Cell, layout: Layout, rank: int, settings: Settings
-) -> CallsAndHeld | None:
-    """FSDP2 with Accelerate's units. None for other models, where the units depend on methods of the model."""
-    return fsdp2(backend, cell, accelerate_units(layout), rank, settings) if cell.workload == "llama" else None
 
 
 def fsdp2_collectives(backend: type[FSDP2Backend], cell: Cell, layout: Layout, world_size: int) -> Iterator[Call]:
@@ -237,12 +238,14 @@ def fsdp2_collectives(backend: type[FSDP2Backend], cell: Cell, layout: Layout, w
         yield "all_reduce", "float32", len(layout.parameters), 1
 
 
-def accelerate_units(layout: Layout) -> Layout:
-    """The units in which Accelerate shards a decoder of transformers: blocks and embedding, then norm and head.
+def units_of(backend: type[Backend], layout: Layout) -> Layout:
+    """The layout in the units that FSDP2 shards: where the root is split, blocks and embedding, then norm and head.
 
     The last two are one unit, which stays gathered from forward to backward as the root does elsewhere; the root
     itself has no parameters. A tied embedding is in that unit (accelerate/utils/fsdp_utils.py:fsdp2_prepare_model).
     """
+    if not backend.splits_root:
+        return layout
     embedding, *_, last = layout.parameters
     if last.unit != ROOT or not last.name.startswith("lm_head"):
         return layout

@@ -43,7 +43,7 @@ class Gate(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A gate that a trial failed."""
+    """A gate that a trial failed; of several of one gate, each has a clause."""
 
     gate: Gate
     text: str
@@ -140,16 +140,18 @@ def judge(tables: Tables, records: Sequence[Mapping[str, Any]] = (), peaks: Mapp
             found[index] = _step_failures(row) if world.computes else []
     trials["max_loss_deviation"] = pd.Series(largest, dtype="Float64").reindex(trials.index)
     filled, wrong = expected.fill(replace(tables, trials=trials), records, peaks)
-    for index, cell_id in good["cell_id"].items():
+    told: dict[tuple[str, int], tuple[str, ...]] = {}
+    for index, cell_id, repeat in zip(good.index, good["cell_id"], good["repeat"], strict=True):
         failed = [*found[index], *(Failure(Gate.BYTES, text) for text in wrong.get(cell_id, ()))]
         if failed:
+            told[cell_id, repeat] = tuple(failure.text for failure in failed)
             trials.loc[index, ["status", "reason", "failed_gates", "update_causes"]] = [
                 str(Status.INVALID),
-                "; ".join(failure.text for failure in failed),
+                "; ".join(told[cell_id, repeat]),
                 ",".join(dict.fromkeys(failure.gate for failure in failed)),
                 ",".join(cause for failure in failed for cause in failure.causes),
             ]
-    return replace(filled, trials=trials)
+    return replace(filled, trials=trials, failures=told)
 
 
 DEFECT = Cause.DIVIDED_TWICE
@@ -192,7 +194,7 @@ def failures(row: Any, deviation: Deviation | None) -> list[Failure]:
     found = _step_failures(row)
     if pd.notna(row["other_work"]) and row["other_work"]:
         found.append(Failure(Gate.WORK, f"forward and backward are not those of the plain model: {row['other_work']}"))
-    update = _update_failure(row, limits)
+    update = _update_failures(row, limits)
     if deviation is None:
         text = "losses could not be checked: the reference failed or is missing, or not every step has a loss"
         found.append(Failure(Gate.LOSS, text))
@@ -209,10 +211,10 @@ def failures(row: Any, deviation: Deviation | None) -> list[Failure]:
         if deviation.num_steps < row["optimizer_steps_expected"]:
             what += f" in the first {plural(deviation.num_steps, 'step')}"
         if update and finite and _moves_losses(row):
-            update = replace(update, text=f"{update.text}; so {what}")
+            update.append(Failure(Gate.UPDATE, f"so {what}"))
         else:
             found.append(Failure(Gate.LOSS, what))
-    return [*found, update] if update else found
+    return found + update
 
 
 def _device_failure(row: Any) -> Failure | None:
@@ -228,10 +230,10 @@ def _device_failure(row: Any) -> Failure | None:
     return Failure(Gate.DEVICE, text)
 
 
-def _update_failure(row: Any, limits: Tolerance) -> Failure | None:
-    """What is wrong with the update of one SGD window, with the cell's clipping; None if it is right."""
+def _update_failures(row: Any, limits: Tolerance) -> list[Failure]:
+    """What is wrong with the update of one SGD window, with the cell's clipping; empty if it is right."""
     if pd.isna(row["update_error"]):
-        return Failure(Gate.UPDATE, "no update to check: the update pass did not run, or the reference has none")
+        return [Failure(Gate.UPDATE, "no update to check: the update pass did not run, or the reference has none")]
     scale, residual, clip = row["update_scale"], row["update_residual"], _clip(row)
     limit, rounding = f"(limit {limits.update_error:g} in {row['precision']})", max(SAME_FACTOR, limits.update_error)
     right_before = clip is not None and not row["unclipped_error"] > limits.update_error
@@ -248,8 +250,9 @@ def _update_failure(row: Any, limits: Tolerance) -> Failure | None:
             f"clipped to norm {clip.norm:g}"
         )
     else:
-        return None
-    return Failure(Gate.UPDATE, f"{what}: {cause.text}", cause.causes)
+        return []
+    found = [Failure(Gate.UPDATE, f"{what}: {cause.text}", cause.causes)]
+    return found + [Failure(Gate.UPDATE, cause.after)] * bool(cause.after)
 
 
 def _moves_losses(row: Any) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from bench.findings import Finding, error, good, warning
 from bench.formatting import plural, some
 from bench.judge.analysis import Analysis
 from bench.judge.loading import Run, load, missing_trials
+from bench.judge.tables import NAMES
 from bench.plan.cell import REFERENCES, Status
 from bench.run.trial_record import warmup
 
@@ -52,13 +52,13 @@ def _tables(folder: Path, run: Run) -> Iterator[Finding]:
     """Compares the tables on disk with those built from the journal."""
     topic, again = "tables", f"write it again with: python -m bench report {folder}"
     different = False
-    for field in fields(run.tables):
-        path = folder / f"{field.name}.parquet"
+    for name in NAMES:
+        path = folder / f"{name}.parquet"
         if not path.exists():
             yield warning(topic, f"{path.name} is missing; {again}")
             continue
-        stored, recomputed = pd.read_parquet(path), getattr(run.tables, field.name)
-        if missing := [name for name in recomputed if name not in stored.columns]:
+        stored, recomputed = pd.read_parquet(path), getattr(run.tables, name)
+        if missing := [column for column in recomputed if column not in stored.columns]:
             yield warning(topic, f"{path.name} has no column {', '.join(missing)}; {again}")
         for text in _differences(stored, recomputed):
             different = True

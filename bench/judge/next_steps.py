@@ -9,13 +9,14 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.backends.base import built_in
 from bench.findings import Finding, note, warning
 from bench.formatting import plural
 from bench.judge.loading import Run
 from bench.judge.pairs import ComparedPair
 from bench.judge.statistics import MIN_REPEATS, MIN_TRIALS
 from bench.judge.verdicts import MORE_HELPS, Reason, Verdict
-from bench.plan.cell import REFERENCES
+from bench.plan.cell import REFERENCES, Sync
 
 BENCH = ("python", "-m", "bench")
 VIRTUAL = (
@@ -23,8 +24,6 @@ VIRTUAL = (
     "those of a real rank"
 )
 SHARED = "The ranks shared GPUs, over gloo, so no step is timed; memory, calls and updates are those of real ranks"
-PARTNERS = ("ddp-deferred", "fsdp2-deferred")
-"""Of these, one is proposed where a run has a single backend."""
 FAILED = frozenset({Reason.FAILED_TRIALS, Reason.NO_TRIALS})
 UNAVAILABLE = "No times can be compared"
 
@@ -45,7 +44,7 @@ def times_unavailable(run: Run, rows: Sequence[ComparedPair], folder: Path) -> F
     # Cells that failed are statements of their own.
     tried = [row for row in rows if row.reason not in (Reason.GATE, Reason.NO_TRIALS)] or rows
     reasons = Counter(row.reason for row in tried)
-    details = {row.reason: row.detail.partition("; ")[0] for row in reversed(tried)}
+    details = {row.reason: row.details[0] for row in reversed(tried)}
     texts = [
         details[reason] + (f" ({count} of {plural(len(tried), 'comparison')})" if len(reasons) > 1 else "")
         for reason, count in reasons.most_common()
@@ -61,7 +60,9 @@ def _nothing_to_compare(run: Run) -> Finding:
     if len(named) > 1 and run.manifest.get("baseline") in REFERENCES:
         text = "The baseline is a reference, with which no times are compared"
         return warning(UNAVAILABLE, text, command=again(run, **{"--baseline": named[0]}))
-    options: dict[str, Any] = {"--backend": named + [name for name in PARTNERS if name not in named][:1]}
+    kinds = built_in().items()
+    deferred = [name for name, kind in kinds if kind.is_mechanism and kind.sync is Sync.DEFERRED and name not in named]
+    options: dict[str, Any] = {"--backend": named + deferred[:1]}
     if _repeats(run) < MIN_TRIALS:
         options["--repeats"] = MIN_REPEATS
     return warning(UNAVAILABLE, "No two cells of the run differ in the backend alone", command=again(run, **options))

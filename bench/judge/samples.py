@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from bench.judge.statistics import MIN_TRIALS, SEED, TRIM, Array, bootstrap, trimmed_mean
+from bench.judge.statistics import MIN_TRIALS, Array, LogMean
 from bench.judge.tables import good_trials
 from bench.plan.cell import Status
 
-NAME = f"{100 * TRIM:g} % trimmed mean"
-"""Name of the estimate in headers and captions. It is a mean of logarithms, so a geometric one."""
+NAME = "geometric mean"
+"""Name of the estimate in headers and captions."""
 
 
 class Estimate(NamedTuple):
-    """Seconds of an optimizer step: the trimmed mean of the logarithms of trials' medians, as in ``ratio``."""
+    """Seconds of an optimizer step: the geometric mean of trials' medians, as in ``ratio``."""
 
     seconds: float
     low: float | None = None
@@ -30,14 +30,13 @@ class Estimate(NamedTuple):
     """Ends of the 95 % interval over the trials of the run; None with fewer than MIN_TRIALS trials."""
 
 
-@lru_cache(maxsize=4096)  # tables and figures of a report ask for the same cells
-def estimate(medians: tuple[float, ...]) -> Estimate:
+def estimate(medians: Sequence[float] | Array) -> Estimate:
     """The estimate from the seconds of each trial, at least one. Its interval covers this run, not other days."""
-    logs = np.log(np.array([medians], dtype=float))
-    seconds = math.exp(trimmed_mean(logs)[0])
-    if len(medians) < MIN_TRIALS:
+    logs = np.log(np.asarray(medians, dtype=float))
+    seconds = math.exp(logs.mean())
+    if len(logs) < MIN_TRIALS:
         return Estimate(seconds)
-    (low,), (high,) = bootstrap(logs).interval()
+    low, high = LogMean.of(logs).interval()
     return Estimate(seconds, math.exp(low), math.exp(high))
 
 
@@ -50,7 +49,7 @@ def step_times(trials: pd.DataFrame) -> dict[str, Estimate]:
     seconds = trials["step_time_s"].to_numpy(dtype=float, na_value=np.nan)
     used = good_trials(trials[np.isfinite(seconds) & (seconds > 0)])
     return {
-        str(cell_id): estimate(tuple(values.astype(float)))
+        str(cell_id): estimate(values.to_numpy(dtype=float))
         for cell_id, values in used.groupby("cell_id", sort=False)["step_time_s"]
     }
 
@@ -64,6 +63,7 @@ MIN_BIMODAL = 8
 """Least number of trials to tell two modes from chance."""
 NULLS = 4000
 """Number of simulated unimodal samples per kind of noise."""
+SEED = 20
 
 
 class Tested(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,15 @@ SOURCES = {name: column for name, column in COLUMNS["trials"].items() if column.
 
 @dataclass
 class Tables:
-    """The tables of one run, by name; each is also a parquet file in the run's folder."""
+    """The tables of one run, by name (``NAMES``); each is also a parquet file in the run's folder."""
 
     trials: pd.DataFrame
     steps: pd.DataFrame
     losses: pd.DataFrame
     collectives: pd.DataFrame
     memory: pd.DataFrame
+    failures: Mapping[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
+    """What the gates found of each trial that failed one, by cell_id and repeat."""
 
     def write(self, folder: Path) -> list[Path]:
         """Write each table as a parquet file, atomically; return the paths."""
@@ -52,7 +54,7 @@ class Tables:
         return paths
 
 
-NAMES = tuple(field.name for field in fields(Tables))
+NAMES = ("trials", "steps", "losses", "collectives", "memory")
 """Names of the tables that are built from the journal."""
 
 
@@ -69,7 +71,8 @@ def build(records: list[dict[str, Any]], manifest: dict[str, Any]) -> Tables:
     for (cell_id, repeat), record in latest.items():
         for name, rows in _child_rows(record, cells[cell_id]).items():
             children[name].extend({"cell_id": cell_id, "repeat": repeat, **row} for row in rows)
-    return Tables(trials=frame_of("trials", trials), **{name: frame_of(name, rows) for name, rows in children.items()})
+    frames: dict[str, Any] = {name: frame_of(name, rows) for name, rows in ({"trials": trials} | children).items()}
+    return Tables(**frames)
 
 
 def frame_of(name: str, rows: pd.DataFrame | Sequence[Mapping[Any, Any]]) -> pd.DataFrame:

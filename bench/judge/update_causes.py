@@ -35,6 +35,8 @@ class Explanation:
 
     text: str
     causes: tuple[Cause, ...] = ()
+    after: str = ""
+    """What clipping has made of it, where the text is about the gradient before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +94,8 @@ def explain_update(
         before = explain_update(clip.unclipped_scale, residual, accumulate, world_size, None, rounding)
         how = "too short to be clipped" if clip.gradient_norm <= clip.norm else "clipped"
         right = "" if abs(scale / clip.right_scale - 1) < SAME_FACTOR else f" and not {clip.right_scale:.3g}"
-        after = f"{scale:.3g} times{right} ({how} to {clip.norm:g})"
-        return Explanation(f"before clipping {before.text}; after, {after}", before.causes)
+        after = f"after, {scale:.3g} times{right} ({how} to {clip.norm:g})"
+        return Explanation(f"before clipping {before.text}", before.causes, after)
     factors = {
         Cause.DIVIDED_TWICE: 1 / accumulate,
         Cause.NOT_DIVIDED: accumulate,

@@ -101,10 +101,16 @@ class Comparison:
     """Whether something forbids a verdict: the reason."""
     verdict: Verdict = Verdict.AMBIGUOUS
     reason: Reason = Reason.FEW_TRIALS
-    detail: str = ""
+    details: tuple[str, ...] = ()
+    """What was found, the first part first."""
     p_different: float | None = None
     p_same: float | None = None
     """After Holm's correction over all comparisons of the report."""
+
+    @property
+    def detail(self) -> str:
+        """All details in one line."""
+        return "; ".join(self.details)
 
 
 BLOCKS = frozenset(
@@ -126,12 +132,12 @@ def compare(a: CellEvidence, b: CellEvidence, control: Interval | None, margin: 
     found = Comparison(time=time, control=control, margin=margin, cycles=cycles)
     if blocked is None:
         return found
-    reason, detail = blocked
+    reason, details = blocked
     verdict = Verdict.NOT_COMPARABLE if reason in BLOCKS else Verdict.AMBIGUOUS
-    return replace(found, blocked=True, verdict=verdict, reason=reason, detail=detail)
+    return replace(found, blocked=True, verdict=verdict, reason=reason, details=details)
 
 
-def _blocked(a: CellEvidence, b: CellEvidence) -> tuple[Reason, str] | None:
+def _blocked(a: CellEvidence, b: CellEvidence) -> tuple[Reason, tuple[str, ...]] | None:
     """What forbids a verdict, the gravest reason first."""
     for reason, ours, theirs in (
         (Reason.WORK, a.work, b.work),
@@ -139,18 +145,18 @@ def _blocked(a: CellEvidence, b: CellEvidence) -> tuple[Reason, str] | None:
         (Reason.ACCUMULATION, a.accumulation_dtype, b.accumulation_dtype),
     ):
         if ours != theirs:
-            return reason, f"{a.label} has {ours or 'none'}, {b.label} has {theirs or 'none'}"
-    if found := [f"{side.label}: {text}" for side in (a, b) for text in side.obstacles]:
-        return Reason.GATE if a.failed_gates or b.failed_gates else Reason.DISTURBED, "; ".join(found)
+            return reason, (f"{a.label} has {ours or 'none'}, {b.label} has {theirs or 'none'}",)
+    if found := (*a.obstacles, *b.obstacles):
+        return Reason.GATE if a.failed_gates or b.failed_gates else Reason.DISTURBED, found
     for side in (a, b):
         if not side.sample.trials:
-            return Reason.NO_TRIALS, f"{side.label}: {plural(side.num_failed, 'trial')}, none of which succeeded"
-    failed = [
+            return Reason.NO_TRIALS, (f"{side.label}: {plural(side.num_failed, 'trial')}, none of which succeeded",)
+    failed = tuple(
         f"{side.label}: {side.num_failed} of {plural(side.num_failed + len(side.sample.trials), 'trial')} failed"
         for side in (a, b)
         if side.num_failed
-    ]
-    return (Reason.FAILED_TRIALS, "; ".join(failed)) if failed else None
+    )
+    return (Reason.FAILED_TRIALS, failed) if failed else None
 
 
 def judge_all(comparisons: Iterable[Comparison]) -> list[Comparison]:
@@ -170,19 +176,19 @@ def judge_all(comparisons: Iterable[Comparison]) -> list[Comparison]:
 def _judged(comparison: Comparison) -> Comparison:
     time, control = comparison.time, comparison.control
     if time is None or time.low is None:
-        return replace(comparison, reason=Reason.FEW_TRIALS, detail=time.reason if time else "no ratio")
+        return replace(comparison, reason=Reason.FEW_TRIALS, details=(time.reason if time else "no ratio",))
     if control is None or control.low is None:
         why = "there is no A/A pair" if control is None else f"A/A pair: {control.reason}"
-        return replace(comparison, reason=Reason.NO_CONTROL, detail=why)
+        return replace(comparison, reason=Reason.NO_CONTROL, details=(why,))
     verdict, reason = _of_interval(time, comparison)
-    detail = f"{time.ratio:.4f} [{time.low:.4f}, {time.high:.4f}]"
+    details = [f"{time.ratio:.4f} [{time.low:.4f}, {time.high:.4f}]"]
     if (cycles := comparison.cycles) is not None and verdict is not Verdict.AMBIGUOUS:
         # Whatever Holm said of the seconds goes for the cycles: what must agree is where the interval is.
         other = Verdict.AMBIGUOUS if cycles.low is None else _of_interval(cycles, comparison)[0]
         if other is not verdict:
-            detail += f"; in cycles {cycles.ratio:.4f}, which is {other}"
+            details.append(f"in cycles {cycles.ratio:.4f}, which is {other}")
             verdict, reason = Verdict.AMBIGUOUS, Reason.CLOCKS
-    return replace(comparison, verdict=verdict, reason=reason, detail=detail)
+    return replace(comparison, verdict=verdict, reason=reason, details=tuple(details))
 
 
 def excess(control: Interval | None) -> float:

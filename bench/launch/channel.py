@@ -5,6 +5,8 @@ other's fresh random challenge by its HMAC (``multiprocessing.connection``). So 
 task to a node, which would run code there, or report results, or replay earlier messages. The messages are not
 encrypted: whoever can change packets between the nodes can change them, as well as all that the ranks send each other
 over gloo, NCCL and torch's store, which know no secret. Nothing is unpickled.
+
+Not by its ``Listener`` and ``Client``: a stranger who says nothing would hold ``accept``, and so every node, for ever.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import json
 import socket
 import struct
 import threading
-from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
@@ -27,10 +28,6 @@ HELLO_BYTES, MESSAGE_BYTES = 4096, 2**30
 
 class LostError(Exception):
     """The other end is gone, or says nothing any more."""
-
-
-class SecretError(Exception):
-    """The other end has another secret."""
 
 
 class Channel:
@@ -78,13 +75,11 @@ class NodeChannel(Channel):
     def authenticate(self, secret: bytes, *, is_controller: bool) -> None:
         """Prove to the other end that this one knows the secret, and let it do the same.
 
-        Raises SecretError or LostError.
+        Raises AuthenticationError if it has another secret, and LostError.
         """
         challenges = (deliver_challenge, answer_challenge) if is_controller else (answer_challenge, deliver_challenge)
         try:
             for challenge in challenges:
                 challenge(self._connection, secret)
-        except AuthenticationError as error:
-            raise SecretError(str(error)) from error
         except (EOFError, OSError, ValueError, AssertionError) as error:
             raise LostError(f"no proof: {error}") from error

@@ -1,4 +1,4 @@
-"""``bench run`` on every node but the first: runs this node's ranks of each trial on the controller's commands.
+"""``bench run`` on each node but node 0: runs the node's ranks of each trial, as the controller on node 0 commands.
 
 It ends when the controller says so, or by itself when that is gone for ``SILENT_S``. It leaves nothing behind.
 """
@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from multiprocessing import AuthenticationError
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,7 +22,7 @@ from bench.backends.base import EXTRA_BACKENDS
 from bench.errors import BAD, GOOD, InputError
 from bench.files import end_of
 from bench.launch import job_nodes
-from bench.launch.channel import SILENT_S, LostError, NodeChannel, SecretError
+from bench.launch.channel import SILENT_S, LostError, NodeChannel
 from bench.launch.job_nodes import Place
 from bench.launch.node import Node
 from bench.launch.node_task import NodeReport, NodeTask
@@ -42,7 +43,7 @@ def follow(place: Place, secret: bytes, about: Mapping[str, Any]) -> int:
         channel.authenticate(secret, is_controller=False)
         channel.send({**about, "num_nodes": place.num_nodes})
         answer = channel.receive(ANSWER_S) or {}
-    except SecretError as error:
+    except AuthenticationError as error:
         raise InputError(f"{job_nodes.SECRET}: node 0 at {channel.address} has another secret") from error
     except LostError as error:
         raise InputError(f"node 0 at {channel.address} did not let this node in ({error})") from error

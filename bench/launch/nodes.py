@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
+from multiprocessing import AuthenticationError
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn, Self
 
@@ -22,7 +23,7 @@ from bench import validation
 from bench.backends.base import EXTRA_BACKENDS
 from bench.errors import InputError
 from bench.launch import job_nodes
-from bench.launch.channel import HELLO_BYTES, PING_S, SILENT_S, LostError, NodeChannel, SecretError
+from bench.launch.channel import HELLO_BYTES, PING_S, SILENT_S, LostError, NodeChannel
 from bench.launch.job_nodes import Place
 from bench.launch.node import ForkError
 from bench.launch.node_task import NodeReport, NodeTask
@@ -146,7 +147,6 @@ class Nodes:
         """Nodes 1, 2, ..., once ``gather`` has returned."""
         self._place, self._secret, self._about = place, secret, about
         self._arrived: queue.Queue[RemoteNode | InputError] = queue.Queue()
-        self._closed = threading.Event()
         family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
         try:
             self._listener = socket.create_server((self.address, place.port), family=family)
@@ -163,7 +163,6 @@ class Nodes:
 
     def __exit__(self, *exc: object) -> None:
         """Let all nodes go."""
-        self._closed.set()
         self._listener.close()
         nodes: list[RemoteNode | InputError] = [*self.nodes]
         while not self._arrived.empty():
@@ -214,8 +213,8 @@ class Nodes:
     def _listen(self) -> None:
         """Answer whoever connects, and tell the nodes that the controller is there."""
         ping = time.monotonic()
-        while not self._closed.is_set():
-            with contextlib.suppress(OSError):  # nobody came, or the end
+        while self._listener.fileno() >= 0:
+            with contextlib.suppress(OSError):  # nobody came, or it is closed
                 link, _ = self._listener.accept()
                 threading.Thread(target=self._greet, args=[link], daemon=True).start()
             if time.monotonic() - ping > PING_S:
@@ -226,26 +225,25 @@ class Nodes:
 
     def _greet(self, link: socket.socket) -> None:
         """Let another node in, or say why not."""
-        channel = NodeChannel(link)
-        number, host, who, about = 0, "", "", None
+        channel, who = NodeChannel(link), ""
         try:
             hello = channel.receive(ANSWER_S, HELLO_BYTES) or {}
             number, host = int(hello["node"]), str(hello["host"])[:80]
             who = f"node {number} ({host})"
             channel.authenticate(self._secret, is_controller=True)
-            about = channel.receive(ANSWER_S)
-            refusal = "it said nothing about itself" if about is None else self._refusal(number, about)
+            about = channel.receive(ANSWER_S) or {}
+            refusal = self._refusal(number, about)
             channel.send({"refused": f"{who}: {refusal}"} if refusal else {"welcome": True})
-        except SecretError:
+            if not refusal:
+                self._arrived.put(RemoteNode(number, host, channel, about))
+        except AuthenticationError:
             refusal = f"its {job_nodes.SECRET} is not that of node 0; set the same on every node"
-        except (KeyError, TypeError, ValueError, LostError):
+        except (KeyError, TypeError, ValueError, OverflowError, LostError):
             channel.close()  # whoever it was, no node of this job
             return
-        if refusal or about is None:
+        if refusal:
             channel.close()
             self._arrived.put(InputError(f"{who}: {refusal}"))
-        else:
-            self._arrived.put(RemoteNode(number, host, channel, about))
 
     def _refusal(self, number: int, about: Mapping[str, Any]) -> str:
         """Why this node cannot take part; empty if it can."""

@@ -40,7 +40,7 @@ _CELLS: dict[str, Column] = {
     "num_trials": count("trials", "run"),
     "step_time_s": number(
         "s",
-        "20 % trimmed geometric mean of the trials' medians; NA if not comparable",
+        "geometric mean of the trials' medians; NA if not comparable",
         title="s/step",
         form=".4g",
         section=SPEED,

@@ -19,7 +19,7 @@ from bench.judge.formulas import wire_bytes
 from bench.judge.tables import rows_of
 from bench.plan.categories import PEAK, Category
 from bench.plan.cell import Cell
-from bench.report.canvas import Drawing, name_rows, new_figure, panel_title
+from bench.report.canvas import Drawing, name_rows, new_figure
 from bench.report.figure_data import (
     CONTEXT,
     FACTS,
@@ -33,12 +33,10 @@ from bench.report.figure_data import (
     sync_pairs,
     tied_backends,
 )
-from bench.report.style import GREY, NAME_WIDTH, SMALL, TINY, WIDTH, Key, fit, safe, text_width
+from bench.report.style import GREY, TINY, Key, safe
 
 ROW, TITLE_AND_AXIS = 0.16, 0.34
 """Inches of a bar, and of the words above and below a panel."""
-NUMBERS = 0.62
-"""Inches of the words at the right of a bar."""
 SAME = 0.01
 """Relative difference below which two measurements of a peak are one."""
 PANELS_HEIGHT = 3.5
@@ -75,19 +73,17 @@ def stacked(
     keys: list[Key] = [(Patch(**style), part.replace("_", " ")) for part, style in styles.items()]
     figure = new_figure(words, keys, lines * height + 0.3)
     grid = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).ravel()
-    names = max(text_width(fit(name, NAME_WIDTH), SMALL) for name in shown)
-    room = (WIDTH - names - 0.45) / columns
     unit, unit_name = unit_of(float(cells[total].max()))
     for i, axes in enumerate(grid):
         if i >= len(panels):
             axes.remove()
             continue
-        axes.set_title(panel_title(panels[i].title, room - 0.2))
+        axes.set_title(safe(panels[i].title))
         _draw_bars(axes, panels[i], shown, total, styles, unit)
         if i + columns >= len(panels):
             axes.set_xlabel(f"{what} ({unit_name})")
             axes.tick_params(labelbottom=True)
-    grid[0].set_xlim(0, float(cells[total].max()) / unit * room / (room - NUMBERS) or 1)
+    grid[0].set_xlim(0, float(cells[total].max()) / unit or 1)
     return [Drawing(stem, figure, cells, words)]
 
 

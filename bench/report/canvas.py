@@ -25,22 +25,19 @@ from bench.report.style import (
     GREY,
     MARGIN,
     MAX_HEIGHT,
-    NAME_WIDTH,
-    SMALL,
     TINY,
     WIDTH,
     Key,
     clean,
-    fit,
+    cut,
     safe,
-    text_width,
     wrap,
 )
 
-TITLE, SUBTITLE, PANEL_TITLE = 10.5, 7.4, 8.0
+TITLE, SUBTITLE = 10.5, 7.4
 """Font sizes in points."""
-GAP, KEY_WIDTH = 0.07, 0.62
-"""Inches between the blocks of words, and of a legend's entry beside its label."""
+GAP = 0.07
+"""Inches between the blocks of words."""
 FULL = WIDTH - 2 * MARGIN
 """Inches of a line of words."""
 NOTE_LINES = 12
@@ -123,33 +120,33 @@ def _height(item: Any) -> float:
 
 
 def _legend(figure: Figure, keys: Sequence[Key]) -> Any:
-    labels = [fit(label, FULL - KEY_WIDTH) for _, label in keys]
-    widths = [text_width(label, SMALL) + KEY_WIDTH for label in labels]
+    """The legend in as many columns as there is room for, which matplotlib does not find by itself."""
     handles: list[Any] = [handle for handle, _ in keys]
-    return figure.legend(
-        handles,
-        # A leading underscore would hide the entry.
-        [(" " if label.startswith("_") else "") + safe(label) for label in labels],
-        loc="upper left",
-        ncols=len(keys) if sum(widths) < FULL else max(1, int(FULL / max(widths))),
-        frameon=False,
-        borderpad=0,
-        borderaxespad=0,
-        handlelength=3.6,
-        columnspacing=1.4,
-        labelspacing=0.35,
-        handler_map={tuple: HandlerTuple(ndivide=1)},
-    )
-
-
-def panel_title(title: str, room: float) -> str:
-    """A panel's title, ready to be drawn, in as many lines as that many inches ask for."""
-    return "\n".join(map(safe, wrap(title, room, PANEL_TITLE)))
+    ncols = len(keys)
+    while True:
+        legend = figure.legend(
+            handles,
+            # A leading underscore would hide the entry.
+            [(" " if label.startswith("_") else "") + safe(label) for _, label in keys],
+            loc="upper left",
+            ncols=ncols,
+            frameon=False,
+            borderpad=0,
+            borderaxespad=0,
+            handlelength=3.6,
+            columnspacing=1.4,
+            labelspacing=0.35,
+            handler_map={tuple: HandlerTuple(ndivide=1)},
+        )
+        if ncols == 1 or legend.get_window_extent().width <= FULL * DPI:
+            return legend
+        legend.remove()
+        ncols -= 1
 
 
 def name_rows(axes: Axes, names: Sequence[str]) -> None:
     """Write a name beside each row of a figure, the first at the top."""
-    axes.set_yticks(range(len(names)), [safe(fit(name, NAME_WIDTH)) for name in names])
+    axes.set_yticks(range(len(names)), [safe(cut(name)) for name in names])
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="y", visible=False)
@@ -230,8 +227,14 @@ def name_points(axes: Axes, names: Sequence[PointName], towards: Sequence[str]) 
 
 
 def freeze(figure: Figure) -> None:
-    """Lay the figure out, once and for all."""
+    """Lay the figure out, once and for all; the title of a panel gets lines as wide as the panel."""
     if (layout := figure.get_layout_engine()) is not None:
+        layout.execute(figure)
+        for axes in figure.axes:
+            title, width = axes.title, axes.get_window_extent().width / DPI
+            title.set_text(
+                "\n".join(wrap(title.get_text(), width, float(title.get_fontsize()), str(title.get_fontweight())))
+            )
         layout.execute(figure)
         figure.set_layout_engine(None)
         for axes in figure.axes:  # the last bits of the solver's results differ from time to time

@@ -33,7 +33,7 @@ VERSIONS = (*FRAMEWORKS, "numpy")
 """Packages whose versions are cited."""
 NONE = "none"
 """Stands for a value that does not exist."""
-METHOD = "Method: 20 % trimmed geometric mean over trials of the median step after warm-up, the slowest rank's"
+METHOD = "Method: geometric mean over trials of the median step after warm-up, the slowest rank's"
 ESCAPES: dict[str, Callable[[object], str]] = {"markdown": markdown, "bibtex": bibtex, "text": plain}
 """Formats, and how words from outside become harmless in each."""
 MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
@@ -100,7 +100,8 @@ def cite(data: Analysis, cell_id: str, other_id: str | None = None) -> Citation:
     else:
         pair = data.ratio(cell_id, other_id)
         statement, fields = _ratio_numbers(pair)
-        if pair.blocked and not any(pair.detail in text for text in caveats):
+        told = data.control.details if data.control and not data.control.has_interval else ()
+        if pair.blocked and not {*pair.details} <= {*told}:
             caveats.insert(0, f"{pair.reason}: {pair.detail}")
     limits = [f"Note: {'; '.join(text.rstrip('.') for text in caveats)}"] if caveats else []
     subject = " against ".join(harmless(run.labels[each]) for each in ids)
@@ -143,7 +144,7 @@ def _cell_numbers(data: Analysis, cell: Mapping[str, Any]) -> tuple[str, dict[st
     seconds, low, high = (cell[name] for name in ("step_time_s", "step_time_low_s", "step_time_high_s"))
     found, fields = f"no step time ({counted})", {"value": NONE}
     if seconds is not None:
-        interval = _interval(low, high, too_few(num_ok, "trial"))
+        interval = _interval(low, high, too_few(num_ok))
         found = f"{digits(seconds)} s per optimizer step ({interval}, {counted})"
         fields = _estimate_fields(seconds, low, high)
     fields["n"] = str(num_ok)
@@ -162,8 +163,8 @@ def _ratio_numbers(pair: ComparedPair) -> tuple[str, dict[str, str]]:
     if pair.verdict is Verdict.SAME:
         verdict += f" (within the margin of {100 * pair.margin:g} %)"
     elif pair.verdict is Verdict.AMBIGUOUS:
-        verdict += f" ({pair.reason}: {NEXT[pair.reason].partition(';')[0]})"
-    interval = _interval(time.low, time.high, time.reason)
+        verdict += f" ({pair.reason}: {NEXT[pair.reason]})"
+    interval = _interval(time.low, time.high, time.lacks)
     counted = f"n = {plural(time.num_trials, 'block' if time.paired else 'trial')}"
     around = "unknown" if control is None else _ends(control.low, control.high) or "unknown"
     found = f"{digits(time.ratio)} times the step time ({interval}, {counted}); verdict: {verdict}; A/A pair: {around}"
@@ -180,8 +181,8 @@ def _ends(low: float | None, high: float | None) -> str:
     return "" if low is None or high is None else f"{digits(low)} - {digits(high)}"
 
 
-def _interval(low: float | None, high: float | None, reason: str) -> str:
-    return f"95 % interval {ends}" if (ends := _ends(low, high)) else reason.replace(",", "")
+def _interval(low: float | None, high: float | None, lacks: Sequence[str]) -> str:
+    return f"95 % interval {ends}" if (ends := _ends(low, high)) else " and ".join(lacks)
 
 
 def _work_sentence(cell: Mapping[str, Any]) -> str:

@@ -62,8 +62,7 @@ def _citation(data: Analysis, name: str, rest: str) -> Citation:
 def _same(name: str, ours: str, theirs: str) -> bool:
     """Whether two values are written the same.
 
-    Ends of an interval may differ by one in the last digit: they are bootstrapped, and another version of numpy or
-    scipy may resample differently.
+    Ends of an interval may differ by one in the last digit, as another version of numpy or scipy may round them.
     """
     if ours == theirs or name not in {"low", "high"}:
         return ours == theirs

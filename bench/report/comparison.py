@@ -18,8 +18,8 @@ from bench.judge.pairs import ComparedPair, Pair, frame_of_pairs
 from bench.judge.statistics import MARGIN, MIN_TRIALS, Interval
 from bench.judge.verdicts import NEXT, Reason, Verdict, excess
 from bench.plan.column import DASH
-from bench.report.tabular import Table, TableColumn, TableRow
-from bench.run.machine import Changed
+from bench.run.machine import NOT_STORED, STORED, Changed
+from bench.tabular import Table, TableColumn, TableRow
 
 COLUMNS = (
     TableColumn("cell", "cell", is_number=False),
@@ -83,7 +83,7 @@ def alarm(differences: Sequence[Changed]) -> list[str]:
 
 
 def _value(value: object) -> str:
-    return value if isinstance(value, str) and value.startswith("(") else json.dumps(value)
+    return str(value) if value in (NOT_STORED, STORED) else json.dumps(value)
 
 
 def table(rows: Sequence[ComparedPair]) -> Table:
@@ -129,7 +129,7 @@ def show(report: Report) -> None:
     console.print(Text(headline(report)), soft_wrap=True)
     for line in alarm(report.differences):
         console.print(Text(line, style="bold red"), soft_wrap=True)
-    console.print(table(report.rows).fitted(console))
+    table(report.rows).show(console)
     for reason, details in reasons(report.rows):
         for line in (reason, *(f"  {detail}" for detail in details)):
             console.print(Text(line), soft_wrap=True)
@@ -154,7 +154,7 @@ def _markdown(report: Report, pictures: Sequence[str]) -> str:
         first, *keys = alarm(report.differences)
         lines += [f"**{first}**", "", *(f"- {markdown(key)}" for key in keys), ""]
     lines += [f"![Ratios of step times with intervals]({name})" for name in pictures]
-    lines += ["", *table(report.rows).markdown(), "", "## Reasons, and what to do next", ""]
+    lines += ["", *table(report.rows).markdown(), "## Reasons, and what to do next", ""]
     for reason, details in reasons(report.rows):
         lines += [f"- {markdown(reason)}", *(f"  - {markdown(detail)}" for detail in details)]
     lines += ["", "## Notes", "", *(f"- {markdown(note)}" for note in (*report.remarks, *report.notes)), ""]

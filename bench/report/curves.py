@@ -22,7 +22,6 @@ from bench.report.canvas import (
     freeze,
     name_points,
     new_figure,
-    panel_title,
     set_scale,
 )
 from bench.report.figure_data import (
@@ -36,7 +35,7 @@ from bench.report.figure_data import (
     sync_pairs,
     without_value,
 )
-from bench.report.style import DPI, GREY, INTERVAL, NAME_WIDTH, REFERENCE_COLOUR, TINY, WIDTH, text_width
+from bench.report.style import DPI, GREY, INTERVAL, REFERENCE_COLOUR, TINY, text_width
 
 MOST_PANELS, LAST = 3, 2.2
 """Panels, and how many times the width of others the last one has, at whose lines the names are."""
@@ -112,7 +111,7 @@ def _step_time_title(data: FigureData, panel: Panel) -> str:
 
 def _draw_backend_lines(data: FigureData, axes: Axes, panel: Panel) -> dict[str, PointName]:
     """Draw a line per backend: solid for deferred sync, dashed for eager. The names to write at their ends."""
-    axes.set_title(panel_title(panel.title, 1.9))
+    axes.set_title(style.safe(panel.title))
     ticks = sorted({int(n) for n in panel.rows["accumulate"]})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(n) for n in ticks])
@@ -127,7 +126,7 @@ def _draw_backend_lines(data: FigureData, axes: Axes, panel: Panel) -> dict[str,
         for chosen in (wrong, ~wrong):
             style.mark(axes, x[chosen], y[chosen], look, wrong=chosen is wrong, size=4.5)
         word = failure_label(rows["outcome"].iloc[-1])
-        name = style.fit(f"{backend} ({word})" if word else str(backend), NAME_WIDTH)
+        name = style.cut(f"{backend} ({word})" if word else backend)
         ends[str(backend)] = PointName(name, (float(x[-1]), float(y[-1])), look.colour)
     return ends
 
@@ -172,7 +171,7 @@ def draw_loss_curves(data: FigureData) -> list[Drawing]:
         keys.append((Line2D([], [], color=REFERENCE_COLOUR, linestyle="--"), f"{others} nats/token of it"))
     figure = new_figure(words, keys, 2.8)
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True):
-        axes.set_title(panel_title(panel.title, WIDTH / len(panels) - 0.4))
+        axes.set_title(style.safe(panel.title))
         axes.set_xlabel("optimizer step")
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         _draw_losses(data, axes, panel, named)

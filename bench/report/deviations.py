@@ -49,7 +49,7 @@ def draw_noise(data: FigureData) -> list[Drawing]:
     typical = f"Half of the trials are within {away.median():.2g} % of the median of their cell"
     blocks = block_effects(data.trials)
     if blocks is not None:
-        typical += "; blocks differ in all cells together" if blocks[1].found else "; no block differs from the others"
+        typical += f"; blocks {'differ in all cells together' if blocks[1].found else 'do not differ significantly'}"
     words = data.figure_words(typical, timed=True)
     first = ["Good trials in the order in which they ran: a slope means drift, two clouds mean two modes."]
     if beyond:
@@ -59,7 +59,8 @@ def draw_noise(data: FigureData) -> list[Drawing]:
     colours = style.colours(frameworks)
     shown = [name for name in frameworks if (trials["framework"] == name).any()]
     keys: list[Key] = [
-        (Line2D([], [], linestyle="none", marker="o", markersize=3, color=colours[name]), name) for name in shown
+        (Line2D([], [], linestyle="none", marker="o", markersize=3, color=colours[name]), style.cut(name))
+        for name in shown
     ]
     if blocks is not None:
         keys.append((Line2D([], [], color=REFERENCE_COLOUR, linewidth=1.4), "mean of a block over all cells"))

@@ -66,6 +66,8 @@ def figures(data: Analysis) -> list[Drawing]:
     figure_data = FigureData(data)
     with matplotlib.style.context(list(style.BASE)):
         found = [drawing for maker in MAKERS.values() for drawing in maker(figure_data)]
+        for drawing in found:
+            canvas.freeze(drawing.figure)
     if data.hides_times:
         return found
     # Every cell against the baseline's, but those that run once, as their matrix wants it.

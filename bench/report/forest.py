@@ -22,7 +22,7 @@ from bench.plan.columns import WAYS, differing, phrases
 from bench.report.canvas import Drawing, FigureWords, name_rows, new_figure
 from bench.report.comparison import Report
 from bench.report.figure_data import largest, left_out_note
-from bench.report.style import BASE, CONTROL_COLOUR, GREY, REFERENCE_COLOUR, TINY, Key, fit, safe
+from bench.report.style import BASE, CONTROL_COLOUR, GREY, REFERENCE_COLOUR, TINY, Key, cut, safe
 
 DARK = "#0B3C6F"
 """The dots of the largest N; smaller N are paler."""
@@ -33,8 +33,6 @@ DOT, ROW, HEADING = 0.1, 0.12, 0.75
 """Inches of a dot's height within its row, of a row without its dots, and of the axis below the rows."""
 PAGE = 5.0
 """Inches that all rows may take."""
-VERDICT_WIDTH = 2.4
-"""Inches of the words to the right of the rows; longer ones are cut in the middle."""
 LEAST_REACH = 1.05
 """The axis reaches at least from 1 / LEAST_REACH to LEAST_REACH, so that a tiny difference does not look large."""
 WIDE = 2.2
@@ -174,7 +172,7 @@ def _draw_dot(axes: Axes, y: float, row: ComparedPair, colour: str) -> None:
 
 
 def _write_verdict(axes: Axes, y: float, row: ComparedPair) -> None:
-    words = safe(fit(f"N = {row.b.accumulate}: {_ratio_words(row)}", VERDICT_WIDTH, TINY))
+    words = safe(cut(f"N = {row.b.accumulate}: {_ratio_words(row)}"))
     text = axes.text(1.02, y, words, size=TINY, va="center", transform=axes.get_yaxis_transform())
     barred = row.verdict is Verdict.NOT_COMPARABLE
     text.set_color(GREY if barred else SLOWER_COLOUR if SLOWER in row.regressions else "black")

@@ -24,15 +24,18 @@ from bench.formatting import digits, plain, plural
 from bench.judge.analysis import Analysis
 from bench.judge.loading import Run
 from bench.judge.samples import NAME
-from bench.judge.statistics import LEVEL, MARGIN, MIN_TRIALS, RESAMPLES
+from bench.judge.statistics import LEVEL, MARGIN, MIN_TRIALS
 from bench.judge.verdicts import NEXT, Reason, Verdict
+from bench.plan.cell import Status
+from bench.plan.column import DASH
 from bench.plan.columns import FRAMES
 from bench.report.answer import Answer
 from bench.report.citation import ESCAPES, Citation, cite, cite_plot
 from bench.report.descriptions import gpu_names
 from bench.report.published import published
-from bench.report.ranking import DECIDED
+from bench.report.ranking import COLUMNS, DECIDED, TIMES, Group
 from bench.report.sections import SCENARIOS, PageSection, failures, sections
+from bench.tabular import Table, TableColumn, TableRow
 
 PAGE = "report.html"
 FIRST_PLOT = "memory_vs_time"
@@ -64,18 +67,20 @@ def render(data: Analysis, answer: Answer, plots: Sequence[Path], further: PageS
     asked = [*sections(data), *filter(None, [published(data), further])]
     pictures = {path.stem: picture(path) for path in plots if path.suffix == ".png"}
     shown = [[pictures[stem] for stem in section.plots if stem in pictures] for section in asked]
-    timed = any(group.is_timed for group in answer.groups)
-    return _template().render(
+    choices: dict[str, list[Any]] = {
+        "place": list(dict.fromkeys(group.setting for group in answer.groups)),
+        "n": sorted({group.n for group in answer.groups}),
+        "backend": list(dict.fromkeys(row["backend"] for group in answer.groups for row in group.rows)),
+        "baseline": data.baselines,
+    }
+    template = _environment().get_template("report.html")
+    return template.render(
         run=data.run,
         title=plain(data.run.name),
         answer=answer,
-        is_timed=timed,
-        choices={
-            "place": list(dict.fromkeys(group.setting for group in answer.groups)),
-            "n": sorted({group.n for group in answer.groups}),
-            "backend": list(dict.fromkeys(row["backend"] for group in answer.groups for row in group.rows)),
-            "baseline": data.baselines,
-        },
+        is_timed=any(group.is_timed for group in answer.groups),
+        choices=choices,
+        overview=overview(answer.groups, choices),
         most_switches=MOST_SWITCHES,
         first=[] if data.times_unavailable else [pictures[FIRST_PLOT]] if FIRST_PLOT in pictures else [],
         sections=list(zip(asked, shown, strict=True)),
@@ -83,25 +88,58 @@ def render(data: Analysis, answer: Answer, plots: Sequence[Path], further: PageS
         failures=failures(data),
         data=_data(data, answer, sorted(pictures)),
         raw=[(name, about) for name, about in RAW.items() if (data.folder / name).exists()],
-        method={"level": LEVEL, "margin": MARGIN, "trials": MIN_TRIALS, "resamples": RESAMPLES, "name": NAME},
+        method={"level": LEVEL, "margin": MARGIN, "trials": MIN_TRIALS, "name": NAME},
         facts=facts(data.run),
         style=Markup(_text("report.css")),
         script=Markup(_text("report.js")),
     )
 
 
+def overview(groups: Sequence[Group], choices: Mapping[str, Sequence[Any]]) -> Table:
+    """The cells of all groups; the page's script filters, sorts and compares them."""
+    cells: Any = _environment().get_template("cells.html").module
+    rows = []
+    for place, group in enumerate(groups):
+        setting, hidden = choices["place"].index(group.setting), "" if place else None
+        about = {"data-n": group.n, "data-place": setting, "hidden": hidden}
+        rows.append(TableRow({"backend": group.title}, attributes=about, is_heading=True))
+        rows += [_overview_row(cells, group, row, choices["backend"].index(row["backend"])) for row in group.rows]
+    is_timed = any(group.is_timed for group in groups)
+    columns = [column for column in COLUMNS if is_timed or column.key not in TIMES]
+    columns = [column for column in columns if not column.key.endswith(("_ends", "_ratio"))]  # these are in others
+    columns.append(TableColumn("cite", "cite", is_number=False))
+    return Table(columns=columns, rows=rows, caption=cells.caption(is_timed, choices["baseline"][0]))
+
+
+def _overview_row(cells: Any, group: Group, row: Mapping[str, Any], place: int) -> TableRow:
+    """``cells``: the macros of cells.html; ``place``: of the backend among all."""
+    texts, is_ok, cell_id = group.texts(row), row["status"] == Status.OK, row["cell_id"]
+    raw = {
+        "seconds": row["step_time_s"],
+        "ratio": None if texts["ratio"] == DASH else row["ratio"] or 1,
+        "memory": row["peak_memory_bytes"],
+    }
+    html = {key: getattr(cells, key)(group, row, texts) for key in (*raw, "correct", "cite")}
+    wrong = None if is_ok else "wrong"
+    return TableRow(
+        texts=texts | html,
+        styles={"verdict": texts["verdict"]} if texts["verdict"] in (Verdict.FASTER, Verdict.SLOWER) else {},
+        values=texts | raw,
+        attributes={"id": f"cell-{cell_id}", "data-id": cell_id, "data-backend": place, "class": wrong},
+    )
+
+
 @cache
-def _template() -> jinja2.Template:
-    here = Path(__file__).parent / "templates"
+def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(here),
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters |= {"plural": plural, "plain": plain}
-    return environment.get_template("report.html")
+    return environment
 
 
 def _text(name: str) -> str:

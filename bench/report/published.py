@@ -6,7 +6,7 @@ from bench.formatting import size
 from bench.judge.analysis import Analysis
 from bench.judge.tables import rows_of
 from bench.report.sections import PageSection
-from bench.report.tabular import Table
+from bench.tabular import Table
 
 HEADER = ("what", "how", "tokens/s per GPU", "memory of a GPU")
 
@@ -41,5 +41,5 @@ def published(data: Analysis) -> PageSection | None:
             "They come from another machine and other versions, so a difference has several causes.",
         ),
         plots=(),
-        table=Table.from_rows("Published figures, and what this run measured", HEADER, rows, num_text_columns=2),
+        table=Table.from_rows(HEADER, rows, (2, 3), "Published figures, and what this run measured"),
     )

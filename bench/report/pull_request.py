@@ -28,7 +28,7 @@ def render(run: Run, answer: Answer) -> str:
             lines += ["", "The tables of smaller N are in report.html."]
             break
         lines += ["", f"### {markdown(group.title)}", "", *group.table.markdown()]
-        lines += ["", f"{markdown(group.legend)}."]
+        lines.append(f"{markdown(group.legend)}.")
     return "\n".join([*lines, *_how_to_reproduce(run)])
 
 

@@ -15,7 +15,7 @@ from bench.judge.verdicts import Verdict
 from bench.plan.cell import Cell, Status
 from bench.plan.column import DASH
 from bench.plan.columns import WAYS, differing, phrases
-from bench.report.tabular import Table, TableColumn, TableRow
+from bench.tabular import Table, TableColumn, TableRow
 
 DECIDED = (Verdict.FASTER, Verdict.SLOWER, Verdict.SAME)
 COLUMNS = (
@@ -95,7 +95,7 @@ class Group:
         """What the columns are, in one line."""
         if not self.is_timed:
             return "memory is the largest peak of a rank"
-        return f"s/step: {NAME} of n trials; ratio to {self.baseline}: mean over blocks, below 1 is faster"
+        return f"s/step: {NAME} of n trials; ratio to {self.baseline}: geometric mean over blocks, below 1 is faster"
 
     def share(self, value: float, *columns: str) -> str:
         """A value as a percentage of the largest in these columns, for bars."""

@@ -20,7 +20,6 @@ from bench.report.canvas import (
     freeze,
     name_points,
     new_figure,
-    panel_title,
     set_scale,
 )
 from bench.report.figure_data import (
@@ -36,7 +35,7 @@ from bench.report.figure_data import (
     sync_pairs,
     without_value,
 )
-from bench.report.style import INTERVAL, NAME_WIDTH, WIDTH, fit, safe
+from bench.report.style import INTERVAL, cut, safe
 
 MOST_SMALL = 4
 """Small multiples."""
@@ -76,7 +75,7 @@ def draw_memory_vs_time(data: FigureData) -> list[Drawing]:
     measured_by = ", ".join(main.rows["peak_memory_source"].dropna().unique())
     set_scales(large, main.rows, unit)
     _draw_points(data, large, main.rows, unit, marker=6.5)
-    large.set_title(panel_title(main.title, WIDTH), weight="bold")
+    large.set_title(safe(main.title), weight="bold")
     large.set_xlabel("step time (s)")
     large.set_ylabel(f"peak memory per rank ({name},\n{safe(measured_by)})")
     if others:
@@ -84,7 +83,7 @@ def draw_memory_vs_time(data: FigureData) -> list[Drawing]:
         set_scales(small[0], pd.concat([panel.rows for panel in others]), unit)
         for axes, panel in zip(small, others, strict=True):
             _draw_points(data, axes, panel.rows, unit, marker=4.0)
-            axes.set_title(panel_title(panel.title, WIDTH / len(others) - 0.4))
+            axes.set_title(safe(panel.title))
             axes.set_xlabel("step time (s)")
         small[0].set_ylabel(name)
     freeze(figure)
@@ -96,7 +95,7 @@ def draw_memory_vs_time(data: FigureData) -> list[Drawing]:
 def _point_name(data: FigureData, cell: Any, unit: float) -> PointName:
     word = failure_label(cell["outcome"])
     text = f"{cell['backend']} ({word})" if word else cell["backend"]
-    return PointName(fit(text, NAME_WIDTH), _coordinates(cell, unit), data.looks[cell["backend"]].colour)
+    return PointName(cut(text), _coordinates(cell, unit), data.looks[cell["backend"]].colour)
 
 
 def _title(data: FigureData, panel: Panel) -> str:

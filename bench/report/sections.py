@@ -26,9 +26,9 @@ from bench.plan.columns import COLUMNS
 from bench.plan.trial_columns import COMMUNICATION, CORRECTNESS, MEMORY, SEMANTICS, SPEED
 from bench.report.bars import MIB, TOTAL, by_operation
 from bench.report.bars import by_cell as memory_by_cell
-from bench.report.tabular import Table
 from bench.run import links
 from bench.run.machine import unlike_nodes
+from bench.tabular import Table
 
 OPERATIONS = {
     "operations": Column("string", "", "of one optimizer step", title="operations of one optimizer step"),
@@ -61,10 +61,14 @@ class PageSection:
     """Whether the table is seen without unfolding it."""
 
 
-def table(caption: str, cells: pd.DataFrame, key: str, more: Mapping[str, Column] | None = None) -> Table:
-    """The columns of a section of the page, and more ones."""
+def table(caption: str, cells: pd.DataFrame, key: str, more: dict[str, Column] | None = None) -> Table:
+    """The columns of a section of the page, and more ones; those without any value are left out."""
     columns = {name: column for name, column in COLUMNS["cells"].items() if name == "label" or column.section == key}
-    return Table.from_frame(caption, cells, {**columns, **(more or {})})
+    known = {name: column for name, column in (columns | (more or {})).items() if cells[name].notna().any()}
+    titles = [column.title or name for name, column in known.items()]
+    rows = [[column.shown(row[name]) for name, column in known.items()] for row in rows_of(cells[[*known]])]
+    numbers = [place for place, column in enumerate(known.values()) if column.is_number]
+    return Table.from_rows(titles, rows, numbers, caption)
 
 
 def sections(data: Analysis) -> list[PageSection]:
@@ -274,7 +278,7 @@ def _at_epoch_end(data: Analysis) -> Table | None:
     caption += ", ".join(f"{name} {version}" for name, version in measured.items())
     caption += f"; this run has {', '.join(other)}, which may differ" if other else ""
     header = ("backend", "what becomes of the incomplete window", "updates due", "taken", "reported")
-    return Table.from_rows(caption, header, rows, num_text_columns=2) if rows else None
+    return Table.from_rows(header, rows, (2, 3, 4), caption) if rows else None
 
 
 def failures(data: Analysis) -> Table:
@@ -284,6 +288,4 @@ def failures(data: Analysis) -> Table:
         defect = known_defect(data.run.manifest, cell)
         reason = (cell["reason"] or "no reason was recorded") + (f". This is {EXPECTED}: {defect}" if defect else "")
         rows.append((cell["label"], cell["outcome"], reason, str(cell["num_trials"])))
-    return Table.from_rows(
-        "Cells without a valid result", ("cell", "status", "reason", "trials"), rows, num_text_columns=3
-    )
+    return Table.from_rows(("cell", "status", "reason", "trials"), rows, (3,), "Cells without a valid result")

@@ -31,8 +31,8 @@ MARGIN = 0.12
 """Inches around the figure."""
 INTERVAL = 0.8
 """Points of a line that is an interval."""
-NAME_WIDTH = 2.8
-"""Inches of a name beside the rows of a figure; longer ones are cut."""
+NAME_LENGTH = 46
+"""Characters of a name in a figure; longer ones are cut."""
 REFERENCE_COLOUR = "#000000"
 GREY, CONTROL_COLOUR = "#555555", "#f3dfb4"
 
@@ -101,6 +101,12 @@ def clean(text: object) -> str:
     return "".join(c if ord(c) in _glyphs() else "?" for c in joined if c.isprintable())
 
 
+def cut(text: object) -> str:
+    """``clean``, cut in the middle if it is longer than a name may be."""
+    name = clean(text)
+    return name if len(name) <= NAME_LENGTH else f"{name[: NAME_LENGTH // 2]}…{name[-NAME_LENGTH // 2 :]}"
+
+
 def safe(text: object) -> str:
     """``clean``, with ``$`` escaped so that it is not read as mathematics."""
     return clean(text).replace("$", r"\$")
@@ -161,7 +167,7 @@ def _marker(look: Appearance, wrong: bool, size: float) -> dict[str, Any]:
 
 def line_key(backend: str, look: Appearance, line: LineStyleType, *, wrong: bool = False) -> Key:
     """The legend's entry of a backend that is drawn as a line with markers."""
-    label = f"{backend} (invalid)" if wrong else backend
+    label = cut(backend) + " (invalid)" * wrong
     return Line2D([], [], linestyle=line, **_marker(look, wrong, 4.0 if wrong else 5.5)), label
 
 
@@ -178,7 +184,12 @@ def text_width(text: str, size: float, weight: str = "normal") -> float:
 
 
 def wrap(text: str, width: float, size: float, weight: str = "normal", indent: str = "") -> list[str]:
-    """The lines of the text, none wider than so many inches; all but the first begin with ``indent``."""
+    """The lines of the text, none wider than so many inches; all but the first begin with ``indent``.
+
+    Matplotlib's own ``wrap=True`` knows one width, up to the edge of the figure: titles of neighbouring panels run into
+    each other, and other words into the margin. It also leaves a word whole that is wider than the line, and cannot
+    indent.
+    """
     text = clean(text)
     length = int(1.2 * len(text) * width / max(text_width(text, size, weight), width)) + 1
     while True:
@@ -186,13 +197,3 @@ def wrap(text: str, width: float, size: float, weight: str = "normal", indent: s
         if length <= 1 or all(text_width(line, size, weight) <= width for line in lines):
             return lines
         length -= 1
-
-
-def fit(text: str, width: float, size: float = SMALL) -> str:
-    """The text, cut in the middle if it is wider than so many inches."""
-    whole = shown = clean(text)
-    left = len(whole)
-    while left > 2 and text_width(shown, size) > width:
-        left -= 1
-        shown = f"{whole[: left - left // 2]}…{whole[-(left // 2) :]}"
-    return shown

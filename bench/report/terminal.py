@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from bench.errors import BAD, GOOD
@@ -17,7 +17,6 @@ from bench.formatting import plural, some
 if TYPE_CHECKING:
     from bench.report.answer import Answer
 
-PADDING = (0, 2, 0, 0)
 STYLES = {Level.ERROR: "bold red", Level.WARNING: "yellow", Level.NOTE: "", Level.GOOD: "green"}
 MOST_LINES = 3
 """Findings on single cells that are shown of each topic."""
@@ -26,7 +25,7 @@ MOST_LINES = 3
 def show(console: Console, answer: Answer) -> None:
     """Print the table of the largest N, then every statement."""
     for group in answer.groups[:1]:
-        console.print(group.table.fitted(console))
+        group.table.show(console)
         console.print(Text(group.legend, style="dim"))
     if others := [group.title for group in answer.groups[1:]]:
         console.print(Text(f"report.md has the same table for {'; '.join(others)}", style="dim"))
@@ -40,11 +39,9 @@ def show(console: Console, answer: Answer) -> None:
 
 def _show_statement(console: Console, statement: Finding, width: int) -> None:
     """A statement beside its topic; a command has a line of its own, which is not wrapped: it is to be pasted."""
-    grid = Table.grid(padding=PADDING)
-    grid.add_column(width=width, no_wrap=True, style="bold red" if statement.level is Level.WARNING else "bold")
-    grid.add_column(overflow="fold")
-    grid.add_row(Text(statement.topic), Text(statement.sentence))
-    console.print(grid)
+    topic, style = f"{statement.topic:{width}}  ", "bold red" if statement.level is Level.WARNING else "bold"
+    lines = textwrap.wrap(statement.sentence, max(1, console.width - len(topic)), break_on_hyphens=False)
+    console.print(Text.assemble((topic, style), f"\n{' ' * len(topic)}".join(lines)), soft_wrap=True)
     if statement.command:
         console.print(Text(f"  {statement.command}"), soft_wrap=True)
 

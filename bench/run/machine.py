@@ -249,7 +249,8 @@ def connection(head: str) -> dict[str, Any]:
     return found
 
 
-NOT_STORED = "(not stored)"
+NOT_STORED, STORED = "(not stored)", "(stored)"
+"""Stand for values of a fingerprint that are not shown themselves."""
 OF_ONE = re.compile(r"\.(uuid|mig|index|topology(\.\d+)?)$")
 """Keys of the fingerprint that differ between any two machines."""
 
@@ -270,7 +271,7 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any], parts: Sequence[str]
         ours, theirs = (_flat(manifest.get(part, NOT_STORED), part) for manifest in (a, b))
         if any(list(flat.values()) == [NOT_STORED] for flat in (ours, theirs)):
             if ours != theirs:
-                stored = [NOT_STORED if flat == {part: NOT_STORED} else "(stored)" for flat in (ours, theirs)]
+                stored = [NOT_STORED if flat == {part: NOT_STORED} else STORED for flat in (ours, theirs)]
                 found.append(Changed(key=part, a=stored[0], b=stored[1]))
             continue
         for key in sorted(ours.keys() | theirs.keys()):

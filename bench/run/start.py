@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.backends.base import Backend, register, registry
 from bench.errors import InputError
-from bench.files import existing
+from bench.files import existing, writing
 from bench.formatting import plural
 from bench.plan.cell import Cell
 from bench.plan.expand import baseline
@@ -83,11 +83,9 @@ def create(
         **machine.fingerprint(),
         **({"nodes": list(nodes), machine.CONNECTION: machine.connection(head)} if nodes else {}),
     }
-    try:
+    with writing(f"--out {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         write_manifest(folder, manifest)
-    except OSError as error:
-        raise InputError(f"--out {folder}: cannot be written ({error.strerror}); name a folder that can") from error
     return manifest
 
 

@@ -22,7 +22,7 @@ from bench.audit.lint import config_file, lint
 from bench.audit.lint.known_keys import known_keys
 from bench.audit.lint.lint_options import LintOptions
 from bench.audit.lint.rates import Rates
-from bench.audit.lint.rules import LintFinding, rules
+from bench.audit.lint.rules import EXAMPLES, LintFinding, rules
 from bench.audit.lint.sum_rules import equal_sum
 from bench.audit.monitor import TOLERANCE, judge, measure
 from bench.audit.monitor_grid import Point, RateVerdict
@@ -69,6 +69,7 @@ def codes(findings: list[LintFinding]) -> list[str]:
 
 CORPUS = yaml.safe_load((Path(__file__).parent / "lint_corpus.yaml").read_text())
 CASES: list[dict[str, Any]] = CORPUS["cases"]
+CASES += [yaml.safe_load(f"{{finds: {[code, *also]}, {config}}}") for code, config, also in EXAMPLES]
 
 
 def findings_in(case: dict[str, Any], folder: Path) -> list[LintFinding]:
@@ -99,10 +100,9 @@ def test_corpus(tmp_path: Path, case: dict[str, Any]) -> None:
 
 
 def test_corpus_has_every_rule() -> None:
-    assert {code for case in CASES for code in case["finds"]} == rules().keys()
+    assert {code for case in CASES for code in case["finds"]} == {code for code, *_ in EXAMPLES} == rules().keys()
     kinds = {kind: [case["finds"] for case in CASES if kind in case] for kind in CORPUS["bases"]}
-    assert all(found.count([]) >= 10 for kind, found in kinds.items() if kind not in {"data", "auto"})
-    assert len(CASES) >= 120
+    assert all(found.count([]) >= 10 for k, found in kinds.items() if k not in {"data", "auto"}) and len(CASES) >= 280
 
 
 def everything(tmp_path: Path) -> list[LintFinding]:

@@ -51,7 +51,7 @@ def events(gradient: Gradient, micro: Any, rank: int, skips: bool = False, diffe
             continue
         window = {"number": update + 1, "events": "B" * len(waiting) + "S", "micro_batches": waiting}
         left = uncleared(micro, rank, update - 1) if gradient is uncleared and update else np.zeros(COORDINATES)
-        lines.append(window | {"left": [left.tolist()], "used": [used.tolist()], "optimizer": "SGD 1"})
+        lines.append(window | {"left": [left.tolist()], "used": [used.tolist()], "optimizer": "SGD"})
         waiting = []
     return lines
 

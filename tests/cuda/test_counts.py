@@ -12,6 +12,7 @@ import pytest
 
 from bench.backends.base import registry
 from bench.plan.cell import REFERENCES, Cell
+from bench.tabular import markdown_table
 from tests.cuda import page
 from tests.cuda.allowed import FRAMEWORKS, NATIVE_FRAMEWORKS, WAITS
 from tests.cuda.cells import NEVER, NEVER_ALONE, counted_cell
@@ -99,13 +100,10 @@ def test_frameworks_make_it_wait_where_it_is_known(counted: Sequence[Found]) -> 
 def table(found: Sequence[Found]) -> list[str]:
     """Lines of Markdown: a table that names waits by letters, and what the letters stand for."""
     letters = dict(zip(sorted({place for row in found for place in row.waits}), string.ascii_lowercase, strict=False))
-    lines = [
-        "| backend | kernels | of libraries | copies | collectives | waits | where |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
-    ]
+    header, rows = ("backend", "kernels", "of libraries", "copies", "collectives", "waits", "where"), []
     for row in found:
         numbers = [row.counts[name] for name in ("KERNEL", "LIBRARY", "COPY", "COLLECTIVE")]
         numbers.append(sum(row.counts[kind.name] for kind in WAITING))
         where = ", ".join(f"{times} x {letters[place]}" for place, times in sorted(row.waits.items()))
-        lines.append(f"| {row.backend} | {' | '.join(f'{number:g}' for number in numbers)} | {where or '-'} |")
-    return [*lines, "", *(f"- {letter}: {place}" for place, letter in letters.items())]
+        rows.append((row.backend, *(f"{number:g}" for number in numbers), where or "-"))
+    return [*markdown_table(header, rows, range(1, 6)), *(f"- {letter}: {place}" for place, letter in letters.items())]

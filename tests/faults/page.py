@@ -13,11 +13,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from bench.formatting import plural
+from bench.formatting import plain, plural
 from bench.run import machine
+from bench.tabular import markdown_table
 from tests.faults.harness import HANG_S, TIMEOUT_S
 from tests.faults.leaks import ENDING_S
-from tests.studies import markdown as md
 
 Facts = dict[str, dict[str, dict[str, Any]]]
 """Rows by section and name: their ``cells``, and when they were ``measured``."""
@@ -125,11 +125,11 @@ def markdown(sections: Facts, bad: Mapping[str, str]) -> str:
         "\n".join(f"- {words}: {plural(number, 'row')}." for words, number in groups.items()),
     ]
     if bad:
-        lines = [f"- **{md.cell(f'{name}: {how}')}**" for name, how in bad.items()]
+        lines = [f"- **{plain(f'{name}: {how}')}**" for name, how in bad.items()]
         parts.append("\n".join(["These tests did not pass:", "", *lines]))
     if lacking:
-        parts.append(f"**The page is not complete. Not measured: {md.cell('; '.join(lacking))}.**")
+        parts.append(f"**The page is not complete. Not measured: {plain('; '.join(lacking))}.**")
     for section, (text, head) in SECTIONS.items():
         rows = [row["cells"] for row in sections.get(section, {}).values()]
-        parts += filter(None, [text, "\n".join(md.table(head, rows)[:-1]) if rows or text else ""])
+        parts += filter(None, [text, "\n".join(markdown_table(head, rows)[:-1]) if rows or text else ""])
     return "\n\n".join(parts) + "\n"

@@ -17,10 +17,10 @@ from typing import Any
 
 from bench.formatting import plural
 from bench.run.machine import git_state
+from bench.tabular import markdown_table
 from tests.conftest import ROOT
 from tests.hosts import parts
 from tests.hosts.rig import alone
-from tests.studies.markdown import table
 
 PAGE = ROOT / "docs" / "hosts.md"
 DATA = PAGE.with_suffix(".json")
@@ -89,7 +89,7 @@ def page(head: str, data: Mapping[str, Any]) -> str:
             minutes = plural(found["minutes"], "minute")
             when = f"On {found['date']}, at commit {found['commit']}, on {found['cores']} cores, in {minutes}."
             rows = [[*row["cells"][:-1], _result(row)] for row in found["rows"]]
-            lines += [f"### {part.title}", "", when, "", *table(part.header, rows)]
+            lines += [f"### {part.title}", "", when, "", *markdown_table(part.header, rows)]
     return head + "\n".join(lines)
 
 

@@ -105,7 +105,7 @@ def test_micro_batches_are_no_steps() -> None:  # mutant 3
     tables = built(HOST, {}, {})
     micro = tables.steps.loc[tables.steps.index.repeat(HOST.accumulate)].reset_index(drop=True)
     found = EvidenceByCell(dataclasses.replace(tables, steps=micro)).of(HOST)
-    assert found.failed_gates == ("12 steps were timed, 3 were expected",)
+    assert found.failed_gates == (("12 steps were timed, 3 were expected",),)
     (judgement,) = judge_all([compare(found, found, None)])
     assert (judgement.verdict, judgement.reason) == (Verdict.NOT_COMPARABLE, Reason.GATE)
 

@@ -360,8 +360,8 @@ def test_what_is_said_of_a_failure_decides_nothing(tmp_path: Path, monkeypatch: 
     before = outcomes(tmp_path / "before", "")
     assert before[0] == (0 if name in {"sound", "defect"} else 1)
     assert any(before[1]) == (name == "defect")
-    monkeypatch.setattr(gates, "Failure", lambda gate, text, causes=(): Failure(gate, "reworded", causes))
-    assert outcomes(tmp_path / "after", "reworded") == before
+    monkeypatch.setattr(gates, "Failure", lambda gate, text, causes=(): Failure(gate, "(reworded; twice.", causes))
+    assert outcomes(tmp_path / "after", "(reworded; twice.") == before
     tables = [finding for finding in check(tmp_path / "before") if finding.topic == "tables"]
     assert all(finding.level is not Level.ERROR for finding in tables), tables
 

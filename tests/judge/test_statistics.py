@@ -5,21 +5,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from scipy import special, stats
+from scipy import stats
 
 from bench.judge import samples
 from bench.judge.statistics import (
     MIN_REPEATS,
     MIN_TRIALS,
-    SEED,
     Interval,
+    LogMean,
     Sample,
-    bootstrap,
     equivalent,
     holm,
     ratio,
     required_trials,
-    trimmed_mean,
 )
 from bench.judge.tables import step_time
 from bench.run.trial_record import warmup
@@ -62,34 +60,34 @@ class TestRatio:
     @pytest.mark.parametrize(
         "other", [sample(1.2, seed=1), sample(0.7, 20, seed=3), sample(1.1, 9, seed=5, blocks=False), sample(1.0, 4)]
     )
-    def test_the_inverse_is_exact(self, other: Sample) -> None:
+    def test_either_side_can_be_the_first(self, other: Sample) -> None:
         here, there = ratio(sample(), other), ratio(other, sample())
-        assert here.inverse() == there or there.inverse() == here
+        assert there.ratio == pytest.approx(1 / here.ratio) and there.p_different == here.p_different
+        assert there.low == (here.high and pytest.approx(1 / here.high))
 
 
-class TestBootstrap:
-    def test_is_draw_for_draw_what_scipy_draws(self) -> None:
-        rows = np.random.default_rng(0).normal(size=(5, 13))
-        known = stats.bootstrap(
-            (np.sort(rows, axis=1),), trimmed_mean, n_resamples=700, axis=-1, rng=np.random.default_rng(SEED)
+class TestLogMean:
+    def test_is_scipys_t_test(self) -> None:
+        rng = np.random.default_rng(0)
+        a, b = rng.normal(0.02, 0.03, size=(5, 8)), rng.normal(0.0, 0.05, size=(5, 12))
+        known = stats.ttest_1samp(a, 0.0, axis=1), stats.ttest_ind(a, b, axis=1, equal_var=False)
+        for found, test in zip((LogMean.of(a), LogMean.of(a, b)), known, strict=True):
+            ends = test.confidence_interval()
+            assert found.interval() == (pytest.approx(ends.low), pytest.approx(ends.high))
+            assert found.p_different() == pytest.approx(test.pvalue)
+
+    def test_the_same_is_two_one_sided_tests(self) -> None:
+        a, edge = np.random.default_rng(0).normal(0.005, 0.01, size=(5, 8)), math.log1p(0.02)
+        above, below = (
+            stats.ttest_1samp(a, -edge, 1, alternative="greater"),
+            stats.ttest_1samp(a, edge, 1, alternative="less"),
         )
-        drawn = bootstrap(rows, resamples=700)
-        assert drawn.draws == pytest.approx(known.bootstrap_distribution, abs=1e-12)
+        assert LogMean.of(a).p_same(0.02) == pytest.approx(np.maximum(above.pvalue, below.pvalue))
 
-    @pytest.mark.parametrize("n", [5, 10, 30])
-    def test_hesterbergs_expansion(self, n: int) -> None:
-        drawn = bootstrap(np.random.default_rng(n).normal(size=(1, n)), resamples=20_000)
-        tail = special.ndtr(-math.sqrt(n / (n - 1)) * stats.t.ppf(0.975, n - 1))
-        assert drawn.interval()[0][0] == np.quantile(drawn.draws[0], tail)
-        known = {5: 0.00096, 10: 0.0086, 30: 0.0188}  # nominal 0.025; n = 10: Hesterberg's is 0.0086
-        assert tail == pytest.approx(known[n], rel=0.02)
-
-    def test_p_values_of_no_difference_are_uniform(self) -> None:
-        drawn = bootstrap(np.random.default_rng(1).normal(size=(3000, 20)), resamples=1999)
-        p_values = drawn.p_different()
-        for level in (0.01, 0.05, 0.2):
-            assert (p_values < level).mean() < level + 3 * math.sqrt(level * (1 - level) / 3000)
-        assert (p_values < 0.2).mean() > 0.15
+    def test_equal_values_are_no_division_by_zero(self) -> None:
+        same, apart = (ratio(Sample([seconds] * 6, range(6)), Sample([1.0] * 6, range(6))) for seconds in (1.0, 2.0))
+        assert (same.ratio, same.low, same.high, same.p_different) == (1, 1, 1, 1)
+        assert apart.low == apart.high == pytest.approx(2) and apart.p_different == 0
 
 
 class TestHolm:

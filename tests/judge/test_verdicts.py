@@ -108,7 +108,7 @@ class TestCompare:
             ({"precision": "bf16"}, Reason.PRECISION),  # mutant 19
             ({"accumulation_dtype": "bf16"}, Reason.ACCUMULATION),
             ({"work": "llama small"}, Reason.WORK),
-            ({"failed_gates": ("the update is off",)}, Reason.GATE),
+            ({"failed_gates": (("the update is off",),)}, Reason.GATE),
             ({"sample": Sample([]), "failures": {("oom", ""): 12}}, Reason.NO_TRIALS),
         ],
     )
@@ -133,9 +133,9 @@ class TestCompare:
             CellEvidence(label=name, sample=cell(c, 8, seed + i, noise))
             for i, (name, c) in enumerate((("a", by), ("b", 1)))
         )
-        control = ratio(cell(1, 8, seed + 2, noise), cell(1, 8, seed + 3, noise))
-        here = judge_all([compare(a, b, control)])[0]
-        there = judge_all([compare(b, a, control.inverse())])[0]
+        twins = cell(1, 8, seed + 2, noise), cell(1, 8, seed + 3, noise)
+        here = judge_all([compare(a, b, ratio(*twins))])[0]
+        there = judge_all([compare(b, a, ratio(*reversed(twins)))])[0]
         assert there.verdict is OPPOSITE.get(here.verdict, here.verdict) and there.reason is here.reason
 
 

@@ -187,23 +187,14 @@ def test_passes_that_compare_values_or_time_nothing_are_left_out() -> None:
     assert list(passes(cells).values()) == [ALL_PASSES, ("time", "collectives", "memory"), ("collectives", "memory")]
 
 
-def large_cell(backend: str, world_size: int) -> Cell:
-    """The 8b model on fake tensors, in bf16 with fp32 reduction."""
-    values: dict[str, Any] = {"workload": "llama", "model": "8b", "sequence_length": 8192, "precision": Precision.BF16}
-    return world_cell(backend, world_size, virtual=True, fake_tensors=True, **values)
-
-
-def large(launcher: Launcher, folder: Path, world_size: int, *backends: str) -> dict[str, Any]:
-    """What backends do with the 8b model."""
-    return measure(launcher, folder, [large_cell(name, world_size) for name in backends])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [8, 64])
 def test_what_deferring_costs_at_8b(launcher: Launcher, tmp_path: Path, world_size: int) -> None:
     """fsdp2-torchtitan.md, C8 and C10: 26.17 GiB at W = 8, 29.45 at W = 64, and 14.96 more for whole parameters."""
     names = ("fsdp2-eager", "fsdp2-deferred", "fsdp2-deferred-resident")
-    trials = large(launcher, tmp_path, world_size, *names)
+    values = {"workload": "llama", "model": "8b", "sequence_length": 8192, "precision": Precision.BF16}
+    cells = [world_cell(name, world_size, virtual=True, fake_tensors=True, **values) for name in names]
+    trials = measure(launcher, tmp_path, cells)
     eager, deferred, resident = (trials[name]["memory"]["held"] for name in names)
     parameters = SIZES["8b"].num_parameters
     assert deferred - eager == 4 * parameters * (world_size - 1) // world_size

@@ -9,9 +9,9 @@ from typing import Any
 from bench.formatting import digits
 from bench.judge.statistics import Interval, Sample, ratio
 from bench.measure.host import IDLE_SHARE
+from bench.tabular import markdown_table
 from tests.overhead import bare
 from tests.overhead.in_turn import LOOPS, PROCESSES
-from tests.studies.markdown import table
 
 BOUND = 0.01
 """How far from 1 the ratio to a bare loop may be."""
@@ -78,7 +78,7 @@ def _loops(loops: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     interval = "95 % interval"
     header = ("backend", "bare loop", "bench / bare", interval, f"within {100 * BOUND:g} %")
-    yield from table((*header, "trial / torchrun", interval, "groups"), rows)
+    yield from markdown_table((*header, "trial / torchrun", interval, "groups"), rows)
 
 
 def bare_loops(loops: Mapping[str, Any]) -> dict[str, list[float | None]]:
@@ -128,7 +128,7 @@ def _times(data: Mapping[str, Any], last: Mapping[str, Any]) -> Iterator[str]:
         )
         for name, timed in sorted(data["times"].items(), key=lambda item: -item[1]["seconds"])
     ]
-    yield from table(("what", "time", "runs", "time / last time"), rows)
+    yield from markdown_table(("what", "time", "runs", "time / last time"), rows)
 
 
 def _seconds(seconds: float) -> str:

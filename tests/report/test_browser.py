@@ -266,7 +266,7 @@ def test_the_pdf(browser: Any, folder: Path, tmp_path: Path) -> None:
             assert "".join((row.find("th", "td")[0].text).split()) in whole
     ids = [str(row.attributes["data-id"]) for row in page.find("tr") if row.attributes.get("data-id")]
     assert all(cell_id in whole for cell_id in ids)
-    (folded,) = [table for table in page.find("table") if table.find("caption", id="speed-caption")]
+    (folded,) = [table for table in page.find("table") if table.find("caption", id="speed-table-caption")]
     assert len(folded.find("tr")) > 20 and "fastest" in whole  # its details are closed on the screen
     on = [number for number, text in enumerate(texts) if any(cell_id in text for cell_id in ids)]
     assert all("correct?" in texts[number] for number in on), "the header is repeated"

@@ -161,9 +161,9 @@ def test_peaks_that_differ_by_bytes_tie() -> None:
 
 
 def test_the_title_on_memory_compares_cells_of_one_panel() -> None:
-    trials = run("popular").tables.trials
-    sgd = (trials["backend"] == "ddp-eager") & (trials["optimizer"] == "sgd")
-    found = titles(changed("popular", sgd, {"peak_memory_bytes": MIB}))
+    trials = run("curves").tables.trials
+    sgd = (trials["backend"] == "lightning-ddp") & (trials["optimizer"] == "sgd")
+    found = titles(changed("curves", sgd, {"peak_memory_bytes": MIB}))
     assert "adamw" in found["memory_categories"] and "1.0 MiB" not in found["memory_categories"]
 
 

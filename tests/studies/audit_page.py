@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from bench.tabular import markdown_table
 from tests.audit_command.cases import CASES, OPEN, RIGHT, Case, audit, audit_case
 from tests.conftest import ROOT
-from tests.studies.markdown import table
 
 PAGE, DATA = ROOT / "docs/audit.md", ROOT / "docs/audit.json"
 COMMAND = "python -m tests.studies.audit_page"
@@ -97,7 +97,7 @@ def page(data: dict[str, Any]) -> str:
             f"They are in tests/audit_command/scripts. {len(found)} of {len(wrong)} wrong ones are "
             f"found by name, and {len(accused)} of {len(sound)} others are accused.",
             "",
-            *table(
+            *markdown_table(
                 ("script", "what is special", "verdict", "findings"), [_row(case, data[case.name]) for case in CASES]
             ),
             "## Three screens",
@@ -115,7 +115,7 @@ def page(data: dict[str, Any]) -> str:
             f"and a bootstrapped interval of 95 % over {BLOCKS} windows. *counting* is what remains after the first 8 "
             "updates, and *sampling* is what these cost. The machine has two cores.",
             "",
-            *table(
+            *markdown_table(
                 ("loop and width", "counting", "sampling"),
                 [
                     (cost, *(_ratio(data[f"cost of {cost}"][mode]) for mode in ("counting", "sampling")))
@@ -124,7 +124,7 @@ def page(data: dict[str, Any]) -> str:
             ),
             HELD_OUT,
             PUBLIC,
-            *table(("script", "commit", "what the audit says", "checked by hand"), PUBLIC_SCRIPTS),
+            *markdown_table(("script", "commit", "what the audit says", "checked by hand"), PUBLIC_SCRIPTS),
         ]
     )
 

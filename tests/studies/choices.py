@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
-from scipy import special, stats
+from scipy import stats
 
-from bench.judge.statistics import LEVEL, TRIM, Array, resampled_means
+from bench.judge.statistics import Array, LogMean
 from bench.run.trial_record import warmups
 from tests.studies.trial_noise import Noise
 
 SIZES = (5, 8, 13, 26)
-OURS = "trimmed mean, expanded"
-RESAMPLES = 1999
+OURS = "mean, Student's t"
 TRANSIENTS: dict[str, tuple[float, float]] = {
     "none": (0.0, 1.0),
     "first step 30 % slower": (0.3, 0.05),
@@ -28,29 +27,24 @@ TRANSIENTS: dict[str, tuple[float, float]] = {
 
 
 def intervals(noises: Sequence[Noise], samples: int, seed: int) -> pd.DataFrame:
-    """Coverage of 95 % intervals by method and number of blocks: the share that holds the true ratio, 1."""
+    """95 % intervals by method and number of blocks: the share that holds the true ratio, 1, and the median width."""
     rows: list[dict[str, Any]] = []
     for noise in noises:
         for n in SIZES:
             logs = noise.reports(samples, 2, n, np.random.default_rng([seed, n]))
             for name, (low, high) in _methods(logs[:, :, 1] - logs[:, :, 0], seed).items():
-                held = float(((low <= 0) & (high >= 0)).mean())
-                rows.append({"method": name, "noise": noise.name, "blocks": n, "coverage": held})
+                held, width = ((low <= 0) & (high >= 0)).mean(), np.median(np.expm1(high - low))
+                rows.append({"method": name, "noise": noise.name, "blocks": n, "coverage": held, "width": width})
     return pd.DataFrame(rows)
 
 
 def _methods(a: Array, seed: int) -> dict[str, tuple[Array, Array]]:
     """Ends of the intervals of each method."""
-    n = a.shape[1]
-    score = float(stats.t.ppf((1 + LEVEL) / 2, n - 1))
-    wide = float(special.ndtr(-math.sqrt(n / (n - 1)) * score))
-    mean, error = a.mean(axis=1), a.std(axis=1, ddof=1) / math.sqrt(n)
-    found = {"mean, Student's t": (mean - score * error, mean + score * error)}
-    for name, out in (("mean", 0), ("median", (n - 1) // 2), ("trimmed mean", int(TRIM * n))):
-        draws = resampled_means(a, out, RESAMPLES, seed)
-        for kind, tail in (("percentile", (1 - LEVEL) / 2), ("expanded", wide)):
-            low, high = np.quantile(draws, [tail, 1 - tail], axis=1)
-            found[f"{name}, {kind}"] = low, high
+    found = {OURS: LogMean.of(a).interval()}
+    centres = {"mean": np.mean, "20 % trimmed mean": lambda values, axis: stats.trim_mean(values, 0.2, axis=axis)}
+    for name, centre in centres.items():
+        drawn = stats.bootstrap((a,), centre, axis=1, n_resamples=999, batch=100, method="percentile", rng=seed)
+        found[f"{name}, bootstrap"] = drawn.confidence_interval.low, drawn.confidence_interval.high
     return found
 
 

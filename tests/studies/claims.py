@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.tabular import markdown_table
 from tests.conftest import ROOT
 from tests.studies import judges_lightning, judges_torch
-from tests.studies.markdown import table
 from tests.studies.measured import ONLY, PROBES, Measured
 
 DOCS = ROOT / "docs" / "claims.md"
@@ -51,7 +51,12 @@ def page(m: Measured) -> str:
             sources = ", ".join(f"[source]({url})" for url in row["source"])
             claim = f"{row['claim']} ({sources})" if sources else row["claim"]
             rows.append((claim, f"**{verdict}**", text, ", ".join(row["by"])))
-        lines += ["", f"## {topic}", "", *table(("claim, and who makes it", "verdict", "measured", "by"), rows)[:-1]]
+        lines += [
+            "",
+            f"## {topic}",
+            "",
+            *markdown_table(("claim, and who makes it", "verdict", "measured", "by"), rows)[:-1],
+        ]
     return "\n".join(
         [
             *(*lines, "", "## Measured by", ""),

@@ -41,9 +41,9 @@ from bench.report.canvas import Drawing, FigureWords
 from bench.report.descriptions import eager_and_deferred
 from bench.report.formats import write_frame
 from bench.run.journal import MANIFEST, read_manifest
+from bench.tabular import markdown_table
 from tests.conftest import ROOT
 from tests.hosts.rig import rig
-from tests.studies.markdown import table
 
 MATRIX = Path(__file__).with_suffix(".toml")
 RESULTS, PLOTS = ROOT / "results" / "links", ROOT / "plots" / "links"
@@ -235,7 +235,7 @@ def page(study: Study, picture: str) -> Iterator[str]:
         (data.run.name, RATES[data.run.name] or "none", rate(speed))
         for data, speed in zip(study.data, study.rates, strict=True)
     ]
-    yield from table(("run", "limit per second", "between the hosts"), rows)
+    yield from markdown_table(("run", "limit per second", "between the hosts"), rows)
     yield from _ratios_page(study.frame)
     yield from _accuracy(study)
 
@@ -253,7 +253,7 @@ def _ratios_page(frame: pd.DataFrame) -> Iterator[str]:
         words = f"{row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f}) {row['verdict']}{expected}"
         found.setdefault((row["deferred"], row["accumulate"]), []).append(words)
     rows = [(name, str(n), *words) for (name, n), words in found.items()]
-    yield from table(("backend", "N", *dict.fromkeys(frame["run"])), rows)
+    yield from markdown_table(("backend", "N", *dict.fromkeys(frame["run"])), rows)
     predicted = frame[frame["predicted_ratio"].notna() & (frame["accumulate"] > 1)]
     within = predicted["predicted_ratio"].between(predicted["low"], predicted["high"]).sum()
     yield f"Of {len(predicted)} predicted ratios with N > 1, {within} are within the measured interval."
@@ -274,7 +274,7 @@ def _accuracy(study: Study) -> Iterator[str]:
         every += groups
         rows.append((name, *_row(accuracy(groups))))
     header = ("run", "steps", "below overlapped", "above serial", "off serial: median (least to most)", "in order")
-    yield from table(header, [*rows, ("all", *_row(accuracy(every)))])
+    yield from markdown_table(header, [*rows, ("all", *_row(accuracy(every)))])
     off = sorted(
         seconds / study.predicted(cell, number) - 1
         for number, times in enumerate(study.times)

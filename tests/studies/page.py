@@ -12,9 +12,9 @@ import pandas as pd
 from bench.judge.statistics import MIN_TRIALS, Interval
 from bench.judge.verdicts import Verdict
 from bench.plan.schedule import Ended
+from bench.tabular import markdown_table
 from tests.delayed import DELAY
 from tests.studies import choices, pairing, study
-from tests.studies.markdown import table
 from tests.studies.realtrials import Known
 from tests.studies.rivals import RULES
 from tests.studies.trial_noise import BLOCKS, Noise
@@ -61,8 +61,8 @@ def _rates(results: Results) -> list[str]:
     rows = [
         (
             study.name(row),
-            f"{percent(row['false'])} ({percent(row['t false'])})",
-            *(f"{percent(row[f'power {name}'])} ({percent(row[f't {name}'])})" for name in names),
+            percent(row["false"]),
+            *(percent(row[f"power {name}"]) for name in names),
             percent(row["coverage"]),
             percent(row["same 1 %"]),
             percent(row["width"]),
@@ -70,30 +70,24 @@ def _rates(results: Results) -> list[str]:
         for row in results.rates.to_dict("records")
     ]
     spread = ", ".join(f"{noise.name} {100 * noise.deviation:.2g} %" for noise in results.noises)
-    head = (
-        "noise",
-        "any false difference (t-test)",
-        *(f"{n} found (t-test)" for n in names),
-        "coverage",
-        "1 % same",
-        "width",
-    )
+    head = ("noise", "any false difference", *(f"{name} found" for name in names), "coverage", "1 % same", "width")
+    lost = max((results.rates[f"t {name}"] - results.rates[f"power {name}"]).max() for name in names)
     return [
         "## Rates",
         "",
         f"{results.reports} reports per row are made by resampling the blocks of committed runs, {BLOCKS} consecutive "
         "ones at a time, with all their cells: bursts, drift and two modes are in them as measured. `cpu` and "
         "`popular` are those runs, `noise` is one small cell on a restless machine. A block's log ratio has a standard "
-        f"deviation of {spread}. The default makes {study.SIZES[0]} blocks of `cpu` in its 20 minutes on two cores.",
+        f"deviation of {spread}. The first row of each has the size of its run, which the default made in its "
+        "budget on two cores; the last row has the size of a quick run.",
         "",
         f"Targets: {'; '.join(study.TARGETS)}. All cells of a report "
-        "are equally fast, or all are slower than the baseline by the same share. In brackets: a paired t-test on the "
-        "same logarithms, with Holm's correction too: the false differences that it makes at 5 %, and what it finds at "
-        "the p-value at which it makes as many as the bench, so that both tests have the same size. A "
-        f"share near 5 % has a standard error of "
-        f"{100 * (0.05 * 0.95 / results.reports) ** 0.5:.1f} points.",
+        "are equally fast, or all are slower than the baseline by the same share. A verdict is a paired t-test on "
+        "logarithms with Holm's correction. It differs from one only where the A/A pair excludes 1, so that intervals "
+        f"are widened: that costs at most {max(0.0, 100 * lost):.1f} points of power. A share near 5 % has a standard "
+        f"error of {100 * (0.05 * 0.95 / results.reports) ** 0.5:.1f} points.",
         "",
-        *table(head, rows),
+        *markdown_table(head, rows),
         "A verdict is faster or slower if the interval excludes 1 and Holm's adjusted p-value is below 5 %.",
         "",
     ]
@@ -130,7 +124,7 @@ def _real(known: Sequence[Known]) -> list[str]:
         f"{slower[Verdict.AMBIGUOUS]} ambiguous, and {slower[Verdict.FASTER] + slower[Verdict.SAME]} faster or the "
         f"same; {held} of the intervals contain {1 + DELAY:g}. A sleep of a real timer lasts longer than asked for.",
         "",
-        *table(("run", "blocks", "A/A pair", "itself", "verdict", "with the sleep", "verdict"), rows),
+        *markdown_table(("run", "blocks", "A/A pair", "itself", "verdict", "with the sleep", "verdict"), rows),
     ]
 
 
@@ -149,7 +143,7 @@ def _rivals(frame: pd.DataFrame) -> list[str]:
         "How often each calls two cells different, with the noise of `cpu` and its steps; one comparison, interleaved "
         "as here. Their tools would run one cell after the other, and drift would hurt them more.",
         "",
-        *table(("rule", "trials", *(f"true difference: {name}" for name in names)), rows),
+        *markdown_table(("rule", "trials", *(f"true difference: {name}" for name in names)), rows),
         *(f"- {rule.name}: {rule.about}" for rule in RULES),
         "",
     ]
@@ -157,15 +151,15 @@ def _rivals(frame: pd.DataFrame) -> list[str]:
 
 def _methods(results: Results) -> list[str]:
     frame = results.intervals
-    mean = frame.pivot_table(index="method", columns="blocks", values="coverage")
-    ends = frame.groupby("method")["coverage"].agg(["min", "max"])
+    held, widths = (
+        frame.pivot_table(index="method", columns="blocks", values=value) for value in ("coverage", "width")
+    )
     rows = [
         (
             f"**{name}**" if name == choices.OURS else str(name),
-            *(percent(mean.loc[name, n]) for n in choices.SIZES),
-            f"{percent(ends.loc[name, 'min'])} to {percent(ends.loc[name, 'max'])}",
+            *(f"{percent(held.loc[name, n])}, {percent(widths.loc[name, n])}" for n in choices.SIZES),
         )
-        for name in mean.index
+        for name in held.index
     ]
     bias = [
         (str(name), *(f"{row['bias']:+.2f} / {row['error']:.2f}" for row in group.to_dict("records")))
@@ -174,15 +168,16 @@ def _methods(results: Results) -> list[str]:
     return [
         "## Which interval",
         "",
-        "Coverage of 95 % intervals of a ratio that is 1: the mean over the kinds of noise, and the least and the most "
-        "of any. The bench uses the one in bold, percentiles of the bootstrapped trimmed mean, expanded for few trials "
-        f"(Hesterberg 2015); fewer than {MIN_TRIALS} blocks give no interval.",
+        "Coverage and median width of 95 % intervals of a ratio that is 1, each the mean over the kinds of noise. The "
+        f"bench uses the one in bold, Student's t of the mean logarithm; fewer than {MIN_TRIALS} blocks give no "
+        "interval. The others are percentiles of bootstrapped means, and hold the truth less often than they say "
+        "where blocks are few.",
         "",
-        *table(("method", *(f"{n} blocks" for n in choices.SIZES), "all"), rows),
+        *markdown_table(("method", *(f"{n} blocks" for n in choices.SIZES)), rows),
         "## Which warm-up rule",
         "",
         "Bias and root mean square error of a trial's median in per cent, on the steps of `cpu` with a transient. "
         "What remains cancels in the ratio of cells that warm up alike.",
         "",
-        *table(("transient", *choices.WARMUP_RULES), bias),
+        *markdown_table(("transient", *choices.WARMUP_RULES), bias),
     ]

@@ -34,9 +34,9 @@ from bench.launch.launcher import Launcher
 from bench.plan.cell import Cell, Device, Status
 from bench.plan.task import Spec
 from bench.run.trial_record import merge_ranks, warmup
+from bench.tabular import markdown_table
 from tests.conftest import ROOT
 from tests.overhead import in_turn
-from tests.studies.markdown import table
 
 RESULTS = ROOT / "docs" / "pairing.json"
 BASELINE, TWIN = "ddp-deferred", "A/A twin"
@@ -146,7 +146,7 @@ def section() -> list[str]:
         "N = 2. The spread is the standard deviation of a block's log ratio times the root of the block's seconds, "
         "which tells the width that an hour buys. A block has all of these cells.",
         "",
-        *table(("machine", "cell", "timed", "ratio (95 % interval)", "blocks", "spread"), sorted(rows)),
+        *markdown_table(("machine", "cell", "timed", "ratio (95 % interval)", "blocks", "spread"), sorted(rows)),
         f"In turns, the spread is {gains[0]:.2f} times as large as apart on the idle machine, and {gains[1]:.2f} times "
         "beside two programs that never wait (geometric means). Load changes the ratio itself, however cells are "
         f"timed: in turns, `fsdp2-deferred` takes {busy.ratio:.2f} ({_ends(busy)}) times as long as `{BASELINE}` "
@@ -165,7 +165,9 @@ def section() -> list[str]:
         f"Two starts of the same cell differ. Here `{BASELINE}` started alone on the idle machine, with its memory as "
         "it is and in pages of 2 MiB, in turn:",
         "",
-        *table(("memory", "starts", "median step", "standard deviation", "p of no difference"), _starts(found)),
+        *markdown_table(
+            ("memory", "starts", "median step", "standard deviation", "p of no difference"), _starts(found)
+        ),
     ]
 
 

@@ -16,8 +16,8 @@ from typing import Any
 from bench.backends.base import registry
 from bench.backends.torchtitan import REPLACED
 from bench.judge.loading import load
+from bench.tabular import markdown_table
 from tests.conftest import ROOT
-from tests.studies.markdown import table
 
 ABOUT = Path(__file__).with_suffix(".toml")
 DOCS = "docs/settings.md"
@@ -42,7 +42,7 @@ def of_frameworks(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, l
     backends = registry()
     for record in records:
         backend = backends.get(record["cell"]["backend"])
-        if backend is None or not record.get("time") or getattr(backend, "own_defaults", False):
+        if backend is None or not record.get("time") or backend.own_defaults:
             continue
         for path, value in flat(record["time"]["settings"]):
             values = found.setdefault(backend.framework, {}).setdefault(path, [])
@@ -80,7 +80,7 @@ def page(records: Iterable[Mapping[str, Any]]) -> str:
             shown = words.get("here") or ", ".join(dict.fromkeys(json.dumps(value).strip('"') for value in values))
             rows.append((f"`{path}`", shown, words["default"], words["why"], words["cost"]))
         lines += [f"## {framework['title']}", "", f"Documentation: <{framework['documentation']}>", ""]
-        lines += table(HEADER, rows)
+        lines += markdown_table(HEADER, rows)
         if same:
             lines += ["Recorded, and no other than the default or what the cell asks for:", ""]
             lines += [*(f"- {text}" for text in same), ""]

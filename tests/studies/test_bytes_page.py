@@ -14,7 +14,7 @@ from bench.plan.cell import REFERENCES, Cell
 from tests.conftest import ROOT
 from tests.factories import make_cell, make_manifest, make_record
 from tests.studies import bytes_page
-from tests.studies.bytes_page import NEAR, Measured, page
+from tests.studies.bytes_page import Measured, page
 
 KEYS = {
     "parameters": Category.PARAMETERS_SHARDED,
@@ -59,7 +59,7 @@ def test_peaks_that_are_far_and_rows_without_numbers_are_told() -> None:
         ),
     ]
     text = page([run], summed)
-    assert "1 of 3, farthest +11.11 %" in text
+    assert "| tiny | 3 | 33.3 % | 100.0 % | +11.11 %, fsdp2-deferred N=4 W=2 fp32 |" in text
     assert "12 of 12" in text, "held bytes"
     assert "| fsdp2-eager, fsdp2-deferred | bf16 | unsupported | - |" in text
     assert "- made for the test: fsdp2-eager in bf16, fsdp2-deferred in bf16." in text
@@ -85,11 +85,8 @@ def measured() -> list[Run]:
     return [load(ROOT / folder) for folder in bytes_page.RUNS]
 
 
-def test_the_page_is_of_the_runs_in_results(measured: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        bytes_page, "load", lambda folder: measured[bytes_page.RUNS.index(str(folder.relative_to(ROOT)))]
-    )
-    assert bytes_page.written() == (ROOT / bytes_page.DOCS).read_text(encoding="utf-8")
+def test_the_page_is_of_the_runs_in_results(measured: list[Run]) -> None:
+    assert bytes_page.written(measured) == (ROOT / bytes_page.DOCS).read_text(encoding="utf-8")
 
 
 def test_what_was_measured_is_what_was_calculated(measured: list[Run]) -> None:
@@ -101,10 +98,6 @@ def test_what_was_measured_is_what_was_calculated(measured: list[Run]) -> None:
     memory = found.memory.dropna(subset=["expected_bytes"])
     held = memory[memory["category"].str.startswith(HELD)]
     assert (held["bytes"] == held["expected_bytes"]).all()
-    peaks = memory[memory["category"] == PEAK].set_index("cell_id")
-    predicted = fit.peaks([cell for run in measured for cell in run.cells.values()])
-    apart = (peaks["bytes"].index.map(predicted) / peaks["bytes"] - 1).abs()
-    assert (apart[peaks["model"] == "8b"] <= NEAR).all() and (apart <= 0.2).all(), "as predict says"
     for world_size in (1, 2, 4, 8, 64):
         fitting = {name for name, backend in BUILT_IN.items() if world_size >= 2 * backend.replicate}
         backends = fitting & set(measured[0].manifest["backends"]) - set(REFERENCES)

@@ -51,7 +51,8 @@ def test_what_predict_says_of_its_estimates_is_true_of_all_committed_runs() -> N
     committed = [load(ROOT / "results" / name) for name in (*(f"links/{name}" for name in links.RATES), *links.OTHERS)]
     study = links.Study(committed[:3], committed[3:])
     found = links.accuracy([group for _, groups in study.groups() for group in groups])
-    assert found.num_below == 0 and "no step took less than overlapped" in TIMES
+    below = f"{found.num_below} of {len(found.deviations)} steps took less than overlapped"
+    assert below in TIMES
     assert found.num_above > len(found.deviations) / 2 and "most took longer than serial" in TIMES
     assert found.deviations[-1] < 1.4 and "up to 2.4 times as long" in TIMES
     assert sum(found.in_order) >= 0.98 * len(found.in_order) and "98 % of the pairs" in TIMES

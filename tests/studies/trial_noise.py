@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from bench.judge.loading import Run, load
-from bench.judge.statistics import Array, trimmed_mean
+from bench.judge.statistics import Array
 from bench.plan.cell import Status
 from tests.conftest import ROOT
 from tests.studies import realtrials
@@ -28,7 +28,7 @@ BLOCKS = 2
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Residuals of one source: logarithms of trials' step times less their cell's trimmed mean."""
+    """Residuals of one source: logarithms of trials' step times less their cell's mean."""
 
     name: str
     parts: tuple[Array, ...]
@@ -38,6 +38,11 @@ class Noise:
     def cells(self) -> int:
         """How many cells every part has."""
         return min(part.shape[1] for part in self.parts)
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks every part has."""
+        return min(len(part) for part in self.parts)
 
     @property
     def deviation(self) -> float:
@@ -66,7 +71,7 @@ def residuals(run: Run) -> Array:
     seconds = known.pivot_table(index="repeat", columns="cell_id", values="step_time_s").astype(float)
     seconds = seconds.loc[:, seconds.notna().sum() >= seconds.notna().sum().median()].dropna()
     logs = np.log(seconds.to_numpy())
-    return np.asarray(logs - trimmed_mean(logs.T))
+    return np.asarray(logs - logs.mean(axis=0))
 
 
 def compared(run: Run) -> Sequence[str]:

@@ -22,7 +22,7 @@ def evidence(audit: TrainingAudit) -> dict[str, str]:
         return shown
     update = audit.updates[min(1, len(audit.updates) - 1)]  # the first may be a special one
     counts = pattern([update.count for update in audit.updates])
-    shown["updates"] = f"{counts} micro-batches; events {update.events}; {update.optimizer.split()[0]}"
+    shown["updates"] = f"{counts} micro-batches; events {update.events}; {update.optimizer}"
     shown["loss"] = described(update.micro_batches[0])
     if not audit.gradients:
         return shown

@@ -12,7 +12,7 @@ from bench.audit.lint.hugging_face_rules import SameValue, TrainerArguments
 from bench.audit.lint.known_keys import Keys, known_keys
 from bench.audit.lint.lint_options import LintOptions
 from bench.audit.lint.proof import AUDIT
-from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule
+from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule, says
 from bench.audit.lint.sum_rules import GradientSum
 from bench.audit.training_plan import LARGEST_ACCUMULATE
 
@@ -100,7 +100,8 @@ def _engine(inner: ConfigPart) -> DeepSpeedConfig:
     )
 
 
-@rule("SCH04", INFO, "schedule that steps once per rank", f"{SCHEDULER} AcceleratedScheduler.step; accelerate #2926")
+@rule("SCH04", "accelerate: {distributed_type: MULTI_GPU, num_processes: 4}")
+@says(INFO, "schedule that steps once per rank", f"{SCHEDULER} AcceleratedScheduler.step; accelerate #2926")
 def _schedule(several: AccelerateRanks) -> Iterator[Found]:
     ranks = several.num_ranks
     yield Found(
@@ -111,7 +112,8 @@ def _schedule(several: AccelerateRanks) -> Iterator[Found]:
     )
 
 
-@rule("MIS02", ERROR, "settings beside deepspeed_config_file", f"{PLUGIN}._deepspeed_config_checks", stops=True)
+@rule("MIS02", "accelerate: {mixed_precision: bf16, deepspeed_config: {deepspeed_config_file: ds.json}}, named: {}")
+@says(ERROR, "settings beside deepspeed_config_file", f"{PLUGIN}._deepspeed_config_checks", stops=True)
 def _beside(both: AccelerateDeepSpeed) -> Iterator[Found]:
     if both.file is None:
         return
@@ -123,8 +125,10 @@ def _beside(both: AccelerateDeepSpeed) -> Iterator[Found]:
             yield Found(place, what, f"remove {place.name}, and set it in {name}")
 
 
-@rule("GAS02", WARNING, "accumulation reset to 1", f"{PLUGIN}.__post_init__")
-@rule("GAS03", INFO, "accumulation set outside the script", f"{ACCELERATOR} __init__, _prepare_deepspeed")
+@rule("GAS02", "accelerate: {deepspeed_config: {deepspeed_config_file: ds.json}}, named: {}")
+@says(WARNING, "accumulation reset to 1", f"{PLUGIN}.__post_init__")
+@rule("GAS03", "accelerate: {deepspeed_config: {gradient_accumulation_steps: 4, gradient_clipping: 1.0}}")
+@says(INFO, "accumulation set outside the script", f"{ACCELERATOR} __init__, _prepare_deepspeed")
 def _accumulate(both: AccelerateDeepSpeed) -> Iterator[Found]:
     place, n = both.accumulate, both.accumulate.value
     if not both.is_script:
@@ -139,18 +143,20 @@ def _accumulate(both: AccelerateDeepSpeed) -> Iterator[Found]:
         yield Found(place, what, fix, AUDIT, code="GAS03")
 
 
-@rule("CLP01")
+@rule("CLP01", "accelerate: {deepspeed_config: {zero_stage: 2}}")
 def _silent_clip(both: AccelerateDeepSpeed) -> Iterator[Found]:
     if both.is_script and both.file is None and not both.inner.at("gradient_clipping").given:
-        yield Found(
-            both.inner,
-            "gradient_clipping is not set, so accelerate has DeepSpeed clip to norm 1.0",
-            "set gradient_clipping to 0.0 to clip nothing, or to the threshold that is meant",
-            f"{ACCELERATOR} _prepare_deepspeed; engine.gradient_clipping() is 1.0 after prepare",
-        )
+        what = "gradient_clipping is not set, so accelerate has DeepSpeed clip to norm 1.0"
+        fix = "set gradient_clipping to 0.0 to clip nothing, or to the threshold that is meant"
+        same = f"{ACCELERATOR} _prepare_deepspeed; engine.gradient_clipping() is 1.0 after prepare"
+        yield Found(both.inner, what, fix, same)
 
 
-@rule("TAIL01")
+@rule(
+    "TAIL01",
+    "accelerate: {deepspeed_config: {gradient_accumulation_steps: 4, gradient_clipping: 0}}, samples: 9, batch_size: 1",
+    "GAS03",
+)
 def _underweighted(both: AccelerateDeepSpeed) -> Iterator[Found]:
     n, micro, ranks = both.engine.accumulate or 1, both.options.batch_size or both.engine.micro_batch, both.num_ranks
     plan = both.options.windows(n, micro, ranks, drop_last=both.engine.drop_last) if both.is_script and n > 1 else None

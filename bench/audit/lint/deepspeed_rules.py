@@ -11,7 +11,7 @@ from bench.audit.lint.config_file import ConfigPart
 from bench.audit.lint.deepspeed_config import DeepSpeedConfig, deepspeed_keys
 from bench.audit.lint.lint_options import LintOptions, written
 from bench.audit.lint.proof import SmallRun
-from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule
+from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule, says
 from bench.audit.lint.sum_rules import GradientSum
 
 ENGINE_CONFIG = "deepspeed/runtime/config.py"
@@ -48,18 +48,18 @@ def subjects(part: ConfigPart, options: LintOptions) -> Iterator[object]:
     yield GradientSum(config, training.accumulate or 1, options, options.world_size)
 
 
-@rule("BAT02", INFO, "no batch size", f"{ENGINE_CONFIG} _set_batch_related_parameters")
+@rule("BAT02", "deepspeed: {train_micro_batch_size_per_gpu: null}")
+@says(INFO, "no batch size", f"{ENGINE_CONFIG} _set_batch_related_parameters")
 def _no_batch_size(training: DeepSpeedAlone) -> Iterator[Found]:
     config, sizes = training.config, {"train_batch_size", "train_micro_batch_size_per_gpu"}
     if config.batch is None and config.micro_batch is None and not sizes & {*config.autos}:
-        yield Found(
-            config.part.at("train_micro_batch_size_per_gpu"),
-            "deepspeed.initialize refuses a config without a batch size; Lightning and accelerate fill it in",
-            "set train_micro_batch_size_per_gpu, or lint the Lightning config that names this file",
-        )
+        what = "deepspeed.initialize refuses a config without a batch size; Lightning and accelerate fill it in"
+        fix = "set train_micro_batch_size_per_gpu, or lint the Lightning config that names this file"
+        yield Found(config.part.at("train_micro_batch_size_per_gpu"), what, fix)
 
 
-@rule("BAT01", ERROR, "batch sizes do not multiply", f"{ENGINE_CONFIG} _batch_assertion", stops=True)
+@rule("BAT01", "deepspeed: {train_batch_size: 30}")
+@says(ERROR, "batch sizes do not multiply", f"{ENGINE_CONFIG} _batch_assertion", stops=True)
 def _batch_sizes(training: DeepSpeedAlone) -> Iterator[Found]:
     config, train = training.config, training.config.batch
     given = {
@@ -76,17 +76,15 @@ def _batch_sizes(training: DeepSpeedAlone) -> Iterator[Found]:
         return
     wanted = f"{'' if is_complete else 'a multiple of '}{product}"
     names = " x ".join(f"{name} {number}" for name, number in factors.items())
-    yield Found(
-        config.part.at("train_batch_size"),
-        f"DeepSpeed refuses train_batch_size {train}: it is not {wanted} = {names}",
-        f"set it to {wanted}, or remove it: DeepSpeed infers it",
-    )
+    what = f"DeepSpeed refuses train_batch_size {train}: it is not {wanted} = {names}"
+    yield Found(config.part.at("train_batch_size"), what, f"set it to {wanted}, or remove it: DeepSpeed infers it")
 
 
 CLIPPING_SOURCE = "deepspeed/runtime/constants.py GRADIENT_CLIPPING_DEFAULT; #8068"
 
 
-@rule("CLP01", WARNING, "clipping that was not asked for", CLIPPING_SOURCE)
+@rule("CLP01", "deepspeed: {gradient_clipping: null}")
+@says(WARNING, "clipping that was not asked for", CLIPPING_SOURCE)
 def _silent_clip(training: DeepSpeedAlone) -> Iterator[Found]:
     place, number = training.config.part.at("gradient_clipping"), training.options.deepspeed
     if place.given or (number is not None and number < SILENT_CLIP):
@@ -100,8 +98,9 @@ def _silent_clip(training: DeepSpeedAlone) -> Iterator[Found]:
     )
 
 
-@rule("TAIL02", WARNING, "partial window carried into the next epoch", "DeepSpeed #7439")
-@rule("WIN01")
+@rule("TAIL02", "deepspeed: {}, samples: 40, world_size: 2")
+@says(WARNING, "partial window carried into the next epoch", "DeepSpeed #7439")
+@rule("WIN01", "deepspeed: {}, samples: 12, world_size: 2")
 def _carried(training: DeepSpeedAlone) -> Iterator[Found]:
     config, n, options = training.config, training.accumulate, training.options
     ranks, micro = options.world_size, options.batch_size or config.micro_batch

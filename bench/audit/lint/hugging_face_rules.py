@@ -16,7 +16,7 @@ from bench.audit.lint.deepspeed_config import deepspeed_keys, deepspeed_part
 from bench.audit.lint.deepspeed_rules import SILENT_CLIP
 from bench.audit.lint.known_keys import Keys
 from bench.audit.lint.lint_options import LintOptions, windows_of
-from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule
+from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule, says
 from bench.audit.lint.sum_rules import GradientSum
 from bench.audit.training_plan import LARGEST_ACCUMULATE, ceil
 
@@ -92,7 +92,8 @@ def subjects(part: ConfigPart, options: LintOptions) -> Iterator[object]:
 MISMATCH = "transformers/integrations/deepspeed.py trainer_config_finalize"
 
 
-@rule("MIS01", ERROR, "DeepSpeed and TrainingArguments differ", MISMATCH, stops=True)
+@rule("MIS01", "hugging_face: {}, accelerate: {deepspeed_config: {zero_stage: 2, gradient_clipping: 0.5}}")
+@says(ERROR, "DeepSpeed and TrainingArguments differ", MISMATCH, stops=True)
 def _differ(same: SameValue) -> Iterator[Found]:
     place, value = same.place, same.value
     if place.given and place.value != AUTO and value is not None and place.value != value:
@@ -101,7 +102,7 @@ def _differ(same: SameValue) -> Iterator[Found]:
         yield Found(place, what, 'set it to "auto", or remove it')
 
 
-@rule("SCH02")
+@rule("SCH02", "hugging_face: {accelerator_config: {gradient_accumulation_kwargs: {num_steps: 2}}}")
 def _two_factors(arguments: TrainerArguments) -> Iterator[Found]:
     inner, outer = arguments.part.at(f"{KWARGS}.num_steps"), arguments.part.at("gradient_accumulation_steps").value
     if inner.given and (outer or 1) > 1:
@@ -109,8 +110,10 @@ def _two_factors(arguments: TrainerArguments) -> Iterator[Found]:
         yield Found(inner, what, "remove num_steps")
 
 
-@rule("OPT02", ERROR, "layerwise optimizer with accumulation", "transformers/trainer_optimizer.py", stops=True)
-@rule("OPT03", ERROR, "optimizer that steps in every backward", "lomo_optim 0.1.1 lomo.py fused_backward")
+@rule("OPT02", "hugging_face: {optim: galore_adamw_layerwise}")
+@says(ERROR, "layerwise optimizer with accumulation", "transformers/trainer_optimizer.py", stops=True)
+@rule("OPT03", "hugging_face: {optim: lomo}")
+@says(ERROR, "optimizer that steps in every backward", "lomo_optim 0.1.1 lomo.py fused_backward")
 def _optimizer(arguments: TrainerArguments) -> Iterator[Found]:
     place, n = arguments.part.at("optim"), arguments.accumulate
     name = (place.string() or "").lower()
@@ -123,7 +126,8 @@ def _optimizer(arguments: TrainerArguments) -> Iterator[Found]:
         yield Found(place, what, "set gradient_accumulation_steps to 1, or use another optimizer", code="OPT03")
 
 
-@rule("BAT04", WARNING, "a micro-batch is split among the ranks", f"{ARGUMENTS} split_batches")
+@rule("BAT04", "hugging_face: {accelerator_config: {split_batches: true}}")
+@says(WARNING, "a micro-batch is split among the ranks", f"{ARGUMENTS} split_batches")
 def _split_batches(arguments: TrainerArguments) -> Iterator[Found]:
     n, micro, ranks = arguments.accumulate, arguments.micro_batch, arguments.world_size
     if arguments.is_split and ranks != 1:
@@ -132,7 +136,8 @@ def _split_batches(arguments: TrainerArguments) -> Iterator[Found]:
         yield Found(arguments.part.at("accelerator_config.split_batches"), f"{what}samples over all of them", fix)
 
 
-@rule("BAT05", WARNING, "effective batch that changes by itself", f"{TRAINER} _inner_training_loop")
+@rule("BAT05", "hugging_face: {auto_find_batch_size: true}")
+@says(WARNING, "effective batch that changes by itself", f"{TRAINER} _inner_training_loop")
 def _smaller_batches(arguments: TrainerArguments) -> Iterator[Found]:
     place = arguments.part.at("auto_find_batch_size")
     if place.flag(default=False):
@@ -144,7 +149,8 @@ def _smaller_batches(arguments: TrainerArguments) -> Iterator[Found]:
         )
 
 
-@rule("STP04", WARNING, "num_train_epochs ignored", f"{TRAINER} set_initial_training_values")
+@rule("STP04", "hugging_face: {max_steps: 1000, num_train_epochs: 3}")
+@says(WARNING, "num_train_epochs ignored", f"{TRAINER} set_initial_training_values")
 def _ignored_epochs(arguments: TrainerArguments) -> Iterator[Found]:
     epochs = arguments.part.at("num_train_epochs")
     if arguments.max_steps and epochs.given:
@@ -152,7 +158,7 @@ def _ignored_epochs(arguments: TrainerArguments) -> Iterator[Found]:
         yield Found(epochs, what, "keep one of the two")
 
 
-@rule("LOG01")
+@rule("LOG01", "hugging_face: {max_steps: 400}")
 def _too_rare(arguments: TrainerArguments) -> Iterator[Found]:
     total = arguments.total_steps
     for name, default, usual, field in (("logging", DEFAULT_LOGGING, "steps", "loss"), ("eval", 0, "no", "eval_loss")):
@@ -166,7 +172,8 @@ def _too_rare(arguments: TrainerArguments) -> Iterator[Found]:
             yield Found(place, f"{what}logged", f"set {name}_steps to at most {total}", proof)
 
 
-@rule("STP05", WARNING, "warm-up longer than the training", f"{ARGUMENTS} get_warmup_steps")
+@rule("STP05", "hugging_face: {logging_steps: 10, warmup_steps: 100}, samples: 640, world_size: 2")
+@says(WARNING, "warm-up longer than the training", f"{ARGUMENTS} get_warmup_steps")
 def _long_warmup(arguments: TrainerArguments) -> Iterator[Found]:
     place, total = arguments.part.at("warmup_steps"), arguments.total_steps
     if total and (warmup := place.number() or 0) >= total:
@@ -179,7 +186,7 @@ def _long_warmup(arguments: TrainerArguments) -> Iterator[Found]:
         )
 
 
-@rule("CLP03")
+@rule("CLP03", "hugging_face: {deepspeed: {zero_optimization: {stage: 2}}, max_grad_norm: 0.5}")
 def _ignored_clip(arguments: TrainerArguments) -> Iterator[Found]:
     number = arguments.options.deepspeed
     default = 0.0 if number and number < SILENT_CLIP else 1.0
@@ -196,7 +203,8 @@ def _ignored_clip(arguments: TrainerArguments) -> Iterator[Found]:
         )
 
 
-@rule("TOK01", WARNING, "tokens weighed by rank", f"{TRAINER} _get_num_items_in_batch; transformers #34191")
+@rule("TOK01", "hugging_face: {average_tokens_across_devices: false}")
+@says(WARNING, "tokens weighed by rank", f"{TRAINER} _get_num_items_in_batch; transformers #34191")
 def _tokens(arguments: TrainerArguments) -> Iterator[Found]:
     place = arguments.part.at("average_tokens_across_devices")
     if arguments.accumulate > 1 and not place.flag(default=True) and arguments.world_size != 1:
@@ -204,7 +212,8 @@ def _tokens(arguments: TrainerArguments) -> Iterator[Found]:
         yield Found(place, what, "remove it: the default, true, divides by the tokens of all ranks")
 
 
-@rule("MEM01", INFO, "unsharded gradients between micro-batches", f"{TRAINER}; accelerate no_sync")
+@rule("MEM01", "hugging_face: {fsdp: full_shard}")
+@says(INFO, "unsharded gradients between micro-batches", f"{TRAINER}; accelerate no_sync")
 def _unsharded(arguments: TrainerArguments) -> Iterator[Found]:
     place, n = arguments.part.at("fsdp"), arguments.accumulate
     eager = arguments.part.at(f"{KWARGS}.sync_each_batch")

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from bench.audit.lint.config_file import ConfigPart
-from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule
+from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule, says
 
 SIMILAR = 0.9
 """Similarity (``difflib``) from which on an unknown key is taken for a misspelt one."""
@@ -38,8 +38,10 @@ class Keys:
     """Whether other programs may have keys here, so that only a misspelt one is told."""
 
 
-@rule("KEY01", ERROR, "unknown key", SOURCE, stops=True)
-@rule("KEY02", WARNING, "unknown key that is ignored", SOURCE)
+@rule("KEY01", "deepspeed: {bf16: {enable: true}}")
+@says(ERROR, "unknown key", SOURCE, stops=True)
+@rule("KEY02", "deepspeed: {gradient_accumulation_step: 4}")
+@says(WARNING, "unknown key that is ignored", SOURCE)
 def _unknown(keys: Keys) -> Iterator[Found]:
     names = known_keys()[keys.table]
     for key in keys.part.value if isinstance(keys.part.value, dict) else ():

@@ -13,7 +13,7 @@ from bench.audit.lint.known_keys import Keys
 from bench.audit.lint.lightning_config import LightningConfig
 from bench.audit.lint.lint_options import LintOptions
 from bench.audit.lint.proof import SmallRun
-from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule
+from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule, says
 from bench.audit.lint.sum_rules import ENGINE, GradientSum, in_16_bits
 
 LARGEST_CLIP = 1e6
@@ -31,6 +31,11 @@ class LightningDeepSpeed:
 
     training: LightningConfig
     engine: DeepSpeedConfig
+
+
+def in_strategy(config: str, more: str = "") -> str:
+    """The example with this DeepSpeed config under Lightning, and further keys of the Trainer."""
+    return "lightning: {strategy: {class_path: DeepSpeedStrategy, init_args: {config: {" + config + "}}}" + more + "}"
 
 
 def subjects(root: ConfigPart, options: LintOptions) -> Iterator[object]:
@@ -56,7 +61,7 @@ def _sum(training: LightningConfig, engine: DeepSpeedConfig) -> GradientSum:
     return GradientSum(filled, training.accumulate, training.options, training.world_size, place)
 
 
-@rule("ACC01")
+@rule("ACC01", "lightning: {precision: bf16-true}")
 def _parameters_in_16_bits(training: LightningConfig) -> Iterator[Found]:
     """Parameters in 16 bits have gradients in 16 bits, under every strategy."""
     dtype = {"bf16-true": "bf16", "16-true": "fp16"}.get(training.precision)
@@ -65,9 +70,16 @@ def _parameters_in_16_bits(training: LightningConfig) -> Iterator[Found]:
         yield from in_16_bits(training.trainer.at("precision"), training.accumulate, dtype, fix)
 
 
-@rule("SCH01", ERROR, "GradientAccumulationScheduler with DeepSpeed", f"{SCHEDULER} on_train_start", stops=True)
-@rule("SCH02", ERROR, "two accumulation factors", TWO_FACTORS, stops=True)
-@rule("SCH03", INFO, "estimated number of steps ignores that N changes", "lightning/pytorch/trainer/trainer.py")
+@rule("SCH01", "lightning: {strategy: deepspeed, callbacks: GradientAccumulationScheduler}")
+@says(ERROR, "GradientAccumulationScheduler with DeepSpeed", f"{SCHEDULER} on_train_start", stops=True)
+@rule("SCH02", "lightning: {callbacks: GradientAccumulationScheduler}")
+@says(ERROR, "two accumulation factors", TWO_FACTORS, stops=True)
+@rule(
+    "SCH03",
+    "lightning: {accumulate_grad_batches: 1, callbacks: "
+    "{class_path: GradientAccumulationScheduler, init_args: {scheduling: {0: 2}}}}",
+)
+@says(INFO, "estimated number of steps ignores that N changes", "lightning/pytorch/trainer/trainer.py")
 def _schedule(training: LightningConfig) -> Iterator[Found]:
     place = training.schedule
     if place is None:
@@ -96,7 +108,8 @@ def _schedule(training: LightningConfig) -> Iterator[Found]:
         )
 
 
-@rule("CLP04", ERROR, "clipping by norm with FSDP", f"{FSDP_CLIP} clip_grad_by_norm; Lightning #19235", stops=True)
+@rule("CLP04", "lightning: {strategy: fsdp, gradient_clip_val: 1.0}")
+@says(ERROR, "clipping by norm with FSDP", f"{FSDP_CLIP} clip_grad_by_norm; Lightning #19235", stops=True)
 def _fsdp_clip(training: LightningConfig) -> Iterator[Found]:
     if training.is_fsdp and training.clip and not training.clip_by_value:
         what = f"Lightning raises MisconfigurationException: FSDPStrategy cannot clip to norm {training.clip:g}"
@@ -104,14 +117,16 @@ def _fsdp_clip(training: LightningConfig) -> Iterator[Found]:
         yield Found(training.trainer.at("gradient_clip_val"), what, fix)
 
 
-@rule("CLP02", ERROR, "clipping by value with DeepSpeed", f"{STRATEGY} init_deepspeed", stops=True)
+@rule("CLP02", "lightning: {strategy: deepspeed_stage_3, gradient_clip_algorithm: value, gradient_clip_val: 1}")
+@says(ERROR, "clipping by value with DeepSpeed", f"{STRATEGY} init_deepspeed", stops=True)
 def _clip_by_value(both: LightningDeepSpeed) -> Iterator[Found]:
     if both.training.clip_by_value:
         what = "Lightning raises MisconfigurationException: DeepSpeed does not clip by value"
         yield Found(both.training.trainer.at("gradient_clip_algorithm"), what, "set gradient_clip_algorithm to norm")
 
 
-@rule("OPT01", WARNING, "optimizer or schedule in DeepSpeed's config", f"{STRATEGY} _initialize_deepspeed_train")
+@rule("OPT01", in_strategy("zero_optimization: {stage: 2}, optimizer: {type: AdamW}"), "DBL01")
+@says(WARNING, "optimizer or schedule in DeepSpeed's config", f"{STRATEGY} _initialize_deepspeed_train")
 def _optimizers(both: LightningDeepSpeed) -> Iterator[Found]:
     """Measured with Lightning 2.6.6."""
     optimizer, scheduler = both.engine.part.at("optimizer"), both.engine.part.at("scheduler")
@@ -125,15 +140,15 @@ def _optimizers(both: LightningDeepSpeed) -> Iterator[Found]:
             "raise an exception in configure_optimizers: it is never raised",
         )
     elif scheduler.given:
+        what = "DeepSpeed's schedule is used, with interval step, only if configure_optimizers returns none"
+        fix = "remove scheduler from the DeepSpeed config, and define it in configure_optimizers"
         yield Found(
-            scheduler,
-            "DeepSpeed's schedule is used, with interval step, only if configure_optimizers returns none",
-            "remove scheduler from the DeepSpeed config, and define it in configure_optimizers",
-            f"{ENGINE} _configure_lr_scheduler takes the module's schedule if there is one",
+            scheduler, what, fix, f"{ENGINE} _configure_lr_scheduler takes the module's schedule if there is one"
         )
 
 
-@rule("GAS01", ERROR, "accumulation set in DeepSpeed's config too", FORMATS, stops=True)
+@rule("GAS01", in_strategy("gradient_accumulation_steps: 4"))
+@says(ERROR, "accumulation set in DeepSpeed's config too", FORMATS, stops=True)
 def _set_in_both(both: LightningDeepSpeed) -> Iterator[Found]:
     place = both.engine.part.at("gradient_accumulation_steps")
     if place.given:
@@ -142,7 +157,8 @@ def _set_in_both(both: LightningDeepSpeed) -> Iterator[Found]:
         yield Found(place, f"{what}{both.training.accumulate}", fix)
 
 
-@rule("AUT01", ERROR, "'auto' that nothing fills in", f"{STRATEGY}; {ENGINE_CONFIG}; Lightning #19891", stops=True)
+@rule("AUT01", in_strategy("gradient_clipping: auto"))
+@says(ERROR, "'auto' that nothing fills in", f"{STRATEGY}; {ENGINE_CONFIG}; Lightning #19891", stops=True)
 def _autos(both: LightningDeepSpeed) -> Iterator[Found]:
     for key in both.engine.autos:
         dtype = key.removesuffix(".enabled")
@@ -155,7 +171,7 @@ def _autos(both: LightningDeepSpeed) -> Iterator[Found]:
             yield Found(both.engine.part.at(key), what, f"remove {key}; Lightning sets it", where)
 
 
-@rule("BAT01")
+@rule("BAT01", in_strategy("train_batch_size: 30"))
 def _batch_sizes(both: LightningDeepSpeed) -> Iterator[Found]:
     training, engine = both.training, both.engine
     micro, ranks, n = engine.micro_batch or training.batch_size, training.world_size, training.accumulate
@@ -165,7 +181,8 @@ def _batch_sizes(both: LightningDeepSpeed) -> Iterator[Found]:
         yield Found(both.engine.part.at("train_batch_size"), what, "remove train_batch_size, which DeepSpeed infers")
 
 
-@rule("BAT03", INFO, "two micro-batch sizes", f"{STRATEGY} _auto_select_batch_size")
+@rule("BAT03", in_strategy("train_micro_batch_size_per_gpu: 1"), "DBL01")
+@says(INFO, "two micro-batch sizes", f"{STRATEGY} _auto_select_batch_size")
 def _two_sizes(both: LightningDeepSpeed) -> Iterator[Found]:
     loaded, micro = both.training.batch_size, both.engine.micro_batch
     if loaded and micro and micro != loaded:
@@ -178,7 +195,8 @@ def _two_sizes(both: LightningDeepSpeed) -> Iterator[Found]:
         )
 
 
-@rule("CLP03", WARNING, "two clipping thresholds", FORMATS)
+@rule("CLP03", in_strategy("gradient_clipping: 0.0", ", gradient_clip_val: 1.0"), "DBL01")
+@says(WARNING, "two clipping thresholds", FORMATS)
 def _two_clips(both: LightningDeepSpeed) -> Iterator[Found]:
     place, clip, inner = both.engine.part.at("gradient_clipping"), both.training.clip, both.engine.clip
     if clip is not None and place.given and place.value != AUTO and inner != clip:
@@ -189,8 +207,10 @@ def _two_clips(both: LightningDeepSpeed) -> Iterator[Found]:
 TWICE = f"lightning/pytorch/loops/optimization/automatic.py; {ENGINE} backward"
 
 
-@rule("DBL01", ERROR, "loss divided by N twice", TWICE)
-@rule("DBL02", WARNING, "clipping threshold N times too high", "as DBL01: the norm is N times too small")
+@rule("DBL01", "lightning: {strategy: deepspeed}")
+@says(ERROR, "loss divided by N twice", TWICE)
+@rule("DBL02", "lightning: {strategy: deepspeed_stage_2, gradient_clip_val: 1.0}", "DBL01")
+@says(WARNING, "clipping threshold N times too high", "as DBL01: the norm is N times too small")
 def _twice(both: LightningDeepSpeed) -> Iterator[Found]:
     """The loss is divided by N in Lightning's closure and again in the engine's backward."""
     training, n, backend = both.training, both.training.accumulate, both.training.backend
@@ -210,10 +230,8 @@ def _twice(both: LightningDeepSpeed) -> Iterator[Found]:
     if not place.given:
         place, clip = training.trainer.at("gradient_clip_val"), training.clip
     if clip and clip <= LARGEST_CLIP:
-        yield Found(
-            place,
-            f"the gradient is {n} times too small (DBL01): only a norm above {n} x {clip:g} = {n * clip:g} is clipped",
-            f"correct the loss (DBL01), or clip at {clip:g} / {n} = {clip / n:g}",
-            small.command("lightning-ddp", backend, clip=small.clip),
-            code="DBL02",
+        what = (
+            f"the gradient is {n} times too small (DBL01): only a norm above {n} x {clip:g} = {n * clip:g} is clipped"
         )
+        fix = f"correct the loss (DBL01), or clip at {clip:g} / {n} = {clip / n:g}"
+        yield Found(place, what, fix, small.command("lightning-ddp", backend, clip=small.clip), code="DBL02")

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 import packaging.version
 
-from bench.audit.training_plan import TrainingPlan
-from bench.errors import InputError
+from bench.audit.training_plan import TrainingPlan, ceil
 
 Version = tuple[int, ...]
 
@@ -46,12 +45,8 @@ class LintOptions:
 
 def batches_per_epoch(samples: int, batch_size: int, world_size: int, *, drop_last: bool) -> int:
     """NB, the micro-batches per epoch and rank; 0 if ``drop_last`` leaves none."""
-    try:
-        return TrainingPlan(
-            samples=samples, batch_size=batch_size, world_size=world_size, drop_last=drop_last
-        ).micro_batches_per_epoch
-    except InputError:
-        return 0
+    each = ceil(samples, world_size)
+    return each // batch_size if drop_last else ceil(each, batch_size)
 
 
 def windows_of(num_batches: int, accumulate: int) -> TrainingPlan:

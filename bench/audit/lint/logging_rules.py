@@ -11,7 +11,7 @@ from bench.audit.lint.config_file import ConfigPart
 from bench.audit.lint.lightning_config import LightningConfig, window_place
 from bench.audit.lint.proof import SmallRun
 from bench.audit.lint.rates import STEP, Rates
-from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule
+from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule, says
 from bench.audit.stepcount import calculate
 from bench.audit.training_plan import TrainingPlan
 
@@ -20,6 +20,9 @@ INVERTED = (2, 2, 0)
 LONGEST = 400
 """Micro-batches between two logs of a training that is its own proof, some seconds."""
 LOGGER = "lightning/pytorch/trainer/connectors/logger_connector/logger_connector.py"
+INVERTED_CHECK = (
+    "lightning 2.2.0 pytorch/callbacks/throughput_monitor.py setup; Lightning #19461, fixed in 2.2.1 by #19470"
+)
 THROUGHPUT = "lightning/fabric/utilities/throughput.py Throughput"
 
 
@@ -63,8 +66,10 @@ def _silent(training: LightningConfig, plan: TrainingPlan, *, is_logged: bool) -
     return proof.throughput(n, every, max(window, 2), 2 * n, " --epochs 1")
 
 
-@rule("LOG01", WARNING, "training ends before the first logged step", LOGGER)
-@rule("LOG02", INFO, "log_every_n_steps counts optimizer steps", LOGGER)
+@rule("LOG01", "lightning: {max_epochs: 2, log_every_n_steps: null}, samples: 32")
+@says(WARNING, "training ends before the first logged step", LOGGER)
+@rule("LOG02", "lightning: {log_every_n_steps: 8}")
+@says(INFO, "log_every_n_steps counts optimizer steps", LOGGER)
 def _log_every(training: LightningConfig) -> Iterator[Found]:
     place, every, plan = training.trainer.at("log_every_n_steps"), training.log_every, training.windows
     n = training.accumulate
@@ -86,14 +91,10 @@ def _log_every(training: LightningConfig) -> Iterator[Found]:
         )
 
 
-@rule(
-    "THR03",
-    ERROR,
-    "ThroughputMonitor's check is inverted",
-    "lightning 2.2.0 pytorch/callbacks/throughput_monitor.py setup; Lightning #19461, fixed in 2.2.1 by #19470",
-    stops=True,
-)
-@rule("THR04", ERROR, "ThroughputMonitor's window is too short", f"{THROUGHPUT}.__init__", stops=True)
+@rule("THR03", "lightning: {log_every_n_steps: 8, callbacks: ThroughputMonitor}, lightning_version: [2, 2, 0]")
+@says(ERROR, "ThroughputMonitor's check is inverted", INVERTED_CHECK, stops=True)
+@rule("THR04", "lightning: {callbacks: [{class_path: ThroughputMonitor, init_args: {window_size: 1}}]}")
+@says(ERROR, "ThroughputMonitor's window is too short", f"{THROUGHPUT}.__init__", stops=True)
 def _refused(training: LightningConfig) -> Iterator[Found]:
     window, n, every = training.window, training.accumulate, training.log_every
     if training.monitor is None:
@@ -108,8 +109,10 @@ def _refused(training: LightningConfig) -> Iterator[Found]:
         yield Found(training.monitor, what, "use Lightning 2.2.1 or newer", code="THR03")
 
 
-@rule("THR01", WARNING, "ThroughputMonitor's rates are biased", f"{THROUGHPUT}.compute")
-@rule("THR02", WARNING, "ThroughputMonitor never logs a rate", f"{THROUGHPUT}.compute")
+@rule("THR01", "lightning: {accumulate_grad_batches: 8, callbacks: [{class_path: ThroughputMonitor}]}")
+@says(WARNING, "ThroughputMonitor's rates are biased", f"{THROUGHPUT}.compute")
+@rule("THR02", "lightning: {callbacks: ThroughputMonitor, max_epochs: 1}, samples: 32")
+@says(WARNING, "ThroughputMonitor never logs a rate", f"{THROUGHPUT}.compute")
 def _rates(training: LightningConfig) -> Iterator[Found]:
     window, every, plan = training.window, training.log_every, training.windows
     if training.monitor is None or window < 2 or training.schedule is not None or not training.trains:

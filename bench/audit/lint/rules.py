@@ -59,25 +59,31 @@ class Found(NamedTuple):
 Check = Callable[[Any], Iterable[Found]]
 CheckT = TypeVar("CheckT", bound=Check)
 _RULES: dict[str, Rule] = {}
+EXAMPLES: list[tuple[str, str, tuple[str, ...]]] = []
+"""Of every rule: its code, a config, and the codes that are found there too."""
 _CHECKS: dict[str, dict[Check, str]] = defaultdict(dict)
 """The functions by the class that they are about, with their codes."""
 
 
-def rule(
-    code: str, severity: Severity | None = None, title: str = "", source: str = "", *, stops: bool = False
-) -> Callable[[CheckT], CheckT]:
+def rule(code: str, example: str, *also: str) -> Callable[[CheckT], CheckT]:
     """Make a function a rule for what its parameter's type says. One for several codes names them in what it finds.
 
-    The text of a code is given once, although there may be a function for each kind of config.
+    The example is a small config in which it finds the code, written as in tests/audit/lint_corpus.yaml, and ``also``
+    are the codes that this config cannot avoid.
     """
-    if severity:
-        _RULES[code] = Rule(severity, title, source, stops)
+    EXAMPLES.append((code, example, also))
 
     def add(check: CheckT) -> CheckT:
         _CHECKS[next(iter(check.__annotations__.values()))][check] = code
         return check
 
     return add
+
+
+def says(severity: Severity, title: str, source: str, *, stops: bool = False) -> Callable[[CheckT], CheckT]:
+    """The text of the rule above; given once for a code, although there may be a function for each kind of config."""
+    _RULES[EXAMPLES[-1][0]] = Rule(severity, title, source, stops)
+    return lambda check: check
 
 
 def rules() -> dict[str, Rule]:

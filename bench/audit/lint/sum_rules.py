@@ -10,7 +10,7 @@ from bench.audit.lint import proof
 from bench.audit.lint.config_file import ConfigPart
 from bench.audit.lint.deepspeed_config import DeepSpeedConfig
 from bench.audit.lint.lint_options import LintOptions, written
-from bench.audit.lint.rules import ERROR, WARNING, Found, rule
+from bench.audit.lint.rules import ERROR, WARNING, Found, rule, says
 
 ENGINE = "deepspeed/runtime/engine.py"
 FP32 = {"fp32", "float32", "torch.float32", "float"}
@@ -49,8 +49,10 @@ class GradientSum:
         return place if place.given or self.otherwise is None else self.otherwise
 
 
-@rule("ACC01", WARNING, "gradients are summed in 16 bits", f"{ENGINE} get_data_types; DeepSpeed #1800")
-@rule("ACC02", ERROR, "fp32 sum of 16-bit gradients without ZeRO", f"{ENGINE} _do_optimizer_sanity_check", stops=True)
+@rule("ACC01", "deepspeed: {bf16: {enabled: true}}")
+@says(WARNING, "gradients are summed in 16 bits", f"{ENGINE} get_data_types; DeepSpeed #1800")
+@rule("ACC02", "deepspeed: {zero_optimization: null, bf16: {enabled: true}, data_types: {grad_accum_dtype: fp32}}")
+@says(ERROR, "fp32 sum of 16-bit gradients without ZeRO", f"{ENGINE} _do_optimizer_sanity_check", stops=True)
 def _dtype(gradients: GradientSum) -> Iterator[Found]:
     config, number = gradients.config, gradients.options.deepspeed
     dtype, place = "bf16" if config.bf16 else "fp16", config.part.at("data_types.grad_accum_dtype")
@@ -116,9 +118,16 @@ def worst_error(accumulate: int, dtype: str) -> float:
 BF16_SOURCE = "docs/versions.md; deepspeed/runtime/zero/stage_1_and_2.py"
 
 
-@rule("VER01", ERROR, "ZeRO-2 keeps only the last micro-batch", "DeepSpeed #7718")
-@rule("VER02", ERROR, "ZeRO-1 misses the last average", "DeepSpeed #7985")
-@rule("VER03", WARNING, "ZeRO-2 sums in bf16 in spite of the config", BF16_SOURCE)
+@rule("VER01", "deepspeed: {}, deepspeed_version: [0, 17, 6]")
+@says(ERROR, "ZeRO-2 keeps only the last micro-batch", "DeepSpeed #7718")
+@rule(
+    "VER02",
+    "deepspeed: {zero_optimization: {stage: 1}, bf16: {enabled: true}, data_types: {grad_accum_dtype: fp32}}, "
+    "deepspeed_version: [0, 18, 6]",
+)
+@says(ERROR, "ZeRO-1 misses the last average", "DeepSpeed #7985")
+@rule("VER03", "deepspeed: {bf16: {enabled: true}, data_types: {grad_accum_dtype: fp32}}, deepspeed_version: [0, 19]")
+@says(WARNING, "ZeRO-2 sums in bf16 in spite of the config", BF16_SOURCE)
 def _versions(gradients: GradientSum) -> Iterator[Found]:
     config, n, number = gradients.config, gradients.n, gradients.options.deepspeed
     if number is None or n == 1:

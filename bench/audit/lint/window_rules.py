@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from bench.audit.lint.lightning_config import LightningConfig
 from bench.audit.lint.proof import SmallRun
-from bench.audit.lint.rules import ERROR, WARNING, Found, rule
+from bench.audit.lint.rules import ERROR, WARNING, Found, rule, says
 from bench.audit.stepcount import Stops, calculate
 from bench.audit.training_plan import TrainingPlan
 from bench.formatting import plural
@@ -65,7 +65,8 @@ def subjects(training: LightningConfig) -> Iterator[LightningEpochs]:
         yield LightningEpochs(training, plan)
 
 
-@rule("DEV01", WARNING, "fast_dev_run tries a partial window", "lightning/pytorch/trainer/setup.py")
+@rule("DEV01", "lightning: {fast_dev_run: 6}")
+@says(WARNING, "fast_dev_run tries a partial window", "lightning/pytorch/trainer/setup.py")
 def _dev_run(training: LightningConfig) -> Iterator[Found]:
     """A ``fast_dev_run`` is one epoch of so many micro-batches."""
     batches, n = training.dev_run, training.accumulate
@@ -75,16 +76,15 @@ def _dev_run(training: LightningConfig) -> Iterator[Found]:
     happens = f"the last step has {rest}/{n} of the mean gradient"
     if training.engine:
         happens = f"DeepSpeed never steps with the last {rest}"
-    yield Found(
-        training.trainer.at("fast_dev_run"),
-        f"fast_dev_run trains {plural(batches, 'micro-batch')} per rank, with N = {n}: {happens}",
-        f"set fast_dev_run to {n}, or to a multiple of it",
-        SmallRun.of(n, batches).command(training.backend, epochs=1),
-    )
+    what = f"fast_dev_run trains {plural(batches, 'micro-batch')} per rank, with N = {n}: {happens}"
+    same = SmallRun.of(n, batches).command(training.backend, epochs=1)
+    yield Found(training.trainer.at("fast_dev_run"), what, f"set fast_dev_run to {n}, or to a multiple of it", same)
 
 
-@rule("TAIL01", WARNING, "partial window under-weighted", "Lightning #19987")
-@rule("WIN01", WARNING, "fewer micro-batches per epoch than a window", "Lightning #21808")
+@rule("TAIL01", "lightning: {max_epochs: 2}, samples: 40")
+@says(WARNING, "partial window under-weighted", "Lightning #19987")
+@rule("WIN01", "lightning: {max_epochs: 2}, samples: 12")
+@says(WARNING, "fewer micro-batches per epoch than a window", "Lightning #21808")
 def _partial(run: LightningEpochs) -> Iterator[Found]:
     tail, n, whole = run.plan.partial_window, run.plan.n, run.plan.full_windows
     if tail and run.training.engine is None:
@@ -102,10 +102,15 @@ def _partial(run: LightningEpochs) -> Iterator[Found]:
 OUT_OF_PHASE = "lightning tests/tests_pytorch/strategies/test_deepspeed.py:893"
 
 
-@rule("TAIL03", WARNING, "trainer and engine out of phase", OUT_OF_PHASE)
-@rule("TAIL04", ERROR, "micro-batches lost in every epoch", "deepspeed/runtime/zero/stage3.py zero_grad; see TAIL03")
-@rule("TAIL05", WARNING, "last window of the training dropped", "DeepSpeed #7439")
-@rule("WIN01")
+@rule("TAIL03", "lightning: {strategy: deepspeed_stage_2, max_epochs: 2}, samples: 40", "DBL01")
+@says(WARNING, "trainer and engine out of phase", OUT_OF_PHASE)
+@rule("TAIL04", "lightning: {strategy: deepspeed_stage_3, max_epochs: 2}, samples: 40", "DBL01", "TAIL03")
+@says(ERROR, "micro-batches lost in every epoch", "deepspeed/runtime/zero/stage3.py zero_grad; see TAIL03")
+@rule("TAIL05", "lightning: {strategy: deepspeed_stage_2, max_epochs: 1}, samples: 40", "DBL01")
+@says(WARNING, "last window of the training dropped", "DeepSpeed #7439")
+@rule(
+    "WIN01", "lightning: {strategy: deepspeed_stage_2, overfit_batches: 3, max_epochs: 2}", "DBL01", "LOG01", "TAIL05"
+)
 def _partial_above_engine(run: LightningEpochs) -> Iterator[Found]:
     training, plan, small, engine = run.training, run.plan, run.small, run.training.engine
     if engine is None or not plan.partial_window:
@@ -147,9 +152,12 @@ def _partial_above_engine(run: LightningEpochs) -> Iterator[Found]:
         yield Found(place, what, run.divisible, proof, code="TAIL05")
 
 
-@rule("STP01", WARNING, "max_steps reached early", LOOP)
-@rule("STP02", WARNING, "max_steps reached late", LOOP)
-@rule("STP03", WARNING, "max_steps never reached", "lightning/pytorch/loops/fit_loop.py done")
+@rule("STP01", "lightning: {max_steps: 5}, samples: 40", "TAIL01")
+@says(WARNING, "max_steps reached early", LOOP)
+@rule("STP02", "lightning: {strategy: deepspeed_stage_2, max_steps: 5}, samples: 40", "DBL01", "TAIL03")
+@says(WARNING, "max_steps reached late", LOOP)
+@rule("STP03", "lightning: {max_steps: 8, max_epochs: 2}, samples: 32")
+@says(WARNING, "max_steps never reached", "lightning/pytorch/loops/fit_loop.py done")
 def _max_steps(run: LightningEpochs) -> Iterator[Found]:
     """max_steps is compared with trainer.global_step, not with the engine's steps."""
     training, plan, small, end = run.training, run.plan, run.small, run.training.end

@@ -12,7 +12,7 @@ from packaging.version import Version
 from pydantic import TypeAdapter
 
 from bench.audit.monitor_grid import MICRO_BATCH_S, OPTIMIZER_S
-from tests.studies.markdown import table
+from bench.tabular import markdown_table
 
 INTRODUCTION = """# Versions, and what they do under accumulation
 
@@ -110,13 +110,13 @@ def markdown(entries: Sequence[Entry], smokes: Sequence[Smoke]) -> str:
         environments.setdefault(words, []).append(f"{entry.package} {entry.version}")
     header = [*(smokes[0].packages if smokes else ()), "Python", "date", "result", "good"]
     runs = [[*smoke.packages.values(), smoke.python, smoke.date, smoke.result, _yes(smoke.good)] for smoke in smokes]
-    lines = [INTRODUCTION, *table(header, runs)]
+    lines = [INTRODUCTION, *markdown_table(header, runs)]
     lines += [ACCUMULATION, *(f"- {words}: {', '.join(names)}." for words, names in environments.items()), ""]
     # Neighbouring versions with the same measurement share a row.
     shared = []
     for (package, finding, *measured), alike in groupby(rows(entries), lambda row: (*row[:2], *row[3:])):
         shared.append([package, finding, ", ".join(row[2] for row in alike), *measured])
-    lines += table(["package", "finding", "versions", "measured", "good"], shared)
+    lines += markdown_table(["package", "finding", "versions", "measured", "good"], shared)
     return "\n".join(lines)
 
 

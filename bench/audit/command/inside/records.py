@@ -44,7 +44,7 @@ class AuditedUpdate:
     used: Any = ()
     """The same that the optimizer uses, as it was before it was scaled and clipped."""
     optimizer: str = ""
-    """Name and id; empty while no step has been taken."""
+    """The name of its class; empty while no step has been taken."""
     asked: int = 1
     """How many micro-batches a framework was asked for."""
     held: list[str] = field(default_factory=list)

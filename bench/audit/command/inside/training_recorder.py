@@ -191,7 +191,7 @@ class TrainingRecorder:
             window.obstacles.append("the optimizer steps inside of the backward")
         if window.events and not window.optimizer:
             window.events += "S"
-            window.optimizer = f"{name} {id(optimizer):x}"
+            window.optimizer = name
             window.asked = self._objects.asked() if self.sampling else 1
         window.used = [old.where(~old.isnan(), new) for old, new in zip(window.used or used, used, strict=True)]
         for probe in self._probes:
