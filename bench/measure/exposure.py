@@ -27,7 +27,7 @@ def exposure(events: Iterable[Any]) -> dict[str, float] | None:
     ``compute_s``: in which at least one kernel or copy of another kind ran, since communication can hide behind copies
     too; ``num_collectives``, the number of their kernels. ``events`` are ``torch._C._autograd._KinetoEvent``.
     """
-    on_device = [event for event in events if _category(event) in DEVICE_CATEGORIES]
+    on_device = [event for event in events if category(event) in DEVICE_CATEGORIES]
     collectives = [event for event in on_device if event.name().startswith(COLLECTIVE_PREFIXES)]
     compute_s = _covered_s(event for event in on_device if not event.name().startswith(COLLECTIVE_PREFIXES))
     if not on_device:
@@ -87,7 +87,7 @@ class WindowProfiler:
         self.events = list(self._profiler.profiler.kineto_results.events())
 
 
-def _category(event: Any) -> str:
+def category(event: Any) -> str:
     """Kineto's category of an event. Older torch does not expose it; there it follows from device and name."""
     if hasattr(event, "activity_type"):
         return str(event.activity_type())

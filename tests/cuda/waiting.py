@@ -2,11 +2,13 @@
 
 For a real GPU, where nothing counts below torch; works over the stub too. Of each place that waits, the stack from it
 out to the bench. torch tells of streams that are synchronized and of blocking copies, not of events and devices.
+Before these, what the profiler saw on the device in one window: its kernels, copies and memsets.
 """
 
 from __future__ import annotations
 
 import collections
+import gc
 import sys
 import tempfile
 import warnings
@@ -16,6 +18,7 @@ from typing import Any
 from bench.backends.base import Backend
 from bench.launch.launcher import Launcher
 from bench.measure import trial
+from bench.measure.exposure import WindowProfiler, category
 from bench.measure.taps import EventKind as Event
 from bench.measure.taps import Taps
 from bench.plan.cell import Device, Status
@@ -24,6 +27,8 @@ from tests.cuda.counting import TIMEOUT_S, Counted
 from tests.cuda_stub.counters import stack
 
 DEPTH = 12
+SEEN = ("kernel", "gpu_memcpy", "gpu_memset")
+"""Kineto's categories of what a device does."""
 
 
 class Warned(Counted):
@@ -44,12 +49,18 @@ class WatchedTrial(trial.RankTrial):
     def run(self) -> dict[str, Any]:
         self._stacks: collections.Counter[str] = collections.Counter()
         self.time()
-        return {"status": Status.OK, "stacks": dict(self._stacks)}
+        gc.collect()  # frees the time pass
+        profiler = WindowProfiler()
+        self._settled(profiler)
+        seen = collections.Counter(category(event) for event in profiler.events)
+        return {"status": Status.OK, "stacks": dict(self._stacks), "seen": {kind: seen[kind] for kind in SEEN}}
 
     def train(self, taps: Taps, windows: int, **options: Any) -> Backend:
         import torch
 
         then, num_losses, cell = taps.on_event, 0, self.cell
+        if windows < cell.windows:  # that of the profiler
+            return super().train(taps, windows, **options)
 
         def see(kind: Event) -> None:
             nonlocal num_losses
@@ -77,7 +88,9 @@ def main() -> None:
             spec = Warned(cell=counted_cell(name, 1), passes=("time",), folder=str(Path(folder) / name), reference="")
             outcome = launcher.run(spec, TIMEOUT_S)
             print(f"{name}: {outcome.status} {outcome.reason}".rstrip())
-            for text, times in (outcome.ranks[0]["stacks"] if outcome.ranks else {}).items():
+            found = outcome.ranks[0] if outcome.ranks else {"seen": {}, "stacks": {}}
+            print("  on the device in a window:", ", ".join(f"{n} {kind}" for kind, n in found["seen"].items()))
+            for text, times in found["stacks"].items():
                 print(f"  {times} x\n    {text}", flush=True)
 
 
