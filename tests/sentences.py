@@ -58,13 +58,13 @@ def numbers(text: str) -> list[int]:
     r"<a:cell> is fastest \(<s> s\)",
     r"<a:cell> has the shortest step time \(<s> s\)",
 )
-@rule(r"[Ss]tatistically indistinguishable(?:(?=: )| from \d+ others?)")
+@rule(r"Not shown to be slower(?=: )|\d+ others? not shown to be slower")
 def fastest(run: Run, where: str, m: Groups) -> bool:
     """It has the least time; the others of its group are slower by the verdict, or named or counted as undecided."""
     first, *others = run.good(where)
     undecided = {c["backend"] for c in others if run.verdict(c, first) != "slower"}
-    told = where.partition("indistinguishable")[2]
-    counted = re.match(r" from (\d+) others?", told)
+    told = where.partition("Not shown to be slower")[2]
+    counted = re.search(r"(\d+) others? not shown to be slower", where)
     named = {c["backend"] for c in others if re.search(rf"(?<![\w-]){c['backend']}(?![\w-])", told)}
     is_first = m.get("a", first["backend"]).split()[0] == first["backend"]
     right = len(undecided) == int(counted[1]) if counted else undecided == named

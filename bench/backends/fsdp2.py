@@ -47,10 +47,15 @@ class Gathered(Mapping[str, "Tensor"]):
         self._parameters = dict(model.named_parameters())
 
     def __getitem__(self, name: str) -> Tensor:
+        import torch.distributed as dist
         from torch.distributed.tensor import DTensor
 
-        parameter = self._parameters[name]
-        return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().cpu()
+        parameter = self._parameters[name].detach()
+        if isinstance(parameter, DTensor):
+            if dist.get_backend() == "gloo":  # on CUDA its all-gather of DTensors reads device memory on the host
+                parameter = parameter.cpu()
+            parameter = parameter.full_tensor()
+        return parameter.cpu()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parameters)

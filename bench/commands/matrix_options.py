@@ -141,11 +141,8 @@ def planned(
     num_nodes = 1 + len(others.nodes) if others else 1
     if gpus and others:
         gpus = [*gpus, *(gpu for node in others.nodes for gpu in node.about["gpus"])]
-    asked = matrix["axes.world_size"]
-    if arguments.device == Device.CUDA and not (arguments.world_size or matrix["share_gpu"] or asked == "all") and gpus:
-        # The matrix was written for the CPU, perhaps with more ranks than there are GPUs.
-        fitting = [size for size in asked if size <= len(gpus)]
-        matrix = matrix.override("axes.world_size", fitting or "all", "--device")
+    if arguments.device == Device.CUDA and gpus and not (arguments.world_size or matrix["share_gpu"]):
+        matrix = matrix.up_to(len(gpus), "--device")  # it was perhaps written for a CPU, with more ranks than GPUs
     cells = expand(matrix, backends, len(gpus), installed_backends(), num_nodes)
     memory = [int(gpu["memory_bytes"]) for gpu in gpus if not arguments.try_all]
     too_large = fit.too_large(cells, min(memory), len(gpus) // num_nodes) if memory else {}

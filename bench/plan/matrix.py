@@ -215,6 +215,21 @@ class Matrix:
         values["groups"] = [group for group in self.values["groups"] if key not in group]
         return dataclasses.replace(self, values=values, places={**self.places, key: option})
 
+    def up_to(self, num_gpus: int, option: str) -> Matrix:
+        """The matrix with the worlds that fit on so many GPUs: all of these if none does, and no group without one."""
+        key = "axes.world_size"
+
+        def fitting(part: Mapping[str, Any]) -> dict[str, Any]:
+            sizes = part.get(key, "all")
+            return {**part, key: sizes if sizes == "all" else [size for size in sizes if size <= num_gpus]}
+
+        groups = [fitting(group) if key in group else group for group in self.values["groups"]]
+        values = fitting(self.values) | {"groups": [group for group in groups if group.get(key, True)]}
+        values[key] = values[key] or "all"
+        if values == self.values:
+            return self
+        return dataclasses.replace(self, values=values, places={**self.places, key: option})
+
     @property
     def parts(self) -> list[Matrix]:
         """The matrix without its groups, then each group as a matrix of its own."""

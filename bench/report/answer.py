@@ -95,7 +95,7 @@ def _on_a_busy_machine(data: Analysis) -> Iterator[Finding]:
 
 
 def _fastest(data: Analysis, group: Group) -> Iterator[Finding]:
-    """The fastest correct backend, and those that are statistically indistinguishable from it."""
+    """The fastest correct backend, and those that are slower by no verdict."""
     timed = [row for row in group.rows if row["correct"] == "yes" and row["step_time_s"] is not None]
     if not timed:
         return
@@ -105,7 +105,7 @@ def _fastest(data: Analysis, group: Group) -> Iterator[Finding]:
     pairs = data.against(best["backend"])
     if near := data.not_slower(timed, best):
         named = ", ".join(_with_ratio(row["backend"], pairs.get(row["cell_id"])) for row in near)
-        text += f". Statistically indistinguishable: {named}"
+        text += f". Not shown to be slower: {named}"
     elif others:
         text += f". Next: {_with_ratio(others[0]['backend'], pairs.get(others[0]['cell_id']))} times its time"
     yield good("Fastest correct backend", f"{text}.", subject=best["backend"])

@@ -211,8 +211,8 @@ def fastest(data: FigureData, cells: pd.DataFrame) -> str:
     others, seconds = len(data.analysis.not_slower(rows, best)), f"{best['step_time_s']:.3g} s"
     if not others:
         return f"{best['backend']} is fastest ({seconds})"
-    also = f"statistically indistinguishable from {plural(others, 'other')}"
-    return f"{best['backend']} has the shortest step time ({seconds}), {also}"
+    also = f"{plural(others, 'other')} not shown to be slower"
+    return f"{best['backend']} has the shortest step time ({seconds}); {also}"
 
 
 def leanest(cells: pd.DataFrame) -> str:

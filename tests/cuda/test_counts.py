@@ -28,6 +28,16 @@ WORDS = {
 }
 """For what the host waits, as the page and the list of what is known have it."""
 
+ON_AN_H100 = {
+    "ddp-deferred": (18785, 246 + 892),
+    "fsdp2-eager": (17692, 2660 + 892),
+    "fsdp2-deferred": (17871, 2474 + 892),
+    "deepspeed-zero2-eager": (21179, 1335 + 1345),
+    "deepspeed-zero3-eager": (17319, 521 + 1043),
+    "lightning-ddp": (18785, 250 + 892),
+}
+"""Kernels, and copies and memsets, that torch's profiler saw in one window (``tests.cuda.waiting``), torch 2.11."""
+
 
 @dataclass
 class Found:
@@ -95,6 +105,14 @@ def test_nothing_of_ours_makes_the_host_wait(counted: Sequence[Found]) -> None:
 def test_frameworks_make_it_wait_where_it_is_known(counted: Sequence[Found]) -> None:
     for trial in counted:
         assert dict(trial.waits) == WAITS[trial.world_size].get(trial.backend, {}), trial.backend
+
+
+def test_an_h100_did_what_is_counted_and_what_libraries_launch(counted: Sequence[Found]) -> None:
+    """As much in each backend: products and attention are the same in all."""
+    for trial in (trial for trial in counted if trial.world_size == 1 and trial.backend in ON_AN_H100):
+        kernels, copies = ON_AN_H100[trial.backend]
+        assert kernels - trial.counts["KERNEL"] - trial.counts["LIBRARY"] == 960, trial.backend
+        assert copies - trial.counts["COPY"] in (608, 609), trial.backend
 
 
 def table(found: Sequence[Found]) -> list[str]:

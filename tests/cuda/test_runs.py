@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ import pandas as pd
 import pytest
 
 from bench.judge.gates import known_defect
-from bench.run.journal import read_manifest
+from bench.run.journal import Journal, read_manifest
 from tests.cuda import page
 from tests.cuda.cells import NEVER_ALONE
+from tests.conftest import ROOT
 from tests.cuda.conftest import Machine
 
 SMOKE = ("run", "--matrix", "smoke", "--device", "cuda", "--timeout", "600")
@@ -33,6 +34,9 @@ UNSUPPORTED: Mapping[str, str] = {
     "deepspeed-zero3-defaults-eager": "release their parameters while",
 }
 """Why a backend may be unsupported in the smoke matrix on CUDA: a pattern for its reason, by name."""
+
+ON_AN_H100 = ("h100", "h100-rest")
+"""Committed runs of the smoke matrix on one."""
 
 
 def told(records: list[dict[str, Any]]) -> list[str]:
@@ -111,6 +115,31 @@ def test_every_backend_passes_every_gate(machine: Machine, variant: str, request
         if "memory" in record["passes"]:
             assert record["memory"]["peak_allocator_allocated"] > 0
             assert record["memory"]["held_allocator_reserved"] > 0
+
+
+def first_trials(records: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The finished trials by backend, without that of the A/A twin."""
+    return {r["cell"]["backend"]: r for r in records if r["status"] == "ok" and not r["cell"]["twin"]}
+
+
+@pytest.mark.parametrize(
+    "names", ["ddp-deferred,fsdp2-eager,lightning-deepspeed-zero2", pytest.param("all", marks=pytest.mark.slow)]
+)
+def test_a_trial_finds_what_it_found_on_an_h100(machine: Machine, names: str) -> None:
+    on_h100 = first_trials(record for name in ON_AN_H100 for record in Journal(ROOT / "results" / name).read())
+    assert len(on_h100) == 25  # with the reference
+    machine.bench(*SMOKE, "--world-size", "1", "--backend", names, "--out", "run")
+    here = first_trials(machine.records())
+    common = here.keys() & on_h100.keys()
+    assert common == (on_h100.keys() if names == "all" else {"reference", *names.split(",")})
+    for backend in common - {"reference"}:
+        one, other = here[backend], on_h100[backend]
+        more = other["memory"]["peak_allocator_allocated"] - one["memory"]["peak_allocator_allocated"]
+        assert more == (6144 if backend == "lightning-fsdp2" else 0), backend
+        assert one["time"]["losses"] == pytest.approx(other["time"]["losses"], abs=1e-6), backend
+        assert one["time"]["micro_batches_per_update"] == other["time"]["micro_batches_per_update"], backend
+        for same in ("collectives", "accumulation"):
+            assert one[same] == other[same], backend
 
 
 def test_the_doctor_finds_the_gpus_good(machine: Machine) -> None:

@@ -3,6 +3,9 @@
  * Without values, copies and memsets are real up to FAKE_COPY_MAX bytes (1 MiB): enough for what frameworks tell each
  * other, such as sizes and pickled objects, while the weights of a model of 8 G parameters take no memory of this
  * machine. With values (values.h) all are real, but for those of an operator that gets its values from the CPU.
+ *
+ * The host cannot touch the memory of a device, as on a GPU: a thread that reads or writes it is ended by SIGSEGV, unless
+ * it does what a stream was asked. That takes a processor with protection keys (pku); without them it is not noticed.
  */
 #define _GNU_SOURCE
 #include <cuda_runtime_api.h>
@@ -79,6 +82,26 @@ static int take_out(const void *begin, struct block *found) {
     return is_known;
 }
 
+static int key = -1;
+
+static void make_key(void) {
+    key = pkey_alloc(0, PKEY_DISABLE_ACCESS); /* every other thread starts without access */
+}
+
+static int key_of_devices(void) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, make_key);
+    return key;
+}
+
+int fake_on_device(int is_allowed) {
+    if (key_of_devices() < 0)
+        return is_allowed;
+    int before = pkey_get(key) == 0;
+    pkey_set(key, is_allowed ? 0 : PKEY_DISABLE_ACCESS);
+    return before;
+}
+
 cudaError_t cudaMalloc(void **address, size_t bytes) {
     cudaError_t error = device_begin();
     if (error != cudaSuccess)
@@ -92,6 +115,8 @@ cudaError_t cudaMalloc(void **address, size_t bytes) {
         machine_gpu_give(gpu, size);
         return cudaErrorMemoryAllocation;
     }
+    if (key_of_devices() >= 0)
+        pkey_mprotect(begin, size, PROT_READ | PROT_WRITE, key);
     add(begin, size, gpu);
     *address = begin;
     return cudaSuccess;

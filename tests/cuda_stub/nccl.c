@@ -443,7 +443,7 @@ static void carry_out_and_free(void *data) {
 static Result ask(struct communicator *own, cudaStream_t stream, void (*work)(void *), void *data) {
     if (!streams_are_threads()) {
         own->failed = SUCCESS;
-        work(data);
+        stream_do(stream, work, data);
         return own->failed;
     }
     stream_wait(stream, own->last);

@@ -95,6 +95,7 @@ static void hold(struct queue *queue) {
 
 static void *serve(void *served) {
     struct queue *queue = served;
+    fake_on_device(1);
     pthread_mutex_lock(&lock);
     for (;;) {
         while (queue->first == NULL || is_over)
@@ -170,7 +171,9 @@ static struct moment add(struct queue *queue, struct task content) {
 
 struct moment stream_do(cudaStream_t stream, void (*work)(void *), void *data) {
     if (!streams_are_threads()) {
+        int before = fake_on_device(1);
         work(data);
+        fake_on_device(before);
         return (struct moment){NULL, 0};
     }
     pthread_mutex_lock(&lock);

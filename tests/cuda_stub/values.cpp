@@ -285,6 +285,11 @@ void copy_into(const IValue& to, const IValue& from) {
     }
 }
 
+struct OnDevice {
+    int before = fake_on_device(1);
+    ~OnDevice() { fake_on_device(before); }
+};
+
 struct Inside {
     int before = fake_in_operator(1);
     ~Inside() { fake_in_operator(before); }
@@ -373,6 +378,7 @@ class Kernel : public c10::OperatorKernel {
     // The host has waited, so that sizes may depend on values.
     void run_alone(const OperatorHandle& op, const std::vector<IValue>& arguments, std::optional<uint64_t> seed,
                    c10::Device device, Stack* stack) const {
+        OnDevice here;
         Call call{op, {}};
         for (const IValue& value : arguments)
             call.arguments.push_back(shadows_of(value));

@@ -9,6 +9,8 @@ extern "C" {
 void fake_values_are_on(void);
 /* Whether this thread runs an operator's CUDA kernel, whose values come later; returns the answer before. */
 int fake_in_operator(int is_inside);
+/* Whether this thread may touch the memory of devices, as what a stream does may; returns the answer before. */
+int fake_on_device(int is_allowed);
 /* The calling process's devices are in error, as after a failed assertion in a kernel. */
 void fake_fail(const char *text);
 /* What a stream does, and that the host waits for it. */
