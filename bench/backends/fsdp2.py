@@ -52,7 +52,8 @@ class Gathered(Mapping[str, "Tensor"]):
 
         parameter = self._parameters[name].detach()
         if isinstance(parameter, DTensor):
-            if dist.get_backend() == "gloo":  # on CUDA its all-gather of DTensors reads device memory on the host
+            if "gloo" in dist.get_backend_config():
+                # Its all-gather of DTensors on CUDA reads device memory on the host: pytorch/pytorch#132471.
                 parameter = parameter.cpu()
             parameter = parameter.full_tensor()
         return parameter.cpu()
