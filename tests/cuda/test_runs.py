@@ -18,9 +18,9 @@ import pytest
 
 from bench.judge.gates import known_defect
 from bench.run.journal import Journal, read_manifest
+from tests.conftest import ROOT
 from tests.cuda import page
 from tests.cuda.cells import NEVER_ALONE
-from tests.conftest import ROOT
 from tests.cuda.conftest import Machine
 
 SMOKE = ("run", "--matrix", "smoke", "--device", "cuda", "--timeout", "600")
@@ -133,13 +133,14 @@ def test_a_trial_finds_what_it_found_on_an_h100(machine: Machine, names: str) ->
     common = here.keys() & on_h100.keys()
     assert common == (on_h100.keys() if names == "all" else {"reference", *names.split(",")})
     for backend in common - {"reference"}:
-        one, other = here[backend], on_h100[backend]
-        more = other["memory"]["peak_allocator_allocated"] - one["memory"]["peak_allocator_allocated"]
-        assert more == (6144 if backend == "lightning-fsdp2" else 0), backend
-        assert one["time"]["losses"] == pytest.approx(other["time"]["losses"], abs=1e-6), backend
-        assert one["time"]["micro_batches_per_update"] == other["time"]["micro_batches_per_update"], backend
-        for same in ("collectives", "accumulation"):
-            assert one[same] == other[same], backend
+        stub, h100 = here[backend], on_h100[backend]
+        peak, peak_there = (trial["memory"]["peak_allocator_allocated"] for trial in (stub, h100))
+        assert peak_there - peak == (6144 if backend == "lightning-fsdp2" else 0), backend
+        assert stub["time"]["losses"] == pytest.approx(h100["time"]["losses"], abs=1e-6), backend
+        assert stub["time"]["micro_batches_per_update"] == h100["time"]["micro_batches_per_update"], backend
+        assert [stub[key] for key in ("collectives", "accumulation")] == [
+            h100[key] for key in ("collectives", "accumulation")
+        ]
 
 
 def test_the_doctor_finds_the_gpus_good(machine: Machine) -> None:
