@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -201,6 +201,9 @@ class FakeLauncher:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def prepare_all(self, backends: Iterable[str]) -> None:
+        self.prepared = set(backends)
 
     def run(self, spec: Spec | MatmulTask, timeout_s: float, inactivity_s: float = 0.0) -> Outcome:
         if isinstance(spec, MatmulTask):

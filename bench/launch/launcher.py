@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import Any, Self
@@ -105,6 +105,19 @@ class Launcher:
         """Begin to start the processes from which a later trial of a backend is forked, without waiting for them."""
         for node in self._nodes:
             node.start(self._packages(backend), cold=self._cold)
+
+    def prepare_all(self, backends: Iterable[str]) -> None:
+        """Start the processes of several backends at once on this node, and wait until they have imported everything.
+
+        Otherwise each is waited for before the first trial that needs it.
+        """
+        every = {self._packages(backend) for backend in backends}
+        for wait_for in (False, True):
+            for packages in every:
+                self._own.start(packages, cold=self._cold)
+                if wait_for:
+                    with contextlib.suppress(ForkError):  # told by the trial that needs them
+                        self._own.ready()
 
     def _packages(self, backend: str) -> tuple[str, ...]:
         return () if self._cold else registry([backend])[backend].preloaded()

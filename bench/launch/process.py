@@ -45,6 +45,7 @@ class LauncherProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel
         self._is_ready = False
+        self._initialized_by = ""
         self._stderr: IO[bytes]
         self._mark = self._temporary = ""
         self.scratch = ""
@@ -89,14 +90,14 @@ class LauncherProcess:
     def ready(self) -> str:
         """Wait until the fork server has imported everything; the module that initialized CUDA, if any."""
         if self._is_ready:
-            return ""
+            return self._initialized_by
         reply = self.wait(START_TIMEOUT_S) or {}
         if not reply.get("ready"):
             detail = self._last_words()
             self.close()
             raise LauncherError(f"the launcher's process did not come up (limit {START_TIMEOUT_S:.0f} s): {detail}")
-        self._is_ready = True
-        return str(reply["initialized_by"])
+        self._is_ready, self._initialized_by = True, str(reply["initialized_by"])
+        return self._initialized_by
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any] | None:
         """Hand over a trial; the first reply, as from ``wait``."""

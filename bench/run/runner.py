@@ -165,6 +165,7 @@ class Runner:
         if left and repeat % 2 == 0 and time.monotonic() >= self._renew_at:
             self._launcher.renew()
             self._renew_at = time.monotonic() + RENEWED_FOR_S
+        self._launcher.prepare_all(trial.cell.backend for trial in left if not self._missing(trial))
         for trial in left:
             if start.is_short(self._folder):
                 raise start.full(self._folder)
@@ -208,10 +209,7 @@ class Runner:
 
         Raises OSError, without a record, if a trial failed while the disk was full, which is taken for the cause.
         """
-        cell = trial.cell
-        backend = self._backends[cell.backend]
-        missing = self._skipped.get(cell.cell_id) or blocks.skip(cell, backend)
-        if missing:
+        if missing := self._missing(trial):
             outcome = Outcome(status=Status.UNSUPPORTED, reason=missing, ranks=[], wall_s=0.0)
             return self._keep(self._record(trial, (), outcome))
         passes = self._passes(trial)
@@ -234,6 +232,10 @@ class Runner:
             self._keep(record)
         shutil.rmtree(folder, ignore_errors=True)
         return record
+
+    def _missing(self, trial: Trial) -> str:
+        """Why a trial cannot run; empty if it can."""
+        return self._skipped.get(trial.cell.cell_id) or blocks.skip(trial.cell, self._backends[trial.cell.backend])
 
     def _keep(self, record: dict[str, Any]) -> dict[str, Any]:
         self._journal.append(record)

@@ -352,6 +352,7 @@ def test_cells_that_are_skipped_are_rows_and_are_not_tried(tmp_path: Path) -> No
     write_manifest(run.folder, manifest)
     launcher = run.go()
     assert not passes_of(launcher, "b1") and passes_of(launcher, "b0")
+    assert launcher.prepared == set(run.backends) - {"b1"}
     assert run.statuses("b1") == ["unsupported"] * 3
     reasons = {record["reason"] for record in run.records if record["cell"]["backend"] == "b1"}
     assert reasons == {"1b needs 9 GiB by prediction, the GPU has 8"}
