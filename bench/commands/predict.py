@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.commands.options import add_backend, add_device, chosen_backends, integer_to, quantity, share
+from bench.commands.options import add_backend, add_device, chosen_backends, flag, integer_to, quantity, share
 from bench.errors import GOOD, InputError, suggest
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name, other in NEEDS.items():
         if getattr(arguments, name) is not None and getattr(arguments, other) is None:
             remedy = "which --from-run replaces; leave it out" if arguments.from_run else "so give that too"
-            raise InputError(f"--{name.replace('_', '-')}: says more about --{other}, {remedy}")
+            raise InputError(f"{flag(name)}: says more about --{other}, {remedy}")
     memory, reserve = int(arguments.memory or 0), arguments.reserve
     if reserve is not None and reserve >= memory:
         raise InputError(f"--reserve: leaves nothing of the {memory / 2**30:.4g} GiB of --memory; give less")

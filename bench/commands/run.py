@@ -11,6 +11,7 @@ from typing import Any
 from bench import __version__, files
 from bench.backends.base import Backend
 from bench.commands.matrix_options import OPTIONS, add_matrix_options, planned
+from bench.commands.options import flag
 from bench.errors import BAD, EXIT_STATUS, INTERRUPTED, InputError, is_interrupt
 from bench.files import new_folder, plots_folder
 from bench.findings import Level
@@ -185,4 +186,4 @@ def _refuse_beside_resume(arguments: argparse.Namespace) -> None:
     given += [name for name, default in defaults if getattr(arguments, name) != default]
     if given:
         words = "cannot be combined with --resume, which goes on as the run was begun; leave it out"
-        raise InputError(f"--{given[0].replace('_', '-')}: {words}")
+        raise InputError(f"{flag(given[0])}: {words}")

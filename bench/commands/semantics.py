@@ -15,6 +15,7 @@ from bench.commands.options import (
     add_device,
     add_training,
     chosen_backends,
+    flag,
     list_of,
     split_names,
     writable,
@@ -134,7 +135,7 @@ def _scenarios(arguments: argparse.Namespace) -> list[Scenario]:
 
     known = validation.declared(scenario.Scenario)
     given = {FIELDS.get(name, name): (name, value) for name, value in vars(arguments).items()}
-    options = {field: f"--{name.replace('_', '-')}" for field, (name, _) in given.items() if field in known}
+    options = {field: flag(name) for field, (name, _) in given.items() if field in known}
     values = {field: given[field][1] for field in options}
     values = {field: value for field, value in values.items() if value is not None and value is not False}
     if arguments.suite or arguments.scenario:

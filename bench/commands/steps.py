@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from bench import validation
-from bench.commands.options import add_backend, add_training, chosen_backends
+from bench.commands.options import add_backend, add_training, chosen_backends, flag
 from bench.errors import GOOD
 
 
@@ -43,4 +43,4 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _option(field: str) -> str:
     """The option that sets a field of TrainingPlan."""
-    return "--micro-batch" if field == "batch_size" else f"--{field.replace('_', '-')}"
+    return flag("micro_batch" if field == "batch_size" else field)
