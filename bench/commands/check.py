@@ -53,7 +53,7 @@ def _citation_findings(folder: Path, name: str) -> list[Finding]:
     from bench.judge.analysis import Analysis
     from bench.judge.integrity import journal
     from bench.judge.loading import load
-    from bench.report.citation_check import check_citations
+    from bench.report.citation import check_citations
 
     place, advice = f"--citation {name}", "name a file with what cite printed"
     try:

@@ -32,9 +32,8 @@ from bench.plan.columns import FRAMES
 from bench.report.answer import Answer
 from bench.report.citation import ESCAPES, Citation, cite, cite_plot
 from bench.report.descriptions import gpu_names
-from bench.report.published import published
 from bench.report.ranking import COLUMNS, DECIDED, TIMES, Group
-from bench.report.sections import SCENARIOS, PageSection, failures, sections
+from bench.report.sections import SCENARIOS, PageSection, failures, published, sections
 from bench.tabular import Table, TableColumn, TableRow
 
 PAGE = "report.html"

@@ -21,7 +21,7 @@ from bench import cli
 from bench.audit.lint import config_file, lint
 from bench.audit.lint.known_keys import known_keys
 from bench.audit.lint.lint_options import LintOptions
-from bench.audit.lint.rates import Rates
+from bench.audit.lint.logging_rules import Rates
 from bench.audit.lint.rules import EXAMPLES, LintFinding, rules
 from bench.audit.lint.sum_rules import equal_sum
 from bench.audit.monitor import TOLERANCE, judge, measure
