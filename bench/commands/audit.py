@@ -37,8 +37,8 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and judge what was recorded."""
-    from bench.audit.command import audit_text, audited_command
-    from bench.audit.command.training_audit import TrainingAudit
+    from bench.audit.command import audited_command
+    from bench.audit.command.training_audit import TrainingAudit, document, screen
 
     command = arguments.training[arguments.training[:1] == ["--"] :]
     if not command:
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"audit: nothing seen: {nothing}", file=sys.stderr)
         return status or UNCHECKED
     audit = TrainingAudit(ranks, arguments.expect)
-    print(json.dumps(audit_text.document(audit, status)) if arguments.json else "\n".join(audit_text.lines(audit)))
+    print(json.dumps(document(audit, status)) if arguments.json else "\n".join(screen(audit)))
     if any(found.level is Level.ERROR for found in audit.findings):
         return status or BAD
     return status or (GOOD if audit.updates else UNCHECKED)

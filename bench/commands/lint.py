@@ -49,10 +49,10 @@ def _version(text: str) -> tuple[int, ...]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Lint the configs; 1 if there is an error or a warning."""
-    from bench.audit.lint import lint, sarif
+    from bench.audit.lint import lint
     from bench.audit.lint.config_file import EXPECTED
     from bench.audit.lint.lint_options import LintOptions, installed
-    from bench.audit.lint.rules import EXAMPLES, Severity, rules
+    from bench.audit.lint.rules import EXAMPLES, Severity, rules, sarif
 
     if arguments.rules:
         for code, rule in rules().items():
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     findings = lint(arguments.configs, options)
     if arguments.sarif:
         with files.writing(f"--sarif {arguments.sarif}"):
-            arguments.sarif.write_text(json.dumps(sarif.log(findings), indent=2) + "\n")
+            arguments.sarif.write_text(json.dumps(sarif(findings), indent=2) + "\n")
     if arguments.json:
         print(json.dumps([finding.to_dict() for finding in findings], indent=2))
     else:
