@@ -98,12 +98,7 @@ def _all_done(task: AuditTask, name: str) -> bool:
 
 
 def run(
-    launcher: Launcher,
-    backends: Sequence[str],
-    scenarios: Sequence[Scenario],
-    *,
-    device: Device,
-    timeout_s: float,
+    launcher: Launcher, backends: Sequence[str], scenarios: Sequence[Scenario], *, device: Device, timeout_s: float
 ) -> Iterator[Observed]:
     """Every scenario under every backend, backend by backend; ``timeout_s`` is for one scenario.
 

@@ -58,12 +58,7 @@ def _is_said_of(found: Sequence[Finding], each: Finding, cell_id: str) -> bool:
 def limits(run: Run, control: ComparedPair | None, rows: Sequence[ComparedPair]) -> list[Finding]:
     """The findings on the numbers of a run, those on single cells first; ``rows`` are its verdicts."""
     timed = tuple(cell_id for cell_id, cell in run.cells.items() if cell.world.is_timed)
-    of_times = [
-        *_surroundings(run, timed),
-        *_machine(run, timed),
-        *_blocks(run, timed),
-        *_control(control, timed),
-    ]
+    of_times = [*_surroundings(run, timed), *_machine(run, timed), *_blocks(run, timed), *_control(control, timed)]
     return [
         *(finding for cell_id in run.cells for finding in _of_cell(run, cell_id)),
         *_gates(run),

@@ -58,10 +58,7 @@ def device_check(
 
 
 def _train(
-    model: nn.Module,
-    workload: Workload,
-    samples: Tensor,
-    make_optimizer: Callable[[Iterable[Parameter]], Optimizer],
+    model: nn.Module, workload: Workload, samples: Tensor, make_optimizer: Callable[[Iterable[Parameter]], Optimizer]
 ) -> tuple[list[float], dict[str, Tensor]]:
     """The loss of each window, and what SGD with learning rate 1 would change in the first one."""
     optimizer = make_optimizer(model.parameters())

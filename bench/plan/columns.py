@@ -39,11 +39,7 @@ _CELLS: dict[str, Column] = {
     "num_ok": count("trials", "behind the numbers", title="n", section=SPEED),
     "num_trials": count("trials", "run"),
     "step_time_s": number(
-        "s",
-        "geometric mean of the trials' medians; NA if not comparable",
-        title="s/step",
-        form=".4g",
-        section=SPEED,
+        "s", "geometric mean of the trials' medians; NA if not comparable", title="s/step", form=".4g", section=SPEED
     ),
     "step_time_low_s": _time("lower end of its 95 % interval over trials", title="95 % from"),
     "step_time_high_s": _time("upper end", title="to"),

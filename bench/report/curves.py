@@ -15,15 +15,7 @@ from bench.judge.verdicts import Verdict
 from bench.plan.cell import REFERENCES, Status
 from bench.plan.columns import WORK
 from bench.report import style
-from bench.report.canvas import (
-    Drawing,
-    FigureWords,
-    PointName,
-    freeze,
-    name_points,
-    new_figure,
-    set_scale,
-)
+from bench.report.canvas import Drawing, FigureWords, PointName, freeze, name_points, new_figure, set_scale
 from bench.report.descriptions import without_sync
 from bench.report.figure_data import (
     CONTEXT,

@@ -26,11 +26,7 @@ def rebuild(folder: Path) -> int:
 
 
 def write_outputs(
-    folder: Path,
-    plots: Path,
-    further: Callable[[Analysis], PageSection | None] | None = None,
-    *,
-    as_json: bool = False,
+    folder: Path, plots: Path, further: Callable[[Analysis], PageSection | None] | None = None, *, as_json: bool = False
 ) -> int:
     """Write tables, plots, short report and page of a run; returns the exit status that its trials deserve.
 

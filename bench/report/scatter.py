@@ -20,15 +20,7 @@ from bench.judge.tables import rows_of
 from bench.judge.verdicts import Verdict
 from bench.plan.cell import REFERENCES, Status
 from bench.report import style
-from bench.report.canvas import (
-    DIAGONAL,
-    Drawing,
-    PointName,
-    freeze,
-    name_points,
-    new_figure,
-    set_scale,
-)
+from bench.report.canvas import DIAGONAL, Drawing, PointName, freeze, name_points, new_figure, set_scale
 from bench.report.figure_data import (
     CONTEXT,
     FACTS,
