@@ -32,7 +32,6 @@ def add(commands: Any) -> None:
     option("--updates", type=integer_to(LARGEST), default=8, metavar="K", help="updates to sample (default: 8)")
     option("--json", action="store_true", help="print one JSON object; the command's output goes to stderr")
     option("training", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="torchrun --nproc-per-node 2 train.py ...")
-    parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -36,7 +36,6 @@ def add(commands: Any) -> None:
     )
     option("--plot", metavar="NAME", help="cite a figure instead, such as memory_vs_time")
     option("--format", choices=[*FORMATS, "all"], default="all", help="what to print (default: all)")
-    parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

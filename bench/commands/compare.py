@@ -71,7 +71,6 @@ def add(commands: Any) -> None:
     option("--margin", type=_margin, metavar="P", help="a ratio this near to 1 is called the same (default: 2%%)")
     option("--json", action="store_true", help="one JSON object; its keys: see bench/commands/compare.py")
     option("--out", type=Path, metavar="DIR", help="write compare.parquet, compare.md and the forest plot there")
-    parser.set_defaults(command=run)
 
 
 def _margin(text: str) -> float:

@@ -39,7 +39,6 @@ def add(commands: Any) -> None:
     option("--head", type=int, metavar="N", help="print the first N rows of --table too")
     option("--format", choices=FORMATS, help="write the frames to --out")
     option("--out", type=Path, metavar="PATH", help="a .json file, or for csv and parquet a folder")
-    parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -35,7 +35,6 @@ def add(commands: Any) -> None:
     option("--json", action="store_true", help="print a list of findings as JSON")
     option("--sarif", type=Path, metavar="FILE", help="also write the findings as SARIF 2.1.0, for code hosts")
     option("--rules", action="store_true", help="list the rules and stop")
-    parser.set_defaults(command=run)
 
 
 def _version(text: str) -> tuple[int, ...]:

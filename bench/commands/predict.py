@@ -78,7 +78,6 @@ def add(commands: Any) -> None:
     words = "also measure the peak of the backend of --backend, by a trial on fake tensors (a minute for 8b)"
     option("--exact", action="store_true", help=words)
     option("--json", action="store_true", help="print a JSON list; its keys: see bench/forecast/choice.py")
-    parser.set_defaults(command=run)
 
 
 def _amount(units: Mapping[str, float], example: str, *, zero: bool = False) -> Callable[[str], float]:

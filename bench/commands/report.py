@@ -23,7 +23,6 @@ def add(commands: Any) -> None:
         help="write the tables alone, whatever state they are in; draws and shows nothing",
     )
     parser.add_argument("--open", action="store_true", help="open report.html in the browser")
-    parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

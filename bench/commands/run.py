@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -53,7 +54,6 @@ def add(commands: Any) -> None:
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--quiet", action="store_true", help="print nothing before the answer")
     shown.add_argument("--json", action="store_true", help="print JSON lines: each event, then the answer")
-    parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -172,7 +172,8 @@ def _train(
             return INTERRUPTED
         if not isinstance(error, OSError) or isinstance(error, BrokenPipeError):
             raise
-        reason = "the disk is full; free some space" if start.is_full(error) else error
+        is_full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+        reason = "the disk is full; free some space" if is_full else error
         raise InputError(f"{folder}: {reason}; {kept}") from error
     from bench.forecast import from_run  # here, since it imports pandas
 

@@ -61,7 +61,6 @@ def add(commands: Any) -> None:
     option("--out", type=Path, metavar="DIR", help=words)
     add_device(parser, Device.CPU)
     option("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help=f"per scenario (default: {TIMEOUT_S:g})")
-    parser.set_defaults(command=run)
 
 
 FLAGS = {

@@ -46,13 +46,10 @@ def caveats(found: Sequence[Finding], *ids: str) -> list[str]:
     texts: dict[str, None] = {}
     for each in found:
         if each.brief and (not each.cells or set(ids) & set(each.cells)):
-            is_of_all = not each.subject or all(_is_said_of(found, each, cell_id) for cell_id in ids)
+            alike = {cell_id for other in found if other.brief == each.brief for cell_id in other.cells}
+            is_of_all = not each.subject or alike.issuperset(ids)
             texts[each.brief if is_of_all else f"{each.subject}: {each.brief}"] = None
     return list(texts)
-
-
-def _is_said_of(found: Sequence[Finding], each: Finding, cell_id: str) -> bool:
-    return any(other.brief == each.brief and cell_id in other.cells for other in found)
 
 
 def limits(run: Run, control: ComparedPair | None, rows: Sequence[ComparedPair]) -> list[Finding]:

@@ -19,13 +19,13 @@ MARKOV_TOKENS = 32
 class MarkovCorpus:
     """A stationary first-order Markov chain over the tokens 0 to 31.
 
-    Each row of the transition matrix is drawn from a symmetric Dirichlet distribution; the small concentration makes it
+    Each row of the transition matrix is drawn from a symmetric Dirichlet distribution; the small concentration, 0.1, makes it
     peaked, so that there is something to learn. Samples start from the stationary distribution.
     """
 
-    def __init__(self, seed: int, concentration: float = 0.1) -> None:
+    def __init__(self, seed: int) -> None:
         self._seed = seed
-        rows = np.random.default_rng([seed, 1]).dirichlet(np.full(MARKOV_TOKENS, concentration), size=MARKOV_TOKENS)
+        rows = np.random.default_rng([seed, 1]).dirichlet(np.full(MARKOV_TOKENS, 0.1), size=MARKOV_TOKENS)
         # Mixing in the uniform distribution makes the chain ergodic, so the stationary distribution is unique.
         self.transitions: NDArray[np.float64] = 0.99 * rows + 0.01 / MARKOV_TOKENS
 

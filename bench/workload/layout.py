@@ -116,6 +116,7 @@ def _through(*modules: str) -> list[_Visit]:
     return [(module, leaves) for module in modules for leaves in (False, True)]
 
 
+@cache
 def llama_layout(size: LlamaSize) -> Layout:
     """The layout of the shipped decoder, as transformers implements it."""
     forward: list[_Visit] = [("root", False), ("model", False), *_through("model.embed_tokens", "model.rotary_emb")]
