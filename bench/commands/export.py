@@ -17,7 +17,7 @@ from bench.tabular import Table
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from bench.judge.frames import Frames
+    from bench.judge.analysis import Frames
 
 FORMATS = ("pytest-benchmark", "csv", "parquet")
 DESCRIPTION = (

@@ -134,7 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _add_measured_peak(cell: Cell, rows: list[dict[str, Any]]) -> None:
     """Add the measured peak to the row of the only backend."""
-    from bench.forecast.exact import exact_peak
+    from bench.forecast.fit import exact_peak
 
     if len(rows) != 1:
         raise InputError("--exact: measures one backend; name it with --backend")

@@ -1,9 +1,12 @@
-"""A run with all that follows from it, each calculated once: verdicts, findings, and the frame of cells."""
+"""A run with all that follows from it, each calculated once: verdicts, findings, and the frame of cells.
+
+``read`` returns its frames alone: the result of ``bench.load``.
+"""
 
 from __future__ import annotations
 
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,16 +18,16 @@ from bench.errors import InputError
 from bench.findings import Finding
 from bench.judge.baseline import against, baseline_of, control_of, pairs_with_baseline
 from bench.judge.caveats import caveats, limits, remarks, ways_of_bf16, widened
-from bench.judge.loading import Run
+from bench.judge.loading import Run, load
 from bench.judge.next_steps import times_unavailable
-from bench.judge.pairs import ComparedPair, Pair, judge_pairs
+from bench.judge.pairs import ComparedPair, Pair, judge_pairs, record
 from bench.judge.samples import estimate
 from bench.judge.statistics import Interval
 from bench.judge.tables import frame_of, good_trials, rows_of
 from bench.judge.verdicts import Verdict
 from bench.plan.cell import REFERENCES, Status
 from bench.plan.column import Over
-from bench.plan.columns import COLUMNS
+from bench.plan.columns import COLUMNS, FRAMES
 
 SCHEME = "accumulation-bench"
 """Prefix of the ids by which numbers are cited."""
@@ -236,3 +239,50 @@ def _over_trials(trials: pd.DataFrame) -> pd.DataFrame:
         ],
         axis=1,
     )
+
+
+class Frames(Mapping[str, pd.DataFrame]):
+    """The frames of one run, as attributes and by name; columns, dtypes and units: ``bench.plan.columns.COLUMNS``.
+
+    ``manifest`` is run.json. Frames are built from the journal, not from the parquet files, and judged by the gates.
+    """
+
+    def __init__(self, run: Run, folder: Path) -> None:
+        self.run, self.folder = run, folder
+        self.run_id = run.name
+        self._analysis = Analysis(run=run, folder=folder)
+        self.manifest: Mapping[str, Any] = run.manifest
+        tables = run.tables
+        self.trials, self.steps, self.losses = tables.trials, tables.steps, tables.losses
+        self.collectives, self.memory = tables.collectives, tables.memory
+
+    def __getitem__(self, name: str) -> pd.DataFrame:
+        if name not in FRAMES:
+            raise KeyError(f"{name!r} is no frame; they are {', '.join(FRAMES)}")
+        frame: pd.DataFrame = getattr(self, name)
+        return frame
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(FRAMES)
+
+    def __len__(self) -> int:
+        return len(FRAMES)
+
+    def __repr__(self) -> str:
+        return f"<Frames of the run {self.run_id}: {', '.join(FRAMES)}>"
+
+    @cached_property
+    def ratios(self) -> pd.DataFrame:
+        """One row per cell and baseline."""
+        return frame_of("ratios", [record(row) for row in self._analysis.verdicts])
+
+    @property
+    def cells(self) -> pd.DataFrame:
+        """One row per cell."""
+        return self._analysis.frame
+
+
+def read(folder: str | Path) -> Frames:
+    """The frames of a run's folder. Raises InputError if it is no run, or its journal was truncated or edited."""
+    path = Path(folder)
+    return Frames(load(path), path)

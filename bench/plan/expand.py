@@ -93,7 +93,7 @@ def _part_cells(
     if corpus != "markov":
         corpus = describe_file(Path(corpus), matrix["workload.sequence_length"] + 1, matrix.place("workload.corpus"))
     usual = {name: backends[name].replicate for name in chosen}  # 0 for all but HSDP, of which alone it is an axis
-    meshes = [(name, r) for name in chosen for r in ((usual[name] and matrix["axes.replicate"]) or [usual[name]])]
+    meshes = [(name, r) for name in chosen for r in (matrix["axes.replicate"] if usual[name] else []) or [usual[name]]]
     real = [
         dataclasses.replace(cell, ranks_per_node=_ranks_per_node(matrix, cell, num_gpus, num_nodes))
         for cell in _cells(matrix, meshes, corpus, world_sizes, virtual=False)
