@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from bench import files
 from bench.commands.options import share
 from bench.errors import BAD, GOOD, UNCHECKED, InputError, suggest
+from bench.run.machine import differences
 
 if TYPE_CHECKING:
     from bench.judge.loading import Run
@@ -100,7 +101,6 @@ def run(arguments: argparse.Namespace) -> int:
     from bench.judge.caveats import remarks
     from bench.judge.statistics import MARGIN
     from bench.report import comparison
-    from bench.run.machine import differences
 
     limits, margin = arguments.fail_on, arguments.margin or MARGIN
     if arguments.allow_unchecked and not limits:

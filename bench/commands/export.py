@@ -6,17 +6,17 @@ import argparse
 import json
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench import files
 from bench.errors import GOOD, InputError, suggest
 from bench.formatting import plural
+from bench.plan.columns import COLUMNS, FRAMES
 from bench.tabular import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from bench.judge.analysis import Frames
 
 FORMATS = ("pytest-benchmark", "csv", "parquet")
@@ -44,7 +44,6 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Describe the frames, or write them and name the files."""
     import bench
-    from bench.plan.columns import FRAMES
 
     if (arguments.format is None) != (arguments.out is None):
         raise InputError("--format and --out: belong together; give both to write the frames, or neither")
@@ -66,7 +65,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _describe(frames: Frames, arguments: argparse.Namespace) -> None:
-    from bench.plan.columns import FRAMES
     from bench.report.formats import harmless
 
     for name in FRAMES if arguments.table is None else [arguments.table]:
@@ -79,7 +77,6 @@ def _describe(frames: Frames, arguments: argparse.Namespace) -> None:
 
 
 def _described(name: str, frame: Any) -> Iterator[str]:
-    from bench.plan.columns import COLUMNS, FRAMES
 
     yield f"{name}: {plural(len(frame), 'row')} x {plural(len(frame.columns), 'column')}: {FRAMES[name]}"
     rows = [(key, about.dtype, about.unit, about.meaning) for key, about in COLUMNS[name].items()]

@@ -16,7 +16,7 @@ import pandas as pd
 
 from bench.errors import InputError
 from bench.findings import Finding
-from bench.judge.baseline import against, baseline_of, control_of, pairs_with_baseline
+from bench.judge.baseline import baseline_of, control_of, pairs_with_baseline
 from bench.judge.caveats import caveats, limits, remarks, ways_of_bf16, widened
 from bench.judge.loading import Run, load
 from bench.judge.next_steps import times_unavailable
@@ -77,9 +77,14 @@ class Analysis:
         return {}
 
     def against(self, baseline: str) -> Mapping[str, ComparedPair]:
-        """The verdicts against a backend, by the id of the cell that is compared."""
+        """The verdicts against a backend, by the id of the cell that is compared and the ratio of the A/A pair.
+
+        Holm's correction counts the comparisons with one baseline, not the baselines that could have been chosen.
+        """
         if baseline not in self._against:
-            self._against[baseline] = {row.b.cell_id: row for row in against(self.run, baseline, self.control_time)}
+            pairs = pairs_with_baseline(self.run, baseline)
+            judged = judge_pairs(self.run, self.run, pairs, control=self.control_time)
+            self._against[baseline] = {row.b.cell_id: row for row in judged}
         return self._against[baseline]
 
     @property

@@ -46,8 +46,8 @@ def write_outputs(
         _write_tables(data)
         found = answer(data)
         drawn = draw(data, plots)
-        short = _replace(folder / pull_request.REPORT, pull_request.render(data.run, found))
-        whole = _replace(folder / page.PAGE, page.render(data, found, drawn, further and further(data)))
+        short = files.write(folder / pull_request.REPORT, pull_request.render(data.run, found))
+        whole = files.write(folder / page.PAGE, page.render(data, found, drawn, further and further(data)))
     except OSError as error:
         place = f"--plots {plots}" if str(error.filename).startswith(str(plots)) else str(folder)
         raise InputError(f"{place}: cannot be written ({error.strerror}); name a folder that can") from error
@@ -67,13 +67,6 @@ def write_outputs(
     if status == GOOD and data.run.tables.trials["status"].isin([Status.INVALID]).any():
         console.print("exit status 0: all invalid trials are due to documented defects of frameworks, as expected")
     return status
-
-
-def _replace(path: Path, text: str) -> Path:
-    """Write a file whole or not at all."""
-    draft = path.with_suffix(".tmp")
-    draft.write_text(text, encoding="utf-8")
-    return draft.replace(path)
 
 
 def _load(folder: Path) -> Analysis:
