@@ -246,7 +246,6 @@ def _number_samples(axes: Axes, samples: int, epochs: int) -> None:
 
 
 def _legend_keys(maps: Sequence[WeightMap], epochs: int) -> list[Key]:
-    """What the signs in these maps mean."""
     keys: list[Key] = [(Patch(facecolor=RIGHT_COLOUR), "the right weight, within 1 %; blank: not in the update")]
     keys.append((Line2D([], [], linestyle="none"), "at the right: the sum of an update's coefficients"))
     for name, (look, label) in SIGNS.items():

@@ -46,7 +46,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _citation_findings(folder: Path, name: str) -> list[Finding]:
-    """The findings on the journal and on each citation in a text."""
     from bench.judge.analysis import Analysis
     from bench.judge.integrity import journal
     from bench.judge.loading import load

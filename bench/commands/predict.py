@@ -134,7 +134,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _link_of_options(arguments: argparse.Namespace) -> Link | None:
-    """The link of ``--link``, of one level or two."""
     from bench.forecast.prediction import Link
 
     if arguments.link is None:

@@ -10,6 +10,7 @@ from typing import Any
 from bench import files
 from bench.errors import InputError
 from bench.files import plots_folder
+from bench.run.journal import read_manifest
 
 
 def add(commands: Any) -> None:
@@ -29,7 +30,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the report and show its summary."""
     from bench.forecast import from_run
     from bench.report.outputs import rebuild, write_outputs
-    from bench.run.journal import read_manifest
 
     folder = arguments.run
     read_manifest(folder)

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from bench import validation
+from bench.audit.training_plan import TrainingPlan
 from bench.commands.options import add_backend, add_training, chosen_backends, flag
 from bench.errors import GOOD
 
@@ -28,7 +29,6 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Calculate and print."""
     from bench.audit.stepcount_text import by_rule, document, printed_lines
-    from bench.audit.training_plan import TrainingPlan
 
     values = vars(arguments) | {"batch_size": arguments.micro_batch}
     values["max_steps"] = None if arguments.max_steps == -1 else arguments.max_steps

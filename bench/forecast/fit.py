@@ -98,11 +98,7 @@ def _too_large(cell: Cell, memory_bytes: int, num_gpus: int) -> str:
     who = f"the fp32 reference of {cell.model}" if cell.is_reference else cell.model
     who += f" on {ranks} ranks of one GPU" * (ranks > 1)
     kept = f", of which {free / 2**30:.1f} GiB are kept free" * (ranks * peak <= memory_bytes)
-    return f"{who} needs {_gib(ranks * peak)} by prediction, the GPU has {_gib(memory_bytes)}{kept}"
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.0f} GiB"
+    return f"{who} needs {ranks * peak / 2**30:.0f} GiB by prediction, the GPU has {memory_bytes / 2**30:.0f} GiB{kept}"
 
 
 TIMEOUT_S = 3600

@@ -26,8 +26,8 @@ from bench.judge.statistics import Interval
 from bench.judge.tables import frame_of, good_trials, rows_of
 from bench.judge.verdicts import Verdict
 from bench.plan.cell import REFERENCES, Status
-from bench.plan.column import Over
 from bench.plan.columns import COLUMNS, FRAMES
+from bench.plan.trial_columns import Over
 
 SCHEME = "accumulation-bench"
 """Prefix of the ids by which numbers are cited."""

@@ -144,7 +144,6 @@ def step_time(cell: Cell, timed: Mapping[str, Any] | None) -> float | None:
 def _timed_columns(
     record: dict[str, Any], cell: Cell, timed: dict[str, Any], manifest: dict[str, Any]
 ) -> dict[str, Any]:
-    """The columns from the time pass."""
     row: dict[str, Any] = {
         "micro_batches_per_update": ",".join(map(str, timed["micro_batches_per_update"])),
         "final_loss": timed["losses"][-1] if timed["losses"] else None,

@@ -11,8 +11,19 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from bench.plan.column import Axis, Column
-from bench.plan.trial_columns import CORRECTNESS, KEY, MEMORY, SPEED, TRIAL_COLUMNS, count, flag, number, text
+from bench.plan.trial_columns import (
+    CORRECTNESS,
+    KEY,
+    MEMORY,
+    SPEED,
+    TRIAL_COLUMNS,
+    Axis,
+    Column,
+    count,
+    flag,
+    number,
+    text,
+)
 
 FRAMES = {
     "cells": "one row per cell: its step time with the interval, and its verdict against the baseline",

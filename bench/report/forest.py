@@ -177,7 +177,6 @@ def _write_verdict(axes: Axes, y: float, row: ComparedPair) -> None:
 
 
 def _ratio_words(row: ComparedPair) -> str:
-    """The ratio with its interval, and the verdict."""
     time, verdict = row.time, str(row.verdict)
     if SLOWER in row.regressions:
         verdict = "REGRESSED"

@@ -21,9 +21,8 @@ from bench.judge.tables import rows_of
 from bench.judge.verdicts import Verdict
 from bench.plan.categories import PEAK, Category
 from bench.plan.cell import Device, Status, among
-from bench.plan.column import DASH, Column
 from bench.plan.columns import COLUMNS
-from bench.plan.trial_columns import COMMUNICATION, CORRECTNESS, MEMORY, SEMANTICS, SPEED
+from bench.plan.trial_columns import COMMUNICATION, CORRECTNESS, DASH, MEMORY, SEMANTICS, SPEED, Column
 from bench.report.bars import MIB, TOTAL, by_operation
 from bench.report.bars import by_cell as memory_by_cell
 from bench.run import links

@@ -12,13 +12,12 @@ from bench.audit.lint.deepspeed_config import DeepSpeedConfig
 from bench.audit.lint.lint_options import LintOptions, is_among, written
 from bench.audit.lint.rules import ERROR, WARNING, Found, rule, says
 from bench.backends.deepspeed import BF16_SUM, LAST_ONLY
+from bench.measure.accumulation_dtype import BITS
 
 ENGINE = "deepspeed/runtime/engine.py"
 FP32 = {"fp32", "float32", "torch.float32", "float"}
 NAMES = {"bf16": ("bf16", "bfloat16", "torch.bfloat16"), "fp16": ("fp16", "float16", "torch.float16", "half")}
 """How DeepSpeed's config may name a dtype of 16 bits; PyTorch's name comes second."""
-BITS = {"bf16": 8, "fp16": 11}
-"""Significant bits of a dtype, the hidden one included."""
 SMALLEST = {"bf16": -133, "fp16": -24}
 """The power of two that is a dtype's smallest positive number."""
 FP16_ERROR = 0.01
