@@ -23,7 +23,7 @@ def add(commands: Any) -> None:
     add_backend(parser)
     words = "one JSON object; its keys: see bench/audit/stepcount_text.py"
     parser.add_argument("--json", action="store_true", help=words)
-    parser.set_defaults(command=run, accumulate=[1], world_size=1)
+    parser.set_defaults(accumulate=[1], world_size=1)
 
 
 def run(arguments: argparse.Namespace) -> int:
