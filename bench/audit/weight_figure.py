@@ -197,7 +197,6 @@ def _marks(found: WeightMap, epochs: int) -> dict[str, list[int]]:
 
 
 def _draw(axes: Axes, found: WeightMap, updates: int, epochs: int) -> None:
-    """One map: the updates, and the samples that are in none."""
     values, marks, samples = found.image(updates, epochs), _marks(found, epochs), found.first["scenario"]["samples"]
     last, right, is_marked = len(values), values.shape[1] - 0.5, any(marks.values())
     clipped = np.where(values > 0, np.clip(values, 1 / COLOUR_LIMIT, COLOUR_LIMIT), 1 / COLOUR_LIMIT)

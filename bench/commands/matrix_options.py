@@ -73,16 +73,17 @@ def _switches(text: str) -> list[bool]:
 _integers = list_of(int, "integers such as 1,4,8")
 
 
-def _integers_or_all(text: str) -> list[Any]:
-    return ["all"] if text.strip() == "all" else _integers(text)
-
-
 LISTS = {bool: _switches, int: _integers, float: list_of(float, "numbers such as 0,1.5")}
 """How a list is read, by the type of its items; others are names."""
 BY_DEVICE = {"auto": ("cpu", "gpu"), "quick": ("quick", "quick-gpu")}
 """Names of --matrix that stand for one matrix on CPUs and another on GPUs."""
 
-READ = {"axes.backend": backend_names, "axes.world_size": _integers_or_all, "budget_s": duration, "precision": share}
+READ: dict[str, Any] = {
+    "axes.backend": backend_names,
+    "axes.world_size": lambda text: ["all"] if text.strip() == "all" else _integers(text),
+    "budget_s": duration,
+    "precision": share,
+}
 """How the values of some keys are read that a type does not tell."""
 
 

@@ -22,7 +22,6 @@ from bench.judge.loading import Run, load
 from bench.judge.next_steps import times_unavailable
 from bench.judge.pairs import ComparedPair, Pair, judge_pairs, record
 from bench.judge.samples import estimate
-from bench.judge.statistics import Interval
 from bench.judge.tables import frame_of, good_trials, rows_of
 from bench.judge.verdicts import Verdict
 from bench.plan.cell import REFERENCES, Status
@@ -67,11 +66,6 @@ class Analysis:
         """The A/A pair; None if the run has none."""
         return control_of(self.run)
 
-    @property
-    def control_time(self) -> Interval | None:
-        """The ratio of the A/A pair."""
-        return None if self.control is None else self.control.time
-
     @cached_property
     def _against(self) -> dict[str, dict[str, ComparedPair]]:
         return {}
@@ -83,8 +77,7 @@ class Analysis:
         """
         if baseline not in self._against:
             pairs = pairs_with_baseline(self.run, baseline)
-            judged = judge_pairs(self.run, self.run, pairs, control=self.control_time)
-            self._against[baseline] = {row.b.cell_id: row for row in judged}
+            self._against[baseline] = {row.b.cell_id: row for row in self._judged(pairs)}
         return self._against[baseline]
 
     @property
@@ -114,7 +107,10 @@ class Analysis:
         if found := self.compared(cell_id, other_id):
             return found
         pairs = [*pairs_with_baseline(self.run), Pair(a=other, b=cell)]
-        return judge_pairs(self.run, self.run, pairs, control=self.control_time)[-1]
+        return self._judged(pairs)[-1]
+
+    def _judged(self, pairs: Sequence[Pair]) -> list[ComparedPair]:
+        return judge_pairs(self.run, self.run, pairs, control=self.control.time if self.control else None)
 
     def not_slower(self, cells: Sequence[Mapping[str, Any]], best: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         """The cells, beside the one with the shortest step time, that have no verdict of being slower than it."""

@@ -124,7 +124,6 @@ def in_short(run: Run, answer: Answer) -> str:
 
 
 def _alarm(finding: Finding) -> list[str]:
-    """An alert, with what to do about it."""
     kind = "CAUTION" if finding.level is Level.WARNING else "NOTE"
     return [f"> [!{kind}]", f"> {_sentence(finding)}", *(f"> {line}" for line in code(finding.command)), ""]
 
