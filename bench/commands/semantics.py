@@ -67,8 +67,6 @@ FLAGS = {
 }
 FIELDS = {"micro_batch": "batch_size", "clip": "clip_norm"}
 """Options of which the field of Scenario has another name."""
-
-
 WEIGHTS = list_of(int, "integers such as 1,4,2")
 REDUCTION = "the loss of a micro-batch: the mean over its tokens (default), or its share of the window's mean"
 OPTIONS = {
