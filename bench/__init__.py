@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bench.judge.frames import Frames
+    from bench.judge.analysis import Frames
 
 __all__ = ["__version__", "load"]
 __version__ = "1.0.0"
@@ -19,6 +19,6 @@ def load(run: str | Path) -> Frames:
     A frame is an attribute and an item of the result. ``python -m bench export RUN`` lists the columns with dtypes and
     units. Raises bench.errors.InputError if the folder holds no run.
     """
-    from bench.judge.frames import read
+    from bench.judge.analysis import read
 
     return read(run)

@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 parser.print_help()
                 return GOOD
             arguments = parser.parse_args(given)
-            return int(arguments.command(arguments))
+            return int(_module(arguments.command).run(arguments))
     except InputError as error:
         print(f"bench: {' '.join(str(error).split())}", file=sys.stderr)
         return WRONG
@@ -108,6 +108,10 @@ def _defect(error: BaseException) -> str:
     )
 
 
+def _module(command: str) -> Any:
+    return importlib.import_module(f"bench.commands.{command}")
+
+
 def _parser() -> Parser:
     parser = Parser(
         prog="python -m bench",
@@ -115,8 +119,9 @@ def _parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"accumulation-bench {__version__}")
-    commands = Commands(parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser, help="see below"))
+    add = parser.add_subparsers
+    commands = Commands(add(dest="command", required=True, metavar="COMMAND", parser_class=Parser, help="see below"))
     for name in itertools.chain(*COMMANDS.values()):
-        importlib.import_module(f"bench.commands.{name}").add(commands)
+        _module(name).add(commands)
     parser.epilog = f"{commands.listed()}\n\nA command's own options: python -m bench COMMAND --help"
     return parser

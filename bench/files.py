@@ -34,6 +34,13 @@ def read(path: Path, place: str, advice: str) -> bytes:
     return content
 
 
+def write(path: Path, text: str) -> Path:
+    """Write a file whole or not at all."""
+    draft = path.with_suffix(".tmp")
+    draft.write_text(text, encoding="utf-8")
+    return draft.replace(path)
+
+
 def end_of(path: Path, num_bytes: int) -> bytes:
     """The last bytes of a file, which may not fit into memory as a whole."""
     with path.open("rb") as file:
@@ -128,14 +135,16 @@ def _sign(number: int) -> None:
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     with contextlib.suppress(OSError):
         os.ftruncate(number, 0)
-        os.pwrite(number, json.dumps({"pid": os.getpid(), "host": _host(), "started": started}).encode(), 0)
+        os.pwrite(
+            number, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "started": started}).encode(), 0
+        )
 
 
 def _holder(path: Path) -> str:
     found = _read(path)
     if not found:
         return "another process"
-    there = "" if found.get("host") == _host() else f" (another host: this one is {_host()})"
+    there = "" if found.get("host") == socket.gethostname() else f" (another host: this one is {socket.gethostname()})"
     return f"process {found.get('pid')} on {found.get('host')}{there} since {found.get('started')}"
 
 
@@ -145,7 +154,3 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _host() -> str:
-    return socket.gethostname()

@@ -13,11 +13,11 @@ from tests.conftest import ROOT
 WINGS = ("audit", "forecast")
 SAY_NOTHING = ("one", "own", "said", "due")
 AT_MOST = {
-    "modules": 214,
-    "lines": 32623,
-    "lines of the core": 23318,
-    "longest module": 350,
-    "lines of tests": 28304,
+    "modules": 199,
+    "lines": 32339,
+    "lines of the core": 23094,
+    "longest module": 349,
+    "lines of tests": 28273,
     "names of several modules": 0,
     "names of several classes": 0,
     "locals that say nothing": 0,

@@ -166,11 +166,6 @@ class DecodedScenario:
         """The updates that changed something."""
         return [update for update in self.all_updates if update.coefficients]
 
-    @property
-    def num_empty_steps(self) -> int:
-        """Steps of the inner optimizer that changed nothing."""
-        return sum(update.num_inner_steps for update in self.all_updates if not update.coefficients)
-
     @cached_property
     def computed(self) -> list[int]:
         """The fetches whose loss was computed, in order."""
@@ -278,12 +273,13 @@ class DecodedScenario:
         counts twice. ``distortion`` is None where it has no bound. ``lost`` and ``left_open`` list the samples counted
         in ``samples_lost`` and ``samples_left_open``, by epoch, each once.
         """
+        empty = (update for update in self.all_updates if not update.coefficients)
         return {
             "backend": self.backend,
             "scenario": self.scenario.to_dict(),
             "updates": [update.to_dict() for update in self.updates],
             "optimizer_steps_observed": len(self.updates),
-            "optimizer_steps_without_effect": self.num_empty_steps,
+            "optimizer_steps_without_effect": sum(update.num_inner_steps for update in empty),
             "steps_reported": dict(self.reported),
             "samples_lost": len(self.lost),
             "samples_left_open": len(self.left_open),

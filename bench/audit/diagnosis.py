@@ -11,14 +11,16 @@ from itertools import chain
 from typing import Any
 
 from bench.audit.decoded_scenario import DecodedScenario, DecodedUpdate, Use
-from bench.audit.division_rules import all_divided_twice, divided_twice, hidden_by_clipping
 from bench.audit.scenario import Fault, Split
 from bench.audit.semantics_findings import (
     RIGHT,
     TOLERANCE,
     AuditFinding,
     FindingLevel,
+    all_divided_twice,
     count_range,
+    divided_twice,
+    hidden_by_clipping,
     is_near,
     samples_text,
     share_of_updates,

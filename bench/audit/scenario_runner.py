@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
+from operator import attrgetter
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -98,21 +99,13 @@ def _all_done(task: AuditTask, name: str) -> bool:
 
 
 def run(
-    launcher: Launcher,
-    backends: Sequence[str],
-    scenarios: Sequence[Scenario],
-    *,
-    device: Device,
-    timeout_s: float,
+    launcher: Launcher, backends: Sequence[str], scenarios: Sequence[Scenario], *, device: Device, timeout_s: float
 ) -> Iterator[Observed]:
     """Every scenario under every backend, backend by backend; ``timeout_s`` is for one scenario.
 
     Scenarios of equal world size share a process group. If it fails as a whole, each is run again in its own.
     """
-
-    def world_size(scenario: Scenario) -> int:
-        return scenario.world_size
-
+    world_size = attrgetter("world_size")
     for backend, next_backend in zip_longest(backends, backends[1:]):
         launcher.prepare(backend)
         if next_backend:

@@ -15,13 +15,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench.audit.training_plan import TrainingPlan, ceil
+from bench.backends.base import Backend
 from bench.plan.cell import Sharding, Stepping
-
-if TYPE_CHECKING:
-    from bench.backends.base import Backend
 
 CARRIES = (Stepping.CARRY, Stepping.CANCEL, Stepping.SPLIT)
 """Rules by which a window may hold micro-batches of two epochs."""

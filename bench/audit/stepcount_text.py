@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench.audit.stepcount import StepRule, Steps, calculate, never_reached
+from bench.audit.training_plan import TrainingPlan
+from bench.backends.base import Backend
 from bench.formatting import plural
 from bench.plan.cell import Stepping
 from bench.tabular import Table
-
-if TYPE_CHECKING:
-    from bench.audit.training_plan import TrainingPlan
-    from bench.backends.base import Backend
 
 FEW = 4
 """Backends that are named in a sentence; with more, only their rules are named."""

@@ -197,7 +197,6 @@ def _marks(found: WeightMap, epochs: int) -> dict[str, list[int]]:
 
 
 def _draw(axes: Axes, found: WeightMap, updates: int, epochs: int) -> None:
-    """One map: the updates, and the samples that are in none."""
     values, marks, samples = found.image(updates, epochs), _marks(found, epochs), found.first["scenario"]["samples"]
     last, right, is_marked = len(values), values.shape[1] - 0.5, any(marks.values())
     clipped = np.where(values > 0, np.clip(values, 1 / COLOUR_LIMIT, COLOUR_LIMIT), 1 / COLOUR_LIMIT)
@@ -246,7 +245,6 @@ def _number_samples(axes: Axes, samples: int, epochs: int) -> None:
 
 
 def _legend_keys(maps: Sequence[WeightMap], epochs: int) -> list[Key]:
-    """What the signs in these maps mean."""
     keys: list[Key] = [(Patch(facecolor=RIGHT_COLOUR), "the right weight, within 1 %; blank: not in the update")]
     keys.append((Line2D([], [], linestyle="none"), "at the right: the sum of an update's coefficients"))
     for name, (look, label) in SIGNS.items():

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
+LAST_ONLY = ">=0.17.6,<0.18.3"
+"""Versions in which ZeRO-2 keeps only the last micro-batch of a window (#7509, fixed by #7665)."""
+BF16_SUM = "<0.19.8"
+"""Versions in which ZeRO-2 sums bf16 gradients in bf16, whatever ``grad_accum_dtype`` says (docs/versions.md)."""
 PRELOAD = ("deepspeed", "deepspeed.runtime.zero.muon.original_muon")
 """deepspeed.initialize imports the second module, and that all of torch.compile."""
 
@@ -111,8 +115,8 @@ class ZeroBackend(Backend):
     formula = "bench.judge.zero:zero"
     stage = 2
     defective_versions: ClassVar[tuple[Defect, ...]] = (
-        ("deepspeed", ">=0.17.6,<0.18.3", "ZeRO-2 keeps only the last micro-batch's gradient of a window", ">=0.19.8"),
-        ("deepspeed", "<0.19.8", "ZeRO-2 sums bf16 gradients in bf16, whatever grad_accum_dtype says", ">=0.19.8"),
+        ("deepspeed", LAST_ONLY, "ZeRO-2 keeps only the last micro-batch's gradient of a window", ">=0.19.8"),
+        ("deepspeed", BF16_SUM, "ZeRO-2 sums bf16 gradients in bf16, whatever grad_accum_dtype says", ">=0.19.8"),
     )
     config: dict[str, Any]
     """That of ``zero_config``."""

@@ -1,4 +1,4 @@
-"""Commands of the command line, one module each, with ``add(commands)`` that adds the command's own parser.
+"""Commands of the command line, one module each: ``add(commands)`` adds its parser, and ``run(arguments)`` runs it.
 
 Such a module imports what it needs when its command runs: ``--help`` of any other must not wait for it.
 """

@@ -32,7 +32,6 @@ def add(commands: Any) -> None:
     add_device(parser, Device.CPU)
     option("--errors", action="store_true", help="also print the error against fp64 for N = 1 to 256")
     option("--json", action="store_true", help="one JSON object per line; its keys: see bench/commands/accumulation.py")
-    parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

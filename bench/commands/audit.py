@@ -32,13 +32,12 @@ def add(commands: Any) -> None:
     option("--updates", type=integer_to(LARGEST), default=8, metavar="K", help="updates to sample (default: 8)")
     option("--json", action="store_true", help="print one JSON object; the command's output goes to stderr")
     option("training", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="torchrun --nproc-per-node 2 train.py ...")
-    parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and judge what was recorded."""
-    from bench.audit.command import audit_text, audited_command
-    from bench.audit.command.training_audit import TrainingAudit
+    from bench.audit.command import audited_command
+    from bench.audit.command.training_audit import TrainingAudit, document, screen
 
     command = arguments.training[arguments.training[:1] == ["--"] :]
     if not command:
@@ -55,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"audit: nothing seen: {nothing}", file=sys.stderr)
         return status or UNCHECKED
     audit = TrainingAudit(ranks, arguments.expect)
-    print(json.dumps(audit_text.document(audit, status)) if arguments.json else "\n".join(audit_text.lines(audit)))
+    print(json.dumps(document(audit, status)) if arguments.json else "\n".join(screen(audit)))
     if any(found.level is Level.ERROR for found in audit.findings):
         return status or BAD
     return status or (GOOD if audit.updates else UNCHECKED)

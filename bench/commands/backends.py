@@ -18,7 +18,6 @@ def add(commands: Any) -> None:
     """Add the command's parser."""
     parser = commands.add_parser("backends", help="list the backends, and whether this machine can run them")
     parser.add_argument("names", nargs="*", metavar="B", help="list only these, and load those of installed packages")
-    parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -9,13 +9,11 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench import files
 from bench.errors import InputError
-
-if TYPE_CHECKING:
-    from bench.findings import Finding
+from bench.findings import Finding
 
 DESCRIPTION = (
     "Recomputes everything from a run's journal, and says what to know before citing it: schema and hashes, medians, "
@@ -31,7 +29,6 @@ def add(commands: Any) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, e.g. results/<run>")
     parser.add_argument("--citation", metavar="FILE", help="check this text, which cites the run; - is standard input")
     parser.add_argument("--json", action="store_true", help="one JSON object; its keys: see bench/commands/check.py")
-    parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -49,11 +46,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _citation_findings(folder: Path, name: str) -> list[Finding]:
-    """The findings on the journal and on each citation in a text."""
     from bench.judge.analysis import Analysis
     from bench.judge.integrity import journal
     from bench.judge.loading import load
-    from bench.report.citation_check import check_citations
+    from bench.report.citation import check_citations
 
     place, advice = f"--citation {name}", "name a file with what cite printed"
     try:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.errors import BAD, GOOD, InputError
 from bench.files import plots_folder
+from bench.findings import Level
 
 if TYPE_CHECKING:
     from bench.judge.loading import Run
@@ -36,12 +37,10 @@ def add(commands: Any) -> None:
     )
     option("--plot", metavar="NAME", help="cite a figure instead, such as memory_vs_time")
     option("--format", choices=[*FORMATS, "all"], default="all", help="what to print (default: all)")
-    parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the citation; 1 if the journal was changed after the run."""
-    from bench.findings import Level
     from bench.judge.integrity import journal
     from bench.judge.loading import load
 

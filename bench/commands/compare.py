@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from bench import files
 from bench.commands.options import share
 from bench.errors import BAD, GOOD, UNCHECKED, InputError, suggest
+from bench.run.machine import differences
 
 if TYPE_CHECKING:
     from bench.judge.loading import Run
@@ -71,7 +72,6 @@ def add(commands: Any) -> None:
     option("--margin", type=_margin, metavar="P", help="a ratio this near to 1 is called the same (default: 2%%)")
     option("--json", action="store_true", help="one JSON object; its keys: see bench/commands/compare.py")
     option("--out", type=Path, metavar="DIR", help="write compare.parquet, compare.md and the forest plot there")
-    parser.set_defaults(command=run)
 
 
 def _margin(text: str) -> float:
@@ -101,7 +101,6 @@ def run(arguments: argparse.Namespace) -> int:
     from bench.judge.caveats import remarks
     from bench.judge.statistics import MARGIN
     from bench.report import comparison
-    from bench.run.machine import differences
 
     limits, margin = arguments.fail_on, arguments.margin or MARGIN
     if arguments.allow_unchecked and not limits:

@@ -59,7 +59,6 @@ def add(commands: Any) -> None:
     option = parser.add_argument
     option("--out", type=Path, default=RESULTS, metavar="DIR", help="where runs will go (default: results)")
     option("--json", action="store_true", help="one JSON object; its keys: see bench/commands/doctor.py")
-    parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -6,18 +6,18 @@ import argparse
 import json
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench import files
 from bench.errors import GOOD, InputError, suggest
 from bench.formatting import plural
+from bench.plan.columns import COLUMNS, FRAMES
 from bench.tabular import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from bench.judge.frames import Frames
+    from bench.judge.analysis import Frames
 
 FORMATS = ("pytest-benchmark", "csv", "parquet")
 DESCRIPTION = (
@@ -39,13 +39,11 @@ def add(commands: Any) -> None:
     option("--head", type=int, metavar="N", help="print the first N rows of --table too")
     option("--format", choices=FORMATS, help="write the frames to --out")
     option("--out", type=Path, metavar="PATH", help="a .json file, or for csv and parquet a folder")
-    parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Describe the frames, or write them and name the files."""
     import bench
-    from bench.plan.columns import FRAMES
 
     if (arguments.format is None) != (arguments.out is None):
         raise InputError("--format and --out: belong together; give both to write the frames, or neither")
@@ -67,7 +65,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _describe(frames: Frames, arguments: argparse.Namespace) -> None:
-    from bench.plan.columns import FRAMES
     from bench.report.formats import harmless
 
     for name in FRAMES if arguments.table is None else [arguments.table]:
@@ -80,7 +77,6 @@ def _describe(frames: Frames, arguments: argparse.Namespace) -> None:
 
 
 def _described(name: str, frame: Any) -> Iterator[str]:
-    from bench.plan.columns import COLUMNS, FRAMES
 
     yield f"{name}: {plural(len(frame), 'row')} x {plural(len(frame.columns), 'column')}: {FRAMES[name]}"
     rows = [(key, about.dtype, about.unit, about.meaning) for key, about in COLUMNS[name].items()]

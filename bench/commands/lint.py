@@ -35,7 +35,6 @@ def add(commands: Any) -> None:
     option("--json", action="store_true", help="print a list of findings as JSON")
     option("--sarif", type=Path, metavar="FILE", help="also write the findings as SARIF 2.1.0, for code hosts")
     option("--rules", action="store_true", help="list the rules and stop")
-    parser.set_defaults(command=run)
 
 
 def _version(text: str) -> tuple[int, ...]:
@@ -49,10 +48,10 @@ def _version(text: str) -> tuple[int, ...]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Lint the configs; 1 if there is an error or a warning."""
-    from bench.audit.lint import lint, sarif
+    from bench.audit.lint import lint
     from bench.audit.lint.config_file import EXPECTED
     from bench.audit.lint.lint_options import LintOptions, installed
-    from bench.audit.lint.rules import EXAMPLES, Severity, rules
+    from bench.audit.lint.rules import EXAMPLES, Severity, rules, sarif
 
     if arguments.rules:
         for code, rule in rules().items():
@@ -72,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     findings = lint(arguments.configs, options)
     if arguments.sarif:
         with files.writing(f"--sarif {arguments.sarif}"):
-            arguments.sarif.write_text(json.dumps(sarif.log(findings), indent=2) + "\n")
+            arguments.sarif.write_text(json.dumps(sarif(findings), indent=2) + "\n")
     if arguments.json:
         print(json.dumps([finding.to_dict() for finding in findings], indent=2))
     else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.backends.base import Backend, installed_backends, registry
-from bench.commands.options import backend_names, duration, list_of, share, split_names
+from bench.commands.options import backend_names, duration, flag, list_of, share, split_names
 from bench.errors import InputError
 from bench.launch import gpus as launch_gpus
 from bench.launch.nodes import Nodes
@@ -18,48 +18,49 @@ from bench.plan.expand import expand, single_trial_ids
 from bench.plan.matrix import Matrix
 
 USAGES = {
-    "axes.backend": "--backend B: only these backends, or all but those of installed packages (see 'backends'); "
+    ("axes.backend", "backend", "B"): "only these backends, or all but those of installed packages (see 'backends'); "
     "module:Class for your own",
-    "axes.accumulate": "--accumulate N: micro-batches per optimizer step on a rank",
-    "axes.micro_batch_size": "--micro-batch M: samples per micro-batch on a rank; with --accumulate the global batch "
-    "follows, else it is held and N follows; in a virtual world N is held",
-    "axes.world_size": "--world-size W: numbers of ranks, or 'all' for one per GPU",
-    "share_gpu": "--share-gpu: let the ranks of --world-size share the GPUs, over gloo: values, counts and memory, but "
-    "no times; one trial per cell unless --repeats is given",
-    "virtual.world_size": "--virtual-world W: one process acts as rank 0 of W: shapes, memory, counts and bytes, but "
-    "no values; without --world-size, nothing else runs",
-    "virtual.fake_tensors": "--fake-tensors: in a virtual world: compute and allocate nothing, which leaves no time to "
-    "measure",
-    "axes.precision": f"--precision P: dtypes of forward and backward: {', '.join(Precision)}",
-    "axes.optimizer": f"--optimizer O: {', '.join(matrix_file.OPTIMIZERS)}",
-    "axes.clip_norm": "--clip-norm C: limits of the gradient's norm; 0 for no clipping",
-    "axes.activation_checkpointing": "--activation-checkpointing on|off: blocks keep their input alone, and are "
+    ("axes.accumulate", "accumulate", "N"): "micro-batches per optimizer step on a rank",
+    ("axes.micro_batch_size", "micro_batch", "M"): "samples per micro-batch on a rank; with --accumulate the global "
+    "batch follows, else it is held and N follows; in a virtual world N is held",
+    ("axes.world_size", "world_size", "W"): "numbers of ranks, or 'all' for one per GPU",
+    ("share_gpu", "share_gpu", ""): "let the ranks of --world-size share the GPUs, over gloo: values, counts and "
+    "memory, but no times; one trial per cell unless --repeats is given",
+    ("virtual.world_size", "virtual_world", "W"): "one process acts as rank 0 of W: shapes, memory, counts and bytes, "
+    "but no values; without --world-size, nothing else runs",
+    ("virtual.fake_tensors", "fake_tensors", ""): "in a virtual world: compute and allocate nothing, which leaves no "
+    "time to measure",
+    ("axes.precision", "precision", "P"): f"dtypes of forward and backward: {', '.join(Precision)}",
+    ("axes.optimizer", "optimizer", "O"): f"{', '.join(matrix_file.OPTIMIZERS)}",
+    ("axes.clip_norm", "clip_norm", "C"): "limits of the gradient's norm; 0 for no clipping",
+    ("axes.activation_checkpointing", "activation_checkpointing", "on|off"): "blocks keep their input alone, and are "
     "recomputed in the backward",
-    "axes.selective_checkpointing": "--selective-checkpointing on|off: checkpointed blocks also keep attention and "
-    "every second matrix product",
-    "axes.compiled": "--compiled on|off: compile each block with torch.compile",
-    "axes.ranks_per_node": "--ranks-per-node R: ranks on each of several nodes; by default the GPUs of a node are "
-    "filled before those of the next",
-    "axes.replicate": "--replicate R: numbers of replicas of HSDP backends, each sharded over W / R ranks (default: 2)",
-    "repeats": "--repeats R: trials per cell; more only if --max-repeats allows",
-    "max_repeats": "--max-repeats R: most trials per cell, while its interval is wider than --interval-width",
-    "precision": "--interval-width P: width of the intervals at which repeats end, such as 2%%",
-    "budget_s": "--budget TIME: start no block of trials that would exceed this time: 90s, 20m, 1h",
-    "baseline": "--baseline B: the backend to compare with, which is also compared with itself (A/A)",
-    "training.seed": "--seed S: seed of weights, tokens and order",
-    "axes.seed": "--seeds S: seeds of weights and tokens, as an axis",
-    "workload.global_batch_size": "--batch B: global batch: samples per optimizer step over all ranks",
-    "workload.sequence_length": "--sequence S: tokens per sample",
-    "workload.model": "--model SIZE: size of the model",
-    "workload.workload": "--workload MODULE:FACTORY: a model of your own, instead of llama",
-    "workload.corpus": "--corpus FILE: a text file whose bytes are the tokens",
-    "device": f"--device {'|'.join(Device)}: what the ranks run on",
-    "timeout_s": "--timeout SECONDS: limit of a whole trial",
-    "inactivity_s": "--inactivity SECONDS: limit of the time without progress on any rank; 0 for none",
+    ("axes.selective_checkpointing", "selective_checkpointing", "on|off"): "checkpointed blocks also keep attention "
+    "and every second matrix product",
+    ("axes.compiled", "compiled", "on|off"): "compile each block with torch.compile",
+    ("axes.ranks_per_node", "ranks_per_node", "R"): "ranks on each of several nodes; by default the GPUs of a node "
+    "are filled before those of the next",
+    ("axes.replicate", "replicate", "R"): "numbers of replicas of HSDP backends, each sharded over W / R ranks "
+    "(default: 2)",
+    ("repeats", "repeats", "R"): "trials per cell; more only if --max-repeats allows",
+    ("max_repeats", "max_repeats", "R"): "most trials per cell, while its interval is wider than --interval-width",
+    ("precision", "interval_width", "P"): "width of the intervals at which repeats end, such as 2%%",
+    ("budget_s", "budget", "TIME"): "start no block of trials that would exceed this time: 90s, 20m, 1h",
+    ("baseline", "baseline", "B"): "the backend to compare with, which is also compared with itself (A/A)",
+    ("training.seed", "seed", "S"): "seed of weights, tokens and order",
+    ("axes.seed", "seeds", "S"): "seeds of weights and tokens, as an axis",
+    ("workload.global_batch_size", "batch", "B"): "global batch: samples per optimizer step over all ranks",
+    ("workload.sequence_length", "sequence", "S"): "tokens per sample",
+    ("workload.model", "model", "SIZE"): "size of the model",
+    ("workload.workload", "workload", "MODULE:FACTORY"): "a model of your own, instead of llama",
+    ("workload.corpus", "corpus", "FILE"): "a text file whose bytes are the tokens",
+    ("device", "device", "|".join(Device)): "what the ranks run on",
+    ("timeout_s", "timeout", "SECONDS"): "limit of a whole trial",
+    ("inactivity_s", "inactivity", "SECONDS"): "limit of the time without progress on any rank; 0 for none",
 }
-"""The option that overrides each key of the matrix, and its help."""
-OPTIONS = {usage.split(maxsplit=1)[0].strip("-:").replace("-", "_"): key for key, usage in USAGES.items()}
-"""The keys by the names that argparse gives to the options."""
+"""The help of each key's option, by the key, the name that argparse gives to the option, and its metavar."""
+OPTIONS = {option: key for key, option, _ in USAGES}
+"""The keys by options."""
 
 
 def _switches(text: str) -> list[bool]:
@@ -72,16 +73,17 @@ def _switches(text: str) -> list[bool]:
 _integers = list_of(int, "integers such as 1,4,8")
 
 
-def _integers_or_all(text: str) -> list[Any]:
-    return ["all"] if text.strip() == "all" else _integers(text)
-
-
 LISTS = {bool: _switches, int: _integers, float: list_of(float, "numbers such as 0,1.5")}
 """How a list is read, by the type of its items; others are names."""
 BY_DEVICE = {"auto": ("cpu", "gpu"), "quick": ("quick", "quick-gpu")}
 """Names of --matrix that stand for one matrix on CPUs and another on GPUs."""
 
-READ = {"axes.backend": backend_names, "axes.world_size": _integers_or_all, "budget_s": duration, "precision": share}
+READ: dict[str, Any] = {
+    "axes.backend": backend_names,
+    "axes.world_size": lambda text: ["all"] if text.strip() == "all" else _integers(text),
+    "budget_s": duration,
+    "precision": share,
+}
 """How the values of some keys are read that a type does not tell."""
 
 
@@ -90,10 +92,8 @@ def add_matrix_options(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(matrix_file.names())
     words = f"auto (gpu or cpu, as the machine is), {names}, or a TOML file; quick is quick-gpu on GPUs"
     parser.add_argument("--matrix", default="auto", metavar="NAME|FILE", help=words)
-    for key, text in USAGES.items():
-        usage, _, words = text.partition(": ")
-        option, _, metavar = usage.partition(" ")
-        kind, is_list = matrix_file.type_of(key)
+    for (key, name, metavar), words in USAGES.items():
+        option, (kind, is_list) = flag(name), matrix_file.type_of(key)
         if is_list:
             read = READ.get(key) or LISTS.get(kind, split_names)
             parser.add_argument(option, action="extend", type=read, metavar=f"{metavar}[,{metavar}]", help=words)
@@ -173,7 +173,7 @@ def _matrix(arguments: argparse.Namespace, *, on_gpus: bool) -> Matrix:
         value = given[option]
         if value is None:
             continue
-        chosen = chosen.override(key, "all" if value == ["all"] else value, f"--{option.replace('_', '-')}")
+        chosen = chosen.override(key, "all" if value == ["all"] else value, flag(option))
     return chosen
 
 

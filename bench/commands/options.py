@@ -23,6 +23,11 @@ LARGEST = 999_999_999
 T = TypeVar("T")
 
 
+def flag(name: str) -> str:
+    """The option that argparse stores under this name."""
+    return f"--{name.replace('_', '-')}"
+
+
 def split_names(text: str) -> list[str]:
     """The names in a comma-separated list, without empty ones."""
     return [name.strip() for name in text.split(",") if name.strip()]

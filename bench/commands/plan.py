@@ -35,7 +35,6 @@ def add(commands: Any) -> None:
         metavar="GPUS",
         help="as if on these GPUs, with everything installed, such as '1 x H100 80GiB'",
     )
-    parser.set_defaults(command=run)
 
 
 def _gpus(text: str) -> list[dict[str, Any]]:

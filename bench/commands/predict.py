@@ -8,12 +8,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.commands.options import add_backend, add_device, chosen_backends, integer_to, quantity, share
+from bench.commands.options import add_backend, add_device, chosen_backends, flag, integer_to, quantity, share
 from bench.errors import GOOD, InputError, suggest
+from bench.plan.cell import Cell, Device, Precision
+from bench.plan.matrix import OPTIMIZERS
+from bench.plan.models import SIZES
+from bench.run.journal import MANIFEST, read_manifest
+from bench.run.machine import BF16_PEAK_FLOPS, peak_flops
 
 if TYPE_CHECKING:
     from bench.forecast.prediction import Link
-    from bench.plan.cell import Cell
 
 TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 BYTES = {"B": 1.0, **{f"{p}B": 1e3 ** (i + 1) for i, p in enumerate("kMGT")}}
@@ -36,10 +40,6 @@ DESCRIPTION = (
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
-    from bench.plan.cell import Device, Precision
-    from bench.plan.matrix import OPTIMIZERS
-    from bench.plan.models import SIZES
-
     parser = commands.add_parser(
         "predict", help="predict memory, collectives and step times without running", description=DESCRIPTION
     )
@@ -78,7 +78,6 @@ def add(commands: Any) -> None:
     words = "also measure the peak of the backend of --backend, by a trial on fake tensors (a minute for 8b)"
     option("--exact", action="store_true", help=words)
     option("--json", action="store_true", help="print a JSON list; its keys: see bench/forecast/choice.py")
-    parser.set_defaults(command=run)
 
 
 def _amount(units: Mapping[str, float], example: str, *, zero: bool = False) -> Callable[[str], float]:
@@ -100,14 +99,13 @@ def _link(text: str) -> tuple[float, float | None]:
 def run(arguments: argparse.Namespace) -> int:
     """Predict and show."""
     from bench.forecast.choice import Question, answer
-    from bench.forecast.fit import reserve_bytes
+    from bench.forecast.fit import exact_peak, reserve_bytes
     from bench.forecast.prediction_text import printed_lines
-    from bench.plan.cell import Device
 
     for name, other in NEEDS.items():
         if getattr(arguments, name) is not None and getattr(arguments, other) is None:
             remedy = "which --from-run replaces; leave it out" if arguments.from_run else "so give that too"
-            raise InputError(f"--{name.replace('_', '-')}: says more about --{other}, {remedy}")
+            raise InputError(f"{flag(name)}: says more about --{other}, {remedy}")
     memory, reserve = int(arguments.memory or 0), arguments.reserve
     if reserve is not None and reserve >= memory:
         raise InputError(f"--reserve: leaves nothing of the {memory / 2**30:.4g} GiB of --memory; give less")
@@ -128,22 +126,14 @@ def run(arguments: argparse.Namespace) -> int:
         question, _chosen_with_formulas(arguments, cell), grouped=not (arguments.all or arguments.backend)
     )
     if arguments.exact:
-        _add_measured_peak(cell, rows)
+        if len(rows) != 1:
+            raise InputError("--exact: measures one backend; name it with --backend")
+        rows[0]["exact_peak_bytes"] = exact_peak(cell, rows[0]["backend"])
     print(json.dumps(rows, allow_nan=False) if arguments.json else "\n".join(printed_lines(question, rows, choices)))
     return GOOD
 
 
-def _add_measured_peak(cell: Cell, rows: list[dict[str, Any]]) -> None:
-    """Add the measured peak to the row of the only backend."""
-    from bench.forecast.exact import exact_peak
-
-    if len(rows) != 1:
-        raise InputError("--exact: measures one backend; name it with --backend")
-    rows[0]["exact_peak_bytes"] = exact_peak(cell, rows[0]["backend"])
-
-
 def _link_of_options(arguments: argparse.Namespace) -> Link | None:
-    """The link of ``--link``, of one level or two."""
     from bench.forecast.prediction import Link
 
     if arguments.link is None:
@@ -160,7 +150,6 @@ def _link_of_options(arguments: argparse.Namespace) -> Link | None:
 
 def _link_of_run(arguments: argparse.Namespace) -> Link:
     from bench.forecast.from_run import measured_link
-    from bench.run.journal import MANIFEST, read_manifest
 
     place, ranks = f"--from-run {arguments.from_run}", arguments.world_size
     manifest = read_manifest(arguments.from_run)
@@ -175,8 +164,6 @@ def _link_of_run(arguments: argparse.Namespace) -> Link:
 
 def _cell_of_options(arguments: argparse.Namespace, node_size: int) -> Cell:
     """The cell of the options, without a backend; HSDP has as many replicas as there are nodes."""
-    from bench.plan.cell import Cell, Device, Precision
-
     ranks, replicas = arguments.world_size, arguments.replicate
     if replicas is None:
         replicas = ranks // node_size if 1 < node_size < ranks else 0
@@ -214,7 +201,6 @@ def _compute_time(arguments: argparse.Namespace, cell: Cell) -> tuple[float | No
     """Seconds of compute per optimizer step on a rank, and where they are from; None if nothing says so."""
     from bench.forecast.estimate import GPU_EFFICIENCY
     from bench.forecast.prediction import compute_seconds
-    from bench.run.machine import BF16_PEAK_FLOPS, peak_flops
 
     name = arguments.peak
     if name is None:

@@ -10,6 +10,7 @@ from typing import Any
 from bench import files
 from bench.errors import InputError
 from bench.files import plots_folder
+from bench.run.journal import read_manifest
 
 
 def add(commands: Any) -> None:
@@ -23,14 +24,12 @@ def add(commands: Any) -> None:
         help="write the tables alone, whatever state they are in; draws and shows nothing",
     )
     parser.add_argument("--open", action="store_true", help="open report.html in the browser")
-    parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the report and show its summary."""
     from bench.forecast import from_run
     from bench.report.outputs import rebuild, write_outputs
-    from bench.run.journal import read_manifest
 
     folder = arguments.run
     read_manifest(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from bench import __version__, files
 from bench.backends.base import Backend
 from bench.commands.matrix_options import OPTIONS, add_matrix_options, planned
+from bench.commands.options import flag
 from bench.errors import BAD, EXIT_STATUS, INTERRUPTED, InputError, is_interrupt
 from bench.files import new_folder, plots_folder
 from bench.findings import Level
@@ -52,7 +54,6 @@ def add(commands: Any) -> None:
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--quiet", action="store_true", help="print nothing before the answer")
     shown.add_argument("--json", action="store_true", help="print JSON lines: each event, then the answer")
-    parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -171,7 +172,8 @@ def _train(
             return INTERRUPTED
         if not isinstance(error, OSError) or isinstance(error, BrokenPipeError):
             raise
-        reason = "the disk is full; free some space" if start.is_full(error) else error
+        is_full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+        reason = "the disk is full; free some space" if is_full else error
         raise InputError(f"{folder}: {reason}; {kept}") from error
     from bench.forecast import from_run  # here, since it imports pandas
 
@@ -185,4 +187,4 @@ def _refuse_beside_resume(arguments: argparse.Namespace) -> None:
     given += [name for name, default in defaults if getattr(arguments, name) != default]
     if given:
         words = "cannot be combined with --resume, which goes on as the run was begun; leave it out"
-        raise InputError(f"--{given[0].replace('_', '-')}: {words}")
+        raise InputError(f"{flag(given[0])}: {words}")

@@ -7,23 +7,24 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench import validation
+from bench.audit.scenario import SUITE, Fault, Reduction, Scenario, Split
+from bench.audit.scenario import load as load_suite
 from bench.commands.options import (
     add_backend,
     add_device,
     add_training,
     chosen_backends,
+    flag,
     list_of,
     split_names,
     writable,
 )
 from bench.errors import BAD, GOOD, INTERRUPTED, InputError, suggest
+from bench.files import new_folder, plots_folder
 from bench.plan.cell import Device
-
-if TYPE_CHECKING:
-    from bench.audit.scenario import Scenario
 
 TIMEOUT_S = 30.0
 """Per scenario; the shipped ones take less than a second."""
@@ -37,8 +38,6 @@ EPILOG = (
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
-    from bench.audit.scenario import SUITE
-
     parser = commands.add_parser(
         "semantics", help="measure what a backend computes: which samples reach which update", epilog=EPILOG
     )
@@ -46,7 +45,7 @@ def add(commands: Any) -> None:
     add_backend(parser)
     group = parser.add_argument_group("one scenario")
     add_training(group, world_size=2)
-    for name, (read, metavar, words) in _scenario_options().items():
+    for name, (read, metavar, words) in OPTIONS.items():
         group.add_argument(name, type=read, metavar=metavar, help=words)
     for name, words in FLAGS.items():
         group.add_argument(name, action="store_true", help=words)
@@ -60,7 +59,6 @@ def add(commands: Any) -> None:
     option("--out", type=Path, metavar="DIR", help=words)
     add_device(parser, Device.CPU)
     option("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help=f"per scenario (default: {TIMEOUT_S:g})")
-    parser.set_defaults(command=run)
 
 
 FLAGS = {
@@ -69,23 +67,18 @@ FLAGS = {
 }
 FIELDS = {"micro_batch": "batch_size", "clip": "clip_norm"}
 """Options of which the field of Scenario has another name."""
-
-
-def _scenario_options() -> dict[str, tuple[Any, str, str]]:
-    """Further options of one scenario: type, placeholder and help."""
-    from bench.audit.scenario import Fault, Reduction, Split
-
-    reduction = "the loss of a micro-batch: the mean over its tokens (default), or its share of the window's mean"
-    weights = list_of(int, "integers such as 1,4,2")
-    return {
-        "--engine-accumulate": (int, "N", "another N in DeepSpeed's config"),
-        "--token-weights": (weights, "T[,T]", "tokens of samples 0, 1, 2 ..., over and over"),
-        "--reduction": (str, "|".join(Reduction), reduction),
-        "--clip": (float, "C", "the framework's clipping threshold"),
-        "--fault": (str, "|".join(Fault), "what happens in mid-window or at the end of an epoch"),
-        "--at": (int, "I", "the micro-batch, from 1, at which it happens"),
-        "--split": (str, "|".join(Split), "who splits the samples among the ranks"),
-    }
+WEIGHTS = list_of(int, "integers such as 1,4,2")
+REDUCTION = "the loss of a micro-batch: the mean over its tokens (default), or its share of the window's mean"
+OPTIONS = {
+    "--engine-accumulate": (int, "N", "another N in DeepSpeed's config"),
+    "--token-weights": (WEIGHTS, "T[,T]", "tokens of samples 0, 1, 2 ..., over and over"),
+    "--reduction": (str, "|".join(Reduction), REDUCTION),
+    "--clip": (float, "C", "the framework's clipping threshold"),
+    "--fault": (str, "|".join(Fault), "what happens in mid-window or at the end of an epoch"),
+    "--at": (int, "I", "the micro-batch, from 1, at which it happens"),
+    "--split": (str, "|".join(Split), "who splits the samples among the ranks"),
+}
+"""Further options of one scenario: type, placeholder and help."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -99,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     scenarios, device = _scenarios(arguments), Device(arguments.device)
     if not 0 < arguments.timeout <= LONGEST_TIMEOUT_S:
         raise InputError(f"--timeout {arguments.timeout}: must be seconds, at most {LONGEST_TIMEOUT_S:g}")
-    backends = _backends(arguments, max(scenario.world_size for scenario in scenarios))
+    backends = _backends(arguments, max(each.world_size for each in scenarios))
     folders = _folders(arguments)
     found: list[dict[str, Any]] = []
     total = len(backends) * len(scenarios)
@@ -107,10 +100,10 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with Launcher(device) as launcher:
             observed = scenario_runner.run(launcher, backends, scenarios, device=device, timeout_s=arguments.timeout)
-            for backend, scenario, ranks in observed:
-                found.append(observation(DecodedScenario(backend, scenario, ranks)))
+            for backend, audited, ranks in observed:
+                found.append(observation(DecodedScenario(backend, audited, ranks)))
                 if total > 1:
-                    print(f"[{len(found)}/{total}] {backend} {scenario.name}: {found[-1]['verdict']}", file=sys.stderr)
+                    print(f"[{len(found)}/{total}] {backend} {audited.name}: {found[-1]['verdict']}", file=sys.stderr)
     except LauncherError as error:
         print(f"bench: {error}", file=sys.stderr)
         return BAD
@@ -130,18 +123,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _scenarios(arguments: argparse.Namespace) -> list[Scenario]:
     """The scenarios of the options. Raises InputError naming the option."""
-    from bench.audit import scenario
-
-    known = validation.declared(scenario.Scenario)
+    known = validation.declared(Scenario)
     given = {FIELDS.get(name, name): (name, value) for name, value in vars(arguments).items()}
-    options = {field: f"--{name.replace('_', '-')}" for field, (name, _) in given.items() if field in known}
+    options = {field: flag(name) for field, (name, _) in given.items() if field in known}
     values = {field: given[field][1] for field in options}
     values = {field: value for field, value in values.items() if value is not None and value is not False}
     if arguments.suite or arguments.scenario:
         for field in values:
             raise InputError(f"{options[field]}: describes one scenario; leave it out or --suite")
-        path = arguments.suite or scenario.SUITE
-        suite = scenario.load(path)
+        path = arguments.suite or SUITE
+        suite = load_suite(path)
         wanted = arguments.scenario or []
         names = [each.name for each in suite]
         for name in wanted:
@@ -156,7 +147,7 @@ def _scenarios(arguments: argparse.Namespace) -> list[Scenario]:
             )
     if "max_steps" in values:
         values.setdefault("epochs", None)
-    return [scenario.Scenario.from_dict(values, "", lambda key: options.get(key, key))]
+    return [Scenario.from_dict(values, "", lambda key: options.get(key, key))]
 
 
 def _backends(arguments: argparse.Namespace, num_ranks: int) -> Sequence[str]:
@@ -180,8 +171,6 @@ def _backends(arguments: argparse.Namespace, num_ranks: int) -> Sequence[str]:
 
 def _folders(arguments: argparse.Namespace) -> tuple[Path, Path] | None:
     """The folders of --out and --suite, created before anything is measured; None if nothing is to be written."""
-    from bench.files import new_folder, plots_folder
-
     if not (arguments.out or arguments.suite or arguments.scenario):
         return None
     folder = arguments.out or new_folder("semantics")

@@ -7,8 +7,12 @@ import json
 from typing import Any
 
 from bench import validation
-from bench.commands.options import add_backend, add_training, chosen_backends
+from bench.audit.training_plan import TrainingPlan
+from bench.commands.options import add_backend, add_training, chosen_backends, flag
 from bench.errors import GOOD
+
+OPTIONS = {"batch_size": "micro_batch"}
+"""Of fields of TrainingPlan, where an option has another name."""
 
 
 def add(commands: Any) -> None:
@@ -22,25 +26,18 @@ def add(commands: Any) -> None:
     add_backend(parser)
     words = "one JSON object; its keys: see bench/audit/stepcount_text.py"
     parser.add_argument("--json", action="store_true", help=words)
-    parser.set_defaults(command=run, accumulate=[1], world_size=1)
+    parser.set_defaults(accumulate=[1], world_size=1)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Calculate and print."""
     from bench.audit.stepcount_text import by_rule, document, printed_lines
-    from bench.audit.training_plan import TrainingPlan
 
     values = vars(arguments) | {"batch_size": arguments.micro_batch}
     values["max_steps"] = None if arguments.max_steps == -1 else arguments.max_steps
     values["epochs"] = 1 if arguments.epochs is None and values["max_steps"] is None else arguments.epochs
-    training = validation.read(
-        TrainingPlan, {field: values[field] for field in validation.declared(TrainingPlan)}, "", _option
-    )
+    values = {field: values[field] for field in validation.declared(TrainingPlan)}
+    training = validation.read(TrainingPlan, values, "", lambda field: flag(OPTIONS.get(field, field)))
     rules = by_rule(training, chosen_backends(arguments.backend))
     print(json.dumps(document(training, rules)) if arguments.json else "\n".join(printed_lines(training, rules)))
     return GOOD
-
-
-def _option(field: str) -> str:
-    """The option that sets a field of TrainingPlan."""
-    return "--micro-batch" if field == "batch_size" else f"--{field.replace('_', '-')}"

@@ -57,7 +57,6 @@ def add(commands: Any) -> None:
     option("--validate-every", INTEGER, "K", "micro-batches between validations (default: none)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     option("--out", Path, "DIR", "write throughput.parquet and .md there")
-    parser.set_defaults(command=run)
 
 
 def _integers(least: int) -> Callable[[str], list[int]]:

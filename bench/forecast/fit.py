@@ -1,15 +1,24 @@
-"""Which cells fit into a GPU's memory, by prediction; ``run`` and ``plan`` skip the others."""
+"""Which cells fit into a GPU's memory, by prediction; ``run`` and ``plan`` skip the others.
+
+``exact_peak`` measures the peak of rank 0 by a trial on fake tensors: what runs is the framework itself.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from bench.backends import blocks
+from bench.errors import InputError
 from bench.forecast.prediction import Prediction
 from bench.judge.formulas import BUILT_IN, expect, layout_of
-from bench.plan.cell import REFERENCE, Cell, Device
+from bench.launch import gpus
+from bench.launch.launcher import Launcher
+from bench.plan.cell import REFERENCE, Cell, Device, Status
+from bench.plan.task import Spec
 from bench.workload import slice_size
 
 
@@ -89,8 +98,29 @@ def _too_large(cell: Cell, memory_bytes: int, num_gpus: int) -> str:
     who = f"the fp32 reference of {cell.model}" if cell.is_reference else cell.model
     who += f" on {ranks} ranks of one GPU" * (ranks > 1)
     kept = f", of which {free / 2**30:.1f} GiB are kept free" * (ranks * peak <= memory_bytes)
-    return f"{who} needs {_gib(ranks * peak)} by prediction, the GPU has {_gib(memory_bytes)}{kept}"
+    return f"{who} needs {ranks * peak / 2**30:.0f} GiB by prediction, the GPU has {memory_bytes / 2**30:.0f} GiB{kept}"
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.0f} GiB"
+TIMEOUT_S = 3600
+"""Sharding fake tensors for a thousand ranks takes over ten minutes."""
+
+
+def exact_peak(cell: Cell, name: str) -> int:
+    """Bytes at the peak, less the tokens and constants that the bench and the model's buffers hold.
+
+    Raises InputError for a backend or a device that cannot do it.
+    """
+    backend = BUILT_IN[name]
+    replicas = cell.replicate if backend.replicate else 0
+    cell = dataclasses.replace(cell, backend=name, replicate=replicas, virtual=True, fake_tensors=True)
+    lacks = blocks.refusal(cell, backend) or backend.missing(cell.device)
+    if cell.device is Device.CUDA and not gpus.gpus():
+        lacks = "no GPU is visible; add --device cpu, on which ZeRO has one bucket less and fp32 attention smaller keys"
+    if lacks:
+        raise InputError(f"--exact: {lacks}")
+    with Launcher(cell.device) as launcher, tempfile.TemporaryDirectory(prefix="accumulation-bench-") as folder:
+        outcome = launcher.run(Spec(cell=cell, passes=("memory",), folder=folder, reference=""), TIMEOUT_S)
+    if outcome.status is not Status.OK:
+        raise InputError(f"--exact: the trial ended as {outcome.status}: {outcome.reason}")
+    memory: dict[str, int] = outcome.ranks[0]["memory"]
+    return memory["peak"] - memory["peak_other"]

@@ -187,7 +187,6 @@ def _collectives_text(row: Mapping[str, Any]) -> str:
 
 
 def _notes(question: Question, has_wrappers: bool, is_timed: bool) -> Iterator[str]:
-    """What is assumed."""
     cell, is_limited = question.cell, question.memory_bytes is not None
     if has_wrappers:
         yield WRAPPERS

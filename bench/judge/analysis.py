@@ -1,9 +1,12 @@
-"""A run with all that follows from it, each calculated once: verdicts, findings, and the frame of cells."""
+"""A run with all that follows from it, each calculated once: verdicts, findings, and the frame of cells.
+
+``read`` returns its frames alone: the result of ``bench.load``.
+"""
 
 from __future__ import annotations
 
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,18 +16,17 @@ import pandas as pd
 
 from bench.errors import InputError
 from bench.findings import Finding
-from bench.judge.baseline import against, baseline_of, control_of, pairs_with_baseline
+from bench.judge.baseline import baseline_of, control_of, pairs_with_baseline
 from bench.judge.caveats import caveats, limits, remarks, ways_of_bf16, widened
-from bench.judge.loading import Run
+from bench.judge.loading import Run, load
 from bench.judge.next_steps import times_unavailable
-from bench.judge.pairs import ComparedPair, Pair, judge_pairs
+from bench.judge.pairs import ComparedPair, Pair, judge_pairs, record
 from bench.judge.samples import estimate
-from bench.judge.statistics import Interval
 from bench.judge.tables import frame_of, good_trials, rows_of
 from bench.judge.verdicts import Verdict
 from bench.plan.cell import REFERENCES, Status
-from bench.plan.column import Over
-from bench.plan.columns import COLUMNS
+from bench.plan.columns import COLUMNS, FRAMES
+from bench.plan.trial_columns import Over
 
 SCHEME = "accumulation-bench"
 """Prefix of the ids by which numbers are cited."""
@@ -64,19 +66,18 @@ class Analysis:
         """The A/A pair; None if the run has none."""
         return control_of(self.run)
 
-    @property
-    def control_time(self) -> Interval | None:
-        """The ratio of the A/A pair."""
-        return None if self.control is None else self.control.time
-
     @cached_property
     def _against(self) -> dict[str, dict[str, ComparedPair]]:
         return {}
 
     def against(self, baseline: str) -> Mapping[str, ComparedPair]:
-        """The verdicts against a backend, by the id of the cell that is compared."""
+        """The verdicts against a backend, by the id of the cell that is compared and the ratio of the A/A pair.
+
+        Holm's correction counts the comparisons with one baseline, not the baselines that could have been chosen.
+        """
         if baseline not in self._against:
-            self._against[baseline] = {row.b.cell_id: row for row in against(self.run, baseline, self.control_time)}
+            pairs = pairs_with_baseline(self.run, baseline)
+            self._against[baseline] = {row.b.cell_id: row for row in self._judged(pairs)}
         return self._against[baseline]
 
     @property
@@ -106,7 +107,10 @@ class Analysis:
         if found := self.compared(cell_id, other_id):
             return found
         pairs = [*pairs_with_baseline(self.run), Pair(a=other, b=cell)]
-        return judge_pairs(self.run, self.run, pairs, control=self.control_time)[-1]
+        return self._judged(pairs)[-1]
+
+    def _judged(self, pairs: Sequence[Pair]) -> list[ComparedPair]:
+        return judge_pairs(self.run, self.run, pairs, control=self.control.time if self.control else None)
 
     def not_slower(self, cells: Sequence[Mapping[str, Any]], best: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         """The cells, beside the one with the shortest step time, that have no verdict of being slower than it."""
@@ -236,3 +240,50 @@ def _over_trials(trials: pd.DataFrame) -> pd.DataFrame:
         ],
         axis=1,
     )
+
+
+class Frames(Mapping[str, pd.DataFrame]):
+    """The frames of one run, as attributes and by name; columns, dtypes and units: ``bench.plan.columns.COLUMNS``.
+
+    ``manifest`` is run.json. Frames are built from the journal, not from the parquet files, and judged by the gates.
+    """
+
+    def __init__(self, run: Run, folder: Path) -> None:
+        self.run, self.folder = run, folder
+        self.run_id = run.name
+        self._analysis = Analysis(run=run, folder=folder)
+        self.manifest: Mapping[str, Any] = run.manifest
+        tables = run.tables
+        self.trials, self.steps, self.losses = tables.trials, tables.steps, tables.losses
+        self.collectives, self.memory = tables.collectives, tables.memory
+
+    def __getitem__(self, name: str) -> pd.DataFrame:
+        if name not in FRAMES:
+            raise KeyError(f"{name!r} is no frame; they are {', '.join(FRAMES)}")
+        frame: pd.DataFrame = getattr(self, name)
+        return frame
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(FRAMES)
+
+    def __len__(self) -> int:
+        return len(FRAMES)
+
+    def __repr__(self) -> str:
+        return f"<Frames of the run {self.run_id}: {', '.join(FRAMES)}>"
+
+    @cached_property
+    def ratios(self) -> pd.DataFrame:
+        """One row per cell and baseline."""
+        return frame_of("ratios", [record(row) for row in self._analysis.verdicts])
+
+    @property
+    def cells(self) -> pd.DataFrame:
+        """One row per cell."""
+        return self._analysis.frame
+
+
+def read(folder: str | Path) -> Frames:
+    """The frames of a run's folder. Raises InputError if it is no run, or its journal was truncated or edited."""
+    path = Path(folder)
+    return Frames(load(path), path)

@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.judge.loading import Run, run_of
 from bench.judge.pairs import ComparedPair, Pair, judge_pairs, pairs_of_backends
-from bench.judge.statistics import Interval, required_trials
+from bench.judge.statistics import required_trials
 from bench.judge.verdicts import next_precision
 from bench.plan.cell import REFERENCE, REFERENCES, Cell
 from bench.plan.schedule import InterimAnalysis
@@ -60,14 +60,6 @@ def pairs_with_baseline(run: Run, baseline: str = "") -> list[Pair]:
 def widest(rows: Sequence[ComparedPair]) -> float | None:
     """The width of the widest interval of these ratios, relative: high / low - 1; None if there is no interval."""
     return max((row.time.width for row in rows if row.time is not None and row.has_interval), default=None)
-
-
-def against(run: Run, baseline: str, control: Interval | None) -> list[ComparedPair]:
-    """The verdicts on every cell against that of a baseline, by the ratio of the A/A pair.
-
-    Holm's correction counts the comparisons with one baseline, not the baselines that could have been chosen.
-    """
-    return judge_pairs(run, run, pairs_with_baseline(run, baseline), control=control)
 
 
 def interim_analysis(

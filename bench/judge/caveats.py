@@ -46,28 +46,19 @@ def caveats(found: Sequence[Finding], *ids: str) -> list[str]:
     texts: dict[str, None] = {}
     for each in found:
         if each.brief and (not each.cells or set(ids) & set(each.cells)):
-            is_of_all = not each.subject or all(_is_said_of(found, each, cell_id) for cell_id in ids)
+            alike = {cell_id for other in found if other.brief == each.brief for cell_id in other.cells}
+            is_of_all = not each.subject or alike.issuperset(ids)
             texts[each.brief if is_of_all else f"{each.subject}: {each.brief}"] = None
     return list(texts)
-
-
-def _is_said_of(found: Sequence[Finding], each: Finding, cell_id: str) -> bool:
-    return any(other.brief == each.brief and cell_id in other.cells for other in found)
 
 
 def limits(run: Run, control: ComparedPair | None, rows: Sequence[ComparedPair]) -> list[Finding]:
     """The findings on the numbers of a run, those on single cells first; ``rows`` are its verdicts."""
     timed = tuple(cell_id for cell_id, cell in run.cells.items() if cell.world.is_timed)
-    of_times = [
-        *_surroundings(run, timed),
-        *_machine(run, timed),
-        *_blocks(run, timed),
-        *_control(control, timed),
-    ]
+    of_times = [*_surroundings(run, timed), *_machine(run, timed), *_blocks(run, timed), *_control(control, timed)]
     return [
         *(finding for cell_id in run.cells for finding in _of_cell(run, cell_id)),
-        *_gates(run),
-        *_unfinished(run),
+        *_state(run),
         *(of_times if timed else [replace(finding, brief="") for finding in of_times]),
         *_samples(run),
         *_verdicts(run, rows),
@@ -98,12 +89,9 @@ def _of_cell(run: Run, cell_id: str) -> Iterator[Finding]:
         yield finding(Level.NOTE, "backend", text)
 
 
-def _gates(run: Run) -> Iterator[Finding]:
+def _state(run: Run) -> Iterator[Finding]:
     if not (run.tables.trials["status"] == Status.INVALID).any():
         yield good("gates", "step counts, updates and losses of all trials that ran are right")
-
-
-def _unfinished(run: Run) -> Iterator[Finding]:
     if "finished" not in run.manifest:
         text = "the run has not finished: continue it with run --resume"
         yield warning("trials", text, brief="the run has not finished, so the hash will change")
@@ -236,7 +224,6 @@ def _imbalance(cell: Cell, trials: Sequence[Sequence[Sequence[float]]]) -> str:
 
 
 def _control(control: ComparedPair | None, timed: tuple[str, ...]) -> Iterator[Finding]:
-    """What the A/A pair shows."""
     topic = "A/A pair"
     if control is None or control.time is None or not control.has_interval:
         why = "there is none" if control is None else control.detail

@@ -109,7 +109,8 @@ def fill(
     calls; one that was seen but not expected has 0 expected calls. Without a formula (a plug-in backend, a model of
     unknown layout) the columns stay empty.
     """
-    layouts, settings = layouts_of(records), settings_of(records)
+    settings = settings_of(records)
+    layouts = {record["cell_id"]: Layout.from_json(record["layout"]) for record in records if record.get("layout")}
     collectives: dict[tuple[str, int], list[dict[Any, Any]]] = {}
     for row in rows_of(tables.collectives):
         collectives.setdefault((row["cell_id"], row["repeat"]), []).append(row)
@@ -190,11 +191,6 @@ def _most_held(cell: Cell, layout: Layout, settings: Settings) -> Mapping[str, i
     """
     ranks = (expect(cell, layout, rank=rank, settings=settings) for rank in range(cell.num_processes))
     return max((rank.held for rank in ranks if rank), key=lambda held: sum(held.values()))
-
-
-def layouts_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Layout]:
-    """The layouts that ranks returned with their collectives (the key ``layout`` of a record), by cell_id."""
-    return {record["cell_id"]: Layout.from_json(record["layout"]) for record in records if record.get("layout")}
 
 
 def settings_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Settings]:

@@ -13,7 +13,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pkgutil import resolve_name
 from typing import Any
 
@@ -66,12 +65,7 @@ def layout_of(cell: Cell) -> Layout | None:
     """The layout of a shipped model; None for other workloads, whose ranks return their layout."""
     if cell.workload != "llama" or cell.model not in SIZES:
         return None
-    return _shipped(cell.model)
-
-
-@cache
-def _shipped(model: str) -> Layout:
-    return llama_layout(SIZES[model])
+    return llama_layout(SIZES[cell.model])
 
 
 def expect(cell: Cell, layout: Layout, *, rank: int = 0, settings: Settings = NO_SETTINGS) -> Expectation | None:

@@ -188,16 +188,16 @@ def equivalent(interval: Interval, margin: float = MARGIN) -> bool:
     return low is not None and high is not None and 1 / (1 + margin) <= low and high <= 1 + margin
 
 
-def trials_to_show(interval: Interval, difference: float = 0.05, power: float = 0.8) -> int:
-    """About how many trials, or blocks, show a difference with this power, from the width of an interval.
+def trials_to_show(interval: Interval) -> int:
+    """About how many trials, or blocks, show a difference of 5 % with a power of 80 %, from the width of an interval.
 
-    The normal approximation of a two-sided test at 5 %: n (z + z') ** 2 (s / log(1 + difference)) ** 2, s being the
+    The normal approximation of a two-sided test at 5 %: n (z + z') ** 2 (s / log(1.05)) ** 2, s being the
     standard error with n (Chow, Shao, Wang and Lokhnygina, Sample Size Calculations in Clinical Research, section 3.1).
     """
     n = interval.num_trials
     error = math.log1p(interval.width) / (2 * special.stdtrit(n - 1, (1 + LEVEL) / 2))
-    scores = special.ndtri((1 + LEVEL) / 2) + special.ndtri(power)
-    return math.ceil(n * float(scores * error / math.log1p(difference)) ** 2)
+    scores = special.ndtri((1 + LEVEL) / 2) + special.ndtri(0.8)
+    return math.ceil(n * float(scores * error / math.log1p(0.05)) ** 2)
 
 
 def required_trials(interval: Interval, precision: float = PRECISION) -> int:

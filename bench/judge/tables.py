@@ -18,13 +18,6 @@ from bench.plan.world import World
 from bench.run.links import all_reduce_rate, between
 from bench.run.machine import peak_flops
 
-
-def products_rate(entry: Mapping[str, Any] | None, precision: str) -> float | None:
-    """FLOP/s that the ranks of an entry of run.json's ``matmul`` reached in matrix products; None if not measured."""
-    rates = entry and entry["flops_per_s"].get(precision)
-    return math.fsum(rates) if rates else None
-
-
 ONCE = ("update", "memory", "accumulation", "dispatch", "exposure")
 """Passes that one trial of a cell measures for all."""
 SOURCES = {name: column for name, column in COLUMNS["trials"].items() if column.source}
@@ -144,7 +137,6 @@ def step_time(cell: Cell, timed: Mapping[str, Any] | None) -> float | None:
 def _timed_columns(
     record: dict[str, Any], cell: Cell, timed: dict[str, Any], manifest: dict[str, Any]
 ) -> dict[str, Any]:
-    """The columns from the time pass."""
     row: dict[str, Any] = {
         "micro_batches_per_update": ",".join(map(str, timed["micro_batches_per_update"])),
         "final_loss": timed["losses"][-1] if timed["losses"] else None,
@@ -163,9 +155,9 @@ def _timed_columns(
         if record["flops_per_step"]:
             rate = record["flops_per_step"] / row["step_time_s"]
             peak = peak_flops(record["device_name"], cell.precision)
-            products = products_rate(ranks, cell.precision)
+            products = ranks and ranks["flops_per_s"].get(cell.precision)  # of each rank
             row["mfu"] = rate / (peak * cell.world_size) if peak else None
-            row["mfu_of_matmul"] = rate / products if products else None
+            row["mfu_of_matmul"] = rate / math.fsum(products) if products else None
     if timed.get("cuda_memory"):
         row |= {
             "peak_memory_bytes": timed["cuda_memory"]["allocated"],

@@ -55,16 +55,6 @@ class Clip:
         """The norm of the reference's update, clipped."""
         return min(self.gradient_norm / self.unclipped_scale, self.norm)
 
-    @property
-    def right_scale(self) -> float:
-        """How many times the reference's update the backend's should be, if both clip."""
-        return min(self.gradient_norm, self.norm) / self.right_norm
-
-    @property
-    def scale_if_not_clipped(self) -> float:
-        """How many times the reference's update the backend's would be, if only the reference clips."""
-        return self.gradient_norm / self.right_norm
-
 
 def explain_update(
     scale: float,
@@ -93,7 +83,8 @@ def explain_update(
     if clip:
         before = explain_update(clip.unclipped_scale, residual, accumulate, world_size, None, rounding)
         how = "too short to be clipped" if clip.gradient_norm <= clip.norm else "clipped"
-        right = "" if abs(scale / clip.right_scale - 1) < SAME_FACTOR else f" and not {clip.right_scale:.3g}"
+        wanted = min(clip.gradient_norm, clip.norm) / clip.right_norm
+        right = "" if abs(scale / wanted - 1) < SAME_FACTOR else f" and not {wanted:.3g}"
         after = f"after, {scale:.3g} times{right} ({how} to {clip.norm:g})"
         return Explanation(f"before clipping {before.text}", before.causes, after)
     factors = {
@@ -114,7 +105,7 @@ def explain_clipping(scale: float, residual: float, clip: Clip) -> str:
         return "it is not finite"
     if residual > SAME_FACTOR or residual > abs(scale - 1):
         return f"right before it is clipped: its parts are clipped one by one, not the whole to norm {clip.norm:g}"
-    if abs(scale / clip.scale_if_not_clipped - 1) < SAME_FACTOR:
+    if abs(scale / (clip.gradient_norm / clip.right_norm) - 1) < SAME_FACTOR:  # as if only the reference clipped
         return f"right but for its length: it is not clipped to norm {clip.norm:g}"
     found = scale * clip.right_norm
     return f"right but for its length: it is clipped to norm {found:.3g}, not to {clip.norm:g}"

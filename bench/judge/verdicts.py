@@ -209,7 +209,7 @@ def _of_interval(time: Interval, found: Comparison) -> tuple[Verdict, Reason]:
     return Verdict.AMBIGUOUS, Reason.MANY if fits or apart else Reason.WIDE
 
 
-def next_precision(found: Sequence[Comparison], precision: float, margin: float = MARGIN) -> float | None:
+def next_precision(found: Sequence[Comparison], precision: float) -> float | None:
     """Width of the intervals to go on to; None if the repeats are enough.
 
     First all intervals, the A/A pair's among them, must be narrower than the precision. Comparisons that are then
@@ -220,6 +220,6 @@ def next_precision(found: Sequence[Comparison], precision: float, margin: float 
     widest = max((interval.width for interval in intervals), default=math.inf)
     if widest >= precision:
         return precision
-    extended = min(precision, SAME_WIDTH * margin)
+    extended = min(precision, SAME_WIDTH * MARGIN)
     is_open = any(each.verdict is Verdict.AMBIGUOUS and each.reason in MORE_HELPS for each in found)
     return extended if is_open and widest >= extended else None

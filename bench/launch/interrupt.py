@@ -10,8 +10,6 @@ from typing import Any
 
 
 class _State:
-    """Interrupt state of this process."""
-
     holding = 0
     pending = False
 

@@ -161,11 +161,11 @@ def interface_of(address: str) -> str:
     raise InputError(f"{address} is not an address of this node; set MASTER_ADDR to one of the first node's")
 
 
-def check_interfaces(environment: Mapping[str, str] = os.environ) -> None:
+def check_interfaces() -> None:
     """Raise InputError if gloo or NCCL is told to use a network interface that this node lacks."""
     known = list(psutil.net_if_addrs())
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        value = environment.get(name, "")
+        value = os.environ.get(name, "")
         if value.startswith("^"):  # NCCL: all but these
             continue
         # NCCL takes prefixes, unless '=' stands before them.

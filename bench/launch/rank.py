@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from bench import files
 from bench.errors import UnsupportedError
 from bench.launch import dumps, gpus, stragglers
 from bench.measure import heartbeat
@@ -127,12 +128,12 @@ def run_and_write(folder: Path, work: Callable[[int], dict[str, Any]]) -> None:
         result = json.dumps(work(rank))
     except BaseException as error:
         traceback.print_exc()
-        _write(path, json.dumps({**failure(error), "time": time.monotonic()}))
+        files.write(path, json.dumps({**failure(error), "time": time.monotonic()}))
         time.sleep(FAILED_LINGER_S)  # if a peer that died silently is why, the agent must see that one too
         # No cleanup: destroying an NCCL group while other ranks are inside a collective may block for ever.
         sys.stderr.flush()
         os._exit(1)
-    _write(path, result)
+    files.write(path, result)
     try:
         _leave(num_ranks)
     except BaseException:
@@ -203,13 +204,6 @@ def _leave(num_ranks: int) -> None:
         while store.add(RESULTS, 0) < num_ranks:
             time.sleep(WAIT_S)
     dist.destroy_process_group()
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file atomically."""
-    draft = path.with_suffix(".tmp")
-    draft.write_text(text)
-    draft.replace(path)
 
 
 def _is_at_limit() -> bool:

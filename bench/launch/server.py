@@ -67,7 +67,6 @@ def _tell(pipe: Connection) -> None:
 
 
 def _descendants() -> set[psutil.Process]:
-    """The descendants of this process."""
     return stragglers.family(os.getpid(), os.environ[stragglers.MARK]) - {psutil.Process()}
 
 

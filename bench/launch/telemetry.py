@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from statistics import median
-from typing import Any, Self
+from typing import Any
 
 import psutil
 
@@ -39,7 +39,7 @@ SwPowerCap is common on a busy GPU; its share of the samples and the clocks show
 
 
 class Telemetry:
-    """Records all visible GPUs from ``start`` to ``stop``, or as a context manager; can be used again.
+    """Records all visible GPUs from ``start`` to ``stop``; can be used again.
 
     Start it before the ranks: other processes that are on a GPU at the start are certainly foreign. ``recording`` is
     plain JSON for ``summarize``, None without a GPU: ``interval_s``; ``samples``, one per GPU and time, as from
@@ -56,13 +56,6 @@ class Telemetry:
         self._nvml: Nvml | None = None
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.stop()
 
     def start(self) -> None:
         """Take the first sample and continue in a thread. Does nothing without a GPU."""

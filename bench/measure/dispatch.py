@@ -60,11 +60,7 @@ class HostCost:
     """
 
     def __init__(
-        self,
-        *,
-        cuda: bool,
-        taps: Taps | None = None,
-        plain: tuple[Counter[str], Counter[str]] | None = None,
+        self, *, cuda: bool, taps: Taps | None = None, plain: tuple[Counter[str], Counter[str]] | None = None
     ) -> None:
         from bench.measure.operators import OperatorCounter
 

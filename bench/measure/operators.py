@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -21,11 +22,7 @@ from bench.backends import blocks
 from bench.measure.taps import Taps
 from bench.measure.tensors import FakeTensors
 from bench.plan.cell import Cell, Precision
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from bench.workload import Workload
+from bench.workload import Workload
 
 MARKS = "profiler"
 """Namespace of operators that only mark ranges for a profiler; torch wraps every optimizer step in them."""

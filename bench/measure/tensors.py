@@ -8,10 +8,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
@@ -20,10 +20,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from bench.plan.cell import Cell
 from bench.plan.models import LLAMA, SIZES
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 MOST_DRAWN_ON_CPU = 10**8
 """Parameters. A core draws 1e9 in 12 s (18 s beside other work): before anything is timed, but in every pass. That of

@@ -29,7 +29,6 @@ from bench.errors import UnsupportedError
 from bench.measure import heartbeat
 from bench.measure.accumulation_dtype import accumulator
 from bench.measure.collectives import CollectiveCounter
-from bench.measure.device_check import device_check
 from bench.measure.dispatch import HostCost
 from bench.measure.exposure import WindowProfiler, exposure
 from bench.measure.host import HostLoad
@@ -37,7 +36,7 @@ from bench.measure.memory import MemoryProbe, cuda_peaks
 from bench.measure.operators import plain_work
 from bench.measure.taps import EventKind, Instrument, SettledWindows, Taps, clock_for, updates
 from bench.measure.tensors import tensors
-from bench.measure.update import change_from, compare, save
+from bench.measure.update import change_from, compare, device_check, save
 from bench.plan.cell import REFERENCE, SGD, Cell, Status
 from bench.plan.task import SETTLED_WINDOWS, Spec
 from bench.workload import Loader, load, sliced

@@ -11,8 +11,19 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from bench.plan.column import Axis, Column
-from bench.plan.trial_columns import CORRECTNESS, KEY, MEMORY, SPEED, TRIAL_COLUMNS, count, flag, number, text
+from bench.plan.trial_columns import (
+    CORRECTNESS,
+    KEY,
+    MEMORY,
+    SPEED,
+    TRIAL_COLUMNS,
+    Axis,
+    Column,
+    count,
+    flag,
+    number,
+    text,
+)
 
 FRAMES = {
     "cells": "one row per cell: its step time with the interval, and its verdict against the baseline",
@@ -39,11 +50,7 @@ _CELLS: dict[str, Column] = {
     "num_ok": count("trials", "behind the numbers", title="n", section=SPEED),
     "num_trials": count("trials", "run"),
     "step_time_s": number(
-        "s",
-        "geometric mean of the trials' medians; NA if not comparable",
-        title="s/step",
-        form=".4g",
-        section=SPEED,
+        "s", "geometric mean of the trials' medians; NA if not comparable", title="s/step", form=".4g", section=SPEED
     ),
     "step_time_low_s": _time("lower end of its 95 % interval over trials", title="95 % from"),
     "step_time_high_s": _time("upper end", title="to"),

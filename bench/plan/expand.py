@@ -92,7 +92,8 @@ def _part_cells(
     corpus = matrix["workload.corpus"]
     if corpus != "markov":
         corpus = describe_file(Path(corpus), matrix["workload.sequence_length"] + 1, matrix.place("workload.corpus"))
-    meshes = [(name, replicas) for name in chosen for replicas in _replicas(matrix, backends[name])]
+    usual = {name: backends[name].replicate for name in chosen}  # 0 for all but HSDP, of which alone it is an axis
+    meshes = [(name, r) for name in chosen for r in (matrix["axes.replicate"] if usual[name] else []) or [usual[name]]]
     real = [
         dataclasses.replace(cell, ranks_per_node=_ranks_per_node(matrix, cell, num_gpus, num_nodes))
         for cell in _cells(matrix, meshes, corpus, world_sizes, virtual=False)
@@ -109,11 +110,6 @@ def _chosen(matrix: Matrix, backends: Mapping[str, Candidate]) -> list[str]:
     """The distinct backend names. ``all`` leaves out the sharded reference, which cells add if they need it."""
     named = matrix["axes.backend"]
     return [name for name in backends if name != SHARDED_REFERENCE] if named == "all" else list(dict.fromkeys(named))
-
-
-def _replicas(matrix: Matrix, backend: Candidate) -> list[int]:
-    """The numbers of replicas of a backend: an axis of HSDP alone."""
-    return (matrix["axes.replicate"] or [backend.replicate]) if backend.replicate else [0]
 
 
 def _cells(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Self
 
@@ -156,9 +156,3 @@ class Schedule:
     def trials(self) -> Iterator[Trial]:
         for repeat in range(self.known):
             yield from self.block(repeat)
-
-    def add(self, look: InterimAnalysis) -> None:
-        self.looks.append(look)
-
-    def stored(self) -> list[dict[str, Any]]:
-        return [asdict(look) for look in self.looks]

@@ -102,7 +102,6 @@ def _bar_style(part: str, colour: str) -> dict[str, Any]:
 
 
 def _draw_bars(axes: Axes, panel: Panel, shown: list[str], total: str, styles: Mapping[str, Any], unit: float) -> None:
-    """The bars of one panel, in the rows of all backends."""
     name_rows(axes, shown)
     cells = panel.rows.assign(place=panel.rows["backend"].map(shown.index))
     known = cells[cells[total].notna()]

@@ -19,20 +19,7 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from bench.report.style import (
-    BASE,
-    DPI,
-    GREY,
-    MARGIN,
-    MAX_HEIGHT,
-    TINY,
-    WIDTH,
-    Key,
-    clean,
-    cut,
-    safe,
-    wrap,
-)
+from bench.report.style import BASE, DPI, GREY, MARGIN, MAX_HEIGHT, TINY, WIDTH, Key, clean, cut, safe, wrap
 
 TITLE, SUBTITLE = 10.5, 7.4
 """Font sizes in points."""

@@ -1,7 +1,6 @@
 """Citations of one number of a run: value, interval, trials, machine, versions, commit and hash, in three formats.
 
-Beside its sentences, which people read, a citation has one line that ``bench.report.citation_check``
-reads again, for example
+Beside its sentences, which people read, a citation has one line that ``check_citations`` reads again, for example
 ``accumulation-bench:RUN/CELL value=0.4022 low=0.3965 high=0.4081 n=19 sha256=...``. It begins with the permanent id,
 ``RUN/CELL/BASELINE`` for a ratio or ``RUN/plots/NAME`` for a figure. ``value`` is the step time in seconds, or the
 ratio of two; ``low`` and ``high`` are the ends of its 95 % interval; ``n`` is the number of good trials, or of blocks;
@@ -10,15 +9,17 @@ ratio of two; ``low`` and ``high`` are the ends of its 95 % interval; ``n`` is t
 
 from __future__ import annotations
 
+import math
 import re
 import urllib.parse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
 from bench.errors import InputError
+from bench.findings import Finding, error, good
 from bench.formatting import bibtex, digits, markdown, plain, plural
 from bench.judge.analysis import SCHEME, Analysis, permanent_id, quoted
 from bench.judge.loading import Run
@@ -226,3 +227,64 @@ def commit_sentence(manifest: Mapping[str, Any]) -> str:
 def fields_text(fields: Mapping[str, str]) -> str:
     """The fields of the line for machines, as they follow its id."""
     return " ".join(f"{name}={value}" for name, value in fields.items())
+
+
+TOPIC = "citation"
+MARKUP = re.compile(r"[^\w.,:;()/%=+\- ]")
+"""Markup of the formats, which is removed before a citation is read."""
+ID = re.compile(rf"{SCHEME}:([\w.%-]+)/(plots/[\w.%-]*[\w%]|[0-9a-f]+(?:/[0-9a-f]+)?)")
+FIELD = re.compile(r" ([a-z0-9]+)=([\w.-]*\w)")
+
+
+def check_citations(data: Analysis, text: str) -> Iterator[Finding]:
+    """The findings on each citation in a text, in any of the formats: whether its fields follow from the journal.
+
+    Only the lines for machines are read, not the sentences around them.
+    """
+    text = " ".join(MARKUP.sub("", " ".join(text.split())).split())
+    ids = list(ID.finditer(text))
+    if not ids:
+        yield error(TOPIC, f"the text holds no id of the form {SCHEME}:RUN/CELL, so it cites nothing")
+    for match in ids:
+        cited = _fields_after(text, match.end())
+        try:
+            right = _named_by(data, match[1], match[2]).machine_fields
+        except InputError as problem:
+            yield error(TOPIC, f"{match[0]}: {problem}")
+            continue
+        pairs = {name: (cited.get(name, NONE), right.get(name, NONE)) for name in {**right, **cited}}
+        wrong = {name: pair for name, pair in pairs.items() if not _same(name, *pair)}
+        for name, (ours, theirs) in wrong.items():
+            yield error(TOPIC, f"{match[0]}: {name} is {ours}, and {theirs} follows from the journal")
+        if not wrong:
+            yield good(TOPIC, f"{match[0]} {fields_text(cited)}: follows from the journal")
+
+
+def _fields_after(text: str, begin: int) -> dict[str, str]:
+    found = {}
+    while match := FIELD.match(text, begin):
+        found[match[1]] = "given twice" if match[1] in found else match[2]
+        begin = match.end()
+    return found
+
+
+def _named_by(data: Analysis, name: str, rest: str) -> Citation:
+    if urllib.parse.unquote(name) != data.run.name:
+        raise InputError(f"is of the run '{urllib.parse.unquote(name)}', and this is '{data.run.name}'")
+    if rest.startswith("plots/"):
+        return cite_plot(data.run, urllib.parse.unquote(rest.removeprefix("plots/")))
+    return cite(data, *rest.split("/"))
+
+
+def _same(name: str, ours: str, theirs: str) -> bool:
+    """Whether two values are written the same.
+
+    Ends of an interval may differ by one in the last digit, as another version of numpy or scipy may round them.
+    """
+    if ours == theirs or name not in {"low", "high"}:
+        return ours == theirs
+    unit = max(10.0 ** -len(value.partition(".")[2]) for value in (ours, theirs))
+    try:
+        return math.isclose(float(ours), float(theirs), rel_tol=0, abs_tol=1.4 * unit)
+    except ValueError:
+        return False

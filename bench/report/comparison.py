@@ -17,7 +17,7 @@ from bench.judge.loading import Run, missing_trials
 from bench.judge.pairs import ComparedPair, Pair, frame_of_pairs
 from bench.judge.statistics import MARGIN, MIN_TRIALS, Interval
 from bench.judge.verdicts import NEXT, Reason, Verdict, excess
-from bench.plan.column import DASH
+from bench.plan.trial_columns import DASH
 from bench.run.machine import NOT_STORED, STORED, Changed
 from bench.tabular import Table, TableColumn, TableRow
 

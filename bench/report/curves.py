@@ -15,15 +15,8 @@ from bench.judge.verdicts import Verdict
 from bench.plan.cell import REFERENCES, Status
 from bench.plan.columns import WORK
 from bench.report import style
-from bench.report.canvas import (
-    Drawing,
-    FigureWords,
-    PointName,
-    freeze,
-    name_points,
-    new_figure,
-    set_scale,
-)
+from bench.report.canvas import Drawing, FigureWords, PointName, freeze, name_points, new_figure, set_scale
+from bench.report.descriptions import without_sync
 from bench.report.figure_data import (
     CONTEXT,
     FACTS,
@@ -102,7 +95,7 @@ def _step_time_title(data: FigureData, panel: Panel) -> str:
     pairs = [data.analysis.compared(deferred["cell_id"], eager["cell_id"]) for eager, deferred in sync_pairs(rows)]
     saved = {pair.time.ratio: pair.a.backend for pair in pairs if pair and pair.time and pair.verdict is Verdict.FASTER}
     if saved:
-        share, name = 100 * (1 - min(saved)), saved[min(saved)].removesuffix("-eager")
+        share, name = 100 * (1 - min(saved)), without_sync(saved[min(saved)])
         return f"{setting}, deferring the sync saves {share:.0f} % of a step with {name}"
     if any(pair and pair.verdict is Verdict.SLOWER for pair in pairs):
         return f"{setting}, deferring the sync saves no time"

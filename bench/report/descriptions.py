@@ -28,6 +28,11 @@ def eager_and_deferred(backends: Mapping[str, Mapping[Any, Any]], how: Sync = Sy
     return found
 
 
+def without_sync(eager: str) -> str:
+    """The name that an eager backend shares with its deferred one."""
+    return eager.removesuffix(f"-{Sync.EAGER}")
+
+
 def gpu_names(machine: Mapping[str, Any]) -> str:
     """The GPUs of a machine with their number, ``8 x NVIDIA H200``; empty without any."""
     counts = Counter(str(gpu.get("name", "GPU")) for gpu in machine.get("gpus") or [])

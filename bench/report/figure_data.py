@@ -19,7 +19,7 @@ from bench.plan.cell import Status
 from bench.plan.columns import AXES, FOLLOWS, WAYS, differing
 from bench.report import style
 from bench.report.canvas import FigureWords
-from bench.report.descriptions import eager_and_deferred, machine_words, parameters
+from bench.report.descriptions import eager_and_deferred, machine_words, parameters, without_sync
 
 T = TypeVar("T")
 CONTEXT = [*WAYS, "world_size", "world", "precision"]
@@ -189,7 +189,7 @@ def sync_pairs(cells: pd.DataFrame) -> Iterator[tuple[dict[str, Any], dict[str, 
 
 def saved_by_deferring(pairs: Iterable[tuple[Any, Any]], value: str) -> tuple[str, float, float] | None:
     """The backend whose value falls most, relatively, by deferring the sync, and both values; None if none falls."""
-    saved = [(str(eager["backend"]).replace("-eager", ""), eager[value], deferred[value]) for eager, deferred in pairs]
+    saved = [(without_sync(eager["backend"]), eager[value], deferred[value]) for eager, deferred in pairs]
     saved = [(name, before, after) for name, before, after in saved if 0 < after < before]
     return max(saved, key=lambda each: each[1] / each[2], default=None)
 

@@ -16,10 +16,9 @@ from bench.report.bars import draw_memory_categories, draw_traffic
 from bench.report.canvas import Drawing
 from bench.report.comparison import Report
 from bench.report.curves import draw_loss_curves, draw_step_time
-from bench.report.deviations import draw_noise
 from bench.report.figure_data import FigureData
 from bench.report.formats import write_frame
-from bench.report.scatter import draw_memory_vs_time
+from bench.report.scatter import draw_memory_vs_time, draw_noise
 
 MAKERS = {
     "memory_vs_time": draw_memory_vs_time,

@@ -47,17 +47,15 @@ def draw(report: Report, stem: str = "compare") -> list[Drawing]:
     if not every:
         return []
     count = min(max(len(pairs) for _, pairs in every), max(1, int((PAGE / len(every) - ROW) / DOT)))
-    shown = [(name, pairs[-count:]) for name, pairs in largest(every, int(PAGE / (ROW + DOT * count)), _extent)]
+    fitting = largest(
+        every, int(PAGE / (ROW + DOT * count)), lambda row: (row[1][-1].b.world_size, row[1][-1].b.accumulate)
+    )
+    shown = [(name, pairs[-count:]) for name, pairs in fitting]
     drawn = sum(len(pairs) for _, pairs in shown)
     words = _figure_words(report, left_out_note(len(report.rows), drawn, "comparisons"))
     data = pd.DataFrame([record(row) for row in report.rows])
     with matplotlib.style.context(list(BASE)):
         return [Drawing(stem, _draw(report, shown, words), data, words)]
-
-
-def _extent(row: Row) -> tuple[int, int]:
-    cell = row[1][-1].b
-    return cell.world_size, cell.accumulate
 
 
 def _named_rows(pairs: Sequence[ComparedPair]) -> list[Row]:
@@ -179,7 +177,6 @@ def _write_verdict(axes: Axes, y: float, row: ComparedPair) -> None:
 
 
 def _ratio_words(row: ComparedPair) -> str:
-    """The ratio with its interval, and the verdict."""
     time, verdict = row.time, str(row.verdict)
     if SLOWER in row.regressions:
         verdict = "REGRESSED"

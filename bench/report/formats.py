@@ -18,7 +18,7 @@ from pyarrow import parquet
 
 from bench.errors import InputError
 from bench.formatting import plain
-from bench.judge.frames import Frames
+from bench.judge.analysis import Frames
 from bench.judge.gates import tolerance
 from bench.judge.tables import rows_of
 from bench.plan.cell import Cell, Status

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
 from bench import files
 from bench.errors import BAD, GOOD, InputError
+from bench.findings import Finding, Level
+from bench.formatting import markdown
+from bench.judge.analysis import Analysis
+from bench.judge.gates import known_defect
+from bench.judge.loading import Run, load
+from bench.judge.pairs import frame_of_pairs
+from bench.judge.tables import rows_of
 from bench.plan.cell import Status
+from bench.report.answer import Answer, answer
+from bench.report.citation import commit_sentence
+from bench.report.progress import emit
+from bench.report.terminal import show
 from bench.run.journal import Journal, read_manifest
 
 if TYPE_CHECKING:
-    from bench.judge.analysis import Analysis
     from bench.report.sections import PageSection
 
 
@@ -26,23 +39,14 @@ def rebuild(folder: Path) -> int:
 
 
 def write_outputs(
-    folder: Path,
-    plots: Path,
-    further: Callable[[Analysis], PageSection | None] | None = None,
-    *,
-    as_json: bool = False,
+    folder: Path, plots: Path, further: Callable[[Analysis], PageSection | None] | None = None, *, as_json: bool = False
 ) -> int:
     """Write tables, plots, short report and page of a run; returns the exit status that its trials deserve.
 
     ``further`` makes the last section of the page, for a wing; ``as_json`` prints the answer as one object.
     """
-    from rich.console import Console
-
-    from bench.report import page, pull_request
-    from bench.report.answer import answer
+    from bench.report import page
     from bench.report.figures import draw
-    from bench.report.progress import emit
-    from bench.report.terminal import show
 
     data = _load(folder)
     try:
@@ -50,8 +54,8 @@ def write_outputs(
         _write_tables(data)
         found = answer(data)
         drawn = draw(data, plots)
-        short = _replace(folder / pull_request.REPORT, pull_request.render(data.run, found))
-        whole = _replace(folder / page.PAGE, page.render(data, found, drawn, further and further(data)))
+        short = files.write(folder / REPORT, in_short(data.run, found))
+        whole = files.write(folder / page.PAGE, page.render(data, found, drawn, further and further(data)))
     except OSError as error:
         place = f"--plots {plots}" if str(error.filename).startswith(str(plots)) else str(folder)
         raise InputError(f"{place}: cannot be written ({error.strerror}); name a folder that can") from error
@@ -73,18 +77,8 @@ def write_outputs(
     return status
 
 
-def _replace(path: Path, text: str) -> Path:
-    """Write a file whole or not at all."""
-    draft = path.with_suffix(".tmp")
-    draft.write_text(text, encoding="utf-8")
-    return draft.replace(path)
-
-
 def _load(folder: Path) -> Analysis:
     """The run. Raises InputError if no trial has finished, or the journal was edited."""
-    from bench.judge.analysis import Analysis
-    from bench.judge.loading import load
-
     read_manifest(folder)
     journal = Journal(folder).path
     if not journal.exists() or not journal.stat().st_size:  # ``load`` refuses one without a whole line
@@ -93,8 +87,6 @@ def _load(folder: Path) -> Analysis:
 
 
 def _write_tables(data: Analysis) -> list[Path]:
-    from bench.judge.pairs import frame_of_pairs
-
     paths = data.run.tables.write(data.folder)
     if data.verdicts:
         paths.append(data.folder / "ratios.parquet")
@@ -104,9 +96,53 @@ def _write_tables(data: Analysis) -> list[Path]:
 
 def _status(data: Analysis) -> int:
     """0 if every trial that could run is good, or invalid by a documented defect of its backend; 1 otherwise."""
-    from bench.judge.gates import known_defect
-    from bench.judge.tables import rows_of
-
     trials = data.run.tables.trials
     bad = trials[~trials["status"].isin([Status.OK, Status.UNSUPPORTED])]
     return GOOD if all(known_defect(data.run.manifest, trial) for trial in rows_of(bad)) else BAD
+
+
+REPORT = "report.md"
+MOST_ROWS = 60
+"""Cells in all tables, since a comment may have 65,536 characters. The largest N always has its table."""
+
+
+def in_short(run: Run, answer: Answer) -> str:
+    """A run as Markdown for a pull request: the answer, a table for each N, and how to repeat the run."""
+    lines = [f"## {markdown(run.name)}", "", *(_alarm(answer.alarm) if answer.alarm else [])]
+    for statement in (*answer.statements, answer.scope):
+        lines += [f"- {_sentence(statement)}", *(f"  {line}" for line in code(statement.command))]
+    lines += [f"- {markdown(text)}." for text in answer.remarks]
+    rows = 0
+    for place, group in enumerate(answer.groups):
+        rows += len(group.rows)
+        if place and rows > MOST_ROWS:
+            lines += ["", "The tables of smaller N are in report.html."]
+            break
+        lines += ["", f"### {markdown(group.title)}", "", *group.table.markdown()]
+        lines.append(f"{markdown(group.legend)}.")
+    return "\n".join([*lines, *_how_to_reproduce(run)])
+
+
+def _alarm(finding: Finding) -> list[str]:
+    kind = "CAUTION" if finding.level is Level.WARNING else "NOTE"
+    return [f"> [!{kind}]", f"> {_sentence(finding)}", *(f"> {line}" for line in code(finding.command)), ""]
+
+
+def _sentence(finding: Finding) -> str:
+    return f"**{markdown(finding.topic)}.** {markdown(finding.sentence)}"
+
+
+def _how_to_reproduce(run: Run) -> list[str]:
+    """Where the numbers come from, and the command that measures them again."""
+    manifest = run.manifest
+    digest = f"; SHA-256 of the journal: `{run.digest}`" if run.digest else ""
+    command = shlex.join(map(str, manifest.get("command") or ["python", "-m", "bench", "run"]))
+    return ["", f"**To reproduce.** {markdown(commit_sentence(manifest))}{digest}.", "", *code(command), ""]
+
+
+def code(command: str) -> list[str]:
+    """A command as a block of code, whatever it contains; nothing if there is none."""
+    if not command:
+        return []
+    fence = "~~~" if "```" in command else "```"
+    return [f"{fence}sh", " ".join(command.split()), fence]

@@ -27,14 +27,13 @@ from bench.judge.samples import NAME
 from bench.judge.statistics import LEVEL, MARGIN, MIN_TRIALS
 from bench.judge.verdicts import NEXT, Reason, Verdict
 from bench.plan.cell import Status
-from bench.plan.column import DASH
 from bench.plan.columns import FRAMES
+from bench.plan.trial_columns import DASH
 from bench.report.answer import Answer
 from bench.report.citation import ESCAPES, Citation, cite, cite_plot
 from bench.report.descriptions import gpu_names
-from bench.report.published import published
 from bench.report.ranking import COLUMNS, DECIDED, TIMES, Group
-from bench.report.sections import SCENARIOS, PageSection, failures, sections
+from bench.report.sections import SCENARIOS, PageSection, failures, published, sections
 from bench.tabular import Table, TableColumn, TableRow
 
 PAGE = "report.html"

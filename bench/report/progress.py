@@ -122,7 +122,6 @@ class Display:
         self._failed += record["status"] != "ok"
 
     def _name(self, trial: Trial) -> str:
-        """The trial for people."""
         return f"{self._labels.get(trial.cell, trial.cell.label)} repeat {trial.repeat}"
 
     def _time_left(self) -> str:

@@ -13,8 +13,8 @@ from bench.judge.analysis import Analysis
 from bench.judge.samples import NAME
 from bench.judge.verdicts import Verdict
 from bench.plan.cell import Cell, Status
-from bench.plan.column import DASH
 from bench.plan.columns import WAYS, differing, phrases
+from bench.plan.trial_columns import DASH
 from bench.tabular import Table, TableColumn, TableRow
 
 DECIDED = (Verdict.FASTER, Verdict.SLOWER, Verdict.SAME)

@@ -21,9 +21,8 @@ from bench.judge.tables import rows_of
 from bench.judge.verdicts import Verdict
 from bench.plan.categories import PEAK, Category
 from bench.plan.cell import Device, Status, among
-from bench.plan.column import DASH, Column
 from bench.plan.columns import COLUMNS
-from bench.plan.trial_columns import COMMUNICATION, CORRECTNESS, MEMORY, SEMANTICS, SPEED
+from bench.plan.trial_columns import COMMUNICATION, CORRECTNESS, DASH, MEMORY, SEMANTICS, SPEED, Column
 from bench.report.bars import MIB, TOTAL, by_operation
 from bench.report.bars import by_cell as memory_by_cell
 from bench.run import links
@@ -289,3 +288,40 @@ def failures(data: Analysis) -> Table:
         reason = (cell["reason"] or "no reason was recorded") + (f". This is {EXPECTED}: {defect}" if defect else "")
         rows.append((cell["label"], cell["outcome"], reason, str(cell["num_trials"])))
     return Table.from_rows(("cell", "status", "reason", "trials"), rows, (3,), "Cells without a valid result")
+
+
+PUBLISHED = ("what", "how", "tokens/s per GPU", "memory of a GPU")
+
+
+def published(data: Analysis) -> PageSection | None:
+    """The matrix's published figures above the cells of the run; None if it has none."""
+    figures = data.run.manifest["matrix"]["values"].get("published")
+    if not figures:
+        return None
+    rows = [
+        (
+            f"published: {figure['what']}",
+            figure["conditions"],
+            f"{figure['tokens_per_s_per_gpu']:,.0f}",
+            size(figure["memory_gib"] * 2**30),
+        )
+        for figure in figures
+    ]
+    devices = {record["cell_id"]: record.get("device_name") for record in data.run.records}
+    known = data.contestants[data.contestants["tokens_per_s"].notna()]
+    for row in rows_of(known.sort_values("tokens_per_s", ascending=False, kind="stable")):
+        cell = data.run.cells[row["cell_id"]]
+        speed = row["tokens_per_s"] / cell.world_size
+        device = f"{cell.world_size} x {devices[cell.cell_id]}"
+        rows.append((row["label"], device, f"{speed:,.0f}", size(row["peak_memory_bytes"])))
+    sources = dict.fromkeys(figure["source"] for figure in figures)
+    return PageSection(
+        key="published",
+        title="What have others published about this training?",
+        sentences=(
+            f"The published figures are from {'; '.join(sources)}.",
+            "They come from another machine and other versions, so a difference has several causes.",
+        ),
+        plots=(),
+        table=Table.from_rows(PUBLISHED, rows, (2, 3), "Published figures, and what this run measured"),
+    )

@@ -143,16 +143,7 @@ def _line(sharding: str, alike: int) -> LineStyleType:
     return (0, (dashes or (SOLID_LENGTH, DOT_GAP)) + (DOT, DOT_GAP) * alike if alike else dashes)
 
 
-def mark(
-    axes: Axes,
-    x: Any,
-    y: Any,
-    look: Appearance,
-    *,
-    wrong: bool = False,
-    size: float = 5.5,
-    **more: Any,
-) -> None:
+def mark(axes: Axes, x: Any, y: Any, look: Appearance, *, wrong: bool = False, size: float = 5.5, **more: Any) -> None:
     """Draw markers at points; ``more`` are arguments of ``plot``."""
     axes.plot(x, y, linestyle="none", **_marker(look, wrong, size) | more)
 

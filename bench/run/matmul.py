@@ -57,9 +57,6 @@ class RankRates(TypedDict):
     links: list[TimedCollective]
 
 
-RATES = ("flops_per_s", "links")
-
-
 def work(task: MatmulTask, rank: int, device: torch.device) -> dict[str, Any]:
     """The work of one rank (``bench.plan.task.Task``): measure its rates while all other ranks do the same."""
     import torch
@@ -138,8 +135,9 @@ def measure(cells: Iterable[Cell], threads: int, folder: Path, launcher: Launche
         entry: dict[str, Any] = {"world_size": task.world_size, "num_nodes": task.num_nodes, "threads": task.threads}
         entry |= {"flops_per_s": {}, "links": [], "reason": outcome.reason}
         if outcome.status is Status.OK:
+            measured = [{key: rank.get(key) for key in RankRates.__annotations__} for rank in outcome.ranks]
             try:
-                ranks = [validation.read(RankRates, {key: rank.get(key) for key in RATES}) for rank in outcome.ranks]
+                ranks = [validation.read(RankRates, rates) for rates in measured]
             except InputError as error:
                 entry["reason"] = f"a rank returned damaged rates: {error}"
             else:

@@ -100,7 +100,9 @@ class Runner:
         Raises KeyboardInterrupt, or OSError if the disk is full; all finished trials are in the journal then.
         """
         self._take_stock()
-        self._clear()
+        # A killed bench may have left folders of trials; the updates of references, which are files, are complete.
+        for path in filter(Path.is_dir, self._scratch.glob("*")):
+            shutil.rmtree(path, ignore_errors=True)
         self._since = time.monotonic()
         self._expect()
         repeat = 0
@@ -131,12 +133,6 @@ class Runner:
             self._done -= {trial.key for trial in self.schedule.trials() if trial.extra and self._lacks_update(trial)}
         self._num_run = len(records)
         self._spent_s = sum(record["wall_s"] for record in records if record["status"] != Status.INTERRUPTED)
-
-    def _clear(self) -> None:
-        """Remove trial folders that a killed bench left; keep the updates of references, which are complete."""
-        for path in self._scratch.glob("*"):
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
 
     def _expect(self) -> None:
         left = [trial for trial in self.schedule.trials() if trial.key not in self._done]
@@ -197,8 +193,8 @@ class Runner:
 
     def _decide(self, look: InterimAnalysis, ended: Ended | None) -> None:
         """Store a look, and what ended the run, if anything."""
-        self.schedule.add(look)
-        self._manifest["looks"] = self.schedule.stored()
+        self.schedule.looks.append(look)
+        self._manifest["looks"] = [dataclasses.asdict(each) for each in self.schedule.looks]
         self._manifest["ended_by"] = ended
         write_manifest(self._folder, self._manifest)
         self._observer.interim(look)

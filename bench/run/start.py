@@ -213,8 +213,3 @@ def is_short(folder: Path) -> bool:
 def full(folder: Path) -> OSError:
     """The OSError of a write to a full disk."""
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
-
-
-def is_full(error: OSError) -> bool:
-    """Whether an error means a full disk or an exceeded quota."""
-    return error.errno in {errno.ENOSPC, errno.EDQUOT}

@@ -244,12 +244,9 @@ def _merge_times(times: list[dict[str, Any]]) -> dict[str, Any]:
     merged["losses"] = [statistics.fmean(step) for step in zip(*(t["losses"] for t in times), strict=False)]
     merged["ranks_agree"] = len({(t["num_updates"], t["num_micro_batches"]) for t in times}) == 1
     if merged["cuda_memory"]:
-        merged["cuda_memory"] = _maxima([t["cuda_memory"] for t in times])
+        every = [t["cuda_memory"] for t in times]
+        merged["cuda_memory"] = {name: max(each[name] for each in every if name in each) for name in every[0]}
     return merged
-
-
-def _maxima(dicts: list[dict[str, int]]) -> dict[str, int]:
-    return {key: max(d[key] for d in dicts if key in d) for key in dicts[0]}
 
 
 def wrong(ranks: Sequence[Mapping[str, Any]], passes: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from bench import validation
@@ -116,6 +117,7 @@ def _through(*modules: str) -> list[_Visit]:
     return [(module, leaves) for module in modules for leaves in (False, True)]
 
 
+@cache
 def llama_layout(size: LlamaSize) -> Layout:
     """The layout of the shipped decoder, as transformers implements it."""
     forward: list[_Visit] = [("root", False), ("model", False), *_through("model.embed_tokens", "model.rotary_emb")]

@@ -21,7 +21,7 @@ from bench import cli
 from bench.audit.lint import config_file, lint
 from bench.audit.lint.known_keys import known_keys
 from bench.audit.lint.lint_options import LintOptions
-from bench.audit.lint.rates import Rates
+from bench.audit.lint.logging_rules import Rates
 from bench.audit.lint.rules import EXAMPLES, LintFinding, rules
 from bench.audit.lint.sum_rules import equal_sum
 from bench.audit.monitor import TOLERANCE, judge, measure
@@ -167,12 +167,7 @@ def test_proofs_of_the_monitor_show_their_findings(
     ("window", "every", "samples", "advised"), [(10, 1, None, [9, 13]), (5, 5, 40, [11]), (21, 1, 40, [11])]
 )
 def test_advised_windows_are_measured_as_right(
-    tmp_path: Path,
-    window: int,
-    every: int,
-    samples: int | None,
-    advised: list[int],
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, window: int, every: int, samples: int | None, advised: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With 40 samples, an epoch has 10 micro-batches per rank."""
     monitor = {"class_path": "ThroughputMonitor", "init_args": {"window_size": window}}

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.audit.command import audit_text, audited_command
-from bench.audit.command.training_audit import TrainingAudit
+from bench.audit.command import audited_command
+from bench.audit.command.training_audit import TrainingAudit, document
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -168,7 +168,7 @@ def audit_forked(cases: Sequence[Case], folder: Path, *, audited: bool = True) -
     environment = {**ours, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ours.get('PYTHONPATH', '')}:{ROOT}"}
     subprocess.run(command, env=environment, check=True)
     ranks = [audited_command.read(folder / str(number))[0] for number in range(len(cases))]
-    return [audit_text.document(TrainingAudit(records), 0) for records in ranks if records]
+    return [document(TrainingAudit(records), 0) for records in ranks if records]
 
 
 def train(case: Case, **environment: str) -> None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import psutil
 
+from bench import files
 from bench.backends.plain import DDPEager, Reference
 from bench.backends.training_job import Job
 
@@ -237,9 +238,7 @@ class Corrupts(DDPEager):
     def train(self, job: Job) -> None:
         super().train(job)
         if job.rank == 1:
-            from bench.launch import rank
-
-            rank._write = lambda path, value: path.write_bytes(self.content)
+            files.write = lambda path, value: path.write_bytes(self.content)
 
 
 class EndsLate(DDPEager):
@@ -251,10 +250,8 @@ class EndsLate(DDPEager):
     def train(self, job: Job) -> None:
         super().train(job)
         if job.rank == 0 and not EndsLate.done:
-            from bench.launch import rank
-
-            EndsLate.done, write = True, rank._write
-            rank._write = lambda path, text: (time.sleep(LATE_S), write(path, text))
+            EndsLate.done, write = True, files.write
+            files.write = lambda path, text: (time.sleep(LATE_S), write(path, text))
 
 
 class CutsResult(Corrupts):

@@ -173,11 +173,7 @@ class TestCommand:
     def test_out(self, two: tuple[str, str], tmp_path: Path) -> None:
         out = tmp_path / "out" / "deep"
         assert main(["compare", *two, "--out", str(out)]) == 0
-        assert sorted(path.name for path in out.iterdir()) == [
-            "compare.md",
-            "compare.parquet",
-            "compare.png",
-        ]
+        assert sorted(path.name for path in out.iterdir()) == ["compare.md", "compare.parquet", "compare.png"]
         frame = pd.read_parquet(out / "compare.parquet")
         assert list(frame["backend_b"]) == ["ddp-deferred", "ddp-eager"] and frame["ratio"].dtype == "Float64"
         page = (out / "compare.md").read_text()

@@ -118,8 +118,7 @@ def test_a_missing_reference() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"seed": 1}, {"global_batch_size": 32}, {"model": "135m"}, {"optimizer": "sgd"}, {"clip_norm": 0.5}],
+    "changes", [{"seed": 1}, {"global_batch_size": 32}, {"model": "135m"}, {"optimizer": "sgd"}, {"clip_norm": 0.5}]
 )
 def test_a_reference_that_trained_something_else_is_none(changes: dict[str, Any]) -> None:
     other = make_cell(accumulate=8, **changes)

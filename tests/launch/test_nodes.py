@@ -207,10 +207,7 @@ def environment(text: str) -> dict[str, str]:
             "SKYPILOT_NODE_RANK=0 SKYPILOT_NUM_NODES=2 SKYPILOT_NODE_IPS=10.0.0.7\n10.0.0.9\n",
             (0, 2, "10.0.0.7", job_nodes.PORT),
         ),
-        (
-            "DSTACK_NODE_RANK=1 DSTACK_NODES_NUM=2 DSTACK_MASTER_NODE_IP=10.0.0.7",
-            (1, 2, "10.0.0.7", job_nodes.PORT),
-        ),
+        ("DSTACK_NODE_RANK=1 DSTACK_NODES_NUM=2 DSTACK_MASTER_NODE_IP=10.0.0.7", (1, 2, "10.0.0.7", job_nodes.PORT)),
     ],
 )
 def test_what_started_the_job_says_where_this_node_is(started: str, expected: Any) -> None:

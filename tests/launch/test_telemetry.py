@@ -28,8 +28,10 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
 
 
 def record(seconds: float = 0.0) -> dict[str, Any]:
-    with Telemetry(interval_s=0.005) as running:
-        time.sleep(seconds)
+    running = Telemetry(interval_s=0.005)
+    running.start()
+    time.sleep(seconds)
+    running.stop()
     assert running.recording is not None
     assert json.loads(json.dumps(running.recording)) == running.recording
     return running.recording

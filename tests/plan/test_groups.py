@@ -14,11 +14,7 @@ from tests.pages import simulate
 def test_a_cell_of_one_trial_is_not_waited_for(tmp_path: Path) -> None:
     """One trial never has an interval: waiting for one would last until max_repeats."""
     run = simulate(
-        tmp_path / "run",
-        {"b0": 1.0, "b1": 1.3, "b2": 1.1},
-        once=("b2", REFERENCE),
-        repeats=MIN_TRIALS,
-        max_repeats=400,
+        tmp_path / "run", {"b0": 1.0, "b1": 1.3, "b2": 1.1}, once=("b2", REFERENCE), repeats=MIN_TRIALS, max_repeats=400
     )
     trials = run.tables.trials
     counts = {name: int((trials["backend"] == name).sum()) for name in ("b0", "b1", "b2", REFERENCE)}

@@ -339,12 +339,7 @@ def test_the_batch_may_grow_with_the_ranks() -> None:
     made = make_matrix({"workload.for_each_rank": True}, backend=["ddp-eager"], accumulate=[4], world_size=[1, 2])
     cells = [cell for cell in expand(made, BACKENDS, 0) if not cell.twin]
     sizes = [(cell.backend, cell.world_size, cell.global_batch_size, cell.micro_batch_size) for cell in cells]
-    assert sizes == [
-        (REFERENCE, 1, 16, 16),
-        (REFERENCE, 1, 32, 32),
-        ("ddp-eager", 1, 16, 4),
-        ("ddp-eager", 2, 32, 4),
-    ]
+    assert sizes == [(REFERENCE, 1, 16, 16), (REFERENCE, 1, 32, 32), ("ddp-eager", 1, 16, 4), ("ddp-eager", 2, 32, 4)]
     with pytest.raises(InputError, match="is 16 for each rank, which is not divisible by N = 3; use a multiple of it"):
         expand(make_matrix({"workload.for_each_rank": True}, accumulate=[3]), BACKENDS, 0)
 

@@ -9,12 +9,7 @@ import pytest
 from bench.plan.models import SIZES
 from bench.workload import WorkloadSpec
 
-PUBLISHED = {
-    "135m": 134_515_008,
-    "1b": 1_235_814_400,
-    "3b": 3_212_749_824,
-    "8b": 8_030_261_248,
-}
+PUBLISHED = {"135m": 134_515_008, "1b": 1_235_814_400, "3b": 3_212_749_824, "8b": 8_030_261_248}
 """Parameters as the models' authors count them, a tied weight once."""
 
 

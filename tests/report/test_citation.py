@@ -21,8 +21,7 @@ from bench.judge.analysis import Analysis
 from bench.judge.integrity import check
 from bench.judge.loading import load
 from bench.plan.cell import Cell
-from bench.report.citation import cite, cite_plot
-from bench.report.citation_check import check_citations
+from bench.report.citation import check_citations, cite, cite_plot
 from bench.run.journal import JOURNAL, Journal, encode
 from tests.pages import COMMIT, write_run
 

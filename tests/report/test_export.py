@@ -13,8 +13,7 @@ import pytest
 
 import bench
 from bench import cli
-from bench.judge.analysis import Analysis
-from bench.judge.frames import Frames
+from bench.judge.analysis import Analysis, Frames
 from bench.plan.cell import REFERENCE
 from bench.plan.columns import COLUMNS, FRAMES
 from bench.report.formats import COLUMNS_FILE, FORMULA

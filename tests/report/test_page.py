@@ -19,8 +19,7 @@ from bench.report import page as pages
 from bench.report.answer import answer
 from bench.report.citation import cite
 from bench.report.figures import KINDS
-from bench.report.published import published
-from bench.report.sections import epoch_end, nodes
+from bench.report.sections import epoch_end, nodes, published
 from bench.run.journal import Journal
 from tests.factories import make_cell, make_manifest, make_record
 from tests.pages import HOSTILE, Element, data_of, read, report, write_large_run, write_run

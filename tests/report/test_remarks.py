@@ -10,7 +10,7 @@ from PIL import Image
 from bench import cli
 from bench.backends.base import BF16_AUTOCAST, BF16_PARAMETERS
 from bench.judge.analysis import Analysis
-from bench.judge.frames import read as read_frames
+from bench.judge.analysis import read as read_frames
 from bench.judge.loading import load
 from bench.report.citation import cite
 from bench.run.journal import read_manifest, write_manifest

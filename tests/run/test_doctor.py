@@ -144,10 +144,7 @@ GPU_CASES: dict[str, tuple[GpuFacts, Level, str, str]] = {
     ),
     "no NCCL": (with_torch(nccl=False), ERROR, "nccl", "built without it"),
     "no P2P": (with_torch(no_peers=((0, 1), (1, 0))), WARNING, "p2p", "GPUs 0-1 cannot access"),
-    "P2P off": (
-        replace(SERVER, environment={"NCCL_P2P_DISABLE": "1"}),
-        *(WARNING, "p2p", "unset NCCL_P2P_DISABLE"),
-    ),
+    "P2P off": (replace(SERVER, environment={"NCCL_P2P_DISABLE": "1"}), *(WARNING, "p2p", "unset NCCL_P2P_DISABLE")),
     "shm of a container": (replace(SERVER, shm_bytes=64 * 2**20), ERROR, "/dev/shm", "--shm-size"),
     "small shm": (replace(SERVER, shm_bytes=512 * 2**20), WARNING, "/dev/shm", "remount"),
     "no shm": (replace(SERVER, shm_bytes=None), ERROR, "/dev/shm", "does not exist"),

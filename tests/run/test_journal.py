@@ -13,16 +13,7 @@ from hypothesis import strategies as st
 
 from bench.cli import main
 from bench.errors import WRONG, InputError
-from bench.run.journal import (
-    JOURNAL,
-    MANIFEST,
-    SCHEMA_VERSION,
-    Journal,
-    decode,
-    encode,
-    read_manifest,
-    write_manifest,
-)
+from bench.run.journal import JOURNAL, MANIFEST, SCHEMA_VERSION, Journal, decode, encode, read_manifest, write_manifest
 from tests.factories import make_cell, make_manifest, make_record
 
 RECORDS = st.lists(

@@ -281,8 +281,7 @@ def test_cells_are_run_on_while_the_judge_wants_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget_s", "blocks"),
-    [(1e-9, 1), (55.0, 1), (55.25, 2), (131.75, 5), (157.0, 5), (157.25, 6)],
+    ("budget_s", "blocks"), [(1e-9, 1), (55.0, 1), (55.25, 2), (131.75, 5), (157.0, 5), (157.25, 6)]
 )
 def test_no_block_but_the_first_begins_that_would_exceed_the_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget_s: float, blocks: int

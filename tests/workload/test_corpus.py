@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from bench.errors import InputError
 from bench.plan.models import describe_file
-from bench.workload.corpus import MARKOV_TOKENS, FileCorpus, MarkovCorpus
+from bench.workload.llama import MARKOV_TOKENS, FileCorpus, MarkovCorpus
 
 MARKOV = MarkovCorpus(seed=5)
 

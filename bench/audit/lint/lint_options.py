@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from dataclasses import dataclass, field
 
+import packaging.specifiers
 import packaging.version
 
 from bench.audit.training_plan import TrainingPlan, ceil
@@ -65,6 +66,11 @@ def installed(package: str) -> Version | None:
         return version(importlib.metadata.version(package))
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def is_among(number: Version, versions: str) -> bool:
+    """Whether a version is one of these, such as ``>=0.18.6,<0.19.0``."""
+    return packaging.specifiers.SpecifierSet(versions).contains(written(number))
 
 
 def written(number: Version | None) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from urllib.parse import quote
 
+import bench
 from bench.audit.lint.config_file import ConfigPart
 from bench.formatting import plain
 
@@ -132,3 +135,40 @@ def findings(subjects: Iterable[object]) -> list[LintFinding]:
                 at = (place.file, place.line, place.key)
                 found.append(LintFinding(code, severity or level, *at, what, fix, shown, stops))
     return [each for each in found if each.stops] or found
+
+
+SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/os/schemas/sarif-schema-2.1.0.json"
+LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
+
+
+def sarif(findings: Sequence[LintFinding]) -> dict[str, Any]:
+    """A SARIF log of one run (docs.oasis-open.org/sarif/sarif/v2.1.0), as plain values for JSON.
+
+    Code hosts show it in pull requests. A relative path stays relative to the repository.
+    """
+    listed = [
+        {
+            "id": code,
+            "shortDescription": {"text": rule.title},
+            "help": {"text": f"Source: {rule.source}"},
+            "defaultConfiguration": {"level": LEVELS[rule.severity]},
+        }
+        for code, rule in rules().items()
+    ]
+    driver = {"name": "accumulation-bench lint", "version": bench.__version__, "rules": listed}
+    run = {"tool": {"driver": driver}, "results": [_result(finding) for finding in findings]}
+    return {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
+
+
+def _result(finding: LintFinding) -> dict[str, Any]:
+    path = Path(finding.file)
+    uri = path.as_uri() if path.is_absolute() else quote(path.as_posix().encode(errors="surrogateescape"))
+    place = {"artifactLocation": {"uri": uri}, "region": {"startLine": finding.line}}
+    logical = [{"fullyQualifiedName": finding.key}]
+    return {
+        "ruleId": finding.code,
+        "ruleIndex": list(rules()).index(finding.code),
+        "level": LEVELS[finding.severity],
+        "message": {"text": f"{finding.what}. Fix: {finding.fix}. Proof: {finding.proof}"},
+        "locations": [{"physicalLocation": place, "logicalLocations": logical}],
+    }

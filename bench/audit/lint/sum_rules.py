@@ -9,25 +9,21 @@ from dataclasses import dataclass
 from bench.audit.lint import proof
 from bench.audit.lint.config_file import ConfigPart
 from bench.audit.lint.deepspeed_config import DeepSpeedConfig
-from bench.audit.lint.lint_options import LintOptions, written
+from bench.audit.lint.lint_options import LintOptions, is_among, written
 from bench.audit.lint.rules import ERROR, WARNING, Found, rule, says
+from bench.backends.deepspeed import BF16_SUM, LAST_ONLY
+from bench.measure.accumulation_dtype import BITS
 
 ENGINE = "deepspeed/runtime/engine.py"
 FP32 = {"fp32", "float32", "torch.float32", "float"}
 NAMES = {"bf16": ("bf16", "bfloat16", "torch.bfloat16"), "fp16": ("fp16", "float16", "torch.float16", "half")}
 """How DeepSpeed's config may name a dtype of 16 bits; PyTorch's name comes second."""
-BITS = {"bf16": 8, "fp16": 11}
-"""Significant bits of a dtype, the hidden one included."""
 SMALLEST = {"bf16": -133, "fp16": -24}
 """The power of two that is a dtype's smallest positive number."""
 FP16_ERROR = 0.01
 """Sums in fp16 are found from this error on: from N = 42."""
-LAST_ONLY = (0, 17, 6), (0, 18, 3)
-"""From the first, below the second: ZeRO-2 keeps only the last micro-batch of a window (#7509, fixed by #7665)."""
-MISSED_AVERAGE = (0, 18, 6), (0, 19, 0)
-"""From the first, below the second: ZeRO-1 with bf16 and fp32 accumulation misses the last average (#7985)."""
-BF16_SUM = (0, 19, 8)
-"""Below this version, ZeRO-2 sums bf16 gradients in bf16, whatever ``grad_accum_dtype`` says (docs/versions.md)."""
+MISSED_AVERAGE = ">=0.18.6,<0.19.0"
+"""ZeRO-1 with bf16 and fp32 accumulation misses the last average (#7985)."""
 NEEDS_FP32_SUM = "DeepSpeed 0.19.8 or newer, or ZeRO-3"
 
 
@@ -65,7 +61,7 @@ def _dtype(gradients: GradientSum) -> Iterator[Found]:
         fix = 'add "data_types": {"grad_accum_dtype": "fp32"} to the DeepSpeed config'
         if config.stage == 0:
             fix += " (which needs ZeRO stage 1, 2 or 3)"
-        elif config.stage == 2 and (number is None or number < BF16_SUM):
+        elif config.stage == 2 and (number is None or is_among(number, BF16_SUM)):
             fix += f", and use {NEEDS_FP32_SUM} (VER03)"
         yield from in_16_bits(place if place.given else gradients.place(f"{dtype}.enabled"), gradients.n, dtype, fix)
 
@@ -133,17 +129,17 @@ def _versions(gradients: GradientSum) -> Iterator[Found]:
     if number is None or n == 1:
         return
     place, name = gradients.place("zero_optimization.stage"), f"DeepSpeed {written(number)} with ZeRO-{config.stage}"
-    if config.stage == 2 and not config.offload and LAST_ONLY[0] <= number < LAST_ONLY[1]:
+    if config.stage == 2 and not config.offload and is_among(number, LAST_ONLY):
         what = f"{name} and no offload keeps only the last micro-batch of a window: {n - 1} of {n} are lost"
         fix = "use DeepSpeed 0.17.5 or older, or 0.18.3 or newer"
         yield Found(place, what, fix, proof.deepspeed(number), code="VER01")
     is_fp32_sum = config.bf16 and config.accumulation_dtype in FP32
-    is_missed = gradients.world_size != 1 and MISSED_AVERAGE[0] <= number < MISSED_AVERAGE[1]
+    is_missed = gradients.world_size != 1 and is_among(number, MISSED_AVERAGE)
     if config.stage == 1 and is_fp32_sum and is_missed:
         what = f"{name}, bf16 and fp32 accumulation does not average the last of {n} micro-batches over the ranks"
         fix = "use DeepSpeed 0.19.0 or newer, or set bf16.immediate_grad_update"
         yield Found(place, what, fix, code="VER02")
-    if config.stage == 2 and is_fp32_sum and number < BF16_SUM:
+    if config.stage == 2 and is_fp32_sum and is_among(number, BF16_SUM):
         what = f"{name} adds gradients in bf16, whatever grad_accum_dtype says: {sum_error(n, 'bf16')}"
         place = config.part.at("data_types.grad_accum_dtype")
         yield Found(place, what, f"use {NEEDS_FP32_SUM}", proof.deepspeed(number), code="VER03")

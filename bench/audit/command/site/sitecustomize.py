@@ -41,7 +41,7 @@ def install() -> None:
     try:
         sys.modules["_bench_audit"] = package = ModuleType("_bench_audit")
         package.__path__ = [str(HERE.parent / "inside"), str(HERE.parents[2] / "measure")]
-        importlib.import_module("_bench_audit.hooks").install()
+        importlib.import_module("_bench_audit.training_recorder").install()
     except Exception as error:
         print(f"audit: this process is not watched: {type(error).__name__}: {error}", file=sys.stderr)
 
