@@ -14,10 +14,10 @@ WINGS = ("audit", "forecast")
 SAY_NOTHING = ("one", "own", "said", "due")
 AT_MOST = {
     "modules": 199,
-    "lines": 32339,
-    "lines of the core": 23094,
+    "lines": 32354,
+    "lines of the core": 23109,
     "longest module": 349,
-    "lines of tests": 28273,
+    "lines of tests": 28289,
     "names of several modules": 0,
     "names of several classes": 0,
     "locals that say nothing": 0,

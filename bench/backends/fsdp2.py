@@ -51,12 +51,10 @@ class Gathered(Mapping[str, "Tensor"]):
         from torch.distributed.tensor import DTensor
 
         parameter = self._parameters[name].detach()
-        if isinstance(parameter, DTensor):
-            if "gloo" in dist.get_backend_config():
-                # Its all-gather of DTensors on CUDA reads device memory on the host: pytorch/pytorch#132471.
-                parameter = parameter.cpu()
-            parameter = parameter.full_tensor()
-        return parameter.cpu()
+        if "gloo" in dist.get_backend_config():
+            # Its all-gather of DTensors on CUDA reads device memory on the host: pytorch/pytorch#132471.
+            parameter = parameter.cpu()
+        return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).cpu()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parameters)
