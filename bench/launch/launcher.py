@@ -112,12 +112,12 @@ class Launcher:
         Otherwise each is waited for before the first trial that needs it.
         """
         every = {self._packages(backend) for backend in backends}
-        for wait_for in (False, True):
-            for packages in every:
-                self._own.start(packages, cold=self._cold)
-                if wait_for:
-                    with contextlib.suppress(ForkError):  # told by the trial that needs them
-                        self._own.ready()
+        for packages in every:
+            self._own.start(packages, cold=self._cold)
+        for packages in every:
+            self._own.start(packages, cold=self._cold)  # it runs; this chooses the one to wait for
+            with contextlib.suppress(ForkError):  # told by the trial that needs them
+                self._own.ready()
 
     def _packages(self, backend: str) -> tuple[str, ...]:
         return () if self._cold else registry([backend])[backend].preloaded()
