@@ -9,7 +9,7 @@ import pytest
 
 from bench import cli
 from bench.audit import dtypes
-from bench.audit.dtypes import AccumulationTask, row_text
+from bench.audit.dtypes import AccumulationTask
 from bench.backends.base import registry
 from bench.launch.launcher import Launcher
 from bench.launch.outcome import Outcome
@@ -143,10 +143,6 @@ class FakeLauncher:
         return self.outcome
 
 
-def _outcome(*rows: dict[str, Any]) -> Outcome:
-    return Outcome(status=Status.OK, reason="", ranks=[{"rows": list(rows)}, {"rows": []}], wall_s=1.0)
-
-
 def test_a_group_that_failed_has_rows_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(dtypes, "Launcher", FakeLauncher)
     FakeLauncher.outcome = Outcome(status=Status.CRASHED, reason="rank 1: no", ranks=[], wall_s=1.0)
@@ -162,13 +158,12 @@ def test_the_exit_status_says_whether_all_sum_in_fp32(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], dtype: str, status: int
 ) -> None:
     monkeypatch.setattr(dtypes, "Launcher", FakeLauncher)
-    FakeLauncher.outcome = _outcome({"backend": "x", "precision": "fp32", "dtype": dtype})
-    assert cli.main(["accumulation", "--backend", "ddp-eager", "--json"]) == status
-    assert json.loads(capsys.readouterr().out)["dtype"] == dtype
-    assert cli.main(["accumulation"]) == status and [task.backend for task in FakeLauncher.tasks] == BACKENDS
-
-
-def test_a_row_in_words() -> None:
-    row = {"backend": "b", "precision": "bf16", "dtype": "bf16", "significand_bits": 8, "sum": 0.0, "scale": 1.0}
+    row = {"backend": "x", "precision": "fp32", "dtype": dtype, "significand_bits": 8, "sum": 0.0, "scale": 1.0}
     row["errors"] = [{"accumulate": 4, "error": 0.0123}, None]
-    assert row_text(row).split() == ["b", "bf16", "bf16", "8", "bits", "sum", "0", "scale", "1", "N=4:", "0.012"]
+    rows = [row, {"backend": "y", "precision": "fp32", "dtype": "fp32"}]
+    FakeLauncher.outcome = Outcome(status=Status.OK, reason="", ranks=[{"rows": rows}, {"rows": []}], wall_s=1.0)
+    assert cli.main(["accumulation", "--backend", "ddp-eager", "--json"]) == status
+    assert [json.loads(line)["dtype"] for line in capsys.readouterr().out.splitlines()] == [dtype, "fp32"]
+    assert cli.main(["accumulation"]) == status and [task.backend for task in FakeLauncher.tasks] == BACKENDS
+    words = f"x fp32 {dtype} 8 bits sum 0 scale 1 N=4: 0.012"
+    assert capsys.readouterr().out.splitlines()[0].split() == words.split()

@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from bench.cli import main
 from bench.errors import GOOD, WRONG
 from bench.plan.cell import REFERENCES, Stepping
 
-ROOT = Path(__file__).resolve().parents[2]
 WINDOW = StepRule(stepping=Stepping.WINDOW)
 FLUSH = StepRule(stepping=Stepping.FLUSH)
 CARRY = StepRule(stepping=Stepping.CARRY)
@@ -70,9 +68,9 @@ def test_large_numbers_are_those_of_closed_forms(samples: int, n: int, epochs: i
 
 
 @st.composite
-def scenarios(draw: st.DrawFn, limit: str = "any") -> TrainingPlan:
-    """Small enough to be simulated; ``limit``: epochs, max_steps or any."""
-    limit = draw(st.sampled_from(["epochs", "max_steps", "both"])) if limit == "any" else limit
+def scenarios(draw: st.DrawFn) -> TrainingPlan:
+    """Small enough to be simulated."""
+    limit = draw(st.sampled_from(["epochs", "max_steps", "both"]))
     numbers: dict[str, Any] = {
         "samples": draw(st.integers(1, 120)),
         "batch_size": draw(st.integers(1, 6)),

@@ -10,11 +10,11 @@ from pkgutil import resolve_name
 import pytest
 
 import bench.backends
+from bench import cli
 from bench.backends import base
 from bench.backends.base import EXTRA_BACKENDS, installed_backends, registry
 from bench.errors import InputError
 from bench.plan.cell import Device
-from tests.conftest import bench as run_bench
 from tests.factories import make_cell
 
 CODE = """
@@ -125,15 +125,17 @@ def test_the_environment_names_backends_too(site: Path, monkeypatch: pytest.Monk
         registry()
 
 
-def test_the_command_lists_what_it_does_not_load(site: Path, tmp_path: Path) -> None:
-    listed = run_bench("backends", cwd=tmp_path, pythonpath=site)
-    assert listed.returncode == 0, listed.stderr
-    not_loaded = {line.split()[0] for line in listed.stdout.splitlines() if "not loaded" in line}
-    assert not_loaded == {"mine", "bad"}
+def test_the_command_lists_what_it_does_not_load(
+    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["backends"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split()[0] for line in lines if "not loaded" in line} == {"mine", "bad"}
     assert not (tmp_path / "imported").exists()
-    shown = run_bench("backends", "mine", cwd=tmp_path, pythonpath=site)
-    assert [line.split()[0] for line in shown.stdout.splitlines()] == ["backend", "mine"]
+    assert cli.main(["backends", "mine"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["backend", "mine"]
     assert (tmp_path / "imported").exists()
     for command in (["backends", "mini"], ["plan", "--matrix", "smoke", "--backend", "mini"]):
-        refused = run_bench(*command, cwd=tmp_path, pythonpath=site)
-        assert refused.returncode == 2 and "'mini' is unknown" in refused.stderr and "mine" in refused.stderr
+        assert cli.main(command) == 2
+        error = capsys.readouterr().err
+        assert "'mini' is unknown" in error and "mine" in error
