@@ -441,15 +441,15 @@ def at_trial(stop: int, action: Callable[[], None]) -> Script:
     return script
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_run_says_how_to_go_on_and_does(place: Place, number: signal.Signals) -> None:
-    handler = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(number)
     made = with_launcher(place, at_trial(4, lambda: signal.raise_signal(number)))
     status, out, _ = place.call("run", "--matrix", place.matrix(), "--out", "out")
     assert status == INTERRUPTED
     assert out.splitlines()[-1].endswith("go on with: python -m bench run --resume out")
     assert made[0].closed == 1
-    assert signal.getsignal(signal.SIGTERM) == handler
+    assert signal.getsignal(number) == before
     assert [record["status"] for record in Journal(place.folder / "out").read()] == ["ok"] * 4 + ["interrupted"]
 
     made = with_launcher(place)
@@ -545,12 +545,6 @@ def test_an_interrupt_that_becomes_an_error_on_its_way_is_one(place: Place, acti
     status, out, err = place.call("run", "--matrix", place.matrix(), "--out", "out")
     assert (status, err) == (INTERRUPTED, "")
     assert out.splitlines()[-1].endswith("go on with: python -m bench run --resume out")
-
-
-def test_an_interrupt_while_the_report_is_imported_is_one(place: Place) -> None:
-    place.patch.setattr("bench.report.outputs.write_outputs", lambda *given, **options: make_a_class())
-    with_launcher(place)
-    assert place.call("run", "--matrix", place.matrix(), "--out", "out")[::2] == (INTERRUPTED, "")
 
 
 def fail_at_the_end() -> None:

@@ -4,26 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import pytest
 
 from bench.launch.interrupt import held, terminate_as_interrupt
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-def kill_and_wait(number: signal.Signals) -> None:
-    os.kill(os.getpid(), number)
-    time.sleep(5)  # the signal is taken before this ends
-
-
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_is_an_interrupt(number: signal.Signals) -> None:
-    before = [signal.getsignal(each) for each in SIGNALS]
-    with pytest.raises(KeyboardInterrupt), terminate_as_interrupt():
-        kill_and_wait(number)
-    assert [signal.getsignal(each) for each in SIGNALS] == before
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])

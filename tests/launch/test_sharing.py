@@ -50,19 +50,9 @@ def test_more_ranks_than_gpus_are_cells_of_their_own() -> None:
     assert all(cell.label.endswith(" shared GPU") for cell in others)
 
 
-@pytest.mark.parametrize(
-    ("num_gpus", "device", "world_size", "words"),
-    [
-        (0, "cuda", [2], r"share_gpu: needs a GPU, and none is visible here; leave it out"),
-        (0, "cpu", [2], r"share_gpu: needs a GPU, and device is 'cpu'"),
-        (1, "cpu", [2], r"share_gpu: needs a GPU, and device is 'cpu'"),
-        (1, "cuda", "all", r"world_size is 'all', one rank per GPU; with share_gpu it must be a list"),
-    ],
-)
-def test_what_cannot_be_shared_is_refused(num_gpus: int, device: str, world_size: Any, words: str) -> None:
-    made = make_matrix({"device": device, "share_gpu": True}, world_size=world_size)
-    with pytest.raises(InputError, match=words):
-        expand(made, BACKENDS, num_gpus)
+def test_one_rank_for_each_gpu_shares_none() -> None:
+    with pytest.raises(InputError, match=r"world_size is 'all', one rank per GPU; with share_gpu it must be a list"):
+        shared(1, world_size="all")
 
 
 # What a rank is told.

@@ -1,4 +1,4 @@
-"""Processes are told from others of the same number, from zombies, and get a signal when their parent ends."""
+"""Processes are told from others of the same number, and from zombies."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
-from pathlib import Path
 
 import psutil
 import pytest
 
 from bench.launch import stragglers
-from tests.conftest import ROOT, until
+from tests.conftest import until
 
 
 def test_a_number_that_is_another_process_now_is_not_that_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,23 +34,3 @@ def test_a_zombie_has_ended_and_a_stopped_one_has_not() -> None:
     assert found.status() == psutil.STATUS_ZOMBIE
     assert stragglers.kill(lambda: {found} if psutil.pid_exists(process.pid) else set()) == set(), "its number is free"
     process.wait()
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_child_gets_a_signal_at_its_parents_end(tmp_path: Path, number: signal.Signals) -> None:
-    code = f"""
-    import os, signal, time
-    from bench.launch import stragglers
-    child = os.fork()
-    if child == 0:
-        stragglers.signal_at_parents_end(signal.{number.name})
-        open("pid", "w").write(str(os.getpid()))
-        time.sleep(60)
-    while not (os.path.exists("pid") and open("pid").read()):
-        time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGKILL)
-    """
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, env=environment)
-    pid = int((tmp_path / "pid").read_text())
-    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
