@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import math
 import re
 import struct
 import subprocess
@@ -14,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.recomputed import ROOT, Groups, Run, shows, shows_interval
+from tests.recomputed import ROOT, Groups, Interval, Run, shows, shows_interval
 from tests.sentences import MIB, RULES, compiled
 
 RUNS = ("cpu", "popular", "curves")
@@ -134,6 +136,40 @@ def row_is_right(run: Run, heading: str, row: Groups) -> bool:
 def test_every_row_of_a_table_follows_from_the_journal(name: str) -> None:
     rows = list(rows_of(ROOT / "results" / name / "report.md"))
     assert rows and [row for heading, row in rows if not row_is_right(run_of(name), heading, row)] == []
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_number_of_an_export_follows_from_the_journal(name: str, tmp_path: Path) -> None:
+    """What the code says today: step times, ratios to every baseline, ends of intervals, and verdicts."""
+    command = ["export", f"results/{name}", "--format", "csv", "--out", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", "bench", *command], cwd=ROOT, check=True, capture_output=True)
+    cells, ratios = (list(csv.DictReader((tmp_path / f"{frame}.csv").open())) for frame in ("cells", "ratios"))
+    run = run_of(name)
+    by_id = {cell["id"]: cell for cell in run.everything}
+    assert {row["cell_id"] for row in cells} == by_id.keys()
+
+    def follows(interval: Interval, *told: str) -> bool:
+        logs = (interval.centre, interval.low, interval.high)
+        right = [
+            math.isclose(float(text), math.exp(log), rel_tol=1e-9) for text, log in zip(told, logs, strict=True) if text
+        ]
+        return all(right) and len(right) == (1 if math.isnan(interval.low) else 3)
+
+    timed = [row for row in cells if row["comparable"] == "True"]
+    for row in timed:
+        cell = by_id[row["cell_id"]]
+        assert follows(run.time(cell), row["step_time_s"], row["step_time_low_s"], row["step_time_high_s"]), row
+        assert row["num_ok"] == str(len(run.times(cell)))
+    judged = [row for row in ratios if row["verdict"] != "not comparable"]
+    for row in judged:
+        base, cell = by_id[row["cell_id_a"]], by_id[row["cell_id_b"]]
+        assert follows(run.ratio(cell, base), row["ratio"], row["low"], row["high"]), row
+    assert timed and judged
+    told = {
+        row["cell_id_b"]: f"{row['verdict']}: {row['reason']}" for row in ratios if row["backend_a"] == run.baseline
+    }
+    for key, verdict in run.verdicts(run.baseline).items():
+        assert told[key].startswith(verdict), (key, told[key])
 
 
 def held(record: dict[str, Any], use: str) -> int:

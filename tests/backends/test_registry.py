@@ -6,6 +6,7 @@ import importlib.metadata
 import sys
 from pathlib import Path
 from pkgutil import resolve_name
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +16,7 @@ from bench.backends import base
 from bench.backends.base import EXTRA_BACKENDS, installed_backends, registry
 from bench.errors import InputError
 from bench.plan.cell import Device
-from tests.factories import make_cell
+from tests.factories import make_backend, make_cell
 
 CODE = """
 from pathlib import Path
@@ -107,6 +108,14 @@ def test_entry_points_that_cannot_be(
     monkeypatch.setattr(base, "_entry_points", lambda: entries)
     with pytest.raises(InputError, match=words):
         registry([entries[0].name])
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a/b", "=1+1", "a|b", "<b>", "a\nb", "a b", ".x", "x" * 81, "-x", None])
+def test_a_name_that_cannot_be_that_of_a_file_or_a_cell_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    offered = SimpleNamespace(name="entry", value="module:Class", load=lambda: make_backend(name))
+    monkeypatch.setattr(base, "_entry_points", lambda: [offered])
+    with pytest.raises(InputError, match="may only contain letters, digits"):
+        registry(["entry"])
 
 
 def test_no_package_takes_the_name_of_a_built_in_backend(

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +16,14 @@ from hypothesis import strategies as st
 
 from bench.backends.base import registry
 from bench.errors import InputError
+from bench.judge.analysis import Analysis
 from bench.judge.statistics import MIN_TRIALS
 from bench.plan import matrix as matrix_file
 from bench.plan.cell import REFERENCE, REFERENCES, SHARDED_REFERENCE, Cell, Device
 from bench.plan.expand import baseline, expand, single_trial_ids
+from bench.plan.schedule import Ended
 from tests.factories import make_backend, make_document, make_matrix
+from tests.pages import simulate
 
 BACKENDS = registry()
 HSDP = [name for name, backend in BACKENDS.items() if backend.replicate]
@@ -316,6 +320,18 @@ def test_cells_of_several_groups_are_there_once_and_have_one_trial_if_all_say_so
     assert single_trial_ids(made, BACKENDS, 0) == [cells[2].cell_id]
     more = made.override("repeats", 7, "--repeats")
     assert single_trial_ids(more, BACKENDS, 0) == [cells[2].cell_id], "whatever repeats are"
+
+
+def test_a_cell_of_one_trial_is_not_waited_for(tmp_path: Path) -> None:
+    """One trial never has an interval: waiting for one would last until max_repeats. It is shown without."""
+    run = simulate(
+        tmp_path / "run", {"b0": 1.0, "b1": 1.3, "b2": 1.1}, once=("b2", REFERENCE), repeats=MIN_TRIALS, max_repeats=400
+    )
+    counts = run.tables.trials["backend"].value_counts()
+    assert counts["b2"] == counts[REFERENCE] == 1 and MIN_TRIALS <= counts["b1"] < 40
+    assert run.manifest["ended_by"] == Ended.PRECISION
+    rows = {row.b.backend: row.time for row in Analysis(run=run).verdicts if not row.b.twin}
+    assert rows["b1"] and rows["b1"].low is not None and rows["b2"] and rows["b2"].low is None
 
 
 @pytest.mark.parametrize(

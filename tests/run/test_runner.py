@@ -19,12 +19,23 @@ from bench.launch.interrupt import terminate_as_interrupt
 from bench.launch.outcome import Outcome
 from bench.plan.cell import REFERENCE, Status
 from bench.plan.expand import expand
+from bench.plan.models import SIZES
 from bench.plan.schedule import InterimAnalysis, block
 from bench.plan.task import EXTRA_PASSES, Spec
 from bench.run import machine, runner, start
-from bench.run.journal import Journal, read_manifest, write_manifest
+from bench.run.journal import Journal, encode, read_manifest, write_manifest
 from bench.run.runner import Runner
-from tests.factories import ALL_PASSES, FakeLauncher, Script, failed, make_backend, make_cell, make_matrix, make_rank
+from tests.factories import (
+    ALL_PASSES,
+    FakeLauncher,
+    Script,
+    failed,
+    make_backend,
+    make_cell,
+    make_matrix,
+    make_rank,
+    make_record,
+)
 
 NAMES = [f"b{number}" for number in range(6)]
 BACKENDS: dict[str, type[Backend]] = {name: make_backend(name) for name in [REFERENCE, *NAMES]}
@@ -201,6 +212,16 @@ def test_a_trial_that_failed_on_a_full_disk_is_no_row(tmp_path: Path, monkeypatc
     assert len(run.records) == 3, "no trial is begun without space"
     monkeypatch.undo()
     assert len(run.go().specs) == 4
+
+
+def test_what_a_run_needs_grows_with_its_trials_and_references() -> None:
+    cell = make_cell(timed_windows=1000)
+    once, often = start.needed([cell], 1), start.needed([cell], 11)
+    assert once > start.RESERVE_BYTES
+    record = make_record(cell)
+    record["time"]["rank_step_seconds"] = [record["time"]["step_seconds"]] * cell.world_size
+    assert (often - once) / 10 > len(encode(record))
+    assert start.needed([cell.reference()], 1) - start.RESERVE_BYTES > 4 * SIZES["tiny"].num_parameters
 
 
 def test_reopen_refuses_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

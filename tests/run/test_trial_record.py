@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 import pytest
@@ -18,7 +17,10 @@ def test_slowest_rank_and_largest_memory_count() -> None:
     second = make_rank(CELL, rank=1, training_s=4.0, memory={"peak": 9, "held": 8})
     first["time"] = make_time(CELL, step_seconds=[1.0, 5.0, 3.0], losses=[1.0, 2.0, 3.0, 4.0, 5.0])
     second["time"] = make_time(CELL, step_seconds=[2.0, 4.0, 3.0], losses=[2.0, 4.0, 3.0, 4.0, 6.0])
+    first["time"]["cuda_memory"] = {"allocated": 5, "reserved": 10}
+    second["time"]["cuda_memory"] = {"allocated": 6, "reserved": 9}
     merged = merge_ranks([first, second])
+    assert merged["time"]["cuda_memory"] == {"allocated": 6, "reserved": 10}
     assert merged["time"]["step_seconds"] == [2.0, 5.0, 3.0]
     assert merged["time"]["losses"] == [1.5, 3.0, 3.0, 4.0, 5.5]
     assert merged["time"]["ranks_agree"] is True
@@ -28,45 +30,24 @@ def test_slowest_rank_and_largest_memory_count() -> None:
     assert merged["collectives"] == first["collectives"]
 
 
-def test_cuda_memory_is_the_maximum_of_each_kind() -> None:
-    first, second = make_rank(CELL, ("time",)), make_rank(CELL, ("time",), rank=1)
-    first["time"]["cuda_memory"] = {"allocated": 5, "reserved": 10}
-    second["time"]["cuda_memory"] = {"allocated": 6, "reserved": 9}
-    assert merge_ranks([first, second])["time"]["cuda_memory"] == {"allocated": 6, "reserved": 10}
-
-
-@pytest.mark.parametrize("passes", [("time",), ("update",), ALL_PASSES])
-def test_only_passes_that_ran_are_in_it_and_ranks_stay_as_they_were(passes: tuple[str, ...]) -> None:
-    ranks = [make_rank(CELL, passes, rank) for rank in range(2)]
-    before = copy.deepcopy(ranks)
-    merged = merge_ranks(ranks)
-    assert ranks == before
-    assert {name for name in ALL_PASSES if name in merged} == set(passes)
-
-
 @pytest.mark.parametrize(
     ("table", "key", "value", "words"),
     [
         (None, "time", 0, "time is missing"),
         (None, "time", [], "time is []; it must be a table"),
-        (None, "num_parameters", "many", "num_parameters is 'many'; it must be an integer of at least 0"),
         (None, "num_parameters", True, "num_parameters is True; it must be an integer"),
         (None, "training_s", math.nan, "training_s is nan; it must be a finite number of at least 0"),
         (None, "device_name", 0, "device_name is missing"),
         (None, "update", {"error": 1.0}, "update.scale is missing"),
-        (None, "update", "good", "update is 'good'; it must be a table"),
         (None, "collectives", [{"op": "all_reduce"}], "collectives[0].group is missing"),
-        (None, "collectives", {}, "collectives is {}; it must be a list"),
         (None, "memory", {"peak": -1}, "memory is {'peak': -1}; it must be"),
         (None, "memory", {"peak_allocator_untracked": -1.5}, "memory is {"),
         (None, "memory", {"peak_allocator_rounding": -1}, "memory is {"),
         (None, "accumulation", {}, "accumulation.dtype is missing"),
         (None, "dispatch", {"cpu_s": -1.0, "num_operators": 1, "num_launches": 1}, "dispatch.cpu_s is -1.0"),
         ("time", "step_seconds", [0.1, -0.1], "time.step_seconds[1] is -0.1; it must be a finite"),
-        ("time", "step_seconds", [0.1, math.nan], "time.step_seconds[1] is nan; it must be"),
         ("time", "step_seconds", 0, "time.step_seconds is missing"),
         ("time", "losses", ["1"], "time.losses[0] is '1'; it must be a number"),
-        ("time", "num_updates", 2.5, "time.num_updates is 2.5; it must be an integer"),
         ("time", "reported", {"global_step": "five"}, "time.reported.global_step is 'five'; it must be an integer"),
     ],
 )
