@@ -150,10 +150,8 @@ def test_every_number_of_an_export_follows_from_the_journal(name: str, tmp_path:
 
     def follows(interval: Interval, *told: str) -> bool:
         logs = (interval.centre, interval.low, interval.high)
-        right = [
-            math.isclose(float(text), math.exp(log), rel_tol=1e-9) for text, log in zip(told, logs, strict=True) if text
-        ]
-        return all(right) and len(right) == (1 if math.isnan(interval.low) else 3)
+        pairs = [(float(text), math.exp(log)) for text, log in zip(told, logs, strict=True) if text]
+        return all(math.isclose(*pair) for pair in pairs) and len(pairs) == (1 if math.isnan(interval.low) else 3)
 
     timed = [row for row in cells if row["comparable"] == "True"]
     for row in timed:

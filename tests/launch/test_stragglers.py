@@ -1,4 +1,4 @@
-"""Processes are told from others of the same number, and from zombies."""
+"""Processes are told from others of the same number and from zombies; what signals wait for."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from bench.launch import stragglers
+from bench.launch.interrupt import held, terminate_as_interrupt
 from tests.conftest import until
 
 
@@ -34,3 +35,33 @@ def test_a_zombie_has_ended_and_a_stopped_one_has_not() -> None:
     assert found.status() == psutil.STATUS_ZOMBIE
     assert stragglers.kill(lambda: {found} if psutil.pid_exists(process.pid) else set()) == set(), "its number is free"
     process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_what_is_ignored_stays_so(number: signal.Signals) -> None:
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with terminate_as_interrupt():
+            os.kill(os.getpid(), number)
+            assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
+def test_what_is_held_is_finished_first() -> None:
+    done = []
+
+    def finish() -> None:
+        with held():
+            with held():
+                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), signal.SIGINT)
+                done.append("inner")
+            done.append("outer")
+        done.append("after")
+
+    with pytest.raises(KeyboardInterrupt), terminate_as_interrupt():
+        finish()
+    assert done == ["inner", "outer"]
+    with held():  # nothing is left over
+        done.append("again")
