@@ -344,21 +344,6 @@ def test_hint_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert finding["code"] == "DBL01" and finding["severity"] == "error" and finding["source"] and not err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], "name at least one config"),
-        (["{}", "--samples", "0"], "argument --samples: '0' is not an integer from 1 to"),
-        (["{}", "--world-size", "two"], "argument --world-size: 'two'"),
-        (["{}", "--deepspeed-version", "new"], "'new' is no version such as 0.18.2"),
-    ],
-)
-def test_wrong_options(tmp_path: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path, lightning())
-    assert cli.main(["lint", *(argument.format(path) for argument in arguments)]) == WRONG
-    assert words in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("case", CORPUS["refused"], ids=lambda case: case["refused"])
 def test_wrong_values(tmp_path: Path, case: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=case["refused"]) as caught:

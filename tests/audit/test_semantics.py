@@ -579,24 +579,3 @@ def test_the_calculator_says_what_the_backends_do(tables: list[str]) -> None:
         assert missing - told.samples_padded <= record["samples_lost"] + record["samples_left_open"] <= most, where
         scales = sorted(scale for scale, count in told.update_scales.items() for _ in range(count))
         assert sorted(update["sum"] for update in record["updates"]) == pytest.approx(scales, rel=1e-5), where
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--samples 0 --micro-batch 1 --accumulate 2", "--samples is 0; it must be an integer of"),
-        ("--samples 4 --micro-batch 1", "--accumulate: is missing"),
-        ("--samples 4 --micro-batch 1 --accumulate x", "--accumulate: 'x' is not a list of integers such as 1,4,2"),
-        ("--suite --samples 4", "--samples: describes one scenario"),
-        ("--suite --scenario nope", "--scenario nope: scenarios.toml has no such scenario; use one of"),
-        ("--samples 4 --micro-batch 1 --accumulate 2 --backend nope", "--backend: 'nope' is unknown"),
-        ("--samples 4 --micro-batch 1 --accumulate 2 --device tpu", "--device: invalid choice: 'tpu' (choose"),
-        ("--samples 4 --micro-batch 1 --accumulate 2 --clip -1", "--clip is -1.0; it must be"),
-    ],
-)
-def test_wrong_input_is_refused_in_one_line(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from bench.cli import main
-
-    assert main(["semantics", *arguments.split()]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from bench.audit.stepcount import StepRule, Steps, calculate
 from bench.audit.training_plan import TrainingPlan
 from bench.cli import main
-from bench.errors import GOOD, WRONG
+from bench.errors import GOOD
 from bench.plan.cell import REFERENCES, Stepping
 
 WINDOW = StepRule(stepping=Stepping.WINDOW)
@@ -298,28 +298,3 @@ def test_a_backend_that_declares_no_rule_is_not_calculated(call: Any, monkeypatc
     assert "ddp-eager: declares no rule, so nothing is calculated" in out
     _, out, _ = call(f"{CASE} --backend ddp-eager --json")
     assert json.loads(out)["rules"][0]["steps"] is None
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("--micro-batch 4", "the following arguments are required: --samples"),
-        ("--samples 0 --micro-batch 4", "--samples is 0; it must be an integer of at least 1"),
-        (
-            "--samples 9 --micro-batch 4 --accumulate 0",
-            "--accumulate is [0]; it must be an integer from 1 to 1000000, or",
-        ),
-        ("--samples 9 --micro-batch 4 --accumulate 1,x", "--accumulate: '1,x' is not a list of integers such as 1,4,2"),
-        ("--samples 2 --micro-batch 1 --world-size 3 --sampler-drop-last", "--samples is 2, fewer than the 3 ranks"),
-        ("--samples 9 --micro-batch 4 --max-steps -2", "--max-steps is -2; it must be an integer of at least 0"),
-        ("--samples 1e3 --micro-batch 4", "--samples: invalid int value: '1e3'"),
-        ("--samples 9 --micro-batch 6 --world-size 2 --drop-last", "--micro-batch is 6, but a rank has only 5 samples"),
-        ("--samples 9 --micro-batch 4 --backend ddp-eagre", "'ddp-eagre' is unknown; did you mean ddp-eager?"),
-        ("--samples 9 --micro-batch 4 --backend ,", "--backend: no name is given; it must be 'all' or a list"),
-    ],
-)
-def test_bad_input_is_one_line(call: Any, line: str, words: str) -> None:
-    status, out, err = call(line)
-    assert (status, out) == (WRONG, "")
-    assert words in err
-    assert err.startswith("bench: ") and err.count("\n") == 1

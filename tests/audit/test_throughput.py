@@ -119,24 +119,3 @@ def test_command_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureF
     assert "| whole | 4 | 6 | 1, 5 |" in page and str(tmp_path) not in page
     assert "epoch: the number of micro-batches NB in an epoch, whole (NB is a multiple of N). reported/s:" in page
     assert "right: within 1 % of 1." in page
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--micro-batches", "0"], "--micro-batches: '0' is not an integer from 1"),
-        (["--epochs", "2"], "--epochs: goes with --micro-batches; add it"),
-        (["--micro-batches", "8", "--epoch", "whole"], "--micro-batches: does not go with --epoch"),
-        (["--micro-batches", "8", "--out", "out"], "--micro-batches: does not go with --out"),
-        (["--window-size", "1,5"], "--window-size: '1,5' is not a list of integers from 2 on"),
-        (["--epoch", "half"], "--epoch: 'half' is not of whole, partial, short"),
-        (["--optimizer-time", "-1"], "--optimizer-time: '-1' is not a number above 0"),
-        (["--strategy", "fsdp"], "--strategy: invalid choice: 'fsdp'"),
-        (["--accumulate", "1", "--epoch", "short"], "--accumulate 1: has no partial and no short epoch"),
-        (["--out", "/dev/null/out"], "--out /dev/null/out: cannot be written"),
-    ],
-)
-def test_wrong_input_is_one_line(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["throughput", *options]) == 2
-    message = capsys.readouterr().err
-    assert words in message and message.count("\n") == 1

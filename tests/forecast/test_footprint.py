@@ -49,20 +49,6 @@ def test_the_exact_peak_is_the_committed_one(number: int, capsys: pytest.Capture
     assert row["peak_memory_bytes"] == pytest.approx(peak, rel=2 * NEAR)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--backend", "ddp-eager", "--device", "cpu"], "ddp-eager cannot run on fake tensors"),
-        (["--backend", "fsdp2-eager"], "no GPU is visible; add --device cpu"),
-        ([], "measures one backend; name it with --backend"),
-    ],
-)
-def test_what_cannot_be_measured_is_told(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["predict", "--model", "tiny", "--world-size", "8", "--accumulate", "2", "--sequence", "16"]
-    assert main([*command, "--precision", "fp32", "--exact", *options]) == 2
-    assert f"--exact: {words}" in capsys.readouterr().err
-
-
 def test_the_peak_of_ddp_by_hand() -> None:
     """With few tokens: parameters, two moments, buckets, and beside them local gradients or the update's temporaries.
 

@@ -14,7 +14,7 @@ import pytest
 
 from bench.backends.base import registry
 from bench.cli import main
-from bench.errors import GOOD, WRONG
+from bench.errors import GOOD
 from bench.forecast.choice import Choice, Question
 from bench.forecast.prediction import Link, TimeEstimate, Traffic, communication, predict
 from bench.plan.cell import REFERENCES, Cell, Device, Precision
@@ -287,34 +287,3 @@ def test_bits_and_bytes_per_second(speed: str, capsys: pytest.CaptureFixture[str
     assert run("--model", "tiny", *ASKED, "--link", speed, "--backend", "ddp-eager", "--json") == GOOD
     (row,) = json.loads(capsys.readouterr().out)
     assert row["communication_s"] == pytest.approx(row["wire_bytes"] / 50e9)
-
-
-@pytest.mark.parametrize(
-    ("options", "place"),
-    [
-        ("--model 9b", "--model"),
-        ("--memory 80gib", "--memory"),
-        ("--reserve 4GiB", "--reserve"),
-        ("--reserve 4GiB --memory 4GiB", "--reserve"),
-        ("--link 400gbps", "--link"),
-        ("--link intra=450GB/s", "--link"),
-        ("--link intra=450GB/s,inter=50", "--link"),
-        ("--link intra=450GB/s,inter=50GB/s", "--node-size"),
-        ("--link 50GB/s --node-size 8", "--node-size"),
-        ("--link intra=450GB/s,inter=50GB/s --node-size 7", "--node-size"),
-        ("--node-size 8", "--node-size"),
-        ("--replicate 3", "--replicate"),
-        ("--replicate 64", "--replicate"),
-        ("--link intra=450GB/s,inter=50GB/s --node-size 32 --world-size 96 --replicate 4", "--replicate"),
-        ("--backend hsdp-eager", "--replicate"),
-        ("--compute-time nans", "--compute-time"),
-        ("--backend fsdp3-eager", "--backend"),
-        ("--peak H100 --compute-time 1s", "--compute-time"),
-        ("--exact --json", "--exact"),
-        ("--mfu 140% --peak H100", "--mfu"),
-    ],
-)
-def test_bad_input_is_one_line(options: str, place: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--model", "tiny", *ASKED, *options.split()) == WRONG
-    error = capsys.readouterr().err
-    assert place in error and error.count("\n") == 1 and error.startswith("bench: ")
