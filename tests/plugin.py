@@ -6,9 +6,6 @@ catch.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,14 +38,13 @@ def make_wheel(
 
 
 def install(folder: Path) -> Path:
-    """Build the package's wheel in ``folder`` and install it with pip; the folder to put on PYTHONPATH."""
+    """Build the package's wheel in ``folder`` and unpack it; the folder to put on PYTHONPATH."""
     points = [f"{name} = extra_backends:{cls}" for name, cls in CLASSES.items()]
     files = {
         "extra_backends.py": (Path(__file__).parent / "extra_backends.py").read_text(),
         "entry_points.txt": "\n".join(["[bench.backends]", *points]),
     }
     wheel = make_wheel(folder, "extra-backends", "1.0", files=files)
-    command = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--quiet", "--target"]
-    quiet = os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    subprocess.run([*command, str(folder / "site"), str(wheel)], check=True, env=quiet)
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")  # all that pip does with a wheel of Python alone
     return folder / "site"

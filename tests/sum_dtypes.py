@@ -17,6 +17,7 @@ from bench.errors import UnsupportedError
 from bench.measure.accumulation_dtype import accumulator, error
 from bench.plan.cell import Precision, Sharding, Status, Sync
 from bench.plan.task import Task
+from tests.extra_backends import DividesTwice, LastOnly, StepsTooOften
 from tests.factories import make_cell
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -126,32 +127,13 @@ class SumLoop(Loop):
         job.loss(self.model, batch).backward()
 
 
-class TwiceDividedLoop(Loop):
-    def backward(self, job: Job, batch: torch.Tensor) -> None:
-        (job.loss(self.model, batch) / job.accumulate**2).backward()
-
-
-class LastOnlyLoop(Loop):
-    def backward(self, job: Job, batch: torch.Tensor) -> None:
-        self.model.zero_grad()
-        super().backward(job, batch)
-
-
-class EveryMicroBatchLoop(Loop):
-    def loop(self, job: Job, optimizer: torch.optim.Optimizer) -> None:
-        for batch in job.loader:
-            self.backward(job, batch)
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 class NoStepLoop(Loop):
     def loop(self, job: Job, optimizer: torch.optim.Optimizer) -> None:
         for batch in job.loader:
             self.backward(job, batch)
 
 
-LOOPS = {cls.__name__: cls for cls in (Loop, *Loop.__subclasses__())}
+LOOPS = {cls.__name__: cls for cls in (Loop, *Loop.__subclasses__(), DividesTwice, LastOnly, StepsTooOften)}
 
 
 @dataclass(kw_only=True)
@@ -199,6 +181,6 @@ def findings(task: SumDtypes, rank: int, device: torch.device) -> dict[str, Any]
     for name in ("ddp-eager", "fsdp2-eager", "fsdp2-deferred", "deepspeed-zero2-eager"):
         note(f"errors {name}", curve, registry()[name], Precision.BF16)
     note("errors bf16", curve, fsdp2((FP32, BF16, None), Sync.DEFERRED))
-    note("errors twice", curve, TwiceDividedLoop)
+    note("errors twice", curve, DividesTwice)
     note("errors reference", curve, registry()["reference"])
     return {"status": Status.OK, "found": found}

@@ -164,6 +164,11 @@ BAD_INPUT = {
         ("lint x --world-size two", r"argument --world-size: 'two'"),
         ("lint x --deepspeed-version new", r"'new' is no version such as 0.18.2"),
     ],
+    "audit": [
+        ("", r"name the training command after --"),
+        ("-- no-such-program", r"no-such-program: No such file or directory"),
+        ("--updates 0 -- true", r"--updates: '0' is not an integer from 1"),
+    ],
     "plan": [
         ("--matrix xyzzy", r"--matrix xyzzy: unknown; use one of auto, bytes, .*, smoke, a .toml file"),
         ("--matrix no.toml", r"--matrix no.toml: cannot be read \(No such file or directory\); name a TOML"),

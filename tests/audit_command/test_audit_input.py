@@ -31,19 +31,6 @@ def test_commands_that_train_nothing(command: list[str], status: int, line: str)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        ([], "name the training command after --"),
-        (["--", "no-such-program"], "no-such-program: No such file or directory"),
-        (["--updates", "0", "--", "true"], "--updates: '0' is not an integer from 1"),
-    ],
-)
-def test_commands_that_cannot_be_started(arguments: list[str], line: str) -> None:
-    found = audit(*arguments)
-    assert found.returncode == 2 and line in found.stderr and found.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize(
     ("script", "status", "words"),
     [
         pytest.param("single crash", 7, ("verdict   right", "events BBBBCS"), marks=pytest.mark.slow),

@@ -14,7 +14,8 @@ from bench.cli import main
 from bench.errors import GOOD, WRONG
 from bench.forecast.from_run import measured_link
 from bench.plan.models import SIZES
-from bench.run.journal import JOURNAL, encode, write_manifest
+from bench.run.journal import write_manifest
+from tests import pages
 from tests.factories import make_cell, make_manifest, make_record
 from tests.pages import read
 
@@ -45,23 +46,17 @@ def sent_s(rate: float) -> float:
 
 def write(folder: Path, rate: float, slower: float) -> Path:
     """A run of DDP on 2 x 2 ranks: steps without anything hidden, and with eager sync and N = 4 so much slower."""
-    folder.mkdir()
     cells = [
         make_cell(backend=f"ddp-{sync}", accumulate=n, world_size=4, ranks_per_node=2)
         for n in (1, 4)
         for sync in ("deferred", "eager")
     ]
-    every = [cells[0].reference(), *cells]
     records = []
-    for repeat, cell in itertools.product(range(5), every):
+    for repeat, cell in itertools.product(range(5), [cells[0].reference(), *cells]):
         reductions = cell.accumulate if cell.backend == "ddp-eager" else 1
         step = (COMPUTE_S + reductions * sent_s(rate)) * (slower if reductions == 4 else 1)
         records.append(make_record(cell, repeat, time={"step_seconds": [step] * cell.timed_windows}))
-    (folder / JOURNAL).write_bytes(b"".join(map(encode, records)))
-    matmul = [entry(2, 1, WITHIN), entry(4, 2, rate)]
-    about = make_manifest(every, run_id=folder.name, finished="2026-01-02T04:04:05+00:00", matmul=matmul)
-    write_manifest(folder, about)
-    return folder
+    return pages.write(folder, records, matmul=[entry(2, 1, WITHIN), entry(4, 2, rate)])
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ from bench.measure.tensors import FakeTensors, tensors
 from bench.plan import categories
 from bench.plan.categories import HELD, PEAK, Category
 from bench.plan.cell import REFERENCE, Cell, Precision, Status
-from bench.plan.models import SIZES
 from bench.plan.task import SETTLED_WINDOWS, Spec, passes
 from bench.workload import load
 from tests.conftest import asked, first
@@ -185,21 +184,6 @@ def test_what_cannot_be_is_unsupported_in_one_line(launcher: Launcher, tmp_path:
 def test_passes_that_compare_values_or_time_nothing_are_left_out() -> None:
     cells = [make_cell(), make_cell(virtual=True), make_cell(virtual=True, fake_tensors=True)]
     assert list(passes(cells).values()) == [ALL_PASSES, ("time", "collectives", "memory"), ("collectives", "memory")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [8, 64])
-def test_what_deferring_costs_at_8b(launcher: Launcher, tmp_path: Path, world_size: int) -> None:
-    """fsdp2-torchtitan.md, C8 and C10: 26.17 GiB at W = 8, 29.45 at W = 64, and 14.96 more for whole parameters."""
-    names = ("fsdp2-eager", "fsdp2-deferred", "fsdp2-deferred-resident")
-    values = {"workload": "llama", "model": "8b", "sequence_length": 8192, "precision": Precision.BF16}
-    cells = [world_cell(name, world_size, virtual=True, fake_tensors=True, **values) for name in names]
-    trials = measure(launcher, tmp_path, cells)
-    eager, deferred, resident = (trials[name]["memory"]["held"] for name in names)
-    parameters = SIZES["8b"].num_parameters
-    assert deferred - eager == 4 * parameters * (world_size - 1) // world_size
-    assert resident - deferred == 2 * parameters
-    assert (deferred - eager) / 2**30 == pytest.approx({8: 26.17, 64: 29.45}[world_size], abs=0.01)
 
 
 def test_a_device_draws_the_weights_of_a_large_shipped_model_and_of_no_other() -> None:

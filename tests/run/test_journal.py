@@ -11,10 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.cli import main
-from bench.errors import WRONG, InputError
+from bench.errors import InputError
 from bench.run.journal import JOURNAL, MANIFEST, SCHEMA_VERSION, Journal, decode, encode, read_manifest, write_manifest
-from tests.factories import make_cell, make_manifest, make_record
 
 RECORDS = st.lists(
     st.dictionaries(
@@ -135,14 +133,6 @@ def test_manifest_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
     assert [path.name for path in tmp_path.iterdir()] == [MANIFEST], "no draft is left"
 
 
-def test_a_folder_without_a_run(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"holds no run \(run.json: No such file or directory\); name a folder under"):
-        read_manifest(tmp_path)
-    (tmp_path / MANIFEST).write_text("{")
-    with pytest.raises(InputError, match=r"run.json: is not (JSON|a JSON object)"):
-        read_manifest(tmp_path)
-
-
 @pytest.mark.parametrize("version", [SCHEMA_VERSION - 1, SCHEMA_VERSION + 1, "2", True, None])
 def test_a_run_of_another_schema_version_is_refused_in_one_line(tmp_path: Path, version: Any) -> None:
     (tmp_path / MANIFEST).write_text(json.dumps({"schema_version": version}))
@@ -152,19 +142,3 @@ def test_a_run_of_another_schema_version_is_refused_in_one_line(tmp_path: Path, 
         f"{tmp_path / MANIFEST}: schema_version is {version!r}; this version of the bench reads {SCHEMA_VERSION}, so "
         "measure again"
     )
-
-
-def test_a_command_names_the_damaged_line_and_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cell = make_cell()
-    write_manifest(tmp_path, make_manifest([cell]))
-    for repeat in range(3):
-        Journal(tmp_path).append(make_record(cell, repeat))
-    lines = (tmp_path / JOURNAL).read_bytes().split(b"\n")
-    lines[1] = lines[1].replace(b"ok", b"kk", 1)
-    (tmp_path / JOURNAL).write_bytes(b"\n".join(lines))
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    assert main(["report", str(tmp_path)]) == WRONG
-    assert f"{JOURNAL}:2: " in capsys.readouterr().err
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
