@@ -321,13 +321,7 @@ def blocks(run: Run, where: str, m: Groups) -> bool:
     return (str(least), str(most)) == (m["a"], m["b"]) and shows(m["least"], of[least]) and shows(m["most"], of[most])
 
 
-@rule(
-    r"(?<=: )geometric mean over blocks, below 1 is faster",
-    r"geometric mean",
-    "95 % intervals",
-    "x86_64",
-    "1/N",
-)
+@rule(r"(?<=: )geometric mean over blocks, below 1 is faster", r"geometric mean", "95 % intervals", "x86_64", "1/N")
 @rule("Below 1, B is faster", "Lower left is better", "times differ", "median step after warm-up", "the slowest rank")
 @rule("largest peak(?: of a rank)?", "(?:Times cannot|No times can) be compared", "More frameworks, at N = 4: popular")
 def about_the_method(run: Run, where: str, m: Groups) -> bool:

@@ -196,10 +196,7 @@ BAD_INPUT = {
         ("--samples 9 --micro-batch 4 --accumulate 1,x", r"'1,x' is not a list of integers such as 1,4,2"),
         ("--samples 2 --micro-batch 1 --world-size 3 --sampler-drop-last", r"--samples is 2, fewer than the 3 ranks"),
         ("--samples 9 --micro-batch 4 --max-steps -2", r"--max-steps is -2; it must be an integer of at least 0"),
-        (
-            "--samples 9 --micro-batch 6 --world-size 2 --drop-last",
-            r"--micro-batch is 6, but a rank has only 5",
-        ),
+        ("--samples 9 --micro-batch 6 --world-size 2 --drop-last", r"--micro-batch is 6, but a rank has only 5"),
         ("--samples 9 --micro-batch 4 --backend ddp-eagre", r"'ddp-eagre' is unknown; did you mean ddp-eager\?"),
         ("--samples 9 --micro-batch 4 --backend ,", r"--backend: no name is given; it must be 'all' or a list"),
     ],
@@ -461,7 +458,7 @@ def test_a_good_run(place: Place) -> None:
     assert "tables: out/*.parquet" in out and "plots:  out/plots (0 files)" in out
     assert out.splitlines()[-1] == "report: out/report.html (in short: out/report.md)"
     assert {path.name for path in Path("out").iterdir()} == {
-        *("run.json", "trials.jsonl", "plots", "report.html", "report.md"),
+        *("run.json", "trials.jsonl", "plots", "report.html", "report.md")
     } | {f"{name}.parquet" for name in ("trials", "steps", "losses", "collectives", "memory", "ratios")}
 
 

@@ -50,14 +50,7 @@ def test_busy_stolen_and_own(proc: FakeProc) -> None:
     assert load.result is not None
     assert json.loads(json.dumps(load.result)) == load.result
     assert (load.result.pop("cpus"), load.result.pop("kernel")) == ([0, 1], "")
-    assert load.result == pytest.approx(
-        {
-            "wall_s": 10.0,
-            "busy_cores": 1.1,
-            "stolen_cores": 0.4,
-            "own_cores": 0.8,
-        }
-    )
+    assert load.result == pytest.approx({"wall_s": 10.0, "busy_cores": 1.1, "stolen_cores": 0.4, "own_cores": 0.8})
 
 
 def test_only_the_cpus_that_may_be_used_are_counted(proc: FakeProc, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,25 +67,12 @@ def test_only_the_cpus_that_may_be_used_are_counted(proc: FakeProc, monkeypatch:
 
 
 def _rank(**changes: Any) -> dict[str, Any]:
-    return {
-        "wall_s": 10.0,
-        "cpus": [0, 1, 2, 3],
-        "busy_cores": 3.0,
-        "stolen_cores": 0.5,
-        "own_cores": 0.9,
-    } | changes
+    return {"wall_s": 10.0, "cpus": [0, 1, 2, 3], "busy_cores": 3.0, "stolen_cores": 0.5, "own_cores": 0.9} | changes
 
 
 def test_ranks_on_the_same_cpus_saw_the_same_load() -> None:
     merged = merge([_rank(), _rank(busy_cores=3.2, own_cores=1.0)])
-    assert merged == pytest.approx(
-        {
-            "num_cpus": 4,
-            "own_cores": 1.9,
-            "foreign_cores": 3.1 - 1.9,
-            "stolen_cores": 0.5,
-        }
-    )
+    assert merged == pytest.approx({"num_cpus": 4, "own_cores": 1.9, "foreign_cores": 3.1 - 1.9, "stolen_cores": 0.5})
 
 
 def test_nodes_are_told_apart_by_their_kernels() -> None:

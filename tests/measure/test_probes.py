@@ -40,11 +40,7 @@ def test_a_scaled_update_is_all_scale_and_no_residual(tmp_path: Path, scale: flo
 def test_an_orthogonal_part_is_all_residual(tmp_path: Path) -> None:
     update.save({"a": torch.tensor([3.0, 0.0])}, tmp_path / "truth.safetensors")
     found = update.compare({"a": torch.tensor([3.0, 1.5])}, tmp_path / "truth.safetensors")
-    assert found == {
-        "scale": pytest.approx(1.0),
-        "error": pytest.approx(0.5),
-        "residual": pytest.approx(0.5),
-    }
+    assert found == {"scale": pytest.approx(1.0), "error": pytest.approx(0.5), "residual": pytest.approx(0.5)}
 
 
 def test_a_reference_that_did_not_move_is_refused(tmp_path: Path) -> None:

@@ -12,14 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from bench.audit.conformance import (
-    Observation,
-    by_backend,
-    by_loss,
-    overview,
-    scenarios,
-    with_number,
-)
+from bench.audit.conformance import Observation, by_backend, by_loss, overview, scenarios, with_number
 from bench.audit.scenario import Scenario
 from bench.audit.semantics_files import MARKDOWN, OBSERVATIONS, facts_of, load, write_pictures, write_tables
 from bench.formatting import markdown as escape
