@@ -76,6 +76,10 @@ def with_torch(**changes: Any) -> GpuFacts:
     return replace(SERVER, torch=replace(CUDA_TORCH, **changes))
 
 
+def card(*capability: int) -> dict[str, Any]:
+    return {"index": 0, "capability": list(capability)}
+
+
 def with_gpu(**changes: Any) -> GpuFacts:
     return replace(SERVER, gpus=({**CARD, **changes},))
 
@@ -134,14 +138,8 @@ GPU_CASES: dict[str, tuple[GpuFacts, Level, str, str]] = {
     "ancient driver": (replace(SERVER, driver_cuda=(11, 4)), ERROR, "cuda", "since no supported torch"),
     "CUDA fails": (with_torch(devices=(), device_error="Error 802"), ERROR, "cuda", "Error 802"),
     "other card": (with_torch(architectures=("sm_80", "sm_90a", "sm_100")), Level.GOOD, "cuda", "uses 2"),
-    "new card": (
-        with_torch(devices=[{"index": 0, "capability": [12, 0]}], architectures=("sm_90",)),
-        *(ERROR, "cuda", "newer"),
-    ),
-    "old card": (
-        with_torch(devices=[{"index": 0, "capability": [6, 1]}], architectures=("sm_80",)),
-        *(ERROR, "cuda", "older"),
-    ),
+    "new card": (with_torch(devices=[card(12, 0)], architectures=("sm_90",)), ERROR, "cuda", "newer"),
+    "old card": (with_torch(devices=[card(6, 1)], architectures=("sm_80",)), ERROR, "cuda", "older"),
     "no NCCL": (with_torch(nccl=False), ERROR, "nccl", "built without it"),
     "no P2P": (with_torch(no_peers=((0, 1), (1, 0))), WARNING, "p2p", "GPUs 0-1 cannot access"),
     "P2P off": (replace(SERVER, environment={"NCCL_P2P_DISABLE": "1"}), *(WARNING, "p2p", "unset NCCL_P2P_DISABLE")),
