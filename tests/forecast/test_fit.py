@@ -15,7 +15,7 @@ from bench.plan import matrix as matrix_file
 from bench.plan.cell import Cell, Device, Precision
 from bench.plan.expand import expand
 from bench.plan.models import SIZES
-from tests.conftest import ROOT
+from tests.conftest import ROOT, first
 from tests.factories import make_cell
 
 BACKENDS = registry()
@@ -80,7 +80,7 @@ def test_ranks_on_one_gpu_share_its_memory() -> None:
     assert fit.too_large([alone], limit - 4, 2) == {}, "this one would have five GPUs"
 
 
-@pytest.mark.parametrize("num_gpus", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_gpus", first([1, 8], [1, 2, 4, 8]))
 def test_the_gpu_matrix_on_80_gb_skips_nothing_but_8b(num_gpus: int) -> None:
     cells = expand(matrix_file.load("gpu"), BACKENDS, num_gpus)
     reasons = fit.too_large(cells, H100, num_gpus)
@@ -91,7 +91,7 @@ def test_the_gpu_matrix_on_80_gb_skips_nothing_but_8b(num_gpus: int) -> None:
         assert cell.activation_checkpointing and cell.micro_batch_size == 1, "as small as it can be"
 
 
-@pytest.mark.parametrize("num_gpus", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_gpus", first([1, 8], [1, 2, 4, 8]))
 @pytest.mark.parametrize("name", ["H100 80GiB", "H200 141GB"])
 def test_the_gpu_matrix_takes_no_longer_than_it_says(
     name: str, num_gpus: int, capsys: pytest.CaptureFixture[str]

@@ -49,7 +49,7 @@ def run(num_ranks: int, folder: Path, **ends: Any) -> dict[str, Any]:
         num_nodes=1,
         address="127.0.0.1",
     )
-    return agent.run(act, node_task, agent.Rendezvous(node_task), "spawn")
+    return agent.run(act, node_task, agent.Rendezvous(node_task), "fork")
 
 
 @pytest.mark.parametrize(
