@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -24,12 +25,13 @@ from unittest.mock import MagicMock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import ScriptObject, Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, DistributedSampler
 
 W, M, N, EPOCHS = 2, 2, 4, 2
@@ -376,22 +378,37 @@ def scenarios(kinds: Any, given: dict[str, dict[str, Any]], train: Callable[...,
     return found
 
 
-def launch(work: Callable[[], dict[str, Any]], *, engine: bool) -> None:
-    """Print what ``work`` returns on the first of W ranks over gloo, forked from here; ``engine``: with DeepSpeed."""
+class Calls(TorchDispatchMode):
+    """Collectives by operator, and where asked by the description of their process group."""
+
+    def __init__(self, *, by_group: bool = False) -> None:
+        super().__init__()
+        self.by_group, self.calls = by_group, Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            group = next(arg for arg in args if isinstance(arg, ScriptObject)) if self.by_group else None
+            self.calls[func._opname + (f" {dist.ProcessGroup.unbox(group).group_desc}" if group else "")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def launch(work: Callable[[], dict[str, Any]], *, engine: bool, ranks: int = W) -> None:
+    """Print what ``work`` returns on the first rank of some over gloo, forked from here; ``engine``: of DeepSpeed."""
     torch.set_num_threads(1)
     if engine:
         import deepspeed  # noqa: F401 - once, before the fork
     with tempfile.TemporaryDirectory() as temporary:
         store = str(Path(temporary) / "store")
-        torch.multiprocessing.start_processes(_rank, (store, work, engine), nprocs=W, start_method="fork")
+        torch.multiprocessing.start_processes(_rank, (store, ranks, work, engine), nprocs=ranks, start_method="fork")
         print(Path(store + ".json").read_text())
 
 
-def _rank(number: int, store: str, work: Callable[[], dict[str, Any]], engine: bool) -> None:
-    os.environ |= {"RANK": f"{number}", "LOCAL_RANK": f"{number}", "WORLD_SIZE": f"{W}", "LOCAL_WORLD_SIZE": f"{W}"}
-    os.environ["LOCAL_SIZE"] = f"{W}"  # or DeepSpeed calls numactl
+def _rank(number: int, store: str, ranks: int, work: Callable[[], dict[str, Any]], engine: bool) -> None:
+    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), f"{number}")
+    # Without LOCAL_SIZE, DeepSpeed calls numactl.
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), f"{ranks}")
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    dist.init_process_group("gloo", store=dist.FileStore(store, W), rank=number, world_size=W)
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=number, world_size=ranks)
     if engine:
         import deepspeed.ops
         from deepspeed.runtime.fp16.loss_scaler import LossScaler

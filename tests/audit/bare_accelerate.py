@@ -10,9 +10,9 @@ import contextlib
 import logging
 import os
 import tempfile
-from collections import Counter
 from typing import Any
 
+import bare
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -23,8 +23,7 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
 )
-from bare import M, MicroBatchError, N, Seen, W, Weights, deepspeed_config, launch, loader, scenarios, whole_weight
-from torch.utils._python_dispatch import TorchDispatchMode
+from bare import Calls, M, MicroBatchError, N, Seen, W, Weights, deepspeed_config, whole_weight
 from torch.utils.data import DataLoader
 
 SCENARIOS: dict[str, dict[str, Any]] = {
@@ -76,7 +75,7 @@ class Training:
         self.model, self.optimizer, *schedulers = self.accelerator.prepare(model, inner, *schedules)
         self.scheduler: Any = schedulers[0] if schedulers else None
         data: Any = range(given["samples"])
-        self.loader = loader(given) if given.get("own") else self.accelerator.prepare(DataLoader(data, M))
+        self.loader = bare.loader(given) if given.get("own") else self.accelerator.prepare(DataLoader(data, M))
 
     def step(self, batch: torch.Tensor, *, raises: bool = False) -> None:
         """As documented."""
@@ -128,17 +127,6 @@ def train(seen: Seen, given: dict[str, Any], kind: str) -> None:
     training.end()
 
 
-class Calls(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.calls[func._opname] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def collectives(kind: str) -> dict[str, int]:
     """The calls in the third of four windows."""
     training, calls = Training({"samples": 4 * N * M * W}, kind, Seen(4 * N * M * W)), Calls()
@@ -162,9 +150,9 @@ def fallbacks() -> dict[str, str]:
 
 def work() -> dict[str, Any]:
     found = {"fallbacks": fallbacks(), "collectives": {kind: collectives(kind) for kind in KINDS}}
-    return found | scenarios(KINDS, SCENARIOS, train)
+    return found | bare.scenarios(KINDS, SCENARIOS, train)
 
 
 if __name__ == "__main__":
     logging.disable(logging.WARNING)
-    launch(work, engine=True)
+    bare.launch(work, engine=True)

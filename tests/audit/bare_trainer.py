@@ -16,8 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, DistributedType, PartialState
-from bare import M, MicroBatchError, N, Seen, W, deepspeed_config, launch, scenarios, whole_weight
-from bare_accelerate import Calls
+from bare import Calls, M, MicroBatchError, N, Seen, W, deepspeed_config, launch, scenarios, whole_weight
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.judge.formulas import expect
 from bench.workload.layout import ROOT, Layout, Parameter
+from tests.audit.test_scenarios_bare import run_bare
 from tests.conftest import HSDP, Command
 from tests.factories import make_cell
 
@@ -20,12 +18,9 @@ CALLED = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_sca
 
 
 @pytest.fixture(scope="module")
-def bare() -> dict[str, Any]:
+def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the loops without the bench computed, sent and held, by mode."""
-    script = str(Path(__file__).parent / "bare_hsdp.py")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+    found = run_bare("bare_hsdp.py", folder=tmp_path_factory.mktemp("bare"))
     assert list(found) == HSDP
     return found
 

@@ -6,36 +6,17 @@ epochs of ten micro-batches of a sample per rank with N = 4, so the last window 
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
-from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from bare import Calls, launch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 W, R, N, SAMPLES, EPOCHS = 4, 2, 4, 40, 2
 MODES = ("hsdp-eager", "hsdp-deferred-all-reduce", "hsdp-deferred")
-
-
-class Calls(TorchDispatchMode):
-    """Collectives by operator and description of the process group."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
-            self.calls[f"{func.__name__.split('.')[0]} {dist.ProcessGroup.unbox(group).group_desc}"] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def train(mode: str, rank: int) -> dict[str, Any]:
@@ -47,7 +28,8 @@ def train(mode: str, rank: int) -> dict[str, Any]:
     samples = list(range(rank, SAMPLES, W))
     found: dict[str, Any] = {"updates": [], "calls": []}
     for first in [*range(0, len(samples), N)] * EPOCHS:
-        window, counter, before = samples[first : first + N], Calls(), weights.weight.full_tensor().detach().clone()
+        window, counter = samples[first : first + N], Calls(by_group=True)
+        before = weights.weight.full_tensor().detach().clone()
         with counter:
             for sample in window:
                 last = sample == window[-1]
@@ -77,19 +59,9 @@ def held(weights: Any) -> int:
     return sum(gradient.untyped_storage().nbytes() // 4 for gradient in local)
 
 
-def rank_main(rank: int, store: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", store=dist.FileStore(store, W), rank=rank, world_size=W)
-    found = {mode: train(mode, rank) for mode in MODES}
-    if rank == 0:
-        Path(store + ".json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+def work() -> dict[str, Any]:
+    return {mode: train(mode, dist.get_rank()) for mode in MODES}
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as temporary:
-        shared = str(Path(temporary) / "store")
-        torch.multiprocessing.start_processes(rank_main, (shared,), nprocs=W, start_method="fork")
-        print(Path(shared + ".json").read_text())
+    launch(work, engine=False, ranks=W)
