@@ -1,20 +1,26 @@
-"""What is out of date, and what is made again, in a repository of its own."""
+"""Pages are of the data beside them; what is out of date, and what is made again, in a repository of its own."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench.errors import BAD, GOOD, WRONG
 from bench.run.journal import read_manifest, write_manifest
+from tests.audit_command.cases import CASES
 from tests.conftest import ROOT
+from tests.hosts import __main__ as hosts
 from tests.pages import simulate
-from tests.studies import results
+from tests.studies import audit_page, claims, results
+from tests.studies.measured import Measured
 from tests.studies.results import ROWS, Made
 
 CODE, RUN, PAGE = "bench/code.py", "results/timed", "page.md"
@@ -105,3 +111,24 @@ def test_what_the_table_names_is_there() -> None:
     for row in ROWS:
         assert all((ROOT / path.removeprefix(":!")).exists() for path in row.code), row.name
         assert set(row.sources) <= set(names[: names.index(row.name)]), row.name
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+PAGES: dict[Path, Callable[[], str]] = {
+    audit_page.PAGE: lambda: audit_page.page(read(audit_page.DATA)),
+    claims.DOCS: lambda: claims.page(Measured.load()),
+    hosts.PAGE: lambda: hosts.page(hosts.PAGE.read_text().partition(hosts.HEADING)[0], read(hosts.DATA)),
+}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_a_page_is_of_its_data(path: Path) -> None:
+    assert path.read_text(encoding="utf-8") == PAGES[path]()
+
+
+def test_every_audited_script_has_got_its_verdict() -> None:
+    found = read(audit_page.DATA)
+    assert {case.name: found[case.name]["verdict"] for case in CASES} == {case.name: case.verdict for case in CASES}
