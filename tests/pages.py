@@ -30,17 +30,8 @@ from bench.report.outputs import write_outputs
 from bench.run import start
 from bench.run.journal import JOURNAL, encode, write_manifest
 from bench.run.runner import Runner
-from tests.factories import (
-    FakeLauncher,
-    make_backend,
-    make_cell,
-    make_failure,
-    make_manifest,
-    make_matrix,
-    make_rank,
-    make_record,
-    make_time,
-)
+from tests import factories
+from tests.factories import FakeLauncher, make_cell, make_manifest, make_matrix, make_record, make_time
 
 STEP_S = 0.1
 MIB = 2**20
@@ -81,7 +72,7 @@ def records_of(
         changed = dict(changes(cell, repeat))
         steps = steps_of(generator, cell, seconds * changed.pop("slower", 1.0), noise)
         if changed.get("status"):
-            record = make_failure(cell, repeat, changed["status"], changed["reason"])
+            record = factories.make_failure(cell, repeat, changed["status"], changed["reason"])
         else:
             time = {"step_seconds": steps, **changed.pop("time", {})}
             record = make_record(cell, repeat, time=time, **changed)
@@ -180,7 +171,7 @@ def simulate(folder: Path, factors: Mapping[str, float], *, once: Collection[str
 
     ``once`` are the backends of one trial.
     """
-    backends = {name: make_backend(name) for name in [REFERENCE, *factors]}
+    backends = {name: factories.make_backend(name) for name in [REFERENCE, *factors]}
     overrides = {"training.timed_windows": 8, "training.warmup_windows": 2} | values
     cells = expand(matrix := make_matrix(overrides, backend=list(factors), accumulate=[2]), backends, 0)
     alone = [cell.cell_id for cell in cells if cell.backend in once]
@@ -191,7 +182,7 @@ def simulate(folder: Path, factors: Mapping[str, float], *, once: Collection[str
         if (cell := spec.cell).backend == REFERENCE:
             return None
         time = make_time(cell, step_seconds=steps_of(generator, cell, STEP_S * factors[cell.backend], 0.004))
-        ranks = [make_rank(cell, spec.passes, rank, time=time) for rank in range(cell.world_size)]
+        ranks = [factories.make_rank(cell, spec.passes, rank, time=time) for rank in range(cell.world_size)]
         return Outcome(status=Status.OK, reason="", ranks=ranks, wall_s=1.0)
 
     Runner(folder, manifest, backends, FakeLauncher(script), Mock(), interim_analysis).run()  # type: ignore[arg-type]

@@ -7,17 +7,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from bench.judge import samples
-from bench.judge.statistics import (
-    MIN_REPEATS,
-    MIN_TRIALS,
-    Interval,
-    LogMean,
-    Sample,
-    equivalent,
-    ratio,
-    required_trials,
-)
+from bench.judge import samples, statistics
+from bench.judge.statistics import MIN_REPEATS, MIN_TRIALS, Interval, LogMean, Sample, ratio, required_trials
 
 
 def sample(center: float = 1.0, trials: int = 12, seed: int = 0, *, blocks: bool = True, noise: float = 0.03) -> Sample:
@@ -33,7 +24,7 @@ class TestRatio:
         found = ratio(sample(trials=trials, seed=1, blocks=blocks), sample(trials=trials, seed=2, blocks=blocks))
         assert found.low is found.high is found.p_different is found.p_same is None
         assert str(MIN_TRIALS) in found.reason and str(trials) in found.reason
-        assert found.width == math.inf and not equivalent(found)
+        assert found.width == math.inf and not statistics.equivalent(found)
 
 
 class TestLogMean:

@@ -8,19 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.judge import verdicts
 from bench.judge.evidence import CellEvidence
 from bench.judge.statistics import PRECISION, Interval, Sample, ratio
-from bench.judge.verdicts import (
-    BLOCKS,
-    MORE_HELPS,
-    NEXT,
-    Comparison,
-    Reason,
-    Verdict,
-    compare,
-    judge_all,
-    next_precision,
-)
+from bench.judge.verdicts import Comparison, Reason, Verdict, compare, judge_all, next_precision
 
 OPPOSITE = {Verdict.FASTER: Verdict.SLOWER, Verdict.SLOWER: Verdict.FASTER}
 
@@ -117,7 +108,7 @@ class TestCompare:
         for pair in ((a, b), (b, a)):
             found = judge_all([compare(*pair, quiet_control())])[0]
             assert (found.verdict, found.reason) == (Verdict.NOT_COMPARABLE, reason)
-            assert found.time is None and found.detail and NEXT[reason]
+            assert found.time is None and found.detail and verdicts.NEXT[reason]
 
     def test_failed_trials_are_not_dropped_in_silence(self) -> None:  # mutant 13
         a, b = self.made(failures={("oom", ""): 2})
@@ -140,8 +131,8 @@ class TestCompare:
 
 
 def test_every_reason_says_what_to_do_next() -> None:
-    assert set(NEXT) == set(Reason) and all(NEXT.values())
-    assert not BLOCKS & MORE_HELPS
+    assert set(verdicts.NEXT) == set(Reason) and all(verdicts.NEXT.values())
+    assert not verdicts.BLOCKS & verdicts.MORE_HELPS
 
 
 def test_repeats_go_on_until_the_precision_and_then_only_if_undecided() -> None:

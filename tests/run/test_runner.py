@@ -25,17 +25,8 @@ from bench.plan.task import EXTRA_PASSES, Spec
 from bench.run import machine, runner, start
 from bench.run.journal import Journal, encode, read_manifest, write_manifest
 from bench.run.runner import Runner
-from tests.factories import (
-    ALL_PASSES,
-    FakeLauncher,
-    Script,
-    failed,
-    make_backend,
-    make_cell,
-    make_matrix,
-    make_rank,
-    make_record,
-)
+from tests import factories
+from tests.factories import FakeLauncher, Script, failed, make_backend, make_cell, make_matrix, make_rank
 
 NAMES = [f"b{number}" for number in range(6)]
 BACKENDS: dict[str, type[Backend]] = {name: make_backend(name) for name in [REFERENCE, *NAMES]}
@@ -119,24 +110,24 @@ def test_extra_passes_run_once_in_the_first_block_and_never_again(tmp_path: Path
     run.judge = Scripted(every, every, [])
     launcher = run.go(when("b1", 0, failed()))
     timed = [("time",)]
-    assert passes_of(launcher, REFERENCE) == passes_of(launcher, "b0") == [ALL_PASSES, *timed * 5]
-    assert passes_of(launcher, "b1") == [ALL_PASSES, *timed * 5], "crashed, and not tried again"
+    assert passes_of(launcher, REFERENCE) == passes_of(launcher, "b0") == [factories.ALL_PASSES, *timed * 5]
+    assert passes_of(launcher, "b1") == [factories.ALL_PASSES, *timed * 5], "crashed, and not tried again"
     again = FakeLauncher()
     run.runner(again, retry_failed=True).run()
-    assert ran(again) == [(REFERENCE, ("update",)), ("b1", ALL_PASSES)], "but when asked"
+    assert ran(again) == [(REFERENCE, ("update",)), ("b1", factories.ALL_PASSES)], "but when asked"
 
 
 def test_no_update_without_a_reference(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     launcher = run.go(when(REFERENCE, 0, failed(Status.OOM)))
     without = ("time", *(name for name in EXTRA_PASSES if name != "update"))
-    assert passes_of(launcher, REFERENCE) == [ALL_PASSES, ("time",), ("time",)]
+    assert passes_of(launcher, REFERENCE) == [factories.ALL_PASSES, ("time",), ("time",)]
     assert passes_of(launcher, "b0") == [without, ("time",), ("time",)]
     assert run.statuses(REFERENCE) == ["oom", "ok", "ok"]
     assert run.statuses("b0") == ["ok"] * 3
     again = FakeLauncher()
     run.runner(again, retry_failed=True).run()
-    assert passes_of(again, REFERENCE) == [ALL_PASSES]
+    assert passes_of(again, REFERENCE) == [factories.ALL_PASSES]
     assert passes_of(again, "b0") == [("time", "update")], "the update is made up for"
 
 
@@ -218,7 +209,7 @@ def test_what_a_run_needs_grows_with_its_trials_and_references() -> None:
     cell = make_cell(timed_windows=1000)
     once, often = start.needed([cell], 1), start.needed([cell], 11)
     assert once > start.RESERVE_BYTES
-    record = make_record(cell)
+    record = factories.make_record(cell)
     record["time"]["rank_step_seconds"] = [record["time"]["step_seconds"]] * cell.world_size
     assert (often - once) / 10 > len(encode(record))
     assert start.needed([cell.reference()], 1) - start.RESERVE_BYTES > 4 * SIZES["tiny"].num_parameters

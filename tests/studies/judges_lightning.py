@@ -11,19 +11,8 @@ import pandas as pd
 from bench.audit.stepcount_text import by_rule
 from bench.audit.training_plan import TrainingPlan
 from bench.backends.base import registry
-from tests.studies.measured import (
-    DIVIDED_TWICE,
-    FIXED,
-    GLOBAL_STEP,
-    HOOK,
-    PLAIN,
-    STRATEGY,
-    TRUE,
-    Judged,
-    Measured,
-    only,
-    true,
-)
+from tests.studies import measured
+from tests.studies.measured import DIVIDED_TWICE, GLOBAL_STEP, HOOK, PLAIN, TRUE, Judged, Measured, only, true
 
 
 def completely(m: Measured) -> Judged:
@@ -39,10 +28,10 @@ def completely(m: Measured) -> Judged:
 
 def _calls(m: Measured) -> dict[str, int]:
     return {
-        "calls": m.reported("divisible", DIVIDED_TWICE, STRATEGY),
+        "calls": m.reported("divisible", DIVIDED_TWICE, measured.STRATEGY),
         "updates": m.updates("divisible", DIVIDED_TWICE),
         "batches": m.seen["divisible", DIVIDED_TWICE]["micro_batches"],
-        "plain": m.reported("divisible", PLAIN, STRATEGY),
+        "plain": m.reported("divisible", PLAIN, measured.STRATEGY),
     }
 
 
@@ -61,7 +50,7 @@ def call_is_normal(m: Measured) -> Judged:
 
 
 def divided_twice(m: Measured) -> Judged:
-    weight, fixed = (m.weights("divisible", name)[0] for name in (DIVIDED_TWICE, FIXED))
+    weight, fixed = (m.weights("divisible", name)[0] for name in (DIVIDED_TWICE, measured.FIXED))
     return true(weight != 1 == fixed), {"weight": weight, "fixed": fixed}
 
 

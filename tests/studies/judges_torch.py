@@ -9,23 +9,8 @@ from typing import Any
 from bench.judge.formulas import expect, layout_of
 from bench.judge.statistics import ratio
 from bench.plan.cell import Cell, Precision
-from tests.studies.measured import (
-    DIVIDED_TWICE,
-    FALSE,
-    MIB,
-    OUTSIDE,
-    PLAIN,
-    TRUE,
-    Judged,
-    Measured,
-    memory,
-    once,
-    only,
-    payload,
-    peak,
-    run_of,
-    true,
-)
+from tests.studies import measured
+from tests.studies.measured import DIVIDED_TWICE, PLAIN, TRUE, Judged, Measured, memory, only, payload, peak, true
 
 LINKS = ("unlimited", "1gbit", "200mbit")
 TITAN, TRAINER, ACCELERATE = "torchtitan-eager", "hf-trainer-ddp", "accelerate-ddp"
@@ -55,7 +40,7 @@ def due_payload(backend: str, n: int) -> int:
 def no_sync(m: Measured) -> Judged:
     ddp, fsdp2 = payload("ddp-deferred", 8, "all_reduce"), payload("fsdp2-deferred", 8, "reduce_scatter")
     gathered = payload("fsdp2-deferred", 8, "all_gather")
-    numbers = {"ddp": ddp / MIB, "fsdp2": fsdp2 / MIB, "gathered": gathered / MIB}
+    numbers = {"ddp": ddp / measured.MIB, "fsdp2": fsdp2 / measured.MIB, "gathered": gathered / measured.MIB}
     return only(payload("ddp-deferred", 8, "all_gather") == 0 < gathered, TRUE), numbers
 
 
@@ -90,7 +75,7 @@ def all_reduce_alone(m: Measured) -> Judged:
 
 
 def torchtitan(m: Measured) -> Judged:
-    return FALSE, {}
+    return measured.FALSE, {}
 
 
 def counts_updates(m: Measured) -> Judged:
@@ -101,7 +86,7 @@ def counts_updates(m: Measured) -> Judged:
 
 
 def overlaps(m: Measured) -> Judged:
-    return OUTSIDE, {}
+    return measured.OUTSIDE, {}
 
 
 def discards(m: Measured) -> Judged:
@@ -149,7 +134,7 @@ def scheduler(m: Measured) -> Judged:
 
 
 def curves(m: Measured) -> Judged:
-    run = run_of("curves")
+    run = measured.run_of("curves")
     losses = run.tables.losses.merge(
         run.tables.trials[["cell_id", "repeat", "backend", "optimizer", "clip_norm", "twin"]], on=["cell_id", "repeat"]
     )
@@ -157,7 +142,7 @@ def curves(m: Measured) -> Judged:
     by = losses.pivot_table(index=["optimizer", "clip_norm", "step"], columns="backend", values="loss")
     away = by.sub(by["reference"], axis=0).abs().groupby(level=[0, 1]).max()
     adam, sgd = away.loc["adamw-foreach"], away.loc["sgd"]
-    trial = once("trials", DIVIDED_TWICE, 4, "curves").query("clip_norm == 0").iloc[0]
+    trial = measured.once("trials", DIVIDED_TWICE, 4, "curves").query("clip_norm == 0").iloc[0]
     numbers = {
         "steps": int(losses["step"].max()) + 1,
         "scale": 1 - trial["update_error"],
@@ -172,7 +157,7 @@ def curves(m: Measured) -> Judged:
 
 def same_memory(m: Measured) -> Judged:
     peaks = [peak("ddp-deferred", n) for n in (1, 2, 8)]
-    activations = [memory("ddp-deferred", n, "tracked_peak_activations") / MIB for n in (1, 2, 8)]
+    activations = [memory("ddp-deferred", n, "tracked_peak_activations") / measured.MIB for n in (1, 2, 8)]
     words = (", ".join(f"{size:.1f}" for size in sizes) for sizes in (peaks, activations))
     falling = all(sizes == sorted(sizes, reverse=True) for sizes in (peaks, activations))
     return only(falling and activations[-1] < 0.1), dict(zip(("peaks", "activations"), words, strict=True))
@@ -180,7 +165,7 @@ def same_memory(m: Measured) -> Judged:
 
 def bandwidth(m: Measured) -> Judged:
     found: dict[tuple[str, int], list[Any]] = {}
-    for run in map(run_of, (f"links/{name}" for name in LINKS)):
+    for run in map(measured.run_of, (f"links/{name}" for name in LINKS)):
         for cell in run.cells.values():
             family, _, _ = cell.backend.partition("-deferred")
             base = dataclasses.replace(cell, backend=f"{family}-eager")
