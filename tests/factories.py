@@ -119,6 +119,21 @@ def make_failure(cell: Cell, repeat: int = 0, status: str = "oom", reason: str =
     }
 
 
+def make_gpu(**changes: Any) -> dict[str, Any]:
+    """What a record's telemetry says of a GPU that only a power cap slowed down."""
+    facts = {
+        "uuid": "GPU-1",
+        "sm_clock_mhz": 1500.0,
+        "power_w": 400.0,
+        "temperature_c": 60,
+        "throttle": {"SwPowerCap": 0.6, "HwThermalSlowdown": 0.05},
+        "slowdowns": ["HwThermalSlowdown", "SwPowerCap"],
+        "energy_j": 90.0,
+        "other_processes": 0,
+    }
+    return facts | changes
+
+
 def make_document(**axes: Any) -> dict[str, Any]:
     """The smallest good TOML document of a matrix, with these axes instead of its own."""
     return {

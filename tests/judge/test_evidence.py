@@ -13,24 +13,10 @@ from bench.judge.gates import judge
 from bench.judge.verdicts import Reason, Verdict, compare, judge_all
 from bench.measure.host import IDLE_SHARE
 from bench.plan.cell import Cell, Device
-from tests.factories import make_cell, make_manifest, make_record
+from tests.factories import make_cell, make_gpu, make_manifest, make_record
 
 HOST = make_cell()
 CUDA = make_cell(device=Device.CUDA)
-
-
-def gpu(**changes: Any) -> dict[str, Any]:
-    facts = {
-        "uuid": "GPU-1",
-        "sm_clock_mhz": 1500.0,
-        "power_w": 400.0,
-        "temperature_c": 60,
-        "throttle": {"SwPowerCap": 0.6, "HwThermalSlowdown": 0.05},
-        "slowdowns": ["HwThermalSlowdown", "SwPowerCap"],
-        "energy_j": 90.0,
-        "other_processes": 0,
-    }
-    return facts | changes
 
 
 def built(cell: Cell, *changes: dict[str, Any]) -> tables.Tables:
@@ -59,19 +45,21 @@ def test_a_busy_machine_makes_a_cell_not_comparable(foreign: float, stolen: floa
 
 
 def test_gpu_columns_by_hand() -> None:
-    made = built(CUDA, {"gpus": {"gpus": [gpu(), gpu(uuid="GPU-2", sm_clock_mhz=1200.0, energy_j=60.0)], "notes": []}})
+    made = built(
+        CUDA, {"gpus": {"gpus": [make_gpu(), make_gpu(uuid="GPU-2", sm_clock_mhz=1200.0, energy_j=60.0)], "notes": []}}
+    )
     row = made.trials.iloc[1]
     assert (row["sm_clock_mhz"], row["power_w"], row["temperature_c"]) == (1200.0, 800.0, 60.0)
     assert row["energy_j_per_step"] == 150.0 / CUDA.timed_windows
     assert row["energy_j_per_token"] == pytest.approx(row["energy_j_per_step"] / (16 * 32))
     assert row["clock_slowdowns"] == "SwPowerCap", "what was seen in less than a tenth of the samples is none"
     assert row["foreign_gpu_processes"] == 0
-    unknown = built(CUDA, {"gpus": {"gpus": [gpu(sm_clock_mhz=None, energy_j=None)], "notes": []}}).trials.iloc[1]
+    unknown = built(CUDA, {"gpus": {"gpus": [make_gpu(sm_clock_mhz=None, energy_j=None)], "notes": []}}).trials.iloc[1]
     assert unknown[["sm_clock_mhz", "energy_j_per_step"]].isna().all()
 
 
 def on_gpu(*changes: dict[str, Any]) -> CellEvidence:
-    return sides(CUDA, *({"gpus": {"gpus": [gpu(**change)], "notes": []}} for change in changes))
+    return sides(CUDA, *({"gpus": {"gpus": [make_gpu(**change)], "notes": []}} for change in changes))
 
 
 def test_a_power_cap_alone_is_no_obstacle_and_heat_is() -> None:
@@ -92,7 +80,7 @@ def test_a_faster_clock_cannot_fake_a_speed_up() -> None:
     for repeat in range(8):
         wobble = 1 + 0.001 * (repeat % 3)
         for cell, seconds, clock in ((slow, 1.1, 1000.0), (fast, 1.0, 1100.0)):
-            facts = {"gpus": {"gpus": [gpu(sm_clock_mhz=clock)], "notes": []}}
+            facts = {"gpus": {"gpus": [make_gpu(sm_clock_mhz=clock)], "notes": []}}
             records.append(make_record(cell, repeat, time={"step_seconds": [seconds * wobble] * 3}, **facts))
     made = judge(tables.build(records, make_manifest()))
     a, b = map(EvidenceByCell(made).of, (fast, slow))

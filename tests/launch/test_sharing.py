@@ -19,7 +19,7 @@ from bench.plan.cell import REFERENCE, Device
 from bench.plan.expand import expand
 from bench.plan.task import Task
 from bench.plan.world import World
-from tests.factories import make_cell, make_manifest, make_matrix, make_record
+from tests.factories import make_cell, make_gpu, make_manifest, make_matrix, make_record
 
 BACKENDS = registry()
 GPUS: list[dict[str, Any]] = [
@@ -138,17 +138,7 @@ def test_the_group_is_not_one_that_a_mesh_replaces_by_nccl(tmp_path: Path) -> No
 
 def judged() -> tables.Tables:
     cells = [SHARED.reference(), SHARED, make_cell(backend="fsdp2-eager", device=Device.CUDA, shared_gpu=True)]
-    gpu = {
-        "uuid": "GPU-0",
-        "sm_clock_mhz": 1980,
-        "power_w": 400.0,
-        "temperature_c": 60,
-        "throttle": {},
-        "slowdowns": [],
-        "energy_j": 90.0,
-        "other_processes": 0,
-    }
-    told = {"time": {"cuda_memory": CUDA_MEMORY}, "gpus": {"gpus": [gpu], "notes": []}}
+    told = {"time": {"cuda_memory": CUDA_MEMORY}, "gpus": {"gpus": [make_gpu()], "notes": []}}
     records = [
         make_record(cell, repeat, **{name: dict(value) for name, value in told.items()})
         for cell in cells
