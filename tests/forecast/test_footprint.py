@@ -33,7 +33,7 @@ def test_peaks_are_as_near_to_exact_ones_as_predict_says() -> None:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("number", first((0, 63), range(0, len(FAKE), 3)))
+@pytest.mark.parametrize("number", first((60,), range(0, len(FAKE), 3)))
 def test_the_exact_peak_is_the_committed_one(number: int, capsys: pytest.CaptureFixture[str]) -> None:
     """To the byte, and near to the prediction."""
     cell, peak = FAKE[number]
