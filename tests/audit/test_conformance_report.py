@@ -45,6 +45,14 @@ def test_a_finding_has_its_most_telling_number(word: str, changes: dict[str, Any
     assert conformance.summary(seen) == [f"{word} {expected}".rstrip()]
 
 
+@pytest.mark.parametrize(
+    "changes", [{}, {"weight_ratio": 0.5}, {"samples_left_open": 1}, {"micro_batches": 7}], ids=str
+)
+def test_backends_that_differ_in_one_thing_are_no_group(changes: dict[str, Any]) -> None:
+    found = conformance.groups([make_observation("loop-a"), make_observation("loop-b", **changes)])
+    assert [len(group.backends) for group in found] == ([1, 1] if changes else [2])
+
+
 def test_weight_maps_are_written_and_the_same_every_time(tmp_path: Path) -> None:
     about, observations = semantics_files.load(COMMITTED)
     seen = [each for each in observations if each["scenario"]["name"] == "clip"]
