@@ -9,12 +9,21 @@ from scipy import stats
 
 from bench.judge import samples, statistics
 from bench.judge.statistics import MIN_REPEATS, MIN_TRIALS, Interval, LogMean, Sample, ratio, required_trials
+from bench.run.trial_record import warmup
 
 
 def sample(center: float = 1.0, trials: int = 12, seed: int = 0, *, blocks: bool = True, noise: float = 0.03) -> Sample:
     rng = np.random.default_rng(seed)
     logs = math.log(center) + noise * rng.normal(size=(trials, 1)) + noise * rng.normal(size=(trials, 12))
     return Sample(np.exp(np.median(logs, axis=1)).tolist(), list(range(trials)) if blocks else [])
+
+
+class TestWarmup:
+    def test_drops_what_is_slow_at_first(self) -> None:
+        steady = [1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0, 1.01, 0.99, 1.0]
+        assert warmup([3.0, 2.0, *steady]) == 2
+        assert warmup([1.6, 1.5, 1.55, *steady]) == 3
+        assert warmup([]) == warmup([5.0, 1.0, 1.0]) == 0
 
 
 class TestRatio:
@@ -49,6 +58,11 @@ class TestLogMean:
         same, apart = (ratio(Sample([seconds] * 6, range(6)), Sample([1.0] * 6, range(6))) for seconds in (1.0, 2.0))
         assert (same.ratio, same.low, same.high, same.p_different) == (1, 1, 1, 1)
         assert apart.low == apart.high == pytest.approx(2) and apart.p_different == 0
+
+
+class TestHolm:
+    def test_known_example(self) -> None:
+        assert statistics.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
 
 
 class TestPrecision:
