@@ -388,7 +388,9 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             group = next(arg for arg in args if isinstance(arg, ScriptObject)) if self.by_group else None
-            self.calls[func._opname + (f" {dist.ProcessGroup.unbox(group).group_desc}" if group else "")] += 1
+            self.calls[
+                func._opname + (f" {dist.ProcessGroup.unbox(group).group_desc}" if group is not None else "")
+            ] += 1
         return func(*args, **(kwargs or {}))
 
 

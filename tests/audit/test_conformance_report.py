@@ -55,7 +55,7 @@ def test_backends_that_differ_in_one_thing_are_no_group(changes: dict[str, Any])
 
 def test_weight_maps_are_written_and_the_same_every_time(tmp_path: Path) -> None:
     about, observations = semantics_files.load(COMMITTED)
-    seen = [each for each in observations if each["scenario"]["name"] == "clip"]
+    seen = [each for each in observations if each["scenario"]["name"] == "clip"][:4]
     written = [semantics_files.write_pictures(seen, about, tmp_path / name) for name in "ab"]
     first, again = (paths["clip"] for paths in written)
     assert first.name == "weights-clip.png" and first.read_bytes() == again.read_bytes()
