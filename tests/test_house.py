@@ -44,7 +44,7 @@ def figures() -> dict[str, int]:
         "lines": sum(lines.values()),
         "lines of the core": sum(lines[path] for path in core),
         "longest module": max(lines.values()),
-        "lines of tests": 27695sum(len(path.read_text(encoding="utf-8").splitlines()) for path in tests),
+        "lines of tests": sum(len(path.read_text(encoding="utf-8").splitlines()) for path in tests),
         "names of several modules": sum(count > 1 for count in files.values()),
         "names of several classes": sum(count > 1 for count in classes.values()),
         "locals that say nothing": sum(getattr(node, "id", getattr(node, "arg", "")) in SAY_NOTHING for node in nodes),
