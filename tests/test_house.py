@@ -17,7 +17,7 @@ AT_MOST = {
     "lines": 32354,
     "lines of the core": 23109,
     "longest module": 349,
-    "lines of tests": 27695,
+    "lines of tests": 27737,
     "names of several modules": 0,
     "names of several classes": 0,
     "locals that say nothing": 0,
