@@ -17,7 +17,7 @@ from bench.judge.analysis import Analysis
 from bench.judge.integrity import check
 from bench.judge.loading import Run, load
 from bench.judge.next_steps import VIRTUAL
-from bench.plan.cell import Cell, Sync
+from bench.plan.cell import Cell, Sharding, Sync
 from bench.plan.columns import labels
 from bench.report.answer import Answer, answer
 from bench.report.citation import cite
@@ -99,10 +99,10 @@ def test_the_fastest_correct_backend_and_those_not_told_from_it(folder: Path) ->
     assert not on_topic(found, "Undecided") and run.labels[row["cell_id"]] == "beta N=4 W=2 fp32"
 
 
-def test_one_pair_of_eager_and_deferred_has_a_statement_and_all_others_share_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("sharded", "first"), [(("beta", "gamma"), "beta"), (("gamma",), "gamma"), ((), "alpha")])
+def test_the_first_pair_that_shards_parameters_has_a_statement_and_all_others_share_one(
+    tmp_path: Path, sharded: tuple[str, ...], first: str
 ) -> None:
-    monkeypatch.setattr("bench.report.answer.FIRST_DEFERRED", "beta-deferred")  # for FSDP2, bytes would be checked too
     factors = {f"{name}-{sync}": 1.0 for name in ("alpha", "beta", "gamma") for sync in ("eager", "deferred")}
     folder = write_run(
         tmp_path / "run",
@@ -111,10 +111,16 @@ def test_one_pair_of_eager_and_deferred_has_a_statement_and_all_others_share_one
         repeats=1,
         changes=lambda cell, _: {"status": "invalid", "reason": "the loss is off"} if cell.backend == "wrong" else {},
     )
+    manifest = read_manifest(folder)
+    for name in sharded:
+        for sync in ("eager", "deferred"):
+            manifest["backends"][f"{name}-{sync}"]["sharding"] = str(Sharding.PARAMS)
+    write_manifest(folder, manifest)
     found = run_and_answer(folder)[1]
-    (sync,), (others,) = on_topic(found, SYNC), on_topic(found, "Other families")
-    assert sync.subject == "beta-deferred / beta-eager"
-    assert others.text == "memory, deferred / eager: alpha-deferred 1.000; gamma-deferred 1.000."
+    (statement,), (others,) = on_topic(found, SYNC), on_topic(found, "Other families")
+    assert statement.subject == f"{first}-deferred / {first}-eager"
+    left = "; ".join(f"{name}-deferred 1.000" for name in ("alpha", "beta", "gamma") if name != first)
+    assert others.text == f"memory, deferred / eager: {left}."
     assert found.alarm is not None and "the loss is off" not in found.alarm.text  # it is said of the cell
 
 
