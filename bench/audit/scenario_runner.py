@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, zip_longest
+from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from pkgutil import resolve_name
@@ -106,10 +106,8 @@ def run(
     Scenarios of equal world size share a process group. If it fails as a whole, each is run again in its own.
     """
     world_size = attrgetter("world_size")
-    for backend, next_backend in zip_longest(backends, backends[1:]):
-        launcher.prepare(backend)
-        if next_backend:
-            launcher.prepare(next_backend)  # its packages are imported while this one trains
+    for place, backend in enumerate(backends):
+        launcher.prepare(backends[place : place + 2])  # packages of the next one are imported while this one trains
         for _, group in groupby(sorted(scenarios, key=world_size), key=world_size):
             together = list(group)
             if len(together) > 1:

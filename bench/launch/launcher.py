@@ -7,6 +7,7 @@ agents have joined (``nodes.Nodes``), which answer as this one does. Only here t
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import socket
 import sys
@@ -101,20 +102,15 @@ class Launcher:
             self.close()
             return Outcome(status=Status.INTERRUPTED, reason=str(error), ranks=[], wall_s=wall_s, cold=self._cold)
 
-    def prepare(self, backend: str) -> None:
-        """Begin to start the processes from which a later trial of a backend is forked, without waiting for them."""
-        for node in self._nodes:
-            node.start(self._packages(backend), cold=self._cold)
+    def prepare(self, backends: Iterable[str], *, wait: bool = False) -> None:
+        """Start at once the processes from which later trials of these backends are forked.
 
-    def prepare_all(self, backends: Iterable[str]) -> None:
-        """Start the processes of several backends at once on this node, and wait until they have imported everything.
-
-        Otherwise each is waited for before the first trial that needs it.
+        With ``wait``, also wait until those on this node have imported everything; other nodes wait by themselves.
         """
         every = {self._packages(backend) for backend in backends}
-        for packages in every:
-            self._own.start(packages, cold=self._cold)
-        for packages in every:
+        for packages, node in itertools.product(every, self._nodes):
+            node.start(packages, cold=self._cold)
+        for packages in every if wait else ():
             self._own.start(packages, cold=self._cold)  # it runs; this chooses the one to wait for
             with contextlib.suppress(ForkError):  # told by the trial that needs them
                 self._own.ready()
