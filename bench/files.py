@@ -10,13 +10,19 @@ import contextlib
 import datetime
 import json
 import os
+import re
 import socket
 import stat
+import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from bench.errors import InputError
+
+ROOT = Path(__file__).resolve().parents[1]
+"""The folder from which ``bench`` is imported: a checkout, or that of all installed packages."""
 
 
 def read(path: Path, place: str, advice: str) -> bytes:
@@ -46,6 +52,23 @@ def end_of(path: Path, num_bytes: int) -> bytes:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - num_bytes))
         return file.read()
+
+
+def python_path(first: Path) -> str:
+    """PYTHONPATH for a child process that imports from this folder before all others."""
+    return os.pathsep.join(filter(None, [str(first), os.environ.get("PYTHONPATH", "")]))
+
+
+def portable(text: str) -> str:
+    """The text with what Python imports from relative to there: ``bench/cli.py``, ``site-packages/torch/nn``.
+
+    So what a run keeps of a crash does not say where its machine has a checkout or an environment.
+    """
+    installed = set(sysconfig.get_paths().values())
+    for folder in sorted(filter(os.path.isabs, {str(ROOT), *sys.path}), key=len, reverse=True):
+        kept = f"{Path(folder).name}/" if folder in installed else ""
+        text = re.sub(rf"(?<![\w.-]){re.escape(folder)}/", kept, text)
+    return text
 
 
 RESULTS, PLOTS = Path("results"), Path("plots")

@@ -7,10 +7,12 @@ import re
 import signal
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 
+from bench.run.journal import JOURNAL
 from tests.conftest import FAULTY, MATRIX, ROOT, Command, Run, first, processes_with, run_matrix
 
 
@@ -52,6 +54,15 @@ def test_failed_trials_keep_their_logs(faulty_run: Run) -> None:
     text = (faulty_run.folder / record["log"]).read_text()
     assert "KeyError" in text
     assert "in fail" in text
+
+
+def test_what_failed_trials_keep_names_no_place_on_the_machine(faulty_run: Run) -> None:
+    record, logs = faulty_run.record("x-raises"), faulty_run.folder / "logs"
+    assert 'File "bench/' in (faulty_run.folder / record["log"]).read_text()
+    assert any(line.lstrip().startswith('File "bench/') for line in record["last_lines"])
+    for path in (faulty_run.folder / JOURNAL, *logs.iterdir()):
+        for folder in (ROOT, sysconfig.get_path("purelib")):
+            assert f"{folder}/" not in path.read_text(), path.name
 
 
 def test_interrupt_keeps_finished_trials_and_resume_goes_on(tmp_path: Path, here: Command) -> None:

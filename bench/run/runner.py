@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from bench.backends import blocks
 from bench.backends.base import Backend
-from bench.files import end_of
+from bench.files import end_of, portable
 from bench.launch import dumps
 from bench.launch.interrupt import held
 from bench.launch.launcher import Launcher
@@ -315,7 +315,7 @@ class Runner:
         parts += [f"--- {'/'.join(log.parts[-2:])}\n{end}\n" for log, end in ends]
         path = self._folder / f"{name}.log"
         path.parent.mkdir(exist_ok=True)
-        path.write_text("\n".join(parts))
+        path.write_text(portable("\n".join(parts)))
         found = [f"{name}.{dump.name}" for dump in dumps.collect(folder, path.with_suffix(""))]
         return {"log": f"{name}.log"} | ({"dumps": found} if found else {})
 
