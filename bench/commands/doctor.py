@@ -26,6 +26,7 @@ from packaging.version import InvalidVersion, Version
 from bench.backends.base import built_in, registry
 from bench.files import RESULTS, existing
 from bench.findings import Finding, Level, error, good, warning
+from bench.grouping import grouped
 from bench.launch.torch_facts import GLOO, TorchFacts, ask_torch
 from bench.measure.host import IDLE_SHARE, HostLoad, merge
 from bench.plan.cell import REFERENCES, Device
@@ -256,9 +257,7 @@ def idle(load: Mapping[str, Any] | None, num_cores: int) -> Iterator[Finding]:
 def backends(missing: Mapping[str, Mapping[str, str]], *, has_gpu: bool) -> Iterator[Finding]:
     """Which backends can run on which device."""
     for device in (Device.CPU, *([Device.CUDA] if has_gpu else [])):
-        reasons: dict[str, list[str]] = {}
-        for name, reason in missing.get(device, {}).items():
-            reasons.setdefault(reason, []).append(name)
+        reasons = grouped((reason, name) for name, reason in missing.get(device, {}).items())
         able = reasons.pop("", [])
         if able:
             yield good("backends", f"{device} can run {', '.join(able)}")
