@@ -53,7 +53,6 @@ DEFECTS = tuple(dict.fromkeys(defect for backend in built_in().values() for defe
 
 
 def add(commands: Any) -> None:
-    """Add the command's parser."""
     parser = commands.add_parser(
         "doctor", help="say what this machine can run, and how to fix what it cannot", description=DESCRIPTION
     )
@@ -63,7 +62,6 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Examine the machine and print the findings; 1 if there is an error."""
     from bench.report.terminal import report_findings
 
     backends = {name: backend for name, backend in registry().items() if name not in REFERENCES}

@@ -29,7 +29,6 @@ DESCRIPTION = (
 
 
 def add(commands: Any) -> None:
-    """Add the command's parser."""
     parser = commands.add_parser(
         "export", help="describe a run's frames, or write them for other programs", description=DESCRIPTION
     )
@@ -42,7 +41,6 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Describe the frames, or write them and name the files."""
     import bench
 
     if (arguments.format is None) != (arguments.out is None):
