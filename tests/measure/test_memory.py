@@ -19,8 +19,12 @@ from bench.run import trial_record
 KIB = 1024
 
 
+def nonzero(parts: dict[Category, int]) -> dict[str, int]:
+    return {str(category): size for category, size in parts.items() if size}
+
+
 def parts(memory: dict[str, int], total: str) -> dict[str, int]:
-    return {str(category): size for category in Category if (size := memory[f"{total}_{category}"])}
+    return nonzero({category: memory[f"{total}_{category}"] for category in Category})
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["one", "window"])
