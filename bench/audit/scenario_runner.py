@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -127,15 +126,8 @@ def _observe(
     launcher: Launcher, backend: str, scenarios: Sequence[Scenario], device: Device, timeout_s: float
 ) -> list[Observed] | Outcome:
     """Scenarios in one process group; the outcome if it failed."""
-    with tempfile.TemporaryDirectory(prefix="accumulation-bench-") as folder:
-        task = AuditTask(
-            backend=backend,
-            world_size=scenarios[0].world_size,
-            scenarios=tuple(scenarios),
-            folder=str(Path(folder) / "audit"),
-            device=device,
-        )
-        outcome = launcher.run(task, timeout_s).limited_by("--timeout")
+    task = AuditTask(backend=backend, world_size=scenarios[0].world_size, scenarios=tuple(scenarios), device=device)
+    outcome = launcher.run(task, timeout_s).limited_by("--timeout")
     if outcome.status is not Status.OK:
         return outcome
     return [

@@ -11,6 +11,7 @@ import itertools
 import math
 import socket
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Sequence
@@ -78,6 +79,9 @@ class Launcher:
         Ranks start cold wherever a forked process cannot use the device; the outcome says so. A trial on a node that is
         lost is ``interrupted``, so that it runs again when the run is resumed.
         """
+        if not task.folder:
+            with tempfile.TemporaryDirectory(prefix="accumulation-bench-") as folder:
+                return self.run(replace(task, folder=folder), timeout_s, inactivity_s)
         if self._others:
             self._others.welcome_back(self._device)
         nodes = self._nodes[: task.num_nodes]
