@@ -49,18 +49,12 @@ def test_failures_set_the_exit_status_are_shown_and_leave_nothing_behind(faulty_
     assert processes_with("faulty") == []
 
 
-def test_failed_trials_keep_their_logs(faulty_run: Run) -> None:
+def test_failed_trials_keep_their_logs_which_name_no_place_on_the_machine(faulty_run: Run) -> None:
     record = faulty_run.record("x-raises")
     text = (faulty_run.folder / record["log"]).read_text()
-    assert "KeyError" in text
-    assert "in fail" in text
-
-
-def test_what_failed_trials_keep_names_no_place_on_the_machine(faulty_run: Run) -> None:
-    record, logs = faulty_run.record("x-raises"), faulty_run.folder / "logs"
-    assert 'File "bench/' in (faulty_run.folder / record["log"]).read_text()
+    assert "KeyError" in text and "in fail" in text and 'File "bench/' in text
     assert any(line.lstrip().startswith('File "bench/') for line in record["last_lines"])
-    for path in (faulty_run.folder / JOURNAL, *logs.iterdir()):
+    for path in (faulty_run.folder / JOURNAL, *(faulty_run.folder / "logs").iterdir()):
         for folder in (ROOT, sysconfig.get_path("purelib")):
             assert f"{folder}/" not in path.read_text(), path.name
 

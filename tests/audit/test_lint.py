@@ -32,7 +32,6 @@ from tests.conftest import first
 
 NEW = (0, 19, 8)
 DATA = {"class_path": "my.Data", "init_args": {"batch_size": 2}}
-ZERO = "deepspeed_stage_{}"
 
 
 def lightning(strategy: Any = "ddp", *, data: Any = DATA, **trainer: Any) -> dict[str, Any]:

@@ -15,13 +15,11 @@ from bench.backends import blocks
 from bench.backends.base import registry
 from bench.backends.zero_options import check_input
 from bench.errors import UnsupportedError
-from bench.judge.formulas import BUILT_IN
 from bench.plan.cell import Cell, Device
 from bench.workload import load
 from tests.conftest import Run, run_matrix
 from tests.factories import make_backend, make_cell
 
-STAGE3 = [name for name, backend in BUILT_IN.items() if backend.stage == 3]
 COMPILABLE = ["ddp-deferred", "fsdp2-deferred"]
 ALL_COMPILABLE = [*COMPILABLE, "fsdp2-eager", "deepspeed-zero2-eager", "lightning-ddp", "lightning-fsdp2"]
 """One of every way to wrap a model that can."""

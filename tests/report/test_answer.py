@@ -17,7 +17,7 @@ from bench.judge.analysis import Analysis
 from bench.judge.integrity import check
 from bench.judge.loading import Run, load
 from bench.judge.next_steps import VIRTUAL
-from bench.plan.cell import Cell, Sharding, Sync
+from bench.plan.cell import Cell, Sync
 from bench.plan.columns import labels
 from bench.report.answer import Answer, answer
 from bench.report.citation import cite
@@ -25,7 +25,7 @@ from bench.report.descriptions import eager_and_deferred
 from bench.report.terminal import show
 from bench.run.journal import JOURNAL, read_manifest, write_manifest
 from tests.factories import make_cell, make_record
-from tests.pages import read, report, write, write_run
+from tests.pages import kind, read, report, write, write_run
 
 FASTEST, LEAST, SYNC = "Fastest correct backend", "Least memory", "Deferred against eager"
 FACTORS = {"alpha-eager": 1.0, "alpha-deferred": 0.75, "beta": 1.2, "gamma": 0.7525}
@@ -110,12 +110,8 @@ def test_the_first_pair_that_shards_parameters_has_a_statement_and_all_others_sh
         accumulate=(4,),
         repeats=1,
         changes=lambda cell, _: {"status": "invalid", "reason": "the loss is off"} if cell.backend == "wrong" else {},
+        backends={name: kind(name) | ({"sharding": "params"} if name.startswith(sharded) else {}) for name in factors},
     )
-    manifest = read_manifest(folder)
-    for name in sharded:
-        for sync in ("eager", "deferred"):
-            manifest["backends"][f"{name}-{sync}"]["sharding"] = str(Sharding.PARAMS)
-    write_manifest(folder, manifest)
     found = run_and_answer(folder)[1]
     (statement,), (others,) = on_topic(found, SYNC), on_topic(found, "Other families")
     assert statement.subject == f"{first}-deferred / {first}-eager"
