@@ -193,7 +193,7 @@ class FakeLauncher:
     def __init__(self, script: Script | None = None) -> None:
         self.specs: list[Spec] = []
         self.timeouts: list[float] = []
-        self.closed = self.renewed = 0
+        self.closed = 0
         self._script = script or (lambda spec, number: None)
 
     def __enter__(self) -> Self:
@@ -228,9 +228,6 @@ class FakeLauncher:
 
     def close(self) -> None:
         self.closed += 1
-
-    def renew(self) -> None:
-        self.renewed += 1
 
 
 def make_observation(

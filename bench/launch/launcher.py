@@ -131,15 +131,6 @@ class Launcher:
             node.ready()
         return _Trial(task, nodes, *limits_s)
 
-    def renew(self) -> None:
-        """End every process, so that the next trials are forked from new ones.
-
-        All children of one process have their libraries at the same addresses, which can shift times by several per
-        cent (Mytkowicz et al., "Producing Wrong Data Without Doing Anything Obviously Wrong!", ASPLOS 2009). Several
-        fork servers let the trials sample that variation.
-        """
-        self.close()
-
     def close(self) -> None:
         """End every process; SIGTERM first, SIGKILL after a grace period."""
         with contextlib.ExitStack() as every:  # all are closed, even if one fails or is interrupted

@@ -31,7 +31,12 @@ LOG_BYTES = 20_000
 """How much of the end of each rank's log is kept for a failed trial."""
 
 RENEWED_FOR_S = 120.0
-"""Least time between two renewals of the fork servers, which happen between pairs of blocks. Each takes up to 10 s."""
+"""Least time between two renewals of the fork servers, which happen between pairs of blocks. Each takes up to 10 s.
+
+All children of one process have their libraries at the same addresses, which can shift times by several per cent
+(Mytkowicz et al., "Producing Wrong Data Without Doing Anything Obviously Wrong!", ASPLOS 2009). Several fork servers
+let the trials sample that variation.
+"""
 
 
 class Observer(Protocol):
@@ -159,7 +164,7 @@ class Runner:
             self._decide(InterimAnalysis(repeats=repeat, open=()), Ended.BUDGET)
             return False
         if left and repeat % 2 == 0 and time.monotonic() >= self._renew_at:
-            self._launcher.renew()
+            self._launcher.close()  # the next trials are forked from new processes
             self._renew_at = time.monotonic() + RENEWED_FOR_S
         self._launcher.prepare((trial.cell.backend for trial in left if not self._missing(trial)), wait=True)
         for trial in left:
