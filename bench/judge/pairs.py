@@ -59,7 +59,6 @@ class ComparedPair(Pair, Comparison):
 
     @property
     def has_interval(self) -> bool:
-        """Whether the ratio has an interval."""
         return self.time is not None and self.time.low is not None
 
 

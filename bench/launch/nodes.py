@@ -159,7 +159,6 @@ class Nodes(contextlib.AbstractContextManager["Nodes"]):
         threading.Thread(target=self._listen, name="nodes", daemon=True).start()
 
     def __exit__(self, *exc: object) -> None:
-        """Let all nodes go."""
         self._listener.close()
         nodes: list[RemoteNode | InputError] = [*self.nodes]
         while not self._arrived.empty():

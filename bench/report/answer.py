@@ -57,7 +57,6 @@ class Answer:
 
     @property
     def all(self) -> tuple[Finding, ...]:
-        """Every statement in order."""
         return (*([self.alarm] if self.alarm else []), *self.statements, self.scope)
 
 

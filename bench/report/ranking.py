@@ -53,7 +53,6 @@ class Group:
 
     @property
     def n(self) -> int:
-        """Micro-batches per window on each rank."""
         return self.cell.accumulate
 
     @property

@@ -207,7 +207,6 @@ class _Recorder:
         self.backward: list[int] = []
 
     def hook(self, module: nn.Module) -> list[Any]:
-        """Hook a module; returns the handles."""
         return [module.register_forward_pre_hook(self._enter), module.register_forward_hook(self._leave)]
 
     def _enter(self, module: nn.Module, inputs: Any) -> Any:
