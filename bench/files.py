@@ -40,11 +40,34 @@ def read(path: Path, place: str, advice: str) -> bytes:
     return content
 
 
+@contextlib.contextmanager
+def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
+    """A draft that takes the place of a file at the end of the block; ``durable``: once it is on the disk."""
+    draft = path.with_name(f"{path.name}.tmp")
+    try:
+        yield draft
+        if durable:
+            sync(draft)
+        draft.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+
+
+def sync(path: Path) -> None:
+    """Wait until a file is on the disk, or the names in a folder."""
+    number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
 def write(path: Path, text: str) -> Path:
     """Write a file whole or not at all."""
-    draft = path.with_suffix(".tmp")
-    draft.write_text(text, encoding="utf-8")
-    return draft.replace(path)
+    with replacing(path) as draft:
+        draft.write_text(text, encoding="utf-8")
+    return path
 
 
 def end_of(path: Path, num_bytes: int) -> bytes:
