@@ -104,13 +104,16 @@ def test_the_first_pair_that_shards_parameters_has_a_statement_and_all_others_sh
     tmp_path: Path, sharded: tuple[str, ...], first: str
 ) -> None:
     factors = {f"{name}-{sync}": 1.0 for name in ("alpha", "beta", "gamma") for sync in ("eager", "deferred")}
+    factors["wrong"] = 0.5
+    kinds = {name: kind(name) for name in ("reference", *factors)}
+    kinds |= {name: kind(name) | {"sharding": "params"} for name in factors if name.startswith(sharded)}
     folder = write_run(
         tmp_path / "run",
-        {**factors, "wrong": 0.5},
+        factors,
         accumulate=(4,),
         repeats=1,
         changes=lambda cell, _: {"status": "invalid", "reason": "the loss is off"} if cell.backend == "wrong" else {},
-        backends={name: kind(name) | ({"sharding": "params"} if name.startswith(sharded) else {}) for name in factors},
+        backends=kinds,
     )
     found = run_and_answer(folder)[1]
     (statement,), (others,) = on_topic(found, SYNC), on_topic(found, "Other families")
