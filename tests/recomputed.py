@@ -192,15 +192,15 @@ class Run:
 
     def deviations(self) -> Any:
         """Of the trials from the median of their cell, in per cent."""
-        logs = [np.array([*self.times(c).values()]) for c in self.timed if self.is_correct(c)]
-        return np.abs(np.concatenate([100 * np.expm1(of - np.median(of)) for of in logs]))
+        times = [np.exp([*self.times(c).values()]) for c in self.timed if self.is_correct(c)]
+        return np.abs(np.concatenate([100 * (of / np.median(of) - 1) for of in times]))
 
 
 def shows(text: str, value: float, slack: float = 0.0) -> bool:
     """Whether the text is that value, rounded to as many digits as it has; true without a text."""
     mantissa, _, exponent = text.partition("e")
     unit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
-    return not text or abs(float(text) - value) <= 0.5001 * unit + slack
+    return not text or abs(float(text.replace(",", "")) - value) <= 0.5001 * unit + slack
 
 
 def shows_interval(of: Interval, m: Groups, trials: int) -> bool:

@@ -112,8 +112,8 @@ def at_a_price(run: Run, where: str, m: Groups) -> bool:
 @rule(r"<a:cell> against <b:cell>: <x> times the step time <ends>; verdict: <verdict:word>")
 @rule(r"<a:cell> <x> \(<verdict:word>\), <m>")
 @rule(r"(?P<family>FSDP2), deferred against eager: <x> times the step time <ends> and <m> times the memory")
-@rule(r"deferring the sync saves <saved> % of a step with (?P<family>\w+)")
-@rule(r"deferring the sync cuts the ring traffic of (?P<family>\w+) from <sb> MiB to <sa> MiB per rank")
+@rule(r"deferring the sync saves <saved> % of a step with (?P<family>[\w-]+)")
+@rule(r"deferring the sync cuts the ring traffic of (?P<family>[\w-]+) from <sb> MiB to <sa> MiB per rank")
 def of_two_cells(run: Run, where: str, m: Groups) -> bool:
     """Either both are named, or a deferred one or a family is, and the other is its eager one."""
     a = m.get("a") or f"{m['family'].lower()}-deferred"
@@ -260,7 +260,7 @@ def disturbed(run: Run, where: str, m: Groups) -> bool:
 
 
 @rule(
-    r"<a:cells> needs? <x>x the memory of <b:cells>, mostly for (?P<use>\w+ \w+)",
+    r"<a:cells> needs? <x>x the memory of <b:cells>, mostly for (?P<use>\w+(?: \w+)?)",
     r"<a:cells> sends? <x>x the bytes of <b:cells>",
 )
 def extremes(run: Run, where: str, m: Groups) -> bool:
@@ -274,7 +274,8 @@ def extremes(run: Run, where: str, m: Groups) -> bool:
             return False
     least, most = (run.first(c, "memory") for c in (cells[0], cells[-1]))
     use = max((key for key in most if key.startswith("peak_")), key=lambda key: most[key] - least[key])
-    return use == f"peak_{m.get('use', use[5:])}".replace(" ", "_") and shows(m["x"], size(cells[-1]) / size(cells[0]))
+    right = set(use.split("_")) == {"peak", *m.get("use", use[5:].replace("_", " ")).split()}
+    return right and shows(m["x"], size(cells[-1]) / size(cells[0]))
 
 
 @rule(r"<a:cells> deviates? from the reference's loss by up to <x> nats/token")
@@ -326,6 +327,7 @@ def blocks(run: Run, where: str, m: Groups) -> bool:
     r"geometric mean",
     "95 % intervals",
     "x86_64",
+    "a bucket of 5e8 elements",
     "1/N",
 )
 @rule("Below 1, B is faster", "Lower left is better", "times differ", "median step after warm-up", "the slowest rank")

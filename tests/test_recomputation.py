@@ -20,7 +20,7 @@ from tests.sentences import MIB, RULES, compiled
 RUNS = ("cpu", "popular", "curves")
 CITED = {
     "cpu": ("fsdp2-deferred N=8 W=2 fp32", "fsdp2-eager N=8 W=2 fp32"),
-    "popular": ("lightning-ddp N=4 W=2 fp32 B = 16 adamw-foreach",),
+    "popular": ("lightning-ddp N=4 W=2 fp32",),
 }
 LEFT_OVER = re.compile(
     r"(?<![A-Za-z\d])\d[\d.]*|\b(?:fast(?:er|est)|slow(?:er|est)|saves?|costs?|cuts|least|less|more|most|fewer|short(?:er|est)"

@@ -34,10 +34,13 @@ HSDP = ("hsdp-eager", "hsdp-deferred-all-reduce", "hsdp-deferred")
 
 def halves(m: Measured) -> Judged:
     both, pair = ("all_gather", "reduce_scatter"), ("fsdp2-deferred", "fsdp2-eager")
-    two, eight = (payload(pair[0], n, *both) / payload(pair[1], n, *both) for n in (2, 8))
+    four, eight = (
+        payload(pair[0], n, *both, run=run) / payload(pair[1], n, *both, run=run)
+        for n, run in ((4, "popular"), (8, "cpu"))
+    )
     reduced = payload(pair[0], 8, both[1]) / payload(pair[1], 8, both[1])
     mixed_8, mixed_64 = (due_payload(pair[0], n) / due_payload(pair[1], n) for n in (8, 64))
-    numbers = {"reduced": reduced, "two": two, "eight": eight, "mixed_8": mixed_8, "mixed_64": mixed_64}
+    numbers = {"reduced": reduced, "four": four, "eight": eight, "mixed_8": mixed_8, "mixed_64": mixed_64}
     return TRUE if eight < 0.55 else only(mixed_64 < 0.51), numbers
 
 
@@ -65,12 +68,14 @@ def unsharded(m: Measured) -> Judged:
 
 
 def lower_peak(m: Measured) -> Judged:
-    peaks = {n: [peak(name, n) for name in ("fsdp2-eager", "fsdp2-deferred")] for n in (1, 2, 8)}
-    ddp = [peak(name, 4, "popular") for name in ("ddp-eager", "ddp-deferred")]
-    right = all(peaks[n][0] < peaks[n][1] for n in (2, 8)) and peaks[1][0] == peaks[1][1]
-    names = ("eager", "deferred", "eager_2", "deferred_2", "ddp_eager", "ddp_deferred")
-    numbers = dict(zip(names, (f"{size:.1f}" for size in (*peaks[8], *peaks[2], *ddp)), strict=True))
-    return only(right and math.isclose(*ddp, rel_tol=1e-3)), numbers
+    peaks = {
+        name: [peak(f"{name}-{sync}", 4, "popular") for sync in ("eager", "deferred")]
+        for name in ("fsdp2", "deepspeed-zero3", "ddp", "deepspeed-zero2")
+    }
+    lower = [eager < deferred for eager, deferred in peaks.values()]
+    single = {peak(name, 1) for name in ("fsdp2-eager", "fsdp2-deferred")}
+    numbers = {name.rpartition("-")[2]: "{:.1f} and {:.1f}".format(*sizes) for name, sizes in peaks.items()}
+    return only(lower == [True, True, True, False] and len(single) == 1, true(all(lower))), numbers
 
 
 def all_reduce_alone(m: Measured) -> Judged:
@@ -171,11 +176,16 @@ def curves(m: Measured) -> Judged:
 
 
 def same_memory(m: Measured) -> Judged:
-    peaks = [peak("ddp-deferred", n) for n in (1, 2, 8)]
-    activations = [memory("ddp-deferred", n, "tracked_peak_activations") / MIB for n in (1, 2, 8)]
-    words = (", ".join(f"{size:.1f}" for size in sizes) for sizes in (peaks, activations))
-    falling = all(sizes == sorted(sizes, reverse=True) for sizes in (peaks, activations))
-    return only(falling and activations[-1] < 0.1), dict(zip(("peaks", "activations"), words, strict=True))
+    sizes = ((1, "cpu"), (4, "popular"), (8, "cpu"))
+    peaks = [peak("ddp-deferred", n, run) for n, run in sizes]
+    activations = [memory("ddp-deferred", n, "tracked_peak_activations", run=run) / MIB for n, run in sizes]
+    rest = [peak - part for peak, part in zip(peaks, activations, strict=True)]
+    words = (", ".join(f"{size:.1f}" for size in found) for found in (peaks, activations, rest))
+    as_micro_batch = all(
+        math.isclose(part * n, activations[0], rel_tol=0.1) for part, (n, _) in zip(activations, sizes, strict=True)
+    )
+    numbers = dict(zip(("peaks", "activations", "rest"), words, strict=True))
+    return only(as_micro_batch and rest[-1] > rest[0] > peaks[0] / 2, true(as_micro_batch)), numbers
 
 
 def bandwidth(m: Measured) -> Judged:

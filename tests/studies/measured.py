@@ -110,14 +110,14 @@ def once(table: str, backend: str, n: int, run: str = "cpu") -> pd.DataFrame:
     return rows[rows["repeat"] == rows["repeat"].min()]
 
 
-def payload(backend: str, n: int, *ops: str) -> int:
+def payload(backend: str, n: int, *ops: str, run: str = "cpu") -> int:
     """Bytes of these collectives of one window on one rank."""
-    rows = once("collectives", backend, n)
+    rows = once("collectives", backend, n, run)
     return int(rows[rows["op"].isin(ops)]["payload_bytes"].sum())
 
 
-def memory(backend: str, n: int, *categories: str) -> int:
-    rows = once("memory", backend, n)
+def memory(backend: str, n: int, *categories: str, run: str = "cpu") -> int:
+    rows = once("memory", backend, n, run)
     return int(rows[rows["category"].isin(categories)]["bytes"].sum())
 
 

@@ -3,18 +3,18 @@
 Blocks are made in both designs: apart, each cell in processes of its own, as ``bench run`` does it; in turns, each cell
 window by window with the baseline's, in two process groups that swap (tests/overhead/in_turn.py). Once on the machine
 as it is, once beside two programs that never wait. Then the baseline's cell is timed in turn with itself, many times,
-and alone, with its memory in pages of the usual size and of 2 MiB. Writes docs/pairing.json: the ratio of each cell's
-step to the baseline's in each block, and what the block took in seconds; docs/statistics.md reads it.
+and in one start after another, between which two processes that never end multiply matrices. Writes docs/pairing.json:
+the ratio of each cell's step to the baseline's in each block, and what the block took in seconds; docs/statistics.md
+reads it.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import math
-import os
+import multiprocessing
 import random
 import shutil
 import statistics
@@ -23,11 +23,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-from scipy.stats import levene
+import torch
+from scipy.stats import pearsonr
 
 from bench.judge.statistics import MIN_TRIALS, Interval, Sample, ratio
 from bench.launch.launcher import Launcher
@@ -45,12 +46,9 @@ TIMED = {"apart": 12, "turns": 6}
 """Timed windows of a training, by design."""
 MACHINES = {"idle": 0, "beside two busy programs": 2}
 TIMEOUT_S = 300.0
-PAGES = {
-    "as it is": {},
-    "`THP_MEM_ALLOC_ENABLE=1` (torch)": {"THP_MEM_ALLOC_ENABLE": "1"},
-    "`GLIBC_TUNABLES=glibc.malloc.hugetlb=1`": {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
-}
-"""Environments that ask for memory in pages of 2 MiB."""
+STARTS = 30
+PRODUCTS = 400
+"""Products of 512 x 512 matrices between two starts: about as long as half of the timed windows."""
 
 
 def cell_of(name: str, timed: int) -> Cell:
@@ -162,12 +160,7 @@ def section() -> list[str]:
         f"The baseline's cell in turn with itself, {len(twins)} intervals of {MIN_TRIALS} trials each on the idle "
         f"machine: {hold} hold 1; the median width is {100 * width:.1f} %.",
         "",
-        f"Two starts of the same cell differ. Here `{BASELINE}` started alone on the idle machine, with its memory as "
-        "it is and in pages of 2 MiB, in turn:",
-        "",
-        *markdown_table(
-            ("memory", "starts", "median step", "standard deviation", "p of no difference"), _starts(found)
-        ),
+        *_starts(**found["starts"]),
     ]
 
 
@@ -188,29 +181,52 @@ def _gain(design: str, blocks: Sequence[dict[str, Any]]) -> float:
     return statistics.geometric_mean(ours[name] / apart[name] for name in ours)
 
 
-def _starts(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """How much starts differ, against those with memory as it is: Brown and Forsythe, JASA 69, 1974."""
-    logs = {name: [math.log(seconds) for seconds in of] for name, of in found["starts"].items()}
-    plain = logs["as it is"]
-    for name, of in logs.items():
-        p_value = "-" if of is plain else f"{levene(plain, of, center='median').pvalue:.2g}"
-        median = f"{statistics.median(found['starts'][name]):.4f} s"
-        yield name, str(len(of)), median, f"{100 * statistics.stdev(of):.1f} %", p_value
+def _starts(seconds: Sequence[float], products: Sequence[float]) -> list[str]:
+    """Whether two starts of a cell differ by more than the machine does while nothing starts."""
+    steps, machine = ([math.log(value) for value in values] for values in (seconds, products))
+    around = [statistics.mean(pair) for pair in itertools.pairwise(machine)]
+    found = pearsonr(steps, around)
+    return [
+        f"Two starts of the same cell differ. In another run, `{BASELINE}` was started {len(steps)} times alone on the "
+        f"idle machine (median step {statistics.median(seconds):.4f} s); before and after each start, two processes "
+        f"that never end multiplied {PRODUCTS} matrices. Over the starts, the step has a standard deviation of "
+        f"{100 * statistics.stdev(steps):.1f} %; without any start, the time of the products has one of "
+        f"{100 * statistics.stdev(machine):.1f} %. Their correlation is {found.statistic:.2f} "
+        f"(p = {found.pvalue:.2g}). So the speed of the machine's cores changes by enough to make two starts differ.",
+        "",
+    ]
 
 
-def starts(seconds: float, folder: Path) -> dict[str, list[float]]:
-    """The median step of the baseline's cell in each start, by kind of memory."""
-    with contextlib.ExitStack() as stack:
-        launchers = {}
-        for name, environment in PAGES.items():
-            launchers[name] = stack.enter_context(Launcher(Device.CPU))
-            with mock.patch.dict(os.environ, environment):
-                trial(launchers[name], cell_of(BASELINE, 1), folder)
-        found: dict[str, list[float]] = {name: [] for name in PAGES}
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            for name, launcher in launchers.items():
-                found[name].append(trial(launcher, cell_of(BASELINE, TIMED["apart"]), folder)[0])
+def _multiply(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    matrix = torch.randn(512, 512)
+    while pipe.recv():
+        begin = time.perf_counter()
+        for _ in range(PRODUCTS):
+            matrix @ matrix
+        pipe.send(time.perf_counter() - begin)
+
+
+def starts(launcher: Launcher, number: int, folder: Path) -> dict[str, list[float]]:
+    """In seconds: the median step of the baseline's cell in each start, and the products before, between and after."""
+    context = multiprocessing.get_context("spawn")
+    pipes = []
+    for _ in range(2):
+        here, there = context.Pipe()
+        context.Process(target=_multiply, args=(there,), daemon=True).start()
+        pipes.append(here)
+
+    def products() -> float:
+        for pipe in pipes:
+            pipe.send(True)
+        return max(pipe.recv() for pipe in pipes)
+
+    products()
+    trial(launcher, cell_of(BASELINE, 1), folder)
+    found: dict[str, list[float]] = {"seconds": [], "products": [products()]}
+    for _ in range(number):
+        found["seconds"].append(trial(launcher, cell_of(BASELINE, TIMED["apart"]), folder)[0])
+        found["products"].append(products())
     return found
 
 
@@ -244,7 +260,7 @@ def main() -> int:
                     other.wait()
         twin, base = (cell_of(name, TIMED["turns"]) for name in (TWIN, BASELINE))
         found["twins"] = [trial(launcher, twin, Path(scratch), base)[0] for _ in range(arguments.twins)]
-        found |= {"starts": starts(arguments.seconds, Path(scratch))}
+        found["starts"] = starts(launcher, STARTS, Path(scratch))
     RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
 
