@@ -262,7 +262,6 @@ class Reader(HTMLParser):
 
 
 def read(path: Path) -> Element:
-    """A page as elements."""
     reader = Reader()
     reader.feed(path.read_text(encoding="utf-8"))
     reader.close()
@@ -270,6 +269,5 @@ def read(path: Path) -> Element:
 
 
 def data_of(page: Element) -> Any:
-    """What the page's script reads."""
     (found,) = page.find("script", id="data")
     return json.loads(found.text)

@@ -14,8 +14,8 @@ WINGS = ("audit", "forecast")
 SAY_NOTHING = ("one", "own", "said", "due")
 AT_MOST = {
     "modules": 199,
-    "lines": 32354,
-    "lines of the core": 23109,
+    "lines": 32272,
+    "lines of the core": 23064,
     "longest module": 349,
     "lines of tests": 28289,
     "names of several modules": 0,
