@@ -20,7 +20,7 @@ from bench.judge.formulas import wire_bytes
 from bench.judge.tables import rows_of
 from bench.plan.categories import PEAK, Category
 from bench.plan.cell import Cell
-from bench.report.canvas import Drawing, name_rows, new_figure
+from bench.report.canvas import Drawing, end_of_axis, name_rows, new_figure
 from bench.report.figure_data import (
     CONTEXT,
     FACTS,
@@ -69,22 +69,24 @@ def stacked(
     lines = math.ceil(len(panels) / (2 if len(panels) == 4 else 3))
     columns = math.ceil(len(panels) / lines)
     words = data.figure_words(title)
-    words.notes[:0] = [*left_out, note]
+    end = end_of_axis(cells[total])
+    beyond = " An arrow: the bar goes on beyond the axis." * bool((cells[total] > end).any())
+    words.notes[:0] = [*left_out, note + beyond]
     styles = {part: _bar_style(part, colour) for part, colour in colours.items() if (cells[part] > 0).any()}
     keys: list[Key] = [(Patch(**style), part.replace("_", " ")) for part, style in styles.items()]
     figure = new_figure(words, keys, lines * height + 0.3)
     grid = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).ravel()
-    unit, unit_name = unit_of(float(cells[total].max()))
+    unit, unit_name = unit_of(end)
     for i, axes in enumerate(grid):
         if i >= len(panels):
             axes.remove()
             continue
         axes.set_title(safe(panels[i].title))
-        _draw_bars(axes, panels[i], shown, total, styles, unit)
+        _draw_bars(axes, panels[i], shown, total, styles, unit, end)
         if i + columns >= len(panels):
             axes.set_xlabel(f"{what} ({unit_name})")
             axes.tick_params(labelbottom=True)
-    grid[0].set_xlim(0, float(cells[total].max()) / unit or 1)
+    grid[0].set_xlim(0, end / unit or 1)
     return [Drawing(stem, figure, cells, words)]
 
 
@@ -100,7 +102,9 @@ def _bar_style(part: str, colour: str) -> dict[str, Any]:
     return {"facecolor": colour, "edgecolor": edge, "linewidth": 0.3, "hatch": "/////" * hatched}
 
 
-def _draw_bars(axes: Axes, panel: Panel, shown: list[str], total: str, styles: Mapping[str, Any], unit: float) -> None:
+def _draw_bars(
+    axes: Axes, panel: Panel, shown: list[str], total: str, styles: Mapping[str, Any], unit: float, end: float
+) -> None:
     name_rows(axes, shown)
     cells = panel.rows.assign(place=panel.rows["backend"].map(shown.index))
     known = cells[cells[total].notna()]
@@ -111,9 +115,11 @@ def _draw_bars(axes: Axes, panel: Panel, shown: list[str], total: str, styles: M
         ends += widths
     for place, outcome, value in zip(cells["place"], cells["outcome"], floats(cells[total]) / unit, strict=True):
         word = failure_label(outcome)
-        number = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+        number = "\N{RIGHTWARDS ARROW} " * bool(value > end / unit) + (
+            f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+        )
         words = (word or "not measured") if np.isnan(value) else f"{number} {word}".strip()
-        at = (0.0 if np.isnan(value) else value, place)
+        at = (0.0 if np.isnan(value) else min(value, end / unit), place)
         axes.annotate(safe(words), at, (3, 0), textcoords="offset points", va="center", size=TINY, color=GREY)
     if total == LIVE:
         other = known[(known[PEAK_BYTES] - known[LIVE]).abs() > SAME * known[LIVE]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,8 @@ NOTE_LINES = 12
 """Of all notes; further ones are cut."""
 LOG_ABOVE = 5.0
 """Ratio of the largest to the smallest value above which an axis is logarithmic."""
+FAR, EDGE = 5, 1.1
+"""A value is beyond the axis if it is so many times the next smaller one, from which the axis goes on so far."""
 
 
 @dataclass
@@ -149,6 +152,13 @@ def set_scale(axes: Axes, which: str, values: pd.Series) -> None:
         axis.set_minor_formatter(NullFormatter())
     else:
         axis.set_major_locator(MaxNLocator(5))
+
+
+def end_of_axis(values: pd.Series) -> float:
+    """Where the axis ends if the largest values are far beyond the others: at EDGE times these; else the largest."""
+    ordered = sorted(values.dropna().astype(float))
+    far = [low for low, high in itertools.pairwise(ordered[len(ordered) // 2 :]) if high > FAR * low]
+    return EDGE * far[0] if far else ordered[-1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,13 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from bench.formatting import plural, unit_of
+from bench.formatting import plural, size, unit_of
 from bench.judge.samples import block_effects
 from bench.judge.tables import rows_of
 from bench.judge.verdicts import Verdict
 from bench.plan.cell import REFERENCES, Status
 from bench.report import style
-from bench.report.canvas import DIAGONAL, Drawing, PointName, freeze, name_points, new_figure, set_scale
+from bench.report.canvas import DIAGONAL, Drawing, PointName, end_of_axis, freeze, name_points, new_figure, set_scale
 from bench.report.figure_data import (
     CONTEXT,
     FACTS,
@@ -44,14 +44,18 @@ ROOM = 0.16
 """Share of the axes around the points that is left for names."""
 LEAST = 1.1
 """The axes reach at least so many times farther than their middle, to either side."""
+SHOWN = "shown_bytes"
+"""Column: the peak, or the edge of the axis."""
 
 
 def draw_memory_vs_time(data: FigureData) -> list[Drawing]:
     """The cells of the largest N, most backends and most ranks, and smaller panels; nothing if no times compare."""
     known = data.timed[data.timed["peak_memory_bytes"].notna() & data.timed["step_time_s"].notna()]
-    every = known[[*FACTS, *TIMES, *MEMORY]]
-    if every.empty or data.analysis.hides_times:
+    if known.empty or data.analysis.hides_times:
         return []
+    peaks = known["peak_memory_bytes"].astype(float)
+    edge = end_of_axis(peaks)
+    every = known[[*FACTS, *TIMES, *MEMORY]].assign(**{SHOWN: peaks.clip(upper=edge)})
     source = ["peak_memory_source"] if every["peak_memory_source"].nunique() > 1 else []
     split_by = ["accumulate", *CONTEXT, *source]
     panels, left_out = data.panels(every, split_by, 1 + MOST_SMALL)
@@ -62,7 +66,7 @@ def draw_memory_vs_time(data: FigureData) -> list[Drawing]:
     words = data.figure_words(_title(data, main), timed=True)
     legend = (
         "Lower left is better. Lines are 95 % intervals of the time; arrows lead from eager to deferred sync where "
-        "times differ."
+        "times differ." + " An arrow at a name: the peak is beyond the axis." * bool((peaks > edge).any())
     )
     words.notes[:0] = [*left_out, legend, *without_value(data.timed, "step_time_s")]
 
@@ -70,7 +74,7 @@ def draw_memory_vs_time(data: FigureData) -> list[Drawing]:
     figure = new_figure(words, [], sum(heights))
     rows = figure.add_gridspec(len(heights), 1, height_ratios=heights)
     large = figure.add_subplot(rows[0])
-    unit, name = unit_of(max(panel.rows["peak_memory_bytes"].max() for panel in panels))
+    unit, name = unit_of(max(panel.rows[SHOWN].max() for panel in panels))
     measured_by = ", ".join(main.rows["peak_memory_source"].dropna().unique())
     set_scales(large, main.rows, unit)
     _draw_points(data, large, main.rows, unit, marker=6.5)
@@ -88,12 +92,14 @@ def draw_memory_vs_time(data: FigureData) -> list[Drawing]:
     freeze(figure)
     if missing := name_points(large, [_point_name(data, cell, unit) for cell in rows_of(main.rows)], DIAGONAL):
         large.set_xlabel(f"step time (s); no room to name {plural(len(missing), 'point')}: see the CSV")
-    return [Drawing("memory_vs_time", figure, every, words)]
+    return [Drawing("memory_vs_time", figure, every.drop(columns=SHOWN), words)]
 
 
 def _point_name(data: FigureData, cell: Any, unit: float) -> PointName:
     word = failure_label(cell["outcome"])
     text = f"{cell['backend']} ({word})" if word else cell["backend"]
+    if cell[SHOWN] < cell["peak_memory_bytes"]:
+        text += f": \N{UPWARDS ARROW} {size(cell['peak_memory_bytes'])}"
     return PointName(cut(text), _coordinates(cell, unit), data.looks[cell["backend"]].colour)
 
 
@@ -122,7 +128,7 @@ def _draw_points(data: FigureData, axes: Axes, cells: pd.DataFrame, unit: float,
 
 
 def _coordinates(cell: Any, unit: float) -> tuple[float, float]:
-    return float(cell["step_time_s"]), float(cell["peak_memory_bytes"]) / unit
+    return float(cell["step_time_s"]), float(cell[SHOWN]) / unit
 
 
 def _decided_sync_pairs(data: FigureData, cells: pd.DataFrame) -> Iterator[tuple[Any, Any]]:
@@ -137,7 +143,7 @@ def set_scales(axes: Axes, cells: pd.DataFrame, unit: float) -> None:
     """Scales of both axes, with room for names; a small difference is not made to look like a large one."""
     times = pd.concat([cells[name] for name in TIMES]).dropna().astype(float)
     limits = []
-    for which, values in (("x", times), ("y", cells["peak_memory_bytes"].astype(float) / unit)):
+    for which, values in (("x", times), ("y", cells[SHOWN] / unit)):
         set_scale(axes, which, values)
         low, high = float(values.min()), float(values.max())
         middle = (low * high) ** 0.5

@@ -166,6 +166,15 @@ def test_the_title_on_memory_compares_cells_of_one_panel() -> None:
     assert "adamw" in found["memory_categories"] and "1.0 MiB" not in found["memory_categories"]
 
 
+def test_a_peak_far_beyond_all_others_leaves_them_the_axis() -> None:
+    for stem, axis in (("memory_vs_time", "y"), ("memory_categories", "x")):
+        figure = drawings_of("popular")[stem].figure
+        assert getattr(figure.axes[0], f"get_{axis}lim")()[1] < 100
+        assert [
+            word for word in legible.words(figure) if re.search(r"[\N{UPWARDS ARROW}\N{RIGHTWARDS ARROW}] 1,96", word)
+        ]
+
+
 def test_panels_with_the_same_bars_are_one_and_no_figure_has_times_that_cannot_be_compared() -> None:
     (axes,) = drawings_of("curves")["communication"].figure.axes
     title = " ".join(axes.get_title().split())
