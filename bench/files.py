@@ -10,13 +10,19 @@ import contextlib
 import datetime
 import json
 import os
+import re
 import socket
 import stat
+import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from bench.errors import InputError
+
+ROOT = Path(__file__).resolve().parents[1]
+"""The folder from which ``bench`` is imported: a checkout, or that of all installed packages."""
 
 
 def read(path: Path, place: str, advice: str) -> bytes:
@@ -34,11 +40,34 @@ def read(path: Path, place: str, advice: str) -> bytes:
     return content
 
 
+@contextlib.contextmanager
+def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
+    """A draft that takes the place of a file at the end of the block; ``durable``: once it is on the disk."""
+    draft = path.with_name(f"{path.name}.tmp")
+    try:
+        yield draft
+        if durable:
+            sync(draft)
+        draft.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+
+
+def sync(path: Path) -> None:
+    """Wait until a file is on the disk, or the names in a folder."""
+    number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
 def write(path: Path, text: str) -> Path:
     """Write a file whole or not at all."""
-    draft = path.with_suffix(".tmp")
-    draft.write_text(text, encoding="utf-8")
-    return draft.replace(path)
+    with replacing(path) as draft:
+        draft.write_text(text, encoding="utf-8")
+    return path
 
 
 def end_of(path: Path, num_bytes: int) -> bytes:
@@ -46,6 +75,23 @@ def end_of(path: Path, num_bytes: int) -> bytes:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - num_bytes))
         return file.read()
+
+
+def python_path(first: Path) -> str:
+    """PYTHONPATH for a child process that imports from this folder before all others."""
+    return os.pathsep.join(filter(None, [str(first), os.environ.get("PYTHONPATH", "")]))
+
+
+def portable(text: str) -> str:
+    """The text with what Python imports from relative to there: ``bench/cli.py``, ``site-packages/torch/nn``.
+
+    So what a run keeps of a crash does not say where its machine has a checkout or an environment.
+    """
+    installed = set(sysconfig.get_paths().values())
+    for folder in sorted(filter(os.path.isabs, {str(ROOT), *sys.path}), key=len, reverse=True):
+        kept = f"{Path(folder).name}/" if folder in installed else ""
+        text = re.sub(rf"(?<![\w.-]){re.escape(folder)}/", kept, text)
+    return text
 
 
 RESULTS, PLOTS = Path("results"), Path("plots")

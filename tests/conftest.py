@@ -304,8 +304,8 @@ def launcher() -> Iterator[Launcher]:
 
 def lend(launcher: Launcher, monkeypatch: pytest.MonkeyPatch, *users: Any) -> None:
     """Give modules the shared launcher in place of one that they would start and end."""
-    monkeypatch.setattr(Launcher, "__enter__", lambda shared: shared)  # only its fixture starts, renews and ends it
-    for method in ("__exit__", "renew"):
+    monkeypatch.setattr(Launcher, "__enter__", lambda shared: shared)  # only its fixture starts and ends it
+    for method in ("__exit__", "close"):
         monkeypatch.setattr(Launcher, method, lambda *_: None)
     for user in users:
         monkeypatch.setattr(user, "Launcher", lambda *_, **__: launcher)

@@ -67,8 +67,6 @@ class AllButLast(Loop):
 
 
 class StepsTooOften(Loop):
-    """Steps after every micro-batch."""
-
     name = "x-steps-too-often"
 
     def ends_window(self, index, accumulate):
@@ -129,8 +127,6 @@ class ClearsFirst(Modulo):
 
 
 class NeverClears(Loop):
-    """Forgets zero_grad."""
-
     name = "x-never-clears"
 
     def clear(self):

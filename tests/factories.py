@@ -208,7 +208,7 @@ class FakeLauncher:
     def __init__(self, script: Script | None = None) -> None:
         self.specs: list[Spec] = []
         self.timeouts: list[float] = []
-        self.closed = self.renewed = 0
+        self.closed = 0
         self._script = script or (lambda spec, number: None)
 
     def __enter__(self) -> Self:
@@ -217,7 +217,7 @@ class FakeLauncher:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def prepare_all(self, backends: Iterable[str]) -> None:
+    def prepare(self, backends: Iterable[str], *, wait: bool) -> None:
         self.prepared = set(backends)
 
     def run(self, spec: Spec | MatmulTask, timeout_s: float, inactivity_s: float = 0.0) -> Outcome:
@@ -243,9 +243,6 @@ class FakeLauncher:
 
     def close(self) -> None:
         self.closed += 1
-
-    def renew(self) -> None:
-        self.renewed += 1
 
 
 def make_observation(

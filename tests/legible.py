@@ -41,7 +41,6 @@ def leaders(figure: Figure) -> Iterator[np.ndarray]:
 
 
 def words(figure: Figure) -> list[str]:
-    """The texts without their boxes."""
     figure.draw_without_rendering()
     return [text for text, _ in texts(figure)]
 

@@ -116,6 +116,7 @@ def kind(name: str) -> dict[str, str]:
 def write_run(
     folder: Path,
     backends: Mapping[str, float],
+    /,
     *,
     accumulate: tuple[int, ...] = (1, 4),
     world_size: tuple[int, ...] = (2,),
@@ -252,7 +253,6 @@ class Reader(HTMLParser):
 
 
 def read(path: Path) -> Element:
-    """A page as elements."""
     reader = Reader()
     reader.feed(path.read_text(encoding="utf-8"))
     reader.close()
@@ -260,6 +260,5 @@ def read(path: Path) -> Element:
 
 
 def data_of(page: Element) -> Any:
-    """What the page's script reads."""
     (found,) = page.find("script", id="data")
     return json.loads(found.text)

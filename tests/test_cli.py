@@ -442,7 +442,6 @@ def with_launcher(place: Place, script: Script | None = None) -> list[FakeLaunch
 
 
 def finished_run(place: Place, script: Script | None = None, *arguments: str) -> tuple[int, str, str]:
-    """Run the small matrix into ``out``."""
     with_launcher(place, script)
     return place.call("run", "--matrix", place.matrix(), "--out", "out", *arguments)
 

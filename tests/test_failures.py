@@ -7,10 +7,12 @@ import re
 import signal
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 
+from bench.run.journal import JOURNAL
 from tests.conftest import FAULTY, MATRIX, ROOT, Command, Run, first, processes_with, run_matrix
 
 
@@ -47,11 +49,14 @@ def test_failures_set_the_exit_status_are_shown_and_leave_nothing_behind(faulty_
     assert processes_with("faulty") == []
 
 
-def test_failed_trials_keep_their_logs(faulty_run: Run) -> None:
+def test_failed_trials_keep_their_logs_which_name_no_place_on_the_machine(faulty_run: Run) -> None:
     record = faulty_run.record("x-raises")
     text = (faulty_run.folder / record["log"]).read_text()
-    assert "KeyError" in text
-    assert "in fail" in text
+    assert "KeyError" in text and "in fail" in text and 'File "bench/' in text
+    assert any(line.lstrip().startswith('File "bench/') for line in record["last_lines"])
+    for path in (faulty_run.folder / JOURNAL, *(faulty_run.folder / "logs").iterdir()):
+        for folder in (ROOT, sysconfig.get_path("purelib")):
+            assert f"{folder}/" not in path.read_text(), path.name
 
 
 def test_interrupt_keeps_finished_trials_and_resume_goes_on(tmp_path: Path, here: Command) -> None:

@@ -14,10 +14,10 @@ WINGS = ("audit", "forecast")
 SAY_NOTHING = ("one", "own", "said", "due")
 AT_MOST = {
     "modules": 199,
-    "lines": 32354,
-    "lines of the core": 23109,
+    "lines": 32294,
+    "lines of the core": 23086,
     "longest module": 349,
-    "lines of tests": 27737,
+    "lines of tests": 27699,
     "names of several modules": 0,
     "names of several classes": 0,
     "locals that say nothing": 0,

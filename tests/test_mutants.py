@@ -138,7 +138,6 @@ class FakeCuda:
         self.peak = 0
 
     def use(self, size: int) -> None:
-        """Allocate and free."""
         self.peak = max(self.peak, size)
 
 

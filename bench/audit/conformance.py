@@ -44,7 +44,6 @@ class BackendGroup:
     """By scenario, the observation of the first backend."""
 
     def behaves_as(self, cells: Mapping[str, Observation]) -> bool:
-        """Whether another backend's observations are alike."""
         return self.cells.keys() == cells.keys() and all(alike(self.cells[name], cells[name]) for name in cells)
 
     @property

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from bench.audit.scenario import RESTART, Fault, Scenario
+from bench.grouping import grouped
 
 Key = TypeVar("Key")
 
@@ -310,10 +311,7 @@ def _by_epoch(values: Mapping[Use, float]) -> dict[str, dict[str, float]]:
 
 
 def _samples(uses: Sequence[Use]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for epoch, sample in sorted({(use.epoch, use.sample) for use in uses}):
-        found.setdefault(str(epoch), []).append(sample)
-    return found
+    return grouped((str(epoch), sample) for epoch, sample in sorted({(use.epoch, use.sample) for use in uses}))
 
 
 def _rounded(value: float) -> float:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench.backends.base import Backend, registry
@@ -75,14 +73,13 @@ def table(
     device: Device = Device.CPU,
 ) -> Iterator[dict[str, Any]]:
     """A row per backend and precision, as measured by rank 0; ``dtype`` is the status of one that failed."""
-    with Launcher(device) as launcher, tempfile.TemporaryDirectory(prefix="accumulation-bench-") as folder:
+    with Launcher(device) as launcher:
         for name in backends:
             task = AccumulationTask(
                 backend=name,
                 world_size=world_size,
                 precisions=tuple(precisions),
                 windows=tuple(windows),
-                folder=str(Path(folder) / name.replace("/", "_")),
                 device=device,
             )
             outcome = launcher.run(task, TIMEOUT_S)

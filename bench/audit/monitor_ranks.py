@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench.audit.monitor import measure
@@ -45,11 +43,10 @@ def measure_all(points: Sequence[Point]) -> Iterator[dict[str, Any]]:
     if points[0].is_alone:
         yield from (measure(point).to_row() for point in points)
         return
-    with Launcher(Device.CPU) as launcher, tempfile.TemporaryDirectory(prefix="accumulation-bench-") as folder:
+    with Launcher(Device.CPU) as launcher:
         task = MonitorTask(
             backend=next(name for name, kind in built_in().items() if points[0].strategy in kind.aliases),
             world_size=points[0].world_size,
-            folder=str(Path(folder) / "monitor"),
             points=tuple(points),
         )
         outcome = launcher.run(task, TIMEOUT_S * len(points))

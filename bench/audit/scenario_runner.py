@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, zip_longest
+from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from pkgutil import resolve_name
@@ -106,10 +105,8 @@ def run(
     Scenarios of equal world size share a process group. If it fails as a whole, each is run again in its own.
     """
     world_size = attrgetter("world_size")
-    for backend, next_backend in zip_longest(backends, backends[1:]):
-        launcher.prepare(backend)
-        if next_backend:
-            launcher.prepare(next_backend)  # its packages are imported while this one trains
+    for place, backend in enumerate(backends):
+        launcher.prepare(backends[place : place + 2])  # packages of the next one are imported while this one trains
         for _, group in groupby(sorted(scenarios, key=world_size), key=world_size):
             together = list(group)
             if len(together) > 1:
@@ -129,15 +126,8 @@ def _observe(
     launcher: Launcher, backend: str, scenarios: Sequence[Scenario], device: Device, timeout_s: float
 ) -> list[Observed] | Outcome:
     """Scenarios in one process group; the outcome if it failed."""
-    with tempfile.TemporaryDirectory(prefix="accumulation-bench-") as folder:
-        task = AuditTask(
-            backend=backend,
-            world_size=scenarios[0].world_size,
-            scenarios=tuple(scenarios),
-            folder=str(Path(folder) / "audit"),
-            device=device,
-        )
-        outcome = launcher.run(task, timeout_s).limited_by("--timeout")
+    task = AuditTask(backend=backend, world_size=scenarios[0].world_size, scenarios=tuple(scenarios), device=device)
+    outcome = launcher.run(task, timeout_s).limited_by("--timeout")
     if outcome.status is not Status.OK:
         return outcome
     return [

@@ -20,6 +20,7 @@ from bench.audit.stepcount import StepRule, Steps, calculate, never_reached
 from bench.audit.training_plan import TrainingPlan
 from bench.backends.base import Backend
 from bench.formatting import plural
+from bench.grouping import grouped
 from bench.plan.cell import Stepping
 from bench.tabular import Table
 
@@ -35,9 +36,7 @@ Rules = Mapping[StepRule, tuple[list[str], Steps | None]]
 
 def by_rule(training: TrainingPlan, backends: Mapping[str, type[Backend]]) -> Rules:
     """The rules that the backends follow."""
-    found: dict[StepRule, list[str]] = {}
-    for name, backend in backends.items():
-        found.setdefault(StepRule.of_backend(backend), []).append(name)
+    found = grouped((StepRule.of_backend(backend), name) for name, backend in backends.items())
     return {rule: (names, calculate(training, rule)) for rule, names in found.items()}
 
 
@@ -74,11 +73,7 @@ def printed_lines(training: TrainingPlan, rules: Rules) -> Iterator[str]:
         yield f"{row['name']}: {', '.join(row['backends'])}"
     wrong = found["naive"]["wrong"]
     sentences = [f"all: {note}" for note in found["notes"]] + [f"naive: {wrong}"] * bool(wrong)
-    together: dict[str, list[dict[str, Any]]] = {}
-    for row in found["rules"]:
-        for sentence in row["differences"]:
-            together.setdefault(sentence, []).append(row)
-    for sentence, those in together.items():
+    for sentence, those in grouped((text, row) for row in found["rules"] for text in row["differences"]).items():
         names = [name for row in those for name in row["backends"]]
         sentences.append(f"{', '.join(names if len(names) <= FEW else [row['name'] for row in those])}: {sentence}")
     if sentences:

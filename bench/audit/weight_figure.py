@@ -19,6 +19,7 @@ from matplotlib.patches import Patch
 
 from bench.audit.conformance import FURTHER, TOLERANCE, Observation, summary
 from bench.audit.scenario import Scenario
+from bench.grouping import grouped
 from bench.report import style
 from bench.report.canvas import FULL, FigureWords, new_figure
 from bench.report.style import SMALL, TINY, Key
@@ -155,11 +156,8 @@ def weight_figure(observations: Sequence[Observation], *, footer: str = "") -> t
 
 def _outcomes(observations: Sequence[Observation]) -> list[str]:
     """What happened, as the verdict and one more finding with their numbers, and the backends under which it did."""
-    found: dict[str, list[str]] = {}
-    for observation in observations:
-        outcome = ", ".join(summary(observation)[: 1 + FURTHER])
-        found.setdefault(outcome, []).append(style.clean(observation["backend"]))
-    return [f"{outcome}: {', '.join(names)}" for outcome, names in found.items()]
+    pairs = ((", ".join(summary(seen)[: 1 + FURTHER]), style.clean(seen["backend"])) for seen in observations)
+    return [f"{outcome}: {', '.join(names)}" for outcome, names in grouped(pairs).items()]
 
 
 def _drawn_extent(maps: Sequence[WeightMap], samples: int) -> tuple[int, int]:

@@ -8,9 +8,8 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench.backends.base import BF16_PARAMETERS, Backend, BackendFamily, Defect
-from bench.backends.gather_order import gather_after_updates
 from bench.backends.training_job import Job
-from bench.backends.zero_options import zero_config
+from bench.backends.zero_options import gather_after_updates, zero_config
 from bench.errors import UnsupportedError
 from bench.plan.categories import Category
 from bench.plan.cell import Cell, Device, Sharding, Stepping, Sync

@@ -128,8 +128,6 @@ class FSDP2Eager(FSDP2Backend):
     sync = Sync.EAGER
     is_mechanism = True
     stepping = Stepping.WINDOW
-    resident: ClassVar[bool] = False
-    """Whether parameters stay gathered between the micro-batches of a window."""
 
     def train(self, job: Job) -> None:
         mesh, model = self.mesh(job), job.build()
@@ -154,7 +152,7 @@ class FSDP2Eager(FSDP2Backend):
                     self.model.set_requires_gradient_sync(last)
                     # Not needed for correctness: skips the end-of-backward bookkeeping of all but the last.
                     self.model.set_is_last_backward(last)
-                if self.resident:
+                if self.sharding is Sharding.OPTIMIZER:
                     self.model.set_reshard_after_backward(last)
                 loss = job.loss(self.model, batch)
                 (loss / window.size).backward()
@@ -165,7 +163,7 @@ class FSDP2Eager(FSDP2Backend):
     def settings(self) -> dict[str, Any]:
         return super().settings() | {
             "reshard_after_forward": self.sharding is Sharding.PARAMS,
-            "reshard_after_backward": "last micro-batch only" if self.resident else "always",
+            "reshard_after_backward": "last micro-batch only" if self.sharding is Sharding.OPTIMIZER else "always",
         }
 
 
@@ -195,7 +193,6 @@ class FSDP2DeferredResident(FSDP2Zero2Deferred):
 
     name = "fsdp2-deferred-resident"
     sharding = Sharding.OPTIMIZER
-    resident = True
 
 
 class ShardedReference(FSDP2Deferred):

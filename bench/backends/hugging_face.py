@@ -57,7 +57,6 @@ class HuggingFaceTrainer(Backend):
         self.continue_training(job)
 
     def arguments(self, job: Job) -> dict[str, Any]:
-        """The arguments of ``TrainingArguments``."""
         return {
             "output_dir": tempfile.gettempdir(),
             "accelerator_config": {"use_configured_state": True},
@@ -156,7 +155,6 @@ def _model(backend: HuggingFaceTrainer, job: Job) -> Any:
 
 
 def _trainer(backend: HuggingFaceTrainer, job: Job) -> Any:
-    """The Trainer with the tapped loader and optimizer."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
     from transformers.trainer_callback import PrinterCallback
 

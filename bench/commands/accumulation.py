@@ -22,7 +22,6 @@ DESCRIPTION = (
 
 
 def add(commands: Any) -> None:
-    """Add the command's parser."""
     parser = commands.add_parser(
         "accumulation", help="measure in which dtype each backend sums gradients", description=DESCRIPTION
     )
@@ -35,7 +34,6 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print; 1 if a backend does not sum in fp32."""
     from bench.audit.dtypes import WINDOWS, row_text, table
 
     chosen, windows = list(chosen_backends(arguments.backend)), WINDOWS if arguments.errors else ()

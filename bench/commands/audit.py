@@ -20,7 +20,6 @@ EPILOG = (
 
 
 def add(commands: Any) -> None:
-    """Add the command's parser."""
     parser = commands.add_parser(
         "audit",
         help="run any training command, and say what weight each of its micro-batches has",
@@ -35,7 +34,6 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command and judge what was recorded."""
     from bench.audit.command import audited_command
     from bench.audit.command.training_audit import TrainingAudit, document, screen
 

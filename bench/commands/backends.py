@@ -15,13 +15,11 @@ from bench.tabular import Table
 
 
 def add(commands: Any) -> None:
-    """Add the command's parser."""
     parser = commands.add_parser("backends", help="list the backends, and whether this machine can run them")
     parser.add_argument("names", nargs="*", metavar="B", help="list only these, and load those of installed packages")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show the list."""
     from bench.launch import gpus
 
     header = ("backend", "framework", "sharding", "sync", "cpu", "cuda", "known defect")

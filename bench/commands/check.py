@@ -24,7 +24,6 @@ DESCRIPTION = (
 
 
 def add(commands: Any) -> None:
-    """Add the command's parser."""
     parser = commands.add_parser("check", help="audit a finished run from its raw samples", description=DESCRIPTION)
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, e.g. results/<run>")
     parser.add_argument("--citation", metavar="FILE", help="check this text, which cites the run; - is standard input")
@@ -32,7 +31,6 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check and print; 1 if there is an error."""
     from bench.judge.integrity import check
     from bench.report.terminal import report_findings
 

@@ -25,7 +25,6 @@ DESCRIPTION = (
 
 
 def add(commands: Any) -> None:
-    """Add the command's parser."""
     parser = commands.add_parser("cite", help="cite one number of a run", description=DESCRIPTION)
     option = parser.add_argument
     option("run", type=Path, metavar="RUN", help="the run's folder, e.g. results/<run>")
@@ -40,7 +39,6 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the citation; 1 if the journal was changed after the run."""
     from bench.judge.integrity import journal
     from bench.judge.loading import load
 

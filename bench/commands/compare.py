@@ -50,7 +50,6 @@ WORDS = {
 
 
 def add(commands: Any) -> None:
-    """Add the command's parser."""
     parser = commands.add_parser(
         "compare", help="compare two runs, or two backends of one run", description=DESCRIPTION, epilog=GATE
     )
@@ -96,7 +95,6 @@ def _thresholds(text: str) -> dict[str, float]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare and show; the exit status is that of the gate."""
     from bench.judge import pairs as judge_pairs
     from bench.judge.caveats import remarks
     from bench.judge.statistics import MARGIN

@@ -26,6 +26,7 @@ from packaging.version import InvalidVersion, Version
 from bench.backends.base import built_in, registry
 from bench.files import RESULTS, existing
 from bench.findings import Finding, Level, error, good, warning
+from bench.grouping import grouped
 from bench.launch.torch_facts import GLOO, TorchFacts, ask_torch
 from bench.measure.host import IDLE_SHARE, HostLoad, merge
 from bench.plan.cell import REFERENCES, Device
@@ -52,7 +53,6 @@ DEFECTS = tuple(dict.fromkeys(defect for backend in built_in().values() for defe
 
 
 def add(commands: Any) -> None:
-    """Add the command's parser."""
     parser = commands.add_parser(
         "doctor", help="say what this machine can run, and how to fix what it cannot", description=DESCRIPTION
     )
@@ -62,7 +62,6 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Examine the machine and print the findings; 1 if there is an error."""
     from bench.report.terminal import report_findings
 
     backends = {name: backend for name, backend in registry().items() if name not in REFERENCES}
@@ -256,9 +255,7 @@ def idle(load: Mapping[str, Any] | None, num_cores: int) -> Iterator[Finding]:
 def backends(missing: Mapping[str, Mapping[str, str]], *, has_gpu: bool) -> Iterator[Finding]:
     """Which backends can run on which device."""
     for device in (Device.CPU, *([Device.CUDA] if has_gpu else [])):
-        reasons: dict[str, list[str]] = {}
-        for name, reason in missing.get(device, {}).items():
-            reasons.setdefault(reason, []).append(name)
+        reasons = grouped((reason, name) for name, reason in missing.get(device, {}).items())
         able = reasons.pop("", [])
         if able:
             yield good("backends", f"{device} can run {', '.join(able)}")

@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,6 @@ DESCRIPTION = (
 
 
 def add(commands: Any) -> None:
-    """Add the command's parser."""
     parser = commands.add_parser(
         "export", help="describe a run's frames, or write them for other programs", description=DESCRIPTION
     )
@@ -42,7 +40,6 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Describe the frames, or write them and name the files."""
     import bench
 
     if (arguments.format is None) != (arguments.out is None):
@@ -68,19 +65,20 @@ def _describe(frames: Frames, arguments: argparse.Namespace) -> None:
     from bench.report.formats import harmless
 
     for name in FRAMES if arguments.table is None else [arguments.table]:
-        print("\n".join(_described(name, frames[name])))
-        print()
+        frame = frames[name]
+        print(f"{name}: {plural(len(frame), 'row')} x {plural(len(frame.columns), 'column')}: {FRAMES[name]}")
+        about = [(key, column.dtype, column.unit, column.meaning) for key, column in COLUMNS[name].items()]
+        print(textwrap.indent(Table.from_rows(("column", "dtype", "unit", "meaning"), about).text(), "  "), end="\n\n")
     if arguments.head is not None:
-        print(harmless(frames[arguments.table]).head(arguments.head).to_string(index=False))
+        columns, rows = COLUMNS[arguments.table], harmless(frames[arguments.table].head(arguments.head))
+        texts = [
+            [f"{value:g}" if isinstance(value, float) else str(value) for value in row]
+            for row in rows.itertuples(index=False)
+        ]
+        numbers = [place for place, column in enumerate(columns.values()) if column.is_number]
+        print(Table.from_rows(list(columns), texts, numbers).text())
     elif arguments.table is None:
         print(f"In Python: import bench; frames = bench.load({str(arguments.run)!r}); frames.cells")
-
-
-def _described(name: str, frame: Any) -> Iterator[str]:
-
-    yield f"{name}: {plural(len(frame), 'row')} x {plural(len(frame.columns), 'column')}: {FRAMES[name]}"
-    rows = [(key, about.dtype, about.unit, about.meaning) for key, about in COLUMNS[name].items()]
-    yield textwrap.indent(Table.from_rows(("column", "dtype", "unit", "meaning"), rows).text(), "  ")
 
 
 def _write(frames: Frames, form: str, out: Path) -> list[Path]:

@@ -16,7 +16,6 @@ EPILOG = "Exit status: 0 nothing but infos found; 1 an error or a warning; 2 a c
 
 
 def add(commands: Any) -> None:
-    """Add the command's parser."""
     parser = commands.add_parser("lint", help="find accumulation mistakes in training configs", epilog=EPILOG)
     option = parser.add_argument
     option(
@@ -47,7 +46,6 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Lint the configs; 1 if there is an error or a warning."""
     from bench.audit.lint import lint
     from bench.audit.lint.config_file import EXPECTED
     from bench.audit.lint.lint_options import LintOptions, installed

@@ -24,7 +24,6 @@ UNITS = {"GiB": 2**30, "GB": 10**9}
 
 
 def add(commands: Any) -> None:
-    """Add the command's parser."""
     parser = commands.add_parser(
         "plan", help="show what run would do, without starting anything: cells, skips, time, memory"
     )
@@ -48,7 +47,6 @@ def _gpus(text: str) -> list[dict[str, Any]]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show the plan."""
     from bench.forecast.estimate import costs
 
     plan = planned(arguments, arguments.on or ())

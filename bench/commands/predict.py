@@ -39,7 +39,6 @@ DESCRIPTION = (
 
 
 def add(commands: Any) -> None:
-    """Add the command's parser."""
     parser = commands.add_parser(
         "predict", help="predict memory, collectives and step times without running", description=DESCRIPTION
     )
@@ -97,7 +96,6 @@ def _link(text: str) -> tuple[float, float | None]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Predict and show."""
     from bench.forecast.choice import Question, answer
     from bench.forecast.fit import exact_peak, reserve_bytes
     from bench.forecast.prediction_text import printed_lines

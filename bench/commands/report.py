@@ -14,7 +14,6 @@ from bench.run.journal import read_manifest
 
 
 def add(commands: Any) -> None:
-    """Add the command's parser."""
     parser = commands.add_parser("report", help="write a run's tables, plots and page from its journal")
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, e.g. results/<run>")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="where to draw (default: as run did)")
@@ -27,7 +26,6 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the report and show its summary."""
     from bench.forecast import from_run
     from bench.report.outputs import rebuild, write_outputs
 

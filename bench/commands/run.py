@@ -38,7 +38,6 @@ SIGNALS = (
 
 
 def add(commands: Any) -> None:
-    """Add the command's parser."""
     parser = commands.add_parser(
         "run",
         help="train every cell of a matrix, and write tables and plots",
@@ -57,7 +56,6 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the matrix, or go on with a run; the exit status of its trials."""
     place = job_nodes.here()
     if place is None:
         return _lead(arguments, None)

@@ -37,7 +37,6 @@ EPILOG = (
 
 
 def add(commands: Any) -> None:
-    """Add the command's parser."""
     parser = commands.add_parser(
         "semantics", help="measure what a backend computes: which samples reach which update", epilog=EPILOG
     )
@@ -82,7 +81,6 @@ OPTIONS = {
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, show and write; 1 if something is wrong."""
     from bench.audit import scenario_runner
     from bench.audit.decoded_scenario import DecodedScenario
     from bench.audit.diagnosis import observation

@@ -16,7 +16,6 @@ OPTIONS = {"batch_size": "micro_batch"}
 
 
 def add(commands: Any) -> None:
-    """Add the command's parser."""
     parser = commands.add_parser(
         "steps",
         help="calculate how many optimizer steps each backend takes in a training; trains nothing",
@@ -30,7 +29,6 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Calculate and print."""
     from bench.audit.stepcount_text import by_rule, document, printed_lines
 
     values = vars(arguments) | {"batch_size": arguments.micro_batch}

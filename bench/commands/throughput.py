@@ -29,7 +29,6 @@ DESCRIPTION = (
 
 
 def add(commands: Any) -> None:
-    """Add the command's parser."""
     parser = commands.add_parser(
         "throughput", help="audit Lightning's ThroughputMonitor under accumulation", description=DESCRIPTION
     )
@@ -80,7 +79,6 @@ def _epochs(text: str) -> list[Epoch]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure the grid and show it; 1 if a point is not right."""
     from bench.audit import monitor
     from bench.audit.monitor_ranks import measure_all
     from bench.audit.monitor_table import settings_of, show_table, write_files

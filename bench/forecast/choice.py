@@ -62,7 +62,6 @@ class Question:
         return communication(prediction.traffic, self.link).beside(compute)
 
     def fits(self, prediction: Prediction) -> bool:
-        """Whether a rank's peak is within the limit."""
         return self.memory_bytes is None or prediction.memory.peak <= self.memory_bytes - self.reserve_bytes
 
     def choose(self, predictions: Sequence[Prediction]) -> Choice:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -118,8 +117,8 @@ def exact_peak(cell: Cell, name: str) -> int:
         lacks = "no GPU is visible; add --device cpu, on which ZeRO has one bucket less and fp32 attention smaller keys"
     if lacks:
         raise InputError(f"--exact: {lacks}")
-    with Launcher(cell.device) as launcher, tempfile.TemporaryDirectory(prefix="accumulation-bench-") as folder:
-        outcome = launcher.run(Spec(cell=cell, passes=("memory",), folder=folder, reference=""), TIMEOUT_S)
+    with Launcher(cell.device) as launcher:
+        outcome = launcher.run(Spec(cell=cell, passes=("memory",), reference=""), TIMEOUT_S)
     if outcome.status is not Status.OK:
         raise InputError(f"--exact: the trial ended as {outcome.status}: {outcome.reason}")
     memory: dict[str, int] = outcome.ranks[0]["memory"]

@@ -19,6 +19,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from bench.forecast.prediction import Link, TimeEstimate, predicted_communication, sent_bytes
+from bench.grouping import grouped
 from bench.judge.analysis import Analysis
 from bench.judge.expected import settings_of
 from bench.judge.formulas import NO_SETTINGS, Settings
@@ -134,9 +135,7 @@ def beside(
     seconds: Mapping[Cell, float], link_of: Callable[[Cell], Link | None], settings: Mapping[str, Settings]
 ) -> Groups:
     """Measured steps beside their predictions; ``settings`` by cell id (``bench.judge.expected.settings_of``)."""
-    alike: dict[Cell, list[Cell]] = {}
-    for cell in seconds:
-        alike.setdefault(dataclasses.replace(cell, backend="", replicate=0), []).append(cell)
+    alike = grouped((dataclasses.replace(cell, backend="", replicate=0), cell) for cell in seconds)
     groups = []
     for cells in alike.values():
         if (link := link_of(cells[0])) is None:

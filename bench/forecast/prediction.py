@@ -165,7 +165,6 @@ class Prediction:
 
     @cached_property
     def expectation(self) -> Expectation:
-        """Collectives and held bytes."""
         found = (
             expect(self.cell, self.layout, settings=self.settings) if self.settings else _expect(self.cell, self.layout)
         )

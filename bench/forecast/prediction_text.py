@@ -8,6 +8,7 @@ from typing import Any
 from bench.forecast.choice import MARGIN, Choice, Choices, Question
 from bench.forecast.fit import reserve_bytes, reserves
 from bench.formatting import digits, size
+from bench.grouping import grouped
 from bench.plan.cell import Cell, among
 from bench.plan.models import SIZES
 from bench.tabular import Table
@@ -87,10 +88,7 @@ def printed_lines(question: Question, records: Records, choices: Choices) -> Ite
 
 def _names_by_text(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     """Each text once, with all names that come with it."""
-    found: dict[str, list[str]] = {}
-    for text, name in pairs:
-        found.setdefault(text, []).append(name)
-    return [(text, ", ".join(names)) for text, names in found.items()]
+    return [(text, ", ".join(names)) for text, names in grouped(pairs).items()]
 
 
 def _setting_lines(question: Question) -> Iterator[str]:

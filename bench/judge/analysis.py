@@ -129,7 +129,6 @@ class Analysis:
 
     @cached_property
     def remarks(self) -> list[str]:
-        """The remarks beside all numbers of the run."""
         control = self.control
         found = [] if control is None or control.time is None else widened(control.a, control.time)
         return found + remarks((self.run.manifest, cell) for cell in self.run.cells.values() if not cell.twin)
@@ -274,12 +273,10 @@ class Frames(Mapping[str, pd.DataFrame]):
 
     @cached_property
     def ratios(self) -> pd.DataFrame:
-        """One row per cell and baseline."""
         return frame_of("ratios", [record(row) for row in self._analysis.verdicts])
 
     @property
     def cells(self) -> pd.DataFrame:
-        """One row per cell."""
         return self._analysis.frame
 
 

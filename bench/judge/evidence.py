@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from bench.formatting import plural
+from bench.grouping import grouped
 from bench.judge.statistics import Sample
 from bench.judge.tables import Tables, rows_of
 from bench.measure.host import IDLE_SHARE
@@ -80,9 +81,8 @@ class EvidenceByCell:
     def __init__(self, tables: Tables, letter: str = "") -> None:
         self._letter = letter
         # Plain rows: many frames of a few rows each would take most of the time of a report.
-        self._trials: dict[str, list[Row]] = {}
-        for row in rows_of(tables.trials.sort_values("repeat", kind="stable")):
-            self._trials.setdefault(row["cell_id"], []).append(row)
+        trials = rows_of(tables.trials.sort_values("repeat", kind="stable"))
+        self._trials: dict[str, list[Row]] = grouped((row["cell_id"], row) for row in trials)
         self._failures = tables.failures
         self._num_steps = tables.steps.groupby(["cell_id", "repeat"]).size().to_dict()
         # By cell, not by id: computing an id takes time.

@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from bench.grouping import grouped
 from bench.judge.formulas import NO_SETTINGS, Settings, expect, layout_of
 from bench.judge.tables import Tables, frame_of, rows_of
 from bench.plan.categories import HELD, PEAK, Category
@@ -38,12 +39,10 @@ class Losses:
     """The losses of a run."""
 
     def __init__(self, tables: Tables) -> None:
-        self._of: dict[tuple[str, int], list[float]] = {}
-        """By cell id and repeat."""
         ordered = tables.losses.sort_values("step").astype({"loss": float})
         columns = (ordered[name].tolist() for name in ("cell_id", "repeat", "loss"))
-        for cell_id, repeat, loss in zip(*columns, strict=True):
-            self._of.setdefault((cell_id, repeat), []).append(loss)
+        self._of = grouped(((cell_id, repeat), loss) for cell_id, repeat, loss in zip(*columns, strict=True))
+        """By cell id and repeat."""
         self._expected: dict[str, Sequence[float]] = {}
         """The reference's losses, by the id of the cell that is compared with it."""
         self._references: dict[tuple[Any, ...], Sequence[float]] = {}
@@ -111,9 +110,7 @@ def fill(
     """
     settings = settings_of(records)
     layouts = {record["cell_id"]: Layout.from_json(record["layout"]) for record in records if record.get("layout")}
-    collectives: dict[tuple[str, int], list[dict[Any, Any]]] = {}
-    for row in rows_of(tables.collectives):
-        collectives.setdefault((row["cell_id"], row["repeat"]), []).append(row)
+    collectives = grouped(((row["cell_id"], row["repeat"]), row) for row in rows_of(tables.collectives))
     sizes: dict[tuple[str, int], dict[str, int]] = {}
     memory = rows_of(tables.memory)
     for row in memory:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pandas as pd
 
+from bench.grouping import grouped
 from bench.judge.evidence import CellEvidence, EvidenceByCell
 from bench.judge.loading import Run
 from bench.judge.statistics import MARGIN, Interval, Sample, holm, ratio
@@ -58,16 +59,13 @@ class ComparedPair(Pair, Comparison):
 
     @property
     def has_interval(self) -> bool:
-        """Whether the ratio has an interval."""
         return self.time is not None and self.time.low is not None
 
 
 def pairs_of_backends(run: Run, baseline: str, backend: str) -> list[Pair]:
     """The cells of two backends of one run, matched by everything but the backend; HSDP's by replicas if both have."""
-    alike: dict[Any, list[Cell]] = {}
-    for cell in run.cells.values():
-        if cell.backend == baseline:
-            alike.setdefault(_key(cell, "backend", "replicate"), []).append(cell)
+    of_baseline = (cell for cell in run.cells.values() if cell.backend == baseline)
+    alike = grouped((_key(cell, "backend", "replicate"), cell) for cell in of_baseline)
     found = [
         Pair(a=base, b=cell, group=f"W={cell.world_size} {cell.precision}")
         for cell in run.cells.values()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 
+from bench.files import replacing
 from bench.measure.dispatch import NUMBERS
 from bench.plan.cell import Cell, Precision, Status
 from bench.plan.columns import COLUMNS, dtypes
@@ -40,9 +41,8 @@ class Tables:
         paths = []
         for name in NAMES:
             path = folder / f"{name}.parquet"
-            draft = path.with_suffix(".tmp")
-            getattr(self, name).to_parquet(draft, index=False)
-            draft.replace(path)
+            with replacing(path) as draft:
+                getattr(self, name).to_parquet(draft, index=False)
             paths.append(path)
         return paths
 

@@ -19,6 +19,7 @@ from typing import IO
 
 import psutil
 
+from bench.files import portable
 from bench.launch.stragglers import alive, send
 
 SIGNAL = signal.SIGUSR2
@@ -66,10 +67,12 @@ def flights(folder: Path) -> list[Path]:
 
 def collect(folder: Path, stem: Path) -> list[Path]:
     """Copy the dumps of a trial to ``<stem>.<name>`` and return their original paths."""
-    found = [path for path in sorted(folder.glob("rank*.stacks")) if size(path)] + flights(folder)
-    for path in found:
+    stacks = [path for path in sorted(folder.glob("rank*.stacks")) if size(path)]
+    for path in stacks:
+        Path(f"{stem}.{path.name}").write_text(portable(path.read_text(errors="replace")))
+    for path in flights(folder):
         shutil.copyfile(path, f"{stem}.{path.name}")
-    return found
+    return stacks + flights(folder)
 
 
 def ask(folder: Path, ranks: Mapping[int, psutil.Process | None]) -> None:

@@ -6,6 +6,7 @@ It ends when the controller says so, or by itself when that is gone for ``SILENT
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import json
 import os
@@ -16,7 +17,7 @@ import time
 from collections.abc import Mapping
 from multiprocessing import AuthenticationError
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from bench.backends.base import EXTRA_BACKENDS
 from bench.errors import BAD, GOOD, InputError
@@ -76,7 +77,7 @@ def _connect(place: Place) -> NodeChannel:
             time.sleep(RETRY_S)
 
 
-class _Follower:
+class _Follower(contextlib.AbstractContextManager["_Follower"]):
     """Runs the ranks of this node. As a context, it leaves no process and no file behind."""
 
     def __init__(self, channel: NodeChannel) -> None:
@@ -84,9 +85,6 @@ class _Follower:
         self._node = Node(channel.own_address)
         self._folder: Path | None = None
         """Of the trial whose ranks run here."""
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         try:

@@ -7,9 +7,11 @@ agents have joined (``nodes.Nodes``), which answer as this one does. Only here t
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import socket
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Sequence
@@ -77,6 +79,9 @@ class Launcher:
         Ranks start cold wherever a forked process cannot use the device; the outcome says so. A trial on a node that is
         lost is ``interrupted``, so that it runs again when the run is resumed.
         """
+        if not task.folder:
+            with tempfile.TemporaryDirectory(prefix="accumulation-bench-") as folder:
+                return self.run(replace(task, folder=folder), timeout_s, inactivity_s)
         if self._others:
             self._others.welcome_back(self._device)
         nodes = self._nodes[: task.num_nodes]
@@ -101,20 +106,15 @@ class Launcher:
             self.close()
             return Outcome(status=Status.INTERRUPTED, reason=str(error), ranks=[], wall_s=wall_s, cold=self._cold)
 
-    def prepare(self, backend: str) -> None:
-        """Begin to start the processes from which a later trial of a backend is forked, without waiting for them."""
-        for node in self._nodes:
-            node.start(self._packages(backend), cold=self._cold)
+    def prepare(self, backends: Iterable[str], *, wait: bool = False) -> None:
+        """Start at once the processes from which later trials of these backends are forked.
 
-    def prepare_all(self, backends: Iterable[str]) -> None:
-        """Start the processes of several backends at once on this node, and wait until they have imported everything.
-
-        Otherwise each is waited for before the first trial that needs it.
+        With ``wait``, also wait until those on this node have imported everything; other nodes wait by themselves.
         """
         every = {self._packages(backend) for backend in backends}
-        for packages in every:
-            self._own.start(packages, cold=self._cold)
-        for packages in every:
+        for packages, node in itertools.product(every, self._nodes):
+            node.start(packages, cold=self._cold)
+        for packages in every if wait else ():
             self._own.start(packages, cold=self._cold)  # it runs; this chooses the one to wait for
             with contextlib.suppress(ForkError):  # told by the trial that needs them
                 self._own.ready()
@@ -130,15 +130,6 @@ class Launcher:
         for node in nodes:
             node.ready()
         return _Trial(task, nodes, *limits_s)
-
-    def renew(self) -> None:
-        """End every process, so that the next trials are forked from new ones.
-
-        All children of one process have their libraries at the same addresses, which can shift times by several per
-        cent (Mytkowicz et al., "Producing Wrong Data Without Doing Anything Obviously Wrong!", ASPLOS 2009). Several
-        fork servers let the trials sample that variation.
-        """
-        self.close()
 
     def close(self) -> None:
         """End every process; SIGTERM first, SIGKILL after a grace period."""

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from multiprocessing import AuthenticationError
 from pathlib import Path, PurePosixPath
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 from bench import validation
 from bench.backends.base import EXTRA_BACKENDS
@@ -138,7 +138,7 @@ class RemoteNode:
         return report
 
 
-class Nodes:
+class Nodes(contextlib.AbstractContextManager["Nodes"]):
     """The other nodes of a job. As a context, it listens on the head's address until the end."""
 
     def __init__(self, place: Place, secret: bytes, about: Mapping[str, Any]) -> None:
@@ -158,11 +158,7 @@ class Nodes:
         self._listener.settimeout(PING_S)
         threading.Thread(target=self._listen, name="nodes", daemon=True).start()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *exc: object) -> None:
-        """Let all nodes go."""
         self._listener.close()
         nodes: list[RemoteNode | InputError] = [*self.nodes]
         while not self._arrived.empty():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self
+from typing import Any
 
 REASONS = {
     0x1: "GpuIdle",
@@ -82,7 +82,7 @@ class NvmlUnavailableError(Exception):
     """There is no nvidia-ml-py, no driver, or no permission; the message says which."""
 
 
-class Nvml:
+class Nvml(contextlib.AbstractContextManager["Nvml"]):
     """A connection to the driver. Raises NvmlUnavailableError."""
 
     def __init__(self) -> None:
@@ -93,9 +93,6 @@ class Nvml:
         except Exception as error:
             raise NvmlUnavailableError(f"{type(error).__name__}: {error}") from error
         self._library: Any = pynvml
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from typing_extensions import TypedDict
 
 from bench import validation
-from bench.files import end_of
+from bench.files import end_of, portable
 from bench.plan.cell import Status
 from bench.validation import Amount
 
@@ -108,10 +108,10 @@ def judge(
     silent = ending.rank is not None and ending.rank < len(results) and results[ending.rank] is None
     if failed and not silent:  # else a rank that died silently before caused the failures of the others
         rank, result = min(failed, key=lambda item: (FAILURES.index(Status(item[1]["status"])), item[1]["time"]))
-        traceback = result["traceback"]
+        traceback = portable(result["traceback"])
         return Outcome(
             status=Status(result["status"]),
-            reason=f"{names[rank] if names else f'rank {rank}'}: {result['reason']}",
+            reason=f"{names[rank] if names else f'rank {rank}'}: {portable(result['reason'])}",
             ranks=[],
             wall_s=wall_s,
             traceback=traceback,
@@ -120,7 +120,8 @@ def judge(
     status, reason = ending.status or Status.CRASHED, ending.failure or "a rank ended without a result"
     if ending.signal == signal.SIGKILL and ending.killed_for_memory:
         status, reason = Status.OOM, f"{reason}, by the kernel for want of memory ({ending.killed_for_memory})"
-    return Outcome(status=status, reason=reason, ranks=[], wall_s=wall_s, last_lines=list(ending.last_lines))
+    last_lines = [portable(line) for line in ending.last_lines]
+    return Outcome(status=status, reason=reason, ranks=[], wall_s=wall_s, last_lines=last_lines)
 
 
 def read(path: Path) -> dict[str, Any] | None:

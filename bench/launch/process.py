@@ -18,6 +18,7 @@ from typing import IO, Any
 
 import psutil
 
+from bench.files import ROOT, python_path
 from bench.launch import interrupt, job_nodes, stragglers
 from bench.launch.channel import Channel, LostError
 from bench.plan.cell import Device
@@ -171,11 +172,8 @@ class LauncherProcess:
 
 def environment_of(device: Device, packages: tuple[str, ...], interface: str) -> dict[str, str]:
     """The environment of the launcher and all ranks."""
-    root = str(Path(__file__).resolve().parents[2])
-    path = os.environ.get("PYTHONPATH")
     environment = os.environ | {
-        # bench must be importable in children when run from a checkout.
-        "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root,
+        "PYTHONPATH": python_path(ROOT),
         # torch.cuda.is_available() must not initialize CUDA in the fork server.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         # Read by bench.launch.preload in the fork server.

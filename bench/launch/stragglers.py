@@ -26,6 +26,8 @@ from pathlib import Path
 
 import psutil
 
+from bench.grouping import grouped
+
 MARK = "BENCH_LAUNCHER"
 """Environment variable that identifies the launcher of a process."""
 KILLING_S = 5.0
@@ -66,9 +68,7 @@ def family(launcher: int, mark: str) -> set[psutil.Process]:
     psutil.process_iter.cache_clear()  # it would skip a process with a reused pid
     every = list(psutil.process_iter(["ppid", "status", "environ"]))
     found = {p for p in every if launcher in {p.pid, _group(p.pid)} or (p.info["environ"] or {}).get(MARK) == mark}
-    children: dict[int, list[psutil.Process]] = {}
-    for process in every:
-        children.setdefault(process.info["ppid"], []).append(process)
+    children = grouped((process.info["ppid"], process) for process in every)
     new = list(found)
     while new:
         fresh = [child for child in children.get(new.pop().pid, ()) if child not in found]

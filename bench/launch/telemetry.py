@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from bench.grouping import grouped
 from bench.launch import gpus
 from bench.launch.nvml import SAMPLED, Nvml, NvmlGpu
 
@@ -153,9 +154,8 @@ def summarize(
     """
     if recording is None or begin is None or end is None:
         return None
-    by_gpu: dict[str, list[dict[str, Any]]] = {}
-    for sample in sorted(recording["samples"], key=lambda sample: sample["time"]):
-        by_gpu.setdefault(sample["uuid"], []).append(sample)
+    samples = sorted(recording["samples"], key=lambda sample: sample["time"])
+    by_gpu = grouped((sample["uuid"], sample) for sample in samples)
     our_pids = set(recording["own_pids"])
     used = [uuid for uuid in by_gpu if uuid in uuids] or list(by_gpu)
     return {

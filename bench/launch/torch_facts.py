@@ -14,8 +14,9 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from bench.files import ROOT, python_path
 
 TIMEOUT_S = 180.0
 """Time limit of the process, on a slow disk."""
@@ -54,12 +55,10 @@ def ask_torch(
     *options: str, command: Sequence[str] = (), timeout_s: float = TIMEOUT_S
 ) -> tuple[TorchFacts | None, str]:
     """What torch reports, or why it does not answer."""
-    root = str(Path(__file__).resolve().parents[2])
-    paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
     try:
         process = subprocess.run(
             list(command) or [sys.executable, "-m", "bench.launch.torch_facts", *options],
-            env=os.environ | {"PYTHONPATH": paths},
+            env=os.environ | {"PYTHONPATH": python_path(ROOT)},
             capture_output=True,
             text=True,
             check=False,

@@ -74,7 +74,6 @@ class Ranks:
         return sum(map(dumps.size, self._logs))
 
     def dump(self) -> None:
-        """Make the ranks dump their stacks."""
         dumps.ask(self.folder, self._processes)
 
 

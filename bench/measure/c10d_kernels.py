@@ -62,7 +62,6 @@ class CollectiveCall:
 
     @property
     def group(self) -> Any:
-        """The process group."""
         names = (argument.name for argument in self.operator._schema.arguments)
         given = dict(zip(names, self.arguments, strict=False))
         if "group_name" in given:
@@ -99,7 +98,6 @@ class CollectiveKernels:
         self._running = threading.local()
 
     def install(self) -> None:
-        """Register the kernels."""
         for namespace, names in (("c10d", C10D), ("_c10d_functional", FUNCTIONAL)) if dist.is_available() else ():
             library = torch.library.Library(namespace, "IMPL")
             for name in (name for name, common in names.items() if self._only in common):
@@ -108,7 +106,6 @@ class CollectiveKernels:
             self._libraries.append(library)
 
     def remove(self) -> None:
-        """Take them away."""
         for library in self._libraries:
             library._destroy()
         self._libraries.clear()

@@ -21,6 +21,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Self
 
+from bench.grouping import grouped
+
 IDLE_SHARE = 0.1
 """Largest share of the CPUs that others may use on an idle machine."""
 BUSY = (0, 1, 2)
@@ -103,9 +105,7 @@ def merge(ranks: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
     if not results or len(results) < len(ranks):
         return None
     # Ranks on the same CPUs measured the same; pinned ranks measured their own CPUs.
-    groups: dict[tuple[str, tuple[int, ...]], list[dict[str, Any]]] = {}
-    for rank in results:
-        groups.setdefault((rank.get("kernel", ""), tuple(rank["cpus"])), []).append(rank)
+    groups = grouped(((rank.get("kernel", ""), tuple(rank["cpus"])), rank) for rank in results)
     busy, stolen = (
         sum(fmean(rank[name] for rank in group) for group in groups.values()) for name in ("busy_cores", "stolen_cores")
     )

@@ -91,7 +91,6 @@ class MemoryProbe:
                 self._hold_before_forward()
 
     def start(self) -> None:
-        """Open the window."""
         gc.collect()
         gc.disable()
         self._is_open = True

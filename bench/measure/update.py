@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
+from bench.files import replacing
 from bench.plan.cell import Cell
 from bench.plan.models import LLAMA
 from bench.workload import Workload, load
@@ -27,11 +27,8 @@ from bench.workload import Workload, load
 def save(change: Mapping[str, Tensor], path: Path) -> None:
     """Write the reference's update atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".tmp")
-    save_file(dict(change), draft)
-    with draft.open("rb") as file:
-        os.fsync(file.fileno())  # or a power failure could leave an empty file
-    draft.replace(path)
+    with replacing(path, durable=True) as draft:  # or a power failure could leave an empty file
+        save_file(dict(change), draft)
 
 
 def change_from(model: nn.Module, after: Mapping[str, Tensor], backend: str) -> dict[str, Tensor]:

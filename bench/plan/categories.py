@@ -44,9 +44,3 @@ def named(total: str, size: int, parts: Mapping[Category, int]) -> dict[str, int
     if sum(parts.values()) != size:
         raise AssertionError(f"categories at the {total} add up to {sum(parts.values())} of {size} bytes")
     return {total: size, **{f"{total}_{category}": parts.get(category, 0) for category in Category}}
-
-
-def parts(memory: Mapping[str, int], total: str) -> dict[Category, int]:
-    """The parts of a total in a trial's ``memory``, in bytes; empty if they were not measured."""
-    keys = {category: f"{total}_{category}" for category in Category}
-    return {category: memory[key] for category, key in keys.items() if key in memory}

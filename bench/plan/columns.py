@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+from bench.grouping import grouped
 from bench.plan.trial_columns import (
     CORRECTNESS,
     KEY,
@@ -181,9 +182,7 @@ def differing(cells: Iterable[Any], names: Iterable[str] = WAYS) -> list[str]:
 
 def labels(cells: Iterable[Any]) -> dict[Any, str]:
     """A unique label for each cell: its own, plus the axes in which cells with the same label differ."""
-    alike: dict[str, list[Any]] = {}
-    for cell in cells:
-        alike.setdefault(cell.label, []).append(cell)
+    alike = grouped((cell.label, cell) for cell in cells)
     return {cell: " ".join([label, *phrases(cell, differing(some))]) for label, some in alike.items() for cell in some}
 
 

@@ -81,8 +81,8 @@ class Task:
     backend: str
     """Name of the backend; the fork server imports its packages."""
     world_size: int
-    folder: str
-    """Folder for each rank's ``rank<r>.json`` and torch elastic's logs."""
+    folder: str = ""
+    """Folder for each rank's ``rank<r>.json`` and torch elastic's logs; by default one that is removed at the end."""
     device: Device = Device.CPU
     threads: int = 1
     """CPU threads per rank for operators."""

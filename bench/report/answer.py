@@ -24,7 +24,7 @@ from bench.judge.statistics import trials_to_show
 from bench.judge.tables import rows_of
 from bench.judge.verdicts import Reason, Verdict
 from bench.measure.host import IDLE_SHARE
-from bench.plan.cell import Device, Status, Sync, summarize
+from bench.plan.cell import Device, Sharding, Status, Sync, summarize
 from bench.report.descriptions import cpu_name, eager_and_deferred, gpu_names, parameters
 from bench.report.ranking import Group, groups, interval_text
 
@@ -39,8 +39,6 @@ UNDECIDED = {
     Reason.FAILED_TRIALS: "trials failed here or at {}; the others may be a biased sample",
 }
 """Why a comparison with a baseline stays undecided."""
-FIRST_DEFERRED = "fsdp2-deferred"
-"""It is compared with its eager twin before all others are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +57,6 @@ class Answer:
 
     @property
     def all(self) -> tuple[Finding, ...]:
-        """Every statement in order."""
         return (*([self.alarm] if self.alarm else []), *self.statements, self.scope)
 
 
@@ -140,13 +137,14 @@ def _least(data: Analysis, group: Group) -> Iterator[Finding]:
 
 
 def _deferred_against_eager(data: Analysis, group: Group) -> Iterator[Finding]:
-    """Deferred against eager sync: of FSDP2 in full, of all other frameworks and shardings in one line."""
-    about = data.run.manifest["backends"]
+    """Deferred against eager sync: of the run's first backend that shards parameters in full, of others in one line."""
     rows = {row["backend"]: row for row in group.rows}
-    shown = {name: about.get(name, {}) for name in rows}
+    shown = {name: facts for name, facts in data.run.manifest["backends"].items() if name in rows}
     pairs = [pair for how in (Sync.DEFERRED, Sync.DEFERRED_ALL_REDUCE) for pair in eager_and_deferred(shown, how)]
+    sharded = [name for name, facts in shown.items() if facts.get("sharding") == Sharding.PARAMS]
+    first = next((name for name in sharded if name in {deferred for _, deferred in pairs}), "")
     full, short = [], []
-    for eager, deferred in sorted(pairs, key=lambda pair: pair[1] != FIRST_DEFERRED):
+    for eager, deferred in sorted(pairs, key=lambda pair: pair[1] != first):
         pair = data.compared(rows[deferred]["cell_id"], rows[eager]["cell_id"]) if group.is_timed else None
         texts, brief = [], []
         if pair is not None and pair.time is not None:

@@ -14,6 +14,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from bench.formatting import alike, plural, size, some, unit_of
+from bench.grouping import grouped
 from bench.judge.expected import cell_of
 from bench.judge.formulas import wire_bytes
 from bench.judge.tables import rows_of
@@ -91,9 +92,7 @@ def stacked(
 
 def without_repeats(panels: Sequence[Panel], columns: list[str]) -> list[Panel]:
     """The panels, of which those with the same values in these columns are one, with all their titles."""
-    alike: dict[str, list[Panel]] = {}
-    for panel in panels:
-        alike.setdefault(panel.rows[columns].sort_values("backend").to_csv(index=False), []).append(panel)
+    alike = grouped((panel.rows[columns].sort_values("backend").to_csv(index=False), panel) for panel in panels)
     return [Panel("; ".join(panel.title for panel in same), same[0].rows) for same in alike.values()]
 
 

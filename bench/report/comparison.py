@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from bench.formatting import markdown, plural, some
+from bench.grouping import grouped
 from bench.judge.baseline import control_of
 from bench.judge.caveats import widened
 from bench.judge.loading import Run, missing_trials
@@ -113,10 +114,7 @@ def reasons(rows: Sequence[ComparedPair]) -> list[tuple[str, list[str]]]:
     """Each reason with what to do next, and its details, for which the table has no room."""
     found = []
     for reason in Reason:
-        details: dict[str, list[str]] = {}
-        for row in (row for row in rows if row.reason is reason):
-            details.setdefault(row.detail, []).append(row.name)
-        if details:
+        if details := grouped((row.detail, row.name) for row in rows if row.reason is reason):
             texts = [f"{some(names)}: {text}" for text, names in details.items()] if len(details) > 1 else [*details]
             line = f"{reason} ({plural(sum(map(len, details.values())), 'cell')}): {NEXT[reason]}"
             found.append((line, [] if reason in DECIDED else texts))

@@ -15,9 +15,11 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from bench.formatting import plural, some
+from bench.grouping import grouped
 from bench.judge.pairs import SLOWER, ComparedPair, record
 from bench.judge.statistics import Interval
 from bench.judge.verdicts import Verdict
+from bench.plan.cell import Cell
 from bench.plan.columns import WAYS, differing, phrases
 from bench.report.canvas import Drawing, FigureWords, name_rows, new_figure
 from bench.report.comparison import Report
@@ -64,17 +66,17 @@ def _named_rows(pairs: Sequence[ComparedPair]) -> list[Row]:
     ways = [name for name in differing(cells, ("precision", *WAYS)) if name not in ("accumulate", "global_batch_size")]
     worlds = {row.b: f"W = {row.b.world_size} {row.b.world.label}".strip() for row in pairs}
     several = len(set(worlds.values())) > 1
-    found: dict[tuple[str, str], list[ComparedPair]] = {}
-    for row in sorted(pairs, key=lambda row: row.b.accumulate):
-        cell = row.b
+
+    def key(cell: Cell) -> tuple[str, str]:
         context = ", ".join([worlds[cell]] * several + phrases(cell, ways))
-        found.setdefault((context, cell.backend + " again (A/A)" * bool(cell.twin)), []).append(row)
+        return context, cell.backend + " again (A/A)" * bool(cell.twin)
 
     def order(item: tuple[tuple[str, str], list[ComparedPair]]) -> tuple[str, int, float, str]:
         (context, name), alike = item
         last = alike[-1]
         return context, -last.b.accumulate, last.time.ratio if last.time else math.inf, name
 
+    found = grouped((key(row.b), row) for row in sorted(pairs, key=lambda row: row.b.accumulate))
     rows = sorted(found.items(), key=order)
     return [(" ".join(filter(None, (name, context))), alike) for (context, name), alike in rows]
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from bench.formatting import digits, size
+from bench.grouping import grouped
 from bench.judge.analysis import Analysis
 from bench.judge.samples import NAME
 from bench.judge.verdicts import Verdict
@@ -52,7 +53,6 @@ class Group:
 
     @property
     def n(self) -> int:
-        """Micro-batches per window on each rank."""
         return self.cell.accumulate
 
     @property
@@ -119,10 +119,7 @@ def groups(data: Analysis) -> list[Group]:
     """
     others = [cell for cell in data.run.cells.values() if not cell.is_reference and not cell.twin]
     several = "replicate" in differing(others)
-    kinds: dict[tuple[Any, ...], list[Cell]] = {}
-    for cell in others:
-        replicas = cell.replicate if several else 0
-        kinds.setdefault(tuple(replace(cell, backend="", replicate=replicas).to_dict().values()), []).append(cell)
+    kinds = grouped((replace(cell, backend="", replicate=cell.replicate * several), cell) for cell in others)
     every = [cells[0] for cells in kinds.values()]
     ways = [name for name in differing(every, ("precision", *WAYS)) if name != "accumulate"]
     found = [_group(data, cells, ways) for cells in kinds.values()]

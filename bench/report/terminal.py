@@ -13,6 +13,7 @@ from rich.text import Text
 from bench.errors import BAD, GOOD
 from bench.findings import Finding, Level
 from bench.formatting import plural, some
+from bench.grouping import grouped
 
 if TYPE_CHECKING:
     from bench.report.answer import Answer
@@ -65,12 +66,11 @@ def _show_findings(findings: Sequence[Finding], verdict: str) -> None:
     """One line each; findings that say the same of several cells share a line."""
     console = Console()
     width = max((len(finding.topic) for finding in findings), default=0)
-    subjects: dict[tuple[Level, str, str], list[str]] = {}
-    for finding in findings:
-        subjects.setdefault((finding.level, finding.topic, finding.text), []).append(finding.subject)
-    shown: dict[tuple[Level, str], list[str]] = {}
-    for (level, topic, text), names in subjects.items():
-        shown.setdefault((level, topic), []).append(f"{some(names)}: {text}" if names[0] else text)
+    subjects = grouped(((finding.level, finding.topic, finding.text), finding.subject) for finding in findings)
+    shown = grouped(
+        ((level, topic), f"{some(names)}: {text}" if names[0] else text)
+        for (level, topic, text), names in subjects.items()
+    )
     for (level, topic), texts in shown.items():
         most = MOST_LINES if len(texts) > MOST_LINES + 1 else len(texts)
         more = [f"... and {len(texts) - most} more, which --json lists"] if len(texts) > most else []

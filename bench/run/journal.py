@@ -19,6 +19,7 @@ from typing_extensions import TypedDict
 
 from bench import validation
 from bench.errors import InputError
+from bench.files import replacing, sync
 from bench.plan.cell import Cell
 from bench.plan.schedule import InterimAnalysis
 from bench.run.links import TimedCollective
@@ -120,15 +121,9 @@ _CHECKSUM_BYTES = len('"sha256":""}') + DIGITS
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Write ``run.json`` atomically and durably."""
-    draft = folder / f"{MANIFEST}.tmp"
-    try:
-        _write(draft, (json.dumps(manifest, indent=2) + "\n").encode())
-        draft.replace(folder / MANIFEST)
-    except OSError:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-        raise
-    _sync_folder(folder)
+    with replacing(folder / MANIFEST, durable=True) as draft:
+        draft.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    sync(folder)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -218,7 +213,7 @@ class Journal:
         finally:
             os.close(number)
         if new:
-            _sync_folder(self._folder)
+            sync(self._folder)
 
     def read(self) -> list[dict[str, Any]]:
         """All trials, in the order of writing, without a torn last line.
@@ -296,28 +291,12 @@ class Journal:
         """Write a torn line to a new file, durably."""
         paths = (self._folder / f"{TORN}{number}" for number in itertools.count(1))
         path = next(path for path in paths if not path.exists())
-        _write(path, torn)
-        _sync_folder(self._folder)
+        path.write_bytes(torn)
+        sync(path)
+        sync(self._folder)
         return path
 
     def _damaged(self, number: int, error: ValueError) -> InputError:
         return InputError(
             f"{self.path}:{number}: is not a JSON object as it was written ({error}); restore the line or the file"
         )
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a whole file durably."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Sync a folder, so that the names of new files are on the disk."""
-    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)

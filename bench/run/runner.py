@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from bench.backends import blocks
 from bench.backends.base import Backend
-from bench.files import end_of
+from bench.files import end_of, portable
 from bench.launch import dumps
 from bench.launch.interrupt import held
 from bench.launch.launcher import Launcher
@@ -31,7 +31,12 @@ LOG_BYTES = 20_000
 """How much of the end of each rank's log is kept for a failed trial."""
 
 RENEWED_FOR_S = 120.0
-"""Least time between two renewals of the fork servers, which happen between pairs of blocks. Each takes up to 10 s."""
+"""Least time between two renewals of the fork servers, which happen between pairs of blocks. Each takes up to 10 s.
+
+All children of one process have their libraries at the same addresses, which can shift times by several per cent
+(Mytkowicz et al., "Producing Wrong Data Without Doing Anything Obviously Wrong!", ASPLOS 2009). Several fork servers
+let the trials sample that variation.
+"""
 
 
 class Observer(Protocol):
@@ -159,9 +164,9 @@ class Runner:
             self._decide(InterimAnalysis(repeats=repeat, open=()), Ended.BUDGET)
             return False
         if left and repeat % 2 == 0 and time.monotonic() >= self._renew_at:
-            self._launcher.renew()
+            self._launcher.close()  # the next trials are forked from new processes
             self._renew_at = time.monotonic() + RENEWED_FOR_S
-        self._launcher.prepare_all(trial.cell.backend for trial in left if not self._missing(trial))
+        self._launcher.prepare((trial.cell.backend for trial in left if not self._missing(trial)), wait=True)
         for trial in left:
             if start.is_short(self._folder):
                 raise start.full(self._folder)
@@ -315,7 +320,7 @@ class Runner:
         parts += [f"--- {'/'.join(log.parts[-2:])}\n{end}\n" for log, end in ends]
         path = self._folder / f"{name}.log"
         path.parent.mkdir(exist_ok=True)
-        path.write_text("\n".join(parts))
+        path.write_text(portable("\n".join(parts)))
         found = [f"{name}.{dump.name}" for dump in dumps.collect(folder, path.with_suffix(""))]
         return {"log": f"{name}.log"} | ({"dumps": found} if found else {})
 

@@ -15,6 +15,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from bench import validation
+from bench.grouping import grouped
 from bench.plan.models import LlamaSize
 
 if TYPE_CHECKING:
@@ -63,10 +64,8 @@ class Layout:
     @property
     def units(self) -> dict[int, list[Parameter]]:
         """The parameters of each unit: blocks in order, then the root."""
-        found: dict[int, list[Parameter]] = {}
-        for parameter in sorted(self.parameters, key=lambda p: math.inf if p.unit == ROOT else p.unit):
-            found.setdefault(parameter.unit, []).append(parameter)
-        return found
+        ordered = sorted(self.parameters, key=lambda p: math.inf if p.unit == ROOT else p.unit)
+        return grouped((parameter.unit, parameter) for parameter in ordered)
 
     @property
     def block_parameters(self) -> int:
@@ -208,7 +207,6 @@ class _Recorder:
         self.backward: list[int] = []
 
     def hook(self, module: nn.Module) -> list[Any]:
-        """Hook a module; returns the handles."""
         return [module.register_forward_pre_hook(self._enter), module.register_forward_hook(self._leave)]
 
     def _enter(self, module: nn.Module, inputs: Any) -> Any:

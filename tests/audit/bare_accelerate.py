@@ -78,7 +78,6 @@ class Training:
         self.loader = bare.loader(given) if given.get("own") else self.accelerator.prepare(DataLoader(data, M))
 
     def step(self, batch: torch.Tensor, *, raises: bool = False) -> None:
-        """As documented."""
         with self.accelerator.accumulate(self.model):
             loss = self.model(batch)
             if raises:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from typing import Any, Self
+from typing import Any
 
 import pytest
 
@@ -19,19 +20,15 @@ from tests.conftest import Command, asked, first
 from tests.sum_dtypes import FSDP2_POLICIES, LOOPS, NS, SumDtypes
 
 BACKENDS = [name for name in registry() if name not in REFERENCES]
-
-
 CHOSEN = (REFERENCE, "ddp-deferred", "fsdp2-eager", "deepspeed-zero2-deferred", "lightning-deepspeed-zero2")
 REFUSED_IN_BF16 = {"deepspeed-zero2-deferred", "deepspeed-zero3-deferred"}
 
 
 @pytest.fixture(scope="module")
-def found(
-    request: pytest.FixtureRequest, launcher: Launcher, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
+def found(request: pytest.FixtureRequest, launcher: Launcher) -> dict[str, Any]:
     """What two ranks found out; both say the same."""
-    names, folder = tuple(asked(request, CHOSEN, registry())), str(tmp_path_factory.mktemp("sums"))
-    outcome = launcher.run(SumDtypes(names=names, world_size=2, folder=folder), 300)
+    names = tuple(asked(request, CHOSEN, registry()))
+    outcome = launcher.run(SumDtypes(names=names, world_size=2), 300)
     assert outcome.status is Status.OK, f"{outcome.reason}\n{outcome.traceback}"
     first, second = (rank["found"] for rank in outcome.ranks)
     assert first == second
@@ -123,20 +120,15 @@ def test_the_table_is_made_by_real_process_groups(here: Command) -> None:
     assert "coalesce" in rows[1]["reason"]
 
 
-class FakeLauncher:
+class FakeLauncher(contextlib.nullcontext[Any]):
     """Ends every task as ``outcome`` says."""
 
     outcome: Outcome
     tasks: list[AccumulationTask]
 
     def __init__(self, device: Any) -> None:
+        super().__init__(self)
         FakeLauncher.tasks = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass
 
     def run(self, task: AccumulationTask, timeout_s: float) -> Outcome:
         self.tasks.append(task)

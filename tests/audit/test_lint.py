@@ -122,7 +122,6 @@ def test_findings_are_complete(tmp_path: Path) -> None:
 
 
 def command_of(text: str) -> list[str]:
-    """The proof's command, for ``cli.main``."""
     assert text.startswith("python -m bench ")
     return text.partition(" (")[0].split()[3:]
 

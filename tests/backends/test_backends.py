@@ -196,7 +196,6 @@ def test_a_setting_that_a_version_does_not_know_is_unsupported(package: str, fun
 
 
 def cell_here(backend: str, windows: int) -> Cell:
-    """A small cell on one rank."""
     shape = {"model": "micro", "sequence_length": 8, "global_batch_size": 16, "accumulate": 16}
     return make_cell(backend=backend, world_size=1, warmup_windows=1, timed_windows=windows - 1, **shape)
 

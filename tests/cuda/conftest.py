@@ -61,7 +61,6 @@ class Machine:
         )
 
     def python(self, code: str, gpus: int = 1, *, values: bool = False, **settings: str) -> str:
-        """What a program prints there."""
         command = [sys.executable, "-c", code]
         process = subprocess.run(
             command, env=self.environment(gpus, values=values, **settings), capture_output=True, text=True
@@ -70,7 +69,6 @@ class Machine:
         return process.stdout.strip()
 
     def records(self, run: str = "run") -> list[dict[str, Any]]:
-        """The journal of a run."""
         return list(Journal(self.folder / run).read())
 
     def trials(

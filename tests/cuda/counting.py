@@ -81,7 +81,6 @@ class Windows:
         self._last: Event | None = None
 
     def see(self, kind: Event) -> None:
-        """Take note of one event."""
         if kind is Event.STEP:
             reading = (self.counters.now(), len(self.counters.waits))
             self.readings[-1 if self._last is Event.STEP else len(self.readings) :] = [reading]

@@ -57,7 +57,6 @@ class Counters:
         self.waits: list[Wait] = []
 
     def now(self) -> dict[Kind, int]:
-        """All counts since the process began."""
         return {kind: self._counts[kind] for kind in Kind}
 
     def watch(self) -> None:

@@ -50,7 +50,6 @@ def marked(text: str, good: bool) -> str:
 
 
 def nothing(left: Sequence[str]) -> str:
-    """What was left behind."""
     return marked("; ".join(left), good=False) if left else "nothing"
 
 

@@ -120,7 +120,6 @@ class Place:
 
 @contextlib.contextmanager
 def place(folder: Path, **environment: str) -> Iterator[Place]:
-    """An empty place in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     with Leaks(folder) as leaks:
         yield Place(folder, leaks, environment)

@@ -52,7 +52,6 @@ class Leaks:
         return {MARK: self._mark, "TMPDIR": str(self._temporary), **cache}
 
     def processes(self) -> list[psutil.Process]:
-        """The run's live processes."""
         return [process for process in psutil.process_iter() if self._is_ours(process)]
 
     def left(self, within_s: float = ENDING_S) -> list[str]:
@@ -108,7 +107,6 @@ def _shared() -> dict[int, str]:
 
 
 def _ports(pids: set[int]) -> list[int]:
-    """Ports on which the processes listen."""
     found = set()
     for pid in pids:
         with contextlib.suppress(psutil.Error):

@@ -32,7 +32,6 @@ class Disk:
 
     @property
     def seen(self) -> Path:
-        """The folder's files, from outside."""
         return Path(f"/proc/{self.holder}/root{self.folder}")
 
 

@@ -35,7 +35,6 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(sound: Path, tmp_path: Path) -> Path:
-    """The same run, to be spoilt."""
     folder = tmp_path / "copy"
     folder.mkdir()
     for path in sound.glob("*.*"):

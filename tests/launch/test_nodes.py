@@ -184,7 +184,6 @@ def test_a_node_that_cannot_take_part_is_named(tmp_path: Path, change: dict[str,
 
 
 def environment(text: str) -> dict[str, str]:
-    """The variables that ``NAME=value`` words set."""
     return dict(word.split("=", 1) for word in text.split(" ") if word)
 
 

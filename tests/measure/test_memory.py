@@ -12,7 +12,6 @@ import torch.distributed as dist
 from bench.measure.ledger import Evidence, TensorLedger
 from bench.measure.memory import MemoryProbe, reconcile
 from bench.measure.taps import EventKind, SettledWindows, Taps
-from bench.plan import categories
 from bench.plan.categories import HELD, PEAK, Category
 from bench.plan.task import SETTLED_WINDOWS
 from bench.run import trial_record
@@ -22,6 +21,10 @@ KIB = 1024
 
 def nonzero(parts: dict[Category, int]) -> dict[str, int]:
     return {str(category): size for category, size in parts.items() if size}
+
+
+def parts(memory: dict[str, int], total: str) -> dict[str, int]:
+    return nonzero({category: memory[f"{total}_{category}"] for category in Category})
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["one", "window"])
@@ -52,12 +55,12 @@ def test_every_byte_of_a_loop_by_hand(ahead: bool) -> None:
             optimizer.step()
             taps.record(EventKind.STEP)
     memory = probe.result
-    assert nonzero(categories.parts(memory, HELD)) == {
+    assert parts(memory, HELD) == {
         "parameters_unsharded": 4 * KIB,
         "gradients_unsharded": 4 * KIB,
         "optimizer_state": 4 * KIB,
     }
-    assert nonzero(categories.parts(memory, PEAK)) == {
+    assert parts(memory, PEAK) == {
         "parameters_unsharded": 4 * KIB,
         "gradients_unsharded": 8 * KIB,  # the sum of one micro-batch, and the second's before it is added
         "optimizer_state": 4 * KIB,

@@ -19,13 +19,13 @@ from bench.judge.formulas import BUILT_IN, expect
 from bench.launch.launcher import Launcher
 from bench.measure.ledger import TensorLedger
 from bench.measure.tensors import FakeTensors, tensors
-from bench.plan import categories
-from bench.plan.categories import HELD, PEAK, Category
+from bench.plan.categories import HELD, PEAK
 from bench.plan.cell import REFERENCE, Cell, Precision, Status
 from bench.plan.task import SETTLED_WINDOWS, Spec, passes
 from bench.workload import load
 from tests.conftest import asked, first
 from tests.factories import ALL_PASSES, make_cell
+from tests.measure.test_memory import parts
 from tests.worlds import by_rank, layout, measure, world_cell
 
 BACKENDS = [name for name in BUILT_IN if name != REFERENCE and not name.endswith("corrected")]
@@ -83,8 +83,8 @@ def test_what_is_sent_and_held_is_what_the_formulas_say(
             if expected is None:  # nobody knows which parts of a model of one's own Accelerate shards
                 assert cell.backend.startswith("accelerate-fsdp2")
                 continue
-            held = categories.parts(found["memory"], HELD)
-            by_use = {use: sum(held[c] for c in Category if c.startswith(use)) for use in expected.held}
+            held = parts(found["memory"], HELD)
+            by_use = {use: sum(held[c] for c in held if c.startswith(use)) for use in expected.held}
             counted = [dataclasses.asdict(row) for row in expected.collectives]
             held_by_use = dict(expected.held)
             if "ddp" in cell.backend:  # what it broadcasts: here each buffer is the only one of its dtype
@@ -93,7 +93,7 @@ def test_what_is_sent_and_held_is_what_the_formulas_say(
             if found["collectives"] != counted or by_use != pytest.approx(held_by_use, abs=slack):
                 wrong.append((cell.label, rank, found["collectives"], counted, by_use, held_by_use))
             for total in (PEAK, HELD):
-                assert sum(categories.parts(found["memory"], total).values()) == found["memory"][total] > 0
+                assert sum(parts(found["memory"], total).values()) == found["memory"][total] > 0
     assert not wrong
 
 

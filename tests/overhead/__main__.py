@@ -60,7 +60,7 @@ def beside_bare_loops(groups: int, windows: int) -> dict[str, dict[str, list[flo
             )
             words = " and ".join(f"{ratio:.4f}" for ratio in ratios)
             print(f"group {number + 1} of {groups}: {backend}: bench / bare {words}", flush=True)
-            launcher.renew()
+            launcher.close()
     return found
 
 

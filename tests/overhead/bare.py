@@ -64,7 +64,6 @@ class Turns:
                 self._store.set(key(self._phase, turn + 1), "")
 
     def seconds(self) -> list[float]:
-        """The seconds of each window."""
         return [end - begin for begin, end in zip(self.began, self.ended, strict=True)]
 
     def _turn(self, window: int) -> int:
@@ -211,7 +210,6 @@ def batches(tokens: Tensor, rank: int) -> list[Tensor]:
 
 
 def means(losses: Sequence[Tensor]) -> list[float]:
-    """The mean loss of each window."""
     return torch.stack(list(losses)).double().view(-1, N).mean(dim=1).tolist()
 
 

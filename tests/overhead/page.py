@@ -132,6 +132,5 @@ def _times(data: Mapping[str, Any], last: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _seconds(seconds: float) -> str:
-    """A time with its unit."""
     scale, unit = next((s, u) for s, u in ((1, "s"), (1e-3, "ms"), (1e-6, "µs")) if seconds >= s or u == "µs")
     return f"{seconds / scale:.3g} {unit}"

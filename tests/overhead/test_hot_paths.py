@@ -55,7 +55,6 @@ def data(run: Run) -> Analysis:
 
 @pytest.fixture(scope="module")
 def drawn(data: Analysis, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """All plots of the run."""
     folder = tmp_path_factory.mktemp("run") / "plots"
     return figures.draw(data, folder)
 

@@ -25,7 +25,7 @@ from bench.report.descriptions import eager_and_deferred
 from bench.report.terminal import show
 from bench.run.journal import JOURNAL, read_manifest, write_manifest
 from tests.factories import make_cell, make_record
-from tests.pages import read, report, write, write_run
+from tests.pages import kind, read, report, write, write_run
 
 FASTEST, LEAST, SYNC = "Fastest correct backend", "Least memory", "Deferred against eager"
 FACTORS = {"alpha-eager": 1.0, "alpha-deferred": 0.75, "beta": 1.2, "gamma": 0.7525}
@@ -99,22 +99,27 @@ def test_the_fastest_correct_backend_and_those_not_told_from_it(folder: Path) ->
     assert not on_topic(found, "Undecided") and run.labels[row["cell_id"]] == "beta N=4 W=2 fp32"
 
 
-def test_one_pair_of_eager_and_deferred_has_a_statement_and_all_others_share_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("sharded", "first"), [(("beta", "gamma"), "beta"), (("gamma",), "gamma"), ((), "alpha")])
+def test_the_first_pair_that_shards_parameters_has_a_statement_and_all_others_share_one(
+    tmp_path: Path, sharded: tuple[str, ...], first: str
 ) -> None:
-    monkeypatch.setattr("bench.report.answer.FIRST_DEFERRED", "beta-deferred")  # for FSDP2, bytes would be checked too
     factors = {f"{name}-{sync}": 1.0 for name in ("alpha", "beta", "gamma") for sync in ("eager", "deferred")}
+    factors["wrong"] = 0.5
+    kinds = {name: kind(name) for name in ("reference", *factors)}
+    kinds |= {name: kind(name) | {"sharding": "params"} for name in factors if name.startswith(sharded)}
     folder = write_run(
         tmp_path / "run",
-        {**factors, "wrong": 0.5},
+        factors,
         accumulate=(4,),
         repeats=1,
         changes=lambda cell, _: {"status": "invalid", "reason": "the loss is off"} if cell.backend == "wrong" else {},
+        backends=kinds,
     )
     found = run_and_answer(folder)[1]
-    (sync,), (others,) = on_topic(found, SYNC), on_topic(found, "Other families")
-    assert sync.subject == "beta-deferred / beta-eager"
-    assert others.text == "memory, deferred / eager: alpha-deferred 1.000; gamma-deferred 1.000."
+    (statement,), (others,) = on_topic(found, SYNC), on_topic(found, "Other families")
+    assert statement.subject == f"{first}-deferred / {first}-eager"
+    left = "; ".join(f"{name}-deferred 1.000" for name in ("alpha", "beta", "gamma") if name != first)
+    assert others.text == f"memory, deferred / eager: {left}."
     assert found.alarm is not None and "the loss is off" not in found.alarm.text  # it is said of the cell
 
 

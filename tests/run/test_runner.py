@@ -353,7 +353,7 @@ def test_fork_servers_are_renewed_between_pairs_of_blocks_but_not_all_the_time(
         now += trial_s
 
     monkeypatch.setattr(runner.time, "monotonic", lambda: now)
-    assert Run(tmp_path / "run", repeats=6).go(script).renewed == renewals, "a pair of blocks is 14 trials"
+    assert Run(tmp_path / "run", repeats=6).go(script).closed == renewals, "a pair of blocks is 14 trials"
 
 
 def test_cells_that_are_skipped_are_rows_and_are_not_tried(tmp_path: Path) -> None:

@@ -43,7 +43,6 @@ def simulate(reports: int) -> Results:
 
 
 def write(results: Results, docs: Path) -> None:
-    """Write the page."""
     chosen = "" if results.reports == study.REPORTS else f" --reports {results.reports}"
     known = list(realtrials.read(realtrials.REAL))
     docs.write_text(page.page(results, f"python -m tests.studies{chosen}", known), encoding="utf-8")

@@ -79,7 +79,6 @@ def _interval(ratios: np.ndarray) -> list[float]:
 
 
 def page(data: dict[str, Any]) -> str:
-    """The page, in Markdown."""
     wrong = [case for case in CASES if case.verdict not in (RIGHT, OPEN)]
     found = [case for case in wrong if data[case.name]["verdict"] == case.verdict]
     sound = [case for case in CASES if case.verdict in (RIGHT, OPEN)]

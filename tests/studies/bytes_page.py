@@ -96,7 +96,6 @@ def peak_errors(exact: Mapping[Cell, int]) -> pd.DataFrame:
 
 
 def page(runs: Sequence[Run], accumulation: Sequence[Mapping[str, Any]]) -> str:
-    """The page, in Markdown."""
     measured = Measured.of(runs)
     lines = [
         "# Where the memory and the bytes go",

@@ -33,7 +33,6 @@ def answer(row: Mapping[str, Any], m: Measured) -> tuple[str, str]:
 
 
 def page(m: Measured) -> str:
-    """The page in Markdown."""
     about, rates = m.about, m.rates.iloc[0]
     versions = ", ".join(f"{name} {about['packages'][name]}" for name in PACKAGES)
     lines = [

@@ -241,7 +241,6 @@ def page(study: Study, picture: str) -> Iterator[str]:
 
 
 def _ratios_page(frame: pd.DataFrame) -> Iterator[str]:
-    """The ratios as a table."""
     yield from ("## Deferred against eager", "")
     yield "Step time over that of the eager backend with the same sharding, its 95 % interval, and the verdict of the"
     yield "run's own report; then, after a semicolon, the predicted ratio of serial steps. For it the compute of a cell"
@@ -303,7 +302,6 @@ class Accuracy:
 
 
 def accuracy(groups: Groups) -> Accuracy:
-    """The accuracy over all groups."""
     others = [step for group in groups for step in group[1:]]
     pairs = [pair for group in groups for pair in itertools.permutations(group, 2)]
     return Accuracy(

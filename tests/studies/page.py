@@ -22,8 +22,6 @@ from tests.studies.trial_noise import BLOCKS, Noise
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """All tables of the study."""
-
     noises: Sequence[Noise]
     rates: pd.DataFrame
     rivals: pd.DataFrame

@@ -75,7 +75,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show() -> int:
-    """Print the state of everything."""
     late: dict[str, Made] = {}
     bad = 0
     for row in ROWS:

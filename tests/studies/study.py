@@ -124,7 +124,6 @@ def misses(found: pd.DataFrame) -> list[str]:
 
 
 def name(row: Row) -> str:
-    """A row in words."""
     return f"{row['noise']} ({row['blocks']} blocks, {row['comparisons']} comparison{'s' * (row['comparisons'] > 1)})"
 
 

@@ -39,7 +39,6 @@ def memory_of(cell: Cell, peak: float = 1.0, rank: int = 0) -> dict[str, int]:
 
 
 def run_of(*trials: tuple[Cell, dict[str, int]]) -> Run:
-    """A judged run of such trials."""
     cells = [cell for cell, _ in trials]
     manifest = make_manifest(cells)
     records = [make_record(cell, memory=memory) for cell, memory in trials]

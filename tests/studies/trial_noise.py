@@ -36,12 +36,10 @@ class Noise:
 
     @property
     def cells(self) -> int:
-        """How many cells every part has."""
         return min(part.shape[1] for part in self.parts)
 
     @property
     def blocks(self) -> int:
-        """How many blocks every part has."""
         return min(len(part) for part in self.parts)
 
     @property

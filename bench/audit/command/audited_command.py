@@ -12,6 +12,7 @@ from pathlib import Path
 
 from bench.audit.command.inside.records import AuditedUpdate, MicroBatch, Rank
 from bench.errors import InputError
+from bench.files import python_path
 
 SITE = Path(__file__).resolve().parent / "site"
 NOTHING = {
@@ -24,8 +25,8 @@ NOTHING = {
 
 def environment(folder: Path, updates: int) -> dict[str, str]:
     """The environment of processes that record their updates in ``folder``."""
-    path = os.pathsep.join(filter(None, [str(SITE), os.environ.get("PYTHONPATH")]))
-    return os.environ | {"PYTHONPATH": path, "BENCH_AUDIT_FOLDER": str(folder), "BENCH_AUDIT_UPDATES": str(updates)}
+    asked = {"BENCH_AUDIT_FOLDER": str(folder), "BENCH_AUDIT_UPDATES": str(updates)}
+    return os.environ | {"PYTHONPATH": python_path(SITE)} | asked
 
 
 def run(command: Sequence[str], folder: Path, updates: int, *, quiet: bool) -> int:

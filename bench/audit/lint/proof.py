@@ -59,7 +59,6 @@ class SmallRun:
         max_steps: int | None = None,
         clip: float | None = None,
     ) -> str:
-        """The command that trains it under these backends."""
         samples, more = self.num_batches * RANKS, " --drop-last" if drop_last else ""
         more += "" if max_steps is None else f" --max-steps {max_steps}"
         more += "" if clip is None else f" --clip {clip}"

@@ -32,11 +32,9 @@ class LightningEpochs:
 
     @property
     def small(self) -> SmallRun:
-        """A small training with the same structure."""
         return SmallRun.of(self.plan.n, self.plan.micro_batches_per_epoch)
 
     def command(self, *backends: str, epochs: int = 2, max_steps: int | None = None) -> str:
-        """The command that runs the small training."""
         names = backends or (self.training.backend,)
         return self.small.command(*names, epochs=epochs, max_steps=max_steps, drop_last=self.training.drop_last)
 

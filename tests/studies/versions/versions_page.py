@@ -95,7 +95,6 @@ def merged(before: Iterable[Entry], now: Iterable[Entry]) -> list[Entry]:
 
 
 def write(entries: Sequence[Entry], smokes: Sequence[Smoke], folder: Path) -> None:
-    """Write ``versions.json`` and ``versions.md``."""
     folder.mkdir(parents=True, exist_ok=True)
     stored = {"schema": 1, "versions": list(map(asdict, entries)), "smoke": list(map(asdict, smokes))}
     (folder / "versions.json").write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")

@@ -58,7 +58,6 @@ class AuditedUpdate:
 
     @property
     def count(self) -> int:
-        """The number of micro-batches."""
         return self.events.count("B")
 
 

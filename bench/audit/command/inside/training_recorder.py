@@ -159,7 +159,6 @@ class TrainingRecorder:
 
     @guarded
     def before_clip(self, parameters: list[Any]) -> None:
-        """The gradient that is clipped."""
         if self.window.events and not self.window.optimizer:
             self.window.events += "C"
         clipped = set(map(id, parameters))
@@ -183,7 +182,6 @@ class TrainingRecorder:
 
     @guarded
     def before_step(self, optimizer: Any, arguments: Any, options: Any) -> None:
-        """The gradient that the optimizer is given."""
         self._before_step = self._num_backwards, self._used(optimizer) if self._probes else []
 
     @guarded
