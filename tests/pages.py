@@ -116,7 +116,6 @@ def kind(name: str) -> dict[str, str]:
 def write_run(
     folder: Path,
     backends: Mapping[str, float],
-    /,
     *,
     accumulate: tuple[int, ...] = (1, 4),
     world_size: tuple[int, ...] = (2,),

@@ -113,8 +113,8 @@ def test_the_first_pair_that_shards_parameters_has_a_statement_and_all_others_sh
         accumulate=(4,),
         repeats=1,
         changes=lambda cell, _: {"status": "invalid", "reason": "the loss is off"} if cell.backend == "wrong" else {},
-        backends=kinds,
     )
+    write_manifest(folder, read_manifest(folder) | {"backends": kinds})
     found = run_and_answer(folder)[1]
     (statement,), (others,) = on_topic(found, SYNC), on_topic(found, "Other families")
     assert statement.subject == f"{first}-deferred / {first}-eager"
