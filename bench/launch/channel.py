@@ -52,7 +52,7 @@ class Channel:
             if not self._connection.poll(timeout_s):
                 return None
             message = json.loads(self._connection.recv_bytes(max_bytes))
-        except EOFError as error:
+        except (EOFError, ConnectionResetError) as error:  # a reset, if it ended before it had read everything
             raise LostError("its process ended") from error
         except (OSError, ValueError, RecursionError) as error:
             raise LostError(f"the connection to it broke ({error})") from error
