@@ -1,7 +1,8 @@
-"""``python -m tests.cuda.plain_zero3 STUB``: where plain DeepSpeed gathers weights before they are updated.
+"""``python -m tests.cuda.plain_zero3 STUB|--gpu``: where plain DeepSpeed gathers weights before they are updated.
 
 Trains with ZeRO-3 on two GPUs that are not there, whose streams are threads, and writes docs/zero3.json: for each
-configuration, how far losses are from those without threads, by seed.
+configuration, how far losses are from those without threads, by seed. With ``--gpu`` it trains on the GPUs that are
+there, and prints how far losses are from those of a host that waits for each kernel.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 """What DeepSpeed is told besides stage and batch size."""
 SEEDS = (2, 3, 5, 6, 7)
-RANKS, STEPS, SAMPLES, SIZE = 2, 6, 16, 512
+RANKS, SAMPLES = 2, 16
+STEPS_AND_SIZE, OF_A_GPU = (6, 512), (200, 4096)
+"""Updates, and the width of each layer: on a GPU so wide that writing weights takes longer than enqueuing a gather."""
 
 
-def train(config: dict[str, Any]) -> list[float]:
+def train(config: dict[str, Any], steps: int, size: int) -> list[float]:
     """The mean loss of each step over the ranks. Nothing makes the host wait that DeepSpeed does not."""
     import torch
     import torch.distributed as dist
@@ -40,15 +43,15 @@ def train(config: dict[str, Any]) -> list[float]:
 
     from bench.backends.deepspeed import prepare
 
-    rank = int(os.environ["RANK"])
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl")
     prepare()
     import deepspeed
 
     torch.manual_seed(0)
-    model = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(SIZE, SIZE), nn.GELU())))
-    inputs, outputs = torch.randn(2, STEPS, RANKS, SAMPLES, SIZE).cuda()
+    model = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(size, size), nn.GELU())))
+    inputs, outputs = torch.randn(2, steps, ranks, SAMPLES, size).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     told = {"train_micro_batch_size_per_gpu": SAMPLES, "zero_allow_untested_optimizer": True, **config}
     told["zero_optimization"] = {"stage": 3, **config["zero_optimization"]}
@@ -61,48 +64,69 @@ def train(config: dict[str, Any]) -> list[float]:
         losses.append(loss.detach())
     summed = torch.stack(losses)
     dist.all_reduce(summed)
-    return [loss / RANKS for loss in summed.tolist()]
+    return [loss / ranks for loss in summed.tolist()]
 
 
-def losses_of(stub: Path, name: str, seed: int | None) -> list[float]:
-    """Those of a training on two ranks."""
+def losses_of(name: str, environment: dict[str, str], ranks: int, steps: int, size: int) -> list[float]:
+    """Those of a training of a configuration."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    streams = {} if seed is None else {"FAKE_STREAMS": str(seed)}
-    about = build.environment(stub, values=True, FAKE_GPUS=str(RANKS), OMP_NUM_THREADS="1", **streams)
-    about |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS)}
-    command = [sys.executable, "-m", "tests.cuda.plain_zero3", "--rank", name]
-    ranks = [
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    command = [sys.executable, "-m", "tests.cuda.plain_zero3", "--rank", name, str(steps), str(size)]
+    processes = [
         subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**os.environ, **about, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={**os.environ, **environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank in range(RANKS)
+        for rank in range(ranks)
     ]
-    outputs = [process.communicate()[0] for process in ranks]
+    outputs = [process.communicate()[0] for process in processes]
     found: list[float] = json.loads(outputs[0].splitlines()[-1])
     return found
 
 
-def main(stub: Path) -> None:
+def over_a_stub(stub: Path) -> None:
     """Train in every configuration and order, and write the file."""
     found: dict[str, dict[str, float]] = {}
     for name in CONFIGS:
-        expected = losses_of(stub, name, None)
-        found[name] = {}
-        for seed in SEEDS:
-            losses = losses_of(stub, name, seed)
-            found[name][str(seed)] = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
-            print(name, seed, [f"{abs(a - b):.1g}" for a, b in zip(losses, expected, strict=True)], flush=True)
-    RESULTS.write_text(json.dumps({"steps": STEPS, "deviation": found}, indent=1) + "\n")
+        by_seed = {}
+        for seed in ("", *map(str, SEEDS)):
+            streams = {"FAKE_STREAMS": seed} if seed else {}
+            about = build.environment(stub, values=True, FAKE_GPUS=str(RANKS), OMP_NUM_THREADS="1", **streams)
+            by_seed[seed] = losses_of(name, about, RANKS, *STEPS_AND_SIZE)
+        expected = by_seed.pop("")
+        found[name] = {seed: deviation(name, losses, expected) for seed, losses in by_seed.items()}
+    RESULTS.write_text(json.dumps({"steps": STEPS_AND_SIZE[0], "deviation": found}, indent=1) + "\n")
+
+
+def on_gpus() -> None:
+    """Train in every configuration, on all GPUs."""
+    import torch
+
+    for name in CONFIGS:
+        waiting, free = (
+            losses_of(name, environment, torch.cuda.device_count(), *OF_A_GPU)
+            for environment in ({"CUDA_LAUNCH_BLOCKING": "1"}, {})
+        )
+        deviation(name, free, waiting)
+
+
+def deviation(name: str, losses: list[float], expected: list[float]) -> float:
+    """The largest of all steps, printed with all others."""
+    found = [abs(a - b) for a, b in zip(losses, expected, strict=True)]
+    print(f"{name}: {max(found):.2g};", *(f"{each:.1g}" for each in found), flush=True)
+    return max(found)
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "--rank":
-        print(json.dumps(train(CONFIGS[sys.argv[2]])), flush=True)
+        print(json.dumps(train(CONFIGS[sys.argv[2]], *map(int, sys.argv[3:]))), flush=True)
         os._exit(0)  # DeepSpeed's threads and NCCL's may not end by themselves
-    main(Path(sys.argv[1]).resolve())
+    elif sys.argv[1] == "--gpu":
+        on_gpus()
+    else:
+        over_a_stub(Path(sys.argv[1]).resolve())
