@@ -14,8 +14,8 @@ WINGS = ("audit", "forecast")
 SAY_NOTHING = ("one", "own", "said", "due")
 AT_MOST = {
     "modules": 199,
-    "lines": 32294,
-    "lines of the core": 23086,
+    "lines": 32293,
+    "lines of the core": 23085,
     "longest module": 349,
     "lines of tests": 27722,
     "names of several modules": 0,

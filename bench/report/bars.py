@@ -115,9 +115,8 @@ def _draw_bars(
         ends += widths
     for place, outcome, value in zip(cells["place"], cells["outcome"], floats(cells[total]) / unit, strict=True):
         word = failure_label(outcome)
-        number = "\N{RIGHTWARDS ARROW} " * bool(value > end / unit) + (
-            f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-        )
+        arrow = "\N{RIGHTWARDS ARROW} " if value > end / unit else ""
+        number = arrow + (f"{value:,.0f}" if value >= 1000 else f"{value:.3g}")
         words = (word or "not measured") if np.isnan(value) else f"{number} {word}".strip()
         at = (0.0 if np.isnan(value) else min(value, end / unit), place)
         axes.annotate(safe(words), at, (3, 0), textcoords="offset points", va="center", size=TINY, color=GREY)

@@ -1,11 +1,9 @@
 """``python -m tests.studies.pairing``: how steady the ratio of two cells is, timed apart and in turns.
 
-Blocks are made in both designs: apart, each cell in processes of its own, as ``bench run`` does it; in turns, each cell
-window by window with the baseline's, in two process groups that swap (tests/overhead/in_turn.py). Once on the machine
-as it is, once beside two programs that never wait. Then the baseline's cell is timed in turn with itself, many times,
-and in one start after another, between which two processes that never end multiply matrices. Writes docs/pairing.json:
-the ratio of each cell's step to the baseline's in each block, and what the block took in seconds; docs/statistics.md
-reads it.
+Blocks are made in both designs: apart, each cell by itself, as ``bench run`` does it; in turns, each cell window by
+window with the baseline's, in two process groups that swap (tests/overhead/in_turn.py). Once on an idle machine, once
+beside two programs that never wait. Then the baseline's cell is timed in turn with itself, and in one start after
+another, between which two processes that never end multiply matrices. Writes docs/pairing.json.
 """
 
 from __future__ import annotations
