@@ -23,7 +23,7 @@ from bench.backends.base import EXTRA_BACKENDS, registry
 from bench.judge import gates, tables
 from bench.launch.launcher import Launcher
 from bench.launch.node import Node
-from bench.plan.cell import REFERENCES, SHARDED_REFERENCE, Device, Precision
+from bench.plan.cell import REFERENCES, SHARDED_REFERENCE, Device
 from bench.report import figures
 from bench.run.journal import Journal, read_manifest
 from tests import plugin
@@ -47,12 +47,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--reliability", type=Path, metavar="FILE.md", help="write the page of what tests/faults found, and its data"
     )
+    parser.addoption("--smoke", type=Path, metavar="DIR", help="look at this run of the smoke matrix, and make none")
     parser.addoption("--cuda-stub", metavar="DIR", help="run also tests/cuda, over the stub of CUDA in this folder")
     parser.addoption("--gpu-page", type=Path, metavar="FILE.md", help="write the table of this page: what was counted")
     parser.addoption("--kills", type=int, default=50, metavar="N", help="with --all: how many by each signal")
 
 
-TRAINS = {"launcher", "here", "real_run", "faulty_run", "lonely_group"}
+TRAINS = {"launcher", "here", "fp32_run", "variants_run", "faulty_run", "lonely_group"}
 """Fixtures that start processes or groups."""
 
 
@@ -188,14 +189,12 @@ def run_matrix(
     backend: Sequence[str] = ("all",),
     precision: str = "fp32",
     repeats: int = 1,
-    groups: str = "",
     command: Command | None = None,
     **environment: Any,
 ) -> Run:
     """Run a matrix of backends at N = 3 on two ranks into ``folder / "run"``; in a new process unless told how."""
     names = json.dumps("all" if backend == ("all",) else backend)
-    matrix = MATRIX.format(backend=names, precision=precision, repeats=repeats)
-    (folder / "matrix.toml").write_text(matrix + groups)
+    (folder / "matrix.toml").write_text(MATRIX.format(backend=names, precision=precision, repeats=repeats))
     options = ("run", "--matrix", "matrix.toml", "--out", "run", *arguments)
     return Run(folder / "run", command(*options) if command else bench(*options, cwd=folder, **environment))
 
@@ -206,61 +205,61 @@ CLIP = 0.75
 CLIPPED = ("ddp-deferred", "fsdp2-deferred", "deepspeed-zero2-eager", "lightning-deepspeed-zero2")
 CLIPPING = (*CLIPPED, "lightning-ddp", "fabric-fsdp2-deferred")
 CHECKPOINTED = ("fsdp2-deferred",)
-GROUPS = """
-[[groups]]
-axes.backend = {bf16}
-axes.precision = ["bf16"]
+VARIANTS = """
+[axes]
+backend = {bf16}
+accumulate = [3]
+world_size = [2]
+precision = ["bf16"]
 
 [[groups]]
-training.learning_rate = {{ adamw = 1e-3, sgd = 0.05 }}
 axes.backend = {clipped}
+axes.precision = ["fp32"]
 axes.optimizer = ["sgd"]
 axes.clip_norm = [{clip}]
 
 [[groups]]
 axes.backend = {checkpointed}
+axes.precision = ["fp32"]
 axes.activation_checkpointing = [true]
-
-[[groups]]
-axes.backend = {hsdp}
-axes.world_size = [4]
-axes.precision = {precisions}
 """
-HSDP = [name for name, backend in registry().items() if backend.replicate]
-ON_TWO_RANKS = [name for name in registry() if name not in HSDP]
+ON_TWO_RANKS = [name for name, backend in registry().items() if not backend.replicate]
 
 
 @pytest.fixture(scope="session")
-def real_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Every built-in backend in fp32, and some in bf16, with clipping, and with checkpointing; with --all more.
+def fp32_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The smoke matrix: every built-in backend in fp32, HSDP on four ranks."""
+    only = {"precision": "fp32"}
+    if folder := request.config.getoption("--smoke"):
+        return Run(folder.resolve(), bench("check", str(folder.resolve()), cwd=folder), only)
+    folder = tmp_path_factory.mktemp("smoke")
+    return Run(folder / "run", bench("run", "--matrix", "smoke", "--out", "run", cwd=folder), only)
 
-    HSDP is on four ranks, with the same batch.
-    """
-    groups = GROUPS.format(
-        hsdp=json.dumps(HSDP),
-        precisions=json.dumps(asked(request, ("fp32",), Precision)),
+
+@pytest.fixture(scope="session")
+def variants_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Some backends of the smoke matrix in bf16, with clipping, and with checkpointing; with --all more."""
+    axes = VARIANTS.format(
         bf16=json.dumps(asked(request, IN_BF16, ON_TWO_RANKS)),
         clipped=json.dumps(asked(request, CLIPPED, CLIPPING)),
         checkpointed=json.dumps(CHECKPOINTED),
         clip=CLIP,
     )
-    return run_matrix(tmp_path_factory.mktemp("real"), backend=ON_TWO_RANKS, groups=groups)
+    folder = tmp_path_factory.mktemp("variants")
+    smoke = (ROOT / "bench/matrices/smoke.toml").read_text()
+    (folder / "variants.toml").write_text(smoke.partition("[axes]")[0] + axes)
+    return Run(folder / "run", bench("run", "--matrix", "variants.toml", "--out", "run", cwd=folder))
 
 
 @pytest.fixture(scope="session")
-def fp32_run(real_run: Run) -> Run:
-    return replace(real_run, only={"precision": "fp32", "clip_norm": 0.0, "activation_checkpointing": False})
+def bf16_run(variants_run: Run) -> Run:
+    return replace(variants_run, only={"precision": "bf16", "clip_norm": 0.0})
 
 
 @pytest.fixture(scope="session")
-def bf16_run(real_run: Run) -> Run:
-    return replace(real_run, only={"precision": "bf16", "clip_norm": 0.0})
-
-
-@pytest.fixture(scope="session")
-def clipped_run(real_run: Run) -> Run:
+def clipped_run(variants_run: Run) -> Run:
     """SGD and clipping, with a limit that the whole gradient is above and that one rank's shard may be below."""
-    return replace(real_run, only={"clip_norm": CLIP})
+    return replace(variants_run, only={"clip_norm": CLIP})
 
 
 @pytest.fixture(scope="session")

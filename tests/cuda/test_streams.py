@@ -65,8 +65,8 @@ ZERO3 = ",".join(name for name, backend in registry().items() if getattr(backend
 @pytest.mark.parametrize(
     ("options", "seed"),
     [
-        pytest.param(("--backend", FEW), 2, id="few"),
-        pytest.param(("--backend", ZERO3, "--batch", "8"), 2, id="zero3"),
+        pytest.param(("--backend", FEW, "--accumulate", "2", "--batch", "4"), 2, id="few"),
+        pytest.param(("--backend", ZERO3, "--accumulate", "2", "--batch", "8"), 2, id="zero3"),
         *(pytest.param((), seed, id=str(seed), marks=pytest.mark.slow) for seed in range(1, 11)),
     ],
 )
