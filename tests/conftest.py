@@ -29,6 +29,7 @@ from bench.run.journal import Journal, read_manifest
 from tests import plugin
 
 ROOT = Path(__file__).resolve().parent.parent
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: idle threads spin, and starve other processes
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background, and so in all that it starts
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as under nohup

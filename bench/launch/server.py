@@ -32,8 +32,6 @@ def serve(channel: Channel, *, cold: bool) -> None:
     """
     import multiprocessing
 
-    from bench.launch import agent  # imports torch
-
     start_method = "spawn" if cold else "forkserver"
     if not cold:
         multiprocessing.set_forkserver_preload(["bench.launch.preload"])
@@ -42,6 +40,8 @@ def serve(channel: Channel, *, cold: bool) -> None:
     first = context.Process(target=_tell, args=(theirs,))
     first.start()
     theirs.close()  # so that recv fails if the child dies
+    from bench.launch import agent  # imports torch, as the fork server does meanwhile
+
     initialized_by = ours.recv()
     first.join()
     helpers = _descendants()
