@@ -102,8 +102,8 @@ class AccelerateBackend(Backend):
     family = BackendFamily.HUGGING_FACE
     stepping, counts_steps = Stepping.FLUSH, False
     requires: ClassVar[tuple[str, ...]] = ("accelerate",)
-    # Accelerate imports DeepSpeed, and for a loader datasets, wherever they are installed.
-    preload: ClassVar[tuple[str, ...]] = ("accelerate", "datasets", *ds.PRELOAD)
+    # Accelerate imports DeepSpeed and, for a loader, datasets. The Trainer's backends are forked from the same process.
+    preload: ClassVar[tuple[str, ...]] = ("transformers.trainer", "accelerate", "datasets", *ds.PRELOAD)
     scenario_variant = "bench.audit.job:AuditedAccelerator"
     wrapper: ClassVar[str]
     sync_each_batch: ClassVar[bool] = False

@@ -36,7 +36,7 @@ class HuggingFaceTrainer(Backend):
 
     family = BackendFamily.HUGGING_FACE
     requires: ClassVar[tuple[str, ...]] = ("transformers", "accelerate")
-    preload: ClassVar[tuple[str, ...]] = ("transformers.trainer", "accelerate", *ds.PRELOAD)
+    preload: ClassVar[tuple[str, ...]] = AccelerateFSDP2.preload
     scenario_variant = "bench.audit.hugging_face_job:AuditedHuggingFace"
     stepping = Stepping.OVERRIDE
     wrapper: ClassVar[str]

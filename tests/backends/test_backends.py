@@ -27,7 +27,7 @@ from tests.conftest import CHECKPOINTED, CLIP, CLIPPED, CLIPPING, IN_BF16, ROOT,
 from tests.factories import make_cell
 from tests.studies import settings
 
-BACKENDS = sorted(registry())
+BACKENDS = sorted(registry().keys() - {SHARDED_REFERENCE})
 DEFECTIVE = [name for name, backend in registry().items() if backend.defect]
 DDP = ["ddp-eager", "ddp-deferred", "lightning-ddp", "hf-trainer-ddp"]
 NOT_IN_BF16 = ("deepspeed-zero2-deferred", "deepspeed-zero3-deferred")
@@ -39,9 +39,9 @@ GROUPS = SIZES["micro"].num_layers + 1
 """FSDP2's units: the blocks and the root."""
 
 
-def test_the_run_succeeds_and_has_every_backend_once(fp32_run: Run) -> None:
+def test_the_run_succeeds_and_has_every_backend(fp32_run: Run) -> None:
     assert fp32_run.process.returncode == 0, fp32_run.process.stdout + fp32_run.process.stderr
-    assert sorted(record["cell"]["backend"] for record in fp32_run.records) == BACKENDS
+    assert {record["cell"]["backend"] for record in fp32_run.records} == set(BACKENDS)
     assert {record["status"] for record in fp32_run.records} == {"ok"}
 
 
@@ -117,13 +117,13 @@ def test_eager_backends_reduce_n_times_and_deferred_ones_once(fp32_run: Run, bac
         assert calls(fp32_run, backend, "all_reduce")[1] == (N if kind.sync is Sync.EAGER else 1) * 2 * P
 
 
-def test_a_sharded_reference_gathers_and_reduces_each_parameter_once(fp32_run: Run, bf16_run: Run) -> None:
-    for run in (fp32_run, bf16_run):
-        cell = run.record(SHARDED_REFERENCE)["cell"]
-        assert (cell["accumulate"], cell["world_size"], cell["precision"]) == (1, W, "fp32"), "whatever is asked for"
-        assert cell["activation_checkpointing"]
-        assert calls(run, SHARDED_REFERENCE, "reduce_scatter") == (GROUPS, 4 * P)
-        assert calls(run, SHARDED_REFERENCE, "all_gather")[0] == 2 * GROUPS - 1
+def test_a_sharded_reference_gathers_and_reduces_each_parameter_once(bf16_run: Run) -> None:
+    cell = bf16_run.record(SHARDED_REFERENCE)["cell"]
+    assert (cell["accumulate"], cell["world_size"], cell["precision"]) == (1, W, "fp32"), "whatever is asked for"
+    assert cell["activation_checkpointing"]
+    assert bf16_run.trial(SHARDED_REFERENCE)["update_error"] < 2e-6
+    assert calls(bf16_run, SHARDED_REFERENCE, "reduce_scatter") == (GROUPS, 4 * P)
+    assert calls(bf16_run, SHARDED_REFERENCE, "all_gather")[0] == 2 * GROUPS - 1
 
 
 def held(run: Run, backend: str) -> float:

@@ -96,10 +96,10 @@ def test_two_nodes_train_what_one_does(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_a_node_that_is_killed_costs_its_trials_until_it_comes_back(tmp_path: Path) -> None:
     with job(tmp_path) as (first, other):
-        first.write("ddp-eager", repeats=3)
+        first.write("ddp-eager", repeats=2)
         follower = other.start("run")
-        leader = first.start(*RUN, "--max-repeats", "3")
-        until(lambda: first.journal.count(b"\n") >= 3)
+        leader = first.start(*RUN, "--max-repeats", "2")
+        until(lambda: first.journal.count(b"\n") >= 2)
         follower.kill()
         follower.wait()
         assert not other.leaks.left(ENDS_IN_S)
@@ -109,7 +109,7 @@ def test_a_node_that_is_killed_costs_its_trials_until_it_comes_back(tmp_path: Pa
         for record in lost:
             assert record["status"] == Status.INTERRUPTED and record["cell"]["ranks_per_node"] == 1
             assert record["reason"].startswith(f"node 1 ({socket.gethostname()}) was lost: "), record["reason"]
-        assert {r["repeat"] for r in first.records if r["cell"]["backend"] == "reference"} == {0, 1, 2}, "it went on"
+        assert {r["repeat"] for r in first.records if r["cell"]["backend"] == "reference"} == {0, 1}, "it went on"
         follower, leader = other.start("run"), first.start("run", "--resume", "run")
         assert (leader.wait(), follower.wait()) == (GOOD, GOOD), (first.output("err"), other.output("err"))
         assert {record["status"] for record in first.records[-len(lost) :]} == {Status.OK}

@@ -28,6 +28,7 @@ def test_a_trial_and_a_bare_loop_train_the_same_windows_in_turn(
     assert all(0 < second < 60 for seconds in found.values() for second in seconds)
 
 
+@pytest.mark.slow
 def test_two_cells_take_turns_too(launcher: Launcher, tmp_path: Path) -> None:
     changes = {"accumulate": N, "world_size": RANKS, "global_batch_size": 8, "warmup_windows": 2, "timed_windows": 3}
     cell, other = (make_cell(backend=name, **changes) for name in ("fsdp2-eager", "ddp-deferred"))
