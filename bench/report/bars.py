@@ -56,7 +56,7 @@ def stacked(
     note: str,
     what: str,
 ) -> list[Drawing]:
-    """A panel per N and W, with a bar per backend: ``total``, split into the columns that have a colour."""
+    """A panel per N and W, with a bar per backend: ``total``, split into the columns with a colour that can be seen."""
     cells = cells[[*FACTS, total, *colours, *(MEMORY if total == LIVE else [])]]
     known = cells.groupby([*CONTEXT, "accumulate"], dropna=False)[total].transform("count") > 0
     cells = cells[known]
@@ -72,7 +72,7 @@ def stacked(
     end = end_of_axis(cells[total])
     beyond = " An arrow: the bar goes on beyond the axis." * bool((cells[total] > end).any())
     words.notes[:0] = [*left_out, note + beyond]
-    styles = {part: _bar_style(part, colour) for part, colour in colours.items() if (cells[part] > 0).any()}
+    styles = {part: _bar_style(part, colour) for part, colour in colours.items() if (cells[part] > end / 1e3).any()}
     keys: list[Key] = [(Patch(**style), part.replace("_", " ")) for part, style in styles.items()]
     figure = new_figure(words, keys, lines * height + 0.3)
     grid = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).ravel()

@@ -43,7 +43,7 @@ Row = tuple[str, list[ComparedPair]]
 """A name, and its pairs in order of N."""
 
 
-def draw(report: Report, stem: str = "compare") -> list[Drawing]:
+def draw(report: Report, stem: str = "compare", footer: str = "") -> list[Drawing]:
     """The figure, if anything was compared. Without room for all, the smallest N go first, then the fewest ranks."""
     every = _named_rows(report.rows)
     if not every:
@@ -54,7 +54,7 @@ def draw(report: Report, stem: str = "compare") -> list[Drawing]:
     )
     shown = [(name, pairs[-count:]) for name, pairs in fitting]
     drawn = sum(len(pairs) for _, pairs in shown)
-    words = _figure_words(report, left_out_note(len(report.rows), drawn, "comparisons"))
+    words = _figure_words(report, left_out_note(len(report.rows), drawn, "comparisons"), footer)
     data = pd.DataFrame([record(row) for row in report.rows])
     with matplotlib.style.context(list(BASE)):
         return [Drawing(stem, _draw(report, shown, words), data, words)]
@@ -81,15 +81,15 @@ def _named_rows(pairs: Sequence[ComparedPair]) -> list[Row]:
     return [(" ".join(filter(None, (name, context))), alike) for (context, name), alike in rows]
 
 
-def _figure_words(report: Report, notes: Sequence[str]) -> FigureWords:
+def _figure_words(report: Report, notes: Sequence[str], footer: str) -> FigureWords:
     subtitle = f"Step time of B over that of A, with 95 % intervals over trials. B: {report.b}; A: {report.a}"
     if report.differences:
         keys = ", ".join(each.key for each in report.differences[:4])
         subtitle += f". DIFFERENT MACHINES OR SOFTWARE: {keys}" + (" ..." if len(report.differences) > 4 else "")
-    footer = "Below 1, B is faster. Hollow: no interval."
+    legend = "Below 1, B is faster. Hollow: no interval."
     if _control_interval(report) is None:
-        footer += " There is no A/A pair with an interval, so nothing is called faster, slower or the same."
-    return FigureWords(_title(report), subtitle, footer, [*(f"{text}." for text in report.remarks), *notes])
+        legend += " There is no A/A pair with an interval, so nothing is called faster, slower or the same."
+    return FigureWords(_title(report), subtitle, footer, [legend, *(f"{text}." for text in report.remarks), *notes])
 
 
 def _title(report: Report) -> str:
