@@ -184,18 +184,16 @@ def until(condition: Callable[[], object], seconds: float = 300.0) -> None:
         time.sleep(0.05)
 
 
-def run_matrix(
-    folder: Path,
-    *arguments: str,
-    backend: Sequence[str],
-    precision: str = "fp32",
-    command: Command | None = None,
-    **environment: Any,
-) -> Run:
-    """Run a matrix of backends at N = 3 on two ranks into ``folder / "run"``; in a new process unless told how."""
-    (folder / "matrix.toml").write_text(MATRIX.format(backend=json.dumps(backend), precision=precision, repeats=1))
-    options = ("run", "--matrix", "matrix.toml", "--out", "run", *arguments)
+def run_bench(folder: Path, matrix: str, *arguments: str, command: Command | None = None, **environment: Any) -> Run:
+    """Run a matrix, a name or a file in the folder, into ``folder / "run"``; in a new process unless told how."""
+    options = ("run", "--matrix", matrix, "--out", "run", *arguments)
     return Run(folder / "run", command(*options) if command else bench(*options, cwd=folder, **environment))
+
+
+def run_matrix(folder: Path, *arguments: str, backend: Sequence[str], precision: str = "fp32", **how: Any) -> Run:
+    """Run backends at N = 3 on two ranks, as ``run_bench`` does."""
+    (folder / "matrix.toml").write_text(MATRIX.format(backend=json.dumps(backend), precision=precision, repeats=1))
+    return run_bench(folder, "matrix.toml", *arguments, **how)
 
 
 IN_BF16 = (SHARDED_REFERENCE, "ddp-deferred", "fsdp2-eager", "deepspeed-zero2-eager", "deepspeed-zero2-deferred")
@@ -228,11 +226,9 @@ HSDP = [name for name, backend in registry().items() if backend.replicate]
 @pytest.fixture(scope="session")
 def fp32_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The smoke matrix: every built-in backend in fp32, HSDP on four ranks."""
-    only = {"precision": "fp32"}
     if folder := request.config.getoption("--smoke"):
-        return Run(folder.resolve(), bench("check", str(folder.resolve()), cwd=folder), only)
-    folder = tmp_path_factory.mktemp("smoke")
-    return Run(folder / "run", bench("run", "--matrix", "smoke", "--out", "run", cwd=folder), only)
+        return Run(folder.resolve(), bench("check", str(folder.resolve()), cwd=folder))
+    return run_bench(tmp_path_factory.mktemp("smoke"), "smoke")
 
 
 @pytest.fixture(scope="session")
@@ -247,7 +243,7 @@ def variants_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     folder = tmp_path_factory.mktemp("variants")
     smoke = (ROOT / "bench/matrices/smoke.toml").read_text()
     (folder / "variants.toml").write_text(smoke.partition("[axes]")[0] + axes)
-    return Run(folder / "run", bench("run", "--matrix", "variants.toml", "--out", "run", cwd=folder))
+    return run_bench(folder, "variants.toml")
 
 
 @pytest.fixture(scope="session")

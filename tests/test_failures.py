@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bench.run.journal import JOURNAL
-from tests.conftest import FAULTY, MATRIX, ROOT, Command, Run, bench, first, processes_with, run_matrix
+from tests.conftest import FAULTY, MATRIX, ROOT, Command, Run, first, processes_with, run_bench, run_matrix
 
 
 def test_an_installed_package_adds_a_backend_that_runs(faulty_run: Run) -> None:
@@ -84,8 +84,7 @@ def test_interrupt_keeps_finished_trials_and_resume_goes_on(tmp_path: Path, here
 
 @pytest.mark.slow
 def test_cold_and_warm_trials_do_the_same(tmp_path: Path, fp32_run: Run) -> None:
-    command = ("run", "--matrix", "smoke", "--backend", "ddp-deferred,deepspeed-zero2-eager", "--cold", "--out", "run")
-    cold = Run(tmp_path / "run", bench(*command, cwd=tmp_path))
+    cold = run_bench(tmp_path, "smoke", "--backend", "ddp-deferred,deepspeed-zero2-eager", "--cold")
     assert cold.process.returncode == 0, cold.process.stdout + cold.process.stderr
     assert cold.manifest["cold"]
     for backend in ("reference", "ddp-deferred", "deepspeed-zero2-eager"):

@@ -17,7 +17,7 @@ AT_MOST = {
     "lines": 32293,
     "lines of the core": 23085,
     "longest module": 349,
-    "lines of tests": 27722,
+    "lines of tests": 27721,
     "names of several modules": 0,
     "names of several classes": 0,
     "locals that say nothing": 0,

@@ -20,14 +20,14 @@ from bench.backends.base import EXTRA_BACKENDS, known, registry
 from bench.errors import UnsupportedError
 from bench.launch.launcher import Launcher
 from bench.measure.trial import RankTrial
-from bench.plan.cell import REFERENCES, SHARDED_REFERENCE, Cell, Sharding, Status, Sync
+from bench.plan.cell import REFERENCE, REFERENCES, SHARDED_REFERENCE, Cell, Sharding, Status, Sync
 from bench.plan.models import SIZES
 from bench.plan.task import Spec
 from tests.conftest import CHECKPOINTED, CLIP, CLIPPED, CLIPPING, IN_BF16, ROOT, WATCHED, Run, first
 from tests.factories import make_cell
 from tests.studies import settings
 
-BACKENDS = sorted(registry().keys() - {SHARDED_REFERENCE})
+BACKENDS = sorted(registry())
 DEFECTIVE = [name for name, backend in registry().items() if backend.defect]
 DDP = ["ddp-eager", "ddp-deferred", "lightning-ddp", "hf-trainer-ddp"]
 NOT_IN_BF16 = ("deepspeed-zero2-deferred", "deepspeed-zero3-deferred")
@@ -39,15 +39,16 @@ GROUPS = SIZES["micro"].num_layers + 1
 """FSDP2's units: the blocks and the root."""
 
 
-def test_the_run_succeeds_and_has_every_backend(fp32_run: Run) -> None:
+def test_the_run_succeeds_and_has_every_backend_once(fp32_run: Run) -> None:
     assert fp32_run.process.returncode == 0, fp32_run.process.stdout + fp32_run.process.stderr
-    assert {record["cell"]["backend"] for record in fp32_run.records} == set(BACKENDS)
+    names = [record["cell"]["backend"] for record in fp32_run.records]  # HSDP on four ranks has a reference of its own
+    assert sorted([*names, SHARDED_REFERENCE]) == sorted([*BACKENDS, REFERENCE])
     assert {record["status"] for record in fp32_run.records} == {"ok"}
 
 
 @pytest.mark.parametrize("backend", SOUND)
-def test_fp32_update_and_losses_equal_the_reference(fp32_run: Run, backend: str) -> None:
-    trial = fp32_run.trial(backend)
+def test_fp32_update_and_losses_equal_the_reference(fp32_run: Run, bf16_run: Run, backend: str) -> None:
+    trial = (bf16_run if backend == SHARDED_REFERENCE else fp32_run).trial(backend)
     assert trial["status"] == "ok", trial["reason"]
     assert trial["update_error"] < 2e-6
     assert trial["update_scale"] == pytest.approx(1, abs=1e-6)
@@ -85,8 +86,8 @@ def test_the_loss_divided_twice_is_caught(request: pytest.FixtureRequest, case: 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_every_step_is_taken_and_seen_at_the_inner_optimizer(fp32_run: Run, backend: str) -> None:
-    timed = fp32_run.record(backend)["time"]
+def test_every_step_is_taken_and_seen_at_the_inner_optimizer(fp32_run: Run, bf16_run: Run, backend: str) -> None:
+    timed = (bf16_run if backend == SHARDED_REFERENCE else fp32_run).record(backend)["time"]
     accumulate = 1 if backend in REFERENCES else N
     assert timed["num_updates"] == WINDOWS
     assert timed["num_micro_batches"] == timed["num_fetched"] == WINDOWS * accumulate
@@ -121,7 +122,6 @@ def test_a_sharded_reference_gathers_and_reduces_each_parameter_once(bf16_run: R
     cell = bf16_run.record(SHARDED_REFERENCE)["cell"]
     assert (cell["accumulate"], cell["world_size"], cell["precision"]) == (1, W, "fp32"), "whatever is asked for"
     assert cell["activation_checkpointing"]
-    assert bf16_run.trial(SHARDED_REFERENCE)["update_error"] < 2e-6
     assert calls(bf16_run, SHARDED_REFERENCE, "reduce_scatter") == (GROUPS, 4 * P)
     assert calls(bf16_run, SHARDED_REFERENCE, "all_gather")[0] == 2 * GROUPS - 1
 

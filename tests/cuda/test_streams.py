@@ -58,6 +58,7 @@ def test_a_missing_wait_and_a_missing_record_stream_give_wrong_values(machine: M
 
 
 FEW = "ddp-deferred,fsdp2-deferred,deepspeed-zero2-eager,deepspeed-zero3-eager,hf-trainer-deepspeed-zero3"
+ZERO3 = ",".join(name for name, backend in registry().items() if getattr(backend, "stage", 0) == 3)
 ON_TWO = ("--accumulate", "2", "--batch", "8")
 """So, and at seed 2, losses under ZeRO-3 deviate if gathers do not wait for updates."""
 
@@ -66,6 +67,7 @@ ON_TWO = ("--accumulate", "2", "--batch", "8")
     ("options", "seed"),
     [
         pytest.param(("--backend", FEW, *ON_TWO), 2, id="few"),
+        pytest.param(("--backend", ZERO3, *ON_TWO), 2, id="zero3", marks=pytest.mark.slow),
         *(pytest.param((), seed, id=str(seed), marks=pytest.mark.slow) for seed in range(1, 11)),
     ],
 )

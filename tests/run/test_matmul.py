@@ -97,9 +97,11 @@ def test_what_takes_too_long_names_no_option(
 
 
 def test_ranks_of_a_real_process_group_are_timed(tmp_path: Path, launcher: Launcher) -> None:
-    (entry,) = measure([make_cell()], 1, tmp_path, launcher)
+    cells = [make_cell(), make_cell(precision=Precision.BF16)]
+    (entry,) = measure(cells, 1, tmp_path, launcher)
     assert entry["reason"] == ""
-    assert len(entry["flops_per_s"]["fp32"]) == 2 and min(entry["flops_per_s"]["fp32"]) > 1e8
+    assert entry["flops_per_s"].keys() == {"fp32", "bf16"}
+    assert all(len(rates) == 2 and min(rates) > 1e8 for rates in entry["flops_per_s"].values())
     assert [row["op"] for row in entry["links"]] == [*links.PASSES] * len(links.SIZES["cpu"])
     assert all(links.bus_rate(row, 2) > 1e5 for row in entry["links"])
     assert len(summary([entry])) == 2
