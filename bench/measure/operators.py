@@ -7,8 +7,11 @@ shapes. ``is_work`` defines what is left out.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from bench import files
 from bench.backends import blocks
 from bench.measure.taps import Taps
 from bench.measure.tensors import FakeTensors
-from bench.plan.cell import Cell, Precision
+from bench.plan.cell import REFERENCE, Cell, Precision
 from bench.workload import Workload
 
 MARKS = "profiler"
@@ -110,7 +114,13 @@ def is_work(func: Any, result: Any, *, in_loss: bool) -> bool:
 
 
 def plain_work(
-    cell: Cell, workload: Workload, loss: Callable[[nn.Module, Tensor], Tensor], samples: Tensor
+    cell: Cell,
+    workload: Workload,
+    loss: Callable[[nn.Module, Tensor], Tensor],
+    samples: Tensor,
+    folder: Path,
+    *,
+    keep: bool,
 ) -> tuple[Counter[str], Counter[str]] | None:
     """The minimum and maximum work of one micro-batch of the plain model, on fake tensors.
 
@@ -119,8 +129,23 @@ def plain_work(
 
     ``samples`` on the cell's device give shape and dtype. None for a workload that is not shipped and cannot run on
     fake tensors, for example because it reads values. Call this before any framework is used, because DeepSpeed
-    replaces torch's linear function permanently.
+    replaces torch's linear function permanently. With ``keep`` it is kept in ``folder``, for all cells of the run with
+    the same micro-batches.
     """
+    alike = dataclasses.replace(
+        cell,
+        backend=REFERENCE if cell.is_reference else "",  # whose loss is computed in slices
+        accumulate=1,
+        world_size=1,
+        global_batch_size=cell.micro_batch_size,
+        twin="",
+        ranks_per_node=0,
+        replicate=0,
+    )
+    kept = folder / f"plain-{alike.cell_id}.json"
+    if kept.exists():
+        stored = json.loads(kept.read_text(encoding="utf-8"))
+        return stored and (Counter(stored[0]), Counter(stored[1]))
 
     def work(*, stops: bool) -> Counter[str]:
         fakes, taps = FakeTensors(samples.device), Taps(lambda: None)
@@ -136,13 +161,16 @@ def plain_work(
                 taps.loss(loss)(model, batch).backward()
         return counter.work
 
+    found = None
     try:
         least = work(stops=True)
-        return least, work(stops=False) if cell.activation_checkpointing else least
+        found = least, work(stops=False) if cell.activation_checkpointing else least
     except RuntimeError:
         if cell.workload == "llama":
             raise
-        return None
+    if keep:
+        files.write(kept, json.dumps(found))
+    return found
 
 
 def other_work(least: Counter[str], most: Counter[str], found: Counter[str], micro_batches: int) -> str:

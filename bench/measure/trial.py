@@ -2,7 +2,7 @@
 
 Instruments change what they measure, so each has its own pass, a method of RankTrial, on a fresh build of the cell;
 only collectives are counted while memory is watched. Passes of one window take it after SETTLED_WINDOWS. The operators
-of forward and backward are compared with the plain model's, which runs on fake tensors before all passes.
+of forward and backward are compared with those of the plain model, which runs on fake tensors, once per run.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ class RankTrial:
             "device_uuid": f"GPU-{gpu.uuid}" if gpu else None,  # as NVML writes it
         }
         if "dispatch" in self.spec.passes:
-            self._plain = plain_work(cell, self.workload, self._loss, self.data)
+            folder = Path(self.spec.reference).parent
+            self._plain = plain_work(cell, self.workload, self._loss, self.data, folder, keep=self.rank == 0)
         for name in self.spec.passes:
             gc.collect()  # frees the previous pass: frameworks leave cycles
             heartbeat.beat()

@@ -1,0 +1,89 @@
+"""Fork servers: one that has loaded what every trial needs, and one for each set of packages, forked from it.
+
+They are those of Python's multiprocessing. Backends that need different packages get different ones, so that no trial
+runs in a process that imported another framework: some replace functions of torch on import. What all of them need is
+imported once, which takes most of the time.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterable
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from bench.launch import stragglers
+
+
+class ForkServers:
+    """The fork servers of this process, by the packages that they have loaded."""
+
+    def __init__(self) -> None:
+        multiprocessing.set_forkserver_preload(["bench.launch.preload"])
+        self._context: Any = multiprocessing.get_context("forkserver")
+        self._connects: dict[tuple[str, ...], Any] = {(): forkserver.connect_to_new_process}
+        self._first, told = self._context.Pipe(duplex=False)
+        self._told = self._context.Process(target=_tell, args=(told,))
+        self._told.start()
+        told.close()  # so that recv fails if the child dies
+
+    def first_ready(self) -> str:
+        """Wait until the first one has loaded everything; the module that initialized CUDA, or nothing."""
+        initialized_by = str(self._first.recv())
+        self._told.join()
+        return initialized_by
+
+    def load(self, every: Iterable[tuple[str, ...]]) -> str:
+        """Start one for each set of packages, and wait for all; the module that initialized CUDA, or nothing."""
+        servers = {packages: _ForkServer(self._context, packages) for packages in every}
+        self._connects |= {packages: server.connect_to_new_process for packages, server in servers.items()}
+        return next(filter(None, [server.ready() for server in servers.values()]), "")
+
+    def choose(self, packages: tuple[str, ...]) -> None:
+        """Let multiprocessing fork from the one with these packages from now on."""
+        forkserver.connect_to_new_process = self._connects[packages]
+
+
+class _ForkServer(forkserver.ForkServer):
+    """One that is forked from another. multiprocessing reads its address and the pipe that keeps it alive."""
+
+    def __init__(self, context: Any, packages: tuple[str, ...]) -> None:
+        super().__init__()
+        self._forkserver_address = str(Path(os.environ["BENCH_TMPDIR"]) / f"fork-{os.urandom(4).hex()}")
+        alive, self._forkserver_alive_fd = os.pipe()
+        self._loaded, told = context.Pipe(duplex=False)
+        with socket.socket(socket.AF_UNIX) as listener, Connection(alive, writable=False) as kept:
+            listener.bind(self._forkserver_address)
+            listener.listen()
+            context.Process(target=_serve, args=(listener, kept, packages, told), daemon=True).start()
+        told.close()
+
+    def ready(self) -> str:
+        return str(self._loaded.recv())
+
+    def ensure_running(self) -> None:
+        """Unlike one that multiprocessing starts, it cannot be started again."""
+
+
+def _tell(told: Connection) -> None:
+    """Send the module that initialized CUDA, if any. As the first child it starts the helpers and the preload."""
+    preload = sys.modules.get("bench.launch.preload")
+    told.send(preload.initialized_by if preload else "")
+
+
+def _serve(listener: socket.socket, alive: Connection, packages: tuple[str, ...], told: Connection) -> None:
+    """Load the packages, say so, and fork whatever is asked for until no other process has the pipe."""
+    stragglers.signal_at_parents_end(signal.SIGKILL)
+    from bench.launch import preload
+
+    told.send(preload.load_all(*packages))
+    told.close()
+    number = os.dup(alive.fileno())
+    alive.close()
+    forkserver.main(listener.detach(), number, [])
