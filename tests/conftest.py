@@ -23,6 +23,7 @@ from bench.backends.base import EXTRA_BACKENDS, registry
 from bench.judge import gates, tables
 from bench.launch.launcher import Launcher
 from bench.launch.node import Node
+from bench.launch.node_task import NodeTask
 from bench.plan.cell import REFERENCES, SHARDED_REFERENCE, Device
 from bench.report import figures
 from bench.run.journal import Journal, read_manifest
@@ -278,13 +279,20 @@ def faulty_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return run_matrix(folder, backend=names, pythonpath=extra_site, BENCH_TEST_TOKEN="faulty")
 
 
+ALL = ("deepspeed", "lightning")
+"""What the fork server of tests has loaded."""
+
+
 class OneServer(Node):
     """A node with one fork server for all backends: it has imported all frameworks, and knows the backends of tests."""
 
-    def start(self, packages: tuple[str, ...], *, cold: bool) -> None:
+    def start(self, every: Iterable[tuple[str, ...]], *, cold: bool) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(EXTRA_BACKENDS, OWN)
-            super().start(("deepspeed", "lightning"), cold=cold)
+            super().start([ALL], cold=cold)
+
+    def begin(self, node_task: NodeTask) -> int:
+        return super().begin(replace(node_task, packages=ALL))
 
 
 @pytest.fixture(scope="session")

@@ -105,8 +105,8 @@ def run(
     Scenarios of equal world size share a process group. If it fails as a whole, each is run again in its own.
     """
     world_size = attrgetter("world_size")
-    for place, backend in enumerate(backends):
-        launcher.prepare(backends[place : place + 2])  # packages of the next one are imported while this one trains
+    launcher.prepare(backends)
+    for backend in backends:
         for _, group in groupby(sorted(scenarios, key=world_size), key=world_size):
             together = list(group)
             if len(together) > 1:

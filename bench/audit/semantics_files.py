@@ -6,9 +6,13 @@ import argparse
 import datetime
 import html
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +21,15 @@ from bench.audit import conformance
 from bench.audit.weight_figure import weight_figure
 from bench.errors import InputError
 from bench.formatting import markdown, plural
+from bench.grouping import grouped
 from bench.report import canvas
 from bench.report.citation import VERSIONS
 from bench.run import machine
 
 UPDATES_SHOWN = 12
 """Updates listed for each backend on the terminal; --json has all."""
+MOST_PROCESSES = 8
+"""Processes that draw."""
 OBSERVATIONS, MARKDOWN = "observations.json", "conformance.md"
 SCHEMA_VERSION = 2
 """Of OBSERVATIONS: an object with ``schema_version``, ``about`` (as in run.json), ``scenarios``, ``observations``."""
@@ -151,15 +158,19 @@ def _samples(ranges: Mapping[str, float]) -> dict[str, float]:
 
 
 def write_pictures(observations: Sequence[dict[str, Any]], about: Mapping[str, Any], plots: Path) -> dict[str, Path]:
-    """Draw the weight maps; their paths by scenario."""
+    """Draw the weight maps, several at a time; their paths by scenario."""
     plots.mkdir(parents=True, exist_ok=True)
     footer = ", ".join(f"{name} {value}" for name, value in facts_of(about).items() if name not in {"device", "date"})
-    found = {}
-    for name in conformance.scenarios(observations):
-        of_scenario = [seen for seen in observations if seen["scenario"]["name"] == name]
-        if drawn := weight_figure(of_scenario, footer=footer):
-            found[name] = canvas.save(drawn[0], plots / f"weights-{name}", drawn[1])
-    return found
+    by_scenario = grouped((seen["scenario"]["name"], seen) for seen in observations)
+    stems = [plots / f"weights-{name}" for name in by_scenario]
+    with ProcessPoolExecutor(min(os.cpu_count() or 1, MOST_PROCESSES), get_context("spawn")) as pool:
+        drawn = pool.map(_draw, by_scenario.values(), stems, repeat(footer))
+        return {name: path for name, path in zip(by_scenario, drawn, strict=True) if path}
+
+
+def _draw(of_scenario: Sequence[dict[str, Any]], stem: Path, footer: str) -> Path | None:
+    drawn = weight_figure(of_scenario, footer=footer)
+    return canvas.save(drawn[0], stem, drawn[1]) if drawn else None
 
 
 def facts_of(about: Mapping[str, Any]) -> dict[str, str]:

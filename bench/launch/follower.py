@@ -118,7 +118,7 @@ class _Follower(contextlib.AbstractContextManager["_Follower"]):
                 os.environ[EXTRA_BACKENDS] = given["backends"]
                 return self._node.open(Device(given["device"]))
             case "start":
-                self._node.start(tuple(given["packages"]), cold=given["cold"])
+                self._node.start(map(tuple, given["every"]), cold=given["cold"])
                 self._node.ready()
             case "begin":
                 self._folder = self._node.scratch

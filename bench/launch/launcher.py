@@ -7,7 +7,6 @@ agents have joined (``nodes.Nodes``), which answer as this one does. Only here t
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import socket
 import sys
@@ -109,14 +108,14 @@ class Launcher:
     def prepare(self, backends: Iterable[str], *, wait: bool = False) -> None:
         """Start at once the processes from which later trials of these backends are forked.
 
-        With ``wait``, also wait until those on this node have imported everything; other nodes wait by themselves.
+        With ``wait``, also wait until those on this node have loaded everything; other nodes wait by themselves.
         """
-        every = {self._packages(backend) for backend in backends}
-        for packages, node in itertools.product(every, self._nodes):
-            node.start(packages, cold=self._cold)
-        for packages in every if wait else ():
-            self._own.start(packages, cold=self._cold)  # it runs; this chooses the one to wait for
-            with contextlib.suppress(ForkError):  # told by the trial that needs them
+        if not (every := dict.fromkeys(map(self._packages, backends))):
+            return
+        for node in self._nodes:
+            node.start(every, cold=self._cold)
+        if wait:
+            with contextlib.suppress(ForkError):  # told by the next trial
                 self._own.ready()
 
     def _packages(self, backend: str) -> tuple[str, ...]:
@@ -126,10 +125,10 @@ class Launcher:
         self, task: Task, nodes: Sequence[Node | RemoteNode], packages: tuple[str, ...], *limits_s: float
     ) -> _Trial:
         for node in reversed(nodes):
-            node.start(packages, cold=self._cold)
+            node.start([packages], cold=self._cold)
         for node in nodes:
             node.ready()
-        return _Trial(task, nodes, *limits_s)
+        return _Trial(task, nodes, packages, *limits_s)
 
     def close(self) -> None:
         """End every process; SIGTERM first, SIGKILL after a grace period."""
@@ -141,7 +140,14 @@ class Launcher:
 class _Trial:
     """One trial on the nodes of its ranks, from its start to its end."""
 
-    def __init__(self, task: Task, nodes: Sequence[Node | RemoteNode], timeout_s: float, inactivity_s: float) -> None:
+    def __init__(
+        self,
+        task: Task,
+        nodes: Sequence[Node | RemoteNode],
+        packages: tuple[str, ...],
+        timeout_s: float,
+        inactivity_s: float,
+    ) -> None:
         self._nodes = nodes
         self._sights: dict[int, Sight] = {}
         self._reports: dict[int, NodeReport] = {}
@@ -158,6 +164,7 @@ class _Trial:
             num_ranks=num_ranks,
             num_nodes=len(nodes),
             address=nodes[0].address,
+            packages=packages,
         )
         started = time.perf_counter()
         watch = Watch(names, timeout_s, inactivity_s)

@@ -1,7 +1,7 @@
-"""The ranks of one node: its launcher's processes with their fork servers, and the part of a trial that they run.
+"""The ranks of one node: its launcher's process with its fork servers, and the part of a trial that they run.
 
 The bench's own process stays small and mostly asleep: it holds a ``Node`` and looks now and then at the ranks
-(``watchdog``). The launcher's process (``server``) imports torch, runs torch elastic's agent, and keeps a fork server
+(``watchdog``). The launcher's process (``server``) imports torch, runs torch elastic's agent, and keeps fork servers
 whose children start with every framework imported. Its descendants can be told from other processes (``stragglers``),
 so a trial is ended by ending those, whatever state they are in.
 """
@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from bench.launch import gpus, job_nodes, outcome
 from bench.launch.node_task import NodeReport, NodeTask
 from bench.launch.outcome import Ending
-from bench.launch.process import LauncherProcess, environment_of
+from bench.launch.process import LauncherProcess
 from bench.launch.telemetry import Telemetry
 from bench.launch.watchdog import Ranks, Sight
 from bench.plan.cell import Device, Status
@@ -28,11 +29,7 @@ class ForkError(RuntimeError):
 
 
 class Node:
-    """This node. Between ``open`` and ``release`` it locks the visible GPUs; ``close`` leaves no process behind.
-
-    Backends that need different packages get different fork servers, so that no trial runs in a process that imported
-    another framework: some replace functions of torch on import.
-    """
+    """This node. Between ``open`` and ``release`` it locks the visible GPUs; ``close`` leaves no process behind."""
 
     lost = ""
 
@@ -41,9 +38,8 @@ class Node:
         self._device = Device.CPU
         self._telemetry: Telemetry | None = None
         self._interface = job_nodes.interface_of(address)
-        self._servers: dict[tuple[str, ...], LauncherProcess] = {}
+        self._server = LauncherProcess(self._device, self._interface)
         self._locks = contextlib.ExitStack()
-        self._server: LauncherProcess
         self._node_task: NodeTask
         self._ranks: Ranks
         self._answer: dict[str, Any] | None = None
@@ -53,7 +49,7 @@ class Node:
 
         Raises InputError if another bench uses a GPU.
         """
-        self._device = device
+        self._device, self._server = device, LauncherProcess(device, self._interface)
         self._telemetry = Telemetry() if device is Device.CUDA else None
         visible = gpus.gpus() if device is Device.CUDA else []
         self._locks.enter_context(gpus.hold_gpus([gpu["uuid"] for gpu in visible]))
@@ -63,13 +59,9 @@ class Node:
     def release(self) -> None:
         self._locks.close()
 
-    def start(self, packages: tuple[str, ...], *, cold: bool) -> None:
-        """Start the launcher's process of these packages, unless it runs."""
-        if packages not in self._servers:
-            environment = environment_of(self._device, packages, self._interface)
-            self._servers[packages] = LauncherProcess(environment, cold=cold)
-        self._server = self._servers[packages]
-        self._server.start()
+    def start(self, every: Iterable[tuple[str, ...]], *, cold: bool) -> None:
+        """Start the launcher's process, unless it runs, and have it load sets of packages, unless it has."""
+        self._server.start(every, cold=cold)
 
     def ready(self) -> None:
         """Wait until it has imported everything.
@@ -152,8 +144,6 @@ class Node:
     def close(self) -> None:
         """End every process; SIGTERM first, SIGKILL after a grace period."""
         with contextlib.ExitStack() as every:  # all are closed, even if one fails or is interrupted
-            every.callback(self._servers.clear)
             if self._telemetry:
                 every.callback(self._telemetry.stop)
-            for server in self._servers.values():
-                every.callback(server.close)
+            every.callback(self._server.close)

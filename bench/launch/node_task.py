@@ -24,6 +24,8 @@ class NodeTask:
     num_nodes: int
     address: str
     """Where the store of the first node listens."""
+    packages: Sequence[str]
+    """What the process from which ranks are forked has loaded."""
     node: int = 0
     port: int = 0
     """The store's; 0 until the first node has opened it."""

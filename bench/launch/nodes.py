@@ -14,7 +14,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from multiprocessing import AuthenticationError
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
@@ -61,8 +61,8 @@ class RemoteNode:
     def open(self, device: Device) -> bool:
         return bool(self._call("open", device=device, backends=os.environ.get(EXTRA_BACKENDS, "")))
 
-    def start(self, packages: tuple[str, ...], *, cold: bool) -> None:
-        self._ask("start", packages=packages, cold=cold)
+    def start(self, every: Iterable[tuple[str, ...]], *, cold: bool) -> None:
+        self._ask("start", every=list(every), cold=cold)
 
     def ready(self) -> None:
         self._answer(START_TIMEOUT_S + ANSWER_S)

@@ -1,7 +1,7 @@
 """Imported once by a fork server, so that trials need not wait for imports. Must not initialize CUDA.
 
-Loads what every trial needs and what BENCH_PRELOAD names (``Backend.preloaded``). If that initializes CUDA, no forked
-child can use it; ``initialized_by`` names the culprit.
+Loads what every trial needs; ``load_all`` loads what a backend names (``Backend.preloaded``). If that initializes CUDA,
+no forked child can use it.
 """
 
 from __future__ import annotations
@@ -30,23 +30,27 @@ def initialized() -> bool:
 # Otherwise its children would keep it alive after the launcher's process has ended. They end with it.
 stragglers.signal_at_parents_end(signal.SIGKILL)
 
-initialized_by = ""
-"""The first module whose import initialized CUDA; empty if none did."""
 
-for _name in (
+def load_all(*names: str) -> str:
+    """Load modules, and call functions of modules; the first that initialized CUDA, or nothing."""
+    initialized_by = ""
+    for name in names:
+        load(name)
+        if not initialized_by and initialized():
+            initialized_by = name
+    # Otherwise the garbage collector would walk a million immortal objects in every trial, perhaps in a timed window.
+    gc.collect()
+    gc.freeze()
+    return initialized_by
+
+
+initialized_by = load_all(
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "transformers.models.llama.modeling_llama",
-    *filter(None, os.environ.get("BENCH_PRELOAD", "").split(",")),
     "pydantic",
     "safetensors.torch",
     "bench.workload.llama",
     "bench.measure.trial",
-):
-    load(_name)
-    if not initialized_by and initialized():
-        initialized_by = _name
-
-# Otherwise the garbage collector would walk a million immortal objects in every trial, perhaps in a timed window.
-gc.collect()
-gc.freeze()
+)
+"""The first module whose import initialized CUDA; empty if none did."""

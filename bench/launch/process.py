@@ -1,4 +1,4 @@
-"""The launcher's process with its fork server (``server``), as the bench's own process holds it."""
+"""The launcher's process with its fork servers (``server``), as the bench's own process holds it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import IO, Any
@@ -38,27 +38,37 @@ class LauncherError(RuntimeError):
 
 
 class LauncherProcess:
-    """A launcher's process with its fork server, which imports the packages that its environment names."""
+    """A launcher's process with its fork servers."""
 
-    def __init__(self, environment: Mapping[str, str], *, cold: bool) -> None:
-        self._environment = environment
-        self.cold = cold
+    def __init__(self, device: Device, interface: str) -> None:
+        self._device, self._interface = device, interface
+        self.cold = False
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel
-        self._is_ready = False
+        self._loads: set[tuple[str, ...]] = set()
+        """Sets of packages that it has loaded or was asked to load."""
+        self._pending = 0
+        """Answers that are due to that."""
         self._initialized_by = ""
         self._stderr: IO[bytes]
         self._mark = self._temporary = ""
         self.scratch = ""
         """See ``Node.scratch``."""
 
-    def start(self) -> None:
-        """Start the process if it does not run."""
+    def start(self, every: Iterable[tuple[str, ...]], *, cold: bool) -> None:
+        """Start the process unless it runs, and have it load these sets of packages unless it has."""
         if self._process is not None and (self._process.poll() is not None or not Path(self._temporary).is_dir()):
             self.close()  # it was killed after the last trial, or its temporary folder was removed
-        if self._process is not None:
-            return
-        self._is_ready = False
+        if self._process is None:
+            self._begin(cold=cold)
+        if new := list(dict.fromkeys(packages for packages in every if packages not in self._loads)):
+            self._loads.update(new)
+            self._pending += 1
+            with contextlib.suppress(LostError):  # waiting for the answer says why
+                self._channel.send({"load": new})
+
+    def _begin(self, *, cold: bool) -> None:
+        self.cold, self._loads, self._pending, self._initialized_by = cold, {()}, 1, ""
         ours, theirs = Pipe()
         self._channel = Channel(ours)
         self._mark = uuid.uuid4().hex
@@ -74,7 +84,7 @@ class LauncherProcess:
             self._process = subprocess.Popen(
                 command,
                 env={
-                    **self._environment,
+                    **environment_of(self._device, self._interface),
                     stragglers.MARK: self._mark,
                     "TMPDIR": self._temporary,
                     "BENCH_TMPDIR": self._temporary,
@@ -89,15 +99,15 @@ class LauncherProcess:
             theirs.close()
 
     def ready(self) -> str:
-        """Wait until the fork server has imported everything; the module that initialized CUDA, if any."""
-        if self._is_ready:
-            return self._initialized_by
-        reply = self.wait(START_TIMEOUT_S) or {}
-        if not reply.get("ready"):
-            detail = self._last_words()
-            self.close()
-            raise LauncherError(f"the launcher's process did not come up (limit {START_TIMEOUT_S:.0f} s): {detail}")
-        self._is_ready, self._initialized_by = True, str(reply["initialized_by"])
+        """Wait until the fork servers have loaded everything; the module that initialized CUDA, if any."""
+        while self._pending:
+            reply = self.wait(START_TIMEOUT_S) or {}
+            if not reply.get("ready"):
+                detail = self._last_words()
+                self.close()
+                raise LauncherError(f"the launcher's process did not come up (limit {START_TIMEOUT_S:.0f} s): {detail}")
+            self._pending -= 1
+            self._initialized_by = self._initialized_by or str(reply["initialized_by"])
         return self._initialized_by
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any] | None:
@@ -111,7 +121,7 @@ class LauncherProcess:
         return self._channel.fileno()
 
     def close(self) -> None:
-        """End the launcher, the fork server and every rank; SIGTERM first, SIGKILL after a grace period."""
+        """End the launcher, the fork servers and every rank; SIGTERM first, SIGKILL after a grace period."""
         process = self._process
         if process is None:
             return
@@ -170,14 +180,12 @@ class LauncherProcess:
         return lines[-1] if lines else "no message"
 
 
-def environment_of(device: Device, packages: tuple[str, ...], interface: str) -> dict[str, str]:
+def environment_of(device: Device, interface: str) -> dict[str, str]:
     """The environment of the launcher and all ranks."""
     environment = os.environ | {
         "PYTHONPATH": python_path(ROOT),
         # torch.cuda.is_available() must not initialize CUDA in the fork server.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-        # Read by bench.launch.preload in the fork server.
-        "BENCH_PRELOAD": ",".join(packages),
         # Never download a model or data set.
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",

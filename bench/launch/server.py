@@ -1,4 +1,4 @@
-"""The launcher's process: torch elastic's agent, and a fork server for its ranks.
+"""The launcher's process: torch elastic's agent, and the fork servers of its ranks.
 
 ``process`` starts it as ``python -m bench.launch.server`` with one end of a connection. When the bench's own process
 ends, even by SIGKILL, this one ends all of its own descendants and itself, and removes their files.
@@ -22,48 +22,44 @@ import psutil
 
 from bench.launch import stragglers
 from bench.launch.channel import Channel, LostError
+from bench.launch.fork_servers import ForkServers
 from bench.launch.node_task import NodeTask
 
 
 def serve(channel: Channel, *, cold: bool) -> None:
-    """Run each trial that comes as a message (``bench.launch.node_task.NodeTask``), until the bench's process ends.
+    """Do what comes as a message, until the bench's process ends: load sets of packages, or run a trial.
 
-    Two messages answer: the port of the trial's store when it listens, and what ended the trial.
+    A trial is a ``bench.launch.node_task.NodeTask``. Two messages answer it: the port of its store when that listens,
+    and what ended it.
     """
-    import multiprocessing
-
-    start_method = "spawn" if cold else "forkserver"
-    if not cold:
-        multiprocessing.set_forkserver_preload(["bench.launch.preload"])
-    context: Any = multiprocessing.get_context(start_method)
-    ours, theirs = context.Pipe(duplex=False)
-    first = context.Process(target=_tell, args=(theirs,))
-    first.start()
-    theirs.close()  # so that recv fails if the child dies
+    forks = None if cold else ForkServers()
     from bench.launch import agent  # imports torch, as the fork server does meanwhile
 
-    initialized_by = ours.recv()
-    first.join()
+    channel.send({"ready": True, "initialized_by": forks.first_ready() if forks else ""})
     helpers = _descendants()
-    channel.send({"ready": True, "initialized_by": initialized_by})
+
+    def left_behind() -> set[psutil.Process]:
+        return _descendants() - helpers
+
     while request := channel.receive():
+        if forks and "load" in request:
+            by = forks.load(map(tuple, request["load"]))
+            helpers = _descendants()
+            channel.send({"ready": True, "initialized_by": by})
+            continue
         node_task = NodeTask(**request)
+        if forks:
+            forks.choose(tuple(node_task.packages))
         module, _, function = node_task.entry.partition(":")
         rank_main = getattr(importlib.import_module(module), function)
         rendezvous = agent.Rendezvous(node_task)
         channel.send({"port": rendezvous.master_port})
-        answer = agent.run(rank_main, node_task, rendezvous, start_method)
+        answer = agent.run(rank_main, node_task, rendezvous, "forkserver" if forks else "spawn")
         signal.signal(signal.SIGTERM, _end_quietly)  # torch elastic has replaced the handler
         # Torch elastic ends only the ranks; processes that they leave running would disturb the next trial.
-        stragglers.kill(lambda: _descendants() - helpers)
+        stragglers.kill(left_behind)
         answer["spent"] = not all(map(stragglers.alive, helpers))  # one of them was killed
         channel.send(answer)
-
-
-def _tell(pipe: Connection) -> None:
-    """Send the module that initialized CUDA, if any. As the first child it starts the helpers and the preload."""
-    preload = sys.modules.get("bench.launch.preload")
-    pipe.send(preload.initialized_by if preload else "")
 
 
 def _descendants() -> set[psutil.Process]:

@@ -48,6 +48,7 @@ def run(num_ranks: int, folder: Path, **ends: Any) -> dict[str, Any]:
         num_ranks=num_ranks,
         num_nodes=1,
         address="127.0.0.1",
+        packages=(),
     )
     return agent.run(act, node_task, agent.Rendezvous(node_task), "fork")
 

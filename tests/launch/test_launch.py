@@ -152,8 +152,7 @@ def test_a_launcher_that_is_killed_between_two_trials_is_replaced(launcher: Laun
     assert play(launcher, tmp_path, "end").status is Status.OK
     launcher_process().kill()
     assert play(launcher, tmp_path, "end").status is Status.OK
-    for server in launcher._own._servers.values():
-        shutil.rmtree(server._temporary)
+    shutil.rmtree(launcher._own._server._temporary)
     assert play(launcher, tmp_path, "end").status is Status.OK
 
 
@@ -235,6 +234,6 @@ def test_a_package_that_initializes_cuda_is_not_forked_from(
             found = play(launcher, tmp_path, "end", backend=backend)
             assert (found.status, found.reason) == (Status.OK, "")
             cold.append(found.cold)
-        assert {server.cold for server in launcher._own._servers.values()} == {initializes}
+        assert launcher._own._server.cold is initializes
     assert cold == [False, initializes, initializes]
     assert capfd.readouterr().err.count("importing initializer initializes CUDA") == int(initializes)

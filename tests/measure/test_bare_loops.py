@@ -42,9 +42,10 @@ def test_both_fork_from_a_process_that_has_loaded_what_the_backend_names(tmp_pat
     """A function too, as torchtitan's backend has one."""
     (tmp_path / "loaded.py").write_text(f"def mark():\n    open({str(tmp_path / 'mark')!r}, 'x').close()\n")
     paths = f"{tmp_path}:{ROOT}"
-    for module in ("tests.overhead.preload", "bench.launch.preload"):
-        environment = os.environ | {"BENCH_PRELOAD": "no_such_package,loaded:mark", "PYTHONPATH": paths}
-        subprocess.run([sys.executable, "-c", f"import {module}"], env=environment, check=True)
+    names = ("no_such_package", "loaded:mark")
+    environment = os.environ | {"BENCH_PRELOAD": ",".join(names), "PYTHONPATH": paths}
+    for code in ("import tests.overhead.preload", f"from bench.launch import preload; preload.load_all(*{names})"):
+        subprocess.run([sys.executable, "-c", code], env=environment, check=True)
         (tmp_path / "mark").unlink()
     assert registry()["torchtitan-eager"].preloaded() == ("bench.backends.torchtitan:load",)
 

@@ -155,7 +155,7 @@ def train(
     others = task(side=1, is_bench_first=not is_bench_first).to_json()
     command = (sys.executable, "-m", "tests.overhead.torchrun", others)
     packages = registry([cell.backend])[cell.backend].preloaded()
-    environment = environment_of(Device.CPU, packages, interface_of(LOOPBACK))
+    environment = environment_of(Device.CPU, interface_of(LOOPBACK)) | {"BENCH_PRELOAD": ",".join(packages)}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=sys.stderr, start_new_session=True) as other:
         try:
             outcome = launcher.run(task(is_bench_first=is_bench_first), TIMEOUT_S)
