@@ -11,7 +11,6 @@ import dataclasses
 import gc
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
@@ -72,7 +71,6 @@ class RankTrial:
         windows = max(self.cell.windows, SETTLED_WINDOWS + 1)
         self.data = self._tensors.data(self.workload.data, windows * self._batch_size)
         self.training_s = 0.0
-        self._plain: tuple[Counter[str], Counter[str]] | None = None
         self._memory: dict[str, int] | None = None
         self._settings: dict[str, Any] = {}
 
@@ -92,8 +90,8 @@ class RankTrial:
             "device_uuid": f"GPU-{gpu.uuid}" if gpu else None,  # as NVML writes it
         }
         if "dispatch" in self.spec.passes:
-            folder = Path(self.spec.reference).parent
-            self._plain = plain_work(cell, self.workload, self._loss, self.data, folder, keep=self.rank == 0)
+            kept_in = Path(self.spec.reference).parent
+            self._plain = plain_work(cell, self.workload, self._loss, self.data, kept_in, keep=self.rank == 0)
         for name in self.spec.passes:
             gc.collect()  # frees the previous pass: frameworks leave cycles
             heartbeat.beat()
