@@ -13,11 +13,11 @@ from tests.conftest import ROOT
 WINGS = ("audit", "forecast")
 SAY_NOTHING = ("one", "own", "said", "due")
 AT_MOST = {
-    "modules": 199,
-    "lines": 32293,
-    "lines of the core": 23085,
-    "longest module": 349,
-    "lines of tests": 27721,
+    "modules": 200,
+    "lines": 32361,
+    "lines of the core": 23198,
+    "longest module": 348,
+    "lines of tests": 27730,
     "names of several modules": 0,
     "names of several classes": 0,
     "locals that say nothing": 0,

@@ -13,18 +13,14 @@ from bench.commands.options import LARGEST, integer_to
 from bench.errors import BAD, GOOD, UNCHECKED, InputError
 from bench.findings import Level
 
-EPILOG = (
-    "Exit status: the command's own if it failed; else 0 nothing wrong; 1 something is wrong; 2 the command cannot be "
-    "started; 3 no training was seen."
-)
-
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "audit",
         help="run any training command, and say what weight each of its micro-batches has",
         description="Run a training command unchanged, and say how it accumulates gradients.",
-        epilog=EPILOG,
+        epilog="Exit status: the command's own if it failed; else 0 nothing wrong; 1 something is wrong; 2 the command "
+        "cannot be started; 3 no training was seen.",
     )
     option = parser.add_argument
     option("--expect", type=integer_to(LARGEST), metavar="N", help="micro-batches that an update should have")

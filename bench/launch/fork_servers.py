@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,26 +28,29 @@ class ForkServers:
         multiprocessing.set_forkserver_preload(["bench.launch.preload"])
         self._context: Any = multiprocessing.get_context("forkserver")
         self._connects: dict[tuple[str, ...], Any] = {(): forkserver.connect_to_new_process}
-        self._first, told = self._context.Pipe(duplex=False)
-        self._told = self._context.Process(target=_tell, args=(told,))
-        self._told.start()
+        loading, told = self._context.Pipe(duplex=False)
+        self._first = self._context.Process(target=_tell, args=(told,))
+        self._first.start()
         told.close()  # so that recv fails if the child dies
+        self._loading = [loading]
 
-    def first_ready(self) -> str:
-        """Wait until the first one has loaded everything; the module that initialized CUDA, or nothing."""
-        initialized_by = str(self._first.recv())
-        self._told.join()
-        return initialized_by
+    def load(self, every: Iterable[Sequence[str]]) -> None:
+        """Start one for each set of packages."""
+        for packages in map(tuple, every):
+            server = _ForkServer(self._context, packages)
+            self._connects[packages] = server.connect_to_new_process
+            self._loading.append(server.loading)
 
-    def load(self, every: Iterable[tuple[str, ...]]) -> str:
-        """Start one for each set of packages, and wait for all; the module that initialized CUDA, or nothing."""
-        servers = {packages: _ForkServer(self._context, packages) for packages in every}
-        self._connects |= {packages: server.connect_to_new_process for packages, server in servers.items()}
-        return next(filter(None, [server.ready() for server in servers.values()]), "")
+    def ready(self) -> str:
+        """Wait until all have loaded everything; a module that has just initialized CUDA, or nothing."""
+        initialized = [str(loading.recv()) for loading in self._loading]
+        self._loading.clear()
+        self._first.join()
+        return next(filter(None, initialized), "")
 
-    def choose(self, packages: tuple[str, ...]) -> None:
+    def choose(self, packages: Sequence[str]) -> None:
         """Let multiprocessing fork from the one with these packages from now on."""
-        forkserver.connect_to_new_process = self._connects[packages]
+        forkserver.connect_to_new_process = self._connects[tuple(packages)]
 
 
 class _ForkServer(forkserver.ForkServer):
@@ -57,15 +60,11 @@ class _ForkServer(forkserver.ForkServer):
         super().__init__()
         self._forkserver_address = str(Path(os.environ["BENCH_TMPDIR"]) / f"fork-{os.urandom(4).hex()}")
         alive, self._forkserver_alive_fd = os.pipe()
-        self._loaded, told = context.Pipe(duplex=False)
-        with socket.socket(socket.AF_UNIX) as listener, Connection(alive, writable=False) as kept:
+        self.loading, told = context.Pipe(duplex=False)
+        with socket.socket(socket.AF_UNIX) as listener, Connection(alive, writable=False) as kept, told:
             listener.bind(self._forkserver_address)
             listener.listen()
             context.Process(target=_serve, args=(listener, kept, packages, told), daemon=True).start()
-        told.close()
-
-    def ready(self) -> str:
-        return str(self._loaded.recv())
 
     def ensure_running(self) -> None:
         """Unlike one that multiprocessing starts, it cannot be started again."""

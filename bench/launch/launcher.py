@@ -105,18 +105,13 @@ class Launcher:
             self.close()
             return Outcome(status=Status.INTERRUPTED, reason=str(error), ranks=[], wall_s=wall_s, cold=self._cold)
 
-    def prepare(self, backends: Iterable[str], *, wait: bool = False) -> None:
-        """Start at once the processes from which later trials of these backends are forked.
-
-        With ``wait``, also wait until those on this node have loaded everything; other nodes wait by themselves.
-        """
-        if not (every := dict.fromkeys(map(self._packages, backends))):
-            return
-        for node in self._nodes:
+    def prepare(self, backends: Iterable[str]) -> None:
+        """Start the processes from which later trials of these backends are forked; other nodes wait by themselves."""
+        every = set(map(self._packages, backends))
+        for node in self._nodes if every else ():
             node.start(every, cold=self._cold)
-        if wait:
-            with contextlib.suppress(ForkError):  # told by the next trial
-                self._own.ready()
+        with contextlib.suppress(ForkError):  # told by the next trial
+            self._own.ready()
 
     def _packages(self, backend: str) -> tuple[str, ...]:
         return () if self._cold else registry([backend])[backend].preloaded()

@@ -35,7 +35,7 @@ def serve(channel: Channel, *, cold: bool) -> None:
     forks = None if cold else ForkServers()
     from bench.launch import agent  # imports torch, as the fork server does meanwhile
 
-    channel.send({"ready": True, "initialized_by": forks.first_ready() if forks else ""})
+    channel.send({"ready": True, "initialized_by": forks.ready() if forks else ""})
     helpers = _descendants()
 
     def left_behind() -> set[psutil.Process]:
@@ -43,13 +43,13 @@ def serve(channel: Channel, *, cold: bool) -> None:
 
     while request := channel.receive():
         if forks and "load" in request:
-            by = forks.load(map(tuple, request["load"]))
+            forks.load(request["load"])
+            channel.send({"ready": True, "initialized_by": forks.ready()})
             helpers = _descendants()
-            channel.send({"ready": True, "initialized_by": by})
             continue
         node_task = NodeTask(**request)
         if forks:
-            forks.choose(tuple(node_task.packages))
+            forks.choose(node_task.packages)
         module, _, function = node_task.entry.partition(":")
         rank_main = getattr(importlib.import_module(module), function)
         rendezvous = agent.Rendezvous(node_task)

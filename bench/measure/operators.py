@@ -118,7 +118,7 @@ def plain_work(
     workload: Workload,
     loss: Callable[[nn.Module, Tensor], Tensor],
     samples: Tensor,
-    folder: Path,
+    folder: Path | None,
     *,
     keep: bool,
 ) -> tuple[Counter[str], Counter[str]] | None:
@@ -129,12 +129,12 @@ def plain_work(
 
     ``samples`` on the cell's device give shape and dtype. None for a workload that is not shipped and cannot run on
     fake tensors, for example because it reads values. Call this before any framework is used, because DeepSpeed
-    replaces torch's linear function permanently. With ``keep`` it is kept in ``folder``, for all cells of the run with
-    the same micro-batches.
+    replaces torch's linear function permanently. It is read from ``folder``, if a trial with the same micro-batches has
+    kept it there, as one does with ``keep``.
     """
     alike = dataclasses.replace(
         cell,
-        backend=REFERENCE if cell.is_reference else "",  # whose loss is computed in slices
+        backend=REFERENCE if cell.backend == REFERENCE else "",  # its loss is computed in slices
         accumulate=1,
         world_size=1,
         global_batch_size=cell.micro_batch_size,
@@ -142,8 +142,8 @@ def plain_work(
         ranks_per_node=0,
         replicate=0,
     )
-    kept = folder / f"plain-{alike.cell_id}.json"
-    if kept.exists():
+    kept = folder and folder / f"plain-{alike.cell_id}.json"
+    if kept and kept.exists():
         stored = json.loads(kept.read_text(encoding="utf-8"))
         return stored and (Counter(stored[0]), Counter(stored[1]))
 
@@ -168,7 +168,7 @@ def plain_work(
     except RuntimeError:
         if cell.workload == "llama":
             raise
-    if keep:
+    if kept and keep:
         files.write(kept, json.dumps(found))
     return found
 

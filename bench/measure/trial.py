@@ -90,7 +90,7 @@ class RankTrial:
             "device_uuid": f"GPU-{gpu.uuid}" if gpu else None,  # as NVML writes it
         }
         if "dispatch" in self.spec.passes:
-            kept_in = Path(self.spec.reference).parent
+            kept_in = Path(self.spec.reference).parent if self.spec.reference else None
             self._plain = plain_work(cell, self.workload, self._loss, self.data, kept_in, keep=self.rank == 0)
         for name in self.spec.passes:
             gc.collect()  # frees the previous pass: frameworks leave cycles

@@ -166,7 +166,7 @@ class Runner:
         if left and repeat % 2 == 0 and time.monotonic() >= self._renew_at:
             self._launcher.close()  # the next trials are forked from new processes
             self._renew_at = time.monotonic() + RENEWED_FOR_S
-        self._launcher.prepare((trial.cell.backend for trial in left if not self._missing(trial)), wait=True)
+        self._launcher.prepare(trial.cell.backend for trial in left if not self._missing(trial))
         for trial in left:
             if start.is_short(self._folder):
                 raise start.full(self._folder)

@@ -51,10 +51,8 @@ def read(folder: Path) -> tuple[dict[int, Rank], int]:
     """
     trainings: dict[tuple[str, int], dict[int, Rank]] = defaultdict(dict)
     paths = sorted(folder.glob("*.jsonl"), key=lambda path: path.stat().st_mtime)
-    for rank in map(_rank, paths):
-        ranks = trainings[rank.job, rank.world]
-        if rank.rank not in ranks or len(rank.updates) >= len(ranks[rank.rank].updates):
-            ranks[rank.rank] = rank
+    for rank in sorted(map(_rank, paths), key=lambda rank: len(rank.updates)):
+        trainings[rank.job, rank.world][rank.rank] = rank
     latest = reversed(trainings.values())
     chosen = max(latest, key=lambda ranks: sum(len(rank.updates) for rank in ranks.values()), default={})
     return dict(sorted(chosen.items())), len(paths) - len(chosen)
@@ -66,6 +64,5 @@ def _rank(path: Path) -> Rank:
     updates = {line["number"]: line for line in lines if "number" in line}  # each step writes its update again
     for line in updates.values():
         line["micro_batches"] = [MicroBatch(**found) for found in line["micro_batches"]]
-    rank = Rank(**[line for line in lines if "rank" in line][-1])
-    rank.updates = [AuditedUpdate(**line) for line in updates.values()]
-    return rank
+    rank = [line for line in lines if "rank" in line][-1]
+    return Rank(**rank | {"updates": [AuditedUpdate(**line) for line in updates.values()]})

@@ -9,7 +9,7 @@ Squares Problems, 1996, section 1.1.4); its diagonal has the squared lengths of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +29,8 @@ Vector = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Weight:
-    """What a micro-batch weighs in a gradient; update, rank and micro-batch are numbers from 0."""
+    """What a micro-batch weighs in a gradient; rank and micro-batch are numbers from 0."""
 
-    update: int
-    gradient_of: tuple[int, ...]
-    """Ranks that have this gradient: alone, or together by shards."""
     rank: int
     micro_batch: int
     weight: float
@@ -44,12 +41,13 @@ class Weight:
     """Whether the weight is not 0."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class ExplainedGradient:
-    """The gradient of an update on some ranks, as a sum."""
+    """The gradient of an update, numbered from 0, as a sum."""
 
     update: int
-    ranks: tuple[int, ...]
+    gradient_of: tuple[int, ...]
+    """Ranks that have this gradient: alone, or together by shards."""
     weights: list[Weight]
     """Of the micro-batches that can be told apart."""
     is_resolved: bool
@@ -90,18 +88,32 @@ def flat(leaves: Any) -> Vector:
 
 def explain(ranks: Mapping[int, Rank]) -> tuple[list[ExplainedGradient], str]:
     """The gradients of sampled updates that all ranks made, and why there may be none."""
-    found, reason = [], "no gradient that the optimizer used was found"
-    for number in range(min(len(rank.sampled) for rank in ranks.values())):
-        updates = {rank: record.sampled[number] for rank, record in ranks.items()}
-        for some, used in _gradients(updates):
+    explained, reason = [], "no gradient that the optimizer used was found"
+    for number, sampled in enumerate(zip(*(rank.sampled for rank in ranks.values()), strict=False)):
+        updates = dict(zip(ranks, sampled, strict=True))
+        batches = [(rank, i, batch) for rank in ranks for i, batch in enumerate(updates[rank].micro_batches)]
+        for some, used in _gradients(updates).items():
+            known = ~np.isnan(used)
             try:
-                found.append(_explain(number, updates, some, used))
+                left = np.sum([np.nan_to_num(flat(updates[rank].left)) for rank in some], axis=0)
+                columns = np.column_stack([*(flat(batch.sample) for _, _, batch in batches), left])
+                coefficients, errors, residual = fit(columns[known], used[known])
             except ValueError as error:
                 reason = str(error)
-    return found, reason
+                continue
+            least = TOLERANCE * float(np.abs(coefficients[:-1]).max())
+            good = errors < least
+            weights = [
+                Weight(rank, i, c, batch.loss_weight(c), batch.criterion.get("terms"), abs(c) > least)
+                for (rank, i, batch), c, is_good in zip(batches, coefficients.tolist(), good, strict=False)
+                if is_good
+            ]
+            has_left = bool(good[-1] and abs(coefficients[-1]) > TOLERANCE)
+            explained.append(ExplainedGradient(number, some, weights, bool(good[:-1].all()), residual, has_left))
+    return explained, reason
 
 
-def _gradients(updates: Mapping[int, AuditedUpdate]) -> Iterator[tuple[tuple[int, ...], Vector]]:
+def _gradients(updates: Mapping[int, AuditedUpdate]) -> dict[tuple[int, ...], Vector]:
     """The gradient of an update: of ranks with shards together, of replicas apart."""
     found: dict[tuple[int, ...], Vector] = {}
     for rank, update in updates.items():
@@ -110,23 +122,4 @@ def _gradients(updates: Mapping[int, AuditedUpdate]) -> Iterator[tuple[tuple[int
         others = next((some for some, known in found.items() if np.isnan(known[is_here]).all()), ())
         if is_here.any():
             found[*others, rank] = np.where(is_here, used, found.pop(others, np.nan))
-    yield from found.items()
-
-
-def _explain(
-    number: int, updates: Mapping[int, AuditedUpdate], ranks: tuple[int, ...], used: Vector
-) -> ExplainedGradient:
-    known = ~np.isnan(used)
-    batches = [(rank, i, found) for rank, update in updates.items() for i, found in enumerate(update.micro_batches)]
-    left = np.sum([np.nan_to_num(flat(updates[rank].left)) for rank in ranks], axis=0)
-    columns = np.column_stack([*(flat(found.sample) for _, _, found in batches), left])
-    coefficients, errors, residual = fit(columns[known], used[known])
-    least = TOLERANCE * float(np.abs(coefficients[:-1]).max())
-    good = errors < least
-    weights = [
-        Weight(number, ranks, rank, i, c, found.loss_weight(c), found.criterion.get("terms"), abs(c) > least)
-        for (rank, i, found), c, is_good in zip(batches, coefficients.tolist(), good, strict=False)
-        if is_good
-    ]
-    has_left = bool(good[-1] and abs(coefficients[-1]) > TOLERANCE)
-    return ExplainedGradient(number, ranks, weights, bool(good[:-1].all()), residual, has_left)
+    return found

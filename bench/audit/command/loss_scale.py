@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from bench.audit.command.gradient_weights import TOLERANCE, ExplainedGradient
-from bench.audit.command.inside.records import AuditedUpdate, MicroBatch
+from bench.audit.command.inside.records import MicroBatch, Rank
 from bench.findings import Finding, error, good, warning
 
 NEAR = 0.05
@@ -31,24 +31,22 @@ def described(micro_batch: MicroBatch) -> str:
 
 @dataclass
 class LossScale:
-    """Judges the weights of losses; ``updates`` are those of one rank, and most have the ``usual`` micro-batches."""
+    """Judges the weights of losses; most updates of a rank have the ``usual`` micro-batches."""
 
     gradients: list[ExplainedGradient]
-    updates: list[AuditedUpdate]
+    rank: Rank
     usual: int
-    world: int
 
     def findings(self) -> Iterator[Finding]:
         """What the weights sum to, and whether all terms weigh the same."""
-        sums: dict[int, float] = {}
-        for gradient in (gradient for gradient in self.gradients if gradient.is_resolved):
-            known = [found.loss_weight for found in gradient.weights if found.loss_weight is not None]
-            if len(known) < len(gradient.weights):
-                text = f"the number of terms of the loss is not visible: {described(self.updates[0].micro_batches[0])}"
-                yield warning("scale not judged", text)
-                return
-            # Of replicas the one whose sum is farthest from 1.
-            sums[gradient.update] = max(sum(known), sums.get(gradient.update, 1.0), key=lambda total: abs(total - 1))
+        resolved = [gradient for gradient in self.gradients if gradient.is_resolved]
+        if any(weight.loss_weight is None for gradient in resolved for weight in gradient.weights):
+            text = f"the number of terms of the loss is not visible: {described(self.rank.sampled[0].micro_batches[0])}"
+            yield warning("scale not judged", text)
+            return
+        totals = [(found.update, sum(weight.loss_weight or 0.0 for weight in found.weights)) for found in resolved]
+        # Of replicas the one whose sum is farthest from 1.
+        sums = dict(sorted(totals, key=lambda total: abs(total[1] - 1)))
         wrong = {number: total for number, total in sums.items() if abs(total - 1) > TOLERANCE}
         if not sums:
             yield warning("scale not judged", "micro-gradients are 0, or too alike to be told apart")
@@ -61,17 +59,17 @@ class LossScale:
     def _wrong(self, wrong: dict[int, float], num_updates: int) -> Finding:
         """What sums other than 1, by update, are equal to."""
         example = f"weights sum to {wrong[min(wrong)]:.4g} in {len(wrong)} of {num_updates} updates"
-        if doubts := self._doubts():
-            return warning("scale not judged", f"{example}; {doubts[0]}")
-        usual, world = self.usual, self.world
-        counts = {number: self.updates[number].count for number in wrong}
+        for doubt in self._doubts():
+            return warning("scale not judged", f"{example}; {doubt}")
+        usual, world = self.usual, self.rank.world
+        counts = {number: self.rank.sampled[number].count for number in wrong}
         also = f"; or it is scaled by the number of ranks, which is {world} too" if world == usual else ""
         is_partial = all(count < usual for count in counts.values())
         of_n = len(wrong) == num_updates and usual > 1
         of_world = len(wrong) == num_updates and world > 1
         # Twice 2 may be any 4, and where a mean is averaged over ranks, 1 / W is a factor of the loss.
-        is_twice = of_n and (usual > 2 or usual in {update.asked for update in self.updates})
-        is_sum = of_world and self.updates[0].micro_batches[0].criterion.get("reduction") != "mean"
+        is_twice = of_n and (usual > 2 or usual in {update.asked for update in self.rank.sampled})
+        is_sum = of_world and self.rank.sampled[0].micro_batches[0].criterion.get("reduction") != "mean"
         candidates: tuple[tuple[bool, Callable[[int], float], str, str], ...] = (
             (is_partial, lambda n: n / usual, "partial window", f"{min(counts.values())} of {usual} micro-batches: "),
             (of_n, float, "not divided", "the loss is not divided by N: "),
@@ -84,28 +82,28 @@ class LossScale:
                 return error(topic, f"{text}{example}{also if of_n else ''}")
         return warning("scale", f"{example}: this may be meant")
 
-    def _doubts(self) -> list[str]:
+    def _doubts(self) -> Iterator[str]:
         """Why backwards of an update may be parts of a loss instead of micro-batches."""
-        doubts = [doubt for update in self.updates for doubt in update.doubts]
-        if len({update.optimizer for update in self.updates}) > 1:
-            doubts.append("several optimizers step in turn")
-        for update in self.updates:
+        for update in self.rank.sampled:
+            yield from update.doubts
+        if len({update.optimizer for update in self.rank.sampled}) > 1:
+            yield "several optimizers step in turn"
+        for update in self.rank.sampled:
             losses = [found.criteria for found in update.micro_batches]
             if len({tuple(sorted(criterion["node"] for criterion in loss)) for loss in losses}) > 1:
-                doubts.append("the micro-batches of an update have different losses")
+                yield "the micro-batches of an update have different losses"
             factors = [[abs(criterion["seed"] or 0.0) for criterion in loss] for loss in losses if loss]
             if any(sum(loss) > (1 + NEAR) * max(loss) for loss in factors):
-                doubts.append("the loss has several terms")
-        return doubts
+                yield "the loss has several terms"
 
     def _of_terms(self) -> Iterator[Finding]:
         """Whether the terms of an update weigh the same, where micro-batches have different numbers of them."""
-        spread, sizes = 0.0, set()
-        for gradient in self.gradients:
-            counted = [(w.loss_weight, w.terms) for w in gradient.weights if w.loss_weight and w.terms]
-            each = [weight / terms for weight, terms in counted]
-            sizes |= {terms for _, terms in counted}
-            spread = max(spread, 1 - min(each) / max(each)) if each and max(each) > 0 else spread
+        counted = [
+            [(w.loss_weight, w.terms) for w in found.weights if w.loss_weight and w.terms] for found in self.gradients
+        ]
+        shares = [[weight / terms for weight, terms in weights] for weights in counted]
+        spread = max((1 - min(each) / max(each) for each in shares if max(each, default=0.0) > 0), default=0.0)
+        sizes = {terms for weights in counted for _, terms in weights}
         if len(sizes) > 1 and spread < TOLERANCE:
             yield good("token-exact", "all terms of the loss of an update have the same weight")
         elif len(sizes) > 1:

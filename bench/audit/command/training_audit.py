@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from statistics import mode
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from bench.audit.command.inside.records import Rank
 from bench.audit.command.loss_scale import LossScale, described
 from bench.findings import Finding, Level, error, good, warning
 from bench.formatting import plural
+from bench.grouping import grouped
 
 
 class TrainingAudit:
@@ -24,8 +24,7 @@ class TrainingAudit:
         self.first = next(iter(ranks.values()))
         """The rank of which most is said."""
         self.updates = self.first.sampled
-        counts = Counter(update.count for update in self.updates)
-        self.usual = counts.most_common(1)[0][0] if counts else 0
+        self.usual = mode([update.count for update in self.updates] or [0])
         """Micro-batches of most updates."""
         self.held = {dtype for update in self.updates for dtype in update.held}
         """Dtypes in which gradients are held between micro-batches."""
@@ -45,10 +44,15 @@ class TrainingAudit:
         if len(self.ranks) < self.first.world:
             yield warning("ranks missing", f"{len(self.ranks)} of {self.first.world} ranks ran a backward")
         yield from self._of_request()
-        if reason := self._not_judged():
-            yield warning("not judged", reason)
+        # Why backwards are no micro-batches, or gradients no sums of them.
+        reasons = [why for rank in self.ranks.values() for update in rank.updates for why in update.obstacles]
+        if any(rank.leaves != self.first.leaves for rank in self.ranks.values()):
+            why = "ranks are no replicas, never were made equal, or run different layers"
+            reasons.append(f"sampled parameters differ: {why}")
+        if reasons:
+            yield warning("not judged", reasons[0])
         elif self.updates:
-            yield from self._of_windows() or self._of_weights()
+            yield from list(self._of_windows()) or self._of_weights()
             yield from self._of_reduction()
             if self.usual > 1 and (low := {"bfloat16", "float16"} & self.held):
                 yield error("low precision", f"gradients of {self.usual} micro-batches are summed in {'/'.join(low)}")
@@ -71,33 +75,21 @@ class TrainingAudit:
                 text = f"has fewer micro-batches than others; --updates {update.number} would sample it"
                 yield warning("not sampled", f"update {update.number} {text}")
 
-    def _not_judged(self) -> str:
-        """Why backwards are no micro-batches, or gradients no sums of them."""
-        updates = [update for rank in self.ranks.values() for update in rank.updates]
-        reasons = [reason for update in updates for reason in update.obstacles]
-        if any(rank.leaves != self.first.leaves for rank in self.ranks.values()):
-            why = "ranks are no replicas, never were made equal, or run different layers"
-            reasons.append(f"sampled parameters differ: {why}")
-        return next(iter(reasons), "")
-
-    def _of_windows(self) -> list[Finding]:
+    def _of_windows(self) -> Iterator[Finding]:
         """Faults with which weights mean nothing."""
-        found = []
         counts = {number: [update.count for update in rank.sampled] for number, rank in self.ranks.items()}
-        least = min(map(len, counts.values()))
-        if len({tuple(numbers[:least]) for numbers in counts.values()}) > 1:
+        if any(len(set(numbers)) > 1 for numbers in zip(*counts.values(), strict=False)):
             text = "; ".join(f"rank {rank}: {pattern(numbers)}" for rank, numbers in counts.items())
-            found.append(error("ranks differ", f"micro-batches per update differ: {text}"))
+            yield error("ranks differ", f"micro-batches per update differ: {text}")
         # In a longer window a step may have been skipped after clipping.
         if early := [update.events for update in self.updates if update.clips_early and update.count <= self.usual]:
             share = f"{len(early)} of {len(self.updates)} updates"
             text = f"in {share} gradients are clipped before the last backward: {early[0]}"
-            found.append(error("clips too early", text))
-        used = np.concatenate([flat(update.used) for update in self.updates])
+            yield error("clips too early", text)
+        used = flat(values for update in self.updates for values in update.used)
         adds = any(flat(batch.sample).any() for update in self.updates for batch in update.micro_batches)
         if adds and (used == 0).any() and not np.nan_to_num(used).any():
-            found.append(error("no gradient", "the gradients that the optimizer is given are None or 0"))
-        return found
+            yield error("no gradient", "the gradients that the optimizer is given are None or 0")
 
     def _of_weights(self) -> Iterator[Finding]:
         gradients, reason = explain(self.ranks)
@@ -112,25 +104,22 @@ class TrainingAudit:
             presence = list(self._of_presence())
             yield from presence
             if not any(found.level is Level.ERROR for found in presence):
-                yield from LossScale(gradients, self.updates, self.usual, self.first.world).findings()
+                yield from LossScale(gradients, self.first, self.usual).findings()
 
     def _of_presence(self) -> Iterator[Finding]:
         """Which micro-batches are in the gradients of their own ranks and of others, and what else is."""
-        weights = [weight for gradient in self.gradients for weight in gradient.weights]
-        present = {(w.update, w.rank, w.micro_batch) for w in weights if w.is_present}
-        absent = {(w.update, w.rank, w.micro_batch) for w in weights if not w.is_present}
-        if foreign := absent & present:
-            numbers = sorted({place + 1 for _, _, place in foreign})
-            share = f"{len({update for update, _, _ in foreign})} of {len({w.update for w in weights})} updates"
+        weights = [(gradient.update, found) for gradient in self.gradients for found in gradient.weights]
+        presence = grouped(((update, found.rank, found.micro_batch), found.is_present) for update, found in weights)
+        if foreign := [place for place, present in presence.items() if len({*present}) > 1]:
+            numbers = sorted({number + 1 for _, _, number in foreign})
+            share = f"{len({update for update, _, _ in foreign})} of {len({update for update, _ in weights})} updates"
             if len(numbers) >= self.usual:
                 yield error("not reduced", f"no micro-batch of other ranks is in a rank's gradient ({share})")
             else:
                 which = f"micro-batches {numbers} of {self.usual} of other ranks"
                 text = f"{which} are missing in a rank's gradient ({share}): replicas drift apart"
                 yield error("partly reduced", text)
-        lost: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for update, rank, place in sorted(absent - present):
-            lost[update, rank].append(place + 1)
+        lost = grouped((place[:2], place[2] + 1) for place in sorted(presence) if not any(presence[place]))
         found: dict[str, Finding] = {}
         for (update, rank), numbers in lost.items():
             text = f"micro-batches {numbers} of update {update + 1} have weight 0"
@@ -175,23 +164,21 @@ def evidence(audit: TrainingAudit) -> dict[str, str]:
     """What was seen, by name."""
     facts = [f"{name} {fact}".strip() for name, fact in audit.first.facts.items()]
     shown = {"ranks": f"{len(audit.ranks)} of {audit.first.world}", "wrappers": ", ".join(facts) or "none"}
-    if not audit.updates:
-        return shown
-    update = audit.updates[min(1, len(audit.updates) - 1)]  # the first may be a special one
-    counts = pattern([update.count for update in audit.updates])
-    shown["updates"] = f"{counts} micro-batches; events {update.events}; {update.optimizer.split()[0]}"
-    shown["loss"] = described(update.micro_batches[0])
-    if not audit.gradients:
-        return shown
-    gradient = min(audit.gradients, key=lambda gradient: (abs(gradient.update - 1), gradient.ranks))
-    for rank in [*audit.ranks][:MOST_RANKS]:
-        weights = [found for found in gradient.weights if found.rank == rank]
-        row = [found.weight if found.loss_weight is None else found.loss_weight for found in weights]
-        numbers = " ".join(f"{weight:.4f}" for weight in row) or "cannot be told apart"
-        shown[f"rank {rank}"] = f"weights in update {gradient.update + 1} of rank {gradient.ranks[0]}: {numbers}"
-    residual = max(gradient.residual for gradient in audit.gradients)
-    shown["residual"] = f"{residual:.0e} of the gradients is not explained by weights"
-    shown["held in"] = ", ".join(sorted(audit.held)) or "unknown"
+    if audit.updates:
+        counts = pattern([update.count for update in audit.updates])
+        update = audit.updates[:2][-1]  # the first may be a special one
+        shown["updates"] = f"{counts} micro-batches; events {update.events}; {update.optimizer.split()[0]}"
+        shown["loss"] = described(update.micro_batches[0])
+    if audit.gradients:
+        gradient = min(audit.gradients, key=lambda gradient: (abs(gradient.update - 1), gradient.gradient_of))
+        place = f"update {gradient.update + 1} of rank {gradient.gradient_of[0]}"
+        for rank in [*audit.ranks][:MOST_RANKS]:
+            row = [w.weight if w.loss_weight is None else w.loss_weight for w in gradient.weights if w.rank == rank]
+            numbers = " ".join(f"{weight:.4f}" for weight in row) or "cannot be told apart"
+            shown[f"rank {rank}"] = f"weights in {place}: {numbers}"
+        residual = max(gradient.residual for gradient in audit.gradients)
+        shown["residual"] = f"{residual:.0e} of the gradients is not explained by weights"
+        shown["held in"] = ", ".join(sorted(audit.held)) or "unknown"
     return shown
 
 
@@ -209,5 +196,9 @@ def document(audit: TrainingAudit, status: int) -> dict[str, Any]:
         "findings": [found.to_dict() for found in audit.findings],
         "exit_status": status,
         "evidence": evidence(audit),
-        "weights": [asdict(weight) for gradient in audit.gradients for weight in gradient.weights],
+        "weights": [
+            {"update": gradient.update, "gradient_of": gradient.gradient_of, **vars(weight)}
+            for gradient in audit.gradients
+            for weight in gradient.weights
+        ],
     }

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 MOST_NODES = 200
 """Most nodes looked at between a loss and its criteria."""
-REDUCTIONS = {1: "mean", 2: "sum"}
-"""``at::Reduction``; 0 is none."""
+REDUCTIONS = {1: "mean", 2: "sum", "Mean": "mean", "Sum": "sum"}
+"""By ``at::Reduction``, of which 0 is none, or by what stands before Backward in the name of a node."""
 
 
 def watch(roots: Any, handles: list[Any]) -> list[dict[str, Any]]:
@@ -35,26 +36,24 @@ def watch(roots: Any, handles: list[Any]) -> list[dict[str, Any]]:
         if sizes and all(size == 1 for _, size in sizes) and not hasattr(node, "_saved_reduction"):
             stack += [inner for inner, _ in sizes]
             continue
-        entry = _entry(node)
-        handles.append(node.register_prehook(lambda seeds, entry=entry: entry.update(seed=_total(seeds[0]))))
-        found.append(entry)
+        found.append(_entry(node))
+        handles.append(node.register_prehook(functools.partial(_read_seed, found[-1])))
     return found
 
 
-def _total(seed: Any) -> Any:
-    return None if seed is None else seed.detach().sum()
+def _read_seed(entry: dict[str, Any], seeds: Any) -> None:
+    if seeds[0] is not None:
+        entry["seed"] = seeds[0].detach().sum()
 
 
 def _entry(node: Any) -> dict[str, Any]:
     """The node's name, how it reduces, and of how many terms it is a sum or mean; None if that is not visible."""
     name = node.name()
-    reduction = REDUCTIONS.get(getattr(node, "_saved_reduction", 0))
-    if name.startswith(("MeanBackward", "SumBackward")):
-        reduction = name[: name.index("Backward")].lower()
+    reduction = REDUCTIONS.get(getattr(node, "_saved_reduction", name.partition("Backward")[0]))
     terms = None
     target = getattr(node, "_raw_saved_target", None) if name.startswith("NllLoss") else None
     # A hook would recompute (checkpointing) or fetch (offloading) the tensor.
-    if target is not None and getattr(target, "unpack_hook", "unknown") is None:
+    if getattr(target, "unpack_hook", "unknown") is None:
         if node._saved_weight is None:
             terms = (node._saved_target != node._saved_ignore_index).sum()
         elif reduction == "mean":

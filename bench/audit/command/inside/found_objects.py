@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections import defaultdict
 from operator import attrgetter
 from typing import Any
 
@@ -39,15 +38,13 @@ class FoundObjects:
     def __init__(self) -> None:
         objects: list[Any] = gc.get_objects()
         names = {kind: _name(kind) for kind in set(map(type, objects))}
-        self._by_name: dict[str, list[Any]] = defaultdict(list)
-        for found in objects:
-            if name := names[type(found)]:
-                self._by_name[name].append(found)
-        parameters = (found for found in self._by_name["FSDPParam"] if hasattr(found, "_unsharded_param"))
+        named = [(names[type(found)], found) for found in objects if names[type(found)]]
+        self._last = dict(named)
+        """The newest of each name."""
+        self.zero = self._last.get("ZeROOptimizer")
+        parameters = [found for name, found in named if name == "FSDPParam" and hasattr(found, "_unsharded_param")]
         self.sharded = {id(found._unsharded_param): found for found in parameters}
         """FSDP2's parameters by the id of the leaf that autograd sees."""
-        self.zero = next(reversed(self._by_name["ZeROOptimizer"]), None)
-        self._last = {name: found[-1] for name, found in self._by_name.items() if found}
 
     def facts(self) -> dict[str, str]:
         """What each that is set up was asked for."""

@@ -21,7 +21,8 @@ class LeafProbe:
     """Some coordinates of one leaf."""
 
     def __init__(self, leaf: Any, seed: int, objects: FoundObjects) -> None:
-        self.leaf, self.shape = leaf, _whole_shape(leaf)
+        self.leaf = leaf
+        self.shape = tuple(getattr(leaf, "ds_shape", leaf.shape))  # ZeRO-3 leaves no elements between uses
         generator = torch.Generator("cpu").manual_seed(seed)  # the global one belongs to the training
         self.flat = torch.randint(math.prod(self.shape), (MOST_COORDINATES,), generator=generator).unique()
         coordinates = torch.stack(torch.unravel_index(self.flat, self.shape))
@@ -44,9 +45,7 @@ class LeafProbe:
         self._held_index = tuple(axes[:, here].to(self.holder.device, non_blocking=True))
         self.added: Any = None
         """What the running backward has added, or None."""
-        self.factor: Any = 1.0
-        """By what the gradient was divided to clip it."""
-        self.recording = self.is_clipped = False
+        self.recording = False
         self.handle = leaf.register_hook(self._add)
 
     def _add(self, gradient: Any) -> None:
@@ -84,11 +83,6 @@ class LeafProbe:
         return next((str(held.dtype).removeprefix("torch.") for held in places if held is not None), "")
 
 
-def _whole_shape(leaf: Any) -> tuple[int, ...]:
-    """The shape of a parameter; ZeRO-3 leaves no elements in it between its uses."""
-    return tuple(getattr(leaf, "ds_shape", leaf.shape))
-
-
 def _of_zero(leaf: Any, zero: Any) -> tuple[Any, int, int, int]:
     """ZeRO's flat parameter with a part of the leaf; where that starts in the leaf and in it; its size."""
     if hasattr(leaf, "ds_tensor"):
@@ -111,6 +105,6 @@ def choose(roots: Any, objects: FoundObjects) -> list[LeafProbe]:
             seen.add(node)
             leaves += [node.variable] if hasattr(node, "variable") else []
             queue += [inner for inner, _ in node.next_functions]
-    leaves = [leaf for leaf in leaves if math.prod(_whole_shape(leaf)) >= LEAST_ELEMENTS]
+    leaves = [leaf for leaf in leaves if getattr(leaf, "ds_numel", leaf.numel()) >= LEAST_ELEMENTS]
     step = max(1.0, len(leaves) / MOST_LEAVES)
     return [LeafProbe(leaves[int(i * step)], i, objects) for i in range(min(len(leaves), MOST_LEAVES))]

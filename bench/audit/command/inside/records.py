@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,15 +15,13 @@ class MicroBatch:
     """Of its loss; see ``criteria.watch``."""
     sample: Any = ()
     """Per leaf what it added to the gradient at each coordinate."""
-    reduced: dict[str, int] = field(default_factory=dict)
+    reduced: Counter[str] = field(default_factory=Counter)
     """Bytes by collective, until the next backward."""
 
     @property
     def criterion(self) -> dict[str, Any]:
         """The criterion with the largest factor in the loss; empty if there is none."""
-        return max(
-            (found for found in self.criteria if found["seed"]), key=lambda found: abs(found["seed"]), default={}
-        )
+        return max(self.criteria, key=lambda found: abs(found["seed"] or 0.0), default={})
 
     def loss_weight(self, weight: float) -> float | None:
         """What the mean of the loss weighs, by the weight of the micro-gradient; None if that is not visible."""

@@ -1,8 +1,8 @@
 """What happens in a rank, update by update: samples of gradients, the criteria of losses, and what is reduced.
 
-``install`` hooks it on backward, clipping, and the step of every optimizer. The recorder imports nothing of bench:
-the command may run in another environment. It communicates nothing, draws from no global generator, changes no tensor,
-and never raises into the training.
+``install`` hooks it on backward, clipping, and the step of every optimizer. The recorder imports nothing of bench but
+``c10d_kernels``: the command may run in another environment. It communicates nothing, draws from no global generator,
+changes no tensor, and never raises into the training.
 """
 
 from __future__ import annotations
@@ -15,22 +15,18 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ....measure.c10d_kernels import CollectiveCall, CollectiveKernels  # noqa: TID252 - sitecustomize names the package
 from . import criteria
 from .found_objects import FoundObjects
 from .leaf_probes import LeafProbe, choose
 from .records import AuditedUpdate, MicroBatch, Rank
-
-if TYPE_CHECKING:
-    from bench.measure.c10d_kernels import CollectiveCall, CollectiveKernels
-else:  # beside this file, as sitecustomize loads them
-    from .c10d_kernels import CollectiveCall, CollectiveKernels
 
 JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
 """Variables of launchers that tell one training from another."""
@@ -38,30 +34,11 @@ LEAST_BYTES = 64
 """What is smaller are metrics and norms."""
 
 
-def guarded(method: Callable[..., None]) -> Callable[..., None]:
-    """An error of ours is written down and ends the recording, not the training."""
-
-    @functools.wraps(method)
-    def call(self: TrainingRecorder, *arguments: Any, **options: Any) -> None:
-        if not self.active:
-            return
-        try:
-            method(self, *arguments, **options)
-        except Exception as error:
-            self.active = False
-            text = f"the recorder failed: {method.__name__}: {type(error).__name__}: {error}"
-            self._waiting = [AuditedUpdate(self.window.number, obstacles=[text])]
-            with contextlib.suppress(Exception):
-                self._end_sampling()
-
-    return call
-
-
 class TrainingRecorder:
     """Writes a line per update until enough were sampled, and afterwards one for each new sequence of events."""
 
     def __init__(self) -> None:
-        self.kernels = CollectiveKernels(self.on_collective, only="reduce")
+        self.kernels = CollectiveKernels(functools.partial(self.guard, self.on_collective), only="reduce")
         self.restart()
 
     def restart(self) -> None:
@@ -73,8 +50,22 @@ class TrainingRecorder:
         self._num_backwards = 0
         self._probes: list[LeafProbe] = []
         self._handles: list[Any] = []
-        self._waiting: list[Rank | AuditedUpdate] = []
+        self._clipped: dict[LeafProbe, Any] = {}
+        """By what gradients were divided to clip them."""
+        self._waiting: list[AuditedUpdate] = []
         self._known_events: set[str] = set()
+
+    def guard(self, method: Callable[..., None], *arguments: Any) -> None:
+        """Call it. An error of ours is written down and ends the recording, not the training."""
+        try:
+            if self.active:
+                method(*arguments)
+        except Exception as error:
+            self.active = False
+            text = f"the recorder failed: {method.__name__}: {type(error).__name__}: {error}"
+            self._waiting = [AuditedUpdate(self.window.number, obstacles=[text])]
+            with contextlib.suppress(Exception):
+                self._end_sampling()
 
     def _start(self, roots: list[Any]) -> None:
         if dist.is_available() and dist.is_initialized():
@@ -82,8 +73,7 @@ class TrainingRecorder:
         else:
             place = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         rank = Rank(":".join(os.environ.get(name, "") for name in JOB), *place)
-        self._waiting.append(rank)
-        self._flush()
+        self._write(rank)
         self.kernels.remove()  # where they are inherited by a fork
         self.kernels.install()
         self._objects = FoundObjects()
@@ -91,8 +81,7 @@ class TrainingRecorder:
         rank.facts = self._objects.facts()
         self.window.obstacles += self._objects.obstacles([probe.leaf for probe in self._probes])
         rank.leaves = [(probe.name, probe.shape, probe.parameter()) for probe in self._probes]
-        self._waiting.append(rank)
-        self._flush()
+        self._write(rank)
 
     def _end_sampling(self) -> None:
         self.sampling = False
@@ -100,25 +89,22 @@ class TrainingRecorder:
         for probe in self._probes:
             probe.handle.remove()
         self._probes.clear()
-        self._flush()
+        self._write()
 
-    def _flush(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        if waiting:
+    def _write(self, *more: Rank | AuditedUpdate) -> None:
+        lines, self._waiting = [*self._waiting, *more], []
+        if lines:
             with (self._folder / f"{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
-                file.write("".join(json.dumps(line, default=_plain) + "\n" for line in waiting))
+                file.write("".join(json.dumps(line, default=_plain) + "\n" for line in lines))
 
-    @guarded
     def on_collective(self, collective: CollectiveCall) -> None:
         """Bytes of gradients that are reduced during an update."""
         size, dtype = collective.payload_bytes, collective.dtype
         if self.window.micro_batches and not self.window.optimizer and "float" in dtype and size >= LEAST_BYTES:
-            key = f"{collective.name} of {dtype} over {collective.group.size()} ranks"
-            reduced = self.window.micro_batches[-1].reduced
-            reduced[key] = reduced.get(key, 0) + size
+            name = f"{collective.name} of {dtype} over {collective.group.size()} ranks"
+            self.window.micro_batches[-1].reduced[name] += size
 
-    @guarded
-    def before_backward(self, roots: Any, *, keeps_graph: bool) -> None:
+    def before_backward(self, roots: Any, keeps_graph: bool) -> None:
         """Hooks on the criteria; at the first backward leaves are chosen."""
         self._num_backwards += 1
         if self.window.optimizer:
@@ -143,33 +129,29 @@ class TrainingRecorder:
                 probe.recording = True
         window.events += "B"
 
-    @guarded
     def after_backward(self) -> None:
         """The micro-gradient."""
         if self.sampling:
-            for handle in self._handles:
-                handle.remove()
-            self._handles.clear()
-            self.window.clips_early |= any(probe.is_clipped and probe.added is not None for probe in self._probes)
+            while self._handles:
+                self._handles.pop().remove()
+            self.window.clips_early |= any(probe.added is not None for probe in self._clipped)
             self.window.held = sorted({*self.window.held, *self._held()})
             self.window.micro_batches[-1].sample = [probe.take() for probe in self._probes]
 
     def _held(self) -> list[str]:
         return sorted({probe.held_dtype() for probe in self._probes} - {""})
 
-    @guarded
     def before_clip(self, parameters: list[Any]) -> None:
         if self.window.events and not self.window.optimizer:
             self.window.events += "C"
         clipped = set(map(id, parameters))
         self._unclipped = [(probe, probe.gradient()) for probe in self._probes if id(probe.holder) in clipped]
 
-    @guarded
     def after_clip(self) -> None:
         """By how much it was clipped."""
         for probe, before in self._unclipped:
-            probe.is_clipped = True
-            probe.factor = probe.factor * (before / probe.gradient()).nan_to_num(1.0, 1.0, 1.0)
+            factor = (before / probe.gradient()).nan_to_num(1.0, 1.0, 1.0)
+            self._clipped[probe] = factor * self._clipped.get(probe, 1.0)
 
     def _used(self, optimizer: Any) -> list[Any]:
         scale, zero = getattr(optimizer, "grad_scale", None), self._objects.zero
@@ -177,14 +159,14 @@ class TrainingRecorder:
         if zero is not None and (limit := zero.clip_grad):  # DeepSpeed clips by itself
             factor = (torch.as_tensor(zero._global_grad_norm) / limit).clamp(min=1.0)
         updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        factors = [probe.factor * factor if id(probe.holder) in updated else math.nan for probe in self._probes]
-        return [probe.gradient() * factor for probe, factor in zip(self._probes, factors, strict=True)]
+        return [
+            probe.gradient() * (factor * self._clipped.get(probe, 1.0) if id(probe.holder) in updated else math.nan)
+            for probe in self._probes
+        ]
 
-    @guarded
     def before_step(self, optimizer: Any, arguments: Any, options: Any) -> None:
         self._before_step = self._num_backwards, self._used(optimizer) if self._probes else []
 
-    @guarded
     def after_step(self, optimizer: Any, arguments: Any, options: Any) -> None:
         """The end of an update. A closure of the optimizer may have run the backward, as Lightning's does."""
         window, name, (before, used) = self.window, type(optimizer).__name__, self._before_step
@@ -200,19 +182,18 @@ class TrainingRecorder:
             window.optimizer = f"{name} {id(optimizer):x}"
             window.asked = self._objects.asked() if self.sampling else 1
         window.used = [old.where(~old.isnan(), new) for old, new in zip(window.used or used, used, strict=True)]
-        for probe in self._probes:
-            probe.factor, probe.is_clipped = 1.0, False
+        self._clipped.clear()
         if window.optimizer and (self.sampling or window.events not in self._known_events):
             self._known_events.add(window.events)
             self._waiting.append(window)
         if all(probe.leaf.device.type == "cpu" for probe in self._probes):  # elsewhere samples stay on the device
-            self._flush()
+            self._write()
 
     def end(self) -> None:
         """The process ends by itself."""
         if self.active and self.window.events and not self.window.optimizer:
             self._waiting.append(self.window)
-        self._flush()
+        self._write()
 
 
 def _plain(value: Any) -> Any:
@@ -225,8 +206,8 @@ def install() -> None:
     _wrap_backward(recorder)
     for function in (clip_grad._clip_grads_with_norm_, clip_grad.clip_grad_value_):
         _wrap_clipping(function, recorder)
-    register_optimizer_step_pre_hook(recorder.before_step)
-    register_optimizer_step_post_hook(recorder.after_step)
+    register_optimizer_step_pre_hook(functools.partial(recorder.guard, recorder.before_step))
+    register_optimizer_step_post_hook(functools.partial(recorder.guard, recorder.after_step))
     os.register_at_fork(after_in_child=recorder.restart)
     atexit.register(recorder.end)
     Path(os.environ["BENCH_AUDIT_FOLDER"], f"{os.getpid()}.torch").touch()
@@ -251,11 +232,11 @@ def _wrap_backward(recorder: TrainingRecorder) -> None:
         is_training = options.get("accumulate_grad") and torch._C._current_graph_task_id() == -1
         if not is_training or any(type(root).__name__ == "FakeTensor" for root in roots):
             return run(roots, gradients, retain_graph, *arguments, **options)
-        recorder.before_backward(roots, keeps_graph=retain_graph)
+        recorder.guard(recorder.before_backward, roots, retain_graph)
         try:
             return run(roots, gradients, retain_graph, *arguments, **options)
         finally:
-            recorder.after_backward()
+            recorder.guard(recorder.after_backward)
 
     autograd._engine_run_backward = backward
 
@@ -263,9 +244,9 @@ def _wrap_backward(recorder: TrainingRecorder) -> None:
 def _wrap_clipping(original: Any, recorder: TrainingRecorder) -> None:
     def clip(parameters: Any, *arguments: Any, **options: Any) -> Any:
         clipped = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        recorder.before_clip(clipped)
+        recorder.guard(recorder.before_clip, clipped)
         result = original(clipped, *arguments, **options)
-        recorder.after_clip()
+        recorder.guard(recorder.after_clip)
         return result
 
     for module in (clip_grad, torch.nn.utils):

@@ -5,7 +5,7 @@ Imports nothing of bench, and runs the sitecustomize that it hides: the user's o
 
 from __future__ import annotations
 
-import importlib
+import functools
 import importlib.machinery
 import importlib.util
 import os
@@ -26,22 +26,17 @@ class AfterTorch:
         sys.meta_path.remove(self)
         spec: Any = importlib.util.find_spec("torch")
         if spec is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_install(torch: ModuleType) -> None:
-                execute(torch)
-                install()
-
-            spec.loader.exec_module = execute_and_install
+            spec.loader.exec_module = functools.partial(execute_and_install, spec.loader.exec_module)
         return spec
 
 
-def install() -> None:
-    """Load the recorder by its path, as a package that has c10d_kernels too; a failure stops no training."""
+def execute_and_install(execute: Any, torch: ModuleType) -> None:
+    """Load the recorder, from here and not from an installed bench; a failure stops no training."""
+    execute(torch)
     try:
         sys.modules["_bench_audit"] = package = ModuleType("_bench_audit")
-        package.__path__ = [str(HERE.parent / "inside"), str(HERE.parents[2] / "measure")]
-        importlib.import_module("_bench_audit.training_recorder").install()
+        package.__path__ = [str(HERE.parents[2])]
+        importlib.import_module("_bench_audit.audit.command.inside.training_recorder").install()
     except Exception as error:
         print(f"audit: this process is not watched: {type(error).__name__}: {error}", file=sys.stderr)
 
