@@ -217,7 +217,7 @@ class FakeLauncher:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def prepare(self, backends: Iterable[str], *, wait: bool) -> None:
+    def prepare(self, backends: Iterable[str]) -> None:
         self.prepared = set(backends)
 
     def run(self, spec: Spec | MatmulTask, timeout_s: float, inactivity_s: float = 0.0) -> Outcome:
