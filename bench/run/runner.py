@@ -31,7 +31,7 @@ LOG_BYTES = 20_000
 """How much of the end of each rank's log is kept for a failed trial."""
 
 RENEWED_FOR_S = 120.0
-"""Least time between two renewals of the fork servers, which happen between pairs of blocks. Each takes up to 10 s.
+"""Least time between two renewals of the fork servers, which happen between pairs of blocks. Each takes up to 15 s.
 
 All children of one process have their libraries at the same addresses, which can shift times by several per cent
 (Mytkowicz et al., "Producing Wrong Data Without Doing Anything Obviously Wrong!", ASPLOS 2009). Several fork servers
