@@ -14,8 +14,8 @@ WINGS = ("audit", "forecast")
 SAY_NOTHING = ("one", "own", "said", "due")
 AT_MOST = {
     "modules": 200,
-    "lines": 32361,
-    "lines of the core": 23198,
+    "lines": 32369,
+    "lines of the core": 23206,
     "longest module": 348,
     "lines of tests": 27730,
     "names of several modules": 0,

@@ -66,8 +66,9 @@ def is_stopped(process: psutil.Process | None) -> bool:
 def family(launcher: int, mark: str) -> set[psutil.Process]:
     """A launcher's process and its live descendants."""
     psutil.process_iter.cache_clear()  # it would skip a process with a reused pid
-    every = list(psutil.process_iter(["ppid", "status", "environ"]))
-    found = {p for p in every if launcher in {p.pid, _group(p.pid)} or (p.info["environ"] or {}).get(MARK) == mark}
+    # One that is ending has no environment, but its children still: asked for that here, it would be left out.
+    every = list(psutil.process_iter(["ppid", "status"]))
+    found = {p for p in every if launcher in {p.pid, _group(p.pid)} or _mark(p) == mark}
     children = grouped((process.info["ppid"], process) for process in every)
     new = list(found)
     while new:
@@ -75,6 +76,13 @@ def family(launcher: int, mark: str) -> set[psutil.Process]:
         found.update(fresh)
         new += fresh
     return {p for p in found if p.info["status"] not in {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}}
+
+
+def _mark(process: psutil.Process) -> str | None:
+    try:
+        return str(process.environ()[MARK])
+    except (psutil.Error, KeyError):
+        return None
 
 
 def _group(pid: int) -> int | None:
