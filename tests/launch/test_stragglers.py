@@ -37,6 +37,29 @@ def test_a_zombie_has_ended_and_a_stopped_one_has_not() -> None:
     process.wait()
 
 
+def test_children_of_a_process_that_is_ending_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no environment any more, and its child none to be told by."""
+    code = "import time; time.sleep(60)"
+    parent = (
+        f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {code!r}], env={{}}).pid, flush=True)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{parent}; {code}"], stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdout is not None
+    child, environ = int(process.stdout.readline()), psutil.Process.environ
+
+    def gone(each: psutil.Process) -> dict[str, str]:
+        if each.pid == process.pid:
+            raise psutil.NoSuchProcess(each.pid)
+        return environ(each)
+
+    monkeypatch.setattr(psutil.Process, "environ", gone)
+    assert {process.pid, child} <= {found.pid for found in stragglers.family(os.getpid(), "")}
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_what_is_ignored_stays_so(number: signal.Signals) -> None:
     before = signal.signal(number, signal.SIG_IGN)
