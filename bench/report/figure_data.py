@@ -91,17 +91,22 @@ class FigureData:
         repeated = found[~found["cell_id"].isin(self.manifest.get("once") or ())]
         return found if repeated.empty else repeated
 
+    @property
+    def footer(self) -> str:
+        """The run, its machine, and its version of torch."""
+        torch = (self.manifest.get("packages") or {}).get("torch")
+        text = f"run {self.manifest.get('run_id', 'unnamed')}; machine: {machine_words(self.manifest)}"
+        return text + (f"; torch {torch}" if torch else "")
+
     def figure_words(self, title: str, *, timed: bool = False) -> FigureWords:
         """The words around a figure; one of times shows no virtual worlds, and has no caveat on them."""
-        torch = (self.manifest.get("packages") or {}).get("torch")
-        footer = f"run {self.manifest.get('run_id', 'unnamed')}; machine: {machine_words(self.manifest)}"
         kinds = [world.label for world in self.contestants["world"]] or [""]
         is_virtual = set(kinds) == {"virtual"}
         caveats = filter(None, (world.caveat for world in self.contestants["world"].unique() if not timed))
         return FigureWords(
             f"{title} (virtual world)" if is_virtual else title,
             self._work_text(),
-            footer + (f"; torch {torch}" if torch else ""),
+            self.footer,
             [*(f"{text}." for text in self.analysis.remarks), *(f"{text[0].upper()}{text[1:]}." for text in caveats)],
         )
 

@@ -73,4 +73,4 @@ def figures(data: Analysis) -> list[Drawing]:
     once = data.run.manifest.get("once") or ()
     rows = [row for row in data.verdicts if row.b.world.times_communication and row.b.cell_id not in once]
     report = Report(a=data.baseline, b="each other backend", rows=rows, remarks=data.remarks)
-    return found + forest.draw(report, RATIOS, figure_data.figure_words("").footer)
+    return found + forest.draw(report, RATIOS, figure_data.footer)
