@@ -23,7 +23,7 @@ PAGE, DATA = ROOT / "docs/audit.md", ROOT / "docs/audit.json"
 COMMAND = "python -m tests.studies.audit_page"
 SCREENS = ("ddp late", "lightning right deepspeed", "hf ignores-items")
 COSTS = ("ddp 64", "ddp 128", "fsdp2 64")
-BLOCKS = 400
+BLOCKS = 2000
 """Windows of each mode."""
 MOST = 1.02
 """Of an interval of what counting costs."""
@@ -111,8 +111,8 @@ def page(data: dict[str, Any]) -> str:
             "## What it costs",
             "",
             "The time of a window relative to one without an audit, on two ranks in turns within one run: the median, "
-            f"and a bootstrapped interval of 95 % over {BLOCKS} windows. *counting* is what remains after the first 8 "
-            "updates, and *sampling* is what these cost. The machine has two cores.",
+            f"and a bootstrapped interval of 95 % over {BLOCKS:,} windows. *counting* is what remains after the first "
+            "8 updates, and *sampling* is what these cost. The machine has two cores.",
             "",
             *markdown_table(
                 ("loop and width", "counting", "sampling"),
