@@ -192,6 +192,7 @@ def precision(run: Run, where: str, m: Groups) -> bool:
 
 @rule(r"n = <n>(?: to <most>)? good trials? per cell", r"<n> trials per compared cell", r"--repeats <double>")
 @rule(r"<all> cells: <ratios> compared with <a:cell>, <own> of <b:cell> itself, <ref> references?, 1 A/A twin")
+@rule(rf"no interval: <n> blocks? with both cells, and {LEAST_TRIALS} are needed")
 def counts(run: Run, where: str, m: Groups) -> bool:
     trials = [len(run.times(c)) for c in run.cells if run.is_correct(c)]
     of_baseline = sum(c["backend"] == run.baseline for c in run.cells)
@@ -246,17 +247,16 @@ def settings(run: Run, where: str, m: Groups) -> bool:
     return right and all(float(m[key]) in known[key] for key in ("clip_norm", "learning_rate", "size") if key in m)
 
 
-@rule(r"no interval: <n> blocks? with both cells, and <needed> are needed")
 @rule(r"others took <x> % of its CPUs \(limit <limit> %\); <n> repeat, and an interval needs <needed>")
 @rule(
     r"Times need an idle machine[.] other programs may use at most <limit> % of its CPUs while the trials run, "
     r"which took <minutes> minutes? here"
 )
 def disturbed(run: Run, where: str, m: Groups) -> bool:
-    limits = float(m.get("limit", 100 * IDLE)), int(m.get("needed", LEAST_TRIALS))
-    right = "x" not in m or any(shows(m["x"], 100 * run.taken(c)) for c in run.cells)
-    right = right and int(m.get("n", 1)) == max(len(run.times(c)) for c in run.cells)
-    return right and limits == (100 * IDLE, LEAST_TRIALS) and shows(m.get("minutes", ""), run.minutes())
+    right = float(m["limit"]) == 100 * IDLE and int(m.get("needed", LEAST_TRIALS)) == LEAST_TRIALS
+    right = right and ("x" not in m or any(shows(m["x"], 100 * run.taken(c)) for c in run.cells))
+    right = right and shows(m.get("minutes", ""), run.minutes())
+    return right and int(m.get("n", 1)) == max(len(run.times(c)) for c in run.cells)
 
 
 @rule(
