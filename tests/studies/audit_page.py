@@ -1,7 +1,7 @@
 """The page on ``python -m bench audit``: verdicts of the scripts in tests/audit_command, screens, limits and cost.
 
-``python -m tests.studies.audit_page`` runs every script that docs/audit.json has no result of, and writes both; with
-``--again`` it runs all of them. ``--costs`` times alone, on an idle machine: status 1 if counting costs more than 2 %.
+``python -m tests.studies.audit_page`` runs what docs/audit.json has no result of, and writes both; ``--again scripts``
+runs all of them, and ``--again costs`` times, on an idle machine. Status 1: counting costs more than 2 %.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ MOST = 1.02
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what has no result yet, keep each result at once, and write the page."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
-    parser.add_argument("--again", action="store_true", help="run all scripts again")
-    parser.add_argument("--costs", action="store_true", help="time what an audit costs again, and nothing else")
+    parser.add_argument("--again", choices=("scripts", "costs"), help="run all of these again")
     options = parser.parse_args(argv)
-    data: dict[str, Any] = json.loads(DATA.read_text()) if DATA.exists() and not options.again else {}
-    for case in CASES if not options.costs else ():
+    data: dict[str, Any] = json.loads(DATA.read_text()) if DATA.exists() else {}
+    data = {key: data[key] for key in data if options.again != ("costs" if key.startswith("cost of") else "scripts")}
+    for case in CASES:
         if case.name not in data:
             found = audit_case(case)
             data[case.name] = {key: found[key] for key in ("verdict", "findings")}
             _keep(data)
             print(f"{'' if found['verdict'] == case.verdict else 'NOT EXPECTED '}{case.name}: {found['verdict']}")
-    for script in SCREENS if not options.costs else ():
+    for script in SCREENS:
         if f"screen of {script}" not in data:
             data[f"screen of {script}"] = _screen(Case(script, ""))
             _keep(data)
     for cost in COSTS:
-        if f"cost of {cost}" not in data or options.costs:
+        if f"cost of {cost}" not in data:
             data[f"cost of {cost}"] = _cost(Case(f"cost {cost} {BLOCKS}", ""))
             _keep(data)
             print(f"{cost}: {data[f'cost of {cost}']}")
