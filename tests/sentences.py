@@ -58,13 +58,13 @@ def numbers(text: str) -> list[int]:
     r"<a:cell> is fastest \(<s> s\)",
     r"<a:cell> has the shortest step time \(<s> s\)",
 )
-@rule(r"Not shown to be slower(?=: )|\d+ others? not shown to be slower")
+@rule(r"Not shown to be slower(?=: )|\d+ others? (?:is|are) not shown to be slower")
 def fastest(run: Run, where: str, m: Groups) -> bool:
     """It has the least time; the others of its group are slower by the verdict, or named or counted as undecided."""
     first, *others = run.good(where)
     undecided = {c["backend"] for c in others if run.verdict(c, first) != "slower"}
     told = where.partition("Not shown to be slower")[2]
-    counted = re.search(r"(\d+) others? not shown to be slower", where)
+    counted = re.search(r"(\d+) others? (?:is|are) not shown to be slower", where)
     named = {c["backend"] for c in others if re.search(rf"(?<![\w-]){c['backend']}(?![\w-])", told)}
     is_first = m.get("a", first["backend"]).split()[0] == first["backend"]
     right = len(undecided) == int(counted[1]) if counted else undecided == named
@@ -192,18 +192,20 @@ def precision(run: Run, where: str, m: Groups) -> bool:
 
 @rule(r"n = <n>(?: to <most>)? good trials? per cell", r"<n> trials per compared cell", r"--repeats <double>")
 @rule(r"<all> cells: <ratios> compared with <a:cell>, <own> of <b:cell> itself, <ref> references?, 1 A/A twin")
+@rule(r"(?<=twin; )<bad> more without a good trial")
 @rule(rf"no interval: <n> blocks? with both cells, and {LEAST_TRIALS} are needed")
 def counts(run: Run, where: str, m: Groups) -> bool:
     trials = [len(run.times(c)) for c in run.cells if run.is_correct(c)]
-    of_baseline = sum(c["backend"] == run.baseline for c in run.cells)
+    of_baseline, bad = sum(c["backend"] == run.baseline for c in run.cells), len(run.cells) - len(trials)
     known = {
         "n": min(trials),
         "most": max(trials),
         "double": max(2 * max(trials), 10),
         "own": of_baseline,
-        "all": len(run.everything),
+        "all": len(run.everything) - bad,
+        "bad": bad,
     }
-    known |= {"ratios": len(run.cells) - of_baseline, "ref": len(run.everything) - len(run.cells) - 1}
+    known |= {"ratios": len(trials) - of_baseline, "ref": len(run.everything) - len(run.cells) - 1}
     named = {m[key] for key in "ab" if key in m} <= {run.baseline}
     return named and all(shows(m.get(key, ""), value) for key, value in known.items())
 
@@ -261,7 +263,7 @@ def disturbed(run: Run, where: str, m: Groups) -> bool:
 
 @rule(
     r"<a:cells> needs? <x>x the memory of <b:cells>, mostly for (?P<use>\w+(?: \w+)?)",
-    r"<a:cells> sends? <x>x the bytes of <b:cells>",
+    r"<a:cells> causes? <x>x the ring traffic of <b:cells>",
 )
 def extremes(run: Run, where: str, m: Groups) -> bool:
     """The largest over the smallest of the good cells of the group, whose names are all there or counted."""
@@ -288,7 +290,7 @@ def deviating(run: Run, where: str, m: Groups) -> bool:
     return set(re.split(", | and ", m["a"])) == {c["backend"] for c in wrong} and shows(m["x"], max(away))
 
 
-@rule(r"nothing is certainly faster than <a:cell>; <slower> of <n> comparisons are slower")
+@rule(r"nothing is certainly faster than <a:cell>; <slower> of <n> others (?:is|are) slower")
 def nothing_faster(run: Run, where: str, m: Groups) -> bool:
     found = [run.verdicts(m["a"])[c["id"]] for c in run.select(where, run.timed) if c["backend"] != m["a"]]
     return "faster" not in found and [int(m["slower"]), int(m["n"])] == [found.count("slower"), len(found)]
@@ -296,7 +298,7 @@ def nothing_faster(run: Run, where: str, m: Groups) -> bool:
 
 @rule(
     r"Half of the trials are within <x> % of the median of their cell; "
-    r"blocks (?:(?P<blocks>differ in all cells together)|do not differ significantly)"
+    r"blocks (?:(?P<blocks>differ over all cells)|do not differ significantly)"
 )
 @rule(r"Triangles at the edge: <n> trials? farther away, up to <most> %")
 def scatter(run: Run, where: str, m: Groups) -> bool:
@@ -310,7 +312,7 @@ def scatter(run: Run, where: str, m: Groups) -> bool:
 
 
 @rule(
-    r"blocks of the run differ in all cells together, from block <a> by (?P<least>[-+][\d.]+) % "
+    r"blocks of the run differ over all cells, from block <a> by (?P<least>[-+][\d.]+) % "
     r"to block <b> by (?P<most>[-+][\d.]+) %"
 )
 def blocks(run: Run, where: str, m: Groups) -> bool:

@@ -14,10 +14,10 @@ WINGS = ("audit", "forecast")
 SAY_NOTHING = ("one", "own", "said", "due")
 AT_MOST = {
     "modules": 200,
-    "lines": 32374,
-    "lines of the core": 23211,
+    "lines": 32392,
+    "lines of the core": 23215,
     "longest module": 348,
-    "lines of tests": 27753,
+    "lines of tests": 27775,
     "names of several modules": 0,
     "names of several classes": 0,
     "locals that say nothing": 0,

@@ -124,7 +124,7 @@ def summary(seen: Observation) -> list[str]:
     """The verdict, then at most FURTHER other wrong findings, then the number of the rest."""
     others = [f["word"] for f in seen["findings"] if f["level"] == "wrong" and f["word"] != seen["verdict"]]
     told = [with_number(seen, word) for word in (seen["verdict"], *others[:FURTHER])]
-    return told + ([f"+{len(others) - FURTHER}"] if len(others) > FURTHER else [])
+    return told + ([f"{len(others) - FURTHER} more"] if len(others) > FURTHER else [])
 
 
 def ratios(seen: Observation) -> list[float]:

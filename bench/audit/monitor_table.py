@@ -129,8 +129,8 @@ def settings(about: dict[str, Any]) -> str:
         f"Lightning {about['lightning']}, torch {about['torch']}, Python {about['python']}. A micro-batch takes "
         f"{about['micro_batch_s']:g} s and an optimizer step {about['optimizer_s']:g} s more, on a virtual clock. "
         f"{training}"
-        "ratio: the samples/s that the monitor logged, divided by those measured at the optimizer over the whole "
-        f"windows that cover the monitor's; right: within {100 * about['tolerance']:g} % of 1."
+        "ratio: the samples/s that the monitor logged, divided by those measured at the optimizer over the "
+        f"accumulation windows that cover those of window_size; right: within {100 * about['tolerance']:g} % of 1."
     )
 
 

@@ -43,7 +43,7 @@ COLOURS = LinearSegmentedColormap.from_list("weights", SHADES, N=1025)
 """Dark grey where a weight is right (within 1 %), blue and paler below, orange to deep red above."""
 LOST, LEFT_OPEN, NOT_COMPUTED = "lost", "left_open", "not computed"
 SIGNS: dict[str, tuple[dict[str, Any], str]] = {
-    LOST: ({"marker": "x", "color": "#D55E00"}, "in no update, although updates or a checkpoint followed: lost"),
+    LOST: ({"marker": "x", "color": "#D55E00"}, "in no update, although updates or a checkpoint followed"),
     LEFT_OPEN: ({"marker": "o", "color": "#0072B2"}, "in no update at the end of training: left open"),
     NOT_COMPUTED: ({"marker": ".", "color": "#888888"}, "no loss computed: dropped, not reached, or raised"),
 }
@@ -85,17 +85,24 @@ class WeightMap:
         marked = [epoch for places in self.in_no_update.values() for epoch, _ in places]
         return 1 + max([*marked, *(epoch for _, epoch, _ in self.weights)])
 
-    def num_drawn(self, updates: int, epochs: int) -> int:
-        """Updates that are drawn: up to the last one with a sample of the epochs that are drawn."""
-        return 1 + max((update for update, epoch, _ in self.weights if update < updates and epoch < epochs), default=0)
+    def drawn(self, most: int, epochs: int) -> range:
+        """Updates that are drawn: of those with samples of these epochs, the ones in a row that are most wrong."""
+        places = [(update, abs(weight - 1)) for (update, epoch, _), weight in self.weights.items() if epoch < epochs]
+        off = np.zeros(1 + max((update for update, _ in places), default=0))
+        for update, wrong in places:
+            off[update] = max(off[update], wrong)
+        sums = np.convolve(off, np.ones(min(most, len(off))), "valid").round(2)
+        last = len(off) - int(sums[::-1].argmax())
+        return range(last - min(most, len(off)), last)
 
     def image(self, updates: int, epochs: int) -> np.ndarray[Any, np.dtype[np.float64]]:
         """The weights by update and by sample of each epoch in turn; NaN where a sample is not in the update."""
         samples = self.first["scenario"]["samples"]
-        values = np.full((self.num_drawn(updates, epochs), epochs * samples), np.nan)
+        drawn = self.drawn(updates, epochs)
+        values = np.full((len(drawn), epochs * samples), np.nan)
         for (update, epoch, sample), weight in self.weights.items():
-            if update < len(values) and epoch < epochs:
-                values[update, epoch * samples + sample] = weight
+            if update in drawn and epoch < epochs:
+                values[drawn.index(update), epoch * samples + sample] = weight
         return values
 
 
@@ -142,13 +149,13 @@ def weight_figure(observations: Sequence[Observation], *, footer: str = "") -> t
     with matplotlib.style.context(list(style.BASE)):
         heights = [_height(found, updates, epochs) for found in maps]
         figure = new_figure(words, _legend_keys(maps, epochs), sum(heights) + BAR)
-        rows = [found.num_drawn(updates, epochs) + any(_marks(found, epochs).values()) for found in maps]
+        rows = [len(found.drawn(updates, epochs)) + any(_marks(found, epochs).values()) for found in maps]
         every_axes = figure.subplots(len(maps), squeeze=False, height_ratios=rows)[:, 0]
         for axes, found in zip(every_axes, maps, strict=True):
             _draw(axes, found, updates, epochs)
         _number_samples(every_axes[-1], scenario["samples"], epochs)
         bar = figure.colorbar(ScalarMappable(SCALE, COLOURS), ax=every_axes, location="bottom", aspect=60, shrink=0.8)
-        bar.set_ticks([1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8], labels=["1/8", "1/4", "1/2", "1: right", "2", "4", "8"])
+        bar.set_ticks([1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8], labels=["≤ 1/8", "1/4", "1/2", "1: right", "2", "4", "≥ 8"])
         bar.minorticks_off()
         bar.set_label("weight of a sample / its weight in a full batch of the same samples", size=SMALL)
     return figure, words
@@ -171,9 +178,9 @@ def _drawn_extent(maps: Sequence[WeightMap], samples: int) -> tuple[int, int]:
 
 def _title(found: WeightMap, updates: int, epochs: int) -> list[str]:
     """What happened under which backends, and what is not drawn, in lines."""
-    texts, rows = _outcomes(found.observations), found.num_drawn(updates, epochs)
-    if rows < len(found.first["updates"]):
-        texts.append(f"first {rows} of {len(found.first['updates'])} updates")
+    texts, drawn = _outcomes(found.observations), found.drawn(updates, epochs)
+    if len(drawn) < len(found.first["updates"]):
+        texts.append(f"updates {drawn[0] + 1} to {drawn[-1] + 1} of {len(found.first['updates'])}")
     elif found.epochs > epochs:
         texts.append(f"first {epochs} of {found.epochs} epochs")
     return [line for text in texts for line in style.wrap(text, FULL - 0.9, TINY)]
@@ -181,7 +188,7 @@ def _title(found: WeightMap, updates: int, epochs: int) -> list[str]:
 
 def _height(found: WeightMap, updates: int, epochs: int) -> float:
     """Inches of a map with its words."""
-    rows = found.num_drawn(updates, epochs) + any(_marks(found, epochs).values())
+    rows = len(found.drawn(updates, epochs)) + any(_marks(found, epochs).values())
     return rows * ROW + (len(_title(found, updates, epochs)) + 1) * LINE
 
 
@@ -206,12 +213,14 @@ def _draw(axes: Axes, found: WeightMap, updates: int, epochs: int) -> None:
     axes.vlines(edges, 0.5, last + 0.5 + is_marked, color="black", linewidth=0.8)
     if found.epochs < epochs:
         axes.fill_between([found.epochs * samples - 0.5, right], 0.5, last + 0.5, **ENDED)
-    for number, update in enumerate(found.first["updates"][:last], start=1):
-        axes.text(right, number, f" {_sum_text(update)}", size=TINY, va="center", ha="left")
+    drawn = found.drawn(updates, epochs)
+    for line, number in enumerate(drawn, start=1):
+        text = f" {_sum_text(found.first['updates'][number])}"
+        axes.text(right, line, text, size=TINY, va="center", ha="left")
     size = min(4.0, 0.8 * 72 * FULL * 0.85 / values.shape[1])
     for name, columns in marks.items():
         axes.plot(columns, [last + 1] * len(columns), linestyle="none", markersize=size, **SIGNS[name][0])
-    names = [str(number) for number in range(1, last + 1)] + ["in none"] * is_marked
+    names = [str(number + 1) for number in drawn] + ["in none"] * is_marked
     axes.set_yticks(range(1, len(names) + 1), names, size=TINY)
     axes.set(xticks=[], xlim=(-0.5, right), ylim=(len(names) + 0.5, 0.5))
     axes.tick_params(length=0, pad=2)
@@ -244,7 +253,12 @@ def _number_samples(axes: Axes, samples: int, epochs: int) -> None:
 
 def _legend_keys(maps: Sequence[WeightMap], epochs: int) -> list[Key]:
     keys: list[Key] = [(Patch(facecolor=RIGHT_COLOUR), "the right weight, within 1 %; blank: not in the update")]
-    keys.append((Line2D([], [], linestyle="none"), "at the right: the sum of an update's coefficients"))
+    keys.append(
+        (
+            Line2D([], [], linestyle="none"),
+            "a row: an update; a column: a sample; at the right: the sum of the update's coefficients",
+        )
+    )
     for name, (look, label) in SIGNS.items():
         if any(_marks(found, epochs)[name] for found in maps):
             keys.append((Line2D([], [], linestyle="none", markersize=4.5, **look), label))

@@ -153,12 +153,12 @@ def _blocks(run: Run, timed: tuple[str, ...]) -> Iterator[Finding]:
         return
     effects, tested = found
     if not tested.found:
-        yield good("blocks", "no block is slower or faster than the others in all cells together")
+        yield good("blocks", "no block is slower or faster than the others over all cells")
         return
     ordered = sorted(effects.items(), key=lambda item: float(item[1]))
     ends = [f"block {block} by {100 * math.expm1(effect):+.2g} %" for block, effect in (ordered[0], ordered[-1])]
-    text = f"differ in all cells together (Friedman's test, p = {tested.p_value:.1g}): {' and '.join(ends)}"
-    brief = f"blocks of the run differ in all cells together, from {ends[0]} to {ends[1]}"
+    text = f"differ over all cells (Friedman's test, p = {tested.p_value:.1g}): {' and '.join(ends)}"
+    brief = f"blocks of the run differ over all cells, from {ends[0]} to {ends[1]}"
     yield warning("blocks", f"{text}; ratios are taken within blocks, so this is not in them", cells=timed, brief=brief)
 
 

@@ -60,11 +60,12 @@ def _nothing_to_compare(run: Run) -> Finding:
     if len(named) > 1 and run.manifest.get("baseline") in REFERENCES:
         text = "The baseline is a reference, with which no times are compared"
         return warning(UNAVAILABLE, text, command=again(run, **{"--baseline": named[0]}))
+    options: dict[str, Any] = {"--repeats": MIN_REPEATS} if _repeats(run) < MIN_TRIALS else {}
+    if named and (baseline := run.manifest.get("baseline")) not in named:
+        return warning(UNAVAILABLE, f"The baseline, {baseline}, has no trial", command=again(run, **options))
     kinds = built_in().items()
     deferred = [name for name, kind in kinds if kind.is_mechanism and kind.sync is Sync.DEFERRED and name not in named]
-    options: dict[str, Any] = {"--backend": named + deferred[:1]}
-    if _repeats(run) < MIN_TRIALS:
-        options["--repeats"] = MIN_REPEATS
+    options["--backend"] = named + deferred[:1]
     return warning(UNAVAILABLE, "No two cells of the run differ in the backend alone", command=again(run, **options))
 
 

@@ -32,7 +32,7 @@ LONGEST = 240
 """Characters of a reason; the table of failed cells has it in full."""
 UNDECIDED = {
     Reason.WIDE: "statistically indistinguishable from {}: the interval contains 1, and is wider than the margin",
-    Reason.MANY: "the difference from {} is significant in one comparison, but not after correction for all of the run",
+    Reason.MANY: "the difference from {} is significant by itself, but not after correction for all of the run",
     Reason.NO_CONTROL: "not compared with {}: the run has no A/A pair with an interval",
     Reason.CLOCKS: "the verdict against {} in clock cycles differs from the one in seconds",
     Reason.FEW_TRIALS: "too few trials for an interval against {}",
@@ -155,12 +155,12 @@ def _deferred_against_eager(data: Analysis, group: Group) -> Iterator[Finding]:
             texts.append(f"memory {digits(ours / theirs)} ({size(ours)} / {size(theirs)})")
             brief.append(digits(ours / theirs))
         if texts:
-            full.append((f"{deferred} / {eager}", f"{'; '.join(texts)}."))
+            full.append((f"{deferred} / {eager}", f"{'; '.join(texts)}, at {group.short_title}."))
             short.append(f"{deferred} {', '.join(brief)}")
     for lead, text in full[:1]:
         yield good("Deferred against eager", text, subject=lead)
     if short[1:]:
-        text = f"{'time and ' * group.is_timed}memory, deferred / eager: {'; '.join(short[1:])}."
+        text = f"{'time and ' * group.is_timed}memory at {group.short_title}, deferred / eager: {'; '.join(short[1:])}."
         yield note("Other families", text)
 
 
@@ -262,6 +262,7 @@ def _scope_text(data: Analysis) -> str:
     cpu = any(cell.device is Device.CPU for cell in shown)
     about = run.manifest.get("machine") or {}
     counts = data.contestants.loc[data.contestants["num_ok"] > 0, "num_ok"]
+    bad = set(data.contestants.index) - set(counts.index)
     trials = " to ".join(dict.fromkeys(str(int(n)) for n in (counts.min(), counts.max()))) if len(counts) else "0"
     wide = widest(data.verdicts)
     parts = [
@@ -270,7 +271,8 @@ def _scope_text(data: Analysis) -> str:
         f"n = {trials} good {'trial' if trials == '1' else 'trials'} per cell",
         "" if data.times_unavailable else _control_text(data.control),
         "" if wide is None else f"widest interval of a ratio {100 * wide:.2g} %",
-        summarize(run.cells.values(), data.baseline),
+        summarize((cell for name, cell in run.cells.items() if name not in bad), data.baseline),
+        f"{len(bad)} more without a good trial" * bool(bad),
         transfer(sizes.max()) if cpu and not data.times_unavailable else "",
     ]
     return f"{'; '.join(filter(None, parts))}."

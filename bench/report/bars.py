@@ -245,14 +245,14 @@ def draw_traffic(data: FigureData) -> list[Drawing]:
     )
     cells = cells[cells["world_size"] > 1]
     title = _traffic_title(data, cells)
-    return stacked(data, "communication", cells, SENT, TRAFFIC_COLOURS, title, note, "sent per rank and step")
+    return stacked(data, "communication", cells, SENT, TRAFFIC_COLOURS, title, note, "ring traffic per rank and step")
 
 
 def _traffic_title(data: FigureData, cells: pd.DataFrame) -> str:
     """What deferring the sync saves at the most ranks and the largest N, or who sends the least and the most."""
     good = most_extreme(cells, SENT)
     if good.empty:
-        return "Bytes that a rank sends (no cell is correct)"
+        return "Ring traffic of a rank (no cell is correct)"
     setting = data.setting_of(good.iloc[0])
     if (saved := saved_by_deferring(sync_pairs(good), SENT)) is not None:
         name, before, after = saved
@@ -260,5 +260,5 @@ def _traffic_title(data: FigureData, cells: pd.DataFrame) -> str:
         return f"{setting}, deferring the sync cuts the ring traffic of {name} {cut}"
     least, most = good.iloc[0], good.iloc[-1]
     if least[SENT] == most[SENT]:
-        return f"{setting}, a rank sends {size(least[SENT])} per step"
-    return f"{setting}, {_comparison(good, SENT, 'send', 'bytes')}"
+        return f"{setting}, the ring traffic of a rank is {size(least[SENT])} per step"
+    return f"{setting}, {_comparison(good, SENT, 'cause', 'ring traffic')}"

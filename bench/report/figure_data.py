@@ -216,7 +216,7 @@ def fastest(data: FigureData, cells: pd.DataFrame) -> str:
     others, seconds = len(data.analysis.not_slower(rows, best)), f"{best['step_time_s']:.3g} s"
     if not others:
         return f"{best['backend']} is fastest ({seconds})"
-    also = f"{plural(others, 'other')} not shown to be slower"
+    also = f"{plural(others, 'other')} {'is' if others == 1 else 'are'} not shown to be slower"
     return f"{best['backend']} has the shortest step time ({seconds}); {also}"
 
 

@@ -104,7 +104,7 @@ def _title(report: Report) -> str:
     faster, slower = names[Verdict.FASTER], names[Verdict.SLOWER]
     if faster:
         return f"At N = {n}, {some(faster)} {'is' if len(faster) == 1 else 'are'} faster than {report.a}"
-    certain = f"; {len(slower)} of {plural(len(rows), 'comparison')} {'is' if len(slower) == 1 else 'are'} slower"
+    certain = f"; {len(slower)} of {plural(len(rows), 'other')} {'is' if len(slower) == 1 else 'are'} slower"
     return f"At N = {n}, nothing is certainly faster than {report.a}" + (certain if slower else "")
 
 

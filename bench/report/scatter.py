@@ -38,8 +38,8 @@ from bench.report.style import GREY, INTERVAL, REFERENCE_COLOUR, Key, cut, safe
 
 MOST_SMALL = 4
 """Small multiples."""
-LARGE_HEIGHT, SMALL_HEIGHT = 3.9, 1.5
-"""Inches of the two rows of panels."""
+LARGE_HEIGHT, NAMED_HEIGHT, SMALL_HEIGHT = 3.9, 2.8, 1.5
+"""Inches of the first row of panels; of the second, if it has one panel and names; and if it has several."""
 ROOM = 0.16
 """Share of the axes around the points that is left for names."""
 LEAST = 1.1
@@ -70,10 +70,11 @@ def draw_memory_vs_time(data: FigureData) -> list[Drawing]:
     )
     words.notes[:0] = [*left_out, legend, *without_value(data.timed, "step_time_s")]
 
-    heights = [LARGE_HEIGHT, *([SMALL_HEIGHT] if others else [])]
+    heights = [LARGE_HEIGHT, *([NAMED_HEIGHT if len(others) == 1 else SMALL_HEIGHT] if others else [])]
     figure = new_figure(words, [], sum(heights))
     rows = figure.add_gridspec(len(heights), 1, height_ratios=heights)
     large = figure.add_subplot(rows[0])
+    named = [(large, main)]
     unit, name = unit_of(max(panel.rows[SHOWN].max() for panel in panels))
     measured_by = ", ".join(main.rows["peak_memory_source"].dropna().unique())
     set_scales(large, main.rows, unit)
@@ -89,9 +90,11 @@ def draw_memory_vs_time(data: FigureData) -> list[Drawing]:
             axes.set_title(safe(panel.title))
             axes.set_xlabel("step time (s)")
         small[0].set_ylabel(name)
+        named += zip(small[: len(others) == 1], others, strict=False)
     freeze(figure)
-    if missing := name_points(large, [_point_name(data, cell, unit) for cell in rows_of(main.rows)], DIAGONAL):
-        large.set_xlabel(f"step time (s); no room to name {plural(len(missing), 'point')}: see the CSV")
+    for axes, panel in named:
+        if missing := name_points(axes, [_point_name(data, cell, unit) for cell in rows_of(panel.rows)], DIAGONAL):
+            axes.set_xlabel(f"step time (s); no room to name {plural(len(missing), 'point')}: see the CSV")
     return [Drawing("memory_vs_time", figure, every.drop(columns=SHOWN), words)]
 
 
@@ -119,10 +122,8 @@ def _draw_points(data: FigureData, axes: Axes, cells: pd.DataFrame, unit: float,
             axes.plot(ends, [y, y], color=look.colour, linewidth=INTERVAL, zorder=2)
         style.mark(axes, [x], [y], look, wrong=cell["status"] != Status.OK, size=marker)
     for eager, deferred in _decided_sync_pairs(data, cells):
-        colour, (tail, head) = (
-            data.looks[eager["backend"]].colour,
-            (_coordinates(eager, unit), _coordinates(deferred, unit)),
-        )
+        colour = data.looks[eager["backend"]].colour
+        tail, head = _coordinates(eager, unit), _coordinates(deferred, unit)
         axes.plot(*zip(tail, head, strict=True), color=colour, zorder=1.9)
         axes.annotate("", head, tail, arrowprops={"arrowstyle": "-|>", "color": colour, "shrinkA": 4, "shrinkB": 4})
 
@@ -185,7 +186,7 @@ def draw_noise(data: FigureData) -> list[Drawing]:
     typical = f"Half of the trials are within {away.median():.2g} % of the median of their cell"
     blocks = block_effects(data.trials)
     if blocks is not None:
-        typical += f"; blocks {'differ in all cells together' if blocks[1].found else 'do not differ significantly'}"
+        typical += f"; blocks {'differ over all cells' if blocks[1].found else 'do not differ significantly'}"
     words = data.figure_words(typical, timed=True)
     first = ["Good trials in the order in which they ran: a slope means drift, two clouds mean two modes."]
     if beyond:

@@ -54,7 +54,7 @@ SECTIONS = {
         "The runner's own time is the time between two lines of the journal without the trial itself, which lasts from "
         "the request to the launcher until its answer. The runner chooses the trial, looks at the disk, judges what "
         "the ranks wrote, writes the record with fsync, and updates the display; in real trials it also starts new "
-        "fork servers, at most every 30 s. Its time has to stay under 0.2 s. In a trial, ranks are forked and "
+        "fork servers, at most every 120 s. Its time has to stay under 0.2 s. In a trial, ranks are forked and "
         "connected, model and tokens are made, and processes are ended beside the training; the median is given. "
         "Memory is the resident size of the runner's process; its growth is counted from a tenth of the trials on.",
         ("trials", "number", "runner, per trial", "in a trial, beside training", "growth", "largest"),

@@ -57,8 +57,8 @@ def _loops(loops: Mapping[str, Any]) -> Iterator[str]:
         "over gloo with one thread each. Two groups of processes train the same windows in turn: while one trains, the "
         "other sleeps. One has the processes of a trial, the other those of torch elastic alone. First one trains the "
         "bench's loop and the other the bare loop, then they change places. So `bench / bare` compares the loops and "
-        "`trial / torchrun` the processes, and neither depends on the other. The losses of all windows are equal in "
-        "every bit. A group counts as its median window, and ratios are estimated as in reports, paired by group. The "
+        "`trial / torchrun` the processes, and neither depends on the other. The losses of all windows are bitwise "
+        "equal. A group counts as its median window, and ratios are estimated as in reports, paired by group. The "
         f"process that watches the trial runs all the time; it took {100 * watching:.2f} % of one core at most."
     )
     yield ""
@@ -72,8 +72,8 @@ def _loops(loops: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield (
         f"The column after the first interval says whether all of it is within {100 * BOUND:g} % of 1: no, if all of "
-        "it is outside, and undecided, if a part of it is. Reports name these ratios where they compare such backends "
-        "on the CPU."
+        "it is outside, and undecided, if a part of it is. `check` names these ratios where a run has such backends on "
+        "the CPU."
     )
     yield ""
     interval = "95 % interval"

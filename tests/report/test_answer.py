@@ -117,9 +117,9 @@ def test_the_first_pair_that_shards_parameters_has_a_statement_and_all_others_sh
     write_manifest(folder, read_manifest(folder) | {"backends": kinds})
     found = run_and_answer(folder)[1]
     (statement,), (others,) = on_topic(found, SYNC), on_topic(found, "Other families")
-    assert statement.subject == f"{first}-deferred / {first}-eager"
+    assert statement.subject == f"{first}-deferred / {first}-eager" and statement.text.endswith(", at N=4, W=2.")
     left = "; ".join(f"{name}-deferred 1.000" for name in ("alpha", "beta", "gamma") if name != first)
-    assert others.text == f"memory, deferred / eager: {left}."
+    assert others.text == f"memory at N=4, W=2, deferred / eager: {left}."
     assert found.alarm is not None and "the loss is off" not in found.alarm.text  # it is said of the cell
 
 
@@ -135,7 +135,10 @@ def test_the_scope_has_counts_and_the_width_that_check_has(folder: Path) -> None
     run, found = run_and_answer(folder)
     text = found.scope.text
     assert "n = 10 good trials per cell; A/A pair " in text and text.endswith("do not transfer to GPUs.")
-    assert "14 cells: 10 compared with alpha-eager, 2 of alpha-eager itself, 1 reference, 1 A/A twin" in text
+    assert (
+        "11 cells: 7 compared with alpha-eager, 2 of alpha-eager itself, 1 reference, 1 A/A twin; 3 more without"
+        in text
+    )
     write_manifest(folder, {**run.manifest, "ended_by": "budget"})
     (width,) = [
         finding.text.rpartition("interval is ")[2] for finding in check(folder) if "widest interval" in finding.text
@@ -188,7 +191,12 @@ def test_a_cell_that_runs_once_beside_others_has_no_time_to_compare(tmp_path: Pa
     assert list(pd.read_csv(folder / "plots" / "step_time_ratio.csv")["cell"]) == ["beta N=1 W=2 fp32"]
 
 
-def test_a_single_backend_is_told_what_to_add(tmp_path: Path) -> None:
+def test_what_has_nothing_to_be_compared_with_says_why(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", {"alpha": 1.0, "beta": 1.0}, accumulate=(2,), twin=False)
+    lines = (folder / JOURNAL).read_bytes().splitlines(keepends=True)
+    (folder / JOURNAL).write_bytes(b"".join(line for line in lines if json.loads(line)["cell"]["backend"] == "beta"))
+    alarm = run_and_answer(folder)[1].alarm
+    assert alarm is not None and alarm.text == "The baseline, alpha, has no trial."
     alarm = run_and_answer(write_run(tmp_path / "one", {"alpha": 1.0}, accumulate=(2,)))[1].alarm
     assert alarm is not None and alarm.command == "python -m bench run --matrix made --backend alpha,ddp-deferred"
 

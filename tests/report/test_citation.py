@@ -106,7 +106,7 @@ def test_a_citation_carries_the_warnings_of_check_on_its_cells_alone(tmp_path: P
     for name, text in texts.items():
         of_cell = {finding.brief for finding in warned if not finding.cells or id_of(data, name) in finding.cells}
         assert {brief for brief in {finding.brief for finding in warned} if brief in text} == of_cell, name
-    assert "blocks of the run differ in all cells together, from block" in texts["base"]
+    assert "blocks of the run differ over all cells, from block" in texts["base"]
     untimed = Analysis(run=load(RESULTS / "bytes-8b"))
     assert "nothing was timed. Method" in cite(untimed, next(iter(untimed.run.cells))).text
     alone = Analysis(run=load(write_run(tmp_path / "alone", {"base": 1.0}, accumulate=(2,), twin=False)))

@@ -144,10 +144,10 @@ changes nothing that is trained. `--expect N` says how many micro-batches an upd
 updates are sampled (8 by default), and `--json` prints the verdict as data.
 
 The recorder gets into every Python process through PYTHONPATH, as a `sitecustomize` that also runs the one it hides.
-Hooks on at most 8 leaves of autograd sample at most 64 coordinates of each micro-gradient. The same coordinates are
-read from the gradient that the optimizer uses: of DDP, of FSDP2's shards, of ZeRO's partitions. Least squares over all
-ranks give the coefficients; a hook on the criterion's node gives the factor of the loss. Kernels on the c10d operators
-count what is reduced at which backward. After the sampled updates only micro-batches are counted.
+Hooks on at most 8 leaves of autograd sample at most 64 coordinates of each. The same coordinates are read from
+the gradient that the optimizer uses: of DDP, of FSDP2's shards, of ZeRO's partitions. Least squares over all ranks give
+the coefficients; a hook on the criterion's node gives the factor of the loss. Kernels on the c10d operators count what
+is reduced at which backward. After the sampled updates only micro-batches are counted.
 
 An error (`x`) is certain: not reduced, partly reduced, lost, not cleared, partial window, ranks differ, other N, clips
 too early, no gradient, not sharded, low precision. *Not divided*, *divided twice* and *scaled by ranks* are certain as
@@ -156,7 +156,7 @@ or not judged, with the reason."""
 LIMITS = """\
 ## What it cannot see
 
-- Trainings whose ranks are no replicas (tensor and pipeline parallelism), FSDP1, Megatron's `main_grad`, and optimizers
+- Training whose ranks are not replicas (tensor and pipeline parallelism), FSDP1, Megatron's `main_grad`, and optimizers
   that run several backwards per step are recognized and not judged.
 - The scale is not judged where the number of terms of a loss is not visible (masked sums, label smoothing, a compiled
   criterion, targets that checkpointing or offloading has packed), and where backwards may be parts of one loss.
@@ -185,21 +185,21 @@ hooks, Muon) and loops. Of 18 wrong ones 11 were found by name. 4 got a warning 
 every 8th micro-batch alone, a loss divided by the ranks once too often, sums that are summed again, and Hugging Face's
 `compute_loss_func` without `num_items_in_batch` on 2 ranks (N times W). 3 were not judged. Of 37 right ones 1 was
 accused (it clips the sum of N gradients, and divides then), and in 1 the audit stopped the training (sparse
-gradients). Both are mended, and among the scripts above.
+gradients). Both are fixed, and among the scripts above.
 """
 PUBLIC = """\
 ## Scripts that nobody here wrote
 
-Each was run by hand once, on the CPU, most of them on two ranks. Changed were sizes and data (random tokens, tiny
-models), and the device where a script insists on CUDA. What was found was checked by reading the code. None of them is
-a part of this repository.
+Each was run by hand once, on the CPU, most of them on two ranks. Only sizes and data were changed (random tokens,
+tiny models), and the device where a script insists on CUDA. What was found was checked by reading the code. None
+of them is a part of this repository.
 """
 PUBLIC_SCRIPTS = (
     (
         "karpathy/build-nanogpt, `train_gpt2.py`",
         "01fd941",
         "**partly reduced**: micro-batches 2, 3 and 4 of 4 of the other rank are missing; reduces at backward 1 of 4",
-        "true: `require_backward_grad_sync` is set after the forward, which reads it; f6d194b mends it",
+        "true: `require_backward_grad_sync` is set after the forward, which reads it; f6d194b fixes it",
     ),
     ("the same", "6104ab1", "right, deferred", "true"),
     ("karpathy/nanoGPT, `train.py`, on one rank and on two", "3adf61e", "right; on two ranks deferred", "true"),

@@ -182,8 +182,8 @@ def _collectives(measured: Measured) -> list[str]:
     return [
         f"## Collectives of one optimizer step, W = {SHOWN_WORLD}",
         "",
-        "Calls, and MiB of payload: the whole logical tensor, what all ranks of the group hold together after a gather "
-        "or before a reduction. HSDP has two replicas.",
+        "Calls, and MiB of payload: the whole tensor, which each rank of the group has after a gather or before a "
+        "reduction. HSDP has two replicas.",
         "",
         *markdown_table(("backend", "operation", *(f"N = {n}" for n in factors)), rows),
     ]
@@ -215,11 +215,12 @@ def _held(measured: Measured) -> list[str]:
     return [
         f"## Gradients held between micro-batches, N = {SHOWN_N}, MiB per rank",
         "",
-        "Where gradients are sharded, eager sync holds a shard of them, deferred sync all of them (and DeepSpeed's "
-        "ZeRO-3 a shard besides), however many ranks there are: that is the memory that it pays for one reduction per "
-        "step instead of N. HSDP that defers the all-reduce alone holds a shard. DDP shards nothing: it holds all of "
-        "them, and under deferred sync twice, since they are summed beside its buckets, whose views reduced ones are. "
-        "HF Trainer's DDP has no views, and its buckets count as communication.",
+        "Where gradients are sharded, eager sync holds a shard of them (ZeRO-2 in fp32: each parameter that overlaps "
+        "it, whole), deferred sync all of them (and DeepSpeed's ZeRO-3 a shard besides), however many ranks there are: "
+        "that is the memory that it pays for one reduction per step instead of N. HSDP that defers the all-reduce "
+        "alone holds a shard. DDP shards nothing: it holds all of them, and under deferred sync twice: unreduced sums, "
+        "and the buckets, of which reduced gradients are views. On one rank Accelerate defers nothing under DDP. HF "
+        "Trainer's DDP has no views, and its buckets count as communication.",
         "",
         *markdown_table(("backend", *worlds), _merged(rows)),
     ]
@@ -280,8 +281,8 @@ def _accumulation(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         "## In which dtype gradients are summed",
         "",
-        "Gradients whose sum an fp32 accumulator has exactly and a bf16 one loses (`python -m bench accumulation "
-        "--errors`, W = 2); and the relative L2 error of the accumulated gradient against fp64, by N.",
+        "*Summed in* is found with gradients that fp32 sums exactly and bf16 does not (`python -m bench accumulation "
+        "--errors`, W = 2). By N: the relative L2 error, against fp64, of a sum of other gradients.",
         "",
         *markdown_table(("backend", "precision", "summed in", *(f"N = {n}" for n in factors)), _merged(found)),
         *(f"- {reason}: {', '.join(who)}." for reason, who in without.items()),

@@ -39,7 +39,7 @@ def page(m: Measured) -> str:
         "# Claims about gradient accumulation",
         "",
         "Claims that articles, documentation and threads make, held against measurements. `nox -s results -- claims` "
-        "computes each verdict from the numbers beside it, and writes this page. N is the number of micro-batches in a "
+        "computes each verdict that has numbers beside it, and writes this page. N is the number of micro-batches in a "
         "window, NB that of an epoch. Other versions may do otherwise: measure yours with the commands below, and "
         "a script of your own with [`python -m bench audit`](audit.md).",
     ]

@@ -225,7 +225,7 @@ def page(study: Study, picture: str) -> Iterator[str]:
     yield from ("", "Written by `nox -s results -- links`. Nothing here is edited by hand.", "")
     yield from (f"![{title(study.frame)}]({picture})", "")
     link = study.links[0]
-    latency, within = f"{1e6 * link.latency_s:.0f} us", rate(link.intra_bytes_per_s)
+    latency, within = f"{1e6 * link.latency_s:.0f} µs", rate(link.intra_bytes_per_s)
     yield f"The {_setting(next(iter(study.times[0])))}, on the [rig](../../docs/hosts.md)."
     yield "Four ranks share two cores, which makes steps noisy. Each run timed collectives before its first trial. One"
     yield f"latency per call, {latency}, and one rate within a host, {within},"
@@ -243,8 +243,8 @@ def page(study: Study, picture: str) -> Iterator[str]:
 def _ratios_page(frame: pd.DataFrame) -> Iterator[str]:
     yield from ("## Deferred against eager", "")
     yield "Step time over that of the eager backend with the same sharding, its 95 % interval, and the verdict of the"
-    yield "run's own report; then, after a semicolon, the predicted ratio of serial steps. For it the compute of a cell"
-    yield "is what its communication leaves of its step without a limit."
+    yield "run's own report, which corrects for all comparisons; then, after a semicolon, the predicted ratio of serial"
+    yield "steps. For it the compute of a cell is what its communication leaves of its step without a limit."
     yield ""
     found: dict[tuple[str, int], list[str]] = {}
     for row in rows_of(frame.sort_values(["accumulate", "deferred"], kind="stable")):
@@ -265,14 +265,14 @@ def _accuracy(study: Study) -> Iterator[str]:
     yield "An overlapped step takes max(compute, communication), a serial one compute + communication. Compute is the"
     yield "step of the cell that communicates least, of those with equal work, less its communication. What the host"
     yield "does between collectives, the cores that gloo's threads take from compute, and waiting for slower ranks are"
-    yield "in neither, so both are estimates and no bounds. *In order*: pairs of cells with equal work of which one's"
+    yield "in neither, so both are estimates, not bounds. *In order*: pairs of cells with equal work of which one's"
     yield "serial step is shorter than the other's overlapped one, and how many were measured in that order."
     yield ""
     rows, every = [], []
     for name, groups in study.groups():
         every += groups
         rows.append((name, *_row(accuracy(groups))))
-    header = ("run", "steps", "below overlapped", "above serial", "off serial: median (least to most)", "in order")
+    header = ("run", "steps", "below overlapped", "above serial", "from serial: median (least to most)", "in order")
     yield from markdown_table(header, [*rows, ("all", *_row(accuracy(every)))])
     off = sorted(
         seconds / study.predicted(cell, number) - 1
@@ -281,9 +281,9 @@ def _accuracy(study: Study) -> Iterator[str]:
         if number
     )
     low, middle, high = (f"{100 * share:+z.0f} %" for share in (off[0], median(off), off[-1]))
-    yield "With the compute that a cell has on the fastest link, which includes what its host does, steps on the slower"
-    yield f"ones are off serial by {middle} in the median, {low} to {high}; {sum(share > 0 for share in off)} of"
-    yield f"{len(off)} take longer."
+    yield "With the compute that a cell has on the fastest link, which includes what its host does, all"
+    yield f"{len(off)} steps on the slower links differ from serial by {middle} in the median, {low} to {high};"
+    yield f"{sum(share > 0 for share in off)} take longer."
     yield ""
 
 

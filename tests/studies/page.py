@@ -67,7 +67,7 @@ def _rates(results: Results) -> list[str]:
         )
         for row in results.rates.to_dict("records")
     ]
-    spread = ", ".join(f"{noise.name} {100 * noise.deviation:.2g} %" for noise in results.noises)
+    spread = ", ".join(f"{100 * noise.deviation:.2g} % in {noise.name}" for noise in results.noises)
     head = ("noise", "any false difference", *(f"{name} found" for name in names), "coverage", "1 % same", "width")
     lost = max((results.rates[f"t {name}"] - results.rates[f"power {name}"]).max() for name in names)
     return [
@@ -75,9 +75,9 @@ def _rates(results: Results) -> list[str]:
         "",
         f"{results.reports} reports per row are made by resampling the blocks of committed runs, {BLOCKS} consecutive "
         "ones at a time, with all their cells: bursts, drift and two modes are in them as measured. `cpu` and "
-        "`popular` are those runs, `noise` is one small cell on a restless machine. A block's log ratio has a standard "
-        f"deviation of {spread}. The first row of each has the size of its run, which the default made in its "
-        "budget on two cores; the last row has the size of a quick run.",
+        "`popular` are those runs, `noise` is one small cell on a noisy machine. A block's log ratio has a standard "
+        f"deviation of {spread}. The first row of each has as many blocks as its run, which the default made "
+        "in its budget on two cores; the last row has those of `quick`.",
         "",
         f"Targets: {'; '.join(study.TARGETS)}. All cells of a report "
         "are equally fast, or all are slower than the baseline by the same share. A verdict is a paired t-test on "
@@ -139,7 +139,7 @@ def _rivals(frame: pd.DataFrame) -> list[str]:
         "## The rules of other tools on the same noise",
         "",
         "How often each calls two cells different, with the noise of `cpu` and its steps; one comparison, interleaved "
-        "as here. Their tools would run one cell after the other, and drift would hurt them more.",
+        "as here. The tools themselves run one cell after the other, so that drift enters too.",
         "",
         *markdown_table(("rule", "trials", *(f"true difference: {name}" for name in names)), rows),
         *(f"- {rule.name}: {rule.about}" for rule in RULES),
@@ -168,8 +168,8 @@ def _methods(results: Results) -> list[str]:
         "",
         "Coverage and median width of 95 % intervals of a ratio that is 1, each the mean over the kinds of noise. The "
         f"bench uses the one in bold, Student's t of the mean logarithm; fewer than {MIN_TRIALS} blocks give no "
-        "interval. The others are percentiles of bootstrapped means, and hold the truth less often than they say "
-        "where blocks are few.",
+        "interval. The others are percentiles of bootstrapped means, and contain the true ratio less often than they "
+        "say where blocks are few.",
         "",
         *markdown_table(("method", *(f"{n} blocks" for n in choices.SIZES)), rows),
         "## Which warm-up rule",

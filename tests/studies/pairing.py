@@ -139,8 +139,8 @@ def section() -> list[str]:
         "",
         f"In turns, a cell and the baseline's (`{BASELINE}`) train window by window in two process groups that swap "
         "after half of the windows; apart, each trains in processes of its own. Both were measured on two cores at "
-        "N = 2. The spread is the standard deviation of a block's log ratio times the root of the block's seconds, "
-        "which tells the width that an hour buys. A block has all of these cells.",
+        "N = 2. The spread is the standard deviation of a block's log ratio times the root of the block's seconds. "
+        "A block has all of these cells.",
         "",
         *markdown_table(("machine", "cell", "timed", "ratio (95 % interval)", "blocks", "spread"), sorted(rows)),
         f"In turns, the spread is {gains[0]:.2f} times as large as apart on the idle machine, and {gains[1]:.2f} times "
@@ -149,14 +149,14 @@ def section() -> list[str]:
         f"beside these programs, and {idle.ratio:.2f} ({_ends(idle)}) times without them. So the bench times cells "
         "apart, and compares no times from a busy machine.",
         "",
-        f"Beside a cell that waits, the step of `{BASELINE}` is {slowed.ratio:.3f} times as long as alone "
-        f"({_ends(slowed)}), idle.",
+        f"On the idle machine, the step of `{BASELINE}` beside a cell that waits is {slowed.ratio:.3f} times as long "
+        f"as alone ({_ends(slowed)}).",
         "",
         "Cells that train one after the other in the same processes, forwards and backwards, were measured earlier: "
         f"the spread is {together:.2f} times as large as apart (both machines, geometric mean).",
         "",
         f"The baseline's cell in turn with itself, {len(twins)} intervals of {MIN_TRIALS} trials each on the idle "
-        f"machine: {hold} hold 1; the median width is {100 * width:.1f} %.",
+        f"machine: {hold} contain 1; the median width is {100 * width:.1f} %.",
         "",
         *_starts(**found["starts"]),
     ]
@@ -190,7 +190,7 @@ def _starts(seconds: Sequence[float], products: Sequence[float]) -> list[str]:
         f"that never end multiplied {PRODUCTS} matrices. Over the starts, the step has a standard deviation of "
         f"{100 * statistics.stdev(steps):.1f} %; without any start, the time of the products has one of "
         f"{100 * statistics.stdev(machine):.1f} %. Their correlation is {found.statistic:.2f} "
-        f"(p = {found.pvalue:.2g}). So the speed of the machine's cores changes by enough to make two starts differ.",
+        f"(p = {found.pvalue:.2g}): the machine's speed explains {100 * found.statistic**2:.0f} % of the variance.",
         "",
     ]
 

@@ -105,6 +105,6 @@ RULES: tuple[Rule, ...] = (
         "pyperf, 100 processes",
         100,
         pyperf(100),
-        "the same with 100 processes: more trials do not mend it, since values of a process are not independent",
+        "the same with 100 processes: more trials do not fix it, since values of a process are not independent",
     ),
 )

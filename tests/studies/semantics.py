@@ -34,7 +34,7 @@ for some batch, but perhaps not for the one that was meant. In some scenarios th
 `zero_grad` in mid-window, or goes on after an exception: their verdicts say what becomes of the update, not whose \
 fault it is. What a script of your own computes is found by [`python -m bench audit`](audit.md)."""
 NOTES = """\
-Where the first finding is *miscounted*, every update is right, and only a counter of the framework is wrong.
+Where the first finding is *miscounted*, every update is right: what is wrong is a counter of the framework.
 
 Where gradients *leak*, those that are not reduced yet outlive `zero_grad`. Of FSDP2's, PyTorch's `reset_iter_state`, \
 which the scenario does not call, discards only those that await a deferred all-reduce.
@@ -47,14 +47,19 @@ def page(observations: Sequence[Observation], about: Mapping[str, Any], rates: S
     """The page in Markdown; ``rates`` has the findings on ThroughputMonitor, as list items."""
     facts = ", ".join(f"{escape(name)} {escape(value)}" for name, value in facts_of(about).items())
     lines = ["# What each backend computes", "", INTRODUCTION, "", best(observations), ""]
-    lines += ["## Questions", "", "After a verdict stand its most telling number, and the backends; **bold** is wrong."]
+    lines += [
+        "## Questions",
+        "",
+        "Each verdict is followed by its most telling number and the backends; **bold** is wrong.",
+    ]
     for name, values in scenarios(observations).items():
         lines += ["", *question(name, values, [seen for seen in observations if seen["scenario"]["name"] == name])]
     lines += ["", "## What is wrong, by backend", "", overview(observations), NOTES, ""]
     lines += ["What follows for Lightning with DeepSpeed, FSDP2 and Hugging Face: [claims](claims.md).", ""]
     lines += ["## ThroughputMonitor", ""]
     lines += ["Its samples/s under accumulation, divided by those that were trained, on a virtual clock on which "]
-    lines[-1] += f"optimizer steps take long ([settings and every point](../results/throughput/{THROUGHPUT.name})):"
+    lines[-1] += "optimizer steps take long, with NB micro-batches per epoch "
+    lines[-1] += f"([settings and every point](../results/throughput/{THROUGHPUT.name})):"
     lines += ["", *rates, "", "## Weight maps", ""]
     for name in PICTURED:
         title = escape(scenarios(observations)[name]["title"])

@@ -58,13 +58,13 @@ def page(records: Iterable[Mapping[str, Any]]) -> str:
     lines = [
         "# Settings",
         "",
-        "What the backends tell each framework that is not its default, with the reason. Written by",
+        "Settings that differ from each framework's default, with the reason. Written by",
         "`python -m tests.studies.settings RUN` from what the trials of a run have recorded.",
         "",
-        "ZeRO has two forms. The cells named `deepspeed-zero2-...` and `deepspeed-zero3-...`, and the wrappers',",
-        "are like for like: the bucket of stage 2 is DDP's, and stage 3 gathers one block at a time as FSDP2 does.",
-        "That is the default here, since a comparison of stages with DDP and FSDP2 should not be one of bucket sizes.",
-        "`deepspeed-zero2-defaults-eager` and `deepspeed-zero3-defaults-eager` have DeepSpeed's own sizes.",
+        "All ZeRO backends but two are like for like: the bucket of stage 2 is DDP's, and stage 3 gathers one block at",
+        "a time as FSDP2 does, since a comparison with DDP and FSDP2 should not be one of bucket sizes. The two,",
+        "`deepspeed-zero2-defaults-eager` and `deepspeed-zero3-defaults-eager`, have DeepSpeed's own sizes. On the CPU",
+        "Accelerate knows no FSDP: two methods of its `PartialState` are overridden, so that ranks count as GPUs.",
         "",
     ]
     for framework in about:
@@ -82,7 +82,7 @@ def page(records: Iterable[Mapping[str, Any]]) -> str:
         lines += [f"## {framework['title']}", "", f"Documentation: <{framework['documentation']}>", ""]
         lines += markdown_table(HEADER, rows)
         if same:
-            lines += ["Recorded, and no other than the default or what the cell asks for:", ""]
+            lines += ["Recorded, and either the default or set by the cell:", ""]
             lines += [*(f"- {text}" for text in same), ""]
     lines += ["What is not torchtitan's own:", "", *(f"- {what}: {instead}" for what, instead in REPLACED.items()), ""]
     assert not left, f"settings.toml says nothing of {sorted(left)}"

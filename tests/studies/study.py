@@ -25,8 +25,8 @@ EFFECTS = {"A/A": 0.0, "1 %": math.log(1.01), "2 %": math.log(1.02), "5 %": math
 """How much slower the cells of a report are than the baseline, as logarithms."""
 SIZES = (12, 24)
 """Numbers of blocks beside those that a run has."""
-QUICK = (9, 5)
-"""Blocks and comparisons of the matrix ``quick``."""
+QUICK = (5, 4)
+"""Blocks and comparisons of the matrix ``quick``, of which one backend is wrong."""
 REPORTS = 1000
 SEED = 4
 Row = dict[str, Any]
@@ -37,7 +37,7 @@ TARGETS: Mapping[str, Callable[[Row], bool]] = {
     "5 % and 10 % found, at most 10 points less than by a paired t-test of the same size": lambda row: all(
         row[f"power {name}"] >= row[f"t {name}"] - 0.1 for name in ("5 %", "10 %")
     ),
-    "intervals that hold the truth, 93 to 97 %": lambda row: 0.93 <= row["coverage"] <= 0.97,
+    "intervals that contain the true ratio, 93 to 97 %": lambda row: 0.93 <= row["coverage"] <= 0.97,
 }
 """What the rates of a row must be, and whether they are."""
 
@@ -120,7 +120,7 @@ def misses(found: pd.DataFrame) -> list[str]:
     """The targets that are not met, in words."""
     rows = found.to_dict("records")
     bad = {target: [name(row) for row in rows if not met(row)] for target, met in TARGETS.items()}
-    return [f"{target}: not in {', '.join(missed)}" for target, missed in bad.items() if missed]
+    return [f"{target}, in {', '.join(missed)}" for target, missed in bad.items() if missed]
 
 
 def name(row: Row) -> str:

@@ -21,9 +21,10 @@ lightning==2.2.0` one version of the second.
 
 ## Lowest and newest versions
 
-The matrix `smoke` runs every backend once. Here it ran with torch at each end of what `pyproject.toml` allows, and \
-the other packages at one end or the other. pip installed them, with all that they require, into an environment on top \
-of the project's. A backend whose packages are too old is `unsupported`, which is good: it says so before it trains.
+The matrix `smoke` runs every backend once. Here it ran with the lowest torch that `pyproject.toml` allows and \
+the newest one tested, and the other packages at one end or the other. pip installed them, with all that they \
+require, into an environment on top of the project's. A backend whose packages are too old is `unsupported`, which is \
+good: it says so before it trains.
 """
 ACCUMULATION = f"""## Behaviour under accumulation
 
