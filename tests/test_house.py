@@ -17,7 +17,7 @@ AT_MOST = {
     "lines": 32392,
     "lines of the core": 23215,
     "longest module": 348,
-    "lines of tests": 27775,
+    "lines of tests": 27776,
     "names of several modules": 0,
     "names of several classes": 0,
     "locals that say nothing": 0,

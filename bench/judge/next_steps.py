@@ -56,7 +56,7 @@ def times_unavailable(run: Run, rows: Sequence[ComparedPair], folder: Path) -> F
 
 def _nothing_to_compare(run: Run) -> Finding:
     """That no two cells differ in the backend alone, with the command that adds a backend."""
-    named = list(dict.fromkeys(cell.backend for cell in run.cells.values() if not cell.is_reference))
+    named = list(dict.fromkeys(cell.backend for cell in run.cells.values() if not (cell.is_reference or cell.twin)))
     if len(named) > 1 and run.manifest.get("baseline") in REFERENCES:
         text = "The baseline is a reference, with which no times are compared"
         return warning(UNAVAILABLE, text, command=again(run, **{"--baseline": named[0]}))

@@ -192,9 +192,10 @@ def test_a_cell_that_runs_once_beside_others_has_no_time_to_compare(tmp_path: Pa
 
 
 def test_what_has_nothing_to_be_compared_with_says_why(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", {"alpha": 1.0, "beta": 1.0}, accumulate=(2,), twin=False)
-    lines = (folder / JOURNAL).read_bytes().splitlines(keepends=True)
-    (folder / JOURNAL).write_bytes(b"".join(line for line in lines if json.loads(line)["cell"]["backend"] == "beta"))
+    folder = write_run(tmp_path / "run", {"alpha": 1.0, "beta": 1.0}, accumulate=(2,))
+    cells = {line: json.loads(line)["cell"] for line in (folder / JOURNAL).read_bytes().splitlines(keepends=True)}
+    kept = (line for line, cell in cells.items() if cell["backend"] == "beta" or cell["twin"])
+    (folder / JOURNAL).write_bytes(b"".join(kept))
     alarm = run_and_answer(folder)[1].alarm
     assert alarm is not None and alarm.text == "The baseline, alpha, has no trial."
     alarm = run_and_answer(write_run(tmp_path / "one", {"alpha": 1.0}, accumulate=(2,)))[1].alarm
