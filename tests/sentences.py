@@ -144,7 +144,7 @@ def identified(run: Run, where: str, m: Groups) -> bool:
 @rule(r"Do not use[.] <a:cells>(?: \(N = <ns:list>\))?: .*?every (?:gradient|update) is (?:1/N of the right|N times)")
 @rule(
     r"every gradient is (?:1/)?<n> (?:of the right one|times too small).*"
-    r"<fixed:cell> multiplies the loss by N and is right"
+    r"<fixed:cell> multiplies the loss by N, so whole windows are right"
 )
 def divided_twice(run: Run, where: str, m: Groups) -> bool:
     """Of updates before they are clipped."""
