@@ -14,10 +14,10 @@ WINGS = ("audit", "forecast")
 SAY_NOTHING = ("one", "own", "said", "due")
 AT_MOST = {
     "modules": 200,
-    "lines": 32392,
-    "lines of the core": 23215,
+    "lines": 32390,
+    "lines of the core": 23217,
     "longest module": 348,
-    "lines of tests": 27776,
+    "lines of tests": 27786,
     "names of several modules": 0,
     "names of several classes": 0,
     "locals that say nothing": 0,

@@ -86,14 +86,15 @@ class WeightMap:
         return 1 + max([*marked, *(epoch for _, epoch, _ in self.weights)])
 
     def drawn(self, most: int, epochs: int) -> range:
-        """Updates that are drawn: of those with samples of these epochs, the ones in a row that are most wrong."""
+        """Updates that are drawn: of those with samples of these epochs, the last of the most wrong in a row."""
         places = [(update, abs(weight - 1)) for (update, epoch, _), weight in self.weights.items() if epoch < epochs]
         off = np.zeros(1 + max((update for update, _ in places), default=0))
         for update, wrong in places:
             off[update] = max(off[update], wrong)
-        sums = np.convolve(off, np.ones(min(most, len(off))), "valid").round(2)
-        last = len(off) - int(sums[::-1].argmax())
-        return range(last - min(most, len(off)), last)
+        length = min(most, len(off))
+        sums = np.convolve(off, np.ones(length), "valid").round(2)
+        first = int(np.flatnonzero(sums == sums.max())[-1])
+        return range(first, first + length)
 
     def image(self, updates: int, epochs: int) -> np.ndarray[Any, np.dtype[np.float64]]:
         """The weights by update and by sample of each epoch in turn; NaN where a sample is not in the update."""
@@ -214,9 +215,8 @@ def _draw(axes: Axes, found: WeightMap, updates: int, epochs: int) -> None:
     if found.epochs < epochs:
         axes.fill_between([found.epochs * samples - 0.5, right], 0.5, last + 0.5, **ENDED)
     drawn = found.drawn(updates, epochs)
-    for line, number in enumerate(drawn, start=1):
-        text = f" {_sum_text(found.first['updates'][number])}"
-        axes.text(right, line, text, size=TINY, va="center", ha="left")
+    for line, update in enumerate(found.first["updates"][drawn.start : drawn.stop], start=1):
+        axes.text(right, line, f" {_sum_text(update)}", size=TINY, va="center", ha="left")
     size = min(4.0, 0.8 * 72 * FULL * 0.85 / values.shape[1])
     for name, columns in marks.items():
         axes.plot(columns, [last + 1] * len(columns), linestyle="none", markersize=size, **SIGNS[name][0])
@@ -253,12 +253,8 @@ def _number_samples(axes: Axes, samples: int, epochs: int) -> None:
 
 def _legend_keys(maps: Sequence[WeightMap], epochs: int) -> list[Key]:
     keys: list[Key] = [(Patch(facecolor=RIGHT_COLOUR), "the right weight, within 1 %; blank: not in the update")]
-    keys.append(
-        (
-            Line2D([], [], linestyle="none"),
-            "a row: an update; a column: a sample; at the right: the sum of the update's coefficients",
-        )
-    )
+    places = "a row: an update; a column: a sample; at the right: the sum of the update's coefficients"
+    keys.append((Line2D([], [], linestyle="none"), places))
     for name, (look, label) in SIGNS.items():
         if any(_marks(found, epochs)[name] for found in maps):
             keys.append((Line2D([], [], linestyle="none", markersize=4.5, **look), label))

@@ -12,6 +12,7 @@ from typing import Any
 from bench.backends.base import built_in
 from bench.findings import Finding, note, warning
 from bench.formatting import plural
+from bench.judge.baseline import baseline_of
 from bench.judge.loading import Run
 from bench.judge.pairs import ComparedPair
 from bench.judge.statistics import MIN_REPEATS, MIN_TRIALS
@@ -57,11 +58,12 @@ def times_unavailable(run: Run, rows: Sequence[ComparedPair], folder: Path) -> F
 def _nothing_to_compare(run: Run) -> Finding:
     """That no two cells differ in the backend alone, with the command that adds a backend."""
     named = list(dict.fromkeys(cell.backend for cell in run.cells.values() if not (cell.is_reference or cell.twin)))
-    if len(named) > 1 and run.manifest.get("baseline") in REFERENCES:
+    baseline = baseline_of(run.manifest)
+    if len(named) > 1 and baseline in REFERENCES:
         text = "The baseline is a reference, with which no times are compared"
         return warning(UNAVAILABLE, text, command=again(run, **{"--baseline": named[0]}))
     options: dict[str, Any] = {"--repeats": MIN_REPEATS} if _repeats(run) < MIN_TRIALS else {}
-    if named and (baseline := run.manifest.get("baseline")) not in named:
+    if named and baseline not in {*named, *REFERENCES}:
         return warning(UNAVAILABLE, f"The baseline, {baseline}, has no trial", command=again(run, **options))
     kinds = built_in().items()
     deferred = [name for name, kind in kinds if kind.is_mechanism and kind.sync is Sync.DEFERRED and name not in named]

@@ -90,7 +90,7 @@ def draw_memory_vs_time(data: FigureData) -> list[Drawing]:
             axes.set_title(safe(panel.title))
             axes.set_xlabel("step time (s)")
         small[0].set_ylabel(name)
-        named += zip(small[: len(others) == 1], others, strict=False)
+        named += [(small[0], others[0])] if len(others) == 1 else []
     freeze(figure)
     for axes, panel in named:
         if missing := name_points(axes, [_point_name(data, cell, unit) for cell in rows_of(panel.rows)], DIAGONAL):

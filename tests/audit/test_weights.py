@@ -59,6 +59,14 @@ SCENES: dict[str, list[dict[str, Any]]] = {
     "names": [
         make_observation(f"{i}-{LONG}-$x^2$ \u4f60", scenario={"title": "costs $1 & <$2>"}) for i in range(3)
     ],
+    "late": [
+        make_observation(
+            f"wrong-at-{at}",
+            [window(0, i, i + 1, 0.5 if i == at - 1 else 1) for i in range(20)],
+            scenario={"samples": 20},
+        )
+        for at in (3, 20)
+    ],
     "large": [
         make_observation("large", [window(0, 0, 700, 1 / 700), window(1, 0, 700, 1 / 700)], scenario={"samples": 700})
     ],
@@ -93,3 +101,8 @@ def test_the_picture_is_the_coefficients() -> None:
     shown = words(drawing("partial")[0])
     assert shown.count("in none") == 1 and SIGNS[LOST][1] in shown and SIGNS[NOT_COMPUTED][1] not in shown
     assert "carried over 1 of 3: carrying\nmiscounted: miscounting" in shown
+
+
+def test_what_is_wrong_is_among_the_updates_that_are_drawn() -> None:
+    shown = words(drawing("late")[0])
+    assert "right: wrong-at-3\nupdates 3 to 18 of 20" in shown and "right: wrong-at-20\nupdates 5 to 20 of 20" in shown

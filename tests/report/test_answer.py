@@ -198,6 +198,9 @@ def test_what_has_nothing_to_be_compared_with_says_why(tmp_path: Path) -> None:
     (folder / JOURNAL).write_bytes(b"".join(kept))
     alarm = run_and_answer(folder)[1].alarm
     assert alarm is not None and alarm.text == "The baseline, alpha, has no trial."
+    write_manifest(folder, read_manifest(folder) | {"baseline": "reference"})
+    alarm = run_and_answer(folder)[1].alarm
+    assert alarm is not None and alarm.text == "No two cells of the run differ in the backend alone."
     alarm = run_and_answer(write_run(tmp_path / "one", {"alpha": 1.0}, accumulate=(2,)))[1].alarm
     assert alarm is not None and alarm.command == "python -m bench run --matrix made --backend alpha,ddp-deferred"
 

@@ -196,11 +196,8 @@ def bandwidth(m: Measured) -> Judged:
 def stable(m: Measured) -> Judged:
     noise = m.probes["noise"]
     small, large = noise["relative"]["1"], noise["relative"]["16"]
-    return only(noise["error"] < 1e-5 and 12 < small / large < 20), {
-        "small": small,
-        "large": large,
-        "error": noise["error"],
-    }
+    numbers = {"small": small, "large": large, "error": noise["error"]}
+    return only(noise["error"] < 1e-5 and 12 < small / large < 20), numbers
 
 
 def races(m: Measured) -> Judged:

@@ -47,11 +47,8 @@ def page(observations: Sequence[Observation], about: Mapping[str, Any], rates: S
     """The page in Markdown; ``rates`` has the findings on ThroughputMonitor, as list items."""
     facts = ", ".join(f"{escape(name)} {escape(value)}" for name, value in facts_of(about).items())
     lines = ["# What each backend computes", "", INTRODUCTION, "", best(observations), ""]
-    lines += [
-        "## Questions",
-        "",
-        "Each verdict is followed by its most telling number and the backends; **bold** is wrong.",
-    ]
+    lines += ["## Questions", ""]
+    lines += ["Each verdict is followed by its most telling number and the backends; **bold** is wrong."]
     for name, values in scenarios(observations).items():
         lines += ["", *question(name, values, [seen for seen in observations if seen["scenario"]["name"] == name])]
     lines += ["", "## What is wrong, by backend", "", overview(observations), NOTES, ""]
