@@ -62,8 +62,7 @@ def alone(*command: str) -> None:
     However it ends, the kernel then ends all that it has started, and its hosts, temporary files and shared memory are
     gone.
     """
-    if lacking := [name for name in PROGRAMS if not shutil.which(name)] + ["root"] * (os.geteuid() != 0):
-        sys.exit(f"tests.hosts: needs {', '.join(lacking)}; as root: apt-get install slurm-wlm munge iproute2")
+    _exit_unless_complete()
     if os.getpid() != 1:
         apart = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
         os.execvp(apart[0], [*apart, sys.executable, *command])
@@ -71,6 +70,11 @@ def alone(*command: str) -> None:
     for folder in (PRIVATE, "/dev/shm"):
         _run(["mount", "-t", "tmpfs", "none", folder])
     tempfile.tempdir = os.environ["TMPDIR"] = PRIVATE
+
+
+def _exit_unless_complete() -> None:
+    if lacking := [name for name in PROGRAMS if not shutil.which(name)] + ["root"] * (os.geteuid() != 0):
+        sys.exit(f"tests.hosts: needs {', '.join(lacking)}; as root: apt-get install slurm-wlm munge iproute2")
 
 
 class Rig:
@@ -220,6 +224,7 @@ def _run(command: Sequence[str]) -> None:
 @contextlib.contextmanager
 def rig(num_hosts: int) -> Iterator[Rig]:
     """Hosts under Slurm, which are gone afterwards, whatever happens."""
+    _exit_unless_complete()
     folder = Path(tempfile.mkdtemp(prefix="rig-"))
     made = Rig(folder, num_hosts)
     try:
