@@ -117,10 +117,11 @@ def _real(known: Sequence[Known]) -> list[str]:
         f"more with a sleep of {100 * DELAY:g} % per step, until intervals were narrower than "
         f"{100 * values['precision']:g} % or {values['budget_s']:g} s had passed, as they had in {late}. One rank was "
         "chosen because two ranks on two virtual cores have two modes, a factor of 1.5 apart, for as long as a process "
-        f"lives. Of {len(known)} comparisons of the cell with itself, {same[Verdict.FASTER] + same[Verdict.SLOWER]} "
-        f"were called different. Of as many with the sleep, {slower[Verdict.SLOWER]} were called slower, "
-        f"{slower[Verdict.AMBIGUOUS]} ambiguous, and {slower[Verdict.FASTER] + slower[Verdict.SAME]} faster or the "
-        f"same; {held} of the intervals contain {1 + DELAY:g}. A sleep of a real timer lasts longer than asked for.",
+        "lives. Compared with itself, the cell was called faster or slower in "
+        f"{same[Verdict.FASTER] + same[Verdict.SLOWER]} of {len(known)} runs. With the sleep it was called slower in "
+        f"{slower[Verdict.SLOWER]}, ambiguous in {slower[Verdict.AMBIGUOUS]}, and faster or the same in "
+        f"{slower[Verdict.FASTER] + slower[Verdict.SAME]}; the interval contains {1 + DELAY:g} in {held}. A sleep "
+        "of a real timer lasts longer than asked for.",
         "",
         *markdown_table(("run", "blocks", "A/A pair", "itself", "verdict", "with the sleep", "verdict"), rows),
     ]
