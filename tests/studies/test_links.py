@@ -51,11 +51,10 @@ def test_what_predict_says_of_its_estimates_is_true_of_all_committed_runs() -> N
     committed = [load(ROOT / "results" / name) for name in (*(f"links/{name}" for name in links.RATES), *links.OTHERS)]
     study = links.Study(committed[:3], committed[3:])
     found = links.accuracy([group for _, groups in study.groups() for group in groups])
-    below = f"{found.num_below} of {len(found.deviations)} steps took less than overlapped"
-    assert below in TIMES
+    assert f"{found.num_below} of {len(found.deviations)} steps took less than overlapped" in TIMES
     assert found.num_above > len(found.deviations) / 2 and "most took longer than serial" in TIMES
     assert f"up to {1 + found.deviations[-1]:.1f} times as long" in TIMES
-    assert sum(found.in_order) >= 0.98 * len(found.in_order) and "98 % of the pairs" in TIMES
+    assert f"{sum(found.in_order)} of {len(found.in_order)} pairs of backends" in TIMES
     for number, alone in enumerate(measured_link(run.manifest) for run in committed[:3]):
         assert alone is not None and alone.bytes_per_s == pytest.approx(study.links[number].bytes_per_s, rel=0.1)
     for cell in study.times[0]:
