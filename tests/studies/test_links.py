@@ -54,7 +54,8 @@ def test_what_predict_says_of_its_estimates_is_true_of_all_committed_runs() -> N
     assert f"{found.num_below} of {len(found.deviations)} steps took less than overlapped" in TIMES
     assert found.num_above > len(found.deviations) / 2 and "most took longer than serial" in TIMES
     assert f"up to {1 + found.deviations[-1]:.1f} times as long" in TIMES
-    assert f"{sum(found.in_order)} of {len(found.in_order)} pairs of backends" in TIMES
+    in_order, pairs = sum(found.in_order), len(found.in_order)
+    assert in_order >= 0.98 * pairs and f"{in_order} of {pairs} pairs of backends" in TIMES
     for number, alone in enumerate(measured_link(run.manifest) for run in committed[:3]):
         assert alone is not None and alone.bytes_per_s == pytest.approx(study.links[number].bytes_per_s, rel=0.1)
     for cell in study.times[0]:
