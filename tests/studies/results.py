@@ -144,7 +144,7 @@ def reasons(row: Made, late: Collection[str]) -> list[str]:
         return ["is missing" if row.is_run else f"{RECORDS} does not say when it was made"]
     found = []
     for commit in dict.fromkeys(record["commit"] for record in records):
-        changed = _changed(commit, row.code)
+        changed = _changed(commit, [*row.code, *(f":!{path}" for path in row.paths)])
         if changed is None:
             found.append(f"was made at commit {str(commit)[:12]}, which is not in this repository")
         elif changed:
