@@ -17,7 +17,7 @@ AT_MOST = {
     "lines": 32390,
     "lines of the core": 23217,
     "longest module": 348,
-    "lines of tests": 27812,
+    "lines of tests": 27811,
     "names of several modules": 0,
     "names of several classes": 0,
     "locals that say nothing": 0,

@@ -60,14 +60,13 @@ def page(results: Results, command: str, known: Sequence[Known]) -> str:
 
 def _in_turns() -> list[str]:
     """What the spreads of cells in turn consist of: the noise of a block, and its length."""
-    idle = pd.DataFrame(json.loads(pairing.RESULTS.read_text(encoding="utf-8"))["idle"])
-    noise = idle.ratios.apply(pd.Series).map(math.log).groupby(idle.design).std().loc
-    seconds = idle.groupby("design").seconds.mean()
-    steadier = statistics.geometric_mean(noise["turns"] / noise["apart"])
+    idle = json.loads(pairing.RESULTS.read_text(encoding="utf-8"))["idle"]
+    apart, turns = (statistics.mean(each["seconds"] for each in pairing._of(name, idle)) for name in pairing.TIMED)
+    noise = pairing._gain("turns", idle) * math.sqrt(apart / turns)
     return [
         "A spread counts what a block costs. On the idle machine, the standard deviation of a block's log ratio is "
-        f"{steadier:.2f} times as large in turns as apart, but a block takes {seconds['turns']:.0f} s instead of "
-        f"{seconds['apart']:.0f} s, part of which starts a second process group for each cell.",
+        f"{noise:.2f} times as large in turns as apart, but a block takes {turns:.0f} s instead of {apart:.0f} s. Part "
+        "of that time goes into starting a second process group for each cell.",
         "",
     ]
 
