@@ -88,7 +88,8 @@ def bench(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["install"])
 def tests(session: nox.Session) -> None:
     """Run the tests: ``pytest`` with the given arguments, two files at a time; --all for those that take long too."""
-    left_out = ("--ignore=tests/faults", "--ignore=tests/overhead")  # have sessions of their own
+    # These have sessions of their own; test_null is short, and shows that tests/faults still fits the bench.
+    left_out = ("--ignore-glob=tests/faults/test_[!n]*", "--ignore=tests/overhead")
     # Most tests wait for process groups to start; each file's shared runs are made by one worker.
     session.run("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", *left_out, *session.posargs)
 
@@ -195,9 +196,11 @@ def versions(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["install"])
 def overhead(session: nox.Session) -> None:
-    """Measure what the bench costs, beside bare loops and the last committed times; writes docs/performance.md."""
+    """Measure what the bench costs, beside bare loops and the last committed times; --fixed: without these loops."""
     _install_browser(session)
-    session.run("python", "-m", "tests.overhead", *session.posargs)
+    others = [argument for argument in session.posargs if argument != "--fixed"]
+    program = "tests.overhead.fixed" if len(others) < len(session.posargs) else "tests.overhead"
+    session.run("python", "-m", program, *others)
 
 
 @nox.session(venv_backend="virtualenv", reuse_venv=True)

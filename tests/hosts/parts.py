@@ -32,6 +32,8 @@ from tests.hosts.rig import Rig, rig
 RUN_S, END_S = 3600.0, 300.0
 """How long a run may take, and what ends by itself after it; generous, since the machine may be busy."""
 FEW = ("--backend", "ddp-eager,ddp-deferred", "--model", "tiny", "--world-size", "2", "--ranks-per-node", "1")
+SMALL = ("--accumulate", "3", "--micro-batch", "1")
+"""For any world size: the global batch follows."""
 INTERRUPTS = 20
 SEED = 19
 REPEATS = 12
@@ -133,7 +135,7 @@ def smoke(on: Hosts) -> Iterator[Row]:
 def four(on: Hosts) -> Iterator[Row]:
     """One rank on each of all hosts."""
     count = len(on.rig.hosts)
-    spread = ("--world-size", str(count), "--ranks-per-node", "1", "--batch", str(2 * count))
+    spread = ("--world-size", str(count), "--ranks-per-node", "1", *SMALL)
     names = "ddp-eager,ddp-deferred,fsdp2-deferred,hsdp-deferred"
     status, folder = on.run("four", *spread, "--backend", names, num_hosts=count)
     yield _trials(f"{' + '.join('1' * count)} ranks: {names.replace(',', ', ')}", status, folder)
@@ -279,7 +281,7 @@ def refusals(on: Hosts) -> Iterator[Row]:
         "no such interface": ("export GLOO_SOCKET_IFNAME=none7", FEW, "GLOO_SOCKET_IFNAME is 'none7'"),
         "3 nodes": ("export SLURM_STEP_NUM_NODES=3 SLURM_STEP_NUM_TASKS=3", FEW, "it was started as one of 3 nodes"),
         "nobody at the head's address": ("export MASTER_ADDR=10.77.0.99", FEW, "node 1 of 2 did not join"),
-        "ranks for 3 nodes": ("true", ("--world-size", "6", "--ranks-per-node", "2", "--batch", "12"), "3 nodes"),
+        "ranks for 3 nodes": ("true", ("--world-size", "6", "--ranks-per-node", "2", *SMALL), "3 nodes"),
     }
     for number, (what, (change, options, expected)) in enumerate(cases.items()):
         status, folder = on.run(f"refusal{number}", *options, change=change)

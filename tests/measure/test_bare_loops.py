@@ -90,10 +90,14 @@ def test_the_page_says_what_is_within_one_per_cent_and_what_changed(measured: di
     assert "| smoke run | 100 s | 1 | 1.250 |" in written
     assert "| one append | 50 µs | 900 | - |" in written
     assert "not idle" not in written
+    again = {name: measured[name] for name in ("git", "machine", "packages", "minutes")}
+    written = page(measured | {"fixed": again | {"date": "2025-03-04", "busy": 0.5}}, measured)
+    assert written.index("- 2025-01-02, commit") < written.index("## Everything else")
+    assert written.index("## Everything else") < written.index("- 2025-03-04, commit") < written.index("not idle")
 
 
 def test_a_page_from_a_busy_machine_says_so_and_few_groups_have_no_interval(measured: dict[str, Any]) -> None:
     few = {name: {side: values[:2] for side, values in sides.items()} for name, sides in measured["loops"].items()}
     written = page(measured | {"busy": 0.5, "loops": few}, {})
-    assert written.index("**The machine was not idle: others took 50.0 % of the CPUs.") < written.index("## A step")
+    assert written.index("**The machine was not idle: others took 50.0 % of the CPUs.") < written.index("| bare loop")
     assert written.count("| - | unknown | 1.0200 | - | 2 |") == 2

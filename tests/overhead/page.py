@@ -19,17 +19,19 @@ BOUND = 0.01
 
 def page(data: Mapping[str, Any], last: Mapping[str, Any]) -> str:
     """The page on what ``__main__`` measured, in Markdown; ``last`` is the same of the last commit, or empty."""
-    return "\n".join(["# What the bench costs", "", *_machine(data), *_loops(data["loops"]), *_times(data, last)])
+    head = ["# What the bench costs", "", "Written by `nox -s overhead`. Nothing here is edited by hand.", ""]
+    head += ["## A step, beside a bare loop", "", *_machine(data)]
+    return "\n".join([*head, *_loops(data["loops"]), *_times(data, last)])
 
 
 def _machine(data: Mapping[str, Any]) -> Iterator[str]:
+    """When, at which commit and on which machine a part was measured."""
     machine, git, packages = data["machine"], data["git"], data["packages"]
     changed = "" if git["clean"] else ", changed since"
-    made = f"on {data['date'][:10]} at commit {git['commit'][:12]}{changed}, in {data['minutes']:.0f} minutes"
-    yield from (f"Written by `nox -s overhead` {made}. Nothing here is edited by hand.", "")
+    yield f"- {data['date'][:10]}, commit {git['commit'][:12]}{changed}, in {data['minutes']:.0f} minutes"
     others = f"{100 * data['busy']:.1f} % of the CPUs"
     if data["busy"] > IDLE_SHARE:
-        yield from (f"**The machine was not idle: others took {others}. Do not cite these times.**", "")
+        yield f"- **The machine was not idle: others took {others}. Do not cite these times.**"
     versions = [f"{name} {packages[name]}" for name in ("torch", "lightning", "deepspeed") if name in packages]
     size = f"{machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB"
     yield f"- {machine['cpu']}, {size}, {machine['system']}; others took at most {others} before and after"
@@ -50,7 +52,6 @@ def _loops(loops: Mapping[str, Any]) -> Iterator[str]:
         for backend, measured in loops.items()
     }
     watching = max(share for measured in loops.values() for share in measured["watching"])
-    yield from ("## A step, beside a bare loop", "")
     yield (
         "The [bare loops](../tests/overhead/bare.py) use nothing of the bench but model, weights, tokens and loss. "
         f"Llama `tiny`, {bare.LENGTH} tokens, micro-batch {bare.MICRO_BATCH}, N = {bare.N}, fp32, {bare.RANKS} ranks "
@@ -114,9 +115,9 @@ def _inside(low: float | None, high: float | None) -> str:
 
 
 def _times(data: Mapping[str, Any], last: Mapping[str, Any]) -> Iterator[str]:
-    before = last.get("times", {})
-    yield from ("## Everything else", "")
-    since = f"The last column compares with {last['date'][:10]}, commit {last['git']['commit'][:12]}." if last else ""
+    before, then = last.get("times", {}), last.get("fixed", last)
+    yield from ("## Everything else", "", *_machine(data.get("fixed", data)))
+    since = f"The last column compares with {then['date'][:10]}, commit {then['git']['commit'][:12]}." if last else ""
     yield f"Medians by the clock, where nothing else is said; the longest first. {since}".rstrip()
     yield ""
     rows = [
