@@ -158,7 +158,7 @@ def _peaks(errors: pd.DataFrame) -> list[str]:
         "## Predicted peaks against exact ones",
         "",
         "What `predict` says of a rank's peak is a closed form in which nothing is fitted, for models that fill a GPU "
-        "(`bench/forecast/footprint.py`); in the tiny one, tensors of a few tokens that it leaves out count. The exact "
+        "(`bench/forecast/footprint.py`); it leaves out tensors of a few tokens, which matter in the tiny one. The exact "
         "peak is that of all that lives but for what the bench itself holds (the tokens of all windows) and the "
         "model's buffers. Cells of the tiny model are those above; larger ones spread over backends, N, W, precision, "
         "lengths and checkpointing, each measured on fake tensors, as by `predict --exact`, and DDP on real ones.",
@@ -217,7 +217,7 @@ def _held(measured: Measured) -> list[str]:
         "",
         "Where gradients are sharded, eager sync holds a shard of them (ZeRO-2 in fp32: each parameter that overlaps "
         "it, whole), deferred sync all of them (and DeepSpeed's ZeRO-3 a shard besides), however many ranks there are: "
-        "that is the memory that it pays for one reduction per step instead of N. HSDP that defers the all-reduce "
+        "that is the price of one reduction per step instead of N. HSDP that defers the all-reduce "
         "alone holds a shard. DDP shards nothing: it holds all of them, and under deferred sync twice: unreduced sums, "
         "and the buckets, of which reduced gradients are views. On one rank Accelerate defers nothing under DDP. HF "
         "Trainer's DDP has no views, and its buckets count as communication.",

@@ -100,7 +100,7 @@ def last_window(m: Measured) -> Judged:
     ddp, engine = m.updates("partial-window", PLAIN), m.updates("partial-window", "deepspeed-zero2-eager")
     mixed = m.mixed("partial-window", "deepspeed-zero2-eager")
     weight = min(m.weights("partial-window", PLAIN))
-    return true(ddp != 6 or not mixed), {"ddp": ddp, "engine": engine, "mixed": mixed, "weight": weight}
+    return only(ddp == 6 and mixed > 0, true(ddp < 6)), {"ddp": ddp, "engine": engine, "mixed": mixed, "weight": weight}
 
 
 def max_epochs(m: Measured) -> Judged:

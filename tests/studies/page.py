@@ -85,7 +85,7 @@ def _rates(results: Results) -> list[str]:
         for row in results.rates.to_dict("records")
     ]
     spread = ", ".join(f"{100 * noise.deviation:.2g} % in {noise.name}" for noise in results.noises)
-    head = ("noise", "any false difference", *(f"{name} found" for name in names), "coverage", "1 % same", "width")
+    head = ("noise", "any false difference", *(f"{name} found" for name in names), "coverage", "called same at 1 %", "median width")
     lost = max((results.rates[f"t {name}"] - results.rates[f"power {name}"]).max() for name in names)
     return [
         "## Rates",
@@ -93,8 +93,8 @@ def _rates(results: Results) -> list[str]:
         f"{results.reports} reports per row are made by resampling the blocks of committed runs, {BLOCKS} consecutive "
         "ones at a time, with all their cells: bursts, drift and two modes are in them as measured. `cpu` and "
         "`popular` are those runs, `noise` is one small cell on a noisy machine. A block's log ratio has a standard "
-        f"deviation of {spread}. The first row of each has as many blocks as its run, which the default made "
-        "in its budget on two cores; the last row has those of `quick`.",
+        f"deviation of {spread}. The first row of each has as many blocks as its run, or as the shortest of "
+        "noise; the last row has those of `quick`.",
         "",
         f"Targets: {'; '.join(study.TARGETS)}. All cells of a report "
         "are equally fast, or all are slower than the baseline by the same share. A verdict is a paired t-test on "
@@ -132,7 +132,7 @@ def _real(known: Sequence[Known]) -> list[str]:
         f"{len(known)} runs on {machine['cpu']}, {machine['cores']} cores, kept in results/noise. Each holds "
         "`ddp-deferred` on one rank three times, as itself, as its A/A twin and as a third that is compared, and once "
         f"more with a sleep of {100 * DELAY:g} % per step, until intervals were narrower than "
-        f"{100 * values['precision']:g} % or {values['budget_s']:g} s had passed, as they had in {late}. One rank was "
+        f"{100 * values['precision']:g} % or, as in {late}, {values['budget_s']:g} s had passed. One rank was "
         "chosen because two ranks on two virtual cores have two modes, a factor of 1.5 apart, for as long as a process "
         "lives. Compared with itself, the cell was called faster or slower in "
         f"{same[Verdict.FASTER] + same[Verdict.SLOWER]} of {len(known)} runs. With the sleep it was called slower in "
@@ -159,7 +159,7 @@ def _rivals(frame: pd.DataFrame) -> list[str]:
         "How often each calls two cells different, with the noise of `cpu` and its steps; one comparison, interleaved "
         "as here. The tools themselves run one cell after the other, so that drift enters too.",
         "",
-        *markdown_table(("rule", "trials", *(f"true difference: {name}" for name in names)), rows),
+        *markdown_table(("rule", "trials", *(f"true difference: {'none' if name == 'A/A' else name}" for name in names)), rows),
         *(f"- {rule.name}: {rule.about}" for rule in RULES),
         "",
     ]
