@@ -24,8 +24,8 @@ from bench.report.citation import cite
 from bench.report.descriptions import eager_and_deferred
 from bench.report.terminal import show
 from bench.run.journal import JOURNAL, read_manifest, write_manifest
-from tests.factories import make_cell, make_record
-from tests.pages import kind, read, report, write, write_run
+from tests.factories import make_cell, make_matrix, make_record
+from tests.pages import kind, read, records_of, report, write, write_run
 
 FASTEST, LEAST, SYNC = "Fastest correct backend", "Least memory", "Deferred against eager"
 FACTORS = {"alpha-eager": 1.0, "alpha-deferred": 0.75, "beta": 1.2, "gamma": 0.7525}
@@ -121,6 +121,7 @@ def test_the_first_pair_that_shards_parameters_has_a_statement_and_all_others_sh
     left = "; ".join(f"{name}-deferred 1.000" for name in ("alpha", "beta", "gamma") if name != first)
     assert others.text == f"memory at N=4, W=2, deferred / eager: {left}."
     assert found.alarm is not None and "the loss is off" not in found.alarm.text  # it is said of the cell
+    assert found.alarm.text == "An interval needs 5 blocks with both cells; there is 1."
 
 
 def test_what_must_not_be_used_is_said_once_with_its_reason(folder: Path, printed: str) -> None:
@@ -172,6 +173,19 @@ def test_what_stays_open_has_a_command_too(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {"alpha": 1.0, "beta": 1.0}, accumulate=(2,), noise=0.2, twin=False)
     (found,) = on_topic(run_and_answer(folder)[1], "Undecided")
     assert found.subject == "beta at N=2, W=2" and found.command == "python -m bench run --matrix made --repeats 20"
+
+
+def test_more_repeats_get_the_time_that_they_need_on_every_node(tmp_path: Path) -> None:
+    """20 blocks of three trials of 30 s take 30 minutes."""
+    about = {"matrix": make_matrix({"budget_s": 1200}).to_dict(), "nodes": [{}]}
+    cells = {make_cell(backend=name): 0.1 for name in ("alpha", "beta")}
+    records = records_of(cells, changes=lambda *_: {"wall_s": 30.0})
+    folder = write(tmp_path / "run", records, baseline="alpha", **about)
+    (found,) = on_topic(run_and_answer(folder)[1], "Undecided")
+    nodes = " # on each of 2 nodes: docs/hosts.md"
+    assert found.command == f"python -m bench run --matrix made --repeats 20 --budget 40m{nodes}"
+    report(folder, drawn=False)
+    assert f"--out run{nodes}" in (folder / "report.md").read_text(encoding="utf-8")
 
 
 def test_a_cell_that_runs_once_beside_others_has_no_time_to_compare(tmp_path: Path) -> None:
