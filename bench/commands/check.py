@@ -24,7 +24,7 @@ DESCRIPTION = (
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser("check", help="audit a finished run from its raw samples", description=DESCRIPTION)
+    parser = commands.add_parser("check", help="audit a run, or check a text that cites it", description=DESCRIPTION)
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, e.g. results/<run>")
     parser.add_argument("--citation", metavar="FILE", help="check this text, which cites the run; - is standard input")
     parser.add_argument("--json", action="store_true", help="one JSON object; its keys: see bench/commands/check.py")

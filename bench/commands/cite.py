@@ -25,7 +25,7 @@ DESCRIPTION = (
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser("cite", help="cite one number of a run", description=DESCRIPTION)
+    parser = commands.add_parser("cite", help="cite one number, one ratio or one plot", description=DESCRIPTION)
     option = parser.add_argument
     option("run", type=Path, metavar="RUN", help="the run's folder, e.g. results/<run>")
     option(

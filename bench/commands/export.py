@@ -1,4 +1,4 @@
-"""``export``: describes a run's frames, or writes them in the formats of other programs."""
+"""``export``: describes a run's tables, or writes them in the formats of other programs."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 FORMATS = ("pytest-benchmark", "csv", "parquet")
 DESCRIPTION = (
-    "Describes the frames that bench.load(RUN) returns in Python: rows, columns, dtypes and units. With --format, "
+    "Describes the tables that bench.load(RUN) returns in Python: rows, columns, dtypes and units. With --format, "
     "writes them: pytest-benchmark (a JSON file for pytest-benchmark compare and dashboards; a round is a trial, and "
-    "cells that are not comparable are left out), csv (a folder with a file per frame and columns.csv with the units; "
+    "cells that are not comparable are left out), csv (a folder with a file per table and columns.csv with the units; "
     "no text acts as a formula) or parquet (a folder; units in each field's metadata)."
 )
 
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
-        "export", help="describe a run's frames, or write them for other programs", description=DESCRIPTION
+        "export", help="describe a run's tables, or write them for other programs", description=DESCRIPTION
     )
     option = parser.add_argument
     option("run", type=Path, metavar="RUN", help="the run's folder, e.g. results/<run>")
-    option("--table", metavar="NAME", help="describe only this frame")
+    option("--table", metavar="NAME", help="describe only this table")
     option("--head", type=int, metavar="N", help="print the first N rows of --table too")
-    option("--format", choices=FORMATS, help="write the frames to --out")
+    option("--format", choices=FORMATS, help="write the tables to --out")
     option("--out", type=Path, metavar="PATH", help="a .json file, or for csv and parquet a folder")
 
 
@@ -43,11 +43,11 @@ def run(arguments: argparse.Namespace) -> int:
     import bench
 
     if (arguments.format is None) != (arguments.out is None):
-        raise InputError("--format and --out: belong together; give both to write the frames, or neither")
+        raise InputError("--format and --out: belong together; give both to write the tables, or neither")
     if arguments.format and (arguments.table is not None or arguments.head is not None):
-        raise InputError("--table and --head: are for describing frames; leave them out with --format")
+        raise InputError("--table and --head: are for describing tables; leave them out with --format")
     if arguments.table is not None and arguments.table not in FRAMES:
-        raise InputError(f"--table: '{arguments.table}' is not a frame; {suggest(arguments.table, FRAMES)}")
+        raise InputError(f"--table: '{arguments.table}' is not a table; {suggest(arguments.table, FRAMES)}")
     if arguments.head is not None and (arguments.table is None or arguments.head < 1):
         raise InputError("--head: takes a number from 1 on, and --table NAME with it")
     frames = bench.load(arguments.run)

@@ -1,4 +1,4 @@
-"""``report``: writes a run's tables, plots, summary and page from its journal."""
+"""``report``: writes a run's tables, plots and report from its journal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bench.run.journal import read_manifest
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser("report", help="write a run's tables, plots and page from its journal")
+    parser = commands.add_parser("report", help="write a run's tables, plots and report again from its journal")
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, e.g. results/<run>")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="where to draw (default: as run did)")
     parser.add_argument(

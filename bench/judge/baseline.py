@@ -62,6 +62,11 @@ def widest(rows: Sequence[ComparedPair]) -> float | None:
     return max((row.time.width for row in rows if row.time is not None and row.has_interval), default=None)
 
 
+def percent(share: float, sign: str = "") -> str:
+    """A share with two significant digits and without an exponent: ``130 %``."""
+    return f"{float(f'{100 * share:.2g}'):{sign}g} %"
+
+
 def interim_analysis(
     records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any], repeats: int
 ) -> InterimAnalysis:

@@ -15,9 +15,9 @@ from typing import Any
 
 from bench.backends.base import BF16_AUTOCAST
 from bench.findings import Finding, Level, good, warning
-from bench.formatting import digits, plural, some
+from bench.formatting import plural, some
 from bench.judge import samples
-from bench.judge.baseline import widest
+from bench.judge.baseline import percent, widest
 from bench.judge.loading import Run
 from bench.judge.pairs import ComparedPair
 from bench.judge.statistics import MIN_TRIALS, Interval
@@ -37,6 +37,8 @@ BARE_LOOPS = Path(__file__).with_name("bare_loops.json")
 """
 IMBALANCE = 1.05
 """Ratio of the slowest to the median rank's step time from which a cell is reported."""
+TRANSFER = "rankings of this model over gloo do not transfer to GPUs"
+"""What does not follow from times on CPUs."""
 MOST_NOTES = 3
 """Different notes on telemetry that are told."""
 
@@ -83,8 +85,7 @@ def _of_cell(run: Run, cell_id: str) -> Iterator[Finding]:
     if cell.world.caveat:
         yield finding(Level.NOTE, "link", cell.world.caveat)
     elif cell.device is Device.CPU and cell.world_size > 1:
-        size = evidence.num_parameters
-        yield finding(Level.NOTE, "link", "; ".join([link_words([cell]), *([transfer(size)] if size else [])]))
+        yield finding(Level.NOTE, "link", f"{link_words([cell])}; {TRANSFER}")
     if text := (run.manifest.get("remarks") or {}).get(cell_id):
         yield finding(Level.NOTE, "backend", text)
 
@@ -156,7 +157,7 @@ def _blocks(run: Run, timed: tuple[str, ...]) -> Iterator[Finding]:
         yield good("blocks", "no block is slower or faster than the others over all cells")
         return
     ordered = sorted(effects.items(), key=lambda item: float(item[1]))
-    ends = [f"block {block} by {100 * math.expm1(effect):+.2g} %" for block, effect in (ordered[0], ordered[-1])]
+    ends = [f"block {block} by {percent(math.expm1(effect), '+')}" for block, effect in (ordered[0], ordered[-1])]
     text = f"differ over all cells (Friedman's test, p = {tested.p_value:.1g}): {' and '.join(ends)}"
     brief = f"blocks of the run differ over all cells, from {ends[0]} to {ends[1]}"
     yield warning("blocks", f"{text}; ratios are taken within blocks, so this is not in them", cells=timed, brief=brief)
@@ -192,7 +193,7 @@ def _samples(run: Run) -> Iterator[Finding]:
 
 def _drift(slots: Sequence[int], medians: Sequence[float]) -> str:
     moved = samples.drift(slots, medians)
-    return f"{100 * moved.size:+.2g} % from first to last trial (p = {moved.p_value:.1g})" if moved.found else ""
+    return f"{percent(moved.size, '+')} from first to last trial (p = {moved.p_value:.1g})" if moved.found else ""
 
 
 def _outliers(medians: Sequence[float]) -> str:
@@ -244,7 +245,7 @@ def widened(cell: Cell, control: Interval) -> list[str]:
         return []
     return [
         f"the A/A pair, {cell.label} twice, differs: {control.ratio:.4f} ({control.low:.4f} to {control.high:.4f}); so "
-        f"the interval of every ratio is {100 * math.expm1(by):.2g} % wider on both sides"
+        f"the interval of every ratio is {percent(math.expm1(by))} wider on both sides"
     ]
 
 
@@ -253,7 +254,7 @@ def _verdicts(run: Run, rows: Sequence[ComparedPair]) -> Iterator[Finding]:
     topic, ended = "verdicts", run.manifest.get("ended_by")
     if ended in {"budget", "max-repeats"}:
         wide = widest(rows)
-        text = f"ended by {ended}" + ("" if wide is None else f"; the widest interval is {100 * wide:.2g} %")
+        text = f"ended by {ended}" + ("" if wide is None else f"; the widest interval is {percent(wide)}")
         few = run.tables.trials["repeat"].nunique() < MIN_TRIALS
         yield warning(topic, text + f"; with fewer than {MIN_TRIALS} repeats there are no intervals" * few)
     elif ended == Ended.NOTHING_TO_COMPARE:
@@ -318,11 +319,5 @@ def link_words(cells: Sequence[Cell]) -> str:
         link = "gloo" if num_nodes > 1 else "gloo over loopback"
     link += f" between {num_nodes} nodes" * (num_nodes > 1)
     if all(cell.world_size == 1 for cell in cells):
-        alone = "one process" if on_cpu else "one GPU"
-        return f"{alone}, so no bytes move: times show host overhead and memory policy, not communication"
+        return f"{'one process' if on_cpu else 'one GPU'}, so no bytes move"
     return link if any(cell.world.has_all_ranks for cell in cells) else "virtual world, nothing is sent"
-
-
-def transfer(num_parameters: float) -> str:
-    """What does not follow from times on CPUs."""
-    return f"rankings of a {digits(num_parameters / 1e6)} M model over gloo do not transfer to GPUs"

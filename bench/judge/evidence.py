@@ -48,7 +48,6 @@ class CellEvidence:
     """The largest of the good trials."""
     peak_memory_sources: frozenset[str] = frozenset()
     optimizer_steps: int | None = None
-    num_parameters: int | None = None
     is_wrong: bool = False
     """Whether a gate found more than that its world has no times."""
     barred: Sequence[str] = ()
@@ -136,7 +135,6 @@ class EvidenceByCell:
             peak_memory_bytes=max(_known(good, "peak_memory_bytes"), default=None),
             peak_memory_sources=frozenset(_known(good, "peak_memory_source")),
             optimizer_steps=max(_known(good, "optimizer_steps_observed"), default=None),
-            num_parameters=max(_known(trials, "num_parameters"), default=None),
             is_wrong=bool(wrong_results),
             barred=(*wrong_results, *(disturbed if cell.world.is_timed else ())),
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import re
 import shlex
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -52,7 +54,8 @@ def times_unavailable(run: Run, rows: Sequence[ComparedPair], folder: Path) -> F
     ]
     if Reason.FEW_TRIALS not in reasons and _repeats(run) < MIN_TRIALS:
         texts.append(f"{plural(_repeats(run), 'repeat')}, and an interval needs {MIN_TRIALS}")
-    return warning(UNAVAILABLE, "; ".join(texts), command=next_command(run, set(reasons), folder))
+    text = re.sub(r"^an ", "An ", "; ".join(texts))
+    return warning(UNAVAILABLE, text, command=next_command(run, set(reasons), folder))
 
 
 def _nothing_to_compare(run: Run) -> Finding:
@@ -75,7 +78,9 @@ def next_command(run: Run, reasons: Collection[Reason], folder: Path) -> str:
     """The command that would turn verdicts with these reasons into certain ones; empty if none would."""
     place = shlex.quote(str(folder))
     if set(reasons) <= FAILED:
-        return f"{shlex.join(BENCH)} run --resume {place} --retry-failed"
+        return on_each_node(run, f"{shlex.join(BENCH)} run --resume {place} --retry-failed")
+    if set(reasons) == {Reason.WIDE}:
+        return ""  # the difference may be as small as any
     if Reason.DISTURBED not in reasons and not set(reasons) & MORE_HELPS:
         return f"{shlex.join(BENCH)} check {place}"
     more = {}
@@ -94,7 +99,8 @@ def _repeats(run: Run) -> int:
 def again(run: Run, **options: Any) -> str:
     """The command that measures the matrix of a run again, into a new folder, with these options changed.
 
-    It is made from the matrix as it was run, not from the words of the first command. More repeats have no budget.
+    It is made from the matrix as it was run, not from the words of the first command. More repeats get a
+    budget of the time that they need, and a tenth more, if the run has one.
     """
     matrix = run.manifest["matrix"]
     shipped = matrix["source"] == f"{matrix['name']}.toml"
@@ -107,9 +113,19 @@ def again(run: Run, **options: Any) -> str:
     if run.manifest.get("cold"):
         given["--cold"] = True
     if "--repeats" in options:
-        given = {name: word for name, word in given.items() if name not in ("--max-repeats", "--budget")}
+        given.pop("--max-repeats", None)
+        if matrix["values"].get("budget_s"):
+            trials, once = run.tables.trials, run.manifest.get("once") or ()
+            walls = trials[~trials["cell_id"].isin(once)].groupby("cell_id")["wall_s"]
+            options["--budget"] = f"{10 * math.ceil(1.1 * options['--repeats'] * walls.mean().sum() / 600)}m"
     asked = ((option, _word(value, classes)) for option, value in (given | options).items())
-    return shlex.join([*BENCH, "run", *filter(None, itertools.chain.from_iterable(asked))])
+    return on_each_node(run, shlex.join([*BENCH, "run", *filter(None, itertools.chain.from_iterable(asked))]))
+
+
+def on_each_node(run: Run, command: str) -> str:
+    """The command, with where to start it if the run had several nodes."""
+    others = run.manifest.get("nodes")
+    return f"{command} # on each of {1 + len(others)} nodes: docs/hosts.md" if others else command
 
 
 def _word(value: Any, classes: Mapping[str, str]) -> str:

@@ -77,16 +77,11 @@ class Interval:
     paired: bool
 
     @property
-    def lacks(self) -> tuple[str, ...]:
+    def reason(self) -> str:
         """Why there is no interval, as from ``too_few``; empty if there is one."""
         if self.low is not None:
-            return ()
+            return ""
         return too_few(self.num_trials, "block", " with both cells") if self.paired else too_few(self.num_trials)
-
-    @property
-    def reason(self) -> str:
-        """The same in one clause."""
-        return ", and ".join(self.lacks)
 
     @property
     def width(self) -> float:
@@ -130,9 +125,9 @@ def ratio(a: Sample, b: Sample, margin: float = MARGIN) -> Interval:
     )
 
 
-def too_few(n: int, what: str = "trial", which: str = "") -> tuple[str, str]:
-    """Why n values give no interval: how many there are, and how many are needed."""
-    return f"no interval: {n} {what}{'' if n == 1 else 's'}{which}", f"{MIN_TRIALS} are needed"
+def too_few(n: int, what: str = "trial", which: str = "") -> str:
+    """Why n values give no interval: how many are needed, and how many there are."""
+    return f"an interval needs {MIN_TRIALS} {what}s{which}; there {'is' if n == 1 else 'are'} {n}"
 
 
 @dataclass(frozen=True, slots=True)

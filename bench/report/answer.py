@@ -15,8 +15,8 @@ import pandas as pd
 from bench.findings import Finding, good, note, warning
 from bench.formatting import alike, digits, plural, size
 from bench.judge.analysis import Analysis
-from bench.judge.baseline import widest
-from bench.judge.caveats import link_words, transfer
+from bench.judge.baseline import percent, widest
+from bench.judge.caveats import TRANSFER, link_words
 from bench.judge.gates import known_defect
 from bench.judge.next_steps import next_command
 from bench.judge.pairs import ComparedPair
@@ -103,6 +103,9 @@ def _fastest(data: Analysis, group: Group) -> Iterator[Finding]:
     if near := data.not_slower(timed, best):
         named = ", ".join(_with_ratio(row["backend"], pairs.get(row["cell_id"])) for row in near)
         text += f". Not shown to be slower: {named}"
+        times = [pair.time for row in near if (pair := pairs.get(row["cell_id"])) and pair.reason is Reason.MANY]
+        if any(time and time.low and time.low > 1 for time in times):
+            text += ". Where an interval excludes 1, Holm's correction leaves the difference undecided"
     elif others:
         text += f". Next: {_with_ratio(others[0]['backend'], pairs.get(others[0]['cell_id']))} times its time"
     yield good("Fastest correct backend", f"{text}.", subject=best["backend"])
@@ -121,11 +124,11 @@ def _interval(low: float | None, high: float | None) -> str:
 def _least(data: Analysis, group: Group) -> Iterator[Finding]:
     """The correct backends with the least memory, and how they compare with the fastest."""
     known = [row for row in group.rows if row["peak_memory_bytes"] is not None and row["status"] == Status.OK]
-    if not known:
+    if not known or "finished" not in data.run.manifest:  # what is to come may need less
         return
     fastest, least = known[0], min(row["peak_memory_bytes"] for row in known)
     best = [row for row in known if alike(row["peak_memory_bytes"], least)]
-    text = f"peak memory per rank {size(least)}, at {group.short_title}"
+    text = f"peak memory per rank {size(least)}, among those at {group.short_title}"
     pairs = data.against(fastest["backend"]) if group.is_timed else {}
     times = sorted(pair.time.ratio for row in best if (pair := pairs.get(row["cell_id"])) and pair.time)
     if fastest not in best and times:
@@ -270,10 +273,10 @@ def _scope_text(data: Analysis) -> str:
         f"{cpu_name(about) if cpu else gpu_names(about)}, {link_words(shown)}",
         f"n = {trials} good {'trial' if trials == '1' else 'trials'} per cell",
         "" if data.times_unavailable else _control_text(data.control),
-        "" if wide is None else f"widest interval of a ratio {100 * wide:.2g} %",
+        "" if wide is None else f"widest interval of a ratio {percent(wide)}",
         summarize((cell for name, cell in run.cells.items() if name not in bad), data.baseline),
         f"{len(bad)} more without a good trial" * bool(bad),
-        transfer(sizes.max()) if cpu and not data.times_unavailable else "",
+        TRANSFER if cpu and not data.times_unavailable else "",
     ]
     return f"{'; '.join(filter(None, parts))}."
 

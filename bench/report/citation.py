@@ -165,7 +165,7 @@ def _ratio_numbers(pair: ComparedPair) -> tuple[str, dict[str, str]]:
         verdict += f" (within the margin of {100 * pair.margin:g} %)"
     elif pair.verdict is Verdict.AMBIGUOUS:
         verdict += f" ({pair.reason}: {NEXT[pair.reason]})"
-    interval = _interval(time.low, time.high, time.lacks)
+    interval = _interval(time.low, time.high, time.reason)
     counted = f"n = {plural(time.num_trials, 'block' if time.paired else 'trial')}"
     around = "unknown" if control is None else _ends(control.low, control.high) or "unknown"
     found = f"{digits(time.ratio)} times the step time ({interval}, {counted}); verdict: {verdict}; A/A pair: {around}"
@@ -182,8 +182,8 @@ def _ends(low: float | None, high: float | None) -> str:
     return "" if low is None or high is None else f"{digits(low)} - {digits(high)}"
 
 
-def _interval(low: float | None, high: float | None, lacks: Sequence[str]) -> str:
-    return f"95 % interval {ends}" if (ends := _ends(low, high)) else " and ".join(lacks)
+def _interval(low: float | None, high: float | None, reason: str) -> str:
+    return f"95 % interval {ends}" if (ends := _ends(low, high)) else reason.partition(";")[0]
 
 
 def _work_sentence(cell: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from bench.formatting import markdown
 from bench.judge.analysis import Analysis
 from bench.judge.gates import known_defect
 from bench.judge.loading import Run, load
+from bench.judge.next_steps import on_each_node
 from bench.judge.pairs import frame_of_pairs
 from bench.judge.tables import rows_of
 from bench.plan.cell import Status
@@ -136,7 +137,7 @@ def _how_to_reproduce(run: Run) -> list[str]:
     """Where the numbers come from, and the command that measures them again."""
     manifest = run.manifest
     digest = f"; SHA-256 of the journal: `{run.digest}`" if run.digest else ""
-    command = shlex.join(map(str, manifest.get("command") or ["python", "-m", "bench", "run"]))
+    command = on_each_node(run, shlex.join(map(str, manifest.get("command") or ["python", "-m", "bench", "run"])))
     return ["", f"**To reproduce.** {markdown(commit_sentence(manifest))}{digest}.", "", *code(command), ""]
 
 

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from bench.formatting import plural
+from bench.judge.baseline import percent
 from bench.judge.gates import EXPECTED, defect_of_record
 from bench.judge.tables import step_time
 from bench.plan.cell import Cell
@@ -84,7 +85,7 @@ class Display:
         return 0.0 if guess is None else guess.total(1) if trial.extra else guess.seconds or 0.0
 
     def interim(self, analysis: InterimAnalysis) -> None:
-        width = "" if analysis.widest is None else f": the widest interval is {100 * analysis.widest:.2g} %"
+        width = "" if analysis.widest is None else f": the widest interval is {percent(analysis.widest)}"
         then = f"going on with {plural(len(analysis.open), 'cell')}" if analysis.open else "that is all"
         why = f" (nothing can be compared: {analysis.refused})" if analysis.refused else ""
         self.say(f"after {plural(analysis.repeats, 'repeat')}{width}; {then}{why}")

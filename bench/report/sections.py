@@ -14,6 +14,7 @@ import pandas as pd
 
 from bench.formatting import plural, size, some
 from bench.judge.analysis import Analysis
+from bench.judge.baseline import percent
 from bench.judge.expected import cells_watched, extent
 from bench.judge.gates import EXPECTED, known_defect, tolerance
 from bench.judge.samples import NAME, slowest
@@ -82,13 +83,13 @@ def speed(data: Analysis) -> PageSection:
     counts = Counter(row.verdict for row in rows)
     verdicts = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict])
     first = f"{plural(len(rows), 'comparison')} with {data.baseline}: {verdicts or 'none'}."
-    spread = 100 * (data.cells["slowest_s"] / data.cells["fastest_s"] - 1).dropna()
+    spread = (data.cells["slowest_s"] / data.cells["fastest_s"] - 1).dropna()
     second = "No cell has a time that may be compared."
     if not spread.empty:
         worst = str(spread.idxmax())
         second = (
-            f"In the median cell, the slowest trial takes {spread.median():.2g} % longer than the fastest; at most it "
-            f"is {spread.max():.2g} % ({data.run.labels[worst]})."
+            f"In the median cell, the slowest trial takes {percent(spread.median())} longer than the fastest; at most "
+            f"it is {percent(spread.max())} ({data.run.labels[worst]})."
         )
     return PageSection(
         key=SPEED,

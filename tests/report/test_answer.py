@@ -14,6 +14,7 @@ from rich.console import Console
 from bench.errors import InputError
 from bench.findings import Finding, Level
 from bench.judge.analysis import Analysis
+from bench.judge.caveats import link_words
 from bench.judge.integrity import check
 from bench.judge.loading import Run, load
 from bench.judge.next_steps import VIRTUAL
@@ -24,8 +25,8 @@ from bench.report.citation import cite
 from bench.report.descriptions import eager_and_deferred
 from bench.report.terminal import show
 from bench.run.journal import JOURNAL, read_manifest, write_manifest
-from tests.factories import make_cell, make_record
-from tests.pages import kind, read, report, write, write_run
+from tests.factories import make_cell, make_matrix, make_record
+from tests.pages import kind, read, records_of, report, write, write_run
 
 FASTEST, LEAST, SYNC = "Fastest correct backend", "Least memory", "Deferred against eager"
 FACTORS = {"alpha-eager": 1.0, "alpha-deferred": 0.75, "beta": 1.2, "gamma": 0.7525}
@@ -93,7 +94,8 @@ def test_the_fastest_correct_backend_and_those_not_told_from_it(folder: Path) ->
     order = [row["backend"] for row in found.groups[0].rows]
     assert order == ["alpha-deferred", "gamma", "alpha-eager", "beta", "large", "wrong"]
     assert fastest.subject == "alpha-deferred" and ". Not shown to be slower: gamma, " in fastest.text
-    assert least.subject == "alpha-deferred" and "at N=4, W=2." in least.text
+    assert "Holm" not in fastest.text
+    assert least.subject == "alpha-deferred" and least.text.endswith(", among those at N=4, W=2.")
     (row,) = [row for row in found.groups[0].rows if row["backend"] == "beta"]
     assert (row["num_ok"], row["correct"], row["verdict"]) == (10, "yes", "slower")
     assert not on_topic(found, "Undecided") and run.labels[row["cell_id"]] == "beta N=4 W=2 fp32"
@@ -121,6 +123,7 @@ def test_the_first_pair_that_shards_parameters_has_a_statement_and_all_others_sh
     left = "; ".join(f"{name}-deferred 1.000" for name in ("alpha", "beta", "gamma") if name != first)
     assert others.text == f"memory at N=4, W=2, deferred / eager: {left}."
     assert found.alarm is not None and "the loss is off" not in found.alarm.text  # it is said of the cell
+    assert found.alarm.text == "An interval needs 5 blocks with both cells; there is 1."
 
 
 def test_what_must_not_be_used_is_said_once_with_its_reason(folder: Path, printed: str) -> None:
@@ -172,6 +175,34 @@ def test_what_stays_open_has_a_command_too(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {"alpha": 1.0, "beta": 1.0}, accumulate=(2,), noise=0.2, twin=False)
     (found,) = on_topic(run_and_answer(folder)[1], "Undecided")
     assert found.subject == "beta at N=2, W=2" and found.command == "python -m bench run --matrix made --repeats 20"
+
+
+def test_more_repeats_get_the_time_that_they_need_on_every_node(tmp_path: Path) -> None:
+    """20 blocks of three trials of 30 s take 30 minutes."""
+    about = {"matrix": make_matrix({"budget_s": 1200}).to_dict(), "nodes": [{}]}
+    cells = {make_cell(backend=name): 0.1 for name in ("alpha", "beta")}
+    records = records_of(cells, changes=lambda *_: {"wall_s": 30.0})
+    folder = write(tmp_path / "run", records, baseline="alpha", **about)
+    (found,) = on_topic(run_and_answer(folder)[1], "Undecided")
+    nodes = " # on each of 2 nodes: docs/hosts.md"
+    assert found.command == f"python -m bench run --matrix made --repeats 20 --budget 40m{nodes}"
+    report(folder, drawn=False)
+    assert f"--out run{nodes}" in (folder / "report.md").read_text(encoding="utf-8")
+
+
+def test_an_interval_without_1_may_decide_nothing_and_a_wide_one_asks_for_nothing(tmp_path: Path) -> None:
+    factors = {"alpha": 1.0, "beta": 1.0, "gamma": 1.03, "delta": 1.04, "epsilon": 1.05}
+    found = run_and_answer(write_run(tmp_path / "run", factors, accumulate=(2,), noise=0.03))[1]
+    (fastest,), (wide,) = on_topic(found, FASTEST), on_topic(found, "Undecided")
+    assert "gamma, 1.037 (95 % 1.004-1.071). Where an interval excludes 1, Holm's correction" in fastest.text
+    assert "the interval contains 1" in wide.text and not wide.command
+
+
+def test_of_an_unfinished_run_no_memory_is_the_least_and_no_width_has_an_exponent(tmp_path: Path) -> None:
+    found = run_and_answer(write_run(tmp_path / "run", FACTORS, accumulate=(2,), noise=0.8, finished=None))[1]
+    assert not on_topic(found, LEAST) and "widest interval of a ratio " in found.scope.text
+    assert "e+" not in found.scope.text
+    assert link_words([make_cell(world_size=1, device="cuda")]) == "one GPU, so no bytes move"
 
 
 def test_a_cell_that_runs_once_beside_others_has_no_time_to_compare(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_a_cell_is_cited_with_all_that_it_needs(data: Analysis) -> None:
     assert line.endswith(f" n=10 bytes=51904512 sha256={data.run.manifest['journal_sha256']}")
     assert data.run.manifest["machine"]["cpu"] in text and f"torch {data.run.manifest['packages']['torch']}" in text
     assert text.endswith(f"Commit: {COMMIT}.")
-    limits = "gloo over loopback; rankings of a 3.411 M model over gloo do not transfer to GPUs"
+    limits = "gloo over loopback; rankings of this model over gloo do not transfer to GPUs"
     unknown = "the share of its CPUs that other programs and the hypervisor took was not measured"
     assert f"Note: {limits}; {unknown}" in text
 

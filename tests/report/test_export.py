@@ -17,7 +17,7 @@ from bench.judge.analysis import Analysis, Frames
 from bench.plan.cell import REFERENCE
 from bench.plan.columns import COLUMNS, FRAMES
 from bench.report.formats import COLUMNS_FILE, FORMULA
-from tests.conftest import alone
+from tests.conftest import ROOT, alone
 from tests.pages import write_run
 from tests.report.test_citation import wrong_update
 
@@ -34,6 +34,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def frames(folder: Path) -> Frames:
     return bench.load(str(folder))
+
+
+def test_the_help_has_the_words_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    docs = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8").replace("`", "")
+    for text in ("tables, plots and report again from its", "one number, one ratio or one plot", "a run's tables, or"):
+        assert text in told and text in docs
 
 
 def test_every_column_of_every_frame_is_documented(frames: Frames) -> None:
