@@ -51,8 +51,8 @@ def digits(value: float) -> str:
     """A number with four significant digits and without an exponent."""
     if not (math.isfinite(value) and value):
         return f"{value:g}"
-    decimals = 3 - math.floor(math.log10(abs(value)))
-    return f"{round(value, decimals):.{max(0, decimals)}f}"
+    rounded = float(f"{value:.3e}")
+    return f"{rounded:.{max(0, 3 - math.floor(math.log10(abs(rounded))))}f}"
 
 
 def at_most(value: float) -> str:

@@ -128,7 +128,7 @@ def _least(data: Analysis, group: Group) -> Iterator[Finding]:
         return
     fastest, least = known[0], min(row["peak_memory_bytes"] for row in known)
     best = [row for row in known if alike(row["peak_memory_bytes"], least)]
-    text = f"peak memory per rank {size(least)}, among those at {group.short_title}"
+    text = f"peak memory per rank {size(least)}, at {group.short_title}"
     pairs = data.against(fastest["backend"]) if group.is_timed else {}
     times = sorted(pair.time.ratio for row in best if (pair := pairs.get(row["cell_id"])) and pair.time)
     if fastest not in best and times:

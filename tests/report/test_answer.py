@@ -95,7 +95,7 @@ def test_the_fastest_correct_backend_and_those_not_told_from_it(folder: Path) ->
     assert order == ["alpha-deferred", "gamma", "alpha-eager", "beta", "large", "wrong"]
     assert fastest.subject == "alpha-deferred" and ". Not shown to be slower: gamma, " in fastest.text
     assert "Holm" not in fastest.text
-    assert least.subject == "alpha-deferred" and least.text.endswith(", among those at N=4, W=2.")
+    assert least.subject == "alpha-deferred" and least.text.endswith(", at N=4, W=2.")
     (row,) = [row for row in found.groups[0].rows if row["backend"] == "beta"]
     assert (row["num_ok"], row["correct"], row["verdict"]) == (10, "yes", "slower")
     assert not on_topic(found, "Undecided") and run.labels[row["cell_id"]] == "beta N=4 W=2 fp32"

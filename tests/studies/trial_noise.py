@@ -8,12 +8,14 @@ of any two cells is 1: the residuals' own means are up to 2.6 % away from it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
+from bench.judge.baseline import baseline_of
 from bench.judge.loading import Run, load
 from bench.judge.statistics import Array
 from bench.plan.cell import Status
@@ -73,8 +75,11 @@ def residuals(run: Run) -> Array:
 
 
 def compared(run: Run) -> Sequence[str]:
-    """Ids of the cells that a report compares: all but references."""
-    return [cell_id for cell_id, cell in run.cells.items() if not cell.is_reference]
+    """Ids of the cells that a report compares, and of the A/A pair: a baseline elsewhere is compared with nothing."""
+    baseline, cells = baseline_of(run.manifest), run.cells.items()
+    paired = {dataclasses.replace(cell, twin="").cell_id for _, cell in cells if cell.twin}
+    known = [(cell_id, cell) for cell_id, cell in cells if not cell.is_reference]
+    return [cell_id for cell_id, cell in known if cell.twin or cell.backend != baseline or cell_id in paired]
 
 
 def sources() -> Iterator[Noise]:
