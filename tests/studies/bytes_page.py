@@ -158,7 +158,7 @@ def _peaks(errors: pd.DataFrame) -> list[str]:
         "## Predicted peaks against exact ones",
         "",
         "What `predict` says of a rank's peak is a closed form in which nothing is fitted, for models that fill a GPU "
-        "(`bench/forecast/footprint.py`); it leaves out tensors of a few tokens, which matter in the tiny one. The exact "
+        "(`bench/forecast/footprint.py`); it omits tensors of a few tokens, which matter in the tiny one. The exact "
         "peak is that of all that lives but for what the bench itself holds (the tokens of all windows) and the "
         "model's buffers. Cells of the tiny model are those above; larger ones spread over backends, N, W, precision, "
         "lengths and checkpointing, each measured on fake tensors, as by `predict --exact`, and DDP on real ones.",

@@ -85,7 +85,7 @@ def _rates(results: Results) -> list[str]:
         for row in results.rates.to_dict("records")
     ]
     spread = ", ".join(f"{100 * noise.deviation:.2g} % in {noise.name}" for noise in results.noises)
-    head = ("noise", "any false difference", *(f"{name} found" for name in names), "coverage", "called same at 1 %", "median width")
+    head = ("noise", "any false difference", *(f"{name} found" for name in names), "coverage", "same at 1 %", "median width")
     lost = max((results.rates[f"t {name}"] - results.rates[f"power {name}"]).max() for name in names)
     return [
         "## Rates",
@@ -159,7 +159,7 @@ def _rivals(frame: pd.DataFrame) -> list[str]:
         "How often each calls two cells different, with the noise of `cpu` and its steps; one comparison, interleaved "
         "as here. The tools themselves run one cell after the other, so that drift enters too.",
         "",
-        *markdown_table(("rule", "trials", *(f"true difference: {'none' if name == 'A/A' else name}" for name in names)), rows),
+        *markdown_table(("rule", "trials", *(f"true difference: {name}" for name in names)), rows),
         *(f"- {rule.name}: {rule.about}" for rule in RULES),
         "",
     ]
