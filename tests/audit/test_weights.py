@@ -104,5 +104,20 @@ def test_the_picture_is_the_coefficients() -> None:
 
 
 def test_what_is_wrong_is_among_the_updates_that_are_drawn() -> None:
-    shown = words(drawing("late")[0])
-    assert "right: wrong-at-3\nupdates 3 to 18 of 20" in shown and "right: wrong-at-20\nupdates 5 to 20 of 20" in shown
+    shown, others = words(drawing("late")[0]), "of 20; sums of the others: 1.00"
+    assert f"right: wrong-at-3\nupdates 3 to 18 {others}" in shown
+    assert f"right: wrong-at-20\nupdates 5 to 20 {others}" in shown
+
+
+def test_words_leave_nothing_out() -> None:
+    updates = [window(0, i, i + 1, 1 / 8 if i else 1 / 4) for i in range(17)]
+    findings = [(word, "wrong") for word in ("a", "b", "c", "d")]
+    raising = {"samples": 17, "fault": "exception", "at": 6}
+    seen = [make_observation("odd", updates, findings, scenario=raising)]
+    found = weight_figure([*seen, make_observation("refusing", [], [("refused", "note")])])
+    assert found is not None
+    figure, about = found
+    assert {"a, b and 2 more: odd\nupdates 2 to 17 of 17; sums of the others: 0.25", "sample"} <= {*words(figure)}
+    assert about.subtitle.endswith(", micro-batch 6 raises; the epoch that it ends is trained again as the next one")
+    assert about.notes[0].startswith("A row is an update")
+    assert about.notes[1:] == ["Without an update: refusing (refused)."]
