@@ -92,8 +92,7 @@ def test_a_figure_is_one_picture_with_its_words_and_its_data(tmp_path: Path) -> 
         with Image.open(tmp_path / f"{stem}.png") as image:
             assert image.width == round(style.WIDTH * style.DPI) and len(image.info["Title"]) > 20
             assert image.info["Source"] == "cpu"
-            if stem != "step_time_ratio":
-                assert all(words in image.info["Description"] for words in ("run cpu", "model tiny", "B = 16 samples"))
+            assert all(words in image.info["Description"] for words in ("run cpu", "model tiny", "B = 16 samples"))
 
 
 @pytest.mark.parametrize("name", first(["cpu", "two"], [*COMMITTED, *MADE]))
@@ -114,6 +113,18 @@ def test_titles_are_findings_and_wrong_backends_are_named() -> None:
     assert found["loss_curves"].startswith(f"{wrong} deviate from the reference's loss by up to ")
     assert re.fullmatch(r"At N = 8, deferring the sync saves \d+ % of a step with deepspeed-zero2", found["step_time"])
     assert "lightning-deepspeed-zero2 (invalid)" in legible.words(drawings_of("cpu")["loss_curves"].figure)
+
+
+def test_ratios_show_the_whole_band_of_the_control_and_name_what_has_no_time() -> None:
+    drawing = drawings_of("popular")["step_time_ratio"]
+    (axes,) = drawing.figure.axes
+    assert all(axes.get_xlim()[0] < band.get_x() for band in axes.patches)  # type: ignore[attr-defined]
+    assert not any("N = 4:" in text for text in legible.words(drawing.figure))
+    name = "lightning-deepspeed-zero"
+    untimed = f"Without a value: {name}2 at N = 4 (invalid) and {name}3 at N = 4 (invalid)."
+    assert drawing.words.notes[:2] == ["Below 1 is faster.", untimed]
+    title = "At N = 4, no backend is shown to be faster than ddp-deferred; 18 of 21 others are slower"
+    assert drawing.words.title == title
 
 
 def test_the_legend_shows_the_markers_of_the_curves() -> None:
