@@ -51,7 +51,6 @@ SIGNS: dict[str, tuple[dict[str, Any], str]] = {
 """Marks below a map for the samples that are in no update, and what they mean."""
 ENDED: dict[str, Any] = {"facecolor": "#f0f0f0", "edgecolor": "#cccccc", "hatch": "////", "lw": 0}
 """Where one training had ended while another went on."""
-RESTARTED = "; the epoch that it ends is trained again as the next one"
 
 
 @dataclass(frozen=True)
@@ -147,8 +146,8 @@ def weight_figure(observations: Sequence[Observation], *, footer: str = "") -> t
     notes = ["A row is an update, and a column a sample. At the right: the sum of the update's coefficients."]
     notes += [f"Not drawn: {names} ({outcome})." for outcome, names in _outcomes(undrawn)]
     notes += [f"Without an update: {names} ({outcome})." for outcome, names in _outcomes(without)]
-    made = Scenario.from_dict(scenario)
-    setting = f"{scenario['name']}: {made.setting}" + RESTARTED * (made.fault is Fault.EXCEPTION)
+    notes += ["The epoch that raises is trained again as the next one."] * (scenario["fault"] == Fault.EXCEPTION)
+    setting = f"{scenario['name']}: {Scenario.from_dict(scenario).setting}"
     words = FigureWords(scenario["title"] or scenario["name"], setting, footer, notes)
     updates, epochs = _drawn_extent(maps, scenario["samples"])
     with matplotlib.style.context(list(style.BASE)):

@@ -74,6 +74,5 @@ def figures(data: Analysis) -> list[Drawing]:
     rows = [row for row in data.verdicts if row.b.world.times_communication and row.b.cell_id not in once]
     report = Report(a=data.baseline, b="each other backend", rows=rows, remarks=data.remarks)
     words = figure_data.figure_words("", timed=True)
-    untimed = data.contestants[data.contestants.index.isin(once)].sort_values("backend")
-    words.notes = without_value(untimed, "step_time_s")
+    words.notes = without_value(data.contestants[data.contestants.index.isin(once)], "step_time_s")
     return found + forest.draw(report, RATIOS, words)

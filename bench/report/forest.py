@@ -58,8 +58,8 @@ def draw(report: Report, stem: str = "compare", around: FigureWords | None = Non
     if _control_interval(report) is None:
         legend += " There is no A/A pair with an interval, so nothing is called faster, slower or the same."
     around = around or FigureWords("", "", "")
-    notes = [legend, *around.notes, *(f"{text}." for text in report.remarks)]
-    notes += left_out_note(len(report.rows), len(drawn), "comparisons")
+    left_out = left_out_note(len(report.rows), len(drawn), "comparisons")
+    notes = [legend, *around.notes, *(f"{text}." for text in report.remarks), *left_out]
     words = FigureWords(_title(report), _subtitle(report, around.subtitle), around.footer, notes)
     data = pd.DataFrame([record(row) for row in report.rows])
     with matplotlib.style.context(list(BASE)):
@@ -101,10 +101,8 @@ def _title(report: Report) -> str:
     rows = [row for row in report.rows if row.b.accumulate == n and not row.b.twin]
     if not rows:
         return f"Only {report.a} was compared with itself"
-    names = {
-        verdict: list(dict.fromkeys(row.b.backend for row in rows if row.verdict is verdict)) for verdict in Verdict
-    }
-    faster, slower = names[Verdict.FASTER], names[Verdict.SLOWER]
+    names = grouped((row.verdict, row.b.backend) for row in rows)
+    faster, slower = (list(dict.fromkeys(names.get(each, ()))) for each in (Verdict.FASTER, Verdict.SLOWER))
     if faster:
         return f"At N = {n}, {some(faster)} {'is' if len(faster) == 1 else 'are'} faster than {report.a}"
     certain = f"; {len(slower)} of {plural(len(rows), 'other')} {'is' if len(slower) == 1 else 'are'} slower"
@@ -175,16 +173,13 @@ def _draw_dot(axes: Axes, y: float, row: ComparedPair, colour: str) -> None:
 
 
 def _write_verdict(axes: Axes, y: float, row: ComparedPair, n: str) -> None:
-    words = safe(cut(n + _ratio_words(row)))
-    text = axes.text(1.02, y, words, size=TINY, va="center", transform=axes.get_yaxis_transform())
-    barred = row.verdict is Verdict.NOT_COMPARABLE
-    text.set_color(GREY if barred else SLOWER_COLOUR if SLOWER in row.regressions else "black")
+    words, barred = safe(cut(n + _ratio_words(row))), row.verdict is Verdict.NOT_COMPARABLE
+    colour = GREY if barred else SLOWER_COLOUR if SLOWER in row.regressions else "black"
+    axes.text(1.02, y, words, size=TINY, va="center", color=colour, transform=axes.get_yaxis_transform())
 
 
 def _ratio_words(row: ComparedPair) -> str:
-    time, verdict = row.time, str(row.verdict)
-    if SLOWER in row.regressions:
-        verdict = "REGRESSED"
+    time, verdict = row.time, "REGRESSED" if SLOWER in row.regressions else str(row.verdict)
     if row.verdict is Verdict.NOT_COMPARABLE:
         return f"{verdict}: {row.reason}"
     if time is None:
