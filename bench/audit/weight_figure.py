@@ -17,8 +17,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from bench.audit.conformance import FURTHER, TOLERANCE, Observation, summary
-from bench.audit.scenario import Scenario
+from bench.audit.conformance import TOLERANCE, Observation, summary
+from bench.audit.scenario import Fault, Scenario
+from bench.formatting import some
 from bench.grouping import grouped
 from bench.report import style
 from bench.report.canvas import FULL, FigureWords, new_figure
@@ -142,8 +143,10 @@ def weight_figure(observations: Sequence[Observation], *, footer: str = "") -> t
     maps, scenario = every[:MAX_MAPS], every[0].first["scenario"]
     undrawn = [observation for found in every[MAX_MAPS:] for observation in found.observations]
     without = [observation for observation in observations if not observation["updates"]]
-    notes = [f"not drawn: {text}" for text in _outcomes(undrawn)]
-    notes += [f"no update: {text}" for text in _outcomes(without)]
+    notes = ["A row is an update, and a column a sample. At the right: the sum of the update's coefficients."]
+    notes += [f"Not drawn: {names} ({outcome})." for outcome, names in _outcomes(undrawn)]
+    notes += [f"Without an update: {names} ({outcome})." for outcome, names in _outcomes(without)]
+    notes += ["The epoch that raises is trained again as the next one."] * (scenario["fault"] == Fault.EXCEPTION)
     setting = f"{scenario['name']}: {Scenario.from_dict(scenario).setting}"
     words = FigureWords(scenario["title"] or scenario["name"], setting, footer, notes)
     updates, epochs = _drawn_extent(maps, scenario["samples"])
@@ -162,10 +165,10 @@ def weight_figure(observations: Sequence[Observation], *, footer: str = "") -> t
     return figure, words
 
 
-def _outcomes(observations: Sequence[Observation]) -> list[str]:
-    """What happened, as the verdict and one more finding with their numbers, and the backends under which it did."""
-    pairs = ((", ".join(summary(seen)[: 1 + FURTHER]), style.clean(seen["backend"])) for seen in observations)
-    return [f"{outcome}: {', '.join(names)}" for outcome, names in grouped(pairs).items()]
+def _outcomes(observations: Sequence[Observation]) -> list[tuple[str, str]]:
+    """What happened, as two findings with their numbers and the number of others, and under which backends."""
+    pairs = ((some(summary(seen)), style.clean(seen["backend"])) for seen in observations)
+    return [(outcome, ", ".join(names)) for outcome, names in grouped(pairs).items()]
 
 
 def _drawn_extent(maps: Sequence[WeightMap], samples: int) -> tuple[int, int]:
@@ -179,9 +182,12 @@ def _drawn_extent(maps: Sequence[WeightMap], samples: int) -> tuple[int, int]:
 
 def _title(found: WeightMap, updates: int, epochs: int) -> list[str]:
     """What happened under which backends, and what is not drawn, in lines."""
-    texts, drawn = _outcomes(found.observations), found.drawn(updates, epochs)
-    if len(drawn) < len(found.first["updates"]):
-        texts.append(f"updates {drawn[0] + 1} to {drawn[-1] + 1} of {len(found.first['updates'])}")
+    texts = [f"{outcome}: {names}" for outcome, names in _outcomes(found.observations)]
+    every, drawn = found.first["updates"], found.drawn(updates, epochs)
+    if len(drawn) < len(every):
+        others = sorted((*every[: drawn.start], *every[drawn.stop :]), key=lambda update: float(update["sum"]))
+        ends = " to ".join(dict.fromkeys(map(_sum_text, (others[0], others[-1]))))
+        texts.append(f"updates {drawn[0] + 1} to {drawn[-1] + 1} of {len(every)}; sums of the others: {ends}")
     elif found.epochs > epochs:
         texts.append(f"first {epochs} of {found.epochs} epochs")
     return [line for text in texts for line in style.wrap(text, FULL - 0.9, TINY)]
@@ -249,12 +255,11 @@ def _number_samples(axes: Axes, samples: int, epochs: int) -> None:
     places = [(epoch, sample) for epoch in range(epochs) for sample in inner]
     labels = [str(sample) if sample else f"0\nepoch {epoch + 1}" for epoch, sample in places]
     axes.set_xticks([epoch * samples + sample for epoch, sample in places], labels, size=TINY)
+    axes.set_xlabel("sample", size=TINY)
 
 
 def _legend_keys(maps: Sequence[WeightMap], epochs: int) -> list[Key]:
     keys: list[Key] = [(Patch(facecolor=RIGHT_COLOUR), "the right weight, within 1 %; blank: not in the update")]
-    places = "a row: an update; a column: a sample; at the right: the sum of the update's coefficients"
-    keys.append((Line2D([], [], linestyle="none"), places))
     for name, (look, label) in SIGNS.items():
         if any(_marks(found, epochs)[name] for found in maps):
             keys.append((Line2D([], [], linestyle="none", markersize=4.5, **look), label))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 import pandas as pd
@@ -145,27 +146,24 @@ def draw_loss_curves(data: FigureData) -> list[Drawing]:
     drawn = pd.concat([panel.rows for panel in panels])
     invalid = drawn["status"] == Status.INVALID
     apart = drawn["deviation"].isna() | (drawn["deviation"] > VISIBLE) | invalid
-    named = set(drawn[apart]["backend"])
-    words = data.figure_words(_loss_title(drawn))
+    named = data.backends_in(drawn[apart])
+    words = data.figure_words(_loss_title(panels))
     if short:
         left_out.append(f"The curves of {plural(short, 'cell')} are left out: they are much shorter than others.")
-    words.notes[:0] = left_out
+    words.notes[:0] = [*["Rings: invalid; the report of the run says why."] * bool(invalid.any()), *left_out]
     keys = [
         style.line_key(name, data.looks[name], data.looks[name].line, wrong=wrong)
-        for name in data.backends_in(drawn)
-        if name in named
+        for name in named
         for wrong in invalid[drawn["backend"] == name].unique()
     ]
     near = drawn[~drawn["backend"].isin(named)]
     if len(near):
-        others = (
-            f"the reference, and {plural(near['backend'].nunique(), 'backend')} within {near['deviation'].max():.1g}"
-        )
-        keys.append((Line2D([], [], color=REFERENCE_COLOUR, linestyle="--"), f"{others} nats/token of it"))
+        count, most = plural(near["backend"].nunique(), "backend"), at_most(near["deviation"].max())
+        others = f"the reference, and {count} within {most} nats/token of it"
+        keys.append((Line2D([], [], color=REFERENCE_COLOUR, linestyle="--"), others))
     figure = new_figure(words, keys, 2.8)
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True):
-        axes.set_title(style.safe(panel.title))
-        axes.set_xlabel("optimizer step")
+        axes.set(title=style.safe(panel.title), xlabel="optimizer step")
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         _draw_losses(data, axes, panel, named)
     figure.axes[0].set_ylabel("loss (nats/token)")
@@ -187,18 +185,22 @@ def _losses_beside_reference(data: FigureData) -> pd.DataFrame:
     return keyed.assign(deviation=(keyed["loss"] - keyed["reference_loss"]).abs())
 
 
-def _loss_title(rows: pd.DataFrame) -> str:
-    """Which backends deviate from the reference's loss, or how close to it all stay."""
-    wrong = rows[rows["status"] == Status.INVALID]["backend"].unique()
-    if len(wrong):
-        away = rows[rows["backend"].isin(wrong)]["deviation"].max()
-        by = "" if pd.isna(away) else f" by up to {away:.2g} nats/token"
-        return f"{some(list(wrong))} {'deviates' if len(wrong) == 1 else 'deviate'} from the reference's loss{by}"
-    if rows["deviation"].isna().all():
+def _loss_title(panels: list[Panel]) -> str:
+    """Which backends visibly deviate from the reference's loss, and where most, or how close to it all stay."""
+    rows = pd.concat([panel.rows.assign(panel=f" ({panel.title})" if panel.title else "") for panel in panels])
+    rows = rows.dropna(subset=["reference_loss"])
+    if rows.empty:
         return "Losses, without a reference to compare them with"
-    count = rows["backend"].nunique()
+    away = rows["deviation"].fillna(math.inf)
+    most, far = away.max(), list(rows[away > VISIBLE]["backend"].unique())
+    if far:
+        by = f" by up to {at_most(most)} nats/token" * math.isfinite(most)
+        by += str(rows[away == most]["panel"].iloc[0])
+        return f"{some(far)} {'deviates' if len(far) == 1 else 'deviate'} from the reference's loss{by}"
+    count, wrong = (found["backend"].nunique() for found in (rows, rows[rows["status"] == Status.INVALID]))
     whose = f"All {count} backends stay" if count > 1 else f"{rows['backend'].iloc[0]} stays"
-    return f"{whose} within {at_most(rows['deviation'].max())} nats/token of the reference's loss"
+    but = f", but {wrong} {'is' if wrong == 1 else 'are'} invalid" if wrong else ""
+    return f"{whose} within {at_most(most)} nats/token of the reference's loss{but}"
 
 
 def _draw_losses(data: FigureData, axes: Axes, panel: Panel, named: Collection[str]) -> None:

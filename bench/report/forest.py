@@ -43,7 +43,7 @@ Row = tuple[str, list[ComparedPair]]
 """A name, and its pairs in order of N."""
 
 
-def draw(report: Report, stem: str = "compare", footer: str = "") -> list[Drawing]:
+def draw(report: Report, stem: str = "compare", around: FigureWords | None = None) -> list[Drawing]:
     """The figure, if anything was compared. Without room for all, the smallest N go first, then the fewest ranks."""
     every = _named_rows(report.rows)
     if not every:
@@ -53,8 +53,14 @@ def draw(report: Report, stem: str = "compare", footer: str = "") -> list[Drawin
         every, int(PAGE / (ROW + DOT * count)), lambda row: (row[1][-1].b.world_size, row[1][-1].b.accumulate)
     )
     shown = [(name, pairs[-count:]) for name, pairs in fitting]
-    drawn = sum(len(pairs) for _, pairs in shown)
-    words = _figure_words(report, left_out_note(len(report.rows), drawn, "comparisons"), footer)
+    drawn = [pair for _, pairs in shown for pair in pairs]
+    legend = "Below 1 is faster." + " Hollow: no interval." * any(row.time and not row.has_interval for row in drawn)
+    if _control_interval(report) is None:
+        legend += " There is no A/A pair with an interval, so nothing is called faster, slower or the same."
+    around = around or FigureWords("", "", "")
+    left_out = left_out_note(len(report.rows), len(drawn), "comparisons")
+    notes = [legend, *around.notes, *(f"{text}." for text in report.remarks), *left_out]
+    words = FigureWords(_title(report), _subtitle(report, around.subtitle), around.footer, notes)
     data = pd.DataFrame([record(row) for row in report.rows])
     with matplotlib.style.context(list(BASE)):
         return [Drawing(stem, _draw(report, shown, words), data, words)]
@@ -81,15 +87,12 @@ def _named_rows(pairs: Sequence[ComparedPair]) -> list[Row]:
     return [(" ".join(filter(None, (name, context))), alike) for (context, name), alike in rows]
 
 
-def _figure_words(report: Report, notes: Sequence[str], footer: str) -> FigureWords:
-    subtitle = f"Step time of B over that of A, with 95 % intervals over trials. B: {report.b}; A: {report.a}"
+def _subtitle(report: Report, setting: str) -> str:
+    text = f"Step time of {report.b} relative to that of {report.a}, with 95 % intervals over trials"
     if report.differences:
         keys = ", ".join(each.key for each in report.differences[:4])
-        subtitle += f". DIFFERENT MACHINES OR SOFTWARE: {keys}" + (" ..." if len(report.differences) > 4 else "")
-    legend = "Below 1, B is faster. Hollow: no interval."
-    if _control_interval(report) is None:
-        legend += " There is no A/A pair with an interval, so nothing is called faster, slower or the same."
-    return FigureWords(_title(report), subtitle, footer, [legend, *(f"{text}." for text in report.remarks), *notes])
+        text += f". DIFFERENT MACHINES OR SOFTWARE: {keys}" + (" ..." if len(report.differences) > 4 else "")
+    return "; ".join(filter(None, [text, setting]))
 
 
 def _title(report: Report) -> str:
@@ -98,14 +101,12 @@ def _title(report: Report) -> str:
     rows = [row for row in report.rows if row.b.accumulate == n and not row.b.twin]
     if not rows:
         return f"Only {report.a} was compared with itself"
-    names = {
-        verdict: list(dict.fromkeys(row.b.backend for row in rows if row.verdict is verdict)) for verdict in Verdict
-    }
-    faster, slower = names[Verdict.FASTER], names[Verdict.SLOWER]
+    names = grouped((row.verdict, row.b.backend) for row in rows)
+    faster, slower = (list(dict.fromkeys(names.get(each, ()))) for each in (Verdict.FASTER, Verdict.SLOWER))
     if faster:
         return f"At N = {n}, {some(faster)} {'is' if len(faster) == 1 else 'are'} faster than {report.a}"
     certain = f"; {len(slower)} of {plural(len(rows), 'other')} {'is' if len(slower) == 1 else 'are'} slower"
-    return f"At N = {n}, nothing is certainly faster than {report.a}" + (certain if slower else "")
+    return f"At N = {n}, no backend is shown to be faster than {report.a}" + (certain if slower else "")
 
 
 def _control_interval(report: Report) -> Interval | None:
@@ -126,12 +127,12 @@ def _draw(report: Report, rows: Sequence[Row], words: FigureWords) -> Figure:
     for place, (_, pairs) in enumerate(rows):
         for i, pair in enumerate(pairs):
             _draw_dot(axes, place + DOT / height * (i - (len(pairs) - 1) / 2), pair, colours[pair.b.accumulate])
-        _write_verdict(axes, place, pairs[-1])
+        _write_verdict(axes, place, pairs[-1], f"N = {pairs[-1].b.accumulate}: " * (len(ns) > 1))
         if most > 1:
             axes.axhline(place + 0.5, color="#e4e4e4", linewidth=0.5, zorder=0.3)
     axes.spines["left"].set_visible(False)
     _set_scale(axes, report)
-    axes.set_xlabel("step time of B / step time of A")
+    axes.set_xlabel("relative step time")
     if control is not None and control.low is not None and control.high is not None:
         axes.axvspan(control.low, control.high, color=CONTROL_COLOUR, zorder=0.1, linewidth=0)
     axes.axvspan(1 / (1 + report.margin), 1 + report.margin, color=MARGIN_COLOUR, zorder=0.2, linewidth=0)
@@ -144,7 +145,7 @@ def _draw(report: Report, rows: Sequence[Row], words: FigureWords) -> Figure:
 def _set_scale(axes: Axes, report: Report) -> None:
     """A logarithmic axis with room for all ratios, ends of intervals, margin and threshold."""
     ends = [1 + report.margin, 1 / (1 + report.margin), LEAST_REACH, 1 / LEAST_REACH, 1 + (report.threshold or 0)]
-    for time in (row.time for row in report.rows if row.time is not None):
+    for time in filter(None, [_control_interval(report), *(row.time for row in report.rows)]):
         ends += [end for end in (time.ratio, time.low, time.high) if end is not None]
     low, high = min(ends) / 1.02, max(ends) * 1.02
     axes.set_xscale("log")
@@ -171,17 +172,14 @@ def _draw_dot(axes: Axes, y: float, row: ComparedPair, colour: str) -> None:
     axes.plot([time.ratio], [y], "o", color=colour, markerfacecolor=face, markersize=4.5, zorder=3)
 
 
-def _write_verdict(axes: Axes, y: float, row: ComparedPair) -> None:
-    words = safe(cut(f"N = {row.b.accumulate}: {_ratio_words(row)}"))
-    text = axes.text(1.02, y, words, size=TINY, va="center", transform=axes.get_yaxis_transform())
-    barred = row.verdict is Verdict.NOT_COMPARABLE
-    text.set_color(GREY if barred else SLOWER_COLOUR if SLOWER in row.regressions else "black")
+def _write_verdict(axes: Axes, y: float, row: ComparedPair, n: str) -> None:
+    words, barred = safe(cut(n + _ratio_words(row))), row.verdict is Verdict.NOT_COMPARABLE
+    colour = GREY if barred else SLOWER_COLOUR if SLOWER in row.regressions else "black"
+    axes.text(1.02, y, words, size=TINY, va="center", color=colour, transform=axes.get_yaxis_transform())
 
 
 def _ratio_words(row: ComparedPair) -> str:
-    time, verdict = row.time, str(row.verdict)
-    if SLOWER in row.regressions:
-        verdict = "REGRESSED"
+    time, verdict = row.time, "REGRESSED" if SLOWER in row.regressions else str(row.verdict)
     if row.verdict is Verdict.NOT_COMPARABLE:
         return f"{verdict}: {row.reason}"
     if time is None:

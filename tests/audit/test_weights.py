@@ -40,7 +40,7 @@ SCENES: dict[str, list[dict[str, Any]]] = {
         make_observation(
             "losing",
             LOSING,
-            [("lost", "wrong")],
+            [("lost", "wrong"), ("miscounted", "wrong"), ("odd", "wrong")],
             scenario=TWO_EPOCHS,
             lost={"0": [8, 9, 10, 11]},
             left_open={"1": [4, 5, 6, 7, 8, 9, 10, 11]},
@@ -63,7 +63,7 @@ SCENES: dict[str, list[dict[str, Any]]] = {
         make_observation(
             f"wrong-at-{at}",
             [window(0, i, i + 1, 0.5 if i == at - 1 else 1) for i in range(20)],
-            scenario={"samples": 20},
+            scenario={"samples": 20, "fault": "exception", "at": 6},
         )
         for at in (3, 20)
     ],
@@ -100,9 +100,13 @@ def test_the_picture_is_the_coefficients() -> None:
     assert marked == {"x": [8, 9, 10, 11], "o": list(range(16, 24))}
     shown = words(drawing("partial")[0])
     assert shown.count("in none") == 1 and SIGNS[LOST][1] in shown and SIGNS[NOT_COMPUTED][1] not in shown
-    assert "carried over 1 of 3: carrying\nmiscounted: miscounting" in shown
+    assert "carried over 1 of 3: carrying\nmiscounted: miscounting" in shown and "sample" in shown
+    assert "lost 4 of 24, miscounted and 1 more: losing" in shown
+    assert drawing("partial")[1].notes[1:] == ["Without an update: refusing (refused)."]
 
 
 def test_what_is_wrong_is_among_the_updates_that_are_drawn() -> None:
-    shown = words(drawing("late")[0])
-    assert "right: wrong-at-3\nupdates 3 to 18 of 20" in shown and "right: wrong-at-20\nupdates 5 to 20 of 20" in shown
+    shown, others = words(drawing("late")[0]), "of 20; sums of the others: 1.00"
+    assert f"right: wrong-at-3\nupdates 3 to 18 {others}" in shown
+    assert f"right: wrong-at-20\nupdates 5 to 20 {others}" in shown
+    assert drawing("late")[1].notes[1:] == ["The epoch that raises is trained again as the next one."]

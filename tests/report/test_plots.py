@@ -92,8 +92,7 @@ def test_a_figure_is_one_picture_with_its_words_and_its_data(tmp_path: Path) -> 
         with Image.open(tmp_path / f"{stem}.png") as image:
             assert image.width == round(style.WIDTH * style.DPI) and len(image.info["Title"]) > 20
             assert image.info["Source"] == "cpu"
-            if stem != "step_time_ratio":
-                assert all(words in image.info["Description"] for words in ("run cpu", "model tiny", "B = 16 samples"))
+            assert all(words in image.info["Description"] for words in ("run cpu", "model tiny", "B = 16 samples"))
 
 
 @pytest.mark.parametrize("name", first(["cpu", "two"], [*COMMITTED, *MADE]))
@@ -111,9 +110,25 @@ def test_titles_are_findings_and_wrong_backends_are_named() -> None:
     assert found["memory_vs_time"].startswith(f"At N = 8, {fastest} has the shortest step time (")
     assert leanest in found["memory_vs_time"]
     wrong = "lightning-deepspeed-zero2 and lightning-deepspeed-zero3"
-    assert found["loss_curves"].startswith(f"{wrong} deviate from the reference's loss by up to ")
+    deviating = f"{wrong} deviate from the reference's loss by up to 0.8 nats/token (sgd, not clipped)"
+    assert drawings_of("curves")["loss_curves"].words.title == deviating
     assert re.fullmatch(r"At N = 8, deferring the sync saves \d+ % of a step with deepspeed-zero2", found["step_time"])
-    assert "lightning-deepspeed-zero2 (invalid)" in legible.words(drawings_of("cpu")["loss_curves"].figure)
+    alike = drawings_of("popular")["loss_curves"]
+    close = "All 24 backends stay within 2e-05 nats/token of the reference's loss, but 2 are invalid"
+    assert alike.words.title == close and alike.words.notes[0].startswith("Rings: invalid;")
+    shown = legible.words(alike.figure)
+    assert "the reference, and 22 backends within 8e-07 nats/token of it" in shown
+    assert "lightning-deepspeed-zero2 (invalid)" in shown
+
+
+def test_ratios_show_the_whole_band_of_the_control_and_name_what_has_no_time() -> None:
+    drawing = drawings_of("popular")["step_time_ratio"]
+    (axes,) = drawing.figure.axes
+    assert all(axes.get_xlim()[0] < band.get_x() for band in axes.patches)  # type: ignore[attr-defined]
+    assert not any("N = 4:" in text for text in legible.words(drawing.figure))
+    legend, untimed, *_ = drawing.words.notes
+    assert legend == "Below 1 is faster." and "lightning-deepspeed-zero2 at N = 4 (invalid)" in untimed
+    assert drawing.words.title.startswith("At N = 4, no backend is shown to be faster than ddp-deferred; ")
 
 
 def test_the_legend_shows_the_markers_of_the_curves() -> None:
