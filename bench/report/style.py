@@ -82,7 +82,9 @@ class Appearance:
 
     @property
     def sync_line(self) -> LineStyleType:
-        """Dashed for eager sync, solid otherwise."""
+        """Dashed for eager sync, in dashes and dots for a deferred all-reduce, solid otherwise."""
+        if self.marker == SYNC_MARKERS["deferred-all-reduce"]:
+            return "-."
         return "--" if self.marker == SYNC_MARKERS["eager"] else "-"
 
 
