@@ -78,7 +78,7 @@ def stacked(
     join = "-" if total == SENT else " "
     named = [part for part in styles if (cells[part] > NAMED * end).any()]
     keys: list[Key] = [(Patch(**styles[part]), part.replace("_", join)) for part in named]
-    thin = f" Parts without a key are below {NAMED:.1%} of the axis.".replace("%", " %") * (len(named) < len(styles))
+    thin = f" Parts without a key are below {100 * NAMED:g} % of the axis." * (len(named) < len(styles))
     words.notes[:0] = [*left_out, f"{note}{failed}.{beyond}{thin}"]
     figure = new_figure(words, keys, lines * height + 0.3)
     gaps = {"wspace": 0.05}  # between the last number of an axis and the first one of the next

@@ -40,18 +40,12 @@ MOST_SMALL, MOST_NAMED = 4, 2
 """Further panels; and so many have names, each in a row."""
 LARGE_HEIGHT, NAMED_HEIGHT, SMALL_HEIGHT = 3.8, 2.8, 1.5
 """Inches of the first row of panels, of each other one with names, and of the one with all others without."""
-SHAPES = {
-    Sync.NONE: "circles: no sync",
-    Sync.DEFERRED: "triangles: deferred sync",
-    Sync.EAGER: "squares: eager sync",
-    Sync.DEFERRED_ALL_REDUCE: "triangles that point down: deferred all-reduce",
-}
+SHAPES = {Sync.DEFERRED: "triangles: deferred sync", Sync.EAGER: "squares: eager sync"}
+SHAPES |= {Sync.DEFERRED_ALL_REDUCE: "triangles that point down: deferred all-reduce"}
 ROOM = 0.16
 """Share of the axes around the points that is left for names."""
 LEAST = 1.1
 """The axes reach at least so many times farther than their middle, to either side."""
-EDGE = {"markeredgecolor": "white", "markeredgewidth": 0.6}
-"""A marker can be seen before another of its colour."""
 SHOWN = "shown_bytes"
 """Column: the peak, or the edge of the axis."""
 
@@ -89,7 +83,7 @@ def draw_memory_vs_time(data: FigureData) -> list[Drawing]:
     unit, name = unit_of(max(panel.rows[SHOWN].max() for panel in panels))
     measured_by = ", ".join(main.rows["peak_memory_source"].dropna().unique())
     set_scales(large, main.rows, unit)
-    _draw_points(data, large, main.rows, unit, marker=7.2)
+    _draw_points(data, large, main.rows, unit, marker=6.5)
     large.set_title(safe(main.title), weight="bold")
     large.set_xlabel("step time (s)")
     large.set_ylabel(f"peak memory per rank ({name},\n{safe(measured_by)})")
@@ -97,7 +91,7 @@ def draw_memory_vs_time(data: FigureData) -> list[Drawing]:
         small = rows[1].subgridspec(*shape).subplots(sharex=True, sharey=True, squeeze=False).ravel()
         set_scales(small[0], pd.concat([panel.rows for panel in others]), unit)
         for axes, panel in zip(small, others, strict=True):
-            _draw_points(data, axes, panel.rows, unit, marker=5.0)
+            _draw_points(data, axes, panel.rows, unit, marker=4.0)
             axes.set_title(safe(panel.title))
             axes.set(xlabel="step time (s)", ylabel=name)
             axes.label_outer()
@@ -131,8 +125,7 @@ def _draw_points(data: FigureData, axes: Axes, cells: pd.DataFrame, unit: float,
         if not pd.isna(cell["step_time_low_s"]):
             ends = [cell["step_time_low_s"], cell["step_time_high_s"]]
             axes.plot(ends, [y, y], color=look.colour, linewidth=INTERVAL, zorder=2)
-        wrong = cell["status"] != Status.OK
-        style.mark(axes, [x], [y], look, wrong=wrong, size=marker, **{} if wrong else EDGE)
+        style.mark(axes, [x], [y], look, wrong=cell["status"] != Status.OK, size=marker)
     for eager, deferred in _decided_sync_pairs(data, cells):
         colour = data.looks[eager["backend"]].colour
         tail, head = _coordinates(eager, unit), _coordinates(deferred, unit)

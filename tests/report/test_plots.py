@@ -159,6 +159,7 @@ def test_a_run_over_two_nodes_has_its_machine_its_arrows_and_its_names() -> None
     for stem in bars_of:
         legible.assert_legible(found[stem].figure)
         assert "how the cell failed" not in " ".join(found[stem].words.notes)
+    assert "Parts without a key are below 0.5 % of the axis." in found["memory_categories"].words.notes[0]
 
 
 def test_the_legend_shows_the_markers_of_the_curves() -> None:

@@ -201,7 +201,7 @@ def _ratios(axes: Axes, rows: pd.DataFrame, rates: Sequence[float], shift: float
     axes.vlines(x, rows["low"].to_numpy(float), rows["high"].to_numpy(float), color=look.colour, linewidth=1.4)
     faster = (rows["verdict"] == Verdict.FASTER).to_numpy()
     style.mark(axes, x[faster], y[faster], look, size=5)
-    style.mark(axes, x[~faster], y[~faster], look, size=5, markerfacecolor="white", markeredgewidth=1.1)
+    axes.plot(x[~faster], y[~faster], look.marker, color=look.colour, ms=5, mfc="white", mew=1.1)
 
 
 def title(frame: pd.DataFrame) -> str:
