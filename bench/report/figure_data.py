@@ -115,15 +115,12 @@ class FigureData:
         kinds = [world.label for world in self.contestants["world"]] or [""]
         is_virtual = set(kinds) == {"virtual"}
         caveats = filter(None, (world.caveat for world in self.contestants["world"].unique() if not timed))
+        notes = [*(self._untimed() if timed else []), *(f"{text}." for text in self.analysis.remarks)]
         return FigureWords(
             f"{title} (virtual world)" if is_virtual else title,
             self._work_text(),
             self.footer,
-            [
-                *(self._untimed() if timed else []),
-                *(f"{text}." for text in self.analysis.remarks),
-                *(f"{text[0].upper()}{text[1:]}." for text in caveats),
-            ],
+            notes + [f"{text[0].upper()}{text[1:]}." for text in caveats],
         )
 
     def _work_text(self) -> str:

@@ -125,6 +125,11 @@ def test_a_title_on_memory_names_one_cause_only_if_it_is_more_than_half() -> Non
         "At N = 4 with adamw-foreach, not clipped, lightning-ddp needs 1.3x the memory of "
         "lightning-deepspeed-zero3-corrected, mostly for unsharded gradients",
     ]
+    tables = run("cpu").tables
+    least = tables.trials[tables.trials["backend"] == "fsdp2-eager"]["cell_id"]
+    tables = dataclasses.replace(tables, memory=tables.memory[~tables.memory["cell_id"].isin(least)])
+    unsplit = titles(dataclasses.replace(run("cpu"), tables=tables))["memory_categories"]
+    assert unsplit.endswith("1.7x the memory of fsdp2-eager"), "whose categories are not known"
 
 
 def test_cells_without_a_bar_or_a_point_are_explained() -> None:
