@@ -19,7 +19,7 @@ from bench.judge.expected import cell_of
 from bench.judge.formulas import wire_bytes
 from bench.judge.tables import rows_of
 from bench.plan.categories import PEAK, Category
-from bench.plan.cell import Cell
+from bench.plan.cell import Cell, Status
 from bench.report.canvas import Drawing, end_of_axis, name_rows, new_figure
 from bench.report.figure_data import (
     CONTEXT,
@@ -38,6 +38,8 @@ from bench.report.style import GREY, TINY, Key, safe
 
 ROW, TITLE_AND_AXIS = 0.16, 0.34
 """Inches of a bar, and of the words above and below a panel."""
+NAMED = 0.005
+"""Share of the axis that a part of some bar must have to be in the legend: less cannot be seen."""
 SAME = 0.01
 """Relative difference below which two measurements of a peak are one."""
 PANELS_HEIGHT = 3.5
@@ -70,12 +72,17 @@ def stacked(
     columns = math.ceil(len(panels) / lines)
     words = data.figure_words(title)
     end = end_of_axis(cells[total])
+    failed = ", and how the cell failed" * bool((cells["outcome"] != Status.OK).any())
     beyond = " An arrow: the bar goes on beyond the axis." * bool((cells[total] > end).any())
-    words.notes[:0] = [*left_out, note + beyond]
     styles = {part: _bar_style(part, colour) for part, colour in colours.items() if (cells[part] > end / 1e3).any()}
-    keys: list[Key] = [(Patch(**style), part.replace("_", " ")) for part, style in styles.items()]
+    join = "-" if total == SENT else " "
+    named = [part for part in styles if (cells[part] > NAMED * end).any()]
+    keys: list[Key] = [(Patch(**styles[part]), part.replace("_", join)) for part in named]
+    thin = f" Parts without a key are below {100 * NAMED:g} % of the axis." * (len(named) < len(styles))
+    words.notes[:0] = [*left_out, f"{note}{failed}.{beyond}{thin}"]
     figure = new_figure(words, keys, lines * height + 0.3)
-    grid = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).ravel()
+    gaps = {"wspace": 0.05}  # between the last number of an axis and the first one of the next
+    grid = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True, gridspec_kw=gaps).ravel()
     unit, unit_name = unit_of(end)
     for i, axes in enumerate(grid):
         if i >= len(panels):
@@ -106,7 +113,8 @@ def _draw_bars(
     axes: Axes, panel: Panel, shown: list[str], total: str, styles: Mapping[str, Any], unit: float, end: float
 ) -> None:
     name_rows(axes, shown)
-    cells = panel.rows.assign(place=panel.rows["backend"].map(shown.index))
+    cells = pd.DataFrame({"backend": shown, "place": range(len(shown))}).merge(panel.rows, how="left")
+    cells["outcome"] = cells["outcome"].fillna("not run")
     known = cells[cells[total].notna()]
     ends = np.zeros(len(known))
     for part, style in styles.items():
@@ -116,8 +124,8 @@ def _draw_bars(
     for place, outcome, value in zip(cells["place"], cells["outcome"], floats(cells[total]) / unit, strict=True):
         word = failure_label(outcome)
         arrow = "\N{RIGHTWARDS ARROW} " if value > end / unit else ""
-        number = arrow + (f"{value:,.0f}" if value >= 1000 else f"{value:.3g}")
-        words = (word or "not measured") if np.isnan(value) else f"{number} {word}".strip()
+        number = f"{value:,.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")
+        words = (word or "not measured") if np.isnan(value) else f"{arrow}{number} {word}".strip()
         at = (0.0 if np.isnan(value) else min(value, end / unit), place)
         axes.annotate(safe(words), at, (3, 0), textcoords="offset points", va="center", size=TINY, color=GREY)
     if total == LIVE:
@@ -171,7 +179,7 @@ def draw_memory_categories(data: FigureData) -> list[Drawing]:
     cells[parts] = cells[parts].astype("Float64").fillna(0.0)
     note = (
         "What is live at the peak of a window after warm-up, on the rank with the largest peak; each storage is in one "
-        "category. Right of a bar: the peak, and how the cell failed."
+        "category. Right of a bar: the peak"
     )
     title = _memory_title(data, cells)
     return stacked(data, "memory_categories", cells, LIVE, CATEGORY_COLOURS, title, note, "peak memory per rank")
@@ -187,11 +195,17 @@ def _memory_title(data: FigureData, cells: pd.DataFrame) -> str:
     if alike(float(most[LIVE]), float(least[LIVE])):
         alone = least["backend"] if len(good) == 1 else f"each of {plural(len(good), 'backend')}"
         return f"{setting}, {alone} needs {size(float(least[LIVE]))} per rank"
-    means = _comparison(good, LIVE, "need", "memory")
-    away = pd.Series({str(name): float(most[str(name)]) - float(least[str(name)]) for name in Category})
-    mostly = str(away.idxmax()).split("_")
-    mostly = mostly[::-1] if "sharded" in mostly[-1] else mostly
-    return f"{setting}, {means}" + (f", mostly for {' '.join(mostly)}" if away.max() > 0 else "")
+    away = {str(name): float(most[str(name)]) - float(least[str(name)]) for name in Category if not least[UNSPLIT]}
+    return f"{setting}, {_comparison(good, LIVE, 'need', 'memory')}{_cause(away)}"
+
+
+def _cause(away: Mapping[str, float]) -> str:
+    """The category with more than half of what is more, or the two with most and their bytes."""
+    words = {name: " ".join(name.split("_")[:: -1 if "sharded" in name else 1]) for name in away}
+    more = sorted(((number, words[name]) for name, number in away.items() if number > 0), reverse=True)
+    if more and 2 * more[0][0] > sum(number for number, _ in more):
+        return f", mostly for {more[0][1]}"
+    return ": " * bool(more) + " and ".join(f"{size(number)} more for {name}" for number, name in more[:2])
 
 
 def _comparison(good: pd.DataFrame, value: str, verb: str, what: str) -> str:
@@ -199,7 +213,7 @@ def _comparison(good: pd.DataFrame, value: str, verb: str, what: str) -> str:
     least, most = float(good[value].iloc[0]), float(good[value].iloc[-1])
     those = tied_backends(good, value, most)
     verb += "s" * (len(those) == 1)
-    return f"{some(those)} {verb} {most / least:.2g}x the {what} of {some(tied_backends(good, value, least))}"
+    return f"{some(those)} {verb} {most / least:.1f}x the {what} of {some(tied_backends(good, value, least))}"
 
 
 OTHER = "other"
@@ -241,11 +255,11 @@ def draw_traffic(data: FigureData) -> list[Drawing]:
     cells = data.contestants.join(parts)
     note = (
         "Bytes that a ring algorithm sends for the collectives counted between two updates, computed from their "
-        "payload (gloo uses other algorithms). Right of a bar: their sum, and how the cell failed."
+        "payload (gloo uses other algorithms). Right of a bar: their sum"
     )
     cells = cells[cells["world_size"] > 1]
     title = _traffic_title(data, cells)
-    return stacked(data, "communication", cells, SENT, TRAFFIC_COLOURS, title, note, "ring traffic per rank and step")
+    return stacked(data, "communication", cells, SENT, TRAFFIC_COLOURS, title, note, "sent per rank and step")
 
 
 def _traffic_title(data: FigureData, cells: pd.DataFrame) -> str:

@@ -14,6 +14,7 @@ import pandas as pd
 import textalloc
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.legend_handler import HandlerTuple
@@ -175,12 +176,15 @@ DIAGONAL = ("northeast", "southeast", "northwest", "southwest", "north", "south"
 """Above or below a point: a line to a name at its side would run along its interval, through other points."""
 NUM_ORDERS = 5
 """In so many orders names are placed as long as not all have room; in the last one names may touch."""
+INK = 0.6
+"""How bright the name of a point is, relative to its marker: pale names are hard to read."""
 MARKER = 3.6
 """Points from the middle of a marker to its edge, and a little more."""
 PLACING: dict[str, Any] = {
     "textsize": TINY,
     "va": "bottom",
     "linewidth": 0.4,
+    "plot_kwargs": {"zorder": 3},
     "margin": 0.003,
     "min_distance": 0.01,
     "max_distance": 0.3,
@@ -210,9 +214,10 @@ def name_points(axes: Axes, names: Sequence[PointName], towards: Sequence[str]) 
     for attempt in range(NUM_ORDERS if names else 0):
         x, y = np.array([name.point for name in order]).T
         texts, colours = [safe(name.text) for name in order], [name.colour for name in order]
+        inks = [to_hex((INK * r, INK * g, INK * b)) for r, g, b in map(to_rgb, colours)]
         if attempt == NUM_ORDERS - 1:
             fixed["margin"] = 0.0
-        *_, written, leaders = textalloc.allocate(axes, x, y, texts, linecolor=colours, **fixed)
+        *_, written, leaders = textalloc.allocate(axes, x, y, texts, linecolor=colours, textcolor=inks, **fixed)
         missing = [name for name, text in zip(order, written, strict=True) if text is None]
         if not missing or attempt == NUM_ORDERS - 1:
             break
@@ -224,14 +229,14 @@ def name_points(axes: Axes, names: Sequence[PointName], towards: Sequence[str]) 
 
 
 def freeze(figure: Figure) -> None:
-    """Lay the figure out, once and for all; the title of a panel gets lines as wide as the panel."""
+    """Lay the figure out, once and for all; lines of a panel's title and label are as wide as the panel."""
     if (layout := figure.get_layout_engine()) is not None:
         layout.execute(figure)
         for axes in figure.axes:
-            title, width = axes.title, axes.get_window_extent().width / DPI
-            title.set_text(
-                "\n".join(wrap(title.get_text(), width, float(title.get_fontsize()), str(title.get_fontweight())))
-            )
+            width = axes.get_window_extent().width / DPI
+            for text in (axes.title, axes.xaxis.label):
+                font = float(text.get_fontsize()), str(text.get_fontweight())
+                text.set_text("\n".join(wrap(text.get_text(), width, *font)))
         layout.execute(figure)
         figure.set_layout_engine(None)
         for axes in figure.axes:  # the last bits of the solver's results differ from time to time

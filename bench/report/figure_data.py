@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +16,7 @@ from bench.judge.analysis import Analysis
 from bench.judge.caveats import link_words
 from bench.judge.samples import step_times
 from bench.judge.tables import good_trials, rows_of
-from bench.plan.cell import Status
+from bench.plan.cell import Status, Sync
 from bench.plan.columns import AXES, FOLLOWS, WAYS, differing
 from bench.report import style
 from bench.report.canvas import FigureWords
@@ -91,11 +92,22 @@ class FigureData:
         repeated = found[~found["cell_id"].isin(self.manifest.get("once") or ())]
         return found if repeated.empty else repeated
 
+    def _untimed(self) -> list[str]:
+        """A sentence on the cells that run once beside timed ones; none without such cells."""
+        once = self.contestants[self.contestants["cell_id"].isin(self.manifest.get("once") or ())]
+        once = once[~once["cell_id"].isin(self.timed["cell_id"])]
+        each = zip(once["backend"], once["outcome"], strict=True)
+        names = dict.fromkeys(f"{backend} ({failure_label(outcome) or 'run once'})" for backend, outcome in each)
+        return [f"Not timed: {some(list(names))}."] if names else []
+
     @property
     def footer(self) -> str:
         """The run, its machine, and its version of torch."""
         torch = (self.manifest.get("packages") or {}).get("torch")
-        text = f"run {self.manifest.get('run_id', 'unnamed')}; machine: {machine_words(self.manifest)}"
+        nodes = Counter(map(machine_words, (self.manifest, *(self.manifest.get("nodes") or ()))))
+        each = [f"{plural(count, 'node')} of {words}" + " each" * (count > 1) for words, count in nodes.items()]
+        machine = "; ".join(each if nodes.total() > 1 else nodes)
+        text = f"run {self.manifest.get('run_id', 'unnamed')}; machine: {machine}"
         return text + (f"; torch {torch}" if torch else "")
 
     def figure_words(self, title: str, *, timed: bool = False) -> FigureWords:
@@ -103,11 +115,12 @@ class FigureData:
         kinds = [world.label for world in self.contestants["world"]] or [""]
         is_virtual = set(kinds) == {"virtual"}
         caveats = filter(None, (world.caveat for world in self.contestants["world"].unique() if not timed))
+        notes = [*(self._untimed() if timed else []), *(f"{text}." for text in self.analysis.remarks)]
         return FigureWords(
             f"{title} (virtual world)" if is_virtual else title,
             self._work_text(),
             self.footer,
-            [*(f"{text}." for text in self.analysis.remarks), *(f"{text[0].upper()}{text[1:]}." for text in caveats)],
+            notes + [f"{text[0].upper()}{text[1:]}." for text in caveats],
         )
 
     def _work_text(self) -> str:
@@ -143,8 +156,9 @@ class FigureData:
         return found, left_out_note(count, shown, "cells")
 
     def setting_of(self, cell: Any) -> str:
-        """The setting of a cell's panel in a title: ``At N = 4, W = 2``."""
-        return ", ".join([f"At N = {cell['accumulate']}", *(_name(c, cell[c]) for c in self.varying(CONTEXT))])
+        """The setting of a cell's panel in a title: ``At N = 4 with W = 2``."""
+        others = ", ".join(_name(name, cell[name]) for name in self.varying(CONTEXT))
+        return " with ".join(filter(None, [f"At N = {cell['accumulate']}", others]))
 
     def varying(self, by: list[str]) -> list[str]:
         """Which of these columns differ between the cells."""
@@ -186,10 +200,10 @@ def without_value(cells: pd.DataFrame, value: str) -> list[str]:
     return [f"Without a value: {some(named)}."] if named else []
 
 
-def sync_pairs(cells: pd.DataFrame) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+def sync_pairs(cells: pd.DataFrame, how: Sync = Sync.DEFERRED) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """The rows of each pair of ``eager_and_deferred`` backends among good cells at one N."""
     rows = {row["backend"]: row for row in rows_of(cells[cells["status"] == Status.OK])}
-    return ((rows[eager], rows[deferred]) for eager, deferred in eager_and_deferred(rows))
+    return ((rows[eager], rows[deferred]) for eager, deferred in eager_and_deferred(rows, how))
 
 
 def saved_by_deferring(pairs: Iterable[tuple[Any, Any]], value: str) -> tuple[str, float, float] | None:

@@ -18,7 +18,7 @@ from bench.formatting import plural, size, unit_of
 from bench.judge.samples import block_effects
 from bench.judge.tables import rows_of
 from bench.judge.verdicts import Verdict
-from bench.plan.cell import REFERENCES, Status
+from bench.plan.cell import REFERENCES, Status, Sync
 from bench.report import style
 from bench.report.canvas import DIAGONAL, Drawing, PointName, end_of_axis, freeze, name_points, new_figure, set_scale
 from bench.report.figure_data import (
@@ -36,10 +36,12 @@ from bench.report.figure_data import (
 )
 from bench.report.style import GREY, INTERVAL, REFERENCE_COLOUR, Key, cut, safe
 
-MOST_SMALL = 4
-"""Small multiples."""
-LARGE_HEIGHT, NAMED_HEIGHT, SMALL_HEIGHT = 3.9, 2.8, 1.5
-"""Inches of the first row of panels; of the second, if it has one panel and names; and if it has several."""
+MOST_SMALL, MOST_NAMED = 4, 2
+"""Further panels; and so many have names, each in a row."""
+LARGE_HEIGHT, NAMED_HEIGHT, SMALL_HEIGHT = 3.8, 2.8, 1.5
+"""Inches of the first row of panels, of each other one with names, and of the one with all others without."""
+SHAPES = {Sync.DEFERRED: "triangles: deferred sync", Sync.EAGER: "squares: eager sync"}
+SHAPES |= {Sync.DEFERRED_ALL_REDUCE: "triangles that point down: deferred all-reduce"}
 ROOM = 0.16
 """Share of the axes around the points that is left for names."""
 LEAST = 1.1
@@ -64,13 +66,16 @@ def draw_memory_vs_time(data: FigureData) -> list[Drawing]:
         main.title = ", ".join(filter(None, [f"N = {main.extent[1]}", main.title]))
     others = [panel for panel in panels if panel is not main]
     words = data.figure_words(_title(data, main), timed=True)
+    shapes = (words for sync, words in SHAPES.items() if (every["sync"] == sync).any())
+    beyond = " An arrow at a name: the peak is beyond the axis." * bool((peaks > edge).any())
     legend = (
-        "Lower left is better. Lines are 95 % intervals of the time; arrows lead from eager to deferred sync where "
-        "times differ." + " An arrow at a name: the peak is beyond the axis." * bool((peaks > edge).any())
+        f"{'; '.join(['Lower left is better', *shapes])}. Lines are 95 % intervals; arrows lead from eager to deferred "
+        f"where times differ by verdict.{beyond}"
     )
     words.notes[:0] = [*left_out, legend, *without_value(data.timed, "step_time_s")]
 
-    heights = [LARGE_HEIGHT, *([NAMED_HEIGHT if len(others) == 1 else SMALL_HEIGHT] if others else [])]
+    shape = (len(others), 1) if len(others) <= MOST_NAMED else (1, len(others))
+    heights = [LARGE_HEIGHT, *([NAMED_HEIGHT * shape[0] if shape[1] == 1 else SMALL_HEIGHT] if others else [])]
     figure = new_figure(words, [], sum(heights))
     rows = figure.add_gridspec(len(heights), 1, height_ratios=heights)
     large = figure.add_subplot(rows[0])
@@ -83,14 +88,14 @@ def draw_memory_vs_time(data: FigureData) -> list[Drawing]:
     large.set_xlabel("step time (s)")
     large.set_ylabel(f"peak memory per rank ({name},\n{safe(measured_by)})")
     if others:
-        small = rows[1].subgridspec(1, len(others)).subplots(sharex=True, sharey=True, squeeze=False)[0]
+        small = rows[1].subgridspec(*shape).subplots(sharex=True, sharey=True, squeeze=False).ravel()
         set_scales(small[0], pd.concat([panel.rows for panel in others]), unit)
         for axes, panel in zip(small, others, strict=True):
             _draw_points(data, axes, panel.rows, unit, marker=4.0)
             axes.set_title(safe(panel.title))
-            axes.set_xlabel("step time (s)")
-        small[0].set_ylabel(name)
-        named += [(small[0], others[0])] if len(others) == 1 else []
+            axes.set(xlabel="step time (s)", ylabel=name)
+            axes.label_outer()
+        named += zip(small, others, strict=True) if shape[1] == 1 else []
     freeze(figure)
     for axes, panel in named:
         if missing := name_points(axes, [_point_name(data, cell, unit) for cell in rows_of(panel.rows)], DIAGONAL):
@@ -115,7 +120,7 @@ def _title(data: FigureData, panel: Panel) -> str:
 
 def _draw_points(data: FigureData, axes: Axes, cells: pd.DataFrame, unit: float, marker: float) -> None:
     """Points with intervals, rings for what is wrong, and arrows from eager to deferred sync if their times differ."""
-    for cell in rows_of(cells):
+    for cell in rows_of(cells.sort_values("sync", ascending=False, kind="stable")):  # deferred before eager
         look, (x, y) = data.looks[cell["backend"]], _coordinates(cell, unit)
         if not pd.isna(cell["step_time_low_s"]):
             ends = [cell["step_time_low_s"], cell["step_time_high_s"]]
@@ -134,7 +139,8 @@ def _coordinates(cell: Any, unit: float) -> tuple[float, float]:
 
 def _decided_sync_pairs(data: FigureData, cells: pd.DataFrame) -> Iterator[tuple[Any, Any]]:
     """Eager and deferred backends whose times differ by their verdict."""
-    for eager, deferred in sync_pairs(cells):
+    ways = (Sync.DEFERRED, Sync.DEFERRED_ALL_REDUCE)
+    for eager, deferred in (found for how in ways for found in sync_pairs(cells, how)):
         pair = data.analysis.compared(deferred["cell_id"], eager["cell_id"])
         if pair and pair.verdict in (Verdict.FASTER, Verdict.SLOWER):
             yield eager, deferred

@@ -82,7 +82,9 @@ class Appearance:
 
     @property
     def sync_line(self) -> LineStyleType:
-        """Dashed for eager sync, solid otherwise."""
+        """Dashed for eager sync, in dashes and dots for a deferred all-reduce, solid otherwise."""
+        if self.marker == SYNC_MARKERS["deferred-all-reduce"]:
+            return "-."
         return "--" if self.marker == SYNC_MARKERS["eager"] else "-"
 
 
@@ -149,11 +151,12 @@ def mark(axes: Axes, x: Any, y: Any, look: Appearance, *, wrong: bool = False, s
 
 
 def _marker(look: Appearance, wrong: bool, size: float) -> dict[str, Any]:
-    """A wrong result is a ring that no marker covers."""
+    """A wrong result is a ring that no marker covers; others have an edge, to be seen before one of their colour."""
     if wrong:
         ring = {"marker": "o", "markersize": 1.8 * size, "markerfacecolor": "none", "markeredgewidth": 1.3}
         return {"color": look.colour} | ring
-    return {"color": look.colour, "marker": look.marker, "markersize": size}
+    edge = {"markersize": size + 1.6, "markeredgecolor": "white", "markeredgewidth": 0.6}
+    return {"color": look.colour, "marker": look.marker} | edge
 
 
 def line_key(backend: str, look: Appearance, line: LineStyleType, *, wrong: bool = False) -> Key:

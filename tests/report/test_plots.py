@@ -50,7 +50,8 @@ MADE: dict[str, dict[str, Any]] = {
     "worlds": {"backends": TEN, "accumulate": (2, 4), "world_size": (1, 2, 4), "precision": ("fp32", "bf16")},
     "hostile": {"backends": dict.fromkeys(HOSTILE, 1.0)},
 }
-COMMITTED = ("cpu", "popular", "curves", "bytes-8b")
+LINK = "links/200mbit"
+COMMITTED = ("cpu", "popular", "curves", "bytes-8b", LINK)
 
 
 @functools.cache
@@ -129,6 +130,56 @@ def test_ratios_show_the_whole_band_of_the_control_and_name_what_has_no_time() -
     legend, untimed, *_ = drawing.words.notes
     assert legend == "Below 1 is faster." and "lightning-deepspeed-zero2 at N = 4 (invalid)" in untimed
     assert drawing.words.title.startswith("At N = 4, no backend is shown to be faster than ddp-deferred; ")
+
+
+def test_a_title_on_memory_names_one_cause_only_if_it_is_more_than_half() -> None:
+    found = [drawings_of(name)["memory_categories"].words.title for name in ("cpu", "curves")]
+    assert found == [
+        "At N = 8, ddp-deferred and lightning-ddp need 1.7x the memory of fsdp2-eager: 21.1 MiB more for unsharded "
+        "gradients and 11.8 MiB more for optimizer state",
+        "At N = 4 with adamw-foreach, not clipped, lightning-ddp needs 1.3x the memory of "
+        "lightning-deepspeed-zero3-corrected, mostly for unsharded gradients",
+    ]
+    tables = run("cpu").tables
+    least = tables.trials[tables.trials["backend"] == "fsdp2-eager"]["cell_id"]
+    tables = dataclasses.replace(tables, memory=tables.memory[~tables.memory["cell_id"].isin(least)])
+    unsplit = titles(dataclasses.replace(run("cpu"), tables=tables))["memory_categories"]
+    assert unsplit.endswith("1.7x the memory of fsdp2-eager"), "whose categories are not known"
+
+
+def test_cells_without_a_bar_or_a_point_are_explained() -> None:
+    found = drawings_of("cpu")
+    for stem in ("communication", "memory_categories"):
+        assert legible.words(found[stem].figure).count("not run") == 2
+        assert "and how the cell failed." in " ".join(found[stem].words.notes)
+    assert "53.0" in legible.words(found["memory_categories"].figure)
+    for stem in ("memory_vs_time", "step_time"):
+        note = "Not timed: lightning-deepspeed-zero2 (invalid) and lightning-deepspeed-zero3 (invalid)."
+        assert note in found[stem].words.notes
+
+
+def test_points_at_one_place_can_be_told_apart() -> None:
+    axes = drawings_of("cpu")["memory_vs_time"].figure.axes[1]
+    fsdp2 = [line for line in axes.lines if line.get_color() == "#D55E00" and line.get_linestyle() == "None"]
+    assert [line.get_marker() for line in fsdp2] == ["s", "^"] and fsdp2[1].get_markeredgecolor() == "white"
+    inks = {text.get_text(): str(text.get_color()) for text in axes.texts}
+    assert inks["fsdp2-eager"] == inks["fsdp2-deferred"] != inks["lightning-ddp"]
+
+
+def test_a_run_over_two_nodes_has_its_machine_its_arrows_and_its_names() -> None:
+    found = drawings_of(LINK)
+    figure, words = found["memory_vs_time"].figure, found["memory_vs_time"].words
+    assert words.footer.startswith("run 200mbit; machine: 2 nodes of AMD EPYC, 1 core, no GPU each; torch ")
+    assert "triangles: deferred sync; squares: eager sync; triangles that point down: deferred" in words.notes[0]
+    assert arrows(figure) == 9, "two of them lead to hsdp-deferred-all-reduce"
+    assert legible.words(figure).count("hsdp-deferred-all-reduce") == 3
+    assert "-." in {line.get_linestyle() for line in found["step_time"].figure.axes[0].lines}
+    bars_of = {stem: legible.words(found[stem].figure) for stem in ("communication", "memory_categories")}
+    assert "all-reduce" in bars_of["communication"] and "other" not in bars_of["memory_categories"]
+    for stem in bars_of:
+        legible.assert_legible(found[stem].figure)
+        assert "how the cell failed" not in " ".join(found[stem].words.notes)
+    assert "Parts without a key are below 0.5 % of the axis." in found["memory_categories"].words.notes[0]
 
 
 def test_the_legend_shows_the_markers_of_the_curves() -> None:

@@ -23,12 +23,11 @@ import matplotlib.style
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 
 from bench.errors import BAD, GOOD, INTERRUPTED
 from bench.forecast.from_run import Groups, beside, fitted_links, measured_link
 from bench.forecast.prediction import predicted_communication
-from bench.formatting import rate
+from bench.formatting import rate, some
 from bench.judge.analysis import Analysis
 from bench.judge.expected import settings_of
 from bench.judge.loading import Run, load
@@ -39,6 +38,7 @@ from bench.plan.cell import Cell, Sync
 from bench.report import canvas, style
 from bench.report.canvas import Drawing, FigureWords
 from bench.report.descriptions import eager_and_deferred
+from bench.report.figure_data import FigureData
 from bench.report.formats import write_frame
 from bench.run.journal import MANIFEST, read_manifest
 from bench.tabular import markdown_table
@@ -162,17 +162,18 @@ def draw(study: Study) -> Drawing:
     """The ratios with their intervals against the link, a panel for each N."""
     frame, looks = study.frame, style.looks(study.data[0].cells)
     backends = [name for name in looks if name in set(frame["deferred"])]
-    rates = sorted(study.rates)
+    rates, footer = sorted(study.rates), FigureData(study.data[0]).footer
     words = FigureWords(
         title(frame),
         f"{_setting(next(iter(study.times[0])))}; the hosts are network namespaces of one machine",
-        "Vertical lines are 95 % intervals over trials. Filled: the verdict is faster than the eager backend of the "
-        "same sharding; hollow: it is not. At N = 1 there is nothing to defer.",
+        f"runs {some([data.run.name for data in study.data])}; {footer.partition('; ')[2]}",
+        [
+            "Vertical lines are 95 % intervals over trials. Filled: the verdict is faster than the eager backend of "
+            "the same sharding; hollow: it is not. At N = 1 there is nothing to defer. Rates are not to scale, and the "
+            "backends at a rate stand side by side.",
+        ],
     )
-    keys: list[style.Key] = [
-        (Line2D([], [], color=looks[name].colour, marker=looks[name].marker, markersize=5, linewidth=0.8), name)
-        for name in backends
-    ]
+    keys: list[style.Key] = [style.line_key(name, looks[name], looks[name].sync_line) for name in backends]
     with matplotlib.style.context(list(style.BASE)):
         figure = canvas.new_figure(words, keys, 3.4)
         panels = list(frame.groupby("accumulate"))
@@ -196,11 +197,11 @@ def _ratios(axes: Axes, rows: pd.DataFrame, rates: Sequence[float], shift: float
     """The ratios of a backend, in order of the rates."""
     rows = rows.sort_values("link_bytes_per_s")
     x, y = np.array([rates.index(speed) for speed in rows["link_bytes_per_s"]]) + shift, rows["ratio"].to_numpy()
-    axes.plot(x, y, color=look.colour, linewidth=0.8, alpha=0.5)
+    axes.plot(x, y, color=look.colour, linestyle=look.sync_line, linewidth=0.8, alpha=0.5)
     axes.vlines(x, rows["low"].to_numpy(float), rows["high"].to_numpy(float), color=look.colour, linewidth=1.4)
     faster = (rows["verdict"] == Verdict.FASTER).to_numpy()
     style.mark(axes, x[faster], y[faster], look, size=5)
-    style.mark(axes, x[~faster], y[~faster], look, size=5, markerfacecolor="white", markeredgewidth=1.1)
+    axes.plot(x[~faster], y[~faster], look.marker, color=look.colour, ms=5, mfc="white", mew=1.1)
 
 
 def title(frame: pd.DataFrame) -> str:
