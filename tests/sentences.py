@@ -280,17 +280,34 @@ def extremes(run: Run, where: str, m: Groups) -> bool:
     return right and shows(m["x"], size(cells[-1]) / size(cells[0]))
 
 
+@rule(r"Without a value: (?P<all>.*?\(invalid\))\.")
+def without_a_value(run: Run, where: str, m: Groups) -> bool:
+    """Cells at their N that are not correct."""
+    found = re.findall(r"([\w-]+) at N = (\d+) \(invalid\)", m["all"])
+    cells = {(c["backend"], str(c["accumulate"])): c for c in run.cells}
+    return bool(found) and not any(run.is_correct(cells[key]) for key in found)
+
+
 @rule(r"<a:cells> deviates? from the reference's loss by up to <x> nats/token")
+@rule(r"All <n> backends stay within <x> nats/token of the reference's loss(?:, but <wrong> (?:is|are) invalid)?")
 def deviating(run: Run, where: str, m: Groups) -> bool:
+    """Visible are 0.01 nats/token; bounds are rounded up to a digit."""
     work, largest = ("global_batch_size", "optimizer", "clip_norm"), max(c["accumulate"] for c in run.cells)
-    wrong, away = [c for c in run.cells if not run.is_correct(c)], []
-    for cell in (c for c in wrong if c["accumulate"] == largest):
+    cells, away = [c for c in run.cells if c["accumulate"] == largest], list[float]()
+    for cell in cells:
         (truth,) = [c for c in run.everything if c["backend"] == "reference" and all(c[k] == cell[k] for k in work)]
         away.append(np.abs(np.subtract(*(run.first(c, "time")["losses"] for c in (cell, truth)))).max())
-    return set(re.split(", | and ", m["a"])) == {c["backend"] for c in wrong} and shows(m["x"], max(away))
+    far = {c["backend"] for c, distance in zip(cells, away, strict=True) if distance > 0.01}
+    named = set(re.split(", | and ", m["a"])) if m.get("a") else set()
+    unit = 10 ** math.floor(math.log10(max(away)))
+    right = far == named and math.isclose(float(m["x"]), math.ceil(max(away) / unit) * unit)
+    wrong = {c["backend"] for c in cells if not run.is_correct(c)}
+    return right and (
+        bool(named) or [m["n"], m["wrong"] or "0"] == [str(len({c["backend"] for c in cells})), str(len(wrong))]
+    )
 
 
-@rule(r"nothing is certainly faster than <a:cell>; <slower> of <n> others (?:is|are) slower")
+@rule(r"no backend is shown to be faster than <a:cell>; <slower> of <n> others (?:is|are) slower")
 def nothing_faster(run: Run, where: str, m: Groups) -> bool:
     found = [run.verdicts(m["a"])[c["id"]] for c in run.select(where, run.timed) if c["backend"] != m["a"]]
     return "faster" not in found and [int(m["slower"]), int(m["n"])] == [found.count("slower"), len(found)]
@@ -332,7 +349,14 @@ def blocks(run: Run, where: str, m: Groups) -> bool:
     "a bucket of 5e8 elements",
     "1/N",
 )
-@rule("Below 1, B is faster", "Lower left is better", "times differ", "median step after warm-up", "the slowest rank")
+@rule(
+    "Below 1 is faster",
+    "Rings: invalid",
+    "Lower left is better",
+    "times differ",
+    "median step after warm-up",
+    "the slowest rank",
+)
 @rule("largest peak(?: of a rank)?", "(?:Times cannot|No times can) be compared", "More frameworks, at N = 4: popular")
 def about_the_method(run: Run, where: str, m: Groups) -> bool:
     """How to read the numbers."""

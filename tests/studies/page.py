@@ -85,7 +85,8 @@ def _rates(results: Results) -> list[str]:
         for row in results.rates.to_dict("records")
     ]
     spread = ", ".join(f"{100 * noise.deviation:.2g} % in {noise.name}" for noise in results.noises)
-    head = ("noise", "any false difference", *(f"{name} found" for name in names), "coverage", "same at 1 %", "median width")
+    found = [f"{name} found" for name in names]
+    head = ("noise", "any false difference", *found, "coverage", "same at 1 %", "median width")
     lost = max((results.rates[f"t {name}"] - results.rates[f"power {name}"]).max() for name in names)
     return [
         "## Rates",
