@@ -191,9 +191,9 @@ class Run:
         return sorted(good, key=lambda c: self.time(c).centre)
 
     def deviations(self) -> Any:
-        """Of the trials from the median of their cell, in per cent."""
-        times = [np.exp([*self.times(c).values()]) for c in self.timed if self.is_correct(c)]
-        return np.abs(np.concatenate([100 * (of / np.median(of) - 1) for of in times]))
+        """Of the trials from the geometric mean of their cell, in per cent."""
+        logs = [np.array([*self.times(c).values()]) for c in self.timed if self.is_correct(c)]
+        return np.abs(np.concatenate([100 * np.expm1(of - of.mean()) for of in logs]))
 
 
 def shows(text: str, value: float, slack: float = 0.0) -> bool:

@@ -314,15 +314,15 @@ def nothing_faster(run: Run, where: str, m: Groups) -> bool:
 
 
 @rule(
-    r"Half of the trials are within <x> % of the median of their cell; "
-    r"blocks (?:(?P<blocks>differ over all cells)|do not differ significantly)"
+    r"Half of the trials are within <x> % of the mean of their cell; "
+    r"blocks (?:(?P<blocks>differ)|do not differ) significantly"
 )
-@rule(r"Triangles at the edge: <n> trials? farther away, up to <most> %")
+@rule(r"The triangles? (?:is|are) (?:a|<n>) trials? beyond the axis \((?:up to )?<most> %\)")
 def scatter(run: Run, where: str, m: Groups) -> bool:
     """Friedman's test, over the blocks that all cells have; the axis reaches 1.4 times as far as 98 % of trials."""
     away, times = run.deviations(), [run.times(c) for c in run.timed]
     if "most" in m:
-        return shows(m["most"], away.max()) and int(m["n"]) == (away > 1.4 * np.quantile(away, 0.98)).sum()
+        return shows(m["most"], away.max()) and int(m["n"] or 1) == (away > 1.4 * np.quantile(away, 0.98)).sum()
     common = set.intersection(*map(set, times))
     p_value = stats.friedmanchisquare(*([time[block] for time in times] for block in common)).pvalue
     return shows(m["x"], np.median(away)) and (p_value < 0.01) == bool(m["blocks"])

@@ -1,4 +1,4 @@
-"""Peak memory against step time, the largest N with a name at each point; and trials around the medians of their cells.
+"""Peak memory against step time, the largest N with a name at each point; and trials around the means of their cells.
 
 Trials stand in the order in which they ran, with the blocks in which all were slower.
 """
@@ -164,16 +164,15 @@ INSIDE, BEYOND = 0.98, 1.4
 LEAST_PERCENT = 0.5
 """Per cent that the axis reaches to either side, at least."""
 DEVIATION = "deviation_percent"
-"""Column: how far a trial's step time is from the median of its cell."""
+"""Column: how far a trial's step time is from the geometric mean of its cell."""
 COLUMNS = ["run_id", "cell_id", "repeat", "backend", "accumulate", *CONTEXT, "place", "step_time_s", DEVIATION]
 
 
 def deviations(trials: pd.DataFrame) -> pd.DataFrame:
     """The good trials of cells with at least two, in the order in which they ran, with DEVIATION."""
     good = trials[(trials["status"] == Status.OK) & trials["step_time_s"].notna() & ~trials["backend"].isin(REFERENCES)]
-    times = good["step_time_s"].astype(float)
-    middle = times.groupby(good["cell_id"]).transform("median")
-    found = good.assign(**{DEVIATION: 100 * (times / middle - 1)})
+    logs = good["step_time_s"].astype(float).map(np.log)
+    found = good.assign(**{DEVIATION: 100 * np.expm1(logs - logs.groupby(good["cell_id"]).transform("mean"))})
     found = found[found.groupby("cell_id")["repeat"].transform("size") > 1]
     order = ["slot"] if found["slot"].notna().all() else ["repeat"]
     found = found.sort_values(order, kind="stable")
@@ -189,44 +188,38 @@ def draw_noise(data: FigureData) -> list[Drawing]:
     away = trials[DEVIATION].abs()
     reach = max(LEAST_PERCENT, float(away.quantile(INSIDE))) * BEYOND
     beyond = int((away > reach).sum())
-    typical = f"Half of the trials are within {away.median():.2g} % of the median of their cell"
+    typical = f"Half of the trials are within {away.median():.2g} % of the mean of their cell"
     blocks = block_effects(data.trials)
     if blocks is not None:
-        typical += f"; blocks {'differ over all cells' if blocks[1].found else 'do not differ significantly'}"
+        typical += f"; blocks {'differ' if blocks[1].found else 'do not differ'} significantly"
     words = data.figure_words(typical, timed=True)
-    first = ["Good trials in the order in which they ran: a slope means drift, two clouds mean two modes."]
+    first = ["A slope means drift, two clouds mean two modes. Means are geometric."]
     if beyond:
-        first.append(f"Triangles at the edge: {plural(beyond, 'trial')} farther away, up to {away.max():.3g} %.")
+        what = "triangle is a trial" if beyond == 1 else f"triangles are {beyond} trials"
+        first.append(f"The {what} beyond the axis ({'up to ' * (beyond > 1)}{away.max():.3g} %).")
     words.notes[:0] = first
-    frameworks = list(dict.fromkeys(data.trials["framework"]))
-    colours = style.colours(frameworks)
-    shown = [name for name in frameworks if (trials["framework"] == name).any()]
-    keys: list[Key] = [
-        (Line2D([], [], linestyle="none", marker="o", markersize=3, color=colours[name]), style.cut(name))
-        for name in shown
-    ]
+    keys: list[Key] = []
     if blocks is not None:
         keys.append((Line2D([], [], color=REFERENCE_COLOUR, linewidth=1.4), "mean of a block over all cells"))
     figure = new_figure(words, keys, 2.6)
     axes = figure.subplots()
-    _draw_trials(axes, trials, colours, reach)
+    _draw_trials(axes, trials, reach)
     for block, effect in () if blocks is None else blocks[0].items():
         where = trials.loc[trials["repeat"] == block, "place"]
         if len(where):
             axes.hlines(100 * np.expm1(effect), where.min(), where.max(), color=REFERENCE_COLOUR, linewidth=1.4)
     axes.axhline(0, color=GREY, linewidth=0.5, zorder=1.2)
-    axes.set_xlabel("trials, in the order in which they ran")
-    axes.set_ylabel("from the cell's median (%)")
+    axes.set_xlabel("good trials, in the order in which they ran")
+    axes.set_ylabel("from the cell's mean (%)")
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     return [Drawing("noise", figure, trials[COLUMNS], words)]
 
 
-def _draw_trials(axes: Axes, trials: pd.DataFrame, colours: dict[str, str], reach: float) -> None:
+def _draw_trials(axes: Axes, trials: pd.DataFrame, reach: float) -> None:
     """Draw a point per trial; those beyond the axis's reach are triangles at its edge."""
-    for framework, rows in trials.groupby("framework", sort=False):
-        values, places = rows[DEVIATION].to_numpy(dtype=float), rows["place"].to_numpy(dtype=float)
-        for marker, chosen in (("o", abs(values) <= reach), ("^", values > reach), ("v", values < -reach)):
-            clipped = np.clip(values[chosen], -reach, reach)
-            size = 2.4 if marker == "o" else 4.5
-            axes.plot(places[chosen], clipped, marker, markersize=size, color=colours[str(framework)])
+    values, places = trials[DEVIATION].to_numpy(dtype=float), trials["place"].to_numpy(dtype=float)
+    for marker, chosen in (("o", abs(values) <= reach), ("^", values > reach), ("v", values < -reach)):
+        size = 2.4 if marker == "o" else 4.5
+        clipped = np.clip(values[chosen], -reach, reach)
+        axes.plot(places[chosen], clipped, marker, markersize=size, color=GREY)
     axes.set_ylim(-1.06 * reach, 1.06 * reach)

@@ -90,6 +90,10 @@ def assert_alone(page: Element, text: str) -> None:
     assert set(re.findall(r"var\((--[\w-]+)\)", text)) <= defined
 
 
+def test_a_number_has_four_digits_once_it_is_rounded() -> None:
+    assert [digits(value) for value in (0.99998, 9.9996, 0.12344)] == ["1.000", "10.00", "0.1234"]
+
+
 def test_it_is_one_file(folder: Path, page: Element) -> None:
     assert_alone(page, (folder / "report.html").read_text(encoding="utf-8"))
 

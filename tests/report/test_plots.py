@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
@@ -180,6 +181,13 @@ def test_a_run_over_two_nodes_has_its_machine_its_arrows_and_its_names() -> None
         legible.assert_legible(found[stem].figure)
         assert "how the cell failed" not in " ".join(found[stem].words.notes)
     assert "Parts without a key are below 0.5 % of the axis." in found["memory_categories"].words.notes[0]
+
+
+def test_the_means_of_blocks_are_those_of_the_dots() -> None:
+    drawing = drawings_of("popular")["noise"]
+    logs = np.log1p(drawing.data.set_index("repeat")["deviation_percent"] / 100)
+    bars = [bar.get_segments()[0][0][1] for bar in drawing.figure.axes[0].collections]  # type: ignore[attr-defined]
+    assert bars == pytest.approx([*100 * np.expm1(logs.groupby("repeat").mean())])
 
 
 def test_the_legend_shows_the_markers_of_the_curves() -> None:
