@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from bench.formatting import at_most, plural, some
 from bench.judge.verdicts import Verdict
-from bench.plan.cell import REFERENCES, Status
+from bench.plan.cell import REFERENCES, Status, Sync
 from bench.plan.columns import WORK
 from bench.report import style
 from bench.report.canvas import Drawing, FigureWords, PointName, freeze, name_points, new_figure, set_scale
@@ -45,10 +45,12 @@ def draw_step_time(data: FigureData) -> list[Drawing]:
     panels, left_out = data.panels(known, CONTEXT, MOST_PANELS)
     drawn = pd.concat([panel.rows for panel in panels])
     words = data.figure_words(_step_time_title(data, panels[-1]), timed=True)
+    dash_dotted = "; dash-dotted lines: deferred all-reduce" * bool((drawn["sync"] == Sync.DEFERRED_ALL_REDUCE).any())
+    rings = ", rings are wrong results" * bool((drawn["status"] != Status.OK).any())
     words.notes[:0] = [
         *left_out,
-        "Solid lines with triangles: deferred sync; dashed lines with squares: eager sync. Vertical lines are 95 % "
-        "intervals, rings are wrong results. B is the same at every N.",
+        f"Solid lines with triangles: deferred sync; dashed lines with squares: eager sync{dash_dotted}. Vertical lines "
+        f"are 95 % intervals{rings}. B is the same at every N.",
         *without_value(data.timed, "step_time_s"),
     ]
     *others, last = panels

@@ -92,7 +92,7 @@ class FigureData:
         repeated = found[~found["cell_id"].isin(self.manifest.get("once") or ())]
         return found if repeated.empty else repeated
 
-    def _untimed(self) -> list[str]:
+    def untimed(self) -> list[str]:
         """A sentence on the cells that run once beside timed ones; none without such cells."""
         once = self.contestants[self.contestants["cell_id"].isin(self.manifest.get("once") or ())]
         once = once[~once["cell_id"].isin(self.timed["cell_id"])]
@@ -115,7 +115,7 @@ class FigureData:
         kinds = [world.label for world in self.contestants["world"]] or [""]
         is_virtual = set(kinds) == {"virtual"}
         caveats = filter(None, (world.caveat for world in self.contestants["world"].unique() if not timed))
-        notes = [*(self._untimed() if timed else []), *(f"{text}." for text in self.analysis.remarks)]
+        notes = [*(self.untimed() if timed else []), *(f"{text}." for text in self.analysis.remarks)]
         return FigureWords(
             f"{title} (virtual world)" if is_virtual else title,
             self._work_text(),

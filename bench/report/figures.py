@@ -16,7 +16,7 @@ from bench.report.bars import draw_memory_categories, draw_traffic
 from bench.report.canvas import Drawing
 from bench.report.comparison import Report
 from bench.report.curves import draw_loss_curves, draw_step_time
-from bench.report.figure_data import FigureData, without_value
+from bench.report.figure_data import FigureData
 from bench.report.formats import write_frame
 from bench.report.scatter import draw_memory_vs_time, draw_noise
 
@@ -74,5 +74,5 @@ def figures(data: Analysis) -> list[Drawing]:
     rows = [row for row in data.verdicts if row.b.world.times_communication and row.b.cell_id not in once]
     report = Report(a=data.baseline, b="each other backend", rows=rows, remarks=data.remarks)
     words = figure_data.figure_words("", timed=True)
-    words.notes = without_value(data.contestants[data.contestants.index.isin(once)], "step_time_s")
+    words.notes = figure_data.untimed()
     return found + forest.draw(report, RATIOS, words)
