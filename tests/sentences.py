@@ -262,7 +262,9 @@ def disturbed(run: Run, where: str, m: Groups) -> bool:
 
 
 @rule(
-    r"<a:cells> needs? <x>x the memory of <b:cells>, mostly for (?P<use>\w+(?: \w+)?)",
+    r"<a:cells> needs? <x>x the memory of <b:cells>(?P<use>, mostly for \w+(?: \w+)?)",
+    r"<a:cells> needs? <x>x the memory of <b:cells>(?P<use>: <mib> MiB more for \w+(?: \w+)? and <mib2> MiB more for \w+"
+    r"(?: \w+)?)",
     r"<a:cells> causes? <x>x the ring traffic of <b:cells>",
 )
 def extremes(run: Run, where: str, m: Groups) -> bool:
@@ -275,17 +277,20 @@ def extremes(run: Run, where: str, m: Groups) -> bool:
         if not names <= alike or len(names) + int(more[1] if more else 0) != len(alike):
             return False
     least, most = (run.first(c, "memory") for c in (cells[0], cells[-1]))
-    use = max((key for key in most if key.startswith("peak_")), key=lambda key: most[key] - least[key])
-    right = set(use.split("_")) == {"peak", *m.get("use", use[5:].replace("_", " ")).split()}
+    away = {key[5:]: most[key] - least[key] for key in most if key.startswith("peak_")}
+    first, second = sorted(away, key=away.__getitem__, reverse=True)[:2]
+    is_most = 2 * away[first] > sum(number for number in away.values() if number > 0)
+    told = [set(words.split()) for words in re.findall(r" for ((?!and)\w+(?: (?!and)\w+)?)", m.get("use", ""))]
+    right = told in ([], [set(use.split("_")) for use in ([first] if is_most else [first, second])])
+    right = right and all(shows(m.get(key, ""), away[use] / MIB) for key, use in (("mib", first), ("mib2", second)))
     return right and shows(m["x"], size(cells[-1]) / size(cells[0]))
 
 
-@rule(r"Without a value: (?P<all>.*?\(invalid\))\.")
-def without_a_value(run: Run, where: str, m: Groups) -> bool:
-    """Cells at their N that are not correct."""
-    found = re.findall(r"([\w-]+) at N = (\d+) \(invalid\)", m["all"])
-    cells = {(c["backend"], str(c["accumulate"])): c for c in run.cells}
-    return bool(found) and not any(run.is_correct(cells[key]) for key in found)
+@rule(r"Not timed: (?P<all>.*?)\.")
+def not_timed(run: Run, where: str, m: Groups) -> bool:
+    """All backends that are correct nowhere, and no others."""
+    found = set(re.findall(r"([\w-]+) \(invalid\)", m["all"]))
+    return found == {c["backend"] for c in run.cells} - {c["backend"] for c in run.cells if run.is_correct(c)}
 
 
 @rule(r"<a:cells> deviates? from the reference's loss by up to <x> nats/token")

@@ -49,8 +49,8 @@ def draw_step_time(data: FigureData) -> list[Drawing]:
     rings = ", rings are wrong results" * bool((drawn["status"] != Status.OK).any())
     words.notes[:0] = [
         *left_out,
-        f"Solid lines with triangles: deferred sync; dashed lines with squares: eager sync{dash_dotted}. Vertical lines "
-        f"are 95 % intervals{rings}. B is the same at every N.",
+        f"Solid lines with triangles: deferred sync; dashed lines with squares: eager sync{dash_dotted}. Vertical "
+        f"lines are 95 % intervals{rings}. B is the same at every N.",
         *without_value(data.timed, "step_time_s"),
     ]
     *others, last = panels
