@@ -11,6 +11,7 @@ import argparse
 import itertools
 import os
 import signal
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -92,6 +93,7 @@ def measure(folder: Path, options: Sequence[str]) -> None:
             how = ["--resume", path] if begun else ["--matrix", matrix, *options, "--out", path]
             command = made.srun(2, sys.executable, "-m", "bench", "run", *how)
             status = subprocess.run(command, env=environment, cwd=ROOT, check=False).returncode
+            shutil.rmtree(folder / name / "plots", ignore_errors=True)  # one figure shows all runs
             if status not in (GOOD, BAD):
                 raise SystemExit(status)
 
