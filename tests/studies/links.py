@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import signal
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
