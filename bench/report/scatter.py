@@ -210,8 +210,7 @@ def draw_noise(data: FigureData) -> list[Drawing]:
         if len(where):
             axes.hlines(100 * np.expm1(effect), where.min(), where.max(), color=REFERENCE_COLOUR, linewidth=1.4)
     axes.axhline(0, color=GREY, linewidth=0.5, zorder=1.2)
-    axes.set_xlabel("good trials, in the order in which they ran")
-    axes.set_ylabel("from the cell's mean (%)")
+    axes.set(xlabel="good trials, in the order in which they ran", ylabel="from the cell's mean (%)")
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     return [Drawing("noise", figure, trials[COLUMNS], words)]
 
