@@ -74,15 +74,13 @@ def draw_memory_vs_time(data: FigureData) -> list[Drawing]:
     set_scales(large, main.rows, unit)
     _draw_points(data, large, main.rows, unit, marker=6.5)
     large.set_title(safe(main.title), weight="bold")
-    large.set_xlabel("step time (s)")
-    large.set_ylabel(f"peak memory per rank ({name},\n{safe(measured_by)})")
+    large.set(xlabel="step time (s)", ylabel=f"peak memory per rank ({name},\n{safe(measured_by)})")
     if others:
         small = rows[1].subgridspec(*shape).subplots(sharex=True, sharey=True, squeeze=False).ravel()
         set_scales(small[0], pd.concat([panel.rows for panel in others]), unit)
         for axes, panel in zip(small, others, strict=True):
             _draw_points(data, axes, panel.rows, unit, marker=4.0)
-            axes.set_title(safe(panel.title))
-            axes.set(xlabel="step time (s)", ylabel=name)
+            axes.set(title=safe(panel.title), xlabel="step time (s)", ylabel=name)
             axes.label_outer()
         named += zip(small, others, strict=True) if shape[1] == 1 else []
     freeze(figure)
