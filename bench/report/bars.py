@@ -21,19 +21,8 @@ from bench.judge.tables import rows_of
 from bench.plan.categories import PEAK, Category
 from bench.plan.cell import Cell, Status
 from bench.report.canvas import Drawing, end_of_axis, name_rows, new_figure
-from bench.report.figure_data import (
-    CONTEXT,
-    FACTS,
-    MEMORY,
-    FigureData,
-    Panel,
-    failure_label,
-    floats,
-    most_extreme,
-    saved_by_deferring,
-    sync_pairs,
-    tied_backends,
-)
+from bench.report.descriptions import tied_backends, without_sync
+from bench.report.figure_data import CONTEXT, FACTS, MEMORY, FigureData, Panel, failure_label, floats, sync_pairs
 from bench.report.style import GREY, TINY, Key, safe
 
 ROW, TITLE_AND_AXIS = 0.16, 0.34
@@ -134,6 +123,16 @@ def _draw_bars(
     axes.xaxis.set_major_locator(MaxNLocator(4))
 
 
+def _most_extreme(cells: pd.DataFrame, value: str) -> pd.DataFrame:
+    """Good cells in the panel with the most ranks, then N, then good trials; sorted by the value, which all have."""
+    good = cells[(cells["status"] == Status.OK) & cells[value].notna()]
+    panels = good.groupby(CONTEXT, dropna=False)
+    good = good.assign(trials=panels["num_ok"].transform("sum"), panel=-panels.ngroup())
+    for extent in ("world_size", "accumulate", "trials", "panel"):
+        good = good[good[extent] == good[extent].max()]
+    return good.sort_values(value, kind="stable")
+
+
 UNSPLIT = "not_split"
 """Column: the peak of a cell whose categories were not measured."""
 CATEGORY_COLOURS = {
@@ -151,15 +150,15 @@ CATEGORY_COLOURS = {
 """Okabe and Ito's hues; unsharded parameters and gradients are paler than sharded ones, and hatched."""
 
 
-def by_cell(memory: pd.DataFrame, total: str) -> pd.DataFrame:
-    """Bytes at a moment (``PEAK``): a row per cell_id, a column per category; only cells that have all of them.
+def by_category(memory: pd.DataFrame) -> pd.DataFrame:
+    """Bytes at the peak: a row per cell_id, a column per category; only cells that have all of them.
 
     ``memory`` is the table of that name, whose categories are ``peak_activations`` and the like, with or without
     ``tracked_`` before it. The largest of several repeats counts.
     """
     rows = memory.assign(category=memory["category"].str.removeprefix("tracked_"))
     wide = rows.pivot_table(index="cell_id", columns="category", values="bytes", aggfunc="max", observed=True)
-    names = {f"{total}_{category}": str(category) for category in Category}
+    names = {f"{PEAK}_{category}": str(category) for category in Category}
     return wide.reindex(columns=list(names)).rename(columns=names).dropna().astype("Int64")
 
 
@@ -168,7 +167,7 @@ def draw_memory_categories(data: FigureData) -> list[Drawing]:
 
     A peak that was not split is one bar. A black mark is the allocator's peak, if that differs.
     """
-    cells = data.contestants.join(by_cell(data.tables.memory, PEAK))
+    cells = data.contestants.join(by_category(data.tables.memory))
     names = [str(category) for category in Category]
     cells[LIVE] = cells[names].sum(axis=1, min_count=1)
     cells[UNSPLIT] = cells["peak_memory_bytes"].where(cells[LIVE].isna())
@@ -187,7 +186,7 @@ def draw_memory_categories(data: FigureData) -> list[Drawing]:
 
 def _memory_title(data: FigureData, cells: pd.DataFrame) -> str:
     """Who needs the least and the most memory at the most ranks and the largest N, and where the difference lies."""
-    good = most_extreme(cells, LIVE)
+    good = _most_extreme(cells, LIVE)
     if good.empty:
         return "Peak memory (no cell is correct)"
     least, most = good.iloc[0], good.iloc[-1]
@@ -264,14 +263,15 @@ def draw_traffic(data: FigureData) -> list[Drawing]:
 
 def _traffic_title(data: FigureData, cells: pd.DataFrame) -> str:
     """What deferring the sync saves at the most ranks and the largest N, or who sends the least and the most."""
-    good = most_extreme(cells, SENT)
+    good = _most_extreme(cells, SENT)
     if good.empty:
         return "Ring traffic of a rank (no cell is correct)"
     setting = data.setting_of(good.iloc[0])
-    if (saved := saved_by_deferring(sync_pairs(good), SENT)) is not None:
-        name, before, after = saved
-        cut = f"from {size(before)} to {size(after)} per rank"
-        return f"{setting}, deferring the sync cuts the ring traffic of {name} {cut}"
+    pairs = [(eager, deferred) for eager, deferred in sync_pairs(good) if 0 < deferred[SENT] < eager[SENT]]
+    if pairs:
+        eager, deferred = max(pairs, key=lambda pair: pair[0][SENT] / pair[1][SENT])
+        cut = f"from {size(eager[SENT])} to {size(deferred[SENT])} per rank"
+        return f"{setting}, deferring the sync cuts the ring traffic of {without_sync(eager['backend'])} {cut}"
     least, most = good.iloc[0], good.iloc[-1]
     if least[SENT] == most[SENT]:
         return f"{setting}, the ring traffic of a rank is {size(least[SENT])} per step"

@@ -56,12 +56,11 @@ class Citation:
 
     @property
     def markdown(self) -> str:
-        line = f"`{self.permanent_id} {fields_text(self.machine_fields)}`"
-        return f"**{markdown(self.subject)}**: {markdown(self.statement)}.\n{line}\n{self._details(markdown)}"
+        return self._formatted(markdown, "**", "`")
 
     @property
     def text(self) -> str:
-        return self._unformatted(plain)
+        return self._formatted(plain)
 
     @property
     def bibtex(self) -> str:
@@ -71,18 +70,17 @@ class Citation:
             "title": f"{{{{{bibtex(self.subject)}}}}}",
             **({} if date is None else {"year": f"{{{date[1]}}}", "month": MONTHS[int(date[2]) - 1]}),
             "howpublished": f"{{{bibtex(f'{SCHEME}, a benchmark of gradient accumulation')}}}",
-            "note": f"{{{self._unformatted(bibtex)}}}",
+            "note": f"{{{self._formatted(bibtex)}}}",
         }
         key = re.sub(r"[^A-Za-z0-9.-]+", "-", urllib.parse.unquote(self.permanent_id)).strip("-")
         return "@misc{" + ",\n".join([key, *(f"  {name} = {value}" for name, value in fields.items())]) + ",\n}"
 
-    def _unformatted(self, escape: Callable[[object], str]) -> str:
+    def _formatted(self, escape: Callable[[object], str], bold: str = "", code: str = "") -> str:
+        """The whole, with these marks around its subject and around the line for machines."""
         identifier = bibtex(self.permanent_id) if escape is bibtex else self.permanent_id
-        line = f"{identifier} {fields_text(self.machine_fields)}"
-        return f"{escape(self.subject)}: {escape(self.statement)}.\n{line}\n{self._details(escape)}"
-
-    def _details(self, escape: Callable[[object], str]) -> str:
-        return " ".join(f"{escape(sentence)}." for sentence in self.details)
+        line = f"{code}{identifier} {fields_text(self.machine_fields)}{code}"
+        details = " ".join(f"{escape(sentence)}." for sentence in self.details)
+        return f"{bold}{escape(self.subject)}{bold}: {escape(self.statement)}.\n{line}\n{details}"
 
 
 def cite(data: Analysis, cell_id: str, other_id: str | None = None) -> Citation:

@@ -128,10 +128,8 @@ def show(report: Report) -> None:
     for line in alarm(report.differences):
         console.print(Text(line, style="bold red"), soft_wrap=True)
     table(report.rows).show(console)
-    for reason, details in reasons(report.rows):
-        for line in (reason, *(f"  {detail}" for detail in details)):
-            console.print(Text(line), soft_wrap=True)
-    for line in ("", *report.remarks, *report.notes):
+    why = [line for reason, details in reasons(report.rows) for line in (reason, *(f"  {text}" for text in details))]
+    for line in (*why, "", *report.remarks, *report.notes):
         console.print(Text(line), soft_wrap=True)
 
 

@@ -18,17 +18,7 @@ from bench.plan.columns import WORK
 from bench.report import style
 from bench.report.canvas import Drawing, FigureWords, PointName, freeze, name_points, new_figure, set_scale
 from bench.report.descriptions import without_sync
-from bench.report.figure_data import (
-    CONTEXT,
-    FACTS,
-    TIMES,
-    FigureData,
-    Panel,
-    failure_label,
-    floats,
-    sync_pairs,
-    without_value,
-)
+from bench.report.figure_data import CONTEXT, FACTS, TIMES, FigureData, Panel, floats, sync_pairs
 from bench.report.style import DPI, GREY, INTERVAL, REFERENCE_COLOUR, TINY, text_width
 
 MOST_PANELS, LAST = 3, 2.2
@@ -51,41 +41,31 @@ def draw_step_time(data: FigureData) -> list[Drawing]:
         *left_out,
         f"Solid lines with triangles: deferred sync; dashed lines with squares: eager sync{dash_dotted}. Vertical "
         f"lines are 95 % intervals{rings}. B is the same at every N.",
-        *without_value(data.timed, "step_time_s"),
+        *data.without_time(),
     ]
-    *others, last = panels
-    keys = [name for name in data.backends_in(drawn) if name not in set(last.rows["backend"])]
-    figure, unnamed = _step_time_figure(data, others, last, words, keys)
-    while unnamed:
-        keys += unnamed
-        figure, unnamed = _step_time_figure(data, others, last, words, keys)
-    return [Drawing("step_time", figure, known, words)]
+    keys = [name for name in data.backends_in(drawn) if name not in set(panels[-1].rows["backend"])]
+    return [Drawing("step_time", _step_time_figure(data, panels, words, keys), known, words)]
 
 
-def _step_time_figure(
-    data: FigureData, others: list[Panel], last: Panel, words: FigureWords, keys: list[str]
-) -> tuple[Figure, list[str]]:
-    """The figure, and the backends for whose names there is no room at the lines of the last panel.
-
-    ``keys`` are the backends in the legend.
-    """
+def _step_time_figure(data: FigureData, panels: list[Panel], words: FigureWords, keys: list[str]) -> Figure:
+    """The figure with these backends in its legend, and those whose names have no room at lines of the last panel."""
     looks = {name: data.looks[name] for name in keys}
     figure = new_figure(words, [style.line_key(name, look, look.sync_line) for name, look in looks.items()], 4.0)
-    grid = figure.subplots(1, len(others) + 1, squeeze=False, sharey=True, width_ratios=[1] * len(others) + [LAST])[0]
-    for axes, panel in zip(grid, others, strict=False):
-        _draw_backend_lines(data, axes, panel)
-        axes.set_xlabel("N")
-    axes, ends = grid[-1], _draw_backend_lines(data, grid[-1], last)
+    widths = [1] * (len(panels) - 1) + [LAST]
+    grid = figure.subplots(1, len(panels), squeeze=False, sharey=True, width_ratios=widths)[0]
+    ends = [_draw_backend_lines(data, axes, panel) for axes, panel in zip(grid, panels, strict=True)]
+    axes = grid[-1]
     axes.set_xlabel("N, micro-batches per optimizer step")
-    set_scale(axes, "y", pd.concat([panel.rows["step_time_s"] for panel in (*others, last)]))
+    set_scale(axes, "y", pd.concat([panel.rows["step_time_s"] for panel in panels]))
     grid[0].set_ylabel("step time (s)")
     freeze(figure)
-    names = {backend: end for backend, end in ends.items() if backend not in keys}
+    names = {backend: end for backend, end in ends[-1].items() if backend not in keys}
     room = min(max((text_width(name.text, TINY) for name in names.values()), default=0) + 0.3, MOST_ROOM)
     (low, high), width = axes.get_xlim(), axes.get_window_extent().width / DPI
     axes.set_xlim(low, high * (high / low) ** (room / (width - room)))
     missing = name_points(axes, list(names.values()), ["east"])
-    return figure, [backend for backend, name in names.items() if name in missing]
+    unnamed = [backend for backend, name in names.items() if name in missing]
+    return _step_time_figure(data, panels, words, keys + unnamed) if unnamed else figure
 
 
 def _step_time_title(data: FigureData, panel: Panel) -> str:
@@ -107,7 +87,7 @@ def _step_time_title(data: FigureData, panel: Panel) -> str:
 
 def _draw_backend_lines(data: FigureData, axes: Axes, panel: Panel) -> dict[str, PointName]:
     """Draw a line per backend: solid for deferred sync, dashed for eager. The names to write at their ends."""
-    axes.set_title(style.safe(panel.title))
+    axes.set(title=style.safe(panel.title), xlabel="N")
     ticks = sorted({int(n) for n in panel.rows["accumulate"]})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(n) for n in ticks])
@@ -121,9 +101,8 @@ def _draw_backend_lines(data: FigureData, axes: Axes, panel: Panel) -> dict[str,
         wrong = (rows["status"] != Status.OK).to_numpy()
         for chosen in (wrong, ~wrong):
             style.mark(axes, x[chosen], y[chosen], look, wrong=chosen is wrong, size=4.5)
-        word = failure_label(rows["outcome"].iloc[-1])
-        name = style.cut(f"{backend} ({word})" if word else backend)
-        ends[str(backend)] = PointName(name, (float(x[-1]), float(y[-1])), look.colour)
+        end = float(x[-1]), float(y[-1])
+        ends[str(backend)] = data.point_name(str(backend), rows["outcome"].iloc[-1], end)
     return ends
 
 

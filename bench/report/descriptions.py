@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from bench.formatting import plural
+from bench.formatting import alike, plural
 from bench.plan.cell import Sync
 
 SCALES = ((1e9, " G"), (1e6, " M"), (1e3, " k"))
@@ -31,6 +31,11 @@ def eager_and_deferred(backends: Mapping[str, Mapping[Any, Any]], how: Sync = Sy
 def without_sync(eager: str) -> str:
     """The name that an eager backend shares with its deferred one."""
     return eager.removesuffix(f"-{Sync.EAGER}")
+
+
+def tied_backends(cells: pd.DataFrame, column: str, value: float) -> list[str]:
+    """The backends of the cells that have this size."""
+    return [name for name, size in zip(cells["backend"], cells[column], strict=True) if alike(float(size), value)]
 
 
 def gpu_names(machine: Mapping[str, Any]) -> str:

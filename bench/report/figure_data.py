@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pandas as pd
 
-from bench.formatting import alike, plural, size, some
+from bench.formatting import plural, some
 from bench.judge.analysis import Analysis
 from bench.judge.caveats import link_words
 from bench.judge.samples import step_times
@@ -19,8 +19,8 @@ from bench.judge.tables import good_trials, rows_of
 from bench.plan.cell import Status, Sync
 from bench.plan.columns import AXES, FOLLOWS, WAYS, differing
 from bench.report import style
-from bench.report.canvas import FigureWords
-from bench.report.descriptions import eager_and_deferred, machine_words, parameters, without_sync
+from bench.report.canvas import FigureWords, PointName
+from bench.report.descriptions import eager_and_deferred, machine_words, parameters
 
 T = TypeVar("T")
 CONTEXT = [*WAYS, "world_size", "world", "precision"]
@@ -53,12 +53,11 @@ class FigureData:
         self.analysis, self.manifest, self.tables = analysis, analysis.run.manifest, analysis.run.tables
         self.looks = style.looks(analysis.cells)
         self._worlds = pd.Series({key: cell.world for key, cell in analysis.run.cells.items()}, dtype=object)
-        self._cells, self._contestant_ids = analysis.cells, analysis.contestants.index
 
     @cached_property
     def trials(self) -> pd.DataFrame:
         """The trials of the cells, with their ``world``."""
-        trials = self.tables.trials[self.tables.trials["cell_id"].isin(self._cells.index)]
+        trials = self.tables.trials[self.tables.trials["cell_id"].isin(self.analysis.cells.index)]
         return trials.assign(world=self._worlds.reindex(trials["cell_id"]).set_axis(trials.index))
 
     @cached_property
@@ -67,7 +66,7 @@ class FigureData:
 
         Cells that failed also have the times and peaks that were measured: they are drawn as wrong.
         """
-        found = self._cells.assign(world=self._worlds)
+        found = self.analysis.cells.assign(world=self._worlds)
         failed = found["status"] != Status.OK
         timed = found["world"].map(lambda world: world.times_communication)
         estimates = step_times(self.trials)
@@ -83,7 +82,7 @@ class FigureData:
     @cached_property
     def contestants(self) -> pd.DataFrame:
         """The cells without the reference; all if there is nothing else."""
-        return self.cells[self.cells["cell_id"].isin(self._contestant_ids)]
+        return self.cells[self.cells["cell_id"].isin(self.analysis.contestants.index)]
 
     @cached_property
     def timed(self) -> pd.DataFrame:
@@ -99,6 +98,13 @@ class FigureData:
         each = zip(once["backend"], once["outcome"], strict=True)
         names = dict.fromkeys(f"{backend} ({failure_label(outcome) or 'run once'})" for backend, outcome in each)
         return [f"Not timed: {some(list(names))}."] if names else []
+
+    def without_time(self) -> list[str]:
+        """A sentence on the timed cells without a step time; none if all have one."""
+        missing = self.timed[self.timed["step_time_s"].isna()]
+        rows = zip(missing["backend"], missing["accumulate"], missing["outcome"], strict=True)
+        named = [f"{backend} at N = {n} ({failure_label(outcome) or 'not measured'})" for backend, n, outcome in rows]
+        return [f"Without a value: {some(named)}."] if named else []
 
     @property
     def footer(self) -> str:
@@ -165,6 +171,12 @@ class FigureData:
         kinds = self.contestants[list({*by, *FOLLOWS, *FOLLOWS.values()})].drop_duplicates()
         return differing(kinds.itertuples(index=False), by)
 
+    def point_name(self, backend: str, outcome: str, point: tuple[float, float], more: str = "") -> PointName:
+        """What to write beside a point: the backend, and how its cell failed."""
+        word = failure_label(outcome)
+        text = f"{backend} ({word})" if word else backend
+        return PointName(style.cut(text + more), point, self.looks[backend].colour)
+
     def backends_in(self, rows: pd.DataFrame) -> list[str]:
         """The backends of these rows, in the order in which they are drawn."""
         found = set(rows["backend"])
@@ -192,58 +204,10 @@ def failure_label(outcome: str) -> str:
     return "" if outcome == Status.OK else outcome
 
 
-def without_value(cells: pd.DataFrame, value: str) -> list[str]:
-    """A sentence on the cells without such a value; none if all have one."""
-    missing = cells[cells[value].isna()]
-    rows = zip(missing["backend"], missing["accumulate"], missing["outcome"], strict=True)
-    named = [f"{backend} at N = {n} ({failure_label(outcome) or 'not measured'})" for backend, n, outcome in rows]
-    return [f"Without a value: {some(named)}."] if named else []
-
-
 def sync_pairs(cells: pd.DataFrame, how: Sync = Sync.DEFERRED) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """The rows of each pair of ``eager_and_deferred`` backends among good cells at one N."""
     rows = {row["backend"]: row for row in rows_of(cells[cells["status"] == Status.OK])}
     return ((rows[eager], rows[deferred]) for eager, deferred in eager_and_deferred(rows, how))
-
-
-def saved_by_deferring(pairs: Iterable[tuple[Any, Any]], value: str) -> tuple[str, float, float] | None:
-    """The backend whose value falls most, relatively, by deferring the sync, and both values; None if none falls."""
-    saved = [(without_sync(eager["backend"]), eager[value], deferred[value]) for eager, deferred in pairs]
-    saved = [(name, before, after) for name, before, after in saved if 0 < after < before]
-    return max(saved, key=lambda each: each[1] / each[2], default=None)
-
-
-def most_extreme(cells: pd.DataFrame, value: str) -> pd.DataFrame:
-    """Good cells in the panel with the most ranks, then N, then good trials; sorted by the value, which all have."""
-    good = cells[(cells["status"] == Status.OK) & cells[value].notna()]
-    panels = good.groupby(CONTEXT, dropna=False)
-    good = good.assign(trials=panels["num_ok"].transform("sum"), panel=-panels.ngroup())
-    for extent in ("world_size", "accumulate", "trials", "panel"):
-        good = good[good[extent] == good[extent].max()]
-    return good.sort_values(value, kind="stable")
-
-
-def fastest(data: FigureData, cells: pd.DataFrame) -> str:
-    """The backend with the shortest step time, and how many are not slower by their verdict."""
-    rows = rows_of(cells[cells["step_time_s"].notna()].sort_values("step_time_s", kind="stable"))
-    best = rows[0]
-    others, seconds = len(data.analysis.not_slower(rows, best)), f"{best['step_time_s']:.3g} s"
-    if not others:
-        return f"{best['backend']} is fastest ({seconds})"
-    also = f"{plural(others, 'other')} {'is' if others == 1 else 'are'} not shown to be slower"
-    return f"{best['backend']} has the shortest step time ({seconds}); {also}"
-
-
-def leanest(cells: pd.DataFrame) -> str:
-    """The backends with the least memory, and how much that is."""
-    least = float(cells["peak_memory_bytes"].min())
-    names = tied_backends(cells, "peak_memory_bytes", least)
-    return f"{some(names)} {'needs' if len(names) == 1 else 'need'} the least memory ({size(least)})"
-
-
-def tied_backends(cells: pd.DataFrame, column: str, value: float) -> list[str]:
-    """The backends of the cells that have this size."""
-    return [name for name, size in zip(cells["backend"], cells[column], strict=True) if alike(float(size), value)]
 
 
 def floats(values: pd.Series) -> Any:

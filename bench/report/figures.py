@@ -72,7 +72,5 @@ def figures(data: Analysis) -> list[Drawing]:
     # Every cell against the baseline's, but those that run once, as their matrix wants it.
     once = data.run.manifest.get("once") or ()
     rows = [row for row in data.verdicts if row.b.world.times_communication and row.b.cell_id not in once]
-    report = Report(a=data.baseline, b="each other backend", rows=rows, remarks=data.remarks)
-    words = figure_data.figure_words("", timed=True)
-    words.notes = figure_data.untimed()
-    return found + forest.draw(report, RATIOS, words)
+    report = Report(a=data.baseline, b="each other backend", rows=rows)
+    return found + forest.draw(report, RATIOS, figure_data.figure_words("", timed=True))

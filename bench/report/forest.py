@@ -148,8 +148,7 @@ def _set_scale(axes: Axes, report: Report) -> None:
     for time in filter(None, [_control_interval(report), *(row.time for row in report.rows)]):
         ends += [end for end in (time.ratio, time.low, time.high) if end is not None]
     low, high = min(ends) / 1.02, max(ends) * 1.02
-    axes.set_xscale("log")
-    axes.set_xlim(low, high)
+    axes.set(xscale="log", xlim=(low, high))
     wide = high / low > WIDE
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)) if wide else MaxNLocator(6, steps=[1, 2, 5, 10]))
     axes.xaxis.set_minor_locator(NullLocator())

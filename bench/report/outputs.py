@@ -67,12 +67,7 @@ def write_outputs(
         return status
     console = Console()
     show(console, found)
-    console.print(
-        f"tables: {folder}/*.parquet\nplots:  {plots} ({len(drawn)} files)\nreport: {whole} (in short: {short})",
-        highlight=False,
-        soft_wrap=True,
-        markup=False,
-    )
+    print(f"tables: {folder}/*.parquet\nplots:  {plots} ({len(drawn)} files)\nreport: {whole} (in short: {short})")
     if status == GOOD and data.run.tables.trials["status"].isin([Status.INVALID]).any():
         console.print("exit status 0: all invalid trials are due to documented defects of frameworks, as expected")
     return status

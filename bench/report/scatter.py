@@ -14,27 +14,16 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from bench.formatting import plural, size, unit_of
+from bench.formatting import plural, size, some, unit_of
 from bench.judge.samples import block_effects
 from bench.judge.tables import rows_of
 from bench.judge.verdicts import Verdict
 from bench.plan.cell import REFERENCES, Status, Sync
 from bench.report import style
 from bench.report.canvas import DIAGONAL, Drawing, PointName, end_of_axis, freeze, name_points, new_figure, set_scale
-from bench.report.figure_data import (
-    CONTEXT,
-    FACTS,
-    MEMORY,
-    TIMES,
-    FigureData,
-    Panel,
-    failure_label,
-    fastest,
-    leanest,
-    sync_pairs,
-    without_value,
-)
-from bench.report.style import GREY, INTERVAL, REFERENCE_COLOUR, Key, cut, safe
+from bench.report.descriptions import tied_backends
+from bench.report.figure_data import CONTEXT, FACTS, MEMORY, TIMES, FigureData, Panel, sync_pairs
+from bench.report.style import GREY, INTERVAL, REFERENCE_COLOUR, Key, safe
 
 MOST_SMALL, MOST_NAMED = 4, 2
 """Further panels; and so many have names, each in a row."""
@@ -72,7 +61,7 @@ def draw_memory_vs_time(data: FigureData) -> list[Drawing]:
         f"{'; '.join(['Lower left is better', *shapes])}. Lines are 95 % intervals; arrows lead from eager to deferred "
         f"where times differ by verdict.{beyond}"
     )
-    words.notes[:0] = [*left_out, legend, *without_value(data.timed, "step_time_s")]
+    words.notes[:0] = [*left_out, legend, *data.without_time()]
 
     shape = (len(others), 1) if len(others) <= MOST_NAMED else (1, len(others))
     heights = [LARGE_HEIGHT, *([NAMED_HEIGHT * shape[0] if shape[1] == 1 else SMALL_HEIGHT] if others else [])]
@@ -85,15 +74,13 @@ def draw_memory_vs_time(data: FigureData) -> list[Drawing]:
     set_scales(large, main.rows, unit)
     _draw_points(data, large, main.rows, unit, marker=6.5)
     large.set_title(safe(main.title), weight="bold")
-    large.set_xlabel("step time (s)")
-    large.set_ylabel(f"peak memory per rank ({name},\n{safe(measured_by)})")
+    large.set(xlabel="step time (s)", ylabel=f"peak memory per rank ({name},\n{safe(measured_by)})")
     if others:
         small = rows[1].subgridspec(*shape).subplots(sharex=True, sharey=True, squeeze=False).ravel()
         set_scales(small[0], pd.concat([panel.rows for panel in others]), unit)
         for axes, panel in zip(small, others, strict=True):
             _draw_points(data, axes, panel.rows, unit, marker=4.0)
-            axes.set_title(safe(panel.title))
-            axes.set(xlabel="step time (s)", ylabel=name)
+            axes.set(title=safe(panel.title), xlabel="step time (s)", ylabel=name)
             axes.label_outer()
         named += zip(small, others, strict=True) if shape[1] == 1 else []
     freeze(figure)
@@ -104,18 +91,30 @@ def draw_memory_vs_time(data: FigureData) -> list[Drawing]:
 
 
 def _point_name(data: FigureData, cell: Any, unit: float) -> PointName:
-    word = failure_label(cell["outcome"])
-    text = f"{cell['backend']} ({word})" if word else cell["backend"]
-    if cell[SHOWN] < cell["peak_memory_bytes"]:
-        text += f": \N{UPWARDS ARROW} {size(cell['peak_memory_bytes'])}"
-    return PointName(cut(text), _coordinates(cell, unit), data.looks[cell["backend"]].colour)
+    peak, shown = cell["peak_memory_bytes"], cell[SHOWN]
+    beyond = f": \N{UPWARDS ARROW} {size(peak)}" if shown < peak else ""
+    return data.point_name(cell["backend"], cell["outcome"], _coordinates(cell, unit), beyond)
 
 
 def _title(data: FigureData, panel: Panel) -> str:
     good = panel.rows[panel.rows["status"] == Status.OK]
     if good.empty:
         return f"No backend is correct at {panel.title}"
-    return f"At {panel.title}, {fastest(data, good)}; {leanest(good)}"
+    least = float(good["peak_memory_bytes"].min())
+    names = tied_backends(good, "peak_memory_bytes", least)
+    lean = f"{some(names)} {'needs' if len(names) == 1 else 'need'} the least memory ({size(least)})"
+    return f"At {panel.title}, {_fastest(data, good)}; {lean}"
+
+
+def _fastest(data: FigureData, cells: pd.DataFrame) -> str:
+    """The backend with the shortest step time, and how many are not slower by their verdict."""
+    rows = rows_of(cells.sort_values("step_time_s", kind="stable"))
+    best = rows[0]
+    others, seconds = len(data.analysis.not_slower(rows, best)), f"{best['step_time_s']:.3g} s"
+    if not others:
+        return f"{best['backend']} is fastest ({seconds})"
+    also = f"{plural(others, 'other')} {'is' if others == 1 else 'are'} not shown to be slower"
+    return f"{best['backend']} has the shortest step time ({seconds}); {also}"
 
 
 def _draw_points(data: FigureData, axes: Axes, cells: pd.DataFrame, unit: float, marker: float) -> None:
@@ -209,8 +208,7 @@ def draw_noise(data: FigureData) -> list[Drawing]:
         if len(where):
             axes.hlines(100 * np.expm1(effect), where.min(), where.max(), color=REFERENCE_COLOUR, linewidth=1.4)
     axes.axhline(0, color=GREY, linewidth=0.5, zorder=1.2)
-    axes.set_xlabel("good trials, in the order in which they ran")
-    axes.set_ylabel("from the cell's mean (%)")
+    axes.set(xlabel="good trials, in the order in which they ran", ylabel="from the cell's mean (%)")
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     return [Drawing("noise", figure, trials[COLUMNS], words)]
 

@@ -20,12 +20,11 @@ from bench.judge.gates import EXPECTED, known_defect, tolerance
 from bench.judge.samples import NAME, slowest
 from bench.judge.tables import rows_of
 from bench.judge.verdicts import Verdict
-from bench.plan.categories import PEAK, Category
+from bench.plan.categories import Category
 from bench.plan.cell import Device, Status, among
 from bench.plan.columns import COLUMNS
 from bench.plan.trial_columns import COMMUNICATION, CORRECTNESS, DASH, MEMORY, SEMANTICS, SPEED, Column
-from bench.report.bars import MIB, TOTAL, by_operation
-from bench.report.bars import by_cell as memory_by_cell
+from bench.report.bars import MIB, TOTAL, by_category, by_operation
 from bench.run import links
 from bench.run.machine import unlike_nodes
 from bench.tabular import Table
@@ -123,7 +122,7 @@ def memory(data: Analysis) -> PageSection:
     if not known.empty:
         ends = (f"{size(row['peak_memory_bytes'])} ({row['label']})" for row in rows_of(known.iloc[[0, -1]]))
         sentence = "The smallest peak of a rank is {}, the largest {}. Bytes have no noise.".format(*ends)
-    parts = memory_by_cell(data.run.tables.memory, PEAK)
+    parts = by_category(data.run.tables.memory)
     used = [name for name in map(str, Category) if name in parts and (parts[name] > 0).any()]
     frame = data.cells.join(parts[used])
     columns = {name: Column("Int64", "B", "live at the peak", title=name.replace("_", " ")) for name in used}

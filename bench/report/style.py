@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import textwrap
 import unicodedata
 from collections.abc import Iterable
@@ -21,6 +20,7 @@ from matplotlib.lines import Line2D
 from matplotlib.typing import LineStyleType
 
 from bench.backends.base import built_in
+from bench.formatting import plain
 
 WIDTH, MAX_HEIGHT = 7.5, 9.0
 """Of a figure in inches: fits on A4 with margins."""
@@ -40,13 +40,7 @@ FRAMEWORK_COLOURS = {backend.framework: backend.colour for backend in built_in()
 """Okabe and Ito's palette without its yellow, which is too pale on paper, and Paul Tol's muted and safe palettes."""
 SYNC_MARKERS = {"none": "o", "eager": "s", "deferred-all-reduce": "v", "deferred": "^"}
 OTHER_MARKER = "D"
-SHARDING_DASHES: dict[str, tuple[float, ...]] = {
-    "none": (),
-    "params": (8.0, 1.6),
-    "grads": (3.6, 1.4),
-    "optimizer": (1.0, 1.2),
-}
-TERMINAL_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+SHARDING_DASHES: dict[str, tuple[float, ...]] = {"params": (8.0, 1.6), "grads": (3.6, 1.4), "optimizer": (1.0, 1.2)}
 SOLID_LENGTH, DOT, DOT_GAP = 14.0, 1.4, 1.4
 """Dashes of a solid line that resembles another, and the dots that distinguish lines."""
 
@@ -99,8 +93,7 @@ def _glyphs() -> frozenset[int]:
 
 def clean(text: object) -> str:
     """One line that the font can draw, whatever was in the text."""
-    joined = " ".join(unicodedata.normalize("NFC", TERMINAL_COLOURS.sub("", str(text))).split())
-    return "".join(c if ord(c) in _glyphs() else "?" for c in joined if c.isprintable())
+    return "".join(c if ord(c) in _glyphs() else "?" for c in unicodedata.normalize("NFC", plain(text)))
 
 
 def cut(text: object) -> str:
