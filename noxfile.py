@@ -222,9 +222,10 @@ def wheel(session: nox.Session) -> None:
     (built,) = Path("dist").resolve().glob("*.whl")
     session.env.update(CC="false", CXX="false", DS_BUILD_OPS=None, PYTHONPATH=None)
     session.install("-c", str(Path("constraints.txt").resolve()), f"{built}[hf,torchtitan]")
+    (n,) = nox.project.load_toml("bench/matrices/smoke.toml")["axes"]["accumulate"]
     session.chdir(session.create_tmp())
     Path("config.yaml").write_text("trainer: {strategy: deepspeed_stage_2, accumulate_grad_batches: 4}\n")
-    cells = [f"fsdp2-{sync} N=2 W=2 fp32" for sync in ("deferred", "eager")]
+    cells = [f"fsdp2-{sync} N={n} W=2 fp32" for sync in ("deferred", "eager")]
     scenarios = ("--scenario", "divisible,resume", "--backend", "ddp-deferred")
     size = ("--model", "8b", "--world-size", "64", "--accumulate", "16", "--sequence", "8192", "--precision", "bf16")
     for command in (
