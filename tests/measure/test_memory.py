@@ -100,7 +100,7 @@ def test_the_strongest_evidence_counts_whatever_came_first() -> None:
         assert nonzero(ledger.parts(ledger.snapshot())) == {"parameters_sharded": 4 * KIB}
 
 
-def test_hooks_on_parameters_are_gone_afterwards() -> None:
+def test_hooks_on_parameters_and_storages_are_gone_afterwards() -> None:
     weight = torch.nn.Parameter(torch.zeros(4))
     with TensorLedger("cpu") as ledger:
         ledger.reset_peak()
@@ -108,6 +108,7 @@ def test_hooks_on_parameters_are_gone_afterwards() -> None:
         assert ledger.parts_at_peak()[Category.GRADIENTS_UNSHARDED] == 16
         assert weight._backward_hooks
     assert not weight._backward_hooks
+    assert torch.UntypedStorage.resize_.__name__ == "resize_", "the class is as it was"
 
 
 @pytest.fixture
