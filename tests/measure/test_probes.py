@@ -1,4 +1,4 @@
-"""The probes against exact cases: the ledger's bytes, the comparison of updates, the clock."""
+"""The probes against exact cases: the comparison of updates, the clock."""
 
 from __future__ import annotations
 
