@@ -100,7 +100,7 @@ def test_the_strongest_evidence_counts_whatever_came_first() -> None:
         assert nonzero(ledger.parts(ledger.snapshot())) == {"parameters_sharded": 4 * KIB}
 
 
-def test_hooks_on_parameters_and_storages_are_gone_afterwards() -> None:
+def test_hooks_on_parameters_are_gone_afterwards() -> None:
     weight = torch.nn.Parameter(torch.zeros(4))
     with TensorLedger("cpu") as ledger:
         ledger.reset_peak()
@@ -108,6 +108,17 @@ def test_hooks_on_parameters_and_storages_are_gone_afterwards() -> None:
         assert ledger.parts_at_peak()[Category.GRADIENTS_UNSHARDED] == 16
         assert weight._backward_hooks
     assert not weight._backward_hooks
+
+
+def test_ledger_follows_resized_storages() -> None:
+    with TensorLedger("cpu") as ledger:
+        tensor = torch.zeros(KIB)
+        tensor.untyped_storage().resize_(0)
+        assert ledger.live == 0
+        tensor.untyped_storage().resize_(8 * KIB)
+        assert ledger.live == 8 * KIB
+        del tensor
+        assert ledger.live == 0
     assert torch.UntypedStorage.resize_.__name__ == "resize_", "the class is as it was"
 
 
