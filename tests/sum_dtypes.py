@@ -110,10 +110,6 @@ class Loop(Backend):
         return {name: value.detach().double() for name, value in self.model.named_parameters()}
 
 
-class BF16Loop(Loop):
-    dtype = BF16
-
-
 class FP16Loop(Loop):
     dtype = torch.float16
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,6 +25,19 @@ UNEVEN = "tests.own_workload:Uneven"
 """A model that nothing divides."""
 Found = dict[str, Any]
 """What a rank found out about a cell."""
+
+
+@contextlib.contextmanager
+def pretended(world_size: int) -> Iterator[None]:
+    """A process group of which only this rank exists: shapes are true, and values are not."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @dataclass(kw_only=True)

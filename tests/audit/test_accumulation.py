@@ -68,11 +68,9 @@ def test_deepspeed_sums_in_bf16_unless_told_and_where_it_is_refused(found: dict[
     ("loop", "dtype", "bits", "scale"),
     [
         ("Loop", "fp32", 24, 1.0),
-        ("BF16Loop", "bf16", 8, 1.0),
         ("FP16Loop", "fp16", 11, 1.0),
         ("FP64Loop", "fp64", 32, 1.0),
         ("SumLoop", "fp32", 24, 4.0),
-        ("DividesTwice", "fp32", 24, 0.25),
         ("LastOnly", "other: 1 bits", 1, -0.5),
         ("StepsTooOften", "other: 4 updates", 24, 1.0),
         ("NoStepLoop", "other: no update", None, 0.0),

@@ -104,14 +104,10 @@ def test_corpus_has_every_rule() -> None:
     assert all(found.count([]) >= 10 for k, found in kinds.items() if k not in {"data", "auto"}) and len(CASES) >= 280
 
 
-def everything(tmp_path: Path) -> list[LintFinding]:
-    return [finding for case in CASES for finding in findings_in(case, tmp_path)]
-
-
 def test_findings_are_complete(tmp_path: Path) -> None:
     """Every finding has a place that is there, numbers, and a proof whose backends and options exist."""
     parser = cli._parser()
-    for finding in everything(tmp_path):
+    for finding in [finding for case in CASES for finding in findings_in(case, tmp_path)]:
         assert finding.line >= 1 and finding.key and finding.file.startswith(str(tmp_path))
         assert finding.what and finding.fix and finding.proof
         assert not any(word in f"{finding.what} {finding.fix}" for word in ("None", "inf ", "nan", "\n"))

@@ -28,9 +28,6 @@ Path("{folder}", "imported").touch()
 
 class Mine(DDPDeferred):
     name = "{name}"
-
-
-number = 3
 """
 FAILS = "raise RuntimeError('needs a licence')"
 
@@ -96,8 +93,6 @@ def test_what_has_never_run_must_be_named_and_says_so() -> None:
 @pytest.mark.parametrize(
     ("entries", "words"),
     [
-        ([entry("mine", "mine_package:number")], "is not a subclass"),
-        ([entry("mine", "mine_package:nothing")], "cannot be loaded"),
         ([entry("other", "mine_package:Mine")], "its backend's name is 'mine'; both must be the same"),
         ([entry("mine", "mine_package:Mine"), entry("mine", "x:Mine")], "mine_package:Mine and x:Mine both offer it"),
     ],

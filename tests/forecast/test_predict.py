@@ -19,7 +19,7 @@ from bench.forecast.choice import Choice, Question
 from bench.forecast.prediction import Link, TimeEstimate, Traffic, communication, predict
 from bench.plan.cell import REFERENCES, Cell, Device, Precision
 from bench.plan.models import SIZES
-from tests.conftest import ROOT
+from tests.conftest import HSDP, ROOT
 from tests.factories import make_cell
 
 GIB = 2**30
@@ -28,7 +28,6 @@ TIMED = ["--link", "50GB/s", "--latency", "20us", "--compute-time", "22s"]
 WITH_HSDP = [
     name for name, backend in registry().items() if backend.__module__.startswith("bench.") and name not in REFERENCES
 ]
-HSDP = ["hsdp-eager", "hsdp-deferred-all-reduce", "hsdp-deferred"]
 BUILT_IN = [name for name in WITH_HSDP if name not in HSDP]
 NODES = ["--link", "intra=450GB/s,inter=50GB/s", "--node-size", "8"]
 
@@ -49,13 +48,6 @@ def traffic(backend: str, **changes: Any) -> tuple[Traffic, ...]:
 
 
 # Traffic.
-
-
-def test_wire_bytes_and_calls_of_fsdp2_by_hand() -> None:
-    """Eager N reduce-scatters of 4P and, resident, one gather of 2P; times 63/64; 33 units."""
-    parameters = SIZES["8b"].num_parameters
-    assert traffic("fsdp2-deferred-resident") == (Traffic(66, 6 * parameters * 63 / 64, 64),)
-    assert traffic("fsdp2-zero2-eager") == (Traffic(2 * 16 * 33, 16 * 6 * parameters * 63 / 64, 64),)
 
 
 @pytest.mark.parametrize(

@@ -81,20 +81,6 @@ def play(launcher: Launcher, folder: Path, act: str, **options: Any) -> Outcome:
     return launcher.run(Act(str(folder / "trial"), act, **options), 3000.0, inactivity_s)
 
 
-def test_a_sound_trial(launcher: Launcher, tmp_path: Path) -> None:
-    found = play(launcher, tmp_path, "end", group=True, rank=-1)
-    assert (found.status, found.reason) == (Status.OK, "")
-    assert [rank["rank"] for rank in found.ranks] == [0, 1]
-
-
-def test_a_hang_is_told_with_the_stacks_of_all_ranks(launcher: Launcher, tmp_path: Path) -> None:
-    found = play(launcher, tmp_path, "lock_the_interpreter", group=True, inactivity_s=10.0)
-    assert found.status is Status.HANG, found.reason
-    assert found.reason.startswith("no rank got on for 10 s (rank 0 after ")
-    stacks = [(tmp_path / "trial" / f"rank{rank}.stacks").read_text() for rank in range(2)]
-    assert "in all_reduce" in stacks[0] and "in lock_the_interpreter" in stacks[1]
-
-
 def test_what_ignores_signals_or_left_the_session_is_ended_too(launcher: Launcher, tmp_path: Path) -> None:
     before = set(sleepers())
     found = play(launcher, tmp_path, "family")

@@ -51,13 +51,6 @@ def test_the_gravest_and_then_the_first_word_counts(
     assert found.last_lines == ["a", "b", "c", "d", "e", "f"]
 
 
-def test_what_ended_it_from_outside_has_its_name(tmp_path: Path) -> None:
-    write(tmp_path, OK, None)
-    for status in (Status.HANG, Status.TIMEOUT):
-        found = judge(tmp_path, 2, Ending(failure="why", status=status), 1.0)
-        assert (found.status, found.reason) == (status, "why")
-
-
 @pytest.mark.parametrize("results", [(OK, OK), (OK, failure()), (failure("oom"), None), (None, None)])
 def test_an_end_that_voids_what_was_handed_over(tmp_path: Path, results: tuple[Any, ...]) -> None:
     write(tmp_path, *results)

@@ -136,7 +136,7 @@ def test_the_group_is_not_one_that_a_mesh_replaces_by_nccl(tmp_path: Path) -> No
 # What is kept.
 
 
-def judged() -> tables.Tables:
+def test_no_time_is_kept_and_everything_else_is() -> None:
     cells = [SHARED.reference(), SHARED, make_cell(backend="fsdp2-eager", device=Device.CUDA, shared_gpu=True)]
     told = {"time": {"cuda_memory": CUDA_MEMORY}, "gpus": {"gpus": [make_gpu()], "notes": []}}
     records = [
@@ -144,11 +144,7 @@ def judged() -> tables.Tables:
         for cell in cells
         for repeat in range(6)
     ]
-    return judge(tables.build(records, make_manifest([SHARED], baseline="ddp-deferred")))
-
-
-def test_no_time_is_kept_and_everything_else_is() -> None:
-    made = judged()
+    made = judge(tables.build(records, make_manifest([SHARED], baseline="ddp-deferred")))
     alone, shares = made.trials.iloc[0], made.trials.iloc[6]
     assert (alone["shared_gpu"], shares["shared_gpu"]) == (False, True)
     times = ["step_time_s", "num_warmup_steps", "tokens_per_s", "mfu", "mfu_of_matmul", "cpu_s_per_micro_batch"]

@@ -32,13 +32,6 @@ def formula(cell: Cell, layout: Layout | None = None) -> dict[tuple[str, str], t
 
 
 @pytest.mark.usefixtures("lonely_group")
-def test_the_self_test_passes_and_is_not_counted() -> None:
-    counter = CollectiveCounter()
-    counter.self_test(torch.device("cpu"))
-    assert counter.rows() == []
-
-
-@pytest.mark.usefixtures("lonely_group")
 def test_the_self_test_finds_a_group_that_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     with pytest.raises(RuntimeError, match=r"^collectives cannot be counted: .* is seen as \[\]$"):
@@ -80,13 +73,10 @@ def test_counter_counts_only_while_counting_and_by_dtype() -> None:
 
 
 def test_counter_takes_the_whole_of_gathers_and_scatters_and_names_their_group() -> None:
-    """On a fake group of four ranks, where shapes are true and values are not."""
     from torch.distributed._functional_collectives import all_reduce, wait_tensor
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    try:
+    with worlds.pretended(4):
         mesh = init_device_mesh("cpu", (2, 2))
         counter = CollectiveCounter()
         counter.counting = True
@@ -98,8 +88,6 @@ def test_counter_takes_the_whole_of_gathers_and_scatters_and_names_their_group()
                 group = mesh.get_group(dimension)
                 dist.reduce_scatter_tensor(torch.zeros(10), torch.zeros(20), group=group)
                 wait_tensor(all_reduce(torch.zeros(10), "sum", group))
-    finally:
-        dist.destroy_process_group()
     assert counter.rows() == [
         {"op": op, "group": group, "dtype": "float32", "calls": calls, "payload_bytes": size}
         for op, group, calls, size in (
@@ -118,10 +106,8 @@ def test_counter_sees_what_distributed_tensors_reduce_within_an_operator(tensors
     """torch calls it below the keys of autograd, and on fake tensors without the operators of c10d."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    try:
+    with worlds.pretended(4):
         mesh = init_device_mesh("cpu", (4,))
         counter = CollectiveCounter()
         counter.counting = True
@@ -129,8 +115,6 @@ def test_counter_sees_what_distributed_tensors_reduce_within_an_operator(tensors
             parameter = torch.nn.Parameter(DTensor.from_local(torch.zeros(4), mesh, [Shard(0)]))
             parameter.grad = DTensor.from_local(torch.ones(4), mesh, [Shard(0)])
             torch.nn.utils.clip_grad_norm_([parameter], 1.0)
-    finally:
-        dist.destroy_process_group()
     assert counter.rows() == [
         {"op": "all_reduce", "group": "world", "dtype": "float32", "calls": 1, "payload_bytes": 4}
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from bench.measure.taps import EventKind, SettledWindows, Taps
 from bench.plan.categories import HELD, PEAK, Category
 from bench.plan.task import SETTLED_WINDOWS
 from bench.run import trial_record
+from tests.worlds import pretended
 
 KIB = 1024
 
@@ -110,23 +110,24 @@ def test_hooks_on_parameters_are_gone_afterwards() -> None:
     assert not weight._backward_hooks
 
 
-@pytest.fixture
-def fake_group() -> Iterator[None]:
-    """A pretended group of two ranks."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+def test_ledger_follows_resized_storages() -> None:
+    with TensorLedger("cpu") as ledger:
+        tensor = torch.zeros(KIB)
+        tensor.untyped_storage().resize_(0)
+        assert ledger.live == 0
+        tensor.untyped_storage().resize_(8 * KIB)
+        assert ledger.live == 8 * KIB
+        del tensor
+        assert ledger.live == 0
+    assert torch.UntypedStorage.resize_.__name__ == "resize_", "the class is as it was"
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
 
-
-@pytest.mark.usefixtures("fake_group")
 @pytest.mark.parametrize("has_work", [True, False])
 def test_what_a_collective_reads_and_writes_is_communication(monkeypatch: pytest.MonkeyPatch, has_work: bool) -> None:
     """NCCL hands back no Work for a synchronous collective: its boxed one is None."""
     if not has_work:
         monkeypatch.setattr(dist.Work, "unbox", lambda boxed: None)
-    with TensorLedger("cpu") as ledger:
+    with pretended(2), TensorLedger("cpu") as ledger:
         part, whole = torch.zeros(KIB), torch.zeros(2 * KIB)
         dist.all_gather_into_tensor(whole, part)
         alone = torch.zeros(3)

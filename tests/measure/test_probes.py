@@ -1,4 +1,4 @@
-"""The probes against exact cases: the ledger's bytes, the comparison of updates, the clock."""
+"""The probes against exact cases: the comparison of updates, the clock."""
 
 from __future__ import annotations
 
@@ -9,22 +9,7 @@ import pytest
 import torch
 
 from bench.measure import update
-from bench.measure.ledger import TensorLedger
 from bench.measure.taps import HostClock
-
-KIB = 1024
-
-
-def test_ledger_follows_resized_storages() -> None:
-    with TensorLedger("cpu") as ledger:
-        tensor = torch.zeros(KIB)
-        tensor.untyped_storage().resize_(0)
-        assert ledger.live == 0
-        tensor.untyped_storage().resize_(8 * KIB)
-        assert ledger.live == 8 * KIB
-        del tensor
-        assert ledger.live == 0
-    assert torch.UntypedStorage.resize_.__name__ == "resize_", "the class is as it was"
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.25, 4.0, -1.0])

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench.backends.base import registry
 from bench.judge.formulas import BUILT_IN, expect
@@ -26,7 +23,7 @@ from bench.workload import load
 from tests.conftest import asked, first
 from tests.factories import ALL_PASSES, make_cell
 from tests.measure.test_memory import parts
-from tests.worlds import by_rank, layout, measure, world_cell
+from tests.worlds import by_rank, layout, measure, pretended, world_cell
 
 BACKENDS = [name for name in BUILT_IN if name != REFERENCE and not name.endswith("corrected")]
 VIRTUAL = [name for name in BACKENDS if not registry()[name].not_virtual]
@@ -139,19 +136,13 @@ def without_tokens(memory: dict[str, int], num_ranks: int) -> dict[str, int]:
     return {key: size - tokens * (key in ("peak", "held", "peak_other", "held_other")) for key, size in memory.items()}
 
 
-@pytest.fixture
-def pretended() -> Iterator[DeviceMesh]:
-    """A mesh over 8 ranks, of which only this one exists."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    yield init_device_mesh("cpu", (8,))
-    dist.destroy_process_group()
-
-
-def test_the_whole_tensors_of_which_dtensor_learns_shapes_are_not_counted(pretended: DeviceMesh) -> None:
+def test_the_whole_tensors_of_which_dtensor_learns_shapes_are_not_counted() -> None:
     ledger = TensorLedger("cpu")
-    with FakeTensors(torch.device("cpu")), ledger:
-        shard = torch.zeros(1_000)
-        DTensor.from_local(shard, pretended, [Shard(0)], run_check=False).erfinv()
+    with pretended(8):
+        mesh = init_device_mesh("cpu", (8,))
+        with FakeTensors(torch.device("cpu")), ledger:
+            shard = torch.zeros(1_000)
+            DTensor.from_local(shard, mesh, [Shard(0)], run_check=False).erfinv()
     assert ledger.peak == 2 * shard.nbytes
 
 

@@ -22,12 +22,11 @@ from bench.plan import matrix as matrix_file
 from bench.plan.cell import REFERENCE, REFERENCES, SHARDED_REFERENCE, Cell, Device
 from bench.plan.expand import baseline, expand, single_trial_ids
 from bench.plan.schedule import Ended
-from tests.conftest import first
+from tests.conftest import HSDP, first
 from tests.factories import make_backend, make_document, make_matrix
 from tests.pages import simulate
 
 BACKENDS = registry()
-HSDP = [name for name, backend in BACKENDS.items() if backend.replicate]
 
 
 def parse(document: dict[str, Any]) -> matrix_file.Matrix:
@@ -90,7 +89,6 @@ def test_wrong_values_are_named_with_what_would_be_right(key: str, value: Any, e
     ("key", "expected"),
     [
         ("repeat", "did you mean repeats?"),
-        ("axes.acumulate", "did you mean axes.accumulate?"),
         ("workload.batch_size_global", "did you mean workload.global_batch_size?"),
         ("xyzzy", "use one of description, device,"),
         ("colours.red", "colours is unknown"),
@@ -225,8 +223,6 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest(batch: int, ac
 def test_gpus() -> None:
     everything = make_matrix({"device": "cuda"}, world_size="all", accumulate=[1])
     assert {cell.world_size for cell in expand(everything, BACKENDS, 4)} == {1, 4}
-    with pytest.raises(InputError, match="device is 'cuda', and no GPU is visible here"):
-        expand(everything, BACKENDS, 0)
     with pytest.raises(InputError, match=r"axes.world_size: 2 ranks need as many GPUs; 1 are visible here"):
         expand(make_matrix({"device": "cuda"}), BACKENDS, 1)
     with pytest.raises(InputError, match=r"axes.world_size is 'all', which means GPUs"):
@@ -253,13 +249,6 @@ def test_the_baseline_is_the_first_that_can_run_and_has_no_known_defect() -> Non
     assert baseline(made, backends) == "sound"
     only = make_matrix(backend=["wrong"])
     assert baseline(only, backends) == "wrong"
-
-
-def test_a_baseline_that_is_not_run_is_refused() -> None:
-    with pytest.raises(
-        InputError, match=r"^baseline: 'zzz' is not a backend of this matrix; use one of ddp-eager, ddp-deferred"
-    ):
-        expand(make_matrix({"baseline": "zzz"}), BACKENDS, 0)
 
 
 def test_virtual_cells_have_the_same_micro_batch_in_every_world_and_no_reference() -> None:

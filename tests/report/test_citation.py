@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -49,11 +50,7 @@ def data(folder: Path) -> Analysis:
 @pytest.fixture
 def copy(folder: Path, tmp_path: Path) -> Path:
     """The same run, to be spoilt; a run is named by its manifest, not by its folder."""
-    path = tmp_path / "copy"
-    path.mkdir()
-    for file in folder.glob("*.*"):
-        (path / file.name).write_bytes(file.read_bytes())
-    return path
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
 
 
 def id_of(data: Analysis, backend: str, accumulate: int = 2, twin: str = "") -> str:

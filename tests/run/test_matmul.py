@@ -73,11 +73,6 @@ class Answers:
         return self._outcomes.pop(0)
 
 
-def sound(*rates: Any) -> Outcome:
-    ranks = [{"status": "ok", "flops_per_s": rate} for rate in rates]
-    return Outcome(status=Status.OK, reason="", ranks=ranks, wall_s=1.0)
-
-
 def test_a_failure_leaves_its_reason(tmp_path: Path) -> None:
     outcome = Outcome(status=Status.OOM, reason="rank 0: out of memory", ranks=[], wall_s=1.0)
     (entry,) = measure([make_cell(world_size=1)], 1, tmp_path, Answers(outcome))

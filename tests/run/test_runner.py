@@ -112,9 +112,6 @@ def test_extra_passes_run_once_in_the_first_block_and_never_again(tmp_path: Path
     timed = [("time",)]
     assert passes_of(launcher, REFERENCE) == passes_of(launcher, "b0") == [factories.ALL_PASSES, *timed * 5]
     assert passes_of(launcher, "b1") == [factories.ALL_PASSES, *timed * 5], "crashed, and not tried again"
-    again = FakeLauncher()
-    run.runner(again, retry_failed=True).run()
-    assert ran(again) == [(REFERENCE, ("update",)), ("b1", factories.ALL_PASSES)], "but when asked"
 
 
 def test_no_update_without_a_reference(tmp_path: Path) -> None:
