@@ -88,10 +88,9 @@ def bench(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["install"])
 def tests(session: nox.Session) -> None:
     """Run the tests: ``pytest`` with the given arguments, two files at a time; --all for those that take long too."""
-    # These have sessions of their own; test_null is short, and shows that tests/faults still fits the bench.
-    left_out = ("--ignore-glob=tests/faults/test_[!n]*", "--ignore=tests/overhead")
     # Most tests wait for process groups to start; each file's shared runs are made by one worker.
-    session.run("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", *left_out, *session.posargs)
+    options = ("-n", "2", "--dist", "loadfile", "--ignore=tests/overhead")  # that has a session of its own
+    session.run("python", "-m", "pytest", *options, *session.posargs)
 
 
 WITHOUT_TORCH = ("plan", "judge", "report", "forecast", "audit/test_lint.py", "audit/test_steps.py")

@@ -14,10 +14,10 @@ WINGS = ("audit", "forecast")
 SAY_NOTHING = ("one", "own", "said", "due")
 AT_MOST = {
     "modules": 200,
-    "lines": 32390,
-    "lines of the core": 23217,
+    "lines": 32372,
+    "lines of the core": 23194,
     "longest module": 348,
-    "lines of tests": 27811,
+    "lines of tests": 27808,
     "names of several modules": 0,
     "names of several classes": 0,
     "locals that say nothing": 0,
