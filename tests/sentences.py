@@ -71,6 +71,12 @@ def fastest(run: Run, where: str, m: Groups) -> bool:
     return is_first and right and shows(m.get("s", ""), math.exp(run.time(first).centre))
 
 
+@rule(r"Where an interval excludes 1, Holm's correction leaves the difference undecided")
+def left_open(run: Run, where: str, m: Groups) -> bool:
+    first, *others = run.good(where)
+    return any(run.verdict(cell, first).endswith("many verdicts") for cell in others)
+
+
 @rule(r"<a:cell>: <x> s per (?:optimizer )?step(?: <ends>)?(?:, <mib> MiB per rank)?")
 @rule(r"<a:cell>: .*; peak memory <mib> MiB \(<bytes> bytes, tracked tensors\)")
 def of_a_cell(run: Run, where: str, m: Groups) -> bool:
@@ -190,10 +196,19 @@ def precision(run: Run, where: str, m: Groups) -> bool:
     return shows_interval(run.control, m, 0)
 
 
+@rule(r"--budget <minutes>m")
+def budget(run: Run, where: str, m: Groups) -> bool:
+    """A tenth more than so many blocks take, in tens of minutes."""
+    walls = [[r["wall_s"] for r in trials] for key, trials in run.trials.items() if key not in run.about["once"]]
+    block_s = sum(sum(wall) / len(wall) for wall in walls)
+    blocks = numbers(where.partition("--repeats ")[2])[0]
+    return m["minutes"] == f"{10 * math.ceil(1.1 * blocks * block_s / 600)}"
+
+
 @rule(r"n = <n>(?: to <most>)? good trials? per cell", r"<n> trials per compared cell", r"--repeats <double>")
 @rule(r"<all> cells: <ratios> compared with <a:cell>, <own> of <b:cell> itself, <ref> references?, 1 A/A twin")
 @rule(r"(?<=twin; )<bad> more without a good trial")
-@rule(rf"no interval: <n> blocks? with both cells, and {LEAST_TRIALS} are needed")
+@rule(rf"An interval needs {LEAST_TRIALS} blocks with both cells; there (?:is|are) <n>")
 def counts(run: Run, where: str, m: Groups) -> bool:
     trials = [len(run.times(c)) for c in run.cells if run.is_correct(c)]
     of_baseline, bad = sum(c["backend"] == run.baseline for c in run.cells), len(run.cells) - len(trials)

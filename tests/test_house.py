@@ -17,7 +17,7 @@ AT_MOST = {
     "lines": 32372,
     "lines of the core": 23194,
     "longest module": 348,
-    "lines of tests": 27808,
+    "lines of tests": 27805,
     "names of several modules": 0,
     "names of several classes": 0,
     "locals that say nothing": 0,

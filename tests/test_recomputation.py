@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.recomputed import LEAST_TRIALS, ROOT, Groups, Interval, Run, shows, shows_interval
-from tests.sentences import MIB, RULES, compiled, counts, numbers, rule
+from tests.recomputed import ROOT, Groups, Interval, Run, shows, shows_interval
+from tests.sentences import MIB, RULES, compiled
 
 RUNS = ("cpu", "popular", "curves")
 CITED = {
@@ -30,24 +30,6 @@ LEFT_OVER = re.compile(
     r"|indistinguishable|undecided|invalid)\b",
     re.IGNORECASE,
 )
-
-
-@rule(r"Where an interval excludes 1, Holm's correction leaves the difference undecided")
-def left_open(run: Run, where: str, m: Groups) -> bool:
-    first, *others = run.good(where)
-    return any(run.verdict(cell, first).endswith("many verdicts") for cell in others)
-
-
-@rule(r"--budget <minutes>m")
-def budget(run: Run, where: str, m: Groups) -> bool:
-    """A tenth more than so many blocks take, in tens of minutes."""
-    walls = [[r["wall_s"] for r in trials] for key, trials in run.trials.items() if key not in run.about["once"]]
-    block_s = sum(sum(wall) / len(wall) for wall in walls)
-    blocks = numbers(where.partition("--repeats ")[2])[0]
-    return m["minutes"] == f"{10 * math.ceil(1.1 * blocks * block_s / 600)}"
-
-
-rule(rf"An interval needs {LEAST_TRIALS} blocks with both cells; there (?:is|are) <n>")(counts)
 
 
 def audit(run: Run, body: str, where: str) -> list[str]:
