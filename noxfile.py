@@ -89,7 +89,7 @@ def bench(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run the tests: ``pytest`` with the given arguments, two files at a time; --all for those that take long too."""
     # Most tests wait for process groups to start; each file's shared runs are made by one worker.
-    options = ("-n", "2", "--dist", "loadfile", "--ignore=tests/overhead")  # that has a session of its own
+    options = ("-n", "2", "--dist", "loadfile")
     session.run("python", "-m", "pytest", *options, *session.posargs)
 
 
@@ -176,7 +176,7 @@ def results(session: nox.Session) -> None:
     """Say which committed runs and pages are out of date; make those that are named, or with --all all of them."""
     # Some are made by other sessions.
     path = os.pathsep.join([os.environ["PATH"], str(Path(sys.executable).parent)])
-    command = ("python", "-m", "tests.studies.results", *session.posargs)
+    command = ("python", "-m", "studies.results", *session.posargs)
     try:
         session.run(*command, env={"PATH": path}, interrupt_timeout=60, terminate_timeout=30)
     except CommandFailed as failure:
@@ -188,7 +188,7 @@ def versions(session: nox.Session) -> None:
     """Measure versions of packages, or those given as PACKAGE==VERSION, or --smoke alone; writes docs/versions.md."""
     # Each gets a small environment of its own, made on top of the one of `install` and thrown away.
     try:
-        session.run("python", "-m", "tests.studies.versions", *session.posargs)
+        session.run("python", "-m", "studies.versions", *session.posargs)
     except CommandFailed as failure:
         raise SystemExit(failure.return_code or 1) from None
 
@@ -198,7 +198,7 @@ def overhead(session: nox.Session) -> None:
     """Measure what the bench costs, beside bare loops and the last committed times; --fixed: without these loops."""
     _install_browser(session)
     others = [argument for argument in session.posargs if argument != "--fixed"]
-    program = "tests.overhead.fixed" if len(others) < len(session.posargs) else "tests.overhead"
+    program = "studies.overhead.fixed" if len(others) < len(session.posargs) else "studies.overhead"
     session.run("python", "-m", program, *others)
 
 

@@ -14,7 +14,7 @@ import yaml
 import bench
 from bench.cli import _parser, main
 from bench.commands import COMMANDS
-from bench.plan.columns import FRAMES
+from bench.judge.columns import FRAMES
 from bench.plan.matrix import KEYS
 from tests.conftest import ROOT
 

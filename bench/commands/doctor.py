@@ -27,10 +27,11 @@ from bench.backends.base import built_in, registry
 from bench.files import RESULTS, existing
 from bench.findings import Finding, Level, error, good, warning
 from bench.grouping import grouped
+from bench.launch import gpu_checks
 from bench.launch.torch_facts import GLOO, TorchFacts, ask_torch
 from bench.measure.host import IDLE_SHARE, HostLoad, merge
 from bench.plan.cell import REFERENCES, Device
-from bench.run import gpu_checks, machine
+from bench.run import machine
 
 DESCRIPTION = (
     "Looks at Python, packages and their known defects, torch, the GPUs and their driver, NCCL, what is between the "

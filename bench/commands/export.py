@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from bench import files
 from bench.errors import GOOD, InputError, suggest
 from bench.formatting import plural
-from bench.plan.columns import COLUMNS, FRAMES
+from bench.judge.columns import COLUMNS, FRAMES
 from bench.tabular import Table
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from bench.backends import blocks
 from bench.commands.matrix_options import Planned, add_matrix_options, planned
 from bench.errors import GOOD
 from bench.formatting import plural, size
+from bench.judge.columns import differing, phrases
 from bench.plan.cell import summarize
-from bench.plan.columns import differing, phrases
 from bench.plan.expand import baseline
 from bench.plan.schedule import Cost
 from bench.tabular import Table

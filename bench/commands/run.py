@@ -16,12 +16,12 @@ from bench.commands.options import flag
 from bench.errors import BAD, EXIT_STATUS, INTERRUPTED, InputError, is_interrupt
 from bench.files import new_folder, plots_folder
 from bench.findings import Level
-from bench.launch import follower, job_nodes, torch_facts
+from bench.launch import follower, gpu_checks, job_nodes, torch_facts
 from bench.launch import gpus as launch_gpus
 from bench.launch import launcher as launching
 from bench.launch.nodes import Nodes
 from bench.plan.cell import Cell, Device, summarize
-from bench.run import gpu_checks, machine, start
+from bench.run import machine, start
 from bench.run.journal import read_manifest
 
 DESCRIPTION = (

@@ -23,8 +23,8 @@ from bench.grouping import grouped
 from bench.judge.analysis import Analysis
 from bench.judge.expected import settings_of
 from bench.judge.formulas import NO_SETTINGS, Settings
+from bench.judge.trial_columns import DASH
 from bench.plan.cell import Cell, Device
-from bench.plan.trial_columns import DASH
 from bench.report.sections import PageSection
 from bench.run.links import between, ranks_of
 from bench.tabular import Table

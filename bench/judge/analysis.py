@@ -18,15 +18,15 @@ from bench.errors import InputError
 from bench.findings import Finding
 from bench.judge.baseline import baseline_of, control_of, pairs_with_baseline
 from bench.judge.caveats import caveats, limits, remarks, ways_of_bf16, widened
+from bench.judge.columns import COLUMNS, FRAMES
 from bench.judge.loading import Run, load
 from bench.judge.next_steps import times_unavailable
 from bench.judge.pairs import ComparedPair, Pair, judge_pairs, record
 from bench.judge.samples import estimate
 from bench.judge.tables import frame_of, good_trials, rows_of
+from bench.judge.trial_columns import Over
 from bench.judge.verdicts import Verdict
 from bench.plan.cell import REFERENCES, Status
-from bench.plan.columns import COLUMNS, FRAMES
-from bench.plan.trial_columns import Over
 
 SCHEME = "accumulation-bench"
 """Prefix of the ids by which numbers are cited."""
@@ -242,7 +242,7 @@ def _over_trials(trials: pd.DataFrame) -> pd.DataFrame:
 
 
 class Frames(Mapping[str, pd.DataFrame]):
-    """The frames of one run, as attributes and by name; columns, dtypes and units: ``bench.plan.columns.COLUMNS``.
+    """The frames of one run, as attributes and by name; columns, dtypes and units: ``bench.judge.columns.COLUMNS``.
 
     ``manifest`` is run.json. Frames are built from the journal, not from the parquet files, and judged by the gates.
     """

@@ -10,11 +10,11 @@ from typing import Any
 
 from bench.formatting import plural
 from bench.grouping import grouped
+from bench.judge.columns import WORK
 from bench.judge.statistics import Sample
 from bench.judge.tables import Tables, rows_of
 from bench.measure.host import IDLE_SHARE
 from bench.plan.cell import Cell, Status
-from bench.plan.columns import WORK
 
 Row = Mapping[str, Any]
 """A row of the trials table; missing values are None."""

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.errors import InputError
-from bench.judge import gates, tables
+from bench.judge import columns, gates, tables
 from bench.judge.evidence import EvidenceByCell
 from bench.judge.tables import Tables
-from bench.plan import columns
 from bench.plan.cell import Cell
 from bench.plan.matrix import check_stored
 from bench.plan.schedule import Schedule

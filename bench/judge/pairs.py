@@ -16,12 +16,12 @@ from typing import Any
 import pandas as pd
 
 from bench.grouping import grouped
+from bench.judge.columns import COLUMNS, labels
 from bench.judge.evidence import CellEvidence, EvidenceByCell
 from bench.judge.loading import Run
 from bench.judge.statistics import MARGIN, Interval, Sample, holm, ratio
 from bench.judge.verdicts import ALPHA, NEXT, Comparison, Reason, Verdict, compare, judge_all
 from bench.plan.cell import Cell, Status
-from bench.plan.columns import COLUMNS, labels
 
 SLOWER, MEMORY = "slower", "memory"
 METRICS = (SLOWER, MEMORY)

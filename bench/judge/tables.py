@@ -12,9 +12,9 @@ from typing import Any
 import pandas as pd
 
 from bench.files import replacing
+from bench.judge.columns import COLUMNS, dtypes
 from bench.measure.dispatch import NUMBERS
 from bench.plan.cell import Cell, Precision, Status
-from bench.plan.columns import COLUMNS, dtypes
 from bench.plan.world import World
 from bench.run.links import all_reduce_rate, between
 from bench.run.machine import peak_flops

@@ -22,11 +22,11 @@ from bench.errors import InputError
 from bench.findings import Finding, error, good
 from bench.formatting import bibtex, digits, markdown, plain, plural
 from bench.judge.analysis import SCHEME, Analysis, permanent_id, quoted
+from bench.judge.columns import AXES, WAYS
 from bench.judge.loading import Run
 from bench.judge.pairs import ComparedPair
 from bench.judge.statistics import too_few
 from bench.judge.verdicts import NEXT, Verdict
-from bench.plan.columns import AXES, WAYS
 from bench.report.descriptions import machine_words
 from bench.run.machine import FRAMEWORKS, unlike_nodes
 

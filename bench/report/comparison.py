@@ -17,8 +17,8 @@ from bench.judge.caveats import widened
 from bench.judge.loading import Run, missing_trials
 from bench.judge.pairs import ComparedPair, Pair, frame_of_pairs
 from bench.judge.statistics import MARGIN, MIN_TRIALS, Interval
+from bench.judge.trial_columns import DASH
 from bench.judge.verdicts import NEXT, Reason, Verdict, excess
-from bench.plan.trial_columns import DASH
 from bench.run.machine import NOT_STORED, STORED, Changed
 from bench.tabular import Table, TableColumn, TableRow
 

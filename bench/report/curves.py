@@ -12,9 +12,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from bench.formatting import at_most, plural, some
+from bench.judge.columns import WORK
 from bench.judge.verdicts import Verdict
 from bench.plan.cell import REFERENCES, Status, Sync
-from bench.plan.columns import WORK
 from bench.report import style
 from bench.report.canvas import Drawing, FigureWords, PointName, freeze, name_points, new_figure, set_scale
 from bench.report.descriptions import without_sync

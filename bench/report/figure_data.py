@@ -14,10 +14,10 @@ import pandas as pd
 from bench.formatting import plural, some
 from bench.judge.analysis import Analysis
 from bench.judge.caveats import link_words
+from bench.judge.columns import AXES, FOLLOWS, WAYS, differing
 from bench.judge.samples import step_times
 from bench.judge.tables import good_trials, rows_of
 from bench.plan.cell import Status, Sync
-from bench.plan.columns import AXES, FOLLOWS, WAYS, differing
 from bench.report import style
 from bench.report.canvas import FigureWords, PointName
 from bench.report.descriptions import eager_and_deferred, machine_words, parameters

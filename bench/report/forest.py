@@ -16,11 +16,11 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from bench.formatting import plural, some
 from bench.grouping import grouped
+from bench.judge.columns import WAYS, differing, phrases
 from bench.judge.pairs import SLOWER, ComparedPair, record
 from bench.judge.statistics import Interval
 from bench.judge.verdicts import Verdict
 from bench.plan.cell import Cell
-from bench.plan.columns import WAYS, differing, phrases
 from bench.report.canvas import Drawing, FigureWords, name_rows, new_figure
 from bench.report.comparison import Report
 from bench.report.figure_data import largest, left_out_note

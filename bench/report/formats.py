@@ -19,10 +19,10 @@ from pyarrow import parquet
 from bench.errors import InputError
 from bench.formatting import plain
 from bench.judge.analysis import Frames
+from bench.judge.columns import COLUMNS, FRAMES
 from bench.judge.gates import tolerance
 from bench.judge.tables import rows_of
 from bench.plan.cell import Cell, Status
-from bench.plan.columns import COLUMNS, FRAMES
 
 FORMULA = tuple("=+-@\uff1d\uff0b\uff0d\uff20\t\r\n")
 """What spreadsheets read as the beginning of a formula, in wide forms too, or skip to find one: OWASP, "CSV

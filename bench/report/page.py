@@ -22,13 +22,13 @@ from PIL import Image
 
 from bench.formatting import digits, plain, plural
 from bench.judge.analysis import Analysis
+from bench.judge.columns import FRAMES
 from bench.judge.loading import Run
 from bench.judge.samples import NAME
 from bench.judge.statistics import LEVEL, MARGIN, MIN_TRIALS
+from bench.judge.trial_columns import DASH
 from bench.judge.verdicts import NEXT, Reason, Verdict
 from bench.plan.cell import Status
-from bench.plan.columns import FRAMES
-from bench.plan.trial_columns import DASH
 from bench.report.answer import Answer
 from bench.report.citation import ESCAPES, Citation, cite, cite_plot
 from bench.report.descriptions import gpu_names

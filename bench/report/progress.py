@@ -14,10 +14,10 @@ from rich.text import Text
 
 from bench.formatting import plural
 from bench.judge.baseline import percent
+from bench.judge.columns import labels
 from bench.judge.gates import EXPECTED, defect_of_record
 from bench.judge.tables import step_time
 from bench.plan.cell import Cell
-from bench.plan.columns import labels
 from bench.plan.schedule import Cost, InterimAnalysis, Trial
 
 REFRESH_PER_S = 1.0

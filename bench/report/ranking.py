@@ -11,11 +11,11 @@ from typing import Any
 from bench.formatting import digits, size
 from bench.grouping import grouped
 from bench.judge.analysis import Analysis
+from bench.judge.columns import WAYS, differing, phrases
 from bench.judge.samples import NAME
+from bench.judge.trial_columns import DASH
 from bench.judge.verdicts import Verdict
 from bench.plan.cell import Cell, Status
-from bench.plan.columns import WAYS, differing, phrases
-from bench.plan.trial_columns import DASH
 from bench.tabular import Table, TableColumn, TableRow
 
 DECIDED = (Verdict.FASTER, Verdict.SLOWER, Verdict.SAME)

@@ -15,15 +15,15 @@ import pandas as pd
 from bench.formatting import plural, size, some
 from bench.judge.analysis import Analysis
 from bench.judge.baseline import percent
+from bench.judge.columns import COLUMNS
 from bench.judge.expected import cells_watched, extent
 from bench.judge.gates import EXPECTED, known_defect, tolerance
 from bench.judge.samples import NAME, slowest
 from bench.judge.tables import rows_of
+from bench.judge.trial_columns import COMMUNICATION, CORRECTNESS, DASH, MEMORY, SEMANTICS, SPEED, Column
 from bench.judge.verdicts import Verdict
 from bench.plan.categories import Category
 from bench.plan.cell import Device, Status, among
-from bench.plan.columns import COLUMNS
-from bench.plan.trial_columns import COMMUNICATION, CORRECTNESS, DASH, MEMORY, SEMANTICS, SPEED, Column
 from bench.report.bars import MIB, TOTAL, by_category, by_operation
 from bench.run import links
 from bench.run.machine import unlike_nodes
@@ -38,7 +38,7 @@ OPERATIONS = {
 EPOCH_END = Path(__file__).with_name("epoch_end.json")
 """What the semantics suite found where an epoch ends within a window, which no timed trial shows.
 
-``python -m tests.studies.semantics`` writes it from results/semantics.
+``python -m studies.semantics`` writes it from results/semantics.
 """
 SCENARIOS = Path(__file__).parents[2] / "docs" / "semantics.md"
 """All scenarios of the suite; only in a checkout."""

@@ -12,8 +12,8 @@ import pytest
 from bench.audit import conformance, semantics_files
 from bench.errors import InputError
 from bench.report import style
+from studies import semantics
 from tests.factories import make_observation
-from tests.studies import semantics
 
 COMMITTED = semantics.SUITE / semantics_files.OBSERVATIONS
 LIMITED = {"name": "limited", "title": "two steps", "samples": 12, "epochs": None, "max_steps": 2}

@@ -23,9 +23,9 @@ from bench.measure.trial import RankTrial
 from bench.plan.cell import REFERENCE, REFERENCES, SHARDED_REFERENCE, Cell, Sharding, Status, Sync
 from bench.plan.models import SIZES
 from bench.plan.task import Spec
+from studies import settings
 from tests.conftest import CHECKPOINTED, CLIP, CLIPPED, CLIPPING, IN_BF16, ROOT, WATCHED, Run, first
 from tests.factories import make_cell
-from tests.studies import settings
 
 BACKENDS = sorted(registry())
 DEFECTIVE = [name for name, backend in registry().items() if backend.defect]

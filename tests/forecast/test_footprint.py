@@ -13,9 +13,9 @@ from bench.forecast import fit
 from bench.judge.loading import load
 from bench.plan.cell import Precision
 from bench.plan.models import SIZES
+from studies.bytes_page import RUNS, exact_peaks, peak_errors
 from tests.conftest import ROOT, first
 from tests.factories import make_cell
-from tests.studies.bytes_page import RUNS, exact_peaks, peak_errors
 
 FAKE = [(cell, peak) for cell, peak in exact_peaks().items() if cell.fake_tensors and not cell.selective_checkpointing]
 NEAR, SHARE, FAR = 0.05, 0.95, 0.2

@@ -8,11 +8,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from bench.judge import tables
+from bench.judge import columns, tables
+from bench.judge.columns import AXES, COLUMNS
 from bench.judge.tables import NAMES, Tables
-from bench.plan import columns
 from bench.plan.cell import Cell
-from bench.plan.columns import AXES, COLUMNS
 from bench.plan.matrix import KEYS
 from tests.factories import PEAK_BYTES, make_cell, make_failure, make_manifest, make_record
 

@@ -1,4 +1,4 @@
-"""What the bench costs: trials beside bare loops, and the page on it (tests/overhead)."""
+"""What the bench costs: trials beside bare loops, and the page on it (studies/overhead)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 
 from bench.backends.base import registry
 from bench.launch.launcher import Launcher
+from studies.overhead.bare import LOOPS, RANKS, N
+from studies.overhead.in_turn import seconds, steps, train
+from studies.overhead.page import page
 from tests.conftest import ROOT, first
 from tests.factories import make_cell
-from tests.overhead.bare import LOOPS, RANKS, N
-from tests.overhead.in_turn import seconds, steps, train
-from tests.overhead.page import page
 
 
 @pytest.mark.parametrize("backend", first(["fsdp2-deferred"], LOOPS))
@@ -44,7 +44,7 @@ def test_both_fork_from_a_process_that_has_loaded_what_the_backend_names(tmp_pat
     paths = f"{tmp_path}:{ROOT}"
     names = ("no_such_package", "loaded:mark")
     environment = os.environ | {"BENCH_PRELOAD": ",".join(names), "PYTHONPATH": paths}
-    for code in ("import tests.overhead.preload", f"from bench.launch import preload; preload.load_all(*{names})"):
+    for code in ("import studies.overhead.preload", f"from bench.launch import preload; preload.load_all(*{names})"):
         subprocess.run([sys.executable, "-c", code], env=environment, check=True)
         (tmp_path / "mark").unlink()
     assert registry()["torchtitan-eager"].preloaded() == ("bench.backends.torchtitan:load",)

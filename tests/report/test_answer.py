@@ -15,11 +15,11 @@ from bench.errors import InputError
 from bench.findings import Finding, Level
 from bench.judge.analysis import Analysis
 from bench.judge.caveats import link_words
+from bench.judge.columns import labels
 from bench.judge.integrity import check
 from bench.judge.loading import Run, load
 from bench.judge.next_steps import VIRTUAL
 from bench.plan.cell import Cell, Sync
-from bench.plan.columns import labels
 from bench.report.answer import Answer, answer
 from bench.report.citation import cite
 from bench.report.descriptions import eager_and_deferred

@@ -14,8 +14,8 @@ import pytest
 import bench
 from bench import cli
 from bench.judge.analysis import Analysis, Frames
+from bench.judge.columns import COLUMNS, FRAMES
 from bench.plan.cell import REFERENCE
-from bench.plan.columns import COLUMNS, FRAMES
 from bench.report.formats import COLUMNS_FILE, FORMULA
 from tests.conftest import ROOT, alone
 from tests.pages import write_run

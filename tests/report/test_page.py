@@ -21,9 +21,9 @@ from bench.report.citation import cite
 from bench.report.figures import KINDS
 from bench.report.sections import epoch_end, nodes, published
 from bench.run.journal import Journal
+from studies.semantics import at_epoch_end
 from tests.factories import make_cell, make_manifest, make_record
 from tests.pages import HOSTILE, Element, data_of, read, report, write_large_run, write_run
-from tests.studies.semantics import at_epoch_end
 
 FACTORS = {"alpha-eager": 1.0, "alpha-deferred": 0.75, "beta": 1.2, "gamma": 1.001}
 SECTIONS = ["speed", "memory", "communication", "correctness", "semantics"]

@@ -18,10 +18,9 @@ from bench import cli
 from bench.commands import doctor
 from bench.commands.doctor import DEFECTS, backends, cores, disk, gloo, idle, loopback, memory, packages, python
 from bench.findings import Finding, Level
-from bench.launch import gpus
+from bench.launch import gpu_checks, gpus
+from bench.launch.gpu_checks import GpuFacts
 from bench.launch.torch_facts import TorchFacts, ask_torch
-from bench.run import gpu_checks
-from bench.run.gpu_checks import GpuFacts
 from tests.conftest import ROOT
 from tests.fake_nvml import FakeNvml
 

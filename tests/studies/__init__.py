@@ -1,4 +1,1 @@
-"""Studies of the bench itself, each with a page in docs.
-
-``nox -s results`` says which pages and runs are out of date, and makes them again.
-"""
+"""Tests of the studies: their programs are in ``studies`` at the top of the checkout."""

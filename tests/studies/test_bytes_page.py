@@ -11,10 +11,10 @@ from bench.judge.loading import Run, load
 from bench.judge.tables import build
 from bench.plan.categories import HELD, PEAK, Category
 from bench.plan.cell import REFERENCES, Cell
+from studies import bytes_page
+from studies.bytes_page import Measured, page
 from tests.conftest import ROOT
 from tests.factories import make_cell, make_manifest, make_record
-from tests.studies import bytes_page
-from tests.studies.bytes_page import Measured, page
 
 KEYS = {
     "parameters": Category.PARAMETERS_SHARDED,

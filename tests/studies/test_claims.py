@@ -6,8 +6,8 @@ import copy
 
 import pytest
 
-from tests.studies.claims import CLAIMS, answer
-from tests.studies.measured import FALSE, TRUE, Measured
+from studies.claims import CLAIMS, answer
+from studies.measured import FALSE, TRUE, Measured
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ import pytest
 from bench.forecast.from_run import measured_link
 from bench.forecast.prediction_text import TIMES
 from bench.judge.loading import load
+from studies import links
 from tests import legible
 from tests.conftest import ROOT
 from tests.forecast.test_from_run import COMPUTE_S, LATENCY_S, WITHIN, sent_s, write
-from tests.studies import links
 
 FALLING = (2e8, 1e8, 2e7)
 """Bytes per second between the hosts of runs that are made up."""

@@ -15,13 +15,13 @@ import pytest
 
 from bench.errors import BAD, GOOD, WRONG
 from bench.run.journal import read_manifest, write_manifest
+from studies import audit_page, claims, results
+from studies.measured import Measured
+from studies.results import ROWS, Made
 from tests.audit_command.cases import CASES
 from tests.conftest import ROOT
 from tests.hosts import __main__ as hosts
 from tests.pages import simulate
-from tests.studies import audit_page, claims, results
-from tests.studies.measured import Measured
-from tests.studies.results import ROWS, Made
 
 CODE, RUN, PAGE = "bench/code.py", "results/timed", "page.md"
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import tests.studies.__main__ as command
-from tests.studies import choices, rivals, study, trial_noise
-from tests.studies.page import Results
+import studies.__main__ as command
+from studies import choices, rivals, study, trial_noise
+from studies.page import Results
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +44,7 @@ def test_the_bench_is_less_often_wrong_than_the_others_and_the_page_says_what_is
     assert (results.rates[[f"wrong {name}" for name in ("5 %", "10 %")]] < 0.02).all(axis=None)
     command.write(results, tmp_path / "statistics.md")
     page = (tmp_path / "statistics.md").read_text(encoding="utf-8")
-    assert "python -m tests.studies --reports 60" in page and "nan" not in page
+    assert "python -m studies --reports 60" in page and "nan" not in page
     assert all(miss in page for miss in study.misses(results.rates))
     assert all(rule.name in page for rule in rivals.RULES)
 

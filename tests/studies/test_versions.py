@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.studies.versions import __main__ as command
-from tests.studies.versions import bounds, environment, lightning_probe, probe, versions_page
-from tests.studies.versions.environment import FailedError
-from tests.studies.versions.versions_page import Entry, Smoke, VersionFact
+from studies.versions import __main__ as command
+from studies.versions import bounds, environment, lightning_probe, probe, versions_page
+from studies.versions.environment import FailedError
+from studies.versions.versions_page import Entry, Smoke, VersionFact
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "versions.md"
 
@@ -107,7 +107,7 @@ def test_what_a_backend_lacks_is_no_failure_of_a_smoke_run() -> None:
 def test_all_versions_can_be_named_and_probed() -> None:
     for name in command.VERSIONS:
         package, _ = command.parsed(name)
-        assert importlib.import_module(f"tests.studies.versions.{package}_probe").findings
+        assert importlib.import_module(f"studies.versions.{package}_probe").findings
 
 
 @pytest.mark.slow

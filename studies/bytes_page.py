@@ -1,0 +1,300 @@
+"""The page on memory and bytes: what was counted in real and virtual worlds, beside what formulas say.
+
+``python -m studies.bytes_page`` writes it from the runs in results; nothing is measured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from bench.forecast.fit import peaks
+from bench.judge.expected import cell_of
+from bench.judge.formulas import BUILT_IN, layout_of
+from bench.judge.loading import Run, load
+from bench.judge.tables import rows_of, world_of
+from bench.plan.categories import HELD, PEAK
+from bench.plan.cell import Cell, RankGroup, Status
+from bench.plan.models import SIZES
+from bench.plan.world import World
+from bench.tabular import markdown_table
+from studies import ROOT
+
+RUNS = ("results/bytes", "results/bytes-8b")
+SUMMED = "results/bytes/accumulation.jsonl"
+"""What ``accumulation --errors --json`` printed."""
+PEAKS = "tests/forecast/peaks.jsonl"
+"""More virtual worlds on the CPU, with their exact peaks in bytes: on fake tensors, and DDP's on real ones."""
+DOCS = "docs/memory-and-bytes.md"
+MIB, GIB = 2**20, 2**30
+LIMITS = (0.05, 0.2)
+"""Errors of predicted peaks up to which the page counts cells."""
+KINDS = {World.REAL: "real", World.VIRTUAL: "virtual", World.FAKE: "fake tensors"}
+"""Worlds in words, in order."""
+SHOWN_WORLD, SHOWN_N = 4, 4
+"""World whose collectives the page lists, and N at which it lists what is held."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The tables of all runs that the page is about, one row per cell and thing."""
+
+    trials: pd.DataFrame
+    collectives: pd.DataFrame
+    memory: pd.DataFrame
+
+    @classmethod
+    def of(cls, runs: Sequence[Run]) -> Measured:
+        """The first good trial of each cell, with everything that a formula was held against."""
+        trials = pd.concat([run.tables.trials for run in runs], ignore_index=True)
+        good = trials[trials["status"].isin([Status.OK, Status.INVALID]) & (trials["twin"].fillna("") == "")]
+        first = good.sort_values("repeat").drop_duplicates("cell_id")
+        first = first.assign(world=[_world(trial) for trial in first.to_dict("records")])
+        keys = first[["cell_id", "repeat", "backend", "accumulate", "world_size", "world", "model"]]
+        collectives, memory = (
+            pd.concat([getattr(run.tables, name) for run in runs], ignore_index=True).merge(
+                keys, on=["cell_id", "repeat"]
+            )
+            for name in ("collectives", "memory")
+        )
+        return cls(first, collectives, memory)
+
+
+def _world(trial: Mapping[Any, Any]) -> str:
+    """Which kind of world a trial was in, in words."""
+    return f"{KINDS[world_of(trial)]}, W = {trial['world_size']}, {trial['model']}"
+
+
+def _place(world: str) -> tuple[int, int]:
+    """Where a world stands among others: real ones first, and each kind by its size."""
+    kind, size, _ = world.split(", ")
+    return list(KINDS.values()).index(kind), int(size.removeprefix("W = "))
+
+
+def exact_peaks(runs: Sequence[Run] = ()) -> dict[Cell, int]:
+    """Peaks in bytes as measured, of the cells of PEAKS and of runs."""
+    rows = map(json.loads, (ROOT / PEAKS).read_text(encoding="utf-8").splitlines())
+    found = {Cell.from_dict(row["cell"]): int(row["bytes"]) for row in rows}
+    for run in runs:
+        memory = run.tables.memory[run.tables.memory["category"] == PEAK]
+        found |= {run.cells[row["cell_id"]]: row["bytes"] for row in rows_of(memory)}
+    return found
+
+
+def peak_errors(exact: Mapping[Cell, int]) -> pd.DataFrame:
+    """The relative ``error`` of the predicted peak of each cell, if it has one, with its ``model`` and ``label``."""
+    predicted = peaks([*exact])
+    return pd.DataFrame(
+        {"model": cell.model, "label": cell.label, "error": predicted[cell.cell_id] / peak - 1}
+        for cell, peak in exact.items()
+        if cell.cell_id in predicted and not cell.twin
+    )
+
+
+def page(runs: Sequence[Run], accumulation: Sequence[Mapping[str, Any]]) -> str:
+    measured = Measured.of(runs)
+    lines = [
+        "# Where the memory and the bytes go",
+        "",
+        "Written by `nox -s results -- memory`. Nothing here is edited by hand.",
+        "",
+        "Collectives are counted where they are handed to the process group, between two updates; memory is a ledger "
+        "of the live tensors. Each count and each held byte is calculated too (`bench/judge/formulas.py`, with the "
+        "source of each formula), and a difference makes a cell `invalid`. Real worlds are process groups over gloo. "
+        "In a virtual one a single process is rank 0 of W, over a process group that only pretends to communicate; "
+        "with fake tensors nothing is allocated either.",
+        "",
+        "## Measured against formula",
+        "",
+        *_agreement(measured),
+        *_peaks(peak_errors(exact_peaks(runs))),
+        *_collectives(measured),
+        *_held(measured),
+        *_large(measured),
+        *_accumulation(accumulation),
+    ]
+    return "\n".join(lines)
+
+
+def _agreement(measured: Measured) -> list[str]:
+    rows = []
+    for world in sorted(measured.trials["world"].unique(), key=_place):
+        trials = measured.trials[measured.trials["world"] == world]
+        counted = measured.collectives[measured.collectives["world"] == world].dropna(subset=["expected_calls"])
+        memory = measured.memory[measured.memory["world"] == world].dropna(subset=["expected_bytes"])
+        held = memory[memory["category"].str.startswith(HELD)]
+        same = (counted["calls"] == counted["expected_calls"]) & (
+            counted["payload_bytes"] == counted["expected_payload_bytes"]
+        )
+        rows.append(
+            (
+                str(world),
+                str(len(trials)),
+                f"{int(same.sum())} of {len(counted)}",
+                f"{int((held['bytes'] == held['expected_bytes']).sum())} of {len(held)}",
+            )
+        )
+    return [
+        *markdown_table(("world", "cells", "operations with equal calls and bytes", "held bytes equal"), rows),
+        "Held: parameters, gradients, optimizer state and communication buffers between two micro-batches, each to the "
+        "byte, padding of uneven shards included; with N = 1 there is no such moment. The reference, one process that "
+        "accumulates nothing, is among the cells and has no formulas.",
+        "",
+    ]
+
+
+def _peaks(errors: pd.DataFrame) -> list[str]:
+    rows = []
+    for model in [name for name in SIZES if name in set(errors["model"])]:
+        found = errors[errors["model"] == model]
+        farthest = found.loc[found["error"].abs().idxmax()]
+        shares = (f"{100 * (found['error'].abs() <= limit).mean():.1f} %" for limit in LIMITS)
+        rows.append((model, str(len(found)), *shares, f"{100 * farthest['error']:+.2f} %, {farthest['label']}"))
+    return [
+        "## Predicted peaks against exact ones",
+        "",
+        "What `predict` says of a rank's peak is a closed form in which nothing is fitted, for models that fill a GPU "
+        "(`bench/forecast/footprint.py`); it omits tensors of a few tokens, which matter in the tiny one. The exact "
+        "peak is that of all that lives but for what the bench itself holds (the tokens of all windows) and the "
+        "model's buffers. Cells of the tiny model are those above; larger ones spread over backends, N, W, precision, "
+        "lengths and checkpointing, each measured on fake tensors, as by `predict --exact`, and DDP on real ones.",
+        "",
+        *markdown_table(("model", "cells", *(f"within {100 * limit:g} %" for limit in LIMITS), "farthest"), rows),
+    ]
+
+
+def _collectives(measured: Measured) -> list[str]:
+    shown = measured.collectives
+    shown = shown[(shown["world"].str.startswith("real")) & (shown["world_size"] == SHOWN_WORLD)]
+    factors = sorted(shown["accumulate"].unique())
+    sent: dict[str, list[tuple[str, ...]]] = {}
+    for (backend, op, dtype, group), part in shown.groupby(["backend", "op", "dtype", "group"]):
+        by_n = part.set_index("accumulate")
+        amounts = (_amount(by_n.loc[n]) if n in by_n.index else "-" for n in factors)
+        ranks = "" if group == RankGroup.WORLD else f" in the {group} group"
+        sent.setdefault(str(backend), []).append((f"{op} of {dtype}{ranks}", *amounts))
+    merged = _merged((backend, *values) for backend, values in sent.items())
+    rows = [(backends, *row) for backends, *values in merged for row in values]
+    return [
+        f"## Collectives of one optimizer step, W = {SHOWN_WORLD}",
+        "",
+        "Calls, and MiB of payload: the whole tensor, which each rank of the group has after a gather or before a "
+        "reduction. HSDP has two replicas.",
+        "",
+        *markdown_table(("backend", "operation", *(f"N = {n}" for n in factors)), rows),
+    ]
+
+
+def _merged(rows: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Rows of backends, those with equal values as one, in the order in which the bench lists backends."""
+    names: dict[tuple[Any, ...], list[str]] = {}
+    for backend, *values in sorted(rows, key=lambda row: list(BUILT_IN).index(row[0])):
+        names.setdefault(tuple(values), []).append(backend)
+    return [(", ".join(shared), *values) for values, shared in names.items()]
+
+
+def _amount(row: Any) -> str:
+    size = row["payload_bytes"] / MIB
+    return f"{row['calls']}: {size:.1f}" if size >= 0.05 else f"{row['calls']}: <0.1"
+
+
+def _held(measured: Measured) -> list[str]:
+    memory = measured.memory[
+        (measured.memory["category"] == "held_gradients") & (measured.memory["accumulate"] == SHOWN_N)
+    ]
+    memory = memory[~memory["world"].str.startswith("fake")]
+    worlds = sorted(memory["world"].unique(), key=_place)
+    rows = []
+    for backend, part in memory.groupby("backend"):
+        by_world = part.set_index("world")["bytes"]
+        rows.append((str(backend), *(f"{by_world[w] / MIB:.2f}" if w in by_world else "-" for w in worlds)))
+    return [
+        f"## Gradients held between micro-batches, N = {SHOWN_N}, MiB per rank",
+        "",
+        "Where gradients are sharded, eager sync holds a shard of them (ZeRO-2 in fp32: each parameter that overlaps "
+        "it, whole), deferred sync all of them (and DeepSpeed's ZeRO-3 a shard besides), however many ranks there are: "
+        "that is the price of one reduction per step instead of N. HSDP that defers the all-reduce "
+        "alone holds a shard. DDP shards nothing: it holds all of them, and under deferred sync twice: unreduced sums, "
+        "and the buckets, of which reduced gradients are views. On one rank Accelerate defers nothing under DDP. HF "
+        "Trainer's DDP has no views, and its buckets count as communication.",
+        "",
+        *markdown_table(("backend", *worlds), _merged(rows)),
+    ]
+
+
+def _large(measured: Measured) -> list[str]:
+    fake = measured.trials[[world_of(trial) is World.FAKE for trial in rows_of(measured.trials)]]
+    if fake.empty:
+        return []
+    memory = measured.memory.pivot_table(index="cell_id", columns="category", values="bytes", aggfunc="max")
+    rows, gradients = [], {}
+    for trial in fake.sort_values(["world_size", "backend"]).to_dict("records"):
+        held = memory.loc[trial["cell_id"]]
+        gradients[trial["world_size"], trial["backend"]] = held["held_gradients"]
+        sizes = (held[f"held_{use}"] / GIB for use in ("parameters", "gradients", "optimizer_state"))
+        rows.append(
+            (trial["backend"], str(trial["world_size"]), str(trial["accumulate"]), *(f"{s:.2f}" for s in sizes))
+        )
+    lines = []
+    for world_size in sorted({w for w, _ in gradients}):
+        pair = [gradients.get((world_size, name)) for name in ("fsdp2-deferred", "fsdp2-eager")]
+        if pair[0] is None or pair[1] is None:
+            continue
+        cell = cell_of(fake[fake["world_size"] == world_size].iloc[0].to_dict())
+        layout = layout_of(cell)
+        assert layout is not None, "fake tensors are of shipped models"
+        whole = 4 * layout.num_parameters
+        lines.append(
+            f"- W = {world_size}: deferred holds {(pair[0] - pair[1]) / GIB:.4f} GiB more than eager; 4P(1 - 1/W), "
+            f"without the padding of shards, is {whole * (1 - 1 / world_size) / GIB:.4f} GiB."
+        )
+    deferred = {w: size for (w, name), size in sorted(gradients.items()) if name == "fsdp2-deferred"}
+    if len(deferred) > 1:
+        held = ", ".join(f"{size / GIB:.4f} GiB at W = {w}" for w, size in deferred.items())
+        shrinks = "does not shrink" if len(set(deferred.values())) == 1 else "changes"
+        lines.append(f"- What deferred holds {shrinks} with W: {held}.")
+    model = ", ".join(sorted(set(fake["model"])))
+    return [
+        f"## At scale: {model}, fake tensors, GiB held per rank",
+        "",
+        *markdown_table(("backend", "W", "N", "parameters", "gradients", "optimizer state"), rows),
+        *lines,
+        "",
+    ]
+
+
+def _accumulation(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not rows:
+        return []
+    factors = list(dict.fromkeys(e["accumulate"] for row in rows for e in row.get("errors", ()) if e))
+    found = []
+    without: dict[str, list[str]] = {}
+    for row in rows:
+        if row.get("reason"):
+            without.setdefault(row["reason"], []).append(f"{row['backend']} in {row['precision']}")
+        errors = {e["accumulate"]: f"{e['error']:.1e}" for e in row.get("errors", ()) if e}
+        found.append((row["backend"], row["precision"], row["dtype"], *(errors.get(n, "-") for n in factors)))
+    return [
+        "## In which dtype gradients are summed",
+        "",
+        "*Summed in* is found with gradients that fp32 sums exactly and bf16 does not (`python -m bench accumulation "
+        "--errors`, W = 2). By N: the relative L2 error, against fp64, of a sum of other gradients.",
+        "",
+        *markdown_table(("backend", "precision", "summed in", *(f"N = {n}" for n in factors)), _merged(found)),
+        *(f"- {reason}: {', '.join(who)}." for reason, who in without.items()),
+        "",
+    ]
+
+
+def written(runs: Sequence[Run]) -> str:
+    """The page on the committed runs, which are RUNS."""
+    rows = [json.loads(line) for line in (ROOT / SUMMED).read_text(encoding="utf-8").splitlines()]
+    return page(runs, rows)
+
+
+if __name__ == "__main__":
+    (ROOT / DOCS).write_text(written([load(ROOT / run) for run in RUNS]), encoding="utf-8")

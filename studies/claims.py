@@ -1,0 +1,90 @@
+"""The page that answers claims about gradient accumulation: each verdict is computed from measurements.
+
+``python -m studies.claims`` writes docs/claims.md from claims.toml and the committed measurements, and
+``--probes`` runs the probes of ``studies.probes`` first. A claim whose measurement changes changes its verdict
+with it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.tabular import markdown_table
+from studies import ROOT, judges_lightning, judges_torch
+from studies.measured import ONLY, PROBES, Measured
+
+DOCS = ROOT / "docs" / "claims.md"
+ROWS = Path(__file__).with_suffix(".toml")
+CLAIMS: Mapping[str, Sequence[Mapping[str, Any]]] = tomllib.loads(ROWS.read_text(encoding="utf-8"))
+PACKAGES = ("torch", "lightning", "deepspeed", "transformers", "accelerate", "torchtitan")
+
+
+def answer(row: Mapping[str, Any], m: Measured) -> tuple[str, str]:
+    """The verdict on a claim, and the sentence with its numbers."""
+    module = judges_torch if hasattr(judges_torch, row["judge"]) else judges_lightning
+    verdict, numbers = getattr(module, row["judge"])(m)
+    return f"{verdict} {row['only']}" if verdict == ONLY else verdict, row["measured"].format(**numbers)
+
+
+def page(m: Measured) -> str:
+    about, rates = m.about, m.rates.iloc[0]
+    versions = ", ".join(f"{name} {about['packages'][name]}" for name in PACKAGES)
+    lines = [
+        "# Claims about gradient accumulation",
+        "",
+        "Claims that articles, documentation and threads make, held against measurements. `nox -s results -- claims` "
+        "computes each verdict that has numbers beside it, and writes this page. N is the number of micro-batches in a "
+        "window, NB that of an epoch. Other versions may do otherwise: measure yours with the commands below, and "
+        "a script of your own with [`python -m bench audit`](audit.md).",
+    ]
+    for topic, claims in CLAIMS.items():
+        rows = []
+        for row in claims:
+            verdict, text = answer(row, m)
+            sources = ", ".join(f"[source]({url})" for url in row["source"])
+            claim = f"{row['claim']} ({sources})" if sources else row["claim"]
+            rows.append((claim, f"**{verdict}**", text, ", ".join(row["by"])))
+        lines += [
+            "",
+            f"## {topic}",
+            "",
+            *markdown_table(("claim, and who makes it", "verdict", "measured", "by"), rows)[:-1],
+        ]
+    return "\n".join(
+        [
+            *(*lines, "", "## Measured by", ""),
+            f"- suite: `{' '.join(about['command'])}`: [semantics](semantics.md), with {versions}, on {about['date']}.",
+            "- steps: `python -m bench steps --samples 33 --micro-batch 2 --accumulate 4 --world-size 2 --epochs 2 "
+            "--drop-last`.",
+            "- throughput: `python -m bench throughput --out results/throughput`: [every point]"
+            f"(../results/throughput/throughput.md), with Lightning {rates['lightning']} and torch {rates['torch']}.",
+            "- versions: `nox -s versions`: [versions](versions.md), one environment for each version.",
+            "- run, popular, curves: `results/cpu`, `results/popular` and `results/curves`, 2 ranks of a CPU, model of "
+            "3.1 M parameters: `python -m bench report results/cpu`.",
+            "- links: [three rates between two hosts](../results/links/links.md): `python -m studies.links`.",
+            f"- probes: `python -m studies.claims --probes`, with {m.probes['versions']}.",
+            "- stub: `python -m tests.cuda.plain_zero3 STUB`: two GPUs that are not there, whose "
+            "[streams](gpu.md#streams) are threads, with torch 2.11 and DeepSpeed 0.19.8.",
+            "- source: read in the source, not measured.",
+            "",
+        ]
+    )
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Write the page; with ``--probes`` measure what only this page needs before."""
+    if "--probes" in arguments:
+        from studies import probes
+
+        PROBES.write_text(json.dumps(probes.measure(), indent=1) + "\n", encoding="utf-8")
+    DOCS.write_text(page(Measured.load()), encoding="utf-8")
+    print(DOCS.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,137 @@
+"""docs/performance.md: what the bench costs, beside what it cost at the last commit."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from bench.formatting import digits
+from bench.judge.statistics import Interval, Sample, ratio
+from bench.measure.host import IDLE_SHARE
+from bench.tabular import markdown_table
+from studies.overhead import bare
+from studies.overhead.in_turn import LOOPS, PROCESSES
+
+BOUND = 0.01
+"""How far from 1 the ratio to a bare loop may be."""
+
+
+def page(data: Mapping[str, Any], last: Mapping[str, Any]) -> str:
+    """The page on what ``__main__`` measured, in Markdown; ``last`` is the same of the last commit, or empty."""
+    head = ["# What the bench costs", "", "Written by `nox -s overhead`. Nothing here is edited by hand.", ""]
+    head += ["## A step, beside a bare loop", "", *_machine(data)]
+    return "\n".join([*head, *_loops(data["loops"]), *_times(data, last)])
+
+
+def _machine(data: Mapping[str, Any]) -> Iterator[str]:
+    """When, at which commit and on which machine a part was measured."""
+    machine, git, packages = data["machine"], data["git"], data["packages"]
+    changed = "" if git["clean"] else ", changed since"
+    yield f"- {data['date'][:10]}, commit {git['commit'][:12]}{changed}, in {data['minutes']:.0f} minutes"
+    others = f"{100 * data['busy']:.1f} % of the CPUs"
+    if data["busy"] > IDLE_SHARE:
+        yield f"- **The machine was not idle: others took {others}. Do not cite these times.**"
+    versions = [f"{name} {packages[name]}" for name in ("torch", "lightning", "deepspeed") if name in packages]
+    size = f"{machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB"
+    yield f"- {machine['cpu']}, {size}, {machine['system']}; others took at most {others} before and after"
+    yield ", ".join([f"- Python {machine['python']}", *versions])
+    yield ""
+
+
+def _loops(loops: Mapping[str, Any]) -> Iterator[str]:
+    rows = []
+    for backend, measured in loops.items():
+        found = _beside_bare(measured)
+        beside = ratio(*(_sample(measured, [f"{loop}, {processes}" for loop in LOOPS]) for processes in PROCESSES))
+        bare_loop = _seconds(statistics.median(measured["bare, torchrun"]))
+        num_groups, inside = str(len(measured["bare, torchrun"])), _inside(found.low, found.high)
+        rows.append((backend, bare_loop, *_cells(found), inside, *_cells(beside), num_groups))
+    reported = {
+        backend: ratio(*(_sample(measured, [f"{what}, trial"]) for what in ("step", "bench"))).ratio
+        for backend, measured in loops.items()
+    }
+    watching = max(share for measured in loops.values() for share in measured["watching"])
+    yield (
+        "The [bare loops](../studies/overhead/bare.py) use nothing of the bench but model, weights, tokens and loss. "
+        f"Llama `tiny`, {bare.LENGTH} tokens, micro-batch {bare.MICRO_BATCH}, N = {bare.N}, fp32, {bare.RANKS} ranks "
+        "over gloo with one thread each. Two groups of processes train the same windows in turn: while one trains, the "
+        "other sleeps. One has the processes of a trial, the other those of torch elastic alone. First one trains the "
+        "bench's loop and the other the bare loop, then they change places. So `bench / bare` compares the loops and "
+        "`trial / torchrun` the processes, and neither depends on the other. The losses of all windows are bitwise "
+        "equal. A group counts as its median window, and ratios are estimated as in reports, paired by group. The "
+        f"process that watches the trial runs all the time; it took {100 * watching:.2f} % of one core at most."
+    )
+    yield ""
+    least, most = min(reported, key=reported.__getitem__), max(reported, key=reported.__getitem__)
+    yield (
+        "A window of both loops lasts from its turn until the loop asks for the next micro-batch. The step that the "
+        "bench reports lasts from update to update; without the waits the sums are equal. Both are maxima over ranks, "
+        "so steps are longer where ranks leave an update at different times and meet again after it: here from "
+        f"{reported[least]:.4f} ({least}) to {reported[most]:.4f} ({most}) of the window."
+    )
+    yield ""
+    yield (
+        f"The column after the first interval says whether all of it is within {100 * BOUND:g} % of 1: no, if all of "
+        "it is outside, and undecided, if a part of it is. `check` names these ratios where a run has such backends on "
+        "the CPU."
+    )
+    yield ""
+    interval = "95 % interval"
+    header = ("backend", "bare loop", "bench / bare", interval, f"within {100 * BOUND:g} %")
+    yield from markdown_table((*header, "trial / torchrun", interval, "groups"), rows)
+
+
+def bare_loops(loops: Mapping[str, Any]) -> dict[str, list[float | None]]:
+    """By backend, the ratio of the bench's step to the bare loop's and the ends of its interval, as on the page."""
+    found = {backend: _beside_bare(measured) for backend, measured in loops.items()}
+    ends = {backend: (each.ratio, each.low, each.high) for backend, each in found.items()}
+    return {backend: [None if end is None else round(end, 4) for end in three] for backend, three in ends.items()}
+
+
+def _beside_bare(measured: Mapping[str, Any]) -> Interval:
+    ours, theirs = (_sample(measured, [f"{loop}, {processes}" for processes in PROCESSES]) for loop in LOOPS)
+    return ratio(ours, theirs)
+
+
+def _sample(measured: Mapping[str, Any], sides: Iterable[str]) -> Sample:
+    """The median steps of some sides; those of one group are a block."""
+    groups = [enumerate(measured[side]) for side in sides]
+    blocks, seconds = zip(*(pair for group in groups for pair in group), strict=True)
+    return Sample(seconds, blocks)
+
+
+def _cells(found: Interval) -> tuple[str, str]:
+    return f"{found.ratio:.4f}", "-" if found.low is None else f"{found.low:.4f} to {found.high:.4f}"
+
+
+def _inside(low: float | None, high: float | None) -> str:
+    """Whether a ratio is within the bound of 1."""
+    if low is None or high is None:
+        return "unknown"
+    if low > 1 + BOUND or high < 1 - BOUND:
+        return "**no**"
+    return "yes" if low >= 1 - BOUND and high <= 1 + BOUND else "undecided"
+
+
+def _times(data: Mapping[str, Any], last: Mapping[str, Any]) -> Iterator[str]:
+    before, then = last.get("times", {}), last.get("fixed", last)
+    yield from ("## Everything else", "", *_machine(data.get("fixed", data)))
+    since = f"The last column compares with {then['date'][:10]}, commit {then['git']['commit'][:12]}." if last else ""
+    yield f"Medians by the clock, where nothing else is said; the longest first. {since}".rstrip()
+    yield ""
+    rows = [
+        (
+            name,
+            _seconds(timed["seconds"]),
+            str(timed["runs"]),
+            digits(timed["seconds"] / before[name]["seconds"]) if name in before else "-",
+        )
+        for name, timed in sorted(data["times"].items(), key=lambda item: -item[1]["seconds"])
+    ]
+    yield from markdown_table(("what", "time", "runs", "time / last time"), rows)
+
+
+def _seconds(seconds: float) -> str:
+    scale, unit = next((s, u) for s, u in ((1, "s"), (1e-3, "ms"), (1e-6, "µs")) if seconds >= s or u == "µs")
+    return f"{seconds / scale:.3g} {unit}"

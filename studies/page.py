@@ -1,0 +1,200 @@
+"""The study of the verdicts as a page: what was not met first, then the rates, real trials, and choices of method."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from bench.judge.statistics import MIN_TRIALS, Interval
+from bench.judge.verdicts import Verdict
+from bench.plan.schedule import Ended
+from bench.tabular import markdown_table
+from studies import choices, pairing, study
+from studies.realtrials import Known
+from studies.rivals import RULES
+from studies.trial_noise import BLOCKS, Noise
+from tests.delayed import DELAY
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    noises: Sequence[Noise]
+    rates: pd.DataFrame
+    rivals: pd.DataFrame
+    intervals: pd.DataFrame
+    warmup: pd.DataFrame
+    reports: int
+
+
+def percent(value: Any) -> str:
+    """A share in per cent with one decimal."""
+    return f"{100 * value:.1f} %"
+
+
+def page(results: Results, command: str, known: Sequence[Known]) -> str:
+    """The page; ``known`` are the runs on a real machine whose right verdicts are known."""
+    missed = study.misses(results.rates)
+    parts = [
+        "# How far the verdicts can be trusted",
+        "",
+        f"Written by `{command}`; seed {study.SEED}.",
+        "",
+        *([f"**Not met:** {'; '.join(missed)}."] if missed else ["All targets are met."]),
+        "",
+        *_rates(results),
+        *_real(known),
+        *pairing.section(),
+        *_in_turns(),
+        *_rivals(results.rivals),
+        *_methods(results),
+    ]
+    return "\n".join(parts)
+
+
+def _in_turns() -> list[str]:
+    """What the spreads of cells in turn consist of: the noise of a block, and its length."""
+    idle = json.loads(pairing.RESULTS.read_text(encoding="utf-8"))["idle"]
+    apart, turns = (statistics.mean(each["seconds"] for each in pairing._of(name, idle)) for name in pairing.TIMED)
+    noise = pairing._gain("turns", idle) * math.sqrt(apart / turns)
+    return [
+        "A spread counts what a block costs. On the idle machine, the standard deviation of a block's log ratio is "
+        f"{noise:.2f} times as large in turns as apart, but a block takes {turns:.0f} s instead of {apart:.0f} s. Part "
+        "of that time goes into starting a second process group for each cell.",
+        "",
+    ]
+
+
+def _rates(results: Results) -> list[str]:
+    names = ("5 %", "10 %")
+    rows = [
+        (
+            study.name(row),
+            percent(row["false"]),
+            *(percent(row[f"power {name}"]) for name in names),
+            percent(row["coverage"]),
+            percent(row["same 1 %"]),
+            percent(row["width"]),
+        )
+        for row in results.rates.to_dict("records")
+    ]
+    spread = ", ".join(f"{100 * noise.deviation:.2g} % in {noise.name}" for noise in results.noises)
+    found = [f"{name} found" for name in names]
+    head = ("noise", "any false difference", *found, "coverage", "same at 1 %", "median width")
+    lost = max((results.rates[f"t {name}"] - results.rates[f"power {name}"]).max() for name in names)
+    return [
+        "## Rates",
+        "",
+        f"{results.reports} reports per row are made by resampling the blocks of committed runs, {BLOCKS} consecutive "
+        "ones at a time, with all their cells: bursts, drift and two modes are in them as measured. `cpu` and "
+        "`popular` are those runs, `noise` is one small cell on a noisy machine. A block's log ratio has a standard "
+        f"deviation of {spread}. The first row of each has as many blocks as its run, or as the shortest of "
+        "noise; the last row has those of `quick`.",
+        "",
+        f"Targets: {'; '.join(study.TARGETS)}. All cells of a report "
+        "are equally fast, or all are slower than the baseline by the same share. A verdict is a paired t-test on "
+        "logarithms with Holm's correction. It differs from one only where the A/A pair excludes 1, so that intervals "
+        f"are widened: that costs at most {max(0.0, 100 * lost):.1f} points of power. A share near 5 % has a standard "
+        f"error of {100 * (0.05 * 0.95 / results.reports) ** 0.5:.1f} points.",
+        "",
+        *markdown_table(head, rows),
+        "A verdict is faster or slower if the interval excludes 1 and Holm's adjusted p-value is below 5 %.",
+        "",
+    ]
+
+
+def _real(known: Sequence[Known]) -> list[str]:
+    rows = [
+        (
+            item.run.name,
+            str(item.run.tables.trials["repeat"].nunique()),
+            _interval(item.control.time),
+            _interval(item.same.time),
+            str(item.same.verdict),
+            _interval(item.slower.time),
+            str(item.slower.verdict),
+        )
+        for item in known
+    ]
+    same = Counter(item.same.verdict for item in known)
+    slower = Counter(item.slower.verdict for item in known)
+    late = sum(item.run.manifest.get("ended_by") == Ended.BUDGET for item in known)
+    held = sum(i.slower.time is not None and i.slower.time.low <= 1 + DELAY <= i.slower.time.high for i in known)  # type: ignore[operator]
+    machine, values = known[0].run.manifest["machine"], known[0].run.manifest["matrix"]["values"]
+    return [
+        "## On real trials",
+        "",
+        f"{len(known)} runs on {machine['cpu']}, {machine['cores']} cores, kept in results/noise. Each holds "
+        "`ddp-deferred` on one rank three times, as itself, as its A/A twin and as a third that is compared, and once "
+        f"more with a sleep of {100 * DELAY:g} % per step, until intervals were narrower than "
+        f"{100 * values['precision']:g} % or, as in {late}, {values['budget_s']:g} s had passed. One rank was "
+        "chosen because two ranks on two virtual cores have two modes, a factor of 1.5 apart, for as long as a process "
+        "lives. Compared with itself, the cell was called faster or slower in "
+        f"{same[Verdict.FASTER] + same[Verdict.SLOWER]} of {len(known)} runs. With the sleep it was called slower in "
+        f"{slower[Verdict.SLOWER]}, ambiguous in {slower[Verdict.AMBIGUOUS]}, and faster or the same in "
+        f"{slower[Verdict.FASTER] + slower[Verdict.SAME]}; the interval contains {1 + DELAY:g} in {held}. A sleep "
+        "of a real timer lasts longer than asked for.",
+        "",
+        *markdown_table(("run", "blocks", "A/A pair", "itself", "verdict", "with the sleep", "verdict"), rows),
+    ]
+
+
+def _interval(found: Interval | None) -> str:
+    if found is None or found.low is None:
+        return "none"
+    return f"{found.ratio:.4f} ({found.low:.4f} to {found.high:.4f})"
+
+
+def _rivals(frame: pd.DataFrame) -> list[str]:
+    names = [name for name in study.EFFECTS if name in frame]
+    rows = [(row["rule"], str(row["trials"]), *(percent(row[n]) for n in names)) for row in frame.to_dict("records")]
+    return [
+        "## The rules of other tools on the same noise",
+        "",
+        "How often each calls two cells different, with the noise of `cpu` and its steps; one comparison, interleaved "
+        "as here. The tools themselves run one cell after the other, so that drift enters too.",
+        "",
+        *markdown_table(("rule", "trials", *(f"true difference: {name}" for name in names)), rows),
+        *(f"- {rule.name}: {rule.about}" for rule in RULES),
+        "",
+    ]
+
+
+def _methods(results: Results) -> list[str]:
+    frame = results.intervals
+    held, widths = (
+        frame.pivot_table(index="method", columns="blocks", values=value) for value in ("coverage", "width")
+    )
+    rows = [
+        (
+            f"**{name}**" if name == choices.OURS else str(name),
+            *(f"{percent(held.loc[name, n])}, {percent(widths.loc[name, n])}" for n in choices.SIZES),
+        )
+        for name in held.index
+    ]
+    bias = [
+        (str(name), *(f"{row['bias']:+.2f} / {row['error']:.2f}" for row in group.to_dict("records")))
+        for name, group in results.warmup.groupby("transient", sort=False)
+    ]
+    return [
+        "## Which interval",
+        "",
+        "Coverage and median width of 95 % intervals of a ratio that is 1, each the mean over the kinds of noise. The "
+        f"bench uses the one in bold, Student's t of the mean logarithm; fewer than {MIN_TRIALS} blocks give no "
+        "interval. The others are percentiles of bootstrapped means, and contain the true ratio less often than they "
+        "say where blocks are few.",
+        "",
+        *markdown_table(("method", *(f"{n} blocks" for n in choices.SIZES)), rows),
+        "## Which warm-up rule",
+        "",
+        "Bias and root mean square error of a trial's median in per cent, on the steps of `cpu` with a transient. "
+        "What remains cancels in the ratio of cells that warm up alike.",
+        "",
+        *markdown_table(("transient", *choices.WARMUP_RULES), bias),
+    ]

@@ -1,0 +1,97 @@
+"""The page on settings: what every framework is told that is not its default, why, and what the default would cost.
+
+``python -m studies.settings RUN`` writes it from the settings that a run of all backends has recorded, such as
+one of the matrix ``smoke``. What is said of them is in settings.toml.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from bench.backends.base import registry
+from bench.backends.torchtitan import REPLACED
+from bench.judge.loading import load
+from bench.tabular import markdown_table
+from studies import ROOT
+
+ABOUT = Path(__file__).with_suffix(".toml")
+DOCS = "docs/settings.md"
+HEADER = ("setting", "here", "default", "why", "what the default costs or changes")
+WHOLE = ("replaced", "zero_optimization.leaf_module")
+"""Settings that are one value, though they are tables."""
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The settings by dotted path."""
+    for name, value in settings.items():
+        path = prefix + name
+        if isinstance(value, Mapping) and path not in WHOLE:
+            yield from flat(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def of_frameworks(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, list[Any]]]:
+    """The different values of each setting, by the framework of the backends that have it; not DeepSpeed's own."""
+    found: dict[str, dict[str, list[Any]]] = {}
+    backends = registry()
+    for record in records:
+        backend = backends.get(record["cell"]["backend"])
+        if backend is None or not record.get("time") or backend.own_defaults:
+            continue
+        for path, value in flat(record["time"]["settings"]):
+            values = found.setdefault(backend.framework, {}).setdefault(path, [])
+            if value not in values:
+                values.append(value)
+    return found
+
+
+def page(records: Iterable[Mapping[str, Any]]) -> str:
+    """The page. Raises AssertionError for a setting that settings.toml does not explain, or that no backend has."""
+    about, recorded = tomllib.loads(ABOUT.read_text())["frameworks"], of_frameworks(records)
+    left = {(framework, path) for framework, settings in recorded.items() for path in settings}
+    lines = [
+        "# Settings",
+        "",
+        "Settings that differ from each framework's default, with the reason. Written by",
+        "`python -m studies.settings RUN` from what the trials of a run have recorded.",
+        "",
+        "All ZeRO backends but two are like for like: the bucket of stage 2 is DDP's, and stage 3 gathers one block at",
+        "a time as FSDP2 does, since a comparison with DDP and FSDP2 should not be one of bucket sizes. The two,",
+        "`deepspeed-zero2-defaults-eager` and `deepspeed-zero3-defaults-eager`, have DeepSpeed's own sizes. On the CPU",
+        "Accelerate knows no FSDP: two methods of its `PartialState` are overridden, so that ranks count as GPUs.",
+        "",
+    ]
+    for framework in about:
+        rows, same = [], []
+        for path, words in framework["settings"].items():
+            having = [name for name in framework["of"] if path in recorded.get(name, {})]
+            assert having, f"{framework['title']}: no backend has the setting {path}"
+            left -= {(name, path) for name in having}
+            if "same" in words:
+                same.append(f"`{path}`: {words['same']}")
+                continue
+            values = [value for name in having for value in recorded[name][path]]
+            shown = words.get("here") or ", ".join(dict.fromkeys(json.dumps(value).strip('"') for value in values))
+            rows.append((f"`{path}`", shown, words["default"], words["why"], words["cost"]))
+        lines += [f"## {framework['title']}", "", f"Documentation: <{framework['documentation']}>", ""]
+        lines += markdown_table(HEADER, rows)
+        if same:
+            lines += ["Recorded, and either the default or set by the cell:", ""]
+            lines += [*(f"- {text}" for text in same), ""]
+    lines += ["What is not torchtitan's own:", "", *(f"- {what}: {instead}" for what, instead in REPLACED.items()), ""]
+    assert not left, f"settings.toml says nothing of {sorted(left)}"
+    return "\n".join(lines)
+
+
+def main(run: str) -> None:
+    (ROOT / DOCS).write_text(page(load(Path(run)).records), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
