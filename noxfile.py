@@ -48,7 +48,7 @@ def install(session: nox.Session) -> None:
     session.log("installing torch, Lightning, DeepSpeed and the tools, maybe gigabytes")
     # DeepSpeed comes as source; with its operators off, nothing is compiled, and torch need not be there first.
     environment = {"DS_BUILD_OPS": "0"}
-    wanted = ["-e", ".[hf,torchtitan]", "--group", "test", "--group", "lint"]
+    wanted = ["-e", ".[frameworks,hf,torchtitan]", "--group", "test", "--group", "lint"]
     if session.venv_backend == "uv":
         environment |= pip_settings()
         wanted.append("pip")  # some sessions use it, and an environment by uv has none
@@ -220,7 +220,7 @@ def wheel(session: nox.Session) -> None:
     """Install the wheel and its extras into an empty environment without a compiler, and use it there."""
     (built,) = Path("dist").resolve().glob("*.whl")
     session.env.update(CC="false", CXX="false", DS_BUILD_OPS=None, PYTHONPATH=None)
-    session.install("-c", str(Path("constraints.txt").resolve()), f"{built}[hf,torchtitan]")
+    session.install("-c", str(Path("constraints.txt").resolve()), f"{built}[frameworks,hf,torchtitan]")
     (n,) = nox.project.load_toml("bench/matrices/smoke.toml")["axes"]["accumulate"]
     session.chdir(session.create_tmp())
     Path("config.yaml").write_text("trainer: {strategy: deepspeed_stage_2, accumulate_grad_batches: 4}\n")

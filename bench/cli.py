@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import itertools
 import os
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from bench import __version__
-from bench.commands import COMMANDS
+from bench.commands import COMMANDS, TRAINING
 from bench.errors import DEFECT, GOOD, INTERRUPTED, WRONG, InputError, is_interrupt
 from bench.launch.interrupt import terminate_as_interrupt
 
@@ -67,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 parser.print_help()
                 return GOOD
             arguments = parser.parse_args(given)
+            if arguments.command in TRAINING and importlib.util.find_spec("torch") is None:
+                raise ModuleNotFoundError("torch is not installed", name="torch")
             return int(_module(arguments.command).run(arguments))
     except InputError as error:
         print(f"bench: {' '.join(str(error).split())}", file=sys.stderr)
@@ -91,9 +94,12 @@ def _lacking(package: str) -> str:
     """Say that this Python lacks a package, and where there is one that has it: in a checkout, nox's."""
     checkout = Path(__file__).parents[1]
     activate = checkout / ".nox" / "install" / "bin" / "activate"
-    how = "pip install accumulation-bench"
-    if (checkout / "noxfile.py").exists():
-        how = f"{'' if activate.exists() else 'pip install nox && nox -s install && '}. {activate}"
+    if not (checkout / "noxfile.py").exists():
+        how = "pip install 'accumulation-bench[frameworks]'"
+    elif activate.exists():
+        how = f". {activate}"
+    else:
+        how = f"pip install nox && nox -s install && . {activate}"
     return f"bench: {sys.executable} lacks the package {package}; use an environment that has it: {how}"
 
 

@@ -47,8 +47,10 @@ DISK_BYTES, DISK_LEAST_BYTES = 10 * GIB, GIB // 4
 """Free space recommended for models of 1e9 parameters (the reference's update is kept, in fp32), and the minimum."""
 MEMORY_BYTES = 4 * GIB
 """Generous bound of the memory of two ranks of the tiny model with every framework imported."""
-PROJECT, TESTED = "accumulation-bench", "tested"
-"""The distribution whose metadata has the bounds, and its extra that has the first versions that were not tested."""
+PROJECT = "accumulation-bench"
+"""The distribution whose metadata has the bounds."""
+FRAMEWORKS, TESTED = "frameworks", "tested"
+"""Its extra of what training needs, and the one that has the first versions that were not tested."""
 DEFECTS = tuple(dict.fromkeys(defect for backend in built_in().values() for defect in backend.defective_versions))
 """Of all packages."""
 
@@ -171,11 +173,16 @@ def _bounds(metadata: Metadata) -> tuple[dict[str, tuple[SpecifierSet, bool]], d
     tested: dict[str, SpecifierSet] = {}
     for requirement in map(Requirement, metadata.get("Requires-Dist", ())):
         name = canonicalize_name(requirement.name)
-        if requirement.marker and requirement.marker.evaluate({"extra": TESTED}):
+        if _is_of(requirement, TESTED):
             tested[name] = requirement.specifier
         elif requirement.specifier:
-            required[name] = requirement.specifier, requirement.marker is not None
+            is_optional = requirement.marker is not None and not _is_of(requirement, FRAMEWORKS)
+            required[name] = requirement.specifier, is_optional
     return required, tested
+
+
+def _is_of(requirement: Requirement, extra: str) -> bool:
+    return requirement.marker is not None and requirement.marker.evaluate({"extra": extra})
 
 
 def _within(version: Version, versions: SpecifierSet) -> bool:

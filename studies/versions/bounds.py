@@ -26,10 +26,10 @@ from bench.judge.loading import load
 from bench.judge.tables import rows_of
 from bench.plan.cell import Status
 from bench.run.journal import read_manifest
+from studies import ROOT
 from studies.versions.environment import FailedError, create, pip, run, without_folders
 from studies.versions.versions_page import Smoke
 
-ROOT = Path(__file__).resolve().parents[2]
 OTHERS = ("lightning", "deepspeed", "transformers", "accelerate", "torchtitan")
 TIMEOUT_S = 3600
 """Of an installation, which may download CUDA, and of a run."""
@@ -39,7 +39,7 @@ def smokes() -> Iterator[Smoke]:
     """One run for each pair of a torch and an end of the other packages."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    required = map(Requirement, [*project["dependencies"], *extras["hf"], *extras["torchtitan"]])
+    required = map(Requirement, [*extras["frameworks"], *extras["hf"], *extras["torchtitan"]])
     found = {requirement.name: ends(requirement) for requirement in required if requirement.name in ("torch", *OTHERS)}
     for torch in dict.fromkeys(found["torch"]):
         with tempfile.TemporaryDirectory(prefix="bench-versions-") as folder:
