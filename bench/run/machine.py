@@ -23,6 +23,7 @@ from bench.backends.base import built_in
 from bench.errors import InputError
 from bench.launch import gpus, job_nodes
 from bench.launch.nvml import Nvml, NvmlUnavailableError
+from bench.run import trial_code
 
 _REQUIRED = dict.fromkeys(name.replace("_", "-") for backend in built_in().values() for name in backend.requires)
 FRAMEWORKS = ("torch", *_REQUIRED)
@@ -168,19 +169,15 @@ def environment() -> dict[str, str]:
     }
 
 
-MEASURING = ("plan", "workload", "backends", "measure", "launch", "run")
-"""Stages that a measurement depends on: if their code has changed, a run cannot be resumed."""
-
-
 def code(backends: Mapping[str, type[Any]], workloads: Mapping[str, Sequence[Path]]) -> dict[str, str]:
-    """SHA-256 of the code that is run, by name: the bench's modules in MEASURING, external backends and workloads.
+    """SHA-256 of the code that is run, by name: the bench's ``trial_code``, external backends and workloads.
 
     An external backend counts with its file, an external workload with its whole package or single module, without
     what those import from elsewhere.
     """
-    root = Path(__file__).resolve().parents[1]
+    root = trial_code.PACKAGE
     every = hashlib.sha256()
-    for path in sorted(path for stage in MEASURING for path in (root / stage).rglob("*.py")):
+    for path in trial_code.modules(root):
         every.update(f"{path.relative_to(root)}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
     found = {"bench": every.hexdigest()}
     for name, backend in sorted(backends.items()):
