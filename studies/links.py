@@ -8,7 +8,9 @@ only draws. Further arguments go to ``run``.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -28,6 +30,7 @@ from matplotlib.axes import Axes
 from bench.errors import BAD, GOOD, INTERRUPTED
 from bench.forecast.from_run import Groups, beside, fitted_links, measured_link
 from bench.forecast.prediction import predicted_communication
+from bench.forecast.prediction_text import ACCURACY, EstimateAccuracy
 from bench.formatting import rate, some
 from bench.judge.analysis import Analysis
 from bench.judge.expected import settings_of
@@ -62,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m studies.links", description=str(__doc__).partition("\n\n")[2])
     for name, folder in (("out", RESULTS), ("plots", PLOTS)):
         parser.add_argument(f"--{name}", type=Path, default=folder, metavar="DIR", help="(default: %(default)s)")
+    words = "what predict says of its estimates (default: %(default)s)"
+    parser.add_argument("--accuracy", type=Path, default=ACCURACY, metavar="FILE", help=words)
     arguments, options = parser.parse_known_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(INTERRUPTED))  # the rig is removed on the way out
     measure(arguments.out, options)
@@ -72,7 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_frame(drawing.data, arguments.plots / f"{STEM}.csv")
     path = arguments.out / "links.md"
     path.write_text("\n".join(page(study, os.path.relpath(picture, arguments.out))), encoding="utf-8")
-    print(f"written: {picture}", f"written: {path}", sep="\n")
+    stored = stored_accuracy(study)
+    arguments.accuracy.write_text(f"{json.dumps(dataclasses.asdict(stored), indent=2)}\n", encoding="utf-8")
+    print(f"written: {picture}", f"written: {path}", f"written: {arguments.accuracy}", sep="\n")
     return GOOD
 
 
@@ -310,6 +317,19 @@ def accuracy(groups: Groups) -> Accuracy:
         num_below=sum(step.measured < step.step.overlapped for step in others),
         num_above=sum(step.measured > step.step.serial for step in others),
         in_order=[a.measured < b.measured for a, b in pairs if a.step.serial < b.step.overlapped],
+    )
+
+
+def stored_accuracy(study: Study) -> EstimateAccuracy:
+    """What ``predict`` says of its estimates: of all runs together, as in the last row of the page's table."""
+    found = accuracy([group for _, groups in study.groups() for group in groups])
+    return EstimateAccuracy(
+        num_steps=len(found.deviations),
+        num_below_overlapped=found.num_below,
+        num_above_serial=found.num_above,
+        longest=round(1 + found.deviations[-1], 3),
+        num_pairs=len(found.in_order),
+        num_in_order=sum(found.in_order),
     )
 
 

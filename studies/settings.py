@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.backends.base import registry
+from bench.backends.deepspeed import ZeroBackend
 from bench.backends.torchtitan import REPLACED
 from bench.judge.loading import load
 from bench.tabular import markdown_table
@@ -42,7 +43,9 @@ def of_frameworks(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, l
     backends = registry()
     for record in records:
         backend = backends.get(record["cell"]["backend"])
-        if backend is None or not record.get("time") or backend.own_defaults:
+        if backend is None or not record.get("time"):
+            continue
+        if issubclass(backend, ZeroBackend) and backend.own_defaults:
             continue
         for path, value in flat(record["time"]["settings"]):
             values = found.setdefault(backend.framework, {}).setdefault(path, [])

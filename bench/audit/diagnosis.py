@@ -15,8 +15,6 @@ from bench.audit.scenario import Fault, Split
 from bench.audit.semantics_findings import (
     RIGHT,
     TOLERANCE,
-    AuditFinding,
-    FindingLevel,
     all_divided_twice,
     count_range,
     divided_twice,
@@ -26,10 +24,12 @@ from bench.audit.semantics_findings import (
     share_of_updates,
     verdict,
 )
+from bench.findings import Finding, Level, error, good, note
 from bench.formatting import plural
 from bench.plan.cell import Status
 
-DETAIL, NOTE, WRONG = FindingLevel
+STORED_LEVELS = {Level.ERROR: "wrong", Level.NOTE: "note", Level.GOOD: "detail"}
+"""How files name the levels."""
 STEP_COUNTERS = (
     *("trainer.global_step", "state.global_step", "engine.global_steps", "trainer.step", "lr_scheduler.last_epoch"),
 )
@@ -43,20 +43,20 @@ def observation(decoded: DecodedScenario) -> dict[str, Any]:
     found = findings(decoded)
     chosen = verdict(found)
     return decoded.to_dict() | {
-        "verdict": chosen.word,
-        "level": chosen.level.name.lower(),
-        "findings": [{"word": f.word, "level": f.level.name.lower(), "text": f.text} for f in found],
+        "verdict": chosen.topic,
+        "level": STORED_LEVELS[chosen.level],
+        "findings": [{"word": f.topic, "level": STORED_LEVELS[f.level], "text": f.text} for f in found],
         "diagnosis": "; ".join(f.text for f in found or [RIGHT]),
     }
 
 
-def findings(decoded: DecodedScenario) -> list[AuditFinding]:
-    """Everything that the rules find, the highest level first."""
+def findings(decoded: DecodedScenario) -> list[Finding]:
+    """Everything that the rules find, the gravest first."""
     found = [finding for rule in RULES for finding in rule(decoded)]
-    return sorted(found, key=lambda finding: -finding.level)
+    return sorted(found, key=lambda finding: finding.level.rank)
 
 
-def _outcome(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+def _outcome(decoded: DecodedScenario) -> Iterator[Finding]:
     """Whether training failed, never ended or made no update, and whether replicas diverged."""
     done, reported = plural(decoded.num_micro_batches, "micro-batch"), decoded.reported
     if decoded.failure:
@@ -65,29 +65,29 @@ def _outcome(decoded: DecodedScenario) -> Iterator[AuditFinding]:
         counters = ", ".join(f"{name} = {value}" for name, value in reported.items()) or "no counters"
         limit, updates = decoded.scenario.max_steps, plural(len(decoded.updates), "update")
         text = f"max_steps = {limit} had not stopped training after {done} and {updates} ({counters})"
-        yield AuditFinding("never stops", text)
+        yield error("never stops", text)
     if decoded.diverged_at is not None:
-        yield AuditFinding("replicas differ", f"the ranks' parameters differ from update {decoded.diverged_at} on")
+        yield error("replicas differ", f"the ranks' parameters differ from update {decoded.diverged_at} on")
     if not decoded.updates and decoded.num_micro_batches and not decoded.failure:
-        yield AuditFinding("no update", f"{done} led to no update")
+        yield error("no update", f"{done} led to no update")
     if decoded.scenario.fault is not Fault.NONE and not decoded.first["faults"] and not decoded.failure:
-        yield AuditFinding("no fault", f"training ended before the {decoded.scenario.fault} could happen", NOTE)
+        yield note("no fault", f"training ended before the {decoded.scenario.fault} could happen")
 
 
-def _failure(failure: Mapping[str, Any], decoded: DecodedScenario, done: str) -> AuditFinding:
+def _failure(failure: Mapping[str, Any], decoded: DecodedScenario, done: str) -> Finding:
     reason = " ".join(failure["reason"].split())
     if failure["status"] == Status.UNSUPPORTED:
-        return AuditFinding("unsupported", reason, NOTE)
+        return note("unsupported", reason)
     if decoded.stopped == "lost":
-        return AuditFinding(str(failure["status"]), f"no rank finished the scenario: {reason}")
+        return error(str(failure["status"]), f"no rank finished the scenario: {reason}")
     if not decoded.num_micro_batches:
-        return AuditFinding("refused", f"the framework refused before the first micro-batch: {reason}", NOTE)
+        return note("refused", f"the framework refused before the first micro-batch: {reason}")
     if decoded.first["faults"]:
-        return AuditFinding("cannot continue", f"training failed after the {decoded.scenario.fault}: {reason}")
-    return AuditFinding("crashed", f"training failed after {done}: {reason}")
+        return error("cannot continue", f"training failed after the {decoded.scenario.fault}: {reason}")
+    return error("crashed", f"training failed after {done}: {reason}")
 
 
-def _too_early(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+def _too_early(decoded: DecodedScenario) -> Iterator[Finding]:
     if decoded.scenario.fault in RESTARTS:
         return
     epochs = [decoded.first["fetches"][fetch]["epoch"] for fetch in decoded.computed]
@@ -98,14 +98,14 @@ def _too_early(decoded: DecodedScenario) -> Iterator[AuditFinding]:
         if in_mid_epoch and 0 < update.num_losses < decoded.scenario.accumulate_in(around[0]):
             early.append(update)
     if early:
-        yield AuditFinding("steps too early", f"in mid-epoch, {_window_lengths(decoded, early)}")
+        yield error("steps too early", f"in mid-epoch, {_window_lengths(decoded, early)}")
 
 
-def _too_late(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+def _too_late(decoded: DecodedScenario) -> Iterator[Finding]:
     if decoded.scenario.fault in RESTARTS:
         return
     if late := [update for update in decoded.updates if update.num_losses > _n(decoded, update)]:
-        yield AuditFinding("steps too late", _window_lengths(decoded, late))
+        yield error("steps too late", _window_lengths(decoded, late))
 
 
 def _window_lengths(decoded: DecodedScenario, updates: list[DecodedUpdate]) -> str:
@@ -119,52 +119,50 @@ def _n(decoded: DecodedScenario, update: DecodedUpdate) -> int:
     return decoded.scenario.accumulate_in(decoded.closed_in(update))
 
 
-def _not_cleared(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+def _not_cleared(decoded: DecodedScenario) -> Iterator[Finding]:
     seen: set[Use] = set()
     again: set[Use] = set()
     for update in decoded.updates:
         again |= seen & update.coefficients.keys()
         seen |= update.coefficients.keys()
     if again:
-        yield AuditFinding(
-            "not cleared", f"gradients were not cleared: {samples_text(list(again))} in more than one update"
-        )
+        yield error("not cleared", f"gradients were not cleared: {samples_text(list(again))} in more than one update")
 
 
-def _last_only(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+def _last_only(decoded: DecodedScenario) -> Iterator[Finding]:
     longer = [update for update in decoded.updates if update.num_losses > 1]
     if longer and all(update.fetches == [decoded.computed[update.losses_before - 1]] for update in longer):
         lengths = count_range(update.num_losses for update in longer)
-        yield AuditFinding("last only", f"each update contains only the last of {lengths} micro-batches")
+        yield error("last only", f"each update contains only the last of {lengths} micro-batches")
 
 
-def _lost(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+def _lost(decoded: DecodedScenario) -> Iterator[Finding]:
     if not decoded.lost or decoded.scenario.fault is Fault.ZERO_GRAD:
         return
     by_fault = [use for use in decoded.lost if use.fetch in decoded.interrupted and decoded.scenario.fault in RESTARTS]
     others = [use for use in decoded.lost if use not in by_fault]
-    level, why = WRONG, "since the checkpoint does not contain them"
+    level, why = Level.ERROR, "since the checkpoint does not contain them"
     if decoded.scenario.fault is Fault.EXCEPTION:
-        level, why = DETAIL, "since the exception discarded their window"
+        level, why = Level.GOOD, "since the exception discarded their window"
     if by_fault:
-        yield AuditFinding("lost", f"{samples_text(by_fault)} reached no update, {why}", level)
+        yield Finding(level, "lost", f"{samples_text(by_fault)} reached no update, {why}")
     if others:
-        yield AuditFinding("lost", f"{samples_text(others)} reached no update, although updates followed")
+        yield error("lost", f"{samples_text(others)} reached no update, although updates followed")
 
 
-def _cleared(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+def _cleared(decoded: DecodedScenario) -> Iterator[Finding]:
     if decoded.scenario.fault is not Fault.ZERO_GRAD or not decoded.first["faults"] or decoded.failure:
         return
     before = decoded.interrupted
     kept = before & {fetch for update in decoded.updates for fetch in update.fetches}
     if not before:
-        yield AuditFinding("nothing open", "zero_grad was called between two windows and cleared nothing", DETAIL)
+        yield good("nothing open", "zero_grad was called between two windows and cleared nothing")
     elif kept:
-        yield AuditFinding("kept", "zero_grad did not clear the gradients accumulated before it", NOTE)
+        yield note("kept", "zero_grad did not clear the gradients accumulated before it")
     elif rest := _rest_of_cleared_window(decoded):
         discarded = plural(len(before), "micro-batch")
         text = f"zero_grad discarded the {discarded} before it; the sum of the update is {rest.sum:.3g}"
-        yield AuditFinding("cleared", text)
+        yield error("cleared", text)
 
 
 def _rest_of_cleared_window(decoded: DecodedScenario) -> DecodedUpdate | None:
@@ -173,30 +171,30 @@ def _rest_of_cleared_window(decoded: DecodedScenario) -> DecodedUpdate | None:
     return next((update for update in decoded.updates if update.losses_before > decoded.first["faults"][0]), None)
 
 
-def _mixed_epochs(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+def _mixed_epochs(decoded: DecodedScenario) -> Iterator[Finding]:
     mixed = [update for update in decoded.updates if len(update.epochs) > 1]
     aborted = [update for update in mixed if decoded.aborted_epoch in update.epochs[:-1]]
     if aborted:
         text = f"the next update, whose sum is {aborted[0].sum:.3g}, contains the window that the exception interrupted"
         leaks = aborted[0].ratio > 1 + TOLERANCE
-        yield AuditFinding("leaks", text) if leaks else AuditFinding("carried over", text, NOTE)
+        yield error("leaks", text) if leaks else note("carried over", text)
     if mixed := [update for update in mixed if update not in aborted]:
         text = f"{share_of_updates(mixed, decoded.updates)} mixed the end of one epoch with the start of the next"
-        yield AuditFinding("carried over", text, NOTE)
+        yield note("carried over", text)
 
 
-def _wrong_sum(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+def _wrong_sum(decoded: DecodedScenario) -> Iterator[Finding]:
     cleared = _rest_of_cleared_window(decoded)
     small = [update for update in decoded.updates if update is not cleared and update.ratio < 1 - TOLERANCE]
     if small and not all_divided_twice(decoded):
         reasons = dict.fromkeys(_why_small(decoded, update) for update in small)
-        yield AuditFinding(
+        yield error(
             "under-weighted", f"{share_of_updates(small, decoded.updates)} came out too small: {'; '.join(reasons)}"
         )
     if large := [update for update in decoded.updates if update.ratio > 1 + TOLERANCE]:
         ratio = max(update.ratio for update in large)
         text = f"{share_of_updates(large, decoded.updates)} came out too large, up to {ratio:.3g} times the right one"
-        yield AuditFinding("over-weighted", text)
+        yield error("over-weighted", text)
 
 
 def _why_small(decoded: DecodedScenario, update: DecodedUpdate) -> str:
@@ -206,7 +204,7 @@ def _why_small(decoded: DecodedScenario, update: DecodedUpdate) -> str:
     return size
 
 
-def _mean_of_means(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+def _mean_of_means(decoded: DecodedScenario) -> Iterator[Finding]:
     uneven = [update for update in decoded.updates if update.distortion > 1 + TOLERANCE]
     if not uneven:
         return
@@ -217,7 +215,7 @@ def _mean_of_means(decoded: DecodedScenario) -> Iterator[AuditFinding]:
     text = (
         f"in {share_of_updates(uneven, decoded.updates)}, a {unit}'s weight depends on how many {unit}s {where} has, "
     )
-    yield AuditFinding("mean of means", f"{text}and differs from that in the full batch {much}")
+    yield error("mean of means", f"{text}and differs from that in the full batch {much}")
 
 
 def _is_even_on_ranks(update: DecodedUpdate) -> bool:
@@ -231,23 +229,21 @@ def _is_even_on_ranks(update: DecodedUpdate) -> bool:
     return bool(differ) and all(is_near(max(of_rank), min(of_rank)) for of_rank in ratios.values())
 
 
-def _left_open(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+def _left_open(decoded: DecodedScenario) -> Iterator[Finding]:
     if decoded.left_open and not decoded.failure:
-        level = NOTE if decoded.scenario.max_steps is None else DETAIL
-        yield AuditFinding(
-            "left open", f"{samples_text(decoded.left_open)} at the end of training reached no update", level
-        )
+        level = Level.NOTE if decoded.scenario.max_steps is None else Level.GOOD
+        yield Finding(level, "left open", f"{samples_text(decoded.left_open)} at the end of training reached no update")
 
 
-def _repeated(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+def _repeated(decoded: DecodedScenario) -> Iterator[Finding]:
     padding = min(len(decoded.repeated), decoded.num_padding)
     if again := decoded.repeated[padding:]:
-        yield AuditFinding("repeated", f"{samples_text(again)} trained on twice: the loader started over")
+        yield error("repeated", f"{samples_text(again)} trained on twice: the loader started over")
     if padding:
-        yield AuditFinding("padded", f"{plural(padding, 'sample')} repeated on another rank as padding", DETAIL)
+        yield good("padded", f"{plural(padding, 'sample')} repeated on another rank as padding")
 
 
-def _never_fetched(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+def _never_fetched(decoded: DecodedScenario) -> Iterator[Finding]:
     scenario = decoded.scenario
     if decoded.stopped != "ended":
         return
@@ -255,26 +251,26 @@ def _never_fetched(decoded: DecodedScenario) -> Iterator[AuditFinding]:
     if dropped:
         given = [name for name in ("drop_last", "sampler_drop_last", "limit_batches") if getattr(scenario, name)]
         text = f"{plural(dropped, 'sample')} left out by {' and '.join(given)}, over all epochs"
-        yield AuditFinding("dropped", text, DETAIL)
+        yield good("dropped", text)
     if missing := decoded.num_never_fetched - dropped:
-        level = NOTE if scenario.fault is Fault.NONE else WRONG
-        yield AuditFinding("skipped", f"{plural(missing, 'sample')} never trained on, over all epochs", level)
+        level = Level.NOTE if scenario.fault is Fault.NONE else Level.ERROR
+        yield Finding(level, "skipped", f"{plural(missing, 'sample')} never trained on, over all epochs")
 
 
-def _limit(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+def _limit(decoded: DecodedScenario) -> Iterator[Finding]:
     limit, taken, epochs = decoded.scenario.max_steps, len(decoded.updates), decoded.scenario.epochs
     if limit is None or decoded.stopped != "ended" or taken == limit:
         return
     if taken < limit and epochs and decoded.num_micro_batches >= epochs * decoded.scenario.micro_batches_per_epoch:
         text = f"the epochs ended after {plural(taken, 'update')}, before max_steps = {limit}"
-        yield AuditFinding("epochs end first", text, DETAIL)
+        yield good("epochs end first", text)
         return
     after = f"{plural(taken, 'update')} and {plural(decoded.num_micro_batches, 'micro-batch')}"
     word = "stops late" if taken > limit else "stops early"
-    yield AuditFinding(word, f"max_steps = {limit} stopped training after {after}")
+    yield error(word, f"max_steps = {limit} stopped training after {after}")
 
 
-def _counters(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+def _counters(decoded: DecodedScenario) -> Iterator[Finding]:
     if decoded.failure:
         return
     taken, reported, fault = len(decoded.updates), decoded.reported, decoded.scenario.fault
@@ -285,28 +281,28 @@ def _counters(decoded: DecodedScenario) -> Iterator[AuditFinding]:
         since = sum(update.losses_before > decoded.first["faults"][0] for update in decoded.updates)
     if anew := [f"{name} = {since}" for name in names if reported.get(name, taken) == since != taken]:
         text = f"{', '.join(anew)}: it counts from 0 again when training is started again after the exception"
-        yield AuditFinding("counted anew", text, NOTE)
+        yield note("counted anew", text)
     if wrong := [f"{name} = {reported[name]}" for name in names if reported.get(name, taken) not in {taken, since}]:
-        yield AuditFinding("miscounted", f"{', '.join(wrong)}, {observed}")
+        yield error("miscounted", f"{', '.join(wrong)}, {observed}")
     estimate = reported.get("trainer.estimated_stepping_batches", taken)
     if estimate != taken and fault is Fault.NONE and decoded.scenario.max_steps is None:
-        yield AuditFinding("misestimated", f"trainer.estimated_stepping_batches = {estimate}, {observed}", NOTE)
+        yield note("misestimated", f"trainer.estimated_stepping_batches = {estimate}, {observed}")
     calls = reported.get("on_before_optimizer_step", taken)
     if calls > taken and fault not in RESTARTS:
         text = f"on_before_optimizer_step was called {calls} times for {plural(taken, 'update')}"
-        yield AuditFinding("hooks too often", text, NOTE)
+        yield note("hooks too often", text)
 
 
-def _empty_steps(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+def _empty_steps(decoded: DecodedScenario) -> Iterator[Finding]:
     empty = [update for update in decoded.all_updates if not update.coefficients]
     why = ": no update, but what torch.distributed.checkpoint calls, with learning rate 0, to create optimizer state"
-    for is_of_restart, level, reason in ((True, DETAIL, why), (False, WRONG, "")):
+    for is_of_restart, level, reason in ((True, Level.GOOD, why), (False, Level.ERROR, "")):
         if number := sum(update.num_inner_steps for update in empty if update.is_of_restart == is_of_restart):
             text = f"{plural(number, 'step')} of the inner optimizer changed nothing{reason}"
-            yield AuditFinding("empty step", text, level)
+            yield Finding(level, "empty step", text)
 
 
-def _shuffled(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+def _shuffled(decoded: DecodedScenario) -> Iterator[Finding]:
     scenario = decoded.scenario
     if scenario.split is not Split.FRAMEWORK:
         return
@@ -315,10 +311,10 @@ def _shuffled(decoded: DecodedScenario) -> Iterator[AuditFinding]:
     offered = [set(chain(*together)) for together in zip(*by_rank, strict=True)]
     if any(sample not in offered[number] for number, sample in fetched):
         text = "the framework shuffled the samples when it split them, although the loader was in order"
-        yield AuditFinding("shuffled", text, NOTE)
+        yield note("shuffled", text)
 
 
-RULES: tuple[Callable[[DecodedScenario], Iterator[AuditFinding]], ...] = (
+RULES: tuple[Callable[[DecodedScenario], Iterator[Finding]], ...] = (
     _outcome,
     divided_twice,
     _last_only,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from bench.audit.job import trust_own_classes
 from bench.audit.scenario import Fault, Reduction, Split
 from bench.backends.accelerate import FSDP2
+from bench.backends.deepspeed import ZeroBackend
 from bench.backends.hugging_face import HuggingFaceTrainer
 from bench.backends.training_job import Job
 from bench.errors import UnsupportedError
@@ -32,7 +33,8 @@ class AuditedHuggingFace(HuggingFaceTrainer):
 
     def arguments(self, job: Job) -> dict[str, Any]:
         scenario, found = self.job.scenario, super().arguments(job)
-        if self.stage and (n := scenario.engine_accumulate):
+        n = scenario.engine_accumulate
+        if n and isinstance(self, ZeroBackend):
             found["deepspeed"]["gradient_accumulation_steps"] = n
         return found | {
             "average_tokens_across_devices": scenario.reduction is not Reduction.COUNTED_PER_RANK,

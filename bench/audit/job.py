@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from bench.audit.scenario import Fault, Reduction, Scenario, Split
 from bench.backends.accelerate import AccelerateBackend
 from bench.backends.base import Backend
-from bench.backends.deepspeed import DeepSpeedZero2Eager
+from bench.backends.deepspeed import DeepSpeedZero2Eager, ZeroBackend
 from bench.backends.lightning import LightningBackend
 from bench.backends.torchtitan import TorchtitanEager
 from bench.backends.training_job import Job, Window
@@ -210,7 +210,7 @@ class AuditedAccelerator(AccelerateBackend):
 
 def trust_own_classes(backend: Backend) -> None:
     """Name to torch the classes that stand in DeepSpeed's checkpoints: no others are read from a file."""
-    if not backend.stage:
+    if not isinstance(backend, ZeroBackend):
         return
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -258,7 +258,8 @@ class AuditedTrainer(LightningBackend):
         from lightning.pytorch.strategies import ModelParallelStrategy
 
         strategy: Any = super().strategy(job)
-        if self.stage and (n := self.job.scenario.engine_accumulate):
+        n = self.job.scenario.engine_accumulate
+        if n and isinstance(self, ZeroBackend):
             strategy.config["gradient_accumulation_steps"] = n
         if isinstance(strategy, ModelParallelStrategy) and self.job.resume:
             restore_sgd(strategy)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench.audit.monitor import measure
-from bench.audit.monitor_grid import Point
-from bench.backends.base import built_in
+from bench.audit.monitor_grid import Point, Strategy
 from bench.launch.launcher import Launcher, LauncherError
 from bench.plan.cell import Device, Status
 from bench.plan.task import Task
@@ -16,6 +15,8 @@ from bench.plan.task import Task
 if TYPE_CHECKING:
     import torch
 
+BACKENDS = {Strategy.DDP: "lightning-ddp", Strategy.DEEPSPEED: "lightning-deepspeed-zero2"}
+"""The backend whose packages a process group has to load."""
 TIMEOUT_S = 60.0
 """Of one point in a process group, which takes a second."""
 
@@ -45,7 +46,7 @@ def measure_all(points: Sequence[Point]) -> Iterator[dict[str, Any]]:
         return
     with Launcher(Device.CPU) as launcher:
         task = MonitorTask(
-            backend=next(name for name, kind in built_in().items() if points[0].strategy in kind.aliases),
+            backend=BACKENDS[points[0].strategy],
             world_size=points[0].world_size,
             points=tuple(points),
         )

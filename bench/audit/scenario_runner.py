@@ -9,17 +9,23 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from bench.audit.hugging_face_job import AuditedHuggingFace
+from bench.audit.job import AuditedAccelerator, AuditedEngine, AuditedStream, AuditedTrainer
 from bench.audit.recorder import Audit, rank_record
 from bench.audit.scenario import Scenario
+from bench.backends.accelerate import AccelerateBackend
 from bench.backends.base import Backend, registry
+from bench.backends.deepspeed import DeepSpeedZero2Eager
+from bench.backends.hugging_face import HuggingFaceTrainer
+from bench.backends.lightning import LightningBackend
+from bench.backends.torchtitan import TorchtitanEager
 from bench.launch.launcher import Launcher
 from bench.launch.outcome import Outcome
 from bench.plan.cell import Device, Status
@@ -43,11 +49,22 @@ class AuditTask(Task):
     scenarios: tuple[Scenario, ...]
 
 
+VARIANTS: Mapping[type, type] = {
+    AccelerateBackend: AuditedAccelerator,
+    DeepSpeedZero2Eager: AuditedEngine,
+    HuggingFaceTrainer: AuditedHuggingFace,
+    LightningBackend: AuditedTrainer,
+    TorchtitanEager: AuditedStream,
+}
+"""How scenarios run a backend and all that are made from it: what passes them to the framework. Others need nothing."""
+
+
 def audited(backend: type[Backend]) -> type[Backend]:
     """The backend as scenarios run it."""
-    if not backend.scenario_variant:
-        return backend
-    return type(backend.__name__, (resolve_name(backend.scenario_variant), backend), {})
+    for base in backend.__mro__:
+        if base in VARIANTS:
+            return type(backend.__name__, (VARIANTS[base], backend), {})
+    return backend
 
 
 def work(task: AuditTask, rank: int, device: torch.device) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Findings about a scenario: their levels, the phrases with which they count, and the rules about divisors.
+"""Findings about a scenario: what is the verdict, the phrases with which they count, and the rules about divisors.
 
 These are rules on a loss that was divided by N twice, and on clipping that hides a wrong scale.
 """
@@ -7,46 +7,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
 
 from bench.audit.decoded_scenario import DecodedScenario, DecodedUpdate, Use
 from bench.audit.scenario import Reduction
+from bench.findings import Finding, Level, error, good, note
 from bench.formatting import plural
 
 TOLERANCE = 1e-4
 """Relative. Coefficients are exact to 6e-8 (fp32); the smallest error that a backend makes here is 1e-2."""
 
 
-class FindingLevel(IntEnum):
-    """How much a finding matters; the verdict is the first finding of the highest level."""
-
-    DETAIL = 0
-    """As expected; the verdict is ``right`` all the same."""
-    NOTE = 1
-    """Every update is the full batch of some samples, but perhaps not of those that were meant."""
-    WRONG = 2
-    """An update is the full batch of no samples, or samples, steps or counters are not what they should be."""
+RIGHT = good("right", "every update equals that of one full batch over its window")
 
 
-@dataclass(frozen=True, slots=True)
-class AuditFinding:
-    """One thing that happened in a scenario."""
+def verdict(found: Iterable[Finding]) -> Finding:
+    """The finding that names the outcome of a scenario: the first of the gravest; RIGHT if all are good.
 
-    word: str
-    """What happened, in a word or two; the same for every backend."""
-    text: str
-    """The same in a sentence, with numbers."""
-    level: FindingLevel = FindingLevel.WRONG
-
-
-RIGHT = AuditFinding("right", "every update equals that of one full batch over its window", FindingLevel.DETAIL)
-
-
-def verdict(found: Iterable[AuditFinding]) -> AuditFinding:
-    """The finding that names the outcome of a scenario; RIGHT if all are details."""
-    above = [finding for finding in found if finding.level > FindingLevel.DETAIL]
-    return max(above, key=lambda finding: finding.level, default=RIGHT)
+    An error is an update that is the full batch of no samples, or samples, steps or counters that are not what they
+    should be. With a note every update is the full batch of some samples, but perhaps not of those that were meant.
+    What is good is as expected.
+    """
+    grave = [finding for finding in found if finding.level is not Level.GOOD]
+    return min(grave, key=lambda finding: finding.level.rank, default=RIGHT)
 
 
 def share_of_updates(some: Sequence[DecodedUpdate], every: Sequence[DecodedUpdate]) -> str:
@@ -72,7 +54,7 @@ def is_near(value: float, wanted: float) -> bool:
     return math.isclose(value, wanted, rel_tol=TOLERANCE)
 
 
-def divided_twice(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+def divided_twice(decoded: DecodedScenario) -> Iterator[Finding]:
     """Whether every loss was divided by N twice."""
     if not all_divided_twice(decoded):
         return
@@ -82,7 +64,7 @@ def divided_twice(decoded: DecodedScenario) -> Iterator[AuditFinding]:
         text += f" (or it was divided by the number of ranks, also {n})"
     if clip:
         text += f"; clipping would start at a norm of {n} x {clip:g} instead of {clip:g}, and no update was clipped"
-    yield AuditFinding("divided twice", text)
+    yield error("divided twice", text)
 
 
 def all_divided_twice(decoded: DecodedScenario) -> bool:
@@ -109,7 +91,7 @@ def is_clipped(update: DecodedUpdate) -> bool:
     return bool(update.clip_norm) and is_near(norm, update.clip_norm)
 
 
-def hidden_by_clipping(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+def hidden_by_clipping(decoded: DecodedScenario) -> Iterator[Finding]:
     """Whether every update was clipped, and would have been too small without that."""
     free = decoded.unclipped
     if free is None or not decoded.updates or not all(is_clipped(update) for update in decoded.updates):
@@ -125,4 +107,4 @@ def hidden_by_clipping(decoded: DecodedScenario) -> Iterator[AuditFinding]:
                 f"clipping hides that the loss was divided by N = {n} twice: without it, {of_updates} "
                 f"had {weight}; only a right norm above {n} x {clip:g} is clipped, instead of {clip:g}"
             )
-        yield AuditFinding("hidden by clipping", text, FindingLevel.NOTE)
+        yield note("hidden by clipping", text)

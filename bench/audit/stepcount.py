@@ -18,6 +18,7 @@ from enum import StrEnum
 from typing import Any
 
 from bench.audit.training_plan import TrainingPlan, ceil
+from bench.backends.accelerate import AccelerateBackend
 from bench.backends.base import Backend
 from bench.plan.cell import Sharding, Stepping
 
@@ -48,7 +49,7 @@ class StepRule:
     twice: bool = False
     """``split`` only: trainer and engine both divide the loss by N."""
     counted: bool = True
-    """``flush`` only: a trainer counts the steps and foresees their number, as Lightning's does."""
+    """``flush`` only: a trainer counts the steps and foresees their number, as Lightning's does and no loop can."""
 
     @classmethod
     def of_backend(cls, backend: type[Backend]) -> StepRule:
@@ -64,7 +65,7 @@ class StepRule:
             stepping=backend.stepping,
             clears=split and backend.sharding is not Sharding.GRADS,
             twice=split and getattr(backend, "loss_factor", "") != "N",
-            counted=backend.counts_steps,
+            counted=not issubclass(backend, AccelerateBackend),
         )
 
 

@@ -14,6 +14,7 @@ from bench.backends.training_job import Job
 from bench.backends.zero_options import zero_config
 from bench.errors import UnsupportedError
 from bench.plan.cell import Stepping, Sync
+from bench.plan.world import Refusals
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -100,11 +101,10 @@ class AccelerateBackend(Backend):
     """
 
     family = BackendFamily.HUGGING_FACE
-    stepping, counts_steps = Stepping.FLUSH, False
+    stepping = Stepping.FLUSH
     requires: ClassVar[tuple[str, ...]] = ("accelerate",)
     # Accelerate imports DeepSpeed and, for a loader, datasets. The Trainer's backends are forked from the same process.
     preload: ClassVar[tuple[str, ...]] = ("transformers.trainer", "accelerate", "datasets", *ds.PRELOAD)
-    scenario_variant = "bench.audit.job:AuditedAccelerator"
     wrapper: ClassVar[str]
     sync_each_batch: ClassVar[bool] = False
 
@@ -192,7 +192,9 @@ class AccelerateFSDP2(AccelerateBackend, fsdp2.FSDP2Backend):
 
     name, framework = "accelerate-fsdp2", "Accelerate FSDP2"
     colour = "#AA4499"
-    not_fake = "Accelerate finds the sharded parameters by the addresses of the old ones, which fake tensors lack"
+    refuses = Refusals(
+        fake="Accelerate finds the sharded parameters by the addresses of the old ones, which fake tensors lack"
+    )
     splits_root = True
     sync = Sync.DEFERRED
     wrapper = FSDP2

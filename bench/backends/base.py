@@ -24,6 +24,7 @@ from bench.backends.training_job import Job
 from bench.errors import InputError, UnsupportedError
 from bench.plan.categories import Category
 from bench.plan.cell import Cell, Device, Sharding, Stepping, Sync
+from bench.plan.world import Refusals
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,8 +49,6 @@ class BackendFamily(StrEnum):
     OTHER = "Others"
 
 
-Defect = tuple[str, str, str, str]
-"""Package, its versions that have the defect (docs/versions.md), the defect in words, and versions to install."""
 Call = tuple[str, str, int, int]
 """Calls of a collective: operation, dtype, elements of the whole logical tensor, and how often it is called."""
 
@@ -78,59 +77,33 @@ class Backend(ABC):
     """Display name of the framework."""
     sync: ClassVar[Sync]
     sharding: ClassVar[Sharding]
+    replicate: ClassVar[int] = 0
+    """R where the matrix names none, for a backend that trains replicas of a sharded model (HSDP); 0 for all others."""
+    stepping: ClassVar[Stepping] = Stepping.UNKNOWN
+    """How the backend handles an incomplete window at the end of an epoch."""
+    bf16_as: ClassVar[str] = BF16_AUTOCAST
+    """How bf16 is computed: autocast keeps the residual stream and norms in fp32, bf16 parameters do not."""
+    refuses: ClassVar[Refusals] = Refusals()
+    """What the backend cannot do, with the reasons."""
+    defect: ClassVar[str] = ""
+    """A known defect of the framework that the gates should catch when N > 1, in words; empty if none."""
+
     requires: ClassVar[tuple[str, ...]] = ()
     """Import names of required packages besides torch."""
     preload: ClassVar[tuple[str, ...]] = ()
     """What a fork server imports before it forks trials (``module``) or calls (``module:function``); empty for
     ``requires``."""
-    defect: ClassVar[str] = ""
-    """A known defect of the framework that the gates should catch when N > 1, in words; empty if none."""
     untried: ClassVar[bool] = False
     """Whether the backend has never run. It must then be named: ``all`` does not select it."""
 
     family: ClassVar[BackendFamily] = BackendFamily.OTHER
     colour: ClassVar[str] = ""
     """The framework's colour in figures, ``#rrggbb``; empty for one that no other framework of the run has."""
-    formula: ClassVar[str] = ""
-    """``module:function`` of its collectives and held bytes (``bench.judge.formulas.Formula``); empty for none."""
     is_mechanism: ClassVar[bool] = False
     """Whether it shards and reduces itself, as others wrap it."""
-    stage: ClassVar[int] = 0
-    """Stage of DeepSpeed's ZeRO; 0 for other frameworks."""
-    own_defaults: ClassVar[bool] = False
-    """Whether buckets and gathers are those of DeepSpeed's defaults; see ``zero_options``."""
-    bucket_views: ClassVar[bool] = False
-    """``gradient_as_bucket_view``: whether a gradient that DDP has reduced is a view of its bucket, not a copy."""
-    splits_root: ClassVar[bool] = False
-    """Whether FSDP2 shards the embedding, and norm and head together, as units of their own, not with the root."""
-    frees_gradients_late: ClassVar[bool] = False
-    """Whether the gradients of a window are freed only after the first forward of the next."""
-    aliases: ClassVar[tuple[str, ...]] = ()
-    """What a trainer's argument calls it, such as Lightning's ``strategy``."""
-    defective_versions: ClassVar[tuple[Defect, ...]] = ()
-    """Defects that versions of its packages have."""
-    scenario_variant: ClassVar[str] = ""
-    """``module:Class`` of a subclass that passes epochs, limits and checkpoints of scenarios to the framework."""
-
-    replicate: ClassVar[int] = 0
-    """R where the matrix names none, for a backend that trains replicas of a sharded model (HSDP); 0 for all others."""
-    not_virtual: ClassVar[str] = ""
-    """Why the backend cannot run as rank 0 of a virtual world (``bench.launch.rank``); empty if it can."""
-    not_fake: ClassVar[str] = ""
-    """Why it cannot run on fake tensors (``bench.measure.tensors``); empty if it can."""
-    not_checkpointed: ClassVar[str] = ""
-    """Why its blocks cannot be checkpointed (``bench.backends.blocks``); empty if they can."""
-    not_compiled: ClassVar[str] = ""
-    """Why its blocks cannot be compiled; empty if they can."""
-    not_bf16: ClassVar[str] = ""
-    """Why it refuses bf16; empty if it does not."""
-
-    stepping: ClassVar[Stepping] = Stepping.UNKNOWN
-    """How the backend handles an incomplete window at the end of an epoch."""
-    counts_steps: ClassVar[bool] = True
-    """Whether a trainer that steps at the end of an epoch counts its steps and foresees their number."""
-    bf16_as: ClassVar[str] = BF16_AUTOCAST
-    """How bf16 is computed: autocast keeps the residual stream and norms in fp32, bf16 parameters do not."""
+    formula: ClassVar[Callable[..., Any] | str] = ""
+    """What it must send and hold, for a backend of another package: a static method, or ``package.module:function``.
+    Backends of this package have theirs in ``bench.judge.formulas``."""
 
     @abstractmethod
     def train(self, job: Job) -> None:

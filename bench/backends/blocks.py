@@ -51,14 +51,14 @@ def refusal(cell: Cell, backend: type[Backend]) -> str:
     """
     if reason := cell.world.refusal(backend):
         return reason
-    if cell.activation_checkpointing and backend.not_checkpointed:
-        return f"{backend.name} cannot run with activation checkpointing: {backend.not_checkpointed}"
+    if cell.activation_checkpointing and backend.refuses.checkpointed:
+        return f"{backend.name} cannot run with activation checkpointing: {backend.refuses.checkpointed}"
     if cell.selective_checkpointing and not cell.activation_checkpointing:
         return "selective checkpointing needs activation checkpointing"
     if cell.compiled and not cell.world.computes:
         return "fake tensors cannot be compiled: compiled code allocates by itself, which would not be seen"
-    if cell.compiled and backend.not_compiled:
-        return f"{backend.name} cannot run with compiled blocks: {backend.not_compiled}"
+    if cell.compiled and backend.refuses.compiled:
+        return f"{backend.name} cannot run with compiled blocks: {backend.refuses.compiled}"
     return ""
 
 

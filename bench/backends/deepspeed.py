@@ -7,12 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench.backends.base import BF16_PARAMETERS, Backend, BackendFamily, Defect
+from bench.backends.base import BF16_PARAMETERS, Backend, BackendFamily
 from bench.backends.training_job import Job
 from bench.backends.zero_options import gather_after_updates, zero_config
 from bench.errors import UnsupportedError
 from bench.plan.categories import Category
 from bench.plan.cell import Cell, Device, Sharding, Stepping, Sync
+from bench.plan.world import Refusals
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -22,6 +23,10 @@ LAST_ONLY = ">=0.17.6,<0.18.3"
 """Versions in which ZeRO-2 keeps only the last micro-batch of a window (#7509, fixed by #7665)."""
 BF16_SUM = "<0.19.8"
 """Versions in which ZeRO-2 sums bf16 gradients in bf16, whatever ``grad_accum_dtype`` says (docs/versions.md)."""
+GATHERS_IN_HOOKS = "stage 3 gathers parameters in hooks of the modules within a block, which a graph cannot contain"
+"""Why blocks cannot be compiled under stage 3."""
+SUMS_IN_BF16 = "coalesce_grad_reduction sums gradients in bf16, all others in fp32, so the backend refuses bf16"
+"""Why a deferred reduction is not offered in bf16."""
 PRELOAD = ("deepspeed", "deepspeed.runtime.zero.muon.original_muon")
 """deepspeed.initialize imports the second module, and that all of torch.compile."""
 
@@ -111,12 +116,10 @@ class ZeroBackend(Backend):
 
     sharding = Sharding.GRADS
     bf16_as = BF16_PARAMETERS
-    formula = "bench.judge.zero:zero"
-    stage = 2
-    defective_versions: ClassVar[tuple[Defect, ...]] = (
-        ("deepspeed", LAST_ONLY, "ZeRO-2 keeps only the last micro-batch's gradient of a window", ">=0.19.8"),
-        ("deepspeed", BF16_SUM, "ZeRO-2 sums bf16 gradients in bf16, whatever grad_accum_dtype says", ">=0.19.8"),
-    )
+    stage: ClassVar[int] = 2
+    """Of ZeRO."""
+    own_defaults: ClassVar[bool] = False
+    """Whether buckets and gathers are those of DeepSpeed's defaults; see ``zero_options``."""
     config: dict[str, Any]
     """That of ``zero_config``."""
     masters: dict[str, Tensor]
@@ -197,9 +200,7 @@ class ZeroStage3(ZeroBackend):
     """Turns a backend of stage 2 into one of stage 3: parameters are gathered module by module."""
 
     sharding: ClassVar[Sharding] = Sharding.PARAMS
-    not_compiled: ClassVar[str] = (
-        "stage 3 gathers parameters in hooks of the modules within a block, which a graph cannot contain"
-    )
+    refuses: ClassVar[Refusals] = Refusals(compiled=GATHERS_IN_HOOKS)
     stage: ClassVar[int] = 3
 
     def restore_masters(self, model: nn.Module) -> None:
@@ -219,7 +220,6 @@ class DeepSpeedZero2Eager(ZeroBackend):
     is_mechanism = True
     stepping = Stepping.CARRY
     requires, preload = ("deepspeed",), PRELOAD
-    scenario_variant = "bench.audit.job:AuditedEngine"
 
     def train(self, job: Job) -> None:
         self.initialize(job, gradient_accumulation_steps=job.accumulate)
@@ -293,7 +293,7 @@ class DeepSpeedZero2Deferred(DeepSpeedZero2Eager):
     name = "deepspeed-zero2-deferred"
     sync = Sync.DEFERRED
     stepping = Stepping.WINDOW
-    not_bf16 = "coalesce_grad_reduction sums gradients in bf16, all others in fp32, so the backend refuses bf16"
+    refuses = Refusals(bf16=SUMS_IN_BF16)
 
     def train(self, job: Job) -> None:
         if job.bf16:
@@ -315,3 +315,4 @@ class DeepSpeedZero3Deferred(ZeroStage3, DeepSpeedZero2Deferred):
     """Stage 3 with ``engine.coalesce_grad_reduction``."""
 
     name = "deepspeed-zero3-deferred"
+    refuses = Refusals(compiled=GATHERS_IN_HOOKS, bf16=SUMS_IN_BF16)

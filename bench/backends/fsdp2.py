@@ -9,6 +9,7 @@ from bench.backends.base import BF16_PARAMETERS, Backend, BackendFamily
 from bench.backends.training_job import Job
 from bench.plan.categories import Category
 from bench.plan.cell import SHARDED_REFERENCE, Sharding, Stepping, Sync
+from bench.plan.world import Refusals
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -51,10 +52,14 @@ class Gathered(Mapping[str, "Tensor"]):
         from torch.distributed.tensor import DTensor
 
         parameter = self._parameters[name].detach()
+        if not isinstance(parameter, DTensor):
+            return parameter.cpu()
+        sharded: Any = parameter
         if "gloo" in dist.get_backend_config():
             # Its all-gather of DTensors on CUDA reads device memory on the host: pytorch/pytorch#132471.
-            parameter = parameter.cpu()
-        return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).cpu()
+            sharded = sharded.cpu()
+        whole: Tensor = sharded.full_tensor()
+        return whole.cpu()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parameters)
@@ -104,7 +109,8 @@ class FSDP2Backend(Backend):
 
     sharding = Sharding.PARAMS
     bf16_as = BF16_PARAMETERS
-    formula = "bench.judge.formulas:fsdp2"
+    splits_root: ClassVar[bool] = False
+    """Whether the embedding, and norm and head together, are units of their own, and not in the root."""
     always_computes_norm: ClassVar[bool] = False
     """Whether the norm of the gradient is computed without clipping too."""
     model: Any
@@ -202,4 +208,4 @@ class ShardedReference(FSDP2Deferred):
     """
 
     name = SHARDED_REFERENCE
-    not_virtual = "it is a reference, which needs the values of all ranks"
+    refuses = Refusals(virtual="it is a reference, which needs the values of all ranks")

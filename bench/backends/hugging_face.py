@@ -37,7 +37,6 @@ class HuggingFaceTrainer(Backend):
     family = BackendFamily.HUGGING_FACE
     requires: ClassVar[tuple[str, ...]] = ("transformers", "accelerate")
     preload: ClassVar[tuple[str, ...]] = AccelerateFSDP2.preload
-    scenario_variant = "bench.audit.hugging_face_job:AuditedHuggingFace"
     stepping = Stepping.OVERRIDE
     wrapper: ClassVar[str]
     """The class that Accelerate is to wrap the model in, as ``bench.backends.accelerate`` names it."""
@@ -212,7 +211,7 @@ class HuggingFaceFSDP2(HuggingFaceTrainer, fsdp2.FSDP2Backend):
 
     name, framework = "hf-trainer-fsdp2", "HF Trainer FSDP2"
     colour = "#888888"
-    not_fake = AccelerateFSDP2.not_fake
+    refuses = AccelerateFSDP2.refuses
     always_computes_norm = True
     sync = Sync.DEFERRED
     wrapper = FSDP2

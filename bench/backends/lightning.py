@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from bench.backends import deepspeed as ds
 from bench.backends import fsdp2, plain
-from bench.backends.base import Backend, BackendFamily, Call, Defect, known
+from bench.backends.base import Backend, BackendFamily, Call, known
 from bench.backends.training_job import Job
 from bench.backends.zero_options import zero_config
 from bench.plan.categories import Category
@@ -60,11 +60,6 @@ class LightningBackend(Backend):
     family = BackendFamily.LIGHTNING
     requires: ClassVar[tuple[str, ...]] = ("lightning",)
     preload: ClassVar[tuple[str, ...]] = ("lightning.pytorch", "lightning.fabric")
-    defective_versions: ClassVar[tuple[Defect, ...]] = (
-        ("lightning", "<2.2.1", "ThroughputMonitor raises unless log_every_n_steps is divisible by N", ">=2.6"),
-    )
-    frees_gradients_late = True
-    scenario_variant = "bench.audit.job:AuditedTrainer"
     loss_factor: ClassVar[str] = ""
     """``"N"`` multiplies the loss by N in ``training_step``, which undoes one division by N."""
 
@@ -176,7 +171,6 @@ class LightningDDP(LightningBackend, plain.DDPBackend):
     """
 
     name, framework = "lightning-ddp", "Lightning DDP"
-    aliases = ("ddp",)
     colour = "#56B4E9"
     sync = Sync.DEFERRED
     stepping = Stepping.FLUSH
@@ -232,7 +226,6 @@ class LightningDeepSpeedZero2(ds.ZeroBackend, LightningBackend):
     """
 
     name, framework = "lightning-deepspeed-zero2", "Lightning DeepSpeed"
-    aliases: ClassVar[tuple[str, ...]] = ("deepspeed", "deepspeed_stage_2")
     colour = "#882255"
     sync = Sync.EAGER
     stepping = Stepping.SPLIT
@@ -290,7 +283,6 @@ class LightningDeepSpeedZero3(ds.ZeroStage3, LightningDeepSpeedZero2):
     """``DeepSpeedStrategy`` stage 3."""
 
     name = "lightning-deepspeed-zero3"
-    aliases = ("deepspeed_stage_3",)
 
 
 class LightningDeepSpeedZero2Corrected(LightningDeepSpeedZero2):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from bench.backends.base import Backend, BackendFamily
 from bench.backends.training_job import Job
 from bench.plan.cell import Cell, Device, Sharding, Stepping, Sync
+from bench.plan.world import Refusals
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +33,7 @@ class UntriedMegatronFSDP(Backend):
     sync, sharding = Sync.EAGER, Sharding.PARAMS
     requires = ("megatron_fsdp",)
     stepping = Stepping.WINDOW
-    not_virtual = "it has never been tried"
+    refuses = Refusals(virtual="it has never been tried")
 
     @classmethod
     def missing(cls, device: Device) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from bench.backends.base import Backend, BackendFamily
 from bench.backends.training_job import Job
 from bench.plan.cell import REFERENCE, Sharding, Stepping, Sync
+from bench.plan.world import Refusals
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,8 +40,7 @@ class Reference(Backend):
 
     name, framework = REFERENCE, "torch"
     family, colour = BackendFamily.PYTORCH, "#000000"
-    formula = "bench.judge.formulas:reference"
-    not_virtual = "it is a single process"
+    refuses = Refusals(virtual="it is a single process")
     sync, sharding = Sync.NONE, Sharding.NONE
     stepping = Stepping.WINDOW
 
@@ -63,11 +63,11 @@ class DDPBackend(Backend):
     """What all backends over DDP have in common, whoever owns the loop."""
 
     sharding = Sharding.NONE
-    not_fake = "DDP's reducer, in C++, reads the memory of its tensors"
-    formula = "bench.judge.formulas:ddp"
+    refuses = Refusals(fake="DDP's reducer, in C++, reads the memory of its tensors")
     eager_on_one_rank: ClassVar[bool] = False
     """Whether a deferred backend reduces in every micro-batch if there is only one rank."""
-    bucket_views = True
+    bucket_views: ClassVar[bool] = True
+    """``gradient_as_bucket_view``: whether a gradient that DDP has reduced is a view of its bucket, not a copy."""
     model: Any
     """The model in DistributedDataParallel."""
 

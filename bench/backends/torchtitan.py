@@ -26,6 +26,7 @@ from bench.backends import fsdp2
 from bench.backends.base import BackendFamily, Call
 from bench.backends.training_job import Job
 from bench.plan.cell import Cell, Device, Stepping, Sync
+from bench.plan.world import Refusals
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -111,8 +112,7 @@ class TorchtitanEager(fsdp2.FSDP2Backend):
     requires, preload = ("torchtitan",), ("bench.backends.torchtitan:load",)
     stepping = Stepping.CANCEL
     always_computes_norm = True
-    scenario_variant = "bench.audit.job:AuditedStream"
-    not_fake = "torchtitan's trainer reads the number of tokens, which fake tensors do not have"
+    refuses = Refusals(fake="torchtitan's trainer reads the number of tokens, which fake tensors do not have")
 
     @classmethod
     def missing(cls, device: Device) -> str:

@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from bench.backends.base import built_in, registry
+from bench.backends.base import registry
+from bench.backends.deepspeed import BF16_SUM, LAST_ONLY
 from bench.files import RESULTS, existing
 from bench.findings import Finding, Level, error, good, warning
 from bench.grouping import grouped
@@ -51,8 +53,29 @@ PROJECT = "accumulation-bench"
 """The distribution whose metadata has the bounds."""
 FRAMEWORKS, TESTED = "frameworks", "tested"
 """Its extra of what training needs, and the one that has the first versions that were not tested."""
-DEFECTS = tuple(dict.fromkeys(defect for backend in built_in().values() for defect in backend.defective_versions))
-"""Of all packages."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackageDefect:
+    """A defect that some versions of a package have, as measured (docs/versions.md)."""
+
+    package: str
+    versions: str
+    """Those that have it, as a specifier."""
+    what: str
+    mended: str
+    """Those to install."""
+
+
+DEFECTS = (
+    PackageDefect("deepspeed", LAST_ONLY, "ZeRO-2 keeps only the last micro-batch's gradient of a window", ">=0.19.8"),
+    PackageDefect(
+        "deepspeed", BF16_SUM, "ZeRO-2 sums bf16 gradients in bf16, whatever grad_accum_dtype says", ">=0.19.8"
+    ),
+    PackageDefect(
+        "lightning", "<2.2.1", "ThroughputMonitor raises unless log_every_n_steps is divisible by N", ">=2.6"
+    ),
+)
 
 
 def add(commands: Any) -> None:
@@ -156,9 +179,10 @@ def packages(versions: Mapping[str, str], metadata: Metadata) -> Iterator[Findin
         except InvalidVersion:
             yield warning(name, f"{text} is not a version that can be compared; needed is {least}")
             continue
-        defects = [defect for defect in DEFECTS if defect[0] == name and _within(version, SpecifierSet(defect[1]))]
-        for _, _, defect, mended in defects:
-            yield error(name, f"{text}: {defect} (docs/versions.md): pip install '{name}{mended}'")
+        of_package = (defect for defect in DEFECTS if defect.package == name)
+        defects = [defect for defect in of_package if _within(version, SpecifierSet(defect.versions))]
+        for defect in defects:
+            yield error(name, f"{text}: {defect.what} (docs/versions.md): pip install '{name}{defect.mended}'")
         if not _within(version, least):
             yield error(name, f"{text} is too old: pip install '{name}{least}'")
         elif not _within(version, tested.get(name, SpecifierSet())):

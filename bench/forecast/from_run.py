@@ -22,7 +22,7 @@ from bench.forecast.prediction import Link, TimeEstimate, predicted_communicatio
 from bench.grouping import grouped
 from bench.judge.analysis import Analysis
 from bench.judge.expected import settings_of
-from bench.judge.formulas import NO_SETTINGS, Settings
+from bench.judge.formula_terms import NO_SETTINGS, Settings
 from bench.judge.trial_columns import DASH
 from bench.plan.cell import Cell, Device
 from bench.report.sections import PageSection

@@ -24,8 +24,10 @@ from functools import cache, cached_property
 from bench.backends.base import Backend
 from bench.forecast.footprint import Footprint, declined, footprint
 from bench.formatting import rate
-from bench.judge.formulas import BUILT_IN, NO_SETTINGS, Collective, Expectation, Settings, expect, layout_of, wire_bytes
-from bench.plan.cell import REFERENCES, Cell, Device, Precision, RankGroup
+from bench.grouping import grouped
+from bench.judge.formula_terms import NO_SETTINGS, Settings
+from bench.judge.formulas import BUILT_IN, Collective, Expectation, expect, layout_of, wire_bytes
+from bench.plan.cell import REFERENCES, Cell, Device, Precision, RankGroup, Sharding, Sync
 from bench.plan.models import SIZES
 from bench.workload.layout import Layout
 
@@ -86,11 +88,14 @@ class Traffic:
 
     def seconds(self, link: Link) -> tuple[float, float]:
         """Seconds on the link within a node, and on the one between nodes, each with its latency."""
-        latency, (intra, inter) = self.calls * link.latency_s, self.levels(link.node_size)
-        return (
-            latency + intra / link.intra_bytes_per_s if intra else 0.0,
-            latency + inter / link.bytes_per_s if inter else 0.0,
-        )
+        intra, inter = self.levels(link.node_size)
+        return self._on_level(intra, link.intra_bytes_per_s, link), self._on_level(inter, link.bytes_per_s, link)
+
+    def _on_level(self, num_bytes: float, bytes_per_s: float, link: Link) -> float:
+        """Seconds of so many bytes at this rate; 0 for none, since nothing is called there."""
+        if not num_bytes:
+            return 0.0
+        return self.calls * link.latency_s + num_bytes / bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +115,9 @@ class TimeEstimate:
 def communication(traffic: Sequence[Traffic], link: Link) -> TimeEstimate:
     """The communication alone: as long as the busiest level, or all groups in turn."""
     seconds = [part.seconds(link) for part in traffic]
-    return TimeEstimate(max(map(sum, zip(*seconds, strict=True)), default=0.0), sum(map(max, seconds)))
+    within_nodes = sum(intra for intra, _ in seconds)
+    between_nodes = sum(inter for _, inter in seconds)
+    return TimeEstimate(overlapped=max(within_nodes, between_nodes), serial=sum(max(pair) for pair in seconds))
 
 
 _expect = cache(expect)
@@ -133,20 +140,26 @@ class Prediction:
         """The same at another N and W, with the same micro-batch, and with shards of HSDP as large as before."""
         cell = self.cell
         ranks = cell.world_size if world_size is None else world_size
-        replicas = ranks // cell.group_size(RankGroup.SHARD) if cell.replicate else 0
         batch = accumulate * cell.micro_batch_size * ranks
-        cell = dataclasses.replace(cell, accumulate=accumulate, world_size=ranks, global_batch_size=batch)
-        return dataclasses.replace(self, cell=dataclasses.replace(cell, replicate=replicas))
+        replicas = 0
+        if cell.replicate:
+            replicas = ranks // cell.group_size(RankGroup.SHARD)
+        cell = dataclasses.replace(
+            cell, accumulate=accumulate, world_size=ranks, global_batch_size=batch, replicate=replicas
+        )
+        return dataclasses.replace(self, cell=cell)
 
     def shards_fit(self, world_size: int) -> bool:
         """Whether HSDP can have several replicas of the same shards on so many ranks; True for all other backends."""
+        if not self.cell.replicate:
+            return True
         shards = self.cell.group_size(RankGroup.SHARD)
-        return not self.cell.replicate or (world_size % shards == 0 and world_size > shards)
+        return world_size % shards == 0 and world_size > shards
 
     @property
     def refusal(self) -> str:
         """Why the backend does not run this cell; empty if it does."""
-        return self.backend.not_bf16 if self.cell.precision is Precision.BF16 else ""
+        return self.backend.refuses.bf16 if self.cell.precision is Precision.BF16 else ""
 
     @property
     def not_predicted(self) -> str:
@@ -165,38 +178,45 @@ class Prediction:
 
     @cached_property
     def expectation(self) -> Expectation:
-        found = (
-            expect(self.cell, self.layout, settings=self.settings) if self.settings else _expect(self.cell, self.layout)
-        )
+        if self.settings:
+            found = expect(self.cell, self.layout, settings=self.settings)
+        else:
+            found = _expect(self.cell, self.layout)
         assert found is not None, "callers ask for none that is missing"
         return found
 
     @cached_property
     def traffic(self) -> tuple[Traffic, ...]:
         """What a rank sends, by kind of group."""
-        cell = self.cell
-        if cell.accumulate > COUNTED_N:
-            further = (cell.accumulate - COUNTED_N) / (COUNTED_N // 2)
-            fewer, most = (self.scaled(n).traffic for n in (COUNTED_N // 2, COUNTED_N))
-            return tuple(
-                dataclasses.replace(
-                    more,
-                    calls=more.calls + further * (more.calls - less.calls),
-                    wire_bytes=more.wire_bytes + further * (more.wire_bytes - less.wire_bytes),
-                )
-                for less, more in zip(fewer, most, strict=True)
-            )
-        rows = self.expectation.collectives if cell.world_size > 1 else ()
+        if self.cell.accumulate > COUNTED_N:
+            return self._extrapolated_traffic()
+        if self.cell.world_size == 1:
+            return ()
+        by_group = grouped((row.group, row) for row in self.expectation.collectives)
+        return tuple(self._group_traffic(RankGroup(group), by_group[group]) for group in sorted(by_group))
+
+    def _extrapolated_traffic(self) -> tuple[Traffic, ...]:
+        """The traffic at a large N, from what further micro-batches add to it."""
+        fewer, most = self.scaled(COUNTED_N // 2).traffic, self.scaled(COUNTED_N).traffic
+        further = (self.cell.accumulate - COUNTED_N) / (COUNTED_N // 2)
         return tuple(
-            self._group_traffic(RankGroup(group), [row for row in rows if row.group == group])
-            for group in sorted({row.group for row in rows})
+            dataclasses.replace(
+                more,
+                calls=more.calls + further * (more.calls - less.calls),
+                wire_bytes=more.wire_bytes + further * (more.wire_bytes - less.wire_bytes),
+            )
+            for less, more in zip(fewer, most, strict=True)
         )
 
     def _group_traffic(self, group: RankGroup, rows: Sequence[Collective]) -> Traffic:
         """What a rank sends by these collectives. A replicate group has the ranks with the same shard."""
-        ranks, stride = self.cell.group_size(group), self.cell.group_size(RankGroup.SHARD)
-        wire = sum(sent_bytes(row.op, row.payload_bytes, ranks, self.cell.device) for row in rows)
-        return Traffic(sum(row.calls for row in rows), wire, ranks, stride if group is RankGroup.REPLICATE else 1)
+        ranks = self.cell.group_size(group)
+        return Traffic(
+            calls=sum(row.calls for row in rows),
+            wire_bytes=sum(sent_bytes(row.op, row.payload_bytes, ranks, self.cell.device) for row in rows),
+            ranks=ranks,
+            stride=self.cell.group_size(RankGroup.SHARD) if group is RankGroup.REPLICATE else 1,
+        )
 
     @cached_property
     def memory(self) -> Footprint:
@@ -206,12 +226,18 @@ class Prediction:
 
     def equals(self, other: Prediction) -> bool:
         """Whether both shard alike, reduce at the same times, and hold and send the same but for EQUAL."""
-        kinds = [(p.backend.sharding, p.backend.sync, p.refusal, p.not_predicted) for p in (self, other)]
-        if kinds[0] != kinds[1] or self.is_missing:
-            return kinds[0] == kinds[1]
-        sent = [sum(part.wire_bytes for part in p.traffic) for p in (self, other)]
-        peaks = self.memory.peak, other.memory.peak
-        return math.isclose(*sent, rel_tol=EQUAL) and math.isclose(*peaks, rel_tol=EQUAL)
+        if self._kind != other._kind:
+            return False
+        if self.is_missing:
+            return True
+        sent, sent_by_other = (sum(part.wire_bytes for part in each.traffic) for each in (self, other))
+        peak, peak_of_other = self.memory.peak, other.memory.peak
+        return math.isclose(sent, sent_by_other, rel_tol=EQUAL) and math.isclose(peak, peak_of_other, rel_tol=EQUAL)
+
+    @property
+    def _kind(self) -> tuple[Sharding, Sync, str, str]:
+        """What must be the same of two predictions that are equal."""
+        return self.backend.sharding, self.backend.sync, self.refusal, self.not_predicted
 
 
 def sent_bytes(op: str, payload_bytes: int, ranks: int, device: Device) -> float:
@@ -220,24 +246,25 @@ def sent_bytes(op: str, payload_bytes: int, ranks: int, device: Device) -> float
     On the CPU that is gloo, whose reduce-scatter is an all-reduce of which each rank keeps its part
     (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp:reduce_scatter_tensor_coalesced).
     """
-    is_whole = op == "reduce_scatter" and device is Device.CPU
-    return wire_bytes("all_reduce" if is_whole else op, payload_bytes, ranks)
+    if op == "reduce_scatter" and device is Device.CPU:
+        op = "all_reduce"
+    return wire_bytes(op, payload_bytes, ranks)
 
 
 def predict(cell: Cell, backends: Sequence[str]) -> list[Prediction]:
     """One prediction per backend; references are left out, and HSDP where the cell has no replicas."""
     layout = layout_of(cell)
     assert layout is not None, "the command checks the model's name"
-    found = [BUILT_IN[name] for name in backends if name in BUILT_IN and name not in REFERENCES]
-    return [
-        Prediction(
-            dataclasses.replace(cell, backend=backend.name, replicate=cell.replicate if backend.replicate else 0),
-            backend,
-            layout,
-        )
-        for backend in found
-        if cell.replicate or not backend.replicate
-    ]
+    found = []
+    for name in backends:
+        backend = BUILT_IN.get(name)
+        if backend is None or name in REFERENCES:
+            continue
+        if backend.replicate and not cell.replicate:
+            continue
+        replicas = cell.replicate if backend.replicate else 0
+        found.append(Prediction(dataclasses.replace(cell, backend=backend.name, replicate=replicas), backend, layout))
+    return found
 
 
 def predicted_communication(cell: Cell, link: Link, settings: Settings = NO_SETTINGS) -> TimeEstimate | None:
@@ -265,7 +292,7 @@ def compute_seconds(cell: Cell, flops_per_s: float) -> tuple[float, str]:
     size = SIZES[cell.model]
     tokens = cell.accumulate * cell.micro_batch_size * cell.sequence_length
     flops = size.flops_per_token(cell.sequence_length) * tokens
-    recomputed_flops = size.recomputed_flops_per_token(cell.sequence_length, selective=cell.selective_checkpointing)
-    again = recomputed_flops * tokens * cell.activation_checkpointing
-    recomputed = f" and {again:.3g} recomputed" * cell.activation_checkpointing
-    return (flops + again) / flops_per_s, f"{flops:.3g} FLOP{recomputed}"
+    if not cell.activation_checkpointing:
+        return flops / flops_per_s, f"{flops:.3g} FLOP"
+    again = size.recomputed_flops_per_token(cell.sequence_length, selective=cell.selective_checkpointing) * tokens
+    return (flops + again) / flops_per_s, f"{flops:.3g} FLOP and {again:.3g} recomputed"

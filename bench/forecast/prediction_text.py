@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from bench import validation
 from bench.forecast.choice import MARGIN, Choice, Choices, Question
 from bench.forecast.fit import reserve_bytes, reserves
 from bench.formatting import digits, size
@@ -12,6 +16,7 @@ from bench.grouping import grouped
 from bench.plan.cell import Cell, among
 from bench.plan.models import SIZES
 from bench.tabular import Table
+from bench.validation import Amount, Natural
 
 GIB = 2**30
 COLUMNS = {
@@ -49,29 +54,59 @@ TIMES = (
     "overlapped = max(compute, communication): communication is hidden as far as it can be; serial = compute + "
     "communication: none is. communication = calls x latency + wire bytes / link, with the wire bytes of ring "
     "algorithms. Both are estimates, not bounds: they leave out what the host does between collectives and waiting for "
-    "slower ranks. In the CPU runs of results/ 0 of 120 steps took less than overlapped, and most took longer than "
-    "serial, up to 2.4 times as long; 158 of 159 pairs of backends that the estimates tell apart were measured in "
-    "that order (results/links/links.md). No GPU run has checked them yet."
+    "slower ranks."
 )
-"""tests/studies/test_links.py checks these figures."""
 LEVELS = (
     "intra, inter: GiB that a rank sends in one optimizer step within its node and to other nodes. inter is a rank's "
     "share of its node's network cards, all of which NCCL's rings are assumed to use: of a group with m ranks per node "
     "each sends 1/m of its bytes to another node. A collective takes as long as its slower level; overlapped, those of "
     "different levels run at once (docs/method.md)."
 )
+ACCURACY = Path(__file__).with_name("link_accuracy.json")
+"""An ``EstimateAccuracy``, which ``python -m studies.links`` writes."""
 
 Records = Sequence[Mapping[str, Any]]
 """Of ``bench.forecast.choice.answer``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EstimateAccuracy:
+    """How the estimates of steps agree with the steps of the CPU runs in results/."""
+
+    num_steps: Natural
+    num_below_overlapped: Natural
+    """Steps that took less than overlapped."""
+    num_above_serial: Natural
+    """Steps that took longer than serial."""
+    longest: Amount
+    """Of all steps the longest in multiples of its serial one."""
+    num_pairs: Natural
+    """Pairs of backends that the estimates tell apart."""
+    num_in_order: Natural
+    """Those that were measured in that order."""
+
+    @classmethod
+    def stored(cls) -> EstimateAccuracy:
+        """The one that is shipped."""
+        return validation.read(cls, json.loads(ACCURACY.read_text(encoding="utf-8")), f"{ACCURACY.name}: ")
+
+    @property
+    def sentences(self) -> str:
+        longer = "most" if self.num_above_serial > self.num_steps / 2 else str(self.num_above_serial)
+        return (
+            f"In the CPU runs of results/ {self.num_below_overlapped} of {self.num_steps} steps took less than "
+            f"overlapped, and {longer} took longer than serial, up to {self.longest:.1f} times as long; "
+            f"{self.num_in_order} of {self.num_pairs} pairs of backends that the estimates tell apart were measured in "
+            "that order (results/links/links.md). No GPU run has checked them yet."
+        )
 
 
 def printed_lines(question: Question, records: Records, choices: Choices) -> Iterator[str]:
     """All that is printed; wrappers have no lines of their own."""
     rows = [row for row in records if not row["equals"]]
     for row in rows:
-        if peak := row.get("exact_peak_bytes"):
-            apart = f"predicted: {size(row['peak_memory_bytes'])}, {100 * (row['peak_memory_bytes'] / peak - 1):+.1f} %"
-            yield f"{row['backend']}: {size(peak)} at the peak of rank 0, measured on fake tensors ({apart})."
+        if row.get("exact_peak_bytes"):
+            yield _exact_line(row)
     yield from _recommendation_lines(question, rows, choices)
     yield from ("", *_setting_lines(question))
     yield from ("", "GiB of a rank at its peak, and one optimizer step:", _backend_table(question, records))
@@ -80,10 +115,18 @@ def printed_lines(question: Question, records: Records, choices: Choices) -> Ite
         yield from ("", f"{names}: {why}.")
     if choices:
         yield from ("", "The best by N and W (?: undecided, it leads):", _choice_table(choices))
-    sent = ((_collectives_text(row), row["backend"]) for row in rows if _is_predicted(row))
-    yield from ("", "Collectives of a step:", *(f"  {names}: {text}" for text, names in _names_by_text(sent)))
+    yield from ("", "Collectives of a step:")
+    for text, names in _names_by_text((_collectives_text(row), row["backend"]) for row in rows if _is_predicted(row)):
+        yield f"  {names}: {text}"
     for note in _notes(question, len(rows) < len(records), bool(choices)):
         yield from ("", note)
+
+
+def _exact_line(row: Mapping[str, Any]) -> str:
+    """The measured peak of a backend beside the predicted one."""
+    exact, predicted = row["exact_peak_bytes"], row["peak_memory_bytes"]
+    beside = f"predicted: {size(predicted)}, {100 * (predicted / exact - 1):+.1f} %"
+    return f"{row['backend']}: {size(exact)} at the peak of rank 0, measured on fake tensors ({beside})."
 
 
 def _names_by_text(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -94,23 +137,31 @@ def _names_by_text(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
 def _setting_lines(question: Question) -> Iterator[str]:
     """What is trained on how many ranks; then link, compute and memory."""
     cell, link = question.cell, question.link
-    checkpointed = ", activation checkpointing" * cell.activation_checkpointing
-    replicas = f", R = {cell.replicate} replicas in HSDP" * bool(cell.replicate)
-    yield (
+    trained = (
         f"model {cell.model} ({SIZES[cell.model].num_parameters / 1e9:.3g} G parameters), {cell.precision}, "
-        f"{cell.optimizer}, {cell.device}{checkpointed}, micro-batches of {cell.micro_batch_size} x "
-        f"{cell.sequence_length} tokens; W = {cell.world_size}{replicas}, N = {cell.accumulate}: "
-        f"B = {cell.global_batch_size} samples."
+        f"{cell.optimizer}, {cell.device}"
+    )
+    if cell.activation_checkpointing:
+        trained += ", activation checkpointing"
+    ranks = f"W = {cell.world_size}"
+    if cell.replicate:
+        ranks += f", R = {cell.replicate} replicas in HSDP"
+    yield (
+        f"{trained}, micro-batches of {cell.micro_batch_size} x {cell.sequence_length} tokens; {ranks}, "
+        f"N = {cell.accumulate}: B = {cell.global_batch_size} samples."
     )
     parts = []
     if link is not None:
         latency = f"{link.latency_s * 1e6:.4g} us" if link.latency_s else "no latency"
-        parts.append(f"link {link} per rank, {latency} per call{f' ({link.source})' * bool(link.source)}")
+        connected = f"link {link} per rank, {latency} per call"
+        parts.append(f"{connected} ({link.source})" if link.source else connected)
     if question.compute_s is not None:
         parts.append(f"compute {question.compute_s:.4g} s per optimizer step ({question.compute_from})")
     if question.memory_bytes is not None:
-        kept = f", {size(question.reserve_bytes)} of it reserved" * bool(question.reserve_bytes)
-        parts.append(f"memory {size(question.memory_bytes)}{kept}")
+        memory = f"memory {size(question.memory_bytes)}"
+        if question.reserve_bytes:
+            memory += f", {size(question.reserve_bytes)} of it reserved"
+        parts.append(memory)
     if parts:
         yield "; ".join(parts) + "."
 
@@ -122,22 +173,28 @@ def _has_levels(question: Question) -> bool:
 
 def _backend_table(question: Question, records: Records) -> str:
     """The table of backends; sizes in GiB. Wrappers are named beside the mechanism that they equal."""
-    named = ((row["equals"], row["backend"] + " (WRONG)" * bool(row["defect"])) for row in records)
+    named = ((row["equals"], f"{row['backend']} (WRONG)" if row["defect"] else row["backend"]) for row in records)
     wrappers = dict(_names_by_text(named))
-    fits = ["fits"] * (question.memory_bytes is not None)
+    fits = [] if question.memory_bytes is None else ["fits"]
     levels = {"intra": "intra_bytes", "inter": "inter_bytes"} if _has_levels(question) else {}
     seconds = [name for name, key in SECONDS.items() if any(row[key] is not None for row in records)]
     names = ["backend", *COLUMNS, "peak", *fits, *levels, *seconds]
     found = []
-    for row in (row for row in records if not row["equals"]):
+    for row in records:
+        if row["equals"]:
+            continue
         values = ["-"] * (len(names) - 1)
         if _is_predicted(row):
-            sizes = [sum(row["memory"][part] for part in parts) for parts in COLUMNS.values()]
-            values = [*map(_gib, [*sizes, row["peak_memory_bytes"]]), *["yes" if row["fits"] else "NO" for _ in fits]]
+            values = [_gib(sum(row["memory"][part] for part in parts)) for parts in COLUMNS.values()]
+            values.append(_gib(row["peak_memory_bytes"]))
+            if fits:
+                values.append("yes" if row["fits"] else "NO")
             values += [_gib(row[key]) for key in levels.values()]
             values += [f"{row[SECONDS[name]]:.4g}" for name in seconds]
-        equal = wrappers.get(row["backend"])
-        found.append([row["backend"], *values, "  ".join(filter(None, [_remark(row), equal and f"= {equal}"]))])
+        remarks = [_remark(row)]
+        if row["backend"] in wrappers:
+            remarks.append(f"= {wrappers[row['backend']]}")
+        found.append([row["backend"], *values, "  ".join(filter(None, remarks))])
     return Table.from_rows([*names, ""], found, range(1, len(names))).text()
 
 
@@ -157,7 +214,8 @@ def _remark(row: Mapping[str, Any]) -> str:
 
 def _reason(row: Mapping[str, Any]) -> str:
     """Why a backend is refused, not predicted or wrong; empty if it is not."""
-    return str(row["refusal"] or row["not_predicted"] or row["defect"])
+    reasons = (str(row[key]) for key in ("refusal", "not_predicted", "defect"))
+    return next(filter(None, reasons), "")
 
 
 def _choice_table(choices: Choices) -> str:
@@ -171,21 +229,30 @@ def _choice_table(choices: Choices) -> str:
 
 def _choice_text(choice: Choice) -> str:
     """The backend, how many are as good by all numbers, and whether it is undecided."""
-    more = f" (and {len(choice.equal)} more)" * bool(choice.equal)
-    return f"{choice.best}{more}{' ?' * bool(choice.rivals)}" if choice.best else "nothing fits"
+    if not choice.best:
+        return "nothing fits"
+    text = choice.best
+    if choice.equal:
+        text += f" (and {len(choice.equal)} more)"
+    if choice.rivals:
+        text += " ?"
+    return text
 
 
 def _collectives_text(row: Mapping[str, Any]) -> str:
+    """The collectives of one optimizer step."""
+    if not row["collectives"]:
+        return "none"
     found = [
         f"{sent['op']} {sent['dtype']}{among(sent['group'])} {sent['calls']} x, {size(sent['payload_bytes'])} payload, "
         f"{size(sent['wire_bytes'])} on the wire"
         for sent in row["collectives"]
     ]
-    return "; ".join(found) or "none"
+    return "; ".join(found)
 
 
 def _notes(question: Question, has_wrappers: bool, is_timed: bool) -> Iterator[str]:
-    cell, is_limited = question.cell, question.memory_bytes is not None
+    cell = question.cell
     if has_wrappers:
         yield WRAPPERS
     yield PEAK
@@ -195,16 +262,17 @@ def _notes(question: Question, has_wrappers: bool, is_timed: bool) -> Iterator[s
         yield _reserve_text(question)
     if cell.world_size == 1:
         yield "One rank: the collectives that a framework still calls send nothing and take no time here."
-    if is_timed and _has_levels(question):
+    if not is_timed:
+        return
+    if _has_levels(question):
         yield LEVELS
-    if is_timed:
-        yield TIMES
-        within = f"{100 * MARGIN:g} %"
-        yield (
-            f"best: the serial step is at most {within} longer than the overlapped step of any other backend"
-            f"{' that fits' * is_limited}, and of such backends it needs the least memory. Otherwise it is undecided, "
-            "and the shortest serial step leads. Compute grows in proportion to N; the micro-batch is fixed."
-        )
+    yield f"{TIMES} {EstimateAccuracy.stored().sentences}"
+    others = "any other backend" if question.memory_bytes is None else "any other backend that fits"
+    yield (
+        f"best: the serial step is at most {100 * MARGIN:g} % longer than the overlapped step of {others}, and of such "
+        "backends it needs the least memory. Otherwise it is undecided, and the shortest serial step leads. Compute "
+        "grows in proportion to N; the micro-batch is fixed."
+    )
 
 
 def _reserve_text(question: Question) -> str:
@@ -212,9 +280,10 @@ def _reserve_text(question: Question) -> str:
     memory, nccl = question.memory_bytes or 0, question.cell.world_size > 1
     if question.reserve_bytes != reserve_bytes(memory, nccl=nccl):
         return f"Reserve: {size(question.reserve_bytes)} of a device's memory, as given."
-    parts = "; ".join(f"{r.what} {size(r.num_bytes + r.share * memory)} ({r.source})" for r in reserves(nccl=nccl))
-    second = "; the second communicator of HSDP is not counted" * bool(question.cell.replicate)
-    return f"Reserve: {parts}{second}. --reserve changes the sum."
+    parts = [f"{r.what} {size(r.num_bytes + r.share * memory)} ({r.source})" for r in reserves(nccl=nccl)]
+    if question.cell.replicate:
+        parts.append("the second communicator of HSDP is not counted")
+    return f"Reserve: {'; '.join(parts)}. --reserve changes the sum."
 
 
 def _recommendation_lines(question: Question, rows: Records, choices: Choices) -> Iterator[str]:
@@ -226,11 +295,11 @@ def _recommendation_lines(question: Question, rows: Records, choices: Choices) -
         return
     here = choices[question.cell.accumulate, question.cell.world_size]
     (best,) = (row for row in rows if row["backend"] == here.best)
-    equal = f" (equal: {', '.join(here.equal)})" * bool(here.equal)
+    named = f"{here.best} (equal: {', '.join(here.equal)})" if here.equal else here.best
     takes = (
-        f"{here.best}{equal}: {best['overlapped_s']:.4g} s (overlapped) to {best['serial_s']:.4g} s (serial) per step"
+        f"{named}: {best['overlapped_s']:.4g} s (overlapped) to {best['serial_s']:.4g} s (serial) per step, "
+        f"{size(best['peak_memory_bytes'])} of memory"
     )
-    takes += f", {size(best['peak_memory_bytes'])} of memory"
     if not here.rivals:
         yield f"Recommendation: {takes}. By these estimates no other is more than {100 * MARGIN:g} % faster."
         return
@@ -252,16 +321,18 @@ def _recommendation_by_memory(question: Question, fitting: Records, able: Record
     if question.memory_bytes is not None:
         needs += f", of {size(question.memory_bytes - question.reserve_bytes)} that can be used"
     if not fitting:
-        recompute = ", or --activation-checkpointing" * (not question.cell.activation_checkpointing)
-        return f"none fits; {needs}. Try more ranks or a smaller micro-batch{recompute}."
+        ways = "more ranks or a smaller micro-batch"
+        if not question.cell.activation_checkpointing:
+            ways += ", or --activation-checkpointing"
+        return f"none fits; {needs}. Try {ways}."
     missing = [name for name, value in (("--link", question.link), ("--peak", question.compute_s)) if value is None]
     return f"{needs}. For one by time, add {' and '.join(missing)}."
 
 
 def _measuring_command(cell: Cell, here: Choice) -> str:
     """The command that measures the backends between which it is undecided; the model is that of the matrix."""
-    checkpointed = " --activation-checkpointing on" * cell.activation_checkpointing
-    return (
+    command = (
         f"python -m bench run --matrix gpu --backend {','.join([here.best, *here.rivals])} --accumulate "
-        f"{cell.accumulate} --micro-batch {cell.micro_batch_size} --precision {cell.precision}{checkpointed}"
+        f"{cell.accumulate} --micro-batch {cell.micro_batch_size} --precision {cell.precision}"
     )
+    return f"{command} --activation-checkpointing on" if cell.activation_checkpointing else command

@@ -11,7 +11,8 @@ import pandas as pd
 
 from bench.grouping import grouped
 from bench.judge.columns import WORK
-from bench.judge.formulas import NO_SETTINGS, Settings, expect, layout_of
+from bench.judge.formula_terms import NO_SETTINGS, Settings
+from bench.judge.formulas import expect, layout_of
 from bench.judge.tables import Tables, frame_of, rows_of
 from bench.plan.categories import HELD, PEAK, Category
 from bench.plan.cell import ADDED_FIELDS, REFERENCES, Cell, Device, Status, among

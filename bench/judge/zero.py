@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
-from bench.backends.base import Backend, Call
+from bench.backends.base import Call
+from bench.backends.deepspeed import ZeroBackend
 from bench.backends.zero_options import zero_options
 from bench.judge import gathers
-from bench.judge.formulas import CallsAndHeld, Settings, ceil_to, moments
+from bench.judge.formula_terms import CallsAndHeld, Settings, ceil_to, moments
 from bench.plan.cell import Cell, Precision, Sync
 from bench.workload.layout import Layout
 
@@ -19,7 +20,7 @@ Options = Mapping[str, Any]
 """What ``zero_options`` returns."""
 
 
-def zero(backend: type[Backend], cell: Cell, layout: Layout, rank: int, settings: Settings) -> CallsAndHeld | None:
+def zero(backend: type[ZeroBackend], cell: Cell, layout: Layout, rank: int, settings: Settings) -> CallsAndHeld | None:
     """The formula of all backends with a DeepSpeed engine.
 
     None for activation checkpointing where stage 3 gathers the modules of a block one by one: what it gathers during
@@ -36,7 +37,7 @@ def zero(backend: type[Backend], cell: Cell, layout: Layout, rank: int, settings
     return collectives(backend.sync, cell, layout, options), held_bytes | {"optimizer_state": state}
 
 
-def options_of(backend: type[Backend], cell: Cell, layout: Layout) -> Options:
+def options_of(backend: type[ZeroBackend], cell: Cell, layout: Layout) -> Options:
     """Those that the backend sets."""
     return zero_options(backend, cell, layout.block_parameters, layout.num_parameters)
 

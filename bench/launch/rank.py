@@ -34,7 +34,7 @@ from bench.errors import UnsupportedError
 from bench.launch import dumps, gpus, stragglers
 from bench.measure import heartbeat
 from bench.plan.cell import Device, Status
-from bench.plan.task import Task
+from bench.plan.task import Spec, Task
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +51,8 @@ WAIT_S = 0.005
 """How often a finished rank checks whether the others are."""
 RESULTS = "bench/results"
 """Key of the trial's store that counts the ranks with a result."""
+TRIAL = "bench.measure.trial:work"
+"""The work of a trial, named because the module imports torch."""
 SHARED_GPU_GROUP = "cpu:gloo,cuda:gloo"
 """Backend of the process group. With plain ``gloo``, some versions of ``DeviceMesh`` also create an NCCL group."""
 
@@ -106,7 +108,10 @@ _all_reduce.__annotations__.clear()  # torch accepts its own types or none, and 
 def main(task_json: str) -> None:
     """Join the task's world and do its work: the entry point of a rank, called by torch elastic."""
     task = Task.from_json(task_json)
-    module, _, name = task.work.partition(":")
+    place = task.work
+    if isinstance(task, Spec) and not place:
+        place = TRIAL
+    module, _, name = place.partition(":")
     work = getattr(importlib.import_module(module), name)
 
     def joined(rank: int) -> dict[str, Any]:

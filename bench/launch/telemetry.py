@@ -165,24 +165,40 @@ def summarize(
 
 
 def _summary(uuid: str, samples: list[dict[str, Any]], begin: float, end: float, our_pids: set[int]) -> dict[str, Any]:
+    """One GPU between two times; the keys are those of ``summarize``."""
+
     def values(name: str) -> list[Any]:
         return [sample[name] for sample in _within(samples, name, begin, end)]
 
-    clocks, reasons = values("sm_clock_mhz"), values("throttle")
-    seen = Counter(name for names in reasons for name in names)
+    clocks = values("sm_clock_mhz")
+    read = [(sample["time"], sample["energy_j"]) for sample in samples if sample["energy_j"] is not None]
     return {
         "uuid": uuid,
         "num_samples": sum(begin <= sample["time"] <= end for sample in samples),
-        "sm_clock_mhz": median(clocks) if clocks else None,
+        "sm_clock_mhz": _median(clocks),
         "sm_clock_min_mhz": min(clocks, default=None),
         "sm_clock_max_mhz": max(clocks, default=None),
-        "memory_clock_mhz": median(found) if (found := values("memory_clock_mhz")) else None,
-        "power_w": median(found) if (found := values("power_w")) else None,
+        "memory_clock_mhz": _median(values("memory_clock_mhz")),
+        "power_w": _median(values("power_w")),
         "temperature_c": max(values("temperature_c"), default=None),
-        "throttle": {name: count / len(reasons) for name, count in sorted(seen.items())} if reasons else None,
-        "slowdowns": sorted(seen.keys() - NO_SLOWDOWN) if reasons else None,
-        "energy_j": _energy([(s["time"], s["energy_j"]) for s in samples if s["energy_j"] is not None], begin, end),
+        **_throttling(values("throttle")),
+        "energy_j": _energy(read, begin, end),
         "other_processes": _num_foreign(samples, begin, end, our_pids),
+    }
+
+
+def _median(values: list[float]) -> float | None:
+    return median(values) if values else None
+
+
+def _throttling(reasons: list[list[str]]) -> dict[str, Any]:
+    """``throttle`` and ``slowdowns``, from the reasons of each sample; None without samples."""
+    if not reasons:
+        return {"throttle": None, "slowdowns": None}
+    seen = Counter(name for names in reasons for name in names)
+    return {
+        "throttle": {name: count / len(reasons) for name, count in sorted(seen.items())},
+        "slowdowns": sorted(seen.keys() - NO_SLOWDOWN),
     }
 
 

@@ -65,7 +65,9 @@ class Ranks:
         if rank not in self._processes:
             return ""
         process = self._processes[rank]
-        return "is stopped by a signal" if is_stopped(process) else "" if alive(process) else "has ended"
+        if is_stopped(process):
+            return "is stopped by a signal"
+        return "" if alive(process) else "has ended"
 
     def log_bytes(self) -> int:
         """Bytes that the ranks have written to their standard output and error."""
@@ -124,10 +126,14 @@ class Watch:
         """The state of each rank, in brackets."""
         if not any(count is not None for count in self._counts):
             return " (no rank has begun)"
-        words = [
-            f"{name} has not begun" if count is None else f"{name} after {count} events{', ' * bool(state)}{state}"
-            for name, count, state in zip(self._names, self._counts, self._states, strict=True)
-        ]
+        words = []
+        for name, count, state in zip(self._names, self._counts, self._states, strict=True):
+            if count is None:
+                words.append(f"{name} has not begun")
+            elif state:
+                words.append(f"{name} after {count} events, {state}")
+            else:
+                words.append(f"{name} after {count} events")
         return f" ({'; '.join(words)})"
 
     def _slow_exit(self, now: float, num_written: int) -> Ending | None:

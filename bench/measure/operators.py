@@ -142,10 +142,12 @@ def plain_work(
         ranks_per_node=0,
         replicate=0,
     )
-    kept = folder and folder / f"plain-{alike.cell_id}.json"
-    if kept and kept.exists():
-        stored = json.loads(kept.read_text(encoding="utf-8"))
-        return stored and (Counter(stored[0]), Counter(stored[1]))
+    kept = None
+    if folder is not None:
+        kept = folder / f"plain-{alike.cell_id}.json"
+        if kept.exists():
+            stored = json.loads(kept.read_text(encoding="utf-8"))
+            return None if stored is None else (Counter(stored[0]), Counter(stored[1]))
 
     def work(*, stops: bool) -> Counter[str]:
         fakes, taps = FakeTensors(samples.device), Taps(lambda: None)
@@ -163,12 +165,14 @@ def plain_work(
 
     found = None
     try:
-        least = work(stops=True)
-        found = least, work(stops=False) if cell.activation_checkpointing else least
+        least = most = work(stops=True)
+        if cell.activation_checkpointing:
+            most = work(stops=False)
+        found = least, most
     except RuntimeError:
         if cell.workload == "llama":
             raise
-    if kept and keep:
+    if kept is not None and keep:
         files.write(kept, json.dumps(found))
     return found
 

@@ -77,18 +77,21 @@ class RankTrial:
     def run(self) -> dict[str, Any]:
         """Run all passes; the result is plain JSON."""
         cell = self.cell
-        on_gpu = self.device.type != "cpu"
-        gpu = torch.get_device_module(self.device).get_device_properties(self.device) if on_gpu else None
         result: dict[str, Any] = {
             "status": Status.OK,
             "num_parameters": self.num_parameters,
             "entropy_floor": self.workload.entropy_floor,
             "tokens_per_step": self.workload.tokens_per_sample * cell.global_batch_size,
-            "flops_per_step": self.workload.flops_per_sample
-            and self.workload.flops_per_sample * cell.global_batch_size,
-            "device_name": gpu.name if gpu else "cpu",
-            "device_uuid": f"GPU-{gpu.uuid}" if gpu else None,  # as NVML writes it
+            "flops_per_step": None,
+            "device_name": "cpu",
+            "device_uuid": None,
         }
+        if self.workload.flops_per_sample is not None:
+            result["flops_per_step"] = self.workload.flops_per_sample * cell.global_batch_size
+        if self.device.type != "cpu":
+            gpu = torch.get_device_module(self.device).get_device_properties(self.device)
+            result["device_name"] = gpu.name
+            result["device_uuid"] = f"GPU-{gpu.uuid}"  # as NVML writes it
         if "dispatch" in self.spec.passes:
             kept_in = Path(self.spec.reference).parent if self.spec.reference else None
             self._plain = plain_work(cell, self.workload, self._loss, self.data, kept_in, keep=self.rank == 0)

@@ -18,7 +18,8 @@ from bench.formatting import plural
 from bench.plan.world import World
 from bench.validation import Amount, Flag, Natural, Positive
 
-REFERENCE, SHARDED_REFERENCE = REFERENCES = ("reference", "reference-sharded")
+REFERENCE, SHARDED_REFERENCE = "reference", "reference-sharded"
+REFERENCES = (REFERENCE, SHARDED_REFERENCE)
 """Names of the reference backends: one process that trains the full batch at once in fp32, in plain PyTorch; and the
 same sharded over all ranks, for models whose state does not fit on one GPU."""
 SINGLE_STATE_BYTES = 64 * 2**30
@@ -206,9 +207,9 @@ class Cell:
     @property
     def fits_mesh(self) -> bool:
         """Whether the replicas of HSDP divide the ranks into shard groups of at least two."""
-        return not self.replicate or (
-            self.world_size % self.replicate == 0 and self.world_size >= SMALLEST_SHARDS * self.replicate
-        )
+        if not self.replicate:
+            return True
+        return self.world_size % self.replicate == 0 and self.world_size >= SMALLEST_SHARDS * self.replicate
 
     @property
     def num_processes(self) -> int:
@@ -242,12 +243,23 @@ class Cell:
     @property
     def label(self) -> str:
         """A short readable name: backend, N, W, precision, and whatever differs from the usual."""
-        ranks = f"W={self.world_size}" + f" ({self.num_nodes}x{self.ranks_per_node})" * (self.num_nodes > 1)
-        ranks += f" R={self.replicate}" * bool(self.replicate)
-        named = f"{self.backend} N={self.accumulate} {ranks} {self.precision} {self.world.label}".rstrip()
-        named += " selectively" * self.selective_checkpointing + " checkpointed" * self.activation_checkpointing
-        named += " compiled" * self.compiled
-        return named + (f" (A/A {self.twin})" if self.twin else "")
+        parts = [self.backend, f"N={self.accumulate}", f"W={self.world_size}"]
+        if self.num_nodes > 1:
+            parts.append(f"({self.num_nodes}x{self.ranks_per_node})")
+        if self.replicate:
+            parts.append(f"R={self.replicate}")
+        parts.append(self.precision)
+        if self.world.label:
+            parts.append(self.world.label)
+        if self.selective_checkpointing:
+            parts.append("selectively")
+        if self.activation_checkpointing:
+            parts.append("checkpointed")
+        if self.compiled:
+            parts.append("compiled")
+        if self.twin:
+            parts.append(f"(A/A {self.twin})")
+        return " ".join(parts)
 
     @property
     def is_reference(self) -> bool:
@@ -275,31 +287,43 @@ class Cell:
         """
         from bench.plan.models import SIZES  # not at the top: circular import
 
-        size = SIZES.get(self.model) if self.device is Device.CUDA and self.workload == "llama" else None
+        size = None
+        if self.device is Device.CUDA and self.workload == "llama":
+            size = SIZES.get(self.model)
         if sharded is None:
             too_large = size is not None and 16 * size.num_parameters > SINGLE_STATE_BYTES
             sharded = too_large and not self.world.shares_gpus
-        sharded = sharded and self.world_size > 1
         found = dataclasses.replace(
             self,
-            backend=SHARDED_REFERENCE if sharded else REFERENCE,
-            accumulate=self._num_slices if sharded else 1,
-            world_size=self.world_size if sharded else 1,
+            backend=REFERENCE,
+            accumulate=1,
+            world_size=1,
             precision=Precision.FP32,
             twin="",
             shared_gpu=False,
-            activation_checkpointing=sharded,
+            activation_checkpointing=False,
             selective_checkpointing=False,
             compiled=False,
-            ranks_per_node=self.ranks_per_node if sharded else 0,
+            ranks_per_node=0,
             replicate=0,
         )
+        if sharded and self.world_size > 1:
+            found = dataclasses.replace(
+                found,
+                backend=SHARDED_REFERENCE,
+                accumulate=self._num_slices,
+                world_size=self.world_size,
+                activation_checkpointing=True,
+                ranks_per_node=self.ranks_per_node,
+            )
         if size is None:
             return found
         tokens = self.global_batch_size * self.sequence_length / found.world_size
         most = int(REFERENCE_FLOPS / (tokens * size.flops_per_token(self.sequence_length)))
         most = max(REFERENCE_WINDOWS, most)
-        return found if found.windows <= most else dataclasses.replace(found, warmup_windows=1, timed_windows=most - 1)
+        if found.windows <= most:
+            return found
+        return dataclasses.replace(found, warmup_windows=1, timed_windows=most - 1)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; ``from_dict`` is the inverse."""
@@ -315,14 +339,22 @@ class Cell:
 
 def summarize(cells: Iterable[Cell], baseline: str) -> str:
     """A summary of the cells of a run: ``19 cells: 17 compared with X, 1 reference, 1 A/A twin``."""
-    every = list(cells)
-    compared = [cell.backend for cell in every if not cell.is_reference and not cell.twin]
-    num_baseline = compared.count(baseline)
-    num_references, num_twins = sum(cell.is_reference for cell in every), sum(bool(cell.twin) for cell in every)
-    parts = (
-        f"{len(compared) - num_baseline} compared with {baseline}" * (len(compared) > num_baseline),
-        f"{num_baseline} of {baseline} itself" * bool(num_baseline),
-        plural(num_references, "reference") * bool(num_references),
-        plural(num_twins, "A/A twin") * bool(num_twins),
-    )
-    return f"{plural(len(every), 'cell')}: {', '.join(filter(None, parts))}"
+    num_cells = num_compared = num_baseline = num_references = num_twins = 0
+    for cell in cells:
+        num_cells += 1
+        num_references += cell.is_reference
+        num_twins += bool(cell.twin)
+        if not cell.is_reference and not cell.twin:
+            is_baseline = cell.backend == baseline
+            num_baseline += is_baseline
+            num_compared += not is_baseline
+    parts = []
+    if num_compared:
+        parts.append(f"{num_compared} compared with {baseline}")
+    if num_baseline:
+        parts.append(f"{num_baseline} of {baseline} itself")
+    if num_references:
+        parts.append(plural(num_references, "reference"))
+    if num_twins:
+        parts.append(plural(num_twins, "A/A twin"))
+    return f"{plural(num_cells, 'cell')}: {', '.join(parts)}"

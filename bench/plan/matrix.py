@@ -162,8 +162,10 @@ def _flat(document: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a document by table.key."""
     found: dict[str, Any] = {}
     for key, value in document.items():
-        inside = key in TABLES and isinstance(value, dict)
-        found |= {f"{key}.{inner}": v for inner, v in value.items()} if inside else {key: value}
+        if key in TABLES and isinstance(value, dict):
+            found |= {f"{key}.{inner}": of_inner for inner, of_inner in value.items()}
+        else:
+            found[key] = value
     return found
 
 

@@ -87,9 +87,7 @@ ENTRY_POINTS = "bench.workloads"
 
 
 def _place(name: str) -> str:
-    """The location of a workload factory as module:function. Raises InputError if the name is unknown."""
-    if name == LLAMA:
-        return "bench.workload.llama:LlamaWorkload"
+    """The location of a factory that is not shipped, as module:function. Raises InputError if the name is unknown."""
     if ":" in name:
         return name
     installed = {entry.name: entry.value for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
@@ -104,24 +102,31 @@ def sources(name: str) -> list[Path]:
 
     Empty for shipped workloads. Raises InputError if the workload cannot be found.
     """
+    if name == LLAMA:
+        return []
     module = _place(name).partition(":")[0]
     if module.startswith(f"{__name__.partition('.')[0]}."):
         return []
+    package = None
     try:
         found = importlib.util.find_spec(module)
-        package = importlib.util.find_spec(found.parent) if found is not None and found.parent else None
+        if found is not None and found.parent:
+            package = importlib.util.find_spec(found.parent)
     except Exception as error:  # finding a module imports its parent packages
         raise InputError(f"workload '{name}': {error}; use 'llama' or 'package.module:factory'") from error
     if found is None:
         raise InputError(f"workload '{name}': there is no module {module}; use 'llama' or 'package.module:factory'")
-    folders = (package and package.submodule_search_locations) or ()
-    files = [Path(found.origin)] if found.origin and not folders else []
-    files += [path for folder in folders for path in Path(folder).rglob("*.py")]
-    return sorted(path for path in files if path.is_file())
+    folders = []
+    if package is not None:
+        folders = list(package.submodule_search_locations or ())
+    paths = [path for folder in folders for path in Path(folder).rglob("*.py")]
+    if not folders and found.origin:
+        paths = [Path(found.origin)]
+    return sorted(path for path in paths if path.is_file())
 
 
 def find_factory(name: str) -> Callable[..., Any]:
-    """The workload factory ``name``: ``llama``, an entry point of ``bench.workloads``, or module:function.
+    """The workload factory ``name`` that is not shipped: an entry point of ``bench.workloads``, or module:function.
 
     Raises InputError with the reason if it cannot be imported or called.
     """

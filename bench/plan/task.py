@@ -20,6 +20,8 @@ COUNTING_PASSES = ("collectives", "memory")
 """The passes that compare no values, so they are valid in every world."""
 CUDA_PASSES = ("exposure",)
 """Passes that run once per cell on CUDA whose ranks communicate over NCCL."""
+SEES_NO_COMPILED_CODE = ("memory", "dispatch")
+"""Passes that see operators one by one."""
 AT_ONE_N = ("collectives", "memory", "accumulation", "dispatch")
 """Passes that on CUDA run at only one N of otherwise equal cells: what they count is proportional to N or independent
 of it, and they intercept every operator in Python, which takes minutes for a large N."""
@@ -34,9 +36,12 @@ def extra_passes(cell: Cell) -> tuple[str, ...]:
     on_cuda = cell.device is Device.CUDA
     if on_cuda and cell.is_reference:
         return ("update",)
-    counted = EXTRA_PASSES if cell.world.has_values else COUNTING_PASSES
-    asked = (*counted, *(CUDA_PASSES if on_cuda and cell.world.times_communication else ()))
-    return tuple(name for name in asked if not (cell.compiled and name in ("memory", "dispatch")))
+    asked: tuple[str, ...] = EXTRA_PASSES if cell.world.has_values else COUNTING_PASSES
+    if on_cuda and cell.world.times_communication:
+        asked = (*asked, *CUDA_PASSES)
+    if cell.compiled:
+        asked = tuple(name for name in asked if name not in SEES_NO_COMPILED_CODE)
+    return asked
 
 
 def passes(cells: Sequence[Cell]) -> dict[str, tuple[str, ...]]:
@@ -45,18 +50,25 @@ def passes(cells: Sequence[Cell]) -> dict[str, tuple[str, ...]]:
     The passes of AT_ONE_N run at the N shared by the most backends, the smallest of several. N = 1, where nothing is
     accumulated, is used only if there is no other.
     """
-    found = {cell: (*["time"] * cell.world.computes, *extra_passes(cell)) for cell in cells}
+    found = {cell: extra_passes(cell) for cell in cells}
     watched = [cell for cell in cells if "exposure" in found[cell]]
-    beside = Counter(dataclasses.replace(cell, backend="", replicate=0) for cell in watched)
-    chosen: dict[Cell, Cell] = {}
+    num_backends = Counter(_without_backend(cell) for cell in watched)
 
     def rank(cell: Cell) -> tuple[bool, int, int]:
-        return cell.accumulate == 1, -beside[dataclasses.replace(cell, backend="", replicate=0)], cell.accumulate
+        return cell.accumulate == 1, -num_backends[_without_backend(cell)], cell.accumulate
 
+    chosen: dict[Cell, Cell] = {}
+    """The cell that runs the passes of AT_ONE_N, by what is equal of those that differ in N."""
     for cell in sorted(watched, key=rank):
-        if chosen.setdefault(dataclasses.replace(cell, accumulate=1, twin=""), cell) != cell:
+        of_any_n = dataclasses.replace(cell, accumulate=1, twin="")
+        if chosen.setdefault(of_any_n, cell) != cell:
             found[cell] = tuple(name for name in found[cell] if name not in AT_ONE_N)
-    return {cell.cell_id: asked for cell, asked in found.items()}
+    return {cell.cell_id: ("time", *asked) if cell.world.computes else asked for cell, asked in found.items()}
+
+
+def _without_backend(cell: Cell) -> Cell:
+    """What is equal of the cells of all backends."""
+    return dataclasses.replace(cell, backend="", replicate=0)
 
 
 SETTLED_WINDOWS = 2
@@ -73,10 +85,10 @@ CPU_WINDOWS = 2
 class Task:
     """A task of a process group, serialized as JSON."""
 
-    entry: ClassVar[str] = "bench.launch.rank:main"
-    """``module:function``, called on every rank with the task's JSON."""
-    work: ClassVar[str]
-    """``module:function``, called by ``entry`` as ``work(task, rank, device)``; returns plain JSON."""
+    entry: ClassVar[str] = ""
+    """``module:function``, called on every rank with the task's JSON; empty for that of ``bench.launch``."""
+    work: ClassVar[str] = ""
+    """``module:function``, called by ``entry`` as ``work(task, rank, device)``; returns JSON. Empty for a trial."""
 
     backend: str
     """Name of the backend; the fork server imports its packages."""
@@ -109,8 +121,6 @@ class Task:
 @dataclass(kw_only=True)
 class Spec(Task):
     """One trial: the passes of a cell. The fields of the group follow from the cell."""
-
-    work: ClassVar[str] = "bench.measure.trial:work"
 
     cell: Cell
     passes: tuple[str, ...]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from bench.plan.cell import SLICE_TOKENS, Cell
-from bench.plan.models import find_factory
+from bench.plan.models import LLAMA, find_factory
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -57,6 +57,10 @@ class Workload(Protocol):
 def load(cell: Cell, corpus: Path | None) -> Workload:
     """Load the cell's workload. Raises InputError if the factory cannot be found."""
     spec = WorkloadSpec(model=cell.model, sequence_length=cell.sequence_length, seed=cell.seed, corpus=corpus)
+    if cell.workload == LLAMA:
+        from bench.workload.llama import LlamaWorkload
+
+        return LlamaWorkload(spec)
     workload: Workload = find_factory(cell.workload)(spec)
     return workload
 

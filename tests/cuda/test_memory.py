@@ -52,7 +52,7 @@ def test_the_peak_is_that_of_a_trial_on_fake_tensors(machine: Machine, model: st
     settings = {"FAKE_WEIGHTS": "none", "FAKE_COPY_MAX": "65536", "FAKE_MEM_MIB": memory}
     fake = dataclasses.replace(cell, virtual=True, fake_tensors=True)
     trials = machine.trials([cell], ("time", "memory"), gpus=1, **settings)
-    trials += machine.trials([fake], ("memory",), gpus=1) if not registry()[cell.backend].not_fake else []
+    trials += machine.trials([fake], ("memory",), gpus=1) if not registry()[cell.backend].refuses.fake else []
     assert [trial["status"] for trial in trials] == ["ok"] * len(trials), trials
     peak = trials[0]["found"]["time"]["cuda_memory"]["allocated"]
     exact = trials[-1]["found"]["memory"]["peak"] + WORKSPACES

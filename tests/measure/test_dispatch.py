@@ -112,7 +112,7 @@ def test_every_backend_does_the_plain_models_work(
             activation_checkpointing=checkpointed,
         )
         for name in asked(request, CHOSEN, BUILT_IN)
-        if not (backend := BUILT_IN[name]).not_virtual
+        if not (backend := BUILT_IN[name]).refuses.virtual
         and not (precision is Precision.BF16 and backend.framework == "DeepSpeed" and backend.sync is Sync.DEFERRED)
     ]
     found = measure(launcher, tmp_path, cells, "dispatch")

@@ -22,6 +22,7 @@ from bench.plan import matrix as matrix_file
 from bench.plan.cell import REFERENCE, REFERENCES, SHARDED_REFERENCE, Cell, Device
 from bench.plan.expand import baseline, expand, single_trial_ids
 from bench.plan.schedule import Ended
+from bench.plan.world import Refusals
 from tests.conftest import HSDP, first
 from tests.factories import make_backend, make_document, make_matrix
 from tests.pages import simulate
@@ -271,7 +272,7 @@ def test_virtual_cells_have_the_same_micro_batch_in_every_world_and_no_reference
 def test_a_backend_that_cannot_be_virtual_is_refused() -> None:
     backends = dict(BACKENDS)
     backends["made"] = make_backend("made")
-    backends["made"].not_virtual = "it phones home"
+    backends["made"].refuses = Refusals(virtual="it phones home")
     with pytest.raises(InputError, match=r"virtual.world_size: made cannot be in a virtual world: it phones home"):
         expand(make_matrix({"virtual.world_size": [8]}, backend=["made"]), backends, 0)
 

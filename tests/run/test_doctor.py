@@ -188,13 +188,13 @@ MEASURED = {
 
 @pytest.mark.parametrize("beginning", MEASURED)
 def test_a_defect_begins_and_ends_where_it_was_measured(beginning: str) -> None:
-    (defect,) = [defect for defect in DEFECTS if MEASURED[beginning] in defect[2]]
+    (defect,) = [defect for defect in DEFECTS if MEASURED[beginning] in defect.what]
     seen = set()
     for entry in json.loads((ROOT / "docs" / "versions.json").read_text())["versions"]:
         for finding in entry["findings"]:
             if finding["finding"].startswith(beginning):
-                assert entry["package"] == defect[0]
-                assert SpecifierSet(defect[1]).contains(entry["version"]) is not finding["good"], entry["version"]
+                assert entry["package"] == defect.package
+                assert SpecifierSet(defect.versions).contains(entry["version"]) is not finding["good"], entry["version"]
                 seen.add(finding["good"])
     assert seen == {True, False}
 
