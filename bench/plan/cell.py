@@ -41,6 +41,7 @@ ADDED_FIELDS: dict[str, Any] = {
     "virtual": False,
     "fake_tensors": False,
     "shared_gpu": False,
+    "shared_nccl": False,
     "activation_checkpointing": False,
     "selective_checkpointing": False,
     "compiled": False,
@@ -121,7 +122,7 @@ class Precision(StrEnum):
 class Device(StrEnum):
     """What the ranks run on: ``cpu`` uses gloo; ``cuda`` uses NCCL with one GPU per rank.
 
-    Ranks that share a GPU use gloo, because NCCL refuses two ranks on one device.
+    Ranks that share a GPU use NCCL where it works between them, otherwise gloo (``bench.launch.shared_nccl``).
     """
 
     CPU = "cpu"
@@ -183,6 +184,8 @@ class Cell:
     fake_tensors: Flag = False
     shared_gpu: Flag = False
     """The ``world`` in the form that ids contain; use ``world`` instead of these three."""
+    shared_nccl: Flag = False
+    """Whether ranks that share a GPU communicate over NCCL; otherwise they do over gloo."""
     activation_checkpointing: Flag = False
     """Whether blocks keep only their input and recompute their forward in the backward."""
     selective_checkpointing: Flag = False
@@ -196,6 +199,12 @@ class Cell:
     @property
     def world(self) -> World:
         return World.of(virtual=self.virtual, fake_tensors=self.fake_tensors, shared_gpu=self.shared_gpu)
+
+    @property
+    def uses_nccl(self) -> bool:
+        """Whether the ranks communicate over NCCL."""
+        has_gpus = self.device is Device.CUDA and self.world.has_all_ranks
+        return has_gpus and (self.shared_nccl or not self.world.shares_gpus)
 
     def group_size(self, group: str) -> int:
         """Number of ranks in a group; W where a backend has groups of its own, whose sizes are not known."""
@@ -245,6 +254,7 @@ class Cell:
         ranks = f"W={self.world_size}" + f" ({self.num_nodes}x{self.ranks_per_node})" * (self.num_nodes > 1)
         ranks += f" R={self.replicate}" * bool(self.replicate)
         named = f"{self.backend} N={self.accumulate} {ranks} {self.precision} {self.world.label}".rstrip()
+        named += " over NCCL" * self.shared_nccl
         named += " selectively" * self.selective_checkpointing + " checkpointed" * self.activation_checkpointing
         named += " compiled" * self.compiled
         return named + (f" (A/A {self.twin})" if self.twin else "")
@@ -288,6 +298,7 @@ class Cell:
             precision=Precision.FP32,
             twin="",
             shared_gpu=False,
+            shared_nccl=False,
             activation_checkpointing=sharded,
             selective_checkpointing=False,
             compiled=False,
