@@ -179,6 +179,6 @@ def train(
         finally:
             other.terminate()
     assert outcome.status is Status.OK and other.returncode == 0, (outcome.reason, other.returncode)
-    theirs = [json.loads((folder / f"torchrun{rank}.json").read_text()) for rank in range(bare.RANKS)]
+    theirs = [json.loads((folder / f"torchrun{rank}.json").read_text()) for rank in range(cell.world_size)]
     ranks = {"trial": outcome.ranks, "torchrun": theirs}
     return {(processes, loop): [rank[loop] for rank in ranks[processes]] for processes in PROCESSES for loop in LOOPS}
