@@ -39,7 +39,7 @@ def silence_logging() -> None:
 
 def process_group_backend(job: Job) -> str:
     """The backend of the existing process group, in Lightning's terms."""
-    return "nccl" if job.device.type == "cuda" and not job.cell.world.shares_gpus else "gloo"
+    return "nccl" if job.cell.uses_nccl else "gloo"
 
 
 OFF = dict.fromkeys(

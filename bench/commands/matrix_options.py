@@ -24,7 +24,7 @@ USAGES = {
     ("axes.micro_batch_size", "micro_batch", "M"): "samples per micro-batch on a rank; with --accumulate the global "
     "batch follows, else it is held and N follows; in a virtual world N is held",
     ("axes.world_size", "world_size", "W"): "numbers of ranks, or 'all' for one per GPU",
-    ("share_gpu", "share_gpu", ""): "let the ranks of --world-size share the GPUs, over gloo: values, counts and "
+    ("share_gpu", "share_gpu", ""): "let the ranks of --world-size share the GPUs: values, counts and "
     "memory, but no times; one trial per cell unless --repeats is given",
     ("virtual.world_size", "virtual_world", "W"): "one process acts as rank 0 of W: shapes, memory, counts and bytes, "
     "but no values; without --world-size, nothing else runs",

@@ -47,7 +47,7 @@ def _gpus(text: str) -> list[dict[str, Any]]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from bench.forecast.estimate import costs
+    from bench.forecast import estimate
 
     plan = planned(arguments, arguments.on or ())
     cells, backends = plan.cells, plan.backends
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         skipped = {cell_id: reason for cell_id, reason in refused.items() if reason} | plan.too_large
     else:
         skipped = blocks.skipped(cells, backends) | plan.too_large
-    guesses = costs(cells, plan.gpus, skipped)
+    guesses = estimate.costs(cells, plan.gpus, skipped)
     print(_cells(plan, skipped, guesses))
     print("\n".join(_totals(plan, skipped, guesses)))
     return GOOD
@@ -89,6 +89,8 @@ def _cells(plan: Planned, skipped: Mapping[str, str], guesses: Mapping[str, Cost
 
 def _totals(plan: Planned, skipped: Mapping[str, str], guesses: Mapping[str, Cost]) -> Iterator[str]:
     """How many cells and trials, and how long they take."""
+    from bench.forecast import estimate
+
     matrix, cells = plan.matrix, plan.cells
     repeats, budget_s = matrix["repeats"], matrix["budget_s"]
     trials, total_s, first_s = 0, 0.0, 0.0
@@ -98,6 +100,9 @@ def _totals(plan: Planned, skipped: Mapping[str, str], guesses: Mapping[str, Cos
         if cell.cell_id not in skipped:
             total_s += guesses[cell.cell_id].total(count)
             first_s += guesses[cell.cell_id].total(1)
+    begins_s = estimate.start_s(cells)
+    first_s += begins_s
+    total_s += begins_s + estimate.renewals_s(cells, repeats, total_s)
     left_out = sum(cell.cell_id in skipped for cell in cells)
     names = ": ".join(filter(None, (f"matrix {matrix.name}", matrix["description"])))
     yield f"{names}: {summarize(cells, baseline(matrix, plan.backends))}; {plural(left_out, 'cell')} skipped"
@@ -117,7 +122,10 @@ def _totals(plan: Planned, skipped: Mapping[str, str], guesses: Mapping[str, Cos
         narrow = f"{100 * matrix['precision']:g} %"
         yield f"then up to {matrix['max_repeats']} repeats of the cells whose intervals are wider than {narrow}"
     if budget_s:
-        yield f"the run ends before a repeat that would exceed its budget of {budget_s / 60:g} min"
+        fits = ", into which all of them fit" * (total_s <= budget_s)
+        yield f"the run ends before a repeat that would exceed its budget of {budget_s / 60:g} min{fits}"
+    if any(cell.world.shares_gpus for cell in cells):
+        yield "ranks that share a GPU use NCCL if a trial of it succeeds when the run starts, otherwise gloo"
     yield "time: per trial, as measured in earlier runs here, otherwise a rough guess"
     not_compiled = ", as if no block were compiled" * any(cell.compiled for cell in cells)
     yield f"memory: predicted peak of a rank{not_compiled}"

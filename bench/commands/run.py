@@ -6,17 +6,18 @@ import argparse
 import errno
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bench import __version__, files
 from bench.backends.base import Backend
-from bench.commands.matrix_options import OPTIONS, add_matrix_options, planned
+from bench.commands.matrix_options import OPTIONS, Planned, add_matrix_options, planned
 from bench.commands.options import flag
 from bench.errors import BAD, EXIT_STATUS, INTERRUPTED, InputError, is_interrupt
 from bench.files import new_folder, plots_folder
 from bench.findings import Level
-from bench.launch import follower, gpu_checks, job_nodes, torch_facts
+from bench.launch import follower, gpu_checks, job_nodes, shared_nccl, torch_facts
 from bench.launch import gpus as launch_gpus
 from bench.launch import launcher as launching
 from bench.launch.nodes import Nodes
@@ -100,8 +101,10 @@ def _lead(arguments: argparse.Namespace, others: Nodes | None) -> int:
     plan = planned(arguments, others=others)
     folder = arguments.out or new_folder(plan.matrix.name)
     start.require(folder, plan.cells, plan.matrix["repeats"], f"--out {folder}")
+    sharing = None
     if plan.gpus and others is None:
         _require_usable(plan.gpus)
+        plan, sharing = _shared(plan)
     with files.run_folder(folder, f"--out {folder}"):
         manifest = start.create(
             folder,
@@ -114,6 +117,7 @@ def _lead(arguments: argparse.Namespace, others: Nodes | None) -> int:
             peaks=fit.peaks(plan.cells),
             nodes=nodes,
             head=others.address if others else "",
+            sharing=sharing,
         )
         return _train(folder, manifest, plan.backends, arguments, others)
 
@@ -125,6 +129,25 @@ def _require_usable(gpus: Sequence[Mapping[str, Any]]) -> None:
     for finding in (finding for check in gpu_checks.USABLE for finding in check(facts)):
         if finding.level is Level.ERROR:
             raise InputError(f"{finding.topic}: {finding.text}")
+
+
+def _shared(plan: Planned) -> tuple[Planned, dict[str, str] | None]:
+    """The plan, with ranks that share a GPU over NCCL if that works here; what they use, and why it is not NCCL."""
+    shared = [cell for cell in plan.cells if cell.world.shares_gpus]
+    if not shared:
+        return plan, None
+    try:
+        with launching.Launcher(Device.CUDA) as launcher:
+            reason = shared_nccl.refusal(shared, launcher)
+    except launching.LauncherError as error:  # which the first trial will meet too
+        reason = str(error)
+    if reason:
+        return plan, {"over": "gloo", "reason": reason}
+    cells = [replace(cell, shared_nccl=cell.world.shares_gpus) for cell in plan.cells]
+    renamed = {cell.cell_id: new.cell_id for cell, new in zip(plan.cells, cells, strict=True)}
+    too_large = {renamed.get(cell_id, cell_id): reason for cell_id, reason in plan.too_large.items()}
+    once = [renamed.get(cell_id, cell_id) for cell_id in plan.once]
+    return replace(plan, cells=cells, too_large=too_large, once=once), {"over": "NCCL", "reason": ""}
 
 
 def _train(
@@ -157,6 +180,9 @@ def _train(
     try:
         with display, launcher:
             display.say(f"run {manifest['run_id']}: {summarize(cells, baseline_of(manifest))}; writing to {folder}")
+            if sharing := manifest.get("sharing"):
+                why = f", since NCCL does not work between them: {sharing['reason']}" * bool(sharing["reason"])
+                display.say(f"ranks that share a GPU communicate over {sharing['over']}{why}")
             matmul.time_products(folder, manifest, cells, launcher, display.say)
             work.run()
     except launching.LauncherError as error:

@@ -91,7 +91,7 @@ def _too_large(cell: Cell, memory_bytes: int, num_gpus: int) -> str:
     """Why one cell does not fit; empty if it does."""
     shared, peak = cell.world.shares_gpus, predicted_bytes(cell)
     ranks = -(-cell.world_size // num_gpus) if shared else 1
-    free = reserve_bytes(memory_bytes, nccl=cell.num_processes > 1 and not shared, ranks=ranks)
+    free = reserve_bytes(memory_bytes, nccl=cell.num_processes > 1 and cell.uses_nccl, ranks=ranks)
     if peak is None or ranks * peak <= memory_bytes - free:
         return ""
     who = f"the fp32 reference of {cell.model}" if cell.is_reference else cell.model

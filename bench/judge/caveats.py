@@ -315,8 +315,9 @@ def link_words(cells: Sequence[Cell]) -> str:
     num_nodes = max(cell.num_nodes for cell in cells)
     on_cpu = any(cell.device is Device.CPU for cell in cells)
     link = "NCCL"
-    if on_cpu or any(cell.world.shares_gpus for cell in cells):
+    if on_cpu or any(cell.world.shares_gpus and not cell.shared_nccl for cell in cells):
         link = "gloo" if num_nodes > 1 else "gloo over loopback"
+    link += " between ranks that share a GPU" * any(cell.shared_nccl for cell in cells)
     link += f" between {num_nodes} nodes" * (num_nodes > 1)
     if all(cell.world_size == 1 for cell in cells):
         return f"{'one process' if on_cpu else 'one GPU'}, so no bytes move"

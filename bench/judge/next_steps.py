@@ -26,7 +26,7 @@ VIRTUAL = (
     "Virtual world: one process is rank 0 of W and nothing is sent, so no step is timed; memory, calls and bytes are "
     "those of a real rank"
 )
-SHARED = "The ranks shared GPUs, over gloo, so no step is timed; memory, calls and updates are those of real ranks"
+SHARED = "The ranks shared GPUs, so no step is timed; memory, calls and updates are those of real ranks"
 FAILED = frozenset({Reason.FAILED_TRIALS, Reason.NO_TRIALS})
 UNAVAILABLE = "No times can be compared"
 

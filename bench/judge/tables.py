@@ -19,6 +19,8 @@ from bench.plan.world import World
 from bench.run.links import all_reduce_rate, between
 from bench.run.machine import peak_flops
 
+EXPOSURE = ("collective_s", "exposed_s")
+"""Columns of the exposure pass, which are times."""
 ONCE = ("update", "memory", "accumulation", "dispatch", "exposure")
 """Passes that one trial of a cell measures for all."""
 SOURCES = {name: column for name, column in COLUMNS["trials"].items() if column.source}
@@ -106,6 +108,8 @@ def _trial_row(record: dict[str, Any], cell: Cell, manifest: dict[str, Any], onc
         cost = _at(facts, f"dispatch.{name}")
         is_valid = cost is not None and (cell.world.is_timed or name != "cpu_s")
         row[f"{name}_per_micro_batch"] = cost / cell.accumulate if is_valid else None
+    if not cell.world.is_timed:
+        row |= dict.fromkeys(EXPOSURE)
     if facts["memory"] and "peak" in facts["memory"]:
         row |= {"peak_memory_bytes": facts["memory"]["peak"], "peak_memory_source": "tracked tensors"}
     if record.get("time"):

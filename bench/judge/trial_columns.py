@@ -125,7 +125,7 @@ TRIAL_COLUMNS: dict[str, Column] = {
     ),
     "virtual_world_size": count("ranks", "W of a virtual world; NA for a real one"),
     "fake_tensors": flag("whether tensors have shapes but no values"),
-    "shared_gpu": flag("whether ranks shared a GPU over gloo; nothing is timed then"),
+    "shared_gpu": flag("whether ranks shared a GPU; nothing is timed then"),
     "micro_batch_size": count("samples", "per forward on one rank", over=FIRST),
     "global_batch_size": count(
         "samples", "per optimizer step over all ranks", axis=Axis.WORK, title="B", phrasing=("B = {}",)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import math
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -269,13 +268,17 @@ class RankTrial:
             for name in after:
                 after[name]  # gathering is collective
             return None
-        model = self._tensors.model(self.workload.model)  # stays on the GPU: only the change is copied
-        change = change_from(model, after, self.cell.backend)
-        if is_reference := self.cell == self.cell.reference():
-            save(change, reference)
-        squares = sum(float(value.double().pow(2).sum()) for value in change.values())
+        model = self._tensors.model(self.workload.model)  # drawn where it is compared
+        change: Iterable[tuple[str, Tensor]] = change_from(model, after, self.cell.backend)
+        is_reference = self.cell == self.cell.reference()
+        if is_reference:
+            kept = {name: value.cpu() for name, value in change}
+            save(kept, reference)
+            change = kept.items()
+        found = compare(change, reference, self.device)
+        norm = found.pop("norm")
         checked = device_check(self.cell, self.device, self._optimizer) if is_reference else {}
-        return {**compare(change, reference), "gradient_norm": math.sqrt(squares), **checked}
+        return {**found, "gradient_norm": norm, **checked}
 
     def collectives(self) -> list[dict[str, Any]]:
         """The collectives pass: op, dtype, calls and payload bytes of one settled window; also the memory pass's."""

@@ -42,6 +42,7 @@ ADDED_FIELDS: dict[str, Any] = {
     "virtual": False,
     "fake_tensors": False,
     "shared_gpu": False,
+    "shared_nccl": False,
     "activation_checkpointing": False,
     "selective_checkpointing": False,
     "compiled": False,
@@ -122,7 +123,7 @@ class Precision(StrEnum):
 class Device(StrEnum):
     """What the ranks run on: ``cpu`` uses gloo; ``cuda`` uses NCCL with one GPU per rank.
 
-    Ranks that share a GPU use gloo, because NCCL refuses two ranks on one device.
+    Ranks that share a GPU use NCCL where it works between them, otherwise gloo (``bench.launch.shared_nccl``).
     """
 
     CPU = "cpu"
@@ -184,6 +185,8 @@ class Cell:
     fake_tensors: Flag = False
     shared_gpu: Flag = False
     """The ``world`` in the form that ids contain; use ``world`` instead of these three."""
+    shared_nccl: Flag = False
+    """Whether ranks that share a GPU communicate over NCCL; otherwise they do over gloo."""
     activation_checkpointing: Flag = False
     """Whether blocks keep only their input and recompute their forward in the backward."""
     selective_checkpointing: Flag = False
@@ -197,6 +200,12 @@ class Cell:
     @property
     def world(self) -> World:
         return World.of(virtual=self.virtual, fake_tensors=self.fake_tensors, shared_gpu=self.shared_gpu)
+
+    @property
+    def uses_nccl(self) -> bool:
+        """Whether the ranks communicate over NCCL."""
+        has_gpus = self.device is Device.CUDA and self.world.has_all_ranks
+        return has_gpus and (self.shared_nccl or not self.world.shares_gpus)
 
     def group_size(self, group: str) -> int:
         """Number of ranks in a group; W where a backend has groups of its own, whose sizes are not known."""
@@ -251,6 +260,8 @@ class Cell:
         parts.append(self.precision)
         if self.world.label:
             parts.append(self.world.label)
+        if self.shared_nccl:
+            parts.append("over NCCL")
         if self.selective_checkpointing:
             parts.append("selectively")
         if self.activation_checkpointing:
@@ -301,6 +312,7 @@ class Cell:
             precision=Precision.FP32,
             twin="",
             shared_gpu=False,
+            shared_nccl=False,
             activation_checkpointing=False,
             selective_checkpointing=False,
             compiled=False,

@@ -37,7 +37,7 @@ def extra_passes(cell: Cell) -> tuple[str, ...]:
     if on_cuda and cell.is_reference:
         return ("update",)
     asked: tuple[str, ...] = EXTRA_PASSES if cell.world.has_values else COUNTING_PASSES
-    if on_cuda and cell.world.times_communication:
+    if cell.uses_nccl:
         asked = (*asked, *CUDA_PASSES)
     if cell.compiled:
         asked = tuple(name for name in asked if name not in SEES_NO_COMPILED_CODE)
@@ -100,6 +100,8 @@ class Task:
     """CPU threads per rank for operators."""
     seed: int = 0
     world: World = World.REAL
+    shared_nccl: bool = False
+    """Whether ranks that share a GPU communicate over NCCL."""
     num_nodes: int = 1
 
     @property
@@ -134,9 +136,11 @@ class Spec(Task):
     device: Device = field(init=False)
     seed: int = field(init=False)
     world: World = field(init=False)
+    shared_nccl: bool = field(init=False)
     num_nodes: int = field(init=False)
 
     def __post_init__(self) -> None:
         cell = self.cell
         self.backend, self.device, self.seed = cell.backend, cell.device, cell.seed
         self.world_size, self.world, self.num_nodes = cell.world_size, cell.world, cell.num_nodes
+        self.shared_nccl = cell.shared_nccl

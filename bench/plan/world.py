@@ -32,7 +32,7 @@ class World(StrEnum):
     REAL = "real ranks"
     """W processes, each on its own GPU, or on the CPU."""
     SHARED_GPU = "shared GPU"
-    """W processes that share GPUs and communicate over gloo. Everything but time is as in a real world."""
+    """W processes that share GPUs, over NCCL or gloo. Everything but time is as in a real world."""
     VIRTUAL = "virtual world"
     """One process: rank 0 of W. Shards, buckets, calls and bytes are those of rank 0 of a real world. Values are
     meaningless, and a step takes the time it would take if communication were free."""
@@ -83,7 +83,7 @@ class World(StrEnum):
     def caveat(self) -> str:
         return {
             World.REAL: "",
-            World.SHARED_GPU: "its ranks shared a GPU, over gloo: nothing was timed",
+            World.SHARED_GPU: "its ranks shared a GPU: nothing was timed",
             World.VIRTUAL: "a virtual world: nothing is sent, and the time is that of computing alone",
             World.FAKE: "a virtual world of tensors without values: nothing was timed",
         }[self]

@@ -53,12 +53,14 @@ def create(
     peaks: Mapping[str, int] | None = None,
     nodes: Sequence[Mapping[str, Any]] = (),
     head: str = "",
+    sharing: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Start a run: create its folder and write its manifest. Raises InputError if the folder cannot be used.
 
     By cell id: cells in ``once`` get a single trial, ``skipped`` has reasons not to run a cell, and ``peaks`` has the
     predicted peaks of memory in bytes. The predictions are stored with the time, to show that they were made before
-    any measurement. ``nodes`` are the fingerprints of all nodes but this one, whose address is ``head``.
+    any measurement. ``nodes`` are the fingerprints of all nodes but this one, whose address is ``head``. ``sharing``
+    says what ranks that share a GPU communicate ``over``, and the ``reason`` if that is not NCCL.
     """
     if (folder / MANIFEST).exists() or (folder / JOURNAL).exists():
         raise InputError(f"--out {folder}: holds a run already; name another folder, or go on with --resume {folder}")
@@ -78,6 +80,7 @@ def create(
         "baseline": baseline(matrix, backends),
         "cold": cold,
         "code": code(cells, backends),
+        **({"sharing": dict(sharing)} if sharing else {}),
         "git": machine.git_state(),
         "distributions": machine.distributions(),
         **machine.fingerprint(),

@@ -252,7 +252,7 @@ def test_an_update_that_is_not_finite_is_called_that(tmp_path: Path) -> None:
 
     path = tmp_path / "reference.safetensors"
     update.save({"weight": torch.tensor([1.0, 2.0])}, path)
-    found = update.compare({"weight": torch.tensor([1.0, math.nan])}, path)
+    found = update.compare([("weight", torch.tensor([1.0, math.nan]))], path, torch.device("cpu"))
     status, reason = verdict(record(update=found))
     assert status == "invalid"
     assert "not finite" in reason
