@@ -90,11 +90,11 @@ def steps() -> list[Step]:
             is_run=True,
             matrix="h100-15min",
         ),
-        Step(name="h100-two-ranks", command=two_ranks, needs_s=100, limit_s=180, is_run=True),
+        Step(name="h100-two-ranks", command=two_ranks, needs_s=110, limit_s=180, is_run=True),
         Step(name="h100-zero3", command=race, needs_s=90, limit_s=150),
         Step(name="h100-bare-loops", command=bare, needs_s=75, limit_s=150),
-        Step(name="h100-virtual", command=virtual, needs_s=80, limit_s=150, is_run=True),
-        Step(name="h100-135m", command=small, needs_s=120, limit_s=420, is_run=True),
+        Step(name="h100-virtual", command=virtual, needs_s=110, limit_s=240, is_run=True),
+        Step(name="h100-135m", command=small, needs_s=200, limit_s=540, is_run=True),
     ]
 
 
