@@ -21,6 +21,7 @@ import tarfile
 import tempfile
 import time
 import tomllib
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,11 +91,11 @@ def steps() -> list[Step]:
             is_run=True,
             matrix="h100-15min",
         ),
-        Step(name="h100-two-ranks", command=two_ranks, needs_s=100, limit_s=180, is_run=True),
+        Step(name="h100-two-ranks", command=two_ranks, needs_s=110, limit_s=180, is_run=True),
         Step(name="h100-zero3", command=race, needs_s=90, limit_s=150),
-        Step(name="h100-bare-loops", command=bare, needs_s=60, limit_s=120),
-        Step(name="h100-virtual", command=virtual, needs_s=80, limit_s=150, is_run=True),
-        Step(name="h100-135m", command=small, needs_s=120, limit_s=420, is_run=True),
+        Step(name="h100-bare-loops", command=bare, needs_s=75, limit_s=150),
+        Step(name="h100-virtual", command=virtual, needs_s=110, limit_s=240, is_run=True),
+        Step(name="h100-135m", command=small, needs_s=200, limit_s=540, is_run=True),
     ]
 
 
@@ -104,6 +105,8 @@ class Lease:
     def __init__(self, seconds: float, folder: Path, out: Path) -> None:
         self._ends = time.monotonic() + seconds - RESERVED_S
         self._folder, self._out = folder, out
+        self._mark = uuid.uuid4().hex
+        """In the environment of the processes of all steps, so that none outlives its step."""
         for needed in (folder, out):
             needed.mkdir(parents=True, exist_ok=True)
 
@@ -142,13 +145,18 @@ class Lease:
 
     def _do(self, step: Step, seconds: float) -> int:
         """Do a step, or go on with it; its exit status, or CUT_OFF if it was ended after ``seconds``."""
+        from bench.launch import stragglers  # its packages are there: that was checked
+
         command, folder = list(step.command), self._folder / step.name
         if step.is_run:
             has_begun = (folder / "run.json").exists()
             command = _run("--resume", str(folder)) if has_begun else [*command, "--out", str(folder)]
         until = time.monotonic() + seconds
         with self._file(step, "log").open("ab") as log:
-            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+            environment = os.environ | {stragglers.MARK: self._mark}
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
             try:
                 while (left := until - time.monotonic()) > 0:
                     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -156,7 +164,12 @@ class Lease:
                     self._pack(step)
                 return CUT_OFF
             finally:
-                _end(process)
+                if process.poll() is None:
+                    process.terminate()
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(GRACE_S)
+                stragglers.kill(lambda: stragglers.family(process.pid, self._mark))
+                process.wait()
 
     def _pack(self, step: Step) -> None:
         """Put all of a step but its scratch files into one file, which is replaced as a whole."""
@@ -178,17 +191,6 @@ class Lease:
     def _last_lines(self, step: Step) -> list[str]:
         text = self._file(step, "log").read_bytes()[-2000:].decode(errors="replace")
         return text.strip().splitlines()[-4:]
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process that may still run, and all of its session."""
-    if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _say(text: str, *more: str) -> None:

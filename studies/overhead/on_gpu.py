@@ -18,8 +18,8 @@ from bench.plan.cell import Cell, Device
 from studies.overhead import bare, in_turn
 
 BACKENDS = ("ddp-deferred", "fsdp2-deferred")
-MICRO_BATCH, WARM_UP = 1, 5
-"""Samples per micro-batch, and windows that do not count."""
+MICRO_BATCH = 1
+"""Samples."""
 
 
 def cell_of(backend: str, model: str, length: int, timed: int) -> Cell:
@@ -33,7 +33,7 @@ def cell_of(backend: str, model: str, length: int, timed: int) -> Cell:
         model=model,
         learning_rate=bare.LEARNING_RATE,
         seed=bare.SEED,
-        warmup_windows=WARM_UP,
+        warmup_windows=bare.WARM_UP,
         timed_windows=timed,
         device=Device.CUDA,
     )
@@ -44,7 +44,7 @@ def main() -> None:
     option = parser.add_argument
     option("--model", default="135m", metavar="NAME", help="(default: %(default)s)")
     option("--length", type=int, default=512, metavar="TOKENS", help="tokens per sample (default: %(default)s)")
-    option("--windows", type=int, default=12, metavar="N", help="timed windows of each side (default: %(default)s)")
+    option("--windows", type=int, default=10, metavar="N", help="timed windows of each side (default: %(default)s)")
     options = parser.parse_args()
     with Launcher(Device.CUDA) as launcher:
         for backend in BACKENDS:
