@@ -250,7 +250,9 @@ def registry(names: Iterable[str] = ()) -> dict[str, type[Backend]]:
             found[backend.name] = backend
     found |= {name: built_in()[name] for name in names if name in built_in()}
     wanted = [name for name in names if name not in {*found, ALL}]
-    entries = list(_entry_points()) if wanted else []
+    entries = []
+    if wanted:
+        entries = list(_entry_points())
     for name in wanted:
         several = [entry for entry in entries if entry.name == name]
         if len(several) > 1:

@@ -67,7 +67,9 @@ def missing(cell: Cell) -> str:
     if not cell.compiled:
         return ""
     # torch._inductor builds C++ kernels for the CPU, and Triton a launcher in C for each of its kernels.
-    names = ("g++", "clang++", "c++") if cell.device is Device.CPU else ("gcc", "clang", "cc")
+    names = ("gcc", "clang", "cc")
+    if cell.device is Device.CPU:
+        names = ("g++", "clang++", "c++")
     chosen = os.environ.get("CXX" if cell.device is Device.CPU else "CC", "")
     if not any(shutil.which(name) for name in (chosen, *names) if name):
         return f"torch.compile needs a compiler: install {names[0]}"
@@ -85,7 +87,9 @@ def prepare(blocks: Sequence[nn.Module], cell: Cell, compiler: str = COMPILER) -
 
     if cell.activation_checkpointing:
         for block in blocks:
-            checkpointed = _selectively_checkpointed if cell.selective_checkpointing else _checkpointed
+            checkpointed = _checkpointed
+            if cell.selective_checkpointing:
+                checkpointed = _selectively_checkpointed
             block.forward = types.MethodType(checkpointed, block)
     if cell.compiled:
         protect_cache()
@@ -168,6 +172,8 @@ def _policy() -> Callable[..., Any]:
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         seen[context.is_recompute] += operator in products
         is_kept = operator in attention or (operator in products and seen[context.is_recompute] % 2 == 1)
-        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+        if is_kept:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy

@@ -138,7 +138,9 @@ class ZeroBackend(Backend):
 
     def save_masters(self, model: nn.Module, job: Job) -> None:
         """Copy the fp32 parameters of a built model to the CPU in bf16, for ``restore_masters``."""
-        self.masters = {name: p.detach().cpu().clone() for name, p in model.named_parameters()} if job.bf16 else {}
+        self.masters = {}
+        if job.bf16:
+            self.masters = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
 
     def restore_masters(self, model: nn.Module) -> None:
         """Set the fp32 masters to the initial weights, once. Collective.

@@ -25,7 +25,9 @@ def mixed_precision(*, bf16: bool) -> MixedPrecisionPolicy:
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    return MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
+    if bf16:
+        return MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    return MixedPrecisionPolicy()
 
 
 def shard(
@@ -101,7 +103,9 @@ def _groups(state: Any) -> Sequence[Any]:
     groups: Sequence[Any] | None = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
         return groups
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    if state._fsdp_param_group is None:
+        return []
+    return [state._fsdp_param_group]
 
 
 class FSDP2Backend(Backend):

@@ -108,7 +108,9 @@ class HuggingFaceTrainer(Backend):
     @classmethod
     def extra_collectives(cls, cell: Cell) -> list[Call]:
         """The number of the window's labels on each rank (transformers/trainer.py:_get_num_items_in_batch)."""
-        return [("all_gather", "int64", cell.world_size, 1)] if cell.world_size > 1 else []
+        if cell.world_size > 1:
+            return [("all_gather", "int64", cell.world_size, 1)]
+        return []
 
     def reported(self) -> dict[str, int]:
         return {"state.global_step": self.trainer.state.global_step}

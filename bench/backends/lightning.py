@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 def device_arguments(job: Job) -> dict[str, Any]:
     """Accelerator, ranks per node and number of nodes, from the rank's environment (``bench.launch.rank``)."""
     each = int(os.environ.get("LOCAL_WORLD_SIZE", job.world_size))
-    accelerator = "gpu" if job.device.type == "cuda" else "cpu"
+    accelerator = "cpu"
+    if job.device.type == "cuda":
+        accelerator = "gpu"
     return {"accelerator": accelerator, "devices": each, "num_nodes": job.world_size // each}
 
 
@@ -39,7 +41,9 @@ def silence_logging() -> None:
 
 def process_group_backend(job: Job) -> str:
     """The backend of the existing process group, in Lightning's terms."""
-    return "nccl" if job.device.type == "cuda" and not job.cell.world.shares_gpus else "gloo"
+    if job.device.type == "cuda" and not job.cell.world.shares_gpus:
+        return "nccl"
+    return "gloo"
 
 
 OFF = dict.fromkeys(
@@ -95,7 +99,9 @@ class LightningBackend(Backend):
 
     def precision(self, job: Job) -> Any:
         """The Trainer's precision: for bf16, autocast over fp32 parameters unless the strategy overrides it."""
-        return "bf16-mixed" if job.bf16 else "32-true"
+        if job.bf16:
+            return "bf16-mixed"
+        return "32-true"
 
     def configure(self, module: LightningModule, job: Job) -> None:
         """Called in ``configure_model``, before the strategy changes ``module.model``."""
@@ -116,7 +122,9 @@ class LightningBackend(Backend):
 
         lightning/pytorch/loops/training_epoch_loop.py:_broadcast_sigterm_tensor.
         """
-        return [("broadcast", "int64", 1, cell.accumulate)] if cell.world_size > 1 else []
+        if cell.world_size > 1:
+            return [("broadcast", "int64", 1, cell.accumulate)]
+        return []
 
     def reported(self) -> dict[str, int]:
         return {"trainer.global_step": self.trainer.global_step, **self.counters}
@@ -148,7 +156,9 @@ def _module(backend: LightningBackend, job: Job) -> LightningModule:
 
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             loss = job.loss(self.model, batch)
-            return loss * job.accumulate if backend.loss_factor == "N" else loss
+            if backend.loss_factor == "N":
+                return loss * job.accumulate
+            return loss
 
         def configure_optimizers(self) -> Any:
             return job.optimizer(self.model.parameters())
@@ -241,7 +251,9 @@ class LightningDeepSpeedZero2(ds.ZeroBackend, LightningBackend):
 
         ds.prepare()
         self.config = zero_config(type(self), job, _model(self.module))
-        strategy = DeepSpeedStrategy if job.device.type == "cuda" else on_cpu(DeepSpeedStrategy)
+        strategy = DeepSpeedStrategy
+        if job.device.type != "cuda":
+            strategy = on_cpu(DeepSpeedStrategy)
         return strategy(config=dict(self.config))
 
     def continue_training(self, job: Job, **arguments: Any) -> None:

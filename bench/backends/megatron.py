@@ -37,7 +37,9 @@ class UntriedMegatronFSDP(Backend):
 
     @classmethod
     def missing(cls, device: Device) -> str:
-        return "needs CUDA: --device cuda" if device is Device.CPU else super().missing(device)
+        if device is Device.CPU:
+            return "needs CUDA: --device cuda"
+        return super().missing(device)
 
     @classmethod
     def remark(cls, cell: Cell) -> str:

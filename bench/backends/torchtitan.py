@@ -120,7 +120,9 @@ class TorchtitanEager(fsdp2.FSDP2Backend):
             return reason
         torch = importlib.metadata.version("torch")  # of which torchtitan's metadata say nothing
         is_old = Version(torch) < Version(LEAST_TORCH)
-        return f"needs torch>={LEAST_TORCH}, not {torch}: pip install 'torch>={LEAST_TORCH}'" if is_old else ""
+        if is_old:
+            return f"needs torch>={LEAST_TORCH}, not {torch}: pip install 'torch>={LEAST_TORCH}'"
+        return ""
 
     @classmethod
     def remark(cls, cell: Cell) -> str:
@@ -189,12 +191,18 @@ class TorchtitanEager(fsdp2.FSDP2Backend):
     @classmethod
     def extra_collectives(cls, cell: Cell) -> list[Call]:
         """The window's number of valid tokens, summed over the ranks (torchtitan/trainer.py:train_step)."""
-        return [("all_reduce", "int64", 1, 1)] if cell.world_size > 1 else []
+        if cell.world_size > 1:
+            return [("all_reduce", "int64", 1, 1)]
+        return []
 
     @classmethod
     def extra_held_bytes(cls, cell: Cell) -> int:
         """That number, and on the CPU this rank's own."""
-        return 8 * (2 if cell.device is Device.CPU else 1) if cell.world_size > 1 else 0
+        if cell.world_size == 1:
+            return 0
+        if cell.device is Device.CPU:
+            return 2 * 8
+        return 8
 
     def reported(self) -> dict[str, int]:
         return {"trainer.step": self.trainer.step}

@@ -73,7 +73,9 @@ class Job:
         """Autocast to the cell's precision, for backends that keep fp32 parameters; no effect in fp32."""
         import torch
 
-        return torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else nullcontext()
+        if self.bf16:
+            return torch.autocast(self.device.type, torch.bfloat16)
+        return nullcontext()
 
     def clip(self, parameters: Iterable[Parameter]) -> None:
         """Clip gradients to ``clip_norm`` if it is set; sharded gradients by their global norm."""

@@ -85,7 +85,9 @@ def zero_options(backend: type[ZeroBackend], cell: Cell, block_parameters: int, 
     stage = backend.stage
     sizes: dict[str, Any] = DEFAULTS
     if not backend.own_defaults:
-        bucket = block_parameters if stage == 3 else min(DDP_BUCKET, num_parameters)
+        bucket = block_parameters
+        if stage != 3:
+            bucket = min(DDP_BUCKET, num_parameters)
         bucket = max(2, bucket + bucket % 2)  # DeepSpeed wants an even number
         sizes = {
             "reduce_bucket_size": bucket,

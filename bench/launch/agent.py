@@ -81,7 +81,9 @@ def run(
         result = agent.run()
     except Exception as error:
         return {"failure": f"torch elastic: {type(error).__name__}: {error}"}
-    exits = agent.exits or {rank: failure.exitcode for rank, failure in result.failures.items()}
+    exits = dict(agent.exits)
+    if not exits:
+        exits = {rank: failure.exitcode for rank, failure in result.failures.items()}
     if not exits:
         return {"failure": "a rank ended without a result"}
     # Of several, one that a signal ended, or that reported nothing, is why the others failed.
@@ -91,7 +93,10 @@ def run(
     code = exits[rank]
     if code < 0:
         return {"failure": f"was ended by {stragglers.name(-code)}", "rank": first + rank, "signal": -code}
-    return {"failure": f"ended with exit code {code}" if code else "ended without a result", "rank": first + rank}
+    failure = "ended without a result"
+    if code:
+        failure = f"ended with exit code {code}"
+    return {"failure": failure, "rank": first + rank}
 
 
 class Rendezvous(StaticTCPRendezvous):
@@ -103,7 +108,9 @@ class Rendezvous(StaticTCPRendezvous):
     def __init__(self, node_task: NodeTask) -> None:
         port, listener = node_task.port, None
         if node_task.node == 0:
-            family = socket.AF_INET6 if ":" in node_task.address else socket.AF_INET
+            family = socket.AF_INET
+            if ":" in node_task.address:
+                family = socket.AF_INET6
             listener = socket.create_server((node_task.address, 0), family=family, backlog=socket.SOMAXCONN)
             port = int(listener.getsockname()[1])
         super().__init__(node_task.address, port, node_task.node, node_task.num_nodes, node_task.run_id, JOIN_S)

@@ -77,7 +77,9 @@ class NodeChannel(Channel):
 
         Raises AuthenticationError if it has another secret, and LostError.
         """
-        challenges = (deliver_challenge, answer_challenge) if is_controller else (answer_challenge, deliver_challenge)
+        challenges = (answer_challenge, deliver_challenge)
+        if is_controller:
+            challenges = (deliver_challenge, answer_challenge)
         try:
             for challenge in challenges:
                 challenge(self._connection, secret)

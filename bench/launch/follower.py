@@ -108,7 +108,9 @@ class _Follower(contextlib.AbstractContextManager["_Follower"]):
     def _answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Carry out a command; its result, or the error."""
         try:
-            return {"answer": self._do(**{name: value for name, value in message.items() if name != "id"})}
+            asked = dict(message)
+            del asked["id"]
+            return {"answer": self._do(**asked)}
         except Exception as error:
             return {"error": str(error), "kind": type(error).__name__}
 

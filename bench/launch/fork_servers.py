@@ -73,7 +73,7 @@ class _ForkServer(forkserver.ForkServer):
 def _tell(told: Connection) -> None:
     """Send the module that initialized CUDA, if any. As the first child it starts the helpers and the preload."""
     preload = sys.modules.get("bench.launch.preload")
-    told.send(preload.initialized_by if preload else "")
+    told.send("" if preload is None else preload.initialized_by)
 
 
 def _serve(listener: socket.socket, alive: Connection, packages: tuple[str, ...], told: Connection) -> None:

@@ -86,7 +86,9 @@ def here(environment: Mapping[str, str] = os.environ) -> Place | None:
         node = _number(environment, engine.node)
         if node >= num_nodes:
             raise InputError(f"{engine.node} is {node}, and {engine.num_nodes} is {num_nodes}; nodes count from 0")
-        needed = num_nodes if engine.in_all else 1
+        needed = 1
+        if engine.in_all:
+            needed = num_nodes
         if engine.processes and (found := get(engine.processes, "not set")) != str(needed):
             raise InputError(f"{engine.processes} is {found}, and must be {needed}: start one process on each node")
         head = get("MASTER_ADDR") or get("PET_MASTER_ADDR") or _first_host(environment[engine.head])
@@ -113,7 +115,9 @@ def _port(environment: Mapping[str, str], engine: Engine) -> int:
         if environment.get(name):
             return _number(environment, name) + (engine.name == TORCHRUN)
     job = environment.get("SLURM_JOB_ID", "")  # jobs of several users may share a node
-    return 20_000 + int(job) % 9_000 if engine.name == SLURM and job.isdecimal() else PORT
+    if engine.name == SLURM and job.isdecimal():
+        return 20_000 + int(job) % 9_000
+    return PORT
 
 
 def secret(environment: Mapping[str, str] = os.environ) -> bytes:

@@ -130,7 +130,9 @@ class RemoteNode:
                 path = PurePosixPath(name)
                 if path.is_absolute() or ".." in path.parts:
                     raise InputError(f"a file is named {name!r}")
-                folder = self._folder / f"node{self.number}" if len(path.parts) > 1 else self._folder
+                folder = self._folder
+                if len(path.parts) > 1:
+                    folder = self._folder / f"node{self.number}"
                 (folder / path).parent.mkdir(parents=True, exist_ok=True)
                 (folder / path).write_bytes(base64.b64decode(content))
         except ValueError as error:
@@ -147,7 +149,9 @@ class Nodes(contextlib.AbstractContextManager["Nodes"]):
         """Nodes 1, 2, ..., once ``gather`` has returned."""
         self._place, self._secret, self._about = place, secret, about
         self._arrived: queue.Queue[RemoteNode | InputError] = queue.Queue()
-        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
+        family = socket.AF_INET
+        if ":" in self.address:
+            family = socket.AF_INET6
         try:
             self._listener = socket.create_server((self.address, place.port), family=family)
         except OSError as error:
@@ -229,8 +233,10 @@ class Nodes(contextlib.AbstractContextManager["Nodes"]):
             channel.authenticate(self._secret, is_controller=True)
             about = channel.receive(ANSWER_S) or {}
             refusal = self._refusal(number, about)
-            channel.send({"refused": f"{who}: {refusal}"} if refusal else {"welcome": True})
-            if not refusal:
+            if refusal:
+                channel.send({"refused": f"{who}: {refusal}"})
+            else:
+                channel.send({"welcome": True})
                 self._arrived.put(RemoteNode(number, host, channel, about))
         except AuthenticationError:
             refusal = f"its {job_nodes.SECRET} is not that of node 0; set the same on every node"

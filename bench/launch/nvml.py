@@ -142,11 +142,15 @@ class NvmlGpu:
 
     def instances(self) -> list[dict[str, Any]]:
         """Its MIG instances: name, memory_bytes, and their own UUID as ``mig``."""
-        found = []
-        for place in range(self._call("MaxMigDeviceCount") or 0 if self.ask("mig") else 0):
+        found: list[dict[str, Any]] = []
+        if not self.ask("mig"):
+            return found
+        for place in range(self._call("MaxMigDeviceCount") or 0):
             if (handle := self._call("MigDeviceHandleByIndex", place)) is not None:  # there may be none at this index
                 about = self._describe(handle)
-                name = about["name"] if "MIG" in about["name"] else f"{about['name']} MIG"
+                name = f"{about['name']} MIG"
+                if "MIG" in about["name"]:
+                    name = about["name"]
                 found.append({"name": name, "memory_bytes": about["memory_bytes"], "mig": about["uuid"]})
         return found
 
@@ -155,9 +159,15 @@ class NvmlGpu:
 
         Levels are NVML's ``nvmlGpuTopologyLevel_t``; smaller is nearer. ``others`` includes this one, which has None.
         """
+        levels = []
+        for gpu in others:
+            level = None
+            if gpu is not self:
+                level = self._call("TopologyCommonAncestor", gpu._handle)
+            levels.append(level)
         return {name: self.ask(name) for name in SETTINGS} | {
             "nvlinks_up": sum(bool(self._call("NvLinkState", link)) for link in range(_MAX_LINKS)),
-            "topology": [None if gpu is self else self._call("TopologyCommonAncestor", gpu._handle) for gpu in others],
+            "topology": levels,
             "uuid": self.uuid,
         }
 
@@ -170,7 +180,9 @@ class NvmlGpu:
         found |= {name: self.ask(name) for name in SAMPLED}
         if processes:
             pids, clients = self.ask("pids"), self.ask("mps_pids")
-            found["pids"] = None if pids is None else sorted({*pids, *(clients or [])})
+            found["pids"] = None
+            if pids is not None:
+                found["pids"] = sorted({*pids, *(clients or [])})
         return found
 
     def ask(self, name: str) -> Any:

@@ -100,18 +100,25 @@ def judge(
     the ranks, if they are on several nodes.
     """
     if ending.void:
-        results = [None] * len(results)
-    done = [result for result in results if result is not None and result["status"] == Status.OK]
+        results = [None for _ in results]
+    done, failed = [], []
+    for rank, result in enumerate(results):
+        if result is not None and result["status"] == Status.OK:
+            done.append(result)
+        elif result is not None:
+            failed.append((rank, result))
     if len(done) == len(results):
         return Outcome(status=Status.OK, reason="", ranks=done, wall_s=wall_s)
-    failed = [(rank, result) for rank, result in enumerate(results) if result is not None and result not in done]
     silent = ending.rank is not None and ending.rank < len(results) and results[ending.rank] is None
     if failed and not silent:  # else a rank that died silently before caused the failures of the others
         rank, result = min(failed, key=lambda item: (FAILURES.index(Status(item[1]["status"])), item[1]["time"]))
+        name = f"rank {rank}"
+        if names:
+            name = names[rank]
         traceback = portable(result["traceback"])
         return Outcome(
             status=Status(result["status"]),
-            reason=f"{names[rank] if names else f'rank {rank}'}: {portable(result['reason'])}",
+            reason=f"{name}: {portable(result['reason'])}",
             ranks=[],
             wall_s=wall_s,
             traceback=traceback,
@@ -176,8 +183,11 @@ def counters() -> dict[str, int]:
         count = _count(file)
         if count is not None:
             found[f"control group {path}"] = count
-    count = None if found else _count(PROC / "vmstat")
-    return found if count is None else {MACHINE: count}
+    if not found:
+        count = _count(PROC / "vmstat")
+        if count is not None:
+            found[MACHINE] = count
+    return found
 
 
 def moved(before: Mapping[str, int], after: Mapping[str, int]) -> str:
@@ -191,7 +201,11 @@ def moved(before: Mapping[str, int], after: Mapping[str, int]) -> str:
 def _count(file: Path) -> int | None:
     """The value of ``oom_kill`` in a file of names and values."""
     try:
-        lines = [line.split() for line in file.read_text().splitlines()]
+        lines = file.read_text().splitlines()
     except OSError:
         return None
-    return next((int(line[1]) for line in lines if len(line) == 2 and line[0] == "oom_kill"), None)
+    for line in lines:
+        match line.split():
+            case ["oom_kill", number]:
+                return int(number)
+    return None

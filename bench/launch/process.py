@@ -74,7 +74,9 @@ class LauncherProcess:
         self._mark = uuid.uuid4().hex
         base = tempfile.gettempdir()
         # The launcher's process creates it, and removes it even if this process is killed.
-        self._temporary = str(Path(base if len(base) <= LONGEST_TEMPORARY else "/tmp") / f"bench-{self._mark[:12]}")
+        if len(base) > LONGEST_TEMPORARY:
+            base = "/tmp"
+        self._temporary = str(Path(base) / f"bench-{self._mark[:12]}")
         self.scratch = f"{self._temporary}-trial"
         command = [sys.executable, "-m", "bench.launch.server", str(theirs.fileno())]
         command.append("cold" if self.cold else "warm")
@@ -169,15 +171,21 @@ class LauncherProcess:
         words = self._last_words()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_S)
-        number = -process.returncode if process.returncode and process.returncode < 0 else 0
-        how = f"was ended by {stragglers.name(number)}" if number else f"died: {words}"
+        number = 0
+        if process.returncode and process.returncode < 0:
+            number = -process.returncode
+        how = f"died: {words}"
+        if number:
+            how = f"was ended by {stragglers.name(number)}"
         return f"the launcher's process {how}", number
 
     def _last_words(self) -> str:
         """The last line that the launcher's process wrote to its standard error."""
         self._stderr.seek(0)
         lines = self._stderr.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "no message"
+        if lines:
+            return lines[-1]
+        return "no message"
 
 
 def environment_of(device: Device, interface: str) -> dict[str, str]:

@@ -32,7 +32,9 @@ def serve(channel: Channel, *, cold: bool) -> None:
     A trial is a ``bench.launch.node_task.NodeTask``. Two messages answer it: the port of its store when that listens,
     and what ended it.
     """
-    forks = None if cold else ForkServers()
+    forks = None
+    if not cold:
+        forks = ForkServers()
     from bench.launch import agent  # imports torch, as the fork server does meanwhile
 
     channel.send({"ready": True, "initialized_by": forks.ready() if forks else ""})

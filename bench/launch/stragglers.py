@@ -68,7 +68,10 @@ def family(launcher: int, mark: str) -> set[psutil.Process]:
     psutil.process_iter.cache_clear()  # it would skip a process with a reused pid
     # One that is ending has no environment, but its children still: asked for that here, it would be left out.
     every = list(psutil.process_iter(["ppid", "status"]))
-    found = {p for p in every if launcher in {p.pid, _group(p.pid)} or _mark(p) == mark}
+    found = set()
+    for process in every:
+        if launcher in {process.pid, _group(process.pid)} or _mark(process) == mark:
+            found.add(process)
     children = grouped((process.info["ppid"], process) for process in every)
     new = list(found)
     while new:
@@ -174,6 +177,8 @@ def mapped(pids: Iterable[int]) -> set[str]:
 def remove(segments: Iterable[str]) -> None:
     """Remove the segments that still exist and that no process has mapped any more."""
     left = {path for path in segments if os.path.lexists(path)}
-    for path in left - mapped(psutil.pids() if left else ()):
+    if not left:
+        return
+    for path in left - mapped(psutil.pids()):
         with contextlib.suppress(OSError):  # it belongs to another user
             Path(path).unlink()

@@ -9,6 +9,7 @@ recording that is their timed window (``summarize``).
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections import Counter
@@ -92,12 +93,11 @@ class Telemetry:
                 self._sample(processes=True)
         if nvml is not None:
             nvml.close()
-        unknown = [
-            f"{gpu.uuid}: no {name}: {problem}"
-            for gpu in self._gpus
-            for name, problem in gpu.problems.copy().items()
-            if name in (*SAMPLED, "pids")
-        ]
+        unknown = []
+        for gpu in self._gpus:
+            for name, problem in gpu.problems.copy().items():
+                if name in (*SAMPLED, "pids"):
+                    unknown.append(f"{gpu.uuid}: no {name}: {problem}")
         if self._samples or self._notes:
             self.recording = {
                 "interval_s": self._interval_s,
@@ -188,14 +188,16 @@ def _summary(uuid: str, samples: list[dict[str, Any]], begin: float, end: float,
 
 
 def _median(values: list[float]) -> float | None:
-    return median(values) if values else None
+    if values:
+        return median(values)
+    return None
 
 
 def _throttling(reasons: list[list[str]]) -> dict[str, Any]:
     """``throttle`` and ``slowdowns``, from the reasons of each sample; None without samples."""
     if not reasons:
         return {"throttle": None, "slowdowns": None}
-    seen = Counter(name for names in reasons for name in names)
+    seen = Counter(itertools.chain.from_iterable(reasons))
     return {
         "throttle": {name: count / len(reasons) for name, count in sorted(seen.items())},
         "slowdowns": sorted(seen.keys() - NO_SLOWDOWN),
@@ -204,17 +206,27 @@ def _throttling(reasons: list[list[str]]) -> dict[str, Any]:
 
 def _within(samples: list[dict[str, Any]], name: str, begin: float, end: float) -> list[dict[str, Any]]:
     """The samples of a window with a value for ``name``; if there is none, the nearest before and after the window."""
-    known = [sample for sample in samples if sample.get(name) is not None]
-    inside = [sample for sample in known if begin <= sample["time"] <= end]
-    before = [sample for sample in known if sample["time"] < begin]
-    after = [sample for sample in known if sample["time"] > end]
-    return inside or [*before[-1:], *after[:1]]
+    before, inside, after = [], [], []
+    for sample in samples:
+        if sample.get(name) is None:
+            continue
+        if sample["time"] < begin:
+            before.append(sample)
+        elif sample["time"] > end:
+            after.append(sample)
+        else:
+            inside.append(sample)
+    if inside:
+        return inside
+    return [*before[-1:], *after[:1]]
 
 
 def _energy(counter: list[tuple[float, float]], begin: float, end: float) -> float | None:
     """Joules between two times, interpolated; None if the counter was not read around both, or was reset."""
-    times, joules = [time for time, _ in counter], [value for _, value in counter]
-    if not counter or begin < times[0] or end > times[-1] or joules != sorted(joules):
+    if not counter:
+        return None
+    times, joules = zip(*counter, strict=True)
+    if begin < times[0] or end > times[-1] or list(joules) != sorted(joules):
         return None
     import numpy as np  # the command line starts faster without it
 
@@ -231,5 +243,9 @@ def _num_foreign(samples: list[dict[str, Any]], begin: float, end: float, our_pi
     listed = [sample for sample in samples if sample.get("pids") is not None]
     if not listed:
         return None
-    seen = {pid for sample in _within(listed, "pids", begin, end) for pid in sample["pids"]} - our_pids
-    return len(seen if our_pids else seen & set(listed[0]["pids"]))
+    seen: set[int] = set()
+    for sample in _within(listed, "pids", begin, end):
+        seen.update(sample["pids"])
+    if not our_pids:
+        seen &= set(listed[0]["pids"])
+    return len(seen - our_pids)

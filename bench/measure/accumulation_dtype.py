@@ -67,7 +67,9 @@ def accumulator(backend: type[Backend], cell: Cell, rank: int, device: torch.dev
         return found
     sums = (change / change[0]).tolist()
     kept = next((j for j, total in enumerate(sums) if abs(total - 1) > 1e-3), NUM_MAGNITUDES)
-    dtype = _dtype(kept) if num_updates == 1 else f"other: {num_updates} updates"
+    dtype = f"other: {num_updates} updates"
+    if num_updates == 1:
+        dtype = _dtype(kept)
     return {**found, "dtype": dtype, "significand_bits": kept, "sum": sums[8] + 0.0}
 
 
@@ -76,7 +78,9 @@ def _dtype(kept: int) -> str:
     if kept == NUM_MAGNITUDES:
         return "fp64"
     name = min(BITS, key=lambda name: abs(BITS[name] - kept))
-    return name if abs(BITS[name] - kept) <= 1 else f"other: {kept} bits"
+    if abs(BITS[name] - kept) <= 1:
+        return name
+    return f"other: {kept} bits"
 
 
 def error(
@@ -98,7 +102,9 @@ def error(
     change, num_updates = _update(backend, cell, rank, device, gradients[:, rank])
     exact = gradients.double().mean(dim=(0, 1))
     scale = float(change @ exact / (exact @ exact))
-    factor = 1.0 if not math.isfinite(scale) or scale * math.sqrt(accumulate) >= 1 else 1 / accumulate
+    factor = 1.0
+    if not (not math.isfinite(scale) or scale * math.sqrt(accumulate) >= 1):
+        factor = 1 / accumulate
     return {
         "accumulate": accumulate,
         "error": float((change / factor - exact).norm() / exact.norm()),

@@ -71,19 +71,34 @@ class CollectiveCall:
     @property
     def tensor_lists(self) -> list[list[torch.Tensor]]:
         """Its outputs and inputs, in any order; operators of c10d are given both, functional ones return outputs."""
-        sides = self.arguments[:2] if self.operator.namespace == "c10d" else (self.arguments[0], self.result)
-        return [[leaf for leaf in tree_leaves(side) if isinstance(leaf, torch.Tensor)] for side in sides]
+        sides = self.arguments[:2]
+        if self.operator.namespace != "c10d":
+            sides = (self.arguments[0], self.result)
+        return [_tensors(side) for side in sides]
 
     @property
     def dtype(self) -> str:
         """That of the first tensor, or ``none``."""
-        return next((str(leaf.dtype).removeprefix("torch.") for side in self.tensor_lists for leaf in side), "none")
+        for side in self.tensor_lists:
+            if side:
+                return str(side[0].dtype).removeprefix("torch.")
+        return "none"
 
     @property
     def payload_bytes(self) -> int:
         """Bytes of the whole tensor, which is the larger side: before a scatter or reduction, or after a gather."""
-        dense = ([leaf._values() if leaf.is_sparse else leaf for leaf in side] for side in self.tensor_lists)
-        return max(sum(leaf.nbytes for leaf in side) for side in dense)
+        return max(sum(map(_num_bytes, side)) for side in self.tensor_lists)
+
+
+def _tensors(side: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(side) if isinstance(leaf, torch.Tensor)]
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the values of a tensor; of a sparse one, those that are stored."""
+    if tensor.is_sparse:
+        return tensor._values().nbytes
+    return tensor.nbytes
 
 
 class CollectiveKernels:
@@ -98,11 +113,15 @@ class CollectiveKernels:
         self._running = threading.local()
 
     def install(self) -> None:
-        for namespace, names in (("c10d", C10D), ("_c10d_functional", FUNCTIONAL)) if dist.is_available() else ():
+        if not dist.is_available():
+            return
+        for namespace, names in (("c10d", C10D), ("_c10d_functional", FUNCTIONAL)):
             library = torch.library.Library(namespace, "IMPL")
-            for name in (name for name, common in names.items() if self._only in common):
+            for name, common in names.items():
+                if self._only not in common:
+                    continue
                 operator = getattr(getattr(torch.ops, namespace), name).default
-                library.impl(name, self._kernel(operator, names[name]), "BackendSelect", with_keyset=True)
+                library.impl(name, self._kernel(operator, common), "BackendSelect", with_keyset=True)
             self._libraries.append(library)
 
     def remove(self) -> None:

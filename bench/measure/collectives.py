@@ -22,10 +22,12 @@ def group_kind(group: Any) -> RankGroup:
     Consecutive ranks form a shard group, as in torch's meshes, whose last dimension varies fastest; others a replicate
     group.
     """
-    ranks, world = (dist.get_process_group_ranks(some) for some in (group, None))
-    if len(ranks) == len(world):
+    ranks = dist.get_process_group_ranks(group)
+    if len(ranks) == len(dist.get_process_group_ranks(None)):
         return RankGroup.WORLD
-    return RankGroup.SHARD if ranks[-1] - ranks[0] == len(ranks) - 1 else RankGroup.REPLICATE
+    if ranks[-1] - ranks[0] == len(ranks) - 1:
+        return RankGroup.SHARD
+    return RankGroup.REPLICATE
 
 
 class CollectiveCounter(CollectiveKernels):

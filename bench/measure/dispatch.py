@@ -23,8 +23,9 @@ from bench.measure.exposure import WindowProfiler
 from bench.measure.taps import Instrument, Taps
 from bench.plan.task import CPU_WINDOWS
 
-LAUNCHES = tuple(
-    f"{api}{call}" for api in ("cuda", "cu") for call in ("LaunchKernel", "LaunchCooperativeKernel", "GraphLaunch")
+LAUNCHES = (
+    *("cudaLaunchKernel", "cudaLaunchCooperativeKernel", "cudaGraphLaunch"),
+    *("cuLaunchKernel", "cuLaunchCooperativeKernel", "cuGraphLaunch"),
 )
 """Prefixes of calls that launch kernels; ``cudaLaunchKernelExC``, ``cuLaunchKernelEx`` and others match too."""
 NUMBERS = ("cpu_s", "num_operators", "num_launches")
@@ -67,20 +68,23 @@ class HostCost:
         self._cpu = [CpuTime(cuda=cuda) for _ in range(CPU_WINDOWS)]
         self._operators = OperatorCounter(taps)
         self._plain = plain
-        self._profilers = [WindowProfiler()] if cuda else []
-        self.instruments: list[Instrument] = [*self._cpu, self._operators, *self._profilers]
+        self.instruments: list[Instrument] = [*self._cpu, self._operators]
+        self._profiler = None
+        if cuda:
+            self._profiler = WindowProfiler()
+            self.instruments.append(self._profiler)
 
     @property
     def result(self) -> dict[str, Any]:
         from bench.measure.operators import other_work
 
         operators = self._operators
-        found: dict[str, Any] = {
-            "cpu_s": min((part.seconds for part in self._cpu if part.seconds is not None), default=None),
-            "num_operators": operators.count if operators.ended else None,
-            # None seen means that profiling failed.
-            "num_launches": next((num_launches(profiler.events) or None for profiler in self._profilers), None),
-        }
+        measured = [part.seconds for part in self._cpu if part.seconds is not None]
+        found: dict[str, Any] = {"cpu_s": min(measured, default=None), "num_operators": None, "num_launches": None}
+        if operators.ended:
+            found["num_operators"] = operators.count
+        if self._profiler is not None and (number := num_launches(self._profiler.events)):
+            found["num_launches"] = number  # none seen means that profiling failed
         if self._plain and operators.ended:
             found[OTHER_WORK] = other_work(*self._plain, operators.work, operators.micro_batches)
         return found
@@ -103,14 +107,20 @@ def num_launches(events: Iterable[Any]) -> int | None:
         unnamed += number == 0
         calls |= {number} - {0}
     found = len(calls) + unnamed
-    return found if found or not kernels else None
+    if found or not kernels:
+        return found
+    return None
 
 
 def merge(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the ranks' costs: the maximum of each number (None if a rank lacks it), and the first other work."""
-    columns = {name: [rank[name] for rank in ranks] for name in NUMBERS}
-    merged: dict[str, Any] = {name: None if None in values else max(values) for name, values in columns.items()}
+    merged: dict[str, Any] = {}
+    for name in NUMBERS:
+        values = [rank[name] for rank in ranks]
+        merged[name] = None
+        if None not in values:
+            merged[name] = max(values)
     compared = [rank[OTHER_WORK] for rank in ranks if OTHER_WORK in rank]
     if compared:
-        merged[OTHER_WORK] = next((words for words in compared if words), "")
+        merged[OTHER_WORK] = next(filter(None, compared), "")
     return merged

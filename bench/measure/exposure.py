@@ -28,10 +28,15 @@ def exposure(events: Iterable[Any]) -> dict[str, float] | None:
     too; ``num_collectives``, the number of their kernels. ``events`` are ``torch._C._autograd._KinetoEvent``.
     """
     on_device = [event for event in events if category(event) in DEVICE_CATEGORIES]
-    collectives = [event for event in on_device if event.name().startswith(COLLECTIVE_PREFIXES)]
-    compute_s = _covered_s(event for event in on_device if not event.name().startswith(COLLECTIVE_PREFIXES))
     if not on_device:
         return None
+    collectives, others = [], []
+    for event in on_device:
+        if event.name().startswith(COLLECTIVE_PREFIXES):
+            collectives.append(event)
+        else:
+            others.append(event)
+    compute_s = _covered_s(others)
     return {
         "collective_s": _covered_s(collectives),
         "exposed_s": max(0.0, _covered_s(on_device) - compute_s),
@@ -55,7 +60,9 @@ def merge(ranks: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
     None if a rank's profiler saw nothing, because it may be that rank.
     """
     seen = [found for found in ranks if found is not None]
-    return dict(max(seen, key=lambda found: found["exposed_s"])) if len(seen) == len(ranks) else None
+    if len(seen) < len(ranks):
+        return None
+    return dict(max(seen, key=lambda found: found["exposed_s"]))
 
 
 class WindowProfiler:

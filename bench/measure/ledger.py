@@ -114,7 +114,9 @@ class TensorLedger(TorchDispatchMode):
 
     def mark(self, tensor: Tensor, category: Category, evidence: Evidence) -> None:
         """Set the category of a tensor's storage. Storages on other devices are ignored."""
-        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        local = tensor
+        if isinstance(tensor, DTensor):
+            local = tensor._local_tensor
         if local.device.type != self._device_type or local.layout is not torch.strided:
             return
         block = self._track(local.untyped_storage())
@@ -124,7 +126,9 @@ class TensorLedger(TorchDispatchMode):
     def category(self, tensor: Tensor) -> Category | None:
         """The category of a tensor's storage; None if it was never seen."""
         block = self._blocks.get(tensor.untyped_storage()._cdata)
-        return None if block is None else block.category
+        if block is None:
+            return None
+        return block.category
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -150,11 +150,12 @@ def categorized(optimizer: Optimizer, ledger: TensorLedger) -> Iterator[tuple[Te
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            known = None if isinstance(parameter, DTensor) else ledger.category(parameter)
-            sharded = isinstance(parameter, DTensor) or known is Category.PARAMETERS_SHARDED
-            yield parameter, Category.PARAMETERS_SHARDED if sharded else Category.PARAMETERS_UNSHARDED
+            of_parameter, of_gradient = Category.PARAMETERS_UNSHARDED, Category.GRADIENTS_UNSHARDED
+            if isinstance(parameter, DTensor) or ledger.category(parameter) is Category.PARAMETERS_SHARDED:
+                of_parameter, of_gradient = Category.PARAMETERS_SHARDED, Category.GRADIENTS_SHARDED
+            yield parameter, of_parameter
             if parameter.grad is not None:
-                yield parameter.grad, Category.GRADIENTS_SHARDED if sharded else Category.GRADIENTS_UNSHARDED
+                yield parameter.grad, of_gradient
     for leaf in tree_leaves(list(optimizer.state.values())):
         if isinstance(leaf, Tensor):
             yield leaf, Category.OPTIMIZER_STATE
@@ -168,7 +169,10 @@ def reconcile(stats: Mapping[str, Any], moment: str, tracked: int) -> dict[str, 
     ``<moment>_allocator_rounding`` is the rounding alone: active minus requested, which the allocator lowers together
     when a block becomes free on every stream; allocated already drops when the tensor dies.
     """
-    sizes = _allocator(stats, "peak" if moment == PEAK else "current")
+    when = "current"
+    if moment == PEAK:
+        when = "peak"
+    sizes = _allocator(stats, when)
     sizes["rounding"] = sizes["active"] - sizes["requested"]
     sizes["untracked"] = sizes["allocated"] - tracked
     sizes["retries"] = int(stats["num_alloc_retries"])

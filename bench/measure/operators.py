@@ -62,7 +62,9 @@ class OperatorCounter(TorchDispatchMode):
 
     @property
     def _num_losses(self) -> int:
-        return len(self._taps.losses) if self._taps else 0
+        if self._taps:
+            return len(self._taps.losses)
+        return 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -109,8 +111,10 @@ def is_work(func: Any, result: Any, *, in_loss: bool) -> bool:
         return False
     if func.namespace in {*COMMUNICATION, MARKS} or func in UNMARKED or func.is_view or func._schema.is_mutable:
         return False
-    results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-    return any(sum(size > 1 for size in leaf.shape) > 1 for leaf in results)
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, torch.Tensor) and sum(size > 1 for size in leaf.shape) > 1:
+            return True
+    return False
 
 
 def plain_work(
@@ -132,22 +136,14 @@ def plain_work(
     replaces torch's linear function permanently. It is read from ``folder``, if a trial with the same micro-batches has
     kept it there, as one does with ``keep``.
     """
-    alike = dataclasses.replace(
-        cell,
-        backend=REFERENCE if cell.backend == REFERENCE else "",  # its loss is computed in slices
-        accumulate=1,
-        world_size=1,
-        global_batch_size=cell.micro_batch_size,
-        twin="",
-        ranks_per_node=0,
-        replicate=0,
-    )
     kept = None
     if folder is not None:
-        kept = folder / f"plain-{alike.cell_id}.json"
+        kept = folder / f"plain-{_plain_cell(cell).cell_id}.json"
         if kept.exists():
             stored = json.loads(kept.read_text(encoding="utf-8"))
-            return None if stored is None else (Counter(stored[0]), Counter(stored[1]))
+            if stored is None:
+                return None
+            return (Counter(stored[0]), Counter(stored[1]))
 
     def work(*, stops: bool) -> Counter[str]:
         fakes, taps = FakeTensors(samples.device), Taps(lambda: None)
@@ -177,14 +173,34 @@ def plain_work(
     return found
 
 
+def _plain_cell(cell: Cell) -> Cell:
+    """What is equal of the cells with the same plain model and micro-batches."""
+    backend = ""
+    if cell.backend == REFERENCE:
+        backend = REFERENCE  # its loss is computed in slices
+    return dataclasses.replace(
+        cell,
+        backend=backend,
+        accumulate=1,
+        world_size=1,
+        global_batch_size=cell.micro_batch_size,
+        twin="",
+        ranks_per_node=0,
+        replicate=0,
+    )
+
+
 def other_work(least: Counter[str], most: Counter[str], found: Counter[str], micro_batches: int) -> str:
     """The first operator whose number of runs in the micro-batches differs from the plain model's, in words; or empty.
 
     The order is the plain model's, then that of ``found``.
     """
     for operator in {**most, **found}:
-        expected = [times * micro_batches for times in dict.fromkeys((least[operator], most[operator]))]
-        if not min(expected) <= found[operator] <= max(expected):
-            ran = f"{operator} ran {found[operator]} times in {micro_batches} micro-batches"
-            return f"{ran}, {' to '.join(map(str, expected))} were due"
+        due = least[operator] * micro_batches
+        due_without_stop = most[operator] * micro_batches
+        if not min(due, due_without_stop) <= found[operator] <= max(due, due_without_stop):
+            were_due = str(due)
+            if due_without_stop != due:
+                were_due = f"{due} to {due_without_stop}"
+            return f"{operator} ran {found[operator]} times in {micro_batches} micro-batches, {were_due} were due"
     return ""

@@ -242,4 +242,6 @@ class AcceleratorClock(HostClock):
 
 def clock_for(device: torch.device) -> HostClock:
     """The clock for a device."""
-    return HostClock() if device.type == "cpu" else AcceleratorClock()
+    if device.type == "cpu":
+        return HostClock()
+    return AcceleratorClock()

@@ -37,7 +37,9 @@ class RealTensors(nullcontext[None]):
         super().__init__()
         self._device = device
         is_large = cell.workload == LLAMA and SIZES[cell.model].num_parameters > MOST_DRAWN_ON_CPU
-        self._draws = device if is_large and device.type != "cpu" else nullcontext()
+        self._draws: Any = nullcontext()
+        if is_large and device.type != "cpu":
+            self._draws = device
 
     def model(self, make: Callable[[], nn.Module]) -> nn.Module:
         """A model whose parameters can be counted, for ``place``."""
@@ -53,7 +55,9 @@ class RealTensors(nullcontext[None]):
 
 def tensors(cell: Cell, device: torch.device) -> RealTensors | FakeTensors:
     """The tensors of a cell."""
-    return RealTensors(cell, device) if cell.world.computes else FakeTensors(device)
+    if cell.world.computes:
+        return RealTensors(cell, device)
+    return FakeTensors(device)
 
 
 KEPT_ELEMENTS = 65_536
@@ -156,7 +160,9 @@ class _Mode(FakeTensorMode):
             dtype = args[0].dtype
             if dtype is torch.bool:
                 return getattr(args[0], FROM_ALL, False)
-            return 0.0 if dtype.is_floating_point else 0
+            if dtype.is_floating_point:
+                return 0.0
+            return 0
         if func.name().startswith("aten::all"):
             setattr(result, FROM_ALL, True)
         return result

@@ -93,7 +93,9 @@ class RankTrial:
             result["device_name"] = gpu.name
             result["device_uuid"] = f"GPU-{gpu.uuid}"  # as NVML writes it
         if "dispatch" in self.spec.passes:
-            kept_in = Path(self.spec.reference).parent if self.spec.reference else None
+            kept_in = None
+            if self.spec.reference:
+                kept_in = Path(self.spec.reference).parent
             self._plain = plain_work(cell, self.workload, self._loss, self.data, kept_in, keep=self.rank == 0)
         for name in self.spec.passes:
             gc.collect()  # frees the previous pass: frameworks leave cycles
@@ -213,12 +215,16 @@ class RankTrial:
                 if cuda:
                     torch.accelerator.reset_peak_memory_stats()
 
-        taps.on_event = after_warmup if cuda or self.cell.compiled else None
+        taps.on_event = None
+        if cuda or self.cell.compiled:
+            taps.on_event = after_warmup
         with load, blocks.compiled_once(self.cell) as compiled_all:
             backend = self.train(taps, self.cell.windows)
         found = updates(taps.events)
         reached = clock.moments([update.mark for update in found])
-        counted = taps.losses if self.cell.world.has_values else []
+        counted = []
+        if self.cell.world.has_values:
+            counted = taps.losses
         losses = torch.stack(counted).double().cpu() if counted else torch.empty(0, dtype=torch.double)
         accumulate = self.cell.accumulate
         windows = len(losses) // accumulate
@@ -274,7 +280,9 @@ class RankTrial:
         if is_reference := self.cell == self.cell.reference():
             save(change, reference)
         squares = sum(float(value.double().pow(2).sum()) for value in change.values())
-        checked = device_check(self.cell, self.device, self._optimizer) if is_reference else {}
+        checked = {}
+        if is_reference:
+            checked = device_check(self.cell, self.device, self._optimizer)
         return {**compare(change, reference), "gradient_norm": math.sqrt(squares), **checked}
 
     def collectives(self) -> list[dict[str, Any]]:

@@ -77,7 +77,9 @@ class RankGroup(StrEnum):
 
 def among(group: str) -> str:
     """The ranks of a collective in a sentence; nothing for all ranks."""
-    return "" if group == RankGroup.WORLD else f" in the {group} group"
+    if group == RankGroup.WORLD:
+        return ""
+    return f" in the {group} group"
 
 
 class Sharding(StrEnum):
@@ -202,7 +204,9 @@ class Cell:
         """Number of ranks in a group; W where a backend has groups of its own, whose sizes are not known."""
         if not self.replicate or group == RankGroup.WORLD:
             return self.world_size
-        return self.replicate if group == RankGroup.REPLICATE else self.world_size // self.replicate
+        if group == RankGroup.REPLICATE:
+            return self.replicate
+        return self.world_size // self.replicate
 
     @property
     def fits_mesh(self) -> bool:
@@ -214,11 +218,15 @@ class Cell:
     @property
     def num_processes(self) -> int:
         """Number of processes: W, or 1 (rank 0) in a virtual world."""
-        return self.world_size if self.world.has_all_ranks else 1
+        if self.world.has_all_ranks:
+            return self.world_size
+        return 1
 
     @property
     def num_nodes(self) -> int:
-        return self.world_size // self.ranks_per_node if self.ranks_per_node else 1
+        if self.ranks_per_node:
+            return self.world_size // self.ranks_per_node
+        return 1
 
     @property
     def micro_batch_size(self) -> int:

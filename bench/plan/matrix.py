@@ -254,7 +254,9 @@ def load(name: str) -> Matrix:
     """Load a shipped matrix by name, or a TOML file. Raises InputError if it cannot be read or is invalid."""
     shipped = name in names()
     path = FOLDER / f"{name}.toml" if shipped else Path(name)
-    source = f"{name}.toml" if shipped else name
+    source = name
+    if shipped:
+        source = f"{name}.toml"
     if not shipped and path.suffix != ".toml":
         raise InputError(f"--matrix {name}: unknown; {suggest(name, ['auto', *names(), 'a .toml file'])}")
     content = files.read(path, f"--matrix {name}", "name a TOML file")
@@ -316,7 +318,9 @@ def _group(group: Mapping[str, Any], number: int, given: Mapping[str, Any], sour
     flat = _flat(group)
     for key in flat:
         if key not in IN_GROUPS and key not in TABLES:
-            hint = "it is one for the whole matrix" if key in KEYS else suggest(key, IN_GROUPS)
+            hint = "it is one for the whole matrix"
+            if key not in KEYS:
+                hint = suggest(key, IN_GROUPS)
             raise InputError(f"{_place(source, number, key)} cannot be set there; {hint}")
     values = _checked({**given, **flat}, "", lambda key: _place(source, number, key))
     return {key: values[key] for key in flat}

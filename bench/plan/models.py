@@ -148,6 +148,8 @@ def describe_file(path: Path, length: int, place: str = "--corpus") -> str:
     """
     data = files.read(path, f"{place} {path}", "name a text file")
     if len(data) < length:
-        what = "is empty" if not data else f"has {len(data)} bytes"
+        what = f"has {len(data)} bytes"
+        if not data:
+            what = "is empty"
         raise InputError(f"{place} {path}: {what}; one sample needs sequence_length + 1 = {length} bytes")
     return f"{path.name}@sha256:{hashlib.sha256(data).hexdigest()[:16]}"

@@ -55,7 +55,9 @@ class Cost:
 
     def total(self, repeats: int) -> float:
         """Seconds of this many trials, one of them with the extra passes; 0 if unknown."""
-        return 0.0 if self.seconds is None else self.seconds * repeats + self.once_s
+        if self.seconds is None:
+            return 0.0
+        return self.seconds * repeats + self.once_s
 
 
 class Ended(StrEnum):
@@ -141,7 +143,9 @@ class Schedule:
         if not self.looks:
             return self.repeats
         last = self.looks[-1]
-        return min(self.max_repeats, next_look(last.repeats, last.wanted)) if last.open else last.repeats
+        if last.open:
+            return min(self.max_repeats, next_look(last.repeats, last.wanted))
+        return last.repeats
 
     def block(self, repeat: int) -> list[Trial]:
         assert repeat < self.known, "the block is not decided yet"

@@ -104,7 +104,9 @@ class Task:
 
     @property
     def num_processes(self) -> int:
-        return self.world_size if self.world.has_all_ranks else 1
+        if self.world.has_all_ranks:
+            return self.world_size
+        return 1
 
     def to_json(self) -> str:
         kind = type(self)

@@ -85,12 +85,11 @@ class Loader:
         micro_batch_size, rest = divmod(global_batch_size, accumulate * world_size)
         assert rest == 0 and micro_batch_size > 0, "the matrix refuses a batch that is not divisible"
         self._fetch = fetch
-        self._ranges = [
-            range(start, start + micro_batch_size)
-            for window in range(windows)
-            for piece in range(accumulate)
-            for start in [window * global_batch_size + (piece * world_size + rank) * micro_batch_size]
-        ]
+        self._ranges = []
+        for window in range(windows):
+            for piece in range(accumulate):
+                start = window * global_batch_size + (piece * world_size + rank) * micro_batch_size
+                self._ranges.append(range(start, start + micro_batch_size))
 
     def __len__(self) -> int:
         return len(self._ranges)
@@ -120,10 +119,10 @@ def sliced(
         import torch
         from torch.utils.checkpoint import checkpoint
 
-        means = [
-            checkpoint(loss, model, part, use_reentrant=False, preserve_rng_state=False) * (len(part) / len(batch))
-            for part in batch.split(size)
-        ]
-        return torch.stack(means).sum()
+        shares = []
+        for part in batch.split(size):
+            mean = checkpoint(loss, model, part, use_reentrant=False, preserve_rng_state=False)
+            shares.append(mean * (len(part) / len(batch)))
+        return torch.stack(shares).sum()
 
     return of_slices

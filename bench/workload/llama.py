@@ -125,8 +125,10 @@ class LlamaWorkload:
         config._attn_implementation = ATTENTION
         # The accelerator's generator is only touched where weights are drawn there; torch.manual_seed would seed both.
         device = torch.get_default_device()
-        drawn_by = [] if device.type in ("cpu", "meta") else [device]
-        with torch.random.fork_rng(drawn_by, device_type=drawn_by[0].type if drawn_by else "cuda"):
+        drawn_by, device_type = [device], device.type
+        if device.type in ("cpu", "meta"):
+            drawn_by, device_type = [], "cuda"
+        with torch.random.fork_rng(drawn_by, device_type=device_type):
             torch.default_generator.manual_seed(self._spec.seed)
             if drawn_by:
                 torch.get_device_module(device).manual_seed(self._spec.seed)
