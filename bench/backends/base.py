@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import inspect
+import itertools
 import os
 import pkgutil
 import re
@@ -214,19 +215,32 @@ def built_in() -> dict[str, type[Backend]]:
     found: list[list[type[Backend]]] = []
     for info in pkgutil.iter_modules(backends.__path__, "bench.backends."):
         values = vars(importlib.import_module(info.name)).values()
-        classes = [value for value in values if isinstance(value, type) and issubclass(value, Backend)]
-        if defined := [kind for kind in classes if kind.__module__ == info.name and "name" in vars(kind)]:
+        if defined := [value for value in values if _is_defined_in(info.name, value)]:
             found.append(defined)
-    found.sort(
-        key=lambda module: (list(BackendFamily).index(module[0].family), module[0].sharding is not Sharding.NONE)
-    )
-    return {backend.name: backend for module in found for backend in module}
+    found.sort(key=_place_of_module)
+    return {backend.name: backend for backend in itertools.chain.from_iterable(found)}
+
+
+def _is_defined_in(module: str, value: Any) -> bool:
+    """Whether a value in a module is a backend that it defines, not one that it imports or a base of several."""
+    if not (isinstance(value, type) and issubclass(value, Backend)):
+        return False
+    return value.__module__ == module and "name" in vars(value)
+
+
+def _place_of_module(defined: list[type[Backend]]) -> tuple[int, bool]:
+    """What sorts modules, from the backends that each defines."""
+    first = defined[0]
+    return list(BackendFamily).index(first.family), first.sharding is not Sharding.NONE
 
 
 def installed_backends() -> dict[str, str]:
     """Backends that ``all`` does not select, by name, as ``module:Class``; those of packages are not imported."""
-    untried = {name: f"{kind.__module__}:{kind.__name__}" for name, kind in built_in().items() if kind.untried}
-    return {entry.name: entry.value for entry in _entry_points()} | untried
+    found = {entry.name: entry.value for entry in _entry_points()}
+    for name, kind in built_in().items():
+        if kind.untried:
+            found[name] = f"{kind.__module__}:{kind.__name__}"
+    return found
 
 
 def _entry_points() -> Iterable[importlib.metadata.EntryPoint]:

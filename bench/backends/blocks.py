@@ -40,8 +40,11 @@ def skip(cell: Cell, backend: type[Backend]) -> str:
 
 def skipped(cells: Sequence[Cell], backends: Mapping[str, type[Backend]]) -> dict[str, str]:
     """Why cells cannot run here, by id; cells that can are left out."""
-    reasons = {cell.cell_id: skip(cell, backends[cell.backend]) for cell in cells}
-    return {cell_id: reason for cell_id, reason in reasons.items() if reason}
+    reasons = {}
+    for cell in cells:
+        if reason := skip(cell, backends[cell.backend]):
+            reasons[cell.cell_id] = reason
+    return reasons
 
 
 def refusal(cell: Cell, backend: type[Backend]) -> str:
@@ -67,11 +70,11 @@ def missing(cell: Cell) -> str:
     if not cell.compiled:
         return ""
     # torch._inductor builds C++ kernels for the CPU, and Triton a launcher in C for each of its kernels.
-    names = ("gcc", "clang", "cc")
+    names, variable = ("gcc", "clang", "cc"), "CC"
     if cell.device is Device.CPU:
-        names = ("g++", "clang++", "c++")
-    chosen = os.environ.get("CXX" if cell.device is Device.CPU else "CC", "")
-    if not any(shutil.which(name) for name in (chosen, *names) if name):
+        names, variable = ("g++", "clang++", "c++"), "CXX"
+    chosen = os.environ.get(variable, "")
+    if not any(map(shutil.which, filter(None, (chosen, *names)))):
         return f"torch.compile needs a compiler: install {names[0]}"
     if cell.device is Device.CUDA and importlib.util.find_spec("triton") is None:
         return "torch.compile needs Triton: pip install triton"

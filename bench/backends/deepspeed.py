@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -91,12 +92,13 @@ def holdings(engine: Any) -> dict[Category, list[Tensor]]:
     zero = engine.optimizer
 
     def tensors(*names: str) -> list[Tensor]:
-        leaves = tree_leaves([getattr(zero, name, None) for name in names])
-        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        found = []
+        for name in names:
+            found += [leaf for leaf in tree_leaves(getattr(zero, name, None)) if isinstance(leaf, torch.Tensor)]
+        return found
 
     masters = tensors("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
-    groups: list[Any] = getattr(zero, "fp16_groups", [])
-    partitioned = [parameter for group in groups for parameter in group]
+    partitioned = list(itertools.chain.from_iterable(getattr(zero, "fp16_groups", [])))
     buffers = [bucket.buffer for bucket in zero.ipg_buckets.values()]
     averaged = [getattr(group, "flat_partition", group) for group in zero.averaged_gradients.values()]
     return {
@@ -151,7 +153,9 @@ class ZeroBackend(Backend):
         import torch
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
-        for name, parameter in model.named_parameters() if self.masters else ():
+        if not self.masters:
+            return
+        for name, parameter in model.named_parameters():
             if not hasattr(parameter, "ds_tensor"):
                 safe_set_full_fp32_param(parameter, self.masters[name].to(parameter.device))
                 continue
@@ -188,8 +192,11 @@ class ZeroBackend(Backend):
         return "; ".join(found)
 
     def reported(self) -> dict[str, int]:
+        counters = super().reported()
         steps = getattr(self.wrapped(), "global_steps", None)  # a Trainer may have refused before there is an engine
-        return super().reported() | ({} if steps is None else {"engine.global_steps": steps})
+        if steps is not None:
+            counters = counters | {"engine.global_steps": steps}
+        return counters
 
     def holdings(self) -> Mapping[Category, Iterable[Tensor]]:
         return holdings(self.wrapped())

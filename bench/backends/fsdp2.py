@@ -39,7 +39,10 @@ def shard(
     policy = mixed_precision(bf16=bf16)
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=None if reshard_after_forward else False)
+    of_root = None
+    if not reshard_after_forward:
+        of_root = False
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=of_root)
     return cast("FSDPModule", model)
 
 
@@ -85,16 +88,21 @@ def holdings(model: nn.Module) -> dict[Category, list[Tensor]]:
         Category.GRADIENTS_UNSHARDED: [],
         Category.GRADIENTS_SHARDED: [],
     }
-    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
-    for group in (group for state in states for group in _groups(state)):
+    groups: list[Any] = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            groups += _groups(module._get_fsdp_state())
+    for group in groups:
         if (partial := getattr(group, "_partial_reduce_output", None)) is not None:
             found[Category.GRADIENTS_SHARDED].append(partial)
         for parameter in group.fsdp_params:
             found[Category.PARAMETERS_SHARDED].append(parameter._sharded_param_data)
             gathered = getattr(parameter, "_unsharded_param", None)  # made by the first gather
             found[Category.PARAMETERS_UNSHARDED] += parameter.all_gather_outputs
-            whole = (parameter.unsharded_accumulated_grad, None if gathered is None else gathered.grad)
-            found[Category.GRADIENTS_UNSHARDED] += [gradient for gradient in whole if gradient is not None]
+            if parameter.unsharded_accumulated_grad is not None:
+                found[Category.GRADIENTS_UNSHARDED].append(parameter.unsharded_accumulated_grad)
+            if gathered is not None and gathered.grad is not None:
+                found[Category.GRADIENTS_UNSHARDED].append(gathered.grad)
     return found
 
 
@@ -171,9 +179,12 @@ class FSDP2Eager(FSDP2Backend):
             self.optimizer.zero_grad()
 
     def settings(self) -> dict[str, Any]:
+        reshards = "always"
+        if self.sharding is Sharding.OPTIMIZER:
+            reshards = "last micro-batch only"
         return super().settings() | {
             "reshard_after_forward": self.sharding is Sharding.PARAMS,
-            "reshard_after_backward": "last micro-batch only" if self.sharding is Sharding.OPTIMIZER else "always",
+            "reshard_after_backward": reshards,
         }
 
 

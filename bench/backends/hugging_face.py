@@ -150,7 +150,9 @@ def _model(backend: HuggingFaceTrainer, job: Job) -> Any:
 
         def forward(self, batch: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None) -> dict[str, Tensor]:
             loss = job.loss(self.model, batch)
-            return {"loss": loss if num_items_in_batch is None else loss * labels.numel() / num_items_in_batch}
+            if num_items_in_batch is not None:
+                loss = loss * labels.numel() / num_items_in_batch
+            return {"loss": loss}
 
     return Model()
 

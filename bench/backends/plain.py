@@ -99,8 +99,9 @@ class DDPEager(DDPBackend):
         self.optimizer.zero_grad()
         for window in job.each_window():
             for batch, last in window:
+                reduces = last or self.sync is Sync.EAGER
                 # DDP decides in the forward whether the backward will reduce, so no_sync must cover both.
-                with nullcontext() if last or self.sync is Sync.EAGER else self.model.no_sync():
+                with nullcontext() if reduces else self.model.no_sync():
                     with job.autocast():
                         loss = job.loss(self.model, batch)
                     (loss / window.size).backward()

@@ -55,7 +55,10 @@ class RankTrial:
         self.backend = backend
         if reason := blocks.refusal(spec.cell, backend):
             raise UnsupportedError(reason)
-        self.workload = load(spec.cell, Path(spec.corpus) if spec.corpus else None)
+        corpus = None
+        if spec.corpus:
+            corpus = Path(spec.corpus)
+        self.workload = load(spec.cell, corpus)
         self._tensors = tensors(spec.cell, device)
         model = self._tensors.model(self.workload.model)
         self._unused_model: nn.Module | None = model
@@ -222,18 +225,25 @@ class RankTrial:
             backend = self.train(taps, self.cell.windows)
         found = updates(taps.events)
         reached = clock.moments([update.mark for update in found])
-        counted = []
-        if self.cell.world.has_values:
-            counted = taps.losses
-        losses = torch.stack(counted).double().cpu() if counted else torch.empty(0, dtype=torch.double)
+        losses = torch.empty(0, dtype=torch.double)
+        if taps.losses and self.cell.world.has_values:
+            losses = torch.stack(taps.losses).double().cpu()
         accumulate = self.cell.accumulate
         windows = len(losses) // accumulate
         seconds = clock.intervals([update.mark for update in found])
+        began, ended = None, time.monotonic()
+        if len(reached) >= warmup:
+            began = reached[warmup - 1]
+        if reached:
+            ended = reached[-1]
+        cuda_memory = None
+        if cuda:
+            cuda_memory = cuda_peaks()
         return {
             "warmup_seconds": seconds[: warmup - 1],
             "step_seconds": seconds[warmup - 1 :],
-            "began": reached[warmup - 1] if len(reached) >= warmup else None,
-            "ended": reached[-1] if reached else time.monotonic(),
+            "began": began,
+            "ended": ended,
             "host": load.result,
             "losses": losses[: windows * accumulate].view(windows, accumulate).mean(dim=1).tolist(),
             "num_micro_batches": len(taps.losses),
@@ -243,7 +253,7 @@ class RankTrial:
             "micro_batches_per_update": sorted({update.num_micro_batches for update in found}),
             "reported": backend.reported(),
             "settings": backend.settings(),
-            "cuda_memory": cuda_peaks() if cuda else None,
+            "cuda_memory": cuda_memory,
         }
 
     def update(self) -> dict[str, float] | None:
@@ -302,7 +312,9 @@ class RankTrial:
         ``peak`` and its parts belong to the moment of most live bytes; ``held`` and its parts to the second fetch, or
         where a loop fetches ahead to the moment before the second forward; they are absent if N = 1.
         """
-        return self._memory or self._watch_memory()
+        if not self._memory:
+            return self._watch_memory()
+        return self._memory
 
     def _watch_memory(self, *others: Instrument) -> dict[str, int]:
         """The memory of one settled window, which ``others`` measure too."""

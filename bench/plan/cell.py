@@ -279,7 +279,10 @@ class Cell:
         """The fewest micro-batches into which a rank's samples divide so that each is a slice or one sample."""
         samples = self.global_batch_size // self.world_size
         most = max(1, SLICE_TOKENS // max(1, self.sequence_length))
-        return next((n for n in range(1, samples + 1) if samples % n == 0 and samples // n <= most), 1)
+        for number in range(1, samples + 1):
+            if samples % number == 0 and samples // number <= most:
+                return number
+        return 1
 
     def reference(self, *, sharded: bool | None = None) -> Cell:
         """The reference cell of this one: whole batch, fp32, not compiled.
@@ -336,8 +339,13 @@ class Cell:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; ``from_dict`` is the inverse."""
         # dataclasses.asdict makes deep copies, which dominate the time of planning many cells.
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {key: value.value if isinstance(value, StrEnum) else value for key, value in values.items()}
+        found = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, StrEnum):
+                value = value.value
+            found[field.name] = value
+        return found
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Cell:

@@ -221,13 +221,18 @@ class Matrix:
         """The matrix with the worlds that fit on so many GPUs: all of these if none does, and no group without one."""
         key = "axes.world_size"
 
-        def fitting(part: Mapping[str, Any]) -> dict[str, Any]:
-            sizes = part.get(key, "all")
-            return {**part, key: sizes if sizes == "all" else [size for size in sizes if size <= num_gpus]}
+        def fitting(sizes: Any) -> Any:
+            if sizes == "all":
+                return sizes
+            return [size for size in sizes if size <= num_gpus]
 
-        groups = [fitting(group) if key in group else group for group in self.values["groups"]]
-        values = fitting(self.values) | {"groups": [group for group in groups if group.get(key, True)]}
-        values[key] = values[key] or "all"
+        groups = []
+        for group in self.values["groups"]:
+            if key not in group:
+                groups.append(group)
+            elif sizes := fitting(group[key]):
+                groups.append({**group, key: sizes})
+        values = {**self.values, key: fitting(self.values.get(key, "all")) or "all", "groups": groups}
         if values == self.values:
             return self
         return dataclasses.replace(self, values=values, places={**self.places, key: option})

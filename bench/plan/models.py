@@ -41,7 +41,9 @@ class LlamaSize:
     @property
     def num_parameters(self) -> int:
         """P: all parameters, tied weights counted once."""
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+        embeddings = self.vocab_size * self.hidden_size
+        if not self.tied:
+            embeddings *= 2
         return embeddings + self.num_layers * self.num_block_parameters + self.hidden_size
 
     def flops_per_token(self, sequence_length: int) -> float:
@@ -119,10 +121,12 @@ def sources(name: str) -> list[Path]:
     folders = []
     if package is not None:
         folders = list(package.submodule_search_locations or ())
-    paths = [path for folder in folders for path in Path(folder).rglob("*.py")]
+    paths: list[Path] = []
+    for folder in folders:
+        paths += Path(folder).rglob("*.py")
     if not folders and found.origin:
         paths = [Path(found.origin)]
-    return sorted(path for path in paths if path.is_file())
+    return sorted(filter(Path.is_file, paths))
 
 
 def find_factory(name: str) -> Callable[..., Any]:

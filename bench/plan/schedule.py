@@ -98,8 +98,12 @@ def block(cells: Sequence[Cell], repeat: int, seed: int) -> list[Trial]:
 
     With the order A B C, C B A, a drift that is linear in time affects all cells of two blocks equally.
     """
-    references = [cell for cell in cells if cell.is_reference]
-    others = [cell for cell in cells if not cell.is_reference]
+    references, others = [], []
+    for cell in cells:
+        if cell.is_reference:
+            references.append(cell)
+        else:
+            others.append(cell)
     random.Random(f"{seed}/{repeat // 2}").shuffle(others)
     if repeat % 2:
         others.reverse()

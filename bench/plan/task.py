@@ -36,7 +36,9 @@ def extra_passes(cell: Cell) -> tuple[str, ...]:
     on_cuda = cell.device is Device.CUDA
     if on_cuda and cell.is_reference:
         return ("update",)
-    asked: tuple[str, ...] = EXTRA_PASSES if cell.world.has_values else COUNTING_PASSES
+    asked: tuple[str, ...] = EXTRA_PASSES
+    if not cell.world.has_values:
+        asked = COUNTING_PASSES
     if on_cuda and cell.world.times_communication:
         asked = (*asked, *CUDA_PASSES)
     if cell.compiled:
@@ -63,7 +65,12 @@ def passes(cells: Sequence[Cell]) -> dict[str, tuple[str, ...]]:
         of_any_n = dataclasses.replace(cell, accumulate=1, twin="")
         if chosen.setdefault(of_any_n, cell) != cell:
             found[cell] = tuple(name for name in found[cell] if name not in AT_ONE_N)
-    return {cell.cell_id: ("time", *asked) if cell.world.computes else asked for cell, asked in found.items()}
+    of_cells = {}
+    for cell, asked in found.items():
+        of_cells[cell.cell_id] = asked
+        if cell.world.computes:
+            of_cells[cell.cell_id] = ("time", *asked)
+    return of_cells
 
 
 def _without_backend(cell: Cell) -> Cell:
