@@ -1,6 +1,7 @@
 """The backend interface and the registry.
 
-This module imports neither torch nor a framework, so that planning works without them; ``train`` imports what it needs.
+This module imports neither torch nor a framework, so that planning works without them; ``train``
+imports what it needs.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class BackendFamily(StrEnum):
 
 
 Call = tuple[str, str, int, int]
-"""Calls of a collective: operation, dtype, elements of the whole logical tensor, and how often it is called."""
+"""Calls of a collective: operation, dtype, elements of the whole logical tensor, and how often it
+is called."""
 
 
 def known(function: Callable[..., Any], settings: dict[str, Any]) -> dict[str, Any]:
@@ -79,48 +81,53 @@ class Backend(ABC):
     sync: ClassVar[Sync]
     sharding: ClassVar[Sharding]
     replicate: ClassVar[int] = 0
-    """R where the matrix names none, for a backend that trains replicas of a sharded model (HSDP); 0 for all others."""
+    """R where the matrix names none, for a backend that trains replicas of a sharded model (HSDP);
+    0 for all others."""
     stepping: ClassVar[Stepping] = Stepping.UNKNOWN
     """How the backend handles an incomplete window at the end of an epoch."""
     bf16_as: ClassVar[str] = BF16_AUTOCAST
-    """How bf16 is computed: autocast keeps the residual stream and norms in fp32, bf16 parameters do not."""
+    """How bf16 is computed: autocast keeps the residual stream and norms in fp32, bf16 parameters
+    do not."""
     refuses: ClassVar[Refusals] = Refusals()
     """What the backend cannot do, with the reasons."""
     defect: ClassVar[str] = ""
-    """A known defect of the framework that the gates should catch when N > 1, in words; empty if none."""
+    """A known defect of the framework that the gates should catch when N > 1, in words; empty if
+    none."""
 
     requires: ClassVar[tuple[str, ...]] = ()
     """Import names of required packages besides torch."""
     preload: ClassVar[tuple[str, ...]] = ()
-    """What a fork server imports before it forks trials (``module``) or calls (``module:function``); empty for
-    ``requires``."""
+    """What a fork server imports before it forks trials (``module``) or calls
+    (``module:function``); empty for ``requires``."""
     untried: ClassVar[bool] = False
     """Whether the backend has never run. It must then be named: ``all`` does not select it."""
 
     family: ClassVar[BackendFamily] = BackendFamily.OTHER
     colour: ClassVar[str] = ""
-    """The framework's colour in figures, ``#rrggbb``; empty for one that no other framework of the run has."""
+    """The framework's colour in figures, ``#rrggbb``; empty for one that no other framework of the
+    run has."""
     is_mechanism: ClassVar[bool] = False
     """Whether it shards and reduces itself, as others wrap it."""
     formula: ClassVar[Callable[..., Any] | str] = ""
-    """What it must send and hold, for a backend of another package: a static method, or ``package.module:function``.
-    Backends of this package have theirs in ``bench.judge.formulas``."""
+    """What it must send and hold, for a backend of another package: a static method, or
+    ``package.module:function``. Backends of this package have theirs in
+    ``bench.judge.formulas``."""
 
     @abstractmethod
     def train(self, job: Job) -> None:
         """Build the model and train ``job.windows`` windows.
 
-        Use ``job.loader`` for micro-batches, ``job.loss`` for losses, ``job.optimizer`` for the optimizer. Raises
-        UnsupportedError for a job that the backend cannot run.
+        Use ``job.loader`` for micro-batches, ``job.loss`` for losses, ``job.optimizer`` for the
+        optimizer. Raises UnsupportedError for a job that the backend cannot run.
         """
 
     @abstractmethod
     def full_parameters(self) -> Mapping[str, Tensor]:
         """The full fp32 parameters, under the names of the built model.
 
-        Called on every rank, because gathering shards is collective: after ``train``, and in semantic scenarios also
-        during it, when the first micro-batch after an update is fetched. Values may be gathered on access, so all ranks
-        access the same names in the same order.
+        Called on every rank, because gathering shards is collective: after ``train``, and in
+        semantic scenarios also during it, when the first micro-batch after an update is fetched.
+        Values may be gathered on access, so all ranks access the same names in the same order.
         """
 
     def reported(self) -> dict[str, int]:
@@ -130,7 +137,8 @@ class Backend(ABC):
     def continue_training(self, job: Job) -> None:
         """Continue training with what ``train`` built, after an exception in the middle of a window.
 
-        Semantic scenarios call this and the two methods below. A backend without them is ``unsupported`` there.
+        Semantic scenarios call this and the two methods below. A backend without them is
+        ``unsupported`` there.
         """
         raise UnsupportedError(f"{self.name} cannot continue after an exception: define continue_training()")
 
@@ -143,19 +151,20 @@ class Backend(ABC):
     def save(self, folder: Path, seen: int, accumulate: int) -> int:
         """Write a checkpoint into ``folder`` after ``seen`` micro-batches of the epoch. Collective.
 
-        Returns how many of them the resumed training should skip. The default suits loops over ``each_window``: it
-        saves nothing beyond the parameters, which the caller saves and which are the state at the last update, so the
-        open window is repeated. A framework with its own checkpoints reads them from ``job.resume`` if that is a
-        folder.
+        Returns how many of them the resumed training should skip. The default suits loops over
+        ``each_window``: it saves nothing beyond the parameters, which the caller saves and which
+        are the state at the last update, so the open window is repeated. A framework with its own
+        checkpoints reads them from ``job.resume`` if that is a folder.
         """
         return seen - seen % accumulate
 
     def holdings(self) -> Mapping[Category, Iterable[Tensor]]:
         """Tensors whose use cannot be determined from outside, such as the framework's flat buffers, by category.
 
-        The memory pass calls this at every tapped event of one window, and assigns the storages of these tensors to the
-        categories for their whole life. It finds the following by itself: parameters that operators take, their
-        gradients, the inner optimizer's parameters and state, and what collectives read and write.
+        The memory pass calls this at every tapped event of one window, and assigns the storages of
+        these tensors to the categories for their whole life. It finds the following by itself:
+        parameters that operators take, their gradients, the inner optimizer's parameters and state,
+        and what collectives read and write.
         """
         return {}
 
@@ -250,8 +259,9 @@ def _entry_points() -> Iterable[importlib.metadata.EntryPoint]:
 def registry(names: Iterable[str] = ()) -> dict[str, type[Backend]]:
     """Backends by name: built-in ones, those in EXTRA_BACKENDS, and those of ``names`` that installed packages offer.
 
-    Only packages of requested backends are imported, and only requested backends may be untried. Unknown names are
-    left out. Raises InputError for something that is not a backend, or a name that is invalid or already taken.
+    Only packages of requested backends are imported, and only requested backends may be untried.
+    Unknown names are left out. Raises InputError for something that is not a backend, or a name
+    that is invalid or already taken.
     """
     names = list(dict.fromkeys(names))
     found = {name: backend for name, backend in built_in().items() if not backend.untried}

@@ -1,11 +1,13 @@
 """Activation checkpointing and compilation of a model's blocks, and which cells cannot run here.
 
-Checkpointing comes first, then torch.compile, as in torchtitan (torchtitan/models/llama3/infra/parallelize.py), which
-shards or wraps the blocks only afterwards. Here the block's ``forward`` is replaced instead of the block, so that
-parameters keep their names and the framework's hooks stay outside: FSDP2 does not gather again for recomputation.
+Checkpointing comes first, then torch.compile, as in torchtitan
+(torchtitan/models/llama3/infra/parallelize.py), which shards or wraps the blocks only afterwards.
+Here the block's ``forward`` is replaced instead of the block, so that parameters keep their names
+and the framework's hooks stay outside: FSDP2 does not gather again for recomputation.
 
-Selective checkpointing keeps what torchtitan's keeps (torchtitan 0.3.0, distributed/activation_checkpoint.py): the
-results of attention and of every second matrix product. Everything else is recomputed.
+Selective checkpointing keeps what torchtitan's keeps (torchtitan 0.3.0,
+distributed/activation_checkpoint.py): the results of attention and of every second matrix product.
+Everything else is recomputed.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ def missing(cell: Cell) -> str:
     """What this machine lacks for compilation, and how to fix it; empty if nothing, or if the cell is not compiled."""
     if not cell.compiled:
         return ""
-    # torch._inductor builds C++ kernels for the CPU, and Triton a launcher in C for each of its kernels.
+    # torch._inductor builds C++ kernels for the CPU, and Triton a launcher in C for each of its
+    # kernels.
     names, variable = ("gcc", "clang", "cc"), "CC"
     if cell.device is Device.CPU:
         names, variable = ("g++", "clang++", "c++"), "CXX"
@@ -84,7 +87,8 @@ def missing(cell: Cell) -> str:
 def prepare(blocks: Sequence[nn.Module], cell: Cell, compiler: str = COMPILER) -> None:
     """Checkpoint and compile the blocks of a built model in place, as the cell asks.
 
-    Graph breaks are errors, and so are recompilations beyond torch's limit, so compiled blocks really are compiled.
+    Graph breaks are errors, and so are recompilations beyond torch's limit, so compiled blocks
+    really are compiled.
     """
     import torch
 
@@ -103,8 +107,8 @@ def prepare(blocks: Sequence[nn.Module], cell: Cell, compiler: str = COMPILER) -
 def protect_cache() -> None:
     """Create the cache folder of compiled code, writable only by this user.
 
-    Its content is executed, and its name can be guessed. If others can write to it, the launcher's temporary folder is
-    used instead.
+    Its content is executed, and its name can be guessed. If others can write to it, the launcher's
+    temporary folder is used instead.
     """
     if not (name := os.environ.get(CACHE)):
         return

@@ -61,7 +61,8 @@ class Gathered(Mapping[str, "Tensor"]):
             return parameter.cpu()
         sharded: Any = parameter
         if "gloo" in dist.get_backend_config():
-            # Its all-gather of DTensors on CUDA reads device memory on the host: pytorch/pytorch#132471.
+            # Its all-gather of DTensors on CUDA reads device memory on the host:
+            # pytorch/pytorch#132471.
             sharded = sharded.cpu()
         whole: Tensor = sharded.full_tensor()
         return whole.cpu()
@@ -77,8 +78,9 @@ def holdings(model: nn.Module) -> dict[Category, list[Tensor]]:
     """The shard, gathered copy and unsharded gradient of every ``FSDPParam`` of a sharded model.
 
     The gradient is in ``grad`` of the gathered copy or, if it is summed in another dtype, in
-    ``unsharded_accumulated_grad``. Where only the all-reduce of HSDP is deferred, a unit keeps the sum of its
-    reduce-scatters in ``_partial_reduce_output`` (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
+    ``unsharded_accumulated_grad``. Where only the all-reduce of HSDP is deferred, a unit keeps the
+    sum of its reduce-scatters in ``_partial_reduce_output``
+    (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -122,7 +124,8 @@ class FSDP2Backend(Backend):
     sharding = Sharding.PARAMS
     bf16_as = BF16_PARAMETERS
     splits_root: ClassVar[bool] = False
-    """Whether the embedding, and norm and head together, are units of their own, and not in the root."""
+    """Whether the embedding, and norm and head together, are units of their own, and not in the
+    root."""
     always_computes_norm: ClassVar[bool] = False
     """Whether the norm of the gradient is computed without clipping too."""
     model: Any
@@ -168,7 +171,8 @@ class FSDP2Eager(FSDP2Backend):
                     self.model.set_requires_all_reduce(last)
                 if self.sync is Sync.DEFERRED:
                     self.model.set_requires_gradient_sync(last)
-                    # Not needed for correctness: skips the end-of-backward bookkeeping of all but the last.
+                    # Not needed for correctness: skips the end-of-backward bookkeeping of all but
+                    # the last.
                     self.model.set_is_last_backward(last)
                 if self.sharding is Sharding.OPTIMIZER:
                     self.model.set_reshard_after_backward(last)
@@ -219,7 +223,8 @@ class FSDP2DeferredResident(FSDP2Zero2Deferred):
 class ShardedReference(FSDP2Deferred):
     """The reference for models that do not fit on one GPU: FSDP2 shards the state and averages gradients once.
 
-    Its cell is fp32 with checkpointed blocks, and with the fewest micro-batches that fit (``Cell.reference``).
+    Its cell is fp32 with checkpointed blocks, and with the fewest micro-batches that fit
+    (``Cell.reference``).
     """
 
     name = SHARDED_REFERENCE

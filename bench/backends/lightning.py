@@ -55,10 +55,10 @@ OFF = dict.fromkeys(
 class LightningBackend(Backend):
     """``Trainer(accumulate_grad_batches=N)`` over the tapped loader. Subclasses choose the strategy.
 
-    Logger, checkpoints, progress bar, summary and sampler replacement are off, and clipping too unless the job asks for
-    it. Two costs of the Trainer remain: with several ranks it broadcasts and reads a flag in every micro-batch, and it
-    zeroes gradients only after the first forward of a window, so that this forward runs with the last window's
-    gradients in memory.
+    Logger, checkpoints, progress bar, summary and sampler replacement are off, and clipping too
+    unless the job asks for it. Two costs of the Trainer remain: with several ranks it broadcasts
+    and reads a flag in every micro-batch, and it zeroes gradients only after the first forward of a
+    window, so that this forward runs with the last window's gradients in memory.
     """
 
     family = BackendFamily.LIGHTNING
@@ -176,8 +176,9 @@ def _module(backend: LightningBackend, job: Job) -> LightningModule:
 class LightningDDP(LightningBackend, plain.DDPBackend):
     """Lightning's native accumulation: it divides the loss by N and enters DDP's ``no_sync`` by itself.
 
-    On CUDA it builds DDP in a separate stream (strategies/ddp.py: ``_setup_model``). torch then warns that it
-    accumulates gradients across streams; the streams wait for each other, the host does not.
+    On CUDA it builds DDP in a separate stream (strategies/ddp.py: ``_setup_model``). torch then
+    warns that it accumulates gradients across streams; the streams wait for each other, the host
+    does not.
     """
 
     name, framework = "lightning-ddp", "Lightning DDP"
@@ -231,8 +232,9 @@ class LightningFSDP2(LightningBackend, fsdp2.FSDP2Backend):
 class LightningDeepSpeedZero2(ds.ZeroBackend, LightningBackend):
     """``DeepSpeedStrategy`` stage 2 with the DeepSpeed configuration of ``deepspeed-zero2-eager``.
 
-    The Trainer delegates accumulation (``handles_gradient_accumulation``): it calls ``engine.backward`` and
-    ``engine.step`` for every micro-batch, and the engine decides when to step.
+    The Trainer delegates accumulation (``handles_gradient_accumulation``): it calls
+    ``engine.backward`` and ``engine.step`` for every micro-batch, and the engine decides when to
+    step.
     """
 
     name, framework = "lightning-deepspeed-zero2", "Lightning DeepSpeed"

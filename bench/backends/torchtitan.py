@@ -1,11 +1,12 @@
 """torchtitan's training loop (0.3.0, ``Trainer.train()`` of torchtitan/trainer.py) over parts of the bench's.
 
-The trainer fetches a window before its first forward, sums the window's tokens over the ranks, divides every loss by
-them, sums gradients over the ranks instead of averaging them, clips, and steps. It knows no epochs; a step for which
-the data do not suffice is cancelled, but counted.
+The trainer fetches a window before its first forward, sums the window's tokens over the ranks,
+divides every loss by them, sums gradients over the ranks instead of averaging them, clips, and
+steps. It knows no epochs; a step for which the data do not suffice is cancelled, but counted.
 
-It reduces gradients in every micro-batch. Its pull request 4658 (``parallelism.fsdp_defer_gradient_reduction``) would
-defer that; a deferred backend belongs here once a release has it.
+It reduces gradients in every micro-batch. Its pull request 4658
+(``parallelism.fsdp_defer_gradient_reduction``) would defer that; a deferred backend belongs here
+once a release has it.
 """
 
 from __future__ import annotations
@@ -33,17 +34,19 @@ if TYPE_CHECKING:
 
 
 LEAST_TORCH = "2.13"
-"""The version that torchtitan 0.3.0 was tried with; torch 2.11 lacks what it imports (``DataParallelMeshDims``)."""
+"""The version that torchtitan 0.3.0 was tried with; torch 2.11 lacks what it imports
+(``DataParallelMeshDims``)."""
 
 
 @cache
 def load() -> ModuleType:
     """The module ``torchtitan.trainer``; importing it takes seconds.
 
-    Two calls of ``train`` that are in no timed window are left out: the timeouts that the process groups get after the
-    first step, which are the bench's, and the two seconds that rank 0 sleeps at the end. Two stand-ins are only for
-    machines without a GPU: torchtitan would take the device to be CUDA, and its ``minimal_async_ep``, the expert
-    parallelism of its own models, imports Triton, which comes with torch's builds for CUDA.
+    Two calls of ``train`` that are in no timed window are left out: the timeouts that the process
+    groups get after the first step, which are the bench's, and the two seconds that rank 0 sleeps
+    at the end. Two stand-ins are only for machines without a GPU: torchtitan would take the device
+    to be CUDA, and its ``minimal_async_ep``, the expert parallelism of its own models, imports
+    Triton, which comes with torch's builds for CUDA.
     """
     import torch
 
@@ -102,8 +105,8 @@ REPLACED = {
 class TorchtitanEager(fsdp2.FSDP2Backend):
     """``Trainer.train()`` with everything it calls, on parts that are not torchtitan's (``REPLACED``).
 
-    The norm of the gradients is computed without clipping too. Gloo knows no ``PREMUL_SUM``, which FSDP2 takes for
-    undivided gradients, so there the reduction is a plain sum.
+    The norm of the gradients is computed without clipping too. Gloo knows no ``PREMUL_SUM``, which
+    FSDP2 takes for undivided gradients, so there the reduction is a plain sum.
     """
 
     name, framework = "torchtitan-eager", "torchtitan's loop"

@@ -1,9 +1,10 @@
 """Which of the predicted backends is the best, at the N and W that were asked for and at others.
 
-A backend may win if it fits, can run the cell and is not known to be wrong. It is clearly the best if its serial step
-is at most the margin longer than the overlapped steps of all others: whatever they hide, none is faster by more. Of
-several such backends the one with the least peak memory is the best. If there is none, it is undecided; what leads then
-has the shortest serial step. Backends with the same estimates do not make each other uncertain.
+A backend may win if it fits, can run the cell and is not known to be wrong. It is clearly the best
+if its serial step is at most the margin longer than the overlapped steps of all others: whatever
+they hide, none is faster by more. Of several such backends the one with the least peak memory is
+the best. If there is none, it is undecided; what leads then has the shortest serial step. Backends
+with the same estimates do not make each other uncertain.
 """
 
 from __future__ import annotations
@@ -111,21 +112,26 @@ def _rivals(step: TimeEstimate, steps: Mapping[str, TimeEstimate]) -> tuple[str,
 def answer(question: Question, backends: Sequence[str], *, grouped: bool) -> tuple[list[dict[str, Any]], Choices]:
     """The predictions as plain values for JSON, one per backend, and if times are estimated what is the best.
 
-    ``grouped``: wrappers that equal a mechanism are not considered beside it. The keys, null where nothing is known:
+    ``grouped``: wrappers that equal a mechanism are not considered beside it. The keys, null where
+    nothing is known:
 
-    - ``backend``, ``framework``, ``sharding``, ``sync``; ``equals``: the mechanism with which a wrapper is grouped;
-      ``refusal``: why it does not run this, ``not_predicted``: why there is no prediction although it does, ``defect``:
-      what is known to be wrong with its updates; all four may be empty;
-    - ``memory``: bytes of a rank at its peak by category (bench.forecast.footprint), which add up to
-      ``peak_memory_bytes``; ``peak_at``: the moment; ``held``: bytes between micro-batches by category, exact; with
-      --exact ``exact_peak_bytes``, that of rank 0 on fake tensors; ``fits``: whether the peak is within the limit;
-    - ``collectives``: per operation and dtype of one optimizer step ``op``, ``dtype``, ``calls``, ``payload_bytes`` and
-      ``wire_bytes`` (derived: what a rank sends in ring algorithms); ``num_calls`` and ``wire_bytes``: their sums;
-      ``intra_bytes``, ``inter_bytes``: what of it stays within a node, or goes to other nodes;
-    - ``communication_s``, ``compute_s``, ``overlapped_s``, ``serial_s``: see bench.forecast.prediction;
-    - ``recommended``: whether it is the best, or leads where it is undecided; ``best``: whether it is clearly the best;
-      ``may_be_fastest``: whether it may be faster than what leads; ``best_at``: the [N, W] of the table at which it is
-      clearly the best, or as good.
+    - ``backend``, ``framework``, ``sharding``, ``sync``; ``equals``: the mechanism with which a
+      wrapper is grouped; ``refusal``: why it does not run this, ``not_predicted``: why there is no
+      prediction although it does, ``defect``: what is known to be wrong with its updates; all four
+      may be empty;
+    - ``memory``: bytes of a rank at its peak by category (bench.forecast.footprint), which add up
+      to ``peak_memory_bytes``; ``peak_at``: the moment; ``held``: bytes between micro-batches by
+      category, exact; with --exact ``exact_peak_bytes``, that of rank 0 on fake tensors; ``fits``:
+      whether the peak is within the limit;
+    - ``collectives``: per operation and dtype of one optimizer step ``op``, ``dtype``, ``calls``,
+      ``payload_bytes`` and ``wire_bytes`` (derived: what a rank sends in ring algorithms);
+      ``num_calls`` and ``wire_bytes``: their sums; ``intra_bytes``, ``inter_bytes``: what of it
+      stays within a node, or goes to other nodes;
+    - ``communication_s``, ``compute_s``, ``overlapped_s``, ``serial_s``: see
+      bench.forecast.prediction;
+    - ``recommended``: whether it is the best, or leads where it is undecided; ``best``: whether it
+      is clearly the best; ``may_be_fastest``: whether it may be faster than what leads;
+      ``best_at``: the [N, W] of the table at which it is clearly the best, or as good.
     """
     predictions = predict(question.cell, backends)
     equal = {}

@@ -1,6 +1,7 @@
 """Which cells fit into a GPU's memory, by prediction; ``run`` and ``plan`` skip the others.
 
-``exact_peak`` measures the peak of rank 0 by a trial on fake tensors: what runs is the framework itself.
+``exact_peak`` measures the peak of rank 0 by a trial on fake tensors: what runs is the framework
+itself.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ def peaks(cells: Sequence[Cell]) -> dict[str, int]:
 def too_large(cells: Sequence[Cell], memory_bytes: int, num_gpus: int) -> dict[str, str]:
     """Why cells on CUDA do not fit into ``num_gpus`` GPUs with so much memory each, by id; only those that do not.
 
-    A cell whose reference does not fit could not be checked, and so does not fit either. Ranks that share a GPU
-    (``bench.launch.rank``) are assumed to be at their peaks at the same time.
+    A cell whose reference does not fit could not be checked, and so does not fit either. Ranks that
+    share a GPU (``bench.launch.rank``) are assumed to be at their peaks at the same time.
     """
     found: dict[str, str] = {}
     for cell in cells:

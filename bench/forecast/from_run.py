@@ -1,9 +1,10 @@
 """The link that a run measured before its first trial, and its steps beside those that follow from that link.
 
-A collective for which a rank sends s bytes takes latency + s / rate: the alpha-beta model (Hockney, Parallel Computing
-20 (1994) 389; for rings: Thakur et al., Int. J. High Perform. Comput. Appl. 19 (2005) 49). Both are fitted to the
-collectives of all kinds and sizes that ``bench.run.links`` timed, in logarithms, so that small and large ones count
-alike, and with a loss that outliers hardly move. Latency is the same between nodes and within a node.
+A collective for which a rank sends s bytes takes latency + s / rate: the alpha-beta model (Hockney,
+Parallel Computing 20 (1994) 389; for rings: Thakur et al., Int. J. High Perform. Comput. Appl. 19
+(2005) 49). Both are fitted to the collectives of all kinds and sizes that ``bench.run.links``
+timed, in logarithms, so that small and large ones count alike, and with a loss that outliers hardly
+move. Latency is the same between nodes and within a node.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ def measured_link(manifest: Mapping[str, Any], cell: Cell | None = None) -> Link
 def fitted_links(manifests: Sequence[Mapping[str, Any]], cell: Cell | None = None) -> list[Link]:
     """The links of runs that differ in the rate between nodes alone, by one latency and one rate within nodes.
 
-    A node's rate to others is shared by its ranks. Empty if a run did not time its link, if the time of a link's
-    largest collective is mostly latency, or if the link between nodes comes out faster than the one within a node.
+    A node's rate to others is shared by its ranks. Empty if a run did not time its link, if the
+    time of a link's largest collective is mostly latency, or if the link between nodes comes out
+    faster than the one within a node.
     """
     entries = [_timed_entry(manifest, cell) for manifest in manifests]
     num_nodes = entries[0].get("num_nodes", 1)
@@ -138,7 +140,8 @@ class PredictedStep:
 
 
 Groups = list[list[PredictedStep]]
-"""Steps with equal work, of which the first communicates least; compute is its step less its communication."""
+"""Steps with equal work, of which the first communicates least; compute is its step less its
+communication."""
 
 
 def beside(

@@ -1,16 +1,21 @@
 """What an optimizer step takes on a backend, by prediction: memory, collectives, and two estimates of its time.
 
-Memory comes from ``bench.forecast.footprint``, collectives from ``bench.judge.formulas``. The rest is arithmetic:
+Memory comes from ``bench.forecast.footprint``, collectives from ``bench.judge.formulas``. The rest
+is arithmetic:
 
-- wire bytes are those of ring algorithms, derived and not measured (``bench.judge.formulas.wire_bytes``), and 0 at
-  W = 1. A rank sends a share of them within its node and the rest to other nodes (``Traffic``);
-- a collective takes latency + the longer of (bytes within the node / intra, bytes to other nodes / inter);
-- an overlapped step takes max(compute, busiest level), as if every collective could run beside every kernel and beside
-  those of the other level; a serial step takes compute + the sum over all collectives.
+- wire bytes are those of ring algorithms, derived and not measured
+  (``bench.judge.formulas.wire_bytes``), and 0 at W = 1. A rank sends a share of them within its
+  node and the rest to other nodes (``Traffic``);
+- a collective takes latency + the longer of (bytes within the node / intra, bytes to other nodes /
+  inter);
+- an overlapped step takes max(compute, busiest level), as if every collective could run beside
+  every kernel and beside those of the other level; a serial step takes compute + the sum over all
+  collectives.
 
-Compute takes the same time on every backend. What the host does between collectives (hooks, copies of tensors), its
-cores that gloo's threads take from compute, and waiting for slower ranks are in neither estimate, so a step can take
-longer than a serial one. results/links/links.md says how often steps do.
+Compute takes the same time on every backend. What the host does between collectives (hooks, copies
+of tensors), its cores that gloo's threads take from compute, and waiting for slower ranks are in
+neither estimate, so a step can take longer than a serial one. results/links/links.md says how often
+steps do.
 """
 
 from __future__ import annotations
@@ -40,7 +45,8 @@ COUNTED_N = 8
 class Link:
     """What connects the ranks: one link for all, or a faster one within nodes.
 
-    Every rank has links of its own. Ranks that share a network card (NIC) have a part of its rate each.
+    Every rank has links of its own. Ranks that share a network card (NIC) have a part of its rate
+    each.
     """
 
     bytes_per_s: float
@@ -65,10 +71,12 @@ class Link:
 class Traffic:
     """What a rank sends in one optimizer step, to the ranks of one kind of group.
 
-    NCCL splits a payload over several rings, so that each network card of a node is used: a ring enters and leaves a
-    node once, by another rank in each of m rings, where m ranks of the group are in the node. So a rank sends 1/m of
-    its bytes to another node, and the rest within its own (NCCL's maintainers: github.com/NVIDIA/nccl-tests/issues/277,
-    github.com/NVIDIA/nccl/issues/412). With trees, which NCCL may prefer on two nodes, it can send less.
+    NCCL splits a payload over several rings, so that each network card of a node is used: a ring
+    enters and leaves a node once, by another rank in each of m rings, where m ranks of the group
+    are in the node. So a rank sends 1/m of its bytes to another node, and the rest within its own
+    (NCCL's maintainers: github.com/NVIDIA/nccl-tests/issues/277,
+    github.com/NVIDIA/nccl/issues/412). With trees, which NCCL may prefer on two nodes, it can send
+    less.
     """
 
     calls: float

@@ -26,7 +26,8 @@ COLUMNS = {
     "activ": ("activations",),
     "other": ("communication", "temporaries"),
 }
-"""Columns of the table, each with the categories of ``bench.forecast.footprint`` that it adds up."""
+"""Columns of the table, each with the categories of ``bench.forecast.footprint`` that it adds
+up."""
 SECONDS = {"comm/s": "communication_s", "overlapped/s": "overlapped_s", "serial/s": "serial_s"}
 """Further columns, each with its key."""
 LEVEL_KEYS = {"intra": "intra_bytes", "inter": "inter_bytes"}

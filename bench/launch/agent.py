@@ -1,11 +1,12 @@
 """Torch elastic's agent and rendezvous for one trial, on one node.
 
-Torch's own agent polls the ranks every ``monitor_interval`` seconds: each poll of a long trial takes CPU time from a
-core that may be under measurement, and a short trial loses half an interval at its end. It also takes a rank that exits
-with code 0 for a good one, and gives the others half a minute to end. This agent is woken as soon as a rank ends.
+Torch's own agent polls the ranks every ``monitor_interval`` seconds: each poll of a long trial
+takes CPU time from a core that may be under measurement, and a short trial loses half an interval
+at its end. It also takes a rank that exits with code 0 for a good one, and gives the others half a
+minute to end. This agent is woken as soon as a rank ends.
 
-Torch's own rendezvous handlers create stores that listen on all interfaces, and anyone who reaches such a port can
-write to it.
+Torch's own rendezvous handlers create stores that listen on all interfaces, and anyone who reaches
+such a port can write to it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Agent(LocalElasticAgent):
     """Sleeps until a rank has returned or ended; one that ends before all have returned ends the others."""
 
     exits: Mapping[int, int] = MappingProxyType({})
-    """Exit codes of the ranks that ended by themselves before all had returned; negative for signals."""
+    """Exit codes of the ranks that ended by themselves before all had returned; negative for
+    signals."""
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         context: Any = self._pcontext
@@ -62,8 +64,9 @@ def run(
 ) -> dict[str, Any]:
     """Run ``rank_main`` in this node's ranks and return what failed: the rank, its exit code or signal.
 
-    Their logs go into the folder. ``server`` sends the answer on. Without a failure, the answer says that a rank ended
-    without a result; that counts only if a result is missing. A failure with a ``rank`` lacks its name.
+    Their logs go into the folder. ``server`` sends the answer on. Without a failure, the answer
+    says that a rank ended without a result; that counts only if a result is missing. A failure with
+    a ``rank`` lacks its name.
     """
     spec = WorkerSpec(
         role="rank",

@@ -1,6 +1,7 @@
 """``bench run`` on each node but node 0: runs the node's ranks of each trial, as the controller on node 0 commands.
 
-It ends when the controller says so, or by itself when that is gone for ``SILENT_S``. It leaves nothing behind.
+It ends when the controller says so, or by itself when that is gone for ``SILENT_S``. It leaves
+nothing behind.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from bench.launch.nvml import Nvml, NvmlUnavailableError
 from bench.launch.torch_facts import TorchFacts
 
 SHM_BYTES, SHM_LEAST_BYTES = 2**30, 64 * 2**20
-"""Size of /dev/shm that NCCL may want for eight GPUs without peer access, and a container's default."""
+"""Size of /dev/shm that NCCL may want for eight GPUs without peer access, and a container's
+default."""
 INDEX = "https://download.pytorch.org/whl"
 BUILDS = ((12, 6), (13, 0))
 """Versions of CUDA for which every tested torch has a build."""
@@ -36,7 +37,8 @@ class GpuFacts:
     driver_cuda: tuple[int, int] | None = None
     """The newest CUDA that the driver can run."""
     gpus: Sequence[Mapping[str, Any]] = ()
-    """name, uuid, whether it is ``visible``, ``num_processes`` that compute on it, and ``mig``, whether it is split."""
+    """name, uuid, whether it is ``visible``, ``num_processes`` that compute on it, and ``mig``,
+    whether it is split."""
     environment: Mapping[str, str]
     shm_bytes: int | None
     """Size of /dev/shm."""

@@ -47,8 +47,9 @@ def runtime_folder() -> Path:
 def gpus() -> list[dict[str, Any]]:
     """The visible GPUs: index, name, uuid, memory_bytes, driver. NVML is asked, or where it does not answer, torch.
 
-    NVIDIA's are those that CUDA_VISIBLE_DEVICES leaves visible. A MIG instance that is named there has its own name and
-    memory, and its UUID as ``mig``; ``uuid`` is that of its GPU. Does not initialize CUDA in this process.
+    NVIDIA's are those that CUDA_VISIBLE_DEVICES leaves visible. A MIG instance that is named there
+    has its own name and memory, and its UUID as ``mig``; ``uuid`` is that of its GPU. Does not
+    initialize CUDA in this process.
     """
     try:
         with Nvml() as nvml:
@@ -86,7 +87,8 @@ def _torch_gpus() -> list[dict[str, Any]]:
 def _visible(found: list[dict[str, Any]], setting: str | None) -> list[dict[str, Any]]:
     """The GPUs that a value of CUDA_VISIBLE_DEVICES (indices or UUID prefixes) names, in its order.
 
-    A process that is given a MIG instance sees only that one (NVIDIA's MIG user guide, "CUDA Device Enumeration").
+    A process that is given a MIG instance sees only that one (NVIDIA's MIG user guide, "CUDA Device
+    Enumeration").
     """
     if setting is None:
         return found

@@ -56,7 +56,8 @@ ENGINES = (
     # https://www.kubeflow.org/docs/components/trainer/legacy-v1/user-guides/pytorch
     Engine("PyTorchJob", "RANK", "WORLD_SIZE", "MASTER_ADDR"),
 )
-"""In the order in which they are looked for: torchrun may run inside of others, and others set RANK too."""
+"""In the order in which they are looked for: torchrun may run inside of others, and others set RANK
+too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,9 +1,10 @@
 """The ranks of one node: its launcher's process with its fork servers, and the part of a trial that they run.
 
-The bench's own process stays small and mostly asleep: it holds a ``Node`` and looks now and then at the ranks
-(``watchdog``). The launcher's process (``server``) imports torch, runs torch elastic's agent, and keeps fork servers
-whose children start with every framework imported. Its descendants can be told from other processes (``stragglers``),
-so a trial is ended by ending those, whatever state they are in.
+The bench's own process stays small and mostly asleep: it holds a ``Node`` and looks now and then at
+the ranks (``watchdog``). The launcher's process (``server``) imports torch, runs torch elastic's
+agent, and keeps fork servers whose children start with every framework imported. Its descendants
+can be told from other processes (``stragglers``), so a trial is ended by ending those, whatever
+state they are in.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Node:
         if device is Device.CUDA:
             self._telemetry, visible = Telemetry(), gpus.gpus()
         self._locks.enter_context(gpus.hold_gpus([gpu["uuid"] for gpu in visible]))
-        # Torch counts MIG instances with CUDA instead of NVML, and a forked process cannot use CUDA after that.
+        # Torch counts MIG instances with CUDA instead of NVML, and a forked process cannot use CUDA
+        # after that.
         return any("mig" in gpu for gpu in visible)
 
     def release(self) -> None:

@@ -1,7 +1,8 @@
 """The other nodes of a job, as the controller has them: who has joined, and what they report.
 
-On node 0 ``bench run`` is the controller; on each other node the same command follows it (``follower``). A node that is
-lost makes its trials ``interrupted``. It may come back at any time, and is used from the next trial on.
+On node 0 ``bench run`` is the controller; on each other node the same command follows it
+(``follower``). A node that is lost makes its trials ``interrupted``. It may come back at any time,
+and is used from the next trial on.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ ERRORS = {kind.__name__: kind for kind in (InputError, ForkError)}
 class RemoteNode:
     """Another node. Its methods are those of ``bench.launch.node.Node``.
 
-    Every method raises LostError, with the node's name and the reason, if the node is gone or says nothing.
+    Every method raises LostError, with the node's name and the reason, if the node is gone or says
+    nothing.
     """
 
     def __init__(self, number: int, host: str, channel: NodeChannel, about: Mapping[str, Any]) -> None:

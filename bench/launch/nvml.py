@@ -1,9 +1,9 @@
 """NVML, what NVIDIA's driver reports of its GPUs. The only module that asks it; does not import torch.
 
-Limits of NVML: power is an average over one second on Ampere (other than GA100) and later (nvmlDeviceGetPowerUsage),
-so the energy counter describes short windows better; it counts since the driver was loaded
-(nvmlDeviceGetTotalEnergyConsumption, Volta and later). With MIG on, power, energy, clocks and processes are those of
-the whole GPU.
+Limits of NVML: power is an average over one second on Ampere (other than GA100) and later
+(nvmlDeviceGetPowerUsage), so the energy counter describes short windows better; it counts since the
+driver was loaded (nvmlDeviceGetTotalEnergyConsumption, Volta and later). With MIG on, power,
+energy, clocks and processes are those of the whole GPU.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ REASONS = {
     0x400: "Reliability",
     0x8000000000000000: "Unknown",
 }
-"""Names of NVML's bits, less the prefix ``nvmlClocksEventReason`` (in older versions ``nvmlClocksThrottleReason``)."""
+"""Names of NVML's bits, less the prefix ``nvmlClocksEventReason`` (in older versions
+``nvmlClocksThrottleReason``)."""
 # Values of NVML's enumerations.
 _CLOCK_SM, _CLOCK_MEMORY, _SENSOR_GPU, _MAX_LINKS = 1, 2, 0, 18
 _LASTING = frozenset({3, 4, 13})
-"""Permanent errors, after which a query is not repeated: not supported, no permission, function not found."""
+"""Permanent errors, after which a query is not repeated: not supported, no permission, function not
+found."""
 
 
 def _reasons(bits: int) -> list[str]:
@@ -157,7 +159,8 @@ class NvmlGpu:
     def settings(self, others: Sequence[NvmlGpu]) -> dict[str, Any]:
         """What affects its speed, number of active NVLinks, and levels of the paths to the other visible GPUs.
 
-        Levels are NVML's ``nvmlGpuTopologyLevel_t``; smaller is nearer. ``others`` includes this one, which has None.
+        Levels are NVML's ``nvmlGpuTopologyLevel_t``; smaller is nearer. ``others`` includes this
+        one, which has None.
         """
         levels = []
         for gpu in others:

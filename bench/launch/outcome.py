@@ -53,7 +53,8 @@ class Outcome:
     last_lines: list[str] = field(default_factory=list)
     """Last lines of the traceback, or of the log of a rank that reported nothing."""
     cold: bool | None = None
-    """Whether the ranks started in new interpreters instead of the fork server; None if no rank was started."""
+    """Whether the ranks started in new interpreters instead of the fork server; None if no rank was
+    started."""
     recordings: list[dict[str, Any] | None] = field(default_factory=list)
     """What telemetry recorded of each node's GPUs."""
 
@@ -96,8 +97,8 @@ def judge(
 ) -> Outcome:
     """Judge a trial by what its ranks wrote, rank 0 first; ``ending`` counts only for ranks that wrote nothing.
 
-    A rank that crashes after it wrote its result (gloo is known to abort at exit) does no harm. ``names`` are those of
-    the ranks, if they are on several nodes.
+    A rank that crashes after it wrote its result (gloo is known to abort at exit) does no harm.
+    ``names`` are those of the ranks, if they are on several nodes.
     """
     if ending.void:
         results = [None for _ in results]

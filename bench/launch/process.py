@@ -26,7 +26,8 @@ from bench.plan.cell import Device
 GRACE_S = 5.0
 """How long a process group may take to end after SIGTERM, before SIGKILL."""
 LONGEST_TEMPORARY = 60
-"""Longest path of the temporary folder that leaves room for the fork server's socket, whose limit is 107 on Linux."""
+"""Longest path of the temporary folder that leaves room for the fork server's socket, whose limit
+is 107 on Linux."""
 START_TIMEOUT_S = 180.0
 """How long the launcher may take to import everything, on a slow disk."""
 STORE_S = 30.0
@@ -198,7 +199,8 @@ def environment_of(device: Device, interface: str) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
-        # DeepSpeed imports torch.compile, which would keep a pool of idle compiler processes during the measurement.
+        # DeepSpeed imports torch.compile, which would keep a pool of idle compiler processes during
+        # the measurement.
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         # Cache files are pickles, and earlier trials would influence how a trial is compiled.
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",

@@ -1,10 +1,11 @@
 """GPU telemetry recorded by the bench's own process during training: clocks, power, throttling, energy.
 
-The ranks are not disturbed: one thread of the bench queries NVML ten times a second for each GPU. Without a GPU nothing
-happens. Values that are unknown, all of them without NVML, are None with a note, and no error ends a run.
+The ranks are not disturbed: one thread of the bench queries NVML ten times a second for each GPU.
+Without a GPU nothing happens. Values that are unknown, all of them without NVML, are None with a
+note, and no error ends a run.
 
-Times are ``time.monotonic()``, which on Linux is one clock for all processes, so that ranks can name the part of a
-recording that is their timed window (``summarize``).
+Times are ``time.monotonic()``, which on Linux is one clock for all processes, so that ranks can
+name the part of a recording that is their timed window (``summarize``).
 """
 
 from __future__ import annotations
@@ -32,20 +33,21 @@ STOP_S = 5.0
 NO_SLOWDOWN = frozenset({"GpuIdle", "ApplicationsClocksSetting", "DisplayClockSetting"})
 """Reasons that are no slowdown: the GPU is idle, or runs at the clocks that a user has set.
 
-According to NVML's documentation, all others hold clocks below the requested ones: SwPowerCap (the power limit),
-HwSlowdown (temperature, an external power brake, or a fast trigger: clocks at most half; also seen briefly when the
-P-state changes), SwThermalSlowdown and HwThermalSlowdown (GPU or memory too hot), HwPowerBrakeSlowdown (the power
-supply), SyncBoost (another GPU of the group is slow), BoardLimit, Reliability, Unknown, and bits newer than this list.
-SwPowerCap is common on a busy GPU; its share of the samples and the clocks show how much it matters.
-"""
+According to NVML's documentation, all others hold clocks below the requested ones: SwPowerCap (the
+power limit), HwSlowdown (temperature, an external power brake, or a fast trigger: clocks at most
+half; also seen briefly when the P-state changes), SwThermalSlowdown and HwThermalSlowdown (GPU or
+memory too hot), HwPowerBrakeSlowdown (the power supply), SyncBoost (another GPU of the group is
+slow), BoardLimit, Reliability, Unknown, and bits newer than this list. SwPowerCap is common on a
+busy GPU; its share of the samples and the clocks show how much it matters. """
 
 
 class Telemetry:
     """Records all visible GPUs from ``start`` to ``stop``; can be used again.
 
-    Start it before the ranks: other processes that are on a GPU at the start are certainly foreign. ``recording`` is
-    plain JSON for ``summarize``, None without a GPU: ``interval_s``; ``samples``, one per GPU and time, as from
-    ``NvmlGpu.sample``; ``own_pids``, the processes seen that descend from this one; ``notes``.
+    Start it before the ranks: other processes that are on a GPU at the start are certainly foreign.
+    ``recording`` is plain JSON for ``summarize``, None without a GPU: ``interval_s``; ``samples``,
+    one per GPU and time, as from ``NvmlGpu.sample``; ``own_pids``, the processes seen that descend
+    from this one; ``notes``.
     """
 
     def __init__(self, interval_s: float = INTERVAL_S) -> None:
@@ -143,14 +145,15 @@ def summarize(
 ) -> dict[str, Any] | None:
     """Summarize the GPUs between two times of ``time.monotonic()``; None without a recording or without the times.
 
-    Covers only the GPUs with the ``uuids``, since the others idled; all if none of those was recorded, as with MIG
-    instances, which have UUIDs of their own.
+    Covers only the GPUs with the ``uuids``, since the others idled; all if none of those was
+    recorded, as with MIG instances, which have UUIDs of their own.
 
-    ``notes``, and ``gpus``, one each: ``uuid``; ``num_samples`` inside; the median ``sm_clock_mhz`` with
-    ``sm_clock_min_mhz`` and ``sm_clock_max_mhz``; the median ``memory_clock_mhz`` and ``power_w``; the highest
-    ``temperature_c``; ``throttle``, the share of samples with each reason; ``slowdowns``, those that are not in
-    NO_SLOWDOWN; ``energy_j``, of the whole GPU, from the counter, interpolated; ``other_processes``, how many compute
-    processes were foreign. Unknown values are None. A window too short for a sample uses the nearest samples.
+    ``notes``, and ``gpus``, one each: ``uuid``; ``num_samples`` inside; the median ``sm_clock_mhz``
+    with ``sm_clock_min_mhz`` and ``sm_clock_max_mhz``; the median ``memory_clock_mhz`` and
+    ``power_w``; the highest ``temperature_c``; ``throttle``, the share of samples with each reason;
+    ``slowdowns``, those that are not in NO_SLOWDOWN; ``energy_j``, of the whole GPU, from the
+    counter, interpolated; ``other_processes``, how many compute processes were foreign. Unknown
+    values are None. A window too short for a sample uses the nearest samples.
     """
     if recording is None or begin is None or end is None:
         return None
@@ -237,8 +240,8 @@ def _energy(counter: list[tuple[float, float]], begin: float, end: float) -> flo
 def _num_foreign(samples: list[dict[str, Any]], begin: float, end: float, our_pids: set[int]) -> int | None:
     """Number of foreign processes in a window; None if processes cannot be listed.
 
-    If none of our own was ever recognized, NVML reports pids of another namespace (containers). Then only processes
-    that were there at the start are known to be foreign.
+    If none of our own was ever recognized, NVML reports pids of another namespace (containers).
+    Then only processes that were there at the start are known to be foreign.
     """
     listed = [sample for sample in samples if sample.get("pids") is not None]
     if not listed:

@@ -37,7 +37,8 @@ class TorchFacts:
     hip: str | None
     """Version of ROCm that it is built for."""
     devices: Sequence[dict[str, Any]] = ()
-    """Index, name, uuid and memory_bytes of each visible GPU; ``capability``, its compute capability."""
+    """Index, name, uuid and memory_bytes of each visible GPU; ``capability``, its compute
+    capability."""
     device_error: str = ""
     architectures: Sequence[str] = ()
     """Architectures of its kernels, such as sm_90 or compute_90."""

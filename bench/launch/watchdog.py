@@ -1,7 +1,7 @@
 """Watches a trial: limits of time, inactivity and output, and ranks that do not end.
 
-The bench's own process polls a few small files about twice a second, without disturbing the ranks. On other nodes their
-agents do, and send what they see.
+The bench's own process polls a few small files about twice a second, without disturbing the ranks.
+On other nodes their agents do, and send what they see.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Ranks:
     def __init__(self, folder: Path, ranks: Sequence[int]) -> None:
         self.folder, self.numbers = folder, ranks
         self._processes: dict[int, psutil.Process | None] = {}
-        """Processes of the ranks that have started; None for one that ended before it was first looked up."""
+        """Processes of the ranks that have started; None for one that ended before it was first
+        looked up."""
         self._logs: list[Path] = []
 
     def look(self) -> Sight:
@@ -154,7 +155,8 @@ class Watch:
 def excessive(log_bytes: int) -> Ending | None:
     """The reason to end a trial whose ranks wrote more than LOG_BYTES of logs.
 
-    Check again when the trial has ended, so that its status does not depend on when this was polled.
+    Check again when the trial has ended, so that its status does not depend on when this was
+    polled.
     """
     if log_bytes <= LOG_BYTES:
         return None

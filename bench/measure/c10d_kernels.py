@@ -1,12 +1,13 @@
 """Reports collectives where they are issued, by kernels on the operators of c10d, above those of the backends.
 
-Calls from Python, from C++ (DDP's reducer), and from functional and compiled code pass these operators. Unlike a
-dispatch mode, which sees every operator, a kernel costs nothing where no collective runs. The kernels stand at the key
-BackendSelect: functional collectives and DTensor's are called below the keys of autograd. On fake tensors a functional
-collective calls none of c10d, so these have kernels too, and a collective within another is not reported.
+Calls from Python, from C++ (DDP's reducer), and from functional and compiled code pass these
+operators. Unlike a dispatch mode, which sees every operator, a kernel costs nothing where no
+collective runs. The kernels stand at the key BackendSelect: functional collectives and DTensor's
+are called below the keys of autograd. On fake tensors a functional collective calls none of c10d,
+so these have kernels too, and a collective within another is not reported.
 
-``bench.measure`` counts with this, and ``bench audit`` loads this file by its path in other environments: it imports
-nothing of bench.
+``bench.measure`` counts with this, and ``bench audit`` loads this file by its path in other
+environments: it imports nothing of bench.
 """
 
 from __future__ import annotations

@@ -1,15 +1,18 @@
 """Host cost of a window: CPU time, dispatched operators, and on CUDA launched kernels.
 
-On one GPU no bytes move between ranks, so backends differ only in this and in memory. Each number has its own windows,
-because counting operators and profiling launches take CPU time:
+On one GPU no bytes move between ranks, so backends differ only in this and in memory. Each number
+has its own windows, because counting operators and profiling launches take CPU time:
 
-- ``cpu_s``: CPU time of all threads of the rank's process, from one update to the next. On the CPU this is mostly
-  the computation itself. On CUDA the device is idle when the window opens and is not synchronized at its end. Time
-  spent waiting counts too, because the driver spins: when its queue is full, or a framework synchronizes.
-- ``num_operators``: calls through torch's dispatcher to a backend, below autograd: ATen operators including views,
-  collectives, FSDP2's copies. Nested calls inside an operator and profiler marks are not counted. In the same window
-  the operators of forward and backward are compared with the plain model's (``bench.measure.operators``).
-- ``num_launches``: calls of the CUDA runtime or driver that launch a kernel or a graph; copies and fills do not count.
+- ``cpu_s``: CPU time of all threads of the rank's process, from one update to the next. On the CPU
+  this is mostly the computation itself. On CUDA the device is idle when the window opens and is not
+  synchronized at its end. Time spent waiting counts too, because the driver spins: when its queue
+  is full, or a framework synchronizes.
+- ``num_operators``: calls through torch's dispatcher to a backend, below autograd: ATen operators
+  including views, collectives, FSDP2's copies. Nested calls inside an operator and profiler marks
+  are not counted. In the same window the operators of forward and backward are compared with the
+  plain model's (``bench.measure.operators``).
+- ``num_launches``: calls of the CUDA runtime or driver that launch a kernel or a graph; copies and
+  fills do not count.
 """
 
 from __future__ import annotations
@@ -27,12 +30,13 @@ LAUNCHES = (
     *("cudaLaunchKernel", "cudaLaunchCooperativeKernel", "cudaGraphLaunch"),
     *("cuLaunchKernel", "cuLaunchCooperativeKernel", "cuGraphLaunch"),
 )
-"""Prefixes of calls that launch kernels; ``cudaLaunchKernelExC``, ``cuLaunchKernelEx`` and others match too."""
+"""Prefixes of calls that launch kernels; ``cudaLaunchKernelExC``, ``cuLaunchKernelEx`` and others
+match too."""
 NUMBERS = ("cpu_s", "num_operators", "num_launches")
 """Keys of a rank's result, per window; None if not measured."""
 OTHER_WORK = "other_work"
-"""Another key: the first operator of forward or backward whose number of runs differs from the plain model's, in words;
-empty if there is none, absent if they were not compared."""
+"""Another key: the first operator of forward or backward whose number of runs differs from the
+plain model's, in words; empty if there is none, absent if they were not compared."""
 
 
 class CpuTime:
@@ -93,8 +97,8 @@ class HostCost:
 def num_launches(events: Iterable[Any]) -> int | None:
     """The number of kernel launches among Kineto's events; None if kernels ran but no launch was seen.
 
-    ``events`` are ``torch._C._autograd._KinetoEvent``. A runtime call and the driver call it makes share a correlation
-    id and count as one launch.
+    ``events`` are ``torch._C._autograd._KinetoEvent``. A runtime call and the driver call it makes
+    share a correlation id and count as one launch.
     """
     calls: set[int] = set()
     unnamed = kernels = 0

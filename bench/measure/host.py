@@ -1,15 +1,17 @@
 """Load of the machine by others while a rank trained, read from the kernel before and after.
 
-- ``foreign_cores``: cores that other processes kept busy: the busy time of the CPUs (``/proc/stat``) minus the CPU
-  time of the ranks. Only CPUs that the rank may use count, so neighbours on other sockets do not matter.
+- ``foreign_cores``: cores that other processes kept busy: the busy time of the CPUs
+  (``/proc/stat``) minus the CPU time of the ranks. Only CPUs that the rank may use count, so
+  neighbours on other sockets do not matter.
 - ``stolen_cores``: cores that the hypervisor gave to other machines while this one wanted them.
 
-psutil does not tell which CPU a row of its times belongs to. In most containers ``/proc/stat`` shows the CPUs of the
-whole host (lxcfs hides that), whatever the container's quota. In a virtual machine it shows the machine's own; the host
-shows only as stolen time. The kernel counts in ticks of 10 ms (proc_stat(5)), so measure for at least a second; less
-than about 0.1 cores is noise. Time in interrupts is not part of ``busy_cores``: the ranks' own loopback traffic causes
-it, and whether it is in their CPU time depends on ``CONFIG_IRQ_TIME_ACCOUNTING``. So ``foreign_cores``
-tends to be too low.
+psutil does not tell which CPU a row of its times belongs to. In most containers ``/proc/stat``
+shows the CPUs of the whole host (lxcfs hides that), whatever the container's quota. In a virtual
+machine it shows the machine's own; the host shows only as stolen time. The kernel counts in ticks
+of 10 ms (proc_stat(5)), so measure for at least a second; less than about 0.1 cores is noise. Time
+in interrupts is not part of ``busy_cores``: the ranks' own loopback traffic causes it, and whether
+it is in their CPU time depends on ``CONFIG_IRQ_TIME_ACCOUNTING``. So ``foreign_cores`` tends to be
+too low.
 """
 
 from __future__ import annotations
@@ -54,9 +56,10 @@ class LoadReading:
 class HostLoad:
     """A context manager that measures this process; ``result`` is available afterwards.
 
-    ``result`` is plain JSON for ``merge``: ``wall_s``; ``kernel``, which tells machines apart; ``cpus``, the numbers of
-    the CPUs counted; their ``busy_cores`` and ``stolen_cores``; ``own_cores`` of all threads of this process without
-    children. It is None without ``/proc/stat``, and before the end.
+    ``result`` is plain JSON for ``merge``: ``wall_s``; ``kernel``, which tells machines apart;
+    ``cpus``, the numbers of the CPUs counted; their ``busy_cores`` and ``stolen_cores``;
+    ``own_cores`` of all threads of this process without children. It is None without
+    ``/proc/stat``, and before the end.
     """
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
@@ -101,7 +104,8 @@ class HostLoad:
             return None
         allowed = os.sched_getaffinity(0)
         if not allowed <= found.keys():
-            # A container's file may number its CPUs from 0 while the affinity has the host's numbers.
+            # A container's file may number its CPUs from 0 while the affinity has the host's
+            # numbers.
             return found or None
         return {cpu: found[cpu] for cpu in allowed}
 
@@ -120,8 +124,8 @@ def _between(begin: LoadReading, end: LoadReading) -> dict[str, Any]:
 def merge(ranks: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
     """Merge the ranks' results into ``num_cpus``, ``own_cores``, ``foreign_cores`` and ``stolen_cores``.
 
-    The bench's own watching processes count as foreign. Ranks of several nodes that share a kernel, as containers do,
-    count as ranks of one. None without ranks, or if one of them has no result.
+    The bench's own watching processes count as foreign. Ranks of several nodes that share a kernel,
+    as containers do, count as ranks of one. None without ranks, or if one of them has no result.
     """
     results = [rank for rank in ranks if rank is not None]
     if not results or len(results) < len(ranks):

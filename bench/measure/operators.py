@@ -1,8 +1,8 @@
 """Counts operators where torch dispatches them, and compares those of forward and backward with the plain model.
 
-Under every framework, forward and backward of a micro-batch should run the operators of the plain model: the
-workload's, with parameters in the cell's precision and no framework around it. Both are counted by name and input
-shapes. ``is_work`` defines what is left out.
+Under every framework, forward and backward of a micro-batch should run the operators of the plain
+model: the workload's, with parameters in the cell's precision and no framework around it. Both are
+counted by name and input shapes. ``is_work`` defines what is left out.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from bench.plan.cell import REFERENCE, Cell, Precision
 from bench.workload import Workload
 
 MARKS = "profiler"
-"""Namespace of operators that only mark ranges for a profiler; torch wraps every optimizer step in them."""
+"""Namespace of operators that only mark ranges for a profiler; torch wraps every optimizer step in
+them."""
 COMMUNICATION = ("c10d", "fsdp")
 """Namespaces of collectives, and of FSDP2's copies before and after them."""
 UNMARKED = (torch.ops.aten._to_copy.default, torch.ops.aten._unsafe_view.default)
-"""Casts, and a view that torch's schema does not mark as one; ZeRO-3's own linear layer has one more."""
+"""Casts, and a view that torch's schema does not mark as one; ZeRO-3's own linear layer has one
+more."""
 
 
 class OperatorCounter(TorchDispatchMode):
@@ -44,9 +46,11 @@ class OperatorCounter(TorchDispatchMode):
         super().__init__()
         self.count = 0
         self.work: Counter[str] = Counter()
-        """Operators of forward and backward as compared by ``is_work``, in order of first occurrence."""
+        """Operators of forward and backward as compared by ``is_work``, in order of first
+        occurrence."""
         self.micro_batches = 0
-        """Micro-batches while the mode was active: more than N in a window if the framework skipped a step."""
+        """Micro-batches while the mode was active: more than N in a window if the framework skipped
+        a step."""
         self.ended = False
         """Whether a window was counted to its end."""
         self._taps = taps
@@ -82,8 +86,8 @@ class OperatorCounter(TorchDispatchMode):
 def _named(func: Any, taken: list[Tensor]) -> str:
     """The operator and its input shapes; a product with a bias counts as the product alone.
 
-    torch's linear layer adds the bias inside the product's operator, ZeRO-3's afterwards in place if its input has
-    three dimensions.
+    torch's linear layer adds the bias inside the product's operator, ZeRO-3's afterwards in place
+    if its input has three dimensions.
     """
     if func is torch.ops.aten.addmm.default and taken[0].dim() == 1:
         func, taken = torch.ops.aten.mm.default, taken[1:]
@@ -95,14 +99,15 @@ def is_work(func: Any, result: Any, *, in_loss: bool) -> bool:
 
     Backends may differ in the following, which is left out:
 
-    - what runs neither in the loss function nor in the backward of its operators: scaling, clipping, the optimizer, and
-      the sums, buckets and flat buffers at parameters (``AccumulateGrad`` and its hooks);
+    - what runs neither in the loss function nor in the backward of its operators: scaling,
+      clipping, the optimizer, and the sums, buckets and flat buffers at parameters
+      (``AccumulateGrad`` and its hooks);
     - communication and FSDP2's copies around it, which the collectives pass counts;
     - casts: autocast casts an operator's inputs, others compute with cast copies;
-    - views, which compute nothing, and in-place writes: gathered parameters, summed gradients, also a model's own
-      in-place operators;
-    - results with fewer than two dimensions larger than 1: the scaled loss, ZeRO's flat buffers of parameters, and bias
-      gradients, which ZeRO-3's own linear layer sums differently.
+    - views, which compute nothing, and in-place writes: gathered parameters, summed gradients, also
+      a model's own in-place operators;
+    - results with fewer than two dimensions larger than 1: the scaled loss, ZeRO's flat buffers of
+      parameters, and bias gradients, which ZeRO-3's own linear layer sums differently.
 
     How much a checkpointed block recomputes may differ too: see ``plain_work``.
     """
@@ -128,13 +133,14 @@ def plain_work(
 ) -> tuple[Counter[str], Counter[str]] | None:
     """The minimum and maximum work of one micro-batch of the plain model, on fake tensors.
 
-    They differ if blocks are checkpointed: torch stops recomputing a block once all saved tensors are restored, and
-    ZeRO-3's linear layer saves after its product, torch's before.
+    They differ if blocks are checkpointed: torch stops recomputing a block once all saved tensors
+    are restored, and ZeRO-3's linear layer saves after its product, torch's before.
 
-    ``samples`` on the cell's device give shape and dtype. None for a workload that is not shipped and cannot run on
-    fake tensors, for example because it reads values. Call this before any framework is used, because DeepSpeed
-    replaces torch's linear function permanently. It is read from ``folder``, if a trial with the same micro-batches has
-    kept it there, as one does with ``keep``.
+    ``samples`` on the cell's device give shape and dtype. None for a workload that is not shipped
+    and cannot run on fake tensors, for example because it reads values. Call this before any
+    framework is used, because DeepSpeed replaces torch's linear function permanently. It is read
+    from ``folder``, if a trial with the same micro-batches has kept it there, as one does with
+    ``keep``.
     """
     kept = None
     if folder is not None:

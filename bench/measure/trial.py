@@ -1,8 +1,9 @@
 """The passes of one trial on one rank.
 
-Instruments change what they measure, so each has its own pass, a method of RankTrial, on a fresh build of the cell;
-only collectives are counted while memory is watched. Passes of one window take it after SETTLED_WINDOWS. The operators
-of forward and backward are compared with those of the plain model, which runs on fake tensors, once per run.
+Instruments change what they measure, so each has its own pass, a method of RankTrial, on a fresh
+build of the cell; only collectives are counted while memory is watched. Passes of one window take
+it after SETTLED_WINDOWS. The operators of forward and backward are compared with those of the plain
+model, which runs on fake tensors, once per run.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class RankTrial:
             self._loss = sliced(self._loss, self.cell.global_batch_size, self.workload.tokens_per_sample)
         # Samples per update over the ranks that exist.
         self._batch_size = self.cell.accumulate * self.cell.micro_batch_size * self.cell.num_processes
-        # Put the tokens of all windows on the device, so that no pass measures creating or copying them.
+        # Put the tokens of all windows on the device, so that no pass measures creating or copying
+        # them.
         windows = max(self.cell.windows, SETTLED_WINDOWS + 1)
         self.data = self._tensors.data(self.workload.data, windows * self._batch_size)
         self.training_s = 0.0
@@ -136,7 +138,8 @@ class RankTrial:
     ) -> Backend:
         """Build the backend, train it for some windows under the given taps, and return it.
 
-        Optimizer and clipping default to the cell's. ``watch`` is called with the backend before it builds.
+        Optimizer and clipping default to the cell's. ``watch`` is called with the backend before it
+        builds.
         """
         cell, data = self.cell, self.data
 
@@ -200,8 +203,8 @@ class RankTrial:
     def time(self) -> dict[str, Any]:
         """The time pass: step times, losses, and counts of steps and micro-batches.
 
-        ``began`` and ``ended`` are the monotonic times at which the device reached the first and last timed update;
-        ``host`` is the load by others.
+        ``began`` and ``ended`` are the monotonic times at which the device reached the first and
+        last timed update; ``host`` is the load by others.
         """
         clock = clock_for(self.device)
         cuda = self.device.type == "cuda"
@@ -259,10 +262,11 @@ class RankTrial:
     def update(self) -> dict[str, float] | None:
         """The update pass: one window of SGD with learning rate 1 from the initial weights, clipped as the cell clips.
 
-        Rank 0 compares it with the reference's, other ranks only take part in gathering. A cell that clips has another
-        such window without clipping, because clipping hides a wrong gradient scale if both gradients exceed the limit.
-        Returns the results of ``compare`` and, of references, ``device_check``, the gradient norm before clipping and,
-        if the cell clips, error and scale without clipping as ``unclipped_*``.
+        Rank 0 compares it with the reference's, other ranks only take part in gathering. A cell
+        that clips has another such window without clipping, because clipping hides a wrong gradient
+        scale if both gradients exceed the limit. Returns the results of ``compare`` and, of
+        references, ``device_check``, the gradient norm before clipping and, if the cell clips,
+        error and scale without clipping as ``unclipped_*``.
         """
         reference = Path(self.spec.reference)
         if not self.cell.clip_norm:
@@ -309,8 +313,9 @@ class RankTrial:
     def memory(self) -> dict[str, int]:
         """The memory pass: bytes by category of one settled window (keys of ``bench.plan.categories.named``).
 
-        ``peak`` and its parts belong to the moment of most live bytes; ``held`` and its parts to the second fetch, or
-        where a loop fetches ahead to the moment before the second forward; they are absent if N = 1.
+        ``peak`` and its parts belong to the moment of most live bytes; ``held`` and its parts to
+        the second fetch, or where a loop fetches ahead to the moment before the second forward;
+        they are absent if N = 1.
         """
         if not self._memory:
             return self._watch_memory()
@@ -367,5 +372,6 @@ class RankTrial:
                 window.on_event(kind)
 
         taps.on_event = on_event
-        # A loader that fetches ahead has one fetch less in the last window, and the memory pass waits for the second.
+        # A loader that fetches ahead has one fetch less in the last window, and the memory pass
+        # waits for the second.
         return self.train(taps, windows[0].num_trained + (self.cell.accumulate == 2), **how)

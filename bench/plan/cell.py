@@ -20,20 +20,21 @@ from bench.validation import Amount, Flag, Natural, Positive
 
 REFERENCE, SHARDED_REFERENCE = "reference", "reference-sharded"
 REFERENCES = (REFERENCE, SHARDED_REFERENCE)
-"""Names of the reference backends: one process that trains the full batch at once in fp32, in plain PyTorch; and the
-same sharded over all ranks, for models whose state does not fit on one GPU."""
+"""Names of the reference backends: one process that trains the full batch at once in fp32, in plain
+PyTorch; and the same sharded over all ranks, for models whose state does not fit on one GPU."""
 SINGLE_STATE_BYTES = 64 * 2**30
-"""Largest state (fp32 parameters, gradients and AdamW moments, 16 bytes per parameter) that an 80 GB GPU holds together
-with the activations of a slice."""
+"""Largest state (fp32 parameters, gradients and AdamW moments, 16 bytes per parameter) that an 80
+GB GPU holds together with the activations of a slice."""
 SLICE_TOKENS = 2048
 """Most tokens of a slice in which a reference sees its batch, unless a single sample has more."""
 REFERENCE_FLOPS = 1e15
-"""Model FLOPs that each GPU of a reference may spend on the time pass: 45 s in fp32 on an H100, every forward computed
-twice."""
+"""Model FLOPs that each GPU of a reference may spend on the time pass: 45 s in fp32 on an H100,
+every forward computed twice."""
 REFERENCE_WINDOWS = 2
 """Minimum number of windows that a reference trains: the loss before any update, and after one."""
 SGD = "sgd"
-"""The optimizer whose step is proportional to the gradient, so that a wrong gradient scale shows in the losses."""
+"""The optimizer whose step is proportional to the gradient, so that a wrong gradient scale shows in
+the losses."""
 SMALLEST_SHARDS = 2
 """Fewest ranks over which a replica of HSDP is sharded; with one, nothing would be."""
 ADDED_FIELDS: dict[str, Any] = {
@@ -99,17 +100,21 @@ class Stepping(StrEnum):
     """How a backend handles the incomplete window at the end of an epoch."""
 
     WINDOW = "window"
-    """Step at the end of the epoch; divide by the number of micro-batches in the window (correct mean)."""
+    """Step at the end of the epoch; divide by the number of micro-batches in the window (correct
+    mean)."""
     OVERRIDE = "override"
     """As ``window``, but a limit of steps overrides the number of epochs."""
     FLUSH = "flush"
     """Step at the end of the epoch, but divide by N: the update is too small."""
     CARRY = "carry"
-    """Do not step: keep counting into the next epoch. Micro-batches left at the end of training are lost."""
+    """Do not step: keep counting into the next epoch. Micro-batches left at the end of training are
+    lost."""
     CANCEL = "cancel"
-    """As ``carry``, but a window is fetched as a whole first: one that the data do not fill is not trained on."""
+    """As ``carry``, but a window is fetched as a whole first: one that the data do not fill is not
+    trained on."""
     SPLIT = "split"
-    """The engine that steps behaves as ``carry``, while the trainer above it restarts its count every epoch."""
+    """The engine that steps behaves as ``carry``, while the trainer above it restarts its count
+    every epoch."""
     UNKNOWN = "unknown"
     """Not declared; can only be measured."""
 
@@ -181,7 +186,8 @@ class Cell:
     clip_norm: Amount = 0.0
     """Maximum L2 norm of the whole gradient in an update; 0 for no clipping."""
     twin: str = ""
-    """Label of an A/A copy of a cell, which is compared with its original; empty for the original."""
+    """Label of an A/A copy of a cell, which is compared with its original; empty for the
+    original."""
     virtual: Flag = False
     fake_tensors: Flag = False
     shared_gpu: Flag = False
@@ -189,12 +195,14 @@ class Cell:
     activation_checkpointing: Flag = False
     """Whether blocks keep only their input and recompute their forward in the backward."""
     selective_checkpointing: Flag = False
-    """Whether checkpointed blocks also keep what is expensive to compute (``bench.backends.blocks``)."""
+    """Whether checkpointed blocks also keep what is expensive to compute
+    (``bench.backends.blocks``)."""
     compiled: Flag = False
     ranks_per_node: Natural = 0
     """Ranks on each of several nodes; 0 if all are on one."""
     replicate: Natural = 0
-    """R: replicas of the model, each sharded over W / R ranks (HSDP); 0 for backends that do not combine the two."""
+    """R: replicas of the model, each sharded over W / R ranks (HSDP); 0 for backends that do not
+    combine the two."""
 
     @property
     def world(self) -> World:
@@ -287,14 +295,16 @@ class Cell:
     def reference(self, *, sharded: bool | None = None) -> Cell:
         """The reference cell of this one: whole batch, fp32, not compiled.
 
-        It is one process with N = 1, without checkpointing; or ``sharded`` over as many GPUs as this cell has, with
-        checkpointing, if the state of a shipped model exceeds SINGLE_STATE_BYTES. There the ranks sum the gradients of
-        slices, since the activations of all their samples may not fit. Both compute the same.
+        It is one process with N = 1, without checkpointing; or ``sharded`` over as many GPUs as
+        this cell has, with checkpointing, if the state of a shipped model exceeds
+        SINGLE_STATE_BYTES. There the ranks sum the gradients of slices, since the activations of
+        all their samples may not fit. Both compute the same.
 
-        On CUDA it trains as many windows as REFERENCE_FLOPS allow, and the gates compare the losses that exist: a batch
-        of 32 samples for each of eight GPUs takes one GPU 29 s in fp32. That is enough to detect a wrong cell: the
-        update pass verifies the gradient of a whole window to 1e-5, later windows repeat the same work, and
-        micro-batches and updates are counted in all of them.
+        On CUDA it trains as many windows as REFERENCE_FLOPS allow, and the gates compare the losses
+        that exist: a batch of 32 samples for each of eight GPUs takes one GPU 29 s in fp32. That is
+        enough to detect a wrong cell: the update pass verifies the gradient of a whole window to
+        1e-5, later windows repeat the same work, and micro-batches and updates are counted in all
+        of them.
         """
         from bench.plan.models import SIZES  # not at the top: circular import
 

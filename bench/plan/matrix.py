@@ -123,7 +123,8 @@ Limit = Annotated[Amount, Expect("a positive number of seconds, or 0 for no limi
 class MatrixFile(MatrixTable):
     """A matrix file.
 
-    Defaults are not validated: an empty list, which users may not give, means that another key applies.
+    Defaults are not validated: an empty list, which users may not give, means that another key
+    applies.
     """
 
     description: Annotated[str, Expect("a string")] = ""
@@ -174,9 +175,11 @@ DEFAULTS = _flat(
 )
 _TYPES = validation.declared(MatrixFile)
 KEYS = tuple(_TYPES)
-"""All allowed keys of a matrix file, as table.key. A single optimizer may also be given under ``training``."""
+"""All allowed keys of a matrix file, as table.key. A single optimizer may also be given under
+``training``."""
 FOR_ALL = ("workload.corpus", "training.seed", "training.optimizer")
-"""Keys that apply to the whole run, so groups may not set them; a group uses ``axes.optimizer`` instead."""
+"""Keys that apply to the whole run, so groups may not set them; a group uses ``axes.optimizer``
+instead."""
 IN_GROUPS = ("once", *(key for key in KEYS if "." in key and key not in FOR_ALL))
 """Keys that a group may set."""
 
@@ -186,7 +189,8 @@ def type_of(key: str) -> tuple[Any, bool]:
     kind, is_list = _TYPES[key], False
     while arguments := get_args(kind):
         is_list |= get_origin(kind) is list
-        # Of a union, a number without a fraction is the last, and a word instead of a list the first.
+        # Of a union, a number without a fraction is the last, and a word instead of a list the
+        # first.
         kind = arguments[get_origin(kind) in {Union, UnionType} and get_origin(arguments[0]) is Literal]
     return kind, is_list
 

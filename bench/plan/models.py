@@ -49,9 +49,9 @@ class LlamaSize:
     def flops_per_token(self, sequence_length: int) -> float:
         """Model FLOPs per token of forward and backward (PaLM, arXiv:2204.02311, appendix B).
 
-        6 per weight of every matrix product (including a tied head, excluding the embedding lookup), plus 12 x layers x
-        heads x head size x sequence length for attention, without deducting causality. Recomputation is not counted, so
-        this gives MFU, not HFU.
+        6 per weight of every matrix product (including a tied head, excluding the embedding
+        lookup), plus 12 x layers x heads x head size x sequence length for attention, without
+        deducting causality. Recomputation is not counted, so this gives MFU, not HFU.
         """
         matrices = self.num_layers * (self.num_block_parameters - 2 * self.hidden_size)
         matrices += self.vocab_size * self.hidden_size
@@ -61,8 +61,9 @@ class LlamaSize:
     def recomputed_flops_per_token(self, sequence_length: int, *, selective: bool = False) -> float:
         """FLOPs per token that activation checkpointing adds: the forward of all blocks, a third of their model FLOPs.
 
-        This is full recomputation (Korthikanti et al., arXiv:2205.05198, appendix A); the head is not recomputed. A
-        selective one recomputes three of a block's seven products: keys, the output of attention, the MLP's second.
+        This is full recomputation (Korthikanti et al., arXiv:2205.05198, appendix A); the head is
+        not recomputed. A selective one recomputes three of a block's seven products: keys, the
+        output of attention, the MLP's second.
         """
         if selective:
             sizes = (self.num_heads + self.num_kv_heads) * self.head_size + self.intermediate_size
@@ -79,8 +80,8 @@ SIZES = {
     "3b": LlamaSize(3072, 28, 24, 8, 8192, 128_256, tied=True, rope_theta=500_000.0),
     "8b": LlamaSize(4096, 32, 32, 8, 14_336, 128_256, tied=False, rope_theta=500_000.0),
 }
-"""``micro``, ``mini`` and ``tiny`` are our own; ``135m`` has the shape of SmolLM2-135M, ``1b`` and ``3b`` of Llama-3.2,
-``8b`` of Llama-3.1."""
+"""``micro``, ``mini`` and ``tiny`` are our own; ``135m`` has the shape of SmolLM2-135M, ``1b`` and
+``3b`` of Llama-3.2, ``8b`` of Llama-3.1."""
 
 LLAMA = "llama"
 """The shipped workload."""
@@ -147,8 +148,8 @@ def find_factory(name: str) -> Callable[..., Any]:
 def describe_file(path: Path, length: int, place: str = "--corpus") -> str:
     """The name of a corpus file in a cell: ``name@sha256:...``.
 
-    ``place`` is the option or key that named it. Raises InputError if the file is missing, unreadable, endless, empty,
-    or shorter than one sample of ``length`` bytes.
+    ``place`` is the option or key that named it. Raises InputError if the file is missing,
+    unreadable, endless, empty, or shorter than one sample of ``length`` bytes.
     """
     data = files.read(path, f"{place} {path}", "name a text file")
     if len(data) < length:

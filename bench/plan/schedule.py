@@ -1,11 +1,11 @@
 """The order of a run's trials in blocks, and when intervals are checked to decide whether more are needed.
 
-A block is one trial of each open cell. A run starts with all cells and ``repeats`` initial blocks. Then it looks at the
-intervals and continues with the cells whose intervals are too wide, until none is, or a limit is reached. Looks are
-stored, so a resumed run has the same blocks.
+A block is one trial of each open cell. A run starts with all cells and ``repeats`` initial blocks.
+Then it looks at the intervals and continues with the cells whose intervals are too wide, until none
+is, or a limit is reached. Looks are stored, so a resumed run has the same blocks.
 
-The first block contains everything that is done once: the extra passes of every cell, and the cells that run a single
-trial. So a budget can end the run after any block.
+The first block contains everything that is done once: the extra passes of every cell, and the cells
+that run a single trial. So a budget can end the run after any block.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from bench.plan.cell import Cell
 from bench.validation import Natural, Number
 
 GROWTH = 1.2
-"""Minimum growth of the number of blocks from one look to the next, as simulated in docs/statistics.md."""
+"""Minimum growth of the number of blocks from one look to the next, as simulated in
+docs/statistics.md."""
 
 MOST_TRIALS = 1_000_000
 """Maximum number of trials of one run: days for the bench's own overhead alone."""
@@ -84,7 +85,8 @@ class InterimAnalysis:
     widest: Number | None = None
     """Relative width of the widest relevant interval; None if there is none yet."""
     wanted: Natural = 0
-    """Estimated number of blocks at which that width is narrow enough; an earlier look would be wasted."""
+    """Estimated number of blocks at which that width is narrow enough; an earlier look would be
+    wasted."""
     refused: str = ""
     """Why nothing can be compared; empty if something can."""
 
@@ -96,7 +98,8 @@ class InterimAnalysis:
 def block(cells: Sequence[Cell], repeat: int, seed: int) -> list[Trial]:
     """One trial of each cell, references first, the others in a seeded shuffle that every second block reverses.
 
-    With the order A B C, C B A, a drift that is linear in time affects all cells of two blocks equally.
+    With the order A B C, C B A, a drift that is linear in time affects all cells of two blocks
+    equally.
     """
     references, others = [], []
     for cell in cells:
@@ -129,7 +132,8 @@ class Schedule:
         self.max_repeats = max(self.repeats, int(values.get("max_repeats", 0)))
         self.seed = int(values["training.seed"])
         self._once = {*(manifest.get("once") or ()), *(cell.cell_id for cell in self.cells if not cell.world.computes)}
-        """Ids of cells with a single trial; those on fake tensors give the same result every time."""
+        """Ids of cells with a single trial; those on fake tensors give the same result every
+        time."""
         self.looks = [InterimAnalysis.from_dict(look) for look in manifest.get("looks") or ()]
         if self.known * len(self.cells) > MOST_TRIALS:
             raise InputError(

@@ -23,15 +23,16 @@ CUDA_PASSES = ("exposure",)
 SEES_NO_COMPILED_CODE = ("memory", "dispatch")
 """Passes that see operators one by one."""
 AT_ONE_N = ("collectives", "memory", "accumulation", "dispatch")
-"""Passes that on CUDA run at only one N of otherwise equal cells: what they count is proportional to N or independent
-of it, and they intercept every operator in Python, which takes minutes for a large N."""
+"""Passes that on CUDA run at only one N of otherwise equal cells: what they count is proportional
+to N or independent of it, and they intercept every operator in Python, which takes minutes for a
+large N."""
 
 
 def extra_passes(cell: Cell) -> tuple[str, ...]:
     """The passes of a cell besides the time pass.
 
-    Compiled code is invisible to the memory and dispatch passes. References on CUDA run only the update pass, because
-    they may take longer than everything else.
+    Compiled code is invisible to the memory and dispatch passes. References on CUDA run only the
+    update pass, because they may take longer than everything else.
     """
     on_cuda = cell.device is Device.CUDA
     if on_cuda and cell.is_reference:
@@ -49,8 +50,8 @@ def extra_passes(cell: Cell) -> tuple[str, ...]:
 def passes(cells: Sequence[Cell]) -> dict[str, tuple[str, ...]]:
     """The passes of each cell of a run, by id; ``time`` comes first if anything is computed.
 
-    The passes of AT_ONE_N run at the N shared by the most backends, the smallest of several. N = 1, where nothing is
-    accumulated, is used only if there is no other.
+    The passes of AT_ONE_N run at the N shared by the most backends, the smallest of several. N = 1,
+    where nothing is accumulated, is used only if there is no other.
     """
     found = {cell: extra_passes(cell) for cell in cells}
     watched = [cell for cell in cells if "exposure" in found[cell]]
@@ -81,8 +82,8 @@ def _without_backend(cell: Cell) -> Cell:
 SETTLED_WINDOWS = 2
 """Windows before the counted one in the collectives and memory passes.
 
-In the first window DDP rebuilds its buckets, ZeRO-3 traces its modules, and AdamW creates its state.
-"""
+In the first window DDP rebuilds its buckets, ZeRO-3 traces its modules, and AdamW creates its
+state. """
 
 CPU_WINDOWS = 2
 """Windows whose CPU time is measured. The minimum counts, because disturbances only add time."""
@@ -93,15 +94,18 @@ class Task:
     """A task of a process group, serialized as JSON."""
 
     entry: ClassVar[str] = ""
-    """``module:function``, called on every rank with the task's JSON; empty for that of ``bench.launch``."""
+    """``module:function``, called on every rank with the task's JSON; empty for that of
+    ``bench.launch``."""
     work: ClassVar[str] = ""
-    """``module:function``, called by ``entry`` as ``work(task, rank, device)``; returns JSON. Empty for a trial."""
+    """``module:function``, called by ``entry`` as ``work(task, rank, device)``; returns JSON. Empty
+    for a trial."""
 
     backend: str
     """Name of the backend; the fork server imports its packages."""
     world_size: int
     folder: str = ""
-    """Folder for each rank's ``rank<r>.json`` and torch elastic's logs; by default one that is removed at the end."""
+    """Folder for each rank's ``rank<r>.json`` and torch elastic's logs; by default one that is
+    removed at the end."""
     device: Device = Device.CPU
     threads: int = 1
     """CPU threads per rank for operators."""
@@ -135,7 +139,8 @@ class Spec(Task):
     passes: tuple[str, ...]
     """``time`` and any of ``extra_passes``, in order."""
     reference: str
-    """The safetensors file with the reference's update: written by the reference's update pass, read by all others."""
+    """The safetensors file with the reference's update: written by the reference's update pass,
+    read by all others."""
     corpus: str | None = None
     """Path of the corpus file, if the cell uses one."""
     backend: str = field(init=False)

@@ -1,7 +1,8 @@
 """The layout of a model: its parameters by sharding unit, and the order in which it uses them.
 
-For the shipped decoders it follows from their size (``llama_layout``), so a model of any size can be predicted without
-torch and without being built. For other workloads ``record`` observes it on a built model.
+For the shipped decoders it follows from their size (``llama_layout``), so a model of any size can
+be predicted without torch and without being built. For other workloads ``record`` observes it on a
+built model.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Layout:
     forward: tuple[int, ...] = ()
     """The modules in the order in which one forward enters (m) and leaves (~m) them."""
     backward: tuple[int, ...] = ()
-    """The modules in the order in which one backward reaches their outputs (m) and finishes their inputs (~m)."""
+    """The modules in the order in which one backward reaches their outputs (m) and finishes their
+    inputs (~m)."""
 
     @property
     def num_parameters(self) -> int:
@@ -193,9 +195,9 @@ def record(
 ) -> Layout:
     """Record the layout of a built model while it computes one loss and its backward.
 
-    Gradients are cleared and hooks are removed afterwards. Hooks are placed as in DeepSpeed's stage 3
-    (deepspeed/runtime/zero/parameter_offload.py:_register_deepspeed_module): on positional inputs and on all output
-    tensors.
+    Gradients are cleared and hooks are removed afterwards. Hooks are placed as in DeepSpeed's stage
+    3 (deepspeed/runtime/zero/parameter_offload.py:_register_deepspeed_module): on positional inputs
+    and on all output tensors.
     """
     named = dict(model.named_parameters())
     unit_of: dict[int, int] = {}
