@@ -193,7 +193,9 @@ class Backend(ABC):
     @classmethod
     def preloaded(cls) -> tuple[str, ...]:
         """What the process from which ranks are forked loads (``load``)."""
-        return cls.preload or cls.requires
+        if not cls.preload:
+            return cls.requires
+        return cls.preload
 
     @classmethod
     def missing(cls, device: Device) -> str:

@@ -37,7 +37,11 @@ CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 def skip(cell: Cell, backend: type[Backend]) -> str:
     """Why a cell cannot run here, in one line; empty if it can."""
-    return backend.missing(cell.device) or refusal(cell, backend) or missing(cell)
+    if reason := backend.missing(cell.device):
+        return reason
+    if reason := refusal(cell, backend):
+        return reason
+    return missing(cell)
 
 
 def skipped(cells: Sequence[Cell], backends: Mapping[str, type[Backend]]) -> dict[str, str]:

@@ -114,7 +114,9 @@ class LightningBackend(Backend):
         return {name: p.detach().cpu() for name, p in _model(module).named_parameters()}
 
     def full_parameters(self) -> Mapping[str, Tensor]:
-        return self.parameters_at_end or self.gather(self.module)
+        if not self.parameters_at_end:
+            return self.gather(self.module)
+        return self.parameters_at_end
 
     @classmethod
     def extra_collectives(cls, cell: Cell) -> list[Call]:

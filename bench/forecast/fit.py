@@ -132,7 +132,9 @@ def exact_peak(cell: Cell, name: str) -> int:
     if backend.replicate:
         replicas = cell.replicate
     cell = dataclasses.replace(cell, backend=name, replicate=replicas, virtual=True, fake_tensors=True)
-    lacks = blocks.refusal(cell, backend) or backend.missing(cell.device)
+    lacks = blocks.refusal(cell, backend)
+    if not lacks:
+        lacks = backend.missing(cell.device)
     if cell.device is Device.CUDA and not gpus.gpus():
         lacks = "no GPU is visible; add --device cpu, on which ZeRO has one bucket less and fp32 attention smaller keys"
     if lacks:

@@ -131,7 +131,10 @@ class _Follower(contextlib.AbstractContextManager["_Follower"]):
                 self._node.begin(NodeTask(**{**node_task, "folder": folder, "payload": payload}))
             case "look":
                 sight, report = self._node.look()
-                return {"sight": dataclasses.asdict(sight), "report": report and self._packed(report)}
+                packed = None
+                if report is not None:
+                    packed = self._packed(report)
+                return {"sight": dataclasses.asdict(sight), "report": packed}
             case "end":
                 return self._packed(self._node.end(dump=given["dump"]))
             case "close":

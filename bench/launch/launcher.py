@@ -181,8 +181,11 @@ class _Trial:
         self._look()
         results = self._end(dump=ending is not None and ending.dump)
         reports = [self._reports[number] for number in range(len(self._nodes))]
-        too_much = excessive(sum(report.log_bytes for report in reports))
-        outcome = judge(results, too_much or ending or self._ending(results), wall_s, self._names)
+        if ending is None:
+            ending = self._ending(results)
+        if too_much := excessive(sum(report.log_bytes for report in reports)):
+            ending = too_much
+        outcome = judge(results, ending, wall_s, self._names)
         outcome.recordings = [report.recording for report in reports]
         return outcome
 
@@ -193,8 +196,11 @@ class _Trial:
 
     def _begin(self) -> None:
         """Start the ranks of each node; those of the first open the store that all of them use."""
+        entry = self._task.entry
+        if not entry:
+            entry = RANK_MAIN
         node_task = NodeTask(
-            entry=self._task.entry or RANK_MAIN,
+            entry=entry,
             payload=self._task.to_json(),
             folder=self._task.folder,
             run_id=uuid.uuid4().hex,

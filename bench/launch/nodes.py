@@ -78,7 +78,10 @@ class RemoteNode:
         self._ask("look")
         answer = self._answer(SILENT_S)
         try:
-            return validation.read(Sight, answer["sight"]), answer["report"] and self._report(answer["report"])
+            sight, report = validation.read(Sight, answer["sight"]), None
+            if answer["report"] is not None:
+                report = self._report(answer["report"])
+            return sight, report
         except (KeyError, TypeError, InputError) as error:
             self.lose(f"its answer is malformed ({error})")
 

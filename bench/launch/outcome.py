@@ -125,7 +125,9 @@ def judge(
             traceback=traceback,
             last_lines=traceback.strip().splitlines()[-LAST_LINES:],
         )
-    status, reason = ending.status or Status.CRASHED, ending.failure or "a rank ended without a result"
+    status, reason = Status.CRASHED, ending.failure or "a rank ended without a result"
+    if ending.status is not None:
+        status = ending.status
     if ending.signal == signal.SIGKILL and ending.killed_for_memory:
         status, reason = Status.OOM, f"{reason}, by the kernel for want of memory ({ending.killed_for_memory})"
     last_lines = [portable(line) for line in ending.last_lines]

@@ -160,7 +160,9 @@ def summarize(
     samples = sorted(recording["samples"], key=lambda sample: sample["time"])
     by_gpu = grouped((sample["uuid"], sample) for sample in samples)
     our_pids = set(recording["own_pids"])
-    used = [uuid for uuid in by_gpu if uuid in uuids] or list(by_gpu)
+    used = [uuid for uuid in by_gpu if uuid in uuids]
+    if not used:
+        used = list(by_gpu)
     return {
         "gpus": [_summary(uuid, by_gpu[uuid], begin, end, our_pids) for uuid in used],
         "notes": list(recording["notes"]),

@@ -61,9 +61,11 @@ def ask_torch(
     *options: str, command: Sequence[str] = (), timeout_s: float = TIMEOUT_S
 ) -> tuple[TorchFacts | None, str]:
     """What torch reports, or why it does not answer."""
+    if not command:
+        command = [sys.executable, "-m", "bench.launch.torch_facts", *options]
     try:
         process = subprocess.run(
-            list(command) or [sys.executable, "-m", "bench.launch.torch_facts", *options],
+            list(command),
             env=os.environ | {"PYTHONPATH": python_path(ROOT)},
             capture_output=True,
             text=True,

@@ -189,7 +189,9 @@ class RankTrial:
 
     def _build(self, cell: Cell) -> nn.Module:
         """A new model with its blocks prepared; the first call uses the model whose parameters were counted."""
-        model, self._unused_model = self._unused_model or self._tensors.model(self.workload.model), None
+        model, self._unused_model = self._unused_model, None
+        if model is None:
+            model = self._tensors.model(self.workload.model)
         model = self._tensors.place(model)
         blocks.prepare(self.workload.blocks(model), cell)
         return model

@@ -131,9 +131,10 @@ class Schedule:
         self.repeats = int(values["repeats"])
         self.max_repeats = max(self.repeats, int(values.get("max_repeats", 0)))
         self.seed = int(values["training.seed"])
-        self._once = {*(manifest.get("once") or ()), *(cell.cell_id for cell in self.cells if not cell.world.computes)}
+        self._once = {cell.cell_id for cell in self.cells if not cell.world.computes}
         """Ids of cells with a single trial; those on fake tensors give the same result every
         time."""
+        self._once.update(manifest.get("once") or ())
         self.looks = [InterimAnalysis.from_dict(look) for look in manifest.get("looks") or ()]
         if self.known * len(self.cells) > MOST_TRIALS:
             raise InputError(
