@@ -202,11 +202,11 @@ def other_work(least: Counter[str], most: Counter[str], found: Counter[str], mic
     The order is the plain model's, then that of ``found``.
     """
     for operator in {**most, **found}:
-        due = least[operator] * micro_batches
-        due_without_stop = most[operator] * micro_batches
-        if not min(due, due_without_stop) <= found[operator] <= max(due, due_without_stop):
-            were_due = str(due)
-            if due_without_stop != due:
-                were_due = f"{due} to {due_without_stop}"
+        expected = least[operator] * micro_batches
+        without_stop = most[operator] * micro_batches
+        if not min(expected, without_stop) <= found[operator] <= max(expected, without_stop):
+            were_due = str(expected)
+            if without_stop != expected:
+                were_due = f"{expected} to {without_stop}"
             return f"{operator} ran {found[operator]} times in {micro_batches} micro-batches, {were_due} were due"
     return ""
