@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
 SAMPLED_ITERATIONS = 10
-"""Iterations in which DDP takes statistics at any sample rate (should_collect_runtime_stats in reducer.cpp)."""
+"""Iterations in which DDP takes statistics at any sample rate (should_collect_runtime_stats in
+reducer.cpp)."""
 NEVER = 2**31 - 1
 """The largest sample rate: one in this many iterations."""
 
@@ -24,10 +25,11 @@ NEVER = 2**31 - 1
 def disable_runtime_statistics(model: DistributedDataParallel) -> DistributedDataParallel:
     """Disable DDP's run-time statistics, and return the model. Call it before the first forward.
 
-    In its first ten iterations and every 100th after them, DDP makes the host wait for CUDA events of the previous
-    iteration (set_runtime_stats_and_log in torch/csrc/distributed/c10d/logger.cpp). Iterations under ``no_sync`` are
-    not counted, so deferred reduction would wait in timed windows and eager reduction in the warm-up.
-    ``prepare_for_forward`` only counts iterations; nothing but static graphs depends on the count.
+    In its first ten iterations and every 100th after them, DDP makes the host wait for CUDA events
+    of the previous iteration (set_runtime_stats_and_log in torch/csrc/distributed/c10d/logger.cpp).
+    Iterations under ``no_sync`` are not counted, so deferred reduction would wait in timed windows
+    and eager reduction in the warm-up. ``prepare_for_forward`` only counts iterations; nothing but
+    static graphs depends on the count.
     """
     for _ in range(SAMPLED_ITERATIONS + 1):
         model.reducer.prepare_for_forward()
@@ -67,7 +69,8 @@ class DDPBackend(Backend):
     eager_on_one_rank: ClassVar[bool] = False
     """Whether a deferred backend reduces in every micro-batch if there is only one rank."""
     bucket_views: ClassVar[bool] = True
-    """``gradient_as_bucket_view``: whether a gradient that DDP has reduced is a view of its bucket, not a copy."""
+    """``gradient_as_bucket_view``: whether a gradient that DDP has reduced is a view of its bucket,
+    not a copy."""
     model: Any
     """The model in DistributedDataParallel."""
 
@@ -99,8 +102,10 @@ class DDPEager(DDPBackend):
         self.optimizer.zero_grad()
         for window in job.each_window():
             for batch, last in window:
-                # DDP decides in the forward whether the backward will reduce, so no_sync must cover both.
-                with nullcontext() if last or self.sync is Sync.EAGER else self.model.no_sync():
+                reduces = last or self.sync is Sync.EAGER
+                # DDP decides in the forward whether the backward will reduce, so no_sync must cover
+                # both.
+                with nullcontext() if reduces else self.model.no_sync():
                     with job.autocast():
                         loss = job.loss(self.model, batch)
                     (loss / window.size).backward()

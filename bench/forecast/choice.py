@@ -1,9 +1,10 @@
 """Which of the predicted backends is the best, at the N and W that were asked for and at others.
 
-A backend may win if it fits, can run the cell and is not known to be wrong. It is clearly the best if its serial step
-is at most the margin longer than the overlapped steps of all others: whatever they hide, none is faster by more. Of
-several such backends the one with the least peak memory is the best. If there is none, it is undecided; what leads then
-has the shortest serial step. Backends with the same estimates do not make each other uncertain.
+A backend may win if it fits, can run the cell and is not known to be wrong. It is clearly the best
+if its serial step is at most the margin longer than the overlapped steps of all others: whatever
+they hide, none is faster by more. Of several such backends the one with the least peak memory is
+the best. If there is none, it is undecided; what leads then has the shortest serial step. Backends
+with the same estimates do not make each other uncertain.
 """
 
 from __future__ import annotations
@@ -71,14 +72,16 @@ class Question:
             return Choice("")
         steps = {name: self.step(prediction) for name, prediction in able.items()}
         rivals = {name: _rivals(step, steps) for name, step in steps.items()}
+        least = min(step.serial for step in steps.values())
         leading = [name for name in steps if not rivals[name]]
         if not leading:
-            least = min(step.serial for step in steps.values())
             leading = [name for name, step in steps.items() if step.serial == least]
-        ranks = {name: (able[name].memory.peak, steps[name].serial, steps[name].overlapped) for name in leading}
-        best = min(ranks, key=lambda name: ranks[name])
-        equal = tuple(name for name, rank in ranks.items() if rank == ranks[best])
-        return Choice(best, tuple(name for name in equal if name != best), rivals[best])
+
+        def rank(name: str) -> tuple[int, float, float]:
+            return able[name].memory.peak, steps[name].serial, steps[name].overlapped
+
+        best, *others = sorted(leading, key=rank)
+        return Choice(best, tuple(name for name in others if rank(name) == rank(best)), rivals[best])
 
     def _may_win(self, prediction: Prediction) -> bool:
         return not prediction.is_missing and not prediction.defect and self.fits(prediction)
@@ -109,24 +112,31 @@ def _rivals(step: TimeEstimate, steps: Mapping[str, TimeEstimate]) -> tuple[str,
 def answer(question: Question, backends: Sequence[str], *, grouped: bool) -> tuple[list[dict[str, Any]], Choices]:
     """The predictions as plain values for JSON, one per backend, and if times are estimated what is the best.
 
-    ``grouped``: wrappers that equal a mechanism are not considered beside it. The keys, null where nothing is known:
+    ``grouped``: wrappers that equal a mechanism are not considered beside it. The keys, null where
+    nothing is known:
 
-    - ``backend``, ``framework``, ``sharding``, ``sync``; ``equals``: the mechanism with which a wrapper is grouped;
-      ``refusal``: why it does not run this, ``not_predicted``: why there is no prediction although it does, ``defect``:
-      what is known to be wrong with its updates; all four may be empty;
-    - ``memory``: bytes of a rank at its peak by category (bench.forecast.footprint), which add up to
-      ``peak_memory_bytes``; ``peak_at``: the moment; ``held``: bytes between micro-batches by category, exact; with
-      --exact ``exact_peak_bytes``, that of rank 0 on fake tensors; ``fits``: whether the peak is within the limit;
-    - ``collectives``: per operation and dtype of one optimizer step ``op``, ``dtype``, ``calls``, ``payload_bytes`` and
-      ``wire_bytes`` (derived: what a rank sends in ring algorithms); ``num_calls`` and ``wire_bytes``: their sums;
-      ``intra_bytes``, ``inter_bytes``: what of it stays within a node, or goes to other nodes;
-    - ``communication_s``, ``compute_s``, ``overlapped_s``, ``serial_s``: see bench.forecast.prediction;
-    - ``recommended``: whether it is the best, or leads where it is undecided; ``best``: whether it is clearly the best;
-      ``may_be_fastest``: whether it may be faster than what leads; ``best_at``: the [N, W] of the table at which it is
-      clearly the best, or as good.
+    - ``backend``, ``framework``, ``sharding``, ``sync``; ``equals``: the mechanism with which a
+      wrapper is grouped; ``refusal``: why it does not run this, ``not_predicted``: why there is no
+      prediction although it does, ``defect``: what is known to be wrong with its updates; all four
+      may be empty;
+    - ``memory``: bytes of a rank at its peak by category (bench.forecast.footprint), which add up
+      to ``peak_memory_bytes``; ``peak_at``: the moment; ``held``: bytes between micro-batches by
+      category, exact; with --exact ``exact_peak_bytes``, that of rank 0 on fake tensors; ``fits``:
+      whether the peak is within the limit;
+    - ``collectives``: per operation and dtype of one optimizer step ``op``, ``dtype``, ``calls``,
+      ``payload_bytes`` and ``wire_bytes`` (derived: what a rank sends in ring algorithms);
+      ``num_calls`` and ``wire_bytes``: their sums; ``intra_bytes``, ``inter_bytes``: what of it
+      stays within a node, or goes to other nodes;
+    - ``communication_s``, ``compute_s``, ``overlapped_s``, ``serial_s``: see
+      bench.forecast.prediction;
+    - ``recommended``: whether it is the best, or leads where it is undecided; ``best``: whether it
+      is clearly the best; ``may_be_fastest``: whether it may be faster than what leads;
+      ``best_at``: the [N, W] of the table at which it is clearly the best, or as good.
     """
     predictions = predict(question.cell, backends)
-    equal = grouped_with(predictions) if grouped else {}
+    equal = {}
+    if grouped:
+        equal = grouped_with(predictions)
     choices: Choices = {}
     if question.link is not None and question.compute_s is not None:
         choices = question.table([p for p in predictions if p.name not in equal])
@@ -167,9 +177,11 @@ def _as_json(question: Question, prediction: Prediction, choices: Choices) -> di
     if question.link is not None:
         values["communication_s"] = communication(prediction.traffic, question.link).serial
         if question.link.node_size > 1:
-            levels = [part.levels(question.link.node_size) for part in prediction.traffic]
-            values["intra_bytes"] = sum(intra for intra, _ in levels)
-            values["inter_bytes"] = sum(inter for _, inter in levels)
+            values |= {"intra_bytes": 0.0, "inter_bytes": 0.0}
+            for part in prediction.traffic:
+                intra, inter = part.levels(question.link.node_size)
+                values["intra_bytes"] += intra
+                values["inter_bytes"] += inter
     if choices:
         step = question.step(prediction)
         values |= {"overlapped_s": step.overlapped, "serial_s": step.serial}
@@ -180,13 +192,16 @@ def _place_among(choices: Choices, prediction: Prediction) -> dict[str, Any]:
     """Whether a backend is the best here, and where it clearly is."""
     name = prediction.name
     here = choices[prediction.cell.accumulate, prediction.cell.world_size]
-    clear = {at: choice for at, choice in choices.items() if not choice.rivals}
+    best_at = []
+    for at, choice in choices.items():
+        if not choice.rivals and name in (choice.best, *choice.equal):
+            best_at.append(list(at))
     is_recommended = name in (here.best, *here.equal)
     return {
         "recommended": is_recommended,
         "best": is_recommended and not here.rivals,
         "may_be_fastest": name in here.rivals,
-        "best_at": [list(at) for at, choice in clear.items() if name in (choice.best, *choice.equal)],
+        "best_at": best_at,
     }
 
 
@@ -203,5 +218,5 @@ def _memory_and_traffic(prediction: Prediction) -> dict[str, Any]:
         "held": prediction.expectation.held,
         "collectives": rows,
         "num_calls": sum(row["calls"] for row in rows),
-        "wire_bytes": sum(part.wire_bytes for part in prediction.traffic),
+        "wire_bytes": prediction.wire_bytes,
     }

@@ -1,27 +1,33 @@
 """A rank's memory at its peak, by category, in closed form.
 
-Parameters, gradients, optimizer state and buffers that are held have exact formulas (``bench.judge.formulas``). At each
-moment that can have the peak, what autograd has saved and what lives only for that moment is added. The largest sum is
-the peak. Nothing is fitted. The moments are:
+Parameters, gradients, optimizer state and buffers that are held have exact formulas
+(``bench.judge.formulas``). At each moment that can have the peak, what autograd has saved and what
+lives only for that moment is added. The largest sum is the peak. Nothing is fitted. The moments
+are:
 
 - ``forward``: its end, with the logits and the log-softmax;
-- ``loss``: all activations, and three fp32 tensors of tokens x vocabulary (the log-softmax and two gradients);
+- ``loss``: all activations, and three fp32 tensors of tokens x vocabulary (the log-softmax and two
+  gradients);
 - ``head``: the backward of the output head: the gradients of its output and of its weight;
-- ``block``: the backward of the last blocks, whose MLP has three gradients as large as its inner activations;
-- ``reduce``: a unit's gradients are reduced; ``flush``: deferred gradients are reduced after the backward;
+- ``block``: the backward of the last blocks, whose MLP has three gradients as large as its inner
+  activations;
+- ``reduce``: a unit's gradients are reduced; ``flush``: deferred gradients are reduced after the
+  backward;
 - ``embedding``: the end of the backward, where a tied head's gradient is added to the embedding's;
 - ``step``: the optimizer's step.
 
-Activations are all tensors that autograd saves for the backward (Korthikanti et al., arXiv:2205.05198, section 4) in a
-Llama block of transformers with fused attention. With h = hidden size, q = heads x head size, k = the same for the
-key-value heads and i = the MLP's width, a block saves per token: two norms, each with its input in fp32 (h), what it
-normalized (h) and what it returns (h); queries, keys, values and the output of attention (2q + 2k); the MLP's gate, its
-SiLU, the other branch and their product (4i); and one fp32 scalar per head and per norm. With activation checkpointing
-a block keeps only its input, and saves the rest during its own backward; selectively, it also keeps what
-``bench.backends.blocks`` names.
+Activations are all tensors that autograd saves for the backward (Korthikanti et al.,
+arXiv:2205.05198, section 4) in a Llama block of transformers with fused attention. With h = hidden
+size, q = heads x head size, k = the same for the key-value heads and i = the MLP's width, a block
+saves per token: two norms, each with its input in fp32 (h), what it normalized (h) and what it
+returns (h); queries, keys, values and the output of attention (2q + 2k); the MLP's gate, its SiLU,
+the other branch and their product (4i); and one fp32 scalar per head and per norm. With activation
+checkpointing a block keeps only its input, and saves the rest during its own backward; selectively,
+it also keeps what ``bench.backends.blocks`` names.
 
-Short-lived and smaller tensors are left out, and so are the CUDA context, the allocator's rounding and fragments, what
-libraries allocate (cuBLAS, NCCL), and the tokens of all windows, which the bench itself holds.
+Short-lived and smaller tensors are left out, and so are the CUDA context, the allocator's rounding
+and fragments, what libraries allocate (cuBLAS, NCCL), and the tokens of all windows, which the
+bench itself holds.
 """
 
 from __future__ import annotations
@@ -48,7 +54,8 @@ class Footprint:
     moment: str
     """See the docstring of the module."""
     parts: dict[str, int]
-    """Bytes by category: those of ``Expectation.held``, ``activations``, and ``temporaries`` for everything else."""
+    """Bytes by category: those of ``Expectation.held``, ``activations``, and ``temporaries`` for
+    everything else."""
 
     @property
     def peak(self) -> int:
@@ -63,7 +70,8 @@ class Moment:
     gradients: int
     activations: int
     temporaries: int
-    """Gathered and cast parameters, gradients of one micro-batch, buffers of collectives, work space."""
+    """Gathered and cast parameters, gradients of one micro-batch, buffers of collectives, work
+    space."""
 
     @property
     def total(self) -> int:
@@ -118,7 +126,8 @@ class TensorSizes:
         if self.is_bf16:
             self.element = 2
         self.is_single = cell.accumulate == 1
-        """Whether the window has one micro-batch, so that no gradients are held before its backward."""
+        """Whether the window has one micro-batch, so that no gradients are held before its
+        backward."""
         self.zeroes_late = self.is_single and issubclass(backend, LightningBackend)
         """Whether the gradients of the window before are freed after the first forward, as by
         Lightning's Trainer."""
@@ -268,7 +277,8 @@ class TensorSizes:
     def step(self, gradients: int, state: int, flat: int = 0) -> Moment:
         """The optimizer's step.
 
-        ``foreach`` takes the root of all second moments at once (torch/optim/adam.py:_multi_tensor_adam).
+        ``foreach`` takes the root of all second moments at once
+        (torch/optim/adam.py:_multi_tensor_adam).
         """
         roots = 0
         if self.cell.optimizer == "adamw-foreach":
@@ -286,7 +296,8 @@ def _replicated(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]
     whole, table = 4 * sizes.layout.num_parameters, 4 * sizes.table
     before, end, of_head = sizes.before(held["gradients"]), whole, 0
     if issubclass(sizes.backend, DDPBackend) and sizes.backend.bucket_views:
-        # Reduced gradients are views of the buckets, and the sums of a deferred reduction are beside them.
+        # Reduced gradients are views of the buckets, and the sums of a deferred reduction are
+        # beside them.
         if sizes.is_single:
             before = whole
         end = before
@@ -326,7 +337,8 @@ class UnitSizes:
         self.block = padded[1]
         self.every = sum(padded.values())
         self.splits_root = layout is not sizes.layout
-        """Whether the embedding is a unit of its own, and the head, with the norm, is reduced first."""
+        """Whether the embedding is a unit of its own, and the head, with the norm, is reduced
+        first."""
         if self.splits_root:
             self.last = padded[max(padded)]
         self.shards = 4 * sizes.shard(layout)
@@ -334,7 +346,8 @@ class UnitSizes:
         self.sums = backend.sync is Sync.DEFERRED and not sizes.is_single
         """Whether whole gradients are held, to which those of a micro-batch are added at once."""
         self.gathered, self.current = self.element * self.every, 0
-        """Bytes of parameters that stay gathered in a backward, and of the block's that are freed again."""
+        """Bytes of parameters that stay gathered in a backward, and of the block's that are freed
+        again."""
         if backend.sharding is Sharding.PARAMS:  # resharded after the forward
             self.gathered, self.current = self.element * self.root, self.element * self.block
         self.ahead = 0
@@ -367,8 +380,9 @@ class UnitSizes:
 def _fsdp2(sizes: TensorSizes, backend: type[FSDP2Backend], held: Mapping[str, int]) -> Iterator[Moment]:
     """Units are gathered, and their gradients reduced in fp32 (torch/distributed/fsdp/_fully_shard).
 
-    An all-gather and a reduce-scatter have buffers of their own. In the backward the next unit is gathered ahead, and
-    the input of a reduction lives until the next one. The root is gathered from forward to backward, and reduced last.
+    An all-gather and a reduce-scatter have buffers of their own. In the backward the next unit is
+    gathered ahead, and the input of a reduction lives until the next one. The root is gathered from
+    forward to backward, and reduced last.
     """
     units = UnitSizes(sizes, backend)
     before = sizes.before(held["gradients"])
@@ -444,7 +458,8 @@ class Zero2Sizes:
         self.overlap = 4 * max(zero.overlapping(layout, self.ranks, rank) for rank in some)
         """The parameters that overlap the fullest rank's partition, in fp32."""
         self.kept, self.cast = self.overlap, 0
-        """The gradients that the fullest rank keeps, and what a gradient of one element takes to be cast to fp32."""
+        """The gradients that the fullest rank keeps, and what a gradient of one element takes to be
+        cast to fp32."""
         if sizes.is_bf16:
             self.kept, self.cast = 4 * self.partition, 4
         self.table = sizes.element * sizes.table
@@ -458,8 +473,8 @@ class Zero2Sizes:
 def _zero2(sizes: TensorSizes, backend: type[ZeroBackend], held: Mapping[str, int]) -> Iterator[Moment]:
     """Whole flat parameters, a partition of masters and gradients, and buckets from which gradients are reduced.
 
-    In fp32 the gradients are those of all parameters that overlap the partition, whole; a backward collects new ones
-    and adds them at its end (deepspeed/runtime/zero/stage_1_and_2.py).
+    In fp32 the gradients are those of all parameters that overlap the partition, whole; a backward
+    collects new ones and adds them at its end (deepspeed/runtime/zero/stage_1_and_2.py).
     """
     of_stage = Zero2Sizes(sizes, backend)
     if backend.sync is Sync.DEFERRED:
@@ -490,7 +505,8 @@ def _zero2_eager(sizes: TensorSizes, of_stage: Zero2Sizes) -> Iterator[Moment]:
     """Gradients are reduced from buckets during the backward."""
     layout, buckets = sizes.layout, of_stage.buckets
     before = during = sizes.before(of_stage.kept)
-    # The last rank has new gradients of its own from the start; the fullest has little but the table, reduced last.
+    # The last rank has new gradients of its own from the start; the fullest has little but the
+    # table, reduced last.
     early = 4 * zero.overlapping(layout, of_stage.ranks, of_stage.ranks - 1)
     if not sizes.is_single:
         early = max(0, 2 * early - of_stage.kept)

@@ -26,9 +26,12 @@ COLUMNS = {
     "activ": ("activations",),
     "other": ("communication", "temporaries"),
 }
-"""Columns of the table, each with the categories of ``bench.forecast.footprint`` that it adds up."""
+"""Columns of the table, each with the categories of ``bench.forecast.footprint`` that it adds
+up."""
 SECONDS = {"comm/s": "communication_s", "overlapped/s": "overlapped_s", "serial/s": "serial_s"}
 """Further columns, each with its key."""
+LEVEL_KEYS = {"intra": "intra_bytes", "inter": "inter_bytes"}
+"""Columns of a link with two levels, each with its key."""
 REMARKS = {
     "refusal": "refused",
     "not_predicted": "not predicted",
@@ -92,7 +95,9 @@ class EstimateAccuracy:
 
     @property
     def sentences(self) -> str:
-        longer = "most" if self.num_above_serial > self.num_steps / 2 else str(self.num_above_serial)
+        longer = "most"
+        if self.num_above_serial <= self.num_steps / 2:
+            longer = str(self.num_above_serial)
         return (
             f"In the CPU runs of results/ {self.num_below_overlapped} of {self.num_steps} steps took less than "
             f"overlapped, and {longer} took longer than serial, up to {self.longest:.1f} times as long; "
@@ -110,16 +115,23 @@ def printed_lines(question: Question, records: Records, choices: Choices) -> Ite
     yield from _recommendation_lines(question, rows, choices)
     yield from ("", *_setting_lines(question))
     yield from ("", "GiB of a rank at its peak, and one optimizer step:", _backend_table(question, records))
-    reasons = _names_by_text((f"{_remark(row)}: {_reason(row)}", row["backend"]) for row in records if _reason(row))
-    for why, names in reasons:
+    for why, names in _names_by_text(_remarks_and_reasons(records)):
         yield from ("", f"{names}: {why}.")
     if choices:
         yield from ("", "The best by N and W (?: undecided, it leads):", _choice_table(choices))
     yield from ("", "Collectives of a step:")
-    for text, names in _names_by_text((_collectives_text(row), row["backend"]) for row in rows if _is_predicted(row)):
+    predicted = filter(_is_predicted, rows)
+    for text, names in _names_by_text((_collectives_text(row), row["backend"]) for row in predicted):
         yield f"  {names}: {text}"
     for note in _notes(question, len(rows) < len(records), bool(choices)):
         yield from ("", note)
+
+
+def _remarks_and_reasons(records: Records) -> Iterator[tuple[str, str]]:
+    """What is said of backends that are refused, not predicted or wrong, with their names."""
+    for row in records:
+        if reason := _reason(row):
+            yield f"{_remark(row)}: {reason}", row["backend"]
 
 
 def _exact_line(row: Mapping[str, Any]) -> str:
@@ -152,9 +164,13 @@ def _setting_lines(question: Question) -> Iterator[str]:
     )
     parts = []
     if link is not None:
-        latency = f"{link.latency_s * 1e6:.4g} us" if link.latency_s else "no latency"
+        latency = "no latency"
+        if link.latency_s:
+            latency = f"{link.latency_s * 1e6:.4g} us"
         connected = f"link {link} per rank, {latency} per call"
-        parts.append(f"{connected} ({link.source})" if link.source else connected)
+        if link.source:
+            connected += f" ({link.source})"
+        parts.append(connected)
     if question.compute_s is not None:
         parts.append(f"compute {question.compute_s:.4g} s per optimizer step ({question.compute_from})")
     if question.memory_bytes is not None:
@@ -173,29 +189,46 @@ def _has_levels(question: Question) -> bool:
 
 def _backend_table(question: Question, records: Records) -> str:
     """The table of backends; sizes in GiB. Wrappers are named beside the mechanism that they equal."""
-    named = ((row["equals"], f"{row['backend']} (WRONG)" if row["defect"] else row["backend"]) for row in records)
-    wrappers = dict(_names_by_text(named))
-    fits = [] if question.memory_bytes is None else ["fits"]
-    levels = {"intra": "intra_bytes", "inter": "inter_bytes"} if _has_levels(question) else {}
+    wrappers = dict(_names_by_text((row["equals"], _name(row)) for row in records))
     seconds = [name for name, key in SECONDS.items() if any(row[key] is not None for row in records)]
-    names = ["backend", *COLUMNS, "peak", *fits, *levels, *seconds]
+    columns = [*COLUMNS, "peak"]
+    if question.memory_bytes is not None:
+        columns.append("fits")
+    if _has_levels(question):
+        columns += LEVEL_KEYS
+    columns += seconds
     found = []
     for row in records:
         if row["equals"]:
             continue
-        values = ["-"] * (len(names) - 1)
+        values = ["-" for _ in columns]
         if _is_predicted(row):
-            values = [_gib(sum(row["memory"][part] for part in parts)) for parts in COLUMNS.values()]
-            values.append(_gib(row["peak_memory_bytes"]))
-            if fits:
-                values.append("yes" if row["fits"] else "NO")
-            values += [_gib(row[key]) for key in levels.values()]
-            values += [f"{row[SECONDS[name]]:.4g}" for name in seconds]
+            values = [_value(row, column) for column in columns]
         remarks = [_remark(row)]
         if row["backend"] in wrappers:
             remarks.append(f"= {wrappers[row['backend']]}")
         found.append([row["backend"], *values, "  ".join(filter(None, remarks))])
-    return Table.from_rows([*names, ""], found, range(1, len(names))).text()
+    return Table.from_rows(["backend", *columns, ""], found, range(1, len(columns) + 1)).text()
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    """The name of a backend, and whether it is known to be wrong."""
+    if row["defect"]:
+        return f"{row['backend']} (WRONG)"
+    return str(row["backend"])
+
+
+def _value(row: Mapping[str, Any], column: str) -> str:
+    """What stands in a column of the table for a backend that is predicted."""
+    if column in COLUMNS:
+        return _gib(sum(row["memory"][part] for part in COLUMNS[column]))
+    if column in SECONDS:
+        return f"{row[SECONDS[column]]:.4g}"
+    if column in LEVEL_KEYS:
+        return _gib(row[LEVEL_KEYS[column]])
+    if column == "peak":
+        return _gib(row["peak_memory_bytes"])
+    return {True: "yes", False: "NO"}[row[column]]
 
 
 def _is_predicted(row: Mapping[str, Any]) -> bool:
@@ -204,7 +237,9 @@ def _is_predicted(row: Mapping[str, Any]) -> bool:
 
 def _gib(number: float) -> str:
     """GiB; a dash for nothing."""
-    return digits(number / GIB) if number else "-"
+    if number:
+        return digits(number / GIB)
+    return "-"
 
 
 def _remark(row: Mapping[str, Any]) -> str:
@@ -220,10 +255,10 @@ def _reason(row: Mapping[str, Any]) -> str:
 
 def _choice_table(choices: Choices) -> str:
     sizes = sorted({world_size for _, world_size in choices})
-    rows = [
-        [f"N = {accumulate}", *(_choice_text(choices[accumulate, world_size]) for world_size in sizes)]
-        for accumulate in sorted({accumulate for accumulate, _ in choices})
-    ]
+    rows = []
+    for accumulate in sorted({accumulate for accumulate, _ in choices}):
+        texts = [_choice_text(choices[accumulate, world_size]) for world_size in sizes]
+        rows.append([f"N = {accumulate}", *texts])
     return Table.from_rows(["", *(f"W = {world_size}" for world_size in sizes)], rows).text()
 
 
@@ -243,11 +278,10 @@ def _collectives_text(row: Mapping[str, Any]) -> str:
     """The collectives of one optimizer step."""
     if not row["collectives"]:
         return "none"
-    found = [
-        f"{sent['op']} {sent['dtype']}{among(sent['group'])} {sent['calls']} x, {size(sent['payload_bytes'])} payload, "
-        f"{size(sent['wire_bytes'])} on the wire"
-        for sent in row["collectives"]
-    ]
+    found = []
+    for sent in row["collectives"]:
+        what = f"{sent['op']} {sent['dtype']}{among(sent['group'])} {sent['calls']} x"
+        found.append(f"{what}, {size(sent['payload_bytes'])} payload, {size(sent['wire_bytes'])} on the wire")
     return "; ".join(found)
 
 
@@ -267,7 +301,9 @@ def _notes(question: Question, has_wrappers: bool, is_timed: bool) -> Iterator[s
     if _has_levels(question):
         yield LEVELS
     yield f"{TIMES} {EstimateAccuracy.stored().sentences}"
-    others = "any other backend" if question.memory_bytes is None else "any other backend that fits"
+    others = "any other backend that fits"
+    if question.memory_bytes is None:
+        others = "any other backend"
     yield (
         f"best: the serial step is at most {100 * MARGIN:g} % longer than the overlapped step of {others}, and of such "
         "backends it needs the least memory. Otherwise it is undecided, and the shortest serial step leads. Compute "
@@ -288,14 +324,17 @@ def _reserve_text(question: Question) -> str:
 
 def _recommendation_lines(question: Question, rows: Records, choices: Choices) -> Iterator[str]:
     """What to take, with the reason; if that is undecided, also the command that decides it."""
-    able = [row for row in rows if _is_predicted(row) and not row["defect"]]
+    sound = [row for row in rows if not row["defect"]]
+    able = list(filter(_is_predicted, sound))
     fitting = [row for row in able if row["fits"] is not False]
     if not fitting or not choices:
         yield f"Recommendation: {_recommendation_by_memory(question, fitting, able)}"
         return
     here = choices[question.cell.accumulate, question.cell.world_size]
     (best,) = (row for row in rows if row["backend"] == here.best)
-    named = f"{here.best} (equal: {', '.join(here.equal)})" if here.equal else here.best
+    named = here.best
+    if here.equal:
+        named = f"{here.best} (equal: {', '.join(here.equal)})"
     takes = (
         f"{named}: {best['overlapped_s']:.4g} s (overlapped) to {best['serial_s']:.4g} s (serial) per step, "
         f"{size(best['peak_memory_bytes'])} of memory"
@@ -325,7 +364,11 @@ def _recommendation_by_memory(question: Question, fitting: Records, able: Record
         if not question.cell.activation_checkpointing:
             ways += ", or --activation-checkpointing"
         return f"none fits; {needs}. Try {ways}."
-    missing = [name for name, value in (("--link", question.link), ("--peak", question.compute_s)) if value is None]
+    missing = []
+    if question.link is None:
+        missing.append("--link")
+    if question.compute_s is None:
+        missing.append("--peak")
     return f"{needs}. For one by time, add {' and '.join(missing)}."
 
 
@@ -335,4 +378,6 @@ def _measuring_command(cell: Cell, here: Choice) -> str:
         f"python -m bench run --matrix gpu --backend {','.join([here.best, *here.rivals])} --accumulate "
         f"{cell.accumulate} --micro-batch {cell.micro_batch_size} --precision {cell.precision}"
     )
-    return f"{command} --activation-checkpointing on" if cell.activation_checkpointing else command
+    if cell.activation_checkpointing:
+        return f"{command} --activation-checkpointing on"
+    return command

@@ -18,8 +18,8 @@ class _State:
 def terminate_as_interrupt() -> Iterator[None]:
     """Make SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does.
 
-    An ignored SIGHUP (nohup) or SIGINT (background jobs of a shell) stays ignored. Only the main thread gets signals;
-    in other threads this does nothing.
+    An ignored SIGHUP (nohup) or SIGINT (background jobs of a shell) stays ignored. Only the main
+    thread gets signals; in other threads this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

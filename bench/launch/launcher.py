@@ -1,7 +1,8 @@
 """Runs a process group for one trial or audit under torch elastic, watches it and always cleans up.
 
-The ranks of a trial are on one or more nodes: this one (``node.Node``), and in a job of several nodes those whose
-agents have joined (``nodes.Nodes``), which answer as this one does. Only here trials are watched and judged.
+The ranks of a trial are on one or more nodes: this one (``node.Node``), and in a job of several
+nodes those whose agents have joined (``nodes.Nodes``), which answer as this one does. Only here
+trials are watched and judged.
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ __all__ = ["Launcher", "LauncherError"]
 RANK_MAIN = "bench.launch.rank:main"
 """The entry of a task that names none; the module is imported in the ranks alone."""
 SETTLE_S = 1.0
-"""After the ranks of one node failed: how long those of the others may take to end by themselves, and say why."""
+"""After the ranks of one node failed: how long those of the others may take to end by themselves,
+and say why."""
 
 
 class Launcher:
     """Runs trials, one at a time. Use as a context manager; ``close`` leaves no process behind on any node.
 
-    As a context it locks the visible GPUs against other benches, and raises InputError if another one uses them.
+    As a context it locks the visible GPUs against other benches, and raises InputError if another
+    one uses them.
     """
 
     def __init__(self, device: Device, *, cold: bool = False, others: Nodes | None = None) -> None:
@@ -79,10 +82,12 @@ class Launcher:
     def run(self, task: Task, timeout_s: float, inactivity_s: float = 0.0) -> Outcome:
         """Run one trial to its end, or end it after ``timeout_s``, or after ``inactivity_s`` without progress.
 
-        The calling thread sleeps meanwhile. Raises LauncherError if the launcher's process does not start.
+        The calling thread sleeps meanwhile. Raises LauncherError if the launcher's process does not
+        start.
 
-        Ranks start cold wherever a forked process cannot use the device; the outcome says so. A trial on a node that is
-        lost is ``interrupted``, so that it runs again when the run is resumed.
+        Ranks start cold wherever a forked process cannot use the device; the outcome says so. A
+        trial on a node that is lost is ``interrupted``, so that it runs again when the run is
+        resumed.
         """
         if not task.folder:
             with tempfile.TemporaryDirectory(prefix="accumulation-bench-") as folder:
@@ -176,8 +181,11 @@ class _Trial:
         self._look()
         results = self._end(dump=ending is not None and ending.dump)
         reports = [self._reports[number] for number in range(len(self._nodes))]
-        too_much = excessive(sum(report.log_bytes for report in reports))
-        outcome = judge(results, too_much or ending or self._ending(results), wall_s, self._names)
+        if ending is None:
+            ending = self._ending(results)
+        if too_much := excessive(sum(report.log_bytes for report in reports)):
+            ending = too_much
+        outcome = judge(results, ending, wall_s, self._names)
         outcome.recordings = [report.recording for report in reports]
         return outcome
 
@@ -188,8 +196,11 @@ class _Trial:
 
     def _begin(self) -> None:
         """Start the ranks of each node; those of the first open the store that all of them use."""
+        entry = self._task.entry
+        if not entry:
+            entry = RANK_MAIN
         node_task = NodeTask(
-            entry=self._task.entry or RANK_MAIN,
+            entry=entry,
             payload=self._task.to_json(),
             folder=self._task.folder,
             run_id=uuid.uuid4().hex,
@@ -242,7 +253,8 @@ class _Trial:
     def _ending(self, results: Sequence[dict[str, Any] | None]) -> Ending:
         """Why the ranks ended by themselves.
 
-        Of several nodes: the one with a rank that a signal ended, or that reported nothing, is why the others failed.
+        Of several nodes: the one with a rank that a signal ended, or that reported nothing, is why
+        the others failed.
         """
 
         def precedence(number: int) -> tuple[bool, bool, bool]:

@@ -20,20 +20,21 @@ from bench.validation import Amount, Flag, Natural, Positive
 
 REFERENCE, SHARDED_REFERENCE = "reference", "reference-sharded"
 REFERENCES = (REFERENCE, SHARDED_REFERENCE)
-"""Names of the reference backends: one process that trains the full batch at once in fp32, in plain PyTorch; and the
-same sharded over all ranks, for models whose state does not fit on one GPU."""
+"""Names of the reference backends: one process that trains the full batch at once in fp32, in plain
+PyTorch; and the same sharded over all ranks, for models whose state does not fit on one GPU."""
 SINGLE_STATE_BYTES = 64 * 2**30
-"""Largest state (fp32 parameters, gradients and AdamW moments, 16 bytes per parameter) that an 80 GB GPU holds together
-with the activations of a slice."""
+"""Largest state (fp32 parameters, gradients and AdamW moments, 16 bytes per parameter) that an 80
+GB GPU holds together with the activations of a slice."""
 SLICE_TOKENS = 2048
 """Most tokens of a slice in which a reference sees its batch, unless a single sample has more."""
 REFERENCE_FLOPS = 1e15
-"""Model FLOPs that each GPU of a reference may spend on the time pass: 45 s in fp32 on an H100, every forward computed
-twice."""
+"""Model FLOPs that each GPU of a reference may spend on the time pass: 45 s in fp32 on an H100,
+every forward computed twice."""
 REFERENCE_WINDOWS = 2
 """Minimum number of windows that a reference trains: the loss before any update, and after one."""
 SGD = "sgd"
-"""The optimizer whose step is proportional to the gradient, so that a wrong gradient scale shows in the losses."""
+"""The optimizer whose step is proportional to the gradient, so that a wrong gradient scale shows in
+the losses."""
 SMALLEST_SHARDS = 2
 """Fewest ranks over which a replica of HSDP is sharded; with one, nothing would be."""
 ADDED_FIELDS: dict[str, Any] = {
@@ -78,7 +79,9 @@ class RankGroup(StrEnum):
 
 def among(group: str) -> str:
     """The ranks of a collective in a sentence; nothing for all ranks."""
-    return "" if group == RankGroup.WORLD else f" in the {group} group"
+    if group == RankGroup.WORLD:
+        return ""
+    return f" in the {group} group"
 
 
 class Sharding(StrEnum):
@@ -98,17 +101,21 @@ class Stepping(StrEnum):
     """How a backend handles the incomplete window at the end of an epoch."""
 
     WINDOW = "window"
-    """Step at the end of the epoch; divide by the number of micro-batches in the window (correct mean)."""
+    """Step at the end of the epoch; divide by the number of micro-batches in the window (correct
+    mean)."""
     OVERRIDE = "override"
     """As ``window``, but a limit of steps overrides the number of epochs."""
     FLUSH = "flush"
     """Step at the end of the epoch, but divide by N: the update is too small."""
     CARRY = "carry"
-    """Do not step: keep counting into the next epoch. Micro-batches left at the end of training are lost."""
+    """Do not step: keep counting into the next epoch. Micro-batches left at the end of training are
+    lost."""
     CANCEL = "cancel"
-    """As ``carry``, but a window is fetched as a whole first: one that the data do not fill is not trained on."""
+    """As ``carry``, but a window is fetched as a whole first: one that the data do not fill is not
+    trained on."""
     SPLIT = "split"
-    """The engine that steps behaves as ``carry``, while the trainer above it restarts its count every epoch."""
+    """The engine that steps behaves as ``carry``, while the trainer above it restarts its count
+    every epoch."""
     UNKNOWN = "unknown"
     """Not declared; can only be measured."""
 
@@ -180,7 +187,8 @@ class Cell:
     clip_norm: Amount = 0.0
     """Maximum L2 norm of the whole gradient in an update; 0 for no clipping."""
     twin: str = ""
-    """Label of an A/A copy of a cell, which is compared with its original; empty for the original."""
+    """Label of an A/A copy of a cell, which is compared with its original; empty for the
+    original."""
     virtual: Flag = False
     fake_tensors: Flag = False
     shared_gpu: Flag = False
@@ -190,12 +198,14 @@ class Cell:
     activation_checkpointing: Flag = False
     """Whether blocks keep only their input and recompute their forward in the backward."""
     selective_checkpointing: Flag = False
-    """Whether checkpointed blocks also keep what is expensive to compute (``bench.backends.blocks``)."""
+    """Whether checkpointed blocks also keep what is expensive to compute
+    (``bench.backends.blocks``)."""
     compiled: Flag = False
     ranks_per_node: Natural = 0
     """Ranks on each of several nodes; 0 if all are on one."""
     replicate: Natural = 0
-    """R: replicas of the model, each sharded over W / R ranks (HSDP); 0 for backends that do not combine the two."""
+    """R: replicas of the model, each sharded over W / R ranks (HSDP); 0 for backends that do not
+    combine the two."""
 
     @property
     def world(self) -> World:
@@ -211,7 +221,9 @@ class Cell:
         """Number of ranks in a group; W where a backend has groups of its own, whose sizes are not known."""
         if not self.replicate or group == RankGroup.WORLD:
             return self.world_size
-        return self.replicate if group == RankGroup.REPLICATE else self.world_size // self.replicate
+        if group == RankGroup.REPLICATE:
+            return self.replicate
+        return self.world_size // self.replicate
 
     @property
     def fits_mesh(self) -> bool:
@@ -223,11 +235,15 @@ class Cell:
     @property
     def num_processes(self) -> int:
         """Number of processes: W, or 1 (rank 0) in a virtual world."""
-        return self.world_size if self.world.has_all_ranks else 1
+        if self.world.has_all_ranks:
+            return self.world_size
+        return 1
 
     @property
     def num_nodes(self) -> int:
-        return self.world_size // self.ranks_per_node if self.ranks_per_node else 1
+        if self.ranks_per_node:
+            return self.world_size // self.ranks_per_node
+        return 1
 
     @property
     def micro_batch_size(self) -> int:
@@ -282,19 +298,24 @@ class Cell:
         """The fewest micro-batches into which a rank's samples divide so that each is a slice or one sample."""
         samples = self.global_batch_size // self.world_size
         most = max(1, SLICE_TOKENS // max(1, self.sequence_length))
-        return next((n for n in range(1, samples + 1) if samples % n == 0 and samples // n <= most), 1)
+        for number in range(1, samples + 1):
+            if samples % number == 0 and samples // number <= most:
+                return number
+        return 1
 
     def reference(self, *, sharded: bool | None = None) -> Cell:
         """The reference cell of this one: whole batch, fp32, not compiled.
 
-        It is one process with N = 1, without checkpointing; or ``sharded`` over as many GPUs as this cell has, with
-        checkpointing, if the state of a shipped model exceeds SINGLE_STATE_BYTES. There the ranks sum the gradients of
-        slices, since the activations of all their samples may not fit. Both compute the same.
+        It is one process with N = 1, without checkpointing; or ``sharded`` over as many GPUs as
+        this cell has, with checkpointing, if the state of a shipped model exceeds
+        SINGLE_STATE_BYTES. There the ranks sum the gradients of slices, since the activations of
+        all their samples may not fit. Both compute the same.
 
-        On CUDA it trains as many windows as REFERENCE_FLOPS allow, and the gates compare the losses that exist: a batch
-        of 32 samples for each of eight GPUs takes one GPU 29 s in fp32. That is enough to detect a wrong cell: the
-        update pass verifies the gradient of a whole window to 1e-5, later windows repeat the same work, and
-        micro-batches and updates are counted in all of them.
+        On CUDA it trains as many windows as REFERENCE_FLOPS allow, and the gates compare the losses
+        that exist: a batch of 32 samples for each of eight GPUs takes one GPU 29 s in fp32. That is
+        enough to detect a wrong cell: the update pass verifies the gradient of a whole window to
+        1e-5, later windows repeat the same work, and micro-batches and updates are counted in all
+        of them.
         """
         from bench.plan.models import SIZES  # not at the top: circular import
 
@@ -340,8 +361,13 @@ class Cell:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; ``from_dict`` is the inverse."""
         # dataclasses.asdict makes deep copies, which dominate the time of planning many cells.
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {key: value.value if isinstance(value, StrEnum) else value for key, value in values.items()}
+        found = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, StrEnum):
+                value = value.value
+            found[field.name] = value
+        return found
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Cell:

@@ -123,7 +123,8 @@ Limit = Annotated[Amount, Expect("a positive number of seconds, or 0 for no limi
 class MatrixFile(MatrixTable):
     """A matrix file.
 
-    Defaults are not validated: an empty list, which users may not give, means that another key applies.
+    Defaults are not validated: an empty list, which users may not give, means that another key
+    applies.
     """
 
     description: Annotated[str, Expect("a string")] = ""
@@ -174,9 +175,11 @@ DEFAULTS = _flat(
 )
 _TYPES = validation.declared(MatrixFile)
 KEYS = tuple(_TYPES)
-"""All allowed keys of a matrix file, as table.key. A single optimizer may also be given under ``training``."""
+"""All allowed keys of a matrix file, as table.key. A single optimizer may also be given under
+``training``."""
 FOR_ALL = ("workload.corpus", "training.seed", "training.optimizer")
-"""Keys that apply to the whole run, so groups may not set them; a group uses ``axes.optimizer`` instead."""
+"""Keys that apply to the whole run, so groups may not set them; a group uses ``axes.optimizer``
+instead."""
 IN_GROUPS = ("once", *(key for key in KEYS if "." in key and key not in FOR_ALL))
 """Keys that a group may set."""
 
@@ -186,7 +189,8 @@ def type_of(key: str) -> tuple[Any, bool]:
     kind, is_list = _TYPES[key], False
     while arguments := get_args(kind):
         is_list |= get_origin(kind) is list
-        # Of a union, a number without a fraction is the last, and a word instead of a list the first.
+        # Of a union, a number without a fraction is the last, and a word instead of a list the
+        # first.
         kind = arguments[get_origin(kind) in {Union, UnionType} and get_origin(arguments[0]) is Literal]
     return kind, is_list
 
@@ -221,13 +225,18 @@ class Matrix:
         """The matrix with the worlds that fit on so many GPUs: all of these if none does, and no group without one."""
         key = "axes.world_size"
 
-        def fitting(part: Mapping[str, Any]) -> dict[str, Any]:
-            sizes = part.get(key, "all")
-            return {**part, key: sizes if sizes == "all" else [size for size in sizes if size <= num_gpus]}
+        def fitting(sizes: Any) -> Any:
+            if sizes == "all":
+                return sizes
+            return [size for size in sizes if size <= num_gpus]
 
-        groups = [fitting(group) if key in group else group for group in self.values["groups"]]
-        values = fitting(self.values) | {"groups": [group for group in groups if group.get(key, True)]}
-        values[key] = values[key] or "all"
+        groups = []
+        for group in self.values["groups"]:
+            if key not in group:
+                groups.append(group)
+            elif sizes := fitting(group[key]):
+                groups.append({**group, key: sizes})
+        values = {**self.values, key: fitting(self.values.get(key, "all")) or "all", "groups": groups}
         if values == self.values:
             return self
         return dataclasses.replace(self, values=values, places={**self.places, key: option})
@@ -254,7 +263,9 @@ def load(name: str) -> Matrix:
     """Load a shipped matrix by name, or a TOML file. Raises InputError if it cannot be read or is invalid."""
     shipped = name in names()
     path = FOLDER / f"{name}.toml" if shipped else Path(name)
-    source = f"{name}.toml" if shipped else name
+    source = name
+    if shipped:
+        source = f"{name}.toml"
     if not shipped and path.suffix != ".toml":
         raise InputError(f"--matrix {name}: unknown; {suggest(name, ['auto', *names(), 'a .toml file'])}")
     content = files.read(path, f"--matrix {name}", "name a TOML file")
@@ -316,7 +327,9 @@ def _group(group: Mapping[str, Any], number: int, given: Mapping[str, Any], sour
     flat = _flat(group)
     for key in flat:
         if key not in IN_GROUPS and key not in TABLES:
-            hint = "it is one for the whole matrix" if key in KEYS else suggest(key, IN_GROUPS)
+            hint = "it is one for the whole matrix"
+            if key not in KEYS:
+                hint = suggest(key, IN_GROUPS)
             raise InputError(f"{_place(source, number, key)} cannot be set there; {hint}")
     values = _checked({**given, **flat}, "", lambda key: _place(source, number, key))
     return {key: values[key] for key in flat}

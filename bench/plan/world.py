@@ -34,8 +34,9 @@ class World(StrEnum):
     SHARED_GPU = "shared GPU"
     """W processes that share GPUs, over NCCL or gloo. Everything but time is as in a real world."""
     VIRTUAL = "virtual world"
-    """One process: rank 0 of W. Shards, buckets, calls and bytes are those of rank 0 of a real world. Values are
-    meaningless, and a step takes the time it would take if communication were free."""
+    """One process: rank 0 of W. Shards, buckets, calls and bytes are those of rank 0 of a real
+    world. Values are meaningless, and a step takes the time it would take if communication were
+    free."""
     FAKE = "fake tensors"
     """A virtual world on tensors that have shapes, dtypes and sized storages, but no memory."""
 

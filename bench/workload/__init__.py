@@ -31,7 +31,8 @@ class WorkloadSpec:
 class Workload(Protocol):
     """A model, its data and its loss. All methods are deterministic: equal specs give equal bytes everywhere.
 
-    The exception is weights of large models that are drawn on a GPU (``llama``): equal only on GPUs of the same kind.
+    The exception is weights of large models that are drawn on a GPU (``llama``): equal only on GPUs
+    of the same kind.
     """
 
     tokens_per_sample: int
@@ -68,8 +69,8 @@ def load(cell: Cell, corpus: Path | None) -> Workload:
 class Loader:
     """The micro-batches of one rank in order; sized, and can be iterated repeatedly.
 
-    Update t uses samples t*B ... (t+1)*B - 1 for any N and W. Micro-batch j of rank r is contiguous piece j*W + r of
-    them, with B / (N*W) samples.
+    Update t uses samples t*B ... (t+1)*B - 1 for any N and W. Micro-batch j of rank r is contiguous
+    piece j*W + r of them, with B / (N*W) samples.
     """
 
     def __init__(
@@ -85,12 +86,11 @@ class Loader:
         micro_batch_size, rest = divmod(global_batch_size, accumulate * world_size)
         assert rest == 0 and micro_batch_size > 0, "the matrix refuses a batch that is not divisible"
         self._fetch = fetch
-        self._ranges = [
-            range(start, start + micro_batch_size)
-            for window in range(windows)
-            for piece in range(accumulate)
-            for start in [window * global_batch_size + (piece * world_size + rank) * micro_batch_size]
-        ]
+        self._ranges = []
+        for window in range(windows):
+            for piece in range(accumulate):
+                start = window * global_batch_size + (piece * world_size + rank) * micro_batch_size
+                self._ranges.append(range(start, start + micro_batch_size))
 
     def __len__(self) -> int:
         return len(self._ranges)
@@ -109,8 +109,9 @@ def sliced(
 ) -> Callable[[nn.Module, Tensor], Tensor]:
     """The mean loss of ``num_samples`` samples, computed slice by slice; ``loss`` itself if one slice holds them all.
 
-    It is the mean over slices, weighted by their samples. Every slice is checkpointed, so its activations are
-    recomputed in the backward. There is still one loss and one backward: nothing is accumulated by hand.
+    It is the mean over slices, weighted by their samples. Every slice is checkpointed, so its
+    activations are recomputed in the backward. There is still one loss and one backward: nothing is
+    accumulated by hand.
     """
     size = slice_size(num_samples, tokens_per_sample)
     if size == num_samples:
@@ -120,10 +121,10 @@ def sliced(
         import torch
         from torch.utils.checkpoint import checkpoint
 
-        means = [
-            checkpoint(loss, model, part, use_reentrant=False, preserve_rng_state=False) * (len(part) / len(batch))
-            for part in batch.split(size)
-        ]
-        return torch.stack(means).sum()
+        shares = []
+        for part in batch.split(size):
+            mean = checkpoint(loss, model, part, use_reentrant=False, preserve_rng_state=False)
+            shares.append(mean * (len(part) / len(batch)))
+        return torch.stack(shares).sum()
 
     return of_slices
