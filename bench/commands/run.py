@@ -20,9 +20,10 @@ from bench.launch import follower, gpu_checks, job_nodes, torch_facts
 from bench.launch import gpus as launch_gpus
 from bench.launch import launcher as launching
 from bench.launch.nodes import Nodes
-from bench.plan.cell import Cell, Device, summarize
+from bench.plan.cell import Device, summarize
 from bench.run import machine, start
 from bench.run.journal import read_manifest
+from bench.run.manifest import CONNECTION, Manifest
 
 DESCRIPTION = (
     "Every trial trains one cell of the matrix. Trials run in blocks, each in seeded random order. After --repeats "
@@ -79,7 +80,7 @@ def _about(head: str) -> dict[str, Any]:
     except InputError as found:
         error = str(found)
     project = {"accumulation-bench": __version__, "its code": machine.code({}, {})["bench"][:12]}
-    fingerprint = {**machine.fingerprint(), machine.CONNECTION: machine.connection(head)}
+    fingerprint = {**machine.fingerprint(), CONNECTION: machine.connection(head)}
     return {"versions": project | machine.packages(), "gpus": gpus, "error": error, "fingerprint": fingerprint}
 
 
@@ -99,18 +100,14 @@ def _lead(arguments: argparse.Namespace, others: Nodes | None) -> int:
         raise InputError("--retry-failed: works only with --resume RUN; add it")
     plan = planned(arguments, others=others)
     folder = arguments.out or new_folder(plan.matrix.name)
-    start.require(folder, plan.cells, plan.matrix["repeats"], f"--out {folder}")
+    start.require(folder, plan, f"--out {folder}")
     if plan.gpus and others is None:
         _require_usable(plan.gpus)
     with files.run_folder(folder, f"--out {folder}"):
         manifest = start.create(
             folder,
-            plan.matrix,
-            plan.cells,
-            plan.backends,
+            plan,
             cold=arguments.cold,
-            once=plan.once,
-            skipped=plan.too_large,
             peaks=fit.peaks(plan.cells),
             nodes=nodes,
             head=others.address if others else "",
@@ -129,7 +126,7 @@ def _require_usable(gpus: Sequence[Mapping[str, Any]]) -> None:
 
 def _train(
     folder: Path,
-    manifest: dict[str, Any],
+    manifest: Manifest,
     backends: dict[str, type[Backend]],
     arguments: argparse.Namespace,
     others: Nodes | None,
@@ -143,21 +140,21 @@ def _train(
     from bench.report.progress import Display, JsonLines
     from bench.run import matmul, runner
 
-    cells = [Cell.from_dict(cell) for cell in manifest["cells"]]
+    cells = manifest.cells
     gpus = launch_gpus.gpus() if any(cell.device is Device.CUDA for cell in cells) else []
-    guesses = costs(cells, gpus, manifest.get("skipped") or {})
+    guesses = costs(cells, gpus, manifest.skipped)
     display = Display(Console(quiet=arguments.quiet), guesses, manifest)
     if arguments.json:
         display = JsonLines(guesses, manifest)
-    launcher = launching.Launcher(cells[0].device, cold=manifest["cold"], others=others)
-    work = runner.Runner(
-        folder, manifest, backends, launcher, display, interim_analysis, retry_failed=arguments.retry_failed
-    )
+    launcher = launching.Launcher(cells[0].device, cold=manifest.cold, others=others)
     kept = f"the finished trials are kept; go on with: python -m bench run --resume {folder}"
     try:
         with display, launcher:
-            display.say(f"run {manifest['run_id']}: {summarize(cells, baseline_of(manifest))}; writing to {folder}")
-            matmul.time_products(folder, manifest, cells, launcher, display.say)
+            display.say(f"run {manifest.run_id}: {summarize(cells, baseline_of(manifest))}; writing to {folder}")
+            timed = matmul.time_products(folder, manifest, launcher, display.say)
+            work = runner.Runner(
+                folder, timed, backends, launcher, display, interim_analysis, retry_failed=arguments.retry_failed
+            )
             work.run()
     except launching.LauncherError as error:
         print(f"bench: {error}", file=sys.stderr)

@@ -237,8 +237,8 @@ def _zero2(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
     kept = 4 * (partition if sizes.is_bf16 else overlap)
     sums = held["gradients"] if is_deferred else kept
     before = 0 if sizes.is_single else sums
-    bucket = options["reduce_bucket_size"]
-    buckets = element * bucket * (2 if options["overlap_comm"] else 1)
+    bucket = options.reduce_bucket_size
+    buckets = element * bucket * (2 if options.overlap_comm else 1)
     filled = min(bucket, layout.num_parameters)
     piece = min(sizes.table, -(-bucket // partition) * partition)  # of a table, reduced at once
     casts = 4 * sizes.is_bf16
@@ -281,7 +281,7 @@ def _zero3(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
     sums, partitions = held["gradients"], held["gradients"] - whole
     before = partitions if sizes.is_single else sums
     options = zero.options_of(sizes.backend, sizes.cell, layout)
-    live = min(layout.num_parameters, options["stage3_max_live_parameters"])
+    live = min(layout.num_parameters, options.stage3_max_live_parameters)
     gathered = sizes.element * live * has_several
     resident = gathered * sizes.backend.own_defaults  # from forward to backward
     reduced_table = table + 4 * sizes.table * sizes.is_bf16

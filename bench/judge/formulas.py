@@ -27,7 +27,7 @@ BUILT_IN = {name: backend for name, backend in built_in().items() if backend.for
 """The backends of this package that have a formula, by name."""
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "int64": 8, "uint8": 1}
 """Bytes of one element by dtype."""
-Settings = Mapping[str, Any]
+Settings = Mapping[str, object]
 """What a trial has stored of ``Backend.settings``; empty before there is one, where those of today apply."""
 NO_SETTINGS: Settings = {}
 CallsAndHeld = tuple[Iterable[Call], dict[str, int]]

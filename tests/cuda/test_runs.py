@@ -66,7 +66,9 @@ def judged(machine: Machine) -> list[str]:
     trials = pd.read_parquet(machine.folder / "run" / "trials.parquet")
     invalid = trials[trials["status"] == "invalid"].to_dict("records")
     manifest = read_manifest(machine.folder / "run")
-    return [f"{row['backend']}: {row['reason']}" for row in invalid if not known_defect(manifest, row)]
+    causes = ("backend", "status", "failed_gates", "update_causes")
+    wrong = [row for row in invalid if not known_defect(manifest, *(row[name] for name in causes))]
+    return [f"{row['backend']}: {row['reason']}" for row in wrong]
 
 
 VARIANTS: Mapping[str, tuple[str, ...]] = {
