@@ -16,7 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from bench.forecast.from_run import Groups, beside, fitted_links, measured_link
 from bench.forecast.prediction import predicted_communication
 from bench.forecast.prediction_text import ACCURACY, EstimateAccuracy
 from bench.formatting import rate, some
-from bench.judge.analysis import Analysis
+from bench.judge.analysis import Analysis, CellRow
 from bench.judge.expected import settings_of
 from bench.judge.loading import Run, load
 from bench.judge.pairs import record
@@ -104,7 +104,7 @@ def measure(folder: Path, options: Sequence[str]) -> None:
 
 
 def _is_finished(folder: Path) -> bool:
-    return (folder / MANIFEST).exists() and "finished" in read_manifest(folder)
+    return (folder / MANIFEST).exists() and read_manifest(folder).finished is not None
 
 
 class Study:
@@ -141,11 +141,11 @@ class Study:
         """Deferred against eager: one row per run, N and pair of backends, as the runs' reports compare them."""
         rows = []
         for number, data in enumerate(self.data):
-            for n in sorted({row["accumulate"] for row in data.rows.values()}):
-                by_name = {row["backend"]: row for row in data.rows.values() if row["accumulate"] == n}
+            for n in sorted({row.cell.accumulate for row in data.rows.values()}):
+                by_name = {row.backend: row for row in data.rows.values() if row.cell.accumulate == n}
                 syncs = (Sync.DEFERRED_ALL_REDUCE, Sync.DEFERRED)
-                for eager, deferred in (pair for sync in syncs for pair in eager_and_deferred(by_name, sync)):
-                    compared = data.compared(by_name[deferred]["cell_id"], by_name[eager]["cell_id"])
+                for eager, deferred in (pair for sync in syncs for pair in _pairs(by_name, sync)):
+                    compared = data.compared(by_name[deferred].cell_id, by_name[eager].cell_id)
                     assert compared is not None, "they differ in the backend alone"
                     found = record(compared)
                     steps = [self.predicted(cell, number) for cell in (compared.b, compared.a)]
@@ -158,11 +158,15 @@ class Study:
         return pd.DataFrame(rows)
 
 
+def _pairs(rows: Mapping[str, CellRow], sync: Sync) -> list[tuple[str, str]]:
+    """Eager and deferred backends among these rows."""
+    return eager_and_deferred({name: row.values for name, row in rows.items()}, sync)
+
+
 def _times(data: Analysis) -> dict[Cell, float]:
     """Seconds per step of each cell, as the report has them."""
-    rows = [row for row in data.rows.values() if row["step_time_s"] is not None]
-    cells = {data.run.cells[row["cell_id"]]: row["step_time_s"] for row in rows}
-    return {cell: seconds for cell, seconds in cells.items() if not cell.is_reference}
+    rows = [row for row in data.rows.values() if not row.cell.is_reference]
+    return {row.cell: row.step_time_s for row in rows if row.step_time_s is not None}
 
 
 def draw(study: Study) -> Drawing:

@@ -124,16 +124,16 @@ def _real(known: Sequence[Known]) -> list[str]:
     ]
     same = Counter(item.same.verdict for item in known)
     slower = Counter(item.slower.verdict for item in known)
-    late = sum(item.run.manifest.get("ended_by") == Ended.BUDGET for item in known)
+    late = sum(item.run.manifest.ended_by == Ended.BUDGET for item in known)
     held = sum(i.slower.time is not None and i.slower.time.low <= 1 + DELAY <= i.slower.time.high for i in known)  # type: ignore[operator]
-    machine, values = known[0].run.manifest["machine"], known[0].run.manifest["matrix"]["values"]
+    machine, values = known[0].run.manifest.machine, known[0].run.manifest.settings
     return [
         "## On real trials",
         "",
-        f"{len(known)} runs on {machine['cpu']}, {machine['cores']} cores, kept in results/noise. Each holds "
+        f"{len(known)} runs on {machine.cpu}, {machine.cores} cores, kept in results/noise. Each holds "
         "`ddp-deferred` on one rank three times, as itself, as its A/A twin and as a third that is compared, and once "
         f"more with a sleep of {100 * DELAY:g} % per step, until intervals were narrower than "
-        f"{100 * values['precision']:g} % or, as in {late}, {values['budget_s']:g} s had passed. One rank was "
+        f"{100 * values.precision:g} % or, as in {late}, {values.budget_s:g} s had passed. One rank was "
         "chosen because two ranks on two virtual cores have two modes, a factor of 1.5 apart, for as long as a process "
         "lives. Compared with itself, the cell was called faster or slower in "
         f"{same[Verdict.FASTER] + same[Verdict.SLOWER]} of {len(known)} runs. With the sleep it was called slower in "

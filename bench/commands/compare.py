@@ -132,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
         a=titles[0],
         b=titles[1],
         rows=rows,
-        differences=[] if a is b else differences(a.manifest, b.manifest),
+        differences=[] if a is b else differences(a.manifest.node.fingerprint, b.manifest.node.fingerprint),
         remarks=remarks(side for row in rows for side in ((a.manifest, row.a), (b.manifest, row.b))),
         notes=[
             *notes,

@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from bench.backends import blocks
-from bench.commands.matrix_options import Planned, add_matrix_options, planned
+from bench.commands.matrix_options import add_matrix_options, planned
 from bench.errors import GOOD
 from bench.formatting import plural, size
 from bench.judge.columns import differing, phrases
 from bench.plan.cell import summarize
 from bench.plan.expand import baseline
 from bench.plan.schedule import Cost
+from bench.run.start import Planned
 from bench.tabular import Table
 
 GPUS = re.compile(

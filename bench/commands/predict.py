@@ -153,7 +153,7 @@ def _link_of_run(arguments: argparse.Namespace) -> Link:
     manifest = read_manifest(arguments.from_run)
     if (link := measured_link(manifest)) is None:
         raise InputError(f"{place}: {MANIFEST} holds no collectives that a link fits; name another run, or --link")
-    if (device := manifest["cells"][0]["device"]) != arguments.device:
+    if (device := manifest.cells[0].device) != arguments.device:
         raise InputError(f"{place}: its ranks ran on {device}; add --device {device}")
     if ranks % link.node_size:
         raise InputError(f"--world-size: {ranks} ranks do not fill nodes of {link.node_size}, as in --from-run")

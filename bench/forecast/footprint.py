@@ -447,10 +447,10 @@ class Zero2Sizes:
     def __init__(self, sizes: TensorSizes, backend: type[ZeroBackend]) -> None:
         layout, self.ranks = sizes.layout, sizes.cell.world_size
         options = zero.options_of(backend, sizes.cell, layout)
-        self.bucket = options["reduce_bucket_size"]
+        self.bucket = options.reduce_bucket_size
         """Elements of a bucket."""
         self.buckets = sizes.element * self.bucket
-        if options["overlap_comm"]:
+        if options.overlap_comm:
             self.buckets *= 2
         self.partition = zero.flat(layout, self.ranks) // self.ranks
         """Elements of a rank's partition."""
@@ -554,7 +554,7 @@ def _zero3(sizes: TensorSizes, backend: type[ZeroBackend], held: Mapping[str, in
     options = zero.options_of(backend, sizes.cell, layout)
     gathered = gathered_table = resident = 0
     if sizes.cell.world_size > 1:
-        gathered = sizes.element * min(layout.num_parameters, options["stage3_max_live_parameters"])
+        gathered = sizes.element * min(layout.num_parameters, options.stage3_max_live_parameters)
         gathered_table = table
     in_head = gathered_table
     if backend.own_defaults:

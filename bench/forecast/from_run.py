@@ -27,7 +27,8 @@ from bench.judge.formula_terms import NO_SETTINGS, Settings
 from bench.judge.trial_columns import DASH
 from bench.plan.cell import Cell, Device
 from bench.report.sections import PageSection
-from bench.run.links import between, ranks_of
+from bench.run.links import MeasuredRates
+from bench.run.manifest import Manifest
 from bench.tabular import Table
 
 HEADER = ("cell", "s/step", "compute", "communication", "overlapped", "serial", "off serial (%)")
@@ -38,7 +39,7 @@ NODE = "node"
 """The link within a node, which is the same in all runs that are fitted together."""
 
 
-def measured_link(manifest: Mapping[str, Any], cell: Cell | None = None) -> Link | None:
+def measured_link(manifest: Manifest, cell: Cell | None = None) -> Link | None:
     """The link between the ranks of a cell, by default between the most ranks on the most nodes.
 
     None if the run did not time it, or if no such link fits what it timed.
@@ -49,7 +50,7 @@ def measured_link(manifest: Mapping[str, Any], cell: Cell | None = None) -> Link
     return None
 
 
-def fitted_links(manifests: Sequence[Mapping[str, Any]], cell: Cell | None = None) -> list[Link]:
+def fitted_links(manifests: Sequence[Manifest], cell: Cell | None = None) -> list[Link]:
     """The links of runs that differ in the rate between nodes alone, by one latency and one rate within nodes.
 
     A node's rate to others is shared by its ranks. Empty if a run did not time its link, if the
@@ -57,29 +58,27 @@ def fitted_links(manifests: Sequence[Mapping[str, Any]], cell: Cell | None = Non
     faster than the one within a node.
     """
     entries = [_timed_entry(manifest, cell) for manifest in manifests]
-    num_nodes = entries[0].get("num_nodes", 1)
+    timed = [entry for entry in entries if entry is not None]
+    if len(timed) < len(entries):
+        return []
+    num_nodes = timed[0].num_nodes
     share = 1
     if num_nodes > 1:
-        share = entries[0]["world_size"] // num_nodes
-    rows: dict[str | int, list[tuple[float, float]]] = {}
-    for number, (manifest, entry) in enumerate(zip(manifests, entries, strict=True)):
-        device = Cell.from_dict(manifest["cells"][0]).device
-        rows[number] = _sent_and_seconds(entry, device)
-        if share > 1:
-            rows.setdefault(NODE, []).extend(_sent_and_seconds(between(manifest, share, 1) or {}, device))
+        share = timed[0].world_size // num_nodes
+    rows = _rows_to_fit(manifests, timed, share)
     if not all(rows.values()):
         return []
     latency_s, rates = _fit(rows)
     within = rates.get(NODE, math.inf)
     if max(rates.values()) > within:
         return []
-    for name, timed in rows.items():
-        most_sent, _ = max(timed)
+    for name, sent in rows.items():
+        most_sent, _ = max(sent)
         if most_sent < latency_s * rates[name]:
             return []
     links = []
-    for number, (manifest, entry) in enumerate(zip(manifests, entries, strict=True)):
-        timed_by = f"the collectives that {manifest['run_id']} timed between {ranks_of(entry)}"
+    for number, (manifest, entry) in enumerate(zip(manifests, timed, strict=True)):
+        timed_by = f"the collectives that {manifest.run_id} timed between {entry.ranks}"
         links.append(
             Link(
                 bytes_per_s=rates[number] / share,
@@ -92,18 +91,33 @@ def fitted_links(manifests: Sequence[Mapping[str, Any]], cell: Cell | None = Non
     return links
 
 
-def _timed_entry(manifest: Mapping[str, Any], cell: Cell | None) -> Mapping[str, Any]:
-    """What run.json's ``matmul`` has on the ranks of a cell, by default on the most ranks; empty if nothing."""
+def _rows_to_fit(
+    manifests: Sequence[Manifest], timed: Sequence[MeasuredRates], share: int
+) -> dict[str | int, list[tuple[float, float]]]:
+    """Bytes and seconds of the collectives of each run, by its number, and within nodes of all runs, as NODE."""
+    rows: dict[str | int, list[tuple[float, float]]] = {}
+    for number, (manifest, entry) in enumerate(zip(manifests, timed, strict=True)):
+        device = manifest.cells[0].device
+        rows[number] = _sent_and_seconds(entry, device)
+        if share > 1:
+            within_node = manifest.rates(share, 1)
+            of_node = rows.setdefault(NODE, [])
+            if within_node is not None:
+                of_node.extend(_sent_and_seconds(within_node, device))
+    return rows
+
+
+def _timed_entry(manifest: Manifest, cell: Cell | None) -> MeasuredRates | None:
+    """What run.json's ``matmul`` has on the ranks of a cell, by default on the most ranks; None if nothing."""
     if cell is not None:
-        return between(manifest, cell.world_size, cell.num_nodes) or {}
-    timed = [entry for entry in manifest.get("matmul") or () if entry.get("links")]
-    return max(timed, key=lambda entry: (entry.get("num_nodes", 1), entry["world_size"]), default={})
+        return manifest.rates(cell.world_size, cell.num_nodes)
+    timed = [entry for entry in manifest.matmul or () if entry.links]
+    return max(timed, key=lambda entry: (entry.num_nodes, entry.world_size), default=None)
 
 
-def _sent_and_seconds(entry: Mapping[str, Any], device: Device) -> list[tuple[float, float]]:
+def _sent_and_seconds(entry: MeasuredRates, device: Device) -> list[tuple[float, float]]:
     """Bytes that a rank sends, and seconds, of each collective of an entry."""
-    timed = entry.get("links", ())
-    return [(sent_bytes(row["op"], row["bytes"], entry["world_size"], device), row["seconds"]) for row in timed]
+    return [(sent_bytes(row["op"], row["bytes"], entry.world_size, device), row["seconds"]) for row in entry.links]
 
 
 def _fit(rows: Mapping[str | int, Sequence[tuple[float, float]]]) -> tuple[float, dict[str | int, float]]:
@@ -167,11 +181,8 @@ def beside(
 
 def section(data: Analysis) -> PageSection | None:
     """Measured steps against predicted ones, as a section of the report; None if nothing is predicted."""
-    cells, manifest = data.run.cells, data.run.manifest
-    times = {}
-    for row in data.rows.values():
-        if row["step_time_s"] is not None:
-            times[cells[row["cell_id"]]] = row["step_time_s"]
+    manifest = data.run.manifest
+    times = {row.cell: row.step_time_s for row in data.rows.values() if row.step_time_s is not None}
     groups = beside(times, lambda cell: measured_link(manifest, cell), settings_of(data.run.records))
     if not groups:
         return None

@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 import urllib.parse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -19,14 +18,16 @@ from bench.findings import Finding
 from bench.judge.baseline import baseline_of, control_of, pairs_with_baseline
 from bench.judge.caveats import caveats, limits, remarks, ways_of_bf16, widened
 from bench.judge.columns import COLUMNS, FRAMES
+from bench.judge.gates import known_defect
 from bench.judge.loading import Run, load
 from bench.judge.next_steps import times_unavailable
 from bench.judge.pairs import ComparedPair, Pair, judge_pairs, record
 from bench.judge.samples import estimate
-from bench.judge.tables import frame_of, good_trials, rows_of
+from bench.judge.tables import RowValues, Value, count_in, frame_of, good_trials, number_in, rows_of, text_in
 from bench.judge.trial_columns import Over
 from bench.judge.verdicts import Verdict
-from bench.plan.cell import REFERENCES, Status
+from bench.plan.cell import REFERENCES, Cell, Status
+from bench.run.manifest import Manifest
 
 SCHEME = "accumulation-bench"
 """Prefix of the ids by which numbers are cited."""
@@ -40,6 +41,75 @@ def permanent_id(run_id: str, name: str) -> str:
 def quoted(name: str) -> str:
     """A name as part of an id: letters, digits, ``-``, ``.`` and ``_`` stay, the rest is percent-encoded."""
     return urllib.parse.quote(name, safe="").replace("~", "%7E")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellRow:
+    """A row of the frame of cells; None is unknown."""
+
+    cell: Cell
+    label: str
+    status: str
+    reason: str
+    outcome: str
+    num_ok: int
+    num_trials: int
+    step_time_s: float | None
+    step_time_low_s: float | None
+    step_time_high_s: float | None
+    tokens_per_s: float | None
+    peak_memory_bytes: int | None
+    peak_memory_source: str | None
+    num_parameters: int | None
+    failed_gates: str | None
+    update_causes: str | None
+    ratio: float | None
+    ratio_low: float | None
+    ratio_high: float | None
+    verdict: str | None
+    verdict_reason: str | None
+    caveats: str
+    citation: str
+    values: Mapping[str, Value]
+    """Of every column, by name."""
+
+    @property
+    def cell_id(self) -> str:
+        return self.cell.cell_id
+
+    @property
+    def backend(self) -> str:
+        return self.cell.backend
+
+    @classmethod
+    def of(cls, cell: Cell, values: RowValues) -> CellRow:
+        """The row of a cell from the values of the frame."""
+        return cls(
+            cell=cell,
+            label=text_in(values, "label") or "",
+            status=text_in(values, "status") or "",
+            reason=text_in(values, "reason") or "",
+            outcome=text_in(values, "outcome") or "",
+            num_ok=count_in(values, "num_ok") or 0,
+            num_trials=count_in(values, "num_trials") or 0,
+            step_time_s=number_in(values, "step_time_s"),
+            step_time_low_s=number_in(values, "step_time_low_s"),
+            step_time_high_s=number_in(values, "step_time_high_s"),
+            tokens_per_s=number_in(values, "tokens_per_s"),
+            peak_memory_bytes=count_in(values, "peak_memory_bytes"),
+            peak_memory_source=text_in(values, "peak_memory_source"),
+            num_parameters=count_in(values, "num_parameters"),
+            failed_gates=text_in(values, "failed_gates"),
+            update_causes=text_in(values, "update_causes"),
+            ratio=number_in(values, "ratio"),
+            ratio_low=number_in(values, "ratio_low"),
+            ratio_high=number_in(values, "ratio_high"),
+            verdict=text_in(values, "verdict"),
+            verdict_reason=text_in(values, "verdict_reason"),
+            caveats=text_in(values, "caveats") or "",
+            citation=text_in(values, "citation") or "",
+            values=values,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,12 +180,13 @@ class Analysis:
         return self._judged(pairs)[-1]
 
     def _judged(self, pairs: Sequence[Pair]) -> list[ComparedPair]:
-        return judge_pairs(self.run, self.run, pairs, control=self.control.time if self.control else None)
+        measured = self.control.time if self.control else None
+        return judge_pairs(self.run, self.run, pairs, control=measured)
 
-    def not_slower(self, cells: Sequence[Mapping[str, Any]], best: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    def not_slower(self, ids: Iterable[str], best: str) -> list[str]:
         """The cells, beside the one with the shortest step time, that have no verdict of being slower than it."""
-        pairs = [(cell, self.compared(cell["cell_id"], best["cell_id"])) for cell in cells if cell is not best]
-        return [cell for cell, pair in pairs if pair is None or pair.verdict is not Verdict.SLOWER]
+        pairs = [(cell_id, self.compared(cell_id, best)) for cell_id in ids if cell_id != best]
+        return [cell_id for cell_id, pair in pairs if pair is None or pair.verdict is not Verdict.SLOWER]
 
     @cached_property
     def findings(self) -> list[Finding]:
@@ -129,8 +200,9 @@ class Analysis:
 
     @cached_property
     def remarks(self) -> list[str]:
-        control = self.control
-        found = [] if control is None or control.time is None else widened(control.a, control.time)
+        control, found = self.control, list[str]()
+        if control is not None and control.time is not None:
+            found = widened(control.a, control.time)
         return found + remarks((self.run.manifest, cell) for cell in self.run.cells.values() if not cell.twin)
 
     @cached_property
@@ -155,18 +227,14 @@ class Analysis:
         found["tokens_per_s"] = tokens / found["step_time_s"].astype("Float64")
         return frame_of("cells", found.reset_index(drop=True))
 
-    def _row(self, cell_id: str) -> dict[str, Any]:
+    def _row(self, cell_id: str) -> dict[str, object]:
         """The columns of a cell that do not come from its trials' columns.
 
         A cell is ``ok`` if all its trials are. One with good and failed trials is shown with its failure and with the
         number of its good trials, of which its numbers are.
         """
         evidence, pair = self.run.evidence.of(self.run.cells[cell_id]), self.pairs.get(cell_id)
-        has_time = evidence.sample.trials and evidence.num_ok and not evidence.barred
-        time = estimate(evidence.sample.trials) if has_time else None
-        # A busy machine takes time, and no memory.
-        has_memory = evidence.num_ok and not evidence.is_wrong
-        row = {
+        row: dict[str, object] = {
             "cell_id": cell_id,
             "label": self.run.labels[cell_id],
             "status": evidence.status,
@@ -175,21 +243,23 @@ class Analysis:
             "comparable": not evidence.barred and evidence.num_ok > 0,
             "num_ok": evidence.num_ok,
             "num_trials": evidence.num_trials,
-            "step_time_s": time and time.seconds,
-            "step_time_low_s": time and time.low,
-            "step_time_high_s": time and time.high,
-            "peak_memory_bytes": evidence.peak_memory_bytes if has_memory else None,
-            "peak_memory_source": min(evidence.peak_memory_sources, default=None) if has_memory else None,
+            **dict.fromkeys(("step_time_s", "step_time_low_s", "step_time_high_s")),
+            **dict.fromkeys(("peak_memory_bytes", "peak_memory_source")),
             "caveats": "; ".join(self.caveats(cell_id)),
             "citation": permanent_id(self.run.name, cell_id),
         }
+        if evidence.sample.trials and evidence.num_ok and not evidence.barred:
+            time = estimate(evidence.sample.trials)
+            row |= {"step_time_s": time.seconds, "step_time_low_s": time.low, "step_time_high_s": time.high}
+        if evidence.num_ok and not evidence.is_wrong:  # a busy machine takes time, and no memory
+            source = min(evidence.peak_memory_sources, default=None)
+            row |= {"peak_memory_bytes": evidence.peak_memory_bytes, "peak_memory_source": source}
         if pair is None:
             return row
+        if pair.time is not None:
+            row |= {"ratio": pair.time.ratio, "ratio_low": pair.time.low, "ratio_high": pair.time.high}
         return row | {
             "baseline": pair.a.backend,
-            "ratio": pair.time and pair.time.ratio,
-            "ratio_low": pair.time and pair.time.low,
-            "ratio_high": pair.time and pair.time.high,
             "verdict": str(pair.verdict),
             "verdict_reason": str(pair.reason),
         }
@@ -201,12 +271,13 @@ class Analysis:
         return found[found["twin"].fillna("") == ""]
 
     @cached_property
-    def every_row(self) -> dict[str, dict[str, Any]]:
-        """The rows of ``frame`` as plain values, by id."""
-        return {row["cell_id"]: row for row in rows_of(self.frame)}
+    def every_row(self) -> dict[str, CellRow]:
+        """The rows of ``frame``, by id."""
+        rows = zip(self.run.cells.items(), rows_of(self.frame), strict=True)
+        return {cell_id: CellRow.of(cell, values) for (cell_id, cell), values in rows}
 
     @cached_property
-    def rows(self) -> dict[str, dict[str, Any]]:
+    def rows(self) -> dict[str, CellRow]:
         """The same of ``cells``."""
         return {cell_id: self.every_row[cell_id] for cell_id in self.cells.index}
 
@@ -217,9 +288,14 @@ class Analysis:
         return self.cells if found.empty else found
 
     @property
-    def bad(self) -> pd.DataFrame:
+    def bad_rows(self) -> list[CellRow]:
         """The rows of cells without a valid result."""
-        return self.cells[self.cells["status"] != Status.OK]
+        return [row for row in self.rows.values() if row.status != Status.OK]
+
+
+def defect_of_cell(manifest: Manifest, row: CellRow) -> str:
+    """The documented defect of the backend, if the cell is invalid because of it alone; empty otherwise."""
+    return known_defect(manifest, row.backend, row.status, row.failed_gates, row.update_causes)
 
 
 def _over_trials(trials: pd.DataFrame) -> pd.DataFrame:
@@ -251,7 +327,7 @@ class Frames(Mapping[str, pd.DataFrame]):
         self.run, self.folder = run, folder
         self.run_id = run.name
         self._analysis = Analysis(run=run, folder=folder)
-        self.manifest: Mapping[str, Any] = run.manifest
+        self.manifest = run.manifest.to_dict()
         tables = run.tables
         self.trials, self.steps, self.losses = tables.trials, tables.steps, tables.losses
         self.collectives, self.memory = tables.collectives, tables.memory
@@ -278,6 +354,11 @@ class Frames(Mapping[str, pd.DataFrame]):
     @property
     def cells(self) -> pd.DataFrame:
         return self._analysis.frame
+
+    @property
+    def rows(self) -> Sequence[CellRow]:
+        """The rows of ``cells``, typed."""
+        return list(self._analysis.every_row.values())
 
 
 def read(folder: str | Path) -> Frames:

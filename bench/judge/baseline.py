@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from bench.judge.loading import Run, run_of
 from bench.judge.pairs import ComparedPair, Pair, judge_pairs, pairs_of_backends
@@ -13,13 +12,15 @@ from bench.judge.statistics import required_trials
 from bench.judge.verdicts import next_precision
 from bench.plan.cell import REFERENCE, REFERENCES, Cell
 from bench.plan.schedule import InterimAnalysis
+from bench.run.manifest import Manifest
+from bench.run.trial_record import TrialRecord
 
 
-def baseline_of(manifest: Mapping[str, Any]) -> str:
+def baseline_of(manifest: Manifest) -> str:
     """The backend that the others of a run are compared with."""
-    if "baseline" in manifest:
-        return str(manifest["baseline"])
-    others = {name: about for name, about in manifest["backends"].items() if name not in REFERENCES}
+    if manifest.baseline:
+        return manifest.baseline
+    others = {name: about for name, about in manifest.backends.items() if name not in REFERENCES}
     return min(others, key=lambda name: bool(others[name].get("defect")), default=REFERENCE)
 
 
@@ -67,9 +68,7 @@ def percent(share: float, sign: str = "") -> str:
     return f"{float(f'{100 * share:.2g}'):{sign}g} %"
 
 
-def interim_analysis(
-    records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any], repeats: int
-) -> InterimAnalysis:
+def interim_analysis(records: Sequence[TrialRecord], manifest: Manifest, repeats: int) -> InterimAnalysis:
     """Which cells need more repeats.
 
     Cells that are equal but for the backend are one group, which stays open as a whole until the intervals of all its
@@ -78,32 +77,38 @@ def interim_analysis(
     that need only one trial (``once`` of the manifest).
     """
     run = run_of(records, manifest)
-    precision = float(manifest["matrix"]["values"]["precision"])
+    precision = manifest.settings.precision
     control = control_of(run)
     measured = None if control is None else control.time
     pairs = pairs_with_baseline(run)
     if control is not None and measured is not None:
         pairs.append(Pair(a=control.a, b=control.b, name="A/A"))
     judged = judge_pairs(run, run, pairs, control=measured)
-    done = set(manifest.get("once") or ())
-    looks = manifest.get("looks") or [{"open": run.cells}]
-    was_open, still = set(looks[-1]["open"]) - done, set[str]()
+    done = set(manifest.once)
+    was_open = set(manifest.looks[-1].open if manifest.looks else run.cells) - done
+    still: set[str] = set()
     widths, wanted = [0.0], 0
     for base in dict.fromkeys(row.a.cell_id for row in judged):
-        rows = [row for row in judged if row.a.cell_id == base and row.b.cell_id not in done and not row.blocked]
+        of_group = (row for row in judged if row.a.cell_id == base and not row.blocked)
+        rows = [row for row in of_group if row.b.cell_id not in done]
         if not rows or base not in was_open:
             continue
         is_of_control = control is not None and control.a.cell_id == base
         times = [row.time for row in rows if row.time is not None]
         widths += [time.width for time in times]
-        target = next_precision([row if is_of_control else replace(row, control=None) for row in rows], precision)
+        looked_at = rows
+        if not is_of_control:
+            looked_at = [replace(row, control=None) for row in rows]
+        target = next_precision(looked_at, precision)
         if target is not None:
             wanted = max([wanted, *(time.num_trials + required_trials(time, target) for time in times)])
             still |= {base, *(row.b.cell_id for row in rows)}
     chosen = tuple(cell_id for cell_id in run.cells if cell_id in still & was_open)
     refused = ""
-    if all(row.blocked for row in judged):
-        refused = judged[0].detail if judged else "no two cells differ in the backend alone"
+    if not judged:
+        refused = "no two cells differ in the backend alone"
+    elif all(row.blocked for row in judged):
+        refused = judged[0].detail
     return InterimAnalysis(
         repeats=repeats,
         open=chosen,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 from bench.grouping import grouped
 from bench.judge.trial_columns import (
@@ -25,6 +24,7 @@ from bench.judge.trial_columns import (
     number,
     text,
 )
+from bench.plan.cell import Cell
 
 FRAMES = {
     "cells": "one row per cell: its step time with the interval, and its verdict against the baseline",
@@ -166,7 +166,7 @@ FOLLOWS = {"learning_rate": "optimizer", "replicate": "backend"}
 """Axes that usually follow another: a rate for each optimizer, replicas for HSDP alone."""
 
 
-def differing(cells: Iterable[Any], names: Iterable[str] = WAYS) -> list[str]:
+def differing(cells: Iterable[object], names: Iterable[str] = WAYS) -> list[str]:
     """The axes in which cells (or table rows with one attribute per column) differ.
 
     An axis that only follows another one is left out: FOLLOWS.
@@ -180,12 +180,16 @@ def differing(cells: Iterable[Any], names: Iterable[str] = WAYS) -> list[str]:
     return found
 
 
-def labels(cells: Iterable[Any]) -> dict[Any, str]:
+def labels(cells: Iterable[Cell]) -> dict[Cell, str]:
     """A unique label for each cell: its own, plus the axes in which cells with the same label differ."""
     alike = grouped((cell.label, cell) for cell in cells)
-    return {cell: " ".join([label, *phrases(cell, differing(some))]) for label, some in alike.items() for cell in some}
+    found: dict[Cell, str] = {}
+    for label, some in alike.items():
+        for cell in some:
+            found[cell] = " ".join([label, *phrases(cell, differing(some))])
+    return found
 
 
-def phrases(cell: Any, names: Iterable[str]) -> list[str]:
+def phrases(cell: Cell, names: Iterable[str]) -> list[str]:
     """The values of these axes, as sentences show them."""
     return [AXES[name].phrase(getattr(cell, name)) for name in names]

@@ -9,7 +9,7 @@ from bench.backends.base import Call
 from bench.plan.cell import SGD, Cell, Device
 from bench.workload.layout import Layout
 
-Settings = Mapping[str, Any]
+Settings = Mapping[str, object]
 """What a trial has stored of ``Backend.settings``; empty before there is one, where those of today apply."""
 NO_SETTINGS: Settings = {}
 CallsAndHeld = tuple[Iterable[Call], dict[str, int]]

@@ -9,11 +9,27 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict, deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
-from typing import Any
 
+from bench.validation import Natural
 from bench.workload.layout import ROOT, Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroOptions:
+    """The options of ZeRO that decide what is sent and held (``bench.backends.zero_options``); sizes in elements."""
+
+    stage: Natural
+    overlap_comm: bool
+    reduce_bucket_size: Natural
+    stage3_param_persistence_threshold: Natural
+    stage3_max_reuse_distance: Natural
+    stage3_max_live_parameters: Natural
+    stage3_prefetch_bucket_size: Natural
+    leaf_module: Mapping[str, object] | None = None
+    """None unless blocks are gathered as one."""
 
 
 class GatherState(Enum):
@@ -27,13 +43,12 @@ class GatherState(Enum):
 class Coordinator:
     """Replays micro-batches after the first, which recorded the trace of modules."""
 
-    def __init__(self, layout: Layout, options: Mapping[str, Any]) -> None:
-        """``options``: those of ``zero_options``, in elements."""
+    def __init__(self, layout: Layout, options: ZeroOptions) -> None:
         self._layout = layout
         self._numel = [p.numel for p in layout.parameters]
-        self._prefetch = options["stage3_prefetch_bucket_size"]
-        self._max_live = options["stage3_max_live_parameters"]
-        self._reuse = options["stage3_max_reuse_distance"]
+        self._prefetch = options.stage3_prefetch_bucket_size
+        self._max_live = options.stage3_max_live_parameters
+        self._reuse = options.stage3_max_reuse_distance
         self._order = [m for m in chain(layout.forward, layout.backward) if m >= 0]
         self._trace = [(p, step) for step, m in enumerate(self._order) for p in layout.modules[m]]
         self._persistent = persistent(layout, options)
@@ -147,9 +162,9 @@ class Coordinator:
             self._live -= self._numel[p]
 
 
-def persistent(layout: Layout, options: Mapping[str, Any]) -> frozenset[int]:
+def persistent(layout: Layout, options: ZeroOptions) -> frozenset[int]:
     """The parameters that stay gathered: the update gathers each of them again (stage3.py:_post_step)."""
-    most = options["stage3_param_persistence_threshold"]
+    most = options.stage3_param_persistence_threshold
     return frozenset(p for p, parameter in enumerate(layout.parameters) if parameter.numel <= most)
 
 
@@ -193,7 +208,7 @@ def leaves(layout: Layout) -> Layout:
     )
 
 
-def of_window(layout: Layout, accumulate: int, options: Mapping[str, Any]) -> list[tuple[int, ...]]:
+def of_window(layout: Layout, accumulate: int, options: ZeroOptions) -> list[tuple[int, ...]]:
     """The parameters of each all-gather in a window of N micro-batches; the update before it released everything."""
     coordinator = Coordinator(layout, options)
     found: list[tuple[int, ...]] = [(p,) for p in persistent(layout, options)]

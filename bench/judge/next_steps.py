@@ -9,7 +9,6 @@ import shlex
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from bench.backends.base import built_in
 from bench.findings import Finding, note, warning
@@ -40,7 +39,8 @@ def times_unavailable(run: Run, rows: Sequence[ComparedPair], folder: Path) -> F
     if not any(world.times_communication for world in worlds):
         return note("No times", SHARED if all(world.has_all_ranks for world in worlds) else VIRTUAL)
     rows = [row for row in rows if not row.b.twin and row.b.world.times_communication]
-    if any(row.has_interval for row in rows if row.verdict is not Verdict.NOT_COMPARABLE):
+    comparable = [row for row in rows if row.verdict is not Verdict.NOT_COMPARABLE]
+    if any(row.has_interval for row in comparable):
         return None
     if not rows:
         return _nothing_to_compare(run)
@@ -48,10 +48,10 @@ def times_unavailable(run: Run, rows: Sequence[ComparedPair], folder: Path) -> F
     tried = [row for row in rows if row.reason not in (Reason.GATE, Reason.NO_TRIALS)] or rows
     reasons = Counter(row.reason for row in tried)
     details = {row.reason: row.details[0] for row in reversed(tried)}
-    texts = [
-        details[reason] + (f" ({count} of {plural(len(tried), 'comparison')})" if len(reasons) > 1 else "")
-        for reason, count in reasons.most_common()
-    ]
+    texts = []
+    for reason, count in reasons.most_common():
+        of_all = f" ({count} of {plural(len(tried), 'comparison')})" if len(reasons) > 1 else ""
+        texts.append(details[reason] + of_all)
     if Reason.FEW_TRIALS not in reasons and _repeats(run) < MIN_TRIALS:
         texts.append(f"{plural(_repeats(run), 'repeat')}, and an interval needs {MIN_TRIALS}")
     text = re.sub(r"^an ", "An ", "; ".join(texts))
@@ -65,12 +65,14 @@ def _nothing_to_compare(run: Run) -> Finding:
     if len(named) > 1 and baseline in REFERENCES:
         text = "The baseline is a reference, with which no times are compared"
         return warning(UNAVAILABLE, text, command=again(run, **{"--baseline": named[0]}))
-    options: dict[str, Any] = {"--repeats": MIN_REPEATS} if _repeats(run) < MIN_TRIALS else {}
+    options: dict[str, object] = {}
+    if _repeats(run) < MIN_TRIALS:
+        options["--repeats"] = MIN_REPEATS
     if named and baseline not in {*named, *REFERENCES}:
         return warning(UNAVAILABLE, f"The baseline, {baseline}, has no trial", command=again(run, **options))
-    kinds = built_in().items()
-    deferred = [name for name, kind in kinds if kind.is_mechanism and kind.sync is Sync.DEFERRED and name not in named]
-    options["--backend"] = named + deferred[:1]
+    mechanisms = [name for name, kind in built_in().items() if kind.is_mechanism and kind.sync is Sync.DEFERRED]
+    others = [name for name in mechanisms if name not in named]
+    options["--backend"] = named + others[:1]
     return warning(UNAVAILABLE, "No two cells of the run differ in the backend alone", command=again(run, **options))
 
 
@@ -83,56 +85,73 @@ def next_command(run: Run, reasons: Collection[Reason], folder: Path) -> str:
         return ""  # the difference may be as small as any
     if Reason.DISTURBED not in reasons and not set(reasons) & MORE_HELPS:
         return f"{shlex.join(BENCH)} check {place}"
-    more = {}
+    more: dict[str, object] = {}
     if _repeats(run) < MIN_TRIALS:
         more["--repeats"] = MIN_REPEATS
     elif Reason.DISTURBED not in reasons:
         more["--repeats"] = 2 * _repeats(run)
     command = again(run, **more)
-    return f"{shlex.join(BENCH)} doctor && {command}" if Reason.DISTURBED in reasons else command
+    if Reason.DISTURBED in reasons:
+        return f"{shlex.join(BENCH)} doctor && {command}"
+    return command
 
 
 def _repeats(run: Run) -> int:
     return int(run.tables.trials["repeat"].nunique())
 
 
-def again(run: Run, **options: Any) -> str:
+def again(run: Run, **options: object) -> str:
     """The command that measures the matrix of a run again, into a new folder, with these options changed.
 
     It is made from the matrix as it was run, not from the words of the first command. More repeats get a
     budget of the time that they need, and a tenth more, if the run has one.
     """
-    matrix = run.manifest["matrix"]
-    shipped = matrix["source"] == f"{matrix['name']}.toml"
-    given: dict[str, Any] = {"--matrix": matrix["name"] if shipped else matrix["source"]}
-    classes = {name: about.get("class") or name for name, about in run.manifest["backends"].items()}
-    for key, option in (matrix.get("places") or {}).items():
-        value = matrix["values"][key]
-        if option.startswith("--") and option != "--alone" and value != "auto":  # those follow from the others
-            given[option] = f"{value:g}s" if option == "--budget" else value
-    if run.manifest.get("cold"):
+    manifest, matrix = run.manifest, run.manifest.matrix
+    is_shipped = matrix.source == f"{matrix.name}.toml"
+    given: dict[str, object] = {"--matrix": matrix.name if is_shipped else matrix.source}
+    classes = {name: about.get("class") or name for name, about in manifest.backends.items()}
+    for key, option in matrix.places.items():
+        value = matrix.values[key]
+        if not option.startswith("--") or option == "--alone" or value == "auto":  # those follow from the others
+            continue
+        given[option] = f"{manifest.settings.budget_s:g}s" if option == "--budget" else value
+    if manifest.cold:
         given["--cold"] = True
     if "--repeats" in options:
         given.pop("--max-repeats", None)
-        if matrix["values"].get("budget_s"):
-            trials, once = run.tables.trials, run.manifest.get("once") or ()
-            walls = trials[~trials["cell_id"].isin(once)].groupby("cell_id")["wall_s"]
-            options["--budget"] = f"{10 * math.ceil(1.1 * options['--repeats'] * walls.mean().sum() / 600)}m"
+        if manifest.settings.budget_s:
+            options["--budget"] = _budget(run, int(str(options["--repeats"])))
     asked = ((option, _word(value, classes)) for option, value in (given | options).items())
     return on_each_node(run, shlex.join([*BENCH, "run", *filter(None, itertools.chain.from_iterable(asked))]))
 
 
+def _budget(run: Run, repeats: int) -> str:
+    """The time of so many repeats and a tenth more, in tens of minutes."""
+    trials = run.tables.trials
+    walls = trials[~trials["cell_id"].isin(run.manifest.once)].groupby("cell_id")["wall_s"]
+    return f"{10 * math.ceil(1.1 * repeats * walls.mean().sum() / 600)}m"
+
+
 def on_each_node(run: Run, command: str) -> str:
     """The command, with where to start it if the run had several nodes."""
-    others = run.manifest.get("nodes")
-    return f"{command} # on each of {1 + len(others)} nodes: docs/hosts.md" if others else command
+    others = run.manifest.nodes
+    if not others:
+        return command
+    return f"{command} # on each of {1 + len(others)} nodes: docs/hosts.md"
 
 
-def _word(value: Any, classes: Mapping[str, str]) -> str:
+def _word(value: object, classes: Mapping[str, str]) -> str:
     """A value as its option takes it; empty for a switch."""
     if value is True:
         return ""
     if isinstance(value, list):
-        words = ("on" if part is True else "off" if part is False else str(part) for part in value)
+        words = (_part(part) for part in value)
         return ",".join(classes.get(word, word) for word in words)
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _part(value: object) -> str:
+    """A value in a list."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value)

@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import pandas as pd
 
@@ -85,7 +84,7 @@ def pairs_of_runs(a: Run, b: Run) -> list[Pair]:
 
 
 @lru_cache(maxsize=4096)
-def _key(cell: Cell, *without: str) -> tuple[tuple[str, Any], ...]:
+def _key(cell: Cell, *without: str) -> tuple[tuple[str, object], ...]:
     return tuple((name, value) for name, value in cell.to_dict().items() if name not in without)
 
 
@@ -177,7 +176,7 @@ def _certainly_slower(
     return [there and p < ALPHA for there, p in zip(beyond, holm(values), strict=True)]
 
 
-def record(row: ComparedPair) -> dict[str, Any]:
+def record(row: ComparedPair) -> dict[str, object]:
     """One row as plain values: the columns of compare.parquet, and the ``cells`` of ``--json``."""
     time = row.time
     return {

@@ -209,6 +209,11 @@ class Matrix:
     def __getitem__(self, key: str) -> Any:
         return self.values[key]
 
+    @property
+    def settings(self) -> MatrixFile:
+        """The values with their types."""
+        return settings_of_stored(self.values, self.source)
+
     def place(self, key: str) -> str:
         return self.places.get(key, f"{self.source}: {key}")
 
@@ -293,11 +298,13 @@ def parse(document: Mapping[str, Any], *, name: str, source: str) -> Matrix:
     return Matrix(name=name, source=source, values=values)
 
 
-def check_stored(manifest: Mapping[str, Any], place: str) -> None:
-    """Raise InputError starting with ``place`` if a run's manifest does not hold a valid matrix."""
-    values = manifest.get("matrix", {}).get("values", {})
+def settings_of_stored(values: Mapping[str, Any], place: str) -> MatrixFile:
+    """The typed values of the matrix that a run has stored, by table.key; keys of other versions are left out.
+
+    Raises InputError starting with ``place`` if they are not those of a valid matrix.
+    """
     known = {key: value for key, value in values.items() if key in KEYS}
-    _checked(_given(known), f"{place}: matrix: ")
+    return _parsed(_given(known), f"{place}: matrix: ")
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -307,6 +314,11 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _checked(values: Mapping[str, Any], place: str, name: Callable[[str], str] = str) -> dict[str, Any]:
     """The validated values with defaults, by table.key. Raises InputError as ``validation.read``."""
+    return _flat(_parsed(values, place, name).model_dump())
+
+
+def _parsed(values: Mapping[str, Any], place: str, name: Callable[[str], str] = str) -> MatrixFile:
+    """The same as tables."""
     document: dict[str, Any] = {table: {} for table in TABLES}
     for key, value in values.items():
         table, _, inner = key.partition(".")
@@ -314,7 +326,7 @@ def _checked(values: Mapping[str, Any], place: str, name: Callable[[str], str] =
             document[table][inner] = value
         else:
             document[key] = value
-    return _flat(validation.read(MatrixFile, document, place, name).model_dump())
+    return validation.read(MatrixFile, document, place, name)
 
 
 def _place(source: str, number: int, key: str) -> str:

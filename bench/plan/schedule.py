@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any, Self
 
 from bench.errors import InputError
 from bench.plan.cell import Cell
+from bench.plan.matrix import MatrixFile
 from bench.validation import Natural, Number
 
 GROWTH = 1.2
@@ -90,9 +90,9 @@ class InterimAnalysis:
     refused: str = ""
     """Why nothing can be compared; empty if something can."""
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        return cls(**{**values, "open": tuple(values["open"])})
+    def to_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        return asdict(self)
 
 
 def block(cells: Sequence[Cell], repeat: int, seed: int) -> list[Trial]:
@@ -125,17 +125,22 @@ def next_look(repeats: int, wanted: int = 0) -> int:
 class Schedule:
     """The blocks of one run, as far as they are decided."""
 
-    def __init__(self, manifest: Mapping[str, Any]) -> None:
-        values = manifest["matrix"]["values"]
-        self.cells = [Cell.from_dict(cell) for cell in manifest["cells"]]
-        self.repeats = int(values["repeats"])
-        self.max_repeats = max(self.repeats, int(values.get("max_repeats", 0)))
-        self.seed = int(values["training.seed"])
-        self._once = {cell.cell_id for cell in self.cells if not cell.world.computes}
-        """Ids of cells with a single trial; those on fake tensors give the same result every
-        time."""
-        self._once.update(manifest.get("once") or ())
-        self.looks = [InterimAnalysis.from_dict(look) for look in manifest.get("looks") or ()]
+    def __init__(
+        self,
+        cells: Sequence[Cell],
+        settings: MatrixFile,
+        *,
+        once: Collection[str] = (),
+        looks: Sequence[InterimAnalysis] = (),
+    ) -> None:
+        """``once`` are the ids of the cells with a single trial; ``looks`` those of a run that goes on."""
+        self.cells = list(cells)
+        self.repeats = settings.repeats
+        self.max_repeats = max(settings.repeats, settings.max_repeats)
+        self.seed = settings.training.seed
+        self._once = {*once, *(cell.cell_id for cell in self.cells if not cell.world.computes)}
+        """Ids of cells with a single trial; those on fake tensors give the same result every time."""
+        self.looks = list(looks)
         if self.known * len(self.cells) > MOST_TRIALS:
             raise InputError(
                 f"{self.known:,} repeats of {len(self.cells)} cells are more than {MOST_TRIALS:,} trials; ask for fewer"

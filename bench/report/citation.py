@@ -14,21 +14,19 @@ import re
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import pandas as pd
 
 from bench.errors import InputError
 from bench.findings import Finding, error, good
 from bench.formatting import bibtex, digits, markdown, plain, plural
-from bench.judge.analysis import SCHEME, Analysis, permanent_id, quoted
-from bench.judge.columns import AXES, WAYS
+from bench.judge.analysis import SCHEME, Analysis, CellRow, permanent_id, quoted
+from bench.judge.columns import AXES, WAYS, phrases
 from bench.judge.loading import Run
 from bench.judge.pairs import ComparedPair
 from bench.judge.statistics import too_few
 from bench.judge.verdicts import NEXT, Verdict
 from bench.report.descriptions import machine_words
 from bench.run.machine import FRAMEWORKS, unlike_nodes
+from bench.run.manifest import Manifest
 
 VERSIONS = (*FRAMEWORKS, "numpy")
 """Packages whose versions are cited."""
@@ -125,7 +123,7 @@ def _citation(
             harmless(text)
             for text in (*details, _machine_sentence(about), _versions_sentence(about), commit_sentence(about))
         ],
-        started=str(about.get("started", "")),
+        started=about.started,
     )
 
 
@@ -134,21 +132,21 @@ def harmless(text: str) -> str:
     return plain(text).replace(f"{SCHEME}:", f"{SCHEME} ")
 
 
-def _cell_numbers(data: Analysis, cell: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+def _cell_numbers(data: Analysis, row: CellRow) -> tuple[str, dict[str, str]]:
     """The numbers of a cell, as a sentence and as fields."""
-    num_ok, trials = cell["num_ok"], plural(cell["num_trials"], "trial")
-    if data.run.evidence.of(data.run.cells[cell["cell_id"]]).barred:
+    num_ok, trials = row.num_ok, plural(row.num_trials, "trial")
+    if data.run.evidence.of(row.cell).barred:
         return f"NOT COMPARABLE, no step time is given (n = 0 of {trials})", {"value": NONE, "n": "0"}
-    counted = f"n = {trials}" if num_ok == cell["num_trials"] else f"n = {num_ok} of {trials}"
-    seconds, low, high = (cell[name] for name in ("step_time_s", "step_time_low_s", "step_time_high_s"))
+    counted = f"n = {trials}" if num_ok == row.num_trials else f"n = {num_ok} of {trials}"
+    seconds, low, high = row.step_time_s, row.step_time_low_s, row.step_time_high_s
     found, fields = f"no step time ({counted})", {"value": NONE}
     if seconds is not None:
         interval = _interval(low, high, too_few(num_ok))
         found = f"{digits(seconds)} s per optimizer step ({interval}, {counted})"
         fields = _estimate_fields(seconds, low, high)
     fields["n"] = str(num_ok)
-    if (peak := cell["peak_memory_bytes"]) is not None:
-        found += f"; peak memory {digits(peak / 2**20)} MiB ({peak} bytes, {cell['peak_memory_source']})"
+    if (peak := row.peak_memory_bytes) is not None:
+        found += f"; peak memory {digits(peak / 2**20)} MiB ({peak} bytes, {row.peak_memory_source})"
         fields["bytes"] = str(peak)
     return found, fields
 
@@ -184,42 +182,43 @@ def _interval(low: float | None, high: float | None, reason: str) -> str:
     return f"95 % interval {ends}" if (ends := _ends(low, high)) else reason.partition(";")[0]
 
 
-def _work_sentence(cell: Mapping[str, Any]) -> str:
-    size = cell["num_parameters"]
-    parameters = "" if size is None else f" ({digits(size / 1e6)} M parameters)"
-    asked = [name for name in WAYS if len(AXES[name].phrasing) > 1 and pd.notna(cell[name]) and cell[name]]
-    how = "".join(f", {AXES[name].phrase(cell[name])}" for name in asked)
+def _work_sentence(row: CellRow) -> str:
+    cell, parameters = row.cell, ""
+    if row.num_parameters is not None:
+        parameters = f" ({digits(row.num_parameters / 1e6)} M parameters)"
+    phrased = [name for name in WAYS if len(AXES[name].phrasing) > 1]
+    how = "".join(f", {phrase}" for phrase in phrases(cell, [name for name in phrased if getattr(cell, name)]))
     return (
-        f"Work: {cell['workload']} {cell['model']}{parameters}, {cell['global_batch_size']} samples of "
-        f"{cell['sequence_length']} tokens per optimizer step, {cell['optimizer']}{how}, "
-        f"gradients summed in {cell['accumulation_dtype']}, on {cell['device']}"
+        f"Work: {cell.workload} {cell.model}{parameters}, {cell.global_batch_size} samples of "
+        f"{cell.sequence_length} tokens per optimizer step, {cell.optimizer}{how}, "
+        f"gradients summed in {cell.accumulation_dtype}, on {cell.device}"
     )
 
 
-def _machine_sentence(manifest: Mapping[str, Any]) -> str:
-    machine = manifest.get("machine") or {}
-    drivers = dict.fromkeys(gpu["driver"] for gpu in machine.get("gpus") or [] if gpu.get("driver"))
-    system = [str(machine["system"])] if machine.get("system") else []
-    nodes = [f"node 0 of {1 + len(others)} nodes"] if (others := manifest.get("nodes")) else []
-    words = [machine_words(manifest), *(f"driver {name}" for name in drivers), *system, *nodes, *unlike_nodes(manifest)]
-    return f"Machine: {', '.join(words)}"
+def _machine_sentence(manifest: Manifest) -> str:
+    machine = manifest.machine
+    words = [machine_words(machine)]
+    words += [f"driver {name}" for name in dict.fromkeys(gpu.driver for gpu in machine.gpus if gpu.driver)]
+    if machine.system:
+        words.append(machine.system)
+    if manifest.nodes:
+        words.append(f"node 0 of {1 + len(manifest.nodes)} nodes")
+    return f"Machine: {', '.join([*words, *unlike_nodes(manifest)])}"
 
 
-def _versions_sentence(manifest: Mapping[str, Any]) -> str:
-    packages = manifest.get("packages") or {}
-    known = {SCHEME: (manifest.get("distributions") or {}).get(SCHEME)}
-    known |= {"Python": (manifest.get("machine") or {}).get("python")}
-    known |= {name: version for name, version in packages.items() if name in VERSIONS}
+def _versions_sentence(manifest: Manifest) -> str:
+    known = {SCHEME: manifest.distributions.get(SCHEME), "Python": manifest.machine.python}
+    known |= {name: version for name, version in manifest.packages.items() if name in VERSIONS}
     found = [f"{name} {version}" for name, version in known.items() if version]
     return f"Versions: {', '.join(found) or 'not stored'}"
 
 
-def commit_sentence(manifest: Mapping[str, Any]) -> str:
+def commit_sentence(manifest: Manifest) -> str:
     """The commit of the bench, and whether there were changes on top of it."""
-    git = manifest.get("git") or {}
-    if not git.get("commit"):
+    git = manifest.git
+    if not git.commit:
         return "Commit: unknown"
-    return f"Commit: {git['commit']}" + ("" if git.get("clean") else " with uncommitted changes")
+    return f"Commit: {git.commit}" + ("" if git.clean else " with uncommitted changes")
 
 
 def fields_text(fields: Mapping[str, str]) -> str:

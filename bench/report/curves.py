@@ -75,7 +75,7 @@ def _step_time_title(data: FigureData, panel: Panel) -> str:
     if good.empty:
         return "Step time against N"
     setting = data.setting_of(rows.iloc[0])
-    pairs = [data.analysis.compared(deferred["cell_id"], eager["cell_id"]) for eager, deferred in sync_pairs(rows)]
+    pairs = [data.analysis.compared(deferred, eager) for eager, deferred in sync_pairs(rows)]
     saved = {pair.time.ratio: pair.a.backend for pair in pairs if pair and pair.time and pair.verdict is Verdict.FASTER}
     if saved:
         share, name = 100 * (1 - min(saved)), without_sync(saved[min(saved)])

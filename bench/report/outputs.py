@@ -14,11 +14,10 @@ from bench.errors import BAD, GOOD, InputError
 from bench.findings import Finding, Level
 from bench.formatting import markdown
 from bench.judge.analysis import Analysis
-from bench.judge.gates import known_defect
+from bench.judge.gates import defect_of_trial
 from bench.judge.loading import Run, load
 from bench.judge.next_steps import on_each_node
 from bench.judge.pairs import frame_of_pairs
-from bench.judge.tables import rows_of
 from bench.plan.cell import Status
 from bench.report.answer import Answer, answer
 from bench.report.citation import commit_sentence
@@ -92,9 +91,9 @@ def _write_tables(data: Analysis) -> list[Path]:
 
 def _status(data: Analysis) -> int:
     """0 if every trial that could run is good, or invalid by a documented defect of its backend; 1 otherwise."""
-    trials = data.run.tables.trials
-    bad = trials[~trials["status"].isin([Status.OK, Status.UNSUPPORTED])]
-    return GOOD if all(known_defect(data.run.manifest, trial) for trial in rows_of(bad)) else BAD
+    trials = data.run.tables.trial_rows
+    bad = [row for row in trials if row.status not in (Status.OK, Status.UNSUPPORTED)]
+    return GOOD if all(defect_of_trial(data.run.manifest, row) for row in bad) else BAD
 
 
 REPORT = "report.md"
@@ -132,7 +131,7 @@ def _how_to_reproduce(run: Run) -> list[str]:
     """Where the numbers come from, and the command that measures them again."""
     manifest = run.manifest
     digest = f"; SHA-256 of the journal: `{run.digest}`" if run.digest else ""
-    command = on_each_node(run, shlex.join(map(str, manifest.get("command") or ["python", "-m", "bench", "run"])))
+    command = on_each_node(run, shlex.join(manifest.command or ["python", "-m", "bench", "run"]))
     return ["", f"**To reproduce.** {markdown(commit_sentence(manifest))}{digest}.", "", *code(command), ""]
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from bench.formatting import digits, size
 from bench.grouping import grouped
-from bench.judge.analysis import Analysis
+from bench.judge.analysis import Analysis, CellRow
 from bench.judge.columns import WAYS, differing, phrases
 from bench.judge.samples import NAME
 from bench.judge.trial_columns import DASH
@@ -33,8 +31,28 @@ COLUMNS = (
 )
 """In order; ratios are to the baseline: below 1 is faster, or less memory."""
 TIMES = frozenset({"seconds", "seconds_ends", "ratio", "ratio_ends", "verdict"})
-TIMED = ("step_time_s", "step_time_low_s", "step_time_high_s", "ratio", "ratio_low", "ratio_high", "verdict")
-"""Columns of the frame of cells that are empty where times cannot be compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankedRow(CellRow):
+    """A row of the table; its times are None if they are not shown."""
+
+    memory_ratio: float | None
+    """To the baseline's."""
+    correct: str
+
+    def without_times(self) -> RankedRow:
+        """The same where times cannot be compared."""
+        return replace(
+            self,
+            step_time_s=None,
+            step_time_low_s=None,
+            step_time_high_s=None,
+            ratio=None,
+            ratio_low=None,
+            ratio_high=None,
+            verdict=None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +63,7 @@ class Group:
     """One of them."""
     setting: str
     """What differs between groups beside N: ``W = 2, clipped to 1.5``."""
-    rows: tuple[Mapping[str, Any], ...]
-    """Of the frame of cells, without times if these are not shown, and with ``memory_ratio`` and ``correct``."""
+    rows: tuple[RankedRow, ...]
     baseline: str
     is_timed: bool
     """Whether its times are shown."""
@@ -64,22 +81,22 @@ class Group:
         """N and setting within a sentence: ``N=8, W=2``."""
         return f"N = {self.n}, {self.setting}".replace(" = ", "=")
 
-    def texts(self, row: Mapping[str, Any]) -> dict[str, str]:
+    def texts(self, row: RankedRow) -> dict[str, str]:
         """The text of a row in each of COLUMNS; the page's script writes the same for another baseline."""
-        verdict, is_baseline = row["verdict"], self.is_timed and row["backend"] == self.baseline
+        verdict, is_baseline = row.verdict, self.is_timed and row.backend == self.baseline
         if verdict and verdict not in DECIDED:
-            verdict += f": {row['verdict_reason']}"
+            verdict += f": {row.verdict_reason}"
         return {
-            "backend": row["backend"],
-            "seconds": _number(row["step_time_s"]),
-            "seconds_ends": interval_text(row["step_time_low_s"], row["step_time_high_s"]),
-            "ratio": "1" if is_baseline else _number(row["ratio"]),
-            "ratio_ends": interval_text(row["ratio_low"], row["ratio_high"]),
+            "backend": row.backend,
+            "seconds": _number(row.step_time_s),
+            "seconds_ends": interval_text(row.step_time_low_s, row.step_time_high_s),
+            "ratio": "1" if is_baseline else _number(row.ratio),
+            "ratio_ends": interval_text(row.ratio_low, row.ratio_high),
             "verdict": "baseline" if is_baseline else verdict or DASH,
-            "memory": DASH if row["peak_memory_bytes"] is None else size(row["peak_memory_bytes"]),
-            "memory_ratio": _number(row["memory_ratio"]),
-            "trials": str(row["num_ok"]),
-            "correct": row["correct"],
+            "memory": DASH if row.peak_memory_bytes is None else size(row.peak_memory_bytes),
+            "memory_ratio": _number(row.memory_ratio),
+            "trials": str(row.num_ok),
+            "correct": row.correct,
         }
 
     @cached_property
@@ -87,7 +104,7 @@ class Group:
         """The group as a table; wrong cells are red."""
         columns = [column for column in COLUMNS if self.is_timed or column.key not in TIMES]
         red = {column.key: "red" for column in columns}
-        rows = [TableRow(self.texts(row), {} if row["status"] == Status.OK else red) for row in self.rows]
+        rows = [TableRow(self.texts(row), {} if row.status == Status.OK else red) for row in self.rows]
         return Table(columns=columns, rows=rows, caption=self.title)
 
     @property
@@ -99,8 +116,8 @@ class Group:
 
     def share(self, value: float, *columns: str) -> str:
         """A value as a percentage of the largest in these columns, for bars."""
-        every = [row[name] for row in self.rows for name in columns if row[name] is not None]
-        return f"{100 * value / max(every):.1f}%"
+        every = [getattr(row, name) for row in self.rows for name in columns]
+        return f"{100 * value / max(number for number in every if number is not None):.1f}%"
 
 
 def _number(value: float | None) -> str:
@@ -125,7 +142,7 @@ def groups(data: Analysis) -> list[Group]:
     found = [_group(data, cells, ways) for cells in kinds.values()]
 
     def order(group: Group) -> tuple[bool, bool, bool, int, int]:
-        compared = any(row["backend"] == group.baseline for row in group.rows)
+        compared = any(row.backend == group.baseline for row in group.rows)
         return group.cell.world.has_all_ranks, group.is_timed, compared, group.n, group.cell.world_size
 
     return sorted(found, key=order, reverse=True)
@@ -134,19 +151,20 @@ def groups(data: Analysis) -> list[Group]:
 def _group(data: Analysis, cells: list[Cell], ways: list[str]) -> Group:
     first = cells[0]
     rows = [data.rows[cell.cell_id] for cell in cells]
-    base = next((row["peak_memory_bytes"] for row in rows if row["backend"] == data.baseline), None)
-    once = data.run.manifest.get("once") or ()
+    base = next((row.peak_memory_bytes for row in rows if row.backend == data.baseline), None)
+    once = data.run.manifest.once
     is_timed = (
         first.world.times_communication and data.times_unavailable is None and any(c.cell_id not in once for c in cells)
     )
     checked = "yes" if first.world.has_values else "not checked"
-    hidden = {} if is_timed else dict.fromkeys(TIMED)
     shown = []
     for row in rows:
-        peak = row["peak_memory_bytes"]
-        share = None if peak is None or not base else peak / base
-        correct = checked if row["status"] == Status.OK else row["outcome"]
-        shown.append(row | hidden | {"memory_ratio": share, "correct": correct})
+        share = None
+        if base and row.peak_memory_bytes is not None:
+            share = row.peak_memory_bytes / base
+        correct = checked if row.status == Status.OK else row.outcome
+        ranked = RankedRow(**vars(row), memory_ratio=share, correct=correct)
+        shown.append(ranked if is_timed else ranked.without_times())
     world = f"W = {first.world_size}" + (f" ({first.world.label})" if first.world.label else "")
     return Group(
         cell=first,
@@ -157,7 +175,8 @@ def _group(data: Analysis, cells: list[Cell], ways: list[str]) -> Group:
     )
 
 
-def _sort_key(row: Mapping[str, Any]) -> tuple[float, float, str]:
+def _sort_key(row: RankedRow) -> tuple[float, float, str]:
     """The fastest first; without times the least memory first; cells with neither last."""
-    seconds, memory = (math.inf if row[name] is None else row[name] for name in ("step_time_s", "peak_memory_bytes"))
-    return seconds, memory, row["backend"]
+    seconds = math.inf if row.step_time_s is None else row.step_time_s
+    memory = math.inf if row.peak_memory_bytes is None else row.peak_memory_bytes
+    return seconds, memory, row.backend

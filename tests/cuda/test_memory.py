@@ -29,7 +29,7 @@ def cells() -> dict[str, Cell]:
     the peak is the same in every one.
     """
     found: dict[str, Cell] = {}
-    for cell in expand(matrix_file.load("gpu"), registry(), 1):
+    for cell in expand(matrix_file.load("gpu"), registry(), 1).cells:
         if cell.backend not in REFERENCES and cell.world.has_all_ranks:
             found.setdefault(cell.model, dataclasses.replace(cell, timed_windows=2))
     found["135m"] = dataclasses.replace(next(iter(found.values())), model="135m")

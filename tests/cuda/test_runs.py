@@ -18,6 +18,7 @@ import pytest
 
 from bench.judge.gates import known_defect
 from bench.run.journal import Journal, read_manifest
+from bench.run.manifest import GpuSharing
 from tests.conftest import ROOT
 from tests.cuda import page
 from tests.cuda.cells import NEVER_ALONE
@@ -66,7 +67,9 @@ def judged(machine: Machine) -> list[str]:
     trials = pd.read_parquet(machine.folder / "run" / "trials.parquet")
     invalid = trials[trials["status"] == "invalid"].to_dict("records")
     manifest = read_manifest(machine.folder / "run")
-    return [f"{row['backend']}: {row['reason']}" for row in invalid if not known_defect(manifest, row)]
+    causes = ("backend", "status", "failed_gates", "update_causes")
+    wrong = [row for row in invalid if not known_defect(manifest, *(row[name] for name in causes))]
+    return [f"{row['backend']}: {row['reason']}" for row in wrong]
 
 
 VARIANTS: Mapping[str, tuple[str, ...]] = {
@@ -219,7 +222,7 @@ def shared_records(machine: Machine, **settings: str) -> list[dict[str, Any]]:
 def test_ranks_that_share_a_gpu(machine: Machine, visible: str) -> None:
     """Over NCCL, for which each rank is a host of its own, so their collectives overlap with computing as elsewhere."""
     records = shared_records(machine, CUDA_VISIBLE_DEVICES=visible, NCCL_PROTO="Simple")
-    assert read_manifest(machine.folder / "run")["sharing"] == {"over": "NCCL", "reason": ""}
+    assert read_manifest(machine.folder / "run").sharing == GpuSharing(over="NCCL")
     assert all(record["cell"]["shared_nccl"] and "exposure" in record["passes"] for record in records)
     trials = pd.read_parquet(machine.folder / "run" / "trials.parquet").set_index("backend").loc[SHARING.split(",")]
     assert trials[["step_time_s", "exposed_s", "collective_s"]].isna().all(axis=None), "they took turns on the GPU"
@@ -227,8 +230,9 @@ def test_ranks_that_share_a_gpu(machine: Machine, visible: str) -> None:
 
 def test_ranks_that_share_a_gpu_use_gloo_where_nccl_fails(machine: Machine) -> None:
     records = shared_records(machine, FAKE_NCCL_KILL="1:2")
-    sharing = read_manifest(machine.folder / "run")["sharing"]
-    assert sharing["over"] == "gloo" and "rank 1" in sharing["reason"] and "SIGKILL" in sharing["reason"]
+    sharing = read_manifest(machine.folder / "run").sharing
+    assert sharing is not None and sharing.over == "gloo"
+    assert "rank 1" in sharing.reason and "SIGKILL" in sharing.reason
     assert not any(record["cell"]["shared_nccl"] or "exposure" in record["passes"] for record in records)
 
 

@@ -31,7 +31,7 @@ from bench.plan.expand import expand
 from bench.plan.matrix import KEYS
 from bench.report import canvas, figures
 from bench.run import start
-from bench.run.journal import JOURNAL, MANIFEST, Journal, encode, write_manifest
+from bench.run.journal import JOURNAL, MANIFEST, Journal, encode, write_document
 from tests.audit.test_lint import engine, lightning
 from tests.factories import FakeLauncher, make_cell, make_document, make_manifest, make_record
 from tests.faults.form import FORM
@@ -169,7 +169,7 @@ RUN = json.loads(json.dumps(make_manifest(CELLS)))
 def write_run(folder: Path, manifest: Any, records: list[Any]) -> None:
     folder.mkdir(exist_ok=True)
     (folder / JOURNAL).unlink(missing_ok=True)
-    write_manifest(folder, RUN)
+    write_document(folder, RUN)
     for record in records:
         Journal(folder).append(record)
     (folder / MANIFEST).write_text(json.dumps(manifest))

@@ -82,7 +82,7 @@ def test_ranks_on_one_gpu_share_its_memory() -> None:
 
 @pytest.mark.parametrize("num_gpus", first([1, 8], [1, 2, 4, 8]))
 def test_the_gpu_matrix_on_80_gb_skips_nothing_but_8b(num_gpus: int) -> None:
-    cells = expand(matrix_file.load("gpu"), BACKENDS, num_gpus)
+    cells = expand(matrix_file.load("gpu"), BACKENDS, num_gpus).cells
     reasons = fit.too_large(cells, H100, num_gpus)
     large = {cell for cell in cells if cell.cell_id in reasons}
     assert {cell.model for cell in large} == ({"8b"} if num_gpus <= 2 else set())

@@ -10,12 +10,12 @@ import pandas as pd
 import pytest
 
 from bench.cli import main
-from bench.judge.loading import Run, run_of
+from bench.judge.loading import Run
 from bench.judge.pairs import ComparedPair, judge_pairs, pairs_of_backends
 from bench.judge.verdicts import Reason, Verdict
 from bench.plan.cell import Cell
-from bench.run.journal import JOURNAL, MANIFEST, Journal, encode, write_manifest
-from tests.factories import PEAK_BYTES, make_cell, make_failure, make_manifest
+from bench.run.journal import JOURNAL, MANIFEST, Journal, encode, write_document
+from tests.factories import PEAK_BYTES, judged_run, make_cell, make_failure, make_manifest
 from tests.pages import Changes, records_of, write
 
 EAGER, DEFERRED = make_cell(backend="ddp-eager", timed_windows=8), make_cell(timed_windows=8)
@@ -27,7 +27,7 @@ def records(speeds: Speeds, trials: int = 12, seed: int = 0, changes: Changes = 
 
 
 def make_run(speeds: Speeds, changes: Changes = lambda *_: {}, failed: Sequence[dict[str, Any]] = ()) -> Run:
-    return run_of([*records(speeds, changes=changes), *failed], make_manifest())
+    return judged_run([*records(speeds, changes=changes), *failed], make_manifest())
 
 
 def judged(run: Run, **options: Any) -> list[ComparedPair]:
@@ -223,11 +223,11 @@ class TestBadInput:
         path.write_text(good[:-50])
         assert Journal(Path(run)).read() and main(["compare", run, run]) == 0  # a run that goes on may end so
         manifest = json.loads((Path(run) / MANIFEST).read_text())
-        write_manifest(Path(run), manifest | {"finished": "2025-01-01T00:00:00+00:00"})
+        write_document(Path(run), manifest | {"finished": "2025-01-01T00:00:00+00:00"})
         self.fails(capsys, "is truncated", run, run)
         path.write_text(good)
-        write_manifest(Path(run), manifest | {"matrix": {}})
+        write_document(Path(run), manifest | {"matrix": {}})
         self.fails(capsys, f"{MANIFEST}: matrix: device is missing", run, run)
         del manifest["backends"]
-        write_manifest(Path(run), manifest)
+        write_document(Path(run), manifest)
         self.fails(capsys, "has no key 'backends'", run, run)

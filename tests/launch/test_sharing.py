@@ -13,14 +13,13 @@ import torch.distributed as dist
 
 from bench.backends.base import registry
 from bench.errors import InputError
-from bench.judge import tables
 from bench.judge.gates import judge
 from bench.launch import gpus, rank, shared_nccl
 from bench.plan.cell import REFERENCE, Device
 from bench.plan.expand import expand
 from bench.plan.task import Task
 from bench.plan.world import World
-from tests.factories import make_cell, make_gpu, make_manifest, make_matrix, make_record
+from tests.factories import make_cell, make_gpu, make_manifest, make_matrix, make_record, make_tables
 
 BACKENDS = registry()
 GPUS: list[dict[str, Any]] = [
@@ -35,12 +34,12 @@ CUDA_MEMORY = {"allocated": 5, "active": 6, "reserved": 7, "num_alloc_retries": 
 
 def shared(num_gpus: int, **axes: Any) -> list[Any]:
     made = make_matrix({"device": "cuda", "share_gpu": True}, **axes)
-    return expand(made, BACKENDS, num_gpus)
+    return expand(made, BACKENDS, num_gpus).cells
 
 
 def test_more_ranks_than_gpus_are_cells_of_their_own() -> None:
     cells = shared(1, world_size=[2, 4])
-    alone = expand(make_matrix({"device": "cuda"}, world_size=[2, 4]), BACKENDS, 4)
+    alone = expand(make_matrix({"device": "cuda"}, world_size=[2, 4]), BACKENDS, 4).cells
     (reference,) = [cell for cell in cells if cell.backend == REFERENCE]
     others = [cell for cell in cells if cell.backend != REFERENCE]
     assert others and all(cell.world.shares_gpus for cell in others)
@@ -156,7 +155,7 @@ def test_no_time_is_kept_and_everything_else_is(*, over_nccl: bool) -> None:
         for cell in cells
         for repeat in range(6)
     ]
-    made = judge(tables.build(records, make_manifest([shared], baseline="ddp-deferred")))
+    made = judge(make_tables(records, make_manifest([SHARED], baseline="ddp-deferred")))
     alone, shares = made.trials.iloc[0], made.trials.iloc[6]
     assert (alone["shared_gpu"], shares["shared_gpu"]) == (False, True)
     times = ["step_time_s", "num_warmup_steps", "tokens_per_s", "mfu", "mfu_of_matmul", "cpu_s_per_micro_batch"]

@@ -81,8 +81,8 @@ def test_a_cell_is_cited_with_all_that_it_needs(data: Analysis) -> None:
     assert ", n = 10 trials); peak memory 49.50 MiB (51904512 bytes, tracked tensors).\n" in text
     line = text.splitlines()[1]
     assert line.startswith(f"accumulation-bench:a%20run_1/{id_of(data, 'slow')} value={digits(value)} low=0.")
-    assert line.endswith(f" n=10 bytes=51904512 sha256={data.run.manifest['journal_sha256']}")
-    assert data.run.manifest["machine"]["cpu"] in text and f"torch {data.run.manifest['packages']['torch']}" in text
+    assert line.endswith(f" n=10 bytes=51904512 sha256={data.run.manifest.journal_sha256}")
+    assert data.run.manifest.machine.cpu in text and f"torch {data.run.manifest.packages['torch']}" in text
     assert text.endswith(f"Commit: {COMMIT}.")
     limits = "gloo over loopback; rankings of this model over gloo do not transfer to GPUs"
     unknown = "the share of its CPUs that other programs and the hypervisor took was not measured"

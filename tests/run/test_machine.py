@@ -14,8 +14,9 @@ import pytest
 from bench.launch import gpus
 from bench.launch.torch_facts import TorchFacts
 from bench.run import machine, trial_code
+from bench.run.manifest import CONNECTION
 from tests import factories
-from tests.factories import make_backend
+from tests.factories import make_backend, make_manifest, manifest_of
 from tests.fake_nvml import FakeNvml, failing
 
 
@@ -185,11 +186,12 @@ def test_nodes_are_compared_without_what_is_each_ones_own() -> None:
     def node(uuid: str, driver: str = "570.1", mtu: int = 9000) -> dict[str, Any]:
         about = {"gpus": [{"uuid": uuid, "driver": driver, "name": "H100"}]}
         parts = {"machine": about, "packages": {"torch": "2.13.0"}, "torch_build": {}, "environment": {}}
-        return parts | {machine.CONNECTION: {"numa_nodes": "0-1", "mtu": mtu}}
+        return parts | {CONNECTION: {"numa_nodes": "0-1", "mtu": mtu}}
 
-    alike, unlike = node("GPU-2"), node("GPU-3", "580.2", 1500)
-    assert list(machine.unlike_nodes(node("GPU-1"))) == []
-    assert list(machine.unlike_nodes(node("GPU-1") | {"nodes": [alike, unlike]})) == [
+    alone = make_manifest(**node("GPU-1"))
+    several = alone | {"nodes": [node("GPU-2"), node("GPU-3", "580.2", 1500)]}
+    assert list(machine.unlike_nodes(manifest_of(alone))) == []
+    assert list(machine.unlike_nodes(manifest_of(several))) == [
         "node 2: machine.gpus.0.driver is '580.2', and '570.1' on node 0; connection.mtu is 1500, and 9000 on node 0"
     ]
 
