@@ -20,7 +20,7 @@ from bench.plan.matrix import Matrix, parse
 from bench.plan.task import EXTRA_PASSES, Spec
 from bench.run.manifest import SCHEMA_VERSION, Manifest, parse_manifest
 from bench.run.matmul import MatmulTask
-from bench.run.trial_record import TrialRecord, parse_records, warmup
+from bench.run.trial_record import TrialRecord, parse_records
 
 ALL_PASSES = ("time", *EXTRA_PASSES)
 PEAK_BYTES = 40 * 2**20
@@ -99,7 +99,7 @@ def make_record(cell: Cell, repeat: int = 0, **changes: Any) -> dict[str, Any]:
     """The journal's record of a sound trial with all passes; ``time`` may be given as changes of the sound one."""
     time = make_time(cell) | {"ranks_agree": True} | changes.pop("time", {})
     time.setdefault("rank_step_seconds", [time["step_seconds"]])
-    time.setdefault("num_warmup", len(time["warmup_seconds"]) + 1 + warmup(time["step_seconds"]))
+    time.setdefault("num_warmup", len(time["warmup_seconds"]) + 1)
     facts = make_rank(cell)
     counted = changes.pop("collectives", facts["collectives"])
     passes = {"time": time, "collectives": counted and [{"group": "world", **row} for row in counted]}

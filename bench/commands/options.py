@@ -98,6 +98,19 @@ def backend_names(text: str) -> list[str]:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def add_runs(parser: Any, more: str) -> None:
+    """Add the folders of runs, of which ``all_folders`` reads the value; ``more`` says what becomes of several."""
+    words = f"a run's folder, e.g. results/<run>, or a folder of runs; several of one matrix are pooled: {more}"
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=words)
+
+
+def all_folders(places: Sequence[Path]) -> list[Path]:
+    """The folders of the runs in these."""
+    from bench.judge.pool import folders_of
+
+    return [folder for place in places for folder in folders_of(place)]
+
+
 def add_training(parser: Any, *, world_size: int, required: bool = False) -> None:
     """Add the options that describe a training; each is a field of TrainingPlan and of Scenario."""
     option, accumulate = parser.add_argument, list_of(int, "integers such as 1,4,2")

@@ -16,13 +16,14 @@ import pandas as pd
 from bench.errors import InputError
 from bench.findings import Finding
 from bench.judge.baseline import baseline_of, control_of, pairs_with_baseline
-from bench.judge.caveats import caveats, limits, remarks, ways_of_bf16, widened
+from bench.judge.caveats import caveats, limits, remarks, suspect, ways_of_bf16
 from bench.judge.columns import COLUMNS, FRAMES
 from bench.judge.gates import known_defect
 from bench.judge.loading import Run, load
 from bench.judge.next_steps import times_unavailable
 from bench.judge.pairs import ComparedPair, Pair, judge_pairs, record
-from bench.judge.samples import estimate
+from bench.judge.pool import Pool
+from bench.judge.samples import Estimate, estimate, estimate_over_runs
 from bench.judge.tables import RowValues, Value, count_in, frame_of, good_trials, number_in, rows_of, text_in
 from bench.judge.trial_columns import Over
 from bench.judge.verdicts import Verdict
@@ -33,9 +34,18 @@ SCHEME = "accumulation-bench"
 """Prefix of the ids by which numbers are cited."""
 
 
-def permanent_id(run_id: str, name: str) -> str:
-    """The id by which a part of a run is cited: ``accumulation-bench:RUN/NAME``."""
-    return f"{SCHEME}:{quoted(run_id)}/{name}"
+DIGITS = 12
+"""Of a journal's hash in an id."""
+
+
+def permanent_id(pool: Pool, name: str) -> str:
+    """The id by which a part of a run is cited: ``accumulation-bench:RUN:HASH/NAME``."""
+    return f"{SCHEME}:{quoted(pool.first.name)}:{hashes_of(pool)}/{name}"
+
+
+def hashes_of(pool: Pool) -> str:
+    """The beginning of the hash of each journal of a pool, with ``+`` between them."""
+    return "+".join(digest[:DIGITS] for digest in pool.digests) or "none"
 
 
 def quoted(name: str) -> str:
@@ -114,11 +124,22 @@ class CellRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Analysis:
-    """What is said of a run."""
+    """What is said of a run, or of a pool: its ratios and times are of all runs, the rest is of the first."""
 
     run: Run
+    others: tuple[Run, ...] = ()
+    """The other runs of the pool."""
     folder: Path = Path()
     """Where the run is."""
+
+    @classmethod
+    def of(cls, pool: Pool, folder: Path) -> Analysis:
+        """Of a pool whose first run is in the folder."""
+        return cls(run=pool.first, others=pool.runs[1:], folder=folder)
+
+    @cached_property
+    def pool(self) -> Pool:
+        return Pool(runs=(self.run, *self.others))
 
     @cached_property
     def baseline(self) -> str:
@@ -134,7 +155,7 @@ class Analysis:
     @cached_property
     def control(self) -> ComparedPair | None:
         """The A/A pair; None if the run has none."""
-        return control_of(self.run)
+        return control_of(self.pool)
 
     @cached_property
     def _against(self) -> dict[str, dict[str, ComparedPair]]:
@@ -146,7 +167,7 @@ class Analysis:
         Holm's correction counts the comparisons with one baseline, not the baselines that could have been chosen.
         """
         if baseline not in self._against:
-            pairs = pairs_with_baseline(self.run, baseline)
+            pairs = pairs_with_baseline(self.pool, baseline)
             self._against[baseline] = {row.b.cell_id: row for row in self._judged(pairs)}
         return self._against[baseline]
 
@@ -176,12 +197,12 @@ class Analysis:
             raise InputError(f"{self.run.labels[cell_id]}: is given twice; give two different cells, or one")
         if found := self.compared(cell_id, other_id):
             return found
-        pairs = [*pairs_with_baseline(self.run), Pair(a=other, b=cell)]
+        pairs = [*pairs_with_baseline(self.pool), Pair(a=other, b=cell)]
         return self._judged(pairs)[-1]
 
     def _judged(self, pairs: Sequence[Pair]) -> list[ComparedPair]:
         measured = self.control.time if self.control else None
-        return judge_pairs(self.run, self.run, pairs, control=measured)
+        return judge_pairs(self.pool, self.pool, pairs, control=measured)
 
     def not_slower(self, ids: Iterable[str], best: str) -> list[str]:
         """The cells, beside the one with the shortest step time, that have no verdict of being slower than it."""
@@ -191,19 +212,28 @@ class Analysis:
     @cached_property
     def findings(self) -> list[Finding]:
         """What limits the numbers of the run."""
-        return limits(self.run, self.control, self.verdicts)
+        return limits(self.pool, self.control, self.verdicts)
 
     def caveats(self, *ids: str) -> list[str]:
         """The caveats of the numbers of one cell, or of one against another."""
         cells = [(self.run.manifest, self.run.cells[cell_id]) for cell_id in reversed(ids)]  # the baseline first
         return [*caveats(self.findings, *ids), *ways_of_bf16(cells)]
 
-    @cached_property
+    @property
     def remarks(self) -> list[str]:
-        control, found = self.control, list[str]()
-        if control is not None and control.time is not None:
-            found = widened(control.a, control.time)
-        return found + remarks((self.run.manifest, cell) for cell in self.run.cells.values() if not cell.twin)
+        """What stands beside all numbers."""
+        return self.suspicion + self.remarks_on_cells
+
+    @cached_property
+    def suspicion(self) -> list[str]:
+        """That all times are suspect, if the A/A pair is off."""
+        if self.control is None or self.control.time is None:
+            return []
+        return suspect(self.control.a, self.control.time)
+
+    @cached_property
+    def remarks_on_cells(self) -> list[str]:
+        return remarks((self.run.manifest, cell) for cell in self.run.cells.values() if not cell.twin)
 
     @cached_property
     def times_unavailable(self) -> Finding | None:
@@ -246,10 +276,10 @@ class Analysis:
             **dict.fromkeys(("step_time_s", "step_time_low_s", "step_time_high_s")),
             **dict.fromkeys(("peak_memory_bytes", "peak_memory_source")),
             "caveats": "; ".join(self.caveats(cell_id)),
-            "citation": permanent_id(self.run.name, cell_id),
+            "citation": permanent_id(self.pool, cell_id),
         }
         if evidence.sample.trials and evidence.num_ok and not evidence.barred:
-            time = estimate(evidence.sample.trials)
+            time = self._step_time(self.run.cells[cell_id])
             row |= {"step_time_s": time.seconds, "step_time_low_s": time.low, "step_time_high_s": time.high}
         if evidence.num_ok and not evidence.is_wrong:  # a busy machine takes time, and no memory
             source = min(evidence.peak_memory_sources, default=None)
@@ -263,6 +293,13 @@ class Analysis:
             "verdict": str(pair.verdict),
             "verdict_reason": str(pair.reason),
         }
+
+    def _step_time(self, cell: Cell) -> Estimate:
+        """The step time of a cell in the run, or over those of the pool that have it."""
+        samples = [run.evidence.of(cell).sample for run in self.pool.runs if cell.cell_id in run.cells]
+        if self.pool.is_single:
+            return estimate(samples[0].trials)
+        return estimate_over_runs([sample.trials for sample in samples if sample.trials])
 
     @cached_property
     def cells(self) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""One run against itself: the A/A pair, every cell against the baseline's, and whether more repeats are needed."""
+"""One run or pool against itself: the A/A pair, each cell against the baseline's, whether more repeats are needed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bench.judge.loading import Run, run_of
+from bench.judge.loading import run_of
 from bench.judge.pairs import ComparedPair, Pair, judge_pairs, pairs_of_backends
+from bench.judge.pool import Pool
 from bench.judge.statistics import required_trials
 from bench.judge.verdicts import next_precision
 from bench.plan.cell import REFERENCE, REFERENCES, Cell
@@ -24,29 +25,30 @@ def baseline_of(manifest: Manifest) -> str:
     return min(others, key=lambda name: bool(others[name].get("defect")), default=REFERENCE)
 
 
-def control_of(run: Run) -> ComparedPair | None:
-    """The A/A pair, the same cell twice: the first twin in the order of labels; None if the run has none.
+def control_of(pool: Pool) -> ComparedPair | None:
+    """The A/A pair, the same cell twice: the first twin in the order of labels; None if not every run has it.
 
     Its time is None if one of the two failed or is not comparable; ``detail`` says why it has no interval.
     """
-    for cell, twin in _twins(run)[:1]:
-        (found,) = judge_pairs(run, run, [Pair(a=cell, b=twin, name="A/A")])
+    for cell, twin in _twins(pool)[:1]:
+        (found,) = judge_pairs(pool, pool, [Pair(a=cell, b=twin, name="A/A")])
         return replace(found, time=None) if found.blocked else found
     return None
 
 
-def _twins(run: Run) -> list[tuple[Cell, Cell]]:
-    """Cells that the run holds twice, each with its twin, sorted by the twins' labels."""
-    twins = sorted((cell for cell in run.cells.values() if cell.twin), key=lambda cell: cell.twin)
+def _twins(pool: Pool) -> list[tuple[Cell, Cell]]:
+    """Cells that every run holds twice, each with its twin, sorted by the twins' labels."""
+    twins = sorted((cell for cell in pool.first.cells.values() if cell.twin), key=lambda cell: cell.twin)
     both = [(replace(twin, twin=""), twin) for twin in twins]
-    return [(cell, twin) for cell, twin in both if cell.cell_id in run.cells]
+    return [(cell, twin) for cell, twin in both if pool.has(cell, twin)]
 
 
-def pairs_with_baseline(run: Run, baseline: str = "") -> list[Pair]:
+def pairs_with_baseline(pool: Pool, baseline: str = "") -> list[Pair]:
     """Every cell with the cell of the baseline (by default the run's own) that differs in the backend alone.
 
     If a run has more twins than one, the others are compared too.
     """
+    run = pool.first
     baseline = baseline or baseline_of(run.manifest)
     backends = dict.fromkeys(cell.backend for cell in run.cells.values())
     others = [
@@ -55,7 +57,7 @@ def pairs_with_baseline(run: Run, baseline: str = "") -> list[Pair]:
         if backend not in {baseline, *REFERENCES}
         for pair in pairs_of_backends(run, baseline, backend)
     ]
-    return others + [Pair(a=cell, b=twin, name=twin.label, group="A/A") for cell, twin in _twins(run)[1:]]
+    return others + [Pair(a=cell, b=twin, name=twin.label, group="A/A") for cell, twin in _twins(pool)[1:]]
 
 
 def widest(rows: Sequence[ComparedPair]) -> float | None:
@@ -77,13 +79,14 @@ def interim_analysis(records: Sequence[TrialRecord], manifest: Manifest, repeats
     that need only one trial (``once`` of the manifest).
     """
     run = run_of(records, manifest)
+    pool = Pool(runs=(run,))
     precision = manifest.settings.precision
-    control = control_of(run)
+    control = control_of(pool)
     measured = None if control is None else control.time
-    pairs = pairs_with_baseline(run)
+    pairs = pairs_with_baseline(pool)
     if control is not None and measured is not None:
         pairs.append(Pair(a=control.a, b=control.b, name="A/A"))
-    judged = judge_pairs(run, run, pairs, control=measured)
+    judged = judge_pairs(pool, pool, pairs, control=measured)
     done = set(manifest.once)
     was_open = set(manifest.looks[-1].open if manifest.looks else run.cells) - done
     still: set[str] = set()

@@ -19,8 +19,10 @@ from bench.judge import samples
 from bench.judge.baseline import percent, widest
 from bench.judge.loading import Run
 from bench.judge.pairs import ComparedPair
+from bench.judge.pool import Pool
+from bench.judge.run_spread import spread_of
 from bench.judge.statistics import MIN_TRIALS, Interval
-from bench.judge.verdicts import Verdict, excess
+from bench.judge.verdicts import Verdict, is_off, num_judged, scope_words
 from bench.measure.host import IDLE_SHARE
 from bench.plan.cell import REFERENCE, Cell, Device, Precision, Status
 from bench.plan.schedule import Ended
@@ -39,6 +41,8 @@ IMBALANCE = 1.05
 """Ratio of the slowest to the median rank's step time from which a cell is reported."""
 TRANSFER = "rankings of this model over gloo do not transfer to GPUs"
 """What does not follow from times on CPUs."""
+OTHER_DAYS = "other days"
+"""Topic of what another day may change."""
 MOST_NOTES = 3
 """Different notes on telemetry that are told."""
 
@@ -54,8 +58,12 @@ def caveats(found: Sequence[Finding], *ids: str) -> list[str]:
     return list(texts)
 
 
-def limits(run: Run, control: ComparedPair | None, rows: Sequence[ComparedPair]) -> list[Finding]:
-    """The findings on the numbers of a run, those on single cells first; ``rows`` are its verdicts."""
+def limits(pool: Pool, control: ComparedPair | None, rows: Sequence[ComparedPair]) -> list[Finding]:
+    """The findings on the numbers of a run, those on single cells first; ``rows`` are its verdicts.
+
+    Of a pool they are on its first run, and on what all of them say.
+    """
+    run = pool.first
     timed = tuple(cell_id for cell_id, cell in run.cells.items() if cell.world.is_timed)
     of_times = [*_surroundings(run, timed), *_machine(run, timed), *_blocks(run, timed), *_control(control, timed)]
     return [
@@ -64,6 +72,7 @@ def limits(run: Run, control: ComparedPair | None, rows: Sequence[ComparedPair])
         *(of_times if timed else [replace(finding, brief="") for finding in of_times]),
         *_samples(run),
         *_verdicts(run, rows),
+        *_other_days(pool, rows, timed),
         *_bare_loops(run),
     ]
 
@@ -239,7 +248,7 @@ def _control(control: ComparedPair | None, timed: tuple[str, ...]) -> Iterator[F
             why, brief = control.detail, f"A/A pair: {control.detail}"
         yield warning(topic, f"{why}; so no cell is called faster, slower or the same", cells=timed, brief=brief)
         return
-    differs = widened(control.a, control.time)
+    differs = suspect(control.a, control.time)
     if differs:
         yield warning(topic, differs[0], cells=timed, brief=differs[0])
     else:
@@ -247,14 +256,35 @@ def _control(control: ComparedPair | None, timed: tuple[str, ...]) -> Iterator[F
         yield good(topic, f"{control.a.label} against itself: {time.ratio:.4f} ({time.low:.4f} to {time.high:.4f})")
 
 
-def widened(cell: Cell, control: Interval) -> list[str]:
-    """The remark on intervals that are wider because the A/A pair's excludes 1; none if it contains 1."""
-    if not (by := excess(control)):
+def suspect(cell: Cell, control: Interval) -> list[str]:
+    """The remark on times that are suspect because the A/A pair is off; none if it is not."""
+    if not is_off(control):
         return []
     return [
-        f"the A/A pair, {cell.label} twice, differs: {control.ratio:.4f} ({control.low:.4f} to {control.high:.4f}); so "
-        f"the interval of every ratio is {percent(math.expm1(by))} wider on both sides"
+        f"the A/A pair, {cell.label} twice, is off: {control.ratio:.4f} ({control.low:.4f} to {control.high:.4f}); "
+        "distrust all times of this run: no cell is called faster, slower or the same"
     ]
+
+
+def _other_days(pool: Pool, rows: Sequence[ComparedPair], timed: tuple[str, ...]) -> Iterator[Finding]:
+    """Whether the verdicts hold on another day, and what the runs of a pool do not share."""
+    topic, judged = OTHER_DAYS, [row for row in rows if row.is_judged]
+    if pool.is_single:
+        if judged:
+            spread = spread_of(pool.first.manifest)
+            text = "the verdicts are of this run, and how much runs of this class of machines differ is not known"
+            if spread is not None:
+                text = f"the verdicts are of this run: {spread.sentence}"
+            yield Finding(Level.NOTE, topic, text, cells=timed, brief=text)
+        return
+    for text in pool.notes:
+        yield Finding(Level.NOTE, topic, text, cells=timed, brief=text)
+    turning = [row.name for row in judged if row.may_differ]
+    text = f"{num_judged(rows)} comparisons{scope_words(len(pool.runs))}"
+    if turning:
+        yield warning(topic, f"{text}, of which {len(turning)} may differ on another day: {some(turning)}")
+    elif judged:
+        yield good(topic, f"{text}; no verdict may differ on another day")
 
 
 def _verdicts(run: Run, rows: Sequence[ComparedPair]) -> Iterator[Finding]:

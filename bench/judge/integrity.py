@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,10 +13,11 @@ import pandas as pd
 from bench.findings import Finding, error, good, warning
 from bench.formatting import plural, some
 from bench.judge.analysis import Analysis
-from bench.judge.loading import Run, load, missing_trials
+from bench.judge.loading import Run, missing_trials
+from bench.judge.pool import folders_of, load_pool
 from bench.judge.tables import NAMES
 from bench.plan.cell import Status
-from bench.run.trial_record import MergedTimings, TrialRecord, warmup
+from bench.run.trial_record import MergedTimings, TrialRecord
 
 TOLERANCE = 1e-9
 """Relative tolerance between a stored and a recomputed number."""
@@ -23,16 +25,20 @@ PROSE = "reason"
 """A column that may be worded otherwise by another version; gates and causes have columns of their own."""
 
 
-def check(folder: Path) -> list[Finding]:
-    """All findings on a run, grouped by topic. Raises InputError if the folder holds no run."""
-    run = load(folder)
-    found = [
-        journal(run),
-        *_tables(folder, run),
-        *_trials(run),
-        _order(run.records),
-        *Analysis(run=run, folder=folder).findings,
-    ]
+def check(*places: Path) -> list[Finding]:
+    """All findings on a run, or on each run of a pool and on what they say together, grouped by topic.
+
+    Raises InputError if a folder holds no run, or the runs cannot be pooled.
+    """
+    pool, folders = load_pool(places), [folder for place in places for folder in folders_of(place)]
+    found = []
+    for title, folder, run in zip(pool.titles, folders, pool.runs, strict=True):
+        of_run = [journal(run), *_tables(folder, run), *_trials(run), _order(run.records)]
+        if not pool.is_single:
+            of_run += Analysis(run=run, folder=folder).findings
+            of_run = [replace(finding, subject=f"{title}, {finding.subject}".rstrip(", ")) for finding in of_run]
+        found += of_run
+    found += Analysis.of(pool, folders[0]).findings
     topics = list(dict.fromkeys(finding.topic for finding in found))
     return sorted(found, key=lambda finding: topics.index(finding.topic))
 
@@ -101,17 +107,16 @@ def _trials(run: Run) -> Iterator[Finding]:
         yield error(topic, f"step times of {len(wrong)} do not follow from those of their ranks: {named}")
     if not (missing or wrong):
         num_ok = int((trials["status"] == Status.OK).sum())
-        yield good(topic, f"{num_ok} of {len(trials)} are ok; step times and warm-up follow from the ranks'")
+        yield good(topic, f"{num_ok} of {len(trials)} are ok; step times follow from the ranks'")
 
 
 def _follows(timed: MergedTimings) -> bool:
-    """Whether a record's step times are those of the slowest rank, and its warm-up follows from them."""
+    """Whether a record's step times are those of the slowest rank."""
     slowest = [max(step) for step in zip(*timed.rank_step_seconds, strict=False)]
     steps = timed.step_seconds
-    same = len(slowest) == len(steps) and all(
+    return len(slowest) == len(steps) and all(
         math.isclose(a, b, rel_tol=1e-6, abs_tol=2e-9) for a, b in zip(slowest, steps, strict=True)
     )
-    return same and timed.num_unsettled == warmup(steps)
 
 
 def _order(records: Sequence[TrialRecord]) -> Finding:

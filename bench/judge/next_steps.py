@@ -40,7 +40,7 @@ def times_unavailable(run: Run, rows: Sequence[ComparedPair], folder: Path) -> F
         return note("No times", SHARED if all(world.has_all_ranks for world in worlds) else VIRTUAL)
     rows = [row for row in rows if not row.b.twin and row.b.world.times_communication]
     comparable = [row for row in rows if row.verdict is not Verdict.NOT_COMPARABLE]
-    if any(row.has_interval for row in comparable):
+    if any(row.has_interval or (row.time is not None and row.time.runs) for row in comparable):
         return None
     if not rows:
         return _nothing_to_compare(run)
@@ -76,11 +76,16 @@ def _nothing_to_compare(run: Run) -> Finding:
     return warning(UNAVAILABLE, "No two cells of the run differ in the backend alone", command=again(run, **options))
 
 
-def next_command(run: Run, reasons: Collection[Reason], folder: Path) -> str:
-    """The command that would turn verdicts with these reasons into certain ones; empty if none would."""
+def next_command(run: Run, reasons: Collection[Reason], folder: Path, num_runs: int = 1) -> str:
+    """The command that would turn verdicts with these reasons into certain ones; empty if none would.
+
+    Over several runs, one more of them.
+    """
     place = shlex.quote(str(folder))
     if set(reasons) <= FAILED:
         return on_each_node(run, f"{shlex.join(BENCH)} run --resume {place} --retry-failed")
+    if set(reasons) == {Reason.CONTROL_OFF} or (num_runs > 1 and set(reasons) & {*MORE_HELPS, Reason.FEW_RUNS}):
+        return _another_run(run, reasons)
     if set(reasons) == {Reason.WIDE}:
         return ""  # the difference may be as small as any
     if Reason.DISTURBED not in reasons and not set(reasons) & MORE_HELPS:
@@ -94,6 +99,13 @@ def next_command(run: Run, reasons: Collection[Reason], folder: Path) -> str:
     if Reason.DISTURBED in reasons:
         return f"{shlex.join(BENCH)} doctor && {command}"
     return command
+
+
+def _another_run(run: Run, reasons: Collection[Reason]) -> str:
+    """The command that measures the same again, on a machine whose times were suspect after a look at it."""
+    if Reason.CONTROL_OFF in reasons:
+        return f"{shlex.join(BENCH)} doctor && {again(run)}"
+    return again(run)
 
 
 def _repeats(run: Run) -> int:

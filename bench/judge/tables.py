@@ -47,7 +47,6 @@ class StepRow:
     repeat: int
     step: int
     seconds: float
-    kept: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +278,7 @@ def step_time(cell: Cell, timed: MergedTimings | None) -> float | None:
     """The median of a trial's steps after warm-up in seconds, from its time pass; None if it has no such times."""
     if timed is None or not timed.step_seconds or not cell.world.is_timed:
         return None
-    return float(statistics.median(timed.settled_seconds))
+    return float(statistics.median(timed.step_seconds))
 
 
 def _add_timed(row: TrialRow, record: TrialRecord, timed: MergedTimings, manifest: Manifest) -> None:
@@ -298,7 +297,7 @@ def _add_timed(row: TrialRow, record: TrialRecord, timed: MergedTimings, manifes
         _add_gpus(row, record.gpus.gpus, len(timed.step_seconds), record.tokens_per_step)
     seconds = step_time(cell, timed)
     if seconds is not None:
-        row.num_warmup_steps = cell.warmup_windows + timed.num_unsettled
+        row.num_warmup_steps = cell.warmup_windows
         row.step_time_s = seconds
         if cell.world.times_communication:
             _add_rates(row, record, seconds, manifest)
@@ -372,9 +371,8 @@ def _step_rows(record: TrialRecord) -> list[StepRow]:
     if timed is None or not record.cell.world.is_timed:
         return []
     first = record.cell.warmup_windows
-    settled = first + timed.num_unsettled
     return [
-        StepRow(record.cell_id, record.repeat, step, seconds, kept=step >= settled)
+        StepRow(record.cell_id, record.repeat, step, seconds)
         for step, seconds in enumerate(timed.step_seconds, start=first)
     ]
 

@@ -117,12 +117,18 @@ class FigureData:
         text = f"run {self.manifest.run_id}; machine: {machine}"
         return text + (f"; torch {torch}" if torch else "")
 
-    def figure_words(self, title: str, *, timed: bool = False) -> FigureWords:
-        """The words around a figure; one of times shows no virtual worlds, and has no caveat on them."""
+    def figure_words(self, title: str, *, timed: bool = False, ratios: bool = False) -> FigureWords:
+        """The words around a figure; one of times shows no virtual worlds, and has no caveat on them.
+
+        One of ratios says whether the A/A pair is off.
+        """
         kinds = [world.label for world in self.contestants["world"]] or [""]
         is_virtual = set(kinds) == {"virtual"}
         caveats = filter(None, (world.caveat for world in self.contestants["world"].unique() if not timed))
-        notes = [*(self.untimed() if timed else []), *(f"{text}." for text in self.analysis.remarks)]
+        remarks = self.analysis.suspicion * ratios + self.analysis.remarks_on_cells
+        notes = [*(self.untimed() if timed else []), *(f"{text}." for text in remarks)]
+        if timed and not self.analysis.pool.is_single:
+            notes.append(f"Times are means over {len(self.analysis.pool.runs)} runs.")
         return FigureWords(
             f"{title} (virtual world)" if is_virtual else title,
             self._work_text(),

@@ -27,12 +27,12 @@ from bench.judge.loading import Run
 from bench.judge.samples import NAME
 from bench.judge.statistics import LEVEL, MARGIN, MIN_TRIALS
 from bench.judge.trial_columns import DASH
-from bench.judge.verdicts import NEXT, Reason, Verdict
+from bench.judge.verdicts import DECIDED, NEXT, Reason, Verdict
 from bench.plan.cell import Status
 from bench.report.answer import Answer
 from bench.report.citation import ESCAPES, Citation, cite, cite_plot
 from bench.report.descriptions import gpu_names
-from bench.report.ranking import COLUMNS, DECIDED, TIMES, Group, RankedRow
+from bench.report.ranking import COLUMNS, MAY_DIFFER, TIMES, Group, RankedRow
 from bench.report.sections import SCENARIOS, PageSection, failures, published, sections
 from bench.tabular import Table, TableColumn, TableRow
 
@@ -185,7 +185,7 @@ def _data(data: Analysis, answer: Answer, plots: Iterable[str]) -> Markup:
         "citations": {
             "cell": packed(cells),
             "ratio": packed(ratios),
-            "plot": packed({name: cite_plot(data.run, name) for name in dict.fromkeys(plots)}),
+            "plot": packed({name: cite_plot(data.pool, name) for name in dict.fromkeys(plots)}),
         },
     }
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
@@ -205,7 +205,7 @@ def packed(citations: Mapping[str, Citation]) -> dict[str, object]:
 
 
 def _ratios(data: Analysis, ids: frozenset[str]) -> dict[str, list[list[object]]]:
-    """By cell: for each baseline with such a cell its index, ratio, low, high, and indices of verdict and reason."""
+    """By cell: for each baseline with such a cell its index, ratio, low, high, and what to say of the verdict."""
     found: dict[str, list[list[object]]] = {}
     for place, baseline in enumerate(data.baselines):
         for cell_id, row in data.against(baseline).items():
@@ -213,7 +213,7 @@ def _ratios(data: Analysis, ids: frozenset[str]) -> dict[str, list[list[object]]
                 numbers = [None] * 3 if row.time is None else [row.time.ratio, row.time.low, row.time.high]
                 shown = [None if value is None else digits(value) for value in numbers]
                 places = VERDICTS.index(row.verdict), REASONS.index(row.reason)
-                found.setdefault(cell_id, []).append([place, *shown, *places])
+                found.setdefault(cell_id, []).append([place, *shown, *places, MAY_DIFFER if row.may_differ else ""])
     return found
 
 

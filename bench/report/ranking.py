@@ -11,18 +11,21 @@ from bench.grouping import grouped
 from bench.judge.analysis import Analysis, CellRow
 from bench.judge.columns import WAYS, differing, phrases
 from bench.judge.samples import NAME
+from bench.judge.statistics import MIN_RUNS, Interval
 from bench.judge.trial_columns import DASH
-from bench.judge.verdicts import Verdict
+from bench.judge.verdicts import DECIDED, scope_words
 from bench.plan.cell import Cell, Status
 from bench.tabular import Table, TableColumn, TableRow
 
-DECIDED = (Verdict.FASTER, Verdict.SLOWER, Verdict.SAME)
+MAY_DIFFER = ", may differ"
+"""Of a verdict that may be another one on another day."""
 COLUMNS = (
     TableColumn("backend", "backend", is_number=False),
     TableColumn("seconds", "s/step"),
     TableColumn("seconds_ends", "95 %", drop=3),
     TableColumn("ratio", "ratio"),
     TableColumn("ratio_ends", "95 %", drop=1),
+    TableColumn("next_ends", "next run", drop=2),
     TableColumn("verdict", "verdict", is_number=False, drop=4),
     TableColumn("memory", "memory"),
     TableColumn("memory_ratio", "ratio", drop=5),
@@ -30,7 +33,7 @@ COLUMNS = (
     TableColumn("correct", "correct?", is_number=False),
 )
 """In order; ratios are to the baseline: below 1 is faster, or less memory."""
-TIMES = frozenset({"seconds", "seconds_ends", "ratio", "ratio_ends", "verdict"})
+TIMES = frozenset({"seconds", "seconds_ends", "ratio", "ratio_ends", "next_ends", "verdict"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +43,10 @@ class RankedRow(CellRow):
     memory_ratio: float | None
     """To the baseline's."""
     correct: str
+    time: Interval | None
+    """The ratio to the baseline's step time."""
+    may_differ: bool
+    """Whether the verdict may be another one on another day."""
 
     def without_times(self) -> RankedRow:
         """The same where times cannot be compared."""
@@ -52,6 +59,7 @@ class RankedRow(CellRow):
             ratio_low=None,
             ratio_high=None,
             verdict=None,
+            time=None,
         )
 
 
@@ -67,6 +75,7 @@ class Group:
     baseline: str
     is_timed: bool
     """Whether its times are shown."""
+    num_runs: int = 1
 
     @property
     def n(self) -> int:
@@ -86,12 +95,20 @@ class Group:
         verdict, is_baseline = row.verdict, self.is_timed and row.backend == self.baseline
         if verdict and verdict not in DECIDED:
             verdict += f": {row.verdict_reason}"
+        if verdict and row.may_differ:
+            verdict += MAY_DIFFER
+        ratio_ends, next_ends = interval_text(row.ratio_low, row.ratio_high), DASH
+        if row.time is not None and row.time.runs:
+            next_ends = interval_text(row.time.next_low, row.time.next_high)
+            if not row.time.next_low:
+                ratio_ends = ", ".join(map(digits, row.time.runs))
         return {
             "backend": row.backend,
             "seconds": _number(row.step_time_s),
             "seconds_ends": interval_text(row.step_time_low_s, row.step_time_high_s),
             "ratio": "1" if is_baseline else _number(row.ratio),
-            "ratio_ends": interval_text(row.ratio_low, row.ratio_high),
+            "ratio_ends": ratio_ends,
+            "next_ends": next_ends,
             "verdict": "baseline" if is_baseline else verdict or DASH,
             "memory": DASH if row.peak_memory_bytes is None else size(row.peak_memory_bytes),
             "memory_ratio": _number(row.memory_ratio),
@@ -103,6 +120,10 @@ class Group:
     def table(self) -> Table:
         """The group as a table; wrong cells are red."""
         columns = [column for column in COLUMNS if self.is_timed or column.key not in TIMES]
+        if self.num_runs < MIN_RUNS:
+            columns = [column for column in columns if column.key != "next_ends"]
+        if self.num_runs == MIN_RUNS - 1:
+            columns = [replace(each, title="both runs") if each.key == "ratio_ends" else each for each in columns]
         red = {column.key: "red" for column in columns}
         rows = [TableRow(self.texts(row), {} if row.status == Status.OK else red) for row in self.rows]
         return Table(columns=columns, rows=rows, caption=self.title)
@@ -112,7 +133,22 @@ class Group:
         """What the columns are, in one line."""
         if not self.is_timed:
             return "memory is the largest peak of a rank"
-        return f"s/step: {NAME} of n trials; ratio to {self.baseline}: geometric mean over blocks, below 1 is faster"
+        scope = f"verdicts hold{scope_words(self.num_runs)}"
+        if self.num_runs == 1:
+            return (
+                f"s/step: {NAME} of n trials; ratio to {self.baseline}: geometric mean over blocks, below 1 is faster; "
+                f"{scope}"
+            )
+        text = (
+            f"s/step, and ratio to {self.baseline}: {NAME} over {self.num_runs} runs, below 1 is faster; memory and n "
+            "trials: of the first"
+        )
+        if self.num_runs < MIN_RUNS:
+            return text
+        return (
+            f"{text}; next run: where the ratio of another run falls in 95 of 100 cases; {scope}, and may differ on "
+            "another day where that contains 1"
+        )
 
     def share(self, value: float, *columns: str) -> str:
         """A value as a percentage of the largest in these columns, for bars."""
@@ -127,6 +163,21 @@ def _number(value: float | None) -> str:
 def interval_text(low: float | None, high: float | None) -> str:
     """An interval as the table shows it."""
     return DASH if low is None or high is None else f"{digits(low)}-{digits(high)}"
+
+
+def ratio_text(time: Interval) -> str:
+    """A ratio with all that is known of it, as sentences have it."""
+    if not time.runs:
+        return f"{digits(time.ratio)}{ends_text(time.low, time.high)}"
+    if time.next_low is None or time.next_high is None:
+        return f"{' and '.join(map(digits, time.runs))} in two runs"
+    ends = f"95 % {interval_text(time.low, time.high)}, next run {interval_text(time.next_low, time.next_high)}"
+    return f"{digits(time.ratio)} ({ends})"
+
+
+def ends_text(low: float | None, high: float | None) -> str:
+    """An interval in brackets behind its centre; empty without one."""
+    return "" if low is None or high is None else f" (95 % {interval_text(low, high)})"
 
 
 def groups(data: Analysis) -> list[Group]:
@@ -163,7 +214,14 @@ def _group(data: Analysis, cells: list[Cell], ways: list[str]) -> Group:
         if base and row.peak_memory_bytes is not None:
             share = row.peak_memory_bytes / base
         correct = checked if row.status == Status.OK else row.outcome
-        ranked = RankedRow(**vars(row), memory_ratio=share, correct=correct)
+        pair = data.pairs.get(row.cell_id)
+        ranked = RankedRow(
+            **vars(row),
+            memory_ratio=share,
+            correct=correct,
+            time=None if pair is None else pair.time,
+            may_differ=pair is not None and pair.may_differ,
+        )
         shown.append(ranked if is_timed else ranked.without_times())
     world = f"W = {first.world_size}" + (f" ({first.world.label})" if first.world.label else "")
     return Group(
@@ -172,6 +230,7 @@ def _group(data: Analysis, cells: list[Cell], ways: list[str]) -> Group:
         rows=tuple(sorted(shown, key=_sort_key)),
         baseline=data.baseline,
         is_timed=is_timed,
+        num_runs=len(data.pool.runs),
     )
 
 

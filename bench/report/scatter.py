@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from bench.formatting import plural, size, some, unit_of
 from bench.judge.samples import block_effects
 from bench.judge.tables import number_in, rows_of
-from bench.judge.verdicts import Verdict
+from bench.judge.verdicts import Verdict, scope_words
 from bench.plan.cell import REFERENCES, Status, Sync
 from bench.report import style
 from bench.report.canvas import DIAGONAL, Drawing, PointName, end_of_axis, freeze, name_points, new_figure, set_scale
@@ -143,11 +143,12 @@ def _fastest(data: FigureData, cells: pd.DataFrame) -> str:
     """The backend with the shortest step time, and how many are not slower by their verdict."""
     ids = cells.sort_values("step_time_s", kind="stable")["cell_id"].tolist()
     best = data.analysis.rows[ids[0]]
+    scope = scope_words(len(data.analysis.pool.runs))
     others, seconds = len(data.analysis.not_slower(ids, ids[0])), f"{best.step_time_s:.3g} s"
     if not others:
-        return f"{best.backend} is fastest ({seconds})"
+        return f"{best.backend} is fastest ({seconds}){scope}"
     also = f"{plural(others, 'other')} {'is' if others == 1 else 'are'} not shown to be slower"
-    return f"{best.backend} has the shortest step time ({seconds}); {also}"
+    return f"{best.backend} has the shortest step time ({seconds}); {also}{scope}"
 
 
 def _draw_points(data: FigureData, axes: Axes, cells: pd.DataFrame, unit: float, marker: float) -> None:

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import AfterValidator
 
 from bench import validation
@@ -19,50 +17,6 @@ from bench.plan.categories import HELD, PEAK
 from bench.plan.cell import Cell, Status
 from bench.validation import Amount, Expect, Flag, Integer, Natural, Number
 from bench.workload.layout import Layout
-
-
-def warmup(seconds: Sequence[float]) -> int:
-    """Number of first steps of a trial to drop, at most half, from its step times in seconds.
-
-    MSER (White, "An effective truncation heuristic for bias reduction in simulation output", Simulation 69(6), 1997):
-    the number k that minimizes the variance of the n - k steps kept, divided by n - k. It is used on logarithms,
-    smoothed by a running median of three so that a single slow step is not taken for a warm-up (the first step is not
-    smoothed). Warm-up is slow, so k must satisfy: the first step and the median of the dropped steps are above the
-    upper quartile of those kept, and every dropped step is above their median. Nothing is dropped
-    if there is no such k. Of the rules simulated on 12 and 30 steps, pyperf's among them, this one leaves the least
-    bias; docs/statistics.md has the table.
-    """
-    return int(warmups(np.asarray([seconds], dtype=float))[0]) if len(seconds) else 0
-
-
-def warmups(seconds: NDArray[np.float64]) -> NDArray[np.intp]:
-    """``warmup`` of trials of equal length, one per row."""
-    logs = np.log(seconds)
-    rows, n = logs.shape
-    if n < 4:
-        return np.zeros(rows, dtype=np.intp)
-    smooth = logs.copy()
-    smooth[:, 1:-1] = np.median([logs[:, :-2], logs[:, 1:-1], logs[:, 2:]], axis=0)
-    scores = [smooth[:, k:].var(axis=1) / (n - k) for k in range(n // 2 + 1)]
-    found, unsure = np.zeros(rows, dtype=np.intp), np.arange(rows)
-    for choice in np.argsort(scores, axis=0, kind="stable"):  # the best k of each row, then the next best
-        unsure = unsure[choice[unsure] > 0]
-        for k in np.unique(choice[unsure]):
-            at = unsure[choice[unsure] == k]
-            slow = at[_slow_start(logs[at], k)]
-            found[slow] = k
-            unsure = np.setdiff1d(unsure, slow)
-        if not len(unsure):
-            break
-    return found
-
-
-def _slow_start(logs: NDArray[np.float64], k: int) -> NDArray[np.bool_]:
-    """Whether the first k steps of each row are slower than the others."""
-    dropped = logs[:, :k]
-    middle, upper = np.quantile(logs[:, k:], [0.5, 0.75], axis=1)
-    least = np.minimum(logs[:, 0], np.median(dropped, axis=1))
-    return np.asarray((least > upper) & (dropped.min(axis=1) > middle))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,18 +65,9 @@ class MergedTimings(Timings):
 
     host: SharedCpus | None
     num_warmup: Natural
+    """Steps before the timed ones. In older journals also timed ones that were taken for warm-up; all count now."""
     rank_step_seconds: list[list[Amount]] = field(default_factory=list)
     ranks_agree: Flag
-
-    @property
-    def num_unsettled(self) -> int:
-        """Number of timed steps that belong to the warm-up."""
-        return self.num_warmup - len(self.warmup_seconds) - 1
-
-    @property
-    def settled_seconds(self) -> list[Amount]:
-        """The seconds of the steps after the warm-up."""
-        return self.step_seconds[self.num_unsettled :]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,9 +254,8 @@ def merge_ranks(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     Updates and collectives are rank 0's. Times of collectives are those of the rank with the most exposed time, and
     missing if any rank's are. Host costs of a window are maxima.
 
-    ``num_warmup`` counts the first steps, before the steady state: the warm-up windows of the cell, and those that
-    ``warmup`` finds in the following steps. ``rank_step_seconds`` has the timed steps of every rank, and on
-    GPUs ``device_uuids`` names the device of each.
+    ``num_warmup`` counts the steps before the timed ones: the warm-up windows of the cell. ``rank_step_seconds`` has
+    the timed steps of every rank, and on GPUs ``device_uuids`` names the device of each.
     """
     first = ranks[0]
     merged = {key: value for key, value in first.items() if key not in ("time", "memory", "device_uuid")}
@@ -335,7 +279,7 @@ def _merge_times(times: list[dict[str, Any]]) -> dict[str, Any]:
         merged[name] = [max(step) for step in zip(*(t[name] for t in times), strict=False)]
     merged["rank_step_seconds"] = [[round(s, 9) for s in t["step_seconds"]] for t in times]
     # There is one interval fewer than updates, hence the extra 1.
-    merged["num_warmup"] = len(merged["warmup_seconds"]) + 1 + warmup(merged["step_seconds"])
+    merged["num_warmup"] = len(merged["warmup_seconds"]) + 1
     merged["host"] = host.merge([t["host"] for t in times])
     merged["losses"] = [statistics.fmean(step) for step in zip(*(t["losses"] for t in times), strict=False)]
     merged["ranks_agree"] = len({(t["num_updates"], t["num_micro_batches"]) for t in times}) == 1

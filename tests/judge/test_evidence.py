@@ -40,7 +40,7 @@ def test_a_busy_machine_makes_a_cell_not_comparable(foreign: float, stolen: floa
         f"the machine was not idle: others took 12 % of its CPUs (limit {100 * IDLE_SHARE:g} %)",
     )
     assert found.failed_gates == ()
-    (judgement,) = judge_all([compare(found, found, None)])
+    (judgement,) = judge_all([compare({"": (found, found)}, None)])
     assert (judgement.verdict, judgement.reason) == (Verdict.NOT_COMPARABLE, Reason.DISTURBED)
 
 
@@ -84,8 +84,8 @@ def test_a_faster_clock_cannot_fake_a_speed_up() -> None:
             records.append(make_record(cell, repeat, time={"step_seconds": [seconds * wobble] * 3}, **facts))
     made = judge(make_tables(records, make_manifest()))
     a, b = map(EvidenceByCell(made).of, (fast, slow))
-    floor = compare(a, a, None).time
-    (judgement,) = judge_all([compare(a, b, floor)])
+    floor = compare({"": (a, a)}, None).time
+    (judgement,) = judge_all([compare({"": (a, b)}, floor)])
     assert (judgement.verdict, judgement.reason) == (Verdict.AMBIGUOUS, Reason.CLOCKS)
 
 
@@ -94,7 +94,7 @@ def test_micro_batches_are_no_steps() -> None:  # mutant 3
     micro = [row for row in tables.step_rows for _ in range(HOST.accumulate)]
     found = EvidenceByCell(dataclasses.replace(tables, step_rows=micro)).of(HOST)
     assert found.failed_gates == (("12 steps were timed, 3 were expected",),)
-    (judgement,) = judge_all([compare(found, found, None)])
+    (judgement,) = judge_all([compare({"": (found, found)}, None)])
     assert (judgement.verdict, judgement.reason) == (Verdict.NOT_COMPARABLE, Reason.GATE)
 
 

@@ -93,8 +93,8 @@ def test_children_by_hand() -> None:
     key = {"cell_id": CELL.cell_id, "repeat": 1}
     # Two windows of warm-up come before the first timed one, and steps count from 0 at the first update.
     assert made.steps.to_dict("records") == [
-        key | {"step": 2, "seconds": 0.5, "kept": True},
-        key | {"step": 3, "seconds": 0.25, "kept": True},
+        key | {"step": 2, "seconds": 0.5},
+        key | {"step": 3, "seconds": 0.25},
     ]
     assert made.losses.to_dict("records") == [key | {"step": 0, "loss": 3.0}, key | {"step": 1, "loss": 2.0}]
     assert made.collectives.drop(columns=["expected_calls", "expected_payload_bytes"]).to_dict("records") == [

@@ -116,7 +116,9 @@ def test_titles_are_findings_and_wrong_backends_are_named() -> None:
     wrong = "lightning-deepspeed-zero2 and lightning-deepspeed-zero3"
     deviating = f"{wrong} deviate from the reference's loss by up to 0.8 nats/token (sgd, not clipped)"
     assert drawings_of("curves")["loss_curves"].words.title == deviating
-    assert re.fullmatch(r"At N = 8, deferring the sync saves \d+ % of a step with deepspeed-zero2", found["step_time"])
+    assert re.fullmatch(
+        r"At N = 8, deferring the sync saves \d+ % of a step with deepspeed-zero2 in this run", found["step_time"]
+    )
     alike = drawings_of("popular")["loss_curves"]
     close = "All 24 backends stay within 2e-05 nats/token of the reference's loss, but 2 are invalid"
     assert alike.words.title == close and alike.words.notes[0].startswith("Rings: invalid;")
@@ -268,8 +270,12 @@ def test_a_virtual_world_has_no_times() -> None:
 def test_times_that_cannot_be_compared_are_not_drawn(tmp_path: Path) -> None:
     assert {"memory_vs_time", "step_time", "step_time_ratio", "noise"} <= set(drawings_of("two"))
     assert arrows(drawings_of("two")["memory_vs_time"].figure)
-    assert drawings_of("two")["step_time"].words.title == "At N = 8, deferring the sync saves 30 % of a step with made"
-    assert drawings_of("two")["step_time_ratio"].words.title == "At N = 8, made-deferred is faster than made-eager"
+    saves = "At N = 8, deferring the sync saves 30 % of a step"
+    assert drawings_of("two")["step_time"].words.title == f"{saves} with made in this run"
+    assert (
+        drawings_of("two")["step_time_ratio"].words.title
+        == "At N = 8, made-deferred is faster than made-eager in this run"
+    )
     busy = {"time": {"host": {"num_cpus": 4, "foreign_cores": 1.6, "stolen_cores": 0.0}}}
     for name, more in {"few": {"repeats": 1}, "busy": {"changes": lambda *_: busy}}.items():
         found = drawings(load(write_run(tmp_path / name, TWO, accumulate=(1, 8), **more)))
