@@ -24,6 +24,7 @@ from bench.judge.analysis import Analysis
 from bench.judge.baseline import control_of, interim_analysis
 from bench.judge.loading import Run, load
 from bench.judge.pairs import ComparedPair
+from bench.judge.pool import Pool
 from bench.judge.tables import build
 from bench.launch.launcher import Launcher
 from bench.plan import matrix as matrix_file
@@ -138,7 +139,7 @@ def stored(folder: Path) -> Iterator[Run]:
 def read(folder: Path) -> Iterator[Known]:
     """The runs that were measured. Raises InputError if one is not of this kind."""
     for run in stored(folder):
-        control, rows = control_of(run), Analysis(run=run).verdicts
+        control, rows = control_of(Pool(runs=(run,))), Analysis(run=run).verdicts
         same = [row for row in rows if row.b.twin == THIRD]
         slower = [row for row in rows if row.b.backend == Delayed.name]
         if control is None or len(same) != 1 or len(slower) != 1:
