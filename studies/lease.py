@@ -230,9 +230,8 @@ def problems(asked: Sequence[Step]) -> Iterator[str]:
     for finding in (finding for check in gpu_checks.USABLE for finding in check(facts)):
         if finding.level is Level.ERROR:
             yield f"{finding.topic}: {finding.text}"
-    for finding in gpu_checks.alone(facts):
-        if finding.level is not Level.GOOD:
-            yield finding.text
+    if any(gpu["num_processes"] for gpu in facts.visible):
+        yield from (finding.text for finding in gpu_checks.alone(facts))
     for matrix in filter(None, dict.fromkeys(step.matrix for step in asked)):
         yield from _too_large(matrix)
 
