@@ -76,7 +76,12 @@ def expect(cell: Cell, layout: Layout, *, rank: int = 0, settings: Settings = NO
     formula = None if backend is None else formula_of(backend)
     if backend is None or formula is None:
         return None
-    found = formula(backend, cell, layout, rank, settings)
+    try:
+        found = formula(backend, cell, layout, rank, settings)
+    except Exception as error:
+        if backend.name in BUILT_IN:
+            raise
+        raise InputError(f"backend '{backend.name}': its formula fails ({error}); mend it, or leave it out") from error
     if found is None:
         return None
     sent, held = found
