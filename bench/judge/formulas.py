@@ -27,6 +27,8 @@ BUILT_IN = {name: backend for name, backend in built_in().items() if backend.for
 """The backends of this package that have a formula, by name."""
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "int64": 8, "uint8": 1}
 """Bytes of one element by dtype."""
+ELEMENT_BYTES = {Precision.FP32: 4, Precision.BF16: 2}
+"""The same of forward and backward, by precision."""
 Settings = Mapping[str, object]
 """What a trial has stored of ``Backend.settings``; empty before there is one, where those of today apply."""
 NO_SETTINGS: Settings = {}
@@ -80,10 +82,12 @@ def expect(cell: Cell, layout: Layout, *, rank: int = 0, settings: Settings = NO
     if (found := formula(backend, cell, layout, rank, settings)) is None:
         return None
     sent, held = found
-    across = replica_collectives(backend.sync, cell, layout) if cell.replicate else ()
-    inner = RankGroup.SHARD if cell.replicate else RankGroup.WORLD
+    every = [*sent, *backend.extra_collectives(cell)]
+    groups: dict[RankGroup, Iterable[Call]] = {RankGroup.WORLD: every}
+    if cell.replicate:
+        groups = {RankGroup.SHARD: every, RankGroup.REPLICATE: replica_collectives(backend.sync, cell, layout)}
     calls, sizes = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
-    for group, some in ((inner, [*sent, *backend.extra_collectives(cell)]), (RankGroup.REPLICATE, across)):
+    for group, some in groups.items():
         for op, dtype, numel, times in some:
             calls[op, group, dtype] += times
             sizes[op, group, dtype] += times * numel * BYTES[dtype]
@@ -103,8 +107,20 @@ def moments(cell: Cell, numel: int, num_tensors: int) -> int:
     """
     if cell.optimizer == SGD:
         return 0
-    counters = cell.device is Device.CPU or cell.optimizer == "adamw-fused"
-    return 8 * numel + (4 * num_tensors if counters else 0)
+    counted = 0
+    if cell.device is Device.CPU or cell.optimizer == "adamw-fused":
+        counted = num_tensors
+    return 8 * numel + 4 * counted
+
+
+def compute_dtype(cell: Cell) -> str:
+    """The dtype of forward and backward."""
+    return "bfloat16" if cell.precision is Precision.BF16 else "float32"
+
+
+def num_reductions(sync: Sync, cell: Cell) -> int:
+    """How often a gradient is reduced in a window: N times under eager sync, else once."""
+    return cell.accumulate if sync is Sync.EAGER else 1
 
 
 def ceil_to(numel: int, multiple: int) -> int:
@@ -140,7 +156,9 @@ def buckets(sizes: Sequence[int], limits: Sequence[int]) -> list[int]:
         if filled >= limits[min(len(found), len(limits) - 1)]:
             found.append(filled)
             filled = 0
-    return [*found, filled] if filled else found
+    if filled:
+        found.append(filled)
+    return found
 
 
 def ddp(backend: type[DDPBackend], cell: Cell, layout: Layout, rank: int, settings: Settings) -> CallsAndHeld:
@@ -166,9 +184,11 @@ def ddp(backend: type[DDPBackend], cell: Cell, layout: Layout, rank: int, settin
         of_dtype = [size for other, size in layout.buffers if other == dtype]
         sent += [("broadcast", dtype, size // BYTES[dtype], times) for size in buckets(of_dtype, [BROADCAST_BYTES])]
     held, buckets_held = reference(backend, cell, layout, rank, settings)[1], 4 * layout.num_parameters
-    if settings.get("gradient_as_bucket_view", backend.bucket_views and not settings):
-        return sent, held | {"gradients": buckets_held if is_eager else 2 * buckets_held}
-    return sent, held | {"communication": buckets_held}
+    if not settings.get("gradient_as_bucket_view", backend.bucket_views and not settings):
+        return sent, held | {"communication": buckets_held}
+    if is_eager:
+        return sent, held | {"gradients": buckets_held}
+    return sent, held | {"gradients": 2 * buckets_held}
 
 
 def padded(parameters: Sequence[Parameter], world_size: int) -> int:
@@ -220,14 +240,16 @@ def fsdp2_collectives(backend: type[FSDP2Backend], cell: Cell, layout: Layout, w
     if world_size == 1:
         return
     for unit, parameters in layout.units.items():
-        gathers = cell.accumulate
+        gathers = reductions = cell.accumulate
         if backend.sharding is Sharding.PARAMS and unit != ROOT:
             gathers = 2 * cell.accumulate
         elif backend.sharding is Sharding.OPTIMIZER:
             gathers = 1
+        if backend.sync is Sync.DEFERRED:
+            reductions = 1
         numel = padded(parameters, world_size)
-        yield "all_gather", "bfloat16" if cell.precision is Precision.BF16 else "float32", numel, gathers
-        yield "reduce_scatter", "float32", numel, 1 if backend.sync is Sync.DEFERRED else cell.accumulate
+        yield "all_gather", compute_dtype(cell), numel, gathers
+        yield "reduce_scatter", "float32", numel, reductions
     if cell.clip_norm or backend.always_computes_norm:
         yield "all_reduce", "float32", len(layout.parameters), 1
 
@@ -256,7 +278,7 @@ def replica_collectives(sync: Sync, cell: Cell, layout: Layout) -> Iterator[Call
     """
     for parameters in layout.units.values():
         numel = padded(parameters, shards := cell.group_size(RankGroup.SHARD)) // shards
-        yield "all_reduce", "float32", numel, cell.accumulate if sync is Sync.EAGER else 1
+        yield "all_reduce", "float32", numel, num_reductions(sync, cell)
 
 
 def fsdp2_held(backend: type[FSDP2Backend], cell: Cell, layout: Layout, world_size: int) -> dict[str, int]:
@@ -269,10 +291,12 @@ def fsdp2_held(backend: type[FSDP2Backend], cell: Cell, layout: Layout, world_si
     padded, in the compute dtype.
     """
     shards = padded(layout.parameters, world_size) // world_size
-    resident = shards * world_size if backend.sharding is Sharding.OPTIMIZER else 0
-    element = 2 if cell.precision is Precision.BF16 else 4
-    gradients = layout.num_parameters if backend.sync is Sync.DEFERRED else shards
-    return {"parameters": 4 * shards + element * resident, "gradients": 4 * gradients, "communication": 0}
+    parameters, gradients = 4 * shards, 4 * shards
+    if backend.sharding is Sharding.OPTIMIZER:
+        parameters += ELEMENT_BYTES[cell.precision] * shards * world_size
+    if backend.sync is Sync.DEFERRED:
+        gradients = 4 * layout.num_parameters
+    return {"parameters": parameters, "gradients": gradients, "communication": 0}
 
 
 def wire_bytes(op: str, payload_bytes: int, group_size: int) -> float:
