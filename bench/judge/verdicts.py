@@ -128,7 +128,8 @@ def compare(a: CellEvidence, b: CellEvidence, control: Interval | None, margin: 
     if blocked is None or blocked[0] not in BLOCKS:
         by = excess(control)
         time = ratio(a.sample, b.sample, margin).widened(by)
-        cycles = ratio(a.cycles, b.cycles, margin).widened(by) if a.cycles and b.cycles else None
+        if a.cycles and b.cycles:
+            cycles = ratio(a.cycles, b.cycles, margin).widened(by)
     found = Comparison(time=time, control=control, margin=margin, cycles=cycles)
     if blocked is None:
         return found
@@ -156,7 +157,9 @@ def _blocked(a: CellEvidence, b: CellEvidence) -> tuple[Reason, tuple[str, ...]]
         for side in (a, b)
         if side.num_failed
     )
-    return (Reason.FAILED_TRIALS, failed) if failed else None
+    if not failed:
+        return None
+    return Reason.FAILED_TRIALS, failed
 
 
 def judge_all(comparisons: Iterable[Comparison]) -> list[Comparison]:
@@ -165,26 +168,35 @@ def judge_all(comparisons: Iterable[Comparison]) -> list[Comparison]:
     Those that cannot be judged count too, with a p-value of 1.
     """
     every = list(comparisons)
-    different, same = (
-        holm([1.0 if (p := getattr(c.time, name, None)) is None else p for c in every])
-        for name in ("p_different", "p_same")
-    )
+    times = [comparison.time for comparison in every]
+    different = holm([_p_or_1(time.p_different) if time else 1.0 for time in times])
+    same = holm([_p_or_1(time.p_same) if time else 1.0 for time in times])
     corrected = [replace(c, p_different=p, p_same=q) for c, p, q in zip(every, different, same, strict=True)]
     return [c if c.blocked else _judged(c) for c in corrected]
 
 
+def _p_or_1(p_value: float | None) -> float:
+    """A p-value; 1 where there is none."""
+    return 1.0 if p_value is None else p_value
+
+
 def _judged(comparison: Comparison) -> Comparison:
     time, control = comparison.time, comparison.control
-    if time is None or time.low is None:
-        return replace(comparison, reason=Reason.FEW_TRIALS, details=(time.reason if time else "no ratio",))
-    if control is None or control.low is None:
-        why = "there is no A/A pair" if control is None else f"A/A pair: {control.reason}"
-        return replace(comparison, reason=Reason.NO_CONTROL, details=(why,))
+    if time is None:
+        return replace(comparison, reason=Reason.FEW_TRIALS, details=("no ratio",))
+    if time.low is None:
+        return replace(comparison, reason=Reason.FEW_TRIALS, details=(time.reason,))
+    if control is None:
+        return replace(comparison, reason=Reason.NO_CONTROL, details=("there is no A/A pair",))
+    if control.low is None:
+        return replace(comparison, reason=Reason.NO_CONTROL, details=(f"A/A pair: {control.reason}",))
     verdict, reason = _of_interval(time, comparison)
     details = [f"{time.ratio:.4f} [{time.low:.4f}, {time.high:.4f}]"]
     if (cycles := comparison.cycles) is not None and verdict is not Verdict.AMBIGUOUS:
         # Whatever Holm said of the seconds goes for the cycles: what must agree is where the interval is.
-        other = Verdict.AMBIGUOUS if cycles.low is None else _of_interval(cycles, comparison)[0]
+        other = Verdict.AMBIGUOUS
+        if cycles.low is not None:
+            other, _ = _of_interval(cycles, comparison)
         if other is not verdict:
             details.append(f"in cycles {cycles.ratio:.4f}, which is {other}")
             verdict, reason = Verdict.AMBIGUOUS, Reason.CLOCKS
@@ -205,8 +217,10 @@ def _of_interval(time: Interval, found: Comparison) -> tuple[Verdict, Reason]:
     if fits and found.p_same < ALPHA:
         return Verdict.SAME, Reason.INSIDE_MARGIN
     if apart and found.p_different < ALPHA:
-        return (Verdict.FASTER if time.high < 1 else Verdict.SLOWER), Reason.DIFFERENT
-    return Verdict.AMBIGUOUS, Reason.MANY if fits or apart else Reason.WIDE
+        return Verdict.FASTER if time.high < 1 else Verdict.SLOWER, Reason.DIFFERENT
+    if fits or apart:
+        return Verdict.AMBIGUOUS, Reason.MANY
+    return Verdict.AMBIGUOUS, Reason.WIDE
 
 
 def next_precision(found: Sequence[Comparison], precision: float) -> float | None:
@@ -222,4 +236,6 @@ def next_precision(found: Sequence[Comparison], precision: float) -> float | Non
         return precision
     extended = min(precision, SAME_WIDTH * MARGIN)
     is_open = any(each.verdict is Verdict.AMBIGUOUS and each.reason in MORE_HELPS for each in found)
-    return extended if is_open and widest >= extended else None
+    if is_open and widest >= extended:
+        return extended
+    return None
