@@ -36,23 +36,58 @@ class Keys:
     refused: bool = False
     shared: bool = False
     """Whether other programs may have keys here, so that only a misspelt one is told."""
+    ignored: frozenset[str] = frozenset()
+    """Keys that are no mistakes in the versions used."""
 
 
-@rule("KEY01", "deepspeed: {bf16: {enable: true}}")
+@rule(Keys, "KEY01", "deepspeed: {bf16: {enable: true}}")
 @says(ERROR, "unknown key", SOURCE, stops=True)
-@rule("KEY02", "deepspeed: {gradient_accumulation_step: 4}")
+@rule(Keys, "KEY02", "deepspeed: {gradient_accumulation_step: 4}")
 @says(WARNING, "unknown key that is ignored", SOURCE)
 def _unknown(keys: Keys) -> Iterator[Found]:
     names = known_keys()[keys.table]
-    for key in keys.part.value if isinstance(keys.part.value, dict) else ():
-        near = "".join(difflib.get_close_matches(key, names, n=1, cutoff=SIMILAR))
-        if key in names or (keys.shared and not near):
+    for key in keys.part.names_here:
+        if key in names or key in keys.ignored:
             continue
-        place, fix = keys.part.under(key), f"write {near}" if near else "remove it"
+        near = "".join(difflib.get_close_matches(key, names, n=1, cutoff=SIMILAR))
+        if keys.shared and (not near or near in keys.part.names_here):
+            continue
+        place = keys.part.under(key)
+        fix = f"write {near}" if near else "remove it"
         if keys.refused:
             yield Found(place, f"{keys.reader}: {key} is unknown", fix, code="KEY01")
-        else:
-            does = "refuses or ignores" if keys.shared else "ignores"
-            what = f"{keys.reader} {does} {key}, which it does not know"
-            same = f"rename {key} to anything: the same happens"
-            yield Found(place, what, fix, same, WARNING if near else INFO, code="KEY02")
+            continue
+        does = "refuses or ignores" if keys.shared else "ignores"
+        what = f"{keys.reader} {does} {key}, which it does not know"
+        same = f"rename {key} to anything: the same happens"
+        severity = WARNING if near else INFO
+        yield Found(place, what, fix, same, severity, code="KEY02")
+
+
+@dataclass(frozen=True)
+class RepeatedKey:
+    """A key that a mapping has twice."""
+
+    part: ConfigPart
+    first_line: int
+    is_refused: bool
+    """Whether DeepSpeed reads the file, which refuses it; other readers take the last value."""
+
+
+@rule(RepeatedKey, "KEY03", "hugging_face: {}, text: {hugging_face: 'gradient_accumulation_steps: 8'}")
+@says(WARNING, "key given twice", "yaml/constructor.py construct_mapping; deepspeed/runtime/config_utils.py")
+def _repeated(key: RepeatedKey) -> Iterator[Found]:
+    place, first = key.part, key.first_line
+    if key.is_refused:
+        what = f"DeepSpeed raises ValueError: {place.name} is there twice, first in line {first}"
+        yield Found(place, what, "remove one of the two", severity=ERROR)
+    else:
+        what = f"line {place.line} is what counts: {place.name} of line {first} is ignored"
+        yield Found(place, what, "remove one of the two", "read the file with PyYAML: the last value of a key is kept")
+
+
+def repeated_keys(part: ConfigPart, *, is_deepspeed: bool = False) -> Iterator[RepeatedKey]:
+    """The keys that a file gives twice."""
+    for each in part.repeated:
+        place = ConfigPart(part.file, {}, {each.path: each.line}, each.path)
+        yield RepeatedKey(place, each.first_line, is_deepspeed)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from bench.audit.lint.lint_options import Version, windows_of, written
+from bench.audit.lint.lint_options import windows_of
+from bench.audit.lint.version_facts import UsedVersion
 
 MODULE = "python -m bench"
 LARGEST_N, SMALL_N = 8, 4
@@ -20,9 +21,9 @@ RANKS = 2
 """Of every scenario; the decoder then has an even number of weights, as DeepSpeed's buckets want it."""
 
 
-def deepspeed(number: Version) -> str:
+def deepspeed(used: UsedVersion) -> str:
     """The command that measures one version of DeepSpeed, as in docs/versions.md."""
-    return f"nox -s versions -- deepspeed=={written(number)}"
+    return f"nox -s versions -- deepspeed=={used}"
 
 
 def throughput(accumulate: int, log_every: int, window: int, batches: int | None = None, more: str = "") -> str:
