@@ -13,13 +13,14 @@ from bench.audit.lint.hugging_face_rules import SameValue, TrainerArguments
 from bench.audit.lint.known_keys import Keys, known_keys, repeated_keys
 from bench.audit.lint.lint_options import LintOptions
 from bench.audit.lint.proof import AUDIT
-from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule, says
+from bench.audit.lint.rules import ERROR, INFO, Found, rule, says
 from bench.audit.lint.sum_rules import GradientSum
 from bench.audit.training_plan import LARGEST_ACCUMULATE
 
 PLUGIN = "accelerate/utils/dataclasses.py DeepSpeedPlugin"
 ACCELERATOR, SCHEDULER = "accelerate/accelerator.py", "accelerate/scheduler.py"
 NONE = "none"
+SAGEMAKER = "AMAZON_SAGEMAKER"
 SEVERAL_RANKS = {
     *("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU"),
     *("FSDP", "DEEPSPEED", "XLA"),
@@ -73,7 +74,8 @@ def subjects(root: ConfigPart, options: LintOptions, trainer: ConfigPart | None 
     Raises InputError for a wrong value.
     """
     yield from repeated_keys(root)
-    yield Keys(root, "accelerate", "accelerate launch raises ValueError", refused=True)
+    if root.at("compute_environment").value != SAGEMAKER:  # whose configs have keys of their own
+        yield Keys(root, "accelerate", "accelerate launch raises ValueError", refused=True)
     kind = str(root.at("distributed_type").value).upper()  # NO without quotes is false in YAML
     ranks = world_size(root, options)
     if trainer is None and kind in SEVERAL_RANKS and ranks and ranks > 1:
@@ -149,7 +151,7 @@ def _beside(both: AccelerateDeepSpeed) -> Iterator[Found]:
 
 
 @rule(AccelerateDeepSpeed, "GAS02", "accelerate: {deepspeed_config: {deepspeed_config_file: ds.json}}, named: {}")
-@says(WARNING, "accumulation reset to 1", f"{PLUGIN}.__post_init__")
+@says(INFO, "accumulation reset to 1", f"{PLUGIN}.__post_init__")
 @rule(
     AccelerateDeepSpeed,
     "GAS03",

@@ -16,11 +16,11 @@ from yaml.constructor import ConstructorError
 
 from bench.errors import InputError, shown
 
-MAX_BYTES = 1 << 18
+MAX_BYTES = 1 << 20
 """Size of a config file; a larger one is no config."""
 MAX_DEPTH = 64
 """Nested mappings and lists."""
-MAX_VALUES = 20_000
+MAX_VALUES = 100_000
 """Values of a file with its aliases expanded: aliases of aliases grow exponentially."""
 AUTO = "auto"
 """The value that Hugging Face's Trainer replaces before DeepSpeed reads the config."""
@@ -34,6 +34,10 @@ KeyPath = tuple[str, ...]
 
 class NotReadError(InputError):
     """The file itself cannot be read as a config."""
+
+
+class NoKeysError(NotReadError):
+    """The file holds no mapping, so it is no config."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ class ConfigPart:
     @property
     def line(self) -> int:
         """The line of the key, or of the nearest key above it."""
-        for length in range(len(self.path), 0, -1):
+        for length in range(len(self.path), -1, -1):
             line = self.lines.get(self.path[:length])
             if line is not None:
                 return line
@@ -136,7 +140,7 @@ class ConfigPart:
         A default is the value of a new key that the file does not set; its place is where the file would set it.
         """
         values: dict[str, Any] = {}
-        lines: dict[KeyPath, int] = {}
+        lines = {(): self.line}
         names: dict[KeyPath, str] = {}
         for key, source in places.items():
             part = self.at(source) if source else self
@@ -231,7 +235,7 @@ def read_file(file: Path) -> ConfigPart:
     part = readers.get(file.suffix.lower(), _yaml)(text, str(file))
     if not isinstance(part.values, dict):
         found = "is empty" if part.values is None else "has no keys at the top level"
-        raise NotReadError(f"{file}:1: {found}; it must be a mapping with the keys of a training config")
+        raise NoKeysError(f"{file}:1: {found}; it must be a mapping with the keys of a training config")
     return part
 
 

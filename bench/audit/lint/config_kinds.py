@@ -41,6 +41,13 @@ TRAINING_NEEDS = (
 )
 """TrainingArguments are known by one of these; other programs share the rest with them."""
 
+SCRIPT_OWN = (
+    *("save_total_limit", "save_strategy", "save_steps", "eval_strategy", "evaluation_strategy", "logging_strategy"),
+    *("logging_steps", "logging_dir", "overwrite_output_dir", "do_train", "warmup_ratio", "optim", "tf32"),
+    *("ddp_timeout", "ddp_find_unused_parameters", "dataloader_num_workers", "group_by_length", "fsdp_config"),
+)
+"""Options that scripts with a parser of their own seldom have; one of these, or a DeepSpeed config, is needed."""
+
 
 class Reader(StrEnum):
     """Whose rules judge a config."""
@@ -122,13 +129,15 @@ def recognize(root: ConfigPart, suffix: str) -> Config | None:
         if found is not None:
             return found
     for adapter in adapters():
-        if suffix in adapter.suffixes and _is_like(root, adapter):
+        if suffix in adapter.suffixes and _is_like(root, adapter, suffix):
             return adapted(root, adapter)
     return None
 
 
-def _is_like(root: ConfigPart, adapter: Adapter) -> bool:
+def _is_like(root: ConfigPart, adapter: Adapter, suffix: str) -> bool:
     if has(root, adapter.own) < adapter.least or has(root, adapter.without):
+        return False
+    if suffix == "sh" and has(root, SCRIPT_OWN) + isinstance(root.at("deepspeed").value, str) == 0:
         return False
     if adapter.needs:
         return has(root, TRAINING_OWN) >= adapter.needs and has(root, TRAINING_NEEDS) > 0

@@ -59,9 +59,14 @@ class DeepSpeedConfig:
         return dataclasses.replace(self, bf16=is_on("bf16", given=self.bf16), fp16=is_on("fp16", given=self.fp16))
 
 
+def _bf16_key(part: ConfigPart) -> str:
+    """What the config calls its bf16: DeepSpeed still takes the older name."""
+    return "bf16" if part.at("bf16").given else "bfloat16"
+
+
 def read(part: ConfigPart) -> DeepSpeedConfig:
     """What a DeepSpeed config says. Raises InputError naming the key of a wrong value."""
-    for name in ("zero_optimization", "bf16", "fp16", "data_types"):
+    for name in ("zero_optimization", "bf16", "bfloat16", "fp16", "data_types"):
         part.at(name).mapping()
     dtype = part.at("data_types.grad_accum_dtype").string()
     offload = part.at("zero_optimization.offload_optimizer").mapping()
@@ -73,7 +78,7 @@ def read(part: ConfigPart) -> DeepSpeedConfig:
         clip=part.at("gradient_clipping").number(also=AUTO),
         stage=part.at("zero_optimization.stage").zero_stage(also=AUTO) or 0,
         offload=offload.given and offload.at("device").string() not in {None, "none"},
-        bf16=part.at("bf16.enabled").flag(default=False, also=AUTO),
+        bf16=part.at(f"{_bf16_key(part)}.enabled").flag(default=False, also=AUTO),
         fp16=part.at("fp16.enabled").flag(default=False, also=AUTO),
         accumulation_dtype=None if dtype == AUTO else dtype,
         drop_last=part.at("dataloader_drop_last").flag(default=False, also=AUTO),
@@ -112,5 +117,7 @@ def deepspeed_keys(part: ConfigPart, options: LintOptions) -> Iterator[object]:
             ignored = {"mics_shard_size", "mics_hierarchical_params_gather"}
         elif name != "zero_optimization" and holds("bf16-keys-ignored", options.deepspeed):
             is_refused = False
-        reader = f"DeepSpeed raises ValidationError for {name}" if is_refused else "DeepSpeed"
+        reader = f"DeepSpeed {options.deepspeed}"
+        if is_refused:
+            reader += f" raises ValidationError for {name}"
         yield Keys(part.at(name), name, reader, is_refused, ignored=frozenset(ignored))

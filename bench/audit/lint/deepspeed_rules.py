@@ -111,15 +111,19 @@ def _batch_sizes(training: DeepSpeedAlone) -> Iterator[Found]:
 @says(WARNING, "clipping that was not asked for", source("silent-clip"))
 def _silent_clip(training: DeepSpeedAlone) -> Iterator[Found]:
     """A config with 'auto' is for Hugging Face's Trainer, which means to clip to 1.0 too."""
-    place, used = training.config.part.at("gradient_clipping"), training.options.deepspeed
+    part, used = training.config.part, training.options.deepspeed
+    place = part.at("gradient_clipping")
     if place.given or training.config.autos or not holds("silent-clip", used):
         return
+    # Configs for inference say nothing of an optimizer.
+    is_for_training = any(part.at(key).given for key in ("optimizer", "scheduler", "gradient_accumulation_steps"))
     small = SmallRun(4, 8)
     yield Found(
         place,
         f"gradient_clipping is not set, and DeepSpeed {used} then clips to norm 1.0; before 0.19.3 it did not clip",
         'set "gradient_clipping" to 0.0 to clip nothing, or to the threshold that is meant',
         small.command("deepspeed-zero2-eager", clip=small.clip) + " (shows what a threshold does; the default is 1.0)",
+        WARNING if is_for_training else INFO,
     )
 
 

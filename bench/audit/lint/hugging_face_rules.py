@@ -55,7 +55,8 @@ class TrainerArguments:
         """The config of accelerate that it is launched with."""
         self.given = deepspeed_part(part.at("deepspeed"))
         """The DeepSpeed config, if it is here."""
-        part.at("accelerator_config").mapping()
+        if not isinstance(part.at("accelerator_config").value, str):  # JSON, or a file
+            part.at("accelerator_config").mapping()
         num_steps = part.at(KWARGS).mapping().at("num_steps")
         steps = part.at("gradient_accumulation_steps")
         inner, outer = (place.integer(most=LARGEST_ACCUMULATE, also=AUTO) for place in (num_steps, steps))
@@ -99,9 +100,10 @@ class TrainerArguments:
     @property
     def trains_adapter(self) -> bool:
         """Whether a few parameters beside those of the model are trained."""
-        method = str(self.part.at("finetuning_type").value or self.part.at("train_type").value or "")
-        if method and method not in {"full", "freeze"}:
-            return True
+        for key in ("finetuning_type", "tuner_type", "train_type", "sft_type"):
+            method = self.part.at(key)
+            if method.given:
+                return method.value not in {"full", "freeze"}
         for key in self.part.names_here:
             value = self.part.under(key).value
             if key.startswith(ADAPTERS) and value not in (None, False, 0, "", "none", "None"):
@@ -307,7 +309,7 @@ def _long_warmup(arguments: TrainerArguments) -> Iterator[Found]:
         yield Found(
             place,
             f"the whole training has {total} optimizer steps, no more than warmup_steps {warmup:g}: the learning rate "
-            f"reaches at most {total / warmup:.0%} of its peak",
+            f"reaches at most {(total - 1) / warmup:.0%} of its peak",
             f"set warmup_steps below {total}, or to a share of the training, such as 0.03",
             "train with these arguments, and read learning_rate in log_history",
         )

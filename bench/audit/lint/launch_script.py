@@ -16,8 +16,12 @@ from bench.audit.lint.config_file import ConfigPart, KeyPath
 
 MAX_TOKENS = 20_000
 """Words of a script that are looked at."""
+MAX_LINES = 400
+"""Lines of a command."""
 ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)
 VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
+SUBSTITUTION = re.compile(r"\$\(+[^()]*\)+|`[^`]*`")
+"""What a command prints, which only the shell knows."""
 ENDS = {";", "&&", "||", "|", "&"}
 RANKS_PER_NODE = ("nproc_per_node", "nproc-per-node", "num_gpus")
 NODES = ("nnodes", "num_nodes")
@@ -86,25 +90,42 @@ def commands(text: str, file: str) -> list[LaunchCommand]:
 
 
 def _logical_lines(text: str) -> Iterator[list[Word]]:
-    """The words of each line, with those of the lines that continue it."""
-    words: list[Word] = []
+    """The words of each line, with those of the lines that continue it or its quotation."""
+    pieces: list[tuple[int, str]] = []
     number_of_words = 0
     for number, line in enumerate(text.split("\n"), 1):
         stripped = line.rstrip()
-        continues = stripped.endswith("\\") and not stripped.lstrip().startswith("#")
-        content = stripped[:-1] if continues else stripped
-        try:
-            parts = shlex.split(content, comments=True)
-        except ValueError:  # a quotation that ends in another line
-            parts = content.replace('"', " ").replace("'", " ").split()
-        number_of_words += len(parts)
+        if not pieces and stripped.lstrip().startswith("#"):
+            continue
+        continues = stripped.endswith("\\")
+        pieces.append((number, SUBSTITUTION.sub("${command}", stripped[:-1] if continues else stripped)))
+        if continues and len(pieces) < MAX_LINES:
+            continue
+        words = _words(pieces)
+        if words is None and len(pieces) < MAX_LINES:  # a quotation that goes on in the next line
+            continue
+        number_of_words += len(words or ())
         if number_of_words > MAX_TOKENS:
             return
-        words += [Word(part, number) for part in parts]
-        if not continues:
+        if words:
             yield words
-            words = []
-    yield words
+        pieces = []
+    yield _words(pieces) or []
+
+
+def _words(pieces: Sequence[tuple[int, str]]) -> list[Word] | None:
+    """The words of lines that belong together; None if a quotation has no end."""
+    words: list[Word] = []
+    try:
+        for number, text in pieces:
+            words += [Word(part, number) for part in shlex.split(text, comments=True)]
+    except ValueError:
+        whole = " ".join(text for _, text in pieces)
+        try:
+            return [Word(part, pieces[0][0]) for part in shlex.split(whole)]
+        except ValueError:
+            return None
+    return words
 
 
 def _note_assignments(words: Sequence[Word], variables: _Variables) -> None:
@@ -138,9 +159,11 @@ def _between_ends(words: Sequence[Word]) -> Iterator[list[Word]]:
 
 
 def _expanded(words: Sequence[Word], variables: _Variables) -> Iterator[Word]:
+    """The words with known variables; one that holds several words, or a command for ``eval``, is split."""
+    is_evaluated = bool(words) and words[0].text == "eval"
     for word in words:
-        text = variables.expand(word.text)
-        if text != word.text and word.text.startswith("$") and " " in text:
+        text = variables.expand(variables.expand(word.text))
+        if (is_evaluated or word.text.startswith("$")) and " " in text:
             for part in text.split():
                 yield Word(part, word.line)
         else:
@@ -190,6 +213,8 @@ def _options(words: Sequence[Word], file: str) -> ConfigPart:
     values: dict[str, Any] = {}
     lines: dict[KeyPath, int] = {}
     key = ""
+    if words:
+        lines[()] = words[0].line
     for word in words:
         if re.match(r"--?[A-Za-z]", word.text):
             key, is_joined, value = word.text.lstrip("-").partition("=")
