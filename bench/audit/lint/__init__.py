@@ -196,8 +196,14 @@ def _subjects(training: _Training) -> Iterable[object]:
     elif config.reader is Reader.ACCELERATE:
         yield from accelerate_rules.subjects(config.root, options)
     elif config.reader is Reader.HUGGING_FACE:
-        has_bf16 = adapter is not None and adapter.bf16_parameters
-        yield from hugging_face_rules.subjects(config.root, options, launch=launch, has_bf16_parameters=has_bf16)
+        yield from hugging_face_rules.subjects(
+            config.root,
+            options,
+            launch=launch,
+            has_bf16_parameters=adapter is not None and adapter.bf16_parameters,
+            dtype_keys=adapter.dtype_keys if adapter is not None else (),
+            has_plain_defaults=adapter is not None and not adapter.own,
+        )
         if launch is not None:
             yield from accelerate_rules.subjects(launch, options, config.root)
     elif adapter is not None:

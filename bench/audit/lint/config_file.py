@@ -140,7 +140,7 @@ class ConfigPart:
         A default is the value of a new key that the file does not set; its place is where the file would set it.
         """
         values: dict[str, Any] = {}
-        lines = {(): self.line}
+        lines: dict[KeyPath, int] = {(): self.line}
         names: dict[KeyPath, str] = {}
         for key, source in places.items():
             part = self.at(source) if source else self

@@ -36,10 +36,12 @@ TRAINING_OWN = (
     *("auto_find_batch_size", "logging_strategy", "gradient_accumulation_step", "logging_step", "eval_steps"),
 )
 TRAINING_NEEDS = (
-    *("per_device_train_batch_size", "per_device_eval_batch_size", "num_train_epochs", "accelerator_config"),
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "accelerator_config"),
     *("average_tokens_across_devices",),
 )
 """TrainingArguments are known by one of these; other programs share the rest with them."""
+LEAST_BESIDE_EPOCHS = 5
+"""Keys of TrainingArguments that must be there where ``num_train_epochs`` is the only sign of them."""
 
 SCRIPT_OWN = (
     *("save_total_limit", "save_strategy", "save_steps", "eval_strategy", "evaluation_strategy", "logging_strategy"),
@@ -76,6 +78,8 @@ class Adapter:
     keys: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     unknown: tuple[str, ...] = ()
+    dtype_keys: tuple[str, ...] = ("torch_dtype",)
+    """Where the dtype of the parameters is set."""
     bf16_parameters: bool = False
     """Whether ``bf16`` makes the parameters bf16, unless they are those of an adapter."""
     source: str = ""
@@ -108,6 +112,8 @@ def adapters() -> list[Adapter]:
     found = []
     for table in tables.values():
         words = {name: tuple(table.get(name, "").split()) for name in ("suffixes", "own", "without", "unknown")}
+        if "dtype_keys" in table:
+            words["dtype_keys"] = tuple(table["dtype_keys"].split())
         found.append(Adapter(**{**table, **words, "reader": Reader(table["reader"])}))
     return found
 
@@ -137,13 +143,31 @@ def recognize(root: ConfigPart, suffix: str) -> Config | None:
 def _is_like(root: ConfigPart, adapter: Adapter, suffix: str) -> bool:
     if has(root, adapter.own) < adapter.least or has(root, adapter.without):
         return False
+    if adapter.reader is Reader.HUGGING_FACE and _is_of_hydra(root):
+        return False
     if suffix == "sh" and has(root, SCRIPT_OWN) + isinstance(root.at("deepspeed").value, str) == 0:
         return False
     if adapter.needs:
-        return has(root, TRAINING_OWN) >= adapter.needs and has(root, TRAINING_NEEDS) > 0
+        return _has_training_arguments(root, adapter.needs)
     if adapter.reader is Reader.HUGGING_FACE or adapter.reader is Reader.GPT_NEOX:
         return True
     return has(root, adapter.keys.values()) >= 2
+
+
+def _has_training_arguments(root: ConfigPart, least: int) -> bool:
+    """Whether keys that only TrainingArguments have are there; ``num_train_epochs`` needs more beside it."""
+    own = has(root, TRAINING_OWN)
+    if has(root, TRAINING_NEEDS):
+        return own >= least
+    is_mostly_known = _unknown_share(root, "training_arguments") <= 1 / 2
+    return has(root, ("num_train_epochs",)) > 0 and own >= LEAST_BESIDE_EPOCHS and is_mostly_known
+
+
+def _is_of_hydra(root: ConfigPart) -> bool:
+    """Whether Hydra composes the config, for a program that makes objects of it itself."""
+    if has(root, ("hydra", "defaults")):
+        return True
+    return any(has(root, (f"{key}._target_",)) for key in root.names_here if "." not in key)
 
 
 def adapted(root: ConfigPart, adapter: Adapter) -> Config:

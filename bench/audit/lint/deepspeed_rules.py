@@ -79,7 +79,7 @@ def neox_subjects(part: ConfigPart, options: LintOptions) -> Iterator[object]:
 @says(INFO, "no batch size", f"{ENGINE_CONFIG} _set_batch_related_parameters")
 def _no_batch_size(training: DeepSpeedAlone) -> Iterator[Found]:
     config, sizes = training.config, {"train_batch_size", "train_micro_batch_size_per_gpu"}
-    if config.batch is None and config.micro_batch is None and not sizes & {*config.autos}:
+    if config.batch is None and config.micro_batch is None and not any(config.part.at(key).given for key in sizes):
         what = "deepspeed.initialize refuses a config without a batch size; Lightning and accelerate fill it in"
         fix = "set train_micro_batch_size_per_gpu, or lint the Lightning config that names this file"
         yield Found(config.part.at("train_micro_batch_size_per_gpu"), what, fix)
@@ -115,15 +115,16 @@ def _silent_clip(training: DeepSpeedAlone) -> Iterator[Found]:
     place = part.at("gradient_clipping")
     if place.given or training.config.autos or not holds("silent-clip", used):
         return
-    # Configs for inference say nothing of an optimizer.
-    is_for_training = any(part.at(key).given for key in ("optimizer", "scheduler", "gradient_accumulation_steps"))
+    # Without an optimizer it may be for inference, or a part that the program fills up.
+    is_complete = part.at("optimizer").given
     small = SmallRun(4, 8)
     yield Found(
         place,
-        f"gradient_clipping is not set, and DeepSpeed {used} then clips to norm 1.0; before 0.19.3 it did not clip",
+        f"gradient_clipping is not set: unless the program sets it, DeepSpeed {used} clips to norm 1.0, which versions "
+        "before 0.19.3 did not",
         'set "gradient_clipping" to 0.0 to clip nothing, or to the threshold that is meant',
         small.command("deepspeed-zero2-eager", clip=small.clip) + " (shows what a threshold does; the default is 1.0)",
-        WARNING if is_for_training else INFO,
+        WARNING if is_complete else INFO,
     )
 
 

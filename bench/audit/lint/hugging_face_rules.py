@@ -7,7 +7,7 @@ rightly, steps at the end of every epoch under every strategy, and trains ``max_
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bench.audit.lint import deepspeed_config
@@ -49,7 +49,13 @@ class TrainerArguments:
         *,
         launch: ConfigPart | None = None,
         has_bf16_parameters: bool = False,
+        dtype_keys: Sequence[str] = ("torch_dtype",),
+        has_plain_defaults: bool = True,
     ) -> None:
+        self.has_plain_defaults = has_plain_defaults
+        """Whether bf16 and fp16 are off unless they are given, as transformers has it; TRL and others differ."""
+        self.dtype_keys = dtype_keys
+        """Where the parameters' dtype is set."""
         self.part, self.options, self.world_size = part, options, options.world_size
         self.launch = launch
         """The config of accelerate that it is launched with."""
@@ -68,8 +74,11 @@ class TrainerArguments:
         self.micro_batch = options.batch_size or self.known_micro_batch or DEFAULT_MICRO
         """Samples of a micro-batch on one rank; with split_batches, on all of them."""
         self.is_split = part.at("accelerator_config.split_batches").flag(default=False)
-        epochs, self.known_clip = part.at("num_train_epochs").number(), part.at("max_grad_norm").number()
-        self.clip = DEFAULT_CLIP if self.known_clip is None else self.known_clip
+        epochs, clip = part.at("num_train_epochs").number(), part.at("max_grad_norm")
+        self.clip: float | None = clip.number()
+        """None if it is unknown."""
+        if not clip.given:
+            self.clip = DEFAULT_CLIP
         self.dtypes = {name: self._dtype(name) for name in ("bf16", "fp16")}
         self.max_steps = _max_steps(part.at("max_steps"))
         """0 for no limit."""
@@ -124,7 +133,7 @@ class TrainerArguments:
         for key in ("parameters_bf16", "pure_bf16"):
             if self.part.at(key).value is True:
                 return self.part.at(key), "bf16"
-        for key in ("torch_dtype", "dtype"):
+        for key in self.dtype_keys:
             for dtype, names in NAMES.items():
                 if self.part.at(key).value in names:
                     return self.part.at(key), dtype
@@ -152,13 +161,26 @@ class SameValue:
 
 
 def subjects(
-    part: ConfigPart, options: LintOptions, *, launch: ConfigPart | None = None, has_bf16_parameters: bool = False
+    part: ConfigPart,
+    options: LintOptions,
+    *,
+    launch: ConfigPart | None = None,
+    has_bf16_parameters: bool = False,
+    dtype_keys: Sequence[str] = ("torch_dtype",),
+    has_plain_defaults: bool = True,
 ) -> Iterator[object]:
     """What rules are about in TrainingArguments, and the config of accelerate that they are launched with.
 
     Raises InputError for a wrong value.
     """
-    arguments = TrainerArguments(part, options, launch=launch, has_bf16_parameters=has_bf16_parameters)
+    arguments = TrainerArguments(
+        part,
+        options,
+        launch=launch,
+        has_bf16_parameters=has_bf16_parameters,
+        dtype_keys=dtype_keys,
+        has_plain_defaults=has_plain_defaults,
+    )
     yield from repeated_keys(part)
     yield Keys(part, "training_arguments", "TrainingArguments", shared=True)
     yield arguments
@@ -184,9 +206,9 @@ def _with_deepspeed(arguments: TrainerArguments, given: ConfigPart, options: Lin
         yield SameValue(given.at("train_micro_batch_size_per_gpu"), micro, "per_device_train_batch_size")
         product = "per_device_train_batch_size x gradient_accumulation_steps x ranks"
         yield SameValue(given.at("train_batch_size"), together, product)
-    yield SameValue(given.at("gradient_clipping"), arguments.known_clip, "max_grad_norm")
+    yield SameValue(given.at("gradient_clipping"), arguments.clip, "max_grad_norm")
     for name, is_on in arguments.dtypes.items():
-        if arguments.part.at(name).given:
+        if arguments.part.at(name).given or arguments.has_plain_defaults:
             yield SameValue(given.at(f"{name}.enabled"), is_on, name)
     chosen = [name for name, is_on in arguments.dtypes.items() if is_on]
     yield GradientSum(engine.with_dtypes(chosen, missing=False), arguments.accumulate, options, ranks)
@@ -305,6 +327,8 @@ def _long_warmup(arguments: TrainerArguments) -> Iterator[Found]:
     place, total = arguments.part.at("warmup_steps"), arguments.total_steps
     if arguments.part.at("lr_scheduler_type").value == "constant":  # has no warm-up
         return
+    if place.value in (-1, -1.0):
+        return
     if total and (warmup := place.number() or 0) >= total:
         yield Found(
             place,
@@ -318,7 +342,7 @@ def _long_warmup(arguments: TrainerArguments) -> Iterator[Found]:
 @rule(TrainerArguments, "CLP03", "hugging_face: {deepspeed: {zero_optimization: {stage: 2}}, max_grad_norm: 0.5}")
 def _ignored_clip(arguments: TrainerArguments) -> Iterator[Found]:
     default = 1.0 if holds("silent-clip", arguments.options.deepspeed) else 0.0
-    if arguments.given is None or arguments.clip == default:
+    if arguments.given is None or arguments.clip in (None, default):
         return
     place = arguments.given.at("gradient_clipping")
     if not place.given:

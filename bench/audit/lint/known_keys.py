@@ -10,10 +10,11 @@ from functools import cache
 from pathlib import Path
 
 from bench.audit.lint.config_file import ConfigPart
-from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule, says
+from bench.audit.lint.rules import ERROR, INFO, STOPS, WARNING, Found, rule, says
 
 SIMILAR = 0.9
 """Similarity (``difflib``) from which on an unknown key is taken for a misspelt one."""
+REPEATED = "deepspeed/runtime/config_utils.py dict_raise_error_on_duplicate_keys"
 SOURCE = "keys that the framework knows: bench/audit/lint/keys.toml"
 
 
@@ -50,8 +51,8 @@ def _unknown(keys: Keys) -> Iterator[Found]:
         if key in names or key in keys.ignored:
             continue
         near = "".join(difflib.get_close_matches(key, names, n=1, cutoff=SIMILAR))
-        if keys.shared and (not near or near in keys.part.names_here):
-            continue
+        if keys.shared and (not near or near in keys.part.names_here or near[-1].isdigit()):
+            continue  # adam_betas is no misspelt adam_beta1
         place = keys.part.under(key)
         fix = f"write {near}" if near else "remove it"
         if keys.refused:
@@ -75,12 +76,12 @@ class RepeatedKey:
 
 
 @rule(RepeatedKey, "KEY03", "hugging_face: {}, text: {hugging_face: 'gradient_accumulation_steps: 8'}")
-@says(WARNING, "key given twice", "yaml/constructor.py construct_mapping; deepspeed/runtime/config_utils.py")
+@says(WARNING, "key given twice", f"yaml/constructor.py construct_mapping; {REPEATED}")
 def _repeated(key: RepeatedKey) -> Iterator[Found]:
     place, first = key.part, key.first_line
     if key.is_refused:
         what = f"DeepSpeed raises ValueError: {place.name} is there twice, first in line {first}"
-        yield Found(place, what, "remove one of the two", severity=ERROR)
+        yield Found(place, what, "remove one of the two", f"{STOPS}: {REPEATED}", ERROR)
     else:
         what = f"line {place.line} is what counts: {place.name} of line {first} is ignored"
         yield Found(place, what, "remove one of the two", "read the file with PyYAML: the last value of a key is kept")

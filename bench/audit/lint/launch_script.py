@@ -22,6 +22,8 @@ ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)
 VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 SUBSTITUTION = re.compile(r"\$\(+[^()]*\)+|`[^`]*`")
 """What a command prints, which only the shell knows."""
+REDIRECTION = re.compile(r"^(\d|&)?(>>?|<<?<?)(&\d)?")
+"""Where output goes to or input comes from: in this word, or in the next one if nothing follows."""
 ENDS = {";", "&&", "||", "|", "&"}
 RANKS_PER_NODE = ("nproc_per_node", "nproc-per-node", "num_gpus")
 NODES = ("nnodes", "num_nodes")
@@ -149,7 +151,12 @@ def _note_assignments(words: Sequence[Word], variables: _Variables) -> None:
 
 def _between_ends(words: Sequence[Word]) -> Iterator[list[Word]]:
     command: list[Word] = []
+    is_target = False
     for word in words:
+        redirection = REDIRECTION.match(word.text)
+        if redirection is not None or is_target:
+            is_target = redirection is not None and redirection.group() == word.text and not redirection.group(3)
+            continue
         if word.text in ENDS:
             yield command
             command = []
