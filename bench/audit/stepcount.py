@@ -20,9 +20,12 @@ from typing import Any
 from bench.audit.training_plan import TrainingPlan, ceil
 from bench.backends.base import Backend
 from bench.plan.cell import Sharding, Stepping
+from bench.validation import MisfitError
 
 CARRIES = (Stepping.CARRY, Stepping.CANCEL, Stepping.SPLIT)
 """Rules by which a window may hold micro-batches of two epochs."""
+CEILING, FLUSHING = (4, 52), (4, 46)
+"""Versions of transformers from which on the Trainer counts partial windows, and steps at the end of every epoch."""
 ESTIMATE = "trainer.estimated_stepping_batches"
 
 
@@ -49,6 +52,14 @@ class StepRule:
     """``split`` only: trainer and engine both divide the loss by N."""
     counted: bool = True
     """``flush`` only: a trainer counts the steps and foresees their number, as Lightning's does."""
+    whole_windows: bool = False
+    """``override`` only: training ends after as many steps as its epochs have whole windows, at least one in each."""
+    carries: bool = False
+    """``override`` only: a window that an epoch leaves open goes on in the next, if an epoch is longer than it."""
+    deals: bool = False
+    """Whether the loader's micro-batches are dealt to the ranks in turn, and not samples as by ``DistributedSampler``:
+    with ``drop_last``, those that are too few for all ranks are left out (accelerate: data_loader.py,
+    ``BatchSamplerShard``)."""
 
     @classmethod
     def of_backend(cls, backend: type[Backend]) -> StepRule:
@@ -66,6 +77,19 @@ class StepRule:
             twice=split and getattr(backend, "loss_factor", "") != "N",
             counted=backend.counts_steps,
         )
+
+    def of_trainer(self, transformers: tuple[int, ...] | None) -> StepRule:
+        """The rule of a training that Hugging Face's Trainer runs with its own loader; the newest without a version.
+
+        Up to 4.51.3 it ends after ceil(epochs x max(NB // N, 1)) steps, from 4.52.1 on after ceil(epochs x
+        ceil(NB / N)); up to 4.45.2 it counts micro-batches over all epochs (transformers: trainer.py,
+        ``_inner_training_loop`` and ``set_initial_training_values``, of 4.45.2, 4.51.3 and 4.52.1; #37923).
+        """
+        if self.stepping is not Stepping.OVERRIDE:
+            return self
+        is_whole = transformers is not None and transformers < CEILING
+        is_carried = transformers is not None and transformers < FLUSHING
+        return dataclasses.replace(self, whole_windows=is_whole, carries=is_carried, deals=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +142,8 @@ class _Count:
     def __init__(self, training: TrainingPlan, rule: StepRule, n: int, *, by_updates: bool) -> None:
         self.n, self.per_epoch = n, training.micro_batches_per_epoch
         self.carries, self.clears = rule.stepping in CARRIES, rule.clears
+        if rule.carries and self.per_epoch > n:
+            self.carries = True
         self.is_split, self.flushes = rule.stepping is Stepping.SPLIT, rule.stepping is Stepping.FLUSH
         self.by_updates = by_updates
         """Whether ``max_steps`` is compared with the updates, not with the full windows of the epochs."""
@@ -245,6 +271,12 @@ def calculate(training: TrainingPlan, rule: StepRule) -> Steps | None:
     """
     if not _is_known(training, rule):
         return None
+    asked = training
+    if rule.deals and training.drop_last:
+        training = dataclasses.replace(training, samples=_dealt(training))
+    if rule.whole_windows and training.max_steps is None:
+        most = max(training.full_windows, 1) * (training.epochs or 0)
+        training = dataclasses.replace(training, epochs=None, max_steps=most)
     by_updates, limit = rule.stepping is not Stepping.SPLIT, training.max_steps
     parts: list[_Count] = []
     stops = Stops.EPOCHS
@@ -257,7 +289,30 @@ def calculate(training: TrainingPlan, rule: StepRule) -> Steps | None:
         if parts[-1].counter == left:
             stops = stops if stops is Stops.NEVER else Stops.MAX_STEPS
             break
-    return _steps(training, rule, parts, stops)
+    if rule.whole_windows and asked.max_steps is None:
+        stops = Stops.EPOCHS
+    return _with_undealt(_steps(training, rule, parts, stops), asked.samples - training.samples, training)
+
+
+def _dealt(training: TrainingPlan) -> int:
+    """The samples of the micro-batches that are enough for all ranks. Raises InputError if there are none."""
+    together = training.batch_size * training.world_size
+    if training.samples < together:
+        few = f" is {training.samples}, fewer than the {together} of a micro-batch on each rank, so drop_last drops all"
+        raise MisfitError("samples", f"{few}; it must be at least as many")
+    return training.samples // together * together
+
+
+def _with_undealt(found: Steps, samples: int, training: TrainingPlan) -> Steps:
+    """The counts with so many samples of each epoch that were not dealt to any rank."""
+    if not samples:
+        return found
+    finished = found.micro_batches_consumed // training.micro_batches_per_epoch
+    return dataclasses.replace(
+        found,
+        samples_dropped=found.samples_dropped + samples * finished,
+        samples_unread=found.samples_unread + samples * (found.epochs_begun - finished),
+    )
 
 
 def _steps(training: TrainingPlan, rule: StepRule, parts: Sequence[_Count], stops: Stops) -> Steps:

@@ -6,8 +6,8 @@
 - ``notes``: sentences that hold for all backends;
 - ``naive``: ``optimizer_steps`` by the naive formula, and ``wrong``: a sentence, empty if no rule differs from it;
 - ``rules``: one per rule that a chosen backend follows: its ``name``, ``stepping``, ``clears``, ``twice``,
-  ``counted`` (bench.audit.stepcount.StepRule), the ``backends`` that follow it, ``steps``
-  (bench.audit.stepcount.Steps; null where the rule is unknown) and ``differences``: sentences.
+  ``counted``, ``whole_windows``, ``carries`` and ``deals`` (bench.audit.stepcount.StepRule), the ``backends`` that
+  follow it, ``steps`` (bench.audit.stepcount.Steps; null where the rule is unknown) and ``differences``: sentences.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ Rules = Mapping[StepRule, tuple[list[str], Steps | None]]
 """The backends that follow a rule, and its steps if they can be calculated."""
 
 
-def by_rule(training: TrainingPlan, backends: Mapping[str, type[Backend]]) -> Rules:
-    """The rules that the backends follow."""
-    found = grouped((StepRule.of_backend(backend), name) for name, backend in backends.items())
+def by_rule(
+    training: TrainingPlan, backends: Mapping[str, type[Backend]], transformers: tuple[int, ...] | None = None
+) -> Rules:
+    """The rules that the backends follow; Hugging Face's Trainer that of a version, or of the newest."""
+    found = grouped((StepRule.of_backend(backend).of_trainer(transformers), name) for name, backend in backends.items())
     return {rule: (names, calculate(training, rule)) for rule, names in found.items()}
 
 
@@ -100,6 +102,8 @@ def _headline(training: TrainingPlan) -> str:
 
 def rule_name(rule: StepRule) -> str:
     """A rule in a few words."""
+    if rule.whole_windows:
+        return f"{rule.stepping} (whole windows)"
     if rule.stepping is not Stepping.SPLIT:
         return str(rule.stepping) + " (no counter)" * (not rule.counted)
     words = ["clearing"] * rule.clears + ["divided once"] * (not rule.twice)
@@ -172,13 +176,19 @@ def _why_naive_is_wrong(training: TrainingPlan, groups: Mapping[StepRule, Steps 
         expected = f"ceil({training.samples} / {training.effective_batch}) x {training.epochs} = {naive}"
         if training.accumulate[1:]:
             expected = f"ceil({training.samples} / effective batch), summed over the epochs, is {naive}"
-        if training.dropped_per_epoch:
+        is_short = any(rule.deals for rule in groups) and training.drop_last
+        if training.dropped_per_epoch or is_short:
             reasons.append("it counts samples that drop_last leaves out")
         if training.limit_batches:
             reasons.append("it does not know the limit of micro-batches")
-        if training.partial_window and any(rule.stepping in ("carry", "cancel", "split") for rule in groups):
+        if training.partial_window and any(_drops_partial(rule) for rule in groups):
             reasons.append("it counts every epoch's incomplete window as an update")
     return f"{expected}, but {'; '.join(others)}: {', and '.join(reasons)}"
+
+
+def _drops_partial(rule: StepRule) -> bool:
+    """Whether an epoch's partial window is no update of its own."""
+    return rule.stepping in ("carry", "cancel", "split") or rule.whole_windows
 
 
 def _differences(training: TrainingPlan, rule: StepRule, steps: Steps | None) -> list[str]:
@@ -227,7 +237,27 @@ def _differences(training: TrainingPlan, rule: StepRule, steps: Steps | None) ->
         rest = f"({plural(steps.samples_left_open, 'sample')} over all ranks)"
         happens = "are left in an open window at the end and reach no update"
         sentences.append(f"{plural(steps.micro_batches_left_open, 'micro-batch')} {rest} {happens}")
-    return sentences + _about_max_steps(training, rule, steps)
+    return sentences + _about_loader(training, rule, steps) + _about_max_steps(training, rule, steps)
+
+
+def _about_loader(training: TrainingPlan, rule: StepRule, steps: Steps) -> list[str]:
+    """What Hugging Face's Trainer makes of the epochs and of drop_last."""
+    sentences = []
+    if rule.whole_windows and training.partial_window and training.max_steps is None:
+        each = max(training.full_windows, 1)
+        whole = training.micro_batches_per_epoch * (training.epochs or 0)
+        left = plural(whole - steps.micro_batches_consumed, "micro-batch")
+        sentences.append(
+            f"transformers up to 4.51.3 ends after max(NB // N, 1) = {each} updates per epoch, with {left} left"
+        )
+    together = training.batch_size * training.world_size
+    each, rest = divmod(training.samples, together)
+    if rule.deals and training.drop_last and rest:
+        sentences.append(
+            f"accelerate deals whole micro-batches to the ranks in turn: drop_last leaves out {rest} of "
+            f"{plural(training.samples, 'sample')}, and each rank has {each} per epoch"
+        )
+    return sentences
 
 
 def _about_max_steps(training: TrainingPlan, rule: StepRule, steps: Steps) -> list[str]:
