@@ -159,7 +159,9 @@ class _Count:
     @property
     def counter(self) -> int:
         """What is compared with ``max_steps``."""
-        return self.updates if self.by_updates else self.full_windows
+        if self.by_updates:
+            return self.updates
+        return self.full_windows
 
     def block(self, size: int, times: int = 1, *, ends_epoch: bool = False) -> None:
         """Count so many blocks of at most N micro-batches, each of which begins at a multiple of N in its epoch.
@@ -191,12 +193,16 @@ class _Count:
         """Count an epoch, up to where the counter reaches the limit: it changes in every block, or not in the last."""
         blocks = ceil(self.per_epoch, self.n)
         left = None if limit is None else limit - self.counter
-        number = blocks if left is None else min(blocks, left)
+        number = blocks
+        if left is not None:
+            number = min(blocks, left)
         if number > 1:
             self.block(self.n)
         if number > 2:
             self.block(self.n, number - 2)  # all are like the second
-        size = self.n if number < blocks else self.per_epoch - (blocks - 1) * self.n
+        size = self.n
+        if number >= blocks:
+            size = self.per_epoch - (blocks - 1) * self.n
         if number == left and self.carries and self.by_updates:
             size = min(size, self.n - self.size)
         self.block(size, ends_epoch=number == blocks)
@@ -213,14 +219,18 @@ def _count(
 ) -> _Count:
     """A training with one N until its epochs end, or the counter reaches the limit."""
     found = _Count(training, rule, n, by_updates=by_updates)
-    period = n // math.gcd(found.per_epoch, n) if found.carries else 1
+    period = 1
+    if found.carries:
+        period = n // math.gcd(found.per_epoch, n)
     pattern: list[int] = []
     while len(pattern) < (period if epochs is None else min(epochs, period)):
         before = found.updates
         found.epoch()
         pattern.append(found.updates - before)
     if limit is not None or len(pattern) == period:
-        most = [] if epochs is None else [epochs // period]
+        most = []
+        if epochs is not None:
+            most.append(epochs // period)
         if limit is not None and (found.counter or limit == 0):
             most.append(max(0, limit - 1) // max(1, found.counter))
         done = min(most) * period
@@ -232,7 +242,9 @@ def _count(
             found.epoch(limit)
             done += 1
     shown = pattern[: epochs or max(1, ceil(found.consumed, found.per_epoch))]
-    found.pattern = shown[:1] if len(set(shown)) == 1 else shown
+    found.pattern = shown
+    if len(set(shown)) == 1:
+        found.pattern = shown[:1]
     return found
 
 
@@ -281,13 +293,16 @@ def calculate(training: TrainingPlan, rule: StepRule) -> Steps | None:
     parts: list[_Count] = []
     stops = Stops.EPOCHS
     for n, epochs in training.phases:
-        end = None if rule.stepping is Stepping.OVERRIDE and limit else epochs
+        end = epochs
+        if rule.stepping is Stepping.OVERRIDE and limit:
+            end = None
         if end is None and never_reached(training, rule):
             stops, by_updates = Stops.NEVER, True
         left = None if limit is None else limit - sum(part.counter for part in parts)
         parts.append(_count(training, rule, n, end, left, by_updates=by_updates))
         if parts[-1].counter == left:
-            stops = stops if stops is Stops.NEVER else Stops.MAX_STEPS
+            if stops is not Stops.NEVER:
+                stops = Stops.MAX_STEPS
             break
     if rule.whole_windows and asked.max_steps is None:
         stops = Stops.EPOCHS
@@ -330,7 +345,9 @@ def _steps(training: TrainingPlan, rule: StepRule, parts: Sequence[_Count], stop
     for part in parts:
         for kept, number in part.kept.items():
             scales[kept / (part.n * (part.n if rule.twice else 1))] += number
-    counted = 0 if stops is Stops.NEVER else sum(part.counter for part in parts)
+    counted = 0
+    if stops is not Stops.NEVER:
+        counted = sum(part.counter for part in parts)
     return Steps(
         stops=stops,
         micro_batches_consumed=consumed,
@@ -366,11 +383,15 @@ def _reported(training: TrainingPlan, rule: StepRule, steps: int, counted: int) 
         return {"state.global_step": steps}
     if rule.stepping is Stepping.WINDOW or not rule.counted:
         return {}
-    limits = [] if training.max_steps is None else [training.max_steps]
+    limits = []
+    if training.max_steps is not None:
+        limits.append(training.max_steps)
     if training.epochs is not None:
         limits.append(training.windows * training.epochs)
     counters = {"trainer.global_step": counted, ESTIMATE: min(limits)}
-    return counters | engine if rule.stepping is Stepping.SPLIT else counters
+    if rule.stepping is Stepping.SPLIT:
+        return counters | engine
+    return counters
 
 
 def _samples(training: TrainingPlan, micro_batches: int, short: int) -> int:

@@ -88,7 +88,9 @@ def run(arguments: argparse.Namespace) -> int:
     _print_rest(options, findings)
     if any(finding.severity is not Severity.INFO for finding in findings):
         return BAD
-    return WRONG if options.problems else GOOD
+    if options.problems:
+        return WRONG
+    return GOOD
 
 
 def _print_rules() -> None:

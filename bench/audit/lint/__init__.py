@@ -135,7 +135,9 @@ def _trainings(file: Path, options: LintOptions) -> list[_Training]:
         kind = "has no command that launches a training with arguments that lint knows"
     elif suffix in CONFIGS:
         config = recognize(read_file(file), suffix)
-        found = [] if config is None else [_Training(config, options)]
+        found = []
+        if config is not None:
+            found.append(_Training(config, options))
         kind = "is of no kind that lint knows"
     else:
         read_text(file)
@@ -167,7 +169,9 @@ def _launch_config(command: LaunchCommand) -> ConfigPart | None:
     if file is None:
         return None
     config = recognize(read_file(file), file.suffix[1:].lower())
-    return config.root if config is not None and config.reader is Reader.ACCELERATE else None
+    if config is not None and config.reader is Reader.ACCELERATE:
+        return config.root
+    return None
 
 
 def _together(trainings: list[_Training]) -> list[_Training]:

@@ -65,7 +65,9 @@ class AccelerateDeepSpeed:
 def world_size(root: ConfigPart, options: LintOptions) -> int | None:
     """Ranks: ``num_processes`` counts those of all machines."""
     processes = root.at("num_processes").integer(least=-1)
-    return options.world_size or (processes if processes and processes > 0 else None)
+    if options.world_size or processes is None or processes <= 0:
+        return options.world_size
+    return processes
 
 
 def subjects(root: ConfigPart, options: LintOptions, trainer: ConfigPart | None = None) -> Iterator[object]:
@@ -86,8 +88,9 @@ def subjects(root: ConfigPart, options: LintOptions, trainer: ConfigPart | None 
     yield Keys(inner, "deepspeed_config", "accelerate launch")
     place = inner.at("deepspeed_config_file")
     given = deepspeed_part(place)
-    engine = _engine(inner) if given is None else deepspeed_config.read(given)
+    engine = _engine(inner)
     if given is not None:
+        engine = deepspeed_config.read(given)
         yield from deepspeed_keys(given, options)
     elif place.given:
         options.note(f"{place.file}:{place.line}: {place.key} {place.value} is not here, so it was not judged")

@@ -32,4 +32,6 @@ def arguments(part: ConfigPart) -> ConfigPart:
     for name in INSIDE:
         if name in part.names_here:
             return part.at(name).mapping()
-    return part if "_target_" in part.names_here else part.at(INSIDE[0])
+    if "_target_" in part.names_here:
+        return part
+    return part.at(INSIDE[0])

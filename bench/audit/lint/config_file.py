@@ -7,7 +7,7 @@ import math
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -47,6 +47,8 @@ class Repeated:
     path: KeyPath
     line: int
     first_line: int
+    is_same: bool
+    """Whether both values are the same plain value."""
 
 
 @dataclass(frozen=True)
@@ -127,12 +129,16 @@ class ConfigPart:
         """The items of a list; a single mapping or string counts as a list of one."""
         if isinstance(self.value, list):
             return [self.under(str(index)) for index in range(len(self.value))]
-        return [self] if self.given else []
+        if self.given:
+            return [self]
+        return []
 
     @property
     def names_here(self) -> list[str]:
         """The keys of a mapping; none of anything else."""
-        return list(self.value) if isinstance(self.value, dict) else []
+        if isinstance(self.value, dict):
+            return list(self.value)
+        return []
 
     def renamed(self, places: Mapping[str, str], defaults: Mapping[str, Any] | None = None) -> ConfigPart:
         """The same values under other dotted keys: {new key: key under this part, or empty for this part itself}.
@@ -143,7 +149,9 @@ class ConfigPart:
         lines: dict[KeyPath, int] = {(): self.line}
         names: dict[KeyPath, str] = {}
         for key, source in places.items():
-            part = self.at(source) if source else self
+            part = self
+            if source:
+                part = self.at(source)
             path = tuple(key.split("."))
             names[path] = part.key
             if part.given:
@@ -171,7 +179,9 @@ class ConfigPart:
             return None
         if is_right(value):
             return value
-        return self.refuse(f"{expected} or '{also}'" if also else expected)
+        if also:
+            expected += f" or '{also}'"
+        return self.refuse(expected)
 
     def mapping(self) -> ConfigPart:
         """This part, if it is a mapping, missing, or not known here."""
@@ -188,7 +198,9 @@ class ConfigPart:
             return is_whole and least <= value <= most
 
         value = self.checked(is_right, expected, also)
-        return None if value is None else int(value)
+        if value is None:
+            return None
+        return int(value)
 
     def number(self, also: str | None = None) -> float | None:
         """A finite number of at least 0 (1e-1 is a string in YAML)."""
@@ -200,12 +212,16 @@ class ConfigPart:
                 return False
 
         value = self.checked(is_right, "a finite number of at least 0", also)
-        return None if value is None else float(value)
+        if value is None:
+            return None
+        return float(value)
 
     def flag(self, default: bool, also: str | None = None) -> bool:
         """True or false; the default if it is missing, not known here, or the word ``also``."""
         value = self.checked(lambda value: isinstance(value, bool), "true or false", also)
-        return default if value is None else bool(value)
+        if value is None:
+            return default
+        return bool(value)
 
     def string(self) -> str | None:
         found: str | None = self.checked(lambda value: isinstance(value, str), "a string")
@@ -220,7 +236,9 @@ def _put(values: dict[str, Any], path: KeyPath, value: Any) -> None:
     """Put a value where its path leads, without changing the mappings of a file."""
     for key in path[:-1]:
         inner = values.get(key)
-        values[key] = dict(inner) if isinstance(inner, dict) else {}
+        values[key] = {}
+        if isinstance(inner, dict):
+            values[key] |= inner
         values = values[key]
     values[path[-1]] = value
 
@@ -234,7 +252,9 @@ def read_file(file: Path) -> ConfigPart:
     readers = {".toml": _toml, ".json": _json}
     part = readers.get(file.suffix.lower(), _yaml)(text, str(file))
     if not isinstance(part.values, dict):
-        found = "is empty" if part.values is None else "has no keys at the top level"
+        found = "has no keys at the top level"
+        if part.values is None:
+            found = "is empty"
         raise NoKeysError(f"{file}:1: {found}; it must be a mapping with the keys of a training config")
     return part
 
@@ -250,7 +270,9 @@ def read_text(file: Path) -> str:
         with file.open("rb") as opened:
             content = opened.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        reason = error.strerror if isinstance(error, OSError) else error
+        reason = str(error)
+        if isinstance(error, OSError):
+            reason = error.strerror or reason
         raise NotReadError(f"{file}: cannot be read ({reason}); {advice}") from error
     if len(content) > MAX_BYTES:
         raise NotReadError(f"{file}:1: is larger than {MAX_BYTES >> 10} KiB; a config must be smaller")
@@ -267,7 +289,9 @@ def _toml(text: str, file: str) -> ConfigPart:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         where = re.search(r"line (\d+)", str(error))
-        line = where.group(1) if where else "1"
+        line = "1"
+        if where:
+            line = where.group(1)
         raise NotReadError(f"{file}:{line}: is not TOML ({error})") from error
     except RecursionError:
         raise NotReadError(f"{file}:1: {TOO_DEEP}") from None
@@ -303,13 +327,19 @@ def _loaded(text: str, file: str, *, is_json: bool) -> ConfigPart:
         raise NotReadError(f"{file}:1: {TOO_DEEP}") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = f"{file}:{mark.line + 1}" if mark else f"{file}:1"
-        kind = "JSON, with or without comments" if is_json else "plain YAML"
+        place = f"{file}:1"
+        if mark:
+            place = f"{file}:{mark.line + 1}"
+        kind = "plain YAML"
+        if is_json:
+            kind = "JSON, with or without comments"
         raise NotReadError(f"{place}: is not {kind} ({error.problem or error.context})") from error
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # the last two: an escape beyond Unicode
         # A control character is the reader's error, which knows its position.
         line = text.count("\n", 0, getattr(error, "position", None) or 0) + 1
-        kind = "JSON" if is_json else "plain YAML"
+        kind = "plain YAML"
+        if is_json:
+            kind = "JSON"
         raise NotReadError(f"{file}:{line}: is not {kind} ({str(error).splitlines()[0]})") from error
     return ConfigPart(file, values, loader.lines, repeated=tuple(loader.repeated))
 
@@ -325,7 +355,9 @@ def without_comments(text: str) -> str:
 
     def blank(found: re.Match[str]) -> str:
         word = found.group()
-        return word if word.startswith('"') else re.sub(r"[^\n]", " ", word)
+        if word.startswith('"'):
+            return word
+        return re.sub("[^\\n]", " ", word)
 
     return STRING_OR_COMMENT.sub(blank, text)
 
@@ -334,12 +366,15 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
     """PyYAML's safe loader, which makes no objects of a user's classes, and notes lines. JSON's scalars are JSON's."""
 
     def __init__(self, text: str, file: str, *, is_json: bool) -> None:
-        super().__init__(NOT_YAML.sub(" ", text) if is_json else text)
-        self.file, self.json = file, text if is_json else ""
+        self.file, self.json = file, ""
+        if is_json:
+            self.json = text
+            text = NOT_YAML.sub(" ", text)
+        super().__init__(text)
         self.lines: dict[KeyPath, int] = {}
         self.repeated: list[Repeated] = []
-        self.doubles: dict[int, list[tuple[str, int, int]]] = {}
-        """By mapping: keys given twice, with both lines."""
+        self.doubles: dict[int, list[Repeated]] = {}
+        """By mapping: keys given twice, with the key as path."""
         self.num_values = 0
 
     def value_of(self, node: yaml.Node, path: KeyPath) -> Any:
@@ -359,8 +394,8 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
 
     def mapping_of(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         """The keys of a mapping, of which a repeated one has its last value, and a merged one gives way."""
-        for key, line, first_line in self.doubles.pop(id(node), ()):
-            self.repeated.append(Repeated((*path, key), line, first_line))
+        for each in self.doubles.pop(id(node), ()):
+            self.repeated.append(replace(each, path=path + each.path))
         self.flatten_mapping(node)
         found: dict[str, Any] = {}
         for key_node, inner in node.value:
@@ -370,16 +405,18 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
-        first: dict[str, int] = {}
-        for key_node, _ in node.value:
+        first: dict[str, tuple[int, yaml.Node]] = {}
+        for key_node, value in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise ConstructorError(None, None, "found unhashable key", key_node.start_mark)
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
             key, line = str(self.construct_object(key_node)), key_node.start_mark.line + 1
             if key in first:
-                self.doubles.setdefault(id(node), []).append((key, line, first[key]))
-            first.setdefault(key, line)
+                first_line, before = first[key]
+                is_same = isinstance(value, yaml.ScalarNode) and (before.tag, before.value) == (value.tag, value.value)
+                self.doubles.setdefault(id(node), []).append(Repeated((key,), line, first_line, is_same))
+            first.setdefault(key, (line, value))
         return node
 
     def is_foreign(self, node: yaml.Node) -> bool:

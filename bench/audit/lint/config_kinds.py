@@ -123,7 +123,9 @@ def has(root: ConfigPart, keys: Iterable[str]) -> int:
     number = 0
     for key in keys:
         above, _, name = key.rpartition(".")
-        inner = root.at(above).value if above else root.value
+        inner = root.value
+        if above:
+            inner = root.at(above).value
         number += isinstance(inner, dict) and name in inner
     return number
 
@@ -198,16 +200,22 @@ def _deepspeed(root: ConfigPart, suffix: str) -> Config | None:
 
 def _lightning(root: ConfigPart, suffix: str) -> Config | None:
     for place in TRAINERS:
-        part = root.at(place) if place else root
+        part = root
+        if place:
+            part = root.at(place)
         if not isinstance(part.value, dict) or not _is_trainer(part):
             continue
         above = place.rpartition(".")[0]
-        around = root.at(above) if above else root
+        around = root
+        if above:
+            around = root.at(above)
         places = {"trainer": place}
         if place:
             places |= {key: f"{above}.{key}".lstrip(".") for key in ("data", "model") if around.at(key).given}
         is_cli = place in {"trainer", "fit.trainer"} and _is_of_command_line(around)
-        title = "LightningCLI" if is_cli else "Lightning's Trainer"
+        title = "Lightning's Trainer"
+        if is_cli:
+            title = "LightningCLI"
         return Config(title, Reader.LIGHTNING, root.renamed(places), is_command_line=is_cli)
     return None
 
@@ -232,4 +240,6 @@ def _is_of_command_line(around: ConfigPart) -> bool:
 def _unknown_share(part: ConfigPart, table: str) -> float:
     keys = part.names_here
     unknown = set(keys) - set(known_keys()[table])
-    return len(unknown) / len(keys) if keys else 1.0
+    if keys:
+        return len(unknown) / len(keys)
+    return 1.0

@@ -54,14 +54,18 @@ class DeepSpeedConfig:
             is_filled = missing
             if place.given:
                 is_filled = auto and place.at("enabled").value == AUTO
-            return name in above if is_filled else given
+            if is_filled:
+                return name in above
+            return given
 
         return dataclasses.replace(self, bf16=is_on("bf16", given=self.bf16), fp16=is_on("fp16", given=self.fp16))
 
 
 def _bf16_key(part: ConfigPart) -> str:
     """What the config calls its bf16: DeepSpeed still takes the older name."""
-    return "bf16" if part.at("bf16").given else "bfloat16"
+    if part.at("bf16").given:
+        return "bf16"
+    return "bfloat16"
 
 
 def read(part: ConfigPart) -> DeepSpeedConfig:
@@ -94,9 +98,15 @@ def deepspeed_part(place: ConfigPart) -> ConfigPart | None:
     """
     if isinstance(place.value, dict):
         return place
-    name = place.string() if not isinstance(place.value, bool) else None
-    found = named_file(Path(place.file), name) if name else None
-    return None if found is None else read_file(found)
+    name = None
+    if not isinstance(place.value, bool):
+        name = place.string()
+    if not name:
+        return None
+    found = named_file(Path(place.file), name)
+    if found is None:
+        return None
+    return read_file(found)
 
 
 def named_file(file: Path, name: str) -> Path | None:

@@ -36,7 +36,9 @@ class DeepSpeedAlone:
         if "gradient_accumulation_steps" in config.autos:
             return None
         if config.batch is not None and config.micro_batch is not None:
-            return config.batch // config.micro_batch // world_size if world_size else None
+            if world_size:
+                return config.batch // config.micro_batch // world_size
+            return None
         return 1
 
 
@@ -54,11 +56,15 @@ def subjects(part: ConfigPart, options: LintOptions) -> Iterator[object]:
 
 def _note_autos(config: DeepSpeedConfig, accumulate: int | None, options: LintOptions) -> None:
     """Say that "auto" leaves most of the config to the arguments that are used with it."""
-    line = f"{config.part.file}: {', '.join(config.autos)} {'is' if len(config.autos) == 1 else 'are'} 'auto', so what "
+    line = (
+        f"{config.part.file}: 'auto' leaves {', '.join(config.autos)} to the arguments that are used with it, so what "
+    )
     line += "depends on them was not judged; lint the TrainingArguments or the script that names this file too"
     is_16_bits = config.bf16 or "bf16.enabled" in config.autos
     if accumulate is None and is_16_bits and config.accumulation_dtype not in FP32:
-        condition = "N > 1" if config.bf16 else "N > 1 and bf16"
+        condition = "N > 1 and bf16"
+        if config.bf16:
+            condition = "N > 1"
         line += f"; with {condition}, gradients are added in bf16 (ACC01)"
     options.note(line)
 

@@ -89,7 +89,9 @@ class TrainerArguments:
             pass
         elif options.samples and (self.world_size or self.is_split):
             # accelerate deals batches of the data set to the ranks in turn, or splits each among them.
-            ranks = 1 if self.is_split else self.world_size or 1
+            ranks = 1
+            if not self.is_split:
+                ranks = self.world_size or 1
             together = self.micro_batch * ranks
             is_dropped = part.at("dataloader_drop_last").flag(default=False)
             batches = options.samples // together if is_dropped else ceil(options.samples, together)
@@ -125,8 +127,9 @@ class TrainerArguments:
         place = self.part.at("fsdp")
         if place.value and not place.unknown:
             return place
-        kind = self.launch.at("distributed_type") if self.launch is not None else None
-        return kind if kind is not None and kind.value == "FSDP" else None
+        if self.launch is not None and self.launch.at("distributed_type").value == "FSDP":
+            return self.launch.at("distributed_type")
+        return None
 
     def parameters(self) -> tuple[ConfigPart, str] | None:
         """Where the parameters get a dtype of 16 bits, and which; None if they do not, or it is not known."""
@@ -303,19 +306,30 @@ def _ignored_epochs(arguments: TrainerArguments) -> Iterator[Found]:
         yield Found(epochs, what, "keep one of the two")
 
 
+LOGS = (
+    ("logging", DEFAULT_LOGGING, "steps", "loss", "logging_first_step"),
+    ("eval", 0, "no", "eval_loss", "eval_on_start"),
+)
+"""What is logged: beginning of its options, default interval and strategy, its name, and what logs it at once."""
+
+
 @rule(TrainerArguments, "LOG01", "hugging_face: {max_steps: 400}")
 def _too_rare(arguments: TrainerArguments) -> Iterator[Found]:
     total = arguments.total_steps
-    for name, default, usual, field in (("logging", DEFAULT_LOGGING, "steps", "loss"), ("eval", 0, "no", "eval_loss")):
+    for name, default, usual, field, first in LOGS:
         place = arguments.part.at(f"{name}_steps")
-        every = place.number() if place.given else default
+        every: float | None = default
+        if place.given:
+            every = place.number()
         strategy = arguments.part.at(f"{name}_strategy").value
         if strategy is None and name == "eval":
             strategy = arguments.part.at("evaluation_strategy").value
-        is_first = arguments.part.at("logging_first_step" if name == "logging" else "eval_on_start").value
+        is_first = arguments.part.at(first).value
         is_by_step = (strategy or usual) == "steps" and not is_first
         if is_by_step and every and 0 < total < every:
-            given = f"{every:g}{'' if place.given else ' (the default)'}"
+            given = f"{every:g}"
+            if not place.given:
+                given += " (the default)"
             what = f"the whole training has {total} optimizer steps, fewer than {name}_steps {given}: {field} is never "
             proof = f"train with these arguments: no step of log_history has {field}"
             yield Found(place, f"{what}logged", f"set {name}_steps to at most {total}", proof)
@@ -341,7 +355,9 @@ def _long_warmup(arguments: TrainerArguments) -> Iterator[Found]:
 
 @rule(TrainerArguments, "CLP03", "hugging_face: {deepspeed: {zero_optimization: {stage: 2}}, max_grad_norm: 0.5}")
 def _ignored_clip(arguments: TrainerArguments) -> Iterator[Found]:
-    default = 1.0 if holds("silent-clip", arguments.options.deepspeed) else 0.0
+    default = 0.0
+    if holds("silent-clip", arguments.options.deepspeed):
+        default = 1.0
     if arguments.given is None or arguments.clip in (None, default):
         return
     place = arguments.given.at("gradient_clipping")

@@ -54,14 +54,20 @@ def _unknown(keys: Keys) -> Iterator[Found]:
         if keys.shared and (not near or near in keys.part.names_here or near[-1].isdigit()):
             continue  # adam_betas is no misspelt adam_beta1
         place = keys.part.under(key)
-        fix = f"write {near}" if near else "remove it"
+        fix = "remove it"
+        if near:
+            fix = f"write {near}"
         if keys.refused:
             yield Found(place, f"{keys.reader}: {key} is unknown", fix, code="KEY01")
             continue
-        does = "refuses or ignores" if keys.shared else "ignores"
+        does = "ignores"
+        if keys.shared:
+            does = "refuses or ignores"
         what = f"{keys.reader} {does} {key}, which it does not know"
         same = f"rename {key} to anything: the same happens"
-        severity = WARNING if near else INFO
+        severity = INFO
+        if near:
+            severity = WARNING
         yield Found(place, what, fix, same, severity, code="KEY02")
 
 
@@ -71,6 +77,8 @@ class RepeatedKey:
 
     part: ConfigPart
     first_line: int
+    is_same: bool
+    """Whether both values are the same."""
     is_refused: bool
     """Whether DeepSpeed reads the file, which refuses it; other readers take the last value."""
 
@@ -84,11 +92,15 @@ def _repeated(key: RepeatedKey) -> Iterator[Found]:
         yield Found(place, what, "remove one of the two", f"{STOPS}: {REPEATED}", ERROR)
     else:
         what = f"line {place.line} is what counts: {place.name} of line {first} is ignored"
-        yield Found(place, what, "remove one of the two", "read the file with PyYAML: the last value of a key is kept")
+        severity = WARNING
+        if key.is_same:
+            severity = INFO
+        proof = "read the file with PyYAML: the last value of a key is kept"
+        yield Found(place, what, "remove one of the two", proof, severity)
 
 
 def repeated_keys(part: ConfigPart, *, is_deepspeed: bool = False) -> Iterator[RepeatedKey]:
     """The keys that a file gives twice."""
     for each in part.repeated:
         place = ConfigPart(part.file, {}, {each.path: each.line}, each.path)
-        yield RepeatedKey(place, each.first_line, is_deepspeed)
+        yield RepeatedKey(place, each.first_line, each.is_same, is_deepspeed)

@@ -72,7 +72,9 @@ class _Variables:
     def expand(self, text: str) -> str:
         def value(found: re.Match[str]) -> str:
             known = self.values.get(found.group(1) or found.group(2))
-            return found.group() if known is None else known
+            if known is None:
+                return found.group()
+            return known
 
         return VARIABLE.sub(value, text)
 
@@ -206,7 +208,9 @@ def _command(launcher: str, words: Sequence[Word], file: str) -> LaunchCommand |
 
 def _place_of_script(launcher: str, words: Sequence[Word]) -> int | None:
     if launcher in {"swift", "llamafactory-cli"}:
-        return 0 if launcher == "swift" else -1
+        if launcher == "swift":
+            return 0
+        return -1
     for place, word in enumerate(words):
         if word.text.endswith(".py") or (place and words[place - 1].text in {"-m", "--module"}):
             return place
@@ -226,7 +230,9 @@ def _options(words: Sequence[Word], file: str) -> ConfigPart:
         if re.match(r"--?[A-Za-z]", word.text):
             key, is_joined, value = word.text.lstrip("-").partition("=")
             key = key.replace("-", "_")
-            values[key] = plain_value(value) if is_joined else True
+            values[key] = True
+            if is_joined:
+                values[key] = plain_value(value)
             lines[(key,)] = word.line
         elif key:
             value = plain_value(word.text)
@@ -234,7 +240,9 @@ def _options(words: Sequence[Word], file: str) -> ConfigPart:
             if isinstance(before, list):
                 before.append(value)
             else:
-                values[key] = value if before is True else [before, value]
+                values[key] = [before, value]
+                if before is True:
+                    values[key] = value
     return ConfigPart(file, values, lines)
 
 

@@ -46,50 +46,66 @@ class LightningConfig:
         self.batch_size = options.batch_size or _first_integer(data, BATCH_SIZES)
         samples = options.samples or _first_integer([part for part in data if part.name == "data"], SAMPLES)
         self.drop_last = any(value is True for _, value in _named(data, ("drop_last",)))
-        self.limit = trainer.at("overfit_batches" if trainer.at("overfit_batches").value else "limit_train_batches")
+        self.limit = trainer.at("limit_train_batches")
         """What limits NB."""
+        if trainer.at("overfit_batches").value:
+            self.limit = trainer.at("overfit_batches")
         self.num_batches = _num_batches(self.limit, samples, self.batch_size, self.world_size, drop_last=self.drop_last)
         """NB."""
-        # Lightning does not let it limit what overfit_batches limits (trainer/setup.py).
-        self.dev_run = 0 if self.limit.name == "overfit_batches" else _dev_run(trainer.at("fast_dev_run"))
+        self._read_limits(trainer)
+        self._read_clipping(trainer)
+        precision = trainer.at("precision")
+        if isinstance(precision.value, bool) or not isinstance(precision.value, str | int | None):
+            precision.refuse("a precision such as bf16-mixed")
+        self.precision = str(precision.value or "")
+        self._read_callbacks(trainer)
+        if self.num_batches is None and (self.accumulate > 1 or self.max_steps or self.monitor):
+            options.want(samples, self.world_size, self.batch_size)
+
+    def _read_limits(self, trainer: ConfigPart) -> None:
+        """What ends the training, and what is logged of it."""
+        self.dev_run = 0
         """Micro-batches of ``fast_dev_run``, which trains these and logs nothing; 0 if it is off."""
+        if self.limit.name != "overfit_batches":  # which Lightning does not let it limit (trainer/setup.py)
+            self.dev_run = _dev_run(trainer.at("fast_dev_run"))
         log_every = trainer.at("log_every_n_steps").integer(least=0)
         self.log_every = DEFAULT_LOG_EVERY if log_every is None else log_every
+        max_steps = trainer.at("max_steps").integer(least=-1)
+        self.max_steps = None if max_steps == -1 else max_steps
+        self.knows_end = not any(trainer.at(name).unknown for name in ("max_epochs", "max_steps", "max_time"))
+        """Whether the config itself says what ends the training."""
+        self.knows_accumulate = not trainer.at("accumulate_grad_batches").unknown
+
+    def _read_clipping(self, trainer: ConfigPart) -> None:
         self.clip = trainer.at("gradient_clip_val").number()
         algorithm = trainer.at("gradient_clip_algorithm")
         if algorithm.string() not in {None, "norm", "value"}:
             algorithm.refuse("norm or value")
         self.clip_by_value = algorithm.value == "value"
-        precision = trainer.at("precision")
-        if isinstance(precision.value, bool) or not isinstance(precision.value, str | int | None):
-            precision.refuse("a precision such as bf16-mixed")
-        self.precision = str(precision.value or "")
+
+    def _read_callbacks(self, trainer: ConfigPart) -> None:
         callbacks = _callbacks(trainer.at("callbacks"))
         self.schedule = callbacks.get("GradientAccumulationScheduler")
         self.monitor = callbacks.get("ThroughputMonitor")
         self.window: int | None = DEFAULT_WINDOW
         """Of the ThroughputMonitor, in micro-batches; None if it is unknown."""
-        if self.monitor is not None:
-            place = window_place(self.monitor)
-            self.window = place.integer() if place.given else DEFAULT_WINDOW
-        max_steps = trainer.at("max_steps").integer(least=-1)
-        self.max_steps = None if max_steps == -1 else max_steps
+        if self.monitor is not None and window_place(self.monitor).given:
+            self.window = window_place(self.monitor).integer()
         has_timer = "Timer" in callbacks or trainer.at("max_time").given
         self.max_epochs = _max_epochs(trainer, self.max_steps, has_timer=has_timer)
         """Infinite if only max_steps, or nothing, ends the training."""
-        self.knows_end = not any(trainer.at(name).unknown for name in ("max_epochs", "max_steps", "max_time"))
-        """Whether the config itself says what ends the training."""
-        self.knows_accumulate = not trainer.at("accumulate_grad_batches").unknown
-        if self.num_batches is None and (self.accumulate > 1 or self.max_steps or self.monitor):
-            options.want(samples, self.world_size, self.batch_size)
 
     @property
     def backend(self) -> str:
         """The backend of this project that shows the same."""
         if self.engine is not None:
             # ZeRO-1 and plain data parallelism lose the same micro-batches as ZeRO-3.
-            return "lightning-deepspeed-zero2" if self.engine.stage == 2 else "lightning-deepspeed-zero3"
-        return "lightning-fsdp2" if self.is_fsdp else "lightning-ddp"
+            if self.engine.stage == 2:
+                return "lightning-deepspeed-zero2"
+            return "lightning-deepspeed-zero3"
+        if self.is_fsdp:
+            return "lightning-fsdp2"
+        return "lightning-ddp"
 
     @property
     def trains(self) -> bool:
@@ -139,7 +155,7 @@ def _engine(place: ConfigPart) -> DeepSpeedConfig | None:
     stage = given.at("stage").zero_stage()
     if name.startswith("deepspeed_stage_"):
         digit = name[len("deepspeed_stage_") :][:1]
-        stage = int(digit) if digit in {"1", "2", "3"} else None
+        stage = {"1": 1, "2": 2, "3": 3}.get(digit)
     if not given.at("zero_optimization").flag(default=True):
         stage = 0
     offload = "offload" in name or given.at("offload_optimizer").flag(default=False)
@@ -153,7 +169,9 @@ def _engine(place: ConfigPart) -> DeepSpeedConfig | None:
 def _world_size(trainer: ConfigPart) -> int | None:
     """Ranks, if the config says how many."""
     place = trainer.at("devices")
-    value = place.value.strip() if isinstance(place.value, str) else place.value
+    value = place.value
+    if isinstance(place.value, str):
+        value = place.value.strip()
     devices: int | None
     nodes_place = trainer.at("num_nodes")
     if value in (None, "auto", "-1", -1, "max") or place.unknown or nodes_place.unknown:
@@ -168,7 +186,9 @@ def _world_size(trainer: ConfigPart) -> int | None:
     else:
         devices = place.integer()
     nodes = nodes_place.integer() or 1
-    return devices * nodes if devices else None
+    if devices:
+        return devices * nodes
+    return None
 
 
 def _named(parts: list[ConfigPart], names: tuple[str, ...], depth: int = 4) -> Iterator[tuple[ConfigPart, Any]]:
@@ -208,22 +228,30 @@ def _num_batches(
     if isinstance(limit, float) and not (limit > 1 and limit.is_integer()):
         if not 0 <= limit <= 1:
             place.refuse("an integer of at least 0, or a share from 0.0 to 1.0")
-        num_batches = None if num_batches is None else int(num_batches * limit)
-    elif (number := place.integer(least=0)) is not None:
-        num_batches = number if num_batches is None else min(number, num_batches)
+        if num_batches is not None:
+            num_batches = int(num_batches * limit)
+    else:
+        limits = [number for number in (num_batches, place.integer(least=0)) if number is not None]
+        num_batches = min(limits, default=None)
     return num_batches or None
 
 
 def _dev_run(place: ConfigPart) -> int:
     value = place.value
-    return int(value) if isinstance(value, bool) else place.integer(least=0) or 0
+    if isinstance(value, bool):
+        return int(value)
+    return place.integer(least=0) or 0
 
 
 def _max_epochs(trainer: ConfigPart, max_steps: int | None, *, has_timer: bool) -> float:
     epochs = trainer.at("max_epochs").integer(least=-1)
     if epochs is None:
-        return DEFAULT_EPOCHS if max_steps is None and not has_timer else math.inf
-    return math.inf if epochs == -1 else epochs
+        if max_steps is None and (not has_timer):
+            return DEFAULT_EPOCHS
+        return math.inf
+    if epochs == -1:
+        return math.inf
+    return epochs
 
 
 def _callbacks(place: ConfigPart) -> dict[str, ConfigPart]:
@@ -246,4 +274,6 @@ def _callbacks(place: ConfigPart) -> dict[str, ConfigPart]:
 def window_place(monitor: ConfigPart) -> ConfigPart:
     """Where a ThroughputMonitor's window_size is set, or could be."""
     other = monitor.at("dict_kwargs.window_size")
-    return other if other.given else arguments(monitor).at("window_size")
+    if other.given:
+        return other
+    return arguments(monitor).at("window_size")

@@ -85,7 +85,9 @@ def subjects(root: ConfigPart, options: LintOptions, *, is_command_line: bool = 
 def _sum(training: LightningConfig, engine: DeepSpeedConfig) -> GradientSum:
     """Sums under DeepSpeed, whose dtype is the Trainer's precision unless its own config has that dtype's part."""
     names = [name for name, start in (("bf16", "bf16"), ("fp16", "16")) if training.precision.startswith(start)]
-    filled = engine.with_dtypes(names, auto=False) if names else engine
+    filled = engine
+    if names:
+        filled = engine.with_dtypes(names, auto=False)
     place = training.trainer.at("strategy" if filled == engine else "precision")
     return GradientSum(filled, training.accumulate, training.options, training.world_size, place)
 
@@ -176,7 +178,9 @@ def _optimizers(both: LightningDeepSpeed) -> Iterator[Found]:
     """Measured with Lightning 2.6.6."""
     optimizer, scheduler = both.engine.part.at("optimizer"), both.engine.part.at("scheduler")
     if optimizer.given:
-        schedule = "the schedule is the DeepSpeed config's" if scheduler.given else "there is no learning-rate schedule"
+        schedule = "there is no learning-rate schedule"
+        if scheduler.given:
+            schedule = "the schedule is the DeepSpeed config's"
         yield Found(
             optimizer,
             "Lightning does not call configure_optimizers: the optimizer is DeepSpeed's "
@@ -262,7 +266,9 @@ def _twice(both: LightningDeepSpeed) -> Iterator[Found]:
     if n == 1 or training.schedule is not None or not holds("loss-divided-twice", training.options.lightning):
         return
     small = SmallRun.of(n)
-    corrected = ["lightning-deepspeed-zero2-corrected"] if backend == "lightning-deepspeed-zero2" else []
+    corrected = []
+    if backend == "lightning-deepspeed-zero2":
+        corrected.append("lightning-deepspeed-zero2-corrected")
     yield Found(
         training.trainer.at("strategy"),
         f"Lightning and DeepSpeed both divide the loss by N = {n}: each micro-batch weighs 1/{n**2} instead of 1/{n}, "

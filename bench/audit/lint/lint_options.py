@@ -47,13 +47,17 @@ class LintOptions:
         if not (self.samples and world_size and batch_size):
             return None
         num_batches = batches_per_epoch(self.samples, batch_size, world_size, drop_last=drop_last)
-        return windows_of(num_batches, accumulate) if num_batches else None
+        if num_batches:
+            return windows_of(num_batches, accumulate)
+        return None
 
 
 def batches_per_epoch(samples: int, batch_size: int, world_size: int, *, drop_last: bool) -> int:
     """NB, the micro-batches per epoch and rank; 0 if ``drop_last`` leaves none."""
     each = ceil(samples, world_size)
-    return each // batch_size if drop_last else ceil(each, batch_size)
+    if drop_last:
+        return each // batch_size
+    return ceil(each, batch_size)
 
 
 def windows_of(num_batches: int, accumulate: int) -> TrainingPlan:

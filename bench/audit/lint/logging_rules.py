@@ -66,12 +66,16 @@ class Rates:
     @property
     def tail(self) -> int:
         """Micro-batches of a partial window after complete ones; 0 if there is none."""
-        return self.plan.partial_window if self.plan.full_windows else 0
+        if self.plan.full_windows:
+            return self.plan.partial_window
+        return 0
 
     @property
     def period(self) -> int:
         """Micro-batches after which the steps repeat. A ``window_size`` of k x period + 1 is exact."""
-        return self.num_batches if self.tail else min(self.accumulate, self.num_batches)
+        if self.tail:
+            return self.num_batches
+        return min(self.accumulate, self.num_batches)
 
     @property
     def safe(self) -> int:
@@ -97,7 +101,9 @@ class Rates:
                 # Complete windows begin at the end of the step before.
                 found.add((spans + rest % self.accumulate, log * self.every - steps_before))
         ratios = [spans * (whole + n * STEP) / (whole * (spans + n * STEP)) for whole, n in found]
-        return Ratios(min(ratios), max(ratios), min(spans / whole for whole, _ in found)) if ratios else None
+        if ratios:
+            return Ratios(min(ratios), max(ratios), min((spans / whole for whole, _ in found)))
+        return None
 
     def right(self, window: int, most: float) -> list[int]:
         """The nearest values of ``window_size`` up to ``most`` that are exact."""
@@ -136,21 +142,31 @@ def _rates_of(training: LightningConfig) -> Rates:
 
 def _last_step(training: LightningConfig) -> float:
     """Steps that the trainer counts over the whole training; infinite if nothing ends it."""
-    return math.inf if training.end is None else training.end.steps_reported["trainer.global_step"]
+    if training.end is None:
+        return math.inf
+    return training.end.steps_reported["trainer.global_step"]
 
 
 def _micro_batches(training: LightningConfig, plan: TrainingPlan, steps: int) -> int:
     """Micro-batches until the trainer has counted so many steps."""
-    found = calculate(dataclasses.replace(plan, epochs=None, max_steps=steps), training.rule) if steps else None
-    return found.micro_batches_consumed if found else 0
+    if not steps:
+        return 0
+    found = calculate(dataclasses.replace(plan, epochs=None, max_steps=steps), training.rule)
+    if found:
+        return found.micro_batches_consumed
+    return 0
 
 
 def _default(place: ConfigPart) -> str:
-    return "" if place.given else " (the default)"
+    if place.given:
+        return ""
+    return " (the default)"
 
 
 def _log_more_often(last: int) -> str:
-    return f"set log_every_n_steps to at most {last}" if last else "see WIN01"
+    if last:
+        return f"set log_every_n_steps to at most {last}"
+    return "see WIN01"
 
 
 def _silent(training: LightningConfig, plan: TrainingPlan, *, is_logged: bool) -> str:
@@ -235,7 +251,9 @@ def _rates(training: LightningConfig) -> Iterator[Found]:
     if training.accumulate == 1 or not every or found is None or found.is_right:
         return
     span = f"the {window - 1} intervals between micro-batches of window_size {window}{_default(place)}"
-    low = "" if f"{found.low:.3f}" == f"{found.high:.3f}" else f"{found.low:.3f} to "
+    low = f"{found.low:.3f} to "
+    if f"{found.low:.3f}" == f"{found.high:.3f}":
+        low = ""
     fixes = []
     if sizes := rates.right(window, most):
         fixes.append(f"set window_size to {' or '.join(map(str, sizes))}: k x {rates.period} + 1")
@@ -266,7 +284,9 @@ def _never_logged(
     else:
         when = "no step is logged" + (" (LOG01)" if training.accumulate > 1 else "")
         fixes = [_log_more_often(last)]
-        most = _micro_batches(training, plan, last) if last else window
+        most = window
+        if last:
+            most = _micro_batches(training, plan, last)
     if most < window:
         if sizes := rates.right(most, most):
             fixes.append(f"set window_size to {sizes[0]}, or another k x {rates.period} + 1 up to {most}")

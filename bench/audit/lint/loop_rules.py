@@ -66,11 +66,16 @@ def _accumulate(part: ConfigPart, options: LintOptions) -> int | None:
     devices, nodes = part.at("devices"), part.at("nodes")
     ranks = options.world_size
     if ranks is None and devices.given:
-        number, times = devices.value, 1 if not nodes.given else nodes.value
-        ranks = number * times if type(number) is int and type(times) is int else None
+        number, times = devices.value, 1
+        if nodes.given:
+            times = nodes.value
+        if type(number) is int and type(times) is int:
+            ranks = number * times
     batch, micro = together.integer(least=-1), each.integer()
     if batch is None or batch < 1 or not micro or not ranks:
-        return 1 if batch == -1 else None
+        if batch == -1:
+            return 1
+        return None
     return batch // ranks // micro or None
 
 

@@ -28,7 +28,9 @@ def deepspeed(used: UsedVersion) -> str:
 
 def throughput(accumulate: int, log_every: int, window: int, batches: int | None = None, more: str = "") -> str:
     """The command that shows what ThroughputMonitor logs beside what was measured; epochs of NB or of whole windows."""
-    length = "--epoch whole" if batches is None else f"--micro-batches {batches}"
+    length = f"--micro-batches {batches}"
+    if batches is None:
+        length = "--epoch whole"
     return (
         f"{MODULE} throughput --accumulate {accumulate} --log-every {log_every} --window-size {window} {length}{more}"
     )
@@ -44,7 +46,9 @@ class SmallRun:
     @staticmethod
     def of(accumulate: int, num_batches: int | None = None) -> SmallRun:
         """The small training for a config's numbers; of complete windows where NB is unknown or a multiple of N."""
-        small = accumulate if accumulate <= LARGEST_N else SMALL_N
+        small = SMALL_N
+        if accumulate <= LARGEST_N:
+            small = accumulate
         if num_batches is None:
             return SmallRun(small, 2 * small)
         rest = num_batches % accumulate
@@ -60,9 +64,13 @@ class SmallRun:
         max_steps: int | None = None,
         clip: float | None = None,
     ) -> str:
-        samples, more = self.num_batches * RANKS, " --drop-last" if drop_last else ""
-        more += "" if max_steps is None else f" --max-steps {max_steps}"
-        more += "" if clip is None else f" --clip {clip}"
+        samples, more = self.num_batches * RANKS, ""
+        if drop_last:
+            more += " --drop-last"
+        if max_steps is not None:
+            more += f" --max-steps {max_steps}"
+        if clip is not None:
+            more += f" --clip {clip}"
         return (
             f"{MODULE} semantics --backend {','.join(backends)} --samples {samples} --micro-batch 1 "
             f"--accumulate {self.accumulate} --epochs {epochs} --world-size {RANKS}{more}"

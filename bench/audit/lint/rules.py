@@ -192,7 +192,9 @@ def sarif(findings: Sequence[LintFinding]) -> dict[str, Any]:
 
 def _result(finding: LintFinding) -> dict[str, Any]:
     path = Path(finding.file)
-    uri = path.as_uri() if path.is_absolute() else quote(path.as_posix().encode(errors="surrogateescape"))
+    uri = quote(path.as_posix().encode(errors="surrogateescape"))
+    if path.is_absolute():
+        uri = path.as_uri()
     place = {"artifactLocation": {"uri": uri}, "region": {"startLine": finding.line}}
     logical = [{"fullyQualifiedName": finding.key}]
     return {

@@ -42,7 +42,9 @@ class GradientSum:
     def place(self, key: str) -> ConfigPart:
         """Where a key of the DeepSpeed config is set."""
         place = self.config.part.at(key)
-        return place if place.given or self.otherwise is None else self.otherwise
+        if place.given or self.otherwise is None:
+            return place
+        return self.otherwise
 
 
 @rule(GradientSum, "ACC01", "deepspeed: {bf16: {enabled: true}}")

@@ -44,7 +44,9 @@ class LightningEpochs:
         training, n, limit = self.training, self.plan.n, self.training.limit
         batch, ranks = training.batch_size, training.world_size
         if not batch or not ranks:
-            more = f", such as {limit.name}" if limit.given else ""
+            more = ""
+            if limit.given:
+                more = f", such as {limit.name}"
             return f"make the micro-batches per epoch{more} a multiple of {n}"
         return f"make the samples a multiple of {batch * n * ranks}, or {limit.name} a multiple of {n}"
 
@@ -86,14 +88,17 @@ def _dev_run(training: LightningConfig) -> Iterator[Found]:
 def _partial(run: LightningEpochs) -> Iterator[Found]:
     tail, n, whole = run.plan.partial_window, run.plan.n, run.plan.full_windows
     if tail and run.training.engine is None:
-        fewer = f"set accumulate_grad_batches to {run.plan.micro_batches_per_epoch} or less"
+        code, which, fix = "TAIL01", "the last", run.divisible
+        if not whole:
+            code, which = "WIN01", "each"
+            fix = f"set accumulate_grad_batches to {run.plan.micro_batches_per_epoch} or less"
         yield Found(
             run.training.trainer.at("accumulate_grad_batches"),
             f"{run.windows}: Lightning steps after these {tail} but still divides by {n}, so "
-            f"{'the last' if whole else 'each'} step of every epoch has {tail}/{n} of the mean gradient",
-            run.divisible if whole else fewer,
+            f"{which} step of every epoch has {tail}/{n} of the mean gradient",
+            fix,
             run.command(),
-            code="TAIL01" if whole else "WIN01",
+            code=code,
         )
 
 
@@ -121,7 +126,9 @@ def _partial_above_engine(run: LightningEpochs) -> Iterator[Found]:
     if engine is None or not plan.partial_window:
         return
     place = training.trainer.at("accumulate_grad_batches")
-    end = training.end if training.end is not None and training.end.stops is not Stops.NEVER else None
+    end = training.end
+    if not (training.end is not None and training.end.stops is not Stops.NEVER):
+        end = None
     # After so many epochs, an epoch and a window of the engine begin together again.
     period = plan.n // math.gcd(plan.n, plan.micro_batches_per_epoch)
     seen = end or calculate(dataclasses.replace(plan, epochs=period), training.rule)
@@ -139,7 +146,9 @@ def _partial_above_engine(run: LightningEpochs) -> Iterator[Found]:
         what = f"{run.windows} to the next epoch: {counts}, which schedules, max_steps and logs follow"
         if training.knows_end:
             estimated = min(plan.windows * training.max_epochs, training.max_steps or math.inf)
-            estimate = "infinite" if math.isinf(estimated) else f"{estimated:.0f}"
+            estimate = f"{estimated:.0f}"
+            if math.isinf(estimated):
+                estimate = "infinite"
             what += f"; estimated_stepping_batches is {estimate}"
         yield Found(place, what, run.divisible, run.command(), code="TAIL03")
     lost = seen.micro_batches_lost_in_mid_run + seen.micro_batches_left_open
@@ -183,7 +192,9 @@ def _max_steps(run: LightningEpochs) -> Iterator[Found]:
     elif end.stops is Stops.EPOCHS:
         counted = end.steps_reported["trainer.global_step"]
         ends = f"max_epochs {training.max_epochs:g} ends training when trainer.global_step is {counted}"
-        fix = run.divisible if training.engine and plan.partial_window else "remove max_steps, or raise max_epochs"
+        fix = "remove max_steps, or raise max_epochs"
+        if training.engine and plan.partial_window:
+            fix = run.divisible
         yield Found(place, f"{ends}; max_steps {wanted} is never reached", fix, never, code="STP03")
     elif training.engine and made > wanted:
         max_steps, epochs = small.first_divergence
