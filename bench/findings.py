@@ -11,7 +11,8 @@ class Level(StrEnum):
     """Severity of a finding, the gravest first."""
 
     ERROR = "error"
-    """A run is impossible, its data cannot be trusted, or a training does not compute what it should."""
+    """A run is impossible, its data cannot be trusted, or a training does not compute what it
+    should."""
     WARNING = "warning"
     """A limitation to know, and to mention when citing a run."""
     NOTE = "note"
@@ -44,7 +45,9 @@ class Finding:
 
     @property
     def sentence(self) -> str:
-        return f"{self.subject}: {self.text}" if self.subject else self.text
+        if not self.subject:
+            return self.text
+        return f"{self.subject}: {self.text}"
 
     def to_dict(self) -> dict[str, str]:
         found = {"level": str(self.level), "topic": self.topic, "text": self.sentence}

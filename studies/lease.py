@@ -79,6 +79,8 @@ def steps() -> list[Step]:
     virtual = _run("--matrix", "llama8b", "--virtual-world", "8", "--accumulate", "4", "--repeats", "1")
     virtual += ["--selective-checkpointing", "on", "--backend", "fsdp2-eager,fsdp2-deferred"]
     small = _run("--matrix", "quick-gpu", "--backend", f"{few},lightning-ddp")
+    other_n = _run("--matrix", "h100-15min", "--accumulate", "1,8", "--baseline", "fsdp2-deferred", "--backend")
+    other_n += ["fsdp2-deferred,fsdp2-eager,deepspeed-zero2-eager,lightning-ddp"]
     race = [sys.executable, "-m", "tests.cuda.plain_zero3", "--gpu"]
     bare = [sys.executable, "-m", "studies.overhead.on_gpu"]
     return [
@@ -96,6 +98,7 @@ def steps() -> list[Step]:
         Step(name="h100-bare-loops", command=bare, needs_s=75, limit_s=150),
         Step(name="h100-virtual", command=virtual, needs_s=110, limit_s=240, is_run=True),
         Step(name="h100-135m", command=small, needs_s=200, limit_s=540, is_run=True),
+        Step(name="h100-1b-other-n", command=other_n, needs_s=300, limit_s=840, is_run=True, matrix="h100-15min"),
     ]
 
 
@@ -230,9 +233,8 @@ def problems(asked: Sequence[Step]) -> Iterator[str]:
     for finding in (finding for check in gpu_checks.USABLE for finding in check(facts)):
         if finding.level is Level.ERROR:
             yield f"{finding.topic}: {finding.text}"
-    for finding in gpu_checks.alone(facts):
-        if finding.level is not Level.GOOD:
-            yield finding.text
+    if any(gpu["num_processes"] for gpu in facts.visible):
+        yield from (finding.text for finding in gpu_checks.alone(facts))
     for matrix in filter(None, dict.fromkeys(step.matrix for step in asked)):
         yield from _too_large(matrix)
 

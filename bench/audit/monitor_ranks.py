@@ -32,17 +32,19 @@ class MonitorTask(Task):
 
 def work(task: MonitorTask, rank: int, device: torch.device) -> dict[str, Any]:
     """One rank's part; see ``bench.plan.task.Task``. Rank 0 logs."""
-    measured = [measure(point, number=rank) for point in task.points]
-    return {"status": Status.OK, "rows": [each.to_row() for each in measured]}
+    rows = [measure(point, number=rank).to_row() for point in task.points]
+    return {"status": Status.OK, "rows": rows}
 
 
 def measure_all(points: Sequence[Point]) -> Iterator[dict[str, Any]]:
-    """The row of each point, on the CPU; those of several ranks, or of DeepSpeed, in one process group.
+    """The row of each point, on the CPU.
 
+    Those of several ranks, or of DeepSpeed, are measured in one process group.
     Raises LauncherError if that fails.
     """
     if points[0].is_alone:
-        yield from (measure(point).to_row() for point in points)
+        for point in points:
+            yield measure(point).to_row()
         return
     with Launcher(Device.CPU) as launcher:
         task = MonitorTask(

@@ -167,7 +167,9 @@ def _without_large_references(plan: Planned, num_nodes: int) -> Planned:
         return plan
     smallest = min(int(gpu["memory_bytes"]) for gpu in plan.gpus)
     too_large = fit.too_large(plan.cells, smallest, len(plan.gpus) // num_nodes)
-    cells = [cell for cell in plan.cells if not cell.is_reference or cell.cell_id not in too_large]
+    references = [cell for cell in plan.cells if cell.is_reference]
+    left_out = {cell for cell in references if cell.cell_id in too_large}
+    cells = [cell for cell in plan.cells if cell not in left_out]
     return replace(plan, cells=cells, too_large=too_large)
 
 

@@ -184,7 +184,9 @@ class Analysis:
     def compared(self, cell_id: str, other_id: str) -> ComparedPair | None:
         """A cell against another one, as any sentence, table or title has it; None if no report compares them."""
         found = self.against(self.run.cells[other_id].backend).get(cell_id)
-        return found if found is not None and found.a.cell_id == other_id else None
+        if found is None or found.a.cell_id != other_id:
+            return None
+        return found
 
     def ratio(self, cell_id: str, other_id: str) -> ComparedPair:
         """A cell against any other one.
@@ -206,8 +208,9 @@ class Analysis:
 
     def not_slower(self, ids: Iterable[str], best: str) -> list[str]:
         """The cells, beside the one with the shortest step time, that have no verdict of being slower than it."""
-        pairs = [(cell_id, self.compared(cell_id, best)) for cell_id in ids if cell_id != best]
-        return [cell_id for cell_id, pair in pairs if pair is None or pair.verdict is not Verdict.SLOWER]
+        others = [cell_id for cell_id in ids if cell_id != best]
+        verdicts = {cell_id: pair.verdict for cell_id in others if (pair := self.compared(cell_id, best))}
+        return [cell_id for cell_id in others if verdicts.get(cell_id) is not Verdict.SLOWER]
 
     @cached_property
     def findings(self) -> list[Finding]:

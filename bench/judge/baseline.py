@@ -32,7 +32,9 @@ def control_of(pool: Pool) -> ComparedPair | None:
     """
     for cell, twin in _twins(pool)[:1]:
         (found,) = judge_pairs(pool, pool, [Pair(a=cell, b=twin, name="A/A")])
-        return replace(found, time=None) if found.blocked else found
+        if found.blocked:
+            return replace(found, time=None)
+        return found
     return None
 
 
@@ -62,7 +64,8 @@ def pairs_with_baseline(pool: Pool, baseline: str = "") -> list[Pair]:
 
 def widest(rows: Sequence[ComparedPair]) -> float | None:
     """The width of the widest interval of these ratios, relative: high / low - 1; None if there is no interval."""
-    return max((row.time.width for row in rows if row.time is not None and row.has_interval), default=None)
+    times = (row.time for row in rows if row.has_interval)
+    return max((time.width for time in times if time is not None), default=None)
 
 
 def percent(share: float, sign: str = "") -> str:
@@ -91,8 +94,9 @@ def interim_analysis(records: Sequence[TrialRecord], manifest: Manifest, repeats
     was_open = set(manifest.looks[-1].open if manifest.looks else run.cells) - done
     still: set[str] = set()
     widths, wanted = [0.0], 0
+    compared = [row for row in judged if not row.blocked]
     for base in dict.fromkeys(row.a.cell_id for row in judged):
-        of_group = (row for row in judged if row.a.cell_id == base and not row.blocked)
+        of_group = (row for row in compared if row.a.cell_id == base)
         rows = [row for row in of_group if row.b.cell_id not in done]
         if not rows or base not in was_open:
             continue
@@ -107,7 +111,7 @@ def interim_analysis(records: Sequence[TrialRecord], manifest: Manifest, repeats
             wanted = max([wanted, *(time.num_trials + required_trials(time, target) for time in times)])
             still |= {base, *(row.b.cell_id for row in rows)}
     chosen = tuple(cell_id for cell_id in run.cells if cell_id in still & was_open)
-    refused = ""
+    broadest, refused = max(widths), ""
     if not judged:
         refused = "no two cells differ in the backend alone"
     elif all(row.blocked for row in judged):
@@ -115,7 +119,7 @@ def interim_analysis(records: Sequence[TrialRecord], manifest: Manifest, repeats
     return InterimAnalysis(
         repeats=repeats,
         open=chosen,
-        widest=max(widths) if 0 < max(widths) < math.inf else None,
+        widest=broadest if 0 < broadest < math.inf else None,
         wanted=wanted,
         refused=refused,
     )

@@ -53,8 +53,10 @@ def caveats(found: Sequence[Finding], *ids: str) -> list[str]:
     for each in found:
         if each.brief and (not each.cells or set(ids) & set(each.cells)):
             alike = {cell_id for other in found if other.brief == each.brief for cell_id in other.cells}
-            is_of_all = not each.subject or alike.issuperset(ids)
-            texts[each.brief if is_of_all else f"{each.subject}: {each.brief}"] = None
+            text = each.brief
+            if each.subject and not alike.issuperset(ids):
+                text = f"{each.subject}: {text}"
+            texts[text] = None
     return list(texts)
 
 
@@ -66,10 +68,12 @@ def limits(pool: Pool, control: ComparedPair | None, rows: Sequence[ComparedPair
     run = pool.first
     timed = tuple(cell_id for cell_id, cell in run.cells.items() if cell.world.is_timed)
     of_times = [*_surroundings(run, timed), *_machine(run, timed), *_blocks(run, timed), *_control(control, timed)]
+    if not timed:
+        of_times = [replace(finding, brief="") for finding in of_times]
     return [
         *(finding for cell_id in run.cells for finding in _of_cell(run, cell_id)),
         *_state(run),
-        *(of_times if timed else [replace(finding, brief="") for finding in of_times]),
+        *of_times,
         *_samples(run),
         *_verdicts(run, rows),
         *_other_days(pool, rows, timed),
@@ -90,7 +94,8 @@ def _of_cell(run: Run, cell_id: str) -> Iterator[Finding]:
         yield finding(Level.WARNING, topic, f"not comparable: {'; '.join(evidence.barred)}")
     for (status, reason), count in evidence.failures.items():
         why = f"{count} of {plural(evidence.num_trials, 'trial')} ended {status}: {reason or 'no reason was recorded'}"
-        yield finding(Level.NOTE if status == Status.UNSUPPORTED else Level.WARNING, "trials", why)
+        level = Level.NOTE if status == Status.UNSUPPORTED else Level.WARNING
+        yield finding(level, "trials", why)
     if cell.world.caveat:
         yield finding(Level.NOTE, "link", cell.world.caveat)
     elif cell.device is Device.CPU and cell.world_size > 1:

@@ -66,8 +66,9 @@ class CellEvidence:
     @property
     def outcome(self) -> str:
         """How the cell ended, as everything that is shown says it: ``ok``, ``oom``, or ``crashed, 12 of 13 ok``."""
-        is_mixed = 0 < self.num_ok < self.num_trials
-        return f"{self.status}, {self.num_ok} of {self.num_trials} ok" if is_mixed else str(self.status)
+        if 0 < self.num_ok < self.num_trials:
+            return f"{self.status}, {self.num_ok} of {self.num_trials} ok"
+        return self.status
 
 
 class EvidenceByCell:
@@ -111,14 +112,17 @@ class EvidenceByCell:
             elif row.status is Status.OK:
                 timed.append(row)
         bad = [row for row in trials if row.status is not Status.OK]
-        worst = _worst(bad) if bad else trials[0]
+        worst = _worst(bad or trials)
         disturbed = tuple(restless(good))
         wrong_results = [text for told, is_wrong in gates.items() if is_wrong for text in told]
+        barred = wrong_results
+        if cell.world.is_timed:
+            barred = [*wrong_results, *disturbed]
         return CellEvidence(
             label=self._letter + cell.label,
             sample=self._sample(timed),
             cycles=self._cycles(timed),
-            status=worst.status,
+            status=str(worst.status),
             reason=worst.reason,
             num_ok=len(trials) - len(bad),
             num_trials=len(trials),
@@ -132,7 +136,7 @@ class EvidenceByCell:
             peak_memory_sources=frozenset(_present(row.peak_memory_source for row in good)),
             optimizer_steps=max(_present(row.optimizer_steps_observed for row in good), default=None),
             is_wrong=bool(wrong_results),
-            barred=(*wrong_results, *(disturbed if cell.world.is_timed else ())),
+            barred=tuple(barred),
         )
 
     def _sample(self, timed: Sequence[TrialRow]) -> Sample:
@@ -156,16 +160,17 @@ class EvidenceByCell:
         number = self._num_steps[row.key]
         if not number:
             return "no step was timed" if cell.world.is_timed else cell.world.caveat
-        expected = cell.timed_windows
-        return "" if number == expected else f"{number} steps were timed, {expected} were expected"
+        if number == cell.timed_windows:
+            return ""
+        return f"{number} steps were timed, {cell.timed_windows} were expected"
 
 
-def _worst(bad: Sequence[TrialRow]) -> TrialRow:
+def _worst(rows: Sequence[TrialRow]) -> TrialRow:
     """The first invalid trial, or the first if none is."""
-    for row in bad:
+    for row in rows:
         if row.status is Status.INVALID:
             return row
-    return bad[0]
+    return rows[0]
 
 
 def _seconds(row: TrialRow) -> float:

@@ -63,8 +63,10 @@ class Losses:
         compared = apart
         if len(losses) >= LONG_STEPS:
             compared = apart[:COMPARED_STEPS]
-        finite = all(map(math.isfinite, [*losses, *apart]))
-        return Deviation(apart[0], max(compared) if finite else math.nan, len(compared))
+        largest = math.nan
+        if all(map(math.isfinite, [*losses, *apart])):
+            largest = max(compared)
+        return Deviation(apart[0], largest, len(compared))
 
     def _of_reference(self, cell: Cell) -> Sequence[float]:
         """The losses that a cell should have; empty if no reference has all of its own."""
@@ -77,7 +79,9 @@ class Losses:
     def _complete(self, row: TrialRow) -> Sequence[float]:
         """The losses of a trial; empty if any is missing."""
         found = self._of.get(row.key, [])
-        return found if len(found) == row.optimizer_steps_expected else ()
+        if len(found) != row.optimizer_steps_expected:
+            return ()
+        return found
 
     @staticmethod
     def _key(cell: Cell, backend: str, world_size: int) -> tuple[object, ...]:

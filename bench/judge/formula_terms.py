@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from bench.backends.base import Call
-from bench.plan.cell import SGD, Cell, Device
+from bench.plan.cell import SGD, Cell, Device, Precision, Sync
 from bench.workload.layout import Layout
 
+ELEMENT_BYTES = {Precision.FP32: 4, Precision.BF16: 2}
+"""Bytes of one element of forward and backward, by precision."""
 Settings = Mapping[str, object]
 """What a trial has stored of ``Backend.settings``; empty before there is one, where those of today apply."""
 NO_SETTINGS: Settings = {}
@@ -26,9 +28,20 @@ def moments(cell: Cell, numel: int, num_tensors: int) -> int:
     """
     if cell.optimizer == SGD:
         return 0
-    counts = cell.device is Device.CPU or cell.optimizer == "adamw-fused"
-    counters = 4 * num_tensors if counts else 0
-    return 8 * numel + counters
+    counted = 0
+    if cell.device is Device.CPU or cell.optimizer == "adamw-fused":
+        counted = num_tensors
+    return 8 * numel + 4 * counted
+
+
+def compute_dtype(cell: Cell) -> str:
+    """The dtype of forward and backward."""
+    return "bfloat16" if cell.precision is Precision.BF16 else "float32"
+
+
+def num_reductions(sync: Sync, cell: Cell) -> int:
+    """How often a gradient is reduced in a window: N times under eager sync, else once."""
+    return cell.accumulate if sync is Sync.EAGER else 1
 
 
 def ceil_to(numel: int, multiple: int) -> int:

@@ -14,7 +14,7 @@ import functools
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
 
@@ -24,8 +24,18 @@ from bench.backends.fsdp2 import FSDP2Backend
 from bench.backends.plain import DDPBackend, Reference
 from bench.errors import InputError
 from bench.judge import zero
-from bench.judge.formula_terms import NO_SETTINGS, CallsAndHeld, Formula, Settings, ceil_to, moments
-from bench.plan.cell import Cell, Precision, RankGroup, Sharding, Sync
+from bench.judge.formula_terms import (
+    ELEMENT_BYTES,
+    NO_SETTINGS,
+    CallsAndHeld,
+    Formula,
+    Settings,
+    ceil_to,
+    compute_dtype,
+    moments,
+    num_reductions,
+)
+from bench.plan.cell import Cell, RankGroup, Sharding, Sync
 from bench.plan.models import SIZES
 from bench.workload.layout import ROOT, Layout, Parameter, llama_layout
 
@@ -76,14 +86,19 @@ def expect(cell: Cell, layout: Layout, *, rank: int = 0, settings: Settings = NO
     formula = None if backend is None else formula_of(backend)
     if backend is None or formula is None:
         return None
-    found = formula(backend, cell, layout, rank, settings)
+    try:
+        found = formula(backend, cell, layout, rank, settings)
+    except Exception as error:
+        if backend.name in BUILT_IN:
+            raise
+        raise InputError(f"backend '{backend.name}': its formula fails ({error}); mend it, or leave it out") from error
     if found is None:
         return None
     sent, held = found
-    groups = {RankGroup.WORLD: [*sent, *backend.extra_collectives(cell)]}
+    every = [*sent, *backend.extra_collectives(cell)]
+    groups: dict[RankGroup, Iterable[Call]] = {RankGroup.WORLD: every}
     if cell.replicate:
-        across = list(replica_collectives(backend.sync, cell, layout))
-        groups = {RankGroup.SHARD: groups[RankGroup.WORLD], RankGroup.REPLICATE: across}
+        groups = {RankGroup.SHARD: every, RankGroup.REPLICATE: replica_collectives(backend.sync, cell, layout)}
     calls, sizes = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
     for group, some in groups.items():
         for op, dtype, numel, times in some:
@@ -125,7 +140,9 @@ def buckets(sizes: Sequence[int], limits: Sequence[int]) -> list[int]:
         if filled >= limits[min(len(found), len(limits) - 1)]:
             found.append(filled)
             filled = 0
-    return [*found, filled] if filled else found
+    if filled:
+        found.append(filled)
+    return found
 
 
 def ddp(backend: type[DDPBackend], cell: Cell, layout: Layout, rank: int, settings: Settings) -> CallsAndHeld:
@@ -205,16 +222,16 @@ def fsdp2_collectives(backend: type[FSDP2Backend], cell: Cell, layout: Layout, w
     """
     if world_size == 1:
         return
-    dtype = "bfloat16" if cell.precision is Precision.BF16 else "float32"
-    reductions = 1 if backend.sync is Sync.DEFERRED else cell.accumulate
     for unit, parameters in layout.units.items():
-        gathers = cell.accumulate
+        gathers = reductions = cell.accumulate
         if backend.sharding is Sharding.PARAMS and unit != ROOT:
             gathers = 2 * cell.accumulate
         elif backend.sharding is Sharding.OPTIMIZER:
             gathers = 1
+        if backend.sync is Sync.DEFERRED:
+            reductions = 1
         numel = padded(parameters, world_size)
-        yield "all_gather", dtype, numel, gathers
+        yield "all_gather", compute_dtype(cell), numel, gathers
         yield "reduce_scatter", "float32", numel, reductions
     if cell.clip_norm or backend.always_computes_norm:
         yield "all_reduce", "float32", len(layout.parameters), 1
@@ -243,10 +260,9 @@ def replica_collectives(sync: Sync, cell: Cell, layout: Layout) -> Iterator[Call
     in the shard group alone.
     """
     num_shards = cell.group_size(RankGroup.SHARD)
-    times = cell.accumulate if sync is Sync.EAGER else 1
     for parameters in layout.units.values():
         numel = padded(parameters, num_shards) // num_shards
-        yield "all_reduce", "float32", numel, times
+        yield "all_reduce", "float32", numel, num_reductions(sync, cell)
 
 
 def fsdp2_held(backend: type[FSDP2Backend], cell: Cell, layout: Layout, world_size: int) -> dict[str, int]:
@@ -259,10 +275,12 @@ def fsdp2_held(backend: type[FSDP2Backend], cell: Cell, layout: Layout, world_si
     padded, in the compute dtype.
     """
     shards = padded(layout.parameters, world_size) // world_size
-    resident = shards * world_size if backend.sharding is Sharding.OPTIMIZER else 0
-    element = 2 if cell.precision is Precision.BF16 else 4
-    gradients = layout.num_parameters if backend.sync is Sync.DEFERRED else shards
-    return {"parameters": 4 * shards + element * resident, "gradients": 4 * gradients, "communication": 0}
+    parameters, gradients = 4 * shards, 4 * shards
+    if backend.sharding is Sharding.OPTIMIZER:
+        parameters += ELEMENT_BYTES[cell.precision] * shards * world_size
+    if backend.sync is Sync.DEFERRED:
+        gradients = 4 * layout.num_parameters
+    return {"parameters": parameters, "gradients": gradients, "communication": 0}
 
 
 def wire_bytes(op: str, payload_bytes: int, group_size: int) -> float:

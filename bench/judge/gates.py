@@ -97,11 +97,11 @@ BF16_UNKNOWN = 0.15
 
 def tolerance(precision: str, workload: str, model: str) -> Tolerance:
     """The tolerance of a precision, workload and model: bf16 rounding errors grow with width and depth."""
-    found = TOLERANCES[precision]
+    found, limit = TOLERANCES[precision], BF16_UNKNOWN
     if precision != Precision.BF16:
         return found
-    size = SIZES.get(model) if workload == "llama" else None
-    limit = 2 * BF16_ROUNDING * math.sqrt(size.num_layers * size.hidden_size) if size else BF16_UNKNOWN
+    if workload == "llama" and (size := SIZES.get(model)):
+        limit = 2 * BF16_ROUNDING * math.sqrt(size.num_layers * size.hidden_size)
     return replace(found, update_error=max(found.update_error, round(limit, 3)))
 
 

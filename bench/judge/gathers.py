@@ -65,7 +65,10 @@ class Coordinator:
         """Replay forward and backward (DeepSpeedZeRoOffload's hooks on modules)."""
         self._begin()
         for event in self._layout.forward:
-            self._fetch(event) if event >= 0 else self._leave(~event)
+            if event >= 0:
+                self._fetch(event)
+            else:
+                self._leave(~event)
         unfinished: dict[int, None] = {}
         for event in self._layout.backward:
             if event >= 0:
@@ -193,12 +196,16 @@ def leaves(layout: Layout) -> Layout:
     inner = {module for module, outer in callers.items() if in_block.intersection(outer)}
     modules = list(layout.modules)
     for module in in_block | inner:
-        modules[module] = () if module in inner else parameters_of[min(units[module])]
+        modules[module] = ()
+        if module not in inner:
+            modules[module] = parameters_of[min(units[module])]
     last = {unit_of[p]: p for p in layout.gradients}
     gradients: list[int] = []
     for p in layout.gradients:
-        of_block = parameters_of[unit_of[p]] if p == last[unit_of[p]] else ()
-        gradients += (p,) if unit_of[p] == ROOT else of_block
+        if unit_of[p] == ROOT:
+            gradients.append(p)
+        elif p == last[unit_of[p]]:
+            gradients += parameters_of[unit_of[p]]
     return dataclasses.replace(
         layout,
         gradients=tuple(gradients),

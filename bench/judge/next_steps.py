@@ -37,8 +37,11 @@ def times_unavailable(run: Run, rows: Sequence[ComparedPair], folder: Path) -> F
     """
     worlds = {cell.world for cell in run.cells.values() if not cell.is_reference}
     if not any(world.times_communication for world in worlds):
-        return note("No times", SHARED if all(world.has_all_ranks for world in worlds) else VIRTUAL)
-    rows = [row for row in rows if not row.b.twin and row.b.world.times_communication]
+        if all(world.has_all_ranks for world in worlds):
+            return note("No times", SHARED)
+        return note("No times", VIRTUAL)
+    originals = (row for row in rows if not row.b.twin)
+    rows = [row for row in originals if row.b.world.times_communication]
     comparable = [row for row in rows if row.verdict is not Verdict.NOT_COMPARABLE]
     if any(row.has_interval or (row.time is not None and row.time.runs) for row in comparable):
         return None
@@ -50,8 +53,10 @@ def times_unavailable(run: Run, rows: Sequence[ComparedPair], folder: Path) -> F
     details = {row.reason: row.details[0] for row in reversed(tried)}
     texts = []
     for reason, count in reasons.most_common():
-        of_all = f" ({count} of {plural(len(tried), 'comparison')})" if len(reasons) > 1 else ""
-        texts.append(details[reason] + of_all)
+        text = details[reason]
+        if len(reasons) > 1:
+            text += f" ({count} of {plural(len(tried), 'comparison')})"
+        texts.append(text)
     if Reason.FEW_TRIALS not in reasons and _repeats(run) < MIN_TRIALS:
         texts.append(f"{plural(_repeats(run), 'repeat')}, and an interval needs {MIN_TRIALS}")
     text = re.sub(r"^an ", "An ", "; ".join(texts))
@@ -70,9 +75,11 @@ def _nothing_to_compare(run: Run) -> Finding:
         options["--repeats"] = MIN_REPEATS
     if named and baseline not in {*named, *REFERENCES}:
         return warning(UNAVAILABLE, f"The baseline, {baseline}, has no trial", command=again(run, **options))
-    mechanisms = [name for name, kind in built_in().items() if kind.is_mechanism and kind.sync is Sync.DEFERRED]
-    others = [name for name in mechanisms if name not in named]
-    options["--backend"] = named + others[:1]
+    for name, kind in built_in().items():
+        if kind.is_mechanism and kind.sync is Sync.DEFERRED and name not in named:
+            named.append(name)
+            break
+    options["--backend"] = named
     return warning(UNAVAILABLE, "No two cells of the run differ in the backend alone", command=again(run, **options))
 
 
@@ -120,13 +127,17 @@ def again(run: Run, **options: object) -> str:
     """
     manifest, matrix = run.manifest, run.manifest.matrix
     is_shipped = matrix.source == f"{matrix.name}.toml"
-    given: dict[str, object] = {"--matrix": matrix.name if is_shipped else matrix.source}
+    given: dict[str, object] = {"--matrix": matrix.source}
+    if is_shipped:
+        given["--matrix"] = matrix.name
     classes = {name: about.get("class") or name for name, about in manifest.backends.items()}
     for key, option in matrix.places.items():
         value = matrix.values[key]
         if not option.startswith("--") or option == "--alone" or value == "auto":  # those follow from the others
             continue
-        given[option] = f"{manifest.settings.budget_s:g}s" if option == "--budget" else value
+        given[option] = value
+        if option == "--budget":
+            given[option] = f"{manifest.settings.budget_s:g}s"
     if manifest.cold:
         given["--cold"] = True
     if "--repeats" in options:

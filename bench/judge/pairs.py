@@ -76,13 +76,14 @@ def pairs_of_backends(run: Run, baseline: str, backend: str) -> list[Pair]:
     """The cells of two backends of one run, matched by everything but the backend; HSDP's by replicas if both have."""
     of_baseline = (cell for cell in run.cells.values() if cell.backend == baseline)
     alike = grouped((_key(cell, "backend", "replicate"), cell) for cell in of_baseline)
-    found = [
-        Pair(a=base, b=cell, group=f"W={cell.world_size} {cell.precision}")
-        for cell in run.cells.values()
-        if cell.backend == backend
-        for base in alike.get(_key(cell, "backend", "replicate"), ())
-        if base.replicate in (0, cell.replicate) or not cell.replicate
-    ]
+    found: list[Pair] = []
+    for cell in run.cells.values():
+        if cell.backend != backend:
+            continue
+        bases = alike.get(_key(cell, "backend", "replicate"), [])
+        if cell.replicate:
+            bases = [base for base in bases if base.replicate in (0, cell.replicate)]
+        found += [Pair(a=base, b=cell, group=f"W={cell.world_size} {cell.precision}") for base in bases]
     named = [replace(pair, name=pair.name.removeprefix(f"{backend} ")) for pair in _named(found)]
     return sorted(named, key=lambda pair: (pair.b.world_size, pair.b.precision, pair.b.accumulate, pair.name))
 
@@ -214,21 +215,26 @@ def _compared(
     """A judged pair with its bytes, steps and regressions."""
     # Bytes and counts have no noise: what others did on the machine does not matter to them.
     unlike = found.verdict is Verdict.NOT_COMPARABLE and found.reason is not Reason.DISTURBED
-    memory = (base.peak_memory_bytes, cell.peak_memory_bytes) if not unlike else (None, None)
+    memory: tuple[int | None, int | None] = (None, None)
+    steps: tuple[int | None, int | None] = (None, None)
+    if not unlike:
+        memory = (base.peak_memory_bytes, cell.peak_memory_bytes)
+        steps = (base.optimizer_steps, cell.optimizer_steps)
     share = None
     # What a ledger tracked is not what an allocator holds.
     if memory[0] and memory[1] is not None and len(base.peak_memory_sources | cell.peak_memory_sources) == 1:
         share = memory[1] / memory[0]
     unknown = {SLOWER: not _is_checked(found), MEMORY: share is None}
     worse = {SLOWER: is_slower, MEMORY: share is not None and share > 1 + thresholds.get(MEMORY, math.inf)}
+    limited = [metric for metric in METRICS if metric in thresholds]
     return ComparedPair(
         **vars(pair),
         **vars(found),
         memory=memory,
         memory_ratio=share,
-        steps=(base.optimizer_steps, cell.optimizer_steps) if not unlike else (None, None),
+        steps=steps,
         regressions=tuple(metric for metric in METRICS if worse[metric]),
-        unchecked=tuple(metric for metric in METRICS if metric in thresholds and unknown[metric]),
+        unchecked=tuple(metric for metric in limited if unknown[metric]),
     )
 
 
@@ -306,8 +312,13 @@ def partnerless(a: Run, b: Run, pairs: Sequence[Pair], backends: tuple[str | Non
     found = {}
     paired = {cell.cell_id for pair in pairs for cell in (pair.a, pair.b)}
     for key, run, backend in zip(("only_a", "only_b"), (a, b), backends, strict=True):
-        alone = [cell for cell_id, cell in run.cells.items() if cell_id not in paired and not cell.twin]
-        found[key] = [c.label for c in alone if (c.backend == backend if backend else not c.is_reference)]
+        originals = ((cell_id, cell) for cell_id, cell in run.cells.items() if not cell.twin)
+        alone = [cell for cell_id, cell in originals if cell_id not in paired]
+        if backend:
+            meant = [cell for cell in alone if cell.backend == backend]
+        else:
+            meant = [cell for cell in alone if not cell.is_reference]
+        found[key] = [cell.label for cell in meant]
     return found
 
 

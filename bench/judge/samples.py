@@ -118,7 +118,9 @@ def outliers(values: Sequence[float]) -> list[int]:
         return []
     distances = np.abs(np.asarray(values, dtype=float) - np.median(values))
     scale = np.median(distances)
-    return [] if scale == 0 else [int(i) for i in np.flatnonzero(distances > OUTLIER * scale)]
+    if scale == 0:
+        return []
+    return [int(i) for i in np.flatnonzero(distances > OUTLIER * scale)]
 
 
 def drift(slots: Sequence[float], medians: Sequence[float]) -> Tested:

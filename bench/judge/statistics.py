@@ -92,12 +92,16 @@ class Interval:
             return ""
         if self.runs:
             return too_few(len(self.runs), "run", least=MIN_RUNS)
-        return too_few(self.num_trials, "block", " with both cells") if self.paired else too_few(self.num_trials)
+        if self.paired:
+            return too_few(self.num_trials, "block", " with both cells")
+        return too_few(self.num_trials)
 
     @property
     def width(self) -> float:
         """high / low - 1; infinite without an interval."""
-        return math.inf if self.low is None or self.high is None else self.high / self.low - 1
+        if self.low is None or self.high is None:
+            return math.inf
+        return self.high / self.low - 1
 
     @property
     def may_turn(self) -> bool:
@@ -115,10 +119,14 @@ def ratio(a: Sample, b: Sample, margin: float = MARGIN) -> Interval:
         raise ValueError("a ratio needs a trial on either side")
     blocks = [block for block in a.by_block if block in b.by_block]
     paired = len(blocks) >= MIN_TRIALS or (blocks != [] and max(len(a.trials), len(b.trials)) < MIN_TRIALS)
-    logs = [np.array([a.by_block[block] - b.by_block[block] for block in blocks])] if paired else [a.logs, b.logs]
+    logs = [a.logs, b.logs]
+    if paired:
+        logs = [np.array([a.by_block[block] - b.by_block[block] for block in blocks])]
     n = min(map(len, logs))
     if n < MIN_TRIALS:
-        centre = float(logs[0].mean() - (0 if paired else b.logs.mean()))
+        centre = float(logs[0].mean())
+        if not paired:
+            centre -= float(b.logs.mean())
         return Interval(ratio=math.exp(centre), num_trials=n, paired=paired)
     return interval_of(LogMean.of(*logs), margin, n, paired=paired)
 

@@ -349,6 +349,9 @@ class TrialRow:
 
     def values(self) -> dict[str, object]:
         """The value of each column, by name."""
-        owners = ((name, self if hasattr(self, name) else self.cell) for name in TRIAL_COLUMNS)
-        found = ((name, getattr(owner, name)) for name, owner in owners)
-        return {name: value.value if isinstance(value, StrEnum) else value for name, value in found}
+        found: dict[str, object] = {}
+        for name in TRIAL_COLUMNS:
+            owner = self if hasattr(self, name) else self.cell
+            value = getattr(owner, name)
+            found[name] = value.value if isinstance(value, StrEnum) else value
+        return found

@@ -242,7 +242,9 @@ def _blocked(a: CellEvidence, b: CellEvidence) -> tuple[Reason, tuple[str, ...]]
         for side in (a, b)
         if side.num_failed
     )
-    return (Reason.FAILED_TRIALS, failed) if failed else None
+    if not failed:
+        return None
+    return Reason.FAILED_TRIALS, failed
 
 
 def judge_all(comparisons: Iterable[Comparison]) -> list[Comparison]:
@@ -264,12 +266,15 @@ def num_judged(comparisons: Iterable[Comparison]) -> int:
 
 def _judged(comparison: Comparison) -> Comparison:
     time, control = comparison.time, comparison.control
-    if time is None or time.low is None:
-        reason = Reason.FEW_RUNS if time is not None and time.runs else Reason.FEW_TRIALS
-        return replace(comparison, reason=reason, details=(time.reason if time else "no ratio",))
-    if control is None or control.low is None:
-        why = "there is no A/A pair" if control is None else f"A/A pair: {control.reason}"
-        return replace(comparison, reason=Reason.NO_CONTROL, details=(why,))
+    if time is None:
+        return replace(comparison, reason=Reason.FEW_TRIALS, details=("no ratio",))
+    if time.low is None:
+        reason = Reason.FEW_RUNS if time.runs else Reason.FEW_TRIALS
+        return replace(comparison, reason=reason, details=(time.reason,))
+    if control is None:
+        return replace(comparison, reason=Reason.NO_CONTROL, details=("there is no A/A pair",))
+    if control.low is None:
+        return replace(comparison, reason=Reason.NO_CONTROL, details=(f"A/A pair: {control.reason}",))
     if is_off(control):
         assert control.high is not None, "both ends are known, or neither"
         ends = f"{control.ratio:.4f} ({control.low:.4f} to {control.high:.4f})"
@@ -278,7 +283,9 @@ def _judged(comparison: Comparison) -> Comparison:
     details = [f"{time.ratio:.4f} [{time.low:.4f}, {time.high:.4f}]"]
     if (cycles := comparison.cycles) is not None and verdict is not Verdict.AMBIGUOUS:
         # Whatever Holm said of the seconds goes for the cycles: what must agree is where the interval is.
-        other = Verdict.AMBIGUOUS if cycles.low is None else _of_interval(cycles, comparison)[0]
+        other = Verdict.AMBIGUOUS
+        if cycles.low is not None:
+            other, _ = _of_interval(cycles, comparison)
         if other is not verdict:
             details.append(f"in cycles {cycles.ratio:.4f}, which is {other}")
             verdict, reason = Verdict.AMBIGUOUS, Reason.CLOCKS
@@ -299,8 +306,10 @@ def _of_interval(time: Interval, found: Comparison) -> tuple[Verdict, Reason]:
     if fits and found.p_same < ALPHA:
         return Verdict.SAME, Reason.INSIDE_MARGIN
     if apart and found.p_different < ALPHA:
-        return (Verdict.FASTER if time.high < 1 else Verdict.SLOWER), Reason.DIFFERENT
-    return Verdict.AMBIGUOUS, Reason.MANY if fits or apart else Reason.WIDE
+        return Verdict.FASTER if time.high < 1 else Verdict.SLOWER, Reason.DIFFERENT
+    if fits or apart:
+        return Verdict.AMBIGUOUS, Reason.MANY
+    return Verdict.AMBIGUOUS, Reason.WIDE
 
 
 def next_precision(found: Sequence[Comparison], precision: float) -> float | None:
@@ -316,4 +325,6 @@ def next_precision(found: Sequence[Comparison], precision: float) -> float | Non
         return precision
     extended = min(precision, SAME_WIDTH * MARGIN)
     is_open = any(each.verdict is Verdict.AMBIGUOUS and each.reason in MORE_HELPS for each in found)
-    return extended if is_open and widest >= extended else None
+    if is_open and widest >= extended:
+        return extended
+    return None

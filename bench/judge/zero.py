@@ -10,7 +10,15 @@ from bench.backends.base import Call
 from bench.backends.deepspeed import ZeroBackend
 from bench.backends.zero_options import zero_options
 from bench.judge import gathers
-from bench.judge.formula_terms import CallsAndHeld, Settings, ceil_to, moments
+from bench.judge.formula_terms import (
+    ELEMENT_BYTES,
+    CallsAndHeld,
+    Settings,
+    ceil_to,
+    compute_dtype,
+    moments,
+    num_reductions,
+)
 from bench.judge.gathers import ZeroOptions
 from bench.plan.cell import Cell, Precision, Sync
 from bench.workload.layout import Layout
@@ -106,7 +114,8 @@ def stage2_reductions(layout: Layout, world_size: int, sync: Sync, size: int) ->
             if pending > size:
                 found.append(pending)
                 pending = 0
-        found += [pending] if pending else []
+        if pending:
+            found.append(pending)
     return found
 
 
@@ -118,12 +127,12 @@ def stage2(sync: Sync, cell: Cell, layout: Layout, options: ZeroOptions) -> Iter
     (``allgather_bucket_size`` is not used, and nothing is gathered at W = 1).
     """
     for numel in stage2_reductions(layout, cell.world_size, sync, options.reduce_bucket_size):
-        yield "all_reduce", "float32", numel, cell.accumulate if sync is Sync.EAGER else 1
+        yield "all_reduce", "float32", numel, num_reductions(sync, cell)
     yield "all_reduce", "float32", 1, 1
     if cell.precision is Precision.BF16:
         yield "all_reduce", "uint8", 1, 1
     if cell.world_size > 1:
-        yield "all_gather", _compute_dtype(cell), flat(layout, cell.world_size), 1
+        yield "all_gather", compute_dtype(cell), flat(layout, cell.world_size), 1
 
 
 def _compute_dtype(cell: Cell) -> str:
@@ -143,9 +152,9 @@ def stage3(sync: Sync, cell: Cell, layout: Layout, options: ZeroOptions) -> Iter
 
     if cell.world_size > 1:
         for gathered in gathers.of_window(layout, cell.accumulate, options):
-            yield "all_gather", _compute_dtype(cell), padded(gathered), 1
+            yield "all_gather", compute_dtype(cell), padded(gathered), 1
     for bucket in buckets(layout, _order(layout, sync), options.reduce_bucket_size):
-        yield "reduce_scatter", "float32", padded(bucket), cell.accumulate if sync is Sync.EAGER else 1
+        yield "reduce_scatter", "float32", padded(bucket), num_reductions(sync, cell)
     yield "all_reduce", "float64", 1, num_sub_groups(layout, cell.world_size)
 
 
@@ -173,22 +182,27 @@ def held(sync: Sync, cell: Cell, layout: Layout, rank: int, options: ZeroOptions
     is permanent too (stage3.py:__init__); stage 2 frees its own after every backward.
     """
     world_size, bf16 = cell.world_size, cell.precision is Precision.BF16
-    element = 2 if bf16 else 4
+    element = ELEMENT_BYTES[cell.precision]
     whole = 4 * layout.num_parameters
     if options.stage == 2:
         partition = flat(layout, world_size) // world_size
-        gradients = 4 * (partition if bf16 else overlapping(layout, world_size, rank))
-        return {
-            "parameters": element * partition * world_size + 4 * partition,
-            "gradients": whole if sync is Sync.DEFERRED else gradients,
-            "communication": 0,
-        }
+        gradients = 4 * overlapping(layout, world_size, rank)
+        if sync is Sync.DEFERRED:
+            gradients = whole
+        elif bf16:
+            gradients = 4 * partition
+        parameters = element * partition * world_size + 4 * partition
+        return {"parameters": parameters, "gradients": gradients, "communication": 0}
     shards = sum(ceil_to(p.numel, world_size) for p in layout.parameters) // world_size
-    gathered = gathers.persistent(layout, options) if world_size > 1 else ()
-    whole_small = sum(ceil_to(layout.parameters[p].numel, world_size) for p in gathered)
+    parameters, gradients = (element + 4) * shards, 4 * shards
+    if world_size > 1:
+        kept = gathers.persistent(layout, options)
+        parameters += element * sum(ceil_to(layout.parameters[p].numel, world_size) for p in kept)
+    if sync is Sync.DEFERRED:
+        gradients += whole
     return {
-        "parameters": (element + 4) * shards + element * whole_small,
-        "gradients": 4 * shards + (whole if sync is Sync.DEFERRED else 0),
+        "parameters": parameters,
+        "gradients": gradients,
         "communication": 4 * options.reduce_bucket_size,
     }
 

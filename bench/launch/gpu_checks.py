@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,8 +114,8 @@ def _build_for(driver_cuda: tuple[int, int] | None) -> str:
 def driver(facts: GpuFacts) -> Iterator[Finding]:
     """Whether there are GPUs, and a driver that answers."""
     if facts.gpus:
-        names = [gpu["name"] for gpu in facts.gpus]
-        what = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+        names = Counter(gpu["name"] for gpu in facts.gpus)
+        what = ", ".join(f"{number} x {name}" for name, number in names.items())
         if facts.driver:
             what += f"; driver {facts.driver}"
         if facts.driver_cuda:
@@ -157,7 +158,7 @@ def build(facts: GpuFacts) -> Iterator[Finding]:
         yield error("cuda", f"torch cannot use the GPUs that the driver reports: {problem}: {fix}")
     else:
         yield good("cuda", f"torch {torch.version} uses {len(torch.devices)}, built for {torch.built_for}")
-    kernels = [match.groups() for name in torch.architectures if (match := ARCHITECTURE.fullmatch(name))]
+    kernels = _kernels(torch)
     for capability in sorted({tuple(device["capability"]) for device in torch.devices if torch.cuda}):
         if not any(_runs(capability, *kernel) for kernel in kernels):
             what = f"torch {torch.version} has no kernels for compute capability {_dotted(capability)}"
@@ -166,6 +167,12 @@ def build(facts: GpuFacts) -> Iterator[Finding]:
             if capability > newest:
                 fix = "install a torch that is newer"
             yield error("cuda", f"{what} (it has {', '.join(torch.architectures)}): {fix}")
+
+
+def _kernels(torch: TorchFacts) -> list[tuple[str, ...]]:
+    """Kind, major and minor version, and what is special, of each architecture that torch has kernels for."""
+    matches = map(ARCHITECTURE.fullmatch, torch.architectures)
+    return [match.groups() for match in matches if match]
 
 
 def _runs(capability: tuple[int, ...], kind: str, major: str, minor: str, special: str) -> bool:

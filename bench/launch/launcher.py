@@ -225,21 +225,24 @@ class _Trial:
                 return None
             if ending := watch.look([self._sights[number] for number in range(len(self._nodes))]):
                 return ending
-            running = [node.fileno() for number, node in enumerate(self._nodes) if number not in self._reports]
-            wait(running, watch.interval_s)
+            wait([self._nodes[number].fileno() for number in self._running], watch.interval_s)
 
     def _look(self) -> None:
         """Look at the nodes whose ranks have not ended."""
-        for number, node in enumerate(self._nodes):
-            if number not in self._reports:
-                self._sights[number], report = node.look()
-                if report is not None:
-                    self._reports[number] = report
+        for number in self._running:
+            self._sights[number], report = self._nodes[number].look()
+            if report is not None:
+                self._reports[number] = report
+
+    @property
+    def _running(self) -> list[int]:
+        """The numbers of the nodes whose ranks have not ended."""
+        return [number for number in range(len(self._nodes)) if number not in self._reports]
 
     def _end(self, *, dump: bool) -> list[dict[str, Any] | None]:
         """End the ranks that still run, and return what each rank wrote by itself."""
         heard = {rank for sight in self._sights.values() for rank in sight.written}
-        running = [number for number in range(len(self._nodes)) if number not in self._reports]
+        running = self._running
         for number in reversed(running):
             self._reports[number] = self._nodes[number].end(dump=dump)
         results: list[dict[str, Any] | None] = []

@@ -92,7 +92,8 @@ def _with_references(found: Sequence[Cell]) -> list[Cell]:
 def _original_of_twin(parts: Parts, base: str) -> Cell | None:
     """The cell of the baseline that the run has twice; None if no part has a timed one."""
     for _, cells in parts:
-        of_baseline = (cell for cell in cells if cell.backend == base and not cell.is_reference)
+        others = (cell for cell in cells if not cell.is_reference)
+        of_baseline = (cell for cell in others if cell.backend == base)
         timed = [cell for cell in of_baseline if cell.world.is_timed]
         if timed:
             return max(timed, key=lambda cell: (cell.world.has_all_ranks, cell.world_size, cell.accumulate))

@@ -180,7 +180,8 @@ KEYS = tuple(_TYPES)
 FOR_ALL = ("workload.corpus", "training.seed", "training.optimizer")
 """Keys that apply to the whole run, so groups may not set them; a group uses ``axes.optimizer``
 instead."""
-IN_GROUPS = ("once", *(key for key in KEYS if "." in key and key not in FOR_ALL))
+OF_TABLES = tuple(key for key in KEYS if "." in key)
+IN_GROUPS = ("once", *(key for key in OF_TABLES if key not in FOR_ALL))
 """Keys that a group may set."""
 
 
@@ -266,12 +267,10 @@ def names() -> list[str]:
 
 def load(name: str) -> Matrix:
     """Load a shipped matrix by name, or a TOML file. Raises InputError if it cannot be read or is invalid."""
-    shipped = name in names()
-    path = FOLDER / f"{name}.toml" if shipped else Path(name)
-    source = name
-    if shipped:
-        source = f"{name}.toml"
-    if not shipped and path.suffix != ".toml":
+    path, source = Path(name), name
+    if name in names():
+        path, source = FOLDER / f"{name}.toml", f"{name}.toml"
+    elif path.suffix != ".toml":
         raise InputError(f"--matrix {name}: unknown; {suggest(name, ['auto', *names(), 'a .toml file'])}")
     content = files.read(path, f"--matrix {name}", "name a TOML file")
     try:
@@ -309,7 +308,11 @@ def settings_of_stored(values: Mapping[str, Any], place: str) -> MatrixFile:
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values that differ from their defaults, some of which users may not give."""
-    return {key: value for key, value in values.items() if key not in DEFAULTS or value != DEFAULTS[key]}
+    found = dict(values)
+    for key, default in DEFAULTS.items():
+        if key in found and found[key] == default:
+            del found[key]
+    return found
 
 
 def _checked(values: Mapping[str, Any], place: str, name: Callable[[str], str] = str) -> dict[str, Any]:

@@ -63,8 +63,10 @@ class MeasuredRates:
     @property
     def all_reduce_rate(self) -> float | None:
         """Bus bandwidth of the largest all-reduce."""
-        rates = [bus_rate(link, self.world_size) for link in self.links if link["op"] == "all_reduce"]
-        return rates[-1] if rates else None
+        for link in reversed(self.links):
+            if link["op"] == "all_reduce":
+                return bus_rate(link, self.world_size)
+        return None
 
     @property
     def link_text(self) -> str:

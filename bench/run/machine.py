@@ -163,11 +163,12 @@ def packages() -> dict[str, str]:
 
 def environment() -> dict[str, str]:
     """The environment variables that can change a result, without those that may hold a secret."""
-    return {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if name.startswith(ENVIRONMENT_PREFIXES) and not (SECRET_NAMES.search(name) or SECRET_VALUES.search(value))
-    }
+    found = {}
+    for name, value in sorted(os.environ.items()):
+        is_secret = SECRET_NAMES.search(name) or SECRET_VALUES.search(value)
+        if name.startswith(ENVIRONMENT_PREFIXES) and not is_secret:
+            found[name] = value
+    return found
 
 
 def code(backends: Mapping[str, type[Any]], workloads: Mapping[str, Sequence[Path]]) -> dict[str, str]:

@@ -133,11 +133,14 @@ class Runner:
         for record in records:
             self._note_extras(record)
         latest = {record.key: record.status for record in records}
-        again = set(Status) - {Status.OK} if self._retry_failed else {Status.INTERRUPTED}
+        again = {Status.INTERRUPTED}
+        if self._retry_failed:
+            again = set(Status) - {Status.OK}
         self._done = {key for key, status in latest.items() if status not in again}
         if self._retry_failed:
             # Updates were not checked while their reference was failing.
-            self._done -= {trial.key for trial in self.schedule.trials() if trial.extra and self._lacks_update(trial)}
+            extra = (trial for trial in self.schedule.trials() if trial.extra)
+            self._done -= {trial.key for trial in extra if self._lacks_update(trial)}
         self._num_run = len(records)
         self._spent_s = sum(record.wall_s for record in records if record.status is not Status.INTERRUPTED)
 
@@ -194,7 +197,8 @@ class Runner:
             return True
         look = self._judge(self._records(), self._manifest, repeats)
         if not look.open:
-            self._decide(look, Ended.NOTHING_TO_COMPARE if look.refused else Ended.PRECISION)
+            ended = Ended.NOTHING_TO_COMPARE if look.refused else Ended.PRECISION
+            self._decide(look, ended)
         elif repeats >= self.schedule.max_repeats:
             self._decide(dataclasses.replace(look, open=()), Ended.MAX_REPEATS)
         else:

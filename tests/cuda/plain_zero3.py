@@ -12,6 +12,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,8 @@ STEPS_AND_SIZE, OF_A_GPU = (6, 512), (200, 4096)
 """Updates, and the width of each layer: on a GPU so wide that writing weights takes longer than enqueuing a gather."""
 SHARED, STEPS_OF_SHARED = ("nothing kept, timer off", "defaults"), 8
 """Configurations and updates of two ranks on one GPU, whose gathers go through sockets."""
-LIMIT_S = 60.0
-"""How long the ranks may take to connect, and each collective."""
+LIMIT_S, POLL_S = 60.0, 0.1
+"""How long the ranks may take to connect, and each collective; how often they are looked at."""
 
 
 def train(config: dict[str, Any], steps: int, size: int) -> list[float]:
@@ -88,10 +89,14 @@ def losses_of(
         own |= shared_nccl.environment(rank) if shared else {}
         told = {**os.environ, **environment, **own}
         processes.append(subprocess.Popen(command, cwd=ROOT, env=told, stdout=subprocess.PIPE, text=True))
-    outputs = [process.communicate()[0] for process in processes]
-    if ended := [process.returncode for process in processes if process.returncode]:
-        raise SystemExit(f"{name}: a rank ended with exit status {ended[0]}")
-    found: list[float] = json.loads(outputs[0].splitlines()[-1])
+    while (codes := [process.poll() for process in processes]) != [0] * ranks:
+        if failed := list(filter(None, codes)):
+            for process in processes:
+                process.kill()  # it would wait for the other
+            raise SystemExit(f"{name}: a rank ended with exit status {failed[0]}")
+        time.sleep(POLL_S)
+    output, _ = processes[0].communicate()
+    found: list[float] = json.loads(output.splitlines()[-1])
     return found
 
 

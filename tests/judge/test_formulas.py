@@ -130,6 +130,17 @@ def test_a_backend_of_another_package_may_bring_its_formula(
     assert (found and [(row.op, row.calls) for row in found.collectives]) == (calls and [("all_reduce", calls)])
 
 
+def test_a_formula_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> Any:
+        raise KeyError("zero_optimization")
+
+    made = make_backend("made")
+    made.formula = fails
+    monkeypatch.setattr(formulas, "_of_another_package", lambda name, extra: made)
+    with pytest.raises(InputError, match=r"backend 'made': its formula fails \('zero_optimization'\)"):
+        expect(make_cell(backend="made"), llama_layout(SIZES["tiny"]))
+
+
 def test_a_formula_that_cannot_be_loaded_is_named() -> None:
     made = make_backend("made")
     made.formula = "no_such_package:formula"

@@ -21,6 +21,7 @@ from bench.judge.statistics import MIN_TRIALS
 from bench.plan import matrix as matrix_file
 from bench.plan.cell import REFERENCE, REFERENCES, SHARDED_REFERENCE, Cell, Device
 from bench.plan.expand import baseline, expand
+from bench.plan.models import describe_file
 from bench.plan.schedule import Ended
 from bench.plan.world import Refusals
 from tests.conftest import HSDP, first
@@ -241,6 +242,28 @@ def test_the_twin_is_the_largest_cell_of_the_baseline() -> None:
     twin = twin_of(backend=["ddp-eager", "fsdp2-eager"], accumulate=[1, 4, 2], world_size=[1, 2])
     assert (twin.backend, twin.accumulate, twin.world_size) == ("ddp-eager", 4, 2)
     assert twin_of(backend=["ddp-eager", "fsdp2-eager"], baseline="fsdp2-eager").backend == "fsdp2-eager"
+
+
+def test_the_corpus_is_read_once_and_must_hold_the_longest_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "corpus.txt"
+    text.write_bytes(b"a" * 65)
+    read: list[int] = []
+
+    def describe(path: Path, length: int, place: str) -> str:
+        read.append(length)
+        return describe_file(path, length, place)
+
+    monkeypatch.setattr("bench.plan.expand.describe_file", describe)
+    document = make_document() | {"groups": [{"workload": {"sequence_length": 64}, "once": True}]}
+    document["workload"] |= {"corpus": str(text)}
+    found = expand(matrix_file.parse(document, name="made", source="made.toml"), BACKENDS, 0)
+    assert read == [65] and {cell.sequence_length for cell in found.cells} == {32, 64}
+    assert len({cell.corpus for cell in found.cells}) == 1
+    document["groups"][0]["workload"] = {"sequence_length": 65}
+    with pytest.raises(InputError, match=r"has 65 bytes; one sample needs sequence_length \+ 1 = 66 bytes"):
+        expand(matrix_file.parse(document, name="made", source="made.toml"), BACKENDS, 0)
 
 
 def test_the_baseline_is_the_first_that_can_run_and_has_no_known_defect() -> None:
