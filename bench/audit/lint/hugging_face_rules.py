@@ -114,7 +114,7 @@ class TrainerArguments:
         for key in ("finetuning_type", "tuner_type", "train_type", "sft_type"):
             method = self.part.at(key)
             if method.given:
-                return method.value not in {"full", "freeze"}
+                return str(method.value) not in {"full", "freeze"}
         for key in self.part.names_here:
             value = self.part.under(key).value
             if key.startswith(ADAPTERS) and value not in (None, False, 0, "", "none", "None"):
