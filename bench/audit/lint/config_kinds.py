@@ -159,6 +159,9 @@ def _is_like(root: ConfigPart, adapter: Adapter, suffix: str) -> bool:
 def _has_training_arguments(root: ConfigPart, least: int) -> bool:
     """Whether keys that only TrainingArguments have are there; ``num_train_epochs`` needs more beside it."""
     found = has(root, TRAINING_OWN)
+    is_wrapped = any(isinstance(root.at(key).value, dict) for key in ("num_train_epochs", *TRAINING_NEEDS[:2]))
+    if is_wrapped:  # a log that Weights & Biases wrote has values beside descriptions
+        return False
     if has(root, TRAINING_NEEDS):
         return found >= least
     is_mostly_known = _unknown_share(root, "training_arguments") <= 1 / 2
