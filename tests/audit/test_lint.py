@@ -490,6 +490,8 @@ NOT_JUDGED = [
     ("gradient_accumulation_steps: 4\nadam_betas: [0.9, 0.9]\nnum_train_epochs: 3\nlearning_rate: 0.1\n", "dpr.yaml"),
     ("per_device_train_batch_size: 2\ngradient_accumulation_steps: 4\nmax_train_steps: 9\n", "no_trainer.yaml"),
     ("defaults: [base]\nper_device_train_batch_size: 2\ngradient_accumulation_steps: 4\n", "hydra.yaml"),
+    ("per_device_train_batch_size: 2\ngradient_accumulation_steps: 4\nclip_grad_norm: 1.0\n", "own_trainer.yaml"),
+    ("per_device_train_batch_size: {value: 2}\ngradient_accumulation_steps: {value: 4}\n", "wandb.yaml"),
     ("batch_size: 2\ngradient_accumulation_steps: 16\ndtype: bf16\n", "mine.yaml"),
 ]
 

@@ -206,7 +206,7 @@ def _subjects(training: _Training) -> Iterable[object]:
             launch=launch,
             has_bf16_parameters=adapter is not None and adapter.bf16_parameters,
             dtype_keys=adapter.dtype_keys if adapter is not None else (),
-            has_plain_defaults=adapter is not None and not adapter.own,
+            has_plain_defaults=adapter is not None and not adapter.evidence,
         )
         if launch is not None:
             yield from accelerate_rules.subjects(launch, options, config.root)

@@ -70,7 +70,7 @@ class Adapter:
     title: str
     reader: Reader
     suffixes: tuple[str, ...]
-    own: tuple[str, ...]
+    evidence: tuple[str, ...]
     least: int
     needs: int = 0
     """How many keys of TrainingArguments must be there."""
@@ -111,7 +111,7 @@ def adapters() -> list[Adapter]:
     tables = tomllib.loads((Path(__file__).parent / "kinds.toml").read_text())
     found = []
     for table in tables.values():
-        words = {name: tuple(table.get(name, "").split()) for name in ("suffixes", "own", "without", "unknown")}
+        words = {name: tuple(table.get(name, "").split()) for name in ("suffixes", "evidence", "without", "unknown")}
         if "dtype_keys" in table:
             words["dtype_keys"] = tuple(table["dtype_keys"].split())
         found.append(Adapter(**{**table, **words, "reader": Reader(table["reader"])}))
@@ -143,7 +143,7 @@ def recognize(root: ConfigPart, suffix: str) -> Config | None:
 
 
 def _is_like(root: ConfigPart, adapter: Adapter, suffix: str) -> bool:
-    if has(root, adapter.own) < adapter.least or has(root, adapter.without):
+    if has(root, adapter.evidence) < adapter.least or has(root, adapter.without):
         return False
     if adapter.reader is Reader.HUGGING_FACE and _is_of_hydra(root):
         return False
@@ -158,11 +158,14 @@ def _is_like(root: ConfigPart, adapter: Adapter, suffix: str) -> bool:
 
 def _has_training_arguments(root: ConfigPart, least: int) -> bool:
     """Whether keys that only TrainingArguments have are there; ``num_train_epochs`` needs more beside it."""
-    own = has(root, TRAINING_OWN)
+    found = has(root, TRAINING_OWN)
+    is_wrapped = any(isinstance(root.at(key).value, dict) for key in ("num_train_epochs", *TRAINING_NEEDS[:2]))
+    if is_wrapped:  # a log that Weights & Biases wrote has values beside descriptions
+        return False
     if has(root, TRAINING_NEEDS):
-        return own >= least
+        return found >= least
     is_mostly_known = _unknown_share(root, "training_arguments") <= 1 / 2
-    return has(root, ("num_train_epochs",)) > 0 and own >= LEAST_BESIDE_EPOCHS and is_mostly_known
+    return has(root, ("num_train_epochs",)) > 0 and found >= LEAST_BESIDE_EPOCHS and is_mostly_known
 
 
 def _is_of_hydra(root: ConfigPart) -> bool:
@@ -225,9 +228,9 @@ def _is_trainer(part: ConfigPart) -> bool:
     target = part.value.get("_target_", part.value.get("class_path"))
     if isinstance(target, str):
         return target.endswith(".Trainer") and "lightning" in target
-    own = has(part, known_keys()["trainer_own"])
+    found = has(part, known_keys()["trainer_own"])
     known = has(part, [*known_keys()["trainer"], *known_keys()["trainer_removed"]])
-    return own > 0 and known > 1 and known >= (1 - MOST_UNKNOWN) * len(part.value)
+    return found > 0 and known > 1 and known >= (1 - MOST_UNKNOWN) * len(part.value)
 
 
 def _is_of_command_line(around: ConfigPart) -> bool:

@@ -114,7 +114,7 @@ class TrainerArguments:
         for key in ("finetuning_type", "tuner_type", "train_type", "sft_type"):
             method = self.part.at(key)
             if method.given:
-                return method.value not in {"full", "freeze"}
+                return str(method.value) not in {"full", "freeze"}
         for key in self.part.names_here:
             value = self.part.under(key).value
             if key.startswith(ADAPTERS) and value not in (None, False, 0, "", "none", "None"):
@@ -138,7 +138,9 @@ class TrainerArguments:
                 return self.part.at(key), "bf16"
         for key in self.dtype_keys:
             for dtype, names in NAMES.items():
-                if self.part.at(key).value in names:
+                # GradScaler refuses gradients of parameters in fp16, so that training does not start.
+                is_refused = dtype == "fp16" and self.dtypes["fp16"]
+                if self.part.at(key).value in names and not is_refused:
                     return self.part.at(key), dtype
         if self.has_bf16_parameters and self.dtypes["bf16"]:
             return self.part.at("bf16"), "bf16"
@@ -227,8 +229,12 @@ def _differ(same: SameValue) -> Iterator[Found]:
     if not place.given or place.value == AUTO or place.unknown or value is None:
         return
     if place.value != value:
-        arguments = f"{same.name} of TrainingArguments is {value:g}"
-        what = f"the Trainer raises ValueError: {place.name} is {place.value}, and {arguments}"
+        given = f"{value:g}"
+        if isinstance(value, bool):
+            given = str(value).lower()
+        arguments = f"{same.name} of TrainingArguments is {given}"
+        name = place.key.removeprefix("deepspeed.")
+        what = f"the Trainer raises ValueError: {name} is {str(place.value).lower()}, and {arguments}"
         yield Found(place, what, 'set it to "auto", or remove it')
 
 

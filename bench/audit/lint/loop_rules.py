@@ -50,7 +50,7 @@ def subjects(part: ConfigPart, adapter: Adapter, options: LintOptions) -> Iterat
 def _sixteen_bits(place: ConfigPart) -> str | None:
     """The dtype of 16 bits that parameters have here; None for another, or an unknown one."""
     for dtype, names in NAMES.items():
-        if place.value in {*names, *TRUE_16_BITS[dtype]}:
+        if place.value in (*names, *TRUE_16_BITS[dtype]):
             return dtype
     return None
 
