@@ -48,8 +48,6 @@ class BackendFamily(StrEnum):
     OTHER = "Others"
 
 
-Defect = tuple[str, str, str, str]
-"""Package, its versions that have the defect (docs/versions.md), the defect in words, and versions to install."""
 Call = tuple[str, str, int, int]
 """Calls of a collective: operation, dtype, elements of the whole logical tensor, and how often it is called."""
 
@@ -107,8 +105,6 @@ class Backend(ABC):
     """Whether the gradients of a window are freed only after the first forward of the next."""
     aliases: ClassVar[tuple[str, ...]] = ()
     """What a trainer's argument calls it, such as Lightning's ``strategy``."""
-    defective_versions: ClassVar[tuple[Defect, ...]] = ()
-    """Defects that versions of its packages have."""
     scenario_variant: ClassVar[str] = ""
     """``module:Class`` of a subclass that passes epochs, limits and checkpoints of scenarios to the framework."""
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench.backends.base import BF16_PARAMETERS, Backend, BackendFamily, Defect
+from bench.backends.base import BF16_PARAMETERS, Backend, BackendFamily
 from bench.backends.training_job import Job
 from bench.backends.zero_options import gather_after_updates, zero_config
 from bench.errors import UnsupportedError
@@ -113,10 +113,6 @@ class ZeroBackend(Backend):
     bf16_as = BF16_PARAMETERS
     formula = "bench.judge.zero:zero"
     stage = 2
-    defective_versions: ClassVar[tuple[Defect, ...]] = (
-        ("deepspeed", LAST_ONLY, "ZeRO-2 keeps only the last micro-batch's gradient of a window", ">=0.19.8"),
-        ("deepspeed", BF16_SUM, "ZeRO-2 sums bf16 gradients in bf16, whatever grad_accum_dtype says", ">=0.19.8"),
-    )
     config: dict[str, Any]
     """That of ``zero_config``."""
     masters: dict[str, Tensor]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from bench.backends import deepspeed as ds
 from bench.backends import fsdp2, plain
-from bench.backends.base import Backend, BackendFamily, Call, Defect, known
+from bench.backends.base import Backend, BackendFamily, Call, known
 from bench.backends.training_job import Job
 from bench.backends.zero_options import zero_config
 from bench.plan.categories import Category
@@ -60,9 +60,6 @@ class LightningBackend(Backend):
     family = BackendFamily.LIGHTNING
     requires: ClassVar[tuple[str, ...]] = ("lightning",)
     preload: ClassVar[tuple[str, ...]] = ("lightning.pytorch", "lightning.fabric")
-    defective_versions: ClassVar[tuple[Defect, ...]] = (
-        ("lightning", "<2.2.1", "ThroughputMonitor raises unless log_every_n_steps is divisible by N", ">=2.6"),
-    )
     frees_gradients_late = True
     scenario_variant = "bench.audit.job:AuditedTrainer"
     loss_factor: ClassVar[str] = ""
