@@ -52,9 +52,9 @@ FAST = (
     Case("fsdp2 deferred", RIGHT, "deferred"),
     Case("single tied", RIGHT, about="an embedding that is the head, too"),
     Case("single penalty", RIGHT, about="autograd.grad within a window"),
-    Case("single lbfgs", IN_PART, "not judged", "an optimizer with several backwards per step"),
+    Case("single lbfgs", NOT_JUDGED, "not judged", "an optimizer with several backwards per step"),
     Case("single closure", RIGHT, about="the last backward of a window in the optimizer's closure"),
-    Case("several gan", IN_PART, "scale not judged", "two backwards of one optimizer, one of another"),
+    Case("several gan", RIGHT, "other loss", "two backwards of one optimizer, one of another"),
     Case("ddp loss-inside", RIGHT, about="the model in DDP returns its loss"),
     Case("ddp late", "partly reduced", about="the first micro-batch synchronizes, not the last"),
     Case("ddp unwrapped", "not reduced", about="the module in DDP is called, not DDP"),
@@ -62,8 +62,8 @@ FAST = (
 """A representative of each kind."""
 SPAWNED = Case("spawn fork", RIGHT, "eager", "ranks forked by the script")
 SLOW = (
-    Case("single auxiliary", RIGHT, about="a second loss with a small factor"),
-    Case("single masked", IN_PART, "scale not judged", "a masked sum over its mask's sum"),
+    Case("single auxiliary", RIGHT_FOR_MAIN, "other losses", about="a second loss with a small factor"),
+    Case("single masked", "mean of means", about="a masked sum over its mask's sum, with masks of 7 to 13"),
     Case("single overflow", RIGHT, about="the loss scaler skips an update"),
     Case("ddp manual", RIGHT, about="all-reduces by hand"),
     Case("ddp right", RIGHT, "deferred", "no_sync until the last micro-batch"),

@@ -321,20 +321,24 @@ class LossScale:
 
     def _doubt_of_parts(self, wrong: dict[int, float]) -> str:
         """Why backwards may be parts of a loss: only the right sum needs no proof that they are micro-batches."""
-        for number in wrong:
-            update = self.updates[self._first][number]
-            reached = {tuple(values is not None for values in backward.added) for backward in update.backwards}
-            if len({backward.place for backward in update.backwards}) > 1:
-                return "since backward is called at several places"
-            if len(reached) > 1:
-                return "since the backwards of an update reach different parameters"
-            if any(criterion.in_batch for backward in update.backwards for criterion in backward.criteria):
-                return "since the rows of a batch are contrasted with each other"
-            is_asked = update.count in (update.step.asked, self.expect)
-            if update.count > 1 and not is_asked and self._ratio != 1 and not has_distinct_data(update):
-                return "since it is not visible whether backwards have a micro-batch each"
-            if len({loss.kind for weighed in self.weighed for loss in weighed.losses}) > 1:
-                return "since the loss has several terms"
+        if any(not found.is_present for gradient in self.gradients for found in gradient.weights):
+            return "since some backwards are not in the gradient"
+        if len({loss.kind for weighed in self.weighed for loss in weighed.losses}) > 1:
+            return "since the loss has several terms"
+        reasons = [self._doubt_of_update(self.updates[self._first][number]) for number in wrong]
+        return next(filter(None, reasons), "")
+
+    def _doubt_of_update(self, update: AuditedUpdate) -> str:
+        reached = {tuple(values is not None for values in backward.added) for backward in update.backwards}
+        if len({backward.place for backward in update.backwards}) > 1:
+            return "since backward is called at several places"
+        if len(reached) > 1:
+            return "since the backwards of an update reach different parameters"
+        if any(criterion.in_batch for backward in update.backwards for criterion in backward.criteria):
+            return "since the rows of a batch are contrasted with each other"
+        is_asked = update.count in (update.step.asked, self.expect)
+        if update.count > 1 and not is_asked and self._ratio != 1 and not has_distinct_data(update):
+            return "since it is not visible whether backwards have a micro-batch each"
         return ""
 
     def _of_others(self) -> Iterator[Finding]:

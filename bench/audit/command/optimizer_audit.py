@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from statistics import mode
@@ -71,9 +72,9 @@ class OptimizerAudit:
         """Its name with that of what it trains."""
         leaves = self.ranks[self.first].leaves
         trained = [leaves[leaf].name for leaf in self.mine[0].step.owned]
-        heads = {name.partition(".")[0] for name in trained if "." in name}
-        if len(heads) == 1 and len(trained) > 1:
-            return f"{self.name} of {heads.pop()}"
+        shared = posixpath.commonpath([name.replace(".", "/") for name in trained]) if trained else ""
+        if len(trained) > 1 and shared:
+            return f"{self.name} of {shared.replace('/', '.')}"
         return f"{self.name} of {names(trained)}" if trained else self.name
 
     def _say(self, topic: str, text: str) -> Finding:
@@ -361,9 +362,11 @@ class OptimizerAudit:
         shown = [place + 1 for place in places]
         text = f"micro-batches {shown} of update {number + 1} have weight 0 on rank {rank}: {update.events}{cleared}"
         backwards = [update.backwards[place] for place in places]
-        if all(self._is_used_elsewhere(backward, rank) for backward in backwards):
-            return good("other loss", f"{self.label}{text}: another optimizer uses them")
         rest = [backward for backward in update.backwards if backward not in backwards]
+        if all(self._is_used_elsewhere(backward, rank) for backward in backwards):
+            if {backward.place for backward in backwards} & {backward.place for backward in rest}:
+                return self._say("discarded", f"{text}: only another optimizer uses them")
+            return good("other loss", f"{self.label}{text}: another optimizer uses them")
         if rest and not {kind(backward) for backward in backwards} <= {kind(backward) for backward in rest}:
             return self._say("discarded", f"{text}: their loss is another one")
         if number == 0 and self._only_first(rank):
