@@ -134,9 +134,9 @@ SLOW = (
     Case("several losses", IN_PART, "scale not judged", "two different losses per batch"),
     Case("several shared", IN_PART, "scale not judged", "two backwards of one graph"),
     Case("several actor", IN_PART, "scale not judged", "two models, each clipped after its own backward"),
-    Case("parallel tensor", IN_PART, "not judged"),
-    Case("parallel pipeline", IN_PART, "not judged"),
-    Case("parallel fsdp1", IN_PART, "not judged"),
+    Case("parallel tensor", RIGHT),
+    Case("parallel pipeline", RIGHT),
+    Case("parallel fsdp1", NOT_JUDGED, "not judged"),
     Case("spawn spawn", RIGHT, "eager"),
 )
 CASES = (*FAST, SPAWNED, *SLOW)

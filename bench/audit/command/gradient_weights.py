@@ -25,6 +25,9 @@ SINGULAR = 1e-5
 """Columns with smaller relative singular values cannot be told apart in fp32."""
 TOLERANCE = 0.02
 """Weights are told apart if they differ by more, relative to the largest."""
+ABSENT = 1e-3
+"""A smaller weight is 0, relative to the largest, or one that is not larger than some of its standard errors."""
+ERRORS = 10
 EXPLAINED = 0.05
 """The largest relative residual of a sum of micro-gradients: that of 256 in bf16 is 0.02, in fp32 it is near 1e-7."""
 SAME = 1e-3
@@ -66,6 +69,8 @@ class ExplainedGradient:
     residual: float
     left: float
     """The coefficient of what was left of an earlier gradient; 0 if there was nothing."""
+    left_in: list[str]
+    """Parameters in which something was left."""
 
     @property
     def level(self) -> float:
@@ -149,30 +154,32 @@ def explain(ranks: Mapping[int, Rank], updates: Mapping[int, AuditedUpdate], opt
         except ValueError as error:
             found.reasons.append(str(error))
             continue
+        lefts = {equation.leaf for equation in equations if equation.left.any()}
         for leaves, solution, residual in solved:
-            least = TOLERANCE * max(map(abs, solution.coefficients.values()), default=0.0)
-            good = {place for place, error in solution.errors.items() if error < least or not least}
-            weights = [
-                Weight(*place, solution.coefficients[place], abs(solution.coefficients[place]) > least)
-                for place in sorted(good)
-            ]
-            is_left = solution.left_error < TOLERANCE and abs(solution.left) > TOLERANCE
-            resolved = len(good) == len(solution.errors)
-            found.gradients.append(
-                ExplainedGradient(
-                    number,
-                    optimizer,
-                    holders,
-                    replicas,
-                    leaves,
-                    len(equations),
-                    weights,
-                    resolved,
-                    residual,
-                    solution.left if is_left else 0.0,
-                )
-            )
+            gradient = _gradient(number, optimizer, (holders, replicas), leaves, solution)
+            gradient.residual, gradient.num_leaves = residual, len(equations)
+            gradient.left_in = [leaf for leaf in leaves if leaf in lefts]
+            found.gradients.append(gradient)
     return found
+
+
+def _gradient(
+    update: int, optimizer: int, ranks: tuple[tuple[int, ...], tuple[int, ...]], leaves: list[str], solution: _Solution
+) -> ExplainedGradient:
+    largest = max(map(abs, solution.coefficients.values()), default=0.0)
+    weights = []
+    for place in sorted(solution.coefficients):
+        error = solution.errors[place]
+        if error < TOLERANCE * largest or not largest:
+            weight = solution.coefficients[place]
+            is_present = abs(weight) > max(ABSENT * largest, ERRORS * error)
+            weights.append(Weight(*place, weight, is_present))
+    left = solution.left
+    if solution.left_error >= TOLERANCE or abs(left) <= TOLERANCE:
+        left = 0.0
+    is_resolved = len(weights) == len(solution.errors)
+    holders, replicas = ranks
+    return ExplainedGradient(update, optimizer, holders, replicas, leaves, 0, weights, is_resolved, 0.0, left, [])
 
 
 def _equations(ranks: Mapping[int, Rank], updates: Mapping[int, AuditedUpdate]) -> list[_Equation]:

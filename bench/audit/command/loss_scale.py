@@ -147,6 +147,8 @@ class LossScale:
 
     def __post_init__(self) -> None:
         self._first = next(iter(self.updates))
+        self._beside = ""
+        """Sums of several kinds of losses, of which one is 1."""
         self._ratio = batches_per_backward(self.updates[self._first])
         counts = [micro_batches(update, self._ratio) for update in self.updates[self._first]]
         known = sorted(count for count in counts if count)
@@ -155,12 +157,17 @@ class LossScale:
 
     def findings(self) -> Iterator[Finding]:
         """What the weights sum to, and whether all terms weigh the same."""
-        resolved = [gradient for gradient in self.gradients if gradient.is_resolved and gradient.weights]
+        resolved = [gradient for gradient in self._main_gradients() if gradient.is_resolved and gradient.weights]
         if not resolved:
             yield self._open("micro-gradients are 0, or too alike to be told apart")
             return
         self.weighed = [self._weigh(gradient) for gradient in resolved]
-        doubt = next(self._doubts(), "")
+        doubt = next((why for weighed in self.weighed for why in self._doubts(weighed)), "")
+        if doubt and self.ranks[self._first].parallel:
+            # Of a pipeline only the last stage knows the loss.
+            clear = [weighed for weighed in self.weighed if not any(self._doubts(weighed))]
+            if clear:
+                self.weighed, doubt = clear, ""
         totals = self._totals()
         if doubt or isinstance(totals, str):
             yield self._open(doubt or str(totals))
@@ -168,6 +175,15 @@ class LossScale:
             yield from self._of_totals(totals)
             yield from self._of_others()
         yield from self._of_terms()
+
+    def _main_gradients(self) -> list[ExplainedGradient]:
+        """Of each update and rank the one of most parameters: that others differ is said elsewhere."""
+        found: dict[tuple[int, tuple[int, ...], tuple[int, ...]], ExplainedGradient] = {}
+        for gradient in self.gradients:
+            key = gradient.update, gradient.gradient_of, gradient.replicas
+            if key not in found or len(gradient.leaves) > len(found[key].leaves):
+                found[key] = gradient
+        return list(found.values())
 
     def _open(self, why: str) -> Finding:
         return warning("scale not judged", f"{self.label}{why}")
@@ -189,15 +205,15 @@ class LossScale:
         count = micro_batches(self.updates[gradient.gradient_of[0]][gradient.update], self._ratio)
         return WeighedUpdate(gradient, count, losses)
 
-    def _doubts(self) -> Iterator[str]:
+    def _doubts(self, weighed: WeighedUpdate) -> Iterator[str]:
         """Why backwards of an update may be parts of a loss instead of micro-batches."""
-        for update in self.updates[self._first]:
-            for backward in update.backwards:
-                yield from backward.doubts
-                if hook_factor(backward) is None:
-                    yield "hooks change gradients between the loss and the parameters"
-                if backward.covered < 1:
-                    yield self._of_joined(backward)
+        for found in weighed.gradient.weights:
+            backward = self.updates[found.rank][weighed.gradient.update].backwards[found.micro_batch]
+            yield from backward.doubts
+            if hook_factor(backward) is None:
+                yield "hooks change gradients between the loss and the parameters"
+            if backward.covered < 1:
+                yield self._of_joined(backward)
 
     def _of_joined(self, backward: Backward) -> str:
         text = "the loss joins rows that have a gradient with others that have none, as a cache of features does"
@@ -230,14 +246,28 @@ class LossScale:
                         why = "the terms of the loss have factors of their own"
                     return f"{why}: {described(criterion)}"
                 sums.append(self._of_places(weighed, kind, total))
-            worst = max(sums, key=lambda total: abs(total - 1))
-            if len(main) > 1 and abs(worst - 1) > self._near(1.0):
-                parts = ", ".join(f"{kind[0]} {total:.4g}" for kind, total in zip(main, sums, strict=True))
-                return f"the loss has several terms, whose weights sum to {parts}"
+            worst = self._of_kinds(main, sums)
+            if isinstance(worst, str):
+                return worst
             number = weighed.gradient.update
             if abs(worst - 1) >= abs(totals.get(number, 1.0) - 1):
                 totals[number] = worst
         return totals
+
+    def _of_kinds(self, main: list[Kind], sums: list[float]) -> float | str:
+        """The sum of several kinds of losses: 1 if each has 1, or all together; or why that is not judged."""
+        worst = max(sums, key=lambda total: abs(total - 1))
+        if len(main) == 1 or abs(worst - 1) <= self._near(1.0):
+            return worst
+        is_one_loss = len({kind[:2] for kind in main}) == 1
+        if is_one_loss and abs(sum(sums) - 1) <= self._near(1.0):
+            return sum(sums)
+        right = [total for total in sums if abs(total - 1) <= self._near(1.0)]
+        parts = ", ".join(f"{kind[0]} {total:.4g}" for kind, total in zip(main, sums, strict=True))
+        if len(right) == 1 and not is_one_loss:
+            self._beside = parts
+            return right[0]
+        return f"the loss has several terms, whose weights sum to {parts}"
 
     def _of_places(self, weighed: WeighedUpdate, kind: Kind, total: float) -> float:
         """Where backwards at several places each sum to 1, the batch has several losses, each with a right weight."""
@@ -362,11 +392,13 @@ class LossScale:
                         seed * len(weighed.gradient.weights)
                     )
         sums = {name: totals for name, totals in sums.items() if any(totals)}
-        if not sums or all(abs(median(totals) - 1) <= self._near(1.0) for totals in sums.values()):
+        is_right = all(abs(median(totals) - 1) <= self._near(1.0) for totals in sums.values())
+        if is_right and not self._beside:
             return
         if self.status == "right":
             self.status = "main"
         parts = ", ".join(f"{name} {median(totals):.4g}" for name, totals in sums.items())
+        parts = ", ".join(filter(None, [self._beside, parts]))
         text = f"whether other losses have the right factors is not judged; theirs sum to: {parts}"
         yield warning("other losses", f"{self.label}{text}")
 

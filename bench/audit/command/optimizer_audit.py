@@ -9,16 +9,17 @@ from statistics import mode
 
 import numpy as np
 
-from bench.audit.command.gradient_weights import EXPLAINED, Explained, ExplainedGradient, explain, replica_groups
+from bench.audit.command.gradient_weights import Explained, ExplainedGradient, explain, replica_groups
 from bench.audit.command.inside.records import Backward, End, Rank, Values
 from bench.audit.command.loss_scale import LossScale
-from bench.audit.command.update_windows import AuditedUpdate, added, kind
+from bench.audit.command.update_windows import AuditedUpdate, added, is_finite, kind
 from bench.findings import Finding, Level, error, good, note, warning
 from bench.formatting import plural
 
 LOW = {"bfloat16", "float16"}
 ROUNDED = 1e-4
 """Larger relative residuals of gradients in float32 come from rounding to fewer bits."""
+MOST_ROUNDED = 1e-2
 SAME_VALUES = 1e-5
 """Relative distance of parameters that are the same on two ranks."""
 EQUAL = 0.01
@@ -45,7 +46,10 @@ class OptimizerAudit:
         updates: Mapping[int, list[AuditedUpdate]],
         others: Mapping[int, list[AuditedUpdate]],
         expect: int | None,
+        is_idle_elsewhere: bool = False,
     ) -> None:
+        self._is_idle_elsewhere = is_idle_elsewhere
+        """Whether other ranks run backwards, and take none of its steps."""
         self.number, self.ranks, self.updates, self.expect = number, ranks, dict(updates), expect
         self._others = others
         """Updates of other optimizers of the first rank, by number."""
@@ -70,8 +74,9 @@ class OptimizerAudit:
 
     def title(self) -> str:
         """Its name with that of what it trains."""
-        leaves = self.ranks[self.first].leaves
-        trained = [leaves[leaf].name for leaf in self.mine[0].step.owned]
+        if not self._others:
+            return self.name
+        trained = self._owned_names()
         shared = posixpath.commonpath([name.replace(".", "/") for name in trained]) if trained else ""
         if len(trained) > 1 and shared:
             return f"{self.name} of {shared.replace('/', '.')}"
@@ -90,7 +95,10 @@ class OptimizerAudit:
         if obstacles:
             yield self._say("not judged", obstacles[0])
             return
-        yield from self._of_numbers()
+        differences = list(self._of_numbers())
+        yield from differences
+        if self._is_idle_elsewhere or any(found.level is Level.ERROR for found in differences):
+            return
         yield from self._of_repeats()
         yield from self._of_clipping()
         yield from self._of_rates()
@@ -361,19 +369,28 @@ class OptimizerAudit:
         cleared = " (cleared at Z)" if "Z" in update.events else ""
         shown = [place + 1 for place in places]
         text = f"micro-batches {shown} of update {number + 1} have weight 0 on rank {rank}: {update.events}{cleared}"
-        backwards = [update.backwards[place] for place in places]
-        rest = [backward for backward in update.backwards if backward not in backwards]
-        if all(self._is_used_elsewhere(backward, rank) for backward in backwards):
-            if {backward.place for backward in backwards} & {backward.place for backward in rest}:
+        lost = [update.backwards[place] for place in places]
+        rest = [backward for backward in update.backwards if backward not in lost]
+        if all(self._is_used_elsewhere(backward, rank) for backward in lost):
+            if {backward.place for backward in lost} & {backward.place for backward in rest}:
                 return self._say("discarded", f"{text}: only another optimizer uses them")
             return good("other loss", f"{self.label}{text}: another optimizer uses them")
-        if rest and not {kind(backward) for backward in backwards} <= {kind(backward) for backward in rest}:
-            return self._say("discarded", f"{text}: their loss is another one")
-        if number == 0 and self._only_first(rank):
-            return self._say("discarded", f"{text}, in the first update only")
+        why = self._why_discarded(lost, rest)
+        if not why and number == 0 and self._only_first(rank):
+            why = "in the first update only"
+        if why:
+            return self._say("discarded", f"{text}: {why}")
         if len(places) % self.usual == 0 and update.count > self.usual:
             return self._say("skipped", f"{text}, as if an update was skipped")
         return self._accuse("lost", text)
+
+    def _why_discarded(self, lost: list[Backward], rest: list[Backward]) -> str:
+        """Why it may be right that these are in no gradient; empty if nothing speaks for it."""
+        if any(not is_finite(backward) for backward in rest):
+            return "micro-batches beside them are not finite"
+        if rest and not {kind(backward) for backward in lost} <= {kind(backward) for backward in rest}:
+            return "their loss is another one"
+        return ""
 
     def _only_first(self, rank: int) -> bool:
         """Whether nothing is lost after the first update, as after a backward that only warms up."""
@@ -401,7 +418,7 @@ class OptimizerAudit:
         share = (
             f"{len({gradient.update for gradient in old})} of {len({gradient.update for gradient in self.gradients})}"
         )
-        leaves = sorted({leaf for gradient in old for leaf in gradient.leaves})
+        leaves = sorted({leaf for gradient in old for leaf in gradient.left_in})
         text = f"{share} updates contain the gradient of the update before ({self._which(leaves)})"
         ratios = [gradient.left / gradient.level for gradient in old if gradient.level]
         is_whole = all(abs(ratio - 1) < EQUAL for ratio in ratios)
@@ -461,7 +478,7 @@ class OptimizerAudit:
         residual = max(gradient.residual for gradient in self.gradients)
         reduced = {name for update in self.mine for backward in update.backwards for name in backward.reduced}
         is_low = LOW & self.held or any(dtype in name for dtype in LOW for name in reduced)
-        if not is_low and ROUNDED < residual <= EXPLAINED:
+        if not is_low and ROUNDED < residual <= MOST_ROUNDED:
             text = f"gradients differ from the sum of micro-gradients by {residual:.1e}, as if they were rounded"
             yield self._say("rounded", text)
 

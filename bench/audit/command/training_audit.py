@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from statistics import mode
 
 from bench.audit.command.inside.records import Backward, End, Rank, Step
@@ -97,7 +97,8 @@ class TrainingAudit:
             updates = {rank: found[number] for rank, found in self._updates.items() if found.get(number)}
             first = next(iter(updates))
             others = {other: found for other, found in self._updates[first].items() if other != number and found}
-            self.optimizers.append(OptimizerAudit(number, self.ranks, updates, others, self.expect))
+            is_idle = bool(self._idle(updates.keys()))
+            self.optimizers.append(OptimizerAudit(number, self.ranks, updates, others, self.expect, is_idle))
         for optimizer in self.optimizers:
             yield from optimizer.findings
         yield from self._of_idle_ranks()
@@ -127,11 +128,7 @@ class TrainingAudit:
     def _of_idle_ranks(self) -> Iterator[Finding]:
         """Ranks that run backwards, and whose optimizer never steps, though that of others does."""
         for optimizer in self.optimizers:
-            idle = []
-            for number, rank in self.ranks.items():
-                has_trained = any(isinstance(event, Backward) for event in rank.events)
-                if number not in optimizer.updates and has_trained and not rank.parallel:
-                    idle.append(number)
+            idle = self._idle(optimizer.updates.keys())
             if not idle:
                 continue
             which = ", ".join(map(str, idle))
@@ -142,6 +139,14 @@ class TrainingAudit:
                 yield error("ranks differ", f"{text}: {drifting} ends with different values")
             else:
                 yield warning("ranks differ", f"{text}: whether they are replicas is not visible")
+
+    def _idle(self, ranks: Collection[int]) -> list[int]:
+        """Other ranks that run backwards, and are no parts of a model."""
+        return [
+            number
+            for number, rank in self.ranks.items()
+            if number not in ranks and not rank.parallel and any(isinstance(event, Backward) for event in rank.events)
+        ]
 
     def _drifting(self, optimizer: OptimizerAudit, idle: list[int]) -> str:
         """A parameter that was the same on these ranks, is reduced, and ends with different values."""
@@ -253,7 +258,7 @@ class TrainingAudit:
         names = ", ".join(sorted({name for reduced in reductions for name in reduced}))
         places = ", ".join(str(place) for place, size in enumerate(sent, 1) if size)
         text = f"{names} at backward {places} of {len(sent)}: {sum(sent):,} bytes per rank and update"
-        if self.first.world > 1 and not any(sent):
+        if self.first.world > 1 and not any(sent) and not self.first.parallel:
             yield warning("no reduction seen", "no reduction of a floating-point tensor was seen in a window")
         elif all(sent) and len(sent) > 1:
             yield good("eager", f"{text}; once would be {sent[-1]:,}")

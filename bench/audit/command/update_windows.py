@@ -73,6 +73,11 @@ def added(backward: Backward, leaf: int) -> Values:
     return backward.added[leaf] if leaf < len(backward.added) else None
 
 
+def is_finite(backward: Backward) -> bool:
+    """Whether all that it added is."""
+    return all(values is None or np.isfinite(values).all() for values in backward.added)
+
+
 def left(backward: Backward, leaf: int) -> Values:
     """What was left in the gradient of a leaf when the first backward of a window added to it; None at any other."""
     return backward.left[leaf] if leaf < len(backward.left) else None

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .graph_survey import plain
 from .records import Criterion
 
 MOST_NODES = 200
@@ -97,13 +98,13 @@ def _criterion_of_terms(node: Any) -> Any:
 
 def _read_seed(entry: Criterion, seeds: Any) -> None:
     if seeds[0] is not None:
-        entry.seed = seeds[0].detach().double().sum()
+        entry.seed = plain(seeds[0]).detach().double().sum()
 
 
 def _read_terms(entry: Criterion, seeds: Any) -> None:
     if seeds[0] is None:
         return
-    factors = seeds[0].detach().double()
+    factors = plain(seeds[0]).detach().double()
     sizes = factors.abs()
     counted = sizes > 0
     entry.seed, entry.terms = factors.sum(), counted.sum()
@@ -123,11 +124,11 @@ def _entry(node: Any) -> Criterion:
     # A hook would recompute (checkpointing) or fetch (offloading) the tensor.
     if getattr(target, "unpack_hook", "unknown") is None:
         entry.is_weighted = node._saved_weight is not None
-        labels = node._saved_target
+        labels = plain(node._saved_target)
         if not entry.is_weighted:
             entry.terms = (labels != node._saved_ignore_index).sum()
         elif reduction == "mean":
-            entry.terms = node._saved_total_weight
+            entry.terms = plain(node._saved_total_weight)
         scores = node.next_functions[0][0]
         shape = getattr(scores, "_input_metadata", [None])[0]
         if labels.dim() == 1 and len(labels) > 1 and shape is not None and shape.shape[-1] >= len(labels):

@@ -58,6 +58,11 @@ def survey(roots: Any) -> GraphSurvey:
     return found
 
 
+def plain(tensor: Any) -> Any:
+    """The part of a distributed tensor that is on this rank; any other tensor as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
 def _data_of(node: Any) -> Iterator[Any]:
     """A few values of an input for which no gradient is wanted."""
     for name in INPUTS:
@@ -66,7 +71,7 @@ def _data_of(node: Any) -> Iterator[Any]:
             continue
         if name != "indices" and _needs_gradient(node, name):
             continue
-        values = getattr(node, f"_saved_{name}")
+        values = plain(getattr(node, f"_saved_{name}"))
         if values is not None and values.numel() and not values.is_sparse:
             count = values.numel()
             places = torch.arange(0, count, max(1, count // MOST_VALUES), device=values.device)[:MOST_VALUES]

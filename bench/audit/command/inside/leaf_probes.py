@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from .found_objects import FoundObjects
+from .graph_survey import plain
 
 MOST_LEAVES = 128
 """Leaves of a process that are sampled."""
@@ -29,15 +30,15 @@ class LeafProbe:
     def __init__(self, leaf: Any, number: int, coordinates: int, objects: FoundObjects) -> None:
         self.leaf, self.number = leaf, number
         self.name = objects.name_of(leaf) or f"parameter {number + 1}"
-        plain = getattr(leaf, "_local_tensor", leaf)
+        local = plain(leaf)
         self.part = _part(leaf)
-        self.shape = tuple(getattr(leaf, "ds_shape", plain.shape))  # ZeRO-3 leaves no elements between uses
+        self.shape = tuple(getattr(leaf, "ds_shape", local.shape))  # ZeRO-3 leaves no elements between uses
         generator = torch.Generator("cpu").manual_seed(number)  # the global one belongs to the training
         self.flat = torch.randint(math.prod(self.shape), (coordinates,), generator=generator).unique()
         places = torch.stack(torch.unravel_index(self.flat, self.shape or (1,)))
         if not self.shape:
             places = places[:0]
-        self._index = tuple(places.to(plain.device, non_blocking=True))
+        self._index = tuple(places.to(local.device, non_blocking=True))
         self._sharded = objects.sharded.get(id(leaf))
         self.holder = leaf if self._sharded is None else self._sharded.sharded_param
         here, axes = torch.ones_like(self.flat, dtype=torch.bool), places
@@ -63,7 +64,7 @@ class LeafProbe:
 
     def _add(self, gradient: Any) -> None:
         # torch.autograd.grad calls the hooks of leaves, too.
-        gradient = getattr(gradient, "_local_tensor", gradient)
+        gradient = plain(gradient)
         if self.recording and not gradient.is_sparse and tuple(gradient.shape) == self.shape:
             values = gradient.detach()[self._index].double().reshape(-1)
             self.added = values if self.added is None else self.added + values
@@ -75,20 +76,20 @@ class LeafProbe:
 
     def parameter(self) -> Any:
         """The values of the parameter, or None where they are not all here."""
-        plain = getattr(self.leaf, "_local_tensor", self.leaf)
-        is_whole = tuple(plain.shape) == self.shape and plain.untyped_storage().size()
-        return plain.detach()[self._index].double().reshape(-1) if is_whole else None
+        local = plain(self.leaf)
+        is_whole = tuple(local.shape) == self.shape and local.untyped_storage().size()
+        return local.detach()[self._index].double().reshape(-1) if is_whole else None
 
     def start(self) -> Any:
         """A few values of what the optimizer updates, which may be a shard."""
-        held = getattr(self.holder, "_local_tensor", self.holder)
+        held = plain(self.holder)
         is_here = self.start_index is not None and held.untyped_storage().size()
         return held.detach()[self.start_index].double().reshape(-1) if is_here else None
 
     def gradient(self) -> Any:
         """The gradient as the optimizer finds it: 0 where it is None, and NaN where it is not on this rank."""
         values = torch.full((len(self.flat),), math.nan, dtype=torch.float64, device=self._here.device)
-        local = getattr(self.holder.grad, "_local_tensor", self.holder.grad)
+        local = plain(self.holder.grad)
         if local is None:
             values.index_fill_(0, self._here, 0.0)
         elif not local.is_sparse:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from ....measure.c10d_kernels import CollectiveCall, CollectiveKernels  # noqa: TID252 - sitecustomize names the package
 from . import criteria
 from .found_objects import OBSTACLES, PARALLEL, FoundObjects
-from .graph_survey import GraphSurvey, survey
+from .graph_survey import GraphSurvey, plain, survey
 from .leaf_probes import (
     FEW_COORDINATES,
     MANY_LEAVES,
@@ -110,6 +110,8 @@ class TrainingRecorder:
     def _fail(self, method: Callable[..., None], error: Exception) -> None:
         if isinstance(error, OSError):
             print(f"audit: cannot record in {self._folder} (TMPDIR): {error.strerror}", file=sys.stderr)
+        if self._rank is None:
+            self._write(Rank(_job(), *_place_in_world()))
         text = f"the recorder failed: {method.__name__}: {type(error).__name__}: {error}"
         self._write(End(text))
 
@@ -152,7 +154,7 @@ class TrainingRecorder:
             start, old = probe.start(), self._starts.get(probe)
             backward.moved.append(None if old is None or start is None else (start != old).any())
             self._starts[probe] = start
-        backward.copies = [copy.detach().reshape(-1)[:START_VALUES].double() for copy in self._copies]
+        backward.copies = [plain(copy).detach().reshape(-1)[:START_VALUES].double() for copy in self._copies]
         for number, optimizer in self._seen.items():
             self._rates.setdefault(number, []).append(_rate(optimizer))
         self._backward = backward
@@ -290,11 +292,7 @@ class TrainingRecorder:
         self._write(rank)
 
     def _start(self) -> None:
-        if dist.is_available() and dist.is_initialized():
-            place = dist.get_rank(), dist.get_world_size()
-        else:
-            place = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        self._rank = Rank(":".join(os.environ.get(name, "") for name in JOB), *place)
+        self._rank = Rank(_job(), *_place_in_world())
         self._objects = FoundObjects()
         self._write(self._rank)
         self.kernels.remove()  # where they are inherited by a fork
@@ -340,10 +338,7 @@ class TrainingRecorder:
 
     def _held(self) -> list[Any]:
         """What to read at the end, without keeping it alive."""
-        return [
-            (weakref.ref(getattr(probe.holder, "_local_tensor", probe.holder)), probe.start_index)
-            for probe in self._probes
-        ]
+        return [(weakref.ref(plain(probe.holder)), probe.start_index) for probe in self._probes]
 
     def _end_sampling(self) -> None:
         self.sampling = False
@@ -362,6 +357,17 @@ class TrainingRecorder:
             lines = [json.dumps({type(event).__name__.lower(): event}, default=_plain) + "\n" for event in events]
             with (self._folder / f"{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
                 file.write("".join(lines))
+
+
+def _job() -> str:
+    return ":".join(os.environ.get(name, "") for name in JOB)
+
+
+def _place_in_world() -> tuple[int, int]:
+    """Rank and number of ranks."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _place() -> str:

@@ -13,6 +13,7 @@ import torch.utils.data
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from .graph_survey import plain
 from .training_recorder import TrainingRecorder
 
 CLIPPING = ("_clip_grads_with_norm_", "clip_grad_value_")
@@ -110,14 +111,14 @@ _OURS = __name__.rpartition(".")[0] + ".leaf_probes"
 
 def _some(gradient: Any) -> Any:
     """A few values of a gradient, as they are now; None if it is no dense tensor."""
-    plain = getattr(gradient, "_local_tensor", gradient)
-    if not isinstance(plain, torch.Tensor) or plain.is_sparse or not plain.numel():
+    local = plain(gradient)
+    if not isinstance(local, torch.Tensor) or local.is_sparse or not local.numel():
         return None
-    count = plain.numel()
-    places = torch.arange(0, count, max(1, count // HOOK_VALUES), device=plain.device)[:HOOK_VALUES]
-    if not plain.dim():
-        return plain.detach().double().reshape(-1)
-    return plain.detach()[torch.unravel_index(places, plain.shape)].double()
+    if not local.dim():
+        return local.detach().double().reshape(-1)
+    count = local.numel()
+    places = torch.arange(0, count, max(1, count // HOOK_VALUES), device=local.device)[:HOOK_VALUES]
+    return local.detach()[torch.unravel_index(places, local.shape)].double()
 
 
 def _wrap_loaders(recorder: TrainingRecorder) -> None:
