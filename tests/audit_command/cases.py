@@ -17,7 +17,7 @@ from bench.audit.command.training_audit import IN_PART, NOT_JUDGED, RIGHT, RIGHT
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
-ALONE = ("single", "several", "spawn", "lightning")
+ALONE = ("single", "several", "kinds", "spawn", "lightning")
 """Scripts of one process, and those that start their ranks themselves."""
 OPEN = (RIGHT_FOR_MAIN, IN_PART, NOT_JUDGED)
 """Verdicts of scripts with nothing wrong of which not everything is judged."""
@@ -136,6 +136,30 @@ SLOW = (
     Case("several actor", IN_PART, "scale not judged", "two models, each clipped after its own backward"),
     Case("parallel tensor", RIGHT),
     Case("parallel pipeline", RIGHT),
+    Case("parallel pipeline-accumulated", "divided again", about="1F1B three times per update: each divides the sum"),
+    Case("ddp idle", "ranks differ", about="one rank's optimizer never steps"),
+    Case("ddp ignored", "not reduced", "reduced less", "DDP ignores one parameter"),
+    Case("ddp average-parameters", IN_PART, "not reduced", "parameters are averaged instead of gradients"),
+    Case("kinds two-optimizers", RIGHT, about="two optimizers with windows of 1 and of 4"),
+    Case("kinds two-optimizers-uncleared", "not cleared", about="the same, and one is never cleared"),
+    Case("kinds tasks", IN_PART, "scale", "four losses of one batch, with a backward each"),
+    Case("kinds cached", IN_PART, "scale not judged", "contrastive, with cached features"),
+    Case("kinds cached-divided", IN_PART, "scale not judged", "the same, and wrongly divided by 4"),
+    Case("kinds sharpness-aware", NOT_JUDGED, "not judged", "SAM by hand"),
+    Case("kinds hooks", IN_PART, "scale not judged", "hooks of parameters divide by 4"),
+    Case("kinds output-hook", RIGHT, about="a hook of the output divides by 4"),
+    Case("kinds divide-later", RIGHT, about="the sum is divided before the step"),
+    Case("kinds divide-sum", "divided again", about="the sum so far is divided at each micro-batch"),
+    Case("kinds second-loss", RIGHT_FOR_MAIN, "other losses", "a second loss is not divided"),
+    Case("kinds lengths", "mean of means", about="micro-batches of 2 to 20 rows"),
+    Case("kinds clip-infinite", RIGHT, about="only the norm is wanted, at each micro-batch"),
+    Case("kinds clip-each", "clips too early", about="clips at each micro-batch"),
+    Case("kinds scaler", "clips scaled gradients", about="clips before unscale_"),
+    Case("kinds scaler-unscaled", RIGHT, about="clips after unscale_"),
+    Case("kinds schedule", RIGHT, "schedule", "the schedule steps at each micro-batch"),
+    Case("kinds steps-twice", IN_PART, "steps again", "step() twice with one gradient"),
+    Case("kinds head-later", IN_PART, "other weights", "the head's gradient is made smaller on purpose"),
+    Case("kinds head-uncleared", "not cleared", about="zero_grad of the encoder alone"),
     Case("parallel fsdp1", NOT_JUDGED, "not judged"),
     Case("spawn spawn", RIGHT, "eager"),
 )

@@ -311,11 +311,9 @@ def _together(equations: Sequence[_Equation]) -> _Solution:
     right = np.concatenate([equation.right for equation in equations])
     values, errors, _ = fit(columns, right)
     has_left = bool(columns[:, -1].any())
-    nonzero = [place for place, column in zip(kept, columns.T, strict=False) if column.any()]
-    coefficients = dict(zip(kept, values.tolist(), strict=False))
     return _Solution(
-        {place: coefficients[place] for place in nonzero},
-        {place: error for place, error in zip(kept, errors.tolist(), strict=False) if place in nonzero},
+        dict(zip(kept, values.tolist(), strict=False)),
+        dict(zip(kept, errors.tolist(), strict=False)),
         float(values[-1]) if has_left else 0.0,
         float(errors[-1]) if has_left else 0.0,
     )

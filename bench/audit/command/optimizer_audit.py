@@ -254,10 +254,11 @@ class OptimizerAudit:
     def _of_weights(self, is_in_part: bool) -> Iterator[Finding]:
         """Faults of presence; only without these it matters what weights sum to."""
         findings = [*self._of_alone(), *self._of_foreign(), *self._of_left(), *self._of_differences()]
-        if not any(update.changed_early() for update in self.mine):
+        is_clipped_early = any(update.changed_early() for update in self.mine)
+        if not is_clipped_early:
             findings += self._of_lost()
         yield from findings
-        if any(found.level is Level.ERROR for found in findings):
+        if is_clipped_early or any(found.level is Level.ERROR for found in findings):
             return
         self.status = "present"
         mixed, unequal = list(self._of_mixed_losses()), list(self._of_unequal())
@@ -271,7 +272,8 @@ class OptimizerAudit:
             yield from (found for found in judged if found.level is not Level.GOOD)
             return
         yield from judged
-        is_clear = not is_in_part and not any(found.level is Level.WARNING for found in findings)
+        doubts = [found for found in findings if found.level is Level.WARNING and found.topic != "skipped"]
+        is_clear = not is_in_part and not doubts
         if is_clear and self.scale.status != "unknown":
             self.status = self.scale.status
 
@@ -376,12 +378,12 @@ class OptimizerAudit:
                 return self._say("discarded", f"{text}: only another optimizer uses them")
             return good("other loss", f"{self.label}{text}: another optimizer uses them")
         why = self._why_discarded(lost, rest)
+        if not why and len(places) % self.usual == 0 and update.count > self.usual:
+            return self._say("skipped", f"{text}, as if an update was skipped")
         if not why and number == 0 and self._only_first(rank):
             why = "in the first update only"
         if why:
             return self._say("discarded", f"{text}: {why}")
-        if len(places) % self.usual == 0 and update.count > self.usual:
-            return self._say("skipped", f"{text}, as if an update was skipped")
         return self._accuse("lost", text)
 
     def _why_discarded(self, lost: list[Backward], rest: list[Backward]) -> str:
