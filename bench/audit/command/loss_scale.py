@@ -107,6 +107,10 @@ class WeighedUpdate:
             return named
         return [kind for kind, criterion in kinds.items() if criterion.reduction == "mean"]
 
+    def is_named(self, kind: Kind) -> bool:
+        """Whether it is a loss function of torch, and not any mean."""
+        return any(loss.criterion.is_named for loss in self.losses if loss.kind == kind)
+
     @property
     def others(self) -> list[Kind]:
         main = self.main
@@ -191,6 +195,8 @@ class LossScale:
     def _weigh(self, gradient: ExplainedGradient) -> WeighedUpdate:
         losses = []
         for found in gradient.weights:
+            if not found.is_present:
+                continue
             backward = self.updates[found.rank][gradient.update].backwards[found.micro_batch]
             factor = hook_factor(backward)
             numbers: dict[tuple[str, str | None], int] = {}
@@ -245,7 +251,10 @@ class LossScale:
                     if not criterion.is_even:
                         why = "the terms of the loss have factors of their own"
                     return f"{why}: {described(criterion)}"
-                sums.append(self._of_places(weighed, kind, total))
+                total = self._of_places(weighed, kind, total)
+                if not weighed.is_named(kind):
+                    total = abs(total)  # a mean of logarithms may be subtracted
+                sums.append(total)
             worst = self._of_kinds(main, sums)
             if isinstance(worst, str):
                 return worst
@@ -275,6 +284,8 @@ class LossScale:
         if abs(total - 1) <= self._near(1.0) or len(lines) == 1:
             return total
         parts = [weighed.total(kind, line) or 0.0 for line in lines]
+        if not weighed.is_named(kind):
+            parts = list(map(abs, parts))
         if all(abs(part - 1) <= self._near(1.0) for part in parts):
             return 1.0
         return total
