@@ -1,8 +1,8 @@
 """Lint of training configs: what gradient accumulation will do with their numbers, before anything is trained.
 
-What a file is follows from its keys (``config_kinds``). Every finding names its place, says in the config's own numbers
-what will happen and how to mend it, and names a scenario that shows it in small. Nothing here needs torch or the
-framework that the config is for.
+What a file is follows from its keys (``config_kinds``). Every finding names its place, says in the
+config's own numbers what will happen and how to mend it, and names a scenario that shows it in
+small. Nothing here needs torch or the framework that the config is for.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def lint(paths: Sequence[Path], options: LintOptions) -> list[LintFinding]:
     order = {str(file): place for place, file in reversed(list(enumerate(files)))}
     # A DeepSpeed config that two others name is found twice.
     return sorted(
-        dict.fromkeys(findings), key=lambda each: (order.get(each.file, len(files)), each.file, each.line, each.code)
+        dict.fromkeys(findings),
+        key=lambda each: (order.get(each.file, len(files)), each.file, each.line, each.code),
     )
 
 
