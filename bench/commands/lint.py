@@ -21,7 +21,7 @@ EPILOG = (
     "Exit status: 0 nothing but infos found; 1 an error or a warning; 2 a config cannot be read or has a wrong value, "
     "or the only file, or every file of a folder, is of no kind that lint knows."
 )
-SHOWN = 20
+SHOWN = 5
 """Files of unknown kind that are named."""
 
 
