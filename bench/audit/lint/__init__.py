@@ -22,7 +22,7 @@ from bench.audit.lint import (
     lightning_rules,
     loop_rules,
 )
-from bench.audit.lint.config_file import ConfigPart, NoKeysError, read_file, read_text
+from bench.audit.lint.config_file import ConfigPart, NoConfigError, read_file, read_text
 from bench.audit.lint.config_kinds import EXPECTED, Config, Reader, recognize
 from bench.audit.lint.launch_script import LaunchCommand
 from bench.audit.lint.lint_options import LintOptions
@@ -62,7 +62,7 @@ def lint(paths: Sequence[Path], options: LintOptions) -> list[LintFinding]:
     for file in files:
         try:
             trainings += _trainings(file, options)
-        except NoKeysError as error:
+        except NoConfigError as error:
             if len(files) == 1:
                 raise
             options.unknown.append(str(error).partition(";")[0])

@@ -37,8 +37,8 @@ class NotReadError(InputError):
     """The file itself cannot be read as a config."""
 
 
-class NoKeysError(NotReadError):
-    """The file holds no mapping, so it is no config."""
+class NoConfigError(NotReadError):
+    """The file holds no mapping, or far too much, so it is no config."""
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ def read_file(file: Path) -> ConfigPart:
         found = "has no keys at the top level"
         if part.values is None:
             found = "is empty"
-        raise NoKeysError(f"{file}:1: {found}; it must be a mapping with the keys of a training config")
+        raise NoConfigError(f"{file}:1: {found}; it must be a mapping with the keys of a training config")
     return part
 
 
@@ -278,7 +278,7 @@ def read_text(file: Path) -> str:
             reason = error.strerror or reason
         raise NotReadError(f"{file}: cannot be read ({reason}); {advice}") from error
     if len(content) > MAX_BYTES:
-        raise NotReadError(f"{file}:1: is larger than {MAX_BYTES >> 10} KiB; a config must be smaller")
+        raise NoConfigError(f"{file}:1: is larger than {MAX_BYTES >> 10} KiB; a config must be smaller")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
