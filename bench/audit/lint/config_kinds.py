@@ -1,7 +1,7 @@
 """What kind of config a file is, by what is in it, and the names under which the rules read it.
 
-LightningCLI and the frameworks above it, DeepSpeed and accelerate are known by their own structure. The others are rows
-of kinds.toml, which also says what each of them calls a value.
+LightningCLI and the frameworks above it, DeepSpeed and accelerate are known by their own structure.
+The others are rows of kinds.toml, which also says what each of them calls a value.
 """
 
 from __future__ import annotations
@@ -22,18 +22,63 @@ EXPECTED = (
     "LLaMA-Factory, axolotl, torchtune, LitGPT, nanotron, GPT-NeoX or torchtitan"
 )
 TRAINERS = ("trainer", "fit.trainer", "lightning.trainer", "pl_trainer", "trainer.params", "")
-"""Where a config may hold the arguments of Lightning's Trainer; the last: a file that holds nothing else."""
+"""Where a config may hold the arguments of Lightning's Trainer; the last: a file that holds nothing
+else."""
 MOST_UNKNOWN = 1 / 3
 """Share of the keys of a Trainer, of accelerate or of TrainingArguments that may be unknown."""
-ACCELERATE_OWN = ("compute_environment", "distributed_type", "num_machines", "main_training_function", "machine_rank")
-DEEPSPEED_OWN = ("zero_optimization", "train_micro_batch_size_per_gpu", "bf16.enabled", "fp16.enabled", "data_types")
+ACCELERATE_OWN = (
+    "compute_environment",
+    "distributed_type",
+    "num_machines",
+    "main_training_function",
+    "machine_rank",
+)
+DEEPSPEED_OWN = (
+    "zero_optimization",
+    "train_micro_batch_size_per_gpu",
+    "bf16.enabled",
+    "fp16.enabled",
+    "data_types",
+)
 TRAINING_OWN = (
-    *("per_device_train_batch_size", "per_device_eval_batch_size", "num_train_epochs", "warmup_ratio"),
-    *("lr_scheduler_type", "save_total_limit", "eval_strategy", "evaluation_strategy", "accelerator_config"),
-    *("gradient_checkpointing", "max_grad_norm", "gradient_accumulation_steps", "average_tokens_across_devices"),
-    *("logging_steps", "save_steps", "report_to", "optim", "ddp_timeout", "bf16", "fp16", "save_strategy", "max_steps"),
+    *(
+        "per_device_train_batch_size",
+        "per_device_eval_batch_size",
+        "num_train_epochs",
+        "warmup_ratio",
+    ),
+    *(
+        "lr_scheduler_type",
+        "save_total_limit",
+        "eval_strategy",
+        "evaluation_strategy",
+        "accelerator_config",
+    ),
+    *(
+        "gradient_checkpointing",
+        "max_grad_norm",
+        "gradient_accumulation_steps",
+        "average_tokens_across_devices",
+    ),
+    *(
+        "logging_steps",
+        "save_steps",
+        "report_to",
+        "optim",
+        "ddp_timeout",
+        "bf16",
+        "fp16",
+        "save_strategy",
+        "max_steps",
+    ),
     *("warmup_steps", "output_dir", "learning_rate", "fsdp", "deepspeed", "dataloader_drop_last"),
-    *("auto_find_batch_size", "logging_strategy", "gradient_accumulation_step", "logging_step", "eval_steps"),
+    *(
+        "auto_find_batch_size",
+        "logging_strategy",
+        "gradient_accumulation_step",
+        "logging_step",
+        "eval_steps",
+    ),
 )
 TRAINING_NEEDS = (
     *("per_device_train_batch_size", "per_device_eval_batch_size", "accelerator_config"),
@@ -41,14 +86,37 @@ TRAINING_NEEDS = (
 )
 """TrainingArguments are known by one of these; other programs share the rest with them."""
 LEAST_BESIDE_EPOCHS = 5
-"""Keys of TrainingArguments that must be there where ``num_train_epochs`` is the only sign of them."""
+"""Keys of TrainingArguments that must be there where ``num_train_epochs`` is the only sign of
+them."""
 
 SCRIPT_OWN = (
-    *("save_total_limit", "save_strategy", "save_steps", "eval_strategy", "evaluation_strategy", "logging_strategy"),
-    *("logging_steps", "logging_dir", "overwrite_output_dir", "do_train", "warmup_ratio", "optim", "tf32"),
-    *("ddp_timeout", "ddp_find_unused_parameters", "dataloader_num_workers", "group_by_length", "fsdp_config"),
+    *(
+        "save_total_limit",
+        "save_strategy",
+        "save_steps",
+        "eval_strategy",
+        "evaluation_strategy",
+        "logging_strategy",
+    ),
+    *(
+        "logging_steps",
+        "logging_dir",
+        "overwrite_output_dir",
+        "do_train",
+        "warmup_ratio",
+        "optim",
+        "tf32",
+    ),
+    *(
+        "ddp_timeout",
+        "ddp_find_unused_parameters",
+        "dataloader_num_workers",
+        "group_by_length",
+        "fsdp_config",
+    ),
 )
-"""Options that scripts with a parser of their own seldom have; one of these, or a DeepSpeed config, is needed."""
+"""Options that scripts with a parser of their own seldom have; one of these, or a DeepSpeed config,
+is needed."""
 
 
 class Reader(StrEnum):
@@ -195,7 +263,10 @@ def _accelerate(root: ConfigPart, suffix: str) -> Config | None:
 
 
 def _deepspeed(root: ConfigPart, suffix: str) -> Config | None:
-    keys = {*root.names_here, *(f"{key}.enabled" for key in ("bf16", "fp16") if has(root, [f"{key}.enabled"]))}
+    keys = {
+        *root.names_here,
+        *(f"{key}.enabled" for key in ("bf16", "fp16") if has(root, [f"{key}.enabled"])),
+    }
     if suffix != "json" or not keys & {*DEEPSPEED_OWN} or _unknown_share(root, "deepspeed") > 1 / 2:
         return None
     return Config("DeepSpeed", Reader.DEEPSPEED, root)

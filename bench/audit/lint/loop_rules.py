@@ -43,7 +43,11 @@ def subjects(part: ConfigPart, adapter: Adapter, options: LintOptions) -> Iterat
         options.want(0, options.world_size, 0)
         options.note(line)
     yield OwnLoop(
-        part, adapter, accumulate, _sixteen_bits(part.at("parameters")), part.at("fp32_sums").flag(default=False)
+        part,
+        adapter,
+        accumulate,
+        _sixteen_bits(part.at("parameters")),
+        part.at("fp32_sums").flag(default=False),
     )
 
 
@@ -89,7 +93,11 @@ def _sixteen_bit_sums(loop: OwnLoop) -> Iterator[Found]:
         yield each._replace(what=what)
 
 
-@rule(OwnLoop, "OPT02", "torchtune: {optimizer_in_bwd: true, gradient_accumulation_steps: 16, dtype: fp32}")
+@rule(
+    OwnLoop,
+    "OPT02",
+    "torchtune: {optimizer_in_bwd: true, gradient_accumulation_steps: 16, dtype: fp32}",
+)
 def _fused(loop: OwnLoop) -> Iterator[Found]:
     place, n = loop.part.at("fused_optimizer"), loop.accumulate or 1
     if n > 1 and place.value is True:
