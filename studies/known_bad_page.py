@@ -31,8 +31,7 @@ CPU over gloo, with a small program that needs nothing of the bench; none is lis
 
 Written by `python -m studies.known_bad_page` from [advisories.toml](../bench/audit/advisories.toml), which the \
 package carries; `nox -s versions -- --weights deepspeed==0.18.9` measures a version again. An update is *silently \
-wrong* where nothing but its size tells. A version that was not measured is named bad only if it lies between two \
-that are.
+wrong* where nothing but its size tells. Where a range ends at a version that was not measured, its source was read.
 """
 LEVELS = {"error": "silently wrong", "warning": "stops or misinforms", "note": "to know"}
 
@@ -46,7 +45,7 @@ def page(advisories: Sequence[Advisory]) -> str:
             f"{PACKAGES[a.package]} {versions(a.affected)}",
             f"[{a.title}](#{a.id})",
             LEVELS[a.level],
-            a.fixed_in or "no version yet",
+            a.fixed_in or f"open in {newest(a)}",
         ]
         for a in advisories
     ]
@@ -96,8 +95,12 @@ def measured(row: Measured) -> list[str]:
 def ending(advisory: Advisory) -> str:
     if advisory.fixed_in:
         return f"fixed in {advisory.fixed_in}"
-    newest = max((version for row in advisory.bad for version in row.versions), key=Version)
-    return f"still in {newest}, the newest that was measured"
+    return f"still in {newest(advisory)}, the newest that was measured"
+
+
+def newest(advisory: Advisory) -> str:
+    """The newest version in which it was measured."""
+    return max((version for row in advisory.bad for version in row.versions), key=Version)
 
 
 def ranks(number: int) -> str:
@@ -132,7 +135,7 @@ def report(advisory: Advisory, words: Mapping[str, str]) -> str:
         run = f"DS_ACCELERATOR=cpu LOCAL_SIZE={advisory.ranks} {run}"
     parts = [
         f"# {words['title']}",
-        f"For {words['project']}. Written by `python -m studies.known_bad_page`; no one has filed it yet.",
+        f"For {words['project']}. Written by `python -m studies.known_bad_page`; this project has not filed it.",
         f"**Versions:** {PACKAGES[advisory.package]} {versions(advisory.affected)}, {ending(advisory)}. Python 3.11, "
         "torch 2.13.0 (CPU build), gloo.",
         "## Expected, and what happens",

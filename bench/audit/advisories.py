@@ -25,6 +25,8 @@ from bench.validation import read
 
 FILE = Path(__file__).with_name("advisories.toml")
 PAGE = "docs/known-bad.md"
+AUTO_VALUE = "auto"
+"""What a framework replaces by a value of its own."""
 SEPARATOR = "."
 """Between the keys of a fact, such as ``deepspeed.zero_optimization.stage``."""
 
@@ -158,7 +160,10 @@ class TrainingFacts:
     """First parts of keys of which everything is known: what ``values`` lacks of them is not set."""
 
     def knows(self, key: str) -> bool:
-        return key in self.values or key.split(SEPARATOR, maxsplit=1)[0] in self.complete
+        """Whether it is known what a key is set to, or that it is not set."""
+        if key in self.values:
+            return bool(self.values[key] != AUTO_VALUE)
+        return key.split(SEPARATOR, maxsplit=1)[0] in self.complete
 
 
 UNKNOWN_TRAINING = TrainingFacts()
@@ -188,10 +193,10 @@ class KnownBad:
 def facts_of(configs: Mapping[str, Mapping[str, Any]] | None = None, /, **values: Any) -> TrainingFacts:
     """Facts from whole configs by name, such as ``{"deepspeed": {...}}``, and from single ``values``.
 
-    Single values that are None are unknown. Advisories ask for: ``framework``, which owns the loop (deepspeed,
-    lightning, accelerate, transformers, trl or torch); ``strategy`` (single, ddp, fsdp, fsdp2 or deepspeed);
-    ``accumulate`` (N); ``world_size``; ``uneven``, whether an epoch ends with an incomplete window; keys of the configs
-    ``deepspeed``, ``transformers`` and ``trl``; and, under ``loop``, what only the program itself says.
+    Single values that are None are unknown, and so is 'auto' in a config. Advisories ask for: ``framework``, which owns
+    the loop (deepspeed, lightning, accelerate, transformers, trl or torch); ``strategy`` (single, ddp, fsdp, fsdp2 or
+    deepspeed); ``accumulate`` (N); ``world_size``; ``uneven``, whether an epoch ends with an incomplete window; keys of
+    the configs ``deepspeed``, ``transformers`` and ``trl``; and, under ``loop``, what only the program itself says.
     """
     found = {key: value for key, value in values.items() if value is not None}
     for name, config in (configs or {}).items():

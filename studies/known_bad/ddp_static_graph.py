@@ -20,6 +20,6 @@ try:
     sgd.step()
     measured = (0 - weights.weight).flatten().tolist()
 except RuntimeError as error:
-    measured = f"RuntimeError: {' '.join(str(error).split())[:80]}"
+    measured = f"RuntimeError: {str(error).partition(' at ')[0]}"
 if dist.get_rank() == 0:
     print(json.dumps({"case": "weights of the window", "measured": measured, "right": [0.5] * N}), flush=True)

@@ -35,7 +35,7 @@ are in [version-weights.jsonl](version-weights.jsonl).
 def fraction(weight: float) -> str:
     """A weight as a short fraction, or rounded: ``1/4``, ``0``, ``0.1237``."""
     exact = Fraction(weight).limit_denominator(64)
-    return str(exact) if abs(float(exact) - weight) < 1e-3 else f"{weight:.4g}"
+    return str(exact) if abs(float(exact) - weight) <= 1e-3 * abs(weight) else f"{weight:.4g}"
 
 
 def spelled(measured: Any) -> str:
@@ -54,6 +54,8 @@ def spelled(measured: Any) -> str:
 def cell(record: Record) -> str:
     if record.error:
         return "not measured"
+    if isinstance(record.measured, str):
+        return f"raises {record.measured.split('. ')[0].rstrip('.')}"
     return "right" if record.is_right else f"**{spelled(record.measured)}**"
 
 

@@ -74,6 +74,7 @@ def train(config):
         devices=1,
         accumulate_grad_batches=N,
         max_epochs=1,
+        use_distributed_sampler=False,  # which would shuffle
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
