@@ -185,7 +185,7 @@ def results(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["install"])
 def versions(session: nox.Session) -> None:
-    """Measure versions of packages, or those given as PACKAGE==VERSION, or --smoke alone; writes docs/versions.md."""
+    """Measure versions of packages, or given PACKAGE==VERSION, or --smoke, or --weights; writes docs/versions.md."""
     # Each gets a small environment of its own, made on top of the one of `install` and thrown away.
     try:
         session.run("python", "-m", "studies.versions", *session.posargs)

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from bench.audit.command.training_audit import RIGHT
 from bench.tabular import markdown_table
 from studies import ROOT
-from tests.audit_command.cases import CASES, OPEN, RIGHT, Case, audit, audit_case
+from tests.audit_command.cases import CASES, OPEN, Case, audit, audit_case
 
 PAGE, DATA = ROOT / "docs/audit.md", ROOT / "docs/audit.json"
 COMMAND = "python -m studies.audit_page"
@@ -79,10 +80,10 @@ def _interval(ratios: np.ndarray) -> list[float]:
 
 
 def page(data: dict[str, Any]) -> str:
-    wrong = [case for case in CASES if case.verdict not in (RIGHT, OPEN)]
+    wrong = [case for case in CASES if case.verdict not in (RIGHT, *OPEN)]
     found = [case for case in wrong if data[case.name]["verdict"] == case.verdict]
-    sound = [case for case in CASES if case.verdict in (RIGHT, OPEN)]
-    accused = [case for case in sound if data[case.name]["verdict"] not in (RIGHT, OPEN)]
+    sound = [case for case in CASES if case.verdict in (RIGHT, *OPEN)]
+    accused = [case for case in sound if data[case.name]["verdict"] not in (RIGHT, *OPEN)]
     return "\n".join(
         [
             "# Audit of any training command",
@@ -121,6 +122,8 @@ def page(data: dict[str, Any]) -> str:
                     for cost in COSTS
                 ],
             ),
+            VERSIONS,
+            *markdown_table(("packages", "script", "verdict of all"), VERSION_RUNS),
             HELD_OUT,
             PUBLIC,
             *markdown_table(("script", "commit", "what the audit says", "checked by hand"), PUBLIC_SCRIPTS),
@@ -141,41 +144,75 @@ INTRODUCTION = """\
 `python -m bench audit -- torchrun --nproc-per-node 2 train.py ...` runs a training command unchanged, and says which
 weight each micro-batch of each rank has in each update. It needs no change of the script, adds no communication, and
 changes nothing that is trained. `--expect N` says how many micro-batches an update should have, `--updates K` how many
-updates are sampled (8 by default), and `--json` prints the verdict as data.
+updates of each optimizer are sampled (8 by default), and `--json` prints the verdict as data.
 
 The recorder gets into every Python process through PYTHONPATH, as a `sitecustomize` that also runs the one it hides.
-Hooks on at most 8 leaves of autograd sample at most 64 coordinates of each. The same coordinates are read from
-the gradient that the optimizer uses: of DDP, of FSDP2's shards, of ZeRO's partitions. Least squares over all ranks give
-the coefficients; a hook on the criterion's node gives the factor of the loss. Kernels on the c10d operators count what
-is reduced at which backward. After the sampled updates only micro-batches are counted.
+Hooks on at most 128 parameters sample at most 64 coordinates of each. The same coordinates are read from the gradient
+that the optimizer uses: of DDP, of FSDP2's shards, of ZeRO's partitions, of tensor parallel parts. Least squares give
+the coefficients, of all parameters together, and of each alone where they differ. The columns are the micro-gradients
+of ranks with the same parameter, so stages of a pipeline and tensor parallel ranks are judged by what they hold. A hook
+on the criterion's node gives the factor of the loss; hooks that scale a gradient behind it are counted, too. Kernels on
+the c10d operators count what is reduced at which backward. After the sampled updates only backwards are counted.
 
-An error (`x`) is certain: not reduced, partly reduced, lost, not cleared, partial window, ranks differ, other N, clips
-too early, no gradient, not sharded, low precision. *Not divided*, *divided twice* and *scaled by ranks* are certain as
-numbers, and inferred as faults, since a loss may have any factor on purpose. Whatever is not certain is a warning (`!`)
-or not judged, with the reason."""
+A window belongs to the parameters of an optimizer: the backwards that add to them between two of its steps. A backward
+is a micro-batch where a data loader hands out a batch for each, or where one place in the code calls it with other data
+each time. Otherwise the number of micro-batches is unknown, and no factor is called wrong.
+
+| verdict | exit status | what it says |
+| --- | --- | --- |
+| weights right | 0 | in the updates that it names, all micro-batches are in the gradient alone, and weights sum to 1 |
+| weights right for the main loss | 0 | the same; other losses have factors that are not judged |
+| weights judged in part | 0 | a part is unknown or unusual: lines with `!` say what |
+| the name of a fault | 1 | coefficients, or a gradient that changed, show it: lines with `x` |
+| not judged | 3 | nothing could be judged: a line with `!` says why |
+
+*Not divided*, *divided twice* and *scaled by ranks* are certain as numbers, and inferred as faults, since a loss may
+have any factor on purpose. *Mean of means* is a fault where most updates have micro-batches with different numbers of
+terms on one rank, weights do not follow them, and the gradient is off by more than 5 %. *Not reduced* needs replicas
+that end with different parameters.
+
+Signals reach the command as they would without an audit, which waits for it as long as it takes, and gives its verdict
+of what was recorded until then."""
 LIMITS = """\
 ## What it cannot see
 
-- Training whose ranks are not replicas (tensor and pipeline parallelism), FSDP1, Megatron's `main_grad`, and optimizers
-  that run several backwards per step are recognized and not judged.
-- The scale is not judged where the number of terms of a loss is not visible (masked sums, label smoothing, a compiled
-  criterion, targets that checkpointing or offloading has packed), and where backwards may be parts of one loss.
-- An update with more micro-batches, over all ranks, than sampled coordinates (512 at most) is not judged.
+- FSDP1, Megatron's `main_grad`, optimizers that run several backwards per step (LBFGS), and parameters that move
+  between the backwards of an update (SAM) are recognized and not judged. Backwards that run inside of another backward,
+  as cached contrastive losses do in a hook, are not seen as such.
+- The scale is not judged where the terms of a loss have factors of their own, where their number is not visible (label
+  smoothing, a compiled or chunked criterion, targets that checkpointing or offloading has packed), where a loss joins
+  rows with and without a gradient, where hooks of parameters scale gradients, and where backwards may be parts of one
+  loss.
+- An optimizer's gradient with the loss of another one (a critic that keeps the generator's gradient) is a warning:
+  whether that loss is meant to train it is not visible.
+- Parameters beyond 128 in a process are not sampled. Bytes that DDP reduces are compared with those of all gradients.
+- An update with more micro-batches, over all ranks, than sampled coordinates is not judged.
 - Micro-batches of a whole window without weight are not called lost, since an update may have been skipped: a warning.
-- A shorter window after the sampled updates is named, and not judged: `--updates` samples it.
-- Losses are counted as they are: the audit does not know whether a factor, or a micro-batch that is skipped because it
-  is not finite, is meant.
+- A fault that begins after the sampled updates is not seen: the verdict names the updates that it is of. A window of
+  another length is named; `--updates` samples it.
 - In which dtype ZeRO holds gradients between micro-batches is not read.
 - Clipping is undone where torch's functions or ZeRO clip. By hand, or by DeepSpeed without ZeRO, it is taken for a
   factor of the loss: a warning.
-- Where ranks run different layers for the same micro-batch (a mixture of experts that leaves some out), the sampled
-  parameters differ, and nothing is judged.
+- A schedule that steps at each micro-batch is seen by the learning rate, and a moving average of the parameters where a
+  module holds it. One in tensors outside of modules is not.
 - Ranks on other hosts are seen if TMPDIR is a folder that all hosts share, and the launcher passes PYTHONPATH and
   BENCH_AUDIT_FOLDER on.
 - In a folder with a `bench.py`, `python -m bench` runs that one: call it `accumulation-bench audit`.
 - `python -I` and `-E` ignore PYTHONPATH, so nothing is seen.
 - On an accelerator samples stay on the device until all are taken, so that the host waits only while leaves are chosen
   and once at the end; a process that is killed before takes its samples along."""
+VERSIONS = """\
+## Right loops over versions of frameworks
+
+Scripts that are right, with torch 2.13.0 and other versions of one package, on two ranks: a gate on false accusations.
+"""
+VERSION_RUNS = (
+    ("deepspeed 0.15.4, 0.17.2, 0.18.4, 0.18.6, 0.19.4, 0.19.8", "`deepspeed right 2`", RIGHT),
+    ("deepspeed 0.18.4, 0.19.4, 0.19.8", "`deepspeed right 3`", RIGHT),
+    ("accelerate 0.34.2, 1.6.0, 1.15.0", "`accelerate right`", RIGHT),
+    ("lightning 2.4.0, 2.6.0, 2.6.6", "`lightning right ddp`", RIGHT),
+    ("transformers 5.23.0", "`hf right`", RIGHT),
+)
 HELD_OUT = """\
 ## Scripts written before any verdict was seen
 
@@ -226,6 +263,30 @@ PUBLIC_SCRIPTS = (
         "16cb6eb",
         "not judged: local SGD averages parameters instead of gradients",
         "true",
+    ),
+    (
+        "trl's `SFTTrainer` with a tiny Llama, one rank, N = 4",
+        "PyPI",
+        "weights judged in part: the loss is a sum that receives 1/78, and its number of terms is not visible",
+        "true: 78 is the number of tokens of the window",
+    ),
+    (
+        "trl's `DPOTrainer`, the same model",
+        "PyPI",
+        "weights right: a mean that receives 1/4",
+        "true: a mean over preference pairs, all windows have 4 micro-batches of 2",
+    ),
+    (
+        "sentence-transformers' trainer, `MultipleNegativesRankingLoss`",
+        "PyPI",
+        "weights right: a mean that receives -1/4",
+        "true in weights; each micro-batch has its own negatives",
+    ),
+    (
+        "the same with `CachedMultipleNegativesRankingLoss`",
+        "PyPI",
+        "not judged (exit 3): no parameter was found in the graphs of the losses",
+        "true: a hook runs the backwards of the model inside of that of the loss",
     ),
     (
         "pytorch/examples, `time_sequence_prediction/train.py`",

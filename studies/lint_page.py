@@ -32,7 +32,11 @@ from bench.errors import InputError
 from bench.tabular import markdown_table
 from studies import ROOT
 
-PAGE, DATA, JUDGED = ROOT / "docs/lint.md", ROOT / "docs/lint.json", ROOT / "studies/lint_judged.toml"
+PAGE, DATA, JUDGED = (
+    ROOT / "docs/lint.md",
+    ROOT / "docs/lint.json",
+    ROOT / "studies/lint_judged.toml",
+)
 COMMAND = "python -m studies.lint_page"
 VERSIONS = {"deepspeed": UsedVersion((0, 19, 8)), "lightning": UsedVersion((2, 6, 6))}
 SUFFIXES = {"json", "yaml", "yml", "toml", "sh"}
@@ -101,7 +105,10 @@ def _written(git: Path, work: Path, seen: set[str]) -> Iterator[Path]:
             listed.append((sha, name))
     asked = b"".join(sha + b"\n" for sha, _ in listed)
     answer = subprocess.run(
-        ["git", "--git-dir", str(git), "cat-file", "--batch"], input=asked, capture_output=True, check=True
+        ["git", "--git-dir", str(git), "cat-file", "--batch"],
+        input=asked,
+        capture_output=True,
+        check=True,
     ).stdout
     written, place = [], 0
     for _, name in listed:
@@ -172,7 +179,10 @@ def verdict_of(rule: str, repository: str, judged: dict[str, Any]) -> str:
     for each in judgements:
         if (each.rule, each.repository) == (rule, repository):
             return each.verdict
-    return next((each.verdict for each in judgements if (each.rule, each.repository) == (rule, "*")), "doubtful")
+    return next(
+        (each.verdict for each in judgements if (each.rule, each.repository) == (rule, "*")),
+        "doubtful",
+    )
 
 
 def tallies(data: dict[str, Any], judged: dict[str, Any], names: set[str]) -> dict[str, Counter[str]]:
@@ -209,7 +219,10 @@ def page(data: dict[str, Any], judged: dict[str, Any]) -> str:
     for repository in data.values():
         kinds.update(repository["kinds"])
     sets = []
-    for title, names in (("known while the rules were mended", set(data) - fresh), ("not seen before", fresh)):
+    for title, names in (
+        ("known while the rules were mended", set(data) - fresh),
+        ("not seen before", fresh),
+    ):
         tally = sum(tallies(data, judged, names).values(), Counter())
         files = sum(data[name]["files"] for name in names)
         sets.append((title, str(len(names)), f"{files:,}", *_numbers(tally)))

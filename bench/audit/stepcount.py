@@ -1,10 +1,10 @@
 """How many optimizer steps a training takes under each backend's rule, counted without training.
 
-An epoch is counted a block of N micro-batches at a time. After some epochs, one and a window begin together again:
-these are a period, and a training is so many periods and a rest.
+An epoch is counted a block of N micro-batches at a time. After some epochs, one and a window begin
+together again: these are a period, and a training is so many periods and a rest.
 
-Micro-batches are counted per rank (all ranks have equally many), samples over all ranks. Sources are those of Lightning
-2.6, DeepSpeed 0.19 and Accelerate 1.15.
+Micro-batches are counted per rank (all ranks have equally many), samples over all ranks. Sources
+are those of Lightning 2.6, DeepSpeed 0.19 and Accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from bench.validation import MisfitError
 CARRIES = (Stepping.CARRY, Stepping.CANCEL, Stepping.SPLIT)
 """Rules by which a window may hold micro-batches of two epochs."""
 CEILING, FLUSHING = (4, 52), (4, 46)
-"""Versions of transformers from which on the Trainer counts partial windows, and steps at the end of every epoch."""
+"""Versions of transformers from which on the Trainer counts partial windows, and steps at the end
+of every epoch."""
 ESTIMATE = "trainer.estimated_stepping_batches"
 
 
@@ -48,15 +49,18 @@ class StepRule:
     stepping: Stepping
     """What happens to the incomplete window at the end of an epoch."""
     clears: bool = False
-    """``split`` only: the trainer's ``zero_grad`` clears the gradients of the engine's open window."""
+    """``split`` only: the trainer's ``zero_grad`` clears the gradients of the engine's open
+    window."""
     twice: bool = False
     """``split`` only: trainer and engine both divide the loss by N."""
     counted: bool = True
     """``flush`` only: a trainer counts the steps and foresees their number, as Lightning's does and no loop can."""
     whole_windows: bool = False
-    """``override`` only: training ends after as many steps as its epochs have whole windows, at least one in each."""
+    """``override`` only: training ends after as many steps as its epochs have whole windows, at
+    least one in each."""
     carries: bool = False
-    """``override`` only: a window that an epoch leaves open goes on in the next, if an epoch is longer than it."""
+    """``override`` only: a window that an epoch leaves open goes on in the next, if an epoch is
+    longer than it."""
     deals: bool = False
     """Whether the loader's micro-batches are dealt to the ranks in turn, and not samples as by ``DistributedSampler``:
     with ``drop_last``, those that are too few for all ranks are left out (accelerate: data_loader.py,
@@ -112,11 +116,13 @@ class Steps:
     optimizer_steps: int
     """Real steps of the inner optimizer: parameter updates."""
     steps_per_epoch: tuple[int, ...]
-    """The steps in each whole epoch, as a pattern that repeats; with an N by epoch, its last number repeats."""
+    """The steps in each whole epoch, as a pattern that repeats; with an N by epoch, its last number
+    repeats."""
     steps_reported: dict[str, int]
     """The framework's own counters, and its estimate before training, by their names."""
     update_scales: dict[float, int]
-    """Sum of the coefficients of an update's micro-batches (1 in a full batch) -> number of such updates."""
+    """Sum of the coefficients of an update's micro-batches (1 in a full batch) -> number of such
+    updates."""
     samples_used: int
     """Samples in an update, repeated ones each time; as all numbers of samples, over all ranks."""
     samples_padded: int
@@ -145,17 +151,24 @@ class _Count:
         self.carries, self.clears = rule.stepping in CARRIES, rule.clears
         if rule.carries and self.per_epoch > n:
             self.carries = True
-        self.is_split, self.flushes = rule.stepping is Stepping.SPLIT, rule.stepping is Stepping.FLUSH
+        self.is_split, self.flushes = (
+            rule.stepping is Stepping.SPLIT,
+            rule.stepping is Stepping.FLUSH,
+        )
         self.by_updates = by_updates
-        """Whether ``max_steps`` is compared with the updates, not with the full windows of the epochs."""
+        """Whether ``max_steps`` is compared with the updates, not with the full windows of the
+        epochs."""
         self.pattern: list[int] = []
         """Updates of each epoch, until they repeat."""
         self.size = self.ends = self.cleared = self.cleared_ends = 0
-        """Micro-batches in the open window, those of them that end an epoch, and how many of both are cleared."""
+        """Micro-batches in the open window, those of them that end an epoch, and how many of both
+        are cleared."""
         self.consumed = self.updates = self.full_windows = self.lost = self.lost_ends = 0
-        """Micro-batches, updates, windows of N of the epochs, and micro-batches cleared from windows of updates."""
+        """Micro-batches, updates, windows of N of the epochs, and micro-batches cleared from
+        windows of updates."""
         self.kept: Counter[int] = Counter()
-        """Updates by their micro-batches that are not cleared; by N where those are what the loss is divided by."""
+        """Updates by their micro-batches that are not cleared; by N where those are what the loss
+        is divided by."""
 
     @property
     def counter(self) -> int:
@@ -216,7 +229,13 @@ class _Count:
 
 
 def _count(
-    training: TrainingPlan, rule: StepRule, n: int, epochs: int | None, limit: int | None, *, by_updates: bool
+    training: TrainingPlan,
+    rule: StepRule,
+    n: int,
+    epochs: int | None,
+    limit: int | None,
+    *,
+    by_updates: bool,
 ) -> _Count:
     """A training with one N until its epochs end, or the counter reaches the limit."""
     found = _Count(training, rule, n, by_updates=by_updates)

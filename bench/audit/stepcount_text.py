@@ -35,7 +35,9 @@ Rules = Mapping[StepRule, tuple[list[str], Steps | None]]
 
 
 def by_rule(
-    training: TrainingPlan, backends: Mapping[str, type[Backend]], transformers: tuple[int, ...] | None = None
+    training: TrainingPlan,
+    backends: Mapping[str, type[Backend]],
+    transformers: tuple[int, ...] | None = None,
 ) -> Rules:
     """The rules that the backends follow; Hugging Face's Trainer that of a version, or of the newest."""
     found = grouped((StepRule.of_backend(backend).of_trainer(transformers), name) for name, backend in backends.items())
@@ -146,7 +148,15 @@ def table_row(rule: StepRule, steps: Steps | None) -> tuple[str, ...]:
         f"{steps.epochs_consumed:.4g}",
         str(steps.stops),
         "-".join(dict.fromkeys((scales[-1], scales[0]))),
-        *map(str, (steps.samples_used, steps.samples_lost_in_mid_run, steps.samples_left_open, steps.samples_dropped)),
+        *map(
+            str,
+            (
+                steps.samples_used,
+                steps.samples_lost_in_mid_run,
+                steps.samples_left_open,
+                steps.samples_dropped,
+            ),
+        ),
     )
 
 

@@ -20,11 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-LAST_ONLY = ">=0.17.6,<0.18.3"
-"""Versions in which ZeRO-2 keeps only the last micro-batch of a window (#7509, fixed by #7665)."""
-BF16_SUM = "<0.19.8"
-"""Versions in which ZeRO-2 sums bf16 gradients in bf16, whatever ``grad_accum_dtype`` says
-(docs/versions.md)."""
 GATHERS_IN_HOOKS = "stage 3 gathers parameters in hooks of the modules within a block, which a graph cannot contain"
 """Why blocks cannot be compiled under stage 3."""
 SUMS_IN_BF16 = "coalesce_grad_reduction sums gradients in bf16, all others in fp32, so the backend refuses bf16"

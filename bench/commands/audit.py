@@ -20,7 +20,7 @@ def add(commands: Any) -> None:
         help="run any training command, and say what weight each of its micro-batches has",
         description="Run a training command unchanged, and say how it accumulates gradients.",
         epilog="Exit status: the command's own if it failed; else 0 nothing wrong; 1 something is wrong; 2 the command "
-        "cannot be started; 3 no training was seen.",
+        "cannot be started; 3 no training was seen, or nothing of it could be judged.",
     )
     option = parser.add_argument
     option("--expect", type=integer_to(LARGEST), metavar="N", help="micro-batches that an update should have")
@@ -31,12 +31,15 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from bench.audit.command import audited_command
-    from bench.audit.command.training_audit import TrainingAudit, document, screen
+    from bench.audit.command.audit_screen import document, screen
+    from bench.audit.command.training_audit import TrainingAudit
 
-    command = arguments.training[arguments.training[:1] == ["--"] :]
+    command = arguments.training
+    if command[:1] == ["--"]:
+        command = command[1:]
     if not command:
         raise InputError("audit: name the training command after --")
-    with tempfile.TemporaryDirectory(prefix="bench-audit-") as name:
+    with _folder() as name:
         status = audited_command.run(command, Path(name), arguments.updates, quiet=arguments.json)
         nothing = audited_command.why_nothing(Path(name))
         ranks, others = audited_command.read(Path(name))
@@ -44,11 +47,26 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"audit: processes that trained apart from these ranks and are not judged: {others}", file=sys.stderr)
     if status:
         print(f"audit: the command ended with exit status {status}", file=sys.stderr)
-    if nothing:
-        print(f"audit: nothing seen: {nothing}", file=sys.stderr)
+    if nothing or not ranks:
+        why = nothing or "no process could write its record: is TMPDIR full?"
+        print(f"audit: nothing seen: {why}", file=sys.stderr)
         return status or UNCHECKED
     audit = TrainingAudit(ranks, arguments.expect)
-    print(json.dumps(document(audit, status)) if arguments.json else "\n".join(screen(audit)))
+    if arguments.json:
+        print(json.dumps(document(audit, status)))
+    else:
+        print("\n".join(screen(audit)))
+    if status:
+        return status
     if any(found.level is Level.ERROR for found in audit.findings):
-        return status or BAD
-    return status or (GOOD if audit.updates else UNCHECKED)
+        return BAD
+    return GOOD if audit.is_judged else UNCHECKED
+
+
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Where processes write their records."""
+    try:
+        return tempfile.TemporaryDirectory(prefix="bench-audit-")
+    except OSError as error:
+        place = tempfile.tempdir or "TMPDIR"
+        raise InputError(f"audit: no folder for records in {place} (TMPDIR): {error.strerror}") from error

@@ -14,7 +14,6 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,11 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
+from bench.audit.advisories import PAGE, KnownBad, facts_of, matching
 from bench.backends.base import registry
-from bench.backends.deepspeed import BF16_SUM, LAST_ONLY
 from bench.files import RESULTS, existing
-from bench.findings import Finding, Level, error, good, warning
+from bench.findings import Finding, Level, error, good, note, warning
+from bench.formatting import plural
 from bench.grouping import grouped
 from bench.launch import gpu_checks
 from bench.launch.torch_facts import GLOO, TorchFacts, ask_torch
@@ -53,29 +53,22 @@ PROJECT = "accumulation-bench"
 """The distribution whose metadata has the bounds."""
 FRAMEWORKS, TESTED = "frameworks", "tested"
 """Its extra of what training needs, and the one that has the first versions that were not tested."""
-
-
-@dataclass(frozen=True, slots=True)
-class PackageDefect:
-    """A defect that some versions of a package have, as measured (docs/versions.md)."""
-
-    package: str
-    versions: str
-    """Those that have it, as a specifier."""
-    what: str
-    mended: str
-    """Those to install."""
-
-
-DEFECTS = (
-    PackageDefect("deepspeed", LAST_ONLY, "ZeRO-2 keeps only the last micro-batch's gradient of a window", ">=0.19.8"),
-    PackageDefect(
-        "deepspeed", BF16_SUM, "ZeRO-2 sums bf16 gradients in bf16, whatever grad_accum_dtype says", ">=0.19.8"
+OWN_TRAININGS = (
+    facts_of(
+        {
+            "deepspeed": {
+                "zero_optimization": {"stage": 2},
+                "bf16": {"enabled": True},
+                "data_types": {"grad_accum_dtype": "fp32"},
+                "gradient_clipping": 0.0,
+            }
+        },
+        framework="deepspeed",
+        accumulate=4,
     ),
-    PackageDefect(
-        "lightning", "<2.2.1", "ThroughputMonitor raises unless log_every_n_steps is divisible by N", ">=2.6"
-    ),
+    facts_of(None, framework="lightning", accumulate=4, **{"loop.throughput_monitor": True}),
 )
+"""What backends of the bench set, and the ThroughputMonitor that it measures: a defect that meets these is an error."""
 
 
 def add(commands: Any) -> None:
@@ -162,9 +155,10 @@ def python(numbers: Sequence[int], metadata: Metadata) -> Iterator[Finding]:
 
 
 def packages(versions: Mapping[str, str], metadata: Metadata) -> Iterator[Finding]:
-    """Whether required packages are installed in tested versions without known defects."""
+    """Whether required packages are installed in tested versions, and what is known of these versions."""
     installed = {str(canonicalize_name(name)): version for name, version in versions.items()}
     required, tested = _bounds(metadata)
+    met = [found for facts in OWN_TRAININGS for found in matching(installed, facts) if found.is_certain]
     if not required:
         yield warning("packages", f"{PROJECT} is not installed, so its requirements are unknown: pip install -e .")
     for name, (least, is_optional) in required.items():
@@ -179,16 +173,25 @@ def packages(versions: Mapping[str, str], metadata: Metadata) -> Iterator[Findin
         except InvalidVersion:
             yield warning(name, f"{text} is not a version that can be compared; needed is {least}")
             continue
-        of_package = (defect for defect in DEFECTS if defect.package == name)
-        defects = [defect for defect in of_package if _within(version, SpecifierSet(defect.versions))]
-        for defect in defects:
-            yield error(name, f"{text}: {defect.what} (docs/versions.md): pip install '{name}{defect.mended}'")
+        defects = [found for found in met if found.advisory.package == name]
+        for found in defects:
+            yield error(name, f"{found.sentence}: pip install '{name}{least}'")
         if not _within(version, least):
             yield error(name, f"{text} is too old: pip install '{name}{least}'")
         elif not _within(version, tested.get(name, SpecifierSet())):
             yield warning(name, f"{text} is newer than what was tested ({least},{tested[name]})")
         elif not defects:
             yield good(name, text)
+    named = {found.advisory.id for found in met}
+    yield from known_bad([found for found in matching(installed) if found.advisory.id not in named])
+
+
+def known_bad(matches: Sequence[KnownBad]) -> Iterator[Finding]:
+    """What installed versions are known to do under settings that are unknown here, in a line for each package."""
+    ids = grouped(((found.advisory.package, found.version), found.advisory.id) for found in matches)
+    for (name, version), found in ids.items():
+        defects = plural(len(found), "known defect")
+        yield note(name, f"{version} has {defects} under some settings ({PAGE}): {', '.join(found)}")
 
 
 def _bounds(metadata: Metadata) -> tuple[dict[str, tuple[SpecifierSet, bool]], dict[str, SpecifierSet]]:

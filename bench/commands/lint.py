@@ -21,7 +21,7 @@ EPILOG = (
     "Exit status: 0 nothing but infos found; 1 an error or a warning; 2 a config cannot be read or has a wrong value, "
     "or the only file, or every file of a folder, is of no kind that lint knows."
 )
-SHOWN = 20
+SHOWN = 5
 """Files of unknown kind that are named."""
 
 
@@ -37,13 +37,28 @@ def add(commands: Any) -> None:
         "shell script that launches a training; or a folder with such files",
     )
     integer, absent = integer_to(LARGEST), "if the config does not say"
-    option("--samples", type=integer, metavar="S", help="size of the training set; enables the rules about steps")
-    option("--micro-batch", type=integer, metavar="B", help=f"samples of a micro-batch on one rank, {absent}")
+    option(
+        "--samples",
+        type=integer,
+        metavar="S",
+        help="size of the training set; enables the rules about steps",
+    )
+    option(
+        "--micro-batch",
+        type=integer,
+        metavar="B",
+        help=f"samples of a micro-batch on one rank, {absent}",
+    )
     option("--world-size", type=integer, metavar="W", help=f"ranks, {absent}")
     for package in ("deepspeed", "lightning"):
         option(f"--{package}-version", type=_version, metavar="V", help="instead of the installed one")
     option("--json", action="store_true", help="print a list of findings as JSON")
-    option("--sarif", type=Path, metavar="FILE", help="also write the findings as SARIF 2.1.0, for code hosts")
+    option(
+        "--sarif",
+        type=Path,
+        metavar="FILE",
+        help="also write the findings as SARIF 2.1.0, for code hosts",
+    )
     option("--rules", action="store_true", help="list the rules and stop")
 
 

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench import cli
+from bench.audit import advisories
 from bench.audit.lint import config_file, launch_script, lint, version_facts
 from bench.audit.lint.known_keys import known_keys
 from bench.audit.lint.lint_options import LintOptions
@@ -490,6 +491,8 @@ NOT_JUDGED = [
     ("gradient_accumulation_steps: 4\nadam_betas: [0.9, 0.9]\nnum_train_epochs: 3\nlearning_rate: 0.1\n", "dpr.yaml"),
     ("per_device_train_batch_size: 2\ngradient_accumulation_steps: 4\nmax_train_steps: 9\n", "no_trainer.yaml"),
     ("defaults: [base]\nper_device_train_batch_size: 2\ngradient_accumulation_steps: 4\n", "hydra.yaml"),
+    ("per_device_train_batch_size: 2\ngradient_accumulation_steps: 4\nclip_grad_norm: 1.0\n", "own_trainer.yaml"),
+    ("per_device_train_batch_size: {value: 2}\ngradient_accumulation_steps: {value: 4}\n", "wandb.yaml"),
     ("batch_size: 2\ngradient_accumulation_steps: 16\ndtype: bf16\n", "mine.yaml"),
 ]
 
@@ -528,13 +531,12 @@ def test_lint_needs_no_framework(tmp_path: Path) -> None:
     assert {"ACC01", "DBL01", "TAIL03"} <= {*re.findall(r"\b[A-Z]{3,4}\d\d\b", done.stdout)}
 
 
-def test_versions_are_those_of_the_backends() -> None:
-    """The table that lint asks and the constants of the backends say the same."""
-    from bench.backends.deepspeed import BF16_SUM, LAST_ONLY
-
+def test_versions_are_those_of_the_advisories() -> None:
+    """What rules of the linter say of versions, and what is known bad, agree."""
+    known = {advisory.id: advisory.affected for advisory in advisories.load()}
     facts = version_facts._tables()["facts"]
-    assert facts["last-micro-batch-only"]["versions"] == LAST_ONLY
-    assert facts["zero2-sums-in-bf16"]["versions"] == BF16_SUM
+    assert facts["last-micro-batch-only"]["versions"] == known["deepspeed-zero2-last-only"]
+    assert known["deepspeed-zero2-bf16-sum"].endswith(facts["zero2-sums-in-bf16"]["versions"])
     assert all(fact["source"] and fact["package"] in version_facts.PACKAGES for fact in facts.values())
 
 

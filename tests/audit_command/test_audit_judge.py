@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bench.audit.command import audited_command
-from bench.audit.command.training_audit import TrainingAudit
+from bench.audit.command.training_audit import IN_PART, NOT_JUDGED, RIGHT, TrainingAudit
 
 UPDATES, COORDINATES = 4, 40
 Gradient = Callable[[Any, int, int], Any]
@@ -39,21 +39,36 @@ def masked(micro: Any, rank: int, update: int) -> Any:
     return mean(micro, rank, update)
 
 
+def divided_again(micro: Any, _: int, update: int) -> Any:
+    weights = 4.0 ** np.arange(-3, 1)
+    return np.einsum("rjc,j->c", micro[:, update], weights) / 2
+
+
 def events(gradient: Gradient, micro: Any, rank: int, skips: bool = False, differ: bool = False) -> list[Any]:
     """A rank with N = micro.shape[2], whose loss is divided by N; an update that it skips is counted to the next."""
-    loss = {"node": "NllLossBackward0", "reduction": "mean", "terms": None, "seed": 1 / micro.shape[2]}
-    lines = [{"job": "", "rank": rank, "world": len(micro), "leaves": [["", 64, [rank * differ]]]}]
-    waiting: list[Any] = []
+    loss = {"node": "NllLossBackward0", "reduction": "mean", "is_named": True, "seed": 1 / micro.shape[2]}
+    leaf = {"name": "weight", "shape": [COORDINATES], "start": [rank * differ]}
+    ends = [[0.0]] if gradient is not alone else [[float(rank)]]
+    lines: list[Any] = [{"rank": {"job": "", "rank": rank, "world": len(micro), "leaves": [leaf], "num_leaves": 1}}]
+    number = 0
     for update in range(UPDATES):
         used = gradient(micro, rank, update)
-        waiting += [{"criteria": [loss], "sample": [values.tolist()]} for values in micro[rank, update]]
+        for place, values in enumerate(micro[rank, update]):
+            left = None
+            if not place:
+                left = np.zeros(COORDINATES)
+                if gradient is uncleared and update:
+                    left = uncleared(micro, rank, update - 1)
+                left = left.tolist()
+            data = [[float(rank), float(update), float(place)]]
+            fields = {"number": number, "place": "train.py:9", "criteria": [loss], "injected": [], "data": data}
+            lines.append({"backward": fields | {"added": [values.tolist()], "left": [left]}})
+            number += 1
         if skips and update == 0:
             continue
-        window = {"number": update + 1, "events": "B" * len(waiting) + "S", "micro_batches": waiting}
-        left = uncleared(micro, rank, update - 1) if gradient is uncleared and update else np.zeros(COORDINATES)
-        lines.append(window | {"left": [left.tolist()], "used": [used.tolist()], "optimizer": "SGD"})
-        waiting = []
-    return lines
+        step = {"optimizer": 0, "name": "SGD", "owned": [0], "used": [used.tolist()], "backwards": micro.shape[2]}
+        lines.append({"step": step})
+    return [*lines, {"end": {"end": ends, "updates": [UPDATES - skips]}}]
 
 
 def write(path: Path, lines: list[dict[str, Any]]) -> None:
@@ -70,33 +85,42 @@ def audit(folder: Path, gradient: Gradient, count: int = 4, ranks: int = 2, **op
 @pytest.mark.parametrize(
     ("gradient", "options", "verdict", "finding"),
     [
-        (mean, {}, "right", "scale 1"),
+        (mean, {}, RIGHT, "scale 1"),
         (alone, {}, "not reduced", "not reduced"),
         (uncleared, {}, "not cleared", "not cleared"),
         (without_first, {}, "lost", "lost"),
-        (mean, {"skips": True}, "right", "skipped"),  # as loss scalers do
-        (masked, {}, "", "scale not judged"),  # a micro-batch without a gradient is not lost
-        (lambda *_: np.full(COORDINATES, np.nan), {}, "", "weights unknown"),
-        (lambda *_: np.ones(COORDINATES), {}, "", "not judged"),
-        (mean, {"count": 40}, "", "weights unknown"),  # more than sampled coordinates
-        (mean, {"differ": True}, "", "not judged"),  # ranks with other parameters
-        (mean, {"ranks": 1}, "", "ranks missing"),
+        (divided_again, {}, "divided again", "divided again"),
+        (mean, {"skips": True}, RIGHT, "skipped"),  # as loss scalers do
+        (masked, {}, IN_PART, "scale not judged"),  # a micro-batch without a gradient is not lost
+        (lambda *_: np.full(COORDINATES, np.nan), {}, NOT_JUDGED, "weights unknown"),
+        (lambda *_: np.ones(COORDINATES), {}, NOT_JUDGED, "not judged"),
+        (mean, {"count": 40}, NOT_JUDGED, "weights unknown"),  # more than sampled coordinates
+        (mean, {"differ": True}, NOT_JUDGED, "not judged"),  # ranks with other parameters
+        (mean, {"ranks": 1}, NOT_JUDGED, "ranks missing"),
     ],
 )
 def test_what_is_said_of_a_gradient(
     gradient: Gradient, options: dict[str, Any], verdict: str, finding: str, tmp_path: Path
 ) -> None:
     found = audit(tmp_path, gradient, **options)
-    assert found.verdict == (verdict or "nothing wrong seen, not all judged")
+    assert (found.verdict, finding) == (verdict, finding), found.findings
     assert finding in [judged.topic for judged in found.findings]
 
 
 def test_of_several_trainings_one_is_judged(tmp_path: Path) -> None:
     audit(tmp_path, mean)
     micro = np.random.default_rng(1).standard_normal((1, UPDATES, 4, COORDINATES))
-    lines = events(alone, micro, 0)
-    write(tmp_path / "other.jsonl", lines)
-    with (tmp_path / "other.jsonl").open("a") as file:
-        file.write('{"event": "cut o')  # by a signal
+    write(tmp_path / "other.jsonl", events(alone, micro, 0))
     ranks, others = audited_command.read(tmp_path)
     assert (list(ranks), others) == ([0, 1], 1)
+
+
+@pytest.mark.parametrize("size", [-3, -2, -40, 60])
+def test_a_record_that_is_cut_is_read_as_far_as_it_goes(size: int, tmp_path: Path) -> None:
+    audit(tmp_path, mean)
+    for path in tmp_path.glob("*.jsonl"):
+        path.write_bytes(path.read_bytes()[:size])
+    ranks, _ = audited_command.read(tmp_path)
+    assert all(rank.is_cut for rank in ranks.values())
+    if ranks:
+        assert "record cut" in [found.topic for found in TrainingAudit(ranks).findings]

@@ -194,6 +194,10 @@ CONFIGS = {
     b"lightning.pytorch.callbacks.ThroughputMonitor\n    init_args: &a {batch_size_fn: my.size}\ndata:\n  <<: *a\n",
     "c.yml": json.dumps(lightning("deepspeed_stage_2"), indent=1).encode(),
     "c.json": json.dumps(engine(), indent=1).encode(),
+    "c.sh": b"N=4\ntorchrun --nproc_per_node 2 train.py --bf16 True --save_steps 9 --per_device_train_batch_size 1 \\\n"
+    b"--gradient_accumulation_steps $N --torch_dtype bfloat16 --deepspeed none.json > log\n",
+    "c.toml": b"[training]\nlocal_batch_size = 1\nglobal_batch_size = 16\nsteps = 9\nseq_len = 8\nmax_norm = 1.0\n"
+    b'dtype = "bfloat16"\n[model]\nflavor = "8B"\n',
 }
 
 

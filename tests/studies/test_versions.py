@@ -11,6 +11,7 @@ from bench.judge.trial_columns import TrialRow
 from studies.versions import __main__ as command
 from studies.versions import bounds, environment, lightning_probe, probe, versions_page
 from studies.versions.environment import FailedError
+from studies.versions.grid_page import weights_section
 from studies.versions.versions_page import Entry, Smoke, VersionFact
 from tests.factories import make_cell, make_failure, make_manifest, make_tables, manifest_of
 
@@ -125,6 +126,6 @@ def test_the_installed_lightning_is_probed(tmp_path: Path) -> None:
 
 def test_committed_page_is_what_its_data_says() -> None:
     entries, smokes = versions_page.read(PAGE.with_suffix(".json"))
-    assert PAGE.read_text() == versions_page.markdown(entries, smokes)
+    assert PAGE.read_text() == versions_page.markdown(entries, smokes, weights_section())
     assert {f"{e.package}=={e.version}" for e in entries} >= set(command.VERSIONS)
     assert environment.without_folders(PAGE.read_text()) == PAGE.read_text()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.audit.command.inside.records import AuditedUpdate, MicroBatch, Rank
+from bench.audit.command.foreground import run_in_foreground
+from bench.audit.command.inside.records import EVENTS, Backward, Criterion, Leaf, Rank, Step
 from bench.errors import InputError
 from bench.files import python_path
 
@@ -33,7 +33,7 @@ def run(command: Sequence[str], folder: Path, updates: int, *, quiet: bool) -> i
     """Run it and return its exit status, as a shell gives it; ``quiet`` sends its output to stderr."""
     output = sys.stderr if quiet else None
     try:
-        status = subprocess.run(command, env=environment(folder, updates), stdout=output, check=False).returncode
+        status = run_in_foreground(command, environment(folder, updates), output)
     except OSError as error:
         raise InputError(f"audit: {command[0]}: {error.strerror}") from error
     return 128 - status if status < 0 else status
@@ -51,18 +51,39 @@ def read(folder: Path) -> tuple[dict[int, Rank], int]:
     """
     trainings: dict[tuple[str, int], dict[int, Rank]] = defaultdict(dict)
     paths = sorted(folder.glob("*.jsonl"), key=lambda path: path.stat().st_mtime)
-    for rank in sorted(map(_rank, paths), key=lambda rank: len(rank.updates)):
+    found = [rank for path in paths if (rank := _rank(path)) is not None]
+    for rank in sorted(found, key=_num_steps):
         trainings[rank.job, rank.world][rank.rank] = rank
     latest = reversed(trainings.values())
-    chosen = max(latest, key=lambda ranks: sum(len(rank.updates) for rank in ranks.values()), default={})
+    chosen = max(latest, key=lambda ranks: sum(map(_num_steps, ranks.values())), default={})
     return dict(sorted(chosen.items())), len(paths) - len(chosen)
 
 
-def _rank(path: Path) -> Rank:
-    # A process that was killed may have cut off its last line.
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-    updates = {line["number"]: line for line in lines if "number" in line}  # each step writes its update again
-    for line in updates.values():
-        line["micro_batches"] = [MicroBatch(**found) for found in line["micro_batches"]]
-    rank = [line for line in lines if "rank" in line][-1]
-    return Rank(**rank | {"updates": [AuditedUpdate(**line) for line in updates.values()]})
+def _num_steps(rank: Rank) -> int:
+    return sum(isinstance(event, Step) for event in rank.events)
+
+
+def _rank(path: Path) -> Rank | None:
+    """What a process has recorded; None if nothing. A process that was killed may have cut off its last line."""
+    rank: Rank | None = None
+    events = []
+    is_cut = False
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            found = json.loads(line)
+        except json.JSONDecodeError:
+            is_cut = True
+            continue
+        ((name, fields),) = found.items()
+        if name == "rank":
+            fields["leaves"] = [Leaf(**leaf) for leaf in fields["leaves"]]
+            rank = Rank(**fields)
+            continue
+        event = EVENTS[name](**fields)
+        if isinstance(event, Backward):
+            event.criteria = [Criterion(**criterion) for criterion in fields["criteria"]]
+            event.injected = [Criterion(**criterion) for criterion in fields["injected"]]
+        events.append(event)
+    if rank is not None:
+        rank.events, rank.is_cut = events, is_cut
+    return rank

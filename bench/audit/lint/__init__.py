@@ -1,8 +1,8 @@
 """Lint of training configs: what gradient accumulation will do with their numbers, before anything is trained.
 
-What a file is follows from its keys (``config_kinds``). Every finding names its place, says in the config's own numbers
-what will happen and how to mend it, and names a scenario that shows it in small. Nothing here needs torch or the
-framework that the config is for.
+What a file is follows from its keys (``config_kinds``). Every finding names its place, says in the
+config's own numbers what will happen and how to mend it, and names a scenario that shows it in
+small. Nothing here needs torch or the framework that the config is for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bench.audit.lint import (
     lightning_rules,
     loop_rules,
 )
-from bench.audit.lint.config_file import ConfigPart, NoKeysError, read_file, read_text
+from bench.audit.lint.config_file import ConfigPart, NoConfigError, read_file, read_text
 from bench.audit.lint.config_kinds import EXPECTED, Config, Reader, recognize
 from bench.audit.lint.launch_script import LaunchCommand
 from bench.audit.lint.lint_options import LintOptions
@@ -62,7 +62,7 @@ def lint(paths: Sequence[Path], options: LintOptions) -> list[LintFinding]:
     for file in files:
         try:
             trainings += _trainings(file, options)
-        except NoKeysError as error:
+        except NoConfigError as error:
             if len(files) == 1:
                 raise
             options.unknown.append(str(error).partition(";")[0])
@@ -85,7 +85,8 @@ def lint(paths: Sequence[Path], options: LintOptions) -> list[LintFinding]:
     order = {str(file): place for place, file in reversed(list(enumerate(files)))}
     # A DeepSpeed config that two others name is found twice.
     return sorted(
-        dict.fromkeys(findings), key=lambda each: (order.get(each.file, len(files)), each.file, each.line, each.code)
+        dict.fromkeys(findings),
+        key=lambda each: (order.get(each.file, len(files)), each.file, each.line, each.code),
     )
 
 
@@ -206,7 +207,7 @@ def _subjects(training: _Training) -> Iterable[object]:
             launch=launch,
             has_bf16_parameters=adapter is not None and adapter.bf16_parameters,
             dtype_keys=adapter.dtype_keys if adapter is not None else (),
-            has_plain_defaults=adapter is not None and not adapter.own,
+            has_plain_defaults=adapter is not None and not adapter.evidence,
         )
         if launch is not None:
             yield from accelerate_rules.subjects(launch, options, config.root)

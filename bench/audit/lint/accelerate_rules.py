@@ -22,7 +22,16 @@ ACCELERATOR, SCHEDULER = "accelerate/accelerator.py", "accelerate/scheduler.py"
 NONE = "none"
 SAGEMAKER = "AMAZON_SAGEMAKER"
 SEVERAL_RANKS = {
-    *("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU"),
+    *(
+        "MULTI_GPU",
+        "MULTI_CPU",
+        "MULTI_XPU",
+        "MULTI_NPU",
+        "MULTI_MLU",
+        "MULTI_SDAA",
+        "MULTI_MUSA",
+        "MULTI_HPU",
+    ),
     *("FSDP", "DEEPSPEED", "XLA"),
 }
 """Kinds of training in which every rank has batches of its own."""
@@ -49,7 +58,8 @@ class AccelerateDeepSpeed:
     options: LintOptions
     num_ranks: int | None
     trainer: ConfigPart | None
-    """The TrainingArguments that are launched with it; None if another script, or one not known, is launched."""
+    """The TrainingArguments that are launched with it; None if another script, or one not known, is
+    launched."""
 
     @property
     def is_script(self) -> bool:
@@ -107,7 +117,11 @@ def subjects(root: ConfigPart, options: LintOptions, trainer: ConfigPart | None 
     if not engine.is_known:
         return
     yield GradientSum(
-        engine.with_dtypes([str(precision.value)]), n or 1, options, ranks, precision if precision.given else inner
+        engine.with_dtypes([str(precision.value)]),
+        n or 1,
+        options,
+        ranks,
+        precision if precision.given else inner,
     )
 
 
@@ -125,7 +139,11 @@ def _engine(inner: ConfigPart) -> DeepSpeedConfig:
 
 
 @rule(AccelerateRanks, "SCH04", "accelerate: {distributed_type: MULTI_GPU, num_processes: 4}")
-@says(INFO, "schedule that steps once per rank", f"{SCHEDULER} AcceleratedScheduler.step; accelerate #2926")
+@says(
+    INFO,
+    "schedule that steps once per rank",
+    f"{SCHEDULER} AcceleratedScheduler.step; accelerate #2926",
+)
 def _schedule(several: AccelerateRanks) -> Iterator[Found]:
     ranks = several.num_ranks
     yield Found(
@@ -153,7 +171,11 @@ def _beside(both: AccelerateDeepSpeed) -> Iterator[Found]:
             yield Found(place, what, f"remove {place.name}, and set it in {name}")
 
 
-@rule(AccelerateDeepSpeed, "GAS02", "accelerate: {deepspeed_config: {deepspeed_config_file: ds.json}}, named: {}")
+@rule(
+    AccelerateDeepSpeed,
+    "GAS02",
+    "accelerate: {deepspeed_config: {deepspeed_config_file: ds.json}}, named: {}",
+)
 @says(INFO, "accumulation reset to 1", f"{PLUGIN}.__post_init__")
 @rule(
     AccelerateDeepSpeed,
@@ -176,7 +198,11 @@ def _accumulate(both: AccelerateDeepSpeed) -> Iterator[Found]:
         yield Found(place, what, fix, AUDIT, code="GAS03")
 
 
-@rule(AccelerateDeepSpeed, "CLP01", "accelerate: {deepspeed_config: {zero_stage: 2, gradient_clipping: 0.0}}")
+@rule(
+    AccelerateDeepSpeed,
+    "CLP01",
+    "accelerate: {deepspeed_config: {zero_stage: 2, gradient_clipping: 0.0}}",
+)
 def _silent_clip(both: AccelerateDeepSpeed) -> Iterator[Found]:
     """Accelerate keeps a threshold only if it is not 0, and fills in 1.0; the Trainer fills in max_grad_norm first."""
     place = both.inner.at("gradient_clipping")
@@ -189,7 +215,13 @@ def _silent_clip(both: AccelerateDeepSpeed) -> Iterator[Found]:
             "gradient_clipping is not set: accelerate has DeepSpeed clip to norm 1.0 in a script, and Hugging Face's "
         )
         what += "Trainer to max_grad_norm"
-        yield Found(place, what, f"set gradient_clipping to the threshold that is meant, or {nothing}", same, INFO)
+        yield Found(
+            place,
+            what,
+            f"set gradient_clipping to the threshold that is meant, or {nothing}",
+            same,
+            INFO,
+        )
     elif both.engine.clip == 0:
         what = "accelerate drops a gradient_clipping of 0, and DeepSpeed then clips to norm 1.0"
         if both.trainer is not None:
@@ -204,7 +236,11 @@ def _silent_clip(both: AccelerateDeepSpeed) -> Iterator[Found]:
     "GAS03",
 )
 def _underweighted(both: AccelerateDeepSpeed) -> Iterator[Found]:
-    n, micro, ranks = both.engine.accumulate or 1, both.options.batch_size or both.engine.micro_batch, both.num_ranks
+    n, micro, ranks = (
+        both.engine.accumulate or 1,
+        both.options.batch_size or both.engine.micro_batch,
+        both.num_ranks,
+    )
     if not both.is_script or n == 1:
         return
     plan = both.options.windows(n, micro, ranks, drop_last=both.engine.drop_last)

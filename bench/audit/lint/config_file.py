@@ -27,7 +27,8 @@ AUTO = "auto"
 LARGEST = 2**53
 """The largest integer that a config can mean."""
 UNKNOWN = re.compile(r"\$[{(\w]|^\?\?\?$|\{\{|^<[^<>]*>$|^%\(")
-"""What another program fills in: ``${...}`` of OmegaConf and of shells, its ``???``, and templates."""
+"""What another program fills in: ``${...}`` of OmegaConf and of shells, its ``???``, and
+templates."""
 KeyPath = tuple[str, ...]
 """The keys from the top of a file to a value; items of a list by their index."""
 
@@ -36,8 +37,8 @@ class NotReadError(InputError):
     """The file itself cannot be read as a config."""
 
 
-class NoKeysError(NotReadError):
-    """The file holds no mapping, so it is no config."""
+class NoConfigError(NotReadError):
+    """The file holds no mapping, or far too much, so it is no config."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,8 @@ class ConfigPart:
     def renamed(self, places: Mapping[str, str], defaults: Mapping[str, Any] | None = None) -> ConfigPart:
         """The same values under other dotted keys: {new key: key under this part, or empty for this part itself}.
 
-        A default is the value of a new key that the file does not set; its place is where the file would set it.
+        A default is the value of a new key that the file does not set; its place is where the file
+        would set it.
         """
         values: dict[str, Any] = {}
         lines: dict[KeyPath, int] = {(): self.line}
@@ -246,7 +248,8 @@ def _put(values: dict[str, Any], path: KeyPath, value: Any) -> None:
 def read_file(file: Path) -> ConfigPart:
     """Read a YAML, JSON or TOML file, by its suffix.
 
-    Raises NotReadError, with file and line, if it cannot be read, is too large or nested too deeply, or has no keys.
+    Raises NotReadError, with file and line, if it cannot be read, is too large or nested too
+    deeply, or has no keys.
     """
     text = read_text(file)
     readers = {".toml": _toml, ".json": _json}
@@ -255,7 +258,7 @@ def read_file(file: Path) -> ConfigPart:
         found = "has no keys at the top level"
         if part.values is None:
             found = "is empty"
-        raise NoKeysError(f"{file}:1: {found}; it must be a mapping with the keys of a training config")
+        raise NoConfigError(f"{file}:1: {found}; it must be a mapping with the keys of a training config")
     return part
 
 
@@ -275,7 +278,7 @@ def read_text(file: Path) -> str:
             reason = error.strerror or reason
         raise NotReadError(f"{file}: cannot be read ({reason}); {advice}") from error
     if len(content) > MAX_BYTES:
-        raise NotReadError(f"{file}:1: is larger than {MAX_BYTES >> 10} KiB; a config must be smaller")
+        raise NoConfigError(f"{file}:1: is larger than {MAX_BYTES >> 10} KiB; a config must be smaller")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -334,7 +337,11 @@ def _loaded(text: str, file: str, *, is_json: bool) -> ConfigPart:
         if is_json:
             kind = "JSON, with or without comments"
         raise NotReadError(f"{place}: is not {kind} ({error.problem or error.context})") from error
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # the last two: an escape beyond Unicode
+    except (
+        yaml.YAMLError,
+        ValueError,
+        OverflowError,
+    ) as error:  # the last two: an escape beyond Unicode
         # A control character is the reader's error, which knows its position.
         line = text.count("\n", 0, getattr(error, "position", None) or 0) + 1
         kind = "plain YAML"
@@ -414,7 +421,10 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
             key, line = str(self.construct_object(key_node)), key_node.start_mark.line + 1
             if key in first:
                 first_line, before = first[key]
-                is_same = isinstance(value, yaml.ScalarNode) and (before.tag, before.value) == (value.tag, value.value)
+                is_same = isinstance(value, yaml.ScalarNode) and (before.tag, before.value) == (
+                    value.tag,
+                    value.value,
+                )
                 self.doubles.setdefault(id(node), []).append(Repeated((key,), line, first_line, is_same))
             first.setdefault(key, (line, value))
         return node
@@ -437,7 +447,14 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
             if not is_quoted and not re.fullmatch(r"-?[\d.]+([eE][+-]?\d+)?|true|false|null|-?Infinity|NaN", text):
                 return f"${{{text}}}"  # a placeholder of a template
             return json.loads(text, strict=False)
-        except (ValueError, KeyError, IndexError, OverflowError, TypeError, AttributeError) as error:
+        except (
+            ValueError,
+            KeyError,
+            IndexError,
+            OverflowError,
+            TypeError,
+            AttributeError,
+        ) as error:
             raise ConstructorError(None, None, str(error), node.start_mark) from error
 
     def error(self, node: yaml.Node, words: str) -> NotReadError:

@@ -1,7 +1,7 @@
 """What kind of config a file is, by what is in it, and the names under which the rules read it.
 
-LightningCLI and the frameworks above it, DeepSpeed and accelerate are known by their own structure. The others are rows
-of kinds.toml, which also says what each of them calls a value.
+LightningCLI and the frameworks above it, DeepSpeed and accelerate are known by their own structure.
+The others are rows of kinds.toml, which also says what each of them calls a value.
 """
 
 from __future__ import annotations
@@ -22,18 +22,63 @@ EXPECTED = (
     "LLaMA-Factory, axolotl, torchtune, LitGPT, nanotron, GPT-NeoX or torchtitan"
 )
 TRAINERS = ("trainer", "fit.trainer", "lightning.trainer", "pl_trainer", "trainer.params", "")
-"""Where a config may hold the arguments of Lightning's Trainer; the last: a file that holds nothing else."""
+"""Where a config may hold the arguments of Lightning's Trainer; the last: a file that holds nothing
+else."""
 MOST_UNKNOWN = 1 / 3
 """Share of the keys of a Trainer, of accelerate or of TrainingArguments that may be unknown."""
-ACCELERATE_OWN = ("compute_environment", "distributed_type", "num_machines", "main_training_function", "machine_rank")
-DEEPSPEED_OWN = ("zero_optimization", "train_micro_batch_size_per_gpu", "bf16.enabled", "fp16.enabled", "data_types")
+ACCELERATE_OWN = (
+    "compute_environment",
+    "distributed_type",
+    "num_machines",
+    "main_training_function",
+    "machine_rank",
+)
+DEEPSPEED_OWN = (
+    "zero_optimization",
+    "train_micro_batch_size_per_gpu",
+    "bf16.enabled",
+    "fp16.enabled",
+    "data_types",
+)
 TRAINING_OWN = (
-    *("per_device_train_batch_size", "per_device_eval_batch_size", "num_train_epochs", "warmup_ratio"),
-    *("lr_scheduler_type", "save_total_limit", "eval_strategy", "evaluation_strategy", "accelerator_config"),
-    *("gradient_checkpointing", "max_grad_norm", "gradient_accumulation_steps", "average_tokens_across_devices"),
-    *("logging_steps", "save_steps", "report_to", "optim", "ddp_timeout", "bf16", "fp16", "save_strategy", "max_steps"),
+    *(
+        "per_device_train_batch_size",
+        "per_device_eval_batch_size",
+        "num_train_epochs",
+        "warmup_ratio",
+    ),
+    *(
+        "lr_scheduler_type",
+        "save_total_limit",
+        "eval_strategy",
+        "evaluation_strategy",
+        "accelerator_config",
+    ),
+    *(
+        "gradient_checkpointing",
+        "max_grad_norm",
+        "gradient_accumulation_steps",
+        "average_tokens_across_devices",
+    ),
+    *(
+        "logging_steps",
+        "save_steps",
+        "report_to",
+        "optim",
+        "ddp_timeout",
+        "bf16",
+        "fp16",
+        "save_strategy",
+        "max_steps",
+    ),
     *("warmup_steps", "output_dir", "learning_rate", "fsdp", "deepspeed", "dataloader_drop_last"),
-    *("auto_find_batch_size", "logging_strategy", "gradient_accumulation_step", "logging_step", "eval_steps"),
+    *(
+        "auto_find_batch_size",
+        "logging_strategy",
+        "gradient_accumulation_step",
+        "logging_step",
+        "eval_steps",
+    ),
 )
 TRAINING_NEEDS = (
     *("per_device_train_batch_size", "per_device_eval_batch_size", "accelerator_config"),
@@ -41,14 +86,37 @@ TRAINING_NEEDS = (
 )
 """TrainingArguments are known by one of these; other programs share the rest with them."""
 LEAST_BESIDE_EPOCHS = 5
-"""Keys of TrainingArguments that must be there where ``num_train_epochs`` is the only sign of them."""
+"""Keys of TrainingArguments that must be there where ``num_train_epochs`` is the only sign of
+them."""
 
 SCRIPT_OWN = (
-    *("save_total_limit", "save_strategy", "save_steps", "eval_strategy", "evaluation_strategy", "logging_strategy"),
-    *("logging_steps", "logging_dir", "overwrite_output_dir", "do_train", "warmup_ratio", "optim", "tf32"),
-    *("ddp_timeout", "ddp_find_unused_parameters", "dataloader_num_workers", "group_by_length", "fsdp_config"),
+    *(
+        "save_total_limit",
+        "save_strategy",
+        "save_steps",
+        "eval_strategy",
+        "evaluation_strategy",
+        "logging_strategy",
+    ),
+    *(
+        "logging_steps",
+        "logging_dir",
+        "overwrite_output_dir",
+        "do_train",
+        "warmup_ratio",
+        "optim",
+        "tf32",
+    ),
+    *(
+        "ddp_timeout",
+        "ddp_find_unused_parameters",
+        "dataloader_num_workers",
+        "group_by_length",
+        "fsdp_config",
+    ),
 )
-"""Options that scripts with a parser of their own seldom have; one of these, or a DeepSpeed config, is needed."""
+"""Options that scripts with a parser of their own seldom have; one of these, or a DeepSpeed config,
+is needed."""
 
 
 class Reader(StrEnum):
@@ -70,7 +138,7 @@ class Adapter:
     title: str
     reader: Reader
     suffixes: tuple[str, ...]
-    own: tuple[str, ...]
+    evidence: tuple[str, ...]
     least: int
     needs: int = 0
     """How many keys of TrainingArguments must be there."""
@@ -111,7 +179,7 @@ def adapters() -> list[Adapter]:
     tables = tomllib.loads((Path(__file__).parent / "kinds.toml").read_text())
     found = []
     for table in tables.values():
-        words = {name: tuple(table.get(name, "").split()) for name in ("suffixes", "own", "without", "unknown")}
+        words = {name: tuple(table.get(name, "").split()) for name in ("suffixes", "evidence", "without", "unknown")}
         if "dtype_keys" in table:
             words["dtype_keys"] = tuple(table["dtype_keys"].split())
         found.append(Adapter(**{**table, **words, "reader": Reader(table["reader"])}))
@@ -143,7 +211,7 @@ def recognize(root: ConfigPart, suffix: str) -> Config | None:
 
 
 def _is_like(root: ConfigPart, adapter: Adapter, suffix: str) -> bool:
-    if has(root, adapter.own) < adapter.least or has(root, adapter.without):
+    if has(root, adapter.evidence) < adapter.least or has(root, adapter.without):
         return False
     if adapter.reader is Reader.HUGGING_FACE and _is_of_hydra(root):
         return False
@@ -158,11 +226,14 @@ def _is_like(root: ConfigPart, adapter: Adapter, suffix: str) -> bool:
 
 def _has_training_arguments(root: ConfigPart, least: int) -> bool:
     """Whether keys that only TrainingArguments have are there; ``num_train_epochs`` needs more beside it."""
-    own = has(root, TRAINING_OWN)
+    found = has(root, TRAINING_OWN)
+    is_wrapped = any(isinstance(root.at(key).value, dict) for key in ("num_train_epochs", *TRAINING_NEEDS[:2]))
+    if is_wrapped:  # a log that Weights & Biases wrote has values beside descriptions
+        return False
     if has(root, TRAINING_NEEDS):
-        return own >= least
+        return found >= least
     is_mostly_known = _unknown_share(root, "training_arguments") <= 1 / 2
-    return has(root, ("num_train_epochs",)) > 0 and own >= LEAST_BESIDE_EPOCHS and is_mostly_known
+    return has(root, ("num_train_epochs",)) > 0 and found >= LEAST_BESIDE_EPOCHS and is_mostly_known
 
 
 def _is_of_hydra(root: ConfigPart) -> bool:
@@ -192,7 +263,10 @@ def _accelerate(root: ConfigPart, suffix: str) -> Config | None:
 
 
 def _deepspeed(root: ConfigPart, suffix: str) -> Config | None:
-    keys = {*root.names_here, *(f"{key}.enabled" for key in ("bf16", "fp16") if has(root, [f"{key}.enabled"]))}
+    keys = {
+        *root.names_here,
+        *(f"{key}.enabled" for key in ("bf16", "fp16") if has(root, [f"{key}.enabled"])),
+    }
     if suffix != "json" or not keys & {*DEEPSPEED_OWN} or _unknown_share(root, "deepspeed") > 1 / 2:
         return None
     return Config("DeepSpeed", Reader.DEEPSPEED, root)
@@ -225,9 +299,9 @@ def _is_trainer(part: ConfigPart) -> bool:
     target = part.value.get("_target_", part.value.get("class_path"))
     if isinstance(target, str):
         return target.endswith(".Trainer") and "lightning" in target
-    own = has(part, known_keys()["trainer_own"])
+    found = has(part, known_keys()["trainer_own"])
     known = has(part, [*known_keys()["trainer"], *known_keys()["trainer_removed"]])
-    return own > 0 and known > 1 and known >= (1 - MOST_UNKNOWN) * len(part.value)
+    return found > 0 and known > 1 and known >= (1 - MOST_UNKNOWN) * len(part.value)
 
 
 def _is_of_command_line(around: ConfigPart) -> bool:

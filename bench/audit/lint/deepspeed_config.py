@@ -17,7 +17,12 @@ from bench.audit.training_plan import LARGEST_ACCUMULATE
 MOST_ABOVE = 6
 """Folders above a file in which a file that it names is looked for."""
 AUTO_KEYS = (
-    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+    *(
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+    ),
     *("bf16.enabled", "fp16.enabled"),
 )
 
@@ -93,8 +98,8 @@ def read(part: ConfigPart) -> DeepSpeedConfig:
 def deepspeed_part(place: ConfigPart) -> ConfigPart | None:
     """The DeepSpeed config that another config contains here, or names by path.
 
-    None if there is nothing here, or what is named is a preset or a file that is not here. Raises InputError if the
-    file cannot be read.
+    None if there is nothing here, or what is named is a preset or a file that is not here. Raises
+    InputError if the file cannot be read.
     """
     if isinstance(place.value, dict):
         return place

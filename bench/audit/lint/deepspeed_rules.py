@@ -110,7 +110,11 @@ def _batch_sizes(training: DeepSpeedAlone) -> Iterator[Found]:
     wanted = f"{'' if is_complete else 'a multiple of '}{product}"
     names = " x ".join(f"{name} {number}" for name, number in factors.items())
     what = f"DeepSpeed refuses train_batch_size {train}: it is not {wanted} = {names}"
-    yield Found(config.part.at("train_batch_size"), what, f"set it to {wanted}, or remove it: DeepSpeed infers it")
+    yield Found(
+        config.part.at("train_batch_size"),
+        what,
+        f"set it to {wanted}, or remove it: DeepSpeed infers it",
+    )
 
 
 @rule(DeepSpeedAlone, "CLP01", "deepspeed: {gradient_clipping: null}")

@@ -1,7 +1,8 @@
 """TrainingArguments of Hugging Face's Trainer: what they say, and rules for them.
 
-Measured with transformers 5.23.0, accelerate 1.15.0 and DeepSpeed 0.19.8. The Trainer itself weighs a partial window
-rightly, steps at the end of every epoch under every strategy, and trains ``max_steps`` whole steps.
+Measured with transformers 5.23.0, accelerate 1.15.0 and DeepSpeed 0.19.8. The Trainer itself weighs
+a partial window rightly, steps at the end of every epoch under every strategy, and trains
+``max_steps`` whole steps.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class TrainerArguments:
         has_plain_defaults: bool = True,
     ) -> None:
         self.has_plain_defaults = has_plain_defaults
-        """Whether bf16 and fp16 are off unless they are given, as transformers has it; TRL and others differ."""
+        """Whether bf16 and fp16 are off unless they are given, as transformers has it; TRL and
+        others differ."""
         self.dtype_keys = dtype_keys
         """Where the parameters' dtype is set."""
         self.part, self.options, self.world_size = part, options, options.world_size
@@ -114,7 +116,7 @@ class TrainerArguments:
         for key in ("finetuning_type", "tuner_type", "train_type", "sft_type"):
             method = self.part.at(key)
             if method.given:
-                return method.value not in {"full", "freeze"}
+                return str(method.value) not in {"full", "freeze"}
         for key in self.part.names_here:
             value = self.part.under(key).value
             if key.startswith(ADAPTERS) and value not in (None, False, 0, "", "none", "None"):
@@ -138,7 +140,9 @@ class TrainerArguments:
                 return self.part.at(key), "bf16"
         for key in self.dtype_keys:
             for dtype, names in NAMES.items():
-                if self.part.at(key).value in names:
+                # GradScaler refuses gradients of parameters in fp16, so that training does not start.
+                is_refused = dtype == "fp16" and self.dtypes["fp16"]
+                if self.part.at(key).value in names and not is_refused:
                     return self.part.at(key), dtype
         if self.has_bf16_parameters and self.dtypes["bf16"]:
             return self.part.at("bf16"), "bf16"
@@ -220,21 +224,36 @@ def _with_deepspeed(arguments: TrainerArguments, given: ConfigPart, options: Lin
 MISMATCH = "transformers/integrations/deepspeed.py trainer_config_finalize"
 
 
-@rule(SameValue, "MIS01", "hugging_face: {}, accelerate: {deepspeed_config: {zero_stage: 2, gradient_clipping: 0.5}}")
+@rule(
+    SameValue,
+    "MIS01",
+    "hugging_face: {}, accelerate: {deepspeed_config: {zero_stage: 2, gradient_clipping: 0.5}}",
+)
 @says(ERROR, "DeepSpeed and TrainingArguments differ", MISMATCH, stops=True)
 def _differ(same: SameValue) -> Iterator[Found]:
     place, value = same.place, same.value
     if not place.given or place.value == AUTO or place.unknown or value is None:
         return
     if place.value != value:
-        arguments = f"{same.name} of TrainingArguments is {value:g}"
-        what = f"the Trainer raises ValueError: {place.name} is {place.value}, and {arguments}"
+        given = f"{value:g}"
+        if isinstance(value, bool):
+            given = str(value).lower()
+        arguments = f"{same.name} of TrainingArguments is {given}"
+        name = place.key.removeprefix("deepspeed.")
+        what = f"the Trainer raises ValueError: {name} is {str(place.value).lower()}, and {arguments}"
         yield Found(place, what, 'set it to "auto", or remove it')
 
 
-@rule(TrainerArguments, "SCH02", "hugging_face: {accelerator_config: {gradient_accumulation_kwargs: {num_steps: 2}}}")
+@rule(
+    TrainerArguments,
+    "SCH02",
+    "hugging_face: {accelerator_config: {gradient_accumulation_kwargs: {num_steps: 2}}}",
+)
 def _two_factors(arguments: TrainerArguments) -> Iterator[Found]:
-    inner, outer = arguments.part.at(f"{KWARGS}.num_steps"), arguments.part.at("gradient_accumulation_steps").value
+    inner, outer = (
+        arguments.part.at(f"{KWARGS}.num_steps"),
+        arguments.part.at("gradient_accumulation_steps").value,
+    )
     if inner.given and (outer or 1) > 1:
         what = f"the Trainer raises ValueError: gradient_accumulation_steps is {outer}, and num_steps {inner.value}"
         yield Found(inner, what, "remove num_steps")
@@ -271,7 +290,12 @@ def _optimizer(arguments: TrainerArguments) -> Iterator[Found]:
         yield Found(place, what, fix, f"{STOPS}: {LAYERWISE}", code="OPT02")
     elif n > 1 and name in {"lomo", "adalomo"}:
         what = f"{name} updates the parameters in every backward: a window of {n} micro-batches makes {n} updates"
-        yield Found(place, what, "set gradient_accumulation_steps to 1, or use another optimizer", code="OPT03")
+        yield Found(
+            place,
+            what,
+            "set gradient_accumulation_steps to 1, or use another optimizer",
+            code="OPT03",
+        )
 
 
 @rule(TrainerArguments, "BAT04", "hugging_face: {accelerator_config: {split_batches: true}}")
@@ -281,7 +305,11 @@ def _split_batches(arguments: TrainerArguments) -> Iterator[Found]:
     if arguments.is_split and ranks != 1:
         what = f"split_batches divides each batch of {micro} among {ranks or 'all'} ranks: a window has {micro * n} "
         fix = "set split_batches to false, or per_device_train_batch_size to the batch of all ranks"
-        yield Found(arguments.part.at("accelerator_config.split_batches"), f"{what}samples over all of them", fix)
+        yield Found(
+            arguments.part.at("accelerator_config.split_batches"),
+            f"{what}samples over all of them",
+            fix,
+        )
 
 
 @rule(TrainerArguments, "BAT05", "hugging_face: {auto_find_batch_size: true}")
@@ -310,7 +338,8 @@ LOGS = (
     ("logging", DEFAULT_LOGGING, "steps", "loss", "logging_first_step"),
     ("eval", 0, "no", "eval_loss", "eval_on_start"),
 )
-"""What is logged: beginning of its options, default interval and strategy, its name, and what logs it at once."""
+"""What is logged: beginning of its options, default interval and strategy, its name, and what logs
+it at once."""
 
 
 @rule(TrainerArguments, "LOG01", "hugging_face: {max_steps: 400}")
@@ -335,7 +364,11 @@ def _too_rare(arguments: TrainerArguments) -> Iterator[Found]:
             yield Found(place, f"{what}logged", f"set {name}_steps to at most {total}", proof)
 
 
-@rule(TrainerArguments, "STP05", "hugging_face: {logging_steps: 10, warmup_steps: 100}, samples: 640, world_size: 2")
+@rule(
+    TrainerArguments,
+    "STP05",
+    "hugging_face: {logging_steps: 10, warmup_steps: 100}, samples: 640, world_size: 2",
+)
 @says(WARNING, "warm-up longer than the training", f"{ARGUMENTS} get_warmup_steps")
 def _long_warmup(arguments: TrainerArguments) -> Iterator[Found]:
     place, total = arguments.part.at("warmup_steps"), arguments.total_steps
@@ -353,7 +386,11 @@ def _long_warmup(arguments: TrainerArguments) -> Iterator[Found]:
         )
 
 
-@rule(TrainerArguments, "CLP03", "hugging_face: {deepspeed: {zero_optimization: {stage: 2}}, max_grad_norm: 0.5}")
+@rule(
+    TrainerArguments,
+    "CLP03",
+    "hugging_face: {deepspeed: {zero_optimization: {stage: 2}}, max_grad_norm: 0.5}",
+)
 def _ignored_clip(arguments: TrainerArguments) -> Iterator[Found]:
     default = 0.0
     if holds("silent-clip", arguments.options.deepspeed):

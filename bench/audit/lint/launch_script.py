@@ -1,7 +1,7 @@
 """Shell scripts: the commands in them that launch a training, and the arguments of each.
 
-Only what a reader of the script would know is taken: options, and variables that are set once, to plain text. Nothing
-is executed; everything else stays unknown.
+Only what a reader of the script would know is taken: options, and variables that are set once, to
+plain text. Nothing is executed; everything else stays unknown.
 """
 
 from __future__ import annotations

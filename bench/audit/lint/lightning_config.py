@@ -18,7 +18,8 @@ from bench.audit.training_plan import LARGEST_ACCUMULATE, TrainingPlan
 from bench.plan.cell import Stepping
 
 DEFAULT_EPOCHS = 1000
-"""With neither max_epochs nor max_steps nor a Timer: lightning/pytorch/loops/utilities.py _parse_loop_limits."""
+"""With neither max_epochs nor max_steps nor a Timer: lightning/pytorch/loops/utilities.py
+_parse_loop_limits."""
 DEFAULT_LOG_EVERY = 50
 DEFAULT_WINDOW = 100
 """Micro-batches: lightning/fabric/utilities/throughput.py Throughput."""
@@ -37,7 +38,8 @@ class LightningConfig:
         self.options, self.trainer = options, root.at("trainer").mapping()
         trainer = self.trainer
         self.is_fsdp = _strategy_name(trainer.at("strategy")).startswith("fsdp")
-        """FSDPStrategy steps as Lightning itself does under one device, DDP and FSDP2, but clips differently."""
+        """FSDPStrategy steps as Lightning itself does under one device, DDP and FSDP2, but clips
+        differently."""
         self.engine = _engine(trainer.at("strategy"))
         """What DeepSpeed is told; None with another strategy."""
         self.accumulate = trainer.at("accumulate_grad_batches").integer(most=LARGEST_ACCUMULATE) or 1
@@ -65,7 +67,8 @@ class LightningConfig:
     def _read_limits(self, trainer: ConfigPart) -> None:
         """What ends the training, and what is logged of it."""
         self.dev_run = 0
-        """Micro-batches of ``fast_dev_run``, which trains these and logs nothing; 0 if it is off."""
+        """Micro-batches of ``fast_dev_run``, which trains these and logs nothing; 0 if it is
+        off."""
         if self.limit.name != "overfit_batches":  # which Lightning does not let it limit (trainer/setup.py)
             self.dev_run = _dev_run(trainer.at("fast_dev_run"))
         log_every = trainer.at("log_every_n_steps").integer(least=0)
@@ -216,7 +219,12 @@ def _first_integer(parts: list[ConfigPart], names: tuple[str, ...]) -> int | Non
 
 
 def _num_batches(
-    place: ConfigPart, samples: int | None, batch_size: int | None, world_size: int | None, *, drop_last: bool
+    place: ConfigPart,
+    samples: int | None,
+    batch_size: int | None,
+    world_size: int | None,
+    *,
+    drop_last: bool,
 ) -> int | None:
     """NB, limited as ``place`` says; None if it is unknown."""
     num_batches = None

@@ -110,7 +110,11 @@ def _parameters_in_16_bits(training: LightningConfig) -> Iterator[Found]:
         yield from in_16_bits(training.trainer.at("precision"), training.accumulate, dtype, fix)
 
 
-@rule(LightningConfig, "SCH01", "lightning: {strategy: deepspeed, callbacks: GradientAccumulationScheduler}")
+@rule(
+    LightningConfig,
+    "SCH01",
+    "lightning: {strategy: deepspeed, callbacks: GradientAccumulationScheduler}",
+)
 @says(ERROR, "GradientAccumulationScheduler with DeepSpeed", f"{SCHEDULER} on_train_start", stops=True)
 @rule(LightningConfig, "SCH02", "lightning: {callbacks: GradientAccumulationScheduler}")
 @says(ERROR, "two accumulation factors", TWO_FACTORS, stops=True)
@@ -152,7 +156,12 @@ def _schedule(training: LightningConfig) -> Iterator[Found]:
 
 
 @rule(LightningConfig, "CLP04", "lightning: {strategy: fsdp, gradient_clip_val: 1.0}")
-@says(ERROR, "clipping by norm with FSDP", f"{FSDP_CLIP} clip_grad_by_norm; Lightning #19235", stops=True)
+@says(
+    ERROR,
+    "clipping by norm with FSDP",
+    f"{FSDP_CLIP} clip_grad_by_norm; Lightning #19235",
+    stops=True,
+)
 def _fsdp_clip(training: LightningConfig) -> Iterator[Found]:
     if training.is_fsdp and training.clip and not training.clip_by_value:
         what = f"Lightning raises MisconfigurationException: FSDPStrategy cannot clip to norm {training.clip:g}"
@@ -169,11 +178,24 @@ def _fsdp_clip(training: LightningConfig) -> Iterator[Found]:
 def _clip_by_value(both: LightningDeepSpeed) -> Iterator[Found]:
     if both.training.clip_by_value:
         what = "Lightning raises MisconfigurationException: DeepSpeed does not clip by value"
-        yield Found(both.training.trainer.at("gradient_clip_algorithm"), what, "set gradient_clip_algorithm to norm")
+        yield Found(
+            both.training.trainer.at("gradient_clip_algorithm"),
+            what,
+            "set gradient_clip_algorithm to norm",
+        )
 
 
-@rule(LightningDeepSpeed, "OPT01", in_strategy("zero_optimization: {stage: 2}, optimizer: {type: AdamW}"), "DBL01")
-@says(WARNING, "optimizer or schedule in DeepSpeed's config", f"{STRATEGY} _initialize_deepspeed_train")
+@rule(
+    LightningDeepSpeed,
+    "OPT01",
+    in_strategy("zero_optimization: {stage: 2}, optimizer: {type: AdamW}"),
+    "DBL01",
+)
+@says(
+    WARNING,
+    "optimizer or schedule in DeepSpeed's config",
+    f"{STRATEGY} _initialize_deepspeed_train",
+)
 def _optimizers(both: LightningDeepSpeed) -> Iterator[Found]:
     """Measured with Lightning 2.6.6."""
     optimizer, scheduler = both.engine.part.at("optimizer"), both.engine.part.at("scheduler")
@@ -192,7 +214,10 @@ def _optimizers(both: LightningDeepSpeed) -> Iterator[Found]:
         what = "DeepSpeed's schedule is used, with interval step, only if configure_optimizers returns none"
         fix = "remove scheduler from the DeepSpeed config, and define it in configure_optimizers"
         yield Found(
-            scheduler, what, fix, f"{ENGINE} _configure_lr_scheduler takes the module's schedule if there is one"
+            scheduler,
+            what,
+            fix,
+            f"{ENGINE} _configure_lr_scheduler takes the module's schedule if there is one",
         )
 
 
@@ -207,7 +232,12 @@ def _set_in_both(both: LightningDeepSpeed) -> Iterator[Found]:
 
 
 @rule(LightningDeepSpeed, "AUT01", in_strategy("gradient_clipping: auto"))
-@says(ERROR, "'auto' that nothing fills in", f"{STRATEGY}; {ENGINE_CONFIG}; Lightning #19891", stops=True)
+@says(
+    ERROR,
+    "'auto' that nothing fills in",
+    f"{STRATEGY}; {ENGINE_CONFIG}; Lightning #19891",
+    stops=True,
+)
 def _autos(both: LightningDeepSpeed) -> Iterator[Found]:
     for key in both.engine.autos:
         dtype = key.removesuffix(".enabled")
@@ -223,11 +253,19 @@ def _autos(both: LightningDeepSpeed) -> Iterator[Found]:
 @rule(LightningDeepSpeed, "BAT01", in_strategy("train_batch_size: 30"))
 def _batch_sizes(both: LightningDeepSpeed) -> Iterator[Found]:
     training, engine = both.training, both.engine
-    micro, ranks, n = engine.micro_batch or training.batch_size, training.world_size, training.accumulate
+    micro, ranks, n = (
+        engine.micro_batch or training.batch_size,
+        training.world_size,
+        training.accumulate,
+    )
     if engine.batch is not None and micro and ranks and training.schedule is None and engine.batch != micro * n * ranks:
         product = f"micro-batch {micro} x accumulate_grad_batches {n} x ranks {ranks} = {micro * n * ranks}"
         what = f"DeepSpeed refuses train_batch_size {engine.batch}: it is not {product}"
-        yield Found(both.engine.part.at("train_batch_size"), what, "remove train_batch_size, which DeepSpeed infers")
+        yield Found(
+            both.engine.part.at("train_batch_size"),
+            what,
+            "remove train_batch_size, which DeepSpeed infers",
+        )
 
 
 @rule(LightningDeepSpeed, "BAT03", in_strategy("train_micro_batch_size_per_gpu: 1"), "DBL01")
@@ -244,13 +282,27 @@ def _two_sizes(both: LightningDeepSpeed) -> Iterator[Found]:
         )
 
 
-@rule(LightningDeepSpeed, "CLP03", in_strategy("gradient_clipping: 0.0", ", gradient_clip_val: 1.0"), "DBL01")
+@rule(
+    LightningDeepSpeed,
+    "CLP03",
+    in_strategy("gradient_clipping: 0.0", ", gradient_clip_val: 1.0"),
+    "DBL01",
+)
 @says(WARNING, "two clipping thresholds", FORMATS)
 def _two_clips(both: LightningDeepSpeed) -> Iterator[Found]:
-    place, clip, inner = both.engine.part.at("gradient_clipping"), both.training.clip, both.engine.clip
+    place, clip, inner = (
+        both.engine.part.at("gradient_clipping"),
+        both.training.clip,
+        both.engine.clip,
+    )
     if clip is not None and place.given and place.value != AUTO and inner != clip:
         what = f"DeepSpeed clips to {inner or 0.0:g}, as its config says; trainer.gradient_clip_val {clip:g} is ignored"
-        yield Found(place, what, "keep one of the two", f"{FORMATS} sets gradient_clipping only where it is missing")
+        yield Found(
+            place,
+            what,
+            "keep one of the two",
+            f"{FORMATS} sets gradient_clipping only where it is missing",
+        )
 
 
 TWICE = f"lightning/pytorch/loops/optimization/automatic.py; {ENGINE} backward"
@@ -258,7 +310,12 @@ TWICE = f"lightning/pytorch/loops/optimization/automatic.py; {ENGINE} backward"
 
 @rule(LightningDeepSpeed, "DBL01", "lightning: {strategy: deepspeed}")
 @says(ERROR, "loss divided by N twice", TWICE)
-@rule(LightningDeepSpeed, "DBL02", "lightning: {strategy: deepspeed_stage_2, gradient_clip_val: 1.0}", "DBL01")
+@rule(
+    LightningDeepSpeed,
+    "DBL02",
+    "lightning: {strategy: deepspeed_stage_2, gradient_clip_val: 1.0}",
+    "DBL01",
+)
 @says(WARNING, "clipping threshold N times too high", "as DBL01: the norm is N times too small")
 def _twice(both: LightningDeepSpeed) -> Iterator[Found]:
     """The loss is divided by N in Lightning's closure and again in the engine's backward."""

@@ -81,7 +81,8 @@ class Rates:
     def safe(self) -> int:
         """A ``window_size`` from which on every rate is within the tolerance, however long a step takes.
 
-        A span of s micro-batches lacks at most N - 1 to complete windows, so the ratio is at least s / (s + N - 1).
+        A span of s micro-batches lacks at most N - 1 to complete windows, so the ratio is at least
+        s / (s + N - 1).
         """
         return math.ceil((1 - TOLERANCE) / TOLERANCE * (self.accumulate - 1)) + 1
 
@@ -184,14 +185,24 @@ def _silent(training: LightningConfig, plan: TrainingPlan, *, is_logged: bool) -
 @rule(LightningConfig, "LOG02", "lightning: {log_every_n_steps: 8}")
 @says(INFO, "log_every_n_steps counts optimizer steps", LOGGER)
 def _log_every(training: LightningConfig) -> Iterator[Found]:
-    place, every, plan = training.trainer.at("log_every_n_steps"), training.log_every, training.windows
+    place, every, plan = (
+        training.trainer.at("log_every_n_steps"),
+        training.log_every,
+        training.windows,
+    )
     n = training.accumulate
     if not every or not training.trains or n == 1:
         return
     if plan is not None and (last := _last_step(training)) < every and not place.unknown:
         what = f"Lightning counts {last:g} optimizer steps in the whole training and logs every {every}"
         what += f"{_default(place)}: no value that is logged per step reaches the logger"
-        yield Found(place, what, _log_more_often(int(last)), _silent(training, plan, is_logged=False), code="LOG01")
+        yield Found(
+            place,
+            what,
+            _log_more_often(int(last)),
+            _silent(training, plan, is_logged=False),
+            code="LOG01",
+        )
     elif place.given and every > 1 and every % n == 0:
         small = SmallRun.of(n).accumulate
         yield Found(
@@ -211,7 +222,9 @@ def _log_every(training: LightningConfig) -> Iterator[Found]:
 )
 @says(ERROR, "ThroughputMonitor's check is inverted", INVERTED_CHECK, stops=True)
 @rule(
-    LightningConfig, "THR04", "lightning: {callbacks: [{class_path: ThroughputMonitor, init_args: {window_size: 1}}]}"
+    LightningConfig,
+    "THR04",
+    "lightning: {callbacks: [{class_path: ThroughputMonitor, init_args: {window_size: 1}}]}",
 )
 @says(ERROR, "ThroughputMonitor's window is too short", f"{THROUGHPUT}.__init__", stops=True)
 def _refused(training: LightningConfig) -> Iterator[Found]:
@@ -228,9 +241,17 @@ def _refused(training: LightningConfig) -> Iterator[Found]:
         yield Found(training.monitor, what, "use Lightning 2.2.1 or newer", code="THR03")
 
 
-@rule(LightningConfig, "THR01", "lightning: {accumulate_grad_batches: 8, callbacks: [{class_path: ThroughputMonitor}]}")
+@rule(
+    LightningConfig,
+    "THR01",
+    "lightning: {accumulate_grad_batches: 8, callbacks: [{class_path: ThroughputMonitor}]}",
+)
 @says(WARNING, "ThroughputMonitor's rates are biased", f"{THROUGHPUT}.compute")
-@rule(LightningConfig, "THR02", "lightning: {callbacks: ThroughputMonitor, max_epochs: 1}, samples: 32")
+@rule(
+    LightningConfig,
+    "THR02",
+    "lightning: {callbacks: ThroughputMonitor, max_epochs: 1}, samples: 32",
+)
 @says(WARNING, "ThroughputMonitor never logs a rate", f"{THROUGHPUT}.compute")
 def _rates(training: LightningConfig) -> Iterator[Found]:
     window, every, plan = training.window, training.log_every, training.windows
@@ -268,14 +289,23 @@ def _rates(training: LightningConfig) -> Iterator[Found]:
         f"a step takes as long as {STEP:g} micro-batches, down to {found.limit:.3f} where it takes longer",
         "; or ".join(fixes),
         proof.throughput(
-            small.accumulate, 1, window, None if small.num_batches == small.accumulate else small.num_batches
+            small.accumulate,
+            1,
+            window,
+            None if small.num_batches == small.accumulate else small.num_batches,
         ),
         code="THR01",
     )
 
 
 def _never_logged(
-    training: LightningConfig, plan: TrainingPlan, place: ConfigPart, rates: Rates, logged: int, most: int, window: int
+    training: LightningConfig,
+    plan: TrainingPlan,
+    place: ConfigPart,
+    rates: Rates,
+    logged: int,
+    most: int,
+    window: int,
 ) -> Found:
     """The window is not full at the last log, which comes after ``most`` micro-batches."""
     last, fixes = int(_last_step(training)), []
@@ -295,4 +325,10 @@ def _never_logged(
         else:
             fixes.append(f"train longer, and set window_size to {rates.period + 1}: k x {rates.period} + 1")
     what = f"{when}, but a rate needs {window} micro-batches{_default(place)}: no rate is ever logged"
-    return Found(place, what, ", and ".join(fixes), _silent(training, plan, is_logged=bool(logged)), code="THR02")
+    return Found(
+        place,
+        what,
+        ", and ".join(fixes),
+        _silent(training, plan, is_logged=bool(logged)),
+        code="THR02",
+    )

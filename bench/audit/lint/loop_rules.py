@@ -43,14 +43,18 @@ def subjects(part: ConfigPart, adapter: Adapter, options: LintOptions) -> Iterat
         options.want(0, options.world_size, 0)
         options.note(line)
     yield OwnLoop(
-        part, adapter, accumulate, _sixteen_bits(part.at("parameters")), part.at("fp32_sums").flag(default=False)
+        part,
+        adapter,
+        accumulate,
+        _sixteen_bits(part.at("parameters")),
+        part.at("fp32_sums").flag(default=False),
     )
 
 
 def _sixteen_bits(place: ConfigPart) -> str | None:
     """The dtype of 16 bits that parameters have here; None for another, or an unknown one."""
     for dtype, names in NAMES.items():
-        if place.value in {*names, *TRUE_16_BITS[dtype]}:
+        if place.value in (*names, *TRUE_16_BITS[dtype]):
             return dtype
     return None
 
@@ -89,7 +93,11 @@ def _sixteen_bit_sums(loop: OwnLoop) -> Iterator[Found]:
         yield each._replace(what=what)
 
 
-@rule(OwnLoop, "OPT02", "torchtune: {optimizer_in_bwd: true, gradient_accumulation_steps: 16, dtype: fp32}")
+@rule(
+    OwnLoop,
+    "OPT02",
+    "torchtune: {optimizer_in_bwd: true, gradient_accumulation_steps: 16, dtype: fp32}",
+)
 def _fused(loop: OwnLoop) -> Iterator[Found]:
     place, n = loop.part.at("fused_optimizer"), loop.accumulate or 1
     if n > 1 and place.value is True:

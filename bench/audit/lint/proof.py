@@ -1,7 +1,7 @@
 """The proof of a finding: a command that trains the same arithmetic in small.
 
-A config names no script, so few findings can be proved by ``bench audit`` on the user's own: those on how many
-micro-batches the script gets.
+A config names no script, so few findings can be proved by ``bench audit`` on the user's own: those
+on how many micro-batches the script gets.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ LARGEST_N, SMALL_N = 8, 4
 AUDIT = f"{MODULE} audit -- accelerate launch ... train.py"
 """Counts the micro-batches of each update of the user's own script."""
 RANKS = 2
-"""Of every scenario; the decoder then has an even number of weights, as DeepSpeed's buckets want it."""
+"""Of every scenario; the decoder then has an even number of weights, as DeepSpeed's buckets want
+it."""
 
 
 def deepspeed(used: UsedVersion) -> str:
@@ -80,7 +81,8 @@ class SmallRun:
     def clip(self) -> float:
         """A threshold that the mean gradient of a window exceeds and a gradient N times smaller does not.
 
-        With one weight per sample, the mean over B samples has B entries of 1/B, and its norm is 1 / sqrt(B).
+        With one weight per sample, the mean over B samples has B entries of 1/B, and its norm is 1
+        / sqrt(B).
         """
         return round(0.75 / math.sqrt(self.accumulate * RANKS), 3)
 

@@ -51,7 +51,8 @@ class Found(NamedTuple):
     fix: str
     """What to write instead."""
     proof: str = ""
-    """A command that shows it in small, or another way to see it; the rule's source if it is left out."""
+    """A command that shows it in small, or another way to see it; the rule's source if it is left
+    out."""
     severity: Severity | None = None
     """None for the rule's."""
     code: str = ""
@@ -97,7 +98,9 @@ def rule(
     """Make a function a rule for subjects of a class. One for several codes names them in what it finds."""
     EXAMPLES.append(Example(code, example, also))
 
-    def add(function: Callable[[SubjectT], Iterable[Found]]) -> Callable[[SubjectT], Iterable[Found]]:
+    def add(
+        function: Callable[[SubjectT], Iterable[Found]],
+    ) -> Callable[[SubjectT], Iterable[Found]]:
         if all(check.function is not function for check in _CHECKS):
             _CHECKS.append(_Check(about, function, code))
         return function
@@ -135,7 +138,10 @@ class LintFinding:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, with title and source of the rule."""
-        return dataclasses.asdict(self) | {"title": _RULES[self.code].title, "source": _RULES[self.code].source}
+        return dataclasses.asdict(self) | {
+            "title": _RULES[self.code].title,
+            "source": _RULES[self.code].source,
+        }
 
     def __str__(self) -> str:
         """The finding as a compiler would print it, in four lines, whatever is in the config."""
@@ -163,7 +169,15 @@ def _finding(found: Found, code: str) -> LintFinding:
         proof = f"{STOPS}: {found.source or rule.source}"
     place = found.place
     return LintFinding(
-        code, found.severity or rule.severity, place.file, place.line, place.key, found.what, found.fix, proof, stops
+        code,
+        found.severity or rule.severity,
+        place.file,
+        place.line,
+        place.key,
+        found.what,
+        found.fix,
+        proof,
+        stops,
     )
 
 

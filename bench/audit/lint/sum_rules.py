@@ -16,7 +16,10 @@ from bench.measure.accumulation_dtype import BITS
 
 ENGINE = "deepspeed/runtime/engine.py"
 FP32 = {"fp32", "float32", "torch.float32", "float"}
-NAMES = {"bf16": ("bf16", "bfloat16", "torch.bfloat16"), "fp16": ("fp16", "float16", "torch.float16", "half")}
+NAMES = {
+    "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
+    "fp16": ("fp16", "float16", "torch.float16", "half"),
+}
 """How DeepSpeed's config may name a dtype of 16 bits; PyTorch's name comes second."""
 SMALLEST = {"bf16": -133, "fp16": -24}
 """The power of two that is a dtype's smallest positive number."""
@@ -54,7 +57,12 @@ class GradientSum:
     "ACC02",
     "deepspeed: {zero_optimization: null, bf16: {enabled: true}, data_types: {grad_accum_dtype: fp32}}",
 )
-@says(ERROR, "fp32 sum of 16-bit gradients without ZeRO", f"{ENGINE} _do_optimizer_sanity_check", stops=True)
+@says(
+    ERROR,
+    "fp32 sum of 16-bit gradients without ZeRO",
+    f"{ENGINE} _do_optimizer_sanity_check",
+    stops=True,
+)
 def _dtype(gradients: GradientSum) -> Iterator[Found]:
     config, used = gradients.config, gradients.options.deepspeed
     dtype, place = "bf16" if config.bf16 else "fp16", config.part.at("data_types.grad_accum_dtype")
@@ -140,7 +148,10 @@ def _versions(gradients: GradientSum) -> Iterator[Found]:
     config, n, used = gradients.config, gradients.n, gradients.options.deepspeed
     if n == 1 or gradients.is_fork:
         return
-    place, name = gradients.place("zero_optimization.stage"), f"DeepSpeed {used} with ZeRO-{config.stage}"
+    place, name = (
+        gradients.place("zero_optimization.stage"),
+        f"DeepSpeed {used} with ZeRO-{config.stage}",
+    )
     if config.stage == 2 and not config.offload and holds("last-micro-batch-only", used):
         what = f"{name} and no offload keeps only the last micro-batch of a window: {n - 1} of {n} are lost"
         fix = "use DeepSpeed 0.17.5 or older, or 0.18.3 or newer"

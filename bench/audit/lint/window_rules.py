@@ -23,8 +23,8 @@ LOOP = "lightning/pytorch/loops/training_epoch_loop.py _should_accumulate"
 class LightningEpochs:
     """A training whose micro-batches per epoch are known.
 
-    At the end of an epoch Lightning steps; DeepSpeed continues a partial window in the next epoch, although the trainer
-    starts a new one.
+    At the end of an epoch Lightning steps; DeepSpeed continues a partial window in the next epoch,
+    although the trainer starts a new one.
     """
 
     training: LightningConfig
@@ -52,7 +52,10 @@ class LightningEpochs:
 
     @property
     def windows(self) -> str:
-        plan, batches = self.plan, f"{self.plan.micro_batches_per_epoch} micro-batches per epoch and rank"
+        plan, batches = (
+            self.plan,
+            f"{self.plan.micro_batches_per_epoch} micro-batches per epoch and rank",
+        )
         if not plan.full_windows:
             return f"{batches} are fewer than a window of {plan.n}"
         return f"{batches} are {plan.full_windows} windows of {plan.n}, and {plan.partial_window} left over"
@@ -78,7 +81,12 @@ def _dev_run(training: LightningConfig) -> Iterator[Found]:
         happens = f"DeepSpeed never steps with the last {rest}"
     what = f"fast_dev_run trains {plural(batches, 'micro-batch')} per rank, with N = {n}: {happens}"
     same = SmallRun.of(n, batches).command(training.backend, epochs=1)
-    yield Found(training.trainer.at("fast_dev_run"), what, f"set fast_dev_run to {n}, or to a multiple of it", same)
+    yield Found(
+        training.trainer.at("fast_dev_run"),
+        what,
+        f"set fast_dev_run to {n}, or to a multiple of it",
+        same,
+    )
 
 
 @rule(LightningEpochs, "TAIL01", "lightning: {max_epochs: 2}, samples: 40")
@@ -105,13 +113,31 @@ def _partial(run: LightningEpochs) -> Iterator[Found]:
 OUT_OF_PHASE = "lightning tests/tests_pytorch/strategies/test_deepspeed.py:893"
 
 
-@rule(LightningEpochs, "TAIL03", "lightning: {strategy: deepspeed_stage_2, max_epochs: 2}, samples: 40", "DBL01")
+@rule(
+    LightningEpochs,
+    "TAIL03",
+    "lightning: {strategy: deepspeed_stage_2, max_epochs: 2}, samples: 40",
+    "DBL01",
+)
 @says(WARNING, "trainer and engine out of phase", OUT_OF_PHASE)
 @rule(
-    LightningEpochs, "TAIL04", "lightning: {strategy: deepspeed_stage_3, max_epochs: 2}, samples: 40", "DBL01", "TAIL03"
+    LightningEpochs,
+    "TAIL04",
+    "lightning: {strategy: deepspeed_stage_3, max_epochs: 2}, samples: 40",
+    "DBL01",
+    "TAIL03",
 )
-@says(ERROR, "micro-batches lost in every epoch", "deepspeed/runtime/zero/stage3.py zero_grad; see TAIL03")
-@rule(LightningEpochs, "TAIL05", "lightning: {strategy: deepspeed_stage_2, max_epochs: 1}, samples: 40", "DBL01")
+@says(
+    ERROR,
+    "micro-batches lost in every epoch",
+    "deepspeed/runtime/zero/stage3.py zero_grad; see TAIL03",
+)
+@rule(
+    LightningEpochs,
+    "TAIL05",
+    "lightning: {strategy: deepspeed_stage_2, max_epochs: 1}, samples: 40",
+    "DBL01",
+)
 @says(WARNING, "last window of the training dropped", "DeepSpeed #7439")
 @rule(
     LightningEpochs,
@@ -134,7 +160,11 @@ def _partial_above_engine(run: LightningEpochs) -> Iterator[Found]:
     seen = end or calculate(dataclasses.replace(plan, epochs=period), training.rule)
     assert seen is not None
     made, counted = (seen.steps_reported[name] for name in ("engine.global_steps", "trainer.global_step"))
-    epochs, steps, total = plural(seen.epochs_begun, "epoch"), plural(made, "step"), seen.micro_batches_consumed
+    epochs, steps, total = (
+        plural(seen.epochs_begun, "epoch"),
+        plural(made, "step"),
+        seen.micro_batches_consumed,
+    )
     counts = f"in {epochs} DeepSpeed has made {steps} while trainer.global_step is {counted}"
     if end is None:
         counts = f"in every {epochs} DeepSpeed makes {steps} while trainer.global_step grows by {counted}"
@@ -170,7 +200,11 @@ def _partial_above_engine(run: LightningEpochs) -> Iterator[Found]:
 @rule(LightningEpochs, "STP01", "lightning: {max_steps: 5}, samples: 40", "TAIL01")
 @says(WARNING, "max_steps reached early", LOOP)
 @rule(
-    LightningEpochs, "STP02", "lightning: {strategy: deepspeed_stage_2, max_steps: 5}, samples: 40", "DBL01", "TAIL03"
+    LightningEpochs,
+    "STP02",
+    "lightning: {strategy: deepspeed_stage_2, max_steps: 5}, samples: 40",
+    "DBL01",
+    "TAIL03",
 )
 @says(WARNING, "max_steps reached late", LOOP)
 @rule(LightningEpochs, "STP03", "lightning: {max_steps: 8, max_epochs: 2}, samples: 32")

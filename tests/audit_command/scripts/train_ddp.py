@@ -22,7 +22,9 @@ if variant == "sparse":
     model.embedding.sparse = True
 if variant == "compile":
     model = torch.compile(model)
-unwrapped = variant in ("unreduced", "manual", "manual-sum", "unsynchronized")
+unwrapped = variant in ("unreduced", "manual", "manual-sum", "unsynchronized", "average-parameters")
+if variant == "ignored":
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["head.bias"])
 if variant == "loss-inside":
     forward = model.forward
 
@@ -90,7 +92,12 @@ for _ in range(2):
                 torch.nn.utils.clip_grads_with_norm_(net.parameters(), 0.05, norm)
             if variant == "clip-value":
                 torch.nn.utils.clip_grad_value_(net.parameters(), 1e-3)
-            optimizer.step()
+            if variant != "idle" or rank == 0:
+                optimizer.step()
+            if variant == "average-parameters":
+                for parameter in net.parameters():
+                    dist.all_reduce(parameter.data)
+                    parameter.data /= world
             if variant != "uncleared":
                 optimizer.zero_grad()
 save_losses(losses)

@@ -1,4 +1,4 @@
-"""Ranks that are no replicas: train_parallel.py tensor | pipeline | fsdp1 | by-hand."""
+"""Ranks that are no replicas: train_parallel.py tensor | pipeline | pipeline-accumulated | fsdp1 | by-hand."""
 
 import sys
 
@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 variant = sys.argv[1]
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-torch.manual_seed(rank if variant in ("pipeline", "by-hand") else 0)
+torch.manual_seed(rank if variant.startswith("pipeline") or variant == "by-hand" else 0)
 rows = torch.randint(VOCABULARY, (BATCH * ACCUMULATE, 9), generator=torch.Generator().manual_seed(1))
-if variant == "pipeline":
+if variant.startswith("pipeline"):
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
     net = nn.Linear(WIDTH, WIDTH)
@@ -22,10 +22,12 @@ if variant == "pipeline":
     schedule = ScheduleGPipe(stage, ACCUMULATE, loss_fn=F.mse_loss)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(4):
-        if rank == 0:
-            schedule.step(torch.randn(8, WIDTH))
-        else:
-            schedule.step(target=torch.randn(8, WIDTH))
+        # pytorch/torchtitan 1733: each schedule divides the gradient of all before it
+        for _ in range(3 if variant == "pipeline-accumulated" else 1):
+            if rank == 0:
+                schedule.step(torch.randn(8, WIDTH))
+            else:
+                schedule.step(target=torch.randn(8, WIDTH))
         optimizer.step()
         optimizer.zero_grad()
 else:

@@ -23,6 +23,7 @@ for _ in range(8):
         maker(torch.randn(8, 4)).pow(2).mean().backward()
         nn.utils.clip_grad_norm_(maker.parameters(), 0.01)
         optimizers[1].step()
+        optimizers[1].zero_grad()
     elif variant == "losses":
         binary(critic(real), true).backward()
         critic(real).pow(2).mean().backward()

@@ -1,63 +1,139 @@
-"""What the recorder writes of a rank, as lines of JSON, and ``bench audit`` reads."""
+"""What the recorder writes of a rank, a line of JSON per event, and ``bench audit`` reads.
+
+Leaves are the parameters that autograd adds to; those that are sampled are numbered in the order in which they are
+found. A list of values per leaf may be shorter than the list of leaves, which grows; None stands for no values.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-
-@dataclass
-class MicroBatch:
-    """One backward of an update that is sampled."""
-
-    criteria: list[dict[str, Any]]
-    """Of its loss; see ``criteria.watch``."""
-    sample: Any = ()
-    """Per leaf what it added to the gradient at each coordinate."""
-    reduced: Counter[str] = field(default_factory=Counter)
-    """Bytes by collective, until the next backward."""
-
-    @property
-    def criterion(self) -> dict[str, Any]:
-        """The criterion with the largest factor in the loss; empty if there is none."""
-        return max(self.criteria, key=lambda found: abs(found["seed"] or 0.0), default={})
-
-    def loss_weight(self, weight: float) -> float | None:
-        """What the mean of the loss weighs, by the weight of the micro-gradient; None if that is not visible."""
-        found = self.criterion
-        terms = 1.0 if found.get("reduction") == "mean" else found.get("terms")
-        return weight * found["seed"] * terms if terms and found["reduction"] and found["seed"] else None
+Values = Any
+"""A tensor inside of the recorder, a list of floats in a record: one per sampled coordinate of a leaf."""
 
 
 @dataclass
-class AuditedUpdate:
-    """One update: the backwards since the one before, and the steps that follow (ZeRO has several)."""
+class Criterion:
+    """A part of a loss: the first node, seen from the loss, that is given something other than scalars."""
+
+    node: str
+    """The name of the autograd node."""
+    reduction: str | None
+    """``mean``, ``sum``, ``terms`` if each of its terms is given a factor of its own, or None if it is not visible."""
+    is_named: bool = False
+    """Whether it is a loss function of torch; otherwise it is a mean, a sum or anything else."""
+    terms: Any = None
+    """How many terms are counted; None if that is not visible."""
+    seed: Any = None
+    """Its factor in the loss that backward was called with, or the sum of those of its terms."""
+    is_even: Any = True
+    """Whether all terms that are counted have the same factor."""
+    is_weighted: bool = False
+    """Whether its classes have weights."""
+    in_batch: Any = False
+    """Whether the right class of row i is i: rows of a batch are contrasted with each other."""
+
+
+@dataclass
+class Backward:
+    """A backward that is sampled, and what came before it."""
 
     number: int
-    events: str = ""
-    """``BBBBCS``: backwards, clipping, the step, and Z where the gradient was cleared before a backward."""
-    micro_batches: list[MicroBatch] = field(default_factory=list)
-    left: Any = ()
-    """Per leaf the gradient at each coordinate before the first backward; NaN where this rank has none."""
-    used: Any = ()
-    """The same that the optimizer uses, as it was before it was scaled and clipped."""
-    optimizer: str = ""
-    """Name and id, which tells two optimizers of one class apart; empty while no step has been taken."""
-    asked: int = 1
-    """How many micro-batches a framework was asked for."""
+    place: str = ""
+    """File and line of the call, outside of torch and the frameworks."""
+    criteria: list[Criterion] = field(default_factory=list)
+    injected: list[Criterion] = field(default_factory=list)
+    """Losses whose gradient a function within the graph makes."""
+    covered: float = 1.0
+    """The smallest share of rows with a gradient where rows are joined with others that have none."""
+    data: Any = ()
+    """Values of the first inputs of the graph, which tell one micro-batch from another."""
+    fetched: int = 0
+    """Batches that data loaders have handed out until now."""
+    added: list[Values] = field(default_factory=list)
+    """What it added to the gradient of each leaf."""
+    left: list[Values] = field(default_factory=list)
+    """The gradient before the first backward that adds to a leaf after a step."""
+    cleared: list[int] = field(default_factory=list)
+    """Leaves that held a gradient after the backward before this one, and none when it began."""
+    moved: list[Any] = field(default_factory=list)
+    """Per leaf whether the parameter has changed since the backward before."""
+    copies: list[Values] = field(default_factory=list)
+    """Values of copies of parameters, such as those of a moving average."""
+    hooks: list[Any] = field(default_factory=list)
+    """Of hooks that have changed a gradient: whether of a parameter, what came in, what went out."""
+    reduced: dict[str, int] = field(default_factory=dict)
+    """Bytes of gradients by collective, until the next backward or step."""
     held: list[str] = field(default_factory=list)
     """Dtypes of the sums of micro-gradients."""
-    clips_early: bool = False
-    """Whether a backward has added to a gradient that was clipped."""
     doubts: list[str] = field(default_factory=list)
-    """Why backwards may be parts of one loss instead of micro-batches."""
+    """Why it may be a part of a loss instead of a micro-batch."""
+
+
+@dataclass
+class Clip:
+    """Gradients are clipped."""
+
+    factors: list[Any]
+    """Per leaf by what its gradient was divided; None if it was not among them."""
+    loss_scale: Any = None
+    """The factor of a loss scaler that has not unscaled any gradient of this update; None if there is none."""
+    bound: float | None = None
+    before_leaf: int = 0
+    before: Values = None
+    """The gradient of that leaf before it was clipped."""
+
+
+@dataclass
+class Step:
+    """A step of an optimizer, at which the gradients are used."""
+
+    optimizer: int
+    """Optimizers are numbered by their first steps."""
+    name: str
+    owned: list[int] = field(default_factory=list)
+    """Leaves that it updates."""
+    used: list[Values] = field(default_factory=list)
+    """Their gradients as they were before they were scaled and clipped; NaN where this rank has none."""
+    start: list[Values] = field(default_factory=list)
+    """A few values of each parameter before the step."""
+    backwards: int = 0
+    """How many have run since its step before."""
+    asked: int = 1
+    """How many micro-batches a framework was asked for."""
+    is_sampled: bool = True
+    update: int = 0
+    """The number of the update, from 1, where it is not sampled."""
+    rates: list[float] = field(default_factory=list)
+    """The learning rate at each backward since its step before."""
     obstacles: list[str] = field(default_factory=list)
     """Why backwards are no micro-batches, or gradients no sums of them."""
 
-    @property
-    def count(self) -> int:
-        return self.events.count("B")
+
+@dataclass
+class End:
+    """The process ends by itself, or the recorder has failed."""
+
+    failure: str = ""
+    end: list[Values] = field(default_factory=list)
+    """A few values of each parameter."""
+    backwards: int = 0
+    """Since the last step of any optimizer."""
+    updates: list[int] = field(default_factory=list)
+    """By optimizer, all that were made."""
+
+
+@dataclass
+class Leaf:
+    """A parameter that is sampled."""
+
+    name: str
+    shape: tuple[int, ...] = ()
+    start: Values = None
+    """Its values at the coordinates; None where they are not all on this rank."""
+    part: str = ""
+    """Where it is a part of a distributed tensor, which part."""
 
 
 @dataclass
@@ -70,11 +146,23 @@ class Rank:
     world: int
     facts: dict[str, str] = field(default_factory=dict)
     """What frameworks were asked for, by the name of a class."""
-    leaves: list[Any] = field(default_factory=list)
-    """Name, shape, and values at the coordinates of each that is sampled."""
-    updates: list[AuditedUpdate] = field(default_factory=list)
+    leaves: list[Leaf] = field(default_factory=list)
+    gradient_bytes: dict[str, int] = field(default_factory=dict)
+    """Of all leaves that a backward has reached, sampled or not, by dtype."""
+    num_leaves: int = 0
+    batch_norms: int = 0
+    """Modules whose statistics are those of a micro-batch."""
+    obstacles: list[str] = field(default_factory=list)
+    """Why the training is not judged."""
+    parallel: list[str] = field(default_factory=list)
+    """Why ranks hold different parameters."""
+    is_zero: bool = False
+    """Whether ZeRO holds the gradients."""
+    events: list[Any] = field(default_factory=list)
+    """Backward, Clip, Step and End, in order; a record has them in lines of their own."""
+    is_cut: bool = False
+    """Whether the record ends within a line."""
 
-    @property
-    def sampled(self) -> list[AuditedUpdate]:
-        """Updates that were made and sampled."""
-        return [update for update in self.updates if update.optimizer and update.micro_batches]
+
+EVENTS = {"backward": Backward, "clip": Clip, "step": Step, "end": End}
+"""By the key of a line."""

@@ -36,14 +36,18 @@ def execute_and_install(execute: Any, torch: ModuleType) -> None:
     try:
         sys.modules["_bench_audit"] = package = ModuleType("_bench_audit")
         package.__path__ = [str(HERE.parents[2])]
-        importlib.import_module("_bench_audit.audit.command.inside.training_recorder").install()
+        importlib.import_module("_bench_audit.audit.command.inside.watched_calls").install()
     except Exception as error:
         print(f"audit: this process is not watched: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 if "BENCH_AUDIT_FOLDER" in os.environ:
-    Path(os.environ["BENCH_AUDIT_FOLDER"], f"{os.getpid()}.python").touch()
-    sys.meta_path.insert(0, AfterTorch())
+    try:
+        Path(os.environ["BENCH_AUDIT_FOLDER"], f"{os.getpid()}.python").touch()
+        sys.meta_path.insert(0, AfterTorch())
+    except OSError as error:
+        folder = os.environ["BENCH_AUDIT_FOLDER"]
+        print(f"audit: cannot record in {folder} (TMPDIR): {error.strerror}", file=sys.stderr)
 others = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]
 hidden = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
 if hidden is not None and hidden.loader is not None:

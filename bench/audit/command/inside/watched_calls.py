@@ -1,0 +1,134 @@
+"""Wraps what torch calls in every training, and reports it to the recorder."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils.data
+from torch.nn.utils import clip_grad
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from .graph_survey import plain
+from .training_recorder import TrainingRecorder
+
+CLIPPING = ("_clip_grads_with_norm_", "clip_grad_value_")
+OLD_CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
+"""Before torch 2.6 one function calculates the norm and clips."""
+HOOK_VALUES = 8
+"""Sampled values of a gradient that a hook is given."""
+
+
+def install() -> None:
+    """Watch this process, and the processes that it forks."""
+    recorder = TrainingRecorder()
+    _wrap_backward(recorder)
+    names = CLIPPING if hasattr(clip_grad, CLIPPING[0]) else OLD_CLIPPING
+    for name in names:
+        _wrap_clipping(getattr(clip_grad, name), recorder)
+    _wrap_hooks(recorder)
+    _wrap_loaders(recorder)
+    register_optimizer_step_pre_hook(functools.partial(recorder.guard, recorder.before_step))
+    register_optimizer_step_post_hook(functools.partial(recorder.guard, recorder.after_step))
+    os.register_at_fork(after_in_child=recorder.restart)
+    atexit.register(recorder.guard, recorder.end)
+    Path(os.environ["BENCH_AUDIT_FOLDER"], f"{os.getpid()}.torch").touch()
+
+
+def _wrap_backward(recorder: TrainingRecorder) -> None:
+    """Wrap what ``Tensor.backward`` and ``autograd.grad`` call, and check that it is called.
+
+    The check runs no backward: once the engine has run, torch may refuse to run it in a forked process.
+    """
+    autograd: Any = torch.autograd
+    run = autograd._engine_run_backward
+    calls: list[object] = []
+    autograd._engine_run_backward = lambda *arguments, **options: calls.append(options.get("accumulate_grad"))
+    torch.ones(1, requires_grad=True).sum().backward()
+    autograd._engine_run_backward = run
+    if calls != [True]:
+        raise RuntimeError("backward of this version of torch cannot be watched")
+
+    def backward(roots: Any, gradients: Any, retain_graph: bool, *arguments: Any, **options: Any) -> Any:
+        # autograd.grad accumulates nothing; checkpointing runs backwards inside of one; fake tensors train nothing.
+        is_training = options.get("accumulate_grad") and torch._C._current_graph_task_id() == -1
+        if not is_training or any(type(root).__name__ == "FakeTensor" for root in roots):
+            return run(roots, gradients, retain_graph, *arguments, **options)
+        recorder.guard(recorder.before_backward, roots, retain_graph)
+        try:
+            return run(roots, gradients, retain_graph, *arguments, **options)
+        finally:
+            recorder.guard(recorder.after_backward)
+
+    autograd._engine_run_backward = backward
+
+
+def _wrap_clipping(original: Any, recorder: TrainingRecorder) -> None:
+    def clip(parameters: Any, *arguments: Any, **options: Any) -> Any:
+        if not (recorder.active and recorder.sampling):
+            return original(parameters, *arguments, **options)
+        clipped = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        bound = arguments[0] if arguments else next(iter(options.values()), None)
+        recorder.guard(recorder.before_clip, clipped, bound)
+        result = original(clipped, *arguments, **options)
+        recorder.guard(recorder.after_clip)
+        return result
+
+    for module in (clip_grad, torch.nn.utils):
+        for name in [name for name, value in vars(module).items() if value is original]:
+            setattr(module, name, functools.wraps(original)(clip))
+
+
+def _wrap_hooks(recorder: TrainingRecorder) -> None:
+    """What a hook makes of a gradient is compared with what it was given, while backwards are sampled."""
+    original: Any = torch.Tensor.register_hook
+
+    @functools.wraps(original)
+    def register_hook(tensor: Any, hook: Any) -> Any:
+        if not (recorder.active and recorder.sampling) or getattr(hook, "__module__", "") == _OURS:
+            return original(tensor, hook)
+        is_parameter = tensor.is_leaf
+
+        def watched(gradient: Any) -> Any:
+            if not (recorder.active and recorder.sampling):
+                return hook(gradient)
+            before = _some(gradient)
+            result = hook(gradient)
+            recorder.guard(recorder.on_hook, is_parameter, before, _some(gradient if result is None else result))
+            return result
+
+        return original(tensor, watched)
+
+    torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
+
+
+_OURS = __name__.rpartition(".")[0] + ".leaf_probes"
+
+
+def _some(gradient: Any) -> Any:
+    """A few values of a gradient, as they are now; None if it is no dense tensor."""
+    local = plain(gradient)
+    if not isinstance(local, torch.Tensor) or local.is_sparse or not local.numel():
+        return None
+    if not local.dim():
+        return local.detach().double().reshape(-1)
+    count = local.numel()
+    places = torch.arange(0, count, max(1, count // HOOK_VALUES), device=local.device)[:HOOK_VALUES]
+    return local.detach()[torch.unravel_index(places, local.shape)].double()
+
+
+def _wrap_loaders(recorder: TrainingRecorder) -> None:
+    iterator: Any = torch.utils.data.dataloader._BaseDataLoaderIter
+    original = iterator.__next__
+
+    @functools.wraps(original)
+    def count(loader: Any) -> Any:
+        batch = original(loader)
+        recorder.fetched += 1
+        return batch
+
+    iterator.__next__ = count

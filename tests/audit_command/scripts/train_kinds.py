@@ -1,0 +1,127 @@
+"""What looks like one window, and is several; and the opposite: train_kinds.py VARIANT, on one process."""
+
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+variant, ACCUMULATE = sys.argv[1], 4
+torch.manual_seed(0)
+encoder, head = nn.Sequential(nn.Linear(12, 24), nn.Tanh()), nn.Linear(24, 10)
+net = nn.Sequential(encoder, head)
+parameters = list(net.parameters())
+optimizer = torch.optim.SGD(parameters, 0.05)
+generator = torch.Generator().manual_seed(1)
+
+
+def batch(rows=6):
+    return torch.randn(rows, 12, generator=generator), torch.randint(10, (rows,), generator=generator)
+
+
+def loss_of(rows=6):
+    x, y = batch(rows)
+    return F.cross_entropy(net(x), y)
+
+
+def two_optimizers():
+    """The encoder steps at each micro-batch, the head at each fourth."""
+    of_encoder, of_head = (torch.optim.SGD(part.parameters(), 0.05) for part in (encoder, head))
+    for i in range(32):
+        loss_of().backward()
+        of_encoder.step()
+        of_encoder.zero_grad()
+        if i % ACCUMULATE == ACCUMULATE - 1:
+            for parameter in head.parameters():
+                parameter.grad /= ACCUMULATE
+            of_head.step()
+            if variant == "two-optimizers":
+                of_head.zero_grad()
+
+
+def cached():
+    """Rows of the window without a gradient stand beside those of the micro-batch."""
+    for _ in range(8):
+        window = [batch()[0] for _ in range(ACCUMULATE)]
+        with torch.no_grad():
+            keys = [encoder(x) for x in window]
+        for i, x in enumerate(window):
+            rows = torch.cat([*keys[:i], encoder(x), *keys[i + 1 :]])
+            loss = F.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
+            (loss / ACCUMULATE if variant == "cached-divided" else loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def sharpness_aware():
+    """A first backward moves the parameters, and a second one trains them."""
+    for _ in range(8):
+        x, y = batch()
+        F.cross_entropy(net(x), y).backward()
+        moves = [0.05 * parameter.grad for parameter in parameters]
+        with torch.no_grad():
+            for parameter, move in zip(parameters, moves, strict=True):
+                parameter.add_(move)
+        optimizer.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        with torch.no_grad():
+            for parameter, move in zip(parameters, moves, strict=True):
+                parameter.sub_(move)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def loop():  # noqa: PLR0912 - a script has all of its variants in one place
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=variant.startswith("scaler"))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    if variant == "hooks":
+        for parameter in parameters:
+            parameter.register_hook(lambda gradient: gradient / ACCUMULATE)
+    for i in range(40):
+        last = i % ACCUMULATE == ACCUMULATE - 1
+        if variant == "tasks":
+            x, y = batch()
+            for shift in range(ACCUMULATE):
+                F.cross_entropy(net(x), y.roll(shift)).backward()
+            last = True
+        elif variant in ("hooks", "output-hook", "divide-later", "divide-sum"):
+            x, y = batch()
+            scores = net(x)
+            if variant == "output-hook":
+                scores.register_hook(lambda gradient: gradient / ACCUMULATE)
+            F.cross_entropy(scores, y).backward()
+        else:
+            lengths = (2, 20, 5, 9) if variant == "lengths" else (6,) * ACCUMULATE
+            scaler.scale(loss_of(lengths[i % ACCUMULATE]) / ACCUMULATE).backward()
+        if variant == "second-loss":
+            F.mse_loss(encoder(batch()[0]), torch.zeros(6, 24)).backward()
+        if variant in ("clip-infinite", "clip-each"):
+            nn.utils.clip_grad_norm_(parameters, torch.inf if variant == "clip-infinite" else 0.01)
+        if variant == "divide-sum" or (variant == "divide-later" and last):
+            for parameter in parameters:
+                parameter.grad /= ACCUMULATE
+        if variant == "schedule":
+            schedule.step()
+        if last:
+            if variant == "scaler-unscaled":
+                scaler.unscale_(optimizer)
+            if scaler.is_enabled():
+                nn.utils.clip_grad_norm_(parameters, 0.1)
+            if variant == "head-later":
+                for parameter in head.parameters():
+                    parameter.grad *= 0.1
+            scaler.step(optimizer)
+            scaler.update()
+            if variant == "steps-twice":
+                optimizer.step()
+            (encoder if variant == "head-uncleared" else net).zero_grad()
+
+
+if variant.startswith("two-optimizers"):
+    two_optimizers()
+elif variant.startswith("cached"):
+    cached()
+elif variant == "sharpness-aware":
+    sharpness_aware()
+else:
+    loop()
