@@ -32,14 +32,15 @@ def test_blocks_are_resampled_with_all_their_cells() -> None:
     found = trial_noise.Noise("made", (part,)).reports(20, 3, 7, np.random.default_rng(0))
     assert found.shape == (20, 7, 3)
     assert (np.ptp(found % 100, axis=2) == 0).all(), "a row has one block"
-    assert ((np.diff(found[:, :2, 0] % 100, axis=1) % 10) == 1).all(), "pairs are consecutive"
+    places = np.abs(found[:, :2, 0]) % 100  # a draw has a random sign
+    assert (np.diff(places, axis=1) % 10 == 1).all(), "pairs are consecutive"
 
 
 def test_the_bench_is_less_often_wrong_than_the_others_and_the_page_says_what_is_not_met(
     results: Results, tmp_path: Path
 ) -> None:
     calls = results.rivals.set_index("rule")["A/A"]
-    assert calls["mean of one run"] > 0.5 and calls["pyperf, 100 processes"] > 0.1
+    assert calls["mean of one run"] > 0.5 and calls["pyperf, 100 processes"] > 0.05
     assert results.rates["false"].max() < 0.15
     assert (results.rates[[f"wrong {name}" for name in ("5 %", "10 %")]] < 0.02).all(axis=None)
     command.write(results, tmp_path / "statistics.md")
