@@ -52,16 +52,17 @@ def test_the_commits_of_a_run_are_compared_and_nothing_else_changes(tmp_path: Pa
 def test_the_twin_runs_the_code_of_the_commit(tmp_path: Path, capsys: Any) -> None:
     """Real trials; the other code says in a file that it was imported, by a rank among others."""
     out, marker = tmp_path / "run", tmp_path / "imported"
-    package = two_codes.unpack(two_codes.commit_of("HEAD"), out) / "bench"
+    head = two_codes.commit_of("HEAD")
+    package = two_codes.unpack(head, out) / "bench"
     with (package / "launch" / "rank.py").open("a", encoding="utf-8") as rank:
         rank.write(f"\nopen({str(marker)!r}, 'a').write(__file__ + '\\n')\n")
     options = ["--model", "micro", "--accumulate", "2", "--world-size", "1", "--repeats", "5", "--max-repeats", "5"]
-    assert main(["run", "--backend", "ddp-deferred", *options, "--against", "HEAD", "--out", str(out), "--quiet"]) == 0
+    assert main(["run", "--backend", "ddp-deferred", *options, "--against", head, "--out", str(out), "--quiet"]) == 0
     assert set(marker.read_text().split()) == {str(package / "launch" / "rank.py")}
     run = load(out)
     assert set(run.tables.trials["status"]) == {Status.OK}
     (twin,) = [cell for cell in run.cells.values() if cell.other_commit]
-    assert two_codes.commit_of("HEAD").startswith(twin.other_commit)
+    assert head.startswith(twin.other_commit)
     capsys.readouterr()
     assert main(["compare", str(out)]) == 0
     assert f"compared with A: commit {twin.other_commit}" in capsys.readouterr().out
