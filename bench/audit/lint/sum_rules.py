@@ -6,12 +6,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from bench.audit import advisories
 from bench.audit.lint import proof
 from bench.audit.lint.config_file import ConfigPart
 from bench.audit.lint.deepspeed_config import DeepSpeedConfig
 from bench.audit.lint.lint_options import LintOptions
-from bench.audit.lint.rules import ERROR, WARNING, Found, rule, says
+from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule, says
 from bench.audit.lint.version_facts import holds, source
+from bench.findings import Level
 from bench.measure.accumulation_dtype import BITS
 
 ENGINE = "deepspeed/runtime/engine.py"
@@ -25,6 +27,14 @@ SMALLEST = {"bf16": -133, "fp16": -24}
 """The power of two that is a dtype's smallest positive number."""
 FP16_ERROR = 0.01
 """Sums in fp16 are found from this error on: from N = 42."""
+HAVE_RULES = {
+    "deepspeed-zero2-last-only",
+    "deepspeed-zero1-missed-average",
+    "deepspeed-zero2-bf16-sum",
+    "deepspeed-silent-clipping",
+}
+"""Known-bad versions that have rules of their own: VER01, VER02, VER03 and CLP01."""
+SEVERITIES = {Level.ERROR: ERROR, Level.WARNING: WARNING, Level.NOTE: INFO}
 NEEDS_FP32_SUM = "DeepSpeed 0.19.8 or newer, or ZeRO-3"
 
 
@@ -166,3 +176,28 @@ def _versions(gradients: GradientSum) -> Iterator[Found]:
         what = f"{name} adds gradients in bf16, whatever grad_accum_dtype says: {sum_error(n, 'bf16')}"
         place = config.part.at("data_types.grad_accum_dtype")
         yield Found(place, what, f"use {NEEDS_FP32_SUM}", proof.deepspeed(used), code="VER03")
+
+
+@rule(
+    GradientSum,
+    "VER04",
+    "deepspeed: {zero_optimization: {stage: 2, offload_optimizer: {device: cpu}}}, deepspeed_version: [0, 18, 9]",
+)
+@says(ERROR, "this version of DeepSpeed is known to accumulate wrongly with this config", advisories.PAGE)
+def _known_bad(gradients: GradientSum) -> Iterator[Found]:
+    if gradients.is_fork:
+        return
+    facts = advisories.facts_of(
+        {"deepspeed": gradients.config.part.mapping().value or {}},
+        accumulate=gradients.n,
+        world_size=gradients.world_size,
+    )
+    used = str(gradients.options.deepspeed)
+    for found in advisories.matching({"deepspeed": used}, facts):
+        advisory = found.advisory
+        if not found.is_certain or advisory.id in HAVE_RULES:
+            continue
+        keys = [key.removeprefix("deepspeed.") for key in advisory.condition if key.startswith("deepspeed.")]
+        place = gradients.place(keys[-1]) if keys else gradients.config.part
+        what = f"DeepSpeed {used}: {advisory.title}: {advisory.effect}"
+        yield Found(place, what, advisory.remedy, advisory.reproducer, severity=SEVERITIES.get(advisory.level))
