@@ -35,7 +35,8 @@ METRICS = ("slower", "memory")
 DESCRIPTION = (
     "Compares run B with run A, the baseline: the cells that both have; or, of one run or several of one matrix, "
     "--backend with --against: the cells that are equal but for the backend. A folder of runs may stand for a run. Of "
-    "different days, a time is called slower only beyond what runs of this class of machines differ by."
+    "a single run of 'run --against COMMIT', the two commits are compared. Of different days, a time is called slower "
+    "only beyond what runs of this class of machines differ by."
 )
 GATE = (
     "Exit status with --fail-on: 0 everything was checked and nothing regressed; 1 something is certainly worse by "
@@ -175,13 +176,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _chosen(arguments: argparse.Namespace) -> tuple[Pool, Pool, list[Pair], tuple[str, str]]:
     """Both sides, their pairs, and what to call them."""
-    from bench.judge.pairs import pairs_of_runs
+    from bench.judge.pairs import pairs_of_commits, pairs_of_runs
     from bench.judge.pool import load_pool
 
     named = {option: name for option, name in _backends(arguments).items() if name is not None}
     if named:
         return _backends_of_pool(arguments)
     if len(arguments.runs) == 1:
+        pool = load_pool(arguments.runs)
+        if pairs := pairs_of_commits(pool):
+            commit, now = pairs[0].a.other_commit, (pool.first.manifest.git.commit or "the running code")[:12]
+            return pool, pool, pairs, (f"commit {commit}", f"commit {now}")
         raise InputError(
             f"{arguments.runs[0]}: is one run; name a second one, or two of its backends with --backend and --against"
         )

@@ -17,7 +17,7 @@ from bench.commands.options import flag
 from bench.errors import BAD, EXIT_STATUS, INTERRUPTED, InputError, is_interrupt
 from bench.files import new_folder, plots_folder
 from bench.findings import Level
-from bench.launch import follower, gpu_checks, job_nodes, shared_nccl, torch_facts
+from bench.launch import follower, gpu_checks, job_nodes, shared_nccl, torch_facts, two_codes
 from bench.launch import gpus as launch_gpus
 from bench.launch import launcher as launching
 from bench.launch.nodes import Nodes
@@ -53,6 +53,8 @@ def add(commands: Any) -> None:
     option("--resume", type=Path, metavar="RUN", help="go on with the run in this folder; takes no other options")
     option("--retry-failed", action="store_true", help="with --resume: also rerun the trials that failed")
     option("--cold", action="store_true", help="start each trial in a new interpreter, not from the fork server")
+    words = "train every cell with this commit of the bench too, in turn, for compare; one node alone"
+    option("--against", metavar="COMMIT", help=words)
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--quiet", action="store_true", help="print nothing before the answer")
     shown.add_argument("--json", action="store_true", help="print JSON lines: each event, then the answer")
@@ -101,6 +103,8 @@ def _lead(arguments: argparse.Namespace, others: Nodes | None) -> int:
     if arguments.retry_failed:
         raise InputError("--retry-failed: works only with --resume RUN; add it")
     plan = planned(arguments, others=others)
+    if arguments.against:
+        plan = _with_other_commit(plan, arguments.against, others)
     folder = arguments.out or new_folder(plan.matrix.name)
     start.require(folder, plan, f"--out {folder}")
     sharing = None
@@ -118,6 +122,17 @@ def _lead(arguments: argparse.Namespace, others: Nodes | None) -> int:
             sharing=sharing,
         )
         return _train(folder, manifest, plan.backends, arguments, others)
+
+
+def _with_other_commit(plan: Planned, name: str, others: Nodes | None) -> Planned:
+    """The plan, with each cell that is compared once more at another commit."""
+    if others is not None:
+        raise InputError("--against: compares two commits on one node; start it on one host")
+    commit = two_codes.commit_of(name)
+    compared = [
+        cell for cell in plan.cells if not cell.is_reference and not cell.twin and cell.cell_id not in plan.once
+    ]
+    return replace(plan, cells=[*plan.cells, *(cell.at_commit(commit) for cell in compared)])
 
 
 def _require_usable(gpus: Sequence[Mapping[str, Any]]) -> None:
@@ -171,15 +186,19 @@ def _train(
     if arguments.json:
         display = JsonLines(guesses, manifest)
     launcher = launching.Launcher(cells[0].device, cold=manifest.cold, others=others)
+    working: launching.Launcher | two_codes.TwoCodes = launcher
+    for commit in {cell.other_commit for cell in cells if cell.other_commit}:
+        code = two_codes.unpack(commit, folder)
+        working = two_codes.TwoCodes(launcher, cells[0].device, code, cold=manifest.cold)
     kept = f"the finished trials are kept; go on with: python -m bench run --resume {folder}"
     try:
-        with display, launcher:
+        with display, working:
             display.say(f"run {manifest.run_id}: {summarize(cells, baseline_of(manifest))}; writing to {folder}")
             if manifest.sharing is not None:
                 display.say(manifest.sharing.sentence)
             timed = matmul.time_products(folder, manifest, launcher, display.say)
             work = runner.Runner(
-                folder, timed, backends, launcher, display, interim_analysis, retry_failed=arguments.retry_failed
+                folder, timed, backends, working, display, interim_analysis, retry_failed=arguments.retry_failed
             )
             work.run()
     except launching.LauncherError as error:
@@ -203,7 +222,7 @@ def _train(
 
 def _refuse_beside_resume(arguments: argparse.Namespace) -> None:
     """Refuse all options that a resumed run cannot take, since it goes on as it was begun."""
-    given = [name for name in (*OPTIONS, "out") if getattr(arguments, name, None) is not None]
+    given = [name for name in (*OPTIONS, "out", "against") if getattr(arguments, name, None) is not None]
     defaults = (("matrix", "auto"), ("cold", False), ("try_all", False))
     given += [name for name, default in defaults if getattr(arguments, name) != default]
     if given:

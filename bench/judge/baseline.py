@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bench.judge.loading import run_of
-from bench.judge.pairs import ComparedPair, Pair, judge_pairs, pairs_of_backends
+from bench.judge.pairs import ComparedPair, Pair, judge_pairs, pairs_of_backends, pairs_of_commits
 from bench.judge.pool import Pool
 from bench.judge.statistics import required_trials
 from bench.judge.verdicts import next_precision
@@ -40,7 +40,8 @@ def control_of(pool: Pool) -> ComparedPair | None:
 
 def _twins(pool: Pool) -> list[tuple[Cell, Cell]]:
     """Cells that every run holds twice, each with its twin, sorted by the twins' labels."""
-    twins = sorted((cell for cell in pool.first.cells.values() if cell.twin), key=lambda cell: cell.twin)
+    twins = [cell for cell in pool.first.cells.values() if cell.twin and not cell.other_commit]
+    twins.sort(key=lambda cell: cell.twin)
     both = [(replace(twin, twin=""), twin) for twin in twins]
     return [(cell, twin) for cell, twin in both if pool.has(cell, twin)]
 
@@ -89,6 +90,7 @@ def interim_analysis(records: Sequence[TrialRecord], manifest: Manifest, repeats
     pairs = pairs_with_baseline(pool)
     if control is not None and measured is not None:
         pairs.append(Pair(a=control.a, b=control.b, name="A/A"))
+    pairs += pairs_of_commits(pool)
     judged = judge_pairs(pool, pool, pairs, control=measured)
     done = set(manifest.once)
     was_open = set(manifest.looks[-1].open if manifest.looks else run.cells) - done

@@ -41,8 +41,8 @@ IMBALANCE = 1.05
 """Ratio of the slowest to the median rank's step time from which a cell is reported."""
 TRANSFER = "rankings of this model over gloo do not transfer to GPUs"
 """What does not follow from times on CPUs."""
-OTHER_DAYS = "other days"
-"""Topic of what another day may change."""
+CONTROL, VERDICTS, OTHER_DAYS = "A/A pair", "verdicts", "other days"
+"""Topics; the last is what another day may change."""
 MOST_NOTES = 3
 """Different notes on telemetry that are told."""
 
@@ -246,7 +246,7 @@ def _imbalance(cell: Cell, trials: Sequence[Sequence[Sequence[float]]]) -> str:
 
 
 def _control(control: ComparedPair | None, timed: tuple[str, ...]) -> Iterator[Finding]:
-    topic = "A/A pair"
+    topic = CONTROL
     if control is None or control.time is None or not control.has_interval:
         why, brief = "there is none", "the run has no A/A pair"
         if control is not None:
@@ -294,7 +294,7 @@ def _other_days(pool: Pool, rows: Sequence[ComparedPair], timed: tuple[str, ...]
 
 def _verdicts(run: Run, rows: Sequence[ComparedPair]) -> Iterator[Finding]:
     """What ended the run, and the counts of verdicts, which citations of single cells do not need."""
-    topic, ended = "verdicts", run.manifest.ended_by
+    topic, ended = VERDICTS, run.manifest.ended_by
     if ended in {"budget", "max-repeats"}:
         wide, text = widest(rows), f"ended by {ended}"
         if wide is not None:

@@ -13,6 +13,7 @@ import pandas as pd
 from bench.findings import Finding, error, good, warning
 from bench.formatting import plural, some
 from bench.judge.analysis import Analysis
+from bench.judge.caveats import CONTROL, OTHER_DAYS, VERDICTS
 from bench.judge.loading import Run, missing_trials
 from bench.judge.pool import folders_of, load_pool
 from bench.judge.tables import NAMES
@@ -21,6 +22,8 @@ from bench.run.trial_record import MergedTimings, TrialRecord
 
 TOLERANCE = 1e-9
 """Relative tolerance between a stored and a recomputed number."""
+OF_A_POOL = (CONTROL, VERDICTS, OTHER_DAYS)
+"""Topics on which several runs say more together than each by itself."""
 PROSE = "reason"
 """A column that may be worded otherwise by another version; gates and causes have columns of their own."""
 
@@ -31,14 +34,19 @@ def check(*places: Path) -> list[Finding]:
     Raises InputError if a folder holds no run, or the runs cannot be pooled.
     """
     pool, folders = load_pool(places), [folder for place in places for folder in folders_of(place)]
-    found = []
+    found: list[Finding] = []
     for title, folder, run in zip(pool.titles, folders, pool.runs, strict=True):
         of_run = [journal(run), *_tables(folder, run), *_trials(run), _order(run.records)]
-        if not pool.is_single:
-            of_run += Analysis(run=run, folder=folder).findings
-            of_run = [replace(finding, subject=f"{title}, {finding.subject}".rstrip(", ")) for finding in of_run]
-        found += of_run
-    found += Analysis.of(pool, folders[0]).findings
+        of_run += Analysis(run=run, folder=folder).findings
+        if pool.is_single:
+            found += of_run
+            continue
+        for finding in of_run:
+            if finding.topic != OTHER_DAYS:
+                found.append(replace(finding, subject=f"{title}, {finding.subject}".rstrip(", ")))
+    if not pool.is_single:
+        together = Analysis.of(pool, folders[0]).findings
+        found += [replace(each, subject=f"{len(folders)} runs") for each in together if each.topic in OF_A_POOL]
     topics = list(dict.fromkeys(finding.topic for finding in found))
     return sorted(found, key=lambda finding: topics.index(finding.topic))
 

@@ -88,6 +88,16 @@ def pairs_of_backends(run: Run, baseline: str, backend: str) -> list[Pair]:
     return sorted(named, key=lambda pair: (pair.b.world_size, pair.b.precision, pair.b.accumulate, pair.name))
 
 
+def pairs_of_commits(pool: Pool) -> list[Pair]:
+    """Each cell with the same cell as another commit of the bench trains it, which is the baseline."""
+    found = []
+    for other in pool.first.cells.values():
+        cell = replace(other, twin="")
+        if other.other_commit and pool.has(cell, other):
+            found.append(Pair(a=other, b=cell, group=cell.backend))
+    return sorted(_named(found), key=lambda pair: (pair.b.backend, pair.b.accumulate, pair.b.world_size, pair.name))
+
+
 def pairs_of_runs(a: Run, b: Run) -> list[Pair]:
     """The cells that both runs have, without references and twins."""
     common = [cell for cell_id, cell in b.cells.items() if cell_id in a.cells]

@@ -94,7 +94,7 @@ NEXT: dict[Reason, str] = {
     Reason.NO_CONTROL: f"run again with the A/A pair and at least {MIN_TRIALS} repeats",
     Reason.CONTROL_OFF: "distrust these times, and run again on a machine where nothing else runs",
     Reason.FEW_RUNS: f"pool at least {MIN_RUNS} runs, of different days",
-    Reason.DAYS: f"name a folder of at least {MIN_RUNS} runs as A, which show what days differ by",
+    Reason.DAYS: f"name a folder of at least {MIN_RUNS} runs as A, or run both commits in turn: run --against COMMIT",
     Reason.CLOCKS: "lock the clocks, or let the machine cool down, and run again",
     Reason.FEW_TRIALS: f"run at least {MIN_TRIALS} repeats",
     Reason.FAILED_TRIALS: "see why trials failed, fix it, and resume the run",

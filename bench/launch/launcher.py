@@ -17,9 +17,11 @@ import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any, Self
 
 from bench.backends.base import registry
+from bench.files import ROOT
 from bench.launch.channel import LostError
 from bench.launch.node import ForkError, Node
 from bench.launch.node_task import NodeReport, NodeTask
@@ -46,12 +48,12 @@ class Launcher:
     one uses them.
     """
 
-    def __init__(self, device: Device, *, cold: bool = False, others: Nodes | None = None) -> None:
+    def __init__(self, device: Device, *, cold: bool = False, others: Nodes | None = None, code: Path = ROOT) -> None:
         self._device = device
         self._cold = cold
         self._others = others
         if others is None:
-            self._own = Node()
+            self._own = Node(code=code)
         else:
             self._own = Node(others.address, f"node 0 ({socket.gethostname()})")
 

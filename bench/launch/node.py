@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from bench.files import ROOT
 from bench.launch import gpus, job_nodes, outcome
 from bench.launch.node_task import NodeReport, NodeTask
 from bench.launch.outcome import Ending
@@ -34,12 +35,12 @@ class Node:
 
     lost = ""
 
-    def __init__(self, address: str = job_nodes.LOOPBACK, name: str = "") -> None:
-        self.address, self.name = address, name
+    def __init__(self, address: str = job_nodes.LOOPBACK, name: str = "", code: Path = ROOT) -> None:
+        self.address, self.name, self._code = address, name, code
         self._device = Device.CPU
         self._telemetry: Telemetry | None = None
         self._interface = job_nodes.interface_of(address)
-        self._server = LauncherProcess(self._device, self._interface)
+        self._server = LauncherProcess(self._device, self._interface, code)
         self._locks = contextlib.ExitStack()
         self._node_task: NodeTask
         self._ranks: Ranks
@@ -48,13 +49,15 @@ class Node:
     def open(self, device: Device) -> bool:
         """Lock the GPUs against other benches, if trials run on them; whether ranks can only start cold.
 
+        One that runs other code is beside another node of this process, which has the lock.
         Raises InputError if another bench uses a GPU.
         """
-        self._device, self._server = device, LauncherProcess(device, self._interface)
+        self._device, self._server = device, LauncherProcess(device, self._interface, self._code)
         self._telemetry, visible = None, []
         if device is Device.CUDA:
             self._telemetry, visible = Telemetry(), gpus.gpus()
-        self._locks.enter_context(gpus.hold_gpus([gpu["uuid"] for gpu in visible]))
+        if self._code == ROOT:
+            self._locks.enter_context(gpus.hold_gpus([gpu["uuid"] for gpu in visible]))
         # Torch counts MIG instances with CUDA instead of NVML, and a forked process cannot use CUDA
         # after that.
         return any("mig" in gpu for gpu in visible)

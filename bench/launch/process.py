@@ -41,8 +41,8 @@ class LauncherError(RuntimeError):
 class LauncherProcess:
     """A launcher's process with its fork servers."""
 
-    def __init__(self, device: Device, interface: str) -> None:
-        self._device, self._interface = device, interface
+    def __init__(self, device: Device, interface: str, code: Path = ROOT) -> None:
+        self._device, self._interface, self._code = device, interface, code
         self.cold = False
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel
@@ -87,12 +87,13 @@ class LauncherProcess:
             self._process = subprocess.Popen(
                 command,
                 env={
-                    **environment_of(self._device, self._interface),
+                    **environment_of(self._device, self._interface, self._code),
                     stragglers.MARK: self._mark,
                     "TMPDIR": self._temporary,
                     "BENCH_TMPDIR": self._temporary,
                     "BENCH_SCRATCH": self.scratch,
                 },
+                cwd=None if self._code == ROOT else self._code,  # which Python imports from before all others
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -189,10 +190,10 @@ class LauncherProcess:
         return "no message"
 
 
-def environment_of(device: Device, interface: str) -> dict[str, str]:
-    """The environment of the launcher and all ranks."""
+def environment_of(device: Device, interface: str, code: Path = ROOT) -> dict[str, str]:
+    """The environment of the launcher and all ranks, which import the bench from the folder ``code``."""
     environment = os.environ | {
-        "PYTHONPATH": python_path(ROOT),
+        "PYTHONPATH": python_path(code),
         # torch.cuda.is_available() must not initialize CUDA in the fork server.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         # Never download a model or data set.

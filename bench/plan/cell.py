@@ -150,6 +150,10 @@ class Status(StrEnum):
     INTERRUPTED = "interrupted"
 
 
+OTHER_COMMIT = "at "
+"""Begins the label of a twin that another commit of the bench trains."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """One configuration that a trial runs. Cells with equal content have equal ids on every machine."""
@@ -284,9 +288,22 @@ class Cell:
             parts.append("checkpointed")
         if self.compiled:
             parts.append("compiled")
-        if self.twin:
+        if self.other_commit:
+            parts.append(f"({self.twin})")
+        elif self.twin:
             parts.append(f"(A/A {self.twin})")
         return " ".join(parts)
+
+    @property
+    def other_commit(self) -> str:
+        """The commit of the bench that trains this twin, of ``run --against``; empty for the running code."""
+        if self.twin.startswith(OTHER_COMMIT):
+            return self.twin.removeprefix(OTHER_COMMIT)
+        return ""
+
+    def at_commit(self, commit: str) -> Cell:
+        """The same cell, trained by another commit of the bench."""
+        return dataclasses.replace(self, twin=f"{OTHER_COMMIT}{commit[:12]}")
 
     @property
     def is_reference(self) -> bool:
@@ -377,11 +394,12 @@ class Cell:
 
 def summarize(cells: Iterable[Cell], baseline: str) -> str:
     """A summary of the cells of a run: ``19 cells: 17 compared with X, 1 reference, 1 A/A twin``."""
-    num_cells = num_compared = num_baseline = num_references = num_twins = 0
+    num_cells = num_compared = num_baseline = num_references = num_twins = num_others = 0
     for cell in cells:
         num_cells += 1
         num_references += cell.is_reference
-        num_twins += bool(cell.twin)
+        num_others += bool(cell.other_commit)
+        num_twins += bool(cell.twin) and not cell.other_commit
         if not cell.is_reference and not cell.twin:
             is_baseline = cell.backend == baseline
             num_baseline += is_baseline
@@ -395,4 +413,6 @@ def summarize(cells: Iterable[Cell], baseline: str) -> str:
         parts.append(plural(num_references, "reference"))
     if num_twins:
         parts.append(plural(num_twins, "A/A twin"))
+    if num_others:
+        parts.append(f"{num_others} of another commit")
     return f"{plural(num_cells, 'cell')}: {', '.join(parts)}"

@@ -6,6 +6,7 @@ faster.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -64,7 +65,14 @@ def answer(data: Analysis) -> Answer:
     statements = [*_on_a_busy_machine(data)]
     for group in every[:1]:
         statements += [*_fastest(data, group), *_least(data, group), *_deferred_against_eager(data, group)]
-    statements += [*_wrong(data), *_failed(data), *_undecided(data, every), *_other_days(data), *_resolution(data)]
+    statements += [
+        *_wrong(data),
+        *_failed(data),
+        *_undecided(data, every),
+        *_other_days(data),
+        *_resolution(data),
+        *_two_commits(data),
+    ]
     alarm = data.times_unavailable
     return Answer(
         alarm=alarm and replace(alarm, text=_with_full_stop(shortened(alarm.text))),
@@ -196,6 +204,14 @@ def _failed(data: Analysis) -> Iterator[Finding]:
                 yield note("Not run", _with_full_stop(reason), subject=named)
             else:
                 yield warning("Failed", _with_full_stop(f"{status}: {reason}"), subject=named)
+
+
+def _two_commits(data: Analysis) -> Iterator[Finding]:
+    """How the commits of ``run --against`` compare, which is a report of its own."""
+    commits = {cell.other_commit for cell in data.run.cells.values() if cell.other_commit}
+    if commits:
+        command = f"python -m bench compare {shlex.quote(str(data.folder))}"
+        yield note("Two commits", f"the cells were trained by {', '.join(commits)}, too; compare:", command=command)
 
 
 def _with_full_stop(text: str) -> str:

@@ -205,7 +205,7 @@ def notes(
     if a is not b:
         found.append(
             "the runs were made at different times, so intervals allow for what runs of such machines differ by; "
-            "smaller differences show only between cells of one run, which are interleaved"
+            "for smaller differences, run both commits in turn: run --against COMMIT"
         )
     if few := sum(row.time is not None and not row.has_interval for row in rows):
         found.append(f"no interval for {few} of {plural(len(rows), 'cell')}: fewer than {MIN_TRIALS} trials")

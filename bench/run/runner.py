@@ -19,6 +19,7 @@ from bench.launch.interrupt import held
 from bench.launch.launcher import Launcher
 from bench.launch.outcome import Outcome
 from bench.launch.telemetry import summarize
+from bench.launch.two_codes import TwoCodes
 from bench.plan import task
 from bench.plan.cell import Cell, Device, Status
 from bench.plan.schedule import Ended, InterimAnalysis, Trial
@@ -67,7 +68,7 @@ class Runner:
         folder: Path,
         manifest: Manifest,
         backends: Mapping[str, type[Backend]],
-        launcher: Launcher,
+        launcher: Launcher | TwoCodes,
         observer: Observer,
         judge: Judge,
         *,
