@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import jinja2
 from markupsafe import Markup
@@ -47,6 +47,7 @@ RAW = {
     **{f"{name}.parquet": about for name, about in FRAMES.items()},
 }
 """Files that a report links to where they lie beside it."""
+Choice = TypeVar("Choice")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,24 +120,29 @@ def render(
 
 
 def _choices(data: Analysis, groups: Sequence[Group]) -> Choices:
-    places, numbers, backends = [], set(), []
+    found = Choices(place=[], n=[], backend=[], baseline=data.baselines)
     for group in groups:
-        places.append(group.setting)
-        numbers.add(group.n)
-        backends += [row.backend for row in group.rows]
-    return Choices(
-        place=list(dict.fromkeys(places)),
-        n=sorted(numbers),
-        backend=list(dict.fromkeys(backends)),
-        baseline=data.baselines,
-    )
+        _add(found["place"], group.setting)
+        _add(found["n"], group.n)
+        for row in group.rows:
+            _add(found["backend"], row.backend)
+    found["n"].sort()
+    return found
+
+
+def _add(choices: list[Choice], choice: Choice) -> None:
+    """Append what is not yet among the choices."""
+    if choice not in choices:
+        choices.append(choice)
 
 
 def overview(groups: Sequence[Group], choices: Choices) -> Table:
     """The cells of all groups; the page's script filters, sorts and compares them."""
     cells: Any = _environment().get_template("cells.html").module
     rows: list[TableRow] = []
+    is_timed = False
     for group in groups:
+        is_timed = is_timed or group.is_timed
         setting = choices["place"].index(group.setting)
         about: dict[str, object] = {"data-n": group.n, "data-place": setting, "hidden": None}
         if rows:
@@ -145,7 +151,6 @@ def overview(groups: Sequence[Group], choices: Choices) -> Table:
         for row in group.rows:
             place = choices["backend"].index(row.backend)
             rows.append(_overview_row(cells, group, row, place))
-    is_timed = any(group.is_timed for group in groups)
     columns = []
     for column in COLUMNS:
         is_in_other = column.key.endswith(("_ends", "_ratio"))

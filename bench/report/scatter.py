@@ -66,7 +66,10 @@ def draw_memory_vs_time(data: FigureData) -> list[Drawing]:
     panels, left_out = data.panels(every, split_by, 1 + MOST_SMALL)
     main = max(panels, key=lambda panel: (panel.extent[1], len(panel.rows), panel.extent[0]))
     if "accumulate" not in data.varying(split_by):
-        main.title = f"N = {main.extent[1]}, {main.title}".removesuffix(", ")
+        n = f"N = {main.extent[1]}"
+        if main.title:
+            n += f", {main.title}"
+        main.title = n
     others = [panel for panel in panels if panel is not main]
     words = data.figure_words(_title(data, main), timed=True)
     legend = _legend(every, has_peak_beyond=bool((peaks > edge).any()))
