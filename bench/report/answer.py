@@ -1,14 +1,14 @@
-"""What a run says, in a few findings and one table: the first screen of the page and of report.md, and the terminal.
+"""What a run says, in a few findings and one table: what the page and report.md begin with.
 
-Findings are made from verdicts and exact counts. A ratio is always the time of X over the time of Y: below 1, X is
-faster.
+The terminal shows the same. Findings are made from verdicts and exact counts. A ratio is always the
+time of X over the time of Y: below 1, X is faster.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from bench.findings import Finding, good, note, warning
 from bench.formatting import alike, digits, plural, size, some
@@ -21,14 +21,14 @@ from bench.judge.pairs import ComparedPair
 from bench.judge.statistics import trials_to_show
 from bench.judge.verdicts import MAY_DIFFER, Reason, Verdict, num_judged, scope_words
 from bench.measure.host import IDLE_SHARE
-from bench.plan.cell import Device, Sharding, Status, Sync, summarize
+from bench.plan.cell import Cell, Device, Sharding, Status, Sync, summarize
 from bench.report.descriptions import cpu_name, eager_and_deferred, gpu_names, parameters
-from bench.report.ranking import Group, ends_text, groups, interval_text, ratio_text
+from bench.report.ranking import Group, RankedRow, ends_text, groups, interval_text, ratio_text
 
 LONGEST = 240
 """Characters of a reason; the table of failed cells has it in full."""
 UNDECIDED = {
-    Reason.WIDE: "statistically indistinguishable from {}: the interval contains 1, and is wider than the margin",
+    Reason.WIDE: ("statistically indistinguishable from {}: the interval contains 1, and is wider than the margin"),
     Reason.MANY: "alone, it looks different from {}; among {n} comparisons that may be chance",
     Reason.CONTROL_OFF: "not compared with {}: the A/A pair is off, so the times are suspect",
     Reason.FEW_RUNS: "not compared with {}: two runs give no interval",
@@ -56,7 +56,11 @@ class Answer:
 
     @property
     def all(self) -> tuple[Finding, ...]:
-        return (*([self.alarm] if self.alarm else []), *self.statements, self.scope)
+        """Every finding, in the order in which they are shown."""
+        found = (*self.statements, self.scope)
+        if self.alarm is None:
+            return found
+        return (self.alarm, *found)
 
 
 def answer(data: Analysis) -> Answer:
@@ -64,18 +68,20 @@ def answer(data: Analysis) -> Answer:
     every = groups(data)
     statements = [*_on_a_busy_machine(data)]
     for group in every[:1]:
-        statements += [*_fastest(data, group), *_least(data, group), *_deferred_against_eager(data, group)]
-    statements += [
-        *_wrong(data),
-        *_failed(data),
-        *_undecided(data, every),
-        *_other_days(data),
-        *_resolution(data),
-        *_two_commits(data),
-    ]
+        statements += _fastest(data, group)
+        statements += _least(data, group)
+        statements += _deferred_against_eager(data, group)
+    statements += _wrong(data)
+    statements += _failed(data)
+    statements += _undecided(data, every)
+    statements += _other_days(data)
+    statements += _resolution(data)
+    statements += _two_commits(data)
     alarm = data.times_unavailable
+    if alarm is not None:
+        alarm = replace(alarm, text=_with_full_stop(shortened(alarm.text)))
     return Answer(
-        alarm=alarm and replace(alarm, text=_with_full_stop(shortened(alarm.text))),
+        alarm=alarm,
         statements=tuple(statements),
         scope=note("Scope", _scope_text(data)),
         groups=tuple(every),
@@ -84,41 +90,71 @@ def answer(data: Analysis) -> Answer:
 
 
 def _on_a_busy_machine(data: Analysis) -> Iterator[Finding]:
-    """Of a run beside other programs: what is valid nevertheless, and for how long times need an idle machine."""
-    if not data.times_unavailable or not any(row.reason is Reason.DISTURBED for row in data.verdicts):
+    """Of a run beside other programs: what is valid nevertheless.
+
+    And for how long times need an idle machine.
+    """
+    is_disturbed = any(row.reason is Reason.DISTURBED for row in data.verdicts)
+    if not data.times_unavailable or not is_disturbed:
         return
-    text = "memory, bytes, step counts, updates and losses; other programs do not change them."
-    yield good("Still valid", text)
-    minutes = max(1, round(float(data.run.tables.trials["wall_s"].sum()) / 60))
+    yield good(
+        "Still valid",
+        "memory, bytes, step counts, updates and losses; other programs do not change them.",
+    )
+    minutes = plural(max(1, round(_minutes_of_trials(data))), "minute")
     text = (
         f"other programs may use at most {100 * IDLE_SHARE:g} % of its CPUs while the trials run, "
-        f"which took {plural(minutes, 'minute')} here."
+        f"which took {minutes} here."
     )
     yield note("Times need an idle machine", text)
 
 
+def _minutes_of_trials(data: Analysis) -> float:
+    return float(data.run.tables.trials["wall_s"].sum()) / 60
+
+
 def _fastest(data: Analysis, group: Group) -> Iterator[Finding]:
     """The fastest correct backend, and those that are slower by no verdict."""
-    timed = [row for row in group.rows if row.correct == "yes" and row.step_time_s is not None]
+    timed = []
+    for row in group.rows:
+        is_correct = row.correct == "yes"
+        if is_correct and row.step_time_s is not None:
+            timed.append(row)
     if not timed:
         return
     best, *others = timed
     assert best.step_time_s is not None, "those without one are left out"
     ends = ends_text(best.step_time_low_s, best.step_time_high_s)
-    text = f"{digits(best.step_time_s)} s per step{ends} at {group.short_title}{_scope_words(data)}"
+    seconds = f"{digits(best.step_time_s)} s per step{ends}"
+    text = f"{seconds} at {group.short_title}{_scope_words(data)}"
     pairs = data.against(best.backend)
     near_ids = data.not_slower([row.cell_id for row in timed], best.cell_id)
-    if near := [row for row in timed if row.cell_id in near_ids]:
+    near = [row for row in timed if row.cell_id in near_ids]
+    if near:
         named = ", ".join(_with_ratio(row.backend, pairs.get(row.cell_id)) for row in near)
         text += f". Not shown to be slower: {named}"
-        told = [row.backend for row in near if (pair := pairs.get(row.cell_id)) and _looks_slower(pair)]
-        if told:
-            looks = "looks" if len(told) == 1 else "look"
-            count = num_judged(pairs.values())
-            text += f". Alone, {some(told)} {looks} slower; among {count} comparisons that may be chance"
+        text += _alone_slower(near, pairs)
     elif others:
-        text += f". Next: {_with_ratio(others[0].backend, pairs.get(others[0].cell_id))} times its time"
+        following = others[0]
+        named = _with_ratio(following.backend, pairs.get(following.cell_id))
+        text += f". Next: {named} times its time"
     yield good("Fastest correct backend", f"{text}.", subject=best.backend)
+
+
+def _alone_slower(near: Sequence[CellRow], pairs: Mapping[str, ComparedPair]) -> str:
+    """Which of these cells only the number of comparisons keeps from being called slower."""
+    names = []
+    for row in near:
+        pair = pairs.get(row.cell_id)
+        if pair is not None and _looks_slower(pair):
+            names.append(row.backend)
+    if not names:
+        return ""
+    looks = "look"
+    if len(names) == 1:
+        looks = "looks"
+    count = num_judged(pairs.values())
+    return f". Alone, {some(names)} {looks} slower; among {count} comparisons that may be chance"
 
 
 def _scope_words(data: Analysis) -> str:
@@ -140,70 +176,125 @@ def _with_ratio(backend: str, pair: ComparedPair | None) -> str:
 
 def _least(data: Analysis, group: Group) -> Iterator[Finding]:
     """The correct backends with the least memory, and how they compare with the fastest."""
-    fine = [row for row in group.rows if row.status == Status.OK]
-    known = [(row, row.peak_memory_bytes) for row in fine if row.peak_memory_bytes is not None]
+    known: list[tuple[RankedRow, int]] = []
+    for row in group.rows:
+        peak = row.peak_memory_bytes
+        if row.status == Status.OK and peak is not None:
+            known.append((row, peak))
     if not known or data.run.manifest.finished is None:  # what is to come may need less
         return
-    (fastest, peak_of_fastest), least = known[0], min(peak for _, peak in known)
+    fastest, peak_of_fastest = known[0]
+    least = min(peak for _, peak in known)
     best = [row for row, peak in known if alike(peak, least)]
     text = f"peak memory per rank {size(least)}, at {group.short_title}"
-    pairs = data.against(fastest.backend) if group.is_timed else {}
-    times = sorted(pair.time.ratio for row in best if (pair := pairs.get(row.cell_id)) and pair.time)
+    times: list[float] = []
+    if group.is_timed:
+        times = _ratios_of(best, data.against(fastest.backend))
     if fastest not in best and times:
-        share, ends = 100 * (1 - least / peak_of_fastest), map(digits, (times[0], times[-1]))
-        text += (
-            f": {share:.0f} % less than {fastest.backend}, at {' to '.join(dict.fromkeys(ends))} times its step time"
-            f"{_scope_words(data)}"
-        )
+        share = 100 * (1 - least / peak_of_fastest)
+        ends = " to ".join(dict.fromkeys(map(digits, (times[0], times[-1]))))
+        text += f": {share:.0f} % less than {fastest.backend}"
+        text += f", at {ends} times its step time{_scope_words(data)}"
     yield good("Least memory", f"{text}.", subject=", ".join(row.backend for row in best))
 
 
-def _deferred_against_eager(data: Analysis, group: Group) -> Iterator[Finding]:
-    """Deferred against eager sync: of the run's first backend that shards parameters in full, of others in one line."""
-    rows = {row.backend: row for row in group.rows}
-    shown = {name: facts for name, facts in data.run.manifest.backends.items() if name in rows}
-    pairs = [pair for how in (Sync.DEFERRED, Sync.DEFERRED_ALL_REDUCE) for pair in eager_and_deferred(shown, how)]
-    sharded = [name for name, facts in shown.items() if facts.get("sharding") == Sharding.PARAMS]
-    first = next((name for name in sharded if name in {deferred for _, deferred in pairs}), "")
-    full, short = [], []
-    for eager, deferred in sorted(pairs, key=lambda pair: pair[1] != first):
-        pair = data.compared(rows[deferred].cell_id, rows[eager].cell_id) if group.is_timed else None
-        texts, brief = [], []
+def _ratios_of(rows: Sequence[CellRow], pairs: Mapping[str, ComparedPair]) -> list[float]:
+    """The ratios of step times that these cells have, in order of size."""
+    found = []
+    for row in rows:
+        pair = pairs.get(row.cell_id)
         if pair is not None and pair.time is not None:
-            texts.append(f"time {ratio_text(pair.time)}, {pair.words}")
-            turning = MAY_DIFFER if pair.may_differ else ""
-            brief.append(f"{digits(pair.time.ratio)} ({pair.verdict}{turning})")
-        ours, theirs = (rows[name].peak_memory_bytes for name in (deferred, eager))
-        if ours and theirs:
-            texts.append(f"memory {digits(ours / theirs)} ({size(ours)} / {size(theirs)})")
-            brief.append(digits(ours / theirs))
-        if texts:
-            full.append((f"{deferred} / {eager}", f"{'; '.join(texts)}, at {group.short_title}."))
-            short.append(f"{deferred} {', '.join(brief)}")
-    for lead, text in full[:1]:
-        yield good("Deferred against eager", text, subject=lead)
-    if short[1:]:
-        what, scope = ("time and memory", _scope_words(data)) if group.is_timed else ("memory", "")
-        yield note("Other families", f"{what} at {group.short_title}{scope}, deferred / eager: {'; '.join(short[1:])}.")
+            found.append(pair.time.ratio)
+    return sorted(found)
+
+
+def _deferred_against_eager(data: Analysis, group: Group) -> Iterator[Finding]:
+    """Deferred against eager sync.
+
+    Of the run's first backend that shards parameters in full, of others in one line.
+    """
+    rows = {row.backend: row for row in group.rows}
+    found = []
+    for eager, deferred in _sync_pairs(data, rows):
+        pair = None
+        if group.is_timed:
+            pair = data.compared(rows[deferred].cell_id, rows[eager].cell_id)
+        compared = _compare_syncs(rows[deferred], rows[eager], pair)
+        if compared.full:
+            found.append(compared)
+    if not found:
+        return
+    first, *others = found
+    text = f"{'; '.join(first.full)}, at {group.short_title}."
+    yield good("Deferred against eager", text, subject=f"{first.deferred} / {first.eager}")
+    if others:
+        what = f"memory at {group.short_title}"
+        if group.is_timed:
+            what = f"time and memory at {group.short_title}{_scope_words(data)}"
+        texts = "; ".join(f"{each.deferred} {', '.join(each.brief)}" for each in others)
+        yield note("Other families", f"{what}, deferred / eager: {texts}.")
+
+
+def _sync_pairs(data: Analysis, rows: Mapping[str, CellRow]) -> list[tuple[str, str]]:
+    """The eager and deferred backends among the rows, of which one that shards parameters is first.
+
+    The others stay in order.
+    """
+    shown = {name: facts for name, facts in data.run.manifest.backends.items() if name in rows}
+    pairs = eager_and_deferred(shown, Sync.DEFERRED)
+    pairs += eager_and_deferred(shown, Sync.DEFERRED_ALL_REDUCE)
+    every_deferred = {deferred for _, deferred in pairs}
+    for name, facts in shown.items():
+        if facts.get("sharding") == Sharding.PARAMS and name in every_deferred:
+            return sorted(pairs, key=lambda pair: pair[1] != name)
+    return pairs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComparedSyncs:
+    """A deferred backend against the eager one, in two lengths: time, then memory."""
+
+    deferred: str
+    eager: str
+    full: Sequence[str]
+    brief: Sequence[str]
+
+
+def _compare_syncs(deferred: CellRow, eager: CellRow, pair: ComparedPair | None) -> ComparedSyncs:
+    full, brief = [], []
+    if pair is not None and pair.time is not None:
+        full.append(f"time {ratio_text(pair.time)}, {pair.words}")
+        verdict = str(pair.verdict)
+        if pair.may_differ:
+            verdict += MAY_DIFFER
+        brief.append(f"{digits(pair.time.ratio)} ({verdict})")
+    ours, theirs = deferred.peak_memory_bytes, eager.peak_memory_bytes
+    if ours and theirs:
+        ratio = digits(ours / theirs)
+        full.append(f"memory {ratio} ({size(ours)} / {size(theirs)})")
+        brief.append(ratio)
+    return ComparedSyncs(deferred=deferred.backend, eager=eager.backend, full=full, brief=brief)
 
 
 def _wrong(data: Analysis) -> Iterator[Finding]:
     """Which backends must not be used: each reason once, with all its cells."""
     invalid = [row for row in data.bad_rows if row.status == Status.INVALID]
-    for reason, cells in _by_reason(data, invalid):
-        yield warning("Do not use", _with_full_stop(reason), subject=_backends_of(data, cells))
+    for shared in _by_reason(data, invalid):
+        subject = _backends_of(data, shared.cells)
+        yield warning("Do not use", _with_full_stop(shared.reason), subject=subject)
 
 
 def _failed(data: Analysis) -> Iterator[Finding]:
     """Which cells failed or could not run: each reason once."""
     others = [row for row in data.bad_rows if row.status != Status.INVALID]
     for status, rows in grouped((row.status, row) for row in others).items():
-        for reason, cells in _by_reason(data, rows):
-            named = _backends_of(data, cells)
+        for shared in _by_reason(data, rows):
+            subject = _backends_of(data, shared.cells)
             if status == Status.UNSUPPORTED:
-                yield note("Not run", _with_full_stop(reason), subject=named)
+                yield note("Not run", _with_full_stop(shared.reason), subject=subject)
             else:
-                yield warning("Failed", _with_full_stop(f"{status}: {reason}"), subject=named)
+                text = _with_full_stop(f"{status}: {shared.reason}")
+                yield warning("Failed", text, subject=subject)
 
 
 def _two_commits(data: Analysis) -> Iterator[Finding]:
@@ -215,12 +306,23 @@ def _two_commits(data: Analysis) -> Iterator[Finding]:
 
 
 def _with_full_stop(text: str) -> str:
-    return text if text.endswith((".", "]")) else f"{text}."
+    if text.endswith((".", "]")):
+        return text
+    return f"{text}."
 
 
-def _by_reason(data: Analysis, rows: Sequence[CellRow]) -> list[tuple[str, list[CellRow]]]:
-    """The cells by the reason why they failed, that of the first; cells that failed the same gates share one."""
-    found: dict[object, tuple[str, list[CellRow]]] = {}
+@dataclass(frozen=True, slots=True)
+class SharedReason:
+    """Why cells failed."""
+
+    reason: str
+    """That of the first."""
+    cells: list[CellRow] = field(default_factory=list)
+
+
+def _by_reason(data: Analysis, rows: Sequence[CellRow]) -> list[SharedReason]:
+    """The cells by the reason why they failed; those that failed the same gates share one."""
+    found: dict[object, SharedReason] = {}
     for row in rows:
         defect = defect_of_cell(data.run.manifest, row)
         reason = shortened(row.reason or "no reason")
@@ -229,45 +331,83 @@ def _by_reason(data: Analysis, rows: Sequence[CellRow]) -> list[tuple[str, list[
             reason, kind = f"{defect} (a documented defect of the framework)", defect
         elif row.failed_gates:
             kind = (row.failed_gates, row.update_causes)
-        found.setdefault(kind, (reason, []))[1].append(row)
+        found.setdefault(kind, SharedReason(reason)).cells.append(row)
     return list(found.values())
 
 
 def _backends_of(data: Analysis, cells: Sequence[CellRow]) -> str:
     """The backends of these cells, with their N where not all cells of a backend are among them."""
-    everywhere = data.cells.groupby("backend")["accumulate"].agg(set)
-    sizes = data.cells.groupby("backend").size()
     places: dict[str, list[str]] = {}
-    for backend in dict.fromkeys(row.backend for row in cells):
-        mine = [row.cell for row in cells if row.backend == backend]
-        numbers = sorted({cell.accumulate for cell in mine})
-        where = "" if set(numbers) == everywhere[backend] else f"N = {', '.join(map(str, numbers))}"
-        at_these = data.cells[(data.cells["backend"] == backend) & data.cells["accumulate"].isin(numbers)]
-        if len(mine) < len(at_these):
-            where = ", ".join(filter(None, (where, f"{len(mine)} of {plural(sizes[backend], 'cell')}")))
-        places.setdefault(where, []).append(backend)
-    return "; ".join(f"{', '.join(names)}{f' ({where})' if where else ''}" for where, names in places.items())
+    for backend, mine in grouped((row.backend, row.cell) for row in cells).items():
+        every = data.cells[data.cells["backend"] == backend]
+        numbers = {cell.accumulate for cell in mine}
+        where = []
+        if numbers != set(every["accumulate"]):
+            where.append(f"N = {', '.join(map(str, sorted(numbers)))}")
+        if len(mine) < every["accumulate"].isin(numbers).sum():
+            where.append(f"{len(mine)} of {plural(len(every), 'cell')}")
+        places.setdefault(", ".join(where), []).append(backend)
+    texts = []
+    for where_of_all, names in places.items():
+        text = ", ".join(names)
+        if where_of_all:
+            text += f" ({where_of_all})"
+        texts.append(text)
+    return "; ".join(texts)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenQuestion:
+    """Why cells have no verdict that decides."""
+
+    topic: str
+    reason: Reason
+    text: str
 
 
 def _undecided(data: Analysis, every: Sequence[Group]) -> Iterator[Finding]:
-    """Why correct cells are not compared while others are, or comparisons are undecided, and the command that helps."""
-    found: dict[tuple[str, Reason, str], dict[str, list[str]]] = {}
-    texts: dict[Reason, str] = {}
+    """Why correct cells are not compared while others are, or comparisons are undecided.
+
+    Each reason once, with the command that helps.
+    """
+    found: dict[OpenQuestion, dict[str, list[str]]] = {}
+    first_details: dict[Reason, str] = {}
     for group in every:
+        if not group.is_timed:
+            continue
         for row in group.rows:
-            pair = data.pairs.get(row.cell_id) if group.is_timed else None
-            if pair is not None and pair.verdict is Verdict.AMBIGUOUS:
-                text = UNDECIDED[pair.reason].format(data.baseline, n=num_judged(data.verdicts))
-                topic, text = "Undecided", f"{text}."
-            elif pair is not None and pair.verdict is Verdict.NOT_COMPARABLE and row.correct == "yes":
-                topic, text = "Not compared", texts.setdefault(pair.reason, _with_full_stop(shortened(pair.detail)))
-            else:
-                continue
-            found.setdefault((topic, pair.reason, text), {}).setdefault(group.short_title, []).append(row.backend)
-    for (topic, reason, text), places in sorted(found.items(), key=lambda item: item[0][0]):
-        named = "; ".join(f"{', '.join(names)} at {place}" for place, names in places.items())
-        command = next_command(data.run, {reason}, data.folder, len(data.pool.runs))
-        yield note(topic, text, subject=named, command=command)
+            question = _open_question(data, row, first_details)
+            if question is not None:
+                places = found.setdefault(question, {})
+                places.setdefault(group.short_title, []).append(row.backend)
+    for question in sorted(found, key=lambda question: question.topic):
+        places = found[question]
+        subject = "; ".join(f"{', '.join(names)} at {place}" for place, names in places.items())
+        reasons = {question.reason}
+        command = next_command(data.run, reasons, data.folder, len(data.pool.runs))
+        yield note(question.topic, question.text, subject=subject, command=command)
+
+
+def _open_question(
+    data: Analysis,
+    row: RankedRow,
+    first_details: dict[Reason, str],
+) -> OpenQuestion | None:
+    """Why a cell has no verdict that decides; None if it has one, or is wrong.
+
+    Where details differ between cells of one reason, the first are told of all: they are kept in
+    ``first_details``.
+    """
+    pair = data.pairs.get(row.cell_id)
+    if pair is None:
+        return None
+    if pair.verdict is Verdict.AMBIGUOUS:
+        text = UNDECIDED[pair.reason].format(data.baseline, n=num_judged(data.verdicts))
+        return OpenQuestion("Undecided", pair.reason, f"{text}.")
+    if pair.verdict is Verdict.NOT_COMPARABLE and row.correct == "yes":
+        text = first_details.setdefault(pair.reason, _with_full_stop(shortened(pair.detail)))
+        return OpenQuestion("Not compared", pair.reason, text)
+    return None
 
 
 def _other_days(data: Analysis) -> Iterator[Finding]:
@@ -280,50 +420,80 @@ def _other_days(data: Analysis) -> Iterator[Finding]:
 
 
 def _resolution(data: Analysis) -> Iterator[Finding]:
-    """How many trials a small difference would need, if some comparison is undecided for want of them."""
+    """How many trials a small difference would need.
+
+    Only if some comparison is undecided for want of them.
+    """
     rows = [row for row in data.verdicts if row.has_interval]
-    if (
-        not data.pool.is_single
-        or data.times_unavailable
-        or not any(row.reason in (Reason.WIDE, Reason.MANY) for row in rows)
-    ):
+    lacks_trials = any(row.reason in (Reason.WIDE, Reason.MANY) for row in rows)
+    if not data.pool.is_single or data.times_unavailable or not lacks_trials:
         return
     times = [row.time for row in rows if row.time is not None]
-    needed, n = max(trials_to_show(time) for time in times), min(time.num_trials for time in times)
+    needed, n = max(map(trials_to_show, times)), min(time.num_trials for time in times)
     if needed <= n:
         return
-    minutes = float(data.run.tables.trials["wall_s"].sum()) / 60
+    minutes = _minutes_of_trials(data)
     text = (
-        f"A difference of 5 % between any two cells would show in 8 of 10 runs with {needed} trials per cell, about "
-        f"{max(1, round(minutes * needed / n))} minutes of trials; this run has {n}, in {max(1, round(minutes))}."
+        f"A difference of 5 % between any two cells would show in 8 of 10 runs with {needed} "
+        f"trials per cell, about {max(1, round(minutes * needed / n))} minutes of trials; this run "
+        f"has {n}, in {max(1, round(minutes))}."
     )
     yield note("Resolution", text)
 
 
 def _scope_text(data: Analysis) -> str:
-    """Model, ranks, device, link, counts and the A/A pair, and what does not follow from the run."""
-    run, cells = data.run, [cell for cell in data.run.cells.values() if not cell.twin]
-    shown = [cell for cell in cells if not cell.is_reference] or cells
-    sizes = run.tables.trials.groupby("model")["num_parameters"].max()
-    models = [f"{name} ({parameters(sizes[name])})" for name in dict.fromkeys(c.model for c in shown)]
-    ranks = ", ".join(str(number) for number in sorted({cell.world_size for cell in shown}))
-    cpu = any(cell.device is Device.CPU for cell in shown)
-    about = run.manifest.machine
-    counts = data.contestants.loc[data.contestants["num_ok"] > 0, "num_ok"]
-    bad = set(data.contestants.index) - set(counts.index)
-    trials = " to ".join(dict.fromkeys(str(int(n)) for n in (counts.min(), counts.max()))) if len(counts) else "0"
+    """What was measured, with which intervals, and what does not follow from the run."""
+    cells = [cell for cell in data.run.cells.values() if not cell.twin]
+    contestants = [cell for cell in cells if not cell.is_reference]
+    shown = contestants or cells
+    is_on_cpu = any(cell.device is Device.CPU for cell in shown)
+    parts = [_setting_text(data, shown, is_on_cpu=is_on_cpu), _trials_text(data)]
+    if not data.times_unavailable:
+        parts.append(_control_text(data.control))
     wide = widest(data.verdicts)
-    parts = [
-        f"{', '.join(models)} on {ranks} rank{'' if ranks == '1' else 's'} of "
-        f"{cpu_name(about) if cpu else gpu_names(about)}, {link_words(shown)}",
-        f"n = {trials} good {'trial' if trials == '1' else 'trials'} per cell{_runs_text(data)}",
-        "" if data.times_unavailable else _control_text(data.control),
-        "" if wide is None else f"widest interval of a ratio {percent(wide)}",
-        summarize((cell for name, cell in run.cells.items() if name not in bad), data.baseline),
-        f"{len(bad)} more without a good trial" * bool(bad),
-        TRANSFER if cpu and not data.times_unavailable else "",
-    ]
+    if wide is not None:
+        parts.append(f"widest interval of a ratio {percent(wide)}")
+    counts = data.contestants["num_ok"]
+    bad = set(counts.index) - set(counts[counts > 0].index)
+    measured = [cell for cell_id, cell in data.run.cells.items() if cell_id not in bad]
+    parts.append(summarize(measured, data.baseline))
+    if bad:
+        parts.append(f"{len(bad)} more without a good trial")
+    if is_on_cpu and not data.times_unavailable:
+        parts.append(TRANSFER)
     return f"{'; '.join(filter(None, parts))}."
+
+
+def _setting_text(data: Analysis, cells: Sequence[Cell], *, is_on_cpu: bool) -> str:
+    """Model, ranks, device and link."""
+    sizes = data.run.tables.trials.groupby("model")["num_parameters"].max()
+    models = []
+    for name in dict.fromkeys(cell.model for cell in cells):
+        size_of_model = parameters(sizes[name])
+        models.append(f"{name} ({size_of_model})")
+    machine = data.run.manifest.machine
+    device = gpu_names(machine)
+    if is_on_cpu:
+        device = cpu_name(machine)
+    numbers = sorted({cell.world_size for cell in cells})
+    ranks = f"{', '.join(map(str, numbers))} ranks"
+    if numbers == [1]:
+        ranks = "1 rank"
+    return f"{', '.join(models)} on {ranks} of {device}, {link_words(cells)}"
+
+
+def _trials_text(data: Analysis) -> str:
+    """How many good trials the cells have that have one."""
+    counts = data.contestants["num_ok"]
+    counts = counts[counts > 0]
+    numbers = "0"
+    if len(counts):
+        ends = (str(int(counts.min())), str(int(counts.max())))
+        numbers = " to ".join(dict.fromkeys(ends))
+    noun = "trials"
+    if numbers == "1":
+        noun = "trial"
+    return f"n = {numbers} good {noun} per cell{_runs_text(data)}"
 
 
 def _control_text(control: ComparedPair | None) -> str:
@@ -345,4 +515,7 @@ def _runs_text(data: Analysis) -> str:
 
 def shortened(text: str) -> str:
     """The text, shortened at a space if it is too long."""
-    return text if len(text) <= LONGEST else text[: LONGEST - 5].rsplit(" ", 1)[0] + " [...]"
+    if len(text) <= LONGEST:
+        return text
+    whole_words = text[: LONGEST - 5].rsplit(" ", 1)[0]
+    return f"{whole_words} [...]"

@@ -1,4 +1,4 @@
-"""A figure with the words around its panels: how it is laid out, how points are named, and how it is saved."""
+"""A figure with the words around its panels: its layout, the names of points, how it is saved."""
 
 from __future__ import annotations
 
@@ -23,7 +23,20 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from bench.report.style import BASE, DPI, GREY, MARGIN, MAX_HEIGHT, TINY, WIDTH, Key, clean, cut, safe, wrap
+from bench.report.style import (
+    BASE,
+    DPI,
+    GREY,
+    MARGIN,
+    MAX_HEIGHT,
+    TINY,
+    WIDTH,
+    Key,
+    clean,
+    cut,
+    safe,
+    wrap,
+)
 
 TITLE, SUBTITLE = 10.5, 7.4
 """Font sizes in points."""
@@ -36,7 +49,8 @@ NOTE_LINES = 12
 LOG_ABOVE = 5.0
 """Ratio of the largest to the smallest value above which an axis is logarithmic."""
 FAR, EDGE = 5, 1.1
-"""A value is beyond the axis if it is so many times the next smaller one, from which the axis goes on so far."""
+"""A value is beyond the axis if it is so many times the next smaller one; the axis ends at EDGE
+times that one."""
 
 
 @dataclass
@@ -64,25 +78,28 @@ class Drawing:
 
 
 def new_figure(words: FigureWords, keys: Sequence[Key], panels: float) -> Figure:
-    """A figure with its words and legend in place and a free middle for the panels, of the height given in inches.
+    """A figure with its words and legend in place, and a free middle for the panels.
 
-    The panels shrink where the words need the room.
+    ``panels`` is the height of these in inches. They shrink where the words need the room.
     """
     figure = Figure(figsize=(WIDTH, MAX_HEIGHT), dpi=DPI)
     FigureCanvasAgg(figure)
-    notes = [line for note in words.notes for line in wrap(note, FULL, TINY, indent="   ")]
+    notes: list[str] = []
+    for note in words.notes:
+        notes += wrap(note, FULL, TINY, indent="   ")
     if len(notes) > NOTE_LINES:
         notes[NOTE_LINES - 1 :] = ["... and more: see the report of the run"]
     above = [
         _text(figure, wrap(words.title, FULL, TITLE, "bold"), TITLE, weight="bold"),
         _text(figure, wrap(words.subtitle, FULL, SUBTITLE), SUBTITLE, color=GREY),
     ]
-    below: list[Text | Legend] = [
-        *([_legend(figure, keys)] if keys else []),
-        _text(figure, notes, TINY),
-        _text(figure, wrap(words.footer, FULL, TINY), TINY, color=GREY),
-    ]
-    taken = sum(map(_height, [*above, *below])) + 2 * MARGIN + GAP * (1 + len(above) + len(below))
+    below: list[Text | Legend] = []
+    if keys:
+        below.append(_legend(figure, keys))
+    below.append(_text(figure, notes, TINY))
+    below.append(_text(figure, wrap(words.footer, FULL, TINY), TINY, color=GREY))
+    gaps = GAP * (1 + len(above) + len(below))
+    taken = sum(map(_height, [*above, *below])) + 2 * MARGIN + gaps
     height = min(taken + panels, MAX_HEIGHT)
     figure.set_size_inches(WIDTH, height)
 
@@ -100,13 +117,30 @@ def new_figure(words: FigureWords, keys: Sequence[Key], panels: float) -> Figure
             block.set_position(anchor)
         bottom += GAP
     rect = (MARGIN / WIDTH, bottom / height, FULL / WIDTH, (top - bottom) / height)
-    figure.set_layout_engine(ConstrainedLayoutEngine(rect=rect, w_pad=0.03, h_pad=0.03, wspace=0.02, hspace=0.02))
+    layout = ConstrainedLayoutEngine(rect=rect, w_pad=0.03, h_pad=0.03, wspace=0.02, hspace=0.02)
+    figure.set_layout_engine(layout)
     return figure
 
 
-def _text(figure: Figure, lines: Sequence[str], size: float, *, weight: str = "normal", color: str = "black") -> Text:
-    text = "\n".join(map(safe, lines))
-    return figure.text(0, 0, text, size=size, va="top", ha="left", linespacing=1.15, weight=weight, color=color)
+def _text(
+    figure: Figure,
+    lines: Sequence[str],
+    size: float,
+    *,
+    weight: str = "normal",
+    color: str = "black",
+) -> Text:
+    return figure.text(
+        0,
+        0,
+        "\n".join(map(safe, lines)),
+        size=size,
+        va="top",
+        ha="left",
+        linespacing=1.15,
+        weight=weight,
+        color=color,
+    )
 
 
 def _height(item: Artist) -> float:
@@ -114,14 +148,20 @@ def _height(item: Artist) -> float:
 
 
 def _legend(figure: Figure, keys: Sequence[Key]) -> Legend:
-    """The legend in as many columns as there is room for, which matplotlib does not find by itself."""
-    handles: list[Any] = [handle for handle, _ in keys]
+    """The legend in as many columns as there is room for, which matplotlib does not find itself."""
+    handles: list[Any] = []
+    labels = []
+    for handle, label in keys:
+        handles.append(handle)
+        text = safe(label)
+        if label.startswith("_"):  # which would hide the entry
+            text = f" {text}"
+        labels.append(text)
     ncols = len(keys)
     while True:
         legend: Legend = figure.legend(
             handles,
-            # A leading underscore would hide the entry.
-            [(" " if label.startswith("_") else "") + safe(label) for _, label in keys],
+            labels,
             loc="upper left",
             ncols=ncols,
             frameon=False,
@@ -159,10 +199,16 @@ def set_scale(axes: Axes, which: str, values: pd.Series) -> None:
 
 
 def end_of_axis(values: pd.Series) -> float:
-    """Where the axis ends if the largest values are far beyond the others: at EDGE times these; else the largest."""
+    """Where an axis ends: at the largest value, or before values that are far beyond the others.
+
+    Then it ends at EDGE times the others.
+    """
     ordered = sorted(values.dropna().astype(float))
-    far = [low for low, high in itertools.pairwise(ordered[len(ordered) // 2 :]) if high > FAR * low]
-    return EDGE * far[0] if far else ordered[-1]
+    upper_half = ordered[len(ordered) // 2 :]
+    for low, high in itertools.pairwise(upper_half):
+        if high > FAR * low:
+            return EDGE * low
+    return ordered[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,13 +220,19 @@ class PointName:
     colour: str
     """Of the line from the name to its point."""
 
+    @property
+    def ink(self) -> str:
+        """The colour of the name: its line's, but darker, since pale names are hard to read."""
+        red, green, blue = to_rgb(self.colour)
+        return to_hex((INK * red, INK * green, INK * blue))
+
 
 DIAGONAL = ("northeast", "southeast", "northwest", "southwest", "north", "south")
-"""Above or below a point: a line to a name at its side would run along its interval, through other points."""
+"""Above or below a point: a line to a name at its side would run along its interval."""
 NUM_ORDERS = 5
-"""In so many orders names are placed as long as not all have room; in the last one names may touch."""
+"""In so many orders names are placed while not all have room; in the last one names may touch."""
 INK = 0.6
-"""How bright the name of a point is, relative to its marker: pale names are hard to read."""
+"""How bright the name of a point is, relative to its marker."""
 MARKER = 3.6
 """Points from the middle of a marker to its edge, and a little more."""
 PLACING: dict[str, Any] = {
@@ -200,56 +252,87 @@ PLACING: dict[str, Any] = {
 
 
 def name_points(axes: Axes, names: Sequence[PointName], towards: Sequence[str]) -> list[PointName]:
-    """Write names where no marker, line or other name is; those for which there is no room are returned.
+    """Write names where no marker, line or other name is; those without room are returned.
 
-    Longer names choose first, then those that found no room before. Layout, scales and limits must be final.
+    Longer names choose first, then those that found no room before. Layout, scales and limits must
+    be final.
     """
-    lines = [line for line in (np.asarray(line.get_xydata()) for line in axes.lines) if len(line) > 1]
-    fixed = PLACING | {
-        "direction": list(towards),
-        "x_scatter": [name.point[0] for name in names],
-        "y_scatter": [name.point[1] for name in names],
-        "scatter_sizes": np.full(len(names), MARKER * DPI / 72),
-        "x_lines": [line[:, 0] for line in lines] or None,
-        "y_lines": [line[:, 1] for line in lines] or None,
-    }
-    order, missing = sorted(names, key=lambda name: -len(name.text)), list(names)
-    for attempt in range(NUM_ORDERS if names else 0):
-        x, y = np.array([name.point for name in order]).T
-        texts, colours = [safe(name.text) for name in order], [name.colour for name in order]
-        inks = [to_hex((INK * r, INK * g, INK * b)) for r, g, b in map(to_rgb, colours)]
-        if attempt == NUM_ORDERS - 1:
+    if not names:
+        return []
+    fixed = _around(axes, names) | {"direction": list(towards)}
+    order = sorted(names, key=lambda name: -len(name.text))
+    attempt = 0
+    while True:
+        attempt += 1
+        is_last = attempt == NUM_ORDERS
+        if is_last:
             fixed["margin"] = 0.0
-        *_, written, leaders = textalloc.allocate(axes, x, y, texts, linecolor=colours, textcolor=inks, **fixed)
+        x, y = np.array([name.point for name in order]).T
+        *_, written, leaders = textalloc.allocate(
+            axes,
+            x,
+            y,
+            [safe(name.text) for name in order],
+            linecolor=[name.colour for name in order],
+            textcolor=[name.ink for name in order],
+            **fixed,
+        )
         missing = [name for name, text in zip(order, written, strict=True) if text is None]
-        if not missing or attempt == NUM_ORDERS - 1:
-            break
+        if not missing or is_last:
+            return missing
         artists: list[Any] = [*written, *leaders]
         for artist in filter(None, artists):
             artist.remove()
         order.sort(key=lambda name: name not in missing)
-    return missing
+
+
+def _around(axes: Axes, names: Sequence[PointName]) -> dict[str, Any]:
+    """Options of textalloc with the points and lines of the axes, which no name may cover."""
+    lines_x, lines_y = [], []
+    for line in axes.lines:
+        points = np.asarray(line.get_xydata())
+        if len(points) > 1:
+            lines_x.append(points[:, 0])
+            lines_y.append(points[:, 1])
+    return PLACING | {
+        "x_scatter": [name.point[0] for name in names],
+        "y_scatter": [name.point[1] for name in names],
+        "scatter_sizes": np.full(len(names), MARKER * DPI / 72),
+        "x_lines": lines_x or None,
+        "y_lines": lines_y or None,
+    }
 
 
 def freeze(figure: Figure) -> None:
-    """Lay the figure out, once and for all; lines of a panel's title and label are as wide as the panel."""
-    if (layout := figure.get_layout_engine()) is not None:
-        layout.execute(figure)
-        for axes in figure.axes:
-            width = axes.get_window_extent().width / DPI
-            for text in (axes.title, axes.xaxis.label):
-                font = float(text.get_fontsize()), str(text.get_fontweight())
-                text.set_text("\n".join(wrap(text.get_text(), width, *font)))
-        layout.execute(figure)
-        figure.set_layout_engine(None)
-        for axes in figure.axes:  # the last bits of the solver's results differ from time to time
-            axes.set_position(tuple(round(edge, 6) for edge in axes.get_position().bounds))
+    """Lay the figure out, for good; lines of a panel's title and label are as wide as the panel."""
+    layout = figure.get_layout_engine()
+    if layout is None:
+        return
+    layout.execute(figure)
+    for axes in figure.axes:
+        width = axes.get_window_extent().width / DPI
+        for text in (axes.title, axes.xaxis.label):
+            font = float(text.get_fontsize()), str(text.get_fontweight())
+            text.set_text("\n".join(wrap(text.get_text(), width, *font)))
+    layout.execute(figure)
+    figure.set_layout_engine(None)
+    for axes in figure.axes:  # the last bits of the solver's results differ from time to time
+        edges = tuple(round(edge, 6) for edge in axes.get_position().bounds)
+        axes.set_position(edges)
 
 
 def save(figure: Figure, stem: Path, words: FigureWords, source: str = "") -> Path:
-    """Write a PNG, the same bytes every time, with its words and source as metadata; returns the path."""
+    """Write a PNG, the same bytes every time, with its words and source as metadata.
+
+    Returns the path.
+    """
     path = stem.with_suffix(".png")
-    about = {"Software": None, "Title": clean(words.title), "Description": clean(words.plain()), "Source": source}
+    about = {
+        "Software": None,
+        "Title": clean(words.title),
+        "Description": clean(words.plain()),
+        "Source": source,
+    }
     with matplotlib.style.context(list(BASE)):
         freeze(figure)
         figure.savefig(path, dpi=DPI, metadata=about)

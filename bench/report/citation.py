@@ -1,12 +1,14 @@
-"""Citations of one number of a run: value, interval, trials, machine, versions, commit and hash, in three formats.
+"""Citations of one number of a run, in three formats: value, interval, machine, commit and hash.
 
-Beside its sentences, which people read, a citation has one line that ``check_citations`` reads again, for example
-``accumulation-bench:RUN:HASH/CELL value=0.4022 low=0.3965 high=0.4081 n=19 sha256=...``. It begins with the permanent
-id, which has the beginning of the journal's hash, of several runs of each with ``+`` between; ids without it are older
-and still found. ``RUN:HASH/CELL/BASELINE`` is a ratio, ``RUN:HASH/plots/NAME`` a figure. ``value`` is the step time in
-seconds, or the ratio of two; ``low`` and ``high`` are the ends of its 95 % interval; ``n`` is the number of good
-trials, or of blocks; ``runs`` is that of several runs, and ``nextlow`` and ``nexthigh`` are where the next one falls;
-``bytes`` is the peak memory; ``sha256`` is the hash of the journal that all of this follows from, or of each.
+Beside its sentences, which people read, a citation has one line that ``check_citations`` reads
+again, for example ``accumulation-bench:RUN:HASH/CELL value=0.4022 low=0.3965 high=0.4081 n=19
+sha256=...``. It begins with the permanent id, which has the beginning of the journal's hash, of
+several runs of each with ``+`` between; ids without it are older and still found.
+``RUN:HASH/CELL/BASELINE`` is a ratio, ``RUN:HASH/plots/NAME`` a figure. ``value`` is the step time
+in seconds, or the ratio of two; ``low`` and ``high`` are the ends of its 95 % interval; ``n`` is
+the number of good trials, or of blocks; ``runs`` is that of several runs, and ``nextlow`` and
+``nexthigh`` are where the next one falls; ``bytes`` is the peak memory; ``sha256`` is the hash of
+the journal that all of this follows from, or of each.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from bench.errors import InputError
 from bench.findings import Finding, error, good
 from bench.formatting import bibtex, digits, markdown, plain, plural
 from bench.judge.analysis import SCHEME, Analysis, CellRow, hashes_of, permanent_id, quoted
-from bench.judge.columns import AXES, WAYS, phrases
+from bench.judge.columns import AXES, WAYS
 from bench.judge.pairs import ComparedPair
 from bench.judge.pool import Pool
 from bench.judge.statistics import MIN_RUNS, too_few
@@ -36,7 +38,11 @@ NONE = "none"
 """Stands for a value that does not exist."""
 METHOD_OVER_RUNS = "over runs the geometric mean of these, with Student's t"
 METHOD = "Method: geometric mean over trials of the median step after warm-up, the slowest rank's"
-ESCAPES: dict[str, Callable[[object], str]] = {"markdown": markdown, "bibtex": bibtex, "text": plain}
+ESCAPES: dict[str, Callable[[object], str]] = {
+    "markdown": markdown,
+    "bibtex": bibtex,
+    "text": plain,
+}
 """Formats, and how words from outside become harmless in each."""
 MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
 
@@ -70,70 +76,111 @@ class Citation:
 
     @property
     def bibtex(self) -> str:
-        date = re.match(r"(\d{4})-(0[1-9]|1[0-2])-", self.started)
         fields = {
             "author": "{{{The accumulation-bench authors}}}",
             "title": f"{{{{{bibtex(self.subject)}}}}}",
-            **({} if date is None else {"year": f"{{{date[1]}}}", "month": MONTHS[int(date[2]) - 1]}),
-            "howpublished": f"{{{bibtex(f'{SCHEME}, a benchmark of gradient accumulation')}}}",
-            "note": f"{{{self._formatted(bibtex)}}}",
         }
-        key = re.sub(r"[^A-Za-z0-9.-]+", "-", urllib.parse.unquote(self.permanent_id)).strip("-")
-        return "@misc{" + ",\n".join([key, *(f"  {name} = {value}" for name, value in fields.items())]) + ",\n}"
+        date = re.match(r"(\d{4})-(0[1-9]|1[0-2])-", self.started)
+        if date is not None:
+            fields["year"] = f"{{{date[1]}}}"
+            fields["month"] = MONTHS[int(date[2]) - 1]
+        fields["howpublished"] = f"{{{bibtex(f'{SCHEME}, a benchmark of gradient accumulation')}}}"
+        fields["note"] = f"{{{self._formatted(bibtex)}}}"
+        identifier = urllib.parse.unquote(self.permanent_id)
+        lines = [re.sub(r"[^A-Za-z0-9.-]+", "-", identifier).strip("-")]
+        lines += [f"  {name} = {value}" for name, value in fields.items()]
+        return "@misc{" + ",\n".join(lines) + ",\n}"
 
-    def _formatted(self, escape: Callable[[object], str], bold: str = "", code: str = "") -> str:
+    def _formatted(
+        self,
+        escape: Callable[[object], str],
+        bold: str = "",
+        code: str = "",
+    ) -> str:
         """The whole, with these marks around its subject and around the line for machines."""
-        identifier = bibtex(self.permanent_id) if escape is bibtex else self.permanent_id
+        identifier = self.permanent_id
+        if escape is bibtex:
+            identifier = bibtex(identifier)
         line = f"{code}{identifier} {fields_text(self.machine_fields)}{code}"
         details = " ".join(f"{escape(sentence)}." for sentence in self.details)
-        return f"{bold}{escape(self.subject)}{bold}: {escape(self.statement)}.\n{line}\n{details}"
+        subject = f"{bold}{escape(self.subject)}{bold}"
+        return f"{subject}: {escape(self.statement)}.\n{line}\n{details}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Numbers:
+    """The numbers of a cell or a ratio."""
+
+    statement: str
+    fields: Mapping[str, str]
+    """By name, in the line for machines."""
 
 
 def cite(data: Analysis, cell_id: str, other_id: str | None = None) -> Citation:
     """The citation of a cell's step time; with another cell, of its ratio to that one's.
 
-    A cell that is not comparable is cited with that said and without a number. Raises InputError if the run lacks one
-    of the two.
+    A cell that is not comparable is cited with that said and without a number. Raises InputError if
+    the run lacks one of the two.
     """
-    run, ids = data.run, [cell_id] if other_id is None else [cell_id, other_id]
-    if unknown := [name for name in ids if name not in run.cells]:
-        raise InputError(f"{unknown[0]}: is not a cell of the run {run.name}")
+    run, ids = data.run, [cell_id]
+    if other_id is not None:
+        ids.append(other_id)
+    for each in ids:
+        if each not in run.cells:
+            raise InputError(f"{each}: is not a cell of the run {run.name}")
     cell = data.every_row[cell_id]
     caveats = data.caveats(*ids)
     if other_id is None:
-        statement, fields = _cell_numbers(data, cell)
+        numbers = _cell_numbers(data, cell)
     else:
         pair = data.ratio(cell_id, other_id)
-        statement, fields = _ratio_numbers(pair, data.control)
-        told = data.control.details if data.control and not data.control.has_interval else ()
-        if pair.blocked and not {*pair.details} <= {*told}:
+        numbers = _ratio_numbers(pair, data.control)
+        if pair.blocked and not _is_told_by_control(data, pair):
             caveats.insert(0, f"{pair.reason}: {pair.detail}")
-    limits = [f"Note: {'; '.join(text.rstrip('.') for text in caveats)}"] if caveats else []
+    details = []
+    if caveats:
+        texts = [text.rstrip(".") for text in caveats]
+        details.append(f"Note: {'; '.join(texts)}")
+    method = METHOD
+    if not data.pool.is_single:
+        method += f"; {METHOD_OVER_RUNS}"
+    details += [method, _work_sentence(cell)]
     subject = " against ".join(harmless(run.labels[each]) for each in ids)
-    method = METHOD if data.pool.is_single else f"{METHOD}; {METHOD_OVER_RUNS}"
-    details = [*limits, method, _work_sentence(cell)]
-    return _citation(data.pool, "/".join(ids), subject, statement, fields, details)
+    return _citation(data.pool, "/".join(ids), subject, numbers, details)
+
+
+def _is_told_by_control(data: Analysis, pair: ComparedPair) -> bool:
+    """Whether a pair is blocked for want of an A/A pair's interval, which a caveat says anyway."""
+    told: Sequence[str] = ()
+    if data.control and not data.control.has_interval:
+        told = data.control.details
+    return set(pair.details) <= set(told)
 
 
 def cite_plot(pool: Pool, name: str) -> Citation:
     """The citation of a figure of the run, by the name of its file without the ending."""
-    statement = "a figure of this run" if pool.is_single else f"a figure of {len(pool.runs)} runs"
-    return _citation(pool, f"plots/{quoted(name)}", f"Figure {name}", statement, {}, [])
+    statement = "a figure of this run"
+    if not pool.is_single:
+        statement = f"a figure of {len(pool.runs)} runs"
+    numbers = Numbers(statement=statement, fields={})
+    return _citation(pool, f"plots/{quoted(name)}", f"Figure {name}", numbers, [])
 
 
 def _citation(
-    pool: Pool, path: str, subject: str, statement: str, fields: Mapping[str, str], details: Sequence[str]
+    pool: Pool,
+    path: str,
+    subject: str,
+    numbers: Numbers,
+    details: Sequence[str],
 ) -> Citation:
     about = pool.first.manifest
+    every = [*details, _machine_sentence(about), _versions_sentence(about), commit_sentence(about)]
     return Citation(
         subject=harmless(subject),
-        statement=statement,
+        statement=numbers.statement,
         permanent_id=permanent_id(pool, path),
-        machine_fields={**fields, "sha256": "+".join(pool.digests) or NONE},
-        details=[
-            harmless(text)
-            for text in (*details, _machine_sentence(about), _versions_sentence(about), commit_sentence(about))
-        ],
+        machine_fields={**numbers.fields, "sha256": "+".join(pool.digests) or NONE},
+        details=list(map(harmless, every)),
         started=about.started,
     )
 
@@ -143,50 +190,49 @@ def harmless(text: str) -> str:
     return plain(text).replace(f"{SCHEME}:", f"{SCHEME} ")
 
 
-def _cell_numbers(data: Analysis, row: CellRow) -> tuple[str, dict[str, str]]:
-    """The numbers of a cell, as a sentence and as fields."""
-    num_ok, trials = row.num_ok, plural(row.num_trials, "trial")
+def _cell_numbers(data: Analysis, row: CellRow) -> Numbers:
+    """The numbers of a cell, or that it has none."""
+    trials = plural(row.num_trials, "trial")
     if data.run.evidence.of(row.cell).barred:
-        return f"NOT COMPARABLE, no step time is given (n = 0 of {trials})", {"value": NONE, "n": "0"}
-    counted = f"n = {trials}" if num_ok == row.num_trials else f"n = {num_ok} of {trials}"
-    if not data.pool.is_single:
-        counted = f"over {len(data.pool.runs)} runs"
-    seconds, low, high = row.step_time_s, row.step_time_low_s, row.step_time_high_s
-    found, fields = f"no step time ({counted})", {"value": NONE}
-    if seconds is not None:
-        why = too_few(num_ok)
-        if not data.pool.is_single:
-            why = too_few(len(data.pool.runs), "run", least=MIN_RUNS)
-        found = f"{digits(seconds)} s per optimizer step{scope_words(1) * data.pool.is_single} "
-        found += f"({_interval(low, high, why)}, {counted})"
-        fields = _estimate_fields(seconds, low, high)
+        text = f"NOT COMPARABLE, no step time is given (n = 0 of {trials})"
+        return Numbers(statement=text, fields={"value": NONE, "n": "0"})
     if data.pool.is_single:
-        fields["n"] = str(num_ok)
+        scope, why = scope_words(1), too_few(row.num_ok)
+        counted, counts = f"n = {trials}", {"n": str(row.num_ok)}
+        if row.num_ok < row.num_trials:
+            counted = f"n = {row.num_ok} of {trials}"
     else:
-        fields["runs"] = str(len(data.pool.runs))
-    if (peak := row.peak_memory_bytes) is not None:
-        found += f"; peak memory {digits(peak / 2**20)} MiB ({peak} bytes, {row.peak_memory_source})"
+        num_runs = len(data.pool.runs)
+        scope, why = "", too_few(num_runs, "run", least=MIN_RUNS)
+        counted, counts = f"over {num_runs} runs", {"runs": str(num_runs)}
+    text, fields = f"no step time ({counted})", {"value": NONE}
+    seconds, low, high = row.step_time_s, row.step_time_low_s, row.step_time_high_s
+    if seconds is not None:
+        interval = _interval(low, high, why)
+        text = f"{digits(seconds)} s per optimizer step{scope} ({interval}, {counted})"
+        fields = _estimate_fields(seconds, low, high)
+    fields |= counts
+    peak = row.peak_memory_bytes
+    if peak is not None:
+        text += f"; peak memory {digits(peak / 2**20)} MiB ({peak} bytes, {row.peak_memory_source})"
         fields["bytes"] = str(peak)
-    return found, fields
+    return Numbers(statement=text, fields=fields)
 
 
-def _ratio_numbers(pair: ComparedPair, control_pair: ComparedPair | None) -> tuple[str, dict[str, str]]:
-    """The numbers of a ratio, or that it has none, as a sentence and as fields."""
-    time, control = pair.time, pair.control
+def _ratio_numbers(pair: ComparedPair, control_pair: ComparedPair | None) -> Numbers:
+    """The numbers of a ratio, or that it has none."""
+    time = pair.time
     if pair.verdict is Verdict.NOT_COMPARABLE or time is None:
-        return f"NOT COMPARABLE ({pair.reason}), no ratio of step times is given", {"value": NONE}
-    verdict = pair.words
-    if pair.verdict is Verdict.SAME:
-        verdict += f" (within the margin of {100 * pair.margin:g} %)"
-    elif pair.verdict is Verdict.AMBIGUOUS:
-        verdict += f" ({pair.reason}: {NEXT[pair.reason]})"
-    interval = _interval(time.low, time.high, time.reason)
-    counted = f"n = {plural(time.num_trials, 'block' if time.paired else 'trial')}"
-    around = "unknown" if control is None else _ends(control.low, control.high) or "unknown"
-    where = "" if control_pair is None else f" at N={control_pair.a.accumulate}"
-    fields = _estimate_fields(time.ratio, time.low, time.high)
+        text = f"NOT COMPARABLE ({pair.reason}), no ratio of step times is given"
+        return Numbers(statement=text, fields={"value": NONE})
     amount = digits(time.ratio)
+    interval = _interval(time.low, time.high, time.reason)
+    fields = _estimate_fields(time.ratio, time.low, time.high)
     if not time.runs:
+        kind = "trial"
+        if time.paired:
+            kind = "block"
+        counted = f"n = {plural(time.num_trials, kind)}"
         fields["n"] = str(time.num_trials)
     else:
         counted = f"over {plural(len(time.runs), 'run')}"
@@ -195,46 +241,84 @@ def _ratio_numbers(pair: ComparedPair, control_pair: ComparedPair | None) -> tup
             amount, interval = " and ".join(map(digits, time.runs)), "no interval"
         else:
             counted += f"; next run {_ends(time.next_low, time.next_high)}"
-            fields |= {"nextlow": digits(time.next_low), "nexthigh": digits(time.next_high)}
-    found = f"{amount} times the step time ({interval}, {counted}); verdict: {verdict}; A/A pair{where}: {around}"
-    return found, fields | {"verdict": str(pair.verdict)}
+            fields["nextlow"] = digits(time.next_low)
+            fields["nexthigh"] = digits(time.next_high)
+    fields["verdict"] = str(pair.verdict)
+    text = (
+        f"{amount} times the step time ({interval}, {counted}); verdict: {_verdict_words(pair)}; "
+        f"{_control_words(pair, control_pair)}"
+    )
+    return Numbers(statement=text, fields=fields)
+
+
+def _verdict_words(pair: ComparedPair) -> str:
+    if pair.verdict is Verdict.SAME:
+        return f"{pair.words} (within the margin of {100 * pair.margin:g} %)"
+    if pair.verdict is Verdict.AMBIGUOUS:
+        return f"{pair.words} ({pair.reason}: {NEXT[pair.reason]})"
+    return pair.words
+
+
+def _control_words(pair: ComparedPair, control_pair: ComparedPair | None) -> str:
+    """The A/A pair, and at which N it was measured."""
+    around = ""
+    if pair.control is not None:
+        around = _ends(pair.control.low, pair.control.high)
+    where = ""
+    if control_pair is not None:
+        where = f" at N={control_pair.a.accumulate}"
+    return f"A/A pair{where}: {around or 'unknown'}"
 
 
 def _estimate_fields(value: float, low: float | None, high: float | None) -> dict[str, str]:
-    ends = {} if low is None or high is None else {"low": digits(low), "high": digits(high)}
-    return {"value": digits(value), **ends}
+    fields = {"value": digits(value)}
+    if low is not None and high is not None:
+        fields["low"] = digits(low)
+        fields["high"] = digits(high)
+    return fields
 
 
 def _ends(low: float | None, high: float | None) -> str:
-    return "" if low is None or high is None else f"{digits(low)} - {digits(high)}"
+    if low is None or high is None:
+        return ""
+    return f"{digits(low)} - {digits(high)}"
 
 
 def _interval(low: float | None, high: float | None, reason: str) -> str:
-    return f"95 % interval {ends}" if (ends := _ends(low, high)) else reason.partition(";")[0]
+    """The interval, or the first part of the reason why there is none."""
+    ends = _ends(low, high)
+    if not ends:
+        return reason.partition(";")[0]
+    return f"95 % interval {ends}"
 
 
 def _work_sentence(row: CellRow) -> str:
-    cell, parameters = row.cell, ""
+    cell = row.cell
+    model = f"{cell.workload} {cell.model}"
     if row.num_parameters is not None:
-        parameters = f" ({digits(row.num_parameters / 1e6)} M parameters)"
-    phrased = [name for name in WAYS if len(AXES[name].phrasing) > 1]
-    how = "".join(f", {phrase}" for phrase in phrases(cell, [name for name in phrased if getattr(cell, name)]))
+        model += f" ({digits(row.num_parameters / 1e6)} M parameters)"
+    optimizer = cell.optimizer
+    for name in WAYS:
+        if len(AXES[name].phrasing) > 1 and getattr(cell, name):
+            optimizer += f", {AXES[name].phrase(getattr(cell, name))}"
     return (
-        f"Work: {cell.workload} {cell.model}{parameters}, {cell.global_batch_size} samples of "
-        f"{cell.sequence_length} tokens per optimizer step, {cell.optimizer}{how}, "
-        f"gradients summed in {cell.accumulation_dtype}, on {cell.device}"
+        f"Work: {model}, {cell.global_batch_size} samples of {cell.sequence_length} tokens per "
+        f"optimizer step, {optimizer}, gradients summed in {cell.accumulation_dtype}, on "
+        f"{cell.device}"
     )
 
 
 def _machine_sentence(manifest: Manifest) -> str:
     machine = manifest.machine
     words = [machine_words(machine)]
-    words += [f"driver {name}" for name in dict.fromkeys(gpu.driver for gpu in machine.gpus if gpu.driver)]
+    drivers = dict.fromkeys(gpu.driver for gpu in machine.gpus if gpu.driver)
+    words += [f"driver {name}" for name in drivers]
     if machine.system:
         words.append(machine.system)
     if manifest.nodes:
         words.append(f"node 0 of {1 + len(manifest.nodes)} nodes")
-    return f"Machine: {', '.join([*words, *unlike_nodes(manifest)])}"
+    words += unlike_nodes(manifest)
+    return f"Machine: {', '.join(words)}"
 
 
 def _versions_sentence(manifest: Manifest) -> str:
@@ -249,7 +333,9 @@ def commit_sentence(manifest: Manifest) -> str:
     git = manifest.git
     if not git.commit:
         return "Commit: unknown"
-    return f"Commit: {git.commit}" + ("" if git.clean else " with uncommitted changes")
+    if git.clean:
+        return f"Commit: {git.commit}"
+    return f"Commit: {git.commit} with uncommitted changes"
 
 
 def fields_text(fields: Mapping[str, str]) -> str:
@@ -263,20 +349,23 @@ TOPIC = "citation"
 MARKUP = re.compile(r"[^\w.,:;()/%=+\- ]")
 """Markup of the formats, which is removed before a citation is read."""
 ID = re.compile(
-    rf"{SCHEME}:([\w.%-]+)(?::([0-9a-f]+(?:\+[0-9a-f]+)*|none))?/(plots/[\w.%-]*[\w%]|[0-9a-f]+(?:/[0-9a-f]+)?)"
+    rf"{SCHEME}:([\w.%-]+)(?::([0-9a-f]+(?:\+[0-9a-f]+)*|none))?"
+    r"/(plots/[\w.%-]*[\w%]|[0-9a-f]+(?:/[0-9a-f]+)?)"
 )
 FIELD = re.compile(r" ([a-z0-9]+)=([\w.+-]*\w)")
 
 
 def check_citations(data: Analysis, text: str) -> Iterator[Finding]:
-    """The findings on each citation in a text, in any of the formats: whether its fields follow from the journal.
+    """The findings on each citation in a text, in any of the formats.
 
-    Only the lines for machines are read, not the sentences around them.
+    They say whether its fields follow from the journal. Only the lines for machines are read, not
+    the sentences around them.
     """
     text = " ".join(MARKUP.sub("", " ".join(text.split())).split())
     ids = list(ID.finditer(text))
     if not ids:
-        yield error(TOPIC, f"the text holds no id of the form {SCHEME}:RUN/CELL, so it cites nothing")
+        form = f"{SCHEME}:RUN/CELL"
+        yield error(TOPIC, f"the text holds no id of the form {form}, so it cites nothing")
     for match in ids:
         cited = _fields_after(text, match.end())
         try:
@@ -284,26 +373,36 @@ def check_citations(data: Analysis, text: str) -> Iterator[Finding]:
         except InputError as problem:
             yield error(TOPIC, f"{match[0]}: {problem}")
             continue
-        pairs = {name: (cited.get(name, NONE), right.get(name, NONE)) for name in {**right, **cited}}
-        wrong = {name: pair for name, pair in pairs.items() if not _same(name, *pair)}
-        for name, (ours, theirs) in wrong.items():
-            yield error(TOPIC, f"{match[0]}: {name} is {ours}, and {theirs} follows from the journal")
-        if not wrong:
+        is_right = True
+        for name in {**right, **cited}:
+            ours, theirs = cited.get(name, NONE), right.get(name, NONE)
+            if not _same(name, ours, theirs):
+                is_right = False
+                wrong = f"{name} is {ours}, and {theirs} follows from the journal"
+                yield error(TOPIC, f"{match[0]}: {wrong}")
+        if is_right:
             yield good(TOPIC, f"{match[0]} {fields_text(cited)}: follows from the journal")
 
 
 def _fields_after(text: str, begin: int) -> dict[str, str]:
-    found = {}
+    found: dict[str, str] = {}
     while match := FIELD.match(text, begin):
-        found[match[1]] = "given twice" if match[1] in found else match[2]
+        name, value = match[1], match[2]
+        if name in found:
+            value = "given twice"
+        found[name] = value
         begin = match.end()
     return found
 
 
 def _named_by(data: Analysis, name: str, hashes: str | None, rest: str) -> Citation:
-    """The citation with an id; ``hashes`` is None in an older one, which any run of that name resolves."""
-    if urllib.parse.unquote(name) != data.run.name:
-        raise InputError(f"is of the run '{urllib.parse.unquote(name)}', and this is '{data.run.name}'")
+    """The citation with an id.
+
+    ``hashes`` is None in an older one, which any run of that name resolves.
+    """
+    cited = urllib.parse.unquote(name)
+    if cited != data.run.name:
+        raise InputError(f"is of the run '{cited}', and this is '{data.run.name}'")
     here = hashes_of(data.pool)
     if hashes not in (None, here):
         raise InputError(f"is of the journal {hashes}, and this is {here}")
@@ -315,12 +414,21 @@ def _named_by(data: Analysis, name: str, hashes: str | None, rest: str) -> Citat
 def _same(name: str, ours: str, theirs: str) -> bool:
     """Whether two values are written the same.
 
-    Ends of an interval may differ by one in the last digit, as another version of numpy or scipy may round them.
+    Ends of an interval may differ by one in the last digit, as another version of numpy or scipy
+    may round them.
     """
-    if ours == theirs or name not in ENDS:
-        return ours == theirs
-    unit = max(10.0 ** -len(value.partition(".")[2]) for value in (ours, theirs))
+    if ours == theirs:
+        return True
+    if name not in ENDS:
+        return False
+    unit = max(_last_digit(ours), _last_digit(theirs))
     try:
         return math.isclose(float(ours), float(theirs), rel_tol=0, abs_tol=1.4 * unit)
     except ValueError:
         return False
+
+
+def _last_digit(number: str) -> float:
+    """What the last decimal of a number counts: 0.001 of ``0.402``."""
+    _, _, decimals = number.partition(".")
+    return 10.0 ** -len(decimals)

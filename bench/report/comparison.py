@@ -20,7 +20,15 @@ from bench.judge.pairs import ComparedPair, Pair, frame_of_pairs
 from bench.judge.pool import Pool
 from bench.judge.statistics import MARGIN, MIN_TRIALS, Interval
 from bench.judge.trial_columns import DASH
-from bench.judge.verdicts import ACROSS_DAYS, NEXT, Reason, Verdict, is_off, num_judged, scope_words
+from bench.judge.verdicts import (
+    ACROSS_DAYS,
+    NEXT,
+    Reason,
+    Verdict,
+    is_off,
+    num_judged,
+    scope_words,
+)
 from bench.run.machine import NOT_STORED, STORED, Changed
 from bench.tabular import Table, TableColumn, TableRow
 
@@ -46,6 +54,10 @@ DECIDED = frozenset({Reason.DIFFERENT, Reason.INSIDE_MARGIN})
 """Reasons whose details are columns of the table."""
 MOST_KEYS = 12
 """Differing keys of the fingerprint that are listed; ``--json`` has all."""
+OTHER_TIMES = (
+    "the runs were made at different times, so intervals allow for what runs of such machines "
+    "differ by; for smaller differences, run both commits in turn: run --against COMMIT"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,18 +86,23 @@ class Report:
     @property
     def scope(self) -> str:
         """Where the verdicts hold, in words that follow one."""
-        return ACROSS_DAYS if self.is_of_days else scope_words(self.num_runs)
+        if self.is_of_days:
+            return ACROSS_DAYS
+        return scope_words(self.num_runs)
 
     @property
     def control_place(self) -> str:
-        return "" if self.control_n is None else f" at N = {self.control_n}"
+        """Where the A/A pair was measured, in words that follow it."""
+        if self.control_n is None:
+            return ""
+        return f" at N = {self.control_n}"
 
 
 def headline(report: Report) -> str:
     """Who is compared with whom, and which way the ratios go."""
     return (
-        f"B: {report.b}, compared with A: {report.a}; time B/A is the ratio of the times of an optimizer step: above "
-        f"1, B takes longer; verdicts are on B{report.scope}"
+        f"B: {report.b}, compared with A: {report.a}; time B/A is the ratio of the times of an "
+        f"optimizer step: above 1, B takes longer; verdicts are on B{report.scope}"
     )
 
 
@@ -93,15 +110,24 @@ def alarm(differences: Sequence[Changed]) -> list[str]:
     """A warning with the keys in which the fingerprints differ; nothing if there are none."""
     if not differences:
         return []
-    count = "1 key of the fingerprint differs" if len(differences) == 1 else f"{len(differences)} keys differ"
-    found = [f"WARNING: DIFFERENT MACHINES OR SOFTWARE: {count}, so a ratio may have nothing to do with the code:"]
-    found += [f"  {changed.key}: A {_value(changed.a)}, B {_value(changed.b)}" for changed in differences[:MOST_KEYS]]
+    count = f"{len(differences)} keys differ"
+    if len(differences) == 1:
+        count = "1 key of the fingerprint differs"
+    why = "so a ratio may have nothing to do with the code"
+    found = [f"WARNING: DIFFERENT MACHINES OR SOFTWARE: {count}, {why}:"]
+    for changed in differences[:MOST_KEYS]:
+        values = f"A {_value(changed.a)}, B {_value(changed.b)}"
+        found.append(f"  {changed.key}: {values}")
     left = len(differences) - MOST_KEYS
-    return [*found, f"  and {left} more: see --json"] if left > 0 else found
+    if left > 0:
+        found.append(f"  and {left} more: see --json")
+    return found
 
 
 def _value(value: object) -> str:
-    return str(value) if value in (NOT_STORED, STORED) else json.dumps(value)
+    if value in (NOT_STORED, STORED):
+        return str(value)
+    return json.dumps(value)
 
 
 def table(rows: Sequence[ComparedPair]) -> Table:
@@ -110,31 +136,65 @@ def table(rows: Sequence[ComparedPair]) -> Table:
 
 
 def _row(row: ComparedPair) -> TableRow:
-    time, steps, interval = row.time, row.steps, DASH
-    if time is not None:
-        interval = f"{time.low:.4f} to {time.high:.4f}" if row.has_interval else "no interval"
-    taken = str(steps[1]) if steps[0] == steps[1] else f"{steps[1]}, A {steps[0]}"
+    verdict, style = str(row.verdict), STYLES[row.verdict]
+    if row.may_differ:
+        verdict += ", may differ"
+    if row.regressions:
+        verdict += "; REGRESSED"
+        style = "bold red"
+    ratio = interval = n = memory = DASH
+    if row.time is not None:
+        ratio, n, interval = f"{row.time.ratio:.4f}", str(row.time.num_trials), "no interval"
+        if row.has_interval:
+            interval = f"{row.time.low:.4f} to {row.time.high:.4f}"
+    if row.memory_ratio is not None:
+        memory = f"{row.memory_ratio:.4f}"
     texts = {
         "cell": row.name,
-        "verdict": f"{row.verdict}{', may differ' if row.may_differ else ''}{'; REGRESSED' if row.regressions else ''}",
-        "ratio": DASH if time is None else f"{time.ratio:.4f}",
+        "verdict": verdict,
+        "ratio": ratio,
         "interval": interval,
-        "n": DASH if time is None else str(time.num_trials),
-        "memory": DASH if row.memory_ratio is None else f"{row.memory_ratio:.4f}",
-        "steps": DASH if None in steps else taken,
+        "n": n,
+        "memory": memory,
+        "steps": _steps(row),
         "reason": str(row.reason),
     }
-    return TableRow(texts, {"verdict": "bold red" if row.regressions else STYLES[row.verdict]})
+    return TableRow(texts, {"verdict": style})
 
 
-def reasons(rows: Sequence[ComparedPair]) -> list[tuple[str, list[str]]]:
-    """Each reason with what to do next, and its details, for which the table has no room."""
+def _steps(row: ComparedPair) -> str:
+    """The optimizer steps of both sides, once if they are equal."""
+    a, b = row.steps
+    if a is None or b is None:
+        return DASH
+    if a == b:
+        return str(b)
+    return f"{b}, A {a}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExplainedReason:
+    """A reason with what to do next, and the details for which the table has no room."""
+
+    text: str
+    details: Sequence[str]
+
+
+def reasons(rows: Sequence[ComparedPair]) -> list[ExplainedReason]:
+    """Each reason that some of the rows have."""
     found = []
     for reason in Reason:
-        if details := grouped((row.detail, row.name) for row in rows if row.reason is reason):
-            texts = [f"{some(names)}: {text}" for text, names in details.items()] if len(details) > 1 else [*details]
-            line = f"{reason} ({plural(sum(map(len, details.values())), 'cell')}): {NEXT[reason]}"
-            found.append((line, [] if reason in DECIDED else texts))
+        names = grouped((row.detail, row.name) for row in rows if row.reason is reason)
+        if not names:
+            continue
+        cells = plural(sum(map(len, names.values())), "cell")
+        details = list(names)
+        if len(names) > 1:
+            details = [f"{some(names[detail])}: {detail}" for detail in names]
+        if reason in DECIDED:
+            details = []
+        text = f"{reason} ({cells}): {NEXT[reason]}"
+        found.append(ExplainedReason(text=text, details=details))
     return found
 
 
@@ -145,91 +205,143 @@ def show(report: Report) -> None:
     for line in alarm(report.differences):
         console.print(Text(line, style="bold red"), soft_wrap=True)
     table(report.rows).show(console)
-    why = [line for reason, details in reasons(report.rows) for line in (reason, *(f"  {text}" for text in details))]
-    for line in (*why, "", *report.remarks, *report.notes):
+    lines = []
+    for explained in reasons(report.rows):
+        lines.append(explained.text)
+        lines += [f"  {detail}" for detail in explained.details]
+    for line in (*lines, "", *report.remarks, *report.notes):
         console.print(Text(line), soft_wrap=True)
 
 
 def write(report: Report, folder: Path) -> list[Path]:
-    """Write the same as Markdown with the forest plot, and the rows as parquet; returns the paths."""
+    """Write the same as Markdown with the forest plot, and the rows as parquet.
+
+    Returns the paths.
+    """
     from bench.report import canvas, forest
 
     frame, page = folder / "compare.parquet", folder / "compare.md"
     frame_of_pairs(report.rows).to_parquet(frame, index=False)
-    pictures = [canvas.save(each.figure, folder / each.stem, each.words) for each in forest.draw(report)]
-    page.write_text(_markdown(report, [path.name for path in pictures]), encoding="utf-8")
+    pictures = []
+    for drawing in forest.draw(report):
+        stem = folder / drawing.stem
+        pictures.append(canvas.save(drawing.figure, stem, drawing.words))
+    text = _markdown(report, [path.name for path in pictures])
+    page.write_text(text, encoding="utf-8")
     return [frame, page, *pictures]
 
 
 def _markdown(report: Report, pictures: Sequence[str]) -> str:
-    lines = [f"# {markdown(report.b)} against {markdown(report.a)}", "", f"{markdown(headline(report))}.", ""]
+    title = f"# {markdown(report.b)} against {markdown(report.a)}"
+    lines = [title, "", f"{markdown(headline(report))}.", ""]
     if report.differences:
         first, *keys = alarm(report.differences)
-        lines += [f"**{first}**", "", *(f"- {markdown(key)}" for key in keys), ""]
+        lines += [f"**{first}**", ""]
+        lines += [f"- {markdown(key)}" for key in keys]
+        lines.append("")
     lines += [f"![Ratios of step times with intervals]({name})" for name in pictures]
-    lines += ["", *table(report.rows).markdown(), "## Reasons, and what to do next", ""]
-    for reason, details in reasons(report.rows):
-        lines += [f"- {markdown(reason)}", *(f"  - {markdown(detail)}" for detail in details)]
-    lines += ["", "## Notes", "", *(f"- {markdown(note)}" for note in (*report.remarks, *report.notes)), ""]
-    return "\n".join(lines)
+    lines += ["", *table(report.rows).markdown()]
+    lines += ["## Reasons, and what to do next", ""]
+    for explained in reasons(report.rows):
+        lines.append(f"- {markdown(explained.text)}")
+        lines += [f"  - {markdown(detail)}" for detail in explained.details]
+    lines += ["", "## Notes", ""]
+    lines += [f"- {markdown(note)}" for note in (*report.remarks, *report.notes)]
+    return "\n".join([*lines, ""])
 
 
 def controls(a: Pool, b: Pool) -> tuple[Interval | None, int | None, list[str]]:
-    """The A/A pair with its N, of two sides the one farther from 1, and notes on it; None if a side has none."""
+    """The A/A pair with its N, of two sides the one farther from 1, and notes on it.
+
+    None if a side has none.
+    """
+    sides = {"A: ": a, "B: ": b}
+    if a is b:
+        sides = {"": a}
     known: list[tuple[Interval, int]] = []
     found: list[str] = []
-    sides = [("", a)] if a is b else [("A: ", a), ("B: ", b)]
-    for letter, pool in sides:
+    for letter, pool in sides.items():
         control = control_of(pool)
         if control is None or control.time is None or not control.has_interval:
-            why = "" if control is None else f": {control.detail}"
-            found.append(f"{letter}{pool.first.name} has no interval of an A/A pair{why}")
+            text = f"{letter}{pool.first.name} has no interval of an A/A pair"
+            if control is not None:
+                text += f": {control.detail}"
+            found.append(text)
             continue
         time = control.time
         known.append((time, control.a.accumulate))
         ends = f"{time.ratio:.4f} [{time.low:.4f}, {time.high:.4f}], n = {time.num_trials}"
-        found += [f"{letter}A/A pair: {control.a.label} against itself is {ends}", *suspect(control.a, time)]
+        found.append(f"{letter}A/A pair: {control.a.label} against itself is {ends}")
+        found += suspect(control.a, time)
     if len(known) < len(sides):
         return None, None, found
-    farthest, n = max(known, key=lambda pair: (is_off(pair[0]), abs(math.log(pair[0].ratio))))
+    farthest, n = max(known, key=lambda pair: _distance(pair[0]))
     return farthest, n, found
 
 
+def _distance(time: Interval) -> tuple[bool, float]:
+    """How far the ratio of an A/A pair is from 1; one that is off is farther than others."""
+    return is_off(time), abs(math.log(time.ratio))
+
+
 def notes(
-    a: Pool, b: Pool, rows: list[ComparedPair], never: list[Pair], thresholds: dict[str, float], margin: float
+    a: Pool,
+    b: Pool,
+    rows: list[ComparedPair],
+    never: list[Pair],
+    thresholds: dict[str, float],
+    margin: float,
 ) -> list[str]:
     """What a reader should know before citing the rows, beside the remarks on their cells."""
     found = []
     if not any(row.control for row in rows):
         found.append("no A/A pair on both sides, so no row is called faster, slower or the same")
     if a is not b:
-        found.append(
-            "the runs were made at different times, so intervals allow for what runs of such machines differ by; "
-            "for smaller differences, run both commits in turn: run --against COMMIT"
-        )
-    if few := sum(row.time is not None and not row.has_interval for row in rows):
-        found.append(f"no interval for {few} of {plural(len(rows), 'cell')}: fewer than {MIN_TRIALS} trials")
+        found.append(OTHER_TIMES)
+    few = sum(map(_lacks_interval, rows))
+    if few:
+        cells = plural(len(rows), "cell")
+        found.append(f"no interval for {few} of {cells}: fewer than {MIN_TRIALS} trials")
+    compared = plural(num_judged(rows), "comparison")
     found.append(
-        f"same: a ratio between {1 / (1 + margin):.4g} and {1 + margin:.4g}; Holm's correction over "
-        f"{plural(num_judged(rows), 'comparison')}"
+        f"same: a ratio between {1 / (1 + margin):.4g} and {1 + margin:.4g}; Holm's correction over {compared}"
     )
-    for letter, pool in (("A", a), ("B", b)) if a is not b else (("the run", a),):
-        if missing := sum(map(missing_trials, pool.runs)):
-            found.append(f"{letter} lacks {missing} of its trials: it is not finished, or was truncated")
+    sides = {"A": a, "B": b}
+    if a is b:
+        sides = {"the run": a}
+    for side, pool in sides.items():
+        missing = sum(map(missing_trials, pool.runs))
+        if missing:
+            text = f"{side} lacks {missing} of its trials: it is not finished, or was truncated"
+            found.append(text)
     if never:
-        found.append(f"left out, unsupported on both sides: {', '.join(pair.name for pair in never)}")
+        names = ", ".join(pair.name for pair in never)
+        found.append(f"left out, unsupported on both sides: {names}")
     if "slower" in thresholds:
+        limit = thresholds["slower"]
         found.append(
-            f"slower={_percent(thresholds['slower'])}: certain if the whole interval is beyond "
-            f"{1 + thresholds['slower']:.4g}, after Holm's correction"
+            f"slower={_percent(limit)}: certain if the whole interval is beyond {1 + limit:.4g}, "
+            "after Holm's correction"
         )
-    for metric, limit in thresholds.items():
-        bad = [row.name for row in rows if metric in row.regressions]
-        unknown = [row.name for row in rows if metric in row.unchecked]
-        text = f"{metric}={_percent(limit)}: {len(bad)} of {plural(len(rows), 'cell')} regressed"
-        text += f": {some(bad)}" if bad else ""
-        found.append(text + (f"; {len(unknown)} NOT CHECKED: {some(unknown)}" if unknown else ""))
+    found += [_gate_note(metric, limit, rows) for metric, limit in thresholds.items()]
     return found
+
+
+def _lacks_interval(row: ComparedPair) -> bool:
+    """Whether a ratio is known without its interval."""
+    return row.time is not None and not row.has_interval
+
+
+def _gate_note(metric: str, limit: float, rows: Sequence[ComparedPair]) -> str:
+    """How many cells regressed in a metric, and how many could not be checked."""
+    bad = [row.name for row in rows if metric in row.regressions]
+    unknown = [row.name for row in rows if metric in row.unchecked]
+    text = f"{metric}={_percent(limit)}: {len(bad)} of {plural(len(rows), 'cell')} regressed"
+    if bad:
+        text += f": {some(bad)}"
+    if unknown:
+        text += f"; {len(unknown)} NOT CHECKED: {some(unknown)}"
+    return text
 
 
 def _percent(value: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping
 
@@ -17,16 +18,21 @@ SCALES = ((1e9, " G"), (1e6, " M"), (1e3, " k"))
 def eager_and_deferred(
     backends: Mapping[str, Mapping[str, object]], how: Sync = Sync.DEFERRED
 ) -> list[tuple[str, str]]:
-    """The eager and the deferred backend of each framework and sharding; of several, those named alike but for that."""
+    """The eager and the deferred backend of each framework and sharding.
+
+    Of several, those that are named alike but for that.
+    """
     alike: dict[tuple[str, str], dict[str, list[str]]] = {}
     for name, facts in backends.items():
         kind = str(facts.get("framework")), str(facts.get("sharding"))
         alike.setdefault(kind, {}).setdefault(str(facts.get("sync")), []).append(name)
     found = []
     for _, syncs in sorted(alike.items()):
-        eager, deferred = syncs.get(Sync.EAGER, []), syncs.get(how, [])
-        is_only = len(eager) == len(deferred) == 1
-        found += [(a, b) for a in eager for b in deferred if is_only or b == a.replace(Sync.EAGER, how)]
+        every_eager, every_deferred = syncs.get(Sync.EAGER, []), syncs.get(how, [])
+        is_only = len(every_eager) == len(every_deferred) == 1
+        for eager, deferred in itertools.product(every_eager, every_deferred):
+            if is_only or deferred == eager.replace(Sync.EAGER, how):
+                found.append((eager, deferred))
     return found
 
 
@@ -37,7 +43,8 @@ def without_sync(eager: str) -> str:
 
 def tied_backends(cells: pd.DataFrame, column: str, value: float) -> list[str]:
     """The backends of the cells that have this size."""
-    return [name for name, size in zip(cells["backend"], cells[column], strict=True) if alike(float(size), value)]
+    is_tied = cells[column].map(lambda size: alike(float(size), value))
+    return cells["backend"][is_tied].tolist()
 
 
 def gpu_names(machine: Machine) -> str:
@@ -63,5 +70,7 @@ def parameters(count: float | None) -> str:
     """The number of a model's parameters: ``3.08 M parameters``."""
     if count is None or pd.isna(count):
         return "unknown number of parameters"
-    value, unit = next(((count / scale, name) for scale, name in SCALES if count >= scale), (count, ""))
-    return f"{value:.3g}{unit} parameters"
+    for scale, unit in SCALES:
+        if count >= scale:
+            return f"{count / scale:.3g}{unit} parameters"
+    return f"{count:.3g} parameters"

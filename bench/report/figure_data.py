@@ -1,4 +1,4 @@
-"""Data and text that the figures of a run share: its cells in order, their panels, and the words around them."""
+"""What the figures of a run share: its cells in order, their panels, and the words around them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bench.report import style
 from bench.report.canvas import FigureWords, PointName
 from bench.report.descriptions import eager_and_deferred, machine_words, parameters
 
-T = TypeVar("T")
+Item = TypeVar("Item")
 CONTEXT = [*WAYS, "world_size", "world", "precision"]
 """Cells that differ in one of these are never in one panel."""
 FACTS = ["run_id", "cell_id", "backend", "framework", "sharding", "sync", "accumulate", *CONTEXT]
@@ -51,15 +51,20 @@ class FigureData:
     """The cells in the order in which they are drawn, and what all figures say about them."""
 
     def __init__(self, analysis: Analysis) -> None:
-        self.analysis, self.manifest, self.tables = analysis, analysis.run.manifest, analysis.run.tables
+        self.analysis = analysis
+        self.manifest = analysis.run.manifest
+        self.tables = analysis.run.tables
         self.looks = style.looks(analysis.cells)
-        self._worlds = pd.Series({key: cell.world for key, cell in analysis.run.cells.items()}, dtype=object)
+        worlds = {cell_id: cell.world for cell_id, cell in analysis.run.cells.items()}
+        self._worlds = pd.Series(worlds, dtype=object)
 
     @cached_property
     def trials(self) -> pd.DataFrame:
         """The trials of the cells, with their ``world``."""
-        trials = self.tables.trials[self.tables.trials["cell_id"].isin(self.analysis.cells.index)]
-        return trials.assign(world=self._worlds.reindex(trials["cell_id"]).set_axis(trials.index))
+        every = self.tables.trials
+        trials = every[every["cell_id"].isin(self.analysis.cells.index)]
+        worlds = self._worlds.reindex(trials["cell_id"])
+        return trials.assign(world=worlds.set_axis(trials.index))
 
     @cached_property
     def cells(self) -> pd.DataFrame:
@@ -70,15 +75,22 @@ class FigureData:
         found = self.analysis.cells.assign(world=self._worlds)
         failed = found["status"] != Status.OK
         timed = found["world"].map(lambda world: world.times_communication)
-        estimates = step_times(self.trials)
-        for name, end in zip(TIMES, ("seconds", "low", "high"), strict=True):
-            measured = pd.Series({key: getattr(estimate, end) for key, estimate in estimates.items()}, dtype="Float64")
-            shown = measured.reindex(found.index).where(failed)
+        measured = self._measured_times()
+        for name in TIMES:
+            shown = measured[name].reindex(found.index).where(failed)
             found[name] = found[name].fillna(shown).where(timed)
         peaks = good_trials(self.trials).groupby("cell_id")[MEMORY].max()
         found[MEMORY] = found[MEMORY].fillna(peaks.reindex(found.index).where(failed))
-        rank = found["backend"].map({name: place for place, name in enumerate(self.looks)})
-        return found.assign(_rank=rank).sort_values(["_rank", "accumulate"], kind="stable")
+        places = {backend: place for place, backend in enumerate(self.looks)}
+        found = found.assign(_rank=found["backend"].map(places))
+        return found.sort_values(["_rank", "accumulate"], kind="stable")
+
+    def _measured_times(self) -> pd.DataFrame:
+        """TIMES over the trials of a cell, whether it is valid or not: a row per cell_id."""
+        rows = {}
+        for cell_id, time in step_times(self.trials).items():
+            rows[cell_id] = (time.seconds, time.low, time.high)
+        return pd.DataFrame.from_dict(rows, orient="index", columns=TIMES, dtype="Float64")
 
     @cached_property
     def contestants(self) -> pd.DataFrame:
@@ -87,101 +99,182 @@ class FigureData:
 
     @cached_property
     def timed(self) -> pd.DataFrame:
-        """The cells that run for their times: with all ranks, and not just once beside others that are repeated."""
-        found = self.contestants[[world.times_communication for world in self.contestants["world"]]]
+        """The cells that run for their times.
+
+        With all ranks, and not just once beside others that are repeated.
+        """
+        is_timed = [world.times_communication for world in self.contestants["world"]]
+        found = self.contestants[is_timed]
         repeated = found[~found["cell_id"].isin(self.manifest.once)]
-        return found if repeated.empty else repeated
+        if repeated.empty:
+            return found
+        return repeated
 
     def untimed(self) -> list[str]:
         """A sentence on the cells that run once beside timed ones; none without such cells."""
         once = self.contestants[self.contestants["cell_id"].isin(self.manifest.once)]
         once = once[~once["cell_id"].isin(self.timed["cell_id"])]
-        each = zip(once["backend"], once["outcome"], strict=True)
-        names = dict.fromkeys(f"{backend} ({failure_label(outcome) or 'run once'})" for backend, outcome in each)
-        return [f"Not timed: {some(list(names))}."] if names else []
+        names = []
+        for backend, outcome in zip(once["backend"], once["outcome"], strict=True):
+            why = failure_label(outcome) or "run once"
+            names.append(f"{backend} ({why})")
+        if not names:
+            return []
+        return [f"Not timed: {some(list(dict.fromkeys(names)))}."]
 
     def without_time(self) -> list[str]:
         """A sentence on the timed cells without a step time; none if all have one."""
         missing = self.timed[self.timed["step_time_s"].isna()]
-        rows = zip(missing["backend"], missing["accumulate"], missing["outcome"], strict=True)
-        named = [f"{backend} at N = {n} ({failure_label(outcome) or 'not measured'})" for backend, n, outcome in rows]
-        return [f"Without a value: {some(named)}."] if named else []
+        names = []
+        for row in rows_of(missing[["backend", "accumulate", "outcome"]]):
+            why = failure_label(str(row["outcome"])) or "not measured"
+            names.append(f"{row['backend']} at N = {row['accumulate']} ({why})")
+        if not names:
+            return []
+        return [f"Without a value: {some(names)}."]
 
     @property
     def footer(self) -> str:
         """The run, its machine, and its version of torch."""
+        text = f"run {self.manifest.run_id}; machine: {self._machine_text()}"
         torch = self.manifest.packages.get("torch")
-        nodes = Counter(machine_words(node.machine) for node in (self.manifest.node, *self.manifest.nodes))
-        each = [f"{plural(count, 'node')} of {words}" + " each" * (count > 1) for words, count in nodes.items()]
-        machine = "; ".join(each if nodes.total() > 1 else nodes)
-        text = f"run {self.manifest.run_id}; machine: {machine}"
-        return text + (f"; torch {torch}" if torch else "")
+        if torch:
+            text += f"; torch {torch}"
+        return text
 
-    def figure_words(self, title: str, *, timed: bool = False, ratios: bool = False) -> FigureWords:
-        """The words around a figure; one of times shows no virtual worlds, and has no caveat on them.
+    def _machine_text(self) -> str:
+        """The machine, or those of several nodes."""
+        if not self.manifest.nodes:
+            return machine_words(self.manifest.node.machine)
+        nodes = [self.manifest.node, *self.manifest.nodes]
+        texts = []
+        for words, count in Counter(machine_words(node.machine) for node in nodes).items():
+            text = f"{plural(count, 'node')} of {words}"
+            if count > 1:
+                text += " each"
+            texts.append(text)
+        return "; ".join(texts)
 
-        One of ratios says whether the A/A pair is off.
+    def figure_words(
+        self,
+        title: str,
+        *,
+        timed: bool = False,
+        ratios: bool = False,
+    ) -> FigureWords:
+        """The words around a figure.
+
+        One of times shows no virtual worlds, and has no caveat on them. One of ratios says whether
+        the A/A pair is off.
         """
-        kinds = [world.label for world in self.contestants["world"]] or [""]
-        is_virtual = set(kinds) == {"virtual"}
-        caveats = filter(None, (world.caveat for world in self.contestants["world"].unique() if not timed))
-        remarks = self.analysis.suspicion * ratios + self.analysis.remarks_on_cells
-        notes = [*(self.untimed() if timed else []), *(f"{text}." for text in remarks)]
+        worlds = self.contestants["world"].unique()
+        notes = []
+        if timed:
+            notes += self.untimed()
+        remarks = self.analysis.remarks_on_cells
+        if ratios:
+            remarks = self.analysis.suspicion + remarks
+        notes += [f"{text}." for text in remarks]
         if timed and not self.analysis.pool.is_single:
             notes.append(f"Times are means over {len(self.analysis.pool.runs)} runs.")
-        return FigureWords(
-            f"{title} (virtual world)" if is_virtual else title,
-            self._work_text(),
-            self.footer,
-            notes + [f"{text[0].upper()}{text[1:]}." for text in caveats],
-        )
+        if not timed:
+            for world in worlds:
+                text = world.caveat
+                if text:
+                    notes.append(f"{text[0].upper()}{text[1:]}.")
+        if {world.label for world in worlds} == {"virtual"}:
+            title += " (virtual world)"
+        return FigureWords(title, self._work_text(), self.footer, notes)
 
     def _work_text(self) -> str:
         """Model, batch, precision and optimizer; the link too, if every cell has one rank."""
-
-        def values(column: str) -> str:
-            return ", ".join(str(value) for value in sorted(self.contestants[column].dropna().unique()))
-
-        sizes = self.cells.groupby("model")["num_parameters"].max()
-        models = ", ".join(f"{name} ({parameters(sizes[name])})" for name in self.contestants["model"].unique())
-        asked = [name for name in WAYS if len(AXES[name].phrasing) > 1 and self.contestants[name].any()]
-        ways = [" or ".join(_name(name, value) for value in sorted(self.contestants[name].unique())) for name in asked]
-        rates = sorted({*zip(self.contestants["optimizer"], self.contestants["learning_rate"], strict=True)})
-        optimizers = ", ".join(f"{name} (lr {rate:g})" for name, rate in rates)
+        model = f"model {', '.join(self._models())}"
         work = (
-            f"B = {values('global_batch_size')} samples of {values('sequence_length')} tokens per optimizer step, "
-            f"N = {values('accumulate')}, W = {values('world_size')}, {values('precision')} "
-            f"(summed in {values('accumulation_dtype')}), {optimizers}, "
-            f"{values('device')}"
+            f"B = {self._values('global_batch_size')} samples of "
+            f"{self._values('sequence_length')} tokens per optimizer step, "
+            f"N = {self._values('accumulate')}, W = {self._values('world_size')}, "
+            f"{self._values('precision')} (summed in {self._values('accumulation_dtype')}), "
+            f"{', '.join(self._optimizers())}, {self._values('device')}"
         )
+        texts = [model, ", ".join([work, *self._ways()])]
         cells = [self.analysis.run.cells[cell_id] for cell_id in self.contestants.index]
-        alone = all(cell.world_size == 1 and cell.world.has_all_ranks for cell in cells)
-        return "; ".join([f"model {models}", ", ".join([work, *ways]), *([link_words(cells)] if alone else [])])
+        if all(cell.world_size == 1 and cell.world.has_all_ranks for cell in cells):
+            texts.append(link_words(cells))
+        return "; ".join(texts)
 
-    def panels(self, rows: pd.DataFrame, by: list[str], most: int) -> tuple[list[Panel], list[str]]:
-        """Rows about cells, split by these columns, and a sentence on the panels for which there is no room, if any."""
+    def _values(self, column: str) -> str:
+        return ", ".join(map(str, sorted(self.contestants[column].dropna().unique())))
+
+    def _models(self) -> list[str]:
+        """The models with their sizes, in the order of the cells."""
+        sizes = self.cells.groupby("model")["num_parameters"].max()
+        names = self.contestants["model"].unique()
+        return [f"{name} ({parameters(sizes[name])})" for name in names]
+
+    def _optimizers(self) -> list[str]:
+        """The optimizers with their learning rates."""
+        kinds = self.contestants[["optimizer", "learning_rate"]].drop_duplicates()
+        kinds = kinds.sort_values(["optimizer", "learning_rate"])
+        texts = []
+        for name, rate in zip(kinds["optimizer"], kinds["learning_rate"], strict=True):
+            text = f"{name} (lr {rate:g})"
+            texts.append(text)
+        return texts
+
+    def _ways(self) -> list[str]:
+        """Of each other setting that some cell has, its values: ``clipped to 1.5``."""
+        texts = []
+        for name in WAYS:
+            if len(AXES[name].phrasing) > 1 and self.contestants[name].any():
+                values = sorted(self.contestants[name].unique())
+                texts.append(" or ".join(_name(name, value) for value in values))
+        return texts
+
+    def panels(
+        self,
+        rows: pd.DataFrame,
+        by: list[str],
+        most: int,
+    ) -> tuple[list[Panel], list[str]]:
+        """Rows about cells, split by these columns.
+
+        The second list has a sentence on the panels for which there is no room, if any.
+        """
         varying = self.varying(by)
-        apart = [name for name in by if name in varying or name not in FOLLOWS]
-        groups = [part for _, part in rows.groupby(apart, dropna=False, sort=True)]
-        every = [Panel(", ".join(_name(c, part.iloc[0][c]) for c in varying), part) for part in groups]
+        # What follows from another column splits no further.
+        apart = [name for name in by if name not in FOLLOWS or name in varying]
+        every = []
+        for _, part in rows.groupby(apart, dropna=False, sort=True):
+            first = part.iloc[0]
+            title = ", ".join(_name(column, first[column]) for column in varying)
+            every.append(Panel(title, part))
         found = largest(every, most, lambda panel: panel.extent)
-        count, shown = (sum(panel.rows["cell_id"].nunique() for panel in some) for some in (every, found))
-        return found, left_out_note(count, shown, "cells")
+        return found, left_out_note(_num_cells(every), _num_cells(found), "cells")
 
     def setting_of(self, cell: pd.Series) -> str:
         """The setting of a cell's panel in a title: ``At N = 4 with W = 2``."""
+        setting = f"At N = {cell['accumulate']}"
         others = ", ".join(_name(name, cell[name]) for name in self.varying(CONTEXT))
-        return " with ".join(filter(None, [f"At N = {cell['accumulate']}", others]))
+        if others:
+            setting += f" with {others}"
+        return setting
 
     def varying(self, by: list[str]) -> list[str]:
         """Which of these columns differ between the cells."""
         kinds = self.contestants[list({*by, *FOLLOWS, *FOLLOWS.values()})].drop_duplicates()
         return differing(kinds.itertuples(index=False), by)
 
-    def point_name(self, backend: str, outcome: str, point: tuple[float, float], more: str = "") -> PointName:
+    def point_name(
+        self,
+        backend: str,
+        outcome: str,
+        point: tuple[float, float],
+        more: str = "",
+    ) -> PointName:
         """What to write beside a point: the backend, and how its cell failed."""
-        word = failure_label(outcome)
-        text = f"{backend} ({word})" if word else backend
+        text = backend
+        if failure := failure_label(outcome):
+            text += f" ({failure})"
         return PointName(style.cut(text + more), point, self.looks[backend].colour)
 
     def backends_in(self, rows: pd.DataFrame) -> list[str]:
@@ -190,10 +283,21 @@ class FigureData:
         return [backend for backend in self.looks if backend in found]
 
 
-def largest(items: Sequence[T], most: int, extent: Callable[[T], tuple[int, int]]) -> list[T]:
-    """At most so many of the items, in their order: those of the most ranks, then of the largest N (``extent``)."""
-    chosen = sorted(range(len(items)), key=lambda place: extent(items[place]), reverse=True)[:most]
-    return [items[place] for place in sorted(chosen)]
+def _num_cells(panels: Sequence[Panel]) -> int:
+    return sum(panel.rows["cell_id"].nunique() for panel in panels)
+
+
+def largest(
+    items: Sequence[Item],
+    most: int,
+    extent: Callable[[Item], tuple[int, int]],
+) -> list[Item]:
+    """At most so many of the items, in their order.
+
+    Those of the most ranks are chosen, then those of the largest N: that is their ``extent``.
+    """
+    places = sorted(range(len(items)), key=lambda place: extent(items[place]), reverse=True)
+    return [items[place] for place in sorted(places[:most])]
 
 
 def left_out_note(every: int, shown: int, what: str) -> list[str]:
@@ -201,21 +305,27 @@ def left_out_note(every: int, shown: int, what: str) -> list[str]:
     if shown == every:
         return []
     return [
-        f"{every - shown} of {every} {what} are left out, first those with the fewest ranks and the smallest N: the "
-        "tables of the run have all."
+        f"{every - shown} of {every} {what} are left out, first those with the fewest ranks and "
+        "the smallest N: the tables of the run have all."
     ]
 
 
 def failure_label(outcome: str) -> str:
     """How a cell failed, to be written beside it; empty for a good one."""
-    return "" if outcome == Status.OK else outcome
+    if outcome == Status.OK:
+        return ""
+    return outcome
 
 
 def sync_pairs(cells: pd.DataFrame, how: Sync = Sync.DEFERRED) -> list[tuple[str, str]]:
     """The ids of each pair of ``eager_and_deferred`` backends among good cells at one N."""
-    rows = {str(row["backend"]): row for row in rows_of(cells[cells["status"] == Status.OK])}
-    pairs = eager_and_deferred(rows, how)
-    return [(str(rows[eager]["cell_id"]), str(rows[deferred]["cell_id"])) for eager, deferred in pairs]
+    good = cells[cells["status"] == Status.OK]
+    rows = {str(row["backend"]): row for row in rows_of(good)}
+    found = []
+    for eager, deferred in eager_and_deferred(rows, how):
+        ids = str(rows[eager]["cell_id"]), str(rows[deferred]["cell_id"])
+        found.append(ids)
+    return found
 
 
 def floats(values: pd.Series) -> Array:
@@ -224,6 +334,9 @@ def floats(values: pd.Series) -> Array:
 
 
 def _name(column: str, value: Value) -> str:
+    """A value of a column in the words of its axis."""
     if column not in AXES:
         return str(value)
-    return AXES[column].phrase(None if pd.isna(value) else value)
+    if pd.isna(value):
+        value = None
+    return AXES[column].phrase(value)

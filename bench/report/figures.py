@@ -1,6 +1,7 @@
-"""The figures of a run, each as PNG with the plotted data beside it as CSV. Failed cells stay visible.
+"""The figures of a run, each as PNG with the plotted data beside it as CSV.
 
-Figures that an earlier report drew and this one does not are removed: they would show cells that are gone.
+Failed cells stay visible. Figures that an earlier report drew and this one does not are removed:
+they would show cells that are gone.
 """
 
 from __future__ import annotations
@@ -34,15 +35,20 @@ KINDS = (*MAKERS, RATIOS)
 
 
 def draw(data: Analysis, folder: Path) -> list[Path]:
-    """Write the figures of a judged run into the folder; returns the paths. Figures without data are not drawn."""
+    """Write the figures of a judged run into the folder; those without data are not drawn.
+
+    Returns the paths.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     paths, run_id = [], data.run.name
     drawings = {drawing.stem: drawing for drawing in figures(data)}
     for kind in KINDS:
         picture, table = folder / f"{kind}.png", folder / f"{kind}.csv"
-        if (drawing := drawings.get(kind)) is not None:
-            paths += [canvas.save(drawing.figure, picture, drawing.words, run_id), table]
+        drawing = drawings.get(kind)
+        if drawing is not None:
+            canvas.save(drawing.figure, picture, drawing.words, run_id)
             write_frame(drawing.data, table)
+            paths += [picture, table]
         elif table.is_file() and _is_of(picture, run_id):
             picture.unlink()
             table.unlink()
@@ -63,20 +69,29 @@ def figures(data: Analysis) -> list[Drawing]:
     if data.run.tables.trials.empty:
         return []
     figure_data = FigureData(data)
+    found: list[Drawing] = []
     with matplotlib.style.context(list(style.BASE)):
-        found = [drawing for maker in MAKERS.values() for drawing in maker(figure_data)]
+        for maker in MAKERS.values():
+            found += maker(figure_data)
         for drawing in found:
             canvas.freeze(drawing.figure)
     if data.hides_times:
         return found
-    # Every cell against the baseline's, but those that run once, as their matrix wants it.
+    words = figure_data.figure_words("", timed=True, ratios=True)
+    return found + forest.draw(_against_baseline(data), RATIOS, words)
+
+
+def _against_baseline(data: Analysis) -> Report:
+    """Every cell against the baseline's, but those that run once, as their matrix wants it."""
     once = data.run.manifest.once
-    rows = [row for row in data.verdicts if row.b.world.times_communication and row.b.cell_id not in once]
-    report = Report(
+    pairs = [pair for pair in data.verdicts if pair.b.world.times_communication]
+    control_n = None
+    if data.control:
+        control_n = data.control.a.accumulate
+    return Report(
         a=data.baseline,
         b="each other backend",
-        rows=rows,
+        rows=[pair for pair in pairs if pair.b.cell_id not in once],
         num_runs=len(data.pool.runs),
-        control_n=data.control.a.accumulate if data.control else None,
+        control_n=control_n,
     )
-    return found + forest.draw(report, RATIOS, figure_data.figure_words("", timed=True, ratios=True))

@@ -1,9 +1,11 @@
-"""Ratios of step times: one row per backend with a dot and its 95 % interval for each N, sorted, and the verdict."""
+"""Ratios of step times: a row per backend with a dot and its 95 % interval per N; the verdicts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import matplotlib.style
 import pandas as pd
@@ -15,7 +17,6 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from bench.formatting import plural, some
-from bench.grouping import grouped
 from bench.judge.columns import WAYS, differing, phrases
 from bench.judge.pairs import SLOWER, ComparedPair, record
 from bench.judge.statistics import Interval
@@ -32,82 +33,164 @@ PALEST = 0.65
 """How much of the way to white the dots of the smallest N are."""
 SLOWER_COLOUR, MARGIN_COLOUR = "#D55E00", "#d9e8f2"
 DOT, ROW, HEADING = 0.1, 0.12, 0.75
-"""Inches of a dot's height within its row, of a row without its dots, and of the axis below the rows."""
+"""Inches of a dot's height within its row, of a row without its dots, and of the axis below."""
 PAGE = 5.0
 """Inches that all rows may take."""
 LEAST_REACH = 1.05
-"""The axis reaches at least from 1 / LEAST_REACH to LEAST_REACH, so that a tiny difference does not look large."""
+"""The axis reaches at least from 1 / LEAST_REACH to LEAST_REACH: a tiny difference must not look
+large."""
 WIDE = 2.2
 """Ratio of the ends of an axis from which its ticks are not equidistant."""
-Row = tuple[str, list[ComparedPair]]
-"""A name, and its pairs in order of N."""
+MOST_KEYS = 4
+"""Differing keys of the fingerprints that are named."""
+NO_CONTROL = "no A/A pair with an interval, so nothing is called faster, slower or the same"
 
 
-def draw(report: Report, stem: str = "compare", around: FigureWords | None = None) -> list[Drawing]:
-    """The figure, if anything was compared. Without room for all, the smallest N go first, then the fewest ranks."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """The pairs that differ in N alone, which are one row of the figure."""
+
+    name: str
+    pairs: Sequence[ComparedPair]
+    """In order of N."""
+
+    @property
+    def last(self) -> ComparedPair:
+        """That of the largest N, whose verdict is written."""
+        return self.pairs[-1]
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """The most ranks, and the largest N."""
+        return self.last.b.world_size, self.last.b.accumulate
+
+
+def draw(
+    report: Report,
+    stem: str = "compare",
+    around: FigureWords | None = None,
+) -> list[Drawing]:
+    """The figure, if anything was compared.
+
+    Without room for all, the smallest N go first, then the fewest ranks.
+    """
     every = _named_rows(report.rows)
     if not every:
         return []
-    count = min(max(len(pairs) for _, pairs in every), max(1, int((PAGE / len(every) - ROW) / DOT)))
-    fitting = largest(
-        every, int(PAGE / (ROW + DOT * count)), lambda row: (row[1][-1].b.world_size, row[1][-1].b.accumulate)
-    )
-    shown = [(name, pairs[-count:]) for name, pairs in fitting]
-    drawn = [pair for _, pairs in shown for pair in pairs]
-    legend = "Below 1 is faster." + " Hollow: no interval." * any(row.time and not row.has_interval for row in drawn)
-    if _control_interval(report) is None:
-        legend += " There is no A/A pair with an interval, so nothing is called faster, slower or the same."
+    rows = _fitting(every)
+    num_drawn = len(_pairs_of(rows))
     around = around or FigureWords("", "", "")
-    left_out = left_out_note(len(report.rows), len(drawn), "comparisons")
-    notes = [legend, *around.notes, *(f"{text}." for text in report.remarks), *left_out]
-    words = FigureWords(_title(report), _subtitle(report, around.subtitle), around.footer, notes)
-    data = pd.DataFrame([record(row) for row in report.rows])
+    notes = [_legend(report, rows), *around.notes]
+    notes += [f"{text}." for text in report.remarks]
+    notes += left_out_note(len(report.rows), num_drawn, "comparisons")
+    subtitle = _subtitle(report, around.subtitle)
+    words = FigureWords(_title(report), subtitle, around.footer, notes)
+    data = pd.DataFrame([record(pair) for pair in report.rows])
     with matplotlib.style.context(list(BASE)):
-        return [Drawing(stem, _draw(report, shown, words), data, words)]
+        return [Drawing(stem, _draw(report, rows, words), data, words)]
+
+
+def _fitting(every: Sequence[Row]) -> list[Row]:
+    """The rows for which there is room, with as many dots as there is room for."""
+    room = int((PAGE / len(every) - ROW) / DOT)
+    most = min(max(len(row.pairs) for row in every), max(1, room))
+    fitting = largest(every, int(PAGE / (ROW + DOT * most)), lambda row: row.extent)
+    return [replace(row, pairs=row.pairs[-most:]) for row in fitting]
+
+
+def _legend(report: Report, rows: Sequence[Row]) -> str:
+    """How to read the figure."""
+    legend = "Below 1 is faster."
+    if any(map(_is_hollow, _pairs_of(rows))):
+        legend += " Hollow: no interval."
+    if _control_interval(report) is None:
+        legend += f" There is {NO_CONTROL}."
+    return legend
+
+
+def _pairs_of(rows: Sequence[Row]) -> list[ComparedPair]:
+    found: list[ComparedPair] = []
+    for row in rows:
+        found += row.pairs
+    return found
+
+
+def _is_hollow(pair: ComparedPair) -> bool:
+    return pair.time is not None and not pair.has_interval
 
 
 def _named_rows(pairs: Sequence[ComparedPair]) -> list[Row]:
-    """A row for the pairs that differ in N alone, with its name; the fastest at the largest N comes first."""
-    cells = [row.b for row in pairs]
-    ways = [name for name in differing(cells, ("precision", *WAYS)) if name not in ("accumulate", "global_batch_size")]
-    worlds = {row.b: f"W = {row.b.world_size} {row.b.world.label}".strip() for row in pairs}
-    several = len(set(worlds.values())) > 1
+    """A row for the pairs that differ in N alone; the fastest at the largest N comes first.
 
-    def key(cell: Cell) -> tuple[str, str]:
-        context = ", ".join([worlds[cell]] * several + phrases(cell, ways))
-        return context, cell.backend + " again (A/A)" * bool(cell.twin)
+    Rows of one setting are together; its words stand behind the name if several are shown.
+    """
+    every_way = differing([pair.b for pair in pairs], ("precision", *WAYS))
+    ways = [name for name in every_way if name not in ("accumulate", "global_batch_size")]
+    several_worlds = len({_world(pair.b) for pair in pairs}) > 1
+    alike: dict[tuple[str, str], list[ComparedPair]] = {}
+    for pair in sorted(pairs, key=lambda pair: pair.b.accumulate):
+        setting = phrases(pair.b, ways)
+        if several_worlds:
+            setting.insert(0, _world(pair.b))
+        backend = pair.b.backend
+        if pair.b.twin:
+            backend += " again (A/A)"
+        alike.setdefault((", ".join(setting), backend), []).append(pair)
+    keyed = []
+    for (context, backend), same in alike.items():
+        last, seconds = same[-1], math.inf
+        if last.time is not None:
+            seconds = last.time.ratio
+        row = Row(name=f"{backend} {context}".strip(), pairs=same)
+        keyed.append(((context, -last.b.accumulate, seconds, backend), row))
+    keyed.sort(key=itemgetter(0))
+    return [row for _, row in keyed]
 
-    def order(item: tuple[tuple[str, str], list[ComparedPair]]) -> tuple[str, int, float, str]:
-        (context, name), alike = item
-        last = alike[-1]
-        return context, -last.b.accumulate, last.time.ratio if last.time else math.inf, name
 
-    found = grouped((key(row.b), row) for row in sorted(pairs, key=lambda row: row.b.accumulate))
-    rows = sorted(found.items(), key=order)
-    return [(" ".join(filter(None, (name, context))), alike) for (context, name), alike in rows]
+def _world(cell: Cell) -> str:
+    return f"W = {cell.world_size} {cell.world.label}".strip()
 
 
 def _subtitle(report: Report, setting: str) -> str:
-    text = f"Step time of {report.b} relative to that of {report.a}, with 95 % intervals {_over(report)}"
+    text = f"Step time of {report.b} relative to that of {report.a}"
+    text += f", with 95 % intervals {_over(report)}"
     if report.differences:
-        keys = ", ".join(each.key for each in report.differences[:4])
-        text += f". DIFFERENT MACHINES OR SOFTWARE: {keys}" + (" ..." if len(report.differences) > 4 else "")
-    return "; ".join(filter(None, [text, setting]))
+        keys = ", ".join(each.key for each in report.differences[:MOST_KEYS])
+        text += f". DIFFERENT MACHINES OR SOFTWARE: {keys}"
+    if len(report.differences) > MOST_KEYS:
+        text += " ..."
+    if setting:
+        text += f"; {setting}"
+    return text
 
 
 def _title(report: Report) -> str:
     """The verdicts at the largest N."""
-    n = max(row.b.accumulate for row in report.rows)
-    rows = [row for row in report.rows if row.b.accumulate == n and not row.b.twin]
-    if not rows:
+    n = max(pair.b.accumulate for pair in report.rows)
+    others = [pair for pair in report.rows if not pair.b.twin]
+    pairs = [pair for pair in others if pair.b.accumulate == n]
+    if not pairs:
         return f"Only {report.a} was compared with itself"
-    names = grouped((row.verdict, row.b.backend) for row in rows)
-    faster, slower = (list(dict.fromkeys(names.get(each, ()))) for each in (Verdict.FASTER, Verdict.SLOWER))
+    faster, slower = _with_verdict(pairs, Verdict.FASTER), _with_verdict(pairs, Verdict.SLOWER)
     if faster:
-        those = f"{some(faster)} {'is' if len(faster) == 1 else 'are'}"
-        return f"At N = {n}, {those} faster than {report.a}{report.scope}"
-    certain = f"; {len(slower)} of {plural(len(rows), 'other')} {'is' if len(slower) == 1 else 'are'} slower"
-    return f"At N = {n}, no backend is shown to be faster than {report.a}{certain if slower else ''}{report.scope}"
+        verb = _is_or_are(len(faster))
+        return f"At N = {n}, {some(faster)} {verb} faster than {report.a}{report.scope}"
+    title = f"At N = {n}, no backend is shown to be faster than {report.a}"
+    if slower:
+        count = plural(len(pairs), "other")
+        title += f"; {len(slower)} of {count} {_is_or_are(len(slower))} slower"
+    return title + report.scope
+
+
+def _with_verdict(pairs: Sequence[ComparedPair], verdict: Verdict) -> list[str]:
+    """The backends of the pairs with this verdict, each once."""
+    return list(dict.fromkeys(pair.b.backend for pair in pairs if pair.verdict is verdict))
+
+
+def _is_or_are(count: int) -> str:
+    if count == 1:
+        return "is"
+    return "are"
 
 
 def _over(report: Report) -> str:
@@ -119,23 +202,29 @@ def _over(report: Report) -> str:
 
 def _control_interval(report: Report) -> Interval | None:
     """The A/A pair's ratio; None without an interval."""
-    found = [row.control for row in report.rows if row.control]
-    return found[0] if found and found[0].low is not None else None
+    for pair in report.rows:
+        if pair.control is None:
+            continue
+        if pair.control.low is None:
+            return None
+        return pair.control
+    return None
 
 
 def _draw(report: Report, rows: Sequence[Row], words: FigureWords) -> Figure:
     control = _control_interval(report)
-    ns = sorted({pair.b.accumulate for _, pairs in rows for pair in pairs})
-    colours = {n: _shade_of(i, len(ns)) for i, n in enumerate(ns)}
-    most = max(len(pairs) for _, pairs in rows)
+    colours = _shades(rows)
+    most = max(len(row.pairs) for row in rows)
     height = ROW + DOT * most
     figure = new_figure(words, _legend_keys(report, colours, control), height * len(rows) + HEADING)
     axes = figure.subplots()
-    name_rows(axes, [name for name, _ in rows])
-    for place, (_, pairs) in enumerate(rows):
-        for i, pair in enumerate(pairs):
-            _draw_dot(axes, place + DOT / height * (i - (len(pairs) - 1) / 2), pair, colours[pair.b.accumulate])
-        _write_verdict(axes, place, pairs[-1], f"N = {pairs[-1].b.accumulate}: " * (len(ns) > 1))
+    name_rows(axes, [row.name for row in rows])
+    for place, row in enumerate(rows):
+        for i, pair in enumerate(row.pairs):
+            from_middle = i - (len(row.pairs) - 1) / 2
+            y = place + DOT / height * from_middle
+            _draw_dot(axes, y, pair, colours[pair.b.accumulate])
+        _write_verdict(axes, place, row.last, has_several=len(colours) > 1)
         if most > 1:
             axes.axhline(place + 0.5, color="#e4e4e4", linewidth=0.5, zorder=0.3)
     axes.spines["left"].set_visible(False)
@@ -143,74 +232,106 @@ def _draw(report: Report, rows: Sequence[Row], words: FigureWords) -> Figure:
     axes.set_xlabel("relative step time")
     if control is not None and control.low is not None and control.high is not None:
         axes.axvspan(control.low, control.high, color=CONTROL_COLOUR, zorder=0.1, linewidth=0)
-    axes.axvspan(1 / (1 + report.margin), 1 + report.margin, color=MARGIN_COLOUR, zorder=0.2, linewidth=0)
+    same = 1 + report.margin
+    axes.axvspan(1 / same, same, color=MARGIN_COLOUR, zorder=0.2, linewidth=0)
     axes.axvline(1, color=REFERENCE_COLOUR, linewidth=0.9, zorder=1.5)
     if report.threshold is not None:
-        axes.axvline(1 + report.threshold, color=SLOWER_COLOUR, linewidth=0.9, linestyle="--", zorder=1.5)
+        gate = 1 + report.threshold
+        axes.axvline(gate, color=SLOWER_COLOUR, linewidth=0.9, linestyle="--", zorder=1.5)
     return figure
 
 
 def _set_scale(axes: Axes, report: Report) -> None:
     """A logarithmic axis with room for all ratios, ends of intervals, margin and threshold."""
-    ends = [1 + report.margin, 1 / (1 + report.margin), LEAST_REACH, 1 / LEAST_REACH, 1 + (report.threshold or 0)]
-    for time in filter(None, [_control_interval(report), *(row.time for row in report.rows)]):
-        known = (time.ratio, time.low, time.high, time.next_low, time.next_high)
-        ends += [end for end in known if end is not None]
+    ends = [1 + report.margin, 1 / (1 + report.margin), LEAST_REACH, 1 / LEAST_REACH]
+    if report.threshold is not None:
+        ends.append(1 + report.threshold)
+    for time in (_control_interval(report), *(pair.time for pair in report.rows)):
+        if time is not None:
+            known = (time.ratio, time.low, time.high, time.next_low, time.next_high)
+            ends += [end for end in known if end is not None]
     low, high = min(ends) / 1.02, max(ends) * 1.02
     axes.set(xscale="log", xlim=(low, high))
-    wide = high / low > WIDE
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)) if wide else MaxNLocator(6, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+    if high / low > WIDE:
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
-def _shade_of(place: int, count: int) -> str:
-    paler = PALEST * (count - 1 - place) / max(count - 1, 1)
-    red, green, blue = (part + paler * (1 - part) for part in to_rgb(DARK))
-    return to_hex((red, green, blue))
+def _shades(rows: Sequence[Row]) -> dict[int, str]:
+    """The colours of the dots, by N: the smaller, the paler."""
+    ns = sorted({pair.b.accumulate for pair in _pairs_of(rows)}, reverse=True)
+    shades = {}
+    for place, n in enumerate(ns):
+        paler = PALEST * place / max(len(ns) - 1, 1)
+        red, green, blue = to_rgb(DARK)
+        mixed = (red + paler * (1 - red), green + paler * (1 - green), blue + paler * (1 - blue))
+        shades[n] = to_hex(mixed)
+    return dict(sorted(shades.items()))
 
 
-def _draw_dot(axes: Axes, y: float, row: ComparedPair, colour: str) -> None:
-    time = row.time
+def _draw_dot(axes: Axes, y: float, pair: ComparedPair, colour: str) -> None:
+    time = pair.time
     if time is None:
         return
     if time.next_low is not None and time.next_high is not None:
-        axes.plot([time.next_low, time.next_high], [y, y], color=colour, linewidth=0.5, zorder=2.4)
+        ends = [time.next_low, time.next_high]
+        axes.plot(ends, [y, y], color=colour, linewidth=0.5, zorder=2.4)
+    face = "white"
     if time.low is not None and time.high is not None:
         axes.plot([time.low, time.high], [y, y], color=colour, linewidth=1.4, zorder=2.5)
-    face = "white" if time.low is None else colour
-    axes.plot([time.ratio], [y], "o", color=colour, markerfacecolor=face, markersize=4.5, zorder=3)
+        face = colour
+    axes.plot(
+        [time.ratio],
+        [y],
+        "o",
+        color=colour,
+        markerfacecolor=face,
+        markersize=4.5,
+        zorder=3,
+    )
 
 
-def _write_verdict(axes: Axes, y: float, row: ComparedPair, n: str) -> None:
-    words, barred = safe(cut(n + _ratio_words(row))), row.verdict is Verdict.NOT_COMPARABLE
-    colour = GREY if barred else SLOWER_COLOUR if SLOWER in row.regressions else "black"
-    axes.text(1.02, y, words, size=TINY, va="center", color=colour, transform=axes.get_yaxis_transform())
+def _write_verdict(axes: Axes, y: float, pair: ComparedPair, *, has_several: bool) -> None:
+    """Write the verdict beside a row, with its N if there are several."""
+    words = _ratio_words(pair)
+    if has_several:
+        words = f"N = {pair.b.accumulate}: {words}"
+    colour = "black"
+    if pair.verdict is Verdict.NOT_COMPARABLE:
+        colour = GREY
+    elif SLOWER in pair.regressions:
+        colour = SLOWER_COLOUR
+    beside = axes.get_yaxis_transform()
+    axes.text(1.02, y, safe(cut(words)), size=TINY, va="center", color=colour, transform=beside)
 
 
-def _ratio_words(row: ComparedPair) -> str:
-    time, verdict = row.time, "REGRESSED" if SLOWER in row.regressions else str(row.verdict)
-    if row.verdict is Verdict.NOT_COMPARABLE:
-        return f"{verdict}: {row.reason}"
+def _ratio_words(pair: ComparedPair) -> str:
+    time, verdict = pair.time, str(pair.verdict)
+    if SLOWER in pair.regressions:
+        verdict = "REGRESSED"
+    if pair.verdict is Verdict.NOT_COMPARABLE:
+        return f"{verdict}: {pair.reason}"
     if time is None:
         return verdict
     if time.low is None:
         return f"{time.ratio:.3f}, no interval (n = {time.num_trials}), {verdict}"
-    turning = ", may differ" if row.may_differ else ""
-    return f"{time.ratio:.3f} [{time.low:.3f}, {time.high:.3f}] {verdict}{turning}"
+    if pair.may_differ:
+        verdict += ", may differ"
+    return f"{time.ratio:.3f} [{time.low:.3f}, {time.high:.3f}] {verdict}"
 
 
 def _legend_keys(report: Report, colours: dict[int, str], control: Interval | None) -> list[Key]:
-    keys: list[Key] = [
-        (Line2D([], [], color=colour, marker="o", markersize=4.5, linewidth=1.4), f"N = {n}")
-        for n, colour in colours.items()
-        if len(colours) > 1
-    ]
+    keys: list[Key] = []
+    if len(colours) > 1:
+        for n, colour in colours.items():
+            dot = Line2D([], [], color=colour, marker="o", markersize=4.5, linewidth=1.4)
+            keys.append((dot, f"N = {n}"))
     keys.append((Patch(color=MARGIN_COLOUR), f"margin of {100 * report.margin:g} %"))
     if control is not None:
-        keys.append(
-            (Patch(color=CONTROL_COLOUR), f"A/A pair{report.control_place}, {control.low:.3f} to {control.high:.3f}")
-        )
+        ends = f"{control.low:.3f} to {control.high:.3f}"
+        keys.append((Patch(color=CONTROL_COLOUR), f"A/A pair{report.control_place}, {ends}"))
     if report.threshold is not None:
         line = Line2D([], [], color=SLOWER_COLOUR, linestyle="--", linewidth=0.9)
         keys.append((line, f"--fail-on slower={100 * report.threshold:g}%"))

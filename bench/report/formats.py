@@ -1,9 +1,10 @@
 """A run's frames as files for other programs: CSV, parquet, and JSON of pytest-benchmark.
 
-No cell of a CSV file can be taken for a formula by a spreadsheet. In pytest-benchmark's JSON a round is a trial:
-statistics are over the medians of trials, since steps of one trial are no replicates. What is not comparable, has no
-good trial or is of a virtual world is no benchmark, since readers of that file show a number without its
-caveats; it is listed under ``left_out``, which they ignore.
+No cell of a CSV file can be taken for a formula by a spreadsheet. In pytest-benchmark's JSON a
+round is a trial: statistics are over the medians of trials, since steps of one trial are no
+replicates. What is not comparable, has no good trial or is of a virtual world is no benchmark,
+since readers of that file show a number without its caveats; it is listed under ``left_out``, which
+they ignore.
 """
 
 from __future__ import annotations
@@ -34,17 +35,23 @@ def write_frame(frame: pd.DataFrame, path: Path) -> None:
 
 
 def harmless(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame with text in one line, and with an apostrophe before what would be a formula; numbers as they are."""
+    """The frame with text in one line, and with an apostrophe before what would be a formula.
+
+    Numbers stay as they are.
+    """
     found = frame.copy()
     for name in frame.columns:
         if not pd.api.types.is_numeric_dtype(frame[name].dtype):
-            found[name] = frame[name].astype("string").map(lambda text: guarded(plain(text)), na_action="ignore")
+            texts = frame[name].astype("string")
+            found[name] = texts.map(lambda text: guarded(plain(text)), na_action="ignore")
     return found
 
 
 def guarded(text: str) -> str:
     """The same text, with an apostrophe before it if it begins as a formula does."""
-    return f"'{text}" if text.startswith(FORMULA) else text
+    if text.startswith(FORMULA):
+        return f"'{text}"
+    return text
 
 
 COLUMNS_FILE = "columns.csv"
@@ -52,36 +59,52 @@ COLUMNS_FILE = "columns.csv"
 
 
 def write_csv(frames: Frames, folder: Path) -> list[Path]:
-    """One file per frame, UTF-8 with a header, and COLUMNS_FILE; empty values are empty. Returns the paths."""
+    """One file per frame, UTF-8 with a header, and COLUMNS_FILE; empty values are empty.
+
+    Returns the paths.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    about = [
-        (frame, name, column.dtype, column.unit, column.meaning)
-        for frame, columns in COLUMNS.items()
-        for name, column in columns.items()
-    ]
-    documented = pd.DataFrame(about, columns=["frame", "column", "dtype", "unit", "meaning"])
-    written = {**{folder / f"{name}.csv": frame for name, frame in frames.items()}, folder / COLUMNS_FILE: documented}
+    written = {folder / f"{name}.csv": frame for name, frame in frames.items()}
+    written[folder / COLUMNS_FILE] = _documented_columns()
     for path, frame in written.items():
         write_frame(frame, path)
     return list(written)
 
 
+def _documented_columns() -> pd.DataFrame:
+    """What stands in COLUMNS_FILE."""
+    rows = []
+    for frame, columns in COLUMNS.items():
+        for name, column in columns.items():
+            about = {"frame": frame, "column": name, "dtype": column.dtype, "unit": column.unit}
+            rows.append({**about, "meaning": column.meaning})
+    return pd.DataFrame(rows)
+
+
 def write_parquet(frames: Frames, folder: Path) -> list[Path]:
-    """One file per frame; each field's metadata has its ``unit`` and ``meaning``. Returns the paths."""
+    """One file per frame; each field's metadata has its ``unit`` and ``meaning``.
+
+    Returns the paths.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, about in FRAMES.items():
-        table, columns = pa.Table.from_pandas(frames[name], preserve_index=False), COLUMNS[name]
-        words = {key: {"unit": column.unit, "meaning": column.meaning} for key, column in columns.items()}
-        fields = [field.with_metadata(words[field.name]) for field in table.schema]
-        notes = {**(table.schema.metadata or {}), b"run_id": frames.run_id.encode(), b"rows": about.encode()}
-        paths.append(folder / f"{name}.parquet")
-        parquet.write_table(table.cast(pa.schema(fields, metadata=notes)), paths[-1])
+        table = pa.Table.from_pandas(frames[name], preserve_index=False)
+        fields = []
+        for field in table.schema:
+            column = COLUMNS[name][field.name]
+            words = {"unit": column.unit, "meaning": column.meaning}
+            fields.append(field.with_metadata(words))
+        notes = table.schema.metadata or {}
+        notes |= {b"run_id": frames.run_id.encode(), b"rows": about.encode()}
+        path = folder / f"{name}.parquet"
+        parquet.write_table(table.cast(pa.schema(fields, metadata=notes)), path)
+        paths.append(path)
     return paths
 
 
-GPU = ("name", "memory_bytes", "driver")
-BESIDE = {name for name, column in COLUMNS["cells"].items() if not column.axis} - {"cell_id", "label", "reason"}
+ELSEWHERE = {"cell_id", "label", "reason"}
+BESIDE = {name for name, column in COLUMNS["cells"].items() if not column.axis} - ELSEWHERE
 """Columns of the cells that stand beside the statistics."""
 
 
@@ -101,22 +124,32 @@ def document(frames: Frames) -> Document:
     try:
         from pytest_benchmark import __version__
     except ImportError as error:
-        raise InputError("--format pytest-benchmark: needs that package; pip install pytest-benchmark") from error
+        text = "--format pytest-benchmark: needs that package; pip install pytest-benchmark"
+        raise InputError(text) from error
     manifest = frames.run.manifest
-    trials = {str(key): rows.sort_values("repeat") for key, rows in frames.trials.groupby("cell_id", sort=False)}
+    trials = {}
+    for cell_id, rows in frames.trials.groupby("cell_id", sort=False):
+        trials[str(cell_id)] = rows.sort_values("repeat")
     benchmarks, left_out = [], []
     for row in frames.rows:
         # The same for equal cells of all runs and machines, so that they have one history.
         named = {"name": row.label, "fullname": f"accumulation-bench/{row.cell_id}::{row.label}"}
         if row.step_time_s is None or not row.cell.world.times_communication:
-            left_out.append(named | {"status": row.status, "why": row.caveats, "citation": row.citation})
+            why = {"status": row.status, "why": row.caveats, "citation": row.citation}
+            left_out.append(named | why)
         else:
             benchmarks.append(named | _benchmark(row, trials[row.cell_id]))
     git = manifest.git
-    commit = {"id": git.commit or "unversioned", "dirty": bool(git.commit) and not git.clean}
     return {
         "machine_info": _machine(manifest),
-        "commit_info": commit | {"time": None, "author_time": None, "project": "accumulation-bench", "branch": ""},
+        "commit_info": {
+            "id": git.commit or "unversioned",
+            "dirty": bool(git.commit) and not git.clean,
+            "time": None,
+            "author_time": None,
+            "project": "accumulation-bench",
+            "branch": "",
+        },
         "benchmarks": benchmarks,
         "datetime": manifest.finished or manifest.started,
         "version": __version__,
@@ -127,7 +160,8 @@ def document(frames: Frames) -> Document:
 def _benchmark(row: CellRow, trials: pd.DataFrame) -> dict[str, object]:
     from pytest_benchmark.stats import Stats
 
-    cell, stats = row.cell, Stats()
+    cell = row.cell
+    stats = Stats()
     for seconds in trials.loc[trials["status"] == Status.OK, "step_time_s"]:
         stats.update(float(seconds))
     limits = tolerance(cell.precision, cell.workload, cell.model)
@@ -139,7 +173,10 @@ def _benchmark(row: CellRow, trials: pd.DataFrame) -> dict[str, object]:
             "unit": "seconds per optimizer step",
             "round": "one trial: the median of its steps after warm-up, the maximum over ranks",
             **{name: row.values[name] for name in COLUMNS["cells"] if name in BESIDE},
-            "limits": {"update_error": limits.update_error, "max_loss_deviation": limits.loss_deviation},
+            "limits": {
+                "update_error": limits.update_error,
+                "max_loss_deviation": limits.loss_deviation,
+            },
         },
         "options": {
             "disable_gc": False,
@@ -158,10 +195,19 @@ def _machine(manifest: Manifest) -> dict[str, object]:
     machine = manifest.machine
     system, _, rest = (machine.system or "").partition(" ")
     release, _, architecture = rest.rpartition(" ")
+    python = machine.python or ""
+    gpus = []
+    for gpu in machine.gpus:
+        about = {"name": gpu.name, "memory_bytes": gpu.memory_bytes, "driver": gpu.driver}
+        gpus.append(about)
     return {
-        **dict.fromkeys(("node", "python_compiler", "python_implementation"), ""),
-        **dict.fromkeys(("processor", "machine"), architecture),
-        **dict.fromkeys(("python_implementation_version", "python_version"), machine.python or ""),
+        "node": "",
+        "python_compiler": "",
+        "python_implementation": "",
+        "processor": architecture,
+        "machine": architecture,
+        "python_implementation_version": python,
+        "python_version": python,
         "python_build": ["", ""],
         "release": release,
         "system": system,
@@ -170,6 +216,6 @@ def _machine(manifest: Manifest) -> dict[str, object]:
             "count": machine.cores,
             "arch_string_raw": architecture,
         },
-        "gpus": [{key: getattr(gpu, key) for key in GPU} for gpu in machine.gpus],
+        "gpus": gpus,
         "packages": dict(manifest.packages),
     }

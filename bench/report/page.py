@@ -1,7 +1,7 @@
 """A run as one page that can be opened, sent, printed and cited: report.html.
 
-The page asks for nothing over a network: plots, style and script are in it. The template escapes all words that come
-from a run, and nothing in a picture is run or loaded by a browser.
+The page asks for nothing over a network: plots, style and script are in it. The template escapes
+all words that come from a run, and nothing in a picture is run or loaded by a browser.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import base64
 import json
 import os
 import urllib.parse
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import jinja2
 from markupsafe import Markup
@@ -47,6 +47,7 @@ RAW = {
     **{f"{name}.parquet": about for name, about in FRAMES.items()},
 }
 """Files that a report links to where they lie beside it."""
+Choice = TypeVar("Choice")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,17 +71,32 @@ class Choices(TypedDict):
     baseline: list[str]
 
 
-def render(data: Analysis, answer: Answer, plots: Sequence[Path], further: PageSection | None = None) -> str:
-    """The page, as it stands in the run's folder; ``plots`` are the files that were drawn, ``further`` comes last."""
-    asked = [*sections(data), *filter(None, [published(data), further])]
+def render(
+    data: Analysis,
+    answer: Answer,
+    plots: Sequence[Path],
+    further: PageSection | None = None,
+) -> str:
+    """The page, as it stands in the run's folder.
+
+    ``plots`` are the files that were drawn; the section ``further`` comes last.
+    """
+    asked = sections(data)
+    for section in (published(data), further):
+        if section is not None:
+            asked.append(section)
     pictures = {path.stem: picture(path) for path in plots if path.suffix == ".png"}
-    shown = [[pictures[stem] for stem in section.plots if stem in pictures] for section in asked]
-    choices = Choices(
-        place=list(dict.fromkeys(group.setting for group in answer.groups)),
-        n=sorted({group.n for group in answer.groups}),
-        backend=list(dict.fromkeys(row.backend for group in answer.groups for row in group.rows)),
-        baseline=data.baselines,
-    )
+    shown = []
+    for section in asked:
+        plots_of_section = [pictures[stem] for stem in section.plots if stem in pictures]
+        shown.append((section, plots_of_section))
+    first = []
+    if not data.times_unavailable and FIRST_PLOT in pictures:
+        first.append(pictures[FIRST_PLOT])
+    scenarios = ""
+    if SCENARIOS.exists():
+        scenarios = link(data.folder, SCENARIOS)
+    choices = _choices(data, answer.groups)
     template = _environment().get_template("report.html")
     return template.render(
         run=data.run,
@@ -90,9 +106,9 @@ def render(data: Analysis, answer: Answer, plots: Sequence[Path], further: PageS
         choices=choices,
         overview=overview(answer.groups, choices),
         most_switches=MOST_SWITCHES,
-        first=[] if data.times_unavailable else [pictures[FIRST_PLOT]] if FIRST_PLOT in pictures else [],
-        sections=list(zip(asked, shown, strict=True)),
-        semantics=link(data.folder, SCENARIOS) if SCENARIOS.exists() else "",
+        first=first,
+        sections=shown,
+        semantics=scenarios,
         failures=failures(data),
         data=_data(data, answer, sorted(pictures)),
         raw=[(name, about) for name, about in RAW.items() if (data.folder / name).exists()],
@@ -103,38 +119,73 @@ def render(data: Analysis, answer: Answer, plots: Sequence[Path], further: PageS
     )
 
 
+def _choices(data: Analysis, groups: Sequence[Group]) -> Choices:
+    found = Choices(place=[], n=[], backend=[], baseline=data.baselines)
+    for group in groups:
+        _add(found["place"], group.setting)
+        _add(found["n"], group.n)
+        for row in group.rows:
+            _add(found["backend"], row.backend)
+    found["n"].sort()
+    return found
+
+
+def _add(choices: list[Choice], choice: Choice) -> None:
+    """Append what is not yet among the choices."""
+    if choice not in choices:
+        choices.append(choice)
+
+
 def overview(groups: Sequence[Group], choices: Choices) -> Table:
     """The cells of all groups; the page's script filters, sorts and compares them."""
     cells: Any = _environment().get_template("cells.html").module
-    rows = []
-    for place, group in enumerate(groups):
-        setting, hidden = choices["place"].index(group.setting), "" if place else None
-        about = {"data-n": group.n, "data-place": setting, "hidden": hidden}
+    rows: list[TableRow] = []
+    is_timed = False
+    for group in groups:
+        is_timed = is_timed or group.is_timed
+        setting = choices["place"].index(group.setting)
+        about: dict[str, object] = {"data-n": group.n, "data-place": setting, "hidden": None}
+        if rows:
+            about["hidden"] = ""
         rows.append(TableRow({"backend": group.title}, attributes=about, is_heading=True))
-        rows += [_overview_row(cells, group, row, choices["backend"].index(row.backend)) for row in group.rows]
-    is_timed = any(group.is_timed for group in groups)
-    columns = [column for column in COLUMNS if is_timed or column.key not in TIMES]
-    columns = [column for column in columns if not column.key.endswith(("_ends", "_ratio"))]  # these are in others
+        for row in group.rows:
+            place = choices["backend"].index(row.backend)
+            rows.append(_overview_row(cells, group, row, place))
+    columns = []
+    for column in COLUMNS:
+        is_in_other = column.key.endswith(("_ends", "_ratio"))
+        is_shown = is_timed or column.key not in TIMES
+        if is_shown and not is_in_other:
+            columns.append(column)
     columns.append(TableColumn("cite", "cite", is_number=False))
-    return Table(columns=columns, rows=rows, caption=cells.caption(is_timed, choices["baseline"][0]))
+    caption = cells.caption(is_timed, choices["baseline"][0])
+    return Table(columns=columns, rows=rows, caption=caption)
 
 
 def _overview_row(cells: Any, group: Group, row: RankedRow, place: int) -> TableRow:
     """``cells``: the macros of cells.html; ``place``: of the backend among all."""
-    texts, is_ok, cell_id = group.texts(row), row.status == Status.OK, row.cell_id
+    texts = group.texts(row)
+    ratio = None
+    if texts["ratio"] != DASH:
+        ratio = row.ratio or 1
     raw: dict[str, object] = {
         "seconds": row.step_time_s,
-        "ratio": None if texts["ratio"] == DASH else row.ratio or 1,
+        "ratio": ratio,
         "memory": row.peak_memory_bytes,
     }
     html = {key: getattr(cells, key)(group, row, texts) for key in (*raw, "correct", "cite")}
-    wrong = None if is_ok else "wrong"
-    return TableRow(
-        texts=texts | html,
-        styles={"verdict": texts["verdict"]} if texts["verdict"] in (Verdict.FASTER, Verdict.SLOWER) else {},
-        values=texts | raw,
-        attributes={"id": f"cell-{cell_id}", "data-id": cell_id, "data-backend": place, "class": wrong},
-    )
+    attributes: dict[str, object] = {
+        "id": f"cell-{row.cell_id}",
+        "data-id": row.cell_id,
+        "data-backend": place,
+        "class": None,
+    }
+    if row.status != Status.OK:
+        attributes["class"] = "wrong"
+    styles = {}
+    if texts["verdict"] in (Verdict.FASTER, Verdict.SLOWER):
+        styles["verdict"] = texts["verdict"]
+    return TableRow(texts=texts | html, styles=styles, values=texts | raw, attributes=attributes)
 
 
 @cache
@@ -157,7 +208,8 @@ def _text(name: str) -> str:
 def picture(path: Path) -> Picture:
     """The plot in a PNG of ``bench.report.canvas``, which has its words as metadata."""
     with Image.open(path) as image:
-        title, about = (str(image.info.get(name, "")) for name in ("Title", "Description"))
+        title = str(image.info.get("Title", ""))
+        about = str(image.info.get("Description", ""))
     source = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
     return Picture(stem=path.stem, title=title, about=about, source=source)
 
@@ -169,28 +221,40 @@ def link(folder: Path, path: Path) -> str:
 
 
 def _data(data: Analysis, answer: Answer, plots: Iterable[str]) -> Markup:
-    """What the script reads: ratios to every baseline; citations of cells, ratios to the run's baseline, and plots."""
-    rows = {row.cell_id: group for group in answer.groups for row in group.rows}
-    timed = frozenset(cell_id for cell_id, group in rows.items() if group.is_timed)
-    cells = {cell_id: cite(data, cell_id) for cell_id in rows}
-    ratios = {cell_id: cite(data, cell_id, data.pairs[cell_id].a.cell_id) for cell_id in rows if cell_id in data.pairs}
+    """What the script reads.
+
+    Ratios to every baseline; citations of cells, of ratios to the run's baseline, and of plots.
+    """
+    timed: set[str] = set()
+    cells: dict[str, Citation] = {}
+    ratios: dict[str, Citation] = {}
+    for group in answer.groups:
+        ids = [row.cell_id for row in group.rows]
+        if group.is_timed:
+            timed.update(ids)
+        for cell_id in ids:
+            cells[cell_id] = cite(data, cell_id)
+            if cell_id in data.pairs:
+                ratios[cell_id] = cite(data, cell_id, data.pairs[cell_id].a.cell_id)
     value = {
         "run": data.run.name,
         "baselines": data.baselines,
         "verdicts": VERDICTS,
-        "decided": [VERDICTS.index(verdict) for verdict in DECIDED],
+        "decided": list(map(VERDICTS.index, DECIDED)),
         "reasons": REASONS,
         "next": [NEXT[reason] for reason in REASONS],
         "ratios": _ratios(data, timed),
         "citations": {
             "cell": packed(cells),
             "ratio": packed(ratios),
-            "plot": packed({name: cite_plot(data.pool, name) for name in dict.fromkeys(plots)}),
+            "plot": packed({name: cite_plot(data.pool, name) for name in plots}),
         },
     }
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
     # Inside a script element entities are not read, and nothing may end it or open a comment.
-    return Markup(text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"))
+    for character in ("<", "\u2028", "\u2029"):
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)
 
 
 def packed(citations: Mapping[str, Citation]) -> dict[str, object]:
@@ -199,22 +263,37 @@ def packed(citations: Mapping[str, Citation]) -> dict[str, object]:
     for name in ESCAPES:
         texts = {key: str(getattr(citation, name)) for key, citation in citations.items()}
         backwards = [text[::-1] for text in texts.values()]
-        end = os.path.commonprefix(backwards)[::-1]  # noqa: RUF071 - character by character is what is meant
-        found[name] = {"end": end, "of": {key: text.removesuffix(end) for key, text in texts.items()}}
+        end = os.path.commonprefix(backwards)[::-1]  # noqa: RUF071 - by character is what is meant
+        rest = {key: text.removesuffix(end) for key, text in texts.items()}
+        found[name] = {"end": end, "of": rest}
     return found
 
 
-def _ratios(data: Analysis, ids: frozenset[str]) -> dict[str, list[list[object]]]:
-    """By cell: for each baseline with such a cell its index, ratio, low, high, and what to say of the verdict."""
+def _ratios(data: Analysis, ids: Collection[str]) -> dict[str, list[list[object]]]:
+    """By cell: for each baseline with such a cell its index, and the ratio to it.
+
+    That is the ratio, low, high, the places of verdict and reason, and what to add to the verdict.
+    """
     found: dict[str, list[list[object]]] = {}
     for place, baseline in enumerate(data.baselines):
         for cell_id, row in data.against(baseline).items():
-            if cell_id in ids:
-                numbers = [None] * 3 if row.time is None else [row.time.ratio, row.time.low, row.time.high]
-                shown = [None if value is None else digits(value) for value in numbers]
-                places = VERDICTS.index(row.verdict), REASONS.index(row.reason)
-                found.setdefault(cell_id, []).append([place, *shown, *places, MAY_DIFFER if row.may_differ else ""])
+            if cell_id not in ids:
+                continue
+            numbers: list[str | None] = [None, None, None]
+            if row.time is not None:
+                numbers = list(map(_digits, (row.time.ratio, row.time.low, row.time.high)))
+            more = ""
+            if row.may_differ:
+                more = MAY_DIFFER
+            places = VERDICTS.index(row.verdict), REASONS.index(row.reason)
+            found.setdefault(cell_id, []).append([place, *numbers, *places, more])
     return found
+
+
+def _digits(value: float | None) -> str | None:
+    if value is None:
+        return None
+    return digits(value)
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
@@ -223,20 +302,25 @@ def facts(run: Run) -> list[tuple[str, str]]:
     commit = git.commit or "unknown: not run from a checkout"
     if git.clean is False:
         commit += ", with uncommitted changes"
-    found = [
-        ("run", manifest.run_id),
-        ("started", manifest.started),
-        ("finished", manifest.finished or "not finished"),
-        ("command", " ".join(manifest.command)),
-        ("commit of the bench", commit),
-        ("SHA-256 of the journal", run.digest),
-        ("CPU", machine.cpu or "unknown"),
-        ("cores", str(machine.cores or "")),
-        ("memory", f"{machine.memory_bytes / 2**30:.1f} GiB" if machine.memory_bytes else ""),
-        ("GPUs", gpu_names(machine) or "none"),
-        ("system", machine.system or ""),
-        ("Python", machine.python or ""),
-        ("packages", ", ".join(f"{name} {version}" for name, version in manifest.packages.items())),
-        ("environment", ", ".join(f"{key}={value}" for key, value in manifest.node.environment.items())),
-    ]
-    return [(name, value) for name, value in found if value]
+    memory = ""
+    if machine.memory_bytes:
+        memory = f"{machine.memory_bytes / 2**30:.1f} GiB"
+    packages = [f"{name} {version}" for name, version in manifest.packages.items()]
+    environment = [f"{key}={value}" for key, value in manifest.node.environment.items()]
+    found = {
+        "run": manifest.run_id,
+        "started": manifest.started,
+        "finished": manifest.finished or "not finished",
+        "command": " ".join(manifest.command),
+        "commit of the bench": commit,
+        "SHA-256 of the journal": run.digest,
+        "CPU": machine.cpu or "unknown",
+        "cores": str(machine.cores or ""),
+        "memory": memory,
+        "GPUs": gpu_names(machine) or "none",
+        "system": machine.system or "",
+        "Python": machine.python or "",
+        "packages": ", ".join(packages),
+        "environment": ", ".join(environment),
+    }
+    return [(name, value) for name, value in found.items() if value]

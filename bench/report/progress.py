@@ -1,11 +1,11 @@
-"""Progress of a run: a line that is updated on a terminal, plain lines elsewhere, JSON lines for machines."""
+"""Progress of a run: a line that changes on a terminal, lines elsewhere, JSON lines for machines."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Self
 
 from rich.console import Console
@@ -17,7 +17,7 @@ from bench.judge.baseline import percent
 from bench.judge.columns import labels
 from bench.judge.gates import EXPECTED, defect_of_record
 from bench.judge.tables import step_time
-from bench.plan.cell import Status
+from bench.plan.cell import Cell, Status
 from bench.plan.schedule import Cost, InterimAnalysis, Trial
 from bench.run.manifest import Manifest
 from bench.run.trial_record import TrialRecord
@@ -26,12 +26,18 @@ REFRESH_PER_S = 1.0
 """Slow on purpose: the display shares the machine with what is measured."""
 BY_BUDGET = "at most about"
 """Before the time to go of a run that its budget ends."""
+REFERENCE_FAILED = "the reference failed: nothing can be checked against it, so all its cells will be invalid"
 
 
 class Display:
     """Shows done, running and left trials and the time to go. Use as a context manager."""
 
-    def __init__(self, console: Console, estimates: Mapping[str, Cost], manifest: Manifest | None = None) -> None:
+    def __init__(
+        self,
+        console: Console,
+        estimates: Mapping[str, Cost],
+        manifest: Manifest | None = None,
+    ) -> None:
         """``estimates`` are by cell_id; the ``manifest`` tells which wrong updates are expected."""
         self._console = console
         self._estimates = estimates
@@ -58,7 +64,10 @@ class Display:
         self._more = False
         self._repeat = 0
         self._budget_ends = math.inf
-        self._labels = labels(manifest.cells if manifest else ())
+        cells: Iterable[Cell] = ()
+        if manifest is not None:
+            cells = manifest.cells
+        self._labels = labels(cells)
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -70,8 +79,14 @@ class Display:
     def say(self, message: str) -> None:
         self._console.print(Text(message), highlight=False, soft_wrap=True)
 
-    def expect(self, trials: Sequence[Trial], *, more: bool, budget_left_s: float = math.inf) -> None:
-        """Take note of the trials that are left; ``more`` may follow. A block that has started is finished."""
+    def expect(
+        self,
+        trials: Sequence[Trial],
+        *,
+        more: bool,
+        budget_left_s: float = math.inf,
+    ) -> None:
+        """Take note of the trials that are left; ``more`` may follow."""
         self._more = more
         self._budget_ends = time.monotonic() + budget_left_s
         self._left = {trial.key: self._estimate(trial) for trial in trials}
@@ -79,40 +94,58 @@ class Display:
     def _estimate(self, trial: Trial) -> float:
         """Seconds that a trial may take; 0 if unknown."""
         guess = self._estimates.get(trial.cell.cell_id)
-        return 0.0 if guess is None else guess.total(1) if trial.extra else guess.seconds or 0.0
+        if guess is None:
+            return 0.0
+        if trial.extra:
+            return guess.total(1)
+        return guess.seconds or 0.0
 
     def interim(self, analysis: InterimAnalysis) -> None:
-        width = "" if analysis.widest is None else f": the widest interval is {percent(analysis.widest)}"
-        then = f"going on with {plural(len(analysis.open), 'cell')}" if analysis.open else "that is all"
-        why = f" (nothing can be compared: {analysis.refused})" if analysis.refused else ""
-        self.say(f"after {plural(analysis.repeats, 'repeat')}{width}; {then}{why}")
+        text = f"after {plural(analysis.repeats, 'repeat')}"
+        if analysis.widest is not None:
+            text += f": the widest interval is {percent(analysis.widest)}"
+        if analysis.open:
+            text += f"; going on with {plural(len(analysis.open), 'cell')}"
+        else:
+            text += "; that is all"
+        if analysis.refused:
+            text += f" (nothing can be compared: {analysis.refused})"
+        self.say(text)
 
     def started(self, trial: Trial, done: int, total: int) -> None:
         self._total = total
         self._done = done
         self._repeat = trial.repeat
+        counts = ""
+        if self._failed:
+            counts = f"{self._failed} failed"
         self._progress.update(
             self._task,
             description=self._name(trial),
             completed=done,
             total=total,
-            counts=f"{self._failed} failed" if self._failed else "",
+            counts=counts,
             to_go=self._time_left(),
         )
 
     def finished(self, trial: Trial, record: TrialRecord) -> None:
         self._count(trial, record)
-        seconds = step_time(trial.cell, record.time)
-        what = str(record.status) if seconds is None else f"{seconds:.4f} s/step"
-        if defect := defect_of_record(self._manifest, record):
-            what += f"; invalid, {EXPECTED}: {defect}"
-        if record.reason:
-            what = f"{record.status}: {record.reason}"
         if trial.cell.is_reference and record.status is not Status.OK:
-            self.say("the reference failed: nothing can be checked against it, so all its cells will be invalid")
-        self.say(
-            f"[{self._done}/{self._total}] {self._name(trial)}: {what} ({record.wall_s:.1f} s, {self._time_left()})"
-        )
+            self.say(REFERENCE_FAILED)
+        place, took = f"[{self._done}/{self._total}]", f"{record.wall_s:.1f} s, {self._time_left()}"
+        self.say(f"{place} {self._name(trial)}: {self._result(trial, record)} ({took})")
+
+    def _result(self, trial: Trial, record: TrialRecord) -> str:
+        """The step time, or how the trial failed."""
+        if record.reason:
+            return f"{record.status}: {record.reason}"
+        result = str(record.status)
+        seconds = step_time(trial.cell, record.time)
+        if seconds is not None:
+            result = f"{seconds:.4f} s/step"
+        if defect := defect_of_record(self._manifest, record):
+            result += f"; invalid, {EXPECTED}: {defect}"
+        return result
 
     def _count(self, trial: Trial, record: TrialRecord) -> None:
         self._measured.append((self._left.pop(trial.key, 0.0), record.wall_s))
@@ -124,24 +157,36 @@ class Display:
 
     def _time_left(self) -> str:
         seconds, bound = self._to_go()
-        return f"{bound} {_clock(seconds)} to go" + (", by the budget" if bound == BY_BUDGET else "")
+        text = f"{bound} {_clock(seconds)} to go"
+        if bound == BY_BUDGET:
+            text += ", by the budget"
+        return text
 
     def _to_go(self) -> tuple[float, str]:
         """Seconds until the run ends, and what they are: ``about``, ``at least`` or BY_BUDGET."""
-        every = self._seconds(list(self._left.values()))
-        block = self._seconds([seconds for (_, repeat), seconds in self._left.items() if repeat == self._repeat])
-        within = max(self._budget_ends - time.monotonic(), block)
-        if within < every:
+        every, block = [], []
+        for (_, repeat), seconds in self._left.items():
+            every.append(seconds)
+            if repeat == self._repeat:
+                block.append(seconds)
+        left = self._seconds(every)
+        # A block that has started is finished.
+        within = max(self._budget_ends - time.monotonic(), self._seconds(block))
+        if within < left:
             return within, BY_BUDGET
-        return every, "at least" if self._more else "about"
+        if self._more:
+            return left, "at least"
+        return left, "about"
 
     def _seconds(self, left: Sequence[float]) -> float:
-        """How long trials of these estimates take: their sum, corrected by how wrong estimates were so far."""
+        """How long trials of these estimates take: their sum, corrected by how wrong these were."""
         guessed = sum(expected for expected, _ in self._measured)
         taken = sum(seconds for _, seconds in self._measured)
         if guessed > 0 and sum(left) > 0:
             return sum(left) * taken / guessed
-        return len(left) * taken / len(self._measured) if self._measured else sum(left)
+        if self._measured:
+            return len(left) * taken / len(self._measured)
+        return sum(left)
 
 
 class JsonLines(Display):
@@ -155,7 +200,7 @@ class JsonLines(Display):
         emit("message", text=message)
 
     def interim(self, analysis: InterimAnalysis) -> None:
-        """Event ``interim``: how wide the widest interval is, and with how many cells the run goes on."""
+        """Event ``interim``: how wide the widest interval is, and how many cells the run goes on with."""
         emit(
             "interim",
             repeats=analysis.repeats,
@@ -182,9 +227,16 @@ class JsonLines(Display):
         )
 
     def _about(self, trial: Trial) -> dict[str, object]:
-        named = {"cell_id": trial.cell.cell_id, "label": self._labels[trial.cell], "repeat": trial.repeat}
         seconds, bound = self._to_go()
-        return {**named, "done": self._done, "total": self._total, "seconds_to_go": round(seconds, 1), "bound": bound}
+        return {
+            "cell_id": trial.cell.cell_id,
+            "label": self._labels[trial.cell],
+            "repeat": trial.repeat,
+            "done": self._done,
+            "total": self._total,
+            "seconds_to_go": round(seconds, 1),
+            "bound": bound,
+        }
 
 
 def emit(event: str, **facts: object) -> None:
@@ -194,4 +246,6 @@ def emit(event: str, **facts: object) -> None:
 
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+    if minutes:
+        return f"{minutes} min {rest:02d} s"
+    return f"{rest} s"

@@ -1,13 +1,13 @@
-"""The table of a report: backends that did the same work, the fastest first, in one group for each N and world."""
+"""The table of a report: backends that did the same work, fastest first; a group per N and W."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from bench.formatting import digits, size
-from bench.grouping import grouped
 from bench.judge.analysis import Analysis, CellRow
 from bench.judge.columns import WAYS, differing, phrases
 from bench.judge.samples import NAME
@@ -91,26 +91,30 @@ class Group:
         return f"N = {self.n}, {self.setting}".replace(" = ", "=")
 
     def texts(self, row: RankedRow) -> dict[str, str]:
-        """The text of a row in each of COLUMNS; the page's script writes the same for another baseline."""
-        verdict, is_baseline = row.verdict, self.is_timed and row.backend == self.baseline
-        if verdict and verdict not in DECIDED:
-            verdict += f": {row.verdict_reason}"
-        if verdict and row.may_differ:
-            verdict += MAY_DIFFER
+        """The text of a row in each of COLUMNS.
+
+        The page's script writes the same for another baseline.
+        """
+        ratio, verdict = _number(row.ratio), _verdict_text(row)
+        if self.is_timed and row.backend == self.baseline:
+            ratio, verdict = "1", "baseline"
         ratio_ends, next_ends = interval_text(row.ratio_low, row.ratio_high), DASH
         if row.time is not None and row.time.runs:
             next_ends = interval_text(row.time.next_low, row.time.next_high)
             if not row.time.next_low:
                 ratio_ends = ", ".join(map(digits, row.time.runs))
+        memory = DASH
+        if row.peak_memory_bytes is not None:
+            memory = size(row.peak_memory_bytes)
         return {
             "backend": row.backend,
             "seconds": _number(row.step_time_s),
             "seconds_ends": interval_text(row.step_time_low_s, row.step_time_high_s),
-            "ratio": "1" if is_baseline else _number(row.ratio),
+            "ratio": ratio,
             "ratio_ends": ratio_ends,
             "next_ends": next_ends,
-            "verdict": "baseline" if is_baseline else verdict or DASH,
-            "memory": DASH if row.peak_memory_bytes is None else size(row.peak_memory_bytes),
+            "verdict": verdict,
+            "memory": memory,
             "memory_ratio": _number(row.memory_ratio),
             "trials": str(row.num_ok),
             "correct": row.correct,
@@ -119,13 +123,23 @@ class Group:
     @cached_property
     def table(self) -> Table:
         """The group as a table; wrong cells are red."""
-        columns = [column for column in COLUMNS if self.is_timed or column.key not in TIMES]
-        if self.num_runs < MIN_RUNS:
-            columns = [column for column in columns if column.key != "next_ends"]
-        if self.num_runs == MIN_RUNS - 1:
-            columns = [replace(each, title="both runs") if each.key == "ratio_ends" else each for each in columns]
+        columns = []
+        for column in COLUMNS:
+            if column.key in TIMES and not self.is_timed:
+                continue
+            if column.key == "next_ends" and self.num_runs < MIN_RUNS:
+                continue
+            if column.key == "ratio_ends" and self.num_runs == MIN_RUNS - 1:
+                columns.append(replace(column, title="both runs"))
+                continue
+            columns.append(column)
         red = {column.key: "red" for column in columns}
-        rows = [TableRow(self.texts(row), {} if row.status == Status.OK else red) for row in self.rows]
+        rows = []
+        for row in self.rows:
+            styles = red
+            if row.status == Status.OK:
+                styles = {}
+            rows.append(TableRow(self.texts(row), styles))
         return Table(columns=columns, rows=rows, caption=self.title)
 
     @property
@@ -136,33 +150,52 @@ class Group:
         scope = f"verdicts hold{scope_words(self.num_runs)}"
         if self.num_runs == 1:
             return (
-                f"s/step: {NAME} of n trials; ratio to {self.baseline}: geometric mean over blocks, below 1 is faster; "
-                f"{scope}"
+                f"s/step: {NAME} of n trials; ratio to {self.baseline}: geometric mean over "
+                f"blocks, below 1 is faster; {scope}"
             )
         text = (
-            f"s/step, and ratio to {self.baseline}: {NAME} over {self.num_runs} runs, below 1 is faster; memory and n "
-            "trials: of the first"
+            f"s/step, and ratio to {self.baseline}: {NAME} over {self.num_runs} runs, below 1 is "
+            "faster; memory and n trials: of the first"
         )
         if self.num_runs < MIN_RUNS:
             return text
         return (
-            f"{text}; next run: where the ratio of another run falls in 95 of 100 cases; {scope}, and may differ on "
-            "another day where that contains 1"
+            f"{text}; next run: where the ratio of another run falls in 95 of 100 cases; {scope}, "
+            "and may differ on another day where that contains 1"
         )
 
     def share(self, value: float, *columns: str) -> str:
         """A value as a percentage of the largest in these columns, for bars."""
-        every = [getattr(row, name) for row in self.rows for name in columns]
-        return f"{100 * value / max(number for number in every if number is not None):.1f}%"
+        known: list[float] = []
+        for row in self.rows:
+            numbers = [getattr(row, name) for name in columns]
+            known += [number for number in numbers if number is not None]
+        return f"{100 * value / max(known):.1f}%"
+
+
+def _verdict_text(row: RankedRow) -> str:
+    """The verdict of a row, with what is to say of it; a dash without one."""
+    if row.verdict is None:
+        return DASH
+    text = str(row.verdict)
+    if row.verdict not in DECIDED:
+        text += f": {row.verdict_reason}"
+    if row.may_differ:
+        text += MAY_DIFFER
+    return text
 
 
 def _number(value: float | None) -> str:
-    return DASH if value is None else digits(value)
+    if value is None:
+        return DASH
+    return digits(value)
 
 
 def interval_text(low: float | None, high: float | None) -> str:
     """An interval as the table shows it."""
-    return DASH if low is None or high is None else f"{digits(low)}-{digits(high)}"
+    if low is None or high is None:
+        return DASH
+    return f"{digits(low)}-{digits(high)}"
 
 
 def ratio_text(time: Interval) -> str:
@@ -171,59 +204,61 @@ def ratio_text(time: Interval) -> str:
         return f"{digits(time.ratio)}{ends_text(time.low, time.high)}"
     if time.next_low is None or time.next_high is None:
         return f"{' and '.join(map(digits, time.runs))} in two runs"
-    ends = f"95 % {interval_text(time.low, time.high)}, next run {interval_text(time.next_low, time.next_high)}"
-    return f"{digits(time.ratio)} ({ends})"
+    ends = f"95 % {interval_text(time.low, time.high)}"
+    next_run = f"next run {interval_text(time.next_low, time.next_high)}"
+    return f"{digits(time.ratio)} ({ends}, {next_run})"
 
 
 def ends_text(low: float | None, high: float | None) -> str:
     """An interval in brackets behind its centre; empty without one."""
-    return "" if low is None or high is None else f" (95 % {interval_text(low, high)})"
+    if low is None or high is None:
+        return ""
+    return f" (95 % {interval_text(low, high)})"
 
 
 def groups(data: Analysis) -> list[Group]:
-    """All groups: real ranks, times, the baseline, the largest N and the most ranks come first, in this order.
+    """All groups.
 
-    If HSDP runs with several numbers of replicas, each is a group of its own.
+    Real ranks, times, the baseline, the largest N and the most ranks come first, in this order. If
+    HSDP runs with several numbers of replicas, each is a group of its own.
     """
-    others = [cell for cell in data.run.cells.values() if not cell.is_reference and not cell.twin]
-    several = "replicate" in differing(others)
-    kinds = grouped((replace(cell, backend="", replicate=cell.replicate * several), cell) for cell in others)
-    every = [cells[0] for cells in kinds.values()]
-    ways = [name for name in differing(every, ("precision", *WAYS)) if name != "accumulate"]
-    found = [_group(data, cells, ways) for cells in kinds.values()]
+    contestants = [cell for cell in data.run.cells.values() if not cell.is_reference]
+    others = [cell for cell in contestants if not cell.twin]
+    several_replicates = "replicate" in differing(others)
+    alike: dict[Cell, list[Cell]] = {}
+    for cell in others:
+        replicate = 0
+        if several_replicates:
+            replicate = cell.replicate
+        kind = replace(cell, backend="", replicate=replicate)
+        alike.setdefault(kind, []).append(cell)
+    firsts = [cells[0] for cells in alike.values()]
+    every_way = differing(firsts, ("precision", *WAYS))
+    ways = [name for name in every_way if name != "accumulate"]
+    found = [_group(data, cells, ways) for cells in alike.values()]
+    return sorted(found, key=_place_of, reverse=True)
 
-    def order(group: Group) -> tuple[bool, bool, bool, int, int]:
-        compared = any(row.backend == group.baseline for row in group.rows)
-        return group.cell.world.has_all_ranks, group.is_timed, compared, group.n, group.cell.world_size
 
-    return sorted(found, key=order, reverse=True)
+def _place_of(group: Group) -> tuple[bool, bool, bool, int, int]:
+    """What decides on the order of groups."""
+    has_baseline = any(row.backend == group.baseline for row in group.rows)
+    has_all_ranks, ranks = group.cell.world.has_all_ranks, group.cell.world_size
+    return has_all_ranks, group.is_timed, has_baseline, group.n, ranks
 
 
 def _group(data: Analysis, cells: list[Cell], ways: list[str]) -> Group:
     first = cells[0]
-    rows = [data.rows[cell.cell_id] for cell in cells]
-    base = next((row.peak_memory_bytes for row in rows if row.backend == data.baseline), None)
-    once = data.run.manifest.once
-    is_timed = (
-        first.world.times_communication and data.times_unavailable is None and any(c.cell_id not in once for c in cells)
-    )
-    checked = "yes" if first.world.has_values else "not checked"
+    is_timed = _is_timed(data, cells)
+    baseline_bytes = _baseline_bytes(data, cells)
     shown = []
-    for row in rows:
-        share = None
-        if base and row.peak_memory_bytes is not None:
-            share = row.peak_memory_bytes / base
-        correct = checked if row.status == Status.OK else row.outcome
-        pair = data.pairs.get(row.cell_id)
-        ranked = RankedRow(
-            **vars(row),
-            memory_ratio=share,
-            correct=correct,
-            time=None if pair is None else pair.time,
-            may_differ=pair is not None and pair.may_differ,
-        )
-        shown.append(ranked if is_timed else ranked.without_times())
-    world = f"W = {first.world_size}" + (f" ({first.world.label})" if first.world.label else "")
+    for cell in cells:
+        row = _ranked(data, data.rows[cell.cell_id], baseline_bytes)
+        if not is_timed:
+            row = row.without_times()
+        shown.append(row)
+    world = f"W = {first.world_size}"
+    if first.world.label:
+        world += f" ({first.world.label})"
     return Group(
         cell=first,
         setting=", ".join([world, *phrases(first, ways)]),
@@ -234,8 +269,50 @@ def _group(data: Analysis, cells: list[Cell], ways: list[str]) -> Group:
     )
 
 
+def _is_timed(data: Analysis, cells: Sequence[Cell]) -> bool:
+    """Whether the times of these cells are shown: not of those that all run once beside others."""
+    if data.times_unavailable is not None or not cells[0].world.times_communication:
+        return False
+    once = data.run.manifest.once
+    return any(cell.cell_id not in once for cell in cells)
+
+
+def _baseline_bytes(data: Analysis, cells: Sequence[Cell]) -> int | None:
+    """The peak of the baseline's cell among these."""
+    for cell in cells:
+        row = data.rows[cell.cell_id]
+        if row.backend == data.baseline:
+            return row.peak_memory_bytes
+    return None
+
+
+def _ranked(data: Analysis, row: CellRow, baseline_bytes: int | None) -> RankedRow:
+    share = None
+    if baseline_bytes and row.peak_memory_bytes is not None:
+        share = row.peak_memory_bytes / baseline_bytes
+    correct = row.outcome
+    if row.status == Status.OK:
+        correct = "not checked"
+        if row.cell.world.has_values:
+            correct = "yes"
+    time, may_differ = None, False
+    pair = data.pairs.get(row.cell_id)
+    if pair is not None:
+        time, may_differ = pair.time, pair.may_differ
+    return RankedRow(
+        **vars(row),
+        memory_ratio=share,
+        correct=correct,
+        time=time,
+        may_differ=may_differ,
+    )
+
+
 def _sort_key(row: RankedRow) -> tuple[float, float, str]:
     """The fastest first; without times the least memory first; cells with neither last."""
-    seconds = math.inf if row.step_time_s is None else row.step_time_s
-    memory = math.inf if row.peak_memory_bytes is None else row.peak_memory_bytes
+    seconds, memory = math.inf, math.inf
+    if row.step_time_s is not None:
+        seconds = row.step_time_s
+    if row.peak_memory_bytes is not None:
+        memory = row.peak_memory_bytes
     return seconds, memory, row.backend

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import textwrap
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -22,6 +23,7 @@ from numpy.typing import ArrayLike
 
 from bench.backends.base import built_in
 from bench.formatting import plain
+from bench.judge.tables import rows_of
 
 WIDTH, MAX_HEIGHT = 7.5, 9.0
 """Of a figure in inches: fits on A4 with margins."""
@@ -37,11 +39,15 @@ NAME_LENGTH = 46
 REFERENCE_COLOUR = "#000000"
 GREY, CONTROL_COLOUR = "#555555", "#f3dfb4"
 
-FRAMEWORK_COLOURS = {backend.framework: backend.colour for backend in built_in().values() if backend.colour}
-"""Okabe and Ito's palette without its yellow, which is too pale on paper, and Paul Tol's muted and safe palettes."""
+FRAMEWORK_COLOURS = {each.framework: each.colour for each in built_in().values() if each.colour}
+"""Okabe and Ito's palette without its yellow, which is too pale on paper, and two of Paul Tol's."""
 SYNC_MARKERS = {"none": "o", "eager": "s", "deferred-all-reduce": "v", "deferred": "^"}
 OTHER_MARKER = "D"
-SHARDING_DASHES: dict[str, tuple[float, ...]] = {"params": (8.0, 1.6), "grads": (3.6, 1.4), "optimizer": (1.0, 1.2)}
+SHARDING_DASHES: dict[str, tuple[float, ...]] = {
+    "params": (8.0, 1.6),
+    "grads": (3.6, 1.4),
+    "optimizer": (1.0, 1.2),
+}
 SOLID_LENGTH, DOT, DOT_GAP = 14.0, 1.4, 1.4
 """Dashes of a solid line that resembles another, and the dots that distinguish lines."""
 
@@ -80,7 +86,9 @@ class Appearance:
         """Dashed for eager sync, in dashes and dots for a deferred all-reduce, solid otherwise."""
         if self.marker == SYNC_MARKERS["deferred-all-reduce"]:
             return "-."
-        return "--" if self.marker == SYNC_MARKERS["eager"] else "-"
+        if self.marker == SYNC_MARKERS["eager"]:
+            return "--"
+        return "-"
 
 
 Key = tuple[Artist | tuple[Artist, ...], str]
@@ -94,13 +102,19 @@ def _glyphs() -> frozenset[int]:
 
 def clean(text: object) -> str:
     """One line that the font can draw, whatever was in the text."""
-    return "".join(c if ord(c) in _glyphs() else "?" for c in unicodedata.normalize("NFC", plain(text)))
+    composed = unicodedata.normalize("NFC", plain(text))
+    for character in set(composed):
+        if ord(character) not in _glyphs():
+            composed = composed.replace(character, "?")
+    return composed
 
 
 def cut(text: object) -> str:
     """``clean``, cut in the middle if it is longer than a name may be."""
     name = clean(text)
-    return name if len(name) <= NAME_LENGTH else f"{name[: NAME_LENGTH // 2]}…{name[-NAME_LENGTH // 2 :]}"
+    if len(name) <= NAME_LENGTH:
+        return name
+    return f"{name[: NAME_LENGTH // 2]}…{name[-NAME_LENGTH // 2 :]}"
 
 
 def safe(text: object) -> str:
@@ -109,12 +123,16 @@ def safe(text: object) -> str:
 
 
 def colours(frameworks: Iterable[str]) -> dict[str, str]:
-    """One colour per framework: fixed for the known ones, for others those that are left, last first."""
+    """One colour per framework.
+
+    It is fixed for the known ones; others have those that are left, last first.
+    """
     chosen = sorted(set(frameworks))
     unknown = [name for name in chosen if name not in FRAMEWORK_COLOURS]
-    taken = {FRAMEWORK_COLOURS[name] for name in chosen if name in FRAMEWORK_COLOURS}
+    taken = {FRAMEWORK_COLOURS.get(name) for name in chosen}
     free = [colour for colour in reversed(FRAMEWORK_COLOURS.values()) if colour not in taken]
-    return FRAMEWORK_COLOURS | dict(zip(unknown, itertools.cycle(free or [GREY]), strict=False))
+    left = itertools.cycle(free or [GREY])
+    return FRAMEWORK_COLOURS | dict(zip(unknown, left, strict=False))
 
 
 def looks(trials: pd.DataFrame) -> dict[str, Appearance]:
@@ -122,21 +140,31 @@ def looks(trials: pd.DataFrame) -> dict[str, Appearance]:
 
     Backends of equal framework, sync and sharding differ by dots in the line.
     """
-    facts = trials[["framework", "sharding", "sync", "backend"]].astype(object).fillna("").drop_duplicates("backend")
+    facts = trials[["framework", "sharding", "sync", "backend"]]
+    facts = facts.astype(object).fillna("").drop_duplicates("backend")
     colour = colours(facts["framework"])
     facts["place"] = facts["framework"].map(list(colour).index)
     facts = facts.sort_values(["place", "sharding", "sync", "backend"])
-    alike = facts.groupby(["framework", "sharding", "sync"]).cumcount()
-    rows = zip(*(facts[name].astype(str) for name in ("backend", "framework", "sharding", "sync")), alike, strict=True)
-    return {
-        backend: Appearance(colour[framework], SYNC_MARKERS.get(sync, OTHER_MARKER), _line(sharding, count))
-        for backend, framework, sharding, sync, count in rows
-    }
+    seen: Counter[tuple[str, str, str]] = Counter()
+    found = {}
+    for row in rows_of(facts):
+        framework, sharding, sync = str(row["framework"]), str(row["sharding"]), str(row["sync"])
+        alike = seen[framework, sharding, sync]
+        seen[framework, sharding, sync] += 1
+        found[str(row["backend"])] = Appearance(
+            colour=colour[framework],
+            marker=SYNC_MARKERS.get(sync, OTHER_MARKER),
+            line=_line(sharding, alike),
+        )
+    return found
 
 
 def _line(sharding: str, alike: int) -> LineStyleType:
     dashes = SHARDING_DASHES.get(sharding, ())
-    return (0, (dashes or (SOLID_LENGTH, DOT_GAP)) + (DOT, DOT_GAP) * alike if alike else dashes)
+    if not alike:
+        return (0, dashes)
+    dots = (DOT, DOT_GAP) * alike
+    return (0, (dashes or (SOLID_LENGTH, DOT_GAP)) + dots)
 
 
 def mark(
@@ -154,18 +182,33 @@ def mark(
 
 
 def _marker(look: Appearance, wrong: bool, size: float) -> dict[str, Any]:
-    """A wrong result is a ring that no marker covers; others have an edge, to be seen before one of their colour."""
+    """A wrong result is a ring that no marker covers.
+
+    Others have an edge, to be seen before one of their colour.
+    """
     if wrong:
-        ring = {"marker": "o", "markersize": 1.8 * size, "markerfacecolor": "none", "markeredgewidth": 1.3}
-        return {"color": look.colour} | ring
-    edge = {"markersize": size + 1.6, "markeredgecolor": "white", "markeredgewidth": 0.6}
-    return {"color": look.colour, "marker": look.marker} | edge
+        return {
+            "color": look.colour,
+            "marker": "o",
+            "markersize": 1.8 * size,
+            "markerfacecolor": "none",
+            "markeredgewidth": 1.3,
+        }
+    return {
+        "color": look.colour,
+        "marker": look.marker,
+        "markersize": size + 1.6,
+        "markeredgecolor": "white",
+        "markeredgewidth": 0.6,
+    }
 
 
 def line_key(backend: str, look: Appearance, line: LineStyleType, *, wrong: bool = False) -> Key:
     """The legend's entry of a backend that is drawn as a line with markers."""
-    label = cut(backend) + " (invalid)" * wrong
-    return Line2D([], [], linestyle=line, **_marker(look, wrong, 4.0 if wrong else 5.5)), label
+    label, size = cut(backend), 5.5
+    if wrong:
+        label, size = f"{label} (invalid)", 4.0
+    return Line2D([], [], linestyle=line, **_marker(look, wrong, size)), label
 
 
 @cache
@@ -178,15 +221,22 @@ def _renderer() -> RendererAgg:
 def text_width(text: str, size: float, weight: str = "normal") -> float:
     """Width of a line of text in inches."""
     font = FontProperties(family=RC["font.family"], size=size, weight=weight)
-    return float(_renderer().get_text_width_height_descent(clean(text), font, ismath=False)[0] / DPI)
+    width, *_ = _renderer().get_text_width_height_descent(clean(text), font, ismath=False)
+    return float(width / DPI)
 
 
-def wrap(text: str, width: float, size: float, weight: str = "normal", indent: str = "") -> list[str]:
-    """The lines of the text, none wider than so many inches; all but the first begin with ``indent``.
+def wrap(
+    text: str,
+    width: float,
+    size: float,
+    weight: str = "normal",
+    indent: str = "",
+) -> list[str]:
+    """The lines of the text, none wider than so many inches; all but the first are indented.
 
-    Matplotlib's own ``wrap=True`` knows one width, up to the edge of the figure: titles of neighbouring panels run into
-    each other, and other words into the margin. It also leaves a word whole that is wider than the line, and cannot
-    indent.
+    Matplotlib's own ``wrap=True`` knows one width, up to the edge of the figure: titles of
+    neighbouring panels run into each other, and other words into the margin. It also leaves a word
+    whole that is wider than the line, and cannot indent.
     """
     text = clean(text)
     length = int(1.2 * len(text) * width / max(text_width(text, size, weight), width)) + 1

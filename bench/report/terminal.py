@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,6 @@ from rich.text import Text
 from bench.errors import BAD, GOOD
 from bench.findings import Finding, Level
 from bench.formatting import plural, some
-from bench.grouping import grouped
 
 if TYPE_CHECKING:
     from bench.report.answer import Answer
@@ -25,11 +25,13 @@ MOST_LINES = 3
 
 def show(console: Console, answer: Answer) -> None:
     """Print the table of the largest N, then every statement."""
-    for group in answer.groups[:1]:
-        group.table.show(console)
-        console.print(Text(group.legend, style="dim"))
-    if others := [group.title for group in answer.groups[1:]]:
-        console.print(Text(f"report.md has the same table for {'; '.join(others)}", style="dim"))
+    if answer.groups:
+        largest, *others = answer.groups
+        largest.table.show(console)
+        console.print(Text(largest.legend, style="dim"))
+        if others:
+            titles = "; ".join(group.title for group in others)
+            console.print(Text(f"report.md has the same table for {titles}", style="dim"))
     console.print()
     width = max(len(statement.topic) for statement in answer.all)
     for statement in answer.all:
@@ -39,41 +41,75 @@ def show(console: Console, answer: Answer) -> None:
 
 
 def _show_statement(console: Console, statement: Finding, width: int) -> None:
-    """A statement beside its topic; a command has a line of its own, which is not wrapped: it is to be pasted."""
-    topic, style = f"{statement.topic:{width}}  ", "bold red" if statement.level is Level.WARNING else "bold"
-    lines = textwrap.wrap(statement.sentence, max(1, console.width - len(topic)), break_on_hyphens=False)
-    console.print(Text.assemble((topic, style), f"\n{' ' * len(topic)}".join(lines)), soft_wrap=True)
+    """A statement beside its topic.
+
+    A command has a line of its own, which is not wrapped: it is to be pasted.
+    """
+    topic, style = f"{statement.topic:{width}}  ", "bold"
+    if statement.level is Level.WARNING:
+        style = "bold red"
+    room = max(1, console.width - len(topic))
+    lines = textwrap.wrap(statement.sentence, room, break_on_hyphens=False)
+    text = f"\n{' ' * len(topic)}".join(lines)
+    console.print(Text.assemble((topic, style), text), soft_wrap=True)
     if statement.command:
         console.print(Text(f"  {statement.command}"), soft_wrap=True)
 
 
-def report_findings(findings: Sequence[Finding], verdicts: Sequence[str], *, as_json: bool, **facts: str) -> int:
-    """Print findings and the verdict on them, or these and ``facts`` as JSON; the exit status, 1 if one is an error.
+def report_findings(
+    findings: Sequence[Finding],
+    verdicts: Sequence[str],
+    *,
+    as_json: bool,
+    **facts: str,
+) -> int:
+    """Print findings and the verdict on them, or these and ``facts`` as JSON.
 
-    ``verdicts`` are those with errors, with warnings alone, and with neither.
+    ``verdicts`` are those with errors, with warnings alone, and with neither. Returns the exit
+    status, 1 if a finding is an error.
     """
-    errors, warnings = (sum(finding.level is level for finding in findings) for level in (Level.ERROR, Level.WARNING))
+    levels = Counter(finding.level for finding in findings)
+    errors, warnings = levels[Level.ERROR], levels[Level.WARNING]
+    with_errors, with_warnings, with_neither = verdicts
+    verdict = with_neither
+    if errors:
+        verdict = with_errors
+    elif warnings:
+        verdict = with_warnings
     if as_json:
         every = [finding.to_dict() for finding in findings]
         print(json.dumps({**facts, "findings": every, "errors": errors, "warnings": warnings}))
     else:
-        verdict = verdicts[0] if errors else verdicts[1] if warnings else verdicts[2]
-        _show_findings(findings, f"{plural(errors, 'error')}, {plural(warnings, 'warning')}: {verdict}")
-    return BAD if errors else GOOD
+        counts = f"{plural(errors, 'error')}, {plural(warnings, 'warning')}"
+        _show_findings(findings, f"{counts}: {verdict}")
+    if errors:
+        return BAD
+    return GOOD
 
 
 def _show_findings(findings: Sequence[Finding], verdict: str) -> None:
     """One line each; findings that say the same of several cells share a line."""
     console = Console()
     width = max((len(finding.topic) for finding in findings), default=0)
-    subjects = grouped(((finding.level, finding.topic, finding.text), finding.subject) for finding in findings)
-    shown = grouped(
-        ((level, topic), f"{some(names)}: {text}" if names[0] else text)
-        for (level, topic, text), names in subjects.items()
-    )
-    for (level, topic), texts in shown.items():
-        most = MOST_LINES if len(texts) > MOST_LINES + 1 else len(texts)
-        more = [f"... and {len(texts) - most} more, which --json lists"] if len(texts) > most else []
-        for text in texts[:most] + more:
-            console.print(Text(f"{level:7}  {topic:{width}}  ", style=STYLES[level]) + Text(text), soft_wrap=True)
+    subjects: dict[tuple[Level, str, str], list[str]] = {}
+    for finding in findings:
+        key = (finding.level, finding.topic, finding.text)
+        subjects.setdefault(key, []).append(finding.subject)
+    shown: dict[tuple[Level, str], list[str]] = {}
+    for (level, topic, text), names in subjects.items():
+        line = text
+        if names[0]:
+            line = f"{some(names)}: {text}"
+        shown.setdefault((level, topic), []).append(line)
+    for (level, topic), lines in shown.items():
+        beginning = Text(f"{level:7}  {topic:{width}}  ", style=STYLES[level])
+        for line in _first_of(lines):
+            console.print(beginning + Text(line), soft_wrap=True)
     console.print(verdict, highlight=False, soft_wrap=True)
+
+
+def _first_of(lines: Sequence[str]) -> list[str]:
+    """MOST_LINES of the lines and the number of the others; all if there is only one more."""
+    if len(lines) <= MOST_LINES + 1:
+        return [*lines]
+    return [*lines[:MOST_LINES], f"... and {len(lines) - MOST_LINES} more, which --json lists"]
