@@ -94,8 +94,8 @@ def _of_cell(run: Run, cell_id: str) -> Iterator[Finding]:
         yield finding(Level.NOTE, "link", f"{link_words([cell])}; {TRANSFER}")
     for record in run.records:
         if record.cell_id == cell_id and record.layout is not None and (what := not_covered(record.layout)):
-            text = f"collectives and held memory are measured, and held against no formula: {what}"
-            yield finding(Level.NOTE, "bytes", text)
+            unchecked = f"collectives and held memory are measured, and held against no formula: {what}"
+            yield finding(Level.NOTE, "bytes", unchecked)
             break
     if text := run.manifest.remarks.get(cell_id):
         yield finding(Level.NOTE, "backend", text)

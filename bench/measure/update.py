@@ -44,15 +44,19 @@ def change_from(model: nn.Module, after: Mapping[str, Tensor], backend: str) -> 
     compared. A complex parameter is two real ones in a last dimension. Raises RuntimeError if a parameter is missing,
     or one is there that is not the model's.
     """
-    before = {name: p.detach() for name, p in model.named_parameters()}
+    before = dict(model.named_parameters())
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)} | model.state_dict().keys()
     known |= {name for name, _ in model.named_buffers()}
     if wrong := (before.keys() - after.keys()) | (after.keys() - known):
         raise RuntimeError(f"full_parameters() of {backend} is not the model's: {sorted(wrong)[:3]}")
     for name in after:
         value = after[name].detach()
-        if name in before:
-            yield name, _real(value.to(before[name].device)) - _real(before[name])
+        if name not in before:
+            continue
+        was = before[name].detach()
+        if not before[name].requires_grad:
+            was = was.to(value.dtype)  # a frozen one has no fp32 master
+        yield name, _real(value.to(was.device)) - _real(was)
 
 
 def _real(value: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from bench.plan.cell import (
     Precision,
 )
 from bench.plan.matrix import KEYS, METHODS, Matrix
-from bench.plan.models import SIZES, describe_file, find_factory
+from bench.plan.models import LLAMA, SIZES, describe_file, find_factory
 from bench.plan.world import Candidate
 
 TWIN = "again"
@@ -198,7 +198,7 @@ def _cells(
             global_batch_size=batch,
             sequence_length=matrix["workload.sequence_length"],
             workload=matrix["workload.workload"],
-            model=matrix["workload.model"],
+            model=_model(matrix),
             corpus=corpus,
             precision=Precision(precision),
             optimizer=optimizer,
@@ -260,6 +260,14 @@ def baseline(matrix: Matrix, backends: Mapping[str, Candidate]) -> str:
         return bool(backends[name].missing(device)), bool(backends[name].defect)
 
     return min(others, key=unfitness, default=REFERENCE)
+
+
+def _model(matrix: Matrix) -> str:
+    """The size of the model; of a workload that an option names without a size, its name: a file's is of another."""
+    named = matrix.place("workload.workload").startswith("--")
+    if named and matrix["workload.workload"] != LLAMA and not matrix.place("workload.model").startswith("--"):
+        return str(matrix["workload.workload"])
+    return str(matrix["workload.model"])
 
 
 def _check_workload(matrix: Matrix) -> None:
