@@ -231,9 +231,9 @@ def _count(cell: Cell, workload: Workload, loss: Loss, samples: Batch) -> PlainW
     return PlainWork(least, most, varying)
 
 
-def _varying(one: Counter[str], other: Counter[str]) -> frozenset[str]:
+def _varying(first: Counter[str], second: Counter[str]) -> frozenset[str]:
     """Names of the operators that two micro-batches run with other shapes or another number of times."""
-    return frozenset(_name(operator) for operator in {**one, **other} if one[operator] != other[operator])
+    return frozenset(_name(operator) for operator in {**first, **second} if first[operator] != second[operator])
 
 
 def _name(operator: str) -> str:

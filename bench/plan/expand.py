@@ -20,7 +20,7 @@ from bench.plan.cell import (
     Precision,
 )
 from bench.plan.matrix import KEYS, METHODS, Matrix
-from bench.plan.models import LLAMA, SIZES, describe_file, find_factory
+from bench.plan.models import HUGGING_FACE, LLAMA, SIZES, describe_file, find_factory, read_config
 from bench.plan.world import Candidate
 
 TWIN = "again"
@@ -278,7 +278,10 @@ def _check_workload(matrix: Matrix) -> None:
             raise InputError(f"{matrix.place('workload.model')}: '{model}' is unknown; {suggest(model, list(SIZES))}")
         return
     try:
-        find_factory(matrix["workload.workload"])
+        if matrix["workload.workload"].startswith(HUGGING_FACE):
+            read_config(matrix["workload.workload"])
+        else:
+            find_factory(matrix["workload.workload"])
     except InputError as error:
         raise InputError(f"{matrix.place('workload.workload')}: {error}") from error
 

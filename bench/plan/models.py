@@ -140,16 +140,6 @@ def find_factory(name: str) -> Callable[..., Any]:
 
     Raises InputError with the reason if it cannot be imported or called.
     """
-    if name.startswith(HUGGING_FACE):
-        path = config_file(name)
-        values = read_config(name)
-
-        def of_config(spec: Any) -> Any:
-            from bench.workload.causal import CausalWorkload  # which imports torch and transformers
-
-            return CausalWorkload(spec, values, str(path))
-
-        return of_config
     module, _, attribute = _place(name).partition(":")
     try:
         factory = getattr(importlib.import_module(module), attribute)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bench.plan.cell import SLICE_TOKENS, Cell
-from bench.plan.models import LLAMA, find_factory
+from bench.plan.models import HUGGING_FACE, LLAMA, config_file, find_factory, read_config
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -67,6 +67,10 @@ def load(cell: Cell, corpus: Path | None) -> Workload:
         from bench.workload.llama import LlamaWorkload
 
         return LlamaWorkload(spec)
+    if cell.workload.startswith(HUGGING_FACE):
+        from bench.workload.causal import CausalWorkload
+
+        return CausalWorkload(spec, read_config(cell.workload), str(config_file(cell.workload)))
     workload: Workload = find_factory(cell.workload)(spec)
     return workload
 

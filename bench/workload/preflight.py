@@ -274,9 +274,9 @@ class _Examination:
         """Raise UnfitError unless the loss of two samples is the mean of theirs."""
         from bench.workload.batches import part
 
-        one, other = (self._loss(model, part(batch, range(i, i + 1))).item() for i in range(2))
-        both, mean = self._loss(model, part(batch, range(2))).item(), (one + other) / 2
-        if not abs(both - mean) <= SAME * max(abs(one), abs(other), abs(both)):
+        first, second = (self._loss(model, part(batch, range(i, i + 1))).item() for i in range(2))
+        both, mean = self._loss(model, part(batch, range(2))).item(), (first + second) / 2
+        if not abs(both - mean) <= SAME * max(abs(first), abs(second), abs(both)):
             raise UnfitError(
                 f"the loss of samples 0 and 1 is {both:.6g}, and the mean of their losses {mean:.6g}: it is not a mean "
                 "over samples (a sum, statistics of the batch, or samples of unequal weight), so it depends on N"
