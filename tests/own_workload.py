@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from bench.backends.plain import DDPEager
 from bench.workload import WorkloadSpec
 
 TOKENS, WIDTH, HIDDEN = 37, 9, 11
@@ -35,7 +36,7 @@ class Cycle:
         return nn.Sequential(nn.Embedding(self.tokens, 32), nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, self.tokens))
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        return []
+        return [model[1], model[3]]  # type: ignore[index]
 
     def data(self, num_samples: int) -> Tensor:
         return (torch.arange(num_samples)[:, None] + torch.arange(self._spec.sequence_length + 1)) % self.tokens
@@ -91,3 +92,94 @@ class Uneven(Cycle):
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         return list(model.blocks)  # type: ignore[arg-type]
+
+
+class Odd(Uneven):
+    """What a user's model may have: samples in a dict, buffers of bool, frozen and unused parameters, tied ones."""
+
+    def make(self) -> nn.Module:
+        model = Model(2, tied=True)
+        model.register_buffer("mask", torch.ones(4, dtype=torch.bool))
+        model.blocks[0].up.weight.requires_grad_(False)  # type: ignore[union-attr, index]
+        return model
+
+    def data(self, num_samples: int) -> Any:
+        tokens = super().data(num_samples)
+        return {"input": tokens[:, :-1], "more": (tokens[:, 1:],)}
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        (labels,) = batch["more"]
+        return cross_entropy(model(batch["input"]).float().flatten(0, 1), labels.flatten())
+
+
+class Buffered(Uneven):
+    """A float buffer that is the only one of its dtype, and one of bool: DDP broadcasts both as they are."""
+
+    def make(self) -> nn.Module:
+        model = Model(2, tied=False)
+        model.gain = torch.ones(300)
+        model.register_buffer("mask", torch.ones(4, dtype=torch.bool))
+        return model
+
+
+class DropsOut(Cycle):
+    """Draws random numbers in a module."""
+
+    def make(self) -> nn.Module:
+        model = super().make()
+        model[2] = nn.Dropout(0.1)  # type: ignore[index, operator]
+        return model
+
+
+class Noisy(Cycle):
+    """Draws random numbers in its loss."""
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        return super().loss(model, batch) * torch.rand(())
+
+
+class Summed(Cycle):
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        return super().loss(model, batch) * len(batch)
+
+
+class NotANumber(Cycle):
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        return super().loss(model, batch) * torch.nan
+
+
+class Counts(Cycle):
+    """Depends on how often it was asked."""
+
+    calls = 0
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        self.calls += 1
+        return super().loss(model, batch) + self.calls
+
+
+class Short(Cycle):
+    def data(self, num_samples: int) -> Tensor:
+        return super().data(num_samples)[1:]
+
+
+class Unsharded(Cycle):
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        return []
+
+
+class Random(Cycle):
+    """Its weights have no seed."""
+
+    def model(self) -> nn.Module:
+        return self.make()
+
+
+class StateDict(DDPEager):
+    """Returns a state dict, as a user does: with buffers, and tied parameters under both names."""
+
+    name = "returns-state-dict"
+
+    def full_parameters(self) -> Mapping[str, Tensor]:
+        found: Mapping[str, Tensor] = self.model.module.state_dict()
+        return found

@@ -69,10 +69,18 @@ def short_parameter_repr() -> Iterator[None]:
 
 
 def gather(model: nn.Module) -> dict[str, Tensor]:
-    """The full fp32 masters of an engine's module, on the CPU. Collective."""
+    """The full fp32 masters of an engine's module, and frozen parameters, which have none, on the CPU. Collective."""
+    from deepspeed import zero
     from deepspeed.utils import safe_get_full_fp32_param
 
-    return {name: safe_get_full_fp32_param(parameter).cpu() for name, parameter in model.named_parameters()}
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            found[name] = safe_get_full_fp32_param(parameter).cpu()
+            continue
+        with zero.GatheredParameters([parameter]):
+            found[name] = parameter.detach().cpu().clone()
+    return found
 
 
 def holdings(engine: Any) -> dict[Category, list[Tensor]]:

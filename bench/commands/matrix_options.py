@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from bench.backends.base import installed_backends, registry
@@ -13,10 +14,11 @@ from bench.errors import InputError
 from bench.launch import gpus as launch_gpus
 from bench.launch.nodes import Nodes
 from bench.plan import matrix as matrix_file
-from bench.plan.cell import Device, Precision
+from bench.plan.cell import Device, Precision, Sharding
 from bench.plan.expand import expand
 from bench.plan.matrix import Matrix
 from bench.run.start import Planned
+from bench.workload import preflight
 
 USAGES = {
     ("axes.backend", "backend", "B"): "only these backends, or all but those of installed packages (see 'backends'); "
@@ -53,7 +55,8 @@ USAGES = {
     ("workload.global_batch_size", "batch", "B"): "global batch: samples per optimizer step over all ranks",
     ("workload.sequence_length", "sequence", "S"): "tokens per sample",
     ("workload.model", "model", "SIZE"): "size of the model",
-    ("workload.workload", "workload", "MODULE:FACTORY"): "a model of your own, instead of llama",
+    ("workload.workload", "workload", "MODULE:FACTORY|hf:CONFIG"): "a model of your own, or of a config.json of "
+    "transformers, instead of llama",
     ("workload.corpus", "corpus", "FILE"): "a text file whose bytes are the tokens",
     ("device", "device", "|".join(Device)): "what the ranks run on",
     ("timeout_s", "timeout", "SECONDS"): "limit of a whole trial",
@@ -132,6 +135,17 @@ def planned(
     expansion = expand(matrix, backends, len(gpus), installed_backends(), num_nodes)
     plan = Planned(matrix, backends, expansion.cells, expansion.once, gpus)
     return plan if arguments.try_all else _without_large_references(plan, num_nodes)
+
+
+def check_workloads(plan: Planned) -> None:
+    """Check the workloads that are not shipped, each once in a process. Raises InputError for an unfit one."""
+    cells = {cell.workload: cell for cell in plan.cells}
+    corpus = plan.matrix["workload.corpus"]
+    path = None
+    if corpus != "markov":
+        path = Path(corpus).resolve()
+    shards = any(plan.backends[cell.backend].sharding is Sharding.PARAMS for cell in plan.cells)
+    preflight.require(cells, path, shards=shards)
 
 
 def _named_backends(matrix: Matrix) -> list[str]:

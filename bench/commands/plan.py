@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from bench.backends import blocks
-from bench.commands.matrix_options import add_matrix_options, planned
+from bench.commands.matrix_options import add_matrix_options, check_workloads, planned
 from bench.errors import GOOD
 from bench.formatting import plural, size
 from bench.judge.columns import differing, phrases
@@ -35,6 +35,12 @@ def add(commands: Any) -> None:
         metavar="GPUS",
         help="as if on these GPUs, with everything installed, such as '1 x H100 80GiB'",
     )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="also check a workload of your own, as run does before its first trial: that it draws no random numbers, "
+        "its loss is a finite mean over samples, and its blocks are called",
+    )
 
 
 def _gpus(text: str) -> list[dict[str, Any]]:
@@ -54,6 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     from bench.forecast import estimate
 
     plan = planned(arguments, arguments.on or ())
+    if arguments.check:
+        check_workloads(plan)
     skipped = _skipped(plan, has_everything=bool(arguments.on))
     guesses = estimate.costs(plan.cells, plan.gpus, skipped)
     print(_cells(plan, skipped, guesses))

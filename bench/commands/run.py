@@ -12,7 +12,7 @@ from typing import Any
 
 from bench import __version__, files
 from bench.backends.base import Backend
-from bench.commands.matrix_options import OPTIONS, add_matrix_options, planned
+from bench.commands.matrix_options import OPTIONS, add_matrix_options, check_workloads, planned
 from bench.commands.options import flag
 from bench.errors import BAD, EXIT_STATUS, INTERRUPTED, InputError, is_interrupt
 from bench.files import new_folder, plots_folder
@@ -103,6 +103,7 @@ def _lead(arguments: argparse.Namespace, others: Nodes | None) -> int:
     if arguments.retry_failed:
         raise InputError("--retry-failed: works only with --resume RUN; add it")
     plan = planned(arguments, others=others)
+    check_workloads(plan)
     if arguments.against:
         plan = _with_other_commit(plan, arguments.against, others)
     folder = arguments.out or new_folder(plan.matrix.name)

@@ -17,6 +17,7 @@ from bench.findings import Finding, Level, good, warning
 from bench.formatting import plural, some
 from bench.judge import samples
 from bench.judge.baseline import percent, widest
+from bench.judge.formulas import not_covered
 from bench.judge.loading import Run
 from bench.judge.pairs import ComparedPair
 from bench.judge.pool import Pool
@@ -100,6 +101,11 @@ def _of_cell(run: Run, cell_id: str) -> Iterator[Finding]:
         yield finding(Level.NOTE, "link", cell.world.caveat)
     elif cell.device is Device.CPU and cell.world_size > 1:
         yield finding(Level.NOTE, "link", f"{link_words([cell])}; {TRANSFER}")
+    for record in run.records:
+        if record.cell_id == cell_id and record.layout is not None and (what := not_covered(record.layout)):
+            unchecked = f"collectives and held memory are measured, and held against no formula: {what}"
+            yield finding(Level.NOTE, "bytes", unchecked)
+            break
     if text := run.manifest.remarks.get(cell_id):
         yield finding(Level.NOTE, "backend", text)
 

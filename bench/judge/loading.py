@@ -91,7 +91,13 @@ def load(folder: Path) -> Run:
         if cell != record.cell or record.cell.cell_id != record.cell_id:
             raise InputError(f"{journal.path}: trial {number} was edited: its cell is not what its cell_id is made of")
     with _edited(f"{journal.path}: was edited: its trials make no table"):
-        found = run_of(records, manifest)
+        unjudged = tables.build(records, manifest)
+    try:
+        found = _judged(unjudged, records, manifest)
+    except (KeyError, TypeError, ValueError) as error:
+        if manifest.journal_sha256 == journal.digest():
+            raise  # nobody edited it: the judge is wrong
+        raise InputError(f"{journal.path}: cannot be judged ({type(error).__name__}: {error}); restore it") from error
     with _edited(f"{folder / MANIFEST}: was edited: its matrix and cells are not those of a run"):
         missing_trials(found)
     return replace(found, digest=journal.digest())
@@ -116,6 +122,10 @@ def missing_trials(run: Run) -> int:
 
 def run_of(records: Sequence[TrialRecord], manifest: Manifest) -> Run:
     """The run in its current state, judged by the gates. Edited records raise KeyError, TypeError or ValueError."""
-    judged = gates.judge(tables.build(records, manifest), records, manifest.predicted.peak_bytes)
+    return _judged(tables.build(records, manifest), records, manifest)
+
+
+def _judged(unjudged: Tables, records: Sequence[TrialRecord], manifest: Manifest) -> Run:
+    judged = gates.judge(unjudged, records, manifest.predicted.peak_bytes)
     cells = {record.cell_id: record.cell for record in records}
     return Run(name=manifest.run_id, tables=judged, cells=cells, manifest=manifest, records=records)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+NEAR_ONE = 0.05
+"""Distance from 1 below which a factor is written with more digits."""
 SAME_FACTOR = 0.05
 """How near a scale must be to 1/N, N, 1/W or W to be called by that name. If several fit, all are named."""
 
@@ -75,8 +78,8 @@ def explain_update(
         return Explanation("the parameters did not change in the right direction at all")
     if residual > rounding or residual > abs(scale - 1):
         return Explanation(
-            f"{scale:.3g} times the right one and {100 * residual:.2g}% of it pointing elsewhere: samples were lost, "
-            "repeated or weighted unequally"
+            f"{_times(scale)} times the right one and {100 * residual:.2g}% of it pointing elsewhere: samples were "
+            "lost, repeated or weighted unequally"
         )
     if clip:
         before = explain_update(clip.unclipped_scale, residual, accumulate, world_size, None, rounding)
@@ -85,7 +88,7 @@ def explain_update(
         right = ""
         if not abs(scale / wanted - 1) < SAME_FACTOR:
             right = f" and not {wanted:.3g}"
-        after = f"after, {scale:.3g} times{right} ({how} to {clip.norm:g})"
+        after = f"after, {_times(scale)} times{right} ({how} to {clip.norm:g})"
         return Explanation(f"before clipping {before.text}", before.causes, after)
     factors = {
         Cause.DIVIDED_TWICE: 1 / accumulate,
@@ -98,7 +101,15 @@ def explain_update(
     if likely:
         return Explanation(", or ".join(CAUSES[cause].format(n=accumulate, w=world_size) for cause in likely), likely)
     direction = "same" if scale > 0 else "opposite"
-    return Explanation(f"{scale:.3g} times the right one, in the {direction} direction")
+    return Explanation(f"{_times(scale)} times the right one, in the {direction} direction")
+
+
+def _times(factor: float) -> str:
+    """A factor with three digits, or as many as show that it is not 1."""
+    apart = abs(factor - 1)
+    if not 0 < apart < NEAR_ONE:
+        return f"{factor:.3g}"
+    return f"{factor:.{1 - math.floor(math.log10(apart))}f}"
 
 
 def explain_clipping(scale: float | None, residual: float | None, clip: Clip) -> str:

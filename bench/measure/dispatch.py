@@ -18,13 +18,15 @@ has its own windows, because counting operators and profiling launches take CPU 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.measure.exposure import WindowProfiler
 from bench.measure.taps import Instrument, Taps
 from bench.plan.task import CPU_WINDOWS
+
+if TYPE_CHECKING:
+    from bench.measure.operators import PlainWork
 
 LAUNCHES = (
     *("cudaLaunchKernel", "cudaLaunchCooperativeKernel", "cudaGraphLaunch"),
@@ -64,9 +66,7 @@ class HostCost:
     It has OTHER_WORK too if ``plain``, the work of the plain model, is given.
     """
 
-    def __init__(
-        self, *, cuda: bool, taps: Taps | None = None, plain: tuple[Counter[str], Counter[str]] | None = None
-    ) -> None:
+    def __init__(self, *, cuda: bool, taps: Taps | None = None, plain: PlainWork | None = None) -> None:
         from bench.measure.operators import OperatorCounter
 
         self._cpu = [CpuTime(cuda=cuda) for _ in range(CPU_WINDOWS)]
@@ -80,8 +80,6 @@ class HostCost:
 
     @property
     def result(self) -> dict[str, Any]:
-        from bench.measure.operators import other_work
-
         operators = self._operators
         measured = [part.seconds for part in self._cpu if part.seconds is not None]
         found: dict[str, Any] = {"cpu_s": min(measured, default=None), "num_operators": None, "num_launches": None}
@@ -90,7 +88,7 @@ class HostCost:
         if self._profiler is not None and (number := num_launches(self._profiler.events)):
             found["num_launches"] = number  # none seen means that profiling failed
         if self._plain and operators.ended:
-            found[OTHER_WORK] = other_work(*self._plain, operators.work, operators.micro_batches)
+            found[OTHER_WORK] = self._plain.other(operators.work, operators.micro_batches)
         return found
 
 

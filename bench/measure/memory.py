@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
@@ -67,6 +67,11 @@ class MemoryProbe:
     def watch(self, backend: Backend) -> None:
         """Ask this backend what it holds."""
         self.holdings = backend.holdings
+
+    def built(self, model: nn.Module) -> None:
+        """Know the buffers of a model: DDP broadcasts the only one of a dtype as it is, which makes it no bucket."""
+        for buffer in model.buffers():
+            self.ledger.mark(buffer, Category.OTHER, Evidence.DECLARED)
 
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Watch the inner optimizer that the backend steps, and return it."""

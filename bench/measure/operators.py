@@ -8,14 +8,15 @@ counted by name and input shapes. ``is_work`` defines what is left out.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 from collections import Counter
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,9 +25,11 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from bench import files
 from bench.backends import blocks
 from bench.measure.taps import Taps
-from bench.measure.tensors import FakeTensors
+from bench.measure.tensors import FakeTensors, RealTensors
 from bench.plan.cell import REFERENCE, Cell, Precision
-from bench.workload import Workload
+from bench.plan.models import LLAMA
+from bench.workload import Batch, Loss, Workload
+from bench.workload.batches import device_of, length, part, zeros_like
 
 MARKS = "profiler"
 """Namespace of operators that only mark ranges for a profiler; torch wraps every optimizer step in
@@ -122,25 +125,52 @@ def is_work(func: Any, result: Any, *, in_loss: bool) -> bool:
     return False
 
 
+@dataclass(frozen=True, slots=True)
+class PlainWork:
+    """The operators of one micro-batch of the plain model, by name and input shapes."""
+
+    least: Counter[str]
+    most: Counter[str]
+    """They differ if blocks are checkpointed: torch stops recomputing a block once all saved tensors
+    are restored, and ZeRO-3's linear layer saves after its product, torch's before."""
+    varying: frozenset[str] = frozenset()
+    """Names of operators whose shapes or number follow from the values of a micro-batch, as in a
+    mixture of experts that gathers the tokens of each one. They are not compared."""
+
+    def other(self, found: Counter[str], micro_batches: int) -> str:
+        """The first operator whose number of runs in the micro-batches differs, in words; empty if there is none.
+
+        The order is the plain model's, then that of ``found``.
+        """
+        for operator in {**self.most, **found}:
+            if _name(operator) in self.varying:
+                continue
+            expected = self.least[operator] * micro_batches
+            without_stop = self.most[operator] * micro_batches
+            if not min(expected, without_stop) <= found[operator] <= max(expected, without_stop):
+                were_due = str(expected)
+                if without_stop != expected:
+                    were_due = f"{expected} to {without_stop}"
+                return f"{operator} ran {found[operator]} times in {micro_batches} micro-batches, {were_due} were due"
+        return ""
+
+    def to_json(self) -> list[Any]:
+        return [self.least, self.most, sorted(self.varying)]
+
+    @classmethod
+    def from_json(cls, stored: list[Any]) -> PlainWork:
+        return cls(Counter(stored[0]), Counter(stored[1]), frozenset(stored[2]))
+
+
 def plain_work(
-    cell: Cell,
-    workload: Workload,
-    loss: Callable[[nn.Module, Tensor], Tensor],
-    samples: Tensor,
-    folder: Path | None,
-    *,
-    keep: bool,
-) -> tuple[Counter[str], Counter[str]] | None:
-    """The minimum and maximum work of one micro-batch of the plain model, on fake tensors.
+    cell: Cell, workload: Workload, loss: Loss, samples: Batch, folder: Path | None, *, keep: bool
+) -> PlainWork | None:
+    """The work of one micro-batch of the plain model on the cell's device, of the first of ``samples``.
 
-    They differ if blocks are checkpointed: torch stops recomputing a block once all saved tensors
-    are restored, and ZeRO-3's linear layer saves after its product, torch's before.
-
-    ``samples`` on the cell's device give shape and dtype. None for a workload that is not shipped
-    and cannot run on fake tensors, for example because it reads values. Call this before any
-    framework is used, because DeepSpeed replaces torch's linear function permanently. It is read
-    from ``folder``, if a trial with the same micro-batches has kept it there, as one does with
-    ``keep``.
+    None for a model of one's own that cannot run so, for example as one of its operators takes no
+    bf16. Call this before any framework is used, because DeepSpeed replaces torch's linear function
+    permanently. It is read from ``folder``, if a trial with the same micro-batches has kept it
+    there, as one does with ``keep``.
     """
     kept = None
     if folder is not None:
@@ -149,34 +179,66 @@ def plain_work(
             stored = json.loads(kept.read_text(encoding="utf-8"))
             if stored is None:
                 return None
-            return (Counter(stored[0]), Counter(stored[1]))
+            return PlainWork.from_json(stored)
+    found = None
+    try:
+        found = _count(cell, workload, loss, samples)
+    except RuntimeError:
+        if cell.workload == LLAMA:
+            raise
+    if kept is not None and keep:
+        files.write(kept, json.dumps(found and found.to_json()))
+    return found
 
-    def work(*, stops: bool) -> Counter[str]:
-        fakes, taps = FakeTensors(samples.device), Taps(lambda: None)
+
+def _count(cell: Cell, workload: Workload, loss: Loss, samples: Batch) -> PlainWork:
+    """Run the plain model for ``plain_work``.
+
+    The shipped model, and any in a world of fake tensors, runs on fake ones: its operators are the
+    same there. Others' are not: transformers builds an attention mask on fake tensors, and none on
+    real ones. They run on real tensors, on two micro-batches if there are as many.
+    """
+    is_fake = cell.workload == LLAMA or not cell.world.computes
+    size, device = cell.micro_batch_size, device_of(samples)
+
+    def work(number: int, *, stops: bool) -> Counter[str]:
+        tensors: RealTensors | FakeTensors = RealTensors(cell, device)
+        if is_fake:
+            tensors = FakeTensors(device)
+        taps = Taps(lambda: None)
         counter = OperatorCounter(taps)
-        with fakes, set_checkpoint_early_stop(stops):
-            model = fakes.place(fakes.model(workload.model))
+        with tensors, set_checkpoint_early_stop(stops):
+            model = tensors.place(tensors.model(workload.model))
             if cell.precision is Precision.BF16:
                 model = model.bfloat16()
             blocks.prepare(workload.blocks(model), cell)
-            shape = (cell.micro_batch_size, *samples.shape[1:])
-            batch = torch.zeros(shape, dtype=samples.dtype, device=samples.device)
+            batch = part(samples, range(number * size, (number + 1) * size))
+            if is_fake:
+                batch = zeros_like(batch)
             with counter:
                 taps.loss(loss)(model, batch).backward()
         return counter.work
 
-    found = None
-    try:
-        least = most = work(stops=True)
-        if cell.activation_checkpointing:
-            most = work(stops=False)
-        found = least, most
-    except RuntimeError:
-        if cell.workload == "llama":
-            raise
-    if kept is not None and keep:
-        files.write(kept, json.dumps(found))
-    return found
+    least = most = work(0, stops=True)
+    if cell.activation_checkpointing:
+        most = work(0, stops=False)
+    varying: frozenset[str] = frozenset()
+    if not is_fake and length(samples) >= 2 * size:
+        varying = _varying(least, work(1, stops=True))
+    if device.type != "cpu" and not is_fake:
+        gc.collect()
+        torch.accelerator.empty_cache()  # or the passes would find the model's memory reserved
+    return PlainWork(least, most, varying)
+
+
+def _varying(first: Counter[str], second: Counter[str]) -> frozenset[str]:
+    """Names of the operators that two micro-batches run with other shapes or another number of times."""
+    return frozenset(_name(operator) for operator in {**first, **second} if first[operator] != second[operator])
+
+
+def _name(operator: str) -> str:
+    """The name of an operator, without its input shapes."""
+    return operator.partition(" of ")[0]
 
 
 def _plain_cell(cell: Cell) -> Cell:
@@ -194,19 +256,3 @@ def _plain_cell(cell: Cell) -> Cell:
         ranks_per_node=0,
         replicate=0,
     )
-
-
-def other_work(least: Counter[str], most: Counter[str], found: Counter[str], micro_batches: int) -> str:
-    """The first operator whose number of runs in the micro-batches differs from the plain model's, in words; or empty.
-
-    The order is the plain model's, then that of ``found``.
-    """
-    for operator in {**most, **found}:
-        expected = least[operator] * micro_batches
-        without_stop = most[operator] * micro_batches
-        if not min(expected, without_stop) <= found[operator] <= max(expected, without_stop):
-            were_due = str(expected)
-            if without_stop != expected:
-                were_due = f"{expected} to {without_stop}"
-            return f"{operator} ran {found[operator]} times in {micro_batches} micro-batches, {were_due} were due"
-    return ""

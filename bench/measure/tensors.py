@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from bench.plan.cell import Cell
 from bench.plan.models import LLAMA, SIZES
+from bench.workload import Batch, batches
 
 MOST_DRAWN_ON_CPU = 10**8
 """Parameters. A core draws 1e9 in 12 s (18 s beside other work): before anything is timed, but in
@@ -51,8 +52,8 @@ class RealTensors(nullcontext[None]):
     def place(self, model: nn.Module) -> nn.Module:
         return model.to(self._device)
 
-    def data(self, make: Callable[[int], Tensor], num_samples: int) -> Tensor:
-        return make(num_samples).to(self._device)
+    def data(self, make: Callable[[int], Batch], num_samples: int) -> Batch:
+        return batches.to(make(num_samples), self._device)
 
 
 def tensors(cell: Cell, device: torch.device) -> RealTensors | FakeTensors:
@@ -132,12 +133,12 @@ class FakeTensors:
                 tensors.update({name: place(tensor) for name, tensor in tensors.items() if tensor is not None})
         return model
 
-    def data(self, make: Callable[[int], Tensor], num_samples: int) -> Tensor:
+    def data(self, make: Callable[[int], Batch], num_samples: int) -> Batch:
         """Fake samples with the shape and dtype of the first one."""
         with unset_fake_temporarily():
             first = make(1)
         with self:
-            return torch.zeros((num_samples, *first.shape[1:]), dtype=first.dtype, device=self._device)
+            return batches.zeros_like(first, num_samples, self._device)
 
 
 class _Mode(FakeTensorMode):

@@ -38,7 +38,7 @@ from bench.measure.tensors import tensors
 from bench.measure.update import change_from, compare, device_check, save
 from bench.plan.cell import REFERENCE, SGD, Cell, Status
 from bench.plan.task import SETTLED_WINDOWS, Spec
-from bench.workload import Loader, load, sliced
+from bench.workload import Batch, Loader, Loss, batches, load, sliced
 from bench.workload.layout import record
 
 
@@ -65,7 +65,7 @@ class RankTrial:
         self.num_parameters = sum(p.numel() for p in model.parameters())
         sizes = [sum(p.numel() for p in block.parameters()) for block in self.workload.blocks(model)]
         self.block_parameters = max(sizes, default=0)
-        self._loss: Callable[[nn.Module, Tensor], Tensor] = self.workload.loss
+        self._loss: Loss = self.workload.loss
         if self.cell.backend == REFERENCE:
             self._loss = sliced(self._loss, self.cell.global_batch_size, self.workload.tokens_per_sample)
         # Samples per update over the ranks that exist.
@@ -122,7 +122,9 @@ class RankTrial:
         if not self.cell.world.computes or self.rank != 0:
             return None
         model = self.workload.model().to(self.device)
-        return record(model, self.workload.blocks(model), self.workload.loss, self.data[:1]).to_json()
+        return record(
+            model, self.workload.blocks(model), self.workload.loss, batches.part(self.data, range(1))
+        ).to_json()
 
     def train(
         self,
@@ -134,17 +136,18 @@ class RankTrial:
         instrument: AbstractContextManager[Any] | None = None,
         keep_parameters: bool = False,
         watch: Callable[[Backend], None] | None = None,
+        built: Callable[[nn.Module], None] = lambda _: None,
     ) -> Backend:
         """Build the backend, train it for some windows under the given taps, and return it.
 
         Optimizer and clipping default to the cell's. ``watch`` is called with the backend before it
-        builds.
+        builds, ``built`` with the model before the backend has it.
         """
         cell, data = self.cell, self.data
 
-        def fetch(samples: range) -> Tensor:
-            start = samples.start % len(data)  # passes of more windows than the time pass see samples again
-            return data[start : start + len(samples)]
+        def fetch(samples: range) -> Batch:
+            start = samples.start % batches.length(data)  # passes of more windows than the time pass see samples again
+            return batches.part(data, range(start, start + len(samples)))
 
         loader = Loader(
             fetch,
@@ -169,7 +172,7 @@ class RankTrial:
             accumulate=cell.accumulate,
             block_parameters=self.block_parameters,
             num_parameters=self.num_parameters,
-            build=lambda: self._build(dataclasses.replace(cell, compiled=compiled)),
+            build=lambda: self._build(dataclasses.replace(cell, compiled=compiled), built),
             blocks=self.workload.blocks,
             loader=taps.loader(loader),
             loss=taps.loss(self._loss),
@@ -186,13 +189,14 @@ class RankTrial:
         self.training_s += taps.training_seconds
         return backend
 
-    def _build(self, cell: Cell) -> nn.Module:
+    def _build(self, cell: Cell, built: Callable[[nn.Module], None]) -> nn.Module:
         """A new model with its blocks prepared; the first call uses the model whose parameters were counted."""
         model, self._unused_model = self._unused_model, None
         if model is None:
             model = self._tensors.model(self.workload.model)
         model = self._tensors.place(model)
         blocks.prepare(self.workload.blocks(model), cell)
+        built(model)
         return model
 
     def _optimizer(self, parameters: Iterable[Parameter]) -> Optimizer:
@@ -337,6 +341,7 @@ class RankTrial:
             optimizer=lambda parameters: probe.optimizer(self._optimizer(parameters)),
             instrument=probe.ledger,
             watch=probe.watch,
+            built=probe.built,
         )
         self._settings = backend.settings()
         return probe.result

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from bench.files import replacing
 from bench.plan.cell import Cell
 from bench.plan.models import LLAMA
-from bench.workload import Workload, load
+from bench.workload import Batch, Workload, batches, load
 
 
 def save(change: Mapping[str, Tensor], path: Path) -> None:
@@ -39,14 +39,30 @@ a whole tensor costs more to map than to compute; on a GPU so many that launchin
 def change_from(model: nn.Module, after: Mapping[str, Tensor], backend: str) -> Iterator[tuple[str, Tensor]]:
     """What an update changed, in fp32 on the device of ``model``, which has the values before it, by parameter.
 
-    Each of ``after`` is read once, so no more than one parameter is held besides ``model``. Raises RuntimeError if the
-    names after the update are not the model's.
+    Each of ``after`` is read once, so no more than one parameter is held besides ``model``. It may be a state dict, and
+    hold buffers and tied parameters under each of their names; they are read, because gathering is collective, and not
+    compared. A complex parameter is two real ones in a last dimension. Raises RuntimeError if a parameter is missing,
+    or one is there that is not the model's.
     """
-    before = {name: p.detach() for name, p in model.named_parameters()}
-    if missing := before.keys() ^ after.keys():
-        raise RuntimeError(f"full_parameters() of {backend} is not the model's: {sorted(missing)[:3]}")
+    before = dict(model.named_parameters())
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)} | model.state_dict().keys()
+    known |= {name for name, _ in model.named_buffers()}
+    if wrong := (before.keys() - after.keys()) | (after.keys() - known):
+        raise RuntimeError(f"full_parameters() of {backend} is not the model's: {sorted(wrong)[:3]}")
     for name in after:
-        yield name, after[name].detach().to(before[name].device).float() - before[name]
+        value = after[name].detach()
+        if name not in before:
+            continue
+        was = before[name].detach()
+        if not before[name].requires_grad:
+            was = was.to(value.dtype)  # a frozen one has no fp32 master
+        yield name, _real(value.to(was.device)) - _real(was)
+
+
+def _real(value: Tensor) -> Tensor:
+    if value.is_complex():
+        value = torch.view_as_real(value)
+    return value.float()
 
 
 def compare(change: Iterable[tuple[str, Tensor]], reference: Path, device: torch.device) -> dict[str, float]:
@@ -113,7 +129,7 @@ def device_check(
         return {}
     samples = workload.data(SAMPLES * WINDOWS)
     on_device = copy.deepcopy(on_cpu).to(device)
-    losses, change = _train(on_device, workload, samples.to(device), optimizer)
+    losses, change = _train(on_device, workload, batches.to(samples, device), optimizer)
     expected_losses, expected = _train(on_cpu, workload, samples, optimizer)
     apart = [abs(loss - other) for loss, other in zip(losses, expected_losses, strict=True)]
     error = deviation(change.items(), expected.__getitem__, "the CPU", torch.device("cpu"))["error"]
@@ -122,13 +138,13 @@ def device_check(
 
 
 def _train(
-    model: nn.Module, workload: Workload, samples: Tensor, make_optimizer: Callable[[Iterable[Parameter]], Optimizer]
+    model: nn.Module, workload: Workload, samples: Batch, make_optimizer: Callable[[Iterable[Parameter]], Optimizer]
 ) -> tuple[list[float], dict[str, Tensor]]:
     """The loss of each window, and what SGD with learning rate 1 would change in the first one."""
     optimizer = make_optimizer(model.parameters())
     losses: list[float] = []
     change: dict[str, Tensor] = {}
-    for batch in samples.split(SAMPLES):
+    for batch in batches.split(samples, SAMPLES):
         loss = workload.loss(model, batch)
         loss.backward()
         if not losses:

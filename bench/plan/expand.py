@@ -20,7 +20,7 @@ from bench.plan.cell import (
     Precision,
 )
 from bench.plan.matrix import KEYS, METHODS, Matrix
-from bench.plan.models import SIZES, describe_file, find_factory
+from bench.plan.models import HUGGING_FACE, LLAMA, SIZES, describe_file, find_factory, read_config
 from bench.plan.world import Candidate
 
 TWIN = "again"
@@ -198,7 +198,7 @@ def _cells(
             global_batch_size=batch,
             sequence_length=matrix["workload.sequence_length"],
             workload=matrix["workload.workload"],
-            model=matrix["workload.model"],
+            model=_model(matrix),
             corpus=corpus,
             precision=Precision(precision),
             optimizer=optimizer,
@@ -262,6 +262,14 @@ def baseline(matrix: Matrix, backends: Mapping[str, Candidate]) -> str:
     return min(others, key=unfitness, default=REFERENCE)
 
 
+def _model(matrix: Matrix) -> str:
+    """The size of the model; of a workload that an option names without a size, its name: a file's is of another."""
+    named = matrix.place("workload.workload").startswith("--")
+    if named and matrix["workload.workload"] != LLAMA and not matrix.place("workload.model").startswith("--"):
+        return str(matrix["workload.workload"])
+    return str(matrix["workload.model"])
+
+
 def _check_workload(matrix: Matrix) -> None:
     """Raise InputError for an unknown model size or a factory that cannot be found."""
     if matrix["workload.workload"] == "llama":
@@ -270,7 +278,10 @@ def _check_workload(matrix: Matrix) -> None:
             raise InputError(f"{matrix.place('workload.model')}: '{model}' is unknown; {suggest(model, list(SIZES))}")
         return
     try:
-        find_factory(matrix["workload.workload"])
+        if matrix["workload.workload"].startswith(HUGGING_FACE):
+            read_config(matrix["workload.workload"])
+        else:
+            find_factory(matrix["workload.workload"])
     except InputError as error:
         raise InputError(f"{matrix.place('workload.workload')}: {error}") from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +86,8 @@ SIZES = {
 
 LLAMA = "llama"
 """The shipped workload."""
+HUGGING_FACE = "hf:"
+"""What stands before the path of a model's config."""
 ENTRY_POINTS = "bench.workloads"
 """Entry-point group for workload factories of other packages."""
 
@@ -107,6 +110,8 @@ def sources(name: str) -> list[Path]:
     """
     if name == LLAMA:
         return []
+    if name.startswith(HUGGING_FACE):
+        return [config_file(name)]
     module = _place(name).partition(":")[0]
     if module.startswith(f"{__name__.partition('.')[0]}."):
         return []
@@ -116,7 +121,7 @@ def sources(name: str) -> list[Path]:
         if found is not None and found.parent:
             package = importlib.util.find_spec(found.parent)
     except Exception as error:  # finding a module imports its parent packages
-        raise InputError(f"workload '{name}': {error}; use 'llama' or 'package.module:factory'") from error
+        raise InputError(f"workload '{name}': {error}; use 'llama', 'hf:CONFIG' or 'package.module:factory'") from error
     if found is None:
         raise InputError(f"workload '{name}': there is no module {module}; use 'llama' or 'package.module:factory'")
     folders = []
@@ -139,10 +144,32 @@ def find_factory(name: str) -> Callable[..., Any]:
     try:
         factory = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # the user's code may raise anything
-        raise InputError(f"workload '{name}': {error}; use 'llama' or 'package.module:factory'") from error
+        raise InputError(f"workload '{name}': {error}; use 'llama', 'hf:CONFIG' or 'package.module:factory'") from error
     if not callable(factory):
         raise InputError(f"workload '{name}': {attribute} is not callable; name a factory that takes a WorkloadSpec")
     return factory  # type: ignore[no-any-return]
+
+
+def config_file(name: str) -> Path:
+    """The file of the config that a workload ``hf:CONFIG`` names, a JSON file or a folder that has ``config.json``."""
+    path = Path(name.removeprefix(HUGGING_FACE)).expanduser()
+    if path.is_dir():
+        path /= "config.json"
+    return path
+
+
+def read_config(name: str) -> dict[str, Any]:
+    """The config of a workload ``hf:CONFIG``. Raises InputError if it is none of a model of transformers."""
+    path = config_file(name)
+    place = f"workload '{name}': {path}"
+    text = files.read(path, place, "name a config.json of transformers, or the folder that has it")
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"{place}: is not JSON ({error}); name a config.json of transformers") from error
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise InputError(f"{place}: model_type is missing; name a config.json of transformers")
+    return values
 
 
 def describe_file(path: Path, length: int, place: str = "--corpus") -> str:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from bench.backends import blocks
 from bench.backends.base import Backend
+from bench.errors import InputError
 from bench.files import end_of, portable
 from bench.launch import dumps
 from bench.launch.interrupt import held
@@ -22,6 +23,7 @@ from bench.launch.telemetry import summarize
 from bench.launch.two_codes import TwoCodes
 from bench.plan import task
 from bench.plan.cell import Cell, Device, Status
+from bench.plan.models import LLAMA
 from bench.plan.schedule import Ended, InterimAnalysis, Trial
 from bench.plan.task import CUDA_PASSES, EXTRA_PASSES, Spec
 from bench.run import machine, start
@@ -184,6 +186,7 @@ class Runner:
             seconds += record.wall_s
             self._done.add(trial.key)
             self._observer.finished(trial, record)
+            _require_reference(record)
         if left:
             self._trial_s = seconds / len(left)
         return True
@@ -346,6 +349,16 @@ class Runner:
         if found := [f"{name}.{dump.name}" for dump in dumps.collect(folder, path.with_suffix(""))]:
             kept["dumps"] = found
         return kept
+
+
+def _require_reference(record: TrialRecord) -> None:
+    """Raise InputError if the record is of a reference of a user's model, and it crashed: nothing can be compared."""
+    workload = record.cell.workload
+    if record.cell.is_reference and workload != LLAMA and record.status is Status.CRASHED:
+        raise InputError(
+            f"workload '{workload}': its reference, with which all others are compared, crashed ({record.reason}); "
+            "mend the workload, and start a new run"
+        )
 
 
 def _gpus(outcome: Outcome, uuids: Sequence[str]) -> dict[str, Any] | None:

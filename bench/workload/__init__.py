@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from bench.plan.cell import SLICE_TOKENS, Cell
-from bench.plan.models import LLAMA, find_factory
+from bench.plan.models import HUGGING_FACE, LLAMA, config_file, find_factory, read_config
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+Batch = Any
+"""A tensor, or tuples, lists and dicts of tensors, whose first dimension counts samples."""
+Loss = Callable[["nn.Module", Batch], "Tensor"]
+"""The mean loss of a micro-batch, from one call of a model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,10 +53,10 @@ class Workload(Protocol):
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """The submodules that are sharded as separate units; everything else belongs to the root unit."""
 
-    def data(self, num_samples: int) -> Tensor:
-        """Samples 0 to ``num_samples`` - 1 along the first dimension; a micro-batch is a slice of it."""
+    def data(self, num_samples: int) -> Batch:
+        """Samples 0 to ``num_samples`` - 1 along the first dimension of its tensors; a micro-batch is a slice of it."""
 
-    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The mean loss of a micro-batch, a scalar, computed by one call of ``model``."""
 
 
@@ -62,6 +67,10 @@ def load(cell: Cell, corpus: Path | None) -> Workload:
         from bench.workload.llama import LlamaWorkload
 
         return LlamaWorkload(spec)
+    if cell.workload.startswith(HUGGING_FACE):
+        from bench.workload.causal import CausalWorkload
+
+        return CausalWorkload(spec, read_config(cell.workload), str(config_file(cell.workload)))
     workload: Workload = find_factory(cell.workload)(spec)
     return workload
 
@@ -75,7 +84,7 @@ class Loader:
 
     def __init__(
         self,
-        fetch: Callable[[range], Tensor],
+        fetch: Callable[[range], Batch],
         *,
         windows: int,
         accumulate: int,
@@ -95,7 +104,7 @@ class Loader:
     def __len__(self) -> int:
         return len(self._ranges)
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self) -> Iterator[Batch]:
         return map(self._fetch, self._ranges)
 
 
@@ -104,9 +113,7 @@ def slice_size(num_samples: int, tokens_per_sample: int) -> int:
     return min(num_samples, max(1, SLICE_TOKENS // tokens_per_sample))
 
 
-def sliced(
-    loss: Callable[[nn.Module, Tensor], Tensor], num_samples: int, tokens_per_sample: int
-) -> Callable[[nn.Module, Tensor], Tensor]:
+def sliced(loss: Loss, num_samples: int, tokens_per_sample: int) -> Loss:
     """The mean loss of ``num_samples`` samples, computed slice by slice; ``loss`` itself if one slice holds them all.
 
     It is the mean over slices, weighted by their samples. Every slice is checkpointed, so its
@@ -117,14 +124,16 @@ def sliced(
     if size == num_samples:
         return loss
 
-    def of_slices(model: nn.Module, batch: Tensor) -> Tensor:
+    def of_slices(model: nn.Module, batch: Batch) -> Tensor:
         import torch
         from torch.utils.checkpoint import checkpoint
 
+        from bench.workload.batches import length, split
+
         shares = []
-        for part in batch.split(size):
+        for part in split(batch, size):
             mean = checkpoint(loss, model, part, use_reentrant=False, preserve_rng_state=False)
-            shares.append(mean * (len(part) / len(batch)))
+            shares.append(mean * (length(part) / length(batch)))
         return torch.stack(shares).sum()
 
     return of_slices

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from bench import validation
 from bench.grouping import grouped
 from bench.plan.models import LlamaSize
+from bench.workload import Batch, Loss
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -35,6 +36,8 @@ class Parameter:
     shape: tuple[int, ...]
     unit: int
     """ROOT, or the number of the block."""
+    special: str = ""
+    """What distinguishes it from parameters in fp32 with a dense gradient, as a predicate: ``is frozen``."""
 
     @property
     def numel(self) -> int:
@@ -190,15 +193,15 @@ def _numbered(visits: Sequence[_Visit], number: Mapping[str, int]) -> tuple[int,
     return tuple(found)
 
 
-def record(
-    model: nn.Module, blocks: Sequence[nn.Module], loss: Callable[[nn.Module, Tensor], Tensor], batch: Tensor
-) -> Layout:
+def record(model: nn.Module, blocks: Sequence[nn.Module], loss: Loss, batch: Batch) -> Layout:
     """Record the layout of a built model while it computes one loss and its backward.
 
     Gradients are cleared and hooks are removed afterwards. Hooks are placed as in DeepSpeed's stage
     3 (deepspeed/runtime/zero/parameter_offload.py:_register_deepspeed_module): on positional inputs
     and on all output tensors.
     """
+    import torch
+
     named = dict(model.named_parameters())
     unit_of: dict[int, int] = {}
     for unit, block in enumerate(blocks, start=1):
@@ -206,19 +209,32 @@ def record(
     index = {id(p): i for i, p in enumerate(named.values())}
     recorder = _Recorder(index)
     gradients: list[int] = []
+    sparse: set[int] = set()
     handles: list[Any] = []
+
+    def accumulated(parameter: Tensor) -> None:
+        gradients.append(index[id(parameter)])
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            sparse.add(index[id(parameter)])
+
     for module in model.modules():
         handles += recorder.hook(module)
     for p in named.values():
         if p.requires_grad:
-            handles.append(p.register_post_accumulate_grad_hook(lambda p: gradients.append(index[id(p)])))
+            handles.append(p.register_post_accumulate_grad_hook(accumulated))
     loss(model, batch).backward()
     for handle in handles:
         handle.remove()
     model.zero_grad()
     return Layout(
         parameters=tuple(
-            Parameter(name=name, shape=tuple(p.shape), unit=unit_of.get(id(p), ROOT)) for name, p in named.items()
+            Parameter(
+                name=name,
+                shape=tuple(p.shape),
+                unit=unit_of.get(id(p), ROOT),
+                special=_special(p, is_used=index[id(p)] in gradients, is_sparse=index[id(p)] in sparse),
+            )
+            for name, p in named.items()
         ),
         buffers=tuple((str(b.dtype).removeprefix("torch."), b.nbytes) for b in model.buffers()),
         gradients=tuple(gradients),
@@ -226,6 +242,20 @@ def record(
         forward=tuple(recorder.forward),
         backward=tuple(recorder.backward),
     )
+
+
+def _special(parameter: Tensor, *, is_used: bool, is_sparse: bool) -> str:
+    """``Parameter.special`` of a parameter after a backward."""
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    if dtype != "float32":
+        return f"is {dtype}"
+    if not parameter.requires_grad:
+        return "is frozen"
+    if not is_used:
+        return "has no gradient"
+    if is_sparse:
+        return "has a sparse gradient"
+    return ""
 
 
 class _Recorder:

@@ -179,6 +179,17 @@ def test_other_work_is_seen(
     assert wrong([{**make_rank(cell), **found}], ("dispatch",)) == ""
 
 
+@pytest.mark.usefixtures("lonely_group")
+@pytest.mark.parametrize(
+    ("backend", "words"), [(DDPEager, ""), (LooksTwice, r"aten.nll_loss_backward.* ran 3 times in 6 .*, 6 were due")]
+)
+def test_other_work_of_a_users_model_is_seen(tmp_path: Path, backend: type[Backend], words: str) -> None:
+    cell = make_cell(workload="tests.own_workload:Cycle", world_size=1, accumulate=3, global_batch_size=6)
+    spec = Spec(cell=cell, passes=("dispatch",), folder=str(tmp_path), reference="")
+    found = RankTrial(spec, 0, torch.device("cpu"), backend).run()
+    assert re.fullmatch(words, found["dispatch"]["other_work"])
+
+
 # The windows, and who measures which.
 
 

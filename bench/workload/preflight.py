@@ -1,0 +1,319 @@
+"""A check of a workload of one's own before the first trial: once, in a process of its own.
+
+``require`` starts it and needs no torch; the process runs ``examine``. What breaks a comparison is
+named in one sentence there, and not after minutes as a defect of every backend.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.errors import InputError
+from bench.plan.cell import Cell, Device
+from bench.plan.models import LLAMA
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from bench.workload import Workload
+
+LIMIT_S = 600
+"""Seconds after which the process is ended."""
+SAMPLES = 4
+"""Samples that are drawn."""
+SAME = 1e-4
+"""Relative difference of losses that are the same: fp32 sums in another order differ by some 1e-6."""
+
+
+class UnfitError(Exception):
+    """What is wrong with a workload, in words that follow its name."""
+
+
+def require(cells: Mapping[str, Cell], corpus: Path | None, *, shards: bool) -> None:
+    """Check each workload of these cells, by name, that is not shipped. Raises InputError for the first unfit one.
+
+    ``shards``: whether a backend of the run shards parameters by blocks.
+    """
+    for name, cell in cells.items():
+        if name != LLAMA and cell.world.computes and (wrong := _ask(cell, corpus, shards=shards)):
+            raise InputError(f"workload '{name}': {wrong}")
+
+
+def _ask(cell: Cell, corpus: Path | None, *, shards: bool) -> str:
+    """What the process found: what is wrong, or nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer, log = Path(folder) / "answer.json", Path(folder) / "log"
+        asked = {"cell": cell.to_dict(), "corpus": corpus and str(corpus), "shards": shards, "answer": str(answer)}
+        with log.open("wb") as output:
+            command = [sys.executable, "-m", "bench.workload.preflight", json.dumps(asked)]
+            try:
+                status = subprocess.run(
+                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, timeout=LIMIT_S, check=False
+                ).returncode
+            except subprocess.TimeoutExpired:
+                return f"its check took longer than {LIMIT_S} s; it is a model, two samples and five losses"
+        if answer.exists():
+            return str(json.loads(answer.read_text(encoding="utf-8")))
+        lines = log.read_text(errors="replace").strip().splitlines() or ["it wrote nothing"]
+        return f"its process ended with status {status}: {lines[-1]}"
+
+
+def main(asked: str) -> None:
+    """Examine the workload that ``require`` asks for, and write the answer."""
+    given = json.loads(asked)
+    corpus = given["corpus"] and Path(given["corpus"])
+    wrong = examine(Cell.from_dict(given["cell"]), corpus, shards=given["shards"])
+    Path(given["answer"]).write_text(json.dumps(wrong), encoding="utf-8")
+
+
+def examine(cell: Cell, corpus: Path | None, *, shards: bool) -> str:
+    """What is wrong with the workload of a cell, in words; empty if nothing is, or the device has no memory for it."""
+    import torch
+
+    try:
+        _Examination(cell, corpus, shards=shards).run()
+    except UnfitError as error:
+        return str(error)
+    except torch.OutOfMemoryError:
+        return ""
+    return ""
+
+
+@contextmanager
+def _raising(what: str) -> Iterator[None]:
+    """Tell which part of the workload raised."""
+    import torch
+
+    try:
+        yield
+    except (UnfitError, torch.OutOfMemoryError, KeyboardInterrupt):
+        raise
+    except InputError as error:
+        raise UnfitError(str(error)) from error
+    except BaseException as error:  # the user's code may also exit
+        text = " ".join(str(error).split())
+        raise UnfitError(f"{what} raises {type(error).__name__}: {text}") from error
+
+
+class _Examination:
+    def __init__(self, cell: Cell, corpus: Path | None, *, shards: bool) -> None:
+        import torch
+
+        from bench.workload import load
+
+        self._shards = shards
+        self._device = torch.device("cpu")
+        if cell.device is Device.CUDA and torch.cuda.is_available():
+            self._device = torch.device("cuda")
+        with _raising("its factory"):
+            self._workload: Workload = load(cell, corpus)
+
+    def run(self) -> None:
+        self._check_numbers()
+        model = self._model()
+        batch = self._samples()
+        self._check_draws(model, batch)
+        called = self._check_loss(model, batch)
+        self._check_blocks(model, called)
+        self._check_mean(model, batch)
+        self._check_gradients(model, batch)
+
+    def _check_numbers(self) -> None:
+        workload = self._workload
+        for name in ("tokens_per_sample", "flops_per_sample", "entropy_floor"):
+            if not hasattr(workload, name):
+                raise UnfitError(f"it has no {name}; see 'A model of your own' in docs/matrix.md")
+        tokens: Any = workload.tokens_per_sample
+        if not isinstance(tokens, int) or tokens < 1:
+            raise UnfitError(f"tokens_per_sample is {tokens!r}; it must be an integer of at least 1")
+        for name in ("flops_per_sample", "entropy_floor"):
+            value = getattr(workload, name)
+            if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
+                raise UnfitError(f"{name} is {value!r}; it must be a finite number, or None")
+
+    def _model(self) -> nn.Module:
+        import torch
+
+        with _raising("model()"):
+            model, other = self._workload.model(), self._workload.model()
+        weights = dict(model.named_parameters())
+        if not any(p.requires_grad for p in weights.values()):
+            raise UnfitError("its model has no parameter that is trained")
+        for name, p in weights.items():
+            if p.requires_grad and p.is_floating_point() and p.dtype != torch.float32:
+                dtype = str(p.dtype).removeprefix("torch.")
+                raise UnfitError(f"its parameter '{name}' is {dtype}; model() must return an fp32 model")
+        for name, p in other.named_parameters():
+            if name not in weights or not torch.equal(p, weights[name]):
+                raise UnfitError(f"model() returns another '{name}' each time; seed its generator with spec.seed")
+        return model.to(self._device).train()
+
+    def _samples(self) -> Any:
+        """The first samples, on the device."""
+        import torch
+
+        from bench.workload.batches import tensors_of, to
+
+        with _raising("data()"):
+            samples, fewer = self._workload.data(SAMPLES), self._workload.data(SAMPLES // 2)
+        tensors, first = tensors_of(samples), tensors_of(fewer)
+        if not tensors:
+            kind = type(samples).__name__
+            raise UnfitError(f"data() returns {kind} without a tensor; it must be a tensor, or a tuple or dict of them")
+        for found, count in ((tensors, SAMPLES), (first, SAMPLES // 2)):
+            for tensor in found:
+                if tensor.dim() == 0 or len(tensor) != count:
+                    shape = list(tensor.shape)
+                    raise UnfitError(
+                        f"data({count}) has a tensor of shape {shape}; its first dimension must be {count}"
+                    )
+        for more, less in zip(tensors, first, strict=True):
+            if not torch.equal(more[: len(less)], less):
+                raise UnfitError(
+                    f"data({SAMPLES}) and data({len(less)}) begin with other samples; sample i must be fixed"
+                )
+        return to(samples, self._device)
+
+    def _loss(self, model: nn.Module, batch: Any) -> Tensor:
+        import torch
+
+        with _raising("loss()"):
+            loss: Any = self._workload.loss(model, batch)
+        found = type(loss).__name__
+        if isinstance(loss, torch.Tensor):
+            if loss.shape == () and loss.requires_grad:
+                return loss
+            found = f"a tensor of shape {list(loss.shape)}"
+            if not loss.requires_grad:
+                found += " without a gradient"
+        raise UnfitError(f"loss() returns {found}; it must be the mean loss, a scalar tensor from the model")
+
+    def _check_draws(self, model: nn.Module, batch: Any) -> None:
+        """Raise UnfitError if a forward in training mode draws random numbers, with the innermost module that does."""
+        drawing: list[str] = []
+        states: dict[str, list[Any]] = {}
+        handles = []
+
+        def hooks(name: str) -> tuple[Callable[..., None], Callable[..., None]]:
+            def before(*_: object) -> None:
+                states.setdefault(name, []).append(_random_state(self._device))
+
+            def after(module: nn.Module, *_: object) -> None:
+                if not _same(states[name].pop(), _random_state(self._device)):
+                    drawing.append(f"its module '{name}' ({type(module).__name__})")
+
+            return before, after
+
+        for name, module in model.named_modules():
+            before, after = hooks(name)
+            handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+        began = _random_state(self._device)
+        self._loss(model, batch)
+        ended = _random_state(self._device)
+        for handle in handles:
+            handle.remove()
+        if not _same(began, ended):
+            who = next(iter(drawing), "loss()")
+            raise UnfitError(
+                f"{who} draws random numbers in training mode, such as dropout: every backend would train on others; "
+                "set its rate to 0"
+            )
+
+    def _check_loss(self, model: nn.Module, batch: Any) -> set[int]:
+        """The ids of called modules. Raises UnfitError for a loss that is not finite, or differs the second time."""
+        called = Counter[int]()
+        handles = [
+            module.register_forward_hook(lambda module, *_: called.update([id(module)])) for module in model.modules()
+        ]
+        first = self._loss(model, batch).item()
+        calls = called[id(model)]
+        second = self._loss(model, batch).item()
+        for handle in handles:
+            handle.remove()
+        if calls != 1:
+            raise UnfitError(f"loss() calls the model {calls} times; a micro-batch must be one forward")
+        if not math.isfinite(first):
+            raise UnfitError(f"the loss of the first {SAMPLES} samples is {first}; it must be finite")
+        if not math.isclose(first, second, rel_tol=SAME):
+            raise UnfitError(
+                f"the loss of the same samples is {first:.6g}, and {second:.6g} when it is computed again; it must be "
+                "deterministic"
+            )
+        return set(called)
+
+    def _check_blocks(self, model: nn.Module, called: set[int]) -> None:
+        from torch import nn
+
+        with _raising("blocks()"):
+            blocks: list[Any] = list(self._workload.blocks(model))
+        inside = {id(module) for module in model.modules()}
+        if len(set(map(id, blocks))) < len(blocks):
+            raise UnfitError("blocks() names a module twice")
+        for number, block in enumerate(blocks):
+            if not isinstance(block, nn.Module) or id(block) not in inside:
+                raise UnfitError(f"blocks()[{number}] is not a module of the model")
+            if block is model:
+                raise UnfitError(f"blocks()[{number}] is the model itself; name its layers")
+            if id(block) not in called:
+                raise UnfitError(f"blocks()[{number}] ({type(block).__name__}) is never called in a forward")
+        if not blocks and self._shards:
+            raise UnfitError("blocks() is empty: there are none to shard; name the layers, or leave out such backends")
+
+    def _check_mean(self, model: nn.Module, batch: Any) -> None:
+        """Raise UnfitError unless the loss of two samples is the mean of theirs."""
+        from bench.workload.batches import part
+
+        first, second = (self._loss(model, part(batch, range(i, i + 1))).item() for i in range(2))
+        both, mean = self._loss(model, part(batch, range(2))).item(), (first + second) / 2
+        if not abs(both - mean) <= SAME * max(abs(first), abs(second), abs(both)):
+            raise UnfitError(
+                f"the loss of samples 0 and 1 is {both:.6g}, and the mean of their losses {mean:.6g}: it is not a mean "
+                "over samples (a sum, statistics of the batch, or samples of unequal weight), so it depends on N"
+            )
+
+    def _check_gradients(self, model: nn.Module, batch: Any) -> None:
+        with _raising("the backward of loss()"):
+            self._loss(model, batch).backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        for name, gradient in gradients.items():
+            if not gradient.is_sparse and not bool(gradient.isfinite().all()):
+                raise UnfitError(f"the gradient of '{name}' is not finite")
+        if not any(bool(g.abs().sum() > 0) for g in gradients.values()):
+            raise UnfitError("no parameter has a gradient other than 0: the loss does not depend on the model")
+
+
+def _random_state(device: torch.device) -> tuple[Any, ...]:
+    """The states of the generators that a forward may use: torch's, the device's, and Python's."""
+    import torch
+
+    states: list[Any] = [torch.get_rng_state().clone(), random.getstate()]
+    if device.type != "cpu":
+        states.append(torch.cuda.get_rng_state(device))
+    return tuple(states)
+
+
+def _same(states: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    import torch
+
+    for state, other in zip(states, others, strict=True):
+        if isinstance(state, torch.Tensor):
+            if not torch.equal(state, other):
+                return False
+        elif state != other:
+            return False
+    return True
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
