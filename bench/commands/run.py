@@ -23,7 +23,7 @@ from bench.launch import launcher as launching
 from bench.launch.nodes import Nodes
 from bench.plan.cell import Device, summarize
 from bench.run import machine, start
-from bench.run.journal import read_manifest
+from bench.run.journal import Journal, read_manifest
 from bench.run.manifest import CONNECTION, GpuSharing, Manifest
 from bench.run.start import Planned
 
@@ -170,16 +170,24 @@ def _train(
     display = Display(Console(quiet=arguments.quiet), guesses, manifest)
     if arguments.json:
         display = JsonLines(guesses, manifest)
+    journal = Journal(folder)
     launcher = launching.Launcher(cells[0].device, cold=manifest.cold, others=others)
     kept = f"the finished trials are kept; go on with: python -m bench run --resume {folder}"
     try:
-        with display, launcher:
+        with journal.held(str(folder)), display, launcher:
             display.say(f"run {manifest.run_id}: {summarize(cells, baseline_of(manifest))}; writing to {folder}")
             if manifest.sharing is not None:
                 display.say(manifest.sharing.sentence)
             timed = matmul.time_products(folder, manifest, launcher, display.say)
             work = runner.Runner(
-                folder, timed, backends, launcher, display, interim_analysis, retry_failed=arguments.retry_failed
+                folder,
+                timed,
+                backends,
+                launcher,
+                display,
+                interim_analysis,
+                retry_failed=arguments.retry_failed,
+                journal=journal,
             )
             work.run()
     except launching.LauncherError as error:

@@ -12,6 +12,7 @@ import pandas as pd
 from bench.findings import Finding, error, good, warning
 from bench.formatting import plural, some
 from bench.judge.analysis import Analysis
+from bench.judge.contradictions import contradictions
 from bench.judge.loading import Run, load, missing_trials
 from bench.judge.tables import NAMES
 from bench.plan.cell import Status
@@ -28,6 +29,7 @@ def check(folder: Path) -> list[Finding]:
     run = load(folder)
     found = [
         journal(run),
+        *contradictions(run),
         *_tables(folder, run),
         *_trials(run),
         _order(run.records),

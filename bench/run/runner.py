@@ -72,6 +72,7 @@ class Runner:
         judge: Judge,
         *,
         retry_failed: bool = False,
+        journal: Journal | None = None,
     ) -> None:
         self._folder = folder
         self._manifest = manifest
@@ -80,10 +81,11 @@ class Runner:
         self._observer = observer
         self._judge = judge
         self._retry_failed = retry_failed
-        self._journal = Journal(folder)
+        self._journal = journal or Journal(folder)
         self._scratch = folder / "scratch"
         self._life = uuid.uuid4().hex[:8]
         """Makes names of trial folders unique: a rank that outlives a killed bench cannot write into another trial."""
+        self._begun_sha256 = manifest.begun_sha256
         self._settings = settings = manifest.settings
         self._corpus = None
         if settings.workload.corpus != "markov":
@@ -315,6 +317,7 @@ class Runner:
             "cell_id": trial.cell.cell_id,
             "repeat": trial.repeat,
             "slot": self._num_run,
+            "begun_sha256": self._begun_sha256,
             "cell": trial.cell.to_dict(),
             "status": outcome.status,
             "reason": outcome.reason,

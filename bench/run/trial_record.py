@@ -246,6 +246,8 @@ class TrialRecord(PassResults):
     reason: str
     wall_s: Amount
     slot: Natural | None = None
+    begun_sha256: str | None = None
+    """``Manifest.begun_sha256`` when the trial ran; None in older runs."""
     cold: Flag | None = None
     """Whether its ranks were new interpreters; None if none was started."""
     passes: tuple[str, ...] = ()

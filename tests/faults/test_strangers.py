@@ -1,0 +1,131 @@
+"""A run folder from a stranger, and what accidents make of one: each kind of attack, with inputs of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.errors import InputError
+from bench.files import BusyError
+from bench.judge.integrity import check
+from bench.judge.loading import load
+from bench.run.journal import JOURNAL, MANIFEST, Journal, encode, run_sha256, write_document
+from bench.run.manifest import parse_manifest
+from tests.conftest import ROOT
+from tests.factories import make_cell, make_manifest, make_record
+
+CELLS = [make_cell(backend=name) for name in ("reference", "ddp-eager")]
+
+
+def records(*changes: dict[str, Any]) -> list[dict[str, Any]]:
+    """Two blocks of the two cells, numbered as a runner does, some of them changed."""
+    found = []
+    for slot, (repeat, cell) in enumerate((repeat, cell) for repeat in range(2) for cell in CELLS):
+        passes = {"passes": ["time"]} if repeat else {}
+        found.append(json.loads(json.dumps(make_record(cell, repeat, slot=slot, **passes))))
+    for record, change in zip(found, changes, strict=False):
+        record.update(change)
+    return found
+
+
+def write_run(folder: Path, lines: Sequence[dict[str, Any]], **changes: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_document(folder, make_manifest(CELLS, **changes))
+    (folder / JOURNAL).write_bytes(b"".join(map(encode, lines)))
+    return folder
+
+
+def bench(*arguments: str, folder: Path, timeout_s: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command line in a process of its own, whose output is no terminal."""
+    return subprocess.run(
+        [sys.executable, "-m", "bench", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+def errors_of(folder: Path) -> list[str]:
+    return [finding.text for finding in check(folder) if finding.topic == "records" and finding.level == "error"]
+
+
+def test_two_writers_are_refused_whatever_became_of_the_lock_file(tmp_path: Path) -> None:
+    first, second = Journal(tmp_path), Journal(tmp_path)
+    with first.held("run"):
+        first.append({"a": 1})
+        with pytest.raises(BusyError, match="another process appends"), second.held("--resume run"):
+            raise AssertionError("two writers")
+        first.append({"a": 2})
+    with second.held("run"):
+        second.append({"a": 3})
+    assert [record["a"] for record in first.read()] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_journal_that_was_removed_meanwhile_is_not_begun_again(tmp_path: Path, replaced: bool) -> None:
+    journal = Journal(tmp_path)
+    with journal.held("run"):
+        journal.append({"a": 1})
+        journal.path.unlink()
+        if replaced:
+            journal.path.write_bytes(b"")
+        with pytest.raises(InputError, match="was removed or replaced"):
+            journal.append({"a": 2})
+
+
+def test_records_of_two_writers_are_an_error_of_check(tmp_path: Path) -> None:
+    assert errors_of(write_run(tmp_path / "good", records())) == []
+    lines = records()
+    (twice,) = errors_of(write_run(tmp_path / "twice", [*lines[:3], lines[2] | {"slot": 3}, lines[3] | {"slot": 4}]))
+    assert "again after a good record" in twice
+    (slots,) = errors_of(write_run(tmp_path / "slots", [*lines[:2], lines[3], lines[2]]))
+    assert "written as number" in slots
+    again = [records({"status": "crashed"})[0], *lines[1:], lines[0] | {"slot": 4}]
+    assert errors_of(write_run(tmp_path / "again", again)) == [], "a failed trial was run again"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"machine": {"cpu": "Another CPU", "cores": 2}},
+        {"packages": {"torch": "9.9"}},
+        {"git": {"commit": "0" * 40, "clean": True}},
+        {"started": "2020-01-01T00:00:00+00:00"},
+        {"environment": {"OMP_NUM_THREADS": "64"}},
+        {"code": {"bench": "0" * 64}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_an_edited_manifest_contradicts_the_records(tmp_path: Path, change: dict[str, Any]) -> None:
+    begun = parse_manifest(json.loads(json.dumps(make_manifest(CELLS))), "run.json").begun_sha256
+    lines = [record | {"begun_sha256": begun} for record in records()]
+    folder = write_run(tmp_path / "run", lines)
+    before = run_sha256(folder)
+    assert errors_of(folder) == []
+    document = json.loads((folder / MANIFEST).read_text())
+    write_document(folder, document | change)
+    assert any("run.json was changed after trials had run: 4 records" in text for text in errors_of(folder))
+    assert run_sha256(folder) != before
+
+
+def test_the_hash_that_pins_a_run_is_one_that_any_shell_computes(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", records())
+    command = f"sha256sum {MANIFEST} {JOURNAL} | sha256sum"
+    found = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True, check=True).stdout
+    assert found.split()[0] == run_sha256(folder)
+
+
+def test_a_manifest_that_lies_beside_the_records_is_an_error(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", records(), packages={"torch": "2.13.0"}, distributions={"torch": "2.12.0"})
+    assert errors_of(folder) == ["run.json says torch 2.13.0 and, of all distributions, torch 2.12.0"]
+    assert load(folder).name
