@@ -156,18 +156,17 @@ def _train(
     others: Nodes | None,
 ) -> int:
     """Run the trials that the journal lacks, and write the report."""
-    from rich.console import Console
-
     from bench.forecast.estimate import costs
     from bench.judge.baseline import baseline_of, interim_analysis
     from bench.report.outputs import write_outputs
     from bench.report.progress import Display, JsonLines
     from bench.run import matmul, runner
+    from bench.screen import Screen
 
     cells = manifest.cells
     gpus = launch_gpus.gpus() if any(cell.device is Device.CUDA for cell in cells) else []
     guesses = costs(cells, gpus, manifest.skipped)
-    display = Display(Console(quiet=arguments.quiet), guesses, manifest)
+    display = Display(Screen(quiet=arguments.quiet), guesses, manifest)
     if arguments.json:
         display = JsonLines(guesses, manifest)
     journal = Journal(folder)

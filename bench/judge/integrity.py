@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import pandas as pd
 
+from bench.errors import InputError
 from bench.findings import Finding, error, good, warning
 from bench.formatting import plural, some
 from bench.judge.analysis import Analysis
 from bench.judge.contradictions import contradictions
 from bench.judge.loading import Run, load, missing_trials
+from bench.judge.stored_tables import read_table
 from bench.judge.tables import NAMES
 from bench.plan.cell import Status
 from bench.run.trial_record import MergedTimings, TrialRecord, warmup
@@ -55,10 +58,16 @@ def _tables(folder: Path, run: Run) -> Iterator[Finding]:
     different = False
     for name in NAMES:
         path = folder / f"{name}.parquet"
-        if not path.exists():
+        if not os.path.lexists(path):
             yield warning(topic, f"{path.name} is missing; {again}")
             continue
-        stored, recomputed = pd.read_parquet(path), getattr(run.tables, name)
+        recomputed = getattr(run.tables, name)
+        try:
+            stored = read_table(path, recomputed)
+        except InputError as broken:
+            different = True
+            yield error(topic, f"{broken}; {again}")
+            continue
         if missing := [column for column in recomputed if column not in stored.columns]:
             yield warning(topic, f"{path.name} has no column {', '.join(missing)}; {again}")
         for text in _differences(stored, recomputed):

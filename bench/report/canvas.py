@@ -23,6 +23,7 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from bench.files import replacing
 from bench.report.style import BASE, DPI, GREY, MARGIN, MAX_HEIGHT, TINY, WIDTH, Key, clean, cut, safe, wrap
 
 TITLE, SUBTITLE = 10.5, 7.4
@@ -252,5 +253,6 @@ def save(figure: Figure, stem: Path, words: FigureWords, source: str = "") -> Pa
     about = {"Software": None, "Title": clean(words.title), "Description": clean(words.plain()), "Source": source}
     with matplotlib.style.context(list(BASE)):
         freeze(figure)
-        figure.savefig(path, dpi=DPI, metadata=about)
+        with replacing(path) as draft:
+            figure.savefig(draft, format="png", dpi=DPI, metadata=about)
     return path

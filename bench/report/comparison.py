@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.text import Text
 
-from bench.formatting import markdown, plural, some
+from bench import files
+from bench.formatting import markdown, plural, printable, some
 from bench.grouping import grouped
 from bench.judge.baseline import control_of
 from bench.judge.caveats import widened
@@ -20,6 +20,7 @@ from bench.judge.statistics import MARGIN, MIN_TRIALS, Interval
 from bench.judge.trial_columns import DASH
 from bench.judge.verdicts import NEXT, Reason, Verdict, excess
 from bench.run.machine import NOT_STORED, STORED, Changed
+from bench.screen import Screen
 from bench.tabular import Table, TableColumn, TableRow
 
 COLUMNS = (
@@ -123,14 +124,14 @@ def reasons(rows: Sequence[ComparedPair]) -> list[tuple[str, list[str]]]:
 
 def show(report: Report) -> None:
     """Words and table on the terminal."""
-    console = Console()
-    console.print(Text(headline(report)), soft_wrap=True)
+    console = Screen()
+    console.print(Text(printable(headline(report))), soft_wrap=True)
     for line in alarm(report.differences):
-        console.print(Text(line, style="bold red"), soft_wrap=True)
+        console.print(Text(printable(line), style="bold red"), soft_wrap=True)
     table(report.rows).show(console)
     why = [line for reason, details in reasons(report.rows) for line in (reason, *(f"  {text}" for text in details))]
     for line in (*why, "", *report.remarks, *report.notes):
-        console.print(Text(line), soft_wrap=True)
+        console.print(Text(printable(line)), soft_wrap=True)
 
 
 def write(report: Report, folder: Path) -> list[Path]:
@@ -138,9 +139,10 @@ def write(report: Report, folder: Path) -> list[Path]:
     from bench.report import canvas, forest
 
     frame, page = folder / "compare.parquet", folder / "compare.md"
-    frame_of_pairs(report.rows).to_parquet(frame, index=False)
+    with files.replacing(frame) as draft:
+        frame_of_pairs(report.rows).to_parquet(draft, index=False)
     pictures = [canvas.save(each.figure, folder / each.stem, each.words) for each in forest.draw(report)]
-    page.write_text(_markdown(report, [path.name for path in pictures]), encoding="utf-8")
+    files.write(page, _markdown(report, [path.name for path in pictures]))
     return [frame, page, *pictures]
 
 

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from bench import files
 from bench.errors import BAD, GOOD, InputError
 from bench.findings import Finding, Level
@@ -24,6 +22,7 @@ from bench.report.citation import commit_sentence
 from bench.report.progress import emit
 from bench.report.terminal import show
 from bench.run.journal import Journal, read_manifest
+from bench.screen import Screen, harmless
 
 if TYPE_CHECKING:
     from bench.report.sections import PageSection
@@ -50,12 +49,15 @@ def write_outputs(
 
     data = _load(folder)
     try:
+        if plots.parent == folder:
+            files.subfolder(folder, plots.name)  # what a stranger's folder may hold as a link
         plots.mkdir(parents=True, exist_ok=True)
         _write_tables(data)
         found = answer(data)
         drawn = draw(data, plots)
         short = files.write(folder / REPORT, in_short(data.run, found))
-        whole = files.write(folder / page.PAGE, page.render(data, found, drawn, further and further(data)))
+        text = page.render(data, found, drawn, further and further(data))
+        whole = files.write(folder / page.PAGE, harmless(text))
     except OSError as error:
         place = f"--plots {plots}" if str(error.filename).startswith(str(plots)) else str(folder)
         raise InputError(f"{place}: cannot be written ({error.strerror}); name a folder that can") from error
@@ -64,7 +66,7 @@ def write_outputs(
         statements = [finding.to_dict() for finding in found.all]
         emit("report", status=status, folder=str(folder), plots=str(plots), page=str(whole), statements=statements)
         return status
-    console = Console()
+    console = Screen()
     show(console, found)
     print(f"tables: {folder}/*.parquet\nplots:  {plots} ({len(drawn)} files)\nreport: {whole} (in short: {short})")
     if status == GOOD and data.run.tables.trials["status"].isin([Status.INVALID]).any():
@@ -85,7 +87,8 @@ def _write_tables(data: Analysis) -> list[Path]:
     paths = data.run.tables.write(data.folder)
     if data.verdicts:
         paths.append(data.folder / "ratios.parquet")
-        frame_of_pairs(data.verdicts).to_parquet(paths[-1], index=False)
+        with files.replacing(paths[-1]) as draft:
+            frame_of_pairs(data.verdicts).to_parquet(draft, index=False)
     return paths
 
 

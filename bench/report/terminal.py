@@ -12,8 +12,9 @@ from rich.text import Text
 
 from bench.errors import BAD, GOOD
 from bench.findings import Finding, Level
-from bench.formatting import plural, some
+from bench.formatting import plural, printable, some
 from bench.grouping import grouped
+from bench.screen import Screen
 
 if TYPE_CHECKING:
     from bench.report.answer import Answer
@@ -27,7 +28,7 @@ def show(console: Console, answer: Answer) -> None:
     """Print the table of the largest N, then every statement."""
     for group in answer.groups[:1]:
         group.table.show(console)
-        console.print(Text(group.legend, style="dim"))
+        console.print(Text(printable(group.legend), style="dim"))
     if others := [group.title for group in answer.groups[1:]]:
         console.print(Text(f"report.md has the same table for {'; '.join(others)}", style="dim"))
     console.print()
@@ -35,7 +36,7 @@ def show(console: Console, answer: Answer) -> None:
     for statement in answer.all:
         _show_statement(console, statement, width)
     for text in answer.remarks:
-        console.print(Text(f"{text}."))
+        console.print(Text(printable(f"{text}.")))
 
 
 def _show_statement(console: Console, statement: Finding, width: int) -> None:
@@ -64,7 +65,7 @@ def report_findings(findings: Sequence[Finding], verdicts: Sequence[str], *, as_
 
 def _show_findings(findings: Sequence[Finding], verdict: str) -> None:
     """One line each; findings that say the same of several cells share a line."""
-    console = Console()
+    console = Screen()
     width = max((len(finding.topic) for finding in findings), default=0)
     subjects = grouped(((finding.level, finding.topic, finding.text), finding.subject) for finding in findings)
     shown = grouped(

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from bench.backends import blocks
 from bench.backends.base import Backend
-from bench.files import end_of, portable
+from bench.files import end_of, portable, subfolder, write
 from bench.launch import dumps
 from bench.launch.interrupt import held
 from bench.launch.launcher import Launcher
@@ -108,6 +108,7 @@ class Runner:
         """
         self._take_stock()
         # A killed bench may have left folders of trials; the updates of references, which are files, are complete.
+        subfolder(self._folder, self._scratch.name)
         for path in filter(Path.is_dir, self._scratch.glob("*")):
             shutil.rmtree(path, ignore_errors=True)
         self._since = time.monotonic()
@@ -341,9 +342,8 @@ class Runner:
         logs = sorted(folder.rglob("*.log"))
         ends = [(log, end_of(log, LOG_BYTES).decode(errors="replace")) for log in logs]
         parts += [f"--- {'/'.join(log.parts[-2:])}\n{end}\n" for log, end in ends]
-        path = self._folder / f"{name}.log"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(portable("\n".join(parts)))
+        subfolder(self._folder, "logs")
+        path = write(self._folder / f"{name}.log", portable("\n".join(parts)))
         kept: dict[str, Any] = {"log": f"{name}.log"}
         if found := [f"{name}.{dump.name}" for dump in dumps.collect(folder, path.with_suffix(""))]:
             kept["dumps"] = found

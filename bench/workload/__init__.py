@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from bench.errors import InputError, shown
 from bench.plan.cell import SLICE_TOKENS, Cell
 from bench.plan.models import LLAMA, find_factory
 
@@ -63,6 +64,9 @@ def load(cell: Cell, corpus: Path | None) -> Workload:
 
         return LlamaWorkload(spec)
     workload: Workload = find_factory(cell.workload)(spec)
+    tokens: object = workload.tokens_per_sample
+    if not isinstance(tokens, int) or tokens < 1:
+        raise InputError(f"{cell.workload}: tokens_per_sample is {shown(tokens)}; it must be an integer of at least 1")
     return workload
 
 

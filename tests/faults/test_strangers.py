@@ -129,3 +129,103 @@ def test_a_manifest_that_lies_beside_the_records_is_an_error(tmp_path: Path) -> 
     folder = write_run(tmp_path / "run", records(), packages={"torch": "2.13.0"}, distributions={"torch": "2.12.0"})
     assert errors_of(folder) == ["run.json says torch 2.13.0 and, of all distributions, torch 2.12.0"]
     assert load(folder).name
+
+
+EVIL = "\x1b[2J\x1b[Hclean\x9b2J\r\n0 errors\u202egnp.exe\x07"
+"""Clears the screen and goes on as if nothing were wrong."""
+READERS = [
+    ["check", "run"],
+    ["report", "run"],
+    ["compare", "run", "other"],
+    ["compare", "run", "--backend", "ddp-eager", "--against", "reference"],
+    ["cite", "run", CELLS[1].cell_id],
+    ["export", "run", "--table", "trials"],
+]
+
+
+def hidden(text: str) -> set[str]:
+    """The characters of a text that no terminal should get."""
+    return {character for character in text if not character.isprintable() and character not in "\n\t"}
+
+
+@pytest.mark.parametrize("arguments", READERS, ids=" ".join)
+def test_what_a_run_says_moves_no_cursor(tmp_path: Path, arguments: list[str]) -> None:
+    bad = {"status": "crashed", "reason": EVIL, "last_lines": [EVIL], "time": None}
+    lines = records(bad, bad)
+    machine = {"cpu": EVIL, "system": EVIL, "python": EVIL, "cores": 2}
+    changes = {"machine": machine, "packages": {EVIL: EVIL}, "git": {"commit": EVIL, "clean": True}, "run_id": EVIL}
+    write_run(tmp_path / "run", lines, **changes)
+    write_run(tmp_path / "other", records())
+    done = bench(*arguments, folder=tmp_path)
+    assert done.returncode in {0, 1, 2}, done.stderr
+    assert hidden(done.stdout + done.stderr) == set()
+    assert "\n0 errors\u202e" not in done.stdout and "\n0 errorsgnp" not in done.stdout, "a line of its own"
+    pages = "".join(path.read_text() for path in (tmp_path / "run").glob("report.*"))
+    assert "\x1b" not in pages and "\x9b" not in pages
+
+
+def test_an_error_says_what_is_wrong_without_control_characters(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", records(), cold=EVIL)
+    done = bench("check", "run", folder=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert hidden(done.stderr) == set()
+
+
+@pytest.mark.parametrize("name", ["plots", "trials.parquet", "trials.parquet.tmp", "report.md", "run.lock", "plots/x"])
+@pytest.mark.parametrize("dangling", [False, True])
+def test_nothing_is_written_through_a_link(tmp_path: Path, name: str, dangling: bool) -> None:
+    folder = write_run(tmp_path / "run", records())
+    outside = tmp_path / "outside"
+    if name == "plots":
+        outside.mkdir()
+        (outside / "step_time.png").write_text("mine")
+    elif not dangling:
+        outside.write_text("mine")
+    if name == "plots/x":
+        (folder / "plots").mkdir()
+        for kind in ("step_time", "memory_categories", "communication", "loss_curves", "noise", "memory_vs_time"):
+            for suffix in ("png", "csv", "png.tmp", "csv.tmp"):
+                (folder / "plots" / f"{kind}.{suffix}").symlink_to(outside)
+    else:
+        (folder / name).symlink_to(outside)
+    done = bench("report", "run", folder=tmp_path)
+    assert done.returncode in {0, 1, 2}, done.stderr
+    if name in {"plots", "run.lock"}:
+        assert done.returncode == 2, done.stdout
+    if name == "plots":
+        assert [path.name for path in outside.iterdir()] == ["step_time.png"]
+        assert (outside / "step_time.png").read_text() == "mine"
+    elif dangling:
+        assert not outside.exists()
+    else:
+        assert outside.read_text() == "mine"
+
+
+def special(path: Path, kind: str) -> None:
+    """Put something that is no regular file in a file's place."""
+    path.unlink(missing_ok=True)
+    match kind:
+        case "fifo":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+        case "empty":
+            path.write_bytes(b"")
+        case "huge":
+            path.touch()
+            os.truncate(path, 2**40)
+        case _:
+            path.symlink_to(kind)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "empty", "huge", "/dev/zero", "/dev/tty", "loop"])
+@pytest.mark.parametrize("name", [MANIFEST, JOURNAL, "trials.parquet"])
+def test_what_is_no_file_of_a_run_is_refused_at_once(tmp_path: Path, name: str, kind: str) -> None:
+    folder = write_run(tmp_path / "run", records())
+    load(folder).tables.write(folder)
+    special(folder / name, name if kind == "loop" else kind)
+    if name == "trials.parquet":
+        assert any(finding.level == "error" and name in finding.text for finding in check(folder))
+        return
+    with pytest.raises(InputError):
+        check(folder)
