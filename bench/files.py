@@ -59,10 +59,13 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
         return file.read(max_bytes)
 
 
-def read(path: Path, place: str, advice: str) -> bytes:
-    """The content of a file. Raises InputError, beginning with ``place``, if it is unreadable, a device or a pipe."""
+def read(path: Path, place: str, advice: str, max_bytes: int = INPUT_BYTES) -> bytes:
+    """The content of a file.
+
+    Raises InputError, beginning with ``place``, if it is unreadable, a device or a pipe, or too large.
+    """
     try:
-        return read_regular(path, INPUT_BYTES)
+        return read_regular(path, max_bytes)
     except OSError as error:
         if error.errno == errno.EINVAL:
             raise InputError(f"{place}: {error.strerror}; {advice}") from error

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import files
+from bench.commands.options import named
 from bench.errors import InputError
 from bench.findings import Finding
 
@@ -25,7 +26,7 @@ DESCRIPTION = (
 
 def add(commands: Any) -> None:
     parser = commands.add_parser("check", help="audit a run, or check a text that cites it", description=DESCRIPTION)
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, e.g. results/<run>")
+    parser.add_argument("run", type=named, metavar="RUN", help="the run's folder, e.g. results/<run>")
     parser.add_argument("--citation", metavar="FILE", help="check this text, which cites the run; - is standard input")
     parser.add_argument("--json", action="store_true", help="one JSON object; its keys: see bench/commands/check.py")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench.commands.options import named
 from bench.errors import BAD, GOOD, InputError
 from bench.files import plots_folder
 from bench.findings import Level
@@ -27,7 +27,7 @@ DESCRIPTION = (
 def add(commands: Any) -> None:
     parser = commands.add_parser("cite", help="cite one number, one ratio or one plot", description=DESCRIPTION)
     option = parser.add_argument
-    option("run", type=Path, metavar="RUN", help="the run's folder, e.g. results/<run>")
+    option("run", type=named, metavar="RUN", help="the run's folder, e.g. results/<run>")
     option(
         "cells",
         nargs="*",

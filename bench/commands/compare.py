@@ -19,11 +19,10 @@ import argparse
 import dataclasses
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench import files
-from bench.commands.options import share
+from bench.commands.options import named, share
 from bench.errors import BAD, GOOD, UNCHECKED, InputError, suggest
 from bench.run.machine import differences
 
@@ -54,8 +53,8 @@ def add(commands: Any) -> None:
         "compare", help="compare two runs, or two backends of one run", description=DESCRIPTION, epilog=GATE
     )
     option = parser.add_argument
-    option("a", type=Path, metavar="A", help="folder of the run that is the baseline")
-    option("b", type=Path, nargs="?", metavar="B", help="folder of the run that is compared with it")
+    option("a", type=named, metavar="A", help="folder of the run that is the baseline")
+    option("b", type=named, nargs="?", metavar="B", help="folder of the run that is compared with it")
     option("--backend", metavar="X", help="of one run: the backend that is compared")
     option("--against", metavar="Y", help="of one run: the backend that is the baseline")
     option(
@@ -70,7 +69,7 @@ def add(commands: Any) -> None:
     )
     option("--margin", type=_margin, metavar="P", help="a ratio this near to 1 is called the same (default: 2%%)")
     option("--json", action="store_true", help="one JSON object; its keys: see bench/commands/compare.py")
-    option("--out", type=Path, metavar="DIR", help="write compare.parquet, compare.md and the forest plot there")
+    option("--out", type=named, metavar="DIR", help="write compare.parquet, compare.md and the forest plot there")
 
 
 def _margin(text: str) -> float:

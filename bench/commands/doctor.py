@@ -26,6 +26,7 @@ from packaging.version import InvalidVersion, Version
 
 from bench.backends.base import registry
 from bench.backends.deepspeed import BF16_SUM, LAST_ONLY
+from bench.commands.options import named
 from bench.files import RESULTS, existing
 from bench.findings import Finding, Level, error, good, warning
 from bench.grouping import grouped
@@ -83,7 +84,7 @@ def add(commands: Any) -> None:
         "doctor", help="say what this machine can run, and how to fix what it cannot", description=DESCRIPTION
     )
     option = parser.add_argument
-    option("--out", type=Path, default=RESULTS, metavar="DIR", help="where runs will go (default: results)")
+    option("--out", type=named, default=RESULTS, metavar="DIR", help="where runs will go (default: results)")
     option("--json", action="store_true", help="one JSON object; its keys: see bench/commands/doctor.py")
 
 

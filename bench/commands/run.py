@@ -13,7 +13,7 @@ from typing import Any
 from bench import __version__, files
 from bench.backends.base import Backend
 from bench.commands.matrix_options import OPTIONS, add_matrix_options, planned
-from bench.commands.options import flag
+from bench.commands.options import flag, named
 from bench.errors import BAD, EXIT_STATUS, INTERRUPTED, InputError, is_interrupt
 from bench.files import new_folder, plots_folder
 from bench.findings import Level
@@ -49,8 +49,8 @@ def add(commands: Any) -> None:
     )
     add_matrix_options(parser)
     option = parser.add_argument
-    option("--out", type=Path, metavar="DIR", help="the run's folder (default: results/<time>-<matrix>)")
-    option("--resume", type=Path, metavar="RUN", help="go on with the run in this folder; takes no other options")
+    option("--out", type=named, metavar="DIR", help="the run's folder (default: results/<time>-<matrix>)")
+    option("--resume", type=named, metavar="RUN", help="go on with the run in this folder; takes no other options")
     option("--retry-failed", action="store_true", help="with --resume: also rerun the trials that failed")
     option("--cold", action="store_true", help="start each trial in a new interpreter, not from the fork server")
     shown = parser.add_mutually_exclusive_group()

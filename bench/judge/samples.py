@@ -60,7 +60,7 @@ outlier_detection.rs."""
 ALPHA = 0.01
 """Significance level of the tests for drift and bimodality, which are run for every cell of a report."""
 MOST = 500
-"""Trials of a cell that drift and modes are looked for in: their time and memory grow with the square, or simulations."""
+"""Trials of a cell in which drift and modes are looked for, since their time and memory grow with the square."""
 MIN_BIMODAL = 8
 """Least number of trials to tell two modes from chance."""
 NULLS = 4000
