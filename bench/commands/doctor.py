@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ from bench.commands.options import named
 from bench.files import RESULTS, existing
 from bench.findings import Finding, Level, error, good, warning
 from bench.grouping import grouped
-from bench.launch import gpu_checks
+from bench.launch import gpu_checks, surroundings
 from bench.launch.torch_facts import GLOO, TorchFacts, ask_torch
 from bench.measure.host import IDLE_SHARE, HostLoad, merge
 from bench.plan.cell import REFERENCES, Device
@@ -113,7 +112,8 @@ def examine(folder: Path, missing: Mapping[str, Mapping[str, str]]) -> list[Find
         *packages(installed, metadata),
         *(gloo(torch, torch_error) if "torch" in installed else ()),
         *(finding for check in gpu_checks.CHECKS for finding in check(facts)),
-        *loopback(_loopback_error()),
+        *loopback(surroundings.loopback_error()),
+        *(found for found in surroundings.broken() if found.topic != "loopback"),
         *cores(num_cores, machine.governor()),
         *memory(psutil.virtual_memory().available),
         *disk(shutil.disk_usage(existing(folder)).free),
@@ -132,19 +132,6 @@ def _metadata() -> Metadata:
     except importlib.metadata.PackageNotFoundError:
         return {}
     return {name: found.get_all(name) or [] for name in ("Requires-Dist", "Requires-Python", "Classifier")}
-
-
-def _loopback_error() -> str:
-    """Why connections over 127.0.0.1 do not work; empty if they do."""
-    try:
-        with (
-            socket.create_server(("127.0.0.1", 0)) as server,
-            socket.create_connection(server.getsockname(), timeout=5),
-        ):
-            server.accept()[0].close()
-    except OSError as problem:
-        return str(problem.strerror or problem)
-    return ""
 
 
 def python(numbers: Sequence[int], metadata: Metadata) -> Iterator[Finding]:

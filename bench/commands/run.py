@@ -17,7 +17,7 @@ from bench.commands.options import flag, named
 from bench.errors import BAD, EXIT_STATUS, INTERRUPTED, InputError, is_interrupt
 from bench.files import new_folder, plots_folder
 from bench.findings import Level
-from bench.launch import follower, gpu_checks, job_nodes, shared_nccl, torch_facts
+from bench.launch import follower, gpu_checks, job_nodes, shared_nccl, surroundings, torch_facts
 from bench.launch import gpus as launch_gpus
 from bench.launch import launcher as launching
 from bench.launch.nodes import Nodes
@@ -61,6 +61,7 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     place = job_nodes.here()
     if place is None:
+        surroundings.require_sound()
         return _lead(arguments, None)
     about = _about(job_nodes.address_of(place))
     if not place.is_controller:
@@ -77,6 +78,7 @@ def _about(head: str) -> dict[str, Any]:
     gpus, error = launch_gpus.gpus(), ""
     try:
         job_nodes.check_interfaces()
+        surroundings.require_sound()
         if gpus:
             _require_usable(gpus)
     except InputError as found:

@@ -135,7 +135,8 @@ def _thinned(values: Sequence[float]) -> Array:
     every = np.asarray(values, dtype=float)
     if len(every) <= MOST:
         return every
-    return every[np.linspace(0, len(every) - 1, MOST).round().astype(int)]
+    chosen: Array = every[np.linspace(0, len(every) - 1, MOST).round().astype(int)]
+    return chosen
 
 
 def bimodal(values: Sequence[float]) -> Tested | None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing import AuthenticationError
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,9 @@ from bench.errors import InputError
 from bench.files import BusyError
 from bench.judge.integrity import check
 from bench.judge.loading import load
+from bench.launch.channel import LostError, NodeChannel
+from bench.launch.job_nodes import Place
+from bench.launch.nodes import Nodes
 from bench.run.journal import JOURNAL, MANIFEST, Journal, encode, run_sha256, write_document
 from bench.run.manifest import parse_manifest
 from tests.conftest import ROOT
@@ -229,3 +236,54 @@ def test_what_is_no_file_of_a_run_is_refused_at_once(tmp_path: Path, name: str, 
         return
     with pytest.raises(InputError):
         check(folder)
+
+
+@pytest.fixture
+def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Nodes, tuple[str, int]]]:
+    """Node 0 of two, on a free port, which waits for little time."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for name in ("STRANGER_S", "PING_S"):
+        monkeypatch.setattr(f"bench.launch.nodes.{name}", 1.0)
+    about = {"versions": {}, "gpus": []}
+    with Nodes(Place(node=0, num_nodes=2, head="127.0.0.1", port=port), SECRET, about) as nodes:
+        yield nodes, ("127.0.0.1", port)
+
+
+SECRET = b"0123456789abcdef0123"
+
+
+def join(address: tuple[str, int], secret: bytes) -> NodeChannel:
+    """Say hello as node 1, prove the secret, and say what node 0 wants to know."""
+    channel = NodeChannel(socket.create_connection(address, timeout=5))
+    channel.send({"node": 1, "host": EVIL})
+    channel.authenticate(secret, is_controller=False)
+    channel.send({"num_nodes": 2, "versions": {}, "gpus": []})
+    return channel
+
+
+def test_strangers_cost_the_job_one_line(
+    listening: tuple[Nodes, tuple[str, int]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    nodes, address = listening
+    silent = [socket.create_connection(address, timeout=5) for _ in range(300)]
+    for words in (b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x02{}", b"\xff" * 64):
+        with socket.create_connection(address, timeout=5) as link:
+            link.sendall(words)
+    for _ in range(20):
+        with pytest.raises((AuthenticationError, LostError)):
+            join(address, b"another secret than that").receive(5)
+    node = join(address, SECRET)
+    nodes.gather()
+    assert [node.number for node in nodes.nodes] == [1]
+    assert hidden(nodes.nodes[0].name) == set()
+    assert len(os.listdir("/proc/self/fd")) < 300 + 2 * 64 + 64, "the silent ones are this test's own"
+    deadline = time.monotonic() + 10
+    while threading.active_count() > 5 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert threading.active_count() <= 5, "nobody waits for those who say nothing"
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("bench: node 0 refused 127.0.0.1: "), lines
+    for link in silent:
+        link.close()
+    node.close()
