@@ -271,13 +271,14 @@ class Nodes(contextlib.AbstractContextManager["Nodes"]):
         """End the connections of those who took too long, and of the oldest beyond ``most``."""
         for number, stranger in list(self._strangers.items()):
             if len(self._strangers) > most or time.monotonic() > stranger.deadline:
-                self._forget(number)
                 with contextlib.suppress(OSError):
                     stranger.link.shutdown(socket.SHUT_RDWR)  # whatever its thread waits for ends
-                stranger.link.close()
+                self._forget(number)
 
     def _forget(self, number: int) -> None:
-        self._strangers.pop(number, None)
+        stranger = self._strangers.pop(number, None)
+        if stranger is not None:
+            stranger.link.close()
 
     def _greet_and_leave(self, link: socket.socket, number: int) -> None:
         try:
