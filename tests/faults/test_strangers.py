@@ -16,13 +16,18 @@ from typing import Any
 
 import pytest
 
+from bench import cli
+from bench.backends.base import registry
 from bench.errors import InputError
 from bench.files import BusyError
 from bench.judge.integrity import check
 from bench.judge.loading import load
+from bench.launch import surroundings
 from bench.launch.channel import LostError, NodeChannel
 from bench.launch.job_nodes import Place
 from bench.launch.nodes import Nodes
+from bench.plan import matrix as matrix_file
+from bench.plan.expand import expand
 from bench.run.journal import JOURNAL, MANIFEST, Journal, encode, run_sha256, write_document
 from bench.run.manifest import parse_manifest
 from tests.conftest import ROOT
@@ -287,3 +292,76 @@ def test_strangers_cost_the_job_one_line(
     for link in silent:
         link.close()
     node.close()
+
+
+@pytest.mark.parametrize(
+    ("broken", "expected"),
+    [
+        ({"PYTHONOPTIMIZE": "2"}, "python: leaves out docstrings"),
+        ({"GLOO_SOCKET_IFNAME": "none7"}, "network: GLOO_SOCKET_IFNAME is 'none7'"),
+    ],
+    ids=["optimize", "interface"],
+)
+def test_what_would_break_every_trial_is_told_before_the_first(
+    tmp_path: Path, broken: dict[str, str], expected: str
+) -> None:
+    done = bench("run", "--matrix", "smoke", "--out", "run", folder=tmp_path, **broken)
+    assert done.returncode == 2 and done.stderr.startswith(f"bench: {expected}"), done.stderr
+    assert done.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
+
+
+def test_full_shared_memory_and_a_dead_loopback_are_told_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(surroundings.broken()) == []
+    monkeypatch.setattr(surroundings, "shared_memory_bytes", lambda: 4096)
+    monkeypatch.setattr(surroundings, "loopback_error", lambda: "Network is unreachable")
+    assert [finding.text.split()[0] for finding in surroundings.broken()] == ["127.0.0.1", "/dev/shm"]
+
+
+@pytest.mark.parametrize("arguments", [["run", "--out", ""], ["run", "--resume", " "], ["check", ""]], ids=" ".join)
+def test_an_empty_name_is_not_the_current_folder(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 2
+    assert "the name is empty" in capsys.readouterr().err
+
+
+AXES: dict[str, list[Any]] = {"backend": ["ddp-eager"], "accumulate": [1], "world_size": [2]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"axes": AXES | {"seed": list(range(100_000))}},
+        {"axes": AXES | {"accumulate": list(range(1, 3001)), "world_size": list(range(1, 3001))}},
+        {"axes": AXES, "groups": [{"axes.accumulate": [2]}] * 3000},
+    ],
+    ids=["seeds", "cells", "groups"],
+)
+def test_a_matrix_that_is_too_large_is_refused_at_once(change: dict[str, Any]) -> None:
+    began = time.monotonic()
+    workload = {"sequence_length": 8, "global_batch_size": 8}
+    document = {"device": "cpu", "workload": workload, **change}
+    with pytest.raises(InputError, match="at most"):
+        expand(matrix_file.parse(document, name="m", source="m.toml"), registry(), 0)
+    assert time.monotonic() - began < 1
+
+
+@pytest.mark.parametrize("value", [0, 1e308, 1e-320, -1.0])
+def test_times_that_no_clock_shows_are_named(tmp_path: Path, value: float) -> None:
+    lines = records()
+    lines[1]["time"]["step_seconds"][0] = value
+    with pytest.raises(InputError, match=r"trial 2 was edited: .*step_seconds\[0\] is .*seconds, from 1e-9 to 1e9"):
+        check(write_run(tmp_path / "run", lines))
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [
+        {"flops_per_s": {"fp32": [0.0]}},
+        {"links": [{"op": "all_reduce", "bytes": 4, "seconds": 1e-320}]},
+        {"links": [{"op": "broadcast", "bytes": 4, "seconds": 1.0}]},
+    ],
+    ids=["flops", "seconds", "op"],
+)
+def test_rates_that_nothing_reaches_are_named(tmp_path: Path, rates: dict[str, Any]) -> None:
+    folder = write_run(tmp_path / "run", records(), matmul=[{"world_size": 2, **rates}])
+    with pytest.raises(InputError, match=r"run\.json: matmul\[0\]"):
+        check(folder)
