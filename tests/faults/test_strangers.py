@@ -184,7 +184,7 @@ def test_an_error_says_what_is_wrong_without_control_characters(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["plots", "trials.parquet", "trials.parquet.tmp", "report.md", "run.lock", "plots/x"])
-@pytest.mark.parametrize("dangling", [False, True])
+@pytest.mark.parametrize("dangling", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_nothing_is_written_through_a_link(tmp_path: Path, name: str, dangling: bool) -> None:
     folder = write_run(tmp_path / "run", records())
     outside = tmp_path / "outside"
