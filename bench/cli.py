@@ -16,7 +16,9 @@ from typing import Any, NoReturn
 from bench import __version__
 from bench.commands import COMMANDS, TRAINING
 from bench.errors import DEFECT, GOOD, INTERRUPTED, WRONG, InputError, is_interrupt
+from bench.formatting import plain
 from bench.launch.interrupt import terminate_as_interrupt
+from bench.screen import plain_streams
 
 DEBUG = "--debug"
 
@@ -58,8 +60,13 @@ class Commands:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    Files that it writes are never world-writable, whatever the umask.
+    Files that it writes are never world-writable, whatever the umask, and what it prints has no control characters.
     """
+    with plain_streams():
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     os.umask(os.umask(0o077) | 0o002)
     given = argv
     if given is None:
@@ -76,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ModuleNotFoundError("torch is not installed", name="torch")
             return int(_module(arguments.command).run(arguments))
     except InputError as error:
-        print(f"bench: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"bench: {plain(error)}", file=sys.stderr)
         return WRONG
     except BrokenPipeError:
         # The reader (head, less) has closed the pipe.
@@ -127,7 +134,7 @@ def _defect(error: BaseException) -> str:
     """Describe an unexpected exception in one line: what it is, where it was raised, where to report it."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     what = type(error).__name__
-    words = " ".join(str(error).split())
+    words = plain(error)
     if words:
         what += f": {words}"
     return (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import json
 import os
 import re
@@ -17,35 +18,70 @@ import stat
 import sys
 import sysconfig
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from bench.errors import InputError
+from bench.formatting import size
 
 ROOT = Path(__file__).resolve().parents[1]
 """The folder from which ``bench`` is imported: a checkout, or that of all installed packages."""
 
 
-def read(path: Path, place: str, advice: str) -> bytes:
-    """The content of a file. Raises InputError, beginning with ``place``, if it is unreadable, a device or a pipe."""
-    content = b""
+INPUT_BYTES = 2**30
+"""Largest file that is read whole, if nothing else limits it: a corpus."""
+
+
+def open_regular(path: Path, max_bytes: int, flags: int = os.O_RDONLY) -> BufferedReader:
+    """Open a file that is neither device nor pipe, not larger than this, without waiting. Raises OSError."""
+    number = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        is_special = path.exists() and not (path.is_file() or path.is_dir())
-        if not is_special:
-            content = path.read_bytes()
+        found = os.fstat(number)
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "is a device or pipe", str(path))
+        if found.st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"is larger than {size(max_bytes)}", str(path))
+        mode = "rb"
+        if flags & os.O_RDWR:
+            mode = "r+b"
+        return cast("BufferedReader", os.fdopen(number, mode))
+    except BaseException:
+        os.close(number)
+        raise
+
+
+def read_regular(path: Path, max_bytes: int) -> bytes:
+    """The content of such a file. Raises OSError."""
+    with open_regular(path, max_bytes) as file:
+        return file.read(max_bytes)
+
+
+def read(path: Path, place: str, advice: str, max_bytes: int = INPUT_BYTES) -> bytes:
+    """The content of a file.
+
+    Raises InputError, beginning with ``place``, if it is unreadable, a device or a pipe, or too large.
+    """
+    try:
+        return read_regular(path, max_bytes)
     except OSError as error:
+        if error.errno == errno.EINVAL:
+            raise InputError(f"{place}: {error.strerror}; {advice}") from error
         raise InputError(f"{place}: cannot be read ({error.strerror}); {advice}") from error
     except ValueError as error:  # a NUL in the name
         raise InputError(f"{place}: cannot be read ({error}); {advice}") from error
-    if is_special:
-        raise InputError(f"{place}: is a device or pipe; {advice}")
-    return content
 
 
 @contextlib.contextmanager
 def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """A draft that takes the place of a file at the end of the block; ``durable``: once it is on disk."""
+    """A draft that takes the place of a file at the end of the block; ``durable``: once it is on disk.
+
+    Neither the draft nor the file is followed if it is a link, so nothing is written outside of their folder.
+    """
     draft = path.with_name(f"{path.name}.tmp")
+    draft.unlink(missing_ok=True)
     try:
         yield draft
         if durable:
@@ -54,6 +90,16 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             draft.unlink()
+
+
+def subfolder(folder: Path, name: str) -> Path:
+    """A folder below another one, created if it is missing. Raises OSError if it is a link, which would lead out."""
+    path = folder / name
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(parents=True)
+    if not stat.S_ISDIR(path.lstat().st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, "is not a folder of its own but a link or a file", str(path))
+    return path
 
 
 def sync(path: Path) -> None:
@@ -176,6 +222,9 @@ def held(path: Path, place: str, advice: str) -> Iterator[None]:
     """Hold a lock file and remove it afterwards. Child processes do not inherit the lock."""
     from filelock import FileLock, Timeout
 
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise InputError(f"{place}: {path.name} is a link or no file, which is not followed; remove it")
     lock = FileLock(path, timeout=READING_S, on_acquired=_sign)
     try:
         lock.acquire()

@@ -6,6 +6,8 @@ from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
 from functools import partial
 
+from bench.formatting import printable
+
 
 class Level(StrEnum):
     """Severity of a finding, the gravest first."""
@@ -42,6 +44,11 @@ class Finding:
     """The same in a citation of these cells; empty if citations do not carry it."""
     command: str = ""
     """What to do about it, ready to paste."""
+
+    def __post_init__(self) -> None:
+        """A finding is one line, whatever a run's texts hold."""
+        for name in ("topic", "text", "subject", "brief", "command"):
+            object.__setattr__(self, name, printable(getattr(self, name)))
 
     @property
     def sentence(self) -> str:

@@ -115,6 +115,14 @@ def plain(text: object) -> str:
     return " ".join(shown.split())
 
 
+def printable(text: str) -> str:
+    """The text itself if it is one line of printable characters, else ``plain``; an indent stays."""
+    if text.isprintable():
+        return text
+    indent = len(text) - len(text.lstrip(" "))
+    return " " * indent + plain(text)
+
+
 def _is_plain(character: str) -> bool:
     return character.isprintable() or character.isspace()
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
-from bench.formatting import markdown
+from bench.formatting import markdown, printable
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -50,6 +50,10 @@ class TableRow:
     """In HTML, of the row, or of all rows below a heading; those that are None are left out."""
     is_heading: bool = False
     """Whether its text in the first column is a heading of the rows below."""
+
+    def __post_init__(self) -> None:
+        texts = {key: text if isinstance(text, Markup) else printable(text) for key, text in self.texts.items()}
+        object.__setattr__(self, "texts", texts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -50,6 +50,11 @@ _AmountInteger = Annotated[int, Field(strict=True, ge=0, le=MAX)]
 Amount = Annotated[_AmountFloat | _AmountInteger, Expect("a finite number of at least 0")]
 PositiveNumber = Annotated[Amount, Field(gt=0), Expect("a positive number")]
 
+Seconds = Annotated[Amount, Field(le=1e9), Expect("seconds, from 0 to 1e9")]
+Duration = Annotated[Amount, Field(ge=1e-9, le=1e9), Expect("seconds, from 1e-9 to 1e9")]
+"""What a clock measured between two moments that cannot be the same."""
+Rate = Annotated[Amount, Field(ge=1e-3, le=1e30), Expect("a rate per second, from 1e-3 to 1e30")]
+
 T = TypeVar("T")
 _adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import pandas as pd
-from rich.console import Console
 
+from bench import files
 from bench.audit.monitor import TOLERANCE
 from bench.audit.monitor_grid import VALIDATION_S, Epoch, RateVerdict, Strategy
 from bench.formatting import plural
+from bench.screen import Screen
 from bench.tabular import Table, TableColumn, TableRow, markdown_table
 
 EPOCHS = {
@@ -86,7 +87,7 @@ def show_table(rows: pd.DataFrame, about: MonitorSettings) -> None:
         if line["verdict"] == RateVerdict.RIGHT:
             style = ""
         lines.append(TableRow(line, dict.fromkeys(HEADER, style)))
-    console = Console()
+    console = Screen()
     Table(columns=columns, rows=lines).show(console)
     for text in (settings(about), *findings(rows)):
         console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -95,13 +96,10 @@ def show_table(rows: pd.DataFrame, about: MonitorSettings) -> None:
 def write_files(folder: Path, rows: pd.DataFrame, about: MonitorSettings) -> list[Path]:
     """Write table and page; their paths."""
     parquet, page = folder / "throughput.parquet", folder / "throughput.md"
-    rows.assign(
-        lightning=about["lightning"],
-        torch=about["torch"],
-        python=about["python"],
-        clock=about["clock"],
-    ).to_parquet(parquet)
-    page.write_text(markdown(rows, about), encoding="utf-8")
+    facts = {name: about[name] for name in ("lightning", "torch", "python", "clock")}
+    with files.replacing(parquet) as draft:
+        rows.assign(**facts).to_parquet(draft)
+    files.write(page, markdown(rows, about))
     return [parquet, page]
 
 

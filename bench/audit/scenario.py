@@ -294,7 +294,7 @@ def load(path: Path = SUITE) -> list[Scenario]:
     """
     content = files.read(path, str(path), "name a TOML file of scenarios")
     try:
-        tables = tomllib.loads(content.decode())
+        tables = tomllib.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # the second: nested too deeply
         raise InputError(f"{path}: {error}; it must be TOML") from error
     if not tables:

@@ -82,7 +82,7 @@ def write_tables(observations: Sequence[Observation], about: Mapping[str, Any], 
     """Write the observations, and the page with every table and diagnosis."""
     folder.mkdir(parents=True, exist_ok=True)
     store(observations, about, folder / OBSERVATIONS)
-    (folder / MARKDOWN).write_text(page(observations, about), encoding="utf-8")
+    files.write(folder / MARKDOWN, page(observations, about))
 
 
 def page(observations: Sequence[Observation], about: Mapping[str, Any]) -> str:
@@ -125,7 +125,7 @@ def store(observations: Sequence[Observation], about: Mapping[str, Any], path: P
     }
     text = ",\n".join(map(_line, observations))
     opened = _json(head).removesuffix("}")
-    path.write_text(f'{opened},"observations":[\n{text}\n]}}\n', encoding="utf-8")
+    files.write(path, f'{opened},"observations":[\n{text}\n]}}\n')
 
 
 def _line(seen: Observation) -> str:

@@ -19,11 +19,10 @@ import argparse
 import dataclasses
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench import files
-from bench.commands.options import share
+from bench.commands.options import named, share
 from bench.errors import BAD, GOOD, UNCHECKED, InputError, suggest
 from bench.run.machine import differences
 
@@ -57,7 +56,7 @@ def add(commands: Any) -> None:
     )
     option = parser.add_argument
     words = "folders of two runs, or of runs, A the baseline; with --backend one or more of one matrix"
-    option("runs", type=Path, nargs="+", metavar="RUN", help=words)
+    option("runs", type=named, nargs="+", metavar="RUN", help=words)
     option("--backend", metavar="X", help="within runs: the backend that is compared")
     option("--against", metavar="Y", help="within runs: the backend that is the baseline")
     option(
@@ -72,7 +71,7 @@ def add(commands: Any) -> None:
     )
     option("--margin", type=_margin, metavar="P", help="a ratio this near to 1 is called the same (default: 2%%)")
     option("--json", action="store_true", help="one JSON object; its keys: see bench/commands/compare.py")
-    option("--out", type=Path, metavar="DIR", help="write compare.parquet, compare.md and the forest plot there")
+    option("--out", type=named, metavar="DIR", help="write compare.parquet, compare.md and the forest plot there")
 
 
 def _margin(text: str) -> float:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,11 +24,12 @@ from packaging.version import InvalidVersion, Version
 
 from bench.audit.advisories import PAGE, KnownBad, facts_of, matching
 from bench.backends.base import registry
+from bench.commands.options import named
 from bench.files import RESULTS, existing
 from bench.findings import Finding, Level, error, good, note, warning
 from bench.formatting import plural
 from bench.grouping import grouped
-from bench.launch import gpu_checks
+from bench.launch import gpu_checks, surroundings
 from bench.launch.torch_facts import GLOO, TorchFacts, ask_torch
 from bench.measure.host import IDLE_SHARE, HostLoad, merge
 from bench.plan.cell import REFERENCES, Device
@@ -76,7 +76,7 @@ def add(commands: Any) -> None:
         "doctor", help="say what this machine can run, and how to fix what it cannot", description=DESCRIPTION
     )
     option = parser.add_argument
-    option("--out", type=Path, default=RESULTS, metavar="DIR", help="where runs will go (default: results)")
+    option("--out", type=named, default=RESULTS, metavar="DIR", help="where runs will go (default: results)")
     option("--json", action="store_true", help="one JSON object; its keys: see bench/commands/doctor.py")
 
 
@@ -105,7 +105,8 @@ def examine(folder: Path, missing: Mapping[str, Mapping[str, str]]) -> list[Find
         *packages(installed, metadata),
         *(gloo(torch, torch_error) if "torch" in installed else ()),
         *(finding for check in gpu_checks.CHECKS for finding in check(facts)),
-        *loopback(_loopback_error()),
+        *loopback(surroundings.loopback_error()),
+        *(found for found in surroundings.broken() if found.topic != "loopback"),
         *cores(num_cores, machine.governor()),
         *memory(psutil.virtual_memory().available),
         *disk(shutil.disk_usage(existing(folder)).free),
@@ -124,19 +125,6 @@ def _metadata() -> Metadata:
     except importlib.metadata.PackageNotFoundError:
         return {}
     return {name: found.get_all(name) or [] for name in ("Requires-Dist", "Requires-Python", "Classifier")}
-
-
-def _loopback_error() -> str:
-    """Why connections over 127.0.0.1 do not work; empty if they do."""
-    try:
-        with (
-            socket.create_server(("127.0.0.1", 0)) as server,
-            socket.create_connection(server.getsockname(), timeout=5),
-        ):
-            server.accept()[0].close()
-    except OSError as problem:
-        return str(problem.strerror or problem)
-    return ""
 
 
 def python(numbers: Sequence[int], metadata: Metadata) -> Iterator[Finding]:

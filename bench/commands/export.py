@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench import files
+from bench.commands.options import named
 from bench.errors import GOOD, InputError, suggest
 from bench.formatting import plural
 from bench.judge.columns import COLUMNS, FRAMES
@@ -35,11 +36,11 @@ def add(commands: Any) -> None:
         "export", help="describe a run's tables, or write them for other programs", description=DESCRIPTION
     )
     option = parser.add_argument
-    option("run", type=Path, metavar="RUN", help="the run's folder, e.g. results/<run>")
+    option("run", type=named, metavar="RUN", help="the run's folder, e.g. results/<run>")
     option("--table", metavar="NAME", help="describe only this table")
     option("--head", type=int, metavar="N", help="print the first N rows of --table too")
     option("--format", choices=FORMATS, help="write the tables to --out")
-    option("--out", type=Path, metavar="PATH", help="a .json file, or for csv and parquet a folder")
+    option("--out", type=named, metavar="PATH", help="a .json file, or for csv and parquet a folder")
 
 
 def run(arguments: argparse.Namespace) -> int:

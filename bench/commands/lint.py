@@ -6,11 +6,10 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench import files
-from bench.commands.options import LARGEST, integer_to
+from bench.commands.options import LARGEST, integer_to, named
 from bench.errors import BAD, GOOD, WRONG, InputError
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ def add(commands: Any) -> None:
     option(
         "configs",
         nargs="*",
-        type=Path,
+        type=named,
         metavar="CONFIG",
         help="a YAML, JSON or TOML of Lightning, DeepSpeed, accelerate, TrainingArguments or a framework above them; a "
         "shell script that launches a training; or a folder with such files",
@@ -55,7 +54,7 @@ def add(commands: Any) -> None:
     option("--json", action="store_true", help="print a list of findings as JSON")
     option(
         "--sarif",
-        type=Path,
+        type=named,
         metavar="FILE",
         help="also write the findings as SARIF 2.1.0, for code hosts",
     )

@@ -23,6 +23,13 @@ LARGEST = 999_999_999
 T = TypeVar("T")
 
 
+def named(text: str) -> Path:
+    """The path of a file or folder. An empty name, as of an unset variable, would be the current folder."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the name is empty; give one, or leave the option out")
+    return Path(text)
+
+
 def flag(name: str) -> str:
     """The option that argparse stores under this name."""
     return f"--{name.replace('_', '-')}"

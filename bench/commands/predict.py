@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.commands.options import add_backend, add_device, chosen_backends, flag, integer_to, quantity, share
+from bench.commands.options import add_backend, add_device, chosen_backends, flag, integer_to, named, quantity, share
 from bench.errors import GOOD, InputError, suggest
 from bench.plan.cell import Cell, Device, Precision
 from bench.plan.matrix import OPTIMIZERS
@@ -77,7 +76,7 @@ def add(commands: Any) -> None:
     words += TWO_LEVELS
     links.add_argument("--link", type=_rates, metavar="RATE", help=words)
     words = "instead of --link: the rates and the latency that this run measured before its first trial"
-    links.add_argument("--from-run", type=Path, metavar="RUN", help=words)
+    links.add_argument("--from-run", type=named, metavar="RUN", help=words)
     option("--node-size", type=INTEGER, metavar="G", help="consecutive ranks that are a node")
     words = "replicas of HSDP backends, each sharded over W / R consecutive ranks (default: as many as nodes)"
     option("--replicate", type=INTEGER, metavar="R", help=words)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 from bench import files
-from bench.commands.options import add_runs, all_folders
+from bench.commands.options import add_runs, all_folders, named
 from bench.errors import InputError
 from bench.files import plots_folder
 from bench.run.journal import read_manifest
@@ -17,7 +16,7 @@ from bench.run.journal import read_manifest
 def add(commands: Any) -> None:
     parser = commands.add_parser("report", help="write a run's tables, plots and report again from its journal")
     add_runs(parser, "the first one is shown, and gets the report")
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="where to draw (default: as run did)")
+    parser.add_argument("--plots", type=named, metavar="DIR", help="where to draw (default: as run did)")
     parser.add_argument(
         "--rebuild",
         action="store_true",

@@ -13,17 +13,25 @@ from typing import Any
 from bench import __version__, files
 from bench.backends.base import Backend
 from bench.commands.matrix_options import OPTIONS, add_matrix_options, check_workloads, planned
-from bench.commands.options import flag
+from bench.commands.options import flag, named
 from bench.errors import BAD, EXIT_STATUS, INTERRUPTED, InputError, is_interrupt
 from bench.files import new_folder, plots_folder
 from bench.findings import Level
-from bench.launch import follower, gpu_checks, job_nodes, shared_nccl, torch_facts, two_codes
+from bench.launch import (
+    follower,
+    gpu_checks,
+    job_nodes,
+    shared_nccl,
+    surroundings,
+    torch_facts,
+    two_codes,
+)
 from bench.launch import gpus as launch_gpus
 from bench.launch import launcher as launching
 from bench.launch.nodes import Nodes
 from bench.plan.cell import Device, summarize
 from bench.run import machine, start
-from bench.run.journal import read_manifest
+from bench.run.journal import Journal, read_manifest
 from bench.run.manifest import CONNECTION, GpuSharing, Manifest
 from bench.run.start import Planned
 
@@ -49,8 +57,8 @@ def add(commands: Any) -> None:
     )
     add_matrix_options(parser)
     option = parser.add_argument
-    option("--out", type=Path, metavar="DIR", help="the run's folder (default: results/<time>-<matrix>)")
-    option("--resume", type=Path, metavar="RUN", help="go on with the run in this folder; takes no other options")
+    option("--out", type=named, metavar="DIR", help="the run's folder (default: results/<time>-<matrix>)")
+    option("--resume", type=named, metavar="RUN", help="go on with the run in this folder; takes no other options")
     option("--retry-failed", action="store_true", help="with --resume: also rerun the trials that failed")
     option("--cold", action="store_true", help="start each trial in a new interpreter, not from the fork server")
     words = "train every cell with this commit of the bench too, in turn, for compare; one node alone"
@@ -63,6 +71,7 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     place = job_nodes.here()
     if place is None:
+        surroundings.require_sound()
         return _lead(arguments, None)
     about = _about(job_nodes.address_of(place))
     if not place.is_controller:
@@ -79,6 +88,7 @@ def _about(head: str) -> dict[str, Any]:
     gpus, error = launch_gpus.gpus(), ""
     try:
         job_nodes.check_interfaces()
+        surroundings.require_sound()
         if gpus:
             _require_usable(gpus)
     except InputError as found:
@@ -172,20 +182,20 @@ def _train(
     others: Nodes | None,
 ) -> int:
     """Run the trials that the journal lacks, and write the report."""
-    from rich.console import Console
-
     from bench.forecast.estimate import costs
     from bench.judge.baseline import baseline_of, interim_analysis
     from bench.report.outputs import write_outputs
     from bench.report.progress import Display, JsonLines
     from bench.run import matmul, runner
+    from bench.screen import Screen
 
     cells = manifest.cells
     gpus = launch_gpus.gpus() if any(cell.device is Device.CUDA for cell in cells) else []
     guesses = costs(cells, gpus, manifest.skipped)
-    display = Display(Console(quiet=arguments.quiet), guesses, manifest)
+    display = Display(Screen(quiet=arguments.quiet), guesses, manifest)
     if arguments.json:
         display = JsonLines(guesses, manifest)
+    journal = Journal(folder)
     launcher = launching.Launcher(cells[0].device, cold=manifest.cold, others=others)
     working: launching.Launcher | two_codes.TwoCodes = launcher
     for commit in {cell.other_commit for cell in cells if cell.other_commit}:
@@ -193,13 +203,20 @@ def _train(
         working = two_codes.TwoCodes(launcher, cells[0].device, code, cold=manifest.cold)
     kept = f"the finished trials are kept; go on with: python -m bench run --resume {folder}"
     try:
-        with display, working:
+        with journal.held(str(folder)), display, working:
             display.say(f"run {manifest.run_id}: {summarize(cells, baseline_of(manifest))}; writing to {folder}")
             if manifest.sharing is not None:
                 display.say(manifest.sharing.sentence)
             timed = matmul.time_products(folder, manifest, launcher, display.say)
             work = runner.Runner(
-                folder, timed, backends, working, display, interim_analysis, retry_failed=arguments.retry_failed
+                folder,
+                timed,
+                backends,
+                working,
+                display,
+                interim_analysis,
+                retry_failed=arguments.retry_failed,
+                journal=journal,
             )
             work.run()
     except launching.LauncherError as error:

@@ -19,6 +19,7 @@ from bench.commands.options import (
     chosen_backends,
     flag,
     list_of,
+    named,
     split_names,
     writable,
 )
@@ -53,13 +54,13 @@ def add(commands: Any) -> None:
         group.add_argument(name, action="store_true", help=words)
     group = parser.add_argument_group("the suite")
     words = "run the shipped scenarios, or those of a TOML file"
-    group.add_argument("--suite", nargs="?", type=Path, const=SUITE, metavar="FILE", help=words)
+    group.add_argument("--suite", nargs="?", type=named, const=SUITE, metavar="FILE", help=words)
     words = "only these scenarios of the suite"
     group.add_argument("--scenario", action="extend", type=split_names, metavar="NAME[,NAME]", help=words)
     words = "print JSON: an object, or a list if there are several"
     option("--json", action="store_true", help=words)
     words = "write JSON, Markdown and plots (default with --suite: under results/ and plots/)"
-    option("--out", type=Path, metavar="DIR", help=words)
+    option("--out", type=named, metavar="DIR", help=words)
     add_device(parser, Device.CPU)
     option("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help=f"per scenario (default: {TIMEOUT_S:g})")
 

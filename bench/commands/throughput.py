@@ -113,10 +113,11 @@ def run(arguments: argparse.Namespace) -> int:
         writable(arguments.out)
 
     import pandas as pd
-    from rich.console import Console
     from rich.progress import track
 
-    notes = Console(stderr=True)
+    from bench.screen import Screen
+
+    notes = Screen(stderr=True)
     rows_of, quiet = measure_all(points), not notes.is_terminal
     try:
         measured = list(track(rows_of, "measuring", len(points), console=notes, transient=True, disable=quiet))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -10,12 +11,15 @@ from pathlib import Path
 
 import pandas as pd
 
+from bench.errors import InputError
 from bench.findings import Finding, error, good, warning
 from bench.formatting import plural, some
 from bench.judge.analysis import Analysis
 from bench.judge.caveats import CONTROL, OTHER_DAYS, VERDICTS
+from bench.judge.contradictions import contradictions
 from bench.judge.loading import Run, missing_trials
 from bench.judge.pool import folders_of, load_pool
+from bench.judge.stored_tables import read_table
 from bench.judge.tables import NAMES
 from bench.plan.cell import Status
 from bench.run.trial_record import MergedTimings, TrialRecord
@@ -36,7 +40,7 @@ def check(*places: Path) -> list[Finding]:
     pool, folders = load_pool(places), [folder for place in places for folder in folders_of(place)]
     found: list[Finding] = []
     for title, folder, run in zip(pool.titles, folders, pool.runs, strict=True):
-        of_run = [journal(run), *_tables(folder, run), *_trials(run), _order(run.records)]
+        of_run = [journal(run), *contradictions(run), *_tables(folder, run), *_trials(run), _order(run.records)]
         of_run += Analysis(run=run, folder=folder).findings
         if pool.is_single:
             found += of_run
@@ -67,10 +71,16 @@ def _tables(folder: Path, run: Run) -> Iterator[Finding]:
     different = False
     for name in NAMES:
         path = folder / f"{name}.parquet"
-        if not path.exists():
+        if not os.path.lexists(path):
             yield warning(topic, f"{path.name} is missing; {again}")
             continue
-        stored, recomputed = pd.read_parquet(path), getattr(run.tables, name)
+        recomputed = getattr(run.tables, name)
+        try:
+            stored = read_table(path, recomputed)
+        except InputError as broken:
+            different = True
+            yield error(topic, f"{broken}; {again}")
+            continue
         if missing := [column for column in recomputed if column not in stored.columns]:
             yield warning(topic, f"{path.name} has no column {', '.join(missing)}; {again}")
         for text in _differences(stored, recomputed):

@@ -68,6 +68,8 @@ OUTLIER = 14.826
 outlier_detection.rs."""
 ALPHA = 0.01
 """Significance level of the tests for drift and bimodality, which are run for every cell of a report."""
+MOST = 500
+"""Trials of a cell in which drift and modes are looked for, since their time and memory grow with the square."""
 MIN_BIMODAL = 8
 """Least number of trials to tell two modes from chance."""
 NULLS = 4000
@@ -130,11 +132,20 @@ def drift(slots: Sequence[float], medians: Sequence[float]) -> Tested:
     """
     from scipy import stats  # takes half a second to import, and only ``check`` asks for drift
 
-    x, y = np.asarray(slots, dtype=float), np.log(np.asarray(medians, dtype=float))
+    x, y = _thinned(slots), np.log(_thinned(medians))
     if len(x) < 5 or np.ptp(x) == 0 or np.ptp(y) == 0:
         return Tested(0.0, 1.0)
     slope = float(stats.theilslopes(y, x)[0])
     return Tested(math.expm1(slope * float(np.ptp(x))), float(stats.kendalltau(x, y).pvalue))
+
+
+def _thinned(values: Sequence[float]) -> Array:
+    """The values, or MOST of them, evenly spaced: what is found among so many is not missed for the others."""
+    every = np.asarray(values, dtype=float)
+    if len(every) <= MOST:
+        return every
+    chosen: Array = every[np.linspace(0, len(every) - 1, MOST).round().astype(int)]
+    return chosen
 
 
 def bimodal(values: Sequence[float]) -> Tested | None:
@@ -147,10 +158,10 @@ def bimodal(values: Sequence[float]) -> Tested | None:
     noise and Student's t with 4 degrees of freedom, so that neither flat nor heavy-tailed noise passes for a second
     mode.
     """
-    n = len(values)
-    if n < MIN_BIMODAL:
+    if len(values) < MIN_BIMODAL:
         return None
-    logs = np.sort(np.log(np.asarray(values, dtype=float)))
+    logs = np.sort(np.log(_thinned(values)))
+    n = len(logs)
     found, at = _separation(logs[None])
     cut = int(at[0])
     p_value = max((1 + int((null >= found[0]).sum())) / (1 + NULLS) for null in _nulls(n))

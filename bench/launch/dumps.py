@@ -19,7 +19,7 @@ from typing import IO
 
 import psutil
 
-from bench.files import portable
+from bench.files import portable, replacing, write
 from bench.launch.stragglers import alive, send
 
 SIGNAL = signal.SIGUSR2
@@ -70,9 +70,10 @@ def collect(folder: Path, stem: Path) -> list[Path]:
     """Copy the dumps of a trial to ``<stem>.<name>`` and return their original paths."""
     stacks = [path for path in sorted(folder.glob("rank*.stacks")) if size(path)]
     for path in stacks:
-        Path(f"{stem}.{path.name}").write_text(portable(path.read_text(errors="replace")))
+        write(Path(f"{stem}.{path.name}"), portable(path.read_text(errors="replace")))
     for path in flights(folder):
-        shutil.copyfile(path, f"{stem}.{path.name}")
+        with replacing(Path(f"{stem}.{path.name}")) as draft:
+            shutil.copyfile(path, draft)
     return stacks + flights(folder)
 
 

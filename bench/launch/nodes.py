@@ -13,6 +13,7 @@ import dataclasses
 import os
 import queue
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -23,6 +24,7 @@ from typing import Any, NoReturn
 from bench import validation
 from bench.backends.base import EXTRA_BACKENDS
 from bench.errors import InputError
+from bench.formatting import plain
 from bench.launch import job_nodes
 from bench.launch.channel import HELLO_BYTES, PING_S, SILENT_S, LostError, NodeChannel
 from bench.launch.job_nodes import Place
@@ -32,6 +34,12 @@ from bench.launch.process import START_TIMEOUT_S
 from bench.launch.watchdog import Sight
 from bench.plan.cell import Device
 
+MOST_STRANGERS = 64
+"""Connections at a time that have not proved yet that they know the secret: the nodes of a large job, all at once."""
+STRANGER_S = 10.0
+"""How long such a connection may last."""
+MOST_LINES = 20
+"""Addresses that the log says it has refused."""
 JOIN_S = 50.0
 """How long the controller waits for the other nodes at the start, and they for it."""
 ANSWER_S = 60.0
@@ -145,6 +153,15 @@ class RemoteNode:
         return report
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stranger:
+    """A connection whose other end has not proved yet that it knows the secret."""
+
+    link: socket.socket
+    """A duplicate, which can be ended from another thread."""
+    deadline: float
+
+
 class Nodes(contextlib.AbstractContextManager["Nodes"]):
     """The other nodes of a job. As a context, it listens on the head's address until the end."""
 
@@ -154,6 +171,11 @@ class Nodes(contextlib.AbstractContextManager["Nodes"]):
         """Nodes 1, 2, ..., once ``gather`` has returned."""
         self._place, self._secret, self._about = place, secret, about
         self._arrived: queue.Queue[RemoteNode | InputError] = queue.Queue()
+        self._strangers: dict[int, Stranger] = {}
+        """By number, the oldest first."""
+        self._num_strangers = 0
+        self._refused: dict[str, str] = {}
+        """Why an address was refused, of which the log has a line."""
         family = socket.AF_INET
         if ":" in self.address:
             family = socket.AF_INET6
@@ -187,10 +209,7 @@ class Nodes(contextlib.AbstractContextManager["Nodes"]):
             try:
                 node = self._arrived.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                raise InputError(
-                    f"node {min(missing)} of {self._place.num_nodes} did not join within {JOIN_S:g} s; see what it "
-                    f"printed, and whether it can connect to {self.address} port {self._place.port}"
-                ) from None
+                raise InputError(self._missing(min(missing))) from None
             if isinstance(node, InputError):
                 raise node
             if node.number in found:
@@ -198,6 +217,13 @@ class Nodes(contextlib.AbstractContextManager["Nodes"]):
             found[node.number] = node
             self.nodes = [found[number] for number in sorted(found)]
             missing.discard(node.number)
+
+    def _missing(self, number: int) -> str:
+        """That a node did not join, and what may be why."""
+        found = f"node {number} of {self._place.num_nodes} did not join within {JOIN_S:g} s; "
+        for address, why in self._refused.items():
+            found += f"node 0 refused {plain(address)}: {why}; "
+        return f"{found}see what it printed, and whether it can connect to {self.address} port {self._place.port}"
 
     def welcome_back(self, device: Device) -> None:
         """Take in nodes that were lost and have come again."""
@@ -221,21 +247,61 @@ class Nodes(contextlib.AbstractContextManager["Nodes"]):
         while self._listener.fileno() >= 0:
             with contextlib.suppress(OSError):  # nobody came, or it is closed
                 link, _ = self._listener.accept()
-                threading.Thread(target=self._greet, args=[link], daemon=True).start()
+                self._receive(link)
+            self._end_strangers(MOST_STRANGERS)
             if time.monotonic() - ping > PING_S:
                 ping = time.monotonic()
                 for node in list(self.nodes):
                     with contextlib.suppress(LostError):
                         node.channel.send({"do": "ping"})
 
-    def _greet(self, link: socket.socket) -> None:
-        """Let another node in, or say why not."""
+    def _receive(self, link: socket.socket) -> None:
+        """Greet whoever has connected; if too many are strangers, the oldest of them has to go."""
+        self._num_strangers += 1
+        number = self._num_strangers
+        self._strangers[number] = Stranger(link.dup(), time.monotonic() + STRANGER_S)
+        self._end_strangers(MOST_STRANGERS)
+        try:
+            threading.Thread(target=self._greet_and_leave, args=[link, number], daemon=True).start()
+        except RuntimeError:  # no thread can be started
+            link.close()
+            self._forget(number)
+
+    def _end_strangers(self, most: int) -> None:
+        """End the connections of those who took too long, and of the oldest beyond ``most``."""
+        for number, stranger in list(self._strangers.items()):
+            if len(self._strangers) > most or time.monotonic() > stranger.deadline:
+                with contextlib.suppress(OSError):
+                    stranger.link.shutdown(socket.SHUT_RDWR)  # whatever its thread waits for ends
+                self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        stranger = self._strangers.pop(number, None)
+        if stranger is not None:
+            stranger.link.close()
+
+    def _greet_and_leave(self, link: socket.socket, number: int) -> None:
+        try:
+            self._greet(link, number)
+        except OSError:  # it is gone
+            link.close()
+        self._forget(number)
+
+    def _say_refused(self, address: str, why: str) -> None:
+        """One line for each address, and no more than MOST_LINES: a stranger cannot fill the log."""
+        if address not in self._refused and len(self._refused) < MOST_LINES:
+            self._refused[address] = why
+            print(f"bench: node 0 refused {plain(address)}: {plain(why)}", file=sys.stderr)
+
+    def _greet(self, link: socket.socket, stranger: int) -> None:
+        """Let another node in, or say why not: to the job only if it knows the secret."""
         channel, who = NodeChannel(link), ""
         try:
-            hello = channel.receive(ANSWER_S, HELLO_BYTES) or {}
-            number, host = int(hello["node"]), str(hello["host"])[:80]
+            hello = channel.receive(STRANGER_S, HELLO_BYTES) or {}
+            number, host = int(hello["node"]), plain(hello["host"])[:80]
             who = f"node {number} ({host})"
             channel.authenticate(self._secret, is_controller=True)
+            self._forget(stranger)
             about = channel.receive(ANSWER_S) or {}
             refusal = self._refusal(number, about)
             if refusal:
@@ -244,9 +310,12 @@ class Nodes(contextlib.AbstractContextManager["Nodes"]):
                 channel.send({"welcome": True})
                 self._arrived.put(RemoteNode(number, host, channel, about))
         except AuthenticationError:
-            refusal = f"its {job_nodes.SECRET} is not that of node 0; set the same on every node"
+            self._say_refused(channel.address, f"its {job_nodes.SECRET} is not that of node 0")
+            channel.close()
+            return
         except (KeyError, TypeError, ValueError, OverflowError, LostError):
-            channel.close()  # whoever it was, no node of this job
+            self._say_refused(channel.address, "it is no node of this job")
+            channel.close()
             return
         if refusal:
             channel.close()

@@ -18,6 +18,7 @@ from typing_extensions import TypedDict
 
 from bench import validation
 from bench.files import end_of, portable
+from bench.formatting import plain
 from bench.plan.cell import Status
 from bench.validation import Amount
 
@@ -119,7 +120,7 @@ def judge(
         traceback = portable(result["traceback"])
         return Outcome(
             status=Status(result["status"]),
-            reason=f"{name}: {portable(result['reason'])}",
+            reason=f"{name}: {plain(portable(result['reason']))}",
             ranks=[],
             wall_s=wall_s,
             traceback=traceback,

@@ -32,6 +32,7 @@ import psutil
 
 from bench import files
 from bench.errors import UnsupportedError
+from bench.formatting import plain
 from bench.launch import dumps, gpus, shared_nccl, stragglers
 from bench.measure import heartbeat
 from bench.plan.cell import Device, Status
@@ -243,7 +244,7 @@ def failure(error: BaseException) -> dict[str, Any]:
     where = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
     return {
         "status": status,
-        "reason": f"{type(error).__name__}: {first_line}{where}",
+        "reason": plain(f"{type(error).__name__}: {first_line}{where}"),
         "traceback": "".join(traceback.format_exception(error)[-20:]),
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from bench.plan.cell import (
     Device,
     Precision,
 )
-from bench.plan.matrix import KEYS, METHODS, Matrix
+from bench.plan.matrix import KEYS, METHODS, MOST_CELLS, Matrix
 from bench.plan.models import HUGGING_FACE, LLAMA, SIZES, describe_file, find_factory, read_config
 from bench.plan.world import Candidate
 
@@ -56,6 +57,7 @@ def expand(
 
     Raises InputError naming the key whose value cannot be, here or together with others.
     """
+    _require_few(matrix, backends)
     corpus = _corpus(matrix)
     parts = [(part, _part_cells(part, corpus, backends, num_gpus, offered, num_nodes)) for part in matrix.parts]
     found = [cell for _, cells in parts for cell in cells]
@@ -73,6 +75,22 @@ def expand(
     if original is not None:
         cells.append(dataclasses.replace(original, twin=TWIN))
     return Expansion(cells=cells, once=_single_trial_ids(parts))
+
+
+def _require_few(matrix: Matrix, backends: Mapping[str, Candidate]) -> None:
+    """Raise InputError if the axes have too many values to make cells of, before any is made."""
+    total = 0
+    for part in matrix.parts:
+        axes = [value for key, value in part.values.items() if key.startswith(("axes.", "virtual."))]
+        lengths = [max(1, len(values)) for values in axes if isinstance(values, list)]
+        if part["axes.backend"] == "all":
+            lengths.append(len(backends))
+        total += math.prod(lengths)
+    if total > MOST_CELLS:
+        raise InputError(
+            f"{matrix.source}: its axes have {total:,} combinations; it must have at most {MOST_CELLS:,}, so leave "
+            "out values"
+        )
 
 
 Parts = Sequence[tuple[Matrix, Sequence[Cell]]]

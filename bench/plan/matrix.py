@@ -27,9 +27,13 @@ OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
 Method = Literal["adamw", "sgd"]
 METHODS: tuple[str, ...] = get_args(Method)
 """The optimization algorithms, each with its own learning rate."""
+MATRIX_BYTES = 4 * 2**20
+MOST_GROUPS, MOST_CELLS = 200, 20_000
+"""Groups of a matrix, and cells of all their axes together: a run of more would take months."""
 SOME = Field(min_length=1)
 Name = Annotated[str, SOME]
-Positives = Annotated[list[Positive], SOME, Expect("a list of integers of at least 1")]
+Size = Annotated[int, Field(strict=True, ge=1, le=2**24), Expect("an integer from 1 to 2**24")]
+Positives = Annotated[list[Size], SOME, Expect("a list of integers from 1 to 2**24")]
 Flags = Annotated[list[Flag], SOME, Expect("a list of true and false")]
 
 
@@ -45,8 +49,8 @@ class WorkloadTable(MatrixTable):
     workload: Annotated[Name, Expect("'llama' or 'package.module:factory'")] = "llama"
     model: Annotated[Name, Expect(f"a model size: {', '.join(SIZES)}")] = "tiny"
     corpus: Annotated[Name, Expect("'markov' or the path of a text file")] = "markov"
-    sequence_length: Positive
-    global_batch_size: Positive
+    sequence_length: Size
+    global_batch_size: Size
     for_each_rank: Annotated[
         Flag, Expect("true or false: whether global_batch_size is multiplied by the number of ranks")
     ] = False
@@ -272,9 +276,9 @@ def load(name: str) -> Matrix:
         path, source = FOLDER / f"{name}.toml", f"{name}.toml"
     elif path.suffix != ".toml":
         raise InputError(f"--matrix {name}: unknown; {suggest(name, ['auto', *names(), 'a .toml file'])}")
-    content = files.read(path, f"--matrix {name}", "name a TOML file")
+    content = files.read(path, f"--matrix {name}", "name a TOML file", MATRIX_BYTES)
     try:
-        document = tomllib.loads(content.decode())
+        document = tomllib.loads(content.decode("utf-8-sig"))  # editors on Windows begin a file with a BOM
     except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise InputError(f"{source}: is not TOML ({error})") from error
     return parse(document, name=path.stem, source=source)
@@ -282,6 +286,9 @@ def load(name: str) -> Matrix:
 
 def parse(document: Mapping[str, Any], *, name: str, source: str) -> Matrix:
     """Parse a TOML document. Raises InputError naming the key that is unknown, missing or invalid."""
+    groups = document.get("groups")
+    if isinstance(groups, list) and len(groups) > MOST_GROUPS:
+        raise InputError(f"{source}: has {len(groups):,} groups; it must have at most {MOST_GROUPS}")
     given = _flat(document)
     values = _checked(given, f"{source}: ")
     values["groups"] = [_group(group, number, given, source) for number, group in enumerate(values["groups"], start=1)]

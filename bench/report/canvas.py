@@ -23,6 +23,7 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from bench.files import replacing
 from bench.report.style import (
     BASE,
     DPI,
@@ -335,5 +336,6 @@ def save(figure: Figure, stem: Path, words: FigureWords, source: str = "") -> Pa
     }
     with matplotlib.style.context(list(BASE)):
         freeze(figure)
-        figure.savefig(path, dpi=DPI, metadata=about)
+        with replacing(path) as draft:
+            figure.savefig(draft, format="png", dpi=DPI, metadata=about)
     return path

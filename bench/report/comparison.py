@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.text import Text
 
-from bench.formatting import markdown, plural, some
+from bench import files
+from bench.formatting import markdown, plural, printable, some
 from bench.grouping import grouped
 from bench.judge.baseline import control_of
 from bench.judge.caveats import suspect
@@ -30,6 +30,7 @@ from bench.judge.verdicts import (
     scope_words,
 )
 from bench.run.machine import NOT_STORED, STORED, Changed
+from bench.screen import Screen
 from bench.tabular import Table, TableColumn, TableRow
 
 COLUMNS = (
@@ -200,17 +201,17 @@ def reasons(rows: Sequence[ComparedPair]) -> list[ExplainedReason]:
 
 def show(report: Report) -> None:
     """Words and table on the terminal."""
-    console = Console()
-    console.print(Text(headline(report)), soft_wrap=True)
+    console = Screen()
+    console.print(Text(printable(headline(report))), soft_wrap=True)
     for line in alarm(report.differences):
-        console.print(Text(line, style="bold red"), soft_wrap=True)
+        console.print(Text(printable(line), style="bold red"), soft_wrap=True)
     table(report.rows).show(console)
     lines = []
     for explained in reasons(report.rows):
         lines.append(explained.text)
         lines += [f"  {detail}" for detail in explained.details]
     for line in (*lines, "", *report.remarks, *report.notes):
-        console.print(Text(line), soft_wrap=True)
+        console.print(Text(printable(line)), soft_wrap=True)
 
 
 def write(report: Report, folder: Path) -> list[Path]:
@@ -221,13 +222,13 @@ def write(report: Report, folder: Path) -> list[Path]:
     from bench.report import canvas, forest
 
     frame, page = folder / "compare.parquet", folder / "compare.md"
-    frame_of_pairs(report.rows).to_parquet(frame, index=False)
+    with files.replacing(frame) as draft:
+        frame_of_pairs(report.rows).to_parquet(draft, index=False)
     pictures = []
     for drawing in forest.draw(report):
         stem = folder / drawing.stem
         pictures.append(canvas.save(drawing.figure, stem, drawing.words))
-    text = _markdown(report, [path.name for path in pictures])
-    page.write_text(text, encoding="utf-8")
+    files.write(page, _markdown(report, [path.name for path in pictures]))
     return [frame, page, *pictures]
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import matplotlib.style
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
+from bench.files import open_regular
 from bench.judge.analysis import Analysis
 from bench.report import canvas, forest, style
 from bench.report.bars import draw_memory_categories, draw_traffic
@@ -29,6 +30,8 @@ MAKERS = {
     "loss_curves": draw_loss_curves,
     "noise": draw_noise,
 }
+PICTURE_BYTES = 64 * 2**20
+"""Largest picture in which it is looked up which run it is of."""
 RATIOS = "step_time_ratio"
 KINDS = (*MAKERS, RATIOS)
 """All figures that a run may have."""
@@ -58,9 +61,9 @@ def draw(data: Analysis, folder: Path) -> list[Path]:
 def _is_of(picture: Path, run_id: str) -> bool:
     """Whether a report on this run drew the picture; all other files may be a user's, and stay."""
     try:
-        with Image.open(picture) as image:
+        with open_regular(picture, PICTURE_BYTES) as file, Image.open(file) as image:
             return bool(image.info.get("Source") == run_id)
-    except (FileNotFoundError, UnidentifiedImageError):
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # no picture, of whatever kind
         return False
 
 

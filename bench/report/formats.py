@@ -17,6 +17,7 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from bench.errors import InputError
+from bench.files import replacing
 from bench.formatting import plain
 from bench.judge.analysis import CellRow, Frames
 from bench.judge.columns import COLUMNS, FRAMES
@@ -31,7 +32,8 @@ Injection"."""
 
 def write_frame(frame: pd.DataFrame, path: Path) -> None:
     """Write a table without its index."""
-    harmless(frame).to_csv(path, index=False, lineterminator="\n")
+    with replacing(path) as draft:
+        harmless(frame).to_csv(draft, index=False, lineterminator="\n")
 
 
 def harmless(frame: pd.DataFrame) -> pd.DataFrame:
@@ -98,7 +100,8 @@ def write_parquet(frames: Frames, folder: Path) -> list[Path]:
         notes = table.schema.metadata or {}
         notes |= {b"run_id": frames.run_id.encode(), b"rows": about.encode()}
         path = folder / f"{name}.parquet"
-        parquet.write_table(table.cast(pa.schema(fields, metadata=notes)), path)
+        with replacing(path) as draft:
+            parquet.write_table(table.cast(pa.schema(fields, metadata=notes)), draft)
         paths.append(path)
     return paths
 

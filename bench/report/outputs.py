@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from bench import files
 from bench.errors import BAD, GOOD, InputError
 from bench.findings import Finding, Level
@@ -24,6 +22,7 @@ from bench.report.citation import commit_sentence
 from bench.report.progress import emit
 from bench.report.terminal import show
 from bench.run.journal import Journal, read_manifest
+from bench.screen import Screen, harmless
 
 if TYPE_CHECKING:
     from bench.report.sections import PageSection
@@ -61,6 +60,8 @@ def write_outputs(
     data = _load(folder, others)
     section = None
     try:
+        if plots.parent == folder:
+            files.subfolder(folder, plots.name)  # what a stranger's folder may hold as a link
         plots.mkdir(parents=True, exist_ok=True)
         _write_tables(data)
         found = answer(data)
@@ -68,7 +69,8 @@ def write_outputs(
         short = files.write(folder / REPORT, in_short(data, found))
         if further is not None:
             section = further(data)
-        whole = files.write(folder / page.PAGE, page.render(data, found, drawn, section))
+        text = page.render(data, found, drawn, section)
+        whole = files.write(folder / page.PAGE, harmless(text))
     except OSError as error:
         place = str(folder)
         if str(error.filename).startswith(str(plots)):
@@ -86,7 +88,7 @@ def write_outputs(
             statements=[finding.to_dict() for finding in found.all],
         )
         return status
-    console = Console()
+    console = Screen()
     show(console, found)
     print(f"tables: {folder}/*.parquet")
     print(f"plots:  {plots} ({len(drawn)} files)")
@@ -116,7 +118,8 @@ def _write_tables(data: Analysis) -> list[Path]:
     paths = data.run.tables.write(data.folder)
     if data.verdicts:
         path = data.folder / "ratios.parquet"
-        frame_of_pairs(data.verdicts).to_parquet(path, index=False)
+        with files.replacing(path) as draft:
+            frame_of_pairs(data.verdicts).to_parquet(draft, index=False)
         paths.append(path)
     return paths
 

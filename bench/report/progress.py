@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from bench.formatting import plural
+from bench.formatting import plural, printable
 from bench.judge.baseline import percent
 from bench.judge.columns import labels
 from bench.judge.gates import EXPECTED, defect_of_record
@@ -21,6 +21,7 @@ from bench.plan.cell import Cell, Status
 from bench.plan.schedule import Cost, InterimAnalysis, Trial
 from bench.run.manifest import Manifest
 from bench.run.trial_record import TrialRecord
+from bench.screen import Screen
 
 REFRESH_PER_S = 1.0
 """Slow on purpose: the display shares the machine with what is measured."""
@@ -77,7 +78,7 @@ class Display:
         self._progress.stop()
 
     def say(self, message: str) -> None:
-        self._console.print(Text(message), highlight=False, soft_wrap=True)
+        self._console.print(Text(printable(message)), highlight=False, soft_wrap=True)
 
     def expect(
         self,
@@ -193,7 +194,7 @@ class JsonLines(Display):
     """The same as one JSON object per line on standard output, each with its ``event``."""
 
     def __init__(self, estimates: Mapping[str, Cost], manifest: Manifest) -> None:
-        super().__init__(Console(quiet=True), estimates, manifest)
+        super().__init__(Screen(quiet=True), estimates, manifest)
 
     def say(self, message: str) -> None:
         """Event ``message``: a line for people."""

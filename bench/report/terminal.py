@@ -13,7 +13,8 @@ from rich.text import Text
 
 from bench.errors import BAD, GOOD
 from bench.findings import Finding, Level
-from bench.formatting import plural, some
+from bench.formatting import plural, printable, some
+from bench.screen import Screen
 
 if TYPE_CHECKING:
     from bench.report.answer import Answer
@@ -28,7 +29,7 @@ def show(console: Console, answer: Answer) -> None:
     if answer.groups:
         largest, *others = answer.groups
         largest.table.show(console)
-        console.print(Text(largest.legend, style="dim"))
+        console.print(Text(printable(largest.legend), style="dim"))
         if others:
             titles = "; ".join(group.title for group in others)
             console.print(Text(f"report.md has the same table for {titles}", style="dim"))
@@ -37,7 +38,7 @@ def show(console: Console, answer: Answer) -> None:
     for statement in answer.all:
         _show_statement(console, statement, width)
     for text in answer.remarks:
-        console.print(Text(f"{text}."))
+        console.print(Text(printable(f"{text}.")))
 
 
 def _show_statement(console: Console, statement: Finding, width: int) -> None:
@@ -89,7 +90,7 @@ def report_findings(
 
 def _show_findings(findings: Sequence[Finding], verdict: str) -> None:
     """One line each; findings that say the same of several cells share a line."""
-    console = Console()
+    console = Screen()
     width = max((len(finding.topic) for finding in findings), default=0)
     subjects: dict[tuple[Level, str, str], list[str]] = {}
     for finding in findings:
@@ -104,7 +105,7 @@ def _show_findings(findings: Sequence[Finding], verdict: str) -> None:
     for (level, topic), lines in shown.items():
         beginning = Text(f"{level:7}  {topic:{width}}  ", style=STYLES[level])
         for line in _first_of(lines):
-            console.print(beginning + Text(line), soft_wrap=True)
+            console.print(beginning + Text(printable(line)), soft_wrap=True)
     console.print(verdict, highlight=False, soft_wrap=True)
 
 

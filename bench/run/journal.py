@@ -7,17 +7,20 @@ line's JSON without that key, exactly as written. So an edited line is detected 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import itertools
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from bench.errors import InputError
-from bench.files import replacing, sync
+from bench.files import BusyError, open_regular, read_regular, replacing, sync
+from bench.formatting import size
 from bench.run.manifest import SCHEMA_VERSION, Manifest, parse_manifest
 
 MANIFEST = "run.json"
@@ -26,6 +29,10 @@ TORN = "trials.torn-"
 """Prefix of files that keep torn lines, which a crash during a write left behind."""
 DIGITS = 16
 """Hex digits of a line's checksum."""
+MANIFEST_BYTES = 32 * 2**20
+"""Largest run.json that is read: 50,000 cells have half of it."""
+JOURNAL_BYTES, LINE_BYTES = 512 * 2**20, 16 * 2**20
+"""The same of the journal, of which a trial of 64 ranks and 1,000 steps takes 1 MB, and of one line."""
 _CHECKSUM = re.compile(rb'"sha256":"([0-9a-f]{%d})"}' % DIGITS)
 _CHECKSUM_BYTES = len('"sha256":""}') + DIGITS
 
@@ -51,7 +58,7 @@ def read_document(folder: Path) -> dict[str, Any]:
     """The JSON of a manifest, of which the schema version alone is checked. Raises InputError as ``read_manifest``."""
     path = folder / MANIFEST
     try:
-        document = _object(path.read_bytes())
+        document = _object(read_regular(path, MANIFEST_BYTES))
     except OSError as error:
         raise InputError(
             f"{folder}: holds no run ({MANIFEST}: {error.strerror}); name a folder under results/"
@@ -64,6 +71,21 @@ def read_document(folder: Path) -> dict[str, Any]:
             f"{path}: schema_version is {version!r}; this version of the bench reads {SCHEMA_VERSION}, so measure again"
         )
     return document
+
+
+def run_sha256(folder: Path) -> str:
+    """SHA-256 that pins both files of a run, in hex: ``sha256sum run.json trials.jsonl | sha256sum`` in its folder.
+
+    Raises InputError if one cannot be read.
+    """
+    lines = ""
+    for name in (MANIFEST, JOURNAL):
+        try:
+            with open_regular(folder / name, JOURNAL_BYTES) as file:
+                lines += f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n"
+        except OSError as error:
+            raise InputError(f"{folder / name}: cannot be read ({error.strerror}); restore the file") from error
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def encode(record: dict[str, Any]) -> bytes:
@@ -103,22 +125,64 @@ def _object(text: bytes) -> dict[str, Any]:
     return value
 
 
+_APPENDING = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+def _lock(number: int, place: str, advice: str) -> None:
+    """Lock an open file, without waiting."""
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        words = "another process appends to its journal; wait for it, or name another folder"
+        raise BusyError(f"{place}: is in use: {words}") from error
+    except OSError as error:
+        raise InputError(f"{place}: {JOURNAL} cannot be locked ({error.strerror}); {advice}") from error
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
+
+
 class Journal:
     """Trials as JSON lines. Each line is synced to the disk before the next trial starts."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / JOURNAL
         self._folder = folder
+        self._held: tuple[int, int] | None = None
+        """Which file is locked."""
+
+    @contextlib.contextmanager
+    def held(self, place: str) -> Iterator[None]:
+        """Hold the kernel's lock of the file itself, which is created if it is missing, so that one process appends.
+
+        Unlike the folder's lock, of which a name is all that others see, no one can remove it without the journal.
+        Raises BusyError that begins with ``place`` if another process holds it, and InputError if it cannot be locked.
+        """
+        advice = "use a folder that can be written, on a file system that has locks"
+        try:
+            number = os.open(self.path, _APPENDING, 0o644)
+        except OSError as error:
+            raise InputError(f"{place}: {JOURNAL} cannot be opened ({error.strerror}); {advice}") from error
+        try:
+            _lock(number, place, advice)
+            self._held = _identity(os.fstat(number))
+            yield
+        finally:
+            self._held = None
+            os.close(number)
 
     def append(self, record: dict[str, Any]) -> None:
         """Append one trial, after moving a torn last line aside.
 
-        Raises OSError if the write fails, and leaves the journal unchanged.
+        Raises OSError if the write fails, and leaves the journal unchanged. Raises InputError if this process holds the
+        lock of another file, since someone has removed or replaced it.
         """
         line = encode(record)
+        self._require_held()
         self.mend()
         new = not self.path.exists()
-        number = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        number = os.open(self.path, _APPENDING, 0o644)
         try:
             size = os.fstat(number).st_size
             try:
@@ -135,24 +199,53 @@ class Journal:
         if new:
             sync(self._folder)
 
+    def _require_held(self) -> None:
+        if self._held is None:
+            return
+        found = None
+        with contextlib.suppress(FileNotFoundError):
+            found = _identity(self.path.lstat())
+        if found != self._held:
+            raise InputError(f"{self.path}: was removed or replaced while the run went on; put it back, and resume")
+
     def read(self) -> list[dict[str, Any]]:
         """All trials, in the order of writing, without a torn last line.
 
         Raises InputError naming any other damaged line.
         """
-        if not self.path.exists():
-            return []
         records: list[dict[str, Any]] = []
-        with self.path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                text = line.removesuffix(b"\n")
-                try:
-                    records.append(decode(text))
-                except ValueError as error:
-                    if text == line and self._is_torn(text):
-                        break
-                    raise self._damaged(number, error) from error
+        for number, line in enumerate(self._lines(), start=1):
+            text = line.removesuffix(b"\n")
+            try:
+                records.append(decode(text))
+            except ValueError as error:
+                if text == line and self._is_torn(text):
+                    break
+                raise self._damaged(number, error) from error
         return records
+
+    def _lines(self) -> Iterator[bytes]:
+        """The lines of the file, of which the last may lack its newline. Raises InputError if one is too long."""
+        if not os.path.lexists(self.path):
+            return
+        with self._opened() as file:
+            for number in itertools.count(1):
+                line = file.readline(LINE_BYTES)
+                if len(line) == LINE_BYTES:
+                    raise InputError(f"{self.path}:{number}: is longer than {size(LINE_BYTES)}; restore the file")
+                if not line:
+                    return
+                yield line
+
+    @contextlib.contextmanager
+    def _opened(self, flags: int = os.O_RDONLY) -> Iterator[BufferedReader]:
+        """The file. Raises InputError if it is no regular file, or so large that no run can have written it."""
+        try:
+            file = open_regular(self.path, JOURNAL_BYTES, flags)
+        except OSError as error:
+            raise InputError(f"{self.path}: cannot be read ({error.strerror}); restore the file") from error
+        with file:
+            yield file
 
     def is_torn(self) -> bool:
         """Whether a crash during a write left part of a line at the end."""
@@ -168,15 +261,15 @@ class Journal:
         if not end:
             return None
         aside = None
-        with self.path.open("r+b") as file:
+        with self._opened(os.O_RDWR | os.O_NOFOLLOW) as file:
             if self._is_torn(end):
                 aside = self._keep(end)
-                file.truncate(self.path.stat().st_size - len(end))
+                file.truncate(file.seek(0, os.SEEK_END) - len(end))
             else:
                 try:
                     decode(end)
                 except ValueError as error:
-                    raise self._damaged(self.path.read_bytes().count(b"\n") + 1, error) from error
+                    raise self._damaged(self._num_lines(), error) from error
                 file.seek(0, os.SEEK_END)
                 file.write(b"\n")
             file.flush()
@@ -185,19 +278,22 @@ class Journal:
 
     def digest(self) -> str:
         """SHA-256 of the file, in hex."""
-        with self.path.open("rb") as file:
+        with self._opened() as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def _end(self) -> bytes:
         """The bytes after the last newline."""
-        if not self.path.exists() or self.path.stat().st_size == 0:
-            return b""
-        with self.path.open("rb") as file:
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) == b"\n":
-                return b""
-            file.seek(0)
-            return file.read().rpartition(b"\n")[2]
+        last = b""
+        if not os.path.lexists(self.path):
+            return last
+        with self._opened() as file:
+            length = file.seek(0, os.SEEK_END)
+            file.seek(max(0, length - LINE_BYTES))
+            last = file.read()
+        return last.rpartition(b"\n")[2]
+
+    def _num_lines(self) -> int:
+        return sum(1 for _ in self._lines())
 
     def _is_torn(self, end: bytes) -> bool:
         """Whether the end of the file is an incomplete record, not a whole one with at most one more byte."""
@@ -210,8 +306,9 @@ class Journal:
     def _keep(self, torn: bytes) -> Path:
         """Write a torn line to a new file, durably."""
         paths = (self._folder / f"{TORN}{number}" for number in itertools.count(1))
-        path = next(path for path in paths if not path.exists())
-        path.write_bytes(torn)
+        path = next(path for path in paths if not os.path.lexists(path))
+        with path.open("xb") as file:
+            file.write(torn)
         sync(path)
         sync(self._folder)
         return path

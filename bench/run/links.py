@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from pydantic import AfterValidator
 from typing_extensions import TypedDict
 
 from bench.formatting import plural, size
 from bench.measure import heartbeat
-from bench.validation import Natural, Number, Positive, PositiveNumber
+from bench.validation import Duration, Expect, Natural, Positive, Rate
 
 if TYPE_CHECKING:
     import torch
@@ -30,12 +31,18 @@ WARM, TIMED = 2, 5
 """Collectives of each kind and size before those that are timed, and those; the rate is that of the median."""
 
 
+def _known(op: str) -> str:
+    if op not in PASSES:
+        raise ValueError("unknown")
+    return op
+
+
 class TimedCollective(TypedDict):
     """The seconds of one operation: on one rank, or the most of all ranks."""
 
-    op: str
+    op: Annotated[str, AfterValidator(_known), Expect(f"one of {', '.join(PASSES)}")]
     bytes: Positive
-    seconds: PositiveNumber
+    seconds: Duration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +52,7 @@ class MeasuredRates:
     world_size: Natural
     num_nodes: Natural = 1
     threads: Natural = 1
-    flops_per_s: Mapping[str, tuple[Number, ...]] = field(default_factory=dict)
+    flops_per_s: Mapping[str, tuple[Rate, ...]] = field(default_factory=dict)
     """Of matrix products, by precision, each rank's, rank 0 first."""
     links: tuple[TimedCollective, ...] = ()
     """As from ``merge``."""

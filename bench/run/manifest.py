@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -19,6 +21,8 @@ REQUIRED = ("run_id", "matrix", "cells", "backends", "cold")
 """Keys without which nothing can be said of a run."""
 FINGERPRINT = ("machine", "packages", "torch_build", "environment")
 """Parts of a node that must be equal in two runs for their times to be comparable."""
+LATER = ("matmul", "looks", "ended_by", "parent_peak_bytes", "journal_sha256", "finished")
+"""Keys that a run adds while it goes on."""
 CONNECTION = "connection"
 """Another part, of runs on several nodes: what connects a node to the others."""
 
@@ -156,6 +160,19 @@ class Manifest:
     """Of the journal when the run ended."""
     finished: str | None = None
     """When the run ended; None while it goes on."""
+    stored: Mapping[str, object] = field(default_factory=dict, repr=False, compare=False)
+    """The JSON from which it was read, if it was."""
+
+    @property
+    def begun_sha256(self) -> str:
+        """SHA-256 of all that run.json says from the beginning, in hex: each record of the journal repeats it.
+
+        It is of the JSON with sorted keys and without spaces, without the keys of ``LATER``.
+        """
+        every = self.stored or self.to_dict()
+        begun = {key: value for key, value in every.items() if key not in LATER}
+        text = json.dumps(begun, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def machine(self) -> Machine:
@@ -227,7 +244,7 @@ def parse_manifest(document: Mapping[str, object], place: str) -> Manifest:
     if not isinstance(given["matrix"], dict):
         raise InputError(f"{place}: matrix is {shown(given['matrix'])}; it must be a table")
     matrix = validation.read(StoredMatrix, given["matrix"], f"{place}: ", lambda key: f"matrix.{key}")
-    given |= {"matrix": matrix, "settings": settings_of_stored(matrix.values, place)}
+    given |= {"stored": document, "matrix": matrix, "settings": settings_of_stored(matrix.values, place)}
     given["node"] = _with_fingerprint(given)
     nodes = given.get("nodes")
     if isinstance(nodes, list):

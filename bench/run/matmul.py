@@ -25,7 +25,7 @@ from bench.run import links, machine
 from bench.run.journal import write_manifest
 from bench.run.links import MeasuredRates, TimedCollective
 from bench.run.manifest import Manifest
-from bench.validation import PositiveNumber
+from bench.validation import Rate
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ class MatmulTask(Task):
 class RankRates(TypedDict):
     """What a rank measured."""
 
-    flops_per_s: dict[str, PositiveNumber]
+    flops_per_s: dict[str, Rate]
     """By precision."""
     links: list[TimedCollective]
 

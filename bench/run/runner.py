@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from bench.backends import blocks
 from bench.backends.base import Backend
 from bench.errors import InputError
-from bench.files import end_of, portable
+from bench.files import end_of, portable, subfolder, write
 from bench.launch import dumps
 from bench.launch.interrupt import held
 from bench.launch.launcher import Launcher
@@ -75,6 +75,7 @@ class Runner:
         judge: Judge,
         *,
         retry_failed: bool = False,
+        journal: Journal | None = None,
     ) -> None:
         self._folder = folder
         self._manifest = manifest
@@ -83,10 +84,11 @@ class Runner:
         self._observer = observer
         self._judge = judge
         self._retry_failed = retry_failed
-        self._journal = Journal(folder)
+        self._journal = journal or Journal(folder)
         self._scratch = folder / "scratch"
         self._life = uuid.uuid4().hex[:8]
         """Makes names of trial folders unique: a rank that outlives a killed bench cannot write into another trial."""
+        self._begun_sha256 = manifest.begun_sha256
         self._settings = settings = manifest.settings
         self._corpus = None
         if settings.workload.corpus != "markov":
@@ -109,6 +111,7 @@ class Runner:
         """
         self._take_stock()
         # A killed bench may have left folders of trials; the updates of references, which are files, are complete.
+        subfolder(self._folder, self._scratch.name)
         for path in filter(Path.is_dir, self._scratch.glob("*")):
             shutil.rmtree(path, ignore_errors=True)
         self._since = time.monotonic()
@@ -319,6 +322,7 @@ class Runner:
             "cell_id": trial.cell.cell_id,
             "repeat": trial.repeat,
             "slot": self._num_run,
+            "begun_sha256": self._begun_sha256,
             "cell": trial.cell.to_dict(),
             "status": outcome.status,
             "reason": outcome.reason,
@@ -342,9 +346,8 @@ class Runner:
         logs = sorted(folder.rglob("*.log"))
         ends = [(log, end_of(log, LOG_BYTES).decode(errors="replace")) for log in logs]
         parts += [f"--- {'/'.join(log.parts[-2:])}\n{end}\n" for log, end in ends]
-        path = self._folder / f"{name}.log"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(portable("\n".join(parts)))
+        subfolder(self._folder, "logs")
+        path = write(self._folder / f"{name}.log", portable("\n".join(parts)))
         kept: dict[str, Any] = {"log": f"{name}.log"}
         if found := [f"{name}.{dump.name}" for dump in dumps.collect(folder, path.with_suffix(""))]:
             kept["dumps"] = found

@@ -15,7 +15,7 @@ from bench.errors import InputError
 from bench.measure import dispatch, exposure, host
 from bench.plan.categories import HELD, PEAK
 from bench.plan.cell import Cell, Status
-from bench.validation import Amount, Expect, Flag, Integer, Natural, Number
+from bench.validation import Amount, Duration, Expect, Flag, Integer, Natural, Number, PositiveNumber, Seconds
 from bench.workload.layout import Layout
 
 
@@ -26,8 +26,8 @@ class Timings:
     A loss may be any number, even NaN: the gates check it.
     """
 
-    warmup_seconds: list[Amount]
-    step_seconds: list[Amount]
+    warmup_seconds: list[Seconds]
+    step_seconds: list[Duration]
     began: Number | None
     ended: Number
     losses: list[Number]
@@ -66,7 +66,7 @@ class MergedTimings(Timings):
     host: SharedCpus | None
     num_warmup: Natural
     """Steps before the timed ones. In older journals also timed ones that were taken for warm-up; all count now."""
-    rank_step_seconds: list[list[Amount]] = field(default_factory=list)
+    rank_step_seconds: list[list[Duration]] = field(default_factory=list)
     ranks_agree: Flag
 
 
@@ -114,7 +114,7 @@ class SummedIn:
 class WindowCost:
     """What a window costs the host (``bench.measure.dispatch``)."""
 
-    cpu_s: Amount | None
+    cpu_s: Seconds | None
     num_operators: Amount | None
     num_launches: Amount | None
     other_work: str | None = None
@@ -124,8 +124,8 @@ class WindowCost:
 class ExposedTime:
     """Seconds of a window in collectives, and those that nothing hides."""
 
-    collective_s: Amount
-    exposed_s: Amount
+    collective_s: Seconds
+    exposed_s: Seconds
 
 
 MemoryBytes = Annotated[dict[str, Integer], AfterValidator(_sizes), Expect("a table of bytes")]
@@ -152,10 +152,10 @@ class RankResult(PassResults):
 
     num_parameters: Natural
     entropy_floor: Number | None
-    tokens_per_step: Number
-    flops_per_step: Number | None
+    tokens_per_step: PositiveNumber
+    flops_per_step: Amount | None
     device_name: str
-    training_s: Amount
+    training_s: Seconds
     time: RankTimings | None = None
 
 
@@ -189,8 +189,10 @@ class TrialRecord(PassResults):
     cell: Cell
     status: Annotated[Status, Expect(f"one of {', '.join(Status)}")]
     reason: str
-    wall_s: Amount
+    wall_s: Seconds
     slot: Natural | None = None
+    begun_sha256: str | None = None
+    """``Manifest.begun_sha256`` when the trial ran; None in older runs."""
     cold: Flag | None = None
     """Whether its ranks were new interpreters; None if none was started."""
     passes: tuple[str, ...] = ()
@@ -204,10 +206,10 @@ class TrialRecord(PassResults):
     """Of a model that is not shipped."""
     num_parameters: Natural | None = None
     entropy_floor: Number | None = None
-    tokens_per_step: Number | None = None
-    flops_per_step: Number | None = None
+    tokens_per_step: PositiveNumber | None = None
+    flops_per_step: Amount | None = None
     device_name: str | None = None
-    training_s: Amount | None = None
+    training_s: Seconds | None = None
     time: MergedTimings | None = None
 
     @property

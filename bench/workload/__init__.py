@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from bench.errors import InputError, shown
 from bench.plan.cell import SLICE_TOKENS, Cell
 from bench.plan.models import HUGGING_FACE, LLAMA, config_file, find_factory, read_config
 
@@ -72,6 +73,9 @@ def load(cell: Cell, corpus: Path | None) -> Workload:
 
         return CausalWorkload(spec, read_config(cell.workload), str(config_file(cell.workload)))
     workload: Workload = find_factory(cell.workload)(spec)
+    tokens: object = workload.tokens_per_sample
+    if not isinstance(tokens, int) or tokens < 1:
+        raise InputError(f"{cell.workload}: tokens_per_sample is {shown(tokens)}; it must be an integer of at least 1")
     return workload
 
 

@@ -94,6 +94,7 @@ def expected_rows() -> list[tuple[str, str]]:
     from tests.faults.test_faults import CASES
     from tests.faults.test_fuzz import PARSED, READERS, spelled
     from tests.faults.test_kills import REAL, SCRIPTED, SIGNALS
+    from tests.faults.test_mutations import ROW
 
     names: dict[str, Iterable[str]] = {
         "faults": [*(case.name for case in CASES), "f-oom-killer", "f-sound"],
@@ -102,6 +103,7 @@ def expected_rows() -> list[tuple[str, str]]:
         "fuzz": [
             *PARSED,
             *map(spelled, READERS),
+            ROW,
             *(f"arguments of {command}" for command in chain(*COMMANDS.values())),
         ],
         "null": ["scripted", "real"],

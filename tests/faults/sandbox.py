@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -73,16 +73,21 @@ class Call:
 
 
 def call(
-    arguments: Sequence[str], folder: Path, template: Path, files: Mapping[str, bytes] = MappingProxyType({})
+    arguments: Sequence[str],
+    folder: Path,
+    template: Path,
+    files: Mapping[str, bytes] = MappingProxyType({}),
+    change: Callable[[Path], object] = lambda _: None,
 ) -> Call:
     """Call the command line in a new copy of the template, as Python does for a terminal that takes UTF-8.
 
-    ``files`` are other contents of some files.
+    ``files`` are other contents of some files; ``change`` changes the folder further.
     """
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(template, folder)
     for name, content in files.items():
         (folder / name).write_bytes(content)
+    change(folder)
     (folder / "tmp").mkdir()
     before = Path.cwd()
     # Other than a terminal's, these refuse what is no text; standard error says it with backslashes.

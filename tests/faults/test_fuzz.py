@@ -309,11 +309,11 @@ def works(*_: Any, **__: Any) -> Any:
 
 
 @contextlib.contextmanager
-def limited() -> Iterator[None]:
+def limited(room_bytes: int = ROOM_BYTES) -> Iterator[None]:
     """Let no argument take all of the machine's memory."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + ROOM_BYTES, before[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (used + room_bytes, before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_AS, before)
 
