@@ -121,7 +121,7 @@ def backend_names(text: str) -> list[str]:
 def add_runs(parser: Any, more: str) -> None:
     """Add the folders of runs, of which ``all_folders`` reads the value; ``more`` says what becomes of several."""
     words = f"a run's folder, e.g. results/<run>, or a folder of runs; several of one matrix are pooled: {more}"
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=words)
+    parser.add_argument("runs", nargs="+", type=named, metavar="RUN", help=words)
 
 
 def all_folders(places: Sequence[Path]) -> list[Path]:
