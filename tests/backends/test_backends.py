@@ -26,7 +26,7 @@ from bench.plan.models import SIZES
 from bench.plan.task import Spec
 from studies import settings
 from tests.conftest import CHECKPOINTED, CLIP, CLIPPED, CLIPPING, IN_BF16, ROOT, WATCHED, Run, first
-from tests.factories import make_cell
+from tests.factories import make_cell, parsed_records
 
 BACKENDS = sorted(registry())
 DEFECTIVE = [name for name, backend in registry().items() if backend.defect]
@@ -146,7 +146,7 @@ def test_the_bench_process_stays_small(fp32_run: Run) -> None:
 
 
 def test_the_page_of_settings_is_what_the_backends_have_set(fp32_run: Run) -> None:
-    assert settings.page(fp32_run.records) == (ROOT / settings.DOCS).read_text()
+    assert settings.page(parsed_records(fp32_run.records)) == (ROOT / settings.DOCS).read_text()
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,10 @@ CHANGES = {
 """Audit events of changes to files, and how many of their first arguments are paths."""
 
 
+HARMLESS = {os.devnull, "/dev/tty"}
+"""Opened to write, but no file: the terminal is handed to a command that is audited."""
+
+
 class ReachedError(BaseException):
     """The arguments were good, and work would begin that is not what is looked at here."""
 
@@ -53,7 +57,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     for path in paths:
         if isinstance(path, str | bytes | os.PathLike):
             real = os.path.realpath(os.fsdecode(path))
-            if real != os.devnull and not f"{real}/".startswith(f"{_watch.root}/"):
+            if real not in HARMLESS and not f"{real}/".startswith(f"{_watch.root}/"):
                 _watch.outside.append(f"{event} {real}")
 
 
