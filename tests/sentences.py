@@ -128,7 +128,7 @@ def of_the_pool(run: Run, where: str, m: Groups) -> bool:
 @rule(
     r"<n> comparisons(?= over)",
     r"of which <turning> may differ on another day: [^.;]*",
-    r"no verdict may differ on another day",
+    r"where one is faster or slower, so should be the next run",
 )
 def turning(run: Run, where: str, m: Groups) -> bool:
     found = [c for c in run.timed if c["backend"] != run.baseline and run.is_correct(c)]

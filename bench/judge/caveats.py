@@ -295,7 +295,7 @@ def _other_days(pool: Pool, rows: Sequence[ComparedPair], timed: tuple[str, ...]
     if turning:
         yield warning(topic, f"{text}, of which {len(turning)} may differ on another day: {some(turning)}")
     elif judged:
-        yield good(topic, f"{text}; no verdict may differ on another day")
+        yield good(topic, f"{text}; where one is faster or slower, so should be the next run")
 
 
 def _verdicts(run: Run, rows: Sequence[ComparedPair]) -> Iterator[Finding]:
