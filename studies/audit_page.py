@@ -24,7 +24,7 @@ PAGE, DATA = ROOT / "docs/audit.md", ROOT / "docs/audit.json"
 COMMAND = "python -m studies.audit_page"
 SCREENS = ("ddp late", "lightning right deepspeed", "hf ignores-items")
 COSTS = ("ddp 64", "ddp 128", "fsdp2 64")
-BLOCKS = 2000
+BLOCKS = 150
 """Windows of each mode."""
 MOST = 1.02
 """Of an interval of what counting costs."""
@@ -287,6 +287,18 @@ PUBLIC_SCRIPTS = (
         "PyPI",
         "not judged (exit 3): no parameter was found in the graphs of the losses",
         "true: a hook runs the backwards of the model inside of that of the loss",
+    ),
+    (
+        "peft's LoRA on the same model in a plain loop",
+        "PyPI",
+        "weights right: 4 micro-batches of 1/4, the 8 matrices of LoRA are sampled",
+        "true",
+    ),
+    (
+        "pytorch-metric-learning's trainer, `MetricLossOnly`, two optimizers, no accumulation",
+        "PyPI",
+        "weights judged in part: the loss is a sum of which the number of terms is not visible",
+        "true: its reducer averages over the pairs that it finds",
     ),
     (
         "pytorch/examples, `time_sequence_prediction/train.py`",
