@@ -23,7 +23,7 @@ from tests.audit_command.cases import CASES, OPEN, Case, audit, audit_case
 PAGE, DATA = ROOT / "docs/audit.md", ROOT / "docs/audit.json"
 COMMAND = "python -m studies.audit_page"
 SCREENS = ("ddp late", "lightning right deepspeed", "hf ignores-items")
-COSTS = ("ddp 64", "ddp 128", "fsdp2 64")
+COSTS = ("ddp 64",)
 BLOCKS = 150
 """Windows of each mode."""
 MOST = 1.02

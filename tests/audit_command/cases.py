@@ -118,7 +118,9 @@ SLOW = (
     Case("lightning right deepspeed", "divided twice", about="stock Lightning with DeepSpeed"),
     Case("hf right", RIGHT, "token-exact"),
     Case("hf twice", "divided twice"),
-    Case("hf ignores-items", "not divided", "mean of means", "a compute_loss without num_items_in_batch"),
+    Case(
+        "hf ignores-items", "not divided, mean of means", "mean of means", "a compute_loss without num_items_in_batch"
+    ),
     Case("titan right", RIGHT, "token-exact", "sums over the tokens of the window, and no averages"),
     Case("titan averaged", "scaled by ranks", about="the same, and FSDP2 averages"),
     Case("titan local-tokens", "scaled by ranks", about="the same, over the tokens of one rank"),
