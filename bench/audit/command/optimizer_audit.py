@@ -530,10 +530,7 @@ def _factor(gradient: ExplainedGradient, main: ExplainedGradient) -> float | Non
 
 def _own_weights(gradient: ExplainedGradient, rank: int) -> list[float]:
     """Of the micro-batches of a rank that are in the gradient, in order."""
-    own = sorted(
-        (found.micro_batch, found.weight) for found in gradient.weights if found.rank == rank and found.is_present
-    )
-    return [weight for _, weight in own]
+    return [found.weight for found in gradient.weights if found.rank == rank and found.is_present]
 
 
 def _is_divided_again(weights: list[float]) -> bool:
