@@ -48,7 +48,7 @@ def install(session: nox.Session) -> None:
     session.log("installing torch, Lightning, DeepSpeed and the tools, maybe gigabytes")
     # DeepSpeed comes as source; with its operators off, nothing is compiled, and torch need not be there first.
     environment = {"DS_BUILD_OPS": "0"}
-    wanted = ["-e", ".[hf,torchtitan]", "--group", "test", "--group", "lint"]
+    wanted = ["-e", ".[frameworks,hf,torchtitan]", "--group", "test", "--group", "lint"]
     if session.venv_backend == "uv":
         environment |= pip_settings()
         wanted.append("pip")  # some sessions use it, and an environment by uv has none
@@ -185,7 +185,7 @@ def results(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["install"])
 def versions(session: nox.Session) -> None:
-    """Measure versions of packages, or those given as PACKAGE==VERSION, or --smoke alone; writes docs/versions.md."""
+    """Measure versions of packages, or given PACKAGE==VERSION, or --smoke, or --weights; writes docs/versions.md."""
     # Each gets a small environment of its own, made on top of the one of `install` and thrown away.
     try:
         session.run("python", "-m", "studies.versions", *session.posargs)
@@ -220,10 +220,16 @@ def wheel(session: nox.Session) -> None:
     """Install the wheel and its extras into an empty environment without a compiler, and use it there."""
     (built,) = Path("dist").resolve().glob("*.whl")
     session.env.update(CC="false", CXX="false", DS_BUILD_OPS=None, PYTHONPATH=None)
-    session.install("-c", str(Path("constraints.txt").resolve()), f"{built}[hf,torchtitan]")
+    pins = ("-c", str(Path("constraints.txt").resolve()))
     (n,) = nox.project.load_toml("bench/matrices/smoke.toml")["axes"]["accumulate"]
+    session.install(*pins, str(built))
     session.chdir(session.create_tmp())
     Path("config.yaml").write_text("trainer: {strategy: deepspeed_stage_2, accumulate_grad_batches: 4}\n")
+    # Without the extra that brings them, nothing that only reads needs torch or a framework.
+    session.run("python", "-c", "import importlib.util as u; assert not u.find_spec('torch')")
+    session.run("accumulation-bench", "lint", "config.yaml", success_codes=[1])
+    session.run("accumulation-bench", "plan", "--matrix", "cpu")
+    session.install(*pins, f"{built}[frameworks,hf,torchtitan]")
     cells = [f"fsdp2-{sync} N={n} W=2 fp32" for sync in ("deferred", "eager")]
     scenarios = ("--scenario", "divisible,resume", "--backend", "ddp-deferred")
     size = ("--model", "8b", "--world-size", "64", "--accumulate", "16", "--sequence", "8192", "--precision", "bf16")

@@ -16,8 +16,8 @@ __version__ = "1.1.0"
 def load(run: str | Path) -> Frames:
     """Read a run folder into frames: cells, trials, steps, losses, collectives, memory and ratios.
 
-    A frame is an attribute and an item of the result. ``python -m bench export RUN`` lists the columns with dtypes and
-    units. Raises bench.errors.InputError if the folder holds no run.
+    A frame is an attribute and an item of the result. ``python -m bench export RUN`` lists the
+    columns with dtypes and units. Raises bench.errors.InputError if the folder holds no run.
     """
     from bench.judge.analysis import read
 

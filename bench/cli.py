@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import itertools
 import os
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from bench import __version__
-from bench.commands import COMMANDS
+from bench.commands import COMMANDS, TRAINING
 from bench.errors import DEFECT, GOOD, INTERRUPTED, WRONG, InputError, is_interrupt
 from bench.launch.interrupt import terminate_as_interrupt
 
@@ -47,26 +48,32 @@ class Commands:
     def listed(self) -> str:
         """The commands by group, one line each."""
         width = max(map(len, self._help))
-        groups = (
-            "\n".join([f"{group}:", *(f"  {name:{width}}  {self._help[name]}" for name in names)])
-            for group, names in COMMANDS.items()
-        )
+        groups = []
+        for group, names in COMMANDS.items():
+            lines = [f"  {name:{width}}  {self._help[name]}" for name in names]
+            groups.append("\n".join([f"{group}:", *lines]))
         return "\n\n".join(groups)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status. Files that it writes are never world-writable, whatever the umask."""
+    """Run one command and return its exit status.
+
+    Files that it writes are never world-writable, whatever the umask.
+    """
     os.umask(os.umask(0o077) | 0o002)
-    given = sys.argv[1:] if argv is None else argv
+    given = argv
+    if given is None:
+        given = sys.argv[1:]
     try:
         with terminate_as_interrupt():
             parser = _parser()
-            if mangled := [word for word in given if word.encode(errors="ignore").decode() != word]:
-                raise InputError(f"{mangled[0]!a}: this argument is not UTF-8; rename what it names")
+            _refuse_mangled(given)
             if not given:
                 parser.print_help()
                 return GOOD
             arguments = parser.parse_args(given)
+            if arguments.command in TRAINING and importlib.util.find_spec("torch") is None:
+                raise ModuleNotFoundError("torch is not installed", name="torch")
             return int(_module(arguments.command).run(arguments))
     except InputError as error:
         print(f"bench: {' '.join(str(error).split())}", file=sys.stderr)
@@ -76,33 +83,55 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return GOOD
     except (KeyboardInterrupt, Exception) as error:
-        return INTERRUPTED if is_interrupt(error) else _failed(error, debug=DEBUG in given)
+        if is_interrupt(error):
+            return INTERRUPTED
+        if DEBUG in given:
+            traceback.print_exc()
+        return _failed(error)
 
 
-def _failed(error: BaseException, *, debug: bool) -> int:
-    if debug:
-        traceback.print_exc()
-    package = ((isinstance(error, ModuleNotFoundError) and error.name) or "bench").partition(".")[0]
-    print(_defect(error) if package == "bench" else _lacking(package), file=sys.stderr)
-    return DEFECT if package == "bench" else WRONG
+def _refuse_mangled(given: Sequence[str]) -> None:
+    """Raises InputError for an argument with bytes that are not UTF-8."""
+    for word in given:
+        if word.encode(errors="ignore").decode() != word:
+            raise InputError(f"{word!a}: this argument is not UTF-8; rename what it names")
+
+
+def _failed(error: BaseException) -> int:
+    """Say in one line what is missing, or that the bench has a defect; the exit status."""
+    package = ""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+    if package and package != "bench":
+        print(_lacking(package), file=sys.stderr)
+        return WRONG
+    print(_defect(error), file=sys.stderr)
+    return DEFECT
 
 
 def _lacking(package: str) -> str:
     """Say that this Python lacks a package, and where there is one that has it: in a checkout, nox's."""
     checkout = Path(__file__).parents[1]
     activate = checkout / ".nox" / "install" / "bin" / "activate"
-    how = "pip install accumulation-bench"
-    if (checkout / "noxfile.py").exists():
-        how = f"{'' if activate.exists() else 'pip install nox && nox -s install && '}. {activate}"
-    return f"bench: {sys.executable} lacks the package {package}; use an environment that has it: {how}"
+    if not (checkout / "noxfile.py").exists():
+        how = "pip install 'accumulation-bench[frameworks]'"
+    elif activate.exists():
+        how = f". {activate}"
+    else:
+        how = f"pip install nox && nox -s install && . {activate}"
+    remedy = f"use an environment that has it: {how}"
+    return f"bench: {sys.executable} lacks the package {package}; {remedy}"
 
 
 def _defect(error: BaseException) -> str:
-    """Describe an unexpected exception in one line: what it is, where it was raised and where to report it."""
+    """Describe an unexpected exception in one line: what it is, where it was raised, where to report it."""
     place = traceback.extract_tb(error.__traceback__)[-1]
+    what = type(error).__name__
     words = " ".join(str(error).split())
+    if words:
+        what += f": {words}"
     return (
-        f"bench: {type(error).__name__}{': ' * bool(words)}{words} ({Path(place.filename).name}:{place.lineno}): a "
+        f"bench: {what} ({Path(place.filename).name}:{place.lineno}): a "
         f"defect of accumulation-bench {__version__}; report it with the command and the traceback of {DEBUG} to the "
         "project's issue tracker"
     )
@@ -119,8 +148,14 @@ def _parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"accumulation-bench {__version__}")
-    add = parser.add_subparsers
-    commands = Commands(add(dest="command", required=True, metavar="COMMAND", parser_class=Parser, help="see below"))
+    subparsers = parser.add_subparsers(
+        dest="command",
+        required=True,
+        metavar="COMMAND",
+        parser_class=Parser,
+        help="see below",
+    )
+    commands = Commands(subparsers)
     for name in itertools.chain(*COMMANDS.values()):
         _module(name).add(commands)
     parser.epilog = f"{commands.listed()}\n\nA command's own options: python -m bench COMMAND --help"

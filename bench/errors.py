@@ -7,19 +7,27 @@ from collections.abc import Iterable
 from errno import EBADF
 from typing import Any
 
-GOOD, BAD, WRONG, UNCHECKED, DEFECT, INTERRUPTED = 0, 1, 2, 3, 70, 130
-"""Success; something measured is bad; the command or its input is wrong; a gate could not be checked; the bench itself
-failed (EX_SOFTWARE of sysexits.h); interrupted."""
+GOOD = 0
+BAD = 1
+"""Something measured is bad."""
+WRONG = 2
+"""The command or its input is wrong."""
+UNCHECKED = 3
+"""A gate could not be checked."""
+DEFECT = 70
+"""The bench itself failed (EX_SOFTWARE of sysexits.h)."""
+INTERRUPTED = 130
 MAX_SHOWN = 60
 """Longest quotation of a value in an error, in characters."""
 EXIT_STATUS = (
-    "Exit status: 0 all good; 1 something measured is bad; 2 the command or its input is wrong, said in one line; 70 "
-    "the bench itself has failed (--debug prints the traceback); 130 interrupted, with all finished trials kept."
+    "Exit status: 0 all good; 1 something measured is bad; 2 the command or its input is wrong, "
+    "said in one line; 70 the bench itself has failed (--debug prints the traceback); 130 "
+    "interrupted, with all finished trials kept."
 )
 
 
 class InputError(ValueError):
-    """The command or its input is wrong. One line names the place and what would be right (exit status 2)."""
+    """The command or its input is wrong. One line names the place and what would be right (status 2)."""
 
 
 class UnsupportedError(RuntimeError):
@@ -28,8 +36,10 @@ class UnsupportedError(RuntimeError):
 
 def is_interrupt(error: BaseException) -> bool:
     """Whether it is an interrupt or what Python turns it into: EBADF in shutil.rmtree, RuntimeError in __set_name__."""
+    if KeyboardInterrupt in {type(error), type(error.__cause__)}:
+        return True
     closed_twice = isinstance(error, OSError) and error.errno == EBADF
-    return KeyboardInterrupt in map(type, (error, error.__cause__, error.__context__ if closed_twice else None))
+    return closed_twice and type(error.__context__) is KeyboardInterrupt
 
 
 def shown(value: Any) -> str:
@@ -38,11 +48,15 @@ def shown(value: Any) -> str:
         text = repr(value)
     except ValueError:  # an integer of more than 4300 digits
         return "too long a number"
-    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+    if len(text) > MAX_SHOWN:
+        return text[:MAX_SHOWN] + "..."
+    return text
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
     """Suggest the known name closest to an unknown one, or else list the known names."""
     names = list(dict.fromkeys(known))
     near = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {near[0]}?" if near else f"use one of {', '.join(names)}"
+    if near:
+        return f"did you mean {near[0]}?"
+    return f"use one of {', '.join(names)}"

@@ -1,7 +1,8 @@
 """Files and folders that a user names, and the locks that guard them.
 
-A lock is a file with the kernel's advisory lock (flock) on it. A lock file that no process has locked is stale and is
-taken over. The file names its holder, for the error message of whoever is refused.
+A lock is a file with the kernel's advisory lock (flock) on it. A lock file that no process has
+locked is stale and is taken over. The file names its holder, for the error message of whoever is
+refused.
 """
 
 from __future__ import annotations
@@ -29,20 +30,21 @@ def read(path: Path, place: str, advice: str) -> bytes:
     """The content of a file. Raises InputError, beginning with ``place``, if it is unreadable, a device or a pipe."""
     content = b""
     try:
-        special = path.exists() and not (path.is_file() or path.is_dir())
-        if not special:
+        is_special = path.exists() and not (path.is_file() or path.is_dir())
+        if not is_special:
             content = path.read_bytes()
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"{place}: cannot be read ({reason}); {advice}") from error
-    if special:
+    except OSError as error:
+        raise InputError(f"{place}: cannot be read ({error.strerror}); {advice}") from error
+    except ValueError as error:  # a NUL in the name
+        raise InputError(f"{place}: cannot be read ({error}); {advice}") from error
+    if is_special:
         raise InputError(f"{place}: is a device or pipe; {advice}")
     return content
 
 
 @contextlib.contextmanager
 def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """A draft that takes the place of a file at the end of the block; ``durable``: once it is on the disk."""
+    """A draft that takes the place of a file at the end of the block; ``durable``: once it is on disk."""
     draft = path.with_name(f"{path.name}.tmp")
     try:
         yield draft
@@ -79,7 +81,10 @@ def end_of(path: Path, num_bytes: int) -> bytes:
 
 def python_path(first: Path) -> str:
     """PYTHONPATH for a child process that imports from this folder before all others."""
-    return os.pathsep.join(filter(None, [str(first), os.environ.get("PYTHONPATH", "")]))
+    others = os.environ.get("PYTHONPATH", "")
+    if not others:
+        return str(first)
+    return f"{first}{os.pathsep}{others}"
 
 
 def portable(text: str) -> str:
@@ -88,8 +93,11 @@ def portable(text: str) -> str:
     So what a run keeps of a crash does not say where its machine has a checkout or an environment.
     """
     installed = set(sysconfig.get_paths().values())
-    for folder in sorted(filter(os.path.isabs, {str(ROOT), *sys.path}), key=len, reverse=True):
-        kept = f"{Path(folder).name}/" if folder in installed else ""
+    folders = filter(os.path.isabs, {str(ROOT), *sys.path})
+    for folder in sorted(folders, key=len, reverse=True):
+        kept = ""
+        if folder in installed:
+            kept = f"{Path(folder).name}/"
         text = re.sub(rf"(?<![\w.-]){re.escape(folder)}/", kept, text)
     return text
 
@@ -98,8 +106,10 @@ RESULTS, PLOTS = Path("results"), Path("plots")
 
 
 def plots_folder(folder: Path) -> Path:
-    """The folder for the plots of a run: plots/<run> for results/<run>, else ``plots`` inside the run's folder."""
-    return PLOTS / folder.name if folder.resolve().parent == RESULTS.resolve() else folder / "plots"
+    """The folder for the plots of a run: plots/<run> for results/<run>, else ``plots`` inside the run's."""
+    if folder.resolve().parent == RESULTS.resolve():
+        return PLOTS / folder.name
+    return folder / "plots"
 
 
 def existing(folder: Path) -> Path:
@@ -117,15 +127,21 @@ def new_folder(name: str) -> Path:
 
 
 def private(folder: Path) -> bool:
-    """Whether this is a real folder, not a link, that only this user can write to. Raises OSError if it is missing."""
+    """Whether this is a real folder, not a link, that only this user can write to.
+
+    Raises OSError if it is missing.
+    """
     found = folder.lstat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    is_mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    others_can_write = bool(found.st_mode & 0o022)
+    return is_mine and not others_can_write
 
 
 FILE = "run.lock"
 """Lock file in a run's folder while a bench works in it."""
 READING_S = 0.5
-"""How long to wait for a lock: its holder may be about to release it, or may not have written its name yet."""
+"""How long to wait for a lock: its holder may be about to release it, or may not have written its
+name yet."""
 
 
 class BusyError(InputError):
@@ -138,14 +154,16 @@ def writing(place: str, advice: str = "name a folder that can") -> Iterator[None
     try:
         yield
     except OSError as error:
-        raise InputError(f"{place}: cannot be written ({error.strerror or error}); {advice}") from error
+        reason = error.strerror or error
+        raise InputError(f"{place}: cannot be written ({reason}); {advice}") from error
 
 
 @contextlib.contextmanager
 def run_folder(folder: Path, place: str) -> Iterator[None]:
     """Lock the folder of a run, and create it if it is missing.
 
-    Raises BusyError naming the holder, or InputError if the folder cannot be used; both begin with ``place``.
+    Raises BusyError naming the holder, or InputError if the folder cannot be used; both begin with
+    ``place``.
     """
     with writing(place):
         folder.mkdir(parents=True, exist_ok=True)
@@ -179,19 +197,20 @@ def held(path: Path, place: str, advice: str) -> Iterator[None]:
 def _sign(number: int) -> None:
     """Write this process into the lock file. The lock holds even if the disk is full."""
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
     with contextlib.suppress(OSError):
         os.ftruncate(number, 0)
-        os.pwrite(
-            number, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "started": started}).encode(), 0
-        )
+        os.pwrite(number, json.dumps(holder).encode(), 0)
 
 
 def _holder(path: Path) -> str:
     found = _read(path)
     if not found:
         return "another process"
-    there = "" if found.get("host") == socket.gethostname() else f" (another host: this one is {socket.gethostname()})"
-    return f"process {found.get('pid')} on {found.get('host')}{there} since {found.get('started')}"
+    where = str(found.get("host"))
+    if found.get("host") != socket.gethostname():
+        where += f" (another host: this one is {socket.gethostname()})"
+    return f"process {found.get('pid')} on {where} since {found.get('started')}"
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -199,4 +218,6 @@ def _read(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return value if isinstance(value, dict) else {}
+    if not isinstance(value, dict):
+        return {}
+    return value

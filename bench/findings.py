@@ -1,4 +1,4 @@
-"""What a check of a machine or of a run found: data that check, doctor, reports, citations and exit statuses read."""
+"""What a check of a machine, a run or a training found: data that reports, citations and exit statuses read."""
 
 from __future__ import annotations
 
@@ -8,16 +8,22 @@ from functools import partial
 
 
 class Level(StrEnum):
-    """Severity of a finding."""
+    """Severity of a finding, the gravest first."""
 
     ERROR = "error"
-    """A run is impossible, or its data cannot be trusted."""
+    """A run is impossible, its data cannot be trusted, or a training does not compute what it
+    should."""
     WARNING = "warning"
     """A limitation to know, and to mention when citing a run."""
     NOTE = "note"
     """A fact that belongs to the numbers."""
     GOOD = "good"
     """Checked, without a problem."""
+
+    @property
+    def rank(self) -> int:
+        """0 for the gravest."""
+        return list(Level).index(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +45,19 @@ class Finding:
 
     @property
     def sentence(self) -> str:
-        return f"{self.subject}: {self.text}" if self.subject else self.text
+        if not self.subject:
+            return self.text
+        return f"{self.subject}: {self.text}"
 
     def to_dict(self) -> dict[str, str]:
         found = {"level": str(self.level), "topic": self.topic, "text": self.sentence}
-        return found | ({"command": self.command} if self.command else {})
+        if self.command:
+            found["command"] = self.command
+        return found
 
 
-error, warning, note, good = (partial(Finding, level) for level in Level)
+error = partial(Finding, Level.ERROR)
+warning = partial(Finding, Level.WARNING)
+note = partial(Finding, Level.NOTE)
+good = partial(Finding, Level.GOOD)
 """Findings of a level, from topic and text."""

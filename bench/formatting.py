@@ -12,15 +12,22 @@ MOST_NAMES = 4
 
 def plural(count: int, noun: str) -> str:
     """A count with its noun: ``1 repeat``, ``12 repeats``, ``2 micro-batches``."""
-    ending = "es" if noun.endswith("tch") else "s"  # batch, but epoch
-    return f"{count} {noun}{'' if count == 1 else ending}"
+    if count == 1:
+        return f"{count} {noun}"
+    if noun.endswith("tch"):  # batch, but epoch
+        return f"{count} {noun}es"
+    return f"{count} {noun}s"
 
 
 def some(names: Sequence[str]) -> str:
     """The first MOST_NAMES names and the number of the others: ``a``, ``a and b``, ``a, b and c``."""
-    left = len(names) - MOST_NAMES
-    *others, last = [*names[:MOST_NAMES], f"{left} more"] if left > 0 else names
-    return f"{', '.join(others)} and {last}" if others else last
+    told = list(names[:MOST_NAMES])
+    if len(names) > MOST_NAMES:
+        told.append(f"{len(names) - MOST_NAMES} more")
+    *others, last = told
+    if not others:
+        return last
+    return f"{', '.join(others)} and {last}"
 
 
 GIB_ABOVE = 4 * 2**30
@@ -31,7 +38,11 @@ def size(number: float) -> str:
     """A number of bytes with a unit: ``38.6 MiB``."""
     if number >= GIB_ABOVE:
         return f"{number / 2**30:,.2f} GiB"
-    return f"{number / 2**20:,.1f} MiB" if number >= 0.05 * 2**20 else f"{number:,.0f} byte{'s' * (round(number) != 1)}"
+    if number >= 0.05 * 2**20:
+        return f"{number / 2**20:,.1f} MiB"
+    if round(number) == 1:
+        return "1 byte"
+    return f"{number:,.0f} bytes"
 
 
 def rate(bytes_per_s: float) -> str:
@@ -44,7 +55,9 @@ def rate(bytes_per_s: float) -> str:
 
 def unit_of(most: float) -> tuple[float, str]:
     """The unit in which sizes up to so many bytes are drawn: its bytes, and its name."""
-    return (2.0**30, "GiB") if most >= GIB_ABOVE else (2.0**20, "MiB")
+    if most >= GIB_ABOVE:
+        return 2.0**30, "GiB"
+    return 2.0**20, "MiB"
 
 
 def digits(value: float) -> str:
@@ -52,7 +65,8 @@ def digits(value: float) -> str:
     if not (math.isfinite(value) and value):
         return f"{value:g}"
     rounded = float(f"{value:.3e}")
-    return f"{rounded:.{max(0, 3 - math.floor(math.log10(abs(rounded))))}f}"
+    decimals = 3 - math.floor(math.log10(abs(rounded)))
+    return f"{rounded:.{max(0, decimals)}f}"
 
 
 def at_most(value: float) -> str:
@@ -72,26 +86,37 @@ TERMINAL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 """ECMA-48 control sequences."""
 MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~!$&])")
 """Characters that may be markup in CommonMark or GitHub's dialect; a backslash escapes each."""
-BIBTEX = {
-    "\\": r"{\textbackslash}",
-    "{": r"{\textbraceleft}",
-    "}": r"{\textbraceright}",
-    "~": r"{\textasciitilde}",
-    "^": r"{\textasciicircum}",
-    "<": r"{\textless}",
-    ">": r"{\textgreater}",
-    "|": r"{\textbar}",
-    **{sign: f"\\{sign}" for sign in "&%$#_"},
-}
-"""LaTeX for its special characters. Braces become commands, since BibTeX counts them even after a backslash."""
+BIBTEX = str.maketrans(
+    {
+        "&": r"\&",
+        "%": r"\%",
+        "$": r"\$",
+        "#": r"\#",
+        "_": r"\_",
+        "\\": r"{\textbackslash}",
+        "{": r"{\textbraceleft}",
+        "}": r"{\textbraceright}",
+        "~": r"{\textasciitilde}",
+        "^": r"{\textasciicircum}",
+        "<": r"{\textless}",
+        ">": r"{\textgreater}",
+        "|": r"{\textbar}",
+    }
+)
+"""LaTeX for its special characters. Braces become commands, since BibTeX counts them even after a
+backslash."""
 
 
 def plain(text: object) -> str:
     """One line of printable characters, without control sequences, invisible or bidirectional characters."""
     shown = TERMINAL.sub("", str(text))
     if not shown.isprintable():
-        shown = "".join(c for c in shown if c.isprintable() or c.isspace())
+        shown = "".join(filter(_is_plain, shown))
     return " ".join(shown.split())
+
+
+def _is_plain(character: str) -> bool:
+    return character.isprintable() or character.isspace()
 
 
 def markdown(text: object) -> str:
@@ -101,4 +126,4 @@ def markdown(text: object) -> str:
 
 def bibtex(text: object) -> str:
     """One line with all LaTeX escaped, for a BibTeX value in braces."""
-    return "".join(BIBTEX.get(c, c) for c in plain(text))
+    return plain(text).translate(BIBTEX)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -62,17 +62,27 @@ class Table:
 
     @classmethod
     def from_rows(
-        cls, header: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[int] = (), caption: str = ""
+        cls,
+        header: Sequence[str],
+        rows: Iterable[Sequence[str]],
+        numbers: Collection[int] = (),
+        caption: str = "",
     ) -> Table:
         """A table of plain rows; ``numbers`` are the places of the columns that hold numbers."""
-        columns = [TableColumn(str(place), title, place in numbers) for place, title in enumerate(header)]
+        columns: list[TableColumn] = []
+        for place, title in enumerate(header):
+            columns.append(TableColumn(str(place), title, is_number=place in numbers))
         keys = [column.key for column in columns]
         texts = [TableRow(dict(zip(keys, row, strict=True))) for row in rows]
         return cls(columns=columns, rows=texts, caption=caption)
 
     def text(self) -> str:
         """Aligned columns without the caption, as wide as they need."""
-        return "\n".join("".join(text for text, _ in line).rstrip() for line in self._lines(math.inf))
+        lines = []
+        for pieces in self._lines(math.inf):
+            texts = [text for text, _ in pieces]
+            lines.append("".join(texts).rstrip())
+        return "\n".join(lines)
 
     def show(self, console: Console) -> None:
         """Print the caption, and as many columns as the terminal has room for, with their styles."""
@@ -88,37 +98,77 @@ class Table:
         """
         titles = {column.key: column.title for column in self.columns}
         rows = [TableRow(titles, dict.fromkeys(titles, "bold")), *self.rows]
-        widths = {key: max(len(row.texts.get(key, "")) for row in rows) for key in titles}
+        widths = dict.fromkeys(titles, 0)
+        for row in rows:
+            for key in titles:
+                widths[key] = max(widths[key], len(row.texts.get(key, "")))
+        first, *others = self._fitting(widths, width)
+        missing = _width([first, *others], widths) - width
+        room = max(widths[first.key], 1)
+        if missing > 0 and room - missing >= LEAST:
+            room -= int(missing)
+        for row in rows:
+            name = row.texts[first.key]
+            style = row.styles.get(first.key, "")
+            line = [(f"{name[:room]:{room}}", style)]
+            for column in others:
+                text = _aligned(row.texts.get(column.key, ""), column, widths)
+                line.append((text, row.styles.get(column.key, "")))
+            yield line
+            for start in range(room, len(name), room):
+                line = [(f"{name[start : start + room]:{room}}", style)]
+                for column in others:
+                    line.append((_aligned("", column, widths), row.styles.get(column.key, "")))
+                yield line
+
+    def _fitting(self, widths: Mapping[str, int], width: float) -> list[TableColumn]:
+        """The columns for which so many characters have room, or all that are never left out."""
         shown = list(self.columns)
-        while (over := sum(widths[column.key] + len(GAP) for column in shown) - len(GAP) - width) > 0:
+        while _width(shown, widths) > width:
             spare = max(shown, key=lambda column: column.drop)
             if not spare.drop:
                 break
             shown.remove(spare)
-        first, *others = shown
-        room = widths[first.key] - int(max(over, 0))
-        room = room if room >= LEAST else max(widths[first.key], 1)
-        for row in rows:
-            name = row.texts[first.key]
-            for start in range(0, len(name) or 1, room):
-                line = [(f"{name[start : start + room]:{room}}", row.styles.get(first.key, ""))]
-                for column in others:
-                    text = "" if start else row.texts.get(column.key, "")
-                    side = ">" if column.is_number else "<"
-                    line.append((f"{GAP}{text:{side}{widths[column.key]}}", row.styles.get(column.key, "")))
-                yield line
+        return shown
 
     def markdown(self, *, is_markup: bool = False) -> list[str]:
         """The lines, and an empty one after them; with ``is_markup``, the texts are Markdown already."""
-        form = _in_cell if is_markup else markdown
-        rules = ["---:" if column.is_number else "---" for column in self.columns]
-        lines = [[form(column.title) for column in self.columns], rules]
-        lines += [[form(row.texts.get(column.key, "")) for column in self.columns] for row in self.rows]
-        return [*(f"| {' | '.join(line)} |" for line in lines), ""]
+        form: Callable[[str], str] = markdown
+        if is_markup:
+            form = _in_cell
+        titles = [form(column.title) for column in self.columns]
+        rules = list(map(_rule, self.columns))
+        lines = [_markdown_line(titles), _markdown_line(rules)]
+        for row in self.rows:
+            texts = [form(row.texts.get(column.key, "")) for column in self.columns]
+            lines.append(_markdown_line(texts))
+        return [*lines, ""]
 
     def html(self, key: str) -> Markup:
         """The table in a region that scrolls; its id is ``key``, and that of its caption ``key``-caption."""
         return Markup(_template().render(table=self, key=key))
+
+
+def _width(columns: Sequence[TableColumn], widths: Mapping[str, int]) -> int:
+    """Characters of a line."""
+    return sum(widths[column.key] for column in columns) + len(GAP) * (len(columns) - 1)
+
+
+def _aligned(text: str, column: TableColumn, widths: Mapping[str, int]) -> str:
+    """A text after the gap before its column."""
+    if column.is_number:
+        return f"{GAP}{text:>{widths[column.key]}}"
+    return f"{GAP}{text:<{widths[column.key]}}"
+
+
+def _rule(column: TableColumn) -> str:
+    if column.is_number:
+        return "---:"
+    return "---"
+
+
+def _markdown_line(texts: Sequence[str]) -> str:
+    return f"| {' | '.join(texts)} |"
 
 
 @cache

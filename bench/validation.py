@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 from pydantic import BaseModel, Field, GetCoreSchemaHandler, InstanceOf, TypeAdapter, ValidationError
-from pydantic_core import CoreSchema, core_schema
+from pydantic_core import CoreSchema, ErrorDetails, core_schema
 
 from bench.errors import InputError, shown, suggest
 
 
 @dataclass(frozen=True)
 class Expect:
-    """Annotation of a type: what a value must be, in words. Replaces every other error message of that type."""
+    """Annotation of a type: what a value must be, in words. Replaces all other error messages of the type."""
 
     words: str
 
@@ -37,14 +37,17 @@ class MisfitError(InputError):
 MAX = int(sys.float_info.max)
 Flag = Annotated[bool, Field(strict=True), Expect("true or false")]
 Integer = Annotated[int, Field(strict=True, gt=-(2**63), lt=2**63), Expect("an integer")]
-Natural = Annotated[int, Field(strict=True, ge=0, lt=2**63), Expect("an integer of at least 0 and below 2**63")]
+Natural = Annotated[
+    int,
+    Field(strict=True, ge=0, lt=2**63),
+    Expect("an integer of at least 0 and below 2**63"),
+]
 Positive = Annotated[int, Field(strict=True, ge=1, lt=2**63), Expect("an integer of at least 1")]
 Number = Annotated[InstanceOf[float] | Integer, Expect("a number")]
 """Includes NaN and infinity. Integers stay integers, here and below."""
-Amount = Annotated[
-    Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | Annotated[int, Field(strict=True, ge=0, le=MAX)],
-    Expect("a finite number of at least 0"),
-]
+_AmountFloat = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+_AmountInteger = Annotated[int, Field(strict=True, ge=0, le=MAX)]
+Amount = Annotated[_AmountFloat | _AmountInteger, Expect("a finite number of at least 0")]
 PositiveNumber = Annotated[Amount, Field(gt=0), Expect("a positive number")]
 
 T = TypeVar("T")
@@ -56,8 +59,8 @@ UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 def read(kind: type[T], values: Any, place: str = "", name: Callable[[str], str] = str) -> T:
     """Validate the values as ``kind``: a model, a dataclass or a TypedDict.
 
-    Raises InputError for an unknown key, else for a wrong value, else for a missing key: one line that begins with
-    ``place`` and ``name(key)`` and says what would be right.
+    Raises InputError for an unknown key, else for a wrong value, else for a missing key: one line
+    that begins with ``place`` and ``name(key)`` and says what would be right.
     """
     try:
         found: T = _adapter(kind).validate_python(values)
@@ -67,18 +70,56 @@ def read(kind: type[T], values: Any, place: str = "", name: Callable[[str], str]
 
 
 def _line(error: ValidationError, kind: Any, name: Callable[[str], str]) -> str:
-    found = min(error.errors(include_url=False), key=lambda e: (e["type"] == "missing") - (e["type"] in UNKNOWN))
-    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in found["loc"]).removeprefix(".")
+    found = min(error.errors(include_url=False), key=_urgency)
+    key = _key(found["loc"])
     if found["type"] in UNKNOWN:
         return f"{name(key)} is unknown; {suggest(key, declared(kind))}"
     if found["type"] == "missing":
-        metadata = getattr(declared(kind).get(key), "__metadata__", ())
-        words = [part.words for part in metadata if isinstance(part, Expect)]
-        return f"{name(key)} is missing" + "".join(f"; it must be {text}" for text in words[-1:])
-    if isinstance(misfit := found.get("ctx", {}).get("error"), InputError):
-        return name(misfit.key) + misfit.words if isinstance(misfit, MisfitError) else str(misfit)
-    expected = "a table" if "dictionary" in found["msg"] else found["msg"].removeprefix("Input should be ")
-    return f"{name(key) if key else 'it'} is {shown(found['input'])}; it must be {expected.replace('a valid ', 'a ')}"
+        words = _expected(declared(kind).get(key))
+        if not words:
+            return f"{name(key)} is missing"
+        return f"{name(key)} is missing; it must be {words}"
+    misfit = found.get("ctx", {}).get("error")
+    if isinstance(misfit, MisfitError):
+        return name(misfit.key) + misfit.words
+    if isinstance(misfit, InputError):
+        return str(misfit)
+    expected = found["msg"].removeprefix("Input should be ").replace("a valid ", "a ")
+    if "dictionary" in found["msg"]:
+        expected = "a table"
+    subject = "it"
+    if key:
+        subject = name(key)
+    return f"{subject} is {shown(found['input'])}; it must be {expected}"
+
+
+def _urgency(error: ErrorDetails) -> int:
+    """Which error is told: an unknown key before a wrong value, and that before a missing key."""
+    if error["type"] in UNKNOWN:
+        return 0
+    if error["type"] != "missing":
+        return 1
+    return 2
+
+
+def _key(location: tuple[int | str, ...]) -> str:
+    """``axes.world_size[2]``."""
+    text = ""
+    for part in location:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += f".{part}"
+    return text.removeprefix(".")
+
+
+def _expected(hint: Any) -> str:
+    """What a value of an annotated type must be, by its last ``Expect``; empty without one."""
+    words = ""
+    for part in getattr(hint, "__metadata__", ()):
+        if isinstance(part, Expect):
+            words = part.words
+    return words
 
 
 def declared(kind: Any) -> dict[str, Any]:
@@ -86,7 +127,8 @@ def declared(kind: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if isinstance(hint, type) and issubclass(hint, BaseModel):
-            found |= {f"{name}.{inner}": of_inner for inner, of_inner in declared(hint).items()}
+            for inner, of_inner in declared(hint).items():
+                found[f"{name}.{inner}"] = of_inner
         elif not name.startswith("_"):
             found[name] = hint
     return found

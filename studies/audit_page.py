@@ -177,8 +177,8 @@ LIMITS = """\
 ## What it cannot see
 
 - FSDP1, Megatron's `main_grad`, optimizers that run several backwards per step (LBFGS), and parameters that move
-  between the backwards of an update (SAM) are recognized and not judged. Backwards that run inside of another one, as
-  cached contrastive losses have in a hook, are not seen as such.
+  between the backwards of an update (SAM) are recognized and not judged. Backwards that run inside of another backward,
+  as cached contrastive losses do in a hook, are not seen as such.
 - The scale is not judged where the terms of a loss have factors of their own, where their number is not visible (label
   smoothing, a compiled or chunked criterion, targets that checkpointing or offloading has packed), where a loss joins
   rows with and without a gradient, where hooks of parameters scale gradients, and where backwards may be parts of one

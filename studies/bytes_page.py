@@ -13,10 +13,9 @@ from typing import Any
 import pandas as pd
 
 from bench.forecast.fit import peaks
-from bench.judge.expected import cell_of
 from bench.judge.formulas import BUILT_IN, layout_of
 from bench.judge.loading import Run, load
-from bench.judge.tables import rows_of, world_of
+from bench.judge.tables import rows_of
 from bench.plan.categories import HELD, PEAK
 from bench.plan.cell import Cell, RankGroup, Status
 from bench.plan.models import SIZES
@@ -53,7 +52,9 @@ class Measured:
         trials = pd.concat([run.tables.trials for run in runs], ignore_index=True)
         good = trials[trials["status"].isin([Status.OK, Status.INVALID]) & (trials["twin"].fillna("") == "")]
         first = good.sort_values("repeat").drop_duplicates("cell_id")
-        first = first.assign(world=[_world(trial) for trial in first.to_dict("records")])
+        cells = {cell_id: cell for run in runs for cell_id, cell in run.cells.items()}
+        first = first.assign(cell=[cells[cell_id] for cell_id in first["cell_id"]])
+        first = first.assign(world=first["cell"].map(_world))
         keys = first[["cell_id", "repeat", "backend", "accumulate", "world_size", "world", "model"]]
         collectives, memory = (
             pd.concat([getattr(run.tables, name) for run in runs], ignore_index=True).merge(
@@ -64,9 +65,9 @@ class Measured:
         return cls(first, collectives, memory)
 
 
-def _world(trial: Mapping[Any, Any]) -> str:
-    """Which kind of world a trial was in, in words."""
-    return f"{KINDS[world_of(trial)]}, W = {trial['world_size']}, {trial['model']}"
+def _world(cell: Cell) -> str:
+    """Which kind of world a cell is in, in words."""
+    return f"{KINDS[cell.world]}, W = {cell.world_size}, {cell.model}"
 
 
 def _place(world: str) -> tuple[int, int]:
@@ -227,7 +228,7 @@ def _held(measured: Measured) -> list[str]:
 
 
 def _large(measured: Measured) -> list[str]:
-    fake = measured.trials[[world_of(trial) is World.FAKE for trial in rows_of(measured.trials)]]
+    fake = measured.trials[[cell.world is World.FAKE for cell in measured.trials["cell"]]]
     if fake.empty:
         return []
     memory = measured.memory.pivot_table(index="cell_id", columns="category", values="bytes", aggfunc="max")
@@ -244,7 +245,7 @@ def _large(measured: Measured) -> list[str]:
         pair = [gradients.get((world_size, name)) for name in ("fsdp2-deferred", "fsdp2-eager")]
         if pair[0] is None or pair[1] is None:
             continue
-        cell = cell_of(fake[fake["world_size"] == world_size].iloc[0].to_dict())
+        cell: Cell = fake[fake["world_size"] == world_size].iloc[0]["cell"]
         layout = layout_of(cell)
         assert layout is not None, "fake tensors are of shipped models"
         whole = 4 * layout.num_parameters

@@ -8,13 +8,15 @@ only draws. Further arguments go to ``run``.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -28,8 +30,9 @@ from matplotlib.axes import Axes
 from bench.errors import BAD, GOOD, INTERRUPTED
 from bench.forecast.from_run import Groups, beside, fitted_links, measured_link
 from bench.forecast.prediction import predicted_communication
+from bench.forecast.prediction_text import ACCURACY, EstimateAccuracy
 from bench.formatting import rate, some
-from bench.judge.analysis import Analysis
+from bench.judge.analysis import Analysis, CellRow
 from bench.judge.expected import settings_of
 from bench.judge.loading import Run, load
 from bench.judge.pairs import record
@@ -62,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m studies.links", description=str(__doc__).partition("\n\n")[2])
     for name, folder in (("out", RESULTS), ("plots", PLOTS)):
         parser.add_argument(f"--{name}", type=Path, default=folder, metavar="DIR", help="(default: %(default)s)")
+    words = "what predict says of its estimates (default: %(default)s)"
+    parser.add_argument("--accuracy", type=Path, default=ACCURACY, metavar="FILE", help=words)
     arguments, options = parser.parse_known_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(INTERRUPTED))  # the rig is removed on the way out
     measure(arguments.out, options)
@@ -72,7 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_frame(drawing.data, arguments.plots / f"{STEM}.csv")
     path = arguments.out / "links.md"
     path.write_text("\n".join(page(study, os.path.relpath(picture, arguments.out))), encoding="utf-8")
-    print(f"written: {picture}", f"written: {path}", sep="\n")
+    stored = stored_accuracy(study)
+    arguments.accuracy.write_text(f"{json.dumps(dataclasses.asdict(stored), indent=2)}\n", encoding="utf-8")
+    print(f"written: {picture}", f"written: {path}", f"written: {arguments.accuracy}", sep="\n")
     return GOOD
 
 
@@ -97,7 +104,7 @@ def measure(folder: Path, options: Sequence[str]) -> None:
 
 
 def _is_finished(folder: Path) -> bool:
-    return (folder / MANIFEST).exists() and "finished" in read_manifest(folder)
+    return (folder / MANIFEST).exists() and read_manifest(folder).finished is not None
 
 
 class Study:
@@ -134,11 +141,11 @@ class Study:
         """Deferred against eager: one row per run, N and pair of backends, as the runs' reports compare them."""
         rows = []
         for number, data in enumerate(self.data):
-            for n in sorted({row["accumulate"] for row in data.rows.values()}):
-                by_name = {row["backend"]: row for row in data.rows.values() if row["accumulate"] == n}
+            for n in sorted({row.cell.accumulate for row in data.rows.values()}):
+                by_name = {row.backend: row for row in data.rows.values() if row.cell.accumulate == n}
                 syncs = (Sync.DEFERRED_ALL_REDUCE, Sync.DEFERRED)
-                for eager, deferred in (pair for sync in syncs for pair in eager_and_deferred(by_name, sync)):
-                    compared = data.compared(by_name[deferred]["cell_id"], by_name[eager]["cell_id"])
+                for eager, deferred in (pair for sync in syncs for pair in _pairs(by_name, sync)):
+                    compared = data.compared(by_name[deferred].cell_id, by_name[eager].cell_id)
                     assert compared is not None, "they differ in the backend alone"
                     found = record(compared)
                     steps = [self.predicted(cell, number) for cell in (compared.b, compared.a)]
@@ -151,11 +158,15 @@ class Study:
         return pd.DataFrame(rows)
 
 
+def _pairs(rows: Mapping[str, CellRow], sync: Sync) -> list[tuple[str, str]]:
+    """Eager and deferred backends among these rows."""
+    return eager_and_deferred({name: row.values for name, row in rows.items()}, sync)
+
+
 def _times(data: Analysis) -> dict[Cell, float]:
     """Seconds per step of each cell, as the report has them."""
-    rows = [row for row in data.rows.values() if row["step_time_s"] is not None]
-    cells = {data.run.cells[row["cell_id"]]: row["step_time_s"] for row in rows}
-    return {cell: seconds for cell, seconds in cells.items() if not cell.is_reference}
+    rows = [row for row in data.rows.values() if not row.cell.is_reference]
+    return {row.cell: row.step_time_s for row in rows if row.step_time_s is not None}
 
 
 def draw(study: Study) -> Drawing:
@@ -310,6 +321,19 @@ def accuracy(groups: Groups) -> Accuracy:
         num_below=sum(step.measured < step.step.overlapped for step in others),
         num_above=sum(step.measured > step.step.serial for step in others),
         in_order=[a.measured < b.measured for a, b in pairs if a.step.serial < b.step.overlapped],
+    )
+
+
+def stored_accuracy(study: Study) -> EstimateAccuracy:
+    """What ``predict`` says of its estimates: of all runs together, as in the last row of the page's table."""
+    found = accuracy([group for _, groups in study.groups() for group in groups])
+    return EstimateAccuracy(
+        num_steps=len(found.deviations),
+        num_below_overlapped=found.num_below,
+        num_above_serial=found.num_above,
+        longest=round(1 + found.deviations[-1], 3),
+        num_pairs=len(found.in_order),
+        num_in_order=sum(found.in_order),
     )
 
 

@@ -16,7 +16,7 @@ from bench.judge.statistics import MIN_TRIALS, Interval
 from bench.judge.verdicts import Verdict
 from bench.plan.schedule import Ended
 from bench.tabular import markdown_table
-from studies import choices, pairing, study
+from studies import choices, pairing, pools, study
 from studies.realtrials import Known
 from studies.rivals import RULES
 from studies.trial_noise import BLOCKS, Noise
@@ -29,8 +29,11 @@ class Results:
     rates: pd.DataFrame
     rivals: pd.DataFrame
     intervals: pd.DataFrame
-    warmup: pd.DataFrame
+    sets: Sequence[pools.RunSet]
+    """The kept runs."""
+    pools: pd.DataFrame
     reports: int
+    num_pools: int
 
 
 def percent(value: Any) -> str:
@@ -40,14 +43,15 @@ def percent(value: Any) -> str:
 
 def page(results: Results, command: str, known: Sequence[Known]) -> str:
     """The page; ``known`` are the runs on a real machine whose right verdicts are known."""
-    missed = study.misses(results.rates)
+    missed = study.misses(results.rates) + pools.misses(results.pools)
     parts = [
         "# How far the verdicts can be trusted",
         "",
         f"Written by `{command}`; seed {study.SEED}.",
         "",
-        *([f"**Not met:** {'; '.join(missed)}."] if missed else ["All targets are met."]),
-        "",
+        *(["All targets are met.", ""] if not missed else []),
+        *(line for sentence in missed for line in (f"**Missed:** {sentence}", "")),
+        *_other_days(results),
         *_rates(results),
         *_real(known),
         *pairing.section(),
@@ -56,6 +60,46 @@ def page(results: Results, command: str, known: Sequence[Known]) -> str:
         *_methods(results),
     ]
     return "\n".join(parts)
+
+
+def _other_days(results: Results) -> list[str]:
+    """What runs of different days differ by, and how often verdicts over several runs are right."""
+    spread, repeated = pools.spread(results.sets), pools.repeated(results.sets)
+    kept = ", ".join(f"{len(each.runs)} of {each.name}" for each in results.sets)
+    pairs, outside = sum(each.pairs for each in repeated), sum(each.outside for each in repeated)
+    beyond = sum(each.beyond for each in repeated)
+    rows = [
+        (
+            f"{row['runs']} ({row['way']})",
+            percent(row["false"]),
+            percent(row["false faster"]),
+            percent(row["coverage"]),
+            percent(row["next"]),
+            percent(row["width"]),
+        )
+        for row in results.pools.to_dict("records")
+    ]
+    head = ("runs", "any false difference", "any false faster", "true ratio", "next run", "median width")
+    return [
+        "## On another day",
+        "",
+        f"Kept are {spread['runs']} runs on {spread['cpu']}, {spread['cores']} cores: {kept} (earlier runs of `cpu` "
+        f"with other cells, in results/pool/older.csv). Between runs, a ratio has a standard deviation of "
+        f"{100 * spread['of_ratios']:.1f} %, and the step time of a cell one of {100 * spread['of_times']:.0f} %: the "
+        f"whole machine is faster on some days. Of {pairs} ratios that were measured again in another run, "
+        f"{percent(outside / pairs)} are outside the first run's 95 % interval, and {percent(beyond / pairs)} farther "
+        "away than the reports of a single run say of other days.",
+        "",
+        f"{results.num_pools:,} pools per row are simulated from these runs; all cells are equally fast. What makes "
+        "runs differ is normal, with the covariance of the kept runs, or resampled from them, with a random sign. The "
+        "interval of one run is over its blocks, which is too narrow for other days; of more runs it is over runs. "
+        "*True ratio* and *next run* are the shares of intervals that contain it. From three runs on, the next run has "
+        "an interval of its own.",
+        "",
+        f"Targets: {'; '.join(pools.TARGETS)}.",
+        "",
+        *markdown_table(head, rows),
+    ]
 
 
 def _in_turns() -> list[str]:
@@ -89,7 +133,7 @@ def _rates(results: Results) -> list[str]:
     head = ("noise", "any false difference", *found, "coverage", "same at 1 %", "median width")
     lost = max((results.rates[f"t {name}"] - results.rates[f"power {name}"]).max() for name in names)
     return [
-        "## Rates",
+        "## Within one run",
         "",
         f"{results.reports} reports per row are made by resampling the blocks of committed runs, {BLOCKS} consecutive "
         "ones at a time, with all their cells: bursts, drift and two modes are in them as measured. `cpu` and "
@@ -99,9 +143,9 @@ def _rates(results: Results) -> list[str]:
         "",
         f"Targets: {'; '.join(study.TARGETS)}. All cells of a report "
         "are equally fast, or all are slower than the baseline by the same share. A verdict is a paired t-test on "
-        "logarithms with Holm's correction. It differs from one only where the A/A pair excludes 1, so that intervals "
-        f"are widened: that costs at most {max(0.0, 100 * lost):.1f} points of power. A share near 5 % has a standard "
-        f"error of {100 * (0.05 * 0.95 / results.reports) ** 0.5:.1f} points.",
+        "logarithms with Holm's correction; where the A/A pair is off there is none. That "
+        f"costs at most {max(0.0, 100 * lost):.1f} points of power. A share near 5 % has a standard error "
+        f"of {100 * (0.05 * 0.95 / results.reports) ** 0.5:.1f} points.",
         "",
         *markdown_table(head, rows),
         "A verdict is faster or slower if the interval excludes 1 and Holm's adjusted p-value is below 5 %.",
@@ -124,16 +168,16 @@ def _real(known: Sequence[Known]) -> list[str]:
     ]
     same = Counter(item.same.verdict for item in known)
     slower = Counter(item.slower.verdict for item in known)
-    late = sum(item.run.manifest.get("ended_by") == Ended.BUDGET for item in known)
+    late = sum(item.run.manifest.ended_by == Ended.BUDGET for item in known)
     held = sum(i.slower.time is not None and i.slower.time.low <= 1 + DELAY <= i.slower.time.high for i in known)  # type: ignore[operator]
-    machine, values = known[0].run.manifest["machine"], known[0].run.manifest["matrix"]["values"]
+    machine, values = known[0].run.manifest.machine, known[0].run.manifest.settings
     return [
         "## On real trials",
         "",
-        f"{len(known)} runs on {machine['cpu']}, {machine['cores']} cores, kept in results/noise. Each holds "
+        f"{len(known)} runs on {machine.cpu}, {machine.cores} cores, kept in results/noise. Each holds "
         "`ddp-deferred` on one rank three times, as itself, as its A/A twin and as a third that is compared, and once "
         f"more with a sleep of {100 * DELAY:g} % per step, until intervals were narrower than "
-        f"{100 * values['precision']:g} % or, as in {late}, {values['budget_s']:g} s had passed. One rank was "
+        f"{100 * values.precision:g} % or, as in {late}, {values.budget_s:g} s had passed. One rank was "
         "chosen because two ranks on two virtual cores have two modes, a factor of 1.5 apart, for as long as a process "
         "lives. Compared with itself, the cell was called faster or slower in "
         f"{same[Verdict.FASTER] + same[Verdict.SLOWER]} of {len(known)} runs. With the sleep it was called slower in "
@@ -178,10 +222,6 @@ def _methods(results: Results) -> list[str]:
         )
         for name in held.index
     ]
-    bias = [
-        (str(name), *(f"{row['bias']:+.2f} / {row['error']:.2f}" for row in group.to_dict("records")))
-        for name, group in results.warmup.groupby("transient", sort=False)
-    ]
     return [
         "## Which interval",
         "",
@@ -191,10 +231,4 @@ def _methods(results: Results) -> list[str]:
         "say where blocks are few.",
         "",
         *markdown_table(("method", *(f"{n} blocks" for n in choices.SIZES)), rows),
-        "## Which warm-up rule",
-        "",
-        "Bias and root mean square error of a trial's median in per cent, on the steps of `cpu` with a transient. "
-        "What remains cancels in the ratio of cells that warm up alike.",
-        "",
-        *markdown_table(("transient", *choices.WARMUP_RULES), bias),
     ]

@@ -32,7 +32,7 @@ from bench.judge.statistics import MIN_TRIALS, Interval, Sample, ratio
 from bench.launch.launcher import Launcher
 from bench.plan.cell import Cell, Device, Status
 from bench.plan.task import Spec
-from bench.run.trial_record import merge_ranks, warmup
+from bench.run.trial_record import merge_ranks
 from bench.tabular import markdown_table
 from studies import ROOT
 from studies.overhead import in_turn
@@ -71,20 +71,14 @@ def trial(launcher: Launcher, cell: Cell, folder: Path, beside: Cell | None = No
     if not beside:
         outcome = launcher.run(Spec(cell=cell, passes=("time",), folder=str(folder / "trial"), reference=""), TIMEOUT_S)
         assert outcome.status is Status.OK, outcome.reason
-        seconds = statistics.median(settled(merge_ranks(outcome.ranks)["time"]["step_seconds"]))
+        seconds = statistics.median(merge_ranks(outcome.ranks)["time"]["step_seconds"])
         return seconds, seconds
     shutil.rmtree(folder / "turns", ignore_errors=True)
     (folder / "turns").mkdir()
     sides = in_turn.train(launcher, cell, folder / "turns", "", beside, is_bench_first=True)
-    medians = {
-        name: statistics.median(settled(in_turn.seconds(side, cell.timed_windows))) for name, side in sides.items()
-    }
+    medians = {name: statistics.median(in_turn.seconds(side, cell.timed_windows)) for name, side in sides.items()}
     ours, theirs = ([medians[processes, loop] for processes in in_turn.PROCESSES] for loop in in_turn.LOOPS)
     return statistics.geometric_mean(ours) / statistics.geometric_mean(theirs), statistics.geometric_mean(theirs)
-
-
-def settled(seconds: Sequence[float]) -> Sequence[float]:
-    return seconds[warmup(seconds) :]
 
 
 def block(launcher: Launcher, design: str, names: Sequence[str], folder: Path) -> dict[str, Any]:

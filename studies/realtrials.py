@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from bench.judge.analysis import Analysis
 from bench.judge.baseline import control_of, interim_analysis
 from bench.judge.loading import Run, load
 from bench.judge.pairs import ComparedPair
+from bench.judge.pool import Pool
 from bench.judge.tables import build
 from bench.launch.launcher import Launcher
 from bench.plan import matrix as matrix_file
@@ -31,8 +32,11 @@ from bench.plan.cell import Cell, Device
 from bench.plan.expand import expand
 from bench.report.progress import Display
 from bench.run import start
-from bench.run.journal import MANIFEST, read_manifest
+from bench.run.journal import MANIFEST, read_document, read_manifest
+from bench.run.manifest import parse_manifest
 from bench.run.runner import Observer, Runner
+from bench.run.start import Planned
+from bench.run.trial_record import parse_records
 from studies import ROOT
 from tests.delayed import Delayed
 from tests.factories import make_record
@@ -68,7 +72,7 @@ for as long as a process lives; that is real, but it drowns 5 %."""
 def measure(folder: Path, number: int, observer: Observer) -> None:
     """Measure the run of that number, or go on with it; its seed is its number."""
     path = folder / f"run-{number}"
-    if (path / MANIFEST).exists() and "finished" in read_manifest(path):
+    if (path / MANIFEST).exists() and read_manifest(path).finished is not None:
         return
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])  # for the ranks
     os.environ[EXTRA_BACKENDS] = f"{Delayed.__module__}:{Delayed.__name__}"
@@ -77,15 +81,15 @@ def measure(folder: Path, number: int, observer: Observer) -> None:
         chosen = matrix_file.parse(DOCUMENT, name="real", source="studies/realtrials.py").override(
             "training.seed", number, "seed"
         )
-        start.create(path, chosen, cells(chosen), backends, cold=False)
+        start.create(path, Planned(chosen, backends, cells(chosen)), cold=False)
     with files.run_folder(path, str(path)), Launcher(Device.CPU) as launcher:
         manifest = start.reopen(path, backends)
         Runner(path, manifest, backends, launcher, observer, interim_analysis).run()
 
 
-def cells(chosen: matrix_file.Matrix) -> Sequence[Cell]:
+def cells(chosen: matrix_file.Matrix) -> list[Cell]:
     """Those of the matrix, and the third."""
-    found = expand(chosen, registry(), 0)
+    found = expand(chosen, registry(), 0).cells
     (twin,) = [cell for cell in found if cell.twin]
     return [*found, dataclasses.replace(twin, twin=THIRD)]
 
@@ -109,7 +113,7 @@ def keep(folder: Path) -> None:
         run = load(path)
         if set(run.tables.trials["status"]) != {"ok"}:
             raise InputError(f"{path}: has trials that are not ok; measure it again")
-        manifests.append({"name": path.name} | {k: v for k, v in run.manifest.items() if k not in UNREAD})
+        manifests.append({"name": path.name} | {k: v for k, v in read_document(path).items() if k not in UNREAD})
         trials.append(run.tables.trials[list(KEPT)].assign(run=path.name))
     lines = ",\n".join(json.dumps(manifest, separators=(",", ":")) for manifest in manifests)
     (folder / RUN_FILE).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
@@ -119,21 +123,23 @@ def keep(folder: Path) -> None:
 def stored(folder: Path) -> Iterator[Run]:
     """The runs of both files, with as many equal steps in each trial as it had; the gates were asked by ``keep``."""
     every = pd.read_csv(folder / TRIAL_FILE).groupby("run")
-    for manifest in json.loads((folder / RUN_FILE).read_text(encoding="utf-8")):
-        known = {cell.cell_id: cell for cell in map(Cell.from_dict, manifest["cells"])}
+    for document in json.loads((folder / RUN_FILE).read_text(encoding="utf-8")):
+        manifest = parse_manifest(document, str(folder / RUN_FILE))
+        known = {cell.cell_id: cell for cell in manifest.cells}
         records = []
-        for row in every.get_group(manifest["name"]).to_dict("records"):
+        for row in every.get_group(document["name"]).to_dict("records"):
             cell = known[row["cell_id"]]
-            host = {"num_cpus": manifest["machine"]["cores"], "own_cores": 0.0} | {name: row[name] for name in KEPT[3:]}
+            host = {"num_cpus": manifest.machine.cores, "own_cores": 0.0} | {name: row[name] for name in KEPT[3:]}
             time = {"step_seconds": [row["step_time_s"]] * cell.timed_windows, "warmup_seconds": [], "host": host}
             records.append(make_record(cell, row["repeat"], time=time))
-        yield Run(name=manifest["run_id"], tables=build(records, manifest), cells=known, manifest=manifest)
+        tables = build(parse_records(records, folder / TRIAL_FILE), manifest)
+        yield Run(name=manifest.run_id, tables=tables, cells=known, manifest=manifest)
 
 
 def read(folder: Path) -> Iterator[Known]:
     """The runs that were measured. Raises InputError if one is not of this kind."""
     for run in stored(folder):
-        control, rows = control_of(run), Analysis(run=run).verdicts
+        control, rows = control_of(Pool(runs=(run,))), Analysis(run=run).verdicts
         same = [row for row in rows if row.b.twin == THIRD]
         slower = [row for row in rows if row.b.backend == Delayed.name]
         if control is None or len(same) != 1 or len(slower) != 1:

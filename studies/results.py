@@ -25,6 +25,7 @@ from typing import Any
 from bench.errors import BAD, GOOD, INTERRUPTED, WRONG, InputError
 from bench.findings import Level
 from bench.judge.integrity import check
+from bench.run import trial_code
 from bench.run.journal import JOURNAL, MANIFEST
 from studies import ROOT
 
@@ -50,8 +51,13 @@ class Made:
 def rows() -> tuple[Made, ...]:
     """The rows of made.toml, with the sets of code that they name."""
     read = tomllib.loads(Path(__file__).with_name("made.toml").read_text(encoding="utf-8"))
-    sets: dict[str, list[str]] = read["sets"]
+    sets: dict[str, list[str]] = read["sets"] | {"training": training()}
     return tuple(Made(**row | {"code": [p for c in row["code"] for p in sets.get(c, [c])]}) for row in read["made"])
+
+
+def training() -> list[str]:
+    """The code that a trial runs: what makes ``run --resume`` refuse makes a committed run out of date."""
+    return [str(path.relative_to(ROOT)) for path in trial_code.modules()]
 
 
 ROWS = rows()

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.backends.base import registry
+from bench.backends.deepspeed import ZeroBackend
 from bench.backends.torchtitan import REPLACED
 from bench.judge.loading import load
+from bench.run.trial_record import TrialRecord
 from bench.tabular import markdown_table
 from studies import ROOT
 
@@ -36,22 +38,24 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield path, value
 
 
-def of_frameworks(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, list[Any]]]:
+def of_frameworks(records: Iterable[TrialRecord]) -> dict[str, dict[str, list[Any]]]:
     """The different values of each setting, by the framework of the backends that have it; not DeepSpeed's own."""
     found: dict[str, dict[str, list[Any]]] = {}
     backends = registry()
     for record in records:
-        backend = backends.get(record["cell"]["backend"])
-        if backend is None or not record.get("time") or backend.own_defaults:
+        backend = backends.get(record.cell.backend)
+        if backend is None or record.time is None:
             continue
-        for path, value in flat(record["time"]["settings"]):
+        if issubclass(backend, ZeroBackend) and backend.own_defaults:
+            continue
+        for path, value in flat(record.time.settings):
             values = found.setdefault(backend.framework, {}).setdefault(path, [])
             if value not in values:
                 values.append(value)
     return found
 
 
-def page(records: Iterable[Mapping[str, Any]]) -> str:
+def page(records: Iterable[TrialRecord]) -> str:
     """The page. Raises AssertionError for a setting that settings.toml does not explain, or that no backend has."""
     about, recorded = tomllib.loads(ABOUT.read_text())["frameworks"], of_frameworks(records)
     left = {(framework, path) for framework, settings in recorded.items() for path in settings}

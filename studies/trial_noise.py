@@ -90,8 +90,7 @@ def sources() -> Iterator[Noise]:
 
 def steps(name: str = RUNS[0]) -> Array:
     """Step times of the trials of a committed run less their median, as logarithms: trials x steps after warm-up."""
-    tables = load(ROOT / "results" / name).tables
-    kept: pd.DataFrame = tables.steps[tables.steps["kept"].astype(bool)]
-    rows = [np.log(group.to_numpy(dtype=float)) for _, group in kept.groupby(["cell_id", "repeat"])["seconds"]]
+    steps: pd.DataFrame = load(ROOT / "results" / name).tables.steps
+    rows = [np.log(group.to_numpy(dtype=float)) for _, group in steps.groupby(["cell_id", "repeat"])["seconds"]]
     longest = max(map(len, rows))
     return np.array([row - np.median(row) for row in rows if len(row) == longest])

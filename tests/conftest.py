@@ -26,8 +26,9 @@ from bench.launch.node import Node
 from bench.launch.node_task import NodeTask
 from bench.plan.cell import REFERENCES, SHARDED_REFERENCE, Device
 from bench.report import figures
-from bench.run.journal import Journal, read_manifest
+from bench.run.journal import Journal, read_document
 from tests import plugin
+from tests.factories import make_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: idle threads spin, and starve other processes
@@ -122,7 +123,7 @@ class Run:
 
     @property
     def tables(self) -> tables.Tables:
-        return gates.judge(tables.build(self.records, self.manifest))
+        return gates.judge(make_tables(self.records, self.manifest))
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -140,7 +141,7 @@ class Run:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        return read_manifest(self.folder)
+        return read_document(self.folder)
 
     def record(self, backend: str) -> dict[str, Any]:
         """The first record of a backend."""

@@ -12,13 +12,15 @@ from bench.backends.base import Backend, registry
 from bench.backends.training_job import Job
 from bench.errors import InputError
 from bench.judge.formulas import BUILT_IN, expect, layout_of
+from bench.judge.loading import Run, run_of
+from bench.judge.tables import Tables, build
 from bench.launch.outcome import Outcome
 from bench.plan.cell import REFERENCE, Cell, Device, Sharding, Status, Sync
 from bench.plan.matrix import Matrix, parse
 from bench.plan.task import EXTRA_PASSES, Spec
-from bench.run.journal import SCHEMA_VERSION
+from bench.run.manifest import SCHEMA_VERSION, Manifest, parse_manifest
 from bench.run.matmul import MatmulTask
-from bench.run.trial_record import warmup
+from bench.run.trial_record import TrialRecord, parse_records
 
 ALL_PASSES = ("time", *EXTRA_PASSES)
 PEAK_BYTES = 40 * 2**20
@@ -97,7 +99,7 @@ def make_record(cell: Cell, repeat: int = 0, **changes: Any) -> dict[str, Any]:
     """The journal's record of a sound trial with all passes; ``time`` may be given as changes of the sound one."""
     time = make_time(cell) | {"ranks_agree": True} | changes.pop("time", {})
     time.setdefault("rank_step_seconds", [time["step_seconds"]])
-    time.setdefault("num_warmup", len(time["warmup_seconds"]) + 1 + warmup(time["step_seconds"]))
+    time.setdefault("num_warmup", len(time["warmup_seconds"]) + 1)
     facts = make_rank(cell)
     counted = changes.pop("collectives", facts["collectives"])
     passes = {"time": time, "collectives": counted and [{"group": "world", **row} for row in counted]}
@@ -172,6 +174,26 @@ def make_manifest(cells: Sequence[Cell] = (), **changes: Any) -> dict[str, Any]:
         "machine": {"cpu": "made", "cores": 2, "gpus": []},
         "packages": {"torch": "2.11.0"},
     } | changes
+
+
+def manifest_of(document: Mapping[str, Any]) -> Manifest:
+    """The manifest in a document such as ``make_manifest`` makes."""
+    return parse_manifest(document, "made")
+
+
+def parsed_records(records: Iterable[Mapping[str, Any]]) -> list[TrialRecord]:
+    """Records such as ``make_record`` makes, as they are read from a journal."""
+    return parse_records([*records], Path("made"))
+
+
+def make_tables(records: Iterable[Mapping[str, Any]], manifest: Mapping[str, Any] | None = None) -> Tables:
+    """The tables of records, not yet judged."""
+    return build(parsed_records(records), manifest_of(make_manifest() if manifest is None else manifest))
+
+
+def judged_run(records: Iterable[Mapping[str, Any]], manifest: Mapping[str, Any]) -> Run:
+    """The run of records, judged."""
+    return run_of(parsed_records(records), manifest_of(manifest))
 
 
 def make_backend(backend_name: str, reason: str = "") -> type[Backend]:

@@ -28,7 +28,7 @@ from bench.plan.task import Spec
 from bench.report import figures
 from bench.report.outputs import write_outputs
 from bench.run import start
-from bench.run.journal import JOURNAL, encode, write_manifest
+from bench.run.journal import JOURNAL, encode, write_document
 from bench.run.runner import Runner
 from tests import factories
 from tests.factories import FakeLauncher, make_cell, make_manifest, make_matrix, make_record, make_time
@@ -96,7 +96,7 @@ def write(folder: Path, records: Sequence[Mapping[str, Any]], **manifest: Any) -
     about |= {"journal_sha256": hashlib.sha256(journal).hexdigest(), **manifest}
     folder.mkdir(parents=True)
     (folder / JOURNAL).write_bytes(journal)
-    write_manifest(folder, {key: value for key, value in about.items() if value is not None})
+    write_document(folder, {key: value for key, value in about.items() if value is not None})
     return folder
 
 
@@ -173,9 +173,9 @@ def simulate(folder: Path, factors: Mapping[str, float], *, once: Collection[str
     """
     backends = {name: factories.make_backend(name) for name in [REFERENCE, *factors]}
     overrides = {"training.timed_windows": 8, "training.warmup_windows": 2} | values
-    cells = expand(matrix := make_matrix(overrides, backend=list(factors), accumulate=[2]), backends, 0)
+    cells = expand(matrix := make_matrix(overrides, backend=list(factors), accumulate=[2]), backends, 0).cells
     alone = [cell.cell_id for cell in cells if cell.backend in once]
-    manifest = start.create(folder, matrix, cells, backends, cold=False, once=alone)
+    manifest = start.create(folder, start.Planned(matrix, backends, cells, alone), cold=False)
     generator = random.Random(0)
 
     def script(spec: Spec, number: int) -> Outcome | None:

@@ -20,7 +20,7 @@ import numpy as np
 from scipy import stats
 
 ROOT = Path(__file__).parents[1]
-LEAST_TRIALS, UPDATE_LIMIT, IDLE = 5, 1e-5, 0.1
+LEAST_TRIALS, LEAST_RUNS, UPDATE_LIMIT, IDLE, MARGIN = 5, 3, 1e-5, 0.1, 0.02
 SETTINGS = {
     "accumulate": r"\bN ?= ?(\d+)",
     "world_size": r"\bW ?= ?(\d+)",
@@ -41,37 +41,38 @@ class Interval:
     low: float = math.nan
     high: float = math.nan
     p: float = 1.0
+    next_low: float = math.nan
+    next_high: float = math.nan
+    """Where the next run falls."""
+    runs: tuple[float, ...] = ()
+    """The centre in each of several runs."""
 
 
 @cache
-def interval(values: tuple[float, ...]) -> Interval:
+def interval(values: tuple[float, ...], least: int = LEAST_TRIALS) -> Interval:
     """Student's t of one sample."""
     n, centre = len(values), float(np.mean(values))
-    if n < LEAST_TRIALS:
+    if n < least:
         return Interval(centre)
     found = stats.ttest_1samp(values, 0.0)
     ends = found.confidence_interval(0.95)
     return Interval(centre, float(ends.low), float(ends.high), float(found.pvalue))
 
 
-def settled(seconds: Any) -> Any:
-    """The steps after warm-up: MSER on smoothed logarithms, if the steps that it drops are slow ones."""
-    logs, n = np.log(seconds), len(seconds)
-    smooth = logs.copy()
-    smooth[1:-1] = np.median([logs[:-2], logs[1:-1], logs[2:]], axis=0)
-    for k in np.argsort([smooth[k:].var() / (n - k) for k in range(n // 2 + 1)], kind="stable"):
-        first, rest = logs[:k], logs[k:]
-        if k == 0:
-            break
-        if min(logs[0], np.median(first)) > np.quantile(rest, 0.75) and first.min() > np.median(rest):
-            return seconds[k:]
-    return seconds
+def over_runs(values: tuple[float, ...]) -> Interval:
+    """Of the mean over runs and of the next run: m +- t s sqrt(1 + 1 / k)."""
+    of_mean, k = interval(values, LEAST_RUNS), len(values)
+    if k < LEAST_RUNS:
+        return replace(of_mean, runs=values)
+    reach = float(stats.t.ppf(0.975, k - 1)) * float(np.std(values, ddof=1)) * math.sqrt(1 + 1 / k)
+    return replace(of_mean, next_low=of_mean.centre - reach, next_high=of_mean.centre + reach, runs=values)
 
 
 class Run:
-    """A journal, and what follows from it."""
+    """A journal, and what follows from it; with others of the same cells, what follows from all of them."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, others: tuple[str, ...] = ()) -> None:
+        self.others = [Run(other) for other in others]
         folder = ROOT / "results" / name
         self.about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
         journal = (folder / "trials.jsonl").read_bytes()
@@ -92,10 +93,13 @@ class Run:
     @cache  # noqa: B019  # a run lives as long as the tests
     def _times(self, key: str) -> dict[int, float]:
         found = {r["repeat"]: np.max(r["time"]["rank_step_seconds"], axis=0) for r in self.trials[key]}
-        return {block: float(np.log(np.median(settled(seconds)))) for block, seconds in found.items()}
+        return {block: float(np.log(np.median(seconds))) for block, seconds in found.items()}
 
     def time(self, cell: Cell) -> Interval:
-        return interval(tuple(self.times(cell).values()))
+        alone = interval(tuple(self.times(cell).values()))
+        if not self.others:
+            return alone
+        return over_runs((alone.centre, *(run.time(cell).centre for run in self.others)))
 
     def first(self, cell: Cell, key: str) -> Any:
         """What only one trial of each cell measures."""
@@ -123,18 +127,24 @@ class Run:
         return float(np.median([(h["foreign_cores"] + h["stolen_cores"]) / h["num_cpus"] for h in hosts]))
 
     def ratio(self, cell: Cell, base: Cell) -> Interval:
-        """From the blocks that have both, widened by what the A/A pair's interval lacks."""
+        """From the blocks that have both; of several runs from the ratio of each."""
         ours, theirs = self.times(cell), self.times(base)
-        found = interval(tuple(ours[block] - theirs[block] for block in ours if block in theirs))
-        by = 0.0 if cell["twin"] else max(0.0, self.control.low, -self.control.high)
-        wider = replace(found, low=found.low - by, high=found.high + by)
-        return replace(wider, p=1.0) if by and wider.low <= 0 <= wider.high else wider
+        alone = interval(tuple(ours[block] - theirs[block] for block in ours if block in theirs))
+        if not self.others:
+            return alone
+        return over_runs((alone.centre, *(run.ratio(cell, base).centre for run in self.others)))
 
     @cached_property
     def control(self) -> Interval:
         """The A/A pair."""
         (twin,) = [c for c in self.everything if c["twin"]]
         return self.ratio(twin, self.partner({**twin, "twin": ""}, twin["backend"]))
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether the A/A pair is off by more than the margin and its interval excludes 1."""
+        apart = not self.control.low <= 0 <= self.control.high
+        return apart and abs(self.control.centre) > math.log1p(MARGIN)
 
     def partner(self, cell: Cell, backend: str) -> Cell:
         """The cell that differs in the backend alone."""
@@ -144,20 +154,35 @@ class Run:
 
     @cache  # noqa: B019
     def verdicts(self, baseline: str) -> dict[str, str]:
-        """On every cell against that of the baseline, after Holm's correction."""
+        """On every cell against that of the baseline, after Holm's correction over those that can be judged."""
         p_values, verdicts, corrected = {}, {}, 0.0
         for cell in (c for c in self.cells if c["backend"] != baseline):
             base = self.partner(cell, baseline)
-            barred = not all(self.is_correct(c) and self.taken(c) <= IDLE for c in (cell, base))
+            every = [(run, c) for run in (self, *self.others) for c in (cell, base)]
+            barred = not all(run.is_correct(c) and run.taken(c) <= IDLE for run, c in every)
             time = self.ratio(cell, base)
-            p_values[cell["id"]] = 1.0 if barred else time.p
+            if not barred and not math.isnan(time.low):
+                p_values[cell["id"]] = time.p
             found = "slower" if time.low > 0 else "faster" if time.high < 0 else "ambiguous: wide interval"
             verdicts[cell["id"]] = "not comparable: gate" if barred else found
         for rank, key in enumerate(sorted(p_values, key=lambda key: p_values[key])):
             corrected = max(corrected, p_values[key] * (len(p_values) - rank))
             if verdicts[key] in ("slower", "faster"):
                 verdicts[key] = verdicts[key] if corrected < 0.05 else "ambiguous: many verdicts"
+            if self.is_suspect:
+                verdicts[key] = "ambiguous: A/A pair off"
         return verdicts
+
+    @cache  # noqa: B019
+    def num_judged(self, baseline: str) -> int:
+        """Comparisons with a baseline that Holm's correction counts."""
+        found = ((c, self.partner(c, baseline)) for c in self.cells if c["backend"] != baseline)
+        return sum(self.is_correct(c) and self.is_correct(base) for c, base in found)
+
+    def may_differ(self, cell: Cell, base: Cell) -> bool:
+        """Whether a verdict of faster or slower may be another one on another day."""
+        time = self.ratio(cell, base)
+        return self.verdict(cell, base) in ("faster", "slower") and time.next_low <= 0 <= time.next_high
 
     def verdict(self, cell: Cell, base: Cell) -> str:
         return self.verdicts(base["backend"])[cell["id"]]
@@ -196,6 +221,37 @@ class Run:
         return np.abs(np.concatenate([100 * np.expm1(of - of.mean()) for of in logs]))
 
 
+def reach_of_days() -> float:
+    """How far apart the log ratios of two runs are in 95 of 100 cases, from all runs that are kept."""
+    squares, freedom = 0.0, 0
+    for name in ("cpu", "popular"):
+        runs = [Run(name), *(Run(other) for other in pool_of(name))]
+        cells = [c for c in runs[0].timed if c["backend"] != runs[0].baseline and runs[0].is_correct(c)]
+        centres = [[run.ratio(c, run.partner(c, run.baseline)).centre for c in cells] for run in runs]
+        squares += (len(runs) - 1) * float(np.var(centres, axis=0, ddof=1).mean())
+        freedom += len(runs) - 1
+    rows = [line.split(",") for line in (ROOT / "results/pool/older.csv").read_text(encoding="utf-8").splitlines()[1:]]
+    blocks: dict[tuple[str, str], dict[tuple[str, ...], float]] = defaultdict(dict)
+    for run, backend, n, twin, block, seconds in rows:
+        blocks[run, block][backend, n, twin] = math.log(float(seconds))
+    full = {key: row for key, row in blocks.items() if len(row) == max(map(len, blocks.values()))}
+    cells = [key for key in next(iter(full.values())) if key[0] != "ddp-deferred"]
+    names = sorted({run for run, _ in full})
+    means = [
+        [np.mean([row[c] - row["ddp-deferred", c[1], ""] for key, row in full.items() if key[0] == run]) for c in cells]
+        for run in names
+    ]
+    squares += (len(names) - 1) * float(np.var(means, axis=0, ddof=1).mean())
+    freedom += len(names) - 1
+    return float(stats.t.ppf(0.975, freedom)) * math.sqrt(2 * squares / freedom)
+
+
+def pool_of(name: str) -> tuple[str, ...]:
+    """The other runs of a matrix that are kept."""
+    found = sorted((ROOT / "results" / "pool" / name).glob("*/run.json"))
+    return tuple(str(path.parent.relative_to(ROOT / "results")) for path in found)
+
+
 def shows(text: str, value: float, slack: float = 0.0) -> bool:
     """Whether the text is that value, rounded to as many digits as it has; true without a text."""
     mantissa, _, exponent = text.partition("e")
@@ -205,5 +261,5 @@ def shows(text: str, value: float, slack: float = 0.0) -> bool:
 
 def shows_interval(of: Interval, m: Groups, trials: int) -> bool:
     """Whether the centre x, the ends low and high, and the number n are those; what is not there is right."""
-    texts = (("low", of.low), ("x", of.centre), ("high", of.high))
+    texts = (("low", of.low), ("x", of.centre), ("high", of.high), ("nlow", of.next_low), ("nhigh", of.next_high))
     return all(shows(m.get(key, ""), math.exp(log)) for key, log in texts) and m.get("n") in (None, "", str(trials))

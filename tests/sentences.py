@@ -13,11 +13,15 @@ from functools import cache
 import numpy as np
 from scipy import special, stats
 
-from tests.recomputed import IDLE, LEAST_TRIALS, Cell, Groups, Run, shows, shows_interval
+from tests.recomputed import IDLE, LEAST_TRIALS, Cell, Groups, Run, pool_of, reach_of_days, shows, shows_interval
 
 MIB = 2**20
 NUMBER = r"\d+(?:\.\d+)?(?:e-\d+)?"
-ENDS = r"\(95 % (?:interval )?(?P<low>[\d.]+) ?(?:-|to) ?(?P<high>[\d.]+)(?:, n = (?P<n>\d+) (?:blocks|trials))?\)"
+NEXT = r"(?:[,;] (?:the )?next run:? (?P<nlow>[\d.]+) ?(?:-|to) ?(?P<nhigh>[\d.]+))?"
+ENDS = (
+    r"\(95 % (?:interval )?(?P<low>[\d.]+) ?(?:-|to) ?(?P<high>[\d.]+)"
+    rf"(?:, n = (?P<n>\d+) (?:blocks|trials)|, over (?P<runs>\d+) runs)?{NEXT}\)"
+)
 Check = Callable[[Run, str, Groups], bool]
 RULES: list[tuple[str, Check]] = []
 
@@ -71,10 +75,65 @@ def fastest(run: Run, where: str, m: Groups) -> bool:
     return is_first and right and shows(m.get("s", ""), math.exp(run.time(first).centre))
 
 
-@rule(r"Where an interval excludes 1, Holm's correction leaves the difference undecided")
+@rule(r"Alone, <a:cells> looks? slower; among <n> comparisons that may be chance")
 def left_open(run: Run, where: str, m: Groups) -> bool:
     first, *others = run.good(where)
-    return any(run.verdict(cell, first).endswith("many verdicts") for cell in others)
+    told = {cell["backend"] for cell in others if run.verdict(cell, first).endswith("many verdicts")}
+    told = {name for name in told if run.ratio(run.find(name, where), first).centre > 0}
+    return told == set(re.split(", | and ", m["a"])) and int(m["n"]) == run.num_judged(first["backend"])
+
+
+@rule(r"Alone, it looks faster; among <n> comparisons that may be chance")
+def undecided_family(run: Run, where: str, m: Groups) -> bool:
+    """Said of FSDP2, deferred against eager."""
+    cell, base = (run.find(f"fsdp2-{sync}", where) for sync in ("deferred", "eager"))
+    is_open = run.verdict(cell, base).endswith("many verdicts") and run.ratio(cell, base).centre < 0
+    return is_open and int(m["n"]) == run.num_judged("fsdp2-eager")
+
+
+@rule(
+    r"in this run(?![\w-])",
+    r"over <k> runs",
+    r"in the first of <k> runs, of (?P<days>\d[\d-]+(?:(?:, | and )\d[\d-]+)*)",
+)
+@rule(r"(?P<words>Times are means)(?= over)", r"verdicts are of this run(?=:)", r"runs=<k>(?=[ ])")
+def scope(run: Run, where: str, m: Groups) -> bool:
+    """One run, or how many of which days."""
+    k = 1 + len(run.others)
+    days = {each.about["started"][:10] for each in (run, *run.others)}
+    told = set(re.findall(r"\d{4}-\d\d-\d\d", m.get("days", "")))
+    return int(m.get("k") or k) == k and (k > 1 or "k" not in m) and told in (set(), days)
+
+
+@rule(
+    r"on another day a ratio may be <more> % larger or <less> % smaller \(95 %, from <runs> runs on such machines\)",
+)
+def other_days(run: Run, where: str, m: Groups) -> bool:
+    """Rounded to per cent, and within one of it: the bench drops blocks that lack a cell."""
+    reach = reach_of_days()
+    kept = sum(1 + len(pool_of(name)) for name in ("cpu", "popular")) + 4
+    right = shows(m["more"], 100 * math.expm1(reach), 1) and shows(m["less"], -100 * math.expm1(-reach), 1)
+    return right and int(m["runs"]) == kept
+
+
+@rule(r"the runs are of different commits of the bench: (?P<commits>[0-9a-f]{12}(?:, [0-9a-f]{12})*)")
+@rule(r"pooled with the run of (?P<day>\d{4}-\d\d-\d\d), (?P<sum>[0-9a-f]{64})")
+def of_the_pool(run: Run, where: str, m: Groups) -> bool:
+    if "sum" in m:
+        return any(each.sha256 == m["sum"] and each.about["started"][:10] == m["day"] for each in run.others)
+    every = {each.about["git"]["commit"][:12] for each in (run, *run.others)}
+    return set(m["commits"].split(", ")) == every
+
+
+@rule(
+    r"<n> comparisons(?= over)",
+    r"of which <turning> may differ on another day: [^.;]*",
+    r"no verdict may differ on another day",
+)
+def turning(run: Run, where: str, m: Groups) -> bool:
+    found = [c for c in run.timed if c["backend"] != run.baseline and run.is_correct(c)]
+    count = sum(run.may_differ(c, run.partner(c, run.baseline)) for c in found)
+    return int(m.get("n") or len(found)) == len(found) and ("n" in m or int(m.get("turning") or 0) == count)
 
 
 @rule(r"<a:cell>: <x> s per (?:optimizer )?step(?: <ends>)?(?:, <mib> MiB per rank)?")
@@ -114,7 +173,10 @@ def at_a_price(run: Run, where: str, m: Groups) -> bool:
     return ends and shows(m["share"], saved) and {run.verdict(cell, base) for cell in cells} == {"slower"}
 
 
-@rule(r"<a:cell> / <b:cell>: time <x> <ends>, <verdict:word>; memory <m> \(<ma> MiB / <mb> MiB\)")
+@rule(
+    r"<a:cell> / <b:cell>: time <x> <ends>, <verdict:word>(?: in this run| over \d+ runs)?"
+    r"(?P<may>, may differ on another day)?; memory <m> \(<ma> MiB / <mb> MiB\)"
+)
 @rule(r"<a:cell> against <b:cell>: <x> times the step time <ends>; verdict: <verdict:word>")
 @rule(r"<a:cell> <x> \(<verdict:word>\), <m>")
 @rule(r"(?P<family>FSDP2), deferred against eager: <x> times the step time <ends> and <m> times the memory")
@@ -128,23 +190,28 @@ def of_two_cells(run: Run, where: str, m: Groups) -> bool:
     right = shows_interval(ratio, m, len(run.times(base))) and shows(
         m.get("saved", ""), -100 * math.expm1(ratio.centre)
     )
-    verdict = "sb" in m or run.verdict(cell, base).startswith(m.get("verdict", "faster"))
+    said = m.get("verdict") or ("ambiguous" if "Alone, it looks" in where else "faster")
+    verdict = "sb" in m or run.verdict(cell, base).startswith(said)
+    verdict = verdict and bool(m.get("may")) == ("may" in m and run.may_differ(cell, base))
     amounts = (("m", memory[0] / memory[1]), ("ma", memory[0]), ("mb", memory[1]))
     amounts += (("sa", run.sent(cell) / MIB), ("sb", run.sent(base) / MIB))
     return right and verdict and all(shows(m.get(key, ""), value) for key, value in amounts)
 
 
 @rule(
-    r"accumulation-bench:\w+/(?P<a>\w+)(?:/(?P<b>\w+))? value=<x> low=<low> high=<high> n=<n>"
-    r"(?: verdict=<verdict:word>)?(?: bytes=<bytes>)? sha256=(?P<sum>\w+)"
+    r"accumulation-bench:\w+:(?P<hash>[0-9a-f+]+)/(?P<a>\w+)(?:/(?P<b>\w+))? value=<x> low=<low> high=<high>"
+    r"(?: n=<n>| runs=<num>)(?: nextlow=<nlow> nexthigh=<nhigh>)?"
+    r"(?: verdict=<verdict:word>)?(?: bytes=<bytes>)? sha256=(?P<sum>[0-9a-f+]+)"
 )
 def identified(run: Run, where: str, m: Groups) -> bool:
     """The line of a citation that a program reads."""
     by_id: dict[str, Cell] = {c["id"]: c for c in run.everything}
     cell, base = by_id[m["a"]], by_id.get(m["b"])
     right = shows_interval(run.ratio(cell, base) if base else run.time(cell), m, len(run.times(cell)))
-    verdict = base is None or run.verdict(cell, base) == m["verdict"]
-    return right and verdict and shows(m["bytes"], run.memory(cell)) and m["sum"] == run.sha256
+    verdict = base is None or run.verdict(cell, base).partition(":")[0] == m["verdict"]
+    sums = [each.sha256 for each in (run, *run.others)]
+    right = right and m["hash"].split("+") == [one[:12] for one in sums] and m["sum"].split("+") == sums
+    return right and verdict and shows(m["bytes"], run.memory(cell))
 
 
 @rule(r"Do not use[.] <a:cells>(?: \(N = <ns:list>\))?: .*?every (?:gradient|update) is (?:1/N of the right|N times)")
@@ -164,14 +231,15 @@ def divided_twice(run: Run, where: str, m: Groups) -> bool:
 
 @rule(
     r"Undecided[.] (?P<places>[^:]*): [^.]*"
-    r"(?P<why>contains 1, and is wider than the margin|not after correction)[^.]*[.]"
+    r"(?P<why>contains 1, and is wider than the margin|among <n> comparisons that may be chance)[^.]*[.]"
 )
 def undecided(run: Run, where: str, m: Groups) -> bool:
     """Of all that are timed, these cells and no others are ambiguous for that reason."""
     places = [place.split(" at ") for place in m["places"].split("; ")]
     told = {run.find(name, at)["id"] for names, at in places for name in names.split(", ")}
     reason = f"ambiguous: {'wide interval' if 'margin' in m['why'] else 'many verdicts'}"
-    return told == {c["id"] for c in run.timed if run.verdicts(run.baseline).get(c["id"]) == reason}
+    counted = int(m.get("n") or run.num_judged(run.baseline)) == run.num_judged(run.baseline)
+    return counted and told == {c["id"] for c in run.timed if run.verdicts(run.baseline).get(c["id"]) == reason}
 
 
 @rule(
@@ -189,11 +257,15 @@ def resolution(run: Run, where: str, m: Groups) -> bool:
 
 
 @rule(r"widest interval of a ratio <percent> %")
-@rule(r"A/A pair:? <x> \(<low>(?:-| to )<high>\)", r"A/A pair: <low> - <high>(?=[.])")
+@rule(
+    r"A/A pair(?: at N ?= ?<an>)?:? <x> \(<low>(?:-| to )<high>\)",
+    r"A/A pair(?: at N ?= ?<an>)?: <low> - <high>(?=[.])",
+)
 def precision(run: Run, where: str, m: Groups) -> bool:
     if percent := m.get("percent"):
-        return shows(percent, 100 * math.expm1(max(run.widths())))
-    return shows_interval(run.control, m, 0)
+        return shows(percent, float(f"{100 * math.expm1(max(run.widths())):.2g}"))
+    (twin,) = [c for c in run.everything if c["twin"]]
+    return shows_interval(run.control, m, 0) and int(m.get("an") or twin["accumulate"]) == twin["accumulate"]
 
 
 @rule(r"--budget <minutes>m")
@@ -366,10 +438,16 @@ def blocks(run: Run, where: str, m: Groups) -> bool:
 
 @rule(
     r"(?<=: )geometric mean over blocks, below 1 is faster",
+    r"below 1 is faster(?=; memory and n trials: of the first)",
+    r"where the ratio of another run falls in 95 of 100 cases",
+    r"may differ on another day where that contains 1",
+    r"thin lines: where the next run falls",
     r"geometric mean",
     "95 % intervals",
     "x86_64",
     "a bucket of 5e8 elements",
+    "two modes: [0-9]+ % of the trials are [0-9.]+ x slower",
+    "add repeats, or compare fewer cells",
     "1/N",
 )
 @rule(

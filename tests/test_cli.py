@@ -34,7 +34,7 @@ from bench.plan.cell import Status
 from bench.plan.task import Spec
 from bench.report import figures
 from bench.run import start
-from bench.run.journal import Journal, read_manifest, write_manifest
+from bench.run.journal import Journal, read_document, write_document
 from tests.conftest import ROOT
 from tests.factories import ALL_PASSES, FakeLauncher, Script, failed, make_rank
 
@@ -585,8 +585,8 @@ def test_a_torn_line_is_moved_aside_and_told(place: Place) -> None:
     finished_run(place)
     path = place.folder / "out" / "trials.jsonl"
     path.write_bytes(path.read_bytes()[:-40])
-    manifest = read_manifest(place.folder / "out")
-    write_manifest(place.folder / "out", {key: value for key, value in manifest.items() if key != "finished"})
+    manifest = read_document(place.folder / "out")
+    write_document(place.folder / "out", {key: value for key, value in manifest.items() if key != "finished"})
     made = with_launcher(place)
     status, out, _ = place.call("run", "--resume", "out")
     assert status == GOOD

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
+import tomllib
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
+from bench.backends.base import Backend
 from tests.conftest import ROOT
 
 SAY_NOTHING = {"one", "own", "said", "due"}
@@ -40,3 +44,45 @@ def test_names_say_what_they_name() -> None:
             if name in SAY_NOTHING:
                 found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {name}")
     assert found == []
+
+
+@functools.cache
+def floors() -> dict[str, int]:
+    """The floor of each part of the package, by the import contract; the lowest is 0."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    (contract,) = (each for each in settings["tool"]["importlinter"]["contracts"] if each["type"] == "layers")
+    floors = {}
+    for floor, layer in enumerate(reversed(contract["layers"])):
+        for part in layer.split("|"):
+            floors[part.strip()] = floor
+    return floors
+
+
+def named_parts(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """The line and the part of the package of each module of the bench that a string names; docstrings do not count."""
+    documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+            for part in re.findall(r"\bbench\.(\w+)", node.value):
+                if part in floors():
+                    yield node.lineno, part
+
+
+def test_no_string_names_a_module_above_the_floor_of_its_own() -> None:
+    """Import-linter cannot see an import by name: what knows both ends is above them."""
+    seen, above = set(), []
+    for path, tree in modules().items():
+        place = path.relative_to(ROOT / "bench")
+        own = place.with_suffix("").parts[0]
+        for line, part in named_parts(tree):
+            seen.add((own, part))
+            if part != own and own in floors() and floors()[part] >= floors()[own]:
+                above.append(f"{place}:{line}: bench.{part}")
+    assert above == []
+    assert {("launch", "measure"), ("cli", "commands")} <= seen, "these are names, too, and downwards"
+
+
+def test_a_backend_has_few_class_variables() -> None:
+    """What one reader asks for is that reader's to know."""
+    variables = [name for name, kind in Backend.__annotations__.items() if kind.startswith("ClassVar")]
+    assert "name" in variables and len(variables) <= 16

@@ -14,14 +14,14 @@ import torch
 from bench.backends.base import Backend, registry
 from bench.backends.plain import DDPDeferred, DDPEager
 from bench.backends.training_job import Job
-from bench.judge import gates, tables
+from bench.judge import gates
 from bench.launch import rank
 from bench.measure.trial import RankTrial
 from bench.plan.cell import REFERENCE, Cell, Device, Sharding, Status, Sync
 from bench.plan.task import SETTLED_WINDOWS, Spec
 from bench.run.trial_record import merge_ranks
 from tests.extra_backends import AllButLast, LastOnly, LeavesTheLastWindow, StepsOneLate, StepsTooOften
-from tests.factories import make_cell, make_manifest, make_record
+from tests.factories import make_cell, make_manifest, make_record, make_tables
 
 LARGE = 2**26
 """Bytes of a tensor that is much larger than all that the small model needs."""
@@ -90,7 +90,7 @@ def judged(truth: tuple[Path, dict[str, Any]], backend: type[Backend]) -> Any:
     """The row of a backend in the judged trials table, beside the reference."""
     folder, reference = truth
     record = record_of(folder, small_cell(backend.name), backend, "time", "update")
-    trials = gates.judge(tables.build([reference, record], make_manifest())).trials
+    trials = gates.judge(make_tables([reference, record], make_manifest())).trials
     assert trials["status"].iloc[0] == "ok", trials["reason"].iloc[0]
     return trials.iloc[1]
 

@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 
-from tests.recomputed import ROOT, Groups, Interval, Run, shows, shows_interval
+from tests.recomputed import ROOT, Groups, Interval, Run, pool_of, shows, shows_interval
 from tests.sentences import MIB, RULES, compiled
 
 RUNS = ("cpu", "popular", "curves")
+POOLED = {"cpu": pool_of("cpu")}
+"""The other runs in the reports of a run, and in README."""
 CITED = {
     "cpu": ("fsdp2-deferred N=8 W=2 fp32", "fsdp2-eager N=8 W=2 fp32"),
     "popular": ("lightning-ddp N=4 W=2 fp32",),
@@ -48,7 +50,7 @@ def audit(run: Run, body: str, where: str) -> list[str]:
 
 @cache
 def run_of(name: str) -> Run:
-    return Run(name)
+    return Run(name, POOLED.get(name, ()))
 
 
 def plain(text: str) -> str:
@@ -86,8 +88,13 @@ def of_readme(_: str) -> Iterator[tuple[str, str]]:
     yield from ((plain(part.lstrip("\n!")), "at N = 8") for part in re.split(r"\n(?=- )|\n\n+", text))
 
 
+def places(name: str) -> list[str]:
+    """The folders of a run and of those that are pooled with it."""
+    return [f"results/{each}" for each in (name, *POOLED.get(name, ()))]
+
+
 def of_citations(name: str) -> Iterator[tuple[str, str]]:
-    command = [sys.executable, "-m", "bench", "cite", f"results/{name}", *CITED[name]]
+    command = [sys.executable, "-m", "bench", "cite", *places(name), *CITED[name]]
     printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     yield from ((plain(part), CITED[name][0]) for part in printed.partition("Plain text:")[2].split("\n"))
 
@@ -121,10 +128,15 @@ def row_is_right(run: Run, heading: str, row: Groups) -> bool:
     verdict = "baseline" if cell is base else run.verdict(cell, base)
     if not run.is_correct(cell):
         return (row["correct?"], row["n"], row.get("verdict", verdict)) == ("invalid", "0", verdict)
+    if cell is not base and run.may_differ(cell, base):
+        verdict += ", may differ"
     right = (row["correct?"], row["n"], row.get("verdict", verdict)) == ("yes", str(len(run.times(cell))), verdict)
     right = right and shows(row["memory"].removesuffix(" MiB"), run.memory(cell) / MIB)
     of_memory = "ratio'" if "s/step" in row else "ratio"
     right = right and shows(row[of_memory], run.memory(cell) / run.memory(base))
+    if row.get("next run", "-") != "-":
+        low, _, high = row["next run"].partition("-")
+        right = right and shows_interval(run.ratio(cell, base), {"nlow": low, "nhigh": high}, 0)
     for centre, ends, found in (("s/step", "95 %", run.time(cell)), ("ratio", "95 %'", run.ratio(cell, base))):
         if "s/step" in row:
             low, _, high = row[ends].partition("-")
@@ -144,7 +156,7 @@ def test_every_number_of_an_export_follows_from_the_journal(name: str, tmp_path:
     command = ["export", f"results/{name}", "--format", "csv", "--out", str(tmp_path)]
     subprocess.run([sys.executable, "-m", "bench", *command], cwd=ROOT, check=True, capture_output=True)
     cells, ratios = (list(csv.DictReader((tmp_path / f"{frame}.csv").open())) for frame in ("cells", "ratios"))
-    run = run_of(name)
+    run = Run(name)
     by_id = {cell["id"]: cell for cell in run.everything}
     assert {row["cell_id"] for row in cells} == by_id.keys()
 

@@ -1,7 +1,8 @@
-"""From what the ranks recorded of a scenario to what the backend computed: updates, coefficients, and lost samples.
+"""From what ranks recorded of a scenario to what the backend computed: updates and coefficients.
 
-A *use* is one sample in one micro-batch on one rank. The decoder (``bench.audit.decoder``) has one weight per use, so
-an update is decoded into one coefficient per use, and everything below is arithmetic on those coefficients.
+A *use* is one sample in one micro-batch on one rank. The decoder (``bench.audit.decoder``) has one
+weight per use, so an update is decoded into one coefficient per use, and everything below is
+arithmetic on those coefficients.
 """
 
 from __future__ import annotations
@@ -9,15 +10,106 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NotRequired, TypedDict, TypeVar
 
 from bench.audit.scenario import RESTART, Fault, Scenario
-from bench.grouping import grouped
 
 Key = TypeVar("Key")
+
+
+class FetchRecord(TypedDict):
+    """A micro-batch that a rank fetched."""
+
+    epoch: int
+    samples: list[int]
+
+
+class FailureRecord(TypedDict):
+    """How training failed on a rank, or the outcome of its process group."""
+
+    status: str
+    reason: str
+    traceback: str
+
+
+class RankRecord(TypedDict):
+    """One rank's record of a scenario, as plain JSON."""
+
+    scenario: str
+    stopped: str
+    """``ended``, ``failed``, ``bound`` if training would not have ended, or ``lost`` with its
+    process group."""
+    failure: FailureRecord | None
+    own_slots: int
+    """Slots of each rank (``Scenario.slots_per_rank``)."""
+    fetches: list[FetchRecord]
+    losses: list[int]
+    """The fetch of each loss."""
+    faults: list[int]
+    """The number of losses before each fault."""
+    events: str
+    """The taps' events in order, one letter each (``recorder.LETTERS``), and RESTART."""
+    changes: list[list[tuple[int, float]]]
+    """For each update, the coefficients by slot."""
+    digests: list[str]
+    """Of all weights after each update, equal on all ranks if their replicas are."""
+    reported: dict[str, int]
+    """The framework's own counters."""
+    unclipped: NotRequired[RankRecord]
+    """In a scenario that clips: the record of the same training without."""
+
+
+class UpdateRecord(TypedDict):
+    """One update, as plain JSON; coefficients are rounded to 7 digits."""
+
+    samples: dict[str, float]
+    """Coefficients by sample."""
+    sum: float
+    right_sum: float
+    epochs: list[int]
+    micro_batches: int
+    by_epoch: dict[str, dict[str, float]]
+    """Coefficients by epoch and sample."""
+    relative: dict[str, dict[str, float]]
+    """The same divided by the coefficient of one use of the sample in a full batch: 1 is right, 2
+    counts twice."""
+    distortion: float | None
+    """None where it has no bound."""
+
+
+class ReportedFailure(TypedDict):
+    """What an observation says of a failure."""
+
+    status: str
+    reason: str
+
+
+class DecodedRecord(TypedDict):
+    """What one backend computed in one scenario, as plain JSON, without findings."""
+
+    backend: str
+    scenario: dict[str, Any]
+    """As from ``Scenario.to_dict``."""
+    updates: list[UpdateRecord]
+    optimizer_steps_observed: int
+    optimizer_steps_without_effect: int
+    steps_reported: dict[str, int]
+    """The framework's own counters."""
+    samples_lost: int
+    samples_left_open: int
+    samples_duplicated: int
+    samples_never_fetched: int
+    lost: dict[str, list[int]]
+    """The samples counted in ``samples_lost``, by epoch, each once."""
+    left_open: dict[str, list[int]]
+    """The samples counted in ``samples_left_open``, likewise."""
+    weight_ratio: float | None
+    micro_batches: int
+    stopped: str
+    failure: ReportedFailure | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +122,11 @@ class Use:
     epoch: int
     sample: int
     tokens: int
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Epoch and sample: what several uses may share."""
+        return self.epoch, self.sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +151,14 @@ class DecodedUpdate:
 
     @cached_property
     def right(self) -> dict[Use, float]:
-        """The coefficients in the update that a full batch of the same uses gives: by tokens, then clipped."""
+        """The coefficients in a full batch of the same uses: by tokens, then clipped."""
         tokens = sum(use.tokens for use in self.coefficients)
-        norm = math.sqrt(math.fsum((use.tokens / tokens) ** 2 for use in self.coefficients))
-        scale = min(1.0, self.clip_norm / norm) if self.clip_norm and norm else 1.0
-        return {use: use.tokens / tokens * scale for use in self.coefficients}
+        shares = {use: use.tokens / tokens for use in self.coefficients}
+        norm = math.sqrt(math.fsum(share**2 for share in shares.values()))
+        if self.clip_norm and norm > self.clip_norm:
+            scale = self.clip_norm / norm
+            return {use: share * scale for use, share in shares.items()}
+        return shares
 
     @property
     def right_sum(self) -> float:
@@ -71,93 +171,113 @@ class DecodedUpdate:
 
     @property
     def distortion(self) -> float:
-        """By what factor a use's share of the update is off at most, in either direction; 1 if every share is right."""
-        ratios = [(c / self.sum) / (self.right[use] / self.right_sum) for use, c in self.coefficients.items()]
-        return max((max(ratio, 1 / ratio) if ratio > 0 else math.inf for ratio in ratios), default=1.0)
+        """By what factor a use's share is off at most, up or down; 1 if every share is right."""
+        whole, right_whole = self.sum, self.right_sum
+        worst = 1.0
+        for use, coefficient in self.coefficients.items():
+            factor = (coefficient / whole) / (self.right[use] / right_whole)
+            if not factor > 0:
+                return math.inf
+            worst = max(worst, factor, 1 / factor)
+        return worst
 
     @cached_property
     def factors(self) -> dict[int, float]:
-        """Coefficient of each micro-batch's loss, averaged over ranks, by fetch; right is 1 over their number.
+        """Coefficient of each micro-batch's loss, averaged over ranks, by fetch.
 
-        Where a loss is a mean, this is the sum over the uses of the micro-batch on all ranks, whatever their tokens.
+        Right is 1 over their number.
+        Where a loss is a mean, this is the sum over the uses of the micro-batch on all ranks,
+        whatever their tokens.
         """
-        return _totals((use.fetch, coefficient) for use, coefficient in self.coefficients.items())
+        return _totals(self.coefficients, lambda use: use.fetch)
 
     @property
     def fetches(self) -> list[int]:
         """Its micro-batches, in order."""
-        return sorted({use.fetch for use in self.coefficients})
+        return sorted(self.factors)
 
     @property
     def epochs(self) -> list[int]:
         """The epochs of its samples, in order."""
         return sorted({use.epoch for use in self.coefficients})
 
-    def to_dict(self) -> dict[str, Any]:
-        samples = _totals((use.sample, coefficient) for use, coefficient in self.coefficients.items())
+    def to_record(self) -> UpdateRecord:
+        samples = _totals(self.coefficients, lambda use: use.sample)
+        relative = {use: value / self.right[use] for use, value in self.coefficients.items()}
+        distortion = None
+        if math.isfinite(self.distortion):
+            distortion = _rounded(self.distortion)
         return {
-            "samples": {str(sample): _rounded(samples[sample]) for sample in sorted(samples)},
+            "samples": {str(sample): _rounded(value) for sample, value in sorted(samples.items())},
             "sum": _rounded(self.sum),
             "right_sum": _rounded(self.right_sum),
             "epochs": self.epochs,
             "micro_batches": self.num_losses,
             "by_epoch": _by_epoch(self.coefficients),
-            "relative": _by_epoch({use: c / self.right[use] for use, c in self.coefficients.items()}),
-            "distortion": _rounded(self.distortion) if math.isfinite(self.distortion) else None,
+            "relative": _by_epoch(relative),
+            "distortion": distortion,
         }
 
 
 class DecodedScenario:
-    """What one backend computed in one scenario, decoded from the records of its ranks (``recorder.Audit.run``)."""
+    """What one backend computed in one scenario, decoded from the records of its ranks."""
 
-    def __init__(self, backend: str, scenario: Scenario, ranks: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, backend: str, scenario: Scenario, ranks: Sequence[RankRecord]) -> None:
         self.backend, self.scenario = backend, scenario
         self.ranks, self.first = ranks, ranks[0]
-        self.failure: Mapping[str, Any] | None = next((r["failure"] for r in ranks if r["failure"]), None)
-        self.stopped: str = self.first["stopped"]
-        self.reported: Mapping[str, int] = self.first["reported"]
+        self.failure = _first_failure(ranks)
+        self.stopped = self.first["stopped"]
+        self.reported = self.first["reported"]
         self.uses = self._uses()
         self.all_updates = self._updates()
         self.unclipped: DecodedScenario | None = None
         """The same training without clipping, if the scenario clips."""
         if "unclipped" in self.first:
             free = dataclasses.replace(scenario, clip_norm=0.0)
-            self.unclipped = DecodedScenario(backend, free, [record["unclipped"] for record in ranks])
+            records = [record["unclipped"] for record in ranks]
+            self.unclipped = DecodedScenario(backend, free, records)
 
     def _uses(self) -> dict[int, Use]:
-        scenario, found = self.scenario, {}
+        """The uses of samples by slot."""
+        found = {}
         for rank, record in enumerate(self.ranks):
             for number, fetch in enumerate(record["fetches"]):
-                start = rank * record["own_slots"] + number * scenario.largest_batch
+                start = rank * record["own_slots"] + number * self.scenario.largest_batch
                 for slot, sample in enumerate(fetch["samples"], start=start):
-                    found[slot] = Use(rank, number, fetch["epoch"], sample, scenario.tokens(sample))
+                    tokens = self.scenario.tokens(sample)
+                    found[slot] = Use(rank, number, fetch["epoch"], sample, tokens)
         return found
 
     def _updates(self) -> list[DecodedUpdate]:
-        """All updates in order; inner steps with no micro-batch in between are one update (``taps.updates``)."""
+        """All updates; inner steps with no micro-batch in between are one (``taps.updates``)."""
         found: list[DecodedUpdate] = []
+        events = self.first["events"]
         changes = iter(self.first["changes"])
-        for steps in re.finditer("S+", self.first["events"]):
-            before = self.first["events"][: steps.start()]
-            number, change = before.count("L"), next(changes, None)
+        losses_so_far = 0
+        for steps in re.finditer("S+", events):
+            change = next(changes, None)
             if change is None:  # training failed before it was read
                 break
+            before = events[: steps.start()]
+            losses_before = before.count("L")
             found.append(
                 DecodedUpdate(
                     coefficients={self.uses[slot]: value for slot, value in change},
-                    num_losses=number - (found[-1].losses_before if found else 0),
-                    losses_before=number,
+                    num_losses=losses_before - losses_so_far,
+                    losses_before=losses_before,
                     num_inner_steps=len(steps[0]),
                     is_of_restart=before.endswith(RESTART),
                     clip_norm=self.scenario.clip_norm,
                 )
             )
+            losses_so_far = losses_before
         return found
 
     @cached_property
     def diverged_at(self) -> int | None:
-        """The first update, from 1, after which the ranks' parameters differ; None if they never do."""
-        for number, digests in enumerate(zip(*(rank["digests"] for rank in self.ranks), strict=False), start=1):
+        """The first update, from 1, after which the ranks' parameters differ; None if none does."""
+        by_rank = [rank["digests"] for rank in self.ranks]
+        for number, digests in enumerate(zip(*by_rank, strict=False), start=1):
             if len(set(digests)) > 1:
                 return number
         return None
@@ -172,14 +292,21 @@ class DecodedScenario:
         """The fetches whose loss was computed, in order."""
         return list(self.first["losses"])
 
-    def closed_in(self, update: DecodedUpdate) -> int:
-        """The epoch of the last micro-batch before an update."""
-        return int(self.first["fetches"][self.computed[update.losses_before - 1]]["epoch"])
+    def last_fetch(self, update: DecodedUpdate) -> int:
+        """The last micro-batch before an update."""
+        return self.computed[update.losses_before - 1]
+
+    def accumulate_of(self, update: DecodedUpdate) -> int:
+        """N in the epoch of the last sample of an update."""
+        return self.scenario.accumulate_in(update.epochs[-1])
 
     @cached_property
     def applied(self) -> set[Use]:
         """The uses that are in some update."""
-        return {use for update in self.updates for use in update.coefficients}
+        found: set[Use] = set()
+        for update in self.updates:
+            found |= update.coefficients.keys()
+        return found
 
     @cached_property
     def unapplied(self) -> list[Use]:
@@ -187,17 +314,29 @@ class DecodedScenario:
 
         Those of the micro-batch that raises are left out: it has no gradient.
         """
-        known = {(use.epoch, use.sample) for use in self.applied}
-        raised = self.scenario.at - 1 if self.scenario.fault is Fault.EXCEPTION else -1
-        return [use for use in self.uses.values() if use.fetch != raised and (use.epoch, use.sample) not in known]
+        known = {use.place for use in self.applied}
+        raised = None
+        if self.scenario.fault is Fault.EXCEPTION:
+            raised = self.scenario.at - 1
+        found = []
+        for use in self.uses.values():
+            if use.fetch == raised:
+                continue
+            if use.place not in known:
+                found.append(use)
+        return found
 
     @cached_property
     def left_open(self) -> list[Use]:
         """Unapplied uses after the last update: those of a window that was never completed."""
-        closed = self.all_updates[-1].losses_before if self.all_updates else 0
-        if self.scenario.fault is Fault.CHECKPOINT:  # what was open at the checkpoint could still have been kept
+        closed = 0
+        if self.all_updates:
+            closed = self.all_updates[-1].losses_before
+        if self.scenario.fault is Fault.CHECKPOINT:  # what was open there could have been kept
             closed = max([closed, *self.first["faults"]])
-        last = self.computed[closed - 1] if closed else -1
+        if not closed:
+            return self.unapplied
+        last = self.computed[closed - 1]
         return [use for use in self.unapplied if use.fetch > last]
 
     @cached_property
@@ -208,52 +347,62 @@ class DecodedScenario:
 
     @cached_property
     def interrupted(self) -> set[int]:
-        """The fetches in the window that was open when the fault happened, with those that an exception left unused."""
+        """The fetches in the window that a fault interrupted, and those an exception left unused."""
         if not self.first["faults"]:
             return set()
         at = self.first["faults"][0]
-        opened = max((u.losses_before for u in self.updates if u.losses_before <= at), default=0)
-        unused = set(range(self.num_micro_batches)) - set(self.computed)
-        return set(self.computed[opened:at]) | (unused if self.scenario.fault is Fault.EXCEPTION else set())
+        opened = 0
+        for update in self.updates:
+            if update.losses_before <= at:
+                opened = max(opened, update.losses_before)
+        found = set(self.computed[opened:at])
+        if self.scenario.fault is Fault.EXCEPTION:
+            found |= set(range(self.num_micro_batches)) - set(self.computed)
+        return found
 
     @property
     def aborted_epoch(self) -> int | None:
         """The epoch that an exception ended, if one did; it is trained again as the next one."""
         if self.scenario.fault is not Fault.EXCEPTION or not self.first["faults"]:
             return None
-        return int(self.first["fetches"][self.scenario.at - 1]["epoch"])
+        return self.first["fetches"][self.scenario.at - 1]["epoch"]
 
     @cached_property
     def repeated(self) -> list[Use]:
-        """Applied uses of a sample already applied in the same epoch: padding, or a loader that started over."""
+        """Applied uses of a sample already applied in the epoch: padding, or a restarted loader."""
         seen: set[tuple[int, int]] = set()
         again = []
         for use in sorted(self.applied, key=lambda use: (use.fetch, use.rank)):
-            key = (use.epoch, use.sample)
-            if key in seen:
+            if use.place in seen:
                 again.append(use)
-            seen.add(key)
+            seen.add(use.place)
         return again
 
     @property
     def num_padding(self) -> int:
         """Samples that the loaders offer twice, over the epochs that were fetched completely."""
         offered = self.scenario.offered_by_all
-        return (len(offered) - len(set(offered))) * (self.num_micro_batches // self.scenario.micro_batches_per_epoch)
+        whole_epochs = self.num_micro_batches // self.scenario.micro_batches_per_epoch
+        return (len(offered) - len(set(offered))) * whole_epochs
 
     @property
     def num_dropped(self) -> int:
         """Samples that ``drop_last`` or ``limit_batches`` leave out, over all epochs."""
-        return (self.scenario.samples - len(set(self.scenario.offered_by_all))) * (self.scenario.epochs or 0)
+        if self.scenario.epochs is None:
+            return 0
+        offered = set(self.scenario.offered_by_all)
+        return (self.scenario.samples - len(offered)) * self.scenario.epochs
 
     @property
     def num_never_fetched(self) -> int:
-        """Samples never fetched, over all epochs; 0 where ``max_steps`` or a failure ended the training early."""
-        epochs = self.scenario.epochs or 0
-        cut = self.num_micro_batches < epochs * self.scenario.micro_batches_per_epoch
-        if self.failure or not epochs or (self.scenario.max_steps is not None and cut):
+        """Samples never fetched, over all epochs; 0 if ``max_steps`` or a failure came first."""
+        epochs = self.scenario.epochs
+        if self.failure or epochs is None:
             return 0
-        seen = {(use.epoch, use.sample) for use in self.uses.values() if use.epoch != self.aborted_epoch}
+        is_cut = self.num_micro_batches < epochs * self.scenario.micro_batches_per_epoch
+        if is_cut and self.scenario.max_steps is not None:
+            return 0
+        seen = {use.place for use in self.uses.values() if use.epoch != self.aborted_epoch}
         return self.scenario.samples * epochs - len(seen)
 
     @property
@@ -264,23 +413,33 @@ class DecodedScenario:
     @property
     def weight_ratio(self) -> float | None:
         """Mean of ``DecodedUpdate.ratio`` over the updates; None without an update."""
-        return math.fsum(u.ratio for u in self.updates) / len(self.updates) if self.updates else None
+        if not self.updates:
+            return None
+        return math.fsum(update.ratio for update in self.updates) / len(self.updates)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The observation as plain JSON, without findings; coefficients are rounded to 7 digits.
+    @property
+    def num_empty_steps(self) -> int:
+        """Inner steps that changed nothing."""
+        number = 0
+        for update in self.all_updates:
+            if not update.coefficients:
+                number += update.num_inner_steps
+        return number
 
-        In each update, ``samples`` has the coefficients by sample, ``by_epoch`` by epoch and sample, and ``relative``
-        the same divided by the coefficient of one use of the sample in a full batch: 1 is right, 2 is a sample that
-        counts twice. ``distortion`` is None where it has no bound. ``lost`` and ``left_open`` list the samples counted
-        in ``samples_lost`` and ``samples_left_open``, by epoch, each once.
-        """
-        empty = (update for update in self.all_updates if not update.coefficients)
+    def to_record(self) -> DecodedRecord:
+        """The observation without findings."""
+        weight_ratio = self.weight_ratio
+        if weight_ratio is not None:
+            weight_ratio = _rounded(weight_ratio)
+        failure: ReportedFailure | None = None
+        if self.failure is not None:
+            failure = {"status": self.failure["status"], "reason": self.failure["reason"]}
         return {
             "backend": self.backend,
             "scenario": self.scenario.to_dict(),
-            "updates": [update.to_dict() for update in self.updates],
+            "updates": [update.to_record() for update in self.updates],
             "optimizer_steps_observed": len(self.updates),
-            "optimizer_steps_without_effect": sum(update.num_inner_steps for update in empty),
+            "optimizer_steps_without_effect": self.num_empty_steps,
             "steps_reported": dict(self.reported),
             "samples_lost": len(self.lost),
             "samples_left_open": len(self.left_open),
@@ -288,30 +447,42 @@ class DecodedScenario:
             "samples_never_fetched": self.num_never_fetched,
             "lost": _samples(self.lost),
             "left_open": _samples(self.left_open),
-            "weight_ratio": None if self.weight_ratio is None else _rounded(self.weight_ratio),
+            "weight_ratio": weight_ratio,
             "micro_batches": self.num_micro_batches,
             "stopped": self.stopped,
-            "failure": self.failure and {key: self.failure[key] for key in ("status", "reason")},
+            "failure": failure,
         }
 
 
-def _totals(pairs: Iterable[tuple[Key, float]]) -> dict[Key, float]:
+def _first_failure(ranks: Sequence[RankRecord]) -> FailureRecord | None:
+    for rank in ranks:
+        if rank["failure"]:
+            return rank["failure"]
+    return None
+
+
+def _totals(values: Mapping[Use, float], key: Callable[[Use], Key]) -> dict[Key, float]:
+    """Sums of the values of those uses that have the same key."""
     sums: dict[Key, float] = {}
-    for key, value in pairs:
-        sums[key] = sums.get(key, 0.0) + value
+    for use, value in values.items():
+        sums[key(use)] = sums.get(key(use), 0.0) + value
     return sums
 
 
 def _by_epoch(values: Mapping[Use, float]) -> dict[str, dict[str, float]]:
     """Values by epoch and sample, in order; several uses of a sample are summed."""
     found: dict[str, dict[str, float]] = {}
-    for (epoch, sample), value in sorted(_totals(((u.epoch, u.sample), v) for u, v in values.items()).items()):
+    for (epoch, sample), value in sorted(_totals(values, lambda use: use.place).items()):
         found.setdefault(str(epoch), {})[str(sample)] = _rounded(value)
     return found
 
 
 def _samples(uses: Sequence[Use]) -> dict[str, list[int]]:
-    return grouped((str(epoch), sample) for epoch, sample in sorted({(use.epoch, use.sample) for use in uses}))
+    """Samples by epoch, each once."""
+    found: dict[str, list[int]] = {}
+    for epoch, sample in sorted({use.place for use in uses}):
+        found.setdefault(str(epoch), []).append(sample)
+    return found
 
 
 def _rounded(value: float) -> float:

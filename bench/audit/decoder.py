@@ -1,9 +1,10 @@
-"""The decoder workload: a model whose weights show which samples reached an update, and with what coefficient.
+"""The decoder workload: a model whose weights show which samples reached an update, and how.
 
-It has one weight per *use* of a sample (a slot): each sample that a rank fetches gets the next slot. The loss of a
-micro-batch is the mean of its slots' weights, and the optimizer is SGD with learning rate 1, so an update lowers each
-weight by exactly the coefficient of that use of the sample. A sample that is used twice, as padding or in another
-epoch, has two slots, so that no two coefficients are confused.
+It has one weight per *use* of a sample (a slot): each sample that a rank fetches gets the next
+slot. The loss of a micro-batch is the mean of its slots' weights, and the optimizer is SGD with
+learning rate 1, so an update lowers each weight by exactly the coefficient of that use of the
+sample. A sample that is used twice, as padding or in another epoch, has two slots, so that no two
+coefficients are confused.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class _Decoder(nn.Module):
 
     def forward(self, slots: Tensor) -> Tensor:
         """Weights of the given slots, same shape."""
-        # A block's input needs a gradient in a transformer: ZeRO-3 reduces those of a block when it has that.
+        # A block's input needs a gradient, as in a transformer: when ZeRO-3 has that gradient, it
+        # reduces those of the block.
         origin = torch.zeros((), device=slots.device, requires_grad=True)
         return self.weights(slots, origin)  # type: ignore[no-any-return]
 
@@ -46,7 +48,10 @@ PARAMETER = "weights.weight"
 
 
 class DecoderWorkload:
-    """A model and its loss. A micro-batch is int64 of shape [batch_size, 3]: slot, tokens, tokens of its window."""
+    """A model and its loss.
+
+    A micro-batch is int64 of shape [batch_size, 3]: slot, tokens, tokens of its window.
+    """
 
     def __init__(self, num_slots: int, reduction: Reduction, num_shares: int) -> None:
         """``num_shares`` is N x W, the micro-batches of a window, by which every framework divides."""

@@ -1,22 +1,27 @@
-"""What a backend did wrong in a scenario: rules over decoded coefficients and counters, none of which knows a backend.
+"""What a backend did wrong in a scenario: rules over decoded coefficients and counters.
 
-Each rule yields its findings as a word and a sentence with numbers; RULES has their order.
+None of them knows a backend. Each rule yields its findings as a word and a sentence with numbers;
+RULES has their order.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import TypedDict
 
-from bench.audit.decoded_scenario import DecodedScenario, DecodedUpdate, Use
+from bench.audit.decoded_scenario import (
+    DecodedRecord,
+    DecodedScenario,
+    DecodedUpdate,
+    FailureRecord,
+    Use,
+)
 from bench.audit.scenario import Fault, Split
 from bench.audit.semantics_findings import (
     RIGHT,
     TOLERANCE,
-    AuditFinding,
-    FindingLevel,
     all_divided_twice,
     count_range,
     divided_twice,
@@ -26,299 +31,442 @@ from bench.audit.semantics_findings import (
     share_of_updates,
     verdict,
 )
+from bench.findings import Finding, Level, error, good, note
 from bench.formatting import plural
+from bench.grouping import grouped
 from bench.plan.cell import Status
 
-DETAIL, NOTE, WRONG = FindingLevel
+STORED_LEVELS = {Level.ERROR: "wrong", Level.NOTE: "note", Level.GOOD: "detail"}
+"""How files name the levels."""
+SCHEDULER_COUNTER = "lr_scheduler.last_epoch"
 STEP_COUNTERS = (
-    *("trainer.global_step", "state.global_step", "engine.global_steps", "trainer.step", "lr_scheduler.last_epoch"),
+    "trainer.global_step",
+    "state.global_step",
+    "engine.global_steps",
+    "trainer.step",
+    SCHEDULER_COUNTER,
 )
-"""Counters that should say how many updates were made; the last one is of the scheduler."""
+"""Counters that should say how many updates were made."""
 RESTARTS = {Fault.EXCEPTION, Fault.CHECKPOINT}
-"""Faults after which training is started again: windows end early there, and there are two sets of counters."""
+"""Faults after which training is started again: windows end early there, and there are two sets of
+counters."""
+OPTIMIZER_STATE = (
+    ": no update, but what torch.distributed.checkpoint calls, with learning rate 0, to create optimizer state"
+)
 
 
-def observation(decoded: DecodedScenario) -> dict[str, Any]:
-    """The decoded as plain JSON with its findings, the verdict in a word, and the diagnosis in sentences."""
+class FindingRecord(TypedDict):
+    """A finding, as plain JSON."""
+
+    word: str
+    level: str
+    """One of STORED_LEVELS."""
+    text: str
+
+
+class Observation(DecodedRecord):
+    """One backend in one scenario: what it computed, and what is said of that."""
+
+    verdict: str
+    level: str
+    findings: list[FindingRecord]
+    """The gravest first."""
+    diagnosis: str
+
+
+def observation(decoded: DecodedScenario) -> Observation:
+    """The decoded as plain JSON with its findings, the verdict and the diagnosis."""
     found = findings(decoded)
     chosen = verdict(found)
-    return decoded.to_dict() | {
-        "verdict": chosen.word,
-        "level": chosen.level.name.lower(),
-        "findings": [{"word": f.word, "level": f.level.name.lower(), "text": f.text} for f in found],
-        "diagnosis": "; ".join(f.text for f in found or [RIGHT]),
+    told = found
+    if not found:
+        told = [RIGHT]
+    return {
+        **decoded.to_record(),
+        "verdict": chosen.topic,
+        "level": STORED_LEVELS[chosen.level],
+        "findings": list(map(_finding_record, found)),
+        "diagnosis": "; ".join(finding.text for finding in told),
     }
 
 
-def findings(decoded: DecodedScenario) -> list[AuditFinding]:
-    """Everything that the rules find, the highest level first."""
-    found = [finding for rule in RULES for finding in rule(decoded)]
-    return sorted(found, key=lambda finding: -finding.level)
+def _finding_record(found: Finding) -> FindingRecord:
+    return {"word": found.topic, "level": STORED_LEVELS[found.level], "text": found.text}
 
 
-def _outcome(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+def findings(decoded: DecodedScenario) -> list[Finding]:
+    """Everything that the rules find, the gravest first."""
+    found: list[Finding] = []
+    for rule in RULES:
+        found += rule(decoded)
+    return sorted(found, key=lambda finding: finding.level.rank)
+
+
+def counters_text(values: Mapping[str, int]) -> str:
+    """Counters with their values, in one line."""
+    return ", ".join(f"{name} = {value}" for name, value in values.items())
+
+
+def _outcome(decoded: DecodedScenario) -> Iterator[Finding]:
     """Whether training failed, never ended or made no update, and whether replicas diverged."""
-    done, reported = plural(decoded.num_micro_batches, "micro-batch"), decoded.reported
+    scenario = decoded.scenario
+    done = plural(decoded.num_micro_batches, "micro-batch")
     if decoded.failure:
         yield _failure(decoded.failure, decoded, done)
     if decoded.stopped == "bound":
-        counters = ", ".join(f"{name} = {value}" for name, value in reported.items()) or "no counters"
-        limit, updates = decoded.scenario.max_steps, plural(len(decoded.updates), "update")
-        text = f"max_steps = {limit} had not stopped training after {done} and {updates} ({counters})"
-        yield AuditFinding("never stops", text)
+        counters = counters_text(decoded.reported) or "no counters"
+        updates = plural(len(decoded.updates), "update")
+        limit = f"max_steps = {scenario.max_steps}"
+        text = f"{limit} had not stopped training after {done} and {updates} ({counters})"
+        yield error("never stops", text)
     if decoded.diverged_at is not None:
-        yield AuditFinding("replicas differ", f"the ranks' parameters differ from update {decoded.diverged_at} on")
-    if not decoded.updates and decoded.num_micro_batches and not decoded.failure:
-        yield AuditFinding("no update", f"{done} led to no update")
-    if decoded.scenario.fault is not Fault.NONE and not decoded.first["faults"] and not decoded.failure:
-        yield AuditFinding("no fault", f"training ended before the {decoded.scenario.fault} could happen", NOTE)
+        text = f"the ranks' parameters differ from update {decoded.diverged_at} on"
+        yield error("replicas differ", text)
+    if decoded.failure:
+        return
+    if not decoded.updates and decoded.num_micro_batches:
+        yield error("no update", f"{done} led to no update")
+    if scenario.fault is not Fault.NONE and not decoded.first["faults"]:
+        yield note("no fault", f"training ended before the {scenario.fault} could happen")
 
 
-def _failure(failure: Mapping[str, Any], decoded: DecodedScenario, done: str) -> AuditFinding:
+def _failure(failure: FailureRecord, decoded: DecodedScenario, done: str) -> Finding:
     reason = " ".join(failure["reason"].split())
     if failure["status"] == Status.UNSUPPORTED:
-        return AuditFinding("unsupported", reason, NOTE)
+        return note("unsupported", reason)
     if decoded.stopped == "lost":
-        return AuditFinding(str(failure["status"]), f"no rank finished the scenario: {reason}")
+        return error(str(failure["status"]), f"no rank finished the scenario: {reason}")
     if not decoded.num_micro_batches:
-        return AuditFinding("refused", f"the framework refused before the first micro-batch: {reason}", NOTE)
+        return note("refused", f"the framework refused before the first micro-batch: {reason}")
     if decoded.first["faults"]:
-        return AuditFinding("cannot continue", f"training failed after the {decoded.scenario.fault}: {reason}")
-    return AuditFinding("crashed", f"training failed after {done}: {reason}")
+        text = f"training failed after the {decoded.scenario.fault}: {reason}"
+        return error("cannot continue", text)
+    return error("crashed", f"training failed after {done}: {reason}")
 
 
-def _too_early(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+def _too_early(decoded: DecodedScenario) -> Iterator[Finding]:
     if decoded.scenario.fault in RESTARTS:
         return
     epochs = [decoded.first["fetches"][fetch]["epoch"] for fetch in decoded.computed]
     early = []
     for update in decoded.updates:
-        around = epochs[update.losses_before - 1 : update.losses_before + 1]  # of its last micro-batch and the next
-        in_mid_epoch = len(around) == 2 and around[0] == around[1]
-        if in_mid_epoch and 0 < update.num_losses < decoded.scenario.accumulate_in(around[0]):
+        if not 0 < update.losses_before < len(epochs):
+            continue
+        epoch, next_epoch = epochs[update.losses_before - 1], epochs[update.losses_before]
+        in_mid_epoch = epoch == next_epoch
+        if in_mid_epoch and 0 < update.num_losses < decoded.scenario.accumulate_in(epoch):
             early.append(update)
     if early:
-        yield AuditFinding("steps too early", f"in mid-epoch, {_window_lengths(decoded, early)}")
+        yield error("steps too early", f"in mid-epoch, {_window_lengths(decoded, early)}")
 
 
-def _too_late(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+def _too_late(decoded: DecodedScenario) -> Iterator[Finding]:
     if decoded.scenario.fault in RESTARTS:
         return
-    if late := [update for update in decoded.updates if update.num_losses > _n(decoded, update)]:
-        yield AuditFinding("steps too late", _window_lengths(decoded, late))
+    late = [update for update in decoded.updates if update.num_losses > _n(decoded, update)]
+    if late:
+        yield error("steps too late", _window_lengths(decoded, late))
 
 
 def _window_lengths(decoded: DecodedScenario, updates: list[DecodedUpdate]) -> str:
-    after, n = count_range(u.num_losses for u in updates), count_range(_n(decoded, u) for u in updates)
-    return f"{share_of_updates(updates, decoded.updates)} came after {after} instead of N = {n} micro-batches"
+    after = count_range(update.num_losses for update in updates)
+    n = count_range(_n(decoded, update) for update in updates)
+    share = share_of_updates(updates, decoded.updates)
+    return f"{share} came after {after} instead of N = {n} micro-batches"
 
 
 def _n(decoded: DecodedScenario, update: DecodedUpdate) -> int:
+    """N in the epoch of the last micro-batch before an update."""
     if not update.num_losses:
         return max(decoded.scenario.accumulate)
-    return decoded.scenario.accumulate_in(decoded.closed_in(update))
+    closed_by = decoded.first["fetches"][decoded.last_fetch(update)]
+    return decoded.scenario.accumulate_in(closed_by["epoch"])
 
 
-def _not_cleared(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+def _not_cleared(decoded: DecodedScenario) -> Iterator[Finding]:
     seen: set[Use] = set()
     again: set[Use] = set()
     for update in decoded.updates:
         again |= seen & update.coefficients.keys()
         seen |= update.coefficients.keys()
     if again:
-        yield AuditFinding(
-            "not cleared", f"gradients were not cleared: {samples_text(list(again))} in more than one update"
-        )
+        text = f"gradients were not cleared: {samples_text(list(again))} in more than one update"
+        yield error("not cleared", text)
 
 
-def _last_only(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+def _last_only(decoded: DecodedScenario) -> Iterator[Finding]:
     longer = [update for update in decoded.updates if update.num_losses > 1]
-    if longer and all(update.fetches == [decoded.computed[update.losses_before - 1]] for update in longer):
+    for update in longer:
+        if update.fetches != [decoded.last_fetch(update)]:
+            return
+    if longer:
         lengths = count_range(update.num_losses for update in longer)
-        yield AuditFinding("last only", f"each update contains only the last of {lengths} micro-batches")
+        yield error("last only", f"each update contains only the last of {lengths} micro-batches")
 
 
-def _lost(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+def _lost(decoded: DecodedScenario) -> Iterator[Finding]:
     if not decoded.lost or decoded.scenario.fault is Fault.ZERO_GRAD:
         return
-    by_fault = [use for use in decoded.lost if use.fetch in decoded.interrupted and decoded.scenario.fault in RESTARTS]
-    others = [use for use in decoded.lost if use not in by_fault]
-    level, why = WRONG, "since the checkpoint does not contain them"
+    by_fault, others = [], []
+    for use in decoded.lost:
+        if decoded.scenario.fault in RESTARTS and use.fetch in decoded.interrupted:
+            by_fault.append(use)
+        else:
+            others.append(use)
+    level, why = Level.ERROR, "since the checkpoint does not contain them"
     if decoded.scenario.fault is Fault.EXCEPTION:
-        level, why = DETAIL, "since the exception discarded their window"
+        level, why = Level.GOOD, "since the exception discarded their window"
     if by_fault:
-        yield AuditFinding("lost", f"{samples_text(by_fault)} reached no update, {why}", level)
+        yield Finding(level, "lost", f"{samples_text(by_fault)} reached no update, {why}")
     if others:
-        yield AuditFinding("lost", f"{samples_text(others)} reached no update, although updates followed")
+        yield error("lost", f"{samples_text(others)} reached no update, although updates followed")
 
 
-def _cleared(decoded: DecodedScenario) -> Iterator[AuditFinding]:
-    if decoded.scenario.fault is not Fault.ZERO_GRAD or not decoded.first["faults"] or decoded.failure:
+def _cleared(decoded: DecodedScenario) -> Iterator[Finding]:
+    if decoded.scenario.fault is not Fault.ZERO_GRAD or decoded.failure:
+        return
+    if not decoded.first["faults"]:
         return
     before = decoded.interrupted
-    kept = before & {fetch for update in decoded.updates for fetch in update.fetches}
     if not before:
-        yield AuditFinding("nothing open", "zero_grad was called between two windows and cleared nothing", DETAIL)
-    elif kept:
-        yield AuditFinding("kept", "zero_grad did not clear the gradients accumulated before it", NOTE)
-    elif rest := _rest_of_cleared_window(decoded):
+        text = "zero_grad was called between two windows and cleared nothing"
+        yield good("nothing open", text)
+        return
+    if any(before.intersection(update.fetches) for update in decoded.updates):
+        yield note("kept", "zero_grad did not clear the gradients accumulated before it")
+        return
+    rest = _rest_of_cleared_window(decoded)
+    if rest is not None:
         discarded = plural(len(before), "micro-batch")
-        text = f"zero_grad discarded the {discarded} before it; the sum of the update is {rest.sum:.3g}"
-        yield AuditFinding("cleared", text)
+        text = f"zero_grad discarded the {discarded} before it"
+        yield error("cleared", f"{text}; the sum of the update is {rest.sum:.3g}")
 
 
 def _rest_of_cleared_window(decoded: DecodedScenario) -> DecodedUpdate | None:
+    """The first update after zero_grad was called in mid-window."""
     if decoded.scenario.fault is not Fault.ZERO_GRAD or not decoded.first["faults"]:
         return None
-    return next((update for update in decoded.updates if update.losses_before > decoded.first["faults"][0]), None)
+    for update in decoded.updates:
+        if update.losses_before > decoded.first["faults"][0]:
+            return update
+    return None
 
 
-def _mixed_epochs(decoded: DecodedScenario) -> Iterator[AuditFinding]:
-    mixed = [update for update in decoded.updates if len(update.epochs) > 1]
-    aborted = [update for update in mixed if decoded.aborted_epoch in update.epochs[:-1]]
+def _mixed_epochs(decoded: DecodedScenario) -> Iterator[Finding]:
+    aborted, mixed = [], []
+    for update in decoded.updates:
+        if decoded.aborted_epoch in update.epochs[:-1]:
+            aborted.append(update)
+        elif len(update.epochs) > 1:
+            mixed.append(update)
     if aborted:
-        text = f"the next update, whose sum is {aborted[0].sum:.3g}, contains the window that the exception interrupted"
-        leaks = aborted[0].ratio > 1 + TOLERANCE
-        yield AuditFinding("leaks", text) if leaks else AuditFinding("carried over", text, NOTE)
-    if mixed := [update for update in mixed if update not in aborted]:
-        text = f"{share_of_updates(mixed, decoded.updates)} mixed the end of one epoch with the start of the next"
-        yield AuditFinding("carried over", text, NOTE)
+        update = aborted[0]
+        text = f"the next update, whose sum is {update.sum:.3g}, "
+        text += "contains the window that the exception interrupted"
+        if update.ratio > 1 + TOLERANCE:
+            yield error("leaks", text)
+        else:
+            yield note("carried over", text)
+    if mixed:
+        share = share_of_updates(mixed, decoded.updates)
+        yield note("carried over", f"{share} mixed the end of one epoch with the start of the next")
 
 
-def _wrong_sum(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+def _wrong_sum(decoded: DecodedScenario) -> Iterator[Finding]:
     cleared = _rest_of_cleared_window(decoded)
-    small = [update for update in decoded.updates if update is not cleared and update.ratio < 1 - TOLERANCE]
+    small, large = [], []
+    for update in decoded.updates:
+        if update.ratio > 1 + TOLERANCE:
+            large.append(update)
+        elif update.ratio < 1 - TOLERANCE and update is not cleared:
+            small.append(update)
     if small and not all_divided_twice(decoded):
         reasons = dict.fromkeys(_why_small(decoded, update) for update in small)
-        yield AuditFinding(
-            "under-weighted", f"{share_of_updates(small, decoded.updates)} came out too small: {'; '.join(reasons)}"
-        )
-    if large := [update for update in decoded.updates if update.ratio > 1 + TOLERANCE]:
+        share = share_of_updates(small, decoded.updates)
+        yield error("under-weighted", f"{share} came out too small: {'; '.join(reasons)}")
+    if large:
         ratio = max(update.ratio for update in large)
-        text = f"{share_of_updates(large, decoded.updates)} came out too large, up to {ratio:.3g} times the right one"
-        yield AuditFinding("over-weighted", text)
+        share = share_of_updates(large, decoded.updates)
+        text = f"{share} came out too large, up to {ratio:.3g} times the right one"
+        yield error("over-weighted", text)
 
 
 def _why_small(decoded: DecodedScenario, update: DecodedUpdate) -> str:
-    n, size = decoded.scenario.accumulate_in(update.epochs[-1]), f"{update.ratio:.3g} of the right update"
-    if all(is_near(factor, 1 / n) for factor in update.factors.values()):
-        return f"{plural(len(update.fetches), 'micro-batch')} divided by N = {n} gave {size}"
-    return size
+    n = decoded.accumulate_of(update)
+    size = f"{update.ratio:.3g} of the right update"
+    for factor in update.factors.values():
+        if not is_near(factor, 1 / n):
+            return size
+    return f"{plural(len(update.fetches), 'micro-batch')} divided by N = {n} gave {size}"
 
 
-def _mean_of_means(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+def _mean_of_means(decoded: DecodedScenario) -> Iterator[Finding]:
     uneven = [update for update in decoded.updates if update.distortion > 1 + TOLERANCE]
     if not uneven:
         return
+    unit, where = "sample", "its micro-batch"
+    if decoded.scenario.token_weights:
+        unit = "token"
+    if all(map(_is_even_on_ranks, uneven)):
+        where = "its rank's window"
     worst = max(update.distortion for update in uneven)
-    unit = "token" if decoded.scenario.token_weights else "sample"
-    where = "its rank's window" if all(map(_is_even_on_ranks, uneven)) else "its micro-batch"
-    much = "without bound" if math.isinf(worst) else f"by a factor of up to {worst:.3g}"
-    text = (
-        f"in {share_of_updates(uneven, decoded.updates)}, a {unit}'s weight depends on how many {unit}s {where} has, "
-    )
-    yield AuditFinding("mean of means", f"{text}and differs from that in the full batch {much}")
+    much = f"by a factor of up to {worst:.3g}"
+    if math.isinf(worst):
+        much = "without bound"
+    share = share_of_updates(uneven, decoded.updates)
+    text = f"in {share}, a {unit}'s weight depends on how many {unit}s {where} has, "
+    yield error("mean of means", f"{text}and differs from that in the full batch {much}")
 
 
 def _is_even_on_ranks(update: DecodedUpdate) -> bool:
-    """Whether the weights of an update are right within each rank, though its micro-batches differ in tokens."""
+    """Whether weights are right within each rank, though its micro-batches differ in tokens."""
     ratios: dict[int, list[float]] = {}
     tokens: dict[tuple[int, int], int] = {}
     for use, coefficient in update.coefficients.items():
         ratios.setdefault(use.rank, []).append(coefficient / update.right[use])
         tokens[use.rank, use.fetch] = tokens.get((use.rank, use.fetch), 0) + use.tokens
-    differ = {rank for rank in ratios if len({n for (of, _), n in tokens.items() if of == rank}) > 1}
-    return bool(differ) and all(is_near(max(of_rank), min(of_rank)) for of_rank in ratios.values())
+    by_rank = grouped((rank, count) for (rank, _), count in tokens.items())
+    if all(len(set(counts)) == 1 for counts in by_rank.values()):
+        return False
+    return all(is_near(max(of_rank), min(of_rank)) for of_rank in ratios.values())
 
 
-def _left_open(decoded: DecodedScenario) -> Iterator[AuditFinding]:
-    if decoded.left_open and not decoded.failure:
-        level = NOTE if decoded.scenario.max_steps is None else DETAIL
-        yield AuditFinding(
-            "left open", f"{samples_text(decoded.left_open)} at the end of training reached no update", level
-        )
+def _left_open(decoded: DecodedScenario) -> Iterator[Finding]:
+    if not decoded.left_open or decoded.failure:
+        return
+    level = Level.GOOD
+    if decoded.scenario.max_steps is None:
+        level = Level.NOTE
+    text = f"{samples_text(decoded.left_open)} at the end of training reached no update"
+    yield Finding(level, "left open", text)
 
 
-def _repeated(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+def _repeated(decoded: DecodedScenario) -> Iterator[Finding]:
     padding = min(len(decoded.repeated), decoded.num_padding)
-    if again := decoded.repeated[padding:]:
-        yield AuditFinding("repeated", f"{samples_text(again)} trained on twice: the loader started over")
+    again = decoded.repeated[padding:]
+    if again:
+        text = f"{samples_text(again)} trained on twice: the loader started over"
+        yield error("repeated", text)
     if padding:
-        yield AuditFinding("padded", f"{plural(padding, 'sample')} repeated on another rank as padding", DETAIL)
+        yield good("padded", f"{plural(padding, 'sample')} repeated on another rank as padding")
 
 
-def _never_fetched(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+def _never_fetched(decoded: DecodedScenario) -> Iterator[Finding]:
     scenario = decoded.scenario
     if decoded.stopped != "ended":
         return
     dropped = min(decoded.num_never_fetched, decoded.num_dropped)
     if dropped:
-        given = [name for name in ("drop_last", "sampler_drop_last", "limit_batches") if getattr(scenario, name)]
+        options = ("drop_last", "sampler_drop_last", "limit_batches")
+        given = [name for name in options if getattr(scenario, name)]
         text = f"{plural(dropped, 'sample')} left out by {' and '.join(given)}, over all epochs"
-        yield AuditFinding("dropped", text, DETAIL)
-    if missing := decoded.num_never_fetched - dropped:
-        level = NOTE if scenario.fault is Fault.NONE else WRONG
-        yield AuditFinding("skipped", f"{plural(missing, 'sample')} never trained on, over all epochs", level)
+        yield good("dropped", text)
+    missing = decoded.num_never_fetched - dropped
+    if missing:
+        level = Level.ERROR
+        if scenario.fault is Fault.NONE:
+            level = Level.NOTE
+        text = f"{plural(missing, 'sample')} never trained on, over all epochs"
+        yield Finding(level, "skipped", text)
 
 
-def _limit(decoded: DecodedScenario) -> Iterator[AuditFinding]:
-    limit, taken, epochs = decoded.scenario.max_steps, len(decoded.updates), decoded.scenario.epochs
+def _limit(decoded: DecodedScenario) -> Iterator[Finding]:
+    scenario, taken = decoded.scenario, len(decoded.updates)
+    limit = scenario.max_steps
     if limit is None or decoded.stopped != "ended" or taken == limit:
         return
-    if taken < limit and epochs and decoded.num_micro_batches >= epochs * decoded.scenario.micro_batches_per_epoch:
-        text = f"the epochs ended after {plural(taken, 'update')}, before max_steps = {limit}"
-        yield AuditFinding("epochs end first", text, DETAIL)
+    updates, fetched = plural(taken, "update"), decoded.num_micro_batches
+    if taken > limit:
+        word = "stops late"
+    elif scenario.epochs and fetched >= scenario.epochs * scenario.micro_batches_per_epoch:
+        text = f"the epochs ended after {updates}, before max_steps = {limit}"
+        yield good("epochs end first", text)
         return
-    after = f"{plural(taken, 'update')} and {plural(decoded.num_micro_batches, 'micro-batch')}"
-    word = "stops late" if taken > limit else "stops early"
-    yield AuditFinding(word, f"max_steps = {limit} stopped training after {after}")
+    else:
+        word = "stops early"
+    after = f"{updates} and {plural(fetched, 'micro-batch')}"
+    yield error(word, f"max_steps = {limit} stopped training after {after}")
 
 
-def _counters(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+def _counters(decoded: DecodedScenario) -> Iterator[Finding]:
+    """Whether what the framework counts or foresees is the number of updates."""
     if decoded.failure:
         return
     taken, reported, fault = len(decoded.updates), decoded.reported, decoded.scenario.fault
-    observed = f"but {plural(taken, 'update')} {'was' if taken == 1 else 'were'} observed"
-    names = STEP_COUNTERS[:-1] if fault in RESTARTS else STEP_COUNTERS
-    since = taken
-    if fault is Fault.EXCEPTION and decoded.first["faults"]:
-        since = sum(update.losses_before > decoded.first["faults"][0] for update in decoded.updates)
-    if anew := [f"{name} = {since}" for name in names if reported.get(name, taken) == since != taken]:
-        text = f"{', '.join(anew)}: it counts from 0 again when training is started again after the exception"
-        yield AuditFinding("counted anew", text, NOTE)
-    if wrong := [f"{name} = {reported[name]}" for name in names if reported.get(name, taken) not in {taken, since}]:
-        yield AuditFinding("miscounted", f"{', '.join(wrong)}, {observed}")
+    observed = f"but {plural(taken, 'update')} were observed"
+    if taken == 1:
+        observed = "but 1 update was observed"
+    yield from _step_counters(decoded, observed)
     estimate = reported.get("trainer.estimated_stepping_batches", taken)
     if estimate != taken and fault is Fault.NONE and decoded.scenario.max_steps is None:
-        yield AuditFinding("misestimated", f"trainer.estimated_stepping_batches = {estimate}, {observed}", NOTE)
+        text = f"trainer.estimated_stepping_batches = {estimate}, {observed}"
+        yield note("misestimated", text)
     calls = reported.get("on_before_optimizer_step", taken)
     if calls > taken and fault not in RESTARTS:
         text = f"on_before_optimizer_step was called {calls} times for {plural(taken, 'update')}"
-        yield AuditFinding("hooks too often", text, NOTE)
+        yield note("hooks too often", text)
 
 
-def _empty_steps(decoded: DecodedScenario) -> Iterator[AuditFinding]:
-    empty = [update for update in decoded.all_updates if not update.coefficients]
-    why = ": no update, but what torch.distributed.checkpoint calls, with learning rate 0, to create optimizer state"
-    for is_of_restart, level, reason in ((True, DETAIL, why), (False, WRONG, "")):
-        if number := sum(update.num_inner_steps for update in empty if update.is_of_restart == is_of_restart):
-            text = f"{plural(number, 'step')} of the inner optimizer changed nothing{reason}"
-            yield AuditFinding("empty step", text, level)
+def _step_counters(decoded: DecodedScenario, observed: str) -> Iterator[Finding]:
+    taken, fault = len(decoded.updates), decoded.scenario.fault
+    since = taken
+    if fault is Fault.EXCEPTION and decoded.first["faults"]:
+        raised_after = decoded.first["faults"][0]
+        since = sum(update.losses_before > raised_after for update in decoded.updates)
+    anew: dict[str, int] = {}
+    wrong: dict[str, int] = {}
+    for name in STEP_COUNTERS:
+        if name == SCHEDULER_COUNTER and fault in RESTARTS:
+            continue
+        value = decoded.reported.get(name, taken)
+        if value == taken:
+            continue
+        if value == since:
+            anew[name] = value
+        else:
+            wrong[name] = value
+    if anew:
+        text = "it counts from 0 again when training is started again after the exception"
+        yield note("counted anew", f"{counters_text(anew)}: {text}")
+    if wrong:
+        yield error("miscounted", f"{counters_text(wrong)}, {observed}")
 
 
-def _shuffled(decoded: DecodedScenario) -> Iterator[AuditFinding]:
+def _empty_steps(decoded: DecodedScenario) -> Iterator[Finding]:
+    """Steps of the inner optimizer that changed nothing, apart from those of a restart."""
+    of_restart, others = 0, 0
+    for update in decoded.all_updates:
+        if update.coefficients:
+            continue
+        if update.is_of_restart:
+            of_restart += update.num_inner_steps
+        else:
+            others += update.num_inner_steps
+    what = "of the inner optimizer changed nothing"
+    if of_restart:
+        yield good("empty step", f"{plural(of_restart, 'step')} {what}{OPTIMIZER_STATE}")
+    if others:
+        yield error("empty step", f"{plural(others, 'step')} {what}")
+
+
+def _shuffled(decoded: DecodedScenario) -> Iterator[Finding]:
     scenario = decoded.scenario
     if scenario.split is not Split.FRAMEWORK:
         return
-    fetched = [(use.fetch % scenario.micro_batches_per_epoch, use.sample) for use in decoded.uses.values()]
-    by_rank = map(scenario.offered, range(scenario.world_size))
-    offered = [set(chain(*together)) for together in zip(*by_rank, strict=True)]
-    if any(sample not in offered[number] for number, sample in fetched):
-        text = "the framework shuffled the samples when it split them, although the loader was in order"
-        yield AuditFinding("shuffled", text, NOTE)
+    offered = _offered_by_all(map(scenario.offered, range(scenario.world_size)))
+    for use in decoded.uses.values():
+        if use.sample not in offered[use.fetch % scenario.micro_batches_per_epoch]:
+            text = "the framework shuffled the samples when it split them, "
+            yield note("shuffled", f"{text}although the loader was in order")
+            return
 
 
-RULES: tuple[Callable[[DecodedScenario], Iterator[AuditFinding]], ...] = (
+def _offered_by_all(by_rank: Iterator[Sequence[Sequence[int]]]) -> list[set[int]]:
+    """The samples of each micro-batch on all ranks together."""
+    return [set(chain(*together)) for together in zip(*by_rank, strict=True)]
+
+
+RULES: tuple[Callable[[DecodedScenario], Iterator[Finding]], ...] = (
     _outcome,
     divided_twice,
     _last_only,

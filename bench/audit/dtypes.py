@@ -17,8 +17,8 @@ from bench.plan.task import Task
 if TYPE_CHECKING:
     import torch
 
-WINDOWS = tuple(2**k for k in range(9))
-"""Values of N for ``error``: 1 to 256."""
+WINDOWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Values of N for ``error``."""
 TIMEOUT_S = 300.0
 """Of all probes of one backend."""
 
@@ -37,11 +37,16 @@ class AccumulationTask(Task):
 def work(task: AccumulationTask, rank: int, device: torch.device) -> dict[str, Any]:
     """One rank's part; see ``bench.plan.task.Task``."""
     backend = registry([task.backend])[task.backend]
-    return {"status": Status.OK, "rows": [_row(task, p, backend, rank, device) for p in task.precisions]}
+    rows = [_row(task, precision, backend, rank, device) for precision in task.precisions]
+    return {"status": Status.OK, "rows": rows}
 
 
 def _row(
-    task: AccumulationTask, precision: Precision, backend: type[Backend], number: int, device: torch.device
+    task: AccumulationTask,
+    precision: Precision,
+    backend: type[Backend],
+    number: int,
+    device: torch.device,
 ) -> dict[str, Any]:
     """Both probes in one precision; ``errors`` has the error for each N."""
     cell = Cell(
@@ -55,7 +60,11 @@ def _row(
         replicate=backend.replicate,
     )
     gc.collect()  # frees the previous row, whose frameworks leave reference cycles
-    row: dict[str, Any] = {"backend": task.backend, "precision": precision, "world_size": task.world_size}
+    row: dict[str, Any] = {
+        "backend": task.backend,
+        "precision": precision,
+        "world_size": task.world_size,
+    }
     try:
         row |= accumulator(backend, cell, number, device)
         row["errors"] = [error(backend, cell, number, device, n) for n in task.windows]
@@ -87,13 +96,21 @@ def table(
                 yield from outcome.ranks[0]["rows"]
                 continue
             for precision in precisions:
-                yield {"backend": name, "precision": precision, "dtype": outcome.status, "reason": outcome.reason}
+                yield {
+                    "backend": name,
+                    "precision": precision,
+                    "dtype": outcome.status,
+                    "reason": outcome.reason,
+                }
 
 
 def row_text(row: dict[str, Any]) -> str:
     """One line of the table for people."""
-    found = f"{row['backend']:36} {row['precision']:5} {row['dtype']:12}"
+    text = f"{row['backend']:36} {row['precision']:5} {row['dtype']:12}"
     if "significand_bits" not in row:
-        return f"{found} {row.get('reason', '')}".rstrip()
-    found += f"{row['significand_bits']:3} bits  sum {row['sum']:g}  scale {row['scale']:g}"
-    return found + "".join(f"  N={e['accumulate']}: {e['error']:.2g}" for e in row.get("errors", ()) if e)
+        return f"{text} {row.get('reason', '')}".rstrip()
+    text += f"{row['significand_bits']:3} bits  sum {row['sum']:g}  scale {row['scale']:g}"
+    for found in row.get("errors", ()):
+        if found:
+            text += f"  N={found['accumulate']}: {found['error']:.2g}"
+    return text

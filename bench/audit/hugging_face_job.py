@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from bench.audit.job import trust_own_classes
 from bench.audit.scenario import Fault, Reduction, Split
 from bench.backends.accelerate import FSDP2
+from bench.backends.deepspeed import ZeroBackend
 from bench.backends.hugging_face import HuggingFaceTrainer
 from bench.backends.training_job import Job
 from bench.errors import UnsupportedError
@@ -32,36 +33,43 @@ class AuditedHuggingFace(HuggingFaceTrainer):
 
     def arguments(self, job: Job) -> dict[str, Any]:
         scenario, found = self.job.scenario, super().arguments(job)
-        if self.stage and (n := scenario.engine_accumulate):
+        n = scenario.engine_accumulate
+        if n and isinstance(self, ZeroBackend):
             found["deepspeed"]["gradient_accumulation_steps"] = n
-        return found | {
-            "average_tokens_across_devices": scenario.reduction is not Reduction.COUNTED_PER_RANK,
-            "max_steps": scenario.max_steps or -1,
-        }
+        found["average_tokens_across_devices"] = scenario.reduction is not Reduction.COUNTED_PER_RANK
+        found["max_steps"] = scenario.max_steps or -1  # the Trainer's word for no limit
+        return found
 
     def batches(self, job: Job) -> Any:
         """A DataLoader, which the Trainer can begin in the middle, with labels for each token."""
         from torch.utils.data import DataLoader
 
-        is_split = self.job.scenario.split is Split.FRAMEWORK
-        source = self.job.whole if is_split else self.job.loader
+        splits = self.job.scenario.split is Split.FRAMEWORK
+        source = self.job.loader
+        if splits:
+            source = self.job.whole
 
         def collate(samples: list[int]) -> dict[str, Tensor]:
             batch = source.collate_fn(samples)
             return {"batch": batch, "labels": batch.new_zeros(int(batch[:, 1].sum()))}
 
         loader = DataLoader(source.dataset, batch_sampler=source.batch_sampler, collate_fn=collate)
-        return self.trainer.accelerator.prepare(loader) if is_split else loader
+        if splits:
+            return self.trainer.accelerator.prepare(loader)
+        return loader
 
     def scheduler(self, optimizer: Any, job: Any) -> Any:
         return job.scheduler(optimizer)
 
     def continue_training(self, job: Any) -> None:
         self.job = job
-        self.trainer.args.num_train_epochs = (job.scenario.epochs or 1) - (0 if job.resume else job.first_epoch)
-        if job.resume:
+        epochs = job.scenario.epochs or 1
+        if job.resume:  # the Trainer skips the epochs that the checkpoint has seen
+            self.trainer.args.num_train_epochs = epochs
             trust_own_classes(self)
             self.trainer.args.output_dir = str(job.resume)
+        else:
+            self.trainer.args.num_train_epochs = epochs - job.first_epoch
         self.resumes = bool(job.resume)
         super().continue_training(job)
 

@@ -1,7 +1,7 @@
 """What only scenarios ask of a backend: a job that ends within a window, and how each framework is told of it.
 
-The loops are those of ``bench.backends``. What is added here is what a user would write around them: several epochs, a
-limit of steps, an N that changes, a learning-rate scheduler, a checkpoint.
+The loops are those of ``bench.backends``. What is added here is what a user would write around
+them: several epochs, a limit of steps, an N that changes, a learning-rate scheduler, a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from bench.audit.scenario import Fault, Reduction, Scenario, Split
 from bench.backends.accelerate import AccelerateBackend
 from bench.backends.base import Backend
-from bench.backends.deepspeed import DeepSpeedZero2Eager
+from bench.backends.deepspeed import DeepSpeedZero2Eager, ZeroBackend
 from bench.backends.lightning import LightningBackend
 from bench.backends.torchtitan import TorchtitanEager
 from bench.backends.training_job import Job, Window
@@ -39,7 +39,8 @@ class ScenarioJob(Job):
 
     scenario: Scenario
     whole: Any
-    """A DataLoader for a framework that limits epochs itself, and splits samples itself if the scenario wants that."""
+    """A DataLoader for a framework that limits epochs itself, and splits samples itself if the
+    scenario wants that."""
     first_epoch: int
     """The epoch to begin or go on with, from 0."""
     scheduler: Callable[[Optimizer], LRScheduler]
@@ -53,8 +54,9 @@ class ScenarioJob(Job):
 
     def each_epoch(self) -> Iterable[int]:
         """The numbers of the epochs that are left."""
-        end = self.scenario.epochs
-        return itertools.count(self.first_epoch) if end is None else range(self.first_epoch, end)
+        if self.scenario.epochs is None:
+            return itertools.count(self.first_epoch)
+        return range(self.first_epoch, self.scenario.epochs)
 
     def each_window(self) -> Iterator[Window]:
         """The windows of the training; an epoch's incomplete window is one too."""
@@ -109,8 +111,9 @@ class AuditedStream(TorchtitanEager):
 
     def num_tokens(self, batch: Tensor) -> int:
         """The tokens of its samples; if the loss is already a share of the window's, the number of samples."""
-        is_share = self.job.scenario.reduction is Reduction.WINDOW
-        return len(batch) if is_share else int(batch[:, 1].sum())
+        if self.job.scenario.reduction is Reduction.WINDOW:
+            return len(batch)
+        return int(batch[:, 1].sum())
 
     def save(self, folder: Path, seen: int, accumulate: int) -> int:
         """torchtitan writes a checkpoint after a step, so that the window of the next one is fetched again."""
@@ -134,9 +137,9 @@ class AuditedEngine(DeepSpeedZero2Eager):
         """The micro-batches of all epochs, until the engine has taken ``max_steps``."""
         for epoch in job.each_epoch():
             if len(job.scenario.accumulate) > 1:
-                # The engine has no setter for N itself; it divides this by the micro-batch size and the world size.
-                size = job.scenario.accumulate_in(epoch) * job.cell.micro_batch_size * job.world_size
-                self.engine.set_train_batch_size(size)
+                # The engine has no setter for N: it divides this by micro-batch size and world size.
+                n = job.scenario.accumulate_in(epoch)
+                self.engine.set_train_batch_size(n * job.cell.micro_batch_size * job.world_size)
             for batch in job.loader:
                 yield batch
                 if self.engine.global_steps == job.scenario.max_steps:
@@ -153,7 +156,9 @@ class AuditedEngine(DeepSpeedZero2Eager):
 
     def save(self, folder: Path, seen: int, accumulate: int) -> int:
         self.engine.save_checkpoint(str(folder), tag=CHECKPOINT)
-        return seen if self.sync is Sync.EAGER else seen - seen % accumulate
+        if self.sync is Sync.EAGER:
+            return seen
+        return seen - seen % accumulate
 
 
 class AuditedAccelerator(AccelerateBackend):
@@ -171,7 +176,8 @@ class AuditedAccelerator(AccelerateBackend):
 
     def plugin(self, job: Job, model: nn.Module) -> dict[str, Any]:
         found = super().plugin(job, model)
-        if "deepspeed_plugin" in found and (n := self.scenario.engine_accumulate):
+        n = self.scenario.engine_accumulate
+        if n and "deepspeed_plugin" in found:
             found["deepspeed_plugin"].deepspeed_config["gradient_accumulation_steps"] = n
         return found
 
@@ -205,12 +211,14 @@ class AuditedAccelerator(AccelerateBackend):
     def save(self, folder: Path, seen: int, accumulate: int) -> int:
         """A prepared loader has fetched one micro-batch that is not trained on yet, unless an epoch is over."""
         self.accelerator.save_state(str(folder))
-        return seen if self.scenario.own_loader else max(0, seen - 1)
+        if self.scenario.own_loader:
+            return seen
+        return max(0, seen - 1)
 
 
 def trust_own_classes(backend: Backend) -> None:
     """Name to torch the classes that stand in DeepSpeed's checkpoints: no others are read from a file."""
-    if not backend.stage:
+    if not isinstance(backend, ZeroBackend):
         return
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -223,8 +231,8 @@ def trust_own_classes(backend: Backend) -> None:
 class AuditedTrainer(LightningBackend):
     """Lightning's Trainer, told of epochs and limits, and with its counters noted.
 
-    Its checkpoints are one file each, read with ``weights_only``: the metadata of FSDP2's distributed ones are a
-    pickle, which torch loads whatever stands in it.
+    Its checkpoints are one file each, read with ``weights_only``: the metadata of FSDP2's
+    distributed ones are a pickle, which torch loads whatever stands in it.
     """
 
     def train(self, job: Any) -> None:
@@ -233,7 +241,8 @@ class AuditedTrainer(LightningBackend):
 
         def optimizer(parameters: Any) -> Any:
             made = job.optimizer(parameters)
-            return {"optimizer": made, "lr_scheduler": {"scheduler": job.scheduler(made), "interval": "step"}}
+            scheduler = {"scheduler": job.scheduler(made), "interval": "step"}
+            return {"optimizer": made, "lr_scheduler": scheduler}
 
         super().train(dataclasses.replace(job, optimizer=optimizer))
 
@@ -241,15 +250,20 @@ class AuditedTrainer(LightningBackend):
         from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
         scenario, callbacks = self.job.scenario, [_count(self.counters, self.job.epoch_ended)]
-        if len(scenario.accumulate) > 1:
-            callbacks.insert(0, GradientAccumulationScheduler(dict(enumerate(scenario.accumulate))))
-        return super().trainer_arguments(job) | {
-            "accumulate_grad_batches": job.accumulate if len(scenario.accumulate) == 1 else 1,
+        found = super().trainer_arguments(job)
+        if len(scenario.accumulate) == 1:
+            found["accumulate_grad_batches"] = job.accumulate
+        else:
+            found["accumulate_grad_batches"] = 1
+            by_epoch = dict(enumerate(scenario.accumulate))
+            callbacks.insert(0, GradientAccumulationScheduler(by_epoch))
+        if self.validates:
+            found |= {"val_check_interval": scenario.at, "check_val_every_n_epoch": None}
+        return found | {
             "limit_train_batches": scenario.limit_batches,
-            **({"val_check_interval": scenario.at, "check_val_every_n_epoch": None} if self.validates else {}),
             "num_sanity_val_steps": 0,
             "callbacks": callbacks,
-            "max_epochs": scenario.epochs or -1,
+            "max_epochs": scenario.epochs or -1,  # Lightning's word for no limit, here and below
             "max_steps": scenario.max_steps or -1,
             "use_distributed_sampler": scenario.split is Split.FRAMEWORK,
         }
@@ -258,7 +272,8 @@ class AuditedTrainer(LightningBackend):
         from lightning.pytorch.strategies import ModelParallelStrategy
 
         strategy: Any = super().strategy(job)
-        if self.stage and (n := self.job.scenario.engine_accumulate):
+        n = self.job.scenario.engine_accumulate
+        if n and isinstance(self, ZeroBackend):
             strategy.config["gradient_accumulation_steps"] = n
         if isinstance(strategy, ModelParallelStrategy) and self.job.resume:
             restore_sgd(strategy)

@@ -1,15 +1,18 @@
 """How right Lightning's ThroughputMonitor is under accumulation, measured: a Trainer runs, and a tap has the truth.
 
-The workload takes known times per micro-batch and per optimizer step, on a virtual clock that the monitor and the tap
-share, and that only the workload advances: this is exact and takes no time. Time in validation counts as none.
+The workload takes known times per micro-batch and per optimizer step, on a virtual clock that the
+monitor and the tap share, and that only the workload advances: this is exact and takes no time.
+Time in validation counts as none.
 
-On several ranks the monitor's ``samples_per_sec``, of all ranks, is compared, otherwise ``device/samples_per_sec``.
+On several ranks the monitor's ``samples_per_sec``, of all ranks, is compared, otherwise
+``device/samples_per_sec``.
 
 Needs torch and any Lightning from 2.2.0 on.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import itertools
@@ -43,7 +46,8 @@ class Rate:
     reported: float
     """Samples per second that the monitor logged."""
     true: float
-    """Samples per second measured by the tap, over the fewest whole windows that cover the monitor's window."""
+    """Samples per second measured by the tap, over the fewest whole windows that cover the
+    monitor's."""
 
     @property
     def ratio(self) -> float:
@@ -68,37 +72,49 @@ class Measurement:
     """All logged rates, judged or not."""
 
     @property
+    def ratios(self) -> list[float]:
+        """Those of the rates that can be judged."""
+        return [rate.ratio for rate in self.rates]
+
+    @property
     def verdict(self) -> RateVerdict:
         if self.error:
             return RateVerdict.RAISED
         if not self.log_updates:
             return RateVerdict.SILENT
-        return judge([rate.ratio for rate in self.rates])
+        return judge(self.ratios)
 
     def to_row(self) -> dict[str, Any]:
         """The measurement as one flat row, in SI units."""
         per_epoch, epochs = self.point.lengths
-        ratios = [rate.ratio for rate in self.rates]
-        reported = [rate.reported for rate in self.rates]
         row = dataclasses.asdict(self.point)
-        given = row.pop("micro_batches")
-        del row["num_epochs"], row["samples"]
+        del row["micro_batches"], row["num_epochs"], row["samples"]
         row |= {
             "strategy": str(self.point.strategy),
-            "epoch": f"NB = {given}" if given else str(self.point.epoch),
+            "epoch": self.point.epoch_name,
             "num_micro_batches_per_epoch": per_epoch,
             "num_epochs": epochs,
             "num_updates": self.num_updates,
             "num_logs": len(self.log_updates),
             "log_updates": ",".join(map(str, self.log_updates)),
             "num_rates_logged": self.num_rates_logged,
-            "num_rates": len(ratios),
+            "num_rates": len(self.rates),
             "true_samples_per_s": self.true_samples_per_s,
-            "reported_samples_per_s": statistics.median(reported) if reported else None,
+            "reported_samples_per_s": None,
+            "ratio_min": None,
+            "ratio_median": None,
+            "ratio_max": None,
+            "verdict": str(self.verdict),
+            "tolerance": TOLERANCE,
+            "error": self.error,
         }
-        for name, of in (("min", min), ("median", statistics.median), ("max", max)):
-            row[f"ratio_{name}"] = of(ratios) if ratios else None
-        return row | {"verdict": str(self.verdict), "tolerance": TOLERANCE, "error": self.error}
+        if self.rates:
+            ratios = self.ratios
+            row["reported_samples_per_s"] = statistics.median(rate.reported for rate in self.rates)
+            row["ratio_min"] = min(ratios)
+            row["ratio_median"] = statistics.median(ratios)
+            row["ratio_max"] = max(ratios)
+        return row
 
 
 def judge(ratios: Sequence[float]) -> RateVerdict:
@@ -107,7 +123,9 @@ def judge(ratios: Sequence[float]) -> RateVerdict:
         return RateVerdict.UNRATED
     if max(abs(ratio - 1) for ratio in ratios) <= TOLERANCE:
         return RateVerdict.RIGHT
-    return RateVerdict.BIASED if max(ratios) - min(ratios) <= TOLERANCE else RateVerdict.UNSTEADY
+    if max(ratios) - min(ratios) <= TOLERANCE:
+        return RateVerdict.BIASED
+    return RateVerdict.UNSTEADY
 
 
 def grid(
@@ -118,14 +136,13 @@ def grid(
     **workload: Any,
 ) -> list[Point]:
     """All combinations; with N = 1 there are no partial and no short epochs."""
-    return [
-        Point(n, every, size, epoch, **workload)
-        for epoch in epochs
-        for n in accumulate
-        for size in window_sizes
-        for every in log_every
-        if n > 1 or epoch is Epoch.WHOLE
-    ]
+    points = []
+    for epoch, n in itertools.product(epochs, accumulate):
+        if n == 1 and epoch is not Epoch.WHOLE:
+            continue
+        for size, every in itertools.product(window_sizes, log_every):
+            points.append(Point(n, every, size, epoch, **workload))
+    return points
 
 
 class VirtualClock:
@@ -147,13 +164,12 @@ def measure(point: Point, *, number: int = 0) -> Measurement:
     """
     clock = VirtualClock()
     taps = Taps(mark=lambda: clock.now - clock.in_validation)
-    logged: list[tuple[int, float | None]] = []
+    logged: list[Log] = []
     error = ""
     try:
         _train(point, clock, taps, logged)
     except Exception as exception:
-        frames = traceback.walk_tb(exception.__traceback__)
-        if not any(frame.f_globals.get("__name__") in MONITOR_MODULES for frame, _ in frames):
+        if not _is_of_monitor(exception):
             raise
         error = " ".join(f"{type(exception).__name__}: {exception}".split())
     if not clock.num_reads and not error and number == 0:
@@ -161,8 +177,26 @@ def measure(point: Point, *, number: int = 0) -> Measurement:
     return _measurement(point, taps, logged, error)
 
 
-def _train(point: Point, clock: VirtualClock, taps: Taps, logged: list[tuple[int, float | None]]) -> None:
-    """Train; at each log of the monitor, append the micro-batches so far and the rate, if any, to ``logged``."""
+def _is_of_monitor(error: Exception) -> bool:
+    """Whether the error was raised in the monitor, or in what it called."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__") in MONITOR_MODULES:
+            return True
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """One log of the monitor."""
+
+    num_batches: int
+    """Micro-batches so far."""
+    rate: float | None
+    """Samples per second, if there is a rate yet."""
+
+
+def _train(point: Point, clock: VirtualClock, taps: Taps, logged: list[Log]) -> None:
+    """Train, and append each log of the monitor to ``logged``."""
     import torch
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import throughput_monitor
@@ -194,45 +228,68 @@ def _train(point: Point, clock: VirtualClock, taps: Taps, logged: list[tuple[int
             optimizer.register_step_pre_hook(slow_step)
             return taps.optimizer(optimizer)
 
-    class Log(Logger):
+    name_of_rate = _name_of_rate(point)
+
+    class MonitorLogger(Logger):
         name = version = "audit"
 
         def log_metrics(self, metrics: Any, step: int | None = None) -> None:
             if "train/batches" in metrics:
-                of = "train/device/samples_per_sec" if point.world_size == 1 else "train/samples_per_sec"
-                logged.append((taps.count(EventKind.LOSS), metrics.get(of)))
+                logged.append(Log(taps.count(EventKind.LOSS), metrics.get(name_of_rate)))
 
         def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
             pass
 
-    validates = point.validate_every is not None
+    validation, val_loader = _validation(point)
     per_epoch, epochs = point.lengths
     with _quiet(), mock.patch.object(throughput_monitor, "time", clock):
-        monitor = throughput_monitor.ThroughputMonitor(batch_size_fn=len, window_size=point.window_size)
+        monitor = throughput_monitor.ThroughputMonitor(
+            batch_size_fn=len,
+            window_size=point.window_size,
+        )
         trainer = Trainer(
             accelerator="cpu",
             devices=point.world_size,
-            strategy="auto" if point.is_alone else _strategy(point),
+            strategy=_strategy(point),
             use_distributed_sampler=False,
             num_sanity_val_steps=0,
-            val_check_interval=point.validate_every,
-            check_val_every_n_epoch=None if validates else 1,
+            **validation,
             max_epochs=epochs,
             accumulate_grad_batches=point.accumulate,
             log_every_n_steps=point.log_every_n_steps,
-            logger=Log(),
+            logger=MonitorLogger(),
             callbacks=[monitor],
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
         )
         sizes = itertools.islice(itertools.cycle(point.samples), per_epoch)
-        batches = taps.loader([torch.ones(size) for size in sizes])
-        sample: Any = range(1)
-        trainer.fit(Model(), batches, torch.utils.data.DataLoader(sample) if validates else None)
+        batches = taps.loader(list(map(torch.ones, sizes)))
+        trainer.fit(Model(), batches, val_loader)
+
+
+def _name_of_rate(point: Point) -> str:
+    """The monitor's metric of all ranks."""
+    if point.world_size == 1:
+        return "train/device/samples_per_sec"
+    return "train/samples_per_sec"
+
+
+def _validation(point: Point) -> tuple[dict[str, Any], Any]:
+    """Arguments of the Trainer, and its loader of the validation; nothing without validations."""
+    if point.validate_every is None:
+        return {}, None
+    from torch.utils.data import DataLoader
+
+    arguments = {"val_check_interval": point.validate_every, "check_val_every_n_epoch": None}
+    sample: Any = range(1)
+    return arguments, DataLoader(sample)
 
 
 def _strategy(point: Point) -> Any:
+    """What the Trainer is given as ``strategy``."""
+    if point.is_alone:
+        return "auto"
     from lightning.pytorch.strategies import DDPStrategy
 
     if point.strategy is Strategy.DDP:
@@ -264,10 +321,10 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _measurement(point: Point, taps: Taps, logged: Sequence[tuple[int, float | None]], error: str) -> Measurement:
+def _measurement(point: Point, taps: Taps, logged: Sequence[Log], error: str) -> Measurement:
     """Compare the logged rates with the tap's updates."""
     made = updates(taps.events)
-    batches = [0]  # micro-batches at the start and at the end of each update
+    batches = [0]  # micro-batches at the start and at the end of each update; it never decreases
     for update in made:
         batches.append(batches[-1] + update.num_micro_batches)
 
@@ -279,19 +336,27 @@ def _measurement(point: Point, taps: Taps, logged: Sequence[tuple[int, float | N
         count = point.world_size * (samples[batches[last]] - samples[batches[first]])
         return float(count / (made[last - 1].mark - made[first - 1].mark))
 
-    rates = []
-    for num_batches, reported in logged:
-        last = max(k for k, count in enumerate(batches) if count <= num_batches)
-        begin = num_batches - (point.window_size - 1)
-        first = max((k for k, count in enumerate(batches) if 0 < count <= begin), default=0)
-        if reported is not None and 0 < first < last:
-            rates.append(Rate(last, reported, true(first, last)))
+    rates, log_updates = [], []
+    num_rates_logged = 0
+    for log in logged:
+        last = bisect.bisect_right(batches, log.num_batches) - 1
+        log_updates.append(last)
+        if log.rate is None:
+            continue
+        num_rates_logged += 1
+        begin = log.num_batches - (point.window_size - 1)
+        first = bisect.bisect_right(batches, begin) - 1
+        if 0 < first < last and batches[first] > 0:
+            rates.append(Rate(last, log.rate, true(first, last)))
+    true_rate = None
+    if len(made) > 1:
+        true_rate = true(1, len(made))
     return Measurement(
         point=point,
         error=error,
         num_updates=len(made),
-        true_samples_per_s=true(1, len(made)) if len(made) > 1 else None,
-        log_updates=tuple(max(k for k, n in enumerate(batches) if n <= count) for count, _ in logged),
+        true_samples_per_s=true_rate,
+        log_updates=tuple(log_updates),
         rates=tuple(rates),
-        num_rates_logged=sum(reported is not None for _, reported in logged),
+        num_rates_logged=num_rates_logged,
     )

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 MICRO_BATCH_S, OPTIMIZER_S = 0.01, 0.08
-"""Default seconds of a micro-batch and of an optimizer step: a slow step, as with offload, so that bias shows."""
+"""Default seconds of a micro-batch and of an optimizer step: a slow step, as with offload, so that
+bias shows."""
 
 SAMPLES = 2
 """Default samples per micro-batch."""
@@ -30,7 +31,13 @@ class Epoch(StrEnum):
     def micro_batches(self, accumulate: int) -> int:
         """NB; for the one whole epoch, the length of a window."""
         half = accumulate // 2
-        return {Epoch.WHOLE: accumulate, Epoch.PARTIAL: 2 * accumulate + half, Epoch.SHORT: half}[self]
+        match self:
+            case Epoch.WHOLE:
+                return accumulate
+            case Epoch.PARTIAL:
+                return 2 * accumulate + half
+            case Epoch.SHORT:
+                return half
 
 
 class Strategy(StrEnum):
@@ -84,6 +91,13 @@ class Point:
     """Micro-batches between validations, of VALIDATION_S each; None for none."""
 
     @property
+    def epoch_name(self) -> str:
+        """The kind of epoch in tables; NB if that is given."""
+        if self.micro_batches:
+            return f"NB = {self.micro_batches}"
+        return str(self.epoch)
+
+    @property
     def is_alone(self) -> bool:
         """Whether one process is enough."""
         return self.world_size == 1 and self.strategy is Strategy.DDP
@@ -99,4 +113,6 @@ class Point:
         epochs = math.ceil(logs * self.log_every_n_steps / updates_per_epoch)
         if self.micro_batches:
             return per_epoch, self.num_epochs or epochs
-        return (per_epoch * epochs, 1) if self.epoch is Epoch.WHOLE else (per_epoch, epochs)
+        if self.epoch is Epoch.WHOLE:
+            return per_epoch * epochs, 1
+        return per_epoch, epochs

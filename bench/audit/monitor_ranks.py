@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench.audit.monitor import measure
-from bench.audit.monitor_grid import Point
-from bench.backends.base import built_in
+from bench.audit.monitor_grid import Point, Strategy
 from bench.launch.launcher import Launcher, LauncherError
 from bench.plan.cell import Device, Status
 from bench.plan.task import Task
@@ -16,6 +15,8 @@ from bench.plan.task import Task
 if TYPE_CHECKING:
     import torch
 
+BACKENDS = {Strategy.DDP: "lightning-ddp", Strategy.DEEPSPEED: "lightning-deepspeed-zero2"}
+"""The backend whose packages a process group has to load."""
 TIMEOUT_S = 60.0
 """Of one point in a process group, which takes a second."""
 
@@ -31,21 +32,23 @@ class MonitorTask(Task):
 
 def work(task: MonitorTask, rank: int, device: torch.device) -> dict[str, Any]:
     """One rank's part; see ``bench.plan.task.Task``. Rank 0 logs."""
-    measured = [measure(point, number=rank) for point in task.points]
-    return {"status": Status.OK, "rows": [each.to_row() for each in measured]}
+    rows = [measure(point, number=rank).to_row() for point in task.points]
+    return {"status": Status.OK, "rows": rows}
 
 
 def measure_all(points: Sequence[Point]) -> Iterator[dict[str, Any]]:
-    """The row of each point, on the CPU; those of several ranks, or of DeepSpeed, in one process group.
+    """The row of each point, on the CPU.
 
+    Those of several ranks, or of DeepSpeed, are measured in one process group.
     Raises LauncherError if that fails.
     """
     if points[0].is_alone:
-        yield from (measure(point).to_row() for point in points)
+        for point in points:
+            yield measure(point).to_row()
         return
     with Launcher(Device.CPU) as launcher:
         task = MonitorTask(
-            backend=next(name for name, kind in built_in().items() if points[0].strategy in kind.aliases),
+            backend=BACKENDS[points[0].strategy],
             world_size=points[0].world_size,
             points=tuple(points),
         )

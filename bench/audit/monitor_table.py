@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import platform
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import pandas as pd
 from rich.console import Console
@@ -21,20 +22,48 @@ EPOCHS = {
     Epoch.SHORT: "NB = N/2 < N",
 }
 """What they are, for people."""
-HEADER = ["epoch", "N", "window_size", "log_every_n_steps", "logs at", "reported/s", "true/s", "ratio", "verdict"]
+STRATEGIES = {Strategy.DDP: "DDP", Strategy.DEEPSPEED: "DeepSpeed ZeRO-2"}
+HEADER = (
+    "epoch",
+    "N",
+    "window_size",
+    "log_every_n_steps",
+    "logs at",
+    "reported/s",
+    "true/s",
+    "ratio",
+    "verdict",
+)
+NUMBERS = {"N", "window_size", "reported/s", "true/s"}
+"""Columns of numbers."""
 
 
-def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the numbers depend on; ``training``: what differs from one rank without validation."""
+class MonitorSettings(TypedDict):
+    """What the numbers depend on."""
+
+    lightning: str
+    torch: str
+    python: str
+    clock: str
+    micro_batch_s: float
+    optimizer_s: float
+    tolerance: float
+    training: str
+    """What differs from one rank without validation; empty if nothing does."""
+
+
+def settings_of(arguments: argparse.Namespace) -> MonitorSettings:
+    """The settings of the command, and the installed packages."""
     import lightning
     import torch
 
-    strategy = {Strategy.DDP: "DDP", Strategy.DEEPSPEED: "DeepSpeed ZeRO-2"}[arguments.strategy]
     training = []
     if arguments.world_size > 1 or arguments.strategy is not Strategy.DDP:
-        training.append(f"{plural(arguments.world_size, 'rank')} with {strategy}")
+        ranks = plural(arguments.world_size, "rank")
+        training.append(f"{ranks} with {STRATEGIES[arguments.strategy]}")
     if arguments.validate_every:
-        training.append(f"a validation of {VALIDATION_S:g} s every {arguments.validate_every} micro-batches")
+        every = f"every {arguments.validate_every} micro-batches"
+        training.append(f"a validation of {VALIDATION_S:g} s {every}")
     return {
         "lightning": lightning.__version__,
         "torch": torch.__version__,
@@ -47,70 +76,93 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def show_table(rows: pd.DataFrame, about: dict[str, Any]) -> None:
+def show_table(rows: pd.DataFrame, about: MonitorSettings) -> None:
     """Print the table, its settings and the findings."""
-    numbers = {"N", "window_size", "reported/s", "true/s"}
-    columns = [TableColumn(name, name, is_number=name in numbers) for name in HEADER]
+    columns = [TableColumn(name, name, is_number=name in NUMBERS) for name in HEADER]
     lines = []
-    for line in summary(rows).to_dict("records"):
-        style = "" if line["verdict"] == RateVerdict.RIGHT else "red"
-        lines.append(TableRow({str(name): text for name, text in line.items()}, dict.fromkeys(HEADER, style)))
+    for values in summary(rows).itertuples(index=False):
+        line = dict(zip(HEADER, values, strict=True))
+        style = "red"
+        if line["verdict"] == RateVerdict.RIGHT:
+            style = ""
+        lines.append(TableRow(line, dict.fromkeys(HEADER, style)))
     console = Console()
     Table(columns=columns, rows=lines).show(console)
     for text in (settings(about), *findings(rows)):
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def write_files(folder: Path, rows: pd.DataFrame, about: dict[str, Any]) -> list[Path]:
+def write_files(folder: Path, rows: pd.DataFrame, about: MonitorSettings) -> list[Path]:
     """Write table and page; their paths."""
     parquet, page = folder / "throughput.parquet", folder / "throughput.md"
-    rows.assign(**{name: about[name] for name in ("lightning", "torch", "python", "clock")}).to_parquet(parquet)
+    rows.assign(
+        lightning=about["lightning"],
+        torch=about["torch"],
+        python=about["python"],
+        clock=about["clock"],
+    ).to_parquet(parquet)
     page.write_text(markdown(rows, about), encoding="utf-8")
     return [parquet, page]
 
 
 def summary(rows: pd.DataFrame) -> pd.DataFrame:
     """The printed table, as text: points that differ only in ``log_every_n_steps``, with equal results, share a row."""
+    records = rows.to_dict("records")
     told = pd.DataFrame(
         {
             "epoch": rows["epoch"],
             "N": rows["accumulate"],
             "window_size": rows["window_size"],
             "log_every_n_steps": rows["log_every_n_steps"].astype(str),
-            "logs at": [_logs_at(row) for row in rows.to_dict("records")],
+            "logs at": list(map(_logs_at, records)),
             "reported/s": rows["reported_samples_per_s"],
             "true/s": rows["true_samples_per_s"],
-            "ratio": [_ratio(row) for row in rows.to_dict("records")],
+            "ratio": list(map(_ratio, records)),
             "verdict": rows["verdict"],
         }
     )
-    equal = told.groupby(["epoch", "N", "window_size", "logs at", "ratio", "verdict"], sort=False, as_index=False)
-    found = equal.agg({"log_every_n_steps": ", ".join, "reported/s": "median", "true/s": "median"})
+    same = ["epoch", "N", "window_size", "logs at", "ratio", "verdict"]
+    equal = told.groupby(same, sort=False, as_index=False)
+    found = equal.agg(
+        {"log_every_n_steps": ", ".join, "reported/s": "median", "true/s": "median"},
+    )
     for name in ("reported/s", "true/s"):
-        found[name] = ["-" if pd.isna(value) else f"{value:.1f}" for value in found[name]]
-    return found[HEADER].astype(str)
+        found[name] = list(map(_one_decimal, found[name]))
+    return found[list(HEADER)].astype(str)
 
 
-def _logs_at(row: Any) -> str:
+def _one_decimal(value: float) -> str:
+    """The number; ``-`` if there is none."""
+    if pd.isna(value):
+        return "-"
+    return f"{value:.1f}"
+
+
+def _logs_at(row: Mapping[Any, Any]) -> str:
     """The optimizer steps at which the monitor logged."""
     if not row["num_logs"]:
         return "-"
     every = row["log_every_n_steps"]
-    multiples = [str(every * (i + 1)) for i in range(row["num_updates"] // every)]
-    return "its multiples" if row["log_updates"] == ",".join(multiples) else str(row["log_updates"])
+    multiples = range(every, row["num_updates"] + 1, every)
+    if row["log_updates"] == ",".join(map(str, multiples)):
+        return "its multiples"
+    return str(row["log_updates"])
 
 
-def _ratio(row: Any) -> str:
+def _ratio(row: Mapping[Any, Any]) -> str:
     """Reported divided by true, from the smallest to the largest."""
     if pd.isna(row["ratio_min"]):
         return "-"
     low, high = f"{row['ratio_min']:.3f}", f"{row['ratio_max']:.3f}"
-    return low if low == high else f"{low} to {high}"
+    if low == high:
+        return low
+    return f"{low} to {high}"
 
 
-def markdown(rows: pd.DataFrame, about: dict[str, Any]) -> str:
+def markdown(rows: pd.DataFrame, about: MonitorSettings) -> str:
     """The page: settings, findings, the meaning of the columns, and the table."""
-    kinds = ", ".join(f"{epoch} ({title})" for epoch, title in EPOCHS.items() if (rows["epoch"] == epoch).any())
+    measured = set(rows["epoch"])
+    kinds = ", ".join(f"{epoch} ({title})" for epoch, title in EPOCHS.items() if epoch in measured)
     columns = (
         f"epoch: the number of micro-batches NB in an epoch, {kinds}. "
         "reported/s: the median of the logged samples/s; true/s: over the whole training except its first window. "
@@ -119,12 +171,15 @@ def markdown(rows: pd.DataFrame, about: dict[str, Any]) -> str:
     )
     lines = [f"# ThroughputMonitor of Lightning {about['lightning']}", "", settings(about), ""]
     lines += [f"- {finding}" for finding in findings(rows)]
-    return "\n".join([*lines, "", columns, "", *markdown_table(HEADER, summary(rows).itertuples(index=False))])
+    lines += ["", columns, "", *markdown_table(HEADER, summary(rows).itertuples(index=False))]
+    return "\n".join(lines)
 
 
-def settings(about: dict[str, Any]) -> str:
+def settings(about: MonitorSettings) -> str:
     """How it was measured, in one paragraph."""
-    training = f"Training: {about['training']}. " if about["training"] else ""
+    training = ""
+    if about["training"]:
+        training = f"Training: {about['training']}. "
     return (
         f"Lightning {about['lightning']}, torch {about['torch']}, Python {about['python']}. A micro-batch takes "
         f"{about['micro_batch_s']:g} s and an optimizer step {about['optimizer_s']:g} s more, on a virtual clock. "
@@ -137,23 +192,37 @@ def settings(about: dict[str, Any]) -> str:
 def findings(rows: pd.DataFrame) -> list[str]:
     """The findings in words, from the rows alone."""
     counts = rows["verdict"].value_counts()
-    found = [f"{plural(len(rows), 'point')}: " + ", ".join(f"{counts[v]} {v}" for v in RateVerdict if v in counts)]
+    told = [f"{counts[verdict]} {verdict}" for verdict in RateVerdict if verdict in counts]
+    found = [f"{plural(len(rows), 'point')}: {', '.join(told)}"]
     for epoch, title in EPOCHS.items():
         for (n,), points in rows[rows["epoch"] == epoch].groupby(["accumulate"]):
-            by_size = points.groupby("window_size")["verdict"].agg(set)
-            right = [str(size) for size, verdicts in by_size.items() if verdicts == {str(RateVerdict.RIGHT)}]
-            wrong = [str(size) for size, verdicts in by_size.items() if str(RateVerdict.RIGHT) not in verdicts]
-            mixed = [str(size) for size in by_size.index if str(size) not in right + wrong]
-            parts = [("right", right), ("wrong", wrong), ("right or wrong by log_every_n_steps", mixed)]
-            words = "; ".join(f"{name}: {', '.join(sizes)}" for name, sizes in parts if sizes)
-            found.append(f"N = {n}, {title}: window_size {words}")
-    varies = rows.groupby(["epoch", "accumulate", "window_size"])["verdict"].nunique().gt(1).sum()
+            found.append(f"N = {n}, {title}: window_size {_sizes_by_verdict(points)}")
     if rows["log_every_n_steps"].nunique() > 1:
-        found.append(
-            "log_every_n_steps changed no verdict"
-            if not varies
-            else f"log_every_n_steps changed the verdict at {plural(varies, 'combination')} of epoch, N and window_size"
-        )
+        found.append(_influence_of_logging(rows))
     for (error,), points in rows[rows["error"] != ""].groupby(["error"]):
         found.append(f"raised at {plural(len(points), 'point')}: {error}")
     return found
+
+
+def _sizes_by_verdict(points: pd.DataFrame) -> str:
+    """With which window sizes the monitor is right, wrong, or either of them by ``log_every_n_steps``."""
+    right, wrong, mixed = [], [], []
+    for size, verdicts in points.groupby("window_size")["verdict"]:
+        are_right = verdicts == str(RateVerdict.RIGHT)
+        if are_right.all():
+            right.append(str(size))
+        elif are_right.any():
+            mixed.append(str(size))
+        else:
+            wrong.append(str(size))
+    told = {"right": right, "wrong": wrong, "right or wrong by log_every_n_steps": mixed}
+    return "; ".join(f"{name}: {', '.join(sizes)}" for name, sizes in told.items() if sizes)
+
+
+def _influence_of_logging(rows: pd.DataFrame) -> str:
+    combinations = rows.groupby(["epoch", "accumulate", "window_size"])
+    varies = combinations["verdict"].nunique().gt(1).sum()
+    if not varies:
+        return "log_every_n_steps changed no verdict"
+    where = plural(varies, "combination")
+    return f"log_every_n_steps changed the verdict at {where} of epoch, N and window_size"

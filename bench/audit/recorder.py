@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench.audit.decoded_scenario import FailureRecord, FetchRecord, RankRecord
 from bench.audit.job import AuditedTrainer, ScenarioJob, evaluate
 from bench.audit.scenario import RESTART, Fault, Reduction, Scenario, Split
 from bench.backends.base import Backend
@@ -58,27 +59,32 @@ class Audit:
     """One scenario under one backend on one rank."""
 
     def __init__(
-        self, scenario: Scenario, backend: type[Backend], number: int, device: torch.device, folder: Path
+        self,
+        scenario: Scenario,
+        backend: type[Backend],
+        number: int,
+        device: torch.device,
+        folder: Path,
     ) -> None:
         from bench.audit.decoder import DecoderWorkload
 
-        self.scenario, self.backend_class, self.rank, self.device = scenario, backend, number, device
-        self.folder = folder
-        self.num_slots = scenario.world_size * self.scenario.slots_per_rank
-        self.workload = DecoderWorkload(
-            self.num_slots, scenario.reduction, scenario.accumulate[0] * scenario.world_size
-        )
+        self.scenario, self.backend_class = scenario, backend
+        self.rank, self.device, self.folder = number, device, folder
+        self.num_slots = scenario.world_size * scenario.slots_per_rank
+        num_shares = scenario.accumulate[0] * scenario.world_size
+        self.workload = DecoderWorkload(self.num_slots, scenario.reduction, num_shares)
         self.backend: Backend
         self.taps = Taps(time.perf_counter)
         self.weights = self.workload.model().state_dict()
-        self.fetches: list[dict[str, Any]] = []
+        self.fetches: list[FetchRecord] = []
         self.losses: list[int] = []
         self.faults: list[int] = []
         self.changes: list[dict[int, float]] = []
         self.digests: list[str] = []
         self.schedulers: list[LRScheduler] = []
         self.first_epoch = self.skip = 0
-        """Where a resumed training goes on: the epoch, and the micro-batches of it that the loader skips."""
+        """Where a resumed training goes on: the epoch, and the micro-batches of it that the loader
+        skips."""
         self.restart: int | None = None
         """The number of events before the checkpoint."""
         self.is_resuming = False
@@ -87,9 +93,10 @@ class Audit:
         self._epoch = -1
         self._read_upto = 0
 
-    def run(self) -> dict[str, Any]:
-        """What happened, as plain JSON; see ``rank_record`` for its keys."""
-        stopped, failure = "ended", None
+    def run(self) -> RankRecord:
+        """What happened."""
+        stopped = "ended"
+        failure: FailureRecord | None = None
         try:
             self._train()
             self._read()
@@ -97,24 +104,25 @@ class Audit:
             stopped = "bound"
         except Exception as error:
             self.error = error
-            stopped, failure = "failed", failure_of(error)
+            stopped, failure = "failed", _failure_record(error)
         reported: dict[str, int] = {}
         with suppress(Exception):  # a framework that failed early may have no counters
             reported = self.backend.reported()
         if self.schedulers:
             reported["lr_scheduler.last_epoch"] = self.schedulers[-1].last_epoch
-        return rank_record(
-            self.scenario,
-            stopped,
-            failure,
-            fetches=self.fetches,
-            losses=self.losses,
-            faults=self.faults,
-            events=self._events(),
-            changes=[sorted(change.items()) for change in self.changes],
-            digests=self.digests,
-            reported=reported,
-        )
+        return {
+            "scenario": self.scenario.name,
+            "stopped": stopped,
+            "failure": failure,
+            "own_slots": self.scenario.slots_per_rank,
+            "fetches": self.fetches,
+            "losses": self.losses,
+            "faults": self.faults,
+            "events": self._events(),
+            "changes": [sorted(change.items()) for change in self.changes],
+            "digests": self.digests,
+            "reported": reported,
+        }
 
     def _train(self) -> None:
         """Train, and train again after the scenario's fault."""
@@ -192,8 +200,9 @@ class Audit:
     def _loader(self, limit: int | None = None) -> Any:
         """A DataLoader over the numbers of samples, tapped where it collates.
 
-        With a limit, of this rank's samples in that many micro-batches, without those that a resumed training skips.
-        Otherwise of all samples of this rank, or of all ranks if the framework splits them.
+        With a limit, of this rank's samples in that many micro-batches, without those that a
+        resumed training skips. Otherwise of all samples of this rank, or of all ranks if the
+        framework splits them.
         """
         from torch.utils.data import DataLoader, DistributedSampler
 
@@ -202,10 +211,15 @@ class Audit:
         sampler: Any = None
         if limit or scenario.split is Split.GIVEN:
             sampler = DistributedSampler(
-                data, scenario.world_size, self.rank, shuffle=False, drop_last=scenario.sampler_drop_last
+                data,
+                scenario.world_size,
+                self.rank,
+                shuffle=False,
+                drop_last=scenario.sampler_drop_last,
             )
         if limit:
-            sampler = _SamplerPart(sampler, self.skip * scenario.batch_size, limit * scenario.batch_size)
+            skipped = self.skip * scenario.batch_size
+            sampler = _SamplerPart(sampler, skipped, limit * scenario.batch_size)
         return DataLoader(
             data,
             batch_size=scenario.batch_size,
@@ -223,19 +237,24 @@ class Audit:
             raise _BoundReached
         self._cause_fault()
         self._count_epochs(samples[0])
-        slot = self.rank * self.scenario.slots_per_rank + len(self.fetches) * self.scenario.largest_batch
+        scenario = self.scenario
+        first_slot = self.rank * scenario.slots_per_rank
+        first_slot += len(self.fetches) * scenario.largest_batch
         self.fetches.append({"epoch": self._epoch, "samples": samples})
         self.taps.record(EventKind.FETCH)
-        tokens = [self.scenario.tokens(sample) for sample in samples]
-        of_window = self._tokens_of_window() if self.scenario.reduction is Reduction.WINDOW else 0
-        rows = [(slot + index, count, of_window) for index, count in enumerate(tokens)]
+        of_window = 0
+        if scenario.reduction is Reduction.WINDOW:
+            of_window = self._tokens_of_window()
+        rows = []
+        for slot, sample in enumerate(samples, start=first_slot):
+            rows.append((slot, scenario.tokens(sample), of_window))
         return torch.tensor(rows, device=self.device)
 
     def _count_epochs(self, sample: int) -> None:
         """Notice a new epoch, which begins with the same sample as the first one.
 
-        A framework that splits the samples may shuffle them, so micro-batches are counted there. A resumed training
-        goes on in the epoch of its checkpoint, even if its loader starts over.
+        A framework that splits the samples may shuffle them, so micro-batches are counted there. A
+        resumed training goes on in the epoch of its checkpoint, even if its loader starts over.
         """
         if self.scenario.split is Split.FRAMEWORK:
             self._epoch = len(self.fetches) // self.scenario.micro_batches_per_epoch
@@ -254,12 +273,16 @@ class Audit:
         return sum(scenario.tokens(sample) for sample in range(start, start + size))
 
     def _loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        self._read()  # a loader that fetches ahead does not fetch between the last two updates of an epoch
-        number = (int(batch[0, 0]) - self.rank * self.scenario.slots_per_rank) // self.scenario.largest_batch
-        if self.scenario.fault is Fault.EXCEPTION and number + 1 == self.scenario.at and not self.faults:
+        # A loader that fetches ahead does not fetch between an epoch's last two updates.
+        self._read()
+        scenario = self.scenario
+        slot = int(batch[0, 0]) - self.rank * scenario.slots_per_rank
+        number = slot // scenario.largest_batch
+        raises = scenario.fault is Fault.EXCEPTION and number + 1 == scenario.at
+        if raises and not self.faults:
             self.workload.loss(model, batch)
             self.faults.append(len(self.losses))
-            raise MicroBatchError(f"micro-batch {self.scenario.at} of the scenario raises")
+            raise MicroBatchError(f"micro-batch {scenario.at} of the scenario raises")
         self.losses.append(number)
         return self.taps.loss(self.workload.loss)(model, batch)
 
@@ -280,16 +303,17 @@ class Audit:
         """Write a checkpoint and stop the training."""
         self.faults.append(len(self.losses))
         self.restart = len(self.taps.events)
-        epoch, seen = divmod(self.scenario.at, self.scenario.micro_batches_per_epoch)
+        per_epoch = self.scenario.micro_batches_per_epoch
+        epoch, seen = divmod(self.scenario.at, per_epoch)
         skip = self.backend.save(self.folder, seen, self.scenario.accumulate[0])
-        self.first_epoch, self.skip = divmod(
-            epoch * self.scenario.micro_batches_per_epoch + skip, self.scenario.micro_batches_per_epoch
-        )
+        self.first_epoch, self.skip = divmod(epoch * per_epoch + skip, per_epoch)
         raise _Saved
 
     def _end_epoch(self) -> None:
         """Called where the framework writes the checkpoint of an epoch."""
-        if self.scenario.fault is Fault.CHECKPOINT and len(self.fetches) == self.scenario.at and not self.faults:
+        scenario = self.scenario
+        is_due = scenario.fault is Fault.CHECKPOINT and len(self.fetches) == scenario.at
+        if is_due and not self.faults:
             self._read()
             self._save()
 
@@ -312,21 +336,31 @@ class Audit:
         change = (self.weights[PARAMETER] - after).double()
         self.weights = {PARAMETER: after}
         self.digests.append(hashlib.sha256(after.numpy().tobytes()).hexdigest()[:12])
-        self.changes.append({int(slot): change[slot].item() for slot in change.nonzero().flatten()})
+        slots = change.nonzero().flatten()
+        self.changes.append(dict(zip(slots.tolist(), change[slots].tolist(), strict=True)))
 
 
-def rank_record(scenario: Scenario, stopped: str, failure: dict[str, Any] | None, **observed: Any) -> dict[str, Any]:
-    """One rank's record of a scenario, as plain JSON.
+def _failure_record(error: Exception) -> FailureRecord:
+    found = failure_of(error)
+    return {
+        "status": found["status"],
+        "reason": found["reason"],
+        "traceback": found["traceback"],
+    }
 
-    ``stopped``: ``ended``, ``failed``, ``bound`` if training would not have ended, or ``lost`` with its process group;
-    ``failure``: as from ``rank.failure``; ``fetches``: epoch and samples of each micro-batch; ``losses``: the fetch of
-    each loss; ``faults``: the number of losses before each fault; ``events``: the taps' events in order, one letter
-    each, and RESTART; ``changes``: for each update, the coefficients by slot; ``digests``: of all weights after each
-    update, equal
-    on all ranks if their replicas are; ``reported``: the framework's own counters; ``unclipped``, in a scenario that
-    clips: the record of the same training without.
-    """
-    nothing: dict[str, Any] = {name: [] for name in ("fetches", "losses", "faults", "changes", "digests")}
-    nothing |= {"events": "", "reported": {}}
-    known = {"scenario": scenario.name, "stopped": stopped, "failure": failure, "own_slots": scenario.slots_per_rank}
-    return known | nothing | observed
+
+def lost_record(scenario: Scenario, failure: FailureRecord) -> RankRecord:
+    """The record of a scenario whose process group failed as a whole."""
+    return {
+        "scenario": scenario.name,
+        "stopped": "lost",
+        "failure": failure,
+        "own_slots": scenario.slots_per_rank,
+        "fetches": [],
+        "losses": [],
+        "faults": [],
+        "events": "",
+        "changes": [],
+        "digests": [],
+        "reported": {},
+    }

@@ -1,10 +1,10 @@
 """How many optimizer steps a training takes under each backend's rule, counted without training.
 
-An epoch is counted a block of N micro-batches at a time. After some epochs, one and a window begin together again:
-these are a period, and a training is so many periods and a rest.
+An epoch is counted a block of N micro-batches at a time. After some epochs, one and a window begin
+together again: these are a period, and a training is so many periods and a rest.
 
-Micro-batches are counted per rank (all ranks have equally many), samples over all ranks. Sources are those of Lightning
-2.6, DeepSpeed 0.19 and Accelerate 1.15.
+Micro-batches are counted per rank (all ranks have equally many), samples over all ranks. Sources
+are those of Lightning 2.6, DeepSpeed 0.19 and Accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -18,11 +18,16 @@ from enum import StrEnum
 from typing import Any
 
 from bench.audit.training_plan import TrainingPlan, ceil
+from bench.backends.accelerate import AccelerateBackend
 from bench.backends.base import Backend
 from bench.plan.cell import Sharding, Stepping
+from bench.validation import MisfitError
 
 CARRIES = (Stepping.CARRY, Stepping.CANCEL, Stepping.SPLIT)
 """Rules by which a window may hold micro-batches of two epochs."""
+CEILING, FLUSHING = (4, 52), (4, 46)
+"""Versions of transformers from which on the Trainer counts partial windows, and steps at the end
+of every epoch."""
 ESTIMATE = "trainer.estimated_stepping_batches"
 
 
@@ -44,11 +49,22 @@ class StepRule:
     stepping: Stepping
     """What happens to the incomplete window at the end of an epoch."""
     clears: bool = False
-    """``split`` only: the trainer's ``zero_grad`` clears the gradients of the engine's open window."""
+    """``split`` only: the trainer's ``zero_grad`` clears the gradients of the engine's open
+    window."""
     twice: bool = False
     """``split`` only: trainer and engine both divide the loss by N."""
     counted: bool = True
-    """``flush`` only: a trainer counts the steps and foresees their number, as Lightning's does."""
+    """``flush`` only: a trainer counts the steps and foresees their number, as Lightning's does and no loop can."""
+    whole_windows: bool = False
+    """``override`` only: training ends after as many steps as its epochs have whole windows, at
+    least one in each."""
+    carries: bool = False
+    """``override`` only: a window that an epoch leaves open goes on in the next, if an epoch is
+    longer than it."""
+    deals: bool = False
+    """Whether the loader's micro-batches are dealt to the ranks in turn, and not samples as by ``DistributedSampler``:
+    with ``drop_last``, those that are too few for all ranks are left out (accelerate: data_loader.py,
+    ``BatchSamplerShard``)."""
 
     @classmethod
     def of_backend(cls, backend: type[Backend]) -> StepRule:
@@ -64,8 +80,21 @@ class StepRule:
             stepping=backend.stepping,
             clears=split and backend.sharding is not Sharding.GRADS,
             twice=split and getattr(backend, "loss_factor", "") != "N",
-            counted=backend.counts_steps,
+            counted=not issubclass(backend, AccelerateBackend),
         )
+
+    def of_trainer(self, transformers: tuple[int, ...] | None) -> StepRule:
+        """The rule of a training that Hugging Face's Trainer runs with its own loader; the newest without a version.
+
+        Up to 4.51.3 it ends after ceil(epochs x max(NB // N, 1)) steps, from 4.52.1 on after ceil(epochs x
+        ceil(NB / N)); up to 4.45.2 it counts micro-batches over all epochs (transformers: trainer.py,
+        ``_inner_training_loop`` and ``set_initial_training_values``, of 4.45.2, 4.51.3 and 4.52.1; #37923).
+        """
+        if self.stepping is not Stepping.OVERRIDE:
+            return self
+        is_whole = transformers is not None and transformers < CEILING
+        is_carried = transformers is not None and transformers < FLUSHING
+        return dataclasses.replace(self, whole_windows=is_whole, carries=is_carried, deals=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,11 +116,13 @@ class Steps:
     optimizer_steps: int
     """Real steps of the inner optimizer: parameter updates."""
     steps_per_epoch: tuple[int, ...]
-    """The steps in each whole epoch, as a pattern that repeats; with an N by epoch, its last number repeats."""
+    """The steps in each whole epoch, as a pattern that repeats; with an N by epoch, its last number
+    repeats."""
     steps_reported: dict[str, int]
     """The framework's own counters, and its estimate before training, by their names."""
     update_scales: dict[float, int]
-    """Sum of the coefficients of an update's micro-batches (1 in a full batch) -> number of such updates."""
+    """Sum of the coefficients of an update's micro-batches (1 in a full batch) -> number of such
+    updates."""
     samples_used: int
     """Samples in an update, repeated ones each time; as all numbers of samples, over all ranks."""
     samples_padded: int
@@ -118,22 +149,33 @@ class _Count:
     def __init__(self, training: TrainingPlan, rule: StepRule, n: int, *, by_updates: bool) -> None:
         self.n, self.per_epoch = n, training.micro_batches_per_epoch
         self.carries, self.clears = rule.stepping in CARRIES, rule.clears
-        self.is_split, self.flushes = rule.stepping is Stepping.SPLIT, rule.stepping is Stepping.FLUSH
+        if rule.carries and self.per_epoch > n:
+            self.carries = True
+        self.is_split, self.flushes = (
+            rule.stepping is Stepping.SPLIT,
+            rule.stepping is Stepping.FLUSH,
+        )
         self.by_updates = by_updates
-        """Whether ``max_steps`` is compared with the updates, not with the full windows of the epochs."""
+        """Whether ``max_steps`` is compared with the updates, not with the full windows of the
+        epochs."""
         self.pattern: list[int] = []
         """Updates of each epoch, until they repeat."""
         self.size = self.ends = self.cleared = self.cleared_ends = 0
-        """Micro-batches in the open window, those of them that end an epoch, and how many of both are cleared."""
+        """Micro-batches in the open window, those of them that end an epoch, and how many of both
+        are cleared."""
         self.consumed = self.updates = self.full_windows = self.lost = self.lost_ends = 0
-        """Micro-batches, updates, windows of N of the epochs, and micro-batches cleared from windows of updates."""
+        """Micro-batches, updates, windows of N of the epochs, and micro-batches cleared from
+        windows of updates."""
         self.kept: Counter[int] = Counter()
-        """Updates by their micro-batches that are not cleared; by N where those are what the loss is divided by."""
+        """Updates by their micro-batches that are not cleared; by N where those are what the loss
+        is divided by."""
 
     @property
     def counter(self) -> int:
         """What is compared with ``max_steps``."""
-        return self.updates if self.by_updates else self.full_windows
+        if self.by_updates:
+            return self.updates
+        return self.full_windows
 
     def block(self, size: int, times: int = 1, *, ends_epoch: bool = False) -> None:
         """Count so many blocks of at most N micro-batches, each of which begins at a multiple of N in its epoch.
@@ -165,12 +207,16 @@ class _Count:
         """Count an epoch, up to where the counter reaches the limit: it changes in every block, or not in the last."""
         blocks = ceil(self.per_epoch, self.n)
         left = None if limit is None else limit - self.counter
-        number = blocks if left is None else min(blocks, left)
+        number = blocks
+        if left is not None:
+            number = min(blocks, left)
         if number > 1:
             self.block(self.n)
         if number > 2:
             self.block(self.n, number - 2)  # all are like the second
-        size = self.n if number < blocks else self.per_epoch - (blocks - 1) * self.n
+        size = self.n
+        if number >= blocks:
+            size = self.per_epoch - (blocks - 1) * self.n
         if number == left and self.carries and self.by_updates:
             size = min(size, self.n - self.size)
         self.block(size, ends_epoch=number == blocks)
@@ -183,18 +229,28 @@ class _Count:
 
 
 def _count(
-    training: TrainingPlan, rule: StepRule, n: int, epochs: int | None, limit: int | None, *, by_updates: bool
+    training: TrainingPlan,
+    rule: StepRule,
+    n: int,
+    epochs: int | None,
+    limit: int | None,
+    *,
+    by_updates: bool,
 ) -> _Count:
     """A training with one N until its epochs end, or the counter reaches the limit."""
     found = _Count(training, rule, n, by_updates=by_updates)
-    period = n // math.gcd(found.per_epoch, n) if found.carries else 1
+    period = 1
+    if found.carries:
+        period = n // math.gcd(found.per_epoch, n)
     pattern: list[int] = []
     while len(pattern) < (period if epochs is None else min(epochs, period)):
         before = found.updates
         found.epoch()
         pattern.append(found.updates - before)
     if limit is not None or len(pattern) == period:
-        most = [] if epochs is None else [epochs // period]
+        most = []
+        if epochs is not None:
+            most.append(epochs // period)
         if limit is not None and (found.counter or limit == 0):
             most.append(max(0, limit - 1) // max(1, found.counter))
         done = min(most) * period
@@ -206,7 +262,9 @@ def _count(
             found.epoch(limit)
             done += 1
     shown = pattern[: epochs or max(1, ceil(found.consumed, found.per_epoch))]
-    found.pattern = shown[:1] if len(set(shown)) == 1 else shown
+    found.pattern = shown
+    if len(set(shown)) == 1:
+        found.pattern = shown[:1]
     return found
 
 
@@ -245,19 +303,51 @@ def calculate(training: TrainingPlan, rule: StepRule) -> Steps | None:
     """
     if not _is_known(training, rule):
         return None
+    asked = training
+    if rule.deals and training.drop_last:
+        training = dataclasses.replace(training, samples=_dealt(training))
+    if rule.whole_windows and training.max_steps is None:
+        most = max(training.full_windows, 1) * (training.epochs or 0)
+        training = dataclasses.replace(training, epochs=None, max_steps=most)
     by_updates, limit = rule.stepping is not Stepping.SPLIT, training.max_steps
     parts: list[_Count] = []
     stops = Stops.EPOCHS
     for n, epochs in training.phases:
-        end = None if rule.stepping is Stepping.OVERRIDE and limit else epochs
+        end = epochs
+        if rule.stepping is Stepping.OVERRIDE and limit:
+            end = None
         if end is None and never_reached(training, rule):
             stops, by_updates = Stops.NEVER, True
         left = None if limit is None else limit - sum(part.counter for part in parts)
         parts.append(_count(training, rule, n, end, left, by_updates=by_updates))
         if parts[-1].counter == left:
-            stops = stops if stops is Stops.NEVER else Stops.MAX_STEPS
+            if stops is not Stops.NEVER:
+                stops = Stops.MAX_STEPS
             break
-    return _steps(training, rule, parts, stops)
+    if rule.whole_windows and asked.max_steps is None:
+        stops = Stops.EPOCHS
+    return _with_undealt(_steps(training, rule, parts, stops), asked.samples - training.samples, training)
+
+
+def _dealt(training: TrainingPlan) -> int:
+    """The samples of the micro-batches that are enough for all ranks. Raises InputError if there are none."""
+    together = training.batch_size * training.world_size
+    if training.samples < together:
+        few = f" is {training.samples}, fewer than the {together} of a micro-batch on each rank, so drop_last drops all"
+        raise MisfitError("samples", f"{few}; it must be at least as many")
+    return training.samples // together * together
+
+
+def _with_undealt(found: Steps, samples: int, training: TrainingPlan) -> Steps:
+    """The counts with so many samples of each epoch that were not dealt to any rank."""
+    if not samples:
+        return found
+    finished = found.micro_batches_consumed // training.micro_batches_per_epoch
+    return dataclasses.replace(
+        found,
+        samples_dropped=found.samples_dropped + samples * finished,
+        samples_unread=found.samples_unread + samples * (found.epochs_begun - finished),
+    )
 
 
 def _steps(training: TrainingPlan, rule: StepRule, parts: Sequence[_Count], stops: Stops) -> Steps:
@@ -275,7 +365,9 @@ def _steps(training: TrainingPlan, rule: StepRule, parts: Sequence[_Count], stop
     for part in parts:
         for kept, number in part.kept.items():
             scales[kept / (part.n * (part.n if rule.twice else 1))] += number
-    counted = 0 if stops is Stops.NEVER else sum(part.counter for part in parts)
+    counted = 0
+    if stops is not Stops.NEVER:
+        counted = sum(part.counter for part in parts)
     return Steps(
         stops=stops,
         micro_batches_consumed=consumed,
@@ -311,11 +403,15 @@ def _reported(training: TrainingPlan, rule: StepRule, steps: int, counted: int) 
         return {"state.global_step": steps}
     if rule.stepping is Stepping.WINDOW or not rule.counted:
         return {}
-    limits = [] if training.max_steps is None else [training.max_steps]
+    limits = []
+    if training.max_steps is not None:
+        limits.append(training.max_steps)
     if training.epochs is not None:
         limits.append(training.windows * training.epochs)
     counters = {"trainer.global_step": counted, ESTIMATE: min(limits)}
-    return counters | engine if rule.stepping is Stepping.SPLIT else counters
+    if rule.stepping is Stepping.SPLIT:
+        return counters | engine
+    return counters
 
 
 def _samples(training: TrainingPlan, micro_batches: int, short: int) -> int:

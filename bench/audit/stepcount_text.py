@@ -6,8 +6,8 @@
 - ``notes``: sentences that hold for all backends;
 - ``naive``: ``optimizer_steps`` by the naive formula, and ``wrong``: a sentence, empty if no rule differs from it;
 - ``rules``: one per rule that a chosen backend follows: its ``name``, ``stepping``, ``clears``, ``twice``,
-  ``counted`` (bench.audit.stepcount.StepRule), the ``backends`` that follow it, ``steps``
-  (bench.audit.stepcount.Steps; null where the rule is unknown) and ``differences``: sentences.
+  ``counted``, ``whole_windows``, ``carries`` and ``deals`` (bench.audit.stepcount.StepRule), the ``backends`` that
+  follow it, ``steps`` (bench.audit.stepcount.Steps; null where the rule is unknown) and ``differences``: sentences.
 """
 
 from __future__ import annotations
@@ -34,9 +34,13 @@ Rules = Mapping[StepRule, tuple[list[str], Steps | None]]
 """The backends that follow a rule, and its steps if they can be calculated."""
 
 
-def by_rule(training: TrainingPlan, backends: Mapping[str, type[Backend]]) -> Rules:
-    """The rules that the backends follow."""
-    found = grouped((StepRule.of_backend(backend), name) for name, backend in backends.items())
+def by_rule(
+    training: TrainingPlan,
+    backends: Mapping[str, type[Backend]],
+    transformers: tuple[int, ...] | None = None,
+) -> Rules:
+    """The rules that the backends follow; Hugging Face's Trainer that of a version, or of the newest."""
+    found = grouped((StepRule.of_backend(backend).of_trainer(transformers), name) for name, backend in backends.items())
     return {rule: (names, calculate(training, rule)) for rule, names in found.items()}
 
 
@@ -72,7 +76,9 @@ def printed_lines(training: TrainingPlan, rules: Rules) -> Iterator[str]:
     for row in found["rules"]:
         yield f"{row['name']}: {', '.join(row['backends'])}"
     wrong = found["naive"]["wrong"]
-    sentences = [f"all: {note}" for note in found["notes"]] + [f"naive: {wrong}"] * bool(wrong)
+    sentences = [f"all: {note}" for note in found["notes"]]
+    if wrong:
+        sentences.append(f"naive: {wrong}")
     for sentence, those in grouped((text, row) for row in found["rules"] for text in row["differences"]).items():
         names = [name for row in those for name in row["backends"]]
         sentences.append(f"{', '.join(names if len(names) <= FEW else [row['name'] for row in those])}: {sentence}")
@@ -82,8 +88,11 @@ def printed_lines(training: TrainingPlan, rules: Rules) -> Iterator[str]:
 
 
 def _headline(training: TrainingPlan) -> str:
-    until = [] if training.epochs is None else [plural(training.epochs, "epoch")]
-    until += [] if training.max_steps is None else [f"max_steps {training.max_steps}"]
+    until = []
+    if training.epochs is not None:
+        until.append(plural(training.epochs, "epoch"))
+    if training.max_steps is not None:
+        until.append(f"max_steps {training.max_steps}")
     windows = (
         f"{plural(training.full_windows, 'window')} of {training.n} and {training.partial_window} over; "
         f"effective batch {training.effective_batch}"
@@ -100,10 +109,18 @@ def _headline(training: TrainingPlan) -> str:
 
 def rule_name(rule: StepRule) -> str:
     """A rule in a few words."""
+    if rule.whole_windows:
+        return f"{rule.stepping} (whole windows)"
     if rule.stepping is not Stepping.SPLIT:
-        return str(rule.stepping) + " (no counter)" * (not rule.counted)
-    words = ["clearing"] * rule.clears + ["divided once"] * (not rule.twice)
-    return f"split ({', '.join(words)})" if words else "split"
+        return str(rule.stepping) if rule.counted else f"{rule.stepping} (no counter)"
+    words = []
+    if rule.clears:
+        words.append("clearing")
+    if not rule.twice:
+        words.append("divided once")
+    if words:
+        return f"split ({', '.join(words)})"
+    return "split"
 
 
 HEADER = (
@@ -116,17 +133,30 @@ def table_row(rule: StepRule, steps: Steps | None) -> tuple[str, ...]:
     """A row of the table, by HEADER."""
     if steps is None:
         return (rule_name(rule), "unknown", *["-"] * (len(HEADER) - 2))
-    shown = steps.steps_per_epoch[:SHOWN]
+    shown = ",".join(map(str, steps.steps_per_epoch[:SHOWN]))
+    if len(steps.steps_per_epoch) > SHOWN:
+        shown += "..."
+    updates = str(steps.optimizer_steps)
+    if steps.stops == "never":
+        updates += "+"
     scales = [f"{scale:.4g}" for scale in steps.update_scales] or ["-"]
     return (
         rule_name(rule),
-        str(steps.optimizer_steps) + ("+" if steps.stops == "never" else ""),
-        ",".join(map(str, shown)) + ("..." if len(shown) < len(steps.steps_per_epoch) else ""),
+        updates,
+        shown,
         str(steps.micro_batches_consumed),
         f"{steps.epochs_consumed:.4g}",
         str(steps.stops),
         "-".join(dict.fromkeys((scales[-1], scales[0]))),
-        *map(str, (steps.samples_used, steps.samples_lost_in_mid_run, steps.samples_left_open, steps.samples_dropped)),
+        *map(
+            str,
+            (
+                steps.samples_used,
+                steps.samples_lost_in_mid_run,
+                steps.samples_left_open,
+                steps.samples_dropped,
+            ),
+        ),
     )
 
 
@@ -134,7 +164,9 @@ def common_notes(training: TrainingPlan) -> list[str]:
     """What holds for every backend."""
     notes = []
     if padding := training.padding_per_epoch:
-        fate = "" if training.dropped_per_epoch == 0 else ", all of them among those that drop_last leaves out"
+        fate = ", all of them among those that drop_last leaves out"
+        if training.dropped_per_epoch == 0:
+            fate = ""
         notes.append(
             f"DistributedSampler repeats {plural(padding, 'sample')} per epoch, so that all ranks have as many{fate}"
         )
@@ -172,13 +204,19 @@ def _why_naive_is_wrong(training: TrainingPlan, groups: Mapping[StepRule, Steps 
         expected = f"ceil({training.samples} / {training.effective_batch}) x {training.epochs} = {naive}"
         if training.accumulate[1:]:
             expected = f"ceil({training.samples} / effective batch), summed over the epochs, is {naive}"
-        if training.dropped_per_epoch:
+        is_short = any(rule.deals for rule in groups) and training.drop_last
+        if training.dropped_per_epoch or is_short:
             reasons.append("it counts samples that drop_last leaves out")
         if training.limit_batches:
             reasons.append("it does not know the limit of micro-batches")
-        if training.partial_window and any(rule.stepping in ("carry", "cancel", "split") for rule in groups):
+        if training.partial_window and any(_drops_partial(rule) for rule in groups):
             reasons.append("it counts every epoch's incomplete window as an update")
     return f"{expected}, but {'; '.join(others)}: {', and '.join(reasons)}"
+
+
+def _drops_partial(rule: StepRule) -> bool:
+    """Whether an epoch's partial window is no update of its own."""
+    return rule.stepping in ("carry", "cancel", "split") or rule.whole_windows
 
 
 def _differences(training: TrainingPlan, rule: StepRule, steps: Steps | None) -> list[str]:
@@ -191,7 +229,19 @@ def _differences(training: TrainingPlan, rule: StepRule, steps: Steps | None) ->
             Stepping.OVERRIDE: "has one N for the whole training",
         }.get(rule.stepping, "a window may hold micro-batches of epochs with different N")
         return [f"{why}, so nothing is calculated; measure it with: python -m bench semantics"]
-    n, over = training.n, 0 if training.accumulate[1:] else training.partial_window
+    return [
+        *_about_windows(training, rule, steps),
+        *_about_counters(training, rule, steps),
+        *_about_loader(training, rule, steps),
+        *_about_max_steps(training, rule, steps),
+    ]
+
+
+def _about_windows(training: TrainingPlan, rule: StepRule, steps: Steps) -> list[str]:
+    """What becomes of the last window of an epoch."""
+    n, over = training.n, training.partial_window
+    if training.accumulate[1:]:
+        over = 0
     sentences: list[str] = []
     if rule.stepping is Stepping.FLUSH and training.accumulate[1:]:
         all_updates = plural(steps.optimizer_steps, "update")
@@ -209,11 +259,18 @@ def _differences(training: TrainingPlan, rule: StepRule, steps: Steps | None) ->
         )
     if rule.stepping in (Stepping.CARRY, Stepping.CANCEL) and over:
         sentences.append(f"the last {plural(over, 'micro-batch')} of an epoch start the first window of the next epoch")
-    taken = steps.optimizer_steps
+    return sentences
+
+
+def _about_counters(training: TrainingPlan, rule: StepRule, steps: Steps) -> list[str]:
+    """What frameworks count, what they divide by, and what they lose."""
+    sentences, n, taken = [], training.n, steps.optimizer_steps
     if others := [f"{name} says {count}" for name, count in steps.steps_reported.items() if count != taken]:
         sentences.append(f"{plural(taken, 'update')} taken, but {', and '.join(others)}")
     if rule.twice and n > 1 and steps.optimizer_steps:
-        less = ", or less" if steps.micro_batches_lost_in_mid_run else ""
+        less = ""
+        if steps.micro_batches_lost_in_mid_run:
+            less = ", or less"
         sentences.append(
             f"trainer and engine both divide the loss by {n}: every update is 1/{n} of the right one{less}"
         )
@@ -227,7 +284,27 @@ def _differences(training: TrainingPlan, rule: StepRule, steps: Steps | None) ->
         rest = f"({plural(steps.samples_left_open, 'sample')} over all ranks)"
         happens = "are left in an open window at the end and reach no update"
         sentences.append(f"{plural(steps.micro_batches_left_open, 'micro-batch')} {rest} {happens}")
-    return sentences + _about_max_steps(training, rule, steps)
+    return sentences
+
+
+def _about_loader(training: TrainingPlan, rule: StepRule, steps: Steps) -> list[str]:
+    """What Hugging Face's Trainer makes of the epochs and of drop_last."""
+    sentences = []
+    if rule.whole_windows and training.partial_window and training.max_steps is None:
+        each = max(training.full_windows, 1)
+        whole = training.micro_batches_per_epoch * (training.epochs or 0)
+        left = plural(whole - steps.micro_batches_consumed, "micro-batch")
+        sentences.append(
+            f"transformers up to 4.51.3 ends after max(NB // N, 1) = {each} updates per epoch, with {left} left"
+        )
+    together = training.batch_size * training.world_size
+    each, rest = divmod(training.samples, together)
+    if rule.deals and training.drop_last and rest:
+        sentences.append(
+            f"accelerate deals whole micro-batches to the ranks in turn: drop_last leaves out {rest} of "
+            f"{plural(training.samples, 'sample')}, and each rank has {each} per epoch"
+        )
+    return sentences
 
 
 def _about_max_steps(training: TrainingPlan, rule: StepRule, steps: Steps) -> list[str]:

@@ -12,7 +12,15 @@ from bench.validation import Expect, Flag, MisfitError, Natural, Positive
 
 LARGEST_ACCUMULATE = 1_000_000
 """The largest N; the pattern of steps per epoch, which is listed, may have N epochs."""
-OR_ONE = BeforeValidator(lambda value: (value,) if isinstance(value, int) else value)
+
+
+def _in_tuple(value: Any) -> Any:
+    if isinstance(value, int):
+        return (value,)
+    return value
+
+
+OR_ONE = BeforeValidator(_in_tuple)
 """Of a tuple: one integer will do too."""
 Factors = Annotated[
     tuple[Annotated[Positive, Field(le=LARGEST_ACCUMULATE)], ...],
@@ -46,22 +54,28 @@ class TrainingPlan:
     max_steps: Natural | None = None
     """Steps after which training ends, as Lightning's ``max_steps``; None for no limit."""
     drop_last: Flag = False
-    """Whether the loader drops an incomplete last micro-batch. It never drops an incomplete window."""
+    """Whether the loader drops an incomplete last micro-batch. It never drops an incomplete window.
+    """
     sampler_drop_last: Flag = False
-    """Whether ``DistributedSampler`` drops samples, instead of repeating some, so that all ranks have as many."""
+    """Whether ``DistributedSampler`` drops samples so that all ranks have as many, instead of
+    repeating some."""
     limit_batches: Positive | None = None
-    """Micro-batches of a rank after which an epoch ends, as Lightning's ``limit_train_batches``; None for no limit."""
+    """Micro-batches of a rank after which an epoch ends; None for no limit. Lightning's
+    ``limit_train_batches``."""
 
     def __post_init__(self) -> None:
         """Raises InputError for values that do not go together."""
         if self.epochs is None and self.max_steps is None:
-            raise MisfitError("epochs", ": missing, and so is max_steps; give one of them, or training has no end")
+            both = ": missing, and so is max_steps; give one of them, or training has no end"
+            raise MisfitError("epochs", both)
         if self.samples_per_rank == 0:
             few = f" is {self.samples}, fewer than the {self.world_size} ranks, so each drops its samples"
-            raise MisfitError("samples", f"{few}; it must be at least as many, or leave out sampler_drop_last")
+            remedy = "it must be at least as many, or leave out sampler_drop_last"
+            raise MisfitError("samples", f"{few}; {remedy}")
         if self.micro_batches_per_epoch == 0:
-            few = f" is {self.batch_size}, but a rank has only {self.samples_per_rank} samples, which drop_last drops"
-            raise MisfitError("batch_size", f"{few}; it must be at most {self.samples_per_rank}")
+            of_rank = self.samples_per_rank
+            few = f" is {self.batch_size}, but a rank has only {of_rank} samples, which drop_last drops"
+            raise MisfitError("batch_size", f"{few}; it must be at most {of_rank}")
 
     @property
     def n(self) -> int:
@@ -75,8 +89,10 @@ class TrainingPlan:
 
     @property
     def samples_per_rank(self) -> int:
-        """Samples of a rank per epoch; ``DistributedSampler`` repeats or drops some so that all ranks have as many."""
-        return self.samples // self.world_size if self.sampler_drop_last else ceil(self.samples, self.world_size)
+        """Samples of a rank per epoch, as many on all ranks: ``DistributedSampler`` repeats or drops some."""
+        if self.sampler_drop_last:
+            return self.samples // self.world_size
+        return ceil(self.samples, self.world_size)
 
     @property
     def padding_per_epoch(self) -> int:
@@ -85,16 +101,22 @@ class TrainingPlan:
 
     @property
     def dropped_per_epoch(self) -> int:
-        """Samples that the sampler's or the loader's ``drop_last`` leaves out on all ranks, including repeated ones."""
-        by_sampler = max(0, self.samples - self.samples_per_rank * self.world_size)
-        return by_sampler + (self.samples_per_rank % self.batch_size * self.world_size if self.drop_last else 0)
+        """Samples that the sampler's or the loader's ``drop_last`` leaves out on all ranks; repeated ones too."""
+        dropped = max(0, self.samples - self.samples_per_rank * self.world_size)
+        if self.drop_last:
+            dropped += self.samples_per_rank % self.batch_size * self.world_size
+        return dropped
 
     @property
     def micro_batches_per_epoch(self) -> int:
         """Micro-batches of one rank: NB."""
-        whole = self.samples_per_rank // self.batch_size
-        offered = whole if self.drop_last else ceil(self.samples_per_rank, self.batch_size)
-        return offered if self.limit_batches is None else min(offered, self.limit_batches)
+        if self.drop_last:
+            offered = self.samples_per_rank // self.batch_size
+        else:
+            offered = ceil(self.samples_per_rank, self.batch_size)
+        if self.limit_batches is None:
+            return offered
+        return min(offered, self.limit_batches)
 
     @property
     def last_micro_batch(self) -> int:
@@ -120,24 +142,40 @@ class TrainingPlan:
     @property
     def phases(self) -> list[tuple[int, int | None]]:
         """N, and for how many epochs in a row it holds; None for no end."""
-        every = self.accumulate[: self.epochs]
-        last = None if self.epochs is None else self.epochs - len(every) + 1
-        return [*((n, 1) for n in every[:-1]), (every[-1], last)]
+        *others, last = self.accumulate[: self.epochs]
+        found: list[tuple[int, int | None]] = [(n, 1) for n in others]
+        if self.epochs is None:
+            found.append((last, None))
+        else:
+            found.append((last, self.epochs - len(others)))
+        return found
 
     @property
     def naive_steps(self) -> int:
         """The usual formula: ceil(samples / effective batch) x epochs, at most ``max_steps``."""
-        limits = [] if self.max_steps is None else [self.max_steps]
+        limits = []
+        if self.max_steps is not None:
+            limits.append(self.max_steps)
         if self.epochs is not None:
-            of_micro_batches = self.batch_size * self.world_size
-            limits.append(sum(ceil(self.samples, of_micro_batches * n) * (epochs or 0) for n, epochs in self.phases))
+            of_epochs = 0
+            for n, epochs in self.phases:
+                assert epochs is not None, "only without a number of epochs"
+                of_epochs += ceil(self.samples, self.batch_size * self.world_size * n) * epochs
+            limits.append(of_epochs)
         return min(limits)
 
     def to_dict(self) -> dict[str, Any]:
         """The inputs, then what follows from them under every backend."""
-        derived = (
-            "effective_batch samples_per_rank padding_per_epoch dropped_per_epoch micro_batches_per_epoch "
-            "last_micro_batch full_windows partial_window naive_steps"
-        )
-        factors = {"accumulate": self.n, "accumulate_later": self.accumulate[1:]}
-        return dataclasses.asdict(self) | factors | {name: getattr(self, name) for name in derived.split()}
+        return dataclasses.asdict(self) | {
+            "accumulate": self.n,
+            "accumulate_later": self.accumulate[1:],
+            "effective_batch": self.effective_batch,
+            "samples_per_rank": self.samples_per_rank,
+            "padding_per_epoch": self.padding_per_epoch,
+            "dropped_per_epoch": self.dropped_per_epoch,
+            "micro_batches_per_epoch": self.micro_batches_per_epoch,
+            "last_micro_batch": self.last_micro_batch,
+            "full_windows": self.full_windows,
+            "partial_window": self.partial_window,
+            "naive_steps": self.naive_steps,
+        }

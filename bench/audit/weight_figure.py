@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib.style
 import numpy as np
@@ -17,7 +18,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from bench.audit.conformance import TOLERANCE, Observation, summary
+from bench.audit.conformance import TOLERANCE, summary
+from bench.audit.decoded_scenario import UpdateRecord
+from bench.audit.diagnosis import Observation
 from bench.audit.scenario import Fault, Scenario
 from bench.formatting import some
 from bench.grouping import grouped
@@ -25,6 +28,8 @@ from bench.report import style
 from bench.report.canvas import FULL, FigureWords, new_figure
 from bench.report.style import SMALL, TINY, Key
 
+Place = tuple[int, int]
+"""Epoch and sample, each from 0."""
 SampleInUpdate = tuple[int, int, int]
 """Update, epoch and sample, each from 0."""
 MAX_UPDATES, MIN_UPDATES = 16, 3
@@ -33,7 +38,8 @@ MAX_COLUMNS, MAX_EPOCHS = 120, 10
 """Samples and epochs drawn side by side; two epochs are drawn even if they have more samples."""
 MAX_MAPS = 12
 ROW, LINE, BAR, MAPS_HEIGHT = 0.135, 0.125, 0.75, 6.3
-"""Inches: of an update, of a line of words, of the colour bar with its words, and of all maps together."""
+"""Inches: of an update, of a line of words, of the colour bar with its words, and of all maps
+together."""
 COLOUR_LIMIT = 8.0
 """Weights below 1/8 and above 8 times the right one have the outermost colours."""
 SCALE, RIGHT_COLOUR = LogNorm(1 / COLOUR_LIMIT, COLOUR_LIMIT), "#3a3a3a"
@@ -41,7 +47,8 @@ BELOW = [(0.0, "#c3daee"), (0.2, "#8fc1e3"), (0.497, "#1f6cb0")]
 ABOVE = [(0.503, "#fd8d3c"), (0.82, "#d7301f"), (1.0, "#67000d")]
 SHADES = [*BELOW, (0.4975, RIGHT_COLOUR), (0.5025, RIGHT_COLOUR), *ABOVE]
 COLOURS = LinearSegmentedColormap.from_list("weights", SHADES, N=1025)
-"""Dark grey where a weight is right (within 1 %), blue and paler below, orange to deep red above."""
+"""Dark grey where a weight is right (within 1 %), blue and paler below, orange to deep red above.
+"""
 LOST, LEFT_OPEN, NOT_COMPUTED = "lost", "left_open", "not computed"
 SIGNS: dict[str, tuple[dict[str, Any], str]] = {
     LOST: ({"marker": "x", "color": "#D55E00"}, "in no update, although updates or a checkpoint followed"),
@@ -69,29 +76,35 @@ class WeightMap:
         return _by_sample(self.first, "relative")
 
     @cached_property
-    def in_no_update(self) -> dict[str, set[tuple[int, int]]]:
-        """Epoch and sample of those that are in no update, by what became of them."""
-        found = {
-            name: {(int(epoch), sample) for epoch, samples in self.first[name].items() for sample in samples}
-            for name in (LOST, LEFT_OPEN)
-        }
-        known = {(epoch, sample) for _, epoch, sample in self.weights}.union(*found.values())
-        epochs, samples = 1 + max(epoch for epoch, _ in known), self.first["scenario"]["samples"]
-        found[NOT_COMPUTED] = {(epoch, sample) for epoch in range(epochs) for sample in range(samples)} - known
-        return found
+    def known(self) -> set[Place]:
+        """The samples of which a loss was computed."""
+        in_updates = {(epoch, sample) for _, epoch, sample in self.weights}
+        return in_updates | _places(self.first["lost"]) | _places(self.first["left_open"])
 
     @property
     def epochs(self) -> int:
         """Epochs in which a loss was computed."""
-        marked = [epoch for places in self.in_no_update.values() for epoch, _ in places]
-        return 1 + max([*marked, *(epoch for _, epoch, _ in self.weights)])
+        return 1 + max(epoch for epoch, _ in self.known)
+
+    @cached_property
+    def in_no_update(self) -> dict[str, set[Place]]:
+        """The samples that are in no update, by what became of them."""
+        every = itertools.product(range(self.epochs), range(self.first["scenario"]["samples"]))
+        return {
+            LOST: _places(self.first["lost"]),
+            LEFT_OPEN: _places(self.first["left_open"]),
+            NOT_COMPUTED: set(every) - self.known,
+        }
 
     def drawn(self, most: int, epochs: int) -> range:
         """Updates that are drawn: of those with samples of these epochs, the last of the most wrong in a row."""
-        places = [(update, abs(weight - 1)) for (update, epoch, _), weight in self.weights.items() if epoch < epochs]
-        off = np.zeros(1 + max((update for update, _ in places), default=0))
-        for update, wrong in places:
-            off[update] = max(off[update], wrong)
+        worst: dict[int, float] = {}
+        for (update, epoch, _), weight in self.weights.items():
+            if epoch < epochs:
+                worst[update] = max(worst.get(update, 0.0), abs(weight - 1))
+        off = np.zeros(1 + max(worst, default=0))
+        for update, wrong in worst.items():
+            off[update] = wrong
         length = min(most, len(off))
         sums = np.convolve(off, np.ones(length), "valid").round(2)
         first = int(np.flatnonzero(sums == sums.max())[-1])
@@ -121,18 +134,28 @@ def distinct_maps(observations: Sequence[Observation]) -> list[WeightMap]:
 
 
 def _alike(first: Observation, other: Observation) -> bool:
+    if first["lost"] != other["lost"] or first["left_open"] != other["left_open"]:
+        return False
     a, b = _by_sample(first, "by_epoch"), _by_sample(other, "by_epoch")
-    same_samples = a.keys() == b.keys() and all(first[key] == other[key] for key in (LOST, LEFT_OPEN))
-    return same_samples and np.allclose(list(a.values()), [b[place] for place in a], rtol=TOLERANCE, atol=0)
+    if a.keys() != b.keys():
+        return False
+    return np.allclose(list(a.values()), [b[place] for place in a], rtol=TOLERANCE, atol=0)
 
 
-def _by_sample(observation: Observation, key: str) -> dict[SampleInUpdate, float]:
-    return {
-        (number, int(epoch), int(sample)): value
-        for number, update in enumerate(observation["updates"])
-        for epoch, samples in update[key].items()
-        for sample, value in samples.items()
-    }
+def _by_sample(observation: Observation, key: Literal["relative", "by_epoch"]) -> dict[SampleInUpdate, float]:
+    found = {}
+    for number, update in enumerate(observation["updates"]):
+        for epoch, samples in update[key].items():
+            for sample, value in samples.items():
+                found[number, int(epoch), int(sample)] = value
+    return found
+
+
+def _places(by_epoch: Mapping[str, Sequence[int]]) -> set[Place]:
+    found: set[Place] = set()
+    for epoch, samples in by_epoch.items():
+        found.update(itertools.product([int(epoch)], samples))
+    return found
 
 
 def weight_figure(observations: Sequence[Observation], *, footer: str = "") -> tuple[Figure, FigureWords] | None:
@@ -141,28 +164,46 @@ def weight_figure(observations: Sequence[Observation], *, footer: str = "") -> t
     if not every:
         return None
     maps, scenario = every[:MAX_MAPS], every[0].first["scenario"]
-    undrawn = [observation for found in every[MAX_MAPS:] for observation in found.observations]
-    without = [observation for observation in observations if not observation["updates"]]
-    notes = ["A row is an update, and a column a sample. At the right: the sum of the update's coefficients."]
-    notes += [f"Not drawn: {names} ({outcome})." for outcome, names in _outcomes(undrawn)]
-    notes += [f"Without an update: {names} ({outcome})." for outcome, names in _outcomes(without)]
-    notes += ["The epoch that raises is trained again as the next one."] * (scenario["fault"] == Fault.EXCEPTION)
     setting = f"{scenario['name']}: {Scenario.from_dict(scenario).setting}"
-    words = FigureWords(scenario["title"] or scenario["name"], setting, footer, notes)
+    title = scenario["title"] or scenario["name"]
+    words = FigureWords(title, setting, footer, _notes(observations, every[MAX_MAPS:]))
     updates, epochs = _drawn_extent(maps, scenario["samples"])
     with matplotlib.style.context(list(style.BASE)):
-        heights = [_height(found, updates, epochs) for found in maps]
-        figure = new_figure(words, _legend_keys(maps, epochs), sum(heights) + BAR)
-        rows = [len(found.drawn(updates, epochs)) + any(_marks(found, epochs).values()) for found in maps]
+        height = _total_height(maps, updates, epochs) + BAR
+        figure = new_figure(words, _legend_keys(maps, epochs), height)
+        rows = [_num_rows(found, updates, epochs) for found in maps]
         every_axes = figure.subplots(len(maps), squeeze=False, height_ratios=rows)[:, 0]
         for axes, found in zip(every_axes, maps, strict=True):
             _draw(axes, found, updates, epochs)
         _number_samples(every_axes[-1], scenario["samples"], epochs)
-        bar = figure.colorbar(ScalarMappable(SCALE, COLOURS), ax=every_axes, location="bottom", aspect=60, shrink=0.8)
-        bar.set_ticks([1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8], labels=["≤ 1/8", "1/4", "1/2", "1: right", "2", "4", "≥ 8"])
+        bar = figure.colorbar(
+            ScalarMappable(SCALE, COLOURS),
+            ax=every_axes,
+            location="bottom",
+            aspect=60,
+            shrink=0.8,
+        )
+        labels = ["≤ 1/8", "1/4", "1/2", "1: right", "2", "4", "≥ 8"]
+        bar.set_ticks([1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8], labels=labels)
         bar.minorticks_off()
-        bar.set_label("weight of a sample / its weight in a full batch of the same samples", size=SMALL)
+        words_of_bar = "weight of a sample / its weight in a full batch of the same samples"
+        bar.set_label(words_of_bar, size=SMALL)
     return figure, words
+
+
+def _notes(observations: Sequence[Observation], undrawn: Sequence[WeightMap]) -> list[str]:
+    """What stands below the figure."""
+    left_out: list[Observation] = []
+    for found in undrawn:
+        left_out += found.observations
+    without = [observation for observation in observations if not observation["updates"]]
+    notes = ["A row is an update, and a column a sample. At the right: the sum of the update's coefficients."]
+    for what, some_of_them in (("Not drawn", left_out), ("Without an update", without)):
+        for outcome, names in _outcomes(some_of_them):
+            notes.append(f"{what}: {names} ({outcome}).")
+    if observations[0]["scenario"]["fault"] == Fault.EXCEPTION:
+        notes.append("The epoch that raises is trained again as the next one.")
+    return notes
 
 
 def _outcomes(observations: Sequence[Observation]) -> list[tuple[str, str]]:
@@ -175,9 +216,26 @@ def _drawn_extent(maps: Sequence[WeightMap], samples: int) -> tuple[int, int]:
     """Updates of each map, and epochs of all, that fit into the figure."""
     epochs = min(MAX_EPOCHS, max(2, MAX_COLUMNS // samples), max(found.epochs for found in maps))
     updates = MAX_UPDATES
-    while updates > MIN_UPDATES and sum(_height(found, updates, epochs) for found in maps) > MAPS_HEIGHT:
+    while updates > MIN_UPDATES and _total_height(maps, updates, epochs) > MAPS_HEIGHT:
         updates -= 1
     return updates, epochs
+
+
+def _total_height(maps: Sequence[WeightMap], updates: int, epochs: int) -> float:
+    """Inches of all maps with their words."""
+    total = 0.0
+    for found in maps:
+        lines = len(_title(found, updates, epochs)) + 1
+        total += _num_rows(found, updates, epochs) * ROW + lines * LINE
+    return total
+
+
+def _num_rows(found: WeightMap, updates: int, epochs: int) -> int:
+    """The updates that are drawn, and one row for the marks if there are any."""
+    rows = len(found.drawn(updates, epochs))
+    if any(_marks(found, epochs).values()):
+        rows += 1
+    return rows
 
 
 def _title(found: WeightMap, updates: int, epochs: int) -> list[str]:
@@ -190,43 +248,42 @@ def _title(found: WeightMap, updates: int, epochs: int) -> list[str]:
         texts.append(f"updates {drawn[0] + 1} to {drawn[-1] + 1} of {len(every)}; sums of the others: {ends}")
     elif found.epochs > epochs:
         texts.append(f"first {epochs} of {found.epochs} epochs")
-    return [line for text in texts for line in style.wrap(text, FULL - 0.9, TINY)]
-
-
-def _height(found: WeightMap, updates: int, epochs: int) -> float:
-    """Inches of a map with its words."""
-    rows = len(found.drawn(updates, epochs)) + any(_marks(found, epochs).values())
-    return rows * ROW + (len(_title(found, updates, epochs)) + 1) * LINE
+    lines: list[str] = []
+    for text in texts:
+        lines += style.wrap(text, FULL - 0.9, TINY)
+    return lines
 
 
 def _marks(found: WeightMap, epochs: int) -> dict[str, list[int]]:
     """Columns of the samples that are in no update, by what became of them."""
     samples = found.first["scenario"]["samples"]
-    return {
-        name: sorted(epoch * samples + sample for epoch, sample in places if epoch < epochs)
-        for name, places in found.in_no_update.items()
-    }
+    marks = {}
+    for name, places in found.in_no_update.items():
+        drawn = [(epoch, sample) for epoch, sample in sorted(places) if epoch < epochs]
+        marks[name] = [epoch * samples + sample for epoch, sample in drawn]
+    return marks
 
 
 def _draw(axes: Axes, found: WeightMap, updates: int, epochs: int) -> None:
-    values, marks, samples = found.image(updates, epochs), _marks(found, epochs), found.first["scenario"]["samples"]
-    last, right, is_marked = len(values), values.shape[1] - 0.5, any(marks.values())
-    clipped = np.where(values > 0, np.clip(values, 1 / COLOUR_LIMIT, COLOUR_LIMIT), 1 / COLOUR_LIMIT)
-    shown = np.ma.masked_where(np.isnan(values), clipped)
-    extent = (-0.5, right, last + 0.5, 0.5)
-    axes.imshow(shown, cmap=COLOURS, norm=SCALE, aspect="auto", interpolation="nearest", extent=extent)
-    axes.hlines([line + 0.5 for line in range(last + 1)], -0.5, right, color="#cccccc", linewidth=0.5, zorder=2)
-    edges = [epoch * samples - 0.5 for epoch in range(epochs + 1)]
-    axes.vlines(edges, 0.5, last + 0.5 + is_marked, color="black", linewidth=0.8)
+    samples = found.first["scenario"]["samples"]
+    values = found.image(updates, epochs)
+    last, right = len(values), values.shape[1] - 0.5
+    _draw_weights(axes, values)
+    drawn = found.drawn(updates, epochs)
+    names = [str(number + 1) for number in drawn]
+    marks = _marks(found, epochs)
+    if any(marks.values()):
+        names.append("in none")
+    edges = samples * np.arange(epochs + 1) - 0.5
+    axes.vlines(edges, 0.5, len(names) + 0.5, color="black", linewidth=0.8)
     if found.epochs < epochs:
         axes.fill_between([found.epochs * samples - 0.5, right], 0.5, last + 0.5, **ENDED)
-    drawn = found.drawn(updates, epochs)
     for line, update in enumerate(found.first["updates"][drawn.start : drawn.stop], start=1):
         axes.text(right, line, f" {_sum_text(update)}", size=TINY, va="center", ha="left")
     size = min(4.0, 0.8 * 72 * FULL * 0.85 / values.shape[1])
     for name, columns in marks.items():
-        axes.plot(columns, [last + 1] * len(columns), linestyle="none", markersize=size, **SIGNS[name][0])
-    names = [str(number + 1) for number in drawn] + ["in none"] * is_marked
+        rows = [last + 1] * len(columns)
+        axes.plot(columns, rows, linestyle="none", markersize=size, **SIGNS[name][0])
     axes.set_yticks(range(1, len(names) + 1), names, size=TINY)
     axes.set(xticks=[], xlim=(-0.5, right), ylim=(len(names) + 0.5, 0.5))
     axes.tick_params(length=0, pad=2)
@@ -236,26 +293,62 @@ def _draw(axes: Axes, found: WeightMap, updates: int, epochs: int) -> None:
     axes.set_title(title, loc="left", size=TINY, pad=2, linespacing=1.15)
 
 
-def _sum_text(update: Mapping[str, Any]) -> str:
+def _draw_weights(axes: Axes, values: np.ndarray[Any, np.dtype[np.float64]]) -> None:
+    """The weights as colours, with a line between two updates."""
+    last, right = len(values), values.shape[1] - 0.5
+    lowest = 1 / COLOUR_LIMIT
+    clipped = np.where(values > 0, np.clip(values, lowest, COLOUR_LIMIT), lowest)
+    axes.imshow(
+        np.ma.masked_where(np.isnan(values), clipped),
+        cmap=COLOURS,
+        norm=SCALE,
+        aspect="auto",
+        interpolation="nearest",
+        extent=(-0.5, right, last + 0.5, 0.5),
+    )
+    axes.hlines(np.arange(last + 1) + 0.5, -0.5, right, color="#cccccc", linewidth=0.5, zorder=2)
+
+
+def _sum_text(update: UpdateRecord) -> str:
     """Sum of the coefficients, and the right one if that is not 1."""
-    right = float(update["right_sum"])
-    return _digits(update["sum"]) + ("" if math.isclose(right, 1, rel_tol=TOLERANCE) else f" of {_digits(right)}")
+    if math.isclose(update["right_sum"], 1, rel_tol=TOLERANCE):
+        return _digits(update["sum"])
+    return f"{_digits(update['sum'])} of {_digits(update['right_sum'])}"
 
 
 def _digits(value: float) -> str:
     """With two decimals, or with three digits where two decimals are not enough."""
-    return f"{value:.2f}" if math.isclose(value, round(value, 2), rel_tol=TOLERANCE) else f"{value:.3g}"
+    if math.isclose(value, round(value, 2), rel_tol=TOLERANCE):
+        return f"{value:.2f}"
+    return f"{value:.3g}"
 
 
 def _number_samples(axes: Axes, samples: int, epochs: int) -> None:
     """Below the last map: the samples of each epoch."""
-    most = max(1, 20 // epochs)
-    step = next(digit * 10**power for power in range(7) for digit in (1, 2, 5) if digit * 10**power * most >= samples)
-    inner = [sample for sample in range(0, samples, step) if sample == 0 or sample + step / 2 <= samples]
-    places = [(epoch, sample) for epoch in range(epochs) for sample in inner]
-    labels = [str(sample) if sample else f"0\nepoch {epoch + 1}" for epoch, sample in places]
-    axes.set_xticks([epoch * samples + sample for epoch, sample in places], labels, size=TINY)
+    step = _tick_step(samples, most=max(1, 20 // epochs))
+    columns, labels = [], []
+    for epoch in range(epochs):
+        for sample in range(0, samples, step):
+            if sample == 0:
+                label = f"0\nepoch {epoch + 1}"
+            elif sample + step / 2 <= samples:
+                label = str(sample)
+            else:  # too close to the next epoch
+                continue
+            columns.append(epoch * samples + sample)
+            labels.append(label)
+    axes.set_xticks(columns, labels, size=TINY)
     axes.set_xlabel("sample", size=TINY)
+
+
+def _tick_step(samples: int, *, most: int) -> int:
+    """The smallest of 1, 2, 5, 10, 20 ... with which there are at most so many ticks."""
+    unit = 1
+    while True:
+        for step in (unit, 2 * unit, 5 * unit):
+            if step * most >= samples:
+                return step
+        unit *= 10
 
 
 def _legend_keys(maps: Sequence[WeightMap], epochs: int) -> list[Key]:

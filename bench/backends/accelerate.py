@@ -14,6 +14,7 @@ from bench.backends.training_job import Job
 from bench.backends.zero_options import zero_config
 from bench.errors import UnsupportedError
 from bench.plan.cell import Stepping, Sync
+from bench.plan.world import Refusals
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -28,11 +29,12 @@ _TYPES = {DDP: ("MULTI_CPU", "MULTI_GPU"), FSDP2: ("FSDP",), DEEPSPEED: ("DEEPSP
 def set_up_state(job: Job, wrapper: str) -> None:
     """Set up Accelerate's ``PartialState`` for the existing process group; call before every ``Accelerator``.
 
-    It first clears the singletons and variables of an earlier ``Accelerator`` in this process. On CUDA Accelerate then
-    finds device and group by itself. On the CPU it has public options for DDP (``cpu=True``) and for DeepSpeed (the
-    name of the group's backend), but knows no FSDP: beside an ``fsdp_plugin``, ``cpu=True`` trains DDP, and without it
-    nothing is reduced at all (accelerate/state.py: ``_prepare_backend`` and ``AcceleratorState``). There, and only
-    there, two methods are overridden: the ranks count as GPUs, while device and process group are the CPU's.
+    It first clears the singletons and variables of an earlier ``Accelerator`` in this process. On
+    CUDA Accelerate then finds device and group by itself. On the CPU it has public options for DDP
+    (``cpu=True``) and for DeepSpeed (the name of the group's backend), but knows no FSDP: beside an
+    ``fsdp_plugin``, ``cpu=True`` trains DDP, and without it nothing is reduced at all
+    (accelerate/state.py: ``_prepare_backend`` and ``AcceleratorState``). There, and only there, two
+    methods are overridden: the ranks count as GPUs, while device and process group are the CPU's.
     """
     import torch
     from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
@@ -74,8 +76,8 @@ def check(accelerator: Accelerator, model: nn.Module, wrapper: str, job: Job) ->
 class Stream:
     """A loader as the data set of a DataLoader that Accelerate can prepare, one item for each micro-batch of any rank.
 
-    A prepared DataLoader hands rank r every W-th item from r on (accelerate/data_loader.py: ``BatchSamplerShard``).
-    These are the rank's own micro-batches, in order.
+    A prepared DataLoader hands rank r every W-th item from r on (accelerate/data_loader.py:
+    ``BatchSamplerShard``). These are the rank's own micro-batches, in order.
     """
 
     def __init__(self, loader: Any, world_size: int) -> None:
@@ -94,17 +96,17 @@ class Stream:
 class AccelerateBackend(Backend):
     """The documented loop under ``accumulate()``. Subclasses choose the wrapper.
 
-    The loader is prepared too: Accelerate then fetches one micro-batch ahead, sees the end of an epoch and steps there,
-    but divides the loss by N in a smaller window as well. Clipping is by ``clip_grad_norm_``, which under DeepSpeed
-    only asks the engine for the norm.
+    The loader is prepared too: Accelerate then fetches one micro-batch ahead, sees the end of an
+    epoch and steps there, but divides the loss by N in a smaller window as well. Clipping is by
+    ``clip_grad_norm_``, which under DeepSpeed only asks the engine for the norm.
     """
 
     family = BackendFamily.HUGGING_FACE
-    stepping, counts_steps = Stepping.FLUSH, False
+    stepping = Stepping.FLUSH
     requires: ClassVar[tuple[str, ...]] = ("accelerate",)
-    # Accelerate imports DeepSpeed and, for a loader, datasets. The Trainer's backends are forked from the same process.
+    # Accelerate imports DeepSpeed and, for a loader, datasets. The Trainer's backends are forked
+    # from the same process.
     preload: ClassVar[tuple[str, ...]] = ("transformers.trainer", "accelerate", "datasets", *ds.PRELOAD)
-    scenario_variant = "bench.audit.job:AuditedAccelerator"
     wrapper: ClassVar[str]
     sync_each_batch: ClassVar[bool] = False
 
@@ -186,13 +188,16 @@ class AccelerateDDPEager(AccelerateDDP):
 class AccelerateFSDP2(AccelerateBackend, fsdp2.FSDP2Backend):
     """FSDP2, where ``accumulate()`` defers the reduction as under DDP (``set_requires_gradient_sync``).
 
-    Accelerate shards the blocks, and of a transformers model also the embedding, and final norm and head together
-    (accelerate/utils/fsdp_utils.py: ``fsdp2_prepare_model``). It does that by the addresses of parameters.
+    Accelerate shards the blocks, and of a transformers model also the embedding, and final norm and
+    head together (accelerate/utils/fsdp_utils.py: ``fsdp2_prepare_model``). It does that by the
+    addresses of parameters.
     """
 
     name, framework = "accelerate-fsdp2", "Accelerate FSDP2"
     colour = "#AA4499"
-    not_fake = "Accelerate finds the sharded parameters by the addresses of the old ones, which fake tensors lack"
+    refuses = Refusals(
+        fake="Accelerate finds the sharded parameters by the addresses of the old ones, which fake tensors lack"
+    )
     splits_root = True
     sync = Sync.DEFERRED
     wrapper = FSDP2
@@ -222,8 +227,8 @@ class AccelerateFSDP2Eager(AccelerateFSDP2):
 class AccelerateDeepSpeedZero2(ds.ZeroBackend, AccelerateBackend):
     """Stage 2 with the configuration of ``deepspeed-zero2-eager``; only DeepSpeed clips, and divides the loss.
 
-    Accelerate tells the engine in every micro-batch whether the window is complete, and calls ``engine.step`` only
-    then, within ``Accelerator.backward``.
+    Accelerate tells the engine in every micro-batch whether the window is complete, and calls
+    ``engine.step`` only then, within ``Accelerator.backward``.
     """
 
     name, framework = "accelerate-deepspeed-zero2", "Accelerate DeepSpeed"

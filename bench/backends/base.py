@@ -1,6 +1,7 @@
 """The backend interface and the registry.
 
-This module imports neither torch nor a framework, so that planning works without them; ``train`` imports what it needs.
+This module imports neither torch nor a framework, so that planning works without them; ``train``
+imports what it needs.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import inspect
+import itertools
 import os
 import pkgutil
 import re
@@ -24,6 +26,7 @@ from bench.backends.training_job import Job
 from bench.errors import InputError, UnsupportedError
 from bench.plan.categories import Category
 from bench.plan.cell import Cell, Device, Sharding, Stepping, Sync
+from bench.plan.world import Refusals
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,10 +51,9 @@ class BackendFamily(StrEnum):
     OTHER = "Others"
 
 
-Defect = tuple[str, str, str, str]
-"""Package, its versions that have the defect (docs/versions.md), the defect in words, and versions to install."""
 Call = tuple[str, str, int, int]
-"""Calls of a collective: operation, dtype, elements of the whole logical tensor, and how often it is called."""
+"""Calls of a collective: operation, dtype, elements of the whole logical tensor, and how often it
+is called."""
 
 
 def known(function: Callable[..., Any], settings: dict[str, Any]) -> dict[str, Any]:
@@ -78,75 +80,54 @@ class Backend(ABC):
     """Display name of the framework."""
     sync: ClassVar[Sync]
     sharding: ClassVar[Sharding]
+    replicate: ClassVar[int] = 0
+    """R where the matrix names none, for a backend that trains replicas of a sharded model (HSDP);
+    0 for all others."""
+    stepping: ClassVar[Stepping] = Stepping.UNKNOWN
+    """How the backend handles an incomplete window at the end of an epoch."""
+    bf16_as: ClassVar[str] = BF16_AUTOCAST
+    """How bf16 is computed: autocast keeps the residual stream and norms in fp32, bf16 parameters
+    do not."""
+    refuses: ClassVar[Refusals] = Refusals()
+    """What the backend cannot do, with the reasons."""
+    defect: ClassVar[str] = ""
+    """A known defect of the framework that the gates should catch when N > 1, in words; empty if
+    none."""
+
     requires: ClassVar[tuple[str, ...]] = ()
     """Import names of required packages besides torch."""
     preload: ClassVar[tuple[str, ...]] = ()
-    """What a fork server imports before it forks trials (``module``) or calls (``module:function``); empty for
-    ``requires``."""
-    defect: ClassVar[str] = ""
-    """A known defect of the framework that the gates should catch when N > 1, in words; empty if none."""
+    """What a fork server imports before it forks trials (``module``) or calls
+    (``module:function``); empty for ``requires``."""
     untried: ClassVar[bool] = False
     """Whether the backend has never run. It must then be named: ``all`` does not select it."""
 
     family: ClassVar[BackendFamily] = BackendFamily.OTHER
     colour: ClassVar[str] = ""
-    """The framework's colour in figures, ``#rrggbb``; empty for one that no other framework of the run has."""
-    formula: ClassVar[str] = ""
-    """``module:function`` of its collectives and held bytes (``bench.judge.formulas.Formula``); empty for none."""
+    """The framework's colour in figures, ``#rrggbb``; empty for one that no other framework of the
+    run has."""
     is_mechanism: ClassVar[bool] = False
     """Whether it shards and reduces itself, as others wrap it."""
-    stage: ClassVar[int] = 0
-    """Stage of DeepSpeed's ZeRO; 0 for other frameworks."""
-    own_defaults: ClassVar[bool] = False
-    """Whether buckets and gathers are those of DeepSpeed's defaults; see ``zero_options``."""
-    bucket_views: ClassVar[bool] = False
-    """``gradient_as_bucket_view``: whether a gradient that DDP has reduced is a view of its bucket, not a copy."""
-    splits_root: ClassVar[bool] = False
-    """Whether FSDP2 shards the embedding, and norm and head together, as units of their own, not with the root."""
-    frees_gradients_late: ClassVar[bool] = False
-    """Whether the gradients of a window are freed only after the first forward of the next."""
-    aliases: ClassVar[tuple[str, ...]] = ()
-    """What a trainer's argument calls it, such as Lightning's ``strategy``."""
-    defective_versions: ClassVar[tuple[Defect, ...]] = ()
-    """Defects that versions of its packages have."""
-    scenario_variant: ClassVar[str] = ""
-    """``module:Class`` of a subclass that passes epochs, limits and checkpoints of scenarios to the framework."""
-
-    replicate: ClassVar[int] = 0
-    """R where the matrix names none, for a backend that trains replicas of a sharded model (HSDP); 0 for all others."""
-    not_virtual: ClassVar[str] = ""
-    """Why the backend cannot run as rank 0 of a virtual world (``bench.launch.rank``); empty if it can."""
-    not_fake: ClassVar[str] = ""
-    """Why it cannot run on fake tensors (``bench.measure.tensors``); empty if it can."""
-    not_checkpointed: ClassVar[str] = ""
-    """Why its blocks cannot be checkpointed (``bench.backends.blocks``); empty if they can."""
-    not_compiled: ClassVar[str] = ""
-    """Why its blocks cannot be compiled; empty if they can."""
-    not_bf16: ClassVar[str] = ""
-    """Why it refuses bf16; empty if it does not."""
-
-    stepping: ClassVar[Stepping] = Stepping.UNKNOWN
-    """How the backend handles an incomplete window at the end of an epoch."""
-    counts_steps: ClassVar[bool] = True
-    """Whether a trainer that steps at the end of an epoch counts its steps and foresees their number."""
-    bf16_as: ClassVar[str] = BF16_AUTOCAST
-    """How bf16 is computed: autocast keeps the residual stream and norms in fp32, bf16 parameters do not."""
+    formula: ClassVar[Callable[..., Any] | str] = ""
+    """What it must send and hold, for a backend of another package: a static method, or
+    ``package.module:function``. Backends of this package have theirs in
+    ``bench.judge.formulas``."""
 
     @abstractmethod
     def train(self, job: Job) -> None:
         """Build the model and train ``job.windows`` windows.
 
-        Use ``job.loader`` for micro-batches, ``job.loss`` for losses, ``job.optimizer`` for the optimizer. Raises
-        UnsupportedError for a job that the backend cannot run.
+        Use ``job.loader`` for micro-batches, ``job.loss`` for losses, ``job.optimizer`` for the
+        optimizer. Raises UnsupportedError for a job that the backend cannot run.
         """
 
     @abstractmethod
     def full_parameters(self) -> Mapping[str, Tensor]:
         """The full fp32 parameters, under the names of the built model.
 
-        Called on every rank, because gathering shards is collective: after ``train``, and in semantic scenarios also
-        during it, when the first micro-batch after an update is fetched. Values may be gathered on access, so all ranks
-        access the same names in the same order.
+        Called on every rank, because gathering shards is collective: after ``train``, and in
+        semantic scenarios also during it, when the first micro-batch after an update is fetched.
+        Values may be gathered on access, so all ranks access the same names in the same order.
         """
 
     def reported(self) -> dict[str, int]:
@@ -156,7 +137,8 @@ class Backend(ABC):
     def continue_training(self, job: Job) -> None:
         """Continue training with what ``train`` built, after an exception in the middle of a window.
 
-        Semantic scenarios call this and the two methods below. A backend without them is ``unsupported`` there.
+        Semantic scenarios call this and the two methods below. A backend without them is
+        ``unsupported`` there.
         """
         raise UnsupportedError(f"{self.name} cannot continue after an exception: define continue_training()")
 
@@ -169,19 +151,20 @@ class Backend(ABC):
     def save(self, folder: Path, seen: int, accumulate: int) -> int:
         """Write a checkpoint into ``folder`` after ``seen`` micro-batches of the epoch. Collective.
 
-        Returns how many of them the resumed training should skip. The default suits loops over ``each_window``: it
-        saves nothing beyond the parameters, which the caller saves and which are the state at the last update, so the
-        open window is repeated. A framework with its own checkpoints reads them from ``job.resume`` if that is a
-        folder.
+        Returns how many of them the resumed training should skip. The default suits loops over
+        ``each_window``: it saves nothing beyond the parameters, which the caller saves and which
+        are the state at the last update, so the open window is repeated. A framework with its own
+        checkpoints reads them from ``job.resume`` if that is a folder.
         """
         return seen - seen % accumulate
 
     def holdings(self) -> Mapping[Category, Iterable[Tensor]]:
         """Tensors whose use cannot be determined from outside, such as the framework's flat buffers, by category.
 
-        The memory pass calls this at every tapped event of one window, and assigns the storages of these tensors to the
-        categories for their whole life. It finds the following by itself: parameters that operators take, their
-        gradients, the inner optimizer's parameters and state, and what collectives read and write.
+        The memory pass calls this at every tapped event of one window, and assigns the storages of
+        these tensors to the categories for their whole life. It finds the following by itself:
+        parameters that operators take, their gradients, the inner optimizer's parameters and state,
+        and what collectives read and write.
         """
         return {}
 
@@ -210,7 +193,9 @@ class Backend(ABC):
     @classmethod
     def preloaded(cls) -> tuple[str, ...]:
         """What the process from which ranks are forked loads (``load``)."""
-        return cls.preload or cls.requires
+        if not cls.preload:
+            return cls.requires
+        return cls.preload
 
     @classmethod
     def missing(cls, device: Device) -> str:
@@ -241,19 +226,32 @@ def built_in() -> dict[str, type[Backend]]:
     found: list[list[type[Backend]]] = []
     for info in pkgutil.iter_modules(backends.__path__, "bench.backends."):
         values = vars(importlib.import_module(info.name)).values()
-        classes = [value for value in values if isinstance(value, type) and issubclass(value, Backend)]
-        if defined := [kind for kind in classes if kind.__module__ == info.name and "name" in vars(kind)]:
+        if defined := [value for value in values if _is_defined_in(info.name, value)]:
             found.append(defined)
-    found.sort(
-        key=lambda module: (list(BackendFamily).index(module[0].family), module[0].sharding is not Sharding.NONE)
-    )
-    return {backend.name: backend for module in found for backend in module}
+    found.sort(key=_place_of_module)
+    return {backend.name: backend for backend in itertools.chain.from_iterable(found)}
+
+
+def _is_defined_in(module: str, value: Any) -> bool:
+    """Whether a value in a module is a backend that it defines, not one that it imports or a base of several."""
+    if not (isinstance(value, type) and issubclass(value, Backend)):
+        return False
+    return value.__module__ == module and "name" in vars(value)
+
+
+def _place_of_module(defined: list[type[Backend]]) -> tuple[int, bool]:
+    """What sorts modules, from the backends that each defines."""
+    first = defined[0]
+    return list(BackendFamily).index(first.family), first.sharding is not Sharding.NONE
 
 
 def installed_backends() -> dict[str, str]:
     """Backends that ``all`` does not select, by name, as ``module:Class``; those of packages are not imported."""
-    untried = {name: f"{kind.__module__}:{kind.__name__}" for name, kind in built_in().items() if kind.untried}
-    return {entry.name: entry.value for entry in _entry_points()} | untried
+    found = {entry.name: entry.value for entry in _entry_points()}
+    for name, kind in built_in().items():
+        if kind.untried:
+            found[name] = f"{kind.__module__}:{kind.__name__}"
+    return found
 
 
 def _entry_points() -> Iterable[importlib.metadata.EntryPoint]:
@@ -263,8 +261,9 @@ def _entry_points() -> Iterable[importlib.metadata.EntryPoint]:
 def registry(names: Iterable[str] = ()) -> dict[str, type[Backend]]:
     """Backends by name: built-in ones, those in EXTRA_BACKENDS, and those of ``names`` that installed packages offer.
 
-    Only packages of requested backends are imported, and only requested backends may be untried. Unknown names are
-    left out. Raises InputError for something that is not a backend, or a name that is invalid or already taken.
+    Only packages of requested backends are imported, and only requested backends may be untried.
+    Unknown names are left out. Raises InputError for something that is not a backend, or a name
+    that is invalid or already taken.
     """
     names = list(dict.fromkeys(names))
     found = {name: backend for name, backend in built_in().items() if not backend.untried}
@@ -277,7 +276,9 @@ def registry(names: Iterable[str] = ()) -> dict[str, type[Backend]]:
             found[backend.name] = backend
     found |= {name: built_in()[name] for name in names if name in built_in()}
     wanted = [name for name in names if name not in {*found, ALL}]
-    entries = list(_entry_points()) if wanted else []
+    entries = []
+    if wanted:
+        entries = list(_entry_points())
     for name in wanted:
         several = [entry for entry in entries if entry.name == name]
         if len(several) > 1:

@@ -1,11 +1,13 @@
 """Activation checkpointing and compilation of a model's blocks, and which cells cannot run here.
 
-Checkpointing comes first, then torch.compile, as in torchtitan (torchtitan/models/llama3/infra/parallelize.py), which
-shards or wraps the blocks only afterwards. Here the block's ``forward`` is replaced instead of the block, so that
-parameters keep their names and the framework's hooks stay outside: FSDP2 does not gather again for recomputation.
+Checkpointing comes first, then torch.compile, as in torchtitan
+(torchtitan/models/llama3/infra/parallelize.py), which shards or wraps the blocks only afterwards.
+Here the block's ``forward`` is replaced instead of the block, so that parameters keep their names
+and the framework's hooks stay outside: FSDP2 does not gather again for recomputation.
 
-Selective checkpointing keeps what torchtitan's keeps (torchtitan 0.3.0, distributed/activation_checkpoint.py): the
-results of attention and of every second matrix product. Everything else is recomputed.
+Selective checkpointing keeps what torchtitan's keeps (torchtitan 0.3.0,
+distributed/activation_checkpoint.py): the results of attention and of every second matrix product.
+Everything else is recomputed.
 """
 
 from __future__ import annotations
@@ -35,13 +37,20 @@ CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 def skip(cell: Cell, backend: type[Backend]) -> str:
     """Why a cell cannot run here, in one line; empty if it can."""
-    return backend.missing(cell.device) or refusal(cell, backend) or missing(cell)
+    if reason := backend.missing(cell.device):
+        return reason
+    if reason := refusal(cell, backend):
+        return reason
+    return missing(cell)
 
 
 def skipped(cells: Sequence[Cell], backends: Mapping[str, type[Backend]]) -> dict[str, str]:
     """Why cells cannot run here, by id; cells that can are left out."""
-    reasons = {cell.cell_id: skip(cell, backends[cell.backend]) for cell in cells}
-    return {cell_id: reason for cell_id, reason in reasons.items() if reason}
+    reasons = {}
+    for cell in cells:
+        if reason := skip(cell, backends[cell.backend]):
+            reasons[cell.cell_id] = reason
+    return reasons
 
 
 def refusal(cell: Cell, backend: type[Backend]) -> str:
@@ -51,14 +60,14 @@ def refusal(cell: Cell, backend: type[Backend]) -> str:
     """
     if reason := cell.world.refusal(backend):
         return reason
-    if cell.activation_checkpointing and backend.not_checkpointed:
-        return f"{backend.name} cannot run with activation checkpointing: {backend.not_checkpointed}"
+    if cell.activation_checkpointing and backend.refuses.checkpointed:
+        return f"{backend.name} cannot run with activation checkpointing: {backend.refuses.checkpointed}"
     if cell.selective_checkpointing and not cell.activation_checkpointing:
         return "selective checkpointing needs activation checkpointing"
     if cell.compiled and not cell.world.computes:
         return "fake tensors cannot be compiled: compiled code allocates by itself, which would not be seen"
-    if cell.compiled and backend.not_compiled:
-        return f"{backend.name} cannot run with compiled blocks: {backend.not_compiled}"
+    if cell.compiled and backend.refuses.compiled:
+        return f"{backend.name} cannot run with compiled blocks: {backend.refuses.compiled}"
     return ""
 
 
@@ -66,10 +75,13 @@ def missing(cell: Cell) -> str:
     """What this machine lacks for compilation, and how to fix it; empty if nothing, or if the cell is not compiled."""
     if not cell.compiled:
         return ""
-    # torch._inductor builds C++ kernels for the CPU, and Triton a launcher in C for each of its kernels.
-    names = ("g++", "clang++", "c++") if cell.device is Device.CPU else ("gcc", "clang", "cc")
-    chosen = os.environ.get("CXX" if cell.device is Device.CPU else "CC", "")
-    if not any(shutil.which(name) for name in (chosen, *names) if name):
+    # torch._inductor builds C++ kernels for the CPU, and Triton a launcher in C for each of its
+    # kernels.
+    names, variable = ("gcc", "clang", "cc"), "CC"
+    if cell.device is Device.CPU:
+        names, variable = ("g++", "clang++", "c++"), "CXX"
+    chosen = os.environ.get(variable, "")
+    if not any(map(shutil.which, filter(None, (chosen, *names)))):
         return f"torch.compile needs a compiler: install {names[0]}"
     if cell.device is Device.CUDA and importlib.util.find_spec("triton") is None:
         return "torch.compile needs Triton: pip install triton"
@@ -79,13 +91,16 @@ def missing(cell: Cell) -> str:
 def prepare(blocks: Sequence[nn.Module], cell: Cell, compiler: str = COMPILER) -> None:
     """Checkpoint and compile the blocks of a built model in place, as the cell asks.
 
-    Graph breaks are errors, and so are recompilations beyond torch's limit, so compiled blocks really are compiled.
+    Graph breaks are errors, and so are recompilations beyond torch's limit, so compiled blocks
+    really are compiled.
     """
     import torch
 
     if cell.activation_checkpointing:
         for block in blocks:
-            checkpointed = _selectively_checkpointed if cell.selective_checkpointing else _checkpointed
+            checkpointed = _checkpointed
+            if cell.selective_checkpointing:
+                checkpointed = _selectively_checkpointed
             block.forward = types.MethodType(checkpointed, block)
     if cell.compiled:
         protect_cache()
@@ -96,8 +111,8 @@ def prepare(blocks: Sequence[nn.Module], cell: Cell, compiler: str = COMPILER) -
 def protect_cache() -> None:
     """Create the cache folder of compiled code, writable only by this user.
 
-    Its content is executed, and its name can be guessed. If others can write to it, the launcher's temporary folder is
-    used instead.
+    Its content is executed, and its name can be guessed. If others can write to it, the launcher's
+    temporary folder is used instead.
     """
     if not (name := os.environ.get(CACHE)):
         return
@@ -168,6 +183,8 @@ def _policy() -> Callable[..., Any]:
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         seen[context.is_recompute] += operator in products
         is_kept = operator in attention or (operator in products and seen[context.is_recompute] % 2 == 1)
-        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+        if is_kept:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench.backends.base import BF16_PARAMETERS, Backend, BackendFamily, Defect
+from bench.backends.base import BF16_PARAMETERS, Backend, BackendFamily
 from bench.backends.training_job import Job
 from bench.backends.zero_options import gather_after_updates, zero_config
 from bench.errors import UnsupportedError
 from bench.plan.categories import Category
 from bench.plan.cell import Cell, Device, Sharding, Stepping, Sync
+from bench.plan.world import Refusals
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-LAST_ONLY = ">=0.17.6,<0.18.3"
-"""Versions in which ZeRO-2 keeps only the last micro-batch of a window (#7509, fixed by #7665)."""
-BF16_SUM = "<0.19.8"
-"""Versions in which ZeRO-2 sums bf16 gradients in bf16, whatever ``grad_accum_dtype`` says (docs/versions.md)."""
+GATHERS_IN_HOOKS = "stage 3 gathers parameters in hooks of the modules within a block, which a graph cannot contain"
+"""Why blocks cannot be compiled under stage 3."""
+SUMS_IN_BF16 = "coalesce_grad_reduction sums gradients in bf16, all others in fp32, so the backend refuses bf16"
+"""Why a deferred reduction is not offered in bf16."""
 PRELOAD = ("deepspeed", "deepspeed.runtime.zero.muon.original_muon")
 """deepspeed.initialize imports the second module, and that all of torch.compile."""
 
@@ -29,10 +31,10 @@ PRELOAD = ("deepspeed", "deepspeed.runtime.zero.muon.original_muon")
 def prepare() -> None:
     """Prepare DeepSpeed; call before its first use.
 
-    All its compiled operators are disabled: the shared-memory operator would be compiled on any CPU, and listing the
-    others runs compilers (ops/__init__.py: _probe_compatible_ops). Without LOCAL_SIZE, which DeepSpeed's launcher sets
-    (launcher/launch.py), it starts ``numactl`` on the CPU whenever stage 3 reduces a bucket (cpu_accelerator.py:
-    device_count).
+    All its compiled operators are disabled: the shared-memory operator would be compiled on any
+    CPU, and listing the others runs compilers (ops/__init__.py: _probe_compatible_ops). Without
+    LOCAL_SIZE, which DeepSpeed's launcher sets (launcher/launch.py), it starts ``numactl`` on the
+    CPU whenever stage 3 reduces a bucket (cpu_accelerator.py: device_count).
     """
     import logging
     import os
@@ -52,8 +54,8 @@ def prepare() -> None:
 def short_parameter_repr() -> Iterator[None]:
     """Shorten the repr of parameters to their shape; use this while an engine is built.
 
-    ZeRO-3's constructor formats all its arguments into a message that is never printed (stage3.py: ``print_rank_0`` of
-    ``locals()``), which would copy every parameter to the host.
+    ZeRO-3's constructor formats all its arguments into a message that is never printed (stage3.py:
+    ``print_rank_0`` of ``locals()``), which would copy every parameter to the host.
     """
     from torch import nn
 
@@ -76,9 +78,9 @@ def gather(model: nn.Module) -> dict[str, Tensor]:
 def holdings(engine: Any) -> dict[Category, list[Tensor]]:
     """Tensors of the engine's ZeRO optimizer: flat parameters, fp32 masters, reduced gradients, buckets.
 
-    The attributes are those of ``DeepSpeedZeroOptimizer`` (stage 2) and ``DeepSpeedZeroOptimizer_Stage3`` in 0.19;
-    missing ones are skipped. The inner optimizer's parameters are the masters; their ``grad`` exists only during a
-    step.
+    The attributes are those of ``DeepSpeedZeroOptimizer`` (stage 2) and
+    ``DeepSpeedZeroOptimizer_Stage3`` in 0.19; missing ones are skipped. The inner optimizer's
+    parameters are the masters; their ``grad`` exists only during a step.
     """
     import torch
     from torch.utils._pytree import tree_leaves
@@ -86,12 +88,13 @@ def holdings(engine: Any) -> dict[Category, list[Tensor]]:
     zero = engine.optimizer
 
     def tensors(*names: str) -> list[Tensor]:
-        leaves = tree_leaves([getattr(zero, name, None) for name in names])
-        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        found = []
+        for name in names:
+            found += [leaf for leaf in tree_leaves(getattr(zero, name, None)) if isinstance(leaf, torch.Tensor)]
+        return found
 
     masters = tensors("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
-    groups: list[Any] = getattr(zero, "fp16_groups", [])
-    partitioned = [parameter for group in groups for parameter in group]
+    partitioned = list(itertools.chain.from_iterable(getattr(zero, "fp16_groups", [])))
     buffers = [bucket.buffer for bucket in zero.ipg_buckets.values()]
     averaged = [getattr(group, "flat_partition", group) for group in zero.averaged_gradients.values()]
     return {
@@ -111,12 +114,10 @@ class ZeroBackend(Backend):
 
     sharding = Sharding.GRADS
     bf16_as = BF16_PARAMETERS
-    formula = "bench.judge.zero:zero"
-    stage = 2
-    defective_versions: ClassVar[tuple[Defect, ...]] = (
-        ("deepspeed", LAST_ONLY, "ZeRO-2 keeps only the last micro-batch's gradient of a window", ">=0.19.8"),
-        ("deepspeed", BF16_SUM, "ZeRO-2 sums bf16 gradients in bf16, whatever grad_accum_dtype says", ">=0.19.8"),
-    )
+    stage: ClassVar[int] = 2
+    """Of ZeRO."""
+    own_defaults: ClassVar[bool] = False
+    """Whether buckets and gathers are those of DeepSpeed's defaults; see ``zero_options``."""
     config: dict[str, Any]
     """That of ``zero_config``."""
     masters: dict[str, Tensor]
@@ -135,22 +136,27 @@ class ZeroBackend(Backend):
 
     def save_masters(self, model: nn.Module, job: Job) -> None:
         """Copy the fp32 parameters of a built model to the CPU in bf16, for ``restore_masters``."""
-        self.masters = {name: p.detach().cpu().clone() for name, p in model.named_parameters()} if job.bf16 else {}
+        self.masters = {}
+        if job.bf16:
+            self.masters = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
 
     def restore_masters(self, model: nn.Module) -> None:
         """Set the fp32 masters to the initial weights, once. Collective.
 
-        In bf16 the engine casts the module before it copies the masters from it, so without this they would start as
-        bf16 roundings of the weights that all other backends start from.
+        In bf16 the engine casts the module before it copies the masters from it, so without this
+        they would start as bf16 roundings of the weights that all other backends start from.
         """
         import torch
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
-        for name, parameter in model.named_parameters() if self.masters else ():
+        if not self.masters:
+            return
+        for name, parameter in model.named_parameters():
             if not hasattr(parameter, "ds_tensor"):
                 safe_set_full_fp32_param(parameter, self.masters[name].to(parameter.device))
                 continue
-            # Stage 3's own safe_set_full_fp32_param fails on the last rank where W does not divide a parameter.
+            # Stage 3's own safe_set_full_fp32_param fails on the last rank where W does not divide
+            # a parameter.
             size = parameter.ds_tensor.ds_numel
             shard = torch.zeros(size)
             part = self.masters[name].flatten()[torch.distributed.get_rank() * size :][:size]
@@ -162,9 +168,10 @@ class ZeroBackend(Backend):
     def remark(cls, cell: Cell) -> str:
         """What step time and memory of stage 3 do not show.
 
-        deepspeed/runtime/zero/partition_parameters.py: for a group of one rank ``all_gather_coalesced`` calls
-        ``_no_gather_coalesced``, whose handles synchronize the gather stream in ``wait``; ``AllGatherHandle.wait`` does
-        not. linear.py: ``LinearFunctionForZeroStage3`` saves its input after the product, where checkpointing stops
+        deepspeed/runtime/zero/partition_parameters.py: for a group of one rank
+        ``all_gather_coalesced`` calls ``_no_gather_coalesced``, whose handles synchronize the
+        gather stream in ``wait``; ``AllGatherHandle.wait`` does not. linear.py:
+        ``LinearFunctionForZeroStage3`` saves its input after the product, where checkpointing stops
         recomputing.
         """
         found = []
@@ -183,8 +190,11 @@ class ZeroBackend(Backend):
         return "; ".join(found)
 
     def reported(self) -> dict[str, int]:
+        counters = super().reported()
         steps = getattr(self.wrapped(), "global_steps", None)  # a Trainer may have refused before there is an engine
-        return super().reported() | ({} if steps is None else {"engine.global_steps": steps})
+        if steps is not None:
+            counters = counters | {"engine.global_steps": steps}
+        return counters
 
     def holdings(self) -> Mapping[Category, Iterable[Tensor]]:
         return holdings(self.wrapped())
@@ -197,9 +207,7 @@ class ZeroStage3(ZeroBackend):
     """Turns a backend of stage 2 into one of stage 3: parameters are gathered module by module."""
 
     sharding: ClassVar[Sharding] = Sharding.PARAMS
-    not_compiled: ClassVar[str] = (
-        "stage 3 gathers parameters in hooks of the modules within a block, which a graph cannot contain"
-    )
+    refuses: ClassVar[Refusals] = Refusals(compiled=GATHERS_IN_HOOKS)
     stage: ClassVar[int] = 3
 
     def restore_masters(self, model: nn.Module) -> None:
@@ -219,7 +227,6 @@ class DeepSpeedZero2Eager(ZeroBackend):
     is_mechanism = True
     stepping = Stepping.CARRY
     requires, preload = ("deepspeed",), PRELOAD
-    scenario_variant = "bench.audit.job:AuditedEngine"
 
     def train(self, job: Job) -> None:
         self.initialize(job, gradient_accumulation_steps=job.accumulate)
@@ -286,14 +293,15 @@ class DeepSpeedZero3DefaultsEager(DeepSpeedZero3Eager):
 class DeepSpeedZero2Deferred(DeepSpeedZero2Eager):
     """Stage 2 with ``engine.coalesce_grad_reduction``: one reduction for all backwards of a window.
 
-    One such block is one engine step, so the engine's accumulation is 1 and the loop divides the loss. Autograd sums
-    into the parameters' own ``grad`` there, which in bf16 ignores ``grad_accum_dtype``, so bf16 is refused.
+    One such block is one engine step, so the engine's accumulation is 1 and the loop divides the
+    loss. Autograd sums into the parameters' own ``grad`` there, which in bf16 ignores
+    ``grad_accum_dtype``, so bf16 is refused.
     """
 
     name = "deepspeed-zero2-deferred"
     sync = Sync.DEFERRED
     stepping = Stepping.WINDOW
-    not_bf16 = "coalesce_grad_reduction sums gradients in bf16, all others in fp32, so the backend refuses bf16"
+    refuses = Refusals(bf16=SUMS_IN_BF16)
 
     def train(self, job: Job) -> None:
         if job.bf16:
@@ -315,3 +323,4 @@ class DeepSpeedZero3Deferred(ZeroStage3, DeepSpeedZero2Deferred):
     """Stage 3 with ``engine.coalesce_grad_reduction``."""
 
     name = "deepspeed-zero3-deferred"
+    refuses = Refusals(compiled=GATHERS_IN_HOOKS, bf16=SUMS_IN_BF16)

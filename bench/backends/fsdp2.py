@@ -9,6 +9,7 @@ from bench.backends.base import BF16_PARAMETERS, Backend, BackendFamily
 from bench.backends.training_job import Job
 from bench.plan.categories import Category
 from bench.plan.cell import SHARDED_REFERENCE, Sharding, Stepping, Sync
+from bench.plan.world import Refusals
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -24,7 +25,9 @@ def mixed_precision(*, bf16: bool) -> MixedPrecisionPolicy:
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    return MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
+    if bf16:
+        return MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    return MixedPrecisionPolicy()
 
 
 def shard(
@@ -36,7 +39,10 @@ def shard(
     policy = mixed_precision(bf16=bf16)
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=None if reshard_after_forward else False)
+    of_root = None
+    if not reshard_after_forward:
+        of_root = False
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=of_root)
     return cast("FSDPModule", model)
 
 
@@ -51,10 +57,15 @@ class Gathered(Mapping[str, "Tensor"]):
         from torch.distributed.tensor import DTensor
 
         parameter = self._parameters[name].detach()
+        if not isinstance(parameter, DTensor):
+            return parameter.cpu()
+        sharded: Any = parameter
         if "gloo" in dist.get_backend_config():
-            # Its all-gather of DTensors on CUDA reads device memory on the host: pytorch/pytorch#132471.
-            parameter = parameter.cpu()
-        return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).cpu()
+            # Its all-gather of DTensors on CUDA reads device memory on the host:
+            # pytorch/pytorch#132471.
+            sharded = sharded.cpu()
+        whole: Tensor = sharded.full_tensor()
+        return whole.cpu()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parameters)
@@ -67,8 +78,9 @@ def holdings(model: nn.Module) -> dict[Category, list[Tensor]]:
     """The shard, gathered copy and unsharded gradient of every ``FSDPParam`` of a sharded model.
 
     The gradient is in ``grad`` of the gathered copy or, if it is summed in another dtype, in
-    ``unsharded_accumulated_grad``. Where only the all-reduce of HSDP is deferred, a unit keeps the sum of its
-    reduce-scatters in ``_partial_reduce_output`` (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
+    ``unsharded_accumulated_grad``. Where only the all-reduce of HSDP is deferred, a unit keeps the
+    sum of its reduce-scatters in ``_partial_reduce_output``
+    (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -78,16 +90,21 @@ def holdings(model: nn.Module) -> dict[Category, list[Tensor]]:
         Category.GRADIENTS_UNSHARDED: [],
         Category.GRADIENTS_SHARDED: [],
     }
-    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
-    for group in (group for state in states for group in _groups(state)):
+    groups: list[Any] = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            groups += _groups(module._get_fsdp_state())
+    for group in groups:
         if (partial := getattr(group, "_partial_reduce_output", None)) is not None:
             found[Category.GRADIENTS_SHARDED].append(partial)
         for parameter in group.fsdp_params:
             found[Category.PARAMETERS_SHARDED].append(parameter._sharded_param_data)
             gathered = getattr(parameter, "_unsharded_param", None)  # made by the first gather
             found[Category.PARAMETERS_UNSHARDED] += parameter.all_gather_outputs
-            whole = (parameter.unsharded_accumulated_grad, None if gathered is None else gathered.grad)
-            found[Category.GRADIENTS_UNSHARDED] += [gradient for gradient in whole if gradient is not None]
+            if parameter.unsharded_accumulated_grad is not None:
+                found[Category.GRADIENTS_UNSHARDED].append(parameter.unsharded_accumulated_grad)
+            if gathered is not None and gathered.grad is not None:
+                found[Category.GRADIENTS_UNSHARDED].append(gathered.grad)
     return found
 
 
@@ -96,7 +113,9 @@ def _groups(state: Any) -> Sequence[Any]:
     groups: Sequence[Any] | None = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
         return groups
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    if state._fsdp_param_group is None:
+        return []
+    return [state._fsdp_param_group]
 
 
 class FSDP2Backend(Backend):
@@ -104,7 +123,9 @@ class FSDP2Backend(Backend):
 
     sharding = Sharding.PARAMS
     bf16_as = BF16_PARAMETERS
-    formula = "bench.judge.formulas:fsdp2"
+    splits_root: ClassVar[bool] = False
+    """Whether the embedding, and norm and head together, are units of their own, and not in the
+    root."""
     always_computes_norm: ClassVar[bool] = False
     """Whether the norm of the gradient is computed without clipping too."""
     model: Any
@@ -150,7 +171,8 @@ class FSDP2Eager(FSDP2Backend):
                     self.model.set_requires_all_reduce(last)
                 if self.sync is Sync.DEFERRED:
                     self.model.set_requires_gradient_sync(last)
-                    # Not needed for correctness: skips the end-of-backward bookkeeping of all but the last.
+                    # Not needed for correctness: skips the end-of-backward bookkeeping of all but
+                    # the last.
                     self.model.set_is_last_backward(last)
                 if self.sharding is Sharding.OPTIMIZER:
                     self.model.set_reshard_after_backward(last)
@@ -161,9 +183,12 @@ class FSDP2Eager(FSDP2Backend):
             self.optimizer.zero_grad()
 
     def settings(self) -> dict[str, Any]:
+        reshards = "always"
+        if self.sharding is Sharding.OPTIMIZER:
+            reshards = "last micro-batch only"
         return super().settings() | {
             "reshard_after_forward": self.sharding is Sharding.PARAMS,
-            "reshard_after_backward": "last micro-batch only" if self.sharding is Sharding.OPTIMIZER else "always",
+            "reshard_after_backward": reshards,
         }
 
 
@@ -198,8 +223,9 @@ class FSDP2DeferredResident(FSDP2Zero2Deferred):
 class ShardedReference(FSDP2Deferred):
     """The reference for models that do not fit on one GPU: FSDP2 shards the state and averages gradients once.
 
-    Its cell is fp32 with checkpointed blocks, and with the fewest micro-batches that fit (``Cell.reference``).
+    Its cell is fp32 with checkpointed blocks, and with the fewest micro-batches that fit
+    (``Cell.reference``).
     """
 
     name = SHARDED_REFERENCE
-    not_virtual = "it is a reference, which needs the values of all ranks"
+    refuses = Refusals(virtual="it is a reference, which needs the values of all ranks")

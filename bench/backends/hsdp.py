@@ -1,7 +1,8 @@
 """HSDP: ``fully_shard`` over a 2-D mesh of R replicas, each sharded over W / R ranks, which are consecutive.
 
-A backward gathers and reduce-scatters within a shard group, then all-reduces the shards of gradients across the
-replicas. With accumulation, either or both can wait for the last micro-batch of the window.
+A backward gathers and reduce-scatters within a shard group, then all-reduces the shards of
+gradients across the replicas. With accumulation, either or both can wait for the last micro-batch
+of the window.
 """
 
 from __future__ import annotations

@@ -24,23 +24,23 @@ if TYPE_CHECKING:
 class HuggingFaceTrainer(Backend):
     """``Trainer.train()`` with ``gradient_accumulation_steps`` = N. Subclasses choose what wraps the model.
 
-    The Trainer fetches a whole window before its first forward, counts the window's labels on all ranks, and hands the
-    number to the model (``num_items_in_batch``). This model divides by it, as those of transformers do. The losses of
-    a model that does not take the number are divided by the window's size. The norm of the gradient is computed in
-    every window, clipped or not.
+    The Trainer fetches a whole window before its first forward, counts the window's labels on all
+    ranks, and hands the number to the model (``num_items_in_batch``). This model divides by it, as
+    those of transformers do. The losses of a model that does not take the number are divided by the
+    window's size. The norm of the gradient is computed in every window, clipped or not.
 
-    Logs, checkpoints and progress bar are off. So are two defaults: ``logging_nan_inf_filter``, which makes the host
-    wait for the device in every micro-batch, and DDP's search for unused parameters, which the Trainer turns on for
-    models that are not a ``PreTrainedModel``.
+    Logs, checkpoints and progress bar are off. So are two defaults: ``logging_nan_inf_filter``,
+    which makes the host wait for the device in every micro-batch, and DDP's search for unused
+    parameters, which the Trainer turns on for models that are not a ``PreTrainedModel``.
     """
 
     family = BackendFamily.HUGGING_FACE
     requires: ClassVar[tuple[str, ...]] = ("transformers", "accelerate")
     preload: ClassVar[tuple[str, ...]] = AccelerateFSDP2.preload
-    scenario_variant = "bench.audit.hugging_face_job:AuditedHuggingFace"
     stepping = Stepping.OVERRIDE
     wrapper: ClassVar[str]
-    """The class that Accelerate is to wrap the model in, as ``bench.backends.accelerate`` names it."""
+    """The class that Accelerate is to wrap the model in, as ``bench.backends.accelerate`` names
+    it."""
     counts_labels = True
     """Whether the model takes ``num_items_in_batch``."""
     resumes = False
@@ -109,7 +109,9 @@ class HuggingFaceTrainer(Backend):
     @classmethod
     def extra_collectives(cls, cell: Cell) -> list[Call]:
         """The number of the window's labels on each rank (transformers/trainer.py:_get_num_items_in_batch)."""
-        return [("all_gather", "int64", cell.world_size, 1)] if cell.world_size > 1 else []
+        if cell.world_size > 1:
+            return [("all_gather", "int64", cell.world_size, 1)]
+        return []
 
     def reported(self) -> dict[str, int]:
         return {"state.global_step": self.trainer.state.global_step}
@@ -149,7 +151,9 @@ def _model(backend: HuggingFaceTrainer, job: Job) -> Any:
 
         def forward(self, batch: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None) -> dict[str, Tensor]:
             loss = job.loss(self.model, batch)
-            return {"loss": loss if num_items_in_batch is None else loss * labels.numel() / num_items_in_batch}
+            if num_items_in_batch is not None:
+                loss = loss * labels.numel() / num_items_in_batch
+            return {"loss": loss}
 
     return Model()
 
@@ -206,13 +210,14 @@ class HuggingFaceDDP(HuggingFaceTrainer, plain.DDPBackend):
 class HuggingFaceFSDP2(HuggingFaceTrainer, fsdp2.FSDP2Backend):
     """``fsdp=True``: each block is a unit, and ``accelerator.no_sync`` defers the reduction.
 
-    By default Accelerate's policy for bf16 would sum and reduce gradients in bf16, so it is replaced: in fp32, as under
-    ``fsdp2-deferred``. With a ``PreTrainedModel``, embedding and head would be units too.
+    By default Accelerate's policy for bf16 would sum and reduce gradients in bf16, so it is
+    replaced: in fp32, as under ``fsdp2-deferred``. With a ``PreTrainedModel``, embedding and head
+    would be units too.
     """
 
     name, framework = "hf-trainer-fsdp2", "HF Trainer FSDP2"
     colour = "#888888"
-    not_fake = AccelerateFSDP2.not_fake
+    refuses = AccelerateFSDP2.refuses
     always_computes_norm = True
     sync = Sync.DEFERRED
     wrapper = FSDP2
@@ -246,7 +251,8 @@ class HuggingFaceFSDP2(HuggingFaceTrainer, fsdp2.FSDP2Backend):
 class HuggingFaceDeepSpeedZero2(ds.ZeroBackend, HuggingFaceTrainer):
     """DeepSpeed stage 2 with the configuration of ``deepspeed-zero2-eager``.
 
-    The Trainer divides the loss and tells the engine where a window ends; the engine's N has no effect.
+    The Trainer divides the loss and tells the engine where a window ends; the engine's N has no
+    effect.
     """
 
     name, framework = "hf-trainer-deepspeed-zero2", "HF Trainer DeepSpeed"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from bench.backends import deepspeed as ds
 from bench.backends import fsdp2, plain
-from bench.backends.base import Backend, BackendFamily, Call, Defect, known
+from bench.backends.base import Backend, BackendFamily, Call, known
 from bench.backends.training_job import Job
 from bench.backends.zero_options import zero_config
 from bench.plan.categories import Category
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 def device_arguments(job: Job) -> dict[str, Any]:
     """Accelerator, ranks per node and number of nodes, from the rank's environment (``bench.launch.rank``)."""
     each = int(os.environ.get("LOCAL_WORLD_SIZE", job.world_size))
-    accelerator = "gpu" if job.device.type == "cuda" else "cpu"
+    accelerator = "cpu"
+    if job.device.type == "cuda":
+        accelerator = "gpu"
     return {"accelerator": accelerator, "devices": each, "num_nodes": job.world_size // each}
 
 
@@ -39,7 +41,7 @@ def silence_logging() -> None:
 
 def process_group_backend(job: Job) -> str:
     """The backend of the existing process group, in Lightning's terms."""
-    return "nccl" if job.device.type == "cuda" and not job.cell.world.shares_gpus else "gloo"
+    return "nccl" if job.cell.uses_nccl else "gloo"
 
 
 OFF = dict.fromkeys(
@@ -51,20 +53,15 @@ OFF = dict.fromkeys(
 class LightningBackend(Backend):
     """``Trainer(accumulate_grad_batches=N)`` over the tapped loader. Subclasses choose the strategy.
 
-    Logger, checkpoints, progress bar, summary and sampler replacement are off, and clipping too unless the job asks for
-    it. Two costs of the Trainer remain: with several ranks it broadcasts and reads a flag in every micro-batch, and it
-    zeroes gradients only after the first forward of a window, so that this forward runs with the last window's
-    gradients in memory.
+    Logger, checkpoints, progress bar, summary and sampler replacement are off, and clipping too
+    unless the job asks for it. Two costs of the Trainer remain: with several ranks it broadcasts
+    and reads a flag in every micro-batch, and it zeroes gradients only after the first forward of a
+    window, so that this forward runs with the last window's gradients in memory.
     """
 
     family = BackendFamily.LIGHTNING
     requires: ClassVar[tuple[str, ...]] = ("lightning",)
     preload: ClassVar[tuple[str, ...]] = ("lightning.pytorch", "lightning.fabric")
-    defective_versions: ClassVar[tuple[Defect, ...]] = (
-        ("lightning", "<2.2.1", "ThroughputMonitor raises unless log_every_n_steps is divisible by N", ">=2.6"),
-    )
-    frees_gradients_late = True
-    scenario_variant = "bench.audit.job:AuditedTrainer"
     loss_factor: ClassVar[str] = ""
     """``"N"`` multiplies the loss by N in ``training_step``, which undoes one division by N."""
 
@@ -100,7 +97,9 @@ class LightningBackend(Backend):
 
     def precision(self, job: Job) -> Any:
         """The Trainer's precision: for bf16, autocast over fp32 parameters unless the strategy overrides it."""
-        return "bf16-mixed" if job.bf16 else "32-true"
+        if job.bf16:
+            return "bf16-mixed"
+        return "32-true"
 
     def configure(self, module: LightningModule, job: Job) -> None:
         """Called in ``configure_model``, before the strategy changes ``module.model``."""
@@ -113,7 +112,9 @@ class LightningBackend(Backend):
         return {name: p.detach().cpu() for name, p in _model(module).named_parameters()}
 
     def full_parameters(self) -> Mapping[str, Tensor]:
-        return self.parameters_at_end or self.gather(self.module)
+        if not self.parameters_at_end:
+            return self.gather(self.module)
+        return self.parameters_at_end
 
     @classmethod
     def extra_collectives(cls, cell: Cell) -> list[Call]:
@@ -121,7 +122,9 @@ class LightningBackend(Backend):
 
         lightning/pytorch/loops/training_epoch_loop.py:_broadcast_sigterm_tensor.
         """
-        return [("broadcast", "int64", 1, cell.accumulate)] if cell.world_size > 1 else []
+        if cell.world_size > 1:
+            return [("broadcast", "int64", 1, cell.accumulate)]
+        return []
 
     def reported(self) -> dict[str, int]:
         return {"trainer.global_step": self.trainer.global_step, **self.counters}
@@ -153,7 +156,9 @@ def _module(backend: LightningBackend, job: Job) -> LightningModule:
 
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             loss = job.loss(self.model, batch)
-            return loss * job.accumulate if backend.loss_factor == "N" else loss
+            if backend.loss_factor == "N":
+                return loss * job.accumulate
+            return loss
 
         def configure_optimizers(self) -> Any:
             return job.optimizer(self.model.parameters())
@@ -171,12 +176,12 @@ def _module(backend: LightningBackend, job: Job) -> LightningModule:
 class LightningDDP(LightningBackend, plain.DDPBackend):
     """Lightning's native accumulation: it divides the loss by N and enters DDP's ``no_sync`` by itself.
 
-    On CUDA it builds DDP in a separate stream (strategies/ddp.py: ``_setup_model``). torch then warns that it
-    accumulates gradients across streams; the streams wait for each other, the host does not.
+    On CUDA it builds DDP in a separate stream (strategies/ddp.py: ``_setup_model``). torch then
+    warns that it accumulates gradients across streams; the streams wait for each other, the host
+    does not.
     """
 
     name, framework = "lightning-ddp", "Lightning DDP"
-    aliases = ("ddp",)
     colour = "#56B4E9"
     sync = Sync.DEFERRED
     stepping = Stepping.FLUSH
@@ -227,12 +232,12 @@ class LightningFSDP2(LightningBackend, fsdp2.FSDP2Backend):
 class LightningDeepSpeedZero2(ds.ZeroBackend, LightningBackend):
     """``DeepSpeedStrategy`` stage 2 with the DeepSpeed configuration of ``deepspeed-zero2-eager``.
 
-    The Trainer delegates accumulation (``handles_gradient_accumulation``): it calls ``engine.backward`` and
-    ``engine.step`` for every micro-batch, and the engine decides when to step.
+    The Trainer delegates accumulation (``handles_gradient_accumulation``): it calls
+    ``engine.backward`` and ``engine.step`` for every micro-batch, and the engine decides when to
+    step.
     """
 
     name, framework = "lightning-deepspeed-zero2", "Lightning DeepSpeed"
-    aliases: ClassVar[tuple[str, ...]] = ("deepspeed", "deepspeed_stage_2")
     colour = "#882255"
     sync = Sync.EAGER
     stepping = Stepping.SPLIT
@@ -248,7 +253,9 @@ class LightningDeepSpeedZero2(ds.ZeroBackend, LightningBackend):
 
         ds.prepare()
         self.config = zero_config(type(self), job, _model(self.module))
-        strategy = DeepSpeedStrategy if job.device.type == "cuda" else on_cpu(DeepSpeedStrategy)
+        strategy = DeepSpeedStrategy
+        if job.device.type != "cuda":
+            strategy = on_cpu(DeepSpeedStrategy)
         return strategy(config=dict(self.config))
 
     def continue_training(self, job: Job, **arguments: Any) -> None:
@@ -290,7 +297,6 @@ class LightningDeepSpeedZero3(ds.ZeroStage3, LightningDeepSpeedZero2):
     """``DeepSpeedStrategy`` stage 3."""
 
     name = "lightning-deepspeed-zero3"
-    aliases = ("deepspeed_stage_3",)
 
 
 class LightningDeepSpeedZero2Corrected(LightningDeepSpeedZero2):

@@ -1,8 +1,9 @@
 """Megatron-FSDP 0.6.1 in a hand-written loop. It has never run on a GPU, and its constructor needs CUDA.
 
-Written from the package's source. Over the stub of CUDA (tests/cuda_stub), which computes nothing, every pass ran on
-one rank; two ranks cannot there, because the constructor exchanges objects between ranks. Nothing that it sends or
-holds has a formula, and no value has been compared with the reference.
+Written from the package's source. Over the stub of CUDA (tests/cuda_stub), which computes nothing,
+every pass ran on one rank; two ranks cannot there, because the constructor exchanges objects
+between ranks. Nothing that it sends or holds has a formula, and no value has been compared with the
+reference.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from bench.backends.base import Backend, BackendFamily
 from bench.backends.training_job import Job
 from bench.plan.cell import Cell, Device, Sharding, Stepping, Sync
+from bench.plan.world import Refusals
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,9 +23,10 @@ if TYPE_CHECKING:
 class UntriedMegatronFSDP(Backend):
     """ZeRO-3, ``optim_grads_params``: sharded gradients are reduced in every backward (megatron_fsdp.py:no_sync).
 
-    ``set_model_auto_sync(False)`` defers only waiting for the reduction, to ``finish_grad_sync``, and with hybrid
-    sharding the outer reduction. ``fully_shard_optimizer`` is not used: it steps the optimizer once to create its
-    state. The loop makes the calls that it would add to ``step`` and ``zero_grad``.
+    ``set_model_auto_sync(False)`` defers only waiting for the reduction, to ``finish_grad_sync``,
+    and with hybrid sharding the outer reduction. ``fully_shard_optimizer`` is not used: it steps
+    the optimizer once to create its state. The loop makes the calls that it would add to ``step``
+    and ``zero_grad``.
     """
 
     name, framework = "megatron-fsdp", "Megatron-FSDP (untried)"
@@ -32,11 +35,13 @@ class UntriedMegatronFSDP(Backend):
     sync, sharding = Sync.EAGER, Sharding.PARAMS
     requires = ("megatron_fsdp",)
     stepping = Stepping.WINDOW
-    not_virtual = "it has never been tried"
+    refuses = Refusals(virtual="it has never been tried")
 
     @classmethod
     def missing(cls, device: Device) -> str:
-        return "needs CUDA: --device cuda" if device is Device.CPU else super().missing(device)
+        if device is Device.CPU:
+            return "needs CUDA: --device cuda"
+        return super().missing(device)
 
     @classmethod
     def remark(cls, cell: Cell) -> str:

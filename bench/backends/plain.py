@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from bench.backends.base import Backend, BackendFamily
 from bench.backends.training_job import Job
 from bench.plan.cell import REFERENCE, Sharding, Stepping, Sync
+from bench.plan.world import Refusals
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn.parallel import DistributedDataParallel
 
 SAMPLED_ITERATIONS = 10
-"""Iterations in which DDP takes statistics at any sample rate (should_collect_runtime_stats in reducer.cpp)."""
+"""Iterations in which DDP takes statistics at any sample rate (should_collect_runtime_stats in
+reducer.cpp)."""
 NEVER = 2**31 - 1
 """The largest sample rate: one in this many iterations."""
 
@@ -23,10 +25,11 @@ NEVER = 2**31 - 1
 def disable_runtime_statistics(model: DistributedDataParallel) -> DistributedDataParallel:
     """Disable DDP's run-time statistics, and return the model. Call it before the first forward.
 
-    In its first ten iterations and every 100th after them, DDP makes the host wait for CUDA events of the previous
-    iteration (set_runtime_stats_and_log in torch/csrc/distributed/c10d/logger.cpp). Iterations under ``no_sync`` are
-    not counted, so deferred reduction would wait in timed windows and eager reduction in the warm-up.
-    ``prepare_for_forward`` only counts iterations; nothing but static graphs depends on the count.
+    In its first ten iterations and every 100th after them, DDP makes the host wait for CUDA events
+    of the previous iteration (set_runtime_stats_and_log in torch/csrc/distributed/c10d/logger.cpp).
+    Iterations under ``no_sync`` are not counted, so deferred reduction would wait in timed windows
+    and eager reduction in the warm-up. ``prepare_for_forward`` only counts iterations; nothing but
+    static graphs depends on the count.
     """
     for _ in range(SAMPLED_ITERATIONS + 1):
         model.reducer.prepare_for_forward()
@@ -39,8 +42,7 @@ class Reference(Backend):
 
     name, framework = REFERENCE, "torch"
     family, colour = BackendFamily.PYTORCH, "#000000"
-    formula = "bench.judge.formulas:reference"
-    not_virtual = "it is a single process"
+    refuses = Refusals(virtual="it is a single process")
     sync, sharding = Sync.NONE, Sharding.NONE
     stepping = Stepping.WINDOW
 
@@ -63,11 +65,12 @@ class DDPBackend(Backend):
     """What all backends over DDP have in common, whoever owns the loop."""
 
     sharding = Sharding.NONE
-    not_fake = "DDP's reducer, in C++, reads the memory of its tensors"
-    formula = "bench.judge.formulas:ddp"
+    refuses = Refusals(fake="DDP's reducer, in C++, reads the memory of its tensors")
     eager_on_one_rank: ClassVar[bool] = False
     """Whether a deferred backend reduces in every micro-batch if there is only one rank."""
-    bucket_views = True
+    bucket_views: ClassVar[bool] = True
+    """``gradient_as_bucket_view``: whether a gradient that DDP has reduced is a view of its bucket,
+    not a copy."""
     model: Any
     """The model in DistributedDataParallel."""
 
@@ -99,8 +102,10 @@ class DDPEager(DDPBackend):
         self.optimizer.zero_grad()
         for window in job.each_window():
             for batch, last in window:
-                # DDP decides in the forward whether the backward will reduce, so no_sync must cover both.
-                with nullcontext() if last or self.sync is Sync.EAGER else self.model.no_sync():
+                reduces = last or self.sync is Sync.EAGER
+                # DDP decides in the forward whether the backward will reduce, so no_sync must cover
+                # both.
+                with nullcontext() if reduces else self.model.no_sync():
                     with job.autocast():
                         loss = job.loss(self.model, batch)
                     (loss / window.size).backward()

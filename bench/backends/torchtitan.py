@@ -1,11 +1,12 @@
 """torchtitan's training loop (0.3.0, ``Trainer.train()`` of torchtitan/trainer.py) over parts of the bench's.
 
-The trainer fetches a window before its first forward, sums the window's tokens over the ranks, divides every loss by
-them, sums gradients over the ranks instead of averaging them, clips, and steps. It knows no epochs; a step for which
-the data do not suffice is cancelled, but counted.
+The trainer fetches a window before its first forward, sums the window's tokens over the ranks,
+divides every loss by them, sums gradients over the ranks instead of averaging them, clips, and
+steps. It knows no epochs; a step for which the data do not suffice is cancelled, but counted.
 
-It reduces gradients in every micro-batch. Its pull request 4658 (``parallelism.fsdp_defer_gradient_reduction``) would
-defer that; a deferred backend belongs here once a release has it.
+It reduces gradients in every micro-batch. Its pull request 4658
+(``parallelism.fsdp_defer_gradient_reduction``) would defer that; a deferred backend belongs here
+once a release has it.
 """
 
 from __future__ import annotations
@@ -26,23 +27,26 @@ from bench.backends import fsdp2
 from bench.backends.base import BackendFamily, Call
 from bench.backends.training_job import Job
 from bench.plan.cell import Cell, Device, Stepping, Sync
+from bench.plan.world import Refusals
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
 LEAST_TORCH = "2.13"
-"""The version that torchtitan 0.3.0 was tried with; torch 2.11 lacks what it imports (``DataParallelMeshDims``)."""
+"""The version that torchtitan 0.3.0 was tried with; torch 2.11 lacks what it imports
+(``DataParallelMeshDims``)."""
 
 
 @cache
 def load() -> ModuleType:
     """The module ``torchtitan.trainer``; importing it takes seconds.
 
-    Two calls of ``train`` that are in no timed window are left out: the timeouts that the process groups get after the
-    first step, which are the bench's, and the two seconds that rank 0 sleeps at the end. Two stand-ins are only for
-    machines without a GPU: torchtitan would take the device to be CUDA, and its ``minimal_async_ep``, the expert
-    parallelism of its own models, imports Triton, which comes with torch's builds for CUDA.
+    Two calls of ``train`` that are in no timed window are left out: the timeouts that the process
+    groups get after the first step, which are the bench's, and the two seconds that rank 0 sleeps
+    at the end. Two stand-ins are only for machines without a GPU: torchtitan would take the device
+    to be CUDA, and its ``minimal_async_ep``, the expert parallelism of its own models, imports
+    Triton, which comes with torch's builds for CUDA.
     """
     import torch
 
@@ -101,8 +105,8 @@ REPLACED = {
 class TorchtitanEager(fsdp2.FSDP2Backend):
     """``Trainer.train()`` with everything it calls, on parts that are not torchtitan's (``REPLACED``).
 
-    The norm of the gradients is computed without clipping too. Gloo knows no ``PREMUL_SUM``, which FSDP2 takes for
-    undivided gradients, so there the reduction is a plain sum.
+    The norm of the gradients is computed without clipping too. Gloo knows no ``PREMUL_SUM``, which
+    FSDP2 takes for undivided gradients, so there the reduction is a plain sum.
     """
 
     name, framework = "torchtitan-eager", "torchtitan's loop"
@@ -111,8 +115,7 @@ class TorchtitanEager(fsdp2.FSDP2Backend):
     requires, preload = ("torchtitan",), ("bench.backends.torchtitan:load",)
     stepping = Stepping.CANCEL
     always_computes_norm = True
-    scenario_variant = "bench.audit.job:AuditedStream"
-    not_fake = "torchtitan's trainer reads the number of tokens, which fake tensors do not have"
+    refuses = Refusals(fake="torchtitan's trainer reads the number of tokens, which fake tensors do not have")
 
     @classmethod
     def missing(cls, device: Device) -> str:
@@ -120,7 +123,9 @@ class TorchtitanEager(fsdp2.FSDP2Backend):
             return reason
         torch = importlib.metadata.version("torch")  # of which torchtitan's metadata say nothing
         is_old = Version(torch) < Version(LEAST_TORCH)
-        return f"needs torch>={LEAST_TORCH}, not {torch}: pip install 'torch>={LEAST_TORCH}'" if is_old else ""
+        if is_old:
+            return f"needs torch>={LEAST_TORCH}, not {torch}: pip install 'torch>={LEAST_TORCH}'"
+        return ""
 
     @classmethod
     def remark(cls, cell: Cell) -> str:
@@ -189,12 +194,18 @@ class TorchtitanEager(fsdp2.FSDP2Backend):
     @classmethod
     def extra_collectives(cls, cell: Cell) -> list[Call]:
         """The window's number of valid tokens, summed over the ranks (torchtitan/trainer.py:train_step)."""
-        return [("all_reduce", "int64", 1, 1)] if cell.world_size > 1 else []
+        if cell.world_size > 1:
+            return [("all_reduce", "int64", 1, 1)]
+        return []
 
     @classmethod
     def extra_held_bytes(cls, cell: Cell) -> int:
         """That number, and on the CPU this rank's own."""
-        return 8 * (2 if cell.device is Device.CPU else 1) if cell.world_size > 1 else 0
+        if cell.world_size == 1:
+            return 0
+        if cell.device is Device.CPU:
+            return 2 * 8
+        return 8
 
     def reported(self) -> dict[str, int]:
         return {"trainer.step": self.trainer.step}

@@ -44,20 +44,23 @@ class Job:
     accumulate: int
     """N: micro-batches per optimizer step."""
     block_parameters: int
-    """Elements of the largest block's parameters, which bounds how far ahead a sharded backend may gather."""
+    """Elements of the largest block's parameters, which bounds how far ahead a sharded backend may
+    gather."""
     num_parameters: int
     """Elements of all parameters."""
     build: Callable[[], nn.Module]
     """Build a new fp32 model on ``device``, with the same initial weights on every rank.
 
-    Its blocks are already checkpointed and compiled if the cell asks for it (``bench.backends.blocks``).
-    """
+    Its blocks are already checkpointed and compiled if the cell asks for it
+    (``bench.backends.blocks``). """
     blocks: Callable[[nn.Module], Sequence[nn.Module]]
     """The submodules of a built model that are sharded as separate units."""
     loader: Any
-    """The ``windows * accumulate`` micro-batches of this rank, on ``device``: sized, can be iterated once, tapped."""
+    """The ``windows * accumulate`` micro-batches of this rank, on ``device``: sized, can be
+    iterated once, tapped."""
     loss: Callable[[nn.Module, Tensor], Tensor]
-    """``loss(model, micro_batch)``: the mean loss of a micro-batch from one forward of ``model``; tapped."""
+    """``loss(model, micro_batch)``: the mean loss of a micro-batch from one forward of ``model``;
+    tapped."""
     optimizer: Callable[[Iterable[Parameter]], Optimizer]
     """Creates the tapped optimizer. A framework may wrap it, but must step this one."""
     keep_parameters: bool = False
@@ -73,7 +76,9 @@ class Job:
         """Autocast to the cell's precision, for backends that keep fp32 parameters; no effect in fp32."""
         import torch
 
-        return torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else nullcontext()
+        if self.bf16:
+            return torch.autocast(self.device.type, torch.bfloat16)
+        return nullcontext()
 
     def clip(self, parameters: Iterable[Parameter]) -> None:
         """Clip gradients to ``clip_norm`` if it is set; sharded gradients by their global norm."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from bench.backends.base import Backend, known
+from bench.backends.base import known
 from bench.backends.training_job import Job
 from bench.errors import UnsupportedError
 from bench.plan.cell import Cell, Device
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from bench.backends.deepspeed import ZeroBackend
 
 DDP_BUCKET = 25 * 2**20 // 4
 """fp32 elements of a bucket of DistributedDataParallel (``bucket_cap_mb``)."""
@@ -25,12 +27,12 @@ DEFAULTS = {
 """DeepSpeed's defaults, in elements (deepspeed/runtime/zero/config.py, 0.19.8)."""
 
 
-def zero_config(backend: type[Backend], job: Job, model: nn.Module) -> dict[str, Any]:
+def zero_config(backend: type[ZeroBackend], job: Job, model: nn.Module) -> dict[str, Any]:
     """A DeepSpeed configuration that sets everything that affects the comparison explicitly.
 
-    Clipping is set, because DeepSpeed >= 0.19.3 clips to norm 1 by default. Gradients are reduced and accumulated in
-    fp32 (default: the model's dtype). The throughput timer is off, because it synchronizes the device in every
-    micro-batch.
+    Clipping is set, because DeepSpeed >= 0.19.3 clips to norm 1 by default. Gradients are reduced
+    and accumulated in fp32 (default: the model's dtype). The throughput timer is off, because it
+    synchronizes the device in every micro-batch.
     """
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
@@ -65,50 +67,58 @@ def check_input(block: nn.Module) -> None:
     handle = block.register_forward_pre_hook(check, with_kwargs=True)
 
 
-def zero_options(backend: type[Backend], cell: Cell, block_parameters: int, num_parameters: int) -> dict[str, Any]:
+def zero_options(backend: type[ZeroBackend], cell: Cell, block_parameters: int, num_parameters: int) -> dict[str, Any]:
     """The options of ZeRO; sizes in elements.
 
-    Buckets and gathers are like those of what a stage is compared with. Stage 2 reduces in buckets as large as DDP's,
-    or the model. Stage 3 does as FSDP2: it gathers a block in one collective (``leaf_module``, which has no default),
-    one block ahead, releases it after its forward, keeps no small parameters gathered, and reduces in buckets of one
-    block. ``own_defaults``: DeepSpeed's defaults instead, which keep models of up to 1e9 parameters gathered from
-    forward to backward, and whose bucket of 2 GB dominates the peak of a small model.
+    Buckets and gathers are like those of what a stage is compared with. Stage 2 reduces in buckets
+    as large as DDP's, or the model. Stage 3 does as FSDP2: it gathers a block in one collective
+    (``leaf_module``, which has no default), one block ahead, releases it after its forward, keeps
+    no small parameters gathered, and reduces in buckets of one block. ``own_defaults``: DeepSpeed's
+    defaults instead, which keep models of up to 1e9 parameters gathered from forward to backward,
+    and whose bucket of 2 GB dominates the peak of a small model.
 
-    ``overlap_comm`` is off on the CPU, which has no streams. In stage 2 (default: off) it is on if there are several
-    ranks, because DDP and FSDP2 overlap too; it synchronizes the device after every backward
-    (stage_1_and_2.py:independent_gradient_partition_epilogue), which gains nothing on one rank. In stage 3 it is on, as
-    by default: on one rank the host waits at every fetch for the gather stream
-    (partition_parameters.py:NoGatherHandle.wait), which without overlap is the compute stream.
+    ``overlap_comm`` is off on the CPU, which has no streams. In stage 2 (default: off) it is on if
+    there are several ranks, because DDP and FSDP2 overlap too; it synchronizes the device after
+    every backward (stage_1_and_2.py:independent_gradient_partition_epilogue), which gains nothing
+    on one rank. In stage 3 it is on, as by default: on one rank the host waits at every fetch for
+    the gather stream (partition_parameters.py:NoGatherHandle.wait), which without overlap is the
+    compute stream.
     """
     stage = backend.stage
-    bucket = block_parameters if stage == 3 else min(DDP_BUCKET, num_parameters)
-    bucket = max(2, bucket + bucket % 2)  # DeepSpeed wants an even number
-    sizes: dict[str, Any] = {
-        "reduce_bucket_size": bucket,
-        "allgather_bucket_size": bucket,
-        "stage3_param_persistence_threshold": 0,
-        "stage3_max_reuse_distance": 0,
-        "stage3_max_live_parameters": 2 * block_parameters,
-        "stage3_prefetch_bucket_size": block_parameters,
-    }
-    if stage == 3:
-        sizes["leaf_module"] = {}  # zero_config names the classes of the blocks
+    sizes: dict[str, Any] = DEFAULTS
+    if not backend.own_defaults:
+        bucket = block_parameters
+        if stage != 3:
+            bucket = min(DDP_BUCKET, num_parameters)
+        bucket = max(2, bucket + bucket % 2)  # DeepSpeed wants an even number
+        sizes = {
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_reuse_distance": 0,
+            "stage3_max_live_parameters": 2 * block_parameters,
+            "stage3_prefetch_bucket_size": block_parameters,
+        }
+        if stage == 3:
+            sizes["leaf_module"] = {}  # zero_config names the classes of the blocks
     return {
         "stage": stage,
         "overlap_comm": cell.device is Device.CUDA and (stage == 3 or cell.world_size > 1),
         "contiguous_gradients": True,
         "reduce_scatter": True,
-        **(DEFAULTS if backend.own_defaults else sizes),
+        **sizes,
     }
 
 
 def gather_after_updates(engine: Any) -> None:
     """Make the stream on which ZeRO-3 gathers wait for the update, before the next forward; the host does not wait.
 
-    DeepSpeed writes updated shards on the current stream (stage3.py: ``_reassign_or_swap_out_partitioned_parameters``)
-    and gathers them on another (partition_parameters.py: ``_all_gather_dtype``), which never waits for the first.
-    By default two things hide that, since they synchronize the device: the throughput timer, which ``zero_config``
-    turns off, and the gather of small parameters after each update, of which ``zero_options`` leaves none.
+    DeepSpeed writes updated shards on the current stream (stage3.py:
+    ``_reassign_or_swap_out_partitioned_parameters``) and gathers them on another
+    (partition_parameters.py: ``_all_gather_dtype``), which never waits for the first. By default
+    two things hide that, since they synchronize the device: the throughput timer, which
+    ``zero_config`` turns off, and the gather of small parameters after each update, of which
+    ``zero_options`` leaves none.
     """
     from deepspeed.accelerator import get_accelerator
 

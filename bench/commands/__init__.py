@@ -9,3 +9,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "understand": ("semantics", "steps", "throughput", "lint", "audit", "accumulation", "predict"),
 }
 """Modules of this package by what they are for, in the order in which ``--help`` lists them."""
+
+TRAINING = frozenset({"run", "semantics", "throughput", "accumulation"})
+"""Those that train: they need torch, which an installation without the extra ``frameworks`` does not bring."""

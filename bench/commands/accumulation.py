@@ -1,14 +1,16 @@
 """``accumulation``: measures in which dtype every backend sums gradients, and with what error.
 
-With ``--json`` one object per line: ``backend``, ``precision``, ``world_size``; ``dtype`` that gradients are summed in,
-or the status of a backend that failed, with its ``reason``; ``significand_bits`` of that dtype, ``sum`` and ``scale``
-(bench.measure.accumulation_dtype); ``errors``: the relative L2 error of the update against fp64, one per N.
+With ``--json`` one object per line: ``backend``, ``precision``, ``world_size``; ``dtype`` that
+gradients are summed in, or the status of a backend that failed, with its ``reason``;
+``significand_bits`` of that dtype, ``sum`` and ``scale`` (bench.measure.accumulation_dtype);
+``errors``: the relative L2 error of the update against fp64, one per N.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from bench.commands.options import add_backend, add_device, chosen_backends, integer_to
@@ -16,8 +18,8 @@ from bench.errors import BAD, GOOD
 from bench.plan.cell import Device, Precision, Status
 
 DESCRIPTION = (
-    "Gives every backend gradients whose sum is exact in fp32 and lost in bf16, and prints a row per backend and "
-    "precision. Exit status 1 if one does not sum them in fp32."
+    "Gives every backend gradients whose sum is exact in fp32 and lost in bf16, and prints a row "
+    "per backend and precision. Exit status 1 if one does not sum them in fp32."
 )
 
 
@@ -29,18 +31,31 @@ def add(commands: Any) -> None:
     add_backend(parser)
     option("--world-size", type=integer_to(1024), default=2, metavar="W", help="ranks (default: 2)")
     add_device(parser, Device.CPU)
-    option("--errors", action="store_true", help="also print the error against fp64 for N = 1 to 256")
-    option("--json", action="store_true", help="one JSON object per line; its keys: see bench/commands/accumulation.py")
+    words = "also print the error against fp64 for N = 1 to 256"
+    option("--errors", action="store_true", help=words)
+    words = "one JSON object per line; its keys: see bench/commands/accumulation.py"
+    option("--json", action="store_true", help=words)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from bench.audit.dtypes import WINDOWS, row_text, table
 
-    chosen, windows = list(chosen_backends(arguments.backend)), WINDOWS if arguments.errors else ()
-    good = True
-    for row in table(
-        chosen, list(Precision), windows, world_size=arguments.world_size, device=Device(arguments.device)
-    ):
-        good &= row["dtype"] in {"fp32", Status.UNSUPPORTED}
-        print(json.dumps(row) if arguments.json else row_text(row), flush=True)
-    return GOOD if good else BAD
+    windows: Sequence[int] = ()
+    if arguments.errors:
+        windows = WINDOWS
+    rows = table(
+        list(chosen_backends(arguments.backend)),
+        list(Precision),
+        windows,
+        world_size=arguments.world_size,
+        device=Device(arguments.device),
+    )
+    status = GOOD
+    for row in rows:
+        if row["dtype"] not in {"fp32", Status.UNSUPPORTED}:
+            status = BAD
+        if arguments.json:
+            print(json.dumps(row), flush=True)
+        else:
+            print(row_text(row), flush=True)
+    return status

@@ -1,6 +1,7 @@
 """``backends``: lists the backends, and whether this machine can run them.
 
-Backends of installed packages are listed, but loaded only if they are named, since loading runs the package's code.
+Backends of installed packages are listed, but loaded only if they are named, since loading runs the
+package's code.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from bench.tabular import Table
 
 def add(commands: Any) -> None:
     parser = commands.add_parser("backends", help="list the backends, and whether this machine can run them")
-    parser.add_argument("names", nargs="*", metavar="B", help="list only these, and load those of installed packages")
+    words = "list only these, and load those of installed packages"
+    parser.add_argument("names", nargs="*", metavar="B", help=words)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -33,9 +35,16 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.names and name not in arguments.names:
             continue
         cpu = backend.missing(Device.CPU) or "yes"
-        cuda = (backend.missing(Device.CUDA) or "yes") if has_gpu else "no GPU here"
-        rows.append((name, backend.framework, str(backend.sharding), str(backend.sync), cpu, cuda, backend.defect))
+        cuda = "no GPU here"
+        if has_gpu:
+            cuda = backend.missing(Device.CUDA) or "yes"
+        sharding, sync = str(backend.sharding), str(backend.sync)
+        rows.append((name, backend.framework, sharding, sync, cpu, cuda, backend.defect))
     if not arguments.names:
-        rows += [(name, f"not loaded: {value}", *[""] * 5) for name, value in others.items() if name not in known]
+        for name, value in others.items():
+            if name in known:
+                continue
+            what = f"not loaded: {value}"
+            rows.append((name, what, "", "", "", "", ""))
     print(Table.from_rows(header, rows).text())
     return GOOD

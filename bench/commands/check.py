@@ -1,17 +1,19 @@
 """``check``: audits a finished run from its raw samples, or checks a citation against them.
 
-With ``--json`` one object: ``run``, its folder; ``findings``, each with ``level`` (error, warning, note, good),
-``topic`` and ``text``; ``errors`` and ``warnings``, their numbers.
+With ``--json`` one object: ``run``, its folder, or several with commas; ``findings``, each with ``level`` (error,
+warning, note, good), ``topic`` and ``text``; ``errors`` and ``warnings``, their numbers.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bench import files
+from bench.commands.options import add_runs, all_folders
 from bench.errors import InputError
 from bench.findings import Finding
 
@@ -25,7 +27,7 @@ DESCRIPTION = (
 
 def add(commands: Any) -> None:
     parser = commands.add_parser("check", help="audit a run, or check a text that cites it", description=DESCRIPTION)
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, e.g. results/<run>")
+    add_runs(parser, "each is audited, and what they say together")
     parser.add_argument("--citation", metavar="FILE", help="check this text, which cites the run; - is standard input")
     parser.add_argument("--json", action="store_true", help="one JSON object; its keys: see bench/commands/check.py")
 
@@ -36,17 +38,17 @@ def run(arguments: argparse.Namespace) -> int:
 
     verdicts = ("do not cite it", "mention these when you cite it", "clean")
     if arguments.citation is None:
-        found = check(arguments.run)
+        found = check(*arguments.runs)
     else:
-        found = _citation_findings(arguments.run, arguments.citation)
+        found = _citation_findings(arguments.runs, arguments.citation)
         verdicts = ("it does not match the data", "it matches the data", "it matches the data")
-    return report_findings(found, verdicts, as_json=arguments.json, run=str(arguments.run))
+    return report_findings(found, verdicts, as_json=arguments.json, run=", ".join(map(str, arguments.runs)))
 
 
-def _citation_findings(folder: Path, name: str) -> list[Finding]:
+def _citation_findings(places: Sequence[Path], name: str) -> list[Finding]:
     from bench.judge.analysis import Analysis
     from bench.judge.integrity import journal
-    from bench.judge.loading import load
+    from bench.judge.pool import load_pool
     from bench.report.citation import check_citations
 
     place, advice = f"--citation {name}", "name a file with what cite printed"
@@ -55,5 +57,6 @@ def _citation_findings(folder: Path, name: str) -> list[Finding]:
     except (OSError, UnicodeDecodeError) as error:
         why = (error.strerror or error) if isinstance(error, OSError) else "it is not UTF-8"
         raise InputError(f"{place}: cannot be read ({why}); {advice}") from error
-    data = Analysis(run=load(folder), folder=folder)
-    return [journal(data.run), *check_citations(data, text)]
+    pool = load_pool(places)
+    data = Analysis.of(pool, all_folders(places)[0])
+    return [*map(journal, pool.runs), *check_citations(data, text)]

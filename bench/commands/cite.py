@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from bench.files import plots_folder
 from bench.findings import Level
 
 if TYPE_CHECKING:
-    from bench.judge.loading import Run
+    from bench.judge.analysis import Analysis
     from bench.report.citation import Citation
 
 FORMATS = ("markdown", "bibtex", "text")
@@ -20,55 +21,76 @@ TITLES = {"markdown": "Markdown", "bibtex": "BibTeX", "text": "Plain text"}
 DESCRIPTION = (
     "Prints the step time of a cell, or its ratio to that of a second one, with interval, n, machine, versions, commit "
     "and the hash of the journal, as Markdown, BibTeX and plain text. A cell that is not comparable is cited as such, "
-    "without a number. Exit status 1 if the journal was changed after the run. check --citation checks the text."
+    "without a number. Of several runs of one matrix, each counts once. Exit status 1, and nothing cited, if check "
+    "finds an error; with --force it is cited, and the text says so. check --citation checks the text."
 )
 
 
 def add(commands: Any) -> None:
     parser = commands.add_parser("cite", help="cite one number, one ratio or one plot", description=DESCRIPTION)
     option = parser.add_argument
-    option("run", type=Path, metavar="RUN", help="the run's folder, e.g. results/<run>")
     option(
-        "cells",
-        nargs="*",
-        metavar="CELL",
-        help="a cell's id or its beginning, or its label in quotes; with a second cell, the ratio to it",
+        "words",
+        nargs="+",
+        metavar="RUN [RUN ...] [CELL [CELL]]",
+        help="folders of runs, or folders that hold runs; then a cell's id or its beginning, or its label in quotes; "
+        "with a second cell, the ratio to it",
     )
     option("--plot", metavar="NAME", help="cite a figure instead, such as memory_vs_time")
     option("--format", choices=[*FORMATS, "all"], default="all", help="what to print (default: all)")
+    option("--force", action="store_true", help="cite what check refuses; the text says why it does")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from bench.judge.integrity import journal
-    from bench.judge.loading import load
+    from bench.judge.analysis import Analysis
+    from bench.judge.integrity import check
+    from bench.judge.pool import folders_of, load_pool
 
-    found = load(arguments.run)
-    citation = _citation(arguments, found)
-    if (unchanged := journal(found)).level is Level.ERROR:
-        print(f"bench: {arguments.run}: is not cited: its journal {unchanged.text}", file=sys.stderr)
+    places, cells = _places_and_cells(arguments.words)
+    folder = folders_of(places[0])[0]
+    data = Analysis.of(load_pool(places), folder)
+    found = _citation(arguments.plot, cells, data)
+    errors = [finding for finding in check(*places) if finding.level is Level.ERROR]
+    if errors and not arguments.force:
+        first = errors[0]
+        names = ", ".join(map(str, places))
+        print(
+            f"bench: {names}: is not cited: {first.topic}: {first.sentence}; --force cites it anyway", file=sys.stderr
+        )
         return BAD
+    if errors:
+        found = found.in_spite_of([f"{finding.topic}: {finding.sentence}" for finding in errors])
     if arguments.format == "all":
-        parts = [f"{TITLES[name]}:\n\n{getattr(citation, name)}\n" for name in FORMATS]
+        parts = [f"{TITLES[name]}:\n\n{getattr(found, name)}\n" for name in FORMATS]
         print("\n".join(parts), end="")
     else:
-        print(getattr(citation, arguments.format))
+        print(getattr(found, arguments.format))
     return GOOD
 
 
-def _citation(arguments: argparse.Namespace, found: Run) -> Citation:
-    from bench.judge.analysis import Analysis
+def _places_and_cells(words: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """The folders, which come first, and the cells."""
+    count = 1
+    while count < len(words) and Path(words[count]).is_dir():
+        count += 1
+    return [Path(word) for word in words[:count]], list(words[count:])
+
+
+def _citation(plot: str | None, cells: Sequence[str], data: Analysis) -> Citation:
     from bench.report.citation import cite, cite_plot
 
-    if arguments.plot is not None:
-        if arguments.cells:
+    if plot is not None:
+        if cells:
             raise InputError("--plot: cites a figure alone; leave out CELL")
-        folder = plots_folder(arguments.run)
+        folder = plots_folder(data.folder)
         names = sorted(path.stem for path in folder.glob("*.png"))
-        if arguments.plot not in names:
-            hint = f"use one of {', '.join(names)}" if names else f"draw it: python -m bench report {arguments.run}"
-            raise InputError(f"--plot '{arguments.plot}': is not in {folder}; {hint}")
-        return cite_plot(found, arguments.plot)
-    if len(arguments.cells) not in {1, 2}:
-        raise InputError(f"CELL: {len(arguments.cells)} are named; name one, or two for their ratio, or --plot NAME")
-    first, *rest = [found.find(text).cell_id for text in arguments.cells]
-    return cite(Analysis(run=found, folder=arguments.run), first, *rest)
+        if plot not in names:
+            hint = f"draw it: python -m bench report {data.folder}"
+            if names:
+                hint = f"use one of {', '.join(names)}"
+            raise InputError(f"--plot '{plot}': is not in {folder}; {hint}")
+        return cite_plot(data.pool, plot)
+    if len(cells) not in {1, 2}:
+        raise InputError(f"CELL: {len(cells)} are named; name one, or two for their ratio, or --plot NAME")
+    first, *rest = [data.run.find(text).cell_id for text in cells]
+    return cite(data, first, *rest)

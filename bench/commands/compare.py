@@ -28,13 +28,14 @@ from bench.errors import BAD, GOOD, UNCHECKED, InputError, suggest
 from bench.run.machine import differences
 
 if TYPE_CHECKING:
-    from bench.judge.loading import Run
     from bench.judge.pairs import Pair
+    from bench.judge.pool import Pool
 
 METRICS = ("slower", "memory")
 DESCRIPTION = (
-    "Compares run B with run A, the baseline: the cells that both have; or, of one run, --backend with --against: the "
-    "cells that are equal but for the backend."
+    "Compares run B with run A, the baseline: the cells that both have; or, of one run or several of one matrix, "
+    "--backend with --against: the cells that are equal but for the backend. A folder of runs may stand for a run. Of "
+    "different days, a time is called slower only beyond what runs of this class of machines differ by."
 )
 GATE = (
     "Exit status with --fail-on: 0 everything was checked and nothing regressed; 1 something is certainly worse by "
@@ -54,10 +55,10 @@ def add(commands: Any) -> None:
         "compare", help="compare two runs, or two backends of one run", description=DESCRIPTION, epilog=GATE
     )
     option = parser.add_argument
-    option("a", type=Path, metavar="A", help="folder of the run that is the baseline")
-    option("b", type=Path, nargs="?", metavar="B", help="folder of the run that is compared with it")
-    option("--backend", metavar="X", help="of one run: the backend that is compared")
-    option("--against", metavar="Y", help="of one run: the backend that is the baseline")
+    words = "folders of two runs, or of runs, A the baseline; with --backend one or more of one matrix"
+    option("runs", type=Path, nargs="+", metavar="RUN", help=words)
+    option("--backend", metavar="X", help="within runs: the backend that is compared")
+    option("--against", metavar="Y", help="within runs: the backend that is the baseline")
     option(
         "--fail-on",
         type=_thresholds,
@@ -104,20 +105,22 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.allow_unchecked and not limits:
         raise InputError("--allow-unchecked: is for a gate; give --fail-on too, such as --fail-on slower=5%")
     a, b, every, titles = _chosen(arguments)
-    pairs = [pair for pair in every if judge_pairs.measured(a, pair.a) or judge_pairs.measured(b, pair.b)]
+    pairs = [pair for pair in every if judge_pairs.measured(a.first, pair.a) or judge_pairs.measured(b.first, pair.b)]
     if not pairs:
-        raise InputError(f"{arguments.a}: every common cell is unsupported on both sides, so nothing was measured")
+        raise InputError(
+            f"{arguments.runs[0]}: every common cell is unsupported on both sides, so nothing was measured"
+        )
     if arguments.out:
         with files.writing(f"--out {arguments.out}"):
             arguments.out.mkdir(parents=True, exist_ok=True)
-    same = a is not b and a.digest == b.digest
+    same = a is not b and a.digests == b.digests
     if same and not arguments.json:
-        print(f"A and B are the same run, {a.name}: there is nothing to compare")
+        print(f"A and B are the same run, {a.first.name}: there is nothing to compare")
         return UNCHECKED if limits and not arguments.allow_unchecked else GOOD
-    control, notes = comparison.controls(a, b)
+    control, control_n, notes = comparison.controls(a, b)
     rows = judge_pairs.judge_pairs(a, b, pairs, thresholds=limits, margin=margin, control=control)
-    alone = judge_pairs.partnerless(a, b, every, (arguments.against, arguments.backend))
-    failed = judge_pairs.newly_failed(a, b, pairs)
+    alone = judge_pairs.partnerless(a.first, b.first, every, (arguments.against, arguments.backend))
+    failed = judge_pairs.newly_failed(a.first, b.first, pairs)
     notes += comparison.notes(a, b, rows, [pair for pair in every if pair not in pairs], limits, margin)
     notes += [f"failed in B and not in A: {', '.join(failed)}"] if failed else []
     gate, status = None, GOOD
@@ -132,8 +135,8 @@ def run(arguments: argparse.Namespace) -> int:
         a=titles[0],
         b=titles[1],
         rows=rows,
-        differences=[] if a is b else differences(a.manifest, b.manifest),
-        remarks=remarks(side for row in rows for side in ((a.manifest, row.a), (b.manifest, row.b))),
+        differences=[] if a is b else differences(a.first.manifest.node.fingerprint, b.first.manifest.node.fingerprint),
+        remarks=remarks(side for row in rows for side in ((a.first.manifest, row.a), (b.first.manifest, row.b))),
         notes=[
             *notes,
             *(f"only in {key[-1].upper()}: {', '.join(labels)}" for key, labels in alone.items() if labels),
@@ -141,11 +144,14 @@ def run(arguments: argparse.Namespace) -> int:
         ],
         margin=margin,
         threshold=limits.get("slower"),
+        num_runs=len(a.runs),
+        is_of_days=a is not b,
+        control_n=control_n,
     )
     if arguments.json:
         facts = {
-            "a": {"run_id": a.name, "backend": arguments.against},
-            "b": {"run_id": b.name, "backend": arguments.backend},
+            "a": {"run_id": a.first.name, "backend": arguments.against},
+            "b": {"run_id": b.first.name, "backend": arguments.backend},
             "margin": margin,
             "thresholds": limits,
             "control": None if control is None else dataclasses.asdict(control),
@@ -167,36 +173,52 @@ def run(arguments: argparse.Namespace) -> int:
     return status
 
 
-def _chosen(arguments: argparse.Namespace) -> tuple[Run, Run, list[Pair], tuple[str, str]]:
+def _chosen(arguments: argparse.Namespace) -> tuple[Pool, Pool, list[Pair], tuple[str, str]]:
     """Both sides, their pairs, and what to call them."""
-    from bench.judge import pairs as judge_pairs
-    from bench.judge.loading import load
+    from bench.judge.pairs import pairs_of_runs
+    from bench.judge.pool import load_pool
 
-    backends = {"--backend": arguments.backend, "--against": arguments.against}
-    if arguments.b is None:
-        if None in backends.values():
-            raise InputError(
-                f"{arguments.a}: is one run; name a second one, or two of its backends with --backend and --against"
-            )
-        run = load(arguments.a)
-        known = sorted({cell.backend for cell in run.cells.values()})
-        for option, name in backends.items():
-            if name not in known:
-                raise InputError(f"{option}: '{name}' is not in the run {run.name}; {suggest(name, known)}")
-        if arguments.backend == arguments.against:
-            raise InputError(f"--against: '{arguments.against}' is --backend too; name another one")
-        pairs = judge_pairs.pairs_of_backends(run, arguments.against, arguments.backend)
-        if not pairs:
-            raise InputError(
-                f"{arguments.a}: {arguments.backend} and {arguments.against} have no cell that differs in the backend "
-                "alone; compare others"
-            )
-        return run, run, pairs, (f"{arguments.against} of {run.name}", f"{arguments.backend} of {run.name}")
-    for option, name in backends.items():
-        if name is not None:
-            raise InputError(f"{option}: is for one run, and two are named; leave out {option} or {arguments.b}")
-    a, b = load(arguments.a), load(arguments.b)
-    pairs = judge_pairs.pairs_of_runs(a, b)
+    named = {option: name for option, name in _backends(arguments).items() if name is not None}
+    if named:
+        return _backends_of_pool(arguments)
+    if len(arguments.runs) == 1:
+        raise InputError(
+            f"{arguments.runs[0]}: is one run; name a second one, or two of its backends with --backend and --against"
+        )
+    if len(arguments.runs) > 2:
+        raise InputError(
+            f"{arguments.runs[2]}: is a third run, and two are compared; put the runs of a side into one folder"
+        )
+    a, b = (load_pool([place]) for place in arguments.runs)
+    pairs = [pair for pair in pairs_of_runs(a.first, b.first) if a.has(pair.a) and b.has(pair.b)]
     if not pairs:
-        raise InputError(f"{arguments.a} and {arguments.b}: have no common cell; run the same matrix on both sides")
-    return a, b, pairs, (a.name, b.name)
+        names = " and ".join(map(str, arguments.runs))
+        raise InputError(f"{names}: have no common cell; run the same matrix on both sides")
+    return a, b, pairs, (a.first.name, b.first.name)
+
+
+def _backends(arguments: argparse.Namespace) -> dict[str, str | None]:
+    return {"--backend": arguments.backend, "--against": arguments.against}
+
+
+def _backends_of_pool(arguments: argparse.Namespace) -> tuple[Pool, Pool, list[Pair], tuple[str, str]]:
+    from bench.judge.pairs import pairs_of_backends
+    from bench.judge.pool import load_pool
+
+    pool = load_pool(arguments.runs)
+    run = pool.first
+    known = sorted({cell.backend for cell in run.cells.values()})
+    for option, name in _backends(arguments).items():
+        if name is None:
+            raise InputError(f"{option}: is missing; name the two backends with --backend and --against")
+        if name not in known:
+            raise InputError(f"{option}: '{name}' is not in the run {run.name}; {suggest(name, known)}")
+    if arguments.backend == arguments.against:
+        raise InputError(f"--against: '{arguments.against}' is --backend too; name another one")
+    pairs = pairs_of_backends(run, arguments.against, arguments.backend)
+    if not pairs:
+        raise InputError(
+            f"{arguments.runs[0]}: {arguments.backend} and {arguments.against} have no cell that differs in the "
+            "backend alone; compare others"
+        )
+    return pool, pool, pairs, (f"{arguments.against} of {run.name}", f"{arguments.backend} of {run.name}")

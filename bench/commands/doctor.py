@@ -23,9 +23,11 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from bench.backends.base import built_in, registry
+from bench.audit.advisories import PAGE, KnownBad, facts_of, matching
+from bench.backends.base import registry
 from bench.files import RESULTS, existing
-from bench.findings import Finding, Level, error, good, warning
+from bench.findings import Finding, Level, error, good, note, warning
+from bench.formatting import plural
 from bench.grouping import grouped
 from bench.launch import gpu_checks
 from bench.launch.torch_facts import GLOO, TorchFacts, ask_torch
@@ -47,10 +49,26 @@ DISK_BYTES, DISK_LEAST_BYTES = 10 * GIB, GIB // 4
 """Free space recommended for models of 1e9 parameters (the reference's update is kept, in fp32), and the minimum."""
 MEMORY_BYTES = 4 * GIB
 """Generous bound of the memory of two ranks of the tiny model with every framework imported."""
-PROJECT, TESTED = "accumulation-bench", "tested"
-"""The distribution whose metadata has the bounds, and its extra that has the first versions that were not tested."""
-DEFECTS = tuple(dict.fromkeys(defect for backend in built_in().values() for defect in backend.defective_versions))
-"""Of all packages."""
+PROJECT = "accumulation-bench"
+"""The distribution whose metadata has the bounds."""
+FRAMEWORKS, TESTED = "frameworks", "tested"
+"""Its extra of what training needs, and the one that has the first versions that were not tested."""
+OWN_TRAININGS = (
+    facts_of(
+        {
+            "deepspeed": {
+                "zero_optimization": {"stage": 2},
+                "bf16": {"enabled": True},
+                "data_types": {"grad_accum_dtype": "fp32"},
+                "gradient_clipping": 0.0,
+            }
+        },
+        framework="deepspeed",
+        accumulate=4,
+    ),
+    facts_of(None, framework="lightning", accumulate=4, **{"loop.throughput_monitor": True}),
+)
+"""What backends of the bench set, and the ThroughputMonitor that it measures: a defect that meets these is an error."""
 
 
 def add(commands: Any) -> None:
@@ -137,9 +155,10 @@ def python(numbers: Sequence[int], metadata: Metadata) -> Iterator[Finding]:
 
 
 def packages(versions: Mapping[str, str], metadata: Metadata) -> Iterator[Finding]:
-    """Whether required packages are installed in tested versions without known defects."""
+    """Whether required packages are installed in tested versions, and what is known of these versions."""
     installed = {str(canonicalize_name(name)): version for name, version in versions.items()}
     required, tested = _bounds(metadata)
+    met = [found for facts in OWN_TRAININGS for found in matching(installed, facts) if found.is_certain]
     if not required:
         yield warning("packages", f"{PROJECT} is not installed, so its requirements are unknown: pip install -e .")
     for name, (least, is_optional) in required.items():
@@ -154,15 +173,25 @@ def packages(versions: Mapping[str, str], metadata: Metadata) -> Iterator[Findin
         except InvalidVersion:
             yield warning(name, f"{text} is not a version that can be compared; needed is {least}")
             continue
-        defects = [defect for defect in DEFECTS if defect[0] == name and _within(version, SpecifierSet(defect[1]))]
-        for _, _, defect, mended in defects:
-            yield error(name, f"{text}: {defect} (docs/versions.md): pip install '{name}{mended}'")
+        defects = [found for found in met if found.advisory.package == name]
+        for found in defects:
+            yield error(name, f"{found.sentence}: pip install '{name}{least}'")
         if not _within(version, least):
             yield error(name, f"{text} is too old: pip install '{name}{least}'")
         elif not _within(version, tested.get(name, SpecifierSet())):
             yield warning(name, f"{text} is newer than what was tested ({least},{tested[name]})")
         elif not defects:
             yield good(name, text)
+    named = {found.advisory.id for found in met}
+    yield from known_bad([found for found in matching(installed) if found.advisory.id not in named])
+
+
+def known_bad(matches: Sequence[KnownBad]) -> Iterator[Finding]:
+    """What installed versions are known to do under settings that are unknown here, in a line for each package."""
+    ids = grouped(((found.advisory.package, found.version), found.advisory.id) for found in matches)
+    for (name, version), found in ids.items():
+        defects = plural(len(found), "known defect")
+        yield note(name, f"{version} has {defects} under some settings ({PAGE}): {', '.join(found)}")
 
 
 def _bounds(metadata: Metadata) -> tuple[dict[str, tuple[SpecifierSet, bool]], dict[str, SpecifierSet]]:
@@ -171,11 +200,16 @@ def _bounds(metadata: Metadata) -> tuple[dict[str, tuple[SpecifierSet, bool]], d
     tested: dict[str, SpecifierSet] = {}
     for requirement in map(Requirement, metadata.get("Requires-Dist", ())):
         name = canonicalize_name(requirement.name)
-        if requirement.marker and requirement.marker.evaluate({"extra": TESTED}):
+        if _is_of(requirement, TESTED):
             tested[name] = requirement.specifier
         elif requirement.specifier:
-            required[name] = requirement.specifier, requirement.marker is not None
+            is_optional = requirement.marker is not None and not _is_of(requirement, FRAMEWORKS)
+            required[name] = requirement.specifier, is_optional
     return required, tested
+
+
+def _is_of(requirement: Requirement, extra: str) -> bool:
+    return requirement.marker is not None and requirement.marker.evaluate({"extra": extra})
 
 
 def _within(version: Version, versions: SpecifierSet) -> bool:

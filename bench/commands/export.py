@@ -13,17 +13,20 @@ from bench import files
 from bench.errors import GOOD, InputError, suggest
 from bench.formatting import plural
 from bench.judge.columns import COLUMNS, FRAMES
-from bench.tabular import Table
+from bench.tabular import Table, TableColumn, TableRow
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from bench.judge.analysis import Frames
 
 FORMATS = ("pytest-benchmark", "csv", "parquet")
 DESCRIPTION = (
-    "Describes the tables that bench.load(RUN) returns in Python: rows, columns, dtypes and units. With --format, "
-    "writes them: pytest-benchmark (a JSON file for pytest-benchmark compare and dashboards; a round is a trial, and "
-    "cells that are not comparable are left out), csv (a folder with a file per table and columns.csv with the units; "
-    "no text acts as a formula) or parquet (a folder; units in each field's metadata)."
+    "Describes the tables that bench.load(RUN) returns in Python: rows, columns, dtypes and units. "
+    "With --format, writes them: pytest-benchmark (a JSON file for pytest-benchmark compare and "
+    "dashboards; a round is a trial, and cells that are not comparable are left out), csv (a "
+    "folder with a file per table and columns.csv with the units; no text acts as a formula) or "
+    "parquet (a folder; units in each field's metadata)."
 )
 
 
@@ -64,21 +67,42 @@ def run(arguments: argparse.Namespace) -> int:
 def _describe(frames: Frames, arguments: argparse.Namespace) -> None:
     from bench.report.formats import harmless
 
-    for name in FRAMES if arguments.table is None else [arguments.table]:
-        frame = frames[name]
-        print(f"{name}: {plural(len(frame), 'row')} x {plural(len(frame.columns), 'column')}: {FRAMES[name]}")
-        about = [(key, column.dtype, column.unit, column.meaning) for key, column in COLUMNS[name].items()]
-        print(textwrap.indent(Table.from_rows(("column", "dtype", "unit", "meaning"), about).text(), "  "), end="\n\n")
+    described = list(FRAMES)
+    if arguments.table is not None:
+        described = [arguments.table]
+    for name in described:
+        _describe_table(name, frames[name])
     if arguments.head is not None:
-        columns, rows = COLUMNS[arguments.table], harmless(frames[arguments.table].head(arguments.head))
-        texts = [
-            [f"{value:g}" if isinstance(value, float) else str(value) for value in row]
-            for row in rows.itertuples(index=False)
-        ]
-        numbers = [place for place, column in enumerate(columns.values()) if column.is_number]
-        print(Table.from_rows(list(columns), texts, numbers).text())
+        rows = harmless(frames[arguments.table].head(arguments.head))
+        print(_rows_text(arguments.table, rows))
     elif arguments.table is None:
-        print(f"In Python: import bench; frames = bench.load({str(arguments.run)!r}); frames.cells")
+        run = str(arguments.run)
+        print(f"In Python: import bench; frames = bench.load({run!r}); frames.cells")
+
+
+def _describe_table(name: str, frame: pd.DataFrame) -> None:
+    extent = f"{plural(len(frame), 'row')} x {plural(len(frame.columns), 'column')}"
+    print(f"{name}: {extent}: {FRAMES[name]}")
+    about = []
+    for key, column in COLUMNS[name].items():
+        about.append((key, str(column.dtype), column.unit, column.meaning))
+    table = Table.from_rows(("column", "dtype", "unit", "meaning"), about)
+    print(textwrap.indent(table.text(), "  "), end="\n\n")
+
+
+def _rows_text(name: str, rows: pd.DataFrame) -> str:
+    columns = [TableColumn(key, key, is_number=column.is_number) for key, column in COLUMNS[name].items()]
+    texts = []
+    for row in rows.itertuples(index=False):
+        of_row = map(_value_text, row)
+        texts.append(TableRow(dict(zip(COLUMNS[name], of_row, strict=True))))
+    return Table(columns=columns, rows=texts).text()
+
+
+def _value_text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)
 
 
 def _write(frames: Frames, form: str, out: Path) -> list[Path]:
@@ -87,7 +111,9 @@ def _write(frames: Frames, form: str, out: Path) -> list[Path]:
 
         if out.resolve() == frames.folder.resolve():
             raise InputError(f"--out {out}: is the run's own folder; name another one")
-        return formats.write_csv(frames, out) if form == "csv" else formats.write_parquet(frames, out)
+        if form == "csv":
+            return formats.write_csv(frames, out)
+        return formats.write_parquet(frames, out)
     from bench.report.formats import document
 
     if out.suffix != ".json":

@@ -5,14 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench import files
 from bench.commands.options import LARGEST, integer_to
-from bench.errors import BAD, GOOD, InputError
+from bench.errors import BAD, GOOD, WRONG, InputError
 
-EPILOG = "Exit status: 0 nothing but infos found; 1 an error or a warning; 2 a config cannot be read."
+if TYPE_CHECKING:
+    from bench.audit.lint.lint_options import LintOptions
+    from bench.audit.lint.rules import LintFinding
+
+EPILOG = (
+    "Exit status: 0 nothing but infos found; 1 an error or a warning; 2 a config cannot be read or has a wrong value, "
+    "or the only file, or every file of a folder, is of no kind that lint knows."
+)
+SHOWN = 5
+"""Files of unknown kind that are named."""
 
 
 def add(commands: Any) -> None:
@@ -23,21 +33,37 @@ def add(commands: Any) -> None:
         nargs="*",
         type=Path,
         metavar="CONFIG",
-        help="a YAML or JSON of LightningCLI, DeepSpeed, Hugging Face's TrainingArguments or accelerate",
+        help="a YAML, JSON or TOML of Lightning, DeepSpeed, accelerate, TrainingArguments or a framework above them; a "
+        "shell script that launches a training; or a folder with such files",
     )
     integer, absent = integer_to(LARGEST), "if the config does not say"
-    option("--samples", type=integer, metavar="S", help="size of the training set; enables the rules about steps")
-    option("--micro-batch", type=integer, metavar="B", help=f"samples of a micro-batch on one rank, {absent}")
+    option(
+        "--samples",
+        type=integer,
+        metavar="S",
+        help="size of the training set; enables the rules about steps",
+    )
+    option(
+        "--micro-batch",
+        type=integer,
+        metavar="B",
+        help=f"samples of a micro-batch on one rank, {absent}",
+    )
     option("--world-size", type=integer, metavar="W", help=f"ranks, {absent}")
     for package in ("deepspeed", "lightning"):
         option(f"--{package}-version", type=_version, metavar="V", help="instead of the installed one")
     option("--json", action="store_true", help="print a list of findings as JSON")
-    option("--sarif", type=Path, metavar="FILE", help="also write the findings as SARIF 2.1.0, for code hosts")
+    option(
+        "--sarif",
+        type=Path,
+        metavar="FILE",
+        help="also write the findings as SARIF 2.1.0, for code hosts",
+    )
     option("--rules", action="store_true", help="list the rules and stop")
 
 
 def _version(text: str) -> tuple[int, ...]:
-    from bench.audit.lint.lint_options import version
+    from bench.audit.lint.version_facts import version
 
     try:
         return version(text)
@@ -47,15 +73,13 @@ def _version(text: str) -> tuple[int, ...]:
 
 def run(arguments: argparse.Namespace) -> int:
     from bench.audit.lint import lint
-    from bench.audit.lint.config_file import EXPECTED
-    from bench.audit.lint.lint_options import LintOptions, installed
-    from bench.audit.lint.rules import EXAMPLES, Severity, rules, sarif
+    from bench.audit.lint.config_kinds import EXPECTED
+    from bench.audit.lint.lint_options import LintOptions
+    from bench.audit.lint.rules import Severity, sarif
+    from bench.audit.lint.version_facts import used
 
     if arguments.rules:
-        for code, rule in rules().items():
-            examples = (f"\n{'':8}{config}" for of, config, _ in EXAMPLES if of == code)
-            print(f"{code:7} {rule.title} ({rule.source})", *examples, sep="")
-        print("Below a rule: configs in which it is found, where N = 4 unless they say otherwise")
+        _print_rules()
         return GOOD
     if not arguments.configs:
         raise InputError(f"lint: name at least one config: {EXPECTED}")
@@ -63,8 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
         samples=arguments.samples,
         batch_size=arguments.micro_batch,
         world_size=arguments.world_size,
-        deepspeed=arguments.deepspeed_version or installed("deepspeed"),
-        lightning=arguments.lightning_version or installed("lightning"),
+        deepspeed=used("deepspeed", arguments.deepspeed_version),
+        lightning=used("lightning", arguments.lightning_version),
     )
     findings = lint(arguments.configs, options)
     if arguments.sarif:
@@ -76,9 +100,45 @@ def run(arguments: argparse.Namespace) -> int:
         for finding in findings:
             # The bytes of a file name may be no text.
             print(str(finding).encode(errors="backslashreplace").decode())
+    _print_rest(options, findings)
+    if any(finding.severity is not Severity.INFO for finding in findings):
+        return BAD
+    if options.problems:
+        return WRONG
+    return GOOD
+
+
+def _print_rules() -> None:
+    from bench.audit.lint.rules import EXAMPLES, rules
+
+    for code, rule in rules().items():
+        print(f"{code:7} {rule.title} ({rule.source})")
+        for example in EXAMPLES:
+            if example.code == code:
+                print(f"{'':8}{example.config}")
+    print("Below a rule: configs in which it is found, where N = 4 unless they say otherwise")
+
+
+def _print_rest(options: LintOptions, findings: Sequence[LintFinding]) -> None:
+    """What was not judged, what could not be read, and what would help, one line each."""
+    for line in options.problems:
+        _say(f"problem: {line}")
+    for line in options.unknown[:SHOWN]:
+        _say(f"unknown: {line}")
+    if len(options.unknown) > SHOWN:
+        _say(f"unknown: {len(options.unknown) - SHOWN} more files")
+    for line in options.notes:
+        _say(f"note: {line}")
+    for package, version in (("DeepSpeed", options.deepspeed), ("Lightning", options.lightning)):
+        if version.is_assumed and any(package in finding.what for finding in findings):
+            option = f"--{package.lower()}-version"
+            _say(f"note: {package} is not installed here, so {version} is assumed; {option} names another")
     if any(finding.stops for finding in findings):
-        print("hint: training stops at once; fix that, and lint again to see what else it would do", file=sys.stderr)
+        _say("hint: training stops at once; fix that, and lint again to see what else it would do")
     if options.wanted:
         missing = [option for option in ("--samples", "--micro-batch", "--world-size") if option in options.wanted]
-        print(f"hint: {' and '.join(missing)} would enable the rules about windows, steps and logs", file=sys.stderr)
-    return BAD if any(finding.severity is not Severity.INFO for finding in findings) else GOOD
+        _say(f"hint: {' and '.join(missing)} would enable the rules about windows, steps and logs")
+
+
+def _say(line: str) -> None:
+    print(line.encode(errors="backslashreplace").decode(), file=sys.stderr)

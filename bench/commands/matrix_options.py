@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
-from bench.backends.base import Backend, installed_backends, registry
+from bench.backends.base import installed_backends, registry
 from bench.commands.options import backend_names, duration, flag, list_of, share, split_names
 from bench.errors import InputError
 from bench.launch import gpus as launch_gpus
 from bench.launch.nodes import Nodes
 from bench.plan import matrix as matrix_file
-from bench.plan.cell import Cell, Device, Precision
-from bench.plan.expand import expand, single_trial_ids
+from bench.plan.cell import Device, Precision
+from bench.plan.expand import expand
 from bench.plan.matrix import Matrix
+from bench.run.start import Planned
 
 USAGES = {
     ("axes.backend", "backend", "B"): "only these backends, or all but those of installed packages (see 'backends'); "
@@ -24,7 +25,7 @@ USAGES = {
     ("axes.micro_batch_size", "micro_batch", "M"): "samples per micro-batch on a rank; with --accumulate the global "
     "batch follows, else it is held and N follows; in a virtual world N is held",
     ("axes.world_size", "world_size", "W"): "numbers of ranks, or 'all' for one per GPU",
-    ("share_gpu", "share_gpu", ""): "let the ranks of --world-size share the GPUs, over gloo: values, counts and "
+    ("share_gpu", "share_gpu", ""): "let the ranks of --world-size share the GPUs: values, counts and "
     "memory, but no times; one trial per cell unless --repeats is given",
     ("virtual.world_size", "virtual_world", "W"): "one process acts as rank 0 of W: shapes, memory, counts and bytes, "
     "but no values; without --world-size, nothing else runs",
@@ -73,6 +74,10 @@ def _switches(text: str) -> list[bool]:
 _integers = list_of(int, "integers such as 1,4,8")
 
 
+def _world_sizes(text: str) -> list[int] | list[str]:
+    return ["all"] if text.strip() == "all" else _integers(text)
+
+
 LISTS = {bool: _switches, int: _integers, float: list_of(float, "numbers such as 0,1.5")}
 """How a list is read, by the type of its items; others are names."""
 BY_DEVICE = {"auto": ("cpu", "gpu"), "quick": ("quick", "quick-gpu")}
@@ -80,7 +85,7 @@ BY_DEVICE = {"auto": ("cpu", "gpu"), "quick": ("quick", "quick-gpu")}
 
 READ: dict[str, Any] = {
     "axes.backend": backend_names,
-    "axes.world_size": lambda text: ["all"] if text.strip() == "all" else _integers(text),
+    "axes.world_size": _world_sizes,
     "budget_s": duration,
     "precision": share,
 }
@@ -95,31 +100,15 @@ def add_matrix_options(parser: argparse.ArgumentParser) -> None:
     for (key, name, metavar), words in USAGES.items():
         option, (kind, is_list) = flag(name), matrix_file.type_of(key)
         if is_list:
-            read = READ.get(key) or LISTS.get(kind, split_names)
+            read = READ.get(key, LISTS.get(kind, split_names))
             parser.add_argument(option, action="extend", type=read, metavar=f"{metavar}[,{metavar}]", help=words)
         elif kind is bool:
             parser.add_argument(option, action="store_true", default=None, help=words)
         else:
-            read = READ.get(key) or (kind if kind in LISTS else str)
+            read = READ.get(key, kind if kind in LISTS else str)
             parser.add_argument(option, type=read, metavar=metavar, help=words)
     words = "on GPUs: also run cells that are predicted not to fit into memory"
     parser.add_argument("--try-all", action="store_true", help=words)
-
-
-@dataclass(frozen=True)
-class Planned:
-    """What a run would train: the matrix with all options applied, and what follows from it on these GPUs."""
-
-    matrix: Matrix
-    backends: dict[str, type[Backend]]
-    gpus: Sequence[Mapping[str, Any]]
-    """Those that the cells run on, as ``bench.launch.gpus`` has them; none on the CPU."""
-    cells: list[Cell]
-    """Without the references that are too large for the GPUs."""
-    too_large: dict[str, str]
-    """Why cells do not fit into a GPU, by id."""
-    once: list[str]
-    """Ids of the cells with a single trial."""
 
 
 def planned(
@@ -129,52 +118,95 @@ def planned(
 
     ``others`` are the other nodes of a job of several.
     """
-    from bench.forecast import fit
-
     matrix = _matrix(arguments, on_gpus=bool(pretended or launch_gpus.gpus()))
     if pretended and matrix["device"] != Device.CUDA:
         place = matrix.place("device")
         raise InputError(f"--on: is for GPUs, and {place} is 'cpu'; give --device cuda, or leave it out")
-    named = [part["axes.backend"] for part in matrix.parts]
-    backends = registry([name for names in named for name in ([names] if isinstance(names, str) else names)])
-    gpus = pretended or (launch_gpus.gpus() if matrix["device"] == Device.CUDA else [])
-    num_nodes = 1 + len(others.nodes) if others else 1
-    if gpus and others:
-        gpus = [*gpus, *(gpu for node in others.nodes for gpu in node.about["gpus"])]
+    backends = registry(_named_backends(matrix))
+    gpus = _gpus(matrix, pretended, others)
+    num_nodes = 1
+    if others is not None:
+        num_nodes += len(others.nodes)
     if arguments.device == Device.CUDA and gpus and not (arguments.world_size or matrix["share_gpu"]):
         matrix = matrix.up_to(len(gpus), "--device")  # it was perhaps written for a CPU, with more ranks than GPUs
-    cells = expand(matrix, backends, len(gpus), installed_backends(), num_nodes)
-    memory = [int(gpu["memory_bytes"]) for gpu in gpus if not arguments.try_all]
-    too_large = fit.too_large(cells, min(memory), len(gpus) // num_nodes) if memory else {}
-    cells = [cell for cell in cells if not cell.is_reference or cell.cell_id not in too_large]
-    return Planned(matrix, backends, gpus, cells, too_large, single_trial_ids(matrix, backends, len(gpus), num_nodes))
+    expansion = expand(matrix, backends, len(gpus), installed_backends(), num_nodes)
+    plan = Planned(matrix, backends, expansion.cells, expansion.once, gpus)
+    return plan if arguments.try_all else _without_large_references(plan, num_nodes)
+
+
+def _named_backends(matrix: Matrix) -> list[str]:
+    """The backends of the matrix and its groups, ``all`` among them."""
+    names: list[str] = []
+    for part in matrix.parts:
+        named = part["axes.backend"]
+        if isinstance(named, str):
+            names.append(named)
+        else:
+            names += named
+    return names
+
+
+def _gpus(matrix: Matrix, pretended: Sequence[Mapping[str, Any]], others: Nodes | None) -> Sequence[Mapping[str, Any]]:
+    """The GPUs of all nodes that the cells run on; none on the CPU."""
+    if pretended:
+        return pretended
+    if matrix["device"] != Device.CUDA:
+        return []
+    found: list[Mapping[str, Any]] = list(launch_gpus.gpus())
+    if found and others is not None:
+        for node in others.nodes:
+            found += node.about["gpus"]
+    return found
+
+
+def _without_large_references(plan: Planned, num_nodes: int) -> Planned:
+    """The plan with what does not fit into the smallest GPU, of which it leaves the references out."""
+    from bench.forecast import fit
+
+    if not plan.gpus:
+        return plan
+    smallest = min(int(gpu["memory_bytes"]) for gpu in plan.gpus)
+    too_large = fit.too_large(plan.cells, smallest, len(plan.gpus) // num_nodes)
+    references = [cell for cell in plan.cells if cell.is_reference]
+    left_out = {cell for cell in references if cell.cell_id in too_large}
+    cells = [cell for cell in plan.cells if cell not in left_out]
+    return replace(plan, cells=cells, too_large=too_large)
 
 
 def _matrix(arguments: argparse.Namespace, *, on_gpus: bool) -> Matrix:
     """The matrix of ``--matrix``, with the keys that other options override. Raises InputError."""
     name = arguments.matrix
-    chosen = matrix_file.load(BY_DEVICE.get(name, (name, name))[on_gpus])
-    alone = bool(arguments.virtual_world and not arguments.world_size)
+    if name in BY_DEVICE:
+        on_cpus, on_gpus_name = BY_DEVICE[name]
+        name = on_gpus_name if on_gpus else on_cpus
+    chosen = matrix_file.load(name)
+    is_virtual_alone = bool(arguments.virtual_world and not arguments.world_size)
+    _refuse_contradictions(arguments, chosen, is_virtual_alone=is_virtual_alone)
     given = dict(vars(arguments))
-    if alone:
+    if is_virtual_alone:
         chosen = chosen.override("virtual.alone", True, "--virtual-world")
-    if arguments.fake_tensors and not (arguments.virtual_world or chosen["virtual.world_size"]):
-        raise InputError("--fake-tensors: is for a virtual world; give --virtual-world too")
-    if arguments.micro_batch and arguments.accumulate and arguments.batch:
-        raise InputError("--batch: follows from --micro-batch and --accumulate; leave out one of the three")
-    if arguments.micro_batch and not arguments.accumulate and not alone:
+    elif arguments.micro_batch and not arguments.accumulate:
         given["accumulate"] = "auto"
-    if arguments.share_gpu and alone:
-        raise InputError("--share-gpu: is for ranks that exist; give --world-size too, or leave it out")
     given |= _repeats(arguments, chosen)
     if arguments.backend and not arguments.baseline:
         given["baseline"] = "auto"  # the matrix' own may not be among those
     for option, key in OPTIONS.items():
         value = given[option]
-        if value is None:
-            continue
-        chosen = chosen.override(key, "all" if value == ["all"] else value, flag(option))
+        if value == ["all"]:
+            value = "all"
+        if value is not None:
+            chosen = chosen.override(key, value, flag(option))
     return chosen
+
+
+def _refuse_contradictions(arguments: argparse.Namespace, chosen: Matrix, *, is_virtual_alone: bool) -> None:
+    """Raise InputError for options that cannot be given together, or not without another."""
+    if arguments.fake_tensors and not (arguments.virtual_world or chosen["virtual.world_size"]):
+        raise InputError("--fake-tensors: is for a virtual world; give --virtual-world too")
+    if arguments.micro_batch and arguments.accumulate and arguments.batch:
+        raise InputError("--batch: follows from --micro-batch and --accumulate; leave out one of the three")
+    if arguments.share_gpu and is_virtual_alone:
+        raise InputError("--share-gpu: is for ranks that exist; give --world-size too, or leave it out")
 
 
 def _repeats(arguments: argparse.Namespace, chosen: Matrix) -> dict[str, Any]:
@@ -184,6 +216,8 @@ def _repeats(arguments: argparse.Namespace, chosen: Matrix) -> dict[str, Any]:
         raise InputError(f"--max-repeats is {most}; it must be at least --repeats, {repeats}")
     if arguments.share_gpu and repeats is None and most is None:
         return {"repeats": 1, "max_repeats": 1}
-    if repeats is None and most is not None:
+    if most is None:
+        return {"repeats": repeats, "max_repeats": repeats}
+    if repeats is None:
         repeats = min(chosen["repeats"], most)
-    return {"repeats": repeats, "max_repeats": repeats if most is None else most}
+    return {"repeats": repeats, "max_repeats": most}

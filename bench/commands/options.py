@@ -30,7 +30,7 @@ def flag(name: str) -> str:
 
 def split_names(text: str) -> list[str]:
     """The names in a comma-separated list, without empty ones."""
-    return [name.strip() for name in text.split(",") if name.strip()]
+    return list(filter(None, map(str.strip, text.split(","))))
 
 
 def list_of(read: Callable[[str], T], what: str) -> Callable[[str], list[T]]:
@@ -38,7 +38,7 @@ def list_of(read: Callable[[str], T], what: str) -> Callable[[str], list[T]]:
 
     def parse(text: str) -> list[T]:
         try:
-            found = [read(part) for part in split_names(text)]
+            found = list(map(read, split_names(text)))
         except (ValueError, argparse.ArgumentTypeError):
             found = []
         if not found:
@@ -52,10 +52,10 @@ def integer_to(largest: int, least: int = 1) -> Callable[[str], int]:
     """A parser of integers from ``least`` to ``largest``, which has at most nine digits."""
 
     def read(text: str) -> int:
-        number = int(text) if text.isascii() and text.isdecimal() and len(text) <= 9 else -1
-        if not least <= number <= largest:
+        is_number = text.isascii() and text.isdecimal() and len(text) <= 9
+        if not is_number or not least <= int(text) <= largest:
             raise argparse.ArgumentTypeError(f"'{text}' is not an integer from {least} to {largest}")
-        return number
+        return int(text)
 
     return read
 
@@ -63,14 +63,18 @@ def integer_to(largest: int, least: int = 1) -> Callable[[str], int]:
 def share(text: str) -> float:
     """0.05 for ``5%`` or ``0.05``. A number of 1 or more without a sign is refused: it may be meant as per cent."""
     words = text.strip()
+    is_percentage = words.endswith("%")
     try:
-        number = float(words.removesuffix("%")) / (100 if words.endswith("%") else 1)
+        number = float(words.removesuffix("%"))
     except ValueError:
         number = math.nan
+    if is_percentage:
+        number /= 100
     if not (math.isfinite(number) and number >= 0):
         raise argparse.ArgumentTypeError(f"'{text}' is not a number from 0 on, such as 5% or 0.05")
-    if number >= 1 and not words.endswith("%"):
-        raise argparse.ArgumentTypeError(f"'{text}' has no unit; write {words}%, or a share below 1 such as 0.05")
+    if number >= 1 and not is_percentage:
+        remedy = f"write {words}%, or a share below 1 such as 0.05"
+        raise argparse.ArgumentTypeError(f"'{text}' has no unit; {remedy}")
     return number
 
 
@@ -78,9 +82,12 @@ def quantity(units: Mapping[str, float], what: str, *, zero: bool = False) -> Ca
     """A parser of finite numbers above 0, or ``zero`` too, with a unit, which is required: it is not guessed."""
 
     def read(text: str) -> float:
+        value = math.nan
         match = NUMBER.fullmatch(text.strip())
-        value = float(match[1]) * units[match[2]] if match and match[2] in units else math.nan
-        if not (math.isfinite(value) and (value > 0 or (zero and value == 0))):
+        if match and match[2] in units:
+            value = float(match[1]) * units[match[2]]
+        is_zero = zero and value == 0
+        if not math.isfinite(value) or (value <= 0 and not is_zero):
             raise argparse.ArgumentTypeError(f"'{text}' is not {what}")
         return value
 
@@ -92,24 +99,48 @@ duration = quantity(SECONDS, "a time above 0 with its unit, such as 90s, 20m or 
 
 def backend_names(text: str) -> list[str]:
     """The names in a comma-separated list; ``module:Class`` is loaded, and from then on known by its own name."""
-    try:
-        return [register(name) if ":" in name else name for name in split_names(text)]
-    except InputError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    found = []
+    for name in split_names(text):
+        known_as = name
+        if ":" in name:
+            try:
+                known_as = register(name)
+            except InputError as error:
+                raise argparse.ArgumentTypeError(str(error)) from error
+        found.append(known_as)
+    return found
+
+
+def add_runs(parser: Any, more: str) -> None:
+    """Add the folders of runs, of which ``all_folders`` reads the value; ``more`` says what becomes of several."""
+    words = f"a run's folder, e.g. results/<run>, or a folder of runs; several of one matrix are pooled: {more}"
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=words)
+
+
+def all_folders(places: Sequence[Path]) -> list[Path]:
+    """The folders of the runs in these."""
+    from bench.judge.pool import folders_of
+
+    return [folder for place in places for folder in folders_of(place)]
 
 
 def add_training(parser: Any, *, world_size: int, required: bool = False) -> None:
     """Add the options that describe a training; each is a field of TrainingPlan and of Scenario."""
     option, accumulate = parser.add_argument, list_of(int, "integers such as 1,4,2")
     option("--samples", type=int, required=required, metavar="S", help="samples of the data set")
-    option("--micro-batch", type=int, required=required, metavar="M", help="samples per micro-batch on a rank")
+    words = "samples per micro-batch on a rank"
+    option("--micro-batch", type=int, required=required, metavar="M", help=words)
     words = "micro-batches per window; a list is one N per epoch"
     option("--accumulate", type=accumulate, metavar="N[,N]", help=words)
-    option("--epochs", type=int, metavar="E", help="epochs (default: 1, or no limit with --max-steps)")
+    words = "epochs (default: 1, or no limit with --max-steps)"
+    option("--epochs", type=int, metavar="E", help=words)
     option("--world-size", type=int, metavar="W", help=f"ranks (default: {world_size})")
-    option("--limit-batches", type=int, metavar="B", help="micro-batches of an epoch, as limit_train_batches")
-    option("--max-steps", type=int, metavar="K", help="steps after which training stops, unless the epochs end before")
-    option("--drop-last", action="store_true", help="the loader drops an incomplete last micro-batch")
+    words = "micro-batches of an epoch, as limit_train_batches"
+    option("--limit-batches", type=int, metavar="B", help=words)
+    words = "steps after which training stops, unless the epochs end before"
+    option("--max-steps", type=int, metavar="K", help=words)
+    words = "the loader drops an incomplete last micro-batch"
+    option("--drop-last", action="store_true", help=words)
     words = "DistributedSampler drops samples instead of repeating some"
     option("--sampler-drop-last", action="store_true", help=words)
 
@@ -123,15 +154,18 @@ def add_backend(parser: Any) -> None:
 def add_device(parser: Any, default: Device) -> None:
     """Add ``--device``."""
     words = f"what the ranks run on (default: {default})"
-    parser.add_argument("--device", choices=[str(device) for device in Device], default=str(default), help=words)
+    devices = list(map(str, Device))
+    parser.add_argument("--device", choices=devices, default=str(default), help=words)
 
 
 def chosen_backends(given: Sequence[str] | None) -> dict[str, type[Backend]]:
-    """The backends of ``--backend``, in the registry's order; without it or with ``all``, all that are not references.
+    """The backends of ``--backend``, in the registry's order; all but references without it or with ``all``.
 
     Raises InputError for a reference, which accumulates nothing, or an unknown name.
     """
-    asked = ["all"] if given is None else given
+    asked = given
+    if asked is None:
+        asked = ["all"]
     known = {name: backend for name, backend in registry(asked).items() if name not in REFERENCES}
     if asked == ["all"]:
         return known
@@ -139,9 +173,11 @@ def chosen_backends(given: Sequence[str] | None) -> dict[str, type[Backend]]:
         raise InputError("--backend: no name is given; it must be 'all' or a list of backend names")
     for name in asked:
         if name in REFERENCES:
-            raise InputError(f"--backend: '{name}' accumulates nothing, the others are compared with it; leave it out")
+            why = "accumulates nothing, the others are compared with it; leave it out"
+            raise InputError(f"--backend: '{name}' {why}")
         if name not in known:
-            raise InputError(f"--backend: '{name}' is unknown; {suggest(name, [*known, *installed_backends()])}")
+            remedy = suggest(name, [*known, *installed_backends()])
+            raise InputError(f"--backend: '{name}' is unknown; {remedy}")
     return {name: backend for name, backend in known.items() if name in asked}
 
 

@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from bench.backends import blocks
-from bench.commands.matrix_options import Planned, add_matrix_options, planned
+from bench.commands.matrix_options import add_matrix_options, planned
 from bench.errors import GOOD
 from bench.formatting import plural, size
 from bench.judge.columns import differing, phrases
 from bench.plan.cell import summarize
 from bench.plan.expand import baseline
 from bench.plan.schedule import Cost
+from bench.run.start import Planned
 from bench.tabular import Table
 
 GPUS = re.compile(
@@ -38,28 +39,38 @@ def add(commands: Any) -> None:
 
 def _gpus(text: str) -> list[dict[str, Any]]:
     """The GPUs of ``8 x H200 141GB``, as ``bench.launch.gpus`` describes them."""
+    wrong = f"'{text}' does not name GPUs, such as '1 x H100 80GiB' or 'A100 40GB'"
     match = GPUS.fullmatch(text.strip())
-    count = int(match["count"] or 1) if match else 0
-    memory = int(float(match["size"]) * UNITS[match["unit"]]) if match else 0
-    if match is None or not count or not memory:
-        raise argparse.ArgumentTypeError(f"'{text}' does not name GPUs, such as '1 x H100 80GiB' or 'A100 40GB'")
+    if match is None:
+        raise argparse.ArgumentTypeError(wrong)
+    count = int(match["count"] or 1)
+    memory = int(float(match["size"]) * UNITS[match["unit"]])
+    if not count or not memory:
+        raise argparse.ArgumentTypeError(wrong)
     return [{"name": match["name"], "memory_bytes": memory}] * count
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from bench.forecast.estimate import costs
+    from bench.forecast import estimate
 
     plan = planned(arguments, arguments.on or ())
-    cells, backends = plan.cells, plan.backends
-    if arguments.on:
-        refused = {cell.cell_id: blocks.refusal(cell, backends[cell.backend]) for cell in cells}
-        skipped = {cell_id: reason for cell_id, reason in refused.items() if reason} | plan.too_large
-    else:
-        skipped = blocks.skipped(cells, backends) | plan.too_large
-    guesses = costs(cells, plan.gpus, skipped)
+    skipped = _skipped(plan, has_everything=bool(arguments.on))
+    guesses = estimate.costs(plan.cells, plan.gpus, skipped)
     print(_cells(plan, skipped, guesses))
     print("\n".join(_totals(plan, skipped, guesses)))
     return GOOD
+
+
+def _skipped(plan: Planned, *, has_everything: bool) -> dict[str, str]:
+    """Why cells are not run, by cell id: on this machine, or on one with everything installed."""
+    if not has_everything:
+        return blocks.skipped(plan.cells, plan.backends) | plan.too_large
+    found = {}
+    for cell in plan.cells:
+        reason = blocks.refusal(cell, plan.backends[cell.backend])
+        if reason:
+            found[cell.cell_id] = reason
+    return found | plan.too_large
 
 
 def _cells(plan: Planned, skipped: Mapping[str, str], guesses: Mapping[str, Cost]) -> str:
@@ -69,8 +80,16 @@ def _cells(plan: Planned, skipped: Mapping[str, str], guesses: Mapping[str, Cost
     rows = []
     for cell in plan.cells:
         guess = guesses[cell.cell_id]
-        remarks = [", ".join(phrases(cell, several)), cell.world.label, "A/A twin" * bool(cell.twin)]
-        remarks += [f"skipped: {skipped[cell.cell_id]}"] if cell.cell_id in skipped else []
+        time, memory = "unknown", "unknown"
+        if guess.seconds is not None:
+            time = f"{guess.seconds:.1f} s"
+        if guess.memory_bytes is not None:
+            memory = size(guess.memory_bytes)
+        remarks = [", ".join(phrases(cell, several)), cell.world.label]
+        if cell.twin:
+            remarks.append("A/A twin")
+        if cell.cell_id in skipped:
+            remarks.append(f"skipped: {skipped[cell.cell_id]}")
         rows.append(
             (
                 cell.cell_id,
@@ -79,8 +98,8 @@ def _cells(plan: Planned, skipped: Mapping[str, str], guesses: Mapping[str, Cost
                 str(cell.world_size),
                 str(cell.micro_batch_size),
                 str(cell.precision),
-                "unknown" if guess.seconds is None else f"{guess.seconds:.1f} s",
-                "unknown" if guess.memory_bytes is None else size(guess.memory_bytes),
+                time,
+                memory,
                 "  ".join(filter(None, remarks)),
             )
         )
@@ -90,34 +109,59 @@ def _cells(plan: Planned, skipped: Mapping[str, str], guesses: Mapping[str, Cost
 def _totals(plan: Planned, skipped: Mapping[str, str], guesses: Mapping[str, Cost]) -> Iterator[str]:
     """How many cells and trials, and how long they take."""
     matrix, cells = plan.matrix, plan.cells
-    repeats, budget_s = matrix["repeats"], matrix["budget_s"]
+    left_out = sum(cell.cell_id in skipped for cell in cells)
+    name = f"matrix {matrix.name}"
+    if matrix["description"]:
+        name += f": {matrix['description']}"
+    what = summarize(cells, baseline(matrix, plan.backends))
+    yield f"{name}: {what}; {plural(left_out, 'cell')} skipped"
+    if matrix["axes.micro_batch_size"]:
+        if matrix["axes.accumulate"] == "auto":
+            yield "the global batch B is held: N = B / (micro-batch x W)"
+        else:
+            yield "the global batch follows: B = micro-batch x N x W"
+    yield from _duration(plan, skipped, guesses)
+    if any(cell.world.shares_gpus for cell in cells):
+        yield "ranks that share a GPU use NCCL if a trial of it succeeds when the run starts, otherwise gloo"
+    yield "time: per trial, as measured in earlier runs here, otherwise a rough guess"
+    memory = "memory: predicted peak of a rank"
+    if any(cell.compiled for cell in cells):
+        memory += ", as if no block were compiled"
+    yield memory
+
+
+def _duration(plan: Planned, skipped: Mapping[str, str], guesses: Mapping[str, Cost]) -> Iterator[str]:
+    """How many trials there are, how long they take, and when the run ends."""
+    from bench.forecast import estimate
+
+    matrix, cells = plan.matrix, plan.cells
+    repeats, max_repeats, budget_s = matrix["repeats"], matrix["max_repeats"], matrix["budget_s"]
     trials, total_s, first_s = 0, 0.0, 0.0
     for cell in cells:
-        count = 1 if cell.cell_id in plan.once or not cell.world.computes else repeats
+        count = repeats
+        if cell.cell_id in plan.once or not cell.world.computes:
+            count = 1
         trials += count
         if cell.cell_id not in skipped:
             total_s += guesses[cell.cell_id].total(count)
             first_s += guesses[cell.cell_id].total(1)
-    left_out = sum(cell.cell_id in skipped for cell in cells)
-    names = ": ".join(filter(None, (f"matrix {matrix.name}", matrix["description"])))
-    yield f"{names}: {summarize(cells, baseline(matrix, plan.backends))}; {plural(left_out, 'cell')} skipped"
-    if matrix["axes.micro_batch_size"]:
-        yield (
-            "the global batch B is held: N = B / (micro-batch x W)"
-            if matrix["axes.accumulate"] == "auto"
-            else "the global batch follows: B = micro-batch x N x W"
-        )
-    up_to = "up to " * (trials < repeats * len(cells))
+    begins_s = estimate.start_s(cells)
+    first_s += begins_s
+    total_s += begins_s + estimate.renewals_s(cells, repeats, total_s)
+    of_each = plural(repeats, "repeat")
+    if trials < repeats * len(cells):
+        of_each = f"up to {of_each}"
     time = f"about {total_s / 60:.0f} min"
     others_s = (total_s - first_s) / max(1, repeats - 1)
     if repeats > 1 and first_s >= 1.1 * others_s:
-        time += f": {first_s / 60:.0f} for the first repeat, with all checks, and {others_s / 60:.0f} for each other"
-    yield f"{plural(trials, 'trial')}, {up_to}{plural(repeats, 'repeat')} of each cell: {time}"
-    if matrix["max_repeats"] > repeats:
+        time += f": {first_s / 60:.0f} for the first repeat, with all checks, "
+        time += f"and {others_s / 60:.0f} for each other"
+    yield f"{plural(trials, 'trial')}, {of_each} of each cell: {time}"
+    if max_repeats > repeats:
         narrow = f"{100 * matrix['precision']:g} %"
-        yield f"then up to {matrix['max_repeats']} repeats of the cells whose intervals are wider than {narrow}"
+        yield f"then up to {max_repeats} repeats of the cells whose intervals are wider than {narrow}"
     if budget_s:
-        yield f"the run ends before a repeat that would exceed its budget of {budget_s / 60:g} min"
-    yield "time: per trial, as measured in earlier runs here, otherwise a rough guess"
-    not_compiled = ", as if no block were compiled" * any(cell.compiled for cell in cells)
-    yield f"memory: predicted peak of a rank{not_compiled}"
+        budget = f"{budget_s / 60:g} min"
+        if total_s <= budget_s:
+            budget += ", into which all of them fit"
+        yield f"the run ends before a repeat that would exceed its budget of {budget}"

@@ -20,10 +20,18 @@ if TYPE_CHECKING:
     from bench.forecast.prediction import Link
 
 TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
-BYTES = {"B": 1.0, **{f"{p}B": 1e3 ** (i + 1) for i, p in enumerate("kMGT")}}
-BYTES |= {f"{p}iB": 1024.0 ** (i + 1) for i, p in enumerate("KMGT")}
+PREFIXES = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+BYTES = {
+    "B": 1.0,
+    **{f"{prefix}B": factor for prefix, factor in PREFIXES.items()},
+    "KiB": 2.0**10,
+    "MiB": 2.0**20,
+    "GiB": 2.0**30,
+    "TiB": 2.0**40,
+}
 RATES = {f"{unit}/s": size for unit, size in BYTES.items()}
-RATES |= {f"{p}{unit}": 1e3 ** (i + 1) / 8 for unit in ("bit/s", "b/s", "bps") for i, p in enumerate("kMGT")}
+for _unit in ("bit/s", "b/s", "bps"):
+    RATES |= {f"{prefix}{_unit}": factor / 8 for prefix, factor in PREFIXES.items()}
 FLOPS = {"TFLOP/s": 1e12, "PFLOP/s": 1e15}
 TWO_LEVELS = "intra=450GB/s,inter=50GB/s"
 INTEGER = integer_to(2**24)
@@ -31,10 +39,11 @@ INTEGER = integer_to(2**24)
 NEEDS = {"latency": "link", "node_size": "link", "reserve": "memory", "mfu": "peak"}
 """Options that say more about another one."""
 DESCRIPTION = (
-    "By arithmetic: a rank's memory at its peak by category, the collectives of an optimizer step, and with --link and "
-    "a time of compute two estimates of a step's time: with communication hidden as far as it can be, and with none "
-    "hidden. It begins with a recommendation: the backend that is the best by both estimates, or what leads while that "
-    "is undecided. Nothing is run, but for --exact."
+    "By arithmetic: a rank's memory at its peak by category, the collectives of an optimizer step, "
+    "and with --link and a time of compute two estimates of a step's time: with communication "
+    "hidden as far as it can be, and with none hidden. It begins with a recommendation: the "
+    "backend that is the best by both estimates, or what leads while that is undecided. Nothing is "
+    "run, but for --exact."
 )
 
 
@@ -45,21 +54,28 @@ def add(commands: Any) -> None:
     option = parser.add_argument
     option("--model", choices=[*SIZES], required=True, help="a shipped model")
     option("--world-size", type=INTEGER, required=True, metavar="W", help="ranks")
-    option("--accumulate", type=INTEGER, required=True, metavar="N", help="micro-batches per optimizer step on a rank")
-    option("--micro-batch", type=INTEGER, default=1, metavar="M", help="samples per micro-batch on a rank (default: 1)")
+    words = "micro-batches per optimizer step on a rank"
+    option("--accumulate", type=INTEGER, required=True, metavar="N", help=words)
+    words = "samples per micro-batch on a rank (default: 1)"
+    option("--micro-batch", type=INTEGER, default=1, metavar="M", help=words)
     option("--sequence", type=INTEGER, required=True, metavar="S", help="tokens per sample")
-    option("--precision", choices=[str(p) for p in Precision], required=True, help="dtype of forward and backward")
-    option("--optimizer", choices=OPTIMIZERS, default="adamw-foreach", help="(default: adamw-foreach)")
+    words = "dtype of forward and backward"
+    option("--precision", choices=list(map(str, Precision)), required=True, help=words)
+    words = "(default: adamw-foreach)"
+    option("--optimizer", choices=OPTIMIZERS, default="adamw-foreach", help=words)
     add_device(parser, Device.CUDA)
     add_backend(parser)
-    option("--activation-checkpointing", action="store_true", help="blocks keep their input alone, and are recomputed")
-    option("--memory", type=_amount(BYTES, "80GiB"), metavar="SIZE", help="memory of a device, such as 80GiB")
+    words = "blocks keep their input alone, and are recomputed"
+    option("--activation-checkpointing", action="store_true", help=words)
+    words = "memory of a device, such as 80GiB"
+    option("--memory", type=_amount(BYTES, "80GiB"), metavar="SIZE", help=words)
     words = "of that, kept free for what is not predicted (default: CUDA context, NCCL, the allocator's fragments)"
     option("--reserve", type=_amount(BYTES, "4GiB", zero=True), metavar="SIZE", help=words)
     links = parser.add_mutually_exclusive_group()
-    words = "rate at which a rank can send, such as 50GB/s or 400Gbit/s (400Gbps); with --node-size one rate within a "
-    words += f"node, and one to others, which is its share of the node's network cards: {TWO_LEVELS}"
-    links.add_argument("--link", type=_link, metavar="RATE", help=words)
+    words = "rate at which a rank can send, such as 50GB/s or 400Gbit/s (400Gbps); with --node-size one "
+    words += "rate within a node, and one to others, which is its share of the node's network cards: "
+    words += TWO_LEVELS
+    links.add_argument("--link", type=_rates, metavar="RATE", help=words)
     words = "instead of --link: the rates and the latency that this run measured before its first trial"
     links.add_argument("--from-run", type=Path, metavar="RUN", help=words)
     option("--node-size", type=INTEGER, metavar="G", help="consecutive ranks that are a node")
@@ -72,25 +88,36 @@ def add(commands: Any) -> None:
     compute.add_argument("--compute-time", type=_amount(TIMES, "1.9s"), metavar="TIME", help=words)
     words = "instead of --compute-time: H100, H200, A100, or such as 989TFLOP/s"
     compute.add_argument("--peak", metavar="GPU|RATE", help=words)
-    option("--mfu", type=share, metavar="P", help="share of the peak that is reached (default: 35%%)")
-    option("--all", action="store_true", help="also show the rows of wrappers that equal another backend")
+    words = "share of the peak that is reached (default: 35%%)"
+    option("--mfu", type=share, metavar="P", help=words)
+    words = "also show the rows of wrappers that equal another backend"
+    option("--all", action="store_true", help=words)
     words = "also measure the peak of the backend of --backend, by a trial on fake tensors (a minute for 8b)"
     option("--exact", action="store_true", help=words)
-    option("--json", action="store_true", help="print a JSON list; its keys: see bench/forecast/choice.py")
+    words = "print a JSON list; its keys: see bench/forecast/choice.py"
+    option("--json", action="store_true", help=words)
 
 
 def _amount(units: Mapping[str, float], example: str, *, zero: bool = False) -> Callable[[str], float]:
-    what = f"a number {'from 0 on' if zero else 'above 0'} with its unit ({', '.join(units)}), such as {example}"
+    numbers = "a number above 0"
+    if zero:
+        numbers = "a number from 0 on"
+    what = f"{numbers} with its unit ({', '.join(units)}), such as {example}"
     return quantity(units, what, zero=zero)
 
 
-def _link(text: str) -> tuple[float, float | None]:
+def _rates(text: str) -> tuple[float, float | None]:
     """The rate to other nodes and, of a link of two levels, that within a node, in bytes/s."""
     if "=" not in text:
         return _amount(RATES, f"50GB/s, or two of them: {TWO_LEVELS}")(text), None
-    rates = dict(part.split("=", 1) for part in text.split(",") if "=" in part)
+    rates = {}
+    for part in text.split(","):
+        level, sign, rate = part.partition("=")
+        if sign:
+            rates[level] = rate
     if sorted(rates) != ["inter", "intra"]:
-        raise argparse.ArgumentTypeError(f"'{text}' does not name intra and inter, such as {TWO_LEVELS}")
+        wrong = f"'{text}' does not name intra and inter, such as {TWO_LEVELS}"
+        raise argparse.ArgumentTypeError(wrong)
     read = _amount(RATES, "50GB/s")
     return read(rates["inter"]), read(rates["intra"])
 
@@ -100,17 +127,20 @@ def run(arguments: argparse.Namespace) -> int:
     from bench.forecast.fit import exact_peak, reserve_bytes
     from bench.forecast.prediction_text import printed_lines
 
-    for name, other in NEEDS.items():
-        if getattr(arguments, name) is not None and getattr(arguments, other) is None:
-            remedy = "which --from-run replaces; leave it out" if arguments.from_run else "so give that too"
-            raise InputError(f"{flag(name)}: says more about --{other}, {remedy}")
+    _check_needs(arguments)
     memory, reserve = int(arguments.memory or 0), arguments.reserve
     if reserve is not None and reserve >= memory:
-        raise InputError(f"--reserve: leaves nothing of the {memory / 2**30:.4g} GiB of --memory; give less")
-    link = _link_of_run(arguments) if arguments.from_run else _link_of_options(arguments)
-    cell = _cell_of_options(arguments, link.node_size if link else 1)
+        left = f"leaves nothing of the {memory / 2**30:.4g} GiB of --memory; give less"
+        raise InputError(f"--reserve: {left}")
+    link = _link(arguments)
+    node_size = 1
+    if link is not None:
+        node_size = link.node_size
+    cell = _cell_of_options(arguments, node_size)
     if reserve is None:
-        reserve = reserve_bytes(memory, nccl=cell.world_size > 1) if memory and cell.device is Device.CUDA else 0
+        reserve = 0
+        if memory and cell.device is Device.CUDA:
+            reserve = reserve_bytes(memory, nccl=cell.world_size > 1)
     compute_s, compute_from = _compute_time(arguments, cell)
     question = Question(
         cell=cell,
@@ -120,15 +150,35 @@ def run(arguments: argparse.Namespace) -> int:
         memory_bytes=memory or None,
         reserve_bytes=int(reserve),
     )
-    rows, choices = answer(
-        question, _chosen_with_formulas(arguments, cell), grouped=not (arguments.all or arguments.backend)
-    )
+    chosen = _chosen_with_formulas(arguments, cell)
+    shows_all = bool(arguments.all or arguments.backend)
+    rows, choices = answer(question, chosen, grouped=not shows_all)
     if arguments.exact:
         if len(rows) != 1:
             raise InputError("--exact: measures one backend; name it with --backend")
         rows[0]["exact_peak_bytes"] = exact_peak(cell, rows[0]["backend"])
-    print(json.dumps(rows, allow_nan=False) if arguments.json else "\n".join(printed_lines(question, rows, choices)))
+    if arguments.json:
+        print(json.dumps(rows, allow_nan=False))
+    else:
+        print("\n".join(printed_lines(question, rows, choices)))
     return GOOD
+
+
+def _check_needs(arguments: argparse.Namespace) -> None:
+    """Raises InputError for an option that says more about one that is not given."""
+    for name, other in NEEDS.items():
+        if getattr(arguments, name) is None or getattr(arguments, other) is not None:
+            continue
+        remedy = "so give that too"
+        if arguments.from_run:
+            remedy = "which --from-run replaces; leave it out"
+        raise InputError(f"{flag(name)}: says more about --{other}, {remedy}")
+
+
+def _link(arguments: argparse.Namespace) -> Link | None:
+    if arguments.from_run:
+        return _link_of_run(arguments)
+    return _link_of_options(arguments)
 
 
 def _link_of_options(arguments: argparse.Namespace) -> Link | None:
@@ -136,14 +186,23 @@ def _link_of_options(arguments: argparse.Namespace) -> Link | None:
 
     if arguments.link is None:
         return None
-    (inter, intra), node_size, ranks = arguments.link, arguments.node_size, arguments.world_size
+    inter, intra = arguments.link
+    node_size, ranks = arguments.node_size, arguments.world_size
+    latency_s = arguments.latency or 0.0
     if (intra is None) != (node_size is None):
-        raise InputError(f"--node-size: and a --link of two rates need each other; an example is --link {TWO_LEVELS}")
+        example = f"an example is --link {TWO_LEVELS}"
+        raise InputError(f"--node-size: and a --link of two rates need each other; {example}")
     if intra is None:
-        return Link(bytes_per_s=inter, latency_s=arguments.latency or 0.0)
+        return Link(bytes_per_s=inter, latency_s=latency_s)
     if ranks % node_size:
-        raise InputError(f"--node-size: {node_size} does not divide the {ranks} ranks of --world-size; change one")
-    return Link(bytes_per_s=inter, latency_s=arguments.latency or 0.0, intra_bytes_per_s=intra, node_size=node_size)
+        wrong = f"{node_size} does not divide the {ranks} ranks of --world-size; change one"
+        raise InputError(f"--node-size: {wrong}")
+    return Link(
+        bytes_per_s=inter,
+        latency_s=latency_s,
+        intra_bytes_per_s=intra,
+        node_size=node_size,
+    )
 
 
 def _link_of_run(arguments: argparse.Namespace) -> Link:
@@ -151,24 +210,22 @@ def _link_of_run(arguments: argparse.Namespace) -> Link:
 
     place, ranks = f"--from-run {arguments.from_run}", arguments.world_size
     manifest = read_manifest(arguments.from_run)
-    if (link := measured_link(manifest)) is None:
-        raise InputError(f"{place}: {MANIFEST} holds no collectives that a link fits; name another run, or --link")
-    if (device := manifest["cells"][0]["device"]) != arguments.device:
+    link = measured_link(manifest)
+    if link is None:
+        lacks = "holds no collectives that a link fits; name another run, or --link"
+        raise InputError(f"{place}: {MANIFEST} {lacks}")
+    device = manifest.cells[0].device
+    if device != arguments.device:
         raise InputError(f"{place}: its ranks ran on {device}; add --device {device}")
     if ranks % link.node_size:
-        raise InputError(f"--world-size: {ranks} ranks do not fill nodes of {link.node_size}, as in --from-run")
+        nodes = f"nodes of {link.node_size}, as in --from-run"
+        raise InputError(f"--world-size: {ranks} ranks do not fill {nodes}")
     return link
 
 
 def _cell_of_options(arguments: argparse.Namespace, node_size: int) -> Cell:
     """The cell of the options, without a backend; HSDP has as many replicas as there are nodes."""
-    ranks, replicas = arguments.world_size, arguments.replicate
-    if replicas is None:
-        replicas = ranks // node_size if 1 < node_size < ranks else 0
-    elif ranks % replicas or not 1 < replicas < ranks:
-        raise InputError(f"--replicate: {ranks} ranks do not split into {replicas} replicas of two or more; change one")
-    elif (shards := ranks // replicas) % node_size and node_size % shards:
-        raise InputError(f"--replicate: groups of {shards} ranks do not fill nodes of {node_size}; change one")
+    ranks = arguments.world_size
     return Cell(
         backend="",
         model=arguments.model,
@@ -180,18 +237,39 @@ def _cell_of_options(arguments: argparse.Namespace, node_size: int) -> Cell:
         optimizer=arguments.optimizer,
         device=Device(arguments.device),
         activation_checkpointing=arguments.activation_checkpointing,
-        replicate=replicas,
+        replicate=_replicas(arguments, node_size),
     )
+
+
+def _replicas(arguments: argparse.Namespace, node_size: int) -> int:
+    """Replicas of HSDP backends: those of --replicate, or one per node; 0 where there are not several."""
+    ranks, replicas = arguments.world_size, arguments.replicate
+    if replicas is None:
+        if 1 < node_size < ranks:
+            return int(ranks // node_size)
+        return 0
+    if ranks % replicas or not 1 < replicas < ranks:
+        split = f"{ranks} ranks do not split into {replicas} replicas of two or more"
+        raise InputError(f"--replicate: {split}; change one")
+    shards = ranks // replicas
+    if shards % node_size and node_size % shards:
+        filled = f"groups of {shards} ranks do not fill nodes of {node_size}"
+        raise InputError(f"--replicate: {filled}; change one")
+    return int(replicas)
 
 
 def _chosen_with_formulas(arguments: argparse.Namespace, cell: Cell) -> list[str]:
     from bench.judge.formulas import BUILT_IN
 
     chosen = chosen_backends(arguments.backend)
-    if arguments.backend and (without := [name for name in chosen if name not in BUILT_IN]):
-        raise InputError(f"--backend: '{without[0]}' has no formulas, so nothing is predicted; leave it out")
+    if arguments.backend:
+        for name in chosen:
+            if name not in BUILT_IN:
+                why = "has no formulas, so nothing is predicted; leave it out"
+                raise InputError(f"--backend: '{name}' {why}")
     if not cell.replicate and chosen and all(backend.replicate for backend in chosen.values()):
-        raise InputError(f"--backend: '{next(iter(chosen))}' trains replicas; say how many with --replicate")
+        name = next(iter(chosen))
+        raise InputError(f"--backend: '{name}' trains replicas; say how many with --replicate")
     return list(chosen)
 
 
@@ -209,12 +287,16 @@ def _compute_time(arguments: argparse.Namespace, cell: Cell) -> tuple[float | No
         except argparse.ArgumentTypeError as error:
             raise InputError(f"--peak: {error}") from error
     elif name not in BF16_PEAK_FLOPS:
-        raise InputError(f"--peak: '{name}' is unknown; {suggest(name, [*BF16_PEAK_FLOPS, 'a rate: 989TFLOP/s'])}")
+        remedy = suggest(name, [*BF16_PEAK_FLOPS, "a rate: 989TFLOP/s"])
+        raise InputError(f"--peak: '{name}' is unknown; {remedy}")
     else:
         peak = peak_flops(name, cell.precision)
-    mfu = GPU_EFFICIENCY if arguments.mfu is None else arguments.mfu
+    mfu = arguments.mfu
+    if mfu is None:
+        mfu = GPU_EFFICIENCY
     if peak is None:
-        raise InputError(f"--peak: no {cell.precision} peak of {name} is known; give --compute-time, or a rate")
+        remedy = "give --compute-time, or a rate"
+        raise InputError(f"--peak: no {cell.precision} peak of {name} is known; {remedy}")
     if not 0 < mfu <= 1:
         raise InputError(f"--mfu: {100 * mfu:g} % is not above 0 % and at most 100 %")
     seconds, flops = compute_seconds(cell, peak * mfu)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import files
+from bench.commands.options import add_runs, all_folders
 from bench.errors import InputError
 from bench.files import plots_folder
 from bench.run.journal import read_manifest
@@ -15,7 +16,7 @@ from bench.run.journal import read_manifest
 
 def add(commands: Any) -> None:
     parser = commands.add_parser("report", help="write a run's tables, plots and report again from its journal")
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, e.g. results/<run>")
+    add_runs(parser, "the first one is shown, and gets the report")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="where to draw (default: as run did)")
     parser.add_argument(
         "--rebuild",
@@ -29,9 +30,11 @@ def run(arguments: argparse.Namespace) -> int:
     from bench.forecast import from_run
     from bench.report.outputs import rebuild, write_outputs
 
-    folder = arguments.run
+    folder, *others = all_folders(arguments.runs)
     read_manifest(folder)
     if arguments.rebuild:
+        if others:
+            raise InputError(f"--rebuild: writes the tables of one run; leave out {others[0]}")
         for name in ("plots", "open"):
             if getattr(arguments, name):
                 raise InputError(
@@ -41,9 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
     plots = arguments.plots or plots_folder(folder)
     try:
         with files.run_folder(folder, str(folder)):
-            status = write_outputs(folder, plots, from_run.section)
+            status = write_outputs(folder, plots, from_run.section, others=others)
     except files.BusyError:  # the run goes on: its trials so far can be shown, but only the runner writes run.json
-        status = write_outputs(folder, plots, from_run.section)
+        status = write_outputs(folder, plots, from_run.section, others=others)
     if arguments.open:
         import webbrowser
 

@@ -6,6 +6,7 @@ import argparse
 import errno
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,15 @@ from bench.commands.options import flag
 from bench.errors import BAD, EXIT_STATUS, INTERRUPTED, InputError, is_interrupt
 from bench.files import new_folder, plots_folder
 from bench.findings import Level
-from bench.launch import follower, gpu_checks, job_nodes, torch_facts
+from bench.launch import follower, gpu_checks, job_nodes, shared_nccl, torch_facts
 from bench.launch import gpus as launch_gpus
 from bench.launch import launcher as launching
 from bench.launch.nodes import Nodes
-from bench.plan.cell import Cell, Device, summarize
+from bench.plan.cell import Device, summarize
 from bench.run import machine, start
 from bench.run.journal import read_manifest
+from bench.run.manifest import CONNECTION, GpuSharing, Manifest
+from bench.run.start import Planned
 
 DESCRIPTION = (
     "Every trial trains one cell of the matrix. Trials run in blocks, each in seeded random order. After --repeats "
@@ -79,7 +82,7 @@ def _about(head: str) -> dict[str, Any]:
     except InputError as found:
         error = str(found)
     project = {"accumulation-bench": __version__, "its code": machine.code({}, {})["bench"][:12]}
-    fingerprint = {**machine.fingerprint(), machine.CONNECTION: machine.connection(head)}
+    fingerprint = {**machine.fingerprint(), CONNECTION: machine.connection(head)}
     return {"versions": project | machine.packages(), "gpus": gpus, "error": error, "fingerprint": fingerprint}
 
 
@@ -99,21 +102,20 @@ def _lead(arguments: argparse.Namespace, others: Nodes | None) -> int:
         raise InputError("--retry-failed: works only with --resume RUN; add it")
     plan = planned(arguments, others=others)
     folder = arguments.out or new_folder(plan.matrix.name)
-    start.require(folder, plan.cells, plan.matrix["repeats"], f"--out {folder}")
+    start.require(folder, plan, f"--out {folder}")
+    sharing = None
     if plan.gpus and others is None:
         _require_usable(plan.gpus)
+        plan, sharing = _shared(plan)
     with files.run_folder(folder, f"--out {folder}"):
         manifest = start.create(
             folder,
-            plan.matrix,
-            plan.cells,
-            plan.backends,
+            plan,
             cold=arguments.cold,
-            once=plan.once,
-            skipped=plan.too_large,
             peaks=fit.peaks(plan.cells),
             nodes=nodes,
             head=others.address if others else "",
+            sharing=sharing,
         )
         return _train(folder, manifest, plan.backends, arguments, others)
 
@@ -127,9 +129,28 @@ def _require_usable(gpus: Sequence[Mapping[str, Any]]) -> None:
             raise InputError(f"{finding.topic}: {finding.text}")
 
 
+def _shared(plan: Planned) -> tuple[Planned, GpuSharing | None]:
+    """The plan, with ranks that share a GPU over NCCL if that works here; and what they use, None if none does."""
+    shared = [cell for cell in plan.cells if cell.world.shares_gpus]
+    if not shared:
+        return plan, None
+    try:
+        with launching.Launcher(Device.CUDA) as launcher:
+            reason = shared_nccl.refusal(shared, launcher)
+    except launching.LauncherError as error:  # which the first trial will meet too
+        reason = str(error)
+    if reason:
+        return plan, GpuSharing(over="gloo", reason=reason)
+    cells = [replace(cell, shared_nccl=cell.world.shares_gpus) for cell in plan.cells]
+    renamed = {cell.cell_id: new.cell_id for cell, new in zip(plan.cells, cells, strict=True)}
+    too_large = {renamed.get(cell_id, cell_id): reason for cell_id, reason in plan.too_large.items()}
+    once = [renamed.get(cell_id, cell_id) for cell_id in plan.once]
+    return replace(plan, cells=cells, too_large=too_large, once=once), GpuSharing(over="NCCL")
+
+
 def _train(
     folder: Path,
-    manifest: dict[str, Any],
+    manifest: Manifest,
     backends: dict[str, type[Backend]],
     arguments: argparse.Namespace,
     others: Nodes | None,
@@ -143,21 +164,23 @@ def _train(
     from bench.report.progress import Display, JsonLines
     from bench.run import matmul, runner
 
-    cells = [Cell.from_dict(cell) for cell in manifest["cells"]]
+    cells = manifest.cells
     gpus = launch_gpus.gpus() if any(cell.device is Device.CUDA for cell in cells) else []
-    guesses = costs(cells, gpus, manifest.get("skipped") or {})
+    guesses = costs(cells, gpus, manifest.skipped)
     display = Display(Console(quiet=arguments.quiet), guesses, manifest)
     if arguments.json:
         display = JsonLines(guesses, manifest)
-    launcher = launching.Launcher(cells[0].device, cold=manifest["cold"], others=others)
-    work = runner.Runner(
-        folder, manifest, backends, launcher, display, interim_analysis, retry_failed=arguments.retry_failed
-    )
+    launcher = launching.Launcher(cells[0].device, cold=manifest.cold, others=others)
     kept = f"the finished trials are kept; go on with: python -m bench run --resume {folder}"
     try:
         with display, launcher:
-            display.say(f"run {manifest['run_id']}: {summarize(cells, baseline_of(manifest))}; writing to {folder}")
-            matmul.time_products(folder, manifest, cells, launcher, display.say)
+            display.say(f"run {manifest.run_id}: {summarize(cells, baseline_of(manifest))}; writing to {folder}")
+            if manifest.sharing is not None:
+                display.say(manifest.sharing.sentence)
+            timed = matmul.time_products(folder, manifest, launcher, display.say)
+            work = runner.Runner(
+                folder, timed, backends, launcher, display, interim_analysis, retry_failed=arguments.retry_failed
+            )
             work.run()
     except launching.LauncherError as error:
         print(f"bench: {error}", file=sys.stderr)

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench import validation
 from bench.audit.scenario import SUITE, Fault, Reduction, Scenario, Split
@@ -26,13 +26,16 @@ from bench.errors import BAD, GOOD, INTERRUPTED, InputError, suggest
 from bench.files import new_folder, plots_folder
 from bench.plan.cell import Device
 
+if TYPE_CHECKING:
+    from bench.audit.diagnosis import Observation
+
 TIMEOUT_S = 30.0
 """Per scenario; the shipped ones take less than a second."""
 LONGEST_TIMEOUT_S = 86400.0
 EPILOG = (
-    "The backend trains a model with one weight per use of a sample by SGD with learning rate 1, so that an update "
-    "lowers each weight by that sample's coefficient. Exit status 1 if an update, a counter or the end of training is "
-    "wrong."
+    "The backend trains a model with one weight per use of a sample by SGD with learning rate 1, "
+    "so that an update lowers each weight by that sample's coefficient. Exit status 1 if an "
+    "update, a counter or the end of training is wrong."
 )
 
 
@@ -53,7 +56,8 @@ def add(commands: Any) -> None:
     group.add_argument("--suite", nargs="?", type=Path, const=SUITE, metavar="FILE", help=words)
     words = "only these scenarios of the suite"
     group.add_argument("--scenario", action="extend", type=split_names, metavar="NAME[,NAME]", help=words)
-    option("--json", action="store_true", help="print JSON: an object, or a list if there are several")
+    words = "print JSON: an object, or a list if there are several"
+    option("--json", action="store_true", help=words)
     words = "write JSON, Markdown and plots (default with --suite: under results/ and plots/)"
     option("--out", type=Path, metavar="DIR", help=words)
     add_device(parser, Device.CPU)
@@ -90,71 +94,95 @@ def run(arguments: argparse.Namespace) -> int:
     scenarios, device = _scenarios(arguments), Device(arguments.device)
     if not 0 < arguments.timeout <= LONGEST_TIMEOUT_S:
         raise InputError(f"--timeout {arguments.timeout}: must be seconds, at most {LONGEST_TIMEOUT_S:g}")
-    backends = _backends(arguments, max(each.world_size for each in scenarios))
+    largest = max(scenarios, key=lambda scenario: scenario.world_size)
+    backends = _backends(arguments, largest.world_size)
     folders = _folders(arguments)
-    found: list[dict[str, Any]] = []
+    found: list[Observation] = []
     total = len(backends) * len(scenarios)
     interrupted = False
     try:
         with Launcher(device) as launcher:
-            observed = scenario_runner.run(launcher, backends, scenarios, device=device, timeout_s=arguments.timeout)
+            timeout_s = arguments.timeout
+            observed = scenario_runner.run(launcher, backends, scenarios, device=device, timeout_s=timeout_s)
             for backend, audited, ranks in observed:
-                found.append(observation(DecodedScenario(backend, audited, ranks)))
+                seen = observation(DecodedScenario(backend, audited, ranks))
+                found.append(seen)
                 if total > 1:
-                    print(f"[{len(found)}/{total}] {backend} {audited.name}: {found[-1]['verdict']}", file=sys.stderr)
+                    line = f"{backend} {audited.name}: {seen['verdict']}"
+                    print(f"[{len(found)}/{total}] {line}", file=sys.stderr)
     except LauncherError as error:
         print(f"bench: {error}", file=sys.stderr)
         return BAD
     except KeyboardInterrupt:
         interrupted = True
         print(f"interrupted: {len(found)} of {total} observations are kept", file=sys.stderr)
-    if arguments.json:
-        print(json.dumps(found[0] if total == 1 and found else found))
-    else:
+    if not arguments.json:
         show(found)
+    elif total == 1 and found:
+        print(json.dumps(found[0]))
+    else:
+        print(json.dumps(found))
     if folders and found:
         write(arguments, found, *folders)
     if interrupted:
         return INTERRUPTED
-    return BAD if any(each["level"] == "wrong" for each in found) else GOOD
+    return _status(found)
+
+
+def _status(found: Sequence[Observation]) -> int:
+    if any(seen["level"] == "wrong" for seen in found):
+        return BAD
+    return GOOD
 
 
 def _scenarios(arguments: argparse.Namespace) -> list[Scenario]:
     """The scenarios of the options. Raises InputError naming the option."""
     known = validation.declared(Scenario)
-    given = {FIELDS.get(name, name): (name, value) for name, value in vars(arguments).items()}
-    options = {field: flag(name) for field, (name, _) in given.items() if field in known}
-    values = {field: given[field][1] for field in options}
-    values = {field: value for field, value in values.items() if value is not None and value is not False}
+    options: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    for name, value in vars(arguments).items():
+        field = FIELDS.get(name, name)
+        if field not in known:
+            continue
+        options[field] = flag(name)
+        if value is not None and value is not False:
+            values[field] = value
     if arguments.suite or arguments.scenario:
         for field in values:
-            raise InputError(f"{options[field]}: describes one scenario; leave it out or --suite")
-        path = arguments.suite or SUITE
-        suite = load_suite(path)
-        wanted = arguments.scenario or []
-        names = [each.name for each in suite]
-        for name in wanted:
-            if name not in names:
-                raise InputError(f"--scenario {name}: {path.name} has no such scenario; {suggest(name, names)}")
-        return [each for each in suite if not wanted or each.name in wanted]
+            option = options[field]
+            raise InputError(f"{option}: describes one scenario; leave it out or --suite")
+        return _of_suite(arguments.suite or SUITE, arguments.scenario or [])
     for field in ("samples", "batch_size", "accumulate"):
         if field not in values:
-            raise InputError(
-                f"{options[field]}: is missing; one scenario needs --samples, --micro-batch and --accumulate, or give "
-                "--suite"
-            )
+            needed = "one scenario needs --samples, --micro-batch and --accumulate, or give --suite"
+            raise InputError(f"{options[field]}: is missing; {needed}")
     if "max_steps" in values:
         values.setdefault("epochs", None)
     return [Scenario.from_dict(values, "", lambda key: options.get(key, key))]
 
 
+def _of_suite(path: Path, wanted: Sequence[str]) -> list[Scenario]:
+    """The wanted scenarios of a file, or all; in its order."""
+    suite = {scenario.name: scenario for scenario in load_suite(path)}
+    for name in wanted:
+        if name not in suite:
+            remedy = suggest(name, suite)
+            raise InputError(f"--scenario {name}: {path.name} has no such scenario; {remedy}")
+    if not wanted:
+        return list(suite.values())
+    return [scenario for name, scenario in suite.items() if name in wanted]
+
+
 def _backends(arguments: argparse.Namespace, num_ranks: int) -> Sequence[str]:
-    """The backends to audit; those that this machine cannot run are refused if named, else skipped with a line."""
+    """The backends to audit; what this machine cannot run is refused if named, else skipped with a line."""
     from bench.launch import gpus
 
     device = Device(arguments.device)
-    if device is Device.CUDA and num_ranks > (there := len(gpus.gpus())):
-        raise InputError(f"--device cuda: {num_ranks} ranks need as many GPUs, there are {there}; use --device cpu")
+    if device is Device.CUDA:
+        num_gpus = len(gpus.gpus())
+        if num_ranks > num_gpus:
+            lack = f"{num_ranks} ranks need as many GPUs, there are {num_gpus}"
+            raise InputError(f"--device cuda: {lack}; use --device cpu")
     found = []
     for name, backend in chosen_backends(arguments.backend).items():
         reason = backend.missing(device)

@@ -23,9 +23,20 @@ def add(commands: Any) -> None:
     )
     add_training(parser, world_size=1, required=True)
     add_backend(parser)
+    words = "of Hugging Face's Trainer (default: the newest); up to 4.51.3 it counts whole windows only"
+    parser.add_argument("--transformers-version", type=_version, metavar="V", help=words)
     words = "one JSON object; its keys: see bench/audit/stepcount_text.py"
     parser.add_argument("--json", action="store_true", help=words)
     parser.set_defaults(accumulate=[1], world_size=1)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return Version(text).release
+    except InvalidVersion as error:
+        raise argparse.ArgumentTypeError(f"'{text[:40]}' is no version such as 4.51.3") from error
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -36,6 +47,6 @@ def run(arguments: argparse.Namespace) -> int:
     values["epochs"] = 1 if arguments.epochs is None and values["max_steps"] is None else arguments.epochs
     values = {field: values[field] for field in validation.declared(TrainingPlan)}
     training = validation.read(TrainingPlan, values, "", lambda field: flag(OPTIONS.get(field, field)))
-    rules = by_rule(training, chosen_backends(arguments.backend))
+    rules = by_rule(training, chosen_backends(arguments.backend), arguments.transformers_version)
     print(json.dumps(document(training, rules)) if arguments.json else "\n".join(printed_lines(training, rules)))
     return GOOD

@@ -22,9 +22,10 @@ WINDOW_SIZES = [2, 5, 9, 10, 17, 33, 97, 100]
 INTEGER = integer_to(LARGEST)
 MAY_BE_MISSING = ("true_samples_per_s", "reported_samples_per_s", "ratio_min", "ratio_median", "ratio_max")
 DESCRIPTION = (
-    "Trains at every combination of accumulate_grad_batches, log_every_n_steps and window_size with the installed "
-    "Lightning, and compares the monitor's device/samples_per_sec (with several ranks, samples_per_sec) with the rate "
-    "measured at the optimizer. Exit status 1 if a point is not right."
+    "Trains at every combination of accumulate_grad_batches, log_every_n_steps and window_size "
+    "with the installed Lightning, and compares the monitor's device/samples_per_sec (with several "
+    "ranks, samples_per_sec) with the rate measured at the optimizer. Exit status 1 if a point is "
+    "not right."
 )
 
 
@@ -42,16 +43,15 @@ def add(commands: Any) -> None:
     words = "whole (NB a multiple of N), partial (NB = 2N + N/2), short (NB = N/2); default: all three"
     option("--epoch", _epochs, "E[,E]", words)
     option("--micro-batches", INTEGER, "NB", "NB, instead of --epoch")
-    option("--epochs", INTEGER, "E", "with --micro-batches: epochs of the training (default: enough for some rates)")
+    words = "with --micro-batches: epochs of the training (default: enough for some rates)"
+    option("--epochs", INTEGER, "E", words)
     words = "duration of a micro-batch (default: %(default)s)"
     option("--micro-batch-time", _positive, "SECONDS", words, MICRO_BATCH_S)
-    option(
-        "--optimizer-time", _positive, "SECONDS", "duration of an optimizer step (default: %(default)s)", OPTIMIZER_S
-    )
+    words = "duration of an optimizer step (default: %(default)s)"
+    option("--optimizer-time", _positive, "SECONDS", words, OPTIMIZER_S)
     words = "what the Trainer trains with (default: %(default)s)"
-    parser.add_argument(
-        "--strategy", choices=[str(strategy) for strategy in Strategy], default=str(Strategy.DDP), help=words
-    )
+    strategies = list(map(str, Strategy))
+    parser.add_argument("--strategy", choices=strategies, default=str(Strategy.DDP), help=words)
     option("--world-size", INTEGER, "W", "ranks, on the CPU (default: %(default)s)", 1)
     option("--validate-every", INTEGER, "K", "micro-batches between validations (default: none)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
@@ -60,8 +60,13 @@ def add(commands: Any) -> None:
 
 def _integers(least: int) -> Callable[[str], list[int]]:
     """A parser of lists of integers from ``least`` on; sorted, each once."""
-    read = list_of(integer_to(LARGEST, least), f"integers from {least} on, such as {least},{least + 3}")
-    return lambda text: sorted({*read(text)})
+    what = f"integers from {least} on, such as {least},{least + 3}"
+    parse = list_of(integer_to(LARGEST, least), what)
+
+    def read(text: str) -> list[int]:
+        return sorted(set(parse(text)))
+
+    return read
 
 
 def _positive(text: str) -> float:
@@ -72,7 +77,7 @@ def _positive(text: str) -> float:
 
 
 def _epochs(text: str) -> list[Epoch]:
-    wanted = {part.strip() for part in text.split(",")}
+    wanted = set(map(str.strip, text.split(",")))
     if not wanted <= set(Epoch):
         raise argparse.ArgumentTypeError(f"'{text}' is not of {', '.join(Epoch)}, such as whole,partial")
     return [epoch for epoch in Epoch if epoch in wanted]
@@ -86,11 +91,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     given = arguments.micro_batches is not None
     _check_options(arguments, given=given)
+    epochs = arguments.epoch or list(Epoch)
+    if given:
+        epochs = [Epoch.WHOLE]
     points = monitor.grid(
         arguments.accumulate,
         arguments.log_every,
         arguments.window_size,
-        [Epoch.WHOLE] if given else arguments.epoch or list(Epoch),
+        epochs,
         micro_batch_s=arguments.micro_batch_time,
         optimizer_s=arguments.optimizer_time,
         micro_batches=arguments.micro_batches,
@@ -127,10 +135,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out:
         with files.writing(f"--out {arguments.out}"):
             written = write_files(arguments.out, rows, about)
-        notes.print(
-            f"written: {', '.join(path.name for path in written)} to {arguments.out}", highlight=False, soft_wrap=True
-        )
-    return GOOD if (rows["verdict"] == RateVerdict.RIGHT).all() else BAD
+        names = ", ".join(path.name for path in written)
+        notes.print(f"written: {names} to {arguments.out}", highlight=False, soft_wrap=True)
+    if (rows["verdict"] == RateVerdict.RIGHT).all():
+        return GOOD
+    return BAD
 
 
 def _check_options(arguments: argparse.Namespace, *, given: bool) -> None:
@@ -140,9 +149,8 @@ def _check_options(arguments: argparse.Namespace, *, given: bool) -> None:
         raise InputError("--epochs: goes with --micro-batches; add it")
     for name in ("epoch", "out"):
         if given and getattr(arguments, name) is not None:
-            raise InputError(
-                f"--micro-batches: does not go with --{name}, which is about the kinds of --epoch; leave out one"
-            )
+            why = "which is about the kinds of --epoch; leave out one"
+            raise InputError(f"--micro-batches: does not go with --{name}, {why}")
 
 
 def _logs_text(row: dict[str, Any]) -> str:

@@ -1,9 +1,10 @@
 """Which of the predicted backends is the best, at the N and W that were asked for and at others.
 
-A backend may win if it fits, can run the cell and is not known to be wrong. It is clearly the best if its serial step
-is at most the margin longer than the overlapped steps of all others: whatever they hide, none is faster by more. Of
-several such backends the one with the least peak memory is the best. If there is none, it is undecided; what leads then
-has the shortest serial step. Backends with the same estimates do not make each other uncertain.
+A backend may win if it fits, can run the cell and is not known to be wrong. It is clearly the best
+if its serial step is at most the margin longer than the overlapped steps of all others: whatever
+they hide, none is faster by more. Of several such backends the one with the least peak memory is
+the best. If there is none, it is undecided; what leads then has the shortest serial step. Backends
+with the same estimates do not make each other uncertain.
 """
 
 from __future__ import annotations
@@ -66,67 +67,94 @@ class Question:
 
     def choose(self, predictions: Sequence[Prediction]) -> Choice:
         """The best backend; see the docstring of the module."""
-        able = {p.name: p for p in predictions if not p.is_missing and not p.defect and self.fits(p)}
+        able = {p.name: p for p in predictions if self._may_win(p)}
         if not able:
             return Choice("")
         steps = {name: self.step(prediction) for name, prediction in able.items()}
-        rivals = {
-            name: tuple(
-                other
-                for other, estimate in steps.items()
-                if estimate != step and estimate.overlapped * (1 + MARGIN) < step.serial
-            )
-            for name, step in steps.items()
-        }
+        rivals = {name: _rivals(step, steps) for name, step in steps.items()}
         least = min(step.serial for step in steps.values())
-        leading = [name for name in steps if not rivals[name]] or [n for n in steps if steps[n].serial == least]
-        ranks = {name: (able[name].memory.peak, steps[name].serial, steps[name].overlapped) for name in leading}
-        best = min(ranks, key=lambda name: ranks[name])
-        return Choice(best, tuple(n for n in ranks if n != best and ranks[n] == ranks[best]), rivals[best])
+        leading = [name for name in steps if not rivals[name]]
+        if not leading:
+            leading = [name for name, step in steps.items() if step.serial == least]
+
+        def rank(name: str) -> tuple[int, float, float]:
+            return able[name].memory.peak, steps[name].serial, steps[name].overlapped
+
+        best, *others = sorted(leading, key=rank)
+        return Choice(best, tuple(name for name in others if rank(name) == rank(best)), rivals[best])
+
+    def _may_win(self, prediction: Prediction) -> bool:
+        return not prediction.is_missing and not prediction.defect and self.fits(prediction)
 
     def table(self, predictions: Sequence[Prediction]) -> Choices:
         """The best at this and other N and W. Nodes are whole, and HSDP's shards stay as large as they are."""
         assert self.link is not None
-        asked, node_size = self.cell.world_size, self.link.node_size
-        sizes = [int(asked * times) for times in OTHER_W if (asked * times) % node_size == 0 and asked * times >= 1]
-        return {
-            (accumulate, ranks): self.choose([p.scaled(accumulate, ranks) for p in predictions if p.shards_fit(ranks)])
-            for accumulate in sorted({*OTHER_N, self.cell.accumulate})
-            for ranks in sizes
-        }
+        found = {}
+        for accumulate in sorted({*OTHER_N, self.cell.accumulate}):
+            for times in OTHER_W:
+                ranks = self.cell.world_size * times
+                if ranks < 1 or ranks % self.link.node_size:
+                    continue
+                scaled = [p.scaled(accumulate, int(ranks)) for p in predictions if p.shards_fit(int(ranks))]
+                found[accumulate, int(ranks)] = self.choose(scaled)
+        return found
+
+
+def _rivals(step: TimeEstimate, steps: Mapping[str, TimeEstimate]) -> tuple[str, ...]:
+    """The backends of those with these steps that may be faster than this one by more than the margin."""
+    rivals = []
+    for name, other in steps.items():
+        if other != step and other.overlapped * (1 + MARGIN) < step.serial:
+            rivals.append(name)
+    return tuple(rivals)
 
 
 def answer(question: Question, backends: Sequence[str], *, grouped: bool) -> tuple[list[dict[str, Any]], Choices]:
     """The predictions as plain values for JSON, one per backend, and if times are estimated what is the best.
 
-    ``grouped``: wrappers that equal a mechanism are not considered beside it. The keys, null where nothing is known:
+    ``grouped``: wrappers that equal a mechanism are not considered beside it. The keys, null where
+    nothing is known:
 
-    - ``backend``, ``framework``, ``sharding``, ``sync``; ``equals``: the mechanism with which a wrapper is grouped;
-      ``refusal``: why it does not run this, ``not_predicted``: why there is no prediction although it does, ``defect``:
-      what is known to be wrong with its updates; all four may be empty;
-    - ``memory``: bytes of a rank at its peak by category (bench.forecast.footprint), which add up to
-      ``peak_memory_bytes``; ``peak_at``: the moment; ``held``: bytes between micro-batches by category, exact; with
-      --exact ``exact_peak_bytes``, that of rank 0 on fake tensors; ``fits``: whether the peak is within the limit;
-    - ``collectives``: per operation and dtype of one optimizer step ``op``, ``dtype``, ``calls``, ``payload_bytes`` and
-      ``wire_bytes`` (derived: what a rank sends in ring algorithms); ``num_calls`` and ``wire_bytes``: their sums;
-      ``intra_bytes``, ``inter_bytes``: what of it stays within a node, or goes to other nodes;
-    - ``communication_s``, ``compute_s``, ``overlapped_s``, ``serial_s``: see bench.forecast.prediction;
-    - ``recommended``: whether it is the best, or leads where it is undecided; ``best``: whether it is clearly the best;
-      ``may_be_fastest``: whether it may be faster than what leads; ``best_at``: the [N, W] of the table at which it is
-      clearly the best, or as good.
+    - ``backend``, ``framework``, ``sharding``, ``sync``; ``equals``: the mechanism with which a
+      wrapper is grouped; ``refusal``: why it does not run this, ``not_predicted``: why there is no
+      prediction although it does, ``defect``: what is known to be wrong with its updates; all four
+      may be empty;
+    - ``memory``: bytes of a rank at its peak by category (bench.forecast.footprint), which add up
+      to ``peak_memory_bytes``; ``peak_at``: the moment; ``held``: bytes between micro-batches by
+      category, exact; with --exact ``exact_peak_bytes``, that of rank 0 on fake tensors; ``fits``:
+      whether the peak is within the limit;
+    - ``collectives``: per operation and dtype of one optimizer step ``op``, ``dtype``, ``calls``,
+      ``payload_bytes`` and ``wire_bytes`` (derived: what a rank sends in ring algorithms);
+      ``num_calls`` and ``wire_bytes``: their sums; ``intra_bytes``, ``inter_bytes``: what of it
+      stays within a node, or goes to other nodes;
+    - ``communication_s``, ``compute_s``, ``overlapped_s``, ``serial_s``: see
+      bench.forecast.prediction;
+    - ``recommended``: whether it is the best, or leads where it is undecided; ``best``: whether it
+      is clearly the best; ``may_be_fastest``: whether it may be faster than what leads;
+      ``best_at``: the [N, W] of the table at which it is clearly the best, or as good.
     """
     predictions = predict(question.cell, backends)
-    equal = grouped_with(predictions) if grouped else {}
+    equal = {}
+    if grouped:
+        equal = grouped_with(predictions)
     choices: Choices = {}
     if question.link is not None and question.compute_s is not None:
         choices = question.table([p for p in predictions if p.name not in equal])
     return [_as_json(question, p, choices) | {"equals": equal.get(p.name, "")} for p in predictions], choices
 
 
+UNKNOWN = (
+    *("peak_memory_bytes", "peak_at", "fits", "num_calls", "wire_bytes", "communication_s"),
+    *("intra_bytes", "inter_bytes", "overlapped_s", "serial_s"),
+    *("best", "recommended", "may_be_fastest", "best_at"),
+)
+"""The keys of a prediction that may stay null."""
+
+
 def _as_json(question: Question, prediction: Prediction, choices: Choices) -> dict[str, Any]:
-    link, name, cell, backend = question.link, prediction.name, prediction.cell, prediction.backend
+    backend = prediction.backend
     values: dict[str, Any] = {
-        "backend": name,
+        "backend": prediction.name,
         "framework": backend.framework,
         "sharding": str(backend.sharding),
         "sync": str(backend.sync),
@@ -137,41 +165,58 @@ def _as_json(question: Question, prediction: Prediction, choices: Choices) -> di
         "held": {},
         "collectives": [],
         "compute_s": question.compute_s,
-        **dict.fromkeys(("peak_memory_bytes", "peak_at", "fits", "num_calls", "wire_bytes", "communication_s")),
-        **dict.fromkeys(("intra_bytes", "inter_bytes", "overlapped_s", "serial_s")),
-        **dict.fromkeys(("best", "recommended", "may_be_fastest", "best_at")),
+        **dict.fromkeys(UNKNOWN),
     }
     if choices:
-        here = choices[cell.accumulate, cell.world_size]
-        values["recommended"] = name in (here.best, *here.equal)
-        values["best"] = values["recommended"] and not here.rivals
-        values["may_be_fastest"] = name in here.rivals
-        clear = {at: choice for at, choice in choices.items() if not choice.rivals}
-        values["best_at"] = [list(at) for at, choice in clear.items() if name in (choice.best, *choice.equal)]
+        values |= _place_among(choices, prediction)
     if prediction.is_missing:
         return values
-    rows = [
-        dataclasses.asdict(row)
-        | {"wire_bytes": sent_bytes(row.op, row.payload_bytes, cell.group_size(row.group), cell.device)}
-        for row in prediction.expectation.collectives
-    ]
-    values |= {
+    values |= _memory_and_traffic(prediction)
+    if question.memory_bytes is not None:
+        values["fits"] = question.fits(prediction)
+    if question.link is not None:
+        values["communication_s"] = communication(prediction.traffic, question.link).serial
+        if question.link.node_size > 1:
+            values |= {"intra_bytes": 0.0, "inter_bytes": 0.0}
+            for part in prediction.traffic:
+                intra, inter = part.levels(question.link.node_size)
+                values["intra_bytes"] += intra
+                values["inter_bytes"] += inter
+    if choices:
+        step = question.step(prediction)
+        values |= {"overlapped_s": step.overlapped, "serial_s": step.serial}
+    return values
+
+
+def _place_among(choices: Choices, prediction: Prediction) -> dict[str, Any]:
+    """Whether a backend is the best here, and where it clearly is."""
+    name = prediction.name
+    here = choices[prediction.cell.accumulate, prediction.cell.world_size]
+    best_at = []
+    for at, choice in choices.items():
+        if not choice.rivals and name in (choice.best, *choice.equal):
+            best_at.append(list(at))
+    is_recommended = name in (here.best, *here.equal)
+    return {
+        "recommended": is_recommended,
+        "best": is_recommended and not here.rivals,
+        "may_be_fastest": name in here.rivals,
+        "best_at": best_at,
+    }
+
+
+def _memory_and_traffic(prediction: Prediction) -> dict[str, Any]:
+    """What a backend holds and sends."""
+    cell, rows = prediction.cell, []
+    for row in prediction.expectation.collectives:
+        wire_bytes = sent_bytes(row.op, row.payload_bytes, cell.group_size(row.group), cell.device)
+        rows.append(dataclasses.asdict(row) | {"wire_bytes": wire_bytes})
+    return {
         "memory": prediction.memory.parts,
         "peak_memory_bytes": prediction.memory.peak,
         "peak_at": prediction.memory.moment,
         "held": prediction.expectation.held,
         "collectives": rows,
         "num_calls": sum(row["calls"] for row in rows),
-        "wire_bytes": sum(part.wire_bytes for part in prediction.traffic),
+        "wire_bytes": prediction.wire_bytes,
     }
-    if question.memory_bytes is not None:
-        values["fits"] = question.fits(prediction)
-    if link is not None:
-        values["communication_s"] = communication(prediction.traffic, link).serial
-        if link.node_size > 1:
-            levels = [part.levels(link.node_size) for part in prediction.traffic]
-            values["intra_bytes"], values["inter_bytes"] = map(sum, zip(*levels, strict=True))
-    if choices:
-        step = question.step(prediction)
-        values |= {"overlapped_s": step.overlapped, "serial_s": step.serial}
-    return values

@@ -13,34 +13,56 @@ from typing import Any
 from bench.files import RESULTS
 from bench.forecast.fit import predicted_bytes
 from bench.forecast.prediction import Link, TimeEstimate, compute_seconds, predicted_communication
-from bench.plan.cell import REFERENCE, Cell, Device, Precision
+from bench.judge.formulas import BUILT_IN
+from bench.plan.cell import REFERENCE, Cell, Device, Precision, Sharding
 from bench.plan.models import SIZES
 from bench.plan.schedule import Cost
 from bench.plan.task import CPU_WINDOWS, SETTLED_WINDOWS
 from bench.plan.task import passes as passes_of
 from bench.run import machine
 from bench.run.journal import JOURNAL
+from bench.run.runner import RENEWED_FOR_S
 
 CPU_FLOPS_PER_CORE = 2e10
 """FLOP/s that one core is assumed to reach in fp32 training."""
 GPU_EFFICIENCY = 0.35
 """Share of the datasheet peak that a GPU is assumed to reach."""
-GPU_FP32_FLOPS = 3e13
-"""FLOP/s that a GPU is assumed to reach in fp32 without TF32: half of an H100's peak."""
+GPU_FP32_FLOPS = 4e13
+"""FLOP/s that a GPU is assumed to reach in fp32 without TF32: 80 % of what products of 8192 x 8192 reach on an H100,
+5.2e13 (``matmul`` in results/h100/run.json)."""
 LINKS = {Device.CPU: Link(bytes_per_s=4e8), Device.CUDA: Link(bytes_per_s=3.6e11)}
 """Gloo over loopback; 80 % of the 450 GB/s that an H100's NVLinks have in each direction."""
-GPU_LAYER_S = 1e-3
-"""Minimum time of a layer's forward and backward in one micro-batch: launching about 150 kernels."""
-WATCHED_LAYER_S = {"memory": 10e-3, "dispatch": 3e-3, "exposure": 3e-3}
+GPU_LAYER_S = {
+    Sharding.NONE: 3.3e-3,
+    Sharding.OPTIMIZER: 5.6e-3,
+    Sharding.GRADS: 5.6e-3,
+    Sharding.PARAMS: 6.7e-3,
+}
+"""Minimum time of a layer's forward and backward in one micro-batch: what the host takes to launch its kernels.
+
+In results/h100, where a window of N = 2 of two layers is bound by launching, a launch takes 22 us under DDP, 33 under
+ZeRO-2, 41 under FSDP2 and 56 under ZeRO-3 (``step_seconds`` / ``num_launches``). For each layer and micro-batch of 135m
+they launch 149, 168, 141 and 136 kernels, the update included (results/gpu-stub/waits.csv). FSDP2's and ZeRO-3's
+are averaged."""
+WATCHED_LAYER_S = {"memory": 10e-3, "dispatch": 6.7e-3, "exposure": 6.7e-3}
 """The same with a dispatch mode or the profiler, which handle every operator in Python."""
 PLAIN_LAYER_S = 0.1
 """Time of a layer's forward and backward on fake tensors, about 670 operators, which the dispatch pass runs for
 comparison."""
-TRIAL_S = {Device.CPU: 1.5, Device.CUDA: 8.0}
-"""Assumed fixed cost of a trial. On a GPU: 1 s to fork and import the framework, 3 s for the CUDA context and loading
-kernels, 2 s for NCCL's communicators, 2 s to exit."""
-COPIED_BYTES_PER_S = 4e9
-"""Bytes per second that one core copies or compares, or that are copied between host and device."""
+TRIAL_S = {Device.CPU: 1.5, Device.CUDA: 3.0}
+"""Fixed cost of a trial, and of the checks of its first one where the model is small. On a GPU: trials in results/h100
+took 2 to 5 s, nearly all of it to fork, for the CUDA context, to load kernels, and to exit."""
+NCCL_S = 4.0
+"""Assumed addition where several ranks set up NCCL's communicators and take them down."""
+COMPILE_S = 7.0
+"""Of a trial with compiled blocks, in results/h100-compiled."""
+START_S = {Device.CPU: 0.0, Device.CUDA: 45.0}
+"""Of a run, before its first trial. On an H100, 19 s from run.json to the end of the first trial, 18 s for the fork
+servers of DeepSpeed and Lightning beside each other (gaps in results/h100), and 8 s to ask torch for the GPUs."""
+RENEWAL_S = 20.0
+"""Of one renewal of the fork servers (``bench.run.runner``) on an H100."""
+COPIED_BYTES_PER_S = 2e9
+"""Bytes per second that are copied between device and new memory of the host, or read from a file that is in memory."""
 
 
 def earlier_walls(results: Path) -> dict[str, float]:
@@ -91,14 +113,33 @@ def _seconds(cell: Cell, passes: Sequence[str], gpus: Sequence[Mapping[str, Any]
         extra += SETTLED_WINDOWS + CPU_WINDOWS + 1  # dispatch
         return TRIAL_S[cell.device] + (cell.windows + extra / 3) * step.serial, 0.0
     layers, once = cell.accumulate * size.num_layers, 0.0
-    step_s = max(step.overlapped, layers * GPU_LAYER_S)
+    step_s = max(step.overlapped, layers * _layer_s(cell))
     for name in passes:
-        if name == "update":  # weights before and after, change, reference, comparison in fp64
-            once += step_s + 8 * 4 * size.num_parameters / COPIED_BYTES_PER_S
+        if name == "update":  # weights to the host, and back with the reference's change to be compared
+            once += step_s + 3 * 4 * size.num_parameters / COPIED_BYTES_PER_S
         elif name in WATCHED_LAYER_S:
             once += (SETTLED_WINDOWS + 1) * max(step_s, layers * WATCHED_LAYER_S[name])
             once += size.num_layers * PLAIN_LAYER_S if name == "dispatch" else 0
-    return TRIAL_S[cell.device] + cell.windows * step_s, once
+    fixed_s = TRIAL_S[cell.device] + NCCL_S * (cell.num_processes > 1) + COMPILE_S * cell.compiled
+    return fixed_s + cell.windows * step_s, once
+
+
+def _layer_s(cell: Cell) -> float:
+    """The time to launch a layer's forward and backward; of compiled blocks and backends of one's own as of DDP."""
+    backend = BUILT_IN.get(cell.backend)
+    return GPU_LAYER_S[backend.sharding if backend else Sharding.NONE]
+
+
+def start_s(cells: Collection[Cell]) -> float:
+    """Seconds of a run before its first trial."""
+    return max((START_S[cell.device] for cell in cells), default=0.0)
+
+
+def renewals_s(cells: Collection[Cell], repeats: int, trials_s: float) -> float:
+    """Seconds in which the fork servers are renewed, between pairs of repeats that take ``trials_s`` in all."""
+    if not any(cell.device is Device.CUDA for cell in cells):
+        return 0.0
+    return RENEWAL_S * min((repeats - 1) // 2, int(trials_s / RENEWED_FOR_S))
 
 
 def _flops_per_s(cell: Cell, gpus: Sequence[Mapping[str, Any]]) -> float | None:

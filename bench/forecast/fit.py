@@ -1,6 +1,7 @@
 """Which cells fit into a GPU's memory, by prediction; ``run`` and ``plan`` skip the others.
 
-``exact_peak`` measures the peak of rank 0 by a trial on fake tensors: what runs is the framework itself.
+``exact_peak`` measures the peak of rank 0 by a trial on fake tensors: what runs is the framework
+itself.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ FRAGMENTS = Reserve(
 
 def reserves(*, nccl: bool) -> tuple[Reserve, ...]:
     """What is kept free on a GPU, with its sources."""
-    return (CONTEXT, NCCL, FRAGMENTS) if nccl else (CONTEXT, FRAGMENTS)
+    if nccl:
+        return (CONTEXT, NCCL, FRAGMENTS)
+    return (CONTEXT, FRAGMENTS)
 
 
 def reserve_bytes(memory_bytes: int, *, nccl: bool, ranks: int = 1) -> int:
@@ -62,42 +65,57 @@ def predicted_bytes(cell: Cell) -> int | None:
     if backend.name == REFERENCE:
         size = slice_size(cell.global_batch_size, cell.sequence_length)
         cell = dataclasses.replace(cell, accumulate=2, global_batch_size=2 * size)
-    return None if expect(cell, layout) is None else Prediction(cell, backend, layout).memory.peak
+    if expect(cell, layout) is None:
+        return None
+    return Prediction(cell, backend, layout).memory.peak
 
 
 def peaks(cells: Sequence[Cell]) -> dict[str, int]:
     """The predicted peaks by cell id, without references, whose memory is not measured."""
-    found = {cell.cell_id: predicted_bytes(cell) for cell in cells if not cell.is_reference}
-    return {cell_id: peak for cell_id, peak in found.items() if peak is not None}
+    found = {}
+    for cell in cells:
+        peak = predicted_bytes(cell)
+        if peak is not None and not cell.is_reference:
+            found[cell.cell_id] = peak
+    return found
 
 
 def too_large(cells: Sequence[Cell], memory_bytes: int, num_gpus: int) -> dict[str, str]:
     """Why cells on CUDA do not fit into ``num_gpus`` GPUs with so much memory each, by id; only those that do not.
 
-    A cell whose reference does not fit could not be checked, and so does not fit either. Ranks that share a GPU
-    (``bench.launch.rank``) are assumed to be at their peaks at the same time.
+    A cell whose reference does not fit could not be checked, and so does not fit either. Ranks that
+    share a GPU (``bench.launch.rank``) are assumed to be at their peaks at the same time.
     """
     found: dict[str, str] = {}
     for cell in cells:
         if cell.device is not Device.CUDA or not cell.world.computes:
             continue
-        for needed in (cell, cell.reference()) if cell.world.has_values else (cell,):
-            if reason := _too_large(needed, memory_bytes, num_gpus):
-                found.setdefault(cell.cell_id, reason)
+        reason = _too_large(cell, memory_bytes, num_gpus)
+        if not reason and cell.world.has_values:
+            reason = _too_large(cell.reference(), memory_bytes, num_gpus)
+        if reason:
+            found[cell.cell_id] = reason
     return found
 
 
 def _too_large(cell: Cell, memory_bytes: int, num_gpus: int) -> str:
     """Why one cell does not fit; empty if it does."""
     shared, peak = cell.world.shares_gpus, predicted_bytes(cell)
-    ranks = -(-cell.world_size // num_gpus) if shared else 1
-    free = reserve_bytes(memory_bytes, nccl=cell.num_processes > 1 and not shared, ranks=ranks)
+    ranks = 1
+    if shared:
+        ranks = -(-cell.world_size // num_gpus)
+    free = reserve_bytes(memory_bytes, nccl=cell.num_processes > 1 and cell.uses_nccl, ranks=ranks)
     if peak is None or ranks * peak <= memory_bytes - free:
         return ""
-    who = f"the fp32 reference of {cell.model}" if cell.is_reference else cell.model
-    who += f" on {ranks} ranks of one GPU" * (ranks > 1)
-    kept = f", of which {free / 2**30:.1f} GiB are kept free" * (ranks * peak <= memory_bytes)
-    return f"{who} needs {ranks * peak / 2**30:.0f} GiB by prediction, the GPU has {memory_bytes / 2**30:.0f} GiB{kept}"
+    who = cell.model
+    if cell.is_reference:
+        who = f"the fp32 reference of {cell.model}"
+    if ranks > 1:
+        who += f" on {ranks} ranks of one GPU"
+    has = f"the GPU has {memory_bytes / 2**30:.0f} GiB"
+    if ranks * peak <= memory_bytes:
+        has += f", of which {free / 2**30:.1f} GiB are kept free"
+    return f"{who} needs {ranks * peak / 2**30:.0f} GiB by prediction, {has}"
 
 
 TIMEOUT_S = 3600
@@ -110,9 +128,13 @@ def exact_peak(cell: Cell, name: str) -> int:
     Raises InputError for a backend or a device that cannot do it.
     """
     backend = BUILT_IN[name]
-    replicas = cell.replicate if backend.replicate else 0
+    replicas = 0
+    if backend.replicate:
+        replicas = cell.replicate
     cell = dataclasses.replace(cell, backend=name, replicate=replicas, virtual=True, fake_tensors=True)
-    lacks = blocks.refusal(cell, backend) or backend.missing(cell.device)
+    lacks = blocks.refusal(cell, backend)
+    if not lacks:
+        lacks = backend.missing(cell.device)
     if cell.device is Device.CUDA and not gpus.gpus():
         lacks = "no GPU is visible; add --device cpu, on which ZeRO has one bucket less and fp32 attention smaller keys"
     if lacks:

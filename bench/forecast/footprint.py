@@ -1,35 +1,46 @@
 """A rank's memory at its peak, by category, in closed form.
 
-Parameters, gradients, optimizer state and buffers that are held have exact formulas (``bench.judge.formulas``). At each
-moment that can have the peak, what autograd has saved and what lives only for that moment is added. The largest sum is
-the peak. Nothing is fitted. The moments are:
+Parameters, gradients, optimizer state and buffers that are held have exact formulas
+(``bench.judge.formulas``). At each moment that can have the peak, what autograd has saved and what
+lives only for that moment is added. The largest sum is the peak. Nothing is fitted. The moments
+are:
 
 - ``forward``: its end, with the logits and the log-softmax;
-- ``loss``: all activations, and three fp32 tensors of tokens x vocabulary (the log-softmax and two gradients);
+- ``loss``: all activations, and three fp32 tensors of tokens x vocabulary (the log-softmax and two
+  gradients);
 - ``head``: the backward of the output head: the gradients of its output and of its weight;
-- ``block``: the backward of the last blocks, whose MLP has three gradients as large as its inner activations;
-- ``reduce``: a unit's gradients are reduced; ``flush``: deferred gradients are reduced after the backward;
+- ``block``: the backward of the last blocks, whose MLP has three gradients as large as its inner
+  activations;
+- ``reduce``: a unit's gradients are reduced; ``flush``: deferred gradients are reduced after the
+  backward;
 - ``embedding``: the end of the backward, where a tied head's gradient is added to the embedding's;
 - ``step``: the optimizer's step.
 
-Activations are all tensors that autograd saves for the backward (Korthikanti et al., arXiv:2205.05198, section 4) in a
-Llama block of transformers with fused attention. With h = hidden size, q = heads x head size, k = the same for the
-key-value heads and i = the MLP's width, a block saves per token: two norms, each with its input in fp32 (h), what it
-normalized (h) and what it returns (h); queries, keys, values and the output of attention (2q + 2k); the MLP's gate, its
-SiLU, the other branch and their product (4i); and one fp32 scalar per head and per norm. With activation checkpointing
-a block keeps only its input, and saves the rest during its own backward; selectively, it also keeps what
-``bench.backends.blocks`` names.
+Activations are all tensors that autograd saves for the backward (Korthikanti et al.,
+arXiv:2205.05198, section 4) in a Llama block of transformers with fused attention. With h = hidden
+size, q = heads x head size, k = the same for the key-value heads and i = the MLP's width, a block
+saves per token: two norms, each with its input in fp32 (h), what it normalized (h) and what it
+returns (h); queries, keys, values and the output of attention (2q + 2k); the MLP's gate, its SiLU,
+the other branch and their product (4i); and one fp32 scalar per head and per norm. With activation
+checkpointing a block keeps only its input, and saves the rest during its own backward; selectively,
+it also keeps what ``bench.backends.blocks`` names.
 
-Short-lived and smaller tensors are left out, and so are the CUDA context, the allocator's rounding and fragments, what
-libraries allocate (cuBLAS, NCCL), and the tokens of all windows, which the bench itself holds.
+Short-lived and smaller tensors are left out, and so are the CUDA context, the allocator's rounding
+and fragments, what libraries allocate (cuBLAS, NCCL), and the tokens of all windows, which the
+bench itself holds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from bench.backends.base import BF16_PARAMETERS, Backend
+from bench.backends.deepspeed import ZeroBackend
+from bench.backends.fsdp2 import FSDP2Backend
+from bench.backends.lightning import LightningBackend
+from bench.backends.plain import DDPBackend
 from bench.judge import formulas, zero
 from bench.plan.cell import Cell, Device, Precision, RankGroup, Sharding, Sync
 from bench.plan.models import SIZES
@@ -43,7 +54,8 @@ class Footprint:
     moment: str
     """See the docstring of the module."""
     parts: dict[str, int]
-    """Bytes by category: those of ``Expectation.held``, ``activations``, and ``temporaries`` for everything else."""
+    """Bytes by category: those of ``Expectation.held``, ``activations``, and ``temporaries`` for
+    everything else."""
 
     @property
     def peak(self) -> int:
@@ -58,14 +70,21 @@ class Moment:
     gradients: int
     activations: int
     temporaries: int
-    """Gathered and cast parameters, gradients of one micro-batch, buffers of collectives, work space."""
+    """Gathered and cast parameters, gradients of one micro-batch, buffers of collectives, work
+    space."""
+
+    @property
+    def total(self) -> int:
+        return self.gradients + self.activations + self.temporaries
 
 
 def declined(cell: Cell, backend: type[Backend]) -> str:
     """Why the memory of such a cell is not predicted; empty if it is."""
     if cell.compiled:
         return "the compiler decides what compiled blocks save and need"
-    if cell.activation_checkpointing and backend.stage == 3 and backend.own_defaults:
+    if not issubclass(backend, ZeroBackend) or not cell.activation_checkpointing:
+        return ""
+    if backend.stage == 3 and backend.own_defaults:
         return "there is no formula for what ZeRO-3 gathers during recomputation"
     return ""
 
@@ -73,13 +92,18 @@ def declined(cell: Cell, backend: type[Backend]) -> str:
 def footprint(cell: Cell, layout: Layout, backend: type[Backend], held: Mapping[str, int]) -> Footprint:
     """The memory of the fullest rank at its peak; ``held``: bytes by category as in ``Expectation.held``."""
     sizes = TensorSizes(cell, layout, backend)
-    moments = _replicated if backend.sharding is Sharding.NONE else _fsdp2
-    if backend.stage:
-        moments = _zero2 if backend.stage == 2 else _zero3
+    if issubclass(backend, ZeroBackend) and backend.stage == 2:
+        moments = _zero2(sizes, backend, held)
+    elif issubclass(backend, ZeroBackend):
+        moments = _zero3(sizes, backend, held)
+    elif issubclass(backend, FSDP2Backend):
+        moments = _fsdp2(sizes, backend, held)
+    else:
+        moments = _replicated(sizes, held)
     fixed = dict(held)
     if backend.sharding is Sharding.OPTIMIZER:
         fixed["parameters"] = 4 * sizes.shard(layout)  # the rest is gathered, and freed by the last backward
-    at = max(moments(sizes, held), key=lambda moment: moment.gradients + moment.activations + moment.temporaries)
+    at = max(moments, key=lambda moment: moment.total)
     changing = {"gradients": at.gradients, "activations": at.activations, "temporaries": at.temporaries}
     return Footprint(at.name, fixed | changing)
 
@@ -88,60 +112,178 @@ class TensorSizes:
     """Sizes of the tensors of a window: of activations and work space in bytes, of weights in elements."""
 
     def __init__(self, cell: Cell, layout: Layout, backend: type[Backend]) -> None:
-        self.cell, self.layout, self.backend = cell, layout, backend
-        size, tokens = SIZES[cell.model], cell.micro_batch_size * cell.sequence_length
-        hidden, query, key = size.hidden_size, size.num_heads * size.head_size, size.num_kv_heads * size.head_size
+        self.cell = cell
+        self.layout = layout
+        self.backend = backend
+        self.model = SIZES[cell.model]
+        self.tokens = cell.micro_batch_size * cell.sequence_length
+        self.tied = self.model.tied
+        self.num_blocks = self.model.num_layers
         self.is_bf16 = cell.precision is Precision.BF16
-        if cell.device is Device.CUDA and not self.is_bf16:
-            key = query  # keys and values are repeated for each query head (bench/workload/llama.py:attend)
-        self.element = 2 if self.is_bf16 else 4
         self.autocast = self.is_bf16 and backend.bf16_as != BF16_PARAMETERS
-        residual = 4 if self.autocast else self.element  # autocast keeps norms and the residual stream in fp32
-        norm = tokens * (4 * hidden + 4 + residual * hidden)
-        casts = 5 if self.autocast else 2  # what two norms return; autocast copies it for each product that reads it
-        of_attention = tokens * (self.element * 2 * (query + key) + 4 * size.num_heads)
-        inner = tokens * self.element * size.intermediate_size
-        self.stream = tokens * residual * hidden
-        """The residual stream, or its gradient."""
-        self.mlp = self.stream + 2 * inner
-        """Three gradients in the backward of an MLP, less the saved tensor that is freed by then."""
-        self.block = 2 * norm + casts * tokens * self.element * hidden + of_attention + 4 * inner
-        """What a block saves."""
-        outside = norm + tokens * self.element * hidden  # the last norm
-        outside += 8 * tokens + 2 * cell.sequence_length * size.head_size * residual  # targets, rotary angles
-        self._kept = self.stream if cell.activation_checkpointing else self.block
-        if cell.selective_checkpointing:  # the results of attention, and of every second of the seven products
-            kept = 2 * query + key + size.intermediate_size + hidden
-            self._kept += tokens * (self.element * kept + 4 * size.num_heads)
-        self.saved = size.num_layers * self._kept + outside
-        """All that is saved after a forward."""
-        self.saved_after_block = self.saved - self._kept
-        self.logits = tokens * size.vocab_size
-        """Elements of tokens x vocabulary."""
-        self.log_softmax = (10 if self.is_bf16 else 8) * self.logits
-        """The logits, also in fp32, and their log-softmax."""
-        self.loss = 12 * self.logits
-        self.table, self.tied = size.vocab_size * hidden, size.tied
-        """Elements of the embedding and of the head."""
-        self.head = self.element * (self.logits + self.table) + self.stream
-        """The gradients of logits, head weight and residual stream."""
-        self.mlp_weight = hidden * size.intermediate_size
-        self.cast_blocks = 2 * self.autocast * size.num_layers * (size.num_block_parameters - 2 * hidden)
-        self.cast_head = 2 * self.autocast * self.table
-        """Copies of weights that autocast makes and autograd saves."""
+        self.element = 4
+        """Bytes of an element that is computed with."""
+        if self.is_bf16:
+            self.element = 2
         self.is_single = cell.accumulate == 1
-        """Whether the window has one micro-batch, so that no gradients are held before its backward."""
-        self.zeroes_late = self.is_single and backend.frees_gradients_late
-        """Whether the gradients of the window before are freed after the first forward."""
-        self.num_blocks = size.num_layers
+        """Whether the window has one micro-batch, so that no gradients are held before its
+        backward."""
+        self.zeroes_late = self.is_single and issubclass(backend, LightningBackend)
+        """Whether the gradients of the window before are freed after the first forward, as by
+        Lightning's Trainer."""
+
+    def before(self, gradients: int) -> int:
+        """Of the gradients that are held between micro-batches, those before the last backward."""
+        if self.is_single:
+            return 0
+        return gradients
+
+    @cached_property
+    def query(self) -> int:
+        """Width of all query heads together."""
+        return self.model.num_heads * self.model.head_size
+
+    @cached_property
+    def key(self) -> int:
+        """Width of all key heads, and of all value heads, as attention takes them."""
+        if self.cell.device is Device.CUDA and not self.is_bf16:
+            return self.query  # they are repeated for each query head (bench/workload/llama.py:attend)
+        return self.model.num_kv_heads * self.model.head_size
+
+    @cached_property
+    def residual_element(self) -> int:
+        """Bytes of an element of the residual stream: autocast keeps it and the norms in fp32."""
+        if self.autocast:
+            return 4
+        return self.element
+
+    @cached_property
+    def stream(self) -> int:
+        """The residual stream, or its gradient."""
+        return self.tokens * self.residual_element * self.model.hidden_size
+
+    @cached_property
+    def norm(self) -> int:
+        """What a norm saves: its input in fp32, a scalar per token, and what it normalized."""
+        return self.tokens * (4 * self.model.hidden_size + 4) + self.stream
+
+    @cached_property
+    def inner(self) -> int:
+        """One of the inner activations of an MLP."""
+        return self.tokens * self.element * self.model.intermediate_size
+
+    @cached_property
+    def mlp(self) -> int:
+        """Three gradients in the backward of an MLP, less the saved tensor that is freed by then."""
+        return self.stream + 2 * self.inner
+
+    @cached_property
+    def block(self) -> int:
+        """What a block saves."""
+        num_casts = 2  # what two norms return
+        if self.autocast:
+            num_casts = 5  # a copy of it for each product that reads it
+        casts = num_casts * self.tokens * self.element * self.model.hidden_size
+        heads = self.element * 2 * (self.query + self.key) + 4 * self.model.num_heads
+        return 2 * self.norm + casts + self.tokens * heads + 4 * self.inner
+
+    @cached_property
+    def kept(self) -> int:
+        """What is left of a block after its forward."""
+        if not self.cell.activation_checkpointing:
+            return self.block
+        if not self.cell.selective_checkpointing:
+            return self.stream
+        # The results of attention, and of every second of the seven products.
+        width = 2 * self.query + self.key + self.model.intermediate_size + self.model.hidden_size
+        return self.stream + self.tokens * (self.element * width + 4 * self.model.num_heads)
+
+    @cached_property
+    def outside(self) -> int:
+        """What is saved outside the blocks: the last norm and its result, targets, rotary angles."""
+        last_norm = self.norm + self.tokens * self.element * self.model.hidden_size
+        angles = 2 * self.cell.sequence_length * self.model.head_size * self.residual_element
+        return last_norm + 8 * self.tokens + angles
+
+    @cached_property
+    def saved(self) -> int:
+        """All that is saved after a forward."""
+        return self.num_blocks * self.kept + self.outside
+
+    @cached_property
+    def saved_after_block(self) -> int:
+        """The same without one block."""
+        return self.saved - self.kept
 
     def saved_at(self, passed: int) -> int:
         """Activations during the backward of a block, after that of so many others."""
-        return self.saved - passed * self._kept + self.block - self._kept
+        return self.saved - passed * self.kept + self.block - self.kept
+
+    @cached_property
+    def logits(self) -> int:
+        """Elements of tokens x vocabulary."""
+        return self.tokens * self.model.vocab_size
+
+    @cached_property
+    def log_softmax(self) -> int:
+        """The logits, also in fp32, and their log-softmax."""
+        if self.is_bf16:
+            return (2 + 4 + 4) * self.logits
+        return (4 + 4) * self.logits
+
+    @cached_property
+    def loss(self) -> int:
+        return 12 * self.logits
+
+    @cached_property
+    def table(self) -> int:
+        """Elements of the embedding and of the head."""
+        return self.model.vocab_size * self.model.hidden_size
+
+    @cached_property
+    def num_table_gradients(self) -> int:
+        """Gradients of tables at the end of a backward.
+
+        The gradient of a tied head is added to that of the embedding, into a third.
+        """
+        if self.tied:
+            return 3
+        return 1
+
+    @cached_property
+    def head(self) -> int:
+        """The gradients of logits, head weight and residual stream."""
+        return self.element * (self.logits + self.table) + self.stream
+
+    @cached_property
+    def mlp_weight(self) -> int:
+        return self.model.hidden_size * self.model.intermediate_size
+
+    @cached_property
+    def cast_blocks(self) -> int:
+        """Copies of the blocks' weights that autocast makes and autograd saves."""
+        if not self.autocast:
+            return 0
+        num_cast = self.model.num_block_parameters - 2 * self.model.hidden_size  # not those of norms
+        return 2 * self.num_blocks * num_cast
+
+    @cached_property
+    def cast_head(self) -> int:
+        """The same of the head."""
+        if not self.autocast:
+            return 0
+        return 2 * self.table
 
     def step(self, gradients: int, state: int, flat: int = 0) -> Moment:
-        """``foreach`` takes the root of all second moments at once (torch/optim/adam.py:_multi_tensor_adam)."""
-        return Moment("step", gradients, 0, flat + (state // 2 if self.cell.optimizer == "adamw-foreach" else 0))
+        """The optimizer's step.
+
+        ``foreach`` takes the root of all second moments at once
+        (torch/optim/adam.py:_multi_tensor_adam).
+        """
+        roots = 0
+        if self.cell.optimizer == "adamw-foreach":
+            roots = state // 2
+        return Moment("step", gradients, 0, flat + roots)
 
     def shard(self, layout: Layout) -> int:
         """Elements of a rank's shards in FSDP2."""
@@ -152,151 +294,283 @@ class TensorSizes:
 def _replicated(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
     """DDP and a single process: parameters and gradients are whole, and autocast casts the weights."""
     whole, table = 4 * sizes.layout.num_parameters, 4 * sizes.table
-    # DDP's buckets, of which reduced gradients are views, and the sums of a deferred reduction beside them.
-    views = whole * sizes.backend.bucket_views
-    before = views if sizes.is_single else held["gradients"]
-    of_head = table * (sizes.tied or (sizes.is_single and not views))
-    casts, head = sizes.cast_blocks + sizes.cast_head, sizes.head
+    before, end, of_head = sizes.before(held["gradients"]), whole, 0
+    if issubclass(sizes.backend, DDPBackend) and sizes.backend.bucket_views:
+        # Reduced gradients are views of the buckets, and the sums of a deferred reduction are
+        # beside them.
+        if sizes.is_single:
+            before = whole
+        end = before
+    elif sizes.is_single:
+        end, of_head = whole - table, table
+    if sizes.tied:
+        of_head = table
+    casts, head, weight = sizes.cast_blocks + sizes.cast_head, sizes.head, 4 * sizes.mlp_weight
     if sizes.autocast:
         head = max(head, table + sizes.cast_head + sizes.stream)  # the gradient of the cast is cast to fp32
-    yield Moment("forward", whole if sizes.zeroes_late else before, sizes.saved, sizes.log_softmax + casts)
+        weight = 6 * sizes.mlp_weight
+    late = before
+    if sizes.zeroes_late:
+        late = whole
+    yield Moment("forward", late, sizes.saved, sizes.log_softmax + casts)
     if sizes.cell.activation_checkpointing:
         casts = sizes.cast_blocks // sizes.num_blocks + sizes.cast_head
     yield Moment("loss", before, sizes.saved, sizes.loss + casts)
     yield Moment("head", before, sizes.saved, head + casts)
-    weight = (6 if sizes.autocast else 4) * sizes.mlp_weight  # in the backward of the first of three products
-    block = max(sizes.mlp, (sizes.mlp + sizes.stream) // 2 + weight) + casts - sizes.cast_head
-    yield Moment("block", before, sizes.saved_at(0), block + of_head)
-    end = before if views else whole - table * sizes.is_single
-    yield Moment("embedding", end, 0, (3 if sizes.tied else 1) * table + sizes.stream)
+    first_product = (sizes.mlp + sizes.stream) // 2 + weight  # in the backward of the first of three
+    in_block = max(sizes.mlp, first_product) + casts - sizes.cast_head
+    yield Moment("block", before, sizes.saved_at(0), in_block + of_head)
+    yield Moment("embedding", end, 0, sizes.num_table_gradients * table + sizes.stream)
     yield sizes.step(whole, held["optimizer_state"])
 
 
-def _fsdp2(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
+class UnitSizes:
+    """The units that FSDP2 shards: padded elements of some of them, and bytes of their buffers."""
+
+    def __init__(self, sizes: TensorSizes, backend: type[FSDP2Backend]) -> None:
+        layout = formulas.units_of(backend, sizes.layout)
+        self.ranks = sizes.cell.group_size(RankGroup.SHARD)
+        padded = {unit: formulas.padded(of_unit, self.ranks) for unit, of_unit in layout.units.items()}
+        self.element = sizes.element
+        self.root = self.last = padded[ROOT]
+        """``last``: the one that is reduced last."""
+        self.block = padded[1]
+        self.every = sum(padded.values())
+        self.splits_root = layout is not sizes.layout
+        """Whether the embedding is a unit of its own, and the head, with the norm, is reduced
+        first."""
+        if self.splits_root:
+            self.last = padded[max(padded)]
+        self.shards = 4 * sizes.shard(layout)
+        """Bytes of a rank's shards in fp32."""
+        self.sums = backend.sync is Sync.DEFERRED and not sizes.is_single
+        """Whether whole gradients are held, to which those of a micro-batch are added at once."""
+        self.gathered, self.current = self.element * self.every, 0
+        """Bytes of parameters that stay gathered in a backward, and of the block's that are freed
+        again."""
+        if backend.sharding is Sharding.PARAMS:  # resharded after the forward
+            self.gathered, self.current = self.element * self.root, self.element * self.block
+        self.ahead = 0
+        """Bytes that are gathered ahead."""
+        if self.ranks > 1:
+            self.ahead = self.current
+
+    def reduction(self, unit: int) -> int:
+        """The reduction of a unit: its gradients, unless they are sums already, and the two buffers."""
+        buffers = 4 * unit + 4 * unit // self.ranks
+        if self.sums:
+            return buffers
+        return self.element * unit + buffers
+
+    @property
+    def reduced(self) -> int:
+        """The input of the last block's reduction, which lives until the next one."""
+        if self.sums:
+            return 0
+        return 4 * self.block
+
+    @property
+    def summed_last(self) -> int:
+        """The sums of the last unit."""
+        if not self.sums:
+            return 0
+        return 4 * self.last
+
+
+def _fsdp2(sizes: TensorSizes, backend: type[FSDP2Backend], held: Mapping[str, int]) -> Iterator[Moment]:
     """Units are gathered, and their gradients reduced in fp32 (torch/distributed/fsdp/_fully_shard).
 
-    An all-gather and a reduce-scatter have buffers of their own. In the backward the next unit is gathered ahead, and
-    the input of a reduction lives until the next one. The root is gathered from forward to backward, and reduced last.
+    An all-gather and a reduce-scatter have buffers of their own. In the backward the next unit is
+    gathered ahead, and the input of a reduction lives until the next one. The root is gathered from
+    forward to backward, and reduced last.
     """
-    cell, element, layout = sizes.cell, sizes.element, formulas.units_of(sizes.backend, sizes.layout)
-    splits_root = layout is not sizes.layout  # the embedding is a unit of its own, and the head is reduced first
-    ranks, sharding, sync = cell.group_size(RankGroup.SHARD), sizes.backend.sharding, sizes.backend.sync
-    units = {unit: formulas.padded(parameters, ranks) for unit, parameters in layout.units.items()}
-    root, block, last = units[ROOT], units[1], units[max(units) if splits_root else ROOT]
-    shards = 4 * sizes.shard(layout)
-    before = 0 if sizes.is_single else held["gradients"]
-    sums = sync is Sync.DEFERRED and not sizes.is_single
-    """Whether whole gradients are held, to which those of a micro-batch are added at once."""
-    reshards = sharding is Sharding.PARAMS
-    gathered = element * (root if reshards else sum(units.values()))
-    current, ahead = element * block * reshards, element * block * (reshards and ranks > 1)
-    reduced = 4 * block * (not sums)
-    of_head = element * sizes.table * (sizes.tied or not sums or sizes.is_bf16)
+    units = UnitSizes(sizes, backend)
+    before = sizes.before(held["gradients"])
+    late = before
+    if sizes.zeroes_late:
+        late = held["gradients"]
+    yield Moment("forward", late, sizes.saved, sizes.log_softmax + units.gathered)
+    yield Moment("loss", before, sizes.saved, sizes.loss + units.gathered)
+    yield Moment("head", before, sizes.saved, sizes.head + units.gathered + units.ahead)
+    yield from _fsdp2_blocks(sizes, units, before)
+    yield from _fsdp2_end(sizes, units, backend, before)
+    yield sizes.step(units.shards, held["optimizer_state"])
 
-    def reduction(unit: int) -> int:
-        return (0 if sums else element * unit) + 4 * unit + 4 * unit // ranks
 
-    late = held["gradients"] if sizes.zeroes_late else before
-    yield Moment("forward", late, sizes.saved, sizes.log_softmax + gathered)
-    yield Moment("loss", before, sizes.saved, sizes.loss + gathered)
-    yield Moment("head", before, sizes.saved, sizes.head + gathered + ahead)
-    at_end = (shards - 4 * last // ranks) if sizes.is_single else before
-    if splits_root:
-        yield Moment("reduce", before, sizes.saved, sizes.stream + ahead + reduction(root))
+def _fsdp2_blocks(sizes: TensorSizes, units: UnitSizes, before: int) -> Iterator[Moment]:
+    """The backwards of the blocks."""
+    gathered, of_head, of_root = units.gathered, 0, 0
+    if sizes.tied or sizes.is_bf16 or not units.sums:
+        of_head = units.element * sizes.table
+    if units.splits_root:
+        in_reduction = sizes.stream + units.ahead + units.reduction(units.root)
+        yield Moment("reduce", before, sizes.saved, in_reduction)
         gathered = of_head = 0
-    in_block = gathered + current + ahead + of_head + element * sizes.mlp_weight + sizes.mlp
-    yield Moment("block", before, sizes.saved_at(0), in_block + 4 * root * (splits_root and not sums))
-    yield Moment("block", before, sizes.saved_at(1), in_block + reduced)
-    after_block = sizes.stream + gathered + ahead + of_head + reduction(block)
-    yield Moment("reduce", before, sizes.saved_after_block, after_block)
-    if splits_root:  # the embedding is gathered ahead, and copied, during the backward of the first block
-        yield Moment("embedding", at_end - 4 * last * sums, 0, reduction(block) + current + 2 * element * last)
-    gathered = element * last
-    if sharding is Sharding.OPTIMIZER and not sizes.is_single:
-        gathered = element * sum(units.values())  # in all micro-batches but the last
-    # Shards that HSDP has reduced within the shard group are held until the end of the backward.
-    within = shards * (bool(cell.replicate) and sync is Sync.EAGER and not sizes.is_single)
-    gradients = element * sizes.table * (3 if sizes.tied else last // sizes.table)
-    yield Moment("embedding", at_end - 4 * last * sums, 0, gradients + gathered + sizes.stream + reduced + within)
-    at_end = shards - 4 * last // ranks if sums else at_end
-    yield Moment("reduce", at_end, 0, reduction(last) + 4 * last * sums + within)
-    yield sizes.step(shards, held["optimizer_state"])
+        if not units.sums:
+            of_root = 4 * units.root
+    beside = gathered + units.ahead + of_head
+    in_block = beside + units.current + units.element * sizes.mlp_weight + sizes.mlp
+    yield Moment("block", before, sizes.saved_at(0), in_block + of_root)
+    yield Moment("block", before, sizes.saved_at(1), in_block + units.reduced)
+    in_reduction = sizes.stream + beside + units.reduction(units.block)
+    yield Moment("reduce", before, sizes.saved_after_block, in_reduction)
 
 
-def _zero2(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
+def _fsdp2_end(sizes: TensorSizes, units: UnitSizes, backend: type[FSDP2Backend], before: int) -> Iterator[Moment]:
+    """The end of the backward: the embedding, and the reduction of the last unit."""
+    all_but_last = units.shards - 4 * units.last // units.ranks
+    at_end = before
+    if sizes.is_single:
+        at_end = all_but_last
+    if units.splits_root:  # the embedding is gathered ahead, and copied, during the backward of the first block
+        copied = units.reduction(units.block) + units.current + 2 * units.element * units.last
+        yield Moment("embedding", at_end - units.summed_last, 0, copied)
+    gathered, within = units.element * units.last, 0
+    if backend.sharding is Sharding.OPTIMIZER and not sizes.is_single:
+        gathered = units.element * units.every  # in all micro-batches but the last
+    if sizes.cell.replicate and backend.sync is Sync.EAGER and not sizes.is_single:
+        within = units.shards  # which HSDP has reduced within the shard group, until the end of the backward
+    num_tables = units.last // sizes.table
+    if sizes.tied:
+        num_tables = sizes.num_table_gradients
+    gradients = units.element * sizes.table * num_tables
+    in_embedding = gradients + gathered + sizes.stream + units.reduced + within
+    yield Moment("embedding", at_end - units.summed_last, 0, in_embedding)
+    if units.sums:
+        at_end = all_but_last
+    yield Moment("reduce", at_end, 0, units.reduction(units.last) + units.summed_last + within)
+
+
+class Zero2Sizes:
+    """Partitions, and buckets from which gradients are reduced, in bytes unless elements are named."""
+
+    def __init__(self, sizes: TensorSizes, backend: type[ZeroBackend]) -> None:
+        layout, self.ranks = sizes.layout, sizes.cell.world_size
+        options = zero.options_of(backend, sizes.cell, layout)
+        self.bucket = options.reduce_bucket_size
+        """Elements of a bucket."""
+        self.buckets = sizes.element * self.bucket
+        if options.overlap_comm:
+            self.buckets *= 2
+        self.partition = zero.flat(layout, self.ranks) // self.ranks
+        """Elements of a rank's partition."""
+        some = {0, min(1, self.ranks - 1), self.ranks - 1}
+        self.overlap = 4 * max(zero.overlapping(layout, self.ranks, rank) for rank in some)
+        """The parameters that overlap the fullest rank's partition, in fp32."""
+        self.kept, self.cast = self.overlap, 0
+        """The gradients that the fullest rank keeps, and what a gradient of one element takes to be
+        cast to fp32."""
+        if sizes.is_bf16:
+            self.kept, self.cast = 4 * self.partition, 4
+        self.table = sizes.element * sizes.table
+        piece = min(sizes.table, -(-self.bucket // self.partition) * self.partition)  # reduced at once
+        self.alone = self.table + self.cast * piece
+        """A table that is reduced alone, since it is larger than a bucket."""
+        if piece < sizes.table:
+            self.alone += sizes.element * piece
+
+
+def _zero2(sizes: TensorSizes, backend: type[ZeroBackend], held: Mapping[str, int]) -> Iterator[Moment]:
     """Whole flat parameters, a partition of masters and gradients, and buckets from which gradients are reduced.
 
-    In fp32 the gradients are those of all parameters that overlap the partition, whole; a backward collects new ones
-    and adds them at its end (deepspeed/runtime/zero/stage_1_and_2.py). A table, larger than a bucket, is reduced alone.
+    In fp32 the gradients are those of all parameters that overlap the partition, whole; a backward
+    collects new ones and adds them at its end (deepspeed/runtime/zero/stage_1_and_2.py).
     """
-    cell, layout, element, table = sizes.cell, sizes.layout, sizes.element, sizes.element * sizes.table
-    options, ranks = zero.options_of(sizes.backend, cell, layout), cell.world_size
-    is_deferred = sizes.backend.sync is Sync.DEFERRED
-    partition = zero.flat(layout, ranks) // ranks
-    overlap = max(zero.overlapping(layout, ranks, rank) for rank in {0, min(1, ranks - 1), ranks - 1})
-    kept = 4 * (partition if sizes.is_bf16 else overlap)
-    sums = held["gradients"] if is_deferred else kept
-    before = 0 if sizes.is_single else sums
-    bucket = options["reduce_bucket_size"]
-    buckets = element * bucket * (2 if options["overlap_comm"] else 1)
-    filled = min(bucket, layout.num_parameters)
-    piece = min(sizes.table, -(-bucket // partition) * partition)  # of a table, reduced at once
-    casts = 4 * sizes.is_bf16
-    alone = table + casts * piece + element * piece * (piece < sizes.table)
+    of_stage = Zero2Sizes(sizes, backend)
+    if backend.sync is Sync.DEFERRED:
+        yield from _zero2_deferred(sizes, of_stage, held["gradients"])
+    else:
+        yield from _zero2_eager(sizes, of_stage)
+    flat = 4 * of_stage.partition
+    yield Moment("step", of_stage.kept, 0, 0 if sizes.is_bf16 else flat)
+    yield sizes.step(flat, held["optimizer_state"])
+
+
+def _zero2_deferred(sizes: TensorSizes, of_stage: Zero2Sizes, sums: int) -> Iterator[Moment]:
+    """Whole gradients are summed, and reduced after the backward."""
+    before, end, of_head = sizes.before(sums), sums, 0
+    if sizes.is_single:
+        end, of_head = sums - of_stage.table, of_stage.table
+    if sizes.tied:
+        of_head = of_stage.table
     yield Moment("loss", before, sizes.saved, sizes.loss)
     yield Moment("head", before, sizes.saved, sizes.head)
-    if is_deferred:
-        of_head = table * (sizes.tied or sizes.is_single)
-        yield Moment("block", before, sizes.saved_at(0), sizes.mlp + of_head)
-        yield Moment("embedding", sums - table * sizes.is_single, 0, (3 if sizes.tied else 1) * table)
-        yield Moment("flush", sums, 0, buckets + 4 * overlap + alone - table)
-    else:
-        during = kept if sizes.is_bf16 else before
-        of_head = table * sizes.tied
-        # The last rank has new gradients of its own from the start; the fullest has little but the table, reduced last.
-        last = 0 if sizes.is_bf16 else 4 * zero.overlapping(layout, ranks, ranks - 1)
-        early = max(0, last + (0 if sizes.is_single else last - kept))
-        if not sizes.tied:
-            yield Moment("head", during, sizes.saved, alone + buckets + early + sizes.stream)
-        yield Moment("block", during, sizes.saved_at(0), sizes.mlp + buckets + early + of_head)
-        flat = filled * (casts + element * (ranks > 1)) + element * sizes.mlp_weight
-        reduction = sizes.stream + buckets + early + of_head + flat
-        is_last = bucket >= layout.num_parameters  # everything is reduced at the end of the backward
-        yield Moment("reduce", during, 0 if is_last else sizes.saved_after_block, reduction)
-        added = 0 if sizes.is_bf16 or 2 * partition <= sizes.table else kept
-        yield Moment("embedding", during, 0, buckets + added + (3 if sizes.tied else 1) * table)
-    yield Moment("step", kept, 0, 0 if sizes.is_bf16 else 4 * partition)
-    yield sizes.step(4 * partition, held["optimizer_state"])
+    yield Moment("block", before, sizes.saved_at(0), sizes.mlp + of_head)
+    yield Moment("embedding", end, 0, sizes.num_table_gradients * of_stage.table)
+    in_flush = of_stage.buckets + of_stage.overlap + of_stage.alone - of_stage.table
+    yield Moment("flush", sums, 0, in_flush)
 
 
-def _zero3(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
+def _zero2_eager(sizes: TensorSizes, of_stage: Zero2Sizes) -> Iterator[Moment]:
+    """Gradients are reduced from buckets during the backward."""
+    layout, buckets = sizes.layout, of_stage.buckets
+    before = during = sizes.before(of_stage.kept)
+    # The last rank has new gradients of its own from the start; the fullest has little but the
+    # table, reduced last.
+    early = 4 * zero.overlapping(layout, of_stage.ranks, of_stage.ranks - 1)
+    if not sizes.is_single:
+        early = max(0, 2 * early - of_stage.kept)
+    added, of_head = of_stage.kept, 0
+    if 2 * of_stage.partition <= sizes.table:
+        added = 0
+    if sizes.is_bf16:
+        during, early, added = of_stage.kept, 0, 0
+    if sizes.tied:
+        of_head = of_stage.table
+    yield Moment("loss", before, sizes.saved, sizes.loss)
+    yield Moment("head", before, sizes.saved, sizes.head)
+    in_reduction = sizes.stream + buckets + early
+    if not sizes.tied:
+        yield Moment("head", during, sizes.saved, of_stage.alone + in_reduction)
+    yield Moment("block", during, sizes.saved_at(0), sizes.mlp + buckets + early + of_head)
+    copied, saved = of_stage.cast, sizes.saved_after_block
+    if of_stage.ranks > 1:
+        copied += sizes.element
+    if of_stage.bucket >= layout.num_parameters:
+        saved = 0  # everything is reduced at the end of the backward
+    flat = min(of_stage.bucket, layout.num_parameters) * copied + sizes.element * sizes.mlp_weight
+    yield Moment("reduce", during, saved, in_reduction + of_head + flat)
+    yield Moment("embedding", during, 0, buckets + added + sizes.num_table_gradients * of_stage.table)
+
+
+def _zero3(sizes: TensorSizes, backend: type[ZeroBackend], held: Mapping[str, int]) -> Iterator[Moment]:
     """Partitions of everything and a bucket are held; so many parameters are gathered as may be, and a table.
 
     deepspeed/runtime/zero/stage3.py.
     """
-    layout, table = sizes.layout, sizes.element * sizes.table
-    has_several = sizes.cell.world_size > 1
-    is_deferred = sizes.backend.sync is Sync.DEFERRED
-    whole = 4 * layout.num_parameters * is_deferred
-    sums, partitions = held["gradients"], held["gradients"] - whole
-    before = partitions if sizes.is_single else sums
-    options = zero.options_of(sizes.backend, sizes.cell, layout)
-    live = min(layout.num_parameters, options["stage3_max_live_parameters"])
-    gathered = sizes.element * live * has_several
-    resident = gathered * sizes.backend.own_defaults  # from forward to backward
-    reduced_table = table + 4 * sizes.table * sizes.is_bf16
-    of_head = table * (sizes.tied or (is_deferred and sizes.is_single))
+    layout, table, whole = sizes.layout, sizes.element * sizes.table, 4 * sizes.layout.num_parameters
+    is_deferred = backend.sync is Sync.DEFERRED
+    sums = end = held["gradients"]
+    partitions, of_head = sums, 0
+    if is_deferred:
+        partitions = sums - whole
+    if is_deferred and sizes.is_single:
+        end, of_head = sums - table, table
+    if sizes.tied:
+        of_head = table
+    before = sums
+    if sizes.is_single:
+        before = partitions
+    options = zero.options_of(backend, sizes.cell, layout)
+    gathered = gathered_table = resident = 0
+    if sizes.cell.world_size > 1:
+        gathered = sizes.element * min(layout.num_parameters, options.stage3_max_live_parameters)
+        gathered_table = table
+    in_head = gathered_table
+    if backend.own_defaults:
+        in_head = resident = gathered  # from forward to backward
     yield Moment("loss", before, sizes.saved, sizes.loss + resident)
-    yield Moment("head", before, sizes.saved, sizes.head + (resident or table * has_several))
+    yield Moment("head", before, sizes.saved, sizes.head + in_head)
     yield Moment("block", before, sizes.saved_at(0), sizes.mlp + of_head + gathered)
-    end = sums - table * (is_deferred and sizes.is_single)
-    yield Moment("embedding", end, 0, (3 if sizes.tied else 1) * table + table * has_several)
+    yield Moment("embedding", end, 0, sizes.num_table_gradients * table + gathered_table)
     if is_deferred:
         yield Moment("flush", sums, 0, held["communication"])
     else:
         if not sizes.tied:
+            reduced_table = table
+            if sizes.is_bf16:
+                reduced_table += 4 * sizes.table
             yield Moment("head", before, sizes.saved, reduced_table + sizes.stream + gathered)
-        filled = min(held["communication"], 4 * layout.num_parameters)
-        reduction = sizes.stream + of_head + gathered + filled
-        yield Moment("reduce", before, sizes.saved_after_block, reduction)
+        filled = min(held["communication"], whole)
+        yield Moment("reduce", before, sizes.saved_after_block, sizes.stream + of_head + gathered + filled)
     yield sizes.step(partitions, held["optimizer_state"], flat=partitions)

@@ -1,9 +1,10 @@
 """The link that a run measured before its first trial, and its steps beside those that follow from that link.
 
-A collective for which a rank sends s bytes takes latency + s / rate: the alpha-beta model (Hockney, Parallel Computing
-20 (1994) 389; for rings: Thakur et al., Int. J. High Perform. Comput. Appl. 19 (2005) 49). Both are fitted to the
-collectives of all kinds and sizes that ``bench.run.links`` timed, in logarithms, so that small and large ones count
-alike, and with a loss that outliers hardly move. Latency is the same between nodes and within a node.
+A collective for which a rank sends s bytes takes latency + s / rate: the alpha-beta model (Hockney,
+Parallel Computing 20 (1994) 389; for rings: Thakur et al., Int. J. High Perform. Comput. Appl. 19
+(2005) 49). Both are fitted to the collectives of all kinds and sizes that ``bench.run.links``
+timed, in logarithms, so that small and large ones count alike, and with a loss that outliers hardly
+move. Latency is the same between nodes and within a node.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from bench.forecast.prediction import Link, TimeEstimate, predicted_communicatio
 from bench.grouping import grouped
 from bench.judge.analysis import Analysis
 from bench.judge.expected import settings_of
-from bench.judge.formulas import NO_SETTINGS, Settings
+from bench.judge.formula_terms import NO_SETTINGS, Settings
 from bench.judge.trial_columns import DASH
 from bench.plan.cell import Cell, Device
 from bench.report.sections import PageSection
-from bench.run.links import between, ranks_of
+from bench.run.links import MeasuredRates
+from bench.run.manifest import Manifest
 from bench.tabular import Table
 
 HEADER = ("cell", "s/step", "compute", "communication", "overlapped", "serial", "off serial (%)")
@@ -37,67 +39,91 @@ NODE = "node"
 """The link within a node, which is the same in all runs that are fitted together."""
 
 
-def measured_link(manifest: Mapping[str, Any], cell: Cell | None = None) -> Link | None:
+def measured_link(manifest: Manifest, cell: Cell | None = None) -> Link | None:
     """The link between the ranks of a cell, by default between the most ranks on the most nodes.
 
     None if the run did not time it, or if no such link fits what it timed.
     """
     links = fitted_links([manifest], cell)
-    return links[0] if links else None
+    if links:
+        return links[0]
+    return None
 
 
-def fitted_links(manifests: Sequence[Mapping[str, Any]], cell: Cell | None = None) -> list[Link]:
+def fitted_links(manifests: Sequence[Manifest], cell: Cell | None = None) -> list[Link]:
     """The links of runs that differ in the rate between nodes alone, by one latency and one rate within nodes.
 
-    A node's rate to others is shared by its ranks. Empty if a run did not time its link, if the time of a link's
-    largest collective is mostly latency, or if the link between nodes comes out faster than the one within a node.
+    A node's rate to others is shared by its ranks. Empty if a run did not time its link, if the
+    time of a link's largest collective is mostly latency, or if the link between nodes comes out
+    faster than the one within a node.
     """
     entries = [_timed_entry(manifest, cell) for manifest in manifests]
-    num_nodes = entries[0].get("num_nodes", 1)
-    share = entries[0]["world_size"] // num_nodes if num_nodes > 1 else 1
-    rows: dict[str | int, list[tuple[float, float]]] = {}
-    for number, (manifest, entry) in enumerate(zip(manifests, entries, strict=True)):
-        device = Cell.from_dict(manifest["cells"][0]).device
-        rows[number] = _sent_and_seconds(entry, device)
-        if share > 1:
-            rows.setdefault(NODE, []).extend(_sent_and_seconds(between(manifest, share, 1) or {}, device))
+    timed = [entry for entry in entries if entry is not None]
+    if len(timed) < len(entries):
+        return []
+    num_nodes = timed[0].num_nodes
+    share = 1
+    if num_nodes > 1:
+        share = timed[0].world_size // num_nodes
+    rows = _rows_to_fit(manifests, timed, share)
     if not all(rows.values()):
         return []
     latency_s, rates = _fit(rows)
     within = rates.get(NODE, math.inf)
-    if max(rates.values()) > within or any(max(rows[name])[0] < latency_s * rates[name] for name in rows):
+    if max(rates.values()) > within:
         return []
-    return [
-        Link(
-            bytes_per_s=rates[number] / share,
-            latency_s=latency_s,
-            intra_bytes_per_s=within,
-            node_size=share,
-            source=f"fitted to the collectives that {manifest['run_id']} timed between {ranks_of(entry)}, by the "
-            "alpha-beta model",
+    for name, sent in rows.items():
+        most_sent, _ = max(sent)
+        if most_sent < latency_s * rates[name]:
+            return []
+    links = []
+    for number, (manifest, entry) in enumerate(zip(manifests, timed, strict=True)):
+        timed_by = f"the collectives that {manifest.run_id} timed between {entry.ranks}"
+        links.append(
+            Link(
+                bytes_per_s=rates[number] / share,
+                latency_s=latency_s,
+                intra_bytes_per_s=within,
+                node_size=share,
+                source=f"fitted to {timed_by}, by the alpha-beta model",
+            )
         )
-        for number, (manifest, entry) in enumerate(zip(manifests, entries, strict=True))
-    ]
+    return links
 
 
-def _timed_entry(manifest: Mapping[str, Any], cell: Cell | None) -> Mapping[str, Any]:
-    """What run.json's ``matmul`` has on the ranks of a cell, by default on the most ranks; empty if nothing."""
+def _rows_to_fit(
+    manifests: Sequence[Manifest], timed: Sequence[MeasuredRates], share: int
+) -> dict[str | int, list[tuple[float, float]]]:
+    """Bytes and seconds of the collectives of each run, by its number, and within nodes of all runs, as NODE."""
+    rows: dict[str | int, list[tuple[float, float]]] = {}
+    for number, (manifest, entry) in enumerate(zip(manifests, timed, strict=True)):
+        device = manifest.cells[0].device
+        rows[number] = _sent_and_seconds(entry, device)
+        if share > 1:
+            within_node = manifest.rates(share, 1)
+            of_node = rows.setdefault(NODE, [])
+            if within_node is not None:
+                of_node.extend(_sent_and_seconds(within_node, device))
+    return rows
+
+
+def _timed_entry(manifest: Manifest, cell: Cell | None) -> MeasuredRates | None:
+    """What run.json's ``matmul`` has on the ranks of a cell, by default on the most ranks; None if nothing."""
     if cell is not None:
-        return between(manifest, cell.world_size, cell.num_nodes) or {}
-    timed = [entry for entry in manifest.get("matmul") or () if entry.get("links")]
-    return max(timed, key=lambda entry: (entry.get("num_nodes", 1), entry["world_size"]), default={})
+        return manifest.rates(cell.world_size, cell.num_nodes)
+    timed = [entry for entry in manifest.matmul or () if entry.links]
+    return max(timed, key=lambda entry: (entry.num_nodes, entry.world_size), default=None)
 
 
-def _sent_and_seconds(entry: Mapping[str, Any], device: Device) -> list[tuple[float, float]]:
+def _sent_and_seconds(entry: MeasuredRates, device: Device) -> list[tuple[float, float]]:
     """Bytes that a rank sends, and seconds, of each collective of an entry."""
-    timed = entry.get("links", ())
-    return [(sent_bytes(row["op"], row["bytes"], entry["world_size"], device), row["seconds"]) for row in timed]
+    return [(sent_bytes(row["op"], row["bytes"], entry.world_size, device), row["seconds"]) for row in entry.links]
 
 
 def _fit(rows: Mapping[str | int, Sequence[tuple[float, float]]]) -> tuple[float, dict[str | int, float]]:
     """Seconds per call of all links, and bytes per second of each, from bytes sent and seconds; none is below 0."""
     number = np.repeat(range(len(rows)), [len(timed) for timed in rows.values()])
-    sent, seconds = np.array([row for timed in rows.values() for row in timed]).T
+    sent, seconds = np.concatenate([np.array(timed) for timed in rows.values()]).T
 
     def errors(logs: Any) -> Any:
         return np.log((np.exp(logs[0]) + sent * np.exp(logs[1:])[number]) / seconds)
@@ -128,7 +154,8 @@ class PredictedStep:
 
 
 Groups = list[list[PredictedStep]]
-"""Steps with equal work, of which the first communicates least; compute is its step less its communication."""
+"""Steps with equal work, of which the first communicates least; compute is its step less its
+communication."""
 
 
 def beside(
@@ -140,8 +167,11 @@ def beside(
     for cells in alike.values():
         if (link := link_of(cells[0])) is None:
             continue
-        given = {cell: settings.get(cell.cell_id, NO_SETTINGS) for cell in cells}
-        sent = {cell: times for cell in cells if (times := predicted_communication(cell, link, given[cell]))}
+        sent: dict[Cell, TimeEstimate] = {}
+        for cell in cells:
+            estimate = predicted_communication(cell, link, settings.get(cell.cell_id, NO_SETTINGS))
+            if estimate is not None:
+                sent[cell] = estimate
         order = sorted(sent, key=lambda cell: (sent[cell].serial, seconds[cell]))
         if len(order) > 1:
             compute = max(0.0, seconds[order[0]] - sent[order[0]].serial)
@@ -151,8 +181,8 @@ def beside(
 
 def section(data: Analysis) -> PageSection | None:
     """Measured steps against predicted ones, as a section of the report; None if nothing is predicted."""
-    cells, manifest = data.run.cells, data.run.manifest
-    times = {cells[row["cell_id"]]: row["step_time_s"] for row in data.rows.values() if row["step_time_s"] is not None}
+    manifest = data.run.manifest
+    times = {row.cell: row.step_time_s for row in data.rows.values() if row.step_time_s is not None}
     groups = beside(times, lambda cell: measured_link(manifest, cell), settings_of(data.run.records))
     if not groups:
         return None
@@ -162,15 +192,19 @@ def section(data: Analysis) -> PageSection | None:
         sentences.append(f"The link has {link} per rank and {1e6 * link.latency_s:.4g} us per call, {link.source}.")
         for step in group:
             times_s = (step.measured, step.compute, step.communication.serial, step.step.overlapped, step.step.serial)
-            deviation = DASH if step is group[0] else f"{100 * step.deviation:+z.1f}"
+            deviation = f"{100 * step.deviation:+z.1f}"
+            if step is group[0]:
+                deviation = DASH
             rows.append((data.run.labels[step.cell.cell_id], *(f"{seconds:.4g}" for seconds in times_s), deviation))
-    off = [step.deviation for group in groups for step in group[1:]]
-    spread = ", ".join(f"{100 * share:+z.0f} %" for share in (min(off), median(off), max(off)))
+    off: list[float] = []
+    for group in groups:
+        off += [step.deviation for step in group[1:]]
+    least, middle, most = 100 * min(off), 100 * median(off), 100 * max(off)
     sentences += [
         "Compute is the step of the cell that communicates least, of those with equal work, less its communication.",
         "Overlapped is max(compute, communication), serial is compute + communication. Both are estimates without what "
         "the host does between collectives and without waiting for slower ranks.",
-        f"The other steps are off serial by {spread} (least, median, most).",
+        f"The other steps are off serial by {least:+z.0f} %, {middle:+z.0f} %, {most:+z.0f} % (least, median, most).",
     ]
     return PageSection(
         key="prediction",

@@ -1,16 +1,21 @@
 """What an optimizer step takes on a backend, by prediction: memory, collectives, and two estimates of its time.
 
-Memory comes from ``bench.forecast.footprint``, collectives from ``bench.judge.formulas``. The rest is arithmetic:
+Memory comes from ``bench.forecast.footprint``, collectives from ``bench.judge.formulas``. The rest
+is arithmetic:
 
-- wire bytes are those of ring algorithms, derived and not measured (``bench.judge.formulas.wire_bytes``), and 0 at
-  W = 1. A rank sends a share of them within its node and the rest to other nodes (``Traffic``);
-- a collective takes latency + the longer of (bytes within the node / intra, bytes to other nodes / inter);
-- an overlapped step takes max(compute, busiest level), as if every collective could run beside every kernel and beside
-  those of the other level; a serial step takes compute + the sum over all collectives.
+- wire bytes are those of ring algorithms, derived and not measured
+  (``bench.judge.formulas.wire_bytes``), and 0 at W = 1. A rank sends a share of them within its
+  node and the rest to other nodes (``Traffic``);
+- a collective takes latency + the longer of (bytes within the node / intra, bytes to other nodes /
+  inter);
+- an overlapped step takes max(compute, busiest level), as if every collective could run beside
+  every kernel and beside those of the other level; a serial step takes compute + the sum over all
+  collectives.
 
-Compute takes the same time on every backend. What the host does between collectives (hooks, copies of tensors), its
-cores that gloo's threads take from compute, and waiting for slower ranks are in neither estimate, so a step can take
-longer than a serial one. results/links/links.md says how often steps do.
+Compute takes the same time on every backend. What the host does between collectives (hooks, copies
+of tensors), its cores that gloo's threads take from compute, and waiting for slower ranks are in
+neither estimate, so a step can take longer than a serial one. results/links/links.md says how often
+steps do.
 """
 
 from __future__ import annotations
@@ -24,8 +29,9 @@ from functools import cache, cached_property
 from bench.backends.base import Backend
 from bench.forecast.footprint import Footprint, declined, footprint
 from bench.formatting import rate
-from bench.judge.formulas import BUILT_IN, NO_SETTINGS, Collective, Expectation, Settings, expect, layout_of, wire_bytes
-from bench.plan.cell import REFERENCES, Cell, Device, Precision, RankGroup
+from bench.judge.formula_terms import NO_SETTINGS, Settings
+from bench.judge.formulas import BUILT_IN, Collective, Expectation, expect, layout_of, wire_bytes
+from bench.plan.cell import REFERENCES, Cell, Device, Precision, RankGroup, Sharding, Sync
 from bench.plan.models import SIZES
 from bench.workload.layout import Layout
 
@@ -39,7 +45,8 @@ COUNTED_N = 8
 class Link:
     """What connects the ranks: one link for all, or a faster one within nodes.
 
-    Every rank has links of its own. Ranks that share a network card (NIC) have a part of its rate each.
+    Every rank has links of its own. Ranks that share a network card (NIC) have a part of its rate
+    each.
     """
 
     bytes_per_s: float
@@ -64,10 +71,12 @@ class Link:
 class Traffic:
     """What a rank sends in one optimizer step, to the ranks of one kind of group.
 
-    NCCL splits a payload over several rings, so that each network card of a node is used: a ring enters and leaves a
-    node once, by another rank in each of m rings, where m ranks of the group are in the node. So a rank sends 1/m of
-    its bytes to another node, and the rest within its own (NCCL's maintainers: github.com/NVIDIA/nccl-tests/issues/277,
-    github.com/NVIDIA/nccl/issues/412). With trees, which NCCL may prefer on two nodes, it can send less.
+    NCCL splits a payload over several rings, so that each network card of a node is used: a ring
+    enters and leaves a node once, by another rank in each of m rings, where m ranks of the group
+    are in the node. So a rank sends 1/m of its bytes to another node, and the rest within its own
+    (NCCL's maintainers: github.com/NVIDIA/nccl-tests/issues/277,
+    github.com/NVIDIA/nccl/issues/412). With trees, which NCCL may prefer on two nodes, it can send
+    less.
     """
 
     calls: float
@@ -81,16 +90,21 @@ class Traffic:
     def levels(self, node_size: int) -> tuple[float, float]:
         """Bytes sent within a node, and to other nodes."""
         inside = min(self.ranks, max(1, node_size // self.stride))
-        inter = self.wire_bytes / inside if inside < self.ranks else 0.0
+        inter = 0.0
+        if inside < self.ranks:
+            inter = self.wire_bytes / inside
         return self.wire_bytes - inter, inter
 
     def seconds(self, link: Link) -> tuple[float, float]:
         """Seconds on the link within a node, and on the one between nodes, each with its latency."""
-        latency, (intra, inter) = self.calls * link.latency_s, self.levels(link.node_size)
-        return (
-            latency + intra / link.intra_bytes_per_s if intra else 0.0,
-            latency + inter / link.bytes_per_s if inter else 0.0,
-        )
+        intra, inter = self.levels(link.node_size)
+        return self._on_level(intra, link.intra_bytes_per_s, link), self._on_level(inter, link.bytes_per_s, link)
+
+    def _on_level(self, num_bytes: float, bytes_per_s: float, link: Link) -> float:
+        """Seconds of so many bytes at this rate; 0 for none, since nothing is called there."""
+        if not num_bytes:
+            return 0.0
+        return self.calls * link.latency_s + num_bytes / bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +123,13 @@ class TimeEstimate:
 
 def communication(traffic: Sequence[Traffic], link: Link) -> TimeEstimate:
     """The communication alone: as long as the busiest level, or all groups in turn."""
-    seconds = [part.seconds(link) for part in traffic]
-    return TimeEstimate(max(map(sum, zip(*seconds, strict=True)), default=0.0), sum(map(max, seconds)))
+    within_nodes = between_nodes = serial = 0.0
+    for part in traffic:
+        intra, inter = part.seconds(link)
+        within_nodes += intra
+        between_nodes += inter
+        serial += max(intra, inter)
+    return TimeEstimate(overlapped=max(within_nodes, between_nodes), serial=serial)
 
 
 _expect = cache(expect)
@@ -132,26 +151,37 @@ class Prediction:
     def scaled(self, accumulate: int, world_size: int | None = None) -> Prediction:
         """The same at another N and W, with the same micro-batch, and with shards of HSDP as large as before."""
         cell = self.cell
-        ranks = cell.world_size if world_size is None else world_size
-        replicas = ranks // cell.group_size(RankGroup.SHARD) if cell.replicate else 0
-        batch = accumulate * cell.micro_batch_size * ranks
-        cell = dataclasses.replace(cell, accumulate=accumulate, world_size=ranks, global_batch_size=batch)
-        return dataclasses.replace(self, cell=dataclasses.replace(cell, replicate=replicas))
+        if world_size is None:
+            world_size = cell.world_size
+        batch = accumulate * cell.micro_batch_size * world_size
+        replicas = 0
+        if cell.replicate:
+            replicas = world_size // cell.group_size(RankGroup.SHARD)
+        cell = dataclasses.replace(
+            cell, accumulate=accumulate, world_size=world_size, global_batch_size=batch, replicate=replicas
+        )
+        return dataclasses.replace(self, cell=cell)
 
     def shards_fit(self, world_size: int) -> bool:
         """Whether HSDP can have several replicas of the same shards on so many ranks; True for all other backends."""
+        if not self.cell.replicate:
+            return True
         shards = self.cell.group_size(RankGroup.SHARD)
-        return not self.cell.replicate or (world_size % shards == 0 and world_size > shards)
+        return world_size % shards == 0 and world_size > shards
 
     @property
     def refusal(self) -> str:
         """Why the backend does not run this cell; empty if it does."""
-        return self.backend.not_bf16 if self.cell.precision is Precision.BF16 else ""
+        if self.cell.precision is Precision.BF16:
+            return self.backend.refuses.bf16
+        return ""
 
     @property
     def not_predicted(self) -> str:
         """Why there is no prediction although the backend runs this cell; empty if there is one."""
-        return "" if self.refusal else declined(self.cell, self.backend)
+        if self.refusal:
+            return ""
+        return declined(self.cell, self.backend)
 
     @property
     def is_missing(self) -> bool:
@@ -161,42 +191,56 @@ class Prediction:
     @property
     def defect(self) -> str:
         """What is known to be wrong with the backend's updates; empty if nothing is."""
-        return self.backend.defect if self.cell.accumulate > 1 else ""
+        if self.cell.accumulate > 1:
+            return self.backend.defect
+        return ""
 
     @cached_property
     def expectation(self) -> Expectation:
-        found = (
-            expect(self.cell, self.layout, settings=self.settings) if self.settings else _expect(self.cell, self.layout)
-        )
+        if self.settings:
+            found = expect(self.cell, self.layout, settings=self.settings)
+        else:
+            found = _expect(self.cell, self.layout)
         assert found is not None, "callers ask for none that is missing"
         return found
 
     @cached_property
     def traffic(self) -> tuple[Traffic, ...]:
         """What a rank sends, by kind of group."""
-        cell = self.cell
-        if cell.accumulate > COUNTED_N:
-            further = (cell.accumulate - COUNTED_N) / (COUNTED_N // 2)
-            fewer, most = (self.scaled(n).traffic for n in (COUNTED_N // 2, COUNTED_N))
-            return tuple(
-                dataclasses.replace(
-                    more,
-                    calls=more.calls + further * (more.calls - less.calls),
-                    wire_bytes=more.wire_bytes + further * (more.wire_bytes - less.wire_bytes),
-                )
-                for less, more in zip(fewer, most, strict=True)
-            )
-        rows = self.expectation.collectives if cell.world_size > 1 else ()
-        return tuple(
-            self._group_traffic(RankGroup(group), [row for row in rows if row.group == group])
-            for group in sorted({row.group for row in rows})
-        )
+        if self.cell.accumulate > COUNTED_N:
+            return self._extrapolated_traffic()
+        if self.cell.world_size == 1:
+            return ()
+        traffic: dict[str, Traffic] = {}
+        for row in sorted(self.expectation.collectives, key=lambda row: row.group):
+            traffic[row.group] = self._with(traffic.get(row.group), row)
+        return tuple(traffic.values())
 
-    def _group_traffic(self, group: RankGroup, rows: Sequence[Collective]) -> Traffic:
-        """What a rank sends by these collectives. A replicate group has the ranks with the same shard."""
-        ranks, stride = self.cell.group_size(group), self.cell.group_size(RankGroup.SHARD)
-        wire = sum(sent_bytes(row.op, row.payload_bytes, ranks, self.cell.device) for row in rows)
-        return Traffic(sum(row.calls for row in rows), wire, ranks, stride if group is RankGroup.REPLICATE else 1)
+    def _extrapolated_traffic(self) -> tuple[Traffic, ...]:
+        """The traffic at a large N, from what further micro-batches add to it."""
+        fewer, most = self.scaled(COUNTED_N // 2).traffic, self.scaled(COUNTED_N).traffic
+        further = (self.cell.accumulate - COUNTED_N) / (COUNTED_N // 2)
+        found = []
+        for less, more in zip(fewer, most, strict=True):
+            calls = more.calls + further * (more.calls - less.calls)
+            wire_bytes = more.wire_bytes + further * (more.wire_bytes - less.wire_bytes)
+            found.append(dataclasses.replace(more, calls=calls, wire_bytes=wire_bytes))
+        return tuple(found)
+
+    def _with(self, traffic: Traffic | None, row: Collective) -> Traffic:
+        """The traffic of a kind of group so far, None if there is none, and what a rank sends by a collective."""
+        ranks, stride = self.cell.group_size(row.group), 1
+        if row.group == RankGroup.REPLICATE:  # which has the ranks with the same shard
+            stride = self.cell.group_size(RankGroup.SHARD)
+        if traffic is None:
+            traffic = Traffic(0, 0.0, ranks, stride)
+        wire_bytes = sent_bytes(row.op, row.payload_bytes, ranks, self.cell.device)
+        return dataclasses.replace(traffic, calls=traffic.calls + row.calls, wire_bytes=traffic.wire_bytes + wire_bytes)
+
+    @property
+    def wire_bytes(self) -> float:
+        """All bytes that a rank sends."""
+        return sum(part.wire_bytes for part in self.traffic)
 
     @cached_property
     def memory(self) -> Footprint:
@@ -206,12 +250,17 @@ class Prediction:
 
     def equals(self, other: Prediction) -> bool:
         """Whether both shard alike, reduce at the same times, and hold and send the same but for EQUAL."""
-        kinds = [(p.backend.sharding, p.backend.sync, p.refusal, p.not_predicted) for p in (self, other)]
-        if kinds[0] != kinds[1] or self.is_missing:
-            return kinds[0] == kinds[1]
-        sent = [sum(part.wire_bytes for part in p.traffic) for p in (self, other)]
-        peaks = self.memory.peak, other.memory.peak
-        return math.isclose(*sent, rel_tol=EQUAL) and math.isclose(*peaks, rel_tol=EQUAL)
+        if self._kind != other._kind:
+            return False
+        if self.is_missing:
+            return True
+        peaks_are_equal = math.isclose(self.memory.peak, other.memory.peak, rel_tol=EQUAL)
+        return peaks_are_equal and math.isclose(self.wire_bytes, other.wire_bytes, rel_tol=EQUAL)
+
+    @property
+    def _kind(self) -> tuple[Sharding, Sync, str, str]:
+        """What must be the same of two predictions that are equal."""
+        return self.backend.sharding, self.backend.sync, self.refusal, self.not_predicted
 
 
 def sent_bytes(op: str, payload_bytes: int, ranks: int, device: Device) -> float:
@@ -220,24 +269,27 @@ def sent_bytes(op: str, payload_bytes: int, ranks: int, device: Device) -> float
     On the CPU that is gloo, whose reduce-scatter is an all-reduce of which each rank keeps its part
     (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp:reduce_scatter_tensor_coalesced).
     """
-    is_whole = op == "reduce_scatter" and device is Device.CPU
-    return wire_bytes("all_reduce" if is_whole else op, payload_bytes, ranks)
+    if op == "reduce_scatter" and device is Device.CPU:
+        op = "all_reduce"
+    return wire_bytes(op, payload_bytes, ranks)
 
 
 def predict(cell: Cell, backends: Sequence[str]) -> list[Prediction]:
     """One prediction per backend; references are left out, and HSDP where the cell has no replicas."""
     layout = layout_of(cell)
     assert layout is not None, "the command checks the model's name"
-    found = [BUILT_IN[name] for name in backends if name in BUILT_IN and name not in REFERENCES]
-    return [
-        Prediction(
-            dataclasses.replace(cell, backend=backend.name, replicate=cell.replicate if backend.replicate else 0),
-            backend,
-            layout,
-        )
-        for backend in found
-        if cell.replicate or not backend.replicate
-    ]
+    found = []
+    for name in backends:
+        backend = BUILT_IN.get(name)
+        if backend is None or name in REFERENCES:
+            continue
+        if backend.replicate and not cell.replicate:
+            continue
+        replicas = 0
+        if backend.replicate:
+            replicas = cell.replicate
+        found.append(Prediction(dataclasses.replace(cell, backend=backend.name, replicate=replicas), backend, layout))
+    return found
 
 
 def predicted_communication(cell: Cell, link: Link, settings: Settings = NO_SETTINGS) -> TimeEstimate | None:
@@ -246,17 +298,21 @@ def predicted_communication(cell: Cell, link: Link, settings: Settings = NO_SETT
     if cell.is_reference or backend is None or layout is None or expect(cell, layout, settings=settings) is None:
         return None
     traffic = Prediction(cell, backend, layout, settings).traffic
-    return communication(traffic, link) if traffic else None
+    if traffic:
+        return communication(traffic, link)
+    return None
 
 
 def grouped_with(predictions: Sequence[Prediction]) -> dict[str, str]:
     """For each wrapper that equals a mechanism of PyTorch or DeepSpeed: the name of that."""
     mechanisms = [prediction for prediction in predictions if prediction.backend.is_mechanism]
-    found = {}
+    found: dict[str, str] = {}
     for prediction in predictions:
-        equal = next((mechanism.name for mechanism in mechanisms if prediction.equals(mechanism)), None)
-        if equal and prediction not in mechanisms:
-            found[prediction.name] = equal
+        if prediction in mechanisms:
+            continue
+        for mechanism in mechanisms:
+            if prediction.equals(mechanism):
+                found.setdefault(prediction.name, mechanism.name)
     return found
 
 
@@ -265,7 +321,7 @@ def compute_seconds(cell: Cell, flops_per_s: float) -> tuple[float, str]:
     size = SIZES[cell.model]
     tokens = cell.accumulate * cell.micro_batch_size * cell.sequence_length
     flops = size.flops_per_token(cell.sequence_length) * tokens
-    recomputed_flops = size.recomputed_flops_per_token(cell.sequence_length, selective=cell.selective_checkpointing)
-    again = recomputed_flops * tokens * cell.activation_checkpointing
-    recomputed = f" and {again:.3g} recomputed" * cell.activation_checkpointing
-    return (flops + again) / flops_per_s, f"{flops:.3g} FLOP{recomputed}"
+    if not cell.activation_checkpointing:
+        return flops / flops_per_s, f"{flops:.3g} FLOP"
+    again = size.recomputed_flops_per_token(cell.sequence_length, selective=cell.selective_checkpointing) * tokens
+    return (flops + again) / flops_per_s, f"{flops:.3g} FLOP and {again:.3g} recomputed"

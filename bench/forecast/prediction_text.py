@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from bench import validation
 from bench.forecast.choice import MARGIN, Choice, Choices, Question
 from bench.forecast.fit import reserve_bytes, reserves
 from bench.formatting import digits, size
@@ -12,6 +16,7 @@ from bench.grouping import grouped
 from bench.plan.cell import Cell, among
 from bench.plan.models import SIZES
 from bench.tabular import Table
+from bench.validation import Amount, Natural
 
 GIB = 2**30
 COLUMNS = {
@@ -21,9 +26,12 @@ COLUMNS = {
     "activ": ("activations",),
     "other": ("communication", "temporaries"),
 }
-"""Columns of the table, each with the categories of ``bench.forecast.footprint`` that it adds up."""
+"""Columns of the table, each with the categories of ``bench.forecast.footprint`` that it adds
+up."""
 SECONDS = {"comm/s": "communication_s", "overlapped/s": "overlapped_s", "serial/s": "serial_s"}
 """Further columns, each with its key."""
+LEVEL_KEYS = {"intra": "intra_bytes", "inter": "inter_bytes"}
+"""Columns of a link with two levels, each with its key."""
 REMARKS = {
     "refusal": "refused",
     "not_predicted": "not predicted",
@@ -49,41 +57,88 @@ TIMES = (
     "overlapped = max(compute, communication): communication is hidden as far as it can be; serial = compute + "
     "communication: none is. communication = calls x latency + wire bytes / link, with the wire bytes of ring "
     "algorithms. Both are estimates, not bounds: they leave out what the host does between collectives and waiting for "
-    "slower ranks. In the CPU runs of results/ 0 of 120 steps took less than overlapped, and most took longer than "
-    "serial, up to 2.4 times as long; 158 of 159 pairs of backends that the estimates tell apart were measured in "
-    "that order (results/links/links.md). No GPU run has checked them yet."
+    "slower ranks."
 )
-"""tests/studies/test_links.py checks these figures."""
 LEVELS = (
     "intra, inter: GiB that a rank sends in one optimizer step within its node and to other nodes. inter is a rank's "
     "share of its node's network cards, all of which NCCL's rings are assumed to use: of a group with m ranks per node "
     "each sends 1/m of its bytes to another node. A collective takes as long as its slower level; overlapped, those of "
     "different levels run at once (docs/method.md)."
 )
+ACCURACY = Path(__file__).with_name("link_accuracy.json")
+"""An ``EstimateAccuracy``, which ``python -m studies.links`` writes."""
 
 Records = Sequence[Mapping[str, Any]]
 """Of ``bench.forecast.choice.answer``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EstimateAccuracy:
+    """How the estimates of steps agree with the steps of the CPU runs in results/."""
+
+    num_steps: Natural
+    num_below_overlapped: Natural
+    """Steps that took less than overlapped."""
+    num_above_serial: Natural
+    """Steps that took longer than serial."""
+    longest: Amount
+    """Of all steps the longest in multiples of its serial one."""
+    num_pairs: Natural
+    """Pairs of backends that the estimates tell apart."""
+    num_in_order: Natural
+    """Those that were measured in that order."""
+
+    @classmethod
+    def stored(cls) -> EstimateAccuracy:
+        """The one that is shipped."""
+        return validation.read(cls, json.loads(ACCURACY.read_text(encoding="utf-8")), f"{ACCURACY.name}: ")
+
+    @property
+    def sentences(self) -> str:
+        longer = "most"
+        if self.num_above_serial <= self.num_steps / 2:
+            longer = str(self.num_above_serial)
+        return (
+            f"In the CPU runs of results/ {self.num_below_overlapped} of {self.num_steps} steps took less than "
+            f"overlapped, and {longer} took longer than serial, up to {self.longest:.1f} times as long; "
+            f"{self.num_in_order} of {self.num_pairs} pairs of backends that the estimates tell apart were measured in "
+            "that order (results/links/links.md). No GPU run has checked them yet."
+        )
 
 
 def printed_lines(question: Question, records: Records, choices: Choices) -> Iterator[str]:
     """All that is printed; wrappers have no lines of their own."""
     rows = [row for row in records if not row["equals"]]
     for row in rows:
-        if peak := row.get("exact_peak_bytes"):
-            apart = f"predicted: {size(row['peak_memory_bytes'])}, {100 * (row['peak_memory_bytes'] / peak - 1):+.1f} %"
-            yield f"{row['backend']}: {size(peak)} at the peak of rank 0, measured on fake tensors ({apart})."
+        if row.get("exact_peak_bytes"):
+            yield _exact_line(row)
     yield from _recommendation_lines(question, rows, choices)
     yield from ("", *_setting_lines(question))
     yield from ("", "GiB of a rank at its peak, and one optimizer step:", _backend_table(question, records))
-    reasons = _names_by_text((f"{_remark(row)}: {_reason(row)}", row["backend"]) for row in records if _reason(row))
-    for why, names in reasons:
+    for why, names in _names_by_text(_remarks_and_reasons(records)):
         yield from ("", f"{names}: {why}.")
     if choices:
         yield from ("", "The best by N and W (?: undecided, it leads):", _choice_table(choices))
-    sent = ((_collectives_text(row), row["backend"]) for row in rows if _is_predicted(row))
-    yield from ("", "Collectives of a step:", *(f"  {names}: {text}" for text, names in _names_by_text(sent)))
+    yield from ("", "Collectives of a step:")
+    predicted = filter(_is_predicted, rows)
+    for text, names in _names_by_text((_collectives_text(row), row["backend"]) for row in predicted):
+        yield f"  {names}: {text}"
     for note in _notes(question, len(rows) < len(records), bool(choices)):
         yield from ("", note)
+
+
+def _remarks_and_reasons(records: Records) -> Iterator[tuple[str, str]]:
+    """What is said of backends that are refused, not predicted or wrong, with their names."""
+    for row in records:
+        if reason := _reason(row):
+            yield f"{_remark(row)}: {reason}", row["backend"]
+
+
+def _exact_line(row: Mapping[str, Any]) -> str:
+    """The measured peak of a backend beside the predicted one."""
+    exact, predicted = row["exact_peak_bytes"], row["peak_memory_bytes"]
+    beside = f"predicted: {size(predicted)}, {100 * (predicted / exact - 1):+.1f} %"
+    return f"{row['backend']}: {size(exact)} at the peak of rank 0, measured on fake tensors ({beside})."
 
 
 def _names_by_text(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -94,23 +149,35 @@ def _names_by_text(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
 def _setting_lines(question: Question) -> Iterator[str]:
     """What is trained on how many ranks; then link, compute and memory."""
     cell, link = question.cell, question.link
-    checkpointed = ", activation checkpointing" * cell.activation_checkpointing
-    replicas = f", R = {cell.replicate} replicas in HSDP" * bool(cell.replicate)
-    yield (
+    trained = (
         f"model {cell.model} ({SIZES[cell.model].num_parameters / 1e9:.3g} G parameters), {cell.precision}, "
-        f"{cell.optimizer}, {cell.device}{checkpointed}, micro-batches of {cell.micro_batch_size} x "
-        f"{cell.sequence_length} tokens; W = {cell.world_size}{replicas}, N = {cell.accumulate}: "
-        f"B = {cell.global_batch_size} samples."
+        f"{cell.optimizer}, {cell.device}"
+    )
+    if cell.activation_checkpointing:
+        trained += ", activation checkpointing"
+    ranks = f"W = {cell.world_size}"
+    if cell.replicate:
+        ranks += f", R = {cell.replicate} replicas in HSDP"
+    yield (
+        f"{trained}, micro-batches of {cell.micro_batch_size} x {cell.sequence_length} tokens; {ranks}, "
+        f"N = {cell.accumulate}: B = {cell.global_batch_size} samples."
     )
     parts = []
     if link is not None:
-        latency = f"{link.latency_s * 1e6:.4g} us" if link.latency_s else "no latency"
-        parts.append(f"link {link} per rank, {latency} per call{f' ({link.source})' * bool(link.source)}")
+        latency = "no latency"
+        if link.latency_s:
+            latency = f"{link.latency_s * 1e6:.4g} us"
+        connected = f"link {link} per rank, {latency} per call"
+        if link.source:
+            connected += f" ({link.source})"
+        parts.append(connected)
     if question.compute_s is not None:
         parts.append(f"compute {question.compute_s:.4g} s per optimizer step ({question.compute_from})")
     if question.memory_bytes is not None:
-        kept = f", {size(question.reserve_bytes)} of it reserved" * bool(question.reserve_bytes)
-        parts.append(f"memory {size(question.memory_bytes)}{kept}")
+        memory = f"memory {size(question.memory_bytes)}"
+        if question.reserve_bytes:
+            memory += f", {size(question.reserve_bytes)} of it reserved"
+        parts.append(memory)
     if parts:
         yield "; ".join(parts) + "."
 
@@ -122,23 +189,46 @@ def _has_levels(question: Question) -> bool:
 
 def _backend_table(question: Question, records: Records) -> str:
     """The table of backends; sizes in GiB. Wrappers are named beside the mechanism that they equal."""
-    named = ((row["equals"], row["backend"] + " (WRONG)" * bool(row["defect"])) for row in records)
-    wrappers = dict(_names_by_text(named))
-    fits = ["fits"] * (question.memory_bytes is not None)
-    levels = {"intra": "intra_bytes", "inter": "inter_bytes"} if _has_levels(question) else {}
+    wrappers = dict(_names_by_text((row["equals"], _name(row)) for row in records))
     seconds = [name for name, key in SECONDS.items() if any(row[key] is not None for row in records)]
-    names = ["backend", *COLUMNS, "peak", *fits, *levels, *seconds]
+    columns = [*COLUMNS, "peak"]
+    if question.memory_bytes is not None:
+        columns.append("fits")
+    if _has_levels(question):
+        columns += LEVEL_KEYS
+    columns += seconds
     found = []
-    for row in (row for row in records if not row["equals"]):
-        values = ["-"] * (len(names) - 1)
+    for row in records:
+        if row["equals"]:
+            continue
+        values = ["-" for _ in columns]
         if _is_predicted(row):
-            sizes = [sum(row["memory"][part] for part in parts) for parts in COLUMNS.values()]
-            values = [*map(_gib, [*sizes, row["peak_memory_bytes"]]), *["yes" if row["fits"] else "NO" for _ in fits]]
-            values += [_gib(row[key]) for key in levels.values()]
-            values += [f"{row[SECONDS[name]]:.4g}" for name in seconds]
-        equal = wrappers.get(row["backend"])
-        found.append([row["backend"], *values, "  ".join(filter(None, [_remark(row), equal and f"= {equal}"]))])
-    return Table.from_rows([*names, ""], found, range(1, len(names))).text()
+            values = [_value(row, column) for column in columns]
+        remarks = [_remark(row)]
+        if row["backend"] in wrappers:
+            remarks.append(f"= {wrappers[row['backend']]}")
+        found.append([row["backend"], *values, "  ".join(filter(None, remarks))])
+    return Table.from_rows(["backend", *columns, ""], found, range(1, len(columns) + 1)).text()
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    """The name of a backend, and whether it is known to be wrong."""
+    if row["defect"]:
+        return f"{row['backend']} (WRONG)"
+    return str(row["backend"])
+
+
+def _value(row: Mapping[str, Any], column: str) -> str:
+    """What stands in a column of the table for a backend that is predicted."""
+    if column in COLUMNS:
+        return _gib(sum(row["memory"][part] for part in COLUMNS[column]))
+    if column in SECONDS:
+        return f"{row[SECONDS[column]]:.4g}"
+    if column in LEVEL_KEYS:
+        return _gib(row[LEVEL_KEYS[column]])
+    if column == "peak":
+        return _gib(row["peak_memory_bytes"])
+    return {True: "yes", False: "NO"}[row[column]]
 
 
 def _is_predicted(row: Mapping[str, Any]) -> bool:
@@ -147,7 +237,9 @@ def _is_predicted(row: Mapping[str, Any]) -> bool:
 
 def _gib(number: float) -> str:
     """GiB; a dash for nothing."""
-    return digits(number / GIB) if number else "-"
+    if number:
+        return digits(number / GIB)
+    return "-"
 
 
 def _remark(row: Mapping[str, Any]) -> str:
@@ -157,35 +249,44 @@ def _remark(row: Mapping[str, Any]) -> str:
 
 def _reason(row: Mapping[str, Any]) -> str:
     """Why a backend is refused, not predicted or wrong; empty if it is not."""
-    return str(row["refusal"] or row["not_predicted"] or row["defect"])
+    reasons = (str(row[key]) for key in ("refusal", "not_predicted", "defect"))
+    return next(filter(None, reasons), "")
 
 
 def _choice_table(choices: Choices) -> str:
     sizes = sorted({world_size for _, world_size in choices})
-    rows = [
-        [f"N = {accumulate}", *(_choice_text(choices[accumulate, world_size]) for world_size in sizes)]
-        for accumulate in sorted({accumulate for accumulate, _ in choices})
-    ]
+    rows = []
+    for accumulate in sorted({accumulate for accumulate, _ in choices}):
+        texts = [_choice_text(choices[accumulate, world_size]) for world_size in sizes]
+        rows.append([f"N = {accumulate}", *texts])
     return Table.from_rows(["", *(f"W = {world_size}" for world_size in sizes)], rows).text()
 
 
 def _choice_text(choice: Choice) -> str:
     """The backend, how many are as good by all numbers, and whether it is undecided."""
-    more = f" (and {len(choice.equal)} more)" * bool(choice.equal)
-    return f"{choice.best}{more}{' ?' * bool(choice.rivals)}" if choice.best else "nothing fits"
+    if not choice.best:
+        return "nothing fits"
+    text = choice.best
+    if choice.equal:
+        text += f" (and {len(choice.equal)} more)"
+    if choice.rivals:
+        text += " ?"
+    return text
 
 
 def _collectives_text(row: Mapping[str, Any]) -> str:
-    found = [
-        f"{sent['op']} {sent['dtype']}{among(sent['group'])} {sent['calls']} x, {size(sent['payload_bytes'])} payload, "
-        f"{size(sent['wire_bytes'])} on the wire"
-        for sent in row["collectives"]
-    ]
-    return "; ".join(found) or "none"
+    """The collectives of one optimizer step."""
+    if not row["collectives"]:
+        return "none"
+    found = []
+    for sent in row["collectives"]:
+        what = f"{sent['op']} {sent['dtype']}{among(sent['group'])} {sent['calls']} x"
+        found.append(f"{what}, {size(sent['payload_bytes'])} payload, {size(sent['wire_bytes'])} on the wire")
+    return "; ".join(found)
 
 
 def _notes(question: Question, has_wrappers: bool, is_timed: bool) -> Iterator[str]:
-    cell, is_limited = question.cell, question.memory_bytes is not None
+    cell = question.cell
     if has_wrappers:
         yield WRAPPERS
     yield PEAK
@@ -195,16 +296,19 @@ def _notes(question: Question, has_wrappers: bool, is_timed: bool) -> Iterator[s
         yield _reserve_text(question)
     if cell.world_size == 1:
         yield "One rank: the collectives that a framework still calls send nothing and take no time here."
-    if is_timed and _has_levels(question):
+    if not is_timed:
+        return
+    if _has_levels(question):
         yield LEVELS
-    if is_timed:
-        yield TIMES
-        within = f"{100 * MARGIN:g} %"
-        yield (
-            f"best: the serial step is at most {within} longer than the overlapped step of any other backend"
-            f"{' that fits' * is_limited}, and of such backends it needs the least memory. Otherwise it is undecided, "
-            "and the shortest serial step leads. Compute grows in proportion to N; the micro-batch is fixed."
-        )
+    yield f"{TIMES} {EstimateAccuracy.stored().sentences}"
+    others = "any other backend that fits"
+    if question.memory_bytes is None:
+        others = "any other backend"
+    yield (
+        f"best: the serial step is at most {100 * MARGIN:g} % longer than the overlapped step of {others}, and of such "
+        "backends it needs the least memory. Otherwise it is undecided, and the shortest serial step leads. Compute "
+        "grows in proportion to N; the micro-batch is fixed."
+    )
 
 
 def _reserve_text(question: Question) -> str:
@@ -212,25 +316,29 @@ def _reserve_text(question: Question) -> str:
     memory, nccl = question.memory_bytes or 0, question.cell.world_size > 1
     if question.reserve_bytes != reserve_bytes(memory, nccl=nccl):
         return f"Reserve: {size(question.reserve_bytes)} of a device's memory, as given."
-    parts = "; ".join(f"{r.what} {size(r.num_bytes + r.share * memory)} ({r.source})" for r in reserves(nccl=nccl))
-    second = "; the second communicator of HSDP is not counted" * bool(question.cell.replicate)
-    return f"Reserve: {parts}{second}. --reserve changes the sum."
+    parts = [f"{r.what} {size(r.num_bytes + r.share * memory)} ({r.source})" for r in reserves(nccl=nccl)]
+    if question.cell.replicate:
+        parts.append("the second communicator of HSDP is not counted")
+    return f"Reserve: {'; '.join(parts)}. --reserve changes the sum."
 
 
 def _recommendation_lines(question: Question, rows: Records, choices: Choices) -> Iterator[str]:
     """What to take, with the reason; if that is undecided, also the command that decides it."""
-    able = [row for row in rows if _is_predicted(row) and not row["defect"]]
+    sound = [row for row in rows if not row["defect"]]
+    able = list(filter(_is_predicted, sound))
     fitting = [row for row in able if row["fits"] is not False]
     if not fitting or not choices:
         yield f"Recommendation: {_recommendation_by_memory(question, fitting, able)}"
         return
     here = choices[question.cell.accumulate, question.cell.world_size]
     (best,) = (row for row in rows if row["backend"] == here.best)
-    equal = f" (equal: {', '.join(here.equal)})" * bool(here.equal)
+    named = here.best
+    if here.equal:
+        named = f"{here.best} (equal: {', '.join(here.equal)})"
     takes = (
-        f"{here.best}{equal}: {best['overlapped_s']:.4g} s (overlapped) to {best['serial_s']:.4g} s (serial) per step"
+        f"{named}: {best['overlapped_s']:.4g} s (overlapped) to {best['serial_s']:.4g} s (serial) per step, "
+        f"{size(best['peak_memory_bytes'])} of memory"
     )
-    takes += f", {size(best['peak_memory_bytes'])} of memory"
     if not here.rivals:
         yield f"Recommendation: {takes}. By these estimates no other is more than {100 * MARGIN:g} % faster."
         return
@@ -252,16 +360,24 @@ def _recommendation_by_memory(question: Question, fitting: Records, able: Record
     if question.memory_bytes is not None:
         needs += f", of {size(question.memory_bytes - question.reserve_bytes)} that can be used"
     if not fitting:
-        recompute = ", or --activation-checkpointing" * (not question.cell.activation_checkpointing)
-        return f"none fits; {needs}. Try more ranks or a smaller micro-batch{recompute}."
-    missing = [name for name, value in (("--link", question.link), ("--peak", question.compute_s)) if value is None]
+        ways = "more ranks or a smaller micro-batch"
+        if not question.cell.activation_checkpointing:
+            ways += ", or --activation-checkpointing"
+        return f"none fits; {needs}. Try {ways}."
+    missing = []
+    if question.link is None:
+        missing.append("--link")
+    if question.compute_s is None:
+        missing.append("--peak")
     return f"{needs}. For one by time, add {' and '.join(missing)}."
 
 
 def _measuring_command(cell: Cell, here: Choice) -> str:
     """The command that measures the backends between which it is undecided; the model is that of the matrix."""
-    checkpointed = " --activation-checkpointing on" * cell.activation_checkpointing
-    return (
+    command = (
         f"python -m bench run --matrix gpu --backend {','.join([here.best, *here.rivals])} --accumulate "
-        f"{cell.accumulate} --micro-batch {cell.micro_batch_size} --precision {cell.precision}{checkpointed}"
+        f"{cell.accumulate} --micro-batch {cell.micro_batch_size} --precision {cell.precision}"
     )
+    if cell.activation_checkpointing:
+        return f"{command} --activation-checkpointing on"
+    return command

@@ -6,35 +6,46 @@
 from __future__ import annotations
 
 import urllib.parse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
 from bench.errors import InputError
 from bench.findings import Finding
 from bench.judge.baseline import baseline_of, control_of, pairs_with_baseline
-from bench.judge.caveats import caveats, limits, remarks, ways_of_bf16, widened
+from bench.judge.caveats import caveats, limits, remarks, suspect, ways_of_bf16
 from bench.judge.columns import COLUMNS, FRAMES
+from bench.judge.gates import known_defect
 from bench.judge.loading import Run, load
 from bench.judge.next_steps import times_unavailable
 from bench.judge.pairs import ComparedPair, Pair, judge_pairs, record
-from bench.judge.samples import estimate
-from bench.judge.tables import frame_of, good_trials, rows_of
+from bench.judge.pool import Pool
+from bench.judge.samples import Estimate, estimate, estimate_over_runs
+from bench.judge.tables import RowValues, Value, count_in, frame_of, good_trials, number_in, rows_of, text_in
 from bench.judge.trial_columns import Over
 from bench.judge.verdicts import Verdict
-from bench.plan.cell import REFERENCES, Status
+from bench.plan.cell import REFERENCES, Cell, Status
+from bench.run.manifest import Manifest
 
 SCHEME = "accumulation-bench"
 """Prefix of the ids by which numbers are cited."""
 
 
-def permanent_id(run_id: str, name: str) -> str:
-    """The id by which a part of a run is cited: ``accumulation-bench:RUN/NAME``."""
-    return f"{SCHEME}:{quoted(run_id)}/{name}"
+DIGITS = 12
+"""Of a journal's hash in an id."""
+
+
+def permanent_id(pool: Pool, name: str) -> str:
+    """The id by which a part of a run is cited: ``accumulation-bench:RUN:HASH/NAME``."""
+    return f"{SCHEME}:{quoted(pool.first.name)}:{hashes_of(pool)}/{name}"
+
+
+def hashes_of(pool: Pool) -> str:
+    """The beginning of the hash of each journal of a pool, with ``+`` between them."""
+    return "+".join(digest[:DIGITS] for digest in pool.digests) or "none"
 
 
 def quoted(name: str) -> str:
@@ -43,12 +54,92 @@ def quoted(name: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CellRow:
+    """A row of the frame of cells; None is unknown."""
+
+    cell: Cell
+    label: str
+    status: str
+    reason: str
+    outcome: str
+    num_ok: int
+    num_trials: int
+    step_time_s: float | None
+    step_time_low_s: float | None
+    step_time_high_s: float | None
+    tokens_per_s: float | None
+    peak_memory_bytes: int | None
+    peak_memory_source: str | None
+    num_parameters: int | None
+    failed_gates: str | None
+    update_causes: str | None
+    ratio: float | None
+    ratio_low: float | None
+    ratio_high: float | None
+    verdict: str | None
+    verdict_reason: str | None
+    caveats: str
+    citation: str
+    values: Mapping[str, Value]
+    """Of every column, by name."""
+
+    @property
+    def cell_id(self) -> str:
+        return self.cell.cell_id
+
+    @property
+    def backend(self) -> str:
+        return self.cell.backend
+
+    @classmethod
+    def of(cls, cell: Cell, values: RowValues) -> CellRow:
+        """The row of a cell from the values of the frame."""
+        return cls(
+            cell=cell,
+            label=text_in(values, "label") or "",
+            status=text_in(values, "status") or "",
+            reason=text_in(values, "reason") or "",
+            outcome=text_in(values, "outcome") or "",
+            num_ok=count_in(values, "num_ok") or 0,
+            num_trials=count_in(values, "num_trials") or 0,
+            step_time_s=number_in(values, "step_time_s"),
+            step_time_low_s=number_in(values, "step_time_low_s"),
+            step_time_high_s=number_in(values, "step_time_high_s"),
+            tokens_per_s=number_in(values, "tokens_per_s"),
+            peak_memory_bytes=count_in(values, "peak_memory_bytes"),
+            peak_memory_source=text_in(values, "peak_memory_source"),
+            num_parameters=count_in(values, "num_parameters"),
+            failed_gates=text_in(values, "failed_gates"),
+            update_causes=text_in(values, "update_causes"),
+            ratio=number_in(values, "ratio"),
+            ratio_low=number_in(values, "ratio_low"),
+            ratio_high=number_in(values, "ratio_high"),
+            verdict=text_in(values, "verdict"),
+            verdict_reason=text_in(values, "verdict_reason"),
+            caveats=text_in(values, "caveats") or "",
+            citation=text_in(values, "citation") or "",
+            values=values,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Analysis:
-    """What is said of a run."""
+    """What is said of a run, or of a pool: its ratios and times are of all runs, the rest is of the first."""
 
     run: Run
+    others: tuple[Run, ...] = ()
+    """The other runs of the pool."""
     folder: Path = Path()
     """Where the run is."""
+
+    @classmethod
+    def of(cls, pool: Pool, folder: Path) -> Analysis:
+        """Of a pool whose first run is in the folder."""
+        return cls(run=pool.first, others=pool.runs[1:], folder=folder)
+
+    @cached_property
+    def pool(self) -> Pool:
+        return Pool(runs=(self.run, *self.others))
 
     @cached_property
     def baseline(self) -> str:
@@ -64,7 +155,7 @@ class Analysis:
     @cached_property
     def control(self) -> ComparedPair | None:
         """The A/A pair; None if the run has none."""
-        return control_of(self.run)
+        return control_of(self.pool)
 
     @cached_property
     def _against(self) -> dict[str, dict[str, ComparedPair]]:
@@ -76,7 +167,7 @@ class Analysis:
         Holm's correction counts the comparisons with one baseline, not the baselines that could have been chosen.
         """
         if baseline not in self._against:
-            pairs = pairs_with_baseline(self.run, baseline)
+            pairs = pairs_with_baseline(self.pool, baseline)
             self._against[baseline] = {row.b.cell_id: row for row in self._judged(pairs)}
         return self._against[baseline]
 
@@ -93,7 +184,9 @@ class Analysis:
     def compared(self, cell_id: str, other_id: str) -> ComparedPair | None:
         """A cell against another one, as any sentence, table or title has it; None if no report compares them."""
         found = self.against(self.run.cells[other_id].backend).get(cell_id)
-        return found if found is not None and found.a.cell_id == other_id else None
+        if found is None or found.a.cell_id != other_id:
+            return None
+        return found
 
     def ratio(self, cell_id: str, other_id: str) -> ComparedPair:
         """A cell against any other one.
@@ -106,32 +199,44 @@ class Analysis:
             raise InputError(f"{self.run.labels[cell_id]}: is given twice; give two different cells, or one")
         if found := self.compared(cell_id, other_id):
             return found
-        pairs = [*pairs_with_baseline(self.run), Pair(a=other, b=cell)]
+        pairs = [*pairs_with_baseline(self.pool), Pair(a=other, b=cell)]
         return self._judged(pairs)[-1]
 
     def _judged(self, pairs: Sequence[Pair]) -> list[ComparedPair]:
-        return judge_pairs(self.run, self.run, pairs, control=self.control.time if self.control else None)
+        measured = self.control.time if self.control else None
+        return judge_pairs(self.pool, self.pool, pairs, control=measured)
 
-    def not_slower(self, cells: Sequence[Mapping[str, Any]], best: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    def not_slower(self, ids: Iterable[str], best: str) -> list[str]:
         """The cells, beside the one with the shortest step time, that have no verdict of being slower than it."""
-        pairs = [(cell, self.compared(cell["cell_id"], best["cell_id"])) for cell in cells if cell is not best]
-        return [cell for cell, pair in pairs if pair is None or pair.verdict is not Verdict.SLOWER]
+        others = [cell_id for cell_id in ids if cell_id != best]
+        verdicts = {cell_id: pair.verdict for cell_id in others if (pair := self.compared(cell_id, best))}
+        return [cell_id for cell_id in others if verdicts.get(cell_id) is not Verdict.SLOWER]
 
     @cached_property
     def findings(self) -> list[Finding]:
         """What limits the numbers of the run."""
-        return limits(self.run, self.control, self.verdicts)
+        return limits(self.pool, self.control, self.verdicts)
 
     def caveats(self, *ids: str) -> list[str]:
         """The caveats of the numbers of one cell, or of one against another."""
         cells = [(self.run.manifest, self.run.cells[cell_id]) for cell_id in reversed(ids)]  # the baseline first
         return [*caveats(self.findings, *ids), *ways_of_bf16(cells)]
 
-    @cached_property
+    @property
     def remarks(self) -> list[str]:
-        control = self.control
-        found = [] if control is None or control.time is None else widened(control.a, control.time)
-        return found + remarks((self.run.manifest, cell) for cell in self.run.cells.values() if not cell.twin)
+        """What stands beside all numbers."""
+        return self.suspicion + self.remarks_on_cells
+
+    @cached_property
+    def suspicion(self) -> list[str]:
+        """That all times are suspect, if the A/A pair is off."""
+        if self.control is None or self.control.time is None:
+            return []
+        return suspect(self.control.a, self.control.time)
+
+    @cached_property
+    def remarks_on_cells(self) -> list[str]:
+        return remarks((self.run.manifest, cell) for cell in self.run.cells.values() if not cell.twin)
 
     @cached_property
     def times_unavailable(self) -> Finding | None:
@@ -155,18 +260,14 @@ class Analysis:
         found["tokens_per_s"] = tokens / found["step_time_s"].astype("Float64")
         return frame_of("cells", found.reset_index(drop=True))
 
-    def _row(self, cell_id: str) -> dict[str, Any]:
+    def _row(self, cell_id: str) -> dict[str, object]:
         """The columns of a cell that do not come from its trials' columns.
 
         A cell is ``ok`` if all its trials are. One with good and failed trials is shown with its failure and with the
         number of its good trials, of which its numbers are.
         """
         evidence, pair = self.run.evidence.of(self.run.cells[cell_id]), self.pairs.get(cell_id)
-        has_time = evidence.sample.trials and evidence.num_ok and not evidence.barred
-        time = estimate(evidence.sample.trials) if has_time else None
-        # A busy machine takes time, and no memory.
-        has_memory = evidence.num_ok and not evidence.is_wrong
-        row = {
+        row: dict[str, object] = {
             "cell_id": cell_id,
             "label": self.run.labels[cell_id],
             "status": evidence.status,
@@ -175,24 +276,33 @@ class Analysis:
             "comparable": not evidence.barred and evidence.num_ok > 0,
             "num_ok": evidence.num_ok,
             "num_trials": evidence.num_trials,
-            "step_time_s": time and time.seconds,
-            "step_time_low_s": time and time.low,
-            "step_time_high_s": time and time.high,
-            "peak_memory_bytes": evidence.peak_memory_bytes if has_memory else None,
-            "peak_memory_source": min(evidence.peak_memory_sources, default=None) if has_memory else None,
+            **dict.fromkeys(("step_time_s", "step_time_low_s", "step_time_high_s")),
+            **dict.fromkeys(("peak_memory_bytes", "peak_memory_source")),
             "caveats": "; ".join(self.caveats(cell_id)),
-            "citation": permanent_id(self.run.name, cell_id),
+            "citation": permanent_id(self.pool, cell_id),
         }
+        if evidence.sample.trials and evidence.num_ok and not evidence.barred:
+            time = self._step_time(self.run.cells[cell_id])
+            row |= {"step_time_s": time.seconds, "step_time_low_s": time.low, "step_time_high_s": time.high}
+        if evidence.num_ok and not evidence.is_wrong:  # a busy machine takes time, and no memory
+            source = min(evidence.peak_memory_sources, default=None)
+            row |= {"peak_memory_bytes": evidence.peak_memory_bytes, "peak_memory_source": source}
         if pair is None:
             return row
+        if pair.time is not None:
+            row |= {"ratio": pair.time.ratio, "ratio_low": pair.time.low, "ratio_high": pair.time.high}
         return row | {
             "baseline": pair.a.backend,
-            "ratio": pair.time and pair.time.ratio,
-            "ratio_low": pair.time and pair.time.low,
-            "ratio_high": pair.time and pair.time.high,
             "verdict": str(pair.verdict),
             "verdict_reason": str(pair.reason),
         }
+
+    def _step_time(self, cell: Cell) -> Estimate:
+        """The step time of a cell in the run, or over those of the pool that have it."""
+        samples = [run.evidence.of(cell).sample for run in self.pool.runs if cell.cell_id in run.cells]
+        if self.pool.is_single:
+            return estimate(samples[0].trials)
+        return estimate_over_runs([sample.trials for sample in samples if sample.trials])
 
     @cached_property
     def cells(self) -> pd.DataFrame:
@@ -201,12 +311,13 @@ class Analysis:
         return found[found["twin"].fillna("") == ""]
 
     @cached_property
-    def every_row(self) -> dict[str, dict[str, Any]]:
-        """The rows of ``frame`` as plain values, by id."""
-        return {row["cell_id"]: row for row in rows_of(self.frame)}
+    def every_row(self) -> dict[str, CellRow]:
+        """The rows of ``frame``, by id."""
+        rows = zip(self.run.cells.items(), rows_of(self.frame), strict=True)
+        return {cell_id: CellRow.of(cell, values) for (cell_id, cell), values in rows}
 
     @cached_property
-    def rows(self) -> dict[str, dict[str, Any]]:
+    def rows(self) -> dict[str, CellRow]:
         """The same of ``cells``."""
         return {cell_id: self.every_row[cell_id] for cell_id in self.cells.index}
 
@@ -217,9 +328,14 @@ class Analysis:
         return self.cells if found.empty else found
 
     @property
-    def bad(self) -> pd.DataFrame:
+    def bad_rows(self) -> list[CellRow]:
         """The rows of cells without a valid result."""
-        return self.cells[self.cells["status"] != Status.OK]
+        return [row for row in self.rows.values() if row.status != Status.OK]
+
+
+def defect_of_cell(manifest: Manifest, row: CellRow) -> str:
+    """The documented defect of the backend, if the cell is invalid because of it alone; empty otherwise."""
+    return known_defect(manifest, row.backend, row.status, row.failed_gates, row.update_causes)
 
 
 def _over_trials(trials: pd.DataFrame) -> pd.DataFrame:
@@ -251,7 +367,7 @@ class Frames(Mapping[str, pd.DataFrame]):
         self.run, self.folder = run, folder
         self.run_id = run.name
         self._analysis = Analysis(run=run, folder=folder)
-        self.manifest: Mapping[str, Any] = run.manifest
+        self.manifest = run.manifest.to_dict()
         tables = run.tables
         self.trials, self.steps, self.losses = tables.trials, tables.steps, tables.losses
         self.collectives, self.memory = tables.collectives, tables.memory
@@ -278,6 +394,11 @@ class Frames(Mapping[str, pd.DataFrame]):
     @property
     def cells(self) -> pd.DataFrame:
         return self._analysis.frame
+
+    @property
+    def rows(self) -> Sequence[CellRow]:
+        """The rows of ``cells``, typed."""
+        return list(self._analysis.every_row.values())
 
 
 def read(folder: str | Path) -> Frames:

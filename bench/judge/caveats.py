@@ -8,10 +8,9 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from bench.backends.base import BF16_AUTOCAST
 from bench.findings import Finding, Level, good, warning
@@ -20,12 +19,15 @@ from bench.judge import samples
 from bench.judge.baseline import percent, widest
 from bench.judge.loading import Run
 from bench.judge.pairs import ComparedPair
+from bench.judge.pool import Pool
+from bench.judge.run_spread import spread_of
 from bench.judge.statistics import MIN_TRIALS, Interval
-from bench.judge.verdicts import Verdict, excess
+from bench.judge.verdicts import Verdict, is_off, num_judged, scope_words
 from bench.measure.host import IDLE_SHARE
 from bench.plan.cell import REFERENCE, Cell, Device, Precision, Status
 from bench.plan.schedule import Ended
 from bench.run.machine import unlike_nodes
+from bench.run.manifest import Manifest
 
 WAYS = "bf16 is computed in different ways, which by itself changes time and memory: "
 IMPLIES = {BF16_AUTOCAST: ", which keeps the residual stream and norms in fp32"}
@@ -39,6 +41,8 @@ IMBALANCE = 1.05
 """Ratio of the slowest to the median rank's step time from which a cell is reported."""
 TRANSFER = "rankings of this model over gloo do not transfer to GPUs"
 """What does not follow from times on CPUs."""
+OTHER_DAYS = "other days"
+"""Topic of what another day may change."""
 MOST_NOTES = 3
 """Different notes on telemetry that are told."""
 
@@ -49,21 +53,30 @@ def caveats(found: Sequence[Finding], *ids: str) -> list[str]:
     for each in found:
         if each.brief and (not each.cells or set(ids) & set(each.cells)):
             alike = {cell_id for other in found if other.brief == each.brief for cell_id in other.cells}
-            is_of_all = not each.subject or alike.issuperset(ids)
-            texts[each.brief if is_of_all else f"{each.subject}: {each.brief}"] = None
+            text = each.brief
+            if each.subject and not alike.issuperset(ids):
+                text = f"{each.subject}: {text}"
+            texts[text] = None
     return list(texts)
 
 
-def limits(run: Run, control: ComparedPair | None, rows: Sequence[ComparedPair]) -> list[Finding]:
-    """The findings on the numbers of a run, those on single cells first; ``rows`` are its verdicts."""
+def limits(pool: Pool, control: ComparedPair | None, rows: Sequence[ComparedPair]) -> list[Finding]:
+    """The findings on the numbers of a run, those on single cells first; ``rows`` are its verdicts.
+
+    Of a pool they are on its first run, and on what all of them say.
+    """
+    run = pool.first
     timed = tuple(cell_id for cell_id, cell in run.cells.items() if cell.world.is_timed)
     of_times = [*_surroundings(run, timed), *_machine(run, timed), *_blocks(run, timed), *_control(control, timed)]
+    if not timed:
+        of_times = [replace(finding, brief="") for finding in of_times]
     return [
         *(finding for cell_id in run.cells for finding in _of_cell(run, cell_id)),
         *_state(run),
-        *(of_times if timed else [replace(finding, brief="") for finding in of_times]),
+        *of_times,
         *_samples(run),
         *_verdicts(run, rows),
+        *_other_days(pool, rows, timed),
         *_bare_loops(run),
     ]
 
@@ -81,43 +94,45 @@ def _of_cell(run: Run, cell_id: str) -> Iterator[Finding]:
         yield finding(Level.WARNING, topic, f"not comparable: {'; '.join(evidence.barred)}")
     for (status, reason), count in evidence.failures.items():
         why = f"{count} of {plural(evidence.num_trials, 'trial')} ended {status}: {reason or 'no reason was recorded'}"
-        yield finding(Level.NOTE if status == Status.UNSUPPORTED else Level.WARNING, "trials", why)
+        level = Level.NOTE if status == Status.UNSUPPORTED else Level.WARNING
+        yield finding(level, "trials", why)
     if cell.world.caveat:
         yield finding(Level.NOTE, "link", cell.world.caveat)
     elif cell.device is Device.CPU and cell.world_size > 1:
         yield finding(Level.NOTE, "link", f"{link_words([cell])}; {TRANSFER}")
-    if text := (run.manifest.get("remarks") or {}).get(cell_id):
+    if text := run.manifest.remarks.get(cell_id):
         yield finding(Level.NOTE, "backend", text)
 
 
 def _state(run: Run) -> Iterator[Finding]:
     if not (run.tables.trials["status"] == Status.INVALID).any():
         yield good("gates", "step counts, updates and losses of all trials that ran are right")
-    if "finished" not in run.manifest:
+    if run.manifest.finished is None:
         text = "the run has not finished: continue it with run --resume"
         yield warning("trials", text, brief="the run has not finished, so the hash will change")
 
 
 def _surroundings(run: Run, timed: tuple[str, ...]) -> Iterator[Finding]:
     """The commit, and how trials started."""
-    topic, git = "code", run.manifest.get("git") or {}
-    if git.get("commit") is None:
+    topic, git = "code", run.manifest.git
+    if git.commit is None:
         yield warning(topic, "the commit is unknown: the code was not a git checkout")
-    elif not git.get("clean"):
-        text = f"commit {git['commit'][:12]} with uncommitted changes: nobody can run the same code again"
+    elif not git.clean:
+        text = f"commit {git.commit[:12]} with uncommitted changes: nobody can run the same code again"
         yield warning(topic, text)
     else:
-        yield good(topic, f"commit {git['commit'][:12]}, without changes")
-    topic, known = "starts", [record["cold"] for record in run.records if "cold" in record]
+        yield good(topic, f"commit {git.commit[:12]}, without changes")
+    topic, known = "starts", [record.cold for record in run.records if record.cold is not None]
     cold, trials_started = sum(known), f"{plural(len(known), 'trial')} started from"
     if 0 < cold < len(known):
         text = f"{cold} of {trials_started} new interpreters, others from the fork server, which may differ in speed"
         yield warning(topic, text, cells=timed, brief=text)
-    elif cold and not run.manifest.get("cold"):
+    elif cold and not run.manifest.cold:
         text = f"{trials_started} new interpreters without --cold: forked processes could not use the device"
         yield warning(topic, text, cells=timed, brief=text)
     elif known:
-        yield good(topic, f"{trials_started} {'new interpreters' if cold else 'the fork server'}, as requested")
+        where = "new interpreters" if cold else "the fork server"
+        yield good(topic, f"{trials_started} {where}, as requested")
 
 
 def _machine(run: Run, timed: tuple[str, ...]) -> Iterator[Finding]:
@@ -131,16 +146,18 @@ def _machine(run: Run, timed: tuple[str, ...]) -> Iterator[Finding]:
     for who, seen in others.items():
         if not seen.empty:
             text = f"{who} took {seen.median():.2g} of {cores} CPUs, at most {seen.max():.2g}"
-            is_busy = seen.median() > IDLE_SHARE * cores
-            yield warning(topic, text, cells=timed, brief=text) if is_busy else good(topic, text)
+            if seen.median() > IDLE_SHARE * cores:
+                yield warning(topic, text, cells=timed, brief=text)
+            else:
+                yield good(topic, text)
     slowed = trials[trials["clock_slowdowns"].fillna("") != ""]
     for reasons, rows in slowed.groupby("clock_slowdowns"):
         text = f"clocks were held down in {plural(len(rows), 'trial')}: {reasons}"
         yield warning(topic, text, cells=timed, brief=text)
-    notes = Counter(text for record in run.records for text in (record.get("gpus") or {}).get("notes", ()))
+    notes = Counter(text for record in run.records if record.gpus for text in record.gpus.notes)
     for text, number in list(notes.items())[:MOST_NOTES]:
         yield warning(topic, f"{text} ({plural(number, 'trial')})")
-    if nodes := run.manifest.get("nodes"):
+    if nodes := run.manifest.nodes:
         unlike = list(unlike_nodes(run.manifest))  # which a citation has beside the machine
         yield from (warning("nodes", text) for text in unlike)
         if not unlike:
@@ -171,8 +188,8 @@ def _samples(run: Run) -> Iterator[Finding]:
         "two modes": "no cell has two modes, as far as its number of trials can show",
         "ranks": "no rank holds up the others",
     }
-    slots = {(record["cell_id"], record["repeat"]): number for number, record in enumerate(run.records)}
-    ranks = {(r["cell_id"], r["repeat"]): r["time"].get("rank_step_seconds") for r in run.records if r.get("time")}
+    slots = {record.key: number for number, record in enumerate(run.records)}
+    ranks = {record.key: record.time.rank_step_seconds for record in run.records if record.time}
     trials = run.tables.trials
     measured = trials[trials["status"].isin([Status.OK, Status.INVALID]) & trials["step_time_s"].notna()]
     for cell_id, rows in measured.groupby("cell_id", sort=False):
@@ -193,11 +210,15 @@ def _samples(run: Run) -> Iterator[Finding]:
 
 def _drift(slots: Sequence[int], medians: Sequence[float]) -> str:
     moved = samples.drift(slots, medians)
-    return f"{percent(moved.size, '+')} from first to last trial (p = {moved.p_value:.1g})" if moved.found else ""
+    if not moved.found:
+        return ""
+    return f"{percent(moved.size, '+')} from first to last trial (p = {moved.p_value:.1g})"
 
 
 def _outliers(medians: Sequence[float]) -> str:
-    far = samples.outliers(medians) if len(medians) >= MIN_TRIALS else []
+    if len(medians) < MIN_TRIALS:
+        return ""
+    far = samples.outliers(medians)
     if not far:
         return ""
     middle = sorted(medians)[len(medians) // 2]
@@ -227,11 +248,12 @@ def _imbalance(cell: Cell, trials: Sequence[Sequence[Sequence[float]]]) -> str:
 def _control(control: ComparedPair | None, timed: tuple[str, ...]) -> Iterator[Finding]:
     topic = "A/A pair"
     if control is None or control.time is None or not control.has_interval:
-        why = "there is none" if control is None else control.detail
-        brief = "the run has no A/A pair" if control is None else f"A/A pair: {why}"
+        why, brief = "there is none", "the run has no A/A pair"
+        if control is not None:
+            why, brief = control.detail, f"A/A pair: {control.detail}"
         yield warning(topic, f"{why}; so no cell is called faster, slower or the same", cells=timed, brief=brief)
         return
-    differs = widened(control.a, control.time)
+    differs = suspect(control.a, control.time)
     if differs:
         yield warning(topic, differs[0], cells=timed, brief=differs[0])
     else:
@@ -239,39 +261,63 @@ def _control(control: ComparedPair | None, timed: tuple[str, ...]) -> Iterator[F
         yield good(topic, f"{control.a.label} against itself: {time.ratio:.4f} ({time.low:.4f} to {time.high:.4f})")
 
 
-def widened(cell: Cell, control: Interval) -> list[str]:
-    """The remark on intervals that are wider because the A/A pair's excludes 1; none if it contains 1."""
-    if not (by := excess(control)):
+def suspect(cell: Cell, control: Interval) -> list[str]:
+    """The remark on times that are suspect because the A/A pair is off; none if it is not."""
+    if not is_off(control):
         return []
     return [
-        f"the A/A pair, {cell.label} twice, differs: {control.ratio:.4f} ({control.low:.4f} to {control.high:.4f}); so "
-        f"the interval of every ratio is {percent(math.expm1(by))} wider on both sides"
+        f"the A/A pair, {cell.label} twice, is off: {control.ratio:.4f} ({control.low:.4f} to {control.high:.4f}); "
+        "distrust all times of this run: no cell is called faster, slower or the same"
     ]
+
+
+def _other_days(pool: Pool, rows: Sequence[ComparedPair], timed: tuple[str, ...]) -> Iterator[Finding]:
+    """Whether the verdicts hold on another day, and what the runs of a pool do not share."""
+    topic, judged = OTHER_DAYS, [row for row in rows if row.is_judged]
+    if pool.is_single:
+        if judged:
+            spread = spread_of(pool.first.manifest)
+            text = "the verdicts are of this run, and how much runs of this class of machines differ is not known"
+            if spread is not None:
+                text = f"the verdicts are of this run: {spread.sentence}"
+            yield Finding(Level.NOTE, topic, text, cells=timed, brief=text)
+        return
+    for text in pool.notes:
+        yield Finding(Level.NOTE, topic, text, cells=timed, brief=text)
+    turning = [row.name for row in judged if row.may_differ]
+    text = f"{num_judged(rows)} comparisons{scope_words(len(pool.runs))}"
+    if turning:
+        yield warning(topic, f"{text}, of which {len(turning)} may differ on another day: {some(turning)}")
+    elif judged:
+        yield good(topic, f"{text}; no verdict may differ on another day")
 
 
 def _verdicts(run: Run, rows: Sequence[ComparedPair]) -> Iterator[Finding]:
     """What ended the run, and the counts of verdicts, which citations of single cells do not need."""
-    topic, ended = "verdicts", run.manifest.get("ended_by")
+    topic, ended = "verdicts", run.manifest.ended_by
     if ended in {"budget", "max-repeats"}:
-        wide = widest(rows)
-        text = f"ended by {ended}" + ("" if wide is None else f"; the widest interval is {percent(wide)}")
-        few = run.tables.trials["repeat"].nunique() < MIN_TRIALS
-        yield warning(topic, text + f"; with fewer than {MIN_TRIALS} repeats there are no intervals" * few)
+        wide, text = widest(rows), f"ended by {ended}"
+        if wide is not None:
+            text += f"; the widest interval is {percent(wide)}"
+        if run.tables.trials["repeat"].nunique() < MIN_TRIALS:
+            text += f"; with fewer than {MIN_TRIALS} repeats there are no intervals"
+        yield warning(topic, text)
     elif ended == Ended.NOTHING_TO_COMPARE:
-        yield warning(topic, f"ended with {ended}: {run.manifest['looks'][-1]['refused']}")
+        yield warning(topic, f"ended with {ended}: {run.manifest.looks[-1].refused}")
     elif ended:
         yield good(topic, f"ended by {ended}")
     counts = Counter(row.verdict for row in rows)
     text = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict]) or "none"
+    if rows:
+        text = f"against {rows[0].a.backend}: {text}"
     level = Level.WARNING if counts[Verdict.AMBIGUOUS] else Level.GOOD
-    yield Finding(level, topic, f"against {rows[0].a.backend}: {text}" if rows else text)
+    yield Finding(level, topic, text)
 
 
 def _bare_loops(run: Run) -> Iterator[Finding]:
     """How the bench's own loops differ from bare ones, where that enters a comparison."""
-    timed = {
-        cell.backend for cell in run.cells.values() if cell.device is Device.CPU and cell.world.times_communication
-    }
+    on_cpu = (cell for cell in run.cells.values() if cell.device is Device.CPU)
+    timed = {cell.backend for cell in on_cpu if cell.world.times_communication}
     known = {name: found for name, found in json.loads(BARE_LOOPS.read_text()).items() if name in timed}
     if len(known) > 1:
         parts = [f"{name} {ratio:.4f} ({low:.4f} to {high:.4f})" for name, (ratio, low, high) in known.items()]
@@ -284,7 +330,7 @@ def _bare_loops(run: Run) -> Iterator[Finding]:
         )
 
 
-def remarks(shown: Iterable[tuple[Mapping[str, Any], Cell]]) -> list[str]:
+def remarks(shown: Iterable[tuple[Manifest, Cell]]) -> list[str]:
     """The remarks on cells that are shown together, each with the manifest of its run, without their full stop.
 
     They are those of the cells' backends, as stored when the run began (``Backend.remark``), and ``ways_of_bf16``.
@@ -292,32 +338,45 @@ def remarks(shown: Iterable[tuple[Mapping[str, Any], Cell]]) -> list[str]:
     cells = list(shown)
     found: dict[str, dict[str, None]] = {}
     for manifest, cell in cells:
-        if text := (manifest.get("remarks") or {}).get(cell.cell_id):
+        if text := manifest.remarks.get(cell.cell_id):
             found.setdefault(text, {})[cell.label] = None
     return [f"{some(list(labels))}: {text}" for text, labels in found.items()] + ways_of_bf16(cells)
 
 
-def ways_of_bf16(shown: Sequence[tuple[Mapping[str, Any], Cell]]) -> list[str]:
+def ways_of_bf16(shown: Sequence[tuple[Manifest, Cell]]) -> list[str]:
     """How these cells compute bf16, if they do not all do it in the same way."""
     is_one_run = len({id(manifest) for manifest, _ in shown}) == 1
     ways: dict[str, dict[str, None]] = {}
     for manifest, cell in shown:
         if cell.precision is Precision.BF16 and cell.backend != REFERENCE:
-            way = manifest.get("backends", {}).get(cell.backend, {}).get("bf16_as") or "a way that was not stored"
-            name = cell.backend if is_one_run else f"{cell.backend} of {manifest.get('run_id')}"
+            way = manifest.backends.get(cell.backend, {}).get("bf16_as") or "a way that was not stored"
+            name = cell.backend
+            if not is_one_run:
+                name += f" of {manifest.run_id}"
             ways.setdefault(way, {})[name] = None
+    if len(ways) < 2:
+        return []
     texts = [f"{way}{IMPLIES.get(way, '')} ({some(list(names))})" for way, names in ways.items()]
-    return [WAYS + "; ".join(texts)] if len(ways) > 1 else []
+    return [WAYS + "; ".join(texts)]
 
 
 def link_words(cells: Sequence[Cell]) -> str:
     """What the ranks of these cells communicate over."""
     num_nodes = max(cell.num_nodes for cell in cells)
     on_cpu = any(cell.device is Device.CPU for cell in cells)
-    link = "NCCL"
-    if on_cpu or any(cell.world.shares_gpus for cell in cells):
-        link = "gloo" if num_nodes > 1 else "gloo over loopback"
-    link += f" between {num_nodes} nodes" * (num_nodes > 1)
     if all(cell.world_size == 1 for cell in cells):
-        return f"{'one process' if on_cpu else 'one GPU'}, so no bytes move"
-    return link if any(cell.world.has_all_ranks for cell in cells) else "virtual world, nothing is sent"
+        alone = "one process" if on_cpu else "one GPU"
+        return f"{alone}, so no bytes move"
+    if not any(cell.world.has_all_ranks for cell in cells):
+        return "virtual world, nothing is sent"
+    is_gloo = on_cpu or any(cell.world.shares_gpus and not cell.shared_nccl for cell in cells)
+    link = "NCCL"
+    if is_gloo and num_nodes > 1:
+        link = "gloo"
+    elif is_gloo:
+        link = "gloo over loopback"
+    if any(cell.shared_nccl for cell in cells):
+        link += " between ranks that share a GPU"
+    if num_nodes > 1:
+        link += f" between {num_nodes} nodes"
+    return link

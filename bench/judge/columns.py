@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 from bench.grouping import grouped
 from bench.judge.trial_columns import (
@@ -25,6 +24,7 @@ from bench.judge.trial_columns import (
     number,
     text,
 )
+from bench.plan.cell import Cell
 
 FRAMES = {
     "cells": "one row per cell: its step time with the interval, and its verdict against the baseline",
@@ -85,7 +85,6 @@ COLUMNS: dict[str, dict[str, Column]] = {
         **KEY,
         "step": count("", "number of the optimizer step, from 0 at the first"),
         "seconds": number("s", "from the previous update to this one, maximum over ranks"),
-        "kept": flag("false for steps detected as warm-up"),
     },
     "losses": {
         **KEY,
@@ -122,10 +121,13 @@ COLUMNS: dict[str, dict[str, Column]] = {
         "ratio": number("1", "step time of b relative to a"),
         "low": number("1", "lower end of its 95 % interval"),
         "high": number("1", "upper end"),
-        "num_trials": count("trials", "of the side with fewer, or blocks if paired"),
+        "num_trials": count("trials", "of the side with fewer, or blocks if paired; runs if there are several"),
         "paired": flag("whether trials of the same block are compared"),
         "p_different": number("1", "p-value of no difference, after Holm's correction"),
         "p_same": number("1", "p-value of a difference beyond the margin, after Holm's correction"),
+        "num_runs": count("runs", "in which the cells are compared"),
+        "next_low": number("1", "lower end of where the ratio of the next run falls in 95 of 100; NA below 3 runs"),
+        "next_high": number("1", "upper end"),
         "no_interval": text("why there is no interval"),
         "peak_memory_a_bytes": count("B", "of a"),
         "peak_memory_b_bytes": count("B", "of b"),
@@ -166,7 +168,7 @@ FOLLOWS = {"learning_rate": "optimizer", "replicate": "backend"}
 """Axes that usually follow another: a rate for each optimizer, replicas for HSDP alone."""
 
 
-def differing(cells: Iterable[Any], names: Iterable[str] = WAYS) -> list[str]:
+def differing(cells: Iterable[object], names: Iterable[str] = WAYS) -> list[str]:
     """The axes in which cells (or table rows with one attribute per column) differ.
 
     An axis that only follows another one is left out: FOLLOWS.
@@ -180,12 +182,16 @@ def differing(cells: Iterable[Any], names: Iterable[str] = WAYS) -> list[str]:
     return found
 
 
-def labels(cells: Iterable[Any]) -> dict[Any, str]:
+def labels(cells: Iterable[Cell]) -> dict[Cell, str]:
     """A unique label for each cell: its own, plus the axes in which cells with the same label differ."""
     alike = grouped((cell.label, cell) for cell in cells)
-    return {cell: " ".join([label, *phrases(cell, differing(some))]) for label, some in alike.items() for cell in some}
+    found: dict[Cell, str] = {}
+    for label, some in alike.items():
+        for cell in some:
+            found[cell] = " ".join([label, *phrases(cell, differing(some))])
+    return found
 
 
-def phrases(cell: Any, names: Iterable[str]) -> list[str]:
+def phrases(cell: Cell, names: Iterable[str]) -> list[str]:
     """The values of these axes, as sentences show them."""
     return [AXES[name].phrase(getattr(cell, name)) for name in names]

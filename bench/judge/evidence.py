@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import TypeVar
 
 from bench.formatting import plural
 from bench.grouping import grouped
 from bench.judge.columns import WORK
 from bench.judge.statistics import Sample
-from bench.judge.tables import Tables, rows_of
+from bench.judge.tables import Tables
+from bench.judge.trial_columns import TrialRow
 from bench.measure.host import IDLE_SHARE
 from bench.plan.cell import Cell, Status
 
-Row = Mapping[str, Any]
-"""A row of the trials table; missing values are None."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +30,7 @@ class CellEvidence:
     """The same trials in clock cycles: seconds times SM clock. None if a clock is not known."""
     status: str = Status.OK
     """Of the cell: invalid if one of its trials is, else that of the first trial that is not ok, ok if all are."""
-    reason: str | None = ""
+    reason: str = ""
     """Why the status is not ok."""
     num_ok: int = 0
     num_trials: int = 0
@@ -66,8 +66,9 @@ class CellEvidence:
     @property
     def outcome(self) -> str:
         """How the cell ended, as everything that is shown says it: ``ok``, ``oom``, or ``crashed, 12 of 13 ok``."""
-        is_mixed = 0 < self.num_ok < self.num_trials
-        return f"{self.status}, {self.num_ok} of {self.num_trials} ok" if is_mixed else str(self.status)
+        if 0 < self.num_ok < self.num_trials:
+            return f"{self.status}, {self.num_ok} of {self.num_trials} ok"
+        return self.status
 
 
 class EvidenceByCell:
@@ -79,11 +80,10 @@ class EvidenceByCell:
 
     def __init__(self, tables: Tables, letter: str = "") -> None:
         self._letter = letter
-        # Plain rows: many frames of a few rows each would take most of the time of a report.
-        trials = rows_of(tables.trials.sort_values("repeat", kind="stable"))
-        self._trials: dict[str, list[Row]] = grouped((row["cell_id"], row) for row in trials)
+        trials = sorted(tables.trial_rows, key=lambda row: row.repeat)
+        self._trials = grouped((row.cell.cell_id, row) for row in trials)
         self._failures = tables.failures
-        self._num_steps = tables.steps.groupby(["cell_id", "repeat"]).size().to_dict()
+        self._num_steps = Counter((row.cell_id, row.repeat) for row in tables.step_rows)
         # By cell, not by id: computing an id takes time.
         self._found: dict[Cell, CellEvidence] = {}
 
@@ -100,85 +100,113 @@ class EvidenceByCell:
         trials = self._trials.get(cell.cell_id)
         if not trials:
             raise ValueError(f"the run has no cell {cell.cell_id}")
-        good = [row for row in trials if row["status"] == Status.OK]
-        timed: list[Row] = []
+        good = [row for row in trials if row.status is Status.OK]
+        timed: list[TrialRow] = []
         gates: dict[tuple[str, ...], bool] = {}
         for row in trials:
             wrong = self._wrong_steps(cell, row)
-            if row["status"] == Status.INVALID or (row["status"] == Status.OK and wrong):
-                told = self._failures.get((row["cell_id"], row["repeat"]), (row["reason"] or wrong,))
-                gates[told] = row["status"] == Status.INVALID or cell.world.is_timed
-            if row["status"] == Status.OK and not wrong:
+            is_invalid = row.status is Status.INVALID
+            if is_invalid or (row.status is Status.OK and wrong):
+                told = self._failures.get(row.key, (row.reason or wrong,))
+                gates[told] = is_invalid or cell.world.is_timed
+            elif row.status is Status.OK:
                 timed.append(row)
-        clocks = [row["sm_clock_mhz"] for row in timed]
-        cycles = None
-        if clocks and None not in clocks:
-            cycles = self._sample(timed, [1e6 * clock for clock in clocks])
-        bad = [row for row in trials if row["status"] != Status.OK]
-        worst = next((row for row in bad if row["status"] == Status.INVALID), (bad or trials)[0])
+        bad = [row for row in trials if row.status is not Status.OK]
+        worst = _worst(bad or trials)
         disturbed = tuple(restless(good))
         wrong_results = [text for told, is_wrong in gates.items() if is_wrong for text in told]
+        barred = wrong_results
+        if cell.world.is_timed:
+            barred = [*wrong_results, *disturbed]
         return CellEvidence(
             label=self._letter + cell.label,
-            sample=self._sample(timed, [1.0] * len(timed)),
-            cycles=cycles,
-            status=worst["status"],
-            reason=worst["reason"],
+            sample=self._sample(timed),
+            cycles=self._cycles(timed),
+            status=str(worst.status),
+            reason=worst.reason,
             num_ok=len(trials) - len(bad),
             num_trials=len(trials),
-            failures=Counter((row["status"], row["reason"] or "") for row in bad if row["status"] != Status.INVALID),
+            failures=Counter((str(row.status), row.reason) for row in bad if row.status is not Status.INVALID),
             precision=cell.precision,
             accumulation_dtype=cell.accumulation_dtype,
             work=", ".join(f"{name} {getattr(cell, name)}" for name in WORK),
             failed_gates=tuple(gates),
             disturbed=disturbed,
-            peak_memory_bytes=max(_known(good, "peak_memory_bytes"), default=None),
-            peak_memory_sources=frozenset(_known(good, "peak_memory_source")),
-            optimizer_steps=max(_known(good, "optimizer_steps_observed"), default=None),
+            peak_memory_bytes=max(_present(row.peak_memory_bytes for row in good), default=None),
+            peak_memory_sources=frozenset(_present(row.peak_memory_source for row in good)),
+            optimizer_steps=max(_present(row.optimizer_steps_observed for row in good), default=None),
             is_wrong=bool(wrong_results),
-            barred=(*wrong_results, *(disturbed if cell.world.is_timed else ())),
+            barred=tuple(barred),
         )
 
-    def _sample(self, timed: Sequence[Row], scales: Sequence[float]) -> Sample:
-        seconds = [row["step_time_s"] * scale for row, scale in zip(timed, scales, strict=True)]
-        return Sample(tuple(seconds), () if self._letter else tuple(row["repeat"] for row in timed))
+    def _sample(self, timed: Sequence[TrialRow]) -> Sample:
+        return self._of_seconds(timed, [_seconds(row) for row in timed])
 
-    def _wrong_steps(self, cell: Cell, row: Row) -> str:
+    def _cycles(self, timed: Sequence[TrialRow]) -> Sample | None:
+        """The trials in clock cycles; None if a clock is not known."""
+        clocks = _present(row.sm_clock_mhz for row in timed)
+        if not clocks or len(clocks) < len(timed):
+            return None
+        return self._of_seconds(
+            timed, [_seconds(row) * (1e6 * clock) for row, clock in zip(timed, clocks, strict=True)]
+        )
+
+    def _of_seconds(self, timed: Sequence[TrialRow], seconds: Sequence[float]) -> Sample:
+        blocks = () if self._letter else tuple(row.repeat for row in timed)
+        return Sample(tuple(seconds), blocks)
+
+    def _wrong_steps(self, cell: Cell, row: TrialRow) -> str:
         """What is wrong with the number of steps of a good trial; each optimizer step after the warm-up is timed."""
-        number = self._num_steps.get((row["cell_id"], row["repeat"]), 0)
+        number = self._num_steps[row.key]
         if not number:
             return "no step was timed" if cell.world.is_timed else cell.world.caveat
-        expected = row["optimizer_steps_expected"] - cell.warmup_windows
-        return "" if number == expected else f"{number} steps were timed, {expected} were expected"
+        if number == cell.timed_windows:
+            return ""
+        return f"{number} steps were timed, {cell.timed_windows} were expected"
 
 
-def _known(rows: Sequence[Row], name: str) -> list[Any]:
-    """The values of a column that are not missing."""
-    return [row[name] for row in rows if row[name] is not None]
+def _worst(rows: Sequence[TrialRow]) -> TrialRow:
+    """The first invalid trial, or the first if none is."""
+    for row in rows:
+        if row.status is Status.INVALID:
+            return row
+    return rows[0]
+
+
+def _seconds(row: TrialRow) -> float:
+    """The step time of a trial whose steps were timed."""
+    assert row.step_time_s is not None, "it has timed steps"
+    return row.step_time_s
+
+
+def _present(values: Iterable[T | None]) -> list[T]:
+    """The values that are not missing."""
+    return [value for value in values if value is not None]
 
 
 COOL = frozenset({"SwPowerCap"})
 """Slowdowns that are normal on a fully used GPU. Their effect on the clock shows in the cycles."""
 
 
-def restless(trials: Sequence[Row]) -> list[str]:
+def restless(trials: Sequence[TrialRow]) -> list[str]:
     """Disturbances in at least half of a cell's good trials: other load, lowered clocks, other GPU processes."""
     found: list[str] = []
-    shares = [share for trial in trials if (share := others_share(trial)) is not None]
+    shares = _present(map(others_share, trials))
     if shares and median(shares) > IDLE_SHARE:
         taken = f"others took {100 * median(shares):.0f} % of its CPUs (limit {100 * IDLE_SHARE:g} %)"
         found.append(f"the machine was not idle: {taken}")
-    slowed = [set((row["clock_slowdowns"] or "").split(",")) - COOL - {""} for row in trials]
+    slowed = [set((row.clock_slowdowns or "").split(",")) - COOL - {""} for row in trials]
     if trials and sum(map(bool, slowed)) >= len(trials) / 2:
         found.append(f"the GPU's clocks were held down: {', '.join(sorted(set().union(*slowed)))}")
-    others = _known(trials, "foreign_gpu_processes")
+    others = _present(row.foreign_gpu_processes for row in trials)
     busy = sum(number > 0 for number in others)
     if others and busy >= len(others) / 2:
         found.append(f"another process was on the GPU in {busy} of {plural(len(trials), 'trial')}")
     return found
 
 
-def others_share(trial: Row) -> float | None:
+def others_share(trial: TrialRow) -> float | None:
     """The share of the CPUs that others used during a trial; None if it was not measured."""
-    foreign, stolen, cpus = (trial[name] for name in ("foreign_cores", "stolen_cores", "num_cpus"))
-    return None if None in (foreign, stolen, cpus) else float((foreign + stolen) / cpus)
+    if trial.foreign_cores is None or trial.stolen_cores is None or trial.num_cpus is None:
+        return None
+    return float((trial.foreign_cores + trial.stolen_cores) / trial.num_cpus)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
-
-import pandas as pd
+from dataclasses import dataclass, replace
 
 from bench.grouping import grouped
 from bench.judge.columns import WORK
-from bench.judge.formulas import NO_SETTINGS, Settings, expect, layout_of
-from bench.judge.tables import Tables, frame_of, rows_of
+from bench.judge.formula_terms import NO_SETTINGS, Settings
+from bench.judge.formulas import Expectation, expect, layout_of
+from bench.judge.tables import CollectiveRow, MemoryRow, Tables
+from bench.judge.trial_columns import TrialRow
 from bench.plan.categories import HELD, PEAK, Category
-from bench.plan.cell import ADDED_FIELDS, REFERENCES, Cell, Device, Status, among
+from bench.plan.cell import Cell, Device, Status, among
+from bench.run.trial_record import TrialRecord
 from bench.workload.layout import Layout
 
 LONG_STEPS = 200
@@ -39,52 +39,65 @@ class Losses:
     """The losses of a run."""
 
     def __init__(self, tables: Tables) -> None:
-        ordered = tables.losses.sort_values("step").astype({"loss": float})
-        columns = (ordered[name].tolist() for name in ("cell_id", "repeat", "loss"))
-        self._of = grouped(((cell_id, repeat), loss) for cell_id, repeat, loss in zip(*columns, strict=True))
+        ordered = sorted(tables.loss_rows, key=lambda row: row.step)
+        self._of = grouped(((row.cell_id, row.repeat), float(row.loss)) for row in ordered)
         """By cell id and repeat."""
         self._expected: dict[str, Sequence[float]] = {}
         """The reference's losses, by the id of the cell that is compared with it."""
-        self._references: dict[tuple[Any, ...], Sequence[float]] = {}
+        self._references: dict[tuple[object, ...], Sequence[float]] = {}
         """Losses of the reference trained for most steps, from its first good trial."""
-        good = tables.trials[tables.trials["backend"].isin(REFERENCES) & (tables.trials["status"] == Status.OK)]
-        for row in rows_of(good.sort_values("repeat")):
-            key = self._key(row, row["backend"], row["world_size"])
+        references = [row for row in tables.trial_rows if row.cell.is_reference]
+        for row in sorted(references, key=lambda row: row.repeat):
+            if row.status is not Status.OK:
+                continue
+            key = self._key(row.cell, row.cell.backend, row.cell.world_size)
             if len(self._complete(row)) > len(self._references.get(key, ())):
                 self._references[key] = self._complete(row)
 
-    def deviation(self, row: Any) -> Deviation | None:
+    def deviation(self, row: TrialRow) -> Deviation | None:
         """The deviation of a row of the trials table; None if it has not one loss per step, or no reference."""
-        if (cell_id := row["cell_id"]) not in self._expected:
-            reference = cell_of(row).reference()
-            self._expected[cell_id] = self._references.get(self._key(row, reference.backend, reference.world_size), ())
-        losses = self._complete(row)
-        apart = [abs(a - b) for a, b in zip(losses, self._expected[cell_id], strict=False)]
+        losses, expected = self._complete(row), self._of_reference(row.cell)
+        apart = [abs(a - b) for a, b in zip(losses, expected, strict=False)]
         if not apart:
             return None
-        compared = apart if len(losses) < LONG_STEPS else apart[:COMPARED_STEPS]
-        finite = all(map(math.isfinite, [*losses, *apart]))
-        return Deviation(apart[0], max(compared) if finite else math.nan, len(compared))
+        compared = apart
+        if len(losses) >= LONG_STEPS:
+            compared = apart[:COMPARED_STEPS]
+        largest = math.nan
+        if all(map(math.isfinite, [*losses, *apart])):
+            largest = max(compared)
+        return Deviation(apart[0], largest, len(compared))
 
-    def _complete(self, row: Any) -> Sequence[float]:
+    def _of_reference(self, cell: Cell) -> Sequence[float]:
+        """The losses that a cell should have; empty if no reference has all of its own."""
+        if cell.cell_id not in self._expected:
+            reference = cell.reference()
+            key = self._key(cell, reference.backend, reference.world_size)
+            self._expected[cell.cell_id] = self._references.get(key, ())
+        return self._expected[cell.cell_id]
+
+    def _complete(self, row: TrialRow) -> Sequence[float]:
         """The losses of a trial; empty if any is missing."""
-        found = self._of.get((row["cell_id"], row["repeat"]), ())
-        return found if len(found) == row["optimizer_steps_expected"] else ()
+        found = self._of.get(row.key, [])
+        if len(found) != row.optimizer_steps_expected:
+            return ()
+        return found
 
     @staticmethod
-    def _key(row: Any, backend: str, world_size: int) -> tuple[Any, ...]:
+    def _key(cell: Cell, backend: str, world_size: int) -> tuple[object, ...]:
         """Identifies a reference and its work."""
-        return (backend, world_size, *(row[name] for name in WORK))
+        return (backend, world_size, *(getattr(cell, name) for name in WORK))
 
 
 def extent(tables: Tables) -> str:
     """A sentence on how many steps of losses were compared; empty if all were."""
     losses = Losses(tables)
-    compared = tables.trials[tables.trials["max_loss_deviation"].notna()]
+    compared = {row.cell.cell_id: row for row in reversed(tables.trial_rows) if row.max_loss_deviation is not None}
     short: set[int] = set()
-    for row in rows_of(compared.drop_duplicates("cell_id")):
+    for row in compared.values():
         found = losses.deviation(row)
-        short |= {found.num_steps} if found and found.num_steps < row["optimizer_steps_expected"] else set()
+        if found is not None and found.num_steps < row.cell.windows:
+            short.add(found.num_steps)
     if not short:
         return ""
     steps = " or ".join(map(str, sorted(short)))
@@ -98,7 +111,7 @@ NONE = (0, 0)
 
 
 def fill(
-    tables: Tables, records: Sequence[Mapping[str, Any]] = (), peaks: Mapping[str, int] | None = None
+    tables: Tables, records: Sequence[TrialRecord] = (), peaks: Mapping[str, int] | None = None
 ) -> tuple[Tables, dict[str, list[str]]]:
     """Add the expected collectives to every successful trial that counted them.
 
@@ -108,57 +121,61 @@ def fill(
     calls; one that was seen but not expected has 0 expected calls. Without a formula (a plug-in backend, a model of
     unknown layout) the columns stay empty.
     """
-    settings = settings_of(records)
-    layouts = {record["cell_id"]: Layout.from_json(record["layout"]) for record in records if record.get("layout")}
-    collectives = grouped(((row["cell_id"], row["repeat"]), row) for row in rows_of(tables.collectives))
-    sizes: dict[tuple[str, int], dict[str, int]] = {}
-    memory = rows_of(tables.memory)
-    for row in memory:
-        sizes.setdefault((row["cell_id"], row["repeat"]), {})[row["category"]] = row["bytes"]
-    filled: list[Mapping[Any, Any]] = []
+    settings, predicted = settings_of(records), peaks or {}
+    layouts = {record.cell_id: record.layout for record in records if record.layout is not None}
+    counted = grouped(((row.cell_id, row.repeat), row) for row in tables.collective_rows)
+    tracked = grouped(((row.cell_id, row.repeat), row) for row in tables.memory_rows)
+    filled: list[CollectiveRow] = []
+    memory = list(tables.memory_rows)
     watched = cells_watched(tables)
     findings: dict[str, list[str]] = {}
-    # All passes but the time pass run together, in one trial of a cell; on CUDA the counting ones only at one N.
-    counting = tables.trials["status"].isin([Status.OK, Status.INVALID]) & (tables.trials["num_passes"] != 1)
-    trials = tables.trials[counting]
-    cells = {row["cell_id"]: cell_of(row) for row in rows_of(trials.drop_duplicates("cell_id"))}
-    for cell_id, repeat in zip(trials["cell_id"], trials["repeat"], strict=True):
-        key, cell = (cell_id, repeat), cells[cell_id]
-        if cell.device is Device.CUDA and cell_id not in watched:
+    for trial in tables.trial_rows:
+        cell, cell_id = trial.cell, trial.cell.cell_id
+        if not _may_count(trial) or (cell.device is Device.CUDA and cell_id not in watched):
             continue
         layout = layouts.get(cell_id) or layout_of(cell)
         given = settings.get(cell_id, NO_SETTINGS)
-        expectation = expect(cell, layout, settings=given) if layout else None
-        if layout is None or expectation is None:
+        if layout is None or (expectation := expect(cell, layout, settings=given)) is None:
             continue
         found = findings.setdefault(cell_id, [])
-        counted = collectives.pop(key, ())
-        seen = {(row["op"], row["group"], row["dtype"]): (row["calls"], row["payload_bytes"]) for row in counted}
-        right = {(row.op, row.group, row.dtype): (row.calls, row.payload_bytes) for row in expectation.collectives}
-        for kind in sorted(seen.keys() | right.keys()):
-            op, group, dtype = kind
-            ours, theirs = seen.get(kind, NONE), right.get(kind, NONE)
-            row = {"cell_id": cell_id, "repeat": repeat, "op": op, "group": group, "dtype": dtype}
-            row |= {"calls": ours[0], "payload_bytes": ours[1]}
-            filled.append(row | {"expected_calls": theirs[0], "expected_payload_bytes": theirs[1]})
+        for row in _beside_expected(trial, counted.pop(trial.key, []), expectation):
+            filled.append(row)
+            ours, theirs = (row.calls, row.payload_bytes), (row.expected_calls, row.expected_payload_bytes)
             if ours != theirs:
                 text = f"{ours[0]} calls and {ours[1]} bytes per window, not {theirs[0]} and {theirs[1]}"
-                found.append(f"{op} of {dtype}{among(group)}: {text}")
-        for category, size, should in _memory(sizes.get(key, {}), cell, layout, (peaks or {}).get(cell_id), given):
-            row = {"cell_id": cell_id, "repeat": repeat, "category": category, "bytes": size, "expected_bytes": should}
-            memory.append(row)
+                found.append(f"{row.op} of {row.dtype}{among(row.group)}: {text}")
+        sizes = {row.category: row.bytes for row in tracked.get(trial.key, [])}
+        for category, size, should in _memory(sizes, cell, layout, predicted.get(cell_id), given):
+            memory.append(MemoryRow(cell_id, trial.repeat, category, size, should))
             if category != PEAK and size != should:
                 use = category.removeprefix(f"{HELD}_")
                 found.append(f"{use} held between micro-batches: {size} bytes, not {should}")
-    untouched = [row for rows in collectives.values() for row in rows]
-    new = replace(tables, collectives=frame_of("collectives", [*untouched, *filled]), memory=frame_of("memory", memory))
+    untouched = [row for rows in counted.values() for row in rows]
+    new = replace(tables, collective_rows=[*untouched, *filled], memory_rows=memory)
     return new, {cell_id: texts for cell_id, texts in findings.items() if texts}
+
+
+def _may_count(trial: TrialRow) -> bool:
+    """Whether a trial may have run the passes that count: all but the time pass run together, in one of a cell."""
+    return trial.status in (Status.OK, Status.INVALID) and trial.num_passes != 1
+
+
+def _beside_expected(
+    trial: TrialRow, counted: Sequence[CollectiveRow], expectation: Expectation
+) -> Iterator[CollectiveRow]:
+    """What was counted in a trial and what was expected, by operation, group and dtype."""
+    seen = {(row.op, row.group, row.dtype): (row.calls, row.payload_bytes) for row in counted}
+    right = {(row.op, row.group, row.dtype): (row.calls, row.payload_bytes) for row in expectation.collectives}
+    for kind in sorted(seen.keys() | right.keys()):
+        calls, size = seen.get(kind, NONE)
+        expected_calls, expected_size = right.get(kind, NONE)
+        yield CollectiveRow(trial.cell.cell_id, trial.repeat, *kind, calls, size, expected_calls, expected_size)
 
 
 def cells_watched(tables: Tables) -> set[str]:
     """Ids of the cells whose collectives were counted or memory was tracked; on CUDA only at one N."""
-    tracked = tables.memory[tables.memory["category"].str.startswith(TRACKED)]
-    return {*tables.collectives["cell_id"], *tracked["cell_id"]}
+    tracked = {row.cell_id for row in tables.memory_rows if row.category.startswith(TRACKED)}
+    return tracked | {row.cell_id for row in tables.collective_rows}
 
 
 def _memory(
@@ -190,14 +207,6 @@ def _most_held(cell: Cell, layout: Layout, settings: Settings) -> Mapping[str, i
     return max((rank.held for rank in ranks if rank), key=lambda held: sum(held.values()))
 
 
-def settings_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Settings]:
+def settings_of(records: Iterable[TrialRecord]) -> dict[str, Settings]:
     """The backend's settings that the trials of a cell have stored, by cell_id."""
-    found = ((record["cell_id"], (record.get("time") or record).get("settings")) for record in records)
-    return {cell_id: settings for cell_id, settings in found if settings is not None}
-
-
-def cell_of(trial: Mapping[Any, Any]) -> Cell:
-    """The cell of a row of the trials table, as far as formulas need it; missing values are defaults."""
-    values = {f.name: trial[f.name] for f in fields(Cell) if f.name in trial and not pd.isna(trial[f.name])}
-    values["virtual"] = not pd.isna(trial.get("virtual_world_size"))
-    return Cell.from_dict({name: default for name, default in ADDED_FIELDS.items() if name not in values} | values)
+    return {record.cell_id: record.backend_settings for record in records if record.backend_settings is not None}

@@ -3,37 +3,44 @@
 Plain arithmetic without torch: ``expect(cell, layout)`` for a cell, ``layout_of(cell)`` for the layouts of shipped
 models. Each docstring names the source of its formula. Valid for the versions in constraints.txt.
 DistributedDataParallel reduces gradients in buckets and broadcasts buffers; FSDP2 gathers and reduces every unit as one
-tensor, with each parameter padded in its first dimension. A backend names its formula (``Backend.formula``).
+tensor, with each parameter padded in its first dimension; ``bench.judge.zero`` has those of DeepSpeed. FORMULAS says
+which backend has which; one of another package may bring its own (``Backend.formula``).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import Any
 
-from bench.backends.base import Backend, Call, built_in
+from bench.backends.base import EXTRA_BACKENDS, Backend, Call, built_in, registry
+from bench.backends.deepspeed import ZeroBackend
 from bench.backends.fsdp2 import FSDP2Backend
-from bench.backends.plain import DDPBackend
-from bench.plan.cell import SGD, Cell, Device, Precision, RankGroup, Sharding, Sync
+from bench.backends.plain import DDPBackend, Reference
+from bench.errors import InputError
+from bench.judge import zero
+from bench.judge.formula_terms import (
+    ELEMENT_BYTES,
+    NO_SETTINGS,
+    CallsAndHeld,
+    Formula,
+    Settings,
+    ceil_to,
+    compute_dtype,
+    moments,
+    num_reductions,
+)
+from bench.plan.cell import Cell, RankGroup, Sharding, Sync
 from bench.plan.models import SIZES
 from bench.workload.layout import ROOT, Layout, Parameter, llama_layout
 
-BUILT_IN = {name: backend for name, backend in built_in().items() if backend.formula}
-"""The backends of this package that have a formula, by name."""
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "int64": 8, "uint8": 1}
 """Bytes of one element by dtype."""
-Settings = Mapping[str, Any]
-"""What a trial has stored of ``Backend.settings``; empty before there is one, where those of today apply."""
-NO_SETTINGS: Settings = {}
-CallsAndHeld = tuple[Iterable[Call], dict[str, int]]
-"""The collectives of a window, and the bytes held by category."""
-Formula = Callable[[type[Any], Cell, Layout, int, Settings], CallsAndHeld | None]
-"""From backend, cell, layout, rank and settings; None for a cell that it does not cover."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,15 +82,25 @@ def expect(cell: Cell, layout: Layout, *, rank: int = 0, settings: Settings = NO
     """
     backend = BUILT_IN.get(cell.backend)
     if backend is None:
+        backend = _of_another_package(cell.backend, os.environ.get(EXTRA_BACKENDS, ""))
+    formula = None if backend is None else formula_of(backend)
+    if backend is None or formula is None:
         return None
-    formula: Formula = resolve_name(backend.formula)
-    if (found := formula(backend, cell, layout, rank, settings)) is None:
+    try:
+        found = formula(backend, cell, layout, rank, settings)
+    except Exception as error:
+        if backend.name in BUILT_IN:
+            raise
+        raise InputError(f"backend '{backend.name}': its formula fails ({error}); mend it, or leave it out") from error
+    if found is None:
         return None
     sent, held = found
-    across = replica_collectives(backend.sync, cell, layout) if cell.replicate else ()
-    inner = RankGroup.SHARD if cell.replicate else RankGroup.WORLD
+    every = [*sent, *backend.extra_collectives(cell)]
+    groups: dict[RankGroup, Iterable[Call]] = {RankGroup.WORLD: every}
+    if cell.replicate:
+        groups = {RankGroup.SHARD: every, RankGroup.REPLICATE: replica_collectives(backend.sync, cell, layout)}
     calls, sizes = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
-    for group, some in ((inner, [*sent, *backend.extra_collectives(cell)]), (RankGroup.REPLICATE, across)):
+    for group, some in groups.items():
         for op, dtype, numel, times in some:
             calls[op, group, dtype] += times
             sizes[op, group, dtype] += times * numel * BYTES[dtype]
@@ -93,23 +110,6 @@ def expect(cell: Cell, layout: Layout, *, rank: int = 0, settings: Settings = NO
     ]
     held["communication"] += backend.extra_held_bytes(cell)
     return Expectation(collectives=tuple(rows), held=held)
-
-
-def moments(cell: Cell, numel: int, num_tensors: int) -> int:
-    """Bytes of the optimizer's state for a rank's fp32 parameters: two moments and one step counter per tensor.
-
-    torch/optim/adam.py:_init_group: the counter is an fp32 scalar, on the host unless the optimizer is fused, and so
-    not counted on CUDA unless fused. SGD without momentum has no state.
-    """
-    if cell.optimizer == SGD:
-        return 0
-    counters = cell.device is Device.CPU or cell.optimizer == "adamw-fused"
-    return 8 * numel + (4 * num_tensors if counters else 0)
-
-
-def ceil_to(numel: int, multiple: int) -> int:
-    """``numel`` rounded up to a multiple."""
-    return -(-numel // multiple) * multiple
 
 
 def reference(backend: type[Backend], cell: Cell, layout: Layout, rank: int, settings: Settings) -> CallsAndHeld:
@@ -140,7 +140,9 @@ def buckets(sizes: Sequence[int], limits: Sequence[int]) -> list[int]:
         if filled >= limits[min(len(found), len(limits) - 1)]:
             found.append(filled)
             filled = 0
-    return [*found, filled] if filled else found
+    if filled:
+        found.append(filled)
+    return found
 
 
 def ddp(backend: type[DDPBackend], cell: Cell, layout: Layout, rank: int, settings: Settings) -> CallsAndHeld:
@@ -165,10 +167,11 @@ def ddp(backend: type[DDPBackend], cell: Cell, layout: Layout, rank: int, settin
     for dtype in {dtype for dtype, _ in layout.buffers}:
         of_dtype = [size for other, size in layout.buffers if other == dtype]
         sent += [("broadcast", dtype, size // BYTES[dtype], times) for size in buckets(of_dtype, [BROADCAST_BYTES])]
-    held, buckets_held = reference(backend, cell, layout, rank, settings)[1], 4 * layout.num_parameters
+    _, held = reference(backend, cell, layout, rank, settings)
+    whole = 4 * layout.num_parameters
     if settings.get("gradient_as_bucket_view", backend.bucket_views and not settings):
-        return sent, held | {"gradients": buckets_held if is_eager else 2 * buckets_held}
-    return sent, held | {"communication": buckets_held}
+        return sent, held | {"gradients": whole if is_eager else 2 * whole}
+    return sent, held | {"communication": whole}
 
 
 def padded(parameters: Sequence[Parameter], world_size: int) -> int:
@@ -201,7 +204,7 @@ def fsdp2(
     if backend.splits_root and cell.workload != "llama":
         return None
     layout = units_of(backend, layout)
-    w = cell.world_size // (cell.replicate or 1)
+    w = cell.group_size(RankGroup.SHARD)
     state = moments(cell, local(layout.parameters, w, rank % w), len(layout.parameters))
     held = fsdp2_held(backend, cell, layout, w) | {"optimizer_state": state}
     return fsdp2_collectives(backend, cell, layout, w), held
@@ -220,19 +223,21 @@ def fsdp2_collectives(backend: type[FSDP2Backend], cell: Cell, layout: Layout, w
     if world_size == 1:
         return
     for unit, parameters in layout.units.items():
-        gathers = cell.accumulate
+        gathers = reductions = cell.accumulate
         if backend.sharding is Sharding.PARAMS and unit != ROOT:
             gathers = 2 * cell.accumulate
         elif backend.sharding is Sharding.OPTIMIZER:
             gathers = 1
+        if backend.sync is Sync.DEFERRED:
+            reductions = 1
         numel = padded(parameters, world_size)
-        yield "all_gather", "bfloat16" if cell.precision is Precision.BF16 else "float32", numel, gathers
-        yield "reduce_scatter", "float32", numel, 1 if backend.sync is Sync.DEFERRED else cell.accumulate
+        yield "all_gather", compute_dtype(cell), numel, gathers
+        yield "reduce_scatter", "float32", numel, reductions
     if cell.clip_norm or backend.always_computes_norm:
         yield "all_reduce", "float32", len(layout.parameters), 1
 
 
-def units_of(backend: type[Backend], layout: Layout) -> Layout:
+def units_of(backend: type[FSDP2Backend], layout: Layout) -> Layout:
     """The layout in the units that FSDP2 shards: where the root is split, blocks and embedding, then norm and head.
 
     The last two are one unit, which stays gathered from forward to backward as the root does elsewhere; the root
@@ -254,9 +259,10 @@ def replica_collectives(sync: Sync, cell: Cell, layout: Layout) -> Iterator[Call
     reduce-scatters unless these are deferred too (_fsdp_collectives.py:foreach_reduce). The norm for clipping is summed
     in the shard group alone.
     """
+    num_shards = cell.group_size(RankGroup.SHARD)
     for parameters in layout.units.values():
-        numel = padded(parameters, shards := cell.group_size(RankGroup.SHARD)) // shards
-        yield "all_reduce", "float32", numel, cell.accumulate if sync is Sync.EAGER else 1
+        numel = padded(parameters, num_shards) // num_shards
+        yield "all_reduce", "float32", numel, num_reductions(sync, cell)
 
 
 def fsdp2_held(backend: type[FSDP2Backend], cell: Cell, layout: Layout, world_size: int) -> dict[str, int]:
@@ -269,10 +275,12 @@ def fsdp2_held(backend: type[FSDP2Backend], cell: Cell, layout: Layout, world_si
     padded, in the compute dtype.
     """
     shards = padded(layout.parameters, world_size) // world_size
-    resident = shards * world_size if backend.sharding is Sharding.OPTIMIZER else 0
-    element = 2 if cell.precision is Precision.BF16 else 4
-    gradients = layout.num_parameters if backend.sync is Sync.DEFERRED else shards
-    return {"parameters": 4 * shards + element * resident, "gradients": 4 * gradients, "communication": 0}
+    parameters, gradients = 4 * shards, 4 * shards
+    if backend.sharding is Sharding.OPTIMIZER:
+        parameters += ELEMENT_BYTES[cell.precision] * shards * world_size
+    if backend.sync is Sync.DEFERRED:
+        gradients = 4 * layout.num_parameters
+    return {"parameters": parameters, "gradients": gradients, "communication": 0}
 
 
 def wire_bytes(op: str, payload_bytes: int, group_size: int) -> float:
@@ -287,3 +295,48 @@ def wire_bytes(op: str, payload_bytes: int, group_size: int) -> float:
         return 0.0
     share = (group_size - 1) / group_size
     return {"all_reduce": 2 * share, "broadcast": 1.0}.get(op, share) * payload_bytes
+
+
+FORMULAS: Mapping[type, Formula] = {
+    Reference: reference,
+    DDPBackend: ddp,
+    FSDP2Backend: fsdp2,
+    ZeroBackend: zero.zero,
+}
+"""The formula of a backend and of all that are made from it."""
+
+
+def formula_of(backend: type[Backend]) -> Formula | None:
+    """The formula of a backend, its own or that of the first of its bases that has one; None if there is none.
+
+    Raises InputError if its own cannot be loaded.
+    """
+    given = backend.formula
+    if isinstance(given, str) and given:
+        try:
+            loaded: Formula = resolve_name(given)
+        except Exception as error:  # the user's code may raise anything
+            raise InputError(f"backend '{backend.name}': its formula '{given}' cannot be loaded ({error})") from error
+        return loaded
+    if callable(given):
+        return given
+    return next((FORMULAS[base] for base in backend.__mro__ if base in FORMULAS), None)
+
+
+BUILT_IN = {name: backend for name, backend in built_in().items() if formula_of(backend) is not None}
+"""The backends of this package that have a formula, by name."""
+
+
+@functools.lru_cache
+def _of_another_package(name: str, extra: str) -> type[Backend] | None:
+    """The backend of another package, if it can be loaded here and brings a formula; ``extra``: EXTRA_BACKENDS.
+
+    The formula of what it is made from does not count: nobody knows what the package has changed.
+    """
+    if name in built_in():
+        return None
+    try:
+        backend = registry([name]).get(name)
+    except InputError:  # it could be loaded where it ran
+        return None
+    return backend if backend is not None and backend.formula else None

@@ -9,17 +9,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
-
-import pandas as pd
 
 from bench.formatting import plural
 from bench.judge import expected
 from bench.judge.expected import Deviation, Losses
-from bench.judge.tables import Tables, rows_of, world_of
+from bench.judge.tables import Tables, known
+from bench.judge.trial_columns import TrialRow
 from bench.judge.update_causes import SAME_FACTOR, Cause, Clip, Explanation, explain_clipping, explain_update
 from bench.plan.cell import SGD, Precision, Status
 from bench.plan.models import SIZES
+from bench.run.manifest import Manifest
+from bench.run.trial_record import TrialRecord
 
 
 class Gate(StrEnum):
@@ -97,11 +97,11 @@ BF16_UNKNOWN = 0.15
 
 def tolerance(precision: str, workload: str, model: str) -> Tolerance:
     """The tolerance of a precision, workload and model: bf16 rounding errors grow with width and depth."""
-    found = TOLERANCES[precision]
+    found, limit = TOLERANCES[precision], BF16_UNKNOWN
     if precision != Precision.BF16:
         return found
-    size = SIZES.get(model) if workload == "llama" else None
-    limit = 2 * BF16_ROUNDING * math.sqrt(size.num_layers * size.hidden_size) if size else BF16_UNKNOWN
+    if workload == "llama" and (size := SIZES.get(model)):
+        limit = 2 * BF16_ROUNDING * math.sqrt(size.num_layers * size.hidden_size)
     return replace(found, update_error=max(found.update_error, round(limit, 3)))
 
 
@@ -114,7 +114,7 @@ own: the fp32 reference on the same device, to which bf16 cells are compared, is
 """
 
 
-def judge(tables: Tables, records: Sequence[Mapping[str, Any]] = (), peaks: Mapping[str, int] | None = None) -> Tables:
+def judge(tables: Tables, records: Sequence[TrialRecord] = (), peaks: Mapping[str, int] | None = None) -> Tables:
     """Fill in expected values, and set ``status`` and ``reason`` of trials that fail a gate. Returns new tables.
 
     What is expected depends on layouts of models and settings of backends, which are in ``records``; ``peaks`` are the
@@ -124,34 +124,30 @@ def judge(tables: Tables, records: Sequence[Mapping[str, Any]] = (), peaks: Mapp
     failed, is invalid too: unchecked numbers never count as good. A virtual world has no values, so only its steps are
     checked.
     """
-    trials = tables.trials.copy()
+    rows = [replace(row) for row in tables.trial_rows]
     losses = Losses(tables)
-    wrong_device = [failure for row in rows_of(trials) if (failure := _device_failure(row))][:1]
-    good = trials[trials["status"] == Status.OK]
-    found: dict[Any, list[Failure]] = {}
-    largest: dict[Any, float | None] = {}
-    for index, row in zip(good.index, rows_of(good), strict=True):
-        world = world_of(row)
-        if world.has_values:
+    wrong_device = [failure for row in rows if (failure := _device_failure(row))][:1]
+    good = [row for row in rows if row.status is Status.OK]
+    found: dict[tuple[str, int], list[Failure]] = {}
+    for row in good:
+        if row.cell.world.has_values:
             deviation = losses.deviation(row)
-            largest[index] = None if deviation is None else deviation.largest
-            found[index] = failures(row, deviation) + wrong_device
-        else:
-            found[index] = _step_failures(row) if world.computes else []
-    trials["max_loss_deviation"] = pd.Series(largest, dtype="Float64").reindex(trials.index)
-    filled, wrong = expected.fill(replace(tables, trials=trials), records, peaks)
+            if deviation is not None:
+                row.max_loss_deviation = known(deviation.largest)
+            found[row.key] = failures(row, deviation) + wrong_device
+        elif row.cell.world.computes:
+            found[row.key] = _step_failures(row)
+    filled, wrong = expected.fill(replace(tables, trial_rows=rows), records, peaks)
     told: dict[tuple[str, int], tuple[str, ...]] = {}
-    for index, cell_id, repeat in zip(good.index, good["cell_id"], good["repeat"], strict=True):
-        failed = [*found[index], *(Failure(Gate.BYTES, text) for text in wrong.get(cell_id, ()))]
+    for row in good:
+        of_bytes = [Failure(Gate.BYTES, text) for text in wrong.get(row.cell.cell_id, ())]
+        failed = [*found.get(row.key, []), *of_bytes]
         if failed:
-            told[cell_id, repeat] = tuple(failure.text for failure in failed)
-            trials.loc[index, ["status", "reason", "failed_gates", "update_causes"]] = [
-                str(Status.INVALID),
-                "; ".join(told[cell_id, repeat]),
-                ",".join(dict.fromkeys(failure.gate for failure in failed)),
-                ",".join(cause for failure in failed for cause in failure.causes),
-            ]
-    return replace(filled, trials=trials, failures=told)
+            told[row.key] = tuple(failure.text for failure in failed)
+            row.status, row.reason = Status.INVALID, "; ".join(told[row.key])
+            row.failed_gates = ",".join(dict.fromkeys(failure.gate for failure in failed))
+            row.update_causes = ",".join(cause for failure in failed for cause in failure.causes)
+    return replace(filled, failures=told)
 
 
 DEFECT = Cause.DIVIDED_TWICE
@@ -160,133 +156,166 @@ EXPECTED = "a documented defect of the framework, which was expected"
 """Introduces the description of the defect."""
 
 
-def known_defect(manifest: Mapping[str, Any], judged: Mapping[Any, Any]) -> str:
-    """The documented defect of the backend, if a trial or cell is invalid because of it alone; empty otherwise.
-
-    ``manifest`` is run.json; ``judged`` is a row of trials or cells.
-    """
-    causes = str(judged["update_causes"] or "").split(",")
-    if judged["status"] != Status.INVALID or judged["failed_gates"] != Gate.UPDATE or DEFECT not in causes:
+def known_defect(
+    manifest: Manifest, backend: str, status: str, failed_gates: str | None, update_causes: str | None
+) -> str:
+    """The documented defect of a backend, if a trial or cell is invalid because of it alone; empty otherwise."""
+    causes = (update_causes or "").split(",")
+    if status != Status.INVALID or failed_gates != Gate.UPDATE or DEFECT not in causes:
         return ""
-    return _known_defect(manifest, judged["backend"])
+    return _defect_of_backend(manifest, backend)
 
 
-def defect_of_record(manifest: Mapping[str, Any], record: Mapping[str, Any]) -> str:
+def defect_of_trial(manifest: Manifest, row: TrialRow) -> str:
+    """The same for a judged trial."""
+    return known_defect(manifest, row.cell.backend, row.status, row.failed_gates, row.update_causes)
+
+
+def defect_of_record(manifest: Manifest | None, record: TrialRecord) -> str:
     """The same for the record of a trial that has just ended, if its own update already shows the defect."""
-    cell, update = record["cell"], record.get("update")
-    if not update or record["status"] != Status.OK:
+    cell, update = record.cell, record.update
+    if manifest is None or update is None or record.status is not Status.OK:
         return ""
-    scale = update.get("unclipped_scale") or update["scale"]
-    found = explain_update(scale, update["residual"], cell["accumulate"], cell["world_size"])
-    return _known_defect(manifest, cell["backend"]) if DEFECT in found.causes else ""
+    scale = update.unclipped_scale or update.scale
+    found = explain_update(known(scale), known(update.residual), cell.accumulate, cell.world_size)
+    return _defect_of_backend(manifest, cell.backend) if DEFECT in found.causes else ""
 
 
-def _known_defect(manifest: Mapping[str, Any], backend: str) -> str:
-    return str(manifest.get("backends", {}).get(backend, {}).get("defect") or "")
+def _defect_of_backend(manifest: Manifest, backend: str) -> str:
+    return manifest.backends.get(backend, {}).get("defect", "")
 
 
-def failures(row: Any, deviation: Deviation | None) -> list[Failure]:
+def failures(row: TrialRow, deviation: Deviation | None) -> list[Failure]:
     """The gates that a finished trial failed; empty if it passes all.
 
-    ``row`` is a row of the trials table; ``deviation`` that of its losses, None if they cannot be compared.
+    ``deviation`` is that of the losses of the row, None if they cannot be compared.
     """
-    limits = tolerance(row["precision"], row["workload"], row["model"])
+    limits = tolerance(row.cell.precision, row.cell.workload, row.cell.model)
     found = _step_failures(row)
-    if pd.notna(row["other_work"]) and row["other_work"]:
-        found.append(Failure(Gate.WORK, f"forward and backward are not those of the plain model: {row['other_work']}"))
+    if row.other_work:
+        found.append(Failure(Gate.WORK, f"forward and backward are not those of the plain model: {row.other_work}"))
     update = _update_failures(row, limits)
+    loss = _loss_failure(row, deviation, limits)
+    if loss is None:
+        return found + update
+    if update and deviation is not None and _explains(row, deviation, limits):
+        return [*found, *update, Failure(Gate.UPDATE, f"so {loss.text}")]
+    return [*found, loss, *update]
+
+
+def _explains(row: TrialRow, deviation: Deviation, limits: Tolerance) -> bool:
+    """Whether a wrong update alone explains losses that deviate after it."""
+    return math.isfinite(deviation.largest) and deviation.first <= limits.first_loss and _moves_losses(row)
+
+
+def _loss_failure(row: TrialRow, deviation: Deviation | None, limits: Tolerance) -> Failure | None:
+    """What is wrong with the losses; None if nothing is."""
     if deviation is None:
         text = "losses could not be checked: the reference failed or is missing, or not every step has a loss"
-        found.append(Failure(Gate.LOSS, text))
-    elif math.isfinite(deviation.largest) and deviation.first > limits.first_loss:
+        return Failure(Gate.LOSS, text)
+    is_finite, precision = math.isfinite(deviation.largest), row.cell.precision
+    if is_finite and deviation.first > limits.first_loss:
         text = (
             f"the first loss, before any update, is off by {deviation.first:.2g} nats (limit {limits.first_loss:g} in "
-            f"{row['precision']}): other weights, other samples, or another mean of them"
+            f"{precision}): other weights, other samples, or another mean of them"
         )
-        found.append(Failure(Gate.LOSS, text))
-    elif not deviation.largest <= limits.loss_deviation:
-        finite = math.isfinite(deviation.largest)
-        what = f"losses deviate from the reference by {deviation.largest:.2g}" if finite else "a loss is not finite"
-        what += f" (limit {limits.loss_deviation:g} nats in {row['precision']})"
-        if deviation.num_steps < row["optimizer_steps_expected"]:
-            what += f" in the first {plural(deviation.num_steps, 'step')}"
-        if update and finite and _moves_losses(row):
-            update.append(Failure(Gate.UPDATE, f"so {what}"))
-        else:
-            found.append(Failure(Gate.LOSS, what))
-    return found + update
-
-
-def _device_failure(row: Any) -> Failure | None:
-    """Why no value of the run counts; None unless the row is of a reference whose device computes otherwise."""
-    error, deviation = row["device_error"], row["device_loss_deviation"]
-    limit = TOLERANCES[Precision.FP32].loss_deviation
-    if pd.isna(error) or (error <= DEVICE_ERROR and deviation <= limit):
+        return Failure(Gate.LOSS, text)
+    if deviation.largest <= limits.loss_deviation:
         return None
+    what = "a loss is not finite"
+    if is_finite:
+        what = f"losses deviate from the reference by {deviation.largest:.2g}"
+    what += f" (limit {limits.loss_deviation:g} nats in {precision})"
+    if deviation.num_steps < row.cell.windows:
+        what += f" in the first {plural(deviation.num_steps, 'step')}"
+    return Failure(Gate.LOSS, what)
+
+
+def _device_failure(row: TrialRow) -> Failure | None:
+    """Why no value of the run counts; None unless the row is of a reference whose device computes otherwise."""
+    error, deviation = row.device_error, row.device_loss_deviation
+    limit = TOLERANCES[Precision.FP32].loss_deviation
+    if error is None:
+        return None
+    if deviation is not None and error <= DEVICE_ERROR and deviation <= limit:
+        return None
+    apart = math.nan if deviation is None else deviation
     text = (
-        f"{row['device']} computes otherwise than the CPU: in fp32 a small model's update is off by {error:.2g} (limit "
-        f"{DEVICE_ERROR:g}) and its losses by {deviation:.2g} nats (limit {limit:g}), from the same weights and samples"
+        f"{row.cell.device} computes otherwise than the CPU: in fp32 a small model's update is off by {error:.2g} "
+        f"(limit {DEVICE_ERROR:g}) and its losses by {apart:.2g} nats (limit {limit:g}), from the same weights and "
+        "samples"
     )
     return Failure(Gate.DEVICE, text)
 
 
-def _update_failures(row: Any, limits: Tolerance) -> list[Failure]:
+def _update_failures(row: TrialRow, limits: Tolerance) -> list[Failure]:
     """What is wrong with the update of one SGD window, with the cell's clipping; empty if it is right."""
-    if pd.isna(row["update_error"]):
+    if row.update_error is None:
         return [Failure(Gate.UPDATE, "no update to check: the update pass did not run, or the reference has none")]
-    scale, residual, clip = row["update_scale"], row["update_residual"], _clip(row)
-    limit, rounding = f"(limit {limits.update_error:g} in {row['precision']})", max(SAME_FACTOR, limits.update_error)
-    right_before = clip is not None and not row["unclipped_error"] > limits.update_error
-    if row["update_error"] > limits.update_error:
-        if clip and right_before:
+    scale, residual, clip, cell = row.update_scale, row.update_residual, _clip(row), row.cell
+    limit = f"(limit {limits.update_error:g} in {cell.precision})"
+    rounding = max(SAME_FACTOR, limits.update_error)
+    before = row.unclipped_error
+    is_right_before = clip is not None and not (before is not None and before > limits.update_error)
+    if row.update_error > limits.update_error:
+        if clip is not None and is_right_before:
             cause = Explanation(explain_clipping(scale, residual, clip))
         else:
-            cause = explain_update(scale, residual, row["accumulate"], row["world_size"], clip, rounding)
-        what = f"the update is off by {row['update_error']:.2g} {limit}"
-    elif clip and not right_before:
-        cause = explain_update(clip.unclipped_scale, residual, row["accumulate"], row["world_size"], None, rounding)
+            cause = explain_update(scale, residual, cell.accumulate, cell.world_size, clip, rounding)
+        what = f"the update is off by {row.update_error:.2g} {limit}"
+    elif clip is not None and before is not None and not is_right_before:
+        cause = explain_update(clip.unclipped_scale, residual, cell.accumulate, cell.world_size, None, rounding)
         what = (
-            f"the update is off by {row['unclipped_error']:.2g} {limit} before clipping, and right only as both were "
-            f"clipped to norm {clip.norm:g}"
+            f"the update is off by {before:.2g} {limit} before clipping, and right only as both were clipped to norm "
+            f"{clip.norm:g}"
         )
     else:
         return []
     found = [Failure(Gate.UPDATE, f"{what}: {cause.text}", cause.causes)]
-    return found + [Failure(Gate.UPDATE, cause.after)] * bool(cause.after)
+    if cause.after:
+        found.append(Failure(Gate.UPDATE, cause.after))
+    return found
 
 
-def _moves_losses(row: Any) -> bool:
+def _moves_losses(row: TrialRow) -> bool:
     """Whether the update has the wrong scale, nothing else is wrong with it, and the losses must deviate too.
 
     AdamW is invariant to the scale of gradients, unless they are clipped: its moments then weigh clipped and unclipped
     gradients wrongly.
     """
-    scales = (scale for scale in (row["update_scale"], row["unclipped_scale"]) if pd.notna(scale) and scale > 0)
-    multiple = any(row["update_residual"] <= min(SAME_FACTOR, abs(scale - 1)) for scale in scales)
-    return bool(multiple and (row["optimizer"] == SGD or row["clip_norm"] > 0))
+    residual = row.update_residual
+    if residual is None or not (row.cell.optimizer == SGD or row.cell.clip_norm > 0):
+        return False
+    for scale in (row.update_scale, row.unclipped_scale):
+        if scale is not None and scale > 0 and residual <= min(SAME_FACTOR, abs(scale - 1)):
+            return True
+    return False
 
 
-def _step_failures(row: Any) -> list[Failure]:
-    texts = []
-    expected, observed = row["optimizer_steps_expected"], row["optimizer_steps_observed"]
-    if observed != expected:
-        texts.append(f"{observed} optimizer steps were taken, {expected} were due")
-    if row["num_micro_batches"] != expected * row["accumulate"]:
-        texts.append(f"{row['num_micro_batches']} micro-batches were used, {expected * row['accumulate']} were due")
-    elif row["micro_batches_per_update"] != str(row["accumulate"]):
-        texts.append(f"updates used {row['micro_batches_per_update']} micro-batches each, {row['accumulate']} were due")
-    if not row["ranks_agree"]:
+def _step_failures(row: TrialRow) -> list[Failure]:
+    texts, cell = [], row.cell
+    if row.optimizer_steps_observed != cell.windows:
+        texts.append(f"{row.optimizer_steps_observed} optimizer steps were taken, {cell.windows} were due")
+    num_due = cell.windows * cell.accumulate
+    if row.num_micro_batches != num_due:
+        texts.append(f"{row.num_micro_batches} micro-batches were used, {num_due} were due")
+    elif row.micro_batches_per_update != str(cell.accumulate):
+        texts.append(f"updates used {row.micro_batches_per_update} micro-batches each, {cell.accumulate} were due")
+    if not row.ranks_agree:
         texts.append("the ranks took different numbers of steps")
     found = [Failure(Gate.STEPS, text) for text in texts]
-    summed = row["accumulated_in"]
-    if pd.notna(summed) and summed not in {"not measured", row["accumulation_dtype"]}:
-        text = f"gradients are summed in {summed}, {row['accumulation_dtype']} was due"
+    summed = row.accumulated_in
+    if summed is not None and summed not in {"not measured", cell.accumulation_dtype}:
+        text = f"gradients are summed in {summed}, {cell.accumulation_dtype} was due"
         found.append(Failure(Gate.ACCUMULATION, text))
     return found
 
 
-def _clip(row: Any) -> Clip | None:
+def _clip(row: TrialRow) -> Clip | None:
     """The clipping of a row of the trials table; None if it does not clip, or a value is missing."""
-    facts = [row["clip_norm"], row["gradient_norm"], row["unclipped_scale"]]
-    known = all(pd.notna(fact) and math.isfinite(fact) and fact > 0 for fact in facts)
-    return Clip(*facts) if known else None
+    norm, gradient_norm, scale = row.cell.clip_norm, row.gradient_norm, row.unclipped_scale
+    if gradient_norm is None or scale is None:
+        return None
+    if not all(math.isfinite(fact) and fact > 0 for fact in (norm, gradient_norm, scale)):
+        return None
+    return Clip(norm, gradient_norm, scale)

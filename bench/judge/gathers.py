@@ -9,11 +9,27 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict, deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
-from typing import Any
 
+from bench.validation import Natural
 from bench.workload.layout import ROOT, Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroOptions:
+    """The options of ZeRO that decide what is sent and held (``bench.backends.zero_options``); sizes in elements."""
+
+    stage: Natural
+    overlap_comm: bool
+    reduce_bucket_size: Natural
+    stage3_param_persistence_threshold: Natural
+    stage3_max_reuse_distance: Natural
+    stage3_max_live_parameters: Natural
+    stage3_prefetch_bucket_size: Natural
+    leaf_module: Mapping[str, object] | None = None
+    """None unless blocks are gathered as one."""
 
 
 class GatherState(Enum):
@@ -27,13 +43,12 @@ class GatherState(Enum):
 class Coordinator:
     """Replays micro-batches after the first, which recorded the trace of modules."""
 
-    def __init__(self, layout: Layout, options: Mapping[str, Any]) -> None:
-        """``options``: those of ``zero_options``, in elements."""
+    def __init__(self, layout: Layout, options: ZeroOptions) -> None:
         self._layout = layout
         self._numel = [p.numel for p in layout.parameters]
-        self._prefetch = options["stage3_prefetch_bucket_size"]
-        self._max_live = options["stage3_max_live_parameters"]
-        self._reuse = options["stage3_max_reuse_distance"]
+        self._prefetch = options.stage3_prefetch_bucket_size
+        self._max_live = options.stage3_max_live_parameters
+        self._reuse = options.stage3_max_reuse_distance
         self._order = [m for m in chain(layout.forward, layout.backward) if m >= 0]
         self._trace = [(p, step) for step, m in enumerate(self._order) for p in layout.modules[m]]
         self._persistent = persistent(layout, options)
@@ -50,7 +65,10 @@ class Coordinator:
         """Replay forward and backward (DeepSpeedZeRoOffload's hooks on modules)."""
         self._begin()
         for event in self._layout.forward:
-            self._fetch(event) if event >= 0 else self._leave(~event)
+            if event >= 0:
+                self._fetch(event)
+            else:
+                self._leave(~event)
         unfinished: dict[int, None] = {}
         for event in self._layout.backward:
             if event >= 0:
@@ -147,9 +165,9 @@ class Coordinator:
             self._live -= self._numel[p]
 
 
-def persistent(layout: Layout, options: Mapping[str, Any]) -> frozenset[int]:
+def persistent(layout: Layout, options: ZeroOptions) -> frozenset[int]:
     """The parameters that stay gathered: the update gathers each of them again (stage3.py:_post_step)."""
-    most = options["stage3_param_persistence_threshold"]
+    most = options.stage3_param_persistence_threshold
     return frozenset(p for p, parameter in enumerate(layout.parameters) if parameter.numel <= most)
 
 
@@ -178,12 +196,16 @@ def leaves(layout: Layout) -> Layout:
     inner = {module for module, outer in callers.items() if in_block.intersection(outer)}
     modules = list(layout.modules)
     for module in in_block | inner:
-        modules[module] = () if module in inner else parameters_of[min(units[module])]
+        modules[module] = ()
+        if module not in inner:
+            modules[module] = parameters_of[min(units[module])]
     last = {unit_of[p]: p for p in layout.gradients}
     gradients: list[int] = []
     for p in layout.gradients:
-        of_block = parameters_of[unit_of[p]] if p == last[unit_of[p]] else ()
-        gradients += (p,) if unit_of[p] == ROOT else of_block
+        if unit_of[p] == ROOT:
+            gradients.append(p)
+        elif p == last[unit_of[p]]:
+            gradients += parameters_of[unit_of[p]]
     return dataclasses.replace(
         layout,
         gradients=tuple(gradients),
@@ -193,7 +215,7 @@ def leaves(layout: Layout) -> Layout:
     )
 
 
-def of_window(layout: Layout, accumulate: int, options: Mapping[str, Any]) -> list[tuple[int, ...]]:
+def of_window(layout: Layout, accumulate: int, options: ZeroOptions) -> list[tuple[int, ...]]:
     """The parameters of each all-gather in a window of N micro-batches; the update before it released everything."""
     coordinator = Coordinator(layout, options)
     found: list[tuple[int, ...]] = [(p,) for p in persistent(layout, options)]

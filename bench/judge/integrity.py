@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
 from bench.findings import Finding, error, good, warning
 from bench.formatting import plural, some
 from bench.judge.analysis import Analysis
-from bench.judge.loading import Run, load, missing_trials
+from bench.judge.loading import Run, missing_trials
+from bench.judge.pool import folders_of, load_pool
 from bench.judge.tables import NAMES
-from bench.plan.cell import REFERENCES, Status
-from bench.run.trial_record import warmup
+from bench.plan.cell import Status
+from bench.run.trial_record import MergedTimings, TrialRecord
 
 TOLERANCE = 1e-9
 """Relative tolerance between a stored and a recomputed number."""
@@ -24,23 +25,27 @@ PROSE = "reason"
 """A column that may be worded otherwise by another version; gates and causes have columns of their own."""
 
 
-def check(folder: Path) -> list[Finding]:
-    """All findings on a run, grouped by topic. Raises InputError if the folder holds no run."""
-    run = load(folder)
-    found = [
-        journal(run),
-        *_tables(folder, run),
-        *_trials(run),
-        _order(run.records),
-        *Analysis(run=run, folder=folder).findings,
-    ]
+def check(*places: Path) -> list[Finding]:
+    """All findings on a run, or on each run of a pool and on what they say together, grouped by topic.
+
+    Raises InputError if a folder holds no run, or the runs cannot be pooled.
+    """
+    pool, folders = load_pool(places), [folder for place in places for folder in folders_of(place)]
+    found = []
+    for title, folder, run in zip(pool.titles, folders, pool.runs, strict=True):
+        of_run = [journal(run), *_tables(folder, run), *_trials(run), _order(run.records)]
+        if not pool.is_single:
+            of_run += Analysis(run=run, folder=folder).findings
+            of_run = [replace(finding, subject=f"{title}, {finding.subject}".rstrip(", ")) for finding in of_run]
+        found += of_run
+    found += Analysis.of(pool, folders[0]).findings
     topics = list(dict.fromkeys(finding.topic for finding in found))
     return sorted(found, key=lambda finding: topics.index(finding.topic))
 
 
 def journal(run: Run) -> Finding:
     """Whether the journal is unchanged. ``load`` has already checked every line, and every cell against its id."""
-    stored = run.manifest.get("journal_sha256")
+    stored = run.manifest.journal_sha256
     if stored is None:
         return warning("journal", "its hash was not stored when the run ended, so later edits cannot be detected")
     if stored != run.digest:
@@ -72,7 +77,10 @@ def _differences(stored: pd.DataFrame, recomputed: pd.DataFrame) -> Iterator[str
     if len(stored) != len(recomputed):
         yield f"{plural(len(stored), 'row')}, {len(recomputed)} follow from the journal"
         return
-    for name in (name for name in recomputed.columns if name in stored.columns and name != PROSE):
+    common = [name for name in recomputed.columns if name in stored.columns]
+    for name in common:
+        if name == PROSE:
+            continue
         ours, theirs = stored[name], recomputed[name]
         unlike = ours.isna() != theirs.isna()
         both = ours.notna() & theirs.notna()
@@ -92,30 +100,30 @@ def _trials(run: Run) -> Iterator[Finding]:
     topic, trials = "trials", run.tables.trials
     if missing := missing_trials(run):
         yield error(topic, f"{missing} that were scheduled are not in the journal")
-    wrong = [record["cell_id"] for record in run.records if record.get("time") and not _follows(record["time"])]
+    timed = ((record.cell_id, record.time) for record in run.records if record.time is not None)
+    wrong = [cell_id for cell_id, time in timed if not _follows(time)]
     if wrong:
         named = some([run.labels[cell_id] for cell_id in dict.fromkeys(wrong)])
         yield error(topic, f"step times of {len(wrong)} do not follow from those of their ranks: {named}")
     if not (missing or wrong):
         num_ok = int((trials["status"] == Status.OK).sum())
-        yield good(topic, f"{num_ok} of {len(trials)} are ok; step times and warm-up follow from the ranks'")
+        yield good(topic, f"{num_ok} of {len(trials)} are ok; step times follow from the ranks'")
 
 
-def _follows(timed: Mapping[str, Any]) -> bool:
-    """Whether a record's step times are those of the slowest rank, and its warm-up follows from them."""
-    slowest = [max(step) for step in zip(*timed["rank_step_seconds"], strict=False)]
-    steps = timed["step_seconds"]
-    same = len(slowest) == len(steps) and all(
+def _follows(timed: MergedTimings) -> bool:
+    """Whether a record's step times are those of the slowest rank."""
+    slowest = [max(step) for step in zip(*timed.rank_step_seconds, strict=False)]
+    steps = timed.step_seconds
+    return len(slowest) == len(steps) and all(
         math.isclose(a, b, rel_tol=1e-6, abs_tol=2e-9) for a, b in zip(slowest, steps, strict=True)
     )
-    return same and bool(timed["num_warmup"] == len(timed["warmup_seconds"]) + 1 + warmup(steps))
 
 
-def _order(records: Sequence[Mapping[str, Any]]) -> Finding:
+def _order(records: Sequence[TrialRecord]) -> Finding:
     """Whether the trials of different cells are interleaved."""
-    ids = [record["cell_id"] for record in records if record["cell"]["backend"] not in REFERENCES]
+    ids = [record.cell_id for record in records if not record.cell.is_reference]
     rows = sum(a == b for a, b in pairwise(ids))
-    blocks = len({record["repeat"] for record in records})
+    blocks = len({record.repeat for record in records})
     # A reversed block starts with the cell that the previous block ended with.
     if rows > blocks and len(set(ids)) > 1:
         return warning("order", f"{plural(rows, 'trial')} followed one of the same cell, more than the blocks explain")

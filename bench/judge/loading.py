@@ -9,17 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from bench.errors import InputError
 from bench.judge import columns, gates, tables
 from bench.judge.evidence import EvidenceByCell
 from bench.judge.tables import Tables
 from bench.plan.cell import Cell
-from bench.plan.matrix import check_stored
-from bench.plan.schedule import Schedule
 from bench.run.journal import MANIFEST, Journal, read_manifest
-from bench.run.trial_record import check
+from bench.run.manifest import Manifest
+from bench.run.trial_record import TrialRecord, parse_records
 
 CHOICES = 6
 """Most cells that a message lists to choose from."""
@@ -34,8 +32,8 @@ class Run:
     """Judged by the gates."""
     cells: Mapping[str, Cell]
     """Cells with at least one trial, by id."""
-    manifest: Mapping[str, Any]
-    records: Sequence[Mapping[str, Any]] = ()
+    manifest: Manifest
+    records: Sequence[TrialRecord] = ()
     """Of the journal, from which the tables are built."""
     digest: str = ""
     """SHA-256 of the journal as it is; the manifest has what it was when the run ended."""
@@ -56,41 +54,42 @@ class Run:
         by_label = {label: cell_id for cell_id, label in self.labels.items()}
         if found := self.cells.get(by_label.get(text, text)):
             return found
-        named = [key for key, cell in self.cells.items() if cell.label == text or (text and key.startswith(text))]
+        named = [key for key, cell in self.cells.items() if cell.label == text]
+        if text:
+            named += [key for key in self.cells if key.startswith(text)]
         if len(named) == 1:
             return self.cells[named[0]]
         if named:
             text = f"CELL '{text}': {len(named)} cells have this label; use an id: {self._choices(named)}"
             raise InputError(text)
-        near = difflib.get_close_matches(text, [*by_label, *self.cells], n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"use one of {self._choices(list(self.cells))}"
+        hint = f"use one of {self._choices(list(self.cells))}"
+        if near := difflib.get_close_matches(text, [*by_label, *self.cells], n=1):
+            hint = f"did you mean '{near[0]}'?"
         raise InputError(f"CELL '{text}': is not in the run {self.name}; {hint}")
 
     def _choices(self, ids: Sequence[str]) -> str:
         """The first of these cells, and how many more there are."""
         named = ", ".join(f"{cell_id} ({self.labels[cell_id]})" for cell_id in ids[:CHOICES])
-        return named + (f" and {len(ids) - CHOICES} more" if len(ids) > CHOICES else "")
+        if len(ids) > CHOICES:
+            named += f" and {len(ids) - CHOICES} more"
+        return named
 
 
 def load(folder: Path) -> Run:
     """Load a run, judged by the gates. Raises InputError if it is no run, or its journal was truncated or edited."""
     manifest = read_manifest(folder)
-    if lacking := [name for name in ("run_id", "matrix", "cells", "backends") if name not in manifest]:
-        raise InputError(f"{folder / MANIFEST}: has no key '{lacking[0]}'; restore it")
     journal = Journal(folder)
-    records = journal.read()
-    if not records:
+    lines = journal.read()
+    if not lines:
         raise InputError(f"{journal.path}: holds no trial; go on with: python -m bench run --resume {folder}")
-    if "finished" in manifest and journal.is_torn():
+    if manifest.finished is not None and journal.is_torn():
         raise InputError(f"{journal.path}: is truncated: the run is finished and the last line is not; restore it")
-    check(records, journal.path)
-    check_stored(manifest, str(folder / MANIFEST))
-    known: dict[str, Any] = {}
+    records = parse_records(lines, journal.path)
+    known: dict[str, Cell] = {}
     for number, record in enumerate(records, start=1):
-        cell_id, content = record["cell_id"], record["cell"]
-        if known.get(cell_id) != content and Cell.from_dict(content).cell_id != cell_id:
+        cell = known.setdefault(record.cell_id, record.cell)
+        if cell != record.cell or record.cell.cell_id != record.cell_id:
             raise InputError(f"{journal.path}: trial {number} was edited: its cell is not what its cell_id is made of")
-        known[cell_id] = content
     with _edited(f"{journal.path}: was edited: its trials make no table"):
         found = run_of(records, manifest)
     with _edited(f"{folder / MANIFEST}: was edited: its matrix and cells are not those of a run"):
@@ -110,16 +109,13 @@ def _edited(what: str) -> Iterator[None]:
 
 def missing_trials(run: Run) -> int:
     """Number of scheduled trials without a row in the table; interrupted trials have one."""
-    pairs = set(zip(run.tables.trials["cell_id"], run.tables.trials["repeat"], strict=True))
-    scheduled = Counter(trial.cell.cell_id for trial in Schedule(run.manifest).trials())
+    pairs = {row.key for row in run.tables.trial_rows}
+    scheduled = Counter(trial.cell.cell_id for trial in run.manifest.schedule().trials())
     return (scheduled - Counter(cell_id for cell_id, _ in pairs)).total()
 
 
-def run_of(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any]) -> Run:
+def run_of(records: Sequence[TrialRecord], manifest: Manifest) -> Run:
     """The run in its current state, judged by the gates. Edited records raise KeyError, TypeError or ValueError."""
-    rows = [dict(record) for record in records]
-    peaks = (manifest.get("predicted") or {}).get("peak_bytes")
-    judged = gates.judge(tables.build(rows, dict(manifest)), rows, peaks)
-    contents = {record["cell_id"]: record["cell"] for record in records}
-    cells = {cell_id: Cell.from_dict(content) for cell_id, content in contents.items()}
-    return Run(name=str(manifest["run_id"]), tables=judged, cells=cells, manifest=manifest, records=records)
+    judged = gates.judge(tables.build(records, manifest), records, manifest.predicted.peak_bytes)
+    cells = {record.cell_id: record.cell for record in records}
+    return Run(name=manifest.run_id, tables=judged, cells=cells, manifest=manifest, records=records)

@@ -9,7 +9,6 @@ import shlex
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from bench.backends.base import built_in
 from bench.findings import Finding, note, warning
@@ -26,7 +25,7 @@ VIRTUAL = (
     "Virtual world: one process is rank 0 of W and nothing is sent, so no step is timed; memory, calls and bytes are "
     "those of a real rank"
 )
-SHARED = "The ranks shared GPUs, over gloo, so no step is timed; memory, calls and updates are those of real ranks"
+SHARED = "The ranks shared GPUs, so no step is timed; memory, calls and updates are those of real ranks"
 FAILED = frozenset({Reason.FAILED_TRIALS, Reason.NO_TRIALS})
 UNAVAILABLE = "No times can be compared"
 
@@ -38,9 +37,13 @@ def times_unavailable(run: Run, rows: Sequence[ComparedPair], folder: Path) -> F
     """
     worlds = {cell.world for cell in run.cells.values() if not cell.is_reference}
     if not any(world.times_communication for world in worlds):
-        return note("No times", SHARED if all(world.has_all_ranks for world in worlds) else VIRTUAL)
-    rows = [row for row in rows if not row.b.twin and row.b.world.times_communication]
-    if any(row.has_interval for row in rows if row.verdict is not Verdict.NOT_COMPARABLE):
+        if all(world.has_all_ranks for world in worlds):
+            return note("No times", SHARED)
+        return note("No times", VIRTUAL)
+    originals = (row for row in rows if not row.b.twin)
+    rows = [row for row in originals if row.b.world.times_communication]
+    comparable = [row for row in rows if row.verdict is not Verdict.NOT_COMPARABLE]
+    if any(row.has_interval or (row.time is not None and row.time.runs) for row in comparable):
         return None
     if not rows:
         return _nothing_to_compare(run)
@@ -48,10 +51,12 @@ def times_unavailable(run: Run, rows: Sequence[ComparedPair], folder: Path) -> F
     tried = [row for row in rows if row.reason not in (Reason.GATE, Reason.NO_TRIALS)] or rows
     reasons = Counter(row.reason for row in tried)
     details = {row.reason: row.details[0] for row in reversed(tried)}
-    texts = [
-        details[reason] + (f" ({count} of {plural(len(tried), 'comparison')})" if len(reasons) > 1 else "")
-        for reason, count in reasons.most_common()
-    ]
+    texts = []
+    for reason, count in reasons.most_common():
+        text = details[reason]
+        if len(reasons) > 1:
+            text += f" ({count} of {plural(len(tried), 'comparison')})"
+        texts.append(text)
     if Reason.FEW_TRIALS not in reasons and _repeats(run) < MIN_TRIALS:
         texts.append(f"{plural(_repeats(run), 'repeat')}, and an interval needs {MIN_TRIALS}")
     text = re.sub(r"^an ", "An ", "; ".join(texts))
@@ -65,74 +70,111 @@ def _nothing_to_compare(run: Run) -> Finding:
     if len(named) > 1 and baseline in REFERENCES:
         text = "The baseline is a reference, with which no times are compared"
         return warning(UNAVAILABLE, text, command=again(run, **{"--baseline": named[0]}))
-    options: dict[str, Any] = {"--repeats": MIN_REPEATS} if _repeats(run) < MIN_TRIALS else {}
+    options: dict[str, object] = {}
+    if _repeats(run) < MIN_TRIALS:
+        options["--repeats"] = MIN_REPEATS
     if named and baseline not in {*named, *REFERENCES}:
         return warning(UNAVAILABLE, f"The baseline, {baseline}, has no trial", command=again(run, **options))
-    kinds = built_in().items()
-    deferred = [name for name, kind in kinds if kind.is_mechanism and kind.sync is Sync.DEFERRED and name not in named]
-    options["--backend"] = named + deferred[:1]
+    for name, kind in built_in().items():
+        if kind.is_mechanism and kind.sync is Sync.DEFERRED and name not in named:
+            named.append(name)
+            break
+    options["--backend"] = named
     return warning(UNAVAILABLE, "No two cells of the run differ in the backend alone", command=again(run, **options))
 
 
-def next_command(run: Run, reasons: Collection[Reason], folder: Path) -> str:
-    """The command that would turn verdicts with these reasons into certain ones; empty if none would."""
+def next_command(run: Run, reasons: Collection[Reason], folder: Path, num_runs: int = 1) -> str:
+    """The command that would turn verdicts with these reasons into certain ones; empty if none would.
+
+    Over several runs, one more of them.
+    """
     place = shlex.quote(str(folder))
     if set(reasons) <= FAILED:
         return on_each_node(run, f"{shlex.join(BENCH)} run --resume {place} --retry-failed")
+    if set(reasons) == {Reason.CONTROL_OFF} or (num_runs > 1 and set(reasons) & {*MORE_HELPS, Reason.FEW_RUNS}):
+        return _another_run(run, reasons)
     if set(reasons) == {Reason.WIDE}:
         return ""  # the difference may be as small as any
     if Reason.DISTURBED not in reasons and not set(reasons) & MORE_HELPS:
         return f"{shlex.join(BENCH)} check {place}"
-    more = {}
+    more: dict[str, object] = {}
     if _repeats(run) < MIN_TRIALS:
         more["--repeats"] = MIN_REPEATS
     elif Reason.DISTURBED not in reasons:
         more["--repeats"] = 2 * _repeats(run)
     command = again(run, **more)
-    return f"{shlex.join(BENCH)} doctor && {command}" if Reason.DISTURBED in reasons else command
+    if Reason.DISTURBED in reasons:
+        return f"{shlex.join(BENCH)} doctor && {command}"
+    return command
+
+
+def _another_run(run: Run, reasons: Collection[Reason]) -> str:
+    """The command that measures the same again, on a machine whose times were suspect after a look at it."""
+    if Reason.CONTROL_OFF in reasons:
+        return f"{shlex.join(BENCH)} doctor && {again(run)}"
+    return again(run)
 
 
 def _repeats(run: Run) -> int:
     return int(run.tables.trials["repeat"].nunique())
 
 
-def again(run: Run, **options: Any) -> str:
+def again(run: Run, **options: object) -> str:
     """The command that measures the matrix of a run again, into a new folder, with these options changed.
 
     It is made from the matrix as it was run, not from the words of the first command. More repeats get a
     budget of the time that they need, and a tenth more, if the run has one.
     """
-    matrix = run.manifest["matrix"]
-    shipped = matrix["source"] == f"{matrix['name']}.toml"
-    given: dict[str, Any] = {"--matrix": matrix["name"] if shipped else matrix["source"]}
-    classes = {name: about.get("class") or name for name, about in run.manifest["backends"].items()}
-    for key, option in (matrix.get("places") or {}).items():
-        value = matrix["values"][key]
-        if option.startswith("--") and option != "--alone" and value != "auto":  # those follow from the others
-            given[option] = f"{value:g}s" if option == "--budget" else value
-    if run.manifest.get("cold"):
+    manifest, matrix = run.manifest, run.manifest.matrix
+    is_shipped = matrix.source == f"{matrix.name}.toml"
+    given: dict[str, object] = {"--matrix": matrix.source}
+    if is_shipped:
+        given["--matrix"] = matrix.name
+    classes = {name: about.get("class") or name for name, about in manifest.backends.items()}
+    for key, option in matrix.places.items():
+        value = matrix.values[key]
+        if not option.startswith("--") or option == "--alone" or value == "auto":  # those follow from the others
+            continue
+        given[option] = value
+        if option == "--budget":
+            given[option] = f"{manifest.settings.budget_s:g}s"
+    if manifest.cold:
         given["--cold"] = True
     if "--repeats" in options:
         given.pop("--max-repeats", None)
-        if matrix["values"].get("budget_s"):
-            trials, once = run.tables.trials, run.manifest.get("once") or ()
-            walls = trials[~trials["cell_id"].isin(once)].groupby("cell_id")["wall_s"]
-            options["--budget"] = f"{10 * math.ceil(1.1 * options['--repeats'] * walls.mean().sum() / 600)}m"
+        if manifest.settings.budget_s:
+            options["--budget"] = _budget(run, int(str(options["--repeats"])))
     asked = ((option, _word(value, classes)) for option, value in (given | options).items())
     return on_each_node(run, shlex.join([*BENCH, "run", *filter(None, itertools.chain.from_iterable(asked))]))
 
 
+def _budget(run: Run, repeats: int) -> str:
+    """The time of so many repeats and a tenth more, in tens of minutes."""
+    trials = run.tables.trials
+    walls = trials[~trials["cell_id"].isin(run.manifest.once)].groupby("cell_id")["wall_s"]
+    return f"{10 * math.ceil(1.1 * repeats * walls.mean().sum() / 600)}m"
+
+
 def on_each_node(run: Run, command: str) -> str:
     """The command, with where to start it if the run had several nodes."""
-    others = run.manifest.get("nodes")
-    return f"{command} # on each of {1 + len(others)} nodes: docs/hosts.md" if others else command
+    others = run.manifest.nodes
+    if not others:
+        return command
+    return f"{command} # on each of {1 + len(others)} nodes: docs/hosts.md"
 
 
-def _word(value: Any, classes: Mapping[str, str]) -> str:
+def _word(value: object, classes: Mapping[str, str]) -> str:
     """A value as its option takes it; empty for a switch."""
     if value is True:
         return ""
     if isinstance(value, list):
-        words = ("on" if part is True else "off" if part is False else str(part) for part in value)
+        words = (_part(part) for part in value)
         return ",".join(classes.get(word, word) for word in words)
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _part(value: object) -> str:
+    """A value in a list."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value)

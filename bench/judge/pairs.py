@@ -1,8 +1,8 @@
 """Two runs, or two backends of one run, cell by cell: pairs, evidence, verdicts, regressions.
 
 B is compared with A, the baseline: a ratio above 1 says that B takes longer. Reference cells of two runs are left out:
-the gates need them, but they do not compete. An A/A pair describes one run: it does not cover how the machine changed
-between two.
+the gates need them, but they do not compete. Either side may be a pool of runs. An A/A pair describes one run: it does
+not cover how the machine changed between two, so what runs of the machine differ by goes into the interval.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import pandas as pd
 
@@ -19,7 +18,18 @@ from bench.grouping import grouped
 from bench.judge.columns import COLUMNS, labels
 from bench.judge.evidence import CellEvidence, EvidenceByCell
 from bench.judge.loading import Run
-from bench.judge.statistics import MARGIN, Interval, Sample, holm, ratio
+from bench.judge.pool import Pool
+from bench.judge.run_spread import spread_of
+from bench.judge.statistics import (
+    MARGIN,
+    Interval,
+    Sample,
+    allowing_for_days,
+    between_days,
+    holm,
+    over_runs,
+    ratio,
+)
 from bench.judge.verdicts import ALPHA, NEXT, Comparison, Reason, Verdict, compare, judge_all
 from bench.plan.cell import Cell, Status
 
@@ -66,13 +76,14 @@ def pairs_of_backends(run: Run, baseline: str, backend: str) -> list[Pair]:
     """The cells of two backends of one run, matched by everything but the backend; HSDP's by replicas if both have."""
     of_baseline = (cell for cell in run.cells.values() if cell.backend == baseline)
     alike = grouped((_key(cell, "backend", "replicate"), cell) for cell in of_baseline)
-    found = [
-        Pair(a=base, b=cell, group=f"W={cell.world_size} {cell.precision}")
-        for cell in run.cells.values()
-        if cell.backend == backend
-        for base in alike.get(_key(cell, "backend", "replicate"), ())
-        if base.replicate in (0, cell.replicate) or not cell.replicate
-    ]
+    found: list[Pair] = []
+    for cell in run.cells.values():
+        if cell.backend != backend:
+            continue
+        bases = alike.get(_key(cell, "backend", "replicate"), [])
+        if cell.replicate:
+            bases = [base for base in bases if base.replicate in (0, cell.replicate)]
+        found += [Pair(a=base, b=cell, group=f"W={cell.world_size} {cell.precision}") for base in bases]
     named = [replace(pair, name=pair.name.removeprefix(f"{backend} ")) for pair in _named(found)]
     return sorted(named, key=lambda pair: (pair.b.world_size, pair.b.precision, pair.b.accumulate, pair.name))
 
@@ -85,7 +96,7 @@ def pairs_of_runs(a: Run, b: Run) -> list[Pair]:
 
 
 @lru_cache(maxsize=4096)
-def _key(cell: Cell, *without: str) -> tuple[tuple[str, Any], ...]:
+def _key(cell: Cell, *without: str) -> tuple[tuple[str, object], ...]:
     return tuple((name, value) for name, value in cell.to_dict().items() if name not in without)
 
 
@@ -102,32 +113,95 @@ def measured(run: Run, cell: Cell) -> bool:
 
 
 def judge_pairs(
-    a: Run,
-    b: Run,
+    a: Pool,
+    b: Pool,
     pairs: Sequence[Pair],
     *,
     thresholds: Mapping[str, float] | None = None,
     margin: float = MARGIN,
     control: Interval | None = None,
 ) -> list[ComparedPair]:
-    """The verdicts of one report, corrected by Holm for the number of pairs.
+    """The verdicts of one report, corrected by Holm for the number of pairs that are judged.
 
+    The cells of one pool are compared run by run, and each run counts once. Of two, the runs of A are compared with
+    those of B.
     ``thresholds`` says by how much each of METRICS may be worse: 0.05 for 5 %. A step time is certainly worse if the
     whole interval is, and Holm's adjusted p-value of the hypothesis that it is not, tested like a difference, is
     below 5 %; peak memory is if it is in bytes. A time that is not comparable, or has failed trials, is never certain.
     """
-    apart, limits = a is not b, thresholds or {}
-    ours = EvidenceByCell(a.tables, "A ") if apart else a.evidence
-    theirs = EvidenceByCell(b.tables, "B ") if apart else ours
-    sides = [(ours.of(pair.a), theirs.of(pair.b)) for pair in pairs]
-    judged = judge_all(compare(cell, base, control, margin) for base, cell in sides)
+    limits = thresholds or {}
+    ours = [run.evidence for run in a.runs]
+    theirs = ours
+    if a is not b:
+        ours = [EvidenceByCell(run.tables, "A ") for run in a.runs]
+        theirs = [EvidenceByCell(run.tables, "B ") for run in b.runs]
+    every = [
+        Sides(a=tuple(run.of(pair.a) for run in ours), b=tuple(run.of(pair.b) for run in theirs)) for pair in pairs
+    ]
+    if a is b:
+        judged = judge_all(compare(sides.by_run(a.titles), control, margin) for sides in every)
+    else:
+        judged = judge_all(_between_days(a, b, sides, control, margin) for sides in every)
     slower = [False] * len(pairs)
     if SLOWER in limits:
-        slower = _certainly_slower(sides, judged, limits[SLOWER])
+        slower = _certainly_slower(a, b, every, judged, limits[SLOWER])
     return [
-        _compared(pair, *both, found, is_slower, limits)
-        for pair, both, found, is_slower in zip(pairs, sides, judged, slower, strict=True)
+        _compared(pair, *sides.shown, found, is_slower, limits)
+        for pair, sides, found, is_slower in zip(pairs, every, judged, slower, strict=True)
     ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sides:
+    """The evidence on a pair in each run of A and in each of B, which are the same runs or others."""
+
+    a: tuple[CellEvidence, ...]
+    b: tuple[CellEvidence, ...]
+
+    @property
+    def shown(self) -> tuple[CellEvidence, CellEvidence]:
+        """A's and B's in the first run."""
+        return self.a[0], self.b[0]
+
+    def by_run(self, titles: Sequence[str]) -> dict[str, tuple[CellEvidence, CellEvidence]]:
+        """B's and A's, as ratios are of B over A, by the run that has both."""
+        return dict(zip(titles, zip(self.b, self.a, strict=True), strict=True))
+
+
+def _between_days(a: Pool, b: Pool, sides: Sides, control: Interval | None, margin: float) -> Comparison:
+    """The evidence on a cell in runs of different days, with what such runs differ by in the interval.
+
+    That follows from the runs themselves, if a side has enough, else it is what was found of this class of machines.
+    """
+    pairs = [compare({"": (cell, base)}, control, margin) for cell in sides.b for base in sides.a]
+    blocked = [found for found in pairs if found.blocked]
+    found = (blocked or pairs)[0]
+    if found.time is None or found.blocked:
+        return found
+    time = _allowing_for_days(a, b, sides, margin)
+    if time is not None:
+        return replace(found, time=time, cycles=None, allows_for_days=True)
+    details = ("how much runs of different days differ on this machine is not known",)
+    return replace(found, blocked=True, reason=Reason.DAYS, details=details)
+
+
+def _allowing_for_days(a: Pool, b: Pool, sides: Sides, margin: float, allowed: float = 1.0) -> Interval | None:
+    """The ratio of B to ``allowed`` times A; None if it is not known what days differ by."""
+    ours = [_seconds(side) * allowed for side in sides.a]
+    theirs = [_seconds(side) for side in sides.b]
+    if (over_days := between_days(theirs, ours, margin)) is not None:
+        return over_days
+    spread = spread_of(a.first.manifest)
+    if spread is None or spread_of(b.first.manifest) != spread:
+        return None
+    base, cell = sides.shown
+    scaled = Sample([seconds * allowed for seconds in base.sample.trials], base.sample.blocks)
+    return allowing_for_days(ratio(cell.sample, scaled, margin), spread.of_times, spread.freedom, margin)
+
+
+def _seconds(side: CellEvidence) -> float:
+    """The step time of a cell in a run."""
+    return math.exp(float(side.sample.logs.mean()))
 
 
 def _compared(
@@ -141,43 +215,62 @@ def _compared(
     """A judged pair with its bytes, steps and regressions."""
     # Bytes and counts have no noise: what others did on the machine does not matter to them.
     unlike = found.verdict is Verdict.NOT_COMPARABLE and found.reason is not Reason.DISTURBED
-    memory = (base.peak_memory_bytes, cell.peak_memory_bytes) if not unlike else (None, None)
+    memory: tuple[int | None, int | None] = (None, None)
+    steps: tuple[int | None, int | None] = (None, None)
+    if not unlike:
+        memory = (base.peak_memory_bytes, cell.peak_memory_bytes)
+        steps = (base.optimizer_steps, cell.optimizer_steps)
     share = None
     # What a ledger tracked is not what an allocator holds.
     if memory[0] and memory[1] is not None and len(base.peak_memory_sources | cell.peak_memory_sources) == 1:
         share = memory[1] / memory[0]
-    unknown = {SLOWER: found.blocked or found.time is None or found.time.low is None, MEMORY: share is None}
+    unknown = {SLOWER: not _is_checked(found), MEMORY: share is None}
     worse = {SLOWER: is_slower, MEMORY: share is not None and share > 1 + thresholds.get(MEMORY, math.inf)}
+    limited = [metric for metric in METRICS if metric in thresholds]
     return ComparedPair(
         **vars(pair),
         **vars(found),
         memory=memory,
         memory_ratio=share,
-        steps=(base.optimizer_steps, cell.optimizer_steps) if not unlike else (None, None),
+        steps=steps,
         regressions=tuple(metric for metric in METRICS if worse[metric]),
-        unchecked=tuple(metric for metric in METRICS if metric in thresholds and unknown[metric]),
+        unchecked=tuple(metric for metric in limited if unknown[metric]),
     )
 
 
 def _certainly_slower(
-    sides: Sequence[tuple[CellEvidence, CellEvidence]], judged: Sequence[Comparison], threshold: float
+    a: Pool, b: Pool, every: Sequence[Sides], judged: Sequence[Comparison], threshold: float
 ) -> list[bool]:
     """Whether B takes longer than 1 + threshold times as long as A, of each pair."""
-    values, beyond = [], []
-    for (base, theirs), found in zip(sides, judged, strict=True):
-        if found.blocked or found.time is None or found.time.low is None:
-            values.append(1.0)
-            beyond.append(False)
-            continue
-        allowed = Sample([seconds * (1 + threshold) for seconds in base.sample.trials], base.sample.blocks)
-        shifted = ratio(theirs.sample, allowed)
-        assert shifted.p_different is not None, "there are as many trials as for the interval"
+    family = [place for place, found in enumerate(judged) if _is_checked(found)]
+    values, certain = [], [False] * len(judged)
+    for place in family:
+        sides = every[place]
+        if a is b:
+            ratios = [
+                ratio(cell.sample, Sample([s * (1 + threshold) for s in base.sample.trials], base.sample.blocks))
+                for cell, base in zip(sides.b, sides.a, strict=True)
+            ]
+            shifted: Interval | None = ratios[0]
+            if len(ratios) > 1:
+                shifted = over_runs([each.ratio for each in ratios])
+        else:
+            shifted = _allowing_for_days(a, b, sides, MARGIN, 1 + threshold)
+        assert shifted is not None and shifted.p_different is not None, "there are as many trials as for the interval"
         values.append(shifted.p_different)
-        beyond.append(found.time.low > 1 + threshold)
-    return [there and p < ALPHA for there, p in zip(beyond, holm(values), strict=True)]
+    for place, p_value in zip(family, holm(values), strict=True):
+        time = judged[place].time
+        assert time is not None and time.low is not None, "only those that are judged"
+        certain[place] = time.low > 1 + threshold and p_value < ALPHA
+    return certain
 
 
-def record(row: ComparedPair) -> dict[str, Any]:
+def _is_checked(found: Comparison) -> bool:
+    """Whether a threshold on the time can be checked."""
+    return found.is_judged and found.reason is not Reason.CONTROL_OFF
+
+
+def record(row: ComparedPair) -> dict[str, object]:
     """One row as plain values: the columns of compare.parquet, and the ``cells`` of ``--json``."""
     time = row.time
     return {
@@ -194,6 +287,9 @@ def record(row: ComparedPair) -> dict[str, Any]:
         **{name: getattr(time, name, None) for name in ("ratio", "low", "high", "num_trials", "paired")},
         "p_different": row.p_different,
         "p_same": row.p_same,
+        "num_runs": None if time is None else len(time.runs) or 1,
+        "next_low": getattr(time, "next_low", None),
+        "next_high": getattr(time, "next_high", None),
         "no_interval": "" if time is None else time.reason,
         "peak_memory_a_bytes": row.memory[0],
         "peak_memory_b_bytes": row.memory[1],
@@ -216,8 +312,13 @@ def partnerless(a: Run, b: Run, pairs: Sequence[Pair], backends: tuple[str | Non
     found = {}
     paired = {cell.cell_id for pair in pairs for cell in (pair.a, pair.b)}
     for key, run, backend in zip(("only_a", "only_b"), (a, b), backends, strict=True):
-        alone = [cell for cell_id, cell in run.cells.items() if cell_id not in paired and not cell.twin]
-        found[key] = [c.label for c in alone if (c.backend == backend if backend else not c.is_reference)]
+        originals = ((cell_id, cell) for cell_id, cell in run.cells.items() if not cell.twin)
+        alone = [cell for cell_id, cell in originals if cell_id not in paired]
+        if backend:
+            meant = [cell for cell in alone if cell.backend == backend]
+        else:
+            meant = [cell for cell in alone if not cell.is_reference]
+        found[key] = [cell.label for cell in meant]
     return found
 
 

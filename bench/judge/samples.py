@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from bench.judge.statistics import MIN_TRIALS, Array, LogMean
+from bench.judge.statistics import MIN_TRIALS, Array, LogMean, over_runs
 from bench.judge.tables import good_trials
 from bench.plan.cell import Status
 
@@ -27,7 +27,10 @@ class Estimate(NamedTuple):
     seconds: float
     low: float | None = None
     high: float | None = None
-    """Ends of the 95 % interval over the trials of the run; None with fewer than MIN_TRIALS trials."""
+    """Ends of the 95 % interval over the trials of the run; None with fewer than MIN_TRIALS trials.
+
+    Of several runs it is over runs, and None with fewer than MIN_RUNS.
+    """
 
 
 def estimate(medians: Sequence[float] | Array) -> Estimate:
@@ -38,6 +41,12 @@ def estimate(medians: Sequence[float] | Array) -> Estimate:
         return Estimate(seconds)
     low, high = LogMean.of(logs).interval()
     return Estimate(seconds, math.exp(low), math.exp(high))
+
+
+def estimate_over_runs(runs: Sequence[Sequence[float]]) -> Estimate:
+    """The estimate from the trials of several runs, each of which counts once."""
+    found = over_runs([estimate(trials).seconds for trials in runs])
+    return Estimate(found.ratio, found.low, found.high)
 
 
 def step_times(trials: pd.DataFrame) -> dict[str, Estimate]:
@@ -109,7 +118,9 @@ def outliers(values: Sequence[float]) -> list[int]:
         return []
     distances = np.abs(np.asarray(values, dtype=float) - np.median(values))
     scale = np.median(distances)
-    return [] if scale == 0 else [int(i) for i in np.flatnonzero(distances > OUTLIER * scale)]
+    if scale == 0:
+        return []
+    return [int(i) for i in np.flatnonzero(distances > OUTLIER * scale)]
 
 
 def drift(slots: Sequence[float], medians: Sequence[float]) -> Tested:

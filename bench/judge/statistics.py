@@ -4,6 +4,8 @@
 2. Logarithms are averaged: differences within blocks if both cells ran in the same blocks, which removes shared drift,
    else each cell on its own. So a ratio is one of geometric means.
 3. Interval and p-values are Student's t of paired differences, or Welch's of two samples (Biometrika 34, 1947).
+4. Of several runs, each counts once, with its ratio: they share what varies between days (Kalibera and Jones, ISMM
+   2013: the highest level with random variation is the one to repeat).
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ LEVEL = 0.95
 
 MIN_TRIALS = 5
 """Least number of trials, or of blocks with both cells, for an interval: of fewer the spread is hardly known."""
+MIN_RUNS = 3
+"""Least number of runs for an interval over runs."""
 MIN_REPEATS, MAX_REPEATS = 10, 600
 """Default numbers of blocks at which an adaptive run looks first and stops at the latest; docs/statistics.md."""
 
@@ -73,28 +77,36 @@ class Interval:
     p_same: float | None = None
     """p-value of the hypothesis that the ratio is outside the margin: two one-sided tests (Schuirmann 1987)."""
     num_trials: int
-    """Number of blocks if paired, else of trials of the cell with fewer."""
+    """Number of blocks if paired, else of trials of the cell with fewer; of several runs, their number."""
     paired: bool
+    runs: tuple[float, ...] = ()
+    """The ratio of each run, if there are several: all else is then of their mean. Empty for a single run."""
+    next_low: float | None = None
+    next_high: float | None = None
+    """Where the ratio of the next run falls in 95 of 100 cases; None with fewer than MIN_RUNS runs."""
 
     @property
     def reason(self) -> str:
         """Why there is no interval, as from ``too_few``; empty if there is one."""
         if self.low is not None:
             return ""
-        return too_few(self.num_trials, "block", " with both cells") if self.paired else too_few(self.num_trials)
+        if self.runs:
+            return too_few(len(self.runs), "run", least=MIN_RUNS)
+        if self.paired:
+            return too_few(self.num_trials, "block", " with both cells")
+        return too_few(self.num_trials)
 
     @property
     def width(self) -> float:
         """high / low - 1; infinite without an interval."""
-        return math.inf if self.low is None or self.high is None else self.high / self.low - 1
+        if self.low is None or self.high is None:
+            return math.inf
+        return self.high / self.low - 1
 
-    def widened(self, by: float) -> Interval:
-        """The interval with both ends farther out by a logarithm; p_different is 1 if it contains 1 then."""
-        if not by or self.low is None or self.high is None:
-            return self
-        low, high = self.low * math.exp(-by), self.high * math.exp(by)
-        p_different = 1.0 if low <= 1 <= high else self.p_different
-        return replace(self, low=low, high=high, p_different=p_different)
+    @property
+    def may_turn(self) -> bool:
+        """Whether the next run may show the opposite of the mean, or no difference."""
+        return self.next_low is not None and self.next_high is not None and self.next_low <= 1 <= self.next_high
 
 
 def ratio(a: Sample, b: Sample, margin: float = MARGIN) -> Interval:
@@ -107,12 +119,20 @@ def ratio(a: Sample, b: Sample, margin: float = MARGIN) -> Interval:
         raise ValueError("a ratio needs a trial on either side")
     blocks = [block for block in a.by_block if block in b.by_block]
     paired = len(blocks) >= MIN_TRIALS or (blocks != [] and max(len(a.trials), len(b.trials)) < MIN_TRIALS)
-    logs = [np.array([a.by_block[block] - b.by_block[block] for block in blocks])] if paired else [a.logs, b.logs]
+    logs = [a.logs, b.logs]
+    if paired:
+        logs = [np.array([a.by_block[block] - b.by_block[block] for block in blocks])]
     n = min(map(len, logs))
     if n < MIN_TRIALS:
-        centre = float(logs[0].mean() - (0 if paired else b.logs.mean()))
+        centre = float(logs[0].mean())
+        if not paired:
+            centre -= float(b.logs.mean())
         return Interval(ratio=math.exp(centre), num_trials=n, paired=paired)
-    found = LogMean.of(*logs)
+    return interval_of(LogMean.of(*logs), margin, n, paired=paired)
+
+
+def interval_of(found: LogMean, margin: float, n: int, *, paired: bool) -> Interval:
+    """The ratio whose logarithm is this mean, of n trials, blocks or runs."""
     low, high = found.interval()
     return Interval(
         ratio=math.exp(found.centre),
@@ -125,9 +145,58 @@ def ratio(a: Sample, b: Sample, margin: float = MARGIN) -> Interval:
     )
 
 
-def too_few(n: int, what: str = "trial", which: str = "") -> str:
+def over_runs(ratios: Sequence[float], margin: float = MARGIN) -> Interval:
+    """The ratio over several runs, from that of each: their geometric mean, and where the next run falls.
+
+    With k runs, whose logarithms have the mean m and the standard deviation s, the mean's interval is
+    exp(m +- t s / sqrt k), the next run's exp(m +- t s sqrt(1 + 1 / k)), t being Student's with k - 1 degrees of
+    freedom. The noise within each run is in s.
+    """
+    logs, k = np.log(np.asarray(ratios, dtype=float)), len(ratios)
+    if k < MIN_RUNS:
+        return Interval(ratio=math.exp(logs.mean()), num_trials=k, paired=True, runs=tuple(ratios))
+    found = LogMean.of(logs)
+    low, high = replace(found, error=found.error * math.sqrt(k + 1)).interval()
+    interval = interval_of(found, margin, k, paired=True)
+    return replace(interval, runs=tuple(ratios), next_low=math.exp(low), next_high=math.exp(high))
+
+
+def between_days(a: Sequence[float], b: Sequence[float], margin: float = MARGIN) -> Interval | None:
+    """The step time of ``a`` relative to that of ``b``, from seconds in runs on different days; None with too few runs.
+
+    Student's t of two samples with one variance, of at least MIN_RUNS runs of a side: a side of one run is then
+    compared with what the runs of the other differ by.
+    """
+    if max(len(a), len(b)) < MIN_RUNS:
+        return None
+    ours, theirs = np.log(np.asarray(a, dtype=float)), np.log(np.asarray(b, dtype=float))
+    freedom = len(ours) + len(theirs) - 2
+    squares = ((ours - ours.mean()) ** 2).sum() + ((theirs - theirs.mean()) ** 2).sum()
+    error = math.sqrt(squares / freedom * (1 / len(ours) + 1 / len(theirs)))
+    found = LogMean(ours.mean() - theirs.mean(), np.asarray(error), np.asarray(float(freedom)))
+    return interval_of(found, margin, min(len(ours), len(theirs)), paired=False)
+
+
+def allowing_for_days(interval: Interval, deviation: float, freedom: int, margin: float = MARGIN) -> Interval:
+    """A ratio of one run to another one, with the deviation of a step time between days in its interval.
+
+    ``deviation`` is the standard deviation of the logarithm of one cell's step time over runs, known with ``freedom``
+    degrees of freedom; those of the sum are Welch's. An interval that does not exist stays so.
+    """
+    if interval.low is None or interval.high is None:
+        return interval
+    n = interval.num_trials
+    within = math.log(interval.high / interval.low) / (2 * special.stdtrit(n - 1, (1 + LEVEL) / 2))
+    parts = {n - 1: within**2, freedom: 2 * deviation**2}
+    variance = within**2 + 2 * deviation**2
+    welch = variance**2 / sum(part**2 / of for of, part in parts.items())
+    found = LogMean(np.asarray(math.log(interval.ratio)), np.asarray(math.sqrt(variance)), np.asarray(welch))
+    return interval_of(found, margin, n, paired=interval.paired)
+
+
+def too_few(n: int, what: str = "trial", which: str = "", least: int = MIN_TRIALS) -> str:
     """Why n values give no interval: how many are needed, and how many there are."""
-    return f"an interval needs {MIN_TRIALS} {what}s{which}; there {'is' if n == 1 else 'are'} {n}"
+    return f"an interval needs {least} {what}s{which}; there {'is' if n == 1 else 'are'} {n}"
 
 
 @dataclass(frozen=True, slots=True)

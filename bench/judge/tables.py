@@ -1,40 +1,121 @@
-"""Builds tidy pandas tables from the journal: SI units, counts start with ``num_``, failed trials are included."""
+"""Builds the tables of a run from its journal: SI units, counts start with ``num_``, failed trials are included.
+
+Rows are typed, and keep their cells; frames of pandas, with the columns of ``bench.judge.columns``, are made of them.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import pandas as pd
 
 from bench.files import replacing
-from bench.judge.columns import COLUMNS, dtypes
-from bench.measure.dispatch import NUMBERS
+from bench.judge.columns import dtypes
+from bench.judge.trial_columns import TrialRow
 from bench.plan.cell import Cell, Precision, Status
-from bench.plan.world import World
-from bench.run.links import all_reduce_rate, between
 from bench.run.machine import peak_flops
+from bench.run.manifest import Manifest
+from bench.run.trial_record import (
+    ExposedTime,
+    GpuSummary,
+    MergedTimings,
+    SummedIn,
+    TrialRecord,
+    UpdateCheck,
+    WindowCost,
+)
 
-ONCE = ("update", "memory", "accumulation", "dispatch", "exposure")
-"""Passes that one trial of a cell measures for all."""
-SOURCES = {name: column for name, column in COLUMNS["trials"].items() if column.source}
+Value: TypeAlias = str | int | float | bool | None
+"""A value of a frame; None is missing."""
+RowValues: TypeAlias = dict[str, Value]
+"""A row of a frame, by column."""
+SLOWED_SHARE = 0.1
+"""Share of the samples from which on a reason for lowered clocks counts."""
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """A timed optimizer step."""
+
+    cell_id: str
+    repeat: int
+    step: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class LossRow:
+    """The loss of an optimizer step; it may be NaN."""
+
+    cell_id: str
+    repeat: int
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveRow:
+    """A counted operation; what is expected is None without a formula."""
+
+    cell_id: str
+    repeat: int
+    op: str
+    group: str
+    dtype: str
+    calls: int
+    payload_bytes: int
+    expected_calls: int | None = None
+    expected_payload_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """The bytes of a category; what is expected is None without a formula."""
+
+    cell_id: str
+    repeat: int
+    category: str
+    bytes: int
+    expected_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Tables:
     """The tables of one run, by name (``NAMES``); each is also a parquet file in the run's folder."""
 
-    trials: pd.DataFrame
-    steps: pd.DataFrame
-    losses: pd.DataFrame
-    collectives: pd.DataFrame
-    memory: pd.DataFrame
+    trial_rows: Sequence[TrialRow] = ()
+    step_rows: Sequence[StepRow] = ()
+    loss_rows: Sequence[LossRow] = ()
+    collective_rows: Sequence[CollectiveRow] = ()
+    memory_rows: Sequence[MemoryRow] = ()
     failures: Mapping[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
     """What the gates found of each trial that failed one, by cell_id and repeat."""
+
+    @cached_property
+    def trials(self) -> pd.DataFrame:
+        return frame_of("trials", [row.values() for row in self.trial_rows])
+
+    @cached_property
+    def steps(self) -> pd.DataFrame:
+        return _frame_of_rows("steps", self.step_rows)
+
+    @cached_property
+    def losses(self) -> pd.DataFrame:
+        return _frame_of_rows("losses", self.loss_rows)
+
+    @cached_property
+    def collectives(self) -> pd.DataFrame:
+        return _frame_of_rows("collectives", self.collective_rows)
+
+    @cached_property
+    def memory(self) -> pd.DataFrame:
+        return _frame_of_rows("memory", self.memory_rows)
 
     def write(self, folder: Path) -> list[Path]:
         """Write each table as a parquet file, atomically; return the paths."""
@@ -51,27 +132,32 @@ NAMES = ("trials", "steps", "losses", "collectives", "memory")
 """Names of the tables that are built from the journal."""
 
 
-def build(records: list[dict[str, Any]], manifest: dict[str, Any]) -> Tables:
+def build(records: Iterable[TrialRecord], manifest: Manifest) -> Tables:
     """The tables of the journal's records, not yet judged. Of several records of a cell and repeat, the last counts."""
-    latest = {(record["cell_id"], record["repeat"]): record for record in records}
-    once: dict[str, dict[str, Any]] = {}
-    for (cell_id, _), record in latest.items():
-        known = once.setdefault(cell_id, dict.fromkeys(ONCE))
-        known |= {name: record[name] for name in ONCE if not known[name] and record.get(name)}
-    cells = {record["cell_id"]: Cell.from_dict(record["cell"]) for record in latest.values()}
-    trials = [_trial_row(record, cells[cell_id], manifest, once[cell_id]) for (cell_id, _), record in latest.items()]
-    children: dict[str, list[dict[str, Any]]] = {name: [] for name in NAMES[1:]}
-    for (cell_id, repeat), record in latest.items():
-        for name, rows in _child_rows(record, cells[cell_id]).items():
-            children[name].extend({"cell_id": cell_id, "repeat": repeat, **row} for row in rows)
-    frames: dict[str, Any] = {name: frame_of(name, rows) for name, rows in ({"trials": trials} | children).items()}
-    return Tables(**frames)
+    latest = list({record.key: record for record in records}.values())
+    measured: dict[str, MeasuredOnce] = {}
+    for record in latest:
+        measured.setdefault(record.cell_id, MeasuredOnce()).note(record)
+    memory = [row for record in latest for row in _memory_rows(record)]
+    return Tables(
+        trial_rows=[_trial_row(record, manifest, measured[record.cell_id]) for record in latest],
+        step_rows=[row for record in latest for row in _step_rows(record)],
+        loss_rows=[row for record in latest for row in _loss_rows(record)],
+        collective_rows=[row for record in latest for row in _collective_rows(record)],
+        memory_rows=memory,
+    )
 
 
-def frame_of(name: str, rows: pd.DataFrame | Sequence[Mapping[Any, Any]]) -> pd.DataFrame:
+def frame_of(name: str, rows: pd.DataFrame | Sequence[Mapping[str, object]]) -> pd.DataFrame:
     """A frame with the columns and dtypes of the named table; missing values are NA."""
     columns = dtypes(name)
     return pd.DataFrame(rows, columns=list(columns)).astype(columns)
+
+
+def _frame_of_rows(name: str, rows: Sequence[StepRow | LossRow | CollectiveRow | MemoryRow]) -> pd.DataFrame:
+    columns = dtypes(name)
+    values = {column: [getattr(row, column) for row in rows] for column in columns}
+    return pd.DataFrame(values, columns=list(columns)).astype(columns)
 
 
 def good_trials(trials: pd.DataFrame) -> pd.DataFrame:
@@ -80,137 +166,236 @@ def good_trials(trials: pd.DataFrame) -> pd.DataFrame:
     return trials[fine | ~fine.groupby(trials["cell_id"]).transform("any")]
 
 
-def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
+def rows_of(frame: pd.DataFrame) -> list[RowValues]:
     """The rows of a frame as plain values, by column; missing values are None. ``to_dict`` takes four times as long."""
     names = list(map(str, frame))
     columns = (frame[name].to_numpy(object, na_value=None) for name in names)  # type: ignore[call-overload]
     return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
-def _trial_row(record: dict[str, Any], cell: Cell, manifest: dict[str, Any], once: Mapping[str, Any]) -> dict[str, Any]:
+def text_in(row: Mapping[str, Value], name: str) -> str | None:
+    """The text in a column."""
+    value = row[name]
+    return None if value is None else str(value)
+
+
+def number_in(row: Mapping[str, Value], name: str) -> float | None:
+    """The number in a column."""
+    value = row[name]
+    return None if value is None else float(value)
+
+
+def count_in(row: Mapping[str, Value], name: str) -> int | None:
+    """The integer in a column."""
+    value = row[name]
+    return None if value is None else int(value)
+
+
+@dataclass
+class MeasuredOnce:
+    """What one trial of a cell measures for all: the first result of each pass."""
+
+    update: UpdateCheck | None = None
+    memory: Mapping[str, int] | None = None
+    accumulation: SummedIn | None = None
+    dispatch: WindowCost | None = None
+    exposure: ExposedTime | None = None
+
+    def note(self, record: TrialRecord) -> None:
+        """Take what is not known yet from the record of another trial."""
+        if self.update is None:
+            self.update = record.update
+        if not self.memory:
+            self.memory = record.memory
+        if self.accumulation is None:
+            self.accumulation = record.accumulation
+        if self.dispatch is None:
+            self.dispatch = record.dispatch
+        if self.exposure is None:
+            self.exposure = record.exposure
+
+
+def _trial_row(record: TrialRecord, manifest: Manifest, measured: MeasuredOnce) -> TrialRow:
     """A row of the trials table; what is measured once per cell stands on all of its good trials."""
-    good = record["status"] == Status.OK
-    described = manifest["backends"].get(cell.backend, {})
-    facts = {**record, **(once if good else dict.fromkeys(ONCE))}
-    facts |= {"run_id": manifest["run_id"], "described": described}
-    row = cell.to_dict() | {name: _at(facts, column.source) for name, column in SOURCES.items()}
-    row["virtual_world_size"] = None if cell.world.has_all_ranks else cell.world_size
-    row["micro_batch_size"] = cell.micro_batch_size
-    row["optimizer_steps_expected"] = cell.windows if cell.world.computes else None
-    row["num_passes"] = len(record.get("passes", ()))
-    if record.get("training_s") is not None:
-        row["overhead_s"] = record["wall_s"] - record["training_s"]
+    cell, described = record.cell, manifest.backends.get(record.cell.backend, {})
+    row = TrialRow(
+        cell=cell,
+        run_id=manifest.run_id,
+        repeat=record.repeat,
+        status=record.status,
+        reason=record.reason,
+        wall_s=record.wall_s,
+        num_passes=len(record.passes),
+    )
+    row.slot = record.slot
+    row.framework, row.sharding = described.get("framework"), described.get("sharding")
+    row.sync = described.get("sync")
     if cell.precision is Precision.BF16:
-        row["bf16_as"] = described.get("bf16_as")
-    for name in NUMBERS:
-        cost = _at(facts, f"dispatch.{name}")
-        is_valid = cost is not None and (cell.world.is_timed or name != "cpu_s")
-        row[f"{name}_per_micro_batch"] = cost / cell.accumulate if is_valid else None
-    if facts["memory"] and "peak" in facts["memory"]:
-        row |= {"peak_memory_bytes": facts["memory"]["peak"], "peak_memory_source": "tracked tensors"}
-    if record.get("time"):
-        row |= _timed_columns(record, cell, record["time"], manifest)
+        row.bf16_as = described.get("bf16_as")
+    row.num_parameters, row.device_name = record.num_parameters, record.device_name
+    row.entropy_floor = known(record.entropy_floor)
+    if record.training_s is not None:
+        row.training_s = record.training_s
+        row.overhead_s = record.wall_s - record.training_s
+    if record.status is Status.OK:
+        _add_once(row, measured)
+    if record.time is not None:
+        _add_timed(row, record, record.time, manifest)
     return row
 
 
-def _at(facts: Mapping[str, Any], path: str) -> Any:
-    """The value at a path of keys; None if one is missing or empty."""
-    value: Any = facts
-    for key in path.split("."):
-        value = None if value is None else value.get(key)
-    return value
+def known(number: float | None) -> float | None:
+    """A number of a record, whose NaN is as missing in a row as what was not measured."""
+    return None if number is None or math.isnan(number) else number
 
 
-def world_of(trial: Any) -> World:
-    """The world of a row of the trials table."""
-    virtual = pd.notna(trial["virtual_world_size"])
-    return World.of(virtual=virtual, fake_tensors=trial["fake_tensors"] is True, shared_gpu=trial["shared_gpu"] is True)
+def _add_once(row: TrialRow, measured: MeasuredOnce) -> None:
+    if (update := measured.update) is not None:
+        row.update_error, row.update_scale = known(update.error), known(update.scale)
+        row.update_residual = known(update.residual)
+        row.gradient_norm = known(update.gradient_norm)
+        row.unclipped_error, row.unclipped_scale = known(update.unclipped_error), known(update.unclipped_scale)
+        row.device_error = known(update.device_error)
+        row.device_loss_deviation = known(update.device_loss_deviation)
+    if measured.memory and "peak" in measured.memory:
+        row.peak_memory_bytes, row.peak_memory_source = measured.memory["peak"], "tracked tensors"
+    if measured.accumulation is not None:
+        row.accumulated_in = measured.accumulation.dtype
+    if (cost := measured.dispatch) is not None:
+        row.other_work = cost.other_work
+        n = row.cell.accumulate
+        if cost.cpu_s is not None and row.cell.world.is_timed:
+            row.cpu_s_per_micro_batch = cost.cpu_s / n
+        if cost.num_operators is not None:
+            row.num_operators_per_micro_batch = cost.num_operators / n
+        if cost.num_launches is not None:
+            row.num_launches_per_micro_batch = cost.num_launches / n
+    if measured.exposure is not None:
+        row.collective_s, row.exposed_s = measured.exposure.collective_s, measured.exposure.exposed_s
 
 
-def step_time(cell: Cell, timed: Mapping[str, Any] | None) -> float | None:
+def step_time(cell: Cell, timed: MergedTimings | None) -> float | None:
     """The median of a trial's steps after warm-up in seconds, from its time pass; None if it has no such times."""
-    if not timed or not timed["step_seconds"] or not cell.world.is_timed:
+    if timed is None or not timed.step_seconds or not cell.world.is_timed:
         return None
-    return float(statistics.median(timed["step_seconds"][_unsettled(timed) :]))
+    return float(statistics.median(timed.step_seconds))
 
 
-def _timed_columns(
-    record: dict[str, Any], cell: Cell, timed: dict[str, Any], manifest: dict[str, Any]
-) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "micro_batches_per_update": ",".join(map(str, timed["micro_batches_per_update"])),
-        "final_loss": timed["losses"][-1] if timed["losses"] else None,
-    }
-    if timed["reported"]:
-        row["optimizer_steps_reported_by"], row["optimizer_steps_reported"] = next(iter(timed["reported"].items()))
-    if record.get("gpus") and cell.world.is_timed:
-        row |= _gpu_columns(record["gpus"]["gpus"], len(timed["step_seconds"]), record["tokens_per_step"])
-    if (seconds := step_time(cell, timed)) is not None:
-        row["num_warmup_steps"] = cell.warmup_windows + _unsettled(timed)
-        row["step_time_s"] = seconds
-    if "step_time_s" in row and cell.world.times_communication:
-        row["tokens_per_s"] = record["tokens_per_step"] / row["step_time_s"]
-        ranks = between(manifest, cell.world_size, cell.num_nodes)
-        row["link_bytes_per_s"] = all_reduce_rate(ranks)
-        if record["flops_per_step"]:
-            rate = record["flops_per_step"] / row["step_time_s"]
-            peak = peak_flops(record["device_name"], cell.precision)
-            products = ranks and ranks["flops_per_s"].get(cell.precision)  # of each rank
-            row["mfu"] = rate / (peak * cell.world_size) if peak else None
-            row["mfu_of_matmul"] = rate / math.fsum(products) if products else None
-    if timed.get("cuda_memory"):
-        row |= {
-            "peak_memory_bytes": timed["cuda_memory"]["allocated"],
-            "peak_memory_source": "CUDA allocator, allocated",
-        }
-    return row
+def _add_timed(row: TrialRow, record: TrialRecord, timed: MergedTimings, manifest: Manifest) -> None:
+    cell = row.cell
+    row.num_micro_batches, row.optimizer_steps_observed = timed.num_micro_batches, timed.num_updates
+    row.ranks_agree = timed.ranks_agree
+    row.micro_batches_per_update = ",".join(map(str, timed.micro_batches_per_update))
+    if timed.losses:
+        row.final_loss = known(timed.losses[-1])
+    for counter, count in list(timed.reported.items())[:1]:
+        row.optimizer_steps_reported_by, row.optimizer_steps_reported = counter, count
+    if timed.host is not None:
+        row.num_cpus = timed.host.num_cpus
+        row.foreign_cores, row.stolen_cores = known(timed.host.foreign_cores), known(timed.host.stolen_cores)
+    if record.gpus is not None and cell.world.is_timed:
+        _add_gpus(row, record.gpus.gpus, len(timed.step_seconds), record.tokens_per_step)
+    seconds = step_time(cell, timed)
+    if seconds is not None:
+        row.num_warmup_steps = cell.warmup_windows
+        row.step_time_s = seconds
+        if cell.world.times_communication:
+            _add_rates(row, record, seconds, manifest)
+    if timed.cuda_memory:
+        row.peak_memory_bytes, row.peak_memory_source = timed.cuda_memory["allocated"], "CUDA allocator, allocated"
 
 
-def _gpu_columns(gpus: list[dict[str, Any]], num_steps: int, tokens_per_step: float) -> dict[str, Any]:
+def _add_rates(row: TrialRow, record: TrialRecord, seconds: float, manifest: Manifest) -> None:
+    """Rates of a trial whose ranks all exist and communicate."""
+    cell = row.cell
+    if record.tokens_per_step is not None:
+        row.tokens_per_s = record.tokens_per_step / seconds
+    measured = manifest.rates(cell.world_size, cell.num_nodes)
+    if measured is not None:
+        row.link_bytes_per_s = measured.all_reduce_rate
+    if not record.flops_per_step:
+        return
+    rate = record.flops_per_step / seconds
+    peak = peak_flops(record.device_name or "", cell.precision)
+    if peak:
+        row.mfu = rate / (peak * cell.world_size)
+    if measured is not None and (products := measured.flops_per_s.get(cell.precision)):  # of each rank
+        row.mfu_of_matmul = rate / math.fsum(products)
+
+
+def _add_gpus(row: TrialRow, gpus: Sequence[GpuSummary], num_steps: int, tokens_per_step: float | None) -> None:
     """NVML's values over all GPUs: lowest clock, top temperature, total power and energy; None if any is missing."""
+    clocks = _of_all(gpu.sm_clock_mhz for gpu in gpus)
+    if clocks:
+        row.sm_clock_mhz = min(clocks)
+    powers = _of_all(gpu.power_w for gpu in gpus)
+    if powers:
+        row.power_w = sum(powers)
+    temperatures = _of_all(gpu.temperature_c for gpu in gpus)
+    if temperatures:
+        row.temperature_c = max(temperatures)
+    energies = _of_all(gpu.energy_j for gpu in gpus)
+    if energies and num_steps:
+        row.energy_j_per_step = sum(energies) / num_steps
+        if tokens_per_step:
+            row.energy_j_per_token = row.energy_j_per_step / tokens_per_step
+    others = _of_all(gpu.other_processes for gpu in gpus)
+    if others:
+        row.foreign_gpu_processes = int(sum(others))
+    if gpus and all(gpu.slowdowns is not None for gpu in gpus):
+        row.clock_slowdowns = ",".join(_slowdowns(gpus))
 
-    def over(name: str, join: Callable[[list[Any]], Any]) -> Any:
-        values = [gpu[name] for gpu in gpus]
-        return None if not values or None in values else join(values)
 
+def _of_all(numbers: Iterable[float | None]) -> list[float]:
+    """The numbers; none if one is missing."""
+    found: list[float] = []
+    for number in numbers:
+        if number is None:
+            return []
+        found.append(number)
+    return found
+
+
+def _slowdowns(gpus: Sequence[GpuSummary]) -> list[str]:
+    """The reasons for which some GPU's clock was lowered in a good part of the samples."""
     shares: dict[str, float] = {}
     for gpu in gpus:
-        for name in gpu["slowdowns"] or ():
-            shares[name] = max(shares.get(name, 0.0), gpu["throttle"][name])
-    energy = over("energy_j", sum)
-    per_step = energy / num_steps if energy is not None and num_steps else None
-    return {
-        "sm_clock_mhz": over("sm_clock_mhz", min),
-        "power_w": over("power_w", sum),
-        "temperature_c": over("temperature_c", max),
-        "energy_j_per_step": per_step,
-        "energy_j_per_token": per_step / tokens_per_step if per_step is not None and tokens_per_step else None,
-        "clock_slowdowns": over(
-            "slowdowns", lambda _: ",".join(name for name in sorted(shares) if shares[name] >= 0.1)
-        ),
-        "foreign_gpu_processes": over("other_processes", sum),
-    }
+        for name in gpu.slowdowns or ():
+            share = (gpu.throttle or {})[name]
+            shares[name] = max(shares.get(name, 0.0), share)
+    return [name for name in sorted(shares) if shares[name] >= SLOWED_SHARE]
 
 
-def _unsettled(timed: Mapping[str, Any]) -> int:
-    """Number of timed steps that belong to the warm-up."""
-    return int(timed["num_warmup"]) - len(timed["warmup_seconds"]) - 1
+def _step_rows(record: TrialRecord) -> list[StepRow]:
+    timed = record.time
+    if timed is None or not record.cell.world.is_timed:
+        return []
+    first = record.cell.warmup_windows
+    return [
+        StepRow(record.cell_id, record.repeat, step, seconds)
+        for step, seconds in enumerate(timed.step_seconds, start=first)
+    ]
 
 
-def _child_rows(record: dict[str, Any], cell: Cell) -> dict[str, list[dict[str, Any]]]:
-    """The rows of all tables but the trials."""
-    timed = record.get("time") or {}
-    first = cell.warmup_windows
-    settled = first + (_unsettled(timed) if timed else 0)
-    memory = {f"tracked_{name}": size for name, size in (record.get("memory") or {}).items() if "retries" not in name}
-    cuda = timed.get("cuda_memory") or {}
-    memory |= {f"cuda_{name}": cuda[name] for name in ("allocated", "active", "reserved") if name in cuda}
-    return {
-        "steps": [
-            {"step": step, "seconds": seconds, "kept": step >= settled}
-            for step, seconds in enumerate(timed.get("step_seconds", ()) if cell.world.is_timed else (), start=first)
-        ],
-        "losses": [{"step": i, "loss": loss} for i, loss in enumerate(timed.get("losses", ()))],
-        "collectives": record.get("collectives") or [],
-        "memory": [{"category": name, "bytes": size} for name, size in memory.items()],
-    }
+def _loss_rows(record: TrialRecord) -> list[LossRow]:
+    if record.time is None:
+        return []
+    return [LossRow(record.cell_id, record.repeat, step, loss) for step, loss in enumerate(record.time.losses)]
+
+
+def _collective_rows(record: TrialRecord) -> list[CollectiveRow]:
+    return [
+        CollectiveRow(record.cell_id, record.repeat, row.op, row.group, row.dtype, row.calls, row.payload_bytes)
+        for row in record.collectives or ()
+    ]
+
+
+def _memory_rows(record: TrialRecord) -> list[MemoryRow]:
+    sizes: dict[str, int] = {}
+    for name, size in (record.memory or {}).items():
+        if "retries" not in name:
+            sizes[f"tracked_{name}"] = size
+    if record.time is not None and record.time.cuda_memory:
+        peaks = record.time.cuda_memory
+        sizes |= {f"cuda_{name}": peaks[name] for name in ("allocated", "active", "reserved") if name in peaks}
+    return [MemoryRow(record.cell_id, record.repeat, name, size) for name, size in sizes.items()]

@@ -1,6 +1,6 @@
-"""The columns of the trials table, and what a column is.
+"""The columns of the trials table, what a column is, and a typed row of that table.
 
-It has a dtype, a unit and a meaning, says where its value is and how a cell's comes from its trials, and who shows it.
+A column has a dtype, a unit and a meaning, says how a cell's value comes from its trials, and who shows it.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from functools import partial
-from typing import Any
 
 from bench.formatting import size
+from bench.plan.cell import Cell, Status
 
 DASH = "-"
 """Shown for a value that is unknown or does not apply."""
@@ -49,8 +49,6 @@ class Column:
     meaning: str
     axis: Axis | None = None
     """None if the column is not a field of a cell."""
-    source: str = ""
-    """Where a trial's value is in its record, key by key; empty if it is a field of the cell, or calculated."""
     over: Over | None = None
     """How a cell's value comes from its trials', beside that of an axis, which all share."""
     section: str = ""
@@ -69,55 +67,58 @@ class Column:
     @property
     def aggregation(self) -> Over | None:
         """How a cell's value comes from its trials'; None if cells have no such column, or calculate it otherwise."""
-        return self.over or (None if self.axis is None else Over.FIRST)
+        if self.over is None and self.axis is not None:
+            return Over.FIRST
+        return self.over
 
-    def shown(self, value: Any) -> str:
+    def shown(self, value: object) -> str:
         """A value as a table shows it; None is unknown."""
         if value is None:
             return DASH
         if self.dtype == "boolean":
             return "yes" if value else "no"
+        if isinstance(value, str):
+            return value or DASH
+        assert isinstance(value, int | float), "other columns hold numbers"
         if self.unit == "B":
             return size(float(value))
-        if self.is_number:
-            return format(int(value), self.form) if self.dtype == "Int64" else format(float(value), self.form or "g")
-        return str(value) or DASH
+        if self.dtype == "Int64":
+            return format(int(value), self.form)
+        return format(float(value), self.form or "g")
 
-    def phrase(self, value: Any) -> str:
+    def phrase(self, value: object) -> str:
         """A value as a title or sentence shows it; None is unknown."""
-        return "unknown" if value is None else self.phrasing[-1 if value else 0].format(value)
+        if value is None:
+            return "unknown"
+        words = self.phrasing[-1] if value else self.phrasing[0]
+        return words.format(value)
 
 
-FIRST, MEDIAN, MAX = Over
 SPEED, MEMORY, COMMUNICATION, CORRECTNESS, SEMANTICS = "speed", "memory", "communication", "correctness", "semantics"
 """Keys of the page's sections."""
 text, flag = partial(Column, "string", ""), partial(Column, "boolean", "")
 number, count = partial(Column, "Float64"), partial(Column, "Int64")
 _SHARE = ", including the optimizer step's share"
-_cost = partial(number, form=".3g", over=MEDIAN, section=SPEED)
-_exposure = partial(number, "s", form=".3g", over=MEDIAN, section=COMMUNICATION)
+_cost = partial(number, form=".3g", over=Over.MEDIAN, section=SPEED)
+_exposure = partial(number, "s", form=".3g", over=Over.MEDIAN, section=COMMUNICATION)
 _checked = partial(number, section=CORRECTNESS)
-_steps = partial(count, "steps", over=FIRST, section=SEMANTICS)
+_steps = partial(count, "steps", over=Over.FIRST, section=SEMANTICS)
 
 KEY = {
-    "cell_id": text("id of the cell: a hash of its content", source="cell_id"),
-    "repeat": count("", "index of the trial among its cell's, and of the block in which it ran", source="repeat"),
+    "cell_id": text("id of the cell: a hash of its content"),
+    "repeat": count("", "index of the trial among its cell's, and of the block in which it ran"),
 }
 """What identifies a trial within its run."""
 
 TRIAL_COLUMNS: dict[str, Column] = {
-    "run_id": text("id of the run", over=FIRST, source="run_id"),
+    "run_id": text("id of the run", over=Over.FIRST),
     **KEY,
-    "twin": text("label of the A/A copy of a cell; empty for all others", over=FIRST),
-    "slot": count("", "position in the order of execution", source="slot"),
+    "twin": text("label of the A/A copy of a cell; empty for all others", over=Over.FIRST),
+    "slot": count("", "position in the order of execution"),
     "backend": text("one way to accumulate gradients", axis=Axis.NAME),
-    "framework": text("framework of the backend", over=FIRST, source="described.framework"),
-    "sharding": text(
-        "what is split across ranks: none, optimizer, grads, params", over=FIRST, source="described.sharding"
-    ),
-    "sync": text(
-        "when gradients are reduced: none, eager, deferred-all-reduce, deferred", over=FIRST, source="described.sync"
-    ),
+    "framework": text("framework of the backend", over=Over.FIRST),
+    "sharding": text("what is split across ranks: none, optimizer, grads, params", over=Over.FIRST),
+    "sync": text("when gradients are reduced: none, eager, deferred-all-reduce, deferred", over=Over.FIRST),
     "accumulate": count("micro-batches", "N, per window and rank", axis=Axis.NAME, title="N", phrasing=("N = {}",)),
     "world_size": count("ranks", "W", axis=Axis.NAME, title="W", phrasing=("W = {}",)),
     "replicate": count(
@@ -125,15 +126,15 @@ TRIAL_COLUMNS: dict[str, Column] = {
     ),
     "virtual_world_size": count("ranks", "W of a virtual world; NA for a real one"),
     "fake_tensors": flag("whether tensors have shapes but no values"),
-    "shared_gpu": flag("whether ranks shared a GPU over gloo; nothing is timed then"),
-    "micro_batch_size": count("samples", "per forward on one rank", over=FIRST),
+    "shared_gpu": flag("whether ranks shared a GPU; nothing is timed then"),
+    "micro_batch_size": count("samples", "per forward on one rank", over=Over.FIRST),
     "global_batch_size": count(
         "samples", "per optimizer step over all ranks", axis=Axis.WORK, title="B", phrasing=("B = {}",)
     ),
     "sequence_length": count("tokens", "per sample", axis=Axis.WORK, title="tokens", phrasing=("{} tokens",)),
     "workload": text("what is trained", axis=Axis.WORK),
     "model": text("size of the model", axis=Axis.WORK),
-    "num_parameters": count("parameters", "of the model", over=FIRST, source="num_parameters"),
+    "num_parameters": count("parameters", "of the model", over=Over.FIRST),
     "precision": text("dtype of forward and backward", axis=Axis.NAME, title="dtype"),
     "bf16_as": text("how a bf16 cell computes"),
     "accumulation_dtype": text(
@@ -142,9 +143,8 @@ TRIAL_COLUMNS: dict[str, Column] = {
     "accumulated_in": text(
         "dtype in which they were measured to be summed",
         title="gradients summed in",
-        over=FIRST,
+        over=Over.FIRST,
         section=CORRECTNESS,
-        source="accumulation.dtype",
     ),
     "corpus": text("where the tokens come from", axis=Axis.WORK),
     "optimizer": text("optimizer of the time pass", axis=Axis.WORK),
@@ -172,15 +172,13 @@ TRIAL_COLUMNS: dict[str, Column] = {
     "ranks_per_node": count("ranks", "0 if all are on one node", axis=Axis.WAY, phrasing=("one node", "{} per node")),
     "seed": count("", "of the initial weights and of the tokens", axis=Axis.WORK, phrasing=("seed {}",)),
     "device": text("cpu or cuda", axis=Axis.WORK),
-    "device_name": text("device of the first rank", source="device_name"),
-    "status": text(
-        "ok, or how the trial ended: oom, timeout, hang, crashed, unsupported, invalid, interrupted", source="status"
-    ),
-    "reason": text("why the status is not ok", source="reason"),
+    "device_name": text("device of the first rank"),
+    "status": text("ok, or how the trial ended: oom, timeout, hang, crashed, unsupported, invalid, interrupted"),
+    "reason": text("why the status is not ok"),
     "failed_gates": text("gates that the trial failed, comma-separated", over=Over.FIRST),
     "update_causes": text("likely causes of an update of the wrong scale, comma-separated", over=Over.FIRST),
     "num_warmup_steps": count(
-        "steps", "excluded at the beginning", title="warm-up steps left out, at most", over=MAX, section=SPEED
+        "steps", "excluded at the beginning", title="warm-up steps left out, at most", over=Over.MAX, section=SPEED
     ),
     "step_time_s": number(
         "s", "median of the steps after warm-up, each the maximum over ranks", title="s/step", form=".4g"
@@ -200,86 +198,160 @@ TRIAL_COLUMNS: dict[str, Column] = {
     ),
     "other_work": text(
         "first operator of forward or backward that differs from the plain model; empty if none does",
-        source="dispatch.other_work",
     ),
-    "collective_s": _exposure(
-        "time in one window during which NCCL kernels ran", title="s in collectives", source="exposure.collective_s"
-    ),
-    "exposed_s": _exposure("part of it during which nothing else ran", title="s exposed", source="exposure.exposed_s"),
+    "collective_s": _exposure("time in one window during which NCCL kernels ran", title="s in collectives"),
+    "exposed_s": _exposure("part of it during which nothing else ran", title="s exposed"),
     "peak_memory_bytes": count("B", "maximum over ranks"),
     "peak_memory_source": text("what measured peak_memory_bytes", title="measured by"),
-    "num_micro_batches": count(
-        "micro-batches", "consumed by one rank in the time pass", source="time.num_micro_batches"
-    ),
+    "num_micro_batches": count("micro-batches", "consumed by one rank in the time pass"),
     "optimizer_steps_expected": _steps("required by the data", title="due"),
-    "optimizer_steps_observed": _steps("observed at the inner optimizer", title="taken", source="time.num_updates"),
+    "optimizer_steps_observed": _steps("observed at the inner optimizer", title="taken"),
     "optimizer_steps_reported": _steps("reported by the framework", title="reported"),
     "optimizer_steps_reported_by": text(
-        "the framework's counter that reports them", title="reported by", over=FIRST, section=SEMANTICS
+        "the framework's counter that reports them", title="reported by", over=Over.FIRST, section=SEMANTICS
     ),
     "ranks_agree": flag(
         "whether all ranks took the same number of steps and micro-batches",
         title="ranks agree",
-        over=FIRST,
+        over=Over.FIRST,
         section=SEMANTICS,
-        source="time.ranks_agree",
     ),
     "micro_batches_per_update": Column(
-        "string", "micro-batches", "the distinct numbers observed, comma-separated", over=FIRST
+        "string", "micro-batches", "the distinct numbers observed, comma-separated", over=Over.FIRST
     ),
-    "final_loss": _checked("nat/token", "of the last step", title="final loss", form=".4f", over=MEDIAN),
+    "final_loss": _checked("nat/token", "of the last step", title="final loss", form=".4f", over=Over.MEDIAN),
     "max_loss_deviation": _checked(
-        "nat/token", "largest difference from the reference's losses", title="loss off by (nats)", form=".1e", over=MAX
+        "nat/token",
+        "largest difference from the reference's losses",
+        title="loss off by (nats)",
+        form=".1e",
+        over=Over.MAX,
     ),
     "update_error": _checked(
         "1",
         "relative L2 error of the update of one SGD window",
         title="update error",
         form=".1e",
-        over=MAX,
-        source="update.error",
+        over=Over.MAX,
     ),
     "update_scale": _checked(
         "1",
         "least-squares factor from the reference's update",
         title="update / reference's",
         form=".4g",
-        over=MEDIAN,
-        source="update.scale",
+        over=Over.MEDIAN,
     ),
-    "update_residual": number("1", "relative error that remains after removing update_scale", source="update.residual"),
-    "gradient_norm": number(
-        "L2 norm", "gradient norm of the update pass, before clipping", source="update.gradient_norm"
-    ),
-    "unclipped_error": number(
-        "1", "update_error without clipping, for cells that clip", source="update.unclipped_error"
-    ),
-    "unclipped_scale": number(
-        "1", "update_scale without clipping, for cells that clip", source="update.unclipped_scale"
-    ),
+    "update_residual": number("1", "relative error that remains after removing update_scale"),
+    "gradient_norm": number("L2 norm", "gradient norm of the update pass, before clipping"),
+    "unclipped_error": number("1", "update_error without clipping, for cells that clip"),
+    "unclipped_scale": number("1", "update_scale without clipping, for cells that clip"),
     "device_error": number(
         "1",
         "relative L2 error of a small model's update on the device, against the CPU's; of references",
-        source="update.device_error",
     ),
-    "device_loss_deviation": number(
-        "nat/token", "largest difference of its losses from the CPU's", source="update.device_loss_deviation"
-    ),
-    "entropy_floor": number(
-        "nat/token", "lowest expected loss that a model of the corpus can reach", over=FIRST, source="entropy_floor"
-    ),
-    "wall_s": number("s", "of the whole trial", source="wall_s"),
-    "training_s": number("s", "of the training in its passes", source="training_s"),
+    "device_loss_deviation": number("nat/token", "largest difference of its losses from the CPU's"),
+    "entropy_floor": number("nat/token", "lowest expected loss that a model of the corpus can reach", over=Over.FIRST),
+    "wall_s": number("s", "of the whole trial"),
+    "training_s": number("s", "of the training in its passes"),
     "overhead_s": number("s", "wall_s minus training_s"),
     "num_passes": count("passes", "of the trial"),
-    "num_cpus": count("CPUs", "of the machine", source="time.host.num_cpus"),
-    "foreign_cores": number(
-        "CPUs", "used by other programs, mean over the time pass", source="time.host.foreign_cores"
-    ),
-    "stolen_cores": number("CPUs", "taken by the hypervisor, mean over the time pass", source="time.host.stolen_cores"),
+    "num_cpus": count("CPUs", "of the machine"),
+    "foreign_cores": number("CPUs", "used by other programs, mean over the time pass"),
+    "stolen_cores": number("CPUs", "taken by the hypervisor, mean over the time pass"),
     "sm_clock_mhz": number("MHz", "median over the timed steps, lowest of the GPUs"),
     "power_w": number("W", "of the GPUs in use"),
     "temperature_c": number("degC", "of the hottest GPU"),
     "clock_slowdowns": text("reasons for reduced clocks in at least 10 % of the samples, comma-separated"),
     "foreign_gpu_processes": count("processes", "of other programs on the GPUs"),
 }
+
+
+@dataclass(kw_only=True, slots=True)
+class TrialRow:
+    """A row of the trials table: its cell, and a field for every column that is not the cell's; None is unknown.
+
+    NaN is unknown too, so what a check reads is either a number or None.
+    """
+
+    cell: Cell
+    run_id: str
+    repeat: int
+    status: Status
+    reason: str
+    wall_s: float
+    num_passes: int
+    slot: int | None = None
+    framework: str | None = None
+    sharding: str | None = None
+    sync: str | None = None
+    num_parameters: int | None = None
+    bf16_as: str | None = None
+    accumulated_in: str | None = None
+    device_name: str | None = None
+    failed_gates: str | None = None
+    update_causes: str | None = None
+    num_warmup_steps: int | None = None
+    step_time_s: float | None = None
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+    mfu_of_matmul: float | None = None
+    link_bytes_per_s: float | None = None
+    energy_j_per_step: float | None = None
+    energy_j_per_token: float | None = None
+    cpu_s_per_micro_batch: float | None = None
+    num_operators_per_micro_batch: float | None = None
+    num_launches_per_micro_batch: float | None = None
+    other_work: str | None = None
+    collective_s: float | None = None
+    exposed_s: float | None = None
+    peak_memory_bytes: int | None = None
+    peak_memory_source: str | None = None
+    num_micro_batches: int | None = None
+    optimizer_steps_observed: int | None = None
+    optimizer_steps_reported: int | None = None
+    optimizer_steps_reported_by: str | None = None
+    ranks_agree: bool | None = None
+    micro_batches_per_update: str | None = None
+    final_loss: float | None = None
+    max_loss_deviation: float | None = None
+    update_error: float | None = None
+    update_scale: float | None = None
+    update_residual: float | None = None
+    gradient_norm: float | None = None
+    unclipped_error: float | None = None
+    unclipped_scale: float | None = None
+    device_error: float | None = None
+    device_loss_deviation: float | None = None
+    entropy_floor: float | None = None
+    training_s: float | None = None
+    overhead_s: float | None = None
+    num_cpus: int | None = None
+    foreign_cores: float | None = None
+    stolen_cores: float | None = None
+    sm_clock_mhz: float | None = None
+    power_w: float | None = None
+    temperature_c: float | None = None
+    clock_slowdowns: str | None = None
+    foreign_gpu_processes: int | None = None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What identifies the trial within its run."""
+        return self.cell.cell_id, self.repeat
+
+    @property
+    def virtual_world_size(self) -> int | None:
+        return None if self.cell.world.has_all_ranks else self.cell.world_size
+
+    @property
+    def optimizer_steps_expected(self) -> int | None:
+        return self.cell.windows if self.cell.world.computes else None
+
+    def values(self) -> dict[str, object]:
+        """The value of each column, by name."""
+        found: dict[str, object] = {}
+        for name in TRIAL_COLUMNS:
+            owner = self if hasattr(self, name) else self.cell
+            value = getattr(owner, name)
+            found[name] = value.value if isinstance(value, StrEnum) else value
+        return found

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-import pandas as pd
-
 SAME_FACTOR = 0.05
 """How near a scale must be to 1/N, N, 1/W or W to be called by that name. If several fit, all are named."""
 
@@ -57,8 +55,8 @@ class Clip:
 
 
 def explain_update(
-    scale: float,
-    residual: float,
+    scale: float | None,
+    residual: float | None,
     accumulate: int,
     world_size: int,
     clip: Clip | None = None,
@@ -71,7 +69,7 @@ def explain_update(
     should then be min(f g, c) / min(g, c) times the right update, c being the largest norm allowed, and the cause is
     read off f.
     """
-    if pd.isna(scale):
+    if scale is None or residual is None:
         return Explanation("it is not finite")
     if scale == 0:
         return Explanation("the parameters did not change in the right direction at all")
@@ -84,7 +82,9 @@ def explain_update(
         before = explain_update(clip.unclipped_scale, residual, accumulate, world_size, None, rounding)
         how = "too short to be clipped" if clip.gradient_norm <= clip.norm else "clipped"
         wanted = min(clip.gradient_norm, clip.norm) / clip.right_norm
-        right = "" if abs(scale / wanted - 1) < SAME_FACTOR else f" and not {wanted:.3g}"
+        right = ""
+        if not abs(scale / wanted - 1) < SAME_FACTOR:
+            right = f" and not {wanted:.3g}"
         after = f"after, {scale:.3g} times{right} ({how} to {clip.norm:g})"
         return Explanation(f"before clipping {before.text}", before.causes, after)
     factors = {
@@ -93,15 +93,17 @@ def explain_update(
         Cause.AVERAGED_TWICE: 1 / world_size,
         Cause.SUMMED: world_size,
     }
-    likely = tuple(c for c, factor in factors.items() if factor != 1 and abs(scale / factor - 1) < SAME_FACTOR)
+    possible = {cause: factor for cause, factor in factors.items() if factor != 1}
+    likely = tuple(cause for cause, factor in possible.items() if abs(scale / factor - 1) < SAME_FACTOR)
     if likely:
         return Explanation(", or ".join(CAUSES[cause].format(n=accumulate, w=world_size) for cause in likely), likely)
-    return Explanation(f"{scale:.3g} times the right one, in the {'same' if scale > 0 else 'opposite'} direction")
+    direction = "same" if scale > 0 else "opposite"
+    return Explanation(f"{scale:.3g} times the right one, in the {direction} direction")
 
 
-def explain_clipping(scale: float, residual: float, clip: Clip) -> str:
+def explain_clipping(scale: float | None, residual: float | None, clip: Clip) -> str:
     """The likeliest cause of an update that is right before it is clipped and wrong after."""
-    if pd.isna(scale):
+    if scale is None or residual is None:
         return "it is not finite"
     if residual > SAME_FACTOR or residual > abs(scale - 1):
         return f"right before it is clipped: its parts are clipped one by one, not the whole to norm {clip.norm:g}"

@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from typing import Any
 
-from bench.backends.base import Backend, Call
+from bench import validation
+from bench.backends.base import Call
+from bench.backends.deepspeed import ZeroBackend
 from bench.backends.zero_options import zero_options
 from bench.judge import gathers
-from bench.judge.formulas import CallsAndHeld, Settings, ceil_to, moments
+from bench.judge.formula_terms import (
+    ELEMENT_BYTES,
+    CallsAndHeld,
+    Settings,
+    ceil_to,
+    compute_dtype,
+    moments,
+    num_reductions,
+)
+from bench.judge.gathers import ZeroOptions
 from bench.plan.cell import Cell, Precision, Sync
 from bench.workload.layout import Layout
 
 SUB_GROUP = 10**9
 """``sub_group_size`` at its default: elements per group of the optimizer in stage 3."""
-Options = Mapping[str, Any]
-"""What ``zero_options`` returns."""
 
 
-def zero(backend: type[Backend], cell: Cell, layout: Layout, rank: int, settings: Settings) -> CallsAndHeld | None:
+def zero(backend: type[ZeroBackend], cell: Cell, layout: Layout, rank: int, settings: Settings) -> CallsAndHeld | None:
     """The formula of all backends with a DeepSpeed engine.
 
     None for activation checkpointing where stage 3 gathers the modules of a block one by one: what it gathers during
     the recomputation is not replayed.
     """
-    options: Options = settings.get("zero_optimization") or options_of(backend, cell, layout)
-    if "leaf_module" in options:
+    if stored := settings.get("zero_optimization"):
+        options = validation.read(ZeroOptions, stored, "zero_optimization.")
+    else:
+        options = options_of(backend, cell, layout)
+    if options.leaf_module is not None:
         layout = gathers.leaves(layout)
     elif backend.stage == 3 and cell.activation_checkpointing:
         return None
@@ -36,9 +47,9 @@ def zero(backend: type[Backend], cell: Cell, layout: Layout, rank: int, settings
     return collectives(backend.sync, cell, layout, options), held_bytes | {"optimizer_state": state}
 
 
-def options_of(backend: type[Backend], cell: Cell, layout: Layout) -> Options:
+def options_of(backend: type[ZeroBackend], cell: Cell, layout: Layout) -> ZeroOptions:
     """Those that the backend sets."""
-    return zero_options(backend, cell, layout.block_parameters, layout.num_parameters)
+    return validation.read(ZeroOptions, zero_options(backend, cell, layout.block_parameters, layout.num_parameters))
 
 
 def buckets(layout: Layout, order: Iterable[int], size: int) -> list[list[int]]:
@@ -103,31 +114,32 @@ def stage2_reductions(layout: Layout, world_size: int, sync: Sync, size: int) ->
             if pending > size:
                 found.append(pending)
                 pending = 0
-        found += [pending] if pending else []
+        if pending:
+            found.append(pending)
     return found
 
 
-def stage2(sync: Sync, cell: Cell, layout: Layout, options: Options) -> Iterator[Call]:
+def stage2(sync: Sync, cell: Cell, layout: Layout, options: ZeroOptions) -> Iterator[Call]:
     """All-reduces of the buckets in fp32, of the norm and, in bf16, of the overflow flag; one gather after the step.
 
     stage_1_and_2.py: average_tensor (never a reduce-scatter, whatever the option ``reduce_scatter`` is), has_overflow
     (``check_grad_overflow`` is on for bf16), get_grad_norm_direct; runtime/utils.py:all_gather_into_tensor_dp_groups
     (``allgather_bucket_size`` is not used, and nothing is gathered at W = 1).
     """
-    for numel in stage2_reductions(layout, cell.world_size, sync, options["reduce_bucket_size"]):
-        yield "all_reduce", "float32", numel, cell.accumulate if sync is Sync.EAGER else 1
+    for numel in stage2_reductions(layout, cell.world_size, sync, options.reduce_bucket_size):
+        yield "all_reduce", "float32", numel, num_reductions(sync, cell)
     yield "all_reduce", "float32", 1, 1
     if cell.precision is Precision.BF16:
         yield "all_reduce", "uint8", 1, 1
     if cell.world_size > 1:
-        yield "all_gather", _compute_dtype(cell), flat(layout, cell.world_size), 1
+        yield "all_gather", compute_dtype(cell), flat(layout, cell.world_size), 1
 
 
 def _compute_dtype(cell: Cell) -> str:
     return "bfloat16" if cell.precision is Precision.BF16 else "float32"
 
 
-def stage3(sync: Sync, cell: Cell, layout: Layout, options: Options) -> Iterator[Call]:
+def stage3(sync: Sync, cell: Cell, layout: Layout, options: ZeroOptions) -> Iterator[Call]:
     """Gathers of parameters in every forward and backward, reduce-scatters of buckets in fp32, all-reduces of norms.
 
     Every parameter is padded separately to a multiple of W (partition_parameters.py:_padding_size;
@@ -140,9 +152,9 @@ def stage3(sync: Sync, cell: Cell, layout: Layout, options: Options) -> Iterator
 
     if cell.world_size > 1:
         for gathered in gathers.of_window(layout, cell.accumulate, options):
-            yield "all_gather", _compute_dtype(cell), padded(gathered), 1
-    for bucket in buckets(layout, _order(layout, sync), options["reduce_bucket_size"]):
-        yield "reduce_scatter", "float32", padded(bucket), cell.accumulate if sync is Sync.EAGER else 1
+            yield "all_gather", compute_dtype(cell), padded(gathered), 1
+    for bucket in buckets(layout, _order(layout, sync), options.reduce_bucket_size):
+        yield "reduce_scatter", "float32", padded(bucket), num_reductions(sync, cell)
     yield "all_reduce", "float64", 1, num_sub_groups(layout, cell.world_size)
 
 
@@ -159,7 +171,7 @@ def num_sub_groups(layout: Layout, world_size: int) -> int:
     return groups + (filled > 0)
 
 
-def held(sync: Sync, cell: Cell, layout: Layout, rank: int, options: Options) -> dict[str, int]:
+def held(sync: Sync, cell: Cell, layout: Layout, rank: int, options: ZeroOptions) -> dict[str, int]:
     """Parameters in the compute dtype plus fp32 master weights, and gradients as the stage keeps them.
 
     Stage 2: every rank has the full flat parameters and a partition of the master weights. The gradient is one
@@ -170,23 +182,28 @@ def held(sync: Sync, cell: Cell, layout: Layout, rank: int, options: Options) ->
     is permanent too (stage3.py:__init__); stage 2 frees its own after every backward.
     """
     world_size, bf16 = cell.world_size, cell.precision is Precision.BF16
-    element = 2 if bf16 else 4
+    element = ELEMENT_BYTES[cell.precision]
     whole = 4 * layout.num_parameters
-    if options["stage"] == 2:
+    if options.stage == 2:
         partition = flat(layout, world_size) // world_size
-        gradients = 4 * (partition if bf16 else overlapping(layout, world_size, rank))
-        return {
-            "parameters": element * partition * world_size + 4 * partition,
-            "gradients": whole if sync is Sync.DEFERRED else gradients,
-            "communication": 0,
-        }
+        gradients = 4 * overlapping(layout, world_size, rank)
+        if sync is Sync.DEFERRED:
+            gradients = whole
+        elif bf16:
+            gradients = 4 * partition
+        parameters = element * partition * world_size + 4 * partition
+        return {"parameters": parameters, "gradients": gradients, "communication": 0}
     shards = sum(ceil_to(p.numel, world_size) for p in layout.parameters) // world_size
-    gathered = gathers.persistent(layout, options) if world_size > 1 else ()
-    whole_small = sum(ceil_to(layout.parameters[p].numel, world_size) for p in gathered)
+    parameters, gradients = (element + 4) * shards, 4 * shards
+    if world_size > 1:
+        kept = gathers.persistent(layout, options)
+        parameters += element * sum(ceil_to(layout.parameters[p].numel, world_size) for p in kept)
+    if sync is Sync.DEFERRED:
+        gradients += whole
     return {
-        "parameters": (element + 4) * shards + element * whole_small,
-        "gradients": 4 * shards + (whole if sync is Sync.DEFERRED else 0),
-        "communication": 4 * options["reduce_bucket_size"],
+        "parameters": parameters,
+        "gradients": gradients,
+        "communication": 4 * options.reduce_bucket_size,
     }
 
 

@@ -1,11 +1,12 @@
 """Torch elastic's agent and rendezvous for one trial, on one node.
 
-Torch's own agent polls the ranks every ``monitor_interval`` seconds: each poll of a long trial takes CPU time from a
-core that may be under measurement, and a short trial loses half an interval at its end. It also takes a rank that exits
-with code 0 for a good one, and gives the others half a minute to end. This agent is woken as soon as a rank ends.
+Torch's own agent polls the ranks every ``monitor_interval`` seconds: each poll of a long trial
+takes CPU time from a core that may be under measurement, and a short trial loses half an interval
+at its end. It also takes a rank that exits with code 0 for a good one, and gives the others half a
+minute to end. This agent is woken as soon as a rank ends.
 
-Torch's own rendezvous handlers create stores that listen on all interfaces, and anyone who reaches such a port can
-write to it.
+Torch's own rendezvous handlers create stores that listen on all interfaces, and anyone who reaches
+such a port can write to it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Agent(LocalElasticAgent):
     """Sleeps until a rank has returned or ended; one that ends before all have returned ends the others."""
 
     exits: Mapping[int, int] = MappingProxyType({})
-    """Exit codes of the ranks that ended by themselves before all had returned; negative for signals."""
+    """Exit codes of the ranks that ended by themselves before all had returned; negative for
+    signals."""
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         context: Any = self._pcontext
@@ -62,8 +64,9 @@ def run(
 ) -> dict[str, Any]:
     """Run ``rank_main`` in this node's ranks and return what failed: the rank, its exit code or signal.
 
-    Their logs go into the folder. ``server`` sends the answer on. Without a failure, the answer says that a rank ended
-    without a result; that counts only if a result is missing. A failure with a ``rank`` lacks its name.
+    Their logs go into the folder. ``server`` sends the answer on. Without a failure, the answer
+    says that a rank ended without a result; that counts only if a result is missing. A failure with
+    a ``rank`` lacks its name.
     """
     spec = WorkerSpec(
         role="rank",
@@ -81,7 +84,9 @@ def run(
         result = agent.run()
     except Exception as error:
         return {"failure": f"torch elastic: {type(error).__name__}: {error}"}
-    exits = agent.exits or {rank: failure.exitcode for rank, failure in result.failures.items()}
+    exits = dict(agent.exits)
+    if not exits:
+        exits = {rank: failure.exitcode for rank, failure in result.failures.items()}
     if not exits:
         return {"failure": "a rank ended without a result"}
     # Of several, one that a signal ended, or that reported nothing, is why the others failed.
@@ -91,7 +96,10 @@ def run(
     code = exits[rank]
     if code < 0:
         return {"failure": f"was ended by {stragglers.name(-code)}", "rank": first + rank, "signal": -code}
-    return {"failure": f"ended with exit code {code}" if code else "ended without a result", "rank": first + rank}
+    failure = "ended without a result"
+    if code:
+        failure = f"ended with exit code {code}"
+    return {"failure": failure, "rank": first + rank}
 
 
 class Rendezvous(StaticTCPRendezvous):
@@ -103,7 +111,9 @@ class Rendezvous(StaticTCPRendezvous):
     def __init__(self, node_task: NodeTask) -> None:
         port, listener = node_task.port, None
         if node_task.node == 0:
-            family = socket.AF_INET6 if ":" in node_task.address else socket.AF_INET
+            family = socket.AF_INET
+            if ":" in node_task.address:
+                family = socket.AF_INET6
             listener = socket.create_server((node_task.address, 0), family=family, backlog=socket.SOMAXCONN)
             port = int(listener.getsockname()[1])
         super().__init__(node_task.address, port, node_task.node, node_task.num_nodes, node_task.run_id, JOIN_S)

@@ -1,12 +1,14 @@
 """JSON messages over a connection: with the launcher's process, and between the nodes of a job.
 
-Nodes talk over TCP, and both ends prove that they know the job's secret before anything else is read: each answers the
-other's fresh random challenge by its HMAC (``multiprocessing.connection``). So nobody without the secret can hand a
-task to a node, which would run code there, or report results, or replay earlier messages. The messages are not
-encrypted: whoever can change packets between the nodes can change them, as well as all that the ranks send each other
-over gloo, NCCL and torch's store, which know no secret. Nothing is unpickled.
+Nodes talk over TCP, and both ends prove that they know the job's secret before anything else is
+read: each answers the other's fresh random challenge by its HMAC (``multiprocessing.connection``).
+So nobody without the secret can hand a task to a node, which would run code there, or report
+results, or replay earlier messages. The messages are not encrypted: whoever can change packets
+between the nodes can change them, as well as all that the ranks send each other over gloo, NCCL and
+torch's store, which know no secret. Nothing is unpickled.
 
-Not by its ``Listener`` and ``Client``: a stranger who says nothing would hold ``accept``, and so every node, for ever.
+Not by its ``Listener`` and ``Client``: a stranger who says nothing would hold ``accept``, and so
+every node, for ever.
 """
 
 from __future__ import annotations
@@ -77,7 +79,9 @@ class NodeChannel(Channel):
 
         Raises AuthenticationError if it has another secret, and LostError.
         """
-        challenges = (deliver_challenge, answer_challenge) if is_controller else (answer_challenge, deliver_challenge)
+        challenges = (answer_challenge, deliver_challenge)
+        if is_controller:
+            challenges = (deliver_challenge, answer_challenge)
         try:
             for challenge in challenges:
                 challenge(self._connection, secret)

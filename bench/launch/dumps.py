@@ -1,7 +1,7 @@
 """Dumps of a trial that hangs, made before it is killed: Python stacks, and NCCL's Flight Recorder.
 
-A rank sets both up when it starts. C code inside the rank makes the dumps, in a signal handler and in NCCL's monitoring
-thread, so they work even if the rank never returns to its interpreter.
+A rank sets both up when it starts. C code inside the rank makes the dumps, in a signal handler and
+in NCCL's monitoring thread, so they work even if the rank never returns to its interpreter.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def arm(folder: Path, rank: int) -> None:
 def arm_flight_recorder(folder: Path) -> None:
     """Make NCCL's process group write its last collectives on request. Call it before the group is created.
 
-    Sets the variables that torch 2.11 and later read: those with FR, and the older names, which its pipe still uses.
+    Sets the variables that torch 2.11 and later read: those with FR, and the older names, which its
+    pipe still uses.
     """
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
         os.environ.setdefault(name, BUFFER)
@@ -78,7 +79,8 @@ def collect(folder: Path, stem: Path) -> list[Path]:
 def ask(folder: Path, ranks: Mapping[int, psutil.Process | None]) -> None:
     """Make the ranks write their dumps; returns when they are written, or after the time limits.
 
-    A stopped rank is continued, since it cannot write otherwise; its group is about to be ended anyway.
+    A stopped rank is continued, since it cannot write otherwise; its group is about to be ended
+    anyway.
     """
     pipes = [path for path in folder.glob(f"{FLIGHT}*.pipe") if _poke(path)]
     asked = []

@@ -1,6 +1,7 @@
 """``bench run`` on each node but node 0: runs the node's ranks of each trial, as the controller on node 0 commands.
 
-It ends when the controller says so, or by itself when that is gone for ``SILENT_S``. It leaves nothing behind.
+It ends when the controller says so, or by itself when that is gone for ``SILENT_S``. It leaves
+nothing behind.
 """
 
 from __future__ import annotations
@@ -108,7 +109,9 @@ class _Follower(contextlib.AbstractContextManager["_Follower"]):
     def _answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Carry out a command; its result, or the error."""
         try:
-            return {"answer": self._do(**{name: value for name, value in message.items() if name != "id"})}
+            asked = dict(message)
+            del asked["id"]
+            return {"answer": self._do(**asked)}
         except Exception as error:
             return {"error": str(error), "kind": type(error).__name__}
 
@@ -128,7 +131,10 @@ class _Follower(contextlib.AbstractContextManager["_Follower"]):
                 self._node.begin(NodeTask(**{**node_task, "folder": folder, "payload": payload}))
             case "look":
                 sight, report = self._node.look()
-                return {"sight": dataclasses.asdict(sight), "report": report and self._packed(report)}
+                packed = None
+                if report is not None:
+                    packed = self._packed(report)
+                return {"sight": dataclasses.asdict(sight), "report": packed}
             case "end":
                 return self._packed(self._node.end(dump=given["dump"]))
             case "close":

@@ -1,8 +1,8 @@
 """Fork servers: one that has loaded what every trial needs, and one for each set of packages, forked from it.
 
-They are those of Python's multiprocessing. Backends that need different packages get different ones, so that no trial
-runs in a process that imported another framework: some replace functions of torch on import. What all of them need is
-imported once, which takes most of the time.
+They are those of Python's multiprocessing. Backends that need different packages get different
+ones, so that no trial runs in a process that imported another framework: some replace functions of
+torch on import. What all of them need is imported once, which takes most of the time.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _ForkServer(forkserver.ForkServer):
 def _tell(told: Connection) -> None:
     """Send the module that initialized CUDA, if any. As the first child it starts the helpers and the preload."""
     preload = sys.modules.get("bench.launch.preload")
-    told.send(preload.initialized_by if preload else "")
+    told.send("" if preload is None else preload.initialized_by)
 
 
 def _serve(listener: socket.socket, alive: Connection, packages: tuple[str, ...], told: Connection) -> None:

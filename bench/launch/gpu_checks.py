@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,8 @@ from bench.launch.nvml import Nvml, NvmlUnavailableError
 from bench.launch.torch_facts import TorchFacts
 
 SHM_BYTES, SHM_LEAST_BYTES = 2**30, 64 * 2**20
-"""Size of /dev/shm that NCCL may want for eight GPUs without peer access, and a container's default."""
+"""Size of /dev/shm that NCCL may want for eight GPUs without peer access, and a container's
+default."""
 INDEX = "https://download.pytorch.org/whl"
 BUILDS = ((12, 6), (13, 0))
 """Versions of CUDA for which every tested torch has a build."""
@@ -36,7 +38,8 @@ class GpuFacts:
     driver_cuda: tuple[int, int] | None = None
     """The newest CUDA that the driver can run."""
     gpus: Sequence[Mapping[str, Any]] = ()
-    """name, uuid, whether it is ``visible``, ``num_processes`` that compute on it, and ``mig``, whether it is split."""
+    """name, uuid, whether it is ``visible``, ``num_processes`` that compute on it, and ``mig``,
+    whether it is split."""
     environment: Mapping[str, str]
     shm_bytes: int | None
     """Size of /dev/shm."""
@@ -48,12 +51,14 @@ class GpuFacts:
     @property
     def gpu_torch(self) -> TorchFacts | None:
         """Torch, if it answered and there is a GPU for it."""
-        return self.torch if self.visible else None
+        if self.visible:
+            return self.torch
+        return None
 
 
 def gather(torch: TorchFacts | None) -> GpuFacts:
     """The facts of this machine: GPUs as NVML reports them, or where it does not answer, torch."""
-    shm, driver, driver_cuda, nvml_error = Path("/dev/shm"), "", None, ""
+    driver, driver_cuda, nvml_error = "", None, ""
     found: list[Mapping[str, Any]] = []
     try:
         with Nvml() as nvml:
@@ -61,11 +66,23 @@ def gather(torch: TorchFacts | None) -> GpuFacts:
             visible = {gpu["uuid"] for gpu in gpus.gpus()}
             for gpu in nvml.gpus:
                 pids = gpu.sample(processes=True)["pids"]
-                about = {"num_processes": None if pids is None else len(pids), "mig": bool(gpu.ask("mig"))}
-                found.append({"name": gpu.about()["name"], "uuid": gpu.uuid, "visible": gpu.uuid in visible, **about})
+                found.append(
+                    {
+                        "name": gpu.about()["name"],
+                        "uuid": gpu.uuid,
+                        "visible": gpu.uuid in visible,
+                        "num_processes": None if pids is None else len(pids),
+                        "mig": bool(gpu.ask("mig")),
+                    }
+                )
     except NvmlUnavailableError as problem:
-        nvml_error, unknown = str(problem), {"visible": True, "num_processes": None, "mig": False}
-        found = [{"name": gpu["name"], "uuid": gpu["uuid"], **unknown} for gpu in (torch.devices if torch else ())]
+        nvml_error = str(problem)
+        if torch is not None:
+            unknown = {"visible": True, "num_processes": None, "mig": False}
+            found = [{"name": gpu["name"], "uuid": gpu["uuid"], **unknown} for gpu in torch.devices]
+    shm, shm_bytes = Path("/dev/shm"), None
+    if shm.exists():
+        shm_bytes = shutil.disk_usage(shm).total
     return GpuFacts(
         torch=torch,
         device_nodes=len(list(Path("/dev").glob("nvidia[0-9]*"))),
@@ -74,7 +91,7 @@ def gather(torch: TorchFacts | None) -> GpuFacts:
         driver_cuda=driver_cuda,
         gpus=found,
         environment=os.environ,
-        shm_bytes=shutil.disk_usage(shm).total if shm.exists() else None,
+        shm_bytes=shm_bytes,
     )
 
 
@@ -84,24 +101,30 @@ def _dotted(numbers: Sequence[int]) -> str:
 
 def _build_for(driver_cuda: tuple[int, int] | None) -> str:
     """The command that installs the newest torch that this driver can run."""
-    # Within one major version, any driver runs any build: CUDA's minor version compatibility.
-    fitting = [build for build in BUILDS if driver_cuda is not None and build[0] <= driver_cuda[0]]
-    if not fitting:
+    newest = None
+    if driver_cuda is not None:
+        for major, minor in BUILDS:
+            if major <= driver_cuda[0]:  # any minor version: CUDA's minor version compatibility
+                newest = f"cu{major}{minor}"
+    if newest is None:
         return "update the driver, since no supported torch runs with it"
-    return f"pip install --force-reinstall torch --index-url {INDEX}/cu{fitting[-1][0]}{fitting[-1][1]}"
+    return f"pip install --force-reinstall torch --index-url {INDEX}/{newest}"
 
 
 def driver(facts: GpuFacts) -> Iterator[Finding]:
     """Whether there are GPUs, and a driver that answers."""
     if facts.gpus:
-        names = [gpu["name"] for gpu in facts.gpus]
-        what = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-        about = f"; driver {facts.driver}" if facts.driver else ""
-        about += f", for CUDA up to {_dotted(facts.driver_cuda)}" if facts.driver_cuda else ""
-        yield good("gpu", what + about)
+        names = Counter(gpu["name"] for gpu in facts.gpus)
+        what = ", ".join(f"{number} x {name}" for name, number in names.items())
+        if facts.driver:
+            what += f"; driver {facts.driver}"
+        if facts.driver_cuda:
+            what += f", for CUDA up to {_dotted(facts.driver_cuda)}"
+        yield good("gpu", what)
     elif facts.device_nodes:
         fix = "see nvidia-smi; reboot after a driver update; in a container, pass the GPUs in (--gpus all)"
-        fix = "pip install nvidia-ml-py" if "pynvml" in facts.nvml_error else fix
+        if "pynvml" in facts.nvml_error:
+            fix = "pip install nvidia-ml-py"
         yield error("gpu", f"{facts.device_nodes} GPU(s) whose driver does not answer ({facts.nvml_error}): {fix}")
     else:
         yield good("gpu", "none: runs use the CPU, over gloo")
@@ -111,7 +134,10 @@ def driver(facts: GpuFacts) -> Iterator[Finding]:
     if num_hidden := len(facts.gpus) - len(facts.visible):
         setting = facts.environment.get("CUDA_VISIBLE_DEVICES", "")
         what = f"CUDA_VISIBLE_DEVICES='{setting}' hides {num_hidden} of {len(facts.gpus)}"
-        yield Finding(Level.WARNING if facts.visible else Level.ERROR, "gpu", f"{what}: unset CUDA_VISIBLE_DEVICES")
+        level = Level.ERROR
+        if facts.visible:
+            level = Level.WARNING
+        yield Finding(level, "gpu", f"{what}: unset CUDA_VISIBLE_DEVICES")
 
 
 def build(facts: GpuFacts) -> Iterator[Finding]:
@@ -132,13 +158,21 @@ def build(facts: GpuFacts) -> Iterator[Finding]:
         yield error("cuda", f"torch cannot use the GPUs that the driver reports: {problem}: {fix}")
     else:
         yield good("cuda", f"torch {torch.version} uses {len(torch.devices)}, built for {torch.built_for}")
-    kernels = [match.groups() for name in torch.architectures if (match := ARCHITECTURE.fullmatch(name))]
+    kernels = _kernels(torch)
     for capability in sorted({tuple(device["capability"]) for device in torch.devices if torch.cuda}):
         if not any(_runs(capability, *kernel) for kernel in kernels):
             what = f"torch {torch.version} has no kernels for compute capability {_dotted(capability)}"
             newest = max(((int(major), int(minor)) for _, major, minor, _ in kernels), default=(0, 0))
-            fix = f"install a torch that is {'newer' if capability > newest else 'older'}"
+            fix = "install a torch that is older"
+            if capability > newest:
+                fix = "install a torch that is newer"
             yield error("cuda", f"{what} (it has {', '.join(torch.architectures)}): {fix}")
+
+
+def _kernels(torch: TorchFacts) -> list[tuple[str, ...]]:
+    """Kind, major and minor version, and what is special, of each architecture that torch has kernels for."""
+    matches = map(ARCHITECTURE.fullmatch, torch.architectures)
+    return [match.groups() for match in matches if match]
 
 
 def _runs(capability: tuple[int, ...], kind: str, major: str, minor: str, special: str) -> bool:
@@ -168,7 +202,9 @@ def peers(facts: GpuFacts) -> Iterator[Finding]:
         what = "NCCL_P2P_DISABLE is set, so all traffic goes through host memory"
         yield warning("p2p", f"{what}: unset NCCL_P2P_DISABLE")
     if pairs := sorted({tuple(sorted(pair)) for pair in torch.no_peers}):
-        some = ", ".join(f"{a}-{b}" for a, b in pairs[:4]) + (" ..." if len(pairs) > 4 else "")
+        some = ", ".join(f"{a}-{b}" for a, b in pairs[:4])
+        if len(pairs) > 4:
+            some += " ..."
         what = f"GPUs {some} cannot access each other's memory, so their traffic goes through host memory"
         fix = "turn off the IOMMU and PCIe ACS (nvidia-smi topo -p2p r shows more), or mention it with the times"
         yield warning("p2p", f"{what}: {fix}")
@@ -185,7 +221,9 @@ def shared_memory(facts: GpuFacts) -> Iterator[Finding]:
         yield error("/dev/shm", f"does not exist, and NCCL needs it between GPUs: {fix}")
     elif facts.shm_bytes < SHM_BYTES:
         what = f"has {facts.shm_bytes / 2**20:.3g} MiB, too little for NCCL between GPUs"
-        level = Level.ERROR if facts.shm_bytes <= SHM_LEAST_BYTES else Level.WARNING
+        level = Level.WARNING
+        if facts.shm_bytes <= SHM_LEAST_BYTES:
+            level = Level.ERROR
         yield Finding(level, "/dev/shm", f"{what}: {fix}")
     else:
         yield good("/dev/shm", f"has {facts.shm_bytes / 2**30:.3g} GiB")
@@ -195,7 +233,9 @@ def alone(facts: GpuFacts) -> Iterator[Finding]:
     """Whether nobody else computes on the GPUs, and none is split."""
     for gpu in facts.visible:
         if number := gpu["num_processes"]:
-            who = "1 other process computes" if number == 1 else f"{number} other processes compute"
+            who = f"{number} other processes compute"
+            if number == 1:
+                who = "1 other process computes"
             fix = "end it (nvidia-smi lists it), or choose another GPU with CUDA_VISIBLE_DEVICES"
             yield warning("gpu", f"{who} on {gpu['uuid']}, so times are not comparable: {fix}")
         if gpu["mig"]:

@@ -47,16 +47,21 @@ def runtime_folder() -> Path:
 def gpus() -> list[dict[str, Any]]:
     """The visible GPUs: index, name, uuid, memory_bytes, driver. NVML is asked, or where it does not answer, torch.
 
-    NVIDIA's are those that CUDA_VISIBLE_DEVICES leaves visible. A MIG instance that is named there has its own name and
-    memory, and its UUID as ``mig``; ``uuid`` is that of its GPU. Does not initialize CUDA in this process.
+    NVIDIA's are those that CUDA_VISIBLE_DEVICES leaves visible. A MIG instance that is named there
+    has its own name and memory, and its UUID as ``mig``; ``uuid`` is that of its GPU. Does not
+    initialize CUDA in this process.
     """
     try:
         with Nvml() as nvml:
             found = [{**gpu.about(), "driver": nvml.driver, "instances": gpu.instances()} for gpu in nvml.gpus]
     except NvmlUnavailableError:
-        return [dict(gpu) for gpu in _torch_gpus()] if has_driver() else []
-    chosen = _visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return [{key: value for key, value in gpu.items() if key != "instances"} for gpu in chosen]
+        if has_driver():
+            return [dict(gpu) for gpu in _torch_gpus()]
+        return []
+    chosen = [dict(gpu) for gpu in _visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))]
+    for gpu in chosen:
+        del gpu["instances"]
+    return chosen
 
 
 def has_driver() -> bool:
@@ -73,24 +78,37 @@ def has_driver() -> bool:
 @functools.cache
 def _torch_gpus() -> list[dict[str, Any]]:
     facts, _ = ask_torch()
+    if facts is None:
+        return []
     keys = ("index", "name", "uuid", "memory_bytes")
-    return [{key: gpu[key] for key in keys} | {"driver": ""} for gpu in (facts.devices if facts else ())]
+    return [{**{key: gpu[key] for key in keys}, "driver": ""} for gpu in facts.devices]
 
 
 def _visible(found: list[dict[str, Any]], setting: str | None) -> list[dict[str, Any]]:
     """The GPUs that a value of CUDA_VISIBLE_DEVICES (indices or UUID prefixes) names, in its order.
 
-    A process that is given a MIG instance sees only that one (NVIDIA's MIG user guide, "CUDA Device Enumeration").
+    A process that is given a MIG instance sees only that one (NVIDIA's MIG user guide, "CUDA Device
+    Enumeration").
     """
     if setting is None:
         return found
     chosen = []
-    for entry in filter(None, (part.strip() for part in setting.split(","))):
+    for entry in filter(None, map(str.strip, setting.split(","))):
         if entry.startswith("MIG-"):
-            instances = [{**gpu, **part} for gpu in found for part in gpu["instances"]]
-            return [instance for instance in instances if instance["mig"].startswith(entry)][:1]
-        match = [gpu for gpu in found if str(gpu["index"]) == entry or gpu["uuid"].startswith(entry)]
-        if not match:
+            return _instance(found, entry)
+        for gpu in found:
+            if str(gpu["index"]) == entry or gpu["uuid"].startswith(entry):
+                chosen.append(gpu)
+                break
+        else:
             break  # as in CUDA, the first invalid entry ends the list
-        chosen.append(match[0])
     return chosen
+
+
+def _instance(found: list[dict[str, Any]], prefix: str) -> list[dict[str, Any]]:
+    """The first MIG instance whose UUID has this prefix; empty if there is none."""
+    for gpu in found:
+        for instance in gpu["instances"]:
+            if instance["mig"].startswith(prefix):
+                return [gpu | instance]
+    return []

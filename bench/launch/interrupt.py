@@ -18,15 +18,16 @@ class _State:
 def terminate_as_interrupt() -> Iterator[None]:
     """Make SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does.
 
-    An ignored SIGHUP (nohup) or SIGINT (background jobs of a shell) stays ignored. Only the main thread gets signals;
-    in other threads this does nothing.
+    An ignored SIGHUP (nohup) or SIGINT (background jobs of a shell) stays ignored. Only the main
+    thread gets signals; in other threads this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    wanted = [signal.SIGTERM]
-    wanted += [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, _interrupt) for number in wanted}
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, _interrupt)}
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            before[number] = signal.signal(number, _interrupt)
     try:
         yield
     finally:

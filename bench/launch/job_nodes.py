@@ -56,7 +56,8 @@ ENGINES = (
     # https://www.kubeflow.org/docs/components/trainer/legacy-v1/user-guides/pytorch
     Engine("PyTorchJob", "RANK", "WORLD_SIZE", "MASTER_ADDR"),
 )
-"""In the order in which they are looked for: torchrun may run inside of others, and others set RANK too."""
+"""In the order in which they are looked for: torchrun may run inside of others, and others set RANK
+too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,10 +87,14 @@ def here(environment: Mapping[str, str] = os.environ) -> Place | None:
         node = _number(environment, engine.node)
         if node >= num_nodes:
             raise InputError(f"{engine.node} is {node}, and {engine.num_nodes} is {num_nodes}; nodes count from 0")
-        needed = num_nodes if engine.in_all else 1
+        needed = 1
+        if engine.in_all:
+            needed = num_nodes
         if engine.processes and (found := get(engine.processes, "not set")) != str(needed):
             raise InputError(f"{engine.processes} is {found}, and must be {needed}: start one process on each node")
-        head = get("MASTER_ADDR") or get("PET_MASTER_ADDR") or _first_host(environment[engine.head])
+        head = get("MASTER_ADDR") or get("PET_MASTER_ADDR")
+        if not head:
+            head = _first_host(environment[engine.head])
         return Place(node=node, num_nodes=num_nodes, head=head, port=_port(environment, engine))
     return None
 
@@ -113,7 +118,9 @@ def _port(environment: Mapping[str, str], engine: Engine) -> int:
         if environment.get(name):
             return _number(environment, name) + (engine.name == TORCHRUN)
     job = environment.get("SLURM_JOB_ID", "")  # jobs of several users may share a node
-    return 20_000 + int(job) % 9_000 if engine.name == SLURM and job.isdecimal() else PORT
+    if engine.name == SLURM and job.isdecimal():
+        return 20_000 + int(job) % 9_000
+    return PORT
 
 
 def secret(environment: Mapping[str, str] = os.environ) -> bytes:

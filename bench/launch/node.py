@@ -1,9 +1,10 @@
 """The ranks of one node: its launcher's process with its fork servers, and the part of a trial that they run.
 
-The bench's own process stays small and mostly asleep: it holds a ``Node`` and looks now and then at the ranks
-(``watchdog``). The launcher's process (``server``) imports torch, runs torch elastic's agent, and keeps fork servers
-whose children start with every framework imported. Its descendants can be told from other processes (``stragglers``),
-so a trial is ended by ending those, whatever state they are in.
+The bench's own process stays small and mostly asleep: it holds a ``Node`` and looks now and then at
+the ranks (``watchdog``). The launcher's process (``server``) imports torch, runs torch elastic's
+agent, and keeps fork servers whose children start with every framework imported. Its descendants
+can be told from other processes (``stragglers``), so a trial is ended by ending those, whatever
+state they are in.
 """
 
 from __future__ import annotations
@@ -50,10 +51,12 @@ class Node:
         Raises InputError if another bench uses a GPU.
         """
         self._device, self._server = device, LauncherProcess(device, self._interface)
-        self._telemetry = Telemetry() if device is Device.CUDA else None
-        visible = gpus.gpus() if device is Device.CUDA else []
+        self._telemetry, visible = None, []
+        if device is Device.CUDA:
+            self._telemetry, visible = Telemetry(), gpus.gpus()
         self._locks.enter_context(gpus.hold_gpus([gpu["uuid"] for gpu in visible]))
-        # Torch counts MIG instances with CUDA instead of NVML, and a forked process cannot use CUDA after that.
+        # Torch counts MIG instances with CUDA instead of NVML, and a forked process cannot use CUDA
+        # after that.
         return any("mig" in gpu for gpu in visible)
 
     def release(self) -> None:
@@ -101,8 +104,12 @@ class Node:
 
     def look(self) -> tuple[Sight, NodeReport | None]:
         """What is seen of the ranks, and their report once they have ended by themselves."""
-        self._answer = self._answer or self._server.wait(0.0)
-        return self._ranks.look(), None if self._answer is None else self._report(self._answer)
+        if self._answer is None:
+            self._answer = self._server.wait(0.0)
+        sight, report = self._ranks.look(), None
+        if self._answer is not None:
+            report = self._report(self._answer)
+        return sight, report
 
     def end(self, *, dump: bool) -> NodeReport:
         """End the ranks now, after they have dumped their stacks if asked to."""
@@ -119,19 +126,25 @@ class Node:
             failure, number = self._server.death()
         if answer.get("died") or answer.get("spent"):
             self._server.close()
+        last_lines: list[str] = []
+        if rank is not None:
+            last_lines = outcome.last_lines(folder, rank - node_task.ranks.start)
         ending = Ending(
             failure=failure,
             rank=rank,
             signal=number,
             killed_for_memory=outcome.moved(self._kills, outcome.counters()),
-            last_lines=() if rank is None else outcome.last_lines(folder, rank - node_task.ranks.start),
+            last_lines=last_lines,
         )
+        recording = None
+        if self._telemetry is not None:
+            recording = self._telemetry.stop()
         return NodeReport(
             results=[self._result(rank) for rank in node_task.ranks],
             ending=ending,
             log_bytes=self._ranks.log_bytes(),
             died_early=bool(answer.get("died")) and not any(folder.glob("rank*.beat")),
-            recording=self._telemetry.stop() if self._telemetry else None,
+            recording=recording,
         )
 
     def _result(self, rank: int) -> dict[str, Any] | None:

@@ -50,7 +50,8 @@ class NodeReport:
     recording: dict[str, Any] | None = None
     """What telemetry recorded of this node's GPUs."""
     files: dict[str, str] = field(default_factory=dict)
-    """From another node, after a failure: the ends of its logs and its dumps, in base 64, by path."""
+    """From another node, after a failure: the ends of its logs and its dumps, in base 64, by
+    path."""
 
     @property
     def is_good(self) -> bool:

@@ -1,7 +1,8 @@
 """The other nodes of a job, as the controller has them: who has joined, and what they report.
 
-On node 0 ``bench run`` is the controller; on each other node the same command follows it (``follower``). A node that is
-lost makes its trials ``interrupted``. It may come back at any time, and is used from the next trial on.
+On node 0 ``bench run`` is the controller; on each other node the same command follows it
+(``follower``). A node that is lost makes its trials ``interrupted``. It may come back at any time,
+and is used from the next trial on.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ ERRORS = {kind.__name__: kind for kind in (InputError, ForkError)}
 class RemoteNode:
     """Another node. Its methods are those of ``bench.launch.node.Node``.
 
-    Every method raises LostError, with the node's name and the reason, if the node is gone or says nothing.
+    Every method raises LostError, with the node's name and the reason, if the node is gone or says
+    nothing.
     """
 
     def __init__(self, number: int, host: str, channel: NodeChannel, about: Mapping[str, Any]) -> None:
@@ -76,7 +78,10 @@ class RemoteNode:
         self._ask("look")
         answer = self._answer(SILENT_S)
         try:
-            return validation.read(Sight, answer["sight"]), answer["report"] and self._report(answer["report"])
+            sight, report = validation.read(Sight, answer["sight"]), None
+            if answer["report"] is not None:
+                report = self._report(answer["report"])
+            return sight, report
         except (KeyError, TypeError, InputError) as error:
             self.lose(f"its answer is malformed ({error})")
 
@@ -130,7 +135,9 @@ class RemoteNode:
                 path = PurePosixPath(name)
                 if path.is_absolute() or ".." in path.parts:
                     raise InputError(f"a file is named {name!r}")
-                folder = self._folder / f"node{self.number}" if len(path.parts) > 1 else self._folder
+                folder = self._folder
+                if len(path.parts) > 1:
+                    folder = self._folder / f"node{self.number}"
                 (folder / path).parent.mkdir(parents=True, exist_ok=True)
                 (folder / path).write_bytes(base64.b64decode(content))
         except ValueError as error:
@@ -147,7 +154,9 @@ class Nodes(contextlib.AbstractContextManager["Nodes"]):
         """Nodes 1, 2, ..., once ``gather`` has returned."""
         self._place, self._secret, self._about = place, secret, about
         self._arrived: queue.Queue[RemoteNode | InputError] = queue.Queue()
-        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
+        family = socket.AF_INET
+        if ":" in self.address:
+            family = socket.AF_INET6
         try:
             self._listener = socket.create_server((self.address, place.port), family=family)
         except OSError as error:
@@ -229,8 +238,10 @@ class Nodes(contextlib.AbstractContextManager["Nodes"]):
             channel.authenticate(self._secret, is_controller=True)
             about = channel.receive(ANSWER_S) or {}
             refusal = self._refusal(number, about)
-            channel.send({"refused": f"{who}: {refusal}"} if refusal else {"welcome": True})
-            if not refusal:
+            if refusal:
+                channel.send({"refused": f"{who}: {refusal}"})
+            else:
+                channel.send({"welcome": True})
                 self._arrived.put(RemoteNode(number, host, channel, about))
         except AuthenticationError:
             refusal = f"its {job_nodes.SECRET} is not that of node 0; set the same on every node"

@@ -1,9 +1,9 @@
 """NVML, what NVIDIA's driver reports of its GPUs. The only module that asks it; does not import torch.
 
-Limits of NVML: power is an average over one second on Ampere (other than GA100) and later (nvmlDeviceGetPowerUsage),
-so the energy counter describes short windows better; it counts since the driver was loaded
-(nvmlDeviceGetTotalEnergyConsumption, Volta and later). With MIG on, power, energy, clocks and processes are those of
-the whole GPU.
+Limits of NVML: power is an average over one second on Ampere (other than GA100) and later
+(nvmlDeviceGetPowerUsage), so the energy counter describes short windows better; it counts since the
+driver was loaded (nvmlDeviceGetTotalEnergyConsumption, Volta and later). With MIG on, power,
+energy, clocks and processes are those of the whole GPU.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ REASONS = {
     0x400: "Reliability",
     0x8000000000000000: "Unknown",
 }
-"""Names of NVML's bits, less the prefix ``nvmlClocksEventReason`` (in older versions ``nvmlClocksThrottleReason``)."""
+"""Names of NVML's bits, less the prefix ``nvmlClocksEventReason`` (in older versions
+``nvmlClocksThrottleReason``)."""
 # Values of NVML's enumerations.
 _CLOCK_SM, _CLOCK_MEMORY, _SENSOR_GPU, _MAX_LINKS = 1, 2, 0, 18
 _LASTING = frozenset({3, 4, 13})
-"""Permanent errors, after which a query is not repeated: not supported, no permission, function not found."""
+"""Permanent errors, after which a query is not repeated: not supported, no permission, function not
+found."""
 
 
 def _reasons(bits: int) -> list[str]:
@@ -142,22 +144,33 @@ class NvmlGpu:
 
     def instances(self) -> list[dict[str, Any]]:
         """Its MIG instances: name, memory_bytes, and their own UUID as ``mig``."""
-        found = []
-        for place in range(self._call("MaxMigDeviceCount") or 0 if self.ask("mig") else 0):
+        found: list[dict[str, Any]] = []
+        if not self.ask("mig"):
+            return found
+        for place in range(self._call("MaxMigDeviceCount") or 0):
             if (handle := self._call("MigDeviceHandleByIndex", place)) is not None:  # there may be none at this index
                 about = self._describe(handle)
-                name = about["name"] if "MIG" in about["name"] else f"{about['name']} MIG"
+                name = f"{about['name']} MIG"
+                if "MIG" in about["name"]:
+                    name = about["name"]
                 found.append({"name": name, "memory_bytes": about["memory_bytes"], "mig": about["uuid"]})
         return found
 
     def settings(self, others: Sequence[NvmlGpu]) -> dict[str, Any]:
         """What affects its speed, number of active NVLinks, and levels of the paths to the other visible GPUs.
 
-        Levels are NVML's ``nvmlGpuTopologyLevel_t``; smaller is nearer. ``others`` includes this one, which has None.
+        Levels are NVML's ``nvmlGpuTopologyLevel_t``; smaller is nearer. ``others`` includes this
+        one, which has None.
         """
+        levels = []
+        for gpu in others:
+            level = None
+            if gpu is not self:
+                level = self._call("TopologyCommonAncestor", gpu._handle)
+            levels.append(level)
         return {name: self.ask(name) for name in SETTINGS} | {
             "nvlinks_up": sum(bool(self._call("NvLinkState", link)) for link in range(_MAX_LINKS)),
-            "topology": [None if gpu is self else self._call("TopologyCommonAncestor", gpu._handle) for gpu in others],
+            "topology": levels,
             "uuid": self.uuid,
         }
 
@@ -170,7 +183,9 @@ class NvmlGpu:
         found |= {name: self.ask(name) for name in SAMPLED}
         if processes:
             pids, clients = self.ask("pids"), self.ask("mps_pids")
-            found["pids"] = None if pids is None else sorted({*pids, *(clients or [])})
+            found["pids"] = None
+            if pids is not None:
+                found["pids"] = sorted({*pids, *(clients or [])})
         return found
 
     def ask(self, name: str) -> Any:

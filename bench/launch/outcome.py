@@ -53,7 +53,8 @@ class Outcome:
     last_lines: list[str] = field(default_factory=list)
     """Last lines of the traceback, or of the log of a rank that reported nothing."""
     cold: bool | None = None
-    """Whether the ranks started in new interpreters instead of the fork server; None if no rank was started."""
+    """Whether the ranks started in new interpreters instead of the fork server; None if no rank was
+    started."""
     recordings: list[dict[str, Any] | None] = field(default_factory=list)
     """What telemetry recorded of each node's GPUs."""
 
@@ -96,28 +97,37 @@ def judge(
 ) -> Outcome:
     """Judge a trial by what its ranks wrote, rank 0 first; ``ending`` counts only for ranks that wrote nothing.
 
-    A rank that crashes after it wrote its result (gloo is known to abort at exit) does no harm. ``names`` are those of
-    the ranks, if they are on several nodes.
+    A rank that crashes after it wrote its result (gloo is known to abort at exit) does no harm.
+    ``names`` are those of the ranks, if they are on several nodes.
     """
     if ending.void:
-        results = [None] * len(results)
-    done = [result for result in results if result is not None and result["status"] == Status.OK]
+        results = [None for _ in results]
+    done, failed = [], []
+    for rank, result in enumerate(results):
+        if result is not None and result["status"] == Status.OK:
+            done.append(result)
+        elif result is not None:
+            failed.append((rank, result))
     if len(done) == len(results):
         return Outcome(status=Status.OK, reason="", ranks=done, wall_s=wall_s)
-    failed = [(rank, result) for rank, result in enumerate(results) if result is not None and result not in done]
     silent = ending.rank is not None and ending.rank < len(results) and results[ending.rank] is None
     if failed and not silent:  # else a rank that died silently before caused the failures of the others
         rank, result = min(failed, key=lambda item: (FAILURES.index(Status(item[1]["status"])), item[1]["time"]))
+        name = f"rank {rank}"
+        if names:
+            name = names[rank]
         traceback = portable(result["traceback"])
         return Outcome(
             status=Status(result["status"]),
-            reason=f"{names[rank] if names else f'rank {rank}'}: {portable(result['reason'])}",
+            reason=f"{name}: {portable(result['reason'])}",
             ranks=[],
             wall_s=wall_s,
             traceback=traceback,
             last_lines=traceback.strip().splitlines()[-LAST_LINES:],
         )
-    status, reason = ending.status or Status.CRASHED, ending.failure or "a rank ended without a result"
+    status, reason = Status.CRASHED, ending.failure or "a rank ended without a result"
+    if ending.status is not None:
+        status = ending.status
     if ending.signal == signal.SIGKILL and ending.killed_for_memory:
         status, reason = Status.OOM, f"{reason}, by the kernel for want of memory ({ending.killed_for_memory})"
     last_lines = [portable(line) for line in ending.last_lines]
@@ -176,8 +186,11 @@ def counters() -> dict[str, int]:
         count = _count(file)
         if count is not None:
             found[f"control group {path}"] = count
-    count = None if found else _count(PROC / "vmstat")
-    return found if count is None else {MACHINE: count}
+    if not found:
+        count = _count(PROC / "vmstat")
+        if count is not None:
+            found[MACHINE] = count
+    return found
 
 
 def moved(before: Mapping[str, int], after: Mapping[str, int]) -> str:
@@ -191,7 +204,11 @@ def moved(before: Mapping[str, int], after: Mapping[str, int]) -> str:
 def _count(file: Path) -> int | None:
     """The value of ``oom_kill`` in a file of names and values."""
     try:
-        lines = [line.split() for line in file.read_text().splitlines()]
+        lines = file.read_text().splitlines()
     except OSError:
         return None
-    return next((int(line[1]) for line in lines if len(line) == 2 and line[0] == "oom_kill"), None)
+    for line in lines:
+        match line.split():
+            case ["oom_kill", number]:
+                return int(number)
+    return None

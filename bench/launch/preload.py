@@ -1,7 +1,7 @@
 """Imported once by a fork server, so that trials need not wait for imports. Must not initialize CUDA.
 
-Loads what every trial needs; ``load_all`` loads what a backend names (``Backend.preloaded``). If that initializes CUDA,
-no forked child can use it.
+Loads what every trial needs; ``load_all`` loads what a backend names (``Backend.preloaded``). If
+that initializes CUDA, no forked child can use it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def initialized() -> bool:
     return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == SUCCESS)
 
 
-# Otherwise its children would keep it alive after the launcher's process has ended. They end with it.
+# Otherwise its children would keep it alive after the launcher's process has ended. They end with
+# it.
 stragglers.signal_at_parents_end(signal.SIGKILL)
 
 
@@ -38,7 +39,8 @@ def load_all(*names: str) -> str:
         load(name)
         if not initialized_by and initialized():
             initialized_by = name
-    # Otherwise the garbage collector would walk a million immortal objects in every trial, perhaps in a timed window.
+    # Otherwise the garbage collector would walk a million immortal objects in every trial, perhaps
+    # in a timed window.
     gc.collect()
     gc.freeze()
     return initialized_by

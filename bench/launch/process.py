@@ -26,7 +26,8 @@ from bench.plan.cell import Device
 GRACE_S = 5.0
 """How long a process group may take to end after SIGTERM, before SIGKILL."""
 LONGEST_TEMPORARY = 60
-"""Longest path of the temporary folder that leaves room for the fork server's socket, whose limit is 107 on Linux."""
+"""Longest path of the temporary folder that leaves room for the fork server's socket, whose limit
+is 107 on Linux."""
 START_TIMEOUT_S = 180.0
 """How long the launcher may take to import everything, on a slow disk."""
 STORE_S = 30.0
@@ -74,7 +75,9 @@ class LauncherProcess:
         self._mark = uuid.uuid4().hex
         base = tempfile.gettempdir()
         # The launcher's process creates it, and removes it even if this process is killed.
-        self._temporary = str(Path(base if len(base) <= LONGEST_TEMPORARY else "/tmp") / f"bench-{self._mark[:12]}")
+        if len(base) > LONGEST_TEMPORARY:
+            base = "/tmp"
+        self._temporary = str(Path(base) / f"bench-{self._mark[:12]}")
         self.scratch = f"{self._temporary}-trial"
         command = [sys.executable, "-m", "bench.launch.server", str(theirs.fileno())]
         command.append("cold" if self.cold else "warm")
@@ -169,15 +172,21 @@ class LauncherProcess:
         words = self._last_words()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_S)
-        number = -process.returncode if process.returncode and process.returncode < 0 else 0
-        how = f"was ended by {stragglers.name(number)}" if number else f"died: {words}"
+        number = 0
+        if process.returncode and process.returncode < 0:
+            number = -process.returncode
+        how = f"died: {words}"
+        if number:
+            how = f"was ended by {stragglers.name(number)}"
         return f"the launcher's process {how}", number
 
     def _last_words(self) -> str:
         """The last line that the launcher's process wrote to its standard error."""
         self._stderr.seek(0)
         lines = self._stderr.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "no message"
+        if lines:
+            return lines[-1]
+        return "no message"
 
 
 def environment_of(device: Device, interface: str) -> dict[str, str]:
@@ -190,7 +199,8 @@ def environment_of(device: Device, interface: str) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
-        # DeepSpeed imports torch.compile, which would keep a pool of idle compiler processes during the measurement.
+        # DeepSpeed imports torch.compile, which would keep a pool of idle compiler processes during
+        # the measurement.
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         # Cache files are pickles, and earlier trials would influence how a trial is compiled.
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",

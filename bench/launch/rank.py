@@ -6,10 +6,11 @@ parse logs. How it joins a world (``bench.plan.world``):
 - real: a process group over NCCL or gloo;
 - virtual, with fake tensors or without: torch's process group that does not communicate (``FakeProcessGroup`` of torch
   >= 2.13: a gather repeats the rank's own shard, a reduction keeps its own values, so all values are finite);
-- shared GPU: each rank sees one GPU, which it may share with others. The group uses gloo, since NCCL refuses two ranks
-  on one device. Gloo copies GPU tensors through host memory in ``all_reduce``, ``broadcast``, ``reduce``,
-  ``all_gather``, ``all_gather_into_tensor``, ``reduce_scatter_tensor``, ``gather`` and ``scatter``, which the built-in
-  backends use; not in the coalesced collectives (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
+- shared GPU: each rank sees one GPU, which it may share with others. The group uses NCCL where the ranks can
+  (``bench.launch.shared_nccl``), otherwise gloo. Gloo copies GPU tensors through host memory in ``all_reduce``,
+  ``broadcast``, ``reduce``, ``all_gather``, ``all_gather_into_tensor``, ``reduce_scatter_tensor``, ``gather`` and
+  ``scatter``, which the built-in backends use; not in the coalesced collectives
+  (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ import psutil
 
 from bench import files
 from bench.errors import UnsupportedError
-from bench.launch import dumps, gpus, stragglers
+from bench.launch import dumps, gpus, shared_nccl, stragglers
 from bench.measure import heartbeat
 from bench.plan.cell import Device, Status
-from bench.plan.task import Task
+from bench.plan.task import Spec, Task
 
 if TYPE_CHECKING:
     import torch
@@ -51,8 +52,11 @@ WAIT_S = 0.005
 """How often a finished rank checks whether the others are."""
 RESULTS = "bench/results"
 """Key of the trial's store that counts the ranks with a result."""
+TRIAL = "bench.measure.trial:work"
+"""The work of a trial, named because the module imports torch."""
 SHARED_GPU_GROUP = "cpu:gloo,cuda:gloo"
-"""Backend of the process group. With plain ``gloo``, some versions of ``DeviceMesh`` also create an NCCL group."""
+"""Backend of the process group over gloo. With plain ``gloo``, some versions of ``DeviceMesh`` also create an NCCL
+group."""
 
 
 def pretend(world_size: int) -> None:
@@ -106,7 +110,10 @@ _all_reduce.__annotations__.clear()  # torch accepts its own types or none, and 
 def main(task_json: str) -> None:
     """Join the task's world and do its work: the entry point of a rank, called by torch elastic."""
     task = Task.from_json(task_json)
-    module, _, name = task.work.partition(":")
+    place = task.work
+    if isinstance(task, Spec) and not place:
+        place = TRIAL
+    module, _, name = place.partition(":")
     work = getattr(importlib.import_module(module), name)
 
     def joined(rank: int) -> dict[str, Any]:
@@ -156,6 +163,10 @@ def join(task: Task) -> torch.device:
     """Set up torch and this rank's process group in the task's world; return the rank's device."""
     if task.world.shares_gpus:
         os.environ.update(shared_gpu_environment(int(os.environ["RANK"]), task.world_size, gpus.gpus()))
+        if task.shared_nccl:
+            os.environ.update(shared_nccl.environment(int(os.environ["RANK"])))
+            for name in shared_nccl.UNSET:
+                os.environ.pop(name, None)
     import torch
     import torch.distributed as dist
 
@@ -174,7 +185,7 @@ def join(task: Task) -> torch.device:
         _number_gpus()
     if not task.world.has_all_ranks:
         pretend(task.world_size)
-    elif task.device is Device.CUDA and not task.world.shares_gpus:
+    elif task.device is Device.CUDA and (task.shared_nccl or not task.world.shares_gpus):
         # DeepSpeed creates more groups. NCCL would split a bound group of one rank, which can fail (DeepSpeed #8248).
         dist.init_process_group("nccl", device_id=device if task.world_size > 1 else None)
     else:

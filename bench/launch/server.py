@@ -1,7 +1,8 @@
 """The launcher's process: torch elastic's agent, and the fork servers of its ranks.
 
-``process`` starts it as ``python -m bench.launch.server`` with one end of a connection. When the bench's own process
-ends, even by SIGKILL, this one ends all of its own descendants and itself, and removes their files.
+``process`` starts it as ``python -m bench.launch.server`` with one end of a connection. When the
+bench's own process ends, even by SIGKILL, this one ends all of its own descendants and itself, and
+removes their files.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ from bench.launch.node_task import NodeTask
 def serve(channel: Channel, *, cold: bool) -> None:
     """Do what comes as a message, until the bench's process ends: load sets of packages, or run a trial.
 
-    A trial is a ``bench.launch.node_task.NodeTask``. Two messages answer it: the port of its store when that listens,
-    and what ended it.
+    A trial is a ``bench.launch.node_task.NodeTask``. Two messages answer it: the port of its store
+    when that listens, and what ended it.
     """
-    forks = None if cold else ForkServers()
+    forks = None
+    if not cold:
+        forks = ForkServers()
     from bench.launch import agent  # imports torch, as the fork server does meanwhile
 
     channel.send({"ready": True, "initialized_by": forks.ready() if forks else ""})
@@ -56,7 +59,8 @@ def serve(channel: Channel, *, cold: bool) -> None:
         channel.send({"port": rendezvous.master_port})
         answer = agent.run(rank_main, node_task, rendezvous, "forkserver" if forks else "spawn")
         signal.signal(signal.SIGTERM, _end_quietly)  # torch elastic has replaced the handler
-        # Torch elastic ends only the ranks; processes that they leave running would disturb the next trial.
+        # Torch elastic ends only the ranks; processes that they leave running would disturb the
+        # next trial.
         stragglers.kill(left_behind)
         answer["spent"] = not all(map(stragglers.alive, helpers))  # one of them was killed
         channel.send(answer)
@@ -75,7 +79,8 @@ def _end_with_parent(connection: int) -> None:
     poll = select.poll()
     poll.register(connection, 0)  # POLLHUP is always reported
     poll.poll()
-    # The main thread could start another rank or write another file meanwhile; this program replaces all threads.
+    # The main thread could start another rank or write another file meanwhile; this program
+    # replaces all threads.
     with contextlib.suppress(OSError):
         os.execv(sys.executable, [sys.executable, "-m", "bench.launch.server"])
     _clean_up()

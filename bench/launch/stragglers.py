@@ -1,17 +1,19 @@
 """Cleans up what a launcher leaves behind: processes and NCCL's shared memory.
 
-psutil identifies a process by its pid and its start time, so a reused pid is not mistaken for the old process.
+psutil identifies a process by its pid and its start time, so a reused pid is not mistaken for the
+old process.
 
-Descendants of a launcher's process are recognized by a mark in their environment, which children inherit, by their
-process group, and by their parents. This finds processes that called setsid and orphans. It misses a process that has
-a new environment and a new session and was adopted by an outside process, because the launcher's process, which adopts
-orphans, had ended by then.
+Descendants of a launcher's process are recognized by a mark in their environment, which children
+inherit, by their process group, and by their parents. This finds processes that called setsid and
+orphans. It misses a process that has a new environment and a new session and was adopted by an
+outside process, because the launcher's process, which adopts orphans, had ended by then.
 
-NCCL's shared memory consists of files with random names in /dev/shm. NCCL unlinks a file when its last peer has
-attached, so the file stays if ranks are killed before that. Its owner is known only while a process has it mapped, so
-the mappings of the ranks are recorded before they are ended. A segment belongs to one communicator, and a trial's
-communicators never leave the trial, so no other process needs it. A segment that was mapped only by a rank that ended
-on its own is not known, and stays.
+NCCL's shared memory consists of files with random names in /dev/shm. NCCL unlinks a file when its
+last peer has attached, so the file stays if ranks are killed before that. Its owner is known only
+while a process has it mapped, so the mappings of the ranks are recorded before they are ended. A
+segment belongs to one communicator, and a trial's communicators never leave the trial, so no other
+process needs it. A segment that was mapped only by a rank that ended on its own is not known, and
+stays.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ POLL_S = 0.01
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 """Options of prctl(2)."""
 TRACKER = "multiprocessing.resource_tracker"
-"""Part of the command of the process that removes named semaphores after all their users have ended."""
+"""Part of the command of the process that removes named semaphores after all their users have
+ended."""
 
 
 def find(pid: int) -> psutil.Process | None:
@@ -66,9 +69,13 @@ def is_stopped(process: psutil.Process | None) -> bool:
 def family(launcher: int, mark: str) -> set[psutil.Process]:
     """A launcher's process and its live descendants."""
     psutil.process_iter.cache_clear()  # it would skip a process with a reused pid
-    # One that is ending has no environment, but its children still: asked for that here, it would be left out.
+    # One that is ending has no environment, but its children still: asked for that here, it would
+    # be left out.
     every = list(psutil.process_iter(["ppid", "status"]))
-    found = {p for p in every if launcher in {p.pid, _group(p.pid)} or _mark(p) == mark}
+    found = set()
+    for process in every:
+        if launcher in {process.pid, _group(process.pid)} or _mark(process) == mark:
+            found.add(process)
     children = grouped((process.info["ppid"], process) for process in every)
     new = list(found)
     while new:
@@ -174,6 +181,8 @@ def mapped(pids: Iterable[int]) -> set[str]:
 def remove(segments: Iterable[str]) -> None:
     """Remove the segments that still exist and that no process has mapped any more."""
     left = {path for path in segments if os.path.lexists(path)}
-    for path in left - mapped(psutil.pids() if left else ()):
+    if not left:
+        return
+    for path in left - mapped(psutil.pids()):
         with contextlib.suppress(OSError):  # it belongs to another user
             Path(path).unlink()

@@ -1,14 +1,16 @@
 """GPU telemetry recorded by the bench's own process during training: clocks, power, throttling, energy.
 
-The ranks are not disturbed: one thread of the bench queries NVML ten times a second for each GPU. Without a GPU nothing
-happens. Values that are unknown, all of them without NVML, are None with a note, and no error ends a run.
+The ranks are not disturbed: one thread of the bench queries NVML ten times a second for each GPU.
+Without a GPU nothing happens. Values that are unknown, all of them without NVML, are None with a
+note, and no error ends a run.
 
-Times are ``time.monotonic()``, which on Linux is one clock for all processes, so that ranks can name the part of a
-recording that is their timed window (``summarize``).
+Times are ``time.monotonic()``, which on Linux is one clock for all processes, so that ranks can
+name the part of a recording that is their timed window (``summarize``).
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections import Counter
@@ -31,20 +33,21 @@ STOP_S = 5.0
 NO_SLOWDOWN = frozenset({"GpuIdle", "ApplicationsClocksSetting", "DisplayClockSetting"})
 """Reasons that are no slowdown: the GPU is idle, or runs at the clocks that a user has set.
 
-According to NVML's documentation, all others hold clocks below the requested ones: SwPowerCap (the power limit),
-HwSlowdown (temperature, an external power brake, or a fast trigger: clocks at most half; also seen briefly when the
-P-state changes), SwThermalSlowdown and HwThermalSlowdown (GPU or memory too hot), HwPowerBrakeSlowdown (the power
-supply), SyncBoost (another GPU of the group is slow), BoardLimit, Reliability, Unknown, and bits newer than this list.
-SwPowerCap is common on a busy GPU; its share of the samples and the clocks show how much it matters.
-"""
+According to NVML's documentation, all others hold clocks below the requested ones: SwPowerCap (the
+power limit), HwSlowdown (temperature, an external power brake, or a fast trigger: clocks at most
+half; also seen briefly when the P-state changes), SwThermalSlowdown and HwThermalSlowdown (GPU or
+memory too hot), HwPowerBrakeSlowdown (the power supply), SyncBoost (another GPU of the group is
+slow), BoardLimit, Reliability, Unknown, and bits newer than this list. SwPowerCap is common on a
+busy GPU; its share of the samples and the clocks show how much it matters. """
 
 
 class Telemetry:
     """Records all visible GPUs from ``start`` to ``stop``; can be used again.
 
-    Start it before the ranks: other processes that are on a GPU at the start are certainly foreign. ``recording`` is
-    plain JSON for ``summarize``, None without a GPU: ``interval_s``; ``samples``, one per GPU and time, as from
-    ``NvmlGpu.sample``; ``own_pids``, the processes seen that descend from this one; ``notes``.
+    Start it before the ranks: other processes that are on a GPU at the start are certainly foreign.
+    ``recording`` is plain JSON for ``summarize``, None without a GPU: ``interval_s``; ``samples``,
+    one per GPU and time, as from ``NvmlGpu.sample``; ``own_pids``, the processes seen that descend
+    from this one; ``notes``.
     """
 
     def __init__(self, interval_s: float = INTERVAL_S) -> None:
@@ -92,12 +95,11 @@ class Telemetry:
                 self._sample(processes=True)
         if nvml is not None:
             nvml.close()
-        unknown = [
-            f"{gpu.uuid}: no {name}: {problem}"
-            for gpu in self._gpus
-            for name, problem in gpu.problems.copy().items()
-            if name in (*SAMPLED, "pids")
-        ]
+        unknown = []
+        for gpu in self._gpus:
+            for name, problem in gpu.problems.copy().items():
+                if name in (*SAMPLED, "pids"):
+                    unknown.append(f"{gpu.uuid}: no {name}: {problem}")
         if self._samples or self._notes:
             self.recording = {
                 "interval_s": self._interval_s,
@@ -143,21 +145,24 @@ def summarize(
 ) -> dict[str, Any] | None:
     """Summarize the GPUs between two times of ``time.monotonic()``; None without a recording or without the times.
 
-    Covers only the GPUs with the ``uuids``, since the others idled; all if none of those was recorded, as with MIG
-    instances, which have UUIDs of their own.
+    Covers only the GPUs with the ``uuids``, since the others idled; all if none of those was
+    recorded, as with MIG instances, which have UUIDs of their own.
 
-    ``notes``, and ``gpus``, one each: ``uuid``; ``num_samples`` inside; the median ``sm_clock_mhz`` with
-    ``sm_clock_min_mhz`` and ``sm_clock_max_mhz``; the median ``memory_clock_mhz`` and ``power_w``; the highest
-    ``temperature_c``; ``throttle``, the share of samples with each reason; ``slowdowns``, those that are not in
-    NO_SLOWDOWN; ``energy_j``, of the whole GPU, from the counter, interpolated; ``other_processes``, how many compute
-    processes were foreign. Unknown values are None. A window too short for a sample uses the nearest samples.
+    ``notes``, and ``gpus``, one each: ``uuid``; ``num_samples`` inside; the median ``sm_clock_mhz``
+    with ``sm_clock_min_mhz`` and ``sm_clock_max_mhz``; the median ``memory_clock_mhz`` and
+    ``power_w``; the highest ``temperature_c``; ``throttle``, the share of samples with each reason;
+    ``slowdowns``, those that are not in NO_SLOWDOWN; ``energy_j``, of the whole GPU, from the
+    counter, interpolated; ``other_processes``, how many compute processes were foreign. Unknown
+    values are None. A window too short for a sample uses the nearest samples.
     """
     if recording is None or begin is None or end is None:
         return None
     samples = sorted(recording["samples"], key=lambda sample: sample["time"])
     by_gpu = grouped((sample["uuid"], sample) for sample in samples)
     our_pids = set(recording["own_pids"])
-    used = [uuid for uuid in by_gpu if uuid in uuids] or list(by_gpu)
+    used = [uuid for uuid in by_gpu if uuid in uuids]
+    if not used:
+        used = list(by_gpu)
     return {
         "gpus": [_summary(uuid, by_gpu[uuid], begin, end, our_pids) for uuid in used],
         "notes": list(recording["notes"]),
@@ -165,40 +170,68 @@ def summarize(
 
 
 def _summary(uuid: str, samples: list[dict[str, Any]], begin: float, end: float, our_pids: set[int]) -> dict[str, Any]:
+    """One GPU between two times; the keys are those of ``summarize``."""
+
     def values(name: str) -> list[Any]:
         return [sample[name] for sample in _within(samples, name, begin, end)]
 
-    clocks, reasons = values("sm_clock_mhz"), values("throttle")
-    seen = Counter(name for names in reasons for name in names)
+    clocks = values("sm_clock_mhz")
+    read = [(sample["time"], sample["energy_j"]) for sample in samples if sample["energy_j"] is not None]
     return {
         "uuid": uuid,
         "num_samples": sum(begin <= sample["time"] <= end for sample in samples),
-        "sm_clock_mhz": median(clocks) if clocks else None,
+        "sm_clock_mhz": _median(clocks),
         "sm_clock_min_mhz": min(clocks, default=None),
         "sm_clock_max_mhz": max(clocks, default=None),
-        "memory_clock_mhz": median(found) if (found := values("memory_clock_mhz")) else None,
-        "power_w": median(found) if (found := values("power_w")) else None,
+        "memory_clock_mhz": _median(values("memory_clock_mhz")),
+        "power_w": _median(values("power_w")),
         "temperature_c": max(values("temperature_c"), default=None),
-        "throttle": {name: count / len(reasons) for name, count in sorted(seen.items())} if reasons else None,
-        "slowdowns": sorted(seen.keys() - NO_SLOWDOWN) if reasons else None,
-        "energy_j": _energy([(s["time"], s["energy_j"]) for s in samples if s["energy_j"] is not None], begin, end),
+        **_throttling(values("throttle")),
+        "energy_j": _energy(read, begin, end),
         "other_processes": _num_foreign(samples, begin, end, our_pids),
+    }
+
+
+def _median(values: list[float]) -> float | None:
+    if values:
+        return median(values)
+    return None
+
+
+def _throttling(reasons: list[list[str]]) -> dict[str, Any]:
+    """``throttle`` and ``slowdowns``, from the reasons of each sample; None without samples."""
+    if not reasons:
+        return {"throttle": None, "slowdowns": None}
+    seen = Counter(itertools.chain.from_iterable(reasons))
+    return {
+        "throttle": {name: count / len(reasons) for name, count in sorted(seen.items())},
+        "slowdowns": sorted(seen.keys() - NO_SLOWDOWN),
     }
 
 
 def _within(samples: list[dict[str, Any]], name: str, begin: float, end: float) -> list[dict[str, Any]]:
     """The samples of a window with a value for ``name``; if there is none, the nearest before and after the window."""
-    known = [sample for sample in samples if sample.get(name) is not None]
-    inside = [sample for sample in known if begin <= sample["time"] <= end]
-    before = [sample for sample in known if sample["time"] < begin]
-    after = [sample for sample in known if sample["time"] > end]
-    return inside or [*before[-1:], *after[:1]]
+    before, inside, after = [], [], []
+    for sample in samples:
+        if sample.get(name) is None:
+            continue
+        if sample["time"] < begin:
+            before.append(sample)
+        elif sample["time"] > end:
+            after.append(sample)
+        else:
+            inside.append(sample)
+    if inside:
+        return inside
+    return [*before[-1:], *after[:1]]
 
 
 def _energy(counter: list[tuple[float, float]], begin: float, end: float) -> float | None:
     """Joules between two times, interpolated; None if the counter was not read around both, or was reset."""
-    times, joules = [time for time, _ in counter], [value for _, value in counter]
-    if not counter or begin < times[0] or end > times[-1] or joules != sorted(joules):
+    if not counter:
+        return None
+    times, joules = zip(*counter, strict=True)
+    if begin < times[0] or end > times[-1] or list(joules) != sorted(joules):
         return None
     import numpy as np  # the command line starts faster without it
 
@@ -209,11 +242,15 @@ def _energy(counter: list[tuple[float, float]], begin: float, end: float) -> flo
 def _num_foreign(samples: list[dict[str, Any]], begin: float, end: float, our_pids: set[int]) -> int | None:
     """Number of foreign processes in a window; None if processes cannot be listed.
 
-    If none of our own was ever recognized, NVML reports pids of another namespace (containers). Then only processes
-    that were there at the start are known to be foreign.
+    If none of our own was ever recognized, NVML reports pids of another namespace (containers).
+    Then only processes that were there at the start are known to be foreign.
     """
     listed = [sample for sample in samples if sample.get("pids") is not None]
     if not listed:
         return None
-    seen = {pid for sample in _within(listed, "pids", begin, end) for pid in sample["pids"]} - our_pids
-    return len(seen if our_pids else seen & set(listed[0]["pids"]))
+    seen: set[int] = set()
+    for sample in _within(listed, "pids", begin, end):
+        seen.update(sample["pids"])
+    if not our_pids:
+        seen &= set(listed[0]["pids"])
+    return len(seen - our_pids)

@@ -5,6 +5,7 @@ It is another process, because importing torch takes seconds and may fail, and a
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -36,7 +37,8 @@ class TorchFacts:
     hip: str | None
     """Version of ROCm that it is built for."""
     devices: Sequence[dict[str, Any]] = ()
-    """Index, name, uuid and memory_bytes of each visible GPU; ``capability``, its compute capability."""
+    """Index, name, uuid and memory_bytes of each visible GPU; ``capability``, its compute
+    capability."""
     device_error: str = ""
     architectures: Sequence[str] = ()
     """Architectures of its kernels, such as sm_90 or compute_90."""
@@ -48,16 +50,22 @@ class TorchFacts:
     @property
     def built_for(self) -> str:
         """The platform that it is built for; empty if for the CPU alone."""
-        return f"CUDA {self.cuda}" if self.cuda else f"ROCm {self.hip}" if self.hip else ""
+        if self.cuda:
+            return f"CUDA {self.cuda}"
+        if self.hip:
+            return f"ROCm {self.hip}"
+        return ""
 
 
 def ask_torch(
     *options: str, command: Sequence[str] = (), timeout_s: float = TIMEOUT_S
 ) -> tuple[TorchFacts | None, str]:
     """What torch reports, or why it does not answer."""
+    if not command:
+        command = [sys.executable, "-m", "bench.launch.torch_facts", *options]
     try:
         process = subprocess.run(
-            list(command) or [sys.executable, "-m", "bench.launch.torch_facts", *options],
+            list(command),
             env=os.environ | {"PYTHONPATH": python_path(ROOT)},
             capture_output=True,
             text=True,
@@ -72,7 +80,9 @@ def ask_torch(
         return TorchFacts(**json.loads(process.stdout.strip().splitlines()[-1])), ""
     except (IndexError, ValueError, TypeError):
         lines = process.stderr.strip().splitlines()
-        return None, lines[-1] if lines else f"exit status {process.returncode}"
+        if lines:
+            return None, lines[-1]
+        return None, f"exit status {process.returncode}"
 
 
 def _devices() -> dict[str, Any]:
@@ -88,11 +98,15 @@ def _devices() -> dict[str, Any]:
         devices: list[dict[str, Any]] = []
         for index in range(torch.accelerator.device_count()):
             about = module.get_device_properties(index)
-            uuid = f"GPU-{about.uuid}" if hasattr(about, "uuid") else f"GPU-{index}"  # as NVML writes it
+            uuid = f"GPU-{index}"
+            if hasattr(about, "uuid"):
+                uuid = f"GPU-{about.uuid}"  # as NVML writes it
             devices.append({"index": index, "name": about.name, "uuid": uuid, "memory_bytes": about.total_memory})
             devices[-1]["capability"] = [about.major, about.minor]
-        pairs = [(a["index"], b["index"]) for a in devices for b in devices if a is not b]
-        no_peers = [[a, b] for a, b in pairs if not module.can_device_access_peer(a, b)]
+        no_peers = []
+        for a, b in itertools.permutations(range(len(devices)), 2):
+            if not module.can_device_access_peer(a, b):
+                no_peers.append([a, b])
         return {"devices": devices, "architectures": module.get_arch_list(), "no_peers": no_peers}
     except (RuntimeError, AssertionError, AttributeError) as error:
         return {"device_error": " ".join(str(error).split())}
@@ -110,7 +124,9 @@ def _gloo() -> str:
             return f"no answer within {GLOO_TIMEOUT_S:g} s"
         except Exception as error:  # any error is the answer
             return " ".join(f"{type(error).__name__}: {error}".split())
-    return "" if set(sums) == {GLOO_RANKS} else f"{GLOO_RANKS} ones add up to {sums}"
+    if set(sums) == {GLOO_RANKS}:
+        return ""
+    return f"{GLOO_RANKS} ones add up to {sums}"
 
 
 def _sum_over_gloo(rank: int, port: int) -> float:
@@ -132,7 +148,9 @@ def main() -> None:
     import torch.distributed as dist
 
     # Processes cannot be forked after CUDA was initialized, so gloo comes first.
-    gloo_error = _gloo() if GLOO in sys.argv else ""
+    gloo_error = ""
+    if GLOO in sys.argv:
+        gloo_error = _gloo()
     about = {"version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
     print(json.dumps({**about, "nccl": dist.is_nccl_available(), "gloo_error": gloo_error, **_devices()}))
 

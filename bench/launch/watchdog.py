@@ -1,11 +1,12 @@
 """Watches a trial: limits of time, inactivity and output, and ranks that do not end.
 
-The bench's own process polls a few small files about twice a second, without disturbing the ranks. On other nodes their
-agents do, and send what they see.
+The bench's own process polls a few small files about twice a second, without disturbing the ranks.
+On other nodes their agents do, and send what they see.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,7 +47,8 @@ class Ranks:
     def __init__(self, folder: Path, ranks: Sequence[int]) -> None:
         self.folder, self.numbers = folder, ranks
         self._processes: dict[int, psutil.Process | None] = {}
-        """Processes of the ranks that have started; None for one that ended before it was first looked up."""
+        """Processes of the ranks that have started; None for one that ended before it was first
+        looked up."""
         self._logs: list[Path] = []
 
     def look(self) -> Sight:
@@ -65,7 +67,11 @@ class Ranks:
         if rank not in self._processes:
             return ""
         process = self._processes[rank]
-        return "is stopped by a signal" if is_stopped(process) else "" if alive(process) else "has ended"
+        if is_stopped(process):
+            return "is stopped by a signal"
+        if alive(process):
+            return ""
+        return "has ended"
 
     def log_bytes(self) -> int:
         """Bytes that the ranks have written to their standard output and error."""
@@ -85,7 +91,7 @@ class Watch:
         self._timeout_s = timeout_s
         self._inactivity_s = inactivity_s
         self._started = self._moved = time.monotonic()
-        self._counts: list[int | None] = [None] * len(names)
+        self._counts: list[int | None] = [None for _ in names]
         self._states: list[str] = []
         self._handed_over: float | None = None
         limits = [limit for limit in (timeout_s, inactivity_s) if limit]
@@ -94,8 +100,8 @@ class Watch:
     def look(self, sights: Sequence[Sight]) -> Ending | None:
         """The reason to end the trial; None if it may go on. ``sights`` has the nodes in the order of their ranks."""
         now = time.monotonic()
-        counts = [count for sight in sights for count in sight.counts]
-        self._states = [state for sight in sights for state in sight.states]
+        counts = list(itertools.chain.from_iterable(sight.counts for sight in sights))
+        self._states = list(itertools.chain.from_iterable(sight.states for sight in sights))
         if counts != self._counts:
             self._counts, self._moved = counts, now
         num_written = sum(len(sight.written) for sight in sights)
@@ -124,10 +130,14 @@ class Watch:
         """The state of each rank, in brackets."""
         if not any(count is not None for count in self._counts):
             return " (no rank has begun)"
-        words = [
-            f"{name} has not begun" if count is None else f"{name} after {count} events{', ' * bool(state)}{state}"
-            for name, count, state in zip(self._names, self._counts, self._states, strict=True)
-        ]
+        words = []
+        for name, count, state in zip(self._names, self._counts, self._states, strict=True):
+            if count is None:
+                words.append(f"{name} has not begun")
+            elif state:
+                words.append(f"{name} after {count} events, {state}")
+            else:
+                words.append(f"{name} after {count} events")
         return f" ({'; '.join(words)})"
 
     def _slow_exit(self, now: float, num_written: int) -> Ending | None:
@@ -145,7 +155,8 @@ class Watch:
 def excessive(log_bytes: int) -> Ending | None:
     """The reason to end a trial whose ranks wrote more than LOG_BYTES of logs.
 
-    Check again when the trial has ended, so that its status does not depend on when this was polled.
+    Check again when the trial has ended, so that its status does not depend on when this was
+    polled.
     """
     if log_bytes <= LOG_BYTES:
         return None

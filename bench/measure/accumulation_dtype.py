@@ -1,19 +1,21 @@
 """Measures the dtype in which a backend accumulates gradients, through its own training loop.
 
-Both probes train one window of a tiny model with SGD at learning rate 1. Its loss is linear, so the data of a
-micro-batch *is* its gradient, and the change of the weights is the accumulated gradient.
+Both probes train one window of a tiny model with SGD at learning rate 1. Its loss is linear, so the
+data of a micro-batch *is* its gradient, and the change of the weights is the accumulated gradient.
 
-``accumulator``: four micro-batches with gradients 2^j, 1, -2^(j-1) and -2^(j-1), one weight per j. Their sum is 1, but
-0 if 2^j + 1 does not fit into the accumulator: a significand of p bits keeps the sums for j < p and loses the others.
-All numbers and their fourths are exact in bf16, so only the accumulation can lose anything. For j = 8 (256 and 1) this
-is the known test that gives 1 in fp32 and 0 in bf16 (https://github.com/pytorch/pytorch/issues/194434), which uses
-three micro-batches; a third of a number is not exact.
+``accumulator``: four micro-batches with gradients 2^j, 1, -2^(j-1) and -2^(j-1), one weight per j.
+Their sum is 1, but 0 if 2^j + 1 does not fit into the accumulator: a significand of p bits keeps
+the sums for j < p and loses the others. All numbers and their fourths are exact in bf16, so only
+the accumulation can lose anything. For j = 8 (256 and 1) this is the known test that gives 1 in
+fp32 and 0 in bf16 (https://github.com/pytorch/pytorch/issues/194434), which uses three
+micro-batches; a third of a number is not exact.
 
-``error``: random gradients, also exact in bf16, and the relative error of their accumulated mean against fp64. In fp32
-it stays below 1e-7 up to N = 256; in bf16 it is above 1e-3 and grows with N.
+``error``: random gradients, also exact in bf16, and the relative error of their accumulated mean
+against fp64. In fp32 it stays below 1e-7 up to N = 256; in bf16 it is above 1e-3 and grows with N.
 
-A factor common to all gradients of a window changes neither. Lightning with DeepSpeed has one: it divides the loss by N
-twice, so everything is 1/N of its right value, which is exact if N is a power of two.
+A factor common to all gradients of a window changes neither. Lightning with DeepSpeed has one: it
+divides the loss by N twice, so everything is 1/N of its right value, which is exact if N is a power
+of two.
 """
 
 from __future__ import annotations
@@ -49,9 +51,10 @@ PARAMETER = "block.weight"
 def accumulator(backend: type[Backend], cell: Cell, rank: int, device: torch.device) -> dict[str, Any]:
     """How the backend accumulates in the cell's precision and world. Collective; equal on every rank.
 
-    ``dtype``: fp32, bf16, another of BITS, ``other: .. bits``, or NOT_MEASURED; ``significand_bits``: number of j kept,
-    from 0 to the first that is lost; ``sum``: of the gradients 256, 1, -128 and -128; ``scale``: factor on the mean
-    gradient, 1 if correct; ``num_updates``: updates in the window, 1 if correct. With several updates nothing is
+    ``dtype``: fp32, bf16, another of BITS, ``other: .. bits``, or NOT_MEASURED;
+    ``significand_bits``: number of j kept, from 0 to the first that is lost; ``sum``: of the
+    gradients 256, 1, -128 and -128; ``scale``: factor on the mean gradient, 1 if correct;
+    ``num_updates``: updates in the window, 1 if correct. With several updates nothing is
     accumulated, so ``dtype`` is ``other``.
     """
     if backend.sync is Sync.NONE or not cell.world.has_values:
@@ -67,7 +70,9 @@ def accumulator(backend: type[Backend], cell: Cell, rank: int, device: torch.dev
         return found
     sums = (change / change[0]).tolist()
     kept = next((j for j, total in enumerate(sums) if abs(total - 1) > 1e-3), NUM_MAGNITUDES)
-    dtype = _dtype(kept) if num_updates == 1 else f"other: {num_updates} updates"
+    dtype = f"other: {num_updates} updates"
+    if num_updates == 1:
+        dtype = _dtype(kept)
     return {**found, "dtype": dtype, "significand_bits": kept, "sum": sums[8] + 0.0}
 
 
@@ -76,7 +81,9 @@ def _dtype(kept: int) -> str:
     if kept == NUM_MAGNITUDES:
         return "fp64"
     name = min(BITS, key=lambda name: abs(BITS[name] - kept))
-    return name if abs(BITS[name] - kept) <= 1 else f"other: {kept} bits"
+    if abs(BITS[name] - kept) <= 1:
+        return name
+    return f"other: {kept} bits"
 
 
 def error(
@@ -84,9 +91,10 @@ def error(
 ) -> dict[str, Any] | None:
     """The relative L2 error of the mean of N micro-gradients over all ranks, against fp64. Collective.
 
-    Gradients are normal with mean 1 and deviation 1, different on each rank. ``factor`` is 1 or 1/N, whichever is
-    nearer to the update's least-squares ``scale``; the update is divided by it, which corrects only the known defect,
-    before ``error`` is computed. None if ``accumulator`` says NOT_MEASURED.
+    Gradients are normal with mean 1 and deviation 1, different on each rank. ``factor`` is 1 or
+    1/N, whichever is nearer to the update's least-squares ``scale``; the update is divided by it,
+    which corrects only the known defect, before ``error`` is computed. None if ``accumulator`` says
+    NOT_MEASURED.
     """
     if backend.sync is Sync.NONE or not cell.world.has_values:
         return None
@@ -98,7 +106,9 @@ def error(
     change, num_updates = _update(backend, cell, rank, device, gradients[:, rank])
     exact = gradients.double().mean(dim=(0, 1))
     scale = float(change @ exact / (exact @ exact))
-    factor = 1.0 if not math.isfinite(scale) or scale * math.sqrt(accumulate) >= 1 else 1 / accumulate
+    factor = 1.0
+    if not (not math.isfinite(scale) or scale * math.sqrt(accumulate) >= 1):
+        factor = 1 / accumulate
     return {
         "accumulate": accumulate,
         "error": float((change / factor - exact).norm() / exact.norm()),
@@ -127,7 +137,8 @@ def _model(num_weights: int) -> nn.Module:
             self.block = Block()
 
         def forward(self, rows: Tensor) -> Tensor:
-            # A block's input needs a gradient in a transformer: ZeRO-3 reduces those of a block when it has that.
+            # A block's input needs a gradient in a transformer: ZeRO-3 reduces those of a block
+            # when it has that.
             return self.block(rows.detach().requires_grad_())  # type: ignore[no-any-return]
 
     return Root()

@@ -1,12 +1,13 @@
 """Reports collectives where they are issued, by kernels on the operators of c10d, above those of the backends.
 
-Calls from Python, from C++ (DDP's reducer), and from functional and compiled code pass these operators. Unlike a
-dispatch mode, which sees every operator, a kernel costs nothing where no collective runs. The kernels stand at the key
-BackendSelect: functional collectives and DTensor's are called below the keys of autograd. On fake tensors a functional
-collective calls none of c10d, so these have kernels too, and a collective within another is not reported.
+Calls from Python, from C++ (DDP's reducer), and from functional and compiled code pass these
+operators. Unlike a dispatch mode, which sees every operator, a kernel costs nothing where no
+collective runs. The kernels stand at the key BackendSelect: functional collectives and DTensor's
+are called below the keys of autograd. On fake tensors a functional collective calls none of c10d,
+so these have kernels too, and a collective within another is not reported.
 
-``bench.measure`` counts with this, and ``bench audit`` loads this file by its path in other environments: it imports
-nothing of bench.
+``bench.measure`` counts with this, and ``bench audit`` loads this file by its path in other
+environments: it imports nothing of bench.
 """
 
 from __future__ import annotations
@@ -71,19 +72,34 @@ class CollectiveCall:
     @property
     def tensor_lists(self) -> list[list[torch.Tensor]]:
         """Its outputs and inputs, in any order; operators of c10d are given both, functional ones return outputs."""
-        sides = self.arguments[:2] if self.operator.namespace == "c10d" else (self.arguments[0], self.result)
-        return [[leaf for leaf in tree_leaves(side) if isinstance(leaf, torch.Tensor)] for side in sides]
+        sides = self.arguments[:2]
+        if self.operator.namespace != "c10d":
+            sides = (self.arguments[0], self.result)
+        return [_tensors(side) for side in sides]
 
     @property
     def dtype(self) -> str:
         """That of the first tensor, or ``none``."""
-        return next((str(leaf.dtype).removeprefix("torch.") for side in self.tensor_lists for leaf in side), "none")
+        for side in self.tensor_lists:
+            if side:
+                return str(side[0].dtype).removeprefix("torch.")
+        return "none"
 
     @property
     def payload_bytes(self) -> int:
         """Bytes of the whole tensor, which is the larger side: before a scatter or reduction, or after a gather."""
-        dense = ([leaf._values() if leaf.is_sparse else leaf for leaf in side] for side in self.tensor_lists)
-        return max(sum(leaf.nbytes for leaf in side) for side in dense)
+        return max(sum(map(_num_bytes, side)) for side in self.tensor_lists)
+
+
+def _tensors(side: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(side) if isinstance(leaf, torch.Tensor)]
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the values of a tensor; of a sparse one, those that are stored."""
+    if tensor.is_sparse:
+        return tensor._values().nbytes
+    return tensor.nbytes
 
 
 class CollectiveKernels:
@@ -98,11 +114,15 @@ class CollectiveKernels:
         self._running = threading.local()
 
     def install(self) -> None:
-        for namespace, names in (("c10d", C10D), ("_c10d_functional", FUNCTIONAL)) if dist.is_available() else ():
+        if not dist.is_available():
+            return
+        for namespace, names in (("c10d", C10D), ("_c10d_functional", FUNCTIONAL)):
             library = torch.library.Library(namespace, "IMPL")
-            for name in (name for name, common in names.items() if self._only in common):
+            for name, common in names.items():
+                if self._only not in common:
+                    continue
                 operator = getattr(getattr(torch.ops, namespace), name).default
-                library.impl(name, self._kernel(operator, names[name]), "BackendSelect", with_keyset=True)
+                library.impl(name, self._kernel(operator, common), "BackendSelect", with_keyset=True)
             self._libraries.append(library)
 
     def remove(self) -> None:

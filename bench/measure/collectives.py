@@ -19,13 +19,15 @@ from bench.plan.cell import RankGroup
 def group_kind(group: Any) -> RankGroup:
     """Which ranks are in a process group.
 
-    Consecutive ranks form a shard group, as in torch's meshes, whose last dimension varies fastest; others a replicate
-    group.
+    Consecutive ranks form a shard group, as in torch's meshes, whose last dimension varies fastest;
+    others a replicate group.
     """
-    ranks, world = (dist.get_process_group_ranks(some) for some in (group, None))
-    if len(ranks) == len(world):
+    ranks = dist.get_process_group_ranks(group)
+    if len(ranks) == len(dist.get_process_group_ranks(None)):
         return RankGroup.WORLD
-    return RankGroup.SHARD if ranks[-1] - ranks[0] == len(ranks) - 1 else RankGroup.REPLICATE
+    if ranks[-1] - ranks[0] == len(ranks) - 1:
+        return RankGroup.SHARD
+    return RankGroup.REPLICATE
 
 
 class CollectiveCounter(CollectiveKernels):
@@ -53,10 +55,10 @@ class CollectiveCounter(CollectiveKernels):
     def self_test(self, device: torch.device) -> None:
         """Check on the default process group that collectives are counted and that AVG averages. Collective.
 
-        One all-reduce of 8 bytes over the rank numbers 0 to W - 1 must be counted and average to (W - 1) / 2, up to the
-        rounding of a sum and of 1/W, by which NCCL multiplies before summing. Older gloo did not divide
-        (pytorch#162338). Values of a fake group are not checked. Previous counts are kept, and the test itself is not
-        counted. Raises RuntimeError with one line.
+        One all-reduce of 8 bytes over the rank numbers 0 to W - 1 must be counted and average to (W
+        - 1) / 2, up to the rounding of a sum and of 1/W, by which NCCL multiplies before summing.
+        Older gloo did not divide (pytorch#162338). Values of a fake group are not checked. Previous
+        counts are kept, and the test itself is not counted. Raises RuntimeError with one line.
         """
         with CollectiveCounter() as probe:
             probe.counting = True

@@ -1,15 +1,18 @@
 """Host cost of a window: CPU time, dispatched operators, and on CUDA launched kernels.
 
-On one GPU no bytes move between ranks, so backends differ only in this and in memory. Each number has its own windows,
-because counting operators and profiling launches take CPU time:
+On one GPU no bytes move between ranks, so backends differ only in this and in memory. Each number
+has its own windows, because counting operators and profiling launches take CPU time:
 
-- ``cpu_s``: CPU time of all threads of the rank's process, from one update to the next. On the CPU this is mostly
-  the computation itself. On CUDA the device is idle when the window opens and is not synchronized at its end. Time
-  spent waiting counts too, because the driver spins: when its queue is full, or a framework synchronizes.
-- ``num_operators``: calls through torch's dispatcher to a backend, below autograd: ATen operators including views,
-  collectives, FSDP2's copies. Nested calls inside an operator and profiler marks are not counted. In the same window
-  the operators of forward and backward are compared with the plain model's (``bench.measure.operators``).
-- ``num_launches``: calls of the CUDA runtime or driver that launch a kernel or a graph; copies and fills do not count.
+- ``cpu_s``: CPU time of all threads of the rank's process, from one update to the next. On the CPU
+  this is mostly the computation itself. On CUDA the device is idle when the window opens and is not
+  synchronized at its end. Time spent waiting counts too, because the driver spins: when its queue
+  is full, or a framework synchronizes.
+- ``num_operators``: calls through torch's dispatcher to a backend, below autograd: ATen operators
+  including views, collectives, FSDP2's copies. Nested calls inside an operator and profiler marks
+  are not counted. In the same window the operators of forward and backward are compared with the
+  plain model's (``bench.measure.operators``).
+- ``num_launches``: calls of the CUDA runtime or driver that launch a kernel or a graph; copies and
+  fills do not count.
 """
 
 from __future__ import annotations
@@ -23,15 +26,17 @@ from bench.measure.exposure import WindowProfiler
 from bench.measure.taps import Instrument, Taps
 from bench.plan.task import CPU_WINDOWS
 
-LAUNCHES = tuple(
-    f"{api}{call}" for api in ("cuda", "cu") for call in ("LaunchKernel", "LaunchCooperativeKernel", "GraphLaunch")
+LAUNCHES = (
+    *("cudaLaunchKernel", "cudaLaunchCooperativeKernel", "cudaGraphLaunch"),
+    *("cuLaunchKernel", "cuLaunchCooperativeKernel", "cuGraphLaunch"),
 )
-"""Prefixes of calls that launch kernels; ``cudaLaunchKernelExC``, ``cuLaunchKernelEx`` and others match too."""
+"""Prefixes of calls that launch kernels; ``cudaLaunchKernelExC``, ``cuLaunchKernelEx`` and others
+match too."""
 NUMBERS = ("cpu_s", "num_operators", "num_launches")
 """Keys of a rank's result, per window; None if not measured."""
 OTHER_WORK = "other_work"
-"""Another key: the first operator of forward or backward whose number of runs differs from the plain model's, in words;
-empty if there is none, absent if they were not compared."""
+"""Another key: the first operator of forward or backward whose number of runs differs from the
+plain model's, in words; empty if there is none, absent if they were not compared."""
 
 
 class CpuTime:
@@ -67,20 +72,23 @@ class HostCost:
         self._cpu = [CpuTime(cuda=cuda) for _ in range(CPU_WINDOWS)]
         self._operators = OperatorCounter(taps)
         self._plain = plain
-        self._profilers = [WindowProfiler()] if cuda else []
-        self.instruments: list[Instrument] = [*self._cpu, self._operators, *self._profilers]
+        self.instruments: list[Instrument] = [*self._cpu, self._operators]
+        self._profiler = None
+        if cuda:
+            self._profiler = WindowProfiler()
+            self.instruments.append(self._profiler)
 
     @property
     def result(self) -> dict[str, Any]:
         from bench.measure.operators import other_work
 
         operators = self._operators
-        found: dict[str, Any] = {
-            "cpu_s": min((part.seconds for part in self._cpu if part.seconds is not None), default=None),
-            "num_operators": operators.count if operators.ended else None,
-            # None seen means that profiling failed.
-            "num_launches": next((num_launches(profiler.events) or None for profiler in self._profilers), None),
-        }
+        measured = [part.seconds for part in self._cpu if part.seconds is not None]
+        found: dict[str, Any] = {"cpu_s": min(measured, default=None), "num_operators": None, "num_launches": None}
+        if operators.ended:
+            found["num_operators"] = operators.count
+        if self._profiler is not None and (number := num_launches(self._profiler.events)):
+            found["num_launches"] = number  # none seen means that profiling failed
         if self._plain and operators.ended:
             found[OTHER_WORK] = other_work(*self._plain, operators.work, operators.micro_batches)
         return found
@@ -89,8 +97,8 @@ class HostCost:
 def num_launches(events: Iterable[Any]) -> int | None:
     """The number of kernel launches among Kineto's events; None if kernels ran but no launch was seen.
 
-    ``events`` are ``torch._C._autograd._KinetoEvent``. A runtime call and the driver call it makes share a correlation
-    id and count as one launch.
+    ``events`` are ``torch._C._autograd._KinetoEvent``. A runtime call and the driver call it makes
+    share a correlation id and count as one launch.
     """
     calls: set[int] = set()
     unnamed = kernels = 0
@@ -103,14 +111,20 @@ def num_launches(events: Iterable[Any]) -> int | None:
         unnamed += number == 0
         calls |= {number} - {0}
     found = len(calls) + unnamed
-    return found if found or not kernels else None
+    if found or not kernels:
+        return found
+    return None
 
 
 def merge(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the ranks' costs: the maximum of each number (None if a rank lacks it), and the first other work."""
-    columns = {name: [rank[name] for rank in ranks] for name in NUMBERS}
-    merged: dict[str, Any] = {name: None if None in values else max(values) for name, values in columns.items()}
+    merged: dict[str, Any] = {}
+    for name in NUMBERS:
+        values = [rank[name] for rank in ranks]
+        merged[name] = None
+        if None not in values:
+            merged[name] = max(values)
     compared = [rank[OTHER_WORK] for rank in ranks if OTHER_WORK in rank]
     if compared:
-        merged[OTHER_WORK] = next((words for words in compared if words), "")
+        merged[OTHER_WORK] = next(filter(None, compared), "")
     return merged

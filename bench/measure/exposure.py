@@ -1,8 +1,8 @@
 """Time in collectives, and the exposed part: not hidden behind computation on the same device.
 
-Only on CUDA, from the kernels that torch's profiler saw in one window. Communication that overlaps with computation
-costs bandwidth but no waiting; only exposed communication makes a step longer. NCCL's kernels run while they wait for
-other ranks, so their time includes waiting.
+Only on CUDA, from the kernels that torch's profiler saw in one window. Communication that overlaps
+with computation costs bandwidth but no waiting; only exposed communication makes a step longer.
+NCCL's kernels run while they wait for other ranks, so their time includes waiting.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 COLLECTIVE_PREFIXES = ("nccl",)
-"""Prefixes of NCCL's kernels: ``ncclDevKernel_AllGather_RING_LL(...)``, ``ncclSymkDevKernel_...`` on symmetric memory,
-and older ``ncclKernel_...``."""
+"""Prefixes of NCCL's kernels: ``ncclDevKernel_AllGather_RING_LL(...)``, ``ncclSymkDevKernel_...``
+on symmetric memory, and older ``ncclKernel_...``."""
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
-"""Kineto's categories of work on the device (``libkineto``'s ``ActivityType.h``). Excluded are ``gpu_user_annotation``,
-a range around other work, and ``cuda_sync``, in which a stream waits."""
+"""Kineto's categories of work on the device (``libkineto``'s ``ActivityType.h``). Excluded are
+``gpu_user_annotation``, a range around other work, and ``cuda_sync``, in which a stream waits."""
 WAITING = (" Sync", "Stream Wait Event")
 """Suffixes of Kineto's ``cuda_sync`` names."""
 
@@ -23,15 +23,21 @@ WAITING = (" Sync", "Stream Wait Event")
 def exposure(events: Iterable[Any]) -> dict[str, float] | None:
     """Seconds of one window on one device, from Kineto's events in any order; None if none is the device's.
 
-    ``collective_s``: in which at least one collective ran; ``exposed_s``: the part in which nothing else ran;
-    ``compute_s``: in which at least one kernel or copy of another kind ran, since communication can hide behind copies
-    too; ``num_collectives``, the number of their kernels. ``events`` are ``torch._C._autograd._KinetoEvent``.
+    ``collective_s``: in which at least one collective ran; ``exposed_s``: the part in which nothing
+    else ran; ``compute_s``: in which at least one kernel or copy of another kind ran, since
+    communication can hide behind copies too; ``num_collectives``, the number of their kernels.
+    ``events`` are ``torch._C._autograd._KinetoEvent``.
     """
     on_device = [event for event in events if category(event) in DEVICE_CATEGORIES]
-    collectives = [event for event in on_device if event.name().startswith(COLLECTIVE_PREFIXES)]
-    compute_s = _covered_s(event for event in on_device if not event.name().startswith(COLLECTIVE_PREFIXES))
     if not on_device:
         return None
+    collectives, others = [], []
+    for event in on_device:
+        if event.name().startswith(COLLECTIVE_PREFIXES):
+            collectives.append(event)
+        else:
+            others.append(event)
+    compute_s = _covered_s(others)
     return {
         "collective_s": _covered_s(collectives),
         "exposed_s": max(0.0, _covered_s(on_device) - compute_s),
@@ -55,15 +61,17 @@ def merge(ranks: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
     None if a rank's profiler saw nothing, because it may be that rank.
     """
     seen = [found for found in ranks if found is not None]
-    return dict(max(seen, key=lambda found: found["exposed_s"])) if len(seen) == len(ranks) else None
+    if len(seen) < len(ranks):
+        return None
+    return dict(max(seen, key=lambda found: found["exposed_s"]))
 
 
 class WindowProfiler:
     """Profiles one window on CUDA: call ``start`` and ``stop`` at its two updates.
 
-    The device is synchronized at both ends, so that exactly the window's kernels are seen. Step times of such a run are
-    not valid. The profiler does not fail if CUPTI is unavailable or in use; it sees nothing, which must not count as
-    free communication.
+    The device is synchronized at both ends, so that exactly the window's kernels are seen. Step
+    times of such a run are not valid. The profiler does not fail if CUPTI is unavailable or in use;
+    it sees nothing, which must not count as free communication.
     """
 
     def __init__(self) -> None:

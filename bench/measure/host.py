@@ -1,22 +1,25 @@
 """Load of the machine by others while a rank trained, read from the kernel before and after.
 
-- ``foreign_cores``: cores that other processes kept busy: the busy time of the CPUs (``/proc/stat``) minus the CPU
-  time of the ranks. Only CPUs that the rank may use count, so neighbours on other sockets do not matter.
+- ``foreign_cores``: cores that other processes kept busy: the busy time of the CPUs
+  (``/proc/stat``) minus the CPU time of the ranks. Only CPUs that the rank may use count, so
+  neighbours on other sockets do not matter.
 - ``stolen_cores``: cores that the hypervisor gave to other machines while this one wanted them.
 
-psutil does not tell which CPU a row of its times belongs to. In most containers ``/proc/stat`` shows the CPUs of the
-whole host (lxcfs hides that), whatever the container's quota. In a virtual machine it shows the machine's own; the host
-shows only as stolen time. The kernel counts in ticks of 10 ms (proc_stat(5)), so measure for at least a second; less
-than about 0.1 cores is noise. Time in interrupts is not part of ``busy_cores``: the ranks' own loopback traffic causes
-it, and whether it is in their CPU time depends on ``CONFIG_IRQ_TIME_ACCOUNTING``. So ``foreign_cores``
-tends to be too low.
+psutil does not tell which CPU a row of its times belongs to. In most containers ``/proc/stat``
+shows the CPUs of the whole host (lxcfs hides that), whatever the container's quota. In a virtual
+machine it shows the machine's own; the host shows only as stolen time. The kernel counts in ticks
+of 10 ms (proc_stat(5)), so measure for at least a second; less than about 0.1 cores is noise. Time
+in interrupts is not part of ``busy_cores``: the ranks' own loopback traffic causes it, and whether
+it is in their CPU time depends on ``CONFIG_IRQ_TIME_ACCOUNTING``. So ``foreign_cores`` tends to be
+too low.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Self
@@ -31,21 +34,37 @@ STEAL = 7
 """Field of the time stolen by the hypervisor."""
 
 
-_Reading = tuple[float, float, dict[int, tuple[float, float]]]
-"""The time, the CPU time of this process, and the busy and stolen seconds of each CPU."""
+@dataclass(frozen=True, slots=True)
+class CpuSeconds:
+    """What the kernel has counted of one CPU."""
+
+    busy: float
+    stolen: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReading:
+    """What the load is the difference of, in seconds."""
+
+    time: float
+    used: float
+    """CPU time of this process."""
+    cpus: Mapping[int, CpuSeconds]
+    """By the number of the CPU."""
 
 
 class HostLoad:
     """A context manager that measures this process; ``result`` is available afterwards.
 
-    ``result`` is plain JSON for ``merge``: ``wall_s``; ``kernel``, which tells machines apart; ``cpus``, the numbers of
-    the CPUs counted; their ``busy_cores`` and ``stolen_cores``; ``own_cores`` of all threads of this process without
-    children. It is None without ``/proc/stat``, and before the end.
+    ``result`` is plain JSON for ``merge``: ``wall_s``; ``kernel``, which tells machines apart;
+    ``cpus``, the numbers of the CPUs counted; their ``busy_cores`` and ``stolen_cores``;
+    ``own_cores`` of all threads of this process without children. It is None without
+    ``/proc/stat``, and before the end.
     """
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
-        self._begin: _Reading | None = None
+        self._begin: LoadReading | None = None
         self.result: dict[str, Any] | None = None
 
     def __enter__(self) -> Self:
@@ -64,33 +83,40 @@ class HostLoad:
         except OSError:
             return ""
 
-    def _read(self) -> _Reading | None:
+    def _read(self) -> LoadReading | None:
         cpus = self._cpus()
-        return None if cpus is None else (time.monotonic(), time.process_time(), cpus)
+        if cpus is None:
+            return None
+        return LoadReading(time.monotonic(), time.process_time(), cpus)
 
-    def _cpus(self) -> dict[int, tuple[float, float]] | None:
+    def _cpus(self) -> dict[int, CpuSeconds] | None:
         """Busy and stolen seconds of the CPUs that this process may use, or of all if the numbering differs."""
         try:
             lines = (self._proc / "stat").read_text().splitlines()
             tick = 1 / os.sysconf("SC_CLK_TCK")
-            found: dict[int, tuple[float, float]] = {}
+            found: dict[int, CpuSeconds] = {}
             for line in lines:
                 name, *fields = line.split()
                 if name.startswith("cpu") and name != "cpu":
-                    ticks = [int(field) for field in fields]
-                    found[int(name[3:])] = (sum(ticks[i] for i in BUSY) * tick, ticks[STEAL] * tick)
+                    busy = sum(int(fields[place]) for place in BUSY)
+                    found[int(name[3:])] = CpuSeconds(busy * tick, int(fields[STEAL]) * tick)
         except (OSError, ValueError, IndexError):
             return None
         allowed = os.sched_getaffinity(0)
-        # A container's file may number its CPUs from 0 while the affinity has the host's numbers.
-        return {cpu: found[cpu] for cpu in allowed} if allowed <= found.keys() else found or None
+        if not allowed <= found.keys():
+            # A container's file may number its CPUs from 0 while the affinity has the host's
+            # numbers.
+            return found or None
+        return {cpu: found[cpu] for cpu in allowed}
 
 
-def _between(begin: _Reading, end: _Reading) -> dict[str, Any]:
-    wall, used = max(end[0] - begin[0], 1e-9), end[1] - begin[1]
-    cpus = sorted(begin[2].keys() & end[2].keys())  # a CPU may have gone offline
-    # Kernel counters may go back by a tick.
-    busy, stolen = (sum(max(0.0, end[2][cpu][i] - begin[2][cpu][i]) for cpu in cpus) for i in (0, 1))
+def _between(begin: LoadReading, end: LoadReading) -> dict[str, Any]:
+    wall, used = max(end.time - begin.time, 1e-9), end.used - begin.used
+    cpus = sorted(begin.cpus.keys() & end.cpus.keys())  # a CPU may have gone offline
+    busy = stolen = 0.0
+    for cpu in cpus:  # whose counters may go back by a tick
+        busy += max(0.0, end.cpus[cpu].busy - begin.cpus[cpu].busy)
+        stolen += max(0.0, end.cpus[cpu].stolen - begin.cpus[cpu].stolen)
     cores = {"busy_cores": busy / wall, "stolen_cores": stolen / wall, "own_cores": used / wall}
     return {"wall_s": wall, "cpus": cpus, **cores}
 
@@ -98,20 +124,23 @@ def _between(begin: _Reading, end: _Reading) -> dict[str, Any]:
 def merge(ranks: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
     """Merge the ranks' results into ``num_cpus``, ``own_cores``, ``foreign_cores`` and ``stolen_cores``.
 
-    The bench's own watching processes count as foreign. Ranks of several nodes that share a kernel, as containers do,
-    count as ranks of one. None without ranks, or if one of them has no result.
+    The bench's own watching processes count as foreign. Ranks of several nodes that share a kernel,
+    as containers do, count as ranks of one. None without ranks, or if one of them has no result.
     """
     results = [rank for rank in ranks if rank is not None]
     if not results or len(results) < len(ranks):
         return None
     # Ranks on the same CPUs measured the same; pinned ranks measured their own CPUs.
     groups = grouped(((rank.get("kernel", ""), tuple(rank["cpus"])), rank) for rank in results)
-    busy, stolen = (
-        sum(fmean(rank[name] for rank in group) for group in groups.values()) for name in ("busy_cores", "stolen_cores")
-    )
+    busy = stolen = 0.0
+    counted: set[tuple[str, int]] = set()
+    for (kernel, cpus), group in groups.items():
+        busy += fmean(rank["busy_cores"] for rank in group)
+        stolen += fmean(rank["stolen_cores"] for rank in group)
+        counted.update((kernel, cpu) for cpu in cpus)
     used = sum(rank["own_cores"] for rank in results)
     return {
-        "num_cpus": len({(kernel, cpu) for kernel, cpus in groups for cpu in cpus}),
+        "num_cpus": len(counted),
         "own_cores": used,
         "foreign_cores": max(0.0, busy - used),
         "stolen_cores": stolen,

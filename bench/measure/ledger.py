@@ -1,9 +1,10 @@
 """A ledger of live tensor storages on one device type: total bytes, peak, and the category of each storage.
 
-It counts every storage that an operator returned or that was passed to ``mark``, from allocation or resizing until it
-is freed, except the byte of a barrier. Each storage has one of nine categories, so categories add up to the total.
-Allocations inside libraries are invisible: gloo's workspace (its reduce-scatter copies the whole input), oneDNN's,
-temporaries inside composite kernels, and the interpreter's. So it measures what a backend holds, not the process.
+It counts every storage that an operator returned or that was passed to ``mark``, from allocation or
+resizing until it is freed, except the byte of a barrier. Each storage has one of nine categories,
+so categories add up to the total. Allocations inside libraries are invisible: gloo's workspace (its
+reduce-scatter copies the whole input), oneDNN's, temporaries inside composite kernels, and the
+interpreter's. So it measures what a backend holds, not the process.
 """
 
 from __future__ import annotations
@@ -62,10 +63,10 @@ class Block:
 class TensorLedger(TorchDispatchMode):
     """Live and peak bytes of the storages of one device type while the mode is active.
 
-    FSDP2 frees and reuses gathered parameters by resizing their storages outside any operator, so ``resize_`` is
-    patched; operators that gloo runs during a wait are ignored. From the first ``reset_peak`` on, categories are
-    derived: parameters from the operators that take them, gradients from autograd, communication from collectives.
-    ``mark`` adds more.
+    FSDP2 frees and reuses gathered parameters by resizing their storages outside any operator, so
+    ``resize_`` is patched; operators that gloo runs during a wait are ignored. From the first
+    ``reset_peak`` on, categories are derived: parameters from the operators that take them,
+    gradients from autograd, communication from collectives. ``mark`` adds more.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -82,8 +83,9 @@ class TensorLedger(TorchDispatchMode):
         self.birth = Category.OTHER
         """The category of new storages until more is known about them."""
         self.look: Callable[[], None] | None = None
-        """Called in the operator after one that set a new peak of at least ``look_above`` bytes, to mark what is held
-        now: some buffers live only during a backward, in attributes of a framework."""
+        """Called in the operator after one that set a new peak of at least ``look_above`` bytes, to
+        mark what is held now: some buffers live only during a backward, in attributes of a
+        framework."""
         self.look_above = 0
         self.live = 0
         self.peak = 0
@@ -114,7 +116,9 @@ class TensorLedger(TorchDispatchMode):
 
     def mark(self, tensor: Tensor, category: Category, evidence: Evidence) -> None:
         """Set the category of a tensor's storage. Storages on other devices are ignored."""
-        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        local = tensor
+        if isinstance(tensor, DTensor):
+            local = tensor._local_tensor
         if local.device.type != self._device_type or local.layout is not torch.strided:
             return
         block = self._track(local.untyped_storage())
@@ -124,7 +128,9 @@ class TensorLedger(TorchDispatchMode):
     def category(self, tensor: Tensor) -> Category | None:
         """The category of a tensor's storage; None if it was never seen."""
         block = self._blocks.get(tensor.untyped_storage()._cdata)
-        return None if block is None else block.category
+        if block is None:
+            return None
+        return block.category
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -165,7 +171,8 @@ class TensorLedger(TorchDispatchMode):
         """Record a parameter that an operator took, so its storage is unsharded, and watch its gradients."""
         self.mark(parameter, Category.PARAMETERS_UNSHARDED, Evidence.STRUCTURE)
         if parameter.requires_grad and parameter not in self._gradient_hooks:
-            # Before autograd adds it to ``grad``, and before any framework's hook moves it elsewhere.
+            # Before autograd adds it to ``grad``, and before any framework's hook moves it
+            # elsewhere.
             self._gradient_hooks[parameter] = parameter.register_hook(
                 lambda gradient: self.mark(gradient, Category.GRADIENTS_UNSHARDED, Evidence.STRUCTURE)
             )

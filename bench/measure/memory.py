@@ -1,7 +1,7 @@
 """Memory of one settled window by category: at its peak, and held between its first two micro-batches.
 
-The ledger counts storages; this module tells it their categories and when to look. On CUDA the totals are compared with
-the allocator's at the same moments.
+The ledger counts storages; this module tells it their categories and when to look. On CUDA the
+totals are compared with the allocator's at the same moments.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ LOOK_SHARE = 0.9
 ALLOCATOR = ("requested", "allocated", "active", "reserved")
 """Sizes of the CUDA allocator, as in the keys of ``torch.accelerator.memory_stats``.
 
-Allocated: blocks of live tensors, each rounded up to at least 512 bytes. Active: also blocks of dead tensors that
-another stream may still use (``Tensor.record_stream``). Requested: the sizes asked for in active blocks, so it may
-exceed allocated. Reserved: what was taken from the device.
+Allocated: blocks of live tensors, each rounded up to at least 512 bytes. Active: also blocks of
+dead tensors that another stream may still use (``Tensor.record_stream``). Requested: the sizes
+asked for in active blocks, so it may exceed allocated. Reserved: what was taken from the device.
 """
 
 
 class MemoryProbe:
     """Watches one window; ``ledger`` must be active before the backend is built.
 
-    Call ``watch``, pass the stepped optimizer to ``optimizer``, and call ``on_event`` after every tapped event,
-    before it opens or closes the window. Python's cycle collector is off meanwhile: some frameworks leave tensors in
-    cycles, and the peak must not depend on when it runs.
+    Call ``watch``, pass the stepped optimizer to ``optimizer``, and call ``on_event`` after every
+    tapped event, before it opens or closes the window. Python's cycle collector is off meanwhile:
+    some frameworks leave tensors in cycles, and the peak must not depend on when it runs.
     """
 
     def __init__(self, device_type: str, *, fake: bool = False) -> None:
@@ -150,11 +150,12 @@ def categorized(optimizer: Optimizer, ledger: TensorLedger) -> Iterator[tuple[Te
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            known = None if isinstance(parameter, DTensor) else ledger.category(parameter)
-            sharded = isinstance(parameter, DTensor) or known is Category.PARAMETERS_SHARDED
-            yield parameter, Category.PARAMETERS_SHARDED if sharded else Category.PARAMETERS_UNSHARDED
+            of_parameter, of_gradient = Category.PARAMETERS_UNSHARDED, Category.GRADIENTS_UNSHARDED
+            if isinstance(parameter, DTensor) or ledger.category(parameter) is Category.PARAMETERS_SHARDED:
+                of_parameter, of_gradient = Category.PARAMETERS_SHARDED, Category.GRADIENTS_SHARDED
+            yield parameter, of_parameter
             if parameter.grad is not None:
-                yield parameter.grad, Category.GRADIENTS_SHARDED if sharded else Category.GRADIENTS_UNSHARDED
+                yield parameter.grad, of_gradient
     for leaf in tree_leaves(list(optimizer.state.values())):
         if isinstance(leaf, Tensor):
             yield leaf, Category.OPTIMIZER_STATE
@@ -163,12 +164,16 @@ def categorized(optimizer: Optimizer, ledger: TensorLedger) -> Iterator[tuple[Te
 def reconcile(stats: Mapping[str, Any], moment: str, tracked: int) -> dict[str, int]:
     """The CUDA allocator's sizes at a moment (PEAK: since the last reset; HELD: now), compared with the ledger's bytes.
 
-    ``<moment>_allocator_untracked`` is allocated minus tracked: library allocations without a tensor (cuBLAS's
-    workspace), temporaries of composite kernels, allocations from before the ledger, and rounding.
-    ``<moment>_allocator_rounding`` is the rounding alone: active minus requested, which the allocator lowers together
-    when a block becomes free on every stream; allocated already drops when the tensor dies.
+    ``<moment>_allocator_untracked`` is allocated minus tracked: library allocations without a
+    tensor (cuBLAS's workspace), temporaries of composite kernels, allocations from before the
+    ledger, and rounding. ``<moment>_allocator_rounding`` is the rounding alone: active minus
+    requested, which the allocator lowers together when a block becomes free on every stream;
+    allocated already drops when the tensor dies.
     """
-    sizes = _allocator(stats, "peak" if moment == PEAK else "current")
+    when = "current"
+    if moment == PEAK:
+        when = "peak"
+    sizes = _allocator(stats, when)
     sizes["rounding"] = sizes["active"] - sizes["requested"]
     sizes["untracked"] = sizes["allocated"] - tracked
     sizes["retries"] = int(stats["num_alloc_retries"])

@@ -1,8 +1,8 @@
 """Counts operators where torch dispatches them, and compares those of forward and backward with the plain model.
 
-Under every framework, forward and backward of a micro-batch should run the operators of the plain model: the
-workload's, with parameters in the cell's precision and no framework around it. Both are counted by name and input
-shapes. ``is_work`` defines what is left out.
+Under every framework, forward and backward of a micro-batch should run the operators of the plain
+model: the workload's, with parameters in the cell's precision and no framework around it. Both are
+counted by name and input shapes. ``is_work`` defines what is left out.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from bench.plan.cell import REFERENCE, Cell, Precision
 from bench.workload import Workload
 
 MARKS = "profiler"
-"""Namespace of operators that only mark ranges for a profiler; torch wraps every optimizer step in them."""
+"""Namespace of operators that only mark ranges for a profiler; torch wraps every optimizer step in
+them."""
 COMMUNICATION = ("c10d", "fsdp")
 """Namespaces of collectives, and of FSDP2's copies before and after them."""
 UNMARKED = (torch.ops.aten._to_copy.default, torch.ops.aten._unsafe_view.default)
-"""Casts, and a view that torch's schema does not mark as one; ZeRO-3's own linear layer has one more."""
+"""Casts, and a view that torch's schema does not mark as one; ZeRO-3's own linear layer has one
+more."""
 
 
 class OperatorCounter(TorchDispatchMode):
@@ -44,9 +46,11 @@ class OperatorCounter(TorchDispatchMode):
         super().__init__()
         self.count = 0
         self.work: Counter[str] = Counter()
-        """Operators of forward and backward as compared by ``is_work``, in order of first occurrence."""
+        """Operators of forward and backward as compared by ``is_work``, in order of first
+        occurrence."""
         self.micro_batches = 0
-        """Micro-batches while the mode was active: more than N in a window if the framework skipped a step."""
+        """Micro-batches while the mode was active: more than N in a window if the framework skipped
+        a step."""
         self.ended = False
         """Whether a window was counted to its end."""
         self._taps = taps
@@ -62,7 +66,9 @@ class OperatorCounter(TorchDispatchMode):
 
     @property
     def _num_losses(self) -> int:
-        return len(self._taps.losses) if self._taps else 0
+        if self._taps:
+            return len(self._taps.losses)
+        return 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -80,8 +86,8 @@ class OperatorCounter(TorchDispatchMode):
 def _named(func: Any, taken: list[Tensor]) -> str:
     """The operator and its input shapes; a product with a bias counts as the product alone.
 
-    torch's linear layer adds the bias inside the product's operator, ZeRO-3's afterwards in place if its input has
-    three dimensions.
+    torch's linear layer adds the bias inside the product's operator, ZeRO-3's afterwards in place
+    if its input has three dimensions.
     """
     if func is torch.ops.aten.addmm.default and taken[0].dim() == 1:
         func, taken = torch.ops.aten.mm.default, taken[1:]
@@ -93,14 +99,15 @@ def is_work(func: Any, result: Any, *, in_loss: bool) -> bool:
 
     Backends may differ in the following, which is left out:
 
-    - what runs neither in the loss function nor in the backward of its operators: scaling, clipping, the optimizer, and
-      the sums, buckets and flat buffers at parameters (``AccumulateGrad`` and its hooks);
+    - what runs neither in the loss function nor in the backward of its operators: scaling,
+      clipping, the optimizer, and the sums, buckets and flat buffers at parameters
+      (``AccumulateGrad`` and its hooks);
     - communication and FSDP2's copies around it, which the collectives pass counts;
     - casts: autocast casts an operator's inputs, others compute with cast copies;
-    - views, which compute nothing, and in-place writes: gathered parameters, summed gradients, also a model's own
-      in-place operators;
-    - results with fewer than two dimensions larger than 1: the scaled loss, ZeRO's flat buffers of parameters, and bias
-      gradients, which ZeRO-3's own linear layer sums differently.
+    - views, which compute nothing, and in-place writes: gathered parameters, summed gradients, also
+      a model's own in-place operators;
+    - results with fewer than two dimensions larger than 1: the scaled loss, ZeRO's flat buffers of
+      parameters, and bias gradients, which ZeRO-3's own linear layer sums differently.
 
     How much a checkpointed block recomputes may differ too: see ``plain_work``.
     """
@@ -109,8 +116,10 @@ def is_work(func: Any, result: Any, *, in_loss: bool) -> bool:
         return False
     if func.namespace in {*COMMUNICATION, MARKS} or func in UNMARKED or func.is_view or func._schema.is_mutable:
         return False
-    results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-    return any(sum(size > 1 for size in leaf.shape) > 1 for leaf in results)
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, torch.Tensor) and sum(size > 1 for size in leaf.shape) > 1:
+            return True
+    return False
 
 
 def plain_work(
@@ -124,28 +133,23 @@ def plain_work(
 ) -> tuple[Counter[str], Counter[str]] | None:
     """The minimum and maximum work of one micro-batch of the plain model, on fake tensors.
 
-    They differ if blocks are checkpointed: torch stops recomputing a block once all saved tensors are restored, and
-    ZeRO-3's linear layer saves after its product, torch's before.
+    They differ if blocks are checkpointed: torch stops recomputing a block once all saved tensors
+    are restored, and ZeRO-3's linear layer saves after its product, torch's before.
 
-    ``samples`` on the cell's device give shape and dtype. None for a workload that is not shipped and cannot run on
-    fake tensors, for example because it reads values. Call this before any framework is used, because DeepSpeed
-    replaces torch's linear function permanently. It is read from ``folder``, if a trial with the same micro-batches has
-    kept it there, as one does with ``keep``.
+    ``samples`` on the cell's device give shape and dtype. None for a workload that is not shipped
+    and cannot run on fake tensors, for example because it reads values. Call this before any
+    framework is used, because DeepSpeed replaces torch's linear function permanently. It is read
+    from ``folder``, if a trial with the same micro-batches has kept it there, as one does with
+    ``keep``.
     """
-    alike = dataclasses.replace(
-        cell,
-        backend=REFERENCE if cell.backend == REFERENCE else "",  # its loss is computed in slices
-        accumulate=1,
-        world_size=1,
-        global_batch_size=cell.micro_batch_size,
-        twin="",
-        ranks_per_node=0,
-        replicate=0,
-    )
-    kept = folder and folder / f"plain-{alike.cell_id}.json"
-    if kept and kept.exists():
-        stored = json.loads(kept.read_text(encoding="utf-8"))
-        return stored and (Counter(stored[0]), Counter(stored[1]))
+    kept = None
+    if folder is not None:
+        kept = folder / f"plain-{_plain_cell(cell).cell_id}.json"
+        if kept.exists():
+            stored = json.loads(kept.read_text(encoding="utf-8"))
+            if stored is None:
+                return None
+            return (Counter(stored[0]), Counter(stored[1]))
 
     def work(*, stops: bool) -> Counter[str]:
         fakes, taps = FakeTensors(samples.device), Taps(lambda: None)
@@ -163,14 +167,33 @@ def plain_work(
 
     found = None
     try:
-        least = work(stops=True)
-        found = least, work(stops=False) if cell.activation_checkpointing else least
+        least = most = work(stops=True)
+        if cell.activation_checkpointing:
+            most = work(stops=False)
+        found = least, most
     except RuntimeError:
         if cell.workload == "llama":
             raise
-    if kept and keep:
+    if kept is not None and keep:
         files.write(kept, json.dumps(found))
     return found
+
+
+def _plain_cell(cell: Cell) -> Cell:
+    """What is equal of the cells with the same plain model and micro-batches."""
+    backend = ""
+    if cell.backend == REFERENCE:
+        backend = REFERENCE  # its loss is computed in slices
+    return dataclasses.replace(
+        cell,
+        backend=backend,
+        accumulate=1,
+        world_size=1,
+        global_batch_size=cell.micro_batch_size,
+        twin="",
+        ranks_per_node=0,
+        replicate=0,
+    )
 
 
 def other_work(least: Counter[str], most: Counter[str], found: Counter[str], micro_batches: int) -> str:
@@ -179,8 +202,11 @@ def other_work(least: Counter[str], most: Counter[str], found: Counter[str], mic
     The order is the plain model's, then that of ``found``.
     """
     for operator in {**most, **found}:
-        expected = [times * micro_batches for times in dict.fromkeys((least[operator], most[operator]))]
-        if not min(expected) <= found[operator] <= max(expected):
-            ran = f"{operator} ran {found[operator]} times in {micro_batches} micro-batches"
-            return f"{ran}, {' to '.join(map(str, expected))} were due"
+        expected = least[operator] * micro_batches
+        without_stop = most[operator] * micro_batches
+        if not min(expected, without_stop) <= found[operator] <= max(expected, without_stop):
+            were_due = str(expected)
+            if without_stop != expected:
+                were_due = f"{expected} to {without_stop}"
+            return f"{operator} ran {found[operator]} times in {micro_batches} micro-batches, {were_due} were due"
     return ""

@@ -1,8 +1,9 @@
 """The three taps, loader, loss and optimizer, which record events.
 
-Every framework must fetch micro-batches, compute a loss and apply updates, whoever owns the training loop. Everything
-is measured at these three places, never by asking the framework. The tap is on the innermost torch optimizer, where an
-update cannot be reported without being applied. A clock marks each of its steps.
+Every framework must fetch micro-batches, compute a loss and apply updates, whoever owns the
+training loop. Everything is measured at these three places, never by asking the framework. The tap
+is on the innermost torch optimizer, where an update cannot be reported without being applied. A
+clock marks each of its steps.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class EventKind(StrEnum):
     FETCH = "fetch"
     """A micro-batch left the loader."""
     FORWARD = "forward"
-    """The loss of a micro-batch is about to be computed. Not recorded: only ``on_event`` is called."""
+    """The loss of a micro-batch is about to be computed. Not recorded: only ``on_event`` is
+    called."""
     LOSS = "loss"
     """The loss of a micro-batch was computed."""
     STEP = "step"
@@ -242,4 +244,6 @@ class AcceleratorClock(HostClock):
 
 def clock_for(device: torch.device) -> HostClock:
     """The clock for a device."""
-    return HostClock() if device.type == "cpu" else AcceleratorClock()
+    if device.type == "cpu":
+        return HostClock()
+    return AcceleratorClock()

@@ -1,6 +1,7 @@
 """Real or fake tensors for a trial. Fake ones have shapes, dtypes and sized storages, but no memory or values.
 
-Fake tensors allow training a model of any size on a laptop: an operator only computes the shape of its result.
+Fake tensors allow training a model of any size on a laptop: an operator only computes the shape of
+its result.
 """
 
 from __future__ import annotations
@@ -22,22 +23,25 @@ from bench.plan.cell import Cell
 from bench.plan.models import LLAMA, SIZES
 
 MOST_DRAWN_ON_CPU = 10**8
-"""Parameters. A core draws 1e9 in 12 s (18 s beside other work): before anything is timed, but in every pass. That of
-135m takes 2 s, and of 1b 15 s, as long as a trial on a GPU."""
+"""Parameters. A core draws 1e9 in 12 s (18 s beside other work): before anything is timed, but in
+every pass. That of 135m takes 2 s, and of 1b 15 s, as long as a trial on a GPU."""
 
 
 class RealTensors(nullcontext[None]):
     """Real tensors: a context that is open while a pass runs.
 
-    Weights are drawn on the CPU, so that a seed means the same weights on every device. Those of a large shipped model
-    are drawn on the accelerator: equal GPUs draw equal weights, other devices do not.
+    Weights are drawn on the CPU, so that a seed means the same weights on every device. Those of a
+    large shipped model are drawn on the accelerator: equal GPUs draw equal weights, other devices
+    do not.
     """
 
     def __init__(self, cell: Cell, device: torch.device) -> None:
         super().__init__()
         self._device = device
         is_large = cell.workload == LLAMA and SIZES[cell.model].num_parameters > MOST_DRAWN_ON_CPU
-        self._draws = device if is_large and device.type != "cpu" else nullcontext()
+        self._draws: Any = nullcontext()
+        if is_large and device.type != "cpu":
+            self._draws = device
 
     def model(self, make: Callable[[], nn.Module]) -> nn.Module:
         """A model whose parameters can be counted, for ``place``."""
@@ -53,7 +57,9 @@ class RealTensors(nullcontext[None]):
 
 def tensors(cell: Cell, device: torch.device) -> RealTensors | FakeTensors:
     """The tensors of a cell."""
-    return RealTensors(cell, device) if cell.world.computes else FakeTensors(device)
+    if cell.world.computes:
+        return RealTensors(cell, device)
+    return FakeTensors(device)
 
 
 KEPT_ELEMENTS = 65_536
@@ -68,11 +74,12 @@ REAL = (
 """Functions that store rank numbers in tensors and read them back; they run on real tensors."""
 
 SHAPES = "_propagate_tensor_meta_non_cached"
-"""The function in which a DTensor operator computes output shapes on its own full-size fake tensors.
+"""The function in which a DTensor operator computes output shapes on its own full-size fake
+tensors.
 
-With real tensors DTensor caches the result. Under a fake mode it assumes tracing and repeats this in every step, in
-torch 2.11 also for the optimizer's foreach operators, which would count as if a step gathered all parameters.
-"""
+With real tensors DTensor caches the result. Under a fake mode it assumes tracing and repeats this
+in every step, in torch 2.11 also for the optimizer's foreach operators, which would count as if a
+step gathered all parameters. """
 
 
 class FakeTensors:
@@ -136,9 +143,10 @@ class FakeTensors:
 class _Mode(FakeTensorMode):
     """Fake tensors that can be read.
 
-    Tensors made from Python numbers keep their values, also through a collective: frameworks use them to agree on flags
-    and lengths, and for the optimizer's step. All others read as in a healthy step: a number is 0, as is the overflow
-    flag; a bool is False, as for "is any infinite", but True after ``all``.
+    Tensors made from Python numbers keep their values, also through a collective: frameworks use
+    them to agree on flags and lengths, and for the optimizer's step. All others read as in a
+    healthy step: a number is 0, as is the overflow flag; a bool is False, as for "is any infinite",
+    but True after ``all``.
     """
 
     def may_turn_const(self, t: Tensor) -> bool:
@@ -156,7 +164,9 @@ class _Mode(FakeTensorMode):
             dtype = args[0].dtype
             if dtype is torch.bool:
                 return getattr(args[0], FROM_ALL, False)
-            return 0.0 if dtype.is_floating_point else 0
+            if dtype.is_floating_point:
+                return 0.0
+            return 0
         if func.name().startswith("aten::all"):
             setattr(result, FROM_ALL, True)
         return result

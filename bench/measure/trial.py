@@ -1,15 +1,15 @@
 """The passes of one trial on one rank.
 
-Instruments change what they measure, so each has its own pass, a method of RankTrial, on a fresh build of the cell;
-only collectives are counted while memory is watched. Passes of one window take it after SETTLED_WINDOWS. The operators
-of forward and backward are compared with those of the plain model, which runs on fake tensors, once per run.
+Instruments change what they measure, so each has its own pass, a method of RankTrial, on a fresh
+build of the cell; only collectives are counted while memory is watched. Passes of one window take
+it after SETTLED_WINDOWS. The operators of forward and backward are compared with those of the plain
+model, which runs on fake tensors, once per run.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
-import math
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -55,7 +55,10 @@ class RankTrial:
         self.backend = backend
         if reason := blocks.refusal(spec.cell, backend):
             raise UnsupportedError(reason)
-        self.workload = load(spec.cell, Path(spec.corpus) if spec.corpus else None)
+        corpus = None
+        if spec.corpus:
+            corpus = Path(spec.corpus)
+        self.workload = load(spec.cell, corpus)
         self._tensors = tensors(spec.cell, device)
         model = self._tensors.model(self.workload.model)
         self._unused_model: nn.Module | None = model
@@ -67,7 +70,8 @@ class RankTrial:
             self._loss = sliced(self._loss, self.cell.global_batch_size, self.workload.tokens_per_sample)
         # Samples per update over the ranks that exist.
         self._batch_size = self.cell.accumulate * self.cell.micro_batch_size * self.cell.num_processes
-        # Put the tokens of all windows on the device, so that no pass measures creating or copying them.
+        # Put the tokens of all windows on the device, so that no pass measures creating or copying
+        # them.
         windows = max(self.cell.windows, SETTLED_WINDOWS + 1)
         self.data = self._tensors.data(self.workload.data, windows * self._batch_size)
         self.training_s = 0.0
@@ -77,20 +81,25 @@ class RankTrial:
     def run(self) -> dict[str, Any]:
         """Run all passes; the result is plain JSON."""
         cell = self.cell
-        on_gpu = self.device.type != "cpu"
-        gpu = torch.get_device_module(self.device).get_device_properties(self.device) if on_gpu else None
         result: dict[str, Any] = {
             "status": Status.OK,
             "num_parameters": self.num_parameters,
             "entropy_floor": self.workload.entropy_floor,
             "tokens_per_step": self.workload.tokens_per_sample * cell.global_batch_size,
-            "flops_per_step": self.workload.flops_per_sample
-            and self.workload.flops_per_sample * cell.global_batch_size,
-            "device_name": gpu.name if gpu else "cpu",
-            "device_uuid": f"GPU-{gpu.uuid}" if gpu else None,  # as NVML writes it
+            "flops_per_step": None,
+            "device_name": "cpu",
+            "device_uuid": None,
         }
+        if self.workload.flops_per_sample is not None:
+            result["flops_per_step"] = self.workload.flops_per_sample * cell.global_batch_size
+        if self.device.type != "cpu":
+            gpu = torch.get_device_module(self.device).get_device_properties(self.device)
+            result["device_name"] = gpu.name
+            result["device_uuid"] = f"GPU-{gpu.uuid}"  # as NVML writes it
         if "dispatch" in self.spec.passes:
-            kept_in = Path(self.spec.reference).parent if self.spec.reference else None
+            kept_in = None
+            if self.spec.reference:
+                kept_in = Path(self.spec.reference).parent
             self._plain = plain_work(cell, self.workload, self._loss, self.data, kept_in, keep=self.rank == 0)
         for name in self.spec.passes:
             gc.collect()  # frees the previous pass: frameworks leave cycles
@@ -128,7 +137,8 @@ class RankTrial:
     ) -> Backend:
         """Build the backend, train it for some windows under the given taps, and return it.
 
-        Optimizer and clipping default to the cell's. ``watch`` is called with the backend before it builds.
+        Optimizer and clipping default to the cell's. ``watch`` is called with the backend before it
+        builds.
         """
         cell, data = self.cell, self.data
 
@@ -178,7 +188,9 @@ class RankTrial:
 
     def _build(self, cell: Cell) -> nn.Module:
         """A new model with its blocks prepared; the first call uses the model whose parameters were counted."""
-        model, self._unused_model = self._unused_model or self._tensors.model(self.workload.model), None
+        model, self._unused_model = self._unused_model, None
+        if model is None:
+            model = self._tensors.model(self.workload.model)
         model = self._tensors.place(model)
         blocks.prepare(self.workload.blocks(model), cell)
         return model
@@ -192,8 +204,8 @@ class RankTrial:
     def time(self) -> dict[str, Any]:
         """The time pass: step times, losses, and counts of steps and micro-batches.
 
-        ``began`` and ``ended`` are the monotonic times at which the device reached the first and last timed update;
-        ``host`` is the load by others.
+        ``began`` and ``ended`` are the monotonic times at which the device reached the first and
+        last timed update; ``host`` is the load by others.
         """
         clock = clock_for(self.device)
         cuda = self.device.type == "cuda"
@@ -210,21 +222,32 @@ class RankTrial:
                 if cuda:
                     torch.accelerator.reset_peak_memory_stats()
 
-        taps.on_event = after_warmup if cuda or self.cell.compiled else None
+        taps.on_event = None
+        if cuda or self.cell.compiled:
+            taps.on_event = after_warmup
         with load, blocks.compiled_once(self.cell) as compiled_all:
             backend = self.train(taps, self.cell.windows)
         found = updates(taps.events)
         reached = clock.moments([update.mark for update in found])
-        counted = taps.losses if self.cell.world.has_values else []
-        losses = torch.stack(counted).double().cpu() if counted else torch.empty(0, dtype=torch.double)
+        losses = torch.empty(0, dtype=torch.double)
+        if taps.losses and self.cell.world.has_values:
+            losses = torch.stack(taps.losses).double().cpu()
         accumulate = self.cell.accumulate
         windows = len(losses) // accumulate
         seconds = clock.intervals([update.mark for update in found])
+        began, ended = None, time.monotonic()
+        if len(reached) >= warmup:
+            began = reached[warmup - 1]
+        if reached:
+            ended = reached[-1]
+        cuda_memory = None
+        if cuda:
+            cuda_memory = cuda_peaks()
         return {
             "warmup_seconds": seconds[: warmup - 1],
             "step_seconds": seconds[warmup - 1 :],
-            "began": reached[warmup - 1] if len(reached) >= warmup else None,
-            "ended": reached[-1] if reached else time.monotonic(),
+            "began": began,
+            "ended": ended,
             "host": load.result,
             "losses": losses[: windows * accumulate].view(windows, accumulate).mean(dim=1).tolist(),
             "num_micro_batches": len(taps.losses),
@@ -234,16 +257,17 @@ class RankTrial:
             "micro_batches_per_update": sorted({update.num_micro_batches for update in found}),
             "reported": backend.reported(),
             "settings": backend.settings(),
-            "cuda_memory": cuda_peaks() if cuda else None,
+            "cuda_memory": cuda_memory,
         }
 
     def update(self) -> dict[str, float] | None:
         """The update pass: one window of SGD with learning rate 1 from the initial weights, clipped as the cell clips.
 
-        Rank 0 compares it with the reference's, other ranks only take part in gathering. A cell that clips has another
-        such window without clipping, because clipping hides a wrong gradient scale if both gradients exceed the limit.
-        Returns the results of ``compare`` and, of references, ``device_check``, the gradient norm before clipping and,
-        if the cell clips, error and scale without clipping as ``unclipped_*``.
+        Rank 0 compares it with the reference's, other ranks only take part in gathering. A cell
+        that clips has another such window without clipping, because clipping hides a wrong gradient
+        scale if both gradients exceed the limit. Returns the results of ``compare`` and, of
+        references, ``device_check``, the gradient norm before clipping and, if the cell clips,
+        error and scale without clipping as ``unclipped_*``.
         """
         reference = Path(self.spec.reference)
         if not self.cell.clip_norm:
@@ -266,13 +290,19 @@ class RankTrial:
             for name in after:
                 after[name]  # gathering is collective
             return None
-        model = self._tensors.model(self.workload.model)  # stays on the GPU: only the change is copied
-        change = change_from(model, after, self.cell.backend)
-        if is_reference := self.cell == self.cell.reference():
-            save(change, reference)
-        squares = sum(float(value.double().pow(2).sum()) for value in change.values())
-        checked = device_check(self.cell, self.device, self._optimizer) if is_reference else {}
-        return {**compare(change, reference), "gradient_norm": math.sqrt(squares), **checked}
+        model = self._tensors.model(self.workload.model)  # drawn where it is compared
+        change: Iterable[tuple[str, Tensor]] = change_from(model, after, self.cell.backend)
+        is_reference = self.cell == self.cell.reference()
+        if is_reference:
+            kept = {name: value.cpu() for name, value in change}
+            save(kept, reference)
+            change = kept.items()
+        found = compare(change, reference, self.device)
+        norm = found.pop("norm")
+        checked = {}
+        if is_reference:
+            checked = device_check(self.cell, self.device, self._optimizer)
+        return {**found, "gradient_norm": norm, **checked}
 
     def collectives(self) -> list[dict[str, Any]]:
         """The collectives pass: op, dtype, calls and payload bytes of one settled window; also the memory pass's."""
@@ -288,10 +318,13 @@ class RankTrial:
     def memory(self) -> dict[str, int]:
         """The memory pass: bytes by category of one settled window (keys of ``bench.plan.categories.named``).
 
-        ``peak`` and its parts belong to the moment of most live bytes; ``held`` and its parts to the second fetch, or
-        where a loop fetches ahead to the moment before the second forward; they are absent if N = 1.
+        ``peak`` and its parts belong to the moment of most live bytes; ``held`` and its parts to
+        the second fetch, or where a loop fetches ahead to the moment before the second forward;
+        they are absent if N = 1.
         """
-        return self._memory or self._watch_memory()
+        if not self._memory:
+            return self._watch_memory()
+        return self._memory
 
     def _watch_memory(self, *others: Instrument) -> dict[str, int]:
         """The memory of one settled window, which ``others`` measure too."""
@@ -344,5 +377,6 @@ class RankTrial:
                 window.on_event(kind)
 
         taps.on_event = on_event
-        # A loader that fetches ahead has one fetch less in the last window, and the memory pass waits for the second.
+        # A loader that fetches ahead has one fetch less in the last window, and the memory pass
+        # waits for the second.
         return self.train(taps, windows[0].num_trained + (self.cell.accumulate == 2), **how)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -31,43 +31,57 @@ def save(change: Mapping[str, Tensor], path: Path) -> None:
         save_file(dict(change), draft)
 
 
-def change_from(model: nn.Module, after: Mapping[str, Tensor], backend: str) -> dict[str, Tensor]:
-    """What an update changed, on the CPU, by name of a parameter; ``model`` has the values before it.
+CHUNK_ELEMENTS = {"cpu": 2**16, "cuda": 2**24}
+"""Elements that are compared at once, by device type: on a CPU what fits into a core's cache, since a new fp64 copy of
+a whole tensor costs more to map than to compute; on a GPU so many that launching kernels costs nothing."""
 
-    Raises RuntimeError if the names after it are not the model's.
+
+def change_from(model: nn.Module, after: Mapping[str, Tensor], backend: str) -> Iterator[tuple[str, Tensor]]:
+    """What an update changed, in fp32 on the device of ``model``, which has the values before it, by parameter.
+
+    Each of ``after`` is read once, so no more than one parameter is held besides ``model``. Raises RuntimeError if the
+    names after the update are not the model's.
     """
     before = {name: p.detach() for name, p in model.named_parameters()}
-    change = {name: after[name].detach().float().cpu() - before[name].cpu() for name in after if name in before}
     if missing := before.keys() ^ after.keys():
         raise RuntimeError(f"full_parameters() of {backend} is not the model's: {sorted(missing)[:3]}")
-    return change
+    for name in after:
+        yield name, after[name].detach().to(before[name].device).float() - before[name]
 
 
-def compare(change: Mapping[str, Tensor], reference: Path) -> dict[str, float]:
-    """The deviation of an update from the reference's, which is in a file."""
+def compare(change: Iterable[tuple[str, Tensor]], reference: Path, device: torch.device) -> dict[str, float]:
+    """The deviation of an update from the reference's, which is in a file; calculated on the device."""
     with safe_open(reference, framework="pt") as stored:
-        return deviation(change, stored.get_tensor, reference.name)
+        return deviation(change, stored.get_tensor, reference.name, device)
 
 
-def deviation(change: Mapping[str, Tensor], expected: Callable[[str], Tensor], source: str) -> dict[str, float]:
+def deviation(
+    change: Iterable[tuple[str, Tensor]], expected: Callable[[str], Tensor], source: str, device: torch.device
+) -> dict[str, float]:
     """The deviation of an update from the one expected, over all parameters together, summed in fp64.
 
     ``error`` is the relative L2 error |u - r| / |r|; ``scale`` the least-squares factor <u, r> / <r, r>; ``residual``
-    the relative error after dividing u by it. A wrong divisor shows as a scale other than 1 without residual; lost or
-    repeated samples show as a residual. A non-finite update has infinite error. Raises RuntimeError if r is zero or not
-    finite.
+    the relative error after dividing u by it; ``norm`` is |u|. A wrong divisor shows as a scale other than 1 without
+    residual; lost or repeated samples show as a residual. A non-finite update has infinite error. Raises RuntimeError
+    if r is zero or not finite.
     """
     uu = ur = rr = dd = 0.0
-    for name, value in change.items():
-        u, r = value.double().flatten(), expected(name).double().flatten()
-        uu, ur, rr, dd = uu + float(u @ u), ur + float(u @ r), rr + float(r @ r), dd + float((u - r) @ (u - r))
+    size = CHUNK_ELEMENTS[device.type]
+    for name, value in change:
+        chunks = zip(value.flatten().split(size), expected(name).flatten().split(size), strict=True)
+        for ours, theirs in chunks:
+            u, r = ours.to(device).double(), theirs.to(device).double()
+            uu, ur, rr = uu + float(u @ u), ur + float(u @ r), rr + float(r @ r)
+            d = u.sub_(r)
+            dd += float(d @ d)
+    norm = math.sqrt(uu)
     if rr == 0.0 or not math.isfinite(rr):
         raise RuntimeError(f"the reference update in {source} has norm {math.sqrt(rr)}: nothing to compare with")
     if not math.isfinite(uu):
-        return {"error": math.inf, "scale": math.nan, "residual": math.nan}
+        return {"error": math.inf, "scale": math.nan, "residual": math.nan, "norm": norm}
     scale = ur / rr
     residual = math.sqrt(max(0.0, uu / (scale * scale) - 2 * ur / scale + rr) / rr) if scale else 1.0
-    return {"error": math.sqrt(dd / rr), "scale": scale, "residual": residual}
+    return {"error": math.sqrt(dd / rr), "scale": scale, "residual": residual, "norm": norm}
 
 
 MODEL = "mini"
@@ -102,7 +116,7 @@ def device_check(
     losses, change = _train(on_device, workload, samples.to(device), optimizer)
     expected_losses, expected = _train(on_cpu, workload, samples, optimizer)
     apart = [abs(loss - other) for loss, other in zip(losses, expected_losses, strict=True)]
-    error = deviation(change, expected.__getitem__, "the CPU")["error"]
+    error = deviation(change.items(), expected.__getitem__, "the CPU", torch.device("cpu"))["error"]
     largest = max(apart) if all(map(math.isfinite, apart)) else math.inf
     return {"device_error": error, "device_loss_deviation": largest}
 

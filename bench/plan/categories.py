@@ -16,24 +16,28 @@ class Category(StrEnum):
     """What a storage holds. Sharded: the rank's own part. Unsharded: complete on the rank."""
 
     PARAMETERS_SHARDED = "parameters_sharded"
-    """The shard of the parameters that this rank keeps and updates, including fp32 masters and padding."""
+    """The shard of the parameters that this rank keeps and updates, including fp32 masters and
+    padding."""
     PARAMETERS_UNSHARDED = "parameters_unsharded"
     """Complete parameters: never sharded, gathered, or cast for computation."""
     GRADIENTS_SHARDED = "gradients_sharded"
     """Reduced gradients of this rank's shard, including padding."""
     GRADIENTS_UNSHARDED = "gradients_unsharded"
-    """Complete gradients: summed over micro-batches, or of one micro-batch before it is reduced or added."""
+    """Complete gradients: summed over micro-batches, or of one micro-batch before it is reduced or
+    added."""
     OPTIMIZER_STATE = "optimizer_state"
     """All tensors in the inner optimizer's ``state``."""
     COMMUNICATION = "communication"
     """Inputs and outputs of collectives, and the framework's buffers that are filled for them."""
     ACTIVATIONS = "activations"
-    """Allocated between the fetch of a micro-batch and its loss, and in none of the categories above."""
+    """Allocated between the fetch of a micro-batch and its loss, and in none of the categories
+    above."""
     TEMPORARIES = "temporaries"
-    """Allocated between a loss and the next fetch, and in none of the categories above: gradients of activations, and
-    workspace of backward, clipping and the optimizer."""
+    """Allocated between a loss and the next fetch, and in none of the categories above: gradients
+    of activations, and workspace of backward, clipping and the optimizer."""
     OTHER = "other"
-    """Allocated before the window, use unknown: tokens, buffers of the model, constants of a framework."""
+    """Allocated before the window, use unknown: tokens, buffers of the model, constants of a
+    framework."""
 
 
 def named(total: str, size: int, parts: Mapping[Category, int]) -> dict[str, int]:

@@ -18,21 +18,23 @@ from bench.formatting import plural
 from bench.plan.world import World
 from bench.validation import Amount, Flag, Natural, Positive
 
-REFERENCE, SHARDED_REFERENCE = REFERENCES = ("reference", "reference-sharded")
-"""Names of the reference backends: one process that trains the full batch at once in fp32, in plain PyTorch; and the
-same sharded over all ranks, for models whose state does not fit on one GPU."""
+REFERENCE, SHARDED_REFERENCE = "reference", "reference-sharded"
+REFERENCES = (REFERENCE, SHARDED_REFERENCE)
+"""Names of the reference backends: one process that trains the full batch at once in fp32, in plain
+PyTorch; and the same sharded over all ranks, for models whose state does not fit on one GPU."""
 SINGLE_STATE_BYTES = 64 * 2**30
-"""Largest state (fp32 parameters, gradients and AdamW moments, 16 bytes per parameter) that an 80 GB GPU holds together
-with the activations of a slice."""
+"""Largest state (fp32 parameters, gradients and AdamW moments, 16 bytes per parameter) that an 80
+GB GPU holds together with the activations of a slice."""
 SLICE_TOKENS = 2048
 """Most tokens of a slice in which a reference sees its batch, unless a single sample has more."""
 REFERENCE_FLOPS = 1e15
-"""Model FLOPs that each GPU of a reference may spend on the time pass: 45 s in fp32 on an H100, every forward computed
-twice."""
+"""Model FLOPs that each GPU of a reference may spend on the time pass: 45 s in fp32 on an H100,
+every forward computed twice."""
 REFERENCE_WINDOWS = 2
 """Minimum number of windows that a reference trains: the loss before any update, and after one."""
 SGD = "sgd"
-"""The optimizer whose step is proportional to the gradient, so that a wrong gradient scale shows in the losses."""
+"""The optimizer whose step is proportional to the gradient, so that a wrong gradient scale shows in
+the losses."""
 SMALLEST_SHARDS = 2
 """Fewest ranks over which a replica of HSDP is sharded; with one, nothing would be."""
 ADDED_FIELDS: dict[str, Any] = {
@@ -41,6 +43,7 @@ ADDED_FIELDS: dict[str, Any] = {
     "virtual": False,
     "fake_tensors": False,
     "shared_gpu": False,
+    "shared_nccl": False,
     "activation_checkpointing": False,
     "selective_checkpointing": False,
     "compiled": False,
@@ -76,7 +79,9 @@ class RankGroup(StrEnum):
 
 def among(group: str) -> str:
     """The ranks of a collective in a sentence; nothing for all ranks."""
-    return "" if group == RankGroup.WORLD else f" in the {group} group"
+    if group == RankGroup.WORLD:
+        return ""
+    return f" in the {group} group"
 
 
 class Sharding(StrEnum):
@@ -96,17 +101,21 @@ class Stepping(StrEnum):
     """How a backend handles the incomplete window at the end of an epoch."""
 
     WINDOW = "window"
-    """Step at the end of the epoch; divide by the number of micro-batches in the window (correct mean)."""
+    """Step at the end of the epoch; divide by the number of micro-batches in the window (correct
+    mean)."""
     OVERRIDE = "override"
     """As ``window``, but a limit of steps overrides the number of epochs."""
     FLUSH = "flush"
     """Step at the end of the epoch, but divide by N: the update is too small."""
     CARRY = "carry"
-    """Do not step: keep counting into the next epoch. Micro-batches left at the end of training are lost."""
+    """Do not step: keep counting into the next epoch. Micro-batches left at the end of training are
+    lost."""
     CANCEL = "cancel"
-    """As ``carry``, but a window is fetched as a whole first: one that the data do not fill is not trained on."""
+    """As ``carry``, but a window is fetched as a whole first: one that the data do not fill is not
+    trained on."""
     SPLIT = "split"
-    """The engine that steps behaves as ``carry``, while the trainer above it restarts its count every epoch."""
+    """The engine that steps behaves as ``carry``, while the trainer above it restarts its count
+    every epoch."""
     UNKNOWN = "unknown"
     """Not declared; can only be measured."""
 
@@ -121,7 +130,7 @@ class Precision(StrEnum):
 class Device(StrEnum):
     """What the ranks run on: ``cpu`` uses gloo; ``cuda`` uses NCCL with one GPU per rank.
 
-    Ranks that share a GPU use gloo, because NCCL refuses two ranks on one device.
+    Ranks that share a GPU use NCCL where it works between them, otherwise gloo (``bench.launch.shared_nccl``).
     """
 
     CPU = "cpu"
@@ -178,46 +187,63 @@ class Cell:
     clip_norm: Amount = 0.0
     """Maximum L2 norm of the whole gradient in an update; 0 for no clipping."""
     twin: str = ""
-    """Label of an A/A copy of a cell, which is compared with its original; empty for the original."""
+    """Label of an A/A copy of a cell, which is compared with its original; empty for the
+    original."""
     virtual: Flag = False
     fake_tensors: Flag = False
     shared_gpu: Flag = False
     """The ``world`` in the form that ids contain; use ``world`` instead of these three."""
+    shared_nccl: Flag = False
+    """Whether ranks that share a GPU communicate over NCCL; otherwise they do over gloo."""
     activation_checkpointing: Flag = False
     """Whether blocks keep only their input and recompute their forward in the backward."""
     selective_checkpointing: Flag = False
-    """Whether checkpointed blocks also keep what is expensive to compute (``bench.backends.blocks``)."""
+    """Whether checkpointed blocks also keep what is expensive to compute
+    (``bench.backends.blocks``)."""
     compiled: Flag = False
     ranks_per_node: Natural = 0
     """Ranks on each of several nodes; 0 if all are on one."""
     replicate: Natural = 0
-    """R: replicas of the model, each sharded over W / R ranks (HSDP); 0 for backends that do not combine the two."""
+    """R: replicas of the model, each sharded over W / R ranks (HSDP); 0 for backends that do not
+    combine the two."""
 
     @property
     def world(self) -> World:
         return World.of(virtual=self.virtual, fake_tensors=self.fake_tensors, shared_gpu=self.shared_gpu)
 
+    @property
+    def uses_nccl(self) -> bool:
+        """Whether the ranks communicate over NCCL."""
+        has_gpus = self.device is Device.CUDA and self.world.has_all_ranks
+        return has_gpus and (self.shared_nccl or not self.world.shares_gpus)
+
     def group_size(self, group: str) -> int:
         """Number of ranks in a group; W where a backend has groups of its own, whose sizes are not known."""
         if not self.replicate or group == RankGroup.WORLD:
             return self.world_size
-        return self.replicate if group == RankGroup.REPLICATE else self.world_size // self.replicate
+        if group == RankGroup.REPLICATE:
+            return self.replicate
+        return self.world_size // self.replicate
 
     @property
     def fits_mesh(self) -> bool:
         """Whether the replicas of HSDP divide the ranks into shard groups of at least two."""
-        return not self.replicate or (
-            self.world_size % self.replicate == 0 and self.world_size >= SMALLEST_SHARDS * self.replicate
-        )
+        if not self.replicate:
+            return True
+        return self.world_size % self.replicate == 0 and self.world_size >= SMALLEST_SHARDS * self.replicate
 
     @property
     def num_processes(self) -> int:
         """Number of processes: W, or 1 (rank 0) in a virtual world."""
-        return self.world_size if self.world.has_all_ranks else 1
+        if self.world.has_all_ranks:
+            return self.world_size
+        return 1
 
     @property
     def num_nodes(self) -> int:
-        return self.world_size // self.ranks_per_node if self.ranks_per_node else 1
+        if self.ranks_per_node:
+            return self.world_size // self.ranks_per_node
+        return 1
 
     @property
     def micro_batch_size(self) -> int:
@@ -242,12 +268,25 @@ class Cell:
     @property
     def label(self) -> str:
         """A short readable name: backend, N, W, precision, and whatever differs from the usual."""
-        ranks = f"W={self.world_size}" + f" ({self.num_nodes}x{self.ranks_per_node})" * (self.num_nodes > 1)
-        ranks += f" R={self.replicate}" * bool(self.replicate)
-        named = f"{self.backend} N={self.accumulate} {ranks} {self.precision} {self.world.label}".rstrip()
-        named += " selectively" * self.selective_checkpointing + " checkpointed" * self.activation_checkpointing
-        named += " compiled" * self.compiled
-        return named + (f" (A/A {self.twin})" if self.twin else "")
+        parts = [self.backend, f"N={self.accumulate}", f"W={self.world_size}"]
+        if self.num_nodes > 1:
+            parts.append(f"({self.num_nodes}x{self.ranks_per_node})")
+        if self.replicate:
+            parts.append(f"R={self.replicate}")
+        parts.append(self.precision)
+        if self.world.label:
+            parts.append(self.world.label)
+        if self.shared_nccl:
+            parts.append("over NCCL")
+        if self.selective_checkpointing:
+            parts.append("selectively")
+        if self.activation_checkpointing:
+            parts.append("checkpointed")
+        if self.compiled:
+            parts.append("compiled")
+        if self.twin:
+            parts.append(f"(A/A {self.twin})")
+        return " ".join(parts)
 
     @property
     def is_reference(self) -> bool:
@@ -259,53 +298,76 @@ class Cell:
         """The fewest micro-batches into which a rank's samples divide so that each is a slice or one sample."""
         samples = self.global_batch_size // self.world_size
         most = max(1, SLICE_TOKENS // max(1, self.sequence_length))
-        return next((n for n in range(1, samples + 1) if samples % n == 0 and samples // n <= most), 1)
+        for number in range(1, samples + 1):
+            if samples % number == 0 and samples // number <= most:
+                return number
+        return 1
 
     def reference(self, *, sharded: bool | None = None) -> Cell:
         """The reference cell of this one: whole batch, fp32, not compiled.
 
-        It is one process with N = 1, without checkpointing; or ``sharded`` over as many GPUs as this cell has, with
-        checkpointing, if the state of a shipped model exceeds SINGLE_STATE_BYTES. There the ranks sum the gradients of
-        slices, since the activations of all their samples may not fit. Both compute the same.
+        It is one process with N = 1, without checkpointing; or ``sharded`` over as many GPUs as
+        this cell has, with checkpointing, if the state of a shipped model exceeds
+        SINGLE_STATE_BYTES. There the ranks sum the gradients of slices, since the activations of
+        all their samples may not fit. Both compute the same.
 
-        On CUDA it trains as many windows as REFERENCE_FLOPS allow, and the gates compare the losses that exist: a batch
-        of 32 samples for each of eight GPUs takes one GPU 29 s in fp32. That is enough to detect a wrong cell: the
-        update pass verifies the gradient of a whole window to 1e-5, later windows repeat the same work, and
-        micro-batches and updates are counted in all of them.
+        On CUDA it trains as many windows as REFERENCE_FLOPS allow, and the gates compare the losses
+        that exist: a batch of 32 samples for each of eight GPUs takes one GPU 29 s in fp32. That is
+        enough to detect a wrong cell: the update pass verifies the gradient of a whole window to
+        1e-5, later windows repeat the same work, and micro-batches and updates are counted in all
+        of them.
         """
         from bench.plan.models import SIZES  # not at the top: circular import
 
-        size = SIZES.get(self.model) if self.device is Device.CUDA and self.workload == "llama" else None
+        size = None
+        if self.device is Device.CUDA and self.workload == "llama":
+            size = SIZES.get(self.model)
         if sharded is None:
             too_large = size is not None and 16 * size.num_parameters > SINGLE_STATE_BYTES
             sharded = too_large and not self.world.shares_gpus
-        sharded = sharded and self.world_size > 1
         found = dataclasses.replace(
             self,
-            backend=SHARDED_REFERENCE if sharded else REFERENCE,
-            accumulate=self._num_slices if sharded else 1,
-            world_size=self.world_size if sharded else 1,
+            backend=REFERENCE,
+            accumulate=1,
+            world_size=1,
             precision=Precision.FP32,
             twin="",
             shared_gpu=False,
-            activation_checkpointing=sharded,
+            shared_nccl=False,
+            activation_checkpointing=False,
             selective_checkpointing=False,
             compiled=False,
-            ranks_per_node=self.ranks_per_node if sharded else 0,
+            ranks_per_node=0,
             replicate=0,
         )
+        if sharded and self.world_size > 1:
+            found = dataclasses.replace(
+                found,
+                backend=SHARDED_REFERENCE,
+                accumulate=self._num_slices,
+                world_size=self.world_size,
+                activation_checkpointing=True,
+                ranks_per_node=self.ranks_per_node,
+            )
         if size is None:
             return found
         tokens = self.global_batch_size * self.sequence_length / found.world_size
         most = int(REFERENCE_FLOPS / (tokens * size.flops_per_token(self.sequence_length)))
         most = max(REFERENCE_WINDOWS, most)
-        return found if found.windows <= most else dataclasses.replace(found, warmup_windows=1, timed_windows=most - 1)
+        if found.windows <= most:
+            return found
+        return dataclasses.replace(found, warmup_windows=1, timed_windows=most - 1)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; ``from_dict`` is the inverse."""
         # dataclasses.asdict makes deep copies, which dominate the time of planning many cells.
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {key: value.value if isinstance(value, StrEnum) else value for key, value in values.items()}
+        found = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, StrEnum):
+                value = value.value
+            found[field.name] = value
+        return found
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Cell:
@@ -315,14 +377,22 @@ class Cell:
 
 def summarize(cells: Iterable[Cell], baseline: str) -> str:
     """A summary of the cells of a run: ``19 cells: 17 compared with X, 1 reference, 1 A/A twin``."""
-    every = list(cells)
-    compared = [cell.backend for cell in every if not cell.is_reference and not cell.twin]
-    num_baseline = compared.count(baseline)
-    num_references, num_twins = sum(cell.is_reference for cell in every), sum(bool(cell.twin) for cell in every)
-    parts = (
-        f"{len(compared) - num_baseline} compared with {baseline}" * (len(compared) > num_baseline),
-        f"{num_baseline} of {baseline} itself" * bool(num_baseline),
-        plural(num_references, "reference") * bool(num_references),
-        plural(num_twins, "A/A twin") * bool(num_twins),
-    )
-    return f"{plural(len(every), 'cell')}: {', '.join(filter(None, parts))}"
+    num_cells = num_compared = num_baseline = num_references = num_twins = 0
+    for cell in cells:
+        num_cells += 1
+        num_references += cell.is_reference
+        num_twins += bool(cell.twin)
+        if not cell.is_reference and not cell.twin:
+            is_baseline = cell.backend == baseline
+            num_baseline += is_baseline
+            num_compared += not is_baseline
+    parts = []
+    if num_compared:
+        parts.append(f"{num_compared} compared with {baseline}")
+    if num_baseline:
+        parts.append(f"{num_baseline} of {baseline} itself")
+    if num_references:
+        parts.append(plural(num_references, "reference"))
+    if num_twins:
+        parts.append(plural(num_twins, "A/A twin"))
+    return f"{plural(num_cells, 'cell')}: {', '.join(parts)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from bench.errors import InputError, suggest
@@ -24,61 +25,110 @@ from bench.plan.world import Candidate
 
 TWIN = "again"
 """Label of the A/A twin."""
+MORE_AXES = tuple(name for name in ADDED_FIELDS if f"axes.{name}" in KEYS)
+"""Fields of a cell that were added as axes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expansion:
+    """What a matrix becomes."""
+
+    cells: list[Cell]
+    """Without duplicates: references first, the A/A twin last."""
+    once: list[str]
+    """Ids of the cells that run only one trial: those of groups with ``once``, and references on CUDA.
+
+    A reference does the same in every trial, and on a GPU it may take longer than everything else.
+    """
 
 
 def expand(
     matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int, offered: Iterable[str] = (), num_nodes: int = 1
-) -> list[Cell]:
-    """The cells of a matrix and its groups without duplicates, references first.
+) -> Expansion:
+    """The cells of a matrix and its groups.
 
     Cells in virtual worlds have no reference and come after the real ones; with ``virtual.alone`` there are no real
-    ones. The A/A twin comes last: a copy of the baseline's cell with the most ranks and the largest N, taken from the
-    matrix itself if it has one, otherwise from the first group that has one.
+    ones. The A/A twin is a copy of the baseline's cell with the most ranks and the largest N, taken from the matrix
+    itself if it has one, otherwise from the first group that has one.
 
     ``num_gpus`` are those of all nodes, which have the same number. ``offered`` are names of further backends, for
     suggestions in errors.
 
     Raises InputError naming the key whose value cannot be, here or together with others.
     """
-    parts = [_part_cells(part, backends, num_gpus, offered, num_nodes) for part in matrix.parts]
-    found = list(itertools.chain(*parts))
-    if (used := max((cell.num_nodes for cell in found), default=num_nodes)) < num_nodes:
+    corpus = _corpus(matrix)
+    parts = [(part, _part_cells(part, corpus, backends, num_gpus, offered, num_nodes)) for part in matrix.parts]
+    found = [cell for _, cells in parts for cell in cells]
+    used = max((cell.num_nodes for cell in found), default=num_nodes)
+    if used < num_nodes:
         place = matrix.place("axes.ranks_per_node")
         raise InputError(f"{place}: no cell uses more than {used} of the {num_nodes} nodes; give fewer ranks per node")
-    checked = [cell for cell in found if cell.world.has_values]
-    cells = dict.fromkeys(cell.reference() for cell in checked)
-    cells |= dict.fromkeys(cell for cell in [*checked, *found] if cell.backend != REFERENCE)
+    cells = _with_references(found)
     if not cells:
         raise InputError(
             f"{matrix.place('axes.backend')}: nothing is left to run; {SHARDED_REFERENCE} needs 2 ranks or more, and "
             "HSDP twice as many as replicas"
         )
-    base = baseline(matrix, backends)
-    for part in parts:
-        timed = [cell for cell in part if cell.backend == base and cell.world.is_timed and not cell.is_reference]
-        if timed:
-            largest = max(timed, key=lambda cell: (cell.world.has_all_ranks, cell.world_size, cell.accumulate))
-            return [*cells, dataclasses.replace(largest, twin=TWIN)]
+    original = _original_of_twin(parts, baseline(matrix, backends))
+    if original is not None:
+        cells.append(dataclasses.replace(original, twin=TWIN))
+    return Expansion(cells=cells, once=_single_trial_ids(parts))
+
+
+Parts = Sequence[tuple[Matrix, Sequence[Cell]]]
+"""The matrix without its groups, then each group, with its cells."""
+
+
+def _with_references(found: Sequence[Cell]) -> list[Cell]:
+    """The references of the cells that are checked, these cells, and the others; each cell once."""
+    checked = [cell for cell in found if cell.world.has_values]
+    cells = dict.fromkeys(cell.reference() for cell in checked)
+    for cell in (*checked, *found):
+        if cell.backend != REFERENCE:
+            cells.setdefault(cell)
     return list(cells)
 
 
-def single_trial_ids(matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int, num_nodes: int = 1) -> list[str]:
-    """Ids of the cells that run only one trial: groups with ``once``, and references on CUDA.
+def _original_of_twin(parts: Parts, base: str) -> Cell | None:
+    """The cell of the baseline that the run has twice; None if no part has a timed one."""
+    for _, cells in parts:
+        others = (cell for cell in cells if not cell.is_reference)
+        of_baseline = (cell for cell in others if cell.backend == base)
+        timed = [cell for cell in of_baseline if cell.world.is_timed]
+        if timed:
+            return max(timed, key=lambda cell: (cell.world.has_all_ranks, cell.world_size, cell.accumulate))
+    return None
 
-    A reference does the same in every trial, and on a GPU it may take longer than everything else.
-    """
-    found: dict[Cell, bool] = {}
-    for part in matrix.parts:
-        for cell in _part_cells(part, backends, num_gpus, (), num_nodes):
-            found[cell] = found.get(cell, True) and part["once"]
-    for cell in list(found):
+
+def _single_trial_ids(parts: Parts) -> list[str]:
+    alone: dict[Cell, bool] = {}
+    for part, cells in parts:
+        for cell in cells:
+            alone[cell] = alone.get(cell, True) and part["once"]
+    for cell in list(alone):
         if cell.device is Device.CUDA and cell.world.has_values:
-            found |= dict.fromkeys([cell.reference(), *[cell] * cell.is_reference], True)
-    return [cell.cell_id for cell, alone in found.items() if alone]
+            alone[cell.reference()] = True
+            if cell.is_reference:
+                alone[cell] = True
+    return [cell.cell_id for cell, is_alone in alone.items() if is_alone]
+
+
+def _corpus(matrix: Matrix) -> str:
+    """The name of the corpus in cells. Raises InputError if the file cannot be read, or not for the longest sample."""
+    named: str = matrix["workload.corpus"]
+    if named == "markov":
+        return named
+    longest = max(part["workload.sequence_length"] for part in matrix.parts)
+    return describe_file(Path(named), longest + 1, matrix.place("workload.corpus"))
 
 
 def _part_cells(
-    matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int, offered: Iterable[str], num_nodes: int
+    matrix: Matrix,
+    corpus: str,
+    backends: Mapping[str, Candidate],
+    num_gpus: int,
+    offered: Iterable[str],
+    num_nodes: int,
 ) -> list[Cell]:
     """The cells of a matrix without its groups, virtual worlds last. Raises as ``expand``."""
     chosen = _chosen(matrix, backends)
@@ -87,13 +137,10 @@ def _part_cells(
             known = list(dict.fromkeys([*backends, *offered]))
             raise InputError(f"{matrix.place('axes.backend')}: '{name}' is unknown; {suggest(name, known)}")
     _check_workload(matrix)
-    alone = matrix["virtual.alone"] and matrix["virtual.world_size"]
-    world_sizes = [] if alone else _world_sizes(matrix, num_gpus)
-    corpus = matrix["workload.corpus"]
-    if corpus != "markov":
-        corpus = describe_file(Path(corpus), matrix["workload.sequence_length"] + 1, matrix.place("workload.corpus"))
-    usual = {name: backends[name].replicate for name in chosen}  # 0 for all but HSDP, of which alone it is an axis
-    meshes = [(name, r) for name in chosen for r in (matrix["axes.replicate"] if usual[name] else []) or [usual[name]]]
+    world_sizes: Sequence[int] = []
+    if not (matrix["virtual.alone"] and matrix["virtual.world_size"]):
+        world_sizes = _world_sizes(matrix, num_gpus)
+    meshes = _meshes(matrix, chosen, backends)
     real = [
         dataclasses.replace(cell, ranks_per_node=_ranks_per_node(matrix, cell, num_gpus, num_nodes))
         for cell in _cells(matrix, meshes, corpus, world_sizes, virtual=False)
@@ -106,10 +153,25 @@ def _part_cells(
     return real + virtual
 
 
+def _meshes(matrix: Matrix, chosen: Sequence[str], backends: Mapping[str, Candidate]) -> list[tuple[str, int]]:
+    """The backends with their numbers of replicas: an axis of HSDP alone, and 0 for all others."""
+    given: list[int] = matrix["axes.replicate"]
+    found: list[tuple[str, int]] = []
+    for name in chosen:
+        usual = backends[name].replicate
+        if usual and given:
+            found += [(name, replicas) for replicas in given]
+        else:
+            found.append((name, usual))
+    return found
+
+
 def _chosen(matrix: Matrix, backends: Mapping[str, Candidate]) -> list[str]:
     """The distinct backend names. ``all`` leaves out the sharded reference, which cells add if they need it."""
     named = matrix["axes.backend"]
-    return [name for name in backends if name != SHARDED_REFERENCE] if named == "all" else list(dict.fromkeys(named))
+    if named == "all":
+        return [name for name in backends if name != SHARDED_REFERENCE]
+    return list(dict.fromkeys(named))
 
 
 def _cells(
@@ -117,8 +179,10 @@ def _cells(
 ) -> list[Cell]:
     """The product of the axes over real or virtual worlds, without duplicates; ``meshes``: backends with replicas."""
     rates = _learning_rates(matrix)
-    seeds = matrix["axes.seed"] or [matrix["training.seed"]]
-    more = [name for name in ADDED_FIELDS if f"axes.{name}" in KEYS and name != "replicate"]
+    seeds: list[int] = matrix["axes.seed"]
+    if not seeds:
+        seeds = [matrix["training.seed"]]
+    more = [name for name in MORE_AXES if name != "replicate"]
     ways = itertools.product(*(matrix[f"axes.{name}"] for name in more))
     sizes = [(size, *window) for size in world_sizes for window in _windows(matrix, size, virtual=virtual)]
     cells: dict[Cell, None] = {}
@@ -151,10 +215,12 @@ def _cells(
         )
         if virtual:
             cell = dataclasses.replace(cell, ranks_per_node=0)
-        if cell.fits_mesh:
-            cells.setdefault(cell.reference(sharded=True) if name == SHARDED_REFERENCE else cell)
-        else:
+        if not cell.fits_mesh:
             _check_mesh(matrix, cell)
+            continue
+        if name == SHARDED_REFERENCE:
+            cell = cell.reference(sharded=True)
+        cells.setdefault(cell)
     return list(cells)
 
 
@@ -189,8 +255,11 @@ def baseline(matrix: Matrix, backends: Mapping[str, Candidate]) -> str:
         return str(named)
     device = Device(matrix["device"])
     others = [name for name in chosen if name not in REFERENCES]
-    ranked = sorted(others, key=lambda name: (bool(backends[name].missing(device)), bool(backends[name].defect)))
-    return ranked[0] if ranked else REFERENCE
+
+    def unfitness(name: str) -> tuple[bool, bool]:
+        return bool(backends[name].missing(device)), bool(backends[name].defect)
+
+    return min(others, key=unfitness, default=REFERENCE)
 
 
 def _check_workload(matrix: Matrix) -> None:
@@ -216,9 +285,11 @@ def _world_sizes(matrix: Matrix, num_gpus: int) -> list[int]:
             raise InputError(f"{matrix.place('device')} is 'cuda', and no GPU is visible here; use --matrix cpu")
         if asked != "all" and max(asked) > num_gpus:
             raise InputError(f"{place}: {max(asked)} ranks need as many GPUs; {num_gpus} are visible here")
+        if asked == "all":
+            return [num_gpus]
     elif asked == "all":
         raise InputError(f"{place} is 'all', which means GPUs; on the CPU it must be a list of integers")
-    return [num_gpus] if asked == "all" else list(asked)
+    return list(asked)
 
 
 def _check_sharing(matrix: Matrix, num_gpus: int) -> None:
@@ -226,7 +297,9 @@ def _check_sharing(matrix: Matrix, num_gpus: int) -> None:
     place = matrix.place("share_gpu")
     on_cuda = matrix["device"] == Device.CUDA
     if num_gpus == 0 or not on_cuda:
-        here = "none is visible here" if on_cuda else f"{matrix.place('device')} is '{matrix['device']}'"
+        here = "none is visible here"
+        if not on_cuda:
+            here = f"{matrix.place('device')} is '{matrix['device']}'"
         raise InputError(f"{place}: needs a GPU, and {here}; leave it out, or use --matrix gpu on a machine with one")
     if matrix["axes.world_size"] == "all":
         raise InputError(
@@ -239,8 +312,11 @@ def _ranks_per_node(matrix: Matrix, cell: Cell, num_gpus: int, num_nodes: int) -
     """Ranks on each node of a real cell; 0 if all are on one. Raises InputError if they do not fit."""
     place, gpus = matrix.place("axes.ranks_per_node"), num_gpus // num_nodes
     fills = cell.device is Device.CUDA and not cell.shared_gpu
-    found = cell.ranks_per_node or (gpus if fills else cell.world_size)
-    found = min(cell.world_size, found)
+    found = cell.world_size
+    if cell.ranks_per_node:
+        found = min(found, cell.ranks_per_node)
+    elif fills:
+        found = min(found, gpus)
     needed, rest = divmod(cell.world_size, found)
     if rest:
         raise InputError(f"{place}: {cell.world_size} ranks are not divisible by {found} on each node")
@@ -249,7 +325,9 @@ def _ranks_per_node(matrix: Matrix, cell: Cell, num_gpus: int, num_nodes: int) -
         raise InputError(f"{place}: {cell.world_size} ranks, {found} on each node, need {needed} nodes, and {here}")
     if fills and found > gpus:
         raise InputError(f"{place}: {found} ranks on a node need as many GPUs; each has {gpus}")
-    return found if needed > 1 else 0
+    if needed == 1:
+        return 0
+    return found
 
 
 def _windows(matrix: Matrix, world_size: int, *, virtual: bool) -> list[tuple[int, int]]:
@@ -267,7 +345,9 @@ def _windows(matrix: Matrix, world_size: int, *, virtual: bool) -> list[tuple[in
         micro_batches = [matrix["virtual.micro_batch_size"]]
     if factors != "auto" and micro_batches:
         return [(n, size * n * world_size) for n in factors for size in micro_batches]
-    batch: int = matrix["workload.global_batch_size"] * (world_size if matrix["workload.for_each_rank"] else 1)
+    batch: int = matrix["workload.global_batch_size"]
+    if matrix["workload.for_each_rank"]:
+        batch *= world_size
     if factors == "auto":
         _check_batch(matrix, world_size, "micro-batch", micro_batches)
         return [(batch // (size * world_size), batch) for size in micro_batches]
@@ -276,7 +356,9 @@ def _windows(matrix: Matrix, world_size: int, *, virtual: bool) -> list[tuple[in
 
 
 def _learning_rates(matrix: Matrix) -> dict[str, float]:
-    optimizers = matrix["axes.optimizer"] or [matrix["training.optimizer"]]
+    optimizers: list[str] = matrix["axes.optimizer"]
+    if not optimizers:
+        optimizers = [matrix["training.optimizer"]]
     rates, place = matrix["training.learning_rate"], matrix.place("training.learning_rate")
     methods = {name: name.partition("-")[0] for name in optimizers}
     if not isinstance(rates, dict):
@@ -297,14 +379,18 @@ def _check_batch(matrix: Matrix, world_size: int, what: str, factors: Sequence[i
     batch, of_rank = matrix["workload.global_batch_size"], matrix["workload.for_each_rank"]
     place = matrix.place("workload.global_batch_size")
     for factor in factors:
-        product = factor * (1 if of_rank else world_size)
-        if of_rank and batch % product:
-            raise InputError(
-                f"{place} is {batch} for each rank, which is not divisible by {what} = {factor}; use a multiple of it"
-            )
+        if of_rank:
+            if batch % factor:
+                raise InputError(
+                    f"{place} is {batch} for each rank, which is not divisible by {what} = {factor}; use a multiple "
+                    "of it"
+                )
+            continue
+        product = factor * world_size
         if batch % product:
-            near = [product * n for n in (batch // product, batch // product + 1) if n]
+            whole = batch // product
+            near = [str(product * n) for n in (whole, whole + 1) if n]
             raise InputError(
                 f"{place} is {batch}, which is not divisible by {what} x world size = {factor} x {world_size} = "
-                f"{product}; the nearest that are: {' and '.join(map(str, near))}"
+                f"{product}; the nearest that are: {' and '.join(near)}"
             )

@@ -123,7 +123,8 @@ Limit = Annotated[Amount, Expect("a positive number of seconds, or 0 for no limi
 class MatrixFile(MatrixTable):
     """A matrix file.
 
-    Defaults are not validated: an empty list, which users may not give, means that another key applies.
+    Defaults are not validated: an empty list, which users may not give, means that another key
+    applies.
     """
 
     description: Annotated[str, Expect("a string")] = ""
@@ -162,8 +163,10 @@ def _flat(document: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a document by table.key."""
     found: dict[str, Any] = {}
     for key, value in document.items():
-        inside = key in TABLES and isinstance(value, dict)
-        found |= {f"{key}.{inner}": v for inner, v in value.items()} if inside else {key: value}
+        if key in TABLES and isinstance(value, dict):
+            found |= {f"{key}.{inner}": of_inner for inner, of_inner in value.items()}
+        else:
+            found[key] = value
     return found
 
 
@@ -172,10 +175,13 @@ DEFAULTS = _flat(
 )
 _TYPES = validation.declared(MatrixFile)
 KEYS = tuple(_TYPES)
-"""All allowed keys of a matrix file, as table.key. A single optimizer may also be given under ``training``."""
+"""All allowed keys of a matrix file, as table.key. A single optimizer may also be given under
+``training``."""
 FOR_ALL = ("workload.corpus", "training.seed", "training.optimizer")
-"""Keys that apply to the whole run, so groups may not set them; a group uses ``axes.optimizer`` instead."""
-IN_GROUPS = ("once", *(key for key in KEYS if "." in key and key not in FOR_ALL))
+"""Keys that apply to the whole run, so groups may not set them; a group uses ``axes.optimizer``
+instead."""
+OF_TABLES = tuple(key for key in KEYS if "." in key)
+IN_GROUPS = ("once", *(key for key in OF_TABLES if key not in FOR_ALL))
 """Keys that a group may set."""
 
 
@@ -184,7 +190,8 @@ def type_of(key: str) -> tuple[Any, bool]:
     kind, is_list = _TYPES[key], False
     while arguments := get_args(kind):
         is_list |= get_origin(kind) is list
-        # Of a union, a number without a fraction is the last, and a word instead of a list the first.
+        # Of a union, a number without a fraction is the last, and a word instead of a list the
+        # first.
         kind = arguments[get_origin(kind) in {Union, UnionType} and get_origin(arguments[0]) is Literal]
     return kind, is_list
 
@@ -203,6 +210,11 @@ class Matrix:
     def __getitem__(self, key: str) -> Any:
         return self.values[key]
 
+    @property
+    def settings(self) -> MatrixFile:
+        """The values with their types."""
+        return settings_of_stored(self.values, self.source)
+
     def place(self, key: str) -> str:
         return self.places.get(key, f"{self.source}: {key}")
 
@@ -219,13 +231,18 @@ class Matrix:
         """The matrix with the worlds that fit on so many GPUs: all of these if none does, and no group without one."""
         key = "axes.world_size"
 
-        def fitting(part: Mapping[str, Any]) -> dict[str, Any]:
-            sizes = part.get(key, "all")
-            return {**part, key: sizes if sizes == "all" else [size for size in sizes if size <= num_gpus]}
+        def fitting(sizes: Any) -> Any:
+            if sizes == "all":
+                return sizes
+            return [size for size in sizes if size <= num_gpus]
 
-        groups = [fitting(group) if key in group else group for group in self.values["groups"]]
-        values = fitting(self.values) | {"groups": [group for group in groups if group.get(key, True)]}
-        values[key] = values[key] or "all"
+        groups = []
+        for group in self.values["groups"]:
+            if key not in group:
+                groups.append(group)
+            elif sizes := fitting(group[key]):
+                groups.append({**group, key: sizes})
+        values = {**self.values, key: fitting(self.values.get(key, "all")) or "all", "groups": groups}
         if values == self.values:
             return self
         return dataclasses.replace(self, values=values, places={**self.places, key: option})
@@ -250,10 +267,10 @@ def names() -> list[str]:
 
 def load(name: str) -> Matrix:
     """Load a shipped matrix by name, or a TOML file. Raises InputError if it cannot be read or is invalid."""
-    shipped = name in names()
-    path = FOLDER / f"{name}.toml" if shipped else Path(name)
-    source = f"{name}.toml" if shipped else name
-    if not shipped and path.suffix != ".toml":
+    path, source = Path(name), name
+    if name in names():
+        path, source = FOLDER / f"{name}.toml", f"{name}.toml"
+    elif path.suffix != ".toml":
         raise InputError(f"--matrix {name}: unknown; {suggest(name, ['auto', *names(), 'a .toml file'])}")
     content = files.read(path, f"--matrix {name}", "name a TOML file")
     try:
@@ -280,20 +297,31 @@ def parse(document: Mapping[str, Any], *, name: str, source: str) -> Matrix:
     return Matrix(name=name, source=source, values=values)
 
 
-def check_stored(manifest: Mapping[str, Any], place: str) -> None:
-    """Raise InputError starting with ``place`` if a run's manifest does not hold a valid matrix."""
-    values = manifest.get("matrix", {}).get("values", {})
+def settings_of_stored(values: Mapping[str, Any], place: str) -> MatrixFile:
+    """The typed values of the matrix that a run has stored, by table.key; keys of other versions are left out.
+
+    Raises InputError starting with ``place`` if they are not those of a valid matrix.
+    """
     known = {key: value for key, value in values.items() if key in KEYS}
-    _checked(_given(known), f"{place}: matrix: ")
+    return _parsed(_given(known), f"{place}: matrix: ")
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values that differ from their defaults, some of which users may not give."""
-    return {key: value for key, value in values.items() if key not in DEFAULTS or value != DEFAULTS[key]}
+    found = dict(values)
+    for key, default in DEFAULTS.items():
+        if key in found and found[key] == default:
+            del found[key]
+    return found
 
 
 def _checked(values: Mapping[str, Any], place: str, name: Callable[[str], str] = str) -> dict[str, Any]:
     """The validated values with defaults, by table.key. Raises InputError as ``validation.read``."""
+    return _flat(_parsed(values, place, name).model_dump())
+
+
+def _parsed(values: Mapping[str, Any], place: str, name: Callable[[str], str] = str) -> MatrixFile:
+    """The same as tables."""
     document: dict[str, Any] = {table: {} for table in TABLES}
     for key, value in values.items():
         table, _, inner = key.partition(".")
@@ -301,7 +329,7 @@ def _checked(values: Mapping[str, Any], place: str, name: Callable[[str], str] =
             document[table][inner] = value
         else:
             document[key] = value
-    return _flat(validation.read(MatrixFile, document, place, name).model_dump())
+    return validation.read(MatrixFile, document, place, name)
 
 
 def _place(source: str, number: int, key: str) -> str:
@@ -314,7 +342,9 @@ def _group(group: Mapping[str, Any], number: int, given: Mapping[str, Any], sour
     flat = _flat(group)
     for key in flat:
         if key not in IN_GROUPS and key not in TABLES:
-            hint = "it is one for the whole matrix" if key in KEYS else suggest(key, IN_GROUPS)
+            hint = "it is one for the whole matrix"
+            if key not in KEYS:
+                hint = suggest(key, IN_GROUPS)
             raise InputError(f"{_place(source, number, key)} cannot be set there; {hint}")
     values = _checked({**given, **flat}, "", lambda key: _place(source, number, key))
     return {key: values[key] for key in flat}

@@ -41,15 +41,17 @@ class LlamaSize:
     @property
     def num_parameters(self) -> int:
         """P: all parameters, tied weights counted once."""
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+        embeddings = self.vocab_size * self.hidden_size
+        if not self.tied:
+            embeddings *= 2
         return embeddings + self.num_layers * self.num_block_parameters + self.hidden_size
 
     def flops_per_token(self, sequence_length: int) -> float:
         """Model FLOPs per token of forward and backward (PaLM, arXiv:2204.02311, appendix B).
 
-        6 per weight of every matrix product (including a tied head, excluding the embedding lookup), plus 12 x layers x
-        heads x head size x sequence length for attention, without deducting causality. Recomputation is not counted, so
-        this gives MFU, not HFU.
+        6 per weight of every matrix product (including a tied head, excluding the embedding
+        lookup), plus 12 x layers x heads x head size x sequence length for attention, without
+        deducting causality. Recomputation is not counted, so this gives MFU, not HFU.
         """
         matrices = self.num_layers * (self.num_block_parameters - 2 * self.hidden_size)
         matrices += self.vocab_size * self.hidden_size
@@ -59,8 +61,9 @@ class LlamaSize:
     def recomputed_flops_per_token(self, sequence_length: int, *, selective: bool = False) -> float:
         """FLOPs per token that activation checkpointing adds: the forward of all blocks, a third of their model FLOPs.
 
-        This is full recomputation (Korthikanti et al., arXiv:2205.05198, appendix A); the head is not recomputed. A
-        selective one recomputes three of a block's seven products: keys, the output of attention, the MLP's second.
+        This is full recomputation (Korthikanti et al., arXiv:2205.05198, appendix A); the head is
+        not recomputed. A selective one recomputes three of a block's seven products: keys, the
+        output of attention, the MLP's second.
         """
         if selective:
             sizes = (self.num_heads + self.num_kv_heads) * self.head_size + self.intermediate_size
@@ -77,8 +80,8 @@ SIZES = {
     "3b": LlamaSize(3072, 28, 24, 8, 8192, 128_256, tied=True, rope_theta=500_000.0),
     "8b": LlamaSize(4096, 32, 32, 8, 14_336, 128_256, tied=False, rope_theta=500_000.0),
 }
-"""``micro``, ``mini`` and ``tiny`` are our own; ``135m`` has the shape of SmolLM2-135M, ``1b`` and ``3b`` of Llama-3.2,
-``8b`` of Llama-3.1."""
+"""``micro``, ``mini`` and ``tiny`` are our own; ``135m`` has the shape of SmolLM2-135M, ``1b`` and
+``3b`` of Llama-3.2, ``8b`` of Llama-3.1."""
 
 LLAMA = "llama"
 """The shipped workload."""
@@ -87,9 +90,7 @@ ENTRY_POINTS = "bench.workloads"
 
 
 def _place(name: str) -> str:
-    """The location of a workload factory as module:function. Raises InputError if the name is unknown."""
-    if name == LLAMA:
-        return "bench.workload.llama:LlamaWorkload"
+    """The location of a factory that is not shipped, as module:function. Raises InputError if the name is unknown."""
     if ":" in name:
         return name
     installed = {entry.name: entry.value for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
@@ -104,24 +105,33 @@ def sources(name: str) -> list[Path]:
 
     Empty for shipped workloads. Raises InputError if the workload cannot be found.
     """
+    if name == LLAMA:
+        return []
     module = _place(name).partition(":")[0]
     if module.startswith(f"{__name__.partition('.')[0]}."):
         return []
+    package = None
     try:
         found = importlib.util.find_spec(module)
-        package = importlib.util.find_spec(found.parent) if found is not None and found.parent else None
+        if found is not None and found.parent:
+            package = importlib.util.find_spec(found.parent)
     except Exception as error:  # finding a module imports its parent packages
         raise InputError(f"workload '{name}': {error}; use 'llama' or 'package.module:factory'") from error
     if found is None:
         raise InputError(f"workload '{name}': there is no module {module}; use 'llama' or 'package.module:factory'")
-    folders = (package and package.submodule_search_locations) or ()
-    files = [Path(found.origin)] if found.origin and not folders else []
-    files += [path for folder in folders for path in Path(folder).rglob("*.py")]
-    return sorted(path for path in files if path.is_file())
+    folders = []
+    if package is not None:
+        folders = list(package.submodule_search_locations or ())
+    paths: list[Path] = []
+    for folder in folders:
+        paths += Path(folder).rglob("*.py")
+    if not folders and found.origin:
+        paths = [Path(found.origin)]
+    return sorted(filter(Path.is_file, paths))
 
 
 def find_factory(name: str) -> Callable[..., Any]:
-    """The workload factory ``name``: ``llama``, an entry point of ``bench.workloads``, or module:function.
+    """The workload factory ``name`` that is not shipped: an entry point of ``bench.workloads``, or module:function.
 
     Raises InputError with the reason if it cannot be imported or called.
     """
@@ -138,11 +148,13 @@ def find_factory(name: str) -> Callable[..., Any]:
 def describe_file(path: Path, length: int, place: str = "--corpus") -> str:
     """The name of a corpus file in a cell: ``name@sha256:...``.
 
-    ``place`` is the option or key that named it. Raises InputError if the file is missing, unreadable, endless, empty,
-    or shorter than one sample of ``length`` bytes.
+    ``place`` is the option or key that named it. Raises InputError if the file is missing,
+    unreadable, endless, empty, or shorter than one sample of ``length`` bytes.
     """
     data = files.read(path, f"{place} {path}", "name a text file")
     if len(data) < length:
-        what = "is empty" if not data else f"has {len(data)} bytes"
+        what = f"has {len(data)} bytes"
+        if not data:
+            what = "is empty"
         raise InputError(f"{place} {path}: {what}; one sample needs sequence_length + 1 = {length} bytes")
     return f"{path.name}@sha256:{hashlib.sha256(data).hexdigest()[:16]}"

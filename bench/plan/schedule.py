@@ -1,28 +1,29 @@
 """The order of a run's trials in blocks, and when intervals are checked to decide whether more are needed.
 
-A block is one trial of each open cell. A run starts with all cells and ``repeats`` initial blocks. Then it looks at the
-intervals and continues with the cells whose intervals are too wide, until none is, or a limit is reached. Looks are
-stored, so a resumed run has the same blocks.
+A block is one trial of each open cell. A run starts with all cells and ``repeats`` initial blocks.
+Then it looks at the intervals and continues with the cells whose intervals are too wide, until none
+is, or a limit is reached. Looks are stored, so a resumed run has the same blocks.
 
-The first block contains everything that is done once: the extra passes of every cell, and the cells that run a single
-trial. So a budget can end the run after any block.
+The first block contains everything that is done once: the extra passes of every cell, and the cells
+that run a single trial. So a budget can end the run after any block.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any, Self
 
 from bench.errors import InputError
 from bench.plan.cell import Cell
+from bench.plan.matrix import MatrixFile
 from bench.validation import Natural, Number
 
 GROWTH = 1.2
-"""Minimum growth of the number of blocks from one look to the next, as simulated in docs/statistics.md."""
+"""Minimum growth of the number of blocks from one look to the next, as simulated in
+docs/statistics.md."""
 
 MOST_TRIALS = 1_000_000
 """Maximum number of trials of one run: days for the bench's own overhead alone."""
@@ -55,7 +56,9 @@ class Cost:
 
     def total(self, repeats: int) -> float:
         """Seconds of this many trials, one of them with the extra passes; 0 if unknown."""
-        return 0.0 if self.seconds is None else self.seconds * repeats + self.once_s
+        if self.seconds is None:
+            return 0.0
+        return self.seconds * repeats + self.once_s
 
 
 class Ended(StrEnum):
@@ -82,22 +85,28 @@ class InterimAnalysis:
     widest: Number | None = None
     """Relative width of the widest relevant interval; None if there is none yet."""
     wanted: Natural = 0
-    """Estimated number of blocks at which that width is narrow enough; an earlier look would be wasted."""
+    """Estimated number of blocks at which that width is narrow enough; an earlier look would be
+    wasted."""
     refused: str = ""
     """Why nothing can be compared; empty if something can."""
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        return cls(**{**values, "open": tuple(values["open"])})
+    def to_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        return asdict(self)
 
 
 def block(cells: Sequence[Cell], repeat: int, seed: int) -> list[Trial]:
     """One trial of each cell, references first, the others in a seeded shuffle that every second block reverses.
 
-    With the order A B C, C B A, a drift that is linear in time affects all cells of two blocks equally.
+    With the order A B C, C B A, a drift that is linear in time affects all cells of two blocks
+    equally.
     """
-    references = [cell for cell in cells if cell.is_reference]
-    others = [cell for cell in cells if not cell.is_reference]
+    references, others = [], []
+    for cell in cells:
+        if cell.is_reference:
+            references.append(cell)
+        else:
+            others.append(cell)
     random.Random(f"{seed}/{repeat // 2}").shuffle(others)
     if repeat % 2:
         others.reverse()
@@ -116,15 +125,22 @@ def next_look(repeats: int, wanted: int = 0) -> int:
 class Schedule:
     """The blocks of one run, as far as they are decided."""
 
-    def __init__(self, manifest: Mapping[str, Any]) -> None:
-        values = manifest["matrix"]["values"]
-        self.cells = [Cell.from_dict(cell) for cell in manifest["cells"]]
-        self.repeats = int(values["repeats"])
-        self.max_repeats = max(self.repeats, int(values.get("max_repeats", 0)))
-        self.seed = int(values["training.seed"])
-        self._once = {*(manifest.get("once") or ()), *(cell.cell_id for cell in self.cells if not cell.world.computes)}
+    def __init__(
+        self,
+        cells: Sequence[Cell],
+        settings: MatrixFile,
+        *,
+        once: Collection[str] = (),
+        looks: Sequence[InterimAnalysis] = (),
+    ) -> None:
+        """``once`` are the ids of the cells with a single trial; ``looks`` those of a run that goes on."""
+        self.cells = list(cells)
+        self.repeats = settings.repeats
+        self.max_repeats = max(settings.repeats, settings.max_repeats)
+        self.seed = settings.training.seed
+        self._once = {*once, *(cell.cell_id for cell in self.cells if not cell.world.computes)}
         """Ids of cells with a single trial; those on fake tensors give the same result every time."""
-        self.looks = [InterimAnalysis.from_dict(look) for look in manifest.get("looks") or ()]
+        self.looks = list(looks)
         if self.known * len(self.cells) > MOST_TRIALS:
             raise InputError(
                 f"{self.known:,} repeats of {len(self.cells)} cells are more than {MOST_TRIALS:,} trials; ask for fewer"
@@ -141,7 +157,9 @@ class Schedule:
         if not self.looks:
             return self.repeats
         last = self.looks[-1]
-        return min(self.max_repeats, next_look(last.repeats, last.wanted)) if last.open else last.repeats
+        if last.open:
+            return min(self.max_repeats, next_look(last.repeats, last.wanted))
+        return last.repeats
 
     def block(self, repeat: int) -> list[Trial]:
         assert repeat < self.known, "the block is not decided yet"

@@ -20,50 +20,70 @@ COUNTING_PASSES = ("collectives", "memory")
 """The passes that compare no values, so they are valid in every world."""
 CUDA_PASSES = ("exposure",)
 """Passes that run once per cell on CUDA whose ranks communicate over NCCL."""
+SEES_NO_COMPILED_CODE = ("memory", "dispatch")
+"""Passes that see operators one by one."""
 AT_ONE_N = ("collectives", "memory", "accumulation", "dispatch")
-"""Passes that on CUDA run at only one N of otherwise equal cells: what they count is proportional to N or independent
-of it, and they intercept every operator in Python, which takes minutes for a large N."""
+"""Passes that on CUDA run at only one N of otherwise equal cells: what they count is proportional
+to N or independent of it, and they intercept every operator in Python, which takes minutes for a
+large N."""
 
 
 def extra_passes(cell: Cell) -> tuple[str, ...]:
     """The passes of a cell besides the time pass.
 
-    Compiled code is invisible to the memory and dispatch passes. References on CUDA run only the update pass, because
-    they may take longer than everything else.
+    Compiled code is invisible to the memory and dispatch passes. References on CUDA run only the
+    update pass, because they may take longer than everything else.
     """
     on_cuda = cell.device is Device.CUDA
     if on_cuda and cell.is_reference:
         return ("update",)
-    counted = EXTRA_PASSES if cell.world.has_values else COUNTING_PASSES
-    asked = (*counted, *(CUDA_PASSES if on_cuda and cell.world.times_communication else ()))
-    return tuple(name for name in asked if not (cell.compiled and name in ("memory", "dispatch")))
+    asked: tuple[str, ...] = EXTRA_PASSES
+    if not cell.world.has_values:
+        asked = COUNTING_PASSES
+    if cell.uses_nccl:
+        asked = (*asked, *CUDA_PASSES)
+    if cell.compiled:
+        asked = tuple(name for name in asked if name not in SEES_NO_COMPILED_CODE)
+    return asked
 
 
 def passes(cells: Sequence[Cell]) -> dict[str, tuple[str, ...]]:
     """The passes of each cell of a run, by id; ``time`` comes first if anything is computed.
 
-    The passes of AT_ONE_N run at the N shared by the most backends, the smallest of several. N = 1, where nothing is
-    accumulated, is used only if there is no other.
+    The passes of AT_ONE_N run at the N shared by the most backends, the smallest of several. N = 1,
+    where nothing is accumulated, is used only if there is no other.
     """
-    found = {cell: (*["time"] * cell.world.computes, *extra_passes(cell)) for cell in cells}
+    found = {cell: extra_passes(cell) for cell in cells}
     watched = [cell for cell in cells if "exposure" in found[cell]]
-    beside = Counter(dataclasses.replace(cell, backend="", replicate=0) for cell in watched)
-    chosen: dict[Cell, Cell] = {}
+    num_backends = Counter(_without_backend(cell) for cell in watched)
 
     def rank(cell: Cell) -> tuple[bool, int, int]:
-        return cell.accumulate == 1, -beside[dataclasses.replace(cell, backend="", replicate=0)], cell.accumulate
+        return cell.accumulate == 1, -num_backends[_without_backend(cell)], cell.accumulate
 
+    chosen: dict[Cell, Cell] = {}
+    """The cell that runs the passes of AT_ONE_N, by what is equal of those that differ in N."""
     for cell in sorted(watched, key=rank):
-        if chosen.setdefault(dataclasses.replace(cell, accumulate=1, twin=""), cell) != cell:
+        of_any_n = dataclasses.replace(cell, accumulate=1, twin="")
+        if chosen.setdefault(of_any_n, cell) != cell:
             found[cell] = tuple(name for name in found[cell] if name not in AT_ONE_N)
-    return {cell.cell_id: asked for cell, asked in found.items()}
+    of_cells = {}
+    for cell, asked in found.items():
+        of_cells[cell.cell_id] = asked
+        if cell.world.computes:
+            of_cells[cell.cell_id] = ("time", *asked)
+    return of_cells
+
+
+def _without_backend(cell: Cell) -> Cell:
+    """What is equal of the cells of all backends."""
+    return dataclasses.replace(cell, backend="", replicate=0)
 
 
 SETTLED_WINDOWS = 2
 """Windows before the counted one in the collectives and memory passes.
 
-In the first window DDP rebuilds its buckets, ZeRO-3 traces its modules, and AdamW creates its state.
-"""
+In the first window DDP rebuilds its buckets, ZeRO-3 traces its modules, and AdamW creates its
+state. """
 
 CPU_WINDOWS = 2
 """Windows whose CPU time is measured. The minimum counts, because disturbances only add time."""
@@ -73,26 +93,33 @@ CPU_WINDOWS = 2
 class Task:
     """A task of a process group, serialized as JSON."""
 
-    entry: ClassVar[str] = "bench.launch.rank:main"
-    """``module:function``, called on every rank with the task's JSON."""
-    work: ClassVar[str]
-    """``module:function``, called by ``entry`` as ``work(task, rank, device)``; returns plain JSON."""
+    entry: ClassVar[str] = ""
+    """``module:function``, called on every rank with the task's JSON; empty for that of
+    ``bench.launch``."""
+    work: ClassVar[str] = ""
+    """``module:function``, called by ``entry`` as ``work(task, rank, device)``; returns JSON. Empty
+    for a trial."""
 
     backend: str
     """Name of the backend; the fork server imports its packages."""
     world_size: int
     folder: str = ""
-    """Folder for each rank's ``rank<r>.json`` and torch elastic's logs; by default one that is removed at the end."""
+    """Folder for each rank's ``rank<r>.json`` and torch elastic's logs; by default one that is
+    removed at the end."""
     device: Device = Device.CPU
     threads: int = 1
     """CPU threads per rank for operators."""
     seed: int = 0
     world: World = World.REAL
+    shared_nccl: bool = False
+    """Whether ranks that share a GPU communicate over NCCL."""
     num_nodes: int = 1
 
     @property
     def num_processes(self) -> int:
-        return self.world_size if self.world.has_all_ranks else 1
+        if self.world.has_all_ranks:
+            return self.world_size
+        return 1
 
     def to_json(self) -> str:
         kind = type(self)
@@ -110,13 +137,12 @@ class Task:
 class Spec(Task):
     """One trial: the passes of a cell. The fields of the group follow from the cell."""
 
-    work: ClassVar[str] = "bench.measure.trial:work"
-
     cell: Cell
     passes: tuple[str, ...]
     """``time`` and any of ``extra_passes``, in order."""
     reference: str
-    """The safetensors file with the reference's update: written by the reference's update pass, read by all others."""
+    """The safetensors file with the reference's update: written by the reference's update pass,
+    read by all others."""
     corpus: str | None = None
     """Path of the corpus file, if the cell uses one."""
     backend: str = field(init=False)
@@ -124,9 +150,11 @@ class Spec(Task):
     device: Device = field(init=False)
     seed: int = field(init=False)
     world: World = field(init=False)
+    shared_nccl: bool = field(init=False)
     num_nodes: int = field(init=False)
 
     def __post_init__(self) -> None:
         cell = self.cell
         self.backend, self.device, self.seed = cell.backend, cell.device, cell.seed
         self.world_size, self.world, self.num_nodes = cell.world_size, cell.world, cell.num_nodes
+        self.shared_nccl = cell.shared_nccl

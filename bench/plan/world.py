@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from bench.plan.cell import Device, Sharding, Sync
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusals:
+    """Why a backend cannot do something that a cell may ask for, each in words; empty for what it can."""
+
+    virtual: str = ""
+    """Run as rank 0 of a virtual world (``bench.launch.rank``)."""
+    fake: str = ""
+    """Run on fake tensors (``bench.measure.tensors``)."""
+    checkpointed: str = ""
+    """Have its blocks checkpointed (``bench.backends.blocks``)."""
+    compiled: str = ""
+    """Have its blocks compiled."""
+    bf16: str = ""
+    """Train in bf16."""
 
 
 class World(StrEnum):
@@ -15,10 +32,11 @@ class World(StrEnum):
     REAL = "real ranks"
     """W processes, each on its own GPU, or on the CPU."""
     SHARED_GPU = "shared GPU"
-    """W processes that share GPUs and communicate over gloo. Everything but time is as in a real world."""
+    """W processes that share GPUs, over NCCL or gloo. Everything but time is as in a real world."""
     VIRTUAL = "virtual world"
-    """One process: rank 0 of W. Shards, buckets, calls and bytes are those of rank 0 of a real world. Values are
-    meaningless, and a step takes the time it would take if communication were free."""
+    """One process: rank 0 of W. Shards, buckets, calls and bytes are those of rank 0 of a real
+    world. Values are meaningless, and a step takes the time it would take if communication were
+    free."""
     FAKE = "fake tensors"
     """A virtual world on tensors that have shapes, dtypes and sized storages, but no memory."""
 
@@ -27,7 +45,11 @@ class World(StrEnum):
         """The world for the stored fields of a cell."""
         if fake_tensors:
             return cls.FAKE
-        return cls.VIRTUAL if virtual else cls.SHARED_GPU if shared_gpu else cls.REAL
+        if virtual:
+            return cls.VIRTUAL
+        if shared_gpu:
+            return cls.SHARED_GPU
+        return cls.REAL
 
     @property
     def has_all_ranks(self) -> bool:
@@ -56,23 +78,23 @@ class World(StrEnum):
 
     @property
     def label(self) -> str:
-        return "" if self is World.REAL else "virtual" if not self.has_all_ranks else "shared GPU"
+        return {World.REAL: "", World.SHARED_GPU: "shared GPU"}.get(self, "virtual")
 
     @property
     def caveat(self) -> str:
         return {
             World.REAL: "",
-            World.SHARED_GPU: "its ranks shared a GPU, over gloo: nothing was timed",
+            World.SHARED_GPU: "its ranks shared a GPU: nothing was timed",
             World.VIRTUAL: "a virtual world: nothing is sent, and the time is that of computing alone",
             World.FAKE: "a virtual world of tensors without values: nothing was timed",
         }[self]
 
     def refusal(self, backend: Candidate) -> str:
         """Why the backend cannot run in this world, in one line; empty if it can."""
-        if not self.has_all_ranks and backend.not_virtual:
-            return f"{backend.name} cannot be in a virtual world: {backend.not_virtual}"
-        if not self.computes and backend.not_fake:
-            return f"{backend.name} cannot run on fake tensors: {backend.not_fake}"
+        if not self.has_all_ranks and backend.refuses.virtual:
+            return f"{backend.name} cannot be in a virtual world: {backend.refuses.virtual}"
+        if not self.computes and backend.refuses.fake:
+            return f"{backend.name} cannot run on fake tensors: {backend.refuses.fake}"
         return ""
 
 
@@ -84,7 +106,6 @@ class Candidate(Protocol):
     sharding: Sharding
     replicate: int
     defect: str
-    not_virtual: str
-    not_fake: str
+    refuses: Refusals
 
     def missing(self, device: Device) -> str: ...

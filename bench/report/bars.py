@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import pandas as pd
@@ -15,9 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from bench.formatting import alike, plural, size, some, unit_of
 from bench.grouping import grouped
-from bench.judge.expected import cell_of
 from bench.judge.formulas import wire_bytes
-from bench.judge.tables import rows_of
 from bench.plan.categories import PEAK, Category
 from bench.plan.cell import Cell, Status
 from bench.report.canvas import Drawing, end_of_axis, name_rows, new_figure
@@ -92,14 +90,26 @@ def without_repeats(panels: Sequence[Panel], columns: list[str]) -> list[Panel]:
     return [Panel("; ".join(panel.title for panel in same), same[0].rows) for same in alike.values()]
 
 
-def _bar_style(part: str, colour: str) -> dict[str, Any]:
+class BarStyle(TypedDict):
+    """Arguments of matplotlib."""
+
+    facecolor: str
+    edgecolor: str | tuple[float, float, float]
+    linewidth: float
+    hatch: str
+
+
+def _bar_style(part: str, colour: str) -> BarStyle:
     hatched = part.endswith("_unsharded")
-    edge = tuple(0.55 * share for share in to_rgb(colour)) if hatched else "white"
-    return {"facecolor": colour, "edgecolor": edge, "linewidth": 0.3, "hatch": "/////" * hatched}
+    if not hatched:
+        return BarStyle(facecolor=colour, edgecolor="white", linewidth=0.3, hatch="")
+    red, green, blue = to_rgb(colour)
+    edge = (0.55 * red, 0.55 * green, 0.55 * blue)
+    return BarStyle(facecolor=colour, edgecolor=edge, linewidth=0.3, hatch="/////")
 
 
 def _draw_bars(
-    axes: Axes, panel: Panel, shown: list[str], total: str, styles: Mapping[str, Any], unit: float, end: float
+    axes: Axes, panel: Panel, shown: list[str], total: str, styles: Mapping[str, BarStyle], unit: float, end: float
 ) -> None:
     name_rows(axes, shown)
     cells = pd.DataFrame({"backend": shown, "place": range(len(shown))}).merge(panel.rows, how="left")
@@ -246,9 +256,7 @@ def by_operation(collectives: pd.DataFrame, cells: Mapping[str, Cell] | None = N
 
 def draw_traffic(data: FigureData) -> list[Drawing]:
     """A stacked bar per backend, a panel per N and W; nothing if no operation was counted."""
-    trials = rows_of(data.tables.trials.drop_duplicates("cell_id"))
-    known = {row["cell_id"]: cell_of(row) for row in trials}
-    parts = by_operation(data.tables.collectives, known).rename(columns={TOTAL: SENT})
+    parts = by_operation(data.tables.collectives, data.analysis.run.cells).rename(columns={TOTAL: SENT})
     if parts.empty or not float(parts[SENT].max()):
         return []
     cells = data.contestants.join(parts)
@@ -267,11 +275,13 @@ def _traffic_title(data: FigureData, cells: pd.DataFrame) -> str:
     if good.empty:
         return "Ring traffic of a rank (no cell is correct)"
     setting = data.setting_of(good.iloc[0])
-    pairs = [(eager, deferred) for eager, deferred in sync_pairs(good) if 0 < deferred[SENT] < eager[SENT]]
+    sent = dict(zip(good["cell_id"], floats(good[SENT]).tolist(), strict=True))
+    pairs = [(eager, deferred) for eager, deferred in sync_pairs(good) if 0 < sent[deferred] < sent[eager]]
     if pairs:
-        eager, deferred = max(pairs, key=lambda pair: pair[0][SENT] / pair[1][SENT])
-        cut = f"from {size(eager[SENT])} to {size(deferred[SENT])} per rank"
-        return f"{setting}, deferring the sync cuts the ring traffic of {without_sync(eager['backend'])} {cut}"
+        eager, deferred = max(pairs, key=lambda pair: sent[pair[0]] / sent[pair[1]])
+        cut = f"from {size(sent[eager])} to {size(sent[deferred])} per rank"
+        name = without_sync(data.analysis.rows[eager].backend)
+        return f"{setting}, deferring the sync cuts the ring traffic of {name} {cut}"
     least, most = good.iloc[0], good.iloc[-1]
     if least[SENT] == most[SENT]:
         return f"{setting}, the ring traffic of a rank is {size(least[SENT])} per step"

@@ -12,11 +12,13 @@ import matplotlib.style
 import numpy as np
 import pandas as pd
 import textalloc
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.legend import Legend
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
@@ -75,7 +77,7 @@ def new_figure(words: FigureWords, keys: Sequence[Key], panels: float) -> Figure
         _text(figure, wrap(words.title, FULL, TITLE, "bold"), TITLE, weight="bold"),
         _text(figure, wrap(words.subtitle, FULL, SUBTITLE), SUBTITLE, color=GREY),
     ]
-    below = [
+    below: list[Text | Legend] = [
         *([_legend(figure, keys)] if keys else []),
         _text(figure, notes, TINY),
         _text(figure, wrap(words.footer, FULL, TINY), TINY, color=GREY),
@@ -89,33 +91,34 @@ def new_figure(words: FigureWords, keys: Sequence[Key], panels: float) -> Figure
         item.set_position((MARGIN / WIDTH, top / height))
         top -= _height(item) + GAP
     bottom = MARGIN
-    for item in reversed(below):
-        bottom += _height(item)
+    for block in reversed(below):
+        bottom += _height(block)
         anchor = (MARGIN / WIDTH, bottom / height)
-        if isinstance(item, Text):
-            item.set_position(anchor)
+        if isinstance(block, Legend):
+            block.set_bbox_to_anchor(anchor, transform=figure.transFigure)
         else:
-            item.set_bbox_to_anchor(anchor, transform=figure.transFigure)
+            block.set_position(anchor)
         bottom += GAP
     rect = (MARGIN / WIDTH, bottom / height, FULL / WIDTH, (top - bottom) / height)
     figure.set_layout_engine(ConstrainedLayoutEngine(rect=rect, w_pad=0.03, h_pad=0.03, wspace=0.02, hspace=0.02))
     return figure
 
 
-def _text(figure: Figure, lines: Sequence[str], size: float, **more: Any) -> Text:
-    return figure.text(0, 0, "\n".join(map(safe, lines)), size=size, va="top", ha="left", linespacing=1.15, **more)
+def _text(figure: Figure, lines: Sequence[str], size: float, *, weight: str = "normal", color: str = "black") -> Text:
+    text = "\n".join(map(safe, lines))
+    return figure.text(0, 0, text, size=size, va="top", ha="left", linespacing=1.15, weight=weight, color=color)
 
 
-def _height(item: Any) -> float:
+def _height(item: Artist) -> float:
     return float(item.get_window_extent().height / DPI)
 
 
-def _legend(figure: Figure, keys: Sequence[Key]) -> Any:
+def _legend(figure: Figure, keys: Sequence[Key]) -> Legend:
     """The legend in as many columns as there is room for, which matplotlib does not find by itself."""
     handles: list[Any] = [handle for handle, _ in keys]
     ncols = len(keys)
     while True:
-        legend = figure.legend(
+        legend: Legend = figure.legend(
             handles,
             # A leading underscore would hide the entry.
             [(" " if label.startswith("_") else "") + safe(label) for _, label in keys],

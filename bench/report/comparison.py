@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,13 @@ from rich.text import Text
 from bench.formatting import markdown, plural, some
 from bench.grouping import grouped
 from bench.judge.baseline import control_of
-from bench.judge.caveats import widened
-from bench.judge.loading import Run, missing_trials
+from bench.judge.caveats import suspect
+from bench.judge.loading import missing_trials
 from bench.judge.pairs import ComparedPair, Pair, frame_of_pairs
+from bench.judge.pool import Pool
 from bench.judge.statistics import MARGIN, MIN_TRIALS, Interval
 from bench.judge.trial_columns import DASH
-from bench.judge.verdicts import NEXT, Reason, Verdict, excess
+from bench.judge.verdicts import ACROSS_DAYS, NEXT, Reason, Verdict, is_off, num_judged, scope_words
 from bench.run.machine import NOT_STORED, STORED, Changed
 from bench.tabular import Table, TableColumn, TableRow
 
@@ -62,13 +64,28 @@ class Report:
     margin: float = MARGIN
     threshold: float | None = None
     """The value of ``--fail-on slower``."""
+    num_runs: int = 1
+    """Of a pool whose backends are compared."""
+    is_of_days: bool = False
+    """Whether A and B are runs of different days."""
+    control_n: int | None = None
+    """N of the A/A pair."""
+
+    @property
+    def scope(self) -> str:
+        """Where the verdicts hold, in words that follow one."""
+        return ACROSS_DAYS if self.is_of_days else scope_words(self.num_runs)
+
+    @property
+    def control_place(self) -> str:
+        return "" if self.control_n is None else f" at N = {self.control_n}"
 
 
 def headline(report: Report) -> str:
     """Who is compared with whom, and which way the ratios go."""
     return (
         f"B: {report.b}, compared with A: {report.a}; time B/A is the ratio of the times of an optimizer step: above "
-        "1, B takes longer; verdicts are on B"
+        f"1, B takes longer; verdicts are on B{report.scope}"
     )
 
 
@@ -99,7 +116,7 @@ def _row(row: ComparedPair) -> TableRow:
     taken = str(steps[1]) if steps[0] == steps[1] else f"{steps[1]}, A {steps[0]}"
     texts = {
         "cell": row.name,
-        "verdict": f"{row.verdict}{'; REGRESSED' if row.regressions else ''}",
+        "verdict": f"{row.verdict}{', may differ' if row.may_differ else ''}{'; REGRESSED' if row.regressions else ''}",
         "ratio": DASH if time is None else f"{time.ratio:.4f}",
         "interval": interval,
         "n": DASH if time is None else str(time.num_trials),
@@ -157,25 +174,29 @@ def _markdown(report: Report, pictures: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def controls(a: Run, b: Run) -> tuple[Interval | None, list[str]]:
-    """The A/A pair, of two runs the one that is farther from 1, and notes on it; None if a run has none."""
-    intervals, found = [], []
+def controls(a: Pool, b: Pool) -> tuple[Interval | None, int | None, list[str]]:
+    """The A/A pair with its N, of two sides the one farther from 1, and notes on it; None if a side has none."""
+    known: list[tuple[Interval, int]] = []
+    found: list[str] = []
     sides = [("", a)] if a is b else [("A: ", a), ("B: ", b)]
-    for letter, run in sides:
-        control = control_of(run)
+    for letter, pool in sides:
+        control = control_of(pool)
         if control is None or control.time is None or not control.has_interval:
             why = "" if control is None else f": {control.detail}"
-            found.append(f"{letter}{run.name} has no interval of an A/A pair{why}")
+            found.append(f"{letter}{pool.first.name} has no interval of an A/A pair{why}")
             continue
         time = control.time
-        intervals.append(time)
+        known.append((time, control.a.accumulate))
         ends = f"{time.ratio:.4f} [{time.low:.4f}, {time.high:.4f}], n = {time.num_trials}"
-        found += [f"{letter}A/A pair: {control.a.label} against itself is {ends}", *widened(control.a, time)]
-    return max(intervals, key=excess) if len(intervals) == len(sides) else None, found
+        found += [f"{letter}A/A pair: {control.a.label} against itself is {ends}", *suspect(control.a, time)]
+    if len(known) < len(sides):
+        return None, None, found
+    farthest, n = max(known, key=lambda pair: (is_off(pair[0]), abs(math.log(pair[0].ratio))))
+    return farthest, n, found
 
 
 def notes(
-    a: Run, b: Run, rows: list[ComparedPair], never: list[Pair], thresholds: dict[str, float], margin: float
+    a: Pool, b: Pool, rows: list[ComparedPair], never: list[Pair], thresholds: dict[str, float], margin: float
 ) -> list[str]:
     """What a reader should know before citing the rows, beside the remarks on their cells."""
     found = []
@@ -183,17 +204,17 @@ def notes(
         found.append("no A/A pair on both sides, so no row is called faster, slower or the same")
     if a is not b:
         found.append(
-            "the runs were made at different times: changes of the machine between them are in the ratios but not in "
-            "their intervals; for a citation, run both sides interleaved, in one run"
+            "the runs were made at different times, so intervals allow for what runs of such machines differ by; "
+            "smaller differences show only between cells of one run, which are interleaved"
         )
     if few := sum(row.time is not None and not row.has_interval for row in rows):
         found.append(f"no interval for {few} of {plural(len(rows), 'cell')}: fewer than {MIN_TRIALS} trials")
     found.append(
         f"same: a ratio between {1 / (1 + margin):.4g} and {1 + margin:.4g}; Holm's correction over "
-        f"{plural(len(rows), 'comparison')}"
+        f"{plural(num_judged(rows), 'comparison')}"
     )
-    for letter, run in (("A", a), ("B", b)) if a is not b else (("the run", a),):
-        if missing := missing_trials(run):
+    for letter, pool in (("A", a), ("B", b)) if a is not b else (("the run", a),):
+        if missing := sum(map(missing_trials, pool.runs)):
             found.append(f"{letter} lacks {missing} of its trials: it is not finished, or was truncated")
     if never:
         found.append(f"left out, unsupported on both sides: {', '.join(pair.name for pair in never)}")

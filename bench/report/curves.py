@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from bench.formatting import at_most, plural, some
 from bench.judge.columns import WORK
-from bench.judge.verdicts import Verdict
+from bench.judge.verdicts import Verdict, scope_words
 from bench.plan.cell import REFERENCES, Status, Sync
 from bench.report import style
 from bench.report.canvas import Drawing, FigureWords, PointName, freeze, name_points, new_figure, set_scale
@@ -74,14 +74,14 @@ def _step_time_title(data: FigureData, panel: Panel) -> str:
     good = rows[rows["status"] == Status.OK]["step_time_s"]
     if good.empty:
         return "Step time against N"
-    setting = data.setting_of(rows.iloc[0])
-    pairs = [data.analysis.compared(deferred["cell_id"], eager["cell_id"]) for eager, deferred in sync_pairs(rows)]
+    setting, scope = data.setting_of(rows.iloc[0]), scope_words(len(data.analysis.pool.runs))
+    pairs = [data.analysis.compared(deferred, eager) for eager, deferred in sync_pairs(rows)]
     saved = {pair.time.ratio: pair.a.backend for pair in pairs if pair and pair.time and pair.verdict is Verdict.FASTER}
     if saved:
         share, name = 100 * (1 - min(saved)), without_sync(saved[min(saved)])
-        return f"{setting}, deferring the sync saves {share:.0f} % of a step with {name}"
+        return f"{setting}, deferring the sync saves {share:.0f} % of a step with {name}{scope}"
     if any(pair and pair.verdict is Verdict.SLOWER for pair in pairs):
-        return f"{setting}, deferring the sync saves no time"
+        return f"{setting}, deferring the sync saves no time{scope}"
     return f"{setting}, a step takes {good.min():.3g} to {good.max():.3g} s, depending on the backend"
 
 

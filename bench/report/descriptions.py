@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
 
 import pandas as pd
 
 from bench.formatting import alike, plural
 from bench.plan.cell import Sync
+from bench.run.manifest import Machine
 
 SCALES = ((1e9, " G"), (1e6, " M"), (1e3, " k"))
 
 
-def eager_and_deferred(backends: Mapping[str, Mapping[Any, Any]], how: Sync = Sync.DEFERRED) -> list[tuple[str, str]]:
+def eager_and_deferred(
+    backends: Mapping[str, Mapping[str, object]], how: Sync = Sync.DEFERRED
+) -> list[tuple[str, str]]:
     """The eager and the deferred backend of each framework and sharding; of several, those named alike but for that."""
     alike: dict[tuple[str, str], dict[str, list[str]]] = {}
     for name, facts in backends.items():
@@ -38,27 +40,28 @@ def tied_backends(cells: pd.DataFrame, column: str, value: float) -> list[str]:
     return [name for name, size in zip(cells["backend"], cells[column], strict=True) if alike(float(size), value)]
 
 
-def gpu_names(machine: Mapping[str, Any]) -> str:
+def gpu_names(machine: Machine) -> str:
     """The GPUs of a machine with their number, ``8 x NVIDIA H200``; empty without any."""
-    counts = Counter(str(gpu.get("name", "GPU")) for gpu in machine.get("gpus") or [])
+    counts = Counter(gpu.name for gpu in machine.gpus)
     return ", ".join(f"{count} x {name}" for name, count in counts.items())
 
 
-def machine_words(manifest: Mapping[str, Any]) -> str:
+def machine_words(machine: Machine) -> str:
     """The CPU, its cores and the GPUs."""
-    machine = manifest.get("machine") or {}
     return ", ".join([cpu_name(machine), gpu_names(machine) or "no GPU"])
 
 
-def cpu_name(machine: Mapping[str, Any]) -> str:
+def cpu_name(machine: Machine) -> str:
     """The CPU and its cores: ``AMD EPYC, 2 cores``."""
-    cores = [plural(machine["cores"], "core")] if machine.get("cores") else []
-    return ", ".join([str(machine.get("cpu") or "unknown CPU"), *cores])
+    words = [machine.cpu or "unknown CPU"]
+    if machine.cores:
+        words.append(plural(machine.cores, "core"))
+    return ", ".join(words)
 
 
-def parameters(count: Any) -> str:
+def parameters(count: float | None) -> str:
     """The number of a model's parameters: ``3.08 M parameters``."""
-    if pd.isna(count):
+    if count is None or pd.isna(count):
         return "unknown number of parameters"
     value, unit = next(((count / scale, name) for scale, name in SCALES if count >= scale), (count, ""))
     return f"{value:.3g}{unit} parameters"

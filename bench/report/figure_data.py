@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import pandas as pd
@@ -16,7 +16,8 @@ from bench.judge.analysis import Analysis
 from bench.judge.caveats import link_words
 from bench.judge.columns import AXES, FOLLOWS, WAYS, differing
 from bench.judge.samples import step_times
-from bench.judge.tables import good_trials, rows_of
+from bench.judge.statistics import Array
+from bench.judge.tables import Value, good_trials, rows_of
 from bench.plan.cell import Status, Sync
 from bench.report import style
 from bench.report.canvas import FigureWords, PointName
@@ -88,12 +89,12 @@ class FigureData:
     def timed(self) -> pd.DataFrame:
         """The cells that run for their times: with all ranks, and not just once beside others that are repeated."""
         found = self.contestants[[world.times_communication for world in self.contestants["world"]]]
-        repeated = found[~found["cell_id"].isin(self.manifest.get("once") or ())]
+        repeated = found[~found["cell_id"].isin(self.manifest.once)]
         return found if repeated.empty else repeated
 
     def untimed(self) -> list[str]:
         """A sentence on the cells that run once beside timed ones; none without such cells."""
-        once = self.contestants[self.contestants["cell_id"].isin(self.manifest.get("once") or ())]
+        once = self.contestants[self.contestants["cell_id"].isin(self.manifest.once)]
         once = once[~once["cell_id"].isin(self.timed["cell_id"])]
         each = zip(once["backend"], once["outcome"], strict=True)
         names = dict.fromkeys(f"{backend} ({failure_label(outcome) or 'run once'})" for backend, outcome in each)
@@ -109,19 +110,25 @@ class FigureData:
     @property
     def footer(self) -> str:
         """The run, its machine, and its version of torch."""
-        torch = (self.manifest.get("packages") or {}).get("torch")
-        nodes = Counter(map(machine_words, (self.manifest, *(self.manifest.get("nodes") or ()))))
+        torch = self.manifest.packages.get("torch")
+        nodes = Counter(machine_words(node.machine) for node in (self.manifest.node, *self.manifest.nodes))
         each = [f"{plural(count, 'node')} of {words}" + " each" * (count > 1) for words, count in nodes.items()]
         machine = "; ".join(each if nodes.total() > 1 else nodes)
-        text = f"run {self.manifest.get('run_id', 'unnamed')}; machine: {machine}"
+        text = f"run {self.manifest.run_id}; machine: {machine}"
         return text + (f"; torch {torch}" if torch else "")
 
-    def figure_words(self, title: str, *, timed: bool = False) -> FigureWords:
-        """The words around a figure; one of times shows no virtual worlds, and has no caveat on them."""
+    def figure_words(self, title: str, *, timed: bool = False, ratios: bool = False) -> FigureWords:
+        """The words around a figure; one of times shows no virtual worlds, and has no caveat on them.
+
+        One of ratios says whether the A/A pair is off.
+        """
         kinds = [world.label for world in self.contestants["world"]] or [""]
         is_virtual = set(kinds) == {"virtual"}
         caveats = filter(None, (world.caveat for world in self.contestants["world"].unique() if not timed))
-        notes = [*(self.untimed() if timed else []), *(f"{text}." for text in self.analysis.remarks)]
+        remarks = self.analysis.suspicion * ratios + self.analysis.remarks_on_cells
+        notes = [*(self.untimed() if timed else []), *(f"{text}." for text in remarks)]
+        if timed and not self.analysis.pool.is_single:
+            notes.append(f"Times are means over {len(self.analysis.pool.runs)} runs.")
         return FigureWords(
             f"{title} (virtual world)" if is_virtual else title,
             self._work_text(),
@@ -161,7 +168,7 @@ class FigureData:
         count, shown = (sum(panel.rows["cell_id"].nunique() for panel in some) for some in (every, found))
         return found, left_out_note(count, shown, "cells")
 
-    def setting_of(self, cell: Any) -> str:
+    def setting_of(self, cell: pd.Series) -> str:
         """The setting of a cell's panel in a title: ``At N = 4 with W = 2``."""
         others = ", ".join(_name(name, cell[name]) for name in self.varying(CONTEXT))
         return " with ".join(filter(None, [f"At N = {cell['accumulate']}", others]))
@@ -204,16 +211,19 @@ def failure_label(outcome: str) -> str:
     return "" if outcome == Status.OK else outcome
 
 
-def sync_pairs(cells: pd.DataFrame, how: Sync = Sync.DEFERRED) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """The rows of each pair of ``eager_and_deferred`` backends among good cells at one N."""
-    rows = {row["backend"]: row for row in rows_of(cells[cells["status"] == Status.OK])}
-    return ((rows[eager], rows[deferred]) for eager, deferred in eager_and_deferred(rows, how))
+def sync_pairs(cells: pd.DataFrame, how: Sync = Sync.DEFERRED) -> list[tuple[str, str]]:
+    """The ids of each pair of ``eager_and_deferred`` backends among good cells at one N."""
+    rows = {str(row["backend"]): row for row in rows_of(cells[cells["status"] == Status.OK])}
+    pairs = eager_and_deferred(rows, how)
+    return [(str(rows[eager]["cell_id"]), str(rows[deferred]["cell_id"])) for eager, deferred in pairs]
 
 
-def floats(values: pd.Series) -> Any:
+def floats(values: pd.Series) -> Array:
     """The values as an array; missing ones are NaN."""
     return values.to_numpy(dtype=float, na_value=np.nan)
 
 
-def _name(column: str, value: Any) -> str:
-    return AXES[column].phrase(None if pd.isna(value) else value) if column in AXES else str(value)
+def _name(column: str, value: Value) -> str:
+    if column not in AXES:
+        return str(value)
+    return AXES[column].phrase(None if pd.isna(value) else value)

@@ -70,7 +70,13 @@ def figures(data: Analysis) -> list[Drawing]:
     if data.hides_times:
         return found
     # Every cell against the baseline's, but those that run once, as their matrix wants it.
-    once = data.run.manifest.get("once") or ()
+    once = data.run.manifest.once
     rows = [row for row in data.verdicts if row.b.world.times_communication and row.b.cell_id not in once]
-    report = Report(a=data.baseline, b="each other backend", rows=rows)
-    return found + forest.draw(report, RATIOS, figure_data.figure_words("", timed=True))
+    report = Report(
+        a=data.baseline,
+        b="each other backend",
+        rows=rows,
+        num_runs=len(data.pool.runs),
+        control_n=data.control.a.accumulate if data.control else None,
+    )
+    return found + forest.draw(report, RATIOS, figure_data.figure_words("", timed=True, ratios=True))

@@ -88,7 +88,7 @@ def _named_rows(pairs: Sequence[ComparedPair]) -> list[Row]:
 
 
 def _subtitle(report: Report, setting: str) -> str:
-    text = f"Step time of {report.b} relative to that of {report.a}, with 95 % intervals over trials"
+    text = f"Step time of {report.b} relative to that of {report.a}, with 95 % intervals {_over(report)}"
     if report.differences:
         keys = ", ".join(each.key for each in report.differences[:4])
         text += f". DIFFERENT MACHINES OR SOFTWARE: {keys}" + (" ..." if len(report.differences) > 4 else "")
@@ -104,9 +104,17 @@ def _title(report: Report) -> str:
     names = grouped((row.verdict, row.b.backend) for row in rows)
     faster, slower = (list(dict.fromkeys(names.get(each, ()))) for each in (Verdict.FASTER, Verdict.SLOWER))
     if faster:
-        return f"At N = {n}, {some(faster)} {'is' if len(faster) == 1 else 'are'} faster than {report.a}"
+        those = f"{some(faster)} {'is' if len(faster) == 1 else 'are'}"
+        return f"At N = {n}, {those} faster than {report.a}{report.scope}"
     certain = f"; {len(slower)} of {plural(len(rows), 'other')} {'is' if len(slower) == 1 else 'are'} slower"
-    return f"At N = {n}, no backend is shown to be faster than {report.a}" + (certain if slower else "")
+    return f"At N = {n}, no backend is shown to be faster than {report.a}{certain if slower else ''}{report.scope}"
+
+
+def _over(report: Report) -> str:
+    """What the intervals are over, in the words of a subtitle."""
+    if report.num_runs == 1:
+        return "over trials"
+    return f"over {report.num_runs} runs; thin lines: where the next run falls"
 
 
 def _control_interval(report: Report) -> Interval | None:
@@ -146,7 +154,8 @@ def _set_scale(axes: Axes, report: Report) -> None:
     """A logarithmic axis with room for all ratios, ends of intervals, margin and threshold."""
     ends = [1 + report.margin, 1 / (1 + report.margin), LEAST_REACH, 1 / LEAST_REACH, 1 + (report.threshold or 0)]
     for time in filter(None, [_control_interval(report), *(row.time for row in report.rows)]):
-        ends += [end for end in (time.ratio, time.low, time.high) if end is not None]
+        known = (time.ratio, time.low, time.high, time.next_low, time.next_high)
+        ends += [end for end in known if end is not None]
     low, high = min(ends) / 1.02, max(ends) * 1.02
     axes.set(xscale="log", xlim=(low, high))
     wide = high / low > WIDE
@@ -165,6 +174,8 @@ def _draw_dot(axes: Axes, y: float, row: ComparedPair, colour: str) -> None:
     time = row.time
     if time is None:
         return
+    if time.next_low is not None and time.next_high is not None:
+        axes.plot([time.next_low, time.next_high], [y, y], color=colour, linewidth=0.5, zorder=2.4)
     if time.low is not None and time.high is not None:
         axes.plot([time.low, time.high], [y, y], color=colour, linewidth=1.4, zorder=2.5)
     face = "white" if time.low is None else colour
@@ -185,7 +196,8 @@ def _ratio_words(row: ComparedPair) -> str:
         return verdict
     if time.low is None:
         return f"{time.ratio:.3f}, no interval (n = {time.num_trials}), {verdict}"
-    return f"{time.ratio:.3f} [{time.low:.3f}, {time.high:.3f}] {verdict}"
+    turning = ", may differ" if row.may_differ else ""
+    return f"{time.ratio:.3f} [{time.low:.3f}, {time.high:.3f}] {verdict}{turning}"
 
 
 def _legend_keys(report: Report, colours: dict[int, str], control: Interval | None) -> list[Key]:
@@ -196,7 +208,9 @@ def _legend_keys(report: Report, colours: dict[int, str], control: Interval | No
     ]
     keys.append((Patch(color=MARGIN_COLOUR), f"margin of {100 * report.margin:g} %"))
     if control is not None:
-        keys.append((Patch(color=CONTROL_COLOUR), f"A/A pair, {control.low:.3f} to {control.high:.3f}"))
+        keys.append(
+            (Patch(color=CONTROL_COLOUR), f"A/A pair{report.control_place}, {control.low:.3f} to {control.high:.3f}")
+        )
     if report.threshold is not None:
         line = Line2D([], [], color=SLOWER_COLOUR, linestyle="--", linewidth=0.9)
         keys.append((line, f"--fail-on slower={100 * report.threshold:g}%"))

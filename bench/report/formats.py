@@ -8,9 +8,8 @@ caveats; it is listed under ``left_out``, which they ignore.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import pandas as pd
 import pyarrow as pa
@@ -18,11 +17,11 @@ from pyarrow import parquet
 
 from bench.errors import InputError
 from bench.formatting import plain
-from bench.judge.analysis import Frames
+from bench.judge.analysis import CellRow, Frames
 from bench.judge.columns import COLUMNS, FRAMES
 from bench.judge.gates import tolerance
-from bench.judge.tables import rows_of
-from bench.plan.cell import Cell, Status
+from bench.plan.cell import Status
+from bench.run.manifest import Manifest
 
 FORMULA = tuple("=+-@\uff1d\uff0b\uff0d\uff20\t\r\n")
 """What spreadsheets read as the beginning of a formula, in wide forms too, or skip to find one: OWASP, "CSV
@@ -86,50 +85,60 @@ BESIDE = {name for name, column in COLUMNS["cells"].items() if not column.axis} 
 """Columns of the cells that stand beside the statistics."""
 
 
-def document(frames: Frames) -> dict[str, Any]:
+class Document(TypedDict):
+    """The JSON document of pytest-benchmark, and what is no benchmark."""
+
+    machine_info: dict[str, object]
+    commit_info: dict[str, object]
+    benchmarks: list[dict[str, object]]
+    datetime: str
+    version: str
+    left_out: list[dict[str, str]]
+
+
+def document(frames: Frames) -> Document:
     """The JSON document of pytest-benchmark. Raises InputError if it is not installed."""
     try:
         from pytest_benchmark import __version__
     except ImportError as error:
         raise InputError("--format pytest-benchmark: needs that package; pip install pytest-benchmark") from error
-    manifest, cells = frames.manifest, frames.run.cells
+    manifest = frames.run.manifest
     trials = {str(key): rows.sort_values("repeat") for key, rows in frames.trials.groupby("cell_id", sort=False)}
     benchmarks, left_out = [], []
-    for row in rows_of(frames.cells):
-        cell_id, name = row["cell_id"], row["label"]
+    for row in frames.rows:
         # The same for equal cells of all runs and machines, so that they have one history.
-        named = {"name": name, "fullname": f"accumulation-bench/{cell_id}::{name}"}
-        if row["step_time_s"] is None or not cells[cell_id].world.times_communication:
-            left_out.append(named | {"status": row["status"], "why": row["caveats"], "citation": row["citation"]})
+        named = {"name": row.label, "fullname": f"accumulation-bench/{row.cell_id}::{row.label}"}
+        if row.step_time_s is None or not row.cell.world.times_communication:
+            left_out.append(named | {"status": row.status, "why": row.caveats, "citation": row.citation})
         else:
-            benchmarks.append(named | _benchmark(cells[cell_id], row, trials[cell_id]))
-    git = manifest.get("git") or {}
-    commit = {"id": git.get("commit") or "unversioned", "dirty": bool(git.get("commit")) and not git.get("clean")}
+            benchmarks.append(named | _benchmark(row, trials[row.cell_id]))
+    git = manifest.git
+    commit = {"id": git.commit or "unversioned", "dirty": bool(git.commit) and not git.clean}
     return {
         "machine_info": _machine(manifest),
         "commit_info": commit | {"time": None, "author_time": None, "project": "accumulation-bench", "branch": ""},
         "benchmarks": benchmarks,
-        "datetime": str(manifest.get("finished") or manifest.get("started") or ""),
+        "datetime": manifest.finished or manifest.started,
         "version": __version__,
         "left_out": left_out,
     }
 
 
-def _benchmark(cell: Cell, row: Mapping[str, Any], trials: pd.DataFrame) -> dict[str, Any]:
+def _benchmark(row: CellRow, trials: pd.DataFrame) -> dict[str, object]:
     from pytest_benchmark.stats import Stats
 
-    stats = Stats()
+    cell, stats = row.cell, Stats()
     for seconds in trials.loc[trials["status"] == Status.OK, "step_time_s"]:
         stats.update(float(seconds))
     limits = tolerance(cell.precision, cell.workload, cell.model)
     return {
         "group": f"N={cell.accumulate} W={cell.world_size} {cell.precision}",
         "params": cell.to_dict(),
-        "param": row["label"],
+        "param": row.label,
         "extra_info": {
             "unit": "seconds per optimizer step",
             "round": "one trial: the median of its steps after warm-up, the maximum over ranks",
-            **{name: row[name] for name in COLUMNS["cells"] if name in BESIDE},
+            **{name: row.values[name] for name in COLUMNS["cells"] if name in BESIDE},
             "limits": {"update_error": limits.update_error, "max_loss_deviation": limits.loss_deviation},
         },
         "options": {
@@ -144,23 +153,23 @@ def _benchmark(cell: Cell, row: Mapping[str, Any], trials: pd.DataFrame) -> dict
     }
 
 
-def _machine(manifest: Mapping[str, Any]) -> dict[str, Any]:
+def _machine(manifest: Manifest) -> dict[str, object]:
     """What a run stores of it: neither host name nor compiler."""
-    machine = manifest.get("machine") or {}
-    system, _, rest = str(machine.get("system") or "").partition(" ")
+    machine = manifest.machine
+    system, _, rest = (machine.system or "").partition(" ")
     release, _, architecture = rest.rpartition(" ")
     return {
         **dict.fromkeys(("node", "python_compiler", "python_implementation"), ""),
         **dict.fromkeys(("processor", "machine"), architecture),
-        **dict.fromkeys(("python_implementation_version", "python_version"), str(machine.get("python") or "")),
+        **dict.fromkeys(("python_implementation_version", "python_version"), machine.python or ""),
         "python_build": ["", ""],
         "release": release,
         "system": system,
         "cpu": {
-            "brand_raw": str(machine.get("cpu") or ""),
-            "count": machine.get("cores"),
+            "brand_raw": machine.cpu or "",
+            "count": machine.cores,
             "arch_string_raw": architecture,
         },
-        "gpus": [{key: gpu.get(key) for key in GPU} for gpu in machine.get("gpus") or []],
-        "packages": dict(manifest.get("packages") or {}),
+        "gpus": [{key: getattr(gpu, key) for key in GPU} for gpu in machine.gpus],
+        "packages": dict(manifest.packages),
     }

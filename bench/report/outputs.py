@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,11 +14,10 @@ from bench.errors import BAD, GOOD, InputError
 from bench.findings import Finding, Level
 from bench.formatting import markdown
 from bench.judge.analysis import Analysis
-from bench.judge.gates import known_defect
-from bench.judge.loading import Run, load
+from bench.judge.gates import defect_of_trial
 from bench.judge.next_steps import on_each_node
 from bench.judge.pairs import frame_of_pairs
-from bench.judge.tables import rows_of
+from bench.judge.pool import load_pool
 from bench.plan.cell import Status
 from bench.report.answer import Answer, answer
 from bench.report.citation import commit_sentence
@@ -40,22 +39,28 @@ def rebuild(folder: Path) -> int:
 
 
 def write_outputs(
-    folder: Path, plots: Path, further: Callable[[Analysis], PageSection | None] | None = None, *, as_json: bool = False
+    folder: Path,
+    plots: Path,
+    further: Callable[[Analysis], PageSection | None] | None = None,
+    *,
+    others: Sequence[Path] = (),
+    as_json: bool = False,
 ) -> int:
     """Write tables, plots, short report and page of a run; returns the exit status that its trials deserve.
 
-    ``further`` makes the last section of the page, for a wing; ``as_json`` prints the answer as one object.
+    Its times and ratios are those of a pool if there are ``others``. ``further`` makes the last section of the page,
+    for a wing; ``as_json`` prints the answer as one object.
     """
     from bench.report import page
     from bench.report.figures import draw
 
-    data = _load(folder)
+    data = _load(folder, others)
     try:
         plots.mkdir(parents=True, exist_ok=True)
         _write_tables(data)
         found = answer(data)
         drawn = draw(data, plots)
-        short = files.write(folder / REPORT, in_short(data.run, found))
+        short = files.write(folder / REPORT, in_short(data, found))
         whole = files.write(folder / page.PAGE, page.render(data, found, drawn, further and further(data)))
     except OSError as error:
         place = f"--plots {plots}" if str(error.filename).startswith(str(plots)) else str(folder)
@@ -73,13 +78,13 @@ def write_outputs(
     return status
 
 
-def _load(folder: Path) -> Analysis:
-    """The run. Raises InputError if no trial has finished, or the journal was edited."""
+def _load(folder: Path, others: Sequence[Path] = ()) -> Analysis:
+    """The run. Raises InputError if no trial has finished, or the journal was edited, or the others are unlike it."""
     read_manifest(folder)
     journal = Journal(folder).path
     if not journal.exists() or not journal.stat().st_size:  # ``load`` refuses one without a whole line
         raise InputError(f"{folder}: no trial has finished yet; go on with: python -m bench run --resume {folder}")
-    return Analysis(run=load(folder), folder=folder)
+    return Analysis.of(load_pool([folder, *others]), folder)
 
 
 def _write_tables(data: Analysis) -> list[Path]:
@@ -92,9 +97,9 @@ def _write_tables(data: Analysis) -> list[Path]:
 
 def _status(data: Analysis) -> int:
     """0 if every trial that could run is good, or invalid by a documented defect of its backend; 1 otherwise."""
-    trials = data.run.tables.trials
-    bad = trials[~trials["status"].isin([Status.OK, Status.UNSUPPORTED])]
-    return GOOD if all(known_defect(data.run.manifest, trial) for trial in rows_of(bad)) else BAD
+    trials = data.run.tables.trial_rows
+    bad = [row for row in trials if row.status not in (Status.OK, Status.UNSUPPORTED)]
+    return GOOD if all(defect_of_trial(data.run.manifest, row) for row in bad) else BAD
 
 
 REPORT = "report.md"
@@ -102,9 +107,9 @@ MOST_ROWS = 60
 """Cells in all tables, since a comment may have 65,536 characters. The largest N always has its table."""
 
 
-def in_short(run: Run, answer: Answer) -> str:
+def in_short(data: Analysis, answer: Answer) -> str:
     """A run as Markdown for a pull request: the answer, a table for each N, and how to repeat the run."""
-    lines = [f"## {markdown(run.name)}", "", *(_alarm(answer.alarm) if answer.alarm else [])]
+    lines = [f"## {markdown(data.run.name)}", "", *(_alarm(answer.alarm) if answer.alarm else [])]
     for statement in (*answer.statements, answer.scope):
         lines += [f"- {_sentence(statement)}", *(f"  {line}" for line in code(statement.command))]
     lines += [f"- {markdown(text)}." for text in answer.remarks]
@@ -116,7 +121,7 @@ def in_short(run: Run, answer: Answer) -> str:
             break
         lines += ["", f"### {markdown(group.title)}", "", *group.table.markdown()]
         lines.append(f"{markdown(group.legend)}.")
-    return "\n".join([*lines, *_how_to_reproduce(run)])
+    return "\n".join([*lines, *_how_to_reproduce(data)])
 
 
 def _alarm(finding: Finding) -> list[str]:
@@ -128,11 +133,13 @@ def _sentence(finding: Finding) -> str:
     return f"**{markdown(finding.topic)}.** {markdown(finding.sentence)}"
 
 
-def _how_to_reproduce(run: Run) -> list[str]:
+def _how_to_reproduce(data: Analysis) -> list[str]:
     """Where the numbers come from, and the command that measures them again."""
-    manifest = run.manifest
+    run, manifest = data.run, data.run.manifest
     digest = f"; SHA-256 of the journal: `{run.digest}`" if run.digest else ""
-    command = on_each_node(run, shlex.join(map(str, manifest.get("command") or ["python", "-m", "bench", "run"])))
+    for other in data.others:
+        digest += f"; pooled with the run of {markdown(other.manifest.started[:10])}, `{other.digest}`"
+    command = on_each_node(run, shlex.join(manifest.command or ["python", "-m", "bench", "run"]))
     return ["", f"**To reproduce.** {markdown(commit_sentence(manifest))}{digest}.", "", *code(command), ""]
 
 

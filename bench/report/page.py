@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import jinja2
 from markupsafe import Markup
@@ -27,12 +27,12 @@ from bench.judge.loading import Run
 from bench.judge.samples import NAME
 from bench.judge.statistics import LEVEL, MARGIN, MIN_TRIALS
 from bench.judge.trial_columns import DASH
-from bench.judge.verdicts import NEXT, Reason, Verdict
+from bench.judge.verdicts import DECIDED, NEXT, Reason, Verdict
 from bench.plan.cell import Status
 from bench.report.answer import Answer
 from bench.report.citation import ESCAPES, Citation, cite, cite_plot
 from bench.report.descriptions import gpu_names
-from bench.report.ranking import COLUMNS, DECIDED, TIMES, Group
+from bench.report.ranking import COLUMNS, MAY_DIFFER, TIMES, Group, RankedRow
 from bench.report.sections import SCENARIOS, PageSection, failures, published, sections
 from bench.tabular import Table, TableColumn, TableRow
 
@@ -61,17 +61,26 @@ class Picture:
     """The PNG as a data URL."""
 
 
+class Choices(TypedDict):
+    """What a reader of the table of all cells may choose from."""
+
+    place: list[str]
+    n: list[int]
+    backend: list[str]
+    baseline: list[str]
+
+
 def render(data: Analysis, answer: Answer, plots: Sequence[Path], further: PageSection | None = None) -> str:
     """The page, as it stands in the run's folder; ``plots`` are the files that were drawn, ``further`` comes last."""
     asked = [*sections(data), *filter(None, [published(data), further])]
     pictures = {path.stem: picture(path) for path in plots if path.suffix == ".png"}
     shown = [[pictures[stem] for stem in section.plots if stem in pictures] for section in asked]
-    choices: dict[str, list[Any]] = {
-        "place": list(dict.fromkeys(group.setting for group in answer.groups)),
-        "n": sorted({group.n for group in answer.groups}),
-        "backend": list(dict.fromkeys(row["backend"] for group in answer.groups for row in group.rows)),
-        "baseline": data.baselines,
-    }
+    choices = Choices(
+        place=list(dict.fromkeys(group.setting for group in answer.groups)),
+        n=sorted({group.n for group in answer.groups}),
+        backend=list(dict.fromkeys(row.backend for group in answer.groups for row in group.rows)),
+        baseline=data.baselines,
+    )
     template = _environment().get_template("report.html")
     return template.render(
         run=data.run,
@@ -94,7 +103,7 @@ def render(data: Analysis, answer: Answer, plots: Sequence[Path], further: PageS
     )
 
 
-def overview(groups: Sequence[Group], choices: Mapping[str, Sequence[Any]]) -> Table:
+def overview(groups: Sequence[Group], choices: Choices) -> Table:
     """The cells of all groups; the page's script filters, sorts and compares them."""
     cells: Any = _environment().get_template("cells.html").module
     rows = []
@@ -102,7 +111,7 @@ def overview(groups: Sequence[Group], choices: Mapping[str, Sequence[Any]]) -> T
         setting, hidden = choices["place"].index(group.setting), "" if place else None
         about = {"data-n": group.n, "data-place": setting, "hidden": hidden}
         rows.append(TableRow({"backend": group.title}, attributes=about, is_heading=True))
-        rows += [_overview_row(cells, group, row, choices["backend"].index(row["backend"])) for row in group.rows]
+        rows += [_overview_row(cells, group, row, choices["backend"].index(row.backend)) for row in group.rows]
     is_timed = any(group.is_timed for group in groups)
     columns = [column for column in COLUMNS if is_timed or column.key not in TIMES]
     columns = [column for column in columns if not column.key.endswith(("_ends", "_ratio"))]  # these are in others
@@ -110,13 +119,13 @@ def overview(groups: Sequence[Group], choices: Mapping[str, Sequence[Any]]) -> T
     return Table(columns=columns, rows=rows, caption=cells.caption(is_timed, choices["baseline"][0]))
 
 
-def _overview_row(cells: Any, group: Group, row: Mapping[str, Any], place: int) -> TableRow:
+def _overview_row(cells: Any, group: Group, row: RankedRow, place: int) -> TableRow:
     """``cells``: the macros of cells.html; ``place``: of the backend among all."""
-    texts, is_ok, cell_id = group.texts(row), row["status"] == Status.OK, row["cell_id"]
-    raw = {
-        "seconds": row["step_time_s"],
-        "ratio": None if texts["ratio"] == DASH else row["ratio"] or 1,
-        "memory": row["peak_memory_bytes"],
+    texts, is_ok, cell_id = group.texts(row), row.status == Status.OK, row.cell_id
+    raw: dict[str, object] = {
+        "seconds": row.step_time_s,
+        "ratio": None if texts["ratio"] == DASH else row.ratio or 1,
+        "memory": row.peak_memory_bytes,
     }
     html = {key: getattr(cells, key)(group, row, texts) for key in (*raw, "correct", "cite")}
     wrong = None if is_ok else "wrong"
@@ -161,7 +170,7 @@ def link(folder: Path, path: Path) -> str:
 
 def _data(data: Analysis, answer: Answer, plots: Iterable[str]) -> Markup:
     """What the script reads: ratios to every baseline; citations of cells, ratios to the run's baseline, and plots."""
-    rows = {row["cell_id"]: group for group in answer.groups for row in group.rows}
+    rows = {row.cell_id: group for group in answer.groups for row in group.rows}
     timed = frozenset(cell_id for cell_id, group in rows.items() if group.is_timed)
     cells = {cell_id: cite(data, cell_id) for cell_id in rows}
     ratios = {cell_id: cite(data, cell_id, data.pairs[cell_id].a.cell_id) for cell_id in rows if cell_id in data.pairs}
@@ -176,7 +185,7 @@ def _data(data: Analysis, answer: Answer, plots: Iterable[str]) -> Markup:
         "citations": {
             "cell": packed(cells),
             "ratio": packed(ratios),
-            "plot": packed({name: cite_plot(data.run, name) for name in dict.fromkeys(plots)}),
+            "plot": packed({name: cite_plot(data.pool, name) for name in dict.fromkeys(plots)}),
         },
     }
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
@@ -184,9 +193,9 @@ def _data(data: Analysis, answer: Answer, plots: Iterable[str]) -> Markup:
     return Markup(text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"))
 
 
-def packed(citations: Mapping[str, Citation]) -> dict[str, Any]:
+def packed(citations: Mapping[str, Citation]) -> dict[str, object]:
     """Citations by format: the ending that all have in common, once, and the rest of each."""
-    found = {}
+    found: dict[str, object] = {}
     for name in ESCAPES:
         texts = {key: str(getattr(citation, name)) for key, citation in citations.items()}
         backwards = [text[::-1] for text in texts.values()]
@@ -195,40 +204,39 @@ def packed(citations: Mapping[str, Citation]) -> dict[str, Any]:
     return found
 
 
-def _ratios(data: Analysis, ids: frozenset[str]) -> dict[str, list[list[Any]]]:
-    """By cell: for each baseline with such a cell its index, ratio, low, high, and indices of verdict and reason."""
-    found: dict[str, list[list[Any]]] = {}
+def _ratios(data: Analysis, ids: frozenset[str]) -> dict[str, list[list[object]]]:
+    """By cell: for each baseline with such a cell its index, ratio, low, high, and what to say of the verdict."""
+    found: dict[str, list[list[object]]] = {}
     for place, baseline in enumerate(data.baselines):
         for cell_id, row in data.against(baseline).items():
             if cell_id in ids:
                 numbers = [None] * 3 if row.time is None else [row.time.ratio, row.time.low, row.time.high]
                 shown = [None if value is None else digits(value) for value in numbers]
                 places = VERDICTS.index(row.verdict), REASONS.index(row.reason)
-                found.setdefault(cell_id, []).append([place, *shown, *places])
+                found.setdefault(cell_id, []).append([place, *shown, *places, MAY_DIFFER if row.may_differ else ""])
     return found
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
     """The run, its machine and its software, as names and values."""
-    manifest = run.manifest
-    machine = manifest.get("machine") or {}
-    git = manifest.get("git") or {}
-    commit = str(git.get("commit") or "unknown: not run from a checkout")
-    cores, memory = machine.get("cores"), machine.get("memory_bytes")
+    manifest, machine, git = run.manifest, run.manifest.machine, run.manifest.git
+    commit = git.commit or "unknown: not run from a checkout"
+    if git.clean is False:
+        commit += ", with uncommitted changes"
     found = [
-        ("run", manifest.get("run_id")),
-        ("started", manifest.get("started")),
-        ("finished", manifest.get("finished") or "not finished"),
-        ("command", " ".join(map(str, manifest.get("command") or ()))),
-        ("commit of the bench", commit + (", with uncommitted changes" if git.get("clean") is False else "")),
+        ("run", manifest.run_id),
+        ("started", manifest.started),
+        ("finished", manifest.finished or "not finished"),
+        ("command", " ".join(manifest.command)),
+        ("commit of the bench", commit),
         ("SHA-256 of the journal", run.digest),
-        ("CPU", machine.get("cpu") or "unknown"),
-        ("cores", cores),
-        ("memory", f"{memory / 2**30:.1f} GiB" if memory else ""),
+        ("CPU", machine.cpu or "unknown"),
+        ("cores", str(machine.cores or "")),
+        ("memory", f"{machine.memory_bytes / 2**30:.1f} GiB" if machine.memory_bytes else ""),
         ("GPUs", gpu_names(machine) or "none"),
-        ("system", machine.get("system")),
-        ("Python", machine.get("python")),
-        ("packages", ", ".join(f"{name} {version}" for name, version in (manifest.get("packages") or {}).items())),
-        ("environment", ", ".join(f"{key}={value}" for key, value in (manifest.get("environment") or {}).items())),
+        ("system", machine.system or ""),
+        ("Python", machine.python or ""),
+        ("packages", ", ".join(f"{name} {version}" for name, version in manifest.packages.items())),
+        ("environment", ", ".join(f"{key}={value}" for key, value in manifest.node.environment.items())),
     ]
-    return [(name, str(value)) for name, value in found if value]
+    return [(name, value) for name, value in found if value]

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -17,8 +17,10 @@ from bench.judge.baseline import percent
 from bench.judge.columns import labels
 from bench.judge.gates import EXPECTED, defect_of_record
 from bench.judge.tables import step_time
-from bench.plan.cell import Cell
+from bench.plan.cell import Status
 from bench.plan.schedule import Cost, InterimAnalysis, Trial
+from bench.run.manifest import Manifest
+from bench.run.trial_record import TrialRecord
 
 REFRESH_PER_S = 1.0
 """Slow on purpose: the display shares the machine with what is measured."""
@@ -29,13 +31,11 @@ BY_BUDGET = "at most about"
 class Display:
     """Shows done, running and left trials and the time to go. Use as a context manager."""
 
-    def __init__(
-        self, console: Console, estimates: Mapping[str, Cost], manifest: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, console: Console, estimates: Mapping[str, Cost], manifest: Manifest | None = None) -> None:
         """``estimates`` are by cell_id; the ``manifest`` tells which wrong updates are expected."""
         self._console = console
         self._estimates = estimates
-        self._manifest = manifest or {}
+        self._manifest = manifest
         self._left: dict[tuple[str, int], float] = {}
         self._measured: list[tuple[float, float]] = []
         self._started = time.monotonic()
@@ -58,7 +58,7 @@ class Display:
         self._more = False
         self._repeat = 0
         self._budget_ends = math.inf
-        self._labels = labels(map(Cell.from_dict, self._manifest.get("cells") or ()))
+        self._labels = labels(manifest.cells if manifest else ())
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -100,24 +100,24 @@ class Display:
             to_go=self._time_left(),
         )
 
-    def finished(self, trial: Trial, record: Mapping[str, Any]) -> None:
+    def finished(self, trial: Trial, record: TrialRecord) -> None:
         self._count(trial, record)
-        seconds = step_time(trial.cell, record.get("time"))
-        what = record["status"] if seconds is None else f"{seconds:.4f} s/step"
+        seconds = step_time(trial.cell, record.time)
+        what = str(record.status) if seconds is None else f"{seconds:.4f} s/step"
         if defect := defect_of_record(self._manifest, record):
             what += f"; invalid, {EXPECTED}: {defect}"
-        if record["reason"]:
-            what = f"{record['status']}: {record['reason']}"
-        if trial.cell.is_reference and record["status"] != "ok":
+        if record.reason:
+            what = f"{record.status}: {record.reason}"
+        if trial.cell.is_reference and record.status is not Status.OK:
             self.say("the reference failed: nothing can be checked against it, so all its cells will be invalid")
         self.say(
-            f"[{self._done}/{self._total}] {self._name(trial)}: {what} ({record['wall_s']:.1f} s, {self._time_left()})"
+            f"[{self._done}/{self._total}] {self._name(trial)}: {what} ({record.wall_s:.1f} s, {self._time_left()})"
         )
 
-    def _count(self, trial: Trial, record: Mapping[str, Any]) -> None:
-        self._measured.append((self._left.pop(trial.key, 0.0), record["wall_s"]))
+    def _count(self, trial: Trial, record: TrialRecord) -> None:
+        self._measured.append((self._left.pop(trial.key, 0.0), record.wall_s))
         self._done += 1
-        self._failed += record["status"] != "ok"
+        self._failed += record.status is not Status.OK
 
     def _name(self, trial: Trial) -> str:
         return f"{self._labels.get(trial.cell, trial.cell.label)} repeat {trial.repeat}"
@@ -147,7 +147,7 @@ class Display:
 class JsonLines(Display):
     """The same as one JSON object per line on standard output, each with its ``event``."""
 
-    def __init__(self, estimates: Mapping[str, Cost], manifest: Mapping[str, Any]) -> None:
+    def __init__(self, estimates: Mapping[str, Cost], manifest: Manifest) -> None:
         super().__init__(Console(quiet=True), estimates, manifest)
 
     def say(self, message: str) -> None:
@@ -169,20 +169,25 @@ class JsonLines(Display):
         super().started(trial, done, total)
         emit("started", **self._about(trial))
 
-    def finished(self, trial: Trial, record: Mapping[str, Any]) -> None:
+    def finished(self, trial: Trial, record: TrialRecord) -> None:
         """Event ``finished``: how a trial ended."""
         self._count(trial, record)
-        ended = {name: record[name] for name in ("status", "reason", "wall_s")}
-        seconds = step_time(trial.cell, record.get("time"))
-        emit("finished", **self._about(trial), **ended, step_time_s=seconds)
+        emit(
+            "finished",
+            **self._about(trial),
+            status=record.status,
+            reason=record.reason,
+            wall_s=record.wall_s,
+            step_time_s=step_time(trial.cell, record.time),
+        )
 
-    def _about(self, trial: Trial) -> dict[str, Any]:
+    def _about(self, trial: Trial) -> dict[str, object]:
         named = {"cell_id": trial.cell.cell_id, "label": self._labels[trial.cell], "repeat": trial.repeat}
         seconds, bound = self._to_go()
         return {**named, "done": self._done, "total": self._total, "seconds_to_go": round(seconds, 1), "bound": bound}
 
 
-def emit(event: str, **facts: Any) -> None:
+def emit(event: str, **facts: object) -> None:
     """Print one event as a line of JSON."""
     print(json.dumps({"event": event, **facts}), flush=True)
 

@@ -6,7 +6,7 @@ Trials stand in the order in which they ran, with the blocks in which all were s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -16,8 +16,8 @@ from matplotlib.ticker import MaxNLocator
 
 from bench.formatting import plural, size, some, unit_of
 from bench.judge.samples import block_effects
-from bench.judge.tables import rows_of
-from bench.judge.verdicts import Verdict
+from bench.judge.tables import number_in, rows_of
+from bench.judge.verdicts import Verdict, scope_words
 from bench.plan.cell import REFERENCES, Status, Sync
 from bench.report import style
 from bench.report.canvas import DIAGONAL, Drawing, PointName, end_of_axis, freeze, name_points, new_figure, set_scale
@@ -85,15 +85,48 @@ def draw_memory_vs_time(data: FigureData) -> list[Drawing]:
         named += zip(small, others, strict=True) if shape[1] == 1 else []
     freeze(figure)
     for axes, panel in named:
-        if missing := name_points(axes, [_point_name(data, cell, unit) for cell in rows_of(panel.rows)], DIAGONAL):
+        if missing := name_points(axes, [_point_name(data, point) for point in _points(panel.rows, unit)], DIAGONAL):
             axes.set_xlabel(f"step time (s); no room to name {plural(len(missing), 'point')}: see the CSV")
     return [Drawing("memory_vs_time", figure, every.drop(columns=SHOWN), words)]
 
 
-def _point_name(data: FigureData, cell: Any, unit: float) -> PointName:
-    peak, shown = cell["peak_memory_bytes"], cell[SHOWN]
-    beyond = f": \N{UPWARDS ARROW} {size(peak)}" if shown < peak else ""
-    return data.point_name(cell["backend"], cell["outcome"], _coordinates(cell, unit), beyond)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrawnCell:
+    """A cell as it is drawn: its step time in seconds, and its peak in the unit of the axis."""
+
+    cell_id: str
+    backend: str
+    outcome: str
+    is_wrong: bool
+    at: tuple[float, float]
+    interval: tuple[float, float] | None
+    beyond: str
+    """The peak in words if it is beyond the axis."""
+
+
+def _points(cells: pd.DataFrame, unit: float) -> list[DrawnCell]:
+    found = []
+    for row in rows_of(cells):
+        seconds, peak, shown = (number_in(row, name) for name in ("step_time_s", "peak_memory_bytes", SHOWN))
+        low, high = number_in(row, "step_time_low_s"), number_in(row, "step_time_high_s")
+        if seconds is None or peak is None or shown is None:
+            continue  # they were left out before
+        point = DrawnCell(
+            cell_id=str(row["cell_id"]),
+            backend=str(row["backend"]),
+            outcome=str(row["outcome"]),
+            is_wrong=row["status"] != Status.OK,
+            at=(seconds, shown / unit),
+            interval=None if low is None or high is None else (low, high),
+            beyond=size(peak) if shown < peak else "",
+        )
+        found.append(point)
+    return found
+
+
+def _point_name(data: FigureData, point: DrawnCell) -> PointName:
+    beyond = f": \N{UPWARDS ARROW} {point.beyond}" if point.beyond else ""
+    return data.point_name(point.backend, point.outcome, point.at, beyond)
 
 
 def _title(data: FigureData, panel: Panel) -> str:
@@ -108,39 +141,37 @@ def _title(data: FigureData, panel: Panel) -> str:
 
 def _fastest(data: FigureData, cells: pd.DataFrame) -> str:
     """The backend with the shortest step time, and how many are not slower by their verdict."""
-    rows = rows_of(cells.sort_values("step_time_s", kind="stable"))
-    best = rows[0]
-    others, seconds = len(data.analysis.not_slower(rows, best)), f"{best['step_time_s']:.3g} s"
+    ids = cells.sort_values("step_time_s", kind="stable")["cell_id"].tolist()
+    best = data.analysis.rows[ids[0]]
+    scope = scope_words(len(data.analysis.pool.runs))
+    others, seconds = len(data.analysis.not_slower(ids, ids[0])), f"{best.step_time_s:.3g} s"
     if not others:
-        return f"{best['backend']} is fastest ({seconds})"
+        return f"{best.backend} is fastest ({seconds}){scope}"
     also = f"{plural(others, 'other')} {'is' if others == 1 else 'are'} not shown to be slower"
-    return f"{best['backend']} has the shortest step time ({seconds}); {also}"
+    return f"{best.backend} has the shortest step time ({seconds}); {also}{scope}"
 
 
 def _draw_points(data: FigureData, axes: Axes, cells: pd.DataFrame, unit: float, marker: float) -> None:
     """Points with intervals, rings for what is wrong, and arrows from eager to deferred sync if their times differ."""
-    for cell in rows_of(cells.sort_values("sync", ascending=False, kind="stable")):  # deferred before eager
-        look, (x, y) = data.looks[cell["backend"]], _coordinates(cell, unit)
-        if not pd.isna(cell["step_time_low_s"]):
-            ends = [cell["step_time_low_s"], cell["step_time_high_s"]]
-            axes.plot(ends, [y, y], color=look.colour, linewidth=INTERVAL, zorder=2)
-        style.mark(axes, [x], [y], look, wrong=cell["status"] != Status.OK, size=marker)
+    points = _points(cells.sort_values("sync", ascending=False, kind="stable"), unit)  # deferred before eager
+    for point in points:
+        look, (x, y) = data.looks[point.backend], point.at
+        if point.interval is not None:
+            axes.plot(point.interval, [y, y], color=look.colour, linewidth=INTERVAL, zorder=2)
+        style.mark(axes, [x], [y], look, wrong=point.is_wrong, size=marker)
+    by_id = {point.cell_id: point for point in points}
     for eager, deferred in _decided_sync_pairs(data, cells):
-        colour = data.looks[eager["backend"]].colour
-        tail, head = _coordinates(eager, unit), _coordinates(deferred, unit)
+        colour = data.looks[by_id[eager].backend].colour
+        tail, head = by_id[eager].at, by_id[deferred].at
         axes.plot(*zip(tail, head, strict=True), color=colour, zorder=1.9)
         axes.annotate("", head, tail, arrowprops={"arrowstyle": "-|>", "color": colour, "shrinkA": 4, "shrinkB": 4})
 
 
-def _coordinates(cell: Any, unit: float) -> tuple[float, float]:
-    return float(cell["step_time_s"]), float(cell[SHOWN]) / unit
-
-
-def _decided_sync_pairs(data: FigureData, cells: pd.DataFrame) -> Iterator[tuple[Any, Any]]:
-    """Eager and deferred backends whose times differ by their verdict."""
+def _decided_sync_pairs(data: FigureData, cells: pd.DataFrame) -> Iterator[tuple[str, str]]:
+    """Ids of eager and deferred cells whose times differ by their verdict."""
     ways = (Sync.DEFERRED, Sync.DEFERRED_ALL_REDUCE)
     for eager, deferred in (found for how in ways for found in sync_pairs(cells, how)):
-        pair = data.analysis.compared(deferred["cell_id"], eager["cell_id"])
+        pair = data.analysis.compared(deferred, eager)
         if pair and pair.verdict in (Verdict.FASTER, Verdict.SLOWER):
             yield eager, deferred
 

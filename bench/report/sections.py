@@ -8,24 +8,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import pandas as pd
+from pydantic import Field
 
+from bench import validation
 from bench.formatting import plural, size, some
-from bench.judge.analysis import Analysis
+from bench.grouping import grouped
+from bench.judge.analysis import Analysis, CellRow, defect_of_cell
 from bench.judge.baseline import percent
 from bench.judge.columns import COLUMNS
 from bench.judge.expected import cells_watched, extent
-from bench.judge.gates import EXPECTED, known_defect, tolerance
+from bench.judge.gates import EXPECTED, tolerance
 from bench.judge.samples import NAME, slowest
-from bench.judge.tables import rows_of
+from bench.judge.tables import CollectiveRow, number_in, rows_of
 from bench.judge.trial_columns import COMMUNICATION, CORRECTNESS, DASH, MEMORY, SEMANTICS, SPEED, Column
 from bench.judge.verdicts import Verdict
 from bench.plan.categories import Category
 from bench.plan.cell import Device, Status, among
 from bench.report.bars import MIB, TOTAL, by_category, by_operation
-from bench.run import links
 from bench.run.machine import unlike_nodes
 from bench.tabular import Table
 
@@ -101,14 +103,14 @@ def speed(data: Analysis) -> PageSection:
 
 def nodes(data: Analysis) -> Iterator[str]:
     """Of a run on several nodes: how they differ, and on which the slowest ranks were."""
-    if not data.run.manifest.get("nodes"):
+    if not data.run.manifest.nodes:
         return
     yield from (f"{text[:1].upper()}{text[1:]}." for text in unlike_nodes(data.run.manifest))
     found: Counter[int] = Counter()
     for record in data.run.records:
-        cell, ranks = data.run.cells[record["cell_id"]], (record.get("time") or {}).get("rank_step_seconds")
-        if ranks and cell.num_nodes > 1:
-            found[slowest(ranks) // cell.ranks_per_node] += 1
+        cell, timed = record.cell, record.time
+        if timed and timed.rank_step_seconds and cell.num_nodes > 1:
+            found[slowest(timed.rank_step_seconds) // cell.ranks_per_node] += 1
     for node, count in found.most_common(1):
         yield f"The slowest rank was on node {node} in {count} of {plural(found.total(), 'trial')} on several nodes."
 
@@ -120,7 +122,8 @@ def memory(data: Analysis) -> PageSection:
     )
     sentence = "No cell has a measured peak memory."
     if not known.empty:
-        ends = (f"{size(row['peak_memory_bytes'])} ({row['label']})" for row in rows_of(known.iloc[[0, -1]]))
+        peaks = ((row["label"], number_in(row, "peak_memory_bytes")) for row in rows_of(known.iloc[[0, -1]]))
+        ends = (f"{size(peak or 0)} ({label})" for label, peak in peaks)
         sentence = "The smallest peak of a rank is {}, the largest {}. Bytes have no noise.".format(*ends)
     parts = by_category(data.run.tables.memory)
     used = [name for name in map(str, Category) if name in parts and (parts[name] > 0).any()]
@@ -149,32 +152,34 @@ def _held(memory: pd.DataFrame) -> str:
 
 def communication(data: Analysis) -> PageSection:
     """What ranks hand to collectives."""
-    counted, totals = data.run.tables.collectives, by_operation(data.run.tables.collectives)
+    counted, totals = data.run.tables.collective_rows, by_operation(data.run.tables.collectives)
     # Each cell is counted in one repeat; of several, the first.
-    first = counted[counted["repeat"] == counted.groupby("cell_id")["repeat"].transform("min")]
-    rows = {str(cell_id): rows_of(some) for cell_id, some in first.groupby("cell_id")}
+    first: dict[str, int] = {}
+    for row in counted:
+        first[row.cell_id] = min(row.repeat, first.get(row.cell_id, row.repeat))
+    rows = grouped((row.cell_id, row) for row in counted if row.repeat == first[row.cell_id])
     watched = cells_watched(data.run.tables)
 
-    def operations(cell: Mapping[str, Any]) -> str:
-        if cell["cell_id"] in rows:
-            return _operations(rows[cell["cell_id"]])
-        if cell["status"] != Status.OK:
+    def operations(row: CellRow) -> str:
+        if row.cell_id in rows:
+            return _operations(rows[row.cell_id])
+        if row.status != Status.OK:
             return DASH
-        unseen = cell["device"] == Device.CUDA and cell["cell_id"] not in watched
+        unseen = row.cell.device is Device.CUDA and row.cell_id not in watched
         return "not counted at this N" if unseen else "none"
 
     frame = data.cells.assign(sent=None if totals.empty else totals[TOTAL] / MIB)
     frame["as_formula"] = [_matching(rows.get(cell_id, ())) for cell_id in frame.index]
-    frame["operations"] = [operations(cell) for cell in rows_of(data.cells)]
+    frame["operations"] = [operations(row) for row in data.rows.values()]
     good = frame[(frame["status"] == Status.OK) & frame["sent"].notna()].sort_values("sent", kind="stable")
     sentences = ["The collectives of no valid cell were counted."]
     if not good.empty:
         least, most = (f"{row['sent']:,.2f} MiB ({row['label']})" for row in rows_of(good.iloc[[0, -1]]))
         sentences = [f"In an optimizer step, a rank hands between {least} and {most} to collectives."]
-        if matching := _matching(rows_of(counted)):
+        if matching := _matching(counted):
             sentences.append(f"{matching} counts match their formula in calls and bytes.")
-    measured = [line for entry in data.run.manifest.get("matmul") or () for line in links.summary(entry)]
-    sentences += [f"Before the first trial, as nccl-tests defines it: {line}." for line in measured]
+    lines = [entry.link_text for entry in data.run.manifest.matmul or ()]
+    sentences += [f"Before the first trial, as nccl-tests defines it: {line}." for line in lines if line]
     return PageSection(
         key=COMMUNICATION,
         title="What do ranks communicate?",
@@ -184,17 +189,16 @@ def communication(data: Analysis) -> PageSection:
     )
 
 
-def _matching(rows: Sequence[Mapping[str, Any]]) -> str | None:
+def _matching(rows: Sequence[CollectiveRow]) -> str | None:
     """How many of the counts with a formula match it: ``3 of 4``; None if none has one."""
-    known = [row for row in rows if row["expected_calls"] is not None]
-    same = [all(row[name] == row[f"expected_{name}"] for name in ("calls", "payload_bytes")) for row in known]
+    known = [row for row in rows if row.expected_calls is not None]
+    same = [(row.calls, row.payload_bytes) == (row.expected_calls, row.expected_payload_bytes) for row in known]
     return f"{sum(same)} of {len(same)}" if known else None
 
 
-def _operations(rows: Sequence[Mapping[str, Any]]) -> str:
+def _operations(rows: Sequence[CollectiveRow]) -> str:
     return "; ".join(
-        f"{row['op']} of {row['dtype']}{among(row['group'])}: {row['calls']} x, {row['payload_bytes'] / MIB:,.2f} MiB"
-        for row in rows
+        f"{row.op} of {row.dtype}{among(row.group)}: {row.calls} x, {row.payload_bytes / MIB:,.2f} MiB" for row in rows
     )
 
 
@@ -252,28 +256,50 @@ def _steps(data: Analysis) -> Iterator[str]:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class EpochEndOfBackend:
+    """What a backend does there."""
+
+    finding: str
+    taken: int
+    """Updates."""
+    reported: Mapping[str, int]
+    """Steps that the framework reports, by counter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochEnd:
+    """What the suite found where an epoch ends within a window."""
+
+    packages: Mapping[str, str]
+    """That were measured."""
+    scenario: str
+    num_due: Annotated[int, Field(alias="due")]
+    """Updates."""
+    backends: Mapping[str, EpochEndOfBackend]
+
+
 @cache
-def epoch_end() -> Mapping[str, Any]:
-    """``packages`` that were measured, ``scenario`` in words, ``due`` updates, and by backend what was found."""
-    found: dict[str, Any] = json.loads(EPOCH_END.read_text(encoding="utf-8"))
-    return found
+def epoch_end() -> EpochEnd:
+    """What stands in EPOCH_END."""
+    return validation.read(EpochEnd, json.loads(EPOCH_END.read_text(encoding="utf-8")), f"{EPOCH_END}: ")
 
 
 def _at_epoch_end(data: Analysis) -> Table | None:
     """What the semantics suite found of the run's backends; None if it knows none of them."""
-    suite, installed = epoch_end(), data.run.manifest.get("packages") or {}
+    suite, installed = epoch_end(), data.run.manifest.packages
     rows = []
     for name in dict.fromkeys(data.contestants["backend"]):
-        if found := suite["backends"].get(name):
-            reported = next((str(found["reported"][key]) for key in COUNTERS if key in found["reported"]), DASH)
-            rows.append((name, str(found["finding"]), str(suite["due"]), str(found["taken"]), reported))
-    measured = suite["packages"]
+        if found := suite.backends.get(name):
+            reported = next((str(found.reported[key]) for key in COUNTERS if key in found.reported), DASH)
+            rows.append((name, found.finding, str(suite.num_due), str(found.taken), reported))
+    measured = suite.packages
     other = [
         f"{name} {installed[name]}"
         for name in measured
         if name in installed and installed[name].partition("+")[0] != measured[name].partition("+")[0]
     ]
-    caption = f"{suite['scenario']}; measured by the semantics suite with "
+    caption = f"{suite.scenario}; measured by the semantics suite with "
     caption += ", ".join(f"{name} {version}" for name, version in measured.items())
     caption += f"; this run has {', '.join(other)}, which may differ" if other else ""
     header = ("backend", "what becomes of the incomplete window", "updates due", "taken", "reported")
@@ -283,10 +309,10 @@ def _at_epoch_end(data: Analysis) -> Table | None:
 def failures(data: Analysis) -> Table:
     """Every cell with a failed trial, with its reason."""
     rows = []
-    for cell in rows_of(data.bad):
-        defect = known_defect(data.run.manifest, cell)
-        reason = (cell["reason"] or "no reason was recorded") + (f". This is {EXPECTED}: {defect}" if defect else "")
-        rows.append((cell["label"], cell["outcome"], reason, str(cell["num_trials"])))
+    for row in data.bad_rows:
+        defect = defect_of_cell(data.run.manifest, row)
+        reason = (row.reason or "no reason was recorded") + (f". This is {EXPECTED}: {defect}" if defect else "")
+        rows.append((row.label, row.outcome, reason, str(row.num_trials)))
     return Table.from_rows(("cell", "status", "reason", "trials"), rows, (3,), "Cells without a valid result")
 
 
@@ -295,26 +321,27 @@ PUBLISHED = ("what", "how", "tokens/s per GPU", "memory of a GPU")
 
 def published(data: Analysis) -> PageSection | None:
     """The matrix's published figures above the cells of the run; None if it has none."""
-    figures = data.run.manifest["matrix"]["values"].get("published")
+    figures = data.run.manifest.settings.published
     if not figures:
         return None
     rows = [
         (
-            f"published: {figure['what']}",
-            figure["conditions"],
-            f"{figure['tokens_per_s_per_gpu']:,.0f}",
-            size(figure["memory_gib"] * 2**30),
+            f"published: {figure.what}",
+            figure.conditions,
+            f"{figure.tokens_per_s_per_gpu:,.0f}",
+            size(figure.memory_gib * 2**30),
         )
         for figure in figures
     ]
-    devices = {record["cell_id"]: record.get("device_name") for record in data.run.records}
-    known = data.contestants[data.contestants["tokens_per_s"].notna()]
-    for row in rows_of(known.sort_values("tokens_per_s", ascending=False, kind="stable")):
-        cell = data.run.cells[row["cell_id"]]
-        speed = row["tokens_per_s"] / cell.world_size
+    devices = {record.cell_id: record.device_name for record in data.run.records}
+    contestants = [data.rows[cell_id] for cell_id in data.contestants.index]
+    timed = [(row, row.tokens_per_s) for row in contestants if row.tokens_per_s is not None]
+    for row, tokens_per_s in sorted(timed, key=lambda item: item[1], reverse=True):
+        cell, peak = row.cell, row.peak_memory_bytes
         device = f"{cell.world_size} x {devices[cell.cell_id]}"
-        rows.append((row["label"], device, f"{speed:,.0f}", size(row["peak_memory_bytes"])))
-    sources = dict.fromkeys(figure["source"] for figure in figures)
+        speed = f"{tokens_per_s / cell.world_size:,.0f}"
+        rows.append((row.label, device, speed, DASH if peak is None else size(peak)))
+    sources = dict.fromkeys(figure.source for figure in figures)
     return PageSection(
         key="published",
         title="What have others published about this training?",

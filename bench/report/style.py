@@ -13,11 +13,12 @@ from typing import Any
 import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_agg import FigureCanvasAgg, RendererAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.lines import Line2D
 from matplotlib.typing import LineStyleType
+from numpy.typing import ArrayLike
 
 from bench.backends.base import built_in
 from bench.formatting import plain
@@ -138,9 +139,18 @@ def _line(sharding: str, alike: int) -> LineStyleType:
     return (0, (dashes or (SOLID_LENGTH, DOT_GAP)) + (DOT, DOT_GAP) * alike if alike else dashes)
 
 
-def mark(axes: Axes, x: Any, y: Any, look: Appearance, *, wrong: bool = False, size: float = 5.5, **more: Any) -> None:
-    """Draw markers at points; ``more`` are arguments of ``plot``."""
-    axes.plot(x, y, linestyle="none", **_marker(look, wrong, size) | more)
+def mark(
+    axes: Axes,
+    x: ArrayLike,
+    y: ArrayLike,
+    look: Appearance,
+    *,
+    wrong: bool = False,
+    size: float = 5.5,
+    markevery: tuple[int, int] | None = None,
+) -> None:
+    """Draw markers at points: at every one, or from a first one on at every so many."""
+    axes.plot(x, y, linestyle="none", markevery=markevery, **_marker(look, wrong, size))
 
 
 def _marker(look: Appearance, wrong: bool, size: float) -> dict[str, Any]:
@@ -159,8 +169,9 @@ def line_key(backend: str, look: Appearance, line: LineStyleType, *, wrong: bool
 
 
 @cache
-def _renderer() -> Any:
-    return FigureCanvasAgg(Figure(figsize=(1, 1), dpi=DPI)).get_renderer()
+def _renderer() -> RendererAgg:
+    renderer: RendererAgg = FigureCanvasAgg(Figure(figsize=(1, 1), dpi=DPI)).get_renderer()
+    return renderer
 
 
 @lru_cache(maxsize=1 << 15)

@@ -12,103 +12,14 @@ import itertools
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from typing_extensions import TypedDict
-
-from bench import validation
 from bench.errors import InputError
 from bench.files import replacing, sync
-from bench.plan.cell import Cell
-from bench.plan.schedule import InterimAnalysis
-from bench.run.links import TimedCollective
-from bench.validation import Flag, Natural, Number
+from bench.run.manifest import SCHEMA_VERSION, Manifest, parse_manifest
 
-
-class _Matrix(TypedDict, total=False):
-    name: str
-    source: str
-    values: dict[str, Any]
-    places: dict[str, str]
-
-
-class _Git(TypedDict, total=False):
-    commit: str | None
-    clean: Flag | None
-
-
-class _Gpu(TypedDict, total=False):
-    name: str
-    uuid: str
-    mig: str
-    driver: str
-    index: Natural
-    memory_bytes: Natural
-
-
-class _Machine(TypedDict, total=False):
-    cpu: str | None
-    cores: Natural | None
-    governor: str | None
-    memory_bytes: Natural | None
-    gpus: list[_Gpu]
-    gpu_settings: list[dict[str, Any]]
-    system: str | None
-    python: str | None
-
-
-class _Products(TypedDict, total=False):
-    world_size: Natural
-    num_nodes: Natural
-    links: list[TimedCollective]
-    threads: Natural
-    flops_per_s: dict[str, list[Number]]
-    reason: str
-
-
-class _Node(TypedDict, total=False):
-    machine: _Machine | None
-    packages: dict[str, str] | None
-    torch_build: dict[str, str | None] | None
-    environment: dict[str, str] | None
-    connection: dict[str, Any]
-
-
-class _Predicted(TypedDict, total=False):
-    made: str
-    peak_bytes: dict[str, Natural]
-
-
-class Manifest(_Node, total=False):
-    """The content of run.json. Code that needs a key checks for it."""
-
-    run_id: str
-    started: str
-    finished: str | None
-    command: list[str]
-    matrix: _Matrix
-    cells: list[Cell]
-    skipped: dict[str, str] | None
-    predicted: _Predicted | None
-    remarks: dict[str, str]
-    backends: dict[str, dict[str, str]]
-    baseline: str
-    cold: Flag
-    code: dict[str, str]
-    git: _Git | None
-    nodes: list[_Node]
-    matmul: list[_Products]
-    distributions: dict[str, str] | None
-    once: list[str]
-    looks: list[InterimAnalysis] | None
-    ended_by: str | None
-    parent_peak_bytes: Natural | None
-    journal_sha256: str | None
-
-
-SCHEMA_VERSION = 2
-"""Version of run.json and trials.jsonl together; no other is read."""
 MANIFEST = "run.json"
 JOURNAL = "trials.jsonl"
 TORN = "trials.torn-"
@@ -119,31 +30,40 @@ _CHECKSUM = re.compile(rb'"sha256":"([0-9a-f]{%d})"}' % DIGITS)
 _CHECKSUM_BYTES = len('"sha256":""}') + DIGITS
 
 
-def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write ``run.json`` atomically and durably."""
+    write_document(folder, manifest.to_dict())
+
+
+def write_document(folder: Path, document: Mapping[str, object]) -> None:
+    """The same of the JSON of a manifest."""
     with replacing(folder / MANIFEST, durable=True) as draft:
-        draft.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        draft.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     sync(folder)
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> Manifest:
     """The manifest of a run. Raises InputError if the folder holds no run, or one of another schema version."""
+    return parse_manifest(read_document(folder), str(folder / MANIFEST))
+
+
+def read_document(folder: Path) -> dict[str, Any]:
+    """The JSON of a manifest, of which the schema version alone is checked. Raises InputError as ``read_manifest``."""
     path = folder / MANIFEST
     try:
-        manifest = _object(path.read_bytes())
+        document = _object(path.read_bytes())
     except OSError as error:
         raise InputError(
             f"{folder}: holds no run ({MANIFEST}: {error.strerror}); name a folder under results/"
         ) from error
     except ValueError as error:
         raise InputError(f"{path}: is not a JSON object ({error})") from error
-    version = manifest.get("schema_version")
+    version = document.get("schema_version")
     if type(version) is not int or version != SCHEMA_VERSION:
         raise InputError(
             f"{path}: schema_version is {version!r}; this version of the bench reads {SCHEMA_VERSION}, so measure again"
         )
-    validation.read(Manifest, manifest, f"{path}: ")
-    return manifest
+    return document
 
 
 def encode(record: dict[str, Any]) -> bytes:

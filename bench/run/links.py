@@ -8,15 +8,16 @@ link that all bytes have to pass, whatever W is.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from typing_extensions import TypedDict
 
 from bench.formatting import plural, size
 from bench.measure import heartbeat
-from bench.validation import Positive, PositiveNumber
+from bench.validation import Natural, Number, Positive, PositiveNumber
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +36,46 @@ class TimedCollective(TypedDict):
     op: str
     bytes: Positive
     seconds: PositiveNumber
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredRates:
+    """An entry of run.json's ``matmul``: what so many ranks on so many nodes reach."""
+
+    world_size: Natural
+    num_nodes: Natural = 1
+    threads: Natural = 1
+    flops_per_s: Mapping[str, tuple[Number, ...]] = field(default_factory=dict)
+    """Of matrix products, by precision, each rank's, rank 0 first."""
+    links: tuple[TimedCollective, ...] = ()
+    """As from ``merge``."""
+    reason: str = ""
+    """Why there are no rates."""
+
+    @property
+    def ranks(self) -> str:
+        """The ranks in words."""
+        words = plural(self.world_size, "rank")
+        if self.num_nodes > 1:
+            words += f" on {self.num_nodes} nodes"
+        return words
+
+    @property
+    def all_reduce_rate(self) -> float | None:
+        """Bus bandwidth of the largest all-reduce."""
+        for link in reversed(self.links):
+            if link["op"] == "all_reduce":
+                return bus_rate(link, self.world_size)
+        return None
+
+    @property
+    def link_text(self) -> str:
+        """The rates of the largest collectives in a line; empty if there are none."""
+        largest = self.links[-len(PASSES) :]
+        if not largest:
+            return ""
+        rates = [f"{link['op'].replace('_', '-')} {bus_rate(link, self.world_size) / 1e9:.3g} GB/s" for link in largest]
+        return f"bus bandwidth between {self.ranks}, at {size(largest[0]['bytes'])}: {', '.join(rates)}"
 
 
 def measure(world_size: int, device: torch.device) -> list[TimedCollective]:
@@ -71,34 +112,6 @@ def merge(ranks: Sequence[Sequence[TimedCollective]]) -> list[TimedCollective]:
     return [max(rows, key=lambda row: row["seconds"]) for rows in zip(*ranks, strict=True)]
 
 
-def bus_rate(link: Mapping[str, Any], world_size: int) -> float:
+def bus_rate(link: TimedCollective, world_size: int) -> float:
     """Bus bandwidth in bytes per second of a row of ``merge``."""
-    rate: float = PASSES[link["op"]] * (world_size - 1) / world_size * link["bytes"] / link["seconds"]
-    return rate
-
-
-def between(manifest: Mapping[str, Any], world_size: int, num_nodes: int) -> Mapping[str, Any] | None:
-    """The entry of run.json's ``matmul`` for so many ranks on so many nodes."""
-    entries = {(entry["world_size"], entry.get("num_nodes", 1)): entry for entry in manifest.get("matmul") or ()}
-    return entries.get((world_size, num_nodes))
-
-
-def all_reduce_rate(entry: Mapping[str, Any] | None) -> float | None:
-    """Bus bandwidth of the largest all-reduce of an entry."""
-    largest = [link for link in (entry or {}).get("links", ()) if link["op"] == "all_reduce"][-1:]
-    return bus_rate(largest[0], entry["world_size"]) if entry and largest else None
-
-
-def ranks_of(entry: Mapping[str, Any]) -> str:
-    """The ranks of an entry of run.json's ``matmul``, in words."""
-    num_nodes = int(entry.get("num_nodes", 1))
-    return plural(entry["world_size"], "rank") + f" on {num_nodes} nodes" * (num_nodes > 1)
-
-
-def summary(entry: Mapping[str, Any]) -> list[str]:
-    """A line on the rates of the largest collectives of an entry; none if there are no rates."""
-    largest = entry.get("links", ())[-len(PASSES) :]
-    if not largest:
-        return []
-    rates = [f"{row['op'].replace('_', '-')} {bus_rate(row, entry['world_size']) / 1e9:.3g} GB/s" for row in largest]
-    return [f"bus bandwidth between {ranks_of(entry)}, at {size(largest[0]['bytes'])}: {', '.join(rates)}"]
+    return PASSES[link["op"]] * (world_size - 1) / world_size * link["bytes"] / link["seconds"]

@@ -23,6 +23,8 @@ from bench.backends.base import built_in
 from bench.errors import InputError
 from bench.launch import gpus, job_nodes
 from bench.launch.nvml import Nvml, NvmlUnavailableError
+from bench.run import trial_code
+from bench.run.manifest import CONNECTION, FINGERPRINT, Manifest
 
 _REQUIRED = dict.fromkeys(name.replace("_", "-") for backend in built_in().values() for name in backend.requires)
 FRAMEWORKS = ("torch", *_REQUIRED)
@@ -161,26 +163,23 @@ def packages() -> dict[str, str]:
 
 def environment() -> dict[str, str]:
     """The environment variables that can change a result, without those that may hold a secret."""
-    return {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if name.startswith(ENVIRONMENT_PREFIXES) and not (SECRET_NAMES.search(name) or SECRET_VALUES.search(value))
-    }
-
-
-MEASURING = ("plan", "workload", "backends", "measure", "launch", "run")
-"""Stages that a measurement depends on: if their code has changed, a run cannot be resumed."""
+    found = {}
+    for name, value in sorted(os.environ.items()):
+        is_secret = SECRET_NAMES.search(name) or SECRET_VALUES.search(value)
+        if name.startswith(ENVIRONMENT_PREFIXES) and not is_secret:
+            found[name] = value
+    return found
 
 
 def code(backends: Mapping[str, type[Any]], workloads: Mapping[str, Sequence[Path]]) -> dict[str, str]:
-    """SHA-256 of the code that is run, by name: the bench's modules in MEASURING, external backends and workloads.
+    """SHA-256 of the code that is run, by name: the bench's ``trial_code``, external backends and workloads.
 
     An external backend counts with its file, an external workload with its whole package or single module, without
     what those import from elsewhere.
     """
-    root = Path(__file__).resolve().parents[1]
+    root = trial_code.PACKAGE
     every = hashlib.sha256()
-    for path in sorted(path for stage in MEASURING for path in (root / stage).rglob("*.py")):
+    for path in trial_code.modules(root):
         every.update(f"{path.relative_to(root)}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
     found = {"bench": every.hexdigest()}
     for name, backend in sorted(backends.items()):
@@ -216,29 +215,25 @@ def git_state() -> dict[str, Any]:
 
 MOST_SHOWN = 3
 """Most differences of a node that are named."""
-FINGERPRINT = ("machine", "packages", "torch_build", "environment")
-"""Parts of the manifest that must be equal in two runs for their times to be comparable."""
 
 
-def fingerprint() -> dict[str, Any]:
+def fingerprint() -> dict[str, object]:
     """The parts in FINGERPRINT, of this machine."""
     parts = (machine(), packages(), torch_build(), environment())
     return dict(zip(FINGERPRINT, parts, strict=True))
 
 
-CONNECTION = "connection"
-"""Part of the manifest of a run on several nodes: ``connection`` of node 0."""
-
-
-def connection(head: str) -> dict[str, Any]:
-    """What else several nodes of a job should have in common: NUMA nodes, and the links that connect them.
+def connection(head: str) -> dict[str, object]:
+    """The part CONNECTION: what else nodes of a job should have in common, NUMA nodes and the links between them.
 
     Nominal Mbit/s (0 if unknown, as of virtual links) and MTU of the interface towards the address ``head``, and the
     rates of the ports of InfiniBand or RoCE.
     """
     online = Path("/sys/devices/system/node/online")
     ports = Path("/sys/class/infiniband").glob("*/ports/*/rate")
-    found: dict[str, Any] = {"numa_nodes": online.read_text().strip() if online.exists() else None}
+    found: dict[str, object] = {"numa_nodes": None}
+    if online.exists():
+        found["numa_nodes"] = online.read_text().strip()
     found["infiniband"] = sorted(port.read_text().strip() for port in ports)
     with contextlib.suppress(OSError, InputError):
         family = socket.AF_INET6 if ":" in head else socket.AF_INET
@@ -260,20 +255,21 @@ class Changed:
     """A key of the fingerprint that differs between two runs."""
 
     key: str
-    a: Any
-    b: Any
+    a: object
+    b: object
 
 
-def differences(a: Mapping[str, Any], b: Mapping[str, Any], parts: Sequence[str] = FINGERPRINT) -> list[Changed]:
-    """The keys of the parts that differ between two manifests. A part that one of them lacks counts as one key."""
+def differences(a: Mapping[str, object], b: Mapping[str, object], parts: Sequence[str] = FINGERPRINT) -> list[Changed]:
+    """The keys of the parts that differ between two fingerprints. A part that one of them lacks counts as one key."""
     found = []
     for part in parts:
-        ours, theirs = (_flat(manifest.get(part, NOT_STORED), part) for manifest in (a, b))
-        if any(list(flat.values()) == [NOT_STORED] for flat in (ours, theirs)):
-            if ours != theirs:
-                stored = [NOT_STORED if flat == {part: NOT_STORED} else STORED for flat in (ours, theirs)]
-                found.append(Changed(key=part, a=stored[0], b=stored[1]))
+        if part not in a or part not in b:
+            if part in a:
+                found.append(Changed(key=part, a=STORED, b=NOT_STORED))
+            elif part in b:
+                found.append(Changed(key=part, a=NOT_STORED, b=STORED))
             continue
+        ours, theirs = _flat(a[part], part), _flat(b[part], part)
         for key in sorted(ours.keys() | theirs.keys()):
             change = Changed(key=key, a=ours.get(key, NOT_STORED), b=theirs.get(key, NOT_STORED))
             if change.a != change.b:
@@ -281,24 +277,28 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any], parts: Sequence[str]
     return found
 
 
-def unlike_nodes(manifest: Mapping[str, Any]) -> Iterator[str]:
+def unlike_nodes(manifest: Manifest) -> Iterator[str]:
     """For each node whose fingerprint differs from that of node 0: its number, and how they differ."""
-    for number, node in enumerate(manifest.get("nodes") or (), start=1):
-        every = differences(manifest, node, (*FINGERPRINT, CONNECTION))
+    for number, node in enumerate(manifest.nodes, start=1):
+        every = differences(manifest.node.fingerprint, node.fingerprint, (*FINGERPRINT, CONNECTION))
         changed = [change for change in every if not OF_ONE.search(change.key)]
         words = [f"{change.key} is {change.b!r}, and {change.a!r} on node 0" for change in changed[:MOST_SHOWN]]
-        words += [f"{len(changed) - MOST_SHOWN} more"] * (len(changed) > MOST_SHOWN)
+        if len(changed) > MOST_SHOWN:
+            words.append(f"{len(changed) - MOST_SHOWN} more")
         if words:
             yield f"node {number}: {'; '.join(words)}"
 
 
-def _flat(value: Any, key: str) -> dict[str, Any]:
+def _flat(value: object, key: str) -> dict[str, object]:
     """Flatten nested objects and lists, with dots between the keys. An empty one has no keys, but counts as stored."""
-    items: Iterable[tuple[Any, Any]]
+    items: Iterable[tuple[object, object]]
     if isinstance(value, dict):
         items = value.items()
     elif isinstance(value, list):
         items = enumerate(value)
     else:
         return {key: value}
-    return {name: v for inner, item in items for name, v in _flat(item, f"{key}.{inner}").items()}
+    found: dict[str, object] = {}
+    for inner, item in items:
+        found |= _flat(item, f"{key}.{inner}")
+    return found

@@ -7,8 +7,8 @@ second reference for MFU: a datasheet's peak assumes clocks that a GPU under loa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,11 +18,13 @@ from typing_extensions import TypedDict
 from bench import validation
 from bench.errors import InputError
 from bench.launch.launcher import Launcher
+from bench.launch.outcome import Outcome
 from bench.plan.cell import REFERENCE, Cell, Device, Precision, Status
 from bench.plan.task import Task
 from bench.run import links, machine
 from bench.run.journal import write_manifest
-from bench.run.links import TimedCollective
+from bench.run.links import MeasuredRates, TimedCollective
+from bench.run.manifest import Manifest
 from bench.validation import PositiveNumber
 
 if TYPE_CHECKING:
@@ -122,51 +124,54 @@ def tasks(cells: Iterable[Cell], threads: int, folder: Path) -> list[MatmulTask]
     ]
 
 
-def measure(cells: Iterable[Cell], threads: int, folder: Path, launcher: Launcher) -> list[dict[str, Any]]:
+def measure(cells: Iterable[Cell], threads: int, folder: Path, launcher: Launcher) -> tuple[MeasuredRates, ...]:
     """The entries for run.json, one per task, with scratch files under ``folder``.
 
-    Keys: ``world_size``; ``num_nodes``; ``threads``; ``flops_per_s``, the rates of the ranks by precision, rank 0
-    first; ``links``, the seconds of collectives (``bench.run.links.merge``); ``reason``, why there are none, in which
-    case MFU against them stays empty.
+    An entry without rates has the ``reason``; MFU against it stays empty.
     """
-    found = []
-    for task in tasks(cells, threads, folder):
-        outcome = launcher.run(task, TIMEOUT_S)
-        entry: dict[str, Any] = {"world_size": task.world_size, "num_nodes": task.num_nodes, "threads": task.threads}
-        entry |= {"flops_per_s": {}, "links": [], "reason": outcome.reason}
-        if outcome.status is Status.OK:
-            measured = [{key: rank.get(key) for key in RankRates.__annotations__} for rank in outcome.ranks]
-            try:
-                ranks = [validation.read(RankRates, rates) for rates in measured]
-            except InputError as error:
-                entry["reason"] = f"a rank returned damaged rates: {error}"
-            else:
-                entry["flops_per_s"] = {name: [rank["flops_per_s"][name] for rank in ranks] for name in task.precisions}
-                entry["links"] = links.merge([rank["links"] for rank in ranks])
-        found.append(entry)
-    return found
+    return tuple(_rates(task, launcher.run(task, TIMEOUT_S)) for task in tasks(cells, threads, folder))
 
 
-def time_products(
-    folder: Path, manifest: dict[str, Any], cells: Sequence[Cell], launcher: Launcher, say: Callable[[str], None]
-) -> None:
-    """Measure the rate of matrix products for a run and store it in run.json, unless it is already there."""
-    if "matmul" in manifest:
-        return
-    threads = int(manifest["matrix"]["values"].get("threads", 0))
-    manifest["matmul"] = measure(cells, threads, folder / "scratch", launcher)
-    write_manifest(folder, manifest)
-    for line in summary(manifest["matmul"]):
+def _rates(task: MatmulTask, outcome: Outcome) -> MeasuredRates:
+    """What the ranks of a task measured."""
+    found = MeasuredRates(
+        world_size=task.world_size, num_nodes=task.num_nodes, threads=task.threads, reason=outcome.reason
+    )
+    if outcome.status is not Status.OK:
+        return found
+    measured = [{key: rank.get(key) for key in RankRates.__annotations__} for rank in outcome.ranks]
+    try:
+        ranks = [validation.read(RankRates, rates) for rates in measured]
+    except InputError as error:
+        return replace(found, reason=f"a rank returned damaged rates: {error}")
+    return replace(
+        found,
+        flops_per_s={str(name): tuple(rank["flops_per_s"][name] for rank in ranks) for name in task.precisions},
+        links=tuple(links.merge([rank["links"] for rank in ranks])),
+    )
+
+
+def time_products(folder: Path, manifest: Manifest, launcher: Launcher, say: Callable[[str], None]) -> Manifest:
+    """The manifest with the rate of matrix products, which is measured and stored unless it is already there."""
+    if manifest.matmul is not None:
+        return manifest
+    entries = measure(manifest.cells, manifest.settings.threads, folder / "scratch", launcher)
+    timed = replace(manifest, matmul=entries)
+    write_manifest(folder, timed)
+    for line in summary(entries):
         say(line)
+    return timed
 
 
-def summary(entries: Iterable[Mapping[str, Any]]) -> list[str]:
-    """One line of text per entry."""
+def summary(entries: Iterable[MeasuredRates]) -> list[str]:
+    """Lines of text on the entries."""
     lines = []
     for entry in entries:
-        ranks = links.ranks_of(entry)
-        rates = [f"{sum(each) / 1e12:.3g} TFLOP/s in {name}" for name, each in entry["flops_per_s"].items()]
-        what = " and ".join(rates) if rates else f"not known, so neither is MFU against it: {entry['reason']}"
-        lines.append(f"matrix products on {ranks}: {what}")
-        lines += links.summary(entry)
+        rates = [f"{sum(each) / 1e12:.3g} TFLOP/s in {name}" for name, each in entry.flops_per_s.items()]
+        what = " and ".join(rates)
+        if not rates:
+            what = f"not known, so neither is MFU against it: {entry.reason}"
+        lines.append(f"matrix products on {entry.ranks}: {what}")
+        if entry.link_text:
+            lines.append(entry.link_text)
     return lines

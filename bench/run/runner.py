@@ -21,11 +21,12 @@ from bench.launch.outcome import Outcome
 from bench.launch.telemetry import summarize
 from bench.plan import task
 from bench.plan.cell import Cell, Device, Status
-from bench.plan.schedule import Ended, InterimAnalysis, Schedule, Trial
+from bench.plan.schedule import Ended, InterimAnalysis, Trial
 from bench.plan.task import CUDA_PASSES, EXTRA_PASSES, Spec
 from bench.run import machine, start
 from bench.run.journal import Journal, write_manifest
-from bench.run.trial_record import check, merge_ranks, wrong
+from bench.run.manifest import Manifest
+from bench.run.trial_record import TrialRecord, merge_ranks, parse_records, wrong
 
 LOG_BYTES = 20_000
 """How much of the end of each rank's log is kept for a failed trial."""
@@ -49,12 +50,12 @@ class Observer(Protocol):
 
     def started(self, trial: Trial, done: int, total: int) -> None: ...
 
-    def finished(self, trial: Trial, record: Mapping[str, Any]) -> None: ...
+    def finished(self, trial: Trial, record: TrialRecord) -> None: ...
 
     def interim(self, analysis: InterimAnalysis) -> None: ...
 
 
-Judge = Callable[[list[dict[str, Any]], Mapping[str, Any], int], InterimAnalysis]
+Judge = Callable[[Sequence[TrialRecord], Manifest, int], InterimAnalysis]
 """Decides which cells to continue, from the journal's records, the manifest and the number of finished blocks."""
 
 
@@ -64,7 +65,7 @@ class Runner:
     def __init__(
         self,
         folder: Path,
-        manifest: dict[str, Any],
+        manifest: Manifest,
         backends: Mapping[str, type[Backend]],
         launcher: Launcher,
         observer: Observer,
@@ -83,14 +84,13 @@ class Runner:
         self._scratch = folder / "scratch"
         self._life = uuid.uuid4().hex[:8]
         """Makes names of trial folders unique: a rank that outlives a killed bench cannot write into another trial."""
-        values = manifest["matrix"]["values"]
-        self._timeout_s = float(values["timeout_s"])
-        self._inactivity_s = float(values["inactivity_s"])
-        self._corpus = None if values["workload.corpus"] == "markov" else values["workload.corpus"]
-        self._threads = int(values.get("threads", 0))
-        self._budget_s = float(values.get("budget_s", 0.0)) or math.inf
-        self._skipped = manifest.get("skipped") or {}
-        self.schedule = Schedule(manifest)
+        self._settings = settings = manifest.settings
+        self._corpus = None
+        if settings.workload.corpus != "markov":
+            self._corpus = str(Path(settings.workload.corpus).resolve())
+        self._budget_s = float(settings.budget_s) if settings.budget_s else math.inf
+        self._skipped = manifest.skipped
+        self.schedule = manifest.schedule()
         self._asked = task.passes([cell for cell in self.schedule.cells if cell.cell_id not in self._skipped])
         self._done: set[tuple[str, int]] = set()
         self._num_run = self._total = 0
@@ -115,9 +115,12 @@ class Runner:
             if repeat < self.schedule.known:
                 repeat += self._run_block(repeat)
         shutil.rmtree(self._scratch, ignore_errors=True)
-        self._manifest["parent_peak_bytes"] = machine.peak_memory_bytes()
-        self._manifest["journal_sha256"] = self._journal.digest()
-        self._manifest["finished"] = start.now()
+        self._manifest = dataclasses.replace(
+            self._manifest,
+            parent_peak_bytes=machine.peak_memory_bytes(),
+            journal_sha256=self._journal.digest(),
+            finished=start.now(),
+        )
         write_manifest(self._folder, self._manifest)
 
     def _take_stock(self) -> None:
@@ -126,18 +129,23 @@ class Runner:
             self._observer.say(
                 f"the last line of the journal was cut short, and never counted; the rest of it is in {moved}"
             )
-        records = self._journal.read()
-        check(records, self._journal.path)
+        records = self._records()
         for record in records:
             self._note_extras(record)
-        latest = {(record["cell_id"], record["repeat"]): record["status"] for record in records}
-        again = set(Status) - {Status.OK} if self._retry_failed else {Status.INTERRUPTED}
+        latest = {record.key: record.status for record in records}
+        again = {Status.INTERRUPTED}
+        if self._retry_failed:
+            again = set(Status) - {Status.OK}
         self._done = {key for key, status in latest.items() if status not in again}
         if self._retry_failed:
             # Updates were not checked while their reference was failing.
-            self._done -= {trial.key for trial in self.schedule.trials() if trial.extra and self._lacks_update(trial)}
+            extra = (trial for trial in self.schedule.trials() if trial.extra)
+            self._done -= {trial.key for trial in extra if self._lacks_update(trial)}
         self._num_run = len(records)
-        self._spent_s = sum(record["wall_s"] for record in records if record["status"] != Status.INTERRUPTED)
+        self._spent_s = sum(record.wall_s for record in records if record.status is not Status.INTERRUPTED)
+
+    def _records(self) -> list[TrialRecord]:
+        return parse_records(self._journal.read(), self._journal.path)
 
     def _expect(self) -> None:
         left = [trial for trial in self.schedule.trials() if trial.key not in self._done]
@@ -172,7 +180,7 @@ class Runner:
                 raise start.full(self._folder)
             self._observer.started(trial, len(self._done), self._total)
             record = self._run_one(trial)
-            seconds += record["wall_s"]
+            seconds += record.wall_s
             self._done.add(trial.key)
             self._observer.finished(trial, record)
         if left:
@@ -187,9 +195,10 @@ class Runner:
         if repeats == self.schedule.repeats == self.schedule.max_repeats:
             self._decide(InterimAnalysis(repeats=repeats, open=()), Ended.MAX_REPEATS)
             return True
-        look = self._judge(self._journal.read(), self._manifest, repeats)
+        look = self._judge(self._records(), self._manifest, repeats)
         if not look.open:
-            self._decide(look, Ended.NOTHING_TO_COMPARE if look.refused else Ended.PRECISION)
+            ended = Ended.NOTHING_TO_COMPARE if look.refused else Ended.PRECISION
+            self._decide(look, ended)
         elif repeats >= self.schedule.max_repeats:
             self._decide(dataclasses.replace(look, open=()), Ended.MAX_REPEATS)
         else:
@@ -199,13 +208,12 @@ class Runner:
     def _decide(self, look: InterimAnalysis, ended: Ended | None) -> None:
         """Store a look, and what ended the run, if anything."""
         self.schedule.looks.append(look)
-        self._manifest["looks"] = [dataclasses.asdict(each) for each in self.schedule.looks]
-        self._manifest["ended_by"] = ended
+        self._manifest = dataclasses.replace(self._manifest, looks=tuple(self.schedule.looks), ended_by=ended)
         write_manifest(self._folder, self._manifest)
         self._observer.interim(look)
         self._expect()
 
-    def _run_one(self, trial: Trial) -> dict[str, Any]:
+    def _run_one(self, trial: Trial) -> TrialRecord:
         """Run one trial and append its record to the journal; after an interrupt, record that and re-raise.
 
         Raises OSError, without a record, if a trial failed while the disk was full, which is taken for the cause.
@@ -226,11 +234,11 @@ class Runner:
             if outcome.status is not Status.OK and start.is_short(self._folder):
                 shutil.rmtree(folder, ignore_errors=True)
                 raise start.full(self._folder)
-            record = self._record(trial, passes, outcome)
-            self._note_extras(record)
+            content = self._record(trial, passes, outcome)
             if outcome.status is not Status.OK:
-                record |= {"last_lines": outcome.last_lines, **self._keep_logs(trial, outcome)}
-            self._keep(record)
+                content |= {"last_lines": outcome.last_lines, **self._keep_logs(trial, outcome)}
+            record = self._keep(content)
+            self._note_extras(record)
         shutil.rmtree(folder, ignore_errors=True)
         return record
 
@@ -238,9 +246,11 @@ class Runner:
         """Why a trial cannot run; empty if it can."""
         return self._skipped.get(trial.cell.cell_id) or blocks.skip(trial.cell, self._backends[trial.cell.backend])
 
-    def _keep(self, record: dict[str, Any]) -> dict[str, Any]:
-        self._journal.append(record)
+    def _keep(self, content: dict[str, Any]) -> TrialRecord:
+        """Append what is known of a trial to the journal; returns it as it is read again."""
+        self._journal.append(content)
         self._num_run += 1
+        (record,) = parse_records([content], self._journal.path)
         return record
 
     def _folder_of(self, trial: Trial) -> Path:
@@ -253,10 +263,11 @@ class Runner:
             passes=passes,
             folder=str(folder.resolve()),
             reference=str(self._reference_file(cell).resolve()),
-            corpus=self._corpus and str(Path(self._corpus).resolve()),
-            threads=machine.threads_per_rank(cell.num_processes // cell.num_nodes, self._threads),
+            corpus=self._corpus,
+            threads=machine.threads_per_rank(cell.num_processes // cell.num_nodes, self._settings.threads),
         )
-        return self._launcher.run(asked, self._timeout_s, self._inactivity_s).limited_by("--timeout")
+        outcome = self._launcher.run(asked, float(self._settings.timeout_s), float(self._settings.inactivity_s))
+        return outcome.limited_by("--timeout")
 
     def _reference_file(self, cell: Cell) -> Path:
         return self._scratch / f"reference-{cell.reference().cell_id}.safetensors"
@@ -270,30 +281,36 @@ class Runner:
     def _passes(self, trial: Trial) -> tuple[str, ...]:
         """Passes of a trial: the time pass always, the others in the first good trial of the cell that may run them."""
         cell, asked = trial.cell, self._asked[trial.cell.cell_id]
-        wanted = [name for name in asked if trial.extra and name != "time" and (cell.cell_id, name) not in self._have]
+        timed = [name for name in asked if name == "time"]
+        wanted: list[str] = []
+        if trial.extra:
+            extra = (name for name in asked if name != "time")
+            wanted = [name for name in extra if (cell.cell_id, name) not in self._have]
         if "update" in wanted and cell != cell.reference():
             self._ensure_reference(cell)
             if not self._reference_file(cell).exists():
                 wanted.remove("update")
-        return (*(name for name in asked if name == "time"), *wanted)
+        return (*timed, *wanted)
 
     def _lacks_update(self, trial: Trial) -> bool:
         """Whether the cell of a trial still lacks the update to check."""
         cell_id = trial.cell.cell_id
         return "update" in self._asked.get(cell_id, ()) and (cell_id, "update") not in self._have
 
-    def _note_extras(self, record: Mapping[str, Any]) -> None:
-        if record["status"] == Status.OK:
+    def _note_extras(self, record: TrialRecord) -> None:
+        if record.status is Status.OK:
             extra = (*EXTRA_PASSES, *CUDA_PASSES)
-            self._have |= {(record["cell_id"], name) for name in extra if record.get(name) is not None}
+            self._have |= {(record.cell_id, name) for name in extra if getattr(record, name) is not None}
 
     def _record(self, trial: Trial, passes: tuple[str, ...], outcome: Outcome) -> dict[str, Any]:
         if damage := wrong(outcome.ranks, passes):
             outcome.status, outcome.reason, outcome.ranks = Status.CRASHED, damage, []
-        facts = merge_ranks(outcome.ranks) if outcome.ranks else {}
+        facts: dict[str, Any] = {}
+        if outcome.ranks:
+            facts = merge_ranks(outcome.ranks)
         if facts.get("time") and trial.cell.device is Device.CUDA:
             facts["gpus"] = _gpus(outcome, facts.get("device_uuids", ()))
-        return {
+        content = {
             **facts,
             "cell_id": trial.cell.cell_id,
             "repeat": trial.repeat,
@@ -304,7 +321,10 @@ class Runner:
             "passes": passes,
             "ended": start.now(),
             "wall_s": outcome.wall_s,
-        } | ({} if outcome.cold is None else {"cold": outcome.cold})
+        }
+        if outcome.cold is not None:
+            content["cold"] = outcome.cold
+        return content
 
     def _keep_logs(self, trial: Trial, outcome: Outcome) -> dict[str, Any]:
         """Save the logs of a failed trial. Returns their paths within the run's folder.
@@ -321,8 +341,10 @@ class Runner:
         path = self._folder / f"{name}.log"
         path.parent.mkdir(exist_ok=True)
         path.write_text(portable("\n".join(parts)))
-        found = [f"{name}.{dump.name}" for dump in dumps.collect(folder, path.with_suffix(""))]
-        return {"log": f"{name}.log"} | ({"dumps": found} if found else {})
+        kept: dict[str, Any] = {"log": f"{name}.log"}
+        if found := [f"{name}.{dump.name}" for dump in dumps.collect(folder, path.with_suffix(""))]:
+            kept["dumps"] = found
+        return kept
 
 
 def _gpus(outcome: Outcome, uuids: Sequence[str]) -> dict[str, Any] | None:

@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,72 +18,90 @@ from bench.files import existing, writing
 from bench.formatting import plural
 from bench.plan.cell import Cell
 from bench.plan.expand import baseline
-from bench.plan.matrix import Matrix, check_stored
+from bench.plan.matrix import Matrix
 from bench.plan.models import SIZES, describe_file, sources
-from bench.plan.schedule import Schedule
 from bench.run import machine
-from bench.run.journal import JOURNAL, MANIFEST, SCHEMA_VERSION, read_manifest, write_manifest
+from bench.run.journal import JOURNAL, MANIFEST, read_manifest, write_manifest
+from bench.run.manifest import CONNECTION, Git, GpuSharing, Manifest, NodeFacts, Predicted, StoredMatrix
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a run will train: the matrix with all options applied, and what follows from it on these GPUs."""
+
+    matrix: Matrix
+    backends: dict[str, type[Backend]]
+    cells: list[Cell]
+    """Without the references that are too large for the GPUs."""
+    once: list[str] = field(default_factory=list)
+    """Ids of the cells with a single trial."""
+    gpus: Sequence[Mapping[str, Any]] = ()
+    """Those that the cells run on, as ``bench.launch.gpus`` has them; none on the CPU."""
+    too_large: dict[str, str] = field(default_factory=dict)
+    """Why cells do not fit into a GPU, by id; they are skipped."""
 
 
 def describe(backends: Mapping[str, type[Backend]]) -> dict[str, dict[str, str]]:
     """Descriptions of the backends for run.json."""
-    return {
-        name: {
+    found = {}
+    for name, backend in backends.items():
+        found[name] = {
             "framework": backend.framework,
             "sync": str(backend.sync),
             "sharding": str(backend.sharding),
             "bf16_as": backend.bf16_as,
             "defect": backend.defect,
-            **(
-                {} if backend.__module__.startswith("bench.") else {"class": f"{backend.__module__}:{backend.__name__}"}
-            ),
         }
-        for name, backend in backends.items()
-    }
+        if not backend.__module__.startswith("bench."):
+            found[name]["class"] = f"{backend.__module__}:{backend.__name__}"
+    return found
 
 
 def create(
     folder: Path,
-    matrix: Matrix,
-    cells: Sequence[Cell],
-    backends: Mapping[str, type[Backend]],
+    plan: Planned,
     *,
     cold: bool,
-    once: Sequence[str] = (),
-    skipped: Mapping[str, str] | None = None,
     peaks: Mapping[str, int] | None = None,
-    nodes: Sequence[Mapping[str, Any]] = (),
+    nodes: Sequence[Mapping[str, object]] = (),
     head: str = "",
-) -> dict[str, Any]:
+    sharing: GpuSharing | None = None,
+) -> Manifest:
     """Start a run: create its folder and write its manifest. Raises InputError if the folder cannot be used.
 
-    By cell id: cells in ``once`` get a single trial, ``skipped`` has reasons not to run a cell, and ``peaks`` has the
-    predicted peaks of memory in bytes. The predictions are stored with the time, to show that they were made before
-    any measurement. ``nodes`` are the fingerprints of all nodes but this one, whose address is ``head``.
+    ``peaks`` has the predicted peaks of memory in bytes, by cell id; they are stored with the time, to show that they
+    were made before any measurement. ``nodes`` are the fingerprints of all nodes but this one, whose address is
+    ``head``. ``sharing`` says how ranks that share a GPU communicate.
     """
     if (folder / MANIFEST).exists() or (folder / JOURNAL).exists():
         raise InputError(f"--out {folder}: holds a run already; name another folder, or go on with --resume {folder}")
+    cells, backends = plan.cells, plan.backends
     used = {cell.backend for cell in cells}
-    manifest = {
-        "schema_version": SCHEMA_VERSION,
-        "run_id": folder.resolve().name,
-        "started": now(),
-        "command": ["python", "-m", "bench", *sys.argv[1:]],
-        "matrix": matrix.to_dict(),
-        "cells": [cell.to_dict() for cell in cells],
-        "once": list(once),
-        "skipped": dict(skipped or {}),
-        "remarks": {cell.cell_id: text for cell in cells if (text := backends[cell.backend].remark(cell))},
-        "predicted": {"made": now(), "peak_bytes": dict(peaks or {})},
-        "backends": {name: about for name, about in describe(backends).items() if name in used},
-        "baseline": baseline(matrix, backends),
-        "cold": cold,
-        "code": code(cells, backends),
-        "git": machine.git_state(),
-        "distributions": machine.distributions(),
-        **machine.fingerprint(),
-        **({"nodes": list(nodes), machine.CONNECTION: machine.connection(head)} if nodes else {}),
-    }
+    remarks = {cell.cell_id: backends[cell.backend].remark(cell) for cell in cells}
+    fingerprint = machine.fingerprint()
+    if nodes:
+        fingerprint[CONNECTION] = machine.connection(head)
+    manifest = Manifest(
+        run_id=folder.resolve().name,
+        started=now(),
+        command=("python", "-m", "bench", *sys.argv[1:]),
+        matrix=StoredMatrix(**plan.matrix.to_dict()),
+        settings=plan.matrix.settings,
+        cells=tuple(cells),
+        once=tuple(plan.once),
+        skipped=plan.too_large,
+        remarks={cell_id: text for cell_id, text in remarks.items() if text},
+        predicted=Predicted(made=now(), peak_bytes=dict(peaks or {})),
+        backends=describe({name: backend for name, backend in backends.items() if name in used}),
+        baseline=baseline(plan.matrix, backends),
+        cold=cold,
+        code=code(cells, backends),
+        sharing=sharing,
+        git=Git(**machine.git_state()),
+        distributions=machine.distributions(),
+        node=NodeFacts.of(fingerprint),
+        nodes=tuple(map(NodeFacts.of, nodes)),
+    )
     with writing(f"--out {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         write_manifest(folder, manifest)
@@ -95,64 +114,58 @@ def code(cells: Sequence[Cell], backends: Mapping[str, type[Backend]]) -> dict[s
     return machine.code({cell.backend: backends[cell.backend] for cell in cells}, workloads)
 
 
-def cells_of(folder: Path, manifest: Mapping[str, Any]) -> list[Cell]:
+def cells_of(folder: Path, manifest: Manifest) -> tuple[Cell, ...]:
     """The cells of a run. Raises InputError if its manifest has none, or an unknown model."""
-    cells = [Cell.from_dict(cell) for cell in manifest.get("cells", ())]
-    if not cells:
+    if not manifest.cells:
         raise InputError(f"{folder / MANIFEST}: cells: there are none; restore the file")
-    if unknown := {cell.model for cell in cells if cell.workload == "llama"} - SIZES.keys():
+    models = {cell.model for cell in manifest.cells if cell.workload == "llama"}
+    if unknown := models - SIZES.keys():
         raise InputError(f"{folder / MANIFEST}: cells: there is no model '{unknown.pop()}'; restore the file")
-    return cells
+    return manifest.cells
 
 
-def backends_of(folder: Path, manifest: Mapping[str, Any]) -> dict[str, type[Backend]]:
+def backends_of(folder: Path, manifest: Manifest) -> dict[str, type[Backend]]:
     """The backends of a run's cells; a class given as ``module:Class`` is loaded again. Raises InputError."""
     names = {cell.backend for cell in cells_of(folder, manifest)}
-    described: Any = manifest.get("backends")
-    for name in names - registry(names).keys() if isinstance(described, dict) else ():
-        if named := described.get(name, {}).get("class"):
+    for name in names - registry(names).keys():
+        if named := manifest.backends.get(name, {}).get("class"):
             register(named)
     return registry(names)
 
 
-def reopen(
-    folder: Path, backends: Mapping[str, type[Backend]], nodes: Sequence[Mapping[str, Any]] = ()
-) -> dict[str, Any]:
+def reopen(folder: Path, backends: Mapping[str, type[Backend]], nodes: Sequence[Mapping[str, object]] = ()) -> Manifest:
     """The manifest of a run to resume. Raises InputError if a machine, the software or the code has changed.
 
     Code is compared by content, not by commit: an installed package has no commit, and uncommitted changes count too.
     """
     manifest = read_manifest(folder)
     cells = cells_of(folder, manifest)
-    check_stored(manifest, str(folder / MANIFEST))
-    if lacking := [key for key in ("run_id", "cold", "backends") if key not in manifest]:
-        raise InputError(f"{folder / MANIFEST}: has no key '{lacking[0]}'; restore it")
     try:
-        Schedule(manifest)
-    except (KeyError, TypeError, ValueError) as error:
+        manifest.schedule()
+    except InputError as error:
         raise InputError(
             f"{folder / MANIFEST}: its looks and repeats are not those of a run ({error}); restore the file"
         ) from error
     if unknown := {cell.backend for cell in cells} - backends.keys():
         raise InputError(f"--resume {folder}: backend '{unknown.pop()}' is not installed here any more")
-    then, now = manifest.get("code"), code(cells, backends)
-    if then != now:
-        commit = (manifest.get("git") or {}).get("commit")
-        back = f"go back to commit {commit[:12]}" if commit else "install that version again"
+    if manifest.code != code(cells, backends):
+        back = "install that version again"
+        if manifest.git.commit:
+            back = f"go back to commit {manifest.git.commit[:12]}"
         raise InputError(
             f"--resume {folder}: the code of the bench, of a backend or of the workload is not what it was when the "
             f"run began; trials of both do not belong in one run, so {back}, or start a new one"
         )
-    needed = len(manifest.get("nodes") or ())
+    needed = len(manifest.nodes)
     if needed != len(nodes):
         begun = plural(1 + needed, "node")
         raise InputError(f"--resume {folder}: was begun on {begun}, and this job has {1 + len(nodes)}; start as many")
-    _require_alike(manifest, machine.fingerprint(), f"--resume {folder}: ")
-    for number, node in enumerate(nodes, start=1):
-        _require_alike(manifest["nodes"][number - 1], node, f"--resume {folder}: on node {number}, ")
-    values, cell = manifest["matrix"]["values"], cells[0]
+    _require_alike(manifest.node, machine.fingerprint(), f"--resume {folder}: ")
+    for number, (stored, node) in enumerate(zip(manifest.nodes, nodes, strict=True), start=1):
+        _require_alike(stored, node, f"--resume {folder}: on node {number}, ")
+    cell, corpus = cells[0], Path(manifest.settings.workload.corpus)
     if cell.corpus != "markov":
-        found = describe_file(Path(values["workload.corpus"]), cell.sequence_length + 1, f"--resume {folder}: corpus")
+        found = describe_file(corpus, cell.sequence_length + 1, f"--resume {folder}: corpus")
         if found != cell.corpus:
             raise InputError(
                 f"--resume {folder}: the corpus was {cell.corpus} and is {found}; restore it, or start a new run"
@@ -160,9 +173,10 @@ def reopen(
     return manifest
 
 
-def _require_alike(stored: Mapping[str, Any], found: Mapping[str, Any], place: str) -> None:
+def _require_alike(stored: NodeFacts, found: Mapping[str, object], place: str) -> None:
     """Raise InputError if the fingerprint of a node is not the one that was stored."""
-    for change in machine.differences(stored, found, [part for part in found if part in stored]):
+    parts = [part for part in found if part in stored.fingerprint]
+    for change in machine.differences(stored.fingerprint, found, parts):
         raise InputError(
             f"{place}{change.key} was {change.a!r} and is {change.b!r}; timings of both do not belong in one run, so "
             "start a new one"
@@ -186,7 +200,8 @@ def needed(cells: Sequence[Cell], repeats: int) -> int:
     for cell in cells:
         total += repeats * (RECORD_BYTES + cell.windows * (STEP_BYTES + RANK_STEP_BYTES * cell.world_size))
         if cell.is_reference and cell.workload == "llama":
-            total += SIZES[cell.model].num_parameters * 4 * (2 if cell.clip_norm else 1)
+            references = 2 if cell.clip_norm else 1
+            total += SIZES[cell.model].num_parameters * 4 * references
     return total
 
 
@@ -195,9 +210,9 @@ def free(folder: Path) -> int:
     return shutil.disk_usage(existing(folder)).free
 
 
-def require(folder: Path, cells: Sequence[Cell], repeats: int, place: str) -> None:
+def require(folder: Path, plan: Planned, place: str) -> None:
     """Raise InputError that names ``place`` if the folder has no room for such a run."""
-    need, have = needed(cells, repeats), free(folder)
+    need, have = needed(plan.cells, plan.matrix["repeats"]), free(folder)
     if have < need:
         raise InputError(
             f"{place}: the run needs about {need / 2**20:,.0f} MiB, and {have / 2**20:,.0f} MiB are free; "

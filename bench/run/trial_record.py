@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, Required
+from typing import Annotated, Any
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import AfterValidator
-from typing_extensions import TypedDict
 
 from bench import validation
 from bench.errors import InputError
@@ -18,60 +16,20 @@ from bench.measure import dispatch, exposure, host
 from bench.plan.categories import HELD, PEAK
 from bench.plan.cell import Cell, Status
 from bench.validation import Amount, Expect, Flag, Integer, Natural, Number
+from bench.workload.layout import Layout
 
 
-def warmup(seconds: Sequence[float]) -> int:
-    """Number of first steps of a trial to drop, at most half, from its step times in seconds.
+@dataclass(frozen=True, kw_only=True)
+class Timings:
+    """What the time pass of a rank and those of all ranks have in common.
 
-    MSER (White, "An effective truncation heuristic for bias reduction in simulation output", Simulation 69(6), 1997):
-    the number k that minimizes the variance of the n - k steps kept, divided by n - k. It is used on logarithms,
-    smoothed by a running median of three so that a single slow step is not taken for a warm-up (the first step is not
-    smoothed). Warm-up is slow, so k must satisfy: the first step and the median of the dropped steps are above the
-    upper quartile of those kept, and every dropped step is above their median. Nothing is dropped
-    if there is no such k. Of the rules simulated on 12 and 30 steps, pyperf's among them, this one leaves the least
-    bias; docs/statistics.md has the table.
+    A loss may be any number, even NaN: the gates check it.
     """
-    return int(warmups(np.asarray([seconds], dtype=float))[0]) if len(seconds) else 0
-
-
-def warmups(seconds: NDArray[np.float64]) -> NDArray[np.intp]:
-    """``warmup`` of trials of equal length, one per row."""
-    logs = np.log(seconds)
-    rows, n = logs.shape
-    if n < 4:
-        return np.zeros(rows, dtype=np.intp)
-    smooth = logs.copy()
-    smooth[:, 1:-1] = np.median([logs[:, :-2], logs[:, 1:-1], logs[:, 2:]], axis=0)
-    scores = [smooth[:, k:].var(axis=1) / (n - k) for k in range(n // 2 + 1)]
-    found, unsure = np.zeros(rows, dtype=np.intp), np.arange(rows)
-    for choice in np.argsort(scores, axis=0, kind="stable"):  # the best k of each row, then the next best
-        unsure = unsure[choice[unsure] > 0]
-        for k in np.unique(choice[unsure]):
-            at = unsure[choice[unsure] == k]
-            slow = at[_slow_start(logs[at], k)]
-            found[slow] = k
-            unsure = np.setdiff1d(unsure, slow)
-        if not len(unsure):
-            break
-    return found
-
-
-def _slow_start(logs: NDArray[np.float64], k: int) -> NDArray[np.bool_]:
-    """Whether the first k steps of each row are slower than the others."""
-    dropped = logs[:, :k]
-    middle, upper = np.quantile(logs[:, k:], [0.5, 0.75], axis=1)
-    least = np.minimum(logs[:, 0], np.median(dropped, axis=1))
-    return np.asarray((least > upper) & (dropped.min(axis=1) > middle))
-
-
-class TimePass(TypedDict, total=False):
-    """Result of the time pass. A loss may be any number, even NaN: the gates check it."""
 
     warmup_seconds: list[Amount]
     step_seconds: list[Amount]
     began: Number | None
     ended: Number
-    host: dict[str, Any] | None
     losses: list[Number]
     num_micro_batches: Natural
     num_fetched: Natural
@@ -79,30 +37,57 @@ class TimePass(TypedDict, total=False):
     num_inner_steps: Natural
     micro_batches_per_update: list[Natural]
     reported: dict[str, Natural]
-    settings: dict[str, Any]
+    settings: dict[str, object]
     cuda_memory: dict[str, Natural] | None
 
 
-class MergedTime(TimePass, total=False):
+@dataclass(frozen=True, kw_only=True)
+class RankTimings(Timings):
+    """The time pass of a rank."""
+
+    host: dict[str, object] | None
+    """``HostLoad.result`` of ``bench.measure.host``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedCpus:
+    """Who used the CPUs during the time pass: cores on average, or None if they were not read."""
+
+    num_cpus: Natural | None = None
+    own_cores: Number | None = None
+    foreign_cores: Number | None = None
+    stolen_cores: Number | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergedTimings(Timings):
     """The time passes of all ranks, merged."""
 
+    host: SharedCpus | None
     num_warmup: Natural
-    rank_step_seconds: list[list[Amount]]
+    """Steps before the timed ones. In older journals also timed ones that were taken for warm-up; all count now."""
+    rank_step_seconds: list[list[Amount]] = field(default_factory=list)
     ranks_agree: Flag
 
 
-class _Update(TypedDict):
+@dataclass(frozen=True, kw_only=True)
+class UpdateCheck:
+    """The update of a window beside the reference's (``bench.measure.update``)."""
+
     error: Number
     scale: Number
     residual: Number
-    gradient_norm: NotRequired[Number]
-    unclipped_error: NotRequired[Number]
-    unclipped_scale: NotRequired[Number]
-    device_error: NotRequired[Number]
-    device_loss_deviation: NotRequired[Number]
+    gradient_norm: Number | None = None
+    unclipped_error: Number | None = None
+    unclipped_scale: Number | None = None
+    device_error: Number | None = None
+    device_loss_deviation: Number | None = None
 
 
-class _Collective(TypedDict):
+@dataclass(frozen=True, kw_only=True)
+class CountedCollective:
+    """The calls of one operation on one dtype in a window."""
+
     op: str
     group: str
     dtype: str
@@ -112,29 +97,58 @@ class _Collective(TypedDict):
 
 def _sizes(sizes: dict[str, int]) -> dict[str, int]:
     """Reject negative sizes, except ``_untracked``: the allocator's total minus the ledger's."""
-    if any(size < 0 and not name.endswith("_untracked") for name, size in sizes.items()):
-        raise ValueError("below 0")
+    for name, size in sizes.items():
+        if size < 0 and not name.endswith("_untracked"):
+            raise ValueError("below 0")
     return sizes
 
 
-class _Accumulation(TypedDict):
-    dtype: Any
+@dataclass(frozen=True, kw_only=True)
+class SummedIn:
+    """The dtype in which gradients are summed."""
+
+    dtype: str
 
 
-class _Dispatch(TypedDict):
+@dataclass(frozen=True, kw_only=True)
+class WindowCost:
+    """What a window costs the host (``bench.measure.dispatch``)."""
+
     cpu_s: Amount | None
     num_operators: Amount | None
     num_launches: Amount | None
-    other_work: NotRequired[str]
+    other_work: str | None = None
 
 
-class _Exposure(TypedDict):
+@dataclass(frozen=True, kw_only=True)
+class ExposedTime:
+    """Seconds of a window in collectives, and those that nothing hides."""
+
     collective_s: Amount
     exposed_s: Amount
 
 
-class ResultFacts(TypedDict, total=False):
-    """Facts that every rank returns."""
+MemoryBytes = Annotated[dict[str, Integer], AfterValidator(_sizes), Expect("a table of bytes")]
+"""Bytes by category and total (``bench.plan.categories``)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassResults:
+    """The results of passes; None for those that did not run, or found nothing."""
+
+    settings: dict[str, object] | None = None
+    """Of a trial without a time pass, whose result has them otherwise."""
+    update: UpdateCheck | None = None
+    collectives: list[CountedCollective] | None = None
+    memory: MemoryBytes | None = None
+    accumulation: SummedIn | None = None
+    dispatch: WindowCost | None = None
+    exposure: ExposedTime | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankResult(PassResults):
+    """What a rank returns."""
 
     num_parameters: Natural
     entropy_floor: Number | None
@@ -142,54 +156,81 @@ class ResultFacts(TypedDict, total=False):
     flops_per_step: Number | None
     device_name: str
     training_s: Amount
+    time: RankTimings | None = None
 
 
-class Result(ResultFacts, total=False):
-    """What a rank returns: facts, and the results of the requested passes."""
+@dataclass(frozen=True, kw_only=True)
+class GpuSummary:
+    """A GPU during the timed steps (``bench.launch.telemetry.summarize``); None is unknown."""
 
-    settings: dict[str, Any]
-    time: MergedTime | None
-    update: _Update | None
-    collectives: list[_Collective] | None
-    memory: Annotated[dict[str, Integer], AfterValidator(_sizes), Expect("a table of bytes")] | None
-    accumulation: _Accumulation | None
-    dispatch: _Dispatch | None
-    exposure: _Exposure | None
-
-
-class _SampledGpus(TypedDict, total=False):
-    gpus: list[dict[str, Any]]
+    sm_clock_mhz: Number | None = None
+    power_w: Number | None = None
+    temperature_c: Number | None = None
+    throttle: dict[str, Number] | None = None
+    slowdowns: list[str] | None = None
+    energy_j: Number | None = None
+    other_processes: Natural | None = None
 
 
-class Record(Result, total=False):
-    """A record of the journal: one trial. Failed trials have no results of ranks."""
+@dataclass(frozen=True, kw_only=True)
+class GpuTelemetry:
+    """The GPUs of a trial."""
 
-    cell_id: Required[str]
-    repeat: Required[Natural]
-    cell: Required[Cell]
-    status: Required[Annotated[Status, Expect(f"one of {', '.join(Status)}")]]
-    reason: Required[str]
-    wall_s: Required[Amount]
-    slot: Natural
-    cold: Flag
-    passes: list[str]
-    ended: str
-    last_lines: list[str]
-    log: str
-    dumps: list[str]
-    device_uuids: list[str | None]
-    gpus: _SampledGpus | None
-    layout: dict[str, Any] | None
+    gpus: list[GpuSummary] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialRecord(PassResults):
+    """A record of the journal: one trial. One that failed has no results of ranks."""
+
+    cell_id: str
+    repeat: Natural
+    cell: Cell
+    status: Annotated[Status, Expect(f"one of {', '.join(Status)}")]
+    reason: str
+    wall_s: Amount
+    slot: Natural | None = None
+    cold: Flag | None = None
+    """Whether its ranks were new interpreters; None if none was started."""
+    passes: tuple[str, ...] = ()
+    ended: str = ""
+    last_lines: tuple[str, ...] = ()
+    log: str = ""
+    dumps: tuple[str, ...] = ()
+    device_uuids: tuple[str | None, ...] = ()
+    gpus: GpuTelemetry | None = None
+    layout: Layout | None = None
+    """Of a model that is not shipped."""
+    num_parameters: Natural | None = None
+    entropy_floor: Number | None = None
+    tokens_per_step: Number | None = None
+    flops_per_step: Number | None = None
+    device_name: str | None = None
+    training_s: Amount | None = None
+    time: MergedTimings | None = None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What identifies the trial within its run."""
+        return self.cell_id, self.repeat
+
+    @property
+    def backend_settings(self) -> dict[str, object] | None:
+        """What the backend said of its settings; None if no pass asked it."""
+        return self.settings if self.time is None else self.time.settings
 
 
 NEVER_EMPTY = ("time", "collectives", "memory", "dispatch")
 """Passes that always have a result if requested."""
 
 
-def check(records: Sequence[Mapping[str, Any]], journal: Path) -> None:
-    """Raise InputError naming the journal, the record and the key if a record has an impossible value."""
-    for index, record in enumerate(records, start=1):
-        validation.read(Record, record, f"{journal}: trial {index} was edited: ")
+def parse_records(records: Sequence[Mapping[str, object]], journal: Path) -> list[TrialRecord]:
+    """The records of a journal. Raises InputError naming the journal, the record and the key of an impossible value."""
+    return [
+        validation.read(TrialRecord, record, f"{journal}: trial {number} was edited: ")
+        for number, record in enumerate(records, start=1)
+    ]
 
 
 def merge(ranks: Sequence[Mapping[str, int]]) -> dict[str, int]:
@@ -213,9 +254,8 @@ def merge_ranks(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     Updates and collectives are rank 0's. Times of collectives are those of the rank with the most exposed time, and
     missing if any rank's are. Host costs of a window are maxima.
 
-    ``num_warmup`` counts the first steps, before the steady state: the warm-up windows of the cell, and those that
-    ``warmup`` finds in the following steps. ``rank_step_seconds`` has the timed steps of every rank, and on
-    GPUs ``device_uuids`` names the device of each.
+    ``num_warmup`` counts the steps before the timed ones: the warm-up windows of the cell. ``rank_step_seconds`` has
+    the timed steps of every rank, and on GPUs ``device_uuids`` names the device of each.
     """
     first = ranks[0]
     merged = {key: value for key, value in first.items() if key not in ("time", "memory", "device_uuid")}
@@ -239,7 +279,7 @@ def _merge_times(times: list[dict[str, Any]]) -> dict[str, Any]:
         merged[name] = [max(step) for step in zip(*(t[name] for t in times), strict=False)]
     merged["rank_step_seconds"] = [[round(s, 9) for s in t["step_seconds"]] for t in times]
     # There is one interval fewer than updates, hence the extra 1.
-    merged["num_warmup"] = len(merged["warmup_seconds"]) + 1 + warmup(merged["step_seconds"])
+    merged["num_warmup"] = len(merged["warmup_seconds"]) + 1
     merged["host"] = host.merge([t["host"] for t in times])
     merged["losses"] = [statistics.fmean(step) for step in zip(*(t["losses"] for t in times), strict=False)]
     merged["ranks_agree"] = len({(t["num_updates"], t["num_micro_batches"]) for t in times}) == 1
@@ -256,7 +296,7 @@ def wrong(ranks: Sequence[Mapping[str, Any]], passes: Sequence[str]) -> str:
     """
     for rank, result in enumerate(ranks):
         try:
-            validation.read(Result, result)
+            validation.read(RankResult, result)
         except InputError as error:
             return f"rank {rank}: its result is damaged: {error}"
         if missing := _missing(result, passes):
@@ -265,8 +305,8 @@ def wrong(ranks: Sequence[Mapping[str, Any]], passes: Sequence[str]) -> str:
 
 
 def _missing(result: Mapping[str, Any], passes: Sequence[str]) -> str:
-    for name in (*ResultFacts.__annotations__, *passes):
+    """The first pass without the result that it always has; ``RankResult`` says what a result needs."""
+    for name in passes:
         if name not in result or (name in NEVER_EMPTY and result[name] is None):
             return name
-    time = result["time"] if "time" in passes else TimePass.__annotations__
-    return next((f"time.{name}" for name in TimePass.__annotations__ if name not in time), "")
+    return ""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from bench.plan.cell import SLICE_TOKENS, Cell
-from bench.plan.models import find_factory
+from bench.plan.models import LLAMA, find_factory
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -31,7 +31,8 @@ class WorkloadSpec:
 class Workload(Protocol):
     """A model, its data and its loss. All methods are deterministic: equal specs give equal bytes everywhere.
 
-    The exception is weights of large models that are drawn on a GPU (``llama``): equal only on GPUs of the same kind.
+    The exception is weights of large models that are drawn on a GPU (``llama``): equal only on GPUs
+    of the same kind.
     """
 
     tokens_per_sample: int
@@ -57,6 +58,10 @@ class Workload(Protocol):
 def load(cell: Cell, corpus: Path | None) -> Workload:
     """Load the cell's workload. Raises InputError if the factory cannot be found."""
     spec = WorkloadSpec(model=cell.model, sequence_length=cell.sequence_length, seed=cell.seed, corpus=corpus)
+    if cell.workload == LLAMA:
+        from bench.workload.llama import LlamaWorkload
+
+        return LlamaWorkload(spec)
     workload: Workload = find_factory(cell.workload)(spec)
     return workload
 
@@ -64,8 +69,8 @@ def load(cell: Cell, corpus: Path | None) -> Workload:
 class Loader:
     """The micro-batches of one rank in order; sized, and can be iterated repeatedly.
 
-    Update t uses samples t*B ... (t+1)*B - 1 for any N and W. Micro-batch j of rank r is contiguous piece j*W + r of
-    them, with B / (N*W) samples.
+    Update t uses samples t*B ... (t+1)*B - 1 for any N and W. Micro-batch j of rank r is contiguous
+    piece j*W + r of them, with B / (N*W) samples.
     """
 
     def __init__(
@@ -81,12 +86,11 @@ class Loader:
         micro_batch_size, rest = divmod(global_batch_size, accumulate * world_size)
         assert rest == 0 and micro_batch_size > 0, "the matrix refuses a batch that is not divisible"
         self._fetch = fetch
-        self._ranges = [
-            range(start, start + micro_batch_size)
-            for window in range(windows)
-            for piece in range(accumulate)
-            for start in [window * global_batch_size + (piece * world_size + rank) * micro_batch_size]
-        ]
+        self._ranges = []
+        for window in range(windows):
+            for piece in range(accumulate):
+                start = window * global_batch_size + (piece * world_size + rank) * micro_batch_size
+                self._ranges.append(range(start, start + micro_batch_size))
 
     def __len__(self) -> int:
         return len(self._ranges)
@@ -105,8 +109,9 @@ def sliced(
 ) -> Callable[[nn.Module, Tensor], Tensor]:
     """The mean loss of ``num_samples`` samples, computed slice by slice; ``loss`` itself if one slice holds them all.
 
-    It is the mean over slices, weighted by their samples. Every slice is checkpointed, so its activations are
-    recomputed in the backward. There is still one loss and one backward: nothing is accumulated by hand.
+    It is the mean over slices, weighted by their samples. Every slice is checkpointed, so its
+    activations are recomputed in the backward. There is still one loss and one backward: nothing is
+    accumulated by hand.
     """
     size = slice_size(num_samples, tokens_per_sample)
     if size == num_samples:
@@ -116,10 +121,10 @@ def sliced(
         import torch
         from torch.utils.checkpoint import checkpoint
 
-        means = [
-            checkpoint(loss, model, part, use_reentrant=False, preserve_rng_state=False) * (len(part) / len(batch))
-            for part in batch.split(size)
-        ]
-        return torch.stack(means).sum()
+        shares = []
+        for part in batch.split(size):
+            mean = checkpoint(loss, model, part, use_reentrant=False, preserve_rng_state=False)
+            shares.append(mean * (len(part) / len(batch)))
+        return torch.stack(shares).sum()
 
     return of_slices

@@ -1,7 +1,8 @@
 """The layout of a model: its parameters by sharding unit, and the order in which it uses them.
 
-For the shipped decoders it follows from their size (``llama_layout``), so a model of any size can be predicted without
-torch and without being built. For other workloads ``record`` observes it on a built model.
+For the shipped decoders it follows from their size (``llama_layout``), so a model of any size can
+be predicted without torch and without being built. For other workloads ``record`` observes it on a
+built model.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Layout:
     forward: tuple[int, ...] = ()
     """The modules in the order in which one forward enters (m) and leaves (~m) them."""
     backward: tuple[int, ...] = ()
-    """The modules in the order in which one backward reaches their outputs (m) and finishes their inputs (~m)."""
+    """The modules in the order in which one backward reaches their outputs (m) and finishes their
+    inputs (~m)."""
 
     @property
     def num_parameters(self) -> int:
@@ -64,13 +66,20 @@ class Layout:
     @property
     def units(self) -> dict[int, list[Parameter]]:
         """The parameters of each unit: blocks in order, then the root."""
-        ordered = sorted(self.parameters, key=lambda p: math.inf if p.unit == ROOT else p.unit)
-        return grouped((parameter.unit, parameter) for parameter in ordered)
+        found = grouped((parameter.unit, parameter) for parameter in self.parameters)
+        root = found.pop(ROOT, [])
+        ordered = dict(sorted(found.items()))
+        if root:
+            ordered[ROOT] = root
+        return ordered
 
     @property
     def block_parameters(self) -> int:
         """Elements of the largest block's parameters; 0 without blocks."""
-        sizes = {unit: sum(p.numel for p in parameters) for unit, parameters in self.units.items() if unit != ROOT}
+        sizes = Counter[int]()
+        for parameter in self.parameters:
+            if parameter.unit != ROOT:
+                sizes[parameter.unit] += parameter.numel
         return max(sizes.values(), default=0)
 
     def to_json(self) -> dict[str, Any]:
@@ -113,7 +122,10 @@ _Visit = tuple[str, bool]
 
 def _through(*modules: str) -> list[_Visit]:
     """Enter and leave each of these modules in turn."""
-    return [(module, leaves) for module in modules for leaves in (False, True)]
+    found = []
+    for module in modules:
+        found += [(module, False), (module, True)]
+    return found
 
 
 @cache
@@ -121,24 +133,27 @@ def llama_layout(size: LlamaSize) -> Layout:
     """The layout of the shipped decoder, as transformers implements it."""
     forward: list[_Visit] = [("root", False), ("model", False), *_through("model.embed_tokens", "model.rotary_emb")]
     backward: list[_Visit] = [("root", False), *_through("lm_head"), ("model", False), *_through("model.norm")]
-    gradients = ["model.norm"] if size.tied else ["lm_head", "model.norm"]
+    gradients = ["lm_head", "model.norm"]
+    if size.tied:
+        gradients = ["model.norm"]
     for layer in range(size.num_layers):
         block = f"model.layers.{layer}"
         attention, mlp = f"{block}.self_attn", f"{block}.mlp"
         forward += [(block, False), *_through(f"{block}.input_layernorm"), (attention, False)]
-        forward += [*_through(*(f"{attention}.{name}_proj" for name in "qkvo")), (attention, True)]
+        forward += _through(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj", f"{attention}.o_proj")
+        forward.append((attention, True))
         forward += [*_through(f"{block}.post_attention_layernorm"), (mlp, False)]
-        forward += _through(*(f"{mlp}.{name}" for name in ("gate_proj", "act_fn", "up_proj", "down_proj")))
+        forward += _through(f"{mlp}.gate_proj", f"{mlp}.act_fn", f"{mlp}.up_proj", f"{mlp}.down_proj")
         forward += [(mlp, True), (block, True)]
     for layer in reversed(range(size.num_layers)):
         block = f"model.layers.{layer}"
         attention, mlp = f"{block}.self_attn", f"{block}.mlp"
-        of_attention = [f"{attention}.{name}_proj" for name in "ovkq"]
+        of_attention = (f"{attention}.o_proj", f"{attention}.v_proj", f"{attention}.k_proj", f"{attention}.q_proj")
         backward += [(block, False), (mlp, False)]
-        backward += _through(*(f"{mlp}.{name}" for name in ("down_proj", "up_proj", "act_fn", "gate_proj")))
+        backward += _through(f"{mlp}.down_proj", f"{mlp}.up_proj", f"{mlp}.act_fn", f"{mlp}.gate_proj")
         backward += [(mlp, True), *_through(f"{block}.post_attention_layernorm"), (attention, False)]
         backward += [*_through(*of_attention, f"{block}.input_layernorm"), (block, True)]
-        gradients += [f"{mlp}.{name}_proj" for name in ("down", "up", "gate")]
+        gradients += [f"{mlp}.down_proj", f"{mlp}.up_proj", f"{mlp}.gate_proj"]
         gradients += [f"{block}.post_attention_layernorm", *of_attention, f"{block}.input_layernorm"]
     forward += [*_through("model.norm"), ("model", True), *_through("lm_head"), ("root", True)]
     backward.append(("model.embed_tokens", False))
@@ -146,17 +161,33 @@ def llama_layout(size: LlamaSize) -> Layout:
 
     parameters = llama_parameters(size)
     index = {p.name.removesuffix(".weight"): i for i, p in enumerate(parameters)}
-    number = {module: i for i, module in enumerate(dict.fromkeys(module for module, _ in forward))}
-    weights = index | ({"lm_head": index["model.embed_tokens"]} if size.tied else {})
+    weights = dict(index)
+    if size.tied:
+        weights["lm_head"] = index["model.embed_tokens"]
+    number: dict[str, int] = {}
+    modules: list[tuple[int, ...]] = []
+    for module, _ in forward:
+        if module not in number:
+            number[module] = len(modules)
+            parameters_of = (weights[module],) if module in weights else ()
+            modules.append(parameters_of)
     rotary = 4 * (size.head_size // 2)
     return Layout(
         parameters=parameters,
         buffers=(("float32", rotary), ("float32", rotary)),  # inv_freq and original_inv_freq
         gradients=tuple(index[module] for module in gradients),
-        modules=tuple((weights[module],) if module in weights else () for module in number),
-        forward=tuple(~number[module] if leaves else number[module] for module, leaves in forward),
-        backward=tuple(~number[module] if leaves else number[module] for module, leaves in backward),
+        modules=tuple(modules),
+        forward=_numbered(forward, number),
+        backward=_numbered(backward, number),
     )
+
+
+def _numbered(visits: Sequence[_Visit], number: Mapping[str, int]) -> tuple[int, ...]:
+    """The visits as ``Layout`` has them."""
+    found = []
+    for module, leaves in visits:
+        found.append(~number[module] if leaves else number[module])
+    return tuple(found)
 
 
 def record(
@@ -164,21 +195,23 @@ def record(
 ) -> Layout:
     """Record the layout of a built model while it computes one loss and its backward.
 
-    Gradients are cleared and hooks are removed afterwards. Hooks are placed as in DeepSpeed's stage 3
-    (deepspeed/runtime/zero/parameter_offload.py:_register_deepspeed_module): on positional inputs and on all output
-    tensors.
+    Gradients are cleared and hooks are removed afterwards. Hooks are placed as in DeepSpeed's stage
+    3 (deepspeed/runtime/zero/parameter_offload.py:_register_deepspeed_module): on positional inputs
+    and on all output tensors.
     """
     named = dict(model.named_parameters())
-    unit_of = {id(p): i for i, block in enumerate(blocks, start=1) for p in block.parameters()}
+    unit_of: dict[int, int] = {}
+    for unit, block in enumerate(blocks, start=1):
+        unit_of |= dict.fromkeys(map(id, block.parameters()), unit)
     index = {id(p): i for i, p in enumerate(named.values())}
     recorder = _Recorder(index)
     gradients: list[int] = []
-    handles = [h for module in model.modules() for h in recorder.hook(module)]
-    handles += [
-        p.register_post_accumulate_grad_hook(lambda p: gradients.append(index[id(p)]))
-        for p in named.values()
-        if p.requires_grad
-    ]
+    handles: list[Any] = []
+    for module in model.modules():
+        handles += recorder.hook(module)
+    for p in named.values():
+        if p.requires_grad:
+            handles.append(p.register_post_accumulate_grad_hook(lambda p: gradients.append(index[id(p)])))
     loss(model, batch).backward()
     for handle in handles:
         handle.remove()

@@ -1,8 +1,8 @@
 """A Llama decoder from Hugging Face transformers, built from its config without a download, and its tokens.
 
-They are those of a Markov chain with a known entropy rate, or the bytes of a file. Both use token ids below 256, which
-every model's vocabulary contains. ``samples(count, length)`` returns samples 0 to ``count`` - 1 as token ids of shape
-[count, length]; sample i does not depend on ``count``.
+They are those of a Markov chain with a known entropy rate, or the bytes of a file. Both use token
+ids below 256, which every model's vocabulary contains. ``samples(count, length)`` returns samples 0
+to ``count`` - 1 as token ids of shape [count, length]; sample i does not depend on ``count``.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ MARKOV_TOKENS = 32
 class MarkovCorpus:
     """A stationary first-order Markov chain over the tokens 0 to 31.
 
-    Each row of the transition matrix is drawn from a symmetric Dirichlet distribution; its small concentration makes it
-    peaked, so that there is something to learn. Samples start from the stationary distribution.
+    Each row of the transition matrix is drawn from a symmetric Dirichlet distribution; its small
+    concentration makes it peaked, so that there is something to learn. Samples start from the
+    stationary distribution.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         rows = np.random.default_rng([seed, 1]).dirichlet(np.full(MARKOV_TOKENS, 0.1), size=MARKOV_TOKENS)
-        # Mixing in the uniform distribution makes the chain ergodic, so the stationary distribution is unique.
+        # Mixing in the uniform distribution makes the chain ergodic, so the stationary distribution
+        # is unique.
         self.transitions: NDArray[np.float64] = 0.99 * rows + 0.01 / MARKOV_TOKENS
 
     @cached_property
@@ -55,7 +57,8 @@ class MarkovCorpus:
     def samples(self, count: int, length: int) -> NDArray[np.int64]:
         """Draw by inverting the cumulative distributions; all samples advance together, one position at a time."""
         uniform = np.random.default_rng([self._seed, 2]).random((count, length))
-        # Row i's cumulative distribution lies in (i, i + 1], so one sorted array serves all rows at once.
+        # Row i's cumulative distribution lies in (i, i + 1], so one sorted array serves all rows at
+        # once.
         steps = np.cumsum(self.transitions, axis=1)
         table = (steps / steps[:, -1:] + np.arange(MARKOV_TOKENS)[:, None]).ravel()
         start = np.cumsum(self.stationary)
@@ -87,9 +90,9 @@ class FileCorpus:
 ATTENTION = "bench"
 """Name under which transformers finds ``attend``.
 
-For an unknown attention it creates no masks and does not check for packed sequences; that check would synchronize with
-the device in every micro-batch (transformers/masking_utils.py:_preprocess_mask_arguments).
-"""
+For an unknown attention it creates no masks and does not check for packed sequences; that check
+would synchronize with the device in every micro-batch
+(transformers/masking_utils.py:_preprocess_mask_arguments). """
 REPEATED = ("cuda", torch.float32)
 """Device and dtype for which keys and values are repeated for every query head; see ``attend``."""
 
@@ -123,10 +126,13 @@ class LlamaWorkload:
             use_cache=False,
         )
         config._attn_implementation = ATTENTION
-        # The accelerator's generator is only touched where weights are drawn there; torch.manual_seed would seed both.
+        # The accelerator's generator is only touched where weights are drawn there;
+        # torch.manual_seed would seed both.
         device = torch.get_default_device()
-        drawn_by = [] if device.type in ("cpu", "meta") else [device]
-        with torch.random.fork_rng(drawn_by, device_type=drawn_by[0].type if drawn_by else "cuda"):
+        drawn_by, device_type = [device], device.type
+        if device.type in ("cpu", "meta"):
+            drawn_by, device_type = [], "cuda"
+        with torch.random.fork_rng(drawn_by, device_type=device_type):
             torch.default_generator.manual_seed(self._spec.seed)
             if drawn_by:
                 torch.get_device_module(device).manual_seed(self._spec.seed)
@@ -152,10 +158,11 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Causal attention in a fused kernel: [batch, heads, tokens, head size] to [batch, tokens, heads, head size].
 
-    With fewer key heads than query heads, SDPA broadcasts them (``enable_gqa``). No fused CUDA kernel supports that in
-    fp32: SDPA falls back to the math kernel, which keeps all S x S scores per head and layer for the backward
-    (pytorch#181528). There keys and values are repeated instead. The dtype checked is that of the values: under
-    autocast, queries and keys leave the rotary embedding in fp32, and SDPA casts them.
+    With fewer key heads than query heads, SDPA broadcasts them (``enable_gqa``). No fused CUDA
+    kernel supports that in fp32: SDPA falls back to the math kernel, which keeps all S x S scores
+    per head and layer for the backward (pytorch#181528). There keys and values are repeated
+    instead. The dtype checked is that of the values: under autocast, queries and keys leave the
+    rotary embedding in fp32, and SDPA casts them.
     """
     if (value.device.type, value.dtype) == REPEATED:
         repeats = query.shape[1] // key.shape[1]

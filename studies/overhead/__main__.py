@@ -51,7 +51,8 @@ def beside_bare_loops(groups: int, windows: int) -> dict[str, dict[str, list[flo
             began, used = time.monotonic(), time.process_time()
             with tempfile.TemporaryDirectory() as folder:
                 is_bench_first = number % 2 == 0
-                steps = in_turn.steps(launcher, backend, backend, windows, Path(folder), is_bench_first=is_bench_first)
+                cell = in_turn.on_cpu(backend, windows)
+                steps = in_turn.steps(launcher, cell, backend, Path(folder), is_bench_first=is_bench_first)
             measured["watching"].append((time.process_time() - used) / (time.monotonic() - began))
             for (processes, loop), seconds in steps.items():
                 measured[f"{loop}, {processes}"].append(statistics.median(seconds))

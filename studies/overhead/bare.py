@@ -1,9 +1,9 @@
-"""Training loops without the bench, on the CPU.
+"""Training loops without the bench, on the CPU, and two of them on a GPU.
 
-Of the bench they have only model, weights, tokens and loss (``LlamaWorkload``). A window lasts from when its turn comes
-until the first micro-batch of the next is asked for, so it has N micro-batches, the update and the zeroing of
-gradients. Garbage is collected as Python does by default; the bench restricts that to what a trial has made
-(``bench.launch.preload``).
+Of the bench they have only model, weights, tokens and loss (``LlamaWorkload``, ``tensors``). A window lasts from when
+its turn comes until the first micro-batch of the next is asked for, so it has N micro-batches, the update and the
+zeroing of gradients; on a GPU it ends when all of that has been computed. Garbage is collected as Python does by
+default; the bench restricts that to what a trial has made (``bench.launch.preload``).
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bench.measure.tensors import tensors
+from bench.plan.cell import Cell
 from bench.workload import WorkloadSpec
 from bench.workload.llama import LlamaWorkload
 
 RANKS, N, MICRO_BATCH, LENGTH, SEED, LEARNING_RATE = 2, 2, 2, 64, 0, 1e-3
+"""Of what is trained on the CPU; seed and learning rate on a GPU too."""
 WARM_UP = 10
 """Windows that do not count. DDP takes statistics of its first ten, and of every 100th, which medians ignore."""
 
@@ -38,8 +41,8 @@ class Turns:
     key ``<phase> turn <t>`` as soon as all ranks have ended the turn before.
     """
 
-    def __init__(self, batches: Any, port: int, side: int, phase: int) -> None:
-        self._batches, self._side, self._phase = batches, side, phase
+    def __init__(self, batches: Any, cell: Cell, port: int, side: int, phase: int) -> None:
+        self._batches, self._cell, self._side, self._phase = batches, cell, side, phase
         self._store = dist.TCPStore("127.0.0.1", port)
         self.began: list[float] = []
         self.ended: list[float] = []
@@ -49,7 +52,7 @@ class Turns:
 
     def __iter__(self) -> Iterator[Tensor]:
         for index, batch in enumerate(self._batches):
-            if index % N == 0:
+            if index % self._cell.accumulate == 0:
                 self.end()
                 self._store.wait([key(self._phase, self._turn(len(self.began)))])
                 self.began.append(time.perf_counter())
@@ -58,9 +61,11 @@ class Turns:
     def end(self) -> None:
         """End the window that has begun, if any."""
         if len(self.ended) < len(self.began):
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # or the other side would begin while this one computes
             self.ended.append(time.perf_counter())
             turn = self._turn(len(self.ended) - 1)
-            if self._store.add(f"{self._phase} ended {turn}", 1) == RANKS:
+            if self._store.add(f"{self._phase} ended {turn}", 1) == self._cell.world_size:
                 self._store.set(key(self._phase, turn + 1), "")
 
     def seconds(self) -> list[float]:
@@ -73,9 +78,10 @@ class Turns:
 class Loop:
     """What all loops share: model, micro-batches and loss."""
 
-    def __init__(self, turns: Turns, workload: LlamaWorkload) -> None:
-        self.turns, self.workload = turns, workload
-        self.model = workload.model()
+    def __init__(self, turns: Turns, workload: LlamaWorkload, cell: Cell, device: torch.device) -> None:
+        self.turns, self.workload, self.cell, self.device = turns, workload, cell, device
+        made = tensors(cell, device)
+        self.model = made.place(made.model(workload.model))
         self.losses: list[Tensor] = []
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
@@ -94,9 +100,9 @@ def ddp(loop: Loop) -> None:
     model = DistributedDataParallel(loop.model, gradient_as_bucket_view=True)
     optimizer = loop.optimizer(model)
     for index, batch in enumerate(loop.turns, start=1):
-        last = index % N == 0
+        last = index % loop.cell.accumulate == 0
         with nullcontext() if last else model.no_sync():
-            (loop.loss(model, batch) / N).backward()
+            (loop.loss(model, batch) / loop.cell.accumulate).backward()
         if last:
             optimizer.step()
             optimizer.zero_grad()
@@ -108,16 +114,16 @@ def fsdp2(loop: Loop) -> None:
     from torch.distributed.fsdp import fully_shard
 
     model: Any = loop.model
-    mesh = init_device_mesh("cpu", (RANKS,))
+    mesh = init_device_mesh(loop.device.type, (loop.cell.world_size,))
     for block in loop.workload.blocks(model):
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
     fully_shard(model, mesh=mesh)
     optimizer = loop.optimizer(model)
     for index, batch in enumerate(loop.turns, start=1):
-        last = index % N == 0
+        last = index % loop.cell.accumulate == 0
         model.set_requires_gradient_sync(last)
         model.set_is_last_backward(last)
-        (loop.loss(model, batch) / N).backward()
+        (loop.loss(model, batch) / loop.cell.accumulate).backward()
         if last:
             optimizer.step()
             optimizer.zero_grad()
@@ -130,13 +136,13 @@ def deepspeed(loop: Loop) -> None:
     from deepspeed.utils.logging import logger
 
     logger.setLevel("ERROR")
-    os.environ["LOCAL_SIZE"] = str(RANKS)
+    os.environ["LOCAL_SIZE"] = str(loop.cell.world_size)
     vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False  # would be compiled
     comm.init_distributed(dist_init_required=False)
     bucket = sum(parameter.numel() for parameter in loop.model.parameters())  # less than 25 MiB
     config = {
-        "train_micro_batch_size_per_gpu": MICRO_BATCH,
-        "gradient_accumulation_steps": N,
+        "train_micro_batch_size_per_gpu": loop.cell.micro_batch_size,
+        "gradient_accumulation_steps": loop.cell.accumulate,
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": False},
@@ -181,10 +187,10 @@ def lightning(loop: Loop) -> None:
         logging.getLogger(f"lightning.{part}").setLevel(logging.ERROR)
     trainer = Trainer(
         accelerator="cpu",
-        devices=RANKS,
+        devices=loop.cell.world_size,
         strategy=DDPStrategy(process_group_backend="gloo", gradient_as_bucket_view=True),
         precision="32-true",
-        accumulate_grad_batches=N,
+        accumulate_grad_batches=loop.cell.accumulate,
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
@@ -204,20 +210,23 @@ LOOPS: dict[str, Callable[[Loop], None]] = {
 """By the name of the bench's backend that does the same."""
 
 
-def batches(tokens: Tensor, rank: int) -> list[Tensor]:
+def batches(tokens: Tensor, rank: int, cell: Cell) -> list[Tensor]:
     """The micro-batches of a rank: number j of all ranks together is samples j M to (j + 1) M - 1."""
-    return list(tokens.split(MICRO_BATCH))[rank::RANKS]
+    return list(tokens.split(cell.micro_batch_size))[rank :: cell.world_size]
 
 
-def means(losses: Sequence[Tensor]) -> list[float]:
-    return torch.stack(list(losses)).double().view(-1, N).mean(dim=1).tolist()
+def means(losses: Sequence[Tensor], accumulate: int) -> list[float]:
+    return torch.stack(list(losses)).double().cpu().view(-1, accumulate).mean(dim=1).tolist()
 
 
-def train(backend: str, rank: int, windows: int, turns: Callable[[Any], Turns]) -> dict[str, list[float]]:
-    """Train the windows in turn with another group: by window, seconds, and mean losses in nats per token."""
-    workload = LlamaWorkload(WorkloadSpec(model="tiny", sequence_length=LENGTH, seed=SEED, corpus=None))
-    tokens = workload.data(windows * N * MICRO_BATCH * RANKS)
-    loop = Loop(turns(batches(tokens, rank)), workload)
+def train(
+    backend: str, rank: int, cell: Cell, device: torch.device, turns: Callable[[Any], Turns]
+) -> dict[str, list[float]]:
+    """Train the windows of a cell in turn with another group: by window, seconds, and mean losses in nats per token."""
+    spec = WorkloadSpec(model=cell.model, sequence_length=cell.sequence_length, seed=cell.seed, corpus=None)
+    workload = LlamaWorkload(spec)
+    tokens = workload.data(cell.windows * cell.global_batch_size).to(device)
+    loop = Loop(turns(batches(tokens, rank, cell)), workload, cell, device)
     LOOPS[backend](loop)
     loop.turns.end()
-    return {"seconds": loop.turns.seconds(), "losses": means(loop.losses)}
+    return {"seconds": loop.turns.seconds(), "losses": means(loop.losses, cell.accumulate)}

@@ -15,7 +15,7 @@ from bench.backends.base import registry
 from bench.errors import BAD, GOOD
 from bench.judge import tables
 from bench.judge.analysis import Analysis
-from bench.judge.loading import Run, run_of
+from bench.judge.loading import Run
 from bench.launch.launcher import Launcher
 from bench.measure.taps import EventKind, Taps
 from bench.plan.cell import Device, Status
@@ -26,8 +26,8 @@ from bench.report.answer import answer
 from bench.report.curves import draw_step_time
 from bench.run.journal import Journal
 from tests.conftest import bench
+from tests.factories import judged_run, make_manifest, make_matrix, make_record
 from tests.factories import make_cell as cell_of
-from tests.factories import make_manifest, make_matrix, make_record
 from tests.pages import report, write_large_run
 
 Timed = Callable[..., Any]
@@ -45,7 +45,7 @@ def records() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def run(records: list[dict[str, Any]]) -> Run:
-    return run_of(records, make_manifest(finished="2025-01-01T00:00:00+00:00"))
+    return judged_run(records, make_manifest(finished="2025-01-01T00:00:00+00:00"))
 
 
 @pytest.fixture(scope="module")

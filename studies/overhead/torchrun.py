@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import warnings
 from multiprocessing import set_forkserver_preload
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from bench.plan.cell import Device
 from bench.plan.task import Task
 from studies.overhead.in_turn import work
 
@@ -31,9 +33,13 @@ def main(task_json: str) -> None:
     warnings.simplefilter("ignore", FutureWarning)  # DeepSpeed's collectives warn at every call
     torch.set_num_threads(task.threads)
     torch.manual_seed(task.seed)
-    dist.init_process_group("gloo")
+    device = torch.device("cpu")
+    if task.device is Device.CUDA:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if task.device is Device.CUDA else "gloo")
     rank = dist.get_rank()
-    result = work(task, rank, torch.device("cpu"))
+    result = work(task, rank, device)
     Path(task.folder, f"torchrun{rank}.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()

@@ -15,21 +15,21 @@ import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 from bench.errors import BAD, GOOD
-from bench.judge.gates import known_defect
+from bench.judge.gates import defect_of_trial
 from bench.judge.loading import load
-from bench.judge.tables import rows_of
+from bench.judge.trial_columns import TrialRow
 from bench.plan.cell import Status
 from bench.run.journal import read_manifest
+from bench.run.manifest import Manifest
+from studies import ROOT
 from studies.versions.environment import FailedError, create, pip, run, without_folders
 from studies.versions.versions_page import Smoke
 
-ROOT = Path(__file__).resolve().parents[2]
 OTHERS = ("lightning", "deepspeed", "transformers", "accelerate", "torchtitan")
 TIMEOUT_S = 3600
 """Of an installation, which may download CUDA, and of a run."""
@@ -39,7 +39,7 @@ def smokes() -> Iterator[Smoke]:
     """One run for each pair of a torch and an end of the other packages."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    required = map(Requirement, [*project["dependencies"], *extras["hf"], *extras["torchtitan"]])
+    required = map(Requirement, [*extras["frameworks"], *extras["hf"], *extras["torchtitan"]])
     found = {requirement.name: ends(requirement) for requirement in required if requirement.name in ("torch", *OTHERS)}
     for torch in dict.fromkeys(found["torch"]):
         with tempfile.TemporaryDirectory(prefix="bench-versions-") as folder:
@@ -72,16 +72,16 @@ def smoke(python: Path, packages: Mapping[str, str], folder: Path) -> Smoke:
     except FailedError as failure:
         return Smoke(packages=dict(packages), result=str(failure), good=False, **about)
     manifest = read_manifest(folder)
-    result, good = outcome(manifest, rows_of(load(folder).tables.trials))
-    return Smoke(packages={name: manifest["packages"][name] for name in packages}, result=result, good=good, **about)
+    result, good = outcome(manifest, load(folder).tables.trial_rows)
+    return Smoke(packages={name: manifest.packages[name] for name in packages}, result=result, good=good, **about)
 
 
-def outcome(manifest: Mapping[str, Any], trials: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
+def outcome(manifest: Manifest, trials: Sequence[TrialRow]) -> tuple[str, bool]:
     """How the trials of a run ended, in words, and whether none failed."""
-    failed = [trial for trial in trials if trial["status"] != Status.OK]
-    known = [trial for trial in failed if known_defect(manifest, trial)]
+    failed = [trial for trial in trials if trial.status is not Status.OK]
+    known = [trial for trial in failed if defect_of_trial(manifest, trial)]
     words = [f"{len(trials) - len(failed)} of {len(trials)} trials ok"]
     words += [f"{len(known)} invalid by a documented defect"] if known else []
     others = [trial for trial in failed if trial not in known]
-    words += [without_folders(f"{trial['backend']} {trial['status']}: {trial['reason']}") for trial in others]
-    return "; ".join(words), all(trial["status"] == Status.UNSUPPORTED for trial in others)
+    words += [without_folders(f"{trial.cell.backend} {trial.status}: {trial.reason}") for trial in others]
+    return "; ".join(words), all(trial.status is Status.UNSUPPORTED for trial in others)

@@ -95,15 +95,16 @@ def merged(before: Iterable[Entry], now: Iterable[Entry]) -> list[Entry]:
     return [newest[key] for key in sorted(newest)]
 
 
-def write(entries: Sequence[Entry], smokes: Sequence[Smoke], folder: Path) -> None:
+def write(entries: Sequence[Entry], smokes: Sequence[Smoke], weights: str, folder: Path) -> None:
+    """Write the data and the page; ``weights`` is the section of ``grid_page``."""
     folder.mkdir(parents=True, exist_ok=True)
     stored = {"schema": 1, "versions": list(map(asdict, entries)), "smoke": list(map(asdict, smokes))}
     (folder / "versions.json").write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
-    (folder / "versions.md").write_text(markdown(entries, smokes), encoding="utf-8")
+    (folder / "versions.md").write_text(markdown(entries, smokes, weights), encoding="utf-8")
 
 
-def markdown(entries: Sequence[Entry], smokes: Sequence[Smoke]) -> str:
-    """The page: a table with a row per smoke run, and one with a row per measurement of a version."""
+def markdown(entries: Sequence[Entry], smokes: Sequence[Smoke], weights: str) -> str:
+    """The page: a table with a row per smoke run, one with a row per measurement of a version, and the weights."""
     environments: dict[str, list[str]] = {}
     for entry in entries:
         words = f"Measured on {entry.date} with torch {entry.torch} and Python {entry.python}"
@@ -117,7 +118,7 @@ def markdown(entries: Sequence[Entry], smokes: Sequence[Smoke]) -> str:
     for (package, finding, *measured), alike in groupby(rows(entries), lambda row: (*row[:2], *row[3:])):
         shared.append([package, finding, ", ".join(row[2] for row in alike), *measured])
     lines += markdown_table(["package", "finding", "versions", "measured", "good"], shared)
-    return "\n".join(lines)
+    return "\n".join([*lines, weights])
 
 
 def _yes(good: bool) -> str:

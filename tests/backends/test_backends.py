@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.backends import fsdp2
 from bench.backends.base import EXTRA_BACKENDS, known, registry
+from bench.backends.deepspeed import ZeroBackend
 from bench.errors import UnsupportedError
 from bench.launch.launcher import Launcher
 from bench.measure.trial import RankTrial
@@ -110,8 +111,9 @@ def calls(run: Run, backend: str, op: str, dtype: str = "float32") -> tuple[int,
 def test_eager_backends_reduce_n_times_and_deferred_ones_once(fp32_run: Run, backend: str) -> None:
     """DDP and stage 2 all-reduce; the others reduce-scatter, and HSDP all-reduces halves across its replicas too."""
     kind = registry()[backend]
-    whole = kind.sharding is Sharding.NONE or kind.stage == 2
-    flag = 4 if kind.stage == 2 else 0  # the check for overflow
+    is_stage_2 = issubclass(kind, ZeroBackend) and kind.stage == 2
+    whole = kind.sharding is Sharding.NONE or is_stage_2
+    flag = 4 if is_stage_2 else 0  # the check for overflow
     times = 1 if kind.sync is Sync.DEFERRED else N
     assert calls(fp32_run, backend, "all_reduce" if whole else "reduce_scatter")[1] == times * 4 * P + flag
     if kind.replicate:

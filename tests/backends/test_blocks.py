@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from bench.backends import blocks
 from bench.backends.base import registry
+from bench.backends.deepspeed import ZeroStage3
 from bench.backends.zero_options import check_input
 from bench.errors import UnsupportedError
 from bench.plan.cell import Device
+from bench.plan.world import Refusals
 from bench.workload import load
 from tests.conftest import Run, run_matrix
 from tests.factories import make_backend, make_cell
@@ -126,7 +128,7 @@ def test_nothing_is_compiled_again_between_the_end_of_warm_up_and_that_of_the_pa
 def test_what_refuses_says_why() -> None:
     made = make_backend("made")
     assert blocks.refusal(make_cell(activation_checkpointing=True, compiled=True), made) == ""
-    made.not_compiled, made.not_checkpointed = "it is compiled already", "it has no blocks"
+    made.refuses = Refusals(compiled="it is compiled already", checkpointed="it has no blocks")
     assert blocks.refusal(make_cell(), made) == ""
     assert blocks.refusal(make_cell(compiled=True), made) == (
         "made cannot run with compiled blocks: it is compiled already"
@@ -136,8 +138,8 @@ def test_what_refuses_says_why() -> None:
     )
     fake = make_cell(virtual=True, fake_tensors=True, compiled=True)
     assert "fake tensors cannot be compiled" in blocks.refusal(fake, make_backend("fine"))
-    refusing = {name for name, backend in registry().items() if backend.not_compiled}
-    assert refusing == {name for name, backend in registry().items() if backend.stage == 3}
+    refusing = {name for name, backend in registry().items() if backend.refuses.compiled}
+    assert refusing == {name for name, backend in registry().items() if issubclass(backend, ZeroStage3)}
 
 
 def test_what_is_missing_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 from pathlib import Path
-from pkgutil import resolve_name
 from types import SimpleNamespace
 
 import pytest
@@ -79,8 +78,6 @@ def test_a_framework_has_a_colour_of_its_own_and_its_parts_exist() -> None:
     assert len(colours) == len(dict(colours)) == len({colour for _, colour in colours})
     for backend in registry().values():
         assert backend.family is not base.BackendFamily.OTHER
-        if backend.scenario_variant:
-            assert issubclass(backend, resolve_name(backend.scenario_variant).__bases__)
 
 
 def test_what_has_never_run_must_be_named_and_says_so() -> None:

@@ -1,9 +1,14 @@
-"""The parts of docs/gpu.md that tests write: each between two markers."""
+"""What tests write: a part of docs/gpu.md, between two markers, and the table of waits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from tests.conftest import ROOT
+
+WAITS = ROOT / "results" / "gpu-stub" / "waits.csv"
 
 
 def write(path: Path, title: str, lines: Sequence[str]) -> None:
@@ -25,3 +30,14 @@ def _parts(path: Path, title: str) -> tuple[str, str, str]:
     between, closed, after = rest.partition(end)
     assert found and closed, f"{path} lacks {begin} and {end}"
     return before + begin, between, end + after
+
+
+def write_waits(world_size: int, rows: Sequence[Mapping[str, str]]) -> None:
+    """Put rows in place of those of the same number of GPUs."""
+    with WAITS.open(newline="", encoding="utf-8") as file:
+        others = [row for row in csv.DictReader(file) if row["world_size"] != str(world_size)]
+    every = [*others, *({"world_size": str(world_size), **row} for row in rows)]
+    with WAITS.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(every[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(sorted(every, key=lambda row: int(row["world_size"])))

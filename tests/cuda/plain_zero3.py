@@ -2,7 +2,7 @@
 
 Trains with ZeRO-3 on two GPUs that are not there, whose streams are threads, and writes docs/zero3.json: for each
 configuration, how far losses are from those without threads, by seed. With ``--gpu`` it trains on the GPUs that are
-there, and prints how far losses are from those of a host that waits for each kernel.
+there, and prints how far losses are from those of a host that waits for each kernel; two ranks share a single GPU.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ import os
 import socket
 import subprocess
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from bench.launch import shared_nccl
 from tests.conftest import ROOT
 from tests.cuda_stub import build
 
@@ -33,6 +36,10 @@ SEEDS = (2, 3, 5, 6, 7)
 RANKS, SAMPLES = 2, 16
 STEPS_AND_SIZE, OF_A_GPU = (6, 512), (200, 4096)
 """Updates, and the width of each layer: on a GPU so wide that writing weights takes longer than enqueuing a gather."""
+SHARED, STEPS_OF_SHARED = ("nothing kept, timer off", "defaults"), 8
+"""Configurations and updates of two ranks on one GPU, whose gathers go through sockets."""
+LIMIT_S, POLL_S = 60.0, 0.1
+"""How long the ranks may take to connect, and each collective; how often they are looked at."""
 
 
 def train(config: dict[str, Any], steps: int, size: int) -> list[float]:
@@ -44,8 +51,8 @@ def train(config: dict[str, Any], steps: int, size: int) -> list[float]:
     from bench.backends.deepspeed import prepare
 
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", timeout=timedelta(seconds=LIMIT_S))
     prepare()
     import deepspeed
 
@@ -67,25 +74,29 @@ def train(config: dict[str, Any], steps: int, size: int) -> list[float]:
     return [loss / ranks for loss in summed.tolist()]
 
 
-def losses_of(name: str, environment: dict[str, str], ranks: int, steps: int, size: int) -> list[float]:
-    """Those of a training of a configuration."""
+def losses_of(
+    name: str, environment: dict[str, str], ranks: int, steps: int, size: int, *, shared: bool = False
+) -> list[float]:
+    """Those of a training of a configuration, in which all ranks may share one GPU."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     command = [sys.executable, "-m", "tests.cuda.plain_zero3", "--rank", name, str(steps), str(size)]
-    processes = [
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, **environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    outputs = [process.communicate()[0] for process in processes]
-    found: list[float] = json.loads(outputs[0].splitlines()[-1])
+    processes = []
+    for rank in range(ranks):
+        own = {"RANK": str(rank), "LOCAL_RANK": "0" if shared else str(rank)}
+        own |= shared_nccl.environment(rank) if shared else {}
+        told = {**os.environ, **environment, **own}
+        processes.append(subprocess.Popen(command, cwd=ROOT, env=told, stdout=subprocess.PIPE, text=True))
+    while (codes := [process.poll() for process in processes]) != [0] * ranks:
+        if failed := list(filter(None, codes)):
+            for process in processes:
+                process.kill()  # it would wait for the other
+            raise SystemExit(f"{name}: a rank ended with exit status {failed[0]}")
+        time.sleep(POLL_S)
+    output, _ = processes[0].communicate()
+    found: list[float] = json.loads(output.splitlines()[-1])
     return found
 
 
@@ -104,12 +115,15 @@ def over_a_stub(stub: Path) -> None:
 
 
 def on_gpus() -> None:
-    """Train in every configuration, on all GPUs."""
+    """Train in every configuration, on all GPUs; with two ranks on a single one, in some."""
     import torch
 
-    for name in CONFIGS:
+    shared, (steps, size) = torch.cuda.device_count() == 1, OF_A_GPU
+    ranks = RANKS if shared else torch.cuda.device_count()
+    steps = STEPS_OF_SHARED if shared else steps
+    for name in SHARED if shared else CONFIGS:
         waiting, free = (
-            losses_of(name, environment, torch.cuda.device_count(), *OF_A_GPU)
+            losses_of(name, environment, ranks, steps, size, shared=shared)
             for environment in ({"CUDA_LAUNCH_BLOCKING": "1"}, {})
         )
         deviation(name, free, waiting)

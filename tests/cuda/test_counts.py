@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import string
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,6 @@ import pytest
 
 from bench.backends.base import registry
 from bench.plan.cell import REFERENCES, Cell
-from bench.tabular import markdown_table
 from tests.cuda import page
 from tests.cuda.allowed import FRAMEWORKS, NATIVE_FRAMEWORKS, WAITS
 from tests.cuda.cells import NEVER, NEVER_ALONE, counted_cell
@@ -26,8 +24,10 @@ WORDS = {
     "BLOCKING_COPY": "copy",
     "BLOCKING_FREE": "free",
 }
-"""For what the host waits, as the page and the list of what is known have it."""
+"""For what the host waits, as the table and the list of what is known have it."""
 
+KINDS = {"kernels": "KERNEL", "of_libraries": "LIBRARY", "copies": "COPY", "collectives": "COLLECTIVE"}
+"""Columns of the table of waits, and what is counted for each."""
 ON_AN_H100 = {
     "ddp-deferred": (18785, 246 + 892),
     "fsdp2-eager": (17692, 2660 + 892),
@@ -92,8 +92,8 @@ def counted(request: pytest.FixtureRequest, shared_machine: Machine) -> list[Fou
     bad = {cell.backend: trial["reason"] for cell, trial in zip(cells, trials, strict=True) if trial["status"] != "ok"}
     assert not bad
     found = [found_in(trial, cell) for cell, trial in zip(cells, trials, strict=True)]
-    if out := request.config.getoption("--gpu-page"):
-        page.write(out, f"W = {world_size}", table(found))
+    if request.config.getoption("--gpu-page"):
+        page.write_waits(world_size, [row_of(trial) for trial in found])
     return found
 
 
@@ -115,13 +115,9 @@ def test_an_h100_did_what_is_counted_and_what_libraries_launch(counted: Sequence
         assert copies - trial.counts["COPY"] in (608, 609), trial.backend
 
 
-def table(found: Sequence[Found]) -> list[str]:
-    """Lines of Markdown: a table that names waits by letters, and what the letters stand for."""
-    letters = dict(zip(sorted({place for row in found for place in row.waits}), string.ascii_lowercase, strict=False))
-    header, rows = ("backend", "kernels", "of libraries", "copies", "collectives", "waits", "where"), []
-    for row in found:
-        numbers = [row.counts[name] for name in ("KERNEL", "LIBRARY", "COPY", "COLLECTIVE")]
-        numbers.append(sum(row.counts[kind.name] for kind in WAITING))
-        where = ", ".join(f"{times} x {letters[place]}" for place, times in sorted(row.waits.items()))
-        rows.append((row.backend, *(f"{number:g}" for number in numbers), where or "-"))
-    return [*markdown_table(header, rows, range(1, 6)), *(f"- {letter}: {place}" for place, letter in letters.items())]
+def row_of(found: Found) -> dict[str, str]:
+    """A row of results/gpu-stub/waits.csv."""
+    counts = {name: found.counts[kind] for name, kind in KINDS.items()}
+    counts["waits"] = sum(found.counts[kind.name] for kind in WAITING)
+    where = "; ".join(f"{times} x {place}" for place, times in sorted(found.waits.items()))
+    return {"backend": found.backend, **{name: f"{count:g}" for name, count in counts.items()}, "where": where}

@@ -29,7 +29,7 @@ def cells() -> dict[str, Cell]:
     the peak is the same in every one.
     """
     found: dict[str, Cell] = {}
-    for cell in expand(matrix_file.load("gpu"), registry(), 1):
+    for cell in expand(matrix_file.load("gpu"), registry(), 1).cells:
         if cell.backend not in REFERENCES and cell.world.has_all_ranks:
             found.setdefault(cell.model, dataclasses.replace(cell, timed_windows=2))
     found["135m"] = dataclasses.replace(next(iter(found.values())), model="135m")
@@ -52,7 +52,7 @@ def test_the_peak_is_that_of_a_trial_on_fake_tensors(machine: Machine, model: st
     settings = {"FAKE_WEIGHTS": "none", "FAKE_COPY_MAX": "65536", "FAKE_MEM_MIB": memory}
     fake = dataclasses.replace(cell, virtual=True, fake_tensors=True)
     trials = machine.trials([cell], ("time", "memory"), gpus=1, **settings)
-    trials += machine.trials([fake], ("memory",), gpus=1) if not registry()[cell.backend].not_fake else []
+    trials += machine.trials([fake], ("memory",), gpus=1) if not registry()[cell.backend].refuses.fake else []
     assert [trial["status"] for trial in trials] == ["ok"] * len(trials), trials
     peak = trials[0]["found"]["time"]["cuda_memory"]["allocated"]
     exact = trials[-1]["found"]["memory"]["peak"] + WORKSPACES

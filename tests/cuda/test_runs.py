@@ -18,6 +18,7 @@ import pytest
 
 from bench.judge.gates import known_defect
 from bench.run.journal import Journal, read_manifest
+from bench.run.manifest import GpuSharing
 from tests.conftest import ROOT
 from tests.cuda import page
 from tests.cuda.cells import NEVER_ALONE
@@ -66,7 +67,9 @@ def judged(machine: Machine) -> list[str]:
     trials = pd.read_parquet(machine.folder / "run" / "trials.parquet")
     invalid = trials[trials["status"] == "invalid"].to_dict("records")
     manifest = read_manifest(machine.folder / "run")
-    return [f"{row['backend']}: {row['reason']}" for row in invalid if not known_defect(manifest, row)]
+    causes = ("backend", "status", "failed_gates", "update_causes")
+    wrong = [row for row in invalid if not known_defect(manifest, *(row[name] for name in causes))]
+    return [f"{row['backend']}: {row['reason']}" for row in wrong]
 
 
 VARIANTS: Mapping[str, tuple[str, ...]] = {
@@ -202,14 +205,35 @@ def test_a_virtual_world_on_a_gpu(machine: Machine) -> None:
     assert all(record["cell"]["virtual"] and record["cell"]["world_size"] == 8 for record in records)
 
 
+SHARING = "ddp-deferred,fsdp2-eager,deepspeed-zero2-eager,lightning-deepspeed-zero3"
+
+
+def shared_records(machine: Machine, **settings: str) -> list[dict[str, Any]]:
+    """The trials of two ranks that share a GPU, which are as they should be."""
+    options = ("--share-gpu", "--world-size", "2", "--backend", SHARING)
+    process = machine.bench(*SMOKE, *options, "--out", "run", **settings)
+    records = [record for record in machine.records() if record["cell"]["backend"] != "reference"]
+    assert {record["cell"]["backend"] for record in records} == set(SHARING.split(",")), process.stderr
+    assert not unexpected(records), told(records)
+    return records
+
+
 @pytest.mark.parametrize("visible", ["0", "GPU-11111111-1111-1111-1111-111111111111"], ids=["index", "uuid"])
 def test_ranks_that_share_a_gpu(machine: Machine, visible: str) -> None:
-    backends = "ddp-deferred,fsdp2-eager,deepspeed-zero2-eager,lightning-deepspeed-zero3"
-    options = ("--share-gpu", "--world-size", "2", "--backend", backends)
-    machine.bench(*SMOKE, *options, "--out", "run", CUDA_VISIBLE_DEVICES=visible)
-    records = [record for record in machine.records() if record["cell"]["backend"] != "reference"]
-    assert {record["cell"]["backend"] for record in records} == set(backends.split(","))
-    assert not unexpected(records), told(records)
+    """Over NCCL, for which each rank is a host of its own, so their collectives overlap with computing as elsewhere."""
+    records = shared_records(machine, CUDA_VISIBLE_DEVICES=visible, NCCL_PROTO="Simple")
+    assert read_manifest(machine.folder / "run").sharing == GpuSharing(over="NCCL")
+    assert all(record["cell"]["shared_nccl"] and "exposure" in record["passes"] for record in records)
+    trials = pd.read_parquet(machine.folder / "run" / "trials.parquet").set_index("backend").loc[SHARING.split(",")]
+    assert trials[["step_time_s", "exposed_s", "collective_s"]].isna().all(axis=None), "they took turns on the GPU"
+
+
+def test_ranks_that_share_a_gpu_use_gloo_where_nccl_fails(machine: Machine) -> None:
+    records = shared_records(machine, FAKE_NCCL_KILL="1:2")
+    sharing = read_manifest(machine.folder / "run").sharing
+    assert sharing is not None and sharing.over == "gloo"
+    assert "rank 1" in sharing.reason and "SIGKILL" in sharing.reason
+    assert not any(record["cell"]["shared_nccl"] or "exposure" in record["passes"] for record in records)
 
 
 def test_a_cell_that_does_not_fit_is_a_row_that_says_so(machine: Machine) -> None:

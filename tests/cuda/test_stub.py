@@ -9,8 +9,7 @@ import os, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
 
 def rank(number, size, port):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(number), WORLD_SIZE=str(size))
-    torch.cuda.set_device(number)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", number))
+    {join}
     {body}
     sys.stdout.flush()
     os._exit(0)
@@ -24,9 +23,15 @@ if __name__ == "__main__":
 """
 
 
-def run_ranks(machine: Machine, body: str, *, values: bool = False, **settings: str) -> str:
+JOIN = """
+    torch.cuda.set_device(number)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", number))
+"""
+
+
+def run_ranks(machine: Machine, body: str, *, join: str = JOIN, values: bool = False, **settings: str) -> str:
     script = machine.folder / "ranks.py"
-    script.write_text(RANKS.replace("{body}", body.strip()))
+    script.write_text(RANKS.replace("{join}", join.strip()).replace("{body}", body.strip()))
     code = f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')"
     return machine.python(code, gpus=3, values=values, **settings)
 
@@ -41,6 +46,27 @@ def test_ranks_that_ask_nccl_for_different_things_are_told(machine: Machine) -> 
         if number == 0: print("ranks disagree" in str(error))
     """
     assert run_ranks(machine, body) == "True"
+
+
+SHARED = """
+    if os.environ.get("HOSTS") == "own":
+        os.environ["NCCL_HOSTID"] = f"host {number}"
+    torch.cuda.set_device(0)
+"""
+
+
+def test_nccl_refuses_ranks_with_the_same_host_and_gpu(machine: Machine) -> None:
+    body = """
+    try:
+        dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
+        values = torch.ones(1).cuda()
+        dist.all_reduce(values)
+        if number == 0: print(values.item())
+    except dist.DistBackendError as error:
+        if number == 0: print("Duplicate GPU detected" in str(error))
+    """
+    assert run_ranks(machine, body, join=SHARED, values=True) == "True"
+    assert run_ranks(machine, body, join=SHARED, values=True, HOSTS="own") == "3.0"
 
 
 def test_what_a_process_sees_of_its_gpus(machine: Machine) -> None:

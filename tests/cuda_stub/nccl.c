@@ -5,6 +5,8 @@
  * payloads are sent and reduced, in chunks of SLOT bytes per rank, in the order of ranks and rounded at each addition, as
  * NCCL's kernels round. Without values larger payloads are not moved, since nothing that is worth it was computed.
  *
+ * Two ranks of a communicator on one GPU are refused, unless NCCL_HOSTID makes them hosts of their own.
+ *
  * Where streams are threads (stream.c), a call returns at once, as NCCL's does, and ranks that disagree are told by
  * ncclCommGetAsyncError. Calls of one communicator are carried out one after the other on whatever streams.
  *
@@ -23,6 +25,7 @@
 #include <unistd.h>
 
 #include "counters.h"
+#include "device.h"
 #include "stream.h"
 #include "values.h"
 
@@ -53,6 +56,8 @@ struct request {
 };
 
 struct member {
+    uint64_t host;
+    int gpu;
     struct request request;
     char payload[SLOT];
 };
@@ -114,6 +119,33 @@ static Result wait_for_all(struct communicator *own) {
     return SUCCESS;
 }
 
+/* What NCCL takes for the host of this process: NCCL_HOSTID, or otherwise its name. */
+static uint64_t host_hash(void) {
+    const char *given = getenv("NCCL_HOSTID");
+    char name[256] = "";
+    if (given == NULL && gethostname(name, sizeof name - 1) == 0)
+        given = name;
+    uint64_t hash = 14695981039346656037u; /* FNV-1a */
+    for (const char *at = given ? given : ""; *at; at++)
+        hash = (hash ^ (unsigned char)*at) * 1099511628211u;
+    return hash;
+}
+
+/* As NCCL: two ranks of one communicator may not have the same host and GPU. */
+static Result require_gpus_of_their_own(const struct communicator *own) {
+    const struct member *members = own->meeting->members;
+    for (int rank = 0; rank < own->size; rank++)
+        for (int other = 0; other < rank; other++)
+            if (members[rank].host == members[other].host && members[rank].gpu == members[other].gpu) {
+                snprintf(last_error, sizeof last_error,
+                         "Duplicate GPU detected : rank %d and rank %d both on CUDA device %x", rank, other,
+                         1 + members[rank].gpu);
+                fprintf(stderr, "stub of NCCL: %s\n", last_error);
+                return INVALID_USAGE;
+            }
+    return SUCCESS;
+}
+
 static Result join(struct communicator *own) {
     size_t size = shared_bytes(own);
     own->is_first = num_communicators++ == 0;
@@ -124,9 +156,11 @@ static Result join(struct communicator *own) {
     close(file);
     if (own->meeting == MAP_FAILED)
         return SYSTEM_ERROR;
+    own->meeting->members[own->rank].host = host_hash();
+    own->meeting->members[own->rank].gpu = device_current_gpu();
     Result result = wait_for_all(own);
     shm_unlink(own->name); /* all have it open; whoever comes second finds it gone */
-    return result;
+    return result == SUCCESS ? require_gpus_of_their_own(own) : result;
 }
 
 static struct communicator *new_communicator(int size, int rank) {

@@ -16,7 +16,7 @@ from typing import Any
 
 from bench.plan.cell import REFERENCE
 from bench.plan.schedule import block
-from bench.run.journal import JOURNAL, MANIFEST, Journal, read_manifest
+from bench.run.journal import JOURNAL, MANIFEST, Journal, read_document
 from tests.conftest import ROOT, Run
 from tests.factories import make_cell
 from tests.faults import backends
@@ -106,7 +106,7 @@ class Place:
     @property
     def is_finished(self) -> bool:
         """Whether all trials are in the journal."""
-        return (self.folder / "run" / MANIFEST).exists() and "finished" in read_manifest(self.folder / "run")
+        return (self.folder / "run" / MANIFEST).exists() and "finished" in read_document(self.folder / "run")
 
     @property
     def whole_lines(self) -> bytes:

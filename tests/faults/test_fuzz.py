@@ -31,7 +31,7 @@ from bench.plan.expand import expand
 from bench.plan.matrix import KEYS
 from bench.report import canvas, figures
 from bench.run import start
-from bench.run.journal import JOURNAL, MANIFEST, Journal, encode, write_manifest
+from bench.run.journal import JOURNAL, MANIFEST, Journal, encode, write_document
 from tests.audit.test_lint import engine, lightning
 from tests.factories import FakeLauncher, make_cell, make_document, make_manifest, make_record
 from tests.faults.form import FORM
@@ -169,7 +169,7 @@ RUN = json.loads(json.dumps(make_manifest(CELLS)))
 def write_run(folder: Path, manifest: Any, records: list[Any]) -> None:
     folder.mkdir(exist_ok=True)
     (folder / JOURNAL).unlink(missing_ok=True)
-    write_manifest(folder, RUN)
+    write_document(folder, RUN)
     for record in records:
         Journal(folder).append(record)
     (folder / MANIFEST).write_text(json.dumps(manifest))
@@ -194,6 +194,10 @@ CONFIGS = {
     b"lightning.pytorch.callbacks.ThroughputMonitor\n    init_args: &a {batch_size_fn: my.size}\ndata:\n  <<: *a\n",
     "c.yml": json.dumps(lightning("deepspeed_stage_2"), indent=1).encode(),
     "c.json": json.dumps(engine(), indent=1).encode(),
+    "c.sh": b"N=4\ntorchrun --nproc_per_node 2 train.py --bf16 True --save_steps 9 --per_device_train_batch_size 1 \\\n"
+    b"--gradient_accumulation_steps $N --torch_dtype bfloat16 --deepspeed none.json > log\n",
+    "c.toml": b"[training]\nlocal_batch_size = 1\nglobal_batch_size = 16\nsteps = 9\nseq_len = 8\nmax_norm = 1.0\n"
+    b'dtype = "bfloat16"\n[model]\nflavor = "8B"\n',
 }
 
 

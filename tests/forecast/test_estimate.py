@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from bench.files import RESULTS
 from bench.forecast import estimate
 from bench.forecast.estimate import costs
-from bench.plan.cell import Device, Precision
+from bench.plan.cell import Cell, Device, Precision, Sharding
 from bench.plan.models import SIZES
 from bench.plan.schedule import Cost
+from bench.run.journal import Journal
 from tests.factories import make_cell, make_failure, make_record
 
 
@@ -39,20 +41,35 @@ def on_gpu(**changes: Any) -> Cost:
 
 
 def test_the_estimate_on_a_gpu_by_hand() -> None:
-    """Few launches: 32 x 2048 tokens at 35 % of 989 TFLOP/s. Many: a millisecond per layer and micro-batch."""
-    windows, compared = make_cell().windows, 8 * 4 * SIZES["135m"].num_parameters / 4e9
+    """Few launches: 32 x 2048 tokens at 35 % of 989 TFLOP/s. Many: 3.3 ms per layer and micro-batch under DDP."""
+    windows, compared = make_cell().windows, 3 * 4 * SIZES["135m"].num_parameters / 2e9
+    launching = 30 * 3.3e-3
     computing = 32 * 2048 * SIZES["135m"].flops_per_token(2048) / (0.35 * 989e12)
-    assert on_gpu(accumulate=1).seconds == pytest.approx(8.0 + windows * computing)
-    assert on_gpu(accumulate=32).seconds == pytest.approx(8.0 + windows * 32 * 30e-3)
+    assert on_gpu(accumulate=1).seconds == pytest.approx(3.0 + windows * computing)
+    assert on_gpu(accumulate=32).seconds == pytest.approx(3.0 + windows * 32 * launching)
+    assert on_gpu(accumulate=32, compiled=True).seconds == pytest.approx(10.0 + windows * 32 * launching)
     many, few = on_gpu(accumulate=32), on_gpu(accumulate=2)
-    exposure = 3 * 32 * 30 * 3e-3
-    assert many.once_s == pytest.approx(32 * 30e-3 + compared + exposure), "and the update; the others are of N = 2"
+    exposure = 3 * 32 * 30 * 6.7e-3
+    assert many.once_s == pytest.approx(32 * launching + compared + exposure), "and the update; the others are of N = 2"
     assert few.once_s > 3 * 2 * 30 * 10e-3, "where the memory pass watches every operator"
     assert few.seconds is not None and few.total(3) == pytest.approx(few.once_s + 3 * few.seconds)
 
 
-def test_what_is_sent_is_in_the_estimate_of_several_gpus() -> None:
+def test_estimates_are_near_what_trials_took_on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two runs in which no program loaded its packages or compiled beside a trial."""
+    monkeypatch.setattr(estimate, "earlier_walls", lambda results: {})
+    for name in ("h100", "h100-bf16"):
+        run = RESULTS / name
+        cells = [Cell.from_dict(cell) for cell in json.loads((run / "run.json").read_text())["cells"]]
+        found = costs(cells, [{"name": "NVIDIA H100 80GB HBM3"}], ())
+        took = [record for record in Journal(run).read() if record["status"] == "ok"]
+        estimated = sum(found[record["cell_id"]].total(1) for record in took)
+        assert estimated == pytest.approx(sum(record["wall_s"] for record in took), rel=0.1)
+
+
+def test_what_is_sent_is_in_the_estimate_of_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """1b with 512 tokens a micro-batch on 8 GPUs: by hand, over links of 360 GB/s. FSDP2 gathers its root once."""
+    monkeypatch.setattr(estimate, "GPU_LAYER_S", dict.fromkeys(Sharding, 1e-3))
     size = SIZES["1b"]
     whole, root = size.num_parameters, (size.vocab_size + 1) * size.hidden_size
     gathers, reductions = (7 / 8 * sent / 3.6e11 for sent in (2 * (2 * whole - root), 4 * whole))

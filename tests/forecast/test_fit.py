@@ -82,7 +82,7 @@ def test_ranks_on_one_gpu_share_its_memory() -> None:
 
 @pytest.mark.parametrize("num_gpus", first([1, 8], [1, 2, 4, 8]))
 def test_the_gpu_matrix_on_80_gb_skips_nothing_but_8b(num_gpus: int) -> None:
-    cells = expand(matrix_file.load("gpu"), BACKENDS, num_gpus)
+    cells = expand(matrix_file.load("gpu"), BACKENDS, num_gpus).cells
     reasons = fit.too_large(cells, H100, num_gpus)
     large = {cell for cell in cells if cell.cell_id in reasons}
     assert {cell.model for cell in large} == ({"8b"} if num_gpus <= 2 else set())
@@ -107,6 +107,18 @@ def test_the_gpu_matrix_takes_no_longer_than_it_says(
     total, first, each = map(int, found.groups())
     assert total == pytest.approx(first + (made["repeats"] - 1) * each, abs=3)
     assert total <= made["budget_s"] / 60
+
+
+def test_the_matrix_for_a_lease_fits_an_h100_and_its_time(capsys: pytest.CaptureFixture[str]) -> None:
+    """In 10 of 15 minutes; what is left is for the machine to start, and to pack."""
+    assert main(["plan", "--matrix", "h100-15min", "--on", "1 x H100 80GiB"]) == 0
+    out = capsys.readouterr().out
+    assert "skipped:" not in out
+    found = re.search(r"up to 5 repeats of each cell: about (\d+) min: (\d+) for the first repeat", out)
+    assert found and int(found[1]) <= 10 and int(found[2]) <= 5
+    assert "would exceed its budget of 11 min, into which all of them fit" in out
+    assert main(["plan", "--matrix", "h100-15min", "--on", "1 x H100 80GiB", "--repeats", "50"]) == 0
+    assert "into which all of them fit" not in capsys.readouterr().out
 
 
 def test_the_plan_of_gpus_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,9 +14,9 @@ from bench.cli import main
 from bench.errors import GOOD, WRONG
 from bench.forecast.from_run import measured_link
 from bench.plan.models import SIZES
-from bench.run.journal import write_manifest
+from bench.run.journal import write_document
 from tests import pages
-from tests.factories import make_cell, make_manifest, make_record
+from tests.factories import make_cell, make_manifest, make_record, manifest_of
 from tests.pages import read
 
 RATE, WITHIN, LATENCY_S = 2e7, 4e8, 5e-3
@@ -134,7 +134,7 @@ def test_what_does_not_fit_the_run_is_one_line(
 def test_a_run_that_no_link_fits_is_refused(
     run: Path, matmul: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_manifest(run, json.loads((run / "run.json").read_text()) | {"matmul": matmul})
+    write_document(run, json.loads((run / "run.json").read_text()) | {"matmul": matmul})
     assert predict(run) == WRONG
     assert "holds no collectives that a link fits" in capsys.readouterr().err
 
@@ -142,5 +142,5 @@ def test_a_run_that_no_link_fits_is_refused(
 def test_a_slow_outlier_hardly_moves_the_link() -> None:
     timed = entry(2, 1, RATE)
     timed["links"][-1]["seconds"] *= 5
-    link = measured_link(make_manifest([make_cell()], matmul=[timed]))
+    link = measured_link(manifest_of(make_manifest([make_cell()], matmul=[timed])))
     assert link is not None and [link.bytes_per_s, link.latency_s] == pytest.approx([RATE, LATENCY_S], rel=0.05)

@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import shlex
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +15,10 @@ import pytest
 
 from bench.backends.base import registry
 from bench.cli import main
-from bench.errors import GOOD
+from bench.errors import GOOD, InputError
 from bench.forecast.choice import Choice, Question
 from bench.forecast.prediction import Link, TimeEstimate, Traffic, communication, predict
+from bench.forecast.prediction_text import EstimateAccuracy
 from bench.plan.cell import REFERENCES, Cell, Device, Precision
 from bench.plan.models import SIZES
 from tests.conftest import HSDP, ROOT
@@ -279,3 +281,20 @@ def test_bits_and_bytes_per_second(speed: str, capsys: pytest.CaptureFixture[str
     assert run("--model", "tiny", *ASKED, "--link", speed, "--backend", "ddp-eager", "--json") == GOOD
     (row,) = json.loads(capsys.readouterr().out)
     assert row["communication_s"] == pytest.approx(row["wire_bytes"] / 50e9)
+
+
+def test_what_is_said_of_the_estimates_is_what_the_study_has_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is typed in: other runs, other sentences; and a file that cannot be is named."""
+    other = tmp_path / "other.json"
+    stored = {"num_steps": 8, "num_below_overlapped": 3, "num_above_serial": 2, "longest": 1.26}
+    other.write_text(json.dumps(stored | {"num_pairs": 9, "num_in_order": 7}))
+    monkeypatch.setattr("bench.forecast.prediction_text.ACCURACY", other)
+    assert run("--model", "8b", *ASKED, *TIMED) == GOOD
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "3 of 8 steps took less than overlapped, and 2 took longer than serial, up to 1.3 times as long" in shown
+    assert "7 of 9 pairs of backends" in shown
+    other.write_text(json.dumps(stored))
+    with pytest.raises(InputError, match=r"other\.json: num_pairs is missing"):
+        EstimateAccuracy.stored()

@@ -24,7 +24,7 @@ from bench.judge.loading import load
 from bench.judge.tables import rows_of
 from bench.plan.cell import Status
 from bench.plan.matrix import FOLDER
-from bench.run.journal import JOURNAL, MANIFEST, Journal, read_manifest
+from bench.run.journal import JOURNAL, MANIFEST, Journal, read_document
 from tests.conftest import ROOT, until
 from tests.faults.leaks import Leaks
 from tests.hosts.rig import Rig, rig
@@ -239,7 +239,7 @@ def interrupts(on: Hosts) -> Iterator[Row]:
         lost += not journal(folder).startswith(kept)
         kept = journal(folder)
         print(f"interrupts: {signals.total()} sent, {len(kept.splitlines())} trials kept", flush=True)
-        if begun and read_manifest(folder).get("finished"):
+        if begun and read_document(folder).get("finished"):
             resumed.append(on.resume(folder, kept))
             folder, kept = on.folder / f"interrupts{len(resumed)}", b""
     if kept:

@@ -14,11 +14,11 @@ from bench import cli
 from bench.findings import Level
 from bench.judge.analysis import Analysis
 from bench.judge.integrity import check
-from bench.judge.loading import load, run_of
+from bench.judge.loading import load
 from bench.judge.verdicts import Verdict
 from bench.plan.cell import Cell
-from bench.run.journal import JOURNAL, Journal, encode, read_manifest, write_manifest
-from tests.factories import make_cell, make_manifest, make_record
+from bench.run.journal import JOURNAL, Journal, encode, read_document, write_document
+from tests.factories import judged_run, make_cell, make_manifest, make_record
 from tests.pages import report, write_run
 
 FACTORS = {"base": 1.0, "equal": 1.0, "slow": 1.05, "fast": 0.9}
@@ -49,7 +49,7 @@ def test_verdicts_of_a_run_against_its_baseline(sound: Path) -> None:
     assert result.baseline == "base"
     verdicts = {row.b.backend: row.verdict for row in result.verdicts}
     assert verdicts == {"equal": Verdict.SAME, "slow": Verdict.SLOWER, "fast": Verdict.FASTER}
-    assert run.manifest["ended_by"] == "precision"
+    assert run.manifest.ended_by == "precision"
     assert result.control is not None and result.control.b.backend == "base" and result.control.has_interval
     stored = pd.read_parquet(sound / "ratios.parquet").set_index("backend_b")
     assert stored["verdict"].to_dict() == {"equal": "same", "slow": "slower", "fast": "faster"}
@@ -111,8 +111,8 @@ def test_missing_trials_are_found(copy: Path) -> None:
 
 
 def test_an_unfinished_run_and_uncommitted_changes_are_told(copy: Path) -> None:
-    manifest = {key: value for key, value in read_manifest(copy).items() if key not in ("finished", "journal_sha256")}
-    write_manifest(copy, manifest | {"git": {"commit": "0123456789abcdef", "clean": False}})
+    manifest = {key: value for key, value in read_document(copy).items() if key not in ("finished", "journal_sha256")}
+    write_document(copy, manifest | {"git": {"commit": "0123456789abcdef", "clean": False}})
     warnings = found(copy, Level.WARNING)
     assert "not finished" in warnings["trials"] and "was not stored" in warnings["journal"]
     assert "uncommitted" in warnings["code"]
@@ -133,7 +133,7 @@ def test_drift_and_failed_gates_are_told(tmp_path: Path) -> None:
 def test_loops_that_were_compared_with_bare_ones_are_named_beside_their_comparison(backends: tuple[str, ...]) -> None:
     cells = [make_cell(backend=name) for name in backends]
     records = [make_record(cell) for cell in (cells[0].reference(), *cells)]
-    data = Analysis(run=run_of(records, make_manifest([cells[0].reference(), *cells])))
+    data = Analysis(run=judged_run(records, make_manifest([cells[0].reference(), *cells])))
     found = [finding.text for finding in data.findings if finding.topic == "bare loops"]
     assert len(found) == ("fsdp2-deferred" in backends)
     assert all(name in text for text in found for name in backends)

@@ -10,16 +10,19 @@ import pandas as pd
 import pytest
 
 from bench.cli import main
-from bench.judge.loading import Run, run_of
+from bench.judge.loading import Run
 from bench.judge.pairs import ComparedPair, judge_pairs, pairs_of_backends
+from bench.judge.pool import Pool
 from bench.judge.verdicts import Reason, Verdict
 from bench.plan.cell import Cell
-from bench.run.journal import JOURNAL, MANIFEST, Journal, encode, write_manifest
-from tests.factories import PEAK_BYTES, make_cell, make_failure, make_manifest
+from bench.run.journal import JOURNAL, MANIFEST, Journal, encode, write_document
+from tests.factories import PEAK_BYTES, judged_run, make_cell, make_failure, make_manifest
 from tests.pages import Changes, records_of, write
 
 EAGER, DEFERRED = make_cell(backend="ddp-eager", timed_windows=8), make_cell(timed_windows=8)
 Speeds = Mapping[Cell, float]
+DAYS = {"first": 0.5, "second": 1.0}
+"""Names of runs, and the seconds of a step."""
 
 
 def records(speeds: Speeds, trials: int = 12, seed: int = 0, changes: Changes = lambda *_: {}) -> list[dict[str, Any]]:
@@ -27,11 +30,12 @@ def records(speeds: Speeds, trials: int = 12, seed: int = 0, changes: Changes = 
 
 
 def make_run(speeds: Speeds, changes: Changes = lambda *_: {}, failed: Sequence[dict[str, Any]] = ()) -> Run:
-    return run_of([*records(speeds, changes=changes), *failed], make_manifest())
+    return judged_run([*records(speeds, changes=changes), *failed], make_manifest())
 
 
 def judged(run: Run, **options: Any) -> list[ComparedPair]:
-    return judge_pairs(run, run, pairs_of_backends(run, "ddp-eager", "ddp-deferred"), **options)
+    pool = Pool(runs=(run,))
+    return judge_pairs(pool, pool, pairs_of_backends(run, "ddp-eager", "ddp-deferred"), **options)
 
 
 def memory(size: int) -> dict[str, Any]:
@@ -40,11 +44,12 @@ def memory(size: int) -> dict[str, Any]:
 
 @pytest.fixture
 def two(tmp_path: Path) -> tuple[str, str]:
-    """Two runs of the same cells; in the second, one backend takes 5 % longer and needs 10 % more."""
-    first = records({EAGER: 0.5, DEFERRED: 0.4})
+    """Three runs in a folder, and one of the same cells, in which a backend takes 5 % longer and needs 10 % more."""
+    for seed, day in enumerate(("monday", "tuesday", "friday")):
+        write(tmp_path / "old" / day, records({EAGER: 0.5, DEFERRED: 0.4}, seed=10 + seed))
     changes = lambda cell, _: memory(PEAK_BYTES * 11 // 10) if cell == EAGER else {}  # noqa: E731
     second = records({EAGER: 0.525, DEFERRED: 0.4}, seed=1, changes=changes)
-    return str(write(tmp_path / "old", first)), str(write(tmp_path / "new", second))
+    return str(tmp_path / "old"), str(write(tmp_path / "new", second))
 
 
 def output(capsys: pytest.CaptureFixture[str]) -> str:
@@ -131,9 +136,22 @@ class TestCommand:
         facts = json.loads(capsys.readouterr().out)
         assert facts["gate"] == "unchecked" and len(facts["newly_failed"]) == 1 and not facts["regressed"]
 
+    def test_two_single_runs_of_an_unknown_machine_decide_nothing(self, tmp_path: Path, capsys: Any) -> None:
+        """Twice as slow: it may have been the day."""
+        a, b = (str(write(tmp_path / name, records({EAGER: s}, seed=i))) for i, (name, s) in enumerate(DAYS.items()))
+        assert main(["compare", a, b, "--fail-on", "slower=5%"]) == 3
+        text = output(capsys)
+        assert "how much runs of different days differ on this machine is not known" in text
+        known = {"machine": {"cpu": "AMD EPYC", "cores": 2}}
+        c, d = (
+            str(write(tmp_path / f"known-{name}", records({EAGER: s}, seed=i), **known))
+            for i, (name, s) in enumerate(DAYS.items())
+        )
+        assert main(["compare", c, d, "--fail-on", "slower=5%"]) == 0, "days differ by as much on these machines"
+
     def test_a_run_against_itself(self, two: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["compare", two[0], two[0]]) == 0
-        assert capsys.readouterr().out == "A and B are the same run, old: there is nothing to compare\n"
+        assert capsys.readouterr().out == "A and B are the same run, friday: there is nothing to compare\n"
         assert main(["compare", two[0], two[0], "--fail-on", "slower=5%"]) == 3
 
     def test_one_table_that_fits_the_terminal(self, two: tuple[str, str], capsys: Any, monkeypatch: Any) -> None:
@@ -154,7 +172,7 @@ class TestCommand:
         facts = json.loads(capsys.readouterr().out)
         assert facts["regressed"] and facts["margin"] == 0.03 and facts["thresholds"] == {"slower": 0.02}
         assert [c["regressions"] for c in facts["cells"]] == [[], ["slower"]]
-        assert facts["a"] == {"run_id": "old", "backend": None} and facts["fingerprint"] == []
+        assert facts["a"] == {"run_id": "friday", "backend": None} and facts["fingerprint"] == []
 
     def test_different_fingerprints_are_loud(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         a = write(tmp_path / "a", records({EAGER: 0.5}))
@@ -192,11 +210,13 @@ class TestBadInput:
         assert found.out == "" and found.err.count("\n") == 1 and words in found.err, found.err
 
     def test_folders(self, run: str, tmp_path: Path, capsys: Any) -> None:
-        self.fails(capsys, "holds no run", str(tmp_path), run)
+        (tmp_path / "empty").mkdir()
+        self.fails(capsys, "holds no run", str(tmp_path / "empty"), run)
         self.fails(capsys, "holds no run", run, str(tmp_path / "nowhere"))
         self.fails(capsys, "is one run; name a second one", run)
         self.fails(capsys, "--allow-unchecked: is for a gate", run, run, "--allow-unchecked")
-        self.fails(capsys, "--backend: is for one run", run, run, "--backend", "ddp-eager")
+        self.fails(capsys, "is the same run as", run, run, "--backend", "ddp-eager", "--against", "ddp-deferred")
+        self.fails(capsys, "is a third run, and two are compared", run, run, run)
         (tmp_path / "file").write_text("")
         self.fails(capsys, "--out", run, run, "--out", str(tmp_path / "file" / "x"))
 
@@ -223,11 +243,11 @@ class TestBadInput:
         path.write_text(good[:-50])
         assert Journal(Path(run)).read() and main(["compare", run, run]) == 0  # a run that goes on may end so
         manifest = json.loads((Path(run) / MANIFEST).read_text())
-        write_manifest(Path(run), manifest | {"finished": "2025-01-01T00:00:00+00:00"})
+        write_document(Path(run), manifest | {"finished": "2025-01-01T00:00:00+00:00"})
         self.fails(capsys, "is truncated", run, run)
         path.write_text(good)
-        write_manifest(Path(run), manifest | {"matrix": {}})
+        write_document(Path(run), manifest | {"matrix": {}})
         self.fails(capsys, f"{MANIFEST}: matrix: device is missing", run, run)
         del manifest["backends"]
-        write_manifest(Path(run), manifest)
+        write_document(Path(run), manifest)
         self.fails(capsys, "has no key 'backends'", run, run)

@@ -12,8 +12,8 @@ from bench.judge.evidence import CellEvidence, EvidenceByCell
 from bench.judge.gates import judge
 from bench.judge.verdicts import Reason, Verdict, compare, judge_all
 from bench.measure.host import IDLE_SHARE
-from bench.plan.cell import Cell, Device
-from tests.factories import make_cell, make_gpu, make_manifest, make_record
+from bench.plan.cell import Cell, Device, Status
+from tests.factories import make_cell, make_gpu, make_manifest, make_record, make_tables
 
 HOST = make_cell()
 CUDA = make_cell(device=Device.CUDA)
@@ -22,7 +22,7 @@ CUDA = make_cell(device=Device.CUDA)
 def built(cell: Cell, *changes: dict[str, Any]) -> tables.Tables:
     records = [make_record(cell.reference(), 0)]
     records += [make_record(cell, repeat, **change) for repeat, change in enumerate(changes)]
-    return judge(tables.build(records, make_manifest()))
+    return judge(make_tables(records, make_manifest()))
 
 
 def load(foreign: float, stolen: float = 0.0) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def test_a_busy_machine_makes_a_cell_not_comparable(foreign: float, stolen: floa
         f"the machine was not idle: others took 12 % of its CPUs (limit {100 * IDLE_SHARE:g} %)",
     )
     assert found.failed_gates == ()
-    (judgement,) = judge_all([compare(found, found, None)])
+    (judgement,) = judge_all([compare({"": (found, found)}, None)])
     assert (judgement.verdict, judgement.reason) == (Verdict.NOT_COMPARABLE, Reason.DISTURBED)
 
 
@@ -82,19 +82,19 @@ def test_a_faster_clock_cannot_fake_a_speed_up() -> None:
         for cell, seconds, clock in ((slow, 1.1, 1000.0), (fast, 1.0, 1100.0)):
             facts = {"gpus": {"gpus": [make_gpu(sm_clock_mhz=clock)], "notes": []}}
             records.append(make_record(cell, repeat, time={"step_seconds": [seconds * wobble] * 3}, **facts))
-    made = judge(tables.build(records, make_manifest()))
+    made = judge(make_tables(records, make_manifest()))
     a, b = map(EvidenceByCell(made).of, (fast, slow))
-    floor = compare(a, a, None).time
-    (judgement,) = judge_all([compare(a, b, floor)])
+    floor = compare({"": (a, a)}, None).time
+    (judgement,) = judge_all([compare({"": (a, b)}, floor)])
     assert (judgement.verdict, judgement.reason) == (Verdict.AMBIGUOUS, Reason.CLOCKS)
 
 
 def test_micro_batches_are_no_steps() -> None:  # mutant 3
     tables = built(HOST, {}, {})
-    micro = tables.steps.loc[tables.steps.index.repeat(HOST.accumulate)].reset_index(drop=True)
-    found = EvidenceByCell(dataclasses.replace(tables, steps=micro)).of(HOST)
+    micro = [row for row in tables.step_rows for _ in range(HOST.accumulate)]
+    found = EvidenceByCell(dataclasses.replace(tables, step_rows=micro)).of(HOST)
     assert found.failed_gates == (("12 steps were timed, 3 were expected",),)
-    (judgement,) = judge_all([compare(found, found, None)])
+    (judgement,) = judge_all([compare({"": (found, found)}, None)])
     assert (judgement.verdict, judgement.reason) == (Verdict.NOT_COMPARABLE, Reason.GATE)
 
 
@@ -110,6 +110,7 @@ def test_micro_batches_are_no_steps() -> None:  # mutant 3
 )
 def test_the_outcome_of_a_cell_is_its_failure_and_its_number_of_ok_trials(ends: str, outcome: str) -> None:
     tables = built(HOST, *[{}] * len(ends.split()))
-    statuses = ["ok", *ends.split()]  # the reference's first
-    found = EvidenceByCell(dataclasses.replace(tables, trials=tables.trials.assign(status=statuses))).of(HOST)
+    statuses = map(Status, ["ok", *ends.split()])  # the reference's first
+    rows = [dataclasses.replace(row, status=end) for row, end in zip(tables.trial_rows, statuses, strict=True)]
+    found = EvidenceByCell(dataclasses.replace(tables, trial_rows=rows)).of(HOST)
     assert found.outcome == outcome

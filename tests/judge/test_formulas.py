@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.backends.base import registry
+from bench.backends.base import EXTRA_BACKENDS, registry
 from bench.backends.deepspeed import DeepSpeedZero3Eager
 from bench.backends.zero_options import zero_options
+from bench.errors import InputError
+from bench.judge import formulas
 from bench.judge.formulas import Expectation, expect, layout_of, wire_bytes
 from bench.plan.cell import Precision
 from bench.plan.models import SIZES
 from bench.workload.layout import Layout, llama_layout, record
 from tests import worlds
-from tests.factories import make_cell
+from tests.factories import make_backend, make_cell
 
 P_8B = SIZES["8b"].num_parameters
 G_8B = SIZES["8b"].num_layers + 1
@@ -90,6 +94,58 @@ def test_every_built_in_backend_has_a_formula_and_a_plugin_none() -> None:
             assert set(expectation.held) == {"parameters", "gradients", "optimizer_state", "communication"}
     assert expect(make_cell(backend="somebodys"), llama_layout(SIZES["tiny"])) is None
     assert layout_of(make_cell(workload="mine:Own")) is None
+
+
+PLUGIN = """
+from bench.backends.plain import DDPDeferred
+
+
+def sends(backend, cell, layout, rank, settings):
+    held = {{"parameters": 4 * layout.num_parameters, "gradients": 0, "optimizer_state": 0, "communication": 0}}
+    return [("all_reduce", "float32", layout.num_parameters, cell.accumulate)], held
+
+
+class Mine(DDPDeferred):
+    name = "somebodys"
+    {formula}
+"""
+
+
+@pytest.mark.parametrize(
+    ("formula", "calls"),
+    [("formula = sends", 4), ("formula = 'made_plugin:sends'", 4), ("framework = 'its own'", None)],
+)
+def test_a_backend_of_another_package_may_bring_its_formula(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, formula: str, calls: int | None
+) -> None:
+    """It does not inherit one: nobody knows what the package has changed."""
+    (tmp_path / "made_plugin.py").write_text(PLUGIN.format(formula=formula))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "made_plugin", raising=False)
+    monkeypatch.setenv(EXTRA_BACKENDS, "made_plugin:Mine")
+    formulas._of_another_package.cache_clear()
+    layout = llama_layout(SIZES["tiny"])
+    found = expect(make_cell(backend="somebodys", accumulate=4), layout)
+    formulas._of_another_package.cache_clear()
+    assert (found and [(row.op, row.calls) for row in found.collectives]) == (calls and [("all_reduce", calls)])
+
+
+def test_a_formula_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> Any:
+        raise KeyError("zero_optimization")
+
+    made = make_backend("made")
+    made.formula = fails
+    monkeypatch.setattr(formulas, "_of_another_package", lambda name, extra: made)
+    with pytest.raises(InputError, match=r"backend 'made': its formula fails \('zero_optimization'\)"):
+        expect(make_cell(backend="made"), llama_layout(SIZES["tiny"]))
+
+
+def test_a_formula_that_cannot_be_loaded_is_named() -> None:
+    made = make_backend("made")
+    made.formula = "no_such_package:formula"
+    with pytest.raises(InputError, match="backend 'made': its formula 'no_such_package:formula' cannot be loaded"):
+        formulas.formula_of(made)
 
 
 @pytest.mark.parametrize("n", [1, 4, 16])

@@ -10,15 +10,23 @@ import pytest
 
 from bench import cli
 from bench.findings import Level
-from bench.judge import gates, tables
+from bench.judge import gates
 from bench.judge.expected import COMPARED_STEPS, LONG_STEPS
 from bench.judge.gates import TOLERANCES, Failure, judge
 from bench.judge.integrity import check
 from bench.judge.loading import load
-from bench.judge.tables import Tables, rows_of
+from bench.judge.tables import Tables
 from bench.plan.cell import Cell, Device, Precision
-from bench.run.journal import JOURNAL, encode, write_manifest
-from tests.factories import make_cell, make_collectives, make_failure, make_manifest, make_record
+from bench.run.journal import JOURNAL, encode, write_document
+from tests.factories import (
+    make_cell,
+    make_collectives,
+    make_failure,
+    make_manifest,
+    make_record,
+    make_tables,
+    manifest_of,
+)
 
 CELL = make_cell(accumulate=8)
 TRUTH = CELL.reference()
@@ -32,7 +40,7 @@ def record(cell: Cell = CELL, repeat: int = 0, update: dict[str, float] | None =
 
 
 def judged(*records: dict[str, Any], truth: bool = True) -> Tables:
-    return judge(tables.build([*([record(TRUTH)] if truth else []), *records], make_manifest()))
+    return judge(make_tables([*([record(TRUTH)] if truth else []), *records], make_manifest()))
 
 
 def verdict(*records: dict[str, Any], truth: bool = True) -> tuple[str, str]:
@@ -63,7 +71,7 @@ def test_of_a_long_run_only_the_first_losses_are_compared(steps: int, off_at: in
     right = [5.0] * steps
     records = [record(cell.reference(), losses=right), record(cell, losses=right)]
     records[1]["time"]["losses"] = [loss + (0.004 if step >= off_at else 0.0) for step, loss in enumerate(right)]
-    trials = judge(tables.build(records, make_manifest())).trials
+    trials = judge(make_tables(records, make_manifest())).trials
     assert trials["status"].tolist() == ["ok", status]
 
 
@@ -252,7 +260,7 @@ def test_an_update_that_is_not_finite_is_called_that(tmp_path: Path) -> None:
 
     path = tmp_path / "reference.safetensors"
     update.save({"weight": torch.tensor([1.0, 2.0])}, path)
-    found = update.compare({"weight": torch.tensor([1.0, math.nan])}, path)
+    found = update.compare([("weight", torch.tensor([1.0, math.nan]))], path, torch.device("cpu"))
     status, reason = verdict(record(update=found))
     assert status == "invalid"
     assert "not finite" in reason
@@ -303,7 +311,7 @@ def test_a_device_that_computes_otherwise_than_the_cpu_makes_every_trial_invalid
     device_error: float, device_loss_deviation: float, status: str
 ) -> None:
     checked = {"device_error": device_error, "device_loss_deviation": device_loss_deviation}
-    trials = judge(tables.build([record(TRUTH, update=checked), record()], make_manifest())).trials
+    trials = judge(make_tables([record(TRUTH, update=checked), record()], make_manifest())).trials
     assert trials["status"].tolist() == [status] * 2
     if status == "invalid":
         assert set(trials["failed_gates"]) == {gates.Gate.DEVICE}
@@ -350,11 +358,12 @@ def test_what_is_said_of_a_failure_decides_nothing(tmp_path: Path, monkeypatch: 
             records = [trial | {"reason": reason if trial["reason"] else ""} for trial in records]
         manifest = make_manifest([twin.reference(), twin])
         folder.mkdir()
-        write_manifest(folder, manifest)
+        write_document(folder, manifest)
         (folder / JOURNAL).write_bytes(b"".join(map(encode, records)))
-        judged = rows_of(load(folder).tables.trials)
-        assert all((row["reason"] or reason).startswith(reason) for row in judged)
-        return cli.main(["report", str(folder), "--rebuild"]), [gates.known_defect(manifest, row) for row in judged]
+        judged = load(folder).tables.trial_rows
+        assert all((row.reason or reason).startswith(reason) for row in judged)
+        defects = [gates.defect_of_trial(manifest_of(manifest), row) for row in judged]
+        return cli.main(["report", str(folder), "--rebuild"]), defects
 
     before = outcomes(tmp_path / "before", "")
     assert before[0] == (0 if name in {"sound", "defect"} else 1)

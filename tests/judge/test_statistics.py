@@ -8,22 +8,23 @@ import pytest
 from scipy import stats
 
 from bench.judge import samples, statistics
-from bench.judge.statistics import MIN_REPEATS, MIN_TRIALS, Interval, LogMean, Sample, ratio, required_trials
-from bench.run.trial_record import warmup
+from bench.judge.statistics import (
+    MIN_REPEATS,
+    MIN_TRIALS,
+    Interval,
+    LogMean,
+    Sample,
+    allowing_for_days,
+    between_days,
+    ratio,
+    required_trials,
+)
 
 
 def sample(center: float = 1.0, trials: int = 12, seed: int = 0, *, blocks: bool = True, noise: float = 0.03) -> Sample:
     rng = np.random.default_rng(seed)
     logs = math.log(center) + noise * rng.normal(size=(trials, 1)) + noise * rng.normal(size=(trials, 12))
     return Sample(np.exp(np.median(logs, axis=1)).tolist(), list(range(trials)) if blocks else [])
-
-
-class TestWarmup:
-    def test_drops_what_is_slow_at_first(self) -> None:
-        steady = [1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0, 1.01, 0.99, 1.0]
-        assert warmup([3.0, 2.0, *steady]) == 2
-        assert warmup([1.6, 1.5, 1.55, *steady]) == 3
-        assert warmup([]) == warmup([5.0, 1.0, 1.0]) == 0
 
 
 class TestRatio:
@@ -110,3 +111,22 @@ class TestQuality:
         assert found is not None and found.found
         assert found.size == pytest.approx(math.exp(0.15), rel=0.02) and found.share == pytest.approx(0.35)
         assert samples.bimodal(values[:7].tolist()) is None
+
+
+class TestBetweenDays:
+    def test_a_new_run_is_held_against_what_the_others_differ_by(self) -> None:
+        """A side of one run: the interval of a prediction."""
+        days = [1.0, 1.1, 1.2, 1.05]
+        found = between_days([1.5], days)
+        logs = np.log(days)
+        reach = stats.t.ppf(0.975, 3) * logs.std(ddof=1) * math.sqrt(1 + 1 / 4)
+        assert found is not None and found.low is not None
+        assert math.log(found.low) == pytest.approx(math.log(1.5) - logs.mean() - reach)
+        assert between_days([1.5, 1.4], [1.0, 1.1]) is None
+
+    def test_a_known_deviation_widens_a_ratio_of_two_runs(self) -> None:
+        within = ratio(sample(1.1, seed=1), sample(1.0, seed=2))
+        same, wide = allowing_for_days(within, 0.0, 6), allowing_for_days(within, 0.1, 6)
+        assert same.low == pytest.approx(within.low) and same.ratio == pytest.approx(within.ratio)
+        assert wide.low is not None and wide.high is not None and wide.low < 1 < wide.high
+        assert wide.width > math.exp(2 * stats.norm.ppf(0.975) * 0.1 * math.sqrt(2)) - 1

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import math
+from typing import Any, get_args, get_type_hints
 
 import pandas as pd
 import pytest
 
-from bench.judge import columns, tables
+from bench.judge import columns
 from bench.judge.columns import AXES, COLUMNS
 from bench.judge.tables import NAMES, Tables
+from bench.judge.trial_columns import TrialRow
 from bench.plan.cell import Cell
 from bench.plan.matrix import KEYS
-from tests.factories import PEAK_BYTES, make_cell, make_failure, make_manifest, make_record
+from tests.factories import PEAK_BYTES, make_cell, make_failure, make_manifest, make_record, make_tables
 
 CELL = make_cell()
 
 
 def build(*records: dict[str, Any]) -> Tables:
-    return tables.build(list(records), make_manifest())
+    return make_tables(records)
 
 
 def dtypes(frame: pd.DataFrame) -> dict[str, str]:
@@ -91,8 +93,8 @@ def test_children_by_hand() -> None:
     key = {"cell_id": CELL.cell_id, "repeat": 1}
     # Two windows of warm-up come before the first timed one, and steps count from 0 at the first update.
     assert made.steps.to_dict("records") == [
-        key | {"step": 2, "seconds": 0.5, "kept": True},
-        key | {"step": 3, "seconds": 0.25, "kept": True},
+        key | {"step": 2, "seconds": 0.5},
+        key | {"step": 3, "seconds": 0.25},
     ]
     assert made.losses.to_dict("records") == [key | {"step": 0, "loss": 3.0}, key | {"step": 1, "loss": 2.0}]
     assert made.collectives.drop(columns=["expected_calls", "expected_payload_bytes"]).to_dict("records") == [
@@ -148,7 +150,7 @@ def test_the_link_is_that_between_as_many_ranks_on_as_many_nodes() -> None:
     between = {**here, "num_nodes": 2, "links": [{**links[0], "seconds": 0.4}]}
     manifest = make_manifest(matmul=[between, here])
     two_nodes = make_cell(ranks_per_node=1)
-    found = tables.build([make_record(CELL), make_record(two_nodes)], manifest).trials["link_bytes_per_s"]
+    found = make_tables([make_record(CELL), make_record(two_nodes)], manifest).trials["link_bytes_per_s"]
     assert found.tolist() == pytest.approx([2e8, 1e7])
 
 
@@ -158,7 +160,7 @@ def test_mfu_against_the_matmul_rate_of_the_run() -> None:
         {"world_size": 2, "threads": 1, "flops_per_s": {"fp32": [1.5e12, 2.5e12], "bf16": [1e13, 1e13]}, "reason": ""},
     ]
     # 1e12 FLOP in 0.51 s, by two ranks that can do 4e12 a second in that precision.
-    found = tables.build([make_record(CELL)], make_manifest(matmul=entries)).trials.iloc[0]
+    found = make_tables([make_record(CELL)], make_manifest(matmul=entries)).trials.iloc[0]
     assert found["mfu_of_matmul"] == pytest.approx(1e12 / 0.51 / 4e12)
     assert pd.isna(found["mfu"]), "a CPU has no datasheet here"
     unmeasured = [{**entries[1], "flops_per_s": {}, "reason": "oom"}]
@@ -167,4 +169,25 @@ def test_mfu_against_the_matmul_rate_of_the_run() -> None:
         (make_record(CELL, flops_per_step=None), entries),
         *((make_record(CELL), some) for some in (entries[:1], unmeasured, [])),
     ):
-        assert pd.isna(tables.build([record], make_manifest(matmul=known)).trials.iloc[0]["mfu_of_matmul"])
+        assert pd.isna(make_tables([record], make_manifest(matmul=known)).trials.iloc[0]["mfu_of_matmul"])
+
+
+def test_a_row_has_the_columns_of_its_table_and_their_types() -> None:
+    """Every column is a field of the row or of its cell, and every field is a column, which may be missing or not."""
+    kinds = {"string": str, "Int64": int, "Float64": float, "boolean": bool}
+    hints = get_type_hints(TrialRow)
+    own = {name: hint for name, hint in hints.items() if name != "cell"}
+    assert own.keys() <= COLUMNS["trials"].keys()
+    for name, column in COLUMNS["trials"].items():
+        if name in own:
+            kind = next(part for part in (*get_args(own[name]), own[name]) if part is not type(None))
+            assert issubclass(kind, kinds[column.dtype]), name
+        else:
+            assert hasattr(TrialRow, name) or hasattr(CELL, name), name
+
+
+def test_what_is_nan_is_missing_in_a_row() -> None:
+    update = {"error": math.nan, "scale": 1, "residual": 0}
+    made = build(make_record(CELL, time={"losses": [3.0, math.nan]}, update=update))
+    (row,) = made.trial_rows
+    assert (row.final_loss, row.update_error, row.update_scale) == (None, None, 1)

@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 from bench.judge import verdicts
 from bench.judge.evidence import CellEvidence
 from bench.judge.statistics import PRECISION, Interval, Sample, ratio
-from bench.judge.verdicts import Comparison, Reason, Verdict, compare, judge_all, next_precision
+from bench.judge.verdicts import Comparison, Reason, Verdict, compare, judge_all, next_precision, num_judged
 
+RUN = "run"
 OPPOSITE = {Verdict.FASTER: Verdict.SLOWER, Verdict.SLOWER: Verdict.FASTER}
 
 
@@ -60,17 +62,73 @@ def test_verdicts(low: float, high: float, expected: tuple[Verdict, Reason]) -> 
     assert judged(evidence(low, high)) == expected
 
 
-def test_a_control_that_contains_1_changes_nothing_and_one_that_does_not_widens_every_interval() -> None:
-    a, b = (CellEvidence(label=name, sample=cell(c, seed=i)) for i, (name, c) in enumerate((("a", 1.03), ("b", 1.0))))
-    (plain,) = judge_all([compare(a, b, interval(0.9, 1.2))])
-    assert plain.verdict is Verdict.SLOWER and plain.time == ratio(a.sample, b.sample)
-    for control in (interval(1.01, 1.02), interval(1 / 1.02, 1 / 1.01)):
-        (wide,) = judge_all([compare(a, b, control)])
-        ours, theirs = plain.time, wide.time
-        assert ours is not None and theirs is not None and ours.low and ours.high and theirs.low and theirs.high
-        assert (theirs.low, theirs.high) == pytest.approx((ours.low / 1.01, ours.high * 1.01))
-    (lost,) = judge_all([compare(a, b, interval(1.05, 1.08))])
-    assert (lost.verdict, lost.reason) == (Verdict.AMBIGUOUS, Reason.WIDE)
+@pytest.mark.parametrize(
+    ("control", "expected"),
+    [
+        (interval(0.9, 1.2), (Verdict.SLOWER, Reason.DIFFERENT)),
+        (interval(1.004, 1.02), (Verdict.SLOWER, Reason.DIFFERENT)),  # not by chance, but within the margin
+        (interval(1.021, 1.05), (Verdict.AMBIGUOUS, Reason.CONTROL_OFF)),
+        (interval(1 / 1.05, 1 / 1.021), (Verdict.AMBIGUOUS, Reason.CONTROL_OFF)),
+        (interval(0.98, 1.1), (Verdict.SLOWER, Reason.DIFFERENT)),  # off, but that may be noise
+    ],
+)
+def test_an_a_a_pair_that_is_off_withdraws_verdicts_and_widens_nothing(
+    control: Interval, expected: tuple[Verdict, Reason]
+) -> None:
+    a, b = (CellEvidence(label=name, sample=cell(c, seed=i)) for i, (name, c) in enumerate((("a", 1.05), ("b", 1.0))))
+    (found,) = judge_all([compare({RUN: (a, b)}, control)])
+    assert (found.verdict, found.reason) == expected and found.time == ratio(a.sample, b.sample)
+    assert found.scope == ("" if found.verdict is Verdict.AMBIGUOUS else " in this run")
+
+
+def test_an_invalid_cell_decides_nothing_on_the_others() -> None:
+    """p = 0.01 in each of four comparisons: with a fifth that counts, none would be below 5 %."""
+    sound = [evidence(0.93, 0.96, time=interval(0.93, 0.96, p_different=0.0101)) for _ in range(4)]
+    sound[0] = evidence(0.9, 0.92)
+    planted = evidence(0.9, 1.1, time=None, blocked=True, verdict=Verdict.NOT_COMPARABLE, reason=Reason.GATE)
+    alone, among = judge_all(sound), judge_all([planted, *sound])
+    assert among[1:] == alone and {found.verdict for found in alone} == {Verdict.FASTER}
+    assert num_judged(among) == num_judged(alone) == 4 and among[0].p_different is None
+
+
+class TestSeveralRuns:
+    def runs(self, *centers: float) -> Comparison:
+        sides = {}
+        for number, center in enumerate(centers):
+            a, b = cell(center, seed=10 + number), cell(1.0, seed=20 + number)
+            sides[str(number)] = CellEvidence(label="a", sample=a), CellEvidence(label="b", sample=b)
+        (found,) = judge_all([compare(sides, CONTROL)])
+        return found
+
+    def test_a_run_counts_once(self) -> None:
+        found = self.runs(1.10, 1.12, 1.14)
+        time = found.time
+        assert time is not None and time.low is not None and time.next_low is not None and time.next_high is not None
+        logs = np.log(time.runs)
+        known = stats.ttest_1samp(logs, 0.0)
+        assert math.log(time.low) == pytest.approx(known.confidence_interval(0.95).low)
+        assert time.p_different == pytest.approx(known.pvalue)
+        reach = stats.t.ppf(0.975, 2) * logs.std(ddof=1) * math.sqrt(1 + 1 / 3)
+        assert math.log(time.next_high) - logs.mean() == pytest.approx(reach)
+        assert found.words == "slower over 3 runs"
+
+    def test_another_day_may_differ(self) -> None:
+        found = self.runs(1.04, 1.10, 1.16, 1.05, 1.12)
+        assert found.verdict is Verdict.SLOWER and found.may_differ
+        assert found.words == "slower over 5 runs, may differ on another day"
+
+    def test_two_runs_are_two_values(self) -> None:
+        found = self.runs(1.10, 1.12)
+        assert (found.verdict, found.reason) == (Verdict.AMBIGUOUS, Reason.FEW_RUNS)
+        assert found.time is not None and found.time.low is None and len(found.time.runs) == 2
+        assert "an interval needs 3 runs; there are 2" in found.detail
+
+    def test_what_is_wrong_in_one_run_is_wrong_and_named(self) -> None:
+        good = CellEvidence(label="a", sample=cell(1.0)), CellEvidence(label="b", sample=cell(1.1))
+        bad = CellEvidence(label="a", sample=cell(1.0), failed_gates=(("the update is off",),)), good[1]
+        (found,) = judge_all([compare({"monday": good, "tuesday": bad}, CONTROL)])
+        assert (found.verdict, found.reason) == (Verdict.NOT_COMPARABLE, Reason.GATE)
+        assert found.detail.startswith("tuesday: ")
 
 
 def test_holm_counts_all_verdicts_of_the_report() -> None:
@@ -106,14 +164,14 @@ class TestCompare:
     def test_not_comparable(self, changes: dict[str, Any], reason: Reason) -> None:
         a, b = self.made(**changes)
         for pair in ((a, b), (b, a)):
-            found = judge_all([compare(*pair, quiet_control())])[0]
+            found = judge_all([compare({RUN: pair}, quiet_control())])[0]
             assert (found.verdict, found.reason) == (Verdict.NOT_COMPARABLE, reason)
             assert found.time is None and found.detail and verdicts.NEXT[reason]
 
     def test_failed_trials_are_not_dropped_in_silence(self) -> None:  # mutant 13
         a, b = self.made(failures={("oom", ""): 2})
         for pair in ((a, b), (b, a)):
-            found = judge_all([compare(*pair, quiet_control())])[0]
+            found = judge_all([compare({RUN: pair}, quiet_control())])[0]
             assert (found.verdict, found.reason) == (Verdict.AMBIGUOUS, Reason.FAILED_TRIALS)
             assert "2 of 14 trials failed" in found.detail
 
@@ -125,8 +183,8 @@ class TestCompare:
             for i, (name, c) in enumerate((("a", by), ("b", 1)))
         )
         twins = cell(1, 8, seed + 2, noise), cell(1, 8, seed + 3, noise)
-        here = judge_all([compare(a, b, ratio(*twins))])[0]
-        there = judge_all([compare(b, a, ratio(*reversed(twins)))])[0]
+        here = judge_all([compare({RUN: (a, b)}, ratio(*twins))])[0]
+        there = judge_all([compare({RUN: (b, a)}, ratio(*reversed(twins)))])[0]
         assert there.verdict is OPPOSITE.get(here.verdict, here.verdict) and there.reason is here.reason
 
 

@@ -15,7 +15,7 @@ from bench.errors import BAD, GOOD, WRONG, InputError
 from bench.launch import job_nodes
 from bench.launch.job_nodes import Place as Node
 from bench.plan.cell import Status
-from bench.run.journal import read_manifest
+from bench.run.journal import read_document
 from tests.conftest import ROOT, until
 from tests.faults.harness import MATRIX_RUN, Place, end, place
 
@@ -84,7 +84,7 @@ def test_two_nodes_train_what_one_does(tmp_path: Path) -> None:
             assert spread["time"]["losses"] == together["time"]["losses"]
             assert spread["collectives"] == together["collectives"]
         assert list((tmp_path / "node1").glob("run")) == [], "only node 0 writes"
-        assert len(read_manifest(first.folder / "run")["nodes"]) == 1
+        assert len(read_document(first.folder / "run")["nodes"]) == 1
         checked = first.run("check", "run").process.stdout
         assert "2 nodes have the same hardware, packages and environment" in checked
         first.environment["WORLD_SIZE"] = "1"

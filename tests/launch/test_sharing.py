@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,13 @@ import torch.distributed as dist
 
 from bench.backends.base import registry
 from bench.errors import InputError
-from bench.judge import tables
 from bench.judge.gates import judge
-from bench.launch import gpus, rank
+from bench.launch import gpus, rank, shared_nccl
 from bench.plan.cell import REFERENCE, Device
 from bench.plan.expand import expand
 from bench.plan.task import Task
 from bench.plan.world import World
-from tests.factories import make_cell, make_gpu, make_manifest, make_matrix, make_record
+from tests.factories import make_cell, make_gpu, make_manifest, make_matrix, make_record, make_tables
 
 BACKENDS = registry()
 GPUS: list[dict[str, Any]] = [
@@ -34,12 +34,12 @@ CUDA_MEMORY = {"allocated": 5, "active": 6, "reserved": 7, "num_alloc_retries": 
 
 def shared(num_gpus: int, **axes: Any) -> list[Any]:
     made = make_matrix({"device": "cuda", "share_gpu": True}, **axes)
-    return expand(made, BACKENDS, num_gpus)
+    return expand(made, BACKENDS, num_gpus).cells
 
 
 def test_more_ranks_than_gpus_are_cells_of_their_own() -> None:
     cells = shared(1, world_size=[2, 4])
-    alone = expand(make_matrix({"device": "cuda"}, world_size=[2, 4]), BACKENDS, 4)
+    alone = expand(make_matrix({"device": "cuda"}, world_size=[2, 4]), BACKENDS, 4).cells
     (reference,) = [cell for cell in cells if cell.backend == REFERENCE]
     others = [cell for cell in cells if cell.backend != REFERENCE]
     assert others and all(cell.world.shares_gpus for cell in others)
@@ -96,6 +96,15 @@ def test_a_rank_that_shares_joins_over_gloo_on_its_only_device(joined: list[Any]
     assert os.environ["GROUP_RANK"] == "3"
 
 
+def test_over_nccl_each_rank_is_a_host_of_its_own_and_leaves_protocols_to_nccl(joined: list[Any]) -> None:
+    os.environ |= {"NCCL_PROTO": "LL128", "NCCL_ALGO": "Tree", "NCCL_DEBUG": "WARN"}
+    device = rank.join(replace(cuda_task(4, World.SHARED_GPU), shared_nccl=True))
+    assert joined == ["cuda:0 of GPU-1", (("nccl",), {"device_id": device})]
+    assert os.environ["NCCL_HOSTID"] == "rank 3" != shared_nccl.environment(2)["NCCL_HOSTID"]
+    assert os.environ["NCCL_NET"] == "Socket" and os.environ["NCCL_DEBUG"] == "WARN"
+    assert not {"NCCL_PROTO", "NCCL_ALGO"} & os.environ.keys()
+
+
 def test_a_rank_with_a_gpu_of_its_own_joins_over_nccl(joined: list[Any]) -> None:
     device = rank.join(cuda_task(4))
     assert device == torch.device("cuda", 3)
@@ -136,15 +145,17 @@ def test_the_group_is_not_one_that_a_mesh_replaces_by_nccl(tmp_path: Path) -> No
 # What is kept.
 
 
-def test_no_time_is_kept_and_everything_else_is() -> None:
-    cells = [SHARED.reference(), SHARED, make_cell(backend="fsdp2-eager", device=Device.CUDA, shared_gpu=True)]
+@pytest.mark.parametrize("over_nccl", [False, True])
+def test_no_time_is_kept_and_everything_else_is(*, over_nccl: bool) -> None:
+    shared = replace(SHARED, shared_nccl=over_nccl)
+    cells = [shared.reference(), shared, make_cell(backend="fsdp2-eager", device=Device.CUDA, shared_gpu=True)]
     told = {"time": {"cuda_memory": CUDA_MEMORY}, "gpus": {"gpus": [make_gpu()], "notes": []}}
     records = [
         make_record(cell, repeat, **{name: dict(value) for name, value in told.items()})
         for cell in cells
         for repeat in range(6)
     ]
-    made = judge(tables.build(records, make_manifest([SHARED], baseline="ddp-deferred")))
+    made = judge(make_tables(records, make_manifest([SHARED], baseline="ddp-deferred")))
     alone, shares = made.trials.iloc[0], made.trials.iloc[6]
     assert (alone["shared_gpu"], shares["shared_gpu"]) == (False, True)
     times = ["step_time_s", "num_warmup_steps", "tokens_per_s", "mfu", "mfu_of_matmul", "cpu_s_per_micro_batch"]
@@ -154,4 +165,4 @@ def test_no_time_is_kept_and_everything_else_is() -> None:
     assert (shares["optimizer_steps_observed"], shares["peak_memory_bytes"]) == (5, 5)
     assert shares["update_error"] == 1e-7 and shares["num_operators_per_micro_batch"] == 500
     assert set(made.steps["cell_id"]) == {SHARED.reference().cell_id}
-    assert SHARED.cell_id in set(made.losses["cell_id"])
+    assert shared.cell_id in set(made.losses["cell_id"])

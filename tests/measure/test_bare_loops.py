@@ -13,7 +13,7 @@ import pytest
 from bench.backends.base import registry
 from bench.launch.launcher import Launcher
 from studies.overhead.bare import LOOPS, RANKS, N
-from studies.overhead.in_turn import seconds, steps, train
+from studies.overhead.in_turn import on_cpu, seconds, steps, train
 from studies.overhead.page import page
 from tests.conftest import ROOT, first
 from tests.factories import make_cell
@@ -23,7 +23,7 @@ from tests.factories import make_cell
 def test_a_trial_and_a_bare_loop_train_the_same_windows_in_turn(
     backend: str, launcher: Launcher, tmp_path: Path
 ) -> None:
-    found = steps(launcher, backend, backend, 3, tmp_path, is_bench_first=False)
+    found = steps(launcher, on_cpu(backend, 3), backend, tmp_path, is_bench_first=False)
     assert [len(seconds) for seconds in found.values()] == [3] * 6
     assert all(0 < second < 60 for seconds in found.values() for second in seconds)
 
@@ -53,7 +53,7 @@ def test_both_fork_from_a_process_that_has_loaded_what_the_backend_names(tmp_pat
 @pytest.mark.slow
 def test_another_sum_of_the_gradients_is_not_the_same_training(launcher: Launcher, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="did not train the same"):
-        steps(launcher, "ddp-eager", "fsdp2-deferred", 3, tmp_path)
+        steps(launcher, on_cpu("ddp-eager", 3), "fsdp2-deferred", tmp_path)
 
 
 @pytest.fixture

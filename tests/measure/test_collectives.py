@@ -14,12 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from bench.backends.base import registry
 from bench.judge import expected
 from bench.judge.formulas import expect
-from bench.judge.tables import build
 from bench.measure.collectives import CollectiveCounter
 from bench.plan.cell import REFERENCES, Cell, Device
 from bench.workload.layout import Layout, Parameter
 from tests import worlds
-from tests.factories import make_cell, make_manifest, make_record
+from tests.factories import make_cell, make_manifest, make_record, make_tables, parsed_records
 
 BACKENDS = [name for name in registry() if name not in REFERENCES]
 
@@ -130,9 +129,9 @@ def test_other_models_and_backends_are_left_empty_unless_a_rank_tells() -> None:
         gradients=(1, 0),
     )
     records[0]["layout"] = json.loads(json.dumps(layout.to_json()))
-    tables = build(records, make_manifest([users, plugin]))
+    tables = make_tables(records, make_manifest([users, plugin]))
     assert expected.fill(tables)[0].collectives["expected_calls"].isna().all()
-    filled, findings = expected.fill(tables, records)
+    filled, findings = expected.fill(tables, parsed_records(records))
     frame = filled.collectives
     assert frame[frame["cell_id"] == plugin.cell_id]["expected_calls"].isna().all()
     row = frame[(frame["cell_id"] == users.cell_id) & (frame["op"] == "all_gather")].iloc[0]
@@ -144,6 +143,6 @@ def test_on_cuda_what_was_not_counted_at_this_n_is_no_finding_and_what_sends_not
     cell = make_cell(backend="fsdp2-eager", device=Device.CUDA)
     record = make_record(cell, passes=["time", "update", "exposure"])
     del record["collectives"], record["memory"]
-    assert not expected.fill(build([record], make_manifest([cell])))[1]
-    _, findings = expected.fill(build([make_record(cell, collectives=[])], make_manifest([cell])))
+    assert not expected.fill(make_tables([record], make_manifest([cell])))[1]
+    _, findings = expected.fill(make_tables([make_record(cell, collectives=[])], make_manifest([cell])))
     assert "all_gather of float32: 0 calls" in findings[cell.cell_id][0]

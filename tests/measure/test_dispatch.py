@@ -14,7 +14,6 @@ from bench.backends.base import Backend
 from bench.backends.plain import DDPEager
 from bench.backends.training_job import Job
 from bench.judge.formulas import BUILT_IN
-from bench.judge.tables import build
 from bench.launch.launcher import Launcher
 from bench.measure.dispatch import HostCost, merge, num_launches
 from bench.measure.operators import OperatorCounter
@@ -25,7 +24,7 @@ from bench.plan.cell import Device, Precision, Sync
 from bench.plan.task import Spec
 from bench.run.trial_record import merge_ranks, wrong
 from tests.conftest import asked, first
-from tests.factories import make_cell, make_failure, make_manifest, make_rank, make_record
+from tests.factories import make_cell, make_failure, make_manifest, make_rank, make_record, make_tables
 from tests.measure.kineto import Event, profile
 from tests.worlds import measure
 
@@ -112,7 +111,7 @@ def test_every_backend_does_the_plain_models_work(
             activation_checkpointing=checkpointed,
         )
         for name in asked(request, CHOSEN, BUILT_IN)
-        if not (backend := BUILT_IN[name]).not_virtual
+        if not (backend := BUILT_IN[name]).refuses.virtual
         and not (precision is Precision.BF16 and backend.framework == "DeepSpeed" and backend.sync is Sync.DEFERRED)
     ]
     found = measure(launcher, tmp_path, cells, "dispatch")
@@ -210,7 +209,9 @@ def test_the_record_has_the_most_of_every_number_and_the_table_a_share_per_micro
     assert merged == {**COST, "cpu_s": 0.75} == merge([rank["dispatch"] for rank in ranks])
     later = make_record(cell, repeat=1)
     del later["dispatch"]
-    trials = build([make_record(cell, dispatch=merged), later, make_failure(cell, 2)], make_manifest([cell])).trials
+    trials = make_tables(
+        [make_record(cell, dispatch=merged), later, make_failure(cell, 2)], make_manifest([cell])
+    ).trials
     for name, value in (("cpu_s", 0.1875), ("num_operators", 500), ("num_launches", 250)):
         column = trials[f"{name}_per_micro_batch"]
         assert column.tolist()[:2] == [value] * 2 and column.isna().tolist()[2]

@@ -123,4 +123,6 @@ def test_on_cuda_what_watches_every_operator_runs_at_one_n() -> None:
     assert passes([cuda[0].reference()])[cuda[0].reference().cell_id] == ("time", "update")
     assert passes(cuda[:1]) == {cuda[0].cell_id: all_of_them}
     shared = [replace(cell, shared_gpu=True) for cell in cuda]
-    assert set(passes(shared).values()) == {every}, "nothing is timed there"
+    assert set(passes(shared).values()) == {every}, "over gloo no kernel communicates"
+    over_nccl = passes([replace(cell, shared_nccl=True) for cell in shared])
+    assert list(over_nccl.values()) == [few, all_of_them, few]

@@ -26,8 +26,8 @@ from tests.measure.test_memory import parts
 from tests.worlds import by_rank, layout, measure, pretended, world_cell
 
 BACKENDS = [name for name in BUILT_IN if name != REFERENCE and not name.endswith("corrected")]
-VIRTUAL = [name for name in BACKENDS if not registry()[name].not_virtual]
-FAKEABLE = [name for name in VIRTUAL if not registry()[name].not_fake]
+VIRTUAL = [name for name in BACKENDS if not registry()[name].refuses.virtual]
+FAKEABLE = [name for name in VIRTUAL if not registry()[name].refuses.fake]
 CHOSEN = (
     "ddp-eager",
     "fsdp2-eager",

@@ -20,8 +20,10 @@ from bench.judge.analysis import Analysis
 from bench.judge.statistics import MIN_TRIALS
 from bench.plan import matrix as matrix_file
 from bench.plan.cell import REFERENCE, REFERENCES, SHARDED_REFERENCE, Cell, Device
-from bench.plan.expand import baseline, expand, single_trial_ids
+from bench.plan.expand import baseline, expand
+from bench.plan.models import describe_file
 from bench.plan.schedule import Ended
+from bench.plan.world import Refusals
 from tests.conftest import HSDP, first
 from tests.factories import make_backend, make_document, make_matrix
 from tests.pages import simulate
@@ -103,7 +105,7 @@ def test_unknown_keys(key: str, expected: str) -> None:
 @pytest.mark.parametrize("name", matrix_file.names())
 def test_shipped_matrices(name: str) -> None:
     loaded = matrix_file.load(name)
-    cells = expand(loaded, BACKENDS, 2 if loaded["device"] == Device.CUDA else 0)
+    cells = expand(loaded, BACKENDS, 2 if loaded["device"] == Device.CUDA else 0).cells
     assert loaded.name == name
     assert json.loads(json.dumps(loaded.to_dict()))["values"] == dict(loaded.values)
     assert cells[0].is_reference or loaded["virtual.alone"], "virtual worlds have no values to compare"
@@ -132,7 +134,7 @@ def test_expansion(
         with pytest.raises(InputError, match="nothing is left to run; reference-sharded needs 2 ranks or more"):
             expand(made, BACKENDS, 0)
         return
-    cells = expand(made, BACKENDS, 0)
+    cells = expand(made, BACKENDS, 0).cells
     points = {
         (cell.backend, 1 if cell.is_reference else cell.accumulate, cell.world_size, str(cell.precision))
         for cell in cells
@@ -154,7 +156,7 @@ def test_expansion(
 
 def meshes(matrix: matrix_file.Matrix, num_gpus: int = 0) -> set[tuple[str, int, int]]:
     """Backend, W and R of each cell that is no reference."""
-    cells = expand(matrix, BACKENDS, num_gpus)
+    cells = expand(matrix, BACKENDS, num_gpus).cells
     return {(cell.backend, cell.world_size, cell.replicate) for cell in cells if not cell.is_reference}
 
 
@@ -195,7 +197,7 @@ def test_optimizers_and_clips_are_axes_with_a_reference_for_each() -> None:
         accumulate=[2],
         optimizer=["adamw-foreach", "adamw-fused", "sgd", "sgd"],
     )
-    cells = [cell for cell in expand(made, BACKENDS, 0) if not cell.twin]
+    cells = [cell for cell in expand(made, BACKENDS, 0).cells if not cell.twin]
     rates = {"adamw-foreach": 1.0, "adamw-fused": 1.0, "sgd": 0.5}
     ways = [(name, rate, clip) for name, rate in rates.items() for clip in (0.0, 1.0)]
     assert [(cell.optimizer, cell.learning_rate, cell.clip_norm) for cell in cells] == ways * 2
@@ -210,7 +212,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest(batch: int, ac
     made = make_matrix({"workload.global_batch_size": batch}, accumulate=[accumulate], world_size=[world_size])
     product = accumulate * world_size
     if batch % product == 0:
-        assert expand(made, BACKENDS, 0)[-1].micro_batch_size == batch // product
+        assert expand(made, BACKENDS, 0).cells[-1].micro_batch_size == batch // product
         return
     with pytest.raises(InputError) as caught:
         expand(made, BACKENDS, 0)
@@ -222,7 +224,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest(batch: int, ac
 
 def test_gpus() -> None:
     everything = make_matrix({"device": "cuda"}, world_size="all", accumulate=[1])
-    assert {cell.world_size for cell in expand(everything, BACKENDS, 4)} == {1, 4}
+    assert {cell.world_size for cell in expand(everything, BACKENDS, 4).cells} == {1, 4}
     with pytest.raises(InputError, match=r"axes.world_size: 2 ranks need as many GPUs; 1 are visible here"):
         expand(make_matrix({"device": "cuda"}), BACKENDS, 1)
     with pytest.raises(InputError, match=r"axes.world_size is 'all', which means GPUs"):
@@ -231,7 +233,7 @@ def test_gpus() -> None:
 
 def twin_of(**overrides: Any) -> Cell:
     axes = {name: overrides.pop(name) for name in ("backend", "accumulate", "world_size") if name in overrides}
-    cells = expand(make_matrix(overrides, **axes), BACKENDS, 0)
+    cells = expand(make_matrix(overrides, **axes), BACKENDS, 0).cells
     (twin,) = [cell for cell in cells if cell.twin]
     return twin
 
@@ -240,6 +242,28 @@ def test_the_twin_is_the_largest_cell_of_the_baseline() -> None:
     twin = twin_of(backend=["ddp-eager", "fsdp2-eager"], accumulate=[1, 4, 2], world_size=[1, 2])
     assert (twin.backend, twin.accumulate, twin.world_size) == ("ddp-eager", 4, 2)
     assert twin_of(backend=["ddp-eager", "fsdp2-eager"], baseline="fsdp2-eager").backend == "fsdp2-eager"
+
+
+def test_the_corpus_is_read_once_and_must_hold_the_longest_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "corpus.txt"
+    text.write_bytes(b"a" * 65)
+    read: list[int] = []
+
+    def describe(path: Path, length: int, place: str) -> str:
+        read.append(length)
+        return describe_file(path, length, place)
+
+    monkeypatch.setattr("bench.plan.expand.describe_file", describe)
+    document = make_document() | {"groups": [{"workload": {"sequence_length": 64}, "once": True}]}
+    document["workload"] |= {"corpus": str(text)}
+    found = expand(matrix_file.parse(document, name="made", source="made.toml"), BACKENDS, 0)
+    assert read == [65] and {cell.sequence_length for cell in found.cells} == {32, 64}
+    assert len({cell.corpus for cell in found.cells}) == 1
+    document["groups"][0]["workload"] = {"sequence_length": 65}
+    with pytest.raises(InputError, match=r"has 65 bytes; one sample needs sequence_length \+ 1 = 66 bytes"):
+        expand(matrix_file.parse(document, name="made", source="made.toml"), BACKENDS, 0)
 
 
 def test_the_baseline_is_the_first_that_can_run_and_has_no_known_defect() -> None:
@@ -253,7 +277,7 @@ def test_the_baseline_is_the_first_that_can_run_and_has_no_known_defect() -> Non
 
 def test_virtual_cells_have_the_same_micro_batch_in_every_world_and_no_reference() -> None:
     overrides = {"virtual.world_size": [8, 64], "virtual.micro_batch_size": 3}
-    cells = expand(make_matrix(overrides, backend=["ddp-eager"], accumulate=[2]), BACKENDS, 0)
+    cells = expand(make_matrix(overrides, backend=["ddp-eager"], accumulate=[2]), BACKENDS, 0).cells
     virtual = [cell for cell in cells if not cell.world.has_all_ranks]
     assert [(cell.world_size, cell.global_batch_size, cell.micro_batch_size) for cell in virtual] == [
         (8, 48, 3),
@@ -261,17 +285,17 @@ def test_virtual_cells_have_the_same_micro_batch_in_every_world_and_no_reference
     ]
     assert [cell.backend for cell in cells if cell.world.has_all_ranks] == [REFERENCE, "ddp-eager", "ddp-eager"]
     assert cells[-1].world.has_all_ranks, "the A/A pair is of real ranks"
-    alone = expand(make_matrix(overrides | {"virtual.alone": True}, backend=["ddp-eager"]), BACKENDS, 0)
+    alone = expand(make_matrix(overrides | {"virtual.alone": True}, backend=["ddp-eager"]), BACKENDS, 0).cells
     assert all(not cell.world.has_all_ranks for cell in alone) and alone[-1].twin
     fake = {"virtual.alone": True, "virtual.fake_tensors": True}
-    shapes = expand(make_matrix(overrides | fake, backend=["fsdp2-eager"]), BACKENDS, 0)
+    shapes = expand(make_matrix(overrides | fake, backend=["fsdp2-eager"]), BACKENDS, 0).cells
     assert all(not cell.world.computes and not cell.twin for cell in shapes), "shapes have no times to compare"
 
 
 def test_a_backend_that_cannot_be_virtual_is_refused() -> None:
     backends = dict(BACKENDS)
     backends["made"] = make_backend("made")
-    backends["made"].not_virtual = "it phones home"
+    backends["made"].refuses = Refusals(virtual="it phones home")
     with pytest.raises(InputError, match=r"virtual.world_size: made cannot be in a virtual world: it phones home"):
         expand(make_matrix({"virtual.world_size": [8]}, backend=["made"]), backends, 0)
 
@@ -283,7 +307,7 @@ def grouped(*groups: dict[str, Any], **axes: Any) -> matrix_file.Matrix:
 def test_groups_are_cells_of_their_own_after_those_of_the_matrix() -> None:
     larger = {"workload": {"model": "135m", "global_batch_size": 8}, "axes": {"accumulate": [4]}}
     made = grouped(larger, {"once": True, "axes": {"backend": ["fsdp2-eager"]}}, backend=["ddp-eager"], accumulate=[2])
-    cells = expand(made, BACKENDS, 0)
+    cells = expand(made, BACKENDS, 0).cells
     assert [(cell.backend, cell.model, cell.accumulate, cell.global_batch_size) for cell in cells] == [
         (REFERENCE, "tiny", 1, 16),
         (REFERENCE, "135m", 1, 8),
@@ -295,7 +319,7 @@ def test_groups_are_cells_of_their_own_after_those_of_the_matrix() -> None:
     assert cells[-1].twin and not any(cell.twin for cell in cells[:-1]), (
         "one A/A pair, of what stands before the groups"
     )
-    assert single_trial_ids(made, BACKENDS, 0) == [cells[4].cell_id]
+    assert expand(made, BACKENDS, 0).once == [cells[4].cell_id]
     assert json.loads(json.dumps(made.to_dict()))["values"]["groups"][1] == {
         "once": True,
         "axes.backend": ["fsdp2-eager"],
@@ -305,11 +329,11 @@ def test_groups_are_cells_of_their_own_after_those_of_the_matrix() -> None:
 def test_cells_of_several_groups_are_there_once_and_have_one_trial_if_all_say_so() -> None:
     lone, often = {"once": True, "axes": {"accumulate": [1, 2, 4]}}, {"axes": {"accumulate": [2]}}
     made = grouped(lone, often, backend=["ddp-eager"], accumulate=[1])
-    cells = [cell for cell in expand(made, BACKENDS, 0) if cell.backend != REFERENCE and not cell.twin]
+    cells = [cell for cell in expand(made, BACKENDS, 0).cells if cell.backend != REFERENCE and not cell.twin]
     assert [cell.accumulate for cell in cells] == [1, 2, 4]
-    assert single_trial_ids(made, BACKENDS, 0) == [cells[2].cell_id]
+    assert expand(made, BACKENDS, 0).once == [cells[2].cell_id]
     more = made.override("repeats", 7, "--repeats")
-    assert single_trial_ids(more, BACKENDS, 0) == [cells[2].cell_id], "whatever repeats are"
+    assert expand(more, BACKENDS, 0).once == [cells[2].cell_id], "whatever repeats are"
 
 
 def test_a_cell_of_one_trial_is_not_waited_for(tmp_path: Path) -> None:
@@ -319,7 +343,7 @@ def test_a_cell_of_one_trial_is_not_waited_for(tmp_path: Path) -> None:
     )
     counts = run.tables.trials["backend"].value_counts()
     assert counts["b2"] == counts[REFERENCE] == 1 and MIN_TRIALS <= counts["b1"] < 40
-    assert run.manifest["ended_by"] == Ended.PRECISION
+    assert run.manifest.ended_by == Ended.PRECISION
     rows = {row.b.backend: row.time for row in Analysis(run=run).verdicts if not row.b.twin}
     assert rows["b1"] and rows["b1"].low is not None and rows["b2"] and rows["b2"].low is None
 
@@ -343,7 +367,7 @@ def test_what_is_wrong_in_a_group_is_named(group: dict[str, Any], words: str) ->
 
 def test_the_batch_may_grow_with_the_ranks() -> None:
     made = make_matrix({"workload.for_each_rank": True}, backend=["ddp-eager"], accumulate=[4], world_size=[1, 2])
-    cells = [cell for cell in expand(made, BACKENDS, 0) if not cell.twin]
+    cells = [cell for cell in expand(made, BACKENDS, 0).cells if not cell.twin]
     sizes = [(cell.backend, cell.world_size, cell.global_batch_size, cell.micro_batch_size) for cell in cells]
     assert sizes == [(REFERENCE, 1, 16, 16), (REFERENCE, 1, 32, 32), ("ddp-eager", 1, 16, 4), ("ddp-eager", 2, 32, 4)]
     with pytest.raises(InputError, match="is 16 for each rank, which is not divisible by N = 3; use a multiple of it"):
@@ -359,8 +383,8 @@ MISSION = [
 @pytest.mark.parametrize("num_gpus", first([1, 8], [1, 2, 4, 8]))
 def test_the_gpu_matrix_asks_what_the_bench_is_for(num_gpus: int) -> None:
     made = matrix_file.load("gpu")
-    cells = expand(made, BACKENDS, num_gpus)
-    trained_once = single_trial_ids(made, BACKENDS, num_gpus)
+    cells = expand(made, BACKENDS, num_gpus).cells
+    trained_once = expand(made, BACKENDS, num_gpus).once
     timed = [cell for cell in cells if cell.cell_id not in trained_once and not cell.twin]
     assert made["repeats"] >= MIN_TRIALS, "or there is no interval"
     for backend in ("fsdp2-eager", "fsdp2-deferred"):

@@ -24,7 +24,7 @@ from bench.report.answer import Answer, answer
 from bench.report.citation import cite
 from bench.report.descriptions import eager_and_deferred
 from bench.report.terminal import show
-from bench.run.journal import JOURNAL, read_manifest, write_manifest
+from bench.run.journal import JOURNAL, read_document, write_document
 from tests.factories import make_cell, make_matrix, make_record
 from tests.pages import kind, read, records_of, report, write, write_run
 
@@ -74,7 +74,15 @@ def test_the_same_is_said_in_all_three_places(folder: Path, printed: str) -> Non
     short = (folder / "report.md").read_text(encoding="utf-8").replace("\\", "")
     page = one_line(read(folder / "report.html").text)
     terminal = one_line(printed)
-    assert [finding.topic for finding in found.all] == [FASTEST, LEAST, SYNC, "Do not use", "Failed", "Scope"]
+    assert [finding.topic for finding in found.all] == [
+        FASTEST,
+        LEAST,
+        SYNC,
+        "Do not use",
+        "Failed",
+        "Other days",
+        "Scope",
+    ]
     for finding in found.all:
         assert finding.sentence in short
         assert one_line(f"{finding.subject} {finding.text}") in page
@@ -82,7 +90,7 @@ def test_the_same_is_said_in_all_three_places(folder: Path, printed: str) -> Non
     assert set(words) <= set(terminal.split())
     assert printed.splitlines()[-1].startswith("report: ")
     for row in found.groups[0].rows:
-        line = next(line.split() for line in printed.splitlines() if line.split()[:1] == [row["backend"]])
+        line = next(line.split() for line in printed.splitlines() if line.split()[:1] == [row.backend])
         texts = found.groups[0].texts(row)
         assert {texts["seconds"], texts["ratio"], texts["ratio_ends"], texts["correct"]} <= set(line)
 
@@ -91,14 +99,14 @@ def test_the_fastest_correct_backend_and_those_not_told_from_it(folder: Path) ->
     run, found = run_and_answer(folder)
     (fastest,), (least,) = on_topic(found, FASTEST), on_topic(found, LEAST)
     assert found.groups[0].n == 4 and [group.n for group in found.groups] == [4, 1]
-    order = [row["backend"] for row in found.groups[0].rows]
+    order = [row.backend for row in found.groups[0].rows]
     assert order == ["alpha-deferred", "gamma", "alpha-eager", "beta", "large", "wrong"]
     assert fastest.subject == "alpha-deferred" and ". Not shown to be slower: gamma, " in fastest.text
     assert "Holm" not in fastest.text
     assert least.subject == "alpha-deferred" and least.text.endswith(", at N=4, W=2.")
-    (row,) = [row for row in found.groups[0].rows if row["backend"] == "beta"]
-    assert (row["num_ok"], row["correct"], row["verdict"]) == (10, "yes", "slower")
-    assert not on_topic(found, "Undecided") and run.labels[row["cell_id"]] == "beta N=4 W=2 fp32"
+    (row,) = [row for row in found.groups[0].rows if row.backend == "beta"]
+    assert (row.num_ok, row.correct, row.verdict) == (10, "yes", "slower")
+    assert not on_topic(found, "Undecided") and run.labels[row.cell_id] == "beta N=4 W=2 fp32"
 
 
 @pytest.mark.parametrize(("sharded", "first"), [(("beta", "gamma"), "beta"), (("gamma",), "gamma"), ((), "alpha")])
@@ -116,7 +124,7 @@ def test_the_first_pair_that_shards_parameters_has_a_statement_and_all_others_sh
         repeats=1,
         changes=lambda cell, _: {"status": "invalid", "reason": "the loss is off"} if cell.backend == "wrong" else {},
     )
-    write_manifest(folder, read_manifest(folder) | {"backends": kinds})
+    write_document(folder, read_document(folder) | {"backends": kinds})
     found = run_and_answer(folder)[1]
     (statement,), (others,) = on_topic(found, SYNC), on_topic(found, "Other families")
     assert statement.subject == f"{first}-deferred / {first}-eager" and statement.text.endswith(", at N=4, W=2.")
@@ -135,14 +143,14 @@ def test_what_must_not_be_used_is_said_once_with_its_reason(folder: Path, printe
 
 
 def test_the_scope_has_counts_and_the_width_that_check_has(folder: Path) -> None:
-    run, found = run_and_answer(folder)
+    _, found = run_and_answer(folder)
     text = found.scope.text
     assert "n = 10 good trials per cell; A/A pair " in text and text.endswith("do not transfer to GPUs.")
     assert (
         "11 cells: 7 compared with alpha-eager, 2 of alpha-eager itself, 1 reference, 1 A/A twin; 3 more without"
         in text
     )
-    write_manifest(folder, {**run.manifest, "ended_by": "budget"})
+    write_document(folder, read_document(folder) | {"ended_by": "budget"})
     (width,) = [
         finding.text.rpartition("interval is ")[2] for finding in check(folder) if "widest interval" in finding.text
     ]
@@ -168,7 +176,7 @@ def test_one_repeat_on_a_busy_machine_asks_for_both_in_one_command(tmp_path: Pat
     plots = {figure.find("figcaption")[0].find("span")[0].text for figure in page.find("figure")}
     assert plots and not plots & {"memory_vs_time", "step_time", "step_time_ratio", "noise"}
     assert "s/step" not in printed and "s/step" not in (folder / "report.md").read_text(encoding="utf-8")
-    assert all(row["peak_memory_bytes"] for row in found.groups[0].rows)
+    assert all(row.peak_memory_bytes for row in found.groups[0].rows)
 
 
 def test_what_stays_open_has_a_command_too(tmp_path: Path) -> None:
@@ -194,7 +202,7 @@ def test_an_interval_without_1_may_decide_nothing_and_a_wide_one_asks_for_nothin
     factors = {"alpha": 1.0, "beta": 1.0, "gamma": 1.03, "delta": 1.04, "epsilon": 1.05}
     found = run_and_answer(write_run(tmp_path / "run", factors, accumulate=(2,), noise=0.03))[1]
     (fastest,), (wide,) = on_topic(found, FASTEST), on_topic(found, "Undecided")
-    assert "gamma, 1.037 (95 % 1.004-1.071). Where an interval excludes 1, Holm's correction" in fastest.text
+    assert "gamma, 1.037 (95 % 1.004-1.071). Alone, gamma looks slower; among 4 comparisons that" in fastest.text
     assert "the interval contains 1" in wide.text and not wide.command
 
 
@@ -213,7 +221,7 @@ def test_a_cell_that_runs_once_beside_others_has_no_time_to_compare(tmp_path: Pa
     (folder / JOURNAL).write_bytes(b"".join(kept))
     first, *_ = on_topic(run_and_answer(folder)[1], "Undecided")
     assert first.subject == "beta at N=2, W=2" and "too few trials" in first.text
-    write_manifest(folder, read_manifest(folder) | {"once": sorted(single)})
+    write_document(folder, read_document(folder) | {"once": sorted(single)})
     _, found = run_and_answer(folder)
     assert all("N=1" in finding.subject for finding in on_topic(found, "Undecided"))
     assert [(group.n, group.is_timed) for group in found.groups] == [(1, True), (2, False)]
@@ -229,7 +237,7 @@ def test_what_has_nothing_to_be_compared_with_says_why(tmp_path: Path) -> None:
     (folder / JOURNAL).write_bytes(b"".join(kept))
     alarm = run_and_answer(folder)[1].alarm
     assert alarm is not None and alarm.text == "The baseline, alpha, has no trial."
-    write_manifest(folder, read_manifest(folder) | {"baseline": "reference"})
+    write_document(folder, read_document(folder) | {"baseline": "reference"})
     alarm = run_and_answer(folder)[1].alarm
     assert alarm is not None and alarm.text == "No two cells of the run differ in the backend alone."
     alarm = run_and_answer(write_run(tmp_path / "one", {"alpha": 1.0}, accumulate=(2,)))[1].alarm

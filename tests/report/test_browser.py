@@ -14,6 +14,7 @@ import pytest
 
 from bench.judge.analysis import Analysis
 from bench.judge.loading import load
+from bench.judge.pool import Pool
 from bench.report.citation import cite, cite_plot
 from tests.pages import HOSTILE, data_of, read, report, write_run
 
@@ -203,7 +204,7 @@ def test_a_citation_is_copied(browser: Any, folder: Path) -> None:
             assert page.evaluate("navigator.clipboard.readText()") == wanted
     page.locator('button[data-plot="memory_vs_time"]').click()
     page.get_by_text("Copied the citation of the plot.").wait_for()
-    assert page.evaluate("navigator.clipboard.readText()") == cite_plot(run, "memory_vs_time").bibtex
+    assert page.evaluate("navigator.clipboard.readText()") == cite_plot(Pool(runs=(run,)), "memory_vs_time").bibtex
     assert opened.errors == []
     opened.context.close()
 

@@ -77,12 +77,14 @@ def test_a_cell_is_cited_with_all_that_it_needs(data: Analysis) -> None:
     text = cite(data, id_of(data, "slow")).text
     trials = data.run.tables.trials[data.run.tables.trials["cell_id"] == id_of(data, "slow")]
     value = statistics.geometric_mean(trials["step_time_s"])
-    assert f"slow N=2 W=2 fp32: {digits(value)} s per optimizer step (95 % interval 0." in text
+    assert f"slow N=2 W=2 fp32: {digits(value)} s per optimizer step in this run (95 % interval 0." in text
     assert ", n = 10 trials); peak memory 49.50 MiB (51904512 bytes, tracked tensors).\n" in text
     line = text.splitlines()[1]
-    assert line.startswith(f"accumulation-bench:a%20run_1/{id_of(data, 'slow')} value={digits(value)} low=0.")
-    assert line.endswith(f" n=10 bytes=51904512 sha256={data.run.manifest['journal_sha256']}")
-    assert data.run.manifest["machine"]["cpu"] in text and f"torch {data.run.manifest['packages']['torch']}" in text
+    assert line.startswith(
+        f"accumulation-bench:a%20run_1:{data.run.digest[:12]}/{id_of(data, 'slow')} value={digits(value)} low=0."
+    )
+    assert line.endswith(f" n=10 bytes=51904512 sha256={data.run.manifest.journal_sha256}")
+    assert data.run.manifest.machine.cpu in text and f"torch {data.run.manifest.packages['torch']}" in text
     assert text.endswith(f"Commit: {COMMIT}.")
     limits = "gloo over loopback; rankings of this model over gloo do not transfer to GPUs"
     unknown = "the share of its CPUs that other programs and the hypervisor took was not measured"
@@ -121,7 +123,7 @@ def test_every_citation_is_found_right_in_every_format(data: Analysis, form: str
         (id_of(data, "slow", 4), id_of(data, "slow")),
         (id_of(data, "base", 4), *pairs[0]),
     ]
-    texts = [getattr(cite(data, *pair), form) for pair in pairs] + [getattr(cite_plot(data.run, "step_time"), form)]
+    texts = [getattr(cite(data, *pair), form) for pair in pairs] + [getattr(cite_plot(data.pool, "step_time"), form)]
     assert clean(data, "\n\n".join(texts), len(texts))
     assert all(clean(data, text) for text in texts[:2])
 
@@ -165,11 +167,11 @@ def test_a_ratio_is_that_of_the_report(data: Analysis) -> None:
     text = cite(data, id_of(data, "slow"), id_of(data, "base")).text
     assert text.startswith("slow N=2 W=2 fp32 against base N=2 W=2 fp32: ")
     assert f": {digits(row.time.ratio)} times the step time (95 % interval {digits(row.time.low)} - " in text
-    assert re.search(r"n = 10 blocks\); verdict: slower; A/A pair: \d\.\d+ - \d\.\d+\.\naccumulation-bench:", text)
+    assert re.search(r"n = 10 blocks\); verdict: slower in this run; A/A pair at N=\d+: \d\.\d+ - \d\.\d+\.\n", text)
     back = cite(data, id_of(data, "base"), id_of(data, "slow")).text
     assert f": {digits(1 / row.time.ratio)} times the step time" in back and "verdict: faster" in back
     same = cite(data, id_of(data, "equal"), id_of(data, "base")).text
-    assert "verdict: same (within the margin of 2 %)" in same or "verdict: ambiguous (" in same
+    assert "verdict: same in this run (within the margin of 2 %)" in same or "verdict: ambiguous (" in same
     for pattern, by, what in (
         ("verdict=slower", "verdict=faster", "verdict is faster, and slower"),
         (r"value=1\.\d+", "value=1.5", "value is 1.5"),
@@ -201,8 +203,10 @@ def test_a_changed_journal_is_not_what_was_cited(
     assert cli.main(["cite", str(copy), cell_id]) == 1
     found = errors(Analysis(run=load(copy)), text)
     assert "was changed after the run" in capsys.readouterr().err
-    assert any("value is" in text and "0.05000 follows" in text for text in found)
-    assert any("sha256 is" in text for text in found)
+    assert len(found) == 1 and f"is of the journal {data.run.digest[:12]}, and this is " in found[0]
+    older = errors(Analysis(run=load(copy)), text.replace(f":{data.run.digest[:12]}/", "/"))
+    assert any("value is" in text and "0.05000 follows" in text for text in older)
+    assert any("sha256 is" in text for text in older)
 
 
 def test_cells_are_found_by_id_beginning_and_label(data: Analysis) -> None:

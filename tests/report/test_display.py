@@ -11,10 +11,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bench.judge.tables import build
 from bench.plan.schedule import Cost, Trial
 from bench.report.progress import Display, JsonLines
-from tests.factories import make_cell, make_failure, make_manifest, make_record
+from tests.factories import (
+    make_cell,
+    make_failure,
+    make_manifest,
+    make_record,
+    make_tables,
+    manifest_of,
+    parsed_records,
+)
 
 CELL = make_cell()
 
@@ -35,7 +42,7 @@ def run(
         display.expect(trials, more=budget_s < math.inf, budget_left_s=budget_s)
         for number, (trial, record) in enumerate(zip(trials, records, strict=False)):
             display.started(trial, number, len(trials))
-            display.finished(trial, record)
+            display.finished(trial, parsed_records([record])[0])
     return text.getvalue()
 
 
@@ -65,10 +72,10 @@ def test_no_more_time_is_left_than_the_budget_and_the_block_under_way() -> None:
 
 
 def test_the_step_time_is_that_of_the_tables() -> None:
-    unsettled = make_record(CELL, time={"num_warmup": 4, "step_seconds": [9.0, 8.0, 1.0, 1.25]})
-    (line,) = run(TRIALS[:1], [unsettled], 2.0).splitlines()
-    trials = build([unsettled], make_manifest([CELL])).trials
-    assert trials["step_time_s"].tolist() == [1.125] and ": 1.1250 s/step (" in line
+    slow_first = make_record(CELL, time={"num_warmup": 4, "step_seconds": [9.0, 8.0, 1.0, 1.25]})
+    (line,) = run(TRIALS[:1], [slow_first], 2.0).splitlines()
+    trials = make_tables([slow_first], make_manifest([CELL])).trials
+    assert trials["step_time_s"].tolist() == [4.625] and ": 4.6250 s/step (" in line, "every timed step counts"
     shared = dataclasses.replace(CELL, shared_gpu=True)
     (line,) = run([Trial(shared, 0)], [make_record(shared)], 2.0).splitlines()
     assert ": ok (" in line, "nothing is timed where ranks share a GPU"
@@ -78,13 +85,15 @@ def test_machines_read_each_event_as_a_line_of_json(capsys: pytest.CaptureFixtur
     cells = [make_cell(global_batch_size=size) for size in (16, 32)]
     trials = [Trial(cell, 0) for cell in cells]
     guesses = {cell.cell_id: Cost(2.0, None) for cell in cells}
-    with JsonLines(guesses, make_manifest(cells)) as display:
+    failed = make_failure(cells[1], 0, "oom", "rank 0: full")
+    good_record, bad_record = parsed_records([make_record(cells[0], wall_s=4.0), failed])
+    with JsonLines(guesses, manifest_of(make_manifest(cells))) as display:
         display.say("run x")
         display.expect(trials, more=False)
         display.started(trials[0], 0, 2)
-        display.finished(trials[0], make_record(cells[0], wall_s=4.0))
+        display.finished(trials[0], good_record)
         display.started(trials[1], 1, 2)
-        display.finished(trials[1], make_failure(cells[1], 0, "oom", "rank 0: full"))
+        display.finished(trials[1], bad_record)
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [event["event"] for event in events] == ["message", "started", "finished", "started", "finished"]
     assert events[0]["text"] == "run x"

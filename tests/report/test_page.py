@@ -10,19 +10,20 @@ from urllib.parse import unquote
 import pandas as pd
 import pytest
 
+from bench import validation
 from bench.audit.semantics_files import load as load_suite
 from bench.files import RESULTS
 from bench.formatting import digits
 from bench.judge.analysis import Analysis
-from bench.judge.loading import load, run_of
+from bench.judge.loading import load
 from bench.report import page as pages
 from bench.report.answer import answer
 from bench.report.citation import cite
 from bench.report.figures import KINDS
-from bench.report.sections import epoch_end, nodes, published
+from bench.report.sections import EpochEnd, epoch_end, nodes, published
 from bench.run.journal import Journal
 from studies.semantics import at_epoch_end
-from tests.factories import make_cell, make_manifest, make_record
+from tests.factories import judged_run, make_cell, make_manifest, make_record
 from tests.pages import HOSTILE, Element, data_of, read, report, write_large_run, write_run
 
 FACTORS = {"alpha-eager": 1.0, "alpha-deferred": 0.75, "beta": 1.2, "gamma": 1.001}
@@ -144,7 +145,8 @@ def test_steps_of_whole_windows_do_not_pass_for_those_at_an_epochs_end(tmp_path:
 
 
 def test_the_bundled_findings_are_those_of_the_committed_suite() -> None:
-    assert at_epoch_end(*load_suite(RESULTS / "semantics" / "observations.json")) == epoch_end()
+    found = at_epoch_end(*load_suite(RESULTS / "semantics" / "observations.json"))
+    assert validation.read(EpochEnd, found) == epoch_end()
 
 
 def assert_citations(folder: Path) -> int:
@@ -180,7 +182,7 @@ def test_it_says_how_nodes_differ_and_which_has_the_slowest_rank(tmp_path: Path)
     records = [make_record(cell, repeat, time={"rank_step_seconds": seconds}) for repeat, seconds in enumerate(steps)]
     for record in records:
         Journal(tmp_path).append(record)
-    run = run_of(records, manifest | {"nodes": [other]})
+    run = judged_run(records, manifest | {"nodes": [other]})
     assert list(nodes(Analysis(folder=tmp_path, run=run))) == [
         "Node 1: machine.cpu is 'another', and 'made' on node 0.",
         "The slowest rank was on node 1 in 2 of 3 trials on several nodes.",
@@ -232,11 +234,11 @@ def test_500_cells(tmp_path: Path) -> None:
 def test_published_figures_stand_above_the_measured_ones() -> None:
     cell = make_cell(backend="fsdp2-eager")
     manifest, records = make_manifest([cell.reference(), cell]), [make_record(c) for c in (cell.reference(), cell)]
-    assert published(Analysis(run=run_of(records, manifest))) is None
+    assert published(Analysis(run=judged_run(records, manifest))) is None
     figure = {"what": "theirs", "conditions": "8 x H100", "tokens_per_s_per_gpu": 5762, "memory_gib": 82.4}
     figure["source"] = "example.org (torch 1963fc8; December 2024)"
     manifest["matrix"]["values"]["published"] = [figure]
-    section = published(Analysis(run=run_of(records, manifest)))
+    section = published(Analysis(run=judged_run(records, manifest)))
     assert section is not None and "example.org (torch 1963fc8; December 2024)" in section.sentences[0]
     first, second = ([*row.texts.values()] for row in section.table.rows)
     assert first == ["published: theirs", "8 x H100", "5,762", "82.40 GiB"]

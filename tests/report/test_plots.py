@@ -6,11 +6,11 @@ import dataclasses
 import functools
 import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation
@@ -72,13 +72,15 @@ def drawings_of(name: str) -> dict[str, Drawing]:
     return drawings(run(name))
 
 
-def changed(name: str, rows: dict[str, Any] | pd.Series, values: dict[str, Any]) -> Run:
-    """The run with other values in these columns of some of its trials, and without a table of memory."""
+def with_peaks(name: str, peak_of: Callable[[Cell], int | None]) -> Run:
+    """The run with other peaks of memory, where there are such, and without a table of memory."""
     tables = run(name).tables
-    trials = tables.trials.copy()
-    for column, value in values.items():
-        trials.loc[rows, column] = value
-    return dataclasses.replace(run(name), tables=dataclasses.replace(tables, trials=trials, memory=tables.memory[:0]))
+    trials = []
+    for row in tables.trial_rows:
+        peak = peak_of(row.cell)
+        trials.append(row if peak is None else dataclasses.replace(row, peak_memory_bytes=peak))
+    changed = dataclasses.replace(tables, trial_rows=trials, memory_rows=())
+    return dataclasses.replace(run(name), tables=changed)
 
 
 def titles(found: Run) -> dict[str, str]:
@@ -114,7 +116,9 @@ def test_titles_are_findings_and_wrong_backends_are_named() -> None:
     wrong = "lightning-deepspeed-zero2 and lightning-deepspeed-zero3"
     deviating = f"{wrong} deviate from the reference's loss by up to 0.8 nats/token (sgd, not clipped)"
     assert drawings_of("curves")["loss_curves"].words.title == deviating
-    assert re.fullmatch(r"At N = 8, deferring the sync saves \d+ % of a step with deepspeed-zero2", found["step_time"])
+    assert re.fullmatch(
+        r"At N = 8, deferring the sync saves \d+ % of a step with deepspeed-zero2 in this run", found["step_time"]
+    )
     alike = drawings_of("popular")["loss_curves"]
     close = "All 24 backends stay within 2e-05 nats/token of the reference's loss, but 2 are invalid"
     assert alike.words.title == close and alike.words.notes[0].startswith("Rings: invalid;")
@@ -143,7 +147,8 @@ def test_a_title_on_memory_names_one_cause_only_if_it_is_more_than_half() -> Non
     ]
     tables = run("cpu").tables
     least = tables.trials[tables.trials["backend"] == "fsdp2-eager"]["cell_id"]
-    tables = dataclasses.replace(tables, memory=tables.memory[~tables.memory["cell_id"].isin(least)])
+    split = [row for row in tables.memory_rows if row.cell_id not in set(least)]
+    tables = dataclasses.replace(tables, memory_rows=split)
     unsplit = titles(dataclasses.replace(run("cpu"), tables=tables))["memory_categories"]
     assert unsplit.endswith("1.7x the memory of fsdp2-eager"), "whose categories are not known"
 
@@ -228,17 +233,15 @@ def test_a_bound_is_rounded_up(value: float, words: str) -> None:
 
 
 def test_peaks_that_differ_by_bytes_tie() -> None:
-    trials = run("cpu").tables.trials
-    peaks = trials["backend"].map({"ddp-deferred": 10 * MIB, "fsdp2-deferred": 10 * MIB + 4})
-    found = titles(changed("cpu", peaks.notna(), {"peak_memory_bytes": peaks[peaks.notna()]}))
+    peaks = {"ddp-deferred": 10 * MIB, "fsdp2-deferred": 10 * MIB + 4}
+    found = titles(with_peaks("cpu", lambda cell: peaks.get(cell.backend)))
     assert found["memory_vs_time"].endswith("ddp-deferred and fsdp2-deferred need the least memory (10.0 MiB)")
     assert "x the memory of ddp-deferred and fsdp2-deferred" in found["memory_categories"]
 
 
 def test_the_title_on_memory_compares_cells_of_one_panel() -> None:
-    trials = run("curves").tables.trials
-    sgd = (trials["backend"] == "lightning-ddp") & (trials["optimizer"] == "sgd")
-    found = titles(changed("curves", sgd, {"peak_memory_bytes": MIB}))
+    changed = ("lightning-ddp", "sgd")
+    found = titles(with_peaks("curves", lambda cell: MIB if (cell.backend, cell.optimizer) == changed else None))
     assert "adamw" in found["memory_categories"] and "1.0 MiB" not in found["memory_categories"]
 
 
@@ -267,8 +270,12 @@ def test_a_virtual_world_has_no_times() -> None:
 def test_times_that_cannot_be_compared_are_not_drawn(tmp_path: Path) -> None:
     assert {"memory_vs_time", "step_time", "step_time_ratio", "noise"} <= set(drawings_of("two"))
     assert arrows(drawings_of("two")["memory_vs_time"].figure)
-    assert drawings_of("two")["step_time"].words.title == "At N = 8, deferring the sync saves 30 % of a step with made"
-    assert drawings_of("two")["step_time_ratio"].words.title == "At N = 8, made-deferred is faster than made-eager"
+    saves = "At N = 8, deferring the sync saves 30 % of a step"
+    assert drawings_of("two")["step_time"].words.title == f"{saves} with made in this run"
+    assert (
+        drawings_of("two")["step_time_ratio"].words.title
+        == "At N = 8, made-deferred is faster than made-eager in this run"
+    )
     busy = {"time": {"host": {"num_cpus": 4, "foreign_cores": 1.6, "stolen_cores": 0.0}}}
     for name, more in {"few": {"repeats": 1}, "busy": {"changes": lambda *_: busy}}.items():
         found = drawings(load(write_run(tmp_path / name, TWO, accumulate=(1, 8), **more)))
@@ -300,7 +307,7 @@ def test_bars_are_the_bytes_sent_by_operation() -> None:
 def test_the_same_bytes_are_drawn_again_and_figures_without_cells_are_removed(tmp_path: Path) -> None:
     made = run("made")
     drawn = {path: path.read_bytes() for path in figures.draw(Analysis(run=made), tmp_path)}
-    few = dataclasses.replace(made, tables=dataclasses.replace(made.tables, collectives=made.tables.collectives[:0]))
+    few = dataclasses.replace(made, tables=dataclasses.replace(made.tables, collective_rows=()))
     (tmp_path / "notes.txt").write_text("a user's")
     after = figures.draw(Analysis(run=few), tmp_path)
     assert {path.stem for path in {*drawn} - {*after}} == {"communication"}

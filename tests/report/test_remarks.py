@@ -13,7 +13,7 @@ from bench.judge.analysis import Analysis
 from bench.judge.analysis import read as read_frames
 from bench.judge.loading import load
 from bench.report.citation import cite
-from bench.run.journal import read_manifest, write_manifest
+from bench.run.journal import read_document, write_document
 from tests.pages import kind, read, report, write_run
 
 DDP, FSDP2 = "like-ddp", "like-fsdp2"
@@ -29,11 +29,11 @@ ALONE = "on one rank this backend waits, which it does not on several"
 def write(folder: Path, precision: str = "bf16", way: str = BF16_PARAMETERS, *, remarks: bool = True) -> Path:
     """A run of two backends, the second of which computes bf16 in this way, and has a remark on it if asked."""
     path = write_run(folder, {DDP: 1.0, FSDP2: 0.8}, repeats=6, accumulate=(2,), precision=(precision,))
-    about = read_manifest(path)
+    about = read_document(path)
     about["backends"] |= {DDP: kind(DDP) | {"bf16_as": BF16_AUTOCAST}, FSDP2: kind(FSDP2) | {"bf16_as": way}}
     if remarks:
         about["remarks"] = {load(path).find(f"{FSDP2} N=2 W=2 {precision}").cell_id: ALONE}
-    write_manifest(path, about)
+    write_document(path, about)
     return path
 
 

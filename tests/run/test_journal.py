@@ -12,7 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.errors import InputError
-from bench.run.journal import JOURNAL, MANIFEST, SCHEMA_VERSION, Journal, encode, read_manifest, write_manifest
+from bench.run.journal import JOURNAL, MANIFEST, Journal, encode, read_document, read_manifest, write_document
+from bench.run.manifest import SCHEMA_VERSION
+from tests.conftest import ROOT
+from tests.factories import make_cell, make_manifest
 
 RECORDS = st.lists(
     st.dictionaries(
@@ -111,15 +114,15 @@ def test_every_flipped_bit_is_found_and_its_line_named(tmp_path: Path) -> None:
 
 
 def test_manifest_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_manifest(tmp_path, {"schema_version": SCHEMA_VERSION})
+    write_document(tmp_path, {"schema_version": SCHEMA_VERSION})
 
     def fail(self: Path, target: Path) -> Path:
         raise OSError("the disk is gone")
 
     monkeypatch.setattr(Path, "replace", fail)
     with pytest.raises(OSError, match="the disk is gone"):
-        write_manifest(tmp_path, {"schema_version": SCHEMA_VERSION, "more": 1})
-    assert read_manifest(tmp_path) == {"schema_version": SCHEMA_VERSION}
+        write_document(tmp_path, {"schema_version": SCHEMA_VERSION, "more": 1})
+    assert read_document(tmp_path) == {"schema_version": SCHEMA_VERSION}
     assert [path.name for path in tmp_path.iterdir()] == [MANIFEST], "no draft is left"
 
 
@@ -127,8 +130,24 @@ def test_manifest_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
 def test_a_run_of_another_schema_version_is_refused_in_one_line(tmp_path: Path, version: Any) -> None:
     (tmp_path / MANIFEST).write_text(json.dumps({"schema_version": version}))
     with pytest.raises(InputError) as found:
-        read_manifest(tmp_path)
+        read_document(tmp_path)
     assert str(found.value) == (
         f"{tmp_path / MANIFEST}: schema_version is {version!r}; this version of the bench reads {SCHEMA_VERSION}, so "
         "measure again"
     )
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "results").rglob(MANIFEST)), ids=lambda path: path.parent.name)
+def test_a_committed_manifest_is_read_and_written_without_loss(path: Path) -> None:
+    stored = read_document(path.parent)
+    written = json.loads(json.dumps(read_manifest(path.parent).to_dict()))
+    assert written == stored
+
+
+@pytest.mark.parametrize("key", ["run_id", "matrix", "cells", "backends", "cold"])
+def test_a_manifest_without_what_a_run_needs_is_refused_at_the_door(tmp_path: Path, key: str) -> None:
+    document = make_manifest([make_cell()])
+    del document[key]
+    write_document(tmp_path, document)
+    with pytest.raises(InputError, match=rf"{MANIFEST}: has no key '{key}'; restore it"):
+        read_manifest(tmp_path)

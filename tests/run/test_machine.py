@@ -13,9 +13,10 @@ import pytest
 
 from bench.launch import gpus
 from bench.launch.torch_facts import TorchFacts
-from bench.run import machine
+from bench.run import machine, trial_code
+from bench.run.manifest import CONNECTION
 from tests import factories
-from tests.factories import make_backend
+from tests.factories import make_backend, make_manifest, manifest_of
 from tests.fake_nvml import FakeNvml, failing
 
 
@@ -136,20 +137,27 @@ def test_no_secret_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_code_is_told_by_its_content(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    package = tmp_path / "bench" / "run"
-    package.mkdir(parents=True)
-    (package / "machine.py").write_text("one")
-    monkeypatch.setattr(machine, "__file__", str(package / "machine.py"))
-    before = machine.code({}, {})
-    assert machine.code({}, {}) == before == {"bench": before["bench"]}
-    (package / "more.py").write_text("")
-    assert machine.code({}, {}) != before
-    (package / "more.py").unlink()
-    (tmp_path / "bench" / "report").mkdir()
-    (tmp_path / "bench" / "report" / "page.py").write_text("a typo less")
-    assert machine.code({}, {}) == before, "no measurement depends on it"
-    (package / "machine.py").write_text("two")
-    assert machine.code({}, {}) != before
+    package = tmp_path / "bench"
+    for name, text in {
+        "run/runner.py": "import bench.launch.launcher\nfrom bench.report import page",
+        "launch/launcher.py": "WORK = 'bench.measure.trial:work'",
+        "measure/trial.py": "steps = 1",
+        "report/page.py": "title = 'a typo'",
+    }.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(text)
+    monkeypatch.setattr(trial_code, "PACKAGE", package)
+
+    def code() -> dict[str, str]:
+        trial_code.modules.cache_clear()
+        return machine.code({}, {})
+
+    before = code()
+    (package / "report" / "page.py").write_text("title = 'a typo less'")
+    (package / "run" / "unused.py").write_text("")
+    assert code() == before == {"bench": before["bench"]}, "no measurement depends on these"
+    (package / "measure" / "trial.py").write_text("steps = 2")
+    assert code() != before
     assert (
         machine.code({"b0": make_backend("b0")}, {})["b0"]
         == hashlib.sha256(Path(factories.__file__).read_bytes()).hexdigest()
@@ -178,11 +186,12 @@ def test_nodes_are_compared_without_what_is_each_ones_own() -> None:
     def node(uuid: str, driver: str = "570.1", mtu: int = 9000) -> dict[str, Any]:
         about = {"gpus": [{"uuid": uuid, "driver": driver, "name": "H100"}]}
         parts = {"machine": about, "packages": {"torch": "2.13.0"}, "torch_build": {}, "environment": {}}
-        return parts | {machine.CONNECTION: {"numa_nodes": "0-1", "mtu": mtu}}
+        return parts | {CONNECTION: {"numa_nodes": "0-1", "mtu": mtu}}
 
-    alike, unlike = node("GPU-2"), node("GPU-3", "580.2", 1500)
-    assert list(machine.unlike_nodes(node("GPU-1"))) == []
-    assert list(machine.unlike_nodes(node("GPU-1") | {"nodes": [alike, unlike]})) == [
+    alone = make_manifest(**node("GPU-1"))
+    several = alone | {"nodes": [node("GPU-2"), node("GPU-3", "580.2", 1500)]}
+    assert list(machine.unlike_nodes(manifest_of(alone))) == []
+    assert list(machine.unlike_nodes(manifest_of(several))) == [
         "node 2: machine.gpus.0.driver is '580.2', and '570.1' on node 0; connection.mtu is 1500, and 9000 on node 0"
     ]
 

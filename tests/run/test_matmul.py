@@ -13,6 +13,7 @@ from bench.launch.outcome import Outcome
 from bench.measure import taps
 from bench.plan.cell import Device, Precision, Status
 from bench.run import links, machine, matmul
+from bench.run.links import TimedCollective
 from bench.run.matmul import MatmulTask, matmul_rate, measure, summary, tasks
 from tests.factories import make_cell
 
@@ -76,7 +77,7 @@ class Answers:
 def test_a_failure_leaves_its_reason(tmp_path: Path) -> None:
     outcome = Outcome(status=Status.OOM, reason="rank 0: out of memory", ranks=[], wall_s=1.0)
     (entry,) = measure([make_cell(world_size=1)], 1, tmp_path, Answers(outcome))
-    assert entry["flops_per_s"] == {}
+    assert entry.flops_per_s == {}
     assert summary([entry]) == [
         "matrix products on 1 rank: not known, so neither is MFU against it: rank 0: out of memory"
     ]
@@ -88,34 +89,34 @@ def test_what_takes_too_long_names_no_option(
     """The limit is fixed: ``--timeout`` is that of trials."""
     monkeypatch.setattr(matmul, "TIMEOUT_S", 0.2)
     (entry,) = measure([make_cell()], 1, tmp_path, launcher)
-    assert entry["reason"].startswith("not finished after 0.2 s") and "--" not in entry["reason"]
+    assert entry.reason.startswith("not finished after 0.2 s") and "--" not in entry.reason
 
 
 def test_ranks_of_a_real_process_group_are_timed(tmp_path: Path, launcher: Launcher) -> None:
     cells = [make_cell(), make_cell(precision=Precision.BF16)]
     (entry,) = measure(cells, 1, tmp_path, launcher)
-    assert entry["reason"] == ""
-    assert entry["flops_per_s"].keys() == {"fp32", "bf16"}
-    assert all(len(rates) == 2 and min(rates) > 1e8 for rates in entry["flops_per_s"].values())
-    assert [row["op"] for row in entry["links"]] == [*links.PASSES] * len(links.SIZES["cpu"])
-    assert all(links.bus_rate(row, 2) > 1e5 for row in entry["links"])
+    assert entry.reason == ""
+    assert entry.flops_per_s.keys() == {"fp32", "bf16"}
+    assert all(len(rates) == 2 and min(rates) > 1e8 for rates in entry.flops_per_s.values())
+    assert [row["op"] for row in entry.links] == [*links.PASSES] * len(links.SIZES["cpu"])
+    assert all(links.bus_rate(row, 2) > 1e5 for row in entry.links)
     assert len(summary([entry])) == 2
 
 
 def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
     """By hand, from the examples of its doc/PERFORMANCE.md: an all-reduce sends twice what an all-gather does."""
-    row = {"op": "all_reduce", "bytes": 8e9, "seconds": 2.0}
+    row = TimedCollective(op="all_reduce", bytes=8 * 10**9, seconds=2.0)
     assert links.bus_rate(row, 4) == 6e9
-    assert links.bus_rate(row | {"op": "reduce_scatter"}, 4) == 3e9
-    entry = {"world_size": 4, "num_nodes": 2, "links": [row | {"bytes": 2**20, "op": op} for op in links.PASSES]}
-    assert links.summary(entry) == [
+    assert links.bus_rate({**row, "op": "reduce_scatter"}, 4) == 3e9
+    timed = tuple(TimedCollective(op=op, bytes=2**20, seconds=2.0) for op in links.PASSES)
+    assert links.MeasuredRates(world_size=4, num_nodes=2, links=timed).link_text == (
         "bus bandwidth between 4 ranks on 2 nodes, at 1.0 MiB: all-reduce 0.000786 GB/s, all-gather 0.000393 GB/s, "
         "reduce-scatter 0.000393 GB/s"
-    ]
+    )
 
 
 def test_damaged_seconds_leave_their_reason(tmp_path: Path) -> None:
     ranks = [{"status": "ok", "flops_per_s": {"fp32": 1e9}, "links": [{"op": "all_reduce"}]} for _ in range(2)]
     outcome = Outcome(status=Status.OK, reason="", ranks=ranks, wall_s=1.0)
     (entry,) = measure([make_cell()], 1, tmp_path, Answers(outcome))
-    assert entry["links"] == [] and entry["reason"].startswith("a rank returned damaged rates")
+    assert entry.links == () and entry.reason.startswith("a rank returned damaged rates")

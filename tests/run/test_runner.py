@@ -23,8 +23,10 @@ from bench.plan.models import SIZES
 from bench.plan.schedule import InterimAnalysis, block
 from bench.plan.task import EXTRA_PASSES, Spec
 from bench.run import machine, runner, start
-from bench.run.journal import Journal, encode, read_manifest, write_manifest
+from bench.run.journal import Journal, encode, read_document, read_manifest, write_document
+from bench.run.manifest import Manifest
 from bench.run.runner import Runner
+from bench.run.trial_record import TrialRecord
 from tests import factories
 from tests.factories import FakeLauncher, Script, failed, make_backend, make_cell, make_matrix, make_rank
 
@@ -42,8 +44,8 @@ class Run:
         self.backends = backends
         overrides = {"repeats": repeats, "training.seed": seed, "timeout_s": 77}
         self.matrix = make_matrix(overrides, backend=[name for name in backends if name != REFERENCE], accumulate=[2])
-        self.cells = [cell for cell in expand(self.matrix, backends, 0) if not cell.twin]
-        self.manifest = start.create(folder, self.matrix, self.cells, backends, cold=False)
+        self.cells = [cell for cell in expand(self.matrix, backends, 0).cells if not cell.twin]
+        self.manifest = start.create(folder, start.Planned(self.matrix, backends, self.cells), cold=False)
         self.observer = Mock()
         self.judge: Any = never
 
@@ -101,7 +103,7 @@ def test_a_run_runs_all_trials_in_order(tmp_path: Path) -> None:
     assert {record["status"] for record in run.records} == {"ok"}
     assert set(launcher.timeouts) == {77.0}
     assert [call.args[1:] for call in run.observer.started.call_args_list] == [(done, 21) for done in range(21)]
-    assert [call.args[1]["status"] for call in run.observer.finished.call_args_list] == ["ok"] * 21
+    assert [call.args[1].status for call in run.observer.finished.call_args_list] == ["ok"] * 21
 
 
 def test_extra_passes_run_once_in_the_first_block_and_never_again(tmp_path: Path) -> None:
@@ -225,7 +227,8 @@ def test_reopen_refuses_another_workload(tmp_path: Path, monkeypatch: pytest.Mon
     module.write_text("def factory(spec): ...\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     matrix = make_matrix({"workload.workload": "own_counted:factory"}, backend=["b0"], accumulate=[2])
-    made = start.create(tmp_path / "run", matrix, expand(matrix, BACKENDS, 0), BACKENDS, cold=False)
+    plan = start.Planned(matrix, BACKENDS, expand(matrix, BACKENDS, 0).cells)
+    made = start.create(tmp_path / "run", plan, cold=False)
     assert start.reopen(tmp_path / "run", BACKENDS) == made
     module.write_text("def factory(spec): return 1\n")
     with pytest.raises(InputError, match="the code of the bench, of a backend or of the workload is not what it was"):
@@ -245,7 +248,7 @@ def test_reopen_refuses_another_workload(tmp_path: Path, monkeypatch: pytest.Mon
 )
 def test_reopen_refuses_an_edited_manifest(tmp_path: Path, key: str, value: object, words: str) -> None:
     run = Run(tmp_path / "run")
-    write_manifest(run.folder, run.manifest | {key: value})
+    write_document(run.folder, read_document(run.folder) | {key: value})
     with pytest.raises(InputError, match=words):
         start.reopen(run.folder, BACKENDS)
 
@@ -257,18 +260,16 @@ class Scripted:
         self.opens = list(opens)
         self.asked: list[tuple[int, int]] = []
 
-    def __call__(
-        self, records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any], repeats: int
-    ) -> InterimAnalysis:
+    def __call__(self, records: Sequence[TrialRecord], manifest: Manifest, repeats: int) -> InterimAnalysis:
         self.asked.append((len(records), repeats))
-        return InterimAnalysis(repeats=repeats, open=tuple(self.opens[len(manifest.get("looks", ()))]), widest=0.25)
+        return InterimAnalysis(repeats=repeats, open=tuple(self.opens[len(manifest.looks)]), widest=0.25)
 
 
 def adaptive(tmp_path: Path, repeats: int = 2, most: int = 9, budget_s: float = 0.0) -> Run:
     run = Run(tmp_path / "run", repeats=repeats)
-    manifest = read_manifest(run.folder)
+    manifest = read_document(run.folder)
     manifest["matrix"]["values"] |= {"max_repeats": most, "budget_s": budget_s}
-    runner.write_manifest(run.folder, manifest)
+    write_document(run.folder, manifest)
     return run
 
 
@@ -283,7 +284,7 @@ def test_cells_are_run_on_while_the_judge_wants_more(tmp_path: Path) -> None:
         [(cell_id, repeat) for cell_id in every for repeat in range(4)]
         + [(cell_id, repeat) for cell_id in every[3:5] for repeat in (4, 5)]
     )
-    manifest = read_manifest(run.folder)
+    manifest = read_document(run.folder)
     assert manifest["ended_by"] == "precision"
     assert [(look["repeats"], look["open"]) for look in manifest["looks"]] == [(2, every), (4, every[3:5]), (6, [])]
     assert [record["slot"] for record in run.records] == list(range(32))
@@ -304,7 +305,7 @@ def test_no_block_but_the_first_begins_that_would_exceed_the_budget(
 
     run = adaptive(tmp_path, repeats=5, budget_s=budget_s)
     every = [cell.cell_id for cell in run.cells]
-    write_manifest(run.folder, read_manifest(run.folder) | {"once": every[:1]})
+    write_document(run.folder, read_document(run.folder) | {"once": every[:1]})
     run.judge = Scripted(every, every)
     monkeypatch.setattr(runner.time, "monotonic", lambda: now)
     run.go(script)
@@ -313,7 +314,7 @@ def test_no_block_but_the_first_begins_that_would_exceed_the_budget(
     repeats = [sorted(record["repeat"] for record in run.records if record["cell_id"] == cell) for cell in every]
     assert repeats == [[0], *[list(range(blocks))] * 6]
     assert now == 4.25 * (7 + 6 * (blocks - 1)) and (blocks == 1 or now <= budget_s)
-    assert read_manifest(run.folder)["ended_by"] == "budget"
+    assert read_document(run.folder)["ended_by"] == "budget"
     told = run.observer.expect.call_args_list[0].kwargs["budget_left_s"]
     assert told == pytest.approx(budget_s), "the display is told how far it reaches"
     assert run.go(script).specs == [], "a resumed run has no new budget"
@@ -336,7 +337,7 @@ def test_an_interrupted_adaptive_run_goes_on_as_if_it_had_not_been(tmp_path: Pat
     broken.go()
     kept = [(record["cell_id"], record["repeat"]) for record in broken.records if record["status"] == "ok"]
     assert kept == [(record["cell_id"], record["repeat"]) for record in unbroken.records]
-    assert read_manifest(broken.folder)["looks"] == read_manifest(unbroken.folder)["looks"]
+    assert read_document(broken.folder)["looks"] == read_document(unbroken.folder)["looks"]
 
 
 @pytest.mark.parametrize(("trial_s", "renewals"), [(10.0, 2), (5.0, 1), (2.0, 0)])
@@ -356,8 +357,8 @@ def test_fork_servers_are_renewed_between_pairs_of_blocks_but_not_all_the_time(
 def test_cells_that_are_skipped_are_rows_and_are_not_tried(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     cell = next(cell for cell in run.cells if cell.backend == "b1")
-    manifest = read_manifest(run.folder) | {"skipped": {cell.cell_id: "1b needs 9 GiB by prediction, the GPU has 8"}}
-    write_manifest(run.folder, manifest)
+    manifest = read_document(run.folder) | {"skipped": {cell.cell_id: "1b needs 9 GiB by prediction, the GPU has 8"}}
+    write_document(run.folder, manifest)
     launcher = run.go()
     assert not passes_of(launcher, "b1") and passes_of(launcher, "b0")
     assert launcher.prepared == set(run.backends) - {"b1"}

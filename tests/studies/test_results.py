@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from bench.errors import BAD, GOOD, WRONG
-from bench.run.journal import read_manifest, write_manifest
+from bench.run.journal import read_document, write_document
 from studies import audit_page, claims, results
 from studies.measured import Measured
 from studies.results import ROWS, Made
@@ -45,7 +45,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "bench").mkdir()
     first = commit(tmp_path, '"""What is run."""\nrate = 1\n')
     simulate(tmp_path / RUN, {"a": 1.0, "b": 1.1}, repeats=2)
-    write_manifest(tmp_path / RUN, read_manifest(tmp_path / RUN) | {"git": {"commit": first, "clean": True}})
+    write_document(tmp_path / RUN, read_document(tmp_path / RUN) | {"git": {"commit": first, "clean": True}})
     timed = Made(name="timed", paths=(RUN,), commands=("false",), code=(CODE,), minutes=1, is_run=True)
     made_by = (f"cp {CODE} {PAGE}",)
     page = Made(name="page", paths=(PAGE,), commands=made_by, code=(".",), sources=("timed",), minutes=2)
@@ -75,13 +75,13 @@ def test_a_page_is_made_and_stays_up_to_date_until_code_or_run_changes(root: Pat
     assert printed() == fresh, "a page that is a part of its own code is not older than itself"
     commit(root, '"""What is measured."""\nrate = 1  # per second\n')
     assert printed() == fresh, "words are no code"
-    first = read_manifest(root / RUN)["git"]["commit"]
+    first = read_document(root / RUN)["git"]["commit"]
     last = commit(root, '"""What is measured."""\nrate = 2\n')
     older = f"is older than {CODE} (made at "
     status, states = printed()
     assert status == BAD and states["timed"] == f"{older}{first[:12]})"
     assert states["page"].startswith(older) and states["page"].endswith("is made from timed, which is out of date")
-    write_manifest(root / RUN, read_manifest(root / RUN) | {"git": {"commit": last, "clean": True}, "finished": "3000"})
+    write_document(root / RUN, read_document(root / RUN) | {"git": {"commit": last, "clean": True}, "finished": "3000"})
     assert results.main(["page"]) == GOOD
     assert printed() == (BAD, {"timed": "up to date", "page": "is made from timed, which is newer"})
 
@@ -89,8 +89,8 @@ def test_a_page_is_made_and_stays_up_to_date_until_code_or_run_changes(root: Pat
 def test_what_cannot_be_made_or_trusted_is_said(
     root: Path, printed: object, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manifest = read_manifest(root / RUN)
-    write_manifest(root / RUN, manifest | {"git": {"commit": "0" * 40, "clean": False}, "journal_sha256": "0" * 64})
+    manifest = read_document(root / RUN)
+    write_document(root / RUN, manifest | {"git": {"commit": "0" * 40, "clean": False}, "journal_sha256": "0" * 64})
     assert results.main([]) == BAD
     out = capsys.readouterr().out
     assert "at commit 000000000000, which is not in this repository; was made from code with uncommitted changes" in out

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
+from bench.judge.trial_columns import TrialRow
 from studies.versions import __main__ as command
 from studies.versions import bounds, environment, lightning_probe, probe, versions_page
 from studies.versions.environment import FailedError
+from studies.versions.grid_page import weights_section
 from studies.versions.versions_page import Entry, Smoke, VersionFact
+from tests.factories import make_cell, make_failure, make_manifest, make_tables, manifest_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "versions.md"
 
@@ -91,14 +94,17 @@ def test_each_torch_runs_with_the_lowest_and_the_newest_of_the_others(
 
 
 def test_what_a_backend_lacks_is_no_failure_of_a_smoke_run() -> None:
-    def trial(backend: str, status: str, reason: str = "") -> dict[str, Any]:
-        return {"backend": backend, "status": status, "reason": reason, "update_causes": "", "failed_gates": ""}
+    manifest = manifest_of(make_manifest())
+
+    def trial(backend: str, status: str, reason: str = "") -> TrialRow:
+        (row,) = make_tables([make_failure(make_cell(backend=backend), status=status, reason=reason)]).trial_rows
+        return row
 
     trials = [trial("ddp-eager", "ok"), trial("torchtitan-eager", "unsupported", "needs torch>=2.13")]
     summary = "1 of 2 trials ok; torchtitan-eager unsupported: needs torch>=2.13"
-    assert bounds.outcome({}, trials) == (summary, True)
+    assert bounds.outcome(manifest, trials) == (summary, True)
     crashed = [*trials, trial("hsdp-eager", "crashed", "raised in /a/b/c.py")]
-    assert bounds.outcome({}, crashed) == (
+    assert bounds.outcome(manifest, crashed) == (
         f"{summary.replace('of 2', 'of 3')}; hsdp-eager crashed: raised in c.py",
         False,
     )
@@ -120,6 +126,6 @@ def test_the_installed_lightning_is_probed(tmp_path: Path) -> None:
 
 def test_committed_page_is_what_its_data_says() -> None:
     entries, smokes = versions_page.read(PAGE.with_suffix(".json"))
-    assert PAGE.read_text() == versions_page.markdown(entries, smokes)
+    assert PAGE.read_text() == versions_page.markdown(entries, smokes, weights_section())
     assert {f"{e.package}=={e.version}" for e in entries} >= set(command.VERSIONS)
     assert environment.without_folders(PAGE.read_text()) == PAGE.read_text()

@@ -1,65 +1,238 @@
 """Lint of training configs: what gradient accumulation will do with their numbers, before anything is trained.
 
-A config is that of LightningCLI, DeepSpeed, Hugging Face's TrainingArguments or accelerate, as YAML or JSON. Every
-finding names its place, says in the config's own numbers what will happen and how to mend it, and names a scenario that
-shows it in small.
+What a file is follows from its keys (``config_kinds``). Every finding names its place, says in the
+config's own numbers what will happen and how to mend it, and names a scenario that shows it in
+small. Nothing here needs torch or the framework that the config is for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.audit.lint import accelerate_rules, deepspeed_rules, hugging_face_rules, lightning_rules
-from bench.audit.lint.config_file import ConfigKind, ConfigPart, load
+from bench.audit.lint import (
+    accelerate_rules,
+    deepspeed_config,
+    deepspeed_rules,
+    hugging_face_rules,
+    launch_script,
+    lightning_rules,
+    loop_rules,
+)
+from bench.audit.lint.config_file import ConfigPart, NoConfigError, read_file, read_text
+from bench.audit.lint.config_kinds import EXPECTED, Config, Reader, recognize
+from bench.audit.lint.launch_script import LaunchCommand
 from bench.audit.lint.lint_options import LintOptions
 from bench.audit.lint.rules import LintFinding
 from bench.audit.lint.rules import findings as findings_about
+from bench.errors import InputError
+from bench.formatting import plain
+
+CONFIGS = {"yaml", "yml", "json", "toml"}
+SCRIPTS = {"sh", "bash", "sbatch", "slurm"}
+MOST_FILES = 20_000
+"""Files of a folder that are looked at."""
+SKIPPED = {"node_modules", "__pycache__", "site-packages"}
+"""Folders that hold no configs of a training, beside hidden ones."""
 
 
-def lint(files: Sequence[Path], options: LintOptions) -> list[LintFinding]:
-    """The findings in config files, by file and line.
+@dataclass(frozen=True)
+class _Training:
+    """A config, or a command of a script, with the options that its launcher gives."""
+
+    config: Config
+    options: LintOptions
+    launch: ConfigPart | None = None
+    """The config of accelerate that it is launched with."""
+
+
+def lint(paths: Sequence[Path], options: LintOptions) -> list[LintFinding]:
+    """The findings in config files, and in those of folders, by file and line.
 
     A DeepSpeed config that another config among the files names is read as part of it, and not as one for DeepSpeed
-    alone. One config of accelerate and one of TrainingArguments belong together. Raises InputError naming the place of
-    what cannot be read or is wrong.
+    alone. One config of accelerate and one of TrainingArguments that are named themselves belong together. What is
+    wrong with one file does not stop the others: it goes to ``options.problems``, and what is not judged to
+    ``options.notes``. Raises InputError if the only file cannot be read, is wrong, or is of no kind that lint knows.
     """
-    configs = [load(file) for file in files]
-    launch = [root for kind, root in configs if kind is ConfigKind.ACCELERATE]
-    trainer = [root for kind, root in configs if kind is ConfigKind.HUGGING_FACE]
-    together = trainer[0] if len(launch) == len(trainer) == 1 else None
-    if together is not None:
-        options = replace(options, world_size=accelerate_rules.world_size(launch[0], options))
-    named = {
-        (folder / text).resolve()
-        for _, root in configs
-        for text in _names(root.values)
-        for folder in (Path(), Path(root.file).parent)
-    }
-    subjects: dict[ConfigKind, Callable[[ConfigPart, LintOptions], Iterable[object]]] = {
-        ConfigKind.LIGHTNING: lightning_rules.subjects,
-        ConfigKind.HUGGING_FACE: hugging_face_rules.subjects,
-        ConfigKind.ACCELERATE: partial(accelerate_rules.subjects, trainer=together),
-        ConfigKind.DEEPSPEED: deepspeed_rules.subjects,
-    }
+    files = list(_files(paths))
+    trainings: list[_Training] = []
+    for file in files:
+        try:
+            trainings += _trainings(file, options)
+        except NoConfigError as error:
+            if len(files) == 1:
+                raise
+            options.unknown.append(str(error).partition(";")[0])
+        except InputError as error:
+            _problem(error, files, options)
+    if not trainings and not options.problems and (len(files) == 1 or all(path.is_dir() for path in paths)):
+        raise InputError(_nothing_known(paths, files, options))
+    if len(files) == len(paths):
+        trainings = _together(trainings)
+    named = _named(trainings)
     findings: list[LintFinding] = []
-    for kind, root in configs:
-        if kind is not ConfigKind.DEEPSPEED or Path(root.file).resolve() not in named:
-            findings += findings_about(subjects[kind](root, options))
+    for training in trainings:
+        is_part = training.config.reader is Reader.DEEPSPEED and Path(training.config.file).resolve() in named
+        if is_part:
+            continue
+        try:
+            findings += findings_about(_subjects(training))
+        except InputError as error:
+            _problem(error, files, options)
     order = {str(file): place for place, file in reversed(list(enumerate(files)))}
     # A DeepSpeed config that two others name is found twice.
     return sorted(
-        dict.fromkeys(findings), key=lambda each: (order.get(each.file, len(files)), each.file, each.line, each.code)
+        dict.fromkeys(findings),
+        key=lambda each: (order.get(each.file, len(files)), each.file, each.line, each.code),
     )
+
+
+def _problem(error: InputError, files: Sequence[Path], options: LintOptions) -> None:
+    """Keep what is wrong with one of several files. Raises the error if there is only one."""
+    if len(files) == 1:
+        raise error
+    options.problems.append(str(error))
+
+
+def _nothing_known(paths: Sequence[Path], files: Sequence[Path], options: LintOptions) -> str:
+    if len(files) == 1:
+        return f"{options.unknown[0]}; give {EXPECTED}"
+    return f"{paths[0]}: none of {len(files)} files is of a kind that lint knows; give {EXPECTED}"
+
+
+def _files(paths: Sequence[Path]) -> Iterator[Path]:
+    """The files that are named, and those of folders that may be configs. Raises InputError for an empty folder."""
+    for path in paths:
+        if not path.is_dir():
+            yield path
+            continue
+        found = sorted(_files_of(path))
+        if not found:
+            raise InputError(f"{path}: has no file that may be a config; name {EXPECTED}")
+        yield from found
+
+
+def _files_of(folder: Path) -> Iterator[Path]:
+    number = 0
+    for place, below, names in os.walk(folder):  # does not follow links to folders
+        below[:] = sorted(name for name in below if not name.startswith(".") and name not in SKIPPED)
+        for name in names:
+            path = Path(place, name)
+            if path.suffix[1:].lower() in CONFIGS | SCRIPTS and path.is_file():
+                number += 1
+                if number > MOST_FILES:
+                    raise InputError(f"{folder}: has more than {MOST_FILES} files that may be configs; name a part")
+                yield path
+
+
+def _trainings(file: Path, options: LintOptions) -> list[_Training]:
+    """What a file trains; nothing if it is of no known kind. Raises InputError if it cannot be read."""
+    suffix = file.suffix[1:].lower()
+    if suffix in SCRIPTS:
+        found = list(_of_script(file, options))
+        kind = "has no command that launches a training with arguments that lint knows"
+    elif suffix in CONFIGS:
+        config = recognize(read_file(file), suffix)
+        found = []
+        if config is not None:
+            found.append(_Training(config, options))
+        kind = "is of no kind that lint knows"
+    else:
+        read_text(file)
+        found, kind = [], "is of no kind that lint knows"
+    if not found:
+        options.unknown.append(f"{plain(str(file))}:1: {kind}")
+    return found
+
+
+def _of_script(file: Path, options: LintOptions) -> Iterator[_Training]:
+    """The trainings that a script launches, each with what its launcher says."""
+    for command in launch_script.commands(read_text(file), str(file)):
+        config = recognize(command.arguments, "sh")
+        if config is None or config.reader is not Reader.HUGGING_FACE:
+            continue
+        ranks = options.world_size or command.ranks
+        launch = _launch_config(command)
+        if ranks is None and launch is not None:
+            ranks = accelerate_rules.world_size(launch, options)
+        yield _Training(config, replace(options, world_size=ranks), launch)
+
+
+def _launch_config(command: LaunchCommand) -> ConfigPart | None:
+    """The config of accelerate that a command names, if it is here."""
+    name = command.launch.at("config_file").value
+    if command.launcher != "accelerate" or not isinstance(name, str):
+        return None
+    file = deepspeed_config.named_file(Path(command.launch.file), name)
+    if file is None:
+        return None
+    config = recognize(read_file(file), file.suffix[1:].lower())
+    if config is not None and config.reader is Reader.ACCELERATE:
+        return config.root
+    return None
+
+
+def _together(trainings: list[_Training]) -> list[_Training]:
+    """One config of accelerate and one of TrainingArguments are one training."""
+    launches = [each for each in trainings if each.config.reader is Reader.ACCELERATE]
+    trainers = [each for each in trainings if each.config.reader is Reader.HUGGING_FACE]
+    if len(launches) != 1 or len(trainers) != 1 or trainers[0].launch is not None:
+        return trainings
+    launch, trainer = launches[0].config.root, trainers[0]
+    ranks = accelerate_rules.world_size(launch, trainer.options)
+    joined = replace(trainer, options=replace(trainer.options, world_size=ranks), launch=launch)
+    rest = [each for each in trainings if each not in (launches[0], trainer)]
+    return [*rest, joined]
+
+
+def _subjects(training: _Training) -> Iterable[object]:
+    """What rules are about in a training. Raises InputError for a wrong value."""
+    config, options, launch = training.config, training.options, training.launch
+    adapter = config.adapter
+    if config.reader is Reader.LIGHTNING:
+        yield from lightning_rules.subjects(config.root, options, is_command_line=config.is_command_line)
+    elif config.reader is Reader.DEEPSPEED:
+        yield from deepspeed_rules.subjects(config.root, options)
+    elif config.reader is Reader.GPT_NEOX:
+        yield from deepspeed_rules.neox_subjects(config.root, options)
+    elif config.reader is Reader.ACCELERATE:
+        yield from accelerate_rules.subjects(config.root, options)
+    elif config.reader is Reader.HUGGING_FACE:
+        yield from hugging_face_rules.subjects(
+            config.root,
+            options,
+            launch=launch,
+            has_bf16_parameters=adapter is not None and adapter.bf16_parameters,
+            dtype_keys=adapter.dtype_keys if adapter is not None else (),
+            has_plain_defaults=adapter is not None and not adapter.evidence,
+        )
+        if launch is not None:
+            yield from accelerate_rules.subjects(launch, options, config.root)
+    elif adapter is not None:
+        yield from loop_rules.subjects(config.root, adapter, options)
+
+
+def _named(trainings: Iterable[_Training]) -> set[Path]:
+    """The DeepSpeed configs that other configs name."""
+    found: set[Path] = set()
+    for training in trainings:
+        root = training.config.root
+        for text in _names(root.values):
+            file = deepspeed_config.named_file(Path(root.file), text)
+            if file is not None:
+                found.add(file.resolve())
+    return found
 
 
 def _names(value: Any) -> Iterator[str]:
     """The strings among the values of a config that may be the name of a JSON file."""
-    if isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
             yield from _names(each)
     elif isinstance(value, str) and value.endswith(".json") and "\0" not in value:
         yield value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -9,16 +10,31 @@ from bench.audit.lint import deepspeed_config
 from bench.audit.lint.config_file import AUTO, ConfigPart
 from bench.audit.lint.deepspeed_config import DeepSpeedConfig, deepspeed_keys, deepspeed_part
 from bench.audit.lint.hugging_face_rules import SameValue, TrainerArguments
-from bench.audit.lint.known_keys import Keys, known_keys
+from bench.audit.lint.known_keys import Keys, known_keys, repeated_keys
 from bench.audit.lint.lint_options import LintOptions
 from bench.audit.lint.proof import AUDIT
-from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule, says
+from bench.audit.lint.rules import ERROR, INFO, Found, rule, says
 from bench.audit.lint.sum_rules import GradientSum
 from bench.audit.training_plan import LARGEST_ACCUMULATE
 
 PLUGIN = "accelerate/utils/dataclasses.py DeepSpeedPlugin"
 ACCELERATOR, SCHEDULER = "accelerate/accelerator.py", "accelerate/scheduler.py"
 NONE = "none"
+SAGEMAKER = "AMAZON_SAGEMAKER"
+SEVERAL_RANKS = {
+    *(
+        "MULTI_GPU",
+        "MULTI_CPU",
+        "MULTI_XPU",
+        "MULTI_NPU",
+        "MULTI_MLU",
+        "MULTI_SDAA",
+        "MULTI_MUSA",
+        "MULTI_HPU",
+    ),
+    *("FSDP", "DEEPSPEED", "XLA"),
+}
+"""Kinds of training in which every rank has batches of its own."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +53,18 @@ class AccelerateDeepSpeed:
     inner: ConfigPart
     """``deepspeed_config``."""
     file: ConfigPart | None
-    """The DeepSpeed config that ``deepspeed_config_file`` names."""
+    """The DeepSpeed config that ``deepspeed_config_file`` names, if it is here."""
     engine: DeepSpeedConfig
     options: LintOptions
     num_ranks: int | None
-    is_script: bool
-    """Whether a script, not the Trainer, is launched."""
+    trainer: ConfigPart | None
+    """The TrainingArguments that are launched with it; None if another script, or one not known, is
+    launched."""
+
+    @property
+    def is_script(self) -> bool:
+        """Whether a script, not the Trainer, is launched, as far as is known."""
+        return self.trainer is None
 
     @property
     def accumulate(self) -> ConfigPart:
@@ -53,7 +75,9 @@ class AccelerateDeepSpeed:
 def world_size(root: ConfigPart, options: LintOptions) -> int | None:
     """Ranks: ``num_processes`` counts those of all machines."""
     processes = root.at("num_processes").integer(least=-1)
-    return options.world_size or (processes if processes and processes > 0 else None)
+    if options.world_size or processes is None or processes <= 0:
+        return options.world_size
+    return processes
 
 
 def subjects(root: ConfigPart, options: LintOptions, trainer: ConfigPart | None = None) -> Iterator[object]:
@@ -61,29 +85,43 @@ def subjects(root: ConfigPart, options: LintOptions, trainer: ConfigPart | None 
 
     Raises InputError for a wrong value.
     """
-    yield Keys(root, "accelerate", "accelerate launch raises ValueError", refused=True)
+    yield from repeated_keys(root)
+    if root.at("compute_environment").value != SAGEMAKER:  # whose configs have keys of their own
+        yield Keys(root, "accelerate", "accelerate launch raises ValueError", refused=True)
     kind = str(root.at("distributed_type").value).upper()  # NO without quotes is false in YAML
     ranks = world_size(root, options)
-    if trainer is None and kind in {"FSDP", "MULTI_GPU"} and ranks and ranks > 1:
+    if trainer is None and kind in SEVERAL_RANKS and ranks and ranks > 1:
         yield AccelerateRanks(root.at("num_processes"), ranks)
     if kind != "DEEPSPEED":
         return
     inner = root.at("deepspeed_config").mapping()
     yield Keys(inner, "deepspeed_config", "accelerate launch")
-    given = deepspeed_part(inner.at("deepspeed_config_file"))
-    engine = _engine(inner) if given is None else deepspeed_config.read(given)
+    place = inner.at("deepspeed_config_file")
+    given = deepspeed_part(place)
+    engine = _engine(inner)
     if given is not None:
-        yield from deepspeed_keys(given)
-    yield AccelerateDeepSpeed(root, inner, given, engine, options, ranks, is_script=trainer is None)
+        engine = deepspeed_config.read(given)
+        yield from deepspeed_keys(given, options)
+    elif place.given:
+        options.note(f"{place.file}:{place.line}: {place.key} {place.value} is not here, so it was not judged")
+        engine = dataclasses.replace(engine, is_known=False)
+    yield AccelerateDeepSpeed(root, inner, given, engine, options, ranks, trainer)
     n = engine.accumulate
     if trainer is not None:
         arguments = TrainerArguments(trainer, options)
         n = arguments.accumulate
         yield SameValue(engine.part.at("gradient_accumulation_steps"), n, "gradient_accumulation_steps")
-        yield SameValue(engine.part.at("gradient_clipping"), arguments.clip, "max_grad_norm")
+        if engine.clip:  # accelerate drops a threshold of 0
+            yield SameValue(engine.part.at("gradient_clipping"), arguments.clip, "max_grad_norm")
     precision = root.at("mixed_precision")
+    if not engine.is_known:
+        return
     yield GradientSum(
-        engine.with_dtypes([str(precision.value)]), n or 1, options, ranks, precision if precision.given else inner
+        engine.with_dtypes([str(precision.value)]),
+        n or 1,
+        options,
+        ranks,
+        precision if precision.given else inner,
     )
 
 
@@ -100,19 +138,27 @@ def _engine(inner: ConfigPart) -> DeepSpeedConfig:
     )
 
 
-@rule("SCH04", "accelerate: {distributed_type: MULTI_GPU, num_processes: 4}")
-@says(INFO, "schedule that steps once per rank", f"{SCHEDULER} AcceleratedScheduler.step; accelerate #2926")
+@rule(AccelerateRanks, "SCH04", "accelerate: {distributed_type: MULTI_GPU, num_processes: 4}")
+@says(
+    INFO,
+    "schedule that steps once per rank",
+    f"{SCHEDULER} AcceleratedScheduler.step; accelerate #2926",
+)
 def _schedule(several: AccelerateRanks) -> Iterator[Found]:
     ranks = several.num_ranks
     yield Found(
         several.place,
-        f"a scheduler that is passed to accelerator.prepare steps {ranks} times per update: T steps end after "
-        f"T / {ranks} updates",
+        f"a scheduler that a script passes to accelerator.prepare steps {ranks} times per update: T steps end after "
+        f"T / {ranks} updates; Hugging Face's Trainer steps its own once",
         f"multiply the schedule's length by {ranks}, or pass step_scheduler_with_optimizer=False and step it yourself",
     )
 
 
-@rule("MIS02", "accelerate: {mixed_precision: bf16, deepspeed_config: {deepspeed_config_file: ds.json}}, named: {}")
+@rule(
+    AccelerateDeepSpeed,
+    "MIS02",
+    "accelerate: {mixed_precision: bf16, deepspeed_config: {deepspeed_config_file: ds.json}}, named: {}",
+)
 @says(ERROR, "settings beside deepspeed_config_file", f"{PLUGIN}._deepspeed_config_checks", stops=True)
 def _beside(both: AccelerateDeepSpeed) -> Iterator[Found]:
     if both.file is None:
@@ -125,9 +171,17 @@ def _beside(both: AccelerateDeepSpeed) -> Iterator[Found]:
             yield Found(place, what, f"remove {place.name}, and set it in {name}")
 
 
-@rule("GAS02", "accelerate: {deepspeed_config: {deepspeed_config_file: ds.json}}, named: {}")
-@says(WARNING, "accumulation reset to 1", f"{PLUGIN}.__post_init__")
-@rule("GAS03", "accelerate: {deepspeed_config: {gradient_accumulation_steps: 4, gradient_clipping: 1.0}}")
+@rule(
+    AccelerateDeepSpeed,
+    "GAS02",
+    "accelerate: {deepspeed_config: {deepspeed_config_file: ds.json}}, named: {}",
+)
+@says(INFO, "accumulation reset to 1", f"{PLUGIN}.__post_init__")
+@rule(
+    AccelerateDeepSpeed,
+    "GAS03",
+    "accelerate: {deepspeed_config: {gradient_accumulation_steps: 4, gradient_clipping: 1.0}}",
+)
 @says(INFO, "accumulation set outside the script", f"{ACCELERATOR} __init__, _prepare_deepspeed")
 def _accumulate(both: AccelerateDeepSpeed) -> Iterator[Found]:
     place, n = both.accumulate, both.accumulate.value
@@ -138,28 +192,58 @@ def _accumulate(both: AccelerateDeepSpeed) -> Iterator[Found]:
         fix = 'add "gradient_accumulation_steps": "auto" to the DeepSpeed config'
         yield Found(both.inner.at("deepspeed_config_file"), what, fix, AUDIT, code="GAS02")
     elif place.given and n != AUTO:
-        what = f"N is {n} whatever the script says: Accelerator(gradient_accumulation_steps=...) is overruled"
+        what = f"N is {n} whatever a script says: Accelerator(gradient_accumulation_steps=...) is overruled; Hugging "
+        what += "Face's Trainer refuses another N than its own"
         fix = f"remove it and set N in the script, or read accelerator.gradient_accumulation_steps ({n}) there"
         yield Found(place, what, fix, AUDIT, code="GAS03")
 
 
-@rule("CLP01", "accelerate: {deepspeed_config: {zero_stage: 2}}")
+@rule(
+    AccelerateDeepSpeed,
+    "CLP01",
+    "accelerate: {deepspeed_config: {zero_stage: 2, gradient_clipping: 0.0}}",
+)
 def _silent_clip(both: AccelerateDeepSpeed) -> Iterator[Found]:
-    if both.is_script and both.file is None and not both.inner.at("gradient_clipping").given:
-        what = "gradient_clipping is not set, so accelerate has DeepSpeed clip to norm 1.0"
-        fix = "set gradient_clipping to 0.0 to clip nothing, or to the threshold that is meant"
-        same = f"{ACCELERATOR} _prepare_deepspeed; engine.gradient_clipping() is 1.0 after prepare"
-        yield Found(both.inner, what, fix, same)
+    """Accelerate keeps a threshold only if it is not 0, and fills in 1.0; the Trainer fills in max_grad_norm first."""
+    place = both.inner.at("gradient_clipping")
+    same = f"{ACCELERATOR} _prepare_deepspeed; engine.gradient_clipping() is 1.0 after prepare"
+    nothing = 'name a deepspeed_config_file with "gradient_clipping": 0.0 to clip nothing'
+    if both.file is not None or not both.engine.is_known or place.unknown:
+        return
+    if not place.given and both.is_script:
+        what = (
+            "gradient_clipping is not set: accelerate has DeepSpeed clip to norm 1.0 in a script, and Hugging Face's "
+        )
+        what += "Trainer to max_grad_norm"
+        yield Found(
+            place,
+            what,
+            f"set gradient_clipping to the threshold that is meant, or {nothing}",
+            same,
+            INFO,
+        )
+    elif both.engine.clip == 0:
+        what = "accelerate drops a gradient_clipping of 0, and DeepSpeed then clips to norm 1.0"
+        if both.trainer is not None:
+            what += f"; max_grad_norm {both.trainer.at('max_grad_norm').value or 1.0} is ignored too"
+        yield Found(place, what, f"remove gradient_clipping, and {nothing}", same)
 
 
 @rule(
+    AccelerateDeepSpeed,
     "TAIL01",
-    "accelerate: {deepspeed_config: {gradient_accumulation_steps: 4, gradient_clipping: 0}}, samples: 9, batch_size: 1",
+    "accelerate: {deepspeed_config: {gradient_accumulation_steps: 4, gradient_clipping: 1}}, samples: 9, batch_size: 1",
     "GAS03",
 )
 def _underweighted(both: AccelerateDeepSpeed) -> Iterator[Found]:
-    n, micro, ranks = both.engine.accumulate or 1, both.options.batch_size or both.engine.micro_batch, both.num_ranks
-    plan = both.options.windows(n, micro, ranks, drop_last=both.engine.drop_last) if both.is_script and n > 1 else None
+    n, micro, ranks = (
+        both.engine.accumulate or 1,
+        both.options.batch_size or both.engine.micro_batch,
+        both.num_ranks,
+    )
+    if not both.is_script or n == 1:
+        return
+    plan = both.options.windows(n, micro, ranks, drop_last=both.engine.drop_last)
     if plan is not None and (tail := plan.partial_window):
         yield Found(
             both.accumulate,

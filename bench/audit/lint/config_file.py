@@ -5,70 +5,72 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from enum import StrEnum
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 from yaml.constructor import ConstructorError
 
-from bench import files
 from bench.errors import InputError, shown
 
-MAX_BYTES = 1 << 18
+MAX_BYTES = 1 << 20
 """Size of a config file; a larger one is no config."""
 MAX_DEPTH = 64
 """Nested mappings and lists."""
-MAX_VALUES = 20_000
+MAX_VALUES = 100_000
 """Values of a file with its aliases expanded: aliases of aliases grow exponentially."""
-EXPECTED = "a .yaml or .json of LightningCLI, DeepSpeed, Hugging Face's TrainingArguments or accelerate"
 AUTO = "auto"
 """The value that Hugging Face's Trainer replaces before DeepSpeed reads the config."""
 LARGEST = 2**53
 """The largest integer that a config can mean."""
+UNKNOWN = re.compile(r"\$[{(\w]|^\?\?\?$|\{\{|^<[^<>]*>$|^%\(")
+"""What another program fills in: ``${...}`` of OmegaConf and of shells, its ``???``, and
+templates."""
+KeyPath = tuple[str, ...]
+"""The keys from the top of a file to a value; items of a list by their index."""
 
 
-class ConfigKind(StrEnum):
-    """The framework that reads the config."""
-
-    LIGHTNING = "lightning"
-    DEEPSPEED = "deepspeed"
-    """Always JSON."""
-    HUGGING_FACE = "hugging-face"
-    """The fields of transformers.TrainingArguments."""
-    ACCELERATE = "accelerate"
-    """What ``accelerate config`` writes."""
+class NotReadError(InputError):
+    """The file itself cannot be read as a config."""
 
 
-DEEPSPEED_KEYS = {
-    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", "zero_optimization", "data_types")
-}
-"""Every DeepSpeed config has one of these; other JSON may have gradient_accumulation_steps too."""
-ACCELERATE_KEYS = {"compute_environment", "distributed_type"}
-HUGGING_FACE_KEYS = {
-    *("per_device_train_batch_size", "per_device_eval_batch_size", "num_train_epochs", "accelerator_config"),
-    "average_tokens_across_devices",
-}
-"""A config of TrainingArguments is known by one of these; those of other programs share further fields with it."""
+class NoConfigError(NotReadError):
+    """The file holds no mapping, or far too much, so it is no config."""
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """A key that is given twice in the same mapping."""
+
+    path: KeyPath
+    line: int
+    first_line: int
+    is_same: bool
+    """Whether both values are the same plain value."""
 
 
 @dataclass(frozen=True)
 class ConfigPart:
     """The part of a config file under a path of keys; it may be missing.
 
-    ``checked`` and the methods below it raise InputError for a wrong value. They return None if it is missing or the
-    word ``also``.
+    ``checked`` and the methods below it raise InputError for a wrong value. They return None if it is missing, the word
+    ``also``, or not known here.
     """
 
     file: str
     """As given, for findings and errors."""
     values: Any
     """Of the whole file; the keys of mappings are strings."""
-    lines: Mapping[tuple[str, ...], int]
-    """The line of each key and item of the file, counted from 1; items of a list by their index."""
-    path: tuple[str, ...] = ()
+    lines: Mapping[KeyPath, int]
+    """The line of each key and item of the file, counted from 1."""
+    path: KeyPath = ()
+    names: Mapping[KeyPath, str] = field(default_factory=dict)
+    """What the file calls a value, if its path here is another: the dotted key."""
+    repeated: tuple[Repeated, ...] = ()
+    """Keys given twice; the last one holds."""
 
     def at(self, key: str) -> ConfigPart:
         """The part under a dotted key."""
@@ -76,7 +78,7 @@ class ConfigPart:
 
     def under(self, *keys: str) -> ConfigPart:
         """The part under keys that may contain dots."""
-        return ConfigPart(self.file, self.values, self.lines, self.path + keys)
+        return ConfigPart(self.file, self.values, self.lines, self.path + keys, self.names, self.repeated)
 
     @property
     def value(self) -> Any:
@@ -97,46 +99,110 @@ class ConfigPart:
         return self.value is not None
 
     @property
+    def unknown(self) -> bool:
+        """Whether there is a value that another program fills in."""
+        return isinstance(self.value, str) and UNKNOWN.search(self.value.strip()) is not None
+
+    @property
     def line(self) -> int:
         """The line of the key, or of the nearest key above it."""
-        above = (self.path[:length] for length in range(len(self.path), 0, -1))
-        return next((self.lines[path] for path in above if path in self.lines), 1)
+        for length in range(len(self.path), -1, -1):
+            line = self.lines.get(self.path[:length])
+            if line is not None:
+                return line
+        return 1
 
     @property
     def key(self) -> str:
-        """The dotted key, from the top of the file."""
+        """The dotted key, from the top of the file, as the file has it."""
+        for length in range(len(self.path), 0, -1):
+            name = self.names.get(self.path[:length])
+            if name is not None:
+                return ".".join(filter(None, (name, *self.path[length:])))
         return ".".join(self.path)
 
     @property
     def name(self) -> str:
-        """The last key."""
-        return self.path[-1]
+        """The last key, as the file has it."""
+        return self.key.rpartition(".")[2]
 
     def items(self) -> list[ConfigPart]:
         """The items of a list; a single mapping or string counts as a list of one."""
         if isinstance(self.value, list):
             return [self.under(str(index)) for index in range(len(self.value))]
-        return [self] if self.given else []
+        if self.given:
+            return [self]
+        return []
+
+    @property
+    def names_here(self) -> list[str]:
+        """The keys of a mapping; none of anything else."""
+        if isinstance(self.value, dict):
+            return list(self.value)
+        return []
+
+    def renamed(self, places: Mapping[str, str], defaults: Mapping[str, Any] | None = None) -> ConfigPart:
+        """The same values under other dotted keys: {new key: key under this part, or empty for this part itself}.
+
+        A default is the value of a new key that the file does not set; its place is where the file
+        would set it.
+        """
+        values: dict[str, Any] = {}
+        lines: dict[KeyPath, int] = {(): self.line}
+        names: dict[KeyPath, str] = {}
+        for key, source in places.items():
+            part = self
+            if source:
+                part = self.at(source)
+            path = tuple(key.split("."))
+            names[path] = part.key
+            if part.given:
+                _put(values, path, part.value)
+                lines |= {path + place[len(part.path) :]: line for place, line in part._lines_below()}
+        for key, default in (defaults or {}).items():
+            path = tuple(key.split("."))
+            if ConfigPart(self.file, values, {}, path).value is None:
+                _put(values, path, default)
+        return ConfigPart(self.file, values, lines, (), names, self.repeated)
+
+    def _lines_below(self) -> Iterator[tuple[KeyPath, int]]:
+        for place, line in self.lines.items():
+            if place[: len(self.path)] == self.path:
+                yield place, line
 
     def refuse(self, expected: str) -> NoReturn:
         """Raise InputError with file, line, key, value, and what would be right."""
         raise InputError(f"{self.file}:{self.line}: {self.key} is {shown(self.value)}; it must be {expected}")
 
     def checked(self, is_right: Callable[[Any], bool], expected: str, also: str | None = None) -> Any:
-        """The value, if it is right; None if it is missing or the word ``also``."""
-        if not self.given or self.value == also:
+        """The value, if it is right; None if it is missing, not known here, or the word ``also``."""
+        value = self.value
+        if value is None or value == also or self.unknown:
             return None
-        return self.value if is_right(self.value) else self.refuse(expected + (f" or '{also}'" if also else ""))
+        if is_right(value):
+            return value
+        if also:
+            expected += f" or '{also}'"
+        return self.refuse(expected)
 
     def mapping(self) -> ConfigPart:
-        """This part, if it is a mapping or missing."""
+        """This part, if it is a mapping, missing, or not known here."""
         self.checked(lambda value: isinstance(value, dict), "a mapping")
         return self
 
     def integer(self, least: int = 1, most: int = LARGEST, also: str | None = None) -> int | None:
-        expected = f"an integer of at least {least}" + ("" if most == LARGEST else f" and at most {most}")
-        found: int | None = self.checked(lambda value: type(value) is int and least <= value <= most, expected, also)
-        return found
+        expected = f"an integer of at least {least}"
+        if most != LARGEST:
+            expected += f" and at most {most}"
+
+        def is_right(value: Any) -> bool:
+            is_whole = type(value) is int or (isinstance(value, float) and value.is_integer())
+            return is_whole and least <= value <= most
+
+        value = self.checked(is_right, expected, also)
+        if value is None:
+            return None
+        return int(value)
 
     def number(self, also: str | None = None) -> float | None:
         """A finite number of at least 0 (1e-1 is a string in YAML)."""
@@ -148,12 +214,16 @@ class ConfigPart:
                 return False
 
         value = self.checked(is_right, "a finite number of at least 0", also)
-        return None if value is None else float(value)
+        if value is None:
+            return None
+        return float(value)
 
     def flag(self, default: bool, also: str | None = None) -> bool:
-        """True or false; the default if it is missing or the word ``also``."""
+        """True or false; the default if it is missing, not known here, or the word ``also``."""
         value = self.checked(lambda value: isinstance(value, bool), "true or false", also)
-        return default if value is None else value
+        if value is None:
+            return default
+        return bool(value)
 
     def string(self) -> str | None:
         found: str | None = self.checked(lambda value: isinstance(value, str), "a string")
@@ -164,133 +234,228 @@ class ConfigPart:
         return found
 
 
-def load(file: Path) -> tuple[ConfigKind, ConfigPart]:
-    """Read a config file; its kind follows from suffix and content. LightningCLI's may be nested under ``fit``.
+def _put(values: dict[str, Any], path: KeyPath, value: Any) -> None:
+    """Put a value where its path leads, without changing the mappings of a file."""
+    for key in path[:-1]:
+        inner = values.get(key)
+        values[key] = {}
+        if isinstance(inner, dict):
+            values[key] |= inner
+        values = values[key]
+    values[path[-1]] = value
 
-    Raises InputError with file, line and key if it cannot be read, is too large or nested too deeply, repeats a key,
-    or is not a known kind of config.
+
+def read_file(file: Path) -> ConfigPart:
+    """Read a YAML, JSON or TOML file, by its suffix.
+
+    Raises NotReadError, with file and line, if it cannot be read, is too large or nested too
+    deeply, or has no keys.
     """
-    suffix = file.suffix.lower()
-    if suffix == ".toml":
-        raise InputError(f"{file}:1: TOML is not read: torchtitan v0.2.2 was the last to use it; give {EXPECTED}")
-    if suffix not in {".yaml", ".yml", ".json"}:
-        raise InputError(f"{file}:1: is not a known kind of config; give {EXPECTED}")
-    config = read_file(file, is_json=suffix == ".json")
-    keys = config.values.keys()
-    for root in (config, config.at("fit")):
-        if isinstance(root.value, dict) and "trainer" in root.value:
-            return ConfigKind.LIGHTNING, root
-    if keys & ACCELERATE_KEYS:
-        return ConfigKind.ACCELERATE, config
-    has_tables = any(isinstance(config.at(name).value, dict) for name in ("bf16", "fp16"))
-    if suffix == ".json" and (keys & DEEPSPEED_KEYS or has_tables):
-        return ConfigKind.DEEPSPEED, config
-    if keys & HUGGING_FACE_KEYS:
-        return ConfigKind.HUGGING_FACE, config
-    raise InputError(
-        f"{file}:1: is not a known kind of config; a LightningCLI config has 'trainer', a DeepSpeed one (JSON) "
-        "'train_micro_batch_size_per_gpu' or 'zero_optimization', TrainingArguments 'per_device_train_batch_size' "
-        "or 'num_train_epochs', an accelerate one 'distributed_type'"
-    )
+    text = read_text(file)
+    readers = {".toml": _toml, ".json": _json}
+    part = readers.get(file.suffix.lower(), _yaml)(text, str(file))
+    if not isinstance(part.values, dict):
+        found = "has no keys at the top level"
+        if part.values is None:
+            found = "is empty"
+        raise NoConfigError(f"{file}:1: {found}; it must be a mapping with the keys of a training config")
+    return part
 
 
-def read_file(file: Path, *, is_json: bool) -> ConfigPart:
-    """Read a config file of any kind. Raises InputError as ``load`` does."""
-    content = files.read(file, str(file), "name a config file")
-    if len(content) > MAX_BYTES:
-        raise InputError(f"{file}:1: is larger than {MAX_BYTES >> 10} KiB; a config must be smaller")
+def read_text(file: Path) -> str:
+    """The text of a file of any kind that lint reads. Raises NotReadError as ``read_file`` does."""
+    advice = "name a config file"
     try:
-        text = content.decode("utf-8-sig")
+        if file.is_dir():
+            raise NotReadError(f"{file}: is a folder that cannot be searched; {advice}")
+        if file.exists() and not file.is_file():
+            raise NotReadError(f"{file}: is a device or pipe; {advice}")
+        with file.open("rb") as opened:
+            content = opened.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = str(error)
+        if isinstance(error, OSError):
+            reason = error.strerror or reason
+        raise NotReadError(f"{file}: cannot be read ({reason}); {advice}") from error
+    if len(content) > MAX_BYTES:
+        raise NoConfigError(f"{file}:1: is larger than {MAX_BYTES >> 10} KiB; a config must be smaller")
+    try:
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise InputError(f"{file}:{line}: is not UTF-8 text (byte {error.start}); name a config file") from error
-    values, lines = _parse(text, str(file), is_json=is_json)
-    if not isinstance(values, dict):
-        found = "is empty" if values is None else "has no keys at the top level"
-        raise InputError(f"{file}:1: {found}; it must be a mapping with the keys of a training config")
-    return ConfigPart(str(file), values, lines)
+        raise NotReadError(f"{file}:{line}: is not UTF-8 text (byte {error.start}); {advice}") from error
 
 
-def _parse(text: str, file: str, *, is_json: bool) -> tuple[Any, Mapping[tuple[str, ...], int]]:
-    """The values of a text, and the lines of its keys and items. Raises InputError as ``load`` does."""
+def _toml(text: str, file: str) -> ConfigPart:
+    """A TOML file; the line of a key is where it stands in its table."""
     try:
-        if is_json:
-            json.loads(text)
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        where = re.search(r"line (\d+)", str(error))
+        line = "1"
+        if where:
+            line = where.group(1)
+        raise NotReadError(f"{file}:{line}: is not TOML ({error})") from error
+    except RecursionError:
+        raise NotReadError(f"{file}:1: {TOO_DEEP}") from None
+    lines: dict[KeyPath, int] = {}
+    table: KeyPath = ()
+    for number, line in enumerate(text.split("\n"), 1):
+        head = re.match(r"\s*\[\[?\s*([^\]]+?)\s*\]\]?\s*(#.*)?$", line)
+        if head:
+            table = tuple(part.strip().strip("\"'") for part in head.group(1).split("."))
+            lines.setdefault(table, number)
+        elif key := re.match(r"\s*([\w\"'.-]+)\s*=", line):
+            path = (*table, *(part.strip("\"'") for part in key.group(1).split(".")))
+            lines.setdefault(path, number)
+    return ConfigPart(file, values, lines)
+
+
+def _json(text: str, file: str) -> ConfigPart:
+    return _loaded(without_comments(text), file, is_json=True)
+
+
+def _yaml(text: str, file: str) -> ConfigPart:
+    return _loaded(text, file, is_json=False)
+
+
+def _loaded(text: str, file: str, *, is_json: bool) -> ConfigPart:
+    try:
         loader = _Loader(text, file, is_json=is_json)
         node = loader.get_single_node()
-        return (None if node is None else loader.value_of(node, ())), loader.lines
+        values = None if node is None else loader.value_of(node, ())
     except InputError:
         raise
-    except json.JSONDecodeError as error:
-        raise InputError(f"{file}:{error.lineno}: is not JSON ({error.msg}); comments are not allowed") from error
     except RecursionError:
-        raise InputError(f"{file}:1: {TOO_DEEP}") from None
+        raise NotReadError(f"{file}:1: {TOO_DEEP}") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = f"{file}:{mark.line + 1}" if mark else f"{file}:1"
-        raise InputError(f"{place}: is not plain YAML ({error.problem or error.context})") from error
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # the last two: an escape beyond Unicode
+        place = f"{file}:1"
+        if mark:
+            place = f"{file}:{mark.line + 1}"
+        kind = "plain YAML"
+        if is_json:
+            kind = "JSON, with or without comments"
+        raise NotReadError(f"{place}: is not {kind} ({error.problem or error.context})") from error
+    except (
+        yaml.YAMLError,
+        ValueError,
+        OverflowError,
+    ) as error:  # the last two: an escape beyond Unicode
         # A control character is the reader's error, which knows its position.
         line = text.count("\n", 0, getattr(error, "position", None) or 0) + 1
-        kind = "JSON" if is_json else "plain YAML"
-        raise InputError(f"{file}:{line}: is not {kind} ({str(error).splitlines()[0]})") from error
+        kind = "plain YAML"
+        if is_json:
+            kind = "JSON"
+        raise NotReadError(f"{file}:{line}: is not {kind} ({str(error).splitlines()[0]})") from error
+    return ConfigPart(file, values, loader.lines, repeated=tuple(loader.repeated))
 
 
 TOO_DEEP = f"is nested more than {MAX_DEPTH} levels deep; a config must be flatter"
 NOT_YAML = re.compile(f"{yaml.reader.Reader.NON_PRINTABLE.pattern}|[\t\x85\u2028\u2029]")
 """Characters that JSON may contain, and YAML may not, or takes for the end of a line."""
+STRING_OR_COMMENT = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
+
+
+def without_comments(text: str) -> str:
+    """The text without the comments that DeepSpeed's reader (hjson) skips; each character stays in its line."""
+
+    def blank(found: re.Match[str]) -> str:
+        word = found.group()
+        if word.startswith('"'):
+            return word
+        return re.sub("[^\\n]", " ", word)
+
+    return STRING_OR_COMMENT.sub(blank, text)
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
     """PyYAML's safe loader, which makes no objects of a user's classes, and notes lines. JSON's scalars are JSON's."""
 
     def __init__(self, text: str, file: str, *, is_json: bool) -> None:
-        super().__init__(NOT_YAML.sub(" ", text) if is_json else text)
-        self.file, self.json = file, text if is_json else ""
-        self.lines: dict[tuple[str, ...], int] = {}
+        self.file, self.json = file, ""
+        if is_json:
+            self.json = text
+            text = NOT_YAML.sub(" ", text)
+        super().__init__(text)
+        self.lines: dict[KeyPath, int] = {}
+        self.repeated: list[Repeated] = []
+        self.doubles: dict[int, list[Repeated]] = {}
+        """By mapping: keys given twice, with the key as path."""
         self.num_values = 0
 
-    def value_of(self, node: yaml.Node, path: tuple[str, ...]) -> Any:
-        """The value of a node. Raises InputError for a repeated key, and for what is too large or too deep."""
+    def value_of(self, node: yaml.Node, path: KeyPath) -> Any:
+        """The value of a node. Raises NotReadError for what is too large or too deep."""
         self.num_values += 1
         if self.num_values > MAX_VALUES:
             raise self.error(node, f"has more than {MAX_VALUES} values with its aliases expanded; use fewer")
         if len(path) > MAX_DEPTH:
             raise self.error(node, TOO_DEEP)
-        if isinstance(node, yaml.SequenceNode) and node.tag == self.DEFAULT_SEQUENCE_TAG:
+        if isinstance(node, yaml.SequenceNode) and (node.tag == self.DEFAULT_SEQUENCE_TAG or self.is_foreign(node)):
             return [self.inside(item, (*path, str(index)), item) for index, item in enumerate(node.value)]
-        if isinstance(node, yaml.MappingNode) and node.tag == self.DEFAULT_MAPPING_TAG:
-            self.flatten_mapping(node)  # a key of the mapping itself follows, and replaces, a merged one
-            keys = [(str(self.construct_object(key)), key, inner) for key, inner in node.value]
-            return {key: self.inside(inner, (*path, key), key_node) for key, key_node, inner in keys}
+        if isinstance(node, yaml.MappingNode) and (node.tag == self.DEFAULT_MAPPING_TAG or self.is_foreign(node)):
+            return self.mapping_of(node, path)
+        if self.is_foreign(node):
+            return f"${{{node.tag}}}"  # made by another program, so it is not known here
         return self.construct_object(node, deep=True)
 
-    def inside(self, node: yaml.Node, path: tuple[str, ...], place: yaml.Node) -> Any:
-        """The value of a key or item, whose line is noted."""
-        self.lines[path] = int(place.start_mark.line) + 1
-        return self.value_of(node, path)
+    def mapping_of(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
+        """The keys of a mapping, of which a repeated one has its last value, and a merged one gives way."""
+        for each in self.doubles.pop(id(node), ()):
+            self.repeated.append(replace(each, path=path + each.path))
+        self.flatten_mapping(node)
+        found: dict[str, Any] = {}
+        for key_node, inner in node.value:
+            key = str(self.construct_object(key_node))
+            found[key] = self.inside(inner, (*path, key), key_node)
+        return found
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
-        first: dict[str, int] = {}
-        for key_node, _ in node.value:
+        first: dict[str, tuple[int, yaml.Node]] = {}
+        for key_node, value in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise ConstructorError(None, None, "found unhashable key", key_node.start_mark)
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
-            key = str(self.construct_object(key_node))
+            key, line = str(self.construct_object(key_node)), key_node.start_mark.line + 1
             if key in first:
-                raise self.error(key_node, f"{key} is repeated (first in line {first[key]})")
-            first[key] = key_node.start_mark.line + 1
+                first_line, before = first[key]
+                is_same = isinstance(value, yaml.ScalarNode) and (before.tag, before.value) == (
+                    value.tag,
+                    value.value,
+                )
+                self.doubles.setdefault(id(node), []).append(Repeated((key,), line, first_line, is_same))
+            first.setdefault(key, (line, value))
         return node
+
+    def is_foreign(self, node: yaml.Node) -> bool:
+        """Whether another program's tag, such as ``!env``, says what the value is."""
+        return bool(node.tag.startswith("!")) and node.tag != "!"
+
+    def inside(self, node: yaml.Node, path: KeyPath, place: yaml.Node) -> Any:
+        """The value of a key or item, whose line is noted."""
+        self.lines[path] = int(place.start_mark.line) + 1
+        return self.value_of(node, path)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
-            if self.json:
-                return json.loads(self.json[node.start_mark.index : node.end_mark.index])
-            return super().construct_object(node, deep)
-        except (ValueError, KeyError, IndexError, OverflowError, TypeError, AttributeError) as error:
+            if not self.json:
+                return super().construct_object(node, deep)
+            text = self.json[node.start_mark.index : node.end_mark.index]
+            is_quoted = text.startswith('"')
+            if not is_quoted and not re.fullmatch(r"-?[\d.]+([eE][+-]?\d+)?|true|false|null|-?Infinity|NaN", text):
+                return f"${{{text}}}"  # a placeholder of a template
+            return json.loads(text, strict=False)
+        except (
+            ValueError,
+            KeyError,
+            IndexError,
+            OverflowError,
+            TypeError,
+            AttributeError,
+        ) as error:
             raise ConstructorError(None, None, str(error), node.start_mark) from error
 
-    def error(self, node: yaml.Node, words: str) -> InputError:
-        return InputError(f"{self.file}:{node.start_mark.line + 1}: {words}")
+    def error(self, node: yaml.Node, words: str) -> NotReadError:
+        return NotReadError(f"{self.file}:{node.start_mark.line + 1}: {words}")

@@ -10,10 +10,19 @@ from pathlib import Path
 
 from bench.audit.lint.config_file import AUTO, ConfigPart, read_file
 from bench.audit.lint.known_keys import Keys
+from bench.audit.lint.lint_options import LintOptions
+from bench.audit.lint.version_facts import holds
 from bench.audit.training_plan import LARGEST_ACCUMULATE
 
+MOST_ABOVE = 6
+"""Folders above a file in which a file that it names is looked for."""
 AUTO_KEYS = (
-    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+    *(
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+    ),
     *("bf16.enabled", "fp16.enabled"),
 )
 
@@ -34,6 +43,8 @@ class DeepSpeedConfig:
     accumulation_dtype: str | None = None
     drop_last: bool = False
     managed: bool = True
+    is_known: bool = True
+    """Whether the config could be read; a file that is named may be elsewhere."""
 
     @property
     def autos(self) -> list[str]:
@@ -45,15 +56,26 @@ class DeepSpeedConfig:
 
         def is_on(name: str, *, given: bool) -> bool:
             place = self.part.at(name)
-            is_filled = auto and place.at("enabled").value == AUTO if place.given else missing
-            return name in above if is_filled else given
+            is_filled = missing
+            if place.given:
+                is_filled = auto and place.at("enabled").value == AUTO
+            if is_filled:
+                return name in above
+            return given
 
         return dataclasses.replace(self, bf16=is_on("bf16", given=self.bf16), fp16=is_on("fp16", given=self.fp16))
 
 
+def _bf16_key(part: ConfigPart) -> str:
+    """What the config calls its bf16: DeepSpeed still takes the older name."""
+    if part.at("bf16").given:
+        return "bf16"
+    return "bfloat16"
+
+
 def read(part: ConfigPart) -> DeepSpeedConfig:
     """What a DeepSpeed config says. Raises InputError naming the key of a wrong value."""
-    for name in ("zero_optimization", "bf16", "fp16", "data_types"):
+    for name in ("zero_optimization", "bf16", "bfloat16", "fp16", "data_types"):
         part.at(name).mapping()
     dtype = part.at("data_types.grad_accum_dtype").string()
     offload = part.at("zero_optimization.offload_optimizer").mapping()
@@ -65,7 +87,7 @@ def read(part: ConfigPart) -> DeepSpeedConfig:
         clip=part.at("gradient_clipping").number(also=AUTO),
         stage=part.at("zero_optimization.stage").zero_stage(also=AUTO) or 0,
         offload=offload.given and offload.at("device").string() not in {None, "none"},
-        bf16=part.at("bf16.enabled").flag(default=False, also=AUTO),
+        bf16=part.at(f"{_bf16_key(part)}.enabled").flag(default=False, also=AUTO),
         fp16=part.at("fp16.enabled").flag(default=False, also=AUTO),
         accumulation_dtype=None if dtype == AUTO else dtype,
         drop_last=part.at("dataloader_drop_last").flag(default=False, also=AUTO),
@@ -74,24 +96,43 @@ def read(part: ConfigPart) -> DeepSpeedConfig:
 
 
 def deepspeed_part(place: ConfigPart) -> ConfigPart | None:
-    """The DeepSpeed config that another config contains here, or names by path; None if there is nothing here.
+    """The DeepSpeed config that another config contains here, or names by path.
 
-    Raises InputError if it cannot be read.
+    None if there is nothing here, or what is named is a preset or a file that is not here. Raises
+    InputError if the file cannot be read.
     """
     if isinstance(place.value, dict):
         return place
-    name, found = place.string(), None
-    if name is None:
+    name = None
+    if not isinstance(place.value, bool):
+        name = place.string()
+    if not name:
         return None
-    with suppress(OSError, ValueError):  # too long a name, or one with a null character
-        found = next((file for file in (Path(name), Path(place.file).parent / name) if file.is_file()), None)
+    found = named_file(Path(place.file), name)
     if found is None:
-        place.refuse("the path of a DeepSpeed JSON, from here or from beside the config")
-    return read_file(found, is_json=True)
+        return None
+    return read_file(found)
 
 
-def deepspeed_keys(part: ConfigPart) -> Iterator[Keys]:
+def named_file(file: Path, name: str) -> Path | None:
+    """The file that a config or script names: from here, from beside it, or from a folder above it."""
+    with suppress(OSError, ValueError):  # too long a name, or one with a null character
+        for folder in (Path(), *list(file.parents)[:MOST_ABOVE]):
+            if (folder / name).is_file() and name.endswith((".json", ".yaml", ".yml")):
+                return folder / name
+    return None
+
+
+def deepspeed_keys(part: ConfigPart, options: LintOptions) -> Iterator[object]:
     """The keys of a DeepSpeed config: it ignores unknown ones at the top, and refuses them below."""
     yield Keys(part, "deepspeed", "DeepSpeed")
     for name in ("zero_optimization", "bf16", "fp16"):
-        yield Keys(part.at(name), name, f"DeepSpeed raises ValidationError for {name}", refused=True)
+        is_refused, ignored = True, set[str]()
+        if name == "zero_optimization" and holds("mics-keys", options.deepspeed):
+            ignored = {"mics_shard_size", "mics_hierarchical_params_gather"}
+        elif name != "zero_optimization" and holds("bf16-keys-ignored", options.deepspeed):
+            is_refused = False
+        reader = f"DeepSpeed {options.deepspeed}"
+        if is_refused:
+            reader += f" raises ValidationError for {name}"
+        yield Keys(part.at(name), name, reader, is_refused, ignored=frozenset(ignored))

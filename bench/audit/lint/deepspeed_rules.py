@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,14 +10,14 @@ from dataclasses import dataclass
 from bench.audit.lint import deepspeed_config
 from bench.audit.lint.config_file import ConfigPart
 from bench.audit.lint.deepspeed_config import DeepSpeedConfig, deepspeed_keys
-from bench.audit.lint.lint_options import LintOptions, written
+from bench.audit.lint.known_keys import repeated_keys
+from bench.audit.lint.lint_options import LintOptions
 from bench.audit.lint.proof import SmallRun
 from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule, says
-from bench.audit.lint.sum_rules import GradientSum
+from bench.audit.lint.sum_rules import FP32, GradientSum
+from bench.audit.lint.version_facts import holds, source
 
 ENGINE_CONFIG = "deepspeed/runtime/config.py"
-SILENT_CLIP = (0, 19, 3)
-"""From this version on, gradients are clipped to norm 1.0 unless the config says otherwise (#8068)."""
 
 
 @dataclass(frozen=True)
@@ -35,30 +36,62 @@ class DeepSpeedAlone:
         if "gradient_accumulation_steps" in config.autos:
             return None
         if config.batch is not None and config.micro_batch is not None:
-            return config.batch // config.micro_batch // world_size if world_size else None
+            if world_size:
+                return config.batch // config.micro_batch // world_size
+            return None
         return 1
 
 
 def subjects(part: ConfigPart, options: LintOptions) -> Iterator[object]:
     """What rules are about in a config for ``deepspeed.initialize``. Raises InputError for a wrong value."""
     config = deepspeed_config.read(part)
-    yield from deepspeed_keys(part)
+    yield from repeated_keys(part, is_deepspeed=True)
+    yield from deepspeed_keys(part, options)
     training = DeepSpeedAlone(config, options)
     yield training
     yield GradientSum(config, training.accumulate or 1, options, options.world_size)
+    if config.autos:
+        _note_autos(config, training.accumulate, options)
 
 
-@rule("BAT02", "deepspeed: {train_micro_batch_size_per_gpu: null}")
+def _note_autos(config: DeepSpeedConfig, accumulate: int | None, options: LintOptions) -> None:
+    """Say that "auto" leaves most of the config to the arguments that are used with it."""
+    line = (
+        f"{config.part.file}: 'auto' leaves {', '.join(config.autos)} to the arguments that are used with it, so what "
+    )
+    line += "depends on them was not judged; lint the TrainingArguments or the script that names this file too"
+    is_16_bits = config.bf16 or "bf16.enabled" in config.autos
+    if accumulate is None and is_16_bits and config.accumulation_dtype not in FP32:
+        condition = "N > 1 and bf16"
+        if config.bf16:
+            condition = "N > 1"
+        line += f"; with {condition}, gradients are added in bf16 (ACC01)"
+    options.note(line)
+
+
+def neox_subjects(part: ConfigPart, options: LintOptions) -> Iterator[object]:
+    """What rules are about in a config of GPT-NeoX, whose keys are DeepSpeed's in part.
+
+    Its DeepSpeed is a fork, so no rule about versions holds. Raises InputError for a wrong value.
+    """
+    config = deepspeed_config.read(part)
+    yield from repeated_keys(part)
+    is_bf16 = config.bf16 or part.at("precision").value == "bfloat16"
+    config = dataclasses.replace(config, bf16=is_bf16)
+    yield GradientSum(config, config.accumulate or 1, options, None, part.at("precision"), is_fork=True)
+
+
+@rule(DeepSpeedAlone, "BAT02", "deepspeed: {train_micro_batch_size_per_gpu: null}")
 @says(INFO, "no batch size", f"{ENGINE_CONFIG} _set_batch_related_parameters")
 def _no_batch_size(training: DeepSpeedAlone) -> Iterator[Found]:
     config, sizes = training.config, {"train_batch_size", "train_micro_batch_size_per_gpu"}
-    if config.batch is None and config.micro_batch is None and not sizes & {*config.autos}:
+    if config.batch is None and config.micro_batch is None and not any(config.part.at(key).given for key in sizes):
         what = "deepspeed.initialize refuses a config without a batch size; Lightning and accelerate fill it in"
         fix = "set train_micro_batch_size_per_gpu, or lint the Lightning config that names this file"
         yield Found(config.part.at("train_micro_batch_size_per_gpu"), what, fix)
 
 
-@rule("BAT01", "deepspeed: {train_batch_size: 30}")
+@rule(DeepSpeedAlone, "BAT01", "deepspeed: {train_batch_size: 30}")
 @says(ERROR, "batch sizes do not multiply", f"{ENGINE_CONFIG} _batch_assertion", stops=True)
 def _batch_sizes(training: DeepSpeedAlone) -> Iterator[Found]:
     config, train = training.config, training.config.batch
@@ -77,30 +110,37 @@ def _batch_sizes(training: DeepSpeedAlone) -> Iterator[Found]:
     wanted = f"{'' if is_complete else 'a multiple of '}{product}"
     names = " x ".join(f"{name} {number}" for name, number in factors.items())
     what = f"DeepSpeed refuses train_batch_size {train}: it is not {wanted} = {names}"
-    yield Found(config.part.at("train_batch_size"), what, f"set it to {wanted}, or remove it: DeepSpeed infers it")
-
-
-CLIPPING_SOURCE = "deepspeed/runtime/constants.py GRADIENT_CLIPPING_DEFAULT; #8068"
-
-
-@rule("CLP01", "deepspeed: {gradient_clipping: null}")
-@says(WARNING, "clipping that was not asked for", CLIPPING_SOURCE)
-def _silent_clip(training: DeepSpeedAlone) -> Iterator[Found]:
-    place, number = training.config.part.at("gradient_clipping"), training.options.deepspeed
-    if place.given or (number is not None and number < SILENT_CLIP):
-        return
-    small = SmallRun(4, 8)
     yield Found(
-        place,
-        f"gradient_clipping is not set, and DeepSpeed {written(number)} (0.19.3 and later) then clips to norm 1.0",
-        'set "gradient_clipping" to 0.0 to clip nothing, or to the threshold that is meant',
-        small.command("deepspeed-zero2-eager", clip=small.clip) + " (shows what a threshold does; the default is 1.0)",
+        config.part.at("train_batch_size"),
+        what,
+        f"set it to {wanted}, or remove it: DeepSpeed infers it",
     )
 
 
-@rule("TAIL02", "deepspeed: {}, samples: 40, world_size: 2")
+@rule(DeepSpeedAlone, "CLP01", "deepspeed: {gradient_clipping: null}")
+@says(WARNING, "clipping that was not asked for", source("silent-clip"))
+def _silent_clip(training: DeepSpeedAlone) -> Iterator[Found]:
+    """A config with 'auto' is for Hugging Face's Trainer, which means to clip to 1.0 too."""
+    part, used = training.config.part, training.options.deepspeed
+    place = part.at("gradient_clipping")
+    if place.given or training.config.autos or not holds("silent-clip", used):
+        return
+    # Without an optimizer it may be for inference, or a part that the program fills up.
+    is_complete = part.at("optimizer").given
+    small = SmallRun(4, 8)
+    yield Found(
+        place,
+        f"gradient_clipping is not set: unless the program sets it, DeepSpeed {used} clips to norm 1.0, which versions "
+        "before 0.19.3 did not",
+        'set "gradient_clipping" to 0.0 to clip nothing, or to the threshold that is meant',
+        small.command("deepspeed-zero2-eager", clip=small.clip) + " (shows what a threshold does; the default is 1.0)",
+        WARNING if is_complete else INFO,
+    )
+
+
+@rule(DeepSpeedAlone, "TAIL02", "deepspeed: {}, samples: 40, world_size: 2")
 @says(WARNING, "partial window carried into the next epoch", "DeepSpeed #7439")
-@rule("WIN01", "deepspeed: {}, samples: 12, world_size: 2")
+@rule(DeepSpeedAlone, "WIN01", "deepspeed: {}, samples: 12, world_size: 2")
 def _carried(training: DeepSpeedAlone) -> Iterator[Found]:
     config, n, options = training.config, training.accumulate, training.options
     ranks, micro = options.world_size, options.batch_size or config.micro_batch

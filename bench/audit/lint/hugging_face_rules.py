@@ -1,60 +1,160 @@
 """TrainingArguments of Hugging Face's Trainer: what they say, and rules for them.
 
-Measured with transformers 5.23.0, accelerate 1.15.0 and DeepSpeed 0.19.8. The Trainer itself weighs a partial window
-rightly, steps at the end of every epoch under every strategy, and trains ``max_steps`` whole steps.
+Measured with transformers 5.23.0, accelerate 1.15.0 and DeepSpeed 0.19.8. The Trainer itself weighs
+a partial window rightly, steps at the end of every epoch under every strategy, and trains
+``max_steps`` whole steps.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bench.audit.lint import deepspeed_config
 from bench.audit.lint.config_file import AUTO, ConfigPart
 from bench.audit.lint.deepspeed_config import deepspeed_keys, deepspeed_part
-from bench.audit.lint.deepspeed_rules import SILENT_CLIP
-from bench.audit.lint.known_keys import Keys
+from bench.audit.lint.known_keys import Keys, repeated_keys
 from bench.audit.lint.lint_options import LintOptions, windows_of
-from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule, says
-from bench.audit.lint.sum_rules import GradientSum
+from bench.audit.lint.rules import ERROR, INFO, STOPS, WARNING, Found, rule, says
+from bench.audit.lint.sum_rules import NAMES, GradientSum, in_16_bits
+from bench.audit.lint.version_facts import holds
 from bench.audit.training_plan import LARGEST_ACCUMULATE, ceil
 
 TRAINER, ARGUMENTS = "transformers/trainer.py", "transformers/training_args.py"
+LAYERWISE = "transformers/trainer_optimizer.py"
 DEFAULT_MICRO, DEFAULT_EPOCHS, DEFAULT_LOGGING, DEFAULT_CLIP = 8, 3.0, 500, 1.0
 KWARGS = "accelerator_config.gradient_accumulation_kwargs"
+ADAPTERS = (
+    "lora",
+    "use_lora",
+    "use_peft",
+    "use_qlora",
+    "qlora",
+    "peft",
+    "adapter",
+    "load_in_4bit",
+    "load_in_8bit",
+    "ia3",
+)
+"""Beginnings of the keys by which programs train an adapter, whose parameters are in fp32."""
 
 
 class TrainerArguments:
     """The fields of TrainingArguments that rules need. Raises InputError naming the key of a wrong value."""
 
-    def __init__(self, part: ConfigPart, options: LintOptions) -> None:
+    def __init__(
+        self,
+        part: ConfigPart,
+        options: LintOptions,
+        *,
+        launch: ConfigPart | None = None,
+        has_bf16_parameters: bool = False,
+        dtype_keys: Sequence[str] = ("torch_dtype",),
+        has_plain_defaults: bool = True,
+    ) -> None:
+        self.has_plain_defaults = has_plain_defaults
+        """Whether bf16 and fp16 are off unless they are given, as transformers has it; TRL and
+        others differ."""
+        self.dtype_keys = dtype_keys
+        """Where the parameters' dtype is set."""
         self.part, self.options, self.world_size = part, options, options.world_size
+        self.launch = launch
+        """The config of accelerate that it is launched with."""
         self.given = deepspeed_part(part.at("deepspeed"))
-        """The DeepSpeed config."""
-        part.at("accelerator_config").mapping()
-        inner = part.at(KWARGS).mapping().at("num_steps").integer(most=LARGEST_ACCUMULATE) or 1
-        outer = part.at("gradient_accumulation_steps").integer(most=LARGEST_ACCUMULATE) or 1
-        self.accumulate = max(outer, inner)
-        self.micro_batch = options.batch_size or part.at("per_device_train_batch_size").integer() or DEFAULT_MICRO
+        """The DeepSpeed config, if it is here."""
+        if not isinstance(part.at("accelerator_config").value, str):  # JSON, or a file
+            part.at("accelerator_config").mapping()
+        num_steps = part.at(KWARGS).mapping().at("num_steps")
+        steps = part.at("gradient_accumulation_steps")
+        inner, outer = (place.integer(most=LARGEST_ACCUMULATE, also=AUTO) for place in (num_steps, steps))
+        self.accumulate = max(outer or 1, inner or 1)
+        """N; 1 if it is unknown."""
+        self.known_accumulate = outer
+        """As given, or None."""
+        self.known_micro_batch = part.at("per_device_train_batch_size").integer(also=AUTO)
+        self.micro_batch = options.batch_size or self.known_micro_batch or DEFAULT_MICRO
         """Samples of a micro-batch on one rank; with split_batches, on all of them."""
         self.is_split = part.at("accelerator_config.split_batches").flag(default=False)
-        epochs, clip = part.at("num_train_epochs").number(), part.at("max_grad_norm").number()
-        self.clip = DEFAULT_CLIP if clip is None else clip
-        self.dtypes = {name: part.at(name).flag(default=False) for name in ("bf16", "fp16")}
-        self.max_steps = max(part.at("max_steps").integer(least=-1) or 0, 0)
+        epochs, clip = part.at("num_train_epochs").number(), part.at("max_grad_norm")
+        self.clip: float | None = clip.number()
+        """None if it is unknown."""
+        if not clip.given:
+            self.clip = DEFAULT_CLIP
+        self.dtypes = {name: self._dtype(name) for name in ("bf16", "fp16")}
+        self.max_steps = _max_steps(part.at("max_steps"))
         """0 for no limit."""
         self.total_steps = self.max_steps
         """Optimizer steps of the whole training; 0 if they cannot be calculated."""
-        if not self.max_steps and options.samples and (self.world_size or self.is_split):
+        unknown = [part.at(name).unknown for name in ("max_steps", "num_train_epochs", "gradient_accumulation_steps")]
+        if self.max_steps or any(unknown):
+            pass
+        elif options.samples and (self.world_size or self.is_split):
             # accelerate deals batches of the data set to the ranks in turn, or splits each among them.
-            together = self.micro_batch * (1 if self.is_split else self.world_size or 1)
+            ranks = 1
+            if not self.is_split:
+                ranks = self.world_size or 1
+            together = self.micro_batch * ranks
             is_dropped = part.at("dataloader_drop_last").flag(default=False)
             batches = options.samples // together if is_dropped else ceil(options.samples, together)
             windows = windows_of(max(batches, 1), self.accumulate).windows
             self.total_steps = math.ceil((DEFAULT_EPOCHS if epochs is None else epochs) * windows)
-        elif not self.max_steps:
+        else:
             options.want(options.samples, self.world_size, self.micro_batch)
+        self.has_bf16_parameters = has_bf16_parameters
+
+    def _dtype(self, name: str) -> bool | None:
+        """Whether training is in a dtype; None if it is not known."""
+        place, evaluation = self.part.at(name), self.part.at(f"{name}_full_eval")
+        if place.unknown or isinstance(place.value, str):
+            return None
+        return place.flag(default=False) or evaluation.value is True
+
+    @property
+    def trains_adapter(self) -> bool:
+        """Whether a few parameters beside those of the model are trained."""
+        for key in ("finetuning_type", "tuner_type", "train_type", "sft_type"):
+            method = self.part.at(key)
+            if method.given:
+                return str(method.value) not in {"full", "freeze"}
+        for key in self.part.names_here:
+            value = self.part.under(key).value
+            if key.startswith(ADAPTERS) and value not in (None, False, 0, "", "none", "None"):
+                return True
+        return False
+
+    @property
+    def fsdp(self) -> ConfigPart | None:
+        """Where FSDP is asked for; None if it is not."""
+        place = self.part.at("fsdp")
+        if place.value and not place.unknown:
+            return place
+        if self.launch is not None and self.launch.at("distributed_type").value == "FSDP":
+            return self.launch.at("distributed_type")
+        return None
+
+    def parameters(self) -> tuple[ConfigPart, str] | None:
+        """Where the parameters get a dtype of 16 bits, and which; None if they do not, or it is not known."""
+        for key in ("parameters_bf16", "pure_bf16"):
+            if self.part.at(key).value is True:
+                return self.part.at(key), "bf16"
+        for key in self.dtype_keys:
+            for dtype, names in NAMES.items():
+                # GradScaler refuses gradients of parameters in fp16, so that training does not start.
+                is_refused = dtype == "fp16" and self.dtypes["fp16"]
+                if self.part.at(key).value in names and not is_refused:
+                    return self.part.at(key), dtype
+        if self.has_bf16_parameters and self.dtypes["bf16"]:
+            return self.part.at("bf16"), "bf16"
+        return None
+
+
+def _max_steps(place: ConfigPart) -> int:
+    """Optimizer steps after which training ends; 0 for no limit. A negative number is no limit."""
+    value = place.value
+    if isinstance(value, int | float) and value < 0:
+        return 0
+    return place.integer(least=0) or 0
 
 
 @dataclass(frozen=True)
@@ -67,52 +167,119 @@ class SameValue:
     """What it is called in TrainingArguments."""
 
 
-def subjects(part: ConfigPart, options: LintOptions) -> Iterator[object]:
-    """What rules are about in TrainingArguments. Raises InputError for a wrong value."""
-    arguments = TrainerArguments(part, options)
+def subjects(
+    part: ConfigPart,
+    options: LintOptions,
+    *,
+    launch: ConfigPart | None = None,
+    has_bf16_parameters: bool = False,
+    dtype_keys: Sequence[str] = ("torch_dtype",),
+    has_plain_defaults: bool = True,
+) -> Iterator[object]:
+    """What rules are about in TrainingArguments, and the config of accelerate that they are launched with.
+
+    Raises InputError for a wrong value.
+    """
+    arguments = TrainerArguments(
+        part,
+        options,
+        launch=launch,
+        has_bf16_parameters=has_bf16_parameters,
+        dtype_keys=dtype_keys,
+        has_plain_defaults=has_plain_defaults,
+    )
+    yield from repeated_keys(part)
     yield Keys(part, "training_arguments", "TrainingArguments", shared=True)
     yield arguments
-    given = arguments.given
-    if given is None:
-        return
+    if part.at("deepspeed").given and arguments.given is None:
+        place = part.at("deepspeed")
+        if place.value not in (False, ""):
+            options.note(f"{place.file}:{place.line}: the DeepSpeed config {place.value} is not here, and not judged")
+    if arguments.given is not None:
+        yield from _with_deepspeed(arguments, arguments.given, options)
+
+
+def _with_deepspeed(arguments: TrainerArguments, given: ConfigPart, options: LintOptions) -> Iterator[object]:
+    """What rules are about in the DeepSpeed config of the Trainer."""
     engine = deepspeed_config.read(given)
-    yield from deepspeed_keys(given)
-    n, ranks = arguments.accumulate, arguments.world_size
-    together = "per_device_train_batch_size x gradient_accumulation_steps x ranks"
+    yield from repeated_keys(given, is_deepspeed=True)
+    yield from deepspeed_keys(given, options)
+    n, ranks, micro = arguments.known_accumulate, arguments.world_size, arguments.known_micro_batch
+    together = None
+    if n and ranks and micro:
+        together = micro * n * ranks
     yield SameValue(given.at("gradient_accumulation_steps"), n, "gradient_accumulation_steps")
-    yield SameValue(given.at("train_micro_batch_size_per_gpu"), arguments.micro_batch, "per_device_train_batch_size")
-    yield SameValue(given.at("train_batch_size"), arguments.micro_batch * n * ranks if ranks else None, together)
+    if not arguments.part.at("auto_find_batch_size").value:
+        yield SameValue(given.at("train_micro_batch_size_per_gpu"), micro, "per_device_train_batch_size")
+        product = "per_device_train_batch_size x gradient_accumulation_steps x ranks"
+        yield SameValue(given.at("train_batch_size"), together, product)
     yield SameValue(given.at("gradient_clipping"), arguments.clip, "max_grad_norm")
     for name, is_on in arguments.dtypes.items():
-        yield SameValue(given.at(f"{name}.enabled"), is_on, name)
+        if arguments.part.at(name).given or arguments.has_plain_defaults:
+            yield SameValue(given.at(f"{name}.enabled"), is_on, name)
     chosen = [name for name, is_on in arguments.dtypes.items() if is_on]
-    yield GradientSum(engine.with_dtypes(chosen, missing=False), n, options, ranks)
+    yield GradientSum(engine.with_dtypes(chosen, missing=False), arguments.accumulate, options, ranks)
 
 
 MISMATCH = "transformers/integrations/deepspeed.py trainer_config_finalize"
 
 
-@rule("MIS01", "hugging_face: {}, accelerate: {deepspeed_config: {zero_stage: 2, gradient_clipping: 0.5}}")
+@rule(
+    SameValue,
+    "MIS01",
+    "hugging_face: {}, accelerate: {deepspeed_config: {zero_stage: 2, gradient_clipping: 0.5}}",
+)
 @says(ERROR, "DeepSpeed and TrainingArguments differ", MISMATCH, stops=True)
 def _differ(same: SameValue) -> Iterator[Found]:
     place, value = same.place, same.value
-    if place.given and place.value != AUTO and value is not None and place.value != value:
-        arguments = f"{same.name} of TrainingArguments is {value:g}"
-        what = f"the Trainer raises ValueError: {place.name} is {place.value}, and {arguments}"
+    if not place.given or place.value == AUTO or place.unknown or value is None:
+        return
+    if place.value != value:
+        given = f"{value:g}"
+        if isinstance(value, bool):
+            given = str(value).lower()
+        arguments = f"{same.name} of TrainingArguments is {given}"
+        name = place.key.removeprefix("deepspeed.")
+        what = f"the Trainer raises ValueError: {name} is {str(place.value).lower()}, and {arguments}"
         yield Found(place, what, 'set it to "auto", or remove it')
 
 
-@rule("SCH02", "hugging_face: {accelerator_config: {gradient_accumulation_kwargs: {num_steps: 2}}}")
+@rule(
+    TrainerArguments,
+    "SCH02",
+    "hugging_face: {accelerator_config: {gradient_accumulation_kwargs: {num_steps: 2}}}",
+)
 def _two_factors(arguments: TrainerArguments) -> Iterator[Found]:
-    inner, outer = arguments.part.at(f"{KWARGS}.num_steps"), arguments.part.at("gradient_accumulation_steps").value
+    inner, outer = (
+        arguments.part.at(f"{KWARGS}.num_steps"),
+        arguments.part.at("gradient_accumulation_steps").value,
+    )
     if inner.given and (outer or 1) > 1:
         what = f"the Trainer raises ValueError: gradient_accumulation_steps is {outer}, and num_steps {inner.value}"
         yield Found(inner, what, "remove num_steps")
 
 
-@rule("OPT02", "hugging_face: {optim: galore_adamw_layerwise}")
-@says(ERROR, "layerwise optimizer with accumulation", "transformers/trainer_optimizer.py", stops=True)
-@rule("OPT03", "hugging_face: {optim: lomo}")
+@rule(TrainerArguments, "ACC01", "hugging_face: {torch_dtype: bfloat16, model_name_or_path: m}")
+def _parameters_in_16_bits(arguments: TrainerArguments) -> Iterator[Found]:
+    """Parameters in 16 bits have gradients in 16 bits, unless FSDP's mixed precision makes them fp32."""
+    found = arguments.parameters()
+    if found is None or arguments.accumulate == 1 or arguments.trains_adapter:
+        return
+    if arguments.fsdp is not None or arguments.part.at("deepspeed").value:
+        return
+    place, dtype = found
+    fix = (
+        f"load the parameters in float32 ({place.name}); bf16 or fp16 of TrainingArguments then still train in 16 bits"
+    )
+    same = "print the dtype of the parameters' .grad before the first step"
+    for each in in_16_bits(place, arguments.accumulate, dtype, fix):
+        what = f"the parameters are in {dtype}, so under DDP and on one GPU {each.what}"
+        yield each._replace(what=what, proof=each.proof or same)
+
+
+@rule(TrainerArguments, "OPT02", "hugging_face: {optim: galore_adamw_layerwise}")
+@says(ERROR, "layerwise optimizer with accumulation", LAYERWISE)
+@rule(TrainerArguments, "OPT03", "hugging_face: {optim: lomo}")
 @says(ERROR, "optimizer that steps in every backward", "lomo_optim 0.1.1 lomo.py fused_backward")
 def _optimizer(arguments: TrainerArguments) -> Iterator[Found]:
     place, n = arguments.part.at("optim"), arguments.accumulate
@@ -120,23 +287,32 @@ def _optimizer(arguments: TrainerArguments) -> Iterator[Found]:
     if n > 1 and name.endswith("layerwise"):
         what = f"the Trainer raises ValueError: {name} steps inside backward, so it cannot accumulate"
         fix = f"use {name.removesuffix('_layerwise')}, or set gradient_accumulation_steps to 1"
-        yield Found(place, what, fix, code="OPT02")
+        yield Found(place, what, fix, f"{STOPS}: {LAYERWISE}", code="OPT02")
     elif n > 1 and name in {"lomo", "adalomo"}:
         what = f"{name} updates the parameters in every backward: a window of {n} micro-batches makes {n} updates"
-        yield Found(place, what, "set gradient_accumulation_steps to 1, or use another optimizer", code="OPT03")
+        yield Found(
+            place,
+            what,
+            "set gradient_accumulation_steps to 1, or use another optimizer",
+            code="OPT03",
+        )
 
 
-@rule("BAT04", "hugging_face: {accelerator_config: {split_batches: true}}")
+@rule(TrainerArguments, "BAT04", "hugging_face: {accelerator_config: {split_batches: true}}")
 @says(WARNING, "a micro-batch is split among the ranks", f"{ARGUMENTS} split_batches")
 def _split_batches(arguments: TrainerArguments) -> Iterator[Found]:
     n, micro, ranks = arguments.accumulate, arguments.micro_batch, arguments.world_size
     if arguments.is_split and ranks != 1:
         what = f"split_batches divides each batch of {micro} among {ranks or 'all'} ranks: a window has {micro * n} "
         fix = "set split_batches to false, or per_device_train_batch_size to the batch of all ranks"
-        yield Found(arguments.part.at("accelerator_config.split_batches"), f"{what}samples over all of them", fix)
+        yield Found(
+            arguments.part.at("accelerator_config.split_batches"),
+            f"{what}samples over all of them",
+            fix,
+        )
 
 
-@rule("BAT05", "hugging_face: {auto_find_batch_size: true}")
+@rule(TrainerArguments, "BAT05", "hugging_face: {auto_find_batch_size: true}")
 @says(WARNING, "effective batch that changes by itself", f"{TRAINER} _inner_training_loop")
 def _smaller_batches(arguments: TrainerArguments) -> Iterator[Found]:
     place = arguments.part.at("auto_find_batch_size")
@@ -149,7 +325,7 @@ def _smaller_batches(arguments: TrainerArguments) -> Iterator[Found]:
         )
 
 
-@rule("STP04", "hugging_face: {max_steps: 1000, num_train_epochs: 3}")
+@rule(TrainerArguments, "STP04", "hugging_face: {max_steps: 1000, num_train_epochs: 3}")
 @says(WARNING, "num_train_epochs ignored", f"{TRAINER} set_initial_training_values")
 def _ignored_epochs(arguments: TrainerArguments) -> Iterator[Found]:
     epochs = arguments.part.at("num_train_epochs")
@@ -158,39 +334,68 @@ def _ignored_epochs(arguments: TrainerArguments) -> Iterator[Found]:
         yield Found(epochs, what, "keep one of the two")
 
 
-@rule("LOG01", "hugging_face: {max_steps: 400}")
+LOGS = (
+    ("logging", DEFAULT_LOGGING, "steps", "loss", "logging_first_step"),
+    ("eval", 0, "no", "eval_loss", "eval_on_start"),
+)
+"""What is logged: beginning of its options, default interval and strategy, its name, and what logs
+it at once."""
+
+
+@rule(TrainerArguments, "LOG01", "hugging_face: {max_steps: 400}")
 def _too_rare(arguments: TrainerArguments) -> Iterator[Found]:
     total = arguments.total_steps
-    for name, default, usual, field in (("logging", DEFAULT_LOGGING, "steps", "loss"), ("eval", 0, "no", "eval_loss")):
+    for name, default, usual, field, first in LOGS:
         place = arguments.part.at(f"{name}_steps")
-        every = place.number() if place.given else default
-        is_by_step = (arguments.part.at(f"{name}_strategy").value or usual) == "steps"
+        every: float | None = default
+        if place.given:
+            every = place.number()
+        strategy = arguments.part.at(f"{name}_strategy").value
+        if strategy is None and name == "eval":
+            strategy = arguments.part.at("evaluation_strategy").value
+        is_first = arguments.part.at(first).value
+        is_by_step = (strategy or usual) == "steps" and not is_first
         if is_by_step and every and 0 < total < every:
-            given = f"{every:g}{'' if place.given else ' (the default)'}"
+            given = f"{every:g}"
+            if not place.given:
+                given += " (the default)"
             what = f"the whole training has {total} optimizer steps, fewer than {name}_steps {given}: {field} is never "
             proof = f"train with these arguments: no step of log_history has {field}"
             yield Found(place, f"{what}logged", f"set {name}_steps to at most {total}", proof)
 
 
-@rule("STP05", "hugging_face: {logging_steps: 10, warmup_steps: 100}, samples: 640, world_size: 2")
+@rule(
+    TrainerArguments,
+    "STP05",
+    "hugging_face: {logging_steps: 10, warmup_steps: 100}, samples: 640, world_size: 2",
+)
 @says(WARNING, "warm-up longer than the training", f"{ARGUMENTS} get_warmup_steps")
 def _long_warmup(arguments: TrainerArguments) -> Iterator[Found]:
     place, total = arguments.part.at("warmup_steps"), arguments.total_steps
+    if arguments.part.at("lr_scheduler_type").value == "constant":  # has no warm-up
+        return
+    if place.value in (-1, -1.0):
+        return
     if total and (warmup := place.number() or 0) >= total:
         yield Found(
             place,
             f"the whole training has {total} optimizer steps, no more than warmup_steps {warmup:g}: the learning rate "
-            f"reaches at most {total / warmup:.0%} of its peak",
+            f"reaches at most {(total - 1) / warmup:.0%} of its peak",
             f"set warmup_steps below {total}, or to a share of the training, such as 0.03",
             "train with these arguments, and read learning_rate in log_history",
         )
 
 
-@rule("CLP03", "hugging_face: {deepspeed: {zero_optimization: {stage: 2}}, max_grad_norm: 0.5}")
+@rule(
+    TrainerArguments,
+    "CLP03",
+    "hugging_face: {deepspeed: {zero_optimization: {stage: 2}}, max_grad_norm: 0.5}",
+)
 def _ignored_clip(arguments: TrainerArguments) -> Iterator[Found]:
-    number = arguments.options.deepspeed
-    default = 0.0 if number and number < SILENT_CLIP else 1.0
-    if arguments.given is None or arguments.clip == default:
+    default = 0.0
+    if holds("silent-clip", arguments.options.deepspeed):
+        default = 1.0
+    if arguments.given is None or arguments.clip in (None, default):
         return
     place = arguments.given.at("gradient_clipping")
     if not place.given:
@@ -203,7 +408,7 @@ def _ignored_clip(arguments: TrainerArguments) -> Iterator[Found]:
         )
 
 
-@rule("TOK01", "hugging_face: {average_tokens_across_devices: false}")
+@rule(TrainerArguments, "TOK01", "hugging_face: {average_tokens_across_devices: false}")
 @says(WARNING, "tokens weighed by rank", f"{TRAINER} _get_num_items_in_batch; transformers #34191")
 def _tokens(arguments: TrainerArguments) -> Iterator[Found]:
     place = arguments.part.at("average_tokens_across_devices")
@@ -212,12 +417,12 @@ def _tokens(arguments: TrainerArguments) -> Iterator[Found]:
         yield Found(place, what, "remove it: the default, true, divides by the tokens of all ranks")
 
 
-@rule("MEM01", "hugging_face: {fsdp: full_shard}")
+@rule(TrainerArguments, "MEM01", "hugging_face: {fsdp: full_shard}")
 @says(INFO, "unsharded gradients between micro-batches", f"{TRAINER}; accelerate no_sync")
 def _unsharded(arguments: TrainerArguments) -> Iterator[Found]:
-    place, n = arguments.part.at("fsdp"), arguments.accumulate
+    place, n = arguments.fsdp, arguments.accumulate
     eager = arguments.part.at(f"{KWARGS}.sync_each_batch")
-    if n > 1 and place.value and not eager.flag(default=False):
+    if n > 1 and place is not None and not eager.flag(default=False):
         yield Found(
             place,
             f"only the last of {n} micro-batches is reduced: until then each rank holds all gradients unsharded",

@@ -10,10 +10,11 @@ from functools import cache
 from pathlib import Path
 
 from bench.audit.lint.config_file import ConfigPart
-from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule, says
+from bench.audit.lint.rules import ERROR, INFO, STOPS, WARNING, Found, rule, says
 
 SIMILAR = 0.9
 """Similarity (``difflib``) from which on an unknown key is taken for a misspelt one."""
+REPEATED = "deepspeed/runtime/config_utils.py dict_raise_error_on_duplicate_keys"
 SOURCE = "keys that the framework knows: bench/audit/lint/keys.toml"
 
 
@@ -36,23 +37,70 @@ class Keys:
     refused: bool = False
     shared: bool = False
     """Whether other programs may have keys here, so that only a misspelt one is told."""
+    ignored: frozenset[str] = frozenset()
+    """Keys that are no mistakes in the versions used."""
 
 
-@rule("KEY01", "deepspeed: {bf16: {enable: true}}")
+@rule(Keys, "KEY01", "deepspeed: {bf16: {enable: true}}")
 @says(ERROR, "unknown key", SOURCE, stops=True)
-@rule("KEY02", "deepspeed: {gradient_accumulation_step: 4}")
+@rule(Keys, "KEY02", "deepspeed: {gradient_accumulation_step: 4}")
 @says(WARNING, "unknown key that is ignored", SOURCE)
 def _unknown(keys: Keys) -> Iterator[Found]:
     names = known_keys()[keys.table]
-    for key in keys.part.value if isinstance(keys.part.value, dict) else ():
-        near = "".join(difflib.get_close_matches(key, names, n=1, cutoff=SIMILAR))
-        if key in names or (keys.shared and not near):
+    for key in keys.part.names_here:
+        if key in names or key in keys.ignored:
             continue
-        place, fix = keys.part.under(key), f"write {near}" if near else "remove it"
+        near = "".join(difflib.get_close_matches(key, names, n=1, cutoff=SIMILAR))
+        if keys.shared and (not near or near in keys.part.names_here or near[-1].isdigit()):
+            continue  # adam_betas is no misspelt adam_beta1
+        place = keys.part.under(key)
+        fix = "remove it"
+        if near:
+            fix = f"write {near}"
         if keys.refused:
             yield Found(place, f"{keys.reader}: {key} is unknown", fix, code="KEY01")
-        else:
-            does = "refuses or ignores" if keys.shared else "ignores"
-            what = f"{keys.reader} {does} {key}, which it does not know"
-            same = f"rename {key} to anything: the same happens"
-            yield Found(place, what, fix, same, WARNING if near else INFO, code="KEY02")
+            continue
+        does = "ignores"
+        if keys.shared:
+            does = "refuses or ignores"
+        what = f"{keys.reader} {does} {key}, which it does not know"
+        same = f"rename {key} to anything: the same happens"
+        severity = INFO
+        if near:
+            severity = WARNING
+        yield Found(place, what, fix, same, severity, code="KEY02")
+
+
+@dataclass(frozen=True)
+class RepeatedKey:
+    """A key that a mapping has twice."""
+
+    part: ConfigPart
+    first_line: int
+    is_same: bool
+    """Whether both values are the same."""
+    is_refused: bool
+    """Whether DeepSpeed reads the file, which refuses it; other readers take the last value."""
+
+
+@rule(RepeatedKey, "KEY03", "hugging_face: {}, text: {hugging_face: 'gradient_accumulation_steps: 8'}")
+@says(WARNING, "key given twice", f"yaml/constructor.py construct_mapping; {REPEATED}")
+def _repeated(key: RepeatedKey) -> Iterator[Found]:
+    place, first = key.part, key.first_line
+    if key.is_refused:
+        what = f"DeepSpeed raises ValueError: {place.name} is there twice, first in line {first}"
+        yield Found(place, what, "remove one of the two", f"{STOPS}: {REPEATED}", ERROR)
+    else:
+        what = f"line {place.line} is what counts: {place.name} of line {first} is ignored"
+        severity = WARNING
+        if key.is_same:
+            severity = INFO
+        proof = "read the file with PyYAML: the last value of a key is kept"
+        yield Found(place, what, "remove one of the two", proof, severity)
+
+
+def repeated_keys(part: ConfigPart, *, is_deepspeed: bool = False) -> Iterator[RepeatedKey]:
+    """The keys that a file gives twice."""
+    for each in part.repeated:
+        place = ConfigPart(part.file, {}, {each.path: each.line}, each.path)
+        yield RepeatedKey(place, each.first_line, each.is_same, is_deepspeed)

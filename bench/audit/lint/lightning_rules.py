@@ -6,15 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bench.audit.lint import logging_rules, window_rules  # noqa: F401 - the former has rules too
+from bench.audit.lint.class_reference import arguments
 from bench.audit.lint.config_file import AUTO, ConfigPart
 from bench.audit.lint.deepspeed_config import DeepSpeedConfig, deepspeed_keys
 from bench.audit.lint.deepspeed_rules import ENGINE_CONFIG
-from bench.audit.lint.known_keys import Keys
+from bench.audit.lint.known_keys import Keys, known_keys, repeated_keys
 from bench.audit.lint.lightning_config import LightningConfig
 from bench.audit.lint.lint_options import LintOptions
 from bench.audit.lint.proof import SmallRun
 from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule, says
 from bench.audit.lint.sum_rules import ENGINE, GradientSum, in_16_bits
+from bench.audit.lint.version_facts import holds, source
 
 LARGEST_CLIP = 1e6
 """A higher clipping threshold is meant to log the norm, not to clip."""
@@ -38,17 +40,44 @@ def in_strategy(config: str, more: str = "") -> str:
     return "lightning: {strategy: {class_path: DeepSpeedStrategy, init_args: {config: {" + config + "}}}" + more + "}"
 
 
-def subjects(root: ConfigPart, options: LintOptions) -> Iterator[object]:
-    """What rules are about in a LightningCLI config. Raises InputError for a wrong value."""
+@dataclass(frozen=True)
+class RemovedArgument:
+    """An argument that Trainer had in Lightning 1.x."""
+
+    place: ConfigPart
+    options: LintOptions
+
+
+def subjects(root: ConfigPart, options: LintOptions, *, is_command_line: bool = True) -> Iterator[object]:
+    """What rules are about in a config of Lightning, which LightningCLI reads or another program.
+
+    Raises InputError for a wrong value.
+    """
     training = LightningConfig(root, options)
     engine = training.engine
-    yield Keys(training.trainer, "trainer", "LightningCLI stops with exit status 2", refused=True)
+    removed = frozenset({*known_keys()["trainer_removed"], "_target_", "_convert_", "_partial_"})
+    yield from repeated_keys(root)
+    if is_command_line:
+        reader = "LightningCLI stops with exit status 2"
+        yield Keys(training.trainer, "trainer", reader, refused=True, ignored=removed)
+    else:
+        yield Keys(training.trainer, "trainer", "Lightning's Trainer", shared=True, ignored=removed)
+    for key in training.trainer.names_here:
+        if key in known_keys()["trainer_removed"]:
+            yield RemovedArgument(training.trainer.under(key), options)
     yield training
+    for key in ("accumulate_grad_batches", "max_epochs", "max_steps", "strategy"):
+        if training.trainer.at(key).unknown:
+            place = training.trainer.at(key)
+            options.note(f"{place.file}:{place.line}: {place.key} is filled in elsewhere, so its rules were not tried")
     if engine is not None:
-        if engine.part.given:
-            yield from deepspeed_keys(engine.part)
+        if isinstance(engine.part.value, dict):
+            yield from deepspeed_keys(engine.part, options)
+        elif not engine.is_known:
+            place = engine.part
+            options.note(f"{place.file}:{place.line}: the DeepSpeed config {place.value} is not here, and not judged")
         yield LightningDeepSpeed(training, engine)
-        if training.schedule is None:
+        if training.schedule is None and engine.is_known:
             yield _sum(training, engine)
     yield from window_rules.subjects(training)
 
@@ -56,12 +85,23 @@ def subjects(root: ConfigPart, options: LintOptions) -> Iterator[object]:
 def _sum(training: LightningConfig, engine: DeepSpeedConfig) -> GradientSum:
     """Sums under DeepSpeed, whose dtype is the Trainer's precision unless its own config has that dtype's part."""
     names = [name for name, start in (("bf16", "bf16"), ("fp16", "16")) if training.precision.startswith(start)]
-    filled = engine.with_dtypes(names, auto=False) if names else engine
+    filled = engine
+    if names:
+        filled = engine.with_dtypes(names, auto=False)
     place = training.trainer.at("strategy" if filled == engine else "precision")
     return GradientSum(filled, training.accumulate, training.options, training.world_size, place)
 
 
-@rule("ACC01", "lightning: {precision: bf16-true}")
+@rule(RemovedArgument, "KEY04", "lightning: {gpus: 2}")
+@says(INFO, "argument of an older Lightning", source("removed-trainer-keys"))
+def _removed(argument: RemovedArgument) -> Iterator[Found]:
+    place, used = argument.place, argument.options.lightning
+    if holds("removed-trainer-keys", used):
+        what = f"Trainer had {place.name} in Lightning 1.x; Lightning {used} refuses it, so nothing would be trained"
+        yield Found(place, what, "remove it, or use the Lightning that the config was written for")
+
+
+@rule(LightningConfig, "ACC01", "lightning: {precision: bf16-true}")
 def _parameters_in_16_bits(training: LightningConfig) -> Iterator[Found]:
     """Parameters in 16 bits have gradients in 16 bits, under every strategy."""
     dtype = {"bf16-true": "bf16", "16-true": "fp16"}.get(training.precision)
@@ -70,11 +110,16 @@ def _parameters_in_16_bits(training: LightningConfig) -> Iterator[Found]:
         yield from in_16_bits(training.trainer.at("precision"), training.accumulate, dtype, fix)
 
 
-@rule("SCH01", "lightning: {strategy: deepspeed, callbacks: GradientAccumulationScheduler}")
+@rule(
+    LightningConfig,
+    "SCH01",
+    "lightning: {strategy: deepspeed, callbacks: GradientAccumulationScheduler}",
+)
 @says(ERROR, "GradientAccumulationScheduler with DeepSpeed", f"{SCHEDULER} on_train_start", stops=True)
-@rule("SCH02", "lightning: {callbacks: GradientAccumulationScheduler}")
+@rule(LightningConfig, "SCH02", "lightning: {callbacks: GradientAccumulationScheduler}")
 @says(ERROR, "two accumulation factors", TWO_FACTORS, stops=True)
 @rule(
+    LightningConfig,
     "SCH03",
     "lightning: {accumulate_grad_batches: 1, callbacks: "
     "{class_path: GradientAccumulationScheduler, init_args: {scheduling: {0: 2}}}}",
@@ -84,7 +129,9 @@ def _schedule(training: LightningConfig) -> Iterator[Found]:
     place = training.schedule
     if place is None:
         return
-    scheduling = place.at("init_args.scheduling").mapping()
+    scheduling = arguments(place).at("scheduling").mapping()
+    if scheduling.unknown:
+        return
     if not all(epoch.isdecimal() for epoch in scheduling.value or ()):
         scheduling.refuse("a mapping of epochs, counted from 0, to accumulation factors")
     factors = {int(epoch[:15]): scheduling.at(epoch).integer() or 1 for epoch in scheduling.value or ()}
@@ -108,8 +155,13 @@ def _schedule(training: LightningConfig) -> Iterator[Found]:
         )
 
 
-@rule("CLP04", "lightning: {strategy: fsdp, gradient_clip_val: 1.0}")
-@says(ERROR, "clipping by norm with FSDP", f"{FSDP_CLIP} clip_grad_by_norm; Lightning #19235", stops=True)
+@rule(LightningConfig, "CLP04", "lightning: {strategy: fsdp, gradient_clip_val: 1.0}")
+@says(
+    ERROR,
+    "clipping by norm with FSDP",
+    f"{FSDP_CLIP} clip_grad_by_norm; Lightning #19235",
+    stops=True,
+)
 def _fsdp_clip(training: LightningConfig) -> Iterator[Found]:
     if training.is_fsdp and training.clip and not training.clip_by_value:
         what = f"Lightning raises MisconfigurationException: FSDPStrategy cannot clip to norm {training.clip:g}"
@@ -117,21 +169,40 @@ def _fsdp_clip(training: LightningConfig) -> Iterator[Found]:
         yield Found(training.trainer.at("gradient_clip_val"), what, fix)
 
 
-@rule("CLP02", "lightning: {strategy: deepspeed_stage_3, gradient_clip_algorithm: value, gradient_clip_val: 1}")
+@rule(
+    LightningDeepSpeed,
+    "CLP02",
+    "lightning: {strategy: deepspeed_stage_3, gradient_clip_algorithm: value, gradient_clip_val: 1}",
+)
 @says(ERROR, "clipping by value with DeepSpeed", f"{STRATEGY} init_deepspeed", stops=True)
 def _clip_by_value(both: LightningDeepSpeed) -> Iterator[Found]:
     if both.training.clip_by_value:
         what = "Lightning raises MisconfigurationException: DeepSpeed does not clip by value"
-        yield Found(both.training.trainer.at("gradient_clip_algorithm"), what, "set gradient_clip_algorithm to norm")
+        yield Found(
+            both.training.trainer.at("gradient_clip_algorithm"),
+            what,
+            "set gradient_clip_algorithm to norm",
+        )
 
 
-@rule("OPT01", in_strategy("zero_optimization: {stage: 2}, optimizer: {type: AdamW}"), "DBL01")
-@says(WARNING, "optimizer or schedule in DeepSpeed's config", f"{STRATEGY} _initialize_deepspeed_train")
+@rule(
+    LightningDeepSpeed,
+    "OPT01",
+    in_strategy("zero_optimization: {stage: 2}, optimizer: {type: AdamW}"),
+    "DBL01",
+)
+@says(
+    WARNING,
+    "optimizer or schedule in DeepSpeed's config",
+    f"{STRATEGY} _initialize_deepspeed_train",
+)
 def _optimizers(both: LightningDeepSpeed) -> Iterator[Found]:
     """Measured with Lightning 2.6.6."""
     optimizer, scheduler = both.engine.part.at("optimizer"), both.engine.part.at("scheduler")
     if optimizer.given:
-        schedule = "the schedule is the DeepSpeed config's" if scheduler.given else "there is no learning-rate schedule"
+        schedule = "there is no learning-rate schedule"
+        if scheduler.given:
+            schedule = "the schedule is the DeepSpeed config's"
         yield Found(
             optimizer,
             "Lightning does not call configure_optimizers: the optimizer is DeepSpeed's "
@@ -143,11 +214,14 @@ def _optimizers(both: LightningDeepSpeed) -> Iterator[Found]:
         what = "DeepSpeed's schedule is used, with interval step, only if configure_optimizers returns none"
         fix = "remove scheduler from the DeepSpeed config, and define it in configure_optimizers"
         yield Found(
-            scheduler, what, fix, f"{ENGINE} _configure_lr_scheduler takes the module's schedule if there is one"
+            scheduler,
+            what,
+            fix,
+            f"{ENGINE} _configure_lr_scheduler takes the module's schedule if there is one",
         )
 
 
-@rule("GAS01", in_strategy("gradient_accumulation_steps: 4"))
+@rule(LightningDeepSpeed, "GAS01", in_strategy("gradient_accumulation_steps: 4"))
 @says(ERROR, "accumulation set in DeepSpeed's config too", FORMATS, stops=True)
 def _set_in_both(both: LightningDeepSpeed) -> Iterator[Found]:
     place = both.engine.part.at("gradient_accumulation_steps")
@@ -157,8 +231,13 @@ def _set_in_both(both: LightningDeepSpeed) -> Iterator[Found]:
         yield Found(place, f"{what}{both.training.accumulate}", fix)
 
 
-@rule("AUT01", in_strategy("gradient_clipping: auto"))
-@says(ERROR, "'auto' that nothing fills in", f"{STRATEGY}; {ENGINE_CONFIG}; Lightning #19891", stops=True)
+@rule(LightningDeepSpeed, "AUT01", in_strategy("gradient_clipping: auto"))
+@says(
+    ERROR,
+    "'auto' that nothing fills in",
+    f"{STRATEGY}; {ENGINE_CONFIG}; Lightning #19891",
+    stops=True,
+)
 def _autos(both: LightningDeepSpeed) -> Iterator[Found]:
     for key in both.engine.autos:
         dtype = key.removesuffix(".enabled")
@@ -171,17 +250,25 @@ def _autos(both: LightningDeepSpeed) -> Iterator[Found]:
             yield Found(both.engine.part.at(key), what, f"remove {key}; Lightning sets it", where)
 
 
-@rule("BAT01", in_strategy("train_batch_size: 30"))
+@rule(LightningDeepSpeed, "BAT01", in_strategy("train_batch_size: 30"))
 def _batch_sizes(both: LightningDeepSpeed) -> Iterator[Found]:
     training, engine = both.training, both.engine
-    micro, ranks, n = engine.micro_batch or training.batch_size, training.world_size, training.accumulate
+    micro, ranks, n = (
+        engine.micro_batch or training.batch_size,
+        training.world_size,
+        training.accumulate,
+    )
     if engine.batch is not None and micro and ranks and training.schedule is None and engine.batch != micro * n * ranks:
         product = f"micro-batch {micro} x accumulate_grad_batches {n} x ranks {ranks} = {micro * n * ranks}"
         what = f"DeepSpeed refuses train_batch_size {engine.batch}: it is not {product}"
-        yield Found(both.engine.part.at("train_batch_size"), what, "remove train_batch_size, which DeepSpeed infers")
+        yield Found(
+            both.engine.part.at("train_batch_size"),
+            what,
+            "remove train_batch_size, which DeepSpeed infers",
+        )
 
 
-@rule("BAT03", in_strategy("train_micro_batch_size_per_gpu: 1"), "DBL01")
+@rule(LightningDeepSpeed, "BAT03", in_strategy("train_micro_batch_size_per_gpu: 1"), "DBL01")
 @says(INFO, "two micro-batch sizes", f"{STRATEGY} _auto_select_batch_size")
 def _two_sizes(both: LightningDeepSpeed) -> Iterator[Found]:
     loaded, micro = both.training.batch_size, both.engine.micro_batch
@@ -195,29 +282,50 @@ def _two_sizes(both: LightningDeepSpeed) -> Iterator[Found]:
         )
 
 
-@rule("CLP03", in_strategy("gradient_clipping: 0.0", ", gradient_clip_val: 1.0"), "DBL01")
+@rule(
+    LightningDeepSpeed,
+    "CLP03",
+    in_strategy("gradient_clipping: 0.0", ", gradient_clip_val: 1.0"),
+    "DBL01",
+)
 @says(WARNING, "two clipping thresholds", FORMATS)
 def _two_clips(both: LightningDeepSpeed) -> Iterator[Found]:
-    place, clip, inner = both.engine.part.at("gradient_clipping"), both.training.clip, both.engine.clip
+    place, clip, inner = (
+        both.engine.part.at("gradient_clipping"),
+        both.training.clip,
+        both.engine.clip,
+    )
     if clip is not None and place.given and place.value != AUTO and inner != clip:
         what = f"DeepSpeed clips to {inner or 0.0:g}, as its config says; trainer.gradient_clip_val {clip:g} is ignored"
-        yield Found(place, what, "keep one of the two", f"{FORMATS} sets gradient_clipping only where it is missing")
+        yield Found(
+            place,
+            what,
+            "keep one of the two",
+            f"{FORMATS} sets gradient_clipping only where it is missing",
+        )
 
 
 TWICE = f"lightning/pytorch/loops/optimization/automatic.py; {ENGINE} backward"
 
 
-@rule("DBL01", "lightning: {strategy: deepspeed}")
+@rule(LightningDeepSpeed, "DBL01", "lightning: {strategy: deepspeed}")
 @says(ERROR, "loss divided by N twice", TWICE)
-@rule("DBL02", "lightning: {strategy: deepspeed_stage_2, gradient_clip_val: 1.0}", "DBL01")
+@rule(
+    LightningDeepSpeed,
+    "DBL02",
+    "lightning: {strategy: deepspeed_stage_2, gradient_clip_val: 1.0}",
+    "DBL01",
+)
 @says(WARNING, "clipping threshold N times too high", "as DBL01: the norm is N times too small")
 def _twice(both: LightningDeepSpeed) -> Iterator[Found]:
     """The loss is divided by N in Lightning's closure and again in the engine's backward."""
     training, n, backend = both.training, both.training.accumulate, both.training.backend
-    if n == 1 or training.schedule is not None:
+    if n == 1 or training.schedule is not None or not holds("loss-divided-twice", training.options.lightning):
         return
     small = SmallRun.of(n)
-    corrected = ["lightning-deepspeed-zero2-corrected"] if backend == "lightning-deepspeed-zero2" else []
+    corrected = []
+    if backend == "lightning-deepspeed-zero2":
+        corrected.append("lightning-deepspeed-zero2-corrected")
     yield Found(
         training.trainer.at("strategy"),
         f"Lightning and DeepSpeed both divide the loss by N = {n}: each micro-batch weighs 1/{n**2} instead of 1/{n}, "

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from dataclasses import dataclass, field
 
-import packaging.specifiers
-import packaging.version
-
+from bench.audit.lint.version_facts import UsedVersion, used
 from bench.audit.training_plan import TrainingPlan, ceil
-
-Version = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LintOptions:
-    """The size of the run, and the installed versions; None for what is not known."""
+    """The size of the run, and the versions of frameworks; None for what is not known."""
 
     samples: int | None = None
     """Of the training set, over all ranks."""
@@ -23,10 +18,21 @@ class LintOptions:
     """Samples of a micro-batch on one rank; goes before the config's."""
     world_size: int | None = None
     """Ranks; goes before the config's."""
-    deepspeed: Version | None = None
-    lightning: Version | None = None
+    deepspeed: UsedVersion = field(default_factory=lambda: used("deepspeed"))
+    lightning: UsedVersion = field(default_factory=lambda: used("lightning"))
     wanted: set[str] = field(default_factory=set)
     """Options of the command that would have enabled more rules."""
+    notes: list[str] = field(default_factory=list)
+    """What was not judged, and why: one line each."""
+    unknown: list[str] = field(default_factory=list)
+    """Files of no kind that lint knows, and why: one line each."""
+    problems: list[str] = field(default_factory=list)
+    """Files that could not be read, or have a wrong value: one line each."""
+
+    def note(self, line: str) -> None:
+        """Note what was not judged, once."""
+        if line not in self.notes:
+            self.notes.append(line)
 
     def want(self, samples: int | None, world_size: int | None, batch_size: int | None) -> None:
         """Note which of these a rule needs and does not know."""
@@ -41,38 +47,19 @@ class LintOptions:
         if not (self.samples and world_size and batch_size):
             return None
         num_batches = batches_per_epoch(self.samples, batch_size, world_size, drop_last=drop_last)
-        return windows_of(num_batches, accumulate) if num_batches else None
+        if num_batches:
+            return windows_of(num_batches, accumulate)
+        return None
 
 
 def batches_per_epoch(samples: int, batch_size: int, world_size: int, *, drop_last: bool) -> int:
     """NB, the micro-batches per epoch and rank; 0 if ``drop_last`` leaves none."""
     each = ceil(samples, world_size)
-    return each // batch_size if drop_last else ceil(each, batch_size)
+    if drop_last:
+        return each // batch_size
+    return ceil(each, batch_size)
 
 
 def windows_of(num_batches: int, accumulate: int) -> TrainingPlan:
     """The windows of an epoch with NB micro-batches, at least 1, of one sample each."""
     return TrainingPlan(samples=num_batches, batch_size=1, accumulate=(accumulate,))
-
-
-def version(text: str) -> Version:
-    """The release numbers of a version. Raises ValueError if it is none."""
-    return packaging.version.Version(text).release
-
-
-def installed(package: str) -> Version | None:
-    """The version of an installed package; None if it is not installed."""
-    try:
-        return version(importlib.metadata.version(package))
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def is_among(number: Version, versions: str) -> bool:
-    """Whether a version is one of these, such as ``>=0.18.6,<0.19.0``."""
-    return packaging.specifiers.SpecifierSet(versions).contains(written(number))
-
-
-def written(number: Version | None) -> str:
-    """A version as people write it."""
-    return "of unknown version" if number is None else ".".join(map(str, number))

@@ -20,6 +20,7 @@ from bench.audit.lint.lightning_config import LightningConfig, window_place
 from bench.audit.lint.lint_options import windows_of
 from bench.audit.lint.proof import SmallRun
 from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule, says
+from bench.audit.lint.version_facts import holds
 from bench.audit.monitor import TOLERANCE
 from bench.audit.monitor_grid import MICRO_BATCH_S, OPTIMIZER_S
 from bench.audit.stepcount import calculate
@@ -65,18 +66,23 @@ class Rates:
     @property
     def tail(self) -> int:
         """Micro-batches of a partial window after complete ones; 0 if there is none."""
-        return self.plan.partial_window if self.plan.full_windows else 0
+        if self.plan.full_windows:
+            return self.plan.partial_window
+        return 0
 
     @property
     def period(self) -> int:
         """Micro-batches after which the steps repeat. A ``window_size`` of k x period + 1 is exact."""
-        return self.num_batches if self.tail else min(self.accumulate, self.num_batches)
+        if self.tail:
+            return self.num_batches
+        return min(self.accumulate, self.num_batches)
 
     @property
     def safe(self) -> int:
         """A ``window_size`` from which on every rate is within the tolerance, however long a step takes.
 
-        A span of s micro-batches lacks at most N - 1 to complete windows, so the ratio is at least s / (s + N - 1).
+        A span of s micro-batches lacks at most N - 1 to complete windows, so the ratio is at least
+        s / (s + N - 1).
         """
         return math.ceil((1 - TOLERANCE) / TOLERANCE * (self.accumulate - 1)) + 1
 
@@ -96,7 +102,9 @@ class Rates:
                 # Complete windows begin at the end of the step before.
                 found.add((spans + rest % self.accumulate, log * self.every - steps_before))
         ratios = [spans * (whole + n * STEP) / (whole * (spans + n * STEP)) for whole, n in found]
-        return Ratios(min(ratios), max(ratios), min(spans / whole for whole, _ in found)) if ratios else None
+        if ratios:
+            return Ratios(min(ratios), max(ratios), min((spans / whole for whole, _ in found)))
+        return None
 
     def right(self, window: int, most: float) -> list[int]:
         """The nearest values of ``window_size`` up to ``most`` that are exact."""
@@ -113,8 +121,6 @@ class Rates:
         return Rates(self.accumulate, min(self.num_batches, batches))
 
 
-INVERTED = (2, 2, 0)
-"""The one version whose monitor refuses unless log_every_n_steps divides N."""
 LONGEST = 400
 """Micro-batches between two logs of a training that is its own proof, some seconds."""
 LOGGER = "lightning/pytorch/trainer/connectors/logger_connector/logger_connector.py"
@@ -137,21 +143,31 @@ def _rates_of(training: LightningConfig) -> Rates:
 
 def _last_step(training: LightningConfig) -> float:
     """Steps that the trainer counts over the whole training; infinite if nothing ends it."""
-    return math.inf if training.end is None else training.end.steps_reported["trainer.global_step"]
+    if training.end is None:
+        return math.inf
+    return training.end.steps_reported["trainer.global_step"]
 
 
 def _micro_batches(training: LightningConfig, plan: TrainingPlan, steps: int) -> int:
     """Micro-batches until the trainer has counted so many steps."""
-    found = calculate(dataclasses.replace(plan, epochs=None, max_steps=steps), training.rule) if steps else None
-    return found.micro_batches_consumed if found else 0
+    if not steps:
+        return 0
+    found = calculate(dataclasses.replace(plan, epochs=None, max_steps=steps), training.rule)
+    if found:
+        return found.micro_batches_consumed
+    return 0
 
 
 def _default(place: ConfigPart) -> str:
-    return "" if place.given else " (the default)"
+    if place.given:
+        return ""
+    return " (the default)"
 
 
 def _log_more_often(last: int) -> str:
-    return f"set log_every_n_steps to at most {last}" if last else "see WIN01"
+    if last:
+        return f"set log_every_n_steps to at most {last}"
+    return "see WIN01"
 
 
 def _silent(training: LightningConfig, plan: TrainingPlan, *, is_logged: bool) -> str:
@@ -164,19 +180,29 @@ def _silent(training: LightningConfig, plan: TrainingPlan, *, is_logged: bool) -
     return proof.throughput(n, every, max(window, 2), 2 * n, " --epochs 1")
 
 
-@rule("LOG01", "lightning: {max_epochs: 2, log_every_n_steps: null}, samples: 32")
+@rule(LightningConfig, "LOG01", "lightning: {max_epochs: 2, log_every_n_steps: null}, samples: 32")
 @says(WARNING, "training ends before the first logged step", LOGGER)
-@rule("LOG02", "lightning: {log_every_n_steps: 8}")
+@rule(LightningConfig, "LOG02", "lightning: {log_every_n_steps: 8}")
 @says(INFO, "log_every_n_steps counts optimizer steps", LOGGER)
 def _log_every(training: LightningConfig) -> Iterator[Found]:
-    place, every, plan = training.trainer.at("log_every_n_steps"), training.log_every, training.windows
+    place, every, plan = (
+        training.trainer.at("log_every_n_steps"),
+        training.log_every,
+        training.windows,
+    )
     n = training.accumulate
     if not every or not training.trains or n == 1:
         return
-    if plan is not None and (last := _last_step(training)) < every:
+    if plan is not None and (last := _last_step(training)) < every and not place.unknown:
         what = f"Lightning counts {last:g} optimizer steps in the whole training and logs every {every}"
         what += f"{_default(place)}: no value that is logged per step reaches the logger"
-        yield Found(place, what, _log_more_often(int(last)), _silent(training, plan, is_logged=False), code="LOG01")
+        yield Found(
+            place,
+            what,
+            _log_more_often(int(last)),
+            _silent(training, plan, is_logged=False),
+            code="LOG01",
+        )
     elif place.given and every > 1 and every % n == 0:
         small = SmallRun.of(n).accumulate
         yield Found(
@@ -189,31 +215,49 @@ def _log_every(training: LightningConfig) -> Iterator[Found]:
         )
 
 
-@rule("THR03", "lightning: {log_every_n_steps: 8, callbacks: ThroughputMonitor}, lightning_version: [2, 2, 0]")
+@rule(
+    LightningConfig,
+    "THR03",
+    "lightning: {log_every_n_steps: 8, callbacks: ThroughputMonitor}, lightning_version: [2, 2, 0]",
+)
 @says(ERROR, "ThroughputMonitor's check is inverted", INVERTED_CHECK, stops=True)
-@rule("THR04", "lightning: {callbacks: [{class_path: ThroughputMonitor, init_args: {window_size: 1}}]}")
+@rule(
+    LightningConfig,
+    "THR04",
+    "lightning: {callbacks: [{class_path: ThroughputMonitor, init_args: {window_size: 1}}]}",
+)
 @says(ERROR, "ThroughputMonitor's window is too short", f"{THROUGHPUT}.__init__", stops=True)
 def _refused(training: LightningConfig) -> Iterator[Found]:
     window, n, every = training.window, training.accumulate, training.log_every
-    if training.monitor is None:
+    if training.monitor is None or window is None:
         return
     if window < 2:
         period = _rates_of(training).period
         what = f"window_size {window} raises AssertionError: a rate needs two points"
         fix = f"set window_size to {period + 1}, or another k x {period} + 1"
         yield Found(window_place(training.monitor), what, fix, code="THR04")
-    elif training.options.lightning == INVERTED and every and n % every:
+    elif holds("inverted-monitor", training.options.lightning) and every and n % every:
         what = f"Lightning 2.2.0 raises ValueError unless log_every_n_steps {every} divides accumulate_grad_batches {n}"
         yield Found(training.monitor, what, "use Lightning 2.2.1 or newer", code="THR03")
 
 
-@rule("THR01", "lightning: {accumulate_grad_batches: 8, callbacks: [{class_path: ThroughputMonitor}]}")
+@rule(
+    LightningConfig,
+    "THR01",
+    "lightning: {accumulate_grad_batches: 8, callbacks: [{class_path: ThroughputMonitor}]}",
+)
 @says(WARNING, "ThroughputMonitor's rates are biased", f"{THROUGHPUT}.compute")
-@rule("THR02", "lightning: {callbacks: ThroughputMonitor, max_epochs: 1}, samples: 32")
+@rule(
+    LightningConfig,
+    "THR02",
+    "lightning: {callbacks: ThroughputMonitor, max_epochs: 1}, samples: 32",
+)
 @says(WARNING, "ThroughputMonitor never logs a rate", f"{THROUGHPUT}.compute")
 def _rates(training: LightningConfig) -> Iterator[Found]:
     window, every, plan = training.window, training.log_every, training.windows
-    if training.monitor is None or window < 2 or training.schedule is not None or not training.trains:
+    if training.monitor is None or window is None or window < 2 or not training.trains:
+        return
+    if training.schedule is not None or not training.knows_accumulate:
         return
     rates, place = _rates_of(training), window_place(training.monitor)
     last = _last_step(training)
@@ -222,13 +266,15 @@ def _rates(training: LightningConfig) -> Iterator[Found]:
         logged = int(last) // every * every
         most = _micro_batches(training, plan, logged)
         if most < window:
-            yield _never_logged(training, plan, place, rates, logged, most)
+            yield _never_logged(training, plan, place, rates, logged, most, window)
             return
     found = rates.ratios(window)
     if training.accumulate == 1 or not every or found is None or found.is_right:
         return
     span = f"the {window - 1} intervals between micro-batches of window_size {window}{_default(place)}"
-    low = "" if f"{found.low:.3f}" == f"{found.high:.3f}" else f"{found.low:.3f} to "
+    low = f"{found.low:.3f} to "
+    if f"{found.low:.3f}" == f"{found.high:.3f}":
+        low = ""
     fixes = []
     if sizes := rates.right(window, most):
         fixes.append(f"set window_size to {' or '.join(map(str, sizes))}: k x {rates.period} + 1")
@@ -243,14 +289,23 @@ def _rates(training: LightningConfig) -> Iterator[Found]:
         f"a step takes as long as {STEP:g} micro-batches, down to {found.limit:.3f} where it takes longer",
         "; or ".join(fixes),
         proof.throughput(
-            small.accumulate, 1, window, None if small.num_batches == small.accumulate else small.num_batches
+            small.accumulate,
+            1,
+            window,
+            None if small.num_batches == small.accumulate else small.num_batches,
         ),
         code="THR01",
     )
 
 
 def _never_logged(
-    training: LightningConfig, plan: TrainingPlan, place: ConfigPart, rates: Rates, logged: int, most: int
+    training: LightningConfig,
+    plan: TrainingPlan,
+    place: ConfigPart,
+    rates: Rates,
+    logged: int,
+    most: int,
+    window: int,
 ) -> Found:
     """The window is not full at the last log, which comes after ``most`` micro-batches."""
     last, fixes = int(_last_step(training)), []
@@ -259,13 +314,21 @@ def _never_logged(
     else:
         when = "no step is logged" + (" (LOG01)" if training.accumulate > 1 else "")
         fixes = [_log_more_often(last)]
-        most = _micro_batches(training, plan, last) if last else training.window
-    if most < training.window:
+        most = window
+        if last:
+            most = _micro_batches(training, plan, last)
+    if most < window:
         if sizes := rates.right(most, most):
             fixes.append(f"set window_size to {sizes[0]}, or another k x {rates.period} + 1 up to {most}")
         elif rates.safe <= most:
             fixes.append(f"set window_size to {rates.safe} to {most}")
         else:
             fixes.append(f"train longer, and set window_size to {rates.period + 1}: k x {rates.period} + 1")
-    what = f"{when}, but a rate needs {training.window} micro-batches{_default(place)}: no rate is ever logged"
-    return Found(place, what, ", and ".join(fixes), _silent(training, plan, is_logged=bool(logged)), code="THR02")
+    what = f"{when}, but a rate needs {window} micro-batches{_default(place)}: no rate is ever logged"
+    return Found(
+        place,
+        what,
+        ", and ".join(fixes),
+        _silent(training, plan, is_logged=bool(logged)),
+        code="THR02",
+    )

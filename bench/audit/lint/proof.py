@@ -1,7 +1,7 @@
 """The proof of a finding: a command that trains the same arithmetic in small.
 
-A config names no script, so few findings can be proved by ``bench audit`` on the user's own: those on how many
-micro-batches the script gets.
+A config names no script, so few findings can be proved by ``bench audit`` on the user's own: those
+on how many micro-batches the script gets.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from bench.audit.lint.lint_options import Version, windows_of, written
+from bench.audit.lint.lint_options import windows_of
+from bench.audit.lint.version_facts import UsedVersion
 
 MODULE = "python -m bench"
 LARGEST_N, SMALL_N = 8, 4
@@ -17,17 +18,20 @@ LARGEST_N, SMALL_N = 8, 4
 AUDIT = f"{MODULE} audit -- accelerate launch ... train.py"
 """Counts the micro-batches of each update of the user's own script."""
 RANKS = 2
-"""Of every scenario; the decoder then has an even number of weights, as DeepSpeed's buckets want it."""
+"""Of every scenario; the decoder then has an even number of weights, as DeepSpeed's buckets want
+it."""
 
 
-def deepspeed(number: Version) -> str:
+def deepspeed(used: UsedVersion) -> str:
     """The command that measures one version of DeepSpeed, as in docs/versions.md."""
-    return f"nox -s versions -- deepspeed=={written(number)}"
+    return f"nox -s versions -- deepspeed=={used}"
 
 
 def throughput(accumulate: int, log_every: int, window: int, batches: int | None = None, more: str = "") -> str:
     """The command that shows what ThroughputMonitor logs beside what was measured; epochs of NB or of whole windows."""
-    length = "--epoch whole" if batches is None else f"--micro-batches {batches}"
+    length = f"--micro-batches {batches}"
+    if batches is None:
+        length = "--epoch whole"
     return (
         f"{MODULE} throughput --accumulate {accumulate} --log-every {log_every} --window-size {window} {length}{more}"
     )
@@ -43,7 +47,9 @@ class SmallRun:
     @staticmethod
     def of(accumulate: int, num_batches: int | None = None) -> SmallRun:
         """The small training for a config's numbers; of complete windows where NB is unknown or a multiple of N."""
-        small = accumulate if accumulate <= LARGEST_N else SMALL_N
+        small = SMALL_N
+        if accumulate <= LARGEST_N:
+            small = accumulate
         if num_batches is None:
             return SmallRun(small, 2 * small)
         rest = num_batches % accumulate
@@ -59,9 +65,13 @@ class SmallRun:
         max_steps: int | None = None,
         clip: float | None = None,
     ) -> str:
-        samples, more = self.num_batches * RANKS, " --drop-last" if drop_last else ""
-        more += "" if max_steps is None else f" --max-steps {max_steps}"
-        more += "" if clip is None else f" --clip {clip}"
+        samples, more = self.num_batches * RANKS, ""
+        if drop_last:
+            more += " --drop-last"
+        if max_steps is not None:
+            more += f" --max-steps {max_steps}"
+        if clip is not None:
+            more += f" --clip {clip}"
         return (
             f"{MODULE} semantics --backend {','.join(backends)} --samples {samples} --micro-batch 1 "
             f"--accumulate {self.accumulate} --epochs {epochs} --world-size {RANKS}{more}"
@@ -71,7 +81,8 @@ class SmallRun:
     def clip(self) -> float:
         """A threshold that the mean gradient of a window exceeds and a gradient N times smaller does not.
 
-        With one weight per sample, the mean over B samples has B entries of 1/B, and its norm is 1 / sqrt(B).
+        With one weight per sample, the mean over B samples has B entries of 1/B, and its norm is 1
+        / sqrt(B).
         """
         return round(0.75 / math.sqrt(self.accumulate * RANKS), 3)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -27,7 +26,7 @@ class Severity(StrEnum):
     """Worth knowing, but nothing is wrong yet."""
 
 
-ERROR, WARNING, INFO = Severity
+ERROR, WARNING, INFO = Severity.ERROR, Severity.WARNING, Severity.INFO
 
 
 class Rule(NamedTuple):
@@ -52,40 +51,66 @@ class Found(NamedTuple):
     fix: str
     """What to write instead."""
     proof: str = ""
-    """A command that shows it in small, or another way to see it; the rule's source if it is left out."""
+    """A command that shows it in small, or another way to see it; the rule's source if it is left
+    out."""
     severity: Severity | None = None
     """None for the rule's."""
     code: str = ""
     """Of a function for several codes."""
+    source: str = ""
+    """Where this framework refuses the config, if the rule's source is that of another."""
 
 
-Check = Callable[[Any], Iterable[Found]]
-CheckT = TypeVar("CheckT", bound=Check)
+STOPS = "training stops before its first step"
+"""Beginning of the proof of what a framework refuses."""
+
+SubjectT = TypeVar("SubjectT")
+CheckT = TypeVar("CheckT", bound=Callable[..., Iterable[Found]])
 _RULES: dict[str, Rule] = {}
-EXAMPLES: list[tuple[str, str, tuple[str, ...]]] = []
-"""Of every rule: its code, a config, and the codes that are found there too."""
-_CHECKS: dict[str, dict[Check, str]] = defaultdict(dict)
-"""The functions by the class that they are about, with their codes."""
 
 
-def rule(code: str, example: str, *also: str) -> Callable[[CheckT], CheckT]:
-    """Make a function a rule for what its parameter's type says. One for several codes names them in what it finds.
+class Example(NamedTuple):
+    """A small config in which a rule finds something, written as in tests/audit/lint_corpus.yaml."""
 
-    The example is a small config in which it finds the code, written as in tests/audit/lint_corpus.yaml, and ``also``
-    are the codes that this config cannot avoid.
-    """
-    EXAMPLES.append((code, example, also))
+    code: str
+    config: str
+    also: tuple[str, ...]
+    """Other codes that this config cannot avoid."""
 
-    def add(check: CheckT) -> CheckT:
-        _CHECKS[next(iter(check.__annotations__.values()))][check] = code
-        return check
+
+EXAMPLES: list[Example] = []
+
+
+class _Check(NamedTuple):
+    """A function that judges subjects of one class, and the code of what it finds."""
+
+    about: type
+    function: Callable[[Any], Iterable[Found]]
+    code: str
+
+
+_CHECKS: list[_Check] = []
+
+
+def rule(
+    about: type[SubjectT], code: str, example: str, *also: str
+) -> Callable[[Callable[[SubjectT], Iterable[Found]]], Callable[[SubjectT], Iterable[Found]]]:
+    """Make a function a rule for subjects of a class. One for several codes names them in what it finds."""
+    EXAMPLES.append(Example(code, example, also))
+
+    def add(
+        function: Callable[[SubjectT], Iterable[Found]],
+    ) -> Callable[[SubjectT], Iterable[Found]]:
+        if all(check.function is not function for check in _CHECKS):
+            _CHECKS.append(_Check(about, function, code))
+        return function
 
     return add
 
 
 def says(severity: Severity, title: str, source: str, *, stops: bool = False) -> Callable[[CheckT], CheckT]:
     """The text of the rule above; given once for a code, although there may be a function for each kind of config."""
-    _RULES[EXAMPLES[-1][0]] = Rule(severity, title, source, stops)
+    _RULES[EXAMPLES[-1].code] = Rule(severity, title, source, stops)
     return lambda check: check
 
 
@@ -113,7 +138,10 @@ class LintFinding:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, with title and source of the rule."""
-        return dataclasses.asdict(self) | {"title": _RULES[self.code].title, "source": _RULES[self.code].source}
+        return dataclasses.asdict(self) | {
+            "title": _RULES[self.code].title,
+            "source": _RULES[self.code].source,
+        }
 
     def __str__(self) -> str:
         """The finding as a compiler would print it, in four lines, whatever is in the config."""
@@ -124,17 +152,33 @@ class LintFinding:
 
 def findings(subjects: Iterable[object]) -> list[LintFinding]:
     """What the rules find in one training, whose parts are the subjects; only what stops it, if anything does."""
-    found = []
+    found: list[LintFinding] = []
     for subject in subjects:
-        for check, default in _CHECKS[type(subject).__name__].items():
-            for place, what, fix, proof, severity, given in check(subject):
-                code = given or default
-                level, _, source, refused = _RULES[code]
-                stops = refused and not proof
-                shown = proof or f"{'training stops before its first step: ' if stops else ''}{source}"
-                at = (place.file, place.line, place.key)
-                found.append(LintFinding(code, severity or level, *at, what, fix, shown, stops))
-    return [each for each in found if each.stops] or found
+        for check in _CHECKS:
+            if isinstance(subject, check.about):
+                found += [_finding(each, each.code or check.code) for each in check.function(subject)]
+    stopping = [each for each in found if each.stops]
+    return stopping or found
+
+
+def _finding(found: Found, code: str) -> LintFinding:
+    rule = _RULES[code]
+    stops = rule.stops and not found.proof and (found.severity or rule.severity) is ERROR
+    proof = found.proof or rule.source
+    if stops:
+        proof = f"{STOPS}: {found.source or rule.source}"
+    place = found.place
+    return LintFinding(
+        code,
+        found.severity or rule.severity,
+        place.file,
+        place.line,
+        place.key,
+        found.what,
+        found.fix,
+        proof,
+        stops,
+    )
 
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/os/schemas/sarif-schema-2.1.0.json"
@@ -162,7 +206,9 @@ def sarif(findings: Sequence[LintFinding]) -> dict[str, Any]:
 
 def _result(finding: LintFinding) -> dict[str, Any]:
     path = Path(finding.file)
-    uri = path.as_uri() if path.is_absolute() else quote(path.as_posix().encode(errors="surrogateescape"))
+    uri = quote(path.as_posix().encode(errors="surrogateescape"))
+    if path.is_absolute():
+        uri = path.as_uri()
     place = {"artifactLocation": {"uri": uri}, "region": {"startLine": finding.line}}
     logical = [{"fullyQualifiedName": finding.key}]
     return {

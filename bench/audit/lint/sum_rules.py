@@ -6,24 +6,35 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from bench.audit import advisories
 from bench.audit.lint import proof
 from bench.audit.lint.config_file import ConfigPart
 from bench.audit.lint.deepspeed_config import DeepSpeedConfig
-from bench.audit.lint.lint_options import LintOptions, is_among, written
-from bench.audit.lint.rules import ERROR, WARNING, Found, rule, says
-from bench.backends.deepspeed import BF16_SUM, LAST_ONLY
+from bench.audit.lint.lint_options import LintOptions
+from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule, says
+from bench.audit.lint.version_facts import holds, source
+from bench.findings import Level
 from bench.measure.accumulation_dtype import BITS
 
 ENGINE = "deepspeed/runtime/engine.py"
 FP32 = {"fp32", "float32", "torch.float32", "float"}
-NAMES = {"bf16": ("bf16", "bfloat16", "torch.bfloat16"), "fp16": ("fp16", "float16", "torch.float16", "half")}
+NAMES = {
+    "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
+    "fp16": ("fp16", "float16", "torch.float16", "half"),
+}
 """How DeepSpeed's config may name a dtype of 16 bits; PyTorch's name comes second."""
 SMALLEST = {"bf16": -133, "fp16": -24}
 """The power of two that is a dtype's smallest positive number."""
 FP16_ERROR = 0.01
 """Sums in fp16 are found from this error on: from N = 42."""
-MISSED_AVERAGE = ">=0.18.6,<0.19.0"
-"""ZeRO-1 with bf16 and fp32 accumulation misses the last average (#7985)."""
+HAVE_RULES = {
+    "deepspeed-zero2-last-only",
+    "deepspeed-zero1-missed-average",
+    "deepspeed-zero2-bf16-sum",
+    "deepspeed-silent-clipping",
+}
+"""Known-bad versions that have rules of their own: VER01, VER02, VER03 and CLP01."""
+SEVERITIES = {Level.ERROR: ERROR, Level.WARNING: WARNING, Level.NOTE: INFO}
 NEEDS_FP32_SUM = "DeepSpeed 0.19.8 or newer, or ZeRO-3"
 
 
@@ -38,30 +49,47 @@ class GradientSum:
     world_size: int | None
     otherwise: ConfigPart | None = None
     """The key that sets dtype and stage where the DeepSpeed config itself does not."""
+    is_fork: bool = False
+    """Whether another program brings its own DeepSpeed, whose version is not known."""
 
     def place(self, key: str) -> ConfigPart:
         """Where a key of the DeepSpeed config is set."""
         place = self.config.part.at(key)
-        return place if place.given or self.otherwise is None else self.otherwise
+        if place.given or self.otherwise is None:
+            return place
+        return self.otherwise
 
 
-@rule("ACC01", "deepspeed: {bf16: {enabled: true}}")
+@rule(GradientSum, "ACC01", "deepspeed: {bf16: {enabled: true}}")
 @says(WARNING, "gradients are summed in 16 bits", f"{ENGINE} get_data_types; DeepSpeed #1800")
-@rule("ACC02", "deepspeed: {zero_optimization: null, bf16: {enabled: true}, data_types: {grad_accum_dtype: fp32}}")
-@says(ERROR, "fp32 sum of 16-bit gradients without ZeRO", f"{ENGINE} _do_optimizer_sanity_check", stops=True)
+@rule(
+    GradientSum,
+    "ACC02",
+    "deepspeed: {zero_optimization: null, bf16: {enabled: true}, data_types: {grad_accum_dtype: fp32}}",
+)
+@says(
+    ERROR,
+    "fp32 sum of 16-bit gradients without ZeRO",
+    f"{ENGINE} _do_optimizer_sanity_check",
+    stops=True,
+)
 def _dtype(gradients: GradientSum) -> Iterator[Found]:
-    config, number = gradients.config, gradients.options.deepspeed
+    config, used = gradients.config, gradients.options.deepspeed
     dtype, place = "bf16" if config.bf16 else "fp16", config.part.at("data_types.grad_accum_dtype")
     if gradients.n == 1 or not (config.bf16 or config.fp16):
         return
-    if config.accumulation_dtype in FP32 and config.stage == 0:
-        what = f"DeepSpeed raises NotImplementedError: without ZeRO it cannot sum {dtype} gradients in fp32"
+    is_plain_bf16 = config.bf16 and config.stage == 0
+    is_accepted = gradients.is_fork or (config.bf16 and holds("fp32-sum-without-zero-accepted", used))
+    if config.accumulation_dtype in FP32 and config.stage == 0 and not is_accepted:
+        what = f"DeepSpeed {used} raises NotImplementedError: without ZeRO it cannot sum {dtype} gradients in fp32"
         yield Found(place, what, "set zero_optimization.stage to 1, 2 or 3", code="ACC02")
+    if is_plain_bf16 and (gradients.is_fork or holds("bf16-sums-in-fp32-without-zero", used)):
+        return
     if config.accumulation_dtype in {None, *NAMES[dtype]}:
         fix = 'add "data_types": {"grad_accum_dtype": "fp32"} to the DeepSpeed config'
         if config.stage == 0:
             fix += " (which needs ZeRO stage 1, 2 or 3)"
-        elif config.stage == 2 and (number is None or is_among(number, BF16_SUM)):
+        elif config.stage == 2 and config.bf16 and holds("zero2-sums-in-bf16", used):
             fix += f", and use {NEEDS_FP32_SUM} (VER03)"
         yield from in_16_bits(place if place.given else gradients.place(f"{dtype}.enabled"), gradients.n, dtype, fix)
 
@@ -111,35 +139,65 @@ def worst_error(accumulate: int, dtype: str) -> float:
     return (accumulate - 1) / float(2 ** (BITS[dtype] + 1))
 
 
-BF16_SOURCE = "docs/versions.md; deepspeed/runtime/zero/stage_1_and_2.py"
-
-
-@rule("VER01", "deepspeed: {}, deepspeed_version: [0, 17, 6]")
-@says(ERROR, "ZeRO-2 keeps only the last micro-batch", "DeepSpeed #7718")
+@rule(GradientSum, "VER01", "deepspeed: {}, deepspeed_version: [0, 17, 6]")
+@says(ERROR, "ZeRO-2 keeps only the last micro-batch", source("last-micro-batch-only"))
 @rule(
+    GradientSum,
     "VER02",
     "deepspeed: {zero_optimization: {stage: 1}, bf16: {enabled: true}, data_types: {grad_accum_dtype: fp32}}, "
     "deepspeed_version: [0, 18, 6]",
 )
-@says(ERROR, "ZeRO-1 misses the last average", "DeepSpeed #7985")
-@rule("VER03", "deepspeed: {bf16: {enabled: true}, data_types: {grad_accum_dtype: fp32}}, deepspeed_version: [0, 19]")
-@says(WARNING, "ZeRO-2 sums in bf16 in spite of the config", BF16_SOURCE)
+@says(ERROR, "ZeRO-1 misses the last average", source("missed-average"))
+@rule(
+    GradientSum,
+    "VER03",
+    "deepspeed: {bf16: {enabled: true}, data_types: {grad_accum_dtype: fp32}}, deepspeed_version: [0, 19]",
+)
+@says(WARNING, "ZeRO-2 sums in bf16 in spite of the config", source("zero2-sums-in-bf16"))
 def _versions(gradients: GradientSum) -> Iterator[Found]:
-    config, n, number = gradients.config, gradients.n, gradients.options.deepspeed
-    if number is None or n == 1:
+    config, n, used = gradients.config, gradients.n, gradients.options.deepspeed
+    if n == 1 or gradients.is_fork:
         return
-    place, name = gradients.place("zero_optimization.stage"), f"DeepSpeed {written(number)} with ZeRO-{config.stage}"
-    if config.stage == 2 and not config.offload and is_among(number, LAST_ONLY):
+    place, name = (
+        gradients.place("zero_optimization.stage"),
+        f"DeepSpeed {used} with ZeRO-{config.stage}",
+    )
+    if config.stage == 2 and not config.offload and holds("last-micro-batch-only", used):
         what = f"{name} and no offload keeps only the last micro-batch of a window: {n - 1} of {n} are lost"
         fix = "use DeepSpeed 0.17.5 or older, or 0.18.3 or newer"
-        yield Found(place, what, fix, proof.deepspeed(number), code="VER01")
+        yield Found(place, what, fix, proof.deepspeed(used), code="VER01")
     is_fp32_sum = config.bf16 and config.accumulation_dtype in FP32
-    is_missed = gradients.world_size != 1 and is_among(number, MISSED_AVERAGE)
+    is_missed = gradients.world_size != 1 and holds("missed-average", used)
     if config.stage == 1 and is_fp32_sum and is_missed:
         what = f"{name}, bf16 and fp32 accumulation does not average the last of {n} micro-batches over the ranks"
         fix = "use DeepSpeed 0.19.0 or newer, or set bf16.immediate_grad_update"
         yield Found(place, what, fix, code="VER02")
-    if config.stage == 2 and is_fp32_sum and is_among(number, BF16_SUM):
+    if config.stage == 2 and is_fp32_sum and holds("zero2-sums-in-bf16", used):
         what = f"{name} adds gradients in bf16, whatever grad_accum_dtype says: {sum_error(n, 'bf16')}"
         place = config.part.at("data_types.grad_accum_dtype")
-        yield Found(place, what, f"use {NEEDS_FP32_SUM}", proof.deepspeed(number), code="VER03")
+        yield Found(place, what, f"use {NEEDS_FP32_SUM}", proof.deepspeed(used), code="VER03")
+
+
+@rule(
+    GradientSum,
+    "VER04",
+    "deepspeed: {zero_optimization: {stage: 2, offload_optimizer: {device: cpu}}}, deepspeed_version: [0, 18, 9]",
+)
+@says(ERROR, "this version of DeepSpeed is known to accumulate wrongly with this config", advisories.PAGE)
+def _known_bad(gradients: GradientSum) -> Iterator[Found]:
+    if gradients.is_fork:
+        return
+    facts = advisories.facts_of(
+        {"deepspeed": gradients.config.part.mapping().value or {}},
+        accumulate=gradients.n,
+        world_size=gradients.world_size,
+    )
+    used = str(gradients.options.deepspeed)
+    for found in advisories.matching({"deepspeed": used}, facts):
+        advisory = found.advisory
+        if not found.is_certain or advisory.id in HAVE_RULES:
+            continue
+        keys = [key.removeprefix("deepspeed.") for key in advisory.condition if key.startswith("deepspeed.")]
+        place = gradients.place(keys[-1]) if keys else gradients.config.part
+        what = f"DeepSpeed {used}: {advisory.title}: {advisory.effect}"
+        yield Found(place, what, advisory.remedy, advisory.reproducer, severity=SEVERITIES.get(advisory.level))

@@ -23,8 +23,8 @@ LOOP = "lightning/pytorch/loops/training_epoch_loop.py _should_accumulate"
 class LightningEpochs:
     """A training whose micro-batches per epoch are known.
 
-    At the end of an epoch Lightning steps; DeepSpeed continues a partial window in the next epoch, although the trainer
-    starts a new one.
+    At the end of an epoch Lightning steps; DeepSpeed continues a partial window in the next epoch,
+    although the trainer starts a new one.
     """
 
     training: LightningConfig
@@ -44,13 +44,18 @@ class LightningEpochs:
         training, n, limit = self.training, self.plan.n, self.training.limit
         batch, ranks = training.batch_size, training.world_size
         if not batch or not ranks:
-            more = f", such as {limit.name}" if limit.given else ""
+            more = ""
+            if limit.given:
+                more = f", such as {limit.name}"
             return f"make the micro-batches per epoch{more} a multiple of {n}"
         return f"make the samples a multiple of {batch * n * ranks}, or {limit.name} a multiple of {n}"
 
     @property
     def windows(self) -> str:
-        plan, batches = self.plan, f"{self.plan.micro_batches_per_epoch} micro-batches per epoch and rank"
+        plan, batches = (
+            self.plan,
+            f"{self.plan.micro_batches_per_epoch} micro-batches per epoch and rank",
+        )
         if not plan.full_windows:
             return f"{batches} are fewer than a window of {plan.n}"
         return f"{batches} are {plan.full_windows} windows of {plan.n}, and {plan.partial_window} left over"
@@ -63,12 +68,12 @@ def subjects(training: LightningConfig) -> Iterator[LightningEpochs]:
         yield LightningEpochs(training, plan)
 
 
-@rule("DEV01", "lightning: {fast_dev_run: 6}")
+@rule(LightningConfig, "DEV01", "lightning: {fast_dev_run: 6}")
 @says(WARNING, "fast_dev_run tries a partial window", "lightning/pytorch/trainer/setup.py")
 def _dev_run(training: LightningConfig) -> Iterator[Found]:
     """A ``fast_dev_run`` is one epoch of so many micro-batches."""
     batches, n = training.dev_run, training.accumulate
-    if not batches % n or training.schedule is not None:
+    if not batches % n or training.schedule is not None or not training.knows_accumulate:
         return
     rest = batches % n
     happens = f"the last step has {rest}/{n} of the mean gradient"
@@ -76,51 +81,90 @@ def _dev_run(training: LightningConfig) -> Iterator[Found]:
         happens = f"DeepSpeed never steps with the last {rest}"
     what = f"fast_dev_run trains {plural(batches, 'micro-batch')} per rank, with N = {n}: {happens}"
     same = SmallRun.of(n, batches).command(training.backend, epochs=1)
-    yield Found(training.trainer.at("fast_dev_run"), what, f"set fast_dev_run to {n}, or to a multiple of it", same)
+    yield Found(
+        training.trainer.at("fast_dev_run"),
+        what,
+        f"set fast_dev_run to {n}, or to a multiple of it",
+        same,
+    )
 
 
-@rule("TAIL01", "lightning: {max_epochs: 2}, samples: 40")
+@rule(LightningEpochs, "TAIL01", "lightning: {max_epochs: 2}, samples: 40")
 @says(WARNING, "partial window under-weighted", "Lightning #19987")
-@rule("WIN01", "lightning: {max_epochs: 2}, samples: 12")
+@rule(LightningEpochs, "WIN01", "lightning: {max_epochs: 2}, samples: 12")
 @says(WARNING, "fewer micro-batches per epoch than a window", "Lightning #21808")
 def _partial(run: LightningEpochs) -> Iterator[Found]:
     tail, n, whole = run.plan.partial_window, run.plan.n, run.plan.full_windows
     if tail and run.training.engine is None:
-        fewer = f"set accumulate_grad_batches to {run.plan.micro_batches_per_epoch} or less"
+        code, which, fix = "TAIL01", "the last", run.divisible
+        if not whole:
+            code, which = "WIN01", "each"
+            fix = f"set accumulate_grad_batches to {run.plan.micro_batches_per_epoch} or less"
         yield Found(
             run.training.trainer.at("accumulate_grad_batches"),
             f"{run.windows}: Lightning steps after these {tail} but still divides by {n}, so "
-            f"{'the last' if whole else 'each'} step of every epoch has {tail}/{n} of the mean gradient",
-            run.divisible if whole else fewer,
+            f"{which} step of every epoch has {tail}/{n} of the mean gradient",
+            fix,
             run.command(),
-            code="TAIL01" if whole else "WIN01",
+            code=code,
         )
 
 
 OUT_OF_PHASE = "lightning tests/tests_pytorch/strategies/test_deepspeed.py:893"
 
 
-@rule("TAIL03", "lightning: {strategy: deepspeed_stage_2, max_epochs: 2}, samples: 40", "DBL01")
+@rule(
+    LightningEpochs,
+    "TAIL03",
+    "lightning: {strategy: deepspeed_stage_2, max_epochs: 2}, samples: 40",
+    "DBL01",
+)
 @says(WARNING, "trainer and engine out of phase", OUT_OF_PHASE)
-@rule("TAIL04", "lightning: {strategy: deepspeed_stage_3, max_epochs: 2}, samples: 40", "DBL01", "TAIL03")
-@says(ERROR, "micro-batches lost in every epoch", "deepspeed/runtime/zero/stage3.py zero_grad; see TAIL03")
-@rule("TAIL05", "lightning: {strategy: deepspeed_stage_2, max_epochs: 1}, samples: 40", "DBL01")
+@rule(
+    LightningEpochs,
+    "TAIL04",
+    "lightning: {strategy: deepspeed_stage_3, max_epochs: 2}, samples: 40",
+    "DBL01",
+    "TAIL03",
+)
+@says(
+    ERROR,
+    "micro-batches lost in every epoch",
+    "deepspeed/runtime/zero/stage3.py zero_grad; see TAIL03",
+)
+@rule(
+    LightningEpochs,
+    "TAIL05",
+    "lightning: {strategy: deepspeed_stage_2, max_epochs: 1}, samples: 40",
+    "DBL01",
+)
 @says(WARNING, "last window of the training dropped", "DeepSpeed #7439")
 @rule(
-    "WIN01", "lightning: {strategy: deepspeed_stage_2, overfit_batches: 3, max_epochs: 2}", "DBL01", "LOG01", "TAIL05"
+    LightningEpochs,
+    "WIN01",
+    "lightning: {strategy: deepspeed_stage_2, overfit_batches: 3, max_epochs: 2}",
+    "DBL01",
+    "LOG01",
+    "TAIL05",
 )
 def _partial_above_engine(run: LightningEpochs) -> Iterator[Found]:
     training, plan, small, engine = run.training, run.plan, run.small, run.training.engine
     if engine is None or not plan.partial_window:
         return
     place = training.trainer.at("accumulate_grad_batches")
-    end = training.end if training.end is not None and training.end.stops is not Stops.NEVER else None
+    end = training.end
+    if not (training.end is not None and training.end.stops is not Stops.NEVER):
+        end = None
     # After so many epochs, an epoch and a window of the engine begin together again.
     period = plan.n // math.gcd(plan.n, plan.micro_batches_per_epoch)
     seen = end or calculate(dataclasses.replace(plan, epochs=period), training.rule)
     assert seen is not None
     made, counted = (seen.steps_reported[name] for name in ("engine.global_steps", "trainer.global_step"))
-    epochs, steps, total = plural(seen.epochs_begun, "epoch"), plural(made, "step"), seen.micro_batches_consumed
+    epochs, steps, total = (
+        plural(seen.epochs_begun, "epoch"),
+        plural(made, "step"),
+        seen.micro_batches_consumed,
+    )
     counts = f"in {epochs} DeepSpeed has made {steps} while trainer.global_step is {counted}"
     if end is None:
         counts = f"in every {epochs} DeepSpeed makes {steps} while trainer.global_step grows by {counted}"
@@ -129,10 +173,13 @@ def _partial_above_engine(run: LightningEpochs) -> Iterator[Found]:
         fix = f"set accumulate_grad_batches to {plan.micro_batches_per_epoch} or less"
         yield Found(place, what, fix, run.command(epochs=small.epochs_of_two_steps), ERROR, code="WIN01")
     elif seen.epochs_begun > 1:
-        estimated = min(plan.windows * training.max_epochs, training.max_steps or math.inf)
-        estimate = "infinite" if math.isinf(estimated) else f"{estimated:.0f}"
-        what = f"{run.windows} to the next epoch: {counts}, which schedules, max_steps and logs follow; "
-        what += f"estimated_stepping_batches is {estimate}"
+        what = f"{run.windows} to the next epoch: {counts}, which schedules, max_steps and logs follow"
+        if training.knows_end:
+            estimated = min(plan.windows * training.max_epochs, training.max_steps or math.inf)
+            estimate = f"{estimated:.0f}"
+            if math.isinf(estimated):
+                estimate = "infinite"
+            what += f"; estimated_stepping_batches is {estimate}"
         yield Found(place, what, run.divisible, run.command(), code="TAIL03")
     lost = seen.micro_batches_lost_in_mid_run + seen.micro_batches_left_open
     if engine.stage != KEEPS and seen.epochs_begun > 1 and lost:
@@ -150,11 +197,17 @@ def _partial_above_engine(run: LightningEpochs) -> Iterator[Found]:
         yield Found(place, what, run.divisible, proof, code="TAIL05")
 
 
-@rule("STP01", "lightning: {max_steps: 5}, samples: 40", "TAIL01")
+@rule(LightningEpochs, "STP01", "lightning: {max_steps: 5}, samples: 40", "TAIL01")
 @says(WARNING, "max_steps reached early", LOOP)
-@rule("STP02", "lightning: {strategy: deepspeed_stage_2, max_steps: 5}, samples: 40", "DBL01", "TAIL03")
+@rule(
+    LightningEpochs,
+    "STP02",
+    "lightning: {strategy: deepspeed_stage_2, max_steps: 5}, samples: 40",
+    "DBL01",
+    "TAIL03",
+)
 @says(WARNING, "max_steps reached late", LOOP)
-@rule("STP03", "lightning: {max_steps: 8, max_epochs: 2}, samples: 32")
+@rule(LightningEpochs, "STP03", "lightning: {max_steps: 8, max_epochs: 2}, samples: 32")
 @says(WARNING, "max_steps never reached", "lightning/pytorch/loops/fit_loop.py done")
 def _max_steps(run: LightningEpochs) -> Iterator[Found]:
     """max_steps is compared with trainer.global_step, not with the engine's steps."""
@@ -173,7 +226,9 @@ def _max_steps(run: LightningEpochs) -> Iterator[Found]:
     elif end.stops is Stops.EPOCHS:
         counted = end.steps_reported["trainer.global_step"]
         ends = f"max_epochs {training.max_epochs:g} ends training when trainer.global_step is {counted}"
-        fix = run.divisible if training.engine and plan.partial_window else "remove max_steps, or raise max_epochs"
+        fix = "remove max_steps, or raise max_epochs"
+        if training.engine and plan.partial_window:
+            fix = run.divisible
         yield Found(place, f"{ends}; max_steps {wanted} is never reached", fix, never, code="STP03")
     elif training.engine and made > wanted:
         max_steps, epochs = small.first_divergence

@@ -33,9 +33,9 @@
       let ratio = "-", ends = "", verdict = "-";
       if (name(row) === chosen) [ratio, verdict] = ["1", "baseline"];
       else if (found) {
-        const [, middle, low, high, word, reason] = found;
+        const [, middle, low, high, word, reason, more] = found;
         if (middle !== null) [ratio, ends] = [middle, low === null ? "" : `${low}-${high}`];
-        verdict = data().verdicts[word] + (data().decided.includes(word) ? "" : `: ${data().reasons[reason]}`);
+        verdict = data().verdicts[word] + (data().decided.includes(word) ? "" : `: ${data().reasons[reason]}`) + more;
       }
       const cell = put(row, "ratio", ratio === "-" ? null : ratio);
       cell.querySelector('[data-part="ratio"]').textContent = ratio;

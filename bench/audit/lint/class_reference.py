@@ -1,0 +1,37 @@
+"""Classes that a config names: LightningCLI's class_path and init_args, Hydra's _target_, target and params, a name."""
+
+from __future__ import annotations
+
+from bench.audit.lint.config_file import ConfigPart
+
+NAMES = ("class_path", "_target_", "target")
+INSIDE = ("init_args", "params")
+"""Where the arguments are; beside _target_ otherwise."""
+
+
+def is_class(part: ConfigPart) -> bool:
+    """Whether a mapping names a class."""
+    return any(name in part.names_here for name in NAMES)
+
+
+def class_name(part: ConfigPart) -> str:
+    """The class without its modules, or a plain name; empty if there is none, or it is not known here.
+
+    Raises InputError if the name is no string.
+    """
+    for name in NAMES:
+        if name in part.names_here:
+            return (part.at(name).string() or "").rpartition(".")[2]
+    if isinstance(part.value, dict) or part.unknown or not part.given:
+        return ""
+    return (part.string() or "").rpartition(".")[2]
+
+
+def arguments(part: ConfigPart) -> ConfigPart:
+    """The mapping with the arguments of the class. Raises InputError if they are no mapping."""
+    for name in INSIDE:
+        if name in part.names_here:
+            return part.at(name).mapping()
+    if "_target_" in part.names_here:
+        return part
+    return part.at(INSIDE[0])

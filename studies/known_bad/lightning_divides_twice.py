@@ -1,0 +1,61 @@
+"""The weight of each of four micro-batches under Lightning's DeepSpeedStrategy; it runs on the CPU here."""
+
+import json
+import logging
+
+import deepspeed
+import deepspeed.ops
+import torch
+from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.utils.logging import logger
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+
+logger.setLevel(logging.ERROR)
+vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False  # compile nothing
+N = 4
+
+
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.weights = torch.nn.Parameter(torch.zeros(4))
+
+    def training_step(self, i, _):
+        return self.weights[i].sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+class StrategyOnCPU(DeepSpeedStrategy):
+    """The strategy wants CUDA; these three methods are all that keeps it from the CPU."""
+
+    def setup_environment(self):
+        DDPStrategy.setup_environment(self)
+
+    def setup_distributed(self):
+        self.parallel_devices = [torch.device("cpu", 0)]
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    def _get_process_group_backend(self):
+        return "gloo"
+
+
+module, changes = Module(), []
+module.on_train_batch_end = lambda *_: changes.append(0 - safe_get_full_fp32_param(module.weights))
+config = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True}
+trainer = Trainer(
+    strategy=StrategyOnCPU(config=config),
+    accumulate_grad_batches=N,
+    max_epochs=1,
+    accelerator="cpu",
+    devices=1,
+    logger=False,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+)
+trainer.fit(module, torch.utils.data.DataLoader(range(N), batch_size=1))
+print(json.dumps({"case": "weights of the window", "measured": changes[-1].tolist(), "right": [1 / N] * N}))

@@ -1,0 +1,32 @@
+"""The weight of each backward before a boundary that was set by hand; ZeRO-2, optimizer on the CPU."""
+
+import json
+import logging
+
+import deepspeed
+import deepspeed.ops
+import torch
+from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.utils.logging import logger
+
+logger.setLevel(logging.ERROR)
+vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False  # compile nothing
+
+N = 4
+weights = torch.nn.Linear(N, 1, bias=False)
+torch.nn.init.zeros_(weights.weight)
+config = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_clipping": 0.0,
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+}
+sgd = torch.optim.SGD(weights.parameters(), lr=1.0)
+engine, *_ = deepspeed.initialize(model=weights, optimizer=sgd, config=config)
+for i, one_hot in enumerate(torch.eye(N)):
+    engine.set_gradient_accumulation_boundary(i == N - 1)
+    engine.backward(engine(one_hot) / N)
+engine.step()
+measured = (0 - safe_get_full_fp32_param(weights.weight)).flatten().tolist()
+print(json.dumps({"case": "weights of the window", "measured": measured, "right": [1 / N] * N}))

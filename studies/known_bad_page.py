@@ -1,0 +1,169 @@
+"""``python -m studies.known_bad_page``: docs/known-bad.md and docs/upstream/ from the advisories."""
+
+from __future__ import annotations
+
+import tomllib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from packaging.version import Version
+
+from bench.audit.advisories import FILE, Advisory, Measured, Wanted, load
+from bench.tabular import markdown_table
+from studies import ROOT
+
+REPORTS = ROOT / "studies" / "known_bad" / "upstream.toml"
+PAGE = ROOT / "docs" / "known-bad.md"
+UPSTREAM = ROOT / "docs" / "upstream"
+PACKAGES = {
+    "deepspeed": "DeepSpeed",
+    "lightning": "Lightning",
+    "accelerate": "Accelerate",
+    "transformers": "transformers",
+    "trl": "TRL",
+    "torch": "torch",
+}
+INTRODUCTION = """# Known-bad versions
+
+Versions of frameworks that accumulate gradients otherwise than their settings say. Each was measured here on the \
+CPU over gloo, with a small program that needs nothing of the bench; none is listed on the word of a report. `python \
+-m bench doctor` compares the installed packages with the list.
+
+Written by `python -m studies.known_bad_page` from [advisories.toml](../bench/audit/advisories.toml), which the \
+package carries; `nox -s versions -- --weights deepspeed==0.18.9` measures a version again. An update is *silently \
+wrong* where nothing but its size tells. A version that was not measured is named bad only if it lies between two \
+that are.
+"""
+LEVELS = {"error": "silently wrong", "warning": "stops or misinforms", "note": "to know"}
+
+
+def page(advisories: Sequence[Advisory]) -> str:
+    """A table of all, then a section for each."""
+    numbers = Counter(advisory.package for advisory in advisories)
+    words = ", ".join(f"{number} of {PACKAGES[package]}" for package, number in numbers.items())
+    rows = [
+        [
+            f"{PACKAGES[a.package]} {versions(a.affected)}",
+            f"[{a.title}](#{a.id})",
+            LEVELS[a.level],
+            a.fixed_in or "no version yet",
+        ]
+        for a in advisories
+    ]
+    lines = [INTRODUCTION, f"There are {len(advisories)}: {words}.", ""]
+    lines += markdown_table(["versions", "defect", "update", "fixed in"], rows)
+    for package, name in PACKAGES.items():
+        lines += [f"## {name}", ""]
+        for advisory in advisories:
+            if advisory.package == package:
+                lines += section(advisory)
+    return "\n".join(lines)
+
+
+def versions(specifier: str) -> str:
+    return specifier.replace(",", ", ") or "all"
+
+
+def section(advisory: Advisory) -> list[str]:
+    """What is known of one defect."""
+    beside = "".join(f", with {PACKAGES[name]} {versions(needed)}" for name, needed in advisory.beside.items())
+    lines = [
+        f"### {advisory.id}",
+        "",
+        f"{advisory.title[0].upper()}{advisory.title[1:]}.",
+        "",
+        f"- Versions: {PACKAGES[advisory.package]} {versions(advisory.affected)}{beside}; {ending(advisory)}.",
+        f"- Where: {conditions(advisory.condition)}.",
+        f"- Effect: {advisory.effect}.",
+        f"- Cause: {advisory.cause}.",
+        f"- What to do: {advisory.remedy}.",
+        f"- Reproducer: [{advisory.reproducer}](../{advisory.reproducer}), {ranks(advisory.ranks)}.",
+    ]
+    links = [f"[{name}]({link})" for name, link in (("report", advisory.issue), ("change", advisory.fix)) if link]
+    if links:
+        lines.append(f"- Upstream: {', '.join(links)}.")
+    if (UPSTREAM / f"{advisory.id}.md").exists():
+        lines.append(f"- To report: [a text that is ready to file](upstream/{advisory.id}.md).")
+    rows = [[*measured(row), "**bad**"] for row in advisory.bad] + [[*measured(row), "right"] for row in advisory.good]
+    lines += ["", *markdown_table(["measured", "date", f"{advisory.case}", ""], rows)]
+    return lines
+
+
+def measured(row: Measured) -> list[str]:
+    return [", ".join(sorted(row.versions, key=Version)), row.date.isoformat(), row.result]
+
+
+def ending(advisory: Advisory) -> str:
+    if advisory.fixed_in:
+        return f"fixed in {advisory.fixed_in}"
+    newest = max((version for row in advisory.bad for version in row.versions), key=Version)
+    return f"still in {newest}, the newest that was measured"
+
+
+def ranks(number: int) -> str:
+    return "one process" if number == 1 else f"{number} processes"
+
+
+def conditions(condition: Mapping[str, Wanted]) -> str:
+    """All that must hold, in words."""
+    return "; ".join(f"`{key}` {wish(wanted)}" for key, wanted in condition.items()) or "always"
+
+
+def wish(wanted: Wanted) -> str:
+    words = []
+    if wanted.values:
+        words.append(" or ".join(str(value).lower() for value in wanted.values))
+    if wanted.least is not None:
+        words.append(f"at least {wanted.least:g}")
+    if wanted.present:
+        words.append("set")
+    if wanted.unset:
+        words.append("not set")
+    return " or ".join(words)
+
+
+def report(advisory: Advisory, words: Mapping[str, str]) -> str:
+    """A report that can be filed as it is."""
+    code = (ROOT / advisory.reproducer).read_text(encoding="utf-8").rstrip()
+    rows = [[*measured(row), "wrong"] for row in advisory.bad] + [[*measured(row), "right"] for row in advisory.good]
+    table = markdown_table(["version", "date", advisory.case, ""], rows)
+    run = f"torchrun --nproc-per-node {advisory.ranks} {advisory.reproducer.rpartition('/')[2]}"
+    if "import deepspeed" in code:
+        run = f"DS_ACCELERATOR=cpu LOCAL_SIZE={advisory.ranks} {run}"
+    parts = [
+        f"# {words['title']}",
+        f"For {words['project']}. Written by `python -m studies.known_bad_page`; no one has filed it yet.",
+        f"**Versions:** {PACKAGES[advisory.package]} {versions(advisory.affected)}, {ending(advisory)}. Python 3.11, "
+        "torch 2.13.0 (CPU build), gloo.",
+        "## Expected, and what happens",
+        words["expected"].strip(),
+        f"The program prints `{advisory.case}`. Right would be {advisory.right}.",
+        "\n".join(table).rstrip(),
+        "## Reproducer",
+        f"Run it with `{run}`.",
+        f"```python\n{code}\n```",
+        "## Cause",
+        words["line"].strip(),
+        "## Suggested change",
+        words["suggestion"].strip(),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def reports() -> dict[str, str]:
+    """All reports by the name of their file."""
+    advisories = {advisory.id: advisory for advisory in load(FILE)}
+    stored = tomllib.loads(REPORTS.read_text(encoding="utf-8"))
+    return {f"{name}.md": report(advisories[name], words) for name, words in stored.items()}
+
+
+def main() -> None:
+    UPSTREAM.mkdir(exist_ok=True)
+    for name, text in reports().items():
+        (UPSTREAM / name).write_text(text, encoding="utf-8")
+    PAGE.write_text(page(load(FILE)), encoding="utf-8")
+    print(PAGE.relative_to(ROOT), UPSTREAM.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()

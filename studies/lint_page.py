@@ -1,0 +1,303 @@
+"""The page on ``lint``: what it finds in the configs of public repositories, judged by rule and repository.
+
+``python -m studies.lint_page FOLDER`` reads the repositories in a folder, one git directory each, named owner+name or
+owner+name/repo; without a folder the page is written again from docs/lint.json. No file of a repository is kept: the
+data are counts, and the commit that has the files. studies/lint_judged.toml says which findings are right, and why.
+Status 1: fewer than 95 % of errors and warnings are right, or fewer than 80 % of a rule's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.audit import lint as lint_package
+from bench.audit.lint import lint
+from bench.audit.lint.config_kinds import recognize
+from bench.audit.lint.lint_options import LintOptions
+from bench.audit.lint.rules import rules
+from bench.audit.lint.version_facts import UsedVersion
+from bench.errors import InputError
+from bench.tabular import markdown_table
+from studies import ROOT
+
+PAGE, DATA, JUDGED = (
+    ROOT / "docs/lint.md",
+    ROOT / "docs/lint.json",
+    ROOT / "studies/lint_judged.toml",
+)
+COMMAND = "python -m studies.lint_page"
+VERSIONS = {"deepspeed": UsedVersion((0, 19, 8)), "lightning": UsedVersion((2, 6, 6))}
+SUFFIXES = {"json", "yaml", "yml", "toml", "sh"}
+LARGEST = 300_000
+"""Bytes of a file that is looked at."""
+ABOUT_TRAINING = re.compile(
+    rb"accumulat|grad_accum|zero_optimization|train_batch_size|train_micro_batch|compute_environment|distributed_type"
+    rb"|per_device_train|^trainer\s*:|\"trainer\"\s*:|micro_?batch|deepspeed|num_train_epochs|gradient_clip_val",
+    re.MULTILINE,
+)
+LEAST, LEAST_OF_RULE = 0.95, 0.8
+"""Shares of errors and warnings that must be right: of all, and of each rule."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Whether the findings of a rule in a repository are right."""
+
+    rule: str
+    repository: str
+    verdict: str
+    """``right``, ``wrong`` or ``doubtful``."""
+    why: str
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Lint the repositories of a folder, if one is given, and write the page."""
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, help="git directories of repositories")
+    folder = parser.parse_args(argv).folder
+    if folder is not None:
+        DATA.write_text(json.dumps(linted(folder), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    data = json.loads(DATA.read_text())
+    judged = tomllib.loads(JUDGED.read_text())
+    PAGE.write_text(page(data, judged), encoding="utf-8")
+    missed = misses(data, judged)
+    print("\n".join(missed) or "all shares are met", file=sys.stderr)
+    return int(bool(missed))
+
+
+def linted(folder: Path) -> dict[str, Any]:
+    """By repository: its commit, files by kind, and findings by rule and severity."""
+    found: dict[str, Any] = {}
+    seen: set[str] = set()
+    for place in sorted(folder.iterdir()):
+        git = place / "repo" if (place / "repo").exists() else place
+        if not (git / "objects").is_dir():
+            continue
+        name = place.name.replace("+", "/", 1)
+        with tempfile.TemporaryDirectory() as work:
+            files = list(_written(git, Path(work), seen))
+            if files:
+                found[name] = {"commit": _commit(git)} | _counts(files)
+    return found
+
+
+def _written(git: Path, work: Path, seen: set[str]) -> Iterator[Path]:
+    """The files about training of a repository's newest commit, written to a folder; each content once."""
+    tree = _git(git, "ls-tree", "-r", "-l", "-z", _commit(git))
+    listed = []
+    for entry in filter(None, tree.split(b"\0")):
+        meta, path = entry.split(b"\t", 1)
+        _, kind, sha, size = meta.split()
+        name = path.decode("utf-8", "replace")
+        if kind == b"blob" and name.rpartition(".")[2].lower() in SUFFIXES and size.isdigit() and int(size) <= LARGEST:
+            listed.append((sha, name))
+    asked = b"".join(sha + b"\n" for sha, _ in listed)
+    answer = subprocess.run(
+        ["git", "--git-dir", str(git), "cat-file", "--batch"],
+        input=asked,
+        capture_output=True,
+        check=True,
+    ).stdout
+    written, place = [], 0
+    for _, name in listed:
+        end = answer.index(b"\n", place)
+        head, place = answer[place:end], end + 1
+        if head.endswith(b"missing"):
+            continue
+        end = place + int(head.split()[2])
+        content, place = answer[place:end], end + 1
+        digest = hashlib.sha1(content).hexdigest()
+        if not ABOUT_TRAINING.search(content):
+            continue
+        copy = work / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(content)  # a config may name a file that another repository has too
+        if digest not in seen:
+            seen.add(digest)
+            written.append(copy)
+    yield from sorted(written)
+
+
+def _counts(files: Sequence[Path]) -> dict[str, Any]:
+    kinds: Counter[str] = Counter()
+    findings: Counter[str] = Counter()
+    for file in files:
+        titles: list[str] = []
+
+        def noted(root: Any, suffix: str, titles: list[str] = titles) -> Any:
+            config = recognize(root, suffix)
+            if config is not None:
+                titles.append(config.title)
+            return config
+
+        lint_package.recognize = noted  # type: ignore[attr-defined]
+        try:
+            found = lint([file], LintOptions(**VERSIONS))
+        except InputError:
+            kinds["unreadable" if titles else "unknown"] += 1
+            continue
+        finally:
+            lint_package.recognize = recognize  # type: ignore[attr-defined]
+        kinds[titles[0] if titles else "unknown"] += 1
+        findings.update(f"{each.code} {each.severity}" for each in found)
+    return {"files": len(files), "kinds": kinds, "findings": findings}
+
+
+def _commit(git: Path) -> str:
+    """The newest commit; a snapshot may have no HEAD."""
+    for reference in ("HEAD", *_git(git, "for-each-ref", "--format=%(refname)").decode().split()):
+        done = subprocess.run(
+            ["git", "--git-dir", str(git), "rev-parse", "--verify", f"{reference}^{{commit}}"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode == 0:
+            return done.stdout.strip()
+    raise SystemExit(f"{git}: has no commit")
+
+
+def _git(git: Path, *command: str) -> bytes:
+    return subprocess.run(["git", "--git-dir", str(git), *command], capture_output=True, check=True).stdout
+
+
+def verdict_of(rule: str, repository: str, judged: dict[str, Any]) -> str:
+    """The verdict on a rule's findings in a repository: its own, or else that on the rule."""
+    judgements = [Judgement(**each) for each in judged["judged"]]
+    for each in judgements:
+        if (each.rule, each.repository) == (rule, repository):
+            return each.verdict
+    return next(
+        (each.verdict for each in judgements if (each.rule, each.repository) == (rule, "*")),
+        "doubtful",
+    )
+
+
+def tallies(data: dict[str, Any], judged: dict[str, Any], names: set[str]) -> dict[str, Counter[str]]:
+    """By rule: its errors and warnings in these repositories, by verdict."""
+    found: dict[str, Counter[str]] = {}
+    for name in names & data.keys():
+        for key, number in data[name]["findings"].items():
+            rule, severity = key.split()
+            if severity != "info":
+                found.setdefault(rule, Counter())[verdict_of(rule, name, judged)] += number
+    return dict(sorted(found.items()))
+
+
+def misses(data: dict[str, Any], judged: dict[str, Any]) -> list[str]:
+    """What does not meet its share."""
+    by_rule = tallies(data, judged, set(data))
+    found = [f"{rule}: {share(tally)}" for rule, tally in by_rule.items() if share(tally) < LEAST_OF_RULE]
+    whole = sum(by_rule.values(), Counter())
+    return found + ([f"all: {share(whole)}"] if share(whole) < LEAST else [])
+
+
+def share(tally: Counter[str]) -> float:
+    """The share of findings that are right; a doubtful one is not."""
+    return tally["right"] / tally.total() if tally else 1.0
+
+
+def page(data: dict[str, Any], judged: dict[str, Any]) -> str:
+    fresh = {*judged["fresh"]} & data.keys()
+    everything = tallies(data, judged, set(data))
+    titles = rules()
+    rows = [(rule, titles[rule].title, *_numbers(tally)) for rule, tally in everything.items()]
+    rows.append(("all", "", *_numbers(sum(everything.values(), Counter()))))
+    kinds: Counter[str] = Counter()
+    for repository in data.values():
+        kinds.update(repository["kinds"])
+    sets = []
+    for title, names in (
+        ("known while the rules were mended", set(data) - fresh),
+        ("not seen before", fresh),
+    ):
+        tally = sum(tallies(data, judged, names).values(), Counter())
+        files = sum(data[name]["files"] for name in names)
+        sets.append((title, str(len(names)), f"{files:,}", *_numbers(tally)))
+    numbers = ("findings", "right", "wrong", "doubtful", "share right")
+    reasons = [
+        f"- {each['rule']}, {'all' if each['repository'] == '*' else each['repository']}: {each['why']}"
+        for each in judged["judged"]
+    ]
+    infos: Counter[str] = Counter()
+    for repository in data.values():
+        for key, number in repository["findings"].items():
+            if key.endswith(" info"):
+                infos[key.split()[0]] += number
+    return "\n".join(
+        [
+            "# Lint on configs that nobody wrote for it",
+            "",
+            f"Written by `{COMMAND}`, from docs/lint.json and studies/lint_judged.toml.",
+            "",
+            f"`lint` read {sum(each['files'] for each in data.values()):,} files of {len(data)} public repositories "
+            "(those of a commit that are about training, each content once; no options; DeepSpeed 0.19.8 and Lightning "
+            "2.6.6). Each error and warning was judged by rule and repository: whether what it says happens with these "
+            "versions, in the program that the file is for. A finding that could not be checked there is doubtful, and "
+            "counts as not right.",
+            "",
+            *markdown_table(("repositories", "number", "files", *numbers), sets, range(1, 8)),
+            "",
+            "## By rule",
+            "",
+            *markdown_table(("rule", "title", *numbers), rows, range(2, 7)),
+            "",
+            "Infos, which are not counted above: "
+            + ", ".join(f"{rule} {number}" for rule, number in sorted(infos.items()))
+            + ".",
+            "",
+            "## Why",
+            "",
+            *reasons,
+            "",
+            "## Kinds",
+            "",
+            *markdown_table(("kind", "files"), [(kind, f"{n:,}") for kind, n in kinds.most_common()], [1]),
+            "",
+            '"unknown" are files of other programs, and parts of configs without enough evidence; "unreadable" are '
+            "those of a known kind with a wrong value.",
+            "",
+            "## Repositories",
+            "",
+            *markdown_table(
+                ("repository", "commit", "files", "errors and warnings"),
+                [
+                    (
+                        name + (" (not seen before)" if name in fresh else ""),
+                        each["commit"][:12],
+                        str(each["files"]),
+                        _listed(each["findings"]),
+                    )
+                    for name, each in sorted(data.items())
+                ],
+                [2],
+            ),
+            "",
+        ]
+    )
+
+
+def _numbers(tally: Counter[str]) -> tuple[str, ...]:
+    counts = (tally.total(), tally["right"], tally["wrong"], tally["doubtful"])
+    return (*map(str, counts), f"{share(tally):.1%}" if tally else "-")
+
+
+def _listed(findings: dict[str, int]) -> str:
+    shown = [f"{key.split()[0]} {number}" for key, number in sorted(findings.items()) if not key.endswith(" info")]
+    return ", ".join(shown)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
