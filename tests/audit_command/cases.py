@@ -182,6 +182,7 @@ def audit_case(case: Case, **environment: str) -> dict[str, Any]:
     """The audit of a case as data; its exit status is checked."""
     found = audit("--json", *case.options, "--", *case.command, **environment)
     assert found.returncode in (0, 1, 3), found.stderr[-3000:]
+    assert found.stdout, found.stderr[-3000:]
     data: dict[str, Any] = json.loads(found.stdout)
     assert not data["exit_status"], found.stderr[-3000:]
     assert (found.returncode == 1) == any(finding["level"] == "error" for finding in data["findings"])
