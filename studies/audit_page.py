@@ -1,15 +1,20 @@
 """The page on ``python -m bench audit``: verdicts of the scripts in tests/audit_command, screens, limits and cost.
 
 ``python -m studies.audit_page`` runs what docs/audit.json has no result of, and writes both; ``--again scripts``
-runs all of them, and ``--again costs`` times, on an idle machine. Status 1: counting costs more than 2 %.
+runs all of them, and ``--again costs`` times, on an idle machine. ``--packages FOLDER`` runs the right loops of the
+frameworks with the versions that ``pip install --no-deps --target FOLDER`` has put there, and without it with those of
+this environment. Status 1: counting costs more than 2 %, or a right loop is not called right with a version.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import distributions, version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,8 +28,16 @@ from tests.audit_command.cases import CASES, OPEN, Case, audit, audit_case
 PAGE, DATA = ROOT / "docs/audit.md", ROOT / "docs/audit.json"
 COMMAND = "python -m studies.audit_page"
 SCREENS = ("ddp late", "lightning right deepspeed", "hf ignores-items")
-COSTS = ("ddp 64", "ddp 128", "fsdp2 64")
-BLOCKS = 2000
+COSTS = ("ddp 64",)
+VERSIONS = "versions"
+RIGHT_LOOPS = {
+    "deepspeed": ("deepspeed right 2", "deepspeed right 3"),
+    "accelerate": ("accelerate right",),
+    "lightning": ("lightning right ddp",),
+    "transformers": ("hf right",),
+}
+"""By package."""
+BLOCKS = 150
 """Windows of each mode."""
 MOST = 1.02
 """Of an interval of what counting costs."""
@@ -34,9 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run what has no result yet, keep each result at once, and write the page."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
     parser.add_argument("--again", choices=("scripts", "costs"), help="run all of these again")
+    parser.add_argument("--packages", type=Path, nargs="+", default=[], help="folders with other versions")
     options = parser.parse_args(argv)
     data: dict[str, Any] = json.loads(DATA.read_text()) if DATA.exists() else {}
-    data = {key: data[key] for key in data if options.again != ("costs" if key.startswith("cost of") else "scripts")}
+    data = {key: data[key] for key in data if options.again != _part(key)}
     for case in CASES:
         if case.name not in data:
             found = audit_case(case)
@@ -52,8 +66,39 @@ def main(argv: Sequence[str] | None = None) -> int:
             data[f"cost of {cost}"] = _cost(Case(f"cost {cost} {BLOCKS}", ""))
             _keep(data)
             print(f"{cost}: {data[f'cost of {cost}']}")
+    data.setdefault(VERSIONS, {})
+    for folder in (None, *options.packages):
+        _audit_versions(data, folder)
     PAGE.write_text(page(data), encoding="utf-8")
-    return int(any(data[f"cost of {cost}"]["counting"][-1] > MOST for cost in COSTS))
+    is_costly = any(data[f"cost of {cost}"]["counting"][-1] > MOST for cost in COSTS)
+    return int(is_costly or set(data[VERSIONS].values()) != {RIGHT})
+
+
+def _part(key: str) -> str:
+    """Which ``--again`` makes a result again."""
+    if key.startswith("cost of"):
+        return "costs"
+    return key if key == VERSIONS else "scripts"
+
+
+def _audit_versions(data: dict[str, Any], folder: Path | None) -> None:
+    """Audit right loops with the frameworks in a folder, or with those of this environment; some have a result."""
+    path = [str(ROOT), *([str(folder.resolve())] if folder else [])]
+    for package, scripts in RIGHT_LOOPS.items():
+        if folder is None:
+            number = version(package)
+        else:
+            found = [found.version for found in distributions(name=package, path=[str(folder)])]
+            if not found:
+                continue
+            number = found[0]
+        for script in scripts:
+            key = f"{package} {number}, {script}"
+            if key not in data[VERSIONS]:
+                verdict = audit_case(Case(script, RIGHT), PYTHONPATH=os.pathsep.join(path))["verdict"]
+                data[VERSIONS][key] = verdict
+                _keep(data)
+                print(f"{key}: {verdict}")
 
 
 def _keep(data: dict[str, Any]) -> None:
@@ -122,8 +167,10 @@ def page(data: dict[str, Any]) -> str:
                     for cost in COSTS
                 ],
             ),
-            VERSIONS,
-            *markdown_table(("packages", "script", "verdict of all"), VERSION_RUNS),
+            VERSIONS_TEXT,
+            *markdown_table(
+                ("package", "script", "verdict"), [_version(*run) for run in sorted(data[VERSIONS].items())]
+            ),
             HELD_OUT,
             PUBLIC,
             *markdown_table(("script", "commit", "what the audit says", "checked by hand"), PUBLIC_SCRIPTS),
@@ -134,6 +181,11 @@ def page(data: dict[str, Any]) -> str:
 def _row(case: Case, found: dict[str, Any]) -> tuple[str, ...]:
     topics = [finding["topic"] for finding in found["findings"] if finding["level"] != "error"]
     return f"`{case.name}`", case.about, found["verdict"], ", ".join(topics)
+
+
+def _version(run: str, verdict: str) -> tuple[str, ...]:
+    package, script = run.split(", ")
+    return package, f"`{script}`", verdict
 
 
 def _ratio(interval: list[float]) -> str:
@@ -179,6 +231,7 @@ LIMITS = """\
 - FSDP1, Megatron's `main_grad`, optimizers that run several backwards per step (LBFGS), and parameters that move
   between the backwards of an update (SAM) are recognized and not judged. Backwards that run inside of another backward,
   as cached contrastive losses do in a hook, are not seen as such.
+- With one sequence in a micro-batch, a loss that weighs sequences alike on purpose is taken for a mean of means.
 - The scale is not judged where the terms of a loss have factors of their own, where their number is not visible (label
   smoothing, a compiled or chunked criterion, targets that checkpointing or offloading has packed), where a loss joins
   rows with and without a gradient, where hooks of parameters scale gradients, and where backwards may be parts of one
@@ -201,18 +254,12 @@ LIMITS = """\
 - `python -I` and `-E` ignore PYTHONPATH, so nothing is seen.
 - On an accelerator samples stay on the device until all are taken, so that the host waits only while leaves are chosen
   and once at the end; a process that is killed before takes its samples along."""
-VERSIONS = """\
+VERSIONS_TEXT = """\
 ## Right loops over versions of frameworks
 
-Scripts that are right, with torch 2.13.0 and other versions of one package, on two ranks: a gate on false accusations.
+Scripts that are right, each with torch 2.13.0 and the named version of one package, and of what that version needs.
+All others are as in constraints.txt. It is a gate on false accusations.
 """
-VERSION_RUNS = (
-    ("deepspeed 0.15.4, 0.17.2, 0.18.4, 0.18.6, 0.19.4, 0.19.8", "`deepspeed right 2`", RIGHT),
-    ("deepspeed 0.18.4, 0.19.4, 0.19.8", "`deepspeed right 3`", RIGHT),
-    ("accelerate 0.34.2, 1.6.0, 1.15.0", "`accelerate right`", RIGHT),
-    ("lightning 2.4.0, 2.6.0, 2.6.6", "`lightning right ddp`", RIGHT),
-    ("transformers 5.23.0", "`hf right`", RIGHT),
-)
 HELD_OUT = """\
 ## Scripts written before any verdict was seen
 
@@ -287,6 +334,18 @@ PUBLIC_SCRIPTS = (
         "PyPI",
         "not judged (exit 3): no parameter was found in the graphs of the losses",
         "true: a hook runs the backwards of the model inside of that of the loss",
+    ),
+    (
+        "peft's LoRA on the same model in a plain loop",
+        "PyPI",
+        "weights right: 4 micro-batches of 1/4, the 8 matrices of LoRA are sampled",
+        "true",
+    ),
+    (
+        "pytorch-metric-learning's trainer, `MetricLossOnly`, two optimizers, no accumulation",
+        "PyPI",
+        "weights judged in part: the loss is a sum of which the number of terms is not visible",
+        "true: its reducer averages over the pairs that it finds",
     ),
     (
         "pytorch/examples, `time_sequence_prediction/train.py`",

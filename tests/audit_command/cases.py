@@ -118,7 +118,9 @@ SLOW = (
     Case("lightning right deepspeed", "divided twice", about="stock Lightning with DeepSpeed"),
     Case("hf right", RIGHT, "token-exact"),
     Case("hf twice", "divided twice"),
-    Case("hf ignores-items", "not divided", "mean of means", "a compute_loss without num_items_in_batch"),
+    Case(
+        "hf ignores-items", "not divided, mean of means", "mean of means", "a compute_loss without num_items_in_batch"
+    ),
     Case("titan right", RIGHT, "token-exact", "sums over the tokens of the window, and no averages"),
     Case("titan averaged", "scaled by ranks", about="the same, and FSDP2 averages"),
     Case("titan local-tokens", "scaled by ranks", about="the same, over the tokens of one rank"),
@@ -180,6 +182,7 @@ def audit_case(case: Case, **environment: str) -> dict[str, Any]:
     """The audit of a case as data; its exit status is checked."""
     found = audit("--json", *case.options, "--", *case.command, **environment)
     assert found.returncode in (0, 1, 3), found.stderr[-3000:]
+    assert found.stdout, found.stderr[-3000:]
     data: dict[str, Any] = json.loads(found.stdout)
     assert not data["exit_status"], found.stderr[-3000:]
     assert (found.returncode == 1) == any(finding["level"] == "error" for finding in data["findings"])

@@ -17,9 +17,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import IO
 
-PASSED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT", "SIGWINCH")
+PASSED = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGWINCH,
+)
 """Signals that are passed on."""
-ENDING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+"""What is left of the group gets these when the command has ended."""
+OF_TERMINALS = (signal.SIGINT, signal.SIGQUIT, signal.SIGWINCH)
 POLL_SECONDS = 0.05
 
 
@@ -33,7 +43,7 @@ def run_in_foreground(command: Sequence[str], environment: Mapping[str, str], ou
         for process in waiting:
             _send(process.pid, number)
 
-    before = {number: signal.signal(number, pass_on) for number in map(signal.Signals.__getitem__, PASSED)}
+    before = {number: signal.signal(number, pass_on) for number in PASSED}
     try:
         with _terminal() as terminal:
             process = subprocess.Popen(command, env=environment, stdout=output, process_group=0)
@@ -43,7 +53,7 @@ def run_in_foreground(command: Sequence[str], environment: Mapping[str, str], ou
                 _send(process.pid, number)
             status = _wait(process, terminal)
             waiting.clear()
-            ending = [number for number in received if signal.Signals(number).name in ENDING]
+            ending = [number for number in received if number in ENDING]
             if ending:
                 _end_group(process.pid, ending[-1])
             return status
@@ -75,8 +85,12 @@ def _end_group(group: int, number: int) -> None:
 
 
 def _send(process: int, number: int) -> None:
+    """To the command, or to its whole group where a terminal would: a shell waits for its child before it ends."""
     with contextlib.suppress(ProcessLookupError):
-        os.kill(process, number)
+        if number in OF_TERMINALS:
+            os.killpg(process, number)
+        else:
+            os.kill(process, number)
 
 
 @contextlib.contextmanager

@@ -213,18 +213,23 @@ class OptimizerAudit:
         return None
 
     def _of_rates(self) -> Iterator[Finding]:
-        moving = changing = 0
+        moving: list[int] = []
+        changing = 0
         last: float | None = None
-        for update in self.mine:
+        for number, update in enumerate(self.mine, 1):
             rates = update.known_rates()
             within = sum(first != second for first, second in pairwise(rates))
             changing += within > 0 or (last is not None and rates[:1] not in ([], [last]))
-            moving += update.count > 1 and within >= update.count - 1
+            if update.count > 1 and within >= update.count - 1:
+                moving.append(number)
             last = rates[-1] if rates else None
         # A schedule that has come to its end changes nothing any more.
-        if moving > 1 and moving >= changing - 1:
-            text = f"the learning rate changes at every backward ({moving} of {len(self.mine)} updates)"
-            yield self._say("schedule", f"{text}: the schedule runs {self.usual} times as fast as updates")
+        if len(moving) > 1 and len(moving) >= changing - 1:
+            which = ", ".join(map(str, moving[:4]))
+            more = f" and {len(moving) - 4} more" if len(moving) > 4 else ""
+            text = f"the schedule steps {self.usual} times per update"
+            where = f"the learning rate changes at every backward of updates {which}{more}"
+            yield self._say("schedule", f"{text}: {where}")
 
     def _names(self, leaves: list[int]) -> list[str]:
         return [self.ranks[self.first].leaves[leaf].name for leaf in leaves]
@@ -530,10 +535,7 @@ def _factor(gradient: ExplainedGradient, main: ExplainedGradient) -> float | Non
 
 def _own_weights(gradient: ExplainedGradient, rank: int) -> list[float]:
     """Of the micro-batches of a rank that are in the gradient, in order."""
-    own = sorted(
-        (found.micro_batch, found.weight) for found in gradient.weights if found.rank == rank and found.is_present
-    )
-    return [weight for _, weight in own]
+    return [found.weight for found in gradient.weights if found.rank == rank and found.is_present]
 
 
 def _is_divided_again(weights: list[float]) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.audit.command.inside.records import Backward, Clip, End, Rank, Step, Values
+from bench.audit.command.inside.records import Backward, Clipping, End, Rank, Step, Values
 
 Vector = NDArray[np.float64]
 CHANGED = 1.0001
@@ -30,7 +30,7 @@ class AuditedUpdate:
     """From 0, among the updates of this optimizer on this rank."""
     step: Step
     backwards: list[Backward]
-    clips: list[tuple[int, Clip]]
+    clips: list[tuple[int, Clipping]]
     """Each after how many of the backwards."""
     events: str
     """``BBBBCS``: backwards, clipping, the step, and Z where a gradient was cleared before a backward."""
@@ -102,14 +102,14 @@ class _Windows:
         for event in rank.events:
             if isinstance(event, Backward):
                 self._on_backward(event)
-            elif isinstance(event, Clip):
+            elif isinstance(event, Clipping):
                 self._on_clip(event)
             elif isinstance(event, Step) and event.is_sampled and event.optimizer == number:
                 self._on_step(event)
 
     def _begin(self) -> None:
         self._backwards: list[Backward] = []
-        self._clips: list[tuple[int, Clip]] = []
+        self._clips: list[tuple[int, Clipping]] = []
         self._events = ""
 
     def _on_backward(self, backward: Backward) -> None:
@@ -121,7 +121,7 @@ class _Windows:
         self._events += "B"
         self._backwards.append(backward)
 
-    def _on_clip(self, clip: Clip) -> None:
+    def _on_clip(self, clip: Clipping) -> None:
         clipped = {leaf for leaf, factor in enumerate(clip.factors) if factor is not None}
         if self._backwards and self._leaves & clipped:
             self._events += "C"

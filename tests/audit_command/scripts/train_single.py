@@ -1,4 +1,4 @@
-"""One process, nothing wrong, in ways that look wrong: train_single.py VARIANT."""
+"""One process, in ways that look wrong; only ``masked``, a mean of means, is wrong: train_single.py VARIANT."""
 
 import os
 import sys

@@ -97,8 +97,8 @@ def _covered(node: Any, name: str) -> float:
 
 
 def _injected(node: Any) -> Iterator[Any]:
-    """Scalars among the inputs of a function whose output is no scalar."""
-    if all(math.prod(output.shape) == 1 for output in node._input_metadata):
+    """Scalars among the inputs of a function that has none among its outputs, as DDP's has that passes a loss on."""
+    if any(math.prod(output.shape) == 1 for output in node._input_metadata):
         return
     for inner, place in node.next_functions:
         metadata = getattr(inner, "_input_metadata", ())

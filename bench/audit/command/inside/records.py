@@ -72,7 +72,7 @@ class Backward:
 
 
 @dataclass
-class Clip:
+class Clipping:
     """Gradients are clipped."""
 
     factors: list[Any]
@@ -159,10 +159,10 @@ class Rank:
     is_zero: bool = False
     """Whether ZeRO holds the gradients."""
     events: list[Any] = field(default_factory=list)
-    """Backward, Clip, Step and End, in order; a record has them in lines of their own."""
+    """Backward, Clipping, Step and End, in order; a record has them in lines of their own."""
     is_cut: bool = False
     """Whether the record ends within a line."""
 
 
-EVENTS = {"backward": Backward, "clip": Clip, "step": Step, "end": End}
+EVENTS = {"backward": Backward, "clipping": Clipping, "step": Step, "end": End}
 """By the key of a line."""

@@ -35,7 +35,7 @@ from .leaf_probes import (
     LeafProbe,
     evenly,
 )
-from .records import Backward, Clip, End, Leaf, Rank, Step
+from .records import Backward, Clipping, End, Leaf, Rank, Step
 
 JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
 """Variables of launchers that tell one training from another."""
@@ -181,7 +181,7 @@ class TrainingRecorder:
         """Gradients before they are clipped."""
         clipped = set(map(id, parameters))
         self._unclipped = [(probe, probe.gradient()) for probe in self._probes if id(probe.holder) in clipped]
-        self._clip = Clip([None] * len(self._probes))
+        self._clip = Clipping([None] * len(self._probes))
         if isinstance(bound, (int, float)):
             self._clip.bound = float(bound)
         if self._unclipped:
