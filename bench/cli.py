@@ -18,7 +18,7 @@ from bench.commands import COMMANDS, TRAINING
 from bench.errors import DEFECT, GOOD, INTERRUPTED, WRONG, InputError, is_interrupt
 from bench.formatting import plain
 from bench.launch.interrupt import terminate_as_interrupt
-from bench.screen import plain_streams
+from bench.plain_stream import plain_streams
 
 DEBUG = "--debug"
 

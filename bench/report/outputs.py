@@ -16,13 +16,14 @@ from bench.judge.gates import defect_of_trial
 from bench.judge.next_steps import on_each_node
 from bench.judge.pairs import frame_of_pairs
 from bench.judge.pool import load_pool
+from bench.plain_stream import harmless
 from bench.plan.cell import Status
 from bench.report.answer import Answer, answer
 from bench.report.citation import commit_sentence
 from bench.report.progress import emit
 from bench.report.terminal import show
 from bench.run.journal import Journal, read_manifest
-from bench.screen import Screen, harmless
+from bench.screen import Screen
 
 if TYPE_CHECKING:
     from bench.report.sections import PageSection

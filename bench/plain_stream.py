@@ -1,0 +1,56 @@
+"""What a command prints cannot move the cursor or clear the screen, whatever a run, a file or a workload holds.
+
+While a command runs (``plain_streams``), what is printed passes through ``PlainStream``. It leaves out control
+characters, and characters that turn the direction of text, but for the ends of lines; a text that has to stay one line
+is made so by ``formatting.printable``. This module needs no package, so that a Python without any gets a clear line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, TextIO, cast
+
+from bench.formatting import TERMINAL
+
+HIDDEN = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u061c\\u200b-\\u200f\\u2028-\\u202e\\u2060-\\u2069\\ufeff]")
+"""Control characters but for tab and newline (Unicode's Cc), and invisible or bidirectional ones (of Cf)."""
+
+
+def harmless(text: str) -> str:
+    """The text without control sequences and hidden characters; its lines stay."""
+    if text.isprintable() or not HIDDEN.search(text):
+        return text
+    return HIDDEN.sub("", TERMINAL.sub("", text))
+
+
+class PlainStream:
+    """A stream of text that writes what is harmless; everything else is the stream's own."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        self.stream.write(harmless(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextlib.contextmanager
+def plain_streams() -> Iterator[None]:
+    """Let standard output and standard error of this process write what is harmless alone."""
+    out, err = sys.stdout, sys.stderr
+    sys.stdout = cast("TextIO", PlainStream(out))
+    sys.stderr = cast("TextIO", PlainStream(err))
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = out, err
