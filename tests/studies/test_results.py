@@ -111,7 +111,8 @@ def test_what_cannot_be_made_or_trusted_is_said(
 def test_what_the_table_names_is_there() -> None:
     names = [row.name for row in ROWS]
     for row in ROWS:
-        assert all((ROOT / path.removeprefix(":!")).exists() for path in row.code), row.name
+        for path in row.code:
+            assert any(ROOT.glob(path.removeprefix(":!"))), (row.name, path)
         assert set(row.sources) <= set(names[: names.index(row.name)]), row.name
 
 
