@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from bench.errors import BAD, GOOD, WRONG
+from bench.run import machine
 from bench.run.journal import read_document, write_document
 from studies import audit_page, claims, results
 from studies.measured import Measured
@@ -44,8 +45,8 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     git(tmp_path, "init", "-q")
     (tmp_path / "bench").mkdir()
     first = commit(tmp_path, '"""What is run."""\nrate = 1\n')
+    monkeypatch.setattr(machine, "git_state", lambda: {"commit": first, "clean": True})
     simulate(tmp_path / RUN, {"a": 1.0, "b": 1.1}, repeats=2)
-    write_document(tmp_path / RUN, read_document(tmp_path / RUN) | {"git": {"commit": first, "clean": True}})
     timed = Made(name="timed", paths=(RUN,), commands=("false",), code=(CODE,), minutes=1, is_run=True)
     made_by = (f"cp {CODE} {PAGE}",)
     page = Made(name="page", paths=(PAGE,), commands=made_by, code=(".",), sources=("timed",), minutes=2)
