@@ -31,6 +31,7 @@ ELSEWHERE = {
     "VER01": "docs/versions.md: measured with each version of DeepSpeed",
     "VER02": "DeepSpeed #7985: needs DeepSpeed 0.18.6",
     "VER03": "docs/versions.md: measured with each version of DeepSpeed",
+    "VER04": "docs/known-bad.md: each entry has a reproducer, which tests/audit/test_advisories.py runs",
     "CLP05": "torchtune recipes/full_finetune_distributed.py __init__ was read; torchtune is not installed",
     "OPT03": "lomo_optim needs CUDA",
     "MEM01": "docs/memory-and-bytes.md: peaks of fsdp2-deferred and fsdp2-eager",
