@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench.commands.options import all_folders
 from bench.errors import BAD, GOOD, InputError
 from bench.files import plots_folder
 from bench.findings import Level
@@ -43,14 +44,14 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from bench.judge.analysis import Analysis
-    from bench.judge.integrity import check
-    from bench.judge.pool import folders_of, load_pool
+    from bench.judge.integrity import examine
+    from bench.judge.pool import load_pool
 
     places, cells = _places_and_cells(arguments.words)
-    folder = folders_of(places[0])[0]
-    data = Analysis.of(load_pool(places), folder)
+    pool, folders = load_pool(places), all_folders(places)
+    data = Analysis.of(pool, folders[0])
     found = _citation(arguments.plot, cells, data)
-    errors = [finding for finding in check(*places) if finding.level is Level.ERROR]
+    errors = [finding for finding in examine(pool, folders) if finding.level is Level.ERROR]
     if errors and not arguments.force:
         first = errors[0]
         names = ", ".join(map(str, places))

@@ -18,7 +18,7 @@ from bench.judge.analysis import Analysis
 from bench.judge.caveats import CONTROL, OTHER_DAYS, VERDICTS
 from bench.judge.contradictions import contradictions
 from bench.judge.loading import Run, missing_trials
-from bench.judge.pool import folders_of, load_pool
+from bench.judge.pool import Pool, folders_of, load_pool
 from bench.judge.stored_tables import read_table
 from bench.judge.tables import NAMES
 from bench.plan.cell import Status
@@ -37,7 +37,11 @@ def check(*places: Path) -> list[Finding]:
 
     Raises InputError if a folder holds no run, or the runs cannot be pooled.
     """
-    pool, folders = load_pool(places), [folder for place in places for folder in folders_of(place)]
+    return examine(load_pool(places), [folder for place in places for folder in folders_of(place)])
+
+
+def examine(pool: Pool, folders: Sequence[Path]) -> list[Finding]:
+    """The findings of ``check`` on runs that are loaded, each from its folder."""
     found: list[Finding] = []
     for title, folder, run in zip(pool.titles, folders, pool.runs, strict=True):
         of_run = [journal(run), *contradictions(run), *_tables(folder, run), *_trials(run), _order(run.records)]
