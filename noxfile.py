@@ -31,10 +31,14 @@ def install(session: nox.Session) -> None:
     """Install the project and its tools; the other sessions do this by themselves."""
     # torch is gigabytes, so there is one environment, whose programs the other sessions find first on the path.
     os.environ["PATH"] = os.pathsep.join([session.bin, os.environ.get("PATH", os.defpath)])
-    digest = hashlib.sha256(b"".join(Path(name).read_bytes() for name in INSTALLED_FROM)).hexdigest()
+    digest = hashlib.sha256(
+        b"".join(Path(name).read_bytes() for name in INSTALLED_FROM)
+    ).hexdigest()
     stamp = Path(session.virtualenv.location) / "installed.sha256"
     if stamp.exists() and stamp.read_text() == digest:
-        session.log(f"{', '.join(INSTALLED_FROM)} are as they were when this environment was installed")
+        session.log(
+            f"{', '.join(INSTALLED_FROM)} are as they were when this environment was installed"
+        )
         return
     for index in os.environ.get("PIP_EXTRA_INDEX_URL", "").split():
         try:
@@ -56,7 +60,11 @@ def install(session: nox.Session) -> None:
     stamp.write_text(digest)
 
 
-UV_NAMES = {"find-links": "UV_FIND_LINKS", "extra-index-url": "UV_EXTRA_INDEX_URL", "index-url": "UV_DEFAULT_INDEX"}
+UV_NAMES = {
+    "find-links": "UV_FIND_LINKS",
+    "extra-index-url": "UV_EXTRA_INDEX_URL",
+    "index-url": "UV_DEFAULT_INDEX",
+}
 """uv's variables for pip's settings of where packages are."""
 
 
@@ -64,9 +72,13 @@ def pip_settings() -> dict[str, str]:
     """Variables that make uv, which reads no setting of pip, find packages, such as torch's build, where pip does."""
     if not (pip := shutil.which("pip") or shutil.which("pip3")):
         return {}
-    listed = subprocess.run([pip, "config", "list"], stdout=subprocess.PIPE, text=True, check=True).stdout
+    listed = subprocess.run(
+        [pip, "config", "list"], stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
     found = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # pip's: the best version of all indexes
-    for line in sorted(listed.splitlines(), reverse=True):  # variables, :env:, come after files, since they count more
+    for line in sorted(
+        listed.splitlines(), reverse=True
+    ):  # variables, :env:, come after files, since they count more
         key, _, value = line.partition("=")
         if name := UV_NAMES.get(key.rpartition(".")[2]):
             found[name] = value.strip("'")
@@ -117,7 +129,10 @@ def cuda(session: nox.Session) -> None:
     """
     folder = os.environ.get("CUDA_STUB", ".nox/cuda-stub")
     build = subprocess.run(
-        ["python", "tests/cuda_stub/build.py", folder], stderr=subprocess.PIPE, text=True, check=False
+        ["python", "tests/cuda_stub/build.py", folder],
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
     )
     if build.returncode == SKIPPED:
         session.skip(build.stderr.strip())
@@ -139,14 +154,26 @@ def browser(session: nox.Session) -> None:
 
 
 def _install_browser(session: nox.Session) -> None:
-    session.run("python", "-m", "pip", "install", "-q", "-c", "constraints.txt", "--group", "browser")
+    session.run(
+        "python", "-m", "pip", "install", "-q", "-c", "constraints.txt", "--group", "browser"
+    )
     if not any(map(shutil.which, BROWSERS)):
         if shutil.which("apt-get") and os.geteuid() == 0:
             session.run("apt-get", "update", "-q", external=True)
             packages = ("chromium", "fonts-dejavu-core")
-            session.run("apt-get", "install", "-q", "-y", "--no-install-recommends", *packages, external=True)
+            session.run(
+                "apt-get",
+                "install",
+                "-q",
+                "-y",
+                "--no-install-recommends",
+                *packages,
+                external=True,
+            )
         else:
-            session.warn(f"no browser: install one of {', '.join(BROWSERS)}; until then these tests are skipped")
+            session.warn(
+                f"no browser: install one of {', '.join(BROWSERS)}; until then these tests are skipped"
+            )
 
 
 @nox.session(venv_backend="none", requires=["install"])
@@ -208,7 +235,9 @@ def build(session: nox.Session) -> None:
     session.install("build", "twine")
     shutil.rmtree("dist", ignore_errors=True)
     session.run("python", "-m", "build", "--outdir", "dist")
-    session.run("python", "-m", "twine", "check", "--strict", *map(str, sorted(Path("dist").iterdir())))
+    session.run(
+        "python", "-m", "twine", "check", "--strict", *map(str, sorted(Path("dist").iterdir()))
+    )
     (built,) = Path("dist").glob("*.whl")
     names = {name.partition("/")[0] for name in zipfile.ZipFile(built).namelist()}
     if others := {name for name in names if not name.endswith(".dist-info")} - {"bench"}:
@@ -224,7 +253,9 @@ def wheel(session: nox.Session) -> None:
     (n,) = nox.project.load_toml("bench/matrices/smoke.toml")["axes"]["accumulate"]
     session.install(*pins, str(built))
     session.chdir(session.create_tmp())
-    Path("config.yaml").write_text("trainer: {strategy: deepspeed_stage_2, accumulate_grad_batches: 4}\n")
+    Path("config.yaml").write_text(
+        "trainer: {strategy: deepspeed_stage_2, accumulate_grad_batches: 4}\n"
+    )
     # Without the extra that brings them, nothing that only reads needs torch or a framework.
     session.run("python", "-c", "import importlib.util as u; assert not u.find_spec('torch')")
     session.run("accumulation-bench", "lint", "config.yaml", success_codes=[1])
@@ -232,7 +263,18 @@ def wheel(session: nox.Session) -> None:
     session.install(*pins, f"{built}[frameworks,hf,torchtitan]")
     cells = [f"fsdp2-{sync} N={n} W=2 fp32" for sync in ("deferred", "eager")]
     scenarios = ("--scenario", "divisible,resume", "--backend", "ddp-deferred")
-    size = ("--model", "8b", "--world-size", "64", "--accumulate", "16", "--sequence", "8192", "--precision", "bf16")
+    size = (
+        "--model",
+        "8b",
+        "--world-size",
+        "64",
+        "--accumulate",
+        "16",
+        "--sequence",
+        "8192",
+        "--precision",
+        "bf16",
+    )
     for command in (
         ("run", "--matrix", "smoke", "--out", "smoke"),
         ("report", "smoke", "--rebuild"),
@@ -251,10 +293,27 @@ def wheelhouse(session: nox.Session) -> None:
     """Collect the wheels that a machine without network lacks: --python 3.12 --platform P --exclude torch."""
     parser = argparse.ArgumentParser(prog="nox -s wheelhouse --")
     option = parser.add_argument
-    option("--python", default=platform.python_version(), metavar="3.N", help="the machine's (default: as here)")
-    option("--platform", default=f"manylinux_2_28_{platform.machine()}", help="its platform tag (default: %(default)s)")
-    option("--exclude", default="", metavar="NAME[,NAME]", help="what it has already, such as torch")
-    option("--out", type=Path, default=Path("wheelhouse"), metavar="DIR", help="where to (default: wheelhouse)")
+    option(
+        "--python",
+        default=platform.python_version(),
+        metavar="3.N",
+        help="the machine's (default: as here)",
+    )
+    option(
+        "--platform",
+        default=f"manylinux_2_28_{platform.machine()}",
+        help="its platform tag (default: %(default)s)",
+    )
+    option(
+        "--exclude", default="", metavar="NAME[,NAME]", help="what it has already, such as torch"
+    )
+    option(
+        "--out",
+        type=Path,
+        default=Path("wheelhouse"),
+        metavar="DIR",
+        help="where to (default: wheelhouse)",
+    )
     arguments = parser.parse_args(session.posargs)
     project = nox.project.load_toml("pyproject.toml")
     groups = project["dependency-groups"]
@@ -265,16 +324,30 @@ def wheelhouse(session: nox.Session) -> None:
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))
     excluded = arguments.exclude.lower().replace("_", "-").split(",") if arguments.exclude else []
     if unknown := [name for name in excluded if name not in pins]:
-        session.error(f"--exclude: '{unknown[0]}' is not in constraints.txt, so it is not collected anyway")
+        session.error(
+            f"--exclude: '{unknown[0]}' is not in constraints.txt, so it is not collected anyway"
+        )
     pip = ("python", "-m", "pip", "--disable-pip-version-check")
-    if "deepspeed" not in excluded:  # it has no wheel on the index: built without operators, one fits any machine
-        built = ("wheel", "--no-deps", "--wheel-dir", str(arguments.out), f"deepspeed=={pins['deepspeed']}")
+    if (
+        "deepspeed" not in excluded
+    ):  # it has no wheel on the index: built without operators, one fits any machine
+        built = (
+            "wheel",
+            "--no-deps",
+            "--wheel-dir",
+            str(arguments.out),
+            f"deepspeed=={pins['deepspeed']}",
+        )
         session.run(*pip, *built, env={"DS_BUILD_OPS": "0"})
     tags = [arguments.platform]  # pip takes wheels for an older manylinux only where that is named
     if match := re.fullmatch(r"manylinux_2_(\d+)_(\w+)", arguments.platform):
         tags = [f"manylinux_2_{minor}_{match[2]}" for minor in range(int(match[1]), 4, -1)]
         tags.append(f"manylinux2014_{match[2]}")
-    kind = [f"--dest={arguments.out}", "--only-binary=:all:", f"--python-version={arguments.python}"]
+    kind = [
+        f"--dest={arguments.out}",
+        "--only-binary=:all:",
+        f"--python-version={arguments.python}",
+    ]
     kind += [f"--platform={tag}" for tag in tags]
     left_out = {*excluded, "deepspeed", "torch", *itertools.chain.from_iterable(groups.values())}
     wanted = [f"{name}=={version}" for name, version in pins.items() if name not in left_out]
@@ -282,4 +355,6 @@ def wheelhouse(session: nox.Session) -> None:
     if "torch" not in excluded:  # with the packages of CUDA, which torch pins itself
         session.run(*pip, "download", "-c", "constraints.txt", *kind, f"torch=={pins['torch']}")
     (arguments.out / "requirements.txt").write_text("\n".join(asked) + "\n", encoding="utf-8")
-    session.log(f"take {arguments.out} and the checkout there; docs/offline.md says how to install it")
+    session.log(
+        f"take {arguments.out} and the checkout there; docs/offline.md says how to install it"
+    )

@@ -29,7 +29,9 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         # Only for --help: main looks for it in argv, since parsing itself may fail.
-        self.add_argument(DEBUG, action="store_true", help="if the bench itself fails: print the traceback")
+        self.add_argument(
+            DEBUG, action="store_true", help="if the bench itself fails: print the traceback"
+        )
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message}; see {self.prog} --help")
@@ -165,5 +167,7 @@ def _parser() -> Parser:
     commands = Commands(subparsers)
     for name in itertools.chain(*COMMANDS.values()):
         _module(name).add(commands)
-    parser.epilog = f"{commands.listed()}\n\nA command's own options: python -m bench COMMAND --help"
+    parser.epilog = (
+        f"{commands.listed()}\n\nA command's own options: python -m bench COMMAND --help"
+    )
     return parser

@@ -98,7 +98,9 @@ def subfolder(folder: Path, name: str) -> Path:
     with contextlib.suppress(FileExistsError):
         path.mkdir(parents=True)
     if not stat.S_ISDIR(path.lstat().st_mode):
-        raise NotADirectoryError(errno.ENOTDIR, "is not a folder of its own but a link or a file", str(path))
+        raise NotADirectoryError(
+            errno.ENOTDIR, "is not a folder of its own but a link or a file", str(path)
+        )
     return path
 
 
@@ -224,7 +226,9 @@ def held(path: Path, place: str, advice: str) -> Iterator[None]:
 
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(path.lstat().st_mode):
-            raise InputError(f"{place}: {path.name} is a link or no file, which is not followed; remove it")
+            raise InputError(
+                f"{place}: {path.name} is a link or no file, which is not followed; remove it"
+            )
     lock = FileLock(path, timeout=READING_S, on_acquired=_sign)
     try:
         lock.acquire()

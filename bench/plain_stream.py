@@ -15,7 +15,9 @@ from typing import Any, TextIO, cast
 
 from bench.formatting import TERMINAL
 
-HIDDEN = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u061c\\u200b-\\u200f\\u2028-\\u202e\\u2060-\\u2069\\ufeff]")
+HIDDEN = re.compile(
+    "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u061c\\u200b-\\u200f\\u2028-\\u202e\\u2060-\\u2069\\ufeff]"
+)
 """Control characters but for tab and newline (Unicode's Cc), and invisible or bidirectional ones (of Cf)."""
 
 

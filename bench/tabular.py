@@ -52,7 +52,10 @@ class TableRow:
     """Whether its text in the first column is a heading of the rows below."""
 
     def __post_init__(self) -> None:
-        texts = {key: text if isinstance(text, Markup) else printable(text) for key, text in self.texts.items()}
+        texts = {
+            key: text if isinstance(text, Markup) else printable(text)
+            for key, text in self.texts.items()
+        }
         object.__setattr__(self, "texts", texts)
 
 
@@ -183,7 +186,9 @@ def _template() -> Template:
     return Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
 
 
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[int] = ()) -> list[str]:
+def markdown_table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[int] = ()
+) -> list[str]:
     """The lines of a table of texts that are Markdown already (``Table.from_rows``), and an empty one after them."""
     return Table.from_rows(header, rows, numbers).markdown(is_markup=True)
 

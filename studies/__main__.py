@@ -22,7 +22,9 @@ DOCS = ROOT / "docs" / "statistics.md"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Simulate, and write the page, which says what is not met."""
-    parser = argparse.ArgumentParser(prog="python -m studies", description=str(__doc__).partition("\n\n")[2])
+    parser = argparse.ArgumentParser(
+        prog="python -m studies", description=str(__doc__).partition("\n\n")[2]
+    )
     words = "simulated reports per row (default: %(default)s)"
     parser.add_argument("--reports", type=int, default=study.REPORTS, metavar="N", help=words)
     words = "simulated pools of runs per row (default: %(default)s)"

@@ -47,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run what has no result yet, keep each result at once, and write the page."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
     parser.add_argument("--again", choices=("scripts", "costs"), help="run all of these again")
-    parser.add_argument("--packages", type=Path, nargs="+", default=[], help="folders with other versions")
+    parser.add_argument(
+        "--packages", type=Path, nargs="+", default=[], help="folders with other versions"
+    )
     options = parser.parse_args(argv)
     data: dict[str, Any] = json.loads(DATA.read_text()) if DATA.exists() else {}
     data = {key: data[key] for key in data if options.again != _part(key)}
@@ -56,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = audit_case(case)
             data[case.name] = {key: found[key] for key in ("verdict", "findings")}
             _keep(data)
-            print(f"{'' if found['verdict'] == case.verdict else 'NOT EXPECTED '}{case.name}: {found['verdict']}")
+            print(
+                f"{'' if found['verdict'] == case.verdict else 'NOT EXPECTED '}{case.name}: {found['verdict']}"
+            )
     for script in SCREENS:
         if f"screen of {script}" not in data:
             data[f"screen of {script}"] = _screen(Case(script, ""))
@@ -95,7 +99,9 @@ def _audit_versions(data: dict[str, Any], folder: Path | None) -> None:
         for script in scripts:
             key = f"{package} {number}, {script}"
             if key not in data[VERSIONS]:
-                verdict = audit_case(Case(script, RIGHT), PYTHONPATH=os.pathsep.join(path))["verdict"]
+                verdict = audit_case(Case(script, RIGHT), PYTHONPATH=os.pathsep.join(path))[
+                    "verdict"
+                ]
                 data[VERSIONS][key] = verdict
                 _keep(data)
                 print(f"{key}: {verdict}")
@@ -114,8 +120,12 @@ def _cost(case: Case) -> dict[str, list[float]]:
     """By mode the ratio of a window to one without an audit: the median, and an interval of 95 %."""
     found = audit("--updates", "999999", "--", *case.command)
     line = next(line for line in found.stdout.splitlines() if line.startswith("COST "))
-    times = {mode: np.array(values) for mode, values in json.loads(line.removeprefix("COST ")).items()}
-    ratios = {mode: values / times["without"] for mode, values in times.items() if mode != "without"}
+    times = {
+        mode: np.array(values) for mode, values in json.loads(line.removeprefix("COST ")).items()
+    }
+    ratios = {
+        mode: values / times["without"] for mode, values in times.items() if mode != "without"
+    }
     return {mode: _interval(values) for mode, values in ratios.items()}
 
 
@@ -143,7 +153,8 @@ def page(data: dict[str, Any]) -> str:
             f"found by name, and {len(accused)} of {len(sound)} others are accused.",
             "",
             *markdown_table(
-                ("script", "what is special", "verdict", "findings"), [_row(case, data[case.name]) for case in CASES]
+                ("script", "what is special", "verdict", "findings"),
+                [_row(case, data[case.name]) for case in CASES],
             ),
             "## Three screens",
             "",
@@ -163,17 +174,26 @@ def page(data: dict[str, Any]) -> str:
             *markdown_table(
                 ("loop and width", "counting", "sampling"),
                 [
-                    (cost, *(_ratio(data[f"cost of {cost}"][mode]) for mode in ("counting", "sampling")))
+                    (
+                        cost,
+                        *(
+                            _ratio(data[f"cost of {cost}"][mode])
+                            for mode in ("counting", "sampling")
+                        ),
+                    )
                     for cost in COSTS
                 ],
             ),
             VERSIONS_TEXT,
             *markdown_table(
-                ("package", "script", "verdict"), [_version(*run) for run in sorted(data[VERSIONS].items())]
+                ("package", "script", "verdict"),
+                [_version(*run) for run in sorted(data[VERSIONS].items())],
             ),
             HELD_OUT,
             PUBLIC,
-            *markdown_table(("script", "commit", "what the audit says", "checked by hand"), PUBLIC_SCRIPTS),
+            *markdown_table(
+                ("script", "commit", "what the audit says", "checked by hand"), PUBLIC_SCRIPTS
+            ),
         ]
     )
 
@@ -286,7 +306,12 @@ PUBLIC_SCRIPTS = (
         "true: `require_backward_grad_sync` is set after the forward, which reads it; f6d194b fixes it",
     ),
     ("the same", "6104ab1", "right, deferred", "true"),
-    ("karpathy/nanoGPT, `train.py`, on one rank and on two", "3adf61e", "right; on two ranks deferred", "true"),
+    (
+        "karpathy/nanoGPT, `train.py`, on one rank and on two",
+        "3adf61e",
+        "right; on two ranks deferred",
+        "true",
+    ),
     (
         "huggingface/accelerate, `by_feature/gradient_accumulation.py`, `--updates 28`",
         "16cb6eb",

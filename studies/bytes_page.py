@@ -50,7 +50,9 @@ class Measured:
     def of(cls, runs: Sequence[Run]) -> Measured:
         """The first good trial of each cell, with everything that a formula was held against."""
         trials = pd.concat([run.tables.trials for run in runs], ignore_index=True)
-        good = trials[trials["status"].isin([Status.OK, Status.INVALID]) & (trials["twin"].fillna("") == "")]
+        good = trials[
+            trials["status"].isin([Status.OK, Status.INVALID]) & (trials["twin"].fillna("") == "")
+        ]
         first = good.sort_values("repeat").drop_duplicates("cell_id")
         cells = {cell_id: cell for run in runs for cell_id, cell in run.cells.items()}
         first = first.assign(cell=[cells[cell_id] for cell_id in first["cell_id"]])
@@ -125,8 +127,12 @@ def _agreement(measured: Measured) -> list[str]:
     rows = []
     for world in sorted(measured.trials["world"].unique(), key=_place):
         trials = measured.trials[measured.trials["world"] == world]
-        counted = measured.collectives[measured.collectives["world"] == world].dropna(subset=["expected_calls"])
-        memory = measured.memory[measured.memory["world"] == world].dropna(subset=["expected_bytes"])
+        counted = measured.collectives[measured.collectives["world"] == world].dropna(
+            subset=["expected_calls"]
+        )
+        memory = measured.memory[measured.memory["world"] == world].dropna(
+            subset=["expected_bytes"]
+        )
         held = memory[memory["category"].str.startswith(HELD)]
         same = (counted["calls"] == counted["expected_calls"]) & (
             counted["payload_bytes"] == counted["expected_payload_bytes"]
@@ -140,7 +146,9 @@ def _agreement(measured: Measured) -> list[str]:
             )
         )
     return [
-        *markdown_table(("world", "cells", "operations with equal calls and bytes", "held bytes equal"), rows),
+        *markdown_table(
+            ("world", "cells", "operations with equal calls and bytes", "held bytes equal"), rows
+        ),
         "Held: parameters, gradients, optimizer state and communication buffers between two micro-batches, each to the "
         "byte, padding of uneven shards included; with N = 1 there is no such moment. The reference, one process that "
         "accumulates nothing, is among the cells and has no formulas.",
@@ -154,7 +162,14 @@ def _peaks(errors: pd.DataFrame) -> list[str]:
         found = errors[errors["model"] == model]
         farthest = found.loc[found["error"].abs().idxmax()]
         shares = (f"{100 * (found['error'].abs() <= limit).mean():.1f} %" for limit in LIMITS)
-        rows.append((model, str(len(found)), *shares, f"{100 * farthest['error']:+.2f} %, {farthest['label']}"))
+        rows.append(
+            (
+                model,
+                str(len(found)),
+                *shares,
+                f"{100 * farthest['error']:+.2f} %, {farthest['label']}",
+            )
+        )
     return [
         "## Predicted peaks against exact ones",
         "",
@@ -164,7 +179,9 @@ def _peaks(errors: pd.DataFrame) -> list[str]:
         "model's buffers. Cells of the tiny model are those above; larger ones spread over backends, N, W, precision, "
         "lengths and checkpointing, each measured on fake tensors, as by `predict --exact`, and DDP on real ones.",
         "",
-        *markdown_table(("model", "cells", *(f"within {100 * limit:g} %" for limit in LIMITS), "farthest"), rows),
+        *markdown_table(
+            ("model", "cells", *(f"within {100 * limit:g} %" for limit in LIMITS), "farthest"), rows
+        ),
     ]
 
 
@@ -205,14 +222,17 @@ def _amount(row: Any) -> str:
 
 def _held(measured: Measured) -> list[str]:
     memory = measured.memory[
-        (measured.memory["category"] == "held_gradients") & (measured.memory["accumulate"] == SHOWN_N)
+        (measured.memory["category"] == "held_gradients")
+        & (measured.memory["accumulate"] == SHOWN_N)
     ]
     memory = memory[~memory["world"].str.startswith("fake")]
     worlds = sorted(memory["world"].unique(), key=_place)
     rows = []
     for backend, part in memory.groupby("backend"):
         by_world = part.set_index("world")["bytes"]
-        rows.append((str(backend), *(f"{by_world[w] / MIB:.2f}" if w in by_world else "-" for w in worlds)))
+        rows.append(
+            (str(backend), *(f"{by_world[w] / MIB:.2f}" if w in by_world else "-" for w in worlds))
+        )
     return [
         f"## Gradients held between micro-batches, N = {SHOWN_N}, MiB per rank",
         "",
@@ -231,14 +251,23 @@ def _large(measured: Measured) -> list[str]:
     fake = measured.trials[[cell.world is World.FAKE for cell in measured.trials["cell"]]]
     if fake.empty:
         return []
-    memory = measured.memory.pivot_table(index="cell_id", columns="category", values="bytes", aggfunc="max")
+    memory = measured.memory.pivot_table(
+        index="cell_id", columns="category", values="bytes", aggfunc="max"
+    )
     rows, gradients = [], {}
     for trial in fake.sort_values(["world_size", "backend"]).to_dict("records"):
         held = memory.loc[trial["cell_id"]]
         gradients[trial["world_size"], trial["backend"]] = held["held_gradients"]
-        sizes = (held[f"held_{use}"] / GIB for use in ("parameters", "gradients", "optimizer_state"))
+        sizes = (
+            held[f"held_{use}"] / GIB for use in ("parameters", "gradients", "optimizer_state")
+        )
         rows.append(
-            (trial["backend"], str(trial["world_size"]), str(trial["accumulate"]), *(f"{s:.2f}" for s in sizes))
+            (
+                trial["backend"],
+                str(trial["world_size"]),
+                str(trial["accumulate"]),
+                *(f"{s:.2f}" for s in sizes),
+            )
         )
     lines = []
     for world_size in sorted({w for w, _ in gradients}):
@@ -253,7 +282,9 @@ def _large(measured: Measured) -> list[str]:
             f"- W = {world_size}: deferred holds {(pair[0] - pair[1]) / GIB:.4f} GiB more than eager; 4P(1 - 1/W), "
             f"without the padding of shards, is {whole * (1 - 1 / world_size) / GIB:.4f} GiB."
         )
-    deferred = {w: size for (w, name), size in sorted(gradients.items()) if name == "fsdp2-deferred"}
+    deferred = {
+        w: size for (w, name), size in sorted(gradients.items()) if name == "fsdp2-deferred"
+    }
     if len(deferred) > 1:
         held = ", ".join(f"{size / GIB:.4f} GiB at W = {w}" for w, size in deferred.items())
         shrinks = "does not shrink" if len(set(deferred.values())) == 1 else "changes"
@@ -271,21 +302,27 @@ def _large(measured: Measured) -> list[str]:
 def _accumulation(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     if not rows:
         return []
-    factors = list(dict.fromkeys(e["accumulate"] for row in rows for e in row.get("errors", ()) if e))
+    factors = list(
+        dict.fromkeys(e["accumulate"] for row in rows for e in row.get("errors", ()) if e)
+    )
     found = []
     without: dict[str, list[str]] = {}
     for row in rows:
         if row.get("reason"):
             without.setdefault(row["reason"], []).append(f"{row['backend']} in {row['precision']}")
         errors = {e["accumulate"]: f"{e['error']:.1e}" for e in row.get("errors", ()) if e}
-        found.append((row["backend"], row["precision"], row["dtype"], *(errors.get(n, "-") for n in factors)))
+        found.append(
+            (row["backend"], row["precision"], row["dtype"], *(errors.get(n, "-") for n in factors))
+        )
     return [
         "## In which dtype gradients are summed",
         "",
         "*Summed in* is found with gradients that fp32 sums exactly and bf16 does not (`python -m bench accumulation "
         "--errors`, W = 2). By N: the relative L2 error, against fp64, of a sum of other gradients.",
         "",
-        *markdown_table(("backend", "precision", "summed in", *(f"N = {n}" for n in factors)), _merged(found)),
+        *markdown_table(
+            ("backend", "precision", "summed in", *(f"N = {n}" for n in factors)), _merged(found)
+        ),
         *(f"- {reason}: {', '.join(who)}." for reason, who in without.items()),
         "",
     ]

@@ -28,7 +28,9 @@ def answer(row: Mapping[str, Any], m: Measured) -> tuple[str, str]:
     """The verdict on a claim, and the sentence with its numbers."""
     module = judges_torch if hasattr(judges_torch, row["judge"]) else judges_lightning
     verdict, numbers = getattr(module, row["judge"])(m)
-    return f"{verdict} {row['only']}" if verdict == ONLY else verdict, row["measured"].format(**numbers)
+    return f"{verdict} {row['only']}" if verdict == ONLY else verdict, row["measured"].format(
+        **numbers
+    )
 
 
 def page(m: Measured) -> str:

@@ -12,7 +12,17 @@ from bench.audit.stepcount_text import by_rule
 from bench.audit.training_plan import TrainingPlan
 from bench.backends.base import registry
 from studies import measured
-from studies.measured import DIVIDED_TWICE, GLOBAL_STEP, HOOK, PLAIN, TRUE, Judged, Measured, only, true
+from studies.measured import (
+    DIVIDED_TWICE,
+    GLOBAL_STEP,
+    HOOK,
+    PLAIN,
+    TRUE,
+    Judged,
+    Measured,
+    only,
+    true,
+)
 
 
 def completely(m: Measured) -> Judged:
@@ -45,8 +55,15 @@ def call_is_normal(m: Measured) -> Judged:
     seen = m.seen["divisible", DIVIDED_TWICE]
     sizes = {len(update["samples"]) for update in seen["updates"]}
     counted = m.reported("divisible", DIVIDED_TWICE, GLOBAL_STEP)
-    whole = seen["scenario"]["batch_size"] * seen["scenario"]["world_size"] * seen["scenario"]["accumulate"][0]
-    return true(sizes == {whole} and counted == len(seen["updates"])), _calls(m) | {"size": whole, "counted": counted}
+    whole = (
+        seen["scenario"]["batch_size"]
+        * seen["scenario"]["world_size"]
+        * seen["scenario"]["accumulate"][0]
+    )
+    return true(sizes == {whole} and counted == len(seen["updates"])), _calls(m) | {
+        "size": whole,
+        "counted": counted,
+    }
 
 
 def divided_twice(m: Measured) -> Judged:
@@ -66,10 +83,19 @@ def equal_n(m: Measured) -> Judged:
 
 
 def configure_optimizers(m: Measured) -> Judged:
-    neither, other, alone = (m.probes["both_defined"][name] for name in ("neither", "optimizer", "scheduler"))
+    neither, other, alone = (
+        m.probes["both_defined"][name] for name in ("neither", "optimizer", "scheduler")
+    )
     stays = "stays" if other["scheduler"] else "is dropped"
-    ignored = "is ignored" if alone["scheduler"] == neither["scheduler"] else "replaces the module's"
-    numbers = {"own": neither["optimizer"], "other": other["optimizer"], "stays": stays, "alone": ignored}
+    ignored = (
+        "is ignored" if alone["scheduler"] == neither["scheduler"] else "replaces the module's"
+    )
+    numbers = {
+        "own": neither["optimizer"],
+        "other": other["optimizer"],
+        "stays": stays,
+        "alone": ignored,
+    }
     return true(other["optimizer"] != neither["optimizer"]), numbers
 
 
@@ -83,28 +109,48 @@ def ends_early(m: Measured) -> Judged:
 
 
 def drop_last(m: Measured) -> Judged:
-    without, dropped = (min(m.weights(scenario, PLAIN)) for scenario in ("partial-window", "drop-last"))
+    without, dropped = (
+        min(m.weights(scenario, PLAIN)) for scenario in ("partial-window", "drop-last")
+    )
     numbers = {"without": without, "dropped": dropped, "updates": m.updates("drop-last", PLAIN)}
     return true(without == 1 != dropped), numbers
 
 
 def small_last_batch(m: Measured) -> Judged:
     kept, dropped = (m.distortion(scenario, PLAIN) for scenario in ("keep-last", "drop-last"))
-    weight_kept, weight = (min(m.weights(scenario, PLAIN)) for scenario in ("keep-last", "drop-last"))
+    weight_kept, weight = (
+        min(m.weights(scenario, PLAIN)) for scenario in ("keep-last", "drop-last")
+    )
     lost = m.seen["drop-last", PLAIN]["samples_never_fetched"]
-    numbers = {"kept": kept, "dropped": dropped, "weight_kept": weight_kept, "weight": weight, "lost": lost}
+    numbers = {
+        "kept": kept,
+        "dropped": dropped,
+        "weight_kept": weight_kept,
+        "weight": weight,
+        "lost": lost,
+    }
     return only(kept > dropped == 1 and weight < 1, true(weight == 1)), numbers
 
 
 def last_window(m: Measured) -> Judged:
-    ddp, engine = m.updates("partial-window", PLAIN), m.updates("partial-window", "deepspeed-zero2-eager")
+    ddp, engine = (
+        m.updates("partial-window", PLAIN),
+        m.updates("partial-window", "deepspeed-zero2-eager"),
+    )
     mixed = m.mixed("partial-window", "deepspeed-zero2-eager")
     weight = min(m.weights("partial-window", PLAIN))
-    return only(ddp == 6 and mixed > 0, true(ddp < 6)), {"ddp": ddp, "engine": engine, "mixed": mixed, "weight": weight}
+    return only(ddp == 6 and mixed > 0, true(ddp < 6)), {
+        "ddp": ddp,
+        "engine": engine,
+        "mixed": mixed,
+        "weight": weight,
+    }
 
 
 def max_epochs(m: Measured) -> Judged:
-    counts = {name: m.updates("partial-window", name) for name in ("ddp-eager", PLAIN, DIVIDED_TWICE)}
+    counts = {
+        name: m.updates("partial-window", name) for name in ("ddp-eager", PLAIN, DIVIDED_TWICE)
+    }
     words = ", ".join(f"{count} updates under `{name}`" for name, count in counts.items())
     weight = min(m.weights("partial-window", PLAIN))
     numbers = {"counts": words, "whole": m.updates("divisible", PLAIN), "weight": weight}
@@ -117,11 +163,19 @@ def _by_samples(scenario: Mapping[str, Any]) -> int:
 
 
 def ceil_of_samples(m: Measured) -> Judged:
-    plan = TrainingPlan(samples=33, batch_size=2, accumulate=(4,), world_size=2, epochs=2, drop_last=True)
+    plan = TrainingPlan(
+        samples=33, batch_size=2, accumulate=(4,), world_size=2, epochs=2, drop_last=True
+    )
     (truth,) = {steps.optimizer_steps for _, steps in by_rule(plan, registry()).values() if steps}
     ddp, engine = m.updates("drop-last", PLAIN), m.updates("drop-last", DIVIDED_TWICE)
     formula_37 = _by_samples(m.seen["drop-last", PLAIN]["scenario"])
-    numbers = {"formula": plan.naive_steps, "truth": truth, "formula_37": formula_37, "ddp": ddp, "engine": engine}
+    numbers = {
+        "formula": plan.naive_steps,
+        "truth": truth,
+        "formula_37": formula_37,
+        "ddp": ddp,
+        "engine": engine,
+    }
     return true(plan.naive_steps == truth and formula_37 == ddp == engine), numbers
 
 
@@ -157,7 +211,10 @@ def inverted(m: Measured) -> Judged:
 
 
 def multiple_in_220(m: Measured) -> Judged:
-    right, raised = (part.split(": ")[0] for part in m.version("lightning", ACCEPTED)["2.2.0"].split("; raised at "))
+    right, raised = (
+        part.split(": ")[0]
+        for part in m.version("lightning", ACCEPTED)["2.2.0"].split("; raised at ")
+    )
     raising = [number for number in map(int, raised.split(", ")) if number % 4 == 0]
     numbers = {"right": right.removeprefix("right at "), "raising": ", ".join(map(str, raising))}
     return true(not raising), numbers
@@ -173,7 +230,11 @@ def multiple_of_n(m: Measured) -> Judged:
     several, single = _whole(m)
     multiple = several["log_every_n_steps"] % several["accumulate"] == 0
     right, of, words = m.right(several[multiple])
-    return true(right == of), {"multiple": words, "other": m.right(several[~multiple])[2], "single": m.right(single)[2]}
+    return true(right == of), {
+        "multiple": words,
+        "other": m.right(several[~multiple])[2],
+        "single": m.right(single)[2],
+    }
 
 
 def window_size(m: Measured) -> Judged:
@@ -183,7 +244,12 @@ def window_size(m: Measured) -> Judged:
     right, of, words = m.right(whole[fits])
     default = whole[(whole["window_size"] == 100) & (whole["accumulate"] == 8)].iloc[0]
     share = default["optimizer_s"] / default["micro_batch_s"]
-    numbers = {"fits": words, "single": len(single), "other": m.right(whole[~fits])[2], "share": share}
+    numbers = {
+        "fits": words,
+        "single": len(single),
+        "other": m.right(whole[~fits])[2],
+        "share": share,
+    }
     return only(right == of), numbers | {"default": default["ratio_median"]}
 
 
@@ -192,4 +258,7 @@ def variable_batch(m: Measured) -> Judged:
     raising = [number for number, measured in found.items() if measured.startswith("raised")]
     right = [number for number, measured in found.items() if measured.startswith("right")]
     only_older = raising[-1:] == ["2.5.6"] and bool(right)
-    return only(only_older, true(not right)), {"raising": ", ".join(raising), "right": ", ".join(right)}
+    return only(only_older, true(not right)), {
+        "raising": ", ".join(raising),
+        "right": ", ".join(right),
+    }

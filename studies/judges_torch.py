@@ -10,7 +10,18 @@ from bench.judge.formulas import expect, layout_of
 from bench.judge.statistics import ratio
 from bench.plan.cell import Cell, Precision
 from studies import measured
-from studies.measured import DIVIDED_TWICE, PLAIN, TRUE, Judged, Measured, memory, only, payload, peak, true
+from studies.measured import (
+    DIVIDED_TWICE,
+    PLAIN,
+    TRUE,
+    Judged,
+    Measured,
+    memory,
+    only,
+    payload,
+    peak,
+    true,
+)
 
 LINKS = ("unlimited", "1gbit", "200mbit")
 TITAN, TRAINER, ACCELERATE = "torchtitan-eager", "hf-trainer-ddp", "accelerate-ddp"
@@ -25,7 +36,13 @@ def halves(m: Measured) -> Judged:
     )
     reduced = payload(pair[0], 8, both[1]) / payload(pair[1], 8, both[1])
     mixed_8, mixed_64 = (due_payload(pair[0], n) / due_payload(pair[1], n) for n in (8, 64))
-    numbers = {"reduced": reduced, "four": four, "eight": eight, "mixed_8": mixed_8, "mixed_64": mixed_64}
+    numbers = {
+        "reduced": reduced,
+        "four": four,
+        "eight": eight,
+        "mixed_8": mixed_8,
+        "mixed_64": mixed_64,
+    }
     return TRUE if eight < 0.55 else only(mixed_64 < 0.51), numbers
 
 
@@ -41,15 +58,27 @@ def due_payload(backend: str, n: int) -> int:
 
 
 def no_sync(m: Measured) -> Judged:
-    ddp, fsdp2 = payload("ddp-deferred", 8, "all_reduce"), payload("fsdp2-deferred", 8, "reduce_scatter")
+    ddp, fsdp2 = (
+        payload("ddp-deferred", 8, "all_reduce"),
+        payload("fsdp2-deferred", 8, "reduce_scatter"),
+    )
     gathered = payload("fsdp2-deferred", 8, "all_gather")
-    numbers = {"ddp": ddp / measured.MIB, "fsdp2": fsdp2 / measured.MIB, "gathered": gathered / measured.MIB}
+    numbers = {
+        "ddp": ddp / measured.MIB,
+        "fsdp2": fsdp2 / measured.MIB,
+        "gathered": gathered / measured.MIB,
+    }
     return only(payload("ddp-deferred", 8, "all_gather") == 0 < gathered, TRUE), numbers
 
 
 def unsharded(m: Measured) -> Judged:
-    eager, deferred = (memory(name, 8, "held_gradients") for name in ("fsdp2-eager", "fsdp2-deferred"))
-    return true(deferred > eager), {"eager": eager / measured.MIB, "deferred": deferred / measured.MIB}
+    eager, deferred = (
+        memory(name, 8, "held_gradients") for name in ("fsdp2-eager", "fsdp2-deferred")
+    )
+    return true(deferred > eager), {
+        "eager": eager / measured.MIB,
+        "deferred": deferred / measured.MIB,
+    }
 
 
 def lower_peak(m: Measured) -> Judged:
@@ -60,13 +89,23 @@ def lower_peak(m: Measured) -> Judged:
     peaks["hsdp"] = [peak(f"hsdp-{sync}", 16, "links/unlimited") for sync in ("eager", "deferred")]
     lower = [name for name, (eager, deferred) in peaks.items() if eager < deferred]
     single = {peak(name, 1) for name in ("fsdp2-eager", "fsdp2-deferred")}
-    numbers = {name.rpartition("-")[2]: "{:.1f} and {:.1f}".format(*sizes) for name, sizes in peaks.items()}
+    numbers = {
+        name.rpartition("-")[2]: "{:.1f} and {:.1f}".format(*sizes) for name, sizes in peaks.items()
+    }
     without_zero2 = [name for name in peaks if name != "deepspeed-zero2"]
-    return only(lower == without_zero2 and len(single) == 1, true(len(lower) == len(peaks))), numbers
+    return only(
+        lower == without_zero2 and len(single) == 1, true(len(lower) == len(peaks))
+    ), numbers
 
 
 def all_reduce_alone(m: Measured) -> Judged:
-    size = {"world_size": 4, "replicate": 2, "global_batch_size": 16, "sequence_length": 8, "model": "135m"}
+    size = {
+        "world_size": 4,
+        "replicate": 2,
+        "global_batch_size": 16,
+        "sequence_length": 8,
+        "model": "135m",
+    }
     cell = Cell(backend="", accumulate=4, **size)
     layout = layout_of(cell)
     assert layout is not None
@@ -87,7 +126,9 @@ def torchtitan(m: Measured) -> Judged:
 
 def counts_updates(m: Measured) -> Judged:
     ended, repeated = (m.updates(scenario, TITAN) for scenario in ("partial-window", "max-steps"))
-    step, repeated_step = (m.reported(scenario, TITAN, "trainer.step") for scenario in ("partial-window", "max-steps"))
+    step, repeated_step = (
+        m.reported(scenario, TITAN, "trainer.step") for scenario in ("partial-window", "max-steps")
+    )
     numbers = {"ended": ended, "step": step, "repeated": repeated, "repeated_step": repeated_step}
     return TRUE if ended == step else only(repeated == repeated_step), numbers
 
@@ -97,10 +138,16 @@ def overlaps(m: Measured) -> Judged:
 
 
 def discards(m: Measured) -> Judged:
-    after = {deferred: found["reset_iter_state"] for deferred, found in m.probes["recovered"].items()}
+    after = {
+        deferred: found["reset_iter_state"] for deferred, found in m.probes["recovered"].items()
+    }
     (before,) = {found["zero_grad"] for found in m.probes["recovered"].values()}
     kept = [weight - 1 > 1e-3 for weight in after.values()]
-    numbers = {"before": before, "reductions": after["reductions"], "all_reduce": after["all-reduce"]}
+    numbers = {
+        "before": before,
+        "reductions": after["reductions"],
+        "all_reduce": after["all-reduce"],
+    }
     return only(any(kept) and not all(kept), true(not any(kept))), numbers
 
 
@@ -111,7 +158,8 @@ def scaled(m: Measured) -> Judged:
 
 def items_in_batch(m: Measured) -> Judged:
     across, per_rank, without = (
-        m.distortion(name, TRAINER) for name in ("tokens-counted", "tokens-counted-per-rank", "tokens-mean")
+        m.distortion(name, TRAINER)
+        for name in ("tokens-counted", "tokens-counted-per-rank", "tokens-mean")
     )
     means = m.distortion("tokens-counted-per-rank", "ddp-eager")
     numbers = {"across": across, "per_rank": per_rank, "without": without, "means": means}
@@ -119,19 +167,26 @@ def items_in_batch(m: Measured) -> Judged:
 
 
 def accumulates(m: Measured) -> Judged:
-    whole, partial = set(m.weights("divisible", ACCELERATE)), min(m.weights("partial-window", ACCELERATE))
+    whole, partial = (
+        set(m.weights("divisible", ACCELERATE)),
+        min(m.weights("partial-window", ACCELERATE)),
+    )
     return only(whole == {1.0} and partial < 1, TRUE), {"partial": partial}
 
 
 def steps_at_the_end(m: Measured) -> Judged:
-    prepared, unprepared = (m.updates(scenario, ACCELERATE) for scenario in ("partial-window", "own-loader"))
+    prepared, unprepared = (
+        m.updates(scenario, ACCELERATE) for scenario in ("partial-window", "own-loader")
+    )
     mixed = m.mixed("own-loader", ACCELERATE)
     numbers = {"prepared": prepared, "own": unprepared, "mixed": mixed}
     return only(mixed > m.mixed("partial-window", ACCELERATE) == 0, TRUE), numbers
 
 
 def changes_n(m: Measured) -> Judged:
-    engine, ddp = (max(m.weights("n-by-epoch", name)) for name in ("accelerate-deepspeed-zero2", ACCELERATE))
+    engine, ddp = (
+        max(m.weights("n-by-epoch", name)) for name in ("accelerate-deepspeed-zero2", ACCELERATE)
+    )
     return only(engine > ddp == 1, true(engine == 1)), {"engine": engine}
 
 
@@ -144,10 +199,13 @@ def scheduler(m: Measured) -> Judged:
 def curves(m: Measured) -> Judged:
     run = measured.run_of("curves")
     losses = run.tables.losses.merge(
-        run.tables.trials[["cell_id", "repeat", "backend", "optimizer", "clip_norm", "twin"]], on=["cell_id", "repeat"]
+        run.tables.trials[["cell_id", "repeat", "backend", "optimizer", "clip_norm", "twin"]],
+        on=["cell_id", "repeat"],
     )
     losses = losses[losses["twin"].fillna("") == ""]
-    by = losses.pivot_table(index=["optimizer", "clip_norm", "step"], columns="backend", values="loss")
+    by = losses.pivot_table(
+        index=["optimizer", "clip_norm", "step"], columns="backend", values="loss"
+    )
     away = by.sub(by["reference"], axis=0).abs().groupby(level=[0, 1]).max()
     adam, sgd = away.loc["adamw-foreach"], away.loc["sgd"]
     trial = measured.once("trials", DIVIDED_TWICE, 4, "curves").query("clip_norm == 0").iloc[0]
@@ -166,11 +224,15 @@ def curves(m: Measured) -> Judged:
 def same_memory(m: Measured) -> Judged:
     sizes = ((1, "cpu"), (4, "popular"), (8, "cpu"))
     peaks = [peak("ddp-deferred", n, run) for n, run in sizes]
-    activations = [memory("ddp-deferred", n, "tracked_peak_activations", run=run) / measured.MIB for n, run in sizes]
+    activations = [
+        memory("ddp-deferred", n, "tracked_peak_activations", run=run) / measured.MIB
+        for n, run in sizes
+    ]
     rest = [peak - part for peak, part in zip(peaks, activations, strict=True)]
     words = (", ".join(f"{size:.1f}" for size in found) for found in (peaks, activations, rest))
     as_micro_batch = all(
-        math.isclose(part * n, activations[0], rel_tol=0.1) for part, (n, _) in zip(activations, sizes, strict=True)
+        math.isclose(part * n, activations[0], rel_tol=0.1)
+        for part, (n, _) in zip(activations, sizes, strict=True)
     )
     numbers = dict(zip(("peaks", "activations", "rest"), words, strict=True))
     return only(as_micro_batch and rest[-1] > rest[0] > peaks[0] / 2, true(as_micro_batch)), numbers
@@ -182,16 +244,29 @@ def bandwidth(m: Measured) -> Judged:
         for cell in run.cells.values():
             family, _, _ = cell.backend.partition("-deferred")
             base = dataclasses.replace(cell, backend=f"{family}-eager")
-            if family != cell.backend and not cell.twin and cell.accumulate > 1 and base.cell_id in run.cells:
+            if (
+                family != cell.backend
+                and not cell.twin
+                and cell.accumulate > 1
+                and base.cell_id in run.cells
+            ):
                 time = ratio(run.evidence.of(cell).sample, run.evidence.of(base).sample)
                 found.setdefault((cell.backend, cell.accumulate), []).append(time)
     every = [time for times in found.values() for time in times]
     faster, slower = sum(time.high < 1 for time in every), sum(time.low > 1 for time in every)
     words = {
-        name: ", ".join(f"{time.ratio:.2f}" for time in found[f"{name}-deferred", 16]) for name in ("ddp", "fsdp2")
+        name: ", ".join(f"{time.ratio:.2f}" for time in found[f"{name}-deferred", 16])
+        for name in ("ddp", "fsdp2")
     }
     apart = sum(times[0].low > times[-1].high for times in found.values())
-    numbers = {"all": len(every), "faster": faster, "slower": slower, "apart": apart, "pairs": len(found), **words}
+    numbers = {
+        "all": len(every),
+        "faster": faster,
+        "slower": slower,
+        "apart": apart,
+        "pairs": len(found),
+        **words,
+    }
     return only(faster > slower == 0), numbers
 
 
@@ -203,12 +278,16 @@ def stable(m: Measured) -> Judged:
 
 
 def races(m: Measured) -> Judged:
-    wrong = {name: [value for value in found.values() if value > 1e-6] for name, found in m.zero3["deviation"].items()}
+    wrong = {
+        name: [value for value in found.values() if value > 1e-6]
+        for name, found in m.zero3["deviation"].items()
+    }
     both_off = wrong.pop("nothing kept, timer off")
     numbers = {
         "orders": len(m.zero3["deviation"]["defaults"]),
         "steps": m.zero3["steps"],
-        "others": sum(map(len, m.zero3["deviation"].values())) - len(m.zero3["deviation"]["defaults"]),
+        "others": sum(map(len, m.zero3["deviation"].values()))
+        - len(m.zero3["deviation"]["defaults"]),
         "hidden": sum(map(len, wrong.values())),
         "wrong": len(both_off),
         "largest": max(both_off, default=0.0),

@@ -65,7 +65,9 @@ def versions(specifier: str) -> str:
 
 def section(advisory: Advisory) -> list[str]:
     """What is known of one defect."""
-    beside = "".join(f", with {PACKAGES[name]} {versions(needed)}" for name, needed in advisory.beside.items())
+    beside = "".join(
+        f", with {PACKAGES[name]} {versions(needed)}" for name, needed in advisory.beside.items()
+    )
     lines = [
         f"### {advisory.id}",
         "",
@@ -78,12 +80,18 @@ def section(advisory: Advisory) -> list[str]:
         f"- What to do: {advisory.remedy}.",
         f"- Reproducer: [{advisory.reproducer}](../{advisory.reproducer}), {ranks(advisory.ranks)}.",
     ]
-    links = [f"[{name}]({link})" for name, link in (("report", advisory.issue), ("change", advisory.fix)) if link]
+    links = [
+        f"[{name}]({link})"
+        for name, link in (("report", advisory.issue), ("change", advisory.fix))
+        if link
+    ]
     if links:
         lines.append(f"- Upstream: {', '.join(links)}.")
     if (UPSTREAM / f"{advisory.id}.md").exists():
         lines.append(f"- To report: [a text that is ready to file](upstream/{advisory.id}.md).")
-    rows = [[*measured(row), "**bad**"] for row in advisory.bad] + [[*measured(row), "right"] for row in advisory.good]
+    rows = [[*measured(row), "**bad**"] for row in advisory.bad] + [
+        [*measured(row), "right"] for row in advisory.good
+    ]
     lines += ["", *markdown_table(["measured", "date", f"{advisory.case}", ""], rows)]
     return lines
 
@@ -128,7 +136,9 @@ def wish(wanted: Wanted) -> str:
 def report(advisory: Advisory, words: Mapping[str, str]) -> str:
     """A report that can be filed as it is."""
     code = (ROOT / advisory.reproducer).read_text(encoding="utf-8").rstrip()
-    rows = [[*measured(row), "wrong"] for row in advisory.bad] + [[*measured(row), "right"] for row in advisory.good]
+    rows = [[*measured(row), "wrong"] for row in advisory.bad] + [
+        [*measured(row), "right"] for row in advisory.good
+    ]
     table = markdown_table(["version", "date", advisory.case, ""], rows)
     run = f"torchrun --nproc-per-node {advisory.ranks} {advisory.reproducer.rpartition('/')[2]}"
     if "import deepspeed" in code:

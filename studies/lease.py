@@ -75,11 +75,25 @@ def steps() -> list[Step]:
         "ip -br a",
     )
     few = "ddp-deferred,fsdp2-eager,fsdp2-deferred,deepspeed-zero2-eager,deepspeed-zero3-eager"
-    two_ranks = _run("--matrix", "smoke", "--device", "cuda", "--world-size", "2", "--share-gpu", "--backend", few)
-    virtual = _run("--matrix", "llama8b", "--virtual-world", "8", "--accumulate", "4", "--repeats", "1")
+    two_ranks = _run(
+        "--matrix",
+        "smoke",
+        "--device",
+        "cuda",
+        "--world-size",
+        "2",
+        "--share-gpu",
+        "--backend",
+        few,
+    )
+    virtual = _run(
+        "--matrix", "llama8b", "--virtual-world", "8", "--accumulate", "4", "--repeats", "1"
+    )
     virtual += ["--selective-checkpointing", "on", "--backend", "fsdp2-eager,fsdp2-deferred"]
     small = _run("--matrix", "quick-gpu", "--backend", f"{few},lightning-ddp")
-    other_n = _run("--matrix", "h100-15min", "--accumulate", "1,8", "--baseline", "fsdp2-deferred", "--backend")
+    other_n = _run(
+        "--matrix", "h100-15min", "--accumulate", "1,8", "--baseline", "fsdp2-deferred", "--backend"
+    )
     other_n += ["fsdp2-deferred,fsdp2-eager,deepspeed-zero2-eager,lightning-ddp"]
     race = [sys.executable, "-m", "tests.cuda.plain_zero3", "--gpu"]
     bare = [sys.executable, "-m", "studies.overhead.on_gpu"]
@@ -98,7 +112,14 @@ def steps() -> list[Step]:
         Step(name="h100-bare-loops", command=bare, needs_s=75, limit_s=150),
         Step(name="h100-virtual", command=virtual, needs_s=110, limit_s=240, is_run=True),
         Step(name="h100-135m", command=small, needs_s=200, limit_s=540, is_run=True),
-        Step(name="h100-1b-other-n", command=other_n, needs_s=300, limit_s=840, is_run=True, matrix="h100-15min"),
+        Step(
+            name="h100-1b-other-n",
+            command=other_n,
+            needs_s=300,
+            limit_s=840,
+            is_run=True,
+            matrix="h100-15min",
+        ),
     ]
 
 
@@ -122,7 +143,9 @@ class Lease:
                 continue
             left = self._ends - time.monotonic()
             if left < step.needs_s:
-                _say(f"{step.name}: needs {step.needs_s:.0f} s, and {max(0.0, left):.0f} s are left")
+                _say(
+                    f"{step.name}: needs {step.needs_s:.0f} s, and {max(0.0, left):.0f} s are left"
+                )
                 continue
             began = time.monotonic()
             try:
@@ -135,7 +158,10 @@ class Lease:
                 self._file(step, "status").write_text(str(status))
             failed = failed or status not in (0, CUT_OFF)
             ended = "was ended" if status == CUT_OFF else f"exit status {status}"
-            _say(f"{step.name}: {ended} after {time.monotonic() - began:.0f} s", *self._last_lines(step))
+            _say(
+                f"{step.name}: {ended} after {time.monotonic() - began:.0f} s",
+                *self._last_lines(step),
+            )
         return int(failed)
 
     def _file(self, step: Step, kind: str) -> Path:
@@ -153,7 +179,9 @@ class Lease:
         command, folder = list(step.command), self._folder / step.name
         if step.is_run:
             has_begun = (folder / "run.json").exists()
-            command = _run("--resume", str(folder)) if has_begun else [*command, "--out", str(folder)]
+            command = (
+                _run("--resume", str(folder)) if has_begun else [*command, "--out", str(folder)]
+            )
         until = time.monotonic() + seconds
         with self._file(step, "log").open("ab") as log:
             environment = os.environ | {stragglers.MARK: self._mark}
@@ -178,7 +206,9 @@ class Lease:
         """Put all of a step but its scratch files into one file, which is replaced as a whole."""
         packed = self._out / f"{step.name}.tar.gz"
         folder = self._folder / step.name
-        files = [path for path in folder.rglob("*") if path.is_file() and "scratch" not in path.parts]
+        files = [
+            path for path in folder.rglob("*") if path.is_file() and "scratch" not in path.parts
+        ]
         self._write(packed, [self._file(step, "log"), *files])
         if packed.stat().st_size > LARGEST_BYTES:
             self._write(packed, [self._file(step, "log"), *(folder / name for name in TRUTH)])
@@ -187,7 +217,9 @@ class Lease:
         draft = packed.with_suffix(".draft")
         with tarfile.open(draft, "w:gz", compresslevel=3) as tar:
             for path in sorted(files):
-                with contextlib.suppress(FileNotFoundError):  # it was replaced meanwhile, or the step has not begun
+                with contextlib.suppress(
+                    FileNotFoundError
+                ):  # it was replaced meanwhile, or the step has not begun
                     tar.add(path, path.relative_to(self._folder))
         draft.replace(packed)
 
@@ -203,7 +235,9 @@ def _say(text: str, *more: str) -> None:
 def missing_packages() -> list[str]:
     """The dependencies of the bench that are not installed."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    names = [re.split(r"[^\w.-]", requirement, maxsplit=1)[0] for requirement in project["dependencies"]]
+    names = [
+        re.split(r"[^\w.-]", requirement, maxsplit=1)[0] for requirement in project["dependencies"]
+    ]
     found = []
     for name in names:
         try:
@@ -259,7 +293,9 @@ def chosen(names: str) -> list[Step]:
     every = {step.name: step for step in steps()}
     asked = list(filter(None, names.split(","))) or list(every)
     if unknown := [name for name in asked if name not in every]:
-        raise SystemExit(f"lease: --steps: '{unknown[0]}' is not a step; there are {', '.join(every)}")
+        raise SystemExit(
+            f"lease: --steps: '{unknown[0]}' is not a step; there are {', '.join(every)}"
+        )
     return [every[name] for name in asked]
 
 
@@ -274,10 +310,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m studies.lease", description=__doc__)
     option = parser.add_argument
     option("seconds", type=float, metavar="SECONDS", help="how long this call may take in all")
-    option("--steps", default="", metavar="NAME,...", help="do only these, in this order (default: all)")
-    option("--folder", type=Path, metavar="DIR", help="where steps are run (default: in /dev/shm or /tmp)")
+    option(
+        "--steps",
+        default="",
+        metavar="NAME,...",
+        help="do only these, in this order (default: all)",
+    )
+    option(
+        "--folder",
+        type=Path,
+        metavar="DIR",
+        help="where steps are run (default: in /dev/shm or /tmp)",
+    )
     out = Path(os.environ.get("OUT", "."))
-    option("--out", type=Path, default=out, metavar="DIR", help="where packed results go (default: $OUT or .)")
+    option(
+        "--out",
+        type=Path,
+        default=out,
+        metavar="DIR",
+        help="where packed results go (default: $OUT or .)",
+    )
     arguments = parser.parse_args(argv)
     began = time.monotonic()
     asked = chosen(arguments.steps)
@@ -286,7 +338,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"lease: {problem}", file=sys.stderr)
     if found:
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what is begun is packed
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # so that what is begun is packed
     seconds = arguments.seconds - (time.monotonic() - began)
     return Lease(seconds, arguments.folder or default_folder(), arguments.out).run(asked)
 

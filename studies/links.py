@@ -62,23 +62,36 @@ STEP = 0.09
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure what is missing, and write plot and page."""
-    parser = argparse.ArgumentParser(prog="python -m studies.links", description=str(__doc__).partition("\n\n")[2])
+    parser = argparse.ArgumentParser(
+        prog="python -m studies.links", description=str(__doc__).partition("\n\n")[2]
+    )
     for name, folder in (("out", RESULTS), ("plots", PLOTS)):
-        parser.add_argument(f"--{name}", type=Path, default=folder, metavar="DIR", help="(default: %(default)s)")
+        parser.add_argument(
+            f"--{name}", type=Path, default=folder, metavar="DIR", help="(default: %(default)s)"
+        )
     words = "what predict says of its estimates (default: %(default)s)"
     parser.add_argument("--accuracy", type=Path, default=ACCURACY, metavar="FILE", help=words)
     arguments, options = parser.parse_known_args(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(INTERRUPTED))  # the rig is removed on the way out
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(INTERRUPTED)
+    )  # the rig is removed on the way out
     measure(arguments.out, options)
-    study = Study([load(arguments.out / name) for name in RATES], [load(ROOT / "results" / name) for name in OTHERS])
+    study = Study(
+        [load(arguments.out / name) for name in RATES],
+        [load(ROOT / "results" / name) for name in OTHERS],
+    )
     arguments.plots.mkdir(parents=True, exist_ok=True)
     drawing = draw(study)
     picture = canvas.save(drawing.figure, arguments.plots / STEM, drawing.words)
     write_frame(drawing.data, arguments.plots / f"{STEM}.csv")
     path = arguments.out / "links.md"
-    path.write_text("\n".join(page(study, os.path.relpath(picture, arguments.out))), encoding="utf-8")
+    path.write_text(
+        "\n".join(page(study, os.path.relpath(picture, arguments.out))), encoding="utf-8"
+    )
     stored = stored_accuracy(study)
-    arguments.accuracy.write_text(f"{json.dumps(dataclasses.asdict(stored), indent=2)}\n", encoding="utf-8")
+    arguments.accuracy.write_text(
+        f"{json.dumps(dataclasses.asdict(stored), indent=2)}\n", encoding="utf-8"
+    )
     print(f"written: {picture}", f"written: {path}", f"written: {arguments.accuracy}", sep="\n")
     return GOOD
 
@@ -111,19 +124,25 @@ class Study:
     """The runs at each rate, the fastest link first, and others that are held against their estimates."""
 
     def __init__(self, runs: Sequence[Run], others: Sequence[Run] = ()) -> None:
-        self.data, self.others = [Analysis(run=run) for run in runs], [Analysis(run=run) for run in others]
+        self.data, self.others = (
+            [Analysis(run=run) for run in runs],
+            [Analysis(run=run) for run in others],
+        )
         self.times = [_times(data) for data in self.data]
         self.settings = settings_of(runs[0].records)
         self.links = fitted_links([run.manifest for run in runs], next(iter(self.times[0])))
         self.rates = [link.bytes_per_s * link.node_size for link in self.links]
         """Bytes per second between the hosts, by run."""
         if not self.rates or self.rates != sorted(self.rates, reverse=True):
-            raise SystemExit(f"the rates that fit the runs do not fall as the limits do: {self.rates}")
+            raise SystemExit(
+                f"the rates that fit the runs do not fall as the limits do: {self.rates}"
+            )
 
     def predicted(self, cell: Cell, number: int) -> float:
         """The serial step in a run, with the compute that communication leaves of the step on the fastest link."""
         sent, alone = (
-            predicted_communication(cell, self.links[run], self.settings[cell.cell_id]) for run in (number, 0)
+            predicted_communication(cell, self.links[run], self.settings[cell.cell_id])
+            for run in (number, 0)
         )
         assert sent is not None and alone is not None, "these backends have formulas"
         return max(0.0, self.times[0][cell] - alone.serial) + sent.serial
@@ -131,7 +150,10 @@ class Study:
     def groups(self) -> Iterator[tuple[str, Groups]]:
         """All steps beside their estimates, by run; those of this study by the links that fit all its runs."""
         for data, times, link in zip(self.data, self.times, self.links, strict=True):
-            yield data.run.name, beside(times, dict.fromkeys(times, link).get, settings_of(data.run.records))
+            yield (
+                data.run.name,
+                beside(times, dict.fromkeys(times, link).get, settings_of(data.run.records)),
+            )
         for data in self.others:
             link_of = partial(measured_link, data.run.manifest)
             yield data.run.name, beside(_times(data), link_of, settings_of(data.run.records))
@@ -142,7 +164,9 @@ class Study:
         rows = []
         for number, data in enumerate(self.data):
             for n in sorted({row.cell.accumulate for row in data.rows.values()}):
-                by_name = {row.backend: row for row in data.rows.values() if row.cell.accumulate == n}
+                by_name = {
+                    row.backend: row for row in data.rows.values() if row.cell.accumulate == n
+                }
                 syncs = (Sync.DEFERRED_ALL_REDUCE, Sync.DEFERRED)
                 for eager, deferred in (pair for sync in syncs for pair in _pairs(by_name, sync)):
                     compared = data.compared(by_name[deferred].cell_id, by_name[eager].cell_id)
@@ -150,9 +174,16 @@ class Study:
                     found = record(compared)
                     steps = [self.predicted(cell, number) for cell in (compared.b, compared.a)]
                     rows.append(
-                        {"run": data.run.name, "link_bytes_per_s": self.rates[number], "accumulate": n}
+                        {
+                            "run": data.run.name,
+                            "link_bytes_per_s": self.rates[number],
+                            "accumulate": n,
+                        }
                         | {"deferred": deferred, "eager": eager}
-                        | {name: found[name] for name in ("ratio", "low", "high", "num_trials", "verdict")}
+                        | {
+                            name: found[name]
+                            for name in ("ratio", "low", "high", "num_trials", "verdict")
+                        }
                         | {"predicted_ratio": steps[0] / steps[1] if number else None}
                     )
         return pd.DataFrame(rows)
@@ -184,7 +215,9 @@ def draw(study: Study) -> Drawing:
             "backends at a rate stand side by side.",
         ],
     )
-    keys: list[style.Key] = [style.line_key(name, looks[name], looks[name].sync_line) for name in backends]
+    keys: list[style.Key] = [
+        style.line_key(name, looks[name], looks[name].sync_line) for name in backends
+    ]
     with matplotlib.style.context(list(style.BASE)):
         figure = canvas.new_figure(words, keys, 3.4)
         panels = list(frame.groupby("accumulate"))
@@ -204,12 +237,23 @@ def draw(study: Study) -> Drawing:
     return Drawing(STEM, figure, frame, words)
 
 
-def _ratios(axes: Axes, rows: pd.DataFrame, rates: Sequence[float], shift: float, look: style.Appearance) -> None:
+def _ratios(
+    axes: Axes, rows: pd.DataFrame, rates: Sequence[float], shift: float, look: style.Appearance
+) -> None:
     """The ratios of a backend, in order of the rates."""
     rows = rows.sort_values("link_bytes_per_s")
-    x, y = np.array([rates.index(speed) for speed in rows["link_bytes_per_s"]]) + shift, rows["ratio"].to_numpy()
+    x, y = (
+        np.array([rates.index(speed) for speed in rows["link_bytes_per_s"]]) + shift,
+        rows["ratio"].to_numpy(),
+    )
     axes.plot(x, y, color=look.colour, linestyle=look.sync_line, linewidth=0.8, alpha=0.5)
-    axes.vlines(x, rows["low"].to_numpy(float), rows["high"].to_numpy(float), color=look.colour, linewidth=1.4)
+    axes.vlines(
+        x,
+        rows["low"].to_numpy(float),
+        rows["high"].to_numpy(float),
+        color=look.colour,
+        linewidth=1.4,
+    )
     faster = (rows["verdict"] == Verdict.FASTER).to_numpy()
     style.mark(axes, x[faster], y[faster], look, size=5)
     axes.plot(x[~faster], y[~faster], look.marker, color=look.colour, ms=5, mfc="white", mew=1.1)
@@ -222,7 +266,9 @@ def title(frame: pd.DataFrame) -> str:
     for speed in sorted(set(several["link_bytes_per_s"])):
         verdicts = list(several[several["link_bytes_per_s"] == speed]["verdict"])
         slower = f" and slower in {count}" if (count := verdicts.count(Verdict.SLOWER)) else ""
-        found.append(f"{verdicts.count(Verdict.FASTER)} of {len(verdicts)} pairs at {rate(speed)}{slower}")
+        found.append(
+            f"{verdicts.count(Verdict.FASTER)} of {len(verdicts)} pairs at {rate(speed)}{slower}"
+        )
     return f"With N > 1, deferring the sync is faster in {', '.join(found[:-1])} and {found[-1]}"
 
 
@@ -261,7 +307,9 @@ def _ratios_page(frame: pd.DataFrame) -> Iterator[str]:
     found: dict[tuple[str, int], list[str]] = {}
     for row in rows_of(frame.sort_values(["accumulate", "deferred"], kind="stable")):
         expected = "" if row["predicted_ratio"] is None else f"; {row['predicted_ratio']:.2f}"
-        words = f"{row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f}) {row['verdict']}{expected}"
+        words = (
+            f"{row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f}) {row['verdict']}{expected}"
+        )
         found.setdefault((row["deferred"], row["accumulate"]), []).append(words)
     rows = [(name, str(n), *words) for (name, n), words in found.items()]
     yield from markdown_table(("backend", "N", *dict.fromkeys(frame["run"])), rows)
@@ -284,7 +332,14 @@ def _accuracy(study: Study) -> Iterator[str]:
     for name, groups in study.groups():
         every += groups
         rows.append((name, *_row(accuracy(groups))))
-    header = ("run", "steps", "below overlapped", "above serial", "from serial: median (least to most)", "in order")
+    header = (
+        "run",
+        "steps",
+        "below overlapped",
+        "above serial",
+        "from serial: median (least to most)",
+        "in order",
+    )
     yield from markdown_table(header, [*rows, ("all", *_row(accuracy(every)))])
     off = sorted(
         seconds / study.predicted(cell, number) - 1
@@ -341,7 +396,13 @@ def _row(found: Accuracy) -> tuple[str, ...]:
     off = found.deviations
     middle, low, high = (f"{100 * share:+z.0f} %" for share in (median(off), off[0], off[-1]))
     order = f"{sum(found.in_order)} of {len(found.in_order)}"
-    return str(len(off)), str(found.num_below), str(found.num_above), f"{middle} ({low} to {high})", order
+    return (
+        str(len(off)),
+        str(found.num_below),
+        str(found.num_above),
+        f"{middle} ({low} to {high})",
+        order,
+    )
 
 
 if __name__ == "__main__":

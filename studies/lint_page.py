@@ -68,7 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", nargs="?", type=Path, help="git directories of repositories")
     folder = parser.parse_args(argv).folder
     if folder is not None:
-        DATA.write_text(json.dumps(linted(folder), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        DATA.write_text(
+            json.dumps(linted(folder), indent=1, sort_keys=True) + "\n", encoding="utf-8"
+        )
     data = json.loads(DATA.read_text())
     judged = tomllib.loads(JUDGED.read_text())
     PAGE.write_text(page(data, judged), encoding="utf-8")
@@ -101,7 +103,12 @@ def _written(git: Path, work: Path, seen: set[str]) -> Iterator[Path]:
         meta, path = entry.split(b"\t", 1)
         _, kind, sha, size = meta.split()
         name = path.decode("utf-8", "replace")
-        if kind == b"blob" and name.rpartition(".")[2].lower() in SUFFIXES and size.isdigit() and int(size) <= LARGEST:
+        if (
+            kind == b"blob"
+            and name.rpartition(".")[2].lower() in SUFFIXES
+            and size.isdigit()
+            and int(size) <= LARGEST
+        ):
             listed.append((sha, name))
     asked = b"".join(sha + b"\n" for sha, _ in listed)
     answer = subprocess.run(
@@ -170,7 +177,9 @@ def _commit(git: Path) -> str:
 
 
 def _git(git: Path, *command: str) -> bytes:
-    return subprocess.run(["git", "--git-dir", str(git), *command], capture_output=True, check=True).stdout
+    return subprocess.run(
+        ["git", "--git-dir", str(git), *command], capture_output=True, check=True
+    ).stdout
 
 
 def verdict_of(rule: str, repository: str, judged: dict[str, Any]) -> str:
@@ -185,7 +194,9 @@ def verdict_of(rule: str, repository: str, judged: dict[str, Any]) -> str:
     )
 
 
-def tallies(data: dict[str, Any], judged: dict[str, Any], names: set[str]) -> dict[str, Counter[str]]:
+def tallies(
+    data: dict[str, Any], judged: dict[str, Any], names: set[str]
+) -> dict[str, Counter[str]]:
     """By rule: its errors and warnings in these repositories, by verdict."""
     found: dict[str, Counter[str]] = {}
     for name in names & data.keys():
@@ -199,7 +210,9 @@ def tallies(data: dict[str, Any], judged: dict[str, Any], names: set[str]) -> di
 def misses(data: dict[str, Any], judged: dict[str, Any]) -> list[str]:
     """What does not meet its share."""
     by_rule = tallies(data, judged, set(data))
-    found = [f"{rule}: {share(tally)}" for rule, tally in by_rule.items() if share(tally) < LEAST_OF_RULE]
+    found = [
+        f"{rule}: {share(tally)}" for rule, tally in by_rule.items() if share(tally) < LEAST_OF_RULE
+    ]
     whole = sum(by_rule.values(), Counter())
     return found + ([f"all: {share(whole)}"] if share(whole) < LEAST else [])
 
@@ -264,7 +277,9 @@ def page(data: dict[str, Any], judged: dict[str, Any]) -> str:
             "",
             "## Kinds",
             "",
-            *markdown_table(("kind", "files"), [(kind, f"{n:,}") for kind, n in kinds.most_common()], [1]),
+            *markdown_table(
+                ("kind", "files"), [(kind, f"{n:,}") for kind, n in kinds.most_common()], [1]
+            ),
             "",
             '"unknown" are files of other programs, and parts of configs without enough evidence; "unreadable" are '
             "those of a known kind with a wrong value.",
@@ -295,7 +310,11 @@ def _numbers(tally: Counter[str]) -> tuple[str, ...]:
 
 
 def _listed(findings: dict[str, int]) -> str:
-    shown = [f"{key.split()[0]} {number}" for key, number in sorted(findings.items()) if not key.endswith(" info")]
+    shown = [
+        f"{key.split()[0]} {number}"
+        for key, number in sorted(findings.items())
+        if not key.endswith(" info")
+    ]
     return ", ".join(shown)
 
 

@@ -18,8 +18,16 @@ from studies import ROOT
 PROBES = ROOT / "docs" / "claims.json"
 MIB = 2**20
 TRUE, FALSE, ONLY, OUTSIDE = "true", "false", "true only", "not measured here"
-GLOBAL_STEP, STRATEGY, HOOK = "trainer.global_step", "strategy.optimizer_step", "on_before_optimizer_step"
-DIVIDED_TWICE, PLAIN, FIXED = "lightning-deepspeed-zero2", "lightning-ddp", "lightning-deepspeed-zero2-corrected"
+GLOBAL_STEP, STRATEGY, HOOK = (
+    "trainer.global_step",
+    "strategy.optimizer_step",
+    "on_before_optimizer_step",
+)
+DIVIDED_TWICE, PLAIN, FIXED = (
+    "lightning-deepspeed-zero2",
+    "lightning-ddp",
+    "lightning-deepspeed-zero2-corrected",
+)
 Judged = tuple[str, Mapping[str, Any]]
 """A verdict, and the numbers of the sentence."""
 
@@ -45,7 +53,13 @@ class Measured:
         probes: Any,
         zero3: Any,
     ) -> None:
-        self.about, self.suite, self.rates, self.versions, self.probes = about, suite, rates, versions, probes
+        self.about, self.suite, self.rates, self.versions, self.probes = (
+            about,
+            suite,
+            rates,
+            versions,
+            probes,
+        )
         self.zero3 = zero3
         self.seen = {(seen["scenario"]["name"], seen["backend"]): seen for seen in suite}
 
@@ -76,7 +90,9 @@ class Measured:
 
     def distortion(self, scenario: str, backend: str) -> float:
         """The largest factor by which a sample weighs more or less than others of its update."""
-        return max(float(update["distortion"]) for update in self.seen[scenario, backend]["updates"])
+        return max(
+            float(update["distortion"]) for update in self.seen[scenario, backend]["updates"]
+        )
 
     def right(self, rows: pd.DataFrame) -> tuple[int, int, str]:
         """How many settings of ThroughputMonitor are right, of how many, and both in words."""
@@ -87,7 +103,9 @@ class Measured:
         """What was found of each version of a package."""
         entries = [entry for entry in self.versions if entry["package"] == package]
         return {
-            entry["version"]: next(fact["measured"] for fact in entry["findings"] if fact["finding"] == finding)
+            entry["version"]: next(
+                fact["measured"] for fact in entry["findings"] if fact["finding"] == finding
+            )
             for entry in entries
         }
 
@@ -103,7 +121,8 @@ def once(table: str, backend: str, n: int, run: str = "cpu") -> pd.DataFrame:
     chosen = [
         cell_id
         for cell_id, cell in found.cells.items()
-        if (cell.backend, cell.accumulate, cell.twin) == (backend, n, "") and cell.optimizer != "sgd"
+        if (cell.backend, cell.accumulate, cell.twin) == (backend, n, "")
+        and cell.optimizer != "sgd"
     ]
     rows = getattr(found.tables, table)
     rows = rows[rows["cell_id"].isin(chosen)]

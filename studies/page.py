@@ -79,7 +79,14 @@ def _other_days(results: Results) -> list[str]:
         )
         for row in results.pools.to_dict("records")
     ]
-    head = ("runs", "any false difference", "any false faster", "true ratio", "next run", "median width")
+    head = (
+        "runs",
+        "any false difference",
+        "any false faster",
+        "true ratio",
+        "next run",
+        "median width",
+    )
     return [
         "## On another day",
         "",
@@ -105,7 +112,10 @@ def _other_days(results: Results) -> list[str]:
 def _in_turns() -> list[str]:
     """What the spreads of cells in turn consist of: the noise of a block, and its length."""
     idle = json.loads(pairing.RESULTS.read_text(encoding="utf-8"))["idle"]
-    apart, turns = (statistics.mean(each["seconds"] for each in pairing._of(name, idle)) for name in pairing.TIMED)
+    apart, turns = (
+        statistics.mean(each["seconds"] for each in pairing._of(name, idle))
+        for name in pairing.TIMED
+    )
     noise = pairing._gain("turns", idle) * math.sqrt(apart / turns)
     return [
         "A spread counts what a block costs. On the idle machine, the standard deviation of a block's log ratio is "
@@ -131,7 +141,9 @@ def _rates(results: Results) -> list[str]:
     spread = ", ".join(f"{100 * noise.deviation:.2g} % in {noise.name}" for noise in results.noises)
     found = [f"{name} found" for name in names]
     head = ("noise", "any false difference", *found, "coverage", "same at 1 %", "median width")
-    lost = max((results.rates[f"t {name}"] - results.rates[f"power {name}"]).max() for name in names)
+    lost = max(
+        (results.rates[f"t {name}"] - results.rates[f"power {name}"]).max() for name in names
+    )
     return [
         "## Within one run",
         "",
@@ -169,7 +181,10 @@ def _real(known: Sequence[Known]) -> list[str]:
     same = Counter(item.same.verdict for item in known)
     slower = Counter(item.slower.verdict for item in known)
     late = sum(item.run.manifest.ended_by == Ended.BUDGET for item in known)
-    held = sum(i.slower.time is not None and i.slower.time.low <= 1 + DELAY <= i.slower.time.high for i in known)  # type: ignore[operator]
+    held = sum(
+        i.slower.time is not None and i.slower.time.low <= 1 + DELAY <= i.slower.time.high
+        for i in known
+    )  # type: ignore[operator]
     machine, values = known[0].run.manifest.machine, known[0].run.manifest.settings
     return [
         "## On real trials",
@@ -185,7 +200,9 @@ def _real(known: Sequence[Known]) -> list[str]:
         f"{slower[Verdict.FASTER] + slower[Verdict.SAME]}; the interval contains {1 + DELAY:g} in {held}. A sleep "
         "of a real timer lasts longer than asked for.",
         "",
-        *markdown_table(("run", "blocks", "A/A pair", "itself", "verdict", "with the sleep", "verdict"), rows),
+        *markdown_table(
+            ("run", "blocks", "A/A pair", "itself", "verdict", "with the sleep", "verdict"), rows
+        ),
     ]
 
 
@@ -197,7 +214,10 @@ def _interval(found: Interval | None) -> str:
 
 def _rivals(frame: pd.DataFrame) -> list[str]:
     names = [name for name in study.EFFECTS if name in frame]
-    rows = [(row["rule"], str(row["trials"]), *(percent(row[n]) for n in names)) for row in frame.to_dict("records")]
+    rows = [
+        (row["rule"], str(row["trials"]), *(percent(row[n]) for n in names))
+        for row in frame.to_dict("records")
+    ]
     return [
         "## The rules of other tools on the same noise",
         "",
@@ -213,12 +233,16 @@ def _rivals(frame: pd.DataFrame) -> list[str]:
 def _methods(results: Results) -> list[str]:
     frame = results.intervals
     held, widths = (
-        frame.pivot_table(index="method", columns="blocks", values=value) for value in ("coverage", "width")
+        frame.pivot_table(index="method", columns="blocks", values=value)
+        for value in ("coverage", "width")
     )
     rows = [
         (
             f"**{name}**" if name == choices.OURS else str(name),
-            *(f"{percent(held.loc[name, n])}, {percent(widths.loc[name, n])}" for n in choices.SIZES),
+            *(
+                f"{percent(held.loc[name, n])}, {percent(widths.loc[name, n])}"
+                for n in choices.SIZES
+            ),
         )
         for name in held.index
     ]

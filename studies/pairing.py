@@ -39,7 +39,13 @@ from studies.overhead import in_turn
 
 RESULTS = ROOT / "docs" / "pairing.json"
 BASELINE, TWIN = "ddp-deferred", "A/A twin"
-OTHERS = ("fsdp2-eager", "fsdp2-deferred", "deepspeed-zero2-eager", "deepspeed-zero3-eager", "lightning-ddp")
+OTHERS = (
+    "fsdp2-eager",
+    "fsdp2-deferred",
+    "deepspeed-zero2-eager",
+    "deepspeed-zero3-eager",
+    "lightning-ddp",
+)
 TIMED = {"apart": 12, "turns": 6}
 """Timed windows of a training, by design."""
 MACHINES = {"idle": 0, "beside two busy programs": 2}
@@ -63,22 +69,33 @@ def cell_of(name: str, timed: int) -> Cell:
     )
 
 
-def trial(launcher: Launcher, cell: Cell, folder: Path, beside: Cell | None = None) -> tuple[float, float]:
+def trial(
+    launcher: Launcher, cell: Cell, folder: Path, beside: Cell | None = None
+) -> tuple[float, float]:
     """The median step of a cell and of the one beside it in seconds; the first relative to the second, if there is one.
 
     Alone both are the cell's. In turns the ratio is the geometric mean of both process groups' ratios.
     """
     if not beside:
-        outcome = launcher.run(Spec(cell=cell, passes=("time",), folder=str(folder / "trial"), reference=""), TIMEOUT_S)
+        outcome = launcher.run(
+            Spec(cell=cell, passes=("time",), folder=str(folder / "trial"), reference=""), TIMEOUT_S
+        )
         assert outcome.status is Status.OK, outcome.reason
         seconds = statistics.median(merge_ranks(outcome.ranks)["time"]["step_seconds"])
         return seconds, seconds
     shutil.rmtree(folder / "turns", ignore_errors=True)
     (folder / "turns").mkdir()
     sides = in_turn.train(launcher, cell, folder / "turns", "", beside, is_bench_first=True)
-    medians = {name: statistics.median(in_turn.seconds(side, cell.timed_windows)) for name, side in sides.items()}
-    ours, theirs = ([medians[processes, loop] for processes in in_turn.PROCESSES] for loop in in_turn.LOOPS)
-    return statistics.geometric_mean(ours) / statistics.geometric_mean(theirs), statistics.geometric_mean(theirs)
+    medians = {
+        name: statistics.median(in_turn.seconds(side, cell.timed_windows))
+        for name, side in sides.items()
+    }
+    ours, theirs = (
+        [medians[processes, loop] for processes in in_turn.PROCESSES] for loop in in_turn.LOOPS
+    )
+    return statistics.geometric_mean(ours) / statistics.geometric_mean(
+        theirs
+    ), statistics.geometric_mean(theirs)
 
 
 def block(launcher: Launcher, design: str, names: Sequence[str], folder: Path) -> dict[str, Any]:
@@ -90,10 +107,19 @@ def block(launcher: Launcher, design: str, names: Sequence[str], folder: Path) -
         for name in names
         if name != BASELINE or not in_turns
     }
-    seconds = statistics.geometric_mean(of_base for _, of_base in found.values()) if in_turns else found[BASELINE][0]
+    seconds = (
+        statistics.geometric_mean(of_base for _, of_base in found.values())
+        if in_turns
+        else found[BASELINE][0]
+    )
     divisor = 1.0 if in_turns else seconds
     ratios = {name: value / divisor for name, (value, _) in found.items() if name != BASELINE}
-    return {"design": design, "seconds": time.monotonic() - begin, "baseline_s": seconds, "ratios": ratios}
+    return {
+        "design": design,
+        "seconds": time.monotonic() - begin,
+        "baseline_s": seconds,
+        "ratios": ratios,
+    }
 
 
 def interval(ratios: Sequence[float]) -> Interval:
@@ -117,12 +143,18 @@ def section() -> list[str]:
             ends = f"{times.ratio:.3f} ({_ends(times)})"
             rows.append((machine, name, design, ends, str(len(of_design)), f"{deviation:.2f}"))
     gains = [_gain("turns", found[machine]) for machine in MACHINES]
-    together = statistics.geometric_mean(_gain("together", blocks) for blocks in found["same processes"].values())
+    together = statistics.geometric_mean(
+        _gain("together", blocks) for blocks in found["same processes"].values()
+    )
     idle, busy = (
-        interval([each["ratios"]["fsdp2-deferred"] for each in _of("turns", found[machine])]) for machine in MACHINES
+        interval([each["ratios"]["fsdp2-deferred"] for each in _of("turns", found[machine])])
+        for machine in MACHINES
     )
     slowed = ratio(
-        *(Sample([each["baseline_s"] for each in _of(design, found["idle"])]) for design in ("turns", "apart"))
+        *(
+            Sample([each["baseline_s"] for each in _of(design, found["idle"])])
+            for design in ("turns", "apart")
+        )
     )
     groups = [found["twins"][i : i + MIN_TRIALS] for i in range(0, len(found["twins"]), MIN_TRIALS)]
     twins = [interval(group) for group in groups if len(group) == MIN_TRIALS]
@@ -136,7 +168,9 @@ def section() -> list[str]:
         "N = 2. The spread is the standard deviation of a block's log ratio times the root of the block's seconds. "
         "A block has all of these cells.",
         "",
-        *markdown_table(("machine", "cell", "timed", "ratio (95 % interval)", "blocks", "spread"), sorted(rows)),
+        *markdown_table(
+            ("machine", "cell", "timed", "ratio (95 % interval)", "blocks", "spread"), sorted(rows)
+        ),
         f"In turns, the spread is {gains[0]:.2f} times as large as apart on the idle machine, and {gains[1]:.2f} times "
         "beside two programs that never wait (geometric means). Load changes the ratio itself, however cells are "
         f"timed: in turns, `fsdp2-deferred` takes {busy.ratio:.2f} ({_ends(busy)}) times as long as `{BASELINE}` "
@@ -164,7 +198,10 @@ def _spreads(blocks: Sequence[dict[str, Any]]) -> dict[str, float]:
     """By cell, the standard deviation of its log ratio times the root of a block's seconds."""
     root = statistics.mean(each["seconds"] for each in blocks) ** 0.5
     names = sorted(blocks[0]["ratios"])
-    return {name: root * statistics.stdev(math.log(each["ratios"][name]) for each in blocks) for name in names}
+    return {
+        name: root * statistics.stdev(math.log(each["ratios"][name]) for each in blocks)
+        for name in names
+    }
 
 
 def _gain(design: str, blocks: Sequence[dict[str, Any]]) -> float:
@@ -233,15 +270,21 @@ def blocks(launcher: Launcher, seconds: float, folder: Path) -> Iterator[dict[st
 
 def main() -> int:
     """Measure both designs on both machines, and write what was found."""
-    parser = argparse.ArgumentParser(prog="python -m studies.pairing", description=str(__doc__).partition(": ")[2])
+    parser = argparse.ArgumentParser(
+        prog="python -m studies.pairing", description=str(__doc__).partition(": ")[2]
+    )
     words = "of each machine (default: %(default)s)"
     parser.add_argument("--seconds", type=float, default=900, metavar="S", help=words)
-    parser.add_argument("--twins", type=int, default=100, metavar="N", help="trials of the cell with itself")
+    parser.add_argument(
+        "--twins", type=int, default=100, metavar="N", help="trials of the cell with itself"
+    )
     arguments = parser.parse_args()
     found = {"same processes": json.loads(RESULTS.read_text(encoding="utf-8"))["same processes"]}
     with Launcher(Device.CPU) as launcher, tempfile.TemporaryDirectory() as scratch:
         for machine, busy in MACHINES.items():
-            others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(busy)]
+            others = [
+                subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(busy)
+            ]
             try:
                 found[machine] = list(blocks(launcher, arguments.seconds, Path(scratch)))
             finally:
@@ -249,7 +292,9 @@ def main() -> int:
                     other.kill()
                     other.wait()
         twin, base = (cell_of(name, TIMED["turns"]) for name in (TWIN, BASELINE))
-        found["twins"] = [trial(launcher, twin, Path(scratch), base)[0] for _ in range(arguments.twins)]
+        found["twins"] = [
+            trial(launcher, twin, Path(scratch), base)[0] for _ in range(arguments.twins)
+        ]
         found["starts"] = starts(launcher, STARTS, Path(scratch))
     RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0

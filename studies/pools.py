@@ -55,7 +55,9 @@ NORMAL, RESAMPLED = "normal", "resampled"
 SIZES = ((1, NORMAL), (3, NORMAL), (3, RESAMPLED), (5, NORMAL), (5, RESAMPLED))
 """Runs of a simulated pool, and what makes them differ."""
 TARGETS: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
-    "pools of several runs with any false difference, at most 5 %": lambda row: row["false"] <= ALPHA,
+    "pools of several runs with any false difference, at most 5 %": lambda row: (
+        row["false"] <= ALPHA
+    ),
     "next runs within their interval, 94 to 97 %": lambda row: 0.94 <= row["next"] <= 0.97,
 }
 """What the rates of several runs must be, and whether they are."""
@@ -124,7 +126,8 @@ def measured(run: Run) -> tuple[Array, tuple[int, ...], int]:
     baseline = baseline_of(run.manifest)
     places = {cell: place for place, cell in enumerate(cells)}
     base = tuple(
-        places.get(dataclasses.replace(cell, twin="", backend=baseline, replicate=0), places[cell]) for cell in cells
+        places.get(dataclasses.replace(cell, twin="", backend=baseline, replicate=0), places[cell])
+        for cell in cells
     )
     (control,) = [place for place, cell in enumerate(cells) if cell.twin]
     logs = np.log(wide[[cell.cell_id for cell in cells]].dropna().to_numpy())
@@ -155,7 +158,9 @@ def older() -> RunSet:
     control = next(place for place, (*_, twin) in enumerate(cells) if twin)
     runs = []
     for _, rows in trials.groupby("run", sort=False):
-        wide = rows.pivot_table(index="block", columns=["backend", "accumulate", "twin"], values="seconds")
+        wide = rows.pivot_table(
+            index="block", columns=["backend", "accumulate", "twin"], values="seconds"
+        )
         runs.append(np.log(wide[cells].dropna().to_numpy()))
     return RunSet("older", tuple(runs), base, control)
 
@@ -227,9 +232,17 @@ def _intervals(runs: Sequence[Array]) -> list[Interval]:
     centres = np.array([run.mean(axis=0) for run in runs])
     found = LogMean.of(runs[0].T if len(runs) == 1 else centres.T)
     following = replace(found, error=found.error * math.sqrt(len(runs) + 1))
-    columns = (found.centre, *found.interval(), found.p_different(), found.p_same(MARGIN), *following.interval())
+    columns = (
+        found.centre,
+        *found.interval(),
+        found.p_different(),
+        found.p_same(MARGIN),
+        *following.interval(),
+    )
     intervals = []
-    for number, (centre, low, high, p_different, p_same, next_low, next_high) in enumerate(zip(*columns, strict=True)):
+    for number, (centre, low, high, p_different, p_same, next_low, next_high) in enumerate(
+        zip(*columns, strict=True)
+    ):
         interval = Interval(
             ratio=math.exp(centre),
             low=math.exp(low),
@@ -241,7 +254,9 @@ def _intervals(runs: Sequence[Array]) -> list[Interval]:
         )
         if len(runs) > 1:
             each = tuple(np.exp(centres[:, number]).tolist())
-            interval = replace(interval, runs=each, next_low=math.exp(next_low), next_high=math.exp(next_high))
+            interval = replace(
+                interval, runs=each, next_low=math.exp(next_low), next_high=math.exp(next_high)
+            )
         intervals.append(interval)
     return intervals
 
@@ -255,7 +270,16 @@ def convert() -> None:
             cell, timed = record["cell"], record.get("time")
             if record["status"] == "ok" and timed and cell["backend"] != "reference":
                 seconds = f"{np.median(timed['step_seconds']):.9g}"
-                rows.append((commit, cell["backend"], cell["accumulate"], cell["twin"], record["repeat"], seconds))
+                rows.append(
+                    (
+                        commit,
+                        cell["backend"],
+                        cell["accumulate"],
+                        cell["twin"],
+                        record["repeat"],
+                        seconds,
+                    )
+                )
     columns = ["run", "backend", "accumulate", "twin", "block", "seconds"]
     pd.DataFrame(rows, columns=columns).to_csv(OLDER, index=False)
 
@@ -268,8 +292,13 @@ def _shown(commit: str, name: str) -> str:
 def misses(found: pd.DataFrame) -> list[str]:
     """The targets that are not met by pools of several runs, each as a sentence."""
     rows = [row for row in found.to_dict("records") if row["runs"] >= MIN_RUNS]
-    bad = {target: [f"{row['runs']} {row['way']}" for row in rows if not met(row)] for target, met in TARGETS.items()}
-    return [f"{target}: not with {', '.join(names)} runs." for target, names in bad.items() if names]
+    bad = {
+        target: [f"{row['runs']} {row['way']}" for row in rows if not met(row)]
+        for target, met in TARGETS.items()
+    }
+    return [
+        f"{target}: not with {', '.join(names)} runs." for target, names in bad.items() if names
+    ]
 
 
 def study(sets: Sequence[RunSet], pools: int = POOLS) -> pd.DataFrame:
@@ -297,12 +326,21 @@ def repeated(sets: Sequence[RunSet]) -> list[Repeated]:
         others = each.centres[None, :, 1:]
         low, high = (
             np.array([ends[1:] for ends in side])[:, None]
-            for side in zip(*(LogMean.of(each.ratios(run).T).interval() for run in each.runs), strict=True)
+            for side in zip(
+                *(LogMean.of(each.ratios(run).T).interval() for run in each.runs), strict=True
+            )
         )
         pairs = ~np.eye(len(each.runs), dtype=bool)
         outside = ((others < low) | (others > high))[pairs]
         beyond = (abs(others - each.centres[:, None, 1:]) > reach)[pairs]
-        found.append(Repeated(name=each.name, pairs=outside.size, outside=int(outside.sum()), beyond=int(beyond.sum())))
+        found.append(
+            Repeated(
+                name=each.name,
+                pairs=outside.size,
+                outside=int(outside.sum()),
+                beyond=int(beyond.sum()),
+            )
+        )
     return found
 
 
@@ -313,7 +351,11 @@ def add() -> None:
     out = POOL / name / f"{now:%Y-%m-%d}"
     if out.exists():
         out = POOL / name / f"{now:%Y-%m-%dT%H%M}"
-    subprocess.run([sys.executable, "-m", "bench", "run", "--matrix", name, "--out", str(out)], cwd=ROOT, check=False)
+    subprocess.run(
+        [sys.executable, "-m", "bench", "run", "--matrix", name, "--out", str(out)],
+        cwd=ROOT,
+        check=False,
+    )
     run = load(out)
     if run.manifest.finished is None:
         raise InputError(f"{out}: is not finished; go on with: python -m bench run --resume {out}")
@@ -326,10 +368,14 @@ def add() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Add a run, or read the older ones again."""
-    parser = argparse.ArgumentParser(prog="python -m studies.pools", description=str(__doc__).partition("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m studies.pools", description=str(__doc__).partition("\n\n")[0]
+    )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--add", action="store_true", help="measure one more run, on an idle machine")
-    what.add_argument("--older", action="store_true", help="write older.csv from the history of this repository")
+    what.add_argument(
+        "--older", action="store_true", help="write older.csv from the history of this repository"
+    )
     if parser.parse_args(argv).add:
         add()
     else:

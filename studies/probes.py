@@ -49,15 +49,24 @@ def noise() -> dict[str, Any]:
     workload = _workload()
     model = workload.model()
     samples = workload.data(DRAWS * SIZES[-1])
-    every = torch.stack([_gradient(workload, model, part) for part in samples.split(SIZES[-1])]).mean(0)
+    every = torch.stack(
+        [_gradient(workload, model, part) for part in samples.split(SIZES[-1])]
+    ).mean(0)
     relative = {}
     for size in SIZES:
-        drawn = [_gradient(workload, model, part) - every for part in samples[: DRAWS * size].split(size)]
-        relative[size] = float(torch.stack([g.square().sum() for g in drawn]).mean() / every.square().sum())
+        drawn = [
+            _gradient(workload, model, part) - every for part in samples[: DRAWS * size].split(size)
+        ]
+        relative[size] = float(
+            torch.stack([g.square().sum() for g in drawn]).mean() / every.square().sum()
+        )
     batch = samples[: SIZES[-1]]
     whole = _gradient(workload, model, batch)
     parts = [_gradient(workload, model, part) / ACCUMULATE for part in batch.chunk(ACCUMULATE)]
-    return {"relative": relative, "error": float((torch.stack(parts).sum(0) - whole).norm() / whole.norm())}
+    return {
+        "relative": relative,
+        "error": float((torch.stack(parts).sum(0) - whole).norm() / whole.norm()),
+    }
 
 
 def unscaled() -> dict[str, Any]:
@@ -109,7 +118,11 @@ def recovered() -> dict[str, dict[str, float]]:
             model = fully_shard(_Mean(), mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
             (weight,) = model.parameters()
             optimizer = torch.optim.SGD([weight], lr=1.0)
-            sync = model.set_requires_gradient_sync if deferred == "reductions" else model.set_requires_all_reduce
+            sync = (
+                model.set_requires_gradient_sync
+                if deferred == "reductions"
+                else model.set_requires_all_reduce
+            )
             sync(False)
             (model(torch.ones(1)) / ACCUMULATE).backward()
             model(torch.ones(1))  # the exception comes before its backward
@@ -142,7 +155,9 @@ class _Module(lightning.LightningModule):
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "neither": {},
     "optimizer": {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}},
-    "scheduler": {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-3}}},
+    "scheduler": {
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-3}}
+    },
 }
 """What DeepSpeed's config has beside Lightning's own optimizer and scheduler."""
 
@@ -150,10 +165,14 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
 def _trained(config: Mapping[str, Any], **arguments: Any) -> lightning.Trainer:
     """A Trainer with DeepSpeed ZeRO-2 on the CPU, after two optimizer steps."""
     needed = {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True}
-    strategy = on_cpu(DeepSpeedStrategy)(config={"zero_optimization": {"stage": 2}, **needed, **config})
+    strategy = on_cpu(DeepSpeedStrategy)(
+        config={"zero_optimization": {"stage": 2}, **needed, **config}
+    )
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     quiet["enable_model_summary"] = False
-    trainer = lightning.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=2, **quiet, **arguments)
+    trainer = lightning.Trainer(
+        strategy=strategy, accelerator="cpu", devices=1, max_steps=2, **quiet, **arguments
+    )
     trainer.fit(_Module(), torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=2))
     return trainer
 
@@ -166,7 +185,9 @@ def both_defined() -> dict[str, Any]:
         optimizer = trainer.optimizers[0]
         found[name] = {
             "optimizer": type(getattr(optimizer, "optimizer", optimizer)).__name__,
-            "scheduler": [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs],
+            "scheduler": [
+                type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs
+            ],
         }
     return found
 

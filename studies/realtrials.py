@@ -74,7 +74,9 @@ def measure(folder: Path, number: int, observer: Observer) -> None:
     path = folder / f"run-{number}"
     if (path / MANIFEST).exists() and read_manifest(path).finished is not None:
         return
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])  # for the ranks
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    )  # for the ranks
     os.environ[EXTRA_BACKENDS] = f"{Delayed.__module__}:{Delayed.__name__}"
     backends = registry()
     if not (path / MANIFEST).exists():
@@ -113,7 +115,9 @@ def keep(folder: Path) -> None:
         run = load(path)
         if set(run.tables.trials["status"]) != {"ok"}:
             raise InputError(f"{path}: has trials that are not ok; measure it again")
-        manifests.append({"name": path.name} | {k: v for k, v in read_document(path).items() if k not in UNREAD})
+        manifests.append(
+            {"name": path.name} | {k: v for k, v in read_document(path).items() if k not in UNREAD}
+        )
         trials.append(run.tables.trials[list(KEPT)].assign(run=path.name))
     lines = ",\n".join(json.dumps(manifest, separators=(",", ":")) for manifest in manifests)
     (folder / RUN_FILE).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
@@ -129,8 +133,14 @@ def stored(folder: Path) -> Iterator[Run]:
         records = []
         for row in every.get_group(document["name"]).to_dict("records"):
             cell = known[row["cell_id"]]
-            host = {"num_cpus": manifest.machine.cores, "own_cores": 0.0} | {name: row[name] for name in KEPT[3:]}
-            time = {"step_seconds": [row["step_time_s"]] * cell.timed_windows, "warmup_seconds": [], "host": host}
+            host = {"num_cpus": manifest.machine.cores, "own_cores": 0.0} | {
+                name: row[name] for name in KEPT[3:]
+            }
+            time = {
+                "step_seconds": [row["step_time_s"]] * cell.timed_windows,
+                "warmup_seconds": [],
+                "host": host,
+            }
             records.append(make_record(cell, row["repeat"], time=time))
         tables = build(parse_records(records, folder / TRIAL_FILE), manifest)
         yield Run(name=manifest.run_id, tables=tables, cells=known, manifest=manifest)

@@ -52,7 +52,10 @@ def rows() -> tuple[Made, ...]:
     """The rows of made.toml, with the sets of code that they name."""
     read = tomllib.loads(Path(__file__).with_name("made.toml").read_text(encoding="utf-8"))
     sets: dict[str, list[str]] = read["sets"] | {"training": training()}
-    return tuple(Made(**row | {"code": [p for c in row["code"] for p in sets.get(c, [c])]}) for row in read["made"])
+    return tuple(
+        Made(**row | {"code": [p for c in row["code"] for p in sets.get(c, [c])]})
+        for row in read["made"]
+    )
 
 
 def training() -> list[str]:
@@ -66,12 +69,21 @@ ROWS = rows()
 def main(argv: Sequence[str] | None = None) -> int:
     """List, or make."""
     parser = argparse.ArgumentParser(prog="nox -s results --", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"make these: {', '.join(row.name for row in ROWS)}")
-    parser.add_argument("--all", action="store_true", help="make all that are out of date; wants an idle machine")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"make these: {', '.join(row.name for row in ROWS)}",
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="make all that are out of date; wants an idle machine"
+    )
     arguments = parser.parse_args(argv)
     try:
         if unknown := sorted(set(arguments.names) - {row.name for row in ROWS}):
-            raise InputError(f"'{unknown[0]}' is not made here; use one of {', '.join(row.name for row in ROWS)}")
+            raise InputError(
+                f"'{unknown[0]}' is not made here; use one of {', '.join(row.name for row in ROWS)}"
+            )
         return make(arguments.names, arguments.all) if arguments.names or arguments.all else show()
     except InputError as error:
         print(f"bench: {error}", file=sys.stderr)
@@ -87,26 +99,38 @@ def show() -> int:
         if why := reasons(row, late):
             late[row.name] = row
         print(f"{row.name:<11}  {row.minutes:4.0f} min  {'; '.join(why) or 'up to date'}")
-        for finding in (found for folder in _runs(row.paths) for found in check(folder)) if row.is_run else ():
+        for finding in (
+            (found for folder in _runs(row.paths) for found in check(folder)) if row.is_run else ()
+        ):
             if finding.level is Level.ERROR:
                 print(f"{'':<23}ERROR, {finding.topic}: {finding.text}")
                 bad += 1
     total = sum(row.minutes for row in late.values())
-    print(f"out of date: {len(late)}; to make them, about {total:.0f} min: nox -s results -- --all" if late else "")
+    print(
+        f"out of date: {len(late)}; to make them, about {total:.0f} min: nox -s results -- --all"
+        if late
+        else ""
+    )
     return BAD if late or bad else GOOD
 
 
 def make(names: Collection[str], every: bool) -> int:
     """Make what was named, or what is out of date; 1 if something failed."""
     if changed := _git("status", "--porcelain", "--", *CODE):
-        raise InputError(f"{changed.split()[1]}: has changes that are not committed; commit them first, then make it")
+        raise InputError(
+            f"{changed.split()[1]}: has changes that are not committed; commit them first, then make it"
+        )
     late: dict[str, Made] = {}
     for row in ROWS:
         if row.name in names or (every and reasons(row, late)):
             print(f"== {row.name}, about {row.minutes:.0f} min", flush=True)
             if not _make(row):
                 late[row.name] = row
-    print(f"failed: {', '.join(late)}" if late else "all were made: read the differences, then commit them")
+    print(
+        f"failed: {', '.join(late)}"
+        if late
+        else "all were made: read the differences, then commit them"
+    )
     return BAD if late else GOOD
 
 
@@ -114,10 +138,14 @@ def _make(row: Made) -> bool:
     begun, commit = time.time(), _git("rev-parse", "HEAD").strip()
     for path in row.paths if row.is_run else ():
         shutil.rmtree(ROOT / path, ignore_errors=True)
-    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    programs = os.pathsep.join(
+        [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    )
     for command in row.commands:
         print(f"$ {command}", flush=True)
-        process = subprocess.Popen(command, shell=True, cwd=ROOT, env={**os.environ, "PATH": programs})
+        process = subprocess.Popen(
+            command, shell=True, cwd=ROOT, env={**os.environ, "PATH": programs}
+        )
         try:
             status = process.wait()
         except KeyboardInterrupt:  # the command has it too, ends its trials, and writes what it has
@@ -131,10 +159,16 @@ def _make(row: Made) -> bool:
         print(f"wrote nothing into {', '.join(row.paths)}: {'; '.join(row.commands)}", flush=True)
         return False
     finished, minutes = datetime.now(UTC).isoformat(timespec="seconds"), (time.time() - begun) / 60
-    stored = _stored() | {row.name: {"commit": commit, "finished": finished, "minutes": round(minutes, 1)}}
-    (ROOT / RECORDS).write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    stored = _stored() | {
+        row.name: {"commit": commit, "finished": finished, "minutes": round(minutes, 1)}
+    }
+    (ROOT / RECORDS).write_text(
+        json.dumps(stored, indent=1, sort_keys=True) + "\n", encoding="utf-8"
+    )
     paths = " ".join(path for path in row.paths if (ROOT / path).exists())
-    print(f"took {minutes:.0f} min; to commit it: git add -f {paths} {RECORDS} ':!*.html'", flush=True)
+    print(
+        f"took {minutes:.0f} min; to commit it: git add -f {paths} {RECORDS} ':!*.html'", flush=True
+    )
     return True
 
 
@@ -164,7 +198,9 @@ def reasons(row: Made, late: Collection[str]) -> list[str]:
         (source,) = [row for row in ROWS if row.name == name]
         newest = max((record["finished"] for record in _records(source)), default="")
         if name in late or newest > min(record["finished"] for record in records):
-            found.append(f"is made from {name}, which is {'out of date' if name in late else 'newer'}")
+            found.append(
+                f"is made from {name}, which is {'out of date' if name in late else 'newer'}"
+            )
     return found
 
 
@@ -172,8 +208,12 @@ def _records(row: Made) -> list[dict[str, Any]]:
     """When and from which code it was made: one record for each run, or one."""
     if not row.is_run:
         return [{"clean": True, **_stored()[row.name]}] if row.name in _stored() else []
-    manifests = [json.loads((folder / MANIFEST).read_text(encoding="utf-8")) for folder in _runs(row.paths)]
-    return [{**manifest["git"], "finished": manifest.get("finished") or ""} for manifest in manifests]
+    manifests = [
+        json.loads((folder / MANIFEST).read_text(encoding="utf-8")) for folder in _runs(row.paths)
+    ]
+    return [
+        {**manifest["git"], "finished": manifest.get("finished") or ""} for manifest in manifests
+    ]
 
 
 def _stored() -> dict[str, Any]:
@@ -204,7 +244,11 @@ def _changed(commit: str | None, code: Sequence[str]) -> list[str] | None:
     if not commit or not _git("cat-file", "-t", commit):
         return None
     names = _git("diff", "--name-only", "--no-renames", commit, "--", *code).splitlines()
-    return [name for name in names if _meaning(name, _git("show", f"{commit}:{name}")) != _meaning(name, _now(name))]
+    return [
+        name
+        for name in names
+        if _meaning(name, _git("show", f"{commit}:{name}")) != _meaning(name, _now(name))
+    ]
 
 
 def _now(name: str) -> str:
@@ -218,7 +262,9 @@ def _meaning(name: str, text: str) -> object:
 
 def _git(*arguments: str) -> str:
     """What git prints; nothing if it fails."""
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    return subprocess.run(
+        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout
 
 
 if __name__ == "__main__":

@@ -96,11 +96,26 @@ def _median_interval(values: Array) -> tuple[Array, Array]:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("mean of one run", 1, one_mean, "different if the means of one trial each are more than 2 % apart"),
-    Rule("asv", 2, asv(1.1), "U test with p < 0.002 on 2 processes, and medians more than 10 % apart (its default)"),
+    Rule(
+        "mean of one run",
+        1,
+        one_mean,
+        "different if the means of one trial each are more than 2 % apart",
+    ),
+    Rule(
+        "asv",
+        2,
+        asv(1.1),
+        "U test with p < 0.002 on 2 processes, and medians more than 10 % apart (its default)",
+    ),
     Rule("asv, factor 1.02", 2, asv(1.02), "the same, and medians more than 2 % apart"),
     Rule("hyperfine", 10, hyperfine, "10 runs; 1 is not within the ratio plus or minus its sigma"),
-    Rule("pyperf", 20, pyperf(20), "20 processes of 3 values; Student's t on all 60 as if independent, p < 0.05"),
+    Rule(
+        "pyperf",
+        20,
+        pyperf(20),
+        "20 processes of 3 values; Student's t on all 60 as if independent, p < 0.05",
+    ),
     Rule(
         "pyperf, 100 processes",
         100,

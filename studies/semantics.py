@@ -12,16 +12,34 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from bench.audit.conformance import Observation, by_backend, by_loss, overview, scenarios, with_number
+from bench.audit.conformance import (
+    Observation,
+    by_backend,
+    by_loss,
+    overview,
+    scenarios,
+    with_number,
+)
 from bench.audit.scenario import Scenario
-from bench.audit.semantics_files import MARKDOWN, OBSERVATIONS, facts_of, load, write_pictures, write_tables
+from bench.audit.semantics_files import (
+    MARKDOWN,
+    OBSERVATIONS,
+    facts_of,
+    load,
+    write_pictures,
+    write_tables,
+)
 from bench.formatting import markdown as escape
 from bench.formatting import plural, some
 from bench.plan.cell import Status
 from bench.report.sections import EPOCH_END
 from studies import ROOT
 
-SUITE, PLOTS, DOCS = ROOT / "results/semantics", ROOT / "plots/semantics", ROOT / "docs/semantics.md"
+SUITE, PLOTS, DOCS = (
+    ROOT / "results/semantics",
+    ROOT / "plots/semantics",
+    ROOT / "docs/semantics.md",
+)
 THROUGHPUT = ROOT / "results/throughput/throughput.md"
 EPOCH_END_SCENARIO = "partial-window"
 PICTURED = ("partial-window", "resume", "exception", "zero-grad")
@@ -43,26 +61,47 @@ After `zero_grad`, `deepspeed-zero3-deferred` cannot continue on a CPU: DeepSpee
 the current stream, and a CPU has none. On CUDA they are cleared ([GPUs](gpu.md#semantics))."""
 
 
-def page(observations: Sequence[Observation], about: Mapping[str, Any], rates: Sequence[str]) -> str:
+def page(
+    observations: Sequence[Observation], about: Mapping[str, Any], rates: Sequence[str]
+) -> str:
     """The page in Markdown; ``rates`` has the findings on ThroughputMonitor, as list items."""
     facts = ", ".join(f"{escape(name)} {escape(value)}" for name, value in facts_of(about).items())
     lines = ["# What each backend computes", "", INTRODUCTION, "", best(observations), ""]
     lines += ["## Questions", ""]
-    lines += ["Each verdict is followed by its most telling number and the backends; **bold** is wrong."]
+    lines += [
+        "Each verdict is followed by its most telling number and the backends; **bold** is wrong."
+    ]
     for name, values in scenarios(observations).items():
-        lines += ["", *question(name, values, [seen for seen in observations if seen["scenario"]["name"] == name])]
+        lines += [
+            "",
+            *question(
+                name, values, [seen for seen in observations if seen["scenario"]["name"] == name]
+            ),
+        ]
     lines += ["", "## What is wrong, by backend", "", overview(observations), NOTES, ""]
-    lines += ["What follows for Lightning with DeepSpeed, FSDP2 and Hugging Face: [claims](claims.md).", ""]
+    lines += [
+        "What follows for Lightning with DeepSpeed, FSDP2 and Hugging Face: [claims](claims.md).",
+        "",
+    ]
     lines += ["## ThroughputMonitor", ""]
-    lines += ["Its samples/s under accumulation, divided by those that were trained, on a virtual clock on which "]
+    lines += [
+        "Its samples/s under accumulation, divided by those that were trained, on a virtual clock on which "
+    ]
     lines[-1] += "optimizer steps take long, with NB micro-batches per epoch "
     lines[-1] += f"([settings and every point](../results/throughput/{THROUGHPUT.name})):"
     lines += ["", *rates, "", "## Weight maps", ""]
     for name in PICTURED:
         title = escape(scenarios(observations)[name]["title"])
-        lines += [f"![{title}](../plots/semantics/weights-{name}.png)", "", f"{title} ({_code(name)}).", ""]
+        lines += [
+            f"![{title}](../plots/semantics/weights-{name}.png)",
+            "",
+            f"{title} ({_code(name)}).",
+            "",
+        ]
     lines += ["## Every table and diagnosis", ""]
-    lines += [f"[Each backend in each scenario](../results/semantics/{MARKDOWN}), and the coefficients of every update"]
+    lines += [
+        f"[Each backend in each scenario](../results/semantics/{MARKDOWN}), and the coefficients of every update"
+    ]
     lines[-1] += f" in [{OBSERVATIONS}](../results/semantics/{OBSERVATIONS}). Measured by "
     lines[-1] += f"`{' '.join(about['command'])}` with {facts}."
     return "\n".join(lines) + "\n"
@@ -83,7 +122,10 @@ def best(observations: Sequence[Observation]) -> str:
 
 def question(name: str, values: Mapping[str, Any], seen: Sequence[Observation]) -> list[str]:
     """What a scenario asks, and the verdicts with the backends under which each came up."""
-    lines = [f"**{escape(values['title'])}** ({_code(name)}: {escape(Scenario.from_dict(values).setting)})", ""]
+    lines = [
+        f"**{escape(values['title'])}** ({_code(name)}: {escape(Scenario.from_dict(values).setting)})",
+        "",
+    ]
     for only, cause in ((by_backend, ""), (by_loss, "the reduction of the loss: ")):
         parts = [only(observation) for observation in seen]
         told = [part for part in parts if not cause or part["findings"]]
@@ -98,7 +140,9 @@ def _verdict(seen: Observation) -> str:
     return f"**{text}**" if seen["level"] == "wrong" else text
 
 
-def _by_text(observations: Iterable[Observation], describe: Callable[[Observation], str]) -> dict[str, list[str]]:
+def _by_text(
+    observations: Iterable[Observation], describe: Callable[[Observation], str]
+) -> dict[str, list[str]]:
     """The backends by the description of their observations."""
     found: dict[str, list[str]] = {}
     for seen in observations:
@@ -118,7 +162,11 @@ def _code(name: str) -> str:
 
 def throughput() -> list[str]:
     """The findings on ThroughputMonitor, as list items."""
-    return [line for line in THROUGHPUT.read_text(encoding="utf-8").splitlines() if line.startswith("- ")]
+    return [
+        line
+        for line in THROUGHPUT.read_text(encoding="utf-8").splitlines()
+        if line.startswith("- ")
+    ]
 
 
 def at_epoch_end(about: Mapping[str, Any], observations: Sequence[Observation]) -> dict[str, Any]:
@@ -148,7 +196,13 @@ def main() -> None:
     about, observations = load(SUITE / OBSERVATIONS)
     write_tables(observations, about, SUITE)
     write_pictures(
-        [observation for observation in observations if observation["scenario"]["name"] in PICTURED], about, PLOTS
+        [
+            observation
+            for observation in observations
+            if observation["scenario"]["name"] in PICTURED
+        ],
+        about,
+        PLOTS,
     )
     DOCS.write_text(page(observations, about, throughput()), encoding="utf-8")
     bundle = json.dumps(at_epoch_end(about, observations), indent=1)

@@ -81,14 +81,26 @@ def page(records: Iterable[TrialRecord]) -> str:
                 same.append(f"`{path}`: {words['same']}")
                 continue
             values = [value for name in having for value in recorded[name][path]]
-            shown = words.get("here") or ", ".join(dict.fromkeys(json.dumps(value).strip('"') for value in values))
+            shown = words.get("here") or ", ".join(
+                dict.fromkeys(json.dumps(value).strip('"') for value in values)
+            )
             rows.append((f"`{path}`", shown, words["default"], words["why"], words["cost"]))
-        lines += [f"## {framework['title']}", "", f"Documentation: <{framework['documentation']}>", ""]
+        lines += [
+            f"## {framework['title']}",
+            "",
+            f"Documentation: <{framework['documentation']}>",
+            "",
+        ]
         lines += markdown_table(HEADER, rows)
         if same:
             lines += ["Recorded, and either the default or set by the cell:", ""]
             lines += [*(f"- {text}" for text in same), ""]
-    lines += ["What is not torchtitan's own:", "", *(f"- {what}: {instead}" for what, instead in REPLACED.items()), ""]
+    lines += [
+        "What is not torchtitan's own:",
+        "",
+        *(f"- {what}: {instead}" for what, instead in REPLACED.items()),
+        "",
+    ]
     assert not left, f"settings.toml says nothing of {sorted(left)}"
     return "\n".join(lines)
 

@@ -21,7 +21,13 @@ from bench.judge.verdicts import ALPHA, Comparison, Verdict, judge_all
 from studies.rivals import RULES
 from studies.trial_noise import Noise, steps
 
-EFFECTS = {"A/A": 0.0, "1 %": math.log(1.01), "2 %": math.log(1.02), "5 %": math.log(1.05), "10 %": math.log(1.1)}
+EFFECTS = {
+    "A/A": 0.0,
+    "1 %": math.log(1.01),
+    "2 %": math.log(1.02),
+    "5 %": math.log(1.05),
+    "10 %": math.log(1.1),
+}
 """How much slower the cells of a report are than the baseline, as logarithms."""
 SIZES = (12, 24)
 """Numbers of blocks beside those that a run has."""
@@ -35,10 +41,12 @@ Row = dict[str, Any]
 FALSE_TARGET = "reports with any false difference, at most 5 %"
 TARGETS: Mapping[str, Callable[[Row], bool]] = {
     FALSE_TARGET: lambda row: row["false"] <= ALPHA,
-    "5 % and 10 % found, at most 10 points less than by a paired t-test of the same size": lambda row: all(
-        row[f"power {name}"] >= row[f"t {name}"] - 0.1 for name in ("5 %", "10 %")
+    "5 % and 10 % found, at most 10 points less than by a paired t-test of the same size": lambda row: (
+        all(row[f"power {name}"] >= row[f"t {name}"] - 0.1 for name in ("5 %", "10 %"))
     ),
-    "intervals that contain the true ratio, 93 to 97 %": lambda row: 0.93 <= row["coverage"] <= 0.97,
+    "intervals that contain the true ratio, 93 to 97 %": lambda row: (
+        0.93 <= row["coverage"] <= 0.97
+    ),
 }
 """What the rates of a row must be, and whether they are."""
 
@@ -94,7 +102,9 @@ def _verdicts(means: LogMean, by: float) -> NDArray[Any]:
     return np.array(found, dtype=object)
 
 
-def _interval(centre: float, low: float, high: float, p_different: float, p_same: float) -> Interval:
+def _interval(
+    centre: float, low: float, high: float, p_different: float, p_same: float
+) -> Interval:
     return Interval(
         ratio=math.exp(centre),
         low=math.exp(low),
@@ -113,7 +123,11 @@ def _t_tests(apart: Array) -> Array:
 
 def study(noises: Sequence[Noise], reports: int = REPORTS) -> pd.DataFrame:
     """``rates`` of every noise, at the size of its run and with more blocks, and at the size of a quick run."""
-    sizes = [(noise, blocks, noise.cells - 2) for noise in noises for blocks in dict.fromkeys((noise.blocks, *SIZES))]
+    sizes = [
+        (noise, blocks, noise.cells - 2)
+        for noise in noises
+        for blocks in dict.fromkeys((noise.blocks, *SIZES))
+    ]
     return pd.DataFrame([rates(*size, reports) for size in (*sizes, (noises[0], *QUICK))])
 
 
@@ -128,7 +142,9 @@ def misses(found: pd.DataFrame) -> list[str]:
         sentence = f"{target}: not in {', '.join(map(name, bad))}."
         if target == FALSE_TARGET:
             rates_of_bad = sorted(100 * row["false"] for row in bad)
-            ends = " to ".join(dict.fromkeys(f"{rate:.1f}" for rate in (rates_of_bad[0], rates_of_bad[-1])))
+            ends = " to ".join(
+                dict.fromkeys(f"{rate:.1f}" for rate in (rates_of_bad[0], rates_of_bad[-1]))
+            )
             sentence = f"{ends} % of simulated reports name a false difference (target {100 * ALPHA:g} %): "
             sentence += f"{', '.join(map(name, bad))}."
         told.append(sentence)
@@ -149,6 +165,7 @@ def rivals(noise: Noise, reports: int) -> pd.DataFrame:
         base, other = seconds[:, :, 0], seconds[:, :, 1]
         called = {effect: rule.judge(other * math.exp(by), base) for effect, by in EFFECTS.items()}
         rows.append(
-            {"rule": rule.name, "trials": rule.trials} | {n: float((c.sign != 0).mean()) for n, c in called.items()}
+            {"rule": rule.name, "trials": rule.trials}
+            | {n: float((c.sign != 0).mean()) for n, c in called.items()}
         )
     return pd.DataFrame(rows)

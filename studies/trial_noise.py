@@ -67,7 +67,9 @@ def residuals(run: Run) -> Array:
     """The residuals of a run: blocks in which all compared cells ran x these cells."""
     trials = run.tables.trials
     known = trials[(trials["status"] == Status.OK) & trials["cell_id"].isin(compared(run))]
-    seconds = known.pivot_table(index="repeat", columns="cell_id", values="step_time_s").astype(float)
+    seconds = known.pivot_table(index="repeat", columns="cell_id", values="step_time_s").astype(
+        float
+    )
     seconds = seconds.loc[:, seconds.notna().sum() >= seconds.notna().sum().median()].dropna()
     logs = np.log(seconds.to_numpy())
     return np.asarray(logs - logs.mean(axis=0))
@@ -78,7 +80,11 @@ def compared(run: Run) -> Sequence[str]:
     baseline, cells = baseline_of(run.manifest), run.cells.items()
     paired = {dataclasses.replace(cell, twin="").cell_id for _, cell in cells if cell.twin}
     known = [(cell_id, cell) for cell_id, cell in cells if not cell.is_reference]
-    return [cell_id for cell_id, cell in known if cell.twin or cell.backend != baseline or cell_id in paired]
+    return [
+        cell_id
+        for cell_id, cell in known
+        if cell.twin or cell.backend != baseline or cell_id in paired
+    ]
 
 
 def sources() -> Iterator[Noise]:
@@ -91,6 +97,9 @@ def sources() -> Iterator[Noise]:
 def steps(name: str = RUNS[0]) -> Array:
     """Step times of the trials of a committed run less their median, as logarithms: trials x steps after warm-up."""
     steps: pd.DataFrame = load(ROOT / "results" / name).tables.steps
-    rows = [np.log(group.to_numpy(dtype=float)) for _, group in steps.groupby(["cell_id", "repeat"])["seconds"]]
+    rows = [
+        np.log(group.to_numpy(dtype=float))
+        for _, group in steps.groupby(["cell_id", "repeat"])["seconds"]
+    ]
     longest = max(map(len, rows))
     return np.array([row - np.median(row) for row in rows if len(row) == longest])

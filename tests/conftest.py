@@ -31,8 +31,12 @@ from tests import plugin
 from tests.factories import make_tables
 
 ROOT = Path(__file__).resolve().parent.parent
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: idle threads spin, and starve other processes
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background, and so in all that it starts
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # before torch is imported: idle threads spin, and starve other processes
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # as in a shell's background, and so in all that it starts
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as under nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -40,20 +44,49 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as under nohup
 
 def alone() -> dict[str, str]:
     """The environment for a pytest of a test's own, which is no worker of this one."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    return {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")
+    }
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="run also what takes long: all backends, precisions and worlds")
-    parser.addoption("--quick", action="store_true", help="leave out what trains, or needs torch")
-    parser.addoption("--browser", action="store_true", help="run also what needs a browser: nox -s browser has one")
     parser.addoption(
-        "--reliability", type=Path, metavar="FILE.md", help="write the page of what tests/faults found, and its data"
+        "--all",
+        action="store_true",
+        help="run also what takes long: all backends, precisions and worlds",
     )
-    parser.addoption("--smoke", type=Path, metavar="DIR", help="look at this run of the smoke matrix, and make none")
-    parser.addoption("--cuda-stub", metavar="DIR", help="run also tests/cuda, over the stub of CUDA in this folder")
-    parser.addoption("--gpu-page", type=Path, metavar="FILE.md", help="write the table of this page: what was counted")
-    parser.addoption("--kills", type=int, default=50, metavar="N", help="with --all: how many by each signal")
+    parser.addoption("--quick", action="store_true", help="leave out what trains, or needs torch")
+    parser.addoption(
+        "--browser",
+        action="store_true",
+        help="run also what needs a browser: nox -s browser has one",
+    )
+    parser.addoption(
+        "--reliability",
+        type=Path,
+        metavar="FILE.md",
+        help="write the page of what tests/faults found, and its data",
+    )
+    parser.addoption(
+        "--smoke",
+        type=Path,
+        metavar="DIR",
+        help="look at this run of the smoke matrix, and make none",
+    )
+    parser.addoption(
+        "--cuda-stub",
+        metavar="DIR",
+        help="run also tests/cuda, over the stub of CUDA in this folder",
+    )
+    parser.addoption(
+        "--gpu-page",
+        type=Path,
+        metavar="FILE.md",
+        help="write the table of this page: what was counted",
+    )
+    parser.addoption(
+        "--kills", type=int, default=50, metavar="N", help="with --all: how many by each signal"
+    )
 
 
 TRAINS = {"launcher", "here", "fp32_run", "variants_run", "faulty_run", "lonely_group"}
@@ -67,7 +100,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             module, fixtures = getattr(item, "module", None), set(getattr(item, "fixturenames", ()))
             if fixtures & TRAINS or hasattr(module, "torch") or "torch" in item.keywords:
                 item.add_marker(needs)
-    for name, option, why in (("slow", "--all", "takes long"), ("browser", "--browser", "needs a browser")):
+    for name, option, why in (
+        ("slow", "--all", "takes long"),
+        ("browser", "--browser", "needs a browser"),
+    ):
         if config.getoption(option):
             continue
         skip = pytest.mark.skip(reason=f"{why}; run it with {option}")
@@ -78,7 +114,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def first(chosen: Collection[Any], every: Iterable[Any]) -> list[Any]:
     """Every one as a parameter of a test, those that are not chosen with --all alone."""
-    return [value if value in chosen else pytest.param(value, marks=pytest.mark.slow) for value in every]
+    return [
+        value if value in chosen else pytest.param(value, marks=pytest.mark.slow) for value in every
+    ]
 
 
 def asked(request: pytest.FixtureRequest, chosen: Iterable[Any], every: Iterable[Any]) -> list[Any]:
@@ -170,7 +208,10 @@ def processes_with(token: str) -> list[int]:
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get("BENCH_TEST_TOKEN") == token and process.status() != psutil.STATUS_ZOMBIE:
+            if (
+                process.environ().get("BENCH_TEST_TOKEN") == token
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
                 found.append(process.pid)
         except psutil.Error:
             continue
@@ -186,19 +227,33 @@ def until(condition: Callable[[], object], seconds: float = 300.0) -> None:
         time.sleep(0.05)
 
 
-def run_bench(folder: Path, matrix: str, *arguments: str, command: Command | None = None, **environment: Any) -> Run:
+def run_bench(
+    folder: Path, matrix: str, *arguments: str, command: Command | None = None, **environment: Any
+) -> Run:
     """Run a matrix, a name or a file in the folder, into ``folder / "run"``; in a new process unless told how."""
     options = ("run", "--matrix", matrix, "--out", "run", *arguments)
-    return Run(folder / "run", command(*options) if command else bench(*options, cwd=folder, **environment))
+    return Run(
+        folder / "run", command(*options) if command else bench(*options, cwd=folder, **environment)
+    )
 
 
-def run_matrix(folder: Path, *arguments: str, backend: Sequence[str], precision: str = "fp32", **how: Any) -> Run:
+def run_matrix(
+    folder: Path, *arguments: str, backend: Sequence[str], precision: str = "fp32", **how: Any
+) -> Run:
     """Run backends at N = 3 on two ranks, as ``run_bench`` does."""
-    (folder / "matrix.toml").write_text(MATRIX.format(backend=json.dumps(backend), precision=precision, repeats=1))
+    (folder / "matrix.toml").write_text(
+        MATRIX.format(backend=json.dumps(backend), precision=precision, repeats=1)
+    )
     return run_bench(folder, "matrix.toml", *arguments, **how)
 
 
-IN_BF16 = (SHARDED_REFERENCE, "ddp-deferred", "fsdp2-eager", "deepspeed-zero2-eager", "deepspeed-zero2-deferred")
+IN_BF16 = (
+    SHARDED_REFERENCE,
+    "ddp-deferred",
+    "fsdp2-eager",
+    "deepspeed-zero2-eager",
+    "deepspeed-zero2-deferred",
+)
 """One backend for each way to compute in bf16, and one that refuses."""
 CLIP = 0.75
 CLIPPED = ("ddp-deferred", "fsdp2-deferred", "deepspeed-zero2-eager", "lightning-deepspeed-zero2")
@@ -269,11 +324,21 @@ LOOPS = ",".join(f"tests.extra_backends:{name}" for name in plugin.CLASSES.value
 WATCHED = "tests.watched:WatchedZero3,tests.watched:WatchedLightning"
 OWN = f"{LOOPS},{WATCHED}"
 """Backends of tests, as BENCH_BACKENDS names them."""
-FAULTY = ("x-sound", "x-raises", "x-killed", "x-unsupported", "x-needs-missing", "x-last-only", "x-aborts-afterwards")
+FAULTY = (
+    "x-sound",
+    "x-raises",
+    "x-killed",
+    "x-unsupported",
+    "x-needs-missing",
+    "x-last-only",
+    "x-aborts-afterwards",
+)
 
 
 @pytest.fixture(scope="session")
-def faulty_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, extra_site: Path) -> Run:
+def faulty_run(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, extra_site: Path
+) -> Run:
     """The extra package's backends, most of which fail in one way or another."""
     names = asked(request, FAULTY, (*FAULTY, "x-steps-too-often", "x-summed"))
     folder = tmp_path_factory.mktemp("faulty")
@@ -307,7 +372,9 @@ def launcher() -> Iterator[Launcher]:
 
 def lend(launcher: Launcher, monkeypatch: pytest.MonkeyPatch, *users: Any) -> None:
     """Give modules the shared launcher in place of one that they would start and end."""
-    monkeypatch.setattr(Launcher, "__enter__", lambda shared: shared)  # only its fixture starts and ends it
+    monkeypatch.setattr(
+        Launcher, "__enter__", lambda shared: shared
+    )  # only its fixture starts and ends it
     for method in ("__exit__", "close"):
         monkeypatch.setattr(Launcher, method, lambda *_: None)
     for user in users:
@@ -339,6 +406,8 @@ def lonely_group(tmp_path: Path) -> Iterator[None]:
     import torch.distributed as dist
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
     yield
     dist.destroy_process_group()

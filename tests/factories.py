@@ -69,11 +69,21 @@ def make_collectives(cell: Cell) -> list[dict[str, Any]]:
     layout = layout_of(cell)
     expected = expect(cell, layout) if layout else None
     if expected is None:
-        return [{"op": "all_reduce", "group": "world", "dtype": "float32", "calls": 1, "payload_bytes": 13_644_800}]
+        return [
+            {
+                "op": "all_reduce",
+                "group": "world",
+                "dtype": "float32",
+                "calls": 1,
+                "payload_bytes": 13_644_800,
+            }
+        ]
     return [dataclasses.asdict(row) for row in expected.collectives]
 
 
-def make_rank(cell: Cell, passes: Sequence[str] = ALL_PASSES, rank: int = 0, **changes: Any) -> dict[str, Any]:
+def make_rank(
+    cell: Cell, passes: Sequence[str] = ALL_PASSES, rank: int = 0, **changes: Any
+) -> dict[str, Any]:
     """What a sound rank writes for its launcher."""
     result: dict[str, Any] = {
         "status": "ok",
@@ -88,7 +98,13 @@ def make_rank(cell: Cell, passes: Sequence[str] = ALL_PASSES, rank: int = 0, **c
         "update": {"error": 1e-7, "scale": 1.0, "residual": 1e-7} if rank == 0 else None,
         "collectives": make_collectives(cell),
         "memory": {"peak": PEAK_BYTES, "held": 2**20},
-        "accumulation": {"dtype": "fp32", "significand_bits": 24, "sum": 1.0, "scale": 1.0, "num_updates": 1},
+        "accumulation": {
+            "dtype": "fp32",
+            "significand_bits": 24,
+            "sum": 1.0,
+            "scale": 1.0,
+            "num_updates": 1,
+        },
         "dispatch": {"cpu_s": 0.5, "num_operators": 2000, "num_launches": None},
     }
     result |= {name: answers[name] for name in passes}
@@ -102,12 +118,17 @@ def make_record(cell: Cell, repeat: int = 0, **changes: Any) -> dict[str, Any]:
     time.setdefault("num_warmup", len(time["warmup_seconds"]) + 1)
     facts = make_rank(cell)
     counted = changes.pop("collectives", facts["collectives"])
-    passes = {"time": time, "collectives": counted and [{"group": "world", **row} for row in counted]}
+    passes = {
+        "time": time,
+        "collectives": counted and [{"group": "world", **row} for row in counted],
+    }
     about = make_failure(cell, repeat, "ok", "") | {"passes": list(ALL_PASSES), "wall_s": 4.25}
     return facts | passes | about | changes
 
 
-def make_failure(cell: Cell, repeat: int = 0, status: str = "oom", reason: str = "rank 0: too big") -> dict[str, Any]:
+def make_failure(
+    cell: Cell, repeat: int = 0, status: str = "oom", reason: str = "rank 0: too big"
+) -> dict[str, Any]:
     """The journal's record of a trial that has no facts."""
     return {
         "cell_id": cell.cell_id,
@@ -141,7 +162,8 @@ def make_document(**axes: Any) -> dict[str, Any]:
     return {
         "device": "cpu",
         "workload": {"sequence_length": 32, "global_batch_size": 16},
-        "axes": {"backend": ["ddp-eager", "ddp-deferred"], "accumulate": [1, 2], "world_size": [2]} | axes,
+        "axes": {"backend": ["ddp-eager", "ddp-deferred"], "accumulate": [1, 2], "world_size": [2]}
+        | axes,
     }
 
 
@@ -186,9 +208,13 @@ def parsed_records(records: Iterable[Mapping[str, Any]]) -> list[TrialRecord]:
     return parse_records([*records], Path("made"))
 
 
-def make_tables(records: Iterable[Mapping[str, Any]], manifest: Mapping[str, Any] | None = None) -> Tables:
+def make_tables(
+    records: Iterable[Mapping[str, Any]], manifest: Mapping[str, Any] | None = None
+) -> Tables:
     """The tables of records, not yet judged."""
-    return build(parsed_records(records), manifest_of(make_manifest() if manifest is None else manifest))
+    return build(
+        parsed_records(records), manifest_of(make_manifest() if manifest is None else manifest)
+    )
 
 
 def judged_run(records: Iterable[Mapping[str, Any]], manifest: Mapping[str, Any]) -> Run:
@@ -218,7 +244,13 @@ def make_backend(backend_name: str, reason: str = "") -> type[Backend]:
 
 def failed(status: Status = Status.CRASHED, reason: str = "rank 1: ValueError: no") -> Outcome:
     """How a trial ends that hands back nothing."""
-    return Outcome(status=status, reason=reason, ranks=[], wall_s=1.5, traceback="Traceback: line of the cause\n")
+    return Outcome(
+        status=status,
+        reason=reason,
+        ranks=[],
+        wall_s=1.5,
+        traceback="Traceback: line of the cause\n",
+    )
 
 
 class FakeLauncher:
@@ -258,7 +290,11 @@ class FakeLauncher:
             return outcome
         if spec.cell.backend == REFERENCE and "update" in spec.passes:
             Path(spec.reference).write_bytes(b"the reference's update")
-        if spec.cell.backend != REFERENCE and "update" in spec.passes and not Path(spec.reference).exists():
+        if (
+            spec.cell.backend != REFERENCE
+            and "update" in spec.passes
+            and not Path(spec.reference).exists()
+        ):
             raise InputError("an update pass without a reference to compare with")
         ranks = [make_rank(spec.cell, spec.passes, rank) for rank in range(spec.cell.world_size)]
         return Outcome(status=Status.OK, reason="", ranks=ranks, wall_s=4.25)
@@ -280,7 +316,13 @@ def make_observation(
     All samples have the same number of tokens, and each is used once in an update. Findings are words and levels, the
     gravest first.
     """
-    values = {"name": "made", "title": "made by hand", "samples": 8, "batch_size": 1, "accumulate": (4,)}
+    values = {
+        "name": "made",
+        "title": "made by hand",
+        "samples": 8,
+        "batch_size": 1,
+        "accumulate": (4,),
+    }
     made = Scenario.from_dict({**values, **(scenario or {})})
     told = []
     for update in updates:
@@ -297,8 +339,13 @@ def make_observation(
                 "right_sum": 1.0,
                 "epochs": list(update),
                 "micro_batches": len(flat) // (made.batch_size * made.world_size),
-                "by_epoch": {str(e): {str(s): c for s, c in of.items()} for e, of in update.items()},
-                "relative": {str(e): {str(s): c * len(flat) for s, c in of.items()} for e, of in update.items()},
+                "by_epoch": {
+                    str(e): {str(s): c for s, c in of.items()} for e, of in update.items()
+                },
+                "relative": {
+                    str(e): {str(s): c * len(flat) for s, c in of.items()}
+                    for e, of in update.items()
+                },
                 "distortion": max(max(share, 1 / share) for share in shares),
             }
         )
@@ -325,6 +372,8 @@ def make_observation(
         "failure": None,
         "verdict": verdict,
         "level": level,
-        "findings": [{"word": word, "level": level, "text": f"{word} here"} for word, level in findings],
+        "findings": [
+            {"word": word, "level": level, "text": f"{word} here"} for word, level in findings
+        ],
         "diagnosis": "; ".join(f"{word} here" for word, _ in findings) or "every update is right",
     } | changes

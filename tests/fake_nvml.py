@@ -44,7 +44,9 @@ class FakeNvml(types.ModuleType):
             "ClockInfo": lambda handle, kind: {1: 1980, 2: 3201}[kind],
             "Temperature": lambda handle, sensor: 61 + handle,
             "CurrentClocksEventReasons": lambda handle: 0x4,
-            "ComputeRunningProcesses": lambda handle: [types.SimpleNamespace(pid=pid) for pid in self.pids],
+            "ComputeRunningProcesses": lambda handle: [
+                types.SimpleNamespace(pid=pid) for pid in self.pids
+            ],
             "MPSComputeRunningProcesses": lambda handle: [],
             "MigMode": failing(),
         }

@@ -25,7 +25,11 @@ def texts(figure: Figure) -> Iterator[tuple[str, Bbox]]:
         for axis in (axes.xaxis, axes.yaxis):
             low, high = sorted(axis.get_view_interval())
             found += [axis.label]
-            found += [t.label1 for t in axis.get_major_ticks() if low <= t.get_loc() <= high and t.label1.get_visible()]
+            found += [
+                t.label1
+                for t in axis.get_major_ticks()
+                if low <= t.get_loc() <= high and t.label1.get_visible()
+            ]
     for text in found:
         if text.get_visible() and text.get_text().strip():
             yield text.get_text(), Text.get_window_extent(text)

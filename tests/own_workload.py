@@ -33,13 +33,17 @@ class Cycle:
             return self.make()
 
     def make(self) -> nn.Module:
-        return nn.Sequential(nn.Embedding(self.tokens, 32), nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, self.tokens))
+        return nn.Sequential(
+            nn.Embedding(self.tokens, 32), nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, self.tokens)
+        )
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         return [model[1], model[3]]  # type: ignore[index]
 
     def data(self, num_samples: int) -> Tensor:
-        return (torch.arange(num_samples)[:, None] + torch.arange(self._spec.sequence_length + 1)) % self.tokens
+        return (
+            torch.arange(num_samples)[:, None] + torch.arange(self._spec.sequence_length + 1)
+        ) % self.tokens
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         return cross_entropy(model(batch[:, :-1]).float().flatten(0, 1), batch[:, 1:].flatten())
@@ -88,7 +92,9 @@ class Uneven(Cycle):
     tokens = TOKENS
 
     def make(self) -> nn.Module:
-        return Model(int(self._spec.model.removesuffix("tied")), tied=self._spec.model.endswith("tied"))
+        return Model(
+            int(self._spec.model.removesuffix("tied")), tied=self._spec.model.endswith("tied")
+        )
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         return list(model.blocks)  # type: ignore[arg-type]

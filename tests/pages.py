@@ -31,7 +31,14 @@ from bench.run import start
 from bench.run.journal import JOURNAL, encode, write_document
 from bench.run.runner import Runner
 from tests import factories
-from tests.factories import FakeLauncher, make_cell, make_manifest, make_matrix, make_record, make_time
+from tests.factories import (
+    FakeLauncher,
+    make_cell,
+    make_manifest,
+    make_matrix,
+    make_record,
+    make_time,
+)
 
 STEP_S = 0.1
 MIB = 2**20
@@ -129,11 +136,18 @@ def write_run(
     """A run of made-up backends that take STEP_S times their factor; the first is the baseline."""
     batch = max(accumulate) * max(world_size) * 2
     speeds = {
-        make_cell(backend=name, accumulate=n, world_size=w, precision=p, global_batch_size=batch): STEP_S * factor
-        for p, w, n, (name, factor) in itertools.product(precision, world_size, accumulate, backends.items())
+        make_cell(
+            backend=name, accumulate=n, world_size=w, precision=p, global_batch_size=batch
+        ): STEP_S * factor
+        for p, w, n, (name, factor) in itertools.product(
+            precision, world_size, accumulate, backends.items()
+        )
     }
     first = next(iter(backends))
-    base = max((cell for cell in speeds if cell.backend == first), key=lambda cell: (cell.world_size, cell.accumulate))
+    base = max(
+        (cell for cell in speeds if cell.backend == first),
+        key=lambda cell: (cell.world_size, cell.accumulate),
+    )
     if twin:
         speeds[dataclasses.replace(base, twin="again")] = speeds[base]
 
@@ -147,7 +161,9 @@ def write_run(
 
 def write_large_run(folder: Path) -> Path:
     """A run of 500 cells: 12 backends, 7 N, 3 world sizes and 2 precisions, and their references."""
-    backends = {f"backend-{i}-{sync}": 1 + i / 20 for i in range(6) for sync in ("eager", "deferred")}
+    backends = {
+        f"backend-{i}-{sync}": 1 + i / 20 for i in range(6) for sync in ("eager", "deferred")
+    }
     axes: dict[str, Any] = {"world_size": (1, 2, 4), "precision": ("fp32", "bf16")}
     return write_run(folder, backends, accumulate=(1, 2, 4, 8, 16, 32, 64), **axes)
 
@@ -156,24 +172,33 @@ def _facts(cell: Cell, repeat: int, factor: float) -> dict[str, Any]:
     """Memory by category, and collectives."""
     memory = {}
     for total in (PEAK, HELD):
-        parts = {f"{total}_{name}": round((i + 1) * factor * MIB) for i, name in enumerate(Category)}
+        parts = {
+            f"{total}_{name}": round((i + 1) * factor * MIB) for i, name in enumerate(Category)
+        }
         memory |= {total: sum(parts.values()), **parts}
     sent = {"all_reduce": (cell.accumulate, cell.accumulate * 12 * MIB), "broadcast": (1, MIB)}
     collectives = [
         {"op": op, "group": "world", "dtype": "float32", "calls": calls, "payload_bytes": size}
         for op, (calls, size) in sent.items()
     ]
-    return {"memory": None if repeat else memory, "collectives": collectives if cell.world_size > 1 else []}
+    return {
+        "memory": None if repeat else memory,
+        "collectives": collectives if cell.world_size > 1 else [],
+    }
 
 
-def simulate(folder: Path, factors: Mapping[str, float], *, once: Collection[str] = (), **values: Any) -> Run:
+def simulate(
+    folder: Path, factors: Mapping[str, float], *, once: Collection[str] = (), **values: Any
+) -> Run:
     """A run for which all is real but the launcher, which makes up the step times; ``values`` are keys of the matrix.
 
     ``once`` are the backends of one trial.
     """
     backends = {name: factories.make_backend(name) for name in [REFERENCE, *factors]}
     overrides = {"training.timed_windows": 8, "training.warmup_windows": 2} | values
-    cells = expand(matrix := make_matrix(overrides, backend=list(factors), accumulate=[2]), backends, 0).cells
+    cells = expand(
+        matrix := make_matrix(overrides, backend=list(factors), accumulate=[2]), backends, 0
+    ).cells
     alone = [cell.cell_id for cell in cells if cell.backend in once]
     manifest = start.create(folder, start.Planned(matrix, backends, cells, alone), cold=False)
     generator = random.Random(0)
@@ -181,8 +206,13 @@ def simulate(folder: Path, factors: Mapping[str, float], *, once: Collection[str
     def script(spec: Spec, number: int) -> Outcome | None:
         if (cell := spec.cell).backend == REFERENCE:
             return None
-        time = make_time(cell, step_seconds=steps_of(generator, cell, STEP_S * factors[cell.backend], 0.004))
-        ranks = [factories.make_rank(cell, spec.passes, rank, time=time) for rank in range(cell.world_size)]
+        time = make_time(
+            cell, step_seconds=steps_of(generator, cell, STEP_S * factors[cell.backend], 0.004)
+        )
+        ranks = [
+            factories.make_rank(cell, spec.passes, rank, time=time)
+            for rank in range(cell.world_size)
+        ]
         return Outcome(status=Status.OK, reason="", ranks=ranks, wall_s=1.0)
 
     Runner(folder, manifest, backends, FakeLauncher(script), Mock(), interim_analysis).run()  # type: ignore[arg-type]
@@ -217,7 +247,8 @@ class Element:
         return [
             tag
             for tag in self.walk()
-            if (not tags or tag.tag in tags) and all(tag.attributes.get(key) == v for key, v in wanted.items())
+            if (not tags or tag.tag in tags)
+            and all(tag.attributes.get(key) == v for key, v in wanted.items())
         ]
 
     @property

@@ -14,16 +14,25 @@ from types import MappingProxyType
 from tests import extra_backends
 
 CLASSES = {
-    cls.name: cls.__name__ for cls in vars(extra_backends).values() if str(getattr(cls, "name", "")).startswith("x-")
+    cls.name: cls.__name__
+    for cls in vars(extra_backends).values()
+    if str(getattr(cls, "name", "")).startswith("x-")
 }
 """The package's backends."""
 
 
 def make_wheel(
-    folder: Path, name: str, version: str, *requires: str, files: Mapping[str, str] = MappingProxyType({})
+    folder: Path,
+    name: str,
+    version: str,
+    *requires: str,
+    files: Mapping[str, str] = MappingProxyType({}),
 ) -> Path:
     """A wheel of these files in the folder; ``entry_points.txt`` goes to its metadata."""
-    metadata = [f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}", *(f"Requires-Dist: {r}" for r in requires)]
+    metadata = [
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}",
+        *(f"Requires-Dist: {r}" for r in requires),
+    ]
     about = {
         "METADATA": "\n".join(metadata) + "\n\n",
         "WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",

@@ -65,7 +65,9 @@ def over_runs(values: tuple[float, ...]) -> Interval:
     if k < LEAST_RUNS:
         return replace(of_mean, runs=values)
     reach = float(stats.t.ppf(0.975, k - 1)) * float(np.std(values, ddof=1)) * math.sqrt(1 + 1 / k)
-    return replace(of_mean, next_low=of_mean.centre - reach, next_high=of_mean.centre + reach, runs=values)
+    return replace(
+        of_mean, next_low=of_mean.centre - reach, next_high=of_mean.centre + reach, runs=values
+    )
 
 
 class Run:
@@ -81,8 +83,12 @@ class Run:
         for record in map(json.loads, journal.splitlines()):
             assert record["status"] == "ok", "trials that failed are not recomputed here"
             self.trials[record["cell_id"]].append(record)
-        self.everything = [{**records[0]["cell"], "id": key} for key, records in self.trials.items()]
-        self.cells = [c for c in self.everything if not c["twin"] and "reference" not in c["backend"]]
+        self.everything = [
+            {**records[0]["cell"], "id": key} for key, records in self.trials.items()
+        ]
+        self.cells = [
+            c for c in self.everything if not c["twin"] and "reference" not in c["backend"]
+        ]
         self.timed = [c for c in self.cells if len(self.trials[c["id"]]) > 1] or self.cells
         self.baseline, self.names = self.about["baseline"], {c["backend"] for c in self.everything}
 
@@ -92,7 +98,9 @@ class Run:
 
     @cache  # noqa: B019  # a run lives as long as the tests
     def _times(self, key: str) -> dict[int, float]:
-        found = {r["repeat"]: np.max(r["time"]["rank_step_seconds"], axis=0) for r in self.trials[key]}
+        found = {
+            r["repeat"]: np.max(r["time"]["rank_step_seconds"], axis=0) for r in self.trials[key]
+        }
         return {block: float(np.log(np.median(seconds))) for block, seconds in found.items()}
 
     def time(self, cell: Cell) -> Interval:
@@ -112,7 +120,9 @@ class Run:
         """Bytes that a ring sends per rank: an all-reduce goes round twice."""
         share = (cell["world_size"] - 1) / cell["world_size"]
         rows = self.first(cell, "collectives")
-        return sum((2.0 if row["op"] == "all_reduce" else 1) * share * row["payload_bytes"] for row in rows)
+        return sum(
+            (2.0 if row["op"] == "all_reduce" else 1) * share * row["payload_bytes"] for row in rows
+        )
 
     def is_correct(self, cell: Cell) -> bool:
         return bool(self.first(cell, "update")["error"] <= UPDATE_LIMIT)
@@ -124,7 +134,9 @@ class Run:
     def taken(self, cell: Cell) -> float:
         """The share of the CPUs that others took, in the median trial."""
         hosts = [r["time"]["host"] for r in self.trials[cell["id"]]]
-        return float(np.median([(h["foreign_cores"] + h["stolen_cores"]) / h["num_cpus"] for h in hosts]))
+        return float(
+            np.median([(h["foreign_cores"] + h["stolen_cores"]) / h["num_cpus"] for h in hosts])
+        )
 
     def ratio(self, cell: Cell, base: Cell) -> Interval:
         """From the blocks that have both; of several runs from the ratio of each."""
@@ -163,7 +175,13 @@ class Run:
             time = self.ratio(cell, base)
             if not barred and not math.isnan(time.low):
                 p_values[cell["id"]] = time.p
-            found = "slower" if time.low > 0 else "faster" if time.high < 0 else "ambiguous: wide interval"
+            found = (
+                "slower"
+                if time.low > 0
+                else "faster"
+                if time.high < 0
+                else "ambiguous: wide interval"
+            )
             verdicts[cell["id"]] = "not comparable: gate" if barred else found
         for rank, key in enumerate(sorted(p_values, key=lambda key: p_values[key])):
             corrected = max(corrected, p_values[key] * (len(p_values) - rank))
@@ -182,15 +200,24 @@ class Run:
     def may_differ(self, cell: Cell, base: Cell) -> bool:
         """Whether a verdict of faster or slower may be another one on another day."""
         time = self.ratio(cell, base)
-        return self.verdict(cell, base) in ("faster", "slower") and time.next_low <= 0 <= time.next_high
+        return (
+            self.verdict(cell, base) in ("faster", "slower")
+            and time.next_low <= 0 <= time.next_high
+        )
 
     def verdict(self, cell: Cell, base: Cell) -> str:
         return self.verdicts(base["backend"])[cell["id"]]
 
     def widths(self) -> list[float]:
         """Of the intervals of all ratios to the baseline, as logarithms."""
-        judged = {key for key, verdict in self.verdicts(self.baseline).items() if "not comparable" not in verdict}
-        found = [self.ratio(c, self.partner(c, self.baseline)) for c in self.timed if c["id"] in judged]
+        judged = {
+            key
+            for key, verdict in self.verdicts(self.baseline).items()
+            if "not comparable" not in verdict
+        }
+        found = [
+            self.ratio(c, self.partner(c, self.baseline)) for c in self.timed if c["id"] in judged
+        ]
         return [interval.high - interval.low for interval in found]
 
     def select(self, text: str, cells: Collection[Cell]) -> list[Cell]:
@@ -204,7 +231,11 @@ class Run:
 
     def find(self, text: str, where: str) -> Cell:
         """The cell that a text names, in the group that it or ``where`` names."""
-        for cells in (self.select(text, self.cells), self.select(where, self.cells), self.select(where, self.timed)):
+        for cells in (
+            self.select(text, self.cells),
+            self.select(where, self.cells),
+            self.select(where, self.timed),
+        ):
             found = [c for c in cells if c["backend"] == text.split(maxsplit=1)[0]]
             if len(found) == 1:
                 return found[0]
@@ -226,11 +257,18 @@ def reach_of_days() -> float:
     squares, freedom = 0.0, 0
     for name in ("cpu", "popular"):
         runs = [Run(name), *(Run(other) for other in pool_of(name))]
-        cells = [c for c in runs[0].timed if c["backend"] != runs[0].baseline and runs[0].is_correct(c)]
-        centres = [[run.ratio(c, run.partner(c, run.baseline)).centre for c in cells] for run in runs]
+        cells = [
+            c for c in runs[0].timed if c["backend"] != runs[0].baseline and runs[0].is_correct(c)
+        ]
+        centres = [
+            [run.ratio(c, run.partner(c, run.baseline)).centre for c in cells] for run in runs
+        ]
         squares += (len(runs) - 1) * float(np.var(centres, axis=0, ddof=1).mean())
         freedom += len(runs) - 1
-    rows = [line.split(",") for line in (ROOT / "results/pool/older.csv").read_text(encoding="utf-8").splitlines()[1:]]
+    rows = [
+        line.split(",")
+        for line in (ROOT / "results/pool/older.csv").read_text(encoding="utf-8").splitlines()[1:]
+    ]
     blocks: dict[tuple[str, str], dict[tuple[str, ...], float]] = defaultdict(dict)
     for run, backend, n, twin, block, seconds in rows:
         blocks[run, block][backend, n, twin] = math.log(float(seconds))
@@ -238,7 +276,16 @@ def reach_of_days() -> float:
     cells = [key for key in next(iter(full.values())) if key[0] != "ddp-deferred"]
     names = sorted({run for run, _ in full})
     means = [
-        [np.mean([row[c] - row["ddp-deferred", c[1], ""] for key, row in full.items() if key[0] == run]) for c in cells]
+        [
+            np.mean(
+                [
+                    row[c] - row["ddp-deferred", c[1], ""]
+                    for key, row in full.items()
+                    if key[0] == run
+                ]
+            )
+            for c in cells
+        ]
         for run in names
     ]
     squares += (len(names) - 1) * float(np.var(means, axis=0, ddof=1).mean())
@@ -261,5 +308,15 @@ def shows(text: str, value: float, slack: float = 0.0) -> bool:
 
 def shows_interval(of: Interval, m: Groups, trials: int) -> bool:
     """Whether the centre x, the ends low and high, and the number n are those; what is not there is right."""
-    texts = (("low", of.low), ("x", of.centre), ("high", of.high), ("nlow", of.next_low), ("nhigh", of.next_high))
-    return all(shows(m.get(key, ""), math.exp(log)) for key, log in texts) and m.get("n") in (None, "", str(trials))
+    texts = (
+        ("low", of.low),
+        ("x", of.centre),
+        ("high", of.high),
+        ("nlow", of.next_low),
+        ("nhigh", of.next_high),
+    )
+    return all(shows(m.get(key, ""), math.exp(log)) for key, log in texts) and m.get("n") in (
+        None,
+        "",
+        str(trials),
+    )

@@ -13,7 +13,17 @@ from functools import cache
 import numpy as np
 from scipy import special, stats
 
-from tests.recomputed import IDLE, LEAST_TRIALS, Cell, Groups, Run, pool_of, reach_of_days, shows, shows_interval
+from tests.recomputed import (
+    IDLE,
+    LEAST_TRIALS,
+    Cell,
+    Groups,
+    Run,
+    pool_of,
+    reach_of_days,
+    shows,
+    shows_interval,
+)
 
 MIB = 2**20
 NUMBER = r"\d+(?:\.\d+)?(?:e-\d+)?"
@@ -49,7 +59,11 @@ def compiled(pattern: str, run: Run) -> re.Pattern[str]:
         "word": "[a-z]+",
         "list": r"\d+(?:(?:, | and )\d+)*",
     }
-    parts = re.sub(r"(?<!P)<(\w+):?(\w*)>", lambda m: f"(?P<{m[1]}>{kinds[m[2]]})", pattern.replace("<ends>", ENDS))
+    parts = re.sub(
+        r"(?<!P)<(\w+):?(\w*)>",
+        lambda m: f"(?P<{m[1]}>{kinds[m[2]]})",
+        pattern.replace("<ends>", ENDS),
+    )
     return re.compile(parts)
 
 
@@ -78,9 +92,13 @@ def fastest(run: Run, where: str, m: Groups) -> bool:
 @rule(r"Alone, <a:cells> looks? slower; among <n> comparisons that may be chance")
 def left_open(run: Run, where: str, m: Groups) -> bool:
     first, *others = run.good(where)
-    told = {cell["backend"] for cell in others if run.verdict(cell, first).endswith("many verdicts")}
+    told = {
+        cell["backend"] for cell in others if run.verdict(cell, first).endswith("many verdicts")
+    }
     told = {name for name in told if run.ratio(run.find(name, where), first).centre > 0}
-    return told == set(re.split(", | and ", m["a"])) and int(m["n"]) == run.num_judged(first["backend"])
+    return told == set(re.split(", | and ", m["a"])) and int(m["n"]) == run.num_judged(
+        first["backend"]
+    )
 
 
 @rule(r"Alone, it looks faster; among <n> comparisons that may be chance")
@@ -112,15 +130,22 @@ def other_days(run: Run, where: str, m: Groups) -> bool:
     """Rounded to per cent, and within one of it: the bench drops blocks that lack a cell."""
     reach = reach_of_days()
     kept = sum(1 + len(pool_of(name)) for name in ("cpu", "popular")) + 4
-    right = shows(m["more"], 100 * math.expm1(reach), 1) and shows(m["less"], -100 * math.expm1(-reach), 1)
+    right = shows(m["more"], 100 * math.expm1(reach), 1) and shows(
+        m["less"], -100 * math.expm1(-reach), 1
+    )
     return right and int(m["runs"]) == kept
 
 
-@rule(r"the runs are of different commits of the bench: (?P<commits>[0-9a-f]{12}(?:, [0-9a-f]{12})*)")
+@rule(
+    r"the runs are of different commits of the bench: (?P<commits>[0-9a-f]{12}(?:, [0-9a-f]{12})*)"
+)
 @rule(r"pooled with the run of (?P<day>\d{4}-\d\d-\d\d), (?P<sum>[0-9a-f]{64})")
 def of_the_pool(run: Run, where: str, m: Groups) -> bool:
     if "sum" in m:
-        return any(each.sha256 == m["sum"] and each.about["started"][:10] == m["day"] for each in run.others)
+        return any(
+            each.sha256 == m["sum"] and each.about["started"][:10] == m["day"]
+            for each in run.others
+        )
     every = {each.about["git"]["commit"][:12] for each in (run, *run.others)}
     return set(m["commits"].split(", ")) == every
 
@@ -133,7 +158,9 @@ def of_the_pool(run: Run, where: str, m: Groups) -> bool:
 def turning(run: Run, where: str, m: Groups) -> bool:
     found = [c for c in run.timed if c["backend"] != run.baseline and run.is_correct(c)]
     count = sum(run.may_differ(c, run.partner(c, run.baseline)) for c in found)
-    return int(m.get("n") or len(found)) == len(found) and ("n" in m or int(m.get("turning") or 0) == count)
+    return int(m.get("n") or len(found)) == len(found) and (
+        "n" in m or int(m.get("turning") or 0) == count
+    )
 
 
 @rule(r"<a:cell>: <x> s per (?:optimizer )?step(?: <ends>)?(?:, <mib> MiB per rank)?")
@@ -159,7 +186,9 @@ def least_memory(run: Run, where: str, m: Groups) -> bool:
     cells = run.good(where)
     least = min(map(run.memory, cells))
     named = [c for c in cells if shows(m["mib"], run.memory(c) / MIB)]
-    right = {c["backend"] for c in named} == set(re.split(", | and ", m["a"])) and shows(m["mib"], least / MIB)
+    right = {c["backend"] for c in named} == set(re.split(", | and ", m["a"])) and shows(
+        m["mib"], least / MIB
+    )
     return right and shows(m.get("s", ""), math.exp(run.time(named[0]).centre))
 
 
@@ -170,7 +199,11 @@ def at_a_price(run: Run, where: str, m: Groups) -> bool:
     times = sorted(math.exp(run.ratio(cell, base).centre) for cell in cells)
     saved = 100 * (1 - run.memory(cells[0]) / run.memory(base))
     ends = shows(m["x"], times[0]) and shows(m["y"] or m["x"], times[-1])
-    return ends and shows(m["share"], saved) and {run.verdict(cell, base) for cell in cells} == {"slower"}
+    return (
+        ends
+        and shows(m["share"], saved)
+        and {run.verdict(cell, base) for cell in cells} == {"slower"}
+    )
 
 
 @rule(
@@ -179,9 +212,13 @@ def at_a_price(run: Run, where: str, m: Groups) -> bool:
 )
 @rule(r"<a:cell> against <b:cell>: <x> times the step time <ends>; verdict: <verdict:word>")
 @rule(r"<a:cell> <x> \(<verdict:word>\), <m>")
-@rule(r"(?P<family>FSDP2), deferred against eager: <x> times the step time <ends> and <m> times the memory")
+@rule(
+    r"(?P<family>FSDP2), deferred against eager: <x> times the step time <ends> and <m> times the memory"
+)
 @rule(r"deferring the sync saves <saved> % of a step with (?P<family>[\w-]+)")
-@rule(r"deferring the sync cuts the ring traffic of (?P<family>[\w-]+) from <sb> MiB to <sa> MiB per rank")
+@rule(
+    r"deferring the sync cuts the ring traffic of (?P<family>[\w-]+) from <sb> MiB to <sa> MiB per rank"
+)
 def of_two_cells(run: Run, where: str, m: Groups) -> bool:
     """Either both are named, or a deferred one or a family is, and the other is its eager one."""
     a = m.get("a") or f"{m['family'].lower()}-deferred"
@@ -207,14 +244,20 @@ def identified(run: Run, where: str, m: Groups) -> bool:
     """The line of a citation that a program reads."""
     by_id: dict[str, Cell] = {c["id"]: c for c in run.everything}
     cell, base = by_id[m["a"]], by_id.get(m["b"])
-    right = shows_interval(run.ratio(cell, base) if base else run.time(cell), m, len(run.times(cell)))
+    right = shows_interval(
+        run.ratio(cell, base) if base else run.time(cell), m, len(run.times(cell))
+    )
     verdict = base is None or run.verdict(cell, base).partition(":")[0] == m["verdict"]
     sums = [each.sha256 for each in (run, *run.others)]
-    right = right and m["hash"].split("+") == [one[:12] for one in sums] and m["sum"].split("+") == sums
+    right = (
+        right and m["hash"].split("+") == [one[:12] for one in sums] and m["sum"].split("+") == sums
+    )
     return right and verdict and shows(m["bytes"], run.memory(cell))
 
 
-@rule(r"Do not use[.] <a:cells>(?: \(N = <ns:list>\))?: .*?every (?:gradient|update) is (?:1/N of the right|N times)")
+@rule(
+    r"Do not use[.] <a:cells>(?: \(N = <ns:list>\))?: .*?every (?:gradient|update) is (?:1/N of the right|N times)"
+)
 @rule(
     r"every gradient is (?:1/)?<n> (?:of the right one|times too small).*"
     r"<fixed:cell> multiplies the loss by N, so whole windows are right"
@@ -222,10 +265,14 @@ def identified(run: Run, where: str, m: Groups) -> bool:
 def divided_twice(run: Run, where: str, m: Groups) -> bool:
     """Of updates before they are clipped."""
     wrong = [c for c in run.cells if not run.is_correct(c)]
-    scales = [run.first(c, "update")["scale"] * c["accumulate"] for c in wrong if not c["clip_norm"]]
+    scales = [
+        run.first(c, "update")["scale"] * c["accumulate"] for c in wrong if not c["clip_norm"]
+    ]
     named = "a" not in m or {c["backend"] for c in wrong} == set(re.split(", | and ", m["a"]))
     told = not m.get("ns") or {c["accumulate"] for c in wrong} == set(numbers(m["ns"]))
-    fixed = "fixed" not in m or (run.is_correct(run.find(m["fixed"], where)) and f"N = {m['n']}" in where)
+    fixed = "fixed" not in m or (
+        run.is_correct(run.find(m["fixed"], where)) and f"N = {m['n']}" in where
+    )
     return np.allclose(scales, 1) and named and told and fixed
 
 
@@ -239,7 +286,9 @@ def undecided(run: Run, where: str, m: Groups) -> bool:
     told = {run.find(name, at)["id"] for names, at in places for name in names.split(", ")}
     reason = f"ambiguous: {'wide interval' if 'margin' in m['why'] else 'many verdicts'}"
     counted = int(m.get("n") or run.num_judged(run.baseline)) == run.num_judged(run.baseline)
-    return counted and told == {c["id"] for c in run.timed if run.verdicts(run.baseline).get(c["id"]) == reason}
+    return counted and told == {
+        c["id"] for c in run.timed if run.verdicts(run.baseline).get(c["id"]) == reason
+    }
 
 
 @rule(
@@ -250,7 +299,9 @@ def resolution(run: Run, where: str, m: Groups) -> bool:
     """Chow, Shao, Wang and Lokhnygina: n ((z + z') s / log(1.05)) ** 2, of the widest interval."""
     trials = len(run.times(run.timed[0]))
     error = max(run.widths()) / 2 / stats.t.ppf(0.975, trials - 1)
-    least = trials * (float(special.ndtri(0.975) + special.ndtri(0.8)) * error / math.log(1.05)) ** 2
+    least = (
+        trials * (float(special.ndtri(0.975) + special.ndtri(0.8)) * error / math.log(1.05)) ** 2
+    )
     right = shows(m["needed"], least, 0.5) and shows(m["n"], trials)
     right = right and shows(m["minutes"], run.minutes())
     return right and shows(m["more"], run.minutes() * float(m["needed"]) / trials)
@@ -265,25 +316,41 @@ def precision(run: Run, where: str, m: Groups) -> bool:
     if percent := m.get("percent"):
         return shows(percent, float(f"{100 * math.expm1(max(run.widths())):.2g}"))
     (twin,) = [c for c in run.everything if c["twin"]]
-    return shows_interval(run.control, m, 0) and int(m.get("an") or twin["accumulate"]) == twin["accumulate"]
+    return (
+        shows_interval(run.control, m, 0)
+        and int(m.get("an") or twin["accumulate"]) == twin["accumulate"]
+    )
 
 
 @rule(r"--budget <minutes>m")
 def budget(run: Run, where: str, m: Groups) -> bool:
     """A tenth more than so many blocks take, in tens of minutes."""
-    walls = [[r["wall_s"] for r in trials] for key, trials in run.trials.items() if key not in run.about["once"]]
+    walls = [
+        [r["wall_s"] for r in trials]
+        for key, trials in run.trials.items()
+        if key not in run.about["once"]
+    ]
     block_s = sum(sum(wall) / len(wall) for wall in walls)
     blocks = numbers(where.partition("--repeats ")[2])[0]
     return m["minutes"] == f"{10 * math.ceil(1.1 * blocks * block_s / 600)}"
 
 
-@rule(r"n = <n>(?: to <most>)? good trials? per cell", r"<n> trials per compared cell", r"--repeats <double>")
-@rule(r"<all> cells: <ratios> compared with <a:cell>, <own> of <b:cell> itself, <ref> references?, 1 A/A twin")
+@rule(
+    r"n = <n>(?: to <most>)? good trials? per cell",
+    r"<n> trials per compared cell",
+    r"--repeats <double>",
+)
+@rule(
+    r"<all> cells: <ratios> compared with <a:cell>, <own> of <b:cell> itself, <ref> references?, 1 A/A twin"
+)
 @rule(r"(?<=twin; )<bad> more without a good trial")
 @rule(rf"An interval needs {LEAST_TRIALS} blocks with both cells; there (?:is|are) <n>")
 def counts(run: Run, where: str, m: Groups) -> bool:
     trials = [len(run.times(c)) for c in run.cells if run.is_correct(c)]
-    of_baseline, bad = sum(c["backend"] == run.baseline for c in run.cells), len(run.cells) - len(trials)
+    of_baseline, bad = (
+        sum(c["backend"] == run.baseline for c in run.cells),
+        len(run.cells) - len(trials),
+    )
     known = {
         "n": min(trials),
         "most": max(trials),
@@ -305,38 +372,60 @@ def parameters(run: Run, where: str, m: Groups) -> bool:
 @rule(r"python -m bench run --matrix (?P<options>\w+(?: --budget \w+)? --out \S+)")
 @rule(r"(?i)\bcommit: (?P<commit>[0-9a-f]{40})", r"SHA-256 of the journal: (?P<sum>[0-9a-f]{64})")
 @rule(
-    r"(?<![\w-])(?P<name>[A-Za-z-]+) (?P<number>\d+\.\d+\.\d+[^\s,;]*?)(?=[,;.]?(?:\s|$))", r"AMD EPYC, <cores> cores"
+    r"(?<![\w-])(?P<name>[A-Za-z-]+) (?P<number>\d+\.\d+\.\d+[^\s,;]*?)(?=[,;.]?(?:\s|$))",
+    r"AMD EPYC, <cores> cores",
 )
 def origin(run: Run, where: str, m: Groups) -> bool:
     about = run.about["machine"]
     known = run.about["distributions"] | run.about["packages"] | {"Python": about["python"]}
     known |= {"Linux": about["system"].split()[1]}
-    right = m.get("number") == known.get(m.get("name")) and m.get("commit", run.about["git"]["commit"])
+    right = m.get("number") == known.get(m.get("name")) and m.get(
+        "commit", run.about["git"]["commit"]
+    )
     right = right == run.about["git"]["commit"] and m.get("sum", run.sha256) == run.sha256
     return (
-        right and m.get("options", "") in " ".join(run.about["command"]) and shows(m.get("cores", ""), about["cores"])
+        right
+        and m.get("options", "") in " ".join(run.about["command"])
+        and shows(m.get("cores", ""), about["cores"])
     )
 
 
-@rule(r"(?<!frameworks, at )(?<![(])\b(?P<axis>[NWB]) ?= ?<values:list>(?: samples of <tokens> tokens)?")
-@rule(r"on <W> ranks of", r"<B> samples of <tokens> tokens", r"micro-batch <size>", r"clipped to <clip_norm>")
+@rule(
+    r"(?<!frameworks, at )(?<![(])\b(?P<axis>[NWB]) ?= ?<values:list>(?: samples of <tokens> tokens)?"
+)
+@rule(
+    r"on <W> ranks of",
+    r"<B> samples of <tokens> tokens",
+    r"micro-batch <size>",
+    r"clipped to <clip_norm>",
+)
 @rule(r"(?P<optimizer>sgd|adamw-foreach) \(lr <learning_rate>")
 def settings(run: Run, where: str, m: Groups) -> bool:
     """Several values are all that the run has."""
     axes = {"N": "accumulate", "W": "world_size", "B": "global_batch_size"}
-    told = {axes[key]: numbers(m.get(key, "")) for key in axes} | {"sequence_length": numbers(m.get("tokens", ""))}
+    told = {axes[key]: numbers(m.get(key, "")) for key in axes} | {
+        "sequence_length": numbers(m.get("tokens", ""))
+    }
     told |= {axes[m["axis"]]: numbers(m["values"])} if "axis" in m else {}
     of = [c for c in run.cells if m.get("optimizer", c["optimizer"]) == c["optimizer"]]
     known = {key: sorted({c[key] for c in of}) for key in (*told, "clip_norm", "learning_rate")}
     right = all(
-        values == known[key] if len(values) > 1 else set(values) <= set(known[key]) for key, values in told.items()
+        values == known[key] if len(values) > 1 else set(values) <= set(known[key])
+        for key, values in told.items()
     )
-    sizes = [c["global_batch_size"] / c["accumulate"] / c["world_size"] for c in run.select(where, run.cells)]
+    sizes = [
+        c["global_batch_size"] / c["accumulate"] / c["world_size"]
+        for c in run.select(where, run.cells)
+    ]
     known |= {"size": sizes}
-    return right and all(float(m[key]) in known[key] for key in ("clip_norm", "learning_rate", "size") if key in m)
+    return right and all(
+        float(m[key]) in known[key] for key in ("clip_norm", "learning_rate", "size") if key in m
+    )
 
 
-@rule(r"others took <x> % of its CPUs \(limit <limit> %\); <n> repeat, and an interval needs <needed>")
+@rule(
+    r"others took <x> % of its CPUs \(limit <limit> %\); <n> repeat, and an interval needs <needed>"
+)
 @rule(
     r"Times need an idle machine[.] other programs may use at most <limit> % of its CPUs while the trials run, "
     r"which took <minutes> minutes? here"
@@ -367,45 +456,73 @@ def extremes(run: Run, where: str, m: Groups) -> bool:
     away = {key[5:]: most[key] - least[key] for key in most if key.startswith("peak_")}
     first, second = sorted(away, key=away.__getitem__, reverse=True)[:2]
     is_most = 2 * away[first] > sum(number for number in away.values() if number > 0)
-    told = [set(words.split()) for words in re.findall(r" for ((?!and)\w+(?: (?!and)\w+)?)", m.get("use", ""))]
+    told = [
+        set(words.split())
+        for words in re.findall(r" for ((?!and)\w+(?: (?!and)\w+)?)", m.get("use", ""))
+    ]
     right = told in ([], [set(use.split("_")) for use in ([first] if is_most else [first, second])])
-    right = right and all(shows(m.get(key, ""), away[use] / MIB) for key, use in (("mib", first), ("mib2", second)))
+    right = right and all(
+        shows(m.get(key, ""), away[use] / MIB) for key, use in (("mib", first), ("mib2", second))
+    )
     return right and shows(m["x"], size(cells[-1]) / size(cells[0]))
 
 
-rule(r"Parts without a key are below 0\.5 % of the axis")(lambda *_: True)  # how the figure is drawn
+rule(r"Parts without a key are below 0\.5 % of the axis")(
+    lambda *_: True
+)  # how the figure is drawn
 
 
 @rule(r"Not timed: (?P<all>.*?)\.")
 def not_timed(run: Run, where: str, m: Groups) -> bool:
     """All backends that are correct nowhere, and no others."""
     found = set(re.findall(r"([\w-]+) \(invalid\)", m["all"]))
-    return found == {c["backend"] for c in run.cells} - {c["backend"] for c in run.cells if run.is_correct(c)}
+    return found == {c["backend"] for c in run.cells} - {
+        c["backend"] for c in run.cells if run.is_correct(c)
+    }
 
 
 @rule(r"<a:cells> deviates? from the reference's loss by up to <x> nats/token")
-@rule(r"All <n> backends stay within <x> nats/token of the reference's loss(?:, but <wrong> (?:is|are) invalid)?")
+@rule(
+    r"All <n> backends stay within <x> nats/token of the reference's loss(?:, but <wrong> (?:is|are) invalid)?"
+)
 def deviating(run: Run, where: str, m: Groups) -> bool:
     """Visible are 0.01 nats/token; bounds are rounded up to a digit."""
-    work, largest = ("global_batch_size", "optimizer", "clip_norm"), max(c["accumulate"] for c in run.cells)
+    work, largest = (
+        ("global_batch_size", "optimizer", "clip_norm"),
+        max(c["accumulate"] for c in run.cells),
+    )
     cells, away = [c for c in run.cells if c["accumulate"] == largest], list[float]()
     for cell in cells:
-        (truth,) = [c for c in run.everything if c["backend"] == "reference" and all(c[k] == cell[k] for k in work)]
-        away.append(np.abs(np.subtract(*(run.first(c, "time")["losses"] for c in (cell, truth)))).max())
+        (truth,) = [
+            c
+            for c in run.everything
+            if c["backend"] == "reference" and all(c[k] == cell[k] for k in work)
+        ]
+        away.append(
+            np.abs(np.subtract(*(run.first(c, "time")["losses"] for c in (cell, truth)))).max()
+        )
     far = {c["backend"] for c, distance in zip(cells, away, strict=True) if distance > 0.01}
     named = set(re.split(", | and ", m["a"])) if m.get("a") else set()
     unit = 10 ** math.floor(math.log10(max(away)))
     right = far == named and math.isclose(float(m["x"]), math.ceil(max(away) / unit) * unit)
     wrong = {c["backend"] for c in cells if not run.is_correct(c)}
     return right and (
-        bool(named) or [m["n"], m["wrong"] or "0"] == [str(len({c["backend"] for c in cells})), str(len(wrong))]
+        bool(named)
+        or [m["n"], m["wrong"] or "0"] == [str(len({c["backend"] for c in cells})), str(len(wrong))]
     )
 
 
 @rule(r"no backend is shown to be faster than <a:cell>; <slower> of <n> others (?:is|are) slower")
 def nothing_faster(run: Run, where: str, m: Groups) -> bool:
-    found = [run.verdicts(m["a"])[c["id"]] for c in run.select(where, run.timed) if c["backend"] != m["a"]]
-    return "faster" not in found and [int(m["slower"]), int(m["n"])] == [found.count("slower"), len(found)]
+    found = [
+        run.verdicts(m["a"])[c["id"]]
+        for c in run.select(where, run.timed)
+        if c["backend"] != m["a"]
+    ]
+    return "faster" not in found and [int(m["slower"]), int(m["n"])] == [
+        found.count("slower"),
+        len(found),
+    ]
 
 
 @rule(
@@ -417,7 +534,10 @@ def scatter(run: Run, where: str, m: Groups) -> bool:
     """Friedman's test, over the blocks that all cells have; the axis reaches 1.4 times as far as 98 % of trials."""
     away, times = run.deviations(), [run.times(c) for c in run.timed]
     if "most" in m:
-        return shows(m["most"], away.max()) and int(m["n"] or 1) == (away > 1.4 * np.quantile(away, 0.98)).sum()
+        return (
+            shows(m["most"], away.max())
+            and int(m["n"] or 1) == (away > 1.4 * np.quantile(away, 0.98)).sum()
+        )
     common = set.intersection(*map(set, times))
     p_value = stats.friedmanchisquare(*([time[block] for time in times] for block in common)).pvalue
     return shows(m["x"], np.median(away)) and (p_value < 0.01) == bool(m["blocks"])
@@ -431,9 +551,16 @@ def blocks(run: Run, where: str, m: Groups) -> bool:
     """How much longer the cells that have every trial, the A/A twin among them, took than in the mean block."""
     times = [run.times(c) for c in run.everything if run.is_correct(c)]
     full = [time for time in times if len(time) == max(map(len, times))]
-    of = {b: 100 * math.expm1(np.mean([time[b] - np.mean([*time.values()]) for time in full])) for b in full[0]}
+    of = {
+        b: 100 * math.expm1(np.mean([time[b] - np.mean([*time.values()]) for time in full]))
+        for b in full[0]
+    }
     least, most = min(of, key=of.__getitem__), max(of, key=of.__getitem__)
-    return (str(least), str(most)) == (m["a"], m["b"]) and shows(m["least"], of[least]) and shows(m["most"], of[most])
+    return (
+        (str(least), str(most)) == (m["a"], m["b"])
+        and shows(m["least"], of[least])
+        and shows(m["most"], of[most])
+    )
 
 
 @rule(
@@ -458,7 +585,11 @@ def blocks(run: Run, where: str, m: Groups) -> bool:
     "median step after warm-up",
     "the slowest rank",
 )
-@rule("largest peak(?: of a rank)?", "(?:Times cannot|No times can) be compared", "More frameworks, at N = 4: popular")
+@rule(
+    "largest peak(?: of a rank)?",
+    "(?:Times cannot|No times can) be compared",
+    "More frameworks, at N = 4: popular",
+)
 def about_the_method(run: Run, where: str, m: Groups) -> bool:
     """How to read the numbers."""
     return True

@@ -69,7 +69,9 @@ class SilentDeepSpeed(ds.DeepSpeedZero2Eager):
         configure = ds.zero_config
 
         def silent(*arguments: Any) -> dict[str, Any]:
-            return {key: value for key, value in configure(*arguments).items() if key != "data_types"}
+            return {
+                key: value for key, value in configure(*arguments).items() if key != "data_types"
+            }
 
         ds.zero_config = silent
         try:
@@ -129,7 +131,10 @@ class NoStepLoop(Loop):
             self.backward(job, batch)
 
 
-LOOPS = {cls.__name__: cls for cls in (Loop, *Loop.__subclasses__(), DividesTwice, LastOnly, StepsTooOften)}
+LOOPS = {
+    cls.__name__: cls
+    for cls in (Loop, *Loop.__subclasses__(), DividesTwice, LastOnly, StepsTooOften)
+}
 
 
 @dataclass(kw_only=True)
@@ -149,10 +154,15 @@ def findings(task: SumDtypes, rank: int, device: torch.device) -> dict[str, Any]
     ds.prepare()
 
     def probe(backend: type[Backend], precision: Precision = Precision.FP32, **changes: Any) -> Any:
-        return accumulator(backend, make_cell(backend=backend.name, precision=precision, **changes), rank, device)
+        return accumulator(
+            backend, make_cell(backend=backend.name, precision=precision, **changes), rank, device
+        )
 
     def curve(backend: type[Backend], precision: Precision = Precision.FP32) -> list[Any]:
-        return [error(backend, make_cell(backend=backend.name, precision=precision), rank, device, n) for n in NS]
+        return [
+            error(backend, make_cell(backend=backend.name, precision=precision), rank, device, n)
+            for n in NS
+        ]
 
     found: dict[str, Any] = {}
 

@@ -68,12 +68,17 @@ class Place:
         return "mine.toml"
 
     def files(self) -> dict[str, bytes]:
-        return {str(path): path.read_bytes() for path in sorted(self.folder.rglob("*")) if path.is_file()} | {
-            str(path): b"" for path in self.folder.rglob("*") if path.is_dir()
-        }
+        return {
+            str(path): path.read_bytes()
+            for path in sorted(self.folder.rglob("*"))
+            if path.is_file()
+        } | {str(path): b"" for path in self.folder.rglob("*") if path.is_dir()}
 
     def gpus(self, count: int) -> None:
-        found = [{"index": i, "name": "NVIDIA H200", "uuid": f"GPU-{i}", "memory_bytes": 2**37} for i in range(count)]
+        found = [
+            {"index": i, "name": "NVIDIA H200", "uuid": f"GPU-{i}", "memory_bytes": 2**37}
+            for i in range(count)
+        ]
         self.patch.setattr(launch_gpus, "gpus", lambda: found)
 
     def call(self, *arguments: str) -> tuple[int, str, str]:
@@ -94,13 +99,17 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Place:
+def place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Place:
     folder = tmp_path / "place"
     folder.mkdir()
     monkeypatch.chdir(folder)
     here = Place(folder, capsys, monkeypatch)
     here.gpus(0)
-    monkeypatch.setattr(launch_launcher, "Launcher", lambda *_, **__: pytest.fail("bad input starts no launcher"))
+    monkeypatch.setattr(
+        launch_launcher, "Launcher", lambda *_, **__: pytest.fail("bad input starts no launcher")
+    )
     return here
 
 
@@ -116,41 +125,92 @@ FILES = {
 }
 BAD_INPUT = {
     "run --matrix cpu": [
-        ("--backend fsdp2-eagre", r"--backend: 'fsdp2-eagre' is unknown; did you mean fsdp2-eager\?"),
-        ("--backend ddp-eager,xyzzy", r"--backend: 'xyzzy' is unknown; use one of reference, ddp-eager, "),
-        ("--accumulate abc", r"--accumulate: 'abc' is not a list of integers such as 1,4,8; see .* --help"),
+        (
+            "--backend fsdp2-eagre",
+            r"--backend: 'fsdp2-eagre' is unknown; did you mean fsdp2-eager\?",
+        ),
+        (
+            "--backend ddp-eager,xyzzy",
+            r"--backend: 'xyzzy' is unknown; use one of reference, ddp-eager, ",
+        ),
+        (
+            "--accumulate abc",
+            r"--accumulate: 'abc' is not a list of integers such as 1,4,8; see .* --help",
+        ),
         ("--repeats many", r"--repeats: invalid int value: 'many'"),
         ("--repeats 3 --max-repeats 2", r"--max-repeats is 2; it must be at least --repeats, 3"),
-        ("--budget '3 minutes'", r"'3 minutes' is not a time above 0 with its unit, such as 90s, 20m or 1h"),
-        ("--interval-width 200%", r"--interval-width is 2.0; it must be the width of an interval above 0 and"),
+        (
+            "--budget '3 minutes'",
+            r"'3 minutes' is not a time above 0 with its unit, such as 90s, 20m or 1h",
+        ),
+        (
+            "--interval-width 200%",
+            r"--interval-width is 2.0; it must be the width of an interval above 0 and",
+        ),
         ("--batch 30", r"--batch is 30, .* = 8 x 2 = 16; the nearest that are: 16 and 32"),
         ("--micro-batch 1 --accumulate 2 --batch 9", r"--batch: follows from --micro-batch and"),
-        ("--workload no_such_module:f", r"--workload: workload 'no_such_module:f': No module named"),
-        ("--workload json:no_such", r"--workload: workload 'json:no_such': .* has no attribute 'no_such'"),
+        (
+            "--workload no_such_module:f",
+            r"--workload: workload 'no_such_module:f': No module named",
+        ),
+        (
+            "--workload json:no_such",
+            r"--workload: workload 'json:no_such': .* has no attribute 'no_such'",
+        ),
         ("--precision fp8", r"--precision is \['fp8'\]; it must be a list of fp32, bf16"),
-        ("--inactivity -1", r"--inactivity is -1.0; it must be a positive number of seconds, or 0 for no limit"),
-        ("--corpus missing.txt", r"--corpus missing.txt: cannot be read \(No such file or directory\)"),
+        (
+            "--inactivity -1",
+            r"--inactivity is -1.0; it must be a positive number of seconds, or 0 for no limit",
+        ),
+        (
+            "--corpus missing.txt",
+            r"--corpus missing.txt: cannot be read \(No such file or directory\)",
+        ),
         ("--corpus short.txt", r"--corpus short.txt: has 64 bytes; one sample needs .* = 65 bytes"),
         ("--device cuda", r"--device is 'cuda', and no GPU is visible here; use --matrix cpu"),
         ("--fake-tensors", r"--fake-tensors: is for a virtual world; give --virtual-world too"),
-        ("--share-gpu --device cuda", r"--share-gpu: needs a GPU, and none is visible here; leave it out"),
-        ("--share-gpu --virtual-world 8", r"--share-gpu: is for ranks that exist; give --world-size too"),
+        (
+            "--share-gpu --device cuda",
+            r"--share-gpu: needs a GPU, and none is visible here; leave it out",
+        ),
+        (
+            "--share-gpu --virtual-world 8",
+            r"--share-gpu: is for ranks that exist; give --world-size too",
+        ),
         ("--colour red", r"unrecognized arguments: --colour red; see .* --help"),
         ("--out short.txt", r"--out short.txt: cannot be written \(.*\); name a folder that can"),
-        ("--out short.txt/below", r"--out short.txt/below: cannot be written \(.*\); name a folder that can"),
+        (
+            "--out short.txt/below",
+            r"--out short.txt/below: cannot be written \(.*\); name a folder that can",
+        ),
         ("--out \udcff", r"'.udcff': this argument is not UTF-8; rename what it names"),
     ],
     "run --matrix mine.toml": [
-        ("--baseline ddp-eage", r"--baseline: 'ddp-eage' is not a backend of this matrix; did you mean ddp"),
-        ("--micro-batch 3", r"is 16, which is not divisible by micro-batch x world size = 3 x 2 = 6"),
+        (
+            "--baseline ddp-eage",
+            r"--baseline: 'ddp-eage' is not a backend of this matrix; did you mean ddp",
+        ),
+        (
+            "--micro-batch 3",
+            r"is 16, which is not divisible by micro-batch x world size = 3 x 2 = 6",
+        ),
         ("--virtual-world 8 --fake-tensors", r"ddp-eager cannot run on fake tensors"),
-        ("--share-gpu", r"--share-gpu: needs a GPU, and mine.toml: device is 'cpu'; leave it out, or use --matrix"),
+        (
+            "--share-gpu",
+            r"--share-gpu: needs a GPU, and mine.toml: device is 'cpu'; leave it out, or use --matrix",
+        ),
     ],
     "run": [
         ("--matrix cpuu", r"--matrix cpuu: unknown; did you mean cpu\?"),
         ("--matrix broken.toml", r"broken.toml: is not TOML \(.*line 1"),
-        ("--matrix unknown.toml", r"unknown.toml: axes.acumulate is unknown; did you mean axes.accumulate\?"),
-        ("--matrix zero.toml", r"zero.toml: axes.accumulate is \[0\]; it must be a list of integers"),
+        (
+            "--matrix unknown.toml",
+            r"unknown.toml: axes.acumulate is unknown; did you mean axes.accumulate\?",
+        ),
+        (
+            "--matrix zero.toml",
+            r"zero.toml: axes.accumulate is \[0\]; it must be a list of integers",
+        ),
         ("--matrix uneven.toml", r"uneven.toml: workload.global_batch_size is 16, .* the nearest"),
         ("--matrix auto.toml", r"axes.accumulate is 'auto', which needs axes.micro_batch_size"),
         ("--matrix empty.toml", r"empty.toml: device is missing; it must be one of cpu, cuda"),
@@ -158,7 +218,10 @@ BAD_INPUT = {
     ],
     "": [
         ("walk", r"invalid choice: 'walk' .*run.*plan.*backends.*report"),
-        ("report nowhere", r"nowhere: holds no run \(run.json: No such file or directory\); name a folder under"),
+        (
+            "report nowhere",
+            r"nowhere: holds no run \(run.json: No such file or directory\); name a folder under",
+        ),
         ("lint", r"name at least one config"),
         ("lint x --samples 0", r"argument --samples: '0' is not an integer from 1 to"),
         ("lint x --world-size two", r"argument --world-size: 'two'"),
@@ -170,20 +233,38 @@ BAD_INPUT = {
         ("--updates 0 -- true", r"--updates: '0' is not an integer from 1"),
     ],
     "plan": [
-        ("--matrix xyzzy", r"--matrix xyzzy: unknown; use one of auto, bytes, .*, smoke, a .toml file"),
-        ("--matrix no.toml", r"--matrix no.toml: cannot be read \(No such file or directory\); name a TOML"),
+        (
+            "--matrix xyzzy",
+            r"--matrix xyzzy: unknown; use one of auto, bytes, .*, smoke, a .toml file",
+        ),
+        (
+            "--matrix no.toml",
+            r"--matrix no.toml: cannot be read \(No such file or directory\); name a TOML",
+        ),
         *(
-            (f"--matrix gpu --on '{gpus}'", f"--on: '{gpus}' does not name GPUs, such as '1 x H100 80GiB'")
+            (
+                f"--matrix gpu --on '{gpus}'",
+                f"--on: '{gpus}' does not name GPUs, such as '1 x H100 80GiB'",
+            )
             for gpus in ("", "H100", "80GiB", "0 x H100 80GiB", "2 x H100", "H100 80", "H100 0GiB")
         ),
     ],
     "semantics": [
         ("--samples 0 --micro-batch 1 --accumulate 2", r"--samples is 0; it must be an integer of"),
         ("--samples 4 --micro-batch 1", r"--accumulate: is missing"),
-        ("--samples 4 --micro-batch 1 --accumulate x", r"--accumulate: 'x' is not a list of integers such as 1,4,2"),
+        (
+            "--samples 4 --micro-batch 1 --accumulate x",
+            r"--accumulate: 'x' is not a list of integers such as 1,4,2",
+        ),
         ("--suite --samples 4", r"--samples: describes one scenario"),
-        ("--suite --scenario nope", r"--scenario nope: scenarios.toml has no such scenario; use one of"),
-        ("--samples 4 --micro-batch 1 --accumulate 2 --backend nope", r"--backend: 'nope' is unknown"),
+        (
+            "--suite --scenario nope",
+            r"--scenario nope: scenarios.toml has no such scenario; use one of",
+        ),
+        (
+            "--samples 4 --micro-batch 1 --accumulate 2 --backend nope",
+            r"--backend: 'nope' is unknown",
+        ),
         ("--samples 4 --micro-batch 1 --accumulate 2 --clip -1", r"--clip is -1.0; it must be"),
     ],
     "steps": [
@@ -193,12 +274,30 @@ BAD_INPUT = {
             "--samples 9 --micro-batch 4 --accumulate 0",
             r"--accumulate is \[0\]; it must be an integer from 1 to 1000000,",
         ),
-        ("--samples 9 --micro-batch 4 --accumulate 1,x", r"'1,x' is not a list of integers such as 1,4,2"),
-        ("--samples 2 --micro-batch 1 --world-size 3 --sampler-drop-last", r"--samples is 2, fewer than the 3 ranks"),
-        ("--samples 9 --micro-batch 4 --max-steps -2", r"--max-steps is -2; it must be an integer of at least 0"),
-        ("--samples 9 --micro-batch 6 --world-size 2 --drop-last", r"--micro-batch is 6, but a rank has only 5"),
-        ("--samples 9 --micro-batch 4 --backend ddp-eagre", r"'ddp-eagre' is unknown; did you mean ddp-eager\?"),
-        ("--samples 9 --micro-batch 4 --backend ,", r"--backend: no name is given; it must be 'all' or a list"),
+        (
+            "--samples 9 --micro-batch 4 --accumulate 1,x",
+            r"'1,x' is not a list of integers such as 1,4,2",
+        ),
+        (
+            "--samples 2 --micro-batch 1 --world-size 3 --sampler-drop-last",
+            r"--samples is 2, fewer than the 3 ranks",
+        ),
+        (
+            "--samples 9 --micro-batch 4 --max-steps -2",
+            r"--max-steps is -2; it must be an integer of at least 0",
+        ),
+        (
+            "--samples 9 --micro-batch 6 --world-size 2 --drop-last",
+            r"--micro-batch is 6, but a rank has only 5",
+        ),
+        (
+            "--samples 9 --micro-batch 4 --backend ddp-eagre",
+            r"'ddp-eagre' is unknown; did you mean ddp-eager\?",
+        ),
+        (
+            "--samples 9 --micro-batch 4 --backend ,",
+            r"--backend: no name is given; it must be 'all' or a list",
+        ),
     ],
     "throughput": [
         ("--micro-batches 0", r"--micro-batches: '0' is not an integer from 1"),
@@ -226,13 +325,19 @@ BAD_INPUT = {
         ("--node-size 8", "--node-size"),
         ("--replicate 3", "--replicate"),
         ("--replicate 64", "--replicate"),
-        ("--link intra=450GB/s,inter=50GB/s --node-size 32 --world-size 96 --replicate 4", "--replicate"),
+        (
+            "--link intra=450GB/s,inter=50GB/s --node-size 32 --world-size 96 --replicate 4",
+            "--replicate",
+        ),
         ("--backend hsdp-eager", "--replicate"),
         ("--compute-time nans", "--compute-time"),
         ("--peak H100 --compute-time 1s", "--compute-time"),
         ("--exact --json", r"--exact: measures one backend; name it with --backend"),
         ("--exact --backend fsdp2-eager", r"--exact: no GPU is visible; add --device cpu"),
-        ("--exact --backend ddp-eager --device cpu", r"--exact: ddp-eager cannot run on fake tensors"),
+        (
+            "--exact --backend ddp-eager --device cpu",
+            r"--exact: ddp-eager cannot run on fake tensors",
+        ),
         ("--mfu 140% --peak H100", "--mfu"),
     ],
 }
@@ -240,7 +345,8 @@ BAD_INPUT = {
 
 
 @pytest.mark.parametrize(
-    ("line", "words"), [(f"{begin} {rest}", words) for begin, rows in BAD_INPUT.items() for rest, words in rows]
+    ("line", "words"),
+    [(f"{begin} {rest}", words) for begin, rows in BAD_INPUT.items() for rest, words in rows],
 )
 def test_bad_input_is_one_line_and_writes_nothing(place: Place, line: str, words: str) -> None:
     for name, content in FILES.items():
@@ -254,16 +360,36 @@ def test_a_defect_of_the_bench_is_one_line_that_says_where_to_report_it(place: P
 
     place.patch.setattr(launch_gpus, "gpus", broken)
     status, out, err = place.call("plan")
-    assert (status, out, err.count("\n")) == (DEFECT, "", 1) and DEFECT not in (GOOD, BAD, WRONG, INTERRUPTED)
+    assert (status, out, err.count("\n")) == (DEFECT, "", 1) and DEFECT not in (
+        GOOD,
+        BAD,
+        WRONG,
+        INTERRUPTED,
+    )
     assert err.startswith("bench: ZeroDivisionError: first line second line (test_cli.py:")
-    assert err.endswith("report it with the command and the traceback of --debug to the project's issue tracker\n")
+    assert err.endswith(
+        "report it with the command and the traceback of --debug to the project's issue tracker\n"
+    )
     status, _, err = place.call("plan", "--debug")
-    assert status == DEFECT and err.startswith("Traceback (most recent call last):") and "report it" in err
+    assert (
+        status == DEFECT
+        and err.startswith("Traceback (most recent call last):")
+        and "report it" in err
+    )
 
 
 def test_a_python_without_the_packages_is_told_where_they_are() -> None:
-    command = [sys.executable, "-S", "-m", "bench", "lint", "config.yaml"]  # -S: without site-packages
-    done = subprocess.run(command, cwd=ROOT, env={"PATH": os.defpath}, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-S",
+        "-m",
+        "bench",
+        "lint",
+        "config.yaml",
+    ]  # -S: without site-packages
+    done = subprocess.run(
+        command, cwd=ROOT, env={"PATH": os.defpath}, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (WRONG, "", 1)
     assert "lacks the package pydantic; use an environment that has it: " in done.stderr
 
@@ -276,7 +402,9 @@ def test_a_finished_run_is_not_written_over_and_resumes_without_other_options(pl
 
 
 def test_plan_shows_cells_skips_and_estimates(place: Place) -> None:
-    place.patch.setattr(DDPDeferred, "missing", classmethod(lambda cls, device: "needs x: pip install x"))
+    place.patch.setattr(
+        DDPDeferred, "missing", classmethod(lambda cls, device: "needs x: pip install x")
+    )
     status, out, err = place.call("plan", "--matrix", place.matrix())
     assert (status, err) == (GOOD, "")
     lines = out.splitlines()
@@ -294,15 +422,37 @@ def test_plan_shows_cells_skips_and_estimates(place: Place) -> None:
     matrix, trials, time, memory = lines[7:]
     words = "6 cells: 2 compared with ddp-eager, 2 of ddp-eager itself, 1 reference, 1 A/A twin; 2 cells skipped"
     assert matrix == f"matrix mine: {words}"
-    assert trials.startswith("12 trials, 2 repeats of each cell: about ") and time.startswith("time: per trial")
+    assert trials.startswith("12 trials, 2 repeats of each cell: about ") and time.startswith(
+        "time: per trial"
+    )
     assert memory == "memory: predicted peak of a rank"
     assert list(place.files()) == [str(place.folder / "mine.toml")]
 
 
 def test_plan_heeds_every_option(place: Place) -> None:
     place.write("text.txt", "x" * 100)
-    options = ["--backend", "ddp-eager", "--backend", "fsdp2-eager,reference", "--accumulate", "3", "--world-size", "1"]
-    options += ["--precision", "bf16", "--repeats", "4", "--seed", "1", "--batch", "9", "--model", "135m"]
+    options = [
+        "--backend",
+        "ddp-eager",
+        "--backend",
+        "fsdp2-eager,reference",
+        "--accumulate",
+        "3",
+        "--world-size",
+        "1",
+    ]
+    options += [
+        "--precision",
+        "bf16",
+        "--repeats",
+        "4",
+        "--seed",
+        "1",
+        "--batch",
+        "9",
+        "--model",
+        "135m",
+    ]
     options += ["--corpus", "text.txt", "--device", "cpu", "--timeout", "5.5"]
     status, out, _ = place.call("plan", "--matrix", "cpu", *options)
     assert status == GOOD
@@ -337,7 +487,9 @@ print(status, sorted(heavy & sys.modules.keys()), started, file=sys.stderr)
 
 def test_plan_imports_no_torch_and_starts_no_process(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", PLAN], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PLAN], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
     assert done.stderr.splitlines()[-1] == "0 [] []"
     assert "matrix cpu: " in done.stdout
 
@@ -345,11 +497,22 @@ def test_plan_imports_no_torch_and_starts_no_process(tmp_path: Path) -> None:
 def test_repeats_precision_and_budget(place: Place) -> None:
     name = place.matrix()
     assert "then up to" not in place.call("plan", "--matrix", name)[1], "fixed repeats"
-    more = ("--max-repeats", "40", "--interval-width", "5%", "--precision", "bf16", "--budget", "20m")
+    more = (
+        "--max-repeats",
+        "40",
+        "--interval-width",
+        "5%",
+        "--precision",
+        "bf16",
+        "--budget",
+        "20m",
+    )
     out = place.call("plan", "--matrix", name, *more)[1]
     assert ", 2 repeats of each cell" in out and " bf16 " in out
     assert "then up to 40 repeats of the cells whose intervals are wider than 5 %" in out
-    assert ", 1 repeat of each cell" in place.call("plan", "--matrix", name, "--max-repeats", "1")[1]
+    assert (
+        ", 1 repeat of each cell" in place.call("plan", "--matrix", name, "--max-repeats", "1")[1]
+    )
     for spelt in ("20min", "20 min", "1200s", "1200 sec"):
         out = place.call("plan", "--matrix", name, "--max-repeats", "40", "--budget", spelt)[1]
         assert "would exceed its budget of 20 min" in out, spelt
@@ -360,7 +523,9 @@ def test_micro_batches_are_an_axis(place: Place) -> None:
     name = place.matrix()
 
     def planned(*options: str) -> tuple[list[list[str]], str]:
-        out = place.call("plan", "--matrix", name, "--backend", "ddp-eager", *options)[1].splitlines()
+        out = place.call("plan", "--matrix", name, "--backend", "ddp-eager", *options)[
+            1
+        ].splitlines()
         rows = [line.split()[2:5] for line in out if " ddp-eager " in line and "A/A" not in line]
         return rows, next(line for line in out if line.startswith("the global batch"))
 
@@ -371,8 +536,14 @@ def test_micro_batches_are_an_axis(place: Place) -> None:
     rows, held = planned("--micro-batch", "1,4", "--accumulate", "2,3")
     assert rows == [["2", "2", "1"], ["2", "2", "4"], ["3", "2", "1"], ["3", "2", "4"]]
     assert held == "the global batch follows: B = micro-batch x N x W"
-    assert planned("--micro-batch", "3", "--virtual-world", "8")[0] == [["1", "8", "3"], ["2", "8", "3"]]
-    place.write("held.toml", MATRIX.replace("accumulate = [1, 2]", 'accumulate = "auto"\nmicro_batch_size = [2]'))
+    assert planned("--micro-batch", "3", "--virtual-world", "8")[0] == [
+        ["1", "8", "3"],
+        ["2", "8", "3"],
+    ]
+    place.write(
+        "held.toml",
+        MATRIX.replace("accumulate = [1, 2]", 'accumulate = "auto"\nmicro_batch_size = [2]'),
+    )
     assert "  4  2            2  fp32" in place.call("plan", "--matrix", "held.toml")[1]
 
 
@@ -398,13 +569,20 @@ def test_a_class_of_ones_own_is_a_backend(place: Place) -> None:
     assert place.call("run", "--resume", "out")[0] == GOOD
     place.patch.setenv("BENCH_BACKENDS", "")
     printed = " ".join(
-        place.call("run", "--matrix", "mine.toml", "--out", "alone", "--backend", "my_backends:Mine")[1].split()
+        place.call(
+            "run", "--matrix", "mine.toml", "--out", "alone", "--backend", "my_backends:Mine"
+        )[1].split()
     )
-    assert "--backend my_backends:Mine,ddp-deferred --repeats" in printed, "the whole next command, ready to paste"
+    assert "--backend my_backends:Mine,ddp-deferred --repeats" in printed, (
+        "the whole next command, ready to paste"
+    )
     place.patch.setenv("BENCH_BACKENDS", "")
     plan = ["--samples", "8", "--micro-batch", "1", "--backend", "my_backends:Mine"]
     assert "mine" in place.call("steps", *plan)[1]
-    for named, words in (("my_backends:Other", "has no attribute 'Other'"), ("json:loads", "is not a subclass of")):
+    for named, words in (
+        ("my_backends:Other", "has no attribute 'Other'"),
+        ("json:loads", "is not a subclass of"),
+    ):
         assert words in place.refused("plan", "--matrix", place.matrix(), "--backend", named)
 
 
@@ -412,7 +590,11 @@ def test_the_commands_are_listed_in_groups(place: Place) -> None:
     status, out, err = place.call()
     assert (status, err) == (GOOD, "")
     groups = re.findall(r"^(\w+):\n((?:  \S.*\n)+)", out, re.MULTILINE)
-    listed = {name: [line.split()[0] for line in lines.splitlines()] for name, lines in groups if name != "options"}
+    listed = {
+        name: [line.split()[0] for line in lines.splitlines()]
+        for name, lines in groups
+        if name != "options"
+    }
     assert listed == {name: list(names) for name, names in COMMANDS.items()} and len(listed) == 3
     assert "  predict       predict memory, collectives and step times without running" in out
 
@@ -441,7 +623,9 @@ def with_launcher(place: Place, script: Script | None = None) -> list[FakeLaunch
     return made
 
 
-def finished_run(place: Place, script: Script | None = None, *arguments: str) -> tuple[int, str, str]:
+def finished_run(
+    place: Place, script: Script | None = None, *arguments: str
+) -> tuple[int, str, str]:
     with_launcher(place, script)
     return place.call("run", "--matrix", place.matrix(), "--out", "out", *arguments)
 
@@ -458,7 +642,10 @@ def test_a_good_run(place: Place) -> None:
     assert out.splitlines()[-1] == "report: out/report.html (in short: out/report.md)"
     assert {path.name for path in Path("out").iterdir()} == {
         *("run.json", "trials.jsonl", "plots", "report.html", "report.md")
-    } | {f"{name}.parquet" for name in ("trials", "steps", "losses", "collectives", "memory", "ratios")}
+    } | {
+        f"{name}.parquet"
+        for name in ("trials", "steps", "losses", "collectives", "memory", "ratios")
+    }
 
 
 def test_a_run_whose_baseline_is_the_reference_says_how_to_compare_times(place: Place) -> None:
@@ -474,7 +661,11 @@ def wrong_update(backend: str, scale: float, residual: float, **time: Any) -> Sc
             return None
         ranks = [make_rank(spec.cell, spec.passes, rank) for rank in range(spec.cell.world_size)]
         if "update" in spec.passes:
-            ranks[0]["update"] = {"error": max(abs(1 - scale), residual), "scale": scale, "residual": residual}
+            ranks[0]["update"] = {
+                "error": max(abs(1 - scale), residual),
+                "scale": scale,
+                "residual": residual,
+            }
         for rank in ranks:
             rank["time"] |= time
         return Outcome(status=Status.OK, reason="", ranks=ranks, wall_s=1.0)
@@ -486,13 +677,17 @@ LIGHTNING = ["--backend", "ddp-deferred,lightning-deepspeed-zero2"]
 
 
 def test_a_known_defect_is_no_surprise(place: Place) -> None:
-    status, out, _ = finished_run(place, wrong_update("lightning-deepspeed-zero2", 0.5, 0.0), *LIGHTNING)
+    status, out, _ = finished_run(
+        place, wrong_update("lightning-deepspeed-zero2", 0.5, 0.0), *LIGHTNING
+    )
     assert status == GOOD
     words = " ".join(out.split())
     progress, summary = words.split("backend memory ratio n correct?", 1)
     assert f"s/step; invalid, {EXPECTED}: Lightning divides the loss by N" in progress
     assert "lightning-deepspeed-zero2 - - 0 invalid" in summary
-    assert "Do not use lightning-deepspeed-zero2 (N = 2): Lightning divides the loss by N" in summary
+    assert (
+        "Do not use lightning-deepspeed-zero2 (N = 2): Lightning divides the loss by N" in summary
+    )
     assert "exit status 0: all invalid trials are due to documented defects" in summary
     for report in ("report.html", "report.md"):
         short = " ".join((place.folder / "out" / report).read_text().split())
@@ -518,7 +713,9 @@ def at_trial(stop: int, action: Callable[[], None]) -> Script:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_interrupted_run_says_how_to_go_on_and_does(place: Place, number: signal.Signals) -> None:
+def test_an_interrupted_run_says_how_to_go_on_and_does(
+    place: Place, number: signal.Signals
+) -> None:
     before = signal.getsignal(number)
     made = with_launcher(place, at_trial(4, lambda: signal.raise_signal(number)))
     status, out, _ = place.call("run", "--matrix", place.matrix(), "--out", "out")
@@ -526,7 +723,9 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(place: Place, number: sig
     assert out.splitlines()[-1].endswith("go on with: python -m bench run --resume out")
     assert made[0].closed == 1
     assert signal.getsignal(number) == before
-    assert [record["status"] for record in Journal(place.folder / "out").read()] == ["ok"] * 4 + ["interrupted"]
+    assert [record["status"] for record in Journal(place.folder / "out").read()] == ["ok"] * 4 + [
+        "interrupted"
+    ]
 
     made = with_launcher(place)
     status, out, _ = place.call("run", "--resume", "out")
@@ -543,7 +742,9 @@ def raises(error: Exception) -> Callable[..., Any]:
 
 
 def test_a_launcher_that_does_not_start(place: Place) -> None:
-    status, _, err = finished_run(place, at_trial(0, raises(LauncherError("the launcher did not start"))))
+    status, _, err = finished_run(
+        place, at_trial(0, raises(LauncherError("the launcher did not start")))
+    )
     assert (status, err) == (BAD, "bench: the launcher did not start\n")
 
 
@@ -564,11 +765,15 @@ def test_a_quiet_run_prints_the_answer_alone(place: Place) -> None:
     assert (status, err) == (GOOD, "")
     assert "[12/12]" in loud and "run out: " in loud and "matrix products on" in loud
     assert "/12]" not in out and "run other: " not in out and "matrix products on" not in out
-    assert out.replace("other/", "out/") == loud[-len(out) + 2 * out.count("other/") :], "the same answer"
+    assert out.replace("other/", "out/") == loud[-len(out) + 2 * out.count("other/") :], (
+        "the same answer"
+    )
 
 
 def test_a_failed_trial_makes_the_status_bad_and_is_run_again_when_asked(place: Place) -> None:
-    status, out, _ = finished_run(place, lambda spec, n: failed(Status.OOM, "rank 0: full") if n == 3 else None)
+    status, out, _ = finished_run(
+        place, lambda spec, n: failed(Status.OOM, "rank 0: full") if n == 3 else None
+    )
     assert status == BAD and "rank 0: full" in out
     made = with_launcher(place)
     assert place.call("run", "--resume", "out")[0] == BAD
@@ -586,7 +791,9 @@ def test_a_torn_line_is_moved_aside_and_told(place: Place) -> None:
     path = place.folder / "out" / "trials.jsonl"
     path.write_bytes(path.read_bytes()[:-40])
     manifest = read_document(place.folder / "out")
-    write_document(place.folder / "out", {key: value for key, value in manifest.items() if key != "finished"})
+    write_document(
+        place.folder / "out", {key: value for key, value in manifest.items() if key != "finished"}
+    )
     made = with_launcher(place)
     status, out, _ = place.call("run", "--resume", "out")
     assert status == GOOD
@@ -616,7 +823,9 @@ def make_a_class() -> None:
 
 
 @pytest.mark.parametrize("action", [close_twice, make_a_class])
-def test_an_interrupt_that_becomes_an_error_on_its_way_is_one(place: Place, action: Callable[[], None]) -> None:
+def test_an_interrupt_that_becomes_an_error_on_its_way_is_one(
+    place: Place, action: Callable[[], None]
+) -> None:
     with_launcher(place, at_trial(4, action))
     status, out, err = place.call("run", "--matrix", place.matrix(), "--out", "out")
     assert (status, err) == (INTERRUPTED, "")
@@ -635,7 +844,9 @@ def test_an_error_on_top_of_an_interrupt_is_told(place: Place) -> None:
     with_launcher(place, at_trial(4, fail_at_the_end))
     status, _, err = place.call("run", "--matrix", place.matrix(), "--out", "out")
     assert status == WRONG
-    assert err.startswith("bench: out: [Errno 5] Input/output error; the finished trials are kept; go on with: ")
+    assert err.startswith(
+        "bench: out: [Errno 5] Input/output error; the finished trials are kept; go on with: "
+    )
 
 
 NO_SPACE = raises(OSError(errno.ENOSPC, "No space left on device"))
@@ -669,7 +880,9 @@ def test_tables_are_rebuilt_from_the_journal_alone(place: Place) -> None:
     assert sorted(out.split()) == sorted(f"out/{name}" for name in before)
     for name, frame in before.items():
         pd.testing.assert_frame_equal(pd.read_parquet(f"out/{name}"), frame)
-    assert "--plots: cannot be combined with --rebuild" in place.refused("report", "out", "--rebuild", "--plots", "x")
+    assert "--plots: cannot be combined with --rebuild" in place.refused(
+        "report", "out", "--rebuild", "--plots", "x"
+    )
 
 
 def test_as_a_program(tmp_path: Path) -> None:
@@ -681,6 +894,10 @@ def test_as_a_program(tmp_path: Path) -> None:
         {sys.executable} -m bench plan --matrix cpu | head -1 > /dev/null; echo "status ${{PIPESTATUS[0]}}"
         """
     )
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
     assert done.stdout == "status 2\nstatus 0\n"
-    assert done.stderr.startswith("bench: --matrix nope: unknown; ") and done.stderr.count("\n") == 1
+    assert (
+        done.stderr.startswith("bench: --matrix nope: unknown; ") and done.stderr.count("\n") == 1
+    )

@@ -25,7 +25,16 @@ PAGES = [
     "SECURITY.md",
     *(
         f"docs/{name}.md"
-        for name in ("architecture", "commands", "gpu", "matrix", "method", "offline", "others", "results")
+        for name in (
+            "architecture",
+            "commands",
+            "gpu",
+            "matrix",
+            "method",
+            "offline",
+            "others",
+            "results",
+        )
     ),
 ]
 TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
@@ -40,7 +49,11 @@ def examples(page: str, language: str) -> list[str]:
 
 def commands() -> list[tuple[str, list[str]]]:
     """Every call of the bench that a page shows, with its arguments."""
-    lines = [(page, line.replace("\\\n", " ")) for page, text in TEXTS.items() for line in COMMAND.findall(text)]
+    lines = [
+        (page, line.replace("\\\n", " "))
+        for page, text in TEXTS.items()
+        for line in COMMAND.findall(text)
+    ]
     found = [(page, shlex.split(line, comments=True)) for page, line in lines]
     return [(page, words) for page, words in found if words[0] != "COMMAND"]
 
@@ -57,8 +70,13 @@ def test_the_readme_is_read_in_one_sitting() -> None:
 def test_version_and_date_of_a_release_agree() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["version"] == bench.__version__
-    newest = re.search(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert newest and newest[1] in {"[Unreleased]", f"[{bench.__version__}] - {citation['date-released']}"}
+    newest = re.search(
+        r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert newest and newest[1] in {
+        "[Unreleased]",
+        f"[{bench.__version__}] - {citation['date-released']}",
+    }
 
 
 def test_links_lead_somewhere() -> None:
@@ -78,7 +96,9 @@ def test_the_readme_leads_to_every_page() -> None:
 @pytest.fixture
 def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder with the files that the pages show."""
-    (tmp_path / "own.toml").write_text("".join(examples("docs/matrix.md", "toml")), encoding="utf-8")
+    (tmp_path / "own.toml").write_text(
+        "".join(examples("docs/matrix.md", "toml")), encoding="utf-8"
+    )
     (tmp_path / "my_model.py").write_text(examples("docs/matrix.md", "python")[0], encoding="utf-8")
     (tmp_path / "mine.py").write_text(examples("CONTRIBUTING.md", "python")[0], encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -96,7 +116,9 @@ def test_the_commands_of_the_pages_are_accepted() -> None:
 
 def test_every_command_and_table_is_described() -> None:
     row = re.compile(r"^\| `(\w+)` \|", re.MULTILINE)
-    assert sorted(row.findall(TEXTS["docs/commands.md"])) == sorted(itertools.chain(*COMMANDS.values()))
+    assert sorted(row.findall(TEXTS["docs/commands.md"])) == sorted(
+        itertools.chain(*COMMANDS.values())
+    )
     assert row.findall(TEXTS["docs/results.md"]) == list(FRAMES)
 
 

@@ -23,7 +23,10 @@ CASES = {
     "x-aborts-afterwards": ("ok", ""),  # it had handed over its result
     "x-raises": ("crashed", r"rank 1: KeyError: 'a key that says out of memory'"),
     "x-killed": ("crashed", r"rank 1 was ended by SIGKILL"),
-    "x-unsupported": ("unsupported", r"rank 1: UnsupportedError: this framework cannot do that; use another"),
+    "x-unsupported": (
+        "unsupported",
+        r"rank 1: UnsupportedError: this framework cannot do that; use another",
+    ),
     "x-needs-missing": ("unsupported", r"needs no_such_package_at_all: pip install"),
     "x-last-only": ("invalid", r"pointing elsewhere: samples were lost"),
     "x-summed": ("invalid", r"2 times too large: summed over the 2 ranks"),

@@ -32,7 +32,12 @@ def test_no_two_modules_share_a_name() -> None:
 
 
 def test_no_two_public_classes_share_a_name() -> None:
-    classes = [node.name for tree in modules().values() for node in tree.body if isinstance(node, ast.ClassDef)]
+    classes = [
+        node.name
+        for tree in modules().values()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    ]
     assert repeated([name for name in classes if not name.startswith("_")]) == []
 
 
@@ -50,7 +55,9 @@ def test_names_say_what_they_name() -> None:
 def floors() -> dict[str, int]:
     """The floor of each part of the package, by the import contract; the lowest is 0."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    (contract,) = (each for each in settings["tool"]["importlinter"]["contracts"] if each["type"] == "layers")
+    (contract,) = (
+        each for each in settings["tool"]["importlinter"]["contracts"] if each["type"] == "layers"
+    )
     floors = {}
     for floor, layer in enumerate(reversed(contract["layers"])):
         for part in layer.split("|"):
@@ -62,7 +69,11 @@ def named_parts(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """The line and the part of the package of each module of the bench that a string names; docstrings do not count."""
     documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in documentation
+        ):
             for part in re.findall(r"\bbench\.(\w+)", node.value):
                 if part in floors():
                     yield node.lineno, part
@@ -79,10 +90,14 @@ def test_no_string_names_a_module_above_the_floor_of_its_own() -> None:
             if part != own and own in floors() and floors()[part] >= floors()[own]:
                 above.append(f"{place}:{line}: bench.{part}")
     assert above == []
-    assert {("launch", "measure"), ("cli", "commands")} <= seen, "these are names, too, and downwards"
+    assert {("launch", "measure"), ("cli", "commands")} <= seen, (
+        "these are names, too, and downwards"
+    )
 
 
 def test_a_backend_has_few_class_variables() -> None:
     """What one reader asks for is that reader's to know."""
-    variables = [name for name, kind in Backend.__annotations__.items() if kind.startswith("ClassVar")]
+    variables = [
+        name for name, kind in Backend.__annotations__.items() if kind.startswith("ClassVar")
+    ]
     assert "name" in variables and len(variables) <= 16

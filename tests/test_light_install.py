@@ -14,7 +14,15 @@ import pytest
 from bench.errors import BAD, GOOD, WRONG
 from tests.conftest import ROOT
 
-ABSENT = ("torch", "lightning", "deepspeed", "transformers", "safetensors", "accelerate", "torchtitan")
+ABSENT = (
+    "torch",
+    "lightning",
+    "deepspeed",
+    "transformers",
+    "safetensors",
+    "accelerate",
+    "torchtitan",
+)
 SITE = f"""
 import sys
 
@@ -33,7 +41,18 @@ sys.meta_path[:] = [WithoutFrameworks(finder) for finder in sys.meta_path]
 CONFIG = "trainer: {strategy: deepspeed_stage_2, accumulate_grad_batches: 4}\n"
 CPU = str(ROOT / "results" / "cpu")
 CELLS = ("fsdp2-deferred N=8 W=2 fp32", "fsdp2-eager N=8 W=2 fp32")
-SIZE = ("--model", "8b", "--world-size", "64", "--accumulate", "16", "--sequence", "8192", "--precision", "bf16")
+SIZE = (
+    "--model",
+    "8b",
+    "--world-size",
+    "64",
+    "--accumulate",
+    "16",
+    "--sequence",
+    "8192",
+    "--precision",
+    "bf16",
+)
 
 
 @pytest.fixture
@@ -96,6 +115,8 @@ def test_what_trains_names_what_it_lacks(light: Any, command: str) -> None:
 
 def test_doctor_says_that_torch_cannot_be_used(light: Any) -> None:
     done = light("doctor", "--json")
-    errors = {found["topic"] for found in json.loads(done.stdout)["findings"] if found["level"] == "error"}
+    errors = {
+        found["topic"] for found in json.loads(done.stdout)["findings"] if found["level"] == "error"
+    }
     assert done.returncode == BAD
     assert "torch" in errors

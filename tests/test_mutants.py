@@ -20,7 +20,13 @@ from bench.measure.trial import RankTrial
 from bench.plan.cell import REFERENCE, Cell, Device, Sharding, Status, Sync
 from bench.plan.task import SETTLED_WINDOWS, Spec
 from bench.run.trial_record import merge_ranks
-from tests.extra_backends import AllButLast, LastOnly, LeavesTheLastWindow, StepsOneLate, StepsTooOften
+from tests.extra_backends import (
+    AllButLast,
+    LastOnly,
+    LeavesTheLastWindow,
+    StepsOneLate,
+    StepsTooOften,
+)
 from tests.factories import make_cell, make_manifest, make_record, make_tables
 
 LARGE = 2**26
@@ -53,13 +59,23 @@ class Sound(Backend):
 
 def small_cell(backend: str, **changes: Any) -> Cell:
     """A cell that trains within milliseconds on one rank: 5 windows of 4 micro-batches of 2 samples of 8 tokens."""
-    values = {"workload": "tests.own_workload:Cycle", "model": "perceptron", "world_size": 1, "global_batch_size": 8}
+    values = {
+        "workload": "tests.own_workload:Cycle",
+        "model": "perceptron",
+        "world_size": 1,
+        "global_batch_size": 8,
+    }
     return make_cell(**({"backend": backend, "sequence_length": 8, **values} | changes))
 
 
 def trial_of(folder: Path, cell: Cell, backend: type[Backend], *passes: str) -> RankTrial:
     """One trial in this process, whose only rank is 0."""
-    spec = Spec(cell=cell, passes=passes, folder=str(folder), reference=str(folder / "reference.safetensors"))
+    spec = Spec(
+        cell=cell,
+        passes=passes,
+        folder=str(folder),
+        reference=str(folder / "reference.safetensors"),
+    )
     return RankTrial(spec, 0, torch.device("cpu"), backend)
 
 
@@ -166,9 +182,13 @@ def on_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RankTrial:
     return trial
 
 
-def test_steps_on_a_device_take_its_own_time_however_far_the_host_runs_ahead(on_device: RankTrial) -> None:
+def test_steps_on_a_device_take_its_own_time_however_far_the_host_runs_ahead(
+    on_device: RankTrial,
+) -> None:
     assert on_device.time()["step_seconds"] == pytest.approx([1.0, 1.0, 1.0])
-    assert Queued.cuda.synchronized_at[0] == 5 * 4 * 0.25, "nothing waits for the device before the end"
+    assert Queued.cuda.synchronized_at[0] == 5 * 4 * 0.25, (
+        "nothing waits for the device before the end"
+    )
     assert on_device.training_s > 0.2, "training ends when the device is done"
 
 
@@ -188,7 +208,9 @@ def test_peak_memory_of_a_device_is_of_the_timed_steps_only(on_device: RankTrial
     ],
 )
 @pytest.mark.usefixtures("lonely_group")
-def test_broken_loops_are_invalid(truth: tuple[Path, dict[str, Any]], backend: type[Backend], reason: str) -> None:
+def test_broken_loops_are_invalid(
+    truth: tuple[Path, dict[str, Any]], backend: type[Backend], reason: str
+) -> None:
     row = judged(truth, backend)
     assert row["status"] == "invalid" and reason in row["reason"]
 
@@ -196,7 +218,9 @@ def test_broken_loops_are_invalid(truth: tuple[Path, dict[str, Any]], backend: t
 def test_a_sound_loop_is_valid(truth: tuple[Path, dict[str, Any]]) -> None:
     row = judged(truth, Sound)
     assert row["status"] == "ok", row["reason"]
-    assert row["max_loss_deviation"] < 1e-5, "the mean of a window's losses is the loss of the whole batch"
+    assert row["max_loss_deviation"] < 1e-5, (
+        "the mean of a window's losses is the loss of the whole batch"
+    )
 
 
 class DefersInNameOnly(DDPDeferred):
@@ -230,12 +254,15 @@ class Spends(Sound):
 
     def backward(self, job: Job, batch: Any, window: int) -> None:
         super().backward(job, batch, window)
-        if self.when == "every window" or (self.when == "first windows" and window < SETTLED_WINDOWS):
+        if self.when == "every window" or (
+            self.when == "first windows" and window < SETTLED_WINDOWS
+        ):
             torch.empty(LARGE // 4)
 
 
 @pytest.mark.parametrize(
-    ("when", "counts"), [("never", False), ("init", False), ("first windows", False), ("every window", True)]
+    ("when", "counts"),
+    [("never", False), ("init", False), ("first windows", False), ("every window", True)],
 )
 def test_peak_memory_is_of_a_settled_window_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, counts: bool

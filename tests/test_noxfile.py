@@ -54,7 +54,9 @@ class FakeSession:
         assert command[:3] == ("python", "-m", "pip")
         self.calls.append((command[4:], env or {}))
         where = command.index("--wheel-dir") + 1 if "--wheel-dir" in command else None
-        dest = next((word.removeprefix("--dest=") for word in command if word.startswith("--dest=")), "")
+        dest = next(
+            (word.removeprefix("--dest=") for word in command if word.startswith("--dest=")), ""
+        )
         folder = Path(command[where] if where else dest)
         for name, _, version in (word.partition("==") for word in command if "==" in word):
             make_wheel(folder, name, version, *(("torch", "b-c") if name == "deepspeed" else ()))
@@ -69,7 +71,9 @@ class FakeSession:
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the two files that say what is collected, and where it is."""
-    (tmp_path / "constraints.txt").write_text("# all\ntorch==2.0\ndeepspeed==0.19\nb-c==1.5\nextra==3\nlinter==9\n")
+    (tmp_path / "constraints.txt").write_text(
+        "# all\ntorch==2.0\ndeepspeed==0.19\nb-c==1.5\nextra==3\nlinter==9\n"
+    )
     (tmp_path / "pyproject.toml").write_text(
         '[project]\ndependencies = ["torch>=2", "deepspeed"]\n[project.optional-dependencies]\nmore = ["extra"]\n'
         '[dependency-groups]\nlint = ["linter"]\ntest = ["b-c"]\n'
@@ -81,7 +85,14 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_wheelhouse_holds_what_the_machine_lacks(noxfile: Any, project: Path) -> None:
     session = FakeSession(
-        "--out", "out", "--python", "3.12", "--platform", "manylinux_2_28_x86_64", "--exclude", "torch"
+        "--out",
+        "out",
+        "--python",
+        "3.12",
+        "--platform",
+        "manylinux_2_28_x86_64",
+        "--exclude",
+        "torch",
     )
     noxfile.wheelhouse(session)
     assert sorted(path.name.partition("-")[0] for path in (project / "out").glob("*.whl")) == [
@@ -91,9 +102,15 @@ def test_the_wheelhouse_holds_what_the_machine_lacks(noxfile: Any, project: Path
     ]
     assert (project / "out" / "requirements.txt").read_text() == "torch>=2\ndeepspeed\nextra\nb-c\n"
     (built, environment), (downloaded, _) = session.calls
-    assert built[0] == "wheel" and built[-1] == "deepspeed==0.19" and environment == {"DS_BUILD_OPS": "0"}
+    assert (
+        built[0] == "wheel"
+        and built[-1] == "deepspeed==0.19"
+        and environment == {"DS_BUILD_OPS": "0"}
+    )
     assert downloaded[:2] == ("download", "--no-deps") and "--only-binary=:all:" in downloaded
-    assert {"--platform=manylinux_2_17_x86_64", "--platform=manylinux2014_x86_64"} <= set(downloaded)
+    assert {"--platform=manylinux_2_17_x86_64", "--platform=manylinux2014_x86_64"} <= set(
+        downloaded
+    )
     assert "--python-version=3.12" in downloaded
 
 
@@ -108,7 +125,10 @@ def test_pip_leaves_there_what_is_new_enough_and_says_what_is_too_old(
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", machine], check=True)
     pip = [sys.executable, "-m", "pip", "--isolated", "--python", str(machine / "bin" / "python")]
     install = [*pip, "install", "--no-index", "--no-deps"]
-    there = {name: make_wheel(project, name, version) for name, version in (("b-c", "1.4"), ("torch", "2.11+cu130"))}
+    there = {
+        name: make_wheel(project, name, version)
+        for name, version in (("b-c", "1.4"), ("torch", "2.11+cu130"))
+    }
     subprocess.run([*install, *there.values()], check=True)
     told = [*pip, "install", "--no-index", "--find-links", "out", "-r", "out/requirements.txt"]
     subprocess.run(told, check=True)
@@ -126,7 +146,9 @@ def test_pip_leaves_there_what_is_new_enough_and_says_what_is_too_old(
     assert refused.returncode == 1 and "torch>=2" in refused.stderr
 
 
-def test_uv_finds_packages_where_pip_is_told_to(noxfile: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uv_finds_packages_where_pip_is_told_to(
+    noxfile: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "pip.conf").write_text(
         "[global]\nfind-links = /wheels\nextra-index-url = https://a/simple https://b/simple\ntimeout = 3\n"
     )
@@ -145,7 +167,14 @@ def test_uv_finds_packages_where_pip_is_told_to(noxfile: Any, tmp_path: Path, mo
 @pytest.fixture(scope="module")
 def packages_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All that is installed but the bench's extras and the bench itself, with what makes an editable install."""
-    left_out = ("accumulation_bench", "_editable_impl", "__editable__", "bench", "accelerate", "torchtitan")
+    left_out = (
+        "accumulation_bench",
+        "_editable_impl",
+        "__editable__",
+        "bench",
+        "accelerate",
+        "torchtitan",
+    )
     folder = tmp_path_factory.mktemp("site")
     for place in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
         for path in Path(place).iterdir():
@@ -155,9 +184,15 @@ def packages_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("command", [["plan", "--matrix", "smoke"], ["backends"], ["--version"]])
-def test_a_checkout_runs_without_being_installed_and_without_extras(packages_alone: Path, command: list[str]) -> None:
+def test_a_checkout_runs_without_being_installed_and_without_extras(
+    packages_alone: Path, command: list[str]
+) -> None:
     """-S keeps the interpreter from its own packages, so that the bench has no metadata and no entry points."""
-    assert not [name for each in metadata.distributions(path=[str(packages_alone)]) if "accum" in (name := each.name)]
+    assert not [
+        name
+        for each in metadata.distributions(path=[str(packages_alone)])
+        if "accum" in (name := each.name)
+    ]
     environment = os.environ | {"PYTHONPATH": str(packages_alone)}
     run = [sys.executable, "-S", "-m", "bench", *command]
     done = subprocess.run(run, cwd=ROOT, env=environment, capture_output=True, text=True)

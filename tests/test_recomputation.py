@@ -40,12 +40,18 @@ def audit(run: Run, body: str, where: str) -> list[str]:
     for pattern, check in RULES:
         for match in compiled(pattern, run).finditer(body):
             try:
-                right = check(run, body + where, {name: text or "" for name, text in match.groupdict().items()})
+                right = check(
+                    run,
+                    body + where,
+                    {name: text or "" for name, text in match.groupdict().items()},
+                )
             except (LookupError, ValueError):  # it names no cell, or one that has no such number
                 right = False
             errors += [] if right else [f"'{match[0]}' is wrong in: {body}"]
             rest = rest[: match.start()] + " " * len(match[0]) + rest[match.end() :]
-    return errors + [f"'{left[0]}' is not accounted for in: {body}" for left in LEFT_OVER.finditer(rest)]
+    return errors + [
+        f"'{left[0]}' is not accounted for in: {body}" for left in LEFT_OVER.finditer(rest)
+    ]
 
 
 @cache
@@ -77,15 +83,24 @@ def of_plots(name: str) -> Iterator[tuple[str, str]]:
             (size,), kind = struct.unpack(">I", data[at : at + 4]), data[at + 4 : at + 8]
             if kind in (b"tEXt", b"iTXt"):
                 key, _, value = data[at + 8 : at + 8 + size].partition(b"\0")
-                words[key] = value.split(b"\0")[-1].decode("latin-1" if kind == b"tEXt" else "utf-8")
+                words[key] = value.split(b"\0")[-1].decode(
+                    "latin-1" if kind == b"tEXt" else "utf-8"
+                )
             at += 12 + size
         yield from ((plain(words[key]), words[b"Title"]) for key in (b"Title", b"Description"))
 
 
 def of_readme(_: str) -> Iterator[tuple[str, str]]:
     """The answer that it gives."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("## The answer it gives")[2].partition("\n## ")[0]
-    yield from ((plain(part.lstrip("\n!")), "at N = 8") for part in re.split(r"\n(?=- )|\n\n+", text))
+    text = (
+        (ROOT / "README.md")
+        .read_text(encoding="utf-8")
+        .partition("## The answer it gives")[2]
+        .partition("\n## ")[0]
+    )
+    yield from (
+        (plain(part.lstrip("\n!")), "at N = 8") for part in re.split(r"\n(?=- )|\n\n+", text)
+    )
 
 
 def places(name: str) -> list[str]:
@@ -96,10 +111,14 @@ def places(name: str) -> list[str]:
 def of_citations(name: str) -> Iterator[tuple[str, str]]:
     command = [sys.executable, "-m", "bench", "cite", *places(name), *CITED[name]]
     printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    yield from ((plain(part), CITED[name][0]) for part in printed.partition("Plain text:")[2].split("\n"))
+    yield from (
+        (plain(part), CITED[name][0]) for part in printed.partition("Plain text:")[2].split("\n")
+    )
 
 
-SOURCES: list[tuple[Source, str]] = [(source, name) for source in (of_report, of_plots) for name in RUNS]
+SOURCES: list[tuple[Source, str]] = [
+    (source, name) for source in (of_report, of_plots) for name in RUNS
+]
 SOURCES += [(of_readme, "cpu"), *((of_citations, name) for name in CITED)]
 
 
@@ -130,14 +149,21 @@ def row_is_right(run: Run, heading: str, row: Groups) -> bool:
         return (row["correct?"], row["n"], row.get("verdict", verdict)) == ("invalid", "0", verdict)
     if cell is not base and run.may_differ(cell, base):
         verdict += ", may differ"
-    right = (row["correct?"], row["n"], row.get("verdict", verdict)) == ("yes", str(len(run.times(cell))), verdict)
+    right = (row["correct?"], row["n"], row.get("verdict", verdict)) == (
+        "yes",
+        str(len(run.times(cell))),
+        verdict,
+    )
     right = right and shows(row["memory"].removesuffix(" MiB"), run.memory(cell) / MIB)
     of_memory = "ratio'" if "s/step" in row else "ratio"
     right = right and shows(row[of_memory], run.memory(cell) / run.memory(base))
     if row.get("next run", "-") != "-":
         low, _, high = row["next run"].partition("-")
         right = right and shows_interval(run.ratio(cell, base), {"nlow": low, "nhigh": high}, 0)
-    for centre, ends, found in (("s/step", "95 %", run.time(cell)), ("ratio", "95 %'", run.ratio(cell, base))):
+    for centre, ends, found in (
+        ("s/step", "95 %", run.time(cell)),
+        ("ratio", "95 %'", run.ratio(cell, base)),
+    ):
         if "s/step" in row:
             low, _, high = row[ends].partition("-")
             right = right and shows_interval(found, {"x": row[centre], "low": low, "high": high}, 0)
@@ -147,15 +173,22 @@ def row_is_right(run: Run, heading: str, row: Groups) -> bool:
 @pytest.mark.parametrize("name", RUNS)
 def test_every_row_of_a_table_follows_from_the_journal(name: str) -> None:
     rows = list(rows_of(ROOT / "results" / name / "report.md"))
-    assert rows and [row for heading, row in rows if not row_is_right(run_of(name), heading, row)] == []
+    assert (
+        rows
+        and [row for heading, row in rows if not row_is_right(run_of(name), heading, row)] == []
+    )
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_every_number_of_an_export_follows_from_the_journal(name: str, tmp_path: Path) -> None:
     """What the code says today: step times, ratios to every baseline, ends of intervals, and verdicts."""
     command = ["export", f"results/{name}", "--format", "csv", "--out", str(tmp_path)]
-    subprocess.run([sys.executable, "-m", "bench", *command], cwd=ROOT, check=True, capture_output=True)
-    cells, ratios = (list(csv.DictReader((tmp_path / f"{frame}.csv").open())) for frame in ("cells", "ratios"))
+    subprocess.run(
+        [sys.executable, "-m", "bench", *command], cwd=ROOT, check=True, capture_output=True
+    )
+    cells, ratios = (
+        list(csv.DictReader((tmp_path / f"{frame}.csv").open())) for frame in ("cells", "ratios")
+    )
     run = Run(name)
     by_id = {cell["id"]: cell for cell in run.everything}
     assert {row["cell_id"] for row in cells} == by_id.keys()
@@ -163,12 +196,16 @@ def test_every_number_of_an_export_follows_from_the_journal(name: str, tmp_path:
     def follows(interval: Interval, *told: str) -> bool:
         logs = (interval.centre, interval.low, interval.high)
         pairs = [(float(text), math.exp(log)) for text, log in zip(told, logs, strict=True) if text]
-        return all(math.isclose(*pair) for pair in pairs) and len(pairs) == (1 if math.isnan(interval.low) else 3)
+        return all(math.isclose(*pair) for pair in pairs) and len(pairs) == (
+            1 if math.isnan(interval.low) else 3
+        )
 
     timed = [row for row in cells if row["comparable"] == "True"]
     for row in timed:
         cell = by_id[row["cell_id"]]
-        assert follows(run.time(cell), row["step_time_s"], row["step_time_low_s"], row["step_time_high_s"]), row
+        assert follows(
+            run.time(cell), row["step_time_s"], row["step_time_low_s"], row["step_time_high_s"]
+        ), row
         assert row["num_ok"] == str(len(run.times(cell)))
     assert timed and ratios
     for row in ratios:
@@ -177,7 +214,10 @@ def test_every_number_of_an_export_follows_from_the_journal(name: str, tmp_path:
         if row["verdict"] != "not comparable":
             assert follows(found, row["ratio"], row["low"], row["high"]), row
             verdict = "ambiguous: few trials" if math.isnan(found.low) else verdict
-        assert f"{row['verdict']}: {row['reason']}".startswith(verdict.removesuffix(": gate")), (row, verdict)
+        assert f"{row['verdict']}: {row['reason']}".startswith(verdict.removesuffix(": gate")), (
+            row,
+            verdict,
+        )
 
 
 def held(record: dict[str, Any], use: str) -> int:
@@ -189,7 +229,9 @@ def sent(record: dict[str, Any], operation: str) -> str:
     """Calls and MiB of an operation such as ``all_reduce of float32 in the shard group``, as the page has them."""
     op, _, dtype, *group = operation.removesuffix(" group").split(" ", 3)
     wanted = (op, dtype, group[0].removeprefix("in the ") if group else "world")
-    found = [row for row in record["collectives"] if (row["op"], row["dtype"], row["group"]) == wanted]
+    found = [
+        row for row in record["collectives"] if (row["op"], row["dtype"], row["group"]) == wanted
+    ]
     size = found[0]["payload_bytes"] / MIB if found else 0.0
     return f"{found[0]['calls']}: {f'{size:.1f}' if size >= 0.05 else '<0.1'}" if found else "-"
 
@@ -198,25 +240,41 @@ def test_the_page_on_bytes_follows_from_the_journals() -> None:
     """Collectives, and what is held, in real and virtual worlds and on fake tensors."""
     records: dict[tuple[str, int, int], dict[str, Any]] = {}
     for name in ("bytes", "bytes-8b"):
-        for trial in (json.loads(line) for line in (ROOT / "results" / name / "trials.jsonl").open(encoding="utf-8")):
+        for trial in (
+            json.loads(line)
+            for line in (ROOT / "results" / name / "trials.jsonl").open(encoding="utf-8")
+        ):
             cell = trial["cell"]
             if not cell["twin"]:
-                place = cell["backend"], cell["accumulate"], cell["world_size"] * (1 if name == "bytes" else -1)
+                place = (
+                    cell["backend"],
+                    cell["accumulate"],
+                    cell["world_size"] * (1 if name == "bytes" else -1),
+                )
                 records.setdefault(place, trial)
     compared = 0
     for heading, row in rows_of(ROOT / "docs" / "memory-and-bytes.md"):
         expected: dict[str, str] = {}
         for backend in row["backend"].split(", "):
             if heading.startswith("## Collectives"):
-                expected = {f"N = {n}": sent(records[backend, n, 4], row["operation"]) for n in (1, 4)}
+                expected = {
+                    f"N = {n}": sent(records[backend, n, 4], row["operation"]) for n in (1, 4)
+                }
             elif heading.startswith("## Gradients held"):
-                worlds = {column: int(column.split()[3].strip(",")) for column in row if "W = " in column}
+                worlds = {
+                    column: int(column.split()[3].strip(",")) for column in row if "W = " in column
+                }
                 known = {column: records.get((backend, 4, size)) for column, size in worlds.items()}
-                expected = {c: f"{held(trial, 'gradients') / MIB:.2f}" if trial else "-" for c, trial in known.items()}
+                expected = {
+                    c: f"{held(trial, 'gradients') / MIB:.2f}" if trial else "-"
+                    for c, trial in known.items()
+                }
             elif heading.startswith("## At scale"):
                 trial = records[backend, int(row["N"]), -int(row["W"])]
                 uses = ("parameters", "gradients", "optimizer state")
-                expected = {use: f"{held(trial, use.replace(' ', '_')) / 2**30:.2f}" for use in uses}
+                expected = {
+                    use: f"{held(trial, use.replace(' ', '_')) / 2**30:.2f}" for use in uses
+                }
             assert expected == {column: row[column] for column in expected}, (heading, backend)
             compared += len(expected)
     assert compared > 300
@@ -230,13 +288,22 @@ SWAPPED = {
     "saves": "costs",
     "cuts": "adds",
 }
-SWAPPED |= {"Least": "Most", "least": "most", "shortest": "longest", "widest": "narrowest", "Next": "Last"}
+SWAPPED |= {
+    "Least": "Most",
+    "least": "most",
+    "shortest": "longest",
+    "widest": "narrowest",
+    "Next": "Last",
+}
 
 
 @pytest.mark.parametrize(("source", "name"), [s for s in SOURCES if s[0] is not of_citations])
 def test_a_changed_number_or_word_is_found(source: Source, name: str) -> None:
     """The first digit of each number, and each comparative word, changed in turn."""
-    missed, words = [], re.compile(rf"(?<![A-Za-z\d.])\d|(?<![\w-])(?:{'|'.join(SWAPPED)})(?![\w-])")
+    missed, words = (
+        [],
+        re.compile(rf"(?<![A-Za-z\d.])\d|(?<![\w-])(?:{'|'.join(SWAPPED)})(?![\w-])"),
+    )
     for body, where in source(name):
         for found in words.finditer(body):
             other = SWAPPED.get(found[0]) or str(int(found[0]) % 9 + 1)
@@ -260,6 +327,12 @@ def test_a_changed_cell_of_a_table_is_found(name: str) -> None:
     for heading, row in rows_of(ROOT / "results" / name / "report.md"):
         for column in set(row) - {"backend"}:
             value = re.sub(r"\d", lambda m: str(int(m[0]) % 9 + 1), row[column], count=1)
-            value = {"slower": "faster", "ambiguous: wide interval": "same", "yes": "invalid"}.get(value, value)
+            value = {"slower": "faster", "ambiguous: wide interval": "same", "yes": "invalid"}.get(
+                value, value
+            )
             if value != row[column]:
-                assert not row_is_right(run_of(name), heading, row | {column: value}), (heading, row, column)
+                assert not row_is_right(run_of(name), heading, row | {column: value}), (
+                    heading,
+                    row,
+                    column,
+                )

@@ -63,19 +63,29 @@ def work(task: Cells, rank: int, device: Any) -> dict[str, Any]:
         except UnsupportedError:
             trials.append(None)
         else:
-            trials.append({**trial, "peak_rss": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss})
+            trials.append(
+                {**trial, "peak_rss": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+            )
     return {"status": Status.OK, "trials": trials}
 
 
 def world_cell(backend: str, world_size: int, **changes: Any) -> Cell:
     """One sample per micro-batch and two micro-batches per window, of a small model that nothing divides."""
     values = {"accumulate": 2, "sequence_length": 8, "warmup_windows": 1, "timed_windows": 2}
-    values |= {"workload": UNEVEN, "model": "2", "backend": backend, "world_size": world_size} | changes
+    values |= {
+        "workload": UNEVEN,
+        "model": "2",
+        "backend": backend,
+        "world_size": world_size,
+    } | changes
     return make_cell(**{"global_batch_size": values["accumulate"] * world_size} | values)
 
 
 def by_rank(
-    launcher: Launcher, folder: Path, cells: Sequence[Cell], passes: tuple[str, ...] = ("collectives", "memory")
+    launcher: Launcher,
+    folder: Path,
+    cells: Sequence[Cell],
+    passes: tuple[str, ...] = ("collectives", "memory"),
 ) -> list[list[Found | None]]:
     """What each rank found out about each of the cells, which share a world; None where a backend refused."""
     first = cells[0]
@@ -92,10 +102,16 @@ def by_rank(
     return [[rank["trials"][i] for rank in outcome.ranks] for i in range(len(cells))]
 
 
-def measure(launcher: Launcher, folder: Path, cells: Sequence[Cell], *passes: str) -> dict[str, Found]:
+def measure(
+    launcher: Launcher, folder: Path, cells: Sequence[Cell], *passes: str
+) -> dict[str, Found]:
     """What rank 0 of the cells' common world found out, by backend."""
     found = by_rank(launcher, folder, cells, passes or ("collectives", "memory"))
-    return {cell.backend: ranks[0] for cell, ranks in zip(cells, found, strict=True) if ranks[0] is not None}
+    return {
+        cell.backend: ranks[0]
+        for cell, ranks in zip(cells, found, strict=True)
+        if ranks[0] is not None
+    }
 
 
 def layout(cell: Cell) -> Layout:

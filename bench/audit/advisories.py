@@ -120,11 +120,15 @@ class Advisory(BaseModel):
         outside = [v for row in self.bad for v in row.versions if not _within(v, self.affected)]
         inside = [v for row in self.good for v in row.versions if _within(v, self.affected)]
         if outside:
-            raise ValueError(f"{self.id}: {', '.join(outside)} are bad, but not in '{self.affected}'")
+            raise ValueError(
+                f"{self.id}: {', '.join(outside)} are bad, but not in '{self.affected}'"
+            )
         if inside:
             raise ValueError(f"{self.id}: {', '.join(inside)} are good, but in '{self.affected}'")
         if self.fixed_in and _within(self.fixed_in, self.affected):
-            raise ValueError(f"{self.id}: fixed_in is {self.fixed_in}, but that is in '{self.affected}'")
+            raise ValueError(
+                f"{self.id}: fixed_in is {self.fixed_in}, but that is in '{self.affected}'"
+            )
         return self
 
     @property
@@ -190,7 +194,9 @@ class KnownBad:
         return f"{self.version}: {advisory.title} ({advisory.end}; {advisory.link})"
 
 
-def facts_of(configs: Mapping[str, Mapping[str, Any]] | None = None, /, **values: Any) -> TrainingFacts:
+def facts_of(
+    configs: Mapping[str, Mapping[str, Any]] | None = None, /, **values: Any
+) -> TrainingFacts:
     """Facts from whole configs by name, such as ``{"deepspeed": {...}}``, and from single ``values``.
 
     Single values that are None are unknown, and so is 'auto' in a config. Advisories ask for: ``framework``, which owns
@@ -223,13 +229,18 @@ def load(path: Path = FILE) -> tuple[Advisory, ...]:
     return read(_File, stored, f"{path.name}: ").advisory
 
 
-def matching(versions: Mapping[str, str], facts: TrainingFacts = UNKNOWN_TRAINING) -> list[KnownBad]:
+def matching(
+    versions: Mapping[str, str], facts: TrainingFacts = UNKNOWN_TRAINING
+) -> list[KnownBad]:
     """The advisories that hold for installed ``versions`` by package, and are not excluded by what is known."""
     installed = {str(canonicalize_name(name)): version for name, version in versions.items()}
     found = []
     for advisory in load():
         needed = {advisory.package: advisory.affected, **advisory.beside}
-        if not all(name in installed and _within(installed[name], specifier) for name, specifier in needed.items()):
+        if not all(
+            name in installed and _within(installed[name], specifier)
+            for name, specifier in needed.items()
+        ):
             continue
         known = {key: wanted for key, wanted in advisory.condition.items() if facts.knows(key)}
         if all(wanted.holds(facts.values.get(key)) for key, wanted in known.items()):

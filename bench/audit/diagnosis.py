@@ -51,7 +51,8 @@ RESTARTS = {Fault.EXCEPTION, Fault.CHECKPOINT}
 """Faults after which training is started again: windows end early there, and there are two sets of
 counters."""
 OPTIMIZER_STATE = (
-    ": no update, but what torch.distributed.checkpoint calls, with learning rate 0, to create optimizer state"
+    ": no update, but what torch.distributed.checkpoint calls, with learning rate 0, to "
+    "create optimizer state"
 )
 
 

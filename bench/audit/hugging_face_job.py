@@ -36,7 +36,9 @@ class AuditedHuggingFace(HuggingFaceTrainer):
         n = scenario.engine_accumulate
         if n and isinstance(self, ZeroBackend):
             found["deepspeed"]["gradient_accumulation_steps"] = n
-        found["average_tokens_across_devices"] = scenario.reduction is not Reduction.COUNTED_PER_RANK
+        found["average_tokens_across_devices"] = (
+            scenario.reduction is not Reduction.COUNTED_PER_RANK
+        )
         found["max_steps"] = scenario.max_steps or -1  # the Trainer's word for no limit
         return found
 
@@ -79,7 +81,9 @@ class AuditedHuggingFace(HuggingFaceTrainer):
         self.trainer.args.output_dir = str(folder)
         self.trainer._save_checkpoint(self.trainer.model_wrapped, trial=None)
         if self.job.rank == 0 and self.wrapper == FSDP2:
-            for empty in folder.glob("*/optimizer.bin"):  # SGD has no state, which torch could not load
+            for empty in folder.glob(
+                "*/optimizer.bin"
+            ):  # SGD has no state, which torch could not load
                 empty.unlink()
         torch.distributed.barrier()
         return 0  # the Trainer skips what it has trained on

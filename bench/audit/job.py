@@ -77,7 +77,9 @@ def evaluate(backend: Backend, validate: Callable[[nn.Module], None]) -> None:
 
     model = getattr(backend, "engine", getattr(backend, "model", None))
     if not isinstance(model, nn.Module):
-        raise UnsupportedError(f"{backend.name} has no model to evaluate: keep the wrapped one in self.model")
+        raise UnsupportedError(
+            f"{backend.name} has no model to evaluate: keep the wrapped one in self.model"
+        )
     model.eval()
     with no_grad():
         validate(model)
@@ -91,7 +93,9 @@ class AuditedStream(TorchtitanEager):
         if len(job.scenario.accumulate) > 1:
             raise UnsupportedError("torchtitan's trainer has one N for the whole training")
         if job.scenario.fault is Fault.EXCEPTION:
-            raise UnsupportedError("torchtitan's trainer does not survive an exception: it resumes from a checkpoint")
+            raise UnsupportedError(
+                "torchtitan's trainer does not survive an exception: it resumes from a checkpoint"
+            )
         self.job: ScenarioJob = job
         super().train(dataclasses.replace(job, windows=job.scenario.naive_steps))
 
@@ -129,7 +133,9 @@ class AuditedEngine(DeepSpeedZero2Eager):
         super().train(job)
 
     def continue_training(self, job: Any) -> None:
-        if self.sync is Sync.EAGER:  # the engine tells windows apart; the other loops go by ``each_window``
+        if (
+            self.sync is Sync.EAGER
+        ):  # the engine tells windows apart; the other loops go by ``each_window``
             job = dataclasses.replace(job, loader=self._batches(job))
         super().continue_training(job)
 

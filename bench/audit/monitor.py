@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 TOLERANCE = 0.01
 """How far from 1 a right ratio may be."""
 
-MONITOR_MODULES = ("lightning.pytorch.callbacks.throughput_monitor", "lightning.fabric.utilities.throughput")
+MONITOR_MODULES = (
+    "lightning.pytorch.callbacks.throughput_monitor",
+    "lightning.fabric.utilities.throughput",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,7 +259,10 @@ class Scenario(TrainingPlan):
         """
         if self.epochs is not None:
             epochs = self.epochs
-            if self.fault in {Fault.EXCEPTION, Fault.CHECKPOINT}:  # one is trained again, at least in part
+            if self.fault in {
+                Fault.EXCEPTION,
+                Fault.CHECKPOINT,
+            }:  # one is trained again, at least in part
                 epochs += 1
             return self.micro_batches_per_epoch * epochs
         assert self.max_steps is not None
@@ -279,7 +282,9 @@ class Scenario(TrainingPlan):
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], place: str = "", name: Callable[[str], str] = str) -> Scenario:
+    def from_dict(
+        cls, values: Mapping[str, Any], place: str = "", name: Callable[[str], str] = str
+    ) -> Scenario:
         """The scenario of plain values, as JSON or TOML have them.
 
         Raises InputError for an unknown key or a value that cannot be, as ``validation.read``.

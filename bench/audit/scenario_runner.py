@@ -77,7 +77,9 @@ def work(task: AuditTask, rank: int, device: torch.device) -> dict[str, Any]:
         found = _audit(task, scenario, str(index), backend, rank, device)
         if scenario.clip_norm:
             unclipped = dataclasses.replace(scenario, clip_norm=0.0)
-            found["unclipped"] = _audit(task, unclipped, f"{index}-unclipped", backend, rank, device)
+            found["unclipped"] = _audit(
+                task, unclipped, f"{index}-unclipped", backend, rank, device
+            )
         audits.append(found)
     return {"status": Status.OK, "audits": audits}
 

@@ -62,7 +62,9 @@ def _show_updates(seen: Observation) -> None:
         print(f"  reported: {counters_text(seen['steps_reported'])}")
 
 
-def write(arguments: argparse.Namespace, found: Sequence[Observation], folder: Path, plots: Path) -> None:
+def write(
+    arguments: argparse.Namespace, found: Sequence[Observation], folder: Path, plots: Path
+) -> None:
     """Write what --out and --suite ask for, and say on stderr where. Raises InputError if it cannot."""
     about = {
         "command": ["python", "-m", "bench", *sys.argv[1:]],
@@ -78,7 +80,9 @@ def write(arguments: argparse.Namespace, found: Sequence[Observation], folder: P
     print(f"tables: {folder}\nplots:  {plots} ({len(pictures)} pictures)", file=sys.stderr)
 
 
-def write_tables(observations: Sequence[Observation], about: Mapping[str, Any], folder: Path) -> None:
+def write_tables(
+    observations: Sequence[Observation], about: Mapping[str, Any], folder: Path
+) -> None:
     """Write the observations, and the page with every table and diagnosis."""
     folder.mkdir(parents=True, exist_ok=True)
     store(observations, about, folder / OBSERVATIONS)
@@ -87,7 +91,9 @@ def write_tables(observations: Sequence[Observation], about: Mapping[str, Any], 
 
 def page(observations: Sequence[Observation], about: Mapping[str, Any]) -> str:
     """An overview, a table for each family of backends, and every diagnosis."""
-    facts = ", ".join(f"{markdown(name)} {markdown(value)}" for name, value in facts_of(about).items())
+    facts = ", ".join(
+        f"{markdown(name)} {markdown(value)}" for name, value in facts_of(about).items()
+    )
     lines = ["# Every backend in every scenario", ""]
     lines += [f"Written by `{' '.join(about['command'])}` with {facts}.", ""]
     lines.append(conformance.overview(observations))
@@ -145,7 +151,9 @@ def load(path: Path) -> tuple[dict[str, Any], list[Observation]]:
     stored = json.loads(path.read_text(encoding="utf-8"))
     if stored["schema_version"] != SCHEMA_VERSION:
         version = stored["schema_version"]
-        raise InputError(f"{path}: is of version {version}, not {SCHEMA_VERSION}; run the suite again")
+        raise InputError(
+            f"{path}: is of version {version}, not {SCHEMA_VERSION}; run the suite again"
+        )
     for seen in stored["observations"]:
         seen["scenario"] = stored["scenarios"][seen["scenario"]]
         for update in seen["updates"]:
@@ -162,7 +170,9 @@ def _restore(update: dict[str, Any]) -> None:
     for values in update["by_epoch"].values():
         for sample, value in values.items():
             sums[int(sample)] = sums.get(int(sample), 0.0) + value
-    update["samples"] = {str(sample): float(f"{value:.7g}") for sample, value in sorted(sums.items())}
+    update["samples"] = {
+        str(sample): float(f"{value:.7g}") for sample, value in sorted(sums.items())
+    }
 
 
 def _json(value: Any) -> str:
@@ -199,7 +209,9 @@ def _samples(ranges: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
-def write_pictures(observations: Sequence[Observation], about: Mapping[str, Any], plots: Path) -> dict[str, Path]:
+def write_pictures(
+    observations: Sequence[Observation], about: Mapping[str, Any], plots: Path
+) -> dict[str, Path]:
     """Draw the weight maps, several at a time; their paths by scenario."""
     plots.mkdir(parents=True, exist_ok=True)
     facts = facts_of(about)

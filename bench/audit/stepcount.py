@@ -140,7 +140,9 @@ class Steps:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; ``update_scales`` becomes a list of pairs."""
-        return dataclasses.asdict(self) | {"update_scales": [[*pair] for pair in self.update_scales.items()]}
+        return dataclasses.asdict(self) | {
+            "update_scales": [[*pair] for pair in self.update_scales.items()]
+        }
 
 
 class _Count:
@@ -277,12 +279,16 @@ def _is_known(training: TrainingPlan, rule: StepRule) -> bool:
     if rule.stepping is Stepping.UNKNOWN or not training.accumulate[1:]:
         return rule.stepping is not Stepping.UNKNOWN
     is_whole = all(training.micro_batches_per_epoch % n == 0 for n, _ in training.phases)
-    return rule.stepping in (Stepping.WINDOW, Stepping.FLUSH) or (rule.stepping is Stepping.CARRY and is_whole)
+    return rule.stepping in (Stepping.WINDOW, Stepping.FLUSH) or (
+        rule.stepping is Stepping.CARRY and is_whole
+    )
 
 
 def never_reached(training: TrainingPlan, rule: StepRule) -> bool:
     """Whether the counter that is compared with ``max_steps`` stays 0."""
-    return rule.stepping is Stepping.SPLIT and training.full_windows == 0 and bool(training.max_steps)
+    return (
+        rule.stepping is Stepping.SPLIT and training.full_windows == 0 and bool(training.max_steps)
+    )
 
 
 def calculate(training: TrainingPlan, rule: StepRule) -> Steps | None:
@@ -326,7 +332,9 @@ def calculate(training: TrainingPlan, rule: StepRule) -> Steps | None:
             break
     if rule.whole_windows and asked.max_steps is None:
         stops = Stops.EPOCHS
-    return _with_undealt(_steps(training, rule, parts, stops), asked.samples - training.samples, training)
+    return _with_undealt(
+        _steps(training, rule, parts, stops), asked.samples - training.samples, training
+    )
 
 
 def _dealt(training: TrainingPlan) -> int:

@@ -40,7 +40,10 @@ def by_rule(
     transformers: tuple[int, ...] | None = None,
 ) -> Rules:
     """The rules that the backends follow; Hugging Face's Trainer that of a version, or of the newest."""
-    found = grouped((StepRule.of_backend(backend).of_trainer(transformers), name) for name, backend in backends.items())
+    found = grouped(
+        (StepRule.of_backend(backend).of_trainer(transformers), name)
+        for name, backend in backends.items()
+    )
     return {rule: (names, calculate(training, rule)) for rule, names in found.items()}
 
 
@@ -79,9 +82,13 @@ def printed_lines(training: TrainingPlan, rules: Rules) -> Iterator[str]:
     sentences = [f"all: {note}" for note in found["notes"]]
     if wrong:
         sentences.append(f"naive: {wrong}")
-    for sentence, those in grouped((text, row) for row in found["rules"] for text in row["differences"]).items():
+    for sentence, those in grouped(
+        (text, row) for row in found["rules"] for text in row["differences"]
+    ).items():
         names = [name for row in those for name in row["backends"]]
-        sentences.append(f"{', '.join(names if len(names) <= FEW else [row['name'] for row in those])}: {sentence}")
+        sentences.append(
+            f"{', '.join(names if len(names) <= FEW else [row['name'] for row in those])}: {sentence}"
+        )
     if sentences:
         yield ""
         yield from sentences
@@ -98,7 +105,9 @@ def _headline(training: TrainingPlan) -> str:
         f"effective batch {training.effective_batch}"
     )
     if training.accumulate[1:]:
-        windows = f"windows of {training.n}, then {', then '.join(map(str, training.accumulate[1:]))}"
+        windows = (
+            f"windows of {training.n}, then {', then '.join(map(str, training.accumulate[1:]))}"
+        )
     per_epoch = plural(training.micro_batches_per_epoch, "micro-batch")
     return (
         f"{plural(training.samples, 'sample')} on {plural(training.world_size, 'rank')}: "
@@ -201,9 +210,13 @@ def _why_naive_is_wrong(training: TrainingPlan, groups: Mapping[StepRule, Steps 
         expected = f"max_steps {naive} should give {plural(naive, 'update')}"
         reasons.append("a framework may count something else, or the epochs may end first")
     else:
-        expected = f"ceil({training.samples} / {training.effective_batch}) x {training.epochs} = {naive}"
+        expected = (
+            f"ceil({training.samples} / {training.effective_batch}) x {training.epochs} = {naive}"
+        )
         if training.accumulate[1:]:
-            expected = f"ceil({training.samples} / effective batch), summed over the epochs, is {naive}"
+            expected = (
+                f"ceil({training.samples} / effective batch), summed over the epochs, is {naive}"
+            )
         is_short = any(rule.deals for rule in groups) and training.drop_last
         if training.dropped_per_epoch or is_short:
             reasons.append("it counts samples that drop_last leaves out")
@@ -246,7 +259,9 @@ def _about_windows(training: TrainingPlan, rule: StepRule, steps: Steps) -> list
     if rule.stepping is Stepping.FLUSH and training.accumulate[1:]:
         all_updates = plural(steps.optimizer_steps, "update")
         small = [
-            f"{count} of {all_updates} at {scale:.4g}" for scale, count in steps.update_scales.items() if scale < 1
+            f"{count} of {all_updates} at {scale:.4g}"
+            for scale, count in steps.update_scales.items()
+            if scale < 1
         ]
         if small:
             text = "the loss of an incomplete last window of an epoch is still divided by N"
@@ -258,14 +273,18 @@ def _about_windows(training: TrainingPlan, rule: StepRule, steps: Steps) -> list
             f"{tails} of {plural(steps.optimizer_steps, 'update')} are {over / n:.4g} of the right one"
         )
     if rule.stepping in (Stepping.CARRY, Stepping.CANCEL) and over:
-        sentences.append(f"the last {plural(over, 'micro-batch')} of an epoch start the first window of the next epoch")
+        sentences.append(
+            f"the last {plural(over, 'micro-batch')} of an epoch start the first window of the next epoch"
+        )
     return sentences
 
 
 def _about_counters(training: TrainingPlan, rule: StepRule, steps: Steps) -> list[str]:
     """What frameworks count, what they divide by, and what they lose."""
     sentences, n, taken = [], training.n, steps.optimizer_steps
-    if others := [f"{name} says {count}" for name, count in steps.steps_reported.items() if count != taken]:
+    if others := [
+        f"{name} says {count}" for name, count in steps.steps_reported.items() if count != taken
+    ]:
         sentences.append(f"{plural(taken, 'update')} taken, but {', and '.join(others)}")
     if rule.twice and n > 1 and steps.optimizer_steps:
         less = ""
@@ -321,8 +340,12 @@ def _about_max_steps(training: TrainingPlan, rule: StepRule, steps: Steps) -> li
             return [f"{stays}: training never ends; it should end after {wanted_end}"]
         return [f"{stays}: the epochs end it, with {plural(steps.optimizer_steps, 'update')} taken"]
     if steps.stops == "epochs":
-        return [f"the epochs end it before max_steps {wanted}, with {plural(steps.optimizer_steps, 'update')} taken"]
+        return [
+            f"the epochs end it before max_steps {wanted}, with {plural(steps.optimizer_steps, 'update')} taken"
+        ]
     beyond = steps.optimizer_steps - wanted
     if not beyond:
         return []
-    return [f"max_steps {wanted} stops training {plural(beyond, 'update')} late, after {steps.optimizer_steps}"]
+    return [
+        f"max_steps {wanted} stops training {plural(beyond, 'update')} late, after {steps.optimizer_steps}"
+    ]

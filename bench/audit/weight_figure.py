@@ -51,9 +51,18 @@ COLOURS = LinearSegmentedColormap.from_list("weights", SHADES, N=1025)
 """
 LOST, LEFT_OPEN, NOT_COMPUTED = "lost", "left_open", "not computed"
 SIGNS: dict[str, tuple[dict[str, Any], str]] = {
-    LOST: ({"marker": "x", "color": "#D55E00"}, "in no update, although updates or a checkpoint followed"),
-    LEFT_OPEN: ({"marker": "o", "color": "#0072B2"}, "in no update at the end of training: left open"),
-    NOT_COMPUTED: ({"marker": ".", "color": "#888888"}, "no loss computed: dropped, not reached, or raised"),
+    LOST: (
+        {"marker": "x", "color": "#D55E00"},
+        "in no update, although updates or a checkpoint followed",
+    ),
+    LEFT_OPEN: (
+        {"marker": "o", "color": "#0072B2"},
+        "in no update at the end of training: left open",
+    ),
+    NOT_COMPUTED: (
+        {"marker": ".", "color": "#888888"},
+        "no loss computed: dropped, not reached, or raised",
+    ),
 }
 """Marks below a map for the samples that are in no update, and what they mean."""
 ENDED: dict[str, Any] = {"facecolor": "#f0f0f0", "edgecolor": "#cccccc", "hatch": "////", "lw": 0}
@@ -142,7 +151,9 @@ def _alike(first: Observation, other: Observation) -> bool:
     return np.allclose(list(a.values()), [b[place] for place in a], rtol=TOLERANCE, atol=0)
 
 
-def _by_sample(observation: Observation, key: Literal["relative", "by_epoch"]) -> dict[SampleInUpdate, float]:
+def _by_sample(
+    observation: Observation, key: Literal["relative", "by_epoch"]
+) -> dict[SampleInUpdate, float]:
     found = {}
     for number, update in enumerate(observation["updates"]):
         for epoch, samples in update[key].items():
@@ -158,7 +169,9 @@ def _places(by_epoch: Mapping[str, Sequence[int]]) -> set[Place]:
     return found
 
 
-def weight_figure(observations: Sequence[Observation], *, footer: str = "") -> tuple[Figure, FigureWords] | None:
+def weight_figure(
+    observations: Sequence[Observation], *, footer: str = ""
+) -> tuple[Figure, FigureWords] | None:
     """All weight maps of one scenario, with the words around them; None if no backend made an update."""
     every = distinct_maps(observations)
     if not every:
@@ -197,7 +210,9 @@ def _notes(observations: Sequence[Observation], undrawn: Sequence[WeightMap]) ->
     for found in undrawn:
         left_out += found.observations
     without = [observation for observation in observations if not observation["updates"]]
-    notes = ["A row is an update, and a column a sample. At the right: the sum of the update's coefficients."]
+    notes = [
+        "A row is an update, and a column a sample. At the right: the sum of the update's coefficients."
+    ]
     for what, some_of_them in (("Not drawn", left_out), ("Without an update", without)):
         for outcome, names in _outcomes(some_of_them):
             notes.append(f"{what}: {names} ({outcome}).")
@@ -243,9 +258,13 @@ def _title(found: WeightMap, updates: int, epochs: int) -> list[str]:
     texts = [f"{outcome}: {names}" for outcome, names in _outcomes(found.observations)]
     every, drawn = found.first["updates"], found.drawn(updates, epochs)
     if len(drawn) < len(every):
-        others = sorted((*every[: drawn.start], *every[drawn.stop :]), key=lambda update: float(update["sum"]))
+        others = sorted(
+            (*every[: drawn.start], *every[drawn.stop :]), key=lambda update: float(update["sum"])
+        )
         ends = " to ".join(dict.fromkeys(map(_sum_text, (others[0], others[-1]))))
-        texts.append(f"updates {drawn[0] + 1} to {drawn[-1] + 1} of {len(every)}; sums of the others: {ends}")
+        texts.append(
+            f"updates {drawn[0] + 1} to {drawn[-1] + 1} of {len(every)}; sums of the others: {ends}"
+        )
     elif found.epochs > epochs:
         texts.append(f"first {epochs} of {found.epochs} epochs")
     lines: list[str] = []
@@ -352,7 +371,9 @@ def _tick_step(samples: int, *, most: int) -> int:
 
 
 def _legend_keys(maps: Sequence[WeightMap], epochs: int) -> list[Key]:
-    keys: list[Key] = [(Patch(facecolor=RIGHT_COLOUR), "the right weight, within 1 %; blank: not in the update")]
+    keys: list[Key] = [
+        (Patch(facecolor=RIGHT_COLOUR), "the right weight, within 1 %; blank: not in the update")
+    ]
     for name, (look, label) in SIGNS.items():
         if any(_marks(found, epochs)[name] for found in maps):
             keys.append((Line2D([], [], linestyle="none", markersize=4.5, **look), label))

@@ -50,7 +50,9 @@ def set_up_state(job: Job, wrapper: str) -> None:
     GradientState._reset_state()
     os.environ.pop("ACCELERATE_USE_FSDP", None)
     os.environ["ACCELERATE_USE_DEEPSPEED"] = str(wrapper == DEEPSPEED).lower()
-    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # or PartialState sets another number
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", str(torch.get_num_threads())
+    )  # or PartialState sets another number
     if wrapper == DEEPSPEED:
         ds.prepare()  # initializes its communication, or PartialState would
     if job.device.type == "cuda":
@@ -70,7 +72,9 @@ def check(accelerator: Accelerator, model: nn.Module, wrapper: str, job: Job) ->
     if wrapper == DDP and job.world_size == 1 and job.device.type == "cuda":
         raise UnsupportedError("Accelerate wraps no model in DDP on one GPU")
     if found[0].name not in _TYPES[wrapper] or found[1] != job.world_size or not is_wrapped:
-        raise RuntimeError(f"Accelerate was to train {wrapper} on {job.world_size} ranks, but set up {found}")
+        raise RuntimeError(
+            f"Accelerate was to train {wrapper} on {job.world_size} ranks, but set up {found}"
+        )
 
 
 class Stream:
@@ -106,7 +110,12 @@ class AccelerateBackend(Backend):
     requires: ClassVar[tuple[str, ...]] = ("accelerate",)
     # Accelerate imports DeepSpeed and, for a loader, datasets. The Trainer's backends are forked
     # from the same process.
-    preload: ClassVar[tuple[str, ...]] = ("transformers.trainer", "accelerate", "datasets", *ds.PRELOAD)
+    preload: ClassVar[tuple[str, ...]] = (
+        "transformers.trainer",
+        "accelerate",
+        "datasets",
+        *ds.PRELOAD,
+    )
     wrapper: ClassVar[str]
     sync_each_batch: ClassVar[bool] = False
 
@@ -132,11 +141,16 @@ class AccelerateBackend(Backend):
         return {}
 
     def prepare(self, job: Job, model: nn.Module) -> None:
-        self.model, self.optimizer = self.accelerator.prepare(model, job.optimizer(model.parameters()))
+        self.model, self.optimizer = self.accelerator.prepare(
+            model, job.optimizer(model.parameters())
+        )
         check(self.accelerator, self.model, self.wrapper, job)
 
     def settings(self) -> dict[str, Any]:
-        return super().settings() | {"device_placement": False, "sync_each_batch": self.sync_each_batch}
+        return super().settings() | {
+            "device_placement": False,
+            "sync_each_batch": self.sync_each_batch,
+        }
 
     def continue_training(self, job: Job) -> None:
         for batch in self.batches(job):
@@ -152,7 +166,9 @@ class AccelerateBackend(Backend):
         from torch.utils.data import DataLoader
 
         stream: Any = Stream(job.loader, job.world_size)
-        return self.accelerator.prepare_data_loader(DataLoader(stream, collate_fn=operator.itemgetter(0)))
+        return self.accelerator.prepare_data_loader(
+            DataLoader(stream, collate_fn=operator.itemgetter(0))
+        )
 
 
 class AccelerateDDP(AccelerateBackend, plain.DDPBackend):
@@ -170,7 +186,11 @@ class AccelerateDDP(AccelerateBackend, plain.DDPBackend):
     def plugin(self, job: Job, model: nn.Module) -> dict[str, Any]:
         from accelerate.utils import DistributedDataParallelKwargs
 
-        return {"kwargs_handlers": [DistributedDataParallelKwargs(gradient_as_bucket_view=self.bucket_views)]}
+        return {
+            "kwargs_handlers": [
+                DistributedDataParallelKwargs(gradient_as_bucket_view=self.bucket_views)
+            ]
+        }
 
     def prepare(self, job: Job, model: nn.Module) -> None:
         super().prepare(job, model)
@@ -243,8 +263,15 @@ class AccelerateDeepSpeedZero2(ds.ZeroBackend, AccelerateBackend):
     def plugin(self, job: Job, model: nn.Module) -> dict[str, Any]:
         from accelerate.utils import DeepSpeedPlugin
 
-        self.config = {**zero_config(type(self), job, model), "gradient_accumulation_steps": job.accumulate}
-        return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=dict(self.config), zero3_init_flag=False)}
+        self.config = {
+            **zero_config(type(self), job, model),
+            "gradient_accumulation_steps": job.accumulate,
+        }
+        return {
+            "deepspeed_plugin": DeepSpeedPlugin(
+                hf_ds_config=dict(self.config), zero3_init_flag=False
+            )
+        }
 
     def prepare(self, job: Job, model: nn.Module) -> None:
         self.save_masters(model, job)

@@ -61,7 +61,9 @@ def known(function: Callable[..., Any], settings: dict[str, Any]) -> dict[str, A
     if unknown := settings.keys() - inspect.signature(function).parameters.keys():
         package = function.__module__.partition(".")[0]
         version = importlib.metadata.version(package)
-        raise UnsupportedError(f"{package} {version} does not know the setting {', '.join(sorted(unknown))}")
+        raise UnsupportedError(
+            f"{package} {version} does not know the setting {', '.join(sorted(unknown))}"
+        )
     return settings
 
 
@@ -140,7 +142,9 @@ class Backend(ABC):
         Semantic scenarios call this and the two methods below. A backend without them is
         ``unsupported`` there.
         """
-        raise UnsupportedError(f"{self.name} cannot continue after an exception: define continue_training()")
+        raise UnsupportedError(
+            f"{self.name} cannot continue after an exception: define continue_training()"
+        )
 
     def zero_grad(self) -> None:
         """Clear the gradients in the middle of a window as user code would; the default calls ``self.optimizer``."""
@@ -200,7 +204,11 @@ class Backend(ABC):
     @classmethod
     def missing(cls, device: Device) -> str:
         """Why this machine cannot run the backend on ``device``, and how to fix it; empty if it can."""
-        absent = [package for package in ("torch", *cls.requires) if importlib.util.find_spec(package) is None]
+        absent = [
+            package
+            for package in ("torch", *cls.requires)
+            if importlib.util.find_spec(package) is None
+        ]
         if absent:
             return f"needs {', '.join(absent)}: pip install {' '.join(absent)}"
         if device is Device.CUDA and importlib.metadata.version("torch").endswith("+cpu"):
@@ -283,12 +291,16 @@ def registry(names: Iterable[str] = ()) -> dict[str, type[Backend]]:
         several = [entry for entry in entries if entry.name == name]
         if len(several) > 1:
             both = " and ".join(entry.value for entry in several)
-            raise InputError(f"backend '{name}': {both} both offer it in group {ENTRY_POINTS}; uninstall one of them")
+            raise InputError(
+                f"backend '{name}': {both} both offer it in group {ENTRY_POINTS}; uninstall one of them"
+            )
         for entry in several:
             place = f"entry point '{name}' ({entry.value}) in group {ENTRY_POINTS}"
             found[name] = _load(entry, place)
             if found[name].name != name:
-                raise InputError(f"{place}: its backend's name is '{found[name].name}'; both must be the same")
+                raise InputError(
+                    f"{place}: its backend's name is '{found[name].name}'; both must be the same"
+                )
     return found
 
 
@@ -308,10 +320,14 @@ def _load(entry: importlib.metadata.EntryPoint, place: str) -> type[Backend]:
     try:
         backend = entry.load()
     except Exception as error:
-        raise InputError(f"{place}: cannot be loaded ({error}); fix or uninstall that package") from error
+        raise InputError(
+            f"{place}: cannot be loaded ({error}); fix or uninstall that package"
+        ) from error
     if not (isinstance(backend, type) and issubclass(backend, Backend)):
         raise InputError(f"{place}: is not a subclass of bench.backends.base.Backend")
     name = getattr(backend, "name", None)
     if not (isinstance(name, str) and NAME.fullmatch(name)):
-        raise InputError(f"{place}: its name is {name!r}; it may only contain letters, digits and . _ + -")
+        raise InputError(
+            f"{place}: its name is {name!r}; it may only contain letters, digits and . _ + -"
+        )
     return backend

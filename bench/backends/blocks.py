@@ -146,14 +146,20 @@ def _checkpointed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """
     from torch.utils.checkpoint import checkpoint
 
-    return checkpoint(type(block).forward, block, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+    return checkpoint(
+        type(block).forward, block, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
+    )
 
 
 def _selectively_checkpointed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """``_checkpointed``, but for what ``_policy`` keeps."""
     from torch.utils.checkpoint import checkpoint
 
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "early_stop": False}
+    options: dict[str, Any] = {
+        "use_reentrant": False,
+        "preserve_rng_state": False,
+        "early_stop": False,
+    }
     return checkpoint(type(block).forward, block, *args, context_fn=_contexts, **options, **kwargs)
 
 
@@ -182,7 +188,9 @@ def _policy() -> Callable[..., Any]:
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         seen[context.is_recompute] += operator in products
-        is_kept = operator in attention or (operator in products and seen[context.is_recompute] % 2 == 1)
+        is_kept = operator in attention or (
+            operator in products and seen[context.is_recompute] % 2 == 1
+        )
         if is_kept:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE

@@ -98,13 +98,19 @@ def holdings(engine: Any) -> dict[Category, list[Tensor]]:
     def tensors(*names: str) -> list[Tensor]:
         found = []
         for name in names:
-            found += [leaf for leaf in tree_leaves(getattr(zero, name, None)) if isinstance(leaf, torch.Tensor)]
+            found += [
+                leaf
+                for leaf in tree_leaves(getattr(zero, name, None))
+                if isinstance(leaf, torch.Tensor)
+            ]
         return found
 
     masters = tensors("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
     partitioned = list(itertools.chain.from_iterable(getattr(zero, "fp16_groups", [])))
     buffers = [bucket.buffer for bucket in zero.ipg_buckets.values()]
-    averaged = [getattr(group, "flat_partition", group) for group in zero.averaged_gradients.values()]
+    averaged = [
+        getattr(group, "flat_partition", group) for group in zero.averaged_gradients.values()
+    ]
     return {
         Category.COMMUNICATION: [leaf for leaf in tree_leaves(buffers) if leaf is not None],
         Category.PARAMETERS_SHARDED: masters + [parameter.ds_tensor for parameter in partitioned],
@@ -190,7 +196,9 @@ class ZeroBackend(Backend):
                 "about larger worlds"
             )
         if cls.own_defaults:
-            found.append("buckets and gathers are DeepSpeed's defaults: a bucket of 5e8 elements is part of the peak")
+            found.append(
+                "buckets and gathers are DeepSpeed's defaults: a bucket of 5e8 elements is part of the peak"
+            )
         if cls.stage == 3 and cell.activation_checkpointing:
             found.append(
                 "under activation checkpointing ZeRO-3 recomputes the last product of every block, others do not"
@@ -199,7 +207,9 @@ class ZeroBackend(Backend):
 
     def reported(self) -> dict[str, int]:
         counters = super().reported()
-        steps = getattr(self.wrapped(), "global_steps", None)  # a Trainer may have refused before there is an engine
+        steps = getattr(
+            self.wrapped(), "global_steps", None
+        )  # a Trainer may have refused before there is an engine
         if steps is not None:
             counters = counters | {"engine.global_steps": steps}
         return counters
@@ -294,7 +304,9 @@ class DeepSpeedZero3DefaultsEager(DeepSpeedZero3Eager):
 
     def train(self, job: Job) -> None:
         if job.cell.selective_checkpointing:
-            raise UnsupportedError("modules of a block release their parameters while it is still being recomputed")
+            raise UnsupportedError(
+                "modules of a block release their parameters while it is still being recomputed"
+            )
         super().train(job)
 
 

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from bench.backends import fsdp2
 from bench.backends.base import BackendFamily
-from bench.backends.lightning import LightningBackend, device_arguments, process_group_backend, silence_logging
+from bench.backends.lightning import (
+    LightningBackend,
+    device_arguments,
+    process_group_backend,
+    silence_logging,
+)
 from bench.backends.training_job import Job
 from bench.plan.cell import Stepping, Sync
 
@@ -32,7 +37,9 @@ class FabricFSDP2Deferred(fsdp2.FSDP2Backend):
 
         def parallelize(model: Any, mesh: Any) -> Any:
             blocks = job.blocks(model)
-            return fsdp2.shard(model, blocks, mesh["data_parallel"], bf16=job.bf16, reshard_after_forward=True)
+            return fsdp2.shard(
+                model, blocks, mesh["data_parallel"], bf16=job.bf16, reshard_after_forward=True
+            )
 
         strategy = ModelParallelStrategy(
             parallelize_fn=parallelize,

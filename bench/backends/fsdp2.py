@@ -31,7 +31,12 @@ def mixed_precision(*, bf16: bool) -> MixedPrecisionPolicy:
 
 
 def shard(
-    model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, *, bf16: bool, reshard_after_forward: bool
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    bf16: bool,
+    reshard_after_forward: bool,
 ) -> FSDPModule:
     """``fully_shard`` each block, then the root, in place; the root is never resharded after forward (the default)."""
     from torch.distributed.fsdp import fully_shard
@@ -153,7 +158,13 @@ class FSDP2Eager(FSDP2Backend):
     def train(self, job: Job) -> None:
         mesh, model = self.mesh(job), job.build()
         reshard_after_forward = self.sharding is Sharding.PARAMS
-        self.model = shard(model, job.blocks(model), mesh, bf16=job.bf16, reshard_after_forward=reshard_after_forward)
+        self.model = shard(
+            model,
+            job.blocks(model),
+            mesh,
+            bf16=job.bf16,
+            reshard_after_forward=reshard_after_forward,
+        )
         self.optimizer = job.optimizer(model.parameters())
         self.continue_training(job)
 

@@ -31,7 +31,9 @@ class HSDPEager(FSDP2Eager):
         self.shape = (replicas := job.cell.replicate, job.world_size // replicas)
         if job.world_size % replicas:
             raise UnsupportedError(f"{replicas} replicas do not divide {job.world_size} ranks")
-        return init_device_mesh(job.device.type, self.shape, mesh_dim_names=(RankGroup.REPLICATE, RankGroup.SHARD))
+        return init_device_mesh(
+            job.device.type, self.shape, mesh_dim_names=(RankGroup.REPLICATE, RankGroup.SHARD)
+        )
 
     def settings(self) -> dict[str, Any]:
         return super().settings() | {"mesh": list(self.shape)}

@@ -49,7 +49,9 @@ class HuggingFaceTrainer(Backend):
     def train(self, job: Job) -> None:
         import logging
 
-        logging.getLogger("accelerate").setLevel(logging.ERROR)  # it warns of DeepSpeed's N, which is the Trainer's
+        logging.getLogger("accelerate").setLevel(
+            logging.ERROR
+        )  # it warns of DeepSpeed's N, which is the Trainer's
         set_up_state(job, self.wrapper)
         self.module = _model(self, job)
         self.inner: nn.Module = self.module.model
@@ -122,7 +124,10 @@ class HuggingFaceTrainer(Backend):
         words = ("logging_strategy", "save_strategy", "disable_tqdm")
         found = super().settings() | {name: getattr(arguments, name) for name in names}
         found |= {name: str(getattr(arguments, name)) for name in words}
-        return found | {"num_items_in_batch": self.counts_labels, "wrapper": type(self.trainer.model_wrapped).__name__}
+        return found | {
+            "num_items_in_batch": self.counts_labels,
+            "wrapper": type(self.trainer.model_wrapped).__name__,
+        }
 
 
 class _Labeled:
@@ -149,7 +154,9 @@ def _model(backend: HuggingFaceTrainer, job: Job) -> Any:
             super().__init__()
             self.model = job.build()
 
-        def forward(self, batch: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None) -> dict[str, Tensor]:
+        def forward(
+            self, batch: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None
+        ) -> dict[str, Tensor]:
             loss = job.loss(self.model, batch)
             if num_items_in_batch is not None:
                 loss = loss * labels.numel() / num_items_in_batch
@@ -224,7 +231,11 @@ class HuggingFaceFSDP2(HuggingFaceTrainer, fsdp2.FSDP2Backend):
 
     def arguments(self, job: Job) -> dict[str, Any]:
         blocks = sorted({type(block).__name__ for block in job.blocks(self.inner)})
-        sharded = {"version": 2, "transformer_layer_cls_to_wrap": blocks, "reshard_after_forward": True}
+        sharded = {
+            "version": 2,
+            "transformer_layer_cls_to_wrap": blocks,
+            "reshard_after_forward": True,
+        }
         return super().arguments(job) | {"fsdp": True, "fsdp_config": sharded}
 
     def adjust(self, arguments: Any, job: Job) -> None:
@@ -265,7 +276,9 @@ class HuggingFaceDeepSpeedZero2(ds.ZeroBackend, HuggingFaceTrainer):
         return self.trainer.model_wrapped
 
     def arguments(self, job: Job) -> dict[str, Any]:
-        self.config = zero_config(type(self), job, self.inner) | {"gradient_accumulation_steps": job.accumulate}
+        self.config = zero_config(type(self), job, self.inner) | {
+            "gradient_accumulation_steps": job.accumulate
+        }
         return super().arguments(job) | {"deepspeed": self.config}
 
     def continue_training(self, job: Job) -> None:

@@ -45,7 +45,14 @@ def process_group_backend(job: Job) -> str:
 
 
 OFF = dict.fromkeys(
-    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler"), False
+    (
+        "logger",
+        "enable_checkpointing",
+        "enable_progress_bar",
+        "enable_model_summary",
+        "use_distributed_sampler",
+    ),
+    False,
 )
 """Arguments of the Trainer that switch off what does not train."""
 
@@ -189,10 +196,15 @@ class LightningDDP(LightningBackend, plain.DDPBackend):
     def strategy(self, job: Job) -> Strategy:
         from lightning.pytorch.strategies import DDPStrategy
 
-        return DDPStrategy(process_group_backend=process_group_backend(job), gradient_as_bucket_view=self.bucket_views)
+        return DDPStrategy(
+            process_group_backend=process_group_backend(job),
+            gradient_as_bucket_view=self.bucket_views,
+        )
 
     def begin(self, module: LightningModule) -> None:
-        plain.disable_runtime_statistics(cast("DistributedDataParallel", self.trainer.strategy.model))
+        plain.disable_runtime_statistics(
+            cast("DistributedDataParallel", self.trainer.strategy.model)
+        )
 
 
 class LightningFSDP2(LightningBackend, fsdp2.FSDP2Backend):

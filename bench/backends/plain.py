@@ -78,7 +78,10 @@ class DDPBackend(Backend):
         return dict(self.model.module.named_parameters())
 
     def settings(self) -> dict[str, Any]:
-        return super().settings() | {"runtime_statistics": False, "gradient_as_bucket_view": self.bucket_views}
+        return super().settings() | {
+            "runtime_statistics": False,
+            "gradient_as_bucket_view": self.bucket_views,
+        }
 
 
 class DDPEager(DDPBackend):

@@ -82,7 +82,9 @@ class _ModelWithLoss:
         return self._loss(self._model, batch)
 
 
-def _scaled(loss: Tensor, labels: Tensor, global_valid_tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def _scaled(
+    loss: Tensor, labels: Tensor, global_valid_tokens: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The sum of a micro-batch over the tokens of the window on all ranks, from its mean loss, as torchtitan's losses.
 
     With equal micro-batches that is the mean over N W.
@@ -115,7 +117,9 @@ class TorchtitanEager(fsdp2.FSDP2Backend):
     requires, preload = ("torchtitan",), ("bench.backends.torchtitan:load",)
     stepping = Stepping.CANCEL
     always_computes_norm = True
-    refuses = Refusals(fake="torchtitan's trainer reads the number of tokens, which fake tensors do not have")
+    refuses = Refusals(
+        fake="torchtitan's trainer reads the number of tokens, which fake tensors do not have"
+    )
 
     @classmethod
     def missing(cls, device: Device) -> str:
@@ -147,10 +151,14 @@ class TorchtitanEager(fsdp2.FSDP2Backend):
                 steps=job.windows, max_norm=job.clip_norm or math.inf, disable_cuda_graphs=True
             )
         )
-        trainer.parallel_dims = titan.ParallelDims.from_config(trainer.config.parallelism, job.world_size)
+        trainer.parallel_dims = titan.ParallelDims.from_config(
+            trainer.config.parallelism, job.world_size
+        )
         mesh = trainer.parallel_dims.get_mesh("dp_shard")
         self.model = job.build()
-        fsdp2.shard(self.model, job.blocks(self.model), mesh, bf16=job.bf16, reshard_after_forward=True)
+        fsdp2.shard(
+            self.model, job.blocks(self.model), mesh, bf16=job.bf16, reshard_after_forward=True
+        )
         disable_fsdp_gradient_division(self.model)
         if "nccl" not in dist.get_backend():
             for module in self.model.modules():
@@ -160,9 +168,14 @@ class TorchtitanEager(fsdp2.FSDP2Backend):
         trainer.model_parts = [_ModelWithLoss(self.model, job)]
         trainer.loss_fn = _scaled
         trainer.fwd_bwd_fn = trainer._forward_backward_body
-        trainer.train_context = titan.dist_utils.get_spmd_context(parallel_dims=trainer.parallel_dims)
+        trainer.train_context = titan.dist_utils.get_spmd_context(
+            parallel_dims=trainer.parallel_dims
+        )
         trainer.device, trainer.model_config = job.device, None
-        trainer.gradient_accumulation_steps, trainer.num_pipeline_parallel_microbatches = job.accumulate, 1
+        trainer.gradient_accumulation_steps, trainer.num_pipeline_parallel_microbatches = (
+            job.accumulate,
+            1,
+        )
         trainer.step = trainer.ntokens_seen = 0
         trainer.lr_schedulers = SimpleNamespace(get_metrics=dict, step=lambda: None)
         trainer.metrics_processor = SimpleNamespace(

@@ -40,7 +40,9 @@ def zero_config(backend: type[ZeroBackend], job: Job, model: nn.Module) -> dict[
     if "leaf_module" in options:
         blocks = job.blocks(model)
         kinds = {type(block) for block in blocks}
-        options["leaf_module"] = {"classes": sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)}
+        options["leaf_module"] = {
+            "classes": sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
+        }
         for block in blocks:
             check_input(block)
     return {
@@ -60,14 +62,18 @@ def check_input(block: nn.Module) -> None:
 
     def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         handle.remove()
-        if module.training and not any(getattr(value, "requires_grad", False) for value in (*args, *kwargs.values())):
+        if module.training and not any(
+            getattr(value, "requires_grad", False) for value in (*args, *kwargs.values())
+        ):
             what = f"no input of {type(module).__name__} needs a gradient"
             raise UnsupportedError(f"{what}, without which ZeRO-3 cannot gather a block at once")
 
     handle = block.register_forward_pre_hook(check, with_kwargs=True)
 
 
-def zero_options(backend: type[ZeroBackend], cell: Cell, block_parameters: int, num_parameters: int) -> dict[str, Any]:
+def zero_options(
+    backend: type[ZeroBackend], cell: Cell, block_parameters: int, num_parameters: int
+) -> dict[str, Any]:
     """The options of ZeRO; sizes in elements.
 
     Buckets and gathers are like those of what a stage is compared with. Stage 2 reduces in buckets

@@ -25,7 +25,9 @@ DESCRIPTION = (
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
-        "accumulation", help="measure in which dtype each backend sums gradients", description=DESCRIPTION
+        "accumulation",
+        help="measure in which dtype each backend sums gradients",
+        description=DESCRIPTION,
     )
     option = parser.add_argument
     add_backend(parser)

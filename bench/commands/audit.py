@@ -23,10 +23,30 @@ def add(commands: Any) -> None:
         "cannot be started; 3 no training was seen, or nothing of it could be judged.",
     )
     option = parser.add_argument
-    option("--expect", type=integer_to(LARGEST), metavar="N", help="micro-batches that an update should have")
-    option("--updates", type=integer_to(LARGEST), default=8, metavar="K", help="updates to sample (default: 8)")
-    option("--json", action="store_true", help="print one JSON object; the command's output goes to stderr")
-    option("training", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="torchrun --nproc-per-node 2 train.py ...")
+    option(
+        "--expect",
+        type=integer_to(LARGEST),
+        metavar="N",
+        help="micro-batches that an update should have",
+    )
+    option(
+        "--updates",
+        type=integer_to(LARGEST),
+        default=8,
+        metavar="K",
+        help="updates to sample (default: 8)",
+    )
+    option(
+        "--json",
+        action="store_true",
+        help="print one JSON object; the command's output goes to stderr",
+    )
+    option(
+        "training",
+        nargs=argparse.REMAINDER,
+        metavar="-- COMMAND",
+        help="torchrun --nproc-per-node 2 train.py ...",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -44,7 +64,10 @@ def run(arguments: argparse.Namespace) -> int:
         nothing = audited_command.why_nothing(Path(name))
         ranks, others = audited_command.read(Path(name))
     if others:
-        print(f"audit: processes that trained apart from these ranks and are not judged: {others}", file=sys.stderr)
+        print(
+            f"audit: processes that trained apart from these ranks and are not judged: {others}",
+            file=sys.stderr,
+        )
     if status:
         print(f"audit: the command ended with exit status {status}", file=sys.stderr)
     if nothing or not ranks:
@@ -69,4 +92,6 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
         return tempfile.TemporaryDirectory(prefix="bench-audit-")
     except OSError as error:
         place = tempfile.tempdir or "TMPDIR"
-        raise InputError(f"audit: no folder for records in {place} (TMPDIR): {error.strerror}") from error
+        raise InputError(
+            f"audit: no folder for records in {place} (TMPDIR): {error.strerror}"
+        ) from error

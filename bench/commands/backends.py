@@ -16,7 +16,9 @@ from bench.tabular import Table
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser("backends", help="list the backends, and whether this machine can run them")
+    parser = commands.add_parser(
+        "backends", help="list the backends, and whether this machine can run them"
+    )
     words = "list only these, and load those of installed packages"
     parser.add_argument("names", nargs="*", metavar="B", help=words)
 

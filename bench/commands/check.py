@@ -26,10 +26,18 @@ DESCRIPTION = (
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser("check", help="audit a run, or check a text that cites it", description=DESCRIPTION)
+    parser = commands.add_parser(
+        "check", help="audit a run, or check a text that cites it", description=DESCRIPTION
+    )
     add_runs(parser, "each is audited, and what they say together")
-    parser.add_argument("--citation", metavar="FILE", help="check this text, which cites the run; - is standard input")
-    parser.add_argument("--json", action="store_true", help="one JSON object; its keys: see bench/commands/check.py")
+    parser.add_argument(
+        "--citation",
+        metavar="FILE",
+        help="check this text, which cites the run; - is standard input",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object; its keys: see bench/commands/check.py"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -42,7 +50,9 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         found = _citation_findings(arguments.runs, arguments.citation)
         verdicts = ("it does not match the data", "it matches the data", "it matches the data")
-    return report_findings(found, verdicts, as_json=arguments.json, run=", ".join(map(str, arguments.runs)))
+    return report_findings(
+        found, verdicts, as_json=arguments.json, run=", ".join(map(str, arguments.runs))
+    )
 
 
 def _citation_findings(places: Sequence[Path], name: str) -> list[Finding]:

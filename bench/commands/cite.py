@@ -28,7 +28,9 @@ DESCRIPTION = (
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser("cite", help="cite one number, one ratio or one plot", description=DESCRIPTION)
+    parser = commands.add_parser(
+        "cite", help="cite one number, one ratio or one plot", description=DESCRIPTION
+    )
     option = parser.add_argument
     option(
         "words",
@@ -38,8 +40,12 @@ def add(commands: Any) -> None:
         "with a second cell, the ratio to it",
     )
     option("--plot", metavar="NAME", help="cite a figure instead, such as memory_vs_time")
-    option("--format", choices=[*FORMATS, "all"], default="all", help="what to print (default: all)")
-    option("--force", action="store_true", help="cite what check refuses; the text says why it does")
+    option(
+        "--format", choices=[*FORMATS, "all"], default="all", help="what to print (default: all)"
+    )
+    option(
+        "--force", action="store_true", help="cite what check refuses; the text says why it does"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -56,7 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
         first = errors[0]
         names = ", ".join(map(str, places))
         print(
-            f"bench: {names}: is not cited: {first.topic}: {first.sentence}; --force cites it anyway", file=sys.stderr
+            f"bench: {names}: is not cited: {first.topic}: {first.sentence}; --force cites it anyway",
+            file=sys.stderr,
         )
         return BAD
     if errors:
@@ -92,6 +99,8 @@ def _citation(plot: str | None, cells: Sequence[str], data: Analysis) -> Citatio
             raise InputError(f"--plot '{plot}': is not in {folder}; {hint}")
         return cite_plot(data.pool, plot)
     if len(cells) not in {1, 2}:
-        raise InputError(f"CELL: {len(cells)} are named; name one, or two for their ratio, or --plot NAME")
+        raise InputError(
+            f"CELL: {len(cells)} are named; name one, or two for their ratio, or --plot NAME"
+        )
     first, *rest = [data.run.find(text).cell_id for text in cells]
     return cite(data, first, *rest)

@@ -52,10 +52,15 @@ WORDS = {
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
-        "compare", help="compare two runs, or two backends of one run", description=DESCRIPTION, epilog=GATE
+        "compare",
+        help="compare two runs, or two backends of one run",
+        description=DESCRIPTION,
+        epilog=GATE,
     )
     option = parser.add_argument
-    words = "folders of two runs, or of runs, A the baseline; with --backend one or more of one matrix"
+    words = (
+        "folders of two runs, or of runs, A the baseline; with --backend one or more of one matrix"
+    )
     option("runs", type=named, nargs="+", metavar="RUN", help=words)
     option("--backend", metavar="X", help="within runs: the backend that is compared")
     option("--against", metavar="Y", help="within runs: the backend that is the baseline")
@@ -67,11 +72,27 @@ def add(commands: Any) -> None:
         help="a gate for CI: no step time and no peak memory may be worse by more, such as slower=5%%,memory=2%%",
     )
     option(
-        "--allow-unchecked", action="store_true", help="with --fail-on: pass although cells are unchecked or missing"
+        "--allow-unchecked",
+        action="store_true",
+        help="with --fail-on: pass although cells are unchecked or missing",
     )
-    option("--margin", type=_margin, metavar="P", help="a ratio this near to 1 is called the same (default: 2%%)")
-    option("--json", action="store_true", help="one JSON object; its keys: see bench/commands/compare.py")
-    option("--out", type=named, metavar="DIR", help="write compare.parquet, compare.md and the forest plot there")
+    option(
+        "--margin",
+        type=_margin,
+        metavar="P",
+        help="a ratio this near to 1 is called the same (default: 2%%)",
+    )
+    option(
+        "--json",
+        action="store_true",
+        help="one JSON object; its keys: see bench/commands/compare.py",
+    )
+    option(
+        "--out",
+        type=named,
+        metavar="DIR",
+        help="write compare.parquet, compare.md and the forest plot there",
+    )
 
 
 def _margin(text: str) -> float:
@@ -86,7 +107,9 @@ def _thresholds(text: str) -> dict[str, float]:
     for part in text.split(","):
         name, equals, value = (word.strip() for word in part.partition("="))
         if name not in METRICS:
-            raise argparse.ArgumentTypeError(f"'{name}' is unknown; {suggest(name, METRICS)}, such as slower=5%")
+            raise argparse.ArgumentTypeError(
+                f"'{name}' is unknown; {suggest(name, METRICS)}, such as slower=5%"
+            )
         if not equals:
             raise argparse.ArgumentTypeError(f"'{name}' has no threshold; write {name}=5%")
         if name in found:
@@ -103,9 +126,15 @@ def run(arguments: argparse.Namespace) -> int:
 
     limits, margin = arguments.fail_on, arguments.margin or MARGIN
     if arguments.allow_unchecked and not limits:
-        raise InputError("--allow-unchecked: is for a gate; give --fail-on too, such as --fail-on slower=5%")
+        raise InputError(
+            "--allow-unchecked: is for a gate; give --fail-on too, such as --fail-on slower=5%"
+        )
     a, b, every, titles = _chosen(arguments)
-    pairs = [pair for pair in every if judge_pairs.measured(a.first, pair.a) or judge_pairs.measured(b.first, pair.b)]
+    pairs = [
+        pair
+        for pair in every
+        if judge_pairs.measured(a.first, pair.a) or judge_pairs.measured(b.first, pair.b)
+    ]
     if not pairs:
         raise InputError(
             f"{arguments.runs[0]}: every common cell is unsupported on both sides, so nothing was measured"
@@ -121,7 +150,9 @@ def run(arguments: argparse.Namespace) -> int:
     rows = judge_pairs.judge_pairs(a, b, pairs, thresholds=limits, margin=margin, control=control)
     alone = judge_pairs.partnerless(a.first, b.first, every, (arguments.against, arguments.backend))
     failed = judge_pairs.newly_failed(a.first, b.first, pairs)
-    notes += comparison.notes(a, b, rows, [pair for pair in every if pair not in pairs], limits, margin)
+    notes += comparison.notes(
+        a, b, rows, [pair for pair in every if pair not in pairs], limits, margin
+    )
     notes += [f"failed in B and not in A: {', '.join(failed)}"] if failed else []
     gate, status = None, GOOD
     if limits:
@@ -135,11 +166,19 @@ def run(arguments: argparse.Namespace) -> int:
         a=titles[0],
         b=titles[1],
         rows=rows,
-        differences=[] if a is b else differences(a.first.manifest.node.fingerprint, b.first.manifest.node.fingerprint),
-        remarks=remarks(side for row in rows for side in ((a.first.manifest, row.a), (b.first.manifest, row.b))),
+        differences=[]
+        if a is b
+        else differences(a.first.manifest.node.fingerprint, b.first.manifest.node.fingerprint),
+        remarks=remarks(
+            side for row in rows for side in ((a.first.manifest, row.a), (b.first.manifest, row.b))
+        ),
         notes=[
             *notes,
-            *(f"only in {key[-1].upper()}: {', '.join(labels)}" for key, labels in alone.items() if labels),
+            *(
+                f"only in {key[-1].upper()}: {', '.join(labels)}"
+                for key, labels in alone.items()
+                if labels
+            ),
             *([WORDS[gate]] if gate else []),
         ],
         margin=margin,
@@ -155,7 +194,9 @@ def run(arguments: argparse.Namespace) -> int:
             "margin": margin,
             "thresholds": limits,
             "control": None if control is None else dataclasses.asdict(control),
-            "fingerprint": [{"key": each.key, "a": each.a, "b": each.b} for each in report.differences],
+            "fingerprint": [
+                {"key": each.key, "a": each.a, "b": each.b} for each in report.differences
+            ],
             "cells": [judge_pairs.record(row) for row in rows],
             **alone,
             "newly_failed": failed,
@@ -184,7 +225,10 @@ def _chosen(arguments: argparse.Namespace) -> tuple[Pool, Pool, list[Pair], tupl
     if len(arguments.runs) == 1:
         pool = load_pool(arguments.runs)
         if pairs := pairs_of_commits(pool):
-            commit, now = pairs[0].a.other_commit, (pool.first.manifest.git.commit or "the running code")[:12]
+            commit, now = (
+                pairs[0].a.other_commit,
+                (pool.first.manifest.git.commit or "the running code")[:12],
+            )
             return pool, pool, pairs, (f"commit {commit}", f"commit {now}")
         raise InputError(
             f"{arguments.runs[0]}: is one run; name a second one, or two of its backends with --backend and --against"
@@ -205,7 +249,9 @@ def _backends(arguments: argparse.Namespace) -> dict[str, str | None]:
     return {"--backend": arguments.backend, "--against": arguments.against}
 
 
-def _backends_of_pool(arguments: argparse.Namespace) -> tuple[Pool, Pool, list[Pair], tuple[str, str]]:
+def _backends_of_pool(
+    arguments: argparse.Namespace,
+) -> tuple[Pool, Pool, list[Pair], tuple[str, str]]:
     from bench.judge.pairs import pairs_of_backends
     from bench.judge.pool import load_pool
 
@@ -214,9 +260,13 @@ def _backends_of_pool(arguments: argparse.Namespace) -> tuple[Pool, Pool, list[P
     known = sorted({cell.backend for cell in run.cells.values()})
     for option, name in _backends(arguments).items():
         if name is None:
-            raise InputError(f"{option}: is missing; name the two backends with --backend and --against")
+            raise InputError(
+                f"{option}: is missing; name the two backends with --backend and --against"
+            )
         if name not in known:
-            raise InputError(f"{option}: '{name}' is not in the run {run.name}; {suggest(name, known)}")
+            raise InputError(
+                f"{option}: '{name}' is not in the run {run.name}; {suggest(name, known)}"
+            )
     if arguments.backend == arguments.against:
         raise InputError(f"--against: '{arguments.against}' is --backend too; name another one")
     pairs = pairs_of_backends(run, arguments.against, arguments.backend)
@@ -225,4 +275,9 @@ def _backends_of_pool(arguments: argparse.Namespace) -> tuple[Pool, Pool, list[P
             f"{arguments.runs[0]}: {arguments.backend} and {arguments.against} have no cell that differs in the "
             "backend alone; compare others"
         )
-    return pool, pool, pairs, (f"{arguments.against} of {run.name}", f"{arguments.backend} of {run.name}")
+    return (
+        pool,
+        pool,
+        pairs,
+        (f"{arguments.against} of {run.name}", f"{arguments.backend} of {run.name}"),
+    )

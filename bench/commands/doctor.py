@@ -73,18 +73,33 @@ OWN_TRAININGS = (
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
-        "doctor", help="say what this machine can run, and how to fix what it cannot", description=DESCRIPTION
+        "doctor",
+        help="say what this machine can run, and how to fix what it cannot",
+        description=DESCRIPTION,
     )
     option = parser.add_argument
-    option("--out", type=named, default=RESULTS, metavar="DIR", help="where runs will go (default: results)")
-    option("--json", action="store_true", help="one JSON object; its keys: see bench/commands/doctor.py")
+    option(
+        "--out",
+        type=named,
+        default=RESULTS,
+        metavar="DIR",
+        help="where runs will go (default: results)",
+    )
+    option(
+        "--json",
+        action="store_true",
+        help="one JSON object; its keys: see bench/commands/doctor.py",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     from bench.report.terminal import report_findings
 
     backends = {name: backend for name, backend in registry().items() if name not in REFERENCES}
-    missing = {str(device): {name: backend.missing(device) for name, backend in backends.items()} for device in Device}
+    missing = {
+        str(device): {name: backend.missing(device) for name, backend in backends.items()}
+        for device in Device
+    }
     verdicts = ("fix the errors first", "runs are possible; mind the warnings", "all is well")
     return report_findings(examine(arguments.out, missing), verdicts, as_json=arguments.json)
 
@@ -124,7 +139,10 @@ def _metadata() -> Metadata:
         found = importlib.metadata.metadata(PROJECT)
     except importlib.metadata.PackageNotFoundError:
         return {}
-    return {name: found.get_all(name) or [] for name in ("Requires-Dist", "Requires-Python", "Classifier")}
+    return {
+        name: found.get_all(name) or []
+        for name in ("Requires-Dist", "Requires-Python", "Classifier")
+    }
 
 
 def python(numbers: Sequence[int], metadata: Metadata) -> Iterator[Finding]:
@@ -137,7 +155,9 @@ def python(numbers: Sequence[int], metadata: Metadata) -> Iterator[Finding]:
     if version not in needed:
         yield error("python", f"{number} is too old: install Python {needed}")
     elif tested and version.release[:2] > tested[-1].release:
-        yield warning("python", f"{number} is newer than what is tested: Python {tested[0]} to {tested[-1]}")
+        yield warning(
+            "python", f"{number} is newer than what is tested: Python {tested[0]} to {tested[-1]}"
+        )
     else:
         yield good("python", number)
 
@@ -146,13 +166,20 @@ def packages(versions: Mapping[str, str], metadata: Metadata) -> Iterator[Findin
     """Whether required packages are installed in tested versions, and what is known of these versions."""
     installed = {str(canonicalize_name(name)): version for name, version in versions.items()}
     required, tested = _bounds(metadata)
-    met = [found for facts in OWN_TRAININGS for found in matching(installed, facts) if found.is_certain]
+    met = [
+        found for facts in OWN_TRAININGS for found in matching(installed, facts) if found.is_certain
+    ]
     if not required:
-        yield warning("packages", f"{PROJECT} is not installed, so its requirements are unknown: pip install -e .")
+        yield warning(
+            "packages",
+            f"{PROJECT} is not installed, so its requirements are unknown: pip install -e .",
+        )
     for name, (least, is_optional) in required.items():
         text = installed.get(name)
         if text is None:
-            if not is_optional:  # without those, some backends are left out, as ``backends`` reports
+            if (
+                not is_optional
+            ):  # without those, some backends are left out, as ``backends`` reports
                 level = Level.ERROR if name == "torch" else Level.WARNING
                 yield Finding(level, name, f"is not installed: pip install '{name}{least}'")
             continue
@@ -179,10 +206,14 @@ def known_bad(matches: Sequence[KnownBad]) -> Iterator[Finding]:
     ids = grouped(((found.advisory.package, found.version), found.advisory.id) for found in matches)
     for (name, version), found in ids.items():
         defects = plural(len(found), "known defect")
-        yield note(name, f"{version} has {defects} under some settings ({PAGE}): {', '.join(found)}")
+        yield note(
+            name, f"{version} has {defects} under some settings ({PAGE}): {', '.join(found)}"
+        )
 
 
-def _bounds(metadata: Metadata) -> tuple[dict[str, tuple[SpecifierSet, bool]], dict[str, SpecifierSet]]:
+def _bounds(
+    metadata: Metadata,
+) -> tuple[dict[str, tuple[SpecifierSet, bool]], dict[str, SpecifierSet]]:
     """By package: the versions that are required, and whether it is optional; and those that were tested."""
     required: dict[str, tuple[SpecifierSet, bool]] = {}
     tested: dict[str, SpecifierSet] = {}
@@ -208,7 +239,9 @@ def gloo(torch: TorchFacts | None, torch_error: str) -> Iterator[Finding]:
     """Whether torch can be imported and all-reduces over gloo."""
     if torch is None:
         again = "pip install --force-reinstall torch"
-        yield error("torch", f"cannot be used: {torch_error}: look at python -c 'import torch', or {again}")
+        yield error(
+            "torch", f"cannot be used: {torch_error}: look at python -c 'import torch', or {again}"
+        )
     elif torch.gloo_error:
         fix = "export GLOO_SOCKET_IFNAME=lo, and see that the host's own name resolves (/etc/hosts)"
         yield error("gloo", f"two processes cannot all-reduce: {torch.gloo_error}: {fix}")
@@ -219,7 +252,9 @@ def gloo(torch: TorchFacts | None, torch_error: str) -> Iterator[Finding]:
 def loopback(problem: str) -> Iterator[Finding]:
     """Whether ranks on this machine can connect to each other."""
     if problem:
-        fix = "ip link set lo up (in a container: give it a network namespace with a loopback device)"
+        fix = (
+            "ip link set lo up (in a container: give it a network namespace with a loopback device)"
+        )
         yield error("loopback", f"127.0.0.1 does not work: {problem}: {fix}")
     else:
         yield good("loopback", "127.0.0.1 works")
@@ -229,7 +264,9 @@ def cores(num_cores: int, governor: str | None) -> Iterator[Finding]:
     """Whether two ranks have a core each."""
     if num_cores < 2:
         fix = "run with --world-size 1, or allow more (taskset, the container's CPU quota)"
-        yield warning("cores", f"there is only 1, so two ranks take turns and times mean little: {fix}")
+        yield warning(
+            "cores", f"there is only 1, so two ranks take turns and times mean little: {fix}"
+        )
     else:
         yield good("cores", f"{num_cores}")
     if governor not in {None, "performance", "schedutil"}:
@@ -254,7 +291,10 @@ def disk(num_bytes: int) -> Iterator[Finding]:
     if num_bytes < DISK_LEAST_BYTES:
         yield error("disk", f"{free}: {fix}")
     elif num_bytes < DISK_BYTES:
-        yield warning("disk", f"{free}: enough for small models; the reference's update takes 4 B a parameter: {fix}")
+        yield warning(
+            "disk",
+            f"{free}: enough for small models; the reference's update takes 4 B a parameter: {fix}",
+        )
     else:
         yield good("disk", free)
 

@@ -33,25 +33,35 @@ DESCRIPTION = (
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
-        "export", help="describe a run's tables, or write them for other programs", description=DESCRIPTION
+        "export",
+        help="describe a run's tables, or write them for other programs",
+        description=DESCRIPTION,
     )
     option = parser.add_argument
     option("run", type=named, metavar="RUN", help="the run's folder, e.g. results/<run>")
     option("--table", metavar="NAME", help="describe only this table")
     option("--head", type=int, metavar="N", help="print the first N rows of --table too")
     option("--format", choices=FORMATS, help="write the tables to --out")
-    option("--out", type=named, metavar="PATH", help="a .json file, or for csv and parquet a folder")
+    option(
+        "--out", type=named, metavar="PATH", help="a .json file, or for csv and parquet a folder"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     import bench
 
     if (arguments.format is None) != (arguments.out is None):
-        raise InputError("--format and --out: belong together; give both to write the tables, or neither")
+        raise InputError(
+            "--format and --out: belong together; give both to write the tables, or neither"
+        )
     if arguments.format and (arguments.table is not None or arguments.head is not None):
-        raise InputError("--table and --head: are for describing tables; leave them out with --format")
+        raise InputError(
+            "--table and --head: are for describing tables; leave them out with --format"
+        )
     if arguments.table is not None and arguments.table not in FRAMES:
-        raise InputError(f"--table: '{arguments.table}' is not a table; {suggest(arguments.table, FRAMES)}")
+        raise InputError(
+            f"--table: '{arguments.table}' is not a table; {suggest(arguments.table, FRAMES)}"
+        )
     if arguments.head is not None and (arguments.table is None or arguments.head < 1):
         raise InputError("--head: takes a number from 1 on, and --table NAME with it")
     frames = bench.load(arguments.run)
@@ -92,7 +102,9 @@ def _describe_table(name: str, frame: pd.DataFrame) -> None:
 
 
 def _rows_text(name: str, rows: pd.DataFrame) -> str:
-    columns = [TableColumn(key, key, is_number=column.is_number) for key, column in COLUMNS[name].items()]
+    columns = [
+        TableColumn(key, key, is_number=column.is_number) for key, column in COLUMNS[name].items()
+    ]
     texts = []
     for row in rows.itertuples(index=False):
         of_row = map(_value_text, row)

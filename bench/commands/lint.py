@@ -25,7 +25,9 @@ SHOWN = 5
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser("lint", help="find accumulation mistakes in training configs", epilog=EPILOG)
+    parser = commands.add_parser(
+        "lint", help="find accumulation mistakes in training configs", epilog=EPILOG
+    )
     option = parser.add_argument
     option(
         "configs",
@@ -50,7 +52,9 @@ def add(commands: Any) -> None:
     )
     option("--world-size", type=integer, metavar="W", help=f"ranks, {absent}")
     for package in ("deepspeed", "lightning"):
-        option(f"--{package}-version", type=_version, metavar="V", help="instead of the installed one")
+        option(
+            f"--{package}-version", type=_version, metavar="V", help="instead of the installed one"
+        )
     option("--json", action="store_true", help="print a list of findings as JSON")
     option(
         "--sarif",
@@ -131,11 +135,17 @@ def _print_rest(options: LintOptions, findings: Sequence[LintFinding]) -> None:
     for package, version in (("DeepSpeed", options.deepspeed), ("Lightning", options.lightning)):
         if version.is_assumed and any(package in finding.what for finding in findings):
             option = f"--{package.lower()}-version"
-            _say(f"note: {package} is not installed here, so {version} is assumed; {option} names another")
+            _say(
+                f"note: {package} is not installed here, so {version} is assumed; {option} names another"
+            )
     if any(finding.stops for finding in findings):
         _say("hint: training stops at once; fix that, and lint again to see what else it would do")
     if options.wanted:
-        missing = [option for option in ("--samples", "--micro-batch", "--world-size") if option in options.wanted]
+        missing = [
+            option
+            for option in ("--samples", "--micro-batch", "--world-size")
+            if option in options.wanted
+        ]
         _say(f"hint: {' and '.join(missing)} would enable the rules about windows, steps and logs")
 
 

@@ -21,46 +21,105 @@ from bench.run.start import Planned
 from bench.workload import preflight
 
 USAGES = {
-    ("axes.backend", "backend", "B"): "only these backends, or all but those of installed packages (see 'backends'); "
+    (
+        "axes.backend",
+        "backend",
+        "B",
+    ): "only these backends, or all but those of installed packages (see 'backends'); "
     "module:Class for your own",
     ("axes.accumulate", "accumulate", "N"): "micro-batches per optimizer step on a rank",
-    ("axes.micro_batch_size", "micro_batch", "M"): "samples per micro-batch on a rank; with --accumulate the global "
+    (
+        "axes.micro_batch_size",
+        "micro_batch",
+        "M",
+    ): "samples per micro-batch on a rank; with --accumulate the global "
     "batch follows, else it is held and N follows; in a virtual world N is held",
     ("axes.world_size", "world_size", "W"): "numbers of ranks, or 'all' for one per GPU",
-    ("share_gpu", "share_gpu", ""): "let the ranks of --world-size share the GPUs: values, counts and "
+    (
+        "share_gpu",
+        "share_gpu",
+        "",
+    ): "let the ranks of --world-size share the GPUs: values, counts and "
     "memory, but no times; one trial per cell unless --repeats is given",
-    ("virtual.world_size", "virtual_world", "W"): "one process acts as rank 0 of W: shapes, memory, counts and bytes, "
+    (
+        "virtual.world_size",
+        "virtual_world",
+        "W",
+    ): "one process acts as rank 0 of W: shapes, memory, counts and bytes, "
     "but no values; without --world-size, nothing else runs",
-    ("virtual.fake_tensors", "fake_tensors", ""): "in a virtual world: compute and allocate nothing, which leaves no "
-    "time to measure",
+    (
+        "virtual.fake_tensors",
+        "fake_tensors",
+        "",
+    ): "in a virtual world: compute and allocate nothing, which leaves no time to measure",
     ("axes.precision", "precision", "P"): f"dtypes of forward and backward: {', '.join(Precision)}",
     ("axes.optimizer", "optimizer", "O"): f"{', '.join(matrix_file.OPTIMIZERS)}",
     ("axes.clip_norm", "clip_norm", "C"): "limits of the gradient's norm; 0 for no clipping",
-    ("axes.activation_checkpointing", "activation_checkpointing", "on|off"): "blocks keep their input alone, and are "
-    "recomputed in the backward",
-    ("axes.selective_checkpointing", "selective_checkpointing", "on|off"): "checkpointed blocks also keep attention "
-    "and every second matrix product",
+    (
+        "axes.activation_checkpointing",
+        "activation_checkpointing",
+        "on|off",
+    ): "blocks keep their input alone, and are recomputed in the backward",
+    (
+        "axes.selective_checkpointing",
+        "selective_checkpointing",
+        "on|off",
+    ): "checkpointed blocks also keep attention and every second matrix product",
     ("axes.compiled", "compiled", "on|off"): "compile each block with torch.compile",
-    ("axes.ranks_per_node", "ranks_per_node", "R"): "ranks on each of several nodes; by default the GPUs of a node "
+    (
+        "axes.ranks_per_node",
+        "ranks_per_node",
+        "R",
+    ): "ranks on each of several nodes; by default the GPUs of a node "
     "are filled before those of the next",
-    ("axes.replicate", "replicate", "R"): "numbers of replicas of HSDP backends, each sharded over W / R ranks "
-    "(default: 2)",
+    (
+        "axes.replicate",
+        "replicate",
+        "R",
+    ): "numbers of replicas of HSDP backends, each sharded over W / R ranks (default: 2)",
     ("repeats", "repeats", "R"): "trials per cell; more only if --max-repeats allows",
-    ("max_repeats", "max_repeats", "R"): "most trials per cell, while its interval is wider than --interval-width",
-    ("precision", "interval_width", "P"): "width of the intervals at which repeats end, such as 2%%",
-    ("budget_s", "budget", "TIME"): "start no block of trials that would exceed this time: 90s, 20m, 1h",
-    ("baseline", "baseline", "B"): "the backend to compare with, which is also compared with itself (A/A)",
+    (
+        "max_repeats",
+        "max_repeats",
+        "R",
+    ): "most trials per cell, while its interval is wider than --interval-width",
+    (
+        "precision",
+        "interval_width",
+        "P",
+    ): "width of the intervals at which repeats end, such as 2%%",
+    (
+        "budget_s",
+        "budget",
+        "TIME",
+    ): "start no block of trials that would exceed this time: 90s, 20m, 1h",
+    (
+        "baseline",
+        "baseline",
+        "B",
+    ): "the backend to compare with, which is also compared with itself (A/A)",
     ("training.seed", "seed", "S"): "seed of weights, tokens and order",
     ("axes.seed", "seeds", "S"): "seeds of weights and tokens, as an axis",
-    ("workload.global_batch_size", "batch", "B"): "global batch: samples per optimizer step over all ranks",
+    (
+        "workload.global_batch_size",
+        "batch",
+        "B",
+    ): "global batch: samples per optimizer step over all ranks",
     ("workload.sequence_length", "sequence", "S"): "tokens per sample",
     ("workload.model", "model", "SIZE"): "size of the model",
-    ("workload.workload", "workload", "MODULE:FACTORY|hf:CONFIG"): "a model of your own, or of a config.json of "
-    "transformers, instead of llama",
+    (
+        "workload.workload",
+        "workload",
+        "MODULE:FACTORY|hf:CONFIG",
+    ): "a model of your own, or of a config.json of transformers, instead of llama",
     ("workload.corpus", "corpus", "FILE"): "a text file whose bytes are the tokens",
     ("device", "device", "|".join(Device)): "what the ranks run on",
     ("timeout_s", "timeout", "SECONDS"): "limit of a whole trial",
-    ("inactivity_s", "inactivity", "SECONDS"): "limit of the time without progress on any rank; 0 for none",
+    (
+        "inactivity_s",
+        "inactivity",
+        "SECONDS",
+    ): "limit of the time without progress on any rank; 0 for none",
 }
 """The help of each key's option, by the key, the name that argparse gives to the option, and its metavar."""
 OPTIONS = {option: key for key, option, _ in USAGES}
@@ -98,13 +157,17 @@ READ: dict[str, Any] = {
 def add_matrix_options(parser: argparse.ArgumentParser) -> None:
     """Add the options; a list is given with commas or by repeating the option."""
     names = ", ".join(matrix_file.names())
-    words = f"auto (gpu or cpu, as the machine is), {names}, or a TOML file; quick is quick-gpu on GPUs"
+    words = (
+        f"auto (gpu or cpu, as the machine is), {names}, or a TOML file; quick is quick-gpu on GPUs"
+    )
     parser.add_argument("--matrix", default="auto", metavar="NAME|FILE", help=words)
     for (key, name, metavar), words in USAGES.items():
         option, (kind, is_list) = flag(name), matrix_file.type_of(key)
         if is_list:
             read = READ.get(key, LISTS.get(kind, split_names))
-            parser.add_argument(option, action="extend", type=read, metavar=f"{metavar}[,{metavar}]", help=words)
+            parser.add_argument(
+                option, action="extend", type=read, metavar=f"{metavar}[,{metavar}]", help=words
+            )
         elif kind is bool:
             parser.add_argument(option, action="store_true", default=None, help=words)
         else:
@@ -115,7 +178,9 @@ def add_matrix_options(parser: argparse.ArgumentParser) -> None:
 
 
 def planned(
-    arguments: argparse.Namespace, pretended: Sequence[Mapping[str, Any]] = (), others: Nodes | None = None
+    arguments: argparse.Namespace,
+    pretended: Sequence[Mapping[str, Any]] = (),
+    others: Nodes | None = None,
 ) -> Planned:
     """The matrix of the options and its cells, on this machine or on ``pretended`` GPUs. Raises InputError.
 
@@ -124,14 +189,22 @@ def planned(
     matrix = _matrix(arguments, on_gpus=bool(pretended or launch_gpus.gpus()))
     if pretended and matrix["device"] != Device.CUDA:
         place = matrix.place("device")
-        raise InputError(f"--on: is for GPUs, and {place} is 'cpu'; give --device cuda, or leave it out")
+        raise InputError(
+            f"--on: is for GPUs, and {place} is 'cpu'; give --device cuda, or leave it out"
+        )
     backends = registry(_named_backends(matrix))
     gpus = _gpus(matrix, pretended, others)
     num_nodes = 1
     if others is not None:
         num_nodes += len(others.nodes)
-    if arguments.device == Device.CUDA and gpus and not (arguments.world_size or matrix["share_gpu"]):
-        matrix = matrix.up_to(len(gpus), "--device")  # it was perhaps written for a CPU, with more ranks than GPUs
+    if (
+        arguments.device == Device.CUDA
+        and gpus
+        and not (arguments.world_size or matrix["share_gpu"])
+    ):
+        matrix = matrix.up_to(
+            len(gpus), "--device"
+        )  # it was perhaps written for a CPU, with more ranks than GPUs
     expansion = expand(matrix, backends, len(gpus), installed_backends(), num_nodes)
     plan = Planned(matrix, backends, expansion.cells, expansion.once, gpus)
     return plan if arguments.try_all else _without_large_references(plan, num_nodes)
@@ -160,7 +233,9 @@ def _named_backends(matrix: Matrix) -> list[str]:
     return names
 
 
-def _gpus(matrix: Matrix, pretended: Sequence[Mapping[str, Any]], others: Nodes | None) -> Sequence[Mapping[str, Any]]:
+def _gpus(
+    matrix: Matrix, pretended: Sequence[Mapping[str, Any]], others: Nodes | None
+) -> Sequence[Mapping[str, Any]]:
     """The GPUs of all nodes that the cells run on; none on the CPU."""
     if pretended:
         return pretended
@@ -213,14 +288,20 @@ def _matrix(arguments: argparse.Namespace, *, on_gpus: bool) -> Matrix:
     return chosen
 
 
-def _refuse_contradictions(arguments: argparse.Namespace, chosen: Matrix, *, is_virtual_alone: bool) -> None:
+def _refuse_contradictions(
+    arguments: argparse.Namespace, chosen: Matrix, *, is_virtual_alone: bool
+) -> None:
     """Raise InputError for options that cannot be given together, or not without another."""
     if arguments.fake_tensors and not (arguments.virtual_world or chosen["virtual.world_size"]):
         raise InputError("--fake-tensors: is for a virtual world; give --virtual-world too")
     if arguments.micro_batch and arguments.accumulate and arguments.batch:
-        raise InputError("--batch: follows from --micro-batch and --accumulate; leave out one of the three")
+        raise InputError(
+            "--batch: follows from --micro-batch and --accumulate; leave out one of the three"
+        )
     if arguments.share_gpu and is_virtual_alone:
-        raise InputError("--share-gpu: is for ranks that exist; give --world-size too, or leave it out")
+        raise InputError(
+            "--share-gpu: is for ranks that exist; give --world-size too, or leave it out"
+        )
 
 
 def _repeats(arguments: argparse.Namespace, chosen: Matrix) -> dict[str, Any]:

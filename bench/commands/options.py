@@ -61,7 +61,9 @@ def integer_to(largest: int, least: int = 1) -> Callable[[str], int]:
     def read(text: str) -> int:
         is_number = text.isascii() and text.isdecimal() and len(text) <= 9
         if not is_number or not least <= int(text) <= largest:
-            raise argparse.ArgumentTypeError(f"'{text}' is not an integer from {least} to {largest}")
+            raise argparse.ArgumentTypeError(
+                f"'{text}' is not an integer from {least} to {largest}"
+            )
         return int(text)
 
     return read
@@ -85,7 +87,9 @@ def share(text: str) -> float:
     return number
 
 
-def quantity(units: Mapping[str, float], what: str, *, zero: bool = False) -> Callable[[str], float]:
+def quantity(
+    units: Mapping[str, float], what: str, *, zero: bool = False
+) -> Callable[[str], float]:
     """A parser of finite numbers above 0, or ``zero`` too, with a unit, which is required: it is not guessed."""
 
     def read(text: str) -> float:
@@ -155,7 +159,9 @@ def add_training(parser: Any, *, world_size: int, required: bool = False) -> Non
 def add_backend(parser: Any) -> None:
     """Add ``--backend``, of which ``chosen_backends`` reads the value."""
     words = "only these backends, or module:Class for your own; see 'backends' (default: all)"
-    parser.add_argument("--backend", action="extend", type=backend_names, metavar="B[,B]", help=words)
+    parser.add_argument(
+        "--backend", action="extend", type=backend_names, metavar="B[,B]", help=words
+    )
 
 
 def add_device(parser: Any, default: Device) -> None:

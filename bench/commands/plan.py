@@ -114,7 +114,9 @@ def _cells(plan: Planned, skipped: Mapping[str, str], guesses: Mapping[str, Cost
     return Table.from_rows(header, rows, (2, 3, 4, 6, 7)).text()
 
 
-def _totals(plan: Planned, skipped: Mapping[str, str], guesses: Mapping[str, Cost]) -> Iterator[str]:
+def _totals(
+    plan: Planned, skipped: Mapping[str, str], guesses: Mapping[str, Cost]
+) -> Iterator[str]:
     """How many cells and trials, and how long they take."""
     matrix, cells = plan.matrix, plan.cells
     left_out = sum(cell.cell_id in skipped for cell in cells)
@@ -138,7 +140,9 @@ def _totals(plan: Planned, skipped: Mapping[str, str], guesses: Mapping[str, Cos
     yield memory
 
 
-def _duration(plan: Planned, skipped: Mapping[str, str], guesses: Mapping[str, Cost]) -> Iterator[str]:
+def _duration(
+    plan: Planned, skipped: Mapping[str, str], guesses: Mapping[str, Cost]
+) -> Iterator[str]:
     """How many trials there are, how long they take, and when the run ends."""
     from bench.forecast import estimate
 

@@ -7,7 +7,16 @@ import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from bench.commands.options import add_backend, add_device, chosen_backends, flag, integer_to, named, quantity, share
+from bench.commands.options import (
+    add_backend,
+    add_device,
+    chosen_backends,
+    flag,
+    integer_to,
+    named,
+    quantity,
+    share,
+)
 from bench.errors import GOOD, InputError, suggest
 from bench.plan.cell import Cell, Device, Precision
 from bench.plan.matrix import OPTIMIZERS
@@ -48,7 +57,9 @@ DESCRIPTION = (
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
-        "predict", help="predict memory, collectives and step times without running", description=DESCRIPTION
+        "predict",
+        help="predict memory, collectives and step times without running",
+        description=DESCRIPTION,
     )
     option = parser.add_argument
     option("--model", choices=[*SIZES], required=True, help="a shipped model")
@@ -72,10 +83,14 @@ def add(commands: Any) -> None:
     option("--reserve", type=_amount(BYTES, "4GiB", zero=True), metavar="SIZE", help=words)
     links = parser.add_mutually_exclusive_group()
     words = "rate at which a rank can send, such as 50GB/s or 400Gbit/s (400Gbps); with --node-size one "
-    words += "rate within a node, and one to others, which is its share of the node's network cards: "
+    words += (
+        "rate within a node, and one to others, which is its share of the node's network cards: "
+    )
     words += TWO_LEVELS
     links.add_argument("--link", type=_rates, metavar="RATE", help=words)
-    words = "instead of --link: the rates and the latency that this run measured before its first trial"
+    words = (
+        "instead of --link: the rates and the latency that this run measured before its first trial"
+    )
     links.add_argument("--from-run", type=named, metavar="RUN", help=words)
     option("--node-size", type=INTEGER, metavar="G", help="consecutive ranks that are a node")
     words = "replicas of HSDP backends, each sharded over W / R consecutive ranks (default: as many as nodes)"
@@ -97,7 +112,9 @@ def add(commands: Any) -> None:
     option("--json", action="store_true", help=words)
 
 
-def _amount(units: Mapping[str, float], example: str, *, zero: bool = False) -> Callable[[str], float]:
+def _amount(
+    units: Mapping[str, float], example: str, *, zero: bool = False
+) -> Callable[[str], float]:
     numbers = "a number above 0"
     if zero:
         numbers = "a number from 0 on"

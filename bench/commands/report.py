@@ -14,9 +14,13 @@ from bench.run.journal import read_manifest
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser("report", help="write a run's tables, plots and report again from its journal")
+    parser = commands.add_parser(
+        "report", help="write a run's tables, plots and report again from its journal"
+    )
     add_runs(parser, "the first one is shown, and gets the report")
-    parser.add_argument("--plots", type=named, metavar="DIR", help="where to draw (default: as run did)")
+    parser.add_argument(
+        "--plots", type=named, metavar="DIR", help="where to draw (default: as run did)"
+    )
     parser.add_argument(
         "--rebuild",
         action="store_true",
@@ -44,7 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with files.run_folder(folder, str(folder)):
             status = write_outputs(folder, plots, from_run.section, others=others)
-    except files.BusyError:  # the run goes on: its trials so far can be shown, but only the runner writes run.json
+    except (
+        files.BusyError
+    ):  # the run goes on: its trials so far can be shown, but only the runner writes run.json
         status = write_outputs(folder, plots, from_run.section, others=others)
     if arguments.open:
         import webbrowser

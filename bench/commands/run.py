@@ -57,15 +57,37 @@ def add(commands: Any) -> None:
     )
     add_matrix_options(parser)
     option = parser.add_argument
-    option("--out", type=named, metavar="DIR", help="the run's folder (default: results/<time>-<matrix>)")
-    option("--resume", type=named, metavar="RUN", help="go on with the run in this folder; takes no other options")
-    option("--retry-failed", action="store_true", help="with --resume: also rerun the trials that failed")
-    option("--cold", action="store_true", help="start each trial in a new interpreter, not from the fork server")
-    words = "train every cell with this commit of the bench too, in turn, for compare; one node alone"
+    option(
+        "--out",
+        type=named,
+        metavar="DIR",
+        help="the run's folder (default: results/<time>-<matrix>)",
+    )
+    option(
+        "--resume",
+        type=named,
+        metavar="RUN",
+        help="go on with the run in this folder; takes no other options",
+    )
+    option(
+        "--retry-failed",
+        action="store_true",
+        help="with --resume: also rerun the trials that failed",
+    )
+    option(
+        "--cold",
+        action="store_true",
+        help="start each trial in a new interpreter, not from the fork server",
+    )
+    words = (
+        "train every cell with this commit of the bench too, in turn, for compare; one node alone"
+    )
     option("--against", metavar="COMMIT", help=words)
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--quiet", action="store_true", help="print nothing before the answer")
-    shown.add_argument("--json", action="store_true", help="print JSON lines: each event, then the answer")
+    shown.add_argument(
+        "--json", action="store_true", help="print JSON lines: each event, then the answer"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -95,7 +117,12 @@ def _about(head: str) -> dict[str, Any]:
         error = str(found)
     project = {"accumulation-bench": __version__, "its code": machine.code({}, {})["bench"][:12]}
     fingerprint = {**machine.fingerprint(), CONNECTION: machine.connection(head)}
-    return {"versions": project | machine.packages(), "gpus": gpus, "error": error, "fingerprint": fingerprint}
+    return {
+        "versions": project | machine.packages(),
+        "gpus": gpus,
+        "error": error,
+        "fingerprint": fingerprint,
+    }
 
 
 def _lead(arguments: argparse.Namespace, others: Nodes | None) -> int:
@@ -109,7 +136,9 @@ def _lead(arguments: argparse.Namespace, others: Nodes | None) -> int:
         # Read before the lock is taken: nothing is written to a folder that holds no run.
         backends = start.backends_of(folder, read_manifest(folder))
         with files.run_folder(folder, f"--resume {folder}"):
-            return _train(folder, start.reopen(folder, backends, nodes), backends, arguments, others)
+            return _train(
+                folder, start.reopen(folder, backends, nodes), backends, arguments, others
+            )
     if arguments.retry_failed:
         raise InputError("--retry-failed: works only with --resume RUN; add it")
     plan = planned(arguments, others=others)
@@ -141,7 +170,9 @@ def _with_other_commit(plan: Planned, name: str, others: Nodes | None) -> Planne
         raise InputError("--against: compares two commits on one node; start it on one host")
     commit = two_codes.commit_of(name)
     compared = [
-        cell for cell in plan.cells if not cell.is_reference and not cell.twin and cell.cell_id not in plan.once
+        cell
+        for cell in plan.cells
+        if not cell.is_reference and not cell.twin and cell.cell_id not in plan.once
     ]
     return replace(plan, cells=[*plan.cells, *(cell.at_commit(commit) for cell in compared)])
 
@@ -169,7 +200,9 @@ def _shared(plan: Planned) -> tuple[Planned, GpuSharing | None]:
         return plan, GpuSharing(over="gloo", reason=reason)
     cells = [replace(cell, shared_nccl=cell.world.shares_gpus) for cell in plan.cells]
     renamed = {cell.cell_id: new.cell_id for cell, new in zip(plan.cells, cells, strict=True)}
-    too_large = {renamed.get(cell_id, cell_id): reason for cell_id, reason in plan.too_large.items()}
+    too_large = {
+        renamed.get(cell_id, cell_id): reason for cell_id, reason in plan.too_large.items()
+    }
     once = [renamed.get(cell_id, cell_id) for cell_id in plan.once]
     return replace(plan, cells=cells, too_large=too_large, once=once), GpuSharing(over="NCCL")
 
@@ -204,7 +237,9 @@ def _train(
     kept = f"the finished trials are kept; go on with: python -m bench run --resume {folder}"
     try:
         with journal.held(str(folder)), display, working:
-            display.say(f"run {manifest.run_id}: {summarize(cells, baseline_of(manifest))}; writing to {folder}")
+            display.say(
+                f"run {manifest.run_id}: {summarize(cells, baseline_of(manifest))}; writing to {folder}"
+            )
             if manifest.sharing is not None:
                 display.say(manifest.sharing.sentence)
             timed = matmul.time_products(folder, manifest, launcher, display.say)
@@ -240,7 +275,9 @@ def _train(
 
 def _refuse_beside_resume(arguments: argparse.Namespace) -> None:
     """Refuse all options that a resumed run cannot take, since it goes on as it was begun."""
-    given = [name for name in (*OPTIONS, "out", "against") if getattr(arguments, name, None) is not None]
+    given = [
+        name for name in (*OPTIONS, "out", "against") if getattr(arguments, name, None) is not None
+    ]
     defaults = (("matrix", "auto"), ("cold", False), ("try_all", False))
     given += [name for name, default in defaults if getattr(arguments, name) != default]
     if given:

@@ -42,7 +42,9 @@ EPILOG = (
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
-        "semantics", help="measure what a backend computes: which samples reach which update", epilog=EPILOG
+        "semantics",
+        help="measure what a backend computes: which samples reach which update",
+        epilog=EPILOG,
     )
     option = parser.add_argument
     add_backend(parser)
@@ -56,13 +58,21 @@ def add(commands: Any) -> None:
     words = "run the shipped scenarios, or those of a TOML file"
     group.add_argument("--suite", nargs="?", type=named, const=SUITE, metavar="FILE", help=words)
     words = "only these scenarios of the suite"
-    group.add_argument("--scenario", action="extend", type=split_names, metavar="NAME[,NAME]", help=words)
+    group.add_argument(
+        "--scenario", action="extend", type=split_names, metavar="NAME[,NAME]", help=words
+    )
     words = "print JSON: an object, or a list if there are several"
     option("--json", action="store_true", help=words)
     words = "write JSON, Markdown and plots (default with --suite: under results/ and plots/)"
     option("--out", type=named, metavar="DIR", help=words)
     add_device(parser, Device.CPU)
-    option("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help=f"per scenario (default: {TIMEOUT_S:g})")
+    option(
+        "--timeout",
+        type=float,
+        default=TIMEOUT_S,
+        metavar="SECONDS",
+        help=f"per scenario (default: {TIMEOUT_S:g})",
+    )
 
 
 FLAGS = {
@@ -94,7 +104,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     scenarios, device = _scenarios(arguments), Device(arguments.device)
     if not 0 < arguments.timeout <= LONGEST_TIMEOUT_S:
-        raise InputError(f"--timeout {arguments.timeout}: must be seconds, at most {LONGEST_TIMEOUT_S:g}")
+        raise InputError(
+            f"--timeout {arguments.timeout}: must be seconds, at most {LONGEST_TIMEOUT_S:g}"
+        )
     largest = max(scenarios, key=lambda scenario: scenario.world_size)
     backends = _backends(arguments, largest.world_size)
     folders = _folders(arguments)
@@ -104,7 +116,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with Launcher(device) as launcher:
             timeout_s = arguments.timeout
-            observed = scenario_runner.run(launcher, backends, scenarios, device=device, timeout_s=timeout_s)
+            observed = scenario_runner.run(
+                launcher, backends, scenarios, device=device, timeout_s=timeout_s
+            )
             for backend, audited, ranks in observed:
                 seen = observation(DecodedScenario(backend, audited, ranks))
                 found.append(seen)

@@ -23,7 +23,9 @@ def add(commands: Any) -> None:
     )
     add_training(parser, world_size=1, required=True)
     add_backend(parser)
-    words = "of Hugging Face's Trainer (default: the newest); up to 4.51.3 it counts whole windows only"
+    words = (
+        "of Hugging Face's Trainer (default: the newest); up to 4.51.3 it counts whole windows only"
+    )
     parser.add_argument("--transformers-version", type=_version, metavar="V", help=words)
     words = "one JSON object; its keys: see bench/audit/stepcount_text.py"
     parser.add_argument("--json", action="store_true", help=words)
@@ -44,9 +46,17 @@ def run(arguments: argparse.Namespace) -> int:
 
     values = vars(arguments) | {"batch_size": arguments.micro_batch}
     values["max_steps"] = None if arguments.max_steps == -1 else arguments.max_steps
-    values["epochs"] = 1 if arguments.epochs is None and values["max_steps"] is None else arguments.epochs
+    values["epochs"] = (
+        1 if arguments.epochs is None and values["max_steps"] is None else arguments.epochs
+    )
     values = {field: values[field] for field in validation.declared(TrainingPlan)}
-    training = validation.read(TrainingPlan, values, "", lambda field: flag(OPTIONS.get(field, field)))
+    training = validation.read(
+        TrainingPlan, values, "", lambda field: flag(OPTIONS.get(field, field))
+    )
     rules = by_rule(training, chosen_backends(arguments.backend), arguments.transformers_version)
-    print(json.dumps(document(training, rules)) if arguments.json else "\n".join(printed_lines(training, rules)))
+    print(
+        json.dumps(document(training, rules))
+        if arguments.json
+        else "\n".join(printed_lines(training, rules))
+    )
     return GOOD

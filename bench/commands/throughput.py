@@ -20,7 +20,13 @@ LOG_EVERY = [1, 2, 3, 5, 8, 50]
 WINDOW_SIZES = [2, 5, 9, 10, 17, 33, 97, 100]
 """The last is Lightning's default."""
 INTEGER = integer_to(LARGEST)
-MAY_BE_MISSING = ("true_samples_per_s", "reported_samples_per_s", "ratio_min", "ratio_median", "ratio_max")
+MAY_BE_MISSING = (
+    "true_samples_per_s",
+    "reported_samples_per_s",
+    "ratio_min",
+    "ratio_median",
+    "ratio_max",
+)
 DESCRIPTION = (
     "Trains at every combination of accumulate_grad_batches, log_every_n_steps and window_size "
     "with the installed Lightning, and compares the monitor's device/samples_per_sec (with several "
@@ -31,16 +37,28 @@ DESCRIPTION = (
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
-        "throughput", help="audit Lightning's ThroughputMonitor under accumulation", description=DESCRIPTION
+        "throughput",
+        help="audit Lightning's ThroughputMonitor under accumulation",
+        description=DESCRIPTION,
     )
 
-    def option(name: str, read: Callable[[str], Any], metavar: str, words: str, default: Any = None) -> None:
+    def option(
+        name: str, read: Callable[[str], Any], metavar: str, words: str, default: Any = None
+    ) -> None:
         parser.add_argument(name, type=read, metavar=metavar, help=words, default=default)
 
     option("--accumulate", _integers(1), "N[,N]", "accumulate_grad_batches", ACCUMULATE)
     option("--log-every", _integers(1), "K[,K]", "log_every_n_steps", LOG_EVERY)
-    option("--window-size", _integers(2), "S[,S]", "the monitor's window in micro-batches", WINDOW_SIZES)
-    words = "whole (NB a multiple of N), partial (NB = 2N + N/2), short (NB = N/2); default: all three"
+    option(
+        "--window-size",
+        _integers(2),
+        "S[,S]",
+        "the monitor's window in micro-batches",
+        WINDOW_SIZES,
+    )
+    words = (
+        "whole (NB a multiple of N), partial (NB = 2N + N/2), short (NB = N/2); default: all three"
+    )
     option("--epoch", _epochs, "E[,E]", words)
     option("--micro-batches", INTEGER, "NB", "NB, instead of --epoch")
     words = "with --micro-batches: epochs of the training (default: enough for some rates)"
@@ -79,7 +97,9 @@ def _positive(text: str) -> float:
 def _epochs(text: str) -> list[Epoch]:
     wanted = set(map(str.strip, text.split(",")))
     if not wanted <= set(Epoch):
-        raise argparse.ArgumentTypeError(f"'{text}' is not of {', '.join(Epoch)}, such as whole,partial")
+        raise argparse.ArgumentTypeError(
+            f"'{text}' is not of {', '.join(Epoch)}, such as whole,partial"
+        )
     return [epoch for epoch in Epoch if epoch in wanted]
 
 
@@ -108,7 +128,9 @@ def run(arguments: argparse.Namespace) -> int:
         validate_every=arguments.validate_every,
     )
     if not points:
-        raise InputError("--accumulate 1: has no partial and no short epoch; add --epoch whole or a larger N")
+        raise InputError(
+            "--accumulate 1: has no partial and no short epoch; add --epoch whole or a larger N"
+        )
     if arguments.out:
         writable(arguments.out)
 
@@ -120,7 +142,9 @@ def run(arguments: argparse.Namespace) -> int:
     notes = Screen(stderr=True)
     rows_of, quiet = measure_all(points), not notes.is_terminal
     try:
-        measured = list(track(rows_of, "measuring", len(points), console=notes, transient=True, disable=quiet))
+        measured = list(
+            track(rows_of, "measuring", len(points), console=notes, transient=True, disable=quiet)
+        )
     except LauncherError as error:
         print(f"bench: {error}", file=sys.stderr)
         return BAD

@@ -14,7 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.forecast.prediction import Link, Prediction, TimeEstimate, communication, grouped_with, predict, sent_bytes
+from bench.forecast.prediction import (
+    Link,
+    Prediction,
+    TimeEstimate,
+    communication,
+    grouped_with,
+    predict,
+    sent_bytes,
+)
 from bench.plan.cell import Cell
 
 MARGIN = 0.02
@@ -63,7 +71,10 @@ class Question:
         return communication(prediction.traffic, self.link).beside(compute)
 
     def fits(self, prediction: Prediction) -> bool:
-        return self.memory_bytes is None or prediction.memory.peak <= self.memory_bytes - self.reserve_bytes
+        return (
+            self.memory_bytes is None
+            or prediction.memory.peak <= self.memory_bytes - self.reserve_bytes
+        )
 
     def choose(self, predictions: Sequence[Prediction]) -> Choice:
         """The best backend; see the docstring of the module."""
@@ -81,7 +92,9 @@ class Question:
             return able[name].memory.peak, steps[name].serial, steps[name].overlapped
 
         best, *others = sorted(leading, key=rank)
-        return Choice(best, tuple(name for name in others if rank(name) == rank(best)), rivals[best])
+        return Choice(
+            best, tuple(name for name in others if rank(name) == rank(best)), rivals[best]
+        )
 
     def _may_win(self, prediction: Prediction) -> bool:
         return not prediction.is_missing and not prediction.defect and self.fits(prediction)
@@ -95,7 +108,11 @@ class Question:
                 ranks = self.cell.world_size * times
                 if ranks < 1 or ranks % self.link.node_size:
                     continue
-                scaled = [p.scaled(accumulate, int(ranks)) for p in predictions if p.shards_fit(int(ranks))]
+                scaled = [
+                    p.scaled(accumulate, int(ranks))
+                    for p in predictions
+                    if p.shards_fit(int(ranks))
+                ]
                 found[accumulate, int(ranks)] = self.choose(scaled)
         return found
 
@@ -109,7 +126,9 @@ def _rivals(step: TimeEstimate, steps: Mapping[str, TimeEstimate]) -> tuple[str,
     return tuple(rivals)
 
 
-def answer(question: Question, backends: Sequence[str], *, grouped: bool) -> tuple[list[dict[str, Any]], Choices]:
+def answer(
+    question: Question, backends: Sequence[str], *, grouped: bool
+) -> tuple[list[dict[str, Any]], Choices]:
     """The predictions as plain values for JSON, one per backend, and if times are estimated what is the best.
 
     ``grouped``: wrappers that equal a mechanism are not considered beside it. The keys, null where
@@ -140,7 +159,9 @@ def answer(question: Question, backends: Sequence[str], *, grouped: bool) -> tup
     choices: Choices = {}
     if question.link is not None and question.compute_s is not None:
         choices = question.table([p for p in predictions if p.name not in equal])
-    return [_as_json(question, p, choices) | {"equals": equal.get(p.name, "")} for p in predictions], choices
+    return [
+        _as_json(question, p, choices) | {"equals": equal.get(p.name, "")} for p in predictions
+    ], choices
 
 
 UNKNOWN = (

@@ -79,7 +79,9 @@ def earlier_walls(results: Path) -> dict[str, float]:
     return {cell_id: statistics.median(seconds) for cell_id, seconds in walls.items()}
 
 
-def costs(cells: Sequence[Cell], gpus: Sequence[Mapping[str, Any]], skipped: Collection[str]) -> dict[str, Cost]:
+def costs(
+    cells: Sequence[Cell], gpus: Sequence[Mapping[str, Any]], skipped: Collection[str]
+) -> dict[str, Cost]:
     """The cost of each cell on these GPUs, or on this CPU if there are none, by id; ``skipped`` ids are not run.
 
     Times are those of earlier runs here, otherwise estimates; peaks are those of ``bench.forecast.fit``. For compiled
@@ -90,32 +92,48 @@ def costs(cells: Sequence[Cell], gpus: Sequence[Mapping[str, Any]], skipped: Col
     found = {}
     for cell in cells:
         known = walls.get(cell.cell_id)
-        seconds, once_s = (known, 0.0) if known else _seconds(cell, passes.get(cell.cell_id, ()), gpus)
-        found[cell.cell_id] = Cost(seconds, predicted_bytes(dataclasses.replace(cell, compiled=False)), once_s)
+        seconds, once_s = (
+            (known, 0.0) if known else _seconds(cell, passes.get(cell.cell_id, ()), gpus)
+        )
+        found[cell.cell_id] = Cost(
+            seconds, predicted_bytes(dataclasses.replace(cell, compiled=False)), once_s
+        )
     return found
 
 
-def _seconds(cell: Cell, passes: Sequence[str], gpus: Sequence[Mapping[str, Any]]) -> tuple[float | None, float]:
+def _seconds(
+    cell: Cell, passes: Sequence[str], gpus: Sequence[Mapping[str, Any]]
+) -> tuple[float | None, float]:
     """Seconds of a trial, and those that its extra ``passes`` add once if they are expensive; None if unknown.
 
     The size of a model of one's own is unknown, and so is the time on fake tensors, which Python's overhead dominates.
     """
-    if cell.workload != "llama" or not cell.world.computes or (rate := _flops_per_s(cell, gpus)) is None:
+    if (
+        cell.workload != "llama"
+        or not cell.world.computes
+        or (rate := _flops_per_s(cell, gpus)) is None
+    ):
         return None, 0.0
     is_cpu, size = cell.device is Device.CPU, SIZES[cell.model]
     recomputed = cell.activation_checkpointing or cell.backend == REFERENCE
-    compute_s, _ = compute_seconds(dataclasses.replace(cell, activation_checkpointing=recomputed), rate)
+    compute_s, _ = compute_seconds(
+        dataclasses.replace(cell, activation_checkpointing=recomputed), rate
+    )
     compute_s *= cell.num_processes if is_cpu or cell.world.shares_gpus else 1
     sent = predicted_communication(cell, LINKS[cell.device]) if cell.num_processes > 1 else None
     step = sent.beside(compute_s) if sent else TimeEstimate(compute_s, compute_s)
     if is_cpu:
-        extra = 1 + SETTLED_WINDOWS + 1  # update; memory and collectives; the accumulation pass has a tiny model
+        extra = (
+            1 + SETTLED_WINDOWS + 1
+        )  # update; memory and collectives; the accumulation pass has a tiny model
         extra += SETTLED_WINDOWS + CPU_WINDOWS + 1  # dispatch
         return TRIAL_S[cell.device] + (cell.windows + extra / 3) * step.serial, 0.0
     layers, once = cell.accumulate * size.num_layers, 0.0
     step_s = max(step.overlapped, layers * _layer_s(cell))
     for name in passes:
-        if name == "update":  # weights to the host, and back with the reference's change to be compared
+        if (
+            name == "update"
+        ):  # weights to the host, and back with the reference's change to be compared
             once += step_s + 3 * 4 * size.num_parameters / COPIED_BYTES_PER_S
         elif name in WATCHED_LAYER_S:
             once += (SETTLED_WINDOWS + 1) * max(step_s, layers * WATCHED_LAYER_S[name])

@@ -35,9 +35,17 @@ class Reserve:
 
 
 CONTEXT = Reserve("CUDA context", 781 * 2**20, 0.0, "github.com/pytorch/pytorch/issues/34323")
-NCCL = Reserve("one NCCL communicator", 688 * 2**20, 0.0, "github.com/NVIDIA/nccl/issues/964, on A100 with NVLink")
+NCCL = Reserve(
+    "one NCCL communicator",
+    688 * 2**20,
+    0.0,
+    "github.com/NVIDIA/nccl/issues/964, on A100 with NVLink",
+)
 FRAGMENTS = Reserve(
-    "the allocator's fragments", 0, 0.05, "assumed; up to 43 % were reported for recomputation, arXiv:2507.16274"
+    "the allocator's fragments",
+    0,
+    0.05,
+    "assumed; up to 43 % were reported for recomputation, arXiv:2507.16274",
 )
 
 
@@ -50,7 +58,9 @@ def reserves(*, nccl: bool) -> tuple[Reserve, ...]:
 
 def reserve_bytes(memory_bytes: int, *, nccl: bool, ranks: int = 1) -> int:
     """Bytes of a GPU's memory that predictions leave free where so many ranks are on it."""
-    return sum(ranks * kept.num_bytes + int(kept.share * memory_bytes) for kept in reserves(nccl=nccl))
+    return sum(
+        ranks * kept.num_bytes + int(kept.share * memory_bytes) for kept in reserves(nccl=nccl)
+    )
 
 
 @cache
@@ -131,7 +141,9 @@ def exact_peak(cell: Cell, name: str) -> int:
     replicas = 0
     if backend.replicate:
         replicas = cell.replicate
-    cell = dataclasses.replace(cell, backend=name, replicate=replicas, virtual=True, fake_tensors=True)
+    cell = dataclasses.replace(
+        cell, backend=name, replicate=replicas, virtual=True, fake_tensors=True
+    )
     lacks = blocks.refusal(cell, backend)
     if not lacks:
         lacks = backend.missing(cell.device)

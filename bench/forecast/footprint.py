@@ -89,7 +89,9 @@ def declined(cell: Cell, backend: type[Backend]) -> str:
     return ""
 
 
-def footprint(cell: Cell, layout: Layout, backend: type[Backend], held: Mapping[str, int]) -> Footprint:
+def footprint(
+    cell: Cell, layout: Layout, backend: type[Backend], held: Mapping[str, int]
+) -> Footprint:
     """The memory of the fullest rank at its peak; ``held``: bytes by category as in ``Expectation.held``."""
     sizes = TensorSizes(cell, layout, backend)
     if issubclass(backend, ZeroBackend) and backend.stage == 2:
@@ -102,9 +104,15 @@ def footprint(cell: Cell, layout: Layout, backend: type[Backend], held: Mapping[
         moments = _replicated(sizes, held)
     fixed = dict(held)
     if backend.sharding is Sharding.OPTIMIZER:
-        fixed["parameters"] = 4 * sizes.shard(layout)  # the rest is gathered, and freed by the last backward
+        fixed["parameters"] = 4 * sizes.shard(
+            layout
+        )  # the rest is gathered, and freed by the last backward
     at = max(moments, key=lambda moment: moment.total)
-    changing = {"gradients": at.gradients, "activations": at.activations, "temporaries": at.temporaries}
+    changing = {
+        "gradients": at.gradients,
+        "activations": at.activations,
+        "temporaries": at.temporaries,
+    }
     return Footprint(at.name, fixed | changing)
 
 
@@ -147,7 +155,9 @@ class TensorSizes:
     def key(self) -> int:
         """Width of all key heads, and of all value heads, as attention takes them."""
         if self.cell.device is Device.CUDA and not self.is_bf16:
-            return self.query  # they are repeated for each query head (bench/workload/llama.py:attend)
+            return (
+                self.query
+            )  # they are repeated for each query head (bench/workload/llama.py:attend)
         return self.model.num_kv_heads * self.model.head_size
 
     @cached_property
@@ -264,7 +274,9 @@ class TensorSizes:
         """Copies of the blocks' weights that autocast makes and autograd saves."""
         if not self.autocast:
             return 0
-        num_cast = self.model.num_block_parameters - 2 * self.model.hidden_size  # not those of norms
+        num_cast = (
+            self.model.num_block_parameters - 2 * self.model.hidden_size
+        )  # not those of norms
         return 2 * self.num_blocks * num_cast
 
     @cached_property
@@ -307,7 +319,9 @@ def _replicated(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]
         of_head = table
     casts, head, weight = sizes.cast_blocks + sizes.cast_head, sizes.head, 4 * sizes.mlp_weight
     if sizes.autocast:
-        head = max(head, table + sizes.cast_head + sizes.stream)  # the gradient of the cast is cast to fp32
+        head = max(
+            head, table + sizes.cast_head + sizes.stream
+        )  # the gradient of the cast is cast to fp32
         weight = 6 * sizes.mlp_weight
     late = before
     if sizes.zeroes_late:
@@ -317,7 +331,9 @@ def _replicated(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]
         casts = sizes.cast_blocks // sizes.num_blocks + sizes.cast_head
     yield Moment("loss", before, sizes.saved, sizes.loss + casts)
     yield Moment("head", before, sizes.saved, head + casts)
-    first_product = (sizes.mlp + sizes.stream) // 2 + weight  # in the backward of the first of three
+    first_product = (
+        sizes.mlp + sizes.stream
+    ) // 2 + weight  # in the backward of the first of three
     in_block = max(sizes.mlp, first_product) + casts - sizes.cast_head
     yield Moment("block", before, sizes.saved_at(0), in_block + of_head)
     yield Moment("embedding", end, 0, sizes.num_table_gradients * table + sizes.stream)
@@ -330,7 +346,9 @@ class UnitSizes:
     def __init__(self, sizes: TensorSizes, backend: type[FSDP2Backend]) -> None:
         layout = formulas.units_of(backend, sizes.layout)
         self.ranks = sizes.cell.group_size(RankGroup.SHARD)
-        padded = {unit: formulas.padded(of_unit, self.ranks) for unit, of_unit in layout.units.items()}
+        padded = {
+            unit: formulas.padded(of_unit, self.ranks) for unit, of_unit in layout.units.items()
+        }
         self.element = sizes.element
         self.root = self.last = padded[ROOT]
         """``last``: the one that is reduced last."""
@@ -377,7 +395,9 @@ class UnitSizes:
         return 4 * self.last
 
 
-def _fsdp2(sizes: TensorSizes, backend: type[FSDP2Backend], held: Mapping[str, int]) -> Iterator[Moment]:
+def _fsdp2(
+    sizes: TensorSizes, backend: type[FSDP2Backend], held: Mapping[str, int]
+) -> Iterator[Moment]:
     """Units are gathered, and their gradients reduced in fp32 (torch/distributed/fsdp/_fully_shard).
 
     An all-gather and a reduce-scatter have buffers of their own. In the backward the next unit is
@@ -416,20 +436,26 @@ def _fsdp2_blocks(sizes: TensorSizes, units: UnitSizes, before: int) -> Iterator
     yield Moment("reduce", before, sizes.saved_after_block, in_reduction)
 
 
-def _fsdp2_end(sizes: TensorSizes, units: UnitSizes, backend: type[FSDP2Backend], before: int) -> Iterator[Moment]:
+def _fsdp2_end(
+    sizes: TensorSizes, units: UnitSizes, backend: type[FSDP2Backend], before: int
+) -> Iterator[Moment]:
     """The end of the backward: the embedding, and the reduction of the last unit."""
     all_but_last = units.shards - 4 * units.last // units.ranks
     at_end = before
     if sizes.is_single:
         at_end = all_but_last
-    if units.splits_root:  # the embedding is gathered ahead, and copied, during the backward of the first block
+    if (
+        units.splits_root
+    ):  # the embedding is gathered ahead, and copied, during the backward of the first block
         copied = units.reduction(units.block) + units.current + 2 * units.element * units.last
         yield Moment("embedding", at_end - units.summed_last, 0, copied)
     gathered, within = units.element * units.last, 0
     if backend.sharding is Sharding.OPTIMIZER and not sizes.is_single:
         gathered = units.element * units.every  # in all micro-batches but the last
     if sizes.cell.replicate and backend.sync is Sync.EAGER and not sizes.is_single:
-        within = units.shards  # which HSDP has reduced within the shard group, until the end of the backward
+        within = (
+            units.shards
+        )  # which HSDP has reduced within the shard group, until the end of the backward
     num_tables = units.last // sizes.table
     if sizes.tied:
         num_tables = sizes.num_table_gradients
@@ -463,14 +489,18 @@ class Zero2Sizes:
         if sizes.is_bf16:
             self.kept, self.cast = 4 * self.partition, 4
         self.table = sizes.element * sizes.table
-        piece = min(sizes.table, -(-self.bucket // self.partition) * self.partition)  # reduced at once
+        piece = min(
+            sizes.table, -(-self.bucket // self.partition) * self.partition
+        )  # reduced at once
         self.alone = self.table + self.cast * piece
         """A table that is reduced alone, since it is larger than a bucket."""
         if piece < sizes.table:
             self.alone += sizes.element * piece
 
 
-def _zero2(sizes: TensorSizes, backend: type[ZeroBackend], held: Mapping[str, int]) -> Iterator[Moment]:
+def _zero2(
+    sizes: TensorSizes, backend: type[ZeroBackend], held: Mapping[str, int]
+) -> Iterator[Moment]:
     """Whole flat parameters, a partition of masters and gradients, and buckets from which gradients are reduced.
 
     In fp32 the gradients are those of all parameters that overlap the partition, whole; a backward
@@ -530,15 +560,23 @@ def _zero2_eager(sizes: TensorSizes, of_stage: Zero2Sizes) -> Iterator[Moment]:
         saved = 0  # everything is reduced at the end of the backward
     flat = min(of_stage.bucket, layout.num_parameters) * copied + sizes.element * sizes.mlp_weight
     yield Moment("reduce", during, saved, in_reduction + of_head + flat)
-    yield Moment("embedding", during, 0, buckets + added + sizes.num_table_gradients * of_stage.table)
+    yield Moment(
+        "embedding", during, 0, buckets + added + sizes.num_table_gradients * of_stage.table
+    )
 
 
-def _zero3(sizes: TensorSizes, backend: type[ZeroBackend], held: Mapping[str, int]) -> Iterator[Moment]:
+def _zero3(
+    sizes: TensorSizes, backend: type[ZeroBackend], held: Mapping[str, int]
+) -> Iterator[Moment]:
     """Partitions of everything and a bucket are held; so many parameters are gathered as may be, and a table.
 
     deepspeed/runtime/zero/stage3.py.
     """
-    layout, table, whole = sizes.layout, sizes.element * sizes.table, 4 * sizes.layout.num_parameters
+    layout, table, whole = (
+        sizes.layout,
+        sizes.element * sizes.table,
+        4 * sizes.layout.num_parameters,
+    )
     is_deferred = backend.sync is Sync.DEFERRED
     sums = end = held["gradients"]
     partitions, of_head = sums, 0
@@ -572,5 +610,7 @@ def _zero3(sizes: TensorSizes, backend: type[ZeroBackend], held: Mapping[str, in
                 reduced_table += 4 * sizes.table
             yield Moment("head", before, sizes.saved, reduced_table + sizes.stream + gathered)
         filled = min(held["communication"], whole)
-        yield Moment("reduce", before, sizes.saved_after_block, sizes.stream + of_head + gathered + filled)
+        yield Moment(
+            "reduce", before, sizes.saved_after_block, sizes.stream + of_head + gathered + filled
+        )
     yield sizes.step(partitions, held["optimizer_state"], flat=partitions)

@@ -117,10 +117,15 @@ def _timed_entry(manifest: Manifest, cell: Cell | None) -> MeasuredRates | None:
 
 def _sent_and_seconds(entry: MeasuredRates, device: Device) -> list[tuple[float, float]]:
     """Bytes that a rank sends, and seconds, of each collective of an entry."""
-    return [(sent_bytes(row["op"], row["bytes"], entry.world_size, device), row["seconds"]) for row in entry.links]
+    return [
+        (sent_bytes(row["op"], row["bytes"], entry.world_size, device), row["seconds"])
+        for row in entry.links
+    ]
 
 
-def _fit(rows: Mapping[str | int, Sequence[tuple[float, float]]]) -> tuple[float, dict[str | int, float]]:
+def _fit(
+    rows: Mapping[str | int, Sequence[tuple[float, float]]],
+) -> tuple[float, dict[str | int, float]]:
     """Seconds per call of all links, and bytes per second of each, from bytes sent and seconds; none is below 0."""
     number = np.repeat(range(len(rows)), [len(timed) for timed in rows.values()])
     sent, seconds = np.concatenate([np.array(timed) for timed in rows.values()]).T
@@ -130,7 +135,9 @@ def _fit(rows: Mapping[str | int, Sequence[tuple[float, float]]]) -> tuple[float
 
     start = np.log([seconds.min(), *(min(s / b for b, s in timed) for timed in rows.values())])
     latency_s, *per_byte = np.exp(least_squares(errors, start, loss="soft_l1", f_scale=OUTLIER).x)
-    return float(latency_s), {name: 1 / float(value) for name, value in zip(rows, per_byte, strict=True)}
+    return float(latency_s), {
+        name: 1 / float(value) for name, value in zip(rows, per_byte, strict=True)
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +166,9 @@ communication."""
 
 
 def beside(
-    seconds: Mapping[Cell, float], link_of: Callable[[Cell], Link | None], settings: Mapping[str, Settings]
+    seconds: Mapping[Cell, float],
+    link_of: Callable[[Cell], Link | None],
+    settings: Mapping[str, Settings],
 ) -> Groups:
     """Measured steps beside their predictions; ``settings`` by cell id (``bench.judge.expected.settings_of``)."""
     alike = grouped((dataclasses.replace(cell, backend="", replicate=0), cell) for cell in seconds)
@@ -175,7 +184,9 @@ def beside(
         order = sorted(sent, key=lambda cell: (sent[cell].serial, seconds[cell]))
         if len(order) > 1:
             compute = max(0.0, seconds[order[0]] - sent[order[0]].serial)
-            groups.append([PredictedStep(cell, link, seconds[cell], compute, sent[cell]) for cell in order])
+            groups.append(
+                [PredictedStep(cell, link, seconds[cell], compute, sent[cell]) for cell in order]
+            )
     return groups
 
 
@@ -183,19 +194,35 @@ def section(data: Analysis) -> PageSection | None:
     """Measured steps against predicted ones, as a section of the report; None if nothing is predicted."""
     manifest = data.run.manifest
     times = {row.cell: row.step_time_s for row in data.rows.values() if row.step_time_s is not None}
-    groups = beside(times, lambda cell: measured_link(manifest, cell), settings_of(data.run.records))
+    groups = beside(
+        times, lambda cell: measured_link(manifest, cell), settings_of(data.run.records)
+    )
     if not groups:
         return None
     rows, sentences = [], []
     for group in groups:
         link = group[0].link
-        sentences.append(f"The link has {link} per rank and {1e6 * link.latency_s:.4g} us per call, {link.source}.")
+        sentences.append(
+            f"The link has {link} per rank and {1e6 * link.latency_s:.4g} us per call, {link.source}."
+        )
         for step in group:
-            times_s = (step.measured, step.compute, step.communication.serial, step.step.overlapped, step.step.serial)
+            times_s = (
+                step.measured,
+                step.compute,
+                step.communication.serial,
+                step.step.overlapped,
+                step.step.serial,
+            )
             deviation = f"{100 * step.deviation:+z.1f}"
             if step is group[0]:
                 deviation = DASH
-            rows.append((data.run.labels[step.cell.cell_id], *(f"{seconds:.4g}" for seconds in times_s), deviation))
+            rows.append(
+                (
+                    data.run.labels[step.cell.cell_id],
+                    *(f"{seconds:.4g}" for seconds in times_s),
+                    deviation,
+                )
+            )
     off: list[float] = []
     for group in groups:
         off += [step.deviation for step in group[1:]]
@@ -211,5 +238,7 @@ def section(data: Analysis) -> PageSection | None:
         title="Do steps take as long as the links predict?",
         sentences=tuple(dict.fromkeys(sentences)),
         plots=(),
-        table=Table.from_rows(HEADER, rows, range(1, len(HEADER)), "Step times, measured and predicted from the links"),
+        table=Table.from_rows(
+            HEADER, rows, range(1, len(HEADER)), "Step times, measured and predicted from the links"
+        ),
     )

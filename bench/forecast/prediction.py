@@ -98,7 +98,9 @@ class Traffic:
     def seconds(self, link: Link) -> tuple[float, float]:
         """Seconds on the link within a node, and on the one between nodes, each with its latency."""
         intra, inter = self.levels(link.node_size)
-        return self._on_level(intra, link.intra_bytes_per_s, link), self._on_level(inter, link.bytes_per_s, link)
+        return self._on_level(intra, link.intra_bytes_per_s, link), self._on_level(
+            inter, link.bytes_per_s, link
+        )
 
     def _on_level(self, num_bytes: float, bytes_per_s: float, link: Link) -> float:
         """Seconds of so many bytes at this rate; 0 for none, since nothing is called there."""
@@ -158,7 +160,11 @@ class Prediction:
         if cell.replicate:
             replicas = world_size // cell.group_size(RankGroup.SHARD)
         cell = dataclasses.replace(
-            cell, accumulate=accumulate, world_size=world_size, global_batch_size=batch, replicate=replicas
+            cell,
+            accumulate=accumulate,
+            world_size=world_size,
+            global_batch_size=batch,
+            replicate=replicas,
         )
         return dataclasses.replace(self, cell=cell)
 
@@ -235,7 +241,9 @@ class Prediction:
         if traffic is None:
             traffic = Traffic(0, 0.0, ranks, stride)
         wire_bytes = sent_bytes(row.op, row.payload_bytes, ranks, self.cell.device)
-        return dataclasses.replace(traffic, calls=traffic.calls + row.calls, wire_bytes=traffic.wire_bytes + wire_bytes)
+        return dataclasses.replace(
+            traffic, calls=traffic.calls + row.calls, wire_bytes=traffic.wire_bytes + wire_bytes
+        )
 
     @property
     def wire_bytes(self) -> float:
@@ -288,14 +296,25 @@ def predict(cell: Cell, backends: Sequence[str]) -> list[Prediction]:
         replicas = 0
         if backend.replicate:
             replicas = cell.replicate
-        found.append(Prediction(dataclasses.replace(cell, backend=backend.name, replicate=replicas), backend, layout))
+        found.append(
+            Prediction(
+                dataclasses.replace(cell, backend=backend.name, replicate=replicas), backend, layout
+            )
+        )
     return found
 
 
-def predicted_communication(cell: Cell, link: Link, settings: Settings = NO_SETTINGS) -> TimeEstimate | None:
+def predicted_communication(
+    cell: Cell, link: Link, settings: Settings = NO_SETTINGS
+) -> TimeEstimate | None:
     """How long a cell communicates per step, as its trials were set; None if it does not, or has no formula."""
     backend, layout = BUILT_IN.get(cell.backend), layout_of(cell)
-    if cell.is_reference or backend is None or layout is None or expect(cell, layout, settings=settings) is None:
+    if (
+        cell.is_reference
+        or backend is None
+        or layout is None
+        or expect(cell, layout, settings=settings) is None
+    ):
         return None
     traffic = Prediction(cell, backend, layout, settings).traffic
     if traffic:
@@ -323,5 +342,10 @@ def compute_seconds(cell: Cell, flops_per_s: float) -> tuple[float, str]:
     flops = size.flops_per_token(cell.sequence_length) * tokens
     if not cell.activation_checkpointing:
         return flops / flops_per_s, f"{flops:.3g} FLOP"
-    again = size.recomputed_flops_per_token(cell.sequence_length, selective=cell.selective_checkpointing) * tokens
+    again = (
+        size.recomputed_flops_per_token(
+            cell.sequence_length, selective=cell.selective_checkpointing
+        )
+        * tokens
+    )
     return (flops + again) / flops_per_s, f"{flops:.3g} FLOP and {again:.3g} recomputed"

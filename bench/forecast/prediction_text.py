@@ -91,7 +91,9 @@ class EstimateAccuracy:
     @classmethod
     def stored(cls) -> EstimateAccuracy:
         """The one that is shipped."""
-        return validation.read(cls, json.loads(ACCURACY.read_text(encoding="utf-8")), f"{ACCURACY.name}: ")
+        return validation.read(
+            cls, json.loads(ACCURACY.read_text(encoding="utf-8")), f"{ACCURACY.name}: "
+        )
 
     @property
     def sentences(self) -> str:
@@ -114,14 +116,20 @@ def printed_lines(question: Question, records: Records, choices: Choices) -> Ite
             yield _exact_line(row)
     yield from _recommendation_lines(question, rows, choices)
     yield from ("", *_setting_lines(question))
-    yield from ("", "GiB of a rank at its peak, and one optimizer step:", _backend_table(question, records))
+    yield from (
+        "",
+        "GiB of a rank at its peak, and one optimizer step:",
+        _backend_table(question, records),
+    )
     for why, names in _names_by_text(_remarks_and_reasons(records)):
         yield from ("", f"{names}: {why}.")
     if choices:
         yield from ("", "The best by N and W (?: undecided, it leads):", _choice_table(choices))
     yield from ("", "Collectives of a step:")
     predicted = filter(_is_predicted, rows)
-    for text, names in _names_by_text((_collectives_text(row), row["backend"]) for row in predicted):
+    for text, names in _names_by_text(
+        (_collectives_text(row), row["backend"]) for row in predicted
+    ):
         yield f"  {names}: {text}"
     for note in _notes(question, len(rows) < len(records), bool(choices)):
         yield from ("", note)
@@ -172,7 +180,9 @@ def _setting_lines(question: Question) -> Iterator[str]:
             connected += f" ({link.source})"
         parts.append(connected)
     if question.compute_s is not None:
-        parts.append(f"compute {question.compute_s:.4g} s per optimizer step ({question.compute_from})")
+        parts.append(
+            f"compute {question.compute_s:.4g} s per optimizer step ({question.compute_from})"
+        )
     if question.memory_bytes is not None:
         memory = f"memory {size(question.memory_bytes)}"
         if question.reserve_bytes:
@@ -190,7 +200,9 @@ def _has_levels(question: Question) -> bool:
 def _backend_table(question: Question, records: Records) -> str:
     """The table of backends; sizes in GiB. Wrappers are named beside the mechanism that they equal."""
     wrappers = dict(_names_by_text((row["equals"], _name(row)) for row in records))
-    seconds = [name for name, key in SECONDS.items() if any(row[key] is not None for row in records)]
+    seconds = [
+        name for name, key in SECONDS.items() if any(row[key] is not None for row in records)
+    ]
     columns = [*COLUMNS, "peak"]
     if question.memory_bytes is not None:
         columns.append("fits")
@@ -281,7 +293,9 @@ def _collectives_text(row: Mapping[str, Any]) -> str:
     found = []
     for sent in row["collectives"]:
         what = f"{sent['op']} {sent['dtype']}{among(sent['group'])} {sent['calls']} x"
-        found.append(f"{what}, {size(sent['payload_bytes'])} payload, {size(sent['wire_bytes'])} on the wire")
+        found.append(
+            f"{what}, {size(sent['payload_bytes'])} payload, {size(sent['wire_bytes'])} on the wire"
+        )
     return "; ".join(found)
 
 
@@ -316,7 +330,9 @@ def _reserve_text(question: Question) -> str:
     memory, nccl = question.memory_bytes or 0, question.cell.world_size > 1
     if question.reserve_bytes != reserve_bytes(memory, nccl=nccl):
         return f"Reserve: {size(question.reserve_bytes)} of a device's memory, as given."
-    parts = [f"{r.what} {size(r.num_bytes + r.share * memory)} ({r.source})" for r in reserves(nccl=nccl)]
+    parts = [
+        f"{r.what} {size(r.num_bytes + r.share * memory)} ({r.source})" for r in reserves(nccl=nccl)
+    ]
     if question.cell.replicate:
         parts.append("the second communicator of HSDP is not counted")
     return f"Reserve: {'; '.join(parts)}. --reserve changes the sum."

@@ -24,7 +24,16 @@ from bench.judge.next_steps import times_unavailable
 from bench.judge.pairs import ComparedPair, Pair, judge_pairs, record
 from bench.judge.pool import Pool
 from bench.judge.samples import Estimate, estimate, estimate_over_runs
-from bench.judge.tables import RowValues, Value, count_in, frame_of, good_trials, number_in, rows_of, text_in
+from bench.judge.tables import (
+    RowValues,
+    Value,
+    count_in,
+    frame_of,
+    good_trials,
+    number_in,
+    rows_of,
+    text_in,
+)
 from bench.judge.trial_columns import Over
 from bench.judge.verdicts import Verdict
 from bench.plan.cell import REFERENCES, Cell, Status
@@ -196,7 +205,9 @@ class Analysis:
         """
         cell, other = self.run.cells[cell_id], self.run.cells[other_id]
         if cell_id == other_id:
-            raise InputError(f"{self.run.labels[cell_id]}: is given twice; give two different cells, or one")
+            raise InputError(
+                f"{self.run.labels[cell_id]}: is given twice; give two different cells, or one"
+            )
         if found := self.compared(cell_id, other_id):
             return found
         pairs = [*pairs_with_baseline(self.pool), Pair(a=other, b=cell)]
@@ -209,7 +220,9 @@ class Analysis:
     def not_slower(self, ids: Iterable[str], best: str) -> list[str]:
         """The cells, beside the one with the shortest step time, that have no verdict of being slower than it."""
         others = [cell_id for cell_id in ids if cell_id != best]
-        verdicts = {cell_id: pair.verdict for cell_id in others if (pair := self.compared(cell_id, best))}
+        verdicts = {
+            cell_id: pair.verdict for cell_id in others if (pair := self.compared(cell_id, best))
+        }
         return [cell_id for cell_id in others if verdicts.get(cell_id) is not Verdict.SLOWER]
 
     @cached_property
@@ -219,7 +232,9 @@ class Analysis:
 
     def caveats(self, *ids: str) -> list[str]:
         """The caveats of the numbers of one cell, or of one against another."""
-        cells = [(self.run.manifest, self.run.cells[cell_id]) for cell_id in reversed(ids)]  # the baseline first
+        cells = [
+            (self.run.manifest, self.run.cells[cell_id]) for cell_id in reversed(ids)
+        ]  # the baseline first
         return [*caveats(self.findings, *ids), *ways_of_bf16(cells)]
 
     @property
@@ -236,7 +251,9 @@ class Analysis:
 
     @cached_property
     def remarks_on_cells(self) -> list[str]:
-        return remarks((self.run.manifest, cell) for cell in self.run.cells.values() if not cell.twin)
+        return remarks(
+            (self.run.manifest, cell) for cell in self.run.cells.values() if not cell.twin
+        )
 
     @cached_property
     def times_unavailable(self) -> Finding | None:
@@ -256,7 +273,12 @@ class Analysis:
         found = rows.set_index("cell_id", drop=False).join(_over_trials(trials))
         # A cell whose step time may not be cited shows no times at all.
         found.loc[found["step_time_s"].isna(), ["fastest_s", "slowest_s"]] = None
-        tokens = (trials["tokens_per_s"] * trials["step_time_s"]).groupby(trials["cell_id"]).first().round()
+        tokens = (
+            (trials["tokens_per_s"] * trials["step_time_s"])
+            .groupby(trials["cell_id"])
+            .first()
+            .round()
+        )
         found["tokens_per_s"] = tokens / found["step_time_s"].astype("Float64")
         return frame_of("cells", found.reset_index(drop=True))
 
@@ -283,14 +305,22 @@ class Analysis:
         }
         if evidence.sample.trials and evidence.num_ok and not evidence.barred:
             time = self._step_time(self.run.cells[cell_id])
-            row |= {"step_time_s": time.seconds, "step_time_low_s": time.low, "step_time_high_s": time.high}
+            row |= {
+                "step_time_s": time.seconds,
+                "step_time_low_s": time.low,
+                "step_time_high_s": time.high,
+            }
         if evidence.num_ok and not evidence.is_wrong:  # a busy machine takes time, and no memory
             source = min(evidence.peak_memory_sources, default=None)
             row |= {"peak_memory_bytes": evidence.peak_memory_bytes, "peak_memory_source": source}
         if pair is None:
             return row
         if pair.time is not None:
-            row |= {"ratio": pair.time.ratio, "ratio_low": pair.time.low, "ratio_high": pair.time.high}
+            row |= {
+                "ratio": pair.time.ratio,
+                "ratio_low": pair.time.low,
+                "ratio_high": pair.time.high,
+            }
         return row | {
             "baseline": pair.a.backend,
             "verdict": str(pair.verdict),
@@ -299,7 +329,9 @@ class Analysis:
 
     def _step_time(self, cell: Cell) -> Estimate:
         """The step time of a cell in the run, or over those of the pool that have it."""
-        samples = [run.evidence.of(cell).sample for run in self.pool.runs if cell.cell_id in run.cells]
+        samples = [
+            run.evidence.of(cell).sample for run in self.pool.runs if cell.cell_id in run.cells
+        ]
         if self.pool.is_single:
             return estimate(samples[0].trials)
         return estimate_over_runs([sample.trials for sample in samples if sample.trials])
@@ -340,7 +372,10 @@ def defect_of_cell(manifest: Manifest, row: CellRow) -> str:
 
 def _over_trials(trials: pd.DataFrame) -> pd.DataFrame:
     """The columns that cells have from their trials, by cell_id."""
-    names = {over: [name for name, column in COLUMNS["trials"].items() if column.aggregation is over] for over in Over}
+    names = {
+        over: [name for name, column in COLUMNS["trials"].items() if column.aggregation is over]
+        for over in Over
+    }
     every, fine = trials.groupby("cell_id"), good_trials(trials).groupby("cell_id")
     sound = trials[trials["status"] == Status.OK].groupby("cell_id")["step_time_s"]
     others = 100 * (trials["foreign_cores"] + trials["stolen_cores"]) / trials["num_cpus"]

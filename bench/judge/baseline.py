@@ -60,7 +60,9 @@ def pairs_with_baseline(pool: Pool, baseline: str = "") -> list[Pair]:
         if backend not in {baseline, *REFERENCES}
         for pair in pairs_of_backends(run, baseline, backend)
     ]
-    return others + [Pair(a=cell, b=twin, name=twin.label, group="A/A") for cell, twin in _twins(pool)[1:]]
+    return others + [
+        Pair(a=cell, b=twin, name=twin.label, group="A/A") for cell, twin in _twins(pool)[1:]
+    ]
 
 
 def widest(rows: Sequence[ComparedPair]) -> float | None:
@@ -74,7 +76,9 @@ def percent(share: float, sign: str = "") -> str:
     return f"{float(f'{100 * share:.2g}'):{sign}g} %"
 
 
-def interim_analysis(records: Sequence[TrialRecord], manifest: Manifest, repeats: int) -> InterimAnalysis:
+def interim_analysis(
+    records: Sequence[TrialRecord], manifest: Manifest, repeats: int
+) -> InterimAnalysis:
     """Which cells need more repeats.
 
     Cells that are equal but for the backend are one group, which stays open as a whole until the intervals of all its
@@ -110,7 +114,9 @@ def interim_analysis(records: Sequence[TrialRecord], manifest: Manifest, repeats
             looked_at = [replace(row, control=None) for row in rows]
         target = next_precision(looked_at, precision)
         if target is not None:
-            wanted = max([wanted, *(time.num_trials + required_trials(time, target) for time in times)])
+            wanted = max(
+                [wanted, *(time.num_trials + required_trials(time, target) for time in times)]
+            )
             still |= {base, *(row.b.cell_id for row in rows)}
     chosen = tuple(cell_id for cell_id in run.cells if cell_id in still & was_open)
     broadest, refused = max(widths), ""

@@ -53,7 +53,9 @@ def caveats(found: Sequence[Finding], *ids: str) -> list[str]:
     texts: dict[str, None] = {}
     for each in found:
         if each.brief and (not each.cells or set(ids) & set(each.cells)):
-            alike = {cell_id for other in found if other.brief == each.brief for cell_id in other.cells}
+            alike = {
+                cell_id for other in found if other.brief == each.brief for cell_id in other.cells
+            }
             text = each.brief
             if each.subject and not alike.issuperset(ids):
                 text = f"{each.subject}: {text}"
@@ -68,7 +70,12 @@ def limits(pool: Pool, control: ComparedPair | None, rows: Sequence[ComparedPair
     """
     run = pool.first
     timed = tuple(cell_id for cell_id, cell in run.cells.items() if cell.world.is_timed)
-    of_times = [*_surroundings(run, timed), *_machine(run, timed), *_blocks(run, timed), *_control(control, timed)]
+    of_times = [
+        *_surroundings(run, timed),
+        *_machine(run, timed),
+        *_blocks(run, timed),
+        *_control(control, timed),
+    ]
     if not timed:
         of_times = [replace(finding, brief="") for finding in of_times]
     return [
@@ -102,8 +109,14 @@ def _of_cell(run: Run, cell_id: str) -> Iterator[Finding]:
     elif cell.device is Device.CPU and cell.world_size > 1:
         yield finding(Level.NOTE, "link", f"{link_words([cell])}; {TRANSFER}")
     for record in run.records:
-        if record.cell_id == cell_id and record.layout is not None and (what := not_covered(record.layout)):
-            unchecked = f"collectives and held memory are measured, and held against no formula: {what}"
+        if (
+            record.cell_id == cell_id
+            and record.layout is not None
+            and (what := not_covered(record.layout))
+        ):
+            unchecked = (
+                f"collectives and held memory are measured, and held against no formula: {what}"
+            )
             yield finding(Level.NOTE, "bytes", unchecked)
             break
     if text := run.manifest.remarks.get(cell_id):
@@ -124,7 +137,9 @@ def _surroundings(run: Run, timed: tuple[str, ...]) -> Iterator[Finding]:
     if git.commit is None:
         yield warning(topic, "the commit is unknown: the code was not a git checkout")
     elif not git.clean:
-        text = f"commit {git.commit[:12]} with uncommitted changes: nobody can run the same code again"
+        text = (
+            f"commit {git.commit[:12]} with uncommitted changes: nobody can run the same code again"
+        )
         yield warning(topic, text)
     else:
         yield good(topic, f"commit {git.commit[:12]}, without changes")
@@ -145,7 +160,10 @@ def _machine(run: Run, timed: tuple[str, ...]) -> Iterator[Finding]:
     """The load and clocks of the machine, and whether its nodes are alike."""
     topic, trials = "machine", run.tables.trials
     cores = trials["num_cpus"].max()
-    others = {"other programs": trials["foreign_cores"].dropna(), "the hypervisor": trials["stolen_cores"].dropna()}
+    others = {
+        "other programs": trials["foreign_cores"].dropna(),
+        "the hypervisor": trials["stolen_cores"].dropna(),
+    }
     if unknown := [who for who, seen in others.items() if seen.empty]:
         text = f"the share of its CPUs that {' and '.join(unknown)} took was not measured"
         yield warning(topic, text, cells=timed, brief=text)
@@ -167,7 +185,9 @@ def _machine(run: Run, timed: tuple[str, ...]) -> Iterator[Finding]:
         unlike = list(unlike_nodes(run.manifest))  # which a citation has beside the machine
         yield from (warning("nodes", text) for text in unlike)
         if not unlike:
-            yield good("nodes", f"{1 + len(nodes)} nodes have the same hardware, packages and environment")
+            yield good(
+                "nodes", f"{1 + len(nodes)} nodes have the same hardware, packages and environment"
+            )
 
 
 def _blocks(run: Run, timed: tuple[str, ...]) -> Iterator[Finding]:
@@ -180,10 +200,20 @@ def _blocks(run: Run, timed: tuple[str, ...]) -> Iterator[Finding]:
         yield good("blocks", "no block is slower or faster than the others over all cells")
         return
     ordered = sorted(effects.items(), key=lambda item: float(item[1]))
-    ends = [f"block {block} by {percent(math.expm1(effect), '+')}" for block, effect in (ordered[0], ordered[-1])]
-    text = f"differ over all cells (Friedman's test, p = {tested.p_value:.1g}): {' and '.join(ends)}"
+    ends = [
+        f"block {block} by {percent(math.expm1(effect), '+')}"
+        for block, effect in (ordered[0], ordered[-1])
+    ]
+    text = (
+        f"differ over all cells (Friedman's test, p = {tested.p_value:.1g}): {' and '.join(ends)}"
+    )
     brief = f"blocks of the run differ over all cells, from {ends[0]} to {ends[1]}"
-    yield warning("blocks", f"{text}; ratios are taken within blocks, so this is not in them", cells=timed, brief=brief)
+    yield warning(
+        "blocks",
+        f"{text}; ratios are taken within blocks, so this is not in them",
+        cells=timed,
+        brief=brief,
+    )
 
 
 def _samples(run: Run) -> Iterator[Finding]:
@@ -197,15 +227,21 @@ def _samples(run: Run) -> Iterator[Finding]:
     slots = {record.key: number for number, record in enumerate(run.records)}
     ranks = {record.key: record.time.rank_step_seconds for record in run.records if record.time}
     trials = run.tables.trials
-    measured = trials[trials["status"].isin([Status.OK, Status.INVALID]) & trials["step_time_s"].notna()]
+    measured = trials[
+        trials["status"].isin([Status.OK, Status.INVALID]) & trials["step_time_s"].notna()
+    ]
     for cell_id, rows in measured.groupby("cell_id", sort=False):
         key, medians = str(cell_id), rows["step_time_s"].astype(float).tolist()
         keys = [(key, int(repeat)) for repeat in rows["repeat"]]
         texts = {
-            "drift": _drift([slots.get(place, number) for number, place in enumerate(keys)], medians),
+            "drift": _drift(
+                [slots.get(place, number) for number, place in enumerate(keys)], medians
+            ),
             "outliers": _outliers(medians),
             "two modes": _modes(medians),
-            "ranks": _imbalance(run.cells[key], [ranks[place] for place in keys if ranks.get(place)]),
+            "ranks": _imbalance(
+                run.cells[key], [ranks[place] for place in keys if ranks.get(place)]
+            ),
         }
         for topic, text in texts.items():
             if text:
@@ -228,7 +264,9 @@ def _outliers(medians: Sequence[float]) -> str:
     if not far:
         return ""
     middle = sorted(medians)[len(medians) // 2]
-    farthest = max((medians[place] / middle for place in far), key=lambda share: abs(math.log(share)))
+    farthest = max(
+        (medians[place] / middle for place in far), key=lambda share: abs(math.log(share))
+    )
     return f"{len(far)} of {plural(len(medians), 'trial')} are outliers, the farthest {farthest:.2g} x the median"
 
 
@@ -257,14 +295,22 @@ def _control(control: ComparedPair | None, timed: tuple[str, ...]) -> Iterator[F
         why, brief = "there is none", "the run has no A/A pair"
         if control is not None:
             why, brief = control.detail, f"A/A pair: {control.detail}"
-        yield warning(topic, f"{why}; so no cell is called faster, slower or the same", cells=timed, brief=brief)
+        yield warning(
+            topic,
+            f"{why}; so no cell is called faster, slower or the same",
+            cells=timed,
+            brief=brief,
+        )
         return
     differs = suspect(control.a, control.time)
     if differs:
         yield warning(topic, differs[0], cells=timed, brief=differs[0])
     else:
         time = control.time
-        yield good(topic, f"{control.a.label} against itself: {time.ratio:.4f} ({time.low:.4f} to {time.high:.4f})")
+        yield good(
+            topic,
+            f"{control.a.label} against itself: {time.ratio:.4f} ({time.low:.4f} to {time.high:.4f})",
+        )
 
 
 def suspect(cell: Cell, control: Interval) -> list[str]:
@@ -277,7 +323,9 @@ def suspect(cell: Cell, control: Interval) -> list[str]:
     ]
 
 
-def _other_days(pool: Pool, rows: Sequence[ComparedPair], timed: tuple[str, ...]) -> Iterator[Finding]:
+def _other_days(
+    pool: Pool, rows: Sequence[ComparedPair], timed: tuple[str, ...]
+) -> Iterator[Finding]:
     """Whether the verdicts hold on another day, and what the runs of a pool do not share."""
     topic, judged = OTHER_DAYS, [row for row in rows if row.is_judged]
     if pool.is_single:
@@ -293,7 +341,9 @@ def _other_days(pool: Pool, rows: Sequence[ComparedPair], timed: tuple[str, ...]
     turning = [row.name for row in judged if row.may_differ]
     text = f"{num_judged(rows)} comparisons{scope_words(len(pool.runs))}"
     if turning:
-        yield warning(topic, f"{text}, of which {len(turning)} may differ on another day: {some(turning)}")
+        yield warning(
+            topic, f"{text}, of which {len(turning)} may differ on another day: {some(turning)}"
+        )
     elif judged:
         yield good(topic, f"{text}; where one is faster or slower, so should be the next run")
 
@@ -313,7 +363,10 @@ def _verdicts(run: Run, rows: Sequence[ComparedPair]) -> Iterator[Finding]:
     elif ended:
         yield good(topic, f"ended by {ended}")
     counts = Counter(row.verdict for row in rows)
-    text = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict]) or "none"
+    text = (
+        ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict])
+        or "none"
+    )
     if rows:
         text = f"against {rows[0].a.backend}: {text}"
     level = Level.WARNING if counts[Verdict.AMBIGUOUS] else Level.GOOD
@@ -324,9 +377,14 @@ def _bare_loops(run: Run) -> Iterator[Finding]:
     """How the bench's own loops differ from bare ones, where that enters a comparison."""
     on_cpu = (cell for cell in run.cells.values() if cell.device is Device.CPU)
     timed = {cell.backend for cell in on_cpu if cell.world.times_communication}
-    known = {name: found for name, found in json.loads(BARE_LOOPS.read_text()).items() if name in timed}
+    known = {
+        name: found for name, found in json.loads(BARE_LOOPS.read_text()).items() if name in timed
+    }
     if len(known) > 1:
-        parts = [f"{name} {ratio:.4f} ({low:.4f} to {high:.4f})" for name, (ratio, low, high) in known.items()]
+        parts = [
+            f"{name} {ratio:.4f} ({low:.4f} to {high:.4f})"
+            for name, (ratio, low, high) in known.items()
+        ]
         ratios = [ratio for ratio, *_ in known.values()]
         yield Finding(
             Level.NOTE,
@@ -355,7 +413,10 @@ def ways_of_bf16(shown: Sequence[tuple[Manifest, Cell]]) -> list[str]:
     ways: dict[str, dict[str, None]] = {}
     for manifest, cell in shown:
         if cell.precision is Precision.BF16 and cell.backend != REFERENCE:
-            way = manifest.backends.get(cell.backend, {}).get("bf16_as") or "a way that was not stored"
+            way = (
+                manifest.backends.get(cell.backend, {}).get("bf16_as")
+                or "a way that was not stored"
+            )
             name = cell.backend
             if not is_one_run:
                 name += f" of {manifest.run_id}"

@@ -41,25 +41,40 @@ _time = partial(number, "s", form=".4g", section=SPEED)
 _CELLS: dict[str, Column] = {
     "cell_id": TRIAL_COLUMNS["cell_id"],
     "label": text("a short readable name", title="cell"),
-    **{name: about for name, about in TRIAL_COLUMNS.items() if about.aggregation and not about.section},
+    **{
+        name: about
+        for name, about in TRIAL_COLUMNS.items()
+        if about.aggregation and not about.section
+    },
     "status": text("invalid if a trial is; else of the first trial that is not ok; ok if all are"),
     "reason": text("why the status is not ok"),
     "outcome": text(
-        "the status, with the number of ok trials if some failed: crashed, 12 of 13 ok", section=CORRECTNESS
+        "the status, with the number of ok trials if some failed: crashed, 12 of 13 ok",
+        section=CORRECTNESS,
     ),
     "comparable": flag("whether the cell may be compared with others"),
     "num_ok": count("trials", "behind the numbers", title="n", section=SPEED),
     "num_trials": count("trials", "run"),
     "step_time_s": number(
-        "s", "geometric mean of the trials' medians; NA if not comparable", title="s/step", form=".4g", section=SPEED
+        "s",
+        "geometric mean of the trials' medians; NA if not comparable",
+        title="s/step",
+        form=".4g",
+        section=SPEED,
     ),
     "step_time_low_s": _time("lower end of its 95 % interval over trials", title="95 % from"),
     "step_time_high_s": _time("upper end", title="to"),
     "fastest_s": _time("of the fastest ok trial", title="fastest trial"),
     "slowest_s": _time("of the slowest ok trial", title="slowest trial"),
-    "tokens_per_s": number("tokens/s", "at step_time_s", title="tokens/s", form=",.0f", section=SPEED),
-    "peak_memory_bytes": count("B", "largest among the trials that are ok", title="peak", section=MEMORY),
-    "peak_memory_source": text("what measured peak_memory_bytes", title="measured by", section=MEMORY),
+    "tokens_per_s": number(
+        "tokens/s", "at step_time_s", title="tokens/s", form=",.0f", section=SPEED
+    ),
+    "peak_memory_bytes": count(
+        "B", "largest among the trials that are ok", title="peak", section=MEMORY
+    ),
+    "peak_memory_source": text(
+        "what measured peak_memory_bytes", title="measured by", section=MEMORY
+    ),
     **{name: about for name, about in TRIAL_COLUMNS.items() if about.section},
     "others_percent": number(
         "%",
@@ -121,12 +136,16 @@ COLUMNS: dict[str, dict[str, Column]] = {
         "ratio": number("1", "step time of b relative to a"),
         "low": number("1", "lower end of its 95 % interval"),
         "high": number("1", "upper end"),
-        "num_trials": count("trials", "of the side with fewer, or blocks if paired; runs if there are several"),
+        "num_trials": count(
+            "trials", "of the side with fewer, or blocks if paired; runs if there are several"
+        ),
         "paired": flag("whether trials of the same block are compared"),
         "p_different": number("1", "p-value of no difference, after Holm's correction"),
         "p_same": number("1", "p-value of a difference beyond the margin, after Holm's correction"),
         "num_runs": count("runs", "in which the cells are compared"),
-        "next_low": number("1", "lower end of where the ratio of the next run falls in 95 of 100; NA below 3 runs"),
+        "next_low": number(
+            "1", "lower end of where the ratio of the next run falls in 95 of 100; NA below 3 runs"
+        ),
         "next_high": number("1", "upper end"),
         "no_interval": text("why there is no interval"),
         "peak_memory_a_bytes": count("B", "of a"),

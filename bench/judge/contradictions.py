@@ -22,7 +22,9 @@ def contradictions(run: Run) -> Iterator[Finding]:
     found = [*_writers(run), *_repeated(run), *_unlike_manifest(run)]
     yield from found
     if not found:
-        yield good(TOPIC, "one process wrote them in this order, and they do not contradict run.json")
+        yield good(
+            TOPIC, "one process wrote them in this order, and they do not contradict run.json"
+        )
 
 
 def _writers(run: Run) -> Iterator[Finding]:
@@ -48,7 +50,9 @@ def _repeated(run: Run) -> Iterator[Finding]:
         if record.status is Status.OK:
             good_ones[record.key] = record
     if twice:
-        yield error(TOPIC, f"{plural(len(twice), 'trial')} ran again after a good record: {some(twice)}")
+        yield error(
+            TOPIC, f"{plural(len(twice), 'trial')} ran again after a good record: {some(twice)}"
+        )
 
 
 def _adds_update(before: TrialRecord, after: TrialRecord) -> bool:
@@ -60,9 +64,16 @@ def _unlike_manifest(run: Run) -> Iterator[Finding]:
     planned = {cell.cell_id for cell in run.manifest.cells}
     strangers = [run.labels[cell_id] for cell_id in run.cells if cell_id not in planned]
     if strangers:
-        yield error(TOPIC, f"run.json lacks {plural(len(strangers), 'cell')} of the journal: {some(strangers)}")
+        yield error(
+            TOPIC,
+            f"run.json lacks {plural(len(strangers), 'cell')} of the journal: {some(strangers)}",
+        )
     begun = run.manifest.begun_sha256
-    others = [number for number, record in enumerate(run.records, 1) if record.begun_sha256 not in (None, begun)]
+    others = [
+        number
+        for number, record in enumerate(run.records, 1)
+        if record.begun_sha256 not in (None, begun)
+    ]
     if others:
         text = (
             f"run.json was changed after trials had run: {plural(len(others), 'record')}, the first of them number "
@@ -79,18 +90,25 @@ def _packages(run: Run) -> Iterator[Finding]:
     for name, version in run.manifest.packages.items():
         other = run.manifest.distributions.get(name, version)
         if other != version:
-            yield error(TOPIC, f"run.json says {name} {version} and, of all distributions, {name} {other}")
+            yield error(
+                TOPIC, f"run.json says {name} {version} and, of all distributions, {name} {other}"
+            )
 
 
 def _devices(run: Run) -> Iterator[Finding]:
     """The GPU of a rank is named by torch in each record, and in run.json by what found it."""
-    known = {gpu.name for node in (run.manifest.node, *run.manifest.nodes) for gpu in node.machine.gpus}
+    known = {
+        gpu.name for node in (run.manifest.node, *run.manifest.nodes) for gpu in node.machine.gpus
+    }
     for record in run.records:
         name = record.device_name
         if not name or not known or record.cell.device is not Device.CUDA:
             continue
         if not any(gpu in name or name in gpu for gpu in known):  # torch adds a MIG profile
-            yield error(TOPIC, f"{run.labels[record.cell_id]} ran on '{name}', and run.json says {some(sorted(known))}")
+            yield error(
+                TOPIC,
+                f"{run.labels[record.cell_id]} ran on '{name}', and run.json says {some(sorted(known))}",
+            )
             return
 
 
@@ -102,6 +120,10 @@ def _times(run: Run) -> Iterator[Finding]:
     started, finished = run.manifest.started, run.manifest.finished
     why = "the clock was set meanwhile, or a date was changed"
     if started and min(ended) < started:
-        yield warning(TOPIC, f"a trial ended at {min(ended)}, before the run started, at {started}: {why}")
+        yield warning(
+            TOPIC, f"a trial ended at {min(ended)}, before the run started, at {started}: {why}"
+        )
     if finished and max(ended) > finished:
-        yield warning(TOPIC, f"a trial ended at {max(ended)}, after the run finished, at {finished}: {why}")
+        yield warning(
+            TOPIC, f"a trial ended at {max(ended)}, after the run finished, at {finished}: {why}"
+        )

@@ -126,7 +126,9 @@ class EvidenceByCell:
             reason=worst.reason,
             num_ok=len(trials) - len(bad),
             num_trials=len(trials),
-            failures=Counter((str(row.status), row.reason) for row in bad if row.status is not Status.INVALID),
+            failures=Counter(
+                (str(row.status), row.reason) for row in bad if row.status is not Status.INVALID
+            ),
             precision=cell.precision,
             accumulation_dtype=cell.accumulation_dtype,
             work=", ".join(f"{name} {getattr(cell, name)}" for name in WORK),
@@ -134,7 +136,9 @@ class EvidenceByCell:
             disturbed=disturbed,
             peak_memory_bytes=max(_present(row.peak_memory_bytes for row in good), default=None),
             peak_memory_sources=frozenset(_present(row.peak_memory_source for row in good)),
-            optimizer_steps=max(_present(row.optimizer_steps_observed for row in good), default=None),
+            optimizer_steps=max(
+                _present(row.optimizer_steps_observed for row in good), default=None
+            ),
             is_wrong=bool(wrong_results),
             barred=tuple(barred),
         )
@@ -193,7 +197,9 @@ def restless(trials: Sequence[TrialRow]) -> list[str]:
     found: list[str] = []
     shares = _present(map(others_share, trials))
     if shares and median(shares) > IDLE_SHARE:
-        taken = f"others took {100 * median(shares):.0f} % of its CPUs (limit {100 * IDLE_SHARE:g} %)"
+        taken = (
+            f"others took {100 * median(shares):.0f} % of its CPUs (limit {100 * IDLE_SHARE:g} %)"
+        )
         found.append(f"the machine was not idle: {taken}")
     slowed = [set((row.clock_slowdowns or "").split(",")) - COOL - {""} for row in trials]
     if trials and sum(map(bool, slowed)) >= len(trials) / 2:

@@ -92,7 +92,11 @@ class Losses:
 def extent(tables: Tables) -> str:
     """A sentence on how many steps of losses were compared; empty if all were."""
     losses = Losses(tables)
-    compared = {row.cell.cell_id: row for row in reversed(tables.trial_rows) if row.max_loss_deviation is not None}
+    compared = {
+        row.cell.cell_id: row
+        for row in reversed(tables.trial_rows)
+        if row.max_loss_deviation is not None
+    }
     short: set[int] = set()
     for row in compared.values():
         found = losses.deviation(row)
@@ -140,7 +144,10 @@ def fill(
         found = findings.setdefault(cell_id, [])
         for row in _beside_expected(trial, counted.pop(trial.key, []), expectation):
             filled.append(row)
-            ours, theirs = (row.calls, row.payload_bytes), (row.expected_calls, row.expected_payload_bytes)
+            ours, theirs = (
+                (row.calls, row.payload_bytes),
+                (row.expected_calls, row.expected_payload_bytes),
+            )
             if ours != theirs:
                 text = f"{ours[0]} calls and {ours[1]} bytes per window, not {theirs[0]} and {theirs[1]}"
                 found.append(f"{row.op} of {row.dtype}{among(row.group)}: {text}")
@@ -165,11 +172,16 @@ def _beside_expected(
 ) -> Iterator[CollectiveRow]:
     """What was counted in a trial and what was expected, by operation, group and dtype."""
     seen = {(row.op, row.group, row.dtype): (row.calls, row.payload_bytes) for row in counted}
-    right = {(row.op, row.group, row.dtype): (row.calls, row.payload_bytes) for row in expectation.collectives}
+    right = {
+        (row.op, row.group, row.dtype): (row.calls, row.payload_bytes)
+        for row in expectation.collectives
+    }
     for kind in sorted(seen.keys() | right.keys()):
         calls, size = seen.get(kind, NONE)
         expected_calls, expected_size = right.get(kind, NONE)
-        yield CollectiveRow(trial.cell.cell_id, trial.repeat, *kind, calls, size, expected_calls, expected_size)
+        yield CollectiveRow(
+            trial.cell.cell_id, trial.repeat, *kind, calls, size, expected_calls, expected_size
+        )
 
 
 def cells_watched(tables: Tables) -> set[str]:
@@ -190,7 +202,9 @@ def _memory(
     if sizes.keys() >= set(parts.values()):
         for use, size in _most_held(cell, layout, settings).items():
             if f"{HELD}_{use}" not in sizes:
-                measured = (int(sizes[name]) for category, name in parts.items() if category.startswith(use))
+                measured = (
+                    int(sizes[name]) for category, name in parts.items() if category.startswith(use)
+                )
                 yield f"{HELD}_{use}", sum(measured), size
     total, other = f"{TRACKED}_{PEAK}", f"{TRACKED}_{PEAK}_{Category.OTHER}"
     if predicted is not None and PEAK not in sizes and sizes.keys() >= {total, other}:
@@ -203,10 +217,16 @@ def _most_held(cell: Cell, layout: Layout, settings: Settings) -> Mapping[str, i
     Ranks differ if parameters do not divide evenly: the last shards are shorter, and ZeRO-2's partitions overlap
     different parameters.
     """
-    ranks = (expect(cell, layout, rank=rank, settings=settings) for rank in range(cell.num_processes))
+    ranks = (
+        expect(cell, layout, rank=rank, settings=settings) for rank in range(cell.num_processes)
+    )
     return max((rank.held for rank in ranks if rank), key=lambda held: sum(held.values()))
 
 
 def settings_of(records: Iterable[TrialRecord]) -> dict[str, Settings]:
     """The backend's settings that the trials of a cell have stored, by cell_id."""
-    return {record.cell_id: record.backend_settings for record in records if record.backend_settings is not None}
+    return {
+        record.cell_id: record.backend_settings
+        for record in records
+        if record.backend_settings is not None
+    }

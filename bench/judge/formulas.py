@@ -97,7 +97,9 @@ def layout_of(cell: Cell) -> Layout | None:
     return llama_layout(SIZES[cell.model])
 
 
-def expect(cell: Cell, layout: Layout, *, rank: int = 0, settings: Settings = NO_SETTINGS) -> Expectation | None:
+def expect(
+    cell: Cell, layout: Layout, *, rank: int = 0, settings: Settings = NO_SETTINGS
+) -> Expectation | None:
     """Collectives of a steady-state window, and bytes that a rank holds between micro-batches.
 
     None for a backend without a formula, and for a built-in one if its formula does not cover the layout
@@ -116,21 +118,28 @@ def expect(cell: Cell, layout: Layout, *, rank: int = 0, settings: Settings = NO
     except Exception as error:
         if backend.name in BUILT_IN:
             raise
-        raise InputError(f"backend '{backend.name}': its formula fails ({error}); mend it, or leave it out") from error
+        raise InputError(
+            f"backend '{backend.name}': its formula fails ({error}); mend it, or leave it out"
+        ) from error
     if found is None:
         return None
     sent, held = found
     every = [*sent, *backend.extra_collectives(cell)]
     groups: dict[RankGroup, Iterable[Call]] = {RankGroup.WORLD: every}
     if cell.replicate:
-        groups = {RankGroup.SHARD: every, RankGroup.REPLICATE: replica_collectives(backend.sync, cell, layout)}
+        groups = {
+            RankGroup.SHARD: every,
+            RankGroup.REPLICATE: replica_collectives(backend.sync, cell, layout),
+        }
     calls, sizes = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
     for group, some in groups.items():
         for op, dtype, numel, times in some:
             calls[op, group, dtype] += times
             sizes[op, group, dtype] += times * numel * BYTES[dtype]
     rows = [
-        Collective(op=op, group=str(group), dtype=dtype, calls=count, payload_bytes=sizes[op, group, dtype])
+        Collective(
+            op=op, group=str(group), dtype=dtype, calls=count, payload_bytes=sizes[op, group, dtype]
+        )
         for (op, group, dtype), count in sorted(calls.items())
     ]
     held["communication"] += backend.extra_held_bytes(cell)
@@ -151,11 +160,18 @@ def not_covered(layout: Layout) -> str:
     return ""
 
 
-def reference(backend: type[Backend], cell: Cell, layout: Layout, rank: int, settings: Settings) -> CallsAndHeld:
+def reference(
+    backend: type[Backend], cell: Cell, layout: Layout, rank: int, settings: Settings
+) -> CallsAndHeld:
     """No collectives; fp32 parameters and gradients in full."""
     whole = 4 * layout.num_parameters
     state = moments(cell, layout.num_parameters, len(layout.parameters))
-    return (), {"parameters": whole, "gradients": whole, "communication": 0, "optimizer_state": state}
+    return (), {
+        "parameters": whole,
+        "gradients": whole,
+        "communication": 0,
+        "optimizer_state": state,
+    }
 
 
 FIRST_BUCKET_BYTES = 2**20
@@ -184,7 +200,9 @@ def buckets(sizes: Sequence[int], limits: Sequence[int]) -> list[int]:
     return found
 
 
-def ddp(backend: type[DDPBackend], cell: Cell, layout: Layout, rank: int, settings: Settings) -> CallsAndHeld:
+def ddp(
+    backend: type[DDPBackend], cell: Cell, layout: Layout, rank: int, settings: Settings
+) -> CallsAndHeld:
     """All-reduces of gradient buckets and broadcasts of buffers; DDP does both at W = 1 too.
 
     Buckets are in the order in which the first backward finished the gradients (reducer.cpp:rebuild_buckets), and in
@@ -201,11 +219,15 @@ def ddp(backend: type[DDPBackend], cell: Cell, layout: Layout, rank: int, settin
     times = cell.accumulate if is_eager else 1
     gradients = [4 * layout.parameters[i].numel for i in layout.gradients]
     sent = [
-        ("all_reduce", "float32", size // 4, times) for size in buckets(gradients, (FIRST_BUCKET_BYTES, BUCKET_BYTES))
+        ("all_reduce", "float32", size // 4, times)
+        for size in buckets(gradients, (FIRST_BUCKET_BYTES, BUCKET_BYTES))
     ]
     for dtype in {dtype for dtype, _ in layout.buffers}:
         of_dtype = [size for other, size in layout.buffers if other == dtype]
-        sent += [("broadcast", dtype, size // BYTES[dtype], times) for size in buckets(of_dtype, [BROADCAST_BYTES])]
+        sent += [
+            ("broadcast", dtype, size // BYTES[dtype], times)
+            for size in buckets(of_dtype, [BROADCAST_BYTES])
+        ]
     _, held = reference(backend, cell, layout, rank, settings)
     whole = 4 * layout.num_parameters
     if settings.get("gradient_as_bucket_view", backend.bucket_views and not settings):
@@ -249,7 +271,9 @@ def fsdp2(
     return fsdp2_collectives(backend, cell, layout, w), held
 
 
-def fsdp2_collectives(backend: type[FSDP2Backend], cell: Cell, layout: Layout, world_size: int) -> Iterator[Call]:
+def fsdp2_collectives(
+    backend: type[FSDP2Backend], cell: Cell, layout: Layout, world_size: int
+) -> Iterator[Call]:
     """Gathers in the compute dtype, reduce-scatters in fp32, and an all-reduce of the norm if it is computed.
 
     With G units, one of them the root: all-gathers N(2G-1) if blocks are resharded after forward (the root never is),
@@ -304,7 +328,9 @@ def replica_collectives(sync: Sync, cell: Cell, layout: Layout) -> Iterator[Call
         yield "all_reduce", "float32", numel, num_reductions(sync, cell)
 
 
-def fsdp2_held(backend: type[FSDP2Backend], cell: Cell, layout: Layout, world_size: int) -> dict[str, int]:
+def fsdp2_held(
+    backend: type[FSDP2Backend], cell: Cell, layout: Layout, world_size: int
+) -> dict[str, int]:
     """fp32 shards with padding; gradients as shards under eager sync, in full and unpadded under deferred sync.
 
     Eager: ``sharded_param.grad`` is a view of the reduce-scatter's padded output (_fsdp_collectives.py:foreach_reduce).
@@ -355,14 +381,18 @@ def formula_of(backend: type[Backend]) -> Formula | None:
         try:
             loaded: Formula = resolve_name(given)
         except Exception as error:  # the user's code may raise anything
-            raise InputError(f"backend '{backend.name}': its formula '{given}' cannot be loaded ({error})") from error
+            raise InputError(
+                f"backend '{backend.name}': its formula '{given}' cannot be loaded ({error})"
+            ) from error
         return loaded
     if callable(given):
         return given
     return next((FORMULAS[base] for base in backend.__mro__ if base in FORMULAS), None)
 
 
-BUILT_IN = {name: backend for name, backend in built_in().items() if formula_of(backend) is not None}
+BUILT_IN = {
+    name: backend for name, backend in built_in().items() if formula_of(backend) is not None
+}
 """The backends of this package that have a formula, by name."""
 
 

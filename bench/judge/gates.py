@@ -15,7 +15,14 @@ from bench.judge import expected
 from bench.judge.expected import Deviation, Losses
 from bench.judge.tables import Tables, known
 from bench.judge.trial_columns import TrialRow
-from bench.judge.update_causes import SAME_FACTOR, Cause, Clip, Explanation, explain_clipping, explain_update
+from bench.judge.update_causes import (
+    SAME_FACTOR,
+    Cause,
+    Clip,
+    Explanation,
+    explain_clipping,
+    explain_update,
+)
 from bench.plan.cell import SGD, Precision, Status
 from bench.plan.models import SIZES
 from bench.run.manifest import Manifest
@@ -114,7 +121,9 @@ own: the fp32 reference on the same device, to which bf16 cells are compared, is
 """
 
 
-def judge(tables: Tables, records: Sequence[TrialRecord] = (), peaks: Mapping[str, int] | None = None) -> Tables:
+def judge(
+    tables: Tables, records: Sequence[TrialRecord] = (), peaks: Mapping[str, int] | None = None
+) -> Tables:
     """Fill in expected values, and set ``status`` and ``reason`` of trials that fail a gate. Returns new tables.
 
     What is expected depends on layouts of models and settings of backends, which are in ``records``; ``peaks`` are the
@@ -157,7 +166,11 @@ EXPECTED = "a documented defect of the framework, which was expected"
 
 
 def known_defect(
-    manifest: Manifest, backend: str, status: str, failed_gates: str | None, update_causes: str | None
+    manifest: Manifest,
+    backend: str,
+    status: str,
+    failed_gates: str | None,
+    update_causes: str | None,
 ) -> str:
     """The documented defect of a backend, if a trial or cell is invalid because of it alone; empty otherwise."""
     causes = (update_causes or "").split(",")
@@ -193,7 +206,12 @@ def failures(row: TrialRow, deviation: Deviation | None) -> list[Failure]:
     limits = tolerance(row.cell.precision, row.cell.workload, row.cell.model)
     found = _step_failures(row)
     if row.other_work:
-        found.append(Failure(Gate.WORK, f"forward and backward are not those of the plain model: {row.other_work}"))
+        found.append(
+            Failure(
+                Gate.WORK,
+                f"forward and backward are not those of the plain model: {row.other_work}",
+            )
+        )
     update = _update_failures(row, limits)
     loss = _loss_failure(row, deviation, limits)
     if loss is None:
@@ -205,7 +223,11 @@ def failures(row: TrialRow, deviation: Deviation | None) -> list[Failure]:
 
 def _explains(row: TrialRow, deviation: Deviation, limits: Tolerance) -> bool:
     """Whether a wrong update alone explains losses that deviate after it."""
-    return math.isfinite(deviation.largest) and deviation.first <= limits.first_loss and _moves_losses(row)
+    return (
+        math.isfinite(deviation.largest)
+        and deviation.first <= limits.first_loss
+        and _moves_losses(row)
+    )
 
 
 def _loss_failure(row: TrialRow, deviation: Deviation | None, limits: Tolerance) -> Failure | None:
@@ -251,7 +273,12 @@ def _device_failure(row: TrialRow) -> Failure | None:
 def _update_failures(row: TrialRow, limits: Tolerance) -> list[Failure]:
     """What is wrong with the update of one SGD window, with the cell's clipping; empty if it is right."""
     if row.update_error is None:
-        return [Failure(Gate.UPDATE, "no update to check: the update pass did not run, or the reference has none")]
+        return [
+            Failure(
+                Gate.UPDATE,
+                "no update to check: the update pass did not run, or the reference has none",
+            )
+        ]
     scale, residual, clip, cell = row.update_scale, row.update_residual, _clip(row), row.cell
     limit = f"(limit {limits.update_error:g} in {cell.precision})"
     rounding = max(SAME_FACTOR, limits.update_error)
@@ -261,10 +288,14 @@ def _update_failures(row: TrialRow, limits: Tolerance) -> list[Failure]:
         if clip is not None and is_right_before:
             cause = Explanation(explain_clipping(scale, residual, clip))
         else:
-            cause = explain_update(scale, residual, cell.accumulate, cell.world_size, clip, rounding)
+            cause = explain_update(
+                scale, residual, cell.accumulate, cell.world_size, clip, rounding
+            )
         what = f"the update is off by {row.update_error:.2g} {limit}"
     elif clip is not None and before is not None and not is_right_before:
-        cause = explain_update(clip.unclipped_scale, residual, cell.accumulate, cell.world_size, None, rounding)
+        cause = explain_update(
+            clip.unclipped_scale, residual, cell.accumulate, cell.world_size, None, rounding
+        )
         what = (
             f"the update is off by {before:.2g} {limit} before clipping, and right only as both were clipped to norm "
             f"{clip.norm:g}"
@@ -295,12 +326,16 @@ def _moves_losses(row: TrialRow) -> bool:
 def _step_failures(row: TrialRow) -> list[Failure]:
     texts, cell = [], row.cell
     if row.optimizer_steps_observed != cell.windows:
-        texts.append(f"{row.optimizer_steps_observed} optimizer steps were taken, {cell.windows} were due")
+        texts.append(
+            f"{row.optimizer_steps_observed} optimizer steps were taken, {cell.windows} were due"
+        )
     num_due = cell.windows * cell.accumulate
     if row.num_micro_batches != num_due:
         texts.append(f"{row.num_micro_batches} micro-batches were used, {num_due} were due")
     elif row.micro_batches_per_update != str(cell.accumulate):
-        texts.append(f"updates used {row.micro_batches_per_update} micro-batches each, {cell.accumulate} were due")
+        texts.append(
+            f"updates used {row.micro_batches_per_update} micro-batches each, {cell.accumulate} were due"
+        )
     if not row.ranks_agree:
         texts.append("the ranks took different numbers of steps")
     found = [Failure(Gate.STEPS, text) for text in texts]

@@ -77,7 +77,9 @@ class Coordinator:
             else:
                 unfinished.pop(~event, None)
                 self._leave(~event)
-        for module in reversed(unfinished):  # whose inputs need no gradient (release_backward_leftovers)
+        for module in reversed(
+            unfinished
+        ):  # whose inputs need no gradient (release_backward_leftovers)
             for p in self._layout.modules[module]:
                 self._users[p].discard(module)
                 if p not in self._persistent:
@@ -178,7 +180,9 @@ def leaves(layout: Layout) -> Layout:
     its parameters (deepspeed/runtime/zero/stage3.py:create_reduce_and_remove_grad_hooks).
     """
     unit_of = [parameter.unit for parameter in layout.parameters]
-    parameters_of = {unit: tuple(p for p, of in enumerate(unit_of) if of == unit) for unit in layout.units}
+    parameters_of = {
+        unit: tuple(p for p, of in enumerate(unit_of) if of == unit) for unit in layout.units
+    }
     callers: dict[int, tuple[int, ...]] = {}
     """The modules in whose forward each module is called."""
     running: list[int] = []

@@ -44,7 +44,13 @@ def examine(pool: Pool, folders: Sequence[Path]) -> list[Finding]:
     """The findings of ``check`` on runs that are loaded, each from its folder."""
     found: list[Finding] = []
     for title, folder, run in zip(pool.titles, folders, pool.runs, strict=True):
-        of_run = [journal(run), *contradictions(run), *_tables(folder, run), *_trials(run), _order(run.records)]
+        of_run = [
+            journal(run),
+            *contradictions(run),
+            *_tables(folder, run),
+            *_trials(run),
+            _order(run.records),
+        ]
         of_run += Analysis(run=run, folder=folder).findings
         if pool.is_single:
             found += of_run
@@ -54,7 +60,11 @@ def examine(pool: Pool, folders: Sequence[Path]) -> list[Finding]:
                 found.append(replace(finding, subject=f"{title}, {finding.subject}".rstrip(", ")))
     if not pool.is_single:
         together = Analysis.of(pool, folders[0]).findings
-        found += [replace(each, subject=f"{len(folders)} runs") for each in together if each.topic in OF_A_POOL]
+        found += [
+            replace(each, subject=f"{len(folders)} runs")
+            for each in together
+            if each.topic in OF_A_POOL
+        ]
     topics = list(dict.fromkeys(finding.topic for finding in found))
     return sorted(found, key=lambda finding: topics.index(finding.topic))
 
@@ -63,10 +73,17 @@ def journal(run: Run) -> Finding:
     """Whether the journal is unchanged. ``load`` has already checked every line, and every cell against its id."""
     stored = run.manifest.journal_sha256
     if stored is None:
-        return warning("journal", "its hash was not stored when the run ended, so later edits cannot be detected")
+        return warning(
+            "journal",
+            "its hash was not stored when the run ended, so later edits cannot be detected",
+        )
     if stored != run.digest:
-        return error("journal", f"was changed after the run: its SHA-256 is {run.digest}, and was {stored}")
-    return good("journal", f"{len(run.records)} records, all cells match their ids; SHA-256 {run.digest}")
+        return error(
+            "journal", f"was changed after the run: its SHA-256 is {run.digest}, and was {stored}"
+        )
+    return good(
+        "journal", f"{len(run.records)} records, all cells match their ids; SHA-256 {run.digest}"
+    )
 
 
 def _tables(folder: Path, run: Run) -> Iterator[Finding]:
@@ -109,7 +126,9 @@ def _differences(stored: pd.DataFrame, recomputed: pd.DataFrame) -> Iterator[str
         if pd.api.types.is_float_dtype(theirs.dtype):
             # NaN is a value (a loss that is not finite), NA is missing.
             a, b = (column[both].astype(float) for column in (ours, theirs))
-            unlike.loc[a.index[~((a - b).abs() <= TOLERANCE * b.abs().clip(lower=1e-300)) & ~(a == b)]] = True
+            unlike.loc[
+                a.index[~((a - b).abs() <= TOLERANCE * b.abs().clip(lower=1e-300)) & ~(a == b)]
+            ] = True
         else:
             unlike |= both & (ours.astype("string") != theirs.astype("string")).fillna(False)
         if unlike.any():
@@ -126,7 +145,9 @@ def _trials(run: Run) -> Iterator[Finding]:
     wrong = [cell_id for cell_id, time in timed if not _follows(time)]
     if wrong:
         named = some([run.labels[cell_id] for cell_id in dict.fromkeys(wrong)])
-        yield error(topic, f"step times of {len(wrong)} do not follow from those of their ranks: {named}")
+        yield error(
+            topic, f"step times of {len(wrong)} do not follow from those of their ranks: {named}"
+        )
     if not (missing or wrong):
         num_ok = int((trials["status"] == Status.OK).sum())
         yield good(topic, f"{num_ok} of {len(trials)} are ok; step times follow from the ranks'")
@@ -148,5 +169,8 @@ def _order(records: Sequence[TrialRecord]) -> Finding:
     blocks = len({record.repeat for record in records})
     # A reversed block starts with the cell that the previous block ended with.
     if rows > blocks and len(set(ids)) > 1:
-        return warning("order", f"{plural(rows, 'trial')} followed one of the same cell, more than the blocks explain")
+        return warning(
+            "order",
+            f"{plural(rows, 'trial')} followed one of the same cell, more than the blocks explain",
+        )
     return good("order", f"{plural(blocks, 'block')}, each in its own order")

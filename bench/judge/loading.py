@@ -81,15 +81,21 @@ def load(folder: Path) -> Run:
     journal = Journal(folder)
     lines = journal.read()
     if not lines:
-        raise InputError(f"{journal.path}: holds no trial; go on with: python -m bench run --resume {folder}")
+        raise InputError(
+            f"{journal.path}: holds no trial; go on with: python -m bench run --resume {folder}"
+        )
     if manifest.finished is not None and journal.is_torn():
-        raise InputError(f"{journal.path}: is truncated: the run is finished and the last line is not; restore it")
+        raise InputError(
+            f"{journal.path}: is truncated: the run is finished and the last line is not; restore it"
+        )
     records = parse_records(lines, journal.path)
     known: dict[str, Cell] = {}
     for number, record in enumerate(records, start=1):
         cell = known.setdefault(record.cell_id, record.cell)
         if cell != record.cell or record.cell.cell_id != record.cell_id:
-            raise InputError(f"{journal.path}: trial {number} was edited: its cell is not what its cell_id is made of")
+            raise InputError(
+                f"{journal.path}: trial {number} was edited: its cell is not what its cell_id is made of"
+            )
     with _edited(f"{journal.path}: was edited: its trials make no table"):
         unjudged = tables.build(records, manifest)
     try:
@@ -97,7 +103,9 @@ def load(folder: Path) -> Run:
     except (KeyError, TypeError, ValueError) as error:
         if manifest.journal_sha256 == journal.digest():
             raise  # nobody edited it: the judge is wrong
-        raise InputError(f"{journal.path}: cannot be judged ({type(error).__name__}: {error}); restore it") from error
+        raise InputError(
+            f"{journal.path}: cannot be judged ({type(error).__name__}: {error}); restore it"
+        ) from error
     with _edited(f"{folder / MANIFEST}: was edited: its matrix and cells are not those of a run"):
         missing_trials(found)
     return replace(found, digest=journal.digest())

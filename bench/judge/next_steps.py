@@ -25,7 +25,9 @@ VIRTUAL = (
     "Virtual world: one process is rank 0 of W and nothing is sent, so no step is timed; memory, calls and bytes are "
     "those of a real rank"
 )
-SHARED = "The ranks shared GPUs, so no step is timed; memory, calls and updates are those of real ranks"
+SHARED = (
+    "The ranks shared GPUs, so no step is timed; memory, calls and updates are those of real ranks"
+)
 FAILED = frozenset({Reason.FAILED_TRIALS, Reason.NO_TRIALS})
 UNAVAILABLE = "No times can be compared"
 
@@ -65,7 +67,11 @@ def times_unavailable(run: Run, rows: Sequence[ComparedPair], folder: Path) -> F
 
 def _nothing_to_compare(run: Run) -> Finding:
     """That no two cells differ in the backend alone, with the command that adds a backend."""
-    named = list(dict.fromkeys(cell.backend for cell in run.cells.values() if not (cell.is_reference or cell.twin)))
+    named = list(
+        dict.fromkeys(
+            cell.backend for cell in run.cells.values() if not (cell.is_reference or cell.twin)
+        )
+    )
     baseline = baseline_of(run.manifest)
     if len(named) > 1 and baseline in REFERENCES:
         text = "The baseline is a reference, with which no times are compared"
@@ -74,13 +80,19 @@ def _nothing_to_compare(run: Run) -> Finding:
     if _repeats(run) < MIN_TRIALS:
         options["--repeats"] = MIN_REPEATS
     if named and baseline not in {*named, *REFERENCES}:
-        return warning(UNAVAILABLE, f"The baseline, {baseline}, has no trial", command=again(run, **options))
+        return warning(
+            UNAVAILABLE, f"The baseline, {baseline}, has no trial", command=again(run, **options)
+        )
     for name, kind in built_in().items():
         if kind.is_mechanism and kind.sync is Sync.DEFERRED and name not in named:
             named.append(name)
             break
     options["--backend"] = named
-    return warning(UNAVAILABLE, "No two cells of the run differ in the backend alone", command=again(run, **options))
+    return warning(
+        UNAVAILABLE,
+        "No two cells of the run differ in the backend alone",
+        command=again(run, **options),
+    )
 
 
 def next_command(run: Run, reasons: Collection[Reason], folder: Path, num_runs: int = 1) -> str:
@@ -91,7 +103,9 @@ def next_command(run: Run, reasons: Collection[Reason], folder: Path, num_runs: 
     place = shlex.quote(str(folder))
     if set(reasons) <= FAILED:
         return on_each_node(run, f"{shlex.join(BENCH)} run --resume {place} --retry-failed")
-    if set(reasons) == {Reason.CONTROL_OFF} or (num_runs > 1 and set(reasons) & {*MORE_HELPS, Reason.FEW_RUNS}):
+    if set(reasons) == {Reason.CONTROL_OFF} or (
+        num_runs > 1 and set(reasons) & {*MORE_HELPS, Reason.FEW_RUNS}
+    ):
         return _another_run(run, reasons)
     if set(reasons) == {Reason.WIDE}:
         return ""  # the difference may be as small as any
@@ -133,7 +147,9 @@ def again(run: Run, **options: object) -> str:
     classes = {name: about.get("class") or name for name, about in manifest.backends.items()}
     for key, option in matrix.places.items():
         value = matrix.values[key]
-        if not option.startswith("--") or option == "--alone" or value == "auto":  # those follow from the others
+        if (
+            not option.startswith("--") or option == "--alone" or value == "auto"
+        ):  # those follow from the others
             continue
         given[option] = value
         if option == "--budget":
@@ -145,7 +161,9 @@ def again(run: Run, **options: object) -> str:
         if manifest.settings.budget_s:
             options["--budget"] = _budget(run, int(str(options["--repeats"])))
     asked = ((option, _word(value, classes)) for option, value in (given | options).items())
-    return on_each_node(run, shlex.join([*BENCH, "run", *filter(None, itertools.chain.from_iterable(asked))]))
+    return on_each_node(
+        run, shlex.join([*BENCH, "run", *filter(None, itertools.chain.from_iterable(asked))])
+    )
 
 
 def _budget(run: Run, repeats: int) -> str:

@@ -83,9 +83,13 @@ def pairs_of_backends(run: Run, baseline: str, backend: str) -> list[Pair]:
         bases = alike.get(_key(cell, "backend", "replicate"), [])
         if cell.replicate:
             bases = [base for base in bases if base.replicate in (0, cell.replicate)]
-        found += [Pair(a=base, b=cell, group=f"W={cell.world_size} {cell.precision}") for base in bases]
+        found += [
+            Pair(a=base, b=cell, group=f"W={cell.world_size} {cell.precision}") for base in bases
+        ]
     named = [replace(pair, name=pair.name.removeprefix(f"{backend} ")) for pair in _named(found)]
-    return sorted(named, key=lambda pair: (pair.b.world_size, pair.b.precision, pair.b.accumulate, pair.name))
+    return sorted(
+        named, key=lambda pair: (pair.b.world_size, pair.b.precision, pair.b.accumulate, pair.name)
+    )
 
 
 def pairs_of_commits(pool: Pool) -> list[Pair]:
@@ -95,14 +99,24 @@ def pairs_of_commits(pool: Pool) -> list[Pair]:
         cell = replace(other, twin="")
         if other.other_commit and pool.has(cell, other):
             found.append(Pair(a=other, b=cell, group=cell.backend))
-    return sorted(_named(found), key=lambda pair: (pair.b.backend, pair.b.accumulate, pair.b.world_size, pair.name))
+    return sorted(
+        _named(found),
+        key=lambda pair: (pair.b.backend, pair.b.accumulate, pair.b.world_size, pair.name),
+    )
 
 
 def pairs_of_runs(a: Run, b: Run) -> list[Pair]:
     """The cells that both runs have, without references and twins."""
     common = [cell for cell_id, cell in b.cells.items() if cell_id in a.cells]
-    pairs = [Pair(a=cell, b=cell, group=cell.backend) for cell in common if not (cell.twin or cell.is_reference)]
-    return sorted(_named(pairs), key=lambda pair: (pair.b.backend, pair.b.accumulate, pair.b.world_size, pair.name))
+    pairs = [
+        Pair(a=cell, b=cell, group=cell.backend)
+        for cell in common
+        if not (cell.twin or cell.is_reference)
+    ]
+    return sorted(
+        _named(pairs),
+        key=lambda pair: (pair.b.backend, pair.b.accumulate, pair.b.world_size, pair.name),
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -146,7 +160,8 @@ def judge_pairs(
         ours = [EvidenceByCell(run.tables, "A ") for run in a.runs]
         theirs = [EvidenceByCell(run.tables, "B ") for run in b.runs]
     every = [
-        Sides(a=tuple(run.of(pair.a) for run in ours), b=tuple(run.of(pair.b) for run in theirs)) for pair in pairs
+        Sides(a=tuple(run.of(pair.a) for run in ours), b=tuple(run.of(pair.b) for run in theirs))
+        for pair in pairs
     ]
     if a is b:
         judged = judge_all(compare(sides.by_run(a.titles), control, margin) for sides in every)
@@ -178,7 +193,9 @@ class Sides:
         return dict(zip(titles, zip(self.b, self.a, strict=True), strict=True))
 
 
-def _between_days(a: Pool, b: Pool, sides: Sides, control: Interval | None, margin: float) -> Comparison:
+def _between_days(
+    a: Pool, b: Pool, sides: Sides, control: Interval | None, margin: float
+) -> Comparison:
     """The evidence on a cell in runs of different days, with what such runs differ by in the interval.
 
     That follows from the runs themselves, if a side has enough, else it is what was found of this class of machines.
@@ -195,7 +212,9 @@ def _between_days(a: Pool, b: Pool, sides: Sides, control: Interval | None, marg
     return replace(found, blocked=True, reason=Reason.DAYS, details=details)
 
 
-def _allowing_for_days(a: Pool, b: Pool, sides: Sides, margin: float, allowed: float = 1.0) -> Interval | None:
+def _allowing_for_days(
+    a: Pool, b: Pool, sides: Sides, margin: float, allowed: float = 1.0
+) -> Interval | None:
     """The ratio of B to ``allowed`` times A; None if it is not known what days differ by."""
     ours = [_seconds(side) * allowed for side in sides.a]
     theirs = [_seconds(side) for side in sides.b]
@@ -206,7 +225,9 @@ def _allowing_for_days(a: Pool, b: Pool, sides: Sides, margin: float, allowed: f
         return None
     base, cell = sides.shown
     scaled = Sample([seconds * allowed for seconds in base.sample.trials], base.sample.blocks)
-    return allowing_for_days(ratio(cell.sample, scaled, margin), spread.of_times, spread.freedom, margin)
+    return allowing_for_days(
+        ratio(cell.sample, scaled, margin), spread.of_times, spread.freedom, margin
+    )
 
 
 def _seconds(side: CellEvidence) -> float:
@@ -232,10 +253,17 @@ def _compared(
         steps = (base.optimizer_steps, cell.optimizer_steps)
     share = None
     # What a ledger tracked is not what an allocator holds.
-    if memory[0] and memory[1] is not None and len(base.peak_memory_sources | cell.peak_memory_sources) == 1:
+    if (
+        memory[0]
+        and memory[1] is not None
+        and len(base.peak_memory_sources | cell.peak_memory_sources) == 1
+    ):
         share = memory[1] / memory[0]
     unknown = {SLOWER: not _is_checked(found), MEMORY: share is None}
-    worse = {SLOWER: is_slower, MEMORY: share is not None and share > 1 + thresholds.get(MEMORY, math.inf)}
+    worse = {
+        SLOWER: is_slower,
+        MEMORY: share is not None and share > 1 + thresholds.get(MEMORY, math.inf),
+    }
     limited = [metric for metric in METRICS if metric in thresholds]
     return ComparedPair(
         **vars(pair),
@@ -258,7 +286,10 @@ def _certainly_slower(
         sides = every[place]
         if a is b:
             ratios = [
-                ratio(cell.sample, Sample([s * (1 + threshold) for s in base.sample.trials], base.sample.blocks))
+                ratio(
+                    cell.sample,
+                    Sample([s * (1 + threshold) for s in base.sample.trials], base.sample.blocks),
+                )
                 for cell, base in zip(sides.b, sides.a, strict=True)
             ]
             shifted: Interval | None = ratios[0]
@@ -266,7 +297,9 @@ def _certainly_slower(
                 shifted = over_runs([each.ratio for each in ratios])
         else:
             shifted = _allowing_for_days(a, b, sides, MARGIN, 1 + threshold)
-        assert shifted is not None and shifted.p_different is not None, "there are as many trials as for the interval"
+        assert shifted is not None and shifted.p_different is not None, (
+            "there are as many trials as for the interval"
+        )
         values.append(shifted.p_different)
     for place, p_value in zip(family, holm(values), strict=True):
         time = judged[place].time
@@ -294,7 +327,10 @@ def record(row: ComparedPair) -> dict[str, object]:
         "reason": str(row.reason),
         "detail": row.detail,
         "next": NEXT[row.reason],
-        **{name: getattr(time, name, None) for name in ("ratio", "low", "high", "num_trials", "paired")},
+        **{
+            name: getattr(time, name, None)
+            for name in ("ratio", "low", "high", "num_trials", "paired")
+        },
         "p_different": row.p_different,
         "p_same": row.p_same,
         "num_runs": None if time is None else len(time.runs) or 1,
@@ -313,11 +349,15 @@ def record(row: ComparedPair) -> dict[str, object]:
 
 def frame_of_pairs(rows: Sequence[ComparedPair]) -> pd.DataFrame:
     """The rows, at least one, as a table: compare.parquet of a comparison, ratios.parquet of a run."""
-    typed = {name: column.dtype for name, column in COLUMNS["ratios"].items() if column.dtype != "string"}
+    typed = {
+        name: column.dtype for name, column in COLUMNS["ratios"].items() if column.dtype != "string"
+    }
     return pd.DataFrame([record(row) for row in rows]).astype(typed)
 
 
-def partnerless(a: Run, b: Run, pairs: Sequence[Pair], backends: tuple[str | None, str | None]) -> dict[str, list[str]]:
+def partnerless(
+    a: Run, b: Run, pairs: Sequence[Pair], backends: tuple[str | None, str | None]
+) -> dict[str, list[str]]:
     """The labels of the cells without a partner; of one run, only those of the two backends that are compared."""
     found = {}
     paired = {cell.cell_id for pair in pairs for cell in (pair.a, pair.b)}

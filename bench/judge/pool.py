@@ -58,7 +58,11 @@ class Pool:
         if len(commits) > 1:
             found.append(f"the runs are of different commits of the bench: {', '.join(commits)}")
         every = {cell_id: run.labels[cell_id] for run in self.runs for cell_id in run.cells}
-        if alone := [label for cell_id, label in every.items() if any(cell_id not in run.cells for run in self.runs)]:
+        if alone := [
+            label
+            for cell_id, label in every.items()
+            if any(cell_id not in run.cells for run in self.runs)
+        ]:
             found.append(f"left out, since not all runs have them: {some(alone)}")
         return found
 
@@ -96,7 +100,11 @@ def _difference(a: Run, b: Run) -> str:
         if ours != theirs:
             return f"its {what} is {theirs or 'unknown'}, and the first one's {ours or 'unknown'}"
     for run, other, where in ((a, b, "it has no cell"), (b, a, "the first one has no cell")):
-        lacking = [run.labels[key] for key, cell in run.cells.items() if not cell.twin and key not in other.cells]
+        lacking = [
+            run.labels[key]
+            for key, cell in run.cells.items()
+            if not cell.twin and key not in other.cells
+        ]
         if lacking:
             return f"{where} {lacking[0]}"
     return ""
@@ -108,7 +116,9 @@ def _gpus(manifest: Manifest) -> str:
 
 
 def _frameworks(manifest: Manifest) -> str:
-    return ", ".join(f"{name} {version}" for name, version in manifest.packages.items() if name in FRAMEWORKS)
+    return ", ".join(
+        f"{name} {version}" for name, version in manifest.packages.items() if name in FRAMEWORKS
+    )
 
 
 CLASS: dict[str, Callable[[Manifest], object]] = {

@@ -100,7 +100,9 @@ def block_effects(trials: pd.DataFrame) -> tuple[pd.Series, Tested] | None:
     from scipy import stats
 
     known = trials[trials["step_time_s"].notna() & (trials["status"] == Status.OK)]
-    seconds = known.pivot_table(index="repeat", columns="cell_id", values="step_time_s").astype(float)
+    seconds = known.pivot_table(index="repeat", columns="cell_id", values="step_time_s").astype(
+        float
+    )
     logs = seconds.map(math.log)
     logs = logs.loc[:, logs.notna().sum() == logs.notna().sum().max()].dropna()
     if len(logs) < 3 or logs.shape[1] < 3:
@@ -180,7 +182,9 @@ def _separation(ordered: Array) -> tuple[Array, Array]:
     spreads = squares / cuts - means[0] ** 2, (total - squares) / (n - cuts) - means[1] ** 2
     within = cuts * spreads[0] + (n - cuts) * spreads[1]
     best = within.argmin(axis=1)[:, None]
-    apart, scatter = (np.take_along_axis(v, best, 1)[:, 0] for v in (means[1] - means[0], spreads[0] + spreads[1]))
+    apart, scatter = (
+        np.take_along_axis(v, best, 1)[:, 0] for v in (means[1] - means[0], spreads[0] + spreads[1])
+    )
     smallest = np.finfo(float).eps * np.maximum(total[:, 0], np.finfo(float).tiny)
     return math.sqrt(2) * apart / np.sqrt(np.maximum(scatter, smallest)), cuts[best[:, 0]]
 
@@ -189,7 +193,11 @@ def _separation(ordered: Array) -> tuple[Array, Array]:
 def _nulls(n: int) -> tuple[Array, ...]:
     """Ashman's D of simulated unimodal samples, for each kind of noise."""
     rng = np.random.default_rng(SEED)
-    kinds = rng.normal(size=(NULLS, n)), rng.uniform(size=(NULLS, n)), rng.standard_t(4, size=(NULLS, n))
+    kinds = (
+        rng.normal(size=(NULLS, n)),
+        rng.uniform(size=(NULLS, n)),
+        rng.standard_t(4, size=(NULLS, n)),
+    )
     return tuple(_separation(np.sort(kind, axis=1))[0] for kind in kinds)
 
 

@@ -106,7 +106,11 @@ class Interval:
     @property
     def may_turn(self) -> bool:
         """Whether the next run may show the opposite of the mean, or no difference."""
-        return self.next_low is not None and self.next_high is not None and self.next_low <= 1 <= self.next_high
+        return (
+            self.next_low is not None
+            and self.next_high is not None
+            and self.next_low <= 1 <= self.next_high
+        )
 
 
 def ratio(a: Sample, b: Sample, margin: float = MARGIN) -> Interval:
@@ -118,7 +122,9 @@ def ratio(a: Sample, b: Sample, margin: float = MARGIN) -> Interval:
     if not len(a.trials) or not len(b.trials):
         raise ValueError("a ratio needs a trial on either side")
     blocks = [block for block in a.by_block if block in b.by_block]
-    paired = len(blocks) >= MIN_TRIALS or (blocks != [] and max(len(a.trials), len(b.trials)) < MIN_TRIALS)
+    paired = len(blocks) >= MIN_TRIALS or (
+        blocks != [] and max(len(a.trials), len(b.trials)) < MIN_TRIALS
+    )
     logs = [a.logs, b.logs]
     if paired:
         logs = [np.array([a.by_block[block] - b.by_block[block] for block in blocks])]
@@ -177,7 +183,9 @@ def between_days(a: Sequence[float], b: Sequence[float], margin: float = MARGIN)
     return interval_of(found, margin, min(len(ours), len(theirs)), paired=False)
 
 
-def allowing_for_days(interval: Interval, deviation: float, freedom: int, margin: float = MARGIN) -> Interval:
+def allowing_for_days(
+    interval: Interval, deviation: float, freedom: int, margin: float = MARGIN
+) -> Interval:
     """A ratio of one run to another one, with the deviation of a step time between days in its interval.
 
     ``deviation`` is the standard deviation of the logarithm of one cell's step time over runs, known with ``freedom``
@@ -190,7 +198,9 @@ def allowing_for_days(interval: Interval, deviation: float, freedom: int, margin
     parts = {n - 1: within**2, freedom: 2 * deviation**2}
     variance = within**2 + 2 * deviation**2
     welch = variance**2 / sum(part**2 / of for of, part in parts.items())
-    found = LogMean(np.asarray(math.log(interval.ratio)), np.asarray(math.sqrt(variance)), np.asarray(welch))
+    found = LogMean(
+        np.asarray(math.log(interval.ratio)), np.asarray(math.sqrt(variance)), np.asarray(welch)
+    )
     return interval_of(found, margin, n, paired=interval.paired)
 
 
@@ -217,7 +227,9 @@ class LogMean:
         if b is None:
             return cls(a.mean(axis=-1), error, np.asarray(a.shape[-1] - 1.0))
         shares = [part / error**2 for part in parts]
-        welch = 1 / np.maximum(sum(q**2 / (x.shape[-1] - 1) for q, x in zip(shares, (a, b), strict=True)), 1e-9)
+        welch = 1 / np.maximum(
+            sum(q**2 / (x.shape[-1] - 1) for q, x in zip(shares, (a, b), strict=True)), 1e-9
+        )
         return cls(a.mean(axis=-1) - b.mean(axis=-1), error, np.asarray(welch))
 
     def interval(self) -> tuple[Array, Array]:
@@ -231,7 +243,9 @@ class LogMean:
 
     def p_same(self, margin: float) -> Array:
         """p-value of the hypothesis that the centre is outside the margin: the larger of two one-sided ones."""
-        return np.asarray(special.stdtr(self.freedom, (np.abs(self.centre) - math.log1p(margin)) / self.error))
+        return np.asarray(
+            special.stdtr(self.freedom, (np.abs(self.centre) - math.log1p(margin)) / self.error)
+        )
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -242,7 +256,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
     values = np.asarray(p_values, dtype=float)
     order = np.argsort(values, kind="stable")
     adjusted = np.empty_like(values)
-    adjusted[order] = np.minimum(1, np.maximum.accumulate(values[order] * np.arange(len(values), 0, -1)))
+    adjusted[order] = np.minimum(
+        1, np.maximum.accumulate(values[order] * np.arange(len(values), 0, -1))
+    )
     return [float(value) for value in adjusted]
 
 

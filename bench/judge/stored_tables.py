@@ -32,12 +32,22 @@ def read_table(path: Path, expected: pd.DataFrame) -> pd.DataFrame:
             names = [name for name in expected.columns if name in file.schema_arrow.names]
             texts = [name for name in names if _is_text(file.schema_arrow.field(name).type)]
         with open_regular(path, TABLE_BYTES) as opened:
-            table = parquet.read_table(opened, columns=names, read_dictionary=texts, use_threads=False)
+            table = parquet.read_table(
+                opened, columns=names, read_dictionary=texts, use_threads=False
+            )
         for name in texts:
             _require_short(path, name, table.column(name))
         frame: pd.DataFrame = table.to_pandas(use_threads=False)
         return frame
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, pa.ArrowException, MemoryError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        OverflowError,
+        pa.ArrowException,
+        MemoryError,
+    ) as error:
         if isinstance(error, InputError):
             raise
         reason = getattr(error, "strerror", None) or plain(error)[:200] or type(error).__name__
@@ -45,7 +55,10 @@ def read_table(path: Path, expected: pd.DataFrame) -> pd.DataFrame:
 
 
 def _is_text(kind: pa.DataType) -> bool:
-    return any(test(kind) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_dictionary))
+    return any(
+        test(kind)
+        for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_dictionary)
+    )
 
 
 def _require_small(path: Path, file: parquet.ParquetFile) -> None:
@@ -66,4 +79,6 @@ def _require_short(path: Path, name: str, column: pa.ChunkedArray) -> None:
         for text in values:
             longest = max(longest, len(str(text)))
     if longest * max(1, len(column)) > TABLE_BYTES:
-        raise InputError(f"{path.name}: {name} has texts of {size(longest)}, more than a run can have")
+        raise InputError(
+            f"{path.name}: {name} has texts of {size(longest)}, more than a run can have"
+        )

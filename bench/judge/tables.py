@@ -154,7 +154,9 @@ def frame_of(name: str, rows: pd.DataFrame | Sequence[Mapping[str, object]]) -> 
     return pd.DataFrame(rows, columns=list(columns)).astype(columns)
 
 
-def _frame_of_rows(name: str, rows: Sequence[StepRow | LossRow | CollectiveRow | MemoryRow]) -> pd.DataFrame:
+def _frame_of_rows(
+    name: str, rows: Sequence[StepRow | LossRow | CollectiveRow | MemoryRow]
+) -> pd.DataFrame:
     columns = dtypes(name)
     values = {column: [getattr(row, column) for row in rows] for column in columns}
     return pd.DataFrame(values, columns=list(columns)).astype(columns)
@@ -254,7 +256,10 @@ def _add_once(row: TrialRow, measured: MeasuredOnce) -> None:
         row.update_error, row.update_scale = known(update.error), known(update.scale)
         row.update_residual = known(update.residual)
         row.gradient_norm = known(update.gradient_norm)
-        row.unclipped_error, row.unclipped_scale = known(update.unclipped_error), known(update.unclipped_scale)
+        row.unclipped_error, row.unclipped_scale = (
+            known(update.unclipped_error),
+            known(update.unclipped_scale),
+        )
         row.device_error = known(update.device_error)
         row.device_loss_deviation = known(update.device_loss_deviation)
     if measured.memory and "peak" in measured.memory:
@@ -271,7 +276,10 @@ def _add_once(row: TrialRow, measured: MeasuredOnce) -> None:
         if cost.num_launches is not None:
             row.num_launches_per_micro_batch = cost.num_launches / n
     if measured.exposure is not None:
-        row.collective_s, row.exposed_s = measured.exposure.collective_s, measured.exposure.exposed_s
+        row.collective_s, row.exposed_s = (
+            measured.exposure.collective_s,
+            measured.exposure.exposed_s,
+        )
 
 
 def step_time(cell: Cell, timed: MergedTimings | None) -> float | None:
@@ -281,7 +289,9 @@ def step_time(cell: Cell, timed: MergedTimings | None) -> float | None:
     return float(statistics.median(timed.step_seconds))
 
 
-def _add_timed(row: TrialRow, record: TrialRecord, timed: MergedTimings, manifest: Manifest) -> None:
+def _add_timed(
+    row: TrialRow, record: TrialRecord, timed: MergedTimings, manifest: Manifest
+) -> None:
     cell = row.cell
     row.num_micro_batches, row.optimizer_steps_observed = timed.num_micro_batches, timed.num_updates
     row.ranks_agree = timed.ranks_agree
@@ -292,7 +302,10 @@ def _add_timed(row: TrialRow, record: TrialRecord, timed: MergedTimings, manifes
         row.optimizer_steps_reported_by, row.optimizer_steps_reported = counter, count
     if timed.host is not None:
         row.num_cpus = timed.host.num_cpus
-        row.foreign_cores, row.stolen_cores = known(timed.host.foreign_cores), known(timed.host.stolen_cores)
+        row.foreign_cores, row.stolen_cores = (
+            known(timed.host.foreign_cores),
+            known(timed.host.stolen_cores),
+        )
     if record.gpus is not None and cell.world.is_timed:
         _add_gpus(row, record.gpus.gpus, len(timed.step_seconds), record.tokens_per_step)
     seconds = step_time(cell, timed)
@@ -302,7 +315,10 @@ def _add_timed(row: TrialRow, record: TrialRecord, timed: MergedTimings, manifes
         if cell.world.times_communication:
             _add_rates(row, record, seconds, manifest)
     if timed.cuda_memory:
-        row.peak_memory_bytes, row.peak_memory_source = timed.cuda_memory["allocated"], "CUDA allocator, allocated"
+        row.peak_memory_bytes, row.peak_memory_source = (
+            timed.cuda_memory["allocated"],
+            "CUDA allocator, allocated",
+        )
 
 
 def _add_rates(row: TrialRow, record: TrialRecord, seconds: float, manifest: Manifest) -> None:
@@ -319,11 +335,15 @@ def _add_rates(row: TrialRow, record: TrialRecord, seconds: float, manifest: Man
     peak = peak_flops(record.device_name or "", cell.precision)
     if peak:
         row.mfu = rate / (peak * cell.world_size)
-    if measured is not None and (products := measured.flops_per_s.get(cell.precision)):  # of each rank
+    if measured is not None and (
+        products := measured.flops_per_s.get(cell.precision)
+    ):  # of each rank
         row.mfu_of_matmul = rate / math.fsum(products)
 
 
-def _add_gpus(row: TrialRow, gpus: Sequence[GpuSummary], num_steps: int, tokens_per_step: float | None) -> None:
+def _add_gpus(
+    row: TrialRow, gpus: Sequence[GpuSummary], num_steps: int, tokens_per_step: float | None
+) -> None:
     """NVML's values over all GPUs: lowest clock, top temperature, total power and energy; None if any is missing."""
     clocks = _of_all(gpu.sm_clock_mhz for gpu in gpus)
     if clocks:
@@ -380,12 +400,23 @@ def _step_rows(record: TrialRecord) -> list[StepRow]:
 def _loss_rows(record: TrialRecord) -> list[LossRow]:
     if record.time is None:
         return []
-    return [LossRow(record.cell_id, record.repeat, step, loss) for step, loss in enumerate(record.time.losses)]
+    return [
+        LossRow(record.cell_id, record.repeat, step, loss)
+        for step, loss in enumerate(record.time.losses)
+    ]
 
 
 def _collective_rows(record: TrialRecord) -> list[CollectiveRow]:
     return [
-        CollectiveRow(record.cell_id, record.repeat, row.op, row.group, row.dtype, row.calls, row.payload_bytes)
+        CollectiveRow(
+            record.cell_id,
+            record.repeat,
+            row.op,
+            row.group,
+            row.dtype,
+            row.calls,
+            row.payload_bytes,
+        )
         for row in record.collectives or ()
     ]
 
@@ -397,5 +428,9 @@ def _memory_rows(record: TrialRecord) -> list[MemoryRow]:
             sizes[f"tracked_{name}"] = size
     if record.time is not None and record.time.cuda_memory:
         peaks = record.time.cuda_memory
-        sizes |= {f"cuda_{name}": peaks[name] for name in ("allocated", "active", "reserved") if name in peaks}
+        sizes |= {
+            f"cuda_{name}": peaks[name]
+            for name in ("allocated", "active", "reserved")
+            if name in peaks
+        }
     return [MemoryRow(record.cell_id, record.repeat, name, size) for name, size in sizes.items()]

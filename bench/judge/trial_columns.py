@@ -94,7 +94,13 @@ class Column:
         return words.format(value)
 
 
-SPEED, MEMORY, COMMUNICATION, CORRECTNESS, SEMANTICS = "speed", "memory", "communication", "correctness", "semantics"
+SPEED, MEMORY, COMMUNICATION, CORRECTNESS, SEMANTICS = (
+    "speed",
+    "memory",
+    "communication",
+    "correctness",
+    "semantics",
+)
 """Keys of the page's sections."""
 text, flag = partial(Column, "string", ""), partial(Column, "boolean", "")
 number, count = partial(Column, "Float64"), partial(Column, "Int64")
@@ -118,27 +124,44 @@ TRIAL_COLUMNS: dict[str, Column] = {
     "backend": text("one way to accumulate gradients", axis=Axis.NAME),
     "framework": text("framework of the backend", over=Over.FIRST),
     "sharding": text("what is split across ranks: none, optimizer, grads, params", over=Over.FIRST),
-    "sync": text("when gradients are reduced: none, eager, deferred-all-reduce, deferred", over=Over.FIRST),
-    "accumulate": count("micro-batches", "N, per window and rank", axis=Axis.NAME, title="N", phrasing=("N = {}",)),
+    "sync": text(
+        "when gradients are reduced: none, eager, deferred-all-reduce, deferred", over=Over.FIRST
+    ),
+    "accumulate": count(
+        "micro-batches", "N, per window and rank", axis=Axis.NAME, title="N", phrasing=("N = {}",)
+    ),
     "world_size": count("ranks", "W", axis=Axis.NAME, title="W", phrasing=("W = {}",)),
     "replicate": count(
-        "replicas", "of HSDP; 0 for other backends", axis=Axis.WAY, title="R", phrasing=("no replicas", "{} replicas")
+        "replicas",
+        "of HSDP; 0 for other backends",
+        axis=Axis.WAY,
+        title="R",
+        phrasing=("no replicas", "{} replicas"),
     ),
     "virtual_world_size": count("ranks", "W of a virtual world; NA for a real one"),
     "fake_tensors": flag("whether tensors have shapes but no values"),
     "shared_gpu": flag("whether ranks shared a GPU; nothing is timed then"),
     "micro_batch_size": count("samples", "per forward on one rank", over=Over.FIRST),
     "global_batch_size": count(
-        "samples", "per optimizer step over all ranks", axis=Axis.WORK, title="B", phrasing=("B = {}",)
+        "samples",
+        "per optimizer step over all ranks",
+        axis=Axis.WORK,
+        title="B",
+        phrasing=("B = {}",),
     ),
-    "sequence_length": count("tokens", "per sample", axis=Axis.WORK, title="tokens", phrasing=("{} tokens",)),
+    "sequence_length": count(
+        "tokens", "per sample", axis=Axis.WORK, title="tokens", phrasing=("{} tokens",)
+    ),
     "workload": text("what is trained", axis=Axis.WORK),
     "model": text("size of the model", axis=Axis.WORK),
     "num_parameters": count("parameters", "of the model", over=Over.FIRST),
     "precision": text("dtype of forward and backward", axis=Axis.NAME, title="dtype"),
     "bf16_as": text("how a bf16 cell computes"),
     "accumulation_dtype": text(
-        "dtype in which gradients should be summed", axis=Axis.WAY, title="summed in", phrasing=("summed in {}",)
+        "dtype in which gradients should be summed",
+        axis=Axis.WAY,
+        title="summed in",
+        phrasing=("summed in {}",),
     ),
     "accumulated_in": text(
         "dtype in which they were measured to be summed",
@@ -148,7 +171,9 @@ TRIAL_COLUMNS: dict[str, Column] = {
     ),
     "corpus": text("where the tokens come from", axis=Axis.WORK),
     "optimizer": text("optimizer of the time pass", axis=Axis.WORK),
-    "learning_rate": number("", "of the optimizer", axis=Axis.WORK, title="lr", phrasing=("lr {:g}",)),
+    "learning_rate": number(
+        "", "of the optimizer", axis=Axis.WORK, title="lr", phrasing=("lr {:g}",)
+    ),
     "clip_norm": number(
         "L2 norm",
         "maximum norm of the gradient; 0 for no clipping",
@@ -168,25 +193,46 @@ TRIAL_COLUMNS: dict[str, Column] = {
         title="selectively",
         phrasing=("all of a block recomputed", "checkpointed selectively"),
     ),
-    "compiled": flag("whether blocks are compiled", axis=Axis.WAY, phrasing=("not compiled", "blocks compiled")),
-    "ranks_per_node": count("ranks", "0 if all are on one node", axis=Axis.WAY, phrasing=("one node", "{} per node")),
-    "seed": count("", "of the initial weights and of the tokens", axis=Axis.WORK, phrasing=("seed {}",)),
+    "compiled": flag(
+        "whether blocks are compiled", axis=Axis.WAY, phrasing=("not compiled", "blocks compiled")
+    ),
+    "ranks_per_node": count(
+        "ranks", "0 if all are on one node", axis=Axis.WAY, phrasing=("one node", "{} per node")
+    ),
+    "seed": count(
+        "", "of the initial weights and of the tokens", axis=Axis.WORK, phrasing=("seed {}",)
+    ),
     "device": text("cpu or cuda", axis=Axis.WORK),
     "device_name": text("device of the first rank"),
-    "status": text("ok, or how the trial ended: oom, timeout, hang, crashed, unsupported, invalid, interrupted"),
+    "status": text(
+        "ok, or how the trial ended: oom, timeout, hang, crashed, unsupported, invalid, interrupted"
+    ),
     "reason": text("why the status is not ok"),
     "failed_gates": text("gates that the trial failed, comma-separated", over=Over.FIRST),
-    "update_causes": text("likely causes of an update of the wrong scale, comma-separated", over=Over.FIRST),
+    "update_causes": text(
+        "likely causes of an update of the wrong scale, comma-separated", over=Over.FIRST
+    ),
     "num_warmup_steps": count(
-        "steps", "excluded at the beginning", title="warm-up steps left out, at most", over=Over.MAX, section=SPEED
+        "steps",
+        "excluded at the beginning",
+        title="warm-up steps left out, at most",
+        over=Over.MAX,
+        section=SPEED,
     ),
     "step_time_s": number(
-        "s", "median of the steps after warm-up, each the maximum over ranks", title="s/step", form=".4g"
+        "s",
+        "median of the steps after warm-up, each the maximum over ranks",
+        title="s/step",
+        form=".4g",
     ),
     "tokens_per_s": number("tokens/s", "over all ranks", title="tokens/s", form=",.0f"),
     "mfu": _cost("1", "model FLOPs utilization against the datasheet's peak", title="MFU"),
-    "mfu_of_matmul": _cost("1", "the same against the matrix-product rate measured in the run", title="MFU of matmul"),
-    "link_bytes_per_s": number("B/s", "bus bandwidth of all-reduces, measured in the run", title="link", form=".3g"),
+    "mfu_of_matmul": _cost(
+        "1", "the same against the matrix-product rate measured in the run", title="MFU of matmul"
+    ),
+    "link_bytes_per_s": number(
+        "B/s", "bus bandwidth of all-reduces, measured in the run", title="link", form=".3g"
+    ),
     "energy_j_per_step": _cost("J", "of the GPUs in use, per optimizer step", title="J/step"),
     "energy_j_per_token": _cost("J", "the same per predicted token", title="J/token"),
     "cpu_s_per_micro_batch": _cost("s", f"CPU time of one rank{_SHARE}", title="CPU s/micro-batch"),
@@ -199,7 +245,9 @@ TRIAL_COLUMNS: dict[str, Column] = {
     "other_work": text(
         "first operator of forward or backward that differs from the plain model; empty if none does",
     ),
-    "collective_s": _exposure("time in one window during which NCCL kernels ran", title="s in collectives"),
+    "collective_s": _exposure(
+        "time in one window during which NCCL kernels ran", title="s in collectives"
+    ),
     "exposed_s": _exposure("part of it during which nothing else ran", title="s exposed"),
     "peak_memory_bytes": count("B", "maximum over ranks"),
     "peak_memory_source": text("what measured peak_memory_bytes", title="measured by"),
@@ -208,7 +256,10 @@ TRIAL_COLUMNS: dict[str, Column] = {
     "optimizer_steps_observed": _steps("observed at the inner optimizer", title="taken"),
     "optimizer_steps_reported": _steps("reported by the framework", title="reported"),
     "optimizer_steps_reported_by": text(
-        "the framework's counter that reports them", title="reported by", over=Over.FIRST, section=SEMANTICS
+        "the framework's counter that reports them",
+        title="reported by",
+        over=Over.FIRST,
+        section=SEMANTICS,
     ),
     "ranks_agree": flag(
         "whether all ranks took the same number of steps and micro-batches",
@@ -219,7 +270,9 @@ TRIAL_COLUMNS: dict[str, Column] = {
     "micro_batches_per_update": Column(
         "string", "micro-batches", "the distinct numbers observed, comma-separated", over=Over.FIRST
     ),
-    "final_loss": _checked("nat/token", "of the last step", title="final loss", form=".4f", over=Over.MEDIAN),
+    "final_loss": _checked(
+        "nat/token", "of the last step", title="final loss", form=".4f", over=Over.MEDIAN
+    ),
     "max_loss_deviation": _checked(
         "nat/token",
         "largest difference from the reference's losses",
@@ -250,7 +303,9 @@ TRIAL_COLUMNS: dict[str, Column] = {
         "relative L2 error of a small model's update on the device, against the CPU's; of references",
     ),
     "device_loss_deviation": number("nat/token", "largest difference of its losses from the CPU's"),
-    "entropy_floor": number("nat/token", "lowest expected loss that a model of the corpus can reach", over=Over.FIRST),
+    "entropy_floor": number(
+        "nat/token", "lowest expected loss that a model of the corpus can reach", over=Over.FIRST
+    ),
     "wall_s": number("s", "of the whole trial"),
     "training_s": number("s", "of the training in its passes"),
     "overhead_s": number("s", "wall_s minus training_s"),
@@ -261,7 +316,9 @@ TRIAL_COLUMNS: dict[str, Column] = {
     "sm_clock_mhz": number("MHz", "median over the timed steps, lowest of the GPUs"),
     "power_w": number("W", "of the GPUs in use"),
     "temperature_c": number("degC", "of the hottest GPU"),
-    "clock_slowdowns": text("reasons for reduced clocks in at least 10 % of the samples, comma-separated"),
+    "clock_slowdowns": text(
+        "reasons for reduced clocks in at least 10 % of the samples, comma-separated"
+    ),
     "foreign_gpu_processes": count("processes", "of other programs on the GPUs"),
 }
 

@@ -82,7 +82,9 @@ def explain_update(
             "lost, repeated or weighted unequally"
         )
     if clip:
-        before = explain_update(clip.unclipped_scale, residual, accumulate, world_size, None, rounding)
+        before = explain_update(
+            clip.unclipped_scale, residual, accumulate, world_size, None, rounding
+        )
         how = "too short to be clipped" if clip.gradient_norm <= clip.norm else "clipped"
         wanted = min(clip.gradient_norm, clip.norm) / clip.right_norm
         right = ""
@@ -97,9 +99,14 @@ def explain_update(
         Cause.SUMMED: world_size,
     }
     possible = {cause: factor for cause, factor in factors.items() if factor != 1}
-    likely = tuple(cause for cause, factor in possible.items() if abs(scale / factor - 1) < SAME_FACTOR)
+    likely = tuple(
+        cause for cause, factor in possible.items() if abs(scale / factor - 1) < SAME_FACTOR
+    )
     if likely:
-        return Explanation(", or ".join(CAUSES[cause].format(n=accumulate, w=world_size) for cause in likely), likely)
+        return Explanation(
+            ", or ".join(CAUSES[cause].format(n=accumulate, w=world_size) for cause in likely),
+            likely,
+        )
     direction = "same" if scale > 0 else "opposite"
     return Explanation(f"{_times(scale)} times the right one, in the {direction} direction")
 
@@ -118,7 +125,9 @@ def explain_clipping(scale: float | None, residual: float | None, clip: Clip) ->
         return "it is not finite"
     if residual > SAME_FACTOR or residual > abs(scale - 1):
         return f"right before it is clipped: its parts are clipped one by one, not the whole to norm {clip.norm:g}"
-    if abs(scale / (clip.gradient_norm / clip.right_norm) - 1) < SAME_FACTOR:  # as if only the reference clipped
+    if (
+        abs(scale / (clip.gradient_norm / clip.right_norm) - 1) < SAME_FACTOR
+    ):  # as if only the reference clipped
         return f"right but for its length: it is not clipped to norm {clip.norm:g}"
     found = scale * clip.right_norm
     return f"right but for its length: it is clipped to norm {found:.3g}, not to {clip.norm:g}"

@@ -172,7 +172,14 @@ def scope_words(num_runs: int) -> str:
 
 
 BLOCKS = frozenset(
-    {Reason.NO_TRIALS, Reason.PRECISION, Reason.ACCUMULATION, Reason.WORK, Reason.GATE, Reason.DISTURBED}
+    {
+        Reason.NO_TRIALS,
+        Reason.PRECISION,
+        Reason.ACCUMULATION,
+        Reason.WORK,
+        Reason.GATE,
+        Reason.DISTURBED,
+    }
 )
 """Reasons that make a comparison ``not comparable``; the others leave it ambiguous."""
 
@@ -181,7 +188,9 @@ MORE_HELPS = frozenset({Reason.WIDE, Reason.MANY, Reason.NO_CONTROL, Reason.FEW_
 
 
 def compare(
-    sides: Mapping[str, tuple[CellEvidence, CellEvidence]], control: Interval | None, margin: float = MARGIN
+    sides: Mapping[str, tuple[CellEvidence, CellEvidence]],
+    control: Interval | None,
+    margin: float = MARGIN,
 ) -> Comparison:
     """The evidence on two cells, for ``judge_all``: both sides in each run, by the run's name.
 
@@ -236,7 +245,9 @@ def _blocked(a: CellEvidence, b: CellEvidence) -> tuple[Reason, tuple[str, ...]]
         return Reason.GATE if a.failed_gates or b.failed_gates else Reason.DISTURBED, found
     for side in (a, b):
         if not side.sample.trials:
-            return Reason.NO_TRIALS, (f"{side.label}: {plural(side.num_failed, 'trial')}, none of which succeeded",)
+            return Reason.NO_TRIALS, (
+                f"{side.label}: {plural(side.num_failed, 'trial')}, none of which succeeded",
+            )
     failed = tuple(
         f"{side.label}: {side.num_failed} of {plural(side.num_failed + len(side.sample.trials), 'trial')} failed"
         for side in (a, b)
@@ -274,7 +285,9 @@ def _judged(comparison: Comparison) -> Comparison:
     if control is None:
         return replace(comparison, reason=Reason.NO_CONTROL, details=("there is no A/A pair",))
     if control.low is None:
-        return replace(comparison, reason=Reason.NO_CONTROL, details=(f"A/A pair: {control.reason}",))
+        return replace(
+            comparison, reason=Reason.NO_CONTROL, details=(f"A/A pair: {control.reason}",)
+        )
     if is_off(control):
         assert control.high is not None, "both ends are known, or neither"
         ends = f"{control.ratio:.4f} ({control.low:.4f} to {control.high:.4f})"
@@ -296,7 +309,9 @@ def is_off(control: Interval | None) -> bool:
     """Whether the A/A pair shows that a cell differs from itself: by more than the margin, and not by its noise."""
     if control is None or control.low is None or control.high is None:
         return False
-    return not control.low <= 1 <= control.high and abs(math.log(control.ratio)) > math.log1p(MARGIN)
+    return not control.low <= 1 <= control.high and abs(math.log(control.ratio)) > math.log1p(
+        MARGIN
+    )
 
 
 def _of_interval(time: Interval, found: Comparison) -> tuple[Verdict, Reason]:
@@ -319,7 +334,9 @@ def next_precision(found: Sequence[Comparison], precision: float) -> float | Non
     still ambiguous for want of evidence are extended, once, until SAME_WIDTH of the margin. Neither depends on where
     the intervals are, and so repeats are not added until a wanted verdict comes up.
     """
-    intervals = [interval for each in found for interval in (each.time, each.control) if interval is not None]
+    intervals = [
+        interval for each in found for interval in (each.time, each.control) if interval is not None
+    ]
     widest = max((interval.width for interval in intervals), default=math.inf)
     if widest >= precision:
         return precision

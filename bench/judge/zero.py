@@ -27,7 +27,9 @@ SUB_GROUP = 10**9
 """``sub_group_size`` at its default: elements per group of the optimizer in stage 3."""
 
 
-def zero(backend: type[ZeroBackend], cell: Cell, layout: Layout, rank: int, settings: Settings) -> CallsAndHeld | None:
+def zero(
+    backend: type[ZeroBackend], cell: Cell, layout: Layout, rank: int, settings: Settings
+) -> CallsAndHeld | None:
     """The formula of all backends with a DeepSpeed engine.
 
     None for activation checkpointing where stage 3 gathers the modules of a block one by one: what it gathers during
@@ -49,7 +51,9 @@ def zero(backend: type[ZeroBackend], cell: Cell, layout: Layout, rank: int, sett
 
 def options_of(backend: type[ZeroBackend], cell: Cell, layout: Layout) -> ZeroOptions:
     """Those that the backend sets."""
-    return validation.read(ZeroOptions, zero_options(backend, cell, layout.block_parameters, layout.num_parameters))
+    return validation.read(
+        ZeroOptions, zero_options(backend, cell, layout.block_parameters, layout.num_parameters)
+    )
 
 
 def buckets(layout: Layout, order: Iterable[int], size: int) -> list[list[int]]:

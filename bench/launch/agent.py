@@ -20,7 +20,12 @@ from types import MappingProxyType
 from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
@@ -42,8 +47,14 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         context: Any = self._pcontext
-        returned = [queue._reader for rank, queue in context._ret_vals.items() if rank not in context._return_values]
-        ready = wait([*returned, *context._pc.sentinels])  # a rank's pipe or sentinel: it has returned, or ended
+        returned = [
+            queue._reader
+            for rank, queue in context._ret_vals.items()
+            if rank not in context._return_values
+        ]
+        ready = wait(
+            [*returned, *context._pc.sentinels]
+        )  # a rank's pipe or sentinel: it has returned, or ended
         if not any(isinstance(sign, int) for sign in ready):
             result: RunResult = super()._monitor_workers(worker_group)
             return result
@@ -95,7 +106,11 @@ def run(
     rank = min(exits, key=lambda rank: (exits[rank] >= 0, first + rank in reported))
     code = exits[rank]
     if code < 0:
-        return {"failure": f"was ended by {stragglers.name(-code)}", "rank": first + rank, "signal": -code}
+        return {
+            "failure": f"was ended by {stragglers.name(-code)}",
+            "rank": first + rank,
+            "signal": -code,
+        }
     failure = "ended without a result"
     if code:
         failure = f"ended with exit code {code}"
@@ -114,11 +129,19 @@ class Rendezvous(StaticTCPRendezvous):
             family = socket.AF_INET
             if ":" in node_task.address:
                 family = socket.AF_INET6
-            listener = socket.create_server((node_task.address, 0), family=family, backlog=socket.SOMAXCONN)
+            listener = socket.create_server(
+                (node_task.address, 0), family=family, backlog=socket.SOMAXCONN
+            )
             port = int(listener.getsockname()[1])
-        super().__init__(node_task.address, port, node_task.node, node_task.num_nodes, node_task.run_id, JOIN_S)
+        super().__init__(
+            node_task.address, port, node_task.node, node_task.num_nodes, node_task.run_id, JOIN_S
+        )
         if listener is not None:
             descriptor = listener.detach()
             self._store = TCPStore(
-                node_task.address, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
+                node_task.address,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=descriptor,
             )

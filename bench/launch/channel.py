@@ -48,13 +48,18 @@ class Channel:
         except OSError as error:
             raise LostError(f"the connection to it broke ({error.strerror or error})") from error
 
-    def receive(self, timeout_s: float | None = None, max_bytes: int = MESSAGE_BYTES) -> dict[str, Any] | None:
+    def receive(
+        self, timeout_s: float | None = None, max_bytes: int = MESSAGE_BYTES
+    ) -> dict[str, Any] | None:
         """The next message; None if there is none within the time. Raises LostError."""
         try:
             if not self._connection.poll(timeout_s):
                 return None
             message = json.loads(self._connection.recv_bytes(max_bytes))
-        except (EOFError, ConnectionResetError) as error:  # a reset, if it ended before it had read everything
+        except (
+            EOFError,
+            ConnectionResetError,
+        ) as error:  # a reset, if it ended before it had read everything
             raise LostError("its process ended") from error
         except (OSError, ValueError, RecursionError) as error:
             raise LostError(f"the connection to it broke ({error})") from error

@@ -46,12 +46,21 @@ def follow(place: Place, secret: bytes, about: Mapping[str, Any]) -> int:
         channel.send({**about, "num_nodes": place.num_nodes})
         answer = channel.receive(ANSWER_S) or {}
     except AuthenticationError as error:
-        raise InputError(f"{job_nodes.SECRET}: node 0 at {channel.address} has another secret") from error
+        raise InputError(
+            f"{job_nodes.SECRET}: node 0 at {channel.address} has another secret"
+        ) from error
     except LostError as error:
-        raise InputError(f"node 0 at {channel.address} did not let this node in ({error})") from error
+        raise InputError(
+            f"node 0 at {channel.address} did not let this node in ({error})"
+        ) from error
     if "welcome" not in answer:
-        raise InputError(str(answer.get("refused", f"node 0 at {channel.address} did not let this node in")))
-    print(f"bench: this is node {place.node} of {place.num_nodes}; node 0 at {channel.address} leads", file=sys.stderr)
+        raise InputError(
+            str(answer.get("refused", f"node 0 at {channel.address} did not let this node in"))
+        )
+    print(
+        f"bench: this is node {place.node} of {place.num_nodes}; node 0 at {channel.address} leads",
+        file=sys.stderr,
+    )
     with _Follower(channel) as follower:
         try:
             follower.serve()
@@ -67,7 +76,9 @@ def _connect(place: Place) -> NodeChannel:
     while True:
         try:
             return NodeChannel(
-                socket.create_connection((job_nodes.address_of(place), place.port), timeout=RETRY_S * 10)
+                socket.create_connection(
+                    (job_nodes.address_of(place), place.port), timeout=RETRY_S * 10
+                )
             )
         except OSError as error:
             if time.monotonic() > deadline:
@@ -146,7 +157,9 @@ class _Follower(contextlib.AbstractContextManager["_Follower"]):
         """The report of the ranks with their logs and dumps, if not all is well."""
         if self._folder is not None and not report.is_good:
             for path in _kept(self._folder):
-                report.files[str(path.relative_to(self._folder))] = base64.b64encode(end_of(path, FILE_BYTES)).decode()
+                report.files[str(path.relative_to(self._folder))] = base64.b64encode(
+                    end_of(path, FILE_BYTES)
+                ).decode()
         self._forget()
         return dataclasses.asdict(report)
 

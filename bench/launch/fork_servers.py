@@ -58,13 +58,21 @@ class _ForkServer(forkserver.ForkServer):
 
     def __init__(self, context: Any, packages: tuple[str, ...]) -> None:
         super().__init__()
-        self._forkserver_address = str(Path(os.environ["BENCH_TMPDIR"]) / f"fork-{os.urandom(4).hex()}")
+        self._forkserver_address = str(
+            Path(os.environ["BENCH_TMPDIR"]) / f"fork-{os.urandom(4).hex()}"
+        )
         alive, self._forkserver_alive_fd = os.pipe()
         self.loading, told = context.Pipe(duplex=False)
-        with socket.socket(socket.AF_UNIX) as listener, Connection(alive, writable=False) as kept, told:
+        with (
+            socket.socket(socket.AF_UNIX) as listener,
+            Connection(alive, writable=False) as kept,
+            told,
+        ):
             listener.bind(self._forkserver_address)
             listener.listen()
-            context.Process(target=_serve, args=(listener, kept, packages, told), daemon=True).start()
+            context.Process(
+                target=_serve, args=(listener, kept, packages, told), daemon=True
+            ).start()
 
     def ensure_running(self) -> None:
         """Unlike one that multiprocessing starts, it cannot be started again."""
@@ -76,7 +84,9 @@ def _tell(told: Connection) -> None:
     told.send("" if preload is None else preload.initialized_by)
 
 
-def _serve(listener: socket.socket, alive: Connection, packages: tuple[str, ...], told: Connection) -> None:
+def _serve(
+    listener: socket.socket, alive: Connection, packages: tuple[str, ...], told: Connection
+) -> None:
     """Load the packages, say so, and fork whatever is asked for until no other process has the pipe."""
     stragglers.signal_at_parents_end(signal.SIGKILL)
     from bench.launch import preload

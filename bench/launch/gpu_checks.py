@@ -125,12 +125,18 @@ def driver(facts: GpuFacts) -> Iterator[Finding]:
         fix = "see nvidia-smi; reboot after a driver update; in a container, pass the GPUs in (--gpus all)"
         if "pynvml" in facts.nvml_error:
             fix = "pip install nvidia-ml-py"
-        yield error("gpu", f"{facts.device_nodes} GPU(s) whose driver does not answer ({facts.nvml_error}): {fix}")
+        yield error(
+            "gpu",
+            f"{facts.device_nodes} GPU(s) whose driver does not answer ({facts.nvml_error}): {fix}",
+        )
     else:
         yield good("gpu", "none: runs use the CPU, over gloo")
     if facts.gpus and facts.nvml_error:
         what = "clocks, power, energy and other processes are unknown, because NVML does not answer"
-        yield warning("gpu", f"{what} ({facts.nvml_error}): for NVIDIA's GPUs, install its driver's libnvidia-ml")
+        yield warning(
+            "gpu",
+            f"{what} ({facts.nvml_error}): for NVIDIA's GPUs, install its driver's libnvidia-ml",
+        )
     if num_hidden := len(facts.gpus) - len(facts.visible):
         setting = facts.environment.get("CUDA_VISIBLE_DEVICES", "")
         what = f"CUDA_VISIBLE_DEVICES='{setting}' hides {num_hidden} of {len(facts.gpus)}"
@@ -146,7 +152,10 @@ def build(facts: GpuFacts) -> Iterator[Finding]:
     if torch is None:
         return
     if not torch.built_for:
-        yield error("cuda", f"torch {torch.version} is built for the CPU alone: {_build_for(facts.driver_cuda)}")
+        yield error(
+            "cuda",
+            f"torch {torch.version} is built for the CPU alone: {_build_for(facts.driver_cuda)}",
+        )
         return
     named = f"torch {torch.version} is built for {torch.built_for}"
     if torch.cuda and facts.driver_cuda and int(torch.cuda.split(".")[0]) > facts.driver_cuda[0]:
@@ -157,12 +166,20 @@ def build(facts: GpuFacts) -> Iterator[Finding]:
         fix = "see nvidia-smi, then restart the programs that hold the driver, or reboot"
         yield error("cuda", f"torch cannot use the GPUs that the driver reports: {problem}: {fix}")
     else:
-        yield good("cuda", f"torch {torch.version} uses {len(torch.devices)}, built for {torch.built_for}")
+        yield good(
+            "cuda", f"torch {torch.version} uses {len(torch.devices)}, built for {torch.built_for}"
+        )
     kernels = _kernels(torch)
-    for capability in sorted({tuple(device["capability"]) for device in torch.devices if torch.cuda}):
+    for capability in sorted(
+        {tuple(device["capability"]) for device in torch.devices if torch.cuda}
+    ):
         if not any(_runs(capability, *kernel) for kernel in kernels):
-            what = f"torch {torch.version} has no kernels for compute capability {_dotted(capability)}"
-            newest = max(((int(major), int(minor)) for _, major, minor, _ in kernels), default=(0, 0))
+            what = (
+                f"torch {torch.version} has no kernels for compute capability {_dotted(capability)}"
+            )
+            newest = max(
+                ((int(major), int(minor)) for _, major, minor, _ in kernels), default=(0, 0)
+            )
             fix = "install a torch that is older"
             if capability > newest:
                 fix = "install a torch that is newer"
@@ -243,12 +260,22 @@ def alone(facts: GpuFacts) -> Iterator[Finding]:
             yield warning("gpu", f"{gpu['uuid']} {what}: nvidia-smi -i {gpu['uuid']} -mig 0")
     counts = [gpu["num_processes"] for gpu in facts.visible]
     if None in counts and not facts.nvml_error:
-        yield warning("gpu", "the processes on the GPUs cannot be listed: run as a user who may query the driver")
+        yield warning(
+            "gpu",
+            "the processes on the GPUs cannot be listed: run as a user who may query the driver",
+        )
     elif counts and not any(counts) and not facts.nvml_error:
         yield good("gpu", "no other process computes on the GPUs")
 
 
-CHECKS: tuple[Callable[[GpuFacts], Iterator[Finding]], ...] = (driver, build, nccl, peers, shared_memory, alone)
+CHECKS: tuple[Callable[[GpuFacts], Iterator[Finding]], ...] = (
+    driver,
+    build,
+    nccl,
+    peers,
+    shared_memory,
+    alone,
+)
 """In the order of their output."""
 USABLE = (driver, build, nccl)
 """The checks without which every trial on a GPU crashes."""

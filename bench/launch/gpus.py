@@ -24,7 +24,9 @@ def hold_gpus(uuids: Sequence[str]) -> Iterator[None]:
     with contextlib.ExitStack() as every:
         for uuid in sorted(set(uuids)):
             path = runtime_folder() / f"gpu-{re.sub(r'[^A-Za-z0-9-]', '_', uuid)}.lock"
-            every.enter_context(held(path, f"GPU {uuid}", "wait for it, or choose others with CUDA_VISIBLE_DEVICES"))
+            every.enter_context(
+                held(path, f"GPU {uuid}", "wait for it, or choose others with CUDA_VISIBLE_DEVICES")
+            )
         yield
 
 
@@ -38,9 +40,13 @@ def runtime_folder() -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)
         alone = private(folder)
     except OSError as error:
-        raise InputError(f"{folder}: cannot be made ({error.strerror}); set XDG_RUNTIME_DIR to a folder") from error
+        raise InputError(
+            f"{folder}: cannot be made ({error.strerror}); set XDG_RUNTIME_DIR to a folder"
+        ) from error
     if not alone:
-        raise InputError(f"{folder}: is not a folder that you alone can write; remove it, or set XDG_RUNTIME_DIR")
+        raise InputError(
+            f"{folder}: is not a folder that you alone can write; remove it, or set XDG_RUNTIME_DIR"
+        )
     return folder
 
 
@@ -53,7 +59,10 @@ def gpus() -> list[dict[str, Any]]:
     """
     try:
         with Nvml() as nvml:
-            found = [{**gpu.about(), "driver": nvml.driver, "instances": gpu.instances()} for gpu in nvml.gpus]
+            found = [
+                {**gpu.about(), "driver": nvml.driver, "instances": gpu.instances()}
+                for gpu in nvml.gpus
+            ]
     except NvmlUnavailableError:
         if has_driver():
             return [dict(gpu) for gpu in _torch_gpus()]

@@ -46,7 +46,14 @@ ENGINES = (
     # https://docs.pytorch.org/docs/stable/elastic/run.html, Environment Variables
     Engine(TORCHRUN, "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "LOCAL_WORLD_SIZE"),
     # https://slurm.schedmd.com/srun.html, Output Environment Variables
-    Engine(SLURM, "SLURM_NODEID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", in_all=True),
+    Engine(
+        SLURM,
+        "SLURM_NODEID",
+        "SLURM_STEP_NUM_NODES",
+        "SLURM_STEP_NODELIST",
+        "SLURM_STEP_NUM_TASKS",
+        in_all=True,
+    ),
     # https://github.com/kubeflow/trainer: torchrun's options as variables
     Engine("Kubeflow Trainer", "PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR"),
     # https://docs.skypilot.co/en/stable/running-jobs/distributed-jobs.html
@@ -86,12 +93,16 @@ def here(environment: Mapping[str, str] = os.environ) -> Place | None:
             return None
         node = _number(environment, engine.node)
         if node >= num_nodes:
-            raise InputError(f"{engine.node} is {node}, and {engine.num_nodes} is {num_nodes}; nodes count from 0")
+            raise InputError(
+                f"{engine.node} is {node}, and {engine.num_nodes} is {num_nodes}; nodes count from 0"
+            )
         needed = 1
         if engine.in_all:
             needed = num_nodes
         if engine.processes and (found := get(engine.processes, "not set")) != str(needed):
-            raise InputError(f"{engine.processes} is {found}, and must be {needed}: start one process on each node")
+            raise InputError(
+                f"{engine.processes} is {found}, and must be {needed}: start one process on each node"
+            )
         head = get("MASTER_ADDR") or get("PET_MASTER_ADDR")
         if not head:
             head = _first_host(environment[engine.head])
@@ -132,9 +143,13 @@ def secret(environment: Mapping[str, str] = os.environ) -> bytes:
             shared = path.stat().st_mode & 0o077
             found = path.read_text().strip()
         except (OSError, ValueError) as error:
-            raise InputError(f"{SECRET}: {path} cannot be read ({error}); name a file with the job's secret") from error
+            raise InputError(
+                f"{SECRET}: {path} cannot be read ({error}); name a file with the job's secret"
+            ) from error
         if shared:
-            raise InputError(f"{SECRET}: others can read {path}; chmod 600 it, and take another secret")
+            raise InputError(
+                f"{SECRET}: others can read {path}; chmod 600 it, and take another secret"
+            )
     if len(found) < SECRET_CHARACTERS:
         raise InputError(
             f"{SECRET}: a job of several nodes needs a secret of at least {SECRET_CHARACTERS} characters, the same on "
@@ -148,7 +163,9 @@ def address_of(place: Place) -> str:
     try:
         found = str(socket.getaddrinfo(place.head, place.port, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError) as error:
-        raise InputError(f"MASTER_ADDR: node {place.node} does not know the head '{place.head}' ({error})") from error
+        raise InputError(
+            f"MASTER_ADDR: node {place.node} does not know the head '{place.head}' ({error})"
+        ) from error
     if ipaddress.ip_address(found).is_loopback and place.head[0].isalpha():
         raise InputError(
             f"MASTER_ADDR: '{place.head}' is {found} on node {place.node}, which no other node can reach; set it to an "
@@ -165,7 +182,9 @@ def interface_of(address: str) -> str:
     for name, addresses in psutil.net_if_addrs().items():
         if any(known.address.partition("%")[0] == address for known in addresses):
             return name
-    raise InputError(f"{address} is not an address of this node; set MASTER_ADDR to one of the first node's")
+    raise InputError(
+        f"{address} is not an address of this node; set MASTER_ADDR to one of the first node's"
+    )
 
 
 def check_interfaces() -> None:
@@ -178,5 +197,10 @@ def check_interfaces() -> None:
         # NCCL takes prefixes, unless '=' stands before them.
         exact = name.startswith("GLOO") or value.startswith("=")
         for wanted in filter(None, value.removeprefix("=").split(",")):
-            if not any(has == wanted.partition(":")[0] if exact else has.startswith(wanted) for has in known):
-                raise InputError(f"{name} is '{value}', and the interfaces here are {', '.join(known)}")
+            if not any(
+                has == wanted.partition(":")[0] if exact else has.startswith(wanted)
+                for has in known
+            ):
+                raise InputError(
+                    f"{name} is '{value}', and the interfaces here are {', '.join(known)}"
+                )

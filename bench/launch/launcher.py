@@ -48,7 +48,9 @@ class Launcher:
     one uses them.
     """
 
-    def __init__(self, device: Device, *, cold: bool = False, others: Nodes | None = None, code: Path = ROOT) -> None:
+    def __init__(
+        self, device: Device, *, cold: bool = False, others: Nodes | None = None, code: Path = ROOT
+    ) -> None:
         self._device = device
         self._cold = cold
         self._others = others
@@ -115,7 +117,13 @@ class Launcher:
         except LostError as error:
             wall_s = time.perf_counter() - started
             self.close()
-            return Outcome(status=Status.INTERRUPTED, reason=str(error), ranks=[], wall_s=wall_s, cold=self._cold)
+            return Outcome(
+                status=Status.INTERRUPTED,
+                reason=str(error),
+                ranks=[],
+                wall_s=wall_s,
+                cold=self._cold,
+            )
 
     def prepare(self, backends: Iterable[str]) -> None:
         """Start the processes from which later trials of these backends are forked; other nodes wait by themselves."""
@@ -132,7 +140,9 @@ class Launcher:
             return ()
         return registry([backend])[backend].preloaded()
 
-    def _start(self, task: Task, nodes: Sequence[Node | RemoteNode], packages: tuple[str, ...]) -> _Trial:
+    def _start(
+        self, task: Task, nodes: Sequence[Node | RemoteNode], packages: tuple[str, ...]
+    ) -> _Trial:
         """A trial whose ranks can begin at once: on every node the processes from which they are forked are ready."""
         for node in reversed(nodes):
             node.start([packages], cold=self._cold)
@@ -160,7 +170,9 @@ def _missing_nodes(nodes: Sequence[Node | RemoteNode], needed: int) -> str:
 class _Trial:
     """One trial on the nodes of its ranks; it can run once."""
 
-    def __init__(self, task: Task, nodes: Sequence[Node | RemoteNode], packages: tuple[str, ...]) -> None:
+    def __init__(
+        self, task: Task, nodes: Sequence[Node | RemoteNode], packages: tuple[str, ...]
+    ) -> None:
         self._task = task
         self._nodes = nodes
         self._packages = packages
@@ -168,7 +180,9 @@ class _Trial:
         """Ranks on each node."""
         self._names = [f"rank {rank}" for rank in range(task.num_processes)]
         if len(nodes) > 1:
-            self._names = [f"rank {r} on {nodes[r // self._num_ranks].name}" for r in range(task.num_processes)]
+            self._names = [
+                f"rank {r} on {nodes[r // self._num_ranks].name}" for r in range(task.num_processes)
+            ]
         self._sights: dict[int, Sight] = {}
         self._reports: dict[int, NodeReport] = {}
         """Both by the number of the node."""
@@ -265,7 +279,11 @@ class _Trial:
         def precedence(number: int) -> tuple[bool, bool, bool]:
             report = self._reports[number]
             rank = report.ending.rank
-            return report.is_good, not report.ending.signal, rank is None or results[rank] is not None
+            return (
+                report.is_good,
+                not report.ending.signal,
+                rank is None or results[rank] is not None,
+            )
 
         number = min(sorted(self._reports), key=precedence)
         ending, name = self._reports[number].ending, self._nodes[number].name

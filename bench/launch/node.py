@@ -35,7 +35,9 @@ class Node:
 
     lost = ""
 
-    def __init__(self, address: str = job_nodes.LOOPBACK, name: str = "", code: Path = ROOT) -> None:
+    def __init__(
+        self, address: str = job_nodes.LOOPBACK, name: str = "", code: Path = ROOT
+    ) -> None:
         self.address, self.name, self._code = address, name, code
         self._device = Device.CPU
         self._telemetry: Telemetry | None = None
@@ -124,7 +126,11 @@ class Node:
     def _report(self, answer: dict[str, Any]) -> NodeReport:
         """The report of the ranks, after ending what has to end with them."""
         node_task, folder = self._node_task, self._ranks.folder
-        rank, failure, number = answer.get("rank"), answer.get("failure", ""), answer.get("signal", 0)
+        rank, failure, number = (
+            answer.get("rank"),
+            answer.get("failure", ""),
+            answer.get("signal", 0),
+        )
         if answer.get("died"):
             failure, number = self._server.death()
         if answer.get("died") or answer.get("spent"):

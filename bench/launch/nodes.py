@@ -55,7 +55,9 @@ class RemoteNode:
     nothing.
     """
 
-    def __init__(self, number: int, host: str, channel: NodeChannel, about: Mapping[str, Any]) -> None:
+    def __init__(
+        self, number: int, host: str, channel: NodeChannel, about: Mapping[str, Any]
+    ) -> None:
         self.number, self.name, self.address = number, f"node {number} ({host})", channel.address
         self.about = about
         self.lost = ""
@@ -213,7 +215,9 @@ class Nodes(contextlib.AbstractContextManager["Nodes"]):
             if isinstance(node, InputError):
                 raise node
             if node.number in found:
-                raise InputError(f"{node.name}: node {node.number} has joined already, as {found[node.number].name}")
+                raise InputError(
+                    f"{node.name}: node {node.number} has joined already, as {found[node.number].name}"
+                )
             found[node.number] = node
             self.nodes = [found[number] for number in sorted(found)]
             missing.discard(node.number)
@@ -325,9 +329,13 @@ class Nodes(contextlib.AbstractContextManager["Nodes"]):
         """Why this node cannot take part; empty if it can."""
         if about.get("error"):
             return str(about["error"])
-        if about.get("num_nodes") != self._place.num_nodes or not 0 < number < self._place.num_nodes:
+        if (
+            about.get("num_nodes") != self._place.num_nodes
+            or not 0 < number < self._place.num_nodes
+        ):
             return (
-                f"it was started as one of {about.get('num_nodes')} nodes, and node 0 as one of {self._place.num_nodes}"
+                f"it was started as one of {about.get('num_nodes')} nodes, and node 0 as one "
+                f"of {self._place.num_nodes}"
             )
         theirs = about.get("versions", {})
         for name, version in self._about["versions"].items():

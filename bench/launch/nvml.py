@@ -74,7 +74,10 @@ SETTINGS: dict[str, Query] = {
 }
 QUERIES: dict[str, Query] = {
     **SAMPLED,
-    "pids": (_pids, "ComputeRunningProcesses"),  # only these, so one that also does graphics is counted once
+    "pids": (
+        _pids,
+        "ComputeRunningProcesses",
+    ),  # only these, so one that also does graphics is counted once
     "mps_pids": (_pids, "MPSComputeRunningProcesses"),
     **SETTINGS,
 }
@@ -116,7 +119,9 @@ class Nvml(contextlib.AbstractContextManager["Nvml"]):
     @property
     def gpus(self) -> list[NvmlGpu]:
         """All GPUs, whether visible to CUDA or not."""
-        return [NvmlGpu(self._library, index) for index in range(self._library.nvmlDeviceGetCount())]
+        return [
+            NvmlGpu(self._library, index) for index in range(self._library.nvmlDeviceGetCount())
+        ]
 
 
 class NvmlGpu:
@@ -148,12 +153,16 @@ class NvmlGpu:
         if not self.ask("mig"):
             return found
         for place in range(self._call("MaxMigDeviceCount") or 0):
-            if (handle := self._call("MigDeviceHandleByIndex", place)) is not None:  # there may be none at this index
+            if (
+                handle := self._call("MigDeviceHandleByIndex", place)
+            ) is not None:  # there may be none at this index
                 about = self._describe(handle)
                 name = f"{about['name']} MIG"
                 if "MIG" in about["name"]:
                     name = about["name"]
-                found.append({"name": name, "memory_bytes": about["memory_bytes"], "mig": about["uuid"]})
+                found.append(
+                    {"name": name, "memory_bytes": about["memory_bytes"], "mig": about["uuid"]}
+                )
         return found
 
     def settings(self, others: Sequence[NvmlGpu]) -> dict[str, Any]:
@@ -194,7 +203,9 @@ class NvmlGpu:
         if name in self._unsupported:
             return None
         try:
-            return convert(getattr(self._library, f"nvmlDeviceGet{function}")(self._handle, *arguments))
+            return convert(
+                getattr(self._library, f"nvmlDeviceGet{function}")(self._handle, *arguments)
+            )
         except Exception as error:
             self.problems.setdefault(name, str(error))
             if isinstance(error, AttributeError) or getattr(error, "value", None) in _LASTING:

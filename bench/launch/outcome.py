@@ -94,7 +94,10 @@ def written(folder: Path, ranks: Iterable[int]) -> set[int]:
 
 
 def judge(
-    results: Sequence[dict[str, Any] | None], ending: Ending, wall_s: float, names: Sequence[str] = ()
+    results: Sequence[dict[str, Any] | None],
+    ending: Ending,
+    wall_s: float,
+    names: Sequence[str] = (),
 ) -> Outcome:
     """Judge a trial by what its ranks wrote, rank 0 first; ``ending`` counts only for ranks that wrote nothing.
 
@@ -112,8 +115,12 @@ def judge(
     if len(done) == len(results):
         return Outcome(status=Status.OK, reason="", ranks=done, wall_s=wall_s)
     silent = ending.rank is not None and ending.rank < len(results) and results[ending.rank] is None
-    if failed and not silent:  # else a rank that died silently before caused the failures of the others
-        rank, result = min(failed, key=lambda item: (FAILURES.index(Status(item[1]["status"])), item[1]["time"]))
+    if (
+        failed and not silent
+    ):  # else a rank that died silently before caused the failures of the others
+        rank, result = min(
+            failed, key=lambda item: (FAILURES.index(Status(item[1]["status"])), item[1]["time"])
+        )
         name = f"rank {rank}"
         if names:
             name = names[rank]
@@ -130,7 +137,10 @@ def judge(
     if ending.status is not None:
         status = ending.status
     if ending.signal == signal.SIGKILL and ending.killed_for_memory:
-        status, reason = Status.OOM, f"{reason}, by the kernel for want of memory ({ending.killed_for_memory})"
+        status, reason = (
+            Status.OOM,
+            f"{reason}, by the kernel for want of memory ({ending.killed_for_memory})",
+        )
     last_lines = [portable(line) for line in ending.last_lines]
     return Outcome(status=status, reason=reason, ranks=[], wall_s=wall_s, last_lines=last_lines)
 

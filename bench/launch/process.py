@@ -58,11 +58,15 @@ class LauncherProcess:
 
     def start(self, every: Iterable[tuple[str, ...]], *, cold: bool) -> None:
         """Start the process unless it runs, and have it load these sets of packages unless it has."""
-        if self._process is not None and (self._process.poll() is not None or not Path(self._temporary).is_dir()):
+        if self._process is not None and (
+            self._process.poll() is not None or not Path(self._temporary).is_dir()
+        ):
             self.close()  # it was killed after the last trial, or its temporary folder was removed
         if self._process is None:
             self._begin(cold=cold)
-        if new := list(dict.fromkeys(packages for packages in every if packages not in self._loads)):
+        if new := list(
+            dict.fromkeys(packages for packages in every if packages not in self._loads)
+        ):
             self._loads.update(new)
             self._pending += 1
             with contextlib.suppress(LostError):  # waiting for the answer says why
@@ -83,7 +87,9 @@ class LauncherProcess:
         command.append("cold" if self.cold else "warm")
         # A pipe would fill up, since nobody reads it during a trial.
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process runs
-        with interrupt.held():  # otherwise an interrupt could leave a process whose pid is not known
+        with (
+            interrupt.held()
+        ):  # otherwise an interrupt could leave a process whose pid is not known
             self._process = subprocess.Popen(
                 command,
                 env={
@@ -93,7 +99,9 @@ class LauncherProcess:
                     "BENCH_TMPDIR": self._temporary,
                     "BENCH_SCRATCH": self.scratch,
                 },
-                cwd=None if self._code == ROOT else self._code,  # which Python imports from before all others
+                cwd=None
+                if self._code == ROOT
+                else self._code,  # which Python imports from before all others
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -109,7 +117,9 @@ class LauncherProcess:
             if not reply.get("ready"):
                 detail = self._last_words()
                 self.close()
-                raise LauncherError(f"the launcher's process did not come up (limit {START_TIMEOUT_S:.0f} s): {detail}")
+                raise LauncherError(
+                    f"the launcher's process did not come up (limit {START_TIMEOUT_S:.0f} s): {detail}"
+                )
             self._pending -= 1
             self._initialized_by = self._initialized_by or str(reply["initialized_by"])
         return self._initialized_by

@@ -70,7 +70,11 @@ def pretend(world_size: int) -> None:
 
     # Lightning and DeepSpeed also read the environment, which describes the one process that torch elastic started.
     alone = {"RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": 0}
-    pretended = {"WORLD_SIZE": world_size, "GROUP_WORLD_SIZE": world_size, "ROLE_WORLD_SIZE": world_size}
+    pretended = {
+        "WORLD_SIZE": world_size,
+        "GROUP_WORLD_SIZE": world_size,
+        "ROLE_WORLD_SIZE": world_size,
+    }
     os.environ.update({name: str(value) for name, value in (alone | pretended).items()})
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     _teach_ddp()
@@ -137,7 +141,9 @@ def run_and_write(folder: Path, work: Callable[[int], dict[str, Any]]) -> None:
     except BaseException as error:
         traceback.print_exc()
         files.write(path, json.dumps({**failure(error), "time": time.monotonic()}))
-        time.sleep(FAILED_LINGER_S)  # if a peer that died silently is why, the agent must see that one too
+        time.sleep(
+            FAILED_LINGER_S
+        )  # if a peer that died silently is why, the agent must see that one too
         # No cleanup: destroying an NCCL group while other ranks are inside a collective may block for ever.
         sys.stderr.flush()
         os._exit(1)
@@ -156,14 +162,18 @@ def _prepare(folder: Path, rank: int) -> None:
     stragglers.signal_at_parents_end(signal.SIGKILL)
     dumps.arm(folder, rank)  # before the heartbeat: a process that sees one may ask for a dump
     heartbeat.begin(folder, rank)
-    if os.environ.get("CUDA_VISIBLE_DEVICES") != "":  # as the launcher sets it for trials on the CPU
+    if (
+        os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+    ):  # as the launcher sets it for trials on the CPU
         dumps.arm_flight_recorder(folder)
 
 
 def join(task: Task) -> torch.device:
     """Set up torch and this rank's process group in the task's world; return the rank's device."""
     if task.world.shares_gpus:
-        os.environ.update(shared_gpu_environment(int(os.environ["RANK"]), task.world_size, gpus.gpus()))
+        os.environ.update(
+            shared_gpu_environment(int(os.environ["RANK"]), task.world_size, gpus.gpus())
+        )
         if task.shared_nccl:
             os.environ.update(shared_nccl.environment(int(os.environ["RANK"])))
             for name in shared_nccl.UNSET:
@@ -234,7 +244,10 @@ def failure(error: BaseException) -> dict[str, Any]:
     import torch
 
     status = Status.CRASHED
-    full = isinstance(error, torch.AcceleratorError) and getattr(error, "error_code", None) == CUDA_OUT_OF_MEMORY
+    full = (
+        isinstance(error, torch.AcceleratorError)
+        and getattr(error, "error_code", None) == CUDA_OUT_OF_MEMORY
+    )
     full = full or (type(error) is RuntimeError and _is_at_limit())
     if full or isinstance(error, torch.OutOfMemoryError | MemoryError):
         status = Status.OOM
@@ -249,7 +262,9 @@ def failure(error: BaseException) -> dict[str, Any]:
     }
 
 
-def shared_gpu_environment(rank: int, world_size: int, gpus: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def shared_gpu_environment(
+    rank: int, world_size: int, gpus: Sequence[Mapping[str, Any]]
+) -> dict[str, str]:
     """Environment variables of a rank, to be set before CUDA is used; ``gpus`` as from ``bench.launch.gpus.gpus``.
 
     Ranks are assigned to the GPUs round-robin. Each rank sees only its own GPU and seems to be alone on its node, so
@@ -258,7 +273,12 @@ def shared_gpu_environment(rank: int, world_size: int, gpus: Sequence[Mapping[st
     if not gpus:
         raise RuntimeError("no GPU is visible that ranks could share")
     gpu = gpus[rank % len(gpus)]
-    alone = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": rank, "GROUP_WORLD_SIZE": world_size}
+    alone = {
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 1,
+        "GROUP_RANK": rank,
+        "GROUP_WORLD_SIZE": world_size,
+    }
     return {name: str(value) for name, value in alone.items()} | {
         "CUDA_VISIBLE_DEVICES": str(gpu.get("mig") or gpu["uuid"])
     }

@@ -101,7 +101,9 @@ if __name__ == "__main__":
         sys.exit(1)
     signal.signal(signal.SIGTERM, _end_quietly)
     stragglers.adopt_orphans()
-    Path(os.environ["BENCH_TMPDIR"]).mkdir(mode=0o700)  # the name is random, so it must not exist yet
+    Path(os.environ["BENCH_TMPDIR"]).mkdir(
+        mode=0o700
+    )  # the name is random, so it must not exist yet
     # So that this process is continued, if it was stopped, and notices that its parent has ended.
     stragglers.signal_at_parents_end(signal.SIGCONT)
     connection = Connection(int(sys.argv[1]))

@@ -63,17 +63,31 @@ def work(task: SharedNcclTask, rank: int, device: torch.device) -> dict[str, Any
 
     size = task.world_size
     for count in ELEMENTS:
-        ours = torch.full((count,), rank + 1.0, device=device)  # each rank sends its number, counted from 1
+        ours = torch.full(
+            (count,), rank + 1.0, device=device
+        )  # each rank sends its number, counted from 1
         total = torch.full_like(ours, size * (size + 1) / 2)
         summed, gathered, part = ours.clone(), ours.new_empty(size, count), torch.empty_like(ours)
         dist.all_reduce(summed)
         dist.all_gather_into_tensor(gathered.view(-1), ours)
         dist.reduce_scatter_tensor(part, ours.repeat(size))
-        sent = torch.arange(1, size + 1, device=device, dtype=ours.dtype).unsqueeze(1).expand_as(gathered)
-        found = {"all-reduce": (summed, total), "all-gather": (gathered, sent), "reduce-scatter": (part, total)}
-        wrong = [name for name, (values, expected) in found.items() if not torch.equal(values, expected)]
+        sent = (
+            torch.arange(1, size + 1, device=device, dtype=ours.dtype)
+            .unsqueeze(1)
+            .expand_as(gathered)
+        )
+        found = {
+            "all-reduce": (summed, total),
+            "all-gather": (gathered, sent),
+            "reduce-scatter": (part, total),
+        }
+        wrong = [
+            name for name, (values, expected) in found.items() if not torch.equal(values, expected)
+        ]
         if wrong:
-            raise RuntimeError(f"{wrong[0]} of {count} elements over NCCL gives a wrong value on rank {rank}")
+            raise RuntimeError(
+                f"{wrong[0]} of {count} elements over NCCL gives a wrong value on rank {rank}"
+            )
     return {"status": Status.OK}
 
 

@@ -53,7 +53,11 @@ def find(pid: int) -> psutil.Process | None:
 def alive(process: psutil.Process | None) -> bool:
     """Whether a process is running. A zombie is not: only its exit status is left."""
     try:
-        return process is not None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return (
+            process is not None
+            and process.is_running()
+            and process.status() != psutil.STATUS_ZOMBIE
+        )
     except psutil.Error:
         return False
 
@@ -61,7 +65,10 @@ def alive(process: psutil.Process | None) -> bool:
 def is_stopped(process: psutil.Process | None) -> bool:
     """Whether a process is stopped by a signal or a debugger."""
     try:
-        return process is not None and process.status() in {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
+        return process is not None and process.status() in {
+            psutil.STATUS_STOPPED,
+            psutil.STATUS_TRACING_STOP,
+        }
     except psutil.Error:
         return False
 

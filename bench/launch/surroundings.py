@@ -27,11 +27,15 @@ def broken() -> Iterator[Finding]:
         yield error("python", f"leaves out docstrings, without which torch does not start: {how}")
     reason = loopback_error()
     if reason:
-        yield error("loopback", f"127.0.0.1 does not work ({reason}): ip link set lo up, or allow it in the firewall")
+        yield error(
+            "loopback",
+            f"127.0.0.1 does not work ({reason}): ip link set lo up, or allow it in the firewall",
+        )
     free = shared_memory_bytes()
     if free is not None and free < SHARED_BYTES:
         yield error(
-            "memory", f"{SHARED_MEMORY} has {size(free)} free: remove files there, or give it more (--shm-size)"
+            "memory",
+            f"{SHARED_MEMORY} has {size(free)} free: remove files there, or give it more (--shm-size)",
         )
     try:
         job_nodes.check_interfaces()

@@ -76,9 +76,13 @@ class Telemetry:
             return
         for gpu in self._gpus:
             if gpu.ask("mig"):
-                self._note(f"{gpu.uuid}: MIG is on: values are those of the whole GPU, not of an instance")
+                self._note(
+                    f"{gpu.uuid}: MIG is on: values are those of the whole GPU, not of an instance"
+                )
         self._sample(processes=True)
-        self._thread = threading.Thread(target=self._watch, args=[self._ended], name="telemetry", daemon=True)
+        self._thread = threading.Thread(
+            target=self._watch, args=[self._ended], name="telemetry", daemon=True
+        )
         self._thread.start()
 
     def stop(self) -> dict[str, Any] | None:
@@ -141,7 +145,10 @@ def descends(pid: int, ancestor: int) -> bool:
 
 
 def summarize(
-    recording: dict[str, Any] | None, begin: float | None, end: float | None, uuids: Sequence[str] = ()
+    recording: dict[str, Any] | None,
+    begin: float | None,
+    end: float | None,
+    uuids: Sequence[str] = (),
 ) -> dict[str, Any] | None:
     """Summarize the GPUs between two times of ``time.monotonic()``; None without a recording or without the times.
 
@@ -169,14 +176,18 @@ def summarize(
     }
 
 
-def _summary(uuid: str, samples: list[dict[str, Any]], begin: float, end: float, our_pids: set[int]) -> dict[str, Any]:
+def _summary(
+    uuid: str, samples: list[dict[str, Any]], begin: float, end: float, our_pids: set[int]
+) -> dict[str, Any]:
     """One GPU between two times; the keys are those of ``summarize``."""
 
     def values(name: str) -> list[Any]:
         return [sample[name] for sample in _within(samples, name, begin, end)]
 
     clocks = values("sm_clock_mhz")
-    read = [(sample["time"], sample["energy_j"]) for sample in samples if sample["energy_j"] is not None]
+    read = [
+        (sample["time"], sample["energy_j"]) for sample in samples if sample["energy_j"] is not None
+    ]
     return {
         "uuid": uuid,
         "num_samples": sum(begin <= sample["time"] <= end for sample in samples),
@@ -209,7 +220,9 @@ def _throttling(reasons: list[list[str]]) -> dict[str, Any]:
     }
 
 
-def _within(samples: list[dict[str, Any]], name: str, begin: float, end: float) -> list[dict[str, Any]]:
+def _within(
+    samples: list[dict[str, Any]], name: str, begin: float, end: float
+) -> list[dict[str, Any]]:
     """The samples of a window with a value for ``name``; if there is none, the nearest before and after the window."""
     before, inside, after = [], [], []
     for sample in samples:
@@ -239,7 +252,9 @@ def _energy(counter: list[tuple[float, float]], begin: float, end: float) -> flo
     return float(last - first)
 
 
-def _num_foreign(samples: list[dict[str, Any]], begin: float, end: float, our_pids: set[int]) -> int | None:
+def _num_foreign(
+    samples: list[dict[str, Any]], begin: float, end: float, our_pids: set[int]
+) -> int | None:
     """Number of foreign processes in a window; None if processes cannot be listed.
 
     If none of our own was ever recognized, NVML reports pids of another namespace (containers).

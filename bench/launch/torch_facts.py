@@ -92,7 +92,9 @@ def _devices() -> dict[str, Any]:
         warnings.simplefilter("always")
         usable = torch.accelerator.is_available()
     if not usable:
-        return {"device_error": "; ".join(" ".join(str(warning.message).split()) for warning in caught)}
+        return {
+            "device_error": "; ".join(" ".join(str(warning.message).split()) for warning in caught)
+        }
     try:
         module: Any = torch.get_device_module(torch.accelerator.current_accelerator())
         devices: list[dict[str, Any]] = []
@@ -101,7 +103,14 @@ def _devices() -> dict[str, Any]:
             uuid = f"GPU-{index}"
             if hasattr(about, "uuid"):
                 uuid = f"GPU-{about.uuid}"  # as NVML writes it
-            devices.append({"index": index, "name": about.name, "uuid": uuid, "memory_bytes": about.total_memory})
+            devices.append(
+                {
+                    "index": index,
+                    "name": about.name,
+                    "uuid": uuid,
+                    "memory_bytes": about.total_memory,
+                }
+            )
             devices[-1]["capability"] = [about.major, about.minor]
         no_peers = []
         for a, b in itertools.permutations(range(len(devices)), 2):
@@ -119,7 +128,9 @@ def _gloo() -> str:
         port = free.getsockname()[1]
     with multiprocessing.get_context("fork").Pool(GLOO_RANKS) as pool:
         try:
-            sums = pool.starmap_async(_sum_over_gloo, [(rank, port) for rank in range(GLOO_RANKS)]).get(GLOO_TIMEOUT_S)
+            sums = pool.starmap_async(
+                _sum_over_gloo, [(rank, port) for rank in range(GLOO_RANKS)]
+            ).get(GLOO_TIMEOUT_S)
         except multiprocessing.TimeoutError:
             return f"no answer within {GLOO_TIMEOUT_S:g} s"
         except Exception as error:  # any error is the answer
@@ -136,7 +147,9 @@ def _sum_over_gloo(rank: int, port: int) -> float:
     import torch.distributed as dist
 
     limit = datetime.timedelta(seconds=GLOO_TIMEOUT_S / 2)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", timeout=limit, rank=rank, world_size=GLOO_RANKS)
+    dist.init_process_group(
+        "gloo", f"tcp://127.0.0.1:{port}", timeout=limit, rank=rank, world_size=GLOO_RANKS
+    )
     value = torch.ones(1)
     dist.all_reduce(value)
     return float(value)
@@ -152,7 +165,11 @@ def main() -> None:
     if GLOO in sys.argv:
         gloo_error = _gloo()
     about = {"version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
-    print(json.dumps({**about, "nccl": dist.is_nccl_available(), "gloo_error": gloo_error, **_devices()}))
+    print(
+        json.dumps(
+            {**about, "nccl": dist.is_nccl_available(), "gloo_error": gloo_error, **_devices()}
+        )
+    )
 
 
 if __name__ == "__main__":

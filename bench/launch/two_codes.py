@@ -25,7 +25,9 @@ def commit_of(name: str) -> str:
     """The full hash of a commit of the checkout. Raises InputError if there is none of that name."""
     found = _git("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
     if not found:
-        raise InputError(f"--against '{name}': is no commit of {ROOT}; name one that 'git log' there shows")
+        raise InputError(
+            f"--against '{name}': is no commit of {ROOT}; name one that 'git log' there shows"
+        )
     return found.decode().strip()
 
 
@@ -35,7 +37,9 @@ def unpack(commit: str, folder: Path) -> Path:
     if not place.is_dir():
         content = _git("archive", "--format=tar", commit, "bench")
         if not content:
-            raise InputError(f"--against {commit}: is not in {ROOT}, or has no package there; fetch it")
+            raise InputError(
+                f"--against {commit}: is not in {ROOT}, or has no package there; fetch it"
+            )
         draft = folder / f"{FOLDER}.draft"
         with tarfile.open(fileobj=io.BytesIO(content)) as archive:
             archive.extractall(draft, filter="data")
@@ -46,7 +50,9 @@ def unpack(commit: str, folder: Path) -> Path:
 def _git(*arguments: str) -> bytes:
     """What git prints in the checkout of the bench; nothing if it fails."""
     try:
-        return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, check=True, timeout=60).stdout
+        return subprocess.run(
+            ["git", "-C", str(ROOT), *arguments], capture_output=True, check=True, timeout=60
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return b""
 

@@ -122,7 +122,8 @@ class Watch:
         if not self._inactivity_s or now - self._moved < self._inactivity_s:
             return None
         reason = (
-            f"no rank got on for {self._inactivity_s:g} s{self._rank_states()}; raise --inactivity if it takes longer"
+            f"no rank got on for {self._inactivity_s:g} s{self._rank_states()}; raise "
+            "--inactivity if it takes longer"
         )
         return Ending(status=Status.HANG, failure=reason, dump=True)
 
@@ -148,7 +149,9 @@ class Watch:
             return None
         if now - self._handed_over < LEAVING_S:
             return None
-        reason = f"its ranks did not end within {LEAVING_S:g} s of their results{self._rank_states()}"
+        reason = (
+            f"its ranks did not end within {LEAVING_S:g} s of their results{self._rank_states()}"
+        )
         return Ending(status=Status.HANG, failure=reason, dump=True)
 
 
@@ -160,5 +163,7 @@ def excessive(log_bytes: int) -> Ending | None:
     """
     if log_bytes <= LOG_BYTES:
         return None
-    reason = f"its ranks wrote more than {LOG_BYTES // 2**20} MiB to their standard output and error"
+    reason = (
+        f"its ranks wrote more than {LOG_BYTES // 2**20} MiB to their standard output and error"
+    )
     return Ending(status=Status.CRASHED, failure=reason, void=True)

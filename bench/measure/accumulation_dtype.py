@@ -48,7 +48,9 @@ NUM_WEIGHTS = 1024
 PARAMETER = "block.weight"
 
 
-def accumulator(backend: type[Backend], cell: Cell, rank: int, device: torch.device) -> dict[str, Any]:
+def accumulator(
+    backend: type[Backend], cell: Cell, rank: int, device: torch.device
+) -> dict[str, Any]:
     """How the backend accumulates in the cell's precision and world. Collective; equal on every rank.
 
     ``dtype``: fp32, bf16, another of BITS, ``other: .. bits``, or NOT_MEASURED;
@@ -65,7 +67,11 @@ def accumulator(backend: type[Backend], cell: Cell, rank: int, device: torch.dev
     mine = torch.stack([large, torch.ones_like(large), -large / 2, -large / 2])
     change, num_updates = _update(backend, cell, rank, device, mine)
     scale = float(change[0]) * len(mine)
-    found: dict[str, Any] = {"dtype": "other: no update", "scale": scale, "num_updates": num_updates}
+    found: dict[str, Any] = {
+        "dtype": "other: no update",
+        "scale": scale,
+        "num_updates": num_updates,
+    }
     if not (math.isfinite(scale) and scale):
         return found
     sums = (change / change[0]).tolist()
@@ -159,7 +165,11 @@ def _update(
 
     job = Job(
         cell=dataclasses.replace(
-            cell, accumulate=accumulate, global_batch_size=accumulate * cell.world_size, clip_norm=0.0, twin=""
+            cell,
+            accumulate=accumulate,
+            global_batch_size=accumulate * cell.world_size,
+            clip_norm=0.0,
+            twin="",
         ),
         rank=rank,
         world_size=cell.world_size,

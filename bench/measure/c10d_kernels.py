@@ -110,7 +110,9 @@ class CollectiveKernels:
 
     def __init__(self, report: Callable[[CollectiveCall], None], only: str = "") -> None:
         self._report, self._only = report, only
-        self._libraries: list[Any] = []  # a kernel lives as long as its library, also in forked processes
+        self._libraries: list[
+            Any
+        ] = []  # a kernel lives as long as its library, also in forked processes
         self._running = threading.local()
 
     def install(self) -> None:
@@ -122,7 +124,9 @@ class CollectiveKernels:
                 if self._only not in common:
                     continue
                 operator = getattr(getattr(torch.ops, namespace), name).default
-                library.impl(name, self._kernel(operator, common), "BackendSelect", with_keyset=True)
+                library.impl(
+                    name, self._kernel(operator, common), "BackendSelect", with_keyset=True
+                )
             self._libraries.append(library)
 
     def remove(self) -> None:

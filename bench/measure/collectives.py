@@ -64,9 +64,19 @@ class CollectiveCounter(CollectiveKernels):
             probe.counting = True
             values = torch.full((2,), float(dist.get_rank()), device=device)
             dist.all_reduce(values, op=dist.ReduceOp.AVG)
-        seen = [{"op": "all_reduce", "group": "world", "dtype": "float32", "calls": 1, "payload_bytes": 8}]
+        seen = [
+            {
+                "op": "all_reduce",
+                "group": "world",
+                "dtype": "float32",
+                "calls": 1,
+                "payload_bytes": 8,
+            }
+        ]
         if probe.rows() != seen:
-            raise RuntimeError(f"collectives cannot be counted: an all-reduce of 8 bytes is seen as {probe.rows()}")
+            raise RuntimeError(
+                f"collectives cannot be counted: an all-reduce of 8 bytes is seen as {probe.rows()}"
+            )
         if "fake" in dist.get_backend():
             return
         world_size, found = dist.get_world_size(), values.tolist()
@@ -74,7 +84,9 @@ class CollectiveCounter(CollectiveKernels):
         rounding = world_size * torch.finfo(torch.float32).eps
         if not all(math.isclose(value, right, rel_tol=rounding) for value in found):
             name = dist.get_backend()
-            raise RuntimeError(f"{name} does not average: AVG over the ranks' numbers is {found[0]:g}, not {right:g}")
+            raise RuntimeError(
+                f"{name} does not average: AVG over the ranks' numbers is {found[0]:g}, not {right:g}"
+            )
 
     def start(self) -> None:
         self.counting = True
@@ -85,6 +97,12 @@ class CollectiveCounter(CollectiveKernels):
     def rows(self) -> list[dict[str, Any]]:
         """One row per operation, group and dtype: op, group, dtype, calls, payload_bytes."""
         return [
-            {"op": op, "group": group, "dtype": dtype, "calls": calls, "payload_bytes": self.bytes[op, group, dtype]}
+            {
+                "op": op,
+                "group": group,
+                "dtype": dtype,
+                "calls": calls,
+                "payload_bytes": self.bytes[op, group, dtype],
+            }
             for (op, group, dtype), calls in sorted(self.calls.items())
         ]

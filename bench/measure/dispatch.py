@@ -66,7 +66,9 @@ class HostCost:
     It has OTHER_WORK too if ``plain``, the work of the plain model, is given.
     """
 
-    def __init__(self, *, cuda: bool, taps: Taps | None = None, plain: PlainWork | None = None) -> None:
+    def __init__(
+        self, *, cuda: bool, taps: Taps | None = None, plain: PlainWork | None = None
+    ) -> None:
         from bench.measure.operators import OperatorCounter
 
         self._cpu = [CpuTime(cuda=cuda) for _ in range(CPU_WINDOWS)]
@@ -82,7 +84,11 @@ class HostCost:
     def result(self) -> dict[str, Any]:
         operators = self._operators
         measured = [part.seconds for part in self._cpu if part.seconds is not None]
-        found: dict[str, Any] = {"cpu_s": min(measured, default=None), "num_operators": None, "num_launches": None}
+        found: dict[str, Any] = {
+            "cpu_s": min(measured, default=None),
+            "num_operators": None,
+            "num_launches": None,
+        }
         if operators.ended:
             found["num_operators"] = operators.count
         if self._profiler is not None and (number := num_launches(self._profiler.events)):

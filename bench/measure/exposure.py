@@ -49,7 +49,9 @@ def exposure(events: Iterable[Any]) -> dict[str, float] | None:
 def _covered_s(events: Iterable[Any]) -> float:
     """Seconds in which at least one of the events ran."""
     covered, until = 0, 0
-    for start, end in sorted((event.start_ns(), event.start_ns() + event.duration_ns()) for event in events):
+    for start, end in sorted(
+        (event.start_ns(), event.start_ns() + event.duration_ns()) for event in events
+    ):
         covered += max(0, end - max(start, until))
         until = max(until, end)
     return covered * 1e-9

@@ -29,7 +29,9 @@ def begin(folder: Path, rank: int) -> None:
     """Map this process's counter to its file."""
     global _slots  # noqa: PLW0603 - one rank per process
     with path_of(folder, rank).open("w+b") as file:
-        file.write(_LAYOUT.pack(os.getpid(), 0))  # on the disk first: a full one would be a SIGBUS later
+        file.write(
+            _LAYOUT.pack(os.getpid(), 0)
+        )  # on the disk first: a full one would be a SIGBUS later
         file.flush()
         _slots = memoryview(mmap.mmap(file.fileno(), _LAYOUT.size)).cast("Q")
 

@@ -133,7 +133,11 @@ class TensorLedger(TorchDispatchMode):
         return block.category
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # dispatched again on the local tensors
@@ -146,15 +150,23 @@ class TensorLedger(TorchDispatchMode):
         if func.namespace == "c10d":
             _finish(result)
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.device.type == self._device_type:
+            if (
+                isinstance(leaf, Tensor)
+                and not isinstance(leaf, DTensor)
+                and leaf.device.type == self._device_type
+            ):
                 self._track(leaf.untyped_storage())
         if func is BARRIER:
-            self._forget(args[0].untyped_storage()._cdata)  # one byte that torch 2.11 keeps until the next barrier
+            self._forget(
+                args[0].untyped_storage()._cdata
+            )  # one byte that torch 2.11 keeps until the next barrier
         else:
             self._classify(func, args, kwargs, result)
         return result
 
-    def _classify(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
+    def _classify(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any
+    ) -> None:
         """Derive categories from an operator's arguments and results."""
         if func.namespace in COMMUNICATING:
             for leaf in tree_leaves((args, kwargs, result)):
@@ -174,7 +186,9 @@ class TensorLedger(TorchDispatchMode):
             # Before autograd adds it to ``grad``, and before any framework's hook moves it
             # elsewhere.
             self._gradient_hooks[parameter] = parameter.register_hook(
-                lambda gradient: self.mark(gradient, Category.GRADIENTS_UNSHARDED, Evidence.STRUCTURE)
+                lambda gradient: self.mark(
+                    gradient, Category.GRADIENTS_UNSHARDED, Evidence.STRUCTURE
+                )
             )
 
     def _track(self, storage: UntypedStorage) -> Block:

@@ -156,7 +156,10 @@ def categorized(optimizer: Optimizer, ledger: TensorLedger) -> Iterator[tuple[Te
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             of_parameter, of_gradient = Category.PARAMETERS_UNSHARDED, Category.GRADIENTS_UNSHARDED
-            if isinstance(parameter, DTensor) or ledger.category(parameter) is Category.PARAMETERS_SHARDED:
+            if (
+                isinstance(parameter, DTensor)
+                or ledger.category(parameter) is Category.PARAMETERS_SHARDED
+            ):
                 of_parameter, of_gradient = Category.PARAMETERS_SHARDED, Category.GRADIENTS_SHARDED
             yield parameter, of_parameter
             if parameter.grad is not None:

@@ -74,7 +74,11 @@ class OperatorCounter(TorchDispatchMode):
         return 0
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # dispatched again on the local tensors
@@ -117,7 +121,12 @@ def is_work(func: Any, result: Any, *, in_loss: bool) -> bool:
     node: Any = torch._C._current_autograd_node()
     if not in_loss and (node is None or node.name() == "torch::autograd::AccumulateGrad"):
         return False
-    if func.namespace in {*COMMUNICATION, MARKS} or func in UNMARKED or func.is_view or func._schema.is_mutable:
+    if (
+        func.namespace in {*COMMUNICATION, MARKS}
+        or func in UNMARKED
+        or func.is_view
+        or func._schema.is_mutable
+    ):
         return False
     for leaf in tree_leaves(result):
         if isinstance(leaf, torch.Tensor) and sum(size > 1 for size in leaf.shape) > 1:
@@ -233,7 +242,9 @@ def _count(cell: Cell, workload: Workload, loss: Loss, samples: Batch) -> PlainW
 
 def _varying(first: Counter[str], second: Counter[str]) -> frozenset[str]:
     """Names of the operators that two micro-batches run with other shapes or another number of times."""
-    return frozenset(_name(operator) for operator in {**first, **second} if first[operator] != second[operator])
+    return frozenset(
+        _name(operator) for operator in {**first, **second} if first[operator] != second[operator]
+    )
 
 
 def _name(operator: str) -> str:

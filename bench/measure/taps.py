@@ -110,7 +110,9 @@ class Taps:
     def loader(self, loader: Any) -> TappedLoader:
         return TappedLoader(loader, self)
 
-    def loss(self, function: Callable[[nn.Module, Tensor], Tensor]) -> Callable[[nn.Module, Tensor], Tensor]:
+    def loss(
+        self, function: Callable[[nn.Module, Tensor], Tensor]
+    ) -> Callable[[nn.Module, Tensor], Tensor]:
 
         def tapped(model: nn.Module, batch: Tensor) -> Tensor:
             self.in_loss = True

@@ -13,7 +13,11 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.distributed import device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -94,10 +98,16 @@ class FakeTensors:
         self._open = ExitStack()
         self._replace(nn.Module, "_apply", _apply)
         for owner, name in REAL:
-            self._replace(owner, name, _within(unset_fake_temporarily, getattr(owner, name)))  # with real tensors
+            self._replace(
+                owner, name, _within(unset_fake_temporarily, getattr(owner, name))
+            )  # with real tensors
         self._replace(_fsdp_param, "_chunk_with_empty", _first_chunk)
         # Hide its tensors from every mode: this one and the memory ledger.
-        self._replace(ShardingPropagator, SHAPES, _within(_disable_current_modes, getattr(ShardingPropagator, SHAPES)))
+        self._replace(
+            ShardingPropagator,
+            SHAPES,
+            _within(_disable_current_modes, getattr(ShardingPropagator, SHAPES)),
+        )
         self._open.enter_context(self._mode)
         return self
 
@@ -115,7 +125,9 @@ class FakeTensors:
 
     def place(self, model: nn.Module) -> nn.Module:
         """The model with fake parameters and buffers on the device; shared ones stay shared."""
-        placed: dict[int, tuple[Tensor, Tensor]] = {}  # keeps the original alive, so that its id stays unique
+        placed: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # keeps the original alive, so that its id stays unique
 
         def place(tensor: Tensor) -> Tensor:
             if id(tensor) not in placed:
@@ -130,7 +142,9 @@ class FakeTensors:
         for module in model.modules():
             registered: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
             for tensors in registered:
-                tensors.update({name: place(tensor) for name, tensor in tensors.items() if tensor is not None})
+                tensors.update(
+                    {name: place(tensor) for name, tensor in tensors.items() if tensor is not None}
+                )
         return model
 
     def data(self, make: Callable[[int], Batch], num_samples: int) -> Batch:
@@ -173,7 +187,9 @@ class _Mode(FakeTensorMode):
         return result
 
 
-def _within(context: Callable[[], AbstractContextManager[Any]], function: Callable[..., Any]) -> Callable[..., Any]:
+def _within(
+    context: Callable[[], AbstractContextManager[Any]], function: Callable[..., Any]
+) -> Callable[..., Any]:
     """The function, run inside a new context each time."""
 
     @functools.wraps(function)

@@ -63,13 +63,19 @@ class RankTrial:
         model = self._tensors.model(self.workload.model)
         self._unused_model: nn.Module | None = model
         self.num_parameters = sum(p.numel() for p in model.parameters())
-        sizes = [sum(p.numel() for p in block.parameters()) for block in self.workload.blocks(model)]
+        sizes = [
+            sum(p.numel() for p in block.parameters()) for block in self.workload.blocks(model)
+        ]
         self.block_parameters = max(sizes, default=0)
         self._loss: Loss = self.workload.loss
         if self.cell.backend == REFERENCE:
-            self._loss = sliced(self._loss, self.cell.global_batch_size, self.workload.tokens_per_sample)
+            self._loss = sliced(
+                self._loss, self.cell.global_batch_size, self.workload.tokens_per_sample
+            )
         # Samples per update over the ranks that exist.
-        self._batch_size = self.cell.accumulate * self.cell.micro_batch_size * self.cell.num_processes
+        self._batch_size = (
+            self.cell.accumulate * self.cell.micro_batch_size * self.cell.num_processes
+        )
         # Put the tokens of all windows on the device, so that no pass measures creating or copying
         # them.
         windows = max(self.cell.windows, SETTLED_WINDOWS + 1)
@@ -100,7 +106,9 @@ class RankTrial:
             kept_in = None
             if self.spec.reference:
                 kept_in = Path(self.spec.reference).parent
-            self._plain = plain_work(cell, self.workload, self._loss, self.data, kept_in, keep=self.rank == 0)
+            self._plain = plain_work(
+                cell, self.workload, self._loss, self.data, kept_in, keep=self.rank == 0
+            )
         for name in self.spec.passes:
             gc.collect()  # frees the previous pass: frameworks leave cycles
             heartbeat.beat()
@@ -123,7 +131,10 @@ class RankTrial:
             return None
         model = self.workload.model().to(self.device)
         return record(
-            model, self.workload.blocks(model), self.workload.loss, batches.part(self.data, range(1))
+            model,
+            self.workload.blocks(model),
+            self.workload.loss,
+            batches.part(self.data, range(1)),
         ).to_json()
 
     def train(
@@ -146,7 +157,9 @@ class RankTrial:
         cell, data = self.cell, self.data
 
         def fetch(samples: range) -> Batch:
-            start = samples.start % batches.length(data)  # passes of more windows than the time pass see samples again
+            start = samples.start % batches.length(
+                data
+            )  # passes of more windows than the time pass see samples again
             return batches.part(data, range(start, start + len(samples)))
 
         loader = Loader(
@@ -369,7 +382,10 @@ class RankTrial:
         return exposure(profiler.events)
 
     def _settled(
-        self, *measuring: Instrument, observe: Callable[[EventKind], None] = lambda _: None, **how: Any
+        self,
+        *measuring: Instrument,
+        observe: Callable[[EventKind], None] = lambda _: None,
+        **how: Any,
     ) -> Backend:
         """Train to the end of the settled window, which ``measuring`` measure; ``observe`` gets every event."""
         taps = Taps(time.perf_counter)

@@ -36,7 +36,9 @@ CHUNK_ELEMENTS = {"cpu": 2**16, "cuda": 2**24}
 a whole tensor costs more to map than to compute; on a GPU so many that launching kernels costs nothing."""
 
 
-def change_from(model: nn.Module, after: Mapping[str, Tensor], backend: str) -> Iterator[tuple[str, Tensor]]:
+def change_from(
+    model: nn.Module, after: Mapping[str, Tensor], backend: str
+) -> Iterator[tuple[str, Tensor]]:
     """What an update changed, in fp32 on the device of ``model``, which has the values before it, by parameter.
 
     Each of ``after`` is read once, so no more than one parameter is held besides ``model``. It may be a state dict, and
@@ -45,10 +47,14 @@ def change_from(model: nn.Module, after: Mapping[str, Tensor], backend: str) -> 
     or one is there that is not the model's.
     """
     before = dict(model.named_parameters())
-    known = {name for name, _ in model.named_parameters(remove_duplicate=False)} | model.state_dict().keys()
+    known = {
+        name for name, _ in model.named_parameters(remove_duplicate=False)
+    } | model.state_dict().keys()
     known |= {name for name, _ in model.named_buffers()}
     if wrong := (before.keys() - after.keys()) | (after.keys() - known):
-        raise RuntimeError(f"full_parameters() of {backend} is not the model's: {sorted(wrong)[:3]}")
+        raise RuntimeError(
+            f"full_parameters() of {backend} is not the model's: {sorted(wrong)[:3]}"
+        )
     for name in after:
         value = after[name].detach()
         if name not in before:
@@ -65,14 +71,19 @@ def _real(value: Tensor) -> Tensor:
     return value.float()
 
 
-def compare(change: Iterable[tuple[str, Tensor]], reference: Path, device: torch.device) -> dict[str, float]:
+def compare(
+    change: Iterable[tuple[str, Tensor]], reference: Path, device: torch.device
+) -> dict[str, float]:
     """The deviation of an update from the reference's, which is in a file; calculated on the device."""
     with safe_open(reference, framework="pt") as stored:
         return deviation(change, stored.get_tensor, reference.name, device)
 
 
 def deviation(
-    change: Iterable[tuple[str, Tensor]], expected: Callable[[str], Tensor], source: str, device: torch.device
+    change: Iterable[tuple[str, Tensor]],
+    expected: Callable[[str], Tensor],
+    source: str,
+    device: torch.device,
 ) -> dict[str, float]:
     """The deviation of an update from the one expected, over all parameters together, summed in fp64.
 
@@ -92,11 +103,15 @@ def deviation(
             dd += float(d @ d)
     norm = math.sqrt(uu)
     if rr == 0.0 or not math.isfinite(rr):
-        raise RuntimeError(f"the reference update in {source} has norm {math.sqrt(rr)}: nothing to compare with")
+        raise RuntimeError(
+            f"the reference update in {source} has norm {math.sqrt(rr)}: nothing to compare with"
+        )
     if not math.isfinite(uu):
         return {"error": math.inf, "scale": math.nan, "residual": math.nan, "norm": norm}
     scale = ur / rr
-    residual = math.sqrt(max(0.0, uu / (scale * scale) - 2 * ur / scale + rr) / rr) if scale else 1.0
+    residual = (
+        math.sqrt(max(0.0, uu / (scale * scale) - 2 * ur / scale + rr) / rr) if scale else 1.0
+    )
     return {"error": math.sqrt(dd / rr), "scale": scale, "residual": residual, "norm": norm}
 
 
@@ -138,7 +153,10 @@ def device_check(
 
 
 def _train(
-    model: nn.Module, workload: Workload, samples: Batch, make_optimizer: Callable[[Iterable[Parameter]], Optimizer]
+    model: nn.Module,
+    workload: Workload,
+    samples: Batch,
+    make_optimizer: Callable[[Iterable[Parameter]], Optimizer],
 ) -> tuple[list[float], dict[str, Tensor]]:
     """The loss of each window, and what SGD with learning rate 1 would change in the first one."""
     optimizer = make_optimizer(model.parameters())
@@ -148,7 +166,9 @@ def _train(
         loss = workload.loss(model, batch)
         loss.backward()
         if not losses:
-            change = {name: -p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+            change = {
+                name: -p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None
+            }
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

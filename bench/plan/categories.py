@@ -46,5 +46,7 @@ def named(total: str, size: int, parts: Mapping[Category, int]) -> dict[str, int
     Raises AssertionError if the parts do not add up to the total.
     """
     if sum(parts.values()) != size:
-        raise AssertionError(f"categories at the {total} add up to {sum(parts.values())} of {size} bytes")
+        raise AssertionError(
+            f"categories at the {total} add up to {sum(parts.values())} of {size} bytes"
+        )
     return {total: size, **{f"{total}_{category}": parts.get(category, 0) for category in Category}}

@@ -213,7 +213,9 @@ class Cell:
 
     @property
     def world(self) -> World:
-        return World.of(virtual=self.virtual, fake_tensors=self.fake_tensors, shared_gpu=self.shared_gpu)
+        return World.of(
+            virtual=self.virtual, fake_tensors=self.fake_tensors, shared_gpu=self.shared_gpu
+        )
 
     @property
     def uses_nccl(self) -> bool:
@@ -234,7 +236,10 @@ class Cell:
         """Whether the replicas of HSDP divide the ranks into shard groups of at least two."""
         if not self.replicate:
             return True
-        return self.world_size % self.replicate == 0 and self.world_size >= SMALLEST_SHARDS * self.replicate
+        return (
+            self.world_size % self.replicate == 0
+            and self.world_size >= SMALLEST_SHARDS * self.replicate
+        )
 
     @property
     def num_processes(self) -> int:
@@ -265,7 +270,9 @@ class Cell:
 
         Ids never change: a field of ADDED_FIELDS is left out of the hash while it has its default.
         """
-        content = {name: value for name, value in self.to_dict().items() if ADDED_FIELDS.get(name) != value}
+        content = {
+            name: value for name, value in self.to_dict().items() if ADDED_FIELDS.get(name) != value
+        }
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 

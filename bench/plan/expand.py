@@ -44,7 +44,11 @@ class Expansion:
 
 
 def expand(
-    matrix: Matrix, backends: Mapping[str, Candidate], num_gpus: int, offered: Iterable[str] = (), num_nodes: int = 1
+    matrix: Matrix,
+    backends: Mapping[str, Candidate],
+    num_gpus: int,
+    offered: Iterable[str] = (),
+    num_nodes: int = 1,
 ) -> Expansion:
     """The cells of a matrix and its groups.
 
@@ -59,12 +63,17 @@ def expand(
     """
     _require_few(matrix, backends)
     corpus = _corpus(matrix)
-    parts = [(part, _part_cells(part, corpus, backends, num_gpus, offered, num_nodes)) for part in matrix.parts]
+    parts = [
+        (part, _part_cells(part, corpus, backends, num_gpus, offered, num_nodes))
+        for part in matrix.parts
+    ]
     found = [cell for _, cells in parts for cell in cells]
     used = max((cell.num_nodes for cell in found), default=num_nodes)
     if used < num_nodes:
         place = matrix.place("axes.ranks_per_node")
-        raise InputError(f"{place}: no cell uses more than {used} of the {num_nodes} nodes; give fewer ranks per node")
+        raise InputError(
+            f"{place}: no cell uses more than {used} of the {num_nodes} nodes; give fewer ranks per node"
+        )
     cells = _with_references(found)
     if not cells:
         raise InputError(
@@ -81,7 +90,9 @@ def _require_few(matrix: Matrix, backends: Mapping[str, Candidate]) -> None:
     """Raise InputError if the axes have too many values to make cells of, before any is made."""
     total = 0
     for part in matrix.parts:
-        axes = [value for key, value in part.values.items() if key.startswith(("axes.", "virtual."))]
+        axes = [
+            value for key, value in part.values.items() if key.startswith(("axes.", "virtual."))
+        ]
         lengths = [max(1, len(values)) for values in axes if isinstance(values, list)]
         if part["axes.backend"] == "all":
             lengths.append(len(backends))
@@ -114,7 +125,9 @@ def _original_of_twin(parts: Parts, base: str) -> Cell | None:
         of_baseline = (cell for cell in others if cell.backend == base)
         timed = [cell for cell in of_baseline if cell.world.is_timed]
         if timed:
-            return max(timed, key=lambda cell: (cell.world.has_all_ranks, cell.world_size, cell.accumulate))
+            return max(
+                timed, key=lambda cell: (cell.world.has_all_ranks, cell.world_size, cell.accumulate)
+            )
     return None
 
 
@@ -153,7 +166,9 @@ def _part_cells(
     for name in chosen:
         if name not in backends:
             known = list(dict.fromkeys([*backends, *offered]))
-            raise InputError(f"{matrix.place('axes.backend')}: '{name}' is unknown; {suggest(name, known)}")
+            raise InputError(
+                f"{matrix.place('axes.backend')}: '{name}' is unknown; {suggest(name, known)}"
+            )
     _check_workload(matrix)
     world_sizes: Sequence[int] = []
     if not (matrix["virtual.alone"] and matrix["virtual.world_size"]):
@@ -171,7 +186,9 @@ def _part_cells(
     return real + virtual
 
 
-def _meshes(matrix: Matrix, chosen: Sequence[str], backends: Mapping[str, Candidate]) -> list[tuple[str, int]]:
+def _meshes(
+    matrix: Matrix, chosen: Sequence[str], backends: Mapping[str, Candidate]
+) -> list[tuple[str, int]]:
     """The backends with their numbers of replicas: an axis of HSDP alone, and 0 for all others."""
     given: list[int] = matrix["axes.replicate"]
     found: list[tuple[str, int]] = []
@@ -193,7 +210,12 @@ def _chosen(matrix: Matrix, backends: Mapping[str, Candidate]) -> list[str]:
 
 
 def _cells(
-    matrix: Matrix, meshes: Sequence[tuple[str, int]], corpus: str, world_sizes: Sequence[int], *, virtual: bool
+    matrix: Matrix,
+    meshes: Sequence[tuple[str, int]],
+    corpus: str,
+    world_sizes: Sequence[int],
+    *,
+    virtual: bool,
 ) -> list[Cell]:
     """The product of the axes over real or virtual worlds, without duplicates; ``meshes``: backends with replicas."""
     rates = _learning_rates(matrix)
@@ -202,11 +224,16 @@ def _cells(
         seeds = [matrix["training.seed"]]
     more = [name for name in MORE_AXES if name != "replicate"]
     ways = itertools.product(*(matrix[f"axes.{name}"] for name in more))
-    sizes = [(size, *window) for size in world_sizes for window in _windows(matrix, size, virtual=virtual)]
+    sizes = [
+        (size, *window)
+        for size in world_sizes
+        for window in _windows(matrix, size, virtual=virtual)
+    ]
     cells: dict[Cell, None] = {}
-    for optimizer, way, seed, precision, (world_size, accumulate, batch), (name, replicas) in itertools.product(
-        rates, ways, seeds, matrix["axes.precision"], sizes, meshes
-    ):
+    for optimizer, way, seed, precision, (world_size, accumulate, batch), (
+        name,
+        replicas,
+    ) in itertools.product(rates, ways, seeds, matrix["axes.precision"], sizes, meshes):
         if (virtual and name in REFERENCES) or (world_size == 1 and name == SHARDED_REFERENCE):
             continue
         cell = Cell(
@@ -229,7 +256,10 @@ def _cells(
             fake_tensors=virtual and matrix["virtual.fake_tensors"],
             shared_gpu=matrix["share_gpu"] and not virtual,
             replicate=replicas,
-            **{field: type(ADDED_FIELDS[field])(value) for field, value in zip(more, way, strict=True)},
+            **{
+                field: type(ADDED_FIELDS[field])(value)
+                for field, value in zip(more, way, strict=True)
+            },
         )
         if virtual:
             cell = dataclasses.replace(cell, ranks_per_node=0)
@@ -249,7 +279,9 @@ def _check_mesh(matrix: Matrix, cell: Cell) -> None:
     """
     key = "virtual.world_size" if cell.virtual else "axes.world_size"
     place, named = matrix.place(key), matrix.place("axes.backend")
-    if "all" in (matrix["axes.backend"], matrix[key]) or (place.startswith("--") and not named.startswith("--")):
+    if "all" in (matrix["axes.backend"], matrix[key]) or (
+        place.startswith("--") and not named.startswith("--")
+    ):
         return
     raise InputError(
         f"{place} is {cell.world_size}: {cell.backend} needs a multiple of its {cell.replicate} replicas, at least "
@@ -283,7 +315,11 @@ def baseline(matrix: Matrix, backends: Mapping[str, Candidate]) -> str:
 def _model(matrix: Matrix) -> str:
     """The size of the model; of a workload that an option names without a size, its name: a file's is of another."""
     named = matrix.place("workload.workload").startswith("--")
-    if named and matrix["workload.workload"] != LLAMA and not matrix.place("workload.model").startswith("--"):
+    if (
+        named
+        and matrix["workload.workload"] != LLAMA
+        and not matrix.place("workload.model").startswith("--")
+    ):
         return str(matrix["workload.workload"])
     return str(matrix["workload.model"])
 
@@ -293,7 +329,9 @@ def _check_workload(matrix: Matrix) -> None:
     if matrix["workload.workload"] == "llama":
         model = matrix["workload.model"]
         if model not in SIZES:
-            raise InputError(f"{matrix.place('workload.model')}: '{model}' is unknown; {suggest(model, list(SIZES))}")
+            raise InputError(
+                f"{matrix.place('workload.model')}: '{model}' is unknown; {suggest(model, list(SIZES))}"
+            )
         return
     try:
         if matrix["workload.workload"].startswith(HUGGING_FACE):
@@ -311,13 +349,19 @@ def _world_sizes(matrix: Matrix, num_gpus: int) -> list[int]:
         return list(asked)
     if matrix["device"] == Device.CUDA:
         if num_gpus == 0:
-            raise InputError(f"{matrix.place('device')} is 'cuda', and no GPU is visible here; use --matrix cpu")
+            raise InputError(
+                f"{matrix.place('device')} is 'cuda', and no GPU is visible here; use --matrix cpu"
+            )
         if asked != "all" and max(asked) > num_gpus:
-            raise InputError(f"{place}: {max(asked)} ranks need as many GPUs; {num_gpus} are visible here")
+            raise InputError(
+                f"{place}: {max(asked)} ranks need as many GPUs; {num_gpus} are visible here"
+            )
         if asked == "all":
             return [num_gpus]
     elif asked == "all":
-        raise InputError(f"{place} is 'all', which means GPUs; on the CPU it must be a list of integers")
+        raise InputError(
+            f"{place} is 'all', which means GPUs; on the CPU it must be a list of integers"
+        )
     return list(asked)
 
 
@@ -329,7 +373,9 @@ def _check_sharing(matrix: Matrix, num_gpus: int) -> None:
         here = "none is visible here"
         if not on_cuda:
             here = f"{matrix.place('device')} is '{matrix['device']}'"
-        raise InputError(f"{place}: needs a GPU, and {here}; leave it out, or use --matrix gpu on a machine with one")
+        raise InputError(
+            f"{place}: needs a GPU, and {here}; leave it out, or use --matrix gpu on a machine with one"
+        )
     if matrix["axes.world_size"] == "all":
         raise InputError(
             f"{matrix.place('axes.world_size')} is 'all', one rank per GPU; with {place} it must be a list of "
@@ -348,10 +394,14 @@ def _ranks_per_node(matrix: Matrix, cell: Cell, num_gpus: int, num_nodes: int) -
         found = min(found, gpus)
     needed, rest = divmod(cell.world_size, found)
     if rest:
-        raise InputError(f"{place}: {cell.world_size} ranks are not divisible by {found} on each node")
+        raise InputError(
+            f"{place}: {cell.world_size} ranks are not divisible by {found} on each node"
+        )
     if needed > num_nodes:
         here = f"this job has {num_nodes}"
-        raise InputError(f"{place}: {cell.world_size} ranks, {found} on each node, need {needed} nodes, and {here}")
+        raise InputError(
+            f"{place}: {cell.world_size} ranks, {found} on each node, need {needed} nodes, and {here}"
+        )
     if fills and found > gpus:
         raise InputError(f"{place}: {found} ranks on a node need as many GPUs; each has {gpus}")
     if needed == 1:
@@ -369,7 +419,9 @@ def _windows(matrix: Matrix, world_size: int, *, virtual: bool) -> list[tuple[in
     factors, micro_batches = matrix["axes.accumulate"], matrix["axes.micro_batch_size"]
     if factors == "auto" and not micro_batches:
         place = matrix.place("axes.accumulate")
-        raise InputError(f"{place} is 'auto', which needs axes.micro_batch_size; give that, or a list of integers")
+        raise InputError(
+            f"{place} is 'auto', which needs axes.micro_batch_size; give that, or a list of integers"
+        )
     if virtual and not micro_batches:
         micro_batches = [matrix["virtual.micro_batch_size"]]
     if factors != "auto" and micro_batches:

@@ -52,7 +52,8 @@ class WorkloadTable(MatrixTable):
     sequence_length: Size
     global_batch_size: Size
     for_each_rank: Annotated[
-        Flag, Expect("true or false: whether global_batch_size is multiplied by the number of ranks")
+        Flag,
+        Expect("true or false: whether global_batch_size is multiplied by the number of ranks"),
     ] = False
 
 
@@ -72,26 +73,39 @@ class TrainingTable(MatrixTable):
 class AxesTable(MatrixTable):
     """The axes; cells are their product."""
 
-    backend: Annotated[Literal["all"] | Annotated[list[Name], SOME], Expect("'all' or a list of backend names")] = "all"
+    backend: Annotated[
+        Literal["all"] | Annotated[list[Name], SOME], Expect("'all' or a list of backend names")
+    ] = "all"
     accumulate: Annotated[
         Literal["auto"] | Positives,
-        Expect("a list of integers of at least 1, or 'auto': what axes.micro_batch_size leaves of the global batch"),
+        Expect(
+            "a list of integers of at least 1, or 'auto': what axes.micro_batch_size leaves of the global batch"
+        ),
     ]
     micro_batch_size: Positives = []
     world_size: Annotated[
-        Literal["all"] | Positives, Expect("a list of integers of at least 1, or 'all' for one rank per GPU")
+        Literal["all"] | Positives,
+        Expect("a list of integers of at least 1, or 'all' for one rank per GPU"),
     ]
-    precision: Annotated[list[Precision], SOME, Expect(f"a list of {', '.join(Precision)}")] = [Precision.FP32]
+    precision: Annotated[list[Precision], SOME, Expect(f"a list of {', '.join(Precision)}")] = [
+        Precision.FP32
+    ]
     optimizer: Annotated[list[Optimizer], SOME, Expect(f"a list of {', '.join(OPTIMIZERS)}")] = []
-    seed: Annotated[list[Natural], SOME, Expect("a list of integers of at least 0 and below 2**63")] = []
-    clip_norm: Annotated[list[Amount], SOME, Expect("a list of positive numbers, or 0 for no clipping")] = [0.0]
+    seed: Annotated[
+        list[Natural], SOME, Expect("a list of integers of at least 0 and below 2**63")
+    ] = []
+    clip_norm: Annotated[
+        list[Amount], SOME, Expect("a list of positive numbers, or 0 for no clipping")
+    ] = [0.0]
     activation_checkpointing: Flags = [False]
     selective_checkpointing: Flags = [False]
     compiled: Flags = [False]
     ranks_per_node: Annotated[
         list[Natural],
         SOME,
-        Expect("a list of integers: ranks on each of several nodes, or 0 to fill the GPUs of a node before the next"),
+        Expect(
+            "a list of integers: ranks on each of several nodes, or 0 to fill the GPUs of a node before the next"
+        ),
     ] = [0]
     replicate: Annotated[
         list[Annotated[int, Field(strict=True, ge=2)]],
@@ -134,17 +148,24 @@ class MatrixFile(MatrixTable):
     description: Annotated[str, Expect("a string")] = ""
     device: Annotated[Device, Expect(f"one of {', '.join(Device)}")]
     repeats: Positive = 3
-    max_repeats: Annotated[Natural, Expect("an integer of at least repeats, or 0 for no more than those")] = 0
+    max_repeats: Annotated[
+        Natural, Expect("an integer of at least repeats, or 0 for no more than those")
+    ] = 0
     precision: Annotated[
-        float, Field(strict=True, gt=0, lt=1), Expect("the width of an interval above 0 and below 1, such as 0.02")
+        float,
+        Field(strict=True, gt=0, lt=1),
+        Expect("the width of an interval above 0 and below 1, such as 0.02"),
     ] = 0.02
     budget_s: Limit = 0
     baseline: Annotated[Name, Expect("'auto' or the name of a backend")] = "auto"
     timeout_s: Annotated[PositiveNumber, Expect("a positive number of seconds")] = 600
     threads: Annotated[
-        Natural, Expect("an integer of at least 1: threads per rank, or 0 for its share of the cores")
+        Natural,
+        Expect("an integer of at least 1: threads per rank, or 0 for its share of the cores"),
     ] = 0
-    once: Annotated[Flag, Expect("true or false: whether each cell runs a single trial, regardless of repeats")] = False
+    once: Annotated[
+        Flag, Expect("true or false: whether each cell runs a single trial, regardless of repeats")
+    ] = False
     share_gpu: Flag = False
     inactivity_s: Limit = 120
     workload: WorkloadTable
@@ -152,7 +173,9 @@ class MatrixFile(MatrixTable):
     axes: AxesTable
     virtual: VirtualTable
     published: list[PublishedTable] = []
-    groups: Annotated[list[Annotated[dict[str, Any], SOME]], SOME, Expect("a list of tables, [[groups]]")] = []
+    groups: Annotated[
+        list[Annotated[dict[str, Any], SOME]], SOME, Expect("a list of tables, [[groups]]")
+    ] = []
 
 
 TABLES: Mapping[str, type[MatrixTable]] = {
@@ -175,7 +198,9 @@ def _flat(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 DEFAULTS = _flat(
-    MatrixFile.model_construct(None, **{k: table.model_construct() for k, table in TABLES.items()}).model_dump()
+    MatrixFile.model_construct(
+        None, **{k: table.model_construct() for k, table in TABLES.items()}
+    ).model_dump()
 )
 _TYPES = validation.declared(MatrixFile)
 KEYS = tuple(_TYPES)
@@ -196,7 +221,9 @@ def type_of(key: str) -> tuple[Any, bool]:
         is_list |= get_origin(kind) is list
         # Of a union, a number without a fraction is the last, and a word instead of a list the
         # first.
-        kind = arguments[get_origin(kind) in {Union, UnionType} and get_origin(arguments[0]) is Literal]
+        kind = arguments[
+            get_origin(kind) in {Union, UnionType} and get_origin(arguments[0]) is Literal
+        ]
     return kind, is_list
 
 
@@ -246,7 +273,11 @@ class Matrix:
                 groups.append(group)
             elif sizes := fitting(group[key]):
                 groups.append({**group, key: sizes})
-        values = {**self.values, key: fitting(self.values.get(key, "all")) or "all", "groups": groups}
+        values = {
+            **self.values,
+            key: fitting(self.values.get(key, "all")) or "all",
+            "groups": groups,
+        }
         if values == self.values:
             return self
         return dataclasses.replace(self, values=values, places={**self.places, key: option})
@@ -257,11 +288,20 @@ class Matrix:
         found = [dataclasses.replace(self, values={**self.values, "groups": []})]
         for number, group in enumerate(self.values["groups"], start=1):
             places = {**self.places, **{key: _place(self.source, number, key) for key in group}}
-            found.append(dataclasses.replace(self, values={**self.values, **group, "groups": []}, places=places))
+            found.append(
+                dataclasses.replace(
+                    self, values={**self.values, **group, "groups": []}, places=places
+                )
+            )
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "source": self.source, "values": dict(self.values), "places": dict(self.places)}
+        return {
+            "name": self.name,
+            "source": self.source,
+            "values": dict(self.values),
+            "places": dict(self.places),
+        }
 
 
 def names() -> list[str]:
@@ -275,10 +315,14 @@ def load(name: str) -> Matrix:
     if name in names():
         path, source = FOLDER / f"{name}.toml", f"{name}.toml"
     elif path.suffix != ".toml":
-        raise InputError(f"--matrix {name}: unknown; {suggest(name, ['auto', *names(), 'a .toml file'])}")
+        raise InputError(
+            f"--matrix {name}: unknown; {suggest(name, ['auto', *names(), 'a .toml file'])}"
+        )
     content = files.read(path, f"--matrix {name}", "name a TOML file", MATRIX_BYTES)
     try:
-        document = tomllib.loads(content.decode("utf-8-sig"))  # editors on Windows begin a file with a BOM
+        document = tomllib.loads(
+            content.decode("utf-8-sig")
+        )  # editors on Windows begin a file with a BOM
     except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise InputError(f"{source}: is not TOML ({error})") from error
     return parse(document, name=path.stem, source=source)
@@ -288,10 +332,15 @@ def parse(document: Mapping[str, Any], *, name: str, source: str) -> Matrix:
     """Parse a TOML document. Raises InputError naming the key that is unknown, missing or invalid."""
     groups = document.get("groups")
     if isinstance(groups, list) and len(groups) > MOST_GROUPS:
-        raise InputError(f"{source}: has {len(groups):,} groups; it must have at most {MOST_GROUPS}")
+        raise InputError(
+            f"{source}: has {len(groups):,} groups; it must have at most {MOST_GROUPS}"
+        )
     given = _flat(document)
     values = _checked(given, f"{source}: ")
-    values["groups"] = [_group(group, number, given, source) for number, group in enumerate(values["groups"], start=1)]
+    values["groups"] = [
+        _group(group, number, given, source)
+        for number, group in enumerate(values["groups"], start=1)
+    ]
     if values["max_repeats"] and values["max_repeats"] < values["repeats"]:
         raise InputError(
             f"{source}: max_repeats is {values['max_repeats']}; it must be at least repeats, {values['repeats']}"
@@ -322,7 +371,9 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _checked(values: Mapping[str, Any], place: str, name: Callable[[str], str] = str) -> dict[str, Any]:
+def _checked(
+    values: Mapping[str, Any], place: str, name: Callable[[str], str] = str
+) -> dict[str, Any]:
     """The validated values with defaults, by table.key. Raises InputError as ``validation.read``."""
     return _flat(_parsed(values, place, name).model_dump())
 
@@ -344,7 +395,9 @@ def _place(source: str, number: int, key: str) -> str:
     return f"{source}: {key} of group {number}"
 
 
-def _group(group: Mapping[str, Any], number: int, given: Mapping[str, Any], source: str) -> dict[str, Any]:
+def _group(
+    group: Mapping[str, Any], number: int, given: Mapping[str, Any], source: str
+) -> dict[str, Any]:
     """A group's validated values by table.key. Raises InputError for a key that it may not set or an invalid value."""
     flat = _flat(group)
     for key in flat:

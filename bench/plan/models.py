@@ -69,7 +69,9 @@ class LlamaSize:
         if selective:
             sizes = (self.num_heads + self.num_kv_heads) * self.head_size + self.intermediate_size
             return 2.0 * self.num_layers * self.hidden_size * sizes
-        return (self.flops_per_token(sequence_length) - 6.0 * self.vocab_size * self.hidden_size) / 3
+        return (
+            self.flops_per_token(sequence_length) - 6.0 * self.vocab_size * self.hidden_size
+        ) / 3
 
 
 SIZES = {
@@ -96,7 +98,9 @@ def _place(name: str) -> str:
     """The location of a factory that is not shipped, as module:function. Raises InputError if the name is unknown."""
     if ":" in name:
         return name
-    installed = {entry.name: entry.value for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+    installed = {
+        entry.name: entry.value for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)
+    }
     if name not in installed:
         known = suggest(name, [*installed, LLAMA, "'package.module:factory'"])
         raise InputError(f"workload '{name}': unknown; {known}")
@@ -121,9 +125,13 @@ def sources(name: str) -> list[Path]:
         if found is not None and found.parent:
             package = importlib.util.find_spec(found.parent)
     except Exception as error:  # finding a module imports its parent packages
-        raise InputError(f"workload '{name}': {error}; use 'llama', 'hf:CONFIG' or 'package.module:factory'") from error
+        raise InputError(
+            f"workload '{name}': {error}; use 'llama', 'hf:CONFIG' or 'package.module:factory'"
+        ) from error
     if found is None:
-        raise InputError(f"workload '{name}': there is no module {module}; use 'llama' or 'package.module:factory'")
+        raise InputError(
+            f"workload '{name}': there is no module {module}; use 'llama' or 'package.module:factory'"
+        )
     folders = []
     if package is not None:
         folders = list(package.submodule_search_locations or ())
@@ -144,9 +152,13 @@ def find_factory(name: str) -> Callable[..., Any]:
     try:
         factory = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # the user's code may raise anything
-        raise InputError(f"workload '{name}': {error}; use 'llama', 'hf:CONFIG' or 'package.module:factory'") from error
+        raise InputError(
+            f"workload '{name}': {error}; use 'llama', 'hf:CONFIG' or 'package.module:factory'"
+        ) from error
     if not callable(factory):
-        raise InputError(f"workload '{name}': {attribute} is not callable; name a factory that takes a WorkloadSpec")
+        raise InputError(
+            f"workload '{name}': {attribute} is not callable; name a factory that takes a WorkloadSpec"
+        )
     return factory  # type: ignore[no-any-return]
 
 
@@ -166,7 +178,9 @@ def read_config(name: str) -> dict[str, Any]:
     try:
         values = json.loads(text)
     except ValueError as error:
-        raise InputError(f"{place}: is not JSON ({error}); name a config.json of transformers") from error
+        raise InputError(
+            f"{place}: is not JSON ({error}); name a config.json of transformers"
+        ) from error
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise InputError(f"{place}: model_type is missing; name a config.json of transformers")
     return values
@@ -183,5 +197,7 @@ def describe_file(path: Path, length: int, place: str = "--corpus") -> str:
         what = f"has {len(data)} bytes"
         if not data:
             what = "is empty"
-        raise InputError(f"{place} {path}: {what}; one sample needs sequence_length + 1 = {length} bytes")
+        raise InputError(
+            f"{place} {path}: {what}; one sample needs sequence_length + 1 = {length} bytes"
+        )
     return f"{path.name}@sha256:{hashlib.sha256(data).hexdigest()[:16]}"

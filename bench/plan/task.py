@@ -123,7 +123,9 @@ class Task:
 
     def to_json(self) -> str:
         kind = type(self)
-        return json.dumps({**dataclasses.asdict(self), "kind": f"{kind.__module__}:{kind.__qualname__}"})
+        return json.dumps(
+            {**dataclasses.asdict(self), "kind": f"{kind.__module__}:{kind.__qualname__}"}
+        )
 
     @staticmethod
     def from_json(text: str) -> Task:

@@ -28,7 +28,9 @@ from bench.report.ranking import Group, RankedRow, ends_text, groups, interval_t
 LONGEST = 240
 """Characters of a reason; the table of failed cells has it in full."""
 UNDECIDED = {
-    Reason.WIDE: ("statistically indistinguishable from {}: the interval contains 1, and is wider than the margin"),
+    Reason.WIDE: (
+        "statistically indistinguishable from {}: the interval contains 1, and is wider than the margin"
+    ),
     Reason.MANY: "alone, it looks different from {}; among {n} comparisons that may be chance",
     Reason.CONTROL_OFF: "not compared with {}: the A/A pair is off, so the times are suspect",
     Reason.FEW_RUNS: "not compared with {}: two runs give no interval",
@@ -302,7 +304,11 @@ def _two_commits(data: Analysis) -> Iterator[Finding]:
     commits = {cell.other_commit for cell in data.run.cells.values() if cell.other_commit}
     if commits:
         command = f"python -m bench compare {shlex.quote(str(data.folder))}"
-        yield note("Two commits", f"the cells were trained by {', '.join(commits)}, too; compare:", command=command)
+        yield note(
+            "Two commits",
+            f"the cells were trained by {', '.join(commits)}, too; compare:",
+            command=command,
+        )
 
 
 def _with_full_stop(text: str) -> str:

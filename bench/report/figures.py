@@ -63,7 +63,12 @@ def _is_of(picture: Path, run_id: str) -> bool:
     try:
         with open_regular(picture, PICTURE_BYTES) as file, Image.open(file) as image:
             return bool(image.info.get("Source") == run_id)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # no picture, of whatever kind
+    except (
+        OSError,
+        ValueError,
+        SyntaxError,
+        Image.DecompressionBombError,
+    ):  # no picture, of whatever kind
         return False
 
 

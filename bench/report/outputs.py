@@ -138,7 +138,9 @@ def _status(data: Analysis) -> int:
     return GOOD
 
 
-EXPECTED_DEFECTS = "exit status 0: all invalid trials are due to documented defects of frameworks, as expected"
+EXPECTED_DEFECTS = (
+    "exit status 0: all invalid trials are due to documented defects of frameworks, as expected"
+)
 REPORT = "report.md"
 MOST_ROWS = 60
 """Cells in all tables, since a comment may have 65,536 characters. The largest N has its table in

@@ -27,7 +27,9 @@ REFRESH_PER_S = 1.0
 """Slow on purpose: the display shares the machine with what is measured."""
 BY_BUDGET = "at most about"
 """Before the time to go of a run that its budget ends."""
-REFERENCE_FAILED = "the reference failed: nothing can be checked against it, so all its cells will be invalid"
+REFERENCE_FAILED = (
+    "the reference failed: nothing can be checked against it, so all its cells will be invalid"
+)
 
 
 class Display:

@@ -435,7 +435,9 @@ def failures(data: Analysis) -> Table:
 
 
 PUBLISHED = ("what", "how", "tokens/s per GPU", "memory of a GPU")
-OTHER_CAUSES = "They come from another machine and other versions, so a difference has several causes."
+OTHER_CAUSES = (
+    "They come from another machine and other versions, so a difference has several causes."
+)
 
 
 def published(data: Analysis) -> PageSection | None:

@@ -84,7 +84,9 @@ def run_sha256(folder: Path) -> str:
             with open_regular(folder / name, JOURNAL_BYTES) as file:
                 lines += f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n"
         except OSError as error:
-            raise InputError(f"{folder / name}: cannot be read ({error.strerror}); restore the file") from error
+            raise InputError(
+                f"{folder / name}: cannot be read ({error.strerror}); restore the file"
+            ) from error
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
@@ -136,7 +138,9 @@ def _lock(number: int, place: str, advice: str) -> None:
         words = "another process appends to its journal; wait for it, or name another folder"
         raise BusyError(f"{place}: is in use: {words}") from error
     except OSError as error:
-        raise InputError(f"{place}: {JOURNAL} cannot be locked ({error.strerror}); {advice}") from error
+        raise InputError(
+            f"{place}: {JOURNAL} cannot be locked ({error.strerror}); {advice}"
+        ) from error
 
 
 def _identity(found: os.stat_result) -> tuple[int, int]:
@@ -163,7 +167,9 @@ class Journal:
         try:
             number = os.open(self.path, _APPENDING, 0o644)
         except OSError as error:
-            raise InputError(f"{place}: {JOURNAL} cannot be opened ({error.strerror}); {advice}") from error
+            raise InputError(
+                f"{place}: {JOURNAL} cannot be opened ({error.strerror}); {advice}"
+            ) from error
         try:
             _lock(number, place, advice)
             self._held = _identity(os.fstat(number))
@@ -206,7 +212,9 @@ class Journal:
         with contextlib.suppress(FileNotFoundError):
             found = _identity(self.path.lstat())
         if found != self._held:
-            raise InputError(f"{self.path}: was removed or replaced while the run went on; put it back, and resume")
+            raise InputError(
+                f"{self.path}: was removed or replaced while the run went on; put it back, and resume"
+            )
 
     def read(self) -> list[dict[str, Any]]:
         """All trials, in the order of writing, without a torn last line.
@@ -232,7 +240,9 @@ class Journal:
             for number in itertools.count(1):
                 line = file.readline(LINE_BYTES)
                 if len(line) == LINE_BYTES:
-                    raise InputError(f"{self.path}:{number}: is longer than {size(LINE_BYTES)}; restore the file")
+                    raise InputError(
+                        f"{self.path}:{number}: is longer than {size(LINE_BYTES)}; restore the file"
+                    )
                 if not line:
                     return
                 yield line
@@ -243,7 +253,9 @@ class Journal:
         try:
             file = open_regular(self.path, JOURNAL_BYTES, flags)
         except OSError as error:
-            raise InputError(f"{self.path}: cannot be read ({error.strerror}); restore the file") from error
+            raise InputError(
+                f"{self.path}: cannot be read ({error.strerror}); restore the file"
+            ) from error
         with file:
             yield file
 

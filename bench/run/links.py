@@ -81,7 +81,10 @@ class MeasuredRates:
         largest = self.links[-len(PASSES) :]
         if not largest:
             return ""
-        rates = [f"{link['op'].replace('_', '-')} {bus_rate(link, self.world_size) / 1e9:.3g} GB/s" for link in largest]
+        rates = [
+            f"{link['op'].replace('_', '-')} {bus_rate(link, self.world_size) / 1e9:.3g} GB/s"
+            for link in largest
+        ]
         return f"bus bandwidth between {self.ranks}, at {size(largest[0]['bytes'])}: {', '.join(rates)}"
 
 

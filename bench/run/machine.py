@@ -26,14 +26,27 @@ from bench.launch.nvml import Nvml, NvmlUnavailableError
 from bench.run import trial_code
 from bench.run.manifest import CONNECTION, FINGERPRINT, Manifest
 
-_REQUIRED = dict.fromkeys(name.replace("_", "-") for backend in built_in().values() for name in backend.requires)
+_REQUIRED = dict.fromkeys(
+    name.replace("_", "-") for backend in built_in().values() for name in backend.requires
+)
 FRAMEWORKS = ("torch", *_REQUIRED)
 """Packages that backends train with."""
 PACKAGES = (*FRAMEWORKS, "numpy", "pandas", "scipy", "matplotlib", "pyarrow", "safetensors")
 """Packages that can change a result; their versions are stored."""
-ENVIRONMENT_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "MKL_", "CUDA_VISIBLE_DEVICES", "DS_")
+ENVIRONMENT_PREFIXES = (
+    "NCCL_",
+    "GLOO_",
+    "TORCH_",
+    "PYTORCH_",
+    "OMP_",
+    "MKL_",
+    "CUDA_VISIBLE_DEVICES",
+    "DS_",
+)
 """Prefixes of the environment variables that are stored; an allowlist, to keep secrets out."""
-SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASS|CREDENTIAL|PRIVATE|COOKIE|AUTH|SIGNATURE|(^|_)KEY(_|$)", re.IGNORECASE)
+SECRET_NAMES = re.compile(
+    r"TOKEN|SECRET|PASS|CREDENTIAL|PRIVATE|COOKIE|AUTH|SIGNATURE|(^|_)KEY(_|$)", re.IGNORECASE
+)
 """Names of variables that are not stored, whatever their prefix."""
 SECRET_VALUES = re.compile(
     r"://[^/\s@]*@"  # a user, and perhaps a password, in an address
@@ -122,7 +135,10 @@ def _cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or "unknown"
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        "unknown",
+    )
 
 
 def governor() -> str | None:
@@ -171,7 +187,9 @@ def environment() -> dict[str, str]:
     return found
 
 
-def code(backends: Mapping[str, type[Any]], workloads: Mapping[str, Sequence[Path]]) -> dict[str, str]:
+def code(
+    backends: Mapping[str, type[Any]], workloads: Mapping[str, Sequence[Path]]
+) -> dict[str, str]:
     """SHA-256 of the code that is run, by name: the bench's ``trial_code``, external backends and workloads.
 
     An external backend counts with its file, an external workload with its whole package or single module, without
@@ -180,7 +198,9 @@ def code(backends: Mapping[str, type[Any]], workloads: Mapping[str, Sequence[Pat
     root = trial_code.PACKAGE
     every = hashlib.sha256()
     for path in trial_code.modules(root):
-        every.update(f"{path.relative_to(root)}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
+        every.update(
+            f"{path.relative_to(root)}\n".encode() + hashlib.sha256(path.read_bytes()).digest()
+        )
     found = {"bench": every.hexdigest()}
     for name, backend in sorted(backends.items()):
         file = getattr(sys.modules.get(backend.__module__), "__file__", None)
@@ -203,7 +223,9 @@ def git_state() -> dict[str, Any]:
     def git(*arguments: str) -> str | None:
         command = ["git", "-C", str(folder), *arguments]
         try:
-            return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+            return subprocess.run(
+                command, capture_output=True, text=True, check=True, timeout=30
+            ).stdout.strip()
         except (OSError, subprocess.SubprocessError):
             return None
 
@@ -259,7 +281,9 @@ class Changed:
     b: object
 
 
-def differences(a: Mapping[str, object], b: Mapping[str, object], parts: Sequence[str] = FINGERPRINT) -> list[Changed]:
+def differences(
+    a: Mapping[str, object], b: Mapping[str, object], parts: Sequence[str] = FINGERPRINT
+) -> list[Changed]:
     """The keys of the parts that differ between two fingerprints. A part that one of them lacks counts as one key."""
     found = []
     for part in parts:
@@ -282,7 +306,10 @@ def unlike_nodes(manifest: Manifest) -> Iterator[str]:
     for number, node in enumerate(manifest.nodes, start=1):
         every = differences(manifest.node.fingerprint, node.fingerprint, (*FINGERPRINT, CONNECTION))
         changed = [change for change in every if not OF_ONE.search(change.key)]
-        words = [f"{change.key} is {change.b!r}, and {change.a!r} on node 0" for change in changed[:MOST_SHOWN]]
+        words = [
+            f"{change.key} is {change.b!r}, and {change.a!r} on node 0"
+            for change in changed[:MOST_SHOWN]
+        ]
         if len(changed) > MOST_SHOWN:
             words.append(f"{len(changed) - MOST_SHOWN} more")
         if words:

@@ -243,8 +243,14 @@ def parse_manifest(document: Mapping[str, object], place: str) -> Manifest:
         raise InputError(f"{place}: has no key '{lacking[0]}'; restore it")
     if not isinstance(given["matrix"], dict):
         raise InputError(f"{place}: matrix is {shown(given['matrix'])}; it must be a table")
-    matrix = validation.read(StoredMatrix, given["matrix"], f"{place}: ", lambda key: f"matrix.{key}")
-    given |= {"stored": document, "matrix": matrix, "settings": settings_of_stored(matrix.values, place)}
+    matrix = validation.read(
+        StoredMatrix, given["matrix"], f"{place}: ", lambda key: f"matrix.{key}"
+    )
+    given |= {
+        "stored": document,
+        "matrix": matrix,
+        "settings": settings_of_stored(matrix.values, place),
+    }
     given["node"] = _with_fingerprint(given)
     nodes = given.get("nodes")
     if isinstance(nodes, list):

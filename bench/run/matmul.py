@@ -108,7 +108,9 @@ def tasks(cells: Iterable[Cell], threads: int, folder: Path) -> list[MatmulTask]
     wanted: dict[tuple[Device, int, int], dict[Precision, None]] = {}
     for cell in cells:
         if not cell.is_reference and cell.world.times_communication:
-            wanted.setdefault((cell.device, cell.world_size, cell.num_nodes), {})[cell.precision] = None
+            wanted.setdefault((cell.device, cell.world_size, cell.num_nodes), {})[
+                cell.precision
+            ] = None
             if cell.ranks_per_node > 1:
                 wanted.setdefault((cell.device, cell.ranks_per_node, 1), {})[cell.precision] = None
     return [
@@ -124,18 +126,25 @@ def tasks(cells: Iterable[Cell], threads: int, folder: Path) -> list[MatmulTask]
     ]
 
 
-def measure(cells: Iterable[Cell], threads: int, folder: Path, launcher: Launcher) -> tuple[MeasuredRates, ...]:
+def measure(
+    cells: Iterable[Cell], threads: int, folder: Path, launcher: Launcher
+) -> tuple[MeasuredRates, ...]:
     """The entries for run.json, one per task, with scratch files under ``folder``.
 
     An entry without rates has the ``reason``; MFU against it stays empty.
     """
-    return tuple(_rates(task, launcher.run(task, TIMEOUT_S)) for task in tasks(cells, threads, folder))
+    return tuple(
+        _rates(task, launcher.run(task, TIMEOUT_S)) for task in tasks(cells, threads, folder)
+    )
 
 
 def _rates(task: MatmulTask, outcome: Outcome) -> MeasuredRates:
     """What the ranks of a task measured."""
     found = MeasuredRates(
-        world_size=task.world_size, num_nodes=task.num_nodes, threads=task.threads, reason=outcome.reason
+        world_size=task.world_size,
+        num_nodes=task.num_nodes,
+        threads=task.threads,
+        reason=outcome.reason,
     )
     if outcome.status is not Status.OK:
         return found
@@ -146,12 +155,17 @@ def _rates(task: MatmulTask, outcome: Outcome) -> MeasuredRates:
         return replace(found, reason=f"a rank returned damaged rates: {error}")
     return replace(
         found,
-        flops_per_s={str(name): tuple(rank["flops_per_s"][name] for rank in ranks) for name in task.precisions},
+        flops_per_s={
+            str(name): tuple(rank["flops_per_s"][name] for rank in ranks)
+            for name in task.precisions
+        },
         links=tuple(links.merge([rank["links"] for rank in ranks])),
     )
 
 
-def time_products(folder: Path, manifest: Manifest, launcher: Launcher, say: Callable[[str], None]) -> Manifest:
+def time_products(
+    folder: Path, manifest: Manifest, launcher: Launcher, say: Callable[[str], None]
+) -> Manifest:
     """The manifest with the rate of matrix products, which is measured and stored unless it is already there."""
     if manifest.matmul is not None:
         return manifest
@@ -167,7 +181,9 @@ def summary(entries: Iterable[MeasuredRates]) -> list[str]:
     """Lines of text on the entries."""
     lines = []
     for entry in entries:
-        rates = [f"{sum(each) / 1e12:.3g} TFLOP/s in {name}" for name, each in entry.flops_per_s.items()]
+        rates = [
+            f"{sum(each) / 1e12:.3g} TFLOP/s in {name}" for name, each in entry.flops_per_s.items()
+        ]
         what = " and ".join(rates)
         if not rates:
             what = f"not known, so neither is MFU against it: {entry.reason}"

@@ -96,7 +96,9 @@ class Runner:
         self._budget_s = float(settings.budget_s) if settings.budget_s else math.inf
         self._skipped = manifest.skipped
         self.schedule = manifest.schedule()
-        self._asked = task.passes([cell for cell in self.schedule.cells if cell.cell_id not in self._skipped])
+        self._asked = task.passes(
+            [cell for cell in self.schedule.cells if cell.cell_id not in self._skipped]
+        )
         self._done: set[tuple[str, int]] = set()
         self._num_run = self._total = 0
         self._spent_s = self._since = self._trial_s = 0.0
@@ -148,7 +150,9 @@ class Runner:
             extra = (trial for trial in self.schedule.trials() if trial.extra)
             self._done -= {trial.key for trial in extra if self._lacks_update(trial)}
         self._num_run = len(records)
-        self._spent_s = sum(record.wall_s for record in records if record.status is not Status.INTERRUPTED)
+        self._spent_s = sum(
+            record.wall_s for record in records if record.status is not Status.INTERRUPTED
+        )
 
     def _records(self) -> list[TrialRecord]:
         return parse_records(self._journal.read(), self._journal.path)
@@ -215,7 +219,9 @@ class Runner:
     def _decide(self, look: InterimAnalysis, ended: Ended | None) -> None:
         """Store a look, and what ended the run, if anything."""
         self.schedule.looks.append(look)
-        self._manifest = dataclasses.replace(self._manifest, looks=tuple(self.schedule.looks), ended_by=ended)
+        self._manifest = dataclasses.replace(
+            self._manifest, looks=tuple(self.schedule.looks), ended_by=ended
+        )
         write_manifest(self._folder, self._manifest)
         self._observer.interim(look)
         self._expect()
@@ -233,7 +239,9 @@ class Runner:
         try:
             outcome = self._launch(trial.cell, passes, folder)
         except KeyboardInterrupt:
-            outcome = Outcome(status=Status.INTERRUPTED, reason="stopped by the user", ranks=[], wall_s=0.0)
+            outcome = Outcome(
+                status=Status.INTERRUPTED, reason="stopped by the user", ranks=[], wall_s=0.0
+            )
             with held():
                 self._keep(self._record(trial, passes, outcome))
             raise
@@ -251,7 +259,9 @@ class Runner:
 
     def _missing(self, trial: Trial) -> str:
         """Why a trial cannot run; empty if it can."""
-        return self._skipped.get(trial.cell.cell_id) or blocks.skip(trial.cell, self._backends[trial.cell.backend])
+        return self._skipped.get(trial.cell.cell_id) or blocks.skip(
+            trial.cell, self._backends[trial.cell.backend]
+        )
 
     def _keep(self, content: dict[str, Any]) -> TrialRecord:
         """Append what is known of a trial to the journal; returns it as it is read again."""
@@ -271,9 +281,13 @@ class Runner:
             folder=str(folder.resolve()),
             reference=str(self._reference_file(cell).resolve()),
             corpus=self._corpus,
-            threads=machine.threads_per_rank(cell.num_processes // cell.num_nodes, self._settings.threads),
+            threads=machine.threads_per_rank(
+                cell.num_processes // cell.num_nodes, self._settings.threads
+            ),
         )
-        outcome = self._launcher.run(asked, float(self._settings.timeout_s), float(self._settings.inactivity_s))
+        outcome = self._launcher.run(
+            asked, float(self._settings.timeout_s), float(self._settings.inactivity_s)
+        )
         return outcome.limited_by("--timeout")
 
     def _reference_file(self, cell: Cell) -> Path:
@@ -307,7 +321,9 @@ class Runner:
     def _note_extras(self, record: TrialRecord) -> None:
         if record.status is Status.OK:
             extra = (*EXTRA_PASSES, *CUDA_PASSES)
-            self._have |= {(record.cell_id, name) for name in extra if getattr(record, name) is not None}
+            self._have |= {
+                (record.cell_id, name) for name in extra if getattr(record, name) is not None
+            }
 
     def _record(self, trial: Trial, passes: tuple[str, ...], outcome: Outcome) -> dict[str, Any]:
         if damage := wrong(outcome.ranks, passes):
@@ -368,7 +384,9 @@ def _gpus(outcome: Outcome, uuids: Sequence[str]) -> dict[str, Any] | None:
     """The GPUs of a good trial while its ranks timed their steps, by the clock of each node."""
     found: list[dict[str, Any]] = []
     num_ranks = len(outcome.ranks) // max(1, len(outcome.recordings))
-    for first, recording in zip(range(0, len(outcome.ranks), num_ranks), outcome.recordings, strict=False):
+    for first, recording in zip(
+        range(0, len(outcome.ranks), num_ranks), outcome.recordings, strict=False
+    ):
         times = [rank["time"] for rank in outcome.ranks[first : first + num_ranks]]
         began = max((time["began"] for time in times if time["began"] is not None), default=None)
         ended = min(time["ended"] for time in times)

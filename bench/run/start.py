@@ -22,7 +22,15 @@ from bench.plan.matrix import Matrix
 from bench.plan.models import SIZES, describe_file, sources
 from bench.run import machine
 from bench.run.journal import JOURNAL, MANIFEST, read_manifest, write_manifest
-from bench.run.manifest import CONNECTION, Git, GpuSharing, Manifest, NodeFacts, Predicted, StoredMatrix
+from bench.run.manifest import (
+    CONNECTION,
+    Git,
+    GpuSharing,
+    Manifest,
+    NodeFacts,
+    Predicted,
+    StoredMatrix,
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,9 @@ def create(
     ``head``. ``sharing`` says how ranks that share a GPU communicate.
     """
     if (folder / MANIFEST).exists() or (folder / JOURNAL).exists():
-        raise InputError(f"--out {folder}: holds a run already; name another folder, or go on with --resume {folder}")
+        raise InputError(
+            f"--out {folder}: holds a run already; name another folder, or go on with --resume {folder}"
+        )
     cells, backends = plan.cells, plan.backends
     used = {cell.backend for cell in cells}
     remarks = {cell.cell_id: backends[cell.backend].remark(cell) for cell in cells}
@@ -120,7 +130,9 @@ def cells_of(folder: Path, manifest: Manifest) -> tuple[Cell, ...]:
         raise InputError(f"{folder / MANIFEST}: cells: there are none; restore the file")
     models = {cell.model for cell in manifest.cells if cell.workload == "llama"}
     if unknown := models - SIZES.keys():
-        raise InputError(f"{folder / MANIFEST}: cells: there is no model '{unknown.pop()}'; restore the file")
+        raise InputError(
+            f"{folder / MANIFEST}: cells: there is no model '{unknown.pop()}'; restore the file"
+        )
     return manifest.cells
 
 
@@ -133,7 +145,9 @@ def backends_of(folder: Path, manifest: Manifest) -> dict[str, type[Backend]]:
     return registry(names)
 
 
-def reopen(folder: Path, backends: Mapping[str, type[Backend]], nodes: Sequence[Mapping[str, object]] = ()) -> Manifest:
+def reopen(
+    folder: Path, backends: Mapping[str, type[Backend]], nodes: Sequence[Mapping[str, object]] = ()
+) -> Manifest:
     """The manifest of a run to resume. Raises InputError if a machine, the software or the code has changed.
 
     Code is compared by content, not by commit: an installed package has no commit, and uncommitted changes count too.
@@ -147,7 +161,9 @@ def reopen(folder: Path, backends: Mapping[str, type[Backend]], nodes: Sequence[
             f"{folder / MANIFEST}: its looks and repeats are not those of a run ({error}); restore the file"
         ) from error
     if unknown := {cell.backend for cell in cells} - backends.keys():
-        raise InputError(f"--resume {folder}: backend '{unknown.pop()}' is not installed here any more")
+        raise InputError(
+            f"--resume {folder}: backend '{unknown.pop()}' is not installed here any more"
+        )
     if manifest.code != code(cells, backends):
         back = "install that version again"
         if manifest.git.commit:
@@ -159,7 +175,9 @@ def reopen(folder: Path, backends: Mapping[str, type[Backend]], nodes: Sequence[
     needed = len(manifest.nodes)
     if needed != len(nodes):
         begun = plural(1 + needed, "node")
-        raise InputError(f"--resume {folder}: was begun on {begun}, and this job has {1 + len(nodes)}; start as many")
+        raise InputError(
+            f"--resume {folder}: was begun on {begun}, and this job has {1 + len(nodes)}; start as many"
+        )
     _require_alike(manifest.node, machine.fingerprint(), f"--resume {folder}: ")
     for number, (stored, node) in enumerate(zip(manifest.nodes, nodes, strict=True), start=1):
         _require_alike(stored, node, f"--resume {folder}: on node {number}, ")
@@ -198,7 +216,9 @@ def needed(cells: Sequence[Cell], repeats: int) -> int:
     """Rough number of bytes that a run will write, without the references of models that are not shipped."""
     total = RESERVE_BYTES
     for cell in cells:
-        total += repeats * (RECORD_BYTES + cell.windows * (STEP_BYTES + RANK_STEP_BYTES * cell.world_size))
+        total += repeats * (
+            RECORD_BYTES + cell.windows * (STEP_BYTES + RANK_STEP_BYTES * cell.world_size)
+        )
         if cell.is_reference and cell.workload == "llama":
             references = 2 if cell.clip_norm else 1
             total += SIZES[cell.model].num_parameters * 4 * references

@@ -15,7 +15,17 @@ from bench.errors import InputError
 from bench.measure import dispatch, exposure, host
 from bench.plan.categories import HELD, PEAK
 from bench.plan.cell import Cell, Status
-from bench.validation import Amount, Duration, Expect, Flag, Integer, Natural, Number, PositiveNumber, Seconds
+from bench.validation import (
+    Amount,
+    Duration,
+    Expect,
+    Flag,
+    Integer,
+    Natural,
+    Number,
+    PositiveNumber,
+    Seconds,
+)
 from bench.workload.layout import Layout
 
 
@@ -244,7 +254,11 @@ def merge(ranks: Sequence[Mapping[str, int]]) -> dict[str, int]:
     fullest = max(ranks, key=lambda memory: memory.get(PEAK, 0))
     most_held = max(ranks, key=lambda memory: memory.get(HELD, 0))
     for memory, held in ((fullest, False), (most_held, True)):
-        merged |= {key: value for key, value in memory.items() if key.split("_")[0].startswith(HELD) == held}
+        merged |= {
+            key: value
+            for key, value in memory.items()
+            if key.split("_")[0].startswith(HELD) == held
+        }
     return merged
 
 
@@ -260,7 +274,9 @@ def merge_ranks(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     the timed steps of every rank, and on GPUs ``device_uuids`` names the device of each.
     """
     first = ranks[0]
-    merged = {key: value for key, value in first.items() if key not in ("time", "memory", "device_uuid")}
+    merged = {
+        key: value for key, value in first.items() if key not in ("time", "memory", "device_uuid")
+    }
     if first.get("device_uuid"):
         merged["device_uuids"] = [rank.get("device_uuid") for rank in ranks]
     merged["training_s"] = max(rank["training_s"] for rank in ranks)
@@ -283,11 +299,15 @@ def _merge_times(times: list[dict[str, Any]]) -> dict[str, Any]:
     # There is one interval fewer than updates, hence the extra 1.
     merged["num_warmup"] = len(merged["warmup_seconds"]) + 1
     merged["host"] = host.merge([t["host"] for t in times])
-    merged["losses"] = [statistics.fmean(step) for step in zip(*(t["losses"] for t in times), strict=False)]
+    merged["losses"] = [
+        statistics.fmean(step) for step in zip(*(t["losses"] for t in times), strict=False)
+    ]
     merged["ranks_agree"] = len({(t["num_updates"], t["num_micro_batches"]) for t in times}) == 1
     if merged["cuda_memory"]:
         every = [t["cuda_memory"] for t in times]
-        merged["cuda_memory"] = {name: max(each[name] for each in every if name in each) for name in every[0]}
+        merged["cuda_memory"] = {
+            name: max(each[name] for each in every if name in each) for name in every[0]
+        }
     return merged
 
 

@@ -63,7 +63,9 @@ class Workload(Protocol):
 
 def load(cell: Cell, corpus: Path | None) -> Workload:
     """Load the cell's workload. Raises InputError if the factory cannot be found."""
-    spec = WorkloadSpec(model=cell.model, sequence_length=cell.sequence_length, seed=cell.seed, corpus=corpus)
+    spec = WorkloadSpec(
+        model=cell.model, sequence_length=cell.sequence_length, seed=cell.seed, corpus=corpus
+    )
     if cell.workload == LLAMA:
         from bench.workload.llama import LlamaWorkload
 
@@ -75,7 +77,9 @@ def load(cell: Cell, corpus: Path | None) -> Workload:
     workload: Workload = find_factory(cell.workload)(spec)
     tokens: object = workload.tokens_per_sample
     if not isinstance(tokens, int) or tokens < 1:
-        raise InputError(f"{cell.workload}: tokens_per_sample is {shown(tokens)}; it must be an integer of at least 1")
+        raise InputError(
+            f"{cell.workload}: tokens_per_sample is {shown(tokens)}; it must be an integer of at least 1"
+        )
     return workload
 
 
@@ -97,7 +101,9 @@ class Loader:
         global_batch_size: int,
     ) -> None:
         micro_batch_size, rest = divmod(global_batch_size, accumulate * world_size)
-        assert rest == 0 and micro_batch_size > 0, "the matrix refuses a batch that is not divisible"
+        assert rest == 0 and micro_batch_size > 0, (
+            "the matrix refuses a batch that is not divisible"
+        )
         self._fetch = fetch
         self._ranges = []
         for window in range(windows):

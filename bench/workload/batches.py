@@ -40,11 +40,15 @@ def to(batch: Any, device: torch.device) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
 
 
-def zeros_like(batch: Any, num_samples: int | None = None, device: torch.device | None = None) -> Any:
+def zeros_like(
+    batch: Any, num_samples: int | None = None, device: torch.device | None = None
+) -> Any:
     """Zeros of the shapes and dtypes of a batch, with as many samples unless ``num_samples`` is given."""
 
     def zeros(tensor: Tensor) -> Tensor:
         count = len(tensor) if num_samples is None else num_samples
-        return torch.zeros((count, *tensor.shape[1:]), dtype=tensor.dtype, device=device or tensor.device)
+        return torch.zeros(
+            (count, *tensor.shape[1:]), dtype=tensor.dtype, device=device or tensor.device
+        )
 
     return tree_map_only(Tensor, zeros, batch)

@@ -41,7 +41,9 @@ class CausalWorkload:
             )
         self._config = CONFIG_MAPPING[kind].from_dict(dict(values))
         if type(self._config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise InputError(f"{place}: transformers has no causal language model of model_type '{kind}'")
+            raise InputError(
+                f"{place}: transformers has no causal language model of model_type '{kind}'"
+            )
         _disable_randomness(self._config)
         self._config.use_cache = False
         text = self._config.get_text_config()
@@ -52,7 +54,9 @@ class CausalWorkload:
                 f"sample; give --sequence {longest} or less"
             )
         if text.vocab_size < TOKENS:
-            raise InputError(f"{place}: vocab_size is {text.vocab_size}; the corpora need at least {TOKENS}")
+            raise InputError(
+                f"{place}: vocab_size is {text.vocab_size}; the corpora need at least {TOKENS}"
+            )
         self._corpus: MarkovCorpus | FileCorpus = MarkovCorpus(spec.seed)
         if spec.corpus is not None:
             self._corpus = FileCorpus(spec.corpus, spec.seed)
@@ -74,8 +78,16 @@ class CausalWorkload:
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """The modules of the longest ModuleList that is in no other: the layers, and not the experts of one."""
-        lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-        outer = [blocks for name, blocks in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
+        lists = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, nn.ModuleList)
+        }
+        outer = [
+            blocks
+            for name, blocks in lists.items()
+            if not any(name.startswith(f"{other}.") for other in lists)
+        ]
         longest: list[nn.Module] = max(map(list, outer), key=len, default=[])
         return longest
 
@@ -94,5 +106,9 @@ def _disable_randomness(config: PreTrainedConfig) -> None:
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
             _disable_randomness(value)
-        elif isinstance(value, int | float) and not isinstance(value, bool) and any(word in name for word in RANDOM):
+        elif (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and any(word in name for word in RANDOM)
+        ):
             setattr(config, name, 0.0)

@@ -109,10 +109,15 @@ def llama_parameters(size: LlamaSize) -> tuple[Parameter, ...]:
         "input_layernorm": (hidden,),
         "post_attention_layernorm": (hidden,),
     }
-    found = [Parameter(name="model.embed_tokens.weight", shape=(size.vocab_size, hidden), unit=ROOT)]
+    found = [
+        Parameter(name="model.embed_tokens.weight", shape=(size.vocab_size, hidden), unit=ROOT)
+    ]
     for layer in range(size.num_layers):
         prefix = f"model.layers.{layer}"
-        found += [Parameter(name=f"{prefix}.{n}.weight", shape=shape, unit=layer + 1) for n, shape in block.items()]
+        found += [
+            Parameter(name=f"{prefix}.{n}.weight", shape=shape, unit=layer + 1)
+            for n, shape in block.items()
+        ]
     found.append(Parameter(name="model.norm.weight", shape=(hidden,), unit=ROOT))
     if not size.tied:
         found.append(Parameter(name="lm_head.weight", shape=(size.vocab_size, hidden), unit=ROOT))
@@ -134,8 +139,17 @@ def _through(*modules: str) -> list[_Visit]:
 @cache
 def llama_layout(size: LlamaSize) -> Layout:
     """The layout of the shipped decoder, as transformers implements it."""
-    forward: list[_Visit] = [("root", False), ("model", False), *_through("model.embed_tokens", "model.rotary_emb")]
-    backward: list[_Visit] = [("root", False), *_through("lm_head"), ("model", False), *_through("model.norm")]
+    forward: list[_Visit] = [
+        ("root", False),
+        ("model", False),
+        *_through("model.embed_tokens", "model.rotary_emb"),
+    ]
+    backward: list[_Visit] = [
+        ("root", False),
+        *_through("lm_head"),
+        ("model", False),
+        *_through("model.norm"),
+    ]
     gradients = ["lm_head", "model.norm"]
     if size.tied:
         gradients = ["model.norm"]
@@ -143,21 +157,43 @@ def llama_layout(size: LlamaSize) -> Layout:
         block = f"model.layers.{layer}"
         attention, mlp = f"{block}.self_attn", f"{block}.mlp"
         forward += [(block, False), *_through(f"{block}.input_layernorm"), (attention, False)]
-        forward += _through(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj", f"{attention}.o_proj")
+        forward += _through(
+            f"{attention}.q_proj",
+            f"{attention}.k_proj",
+            f"{attention}.v_proj",
+            f"{attention}.o_proj",
+        )
         forward.append((attention, True))
         forward += [*_through(f"{block}.post_attention_layernorm"), (mlp, False)]
-        forward += _through(f"{mlp}.gate_proj", f"{mlp}.act_fn", f"{mlp}.up_proj", f"{mlp}.down_proj")
+        forward += _through(
+            f"{mlp}.gate_proj", f"{mlp}.act_fn", f"{mlp}.up_proj", f"{mlp}.down_proj"
+        )
         forward += [(mlp, True), (block, True)]
     for layer in reversed(range(size.num_layers)):
         block = f"model.layers.{layer}"
         attention, mlp = f"{block}.self_attn", f"{block}.mlp"
-        of_attention = (f"{attention}.o_proj", f"{attention}.v_proj", f"{attention}.k_proj", f"{attention}.q_proj")
+        of_attention = (
+            f"{attention}.o_proj",
+            f"{attention}.v_proj",
+            f"{attention}.k_proj",
+            f"{attention}.q_proj",
+        )
         backward += [(block, False), (mlp, False)]
-        backward += _through(f"{mlp}.down_proj", f"{mlp}.up_proj", f"{mlp}.act_fn", f"{mlp}.gate_proj")
-        backward += [(mlp, True), *_through(f"{block}.post_attention_layernorm"), (attention, False)]
+        backward += _through(
+            f"{mlp}.down_proj", f"{mlp}.up_proj", f"{mlp}.act_fn", f"{mlp}.gate_proj"
+        )
+        backward += [
+            (mlp, True),
+            *_through(f"{block}.post_attention_layernorm"),
+            (attention, False),
+        ]
         backward += [*_through(*of_attention, f"{block}.input_layernorm"), (block, True)]
         gradients += [f"{mlp}.down_proj", f"{mlp}.up_proj", f"{mlp}.gate_proj"]
-        gradients += [f"{block}.post_attention_layernorm", *of_attention, f"{block}.input_layernorm"]
+        gradients += [
+            f"{block}.post_attention_layernorm",
+            *of_attention,
+            f"{block}.input_layernorm",
+        ]
     forward += [*_through("model.norm"), ("model", True), *_through("lm_head"), ("root", True)]
     backward.append(("model.embed_tokens", False))
     gradients.append("model.embed_tokens")
@@ -232,7 +268,9 @@ def record(model: nn.Module, blocks: Sequence[nn.Module], loss: Loss, batch: Bat
                 name=name,
                 shape=tuple(p.shape),
                 unit=unit_of.get(id(p), ROOT),
-                special=_special(p, is_used=index[id(p)] in gradients, is_sparse=index[id(p)] in sparse),
+                special=_special(
+                    p, is_used=index[id(p)] in gradients, is_sparse=index[id(p)] in sparse
+                ),
             )
             for name, p in named.items()
         ),
@@ -270,12 +308,17 @@ class _Recorder:
         self.backward: list[int] = []
 
     def hook(self, module: nn.Module) -> list[Any]:
-        return [module.register_forward_pre_hook(self._enter), module.register_forward_hook(self._leave)]
+        return [
+            module.register_forward_pre_hook(self._enter),
+            module.register_forward_hook(self._leave),
+        ]
 
     def _enter(self, module: nn.Module, inputs: Any) -> Any:
         if id(module) not in self._numbers:
             self._numbers[id(module)] = len(self.modules)
-            self.modules.append(tuple(sorted({self._index[id(p)] for p in module.parameters(recurse=False)})))
+            self.modules.append(
+                tuple(sorted({self._index[id(p)] for p in module.parameters(recurse=False)}))
+            )
         number = self._numbers[id(module)]
         self.forward.append(number)
         self._inputs[number] = sum(getattr(leaf, "requires_grad", False) for leaf in inputs)

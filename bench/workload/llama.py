@@ -36,7 +36,9 @@ class MarkovCorpus:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        rows = np.random.default_rng([seed, 1]).dirichlet(np.full(MARKOV_TOKENS, 0.1), size=MARKOV_TOKENS)
+        rows = np.random.default_rng([seed, 1]).dirichlet(
+            np.full(MARKOV_TOKENS, 0.1), size=MARKOV_TOKENS
+        )
         # Mixing in the uniform distribution makes the chain ergodic, so the stationary distribution
         # is unique.
         self.transitions: NDArray[np.float64] = 0.99 * rows + 0.01 / MARKOV_TOKENS
@@ -63,10 +65,15 @@ class MarkovCorpus:
         table = (steps / steps[:, -1:] + np.arange(MARKOV_TOKENS)[:, None]).ravel()
         start = np.cumsum(self.stationary)
         tokens = np.empty((count, length), dtype=np.int64)
-        tokens[:, 0] = np.minimum(np.searchsorted(start / start[-1], uniform[:, 0], side="right"), MARKOV_TOKENS - 1)
+        tokens[:, 0] = np.minimum(
+            np.searchsorted(start / start[-1], uniform[:, 0], side="right"), MARKOV_TOKENS - 1
+        )
         for position in range(1, length):
             state = tokens[:, position - 1]
-            found = np.searchsorted(table, uniform[:, position] + state, side="right") - state * MARKOV_TOKENS
+            found = (
+                np.searchsorted(table, uniform[:, position] + state, side="right")
+                - state * MARKOV_TOKENS
+            )
             tokens[:, position] = np.clip(found, 0, MARKOV_TOKENS - 1)
         return tokens
 
@@ -83,7 +90,9 @@ class FileCorpus:
     def samples(self, count: int, length: int) -> NDArray[np.int64]:
         uniform = np.random.default_rng([self._seed, 3]).random(count)
         starts = (uniform * (len(self._bytes) - length + 1)).astype(np.int64)
-        tokens: NDArray[np.int64] = self._bytes[starts[:, None] + np.arange(length)].astype(np.int64)
+        tokens: NDArray[np.int64] = self._bytes[starts[:, None] + np.arange(length)].astype(
+            np.int64
+        )
         return tokens
 
 
@@ -108,7 +117,9 @@ class LlamaWorkload:
             self._corpus = FileCorpus(spec.corpus, spec.seed)
         self.tokens_per_sample = spec.sequence_length
         self.entropy_floor = self._corpus.entropy_floor
-        self.flops_per_sample: float | None = spec.sequence_length * self._size.flops_per_token(spec.sequence_length)
+        self.flops_per_sample: float | None = spec.sequence_length * self._size.flops_per_token(
+            spec.sequence_length
+        )
 
     def model(self) -> nn.Module:
         """A ``LlamaForCausalLM`` with SDPA attention, without dropout, biases or a key-value cache."""
@@ -154,7 +165,14 @@ class LlamaWorkload:
 
 
 def attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, scaling: float, **_: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    scaling: float,
+    **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention in a fused kernel: [batch, heads, tokens, head size] to [batch, tokens, heads, head size].
 
@@ -167,7 +185,9 @@ def attend(
     if (value.device.type, value.dtype) == REPEATED:
         repeats = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    output = scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+    )
     return output.transpose(1, 2), None
 
 

@@ -54,12 +54,22 @@ def _ask(cell: Cell, corpus: Path | None, *, shards: bool) -> str:
     """What the process found: what is wrong, or nothing."""
     with tempfile.TemporaryDirectory() as folder:
         answer, log = Path(folder) / "answer.json", Path(folder) / "log"
-        asked = {"cell": cell.to_dict(), "corpus": corpus and str(corpus), "shards": shards, "answer": str(answer)}
+        asked = {
+            "cell": cell.to_dict(),
+            "corpus": corpus and str(corpus),
+            "shards": shards,
+            "answer": str(answer),
+        }
         with log.open("wb") as output:
             command = [sys.executable, "-m", "bench.workload.preflight", json.dumps(asked)]
             try:
                 status = subprocess.run(
-                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, timeout=LIMIT_S, check=False
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    timeout=LIMIT_S,
+                    check=False,
                 ).returncode
             except subprocess.TimeoutExpired:
                 return f"its check took longer than {LIMIT_S} s; it is a model, two samples and five losses"
@@ -136,7 +146,9 @@ class _Examination:
                 raise UnfitError(f"it has no {name}; see 'A model of your own' in docs/matrix.md")
         tokens: Any = workload.tokens_per_sample
         if not isinstance(tokens, int) or tokens < 1:
-            raise UnfitError(f"tokens_per_sample is {tokens!r}; it must be an integer of at least 1")
+            raise UnfitError(
+                f"tokens_per_sample is {tokens!r}; it must be an integer of at least 1"
+            )
         for name in ("flops_per_sample", "entropy_floor"):
             value = getattr(workload, name)
             if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
@@ -153,10 +165,14 @@ class _Examination:
         for name, p in weights.items():
             if p.requires_grad and p.is_floating_point() and p.dtype != torch.float32:
                 dtype = str(p.dtype).removeprefix("torch.")
-                raise UnfitError(f"its parameter '{name}' is {dtype}; model() must return an fp32 model")
+                raise UnfitError(
+                    f"its parameter '{name}' is {dtype}; model() must return an fp32 model"
+                )
         for name, p in other.named_parameters():
             if name not in weights or not torch.equal(p, weights[name]):
-                raise UnfitError(f"model() returns another '{name}' each time; seed its generator with spec.seed")
+                raise UnfitError(
+                    f"model() returns another '{name}' each time; seed its generator with spec.seed"
+                )
         return model.to(self._device).train()
 
     def _samples(self) -> Any:
@@ -170,7 +186,9 @@ class _Examination:
         tensors, first = tensors_of(samples), tensors_of(fewer)
         if not tensors:
             kind = type(samples).__name__
-            raise UnfitError(f"data() returns {kind} without a tensor; it must be a tensor, or a tuple or dict of them")
+            raise UnfitError(
+                f"data() returns {kind} without a tensor; it must be a tensor, or a tuple or dict of them"
+            )
         for found, count in ((tensors, SAMPLES), (first, SAMPLES // 2)):
             for tensor in found:
                 if tensor.dim() == 0 or len(tensor) != count:
@@ -197,7 +215,9 @@ class _Examination:
             found = f"a tensor of shape {list(loss.shape)}"
             if not loss.requires_grad:
                 found += " without a gradient"
-        raise UnfitError(f"loss() returns {found}; it must be the mean loss, a scalar tensor from the model")
+        raise UnfitError(
+            f"loss() returns {found}; it must be the mean loss, a scalar tensor from the model"
+        )
 
     def _check_draws(self, model: nn.Module, batch: Any) -> None:
         """Raise UnfitError if a forward in training mode draws random numbers, with the innermost module that does."""
@@ -217,7 +237,10 @@ class _Examination:
 
         for name, module in model.named_modules():
             before, after = hooks(name)
-            handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+            handles += [
+                module.register_forward_pre_hook(before),
+                module.register_forward_hook(after),
+            ]
         began = _random_state(self._device)
         self._loss(model, batch)
         ended = _random_state(self._device)
@@ -234,7 +257,8 @@ class _Examination:
         """The ids of called modules. Raises UnfitError for a loss that is not finite, or differs the second time."""
         called = Counter[int]()
         handles = [
-            module.register_forward_hook(lambda module, *_: called.update([id(module)])) for module in model.modules()
+            module.register_forward_hook(lambda module, *_: called.update([id(module)]))
+            for module in model.modules()
         ]
         first = self._loss(model, batch).item()
         calls = called[id(model)]
@@ -242,9 +266,13 @@ class _Examination:
         for handle in handles:
             handle.remove()
         if calls != 1:
-            raise UnfitError(f"loss() calls the model {calls} times; a micro-batch must be one forward")
+            raise UnfitError(
+                f"loss() calls the model {calls} times; a micro-batch must be one forward"
+            )
         if not math.isfinite(first):
-            raise UnfitError(f"the loss of the first {SAMPLES} samples is {first}; it must be finite")
+            raise UnfitError(
+                f"the loss of the first {SAMPLES} samples is {first}; it must be finite"
+            )
         if not math.isclose(first, second, rel_tol=SAME):
             raise UnfitError(
                 f"the loss of the same samples is {first:.6g}, and {second:.6g} when it is computed again; it must be "
@@ -266,9 +294,13 @@ class _Examination:
             if block is model:
                 raise UnfitError(f"blocks()[{number}] is the model itself; name its layers")
             if id(block) not in called:
-                raise UnfitError(f"blocks()[{number}] ({type(block).__name__}) is never called in a forward")
+                raise UnfitError(
+                    f"blocks()[{number}] ({type(block).__name__}) is never called in a forward"
+                )
         if not blocks and self._shards:
-            raise UnfitError("blocks() is empty: there are none to shard; name the layers, or leave out such backends")
+            raise UnfitError(
+                "blocks() is empty: there are none to shard; name the layers, or leave out such backends"
+            )
 
     def _check_mean(self, model: nn.Module, batch: Any) -> None:
         """Raise UnfitError unless the loss of two samples is the mean of theirs."""
@@ -290,7 +322,9 @@ class _Examination:
             if not gradient.is_sparse and not bool(gradient.isfinite().all()):
                 raise UnfitError(f"the gradient of '{name}' is not finite")
         if not any(bool(g.abs().sum() > 0) for g in gradients.values()):
-            raise UnfitError("no parameter has a gradient other than 0: the loss does not depend on the model")
+            raise UnfitError(
+                "no parameter has a gradient other than 0: the loss does not depend on the model"
+            )
 
 
 def _random_state(device: torch.device) -> tuple[Any, ...]:

@@ -9,7 +9,9 @@ accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
 model = torch.nn.Linear(6, 1, bias=False)
 torch.nn.init.zeros_(model.weight)
 sgd = torch.optim.SGD(model.parameters(), lr=1.0)
-loader = torch.utils.data.DataLoader(torch.eye(6), batch_size=1)  # a gradient of 1 in weight i alone
+loader = torch.utils.data.DataLoader(
+    torch.eye(6), batch_size=1
+)  # a gradient of 1 in weight i alone
 model, sgd, loader = accelerator.prepare(model, sgd, loader)
 for one_hot in loader:
     with accelerator.accumulate(model):
@@ -19,6 +21,10 @@ for one_hot in loader:
 measured = (0 - next(model.parameters())).flatten().tolist()
 print(
     json.dumps(
-        {"case": "weights of a window of 4 and of one of 2", "measured": measured, "right": [0.25] * 4 + [0.5] * 2}
+        {
+            "case": "weights of a window of 4 and of one of 2",
+            "measured": measured,
+            "right": [0.25] * 4 + [0.5] * 2,
+        }
     )
 )

@@ -9,7 +9,9 @@ import torch
 from deepspeed.utils.logging import logger
 
 logger.setLevel(logging.ERROR)
-vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False  # compile nothing
+vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = (
+    False  # compile nothing
+)
 
 N = 4
 for case, more in (
@@ -27,7 +29,9 @@ for case, more in (
     }
     sgd = torch.optim.SGD(weights.parameters(), lr=1.0)
     engine, *_ = deepspeed.initialize(model=weights, optimizer=sgd, config=config | more)
-    for one_hot in torch.eye(N, dtype=torch.bfloat16):  # micro-batch i has a gradient of 1 in weight i alone
+    for one_hot in torch.eye(
+        N, dtype=torch.bfloat16
+    ):  # micro-batch i has a gradient of 1 in weight i alone
         engine.backward(engine(one_hot).sum())
         engine.step()
     measured = (0 - weights.weight).flatten().tolist()

@@ -10,7 +10,9 @@ from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.logging import logger
 
 logger.setLevel(logging.ERROR)
-vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False  # compile nothing
+vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = (
+    False  # compile nothing
+)
 
 N = 1024  # gradients of 1/N sum to 1, but to 0.25 in bf16
 weights = torch.nn.Linear(2, 1, bias=False)
@@ -32,4 +34,8 @@ with engine.coalesce_grad_reduction():
         engine.backward(engine(one).sum() / N)
 engine.step()
 measured = -safe_get_full_fp32_param(weights.weight).flatten()[0].item()
-print(json.dumps({"case": "sum of 1024 gradients of 1/1024", "measured": round(measured, 3), "right": 1.0}))
+print(
+    json.dumps(
+        {"case": "sum of 1024 gradients of 1/1024", "measured": round(measured, 3), "right": 1.0}
+    )
+)

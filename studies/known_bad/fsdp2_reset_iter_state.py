@@ -24,4 +24,12 @@ for i in range(N):  # the window is restarted
     (model(one_hot[i]) / N).sum().backward()
 sgd.step()
 measured = (0 - model.weight.full_tensor()).flatten().tolist()
-print(json.dumps({"case": "the window, and what was thrown away", "measured": measured, "right": [0.25] * N + [0.0]}))
+print(
+    json.dumps(
+        {
+            "case": "the window, and what was thrown away",
+            "measured": measured,
+            "right": [0.25] * N + [0.0],
+        }
+    )
+)

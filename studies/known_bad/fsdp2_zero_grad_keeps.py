@@ -15,7 +15,9 @@ model = fully_shard(weights, mesh=init_device_mesh("cpu", (dist.get_world_size()
 sgd = torch.optim.SGD(model.parameters(), lr=1.0)
 one_hot = torch.eye(N + 1)
 model.set_requires_gradient_sync(False)
-(model(one_hot[N]) / N).sum().backward()  # the only micro-batch of an incomplete window at the end of an epoch
+(
+    model(one_hot[N]) / N
+).sum().backward()  # the only micro-batch of an incomplete window at the end of an epoch
 sgd.step()
 sgd.zero_grad()
 for i in range(N):
@@ -24,5 +26,11 @@ for i in range(N):
 sgd.step()
 measured = (0 - model.weight.full_tensor()).flatten().tolist()
 print(
-    json.dumps({"case": "the window, and the micro-batch before it", "measured": measured, "right": [0.25] * N + [0.0]})
+    json.dumps(
+        {
+            "case": "the window, and the micro-batch before it",
+            "measured": measured,
+            "right": [0.25] * N + [0.0],
+        }
+    )
 )

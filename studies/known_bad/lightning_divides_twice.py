@@ -12,7 +12,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
 logger.setLevel(logging.ERROR)
-vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False  # compile nothing
+vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = (
+    False  # compile nothing
+)
 N = 4
 
 
@@ -45,7 +47,11 @@ class StrategyOnCPU(DeepSpeedStrategy):
 
 module, changes = Module(), []
 module.on_train_batch_end = lambda *_: changes.append(0 - safe_get_full_fp32_param(module.weights))
-config = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True}
+config = {
+    "zero_optimization": {"stage": 2},
+    "train_micro_batch_size_per_gpu": 1,
+    "zero_allow_untested_optimizer": True,
+}
 trainer = Trainer(
     strategy=StrategyOnCPU(config=config),
     accumulate_grad_batches=N,
@@ -58,4 +64,8 @@ trainer = Trainer(
     enable_model_summary=False,
 )
 trainer.fit(module, torch.utils.data.DataLoader(range(N), batch_size=1))
-print(json.dumps({"case": "weights of the window", "measured": changes[-1].tolist(), "right": [1 / N] * N}))
+print(
+    json.dumps(
+        {"case": "weights of the window", "measured": changes[-1].tolist(), "right": [1 / N] * N}
+    )
+)

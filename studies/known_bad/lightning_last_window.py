@@ -35,6 +35,10 @@ trainer.fit(module, torch.utils.data.DataLoader(range(6), batch_size=1))
 measured = (0 - module.weights).tolist()
 print(
     json.dumps(
-        {"case": "weights of a window of 4 and of one of 2", "measured": measured, "right": [0.25] * 4 + [0.5] * 2}
+        {
+            "case": "weights of a window of 4 and of one of 2",
+            "measured": measured,
+            "right": [0.25] * 4 + [0.5] * 2,
+        }
     )
 )

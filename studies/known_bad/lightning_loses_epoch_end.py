@@ -12,7 +12,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
 logger.setLevel(logging.ERROR)
-vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False  # compile nothing
+vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = (
+    False  # compile nothing
+)
 N = 4
 
 
@@ -80,4 +82,7 @@ for stage in (1, 2, 3):
     )
     trainer.fit(module, torch.utils.data.DataLoader(Numbered(), batch_size=1))
     reached = [i for i, weight in enumerate(module.change.tolist(), start=1) if weight]
-    print(json.dumps({"case": f"ZeRO-{stage}", "measured": reached, "right": list(range(1, 13))}), flush=True)
+    print(
+        json.dumps({"case": f"ZeRO-{stage}", "measured": reached, "right": list(range(1, 13))}),
+        flush=True,
+    )

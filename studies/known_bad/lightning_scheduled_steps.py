@@ -32,4 +32,8 @@ trainer = Trainer(
     enable_model_summary=False,
 )
 trainer.fit(module, torch.utils.data.DataLoader(range(10), batch_size=1))
-print(json.dumps({"case": "estimated steps", "measured": module.estimated, "right": trainer.global_step}))
+print(
+    json.dumps(
+        {"case": "estimated steps", "measured": module.estimated, "right": trainer.global_step}
+    )
+)

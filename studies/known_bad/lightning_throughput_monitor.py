@@ -46,4 +46,7 @@ for case, every, batches in (
     ("log_every_n_steps=3", 3, [[i] for i in range(8)]),
     ("batches of 5, 1, 1 and 1", 1, [[0, 1, 2, 3, 4], [5], [6], [7]] * 2),
 ):
-    print(json.dumps({"case": case, "measured": trained(every, batches), "right": "trained"}), flush=True)
+    print(
+        json.dumps({"case": case, "measured": trained(every, batches), "right": "trained"}),
+        flush=True,
+    )

@@ -11,7 +11,9 @@ from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.logging import logger
 
 logger.setLevel(logging.ERROR)
-vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False  # compile nothing
+vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = (
+    False  # compile nothing
+)
 
 N = 4
 weights = torch.nn.Linear(N, 1, bias=False)

@@ -39,6 +39,12 @@ dist.all_gather(every, mine)
 measured = [each.tolist() for each in every]
 if rank == 0:
     print(
-        json.dumps({"case": "gradient of each schedule, by stage", "measured": measured, "right": [[1.0] * 3] * 2}),
+        json.dumps(
+            {
+                "case": "gradient of each schedule, by stage",
+                "measured": measured,
+                "right": [[1.0] * 3] * 2,
+            }
+        ),
         flush=True,
     )

@@ -10,7 +10,9 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.utils.logging import logger
 
 logger.setLevel(logging.ERROR)
-vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False  # compile nothing
+vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = (
+    False  # compile nothing
+)
 
 N = 4
 
@@ -27,7 +29,9 @@ class Scale(torch.nn.Module):
 
 
 deepspeed.init_distributed("gloo", verbose=False)
-layers = PipelineModule([Scale(), Scale()], num_stages=2, loss_fn=lambda x, _: x.sum(), partition_method="uniform")
+layers = PipelineModule(
+    [Scale(), Scale()], num_stages=2, loss_fn=lambda x, _: x.sum(), partition_method="uniform"
+)
 config = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": N,
@@ -42,4 +46,7 @@ every = [torch.zeros(N) for _ in range(2)]
 torch.distributed.all_gather(every, mine)
 measured = [stage.tolist() for stage in every]
 if engine.global_rank == 0:
-    print(json.dumps({"case": "weights by stage", "measured": measured, "right": [[1 / N] * N] * 2}), flush=True)
+    print(
+        json.dumps({"case": "weights by stage", "measured": measured, "right": [[1 / N] * N] * 2}),
+        flush=True,
+    )

@@ -11,7 +11,9 @@ from deepspeed.utils.logging import logger
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 logger.setLevel(logging.ERROR)
-vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False  # compile nothing
+vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = (
+    False  # compile nothing
+)
 N = 4
 
 
@@ -32,7 +34,12 @@ class WithSGD(Trainer):
 
 class Weights(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
-        print(json.dumps({"case": "weights of the window", "measured": weights(), "right": [1 / N] * N}), flush=True)
+        print(
+            json.dumps(
+                {"case": "weights of the window", "measured": weights(), "right": [1 / N] * N}
+            ),
+            flush=True,
+        )
 
 
 def weights():
@@ -62,4 +69,6 @@ arguments = TrainingArguments(
     remove_unused_columns=False,
 )
 model = Model()
-WithSGD(model=model, args=arguments, train_dataset=[{"i": i} for i in range(N)], callbacks=[Weights()]).train()
+WithSGD(
+    model=model, args=arguments, train_dataset=[{"i": i} for i in range(N)], callbacks=[Weights()]
+).train()

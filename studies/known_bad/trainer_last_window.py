@@ -44,7 +44,11 @@ def train(model, data, n):
 measured, steps = train(Model(), [{"i": i} for i in range(6)], n=4)
 print(
     json.dumps(
-        {"case": "weights of a window of 4 and of one of 2", "measured": measured, "right": [0.25] * 4 + [0.5] * 2}
+        {
+            "case": "weights of a window of 4 and of one of 2",
+            "measured": measured,
+            "right": [0.25] * 4 + [0.5] * 2,
+        }
     )
 )
 print(json.dumps({"case": "updates of 6 micro-batches", "measured": steps, "right": 2}))

@@ -19,7 +19,9 @@ class Model(torch.nn.Module):
 class InOrder(Trainer):
     def get_train_dataloader(self):
         rank = torch.distributed.get_rank()
-        return torch.utils.data.DataLoader(self.train_dataset[rank : rank + 1], collate_fn=self.data_collator)
+        return torch.utils.data.DataLoader(
+            self.train_dataset[rank : rank + 1], collate_fn=self.data_collator
+        )
 
 
 def train(model, data, n):
@@ -48,6 +50,12 @@ data = [{"i": i, "labels": torch.tensor([-100] * (6 - n) + [1] * n)} for i, n in
 measured, _ = train(Model(), data, n=1)
 if torch.distributed.get_rank() == 0:
     print(
-        json.dumps({"case": "mean over the tokens of both ranks", "measured": measured, "right": [0.25, 0.75]}),
+        json.dumps(
+            {
+                "case": "mean over the tokens of both ranks",
+                "measured": measured,
+                "right": [0.25, 0.75],
+            }
+        ),
         flush=True,
     )

@@ -9,7 +9,9 @@ import torch
 from deepspeed.utils.logging import logger
 
 logger.setLevel(logging.ERROR)
-vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False  # compile nothing
+vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = (
+    False  # compile nothing
+)
 
 N = 4
 weights = torch.nn.Linear(2 * N, 1, bias=False)
@@ -22,9 +24,15 @@ config = {
 }
 sgd = torch.optim.SGD(weights.parameters(), lr=1.0)
 engine, *_ = deepspeed.initialize(model=weights, optimizer=sgd, config=config)
-for one_hot in torch.eye(2 * N, dtype=torch.bfloat16):  # micro-batch i has a gradient of 1 in weight i alone
+for one_hot in torch.eye(
+    2 * N, dtype=torch.bfloat16
+):  # micro-batch i has a gradient of 1 in weight i alone
     engine.backward(engine(one_hot).sum())
     engine.step()
 changes = weights.weight.flatten().float()
 measured = round((changes[0] / changes[-1]).item(), 3)
-print(json.dumps({"case": "weight in the first window / in the second", "measured": measured, "right": 1.0}))
+print(
+    json.dumps(
+        {"case": "weight in the first window / in the second", "measured": measured, "right": 1.0}
+    )
+)

@@ -9,7 +9,9 @@ import torch
 from deepspeed.utils.logging import logger
 
 logger.setLevel(logging.ERROR)
-vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False  # compile nothing
+vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = (
+    False  # compile nothing
+)
 
 N = 4
 weights = torch.nn.Linear(N, 1, bias=False)
@@ -34,5 +36,8 @@ changes = weights.weight.flatten().float()
 if engine.global_rank == 0:
     measured = round((changes[-1] / changes[0]).item(), 3)
     print(
-        json.dumps({"case": "weight of the last micro-batch / first", "measured": measured, "right": 1.0}), flush=True
+        json.dumps(
+            {"case": "weight of the last micro-batch / first", "measured": measured, "right": 1.0}
+        ),
+        flush=True,
     )

@@ -10,7 +10,9 @@ from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.logging import logger
 
 logger.setLevel(logging.ERROR)
-vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False  # compile nothing
+vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = (
+    False  # compile nothing
+)
 
 N = 4
 weights = torch.nn.Linear(2 * N, 1, bias=False)
@@ -28,4 +30,6 @@ for one_hot in torch.eye(2 * N):  # micro-batch i has a gradient of 1 in weight 
     engine.backward(engine(one_hot))
     engine.step()
 measured = (0 - safe_get_full_fp32_param(weights.weight)).flatten().tolist()
-print(json.dumps({"case": "weights of two windows", "measured": measured, "right": [1 / N] * 2 * N}))
+print(
+    json.dumps({"case": "weights of two windows", "measured": measured, "right": [1 / N] * 2 * N})
+)

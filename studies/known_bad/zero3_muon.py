@@ -10,12 +10,16 @@ from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.logging import logger
 
 logger.setLevel(logging.ERROR)
-vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False  # compile nothing
+vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = (
+    False  # compile nothing
+)
 
 
 def train(stage, n):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False), torch.nn.Linear(16, 16, bias=False))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(16, 16, bias=False), torch.nn.Linear(16, 16, bias=False)
+    )
     for parameter in model.parameters():
         parameter.use_muon = True
     config = {
@@ -25,14 +29,18 @@ def train(stage, n):
         "zero_optimization": {"stage": stage, "reduce_scatter": False},
         "optimizer": {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.95}},
     }
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
     random = torch.Generator().manual_seed(1)
     for _ in range(3):
         inputs, targets = torch.randn(2, 8, 16, generator=random)
         for x, y in zip(inputs.chunk(n), targets.chunk(n), strict=True):
             engine.backward((engine(x) - y).pow(2).mean())
             engine.step()
-    return torch.cat([safe_get_full_fp32_param(parameter).flatten() for parameter in model.parameters()])
+    return torch.cat(
+        [safe_get_full_fp32_param(parameter).flatten() for parameter in model.parameters()]
+    )
 
 
 for stage in (2, 3):

@@ -10,7 +10,9 @@ from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.logging import logger
 
 logger.setLevel(logging.ERROR)
-vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False  # compile nothing
+vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = (
+    False  # compile nothing
+)
 
 N = 4
 for stage in (1, 2, 3):
@@ -31,4 +33,7 @@ for stage in (1, 2, 3):
         measured = (0 - safe_get_full_fp32_param(weights.weight)).flatten().tolist()
     except TypeError as error:
         measured = f"TypeError: {error}"
-    print(json.dumps({"case": f"ZeRO-{stage}", "measured": measured, "right": [1 / N] * N}), flush=True)
+    print(
+        json.dumps({"case": f"ZeRO-{stage}", "measured": measured, "right": [1 / N] * N}),
+        flush=True,
+    )

@@ -52,12 +52,15 @@ def beside_bare_loops(groups: int, windows: int) -> dict[str, dict[str, list[flo
             with tempfile.TemporaryDirectory() as folder:
                 is_bench_first = number % 2 == 0
                 cell = in_turn.on_cpu(backend, windows)
-                steps = in_turn.steps(launcher, cell, backend, Path(folder), is_bench_first=is_bench_first)
+                steps = in_turn.steps(
+                    launcher, cell, backend, Path(folder), is_bench_first=is_bench_first
+                )
             measured["watching"].append((time.process_time() - used) / (time.monotonic() - began))
             for (processes, loop), seconds in steps.items():
                 measured[f"{loop}, {processes}"].append(statistics.median(seconds))
             ratios = (
-                measured[f"bench, {a}"][-1] / measured[f"bare, {b}"][-1] for a, b in permutations(in_turn.PROCESSES)
+                measured[f"bench, {a}"][-1] / measured[f"bare, {b}"][-1]
+                for a, b in permutations(in_turn.PROCESSES)
             )
             words = " and ".join(f"{ratio:.4f}" for ratio in ratios)
             print(f"group {number + 1} of {groups}: {backend}: bench / bare {words}", flush=True)
@@ -71,7 +74,9 @@ def fixed(arguments: list[str]) -> dict[str, dict[str, Any]]:
         report = Path(folder, "times.json")
         names = ("enable", "only", "disable-gc", f"json={report}", "columns=median,rounds")
         options = ["--all", *(f"--benchmark-{name}" for name in names), *arguments]
-        subprocess.run([sys.executable, "-m", "pytest", "studies/overhead", *options], check=True, cwd=ROOT)
+        subprocess.run(
+            [sys.executable, "-m", "pytest", "studies/overhead", *options], check=True, cwd=ROOT
+        )
         timed = json.loads(report.read_text())["benchmarks"]
     return {
         test["name"].removeprefix("test_").replace("_", " "): {
@@ -85,9 +90,16 @@ def fixed(arguments: list[str]) -> dict[str, dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="nox -s overhead --", description=__doc__)
     option = parser.add_argument
-    option("--groups", type=int, default=16, help="groups of processes per bare loop and side (default: %(default)s)")
+    option(
+        "--groups",
+        type=int,
+        default=16,
+        help="groups of processes per bare loop and side (default: %(default)s)",
+    )
     option("--windows", type=int, default=80, help="timed windows of each (default: %(default)s)")
-    option("--out", type=Path, default=ROOT / "docs", metavar="DIR", help="where to (default: docs)")
+    option(
+        "--out", type=Path, default=ROOT / "docs", metavar="DIR", help="where to (default: docs)"
+    )
     options, others = parser.parse_known_args()
     began = time.monotonic()
     os.environ["OMP_NUM_THREADS"] = "1"  # in all processes alike

@@ -78,7 +78,9 @@ class Turns:
 class Loop:
     """What all loops share: model, micro-batches and loss."""
 
-    def __init__(self, turns: Turns, workload: LlamaWorkload, cell: Cell, device: torch.device) -> None:
+    def __init__(
+        self, turns: Turns, workload: LlamaWorkload, cell: Cell, device: torch.device
+    ) -> None:
         self.turns, self.workload, self.cell, self.device = turns, workload, cell, device
         made = tensors(cell, device)
         self.model = made.place(made.model(workload.model))
@@ -137,7 +139,9 @@ def deepspeed(loop: Loop) -> None:
 
     logger.setLevel("ERROR")
     os.environ["LOCAL_SIZE"] = str(loop.cell.world_size)
-    vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False  # would be compiled
+    vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = (
+        False  # would be compiled
+    )
     comm.init_distributed(dist_init_required=False)
     bucket = sum(parameter.numel() for parameter in loop.model.parameters())  # less than 25 MiB
     config = {
@@ -223,7 +227,9 @@ def train(
     backend: str, rank: int, cell: Cell, device: torch.device, turns: Callable[[Any], Turns]
 ) -> dict[str, list[float]]:
     """Train the windows of a cell in turn with another group: by window, seconds, and mean losses in nats per token."""
-    spec = WorkloadSpec(model=cell.model, sequence_length=cell.sequence_length, seed=cell.seed, corpus=None)
+    spec = WorkloadSpec(
+        model=cell.model, sequence_length=cell.sequence_length, seed=cell.seed, corpus=None
+    )
     workload = LlamaWorkload(spec)
     tokens = workload.data(cell.windows * cell.global_batch_size).to(device)
     loop = Loop(turns(batches(tokens, rank, cell)), workload, cell, device)

@@ -79,7 +79,10 @@ class RankInTurn(RankTrial):
         """The result of the time pass with the ``seconds`` of its windows, and of its ``steps`` without the waits."""
         result = super().time()
         steps = result["warmup_seconds"] + result["step_seconds"]
-        waits = [began - ended for began, ended in zip(self.turns.began[1:], self.turns.ended[:-1], strict=True)]
+        waits = [
+            began - ended
+            for began, ended in zip(self.turns.began[1:], self.turns.ended[:-1], strict=True)
+        ]
         without_waits = [step - wait for step, wait in zip(steps, waits, strict=True)]
         return result | {"seconds": self.turns.seconds(), "steps": without_waits}
 
@@ -93,7 +96,9 @@ def work(task: InTurn, rank: int, device: torch.device) -> dict[str, Any]:
         turns = partial(Turns, cell=task.cell, port=task.port, side=task.side, phase=phase)
         if cell:
             backend = registry([cell.backend])[cell.backend]
-            found[loop] = RankInTurn(replace(task, cell=cell), rank, device, backend, turns=turns).run()["time"]
+            found[loop] = RankInTurn(
+                replace(task, cell=cell), rank, device, backend, turns=turns
+            ).run()["time"]
         else:
             found[loop] = bare.train(task.loop, rank, task.cell, device, turns)
     return {"status": Status.OK, **found}
@@ -139,19 +144,29 @@ def steps(
     return found
 
 
-def _within(tolerance: float, some: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> bool:
+def _within(
+    tolerance: float, some: Sequence[Sequence[float]], others: Sequence[Sequence[float]]
+) -> bool:
     """Whether the losses of all ranks and windows are that close to each other."""
     pairs = [pair for ranks in zip(some, others, strict=True) for pair in zip(*ranks, strict=True)]
     return all(abs(ours - theirs) <= tolerance for ours, theirs in pairs)
 
 
-def seconds(side: Sequence[Mapping[str, list[float]]], timed: int, key: str = "seconds") -> list[float]:
+def seconds(
+    side: Sequence[Mapping[str, list[float]]], timed: int, key: str = "seconds"
+) -> list[float]:
     """Of the timed windows of a side, maxima over its ranks."""
     return [max(ones) for ones in zip(*(rank[key][-timed:] for rank in side), strict=True)]
 
 
 def train(
-    launcher: Launcher, cell: Cell, folder: Path, loop: str, beside: Cell | None = None, *, is_bench_first: bool
+    launcher: Launcher,
+    cell: Cell,
+    folder: Path,
+    loop: str,
+    beside: Cell | None = None,
+    *,
+    is_bench_first: bool,
 ) -> dict[tuple[str, str], list[dict[str, Any]]]:
     """What each rank returned, by processes and loop; a cell ``beside`` takes the place of the bare loop."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -170,8 +185,12 @@ def train(
     others = task(side=1, is_bench_first=not is_bench_first).to_json()
     command = (sys.executable, "-m", "studies.overhead.torchrun", others)
     packages = registry([cell.backend])[cell.backend].preloaded()
-    environment = environment_of(cell.device, interface_of(LOOPBACK)) | {"BENCH_PRELOAD": ",".join(packages)}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=sys.stderr, start_new_session=True) as other:
+    environment = environment_of(cell.device, interface_of(LOOPBACK)) | {
+        "BENCH_PRELOAD": ",".join(packages)
+    }
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=sys.stderr, start_new_session=True
+    ) as other:
         try:
             outcome = launcher.run(task(is_bench_first=is_bench_first), TIMEOUT_S)
             if outcome.status is Status.OK:
@@ -179,6 +198,12 @@ def train(
         finally:
             other.terminate()
     assert outcome.status is Status.OK and other.returncode == 0, (outcome.reason, other.returncode)
-    theirs = [json.loads((folder / f"torchrun{rank}.json").read_text()) for rank in range(cell.world_size)]
+    theirs = [
+        json.loads((folder / f"torchrun{rank}.json").read_text()) for rank in range(cell.world_size)
+    ]
     ranks = {"trial": outcome.ranks, "torchrun": theirs}
-    return {(processes, loop): [rank[loop] for rank in ranks[processes]] for processes in PROCESSES for loop in LOOPS}
+    return {
+        (processes, loop): [rank[loop] for rank in ranks[processes]]
+        for processes in PROCESSES
+        for loop in LOOPS
+    }

@@ -43,8 +43,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m studies.overhead.on_gpu", description=__doc__)
     option = parser.add_argument
     option("--model", default="135m", metavar="NAME", help="(default: %(default)s)")
-    option("--length", type=int, default=512, metavar="TOKENS", help="tokens per sample (default: %(default)s)")
-    option("--windows", type=int, default=10, metavar="N", help="timed windows of each side (default: %(default)s)")
+    option(
+        "--length",
+        type=int,
+        default=512,
+        metavar="TOKENS",
+        help="tokens per sample (default: %(default)s)",
+    )
+    option(
+        "--windows",
+        type=int,
+        default=10,
+        metavar="N",
+        help="timed windows of each side (default: %(default)s)",
+    )
     options = parser.parse_args()
     with Launcher(Device.CUDA) as launcher:
         for backend in BACKENDS:
@@ -52,7 +64,9 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 found = in_turn.steps(launcher, cell, backend, Path(folder))
             medians = {sides: statistics.median(seconds) for sides, seconds in found.items()}
-            ratios = [medians[a, "bench"] / medians[b, "bare"] for a, b in permutations(in_turn.PROCESSES)]
+            ratios = [
+                medians[a, "bench"] / medians[b, "bare"] for a, b in permutations(in_turn.PROCESSES)
+            ]
             told = {
                 "backend": backend,
                 "model": options.model,
@@ -60,7 +74,9 @@ def main() -> None:
                 "windows": options.windows,
                 "bench_over_bare": statistics.geometric_mean(ratios),
                 "ratios": ratios,
-                "median_s": {f"{loop}, {processes}": value for (processes, loop), value in medians.items()},
+                "median_s": {
+                    f"{loop}, {processes}": value for (processes, loop), value in medians.items()
+                },
             }
             print(json.dumps(told), flush=True)
 

@@ -19,7 +19,12 @@ BOUND = 0.01
 
 def page(data: Mapping[str, Any], last: Mapping[str, Any]) -> str:
     """The page on what ``__main__`` measured, in Markdown; ``last`` is the same of the last commit, or empty."""
-    head = ["# What the bench costs", "", "Written by `nox -s overhead`. Nothing here is edited by hand.", ""]
+    head = [
+        "# What the bench costs",
+        "",
+        "Written by `nox -s overhead`. Nothing here is edited by hand.",
+        "",
+    ]
     head += ["## A step, beside a bare loop", "", *_machine(data)]
     return "\n".join([*head, *_loops(data["loops"]), *_times(data, last)])
 
@@ -32,7 +37,11 @@ def _machine(data: Mapping[str, Any]) -> Iterator[str]:
     others = f"{100 * data['busy']:.1f} % of the CPUs"
     if data["busy"] > IDLE_SHARE:
         yield f"- **The machine was not idle: others took {others}. Do not cite these times.**"
-    versions = [f"{name} {packages[name]}" for name in ("torch", "lightning", "deepspeed") if name in packages]
+    versions = [
+        f"{name} {packages[name]}"
+        for name in ("torch", "lightning", "deepspeed")
+        if name in packages
+    ]
     size = f"{machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB"
     yield f"- {machine['cpu']}, {size}, {machine['system']}; others took at most {others} before and after"
     yield ", ".join([f"- Python {machine['python']}", *versions])
@@ -43,7 +52,12 @@ def _loops(loops: Mapping[str, Any]) -> Iterator[str]:
     rows = []
     for backend, measured in loops.items():
         found = _beside_bare(measured)
-        beside = ratio(*(_sample(measured, [f"{loop}, {processes}" for loop in LOOPS]) for processes in PROCESSES))
+        beside = ratio(
+            *(
+                _sample(measured, [f"{loop}, {processes}" for loop in LOOPS])
+                for processes in PROCESSES
+            )
+        )
         bare_loop = _seconds(statistics.median(measured["bare, torchrun"]))
         num_groups, inside = str(len(measured["bare, torchrun"])), _inside(found.low, found.high)
         rows.append((backend, bare_loop, *_cells(found), inside, *_cells(beside), num_groups))
@@ -86,11 +100,16 @@ def bare_loops(loops: Mapping[str, Any]) -> dict[str, list[float | None]]:
     """By backend, the ratio of the bench's step to the bare loop's and the ends of its interval, as on the page."""
     found = {backend: _beside_bare(measured) for backend, measured in loops.items()}
     ends = {backend: (each.ratio, each.low, each.high) for backend, each in found.items()}
-    return {backend: [None if end is None else round(end, 4) for end in three] for backend, three in ends.items()}
+    return {
+        backend: [None if end is None else round(end, 4) for end in three]
+        for backend, three in ends.items()
+    }
 
 
 def _beside_bare(measured: Mapping[str, Any]) -> Interval:
-    ours, theirs = (_sample(measured, [f"{loop}, {processes}" for processes in PROCESSES]) for loop in LOOPS)
+    ours, theirs = (
+        _sample(measured, [f"{loop}, {processes}" for processes in PROCESSES]) for loop in LOOPS
+    )
     return ratio(ours, theirs)
 
 
@@ -102,7 +121,10 @@ def _sample(measured: Mapping[str, Any], sides: Iterable[str]) -> Sample:
 
 
 def _cells(found: Interval) -> tuple[str, str]:
-    return f"{found.ratio:.4f}", "-" if found.low is None else f"{found.low:.4f} to {found.high:.4f}"
+    return (
+        f"{found.ratio:.4f}",
+        "-" if found.low is None else f"{found.low:.4f} to {found.high:.4f}",
+    )
 
 
 def _inside(low: float | None, high: float | None) -> str:
@@ -117,7 +139,11 @@ def _inside(low: float | None, high: float | None) -> str:
 def _times(data: Mapping[str, Any], last: Mapping[str, Any]) -> Iterator[str]:
     before, then = last.get("times", {}), last.get("fixed", last)
     yield from ("## Everything else", "", *_machine(data.get("fixed", data)))
-    since = f"The last column compares with {then['date'][:10]}, commit {then['git']['commit'][:12]}." if last else ""
+    since = (
+        f"The last column compares with {then['date'][:10]}, commit {then['git']['commit'][:12]}."
+        if last
+        else ""
+    )
     yield f"Medians by the clock, where nothing else is said; the longest first. {since}".rstrip()
     yield ""
     rows = [
@@ -133,5 +159,7 @@ def _times(data: Mapping[str, Any], last: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _seconds(seconds: float) -> str:
-    scale, unit = next((s, u) for s, u in ((1, "s"), (1e-3, "ms"), (1e-6, "µs")) if seconds >= s or u == "µs")
+    scale, unit = next(
+        (s, u) for s, u in ((1, "s"), (1e-3, "ms"), (1e-6, "µs")) if seconds >= s or u == "µs"
+    )
     return f"{seconds / scale:.3g} {unit}"

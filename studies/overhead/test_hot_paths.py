@@ -74,13 +74,17 @@ def test_thousand_tapped_steps(benchmark: Timed) -> None:
     assert benchmark(record).count(EventKind.STEP) == EVENTS
 
 
-def test_one_append_to_the_journal(benchmark: Timed, records: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_one_append_to_the_journal(
+    benchmark: Timed, records: list[dict[str, Any]], tmp_path: Path
+) -> None:
     journal = Journal(tmp_path)
     benchmark(journal.append, records[1])
     assert journal.read()[0]["cell_id"] == records[1]["cell_id"]
 
 
-def test_reading_the_journal(benchmark: Timed, records: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_reading_the_journal(
+    benchmark: Timed, records: list[dict[str, Any]], tmp_path: Path
+) -> None:
     journal = Journal(tmp_path)
     for record in records[:20]:
         journal.append(record)
@@ -127,8 +131,12 @@ def test_report_of_500_cells_in_cpu_seconds(benchmark: Timed, large: Path) -> No
 
 
 def test_opening_the_page_of_500_cells_until_it_can_be_used(benchmark: Timed, large: Path) -> None:
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: nox -s browser installs it")
-    program = shutil.which("chromium") or pytest.skip("there is no chromium: nox -s browser installs it")
+    api = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: nox -s browser installs it"
+    )
+    program = shutil.which("chromium") or pytest.skip(
+        "there is no chromium: nox -s browser installs it"
+    )
     if not (large / "report.html").exists():
         report(large)
     with api.sync_playwright() as playwright:
@@ -138,7 +146,9 @@ def test_opening_the_page_of_500_cells_until_it_can_be_used(benchmark: Timed, la
             page = browser.new_page(offline=True)
             page.goto((large / "report.html").as_uri())
             page.select_option("#by-backend", label="backend-0-eager")
-            found = str(page.locator("#overview tr[data-id]:visible").first.get_attribute("data-id"))
+            found = str(
+                page.locator("#overview tr[data-id]:visible").first.get_attribute("data-id")
+            )
             page.close()
             return found
 
@@ -149,7 +159,12 @@ def test_opening_the_page_of_500_cells_until_it_can_be_used(benchmark: Timed, la
 @pytest.mark.slow
 def test_warm_trial_of_two_small_windows(benchmark: Timed, tmp_path: Path) -> None:
     cell = cell_of(model="micro", warmup_windows=1, timed_windows=1)
-    spec = Spec(cell=cell, passes=("time",), folder=str(tmp_path / "trial"), reference=str(tmp_path / "none"))
+    spec = Spec(
+        cell=cell,
+        passes=("time",),
+        folder=str(tmp_path / "trial"),
+        reference=str(tmp_path / "none"),
+    )
     with Launcher(Device.CPU) as launcher:
         outcome = benchmark.pedantic(launcher.run, (spec, 60.0), rounds=10, warmup_rounds=1)
     assert outcome.status is Status.OK, outcome.reason
@@ -157,11 +172,15 @@ def test_warm_trial_of_two_small_windows(benchmark: Timed, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_smoke_run(benchmark: Timed, tmp_path: Path) -> None:
-    done = benchmark.pedantic(bench, ("run", "--matrix", "smoke", "--out", "out"), {"cwd": tmp_path}, rounds=1)
+    done = benchmark.pedantic(
+        bench, ("run", "--matrix", "smoke", "--out", "out"), {"cwd": tmp_path}, rounds=1
+    )
     assert done.returncode == GOOD, done.stderr
 
 
 @pytest.mark.slow
 def test_semantics_suite(benchmark: Timed, tmp_path: Path) -> None:
-    done = benchmark.pedantic(bench, ("semantics", "--suite", "--out", "out"), {"cwd": tmp_path}, rounds=1)
+    done = benchmark.pedantic(
+        bench, ("semantics", "--suite", "--out", "out"), {"cwd": tmp_path}, rounds=1
+    )
     assert done.returncode == BAD, done.stderr  # it finds the known defects

@@ -50,6 +50,13 @@ if __name__ == "__main__":
     # gives each its own, and so each as much of a busy machine as both together get here (sched(7), autogroup).
     task = Task.from_json(sys.argv[1])
     set_forkserver_preload(list(PRELOADED))
-    meeting = {"run_id": "bare", "rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0", "local_addr": "127.0.0.1"}
-    config = LaunchConfig(1, 1, task.world_size, max_restarts=0, start_method="forkserver", **meeting)
+    meeting = {
+        "run_id": "bare",
+        "rdzv_backend": "c10d",
+        "rdzv_endpoint": "127.0.0.1:0",
+        "local_addr": "127.0.0.1",
+    }
+    config = LaunchConfig(
+        1, 1, task.world_size, max_restarts=0, start_method="forkserver", **meeting
+    )
     elastic_launch(config, main)(sys.argv[1])

@@ -47,7 +47,9 @@ def parsed(text: str) -> tuple[str, str]:
     except InvalidVersion:
         good = False
     if not good:
-        raise InputError(f"'{text}' is no version of {' or '.join(EXTRAS)}; write it like {VERSIONS[0]}")
+        raise InputError(
+            f"'{text}' is no version of {' or '.join(EXTRAS)}; write it like {VERSIONS[0]}"
+        )
     return package, number
 
 
@@ -57,23 +59,34 @@ def weigh(names: Sequence[str]) -> None:
     known = {asked[0] if asked else package: (package, asked) for package, asked in every}
     for name in names:
         if name not in known:
-            raise InputError(f"'{name}' is not among the versions of {', '.join(WEIGHED)} in studies/versions/grid.py")
+            raise InputError(
+                f"'{name}' is not among the versions of {', '.join(WEIGHED)} in studies/versions/grid.py"
+            )
     wanted = [known[name] for name in names] or every
     for record in measure_grid(wanted, RECORDS, again=bool(names)):
         verdict = "right" if record.is_right else "BAD  "
         asked = " ".join(record.asked)
         print(
-            f"{asked}  {verdict}  {record.script} {record.case}: {record.error or spelled(record.measured)}", flush=True
+            f"{asked}  {verdict}  {record.script} {record.case}: {record.error or spelled(record.measured)}",
+            flush=True,
         )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure the given versions, or all and the smoke runs; the entries of other versions stay."""
     parser = argparse.ArgumentParser(prog="python -m studies.versions", description=__doc__)
-    parser.add_argument("versions", nargs="*", metavar="PACKAGE==VERSION", help=f"default: {', '.join(VERSIONS)}")
-    parser.add_argument("--smoke", action="store_true", help="only run the lowest and the newest versions")
-    parser.add_argument("--weights", action="store_true", help="measure the weights of micro-batches instead")
-    parser.add_argument("--out", type=Path, default=Path("docs"), metavar="DIR", help="default: %(default)s")
+    parser.add_argument(
+        "versions", nargs="*", metavar="PACKAGE==VERSION", help=f"default: {', '.join(VERSIONS)}"
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="only run the lowest and the newest versions"
+    )
+    parser.add_argument(
+        "--weights", action="store_true", help="measure the weights of micro-batches instead"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("docs"), metavar="DIR", help="default: %(default)s"
+    )
     arguments = parser.parse_args(argv)
     try:
         if arguments.weights:
@@ -103,7 +116,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"bench: {' '.join(str(error).split())}", file=sys.stderr)
         return WRONG
     except OSError as error:
-        print(f"bench: --out {arguments.out}: cannot be written ({error.strerror}); name another", file=sys.stderr)
+        print(
+            f"bench: --out {arguments.out}: cannot be written ({error.strerror}); name another",
+            file=sys.stderr,
+        )
         return WRONG
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -40,11 +40,17 @@ def smokes() -> Iterator[Smoke]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     required = map(Requirement, [*extras["frameworks"], *extras["hf"], *extras["torchtitan"]])
-    found = {requirement.name: ends(requirement) for requirement in required if requirement.name in ("torch", *OTHERS)}
+    found = {
+        requirement.name: ends(requirement)
+        for requirement in required
+        if requirement.name in ("torch", *OTHERS)
+    }
     for torch in dict.fromkeys(found["torch"]):
         with tempfile.TemporaryDirectory(prefix="bench-versions-") as folder:
             python = create(Path(folder))
-            for number, end in enumerate(dict.fromkeys(zip(*(found[name] for name in OTHERS), strict=True))):
+            for number, end in enumerate(
+                dict.fromkeys(zip(*(found[name] for name in OTHERS), strict=True))
+            ):
                 packages = {"torch": torch, **dict(zip(OTHERS, end, strict=True))}
                 yield smoke(python, packages, Path(folder) / f"run{number}")
 
@@ -62,18 +68,42 @@ def ends(requirement: Requirement) -> tuple[str, str]:
 
 def smoke(python: Path, packages: Mapping[str, str], folder: Path) -> Smoke:
     """Install the packages, and run every backend once into ``folder``; what fails is in the result."""
-    about = {"python": platform.python_version(), "date": datetime.datetime.now(datetime.UTC).date().isoformat()}
+    about = {
+        "python": platform.python_version(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
     variables = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    command = [str(python), "-m", "bench", "run", "--matrix", "smoke", "--quiet", "--out", str(folder)]
+    command = [
+        str(python),
+        "-m",
+        "bench",
+        "run",
+        "--matrix",
+        "smoke",
+        "--quiet",
+        "--out",
+        str(folder),
+    ]
     try:
         wanted = [f"{name}=={version}" for name, version in packages.items()]
-        run([*pip(python), *wanted], folder.parent, TIMEOUT_S, "not installed", {"DS_BUILD_OPS": "0"})
+        run(
+            [*pip(python), *wanted],
+            folder.parent,
+            TIMEOUT_S,
+            "not installed",
+            {"DS_BUILD_OPS": "0"},
+        )
         run(command, folder.parent, TIMEOUT_S, "not run", variables, statuses=(GOOD, BAD))
     except FailedError as failure:
         return Smoke(packages=dict(packages), result=str(failure), good=False, **about)
     manifest = read_manifest(folder)
     result, good = outcome(manifest, load(folder).tables.trial_rows)
-    return Smoke(packages={name: manifest.packages[name] for name in packages}, result=result, good=good, **about)
+    return Smoke(
+        packages={name: manifest.packages[name] for name in packages},
+        result=result,
+        good=good,
+        **about,
+    )
 
 
 def outcome(manifest: Manifest, trials: Sequence[TrialRow]) -> tuple[str, bool]:
@@ -83,5 +113,7 @@ def outcome(manifest: Manifest, trials: Sequence[TrialRow]) -> tuple[str, bool]:
     words = [f"{len(trials) - len(failed)} of {len(trials)} trials ok"]
     words += [f"{len(known)} invalid by a documented defect"] if known else []
     others = [trial for trial in failed if trial not in known]
-    words += [without_folders(f"{trial.cell.backend} {trial.status}: {trial.reason}") for trial in others]
+    words += [
+        without_folders(f"{trial.cell.backend} {trial.status}: {trial.reason}") for trial in others
+    ]
     return "; ".join(words), all(trial.status is Status.UNSUPPORTED for trial in others)

@@ -45,13 +45,17 @@ def asked(question: str, ask: Callable[[int], tuple[str, bool]], stage: int) -> 
     try:
         return VersionFact(name, *ask(stage))
     except Exception as error:
-        return VersionFact(name, " ".join(f"probe failed: {type(error).__name__}: {error}".split())[:300], False)
+        return VersionFact(
+            name, " ".join(f"probe failed: {type(error).__name__}: {error}".split())[:300], False
+        )
 
 
 def decoded(stage: int) -> tuple[str, bool]:
     """Which micro-batches reached each update, with what coefficient; good: each of N with 1/N."""
     changes = train(stage, num_batches=GAS * WINDOWS, config={"gradient_clipping": 0.0})
-    wanted = [dict.fromkeys(range(first, first + GAS), 1 / GAS) for first in range(1, GAS * WINDOWS, GAS)]
+    wanted = [
+        dict.fromkeys(range(first, first + GAS), 1 / GAS) for first in range(1, GAS * WINDOWS, GAS)
+    ]
     found = [{i: c for i, c in enumerate(change.tolist(), start=1) if c} for change in changes]
     return "; ".join(map(spelled, found)) or "no update", found == wanted
 
@@ -96,7 +100,9 @@ def spelled(coefficients: Mapping[int, float]) -> str:
     for first, last, value in runs:
         fraction = Fraction(value).limit_denominator(64)
         exact = abs(float(fraction) - value) < 1e-6
-        words.append(f"{first if first == last else f'{first}-{last}'} by {fraction if exact else f'{value:.4g}'}")
+        words.append(
+            f"{first if first == last else f'{first}-{last}'} by {fraction if exact else f'{value:.4g}'}"
+        )
     return ", ".join(words)
 
 
@@ -147,7 +153,9 @@ def train(
         },
         **(config or {}),
     }
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=settings, dist_init_required=False
+    )
     if clipping is not None:
         clipping.append(engine.gradient_clipping())
     parameter = next(engine.module.parameters())

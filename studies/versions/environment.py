@@ -43,10 +43,15 @@ def measure(package: str, number: str, folder: Path) -> Entry:
         found = probe(package, install(package, number, folder), folder)
         if found["version"] != number or not found["own"]:
             where = "" if found["own"] else " of the environment below"
-            return Entry(**about, error=f"not probed: {found['version']}{where} was imported instead")
+            return Entry(
+                **about, error=f"not probed: {found['version']}{where} was imported instead"
+            )
     except FailedError as failure:
         return Entry(**about, error=str(failure))
-    facts = [VersionFact(**fact | {"measured": without_folders(fact["measured"])}) for fact in found["findings"]]
+    facts = [
+        VersionFact(**fact | {"measured": without_folders(fact["measured"])})
+        for fact in found["findings"]
+    ]
     return Entry(
         **{**about, "torch": found["torch"], "python": found["python"]},
         departures=tuple(found["departures"]),
@@ -72,7 +77,9 @@ def create(folder: Path) -> Path:
     packages = Path(sysconfig.get_path("purelib", "venv", vars={"base": str(folder)}))
     below = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
     # Read after the environment's own packages, which therefore come first.
-    (packages / "below.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in below))
+    (packages / "below.pth").write_text(
+        "".join(f"import site; site.addsitedir({path!r})\n" for path in below)
+    )
     return folder / "bin" / "python"
 
 
@@ -112,7 +119,13 @@ def run(
     environment = {**os.environ, **variables}
     try:
         done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+            command,
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise FailedError(f"{failed}: still running after {timeout_s:g} s") from None

@@ -33,7 +33,12 @@ def main(modules, jobs):
         output, error = run(script, ranks)
         lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"case"')]
         seconds = round(time.monotonic() - start, 1)
-        found = {"script": script, "seconds": seconds, "lines": lines, "error": "" if lines else last_error(error)}
+        found = {
+            "script": script,
+            "seconds": seconds,
+            "lines": lines,
+            "error": "" if lines else last_error(error),
+        }
         sys.stdout.write(json.dumps(found) + "\n")
         sys.stdout.flush()
 
@@ -90,7 +95,9 @@ def wait(processes):
 def last_error(text):
     """The last line that names an error, or else the last one."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    named = [line for line in lines if "Error" in line.split(":")[0] or "Exception" in line.split(":")[0]]
+    named = [
+        line for line in lines if "Error" in line.split(":")[0] or "Exception" in line.split(":")[0]
+    ]
     return (named or lines or [f"no answer within {TIMEOUT_S} s"])[-1]
 
 

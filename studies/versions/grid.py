@@ -13,7 +13,18 @@ RECORDS = ROOT / "docs" / "version-weights.jsonl"
 FRAMEWORKS = ("engine", "accelerate", "lightning", "trainer")
 """Who trains with DeepSpeed: its engine in a loop, and three frameworks on top of it."""
 DEEPSPEED = (
-    *("0.15.1", "0.15.2", "0.15.4", "0.16.9", "0.17.5", "0.17.6", "0.18.2", "0.18.3", "0.18.4", "0.18.5"),
+    *(
+        "0.15.1",
+        "0.15.2",
+        "0.15.4",
+        "0.16.9",
+        "0.17.5",
+        "0.17.6",
+        "0.18.2",
+        "0.18.3",
+        "0.18.4",
+        "0.18.5",
+    ),
     *("0.18.6", "0.18.9", "0.19.0", "0.19.2", "0.19.3", "0.19.7", "0.19.8"),
 )
 LIGHTNING = ("2.2.0", "2.2.1", "2.4.0", "2.5.6", "2.6.0", "2.6.6")
@@ -36,7 +47,9 @@ VERSIONS: Mapping[str, Sequence[tuple[str, ...]]] = {
     "deepspeed": [(f"deepspeed=={number}",) for number in DEEPSPEED],
     "lightning": [(f"lightning=={number}",) for number in LIGHTNING],
     "accelerate": [(f"accelerate=={number}",) for number in ACCELERATE],
-    "transformers": [(f"transformers=={own}", f"accelerate=={other}") for own, other in TRANSFORMERS.items()],
+    "transformers": [
+        (f"transformers=={own}", f"accelerate=={other}") for own, other in TRANSFORMERS.items()
+    ],
     "trl": [(f"trl=={number}",) for number in TRL],
     "torch": [()],
 }
@@ -89,4 +102,6 @@ def measure_grid(
 ) -> Iterator[Record]:
     """Measure versions; yields the new records, which ``path`` then has."""
     for package, asked in wanted:
-        yield from measure_into(path, jobs_of(package), asked, again=again, environments=environments)
+        yield from measure_into(
+            path, jobs_of(package), asked, again=again, environments=environments
+        )

@@ -19,7 +19,12 @@ TITLES = {
     "lightning": "Lightning's DeepSpeedStrategy",
     "trainer": "transformers' Trainer with a DeepSpeed config",
 }
-NAMES = {"deepspeed": "DeepSpeed", "lightning": "Lightning", "accelerate": "Accelerate", "transformers": "transformers"}
+NAMES = {
+    "deepspeed": "DeepSpeed",
+    "lightning": "Lightning",
+    "accelerate": "Accelerate",
+    "transformers": "transformers",
+}
 INTRODUCTION = """## Weights of micro-batches by version
 
 Two windows of N = 4 micro-batches, each with a weight of its own, SGD with learning rate 1, one process, gloo, CPU. \

@@ -100,11 +100,18 @@ def read_records(path: Path) -> list[Record]:
 
 
 def write_records(path: Path, records: Iterable[Record]) -> None:
-    path.write_text("".join(json.dumps(asdict(record)) + "\n" for record in records), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(asdict(record)) + "\n" for record in records), encoding="utf-8"
+    )
 
 
 def measure_into(
-    path: Path, jobs: Sequence[Job], asked: Sequence[str], *, again: bool = False, environments: Path = ENVIRONMENTS
+    path: Path,
+    jobs: Sequence[Job],
+    asked: Sequence[str],
+    *,
+    again: bool = False,
+    environments: Path = ENVIRONMENTS,
 ) -> list[Record]:
     """Measure the jobs that ``path`` lacks for these versions, or all ``again``, and write them into it."""
     records = read_records(path)
@@ -118,7 +125,9 @@ def measure_into(
     return found
 
 
-def measured(jobs: Sequence[Job], asked: Sequence[str], environments: Path = ENVIRONMENTS) -> list[Record]:
+def measured(
+    jobs: Sequence[Job], asked: Sequence[str], environments: Path = ENVIRONMENTS
+) -> list[Record]:
     """What the scripts say in the environment of these versions; a record with an error for one that says nothing."""
     about: dict[str, Any] = {
         "asked": tuple(asked),
@@ -168,7 +177,9 @@ def environment_of(asked: Sequence[str], environments: Path) -> Path:
 
 def versions_in(python: Path) -> dict[str, str]:
     """Versions of the packages that matter in the environment of this interpreter."""
-    asked = subprocess.run([str(python), "-c", ASK, *NAMES], capture_output=True, text=True, check=True)
+    asked = subprocess.run(
+        [str(python), "-c", ASK, *NAMES], capture_output=True, text=True, check=True
+    )
     found: dict[str, str] = json.loads(asked.stdout)
     return found
 
@@ -180,7 +191,9 @@ def answers_of(python: Path, jobs: Sequence[Job]) -> list[dict[str, Any]]:
     command = [str(python), str(FORKED), json.dumps(modules), json.dumps(paths)]
     environment = {**os.environ, **VARIABLES}
     with tempfile.TemporaryDirectory(prefix="bench-versions-") as folder:
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+        )
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"script"')]
     if len(found) != len(jobs):
         raise FailedError(f"not measured: {without_folders(done.stderr.strip())[-300:]}")

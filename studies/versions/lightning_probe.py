@@ -33,7 +33,9 @@ def accepted(accumulate: int, measurements: list[Measurement]) -> VersionFact:
     for verdict in RateVerdict:
         points = [m for m in measurements if m.verdict is verdict]
         if points:
-            parts.append(f"{verdict} at {', '.join(str(m.point.log_every_n_steps) for m in points)}")
+            parts.append(
+                f"{verdict} at {', '.join(str(m.point.log_every_n_steps) for m in points)}"
+            )
             errors += [m.error for m in points if m.error][:1]
     name = f"log_every_n_steps at N = {accumulate}, window_size {measurements[0].point.window_size}"
     good = all(m.verdict is RateVerdict.RIGHT for m in measurements)

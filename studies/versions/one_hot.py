@@ -47,7 +47,13 @@ def print_weights(train):
             case = f"ZeRO-{stage}{', offload_optimizer' if offload else ''}"
             try:
                 weights = train(config_of(stage, offload)).tolist()
-                measured = [[round(w, 4) for w in weights[first : first + N]] for first in range(0, N * WINDOWS, N)]
+                measured = [
+                    [round(w, 4) for w in weights[first : first + N]]
+                    for first in range(0, N * WINDOWS, N)
+                ]
             except Exception as error:
                 measured = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            print(json.dumps({"case": case, "measured": measured, "right": [[1 / N] * N] * WINDOWS}), flush=True)
+            print(
+                json.dumps({"case": case, "measured": measured, "right": [[1 / N] * N] * WINDOWS}),
+                flush=True,
+            )

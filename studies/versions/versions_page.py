@@ -91,14 +91,20 @@ def read(path: Path) -> tuple[list[Entry], list[Smoke]]:
 
 def merged(before: Iterable[Entry], now: Iterable[Entry]) -> list[Entry]:
     """The newest entry of each version; Lightning first, older versions before newer ones."""
-    newest = {(entry.package != "lightning", Version(entry.version)): entry for entry in (*before, *now)}
+    newest = {
+        (entry.package != "lightning", Version(entry.version)): entry for entry in (*before, *now)
+    }
     return [newest[key] for key in sorted(newest)]
 
 
 def write(entries: Sequence[Entry], smokes: Sequence[Smoke], weights: str, folder: Path) -> None:
     """Write the data and the page; ``weights`` is the section of ``grid_page``."""
     folder.mkdir(parents=True, exist_ok=True)
-    stored = {"schema": 1, "versions": list(map(asdict, entries)), "smoke": list(map(asdict, smokes))}
+    stored = {
+        "schema": 1,
+        "versions": list(map(asdict, entries)),
+        "smoke": list(map(asdict, smokes)),
+    }
     (folder / "versions.json").write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
     (folder / "versions.md").write_text(markdown(entries, smokes, weights), encoding="utf-8")
 
@@ -110,12 +116,21 @@ def markdown(entries: Sequence[Entry], smokes: Sequence[Smoke], weights: str) ->
         words = f"Measured on {entry.date} with torch {entry.torch} and Python {entry.python}"
         environments.setdefault(words, []).append(f"{entry.package} {entry.version}")
     header = [*(smokes[0].packages if smokes else ()), "Python", "date", "result", "good"]
-    runs = [[*smoke.packages.values(), smoke.python, smoke.date, smoke.result, _yes(smoke.good)] for smoke in smokes]
+    runs = [
+        [*smoke.packages.values(), smoke.python, smoke.date, smoke.result, _yes(smoke.good)]
+        for smoke in smokes
+    ]
     lines = [INTRODUCTION, *markdown_table(header, runs)]
-    lines += [ACCUMULATION, *(f"- {words}: {', '.join(names)}." for words, names in environments.items()), ""]
+    lines += [
+        ACCUMULATION,
+        *(f"- {words}: {', '.join(names)}." for words, names in environments.items()),
+        "",
+    ]
     # Neighbouring versions with the same measurement share a row.
     shared = []
-    for (package, finding, *measured), alike in groupby(rows(entries), lambda row: (*row[:2], *row[3:])):
+    for (package, finding, *measured), alike in groupby(
+        rows(entries), lambda row: (*row[:2], *row[3:])
+    ):
         shared.append([package, finding, ", ".join(row[2] for row in alike), *measured])
     lines += markdown_table(["package", "finding", "versions", "measured", "good"], shared)
     return "\n".join([*lines, weights])
@@ -130,7 +145,9 @@ def rows(entries: Sequence[Entry]) -> list[tuple[str, str, str, str, str]]:
     found = [(entry, fact) for entry in entries for fact in (_installed(entry), *entry.findings)]
     order = list(dict.fromkeys((entry.package, fact.finding) for entry, fact in found))
     found.sort(key=lambda pair: order.index((pair[0].package, pair[1].finding)))
-    return [(e.package, fact.finding, e.version, fact.measured, _yes(fact.good)) for e, fact in found]
+    return [
+        (e.package, fact.finding, e.version, fact.measured, _yes(fact.good)) for e, fact in found
+    ]
 
 
 def _installed(entry: Entry) -> VersionFact:

@@ -49,7 +49,9 @@ def train(config):
         enable_model_summary=False,
     )
     changes = []
-    module.on_train_batch_end = lambda *_: changes.append(0 - safe_get_full_fp32_param(module.model.weights))
+    module.on_train_batch_end = lambda *_: changes.append(
+        0 - safe_get_full_fp32_param(module.model.weights)
+    )
     trainer.fit(module, torch.utils.data.DataLoader(range(N * WINDOWS), batch_size=1))
     return changes[-1]
 

@@ -26,7 +26,10 @@ from unittest.mock import MagicMock
 import torch
 import torch.distributed as dist
 from torch import ScriptObject, Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -107,11 +110,16 @@ def by_hand(seen: Seen, given: dict[str, Any], kind: str) -> None:
     number, is_aborted = 0, False
     for epoch, batches, length in epochs_of(given):
         if epoch == 1 and given.get("checkpoint"):
-            saved, options = {name: value.clone() for name, value in model.state_dict().items()}, optimizer.param_groups
+            saved, options = (
+                {name: value.clone() for name, value in model.state_dict().items()},
+                optimizer.param_groups,
+            )
             model, optimizer = build()
             model.load_state_dict(saved)
             optimizer.param_groups[0]["lr"] = options[0]["lr"]
-            optimizer.register_step_post_hook(lambda *_: setattr(seen, "inner_steps", seen.inner_steps + 1))
+            optimizer.register_step_post_hook(
+                lambda *_: setattr(seen, "inner_steps", seen.inner_steps + 1)
+            )
             if kind != "ddp-deferred":
                 template = get_optimizer_state_dict(model, optimizer)
                 set_optimizer_state_dict(model, optimizer, template)
@@ -152,7 +160,9 @@ def titan_trainer() -> Any:
     from torchtitan import trainer
 
     trainer.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)
-    trainer.dist_utils.set_pg_timeouts = lambda **_: None  # a barrier with a device number, for NCCL alone
+    trainer.dist_utils.set_pg_timeouts = lambda **_: (
+        None
+    )  # a barrier with a device number, for NCCL alone
     return trainer
 
 
@@ -171,7 +181,14 @@ def torchtitan(seen: Seen, given: dict[str, Any], kind: str) -> None:
 
     trainer = titan.Trainer.__new__(titan.Trainer)
     trainer.parallel_dims = dims = titan.ParallelDims(
-        dp_replicate=1, dp_shard=W, cp=1, tp=1, pp=1, ep=1, world_size=W, spmd_backend="partial_dtensor"
+        dp_replicate=1,
+        dp_shard=W,
+        cp=1,
+        tp=1,
+        pp=1,
+        ep=1,
+        world_size=W,
+        spmd_backend="partial_dtensor",
     )
     model: Any = fully_shard(PerSample(given["samples"]), mesh=dims.get_mesh("fsdp"))
     disable_fsdp_gradient_division(model)
@@ -203,7 +220,11 @@ def torchtitan(seen: Seen, given: dict[str, Any], kind: str) -> None:
         "num_pipeline_parallel_microbatches": 1,
         "step": 0,
         "ntokens_seen": 0,
-        "dataloader": (({"input": b}, torch.ones_like(b)) for _, batches, _ in epochs_of(given) for b in batches),
+        "dataloader": (
+            ({"input": b}, torch.ones_like(b))
+            for _, batches, _ in epochs_of(given)
+            for b in batches
+        ),
     }
     vars(trainer).update(parts)
     trainer.train()
@@ -216,7 +237,11 @@ def deepspeed_config(stage: int, given: dict[str, Any]) -> dict[str, Any]:
         "gradient_clipping": given.get("clip", 0.0),
         "zero_allow_untested_optimizer": True,
         # A bucket as small as the model: with the default, the hooks that an exception leaves behind never reduce.
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 40, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": 40,
+            "stage3_param_persistence_threshold": 0,
+        },
     }
 
 
@@ -236,7 +261,9 @@ def engine(seen: Seen, given: dict[str, Any], kind: str) -> None:
         model = Weights(given["samples"])
         config = deepspeed_config(stage, given) | {"gradient_accumulation_steps": N}
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        return deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)[0]
+        return deepspeed.initialize(
+            model=model, optimizer=optimizer, config=config, dist_init_required=False
+        )[0]
 
     trained = build()
     number, is_aborted = 0, False
@@ -295,7 +322,11 @@ def lightning(seen: Seen, given: dict[str, Any], kind: str) -> None:
 
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             loss: Tensor = self.model(batch)
-            if self.current_epoch == 1 and batch_idx + 1 == given.get("raises") and not self.is_aborted:
+            if (
+                self.current_epoch == 1
+                and batch_idx + 1 == given.get("raises")
+                and not self.is_aborted
+            ):
                 self.is_aborted = True
                 raise MicroBatchError
             return loss
@@ -309,7 +340,11 @@ def lightning(seen: Seen, given: dict[str, Any], kind: str) -> None:
     class NoteUpdates(Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             is_engine = "deepspeed" in kind
-            seen.look(whole_weight(trainer.strategy.model) if is_engine else next(trainer.model.parameters()))
+            seen.look(
+                whole_weight(trainer.strategy.model)
+                if is_engine
+                else next(trainer.model.parameters())
+            )
             seen.counters["trainer.global_step"] = trainer.global_step
             if is_engine:
                 seen.counters["engine.global_steps"] = trainer.strategy.model.global_steps
@@ -323,8 +358,14 @@ def lightning(seen: Seen, given: dict[str, Any], kind: str) -> None:
 
     def trainer() -> Any:
         stage = 2 if "zero2" in kind else 3
-        strategy = OnCPU(config=deepspeed_config(stage, given)) if "deepspeed" in kind else DDPStrategy()
-        saves = [ModelCheckpoint(folder[0], filename="first", save_top_k=-1)] if given.get("checkpoint") else []
+        strategy = (
+            OnCPU(config=deepspeed_config(stage, given)) if "deepspeed" in kind else DDPStrategy()
+        )
+        saves = (
+            [ModelCheckpoint(folder[0], filename="first", save_top_k=-1)]
+            if given.get("checkpoint")
+            else []
+        )
         validation = {"val_check_interval": given.get("validate"), "check_val_every_n_epoch": None}
         return Trainer(
             accelerator="cpu",
@@ -354,7 +395,9 @@ def lightning(seen: Seen, given: dict[str, Any], kind: str) -> None:
             path = str(next(Path(folder[0]).glob("first*.ckpt")))
             trainer().fit(Module(), loader(given), ckpt_path=path)
         else:
-            with contextlib.suppress(AssertionError, AttributeError):  # DeepSpeed's, after the exception
+            with contextlib.suppress(
+                AssertionError, AttributeError
+            ):  # DeepSpeed's, after the exception
                 first.fit(module, loader(given))
 
 
@@ -362,12 +405,19 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "torch": (by_hand, "ddp-deferred", "fsdp2-deferred"),
     "torchtitan": (torchtitan, "torchtitan-eager"),
     "deepspeed": (engine, "deepspeed-zero2-eager", "deepspeed-zero3-eager"),
-    "lightning": (lightning, "lightning-ddp", "lightning-deepspeed-zero2", "lightning-deepspeed-zero3"),
+    "lightning": (
+        lightning,
+        "lightning-ddp",
+        "lightning-deepspeed-zero2",
+        "lightning-deepspeed-zero3",
+    ),
 }
 """Who trains, and the backends."""
 
 
-def scenarios(kinds: Any, given: dict[str, dict[str, Any]], train: Callable[..., None]) -> dict[str, Any]:
+def scenarios(
+    kinds: Any, given: dict[str, dict[str, Any]], train: Callable[..., None]
+) -> dict[str, Any]:
     """What each kind computes and counts, by scenario."""
     found: dict[str, Any] = {}
     for kind in kinds:
@@ -387,9 +437,14 @@ class Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            group = next(arg for arg in args if isinstance(arg, ScriptObject)) if self.by_group else None
+            group = (
+                next(arg for arg in args if isinstance(arg, ScriptObject))
+                if self.by_group
+                else None
+            )
             self.calls[
-                func._opname + (f" {dist.ProcessGroup.unbox(group).group_desc}" if group is not None else "")
+                func._opname
+                + (f" {dist.ProcessGroup.unbox(group).group_desc}" if group is not None else "")
             ] += 1
         return func(*args, **(kwargs or {}))
 
@@ -401,16 +456,22 @@ def launch(work: Callable[[], dict[str, Any]], *, engine: bool, ranks: int = W) 
         import deepspeed  # noqa: F401 - once, before the fork
     with tempfile.TemporaryDirectory() as temporary:
         store = str(Path(temporary) / "store")
-        torch.multiprocessing.start_processes(_rank, (store, ranks, work, engine), nprocs=ranks, start_method="fork")
+        torch.multiprocessing.start_processes(
+            _rank, (store, ranks, work, engine), nprocs=ranks, start_method="fork"
+        )
         print(Path(store + ".json").read_text())
 
 
-def _rank(number: int, store: str, ranks: int, work: Callable[[], dict[str, Any]], engine: bool) -> None:
+def _rank(
+    number: int, store: str, ranks: int, work: Callable[[], dict[str, Any]], engine: bool
+) -> None:
     os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), f"{number}")
     # Without LOCAL_SIZE, DeepSpeed calls numactl.
     os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), f"{ranks}")
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=number, world_size=ranks)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, ranks), rank=number, world_size=ranks
+    )
     if engine:
         import deepspeed.ops
         from deepspeed.runtime.fp16.loss_scaler import LossScaler
@@ -418,7 +479,9 @@ def _rank(number: int, store: str, ranks: int, work: Callable[[], dict[str, Any]
         from deepspeed.utils.tensor_fragment import fragment_address
 
         torch.serialization.add_safe_globals([LossScaler, ZeroStageEnum, fragment_address])
-        vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False  # it would be compiled
+        vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = (
+            False  # it would be compiled
+        )
         deepspeed.comm.init_distributed(dist_init_required=False)
     found = work()
     if number == 0:
@@ -430,9 +493,15 @@ def _rank(number: int, store: str, ranks: int, work: Callable[[], dict[str, Any]
 def main(framework: str) -> None:
     warnings.simplefilter("ignore")
     given = SCENARIOS
-    if framework == "torchtitan":  # its trainer ends with the process, and writes no checkpoint within a window
+    if (
+        framework == "torchtitan"
+    ):  # its trainer ends with the process, and writes no checkpoint within a window
         titan_trainer()
-        given = {name: facts for name, facts in SCENARIOS.items() if not {"raises", "checkpoint"} & facts.keys()}
+        given = {
+            name: facts
+            for name, facts in SCENARIOS.items()
+            if not {"raises", "checkpoint"} & facts.keys()
+        }
     if framework == "lightning":
         import lightning.pytorch  # noqa: F401 - once, before the fork
 

@@ -37,7 +37,8 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "clip-hard": {"samples": 32, "n": [N], "clip": 0.05},
 }
 KINDS = [
-    f"accelerate-{name}" for name in ("ddp", "ddp-eager", "fsdp2", "fsdp2-eager", "deepspeed-zero2", "deepspeed-zero3")
+    f"accelerate-{name}"
+    for name in ("ddp", "ddp-eager", "fsdp2", "fsdp2-eager", "deepspeed-zero2", "deepspeed-zero3")
 ]
 ORIGINAL = {name: getattr(PartialState, name) for name in ("_prepare_backend", "set_device")}
 ON_CPU = {
@@ -54,7 +55,9 @@ def accelerator(n: int, *, teach: bool, **how: Any) -> Any:
     for name, method in (ON_CPU if teach else ORIGINAL).items():
         setattr(PartialState, name, method)
     eager = how.pop("eager", False)
-    return Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(n, sync_each_batch=eager), **how)
+    return Accelerator(
+        gradient_accumulation_plugin=GradientAccumulationPlugin(n, sync_each_batch=eager), **how
+    )
 
 
 class Training:
@@ -63,19 +66,34 @@ class Training:
         if "deepspeed" in kind:
             config = deepspeed_config(int(kind[-1]), given) | {"gradient_accumulation_steps": n}
             plugin = DeepSpeedPlugin(hf_ds_config=config)
-            how |= {"deepspeed_plugin": plugin, "kwargs_handlers": [InitProcessGroupKwargs(backend="gloo")]}
+            how |= {
+                "deepspeed_plugin": plugin,
+                "kwargs_handlers": [InitProcessGroupKwargs(backend="gloo")],
+            }
         else:
             is_fsdp = "fsdp2" in kind
-            how |= {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)} if is_fsdp else {"cpu": True}
+            how |= (
+                {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)}
+                if is_fsdp
+                else {"cpu": True}
+            )
         self.accelerator = accelerator(n, teach="fsdp2" in kind, **how)
         self.given, self.kind, self.seen = given, kind, seen
         model = Weights(given["samples"])
         inner = torch.optim.SGD(model.parameters(), lr=1.0)
-        schedules = [torch.optim.lr_scheduler.LambdaLR(inner, lambda _: 1.0)] if given.get("schedules") else []
+        schedules = (
+            [torch.optim.lr_scheduler.LambdaLR(inner, lambda _: 1.0)]
+            if given.get("schedules")
+            else []
+        )
         self.model, self.optimizer, *schedulers = self.accelerator.prepare(model, inner, *schedules)
         self.scheduler: Any = schedulers[0] if schedulers else None
         data: Any = range(given["samples"])
-        self.loader = bare.loader(given) if given.get("own") else self.accelerator.prepare(DataLoader(data, M))
+        self.loader = (
+            bare.loader(given)
+            if given.get("own")
+            else self.accelerator.prepare(DataLoader(data, M))
+        )
 
     def step(self, batch: torch.Tensor, *, raises: bool = False) -> None:
         with self.accelerator.accumulate(self.model):
@@ -94,7 +112,11 @@ class Training:
         """One epoch, or up to its checkpoint."""
         for index, batch in enumerate(batches, start=trained + 1):
             self.step(batch, raises=index == self.given.get("raises"))
-            weight = whole_weight(self.model) if "deepspeed" in self.kind else next(self.model.parameters())
+            weight = (
+                whole_weight(self.model)
+                if "deepspeed" in self.kind
+                else next(self.model.parameters())
+            )
             self.seen.look(weight)
             if index == self.given.get("clears"):
                 self.optimizer.zero_grad()
@@ -140,7 +162,9 @@ def fallbacks() -> dict[str, str]:
     """How the model ends up that was to be sharded on the CPU, by the arguments of ``Accelerator``."""
     found = {}
     for name, more in (("cpu=True", {"cpu": True}), ("neither", {})):
-        fallback = accelerator(N, teach=False, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), **more)
+        fallback = accelerator(
+            N, teach=False, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), **more
+        )
         model = Weights(8)
         prepared, _ = fallback.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
         found[name] = f"{type(prepared).__name__} on {fallback.num_processes}"

@@ -23,7 +23,9 @@ def train(mode: str, rank: int) -> dict[str, Any]:
     """The coefficients and the collectives of each window, and elements of gradients after the first micro-batch."""
     weights: Any = nn.Embedding(SAMPLES, 1)
     nn.init.zeros_(weights.weight)
-    fully_shard(weights, mesh=init_device_mesh("cpu", (R, W // R), mesh_dim_names=("replicate", "shard")))
+    fully_shard(
+        weights, mesh=init_device_mesh("cpu", (R, W // R), mesh_dim_names=("replicate", "shard"))
+    )
     optimizer = torch.optim.SGD(weights.parameters(), lr=1.0)
     samples = list(range(rank, SAMPLES, W))
     found: dict[str, Any] = {"updates": [], "calls": []}
@@ -44,7 +46,9 @@ def train(mode: str, rank: int) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         change = (before - weights.weight.full_tensor().detach()).flatten()
-        found["updates"].append({str(i): change[i].item() for i in change.nonzero().flatten().tolist()})
+        found["updates"].append(
+            {str(i): change[i].item() for i in change.nonzero().flatten().tolist()}
+        )
         found["calls"].append(counter.calls)
     return found
 
@@ -55,7 +59,11 @@ def held(weights: Any) -> int:
     (parameter,) = group.fsdp_params
     sharded = [parameter.sharded_param.grad, group._partial_reduce_output]
     whole = [parameter.unsharded_accumulated_grad, parameter._unsharded_param.grad]
-    local = [getattr(gradient, "_local_tensor", gradient) for gradient in (*sharded, *whole) if gradient is not None]
+    local = [
+        getattr(gradient, "_local_tensor", gradient)
+        for gradient in (*sharded, *whole)
+        if gradient is not None
+    ]
     return sum(gradient.untyped_storage().nbytes() // 4 for gradient in local)
 
 

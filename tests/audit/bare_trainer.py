@@ -16,7 +16,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, DistributedType, PartialState
-from bare import Calls, M, MicroBatchError, N, Seen, W, deepspeed_config, launch, scenarios, whole_weight
+from bare import (
+    Calls,
+    M,
+    MicroBatchError,
+    N,
+    Seen,
+    W,
+    deepspeed_config,
+    launch,
+    scenarios,
+    whole_weight,
+)
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
@@ -96,10 +107,15 @@ class OnCPU(PartialState):
         self.device = torch.device("cpu")
 
 
-def trainer(seen: Seen, given: dict[str, Any], kind: str, folder: str, calls: Calls | None = None) -> Trainer:
+def trainer(
+    seen: Seen, given: dict[str, Any], kind: str, folder: str, calls: Calls | None = None
+) -> Trainer:
     """Notes every update, and all that the third window calls."""
     clip = given.get("clip", 0.0)
-    how: dict[str, Any] = {"max_steps": given.get("max_steps", -1), "num_train_epochs": given.get("epochs", 1)}
+    how: dict[str, Any] = {
+        "max_steps": given.get("max_steps", -1),
+        "num_train_epochs": given.get("epochs", 1),
+    }
     AcceleratorState._reset_state(reset_partial_state=True)
     os.environ["ACCELERATE_USE_DEEPSPEED"] = str("deepspeed" in kind).lower()
     os.environ.pop("ACCELERATE_USE_FSDP", None)
@@ -111,7 +127,10 @@ def trainer(seen: Seen, given: dict[str, Any], kind: str, folder: str, calls: Ca
         how["deepspeed"] = deepspeed_config(stage, given) | {"gradient_accumulation_steps": N}
     elif "fsdp2" in kind:
         OnCPU()
-        how |= {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["Layer"]}}
+        how |= {
+            "fsdp": True,
+            "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["Layer"]},
+        }
     arguments = TrainingArguments(
         output_dir=folder,
         use_cpu=True,
@@ -140,14 +159,18 @@ def trainer(seen: Seen, given: dict[str, Any], kind: str, folder: str, calls: Ca
     class Given(Trainer):
         def get_train_dataloader(self) -> Any:
             sampler: Any = DistributedSampler(self.train_dataset, shuffle=False)
-            return DataLoader(self.train_dataset, M, sampler=sampler, collate_fn=default_data_collator)
+            return DataLoader(
+                self.train_dataset, M, sampler=sampler, collate_fn=default_data_collator
+            )
 
         def create_optimizer(self, model: Any = None) -> Any:
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
             return self.optimizer
 
     model = (Counts if given.get("counted") else Means)(given["samples"])
-    made = Given(model=model, args=arguments, train_dataset=Samples(given), callbacks=[NoteUpdates()])
+    made = Given(
+        model=model, args=arguments, train_dataset=Samples(given), callbacks=[NoteUpdates()]
+    )
     return made
 
 
@@ -159,7 +182,9 @@ def run(seen: Seen, given: dict[str, Any], kind: str) -> None:
         made.train()
     except MicroBatchError:
         dist.barrier()
-        for empty in Path(folder[0]).glob("*/optimizer.bin"):  # of SGD: torch could not load it for FSDP2
+        for empty in Path(folder[0]).glob(
+            "*/optimizer.bin"
+        ):  # of SGD: torch could not load it for FSDP2
             empty.unlink(missing_ok=True)
         dist.barrier()
         made = trainer(seen, {**given, "stops": sys.maxsize}, kind, folder[0])
@@ -181,6 +206,9 @@ if __name__ == "__main__":
     logging.getLogger("accelerate").setLevel(logging.ERROR)
     kinds = sys.argv[1].split(",")
     launch(
-        lambda: {"collectives": {kind: collectives(kind).calls for kind in kinds}} | scenarios(kinds, SCENARIOS, run),
+        lambda: (
+            {"collectives": {kind: collectives(kind).calls for kind in kinds}}
+            | scenarios(kinds, SCENARIOS, run)
+        ),
         engine="deepspeed" in sys.argv[1],
     )

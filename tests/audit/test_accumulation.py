@@ -20,7 +20,13 @@ from tests.conftest import Command, asked, first
 from tests.sum_dtypes import FSDP2_POLICIES, LOOPS, NS, SumDtypes
 
 BACKENDS = [name for name in registry() if name not in REFERENCES]
-CHOSEN = (REFERENCE, "ddp-deferred", "fsdp2-eager", "deepspeed-zero2-deferred", "lightning-deepspeed-zero2")
+CHOSEN = (
+    REFERENCE,
+    "ddp-deferred",
+    "fsdp2-eager",
+    "deepspeed-zero2-deferred",
+    "lightning-deepspeed-zero2",
+)
 REFUSED_IN_BF16 = {"deepspeed-zero2-deferred", "deepspeed-zero3-deferred"}
 
 
@@ -55,12 +61,16 @@ def test_every_backend_sums_in_fp32(found: dict[str, Any], name: str, precision:
 def test_what_fsdp2_sums_in_follows_from_its_policy(found: dict[str, Any], policy: Any) -> None:
     both = [found[f"{policy} {sync}"] for sync in ("eager", "deferred")]
     assert tuple(probe["dtype"] for probe in both) == FSDP2_POLICIES[policy]
-    assert tuple(probe["sum"] for probe in both) == tuple(float(dtype == "fp32") for dtype in FSDP2_POLICIES[policy])
+    assert tuple(probe["sum"] for probe in both) == tuple(
+        float(dtype == "fp32") for dtype in FSDP2_POLICIES[policy]
+    )
     assert all(probe["scale"] == 1.0 for probe in both)
 
 
 @pytest.mark.parametrize("name", ["silent", "coalescing"])
-def test_deepspeed_sums_in_bf16_unless_told_and_where_it_is_refused(found: dict[str, Any], name: str) -> None:
+def test_deepspeed_sums_in_bf16_unless_told_and_where_it_is_refused(
+    found: dict[str, Any], name: str
+) -> None:
     assert (found[name]["dtype"], found[name]["sum"]) == ("bf16", 0.0)
 
 
@@ -76,9 +86,15 @@ def test_deepspeed_sums_in_bf16_unless_told_and_where_it_is_refused(found: dict[
         ("NoStepLoop", "other: no update", None, 0.0),
     ],
 )
-def test_loops_whose_sum_is_known(found: dict[str, Any], loop: str, dtype: str, bits: int | None, scale: float) -> None:
+def test_loops_whose_sum_is_known(
+    found: dict[str, Any], loop: str, dtype: str, bits: int | None, scale: float
+) -> None:
     assert loop in LOOPS
-    assert (found[loop]["dtype"], found[loop].get("significand_bits"), found[loop]["scale"]) == (dtype, bits, scale)
+    assert (found[loop]["dtype"], found[loop].get("significand_bits"), found[loop]["scale"]) == (
+        dtype,
+        bits,
+        scale,
+    )
 
 
 def test_where_nothing_is_accumulated_nothing_is_claimed(found: dict[str, Any]) -> None:
@@ -91,13 +107,17 @@ def test_a_cell_that_clips_is_probed_without(found: dict[str, Any]) -> None:
     assert found["clipped"]["dtype"] == "fp32" and found["clipped"]["scale"] == 1.0
 
 
-@pytest.mark.parametrize("name", ["ddp-eager", "fsdp2-eager", "fsdp2-deferred", "deepspeed-zero2-eager", "twice"])
+@pytest.mark.parametrize(
+    "name", ["ddp-eager", "fsdp2-eager", "fsdp2-deferred", "deepspeed-zero2-eager", "twice"]
+)
 def test_the_error_of_a_sum_in_fp32_stays_small(found: dict[str, Any], name: str) -> None:
     curve = found[f"errors {name}"]
     assert [point["accumulate"] for point in curve] == list(NS)
     assert all(point["error"] < 1e-7 and point["num_updates"] == 1 for point in curve)
     assert [point["factor"] for point in curve] == [1 / n if name == "twice" else 1.0 for n in NS]
-    assert [point["scale"] for point in curve] == pytest.approx([point["factor"] for point in curve], rel=1e-6)
+    assert [point["scale"] for point in curve] == pytest.approx(
+        [point["factor"] for point in curve], rel=1e-6
+    )
 
 
 def test_the_error_of_a_sum_in_bf16_grows_with_n(found: dict[str, Any]) -> None:
@@ -133,27 +153,48 @@ class FakeLauncher(contextlib.nullcontext[Any]):
         return self.outcome
 
 
-def test_a_group_that_failed_has_rows_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_group_that_failed_has_rows_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(dtypes, "Launcher", FakeLauncher)
     FakeLauncher.outcome = Outcome(status=Status.CRASHED, reason="rank 1: no", ranks=[], wall_s=1.0)
-    assert cli.main(["accumulation", "--backend", "ddp-eager", "--errors", "--world-size", "4"]) == 1
+    assert (
+        cli.main(["accumulation", "--backend", "ddp-eager", "--errors", "--world-size", "4"]) == 1
+    )
     assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
         ["ddp-eager", precision, "crashed", "rank", "1:", "no"] for precision in ("fp32", "bf16")
     ]
     assert FakeLauncher.tasks[0].windows == dtypes.WINDOWS and FakeLauncher.tasks[0].world_size == 4
 
 
-@pytest.mark.parametrize(("dtype", "status"), [("fp32", 0), ("unsupported", 0), ("bf16", 1), ("other: 3 bits", 1)])
+@pytest.mark.parametrize(
+    ("dtype", "status"), [("fp32", 0), ("unsupported", 0), ("bf16", 1), ("other: 3 bits", 1)]
+)
 def test_the_exit_status_says_whether_all_sum_in_fp32(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], dtype: str, status: int
 ) -> None:
     monkeypatch.setattr(dtypes, "Launcher", FakeLauncher)
-    row = {"backend": "x", "precision": "fp32", "dtype": dtype, "significand_bits": 8, "sum": 0.0, "scale": 1.0}
+    row = {
+        "backend": "x",
+        "precision": "fp32",
+        "dtype": dtype,
+        "significand_bits": 8,
+        "sum": 0.0,
+        "scale": 1.0,
+    }
     row["errors"] = [{"accumulate": 4, "error": 0.0123}, None]
     rows = [row, {"backend": "y", "precision": "fp32", "dtype": "fp32"}]
-    FakeLauncher.outcome = Outcome(status=Status.OK, reason="", ranks=[{"rows": rows}, {"rows": []}], wall_s=1.0)
+    FakeLauncher.outcome = Outcome(
+        status=Status.OK, reason="", ranks=[{"rows": rows}, {"rows": []}], wall_s=1.0
+    )
     assert cli.main(["accumulation", "--backend", "ddp-eager", "--json"]) == status
-    assert [json.loads(line)["dtype"] for line in capsys.readouterr().out.splitlines()] == [dtype, "fp32"]
-    assert cli.main(["accumulation"]) == status and [task.backend for task in FakeLauncher.tasks] == BACKENDS
+    assert [json.loads(line)["dtype"] for line in capsys.readouterr().out.splitlines()] == [
+        dtype,
+        "fp32",
+    ]
+    assert (
+        cli.main(["accumulation"]) == status
+        and [task.backend for task in FakeLauncher.tasks] == BACKENDS
+    )
     words = f"x fp32 {dtype} 8 bits sum 0 scale 1 N=4: 0.012"
     assert capsys.readouterr().out.splitlines()[0].split() == words.split()

@@ -45,7 +45,11 @@ def test_an_advisory_says_what_its_reproducer_measured(name: str, records: list[
     assert (ROOT / advisory.reproducer).exists()
     found = of(advisory, records)
     for is_right, rows in ((False, advisory.bad), (True, advisory.good)):
-        seen = {(number(advisory, r), spelled(r.measured), r.date) for r in found if r.is_right is is_right}
+        seen = {
+            (number(advisory, r), spelled(r.measured), r.date)
+            for r in found
+            if r.is_right is is_right
+        }
         assert {(v, row.result, row.date.isoformat()) for row in rows for v in row.versions} == seen
     assert advisory.bad, "nothing shows it"
     assert {spelled(record.right) for record in found} == {advisory.right}
@@ -100,7 +104,9 @@ def inline(value: Any) -> str:
         ({"sort": 1}, "sort is unknown"),
     ],
 )
-def test_an_advisory_without_proof_is_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_an_advisory_without_proof_is_refused(
+    change: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     entry = {key: value for key, value in (first_entry() | change).items() if value is not None}
     path = written(entry, tmp_path)
     with pytest.raises(InputError) as caught:
@@ -110,27 +116,45 @@ def test_an_advisory_without_proof_is_refused(change: dict[str, Any], words: str
 
 
 def test_a_config_is_matched_as_far_as_it_is_known() -> None:
-    def found(installed: dict[str, str], *, configs: Any = None, certain: bool = True, **facts: Any) -> set[str]:
+    def found(
+        installed: dict[str, str], *, configs: Any = None, certain: bool = True, **facts: Any
+    ) -> set[str]:
         matches = matching(installed, facts_of(configs, **facts))
         return {match.advisory.id for match in matches if match.is_certain or not certain}
 
     bad, good = {"deepspeed": "0.18.9"}, {"deepspeed": "0.19.8"}
     assert "deepspeed-zero2-offload" in found(bad, configs={"deepspeed": OFFLOAD}, accumulate=4)
     assert "deepspeed-zero2-offload" not in found(bad, configs={"deepspeed": OFFLOAD})
-    assert "deepspeed-zero2-offload" in found(bad, configs={"deepspeed": OFFLOAD}, certain=False), "N may be above 1"
+    assert "deepspeed-zero2-offload" in found(bad, configs={"deepspeed": OFFLOAD}, certain=False), (
+        "N may be above 1"
+    )
     for innocent in ({"stage": 2}, {"stage": 3, "offload_optimizer": {"device": "cpu"}}):
         config = {"deepspeed": {"zero_optimization": innocent}}
-        assert "deepspeed-zero2-offload" not in found(bad, configs=config, accumulate=4, certain=False)
-    assert "deepspeed-zero2-offload" not in found(bad, configs={"deepspeed": OFFLOAD}, accumulate=1, certain=False)
-    assert "deepspeed-zero2-offload" not in found(good, configs={"deepspeed": OFFLOAD}, accumulate=4, certain=False)
-    auto = {"deepspeed": {"zero_optimization": {"stage": "auto", "offload_optimizer": {"device": "cpu"}}}}
+        assert "deepspeed-zero2-offload" not in found(
+            bad, configs=config, accumulate=4, certain=False
+        )
+    assert "deepspeed-zero2-offload" not in found(
+        bad, configs={"deepspeed": OFFLOAD}, accumulate=1, certain=False
+    )
+    assert "deepspeed-zero2-offload" not in found(
+        good, configs={"deepspeed": OFFLOAD}, accumulate=4, certain=False
+    )
+    auto = {
+        "deepspeed": {
+            "zero_optimization": {"stage": "auto", "offload_optimizer": {"device": "cpu"}}
+        }
+    }
     assert "deepspeed-zero2-offload" not in found(bad, configs=auto, accumulate=4)
-    assert "deepspeed-zero2-offload" in found(bad, configs=auto, accumulate=4, certain=False), "auto may be 2"
+    assert "deepspeed-zero2-offload" in found(bad, configs=auto, accumulate=4, certain=False), (
+        "auto may be 2"
+    )
     assert found({"deepspeed": "here"}, certain=False) == found({}, certain=False) == set()
     both = {"lightning": "2.6.6", "deepspeed": "0.19.8"}
     twice = {"framework": "lightning", "strategy": "deepspeed", "accumulate": 4}
     assert "lightning-deepspeed-divides-twice" in found(both, **twice)
-    assert "lightning-deepspeed-divides-twice" not in found({"lightning": "2.6.6"}, **twice, certain=False)
+    assert "lightning-deepspeed-divides-twice" not in found(
+        {"lightning": "2.6.6"}, **twice, certain=False
+    )
 
 
 def test_the_list_is_read_without_torch() -> None:

@@ -31,7 +31,11 @@ ODD = make_observation(
         ("lost", {"lost": {"0": [1, 2]}}, "2 of 8"),
         ("repeated", {"samples_duplicated": 3}, "3 of 8"),
         ("skipped", {"samples_never_fetched": 4}, "4 of 8"),
-        ("stops early", {"scenario": LIMITED, "updates": [{0: dict.fromkeys(range(4), 0.25)}]}, "(1 update, not 2)"),
+        (
+            "stops early",
+            {"scenario": LIMITED, "updates": [{0: dict.fromkeys(range(4), 0.25)}]},
+            "(1 update, not 2)",
+        ),
         ("never stops", {}, "(1 update)"),
         ("crashed", {"micro_batches": 7}, "(after 7 micro-batches)"),
         ("refused", {"updates": []}, ""),
@@ -39,7 +43,9 @@ ODD = make_observation(
         ("unheard of", {}, ""),
     ],
 )
-def test_a_finding_has_its_most_telling_number(word: str, changes: dict[str, Any], expected: str) -> None:
+def test_a_finding_has_its_most_telling_number(
+    word: str, changes: dict[str, Any], expected: str
+) -> None:
     """Those that the committed pages do not have."""
     seen = make_observation(findings=[(word, "wrong")], **changes)
     assert conformance.summary(seen) == [f"{word} {expected}".rstrip()]
@@ -60,13 +66,17 @@ def test_weight_maps_are_written_and_the_same_every_time(tmp_path: Path) -> None
     first, again = (paths["clip"] for paths in written)
     assert first.name == "weights-clip.png" and first.read_bytes() == again.read_bytes()
     assert matplotlib.image.imread(first).shape[1] == round(style.WIDTH * style.DPI)
-    assert semantics_files.write_pictures([make_observation(updates=[])], about, tmp_path / "c") == {}
+    assert (
+        semantics_files.write_pictures([make_observation(updates=[])], about, tmp_path / "c") == {}
+    )
 
 
 def test_names_and_diagnoses_stay_in_their_cells() -> None:
     about, _ = semantics_files.load(COMMITTED)
     text = semantics_files.page([ODD], about)
-    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in text.splitlines() if line.startswith("|")]
+    rows = [
+        re.split(r"(?<!\\)\|", line)[1:-1] for line in text.splitlines() if line.startswith("|")
+    ]
     assert {len(row) for row in rows} == {5, 2}, "of the overview, and of the table"
     assert text.count("\n- ") == 1 and not any(tag in text for tag in ("<script>", "<b>", "<i>"))
 
@@ -74,10 +84,16 @@ def test_names_and_diagnoses_stay_in_their_cells() -> None:
 def test_the_committed_pages_are_those_of_the_committed_observations(tmp_path: Path) -> None:
     """And these are written as they were read. docs/semantics.md begins with questions, and is short."""
     about, observations = semantics_files.load(COMMITTED)
-    assert (semantics.SUITE / semantics_files.MARKDOWN).read_text() == semantics_files.page(observations, about)
+    assert (semantics.SUITE / semantics_files.MARKDOWN).read_text() == semantics_files.page(
+        observations, about
+    )
     page = semantics.DOCS.read_text()
-    assert page == semantics.page(observations, about, semantics.throughput()), "nox -s results -- semantics-page"
-    assert len(page.split()) < 4000 and page.index("## Questions") < page.index("| backends that behave alike")
+    assert page == semantics.page(observations, about, semantics.throughput()), (
+        "nox -s results -- semantics-page"
+    )
+    assert len(page.split()) < 4000 and page.index("## Questions") < page.index(
+        "| backends that behave alike"
+    )
     for link in re.findall(r"\]\((\.\./[^)]*)\)", page):
         assert (semantics.DOCS.parent / link).exists(), link
     semantics_files.store(observations, about, stored := tmp_path / "observations.json")

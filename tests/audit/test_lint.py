@@ -40,8 +40,16 @@ DATA = {"class_path": "my.Data", "init_args": {"batch_size": 2}}
 
 def lightning(strategy: Any = "ddp", *, data: Any = DATA, **trainer: Any) -> dict[str, Any]:
     """A LightningCLI config of two ranks with N = 4, that logs each step."""
-    base = {"strategy": strategy, "devices": 2, "accumulate_grad_batches": 4, "log_every_n_steps": 1}
-    return {"trainer": {key: value for key, value in (base | trainer).items() if value is not None}, "data": data}
+    base = {
+        "strategy": strategy,
+        "devices": 2,
+        "accumulate_grad_batches": 4,
+        "log_every_n_steps": 1,
+    }
+    return {
+        "trainer": {key: value for key, value in (base | trainer).items() if value is not None},
+        "data": data,
+    }
 
 
 def engine(**keys: Any) -> dict[str, Any]:
@@ -72,7 +80,9 @@ def codes(findings: list[LintFinding]) -> list[str]:
 
 CORPUS = yaml.safe_load((Path(__file__).parent / "lint_corpus.yaml").read_text())
 CASES: list[dict[str, Any]] = CORPUS["cases"]
-CASES += [yaml.safe_load(f"{{finds: {[each.code, *each.also]}, {each.config}}}") for each in EXAMPLES]
+CASES += [
+    yaml.safe_load(f"{{finds: {[each.code, *each.also]}, {each.config}}}") for each in EXAMPLES
+]
 
 
 def findings_in(case: dict[str, Any], folder: Path) -> list[LintFinding]:
@@ -82,25 +92,43 @@ def findings_in(case: dict[str, Any], folder: Path) -> list[LintFinding]:
     files = []
     for kind in KINDS:
         if kind in case:
-            config = {key: value for key, value in (CORPUS["bases"][kind] | case[kind]).items() if value is not None}
+            config = {
+                key: value
+                for key, value in (CORPUS["bases"][kind] | case[kind]).items()
+                if value is not None
+            }
             if kind == "lightning":
                 config = {"trainer": config, "data": case.get("data", CORPUS["bases"]["data"])}
             files.append(folder / f"{kind}.{'json' if kind == 'deepspeed' else 'yaml'}")
             text = json.dumps(config) if kind == "deepspeed" else yaml.safe_dump(config)
             files[-1].write_text(text + case.get("text", {}).get(kind, ""))
     known = {name: case[name] for name in ("samples", "world_size", "batch_size") if name in case}
-    return lint(files, LintOptions(deepspeed=used("deepspeed", case), lightning=used("lightning", case), **known))
+    return lint(
+        files,
+        LintOptions(deepspeed=used("deepspeed", case), lightning=used("lightning", case), **known),
+    )
 
 
 NEWEST = {"deepspeed": (0, 19, 8), "lightning": (2, 6, 6)}
-KINDS = ("lightning", "deepspeed", "hugging_face", "accelerate", "torchtune", "axolotl", "nanotron", "litgpt")
+KINDS = (
+    "lightning",
+    "deepspeed",
+    "hugging_face",
+    "accelerate",
+    "torchtune",
+    "axolotl",
+    "nanotron",
+    "litgpt",
+)
 
 
 def used(package: str, case: dict[str, Any]) -> UsedVersion:
     return UsedVersion(tuple(case.get(f"{package}_version", NEWEST[package])))
 
 
-@pytest.mark.parametrize("case", CASES, ids=[f"{place}-{'-'.join(case['finds'])}" for place, case in enumerate(CASES)])
+@pytest.mark.parametrize(
+    "case", CASES, ids=[f"{place}-{'-'.join(case['finds'])}" for place, case in enumerate(CASES)]
+)
 def test_corpus(tmp_path: Path, case: dict[str, Any]) -> None:
     """Nothing is missed, nothing is found that is not there, and the numbers are those of the measured runs."""
     findings = findings_in(case, tmp_path)
@@ -111,9 +139,16 @@ def test_corpus(tmp_path: Path, case: dict[str, Any]) -> None:
 
 
 def test_corpus_has_every_rule() -> None:
-    assert {code for case in CASES for code in case["finds"]} == {each.code for each in EXAMPLES} == rules().keys()
+    assert (
+        {code for case in CASES for code in case["finds"]}
+        == {each.code for each in EXAMPLES}
+        == rules().keys()
+    )
     kinds = {kind: [case["finds"] for case in CASES if kind in case] for kind in CORPUS["bases"]}
-    assert all(found.count([]) >= 8 for k, found in kinds.items() if k in KINDS[:4]) and len(CASES) >= 280
+    assert (
+        all(found.count([]) >= 8 for k, found in kinds.items() if k in KINDS[:4])
+        and len(CASES) >= 280
+    )
 
 
 def test_findings_are_complete(tmp_path: Path) -> None:
@@ -122,7 +157,9 @@ def test_findings_are_complete(tmp_path: Path) -> None:
     for finding in [finding for case in CASES for finding in findings_in(case, tmp_path)]:
         assert finding.line >= 1 and finding.key and finding.file.startswith(str(tmp_path))
         assert finding.what and finding.fix and finding.proof
-        assert not any(word in f"{finding.what} {finding.fix}" for word in ("None", "inf ", " nan ", "\n"))
+        assert not any(
+            word in f"{finding.what} {finding.fix}" for word in ("None", "inf ", " nan ", "\n")
+        )
         for backends in re.findall(r"--backend (\S+)", finding.proof):
             assert set(backends.split(",")) <= registry().keys()
         if finding.proof.startswith("python -m bench "):
@@ -156,7 +193,9 @@ def test_proofs_of_the_monitor_show_their_findings(
     findings = {each.code: each for each in findings_in(case, tmp_path)}
     for code in MEASURED & findings.keys():
         command = command_of(findings[code].proof)
-        if command[0] == "semantics":  # Lightning above DeepSpeed counts no step; throughput trains without DeepSpeed
+        if (
+            command[0] == "semantics"
+        ):  # Lightning above DeepSpeed counts no step; throughput trains without DeepSpeed
             assert re.search(r"trainer.global_step (is|grows by) 0", findings["WIN01"].what)
             continue
         (point,) = measured(command, capsys)
@@ -164,38 +203,62 @@ def test_proofs_of_the_monitor_show_their_findings(
             assert point["num_updates"] and point["verdict"] == "silent" and point["num_logs"] == 0
         elif code == "THR02":
             assert point["num_updates"] and point["num_rates_logged"] == 0
-            assert point["verdict"] == ("silent" if "no step is logged" in findings[code].what else "unrated")
+            assert point["verdict"] == (
+                "silent" if "no step is logged" in findings[code].what else "unrated"
+            )
         else:
             assert point["verdict"] in {"biased", "unsteady"} and point["ratio_min"] < 0.99
 
 
 @pytest.mark.parametrize(
-    ("window", "every", "samples", "advised"), [(10, 1, None, [9, 13]), (5, 5, 40, [11]), (21, 1, 40, [11])]
+    ("window", "every", "samples", "advised"),
+    [(10, 1, None, [9, 13]), (5, 5, 40, [11]), (21, 1, 40, [11])],
 )
 def test_advised_windows_are_measured_as_right(
-    tmp_path: Path, window: int, every: int, samples: int | None, advised: list[int], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    window: int,
+    every: int,
+    samples: int | None,
+    advised: list[int],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """With 40 samples, an epoch has 10 micro-batches per rank."""
     monitor = {"class_path": "ThroughputMonitor", "init_args": {"window_size": window}}
-    config = {"callbacks": [monitor], "log_every_n_steps": every, "max_epochs": 2 if window == 21 else None}
-    findings = findings_in({"lightning": config, **({"samples": samples} if samples else {})}, tmp_path)
+    config = {
+        "callbacks": [monitor],
+        "log_every_n_steps": every,
+        "max_epochs": 2 if window == 21 else None,
+    }
+    findings = findings_in(
+        {"lightning": config, **({"samples": samples} if samples else {})}, tmp_path
+    )
     (finding,) = [each for each in findings if each.code in {"THR01", "THR02"}]
     sizes = re.match(r"set window_size to (\d+)(?: or (\d+))?", finding.fix)
     assert sizes and [int(size) for size in sizes.groups() if size] == advised
     length = "--micro-batches 10" if samples else "--epoch whole"
     numbers = f"--accumulate 4 --log-every {every} {length}"
-    for point in measured(["throughput", *numbers.split(), "--window-size", ",".join(map(str, advised))], capsys):
-        assert point["verdict"] == "right" and point["ratio_min"] == pytest.approx(1) == point["ratio_max"]
+    for point in measured(
+        ["throughput", *numbers.split(), "--window-size", ",".join(map(str, advised))], capsys
+    ):
+        assert (
+            point["verdict"] == "right"
+            and point["ratio_min"] == pytest.approx(1) == point["ratio_max"]
+        )
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("sizes", first([(4, 10), (4, 3)], [(2, 5), (3, 7), (4, 10), (4, 8), (4, 3), (4, 1), (8, 27)]))
+@pytest.mark.parametrize(
+    "sizes", first([(4, 10), (4, 3)], [(2, 5), (3, 7), (4, 10), (4, 8), (4, 3), (4, 1), (8, 27)])
+)
 def test_rates_are_counted_as_they_are_measured(sizes: tuple[int, int]) -> None:
     accumulate, num_batches = sizes
     for window in (2, 3, num_batches + 1, 17, 30, 31):
         for every in (1, 3):
             wanted = Rates(accumulate, num_batches, every).ratios(window)
-            ratios = [r.ratio for r in measure(Point(accumulate, every, window, micro_batches=num_batches)).rates]
+            ratios = [
+                r.ratio
+                for r in measure(Point(accumulate, every, window, micro_batches=num_batches)).rates
+            ]
             assert wanted is not None
             assert (wanted.low, wanted.high) == pytest.approx((min(ratios), max(ratios)))
             assert wanted.is_right == (judge(ratios) is RateVerdict.RIGHT)
@@ -209,7 +272,9 @@ def test_rates_are_counted_as_they_are_measured(sizes: tuple[int, int]) -> None:
     window=st.integers(2, 700),
     every=st.integers(1, 60),
 )
-def test_what_is_advised_and_shown(accumulate: int, num_batches: int, window: int, every: int) -> None:
+def test_what_is_advised_and_shown(
+    accumulate: int, num_batches: int, window: int, every: int
+) -> None:
     rates = Rates(accumulate, num_batches, every, last=3000)
     for size in [*rates.right(window, math.inf), rates.safe, rates.safe + 7]:
         found = Rates(accumulate, num_batches, every).ratios(size)
@@ -221,7 +286,10 @@ def test_what_is_advised_and_shown(accumulate: int, num_batches: int, window: in
     small = rates.shortened(window)
     shown = small.ratios(window)
     assert shown is not None and not shown.is_right
-    assert math.prod(Point(small.accumulate, 1, window, micro_batches=small.num_batches).lengths) < 20_000
+    assert (
+        math.prod(Point(small.accumulate, 1, window, micro_batches=small.num_batches).lengths)
+        < 20_000
+    )
 
 
 def test_places(tmp_path: Path) -> None:
@@ -254,7 +322,10 @@ def test_places(tmp_path: Path) -> None:
 
 def test_sarif(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The log has what the standard demands, and a place for every finding."""
-    path, out = write(tmp_path, lightning("deepspeed", fast_dev_run=True), "a config.yaml"), tmp_path / "lint.sarif"
+    path, out = (
+        write(tmp_path, lightning("deepspeed", fast_dev_run=True), "a config.yaml"),
+        tmp_path / "lint.sarif",
+    )
     assert cli.main(["lint", str(path), "--sarif", str(out), "--json"]) == BAD
     findings = json.loads(capsys.readouterr().out)
     log = json.loads(out.read_text())
@@ -264,7 +335,10 @@ def test_sarif(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(run["results"]) == len(findings) == 2
     for result, finding in zip(run["results"], findings, strict=True):
         assert listed[result["ruleIndex"]]["id"] == result["ruleId"] == finding["code"]
-        assert result["level"] in {"error", "warning", "note"} and finding["what"] in result["message"]["text"]
+        assert (
+            result["level"] in {"error", "warning", "note"}
+            and finding["what"] in result["message"]["text"]
+        )
         (place,) = result["locations"]
         assert place["physicalLocation"]["region"] == {"startLine": finding["line"]}
         assert place["physicalLocation"]["artifactLocation"]["uri"] == path.as_uri()
@@ -303,11 +377,15 @@ def test_known_keys_are_those_of_the_frameworks() -> None:
     from transformers import TrainingArguments
 
     def fields(model: Any) -> set[str]:
-        return set(model.model_fields) | {each.alias for each in model.model_fields.values() if each.alias}
+        return set(model.model_fields) | {
+            each.alias for each in model.model_fields.values() if each.alias
+        }
 
     names = {table: set(keys) for table, keys in known_keys().items()}
     assert names["trainer"] == set(inspect.signature(Trainer.__init__).parameters) - {"self"}
-    assert names["training_arguments"] == {field.name for field in dataclasses.fields(TrainingArguments)}
+    assert names["training_arguments"] == {
+        field.name for field in dataclasses.fields(TrainingArguments)
+    }
     assert names["zero_optimization"] == fields(DeepSpeedZeroConfig)
     assert names["bf16"] == fields(precision_config.DeepSpeedBF16Config)
     assert names["fp16"] == fields(precision_config.DeepSpeedFP16Config)
@@ -332,23 +410,35 @@ def test_equal_gradients_are_added_as_torch_adds_them() -> None:
 def test_a_finding_has_four_lines_whatever_the_key(tmp_path: Path) -> None:
     findings = findings_in({"deepspeed": {"gradient\r_clip\x1b[31mping": 1.0}}, tmp_path)
     assert findings and all(
-        len(str(each).splitlines()) == 4 and str(each).replace("\n", "").isprintable() for each in findings
+        len(str(each).splitlines()) == 4 and str(each).replace("\n", "").isprintable()
+        for each in findings
     )
 
 
 def test_hint_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first, second = write(tmp_path, lightning("deepspeed"), "one.yaml"), write(tmp_path, lightning(), "two.yaml")
+    first, second = (
+        write(tmp_path, lightning("deepspeed"), "one.yaml"),
+        write(tmp_path, lightning(), "two.yaml"),
+    )
     assert cli.main(["lint", str(first), str(second)]) == BAD
     out, err = capsys.readouterr()
-    assert err.splitlines() == ["hint: --samples would enable the rules about windows, steps and logs"]
+    assert err.splitlines() == [
+        "hint: --samples would enable the rules about windows, steps and logs"
+    ]
     assert re.match(
-        rf"{re.escape(str(first))}:\d+: error DBL01 trainer\.strategy: loss divided by N twice\n    what ", out
+        rf"{re.escape(str(first))}:\d+: error DBL01 trainer\.strategy: loss divided by N twice\n    what ",
+        out,
     )
     assert "\n    fix: " in out and "\n    proof: python -m bench semantics " in out
     assert cli.main(["lint", str(first), "--json", "--samples", "32"]) == BAD
     out, err = capsys.readouterr()
     (finding,) = json.loads(out)
-    assert finding["code"] == "DBL01" and finding["severity"] == "error" and finding["source"] and not err
+    assert (
+        finding["code"] == "DBL01"
+        and finding["severity"] == "error"
+        and finding["source"]
+        and not err
+    )
 
 
 @pytest.mark.parametrize("case", CORPUS["refused"], ids=lambda case: case["refused"])
@@ -359,7 +449,8 @@ def test_wrong_values(tmp_path: Path, case: dict[str, Any]) -> None:
 
 
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
-    f"{name}: &{name} [{','.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+    f"{name}: &{name} [{','.join([f'*{before}'] * 9)}]\n"
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
 )
 
 HOSTILE = [
@@ -396,7 +487,9 @@ def test_hostile_files(
     path.write_bytes(content)
     assert cli.main(["lint", str(path)]) == WRONG
     out, err = capsys.readouterr()
-    assert not out and re.match(rf"bench: {re.escape(str(path))}:\d+: ", err) and err.count("\n") == 1
+    assert (
+        not out and re.match(rf"bench: {re.escape(str(path))}:\d+: ", err) and err.count("\n") == 1
+    )
     assert re.search(words, err), err
 
 
@@ -419,18 +512,26 @@ def test_a_bad_file_stops_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     empty.mkdir()
     capsys.readouterr()
     assert cli.main(["lint", str(empty)]) == WRONG
-    assert re.fullmatch(r"bench: .*empty: has no file that may be a config; name .*\n", capsys.readouterr().err)
+    assert re.fullmatch(
+        r"bench: .*empty: has no file that may be a config; name .*\n", capsys.readouterr().err
+    )
     other = write(tmp_path, {"model": {}}, "other.json")
     assert cli.main(["lint", str(other), str(tmp_path / "list.json")]) == GOOD
     assert cli.main(["lint", str(other)]) == WRONG
 
 
-def test_what_another_program_fills_in_is_no_approval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_another_program_fills_in_is_no_approval(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     auto = write(tmp_path, CORPUS["bases"]["auto"] | {"bf16": {"enabled": True}}, "auto.json")
     assert cli.main(["lint", str(auto)]) == GOOD
     out, err = capsys.readouterr()
     (line,) = [line for line in err.splitlines() if line.startswith("note: ")]
-    assert not out and "gradient_accumulation_steps" in line and "N > 1, gradients are added in bf16 (ACC01)" in line
+    assert (
+        not out
+        and "gradient_accumulation_steps" in line
+        and "N > 1, gradients are added in bf16 (ACC01)" in line
+    )
 
 
 SCRIPT = """
@@ -450,15 +551,28 @@ echo torchrun train.py --per_device_train_batch_size 1
 
 def test_commands_of_a_script(tmp_path: Path) -> None:
     """Variables that are set once are known; what a loop or a command makes is not."""
-    (tmp_path / "ds.json").write_text(json.dumps(CORPUS["bases"]["auto"] | {"bf16": {"enabled": "auto"}}))
+    (tmp_path / "ds.json").write_text(
+        json.dumps(CORPUS["bases"]["auto"] | {"bf16": {"enabled": "auto"}})
+    )
     path = tmp_path / "train.sh"
     path.write_text(SCRIPT)
     first, *_ = launch_script.commands(SCRIPT, str(path))
     values = first.arguments.value
-    assert values["gradient_accumulation_steps"] == 16 and values["bf16"] is True and first.ranks is None
-    assert first.arguments.at("max_steps").unknown and first.arguments.at("per_device_train_batch_size").line == 8
+    assert (
+        values["gradient_accumulation_steps"] == 16
+        and values["bf16"] is True
+        and first.ranks is None
+    )
+    assert (
+        first.arguments.at("max_steps").unknown
+        and first.arguments.at("per_device_train_batch_size").line == 8
+    )
     findings = lint([path], LintOptions(deepspeed=NEW))
-    assert codes(findings) == ["ACC01"] and "15 x 2^-9" in findings[0].what and findings[0].file.endswith("ds.json")
+    assert (
+        codes(findings) == ["ACC01"]
+        and "15 x 2^-9" in findings[0].what
+        and findings[0].file.endswith("ds.json")
+    )
 
 
 def test_json_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
@@ -468,7 +582,9 @@ def test_json_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
     part = config_file._json(text, "c.json")
     assert part.values == json.loads(json.dumps(hjson.loads(text))) and part.lines["b", "c"] == 5
     path = tmp_path / "ds.json"
-    path.write_text('{"train_batch_size": GBS, "zero_optimization": {}, "bf16": {"enabled": true},\n"bf16": {}}')
+    path.write_text(
+        '{"train_batch_size": GBS, "zero_optimization": {}, "bf16": {"enabled": true},\n"bf16": {}}'
+    )
     (finding,) = [each for each in lint([path], LintOptions(deepspeed=NEW)) if each.code == "KEY03"]
     assert (finding.line, str(finding.severity)) == (2, "error")
 
@@ -487,12 +603,30 @@ def test_the_last_of_repeated_keys_counts(tmp_path: Path) -> None:
 
 NOT_JUDGED = [
     ("trainer: {total_epochs: 15, n_gpus_per_node: 8, nnodes: 1, logger: [console]}", "rl.yaml"),
-    ('{"train_batch_size": 2, "gradient_accumulation_steps": 4, "mixed_precision": "bf16"}', "diffusion.json"),
-    ("gradient_accumulation_steps: 4\nadam_betas: [0.9, 0.9]\nnum_train_epochs: 3\nlearning_rate: 0.1\n", "dpr.yaml"),
-    ("per_device_train_batch_size: 2\ngradient_accumulation_steps: 4\nmax_train_steps: 9\n", "no_trainer.yaml"),
-    ("defaults: [base]\nper_device_train_batch_size: 2\ngradient_accumulation_steps: 4\n", "hydra.yaml"),
-    ("per_device_train_batch_size: 2\ngradient_accumulation_steps: 4\nclip_grad_norm: 1.0\n", "own_trainer.yaml"),
-    ("per_device_train_batch_size: {value: 2}\ngradient_accumulation_steps: {value: 4}\n", "wandb.yaml"),
+    (
+        '{"train_batch_size": 2, "gradient_accumulation_steps": 4, "mixed_precision": "bf16"}',
+        "diffusion.json",
+    ),
+    (
+        "gradient_accumulation_steps: 4\nadam_betas: [0.9, 0.9]\nnum_train_epochs: 3\nlearning_rate: 0.1\n",
+        "dpr.yaml",
+    ),
+    (
+        "per_device_train_batch_size: 2\ngradient_accumulation_steps: 4\nmax_train_steps: 9\n",
+        "no_trainer.yaml",
+    ),
+    (
+        "defaults: [base]\nper_device_train_batch_size: 2\ngradient_accumulation_steps: 4\n",
+        "hydra.yaml",
+    ),
+    (
+        "per_device_train_batch_size: 2\ngradient_accumulation_steps: 4\nclip_grad_norm: 1.0\n",
+        "own_trainer.yaml",
+    ),
+    (
+        "per_device_train_batch_size: {value: 2}\ngradient_accumulation_steps: {value: 4}\n",
+        "wandb.yaml",
+    ),
     ("batch_size: 2\ngradient_accumulation_steps: 16\ndtype: bf16\n", "mine.yaml"),
 ]
 
@@ -523,7 +657,9 @@ sys.exit(cli.main(["lint", *sys.argv[1:]]))
 def test_lint_needs_no_framework(tmp_path: Path) -> None:
     """Where neither torch nor a framework is installed, lint finds the same."""
     (tmp_path / "train.sh").write_text(SCRIPT)
-    (tmp_path / "ds.json").write_text(json.dumps(CORPUS["bases"]["auto"] | {"bf16": {"enabled": "auto"}}))
+    (tmp_path / "ds.json").write_text(
+        json.dumps(CORPUS["bases"]["auto"] | {"bf16": {"enabled": "auto"}})
+    )
     write(tmp_path, lightning("deepspeed", callbacks=["ThroughputMonitor"]), "config.yaml")
     command = [sys.executable, "-c", LIGHT, "--samples", "40", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -537,7 +673,9 @@ def test_versions_are_those_of_the_advisories() -> None:
     facts = version_facts._tables()["facts"]
     assert facts["last-micro-batch-only"]["versions"] == known["deepspeed-zero2-last-only"]
     assert known["deepspeed-zero2-bf16-sum"].endswith(facts["zero2-sums-in-bf16"]["versions"])
-    assert all(fact["source"] and fact["package"] in version_facts.PACKAGES for fact in facts.values())
+    assert all(
+        fact["source"] and fact["package"] in version_facts.PACKAGES for fact in facts.values()
+    )
 
 
 def test_merge_keys_and_anchors(tmp_path: Path) -> None:
@@ -556,7 +694,9 @@ SMALL = st.one_of(
     st.integers(-2, 12),
     st.integers(),
     st.floats(),
-    st.sampled_from(["auto", "value", "norm", "bf16-mixed", "fp32", "0,1", "2", "1e-1", "", "deepspeed_stage_3"]),
+    st.sampled_from(
+        ["auto", "value", "norm", "bf16-mixed", "fp32", "0,1", "2", "1e-1", "", "deepspeed_stage_3"]
+    ),
     st.text(max_size=4),
 )
 
@@ -564,7 +704,10 @@ SMALL = st.one_of(
 @settings(max_examples=200, deadline=None)
 @given(
     value=st.recursive(
-        SMALL, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+        SMALL,
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+        ),
     )
 )
 def test_json_lines(value: Any) -> None:

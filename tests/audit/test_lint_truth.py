@@ -72,7 +72,9 @@ def _unknown_keys(folder: Path) -> None:
     with pytest.raises(ValidationError, match="enable"):
         DeepSpeedBF16Config(enable=True)
     path = folder / "accelerate.yaml"
-    path.write_text(yaml.safe_dump(CORPUS["bases"]["accelerate"] | {"gradient_accumulation_steps": 4}))
+    path.write_text(
+        yaml.safe_dump(CORPUS["bases"]["accelerate"] | {"gradient_accumulation_steps": 4})
+    )
     with pytest.raises(ValueError, match="unknown keys"):
         load_config_from_file(str(path))
 
@@ -82,7 +84,9 @@ def _deepspeed_config(folder: Path) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     base = CORPUS["bases"]["deepspeed"]
-    assert DeepSpeedConfig(base | {"gradient_accumulation_step": 8}).gradient_accumulation_steps == 4
+    assert (
+        DeepSpeedConfig(base | {"gradient_accumulation_step": 8}).gradient_accumulation_steps == 4
+    )
     with pytest.raises(AssertionError, match="train_batch_size is not equal"):
         DeepSpeedConfig(base | {"train_batch_size": 30})
     without = {key: value for key, value in base.items() if "batch" not in key}
@@ -111,19 +115,25 @@ def _refused_by_lightning(folder: Path) -> None:
         (DDPStrategy(), 4, ValueError),
     ):
         with pytest.raises(error):
-            scheduler.on_train_start(SimpleNamespace(strategy=strategy, accumulate_grad_batches=n), module)
+            scheduler.on_train_start(
+                SimpleNamespace(strategy=strategy, accumulate_grad_batches=n), module
+            )
     by_value = SimpleNamespace(trainer=SimpleNamespace(gradient_clip_algorithm="value"))
     strategy = DeepSpeedStrategy(config={"gradient_accumulation_steps": 4})
     strategy._lightning_module = by_value
     with pytest.raises(MisconfigurationException, match="Do not set `gradient_accumulation_steps`"):
         strategy._format_batch_size_and_grad_accum_config()
     strategy._lightning_module = BoringModel()
-    strategy._lightning_module._trainer = SimpleNamespace(gradient_clip_algorithm="value", _fabric=None)
+    strategy._lightning_module._trainer = SimpleNamespace(
+        gradient_clip_algorithm="value", _fabric=None
+    )
     with pytest.raises(MisconfigurationException, match="by value"):
         strategy.init_deepspeed()
     with pytest.raises(MisconfigurationException, match="norm"):
         FSDPPrecision("32-true").clip_grad_by_norm(None, 1.0)
-    config = DeepSpeedConfig(CORPUS["bases"]["deepspeed"] | {"gradient_clipping": "auto", "bf16": {"enabled": "auto"}})
+    config = DeepSpeedConfig(
+        CORPUS["bases"]["deepspeed"] | {"gradient_clipping": "auto", "bf16": {"enabled": "auto"}}
+    )
     assert config.bfloat16_config.enabled is False
     with pytest.raises(TypeError):
         _ = config.gradient_clipping > 0.0
@@ -165,7 +175,9 @@ def _filled_in_by_the_trainer(folder: Path) -> None:
         else:
             filled.trainer_config_finalize(SimpleNamespace(**arguments), None, 10)
             assert filled.config["gradient_clipping"] == 0.25
-    silent = HfTrainerDeepSpeedConfig({key: value for key, value in auto.items() if key != "gradient_clipping"})
+    silent = HfTrainerDeepSpeedConfig(
+        {key: value for key, value in auto.items() if key != "gradient_clipping"}
+    )
     silent.trainer_config_process(SimpleNamespace(**arguments))
     assert "gradient_clipping" not in silent.config
 
@@ -212,7 +224,9 @@ def _counts_of_the_trainer(folder: Path) -> None:
     assert not any("loss" in each for each in trained(folder, max_steps=3, logging_steps=5))
     from transformers import TrainingArguments
 
-    arguments = TrainingArguments(output_dir=str(folder), accelerator_config={"split_batches": True}, use_cpu=True)
+    arguments = TrainingArguments(
+        output_dir=str(folder), accelerator_config={"split_batches": True}, use_cpu=True
+    )
     assert arguments.accelerator_config.split_batches
     from accelerate.utils.memory import find_executable_batch_size
 
@@ -248,7 +262,9 @@ def trained(folder: Path, **arguments: Any) -> list[dict[str, Any]]:
         "save_strategy": "no",
         "disable_tqdm": True,
     }
-    made = TrainingArguments(output_dir=str(folder), gradient_accumulation_steps=2, **given, **arguments)
+    made = TrainingArguments(
+        output_dir=str(folder), gradient_accumulation_steps=2, **given, **arguments
+    )
     data = [{"x": torch.ones(2)} for _ in range(64)]
     trainer = Trainer(model=Model(), args=made, train_dataset=data)
     with contextlib.redirect_stdout(io.StringIO()):
@@ -280,7 +296,9 @@ def is_shown(code: str, records: dict[str, Record]) -> bool:
     """Whether small trainings, by backend, do what the rule says."""
     last = list(records.values())[-1]
     if code == "DBL01":
-        return set(weights(records["lightning-deepspeed-zero2"])) == {0.25} and {*weights(last)} == {1.0}
+        return set(weights(records["lightning-deepspeed-zero2"])) == {0.25} and {
+            *weights(last)
+        } == {1.0}
     if code == "DBL02":
         clipped, unclipped = (
             [update["sum"] for update in records[name]["updates"]]
@@ -308,7 +326,9 @@ def proved(code: str) -> Callable[[Path], None]:
 
     def run(folder: Path) -> None:
         cases = [yaml.safe_load(f"{{{each.config}}}") for each in EXAMPLES if each.code == code]
-        proofs = [each.proof for case in cases for each in findings_in(case, folder) if each.code == code]
+        proofs = [
+            each.proof for case in cases for each in findings_in(case, folder) if each.code == code
+        ]
         (proof, *_) = [proof for proof in proofs if proof.startswith("python -m bench semantics ")]
         out = io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
@@ -343,7 +363,9 @@ def _sums(folder: Path) -> None:
     finding = example("ACC01", folder)
     command = re.search(r'python -c "([^"]+)"', finding.proof)
     assert command
-    done = subprocess.run([sys.executable, "-c", command.group(1)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", command.group(1)], capture_output=True, text=True, check=True
+    )
     assert float(done.stdout) != 1.0
     import torch
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -412,14 +434,20 @@ def _engine_of_accelerate(folder: Path) -> None:
     """A threshold of 0 becomes 1.0, as does a missing one; N is that of the YAML, and 1 where a file is silent."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    without = {key: value for key, value in CORPUS["bases"]["deepspeed"].items() if key != "gradient_clipping"}
+    without = {
+        key: value
+        for key, value in CORPUS["bases"]["deepspeed"].items()
+        if key != "gradient_clipping"
+    }
     assert DeepSpeedConfig(without).gradient_clipping == 1.0
     stage = {"zero_stage": 2}
     assert engine_of(folder, stage, 2, ACCELERATE_GRADIENT_CLIPPING="0.0") == [1.0, 2]
     steps = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
     assert engine_of(folder, stage, 2, **steps) == [1.0, 4]
     path = folder / "ds.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 2}))
+    path.write_text(
+        json.dumps({"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 2})
+    )
     assert engine_of(folder, {"hf_ds_config": str(path)}, 4)[1] == 1
 
 
@@ -458,7 +486,9 @@ def _schedules(folder: Path) -> None:
         "accelerator": "cpu",
     }
     callback = GradientAccumulationScheduler({0: 1, 1: 4})
-    trainer = Trainer(max_epochs=2, limit_train_batches=8, limit_val_batches=0, callbacks=[callback], **quiet)
+    trainer = Trainer(
+        max_epochs=2, limit_train_batches=8, limit_val_batches=0, callbacks=[callback], **quiet
+    )
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         trainer.fit(Module())
     assert estimates == [16] and trainer.global_step == 8 + 2

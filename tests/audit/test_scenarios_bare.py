@@ -15,7 +15,10 @@ from bench.backends.base import registry
 from tests.conftest import ROOT, Command, asked, bench
 
 _, OBSERVATIONS = load(ROOT / "results/semantics/observations.json")
-SUITE = {(observation["scenario"]["name"], observation["backend"]): observation for observation in OBSERVATIONS}
+SUITE = {
+    (observation["scenario"]["name"], observation["backend"]): observation
+    for observation in OBSERVATIONS
+}
 """As committed; ``test_what_is_committed_is_measured_again`` measures it."""
 
 
@@ -29,11 +32,19 @@ def run_bare(script: str, *arguments: str, folder: Path) -> dict[str, Any]:
 
 def assert_same_updates(seen: dict[str, Any], alone: dict[str, Any]) -> None:
     updates = [update["samples"] for update in seen["updates"]]
-    assert updates == [pytest.approx(update, rel=1e-4) for update in alone["updates"]], seen["diagnosis"]
+    assert updates == [pytest.approx(update, rel=1e-4) for update in alone["updates"]], seen[
+        "diagnosis"
+    ]
 
 
 @pytest.mark.parametrize(
-    "framework", ["torch", "torchtitan", pytest.param("deepspeed", marks=pytest.mark.slow), pytest.param("lightning")]
+    "framework",
+    [
+        "torch",
+        "torchtitan",
+        pytest.param("deepspeed", marks=pytest.mark.slow),
+        pytest.param("lightning"),
+    ],
 )
 def test_loops_without_the_bench_compute_the_same(framework: str, tmp_path: Path) -> None:
     bare = run_bare("bare.py", framework, folder=tmp_path)
@@ -50,9 +61,21 @@ def test_loops_without_the_bench_compute_the_same(framework: str, tmp_path: Path
 
 def test_steps_that_load_an_optimizer_are_counted_and_are_no_updates(tmp_path: Path) -> None:
     """torch's distributed checkpoint makes two with SGD: as many as in the loop without the bench above."""
-    numbers = ["--samples", "40", "--micro-batch", "2", "--accumulate", "4", "--epochs", "2", "--json"]
+    numbers = [
+        "--samples",
+        "40",
+        "--micro-batch",
+        "2",
+        "--accumulate",
+        "4",
+        "--epochs",
+        "2",
+        "--json",
+    ]
     fault = ["--fault", "checkpoint", "--at", "10"]  # an epoch's end
-    done = bench("semantics", "--backend", "tests.audit.dcp:WithDCP", *numbers, *fault, cwd=tmp_path)
+    done = bench(
+        "semantics", "--backend", "tests.audit.dcp:WithDCP", *numbers, *fault, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr + done.stdout
     seen = json.loads(done.stdout)
     assert (seen["verdict"], seen["optimizer_steps_without_effect"]) == ("right", 2)
@@ -69,7 +92,11 @@ def test_hugging_faces_trainer_alone_computes_the_same(
     """Tokens that are counted on all ranks, on each alone or not at all; a partial window; a checkpoint."""
     backends = ",".join(asked(request, ("hf-trainer-ddp", "hf-trainer-fsdp2"), TRAINERS))
     bare = run_bare("bare_trainer.py", backends, folder=tmp_path)
-    gathers, reduces, alone = "_allgather_base_", "_reduce_scatter_base_", {"allgather_": 1}  # of the counted tokens
+    gathers, reduces, alone = (
+        "_allgather_base_",
+        "_reduce_scatter_base_",
+        {"allgather_": 1},
+    )  # of the counted tokens
     sent = {  # N = 4, one parameter in one unit; DDP searches for unused parameters, which the bench turns off
         "hf-trainer-ddp": alone | {"allreduce_": 1 + 1},
         "hf-trainer-fsdp2": alone | {gathers: 2 * 4, reduces: 1},
@@ -77,7 +104,16 @@ def test_hugging_faces_trainer_alone_computes_the_same(
         "hf-trainer-deepspeed-zero3": alone | {gathers: 4, reduces: 4, "allreduce_": 1},
     }
     assert bare.pop("collectives") == {name: sent[name] for name in backends.split(",")}
-    options = ("--suite", "--scenario", ",".join(bare), "--backend", backends, "--json", "--out", "out")
+    options = (
+        "--suite",
+        "--scenario",
+        ",".join(bare),
+        "--backend",
+        backends,
+        "--json",
+        "--out",
+        "out",
+    )
     measured = json.loads(here("semantics", *options).stdout)
     assert len(measured) == len(bare) * len(backends.split(","))
     for seen in measured:
@@ -85,23 +121,37 @@ def test_hugging_faces_trainer_alone_computes_the_same(
         assert_same_updates(seen, alone)
         assert seen["steps_reported"].items() >= alone["reported"].items(), seen["diagnosis"]
     verdicts = {(seen["scenario"]["name"], seen["verdict"]) for seen in measured}
-    assert {word for name, word in verdicts if name in ("tokens-mean", "tokens-counted-per-rank")} == {"mean of means"}
+    assert {
+        word for name, word in verdicts if name in ("tokens-mean", "tokens-counted-per-rank")
+    } == {"mean of means"}
     assert {word for name, word in verdicts if name == "tokens-counted"} == {"right"}
 
 
 def test_accelerate_without_the_bench_computes_and_sends_the_same(tmp_path: Path) -> None:
     bare = run_bare("bare_accelerate.py", folder=tmp_path)
-    assert bare.pop("fallbacks") == {"cpu=True": "DistributedDataParallel on 2", "neither": "Weights on 1"}
-    sent = {name.removeprefix("accelerate-"): calls for name, calls in bare.pop("collectives").items()}
-    assert sent == {  # N = 4, one parameter, one unit; ZeRO adds the norm, and stage 2 the gather after the step
-        "ddp": {"allreduce_": 1},
-        "ddp-eager": {"allreduce_": 4},
-        "fsdp2": {"_allgather_base_": 4, "_reduce_scatter_base_": 1},
-        "fsdp2-eager": {"_allgather_base_": 4, "_reduce_scatter_base_": 4},
-        "deepspeed-zero2": {"allreduce_": 4 + 1, "_allgather_base_": 1},
-        "deepspeed-zero3": {"_allgather_base_": 4, "_reduce_scatter_base_": 4, "allreduce_": 1},
+    assert bare.pop("fallbacks") == {
+        "cpu=True": "DistributedDataParallel on 2",
+        "neither": "Weights on 1",
     }
-    measured = [(name, backend, alone) for name, backends in bare.items() for backend, alone in backends.items()]
+    sent = {
+        name.removeprefix("accelerate-"): calls for name, calls in bare.pop("collectives").items()
+    }
+    assert (
+        sent
+        == {  # N = 4, one parameter, one unit; ZeRO adds the norm, and stage 2 the gather after the step
+            "ddp": {"allreduce_": 1},
+            "ddp-eager": {"allreduce_": 4},
+            "fsdp2": {"_allgather_base_": 4, "_reduce_scatter_base_": 1},
+            "fsdp2-eager": {"_allgather_base_": 4, "_reduce_scatter_base_": 4},
+            "deepspeed-zero2": {"allreduce_": 4 + 1, "_allgather_base_": 1},
+            "deepspeed-zero3": {"_allgather_base_": 4, "_reduce_scatter_base_": 4, "allreduce_": 1},
+        }
+    )
+    measured = [
+        (name, backend, alone)
+        for name, backends in bare.items()
+        for backend, alone in backends.items()
+    ]
     assert len(measured) == len(bare) * len(sent)
     for name, backend, alone in measured:
         seen = SUITE[name, backend]
@@ -110,4 +160,7 @@ def test_accelerate_without_the_bench_computes_and_sends_the_same(tmp_path: Path
         if name == "own-loader":
             assert (len(seen["updates"]), seen["verdict"]) == (5, "carried over"), backend
         if name == "prepared-scheduler":
-            assert (seen["verdict"], seen["steps_reported"]["lr_scheduler.last_epoch"]) == ("miscounted", 2 * 4)
+            assert (seen["verdict"], seen["steps_reported"]["lr_scheduler.last_epoch"]) == (
+                "miscounted",
+                2 * 4,
+            )

@@ -28,7 +28,9 @@ from bench.plan.cell import REFERENCES, Stepping
 from tests.conftest import LOOPS, ROOT, Command, asked, bench, processes_with
 
 LOOP_BACKENDS = [
-    name for name, backend in registry().items() if backend.stepping is Stepping.WINDOW and name not in REFERENCES
+    name
+    for name, backend in registry().items()
+    if backend.stepping is Stepping.WINDOW and name not in REFERENCES
 ]
 
 
@@ -52,14 +54,18 @@ class Pretend:
             padded = [i % s.samples for i in range(s.samples_per_rank * s.world_size)]
             by_rank = [padded[rank :: s.world_size] for rank in range(s.world_size)]
             starts = range(0, s.micro_batches_per_epoch * s.batch_size, s.batch_size)
-            yield [[samples[start : start + s.batch_size] for samples in by_rank] for start in starts]
+            yield [
+                [samples[start : start + s.batch_size] for samples in by_rank] for start in starts
+            ]
 
     def micro_batch(self, epoch: int, samples: list[list[int]], factor: float) -> None:
         """Fetch, forward and backward: ``factor`` times the mean loss, averaged over ranks."""
         for rank, of_rank in enumerate(samples):
             tokens = [self.scenario.tokens(sample) for sample in of_rank]
             for index, count in enumerate(tokens):
-                slot = rank * self.slots_per_rank + self.number * self.scenario.largest_batch + index
+                slot = (
+                    rank * self.slots_per_rank + self.number * self.scenario.largest_batch + index
+                )
                 share = count / sum(tokens) / len(samples)
                 self.grads[slot] = self.grads.get(slot, 0.0) + factor * share
             self.fetches[rank].append({"epoch": epoch, "samples": of_rank})
@@ -186,16 +192,36 @@ def test_counters_that_disagree_are_named() -> None:
     assert "trainer.global_step = 3, but 4 updates were observed" in seen["diagnosis"]
     # Training that is started again after an exception may count from 0 again, as transformers' Trainer does.
     pretend.scenario = scenario(fault=Fault.EXCEPTION, at=9)
-    for counted, found in ((2, [("counted anew", "note")]), (3, [("miscounted", "wrong")]), (4, [])):
-        seen = pretend.observe(reported={"state.global_step": counted}, faults=[8], own_slots=pretend.slots_per_rank)
-        assert [(remark["word"], remark["level"]) for remark in seen["findings"] if "count" in remark["word"]] == found
+    for counted, found in (
+        (2, [("counted anew", "note")]),
+        (3, [("miscounted", "wrong")]),
+        (4, []),
+    ):
+        seen = pretend.observe(
+            reported={"state.global_step": counted}, faults=[8], own_slots=pretend.slots_per_rank
+        )
+        assert [
+            (remark["word"], remark["level"])
+            for remark in seen["findings"]
+            if "count" in remark["word"]
+        ] == found
 
 
 @pytest.mark.parametrize(
     ("train", "n", "samples", "text"),
     [
-        (flush, 4, 20, "1 of 2 updates came out too small: 1 micro-batch divided by N = 4 gave 0.25 of the right"),
-        (flush, 4, 8, "the only update came out too small: 2 micro-batches divided by N = 4 gave 0.5 of the right"),
+        (
+            flush,
+            4,
+            20,
+            "1 of 2 updates came out too small: 1 micro-batch divided by N = 4 gave 0.25 of the right",
+        ),
+        (
+            flush,
+            4,
+            8,
+            "the only update came out too small: 2 micro-batches divided by N = 4 gave 0.5 of the right",
+        ),
         (carry, 8, 32, "the only update came after 8 instead of N = 4 micro-batches"),
         (carry, 4, 40, "1 of 5 updates mixed the end of one epoch with the start of the next"),
         (flush, 4, 20, "trainer.global_step = 1, but 2 updates were observed"),
@@ -217,10 +243,18 @@ def test_sentences_have_the_right_numbers(train: Loop, n: int, samples: int, tex
     world_size=st.integers(1, 4),
 )
 @settings(max_examples=40, deadline=None)
-def test_a_right_loop_conserves_weight(samples: int, batch_size: int, n: int, epochs: int, world_size: int) -> None:
+def test_a_right_loop_conserves_weight(
+    samples: int, batch_size: int, n: int, epochs: int, world_size: int
+) -> None:
     """Every update sums to 1, and every sample is in exactly one update of each epoch, but for padding."""
     pretend = Pretend(
-        scenario(samples=samples, batch_size=batch_size, accumulate=(n,), epochs=epochs, world_size=world_size)
+        scenario(
+            samples=samples,
+            batch_size=batch_size,
+            accumulate=(n,),
+            epochs=epochs,
+            world_size=world_size,
+        )
     )
     right(pretend, n)
     decoded = DecodedScenario("pretended", pretend.scenario, pretend.records())
@@ -244,7 +278,10 @@ START = "[a]\nsamples = 4\nbatch_size = 1\n"
         ("a = 3", "a is 3; it must be a table"),
         ("[a]\nsamples = 4", "[a] batch_size is missing; it must be an integer of at least 1"),
         (f"{START}accumulate = 1\nshards = 2", "[a] shards is unknown; use one of samples"),
-        ("[a]\nsamples = '4'\nbatch_size = 1\naccumulate = 1", "[a] samples is '4'; it must be an integer"),
+        (
+            "[a]\nsamples = '4'\nbatch_size = 1\naccumulate = 1",
+            "[a] samples is '4'; it must be an integer",
+        ),
         (f"{START}accumulate = [1, 0]", "[a] accumulate is [1, 0]; it must be"),
         (f"{START}accumulate = 1\nfault = 'fire'", "fault is 'fire'; it must be one of none"),
         (f"{START}accumulate = 1\nfault = 'exception'", "at: goes with a fault"),
@@ -269,7 +306,11 @@ def test_a_wrong_scenario_is_refused_in_one_line(tmp_path: Path, text: str, mess
     path.write_text(text)
     with pytest.raises(InputError) as error:
         load(path)
-    assert message in str(error.value) and str(path) in str(error.value) and "\n" not in str(error.value)
+    assert (
+        message in str(error.value)
+        and str(path) in str(error.value)
+        and "\n" not in str(error.value)
+    )
 
 
 # What is committed, and that it is measured again.
@@ -293,7 +334,9 @@ def suite() -> Suite:
     return by_name(semantics_files.load(ROOT / "results/semantics/observations.json")[1])
 
 
-def test_what_is_committed_is_measured_again(request: pytest.FixtureRequest, here: Command, suite: Suite) -> None:
+def test_what_is_committed_is_measured_again(
+    request: pytest.FixtureRequest, here: Command, suite: Suite
+) -> None:
     names, backends = asked(request, SHOWN, EVERY), asked(request, CHOSEN, BACKENDS)
     options = ("--scenario", ",".join(names), "--backend", ",".join(backends))
     done = here("semantics", "--suite", *options, "--json", "--out", "suite")
@@ -303,8 +346,16 @@ def test_what_is_committed_is_measured_again(request: pytest.FixtureRequest, her
     assert suite.keys() == {(name, backend) for name in EVERY for backend in BACKENDS}
     for key, record in seen.items():
         sums = [update["sum"] for update in record["updates"]]
-        assert sums == pytest.approx([update["sum"] for update in suite[key]["updates"]], rel=1e-5), key
-        for fact in ("verdict", "optimizer_steps_observed", "micro_batches", "steps_reported", "samples_lost"):
+        assert sums == pytest.approx(
+            [update["sum"] for update in suite[key]["updates"]], rel=1e-5
+        ), key
+        for fact in (
+            "verdict",
+            "optimizer_steps_observed",
+            "micro_batches",
+            "steps_reported",
+            "samples_lost",
+        ):
             assert record[fact] == suite[key][fact], key
 
 
@@ -312,14 +363,30 @@ def verdicts(suite: Suite, name: str) -> dict[str, str]:
     return {backend: record["verdict"] for (of, backend), record in suite.items() if of == name}
 
 
-RIGHT_BY_HAND = ("divisible", "partial-window", "fewer-than-n", "max-steps", "resume", "n-by-epoch", "clip-hard")
-RIGHT_BY_HAND += ("sampler-drop-last", "limit-batches", "resume-epoch", "validation", "framework-split")
+RIGHT_BY_HAND = (
+    "divisible",
+    "partial-window",
+    "fewer-than-n",
+    "max-steps",
+    "resume",
+    "n-by-epoch",
+    "clip-hard",
+)
+RIGHT_BY_HAND += (
+    "sampler-drop-last",
+    "limit-batches",
+    "resume-epoch",
+    "validation",
+    "framework-split",
+)
 RIGHT_BY_HAND += ("max-steps-short",)
 
 
 @pytest.mark.parametrize("name", RIGHT_BY_HAND)
 def test_the_hand_written_loops_are_right(suite: Suite, name: str) -> None:
-    seen = {backend: word for backend, word in verdicts(suite, name).items() if backend in LOOP_BACKENDS}
+    seen = {
+        backend: word for backend, word in verdicts(suite, name).items() if backend in LOOP_BACKENDS
+    }
     assert seen == dict.fromkeys(seen, "right") != {}
 
 
@@ -334,26 +401,43 @@ def test_sound_backends_conserve_weight(suite: Suite) -> None:
             for update in epoch:
                 assert not together.keys() & update["samples"].keys()
                 together |= update["samples"]
-            assert together == pytest.approx({str(sample): 1 / 16 for sample in range(32)}, rel=1e-6), backend
+            assert together == pytest.approx(
+                {str(sample): 1 / 16 for sample in range(32)}, rel=1e-6
+            ), backend
 
 
-def test_lightning_with_deepspeed_divides_twice_and_the_corrected_one_does_not(suite: Suite) -> None:
+def test_lightning_with_deepspeed_divides_twice_and_the_corrected_one_does_not(
+    suite: Suite,
+) -> None:
     for backend in ("lightning-deepspeed-zero2", "lightning-deepspeed-zero3"):
         seen = suite["divisible", backend]
         assert seen["verdict"] == "divided twice" and seen["weight_ratio"] == pytest.approx(0.25)
-        assert seen["steps_reported"]["on_before_optimizer_step"] == 16 and seen["optimizer_steps_observed"] == 4
+        assert (
+            seen["steps_reported"]["on_before_optimizer_step"] == 16
+            and seen["optimizer_steps_observed"] == 4
+        )
         assert suite["clip", backend]["weight_ratio"] == pytest.approx(0.25 / 0.4, rel=1e-4)
-    assert suite["divisible", "lightning-deepspeed-zero2-corrected"]["weight_ratio"] == pytest.approx(1)
-    assert suite["clip", "lightning-deepspeed-zero2-corrected"]["weight_ratio"] == pytest.approx(1, rel=1e-4)
+    assert suite["divisible", "lightning-deepspeed-zero2-corrected"][
+        "weight_ratio"
+    ] == pytest.approx(1)
+    assert suite["clip", "lightning-deepspeed-zero2-corrected"]["weight_ratio"] == pytest.approx(
+        1, rel=1e-4
+    )
 
 
 def test_clipping_hides_the_second_division(suite: Suite) -> None:
     for backend in ("lightning-deepspeed-zero2", "lightning-deepspeed-zero3"):
         seen = suite["clip-hard", backend]
-        assert seen["verdict"] == "hidden by clipping" and seen["weight_ratio"] == pytest.approx(1, rel=1e-4)
+        assert seen["verdict"] == "hidden by clipping" and seen["weight_ratio"] == pytest.approx(
+            1, rel=1e-4
+        )
         words = "clipping hides that the loss was divided by N = 4 twice: without it, all 2 updates had 0.25"
         assert words in seen["diagnosis"]
-    others = {word for backend, word in verdicts(suite, "clip-hard").items() if not registry()[backend].defect}
+    others = {
+        word
+        for backend, word in verdicts(suite, "clip-hard").items()
+        if not registry()[backend].defect
+    }
     assert others == {"right", "hooks too often"}
 
 
@@ -364,27 +448,52 @@ MISSING = {"0": list(range(32, 40))}
 @pytest.mark.parametrize(
     ("name", "backend", "verdict", "facts"),
     [
-        ("partial-window", "torchtitan-eager", "miscounted", {"steps_reported": 6, "optimizer_steps_observed": 5}),
-        ("divisible", "torchtitan-eager", "right", {"steps_reported": 4, "optimizer_steps_observed": 4}),
+        (
+            "partial-window",
+            "torchtitan-eager",
+            "miscounted",
+            {"steps_reported": 6, "optimizer_steps_observed": 5},
+        ),
+        (
+            "divisible",
+            "torchtitan-eager",
+            "right",
+            {"steps_reported": 4, "optimizer_steps_observed": 4},
+        ),
         ("max-steps", "torchtitan-eager", "carried over", {}),
         ("n-by-epoch", "torchtitan-eager", "unsupported", {}),
         ("exception", "torchtitan-eager", "unsupported", {}),
         ("partial-window", "lightning-ddp", "under-weighted", {"updates": [1, 1, 0.5, 1, 1, 0.5]}),
-        ("partial-window", "lightning-fsdp2", "under-weighted", {"updates": [1, 1, 0.5, 1, 1, 0.5]}),
+        (
+            "partial-window",
+            "lightning-fsdp2",
+            "under-weighted",
+            {"updates": [1, 1, 0.5, 1, 1, 0.5]},
+        ),
         ("partial-window", "deepspeed-zero2-eager", "carried over", {"samples_lost": 0}),
         ("partial-window", "lightning-deepspeed-zero2", "divided twice", {"samples_lost": 0}),
         ("partial-window", "lightning-deepspeed-zero3", "divided twice", {"samples_lost": 24}),
         ("max-steps-short", "lightning-deepspeed-zero2", "never stops", {}),
         ("max-steps-short", "lightning-deepspeed-zero2-corrected", "never stops", {}),
         ("max-steps", "lightning-deepspeed-zero2-corrected", "stops late", {"micro_batches": 24}),
-        ("max-steps", "lightning-ddp", "under-weighted", {"optimizer_steps_observed": 5, "micro_batches": 18}),
+        (
+            "max-steps",
+            "lightning-ddp",
+            "under-weighted",
+            {"optimizer_steps_observed": 5, "micro_batches": 18},
+        ),
         ("engine-n", "lightning-deepspeed-zero2", "refused", {}),
         ("engine-n", "deepspeed-zero2-eager", "steps too early", {"optimizer_steps_observed": 4}),
         ("exception", "fsdp2-eager", "right", {}),
         ("exception", "fsdp2-deferred", "leaks", {"updates": [1, 1.25, 1]}),
         ("resume-epoch", "deepspeed-zero2-eager", "lost", {"lost": MISSING}),
         ("resume-epoch", "lightning-deepspeed-zero3", "divided twice", {"lost": MISSING}),
-        ("resume-epoch", "torchtitan-eager", "miscounted", {"lost": {}}),  # which fetches them again
+        (
+            "resume-epoch",
+            "torchtitan-eager",
+            "miscounted",
+            {"lost": {}},
+        ),  # which fetches them again
         ("framework-split", "lightning-ddp", "shuffled", {}),
     ],
 )
@@ -399,12 +508,18 @@ def test_what_frameworks_are_known_to_do(
     assert (seen["verdict"], {key: seen[key] for key in facts}) == (verdict, facts)
 
 
-def test_mean_losses_are_wrong_but_where_the_trainer_weighs_tokens_and_window_shares_right(suite: Suite) -> None:
+def test_mean_losses_are_wrong_but_where_the_trainer_weighs_tokens_and_window_shares_right(
+    suite: Suite,
+) -> None:
     for backend in (name for name in verdicts(suite, "tokens-mean") if not registry()[name].defect):
-        assert suite["tokens-mean", backend]["verdict"] == ("right" if "torchtitan" in backend else "mean of means")
+        assert suite["tokens-mean", backend]["verdict"] == (
+            "right" if "torchtitan" in backend else "mean of means"
+        )
         tokens = [7, 512, 64, 3] * 4
         wanted = {str(sample): count / sum(tokens) for sample, count in enumerate(tokens)}
-        assert suite["tokens-window", backend]["updates"][0]["samples"] == pytest.approx(wanted, rel=1e-5), backend
+        assert suite["tokens-window", backend]["updates"][0]["samples"] == pytest.approx(
+            wanted, rel=1e-5
+        ), backend
 
 
 def test_broken_loops_are_told_apart(here: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,13 +535,25 @@ def test_broken_loops_are_told_apart(here: Command, monkeypatch: pytest.MonkeyPa
         "x-summed": "over-weighted",
         "x-sound": "right",
     }
-    command = ["semantics", "--backend", ",".join(names), "--samples", "40", "--micro-batch", "2", "--accumulate", "4"]
+    command = [
+        "semantics",
+        "--backend",
+        ",".join(names),
+        "--samples",
+        "40",
+        "--micro-batch",
+        "2",
+        "--accumulate",
+        "4",
+    ]
     monkeypatch.setenv(EXTRA_BACKENDS, LOOPS)
     process = here(*command, "--epochs", "2", "--json")
     assert process.returncode == 1, process.stderr
     seen = {record["backend"]: record for record in json.loads(process.stdout)}
     assert {backend: record["verdict"] for backend, record in seen.items()} == names
-    assert [backend for backend, record in seen.items() if record["level"] == "detail"] == ["x-sound"]
+    assert [backend for backend, record in seen.items() if record["level"] == "detail"] == [
+        "x-sound"
+    ]
     assert seen["x-modulo"]["updates"][2]["sum"] == pytest.approx(1.5)
 
 
@@ -437,7 +564,11 @@ ODD_SCENARIOS = {
     "clear-nothing": ('fault = "zero_grad"\nat = 4', "ddp-eager", "right"),
     "no-update": ("samples = 4\nepochs = 3\nmax_steps = 2", "deepspeed-zero2-eager", "no update"),
     "no-update-either": ("samples = 4\nepochs = 3", "deepspeed-zero3-eager", "no update"),
-    "exception-drop-last": ('samples = 37\ndrop_last = true\nfault = "exception"\nat = 6', "ddp-eager", "right"),
+    "exception-drop-last": (
+        'samples = 37\ndrop_last = true\nfault = "exception"\nat = 6',
+        "ddp-eager",
+        "right",
+    ),
     "resume-padded": ('samples = 31\nfault = "checkpoint"\nat = 6', "ddp-eager", "right"),
     "split-padded": ('samples = 31\nsplit = "framework"', "ddp-eager", "right"),
     "limit-never-met": (
@@ -456,16 +587,28 @@ def test_odd_scenarios_are_judged_right(here: Command, tmp_path: Path) -> None:
     for name, (rest, _, _) in ODD_SCENARIOS.items():
         given = {line.partition(" =")[0] for line in rest.splitlines()}
         usual = {"samples": 32, "batch_size": 2, "accumulate": 4}
-        tables += [f"[{name}]", *(f"{key} = {value}" for key, value in usual.items() if key not in given), rest]
+        tables += [
+            f"[{name}]",
+            *(f"{key} = {value}" for key, value in usual.items() if key not in given),
+            rest,
+        ]
     (tmp_path / "odd.toml").write_text("\n".join(tables))
     backends = ",".join({backend for _, backend, _ in ODD_SCENARIOS.values()})
     seen = by_name(
-        json.loads(here("semantics", "--suite", "odd.toml", "--backend", backends, "--json", "--out", "out").stdout)
+        json.loads(
+            here(
+                "semantics", "--suite", "odd.toml", "--backend", backends, "--json", "--out", "out"
+            ).stdout
+        )
     )
-    found = {name: seen[name, backend]["verdict"] for name, (_, backend, _) in ODD_SCENARIOS.items()}
+    found = {
+        name: seen[name, backend]["verdict"] for name, (_, backend, _) in ODD_SCENARIOS.items()
+    }
     assert found == {name: verdict for name, (_, _, verdict) in ODD_SCENARIOS.items()}
     assert seen["limit-never-met", "ddp-eager"]["samples_never_fetched"] == 12
-    assert "under-weighted" in [f["word"] for f in seen["clear-and-tail", "lightning-ddp"]["findings"]]
+    assert "under-weighted" in [
+        f["word"] for f in seen["clear-and-tail", "lightning-ddp"]["findings"]
+    ]
 
 
 @pytest.mark.slow
@@ -474,9 +617,18 @@ def test_an_interrupted_suite_keeps_what_it_has_and_leaves_nothing_behind(tmp_pa
     temporary.mkdir()
     options = "semantics --suite --backend ddp-eager,lightning-ddp --out out"
     command = [sys.executable, "-m", "bench", *options.split()]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary), "BENCH_TEST_TOKEN": "semantics"}
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "TMPDIR": str(temporary),
+        "BENCH_TEST_TOKEN": "semantics",
+    }
     process = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command,
+        cwd=tmp_path,
+        env=environment,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stderr is not None
     while f"ddp-eager {load()[-1].name}" not in (line := process.stderr.readline()):
@@ -493,7 +645,13 @@ def test_an_interrupted_suite_keeps_what_it_has_and_leaves_nothing_behind(tmp_pa
 @pytest.mark.slow
 def test_a_backend_that_fails_spoils_no_other(tmp_path: Path, extra_site: Path) -> None:
     """One rank dies, hangs or raises: scenarios are tried alone, the failures are named, and the next backend runs."""
-    command = ["semantics", "--backend", "x-killed,x-raises,x-hangs,x-unsupported,x-sound", "--timeout", "12"]
+    command = [
+        "semantics",
+        "--backend",
+        "x-killed,x-raises,x-hangs,x-unsupported,x-sound",
+        "--timeout",
+        "12",
+    ]
     numbers = ["--samples", "8", "--micro-batch", "1", "--accumulate", "2"]
     process = bench(*command, *numbers, "--json", cwd=tmp_path, pythonpath=extra_site)
     assert process.returncode == 1, process.stderr
@@ -506,13 +664,19 @@ def test_a_backend_that_fails_spoils_no_other(tmp_path: Path, extra_site: Path) 
 
 
 def as_calculated(record: dict[str, Any]) -> Steps | None:
-    return calculate(Scenario.from_dict(record["scenario"]), StepRule.of_backend(registry()[record["backend"]]))
+    return calculate(
+        Scenario.from_dict(record["scenario"]), StepRule.of_backend(registry()[record["backend"]])
+    )
 
 
 @st.composite
 def plans(draw: st.DrawFn) -> str:
     """A scenario as a TOML table without its name: any numbers that one can ask the calculator about."""
-    n, per_epoch, batch_size = draw(st.integers(1, 6)), draw(st.integers(1, 13)), draw(st.integers(1, 3))
+    n, per_epoch, batch_size = (
+        draw(st.integers(1, 6)),
+        draw(st.integers(1, 13)),
+        draw(st.integers(1, 3)),
+    )
     world_size = draw(st.integers(1, 3))
     samples = max(1, world_size * per_epoch * batch_size - draw(st.integers(0, 2 * batch_size - 1)))
     drop_last = draw(st.booleans()) and -(-samples // world_size) >= batch_size
@@ -528,7 +692,11 @@ def plans(draw: st.DrawFn) -> str:
 @pytest.mark.slow
 @given(tables=st.lists(plans(), min_size=18, max_size=18, unique=True))
 @settings(
-    max_examples=1, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+    max_examples=1,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
 )
 def test_the_calculator_says_what_the_backends_do(tables: list[str]) -> None:
     """Random scenarios under every backend of which the calculator speaks, and that runs on any number of ranks."""
@@ -540,7 +708,16 @@ def test_the_calculator_says_what_the_backends_do(tables: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         text = "\n".join(f"[s{number}]\n{table}" for number, table in enumerate(tables))
         (Path(folder) / "random.toml").write_text(text)
-        command = ["semantics", "--suite", "random.toml", "--backend", ",".join(backends), "--json", "--out", "out"]
+        command = [
+            "semantics",
+            "--suite",
+            "random.toml",
+            "--backend",
+            ",".join(backends),
+            "--json",
+            "--out",
+            "out",
+        ]
         process = bench(*command, cwd=Path(folder))
     seen = json.loads(process.stdout)
     assert len(seen) == len(backends) * len(tables)
@@ -552,14 +729,24 @@ def test_the_calculator_says_what_the_backends_do(tables: list[str]) -> None:
         if told.stops == "never":
             continue
         ahead = record["micro_batches"] - told.micro_batches_consumed
-        assert 0 <= ahead <= record["backend"].startswith("accelerate"), where  # its loader fetches one ahead
+        assert 0 <= ahead <= record["backend"].startswith("accelerate"), (
+            where
+        )  # its loader fetches one ahead
         assert told.optimizer_steps == record["optimizer_steps_observed"], where
         for name, value in told.steps_reported.items():
-            if name in record["steps_reported"]:  # a loop of its own under DeepSpeed reports the engine's counter only
+            if (
+                name in record["steps_reported"]
+            ):  # a loop of its own under DeepSpeed reports the engine's counter only
                 assert record["steps_reported"][name] == value, (name, where)
         missing = told.samples_lost_in_mid_run + told.samples_left_open
         most = missing + ahead * record["scenario"]["batch_size"] * record["scenario"]["world_size"]
         # A padded sample counts as used if one of its two uses is.
-        assert missing - told.samples_padded <= record["samples_lost"] + record["samples_left_open"] <= most, where
+        assert (
+            missing - told.samples_padded
+            <= record["samples_lost"] + record["samples_left_open"]
+            <= most
+        ), where
         scales = sorted(scale for scale, count in told.update_scales.items() for _ in range(count))
-        assert sorted(update["sum"] for update in record["updates"]) == pytest.approx(scales, rel=1e-5), where
+        assert sorted(update["sum"] for update in record["updates"]) == pytest.approx(
+            scales, rel=1e-5
+        ), where

@@ -29,9 +29,13 @@ RULES = [WINDOW, FLUSH, CARRY, ZERO2, ZERO3, CORRECTED]
 CANCEL = StepRule(stepping=Stepping.CANCEL)
 
 
-def plan(num_micro_batches: int, accumulate: int, epochs: int | None = None, **options: Any) -> TrainingPlan:
+def plan(
+    num_micro_batches: int, accumulate: int, epochs: int | None = None, **options: Any
+) -> TrainingPlan:
     """A scenario by its micro-batches per epoch, of one sample each."""
-    return TrainingPlan(samples=num_micro_batches, batch_size=1, accumulate=(accumulate,), epochs=epochs, **options)
+    return TrainingPlan(
+        samples=num_micro_batches, batch_size=1, accumulate=(accumulate,), epochs=epochs, **options
+    )
 
 
 def calculated(scenario: TrainingPlan, rule: StepRule) -> Steps:
@@ -41,9 +45,21 @@ def calculated(scenario: TrainingPlan, rule: StepRule) -> Steps:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 10**15), st.integers(1, 2000), st.integers(1, 10**9), st.none() | st.integers(1, 10**18))
-def test_large_numbers_are_those_of_closed_forms(samples: int, n: int, epochs: int, limit: int | None) -> None:
-    numbers: dict[str, Any] = {"batch_size": 3, "accumulate": (n,), "world_size": 4, "drop_last": samples > 99}
+@given(
+    st.integers(1, 10**15),
+    st.integers(1, 2000),
+    st.integers(1, 10**9),
+    st.none() | st.integers(1, 10**18),
+)
+def test_large_numbers_are_those_of_closed_forms(
+    samples: int, n: int, epochs: int, limit: int | None
+) -> None:
+    numbers: dict[str, Any] = {
+        "batch_size": 3,
+        "accumulate": (n,),
+        "world_size": 4,
+        "drop_last": samples > 99,
+    }
     scenario = TrainingPlan(samples=samples, epochs=epochs, max_steps=limit, **numbers)
     per_epoch, windows = scenario.micro_batches_per_epoch, scenario.windows
     whole = epochs * per_epoch
@@ -59,7 +75,11 @@ def test_large_numbers_are_those_of_closed_forms(samples: int, n: int, epochs: i
             steps = consumed // n
         else:  # the Trainer's counter is that of whole windows in epochs
             of_epoch = per_epoch // n
-            reached = (limit - 1) // of_epoch * per_epoch + ((limit - 1) % of_epoch + 1) * n if of_epoch else whole
+            reached = (
+                (limit - 1) // of_epoch * per_epoch + ((limit - 1) % of_epoch + 1) * n
+                if of_epoch
+                else whole
+            )
             consumed = min(whole, reached)
             steps = consumed // n
         assert (found.micro_batches_consumed, found.optimizer_steps) == (consumed, steps)
@@ -75,7 +95,10 @@ def scenarios(draw: st.DrawFn) -> TrainingPlan:
     numbers: dict[str, Any] = {
         "samples": draw(st.integers(1, 120)),
         "batch_size": draw(st.integers(1, 6)),
-        "accumulate": (draw(st.integers(1, 12)), *draw(st.just([]) | st.lists(st.integers(1, 12), max_size=3))),
+        "accumulate": (
+            draw(st.integers(1, 12)),
+            *draw(st.just([]) | st.lists(st.integers(1, 12), max_size=3)),
+        ),
         "world_size": draw(st.integers(1, 5)),
         "epochs": None if limit == "max_steps" else draw(st.integers(1, 9)),
         "max_steps": None if limit == "epochs" else draw(st.integers(0, 40)),
@@ -105,7 +128,9 @@ class Simulation:
     ``give_up`` says when nobody would wait any longer for ``max_steps``.
     """
 
-    def __init__(self, scenario: TrainingPlan, rule: StepRule, give_up: Callable[[Simulation], bool]) -> None:
+    def __init__(
+        self, scenario: TrainingPlan, rule: StepRule, give_up: Callable[[Simulation], bool]
+    ) -> None:
         self.give_up = give_up
         self.ns, self.rule = scenario.accumulate, rule
         self.max_steps = scenario.max_steps
@@ -141,8 +166,12 @@ class Simulation:
         for rank in range(scenario.world_size):
             data: Any = range(scenario.samples)
             dropping = scenario.sampler_drop_last
-            sampler = DistributedSampler(data, scenario.world_size, rank, shuffle=False, drop_last=dropping)
-            batches.append([len(b) for b in BatchSampler(sampler, scenario.batch_size, scenario.drop_last)])
+            sampler = DistributedSampler(
+                data, scenario.world_size, rank, shuffle=False, drop_last=dropping
+            )
+            batches.append(
+                [len(b) for b in BatchSampler(sampler, scenario.batch_size, scenario.drop_last)]
+            )
         return [sum(sizes) for sizes in zip(*batches, strict=True)][: scenario.limit_batches]
 
     def done(self) -> bool:
@@ -195,8 +224,14 @@ def simulate(scenario: TrainingPlan, rule: StepRule) -> Simulation:
 @pytest.mark.torch
 @settings(max_examples=400, deadline=None)
 @given(scenario=scenarios(), rule=rules)
-@example(scenario=TrainingPlan(samples=3, batch_size=1, accumulate=(4,), epochs=None, max_steps=3), rule=ZERO3)
-@example(scenario=TrainingPlan(samples=37, batch_size=4, accumulate=(12,), world_size=2, epochs=9), rule=ZERO3)
+@example(
+    scenario=TrainingPlan(samples=3, batch_size=1, accumulate=(4,), epochs=None, max_steps=3),
+    rule=ZERO3,
+)
+@example(
+    scenario=TrainingPlan(samples=37, batch_size=4, accumulate=(12,), world_size=2, epochs=9),
+    rule=ZERO3,
+)
 def test_as_simulated(scenario: TrainingPlan, rule: StepRule) -> None:
     found = calculate(scenario, rule)
     if found is None:  # a window may hold micro-batches of two N
@@ -210,7 +245,9 @@ def test_as_simulated(scenario: TrainingPlan, rule: StepRule) -> None:
     assert found.samples_lost_in_mid_run == simulated.lost
     assert found.samples_left_open == sum(simulated.open)
     assert found.micro_batches_left_open == len(simulated.open)
-    assert found.update_scales == pytest.approx({float(scale): count for scale, count in simulated.scales.items()})
+    assert found.update_scales == pytest.approx(
+        {float(scale): count for scale, count in simulated.scales.items()}
+    )
     assert list(found.update_scales) == sorted(found.update_scales, reverse=True)
     counters = {
         "trainer.global_step": simulated.counter,
@@ -221,7 +258,11 @@ def test_as_simulated(scenario: TrainingPlan, rule: StepRule) -> None:
         assert found.steps_reported.get(name, counter) == counter
     pattern = found.steps_per_epoch
     last = len(pattern) - 1
-    place = (lambda epoch: min(epoch, last)) if scenario.accumulate[1:] else (lambda epoch: epoch % len(pattern))
+    place = (
+        (lambda epoch: min(epoch, last))
+        if scenario.accumulate[1:]
+        else (lambda epoch: epoch % len(pattern))
+    )
     assert simulated.by_epoch == [pattern[place(epoch)] for epoch in range(simulated.finished)]
     assert_conserved(scenario, found)
 
@@ -278,7 +319,10 @@ def test_the_trainer_of_older_versions_stops_before_the_epochs_do() -> None:
     Up to 4.45 a window goes on in the next epoch, so ten windows are 30 micro-batches; then an epoch has two windows.
     """
     training = TrainingPlan(samples=91, batch_size=10, world_size=2, accumulate=(3,), epochs=10)
-    rules = [StepRule(stepping=Stepping.OVERRIDE).of_trainer(version) for version in ((4, 45, 2), (4, 48, 3), None)]
+    rules = [
+        StepRule(stepping=Stepping.OVERRIDE).of_trainer(version)
+        for version in ((4, 45, 2), (4, 48, 3), None)
+    ]
     found = [calculated(training, rule) for rule in rules]
     assert [each.optimizer_steps for each in found] == [10, 10, 20]
     assert [each.micro_batches_consumed for each in found] == [30, 25, 50]
@@ -306,9 +350,20 @@ def test_all_backends_are_in_one_rule_each(call: Any) -> None:
     assert sorted(listed) == sorted(set(registry()) - set(REFERENCES))
     names = [rule["name"] for rule in answer["rules"]]
     splits = ["split", "split (clearing)", "split (clearing, divided once)", "split (divided once)"]
-    assert sorted(names) == ["cancel", "carry", "flush", "flush (no counter)", "override", *splits, "window"]
+    assert sorted(names) == [
+        "cancel",
+        "carry",
+        "flush",
+        "flush (no counter)",
+        "override",
+        *splits,
+        "window",
+    ]
     assert answer["naive"]["optimizer_steps"] == 6
-    assert "ceil(40 / 16) x 2 = 6, but cancel takes 5; carry takes 5; split takes 5; " in answer["naive"]["wrong"]
+    assert (
+        "ceil(40 / 16) x 2 = 6, but cancel takes 5; carry takes 5; split takes 5; "
+        in answer["naive"]["wrong"]
+    )
     for rule in answer["rules"]:
         of_rule = {field.name for field in dataclasses.fields(StepRule)}
         assert rule.keys() == {"name", "backends", "steps", "differences"} | of_rule
@@ -324,28 +379,45 @@ def test_table_and_sentences(call: Any) -> None:
     assert table["naive formula"][2] == "6"
     assert table["window"][1:3] == ["6", "3"]
     assert table["carry"][1:3] == ["5", "2,3"]
-    assert "zero3-corrected: 6 of 20 micro-batches (24 samples over all ranks) are cleared in mid-window" in out
+    assert (
+        "zero3-corrected: 6 of 20 micro-batches (24 samples over all ranks) are cleared in mid-window"
+        in out
+    )
     assert "trainer.global_step says 4, and trainer.estimated_stepping_batches says 6" in out
     assert "flush, flush (no counter): the last window of an epoch has 2 of 4 micro-batches" in out
     assert "2 of 6 updates are 0.5 of the right one" in out
-    assert "\nnaive: ceil(40 / 16) x 2 = 6, but cancel takes 5; carry takes 5; split takes 5;" in out
+    assert (
+        "\nnaive: ceil(40 / 16) x 2 = 6, but cancel takes 5; carry takes 5; split takes 5;" in out
+    )
 
 
 def test_n_by_epoch(call: Any) -> None:
     numbers = "--samples 32 --micro-batch 2 --accumulate 1,4,3 --world-size 2"
     _, out, _ = call(f"{numbers} --epochs 4")
     table = {line[:20].strip(): line.split() for line in out.splitlines()[3:13]}
-    assert table["flush"][1:3] == table["window"][1:3] == ["16", "8,2,3"]  # 3 again in the last epoch
+    assert (
+        table["flush"][1:3] == table["window"][1:3] == ["16", "8,2,3"]
+    )  # 3 again in the last epoch
     assert table["split"][1] == table["cancel"][1] == table["carry"][1] == "unknown"
-    assert "flush, flush (no counter): the loss of an incomplete last window of an epoch is still divided" in out
-    assert "2 of 16 updates at 0.6667 of the right one" in out and "estimated_stepping_batches says 32" in out
+    assert (
+        "flush, flush (no counter): the loss of an incomplete last window of an epoch is still divided"
+        in out
+    )
+    assert (
+        "2 of 16 updates at 0.6667 of the right one" in out
+        and "estimated_stepping_batches says 32" in out
+    )
     assert "Lightning refuses an N by epoch where the strategy accumulates" in out
     _, out, _ = call(f"{numbers.replace('1,4,3', '1,4,2')} --max-steps 11 --json")
     steps = {rule["name"]: rule["steps"] for rule in json.loads(out)["rules"]}
-    assert steps["carry"]["micro_batches_consumed"] == steps["window"]["micro_batches_consumed"] == 18
+    assert (
+        steps["carry"]["micro_batches_consumed"] == steps["window"]["micro_batches_consumed"] == 18
+    )
 
 
-def test_a_backend_that_declares_no_rule_is_not_calculated(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_declares_no_rule_is_not_calculated(
+    call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from bench.backends.plain import DDPEager
 
     monkeypatch.setattr(DDPEager, "stepping", Stepping.UNKNOWN)

@@ -22,10 +22,18 @@ def window(epoch: int, start: int, stop: int, coefficient: float) -> dict[int, d
     return {epoch: dict.fromkeys(range(start, stop), coefficient)}
 
 
-FLUSHED: Updates = [window(e, a, b, c) for e in (0, 1) for a, b, c in ((0, 8, 1 / 8), (8, 12, 1 / 4))]
+FLUSHED: Updates = [
+    window(e, a, b, c) for e in (0, 1) for a, b, c in ((0, 8, 1 / 8), (8, 12, 1 / 4))
+]
 UNDER: Updates = [window(e, a, b, 1 / 8) for e in (0, 1) for a, b in ((0, 8), (8, 12))]
-CARRIED: Updates = [window(0, 0, 8, 1 / 8), window(0, 8, 12, 1 / 8) | window(1, 0, 4, 1 / 8), window(1, 4, 12, 1 / 8)]
-TWICE: Updates = [{e: {s: c / 4 for s, c in of.items()} for e, of in update.items()} for update in CARRIED]
+CARRIED: Updates = [
+    window(0, 0, 8, 1 / 8),
+    window(0, 8, 12, 1 / 8) | window(1, 0, 4, 1 / 8),
+    window(1, 4, 12, 1 / 8),
+]
+TWICE: Updates = [
+    {e: {s: c / 4 for s, c in of.items()} for e, of in update.items()} for update in CARRIED
+]
 LOSING: Updates = [window(0, 0, 8, 1 / 32), window(1, 0, 4, 1 / 32)]
 ENDLESS: Updates = [window(epoch, 0, 12, 1 / 12) for epoch in range(40)]
 
@@ -96,10 +104,16 @@ def test_the_picture_is_the_coefficients() -> None:
         picture = np.ma.filled(axes.images[0].get_array(), np.nan)
         np.testing.assert_allclose(picture, expected * part)
     # Samples in no update are marked below.
-    marked = {line.get_marker(): list(line.get_xdata()) for line in losing.lines if len(line.get_xdata())}
+    marked = {
+        line.get_marker(): list(line.get_xdata()) for line in losing.lines if len(line.get_xdata())
+    }
     assert marked == {"x": [8, 9, 10, 11], "o": list(range(16, 24))}
     shown = words(drawing("partial")[0])
-    assert shown.count("in none") == 1 and SIGNS[LOST][1] in shown and SIGNS[NOT_COMPUTED][1] not in shown
+    assert (
+        shown.count("in none") == 1
+        and SIGNS[LOST][1] in shown
+        and SIGNS[NOT_COMPUTED][1] not in shown
+    )
     assert "carried over 1 of 3: carrying\nmiscounted: miscounting" in shown and "sample" in shown
     assert "lost 4 of 24, miscounted and 1 more: losing" in shown
     assert drawing("partial")[1].notes[1:] == ["Without an update: refusing (refused)."]
@@ -109,4 +123,6 @@ def test_what_is_wrong_is_among_the_updates_that_are_drawn() -> None:
     shown, others = words(drawing("late")[0]), "of 20; sums of the others: 1.00"
     assert f"right: wrong-at-3\nupdates 3 to 18 {others}" in shown
     assert f"right: wrong-at-20\nupdates 5 to 20 {others}" in shown
-    assert drawing("late")[1].notes[1:] == ["The epoch that raises is trained again as the next one."]
+    assert drawing("late")[1].notes[1:] == [
+        "The epoch that raises is trained again as the next one."
+    ]

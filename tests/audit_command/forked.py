@@ -20,7 +20,11 @@ def train(script: str, folder: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    os.environ |= {"BENCH_AUDIT_FOLDER": str(folder), "LOSSES": str(folder / "losses"), "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {
+        "BENCH_AUDIT_FOLDER": str(folder),
+        "LOSSES": str(folder / "losses"),
+        "MASTER_ADDR": "127.0.0.1",
+    }
     os.environ |= {"MASTER_PORT": str(port), "WORLD_SIZE": "1" if name in ALONE else "2"}
     children = []
     for rank in range(int(os.environ["WORLD_SIZE"])):

@@ -18,8 +18,16 @@ ISOLATED = "import torch; torch.ones(9, requires_grad=True).sum().backward()"
 @pytest.mark.parametrize(
     ("command", "status", "line"),
     [
-        (["-I", "-c", ISOLATED], 3, f"{NOTHING} no Python process of the command loaded the recorder"),
-        (["-c", "print('no torch')"], 3, f"{NOTHING} no Python process of the command imported torch"),
+        (
+            ["-I", "-c", ISOLATED],
+            3,
+            f"{NOTHING} no Python process of the command loaded the recorder",
+        ),
+        (
+            ["-c", "print('no torch')"],
+            3,
+            f"{NOTHING} no Python process of the command imported torch",
+        ),
         (["-c", "import torch"], 3, f"{NOTHING} no process of the command ran a backward of torch"),
         (["-c", "raise SystemExit(5)"], 5, "audit: the command ended with exit status 5"),
     ],
@@ -33,9 +41,15 @@ def test_commands_that_train_nothing(command: list[str], status: int, line: str)
 @pytest.mark.parametrize(
     ("script", "status", "words"),
     [
-        pytest.param("single crash", 7, ("verdict   weights right", "events BBBBCS"), marks=pytest.mark.slow),
+        pytest.param(
+            "single crash", 7, ("verdict   weights right", "events BBBBCS"), marks=pytest.mark.slow
+        ),
         ("single killed", 137, ("verdict   weights right", "events BBBBCS")),
-        ("single one-backward", 3, ("no update: 1 backward led to no step of an optimizer of torch",)),
+        (
+            "single one-backward",
+            3,
+            ("no update: 1 backward led to no step of an optimizer of torch",),
+        ),
     ],
 )
 def test_what_was_seen_until_then_is_kept(script: str, status: int, words: tuple[str, ...]) -> None:
@@ -48,7 +62,14 @@ def test_what_was_seen_until_then_is_kept(script: str, status: int, words: tuple
 def test_fewer_ranks_than_asked_for() -> None:
     # The script knows no process group; one of the launcher's two ranks trains.
     script = "import os, torch; int(os.environ['RANK']) or torch.ones(9, requires_grad=True).sum().backward()"
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python")
+    launcher = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--no-python",
+    )
     found = audit("--", sys.executable, *launcher, sys.executable, "-c", script)
     assert found.returncode == 3
     assert "ranks missing: 1 of 2 ranks ran a backward" in found.stdout

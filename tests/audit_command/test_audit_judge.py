@@ -44,12 +44,21 @@ def divided_again(micro: Any, _: int, update: int) -> Any:
     return np.einsum("rjc,j->c", micro[:, update], weights) / 2
 
 
-def events(gradient: Gradient, micro: Any, rank: int, skips: bool = False, differ: bool = False) -> list[Any]:
+def events(
+    gradient: Gradient, micro: Any, rank: int, skips: bool = False, differ: bool = False
+) -> list[Any]:
     """A rank with N = micro.shape[2], whose loss is divided by N; an update that it skips is counted to the next."""
-    loss = {"node": "NllLossBackward0", "reduction": "mean", "is_named": True, "seed": 1 / micro.shape[2]}
+    loss = {
+        "node": "NllLossBackward0",
+        "reduction": "mean",
+        "is_named": True,
+        "seed": 1 / micro.shape[2],
+    }
     leaf = {"name": "weight", "shape": [COORDINATES], "start": [rank * differ]}
     ends = [[0.0]] if gradient is not alone else [[float(rank)]]
-    lines: list[Any] = [{"rank": {"job": "", "rank": rank, "world": len(micro), "leaves": [leaf], "num_leaves": 1}}]
+    lines: list[Any] = [
+        {"rank": {"job": "", "rank": rank, "world": len(micro), "leaves": [leaf], "num_leaves": 1}}
+    ]
     number = 0
     for update in range(UPDATES):
         used = gradient(micro, rank, update)
@@ -61,12 +70,24 @@ def events(gradient: Gradient, micro: Any, rank: int, skips: bool = False, diffe
                     left = uncleared(micro, rank, update - 1)
                 left = left.tolist()
             data = [[float(rank), float(update), float(place)]]
-            fields = {"number": number, "place": "train.py:9", "criteria": [loss], "injected": [], "data": data}
+            fields = {
+                "number": number,
+                "place": "train.py:9",
+                "criteria": [loss],
+                "injected": [],
+                "data": data,
+            }
             lines.append({"backward": fields | {"added": [values.tolist()], "left": [left]}})
             number += 1
         if skips and update == 0:
             continue
-        step = {"optimizer": 0, "name": "SGD", "owned": [0], "used": [used.tolist()], "backwards": micro.shape[2]}
+        step = {
+            "optimizer": 0,
+            "name": "SGD",
+            "owned": [0],
+            "used": [used.tolist()],
+            "backwards": micro.shape[2],
+        }
         lines.append({"step": step})
     return [*lines, {"end": {"end": ends, "updates": [UPDATES - skips]}}]
 
@@ -75,7 +96,9 @@ def write(path: Path, lines: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
-def audit(folder: Path, gradient: Gradient, count: int = 4, ranks: int = 2, **options: bool) -> TrainingAudit:
+def audit(
+    folder: Path, gradient: Gradient, count: int = 4, ranks: int = 2, **options: bool
+) -> TrainingAudit:
     micro = np.random.default_rng(0).standard_normal((2, UPDATES, count, COORDINATES))
     for rank in range(ranks):
         write(folder / f"{rank}.jsonl", events(gradient, micro, rank, **options))

@@ -14,8 +14,14 @@ from bench.audit.command.training_audit import RIGHT
 from tests.audit_command.cases import SCRIPTS, Case
 
 pytestmark = pytest.mark.torch
-KERNELS = 'library.impl(name, self._kernel(operator, common), "BackendSelect", with_keyset=True)', "pass"
-HOOKS = "self.handle = leaf.register_hook(self._add)", "self.handle = leaf.register_hook(lambda _: None)"
+KERNELS = (
+    'library.impl(name, self._kernel(operator, common), "BackendSelect", with_keyset=True)',
+    "pass",
+)
+HOOKS = (
+    "self.handle = leaf.register_hook(self._add)",
+    "self.handle = leaf.register_hook(lambda _: None)",
+)
 FREED = "self._libraries.append(library)", ""
 SINK = "len(node._input_metadata) > 1", "False"
 EMPTY = 'getattr(leaf, "ds_shape", local.shape)', "local.shape"
@@ -24,14 +30,36 @@ DDP = "ddp loss-inside"
 ON_RANKS = pytest.mark.slow
 MUTANTS = [
     pytest.param("leaf_probes", *HOOKS, "single tied", "weights unknown", id="no hooks of leaves"),
-    pytest.param("leaf_probes", "if self.recording and", "if", "single penalty", None, id="autograd.grad"),
+    pytest.param(
+        "leaf_probes", "if self.recording and", "if", "single penalty", None, id="autograd.grad"
+    ),
     pytest.param("leaf_probes", *FAILS, "single scaler", "not judged", id="an error"),
-    pytest.param("training_recorder", "if inside > 1:", "if False:", "single lbfgs", None, id="LBFGS"),
-    pytest.param("training_recorder", "if inside:", "if False:", "single closure", None, id="step before its closure"),
-    pytest.param("c10d_kernels", *KERNELS, DDP, "no reduction seen", id="no kernels", marks=ON_RANKS),
-    pytest.param("c10d_kernels", *FREED, DDP, "no reduction seen", id="freed libraries", marks=ON_RANKS),
+    pytest.param(
+        "training_recorder", "if inside > 1:", "if False:", "single lbfgs", None, id="LBFGS"
+    ),
+    pytest.param(
+        "training_recorder",
+        "if inside:",
+        "if False:",
+        "single closure",
+        None,
+        id="step before its closure",
+    ),
+    pytest.param(
+        "c10d_kernels", *KERNELS, DDP, "no reduction seen", id="no kernels", marks=ON_RANKS
+    ),
+    pytest.param(
+        "c10d_kernels", *FREED, DDP, "no reduction seen", id="freed libraries", marks=ON_RANKS
+    ),
     pytest.param("criteria", *SINK, DDP, "scale not judged", id="DDP's sink", marks=ON_RANKS),
-    pytest.param("leaf_probes", *EMPTY, "deepspeed right 3", None, id="ZeRO-3 without elements", marks=ON_RANKS),
+    pytest.param(
+        "leaf_probes",
+        *EMPTY,
+        "deepspeed right 3",
+        None,
+        id="ZeRO-3 without elements",
+        marks=ON_RANKS,
+    ),
 ]
 
 

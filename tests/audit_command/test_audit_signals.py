@@ -39,7 +39,9 @@ while True:
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 @pytest.mark.parametrize("has_shell", [False, True])
-def test_a_trainer_saves_on_a_signal_once_and_the_audit_waits(name: str, has_shell: bool, tmp_path: Path) -> None:
+def test_a_trainer_saves_on_a_signal_once_and_the_audit_waits(
+    name: str, has_shell: bool, tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text(SAVES)
     command = [sys.executable, "train.py"]
     if has_shell:
@@ -65,6 +67,8 @@ def test_a_trainer_saves_on_a_signal_once_and_the_audit_waits(name: str, has_she
 def test_no_folder_for_records(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "none")}
     script = "import tempfile; tempfile.tempdir = '/proc/none'; from bench import cli; cli.main(['audit', 'true'])"
-    found = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    found = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
+    )
     assert found.returncode == 0 or "TMPDIR" in found.stderr
     assert "TMPDIR" in found.stderr and "Traceback" not in found.stderr

@@ -42,13 +42,17 @@ GROUPS = SIZES["micro"].num_layers + 1
 
 def test_the_run_succeeds_and_has_every_backend_once(fp32_run: Run) -> None:
     assert fp32_run.process.returncode == 0, fp32_run.process.stdout + fp32_run.process.stderr
-    names = [record["cell"]["backend"] for record in fp32_run.records]  # HSDP on four ranks has a reference of its own
+    names = [
+        record["cell"]["backend"] for record in fp32_run.records
+    ]  # HSDP on four ranks has a reference of its own
     assert sorted([*names, SHARDED_REFERENCE]) == sorted([*BACKENDS, REFERENCE])
     assert {record["status"] for record in fp32_run.records} == {"ok"}
 
 
 @pytest.mark.parametrize("backend", SOUND)
-def test_fp32_update_and_losses_equal_the_reference(fp32_run: Run, bf16_run: Run, backend: str) -> None:
+def test_fp32_update_and_losses_equal_the_reference(
+    fp32_run: Run, bf16_run: Run, backend: str
+) -> None:
     trial = (bf16_run if backend == SHARDED_REFERENCE else fp32_run).trial(backend)
     assert trial["status"] == "ok", trial["reason"]
     assert trial["update_error"] < 2e-6
@@ -57,12 +61,16 @@ def test_fp32_update_and_losses_equal_the_reference(fp32_run: Run, bf16_run: Run
     assert trial["final_loss"] > 1
 
 
-@pytest.mark.parametrize("backend", first(IN_BF16, [name for name in SOUND if name not in NOT_IN_BF16]))
+@pytest.mark.parametrize(
+    "backend", first(IN_BF16, [name for name in SOUND if name not in NOT_IN_BF16])
+)
 def test_bf16_update_and_losses_are_within_tolerance(bf16_run: Run, backend: str) -> None:
     trial = bf16_run.trial(backend)
     assert trial["status"] == "ok", trial["reason"]
     if backend not in REFERENCES:
-        assert 1e-4 < trial["update_error"] < 1.5e-2, "bf16 must be in use, and sound; larger models may have more"
+        assert 1e-4 < trial["update_error"] < 1.5e-2, (
+            "bf16 must be in use, and sound; larger models may have more"
+        )
         assert trial["update_scale"] == pytest.approx(1, abs=1e-2)
 
 
@@ -77,7 +85,9 @@ IN_BOTH = [("fp32", name) for name in DEFECTIVE] + first([], [("bf16", name) for
 
 
 @pytest.mark.parametrize("case", IN_BOTH)
-def test_the_loss_divided_twice_is_caught(request: pytest.FixtureRequest, case: tuple[str, str]) -> None:
+def test_the_loss_divided_twice_is_caught(
+    request: pytest.FixtureRequest, case: tuple[str, str]
+) -> None:
     precision, backend = case
     trial = request.getfixturevalue(f"{precision}_run").trial(backend)
     assert trial["status"] == "invalid"
@@ -87,7 +97,9 @@ def test_the_loss_divided_twice_is_caught(request: pytest.FixtureRequest, case: 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_every_step_is_taken_and_seen_at_the_inner_optimizer(fp32_run: Run, bf16_run: Run, backend: str) -> None:
+def test_every_step_is_taken_and_seen_at_the_inner_optimizer(
+    fp32_run: Run, bf16_run: Run, backend: str
+) -> None:
     timed = (bf16_run if backend == SHARDED_REFERENCE else fp32_run).record(backend)["time"]
     accumulate = 1 if backend in REFERENCES else N
     assert timed["num_updates"] == WINDOWS
@@ -95,7 +107,9 @@ def test_every_step_is_taken_and_seen_at_the_inner_optimizer(fp32_run: Run, bf16
     assert timed["micro_batches_per_update"] == [accumulate]
     assert timed["ranks_agree"]
     assert all(steps == WINDOWS for steps in timed["reported"].values())
-    framework_counts = "deepspeed" in backend or backend.startswith(("lightning", "hf-trainer", "torchtitan"))
+    framework_counts = "deepspeed" in backend or backend.startswith(
+        ("lightning", "hf-trainer", "torchtitan")
+    )
     assert bool(timed["reported"]) == framework_counts
     assert len(timed["step_seconds"]) == TIMED
     assert len(timed["losses"]) == WINDOWS
@@ -103,7 +117,11 @@ def test_every_step_is_taken_and_seen_at_the_inner_optimizer(fp32_run: Run, bf16
 
 def calls(run: Run, backend: str, op: str, dtype: str = "float32") -> tuple[int, int]:
     """Calls and payload bytes of one operation on one dtype in one settled window."""
-    rows = [row for row in run.record(backend)["collectives"] if (row["op"], row["dtype"]) == (op, dtype)]
+    rows = [
+        row
+        for row in run.record(backend)["collectives"]
+        if (row["op"], row["dtype"]) == (op, dtype)
+    ]
     return sum(row["calls"] for row in rows), sum(row["payload_bytes"] for row in rows)
 
 
@@ -115,26 +133,38 @@ def test_eager_backends_reduce_n_times_and_deferred_ones_once(fp32_run: Run, bac
     whole = kind.sharding is Sharding.NONE or is_stage_2
     flag = 4 if is_stage_2 else 0  # the check for overflow
     times = 1 if kind.sync is Sync.DEFERRED else N
-    assert calls(fp32_run, backend, "all_reduce" if whole else "reduce_scatter")[1] == times * 4 * P + flag
+    assert (
+        calls(fp32_run, backend, "all_reduce" if whole else "reduce_scatter")[1]
+        == times * 4 * P + flag
+    )
     if kind.replicate:
-        assert calls(fp32_run, backend, "all_reduce")[1] == (N if kind.sync is Sync.EAGER else 1) * 2 * P
+        assert (
+            calls(fp32_run, backend, "all_reduce")[1]
+            == (N if kind.sync is Sync.EAGER else 1) * 2 * P
+        )
 
 
 def test_a_sharded_reference_gathers_and_reduces_each_parameter_once(bf16_run: Run) -> None:
     cell = bf16_run.record(SHARDED_REFERENCE)["cell"]
-    assert (cell["accumulate"], cell["world_size"], cell["precision"]) == (1, W, "fp32"), "whatever is asked for"
+    assert (cell["accumulate"], cell["world_size"], cell["precision"]) == (1, W, "fp32"), (
+        "whatever is asked for"
+    )
     assert cell["activation_checkpointing"]
     assert calls(bf16_run, SHARDED_REFERENCE, "reduce_scatter") == (GROUPS, 4 * P)
     assert calls(bf16_run, SHARDED_REFERENCE, "all_gather")[0] == 2 * GROUPS - 1
 
 
 @pytest.mark.parametrize("backend", CHECKPOINTED)
-def test_checkpointing_changes_the_peak_alone(fp32_run: Run, variants_run: Run, backend: str) -> None:
+def test_checkpointing_changes_the_peak_alone(
+    fp32_run: Run, variants_run: Run, backend: str
+) -> None:
     """FSDP2's hooks are outside of what is computed once more, so that nothing is gathered a third time."""
     run = replace(variants_run, only={"activation_checkpointing": True})
     here, there = run.record(backend), fp32_run.record(backend)
     assert here["time"]["losses"] == pytest.approx(there["time"]["losses"], rel=1e-7)
-    assert here["update"] == there["update"], "to the last bit the same update, judged by one reference"
+    assert here["update"] == there["update"], (
+        "to the last bit the same update, judged by one reference"
+    )
     assert run.trial(backend)["status"] == "ok"
     assert here["memory"]["held"] == there["memory"]["held"]
     assert here["memory"]["peak"] <= there["memory"]["peak"]
@@ -161,13 +191,17 @@ def test_a_setting_that_a_version_does_not_know_is_unsupported(package: str, fun
     pytest.importorskip(package)
     arguments = set(inspect.signature(resolve_name(function)).parameters) - {"self"}
     assert known(resolve_name(function), dict.fromkeys(arguments)), "what it knows is not refused"
-    with pytest.raises(UnsupportedError, match=rf"^{package} [\d.]+\S* does not know the setting leaf_modules$"):
+    with pytest.raises(
+        UnsupportedError, match=rf"^{package} [\d.]+\S* does not know the setting leaf_modules$"
+    ):
         known(resolve_name(function), {"leaf_modules": {}})
 
 
 def cell_here(backend: str, windows: int) -> Cell:
     shape = {"model": "micro", "sequence_length": 8, "global_batch_size": 16, "accumulate": 16}
-    return make_cell(backend=backend, world_size=1, warmup_windows=1, timed_windows=windows - 1, **shape)
+    return make_cell(
+        backend=backend, world_size=1, warmup_windows=1, timed_windows=windows - 1, **shape
+    )
 
 
 @pytest.mark.parametrize("backend", DDP)
@@ -195,7 +229,12 @@ def test_deepspeed_starts_no_compiler_and_writes_out_no_parameter(
 ) -> None:
     monkeypatch.setenv(EXTRA_BACKENDS, WATCHED)
     for backend in ("x-zero3", "x-lightning"):
-        spec = Spec(cell=cell_here(backend, 2), passes=("time",), folder=str(tmp_path / backend), reference="")
+        spec = Spec(
+            cell=cell_here(backend, 2),
+            passes=("time",),
+            folder=str(tmp_path / backend),
+            reference="",
+        )
         outcome = launcher.run(spec, 120)
         assert outcome.status is Status.OK, outcome.reason
         assert outcome.ranks[0]["time"]["reported"] == {"processes": 0, "tensors": 0}
@@ -217,12 +256,16 @@ def test_the_defect_is_explained_through_clipping_and_still_a_known_one(clipped_
     trial, truth = clipped_run.trial("lightning-deepspeed-zero2"), clipped_run.trial("reference")
     assert trial["status"] == "invalid"
     assert trial["unclipped_scale"] == pytest.approx(1 / N, rel=1e-4)
-    assert trial["update_scale"] == pytest.approx(min(truth["gradient_norm"] / N, CLIP) / CLIP, rel=1e-4)
+    assert trial["update_scale"] == pytest.approx(
+        min(truth["gradient_norm"] / N, CLIP) / CLIP, rel=1e-4
+    )
     assert "3 times too small: the loss is divided by N = 3 twice" in trial["reason"]
     assert "so losses deviate from the reference by" in trial["reason"]
 
 
-def test_fsdp2_gathers_a_parameter_when_it_is_looked_at(lonely_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fsdp2_gathers_a_parameter_when_it_is_looked_at(
+    lonely_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Eight ranks that each kept 8 G parameters would take 256 GB of the host."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     right = {name: value.detach().clone() for name, value in model.named_parameters()}
@@ -230,7 +273,9 @@ def test_fsdp2_gathers_a_parameter_when_it_is_looked_at(lonely_group: None, monk
     fsdp2.shard(model, list(model), mesh, bf16=False, reshard_after_forward=True)
     gathered: list[DTensor] = []
     full_tensor = DTensor.full_tensor
-    monkeypatch.setattr(DTensor, "full_tensor", lambda self: (gathered.append(self), full_tensor(self))[1])
+    monkeypatch.setattr(
+        DTensor, "full_tensor", lambda self: (gathered.append(self), full_tensor(self))[1]
+    )
     found = fsdp2.Gathered(model)
     assert found.keys() == right.keys() and len(found) == 4 and not gathered
     assert torch.equal(found["1.bias"], right["1.bias"]) and len(gathered) == 1

@@ -23,7 +23,13 @@ from tests.conftest import Run, run_matrix
 from tests.factories import make_backend, make_cell
 
 COMPILABLE = ["ddp-deferred", "fsdp2-deferred"]
-ALL_COMPILABLE = [*COMPILABLE, "fsdp2-eager", "deepspeed-zero2-eager", "lightning-ddp", "lightning-fsdp2"]
+ALL_COMPILABLE = [
+    *COMPILABLE,
+    "fsdp2-eager",
+    "deepspeed-zero2-eager",
+    "lightning-ddp",
+    "lightning-fsdp2",
+]
 """One of every way to wrap a model that can."""
 HAS_COMPILER = not blocks.missing(make_cell(compiled=True))
 
@@ -58,7 +64,13 @@ def test_the_shipped_model_is_checkpointed_and_compiled_whole() -> None:
     Checkpointed or compiled, gradients and names are those of the plain model.
     """
     for compiled, *ways in ((1, 0, 0), (1, 1, 0), (1, 1, 1), (0, 1, 0), (0, 1, 1)):
-        changes = dict(zip(("activation_checkpointing", "selective_checkpointing"), map(bool, ways), strict=True))
+        changes = dict(
+            zip(
+                ("activation_checkpointing", "selective_checkpointing"),
+                map(bool, ways),
+                strict=True,
+            )
+        )
         cell = make_cell(model="micro", sequence_length=8, compiled=bool(compiled), **changes)
         workload = load(cell, None)
         torch._dynamo.reset()
@@ -80,11 +92,15 @@ def test_the_shipped_model_is_checkpointed_and_compiled_whole() -> None:
 def compiled_run(folder: Path, names: list[str], checkpointing: str, precision: str) -> Run:
     """Backends with compiled blocks of the smallest model; ZeRO-3, which cannot, among them."""
     options = ("--compiled", "on", "--activation-checkpointing", checkpointing, "--model", "micro")
-    return run_matrix(folder, *options, backend=[*names, "deepspeed-zero3-eager"], precision=precision)
+    return run_matrix(
+        folder, *options, backend=[*names, "deepspeed-zero3-eager"], precision=precision
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_COMPILER, reason="torch.compile needs a C++ compiler, and there is none")
+@pytest.mark.skipif(
+    not HAS_COMPILER, reason="torch.compile needs a C++ compiler, and there is none"
+)
 @pytest.mark.parametrize(
     ("names", "checkpointing", "precision"),
     [(COMPILABLE, "on", "fp32"), (ALL_COMPILABLE, "off", "fp32"), (ALL_COMPILABLE, "on", "bf16")],
@@ -97,13 +113,17 @@ def test_compiled_backends_equal_the_reference(
     for name in names:
         trial = run.trial(name)
         assert trial["status"] == "ok", trial["reason"]
-        assert trial["compiled"] and trial["update_error"] < (2e-6 if precision == "fp32" else 1.5e-2)
+        assert trial["compiled"] and trial["update_error"] < (
+            2e-6 if precision == "fp32" else 1.5e-2
+        )
         assert trial["activation_checkpointing"] == (checkpointing == "on")
         assert pd.isna(trial["peak_memory_bytes"]), "what is compiled allocates out of sight"
         assert run.record(name)["collectives"], "they are counted of blocks that are not compiled"
     refused = run.trial("deepspeed-zero3-eager")
     assert refused["status"] == "unsupported"
-    assert "cannot run with compiled blocks: stage 3 gathers parameters in hooks" in refused["reason"]
+    assert (
+        "cannot run with compiled blocks: stage 3 gathers parameters in hooks" in refused["reason"]
+    )
 
 
 def test_nothing_is_compiled_again_between_the_end_of_warm_up_and_that_of_the_pass() -> None:
@@ -139,7 +159,9 @@ def test_what_refuses_says_why() -> None:
     fake = make_cell(virtual=True, fake_tensors=True, compiled=True)
     assert "fake tensors cannot be compiled" in blocks.refusal(fake, make_backend("fine"))
     refusing = {name for name, backend in registry().items() if backend.refuses.compiled}
-    assert refusing == {name for name, backend in registry().items() if issubclass(backend, ZeroStage3)}
+    assert refusing == {
+        name for name, backend in registry().items() if issubclass(backend, ZeroStage3)
+    }
 
 
 def test_what_is_missing_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,17 +60,27 @@ def test_nothing_is_imported_that_is_not_named(site: Path, tmp_path: Path) -> No
     found = registry(["mine", "ddp-eager"])
     assert found["mine"].name == "mine" and found.keys() == registry().keys() | {"mine"}
     assert (tmp_path / "imported").exists()
-    with pytest.raises(InputError, match=r"'bad' \(bad_package:Mine\) .* cannot be loaded \(needs a licence"):
+    with pytest.raises(
+        InputError, match=r"'bad' \(bad_package:Mine\) .* cannot be loaded \(needs a licence"
+    ):
         registry(["bad"])
 
 
-def test_a_file_in_the_folder_of_backends_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_in_the_folder_of_backends_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "another.py").write_text(CODE.format(folder=tmp_path, name="another"))
     monkeypatch.setattr(bench.backends, "__path__", [*bench.backends.__path__, str(tmp_path)])
     monkeypatch.delitem(sys.modules, "bench.backends.another", raising=False)
     found = base.built_in.__wrapped__()
-    assert found["another"].framework == "torch DDP" and found.keys() == base.built_in().keys() | {"another"}
-    assert list(found).index("ddp-deferred") < list(found).index("another") < list(found).index("deepspeed-zero2-eager")
+    assert found["another"].framework == "torch DDP" and found.keys() == base.built_in().keys() | {
+        "another"
+    }
+    assert (
+        list(found).index("ddp-deferred")
+        < list(found).index("another")
+        < list(found).index("deepspeed-zero2-eager")
+    )
 
 
 def test_a_framework_has_a_colour_of_its_own_and_its_parts_exist() -> None:
@@ -83,27 +93,42 @@ def test_a_framework_has_a_colour_of_its_own_and_its_parts_exist() -> None:
 def test_what_has_never_run_must_be_named_and_says_so() -> None:
     assert "megatron-fsdp" in installed_backends() and "megatron-fsdp" not in registry(["all"])
     untried = registry(["megatron-fsdp"])["megatron-fsdp"]
-    assert "untried" in untried.framework and "never run" in untried.remark(make_cell(backend=untried.name))
+    assert "untried" in untried.framework and "never run" in untried.remark(
+        make_cell(backend=untried.name)
+    )
     assert untried.missing(Device.CPU) == "needs CUDA: --device cuda"
 
 
 @pytest.mark.parametrize(
     ("entries", "words"),
     [
-        ([entry("other", "mine_package:Mine")], "its backend's name is 'mine'; both must be the same"),
-        ([entry("mine", "mine_package:Mine"), entry("mine", "x:Mine")], "mine_package:Mine and x:Mine both offer it"),
+        (
+            [entry("other", "mine_package:Mine")],
+            "its backend's name is 'mine'; both must be the same",
+        ),
+        (
+            [entry("mine", "mine_package:Mine"), entry("mine", "x:Mine")],
+            "mine_package:Mine and x:Mine both offer it",
+        ),
     ],
 )
 def test_entry_points_that_cannot_be(
-    site: Path, monkeypatch: pytest.MonkeyPatch, entries: list[importlib.metadata.EntryPoint], words: str
+    site: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    entries: list[importlib.metadata.EntryPoint],
+    words: str,
 ) -> None:
     monkeypatch.setattr(base, "_entry_points", lambda: entries)
     with pytest.raises(InputError, match=words):
         registry([entries[0].name])
 
 
-@pytest.mark.parametrize("name", ["", "../x", "a/b", "=1+1", "a|b", "<b>", "a\nb", "a b", ".x", "x" * 81, "-x", None])
-def test_a_name_that_cannot_be_that_of_a_file_or_a_cell_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["", "../x", "a/b", "=1+1", "a|b", "<b>", "a\nb", "a b", ".x", "x" * 81, "-x", None]
+)
+def test_a_name_that_cannot_be_that_of_a_file_or_a_cell_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     offered = SimpleNamespace(name="entry", value="module:Class", load=lambda: make_backend(name))
     monkeypatch.setattr(base, "_entry_points", lambda: [offered])
     with pytest.raises(InputError, match="may only contain letters, digits"):
@@ -122,7 +147,9 @@ def test_the_environment_names_backends_too(site: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv(EXTRA_BACKENDS, "mine_package:Mine, ")
     assert "mine" in registry()
     monkeypatch.setenv(EXTRA_BACKENDS, "mine_package:Mine,mine_package:Mine")
-    with pytest.raises(InputError, match=f"{EXTRA_BACKENDS}: 'mine_package:Mine': the name 'mine' is taken"):
+    with pytest.raises(
+        InputError, match=f"{EXTRA_BACKENDS}: 'mine_package:Mine': the name 'mine' is taken"
+    ):
         registry()
 
 

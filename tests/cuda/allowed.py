@@ -30,13 +30,15 @@ ZERO3_ALONE = {
 }
 """Where there is nobody to gather from, every block that is "gathered" synchronizes the stream, and so does every
 parameter outside blocks."""
-ZERO3_DEFAULTS_ALONE = {where: times for where, times in ZERO3_ALONE.items() if ":84" not in where} | {
-    "stream: deepspeed/runtime/zero/partition_parameters.py:114 wait": 13
-}
+ZERO3_DEFAULTS_ALONE = {
+    where: times for where, times in ZERO3_ALONE.items() if ":84" not in where
+} | {"stream: deepspeed/runtime/zero/partition_parameters.py:114 wait": 13}
 """DeepSpeed's defaults keep all gathered from forward to backward."""
 ZERO2_BESIDE = ZERO2 | {"device: deepspeed/accelerator/cuda_accelerator.py:89 synchronize": 4}
 """Where gradients go to other ranks, each micro-batch ends in a synchronization of the device."""
-ZERO3_BESIDE = {where: times for where, times in ZERO3_ALONE.items() if "partition_parameters" not in where}
+ZERO3_BESIDE = {
+    where: times for where, times in ZERO3_ALONE.items() if "partition_parameters" not in where
+}
 ASKED = {"stream: accelerate/utils/deepspeed.py:291 get_global_grad_norm": 1}
 """HF Trainer reads the norm of the gradient at every update, to log it."""
 TRAINER = {
@@ -66,7 +68,9 @@ WAITS: dict[int, dict[str, dict[str, int]]] = {
         "deepspeed-zero3-eager": ZERO3_BESIDE,
         "deepspeed-zero2-defaults-eager": ZERO2_BESIDE,
         "deepspeed-zero3-defaults-eager": ZERO3_BESIDE
-        | {"device: deepspeed/accelerator/cuda_accelerator.py:89 synchronize": 1},  # gathers small parameters
+        | {
+            "device: deepspeed/accelerator/cuda_accelerator.py:89 synchronize": 1
+        },  # gathers small parameters
         "lightning-ddp": TRAINER,
         "lightning-fsdp2": TRAINER,
         "lightning-deepspeed-zero2": ZERO2_BESIDE | TRAINER,

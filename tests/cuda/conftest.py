@@ -28,7 +28,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if here in item.path.parents:
             item.add_marker(pytest.mark.timeout(TIMEOUT_S))
             if not config.getoption("--cuda-stub"):
-                item.add_marker(pytest.mark.skip(reason="needs a stub of CUDA; nox -s cuda builds it"))
+                item.add_marker(
+                    pytest.mark.skip(reason="needs a stub of CUDA; nox -s cuda builds it")
+                )
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,11 @@ class Machine:
     def environment(self, gpus: int, *, values: bool = False, **settings: str) -> dict[str, str]:
         """What a process is to be given that runs on it."""
         (self.folder / "runtime").mkdir(mode=0o700, exist_ok=True)
-        about = {"FAKE_GPUS": str(gpus), "FAKE_MACHINE": str(self.folder / "machine"), "OMP_NUM_THREADS": "1"}
+        about = {
+            "FAKE_GPUS": str(gpus),
+            "FAKE_MACHINE": str(self.folder / "machine"),
+            "OMP_NUM_THREADS": "1",
+        }
         # The GPUs are this machine's alone, and so are the locks of those that use them.
         return {
             **os.environ,
@@ -50,7 +56,9 @@ class Machine:
             "XDG_RUNTIME_DIR": str(self.folder / "runtime"),
         } | settings
 
-    def bench(self, *arguments: str, gpus: int = 1, **settings: str) -> subprocess.CompletedProcess[str]:
+    def bench(
+        self, *arguments: str, gpus: int = 1, **settings: str
+    ) -> subprocess.CompletedProcess[str]:
         """``python -m bench`` there, with values."""
         return subprocess.run(
             [sys.executable, "-m", "bench", *arguments],
@@ -63,7 +71,10 @@ class Machine:
     def python(self, code: str, gpus: int = 1, *, values: bool = False, **settings: str) -> str:
         command = [sys.executable, "-c", code]
         process = subprocess.run(
-            command, env=self.environment(gpus, values=values, **settings), capture_output=True, text=True
+            command,
+            env=self.environment(gpus, values=values, **settings),
+            capture_output=True,
+            text=True,
         )
         assert process.returncode == 0, process.stderr
         return process.stdout.strip()

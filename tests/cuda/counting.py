@@ -103,7 +103,12 @@ def main() -> None:
             spec = kind(cell=cell, passes=tuple(values["passes"]), folder=str(folder), reference="")
             outcome = launcher.run(spec, TIMEOUT_S)
             found = outcome.ranks[0] if outcome.ranks else {}
-            line = {"status": outcome.status, "reason": outcome.reason, "found": found, "wall_s": outcome.wall_s}
+            line = {
+                "status": outcome.status,
+                "reason": outcome.reason,
+                "found": found,
+                "wall_s": outcome.wall_s,
+            }
             print(json.dumps(line | {"traceback": outcome.traceback}), flush=True)
 
 

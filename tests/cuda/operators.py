@@ -15,11 +15,17 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def attention(device: str, dtype: torch.dtype, key_heads: int, *, is_causal: bool = True) -> list[Tensor]:
+def attention(
+    device: str, dtype: torch.dtype, key_heads: int, *, is_causal: bool = True
+) -> list[Tensor]:
     """Its result, and the gradients of query, key and value."""
     heads = enumerate((4, key_heads, key_heads))
-    q, k, v = (numbers(2, num, 32, 64, seed=seed).to(device, dtype).requires_grad_() for seed, num in heads)
-    out = functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=key_heads != 4)
+    q, k, v = (
+        numbers(2, num, 32, 64, seed=seed).to(device, dtype).requires_grad_() for seed, num in heads
+    )
+    out = functional.scaled_dot_product_attention(
+        q, k, v, is_causal=is_causal, enable_gqa=key_heads != 4
+    )
     out.float().square().sum().backward()
     return [tensor for tensor in (out, q.grad, k.grad, v.grad) if tensor is not None]
 
@@ -31,7 +37,9 @@ def training(device: str, **options: bool) -> list[Tensor]:
         model.weight.copy_(numbers(64, 64)), model.bias.zero_()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **options)
     for _ in range(3):
-        functional.cross_entropy(model(numbers(32, 64).to(device)), torch.arange(32, device=device)).backward()
+        functional.cross_entropy(
+            model(numbers(32, 64).to(device)), torch.arange(32, device=device)
+        ).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -64,13 +72,17 @@ def random_numbers(device: str) -> list[Tensor]:
     first, other = torch.randn(2, 3000, device=device)
     torch.cuda.set_rng_state(state)
     again = torch.randn(2, 3000, device=device)[0]
-    is_normal = (first.mean().abs() < 0.1) & ((first.std() - 1).abs() < 0.1) & (first != other).any()
+    is_normal = (
+        (first.mean().abs() < 0.1) & ((first.std() - 1).abs() < 0.1) & (first != other).any()
+    )
     return [first - again, is_normal, torch.randperm(50, device=device).sort().values]
 
 
 CASES: dict[str, Callable[[str], Sequence[Tensor]]] = {
     "products": lambda device: [numbers(64, 32).to(device) @ numbers(32, 64, seed=1).to(device)],
-    "products of bf16": lambda device: [numbers(64, 32).bfloat16().to(device) @ numbers(32, 64).bfloat16().to(device)],
+    "products of bf16": lambda device: [
+        numbers(64, 32).bfloat16().to(device) @ numbers(32, 64).bfloat16().to(device)
+    ],
     "softmax of bf16 in fp32": lambda device: [
         torch.log_softmax(numbers(64, 64).bfloat16().to(device), -1, dtype=torch.float32)
     ],
@@ -97,4 +109,11 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps({name: max(map(error, compute("cuda"), compute("cpu"))) for name, compute in CASES.items()}))
+    print(
+        json.dumps(
+            {
+                name: max(map(error, compute("cuda"), compute("cpu")))
+                for name, compute in CASES.items()
+            }
+        )
+    )

@@ -29,7 +29,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "timer off": {"zero_optimization": {}, **TIMER_OFF},
     "nothing kept": {"zero_optimization": NONE_KEPT},
     "nothing kept, timer off": {"zero_optimization": NONE_KEPT, **TIMER_OFF},
-    "nothing kept, timer off, no overlap": {"zero_optimization": {**NONE_KEPT, "overlap_comm": False}, **TIMER_OFF},
+    "nothing kept, timer off, no overlap": {
+        "zero_optimization": {**NONE_KEPT, "overlap_comm": False},
+        **TIMER_OFF,
+    },
 }
 """What DeepSpeed is told besides stage and batch size."""
 SEEDS = (2, 3, 5, 6, 7)
@@ -60,9 +63,15 @@ def train(config: dict[str, Any], steps: int, size: int) -> list[float]:
     model = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(size, size), nn.GELU())))
     inputs, outputs = torch.randn(2, steps, ranks, SAMPLES, size).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    told = {"train_micro_batch_size_per_gpu": SAMPLES, "zero_allow_untested_optimizer": True, **config}
+    told = {
+        "train_micro_batch_size_per_gpu": SAMPLES,
+        "zero_allow_untested_optimizer": True,
+        **config,
+    }
     told["zero_optimization"] = {"stage": 3, **config["zero_optimization"]}
-    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=told, dist_init_required=False)[0]
+    engine = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=told, dist_init_required=False
+    )[0]
     losses = []
     for x, y in zip(inputs[:, rank], outputs[:, rank], strict=True):
         loss = nn.functional.mse_loss(engine(x), y)
@@ -75,20 +84,36 @@ def train(config: dict[str, Any], steps: int, size: int) -> list[float]:
 
 
 def losses_of(
-    name: str, environment: dict[str, str], ranks: int, steps: int, size: int, *, shared: bool = False
+    name: str,
+    environment: dict[str, str],
+    ranks: int,
+    steps: int,
+    size: int,
+    *,
+    shared: bool = False,
 ) -> list[float]:
     """Those of a training of a configuration, in which all ranks may share one GPU."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    command = [sys.executable, "-m", "tests.cuda.plain_zero3", "--rank", name, str(steps), str(size)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.cuda.plain_zero3",
+        "--rank",
+        name,
+        str(steps),
+        str(size),
+    ]
     processes = []
     for rank in range(ranks):
         own = {"RANK": str(rank), "LOCAL_RANK": "0" if shared else str(rank)}
         own |= shared_nccl.environment(rank) if shared else {}
         told = {**os.environ, **environment, **own}
-        processes.append(subprocess.Popen(command, cwd=ROOT, env=told, stdout=subprocess.PIPE, text=True))
+        processes.append(
+            subprocess.Popen(command, cwd=ROOT, env=told, stdout=subprocess.PIPE, text=True)
+        )
     while (codes := [process.poll() for process in processes]) != [0] * ranks:
         if failed := list(filter(None, codes)):
             for process in processes:
@@ -107,11 +132,15 @@ def over_a_stub(stub: Path) -> None:
         by_seed = {}
         for seed in ("", *map(str, SEEDS)):
             streams = {"FAKE_STREAMS": seed} if seed else {}
-            about = build.environment(stub, values=True, FAKE_GPUS=str(RANKS), OMP_NUM_THREADS="1", **streams)
+            about = build.environment(
+                stub, values=True, FAKE_GPUS=str(RANKS), OMP_NUM_THREADS="1", **streams
+            )
             by_seed[seed] = losses_of(name, about, RANKS, *STEPS_AND_SIZE)
         expected = by_seed.pop("")
         found[name] = {seed: deviation(name, losses, expected) for seed, losses in by_seed.items()}
-    RESULTS.write_text(json.dumps({"steps": STEPS_AND_SIZE[0], "deviation": found}, indent=1) + "\n")
+    RESULTS.write_text(
+        json.dumps({"steps": STEPS_AND_SIZE[0], "deviation": found}, indent=1) + "\n"
+    )
 
 
 def on_gpus() -> None:

@@ -11,7 +11,12 @@ from bench.workload import WorkloadSpec, llama
 
 
 def attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """As ``llama.attend``, but asks for the dtype of the keys in place of that of the values.
 
@@ -30,7 +35,12 @@ def repeating(spec: WorkloadSpec) -> llama.LlamaWorkload:
 
 
 def repeat_in_turn(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """As ``llama.attend``, but on CUDA the key heads follow each other in the wrong order."""
     if key.device.type == "cuda":

@@ -47,12 +47,17 @@ def waits(text: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("variant", "verdict"), [("right", "weights right"), ("undivided", "not divided"), ("late", "partly reduced")]
+    ("variant", "verdict"),
+    [("right", "weights right"), ("undivided", "not divided"), ("late", "partly reduced")],
 )
-def test_verdicts_without_waiting_for_the_device(machine: Machine, variant: str, verdict: str) -> None:
+def test_verdicts_without_waiting_for_the_device(
+    machine: Machine, variant: str, verdict: str
+) -> None:
     (machine.folder / "train.py").write_text(LOOP)
     audited = machine.bench("audit", "--", "python", *LAUNCH, variant, gpus=2)
-    assert f"verdict   {verdict}, in updates" in audited.stdout, audited.stdout + audited.stderr[-3000:]
+    assert f"verdict   {verdict}, in updates" in audited.stdout, (
+        audited.stdout + audited.stderr[-3000:]
+    )
     assert "all_reduce of float32 over 2 ranks" in audited.stdout
     start = f"import subprocess; subprocess.run(['python', *{LAUNCH}, {variant!r}], cwd={str(machine.folder)!r})"
     assert waits(audited.stdout) == waits(machine.python(start, gpus=2, values=True))

@@ -26,7 +26,12 @@ WORDS = {
 }
 """For what the host waits, as the table and the list of what is known have it."""
 
-KINDS = {"kernels": "KERNEL", "of_libraries": "LIBRARY", "copies": "COPY", "collectives": "COLLECTIVE"}
+KINDS = {
+    "kernels": "KERNEL",
+    "of_libraries": "LIBRARY",
+    "copies": "COPY",
+    "collectives": "COLLECTIVE",
+}
 """Columns of the table of waits, and what is counted for each."""
 ON_AN_H100 = {
     "ddp-deferred": (18785, 246 + 892),
@@ -75,7 +80,9 @@ def found_in(trial: dict[str, Any], cell: Cell) -> Found:
             if where := place(wait):
                 found.waits[f"{WORDS[wait['kind']]}: {where}"] += 1
             else:
-                found.ours.append("\n  ".join([wait["kind"], *wait["python"][:20], *wait["native"][:12]]))
+                found.ours.append(
+                    "\n  ".join([wait["kind"], *wait["python"][:20], *wait["native"][:12]])
+                )
     for where in found.waits:
         found.waits[where] //= len(windows)
     return found
@@ -86,10 +93,20 @@ def counted(request: pytest.FixtureRequest, shared_machine: Machine) -> list[Fou
     """Every backend in a world of this size."""
     world_size: int = request.param
     left_out = (*REFERENCES, *NEVER, *(NEVER_ALONE if world_size == 1 else ()))
-    names = [name for name, backend in registry().items() if name not in left_out and not backend.replicate]
+    names = [
+        name
+        for name, backend in registry().items()
+        if name not in left_out and not backend.replicate
+    ]
     cells = [counted_cell(name, world_size) for name in names]
-    trials = shared_machine.trials(cells, ("time",), gpus=world_size, counted=True, FAKE_WEIGHTS="none")
-    bad = {cell.backend: trial["reason"] for cell, trial in zip(cells, trials, strict=True) if trial["status"] != "ok"}
+    trials = shared_machine.trials(
+        cells, ("time",), gpus=world_size, counted=True, FAKE_WEIGHTS="none"
+    )
+    bad = {
+        cell.backend: trial["reason"]
+        for cell, trial in zip(cells, trials, strict=True)
+        if trial["status"] != "ok"
+    }
     assert not bad
     found = [found_in(trial, cell) for cell, trial in zip(cells, trials, strict=True)]
     if request.config.getoption("--gpu-page"):
@@ -99,7 +116,9 @@ def counted(request: pytest.FixtureRequest, shared_machine: Machine) -> list[Fou
 
 def test_nothing_of_ours_makes_the_host_wait(counted: Sequence[Found]) -> None:
     ours = {trial.backend: trial.ours for trial in counted if trial.ours}
-    assert not ours, "\n".join(f"{name}: {len(stacks)}, as {stacks[0]}" for name, stacks in ours.items())
+    assert not ours, "\n".join(
+        f"{name}: {len(stacks)}, as {stacks[0]}" for name, stacks in ours.items()
+    )
 
 
 def test_frameworks_make_it_wait_where_it_is_known(counted: Sequence[Found]) -> None:
@@ -109,7 +128,9 @@ def test_frameworks_make_it_wait_where_it_is_known(counted: Sequence[Found]) -> 
 
 def test_an_h100_did_what_is_counted_and_what_libraries_launch(counted: Sequence[Found]) -> None:
     """As much in each backend: products and attention are the same in all."""
-    for trial in (trial for trial in counted if trial.world_size == 1 and trial.backend in ON_AN_H100):
+    for trial in (
+        trial for trial in counted if trial.world_size == 1 and trial.backend in ON_AN_H100
+    ):
         kernels, copies = ON_AN_H100[trial.backend]
         assert kernels - trial.counts["KERNEL"] - trial.counts["LIBRARY"] == 960, trial.backend
         assert copies - trial.counts["COPY"] in (608, 609), trial.backend
@@ -120,4 +141,8 @@ def row_of(found: Found) -> dict[str, str]:
     counts = {name: found.counts[kind] for name, kind in KINDS.items()}
     counts["waits"] = sum(found.counts[kind.name] for kind in WAITING)
     where = "; ".join(f"{times} x {place}" for place, times in sorted(found.waits.items()))
-    return {"backend": found.backend, **{name: f"{count:g}" for name, count in counts.items()}, "where": where}
+    return {
+        "backend": found.backend,
+        **{name: f"{count:g}" for name, count in counts.items()},
+        "where": where,
+    }

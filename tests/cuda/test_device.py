@@ -14,7 +14,9 @@ ONE_GPU = ("--world-size", "1", "--backend", "ddp-deferred", "--model", "mini", 
 
 
 @pytest.mark.parametrize("workload", ["llama", "tests.cuda.repeating:in_turn"])
-def test_an_error_that_only_cuda_has_makes_every_trial_invalid(machine: Machine, workload: str) -> None:
+def test_an_error_that_only_cuda_has_makes_every_trial_invalid(
+    machine: Machine, workload: str
+) -> None:
     """Heads in the wrong order: backend and reference agree, since both run on CUDA."""
     process = machine.bench(*SMOKE, *ONE_GPU, "--workload", workload)
     assert not unexpected(machine.records()), told(machine.records())
@@ -24,7 +26,9 @@ def test_an_error_that_only_cuda_has_makes_every_trial_invalid(machine: Machine,
         assert process.returncode == 0 and not judged(machine), process.stdout + process.stderr
         assert 0 < reference["device_error"] < 1e-6 and reference["device_loss_deviation"] < 1e-5
     else:
-        assert process.returncode == 1 and set(trials["failed_gates"]) == {"device"}, judged(machine)
+        assert process.returncode == 1 and set(trials["failed_gates"]) == {"device"}, judged(
+            machine
+        )
         assert reference["device_error"] > 0.1
 
 

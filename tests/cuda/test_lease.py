@@ -67,10 +67,18 @@ def test_a_run_that_is_cut_off_comes_back_and_goes_on(machine: Machine) -> None:
     finished = trials(machine)
     assert finished and json.loads(packed(machine, "run.json"))["run_id"] == "run"
     output, errors = lease(machine, "600").communicate()
-    assert "lease: run: exit status 0" in output and "lease: race: exit status 0" in output, output + errors
+    assert "lease: run: exit status 0" in output and "lease: race: exit status 0" in output, (
+        output + errors
+    )
     every = trials(machine)
-    assert every[: len(finished)] == finished and json.loads(packed(machine, "run.json"))["finished"]
-    assert {trial["cell"]["backend"] for trial in every} == {"reference", "ddp-deferred", "fsdp2-eager"}
+    assert (
+        every[: len(finished)] == finished and json.loads(packed(machine, "run.json"))["finished"]
+    )
+    assert {trial["cell"]["backend"] for trial in every} == {
+        "reference",
+        "ddp-deferred",
+        "fsdp2-eager",
+    }
     assert all(trial["status"] == "ok" for trial in every)
 
 
@@ -84,21 +92,30 @@ def refused(machine: Machine, **settings: str) -> str:
         capture_output=True,
         text=True,
     )
-    assert process.returncode == 2 and not (machine.folder / "lease").exists(), process.stdout + process.stderr
+    assert process.returncode == 2 and not (machine.folder / "lease").exists(), (
+        process.stdout + process.stderr
+    )
     (line,) = process.stderr.splitlines()
     return line
 
 
 def test_a_gpu_that_is_too_small_is_refused(machine: Machine) -> None:
     line = refused(machine, FAKE_MEM_MIB="24000")
-    assert line.startswith("lease: matrix h100-15min is for a larger GPU: ") and "the GPU has 23 GiB" in line
+    assert (
+        line.startswith("lease: matrix h100-15min is for a larger GPU: ")
+        and "the GPU has 23 GiB" in line
+    )
 
 
 def test_a_gpu_that_others_use_is_refused(machine: Machine) -> None:
     code = "import torch; kept = torch.ones(1, device='cuda'); print('on it', flush=True); input()"
     environment = machine.environment(1)
     other = subprocess.Popen(
-        [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert other.stdout is not None and other.stdout.readline() == "on it\n"
@@ -115,4 +132,7 @@ def test_a_machine_without_nvml_is_refused(machine: Machine, stub: Path) -> None
         if path.name != "libnvidia-ml.so.1":
             (libraries / path.name).symlink_to(path)
     line = refused(machine, LD_LIBRARY_PATH=str(libraries))
-    assert line.startswith("lease: NVML does not answer (") and "install the driver's libnvidia-ml" in line
+    assert (
+        line.startswith("lease: NVML does not answer (")
+        and "install the driver's libnvidia-ml" in line
+    )

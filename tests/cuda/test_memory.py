@@ -37,24 +37,40 @@ def cells() -> dict[str, Cell]:
 
 
 def test_every_model_of_the_matrix_is_among_them() -> None:
-    assert {part["workload.model"] for part in matrix_file.load("gpu").parts} == set(MODELS) == set(cells())
+    assert (
+        {part["workload.model"] for part in matrix_file.load("gpu").parts}
+        == set(MODELS)
+        == set(cells())
+    )
 
 
 @pytest.mark.parametrize(
-    "model", [model if model in BY_DEFAULT else pytest.param(model, marks=pytest.mark.slow) for model in MODELS]
+    "model",
+    [
+        model if model in BY_DEFAULT else pytest.param(model, marks=pytest.mark.slow)
+        for model in MODELS
+    ],
 )
 def test_the_peak_is_that_of_a_trial_on_fake_tensors(machine: Machine, model: str) -> None:
     """DDP cannot run on fake tensors: there the memory pass of the trial itself counts."""
     cell = cells()[model]
     predicted = fit.predicted_bytes(cell)
     assert predicted is not None
-    memory = str(max(81559, 2 * predicted // MIB))  # the peak is asked for, not whether an H100 has it
+    memory = str(
+        max(81559, 2 * predicted // MIB)
+    )  # the peak is asked for, not whether an H100 has it
     settings = {"FAKE_WEIGHTS": "none", "FAKE_COPY_MAX": "65536", "FAKE_MEM_MIB": memory}
     fake = dataclasses.replace(cell, virtual=True, fake_tensors=True)
     trials = machine.trials([cell], ("time", "memory"), gpus=1, **settings)
-    trials += machine.trials([fake], ("memory",), gpus=1) if not registry()[cell.backend].refuses.fake else []
+    trials += (
+        machine.trials([fake], ("memory",), gpus=1)
+        if not registry()[cell.backend].refuses.fake
+        else []
+    )
     assert [trial["status"] for trial in trials] == ["ok"] * len(trials), trials
     peak = trials[0]["found"]["time"]["cuda_memory"]["allocated"]
     exact = trials[-1]["found"]["memory"]["peak"] + WORKSPACES
-    print(f"{model} {cell.backend} N={cell.accumulate}: measured {peak / MIB:.0f} MiB, exact {exact / MIB:.0f} MiB")
+    print(
+        f"{model} {cell.backend} N={cell.accumulate}: measured {peak / MIB:.0f} MiB, exact {exact / MIB:.0f} MiB"
+    )
     assert peak == pytest.approx(exact, rel=TOLERANCE)

@@ -15,19 +15,31 @@ from tests.cuda.conftest import Machine
 
 DIFFERENT = {
     ("deepspeed-zero3-deferred", "zero-grad"),
-    *product(("lightning-deepspeed-zero3", "lightning-deepspeed-zero3-corrected"), ("exception", "exception-epoch-2")),
+    *product(
+        ("lightning-deepspeed-zero3", "lightning-deepspeed-zero3-corrected"),
+        ("exception", "exception-epoch-2"),
+    ),
 }
 """Backend and scenario of the records that differ by device; docs/gpu.md says why."""
 
 
 def records(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
     """By backend and scenario; on a CPU Lightning's strategy is a class of ours, which is named in its errors."""
-    text = (folder / OBSERVATIONS).read_text().replace("DeepSpeedStrategyOnCPU", "DeepSpeedStrategy")
-    return {(record["backend"], record["scenario"]): record for record in json.loads(text)["observations"]}
+    text = (
+        (folder / OBSERVATIONS).read_text().replace("DeepSpeedStrategyOnCPU", "DeepSpeedStrategy")
+    )
+    return {
+        (record["backend"], record["scenario"]): record
+        for record in json.loads(text)["observations"]
+    }
 
 
-@pytest.mark.parametrize("names", ["ddp-eager,deepspeed-zero3-deferred", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "names", ["ddp-eager,deepspeed-zero3-deferred", pytest.param("all", marks=pytest.mark.slow)]
+)
 def test_records_are_those_of_the_cpu(machine: Machine, names: str) -> None:
-    machine.bench("semantics", "--suite", "--device", "cuda", "--backend", names, "--out", "suite", gpus=2)
+    machine.bench(
+        "semantics", "--suite", "--device", "cuda", "--backend", names, "--out", "suite", gpus=2
+    )
     found, on_cpu = records(machine.folder / "suite"), records(ROOT / "results" / "semantics")
     assert {name for name in found if found[name] != on_cpu[name]} == DIFFERENT & found.keys()

@@ -52,9 +52,14 @@ print(json.dumps([
 
 def test_a_missing_wait_and_a_missing_record_stream_give_wrong_values(machine: Machine) -> None:
     """Not at each seed: some hold no task of the other stream, and then all may be in order by chance."""
-    found = [json.loads(machine.python(PLANTED, values=True, FAKE_STREAMS=seed)) for seed in ("1", "2", "3")]
+    found = [
+        json.loads(machine.python(PLANTED, values=True, FAKE_STREAMS=seed))
+        for seed in ("1", "2", "3")
+    ]
     assert all(ordered == [True, True] for ordered, _ in found), found
-    assert not any(all(right) for right in zip(*(unordered for _, unordered in found), strict=True)), found
+    assert not any(
+        all(right) for right in zip(*(unordered for _, unordered in found), strict=True)
+    ), found
 
 
 FEW = "ddp-deferred,fsdp2-deferred,deepspeed-zero2-eager,deepspeed-zero3-eager,hf-trainer-deepspeed-zero3"
@@ -71,7 +76,9 @@ ON_TWO = ("--accumulate", "2", "--batch", "8")
         *(pytest.param((), seed, id=str(seed), marks=pytest.mark.slow) for seed in range(1, 11)),
     ],
 )
-def test_backends_are_right_in_any_order(machine: Machine, options: tuple[str, ...], seed: int) -> None:
+def test_backends_are_right_in_any_order(
+    machine: Machine, options: tuple[str, ...], seed: int
+) -> None:
     process = machine.bench(*SMOKE, *options, "--out", "run", gpus=4, FAKE_STREAMS=str(seed))
     assert not unexpected(machine.records()), told(machine.records())
     assert process.returncode == 0 and not judged(machine), process.stdout + process.stderr
@@ -82,8 +89,12 @@ def test_torch_finds_no_race_but_the_known_ones(machine: Machine) -> None:
     """One trial of each backend under torch's own detector, which knows of accesses and waits, not of values."""
     cells = []
     for name, backend in registry().items():
-        cell = dataclasses.replace(counted_cell(name, 4 if backend.replicate else 2), model="micro", sequence_length=32)
-        cell = dataclasses.replace(cell, precision=Precision.FP32, replicate=2 if backend.replicate else cell.replicate)
+        cell = dataclasses.replace(
+            counted_cell(name, 4 if backend.replicate else 2), model="micro", sequence_length=32
+        )
+        cell = dataclasses.replace(
+            cell, precision=Precision.FP32, replicate=2 if backend.replicate else cell.replicate
+        )
         if name not in (*REFERENCES, "torchtitan-eager"):
             cells.append(cell)
     file = machine.folder / "races"

@@ -29,7 +29,9 @@ JOIN = """
 """
 
 
-def run_ranks(machine: Machine, body: str, *, join: str = JOIN, values: bool = False, **settings: str) -> str:
+def run_ranks(
+    machine: Machine, body: str, *, join: str = JOIN, values: bool = False, **settings: str
+) -> str:
     script = machine.folder / "ranks.py"
     script.write_text(RANKS.replace("{join}", join.strip()).replace("{body}", body.strip()))
     code = f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')"
@@ -85,4 +87,7 @@ print(uuids, more == 2**30, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), to
 """
     visible = "GPU-13131313-1313-1313-1313-131313131313,GPU-11111111"
     forked = 3  # cudaErrorInitializationError
-    assert machine.python(code, gpus=4, CUDA_VISIBLE_DEVICES=visible) == f"['13131313', '11111111'] True {forked} True"
+    assert (
+        machine.python(code, gpus=4, CUDA_VISIBLE_DEVICES=visible)
+        == f"['13131313', '11111111'] True {forked} True"
+    )

@@ -25,7 +25,9 @@ def errors(request: pytest.FixtureRequest, shared_machine: Machine) -> dict[str,
 
 def test_operators_have_the_values_of_the_cpu(errors: dict[str, float]) -> None:
     limits = {name: 0.01 if "attention in bf16" in name else 1e-6 for name in errors}
-    assert len(errors) > 10 and not {name: error for name, error in errors.items() if not error <= limits[name]}
+    assert len(errors) > 10 and not {
+        name: error for name, error in errors.items() if not error <= limits[name]
+    }
 
 
 def test_an_operator_without_values_raises_and_names_itself(machine: Machine) -> None:
@@ -36,7 +38,10 @@ try:
 except RuntimeError as error:
     print(str(error).splitlines()[0])
 """
-    assert machine.python(code, values=True) == "aten::cudnn_convolution has no values over the stub of CUDA"
+    assert (
+        machine.python(code, values=True)
+        == "aten::cudnn_convolution has no values over the stub of CUDA"
+    )
 
 
 def test_a_kernel_of_no_operator_raises(machine: Machine) -> None:
@@ -100,17 +105,24 @@ COLLECTIVES = """
 
 
 @pytest.mark.parametrize("streams", [{}, {"FAKE_STREAMS": "1"}], ids=["at once", "by threads"])
-def test_nccl_moves_and_reduces_messages_of_any_size(machine: Machine, streams: dict[str, str]) -> None:
+def test_nccl_moves_and_reduces_messages_of_any_size(
+    machine: Machine, streams: dict[str, str]
+) -> None:
     assert run_ranks(machine, COLLECTIVES, values=True, **streams) == "[]"
 
 
 def test_counts_and_memory_are_the_same_with_and_without_values(machine: Machine) -> None:
     backends = ("fsdp2-deferred", "deepspeed-zero3-eager")
-    cells = [dataclasses.replace(counted_cell(name, 1), model="micro", sequence_length=32) for name in backends]
+    cells = [
+        dataclasses.replace(counted_cell(name, 1), model="micro", sequence_length=32)
+        for name in backends
+    ]
     counts, peaks = [], []
     for values in (False, True):
         trials = machine.trials(cells, ("time", "memory"), gpus=1, counted=True, values=values)
-        counts.append([[window["counts"] for window in trial["found"]["windows"]] for trial in trials])
+        counts.append(
+            [[window["counts"] for window in trial["found"]["windows"]] for trial in trials]
+        )
         peaks.append([trial["found"]["memory"] for trial in trials])
     assert counts[0] == counts[1] and peaks[0] == peaks[1]
     assert all(window["KERNEL"] > 100 for windows in counts[0] for window in windows)

@@ -53,7 +53,11 @@ class WatchedTrial(trial.RankTrial):
         profiler = WindowProfiler()
         self._settled(profiler)
         seen = collections.Counter(category(event) for event in profiler.events)
-        return {"status": Status.OK, "stacks": dict(self._stacks), "seen": {kind: seen[kind] for kind in SEEN}}
+        return {
+            "status": Status.OK,
+            "stacks": dict(self._stacks),
+            "seen": {kind: seen[kind] for kind in SEEN},
+        }
 
     def train(self, taps: Taps, windows: int, **options: Any) -> Backend:
         import torch
@@ -67,7 +71,9 @@ class WatchedTrial(trial.RankTrial):
             if then is not None:
                 then(kind)
             num_losses += kind is Event.LOSS
-            timed = cell.warmup_windows * cell.accumulate <= num_losses < cell.windows * cell.accumulate
+            timed = (
+                cell.warmup_windows * cell.accumulate <= num_losses < cell.windows * cell.accumulate
+            )
             if kind is Event.STEP:
                 torch.cuda.set_sync_debug_mode("warn" if timed else "default")
 
@@ -85,11 +91,19 @@ def main() -> None:
     """Run the backends that are named, on one GPU, and print."""
     with Launcher(Device.CUDA) as launcher, tempfile.TemporaryDirectory() as folder:
         for name in sys.argv[1:]:
-            spec = Warned(cell=counted_cell(name, 1), passes=("time",), folder=str(Path(folder) / name), reference="")
+            spec = Warned(
+                cell=counted_cell(name, 1),
+                passes=("time",),
+                folder=str(Path(folder) / name),
+                reference="",
+            )
             outcome = launcher.run(spec, TIMEOUT_S)
             print(f"{name}: {outcome.status} {outcome.reason}".rstrip())
             found = outcome.ranks[0] if outcome.ranks else {"seen": {}, "stacks": {}}
-            print("  on the device in a window:", ", ".join(f"{n} {kind}" for kind, n in found["seen"].items()))
+            print(
+                "  on the device in a window:",
+                ", ".join(f"{n} {kind}" for kind, n in found["seen"].items()),
+            )
             for text, times in found["stacks"].items():
                 print(f"  {times} x\n    {text}", flush=True)
 

@@ -23,10 +23,28 @@ SKIPPED = 77
 """Exit status where the machine cannot build it, as in automake."""
 DISK_BYTES = 5 * 10**9
 """That have to be free to install: the wheel, what pip unpacks and what it keeps in its cache."""
-RUNTIME = ("machine", "counters", "device", "memory", "stream", "kernel", "library", "cudnn", "nccl")
+RUNTIME = (
+    "machine",
+    "counters",
+    "device",
+    "memory",
+    "stream",
+    "kernel",
+    "library",
+    "cudnn",
+    "nccl",
+)
 """Sources of the library that stands in for CUDA's runtime and all that is built on it."""
 VALUES = "values.so"
-FLAGS = ("-shared", "-fPIC", "-O1", "-std=gnu11", "-Wall", "-Wextra", "-Wno-missing-field-initializers")
+FLAGS = (
+    "-shared",
+    "-fPIC",
+    "-O1",
+    "-std=gnu11",
+    "-Wall",
+    "-Wextra",
+    "-Wno-missing-field-initializers",
+)
 
 
 class UnavailableError(Exception):
@@ -35,10 +53,14 @@ class UnavailableError(Exception):
 
 def build(folder: Path) -> None:
     """Build what is not there yet. Raises UnavailableError."""
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
+    compiler = next(
+        filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None
+    )
     if compiler is None or shutil.which("nm") is None:
         raise UnavailableError("there is no C compiler with nm: install gcc and binutils")
-    compiler_of_cpp = next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), None)
+    compiler_of_cpp = next(
+        filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), None
+    )
     if compiler_of_cpp is None:
         raise UnavailableError("there is no C++ compiler: install g++")
     folder.mkdir(parents=True, exist_ok=True)
@@ -54,15 +76,33 @@ def install(folder: Path) -> None:
         return
     free = shutil.disk_usage(folder).free
     if free < DISK_BYTES:
-        raise UnavailableError(f"{free / 1e9:.1f} GB are free at {folder}, {DISK_BYTES / 1e9:g} GB are needed")
+        raise UnavailableError(
+            f"{free / 1e9:.1f} GB are free at {folder}, {DISK_BYTES / 1e9:g} GB are needed"
+        )
     target = folder / "torch-cuda"
     shutil.rmtree(target, ignore_errors=True)
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+    ]
     command += ["--disable-pip-version-check", "--root-user-action", "ignore"]
-    print(f"installing torch for CUDA into {target}: 0.5 GB to download, 1.2 GB on the disk", flush=True)
-    found = subprocess.run([*command, "--target", str(target), "-r", str(requirements)], capture_output=True, text=True)
+    print(
+        f"installing torch for CUDA into {target}: 0.5 GB to download, 1.2 GB on the disk",
+        flush=True,
+    )
+    found = subprocess.run(
+        [*command, "--target", str(target), "-r", str(requirements)], capture_output=True, text=True
+    )
     if found.returncode:
-        errors = [line for line in found.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
+        errors = [line for line in found.stderr.splitlines() if line.startswith("ERROR")] or [
+            "pip failed"
+        ]
         raise UnavailableError(f"there is no CUDA wheel: {errors[-1]}")
     # torch would find the real runtime there, before the stub. Of these wheels only the headers are wanted.
     shutil.rmtree(folder / "headers", ignore_errors=True)
@@ -79,15 +119,33 @@ def compile_stub(folder: Path, compiler: str) -> None:
         return
     shutil.rmtree(made, ignore_errors=True)
     (folder / "include" / "nv").mkdir(parents=True, exist_ok=True)
-    (folder / "include" / "nv" / "target").write_text("#pragma once\n")  # of a wheel of 100 MB, and not used in C
+    (folder / "include" / "nv" / "target").write_text(
+        "#pragma once\n"
+    )  # of a wheel of 100 MB, and not used in C
     made.mkdir()
     generated = folder / "generated.c"
     include = ["-I", str(HERE)]
     headers = ["-I", str(folder / "headers/cu13/include"), "-I", str(folder / "include")]
 
-    def link(name: str, sources: tuple[str, ...], also: tuple[Path, ...] = (), flags: tuple[str, ...] = ()) -> Path:
+    def link(
+        name: str,
+        sources: tuple[str, ...],
+        also: tuple[Path, ...] = (),
+        flags: tuple[str, ...] = (),
+    ) -> Path:
         files = [*(str(HERE / f"{source}.c") for source in sources), *map(str, also)]
-        command = [compiler, *FLAGS, *include, *flags, *files, "-o", str(made / name), "-ldl", "-lrt", "-lpthread"]
+        command = [
+            compiler,
+            *FLAGS,
+            *include,
+            *flags,
+            *files,
+            "-o",
+            str(made / name),
+            "-ldl",
+            "-lrt",
+            "-lpthread",
+        ]
         subprocess.run(command, check=True)
         return made / name
 
@@ -115,10 +173,31 @@ def compile_values(folder: Path, compiler: str) -> None:
     if is_as_it_was(folder / "compiled-values", sources):
         return
     torch, made = folder / "torch-cuda" / "torch", folder / "values.new"
-    include = (torch / "include", torch / "include/torch/csrc/api/include", folder / "headers/cu13/include")
-    command = [compiler, "-shared", "-fPIC", "-O1", "-std=c++17", "-w", str(paths[0]), "-o", str(made)]
+    include = (
+        torch / "include",
+        torch / "include/torch/csrc/api/include",
+        folder / "headers/cu13/include",
+    )
+    command = [
+        compiler,
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-std=c++17",
+        "-w",
+        str(paths[0]),
+        "-o",
+        str(made),
+    ]
     command += [f"-I{path}" for path in (*include, folder / "include")]
-    command += [f"-L{torch / 'lib'}", "-ltorch", "-ltorch_cpu", "-ltorch_cuda", "-lc10", "-lc10_cuda"]
+    command += [
+        f"-L{torch / 'lib'}",
+        "-ltorch",
+        "-ltorch_cpu",
+        "-ltorch_cuda",
+        "-lc10",
+        "-lc10_cuda",
+    ]
     subprocess.run([*command, f"-L{folder / 'lib'}", "-l:libcudart.so.13"], check=True)
     made.rename(folder / VALUES)
     (folder / "compiled-values").write_text(digest(sources))
@@ -127,7 +206,9 @@ def compile_values(folder: Path, compiler: str) -> None:
 def wanted_libraries(torch: Path) -> set[str]:
     """The names of CUDA's libraries that those of an installed torch are linked with."""
     files = sorted(map(str, (torch / "lib").glob("*.so*")))
-    text = subprocess.run(["readelf", "--dynamic", *files], capture_output=True, text=True, check=True).stdout
+    text = subprocess.run(
+        ["readelf", "--dynamic", *files], capture_output=True, text=True, check=True
+    ).stdout
     return set(re.findall(r"\(NEEDED\).*\[(lib(?:cu|nccl|nvshmem|nvrtc)[\w-]*\.so[.\d]*)\]", text))
 
 

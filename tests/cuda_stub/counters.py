@@ -61,7 +61,9 @@ class Counters:
 
     def watch(self) -> None:
         """Note every wait from now on."""
-        self._hook = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._see)  # kept, since C holds its address
+        self._hook = ctypes.CFUNCTYPE(None, ctypes.c_int)(
+            self._see
+        )  # kept, since C holds its address
         self._library.fake_set_hook(self._hook)
 
     def _see(self, kind: int) -> None:
@@ -76,7 +78,10 @@ class Counters:
         number = self._c.backtrace(addresses, NATIVE_FRAMES)
         lines = self._c.backtrace_symbols(addresses, number)
         # library(symbol+offset) [address]
-        found = [lines[i].decode(errors="replace").partition("(")[2].partition("+")[0] for i in range(number)]
+        found = [
+            lines[i].decode(errors="replace").partition("(")[2].partition("+")[0]
+            for i in range(number)
+        ]
         self._c.free(lines)
         return tuple(name for name in found if name.startswith("_Z"))
 
@@ -101,7 +106,7 @@ def demangled(names: tuple[str, ...]) -> tuple[str, ...]:
     if not names:
         return ()
     return tuple(
-        subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True).stdout.split(
-            "\n"
-        )
+        subprocess.run(
+            ["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True
+        ).stdout.split("\n")
     )

@@ -7,10 +7,14 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-LIBRARIES = r"(__)?(cuda|cublas|cudnn|cufft|curand|cusparse|cusolver|cupti|cuFile|nccl|nvshmem|nvrtc)"
+LIBRARIES = (
+    r"(__)?(cuda|cublas|cudnn|cufft|curand|cusparse|cusolver|cupti|cuFile|nccl|nvshmem|nvrtc)"
+)
 """How the names begin that the one library stands in for; the driver's (``cuInit``) are in another."""
 DRIVER = r"cu(?!File)[A-Z]"
-PRODUCT = re.compile(r"cublas(?!Set|Get|Create|Destroy|Lt)\w*(gemm|Gemm|gemv|dot|Dot|scal|axpy|trsm)\w*")
+PRODUCT = re.compile(
+    r"cublas(?!Set|Get|Create|Destroy|Lt)\w*(gemm|Gemm|gemv|dot|Dot|scal|axpy|trsm)\w*"
+)
 """Functions of cuBLAS that launch something."""
 ALSO_OF_THE_DRIVER = ("cuGetErrorName", "cuDeviceGetAttribute")
 """Called through the driver's library, though torch does not link them."""

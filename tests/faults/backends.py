@@ -266,5 +266,11 @@ class EmptyResult(Corrupts):
 
 def named() -> str:
     """The value of BENCH_BACKENDS that adds all backends of this module."""
-    classes = {name: value for name, value in globals().items() if getattr(value, "__module__", "") == __name__}
-    return ",".join(f"{__name__}:{name}" for name, value in classes.items() if "name" in vars(value))
+    classes = {
+        name: value
+        for name, value in globals().items()
+        if getattr(value, "__module__", "") == __name__
+    }
+    return ",".join(
+        f"{__name__}:{name}" for name, value in classes.items() if "name" in vars(value)
+    )

@@ -18,14 +18,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if "tests/faults/" not in report.nodeid or (report.outcome == "passed" and report.when != "call"):
+    if "tests/faults/" not in report.nodeid or (
+        report.outcome == "passed" and report.when != "call"
+    ):
         return
-    reason = f": {report.longrepr[2].removeprefix('Skipped: ')}" if isinstance(report.longrepr, tuple) else ""
+    reason = (
+        f": {report.longrepr[2].removeprefix('Skipped: ')}"
+        if isinstance(report.longrepr, tuple)
+        else ""
+    )
     if FORM.outcomes.get(report.nodeid) != "failed":
         FORM.outcomes[report.nodeid] = report.outcome + reason
 
 
-@pytest.hookimpl(trylast=True)  # after fixtures have noted what they know, also when the session is interrupted
+@pytest.hookimpl(
+    trylast=True
+)  # after fixtures have noted what they know, also when the session is interrupted
 def pytest_sessionfinish(session: pytest.Session) -> None:
     out: Path | None = session.config.getoption("--reliability")
     if out is not None:

@@ -66,7 +66,9 @@ class Place:
     def write(self, *names: str, **changes: int) -> None:
         """The matrix of these backends; the reference comes along."""
         values = {"repeats": 1, "seed": 0, "accumulate": 2, "world_size": 2} | changes
-        (self.folder / "matrix.toml").write_text(MATRIX.format(backend=[REFERENCE, *names], **values))
+        (self.folder / "matrix.toml").write_text(
+            MATRIX.format(backend=[REFERENCE, *names], **values)
+        )
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """``python -m bench`` with these arguments; what it prints goes to files, which no one has to empty."""
@@ -90,7 +92,9 @@ class Place:
             status = process.wait(timeout_s)
         finally:
             process.kill()
-        done = subprocess.CompletedProcess(process.args, status, self.output("out"), self.output("err"))
+        done = subprocess.CompletedProcess(
+            process.args, status, self.output("out"), self.output("err")
+        )
         return Run(self.folder / "run", done)
 
     def output(self, which: str) -> str:
@@ -106,7 +110,9 @@ class Place:
     @property
     def is_finished(self) -> bool:
         """Whether all trials are in the journal."""
-        return (self.folder / "run" / MANIFEST).exists() and "finished" in read_document(self.folder / "run")
+        return (self.folder / "run" / MANIFEST).exists() and "finished" in read_document(
+            self.folder / "run"
+        )
 
     @property
     def whole_lines(self) -> bytes:
@@ -128,10 +134,14 @@ def place(folder: Path, **environment: str) -> Iterator[Place]:
 def seed_that_puts_first(first: str, second: str) -> int:
     """A seed with which the block's shuffle puts the first of two backends before the second."""
     cells = [make_cell(backend=name) for name in (first, second)]
-    return next(seed for seed in itertools.count() if block(cells, 0, seed)[0].cell.backend == first)
+    return next(
+        seed for seed in itertools.count() if block(cells, 0, seed)[0].cell.backend == first
+    )
 
 
-def end(process: subprocess.Popen[str], number: signal.Signals, within_s: float) -> tuple[int, float]:
+def end(
+    process: subprocess.Popen[str], number: signal.Signals, within_s: float
+) -> tuple[int, float]:
     """Send the signal; the exit status and the seconds that passed until the end."""
     began = time.monotonic()
     process.send_signal(number)
@@ -145,7 +155,15 @@ def end(process: subprocess.Popen[str], number: signal.Signals, within_s: float)
 TIMES = {"wall_s", "ended", "training_s", "slot", "sha256", "log"}
 """Keys of a record that differ from run to run."""
 TIMES_OF_PASSES = {
-    "time": {"began", "ended", "host", "num_warmup", "rank_step_seconds", "step_seconds", "warmup_seconds"},
+    "time": {
+        "began",
+        "ended",
+        "host",
+        "num_warmup",
+        "rank_step_seconds",
+        "step_seconds",
+        "warmup_seconds",
+    },
     "dispatch": {"cpu_s"},
 }
 """The same of its passes."""
@@ -162,6 +180,8 @@ def facts(records: Sequence[dict[str, Any]]) -> dict[tuple[str, int], dict[str, 
         kept = {name: value for name, value in record.items() if name not in TIMES}
         for pass_name, times in TIMES_OF_PASSES.items():
             if kept.get(pass_name):
-                kept[pass_name] = {name: value for name, value in kept[pass_name].items() if name not in times}
+                kept[pass_name] = {
+                    name: value for name, value in kept[pass_name].items() if name not in times
+                }
         found[key] = kept
     return found

@@ -83,7 +83,12 @@ class Leaks:
     def _locked(self) -> Iterator[Path]:
         """Files in the run's folder on which a process holds a lock."""
         table = Path("/proc/locks").read_text().splitlines()
-        inodes = {int(part.rpartition(":")[2]) for line in table for part in line.split() if part.count(":") == 2}
+        inodes = {
+            int(part.rpartition(":")[2])
+            for line in table
+            for part in line.split()
+            if part.count(":") == 2
+        }
         for path in self._folder.rglob("*"):
             with contextlib.suppress(FileNotFoundError):
                 if path.is_file() and path.stat().st_ino in inodes:
@@ -111,7 +116,11 @@ def _ports(pids: set[int]) -> list[int]:
     for pid in pids:
         with contextlib.suppress(psutil.Error):
             sockets = psutil.Process(pid).net_connections("inet")
-            found |= {connection.laddr.port for connection in sockets if connection.status == psutil.CONN_LISTEN}
+            found |= {
+                connection.laddr.port
+                for connection in sockets
+                if connection.status == psutil.CONN_LISTEN
+            }
     return sorted(found)
 
 

@@ -27,7 +27,15 @@ class Disk:
     @property
     def before(self) -> Sequence[str]:
         """The command that starts a program in the namespace, beside the folder."""
-        enter = ("nsenter", "--target", str(self.holder), "--user", "--mount", "--preserve-credentials", "--")
+        enter = (
+            "nsenter",
+            "--target",
+            str(self.holder),
+            "--user",
+            "--mount",
+            "--preserve-credentials",
+            "--",
+        )
         return (*enter, "sh", "-c", 'cd "$0" && exec "$@"', str(self.folder.parent))
 
     @property
@@ -41,12 +49,25 @@ def small_disk(folder: Path, size: int) -> Iterator[Disk]:
     if not (shutil.which("unshare") and shutil.which("nsenter")):
         pytest.skip("no unshare and nsenter here, so no small disk")
     script = 'mount -t tmpfs -o size="$1" tmpfs "$2" && echo ready && exec sleep 3600'
-    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh", str(size), str(folder)]
+    command = [
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--mount",
+        "sh",
+        "-c",
+        script,
+        "sh",
+        str(size),
+        str(folder),
+    ]
     holder = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert holder.stdout is not None and holder.stderr is not None
         if holder.stdout.readline() != "ready\n":
-            pytest.skip(f"no file system can be mounted here, so no small disk: {holder.stderr.read().strip()}")
+            pytest.skip(
+                f"no file system can be mounted here, so no small disk: {holder.stderr.read().strip()}"
+            )
         yield Disk(folder, holder.pid)
     finally:
         holder.kill()

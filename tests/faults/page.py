@@ -38,7 +38,17 @@ SECTIONS = {
         "run is finished. Then its journal is compared with that of an undisturbed run: it must have the same trials, "
         "each once, and equal in all but timings. A finished trial that was not in the journal after a kill is lost. "
         "Seconds are the longest time from the signal to the end of the runner.",
-        ("signal", "of", "kills", "runs", "trials compared", "lost", "differing", "seconds", "left behind"),
+        (
+            "signal",
+            "of",
+            "kills",
+            "runs",
+            "trials compared",
+            "lost",
+            "differing",
+            "seconds",
+            "left behind",
+        ),
     ),
     "fuzz": (
         "## Hostile input\n\n"
@@ -57,7 +67,14 @@ SECTIONS = {
         "fork servers, at most every 120 s. Its time has to stay under 0.2 s. In a trial, ranks are forked and "
         "connected, model and tokens are made, and processes are ended beside the training; the median is given. "
         "Memory is the resident size of the runner's process; its growth is counted from a tenth of the trials on.",
-        ("trials", "number", "runner, per trial", "in a trial, beside training", "growth", "largest"),
+        (
+            "trials",
+            "number",
+            "runner, per trial",
+            "in a trial, beside training",
+            "growth",
+            "largest",
+        ),
     ),
 }
 """Of each section its heading and text, and the head of its table."""
@@ -82,9 +99,15 @@ def write(page: Path, facts: Facts, outcomes: Mapping[str, str]) -> None:
         row = {**row, "measured": now} if row else stored["sections"].get(section, {}).get(name)
         if row:
             sections.setdefault(section, {})[name] = row
-    bad = {name: outcome for name, outcome in (stored["not_passed"] | dict(outcomes)).items() if outcome != "passed"}
+    bad = {
+        name: outcome
+        for name, outcome in (stored["not_passed"] | dict(outcomes)).items()
+        if outcome != "passed"
+    }
     page.parent.mkdir(parents=True, exist_ok=True)
-    data.write_text(json.dumps({"schema": 2, "sections": sections, "not_passed": bad}, indent=1) + "\n", "utf-8")
+    data.write_text(
+        json.dumps({"schema": 2, "sections": sections, "not_passed": bad}, indent=1) + "\n", "utf-8"
+    )
     page.write_text(markdown(sections, bad), encoding="utf-8")
 
 
@@ -113,7 +136,11 @@ def expected_rows() -> list[tuple[str, str]]:
 
 def markdown(sections: Facts, bad: Mapping[str, str]) -> str:
     """The page; ``bad`` are the tests that failed or were skipped."""
-    lacking = [f"{section}: {name}" for section, name in expected_rows() if name not in sections.get(section, {})]
+    lacking = [
+        f"{section}: {name}"
+        for section, name in expected_rows()
+        if name not in sections.get(section, {})
+    ]
     measured = [row["measured"] for rows in sections.values() for row in rows.values()]
     groups = collections.Counter(
         f"Measured on {about['date']} with torch {about['torch']} and Python {about['python']} on {about['cores']} "
@@ -133,5 +160,7 @@ def markdown(sections: Facts, bad: Mapping[str, str]) -> str:
         parts.append(f"**The page is not complete. Not measured: {plain('; '.join(lacking))}.**")
     for section, (text, head) in SECTIONS.items():
         rows = [row["cells"] for row in sections.get(section, {}).values()]
-        parts += filter(None, [text, "\n".join(markdown_table(head, rows)[:-1]) if rows or text else ""])
+        parts += filter(
+            None, [text, "\n".join(markdown_table(head, rows)[:-1]) if rows or text else ""]
+        )
     return "\n\n".join(parts) + "\n"

@@ -93,9 +93,13 @@ def check(case: Case, run: Run) -> None:
     assert trial["status"] == case.status, trial["reason"]
     assert re.search(case.reason, trial["reason"]), trial["reason"]
     assert record["wall_s"] <= case.within_s
-    saved = "".join(path.read_text(errors="replace") for path in run.folder.glob("logs/**/*") if path.is_file())
+    saved = "".join(
+        path.read_text(errors="replace") for path in run.folder.glob("logs/**/*") if path.is_file()
+    )
     assert case.stack in saved, "not in the stacks"
-    assert not case.stack or "torch/nn/parallel/distributed.py" in saved, "the stack of the rank that waits"
+    assert not case.stack or "torch/nn/parallel/distributed.py" in saved, (
+        "the stack of the rank that waits"
+    )
 
 
 def check_beside(run: Run) -> None:
@@ -120,7 +124,9 @@ def test_each_fault_has_its_status(together: tuple[Run, list[str]], case: Case) 
     check(case, together[0])
 
 
-def test_what_stands_beside_faults_is_sound_and_nothing_is_left_behind(together: tuple[Run, list[str]]) -> None:
+def test_what_stands_beside_faults_is_sound_and_nothing_is_left_behind(
+    together: tuple[Run, list[str]],
+) -> None:
     run, left = together
     assert run.process.returncode == 1, "some cells failed"
     check_beside(run)
@@ -148,7 +154,10 @@ def measured(here: Place, case: Case, *options: str) -> tuple[Run, list[str]]:
     left = here.leaks.left()
     found, seconds = "no row", None
     if (done.folder / "trials.jsonl").exists():
-        found, seconds = str(done.trial(case.name)["status"]), float(done.record(case.name)["wall_s"])
+        found, seconds = (
+            str(done.trial(case.name)["status"]),
+            float(done.record(case.name)["wall_s"]),
+        )
     FORM.note(
         "faults",
         case.name,

@@ -47,10 +47,27 @@ SCALARS = (
     | st.sampled_from([2**31, 2**63, -(2**63), 10**30])
     | st.floats()
     | st.text(max_size=8)
-    | st.sampled_from(["all", "auto", "", "../../escape", "/escape", "=1+1", "<script>", "[red]", "a\nb", "é", "nan"])
+    | st.sampled_from(
+        [
+            "all",
+            "auto",
+            "",
+            "../../escape",
+            "/escape",
+            "=1+1",
+            "<script>",
+            "[red]",
+            "a\nb",
+            "é",
+            "nan",
+        ]
+    )
 )
 ANY = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    ),
 )
 """What JSON, TOML or YAML can hold, mostly."""
 PARSED = (
@@ -79,7 +96,9 @@ def count(name: str) -> None:
 
 def changed(good: bytes) -> st.SearchStrategy[bytes]:
     """A text with some pieces cut out, doubled or replaced."""
-    piece = st.tuples(st.integers(0, len(good)), st.integers(0, 12), st.binary(max_size=6) | _SYNTAX)
+    piece = st.tuples(
+        st.integers(0, len(good)), st.integers(0, 12), st.binary(max_size=6) | _SYNTAX
+    )
 
     def apply(pieces: list[tuple[int, int, bytes]]) -> bytes:
         text = good
@@ -138,11 +157,19 @@ def read_journal(folder: Path, content: bytes) -> None:
 
 
 MATRIX = (Path(matrix_file.FOLDER) / "smoke.toml").read_bytes()
-DOCUMENT = make_document() | {"training": {"seed": 1}, "virtual": {"world_size": [8]}, "description": "d"}
+DOCUMENT = make_document() | {
+    "training": {"seed": 1},
+    "virtual": {"world_size": [8]},
+    "description": "d",
+}
 
 
 @FORM.examples(60, 3000)
-@given(content=st.binary(max_size=80) | st.text(max_size=80).map(lambda text: text.encode()) | changed(MATRIX))
+@given(
+    content=st.binary(max_size=80)
+    | st.text(max_size=80).map(lambda text: text.encode())
+    | changed(MATRIX)
+)
 def test_no_matrix_file_fails(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     count("the matrix parser: files")
     read_matrix(tmp_path_factory.getbasetemp(), content)
@@ -151,9 +178,9 @@ def test_no_matrix_file_fails(tmp_path_factory: pytest.TempPathFactory, content:
 @FORM.examples(100, 5000)
 @given(
     document=edits(DOCUMENT)
-    | st.dictionaries(st.sampled_from([*KEYS, *(key.partition(".")[0] for key in KEYS)]), ANY, max_size=4).map(
-        lambda more: DOCUMENT | more
-    )
+    | st.dictionaries(
+        st.sampled_from([*KEYS, *(key.partition(".")[0] for key in KEYS)]), ANY, max_size=4
+    ).map(lambda more: DOCUMENT | more)
 )
 def test_no_matrix_document_fails(document: dict[str, Any]) -> None:
     count("the matrix parser: documents")
@@ -210,12 +237,16 @@ def read_config(name: str, folder: Path, content: bytes) -> None:
     except InputError as error:
         refusal = str(error)
     assert refusal.startswith(str(path))
-    assert all(len(str(finding).splitlines()) == 4 and finding.code in rules() for finding in findings)
+    assert all(
+        len(str(finding).splitlines()) == 4 and finding.code in rules() for finding in findings
+    )
 
 
 @FORM.examples(80, 5000)
 @given(data=st.data(), name=st.sampled_from(sorted(CONFIGS)))
-def test_no_changed_config_fails(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, name: str) -> None:
+def test_no_changed_config_fails(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, name: str
+) -> None:
     count("the lint readers: YAML and JSON")
     read_config(name, tmp_path_factory.getbasetemp(), data.draw(changed(CONFIGS[name])))
 
@@ -228,7 +259,22 @@ NASTY = [
     "1e-300B/s", "1e300s", "1e-320s", "/dev/zero", "/dev/full",
 ]  # fmt: skip
 """No option needs more than a refusal for most of these."""
-OUT = ["out", "a/b/c", "./x", "a/../y", "file", "file/x", "", ".", "x\ny", "é", "\udcff", "n" * 300, "good", "p.md"]
+OUT = [
+    "out",
+    "a/b/c",
+    "./x",
+    "a/../y",
+    "file",
+    "file/x",
+    "",
+    ".",
+    "x\ny",
+    "é",
+    "\udcff",
+    "n" * 300,
+    "good",
+    "p.md",
+]
 """Where a user may ask for output: always in the folder."""
 WRITES = {"out", "plots", "docs"}
 GOOD_VALUES = {
@@ -255,7 +301,11 @@ def template(folder: Path) -> Path:
     folder.mkdir()
     write_run(folder / "good", RUN, RECORDS)
     write_run(folder / "other", RUN, RECORDS)
-    write_run(folder / "broken", {"schema_version": RUN["schema_version"], "run_id": "../../escape"}, RECORDS)
+    write_run(
+        folder / "broken",
+        {"schema_version": RUN["schema_version"], "run_id": "../../escape"},
+        RECORDS,
+    )
     write_run(folder / "cut", RUN, RECORDS)
     content = (folder / "cut" / JOURNAL).read_bytes()
     (folder / "cut" / JOURNAL).write_bytes(content[100:])
@@ -270,7 +320,9 @@ def template(folder: Path) -> Path:
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
     parser = cli._parser()
-    commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    commands = next(
+        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+    )
     return dict(commands.choices)
 
 
@@ -281,7 +333,11 @@ def values(action: argparse.Action) -> st.SearchStrategy[str]:
     good = GOOD_VALUES.get(str(action.metavar), ["1", "2", "8"])
     if action.choices:
         good = [str(choice) for choice in action.choices]
-    return st.sampled_from(good) | st.sampled_from(NASTY) | st.text(st.characters(exclude_characters="\0"), max_size=6)
+    return (
+        st.sampled_from(good)
+        | st.sampled_from(NASTY)
+        | st.text(st.characters(exclude_characters="\0"), max_size=6)
+    )
 
 
 @st.composite
@@ -292,14 +348,24 @@ def command_lines(draw: st.DrawFn, command: str, parser: argparse.ArgumentParser
     optional = [action for action in actions if action.option_strings and not action.required]
     chosen = draw(st.lists(st.sampled_from(optional), max_size=4)) if optional else []
     needed = [action for action in actions if action.required and draw(st.integers(0, 9))]
-    loose = [action for action in actions if not action.option_strings and not action.required and draw(st.booleans())]
+    loose = [
+        action
+        for action in actions
+        if not action.option_strings and not action.required and draw(st.booleans())
+    ]
     for action in [*chosen, *needed, *loose]:
         if action.option_strings:
             words.append(draw(st.sampled_from(action.option_strings)))
         if action.nargs != 0:
-            words += draw(st.lists(values(action), min_size=1, max_size=2 if action.nargs in {"+", "*"} else 1))
+            words += draw(
+                st.lists(
+                    values(action), min_size=1, max_size=2 if action.nargs in {"+", "*"} else 1
+                )
+            )
     if not draw(st.integers(0, 9)):
-        words.insert(draw(st.integers(0, len(words))), draw(st.sampled_from([*NASTY, "--help", "--no-such"])))
+        words.insert(
+            draw(st.integers(0, len(words))), draw(st.sampled_from([*NASTY, "--help", "--no-such"]))
+        )
     return [command, *words]
 
 
@@ -337,8 +403,12 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Any:
             assert "Traceback" not in ended.out + ended.err
             assert ended.status in {GOOD, BAD, WRONG, UNCHECKED, None}, ended.err
             if ended.status == WRONG:
-                lines = [line for line in ended.err.splitlines() if not line.startswith("skipped: ")]
-                assert len(lines) == 1 and lines[0].startswith("bench: ") and ended.err.endswith("\n"), ended.err
+                lines = [
+                    line for line in ended.err.splitlines() if not line.startswith("skipped: ")
+                ]
+                assert (
+                    len(lines) == 1 and lines[0].startswith("bench: ") and ended.err.endswith("\n")
+                ), ended.err
             return ended
 
         yield check
@@ -395,7 +465,9 @@ def test_no_hostile_run_fails(arguments: list[str], fuzzed: Callable[..., None])
 
 
 @pytest.mark.parametrize("arguments", READERS, ids=lambda words: " ".join(words[:4]))
-def test_what_is_not_edited_is_read(arguments: list[str], tmp_path: Path, fuzzed: Callable[..., None]) -> None:
+def test_what_is_not_edited_is_read(
+    arguments: list[str], tmp_path: Path, fuzzed: Callable[..., None]
+) -> None:
     """The fuzzing proves little if every run were refused."""
     write_run(tmp_path / "run", RESUMED if "--resume" in arguments else RUN, RECORDS)
     files = {f"good/{name}": (tmp_path / "run" / name).read_bytes() for name in (MANIFEST, JOURNAL)}
@@ -416,7 +488,9 @@ def test_no_arguments_fail(command: str, fuzzed: Callable[[list[str]], None]) ->
     fuzz()
 
 
-def test_the_watch_sees_what_is_written_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_watch_sees_what_is_written_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The fuzzing proves nothing if nothing would be noticed."""
     (tmp_path / "template").mkdir()
 

@@ -55,7 +55,13 @@ SCRIPTED = Kind(
     name="scripted",
     what="trials that take no time, so that the journal is written all the while",
     program=("-m", "tests.faults.scripted"),
-    backends=("ddp-eager", "ddp-deferred", "fsdp2-eager", "fsdp2-deferred", "deepspeed-zero2-eager"),
+    backends=(
+        "ddp-eager",
+        "ddp-deferred",
+        "fsdp2-eager",
+        "fsdp2-deferred",
+        "deepspeed-zero2-eager",
+    ),
     repeats=40,
     longest_s=4.0,
 )
@@ -102,7 +108,9 @@ def next_life(here: Place) -> Sequence[str]:
     return ("run", "--resume", "run") if begun else MATRIX_RUN
 
 
-def kill_once(here: Place, kind: Kind, number: signal.Signals, moment_s: float, tally: Tally) -> None:
+def kill_once(
+    here: Place, kind: Kind, number: signal.Signals, moment_s: float, tally: Tally
+) -> None:
     """One life, ended after so many seconds."""
     before = here.whole_lines
     process = here.start(*next_life(here))
@@ -154,7 +162,11 @@ def disturb(folder: Path, kind: Kind, number: signal.Signals, kills: int, expect
                 tally.left += here.leaks.left()
             found = facts(here.records)
             keys = found.keys() | expected.keys()
-            tally.how += [how for key in sorted(keys) if (how := difference(found.get(key), expected.get(key)))]
+            tally.how += [
+                how
+                for key in sorted(keys)
+                if (how := difference(found.get(key), expected.get(key)))
+            ]
             tally.runs += 1
             tally.trials += len(found)
         if not tally.how:
@@ -190,6 +202,8 @@ def test_kills_while_the_journal_is_written(
 
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("number", first([signal.SIGKILL], SIGNALS), ids=lambda number: number.name)
-def test_kills_of_real_runs(tmp_path: Path, number: signal.Signals, unbroken: Callable[[Kind], Facts]) -> None:
+def test_kills_of_real_runs(
+    tmp_path: Path, number: signal.Signals, unbroken: Callable[[Kind], Facts]
+) -> None:
     kind = FORM.choose(SHORT, REAL)
     kill(tmp_path, kind, number, FORM.choose(1, FORM.kills), unbroken(kind))

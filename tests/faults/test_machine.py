@@ -24,7 +24,10 @@ def test_a_full_disk_ends_the_run_and_costs_no_finished_trial(tmp_path: Path) ->
     """ENOSPC in a rank, and then in the runner; with room again, the run goes on."""
     folder = tmp_path / "run"
     folder.mkdir()
-    with small_disk(folder, DISK_BYTES) as disk, place(tmp_path, **{backends.FILL: str(folder / "filler")}) as here:
+    with (
+        small_disk(folder, DISK_BYTES) as disk,
+        place(tmp_path, **{backends.FILL: str(folder / "filler")}) as here,
+    ):
         here.before = disk.before
         here.write("f-fills-disk", "f-sound", seed=seed_that_puts_first("f-fills-disk", "f-sound"))
         ended = here.run()
@@ -35,7 +38,10 @@ def test_a_full_disk_ends_the_run_and_costs_no_finished_trial(tmp_path: Path) ->
         (disk.seen / "filler").unlink()
         here.environment[backends.FILL] = "/dev/full"
         resumed = Run(disk.seen, here.run("run", "--resume", "run").process)
-        found = {name: str(resumed.trial(name)["status"]) for name in ("reference", "f-fills-disk", "f-sound")}
+        found = {
+            name: str(resumed.trial(name)["status"])
+            for name in ("reference", "f-fills-disk", "f-sound")
+        }
         FORM.note(
             "machine",
             "disk",
@@ -65,7 +71,9 @@ def test_memory_used_up_is_told_from_other_kills(tmp_path: Path) -> None:
     with little_memory(MEMORY_BYTES) as before, place(tmp_path / "place") as here:
         here.before = before
         here.write(case.name, "f-sound", seed=seed_that_puts_first(case.name, "f-sound"))
-        run, left = measured(here, case, "--inactivity", "0")  # the kernel looks for pages to free first
+        run, left = measured(
+            here, case, "--inactivity", "0"
+        )  # the kernel looks for pages to free first
         assert left == []
         check(case, run)
         check_beside(run)

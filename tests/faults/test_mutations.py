@@ -39,8 +39,19 @@ READERS: list[list[str]] = [
     ["predict", "--from-run", "run"],
 ]
 LIMIT_S = 10
-TARGETS = ("/dev/zero", "/dev/full", "/dev/tty", "/etc/passwd", "../outside", ".", "run.json", "trials.jsonl")
-NUMBERS = st.sampled_from([0, -1, 1, 1e308, -1e308, 1e-320, 10**18, 2**63, 10**400, float("nan"), float("inf")])
+TARGETS = (
+    "/dev/zero",
+    "/dev/full",
+    "/dev/tty",
+    "/etc/passwd",
+    "../outside",
+    ".",
+    "run.json",
+    "trials.jsonl",
+)
+NUMBERS = st.sampled_from(
+    [0, -1, 1, 1e308, -1e308, 1e-320, 10**18, 2**63, 10**400, float("nan"), float("inf")]
+)
 VALUES = ANY | NUMBERS | st.just(EVIL) | st.lists(NUMBERS, max_size=4)
 Change = Callable[[Path], object]
 
@@ -70,7 +81,10 @@ def of_files(draw: st.DrawFn) -> Callable[[Path], None]:
     )
 
     def change(folder: Path) -> None:
-        written = [folder / name for name in ("report.md", "report.html", "run.lock", "plots", "ratios.parquet")]
+        written = [
+            folder / name
+            for name in ("report.md", "report.html", "run.lock", "plots", "ratios.parquet")
+        ]
         for path in written:
             if not path.exists():
                 path.touch()
@@ -93,7 +107,9 @@ def of_values(draw: st.DrawFn) -> Callable[[Path], None]:
         records = Journal(folder).read()
         at = line % len(records)
         changed: Any = put(records[at], step, new)
-        texts = [encode(changed if number == at else record) for number, record in enumerate(records)]
+        texts = [
+            encode(changed if number == at else record) for number, record in enumerate(records)
+        ]
         (folder / JOURNAL).write_bytes(b"".join(texts))
 
     return change
@@ -142,7 +158,12 @@ def test_no_mutation_of_a_committed_run_fails(
     def mutate(change: Change, arguments: list[str]) -> None:
         count(ROW)
         with in_time():
-            ended = call(arguments, tmp_path / "place", template, change=lambda folder: change(folder / "run"))
+            ended = call(
+                arguments,
+                tmp_path / "place",
+                template,
+                change=lambda folder: change(folder / "run"),
+            )
         require_sound(ended, arguments)
 
     with limited(2 * 2**30):

@@ -100,7 +100,9 @@ def test_what_a_real_trial_costs_beside_its_training(tmp_path: Path) -> None:
         samples = watched(here)
         records = here.records
     inside = statistics.median(record["wall_s"] - record["training_s"] for record in records)
-    outside = samples.seconds_per_trial - statistics.fmean(record["wall_s"] for record in records[samples.timed])
+    outside = samples.seconds_per_trial - statistics.fmean(
+        record["wall_s"] for record in records[samples.timed]
+    )
     what = "real trials of one process that trains next to nothing"
     FORM.note("null", "real", what, f"{len(records):,}", _ms(outside), _ms(inside), *samples.memory)
     assert {record["status"] for record in records} == {"ok"}

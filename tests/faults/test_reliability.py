@@ -15,16 +15,25 @@ def test_a_page_of_a_part_says_what_is_not_there(tmp_path: Path) -> None:
     file = tmp_path / "docs" / "page.md"
     page.write(file, {"machine": {"disk": DISK}}, {"test_one": "passed", "test_two": "failed"})
     text = file.read_text()
-    assert "**The page is not complete. Not measured: faults: f-sleeps;" in text and "; null: real.**" in text
-    assert "machine: disk" not in text and "- **test_two: failed**" in text and "test_one" not in text
+    assert (
+        "**The page is not complete. Not measured: faults: f-sleeps;" in text
+        and "; null: real.**" in text
+    )
+    assert (
+        "machine: disk" not in text and "- **test_two: failed**" in text and "test_one" not in text
+    )
     page.write(file, {"kills": {"real SIGKILL": KILLS}}, {"test_two": "passed"})
     text = file.read_text()
-    assert "| a full disk | the run ends | it ended | nothing |" in text, "what was measured before is kept"
+    assert "| a full disk | the run ends | it ended | nothing |" in text, (
+        "what was measured before is kept"
+    )
     assert "kills: real SIGKILL" not in text and "kills: real SIGTERM" in text
     assert "These tests did not pass" not in text
 
 
-def test_a_page_of_all_says_nothing_of_the_kind_nor_of_rows_that_are_gone(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_page_of_all_says_nothing_of_the_kind_nor_of_rows_that_are_gone(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     file = tmp_path / "page.md"
     page.write(file, {"machine": {"disk": DISK}}, {})
     monkeypatch.setattr(page, "expected_rows", lambda: [("kills", "real SIGKILL")])

@@ -54,7 +54,9 @@ def write_run(folder: Path, lines: Sequence[dict[str, Any]], **changes: Any) -> 
     return folder
 
 
-def bench(*arguments: str, folder: Path, timeout_s: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
+def bench(
+    *arguments: str, folder: Path, timeout_s: float = 60, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """The command line in a process of its own, whose output is no terminal."""
     return subprocess.run(
         [sys.executable, "-m", "bench", *arguments],
@@ -68,7 +70,11 @@ def bench(*arguments: str, folder: Path, timeout_s: float = 60, **environment: s
 
 
 def errors_of(folder: Path) -> list[str]:
-    return [finding.text for finding in check(folder) if finding.topic == "records" and finding.level == "error"]
+    return [
+        finding.text
+        for finding in check(folder)
+        if finding.topic == "records" and finding.level == "error"
+    ]
 
 
 def test_two_writers_are_refused_whatever_became_of_the_lock_file(tmp_path: Path) -> None:
@@ -84,7 +90,9 @@ def test_two_writers_are_refused_whatever_became_of_the_lock_file(tmp_path: Path
 
 
 @pytest.mark.parametrize("replaced", [True, False])
-def test_a_journal_that_was_removed_meanwhile_is_not_begun_again(tmp_path: Path, replaced: bool) -> None:
+def test_a_journal_that_was_removed_meanwhile_is_not_begun_again(
+    tmp_path: Path, replaced: bool
+) -> None:
     journal = Journal(tmp_path)
     with journal.held("run"):
         journal.append({"a": 1})
@@ -98,7 +106,9 @@ def test_a_journal_that_was_removed_meanwhile_is_not_begun_again(tmp_path: Path,
 def test_records_of_two_writers_are_an_error_of_check(tmp_path: Path) -> None:
     assert errors_of(write_run(tmp_path / "good", records())) == []
     lines = records()
-    (twice,) = errors_of(write_run(tmp_path / "twice", [*lines[:3], lines[2] | {"slot": 3}, lines[3] | {"slot": 4}]))
+    (twice,) = errors_of(
+        write_run(tmp_path / "twice", [*lines[:3], lines[2] | {"slot": 3}, lines[3] | {"slot": 4}])
+    )
     assert "again after a good record" in twice
     (slots,) = errors_of(write_run(tmp_path / "slots", [*lines[:2], lines[3], lines[2]]))
     assert "written as number" in slots
@@ -126,20 +136,28 @@ def test_an_edited_manifest_contradicts_the_records(tmp_path: Path, change: dict
     assert errors_of(folder) == []
     document = json.loads((folder / MANIFEST).read_text())
     write_document(folder, document | change)
-    assert any("run.json was changed after trials had run: 4 records" in text for text in errors_of(folder))
+    assert any(
+        "run.json was changed after trials had run: 4 records" in text for text in errors_of(folder)
+    )
     assert run_sha256(folder) != before
 
 
 def test_the_hash_that_pins_a_run_is_one_that_any_shell_computes(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", records())
     command = f"sha256sum {MANIFEST} {JOURNAL} | sha256sum"
-    found = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True, check=True).stdout
+    found = subprocess.run(
+        command, shell=True, cwd=folder, capture_output=True, text=True, check=True
+    ).stdout
     assert found.split()[0] == run_sha256(folder)
 
 
 def test_a_manifest_that_lies_beside_the_records_is_an_error(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", records(), packages={"torch": "2.13.0"}, distributions={"torch": "2.12.0"})
-    assert errors_of(folder) == ["run.json says torch 2.13.0 and, of all distributions, torch 2.12.0"]
+    folder = write_run(
+        tmp_path / "run", records(), packages={"torch": "2.13.0"}, distributions={"torch": "2.12.0"}
+    )
+    assert errors_of(folder) == [
+        "run.json says torch 2.13.0 and, of all distributions, torch 2.12.0"
+    ]
     assert load(folder).name
 
 
@@ -157,7 +175,9 @@ READERS = [
 
 def hidden(text: str) -> set[str]:
     """The characters of a text that no terminal should get."""
-    return {character for character in text if not character.isprintable() and character not in "\n\t"}
+    return {
+        character for character in text if not character.isprintable() and character not in "\n\t"
+    }
 
 
 @pytest.mark.parametrize("arguments", READERS, ids=" ".join)
@@ -165,13 +185,20 @@ def test_what_a_run_says_moves_no_cursor(tmp_path: Path, arguments: list[str]) -
     bad = {"status": "crashed", "reason": EVIL, "last_lines": [EVIL], "time": None}
     lines = records(bad, bad)
     machine = {"cpu": EVIL, "system": EVIL, "python": EVIL, "cores": 2}
-    changes = {"machine": machine, "packages": {EVIL: EVIL}, "git": {"commit": EVIL, "clean": True}, "run_id": EVIL}
+    changes = {
+        "machine": machine,
+        "packages": {EVIL: EVIL},
+        "git": {"commit": EVIL, "clean": True},
+        "run_id": EVIL,
+    }
     write_run(tmp_path / "run", lines, **changes)
     write_run(tmp_path / "other", records())
     done = bench(*arguments, folder=tmp_path)
     assert done.returncode in {0, 1, 2}, done.stderr
     assert hidden(done.stdout + done.stderr) == set()
-    assert "\n0 errors\u202e" not in done.stdout and "\n0 errorsgnp" not in done.stdout, "a line of its own"
+    assert "\n0 errors\u202e" not in done.stdout and "\n0 errorsgnp" not in done.stdout, (
+        "a line of its own"
+    )
     pages = "".join(path.read_text() for path in (tmp_path / "run").glob("report.*"))
     assert "\x1b" not in pages and "\x9b" not in pages
 
@@ -183,7 +210,9 @@ def test_an_error_says_what_is_wrong_without_control_characters(tmp_path: Path) 
     assert hidden(done.stderr) == set()
 
 
-@pytest.mark.parametrize("name", ["plots", "trials.parquet", "trials.parquet.tmp", "report.md", "run.lock", "plots/x"])
+@pytest.mark.parametrize(
+    "name", ["plots", "trials.parquet", "trials.parquet.tmp", "report.md", "run.lock", "plots/x"]
+)
 @pytest.mark.parametrize("dangling", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_nothing_is_written_through_a_link(tmp_path: Path, name: str, dangling: bool) -> None:
     folder = write_run(tmp_path / "run", records())
@@ -195,7 +224,14 @@ def test_nothing_is_written_through_a_link(tmp_path: Path, name: str, dangling: 
         outside.write_text("mine")
     if name == "plots/x":
         (folder / "plots").mkdir()
-        for kind in ("step_time", "memory_categories", "communication", "loss_curves", "noise", "memory_vs_time"):
+        for kind in (
+            "step_time",
+            "memory_categories",
+            "communication",
+            "loss_curves",
+            "noise",
+            "memory_vs_time",
+        ):
             for suffix in ("png", "csv", "png.tmp", "csv.tmp"):
                 (folder / "plots" / f"{kind}.{suffix}").symlink_to(outside)
     else:
@@ -230,7 +266,9 @@ def special(path: Path, kind: str) -> None:
             path.symlink_to(kind)
 
 
-@pytest.mark.parametrize("kind", ["fifo", "folder", "empty", "huge", "/dev/zero", "/dev/tty", "loop"])
+@pytest.mark.parametrize(
+    "kind", ["fifo", "folder", "empty", "huge", "/dev/zero", "/dev/tty", "loop"]
+)
 @pytest.mark.parametrize("name", [MANIFEST, JOURNAL, "trials.parquet"])
 def test_what_is_no_file_of_a_run_is_refused_at_once(tmp_path: Path, name: str, kind: str) -> None:
     folder = write_run(tmp_path / "run", records())
@@ -282,7 +320,9 @@ def test_strangers_cost_the_job_one_line(
     nodes.gather()
     assert [node.number for node in nodes.nodes] == [1]
     assert hidden(nodes.nodes[0].name) == set()
-    assert len(list(Path("/proc/self/fd").iterdir())) < 300 + 2 * 64 + 64, "the silent ones are this test's own"
+    assert len(list(Path("/proc/self/fd").iterdir())) < 300 + 2 * 64 + 64, (
+        "the silent ones are this test's own"
+    )
     deadline = time.monotonic() + 10
     while threading.active_count() > 5 and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -310,15 +350,24 @@ def test_what_would_break_every_trial_is_told_before_the_first(
     assert done.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
 
 
-def test_full_shared_memory_and_a_dead_loopback_are_told_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_shared_memory_and_a_dead_loopback_are_told_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert list(surroundings.broken()) == []
     monkeypatch.setattr(surroundings, "shared_memory_bytes", lambda: 4096)
     monkeypatch.setattr(surroundings, "loopback_error", lambda: "Network is unreachable")
-    assert [finding.text.split()[0] for finding in surroundings.broken()] == ["127.0.0.1", "/dev/shm"]
+    assert [finding.text.split()[0] for finding in surroundings.broken()] == [
+        "127.0.0.1",
+        "/dev/shm",
+    ]
 
 
-@pytest.mark.parametrize("arguments", [["run", "--out", ""], ["run", "--resume", " "], ["check", ""]], ids=" ".join)
-def test_an_empty_name_is_not_the_current_folder(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments", [["run", "--out", ""], ["run", "--resume", " "], ["check", ""]], ids=" ".join
+)
+def test_an_empty_name_is_not_the_current_folder(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(arguments) == 2
     assert "the name is empty" in capsys.readouterr().err
 
@@ -348,7 +397,9 @@ def test_a_matrix_that_is_too_large_is_refused_at_once(change: dict[str, Any]) -
 def test_times_that_no_clock_shows_are_named(tmp_path: Path, value: float) -> None:
     lines = records()
     lines[1]["time"]["step_seconds"][0] = value
-    with pytest.raises(InputError, match=r"trial 2 was edited: .*step_seconds\[0\] is .*seconds, from 1e-9 to 1e9"):
+    with pytest.raises(
+        InputError, match=r"trial 2 was edited: .*step_seconds\[0\] is .*seconds, from 1e-9 to 1e9"
+    ):
         check(write_run(tmp_path / "run", lines))
 
 

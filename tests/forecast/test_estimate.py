@@ -21,7 +21,9 @@ from tests.factories import make_cell, make_failure, make_record
 
 def test_earlier_walls_are_medians_of_good_trials(tmp_path: Path) -> None:
     cell, failed = make_cell(), make_cell(accumulate=2)
-    records = [make_record(cell, repeat, wall_s=wall) for repeat, wall in enumerate([1.0, 9.0, 2.0])]
+    records = [
+        make_record(cell, repeat, wall_s=wall) for repeat, wall in enumerate([1.0, 9.0, 2.0])
+    ]
     records.append(make_failure(cell, 3))
     for name, lines in {"a": records[:2], "b": records[2:], "c": [make_failure(failed)]}.items():
         (tmp_path / name).mkdir()
@@ -33,7 +35,12 @@ def test_earlier_walls_are_medians_of_good_trials(tmp_path: Path) -> None:
 
 def on_gpu(**changes: Any) -> Cost:
     """Of a cell of the 135m model on one H100, with all passes that it has beside others of other N."""
-    values: dict[str, Any] = {"model": "135m", "device": Device.CUDA, "precision": Precision.BF16, "world_size": 1}
+    values: dict[str, Any] = {
+        "model": "135m",
+        "device": Device.CUDA,
+        "precision": Precision.BF16,
+        "world_size": 1,
+    }
     values |= {"sequence_length": 2048, "global_batch_size": 32} | changes
     cell = make_cell(**values)
     cells = {dataclasses.replace(cell, accumulate=n) for n in (1, 2, 32)} | {cell}
@@ -47,10 +54,14 @@ def test_the_estimate_on_a_gpu_by_hand() -> None:
     computing = 32 * 2048 * SIZES["135m"].flops_per_token(2048) / (0.35 * 989e12)
     assert on_gpu(accumulate=1).seconds == pytest.approx(3.0 + windows * computing)
     assert on_gpu(accumulate=32).seconds == pytest.approx(3.0 + windows * 32 * launching)
-    assert on_gpu(accumulate=32, compiled=True).seconds == pytest.approx(10.0 + windows * 32 * launching)
+    assert on_gpu(accumulate=32, compiled=True).seconds == pytest.approx(
+        10.0 + windows * 32 * launching
+    )
     many, few = on_gpu(accumulate=32), on_gpu(accumulate=2)
     exposure = 3 * 32 * 30 * 6.7e-3
-    assert many.once_s == pytest.approx(32 * launching + compared + exposure), "and the update; the others are of N = 2"
+    assert many.once_s == pytest.approx(32 * launching + compared + exposure), (
+        "and the update; the others are of N = 2"
+    )
     assert few.once_s > 3 * 2 * 30 * 10e-3, "where the memory pass watches every operator"
     assert few.seconds is not None and few.total(3) == pytest.approx(few.once_s + 3 * few.seconds)
 
@@ -60,7 +71,9 @@ def test_estimates_are_near_what_trials_took_on_an_h100(monkeypatch: pytest.Monk
     monkeypatch.setattr(estimate, "earlier_walls", lambda results: {})
     for name in ("h100", "h100-bf16"):
         run = RESULTS / name
-        cells = [Cell.from_dict(cell) for cell in json.loads((run / "run.json").read_text())["cells"]]
+        cells = [
+            Cell.from_dict(cell) for cell in json.loads((run / "run.json").read_text())["cells"]
+        ]
         found = costs(cells, [{"name": "NVIDIA H100 80GB HBM3"}], ())
         took = [record for record in Journal(run).read() if record["status"] == "ok"]
         estimated = sum(found[record["cell_id"]].total(1) for record in took)
@@ -73,11 +86,18 @@ def test_what_is_sent_is_in_the_estimate_of_several_gpus(monkeypatch: pytest.Mon
     size = SIZES["1b"]
     whole, root = size.num_parameters, (size.vocab_size + 1) * size.hidden_size
     gathers, reductions = (7 / 8 * sent / 3.6e11 for sent in (2 * (2 * whole - root), 4 * whole))
-    values: dict[str, Any] = {"model": "1b", "world_size": 8, "global_batch_size": 256, "sequence_length": 512}
+    values: dict[str, Any] = {
+        "model": "1b",
+        "world_size": 8,
+        "global_batch_size": 256,
+        "sequence_length": 512,
+    }
     values |= {"warmup_windows": 1, "timed_windows": 1, "accumulate": 32}
 
     def step(backend: str) -> float:
-        few, many = (on_gpu(**values | {"backend": backend, "timed_windows": n}).seconds for n in (1, 2))
+        few, many = (
+            on_gpu(**values | {"backend": backend, "timed_windows": n}).seconds for n in (1, 2)
+        )
         assert few is not None and many is not None
         return many - few
 

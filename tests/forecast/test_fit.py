@@ -25,8 +25,18 @@ H100 = 79 * GIB
 
 def on_gpu(backend: str = "fsdp2-deferred", **changes: Any) -> Cell:
     """One sample of 2048 tokens on one GPU per micro-batch, in bf16."""
-    values: dict[str, Any] = {"model": "135m", "device": Device.CUDA, "precision": Precision.BF16, "world_size": 1}
-    values |= {"sequence_length": 2048, "accumulate": 4, "global_batch_size": 4, "optimizer": "adamw-fused"}
+    values: dict[str, Any] = {
+        "model": "135m",
+        "device": Device.CUDA,
+        "precision": Precision.BF16,
+        "world_size": 1,
+    }
+    values |= {
+        "sequence_length": 2048,
+        "accumulate": 4,
+        "global_batch_size": 4,
+        "optimizer": "adamw-fused",
+    }
     return make_cell(backend=backend, **(values | changes))
 
 
@@ -58,23 +68,32 @@ def test_what_no_prediction_counts_is_kept_free() -> None:
     assert fit.too_large([cell], filled(need), 1) == {}
     (reason,) = fit.too_large([cell], filled(need) - 4, 1).values()
     assert re.fullmatch(
-        r"135m needs \d+ GiB by prediction, the GPU has \d+ GiB, of which \d.\d GiB are kept free", reason
+        r"135m needs \d+ GiB by prediction, the GPU has \d+ GiB, of which \d.\d GiB are kept free",
+        reason,
     )
     several = dataclasses.replace(cell, model="3b", world_size=2, global_batch_size=8)
     real = dataclasses.replace(several, virtual=False)
-    assert fit.too_large([several], filled(predicted(several)), 2) == {}, "no process group, no NCCL"
+    assert fit.too_large([several], filled(predicted(several)), 2) == {}, (
+        "no process group, no NCCL"
+    )
     assert fit.too_large([real], filled(predicted(real)), 2).keys() == {real.cell_id}
 
 
 def test_ranks_on_one_gpu_share_its_memory() -> None:
     """Dealt out in turn: of five ranks on two GPUs one has three."""
-    shared = on_gpu("ddp-deferred", world_size=5, accumulate=2, global_batch_size=10, shared_gpu=True)
-    assert predicted(shared) > predicted(shared.reference()) / 3, "or the reference alone would decide"
+    shared = on_gpu(
+        "ddp-deferred", world_size=5, accumulate=2, global_batch_size=10, shared_gpu=True
+    )
+    assert predicted(shared) > predicted(shared.reference()) / 3, (
+        "or the reference alone would decide"
+    )
     need = 3 * predicted(shared)
     limit = filled(need, ranks=3)
     assert fit.too_large([shared], limit, 2) == {}
     (reason,) = fit.too_large([shared], limit - 4, 2).values()
-    assert reason.startswith(f"135m on 3 ranks of one GPU needs {need / 2**30:.0f} GiB by prediction")
+    assert reason.startswith(
+        f"135m on 3 ranks of one GPU needs {need / 2**30:.0f} GiB by prediction"
+    )
     assert fit.too_large([shared], limit - 4, 5) == {}, "each has a GPU"
     alone = dataclasses.replace(shared, shared_gpu=False)
     assert fit.too_large([alone], limit - 4, 2) == {}, "this one would have five GPUs"
@@ -101,7 +120,9 @@ def test_the_gpu_matrix_takes_no_longer_than_it_says(
     for path in ("bench/matrices/gpu.toml", "docs/gpu.md"):
         assert f"at most {made['budget_s'] / 60:g} minutes" in (ROOT / path).read_text()
     assert main(["plan", "--matrix", "gpu", "--on", f"{num_gpus} x {name}"]) == 0
-    pattern = r"about (\d+) min: (\d+) for the first repeat, with all checks, and (\d+) for each other"
+    pattern = (
+        r"about (\d+) min: (\d+) for the first repeat, with all checks, and (\d+) for each other"
+    )
     found = re.search(pattern, capsys.readouterr().out)
     assert found
     total, first, each = map(int, found.groups())
@@ -109,15 +130,21 @@ def test_the_gpu_matrix_takes_no_longer_than_it_says(
     assert total <= made["budget_s"] / 60
 
 
-def test_the_matrix_for_a_lease_fits_an_h100_and_its_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_matrix_for_a_lease_fits_an_h100_and_its_time(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """In 10 of 15 minutes; what is left is for the machine to start, and to pack."""
     assert main(["plan", "--matrix", "h100-15min", "--on", "1 x H100 80GiB"]) == 0
     out = capsys.readouterr().out
     assert "skipped:" not in out
-    found = re.search(r"up to 5 repeats of each cell: about (\d+) min: (\d+) for the first repeat", out)
+    found = re.search(
+        r"up to 5 repeats of each cell: about (\d+) min: (\d+) for the first repeat", out
+    )
     assert found and int(found[1]) <= 10 and int(found[2]) <= 5
     assert "would exceed its budget of 11 min, into which all of them fit" in out
-    assert main(["plan", "--matrix", "h100-15min", "--on", "1 x H100 80GiB", "--repeats", "50"]) == 0
+    assert (
+        main(["plan", "--matrix", "h100-15min", "--on", "1 x H100 80GiB", "--repeats", "50"]) == 0
+    )
     assert "into which all of them fit" not in capsys.readouterr().out
 
 
@@ -128,8 +155,14 @@ def test_the_plan_of_gpus_that_are_not_there(capsys: pytest.CaptureFixture[str])
     assert err == ""
     (large,) = [line for line in lines if " 8b, " in line]
     assert re.search(r"skipped: 8b needs \d+ GiB by prediction, the GPU has 80 GiB$", large)
-    assert not [line for line in lines if "CPU build" in line], "what is installed here is not asked"
-    assert sum(" reference " in line for line in lines) == 6, "none for a model that is skipped whole"
-    assert re.search(r"1 cell skipped\n\d+ trials, up to 5 repeats of each cell: about \d\d min", out)
+    assert not [line for line in lines if "CPU build" in line], (
+        "what is installed here is not asked"
+    )
+    assert sum(" reference " in line for line in lines) == 6, (
+        "none for a model that is skipped whole"
+    )
+    assert re.search(
+        r"1 cell skipped\n\d+ trials, up to 5 repeats of each cell: about \d\d min", out
+    )
     assert main(["plan", "--matrix", "gpu", "--on", "1 x H100 80GiB", "--try-all"]) == 0
     assert "skipped:" not in capsys.readouterr().out

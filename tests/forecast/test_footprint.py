@@ -17,7 +17,11 @@ from studies.bytes_page import RUNS, exact_peaks, peak_errors
 from tests.conftest import ROOT, first
 from tests.factories import make_cell
 
-FAKE = [(cell, peak) for cell, peak in exact_peaks().items() if cell.fake_tensors and not cell.selective_checkpointing]
+FAKE = [
+    (cell, peak)
+    for cell, peak in exact_peaks().items()
+    if cell.fake_tensors and not cell.selective_checkpointing
+]
 NEAR, SHARE, FAR = 0.05, 0.95, 0.2
 """What ``predict`` says of its accuracy: within NEAR for a SHARE of the cells, and in small models within FAR."""
 
@@ -29,12 +33,16 @@ def test_peaks_are_as_near_to_exact_ones_as_predict_says() -> None:
     assert apart.max().pop("tiny") <= FAR
     for model in ("135m", "1b", "8b"):
         found = apart.get_group(model)
-        assert len(found) >= 15 and found.max() < 2 * NEAR and (found <= NEAR).mean() >= SHARE, model
+        assert len(found) >= 15 and found.max() < 2 * NEAR and (found <= NEAR).mean() >= SHARE, (
+            model
+        )
 
 
 @pytest.mark.torch
 @pytest.mark.parametrize("number", first((60,), range(0, len(FAKE), 3)))
-def test_the_exact_peak_is_the_committed_one(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_exact_peak_is_the_committed_one(
+    number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     """To the byte, and near to the prediction."""
     cell, peak = FAKE[number]
     words = (
@@ -54,23 +62,38 @@ def test_the_peak_of_ddp_by_hand() -> None:
 
     Reduced gradients are views of the buckets; those that are summed under ``no_sync`` are not.
     """
-    cell = make_cell(backend="ddp-deferred", model="8b", world_size=8, global_batch_size=16, sequence_length=16)
+    cell = make_cell(
+        backend="ddp-deferred", model="8b", world_size=8, global_batch_size=16, sequence_length=16
+    )
     parameters = SIZES["8b"].num_parameters
     for name, copies in (("ddp-deferred", 5), ("ddp-eager", 4)):
-        peak = fit.predicted_bytes(dataclasses.replace(cell, backend=name, accumulate=2, optimizer="adamw-fused"))
+        peak = fit.predicted_bytes(
+            dataclasses.replace(cell, backend=name, accumulate=2, optimizer="adamw-fused")
+        )
         assert peak == pytest.approx(4 * copies * parameters, rel=0.07), name
 
 
 def test_the_activations_of_checkpointed_blocks_by_hand() -> None:
     """Each block keeps its input in bf16; outside of blocks there are cos and sin, and the last norm's tensors."""
     tokens, size = 8192, SIZES["8b"]
-    values = {"model": "8b", "world_size": 64, "accumulate": 2, "global_batch_size": 128, "sequence_length": tokens}
+    values = {
+        "model": "8b",
+        "world_size": 64,
+        "accumulate": 2,
+        "global_batch_size": 128,
+        "sequence_length": tokens,
+    }
     cell = make_cell(backend="fsdp2-eager", **values, precision=Precision.BF16)
     kept, recomputed = (
-        fit.predicted_bytes(dataclasses.replace(cell, activation_checkpointing=on)) for on in (False, True)
+        fit.predicted_bytes(dataclasses.replace(cell, activation_checkpointing=on))
+        for on in (False, True)
     )
     assert kept is not None and recomputed is not None
-    hidden, query, key = size.hidden_size, size.num_heads * size.head_size, size.num_kv_heads * size.head_size
+    hidden, query, key = (
+        size.hidden_size,
+        size.num_heads * size.head_size,
+        size.num_kv_heads * size.head_size,
+    )
     norms = 2 * (4 * hidden + 4 + 2 * hidden + 2 * hidden)
     saved = tokens * (norms + 4 * (query + key) + 4 * size.num_heads + 8 * size.intermediate_size)
     assert kept - recomputed == size.num_layers * (saved - 2 * hidden * tokens)

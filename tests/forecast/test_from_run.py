@@ -55,7 +55,9 @@ def write(folder: Path, rate: float, slower: float) -> Path:
     for repeat, cell in itertools.product(range(5), [cells[0].reference(), *cells]):
         reductions = cell.accumulate if cell.backend == "ddp-eager" else 1
         step = (COMPUTE_S + reductions * sent_s(rate)) * (slower if reductions == 4 else 1)
-        records.append(make_record(cell, repeat, time={"step_seconds": [step] * cell.timed_windows}))
+        records.append(
+            make_record(cell, repeat, time={"step_seconds": [step] * cell.timed_windows})
+        )
     return pages.write(folder, records, matmul=[entry(2, 1, WITHIN), entry(4, 2, rate)])
 
 
@@ -66,10 +68,14 @@ def run(tmp_path: Path) -> Path:
 
 def predict(run: Path, *changes: str) -> int:
     asked = [str(run) if word == "RUN" else word for word in NODES]
-    return main(["predict", "--model", "tiny", "--sequence", "32", "--precision", "fp32", *asked, *changes])
+    return main(
+        ["predict", "--model", "tiny", "--sequence", "32", "--precision", "fp32", *asked, *changes]
+    )
 
 
-def test_predict_takes_latency_and_both_rates_from_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_takes_latency_and_both_rates_from_the_run(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     names = ["ddp-eager", "fsdp2-eager", "hsdp-deferred-all-reduce"]
     assert predict(run, "--backend", ",".join(names), "--json") == GOOD
     ddp, fsdp2, hsdp = json.loads(capsys.readouterr().out)
@@ -90,7 +96,9 @@ def test_predict_takes_latency_and_both_rates_from_the_run(run: Path, capsys: py
     )
 
 
-def test_the_report_holds_steps_against_the_link(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_holds_steps_against_the_link(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["report", str(run)]) == GOOD
     capsys.readouterr()
     (section,) = read(run / "report.html").find("section", aria_labelledby="prediction")
@@ -98,8 +106,12 @@ def test_the_report_holds_steps_against_the_link(run: Path, capsys: pytest.Captu
     found = {row[0]: row[1:] for row in rows if "N=4" in row[0]}
     sent = 4 * sent_s(RATE)
     eager = [1.2 * (COMPUTE_S + sent), COMPUTE_S, sent, sent, COMPUTE_S + sent, 20.0]
-    assert [float(text) for text in found["ddp-eager N=4 W=4 (2x2) fp32"]] == pytest.approx(eager, rel=1e-3)
-    assert found["ddp-deferred N=4 W=4 (2x2) fp32"][-1] == "-", "compute is what is left of its own step"
+    assert [float(text) for text in found["ddp-eager N=4 W=4 (2x2) fp32"]] == pytest.approx(
+        eager, rel=1e-3
+    )
+    assert found["ddp-deferred N=4 W=4 (2x2) fp32"][-1] == "-", (
+        "compute is what is left of its own step"
+    )
     assert "10 MB/s between them per rank and 5000 us per call" in section.text
     assert "off serial by +0 %, +10 %, +20 % (least, median, most)" in section.text
 
@@ -143,4 +155,6 @@ def test_a_slow_outlier_hardly_moves_the_link() -> None:
     timed = entry(2, 1, RATE)
     timed["links"][-1]["seconds"] *= 5
     link = measured_link(manifest_of(make_manifest([make_cell()], matmul=[timed])))
-    assert link is not None and [link.bytes_per_s, link.latency_s] == pytest.approx([RATE, LATENCY_S], rel=0.05)
+    assert link is not None and [link.bytes_per_s, link.latency_s] == pytest.approx(
+        [RATE, LATENCY_S], rel=0.05
+    )

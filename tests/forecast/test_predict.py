@@ -28,7 +28,9 @@ GIB = 2**30
 ASKED = ["--world-size", "64", "--accumulate", "16", "--sequence", "8192", "--precision", "bf16"]
 TIMED = ["--link", "50GB/s", "--latency", "20us", "--compute-time", "22s"]
 WITH_HSDP = [
-    name for name, backend in registry().items() if backend.__module__.startswith("bench.") and name not in REFERENCES
+    name
+    for name, backend in registry().items()
+    if backend.__module__.startswith("bench.") and name not in REFERENCES
 ]
 BUILT_IN = [name for name in WITH_HSDP if name not in HSDP]
 NODES = ["--link", "intra=450GB/s,inter=50GB/s", "--node-size", "8"]
@@ -53,7 +55,8 @@ def traffic(backend: str, **changes: Any) -> tuple[Traffic, ...]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stride", "node_size"), [(16, 1, 8), (8, 1, 8), (4, 1, 8), (2, 8, 8), (8, 4, 8), (32, 1, 8), (6, 1, 1)]
+    ("ranks", "stride", "node_size"),
+    [(16, 1, 8), (8, 1, 8), (4, 1, 8), (2, 8, 8), (8, 4, 8), (32, 1, 8), (6, 1, 1)],
 )
 def test_what_leaves_a_node_is_what_rings_over_all_its_network_cards_send(
     ranks: int, stride: int, node_size: int
@@ -67,18 +70,27 @@ def test_what_leaves_a_node_is_what_rings_over_all_its_network_cards_send(
         for rank, follower in itertools.pairwise([*ring, ring[0]]):
             sent[rank, rank // node_size != follower // node_size] += 840.0 / num_rings
     intra, inter = Traffic(1, 840.0, ranks, stride).levels(node_size)
-    assert sent == pytest.approx({(rank, way): inter if way else intra for rank in group for way in (False, True)})
+    assert sent == pytest.approx(
+        {(rank, way): inter if way else intra for rank in group for way in (False, True)}
+    )
 
 
 def test_traffic_of_hsdp_by_hand() -> None:
     """8 replicas over groups of 8: gathers of 2P in forward and backward, but 1 for the root; 4P / 8 per all-reduce."""
     size, n = SIZES["8b"], 16
-    parameters, root = size.num_parameters, 2 * size.vocab_size * size.hidden_size + size.hidden_size
+    parameters, root = (
+        size.num_parameters,
+        2 * size.vocab_size * size.hidden_size + size.hidden_size,
+    )
     gathers = n * 2 * (2 * parameters - root) * 7 / 8
     for backend, reductions, all_reduces in zip(HSDP, (n, n, 1), (n, 1, 1), strict=True):
         shards, replicas = sorted(traffic(backend, replicate=8), key=lambda part: part.stride)
-        assert shards == Traffic(n * 65 + reductions * 33, gathers + reductions * 4 * parameters * 7 / 8, 8)
-        assert replicas == Traffic(all_reduces * 33, all_reduces * 2 * 4 * parameters / 8 * 7 / 8, 8, 8)
+        assert shards == Traffic(
+            n * 65 + reductions * 33, gathers + reductions * 4 * parameters * 7 / 8, 8
+        )
+        assert replicas == Traffic(
+            all_reduces * 33, all_reduces * 2 * 4 * parameters / 8 * 7 / 8, 8, 8
+        )
         assert shards.levels(8)[1] == 0 == replicas.levels(8)[0], "within a node, and between nodes"
 
 
@@ -106,7 +118,9 @@ def test_estimates_by_hand() -> None:
     """100 calls of 10 ms and 8 GB on 2 GB/s: 1 s + 4 s against 4 s and 10 s of compute."""
     asks = question(Link(bytes_per_s=2e9, latency_s=0.01))
     assert asks.step(made("constant", 100, 8e9, 1)) == TimeEstimate(5.0, 9.0)
-    assert asks.step(made("constant", 100, 8e9, 1, 10)) == TimeEstimate(10.0, 15.0), "compute grows with N"
+    assert asks.step(made("constant", 100, 8e9, 1, 10)) == TimeEstimate(10.0, 15.0), (
+        "compute grows with N"
+    )
 
 
 def test_estimates_over_two_levels_by_hand() -> None:
@@ -116,18 +130,28 @@ def test_estimates_over_two_levels_by_hand() -> None:
     """
     link = Link(bytes_per_s=1e9, intra_bytes_per_s=4e9, node_size=4)
     shards, replicas, everyone = Traffic(0, 8e9, 4), Traffic(0, 3e9, 2, 4), Traffic(0, 8e9, 8)
-    assert communication([shards, replicas], link) == TimeEstimate(3.0, 5.0), "levels run at once, or in turn"
+    assert communication([shards, replicas], link) == TimeEstimate(3.0, 5.0), (
+        "levels run at once, or in turn"
+    )
     assert communication([everyone], link) == TimeEstimate(2.0, 2.0)
-    assert communication([everyone, shards], link) == TimeEstimate(3.5, 4.0), "1.5 s and 2 s within the node"
-    assert communication([everyone, shards], dataclasses.replace(link, latency_s=0.1)) == TimeEstimate(3.5, 4.0)
+    assert communication([everyone, shards], link) == TimeEstimate(3.5, 4.0), (
+        "1.5 s and 2 s within the node"
+    )
+    assert communication(
+        [everyone, shards], dataclasses.replace(link, latency_s=0.1)
+    ) == TimeEstimate(3.5, 4.0)
 
 
 def test_overlapping_estimates_are_undecided() -> None:
     """4 s of compute, and 4 s or 1 s of communication: 4 to 8 s, or 4 to 5 s, and nobody knows what is hidden."""
     both = [made("each", 0, 1e9, 1), made("constant", 0, 1e9, 2)]
     assert question(Link(bytes_per_s=1e9)).choose(both) == Choice("constant", rivals=("each",))
-    assert question(Link(bytes_per_s=1e8)).choose(both) == Choice("constant"), "40 to 44 s against 10 to 14 s"
-    assert question(Link(bytes_per_s=1e12)).choose(both) == Choice("each"), "both within 2 % of 4 s: the memory decides"
+    assert question(Link(bytes_per_s=1e8)).choose(both) == Choice("constant"), (
+        "40 to 44 s against 10 to 14 s"
+    )
+    assert question(Link(bytes_per_s=1e12)).choose(both) == Choice("each"), (
+        "both within 2 % of 4 s: the memory decides"
+    )
 
 
 # The command.
@@ -150,8 +174,13 @@ def test_json_is_a_list_with_one_object_per_backend(capsys: pytest.CaptureFixtur
         "payload_bytes": 16 * 4 * SIZES["8b"].num_parameters,
         "wire_bytes": 16 * 4 * SIZES["8b"].num_parameters * 63 / 64,
     }  # fmt: skip
-    assert eager["communication_s"] == pytest.approx(eager["num_calls"] * 20e-6 + eager["wire_bytes"] / 50e9)
-    assert eager["serial_s"] == pytest.approx(22 + eager["communication_s"]) and eager["overlapped_s"] == 22
+    assert eager["communication_s"] == pytest.approx(
+        eager["num_calls"] * 20e-6 + eager["wire_bytes"] / 50e9
+    )
+    assert (
+        eager["serial_s"] == pytest.approx(22 + eager["communication_s"])
+        and eager["overlapped_s"] == 22
+    )
     assert [row["backend"] for row in rows if row["recommended"]] == ["fsdp2-eager"]
     assert not eager["best"]
     assert by["deepspeed-zero3-eager"]["may_be_fastest"] and not eager["may_be_fastest"]
@@ -181,15 +210,22 @@ def test_it_begins_with_a_recommendation_and_its_reason(capsys: pytest.CaptureFi
     )
 
 
-def test_wrappers_are_named_beside_the_mechanism_that_they_equal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrappers_are_named_beside_the_mechanism_that_they_equal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def rows(*arguments: str) -> dict[str, str]:
         assert run("--model", "8b", *ASKED, *arguments) == GOOD
         _, table = capsys.readouterr().out.split("optimizer step:\n")
-        assert "lightning-deepspeed-zero2, lightning-deepspeed-zero3: WRONG: Lightning divides the loss by N" in table
+        assert (
+            "lightning-deepspeed-zero2, lightning-deepspeed-zero3: WRONG: Lightning divides the loss by N"
+            in table
+        )
         return {line.split()[0]: line for line in table.partition("\n\n")[0].splitlines()[1:]}
 
     short = rows()
-    assert short["fsdp2-eager"].endswith("= torchtitan-eager, lightning-fsdp2, accelerate-fsdp2-eager")
+    assert short["fsdp2-eager"].endswith(
+        "= torchtitan-eager, lightning-fsdp2, accelerate-fsdp2-eager"
+    )
     assert "lightning-deepspeed-zero2 (WRONG)" in short["deepspeed-zero2-eager"] and len(short) < 16
     every = rows("--all")
     assert list(every) == BUILT_IN and every["lightning-deepspeed-zero2"].endswith(" WRONG")
@@ -206,9 +242,16 @@ def test_the_first_example_in_the_docs(capsys: pytest.CaptureFixture[str]) -> No
     )
 
 
-def test_the_command_that_measures_what_is_hidden_is_one_that_run_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--model", "8b", *ASKED, *TIMED, "--memory", "80GiB", "--activation-checkpointing") == GOOD
-    (command,) = re.findall(r"^May be faster: .*: python -m bench run (.*)$", capsys.readouterr().out, re.MULTILINE)
+def test_the_command_that_measures_what_is_hidden_is_one_that_run_takes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert (
+        run("--model", "8b", *ASKED, *TIMED, "--memory", "80GiB", "--activation-checkpointing")
+        == GOOD
+    )
+    (command,) = re.findall(
+        r"^May be faster: .*: python -m bench run (.*)$", capsys.readouterr().out, re.MULTILINE
+    )
     assert main(["plan", "--on", "8 x H100 80GiB", *command.split()]) == GOOD
     out = capsys.readouterr().out
     rows = [line.split()[1:6] for line in out.splitlines() if "  fsdp2-" in line]
@@ -218,20 +261,36 @@ def test_the_command_that_measures_what_is_hidden_is_one_that_run_takes(capsys: 
 
 def test_slow_cards_between_nodes_make_hsdp_the_best(capsys: pytest.CaptureFixture[str]) -> None:
     """40 GiB are too few to hold whole gradients; then only HSDP keeps gathers off the link between nodes."""
-    command = ["--model", "8b", *ASKED, "--activation-checkpointing", "--compute-time", "28.84s", "--memory", "40GiB"]
+    command = [
+        "--model",
+        "8b",
+        *ASKED,
+        "--activation-checkpointing",
+        "--compute-time",
+        "28.84s",
+        "--memory",
+        "40GiB",
+    ]
     command += ["--link", "intra=450GB/s,inter=3GB/s", "--node-size", "8"]
     command += ["--backend", ",".join(["fsdp2-eager", "fsdp2-deferred", *HSDP])]
     assert run(*command, "--json") == GOOD
     by = {row["backend"]: row for row in json.loads(capsys.readouterr().out)}
     best = by["hsdp-deferred-all-reduce"]
     assert [name for name, row in by.items() if row["best"]] == ["hsdp-deferred-all-reduce"]
-    assert [16, 64] in best["best_at"] and [256, 256] in best["best_at"] and [1, 16] not in best["best_at"]
+    assert (
+        [16, 64] in best["best_at"]
+        and [256, 256] in best["best_at"]
+        and [1, 16] not in best["best_at"]
+    )
     assert by["hsdp-eager"]["intra_bytes"] == best["intra_bytes"]
     assert by["hsdp-eager"]["inter_bytes"] == 16 * best["inter_bytes"]
     assert by["hsdp-deferred"]["fits"] is False
     assert run(*command) == GOOD
     shown = capsys.readouterr().out
-    assert "W = 64, R = 8 replicas in HSDP" in shown and "450 GB/s within nodes of 8 and 3 GB/s between them" in shown
+    assert (
+        "W = 64, R = 8 replicas in HSDP" in shown
+        and "450 GB/s within nodes of 8 and 3 GB/s between them" in shown
+    )
     assert "all_reduce float32 in the replicate group 33 x" in shown
     assert re.search(r"^ +W = 16 +W = 32 +W = 64 +W = 128 +W = 256$", shown, re.MULTILINE)
     assert re.search(r"^N = 256( +hsdp-deferred-all-reduce( \?)?){5}$", shown, re.MULTILINE)
@@ -240,45 +299,97 @@ def test_slow_cards_between_nodes_make_hsdp_the_best(capsys: pytest.CaptureFixtu
 def test_replicas_are_nodes_unless_asked_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
     def held(*arguments: str) -> dict[str, int]:
         assert run("--model", "8b", *ASKED, *arguments, "--json") == GOOD
-        return {row["backend"]: row["held"].get("parameters") for row in json.loads(capsys.readouterr().out)}
+        return {
+            row["backend"]: row["held"].get("parameters")
+            for row in json.loads(capsys.readouterr().out)
+        }
 
     parameters = 4 * SIZES["8b"].num_parameters
-    for arguments, ranks in ((NODES, 8), ([*NODES, "--replicate", "4"], 16), (["--replicate", "2"], 32)):
+    for arguments, ranks in (
+        (NODES, 8),
+        ([*NODES, "--replicate", "4"], 16),
+        (["--replicate", "2"], 32),
+    ):
         assert held(*arguments)["hsdp-eager"] == parameters / ranks
-    assert list(held("--link", "50GB/s")) == BUILT_IN == list(held(*NODES[:3], "64")), "one level, or one node"
+    assert list(held("--link", "50GB/s")) == BUILT_IN == list(held(*NODES[:3], "64")), (
+        "one level, or one node"
+    )
 
 
 def test_a_published_step_of_hsdp_is_serial(capsys: pytest.CaptureFixture[str]) -> None:
     """What docs/method.md says of github.com/NVIDIA/cosmos-framework/pull/162: 88.8 s, and 54.3 s once deferred."""
-    command = ["--model", "8b", "--world-size", "16", "--accumulate", "4", "--sequence", "8192", "--precision", "bf16"]
-    command += ["--link", "intra=300GB/s,inter=350MB/s", "--node-size", "8", "--compute-time", "42.1s"]
-    assert run(*command, "--backend", "fsdp2-eager,hsdp-eager,hsdp-deferred-all-reduce", "--json") == GOOD
+    command = [
+        "--model",
+        "8b",
+        "--world-size",
+        "16",
+        "--accumulate",
+        "4",
+        "--sequence",
+        "8192",
+        "--precision",
+        "bf16",
+    ]
+    command += [
+        "--link",
+        "intra=300GB/s,inter=350MB/s",
+        "--node-size",
+        "8",
+        "--compute-time",
+        "42.1s",
+    ]
+    assert (
+        run(*command, "--backend", "fsdp2-eager,hsdp-eager,hsdp-deferred-all-reduce", "--json")
+        == GOOD
+    )
     flat, eager, deferred = (row["serial_s"] for row in json.loads(capsys.readouterr().out))
     assert [eager, deferred] == pytest.approx([88.8, 54.3], rel=0.005)
     text = " ".join((ROOT / "docs/method.md").read_text().split())
-    assert f"serial steps take {eager:.1f} and {deferred:.1f} s, and those of `fsdp2-eager` {flat:.1f} s" in text
+    assert (
+        f"serial steps take {eager:.1f} and {deferred:.1f} s, and those of `fsdp2-eager` {flat:.1f} s"
+        in text
+    )
 
 
 def test_a_reserve_of_the_memory_is_kept_free(capsys: pytest.CaptureFixture[str]) -> None:
     """77.9 of 80 GiB do not fit: there are a CUDA context, NCCL and fragments too."""
 
     def fits(*arguments: str) -> bool:
-        command = ["--model", "8b", *ASKED, "--backend", "fsdp2-zero2-eager", "--memory", "80GiB", *arguments]
+        command = [
+            "--model",
+            "8b",
+            *ASKED,
+            "--backend",
+            "fsdp2-zero2-eager",
+            "--memory",
+            "80GiB",
+            *arguments,
+        ]
         assert run(*command, "--json") == GOOD
         (row,) = json.loads(capsys.readouterr().out)
         assert row["peak_memory_bytes"] / GIB == pytest.approx(77.9, abs=0.05)
         return bool(row["fits"])
 
-    assert not fits() and fits("--reserve", "2GiB") and not fits("--reserve", "2.2GiB") and fits("--reserve", "0B")
+    assert (
+        not fits()
+        and fits("--reserve", "2GiB")
+        and not fits("--reserve", "2.2GiB")
+        and fits("--reserve", "0B")
+    )
     assert run("--model", "8b", *ASKED, "--memory", "80GiB") == GOOD
     shown = capsys.readouterr().out
     assert "memory 80.00 GiB, 5.43 GiB of it reserved" in shown
-    assert "CUDA context 781.0 MiB (github.com/pytorch/pytorch/issues/34323)" in shown and "--reserve changes" in shown
+    assert (
+        "CUDA context 781.0 MiB (github.com/pytorch/pytorch/issues/34323)" in shown
+        and "--reserve changes" in shown
+    )
 
 
 @pytest.mark.parametrize("speed", ["50GB/s", "400Gbit/s", "400Gbps", "400 Gb/s", "0.05TB/s"])
 def test_bits_and_bytes_per_second(speed: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--model", "tiny", *ASKED, "--link", speed, "--backend", "ddp-eager", "--json") == GOOD
+    assert (
+        run("--model", "tiny", *ASKED, "--link", speed, "--backend", "ddp-eager", "--json") == GOOD
+    )
     (row,) = json.loads(capsys.readouterr().out)
     assert row["communication_s"] == pytest.approx(row["wire_bytes"] / 50e9)
 
@@ -293,7 +404,10 @@ def test_what_is_said_of_the_estimates_is_what_the_study_has_stored(
     monkeypatch.setattr("bench.forecast.prediction_text.ACCURACY", other)
     assert run("--model", "8b", *ASKED, *TIMED) == GOOD
     shown = " ".join(capsys.readouterr().out.split())
-    assert "3 of 8 steps took less than overlapped, and 2 took longer than serial, up to 1.3 times as long" in shown
+    assert (
+        "3 of 8 steps took less than overlapped, and 2 took longer than serial, up to 1.3 times as long"
+        in shown
+    )
     assert "7 of 9 pairs of backends" in shown
     other.write_text(json.dumps(stored))
     with pytest.raises(InputError, match=r"other\.json: num_pairs is missing"):

@@ -100,17 +100,27 @@ def _result(row: Mapping[str, Any]) -> str:
 def main() -> None:
     names = list(PARTS)
     parser = argparse.ArgumentParser(prog="nox -s hosts --", description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=names, default=names, help="the other parts of the page stay")
-    parser.add_argument("--hosts", type=int, choices=range(2, 9), default=4, help="how many; most parts use two")
+    parser.add_argument(
+        "--only", nargs="+", choices=names, default=names, help="the other parts of the page stay"
+    )
+    parser.add_argument(
+        "--hosts", type=int, choices=range(2, 9), default=4, help="how many; most parts use two"
+    )
     arguments = parser.parse_args()
     alone("-m", "tests.hosts", *sys.argv[1:])
     good = True
-    with tempfile.TemporaryDirectory(prefix="hosts-") as folder, parts.hosts(arguments.hosts, Path(folder)) as on:
+    with (
+        tempfile.TemporaryDirectory(prefix="hosts-") as folder,
+        parts.hosts(arguments.hosts, Path(folder)) as on,
+    ):
         for name in arguments.only:
             try:
                 data = json.loads(DATA.read_text(encoding="utf-8")) | {name: try_(name, on)}
                 DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-                PAGE.write_text(page(PAGE.read_text(encoding="utf-8").partition(HEADING)[0], data), encoding="utf-8")
+                PAGE.write_text(
+                    page(PAGE.read_text(encoding="utf-8").partition(HEADING)[0], data),
+                    encoding="utf-8",
+                )
                 good = good and all(row["good"] for row in data[name]["rows"])
             except Exception:  # the other parts can still be tried
                 traceback.print_exc()

@@ -31,7 +31,16 @@ from tests.hosts.rig import Rig, rig
 
 RUN_S, END_S = 3600.0, 300.0
 """How long a run may take, and what ends by itself after it; generous, since the machine may be busy."""
-FEW = ("--backend", "ddp-eager,ddp-deferred", "--model", "tiny", "--world-size", "2", "--ranks-per-node", "1")
+FEW = (
+    "--backend",
+    "ddp-eager,ddp-deferred",
+    "--model",
+    "tiny",
+    "--world-size",
+    "2",
+    "--ranks-per-node",
+    "1",
+)
 SMALL = ("--accumulate", "3", "--micro-batch", "1")
 """For any world size: the global batch follows."""
 INTERRUPTS = 20
@@ -56,19 +65,30 @@ class Hosts:
         self.matrix = folder / "smoke.toml"
         # Otherwise a rank alone on its host would have more threads, and other sums.
         self.matrix.write_text(f"threads = 1\n{(FOLDER / 'smoke.toml').read_text()}")
-        self._environment = {**os.environ, **made.environment, **leaks.environment, "PYTHONPATH": str(ROOT)}
+        self._environment = {
+            **os.environ,
+            **made.environment,
+            **leaks.environment,
+            "PYTHONPATH": str(ROOT),
+        }
 
-    def start(self, *arguments: str, num_hosts: int = 2, change: str = "true") -> subprocess.Popen[bytes]:
+    def start(
+        self, *arguments: str, num_hosts: int = 2, change: str = "true"
+    ) -> subprocess.Popen[bytes]:
         """``bench run`` on the first hosts. ``change`` is done by the shell of host 1 before."""
         begin = ["sh", "-c", f'[ "$SLURM_NODEID" != 1 ] || {{ {change}; }}; exec "$@"', "sh"]
         command = self.rig.srun(num_hosts, *begin, sys.executable, "-m", "bench", "run", *arguments)
         with self.log.open("wb") as log:
-            return subprocess.Popen(command, env=self._environment, stdout=log, stderr=log, cwd=self.folder)
+            return subprocess.Popen(
+                command, env=self._environment, stdout=log, stderr=log, cwd=self.folder
+            )
 
     def fresh(self, name: str, *options: str, **how: Any) -> subprocess.Popen[bytes]:
         """The smoke matrix into a new folder. No trial is ended for its time, since the machine may be busy."""
         limits = ("--timeout", "1800", "--inactivity", "600")
-        return self.start("--matrix", str(self.matrix), *limits, *options, "--out", str(self.folder / name), **how)
+        return self.start(
+            "--matrix", str(self.matrix), *limits, *options, "--out", str(self.folder / name), **how
+        )
 
     def run(self, name: str, *options: str, **how: Any) -> tuple[int, Path]:
         """The exit status and the folder of a run to its end."""
@@ -79,10 +99,18 @@ class Hosts:
         status = self.start("--resume", str(folder)).wait(RUN_S)
         records = Journal(folder).read()
         latest = {(record["cell_id"], record["repeat"]): record["status"] for record in records}
-        ok = Counter((record["cell_id"], record["repeat"]) for record in records if record["status"] == Status.OK)
+        ok = Counter(
+            (record["cell_id"], record["repeat"])
+            for record in records
+            if record["status"] == Status.OK
+        )
         whole = (folder / JOURNAL).read_bytes().startswith(kept)
         good = status == 0 and whole and set(ok.values()) == {1} and len(ok) == len(latest)
-        words = f"{len(ok)} of {len(latest)} trials ok, each once" if good else f"{latest}, exit status {status}"
+        words = (
+            f"{len(ok)} of {len(latest)} trials ok, each once"
+            if good
+            else f"{latest}, exit status {status}"
+        )
         return f"resumed: {words}; {'nothing' if whole else 'something'} lost", good
 
     @property
@@ -92,7 +120,11 @@ class Hosts:
     def messages(self, node: int) -> list[str]:
         """The messages of a node in the last run."""
         found = self.log.read_text(errors="replace").splitlines()
-        return [line[3:] for line in found if line.startswith(f"{node}: bench: ") and "leads" not in line]
+        return [
+            line[3:]
+            for line in found
+            if line.startswith(f"{node}: bench: ") and "leads" not in line
+        ]
 
     def bench(self, node: int) -> psutil.Process | None:
         """The bench's own process on a node, if it runs."""
@@ -105,7 +137,9 @@ class Hosts:
     def processes(self, node: int) -> list[psutil.Process]:
         """The processes of runs on a node."""
         command = ["ip", "netns", "pids", self.rig.namespace(self.rig.hosts[node])]
-        pids = set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+        pids = set(
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        )
         return [process for process in self.leaks.processes() if str(process.pid) in pids]
 
     def signal(self, node: int, number: signal.Signals) -> None:
@@ -153,15 +187,29 @@ def _trials(what: str, status: int, folder: Path) -> Row:
 def bits(on: Hosts) -> Iterator[Row]:
     """The same cells with both ranks on one host, and with one on each."""
     names = ("ddp-eager", "ddp-deferred", "fsdp2-eager", "fsdp2-deferred", "deepspeed-zero2-eager")
-    _, folder = on.run("bits", "--world-size", "2", "--ranks-per-node", "1,2", "--backend", ",".join(names))
+    _, folder = on.run(
+        "bits", "--world-size", "2", "--ranks-per-node", "1,2", "--backend", ",".join(names)
+    )
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for record in Journal(folder).read():
-        if record["status"] == Status.OK and not record["cell"]["twin"] and record["cell"]["backend"] in found:
+        if (
+            record["status"] == Status.OK
+            and not record["cell"]["twin"]
+            and record["cell"]["backend"] in found
+        ):
             found[record["cell"]["backend"]].append(record)
     for name, trials in found.items():
-        facts = [(record["update"], record["time"]["losses"], record["collectives"]) for record in trials]
-        same = [len(facts) == 2 and a == b for a, b in zip(facts[0], facts[-1], strict=True)] if facts else [False]
-        yield Row((name, *("the same" if is_same else "not the same" for is_same in same)), all(same))
+        facts = [
+            (record["update"], record["time"]["losses"], record["collectives"]) for record in trials
+        ]
+        same = (
+            [len(facts) == 2 and a == b for a, b in zip(facts[0], facts[-1], strict=True)]
+            if facts
+            else [False]
+        )
+        yield Row(
+            (name, *("the same" if is_same else "not the same" for is_same in same)), all(same)
+        )
 
 
 def faults(on: Hosts) -> Iterator[Row]:
@@ -172,7 +220,10 @@ def faults(on: Hosts) -> Iterator[Row]:
             lambda: on.signal(1, signal.SIGSTOP),
             lambda: on.signal(1, signal.SIGCONT),
         ),
-        "its link is taken down": (lambda: on.rig.link("hostb", "down"), lambda: on.rig.link("hostb", "up")),
+        "its link is taken down": (
+            lambda: on.rig.link("hostb", "down"),
+            lambda: on.rig.link("hostb", "up"),
+        ),
         "kill -9 of its slurmd": (
             lambda: on.rig.daemon("slurmd", "hostb").kill(),
             lambda: on.rig.start_slurmd("hostb"),
@@ -182,7 +233,9 @@ def faults(on: Hosts) -> Iterator[Row]:
         yield _harmed(on, f"fault{number}", what, harm, mend)
 
 
-def _harmed(on: Hosts, name: str, what: str, harm: Callable[[], None], mend: Callable[[], None]) -> Row:
+def _harmed(
+    on: Hosts, name: str, what: str, harm: Callable[[], None], mend: Callable[[], None]
+) -> Row:
     """Harm a run that trains, and resume it. It survives the end of slurmd, whose steps go on by themselves."""
     folder = on.folder / name
     process = on.fresh(name, *FEW, "--repeats", "2")
@@ -201,10 +254,15 @@ def _harmed(on: Hosts, name: str, what: str, harm: Callable[[], None], mend: Cal
     left = on.leaks.left(END_S)
     on.rig.ready()
     lost = [record for record in Journal(folder).read() if record["status"] != Status.OK]
-    reasons = [f"`{record['status']}`: {record['reason']}" for record in lost[:1]] or ["no trial was lost"]
+    reasons = [f"`{record['status']}`: {record['reason']}" for record in lost[:1]] or [
+        "no trial was lost"
+    ]
     resumed, good = on.resume(folder, kept)
     words = f"{reasons[0]}; exit status {status}; {cut}{_nothing(left)} left on any host; {resumed}"
-    named = all(record["status"] == Status.INTERRUPTED and "node 1 (hostb)" in record["reason"] for record in lost)
+    named = all(
+        record["status"] == Status.INTERRUPTED and "node 1 (hostb)" in record["reason"]
+        for record in lost
+    )
     return Row((what, words), good and bool(lost) != ("slurmd" in what) and named and not left)
 
 
@@ -238,7 +296,9 @@ def interrupts(on: Hosts) -> Iterator[Row]:
         left += on.leaks.left(END_S)
         lost += not journal(folder).startswith(kept)
         kept = journal(folder)
-        print(f"interrupts: {signals.total()} sent, {len(kept.splitlines())} trials kept", flush=True)
+        print(
+            f"interrupts: {signals.total()} sent, {len(kept.splitlines())} trials kept", flush=True
+        )
         if begun and read_document(folder).get("finished"):
             resumed.append(on.resume(folder, kept))
             folder, kept = on.folder / f"interrupts{len(resumed)}", b""
@@ -270,23 +330,64 @@ def refusals(on: Hosts) -> Iterator[Row]:
     """Jobs that cannot start: what both nodes print, in one line each, and how they end."""
     fake, tree = on.folder / "fake", on.folder / "tree"
     (fake / "torch-2.0.0.dist-info").mkdir(parents=True)
-    (fake / "torch-2.0.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.0.0\n")
+    (fake / "torch-2.0.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torch\nVersion: 2.0.0\n"
+    )
     shutil.copytree(ROOT / "bench", tree / "bench", ignore=shutil.ignore_patterns("__pycache__"))
     (tree / "bench" / "launch" / "extra.py").write_text('"""One module more."""\n')
     cases = {
-        "another torch": (f"export PYTHONPATH={fake}:{ROOT}", FEW, f"torch is 2.0.0, and {version('torch')} on node 0"),
+        "another torch": (
+            f"export PYTHONPATH={fake}:{ROOT}",
+            FEW,
+            f"torch is 2.0.0, and {version('torch')} on node 0",
+        ),
         "another bench": (f"export PYTHONPATH={tree}", FEW, "its code is "),
         "no secret": ("unset BENCH_SECRET", FEW, "node 1 of 2 did not join"),
-        "another secret": ("export BENCH_SECRET=0123456789abcdef", FEW, "its BENCH_SECRET is not that of node 0"),
-        "no such interface": ("export GLOO_SOCKET_IFNAME=none7", FEW, "GLOO_SOCKET_IFNAME is 'none7'"),
-        "3 nodes": ("export SLURM_STEP_NUM_NODES=3 SLURM_STEP_NUM_TASKS=3", FEW, "it was started as one of 3 nodes"),
-        "nobody at the head's address": ("export MASTER_ADDR=10.77.0.99", FEW, "node 1 of 2 did not join"),
-        "ranks for 3 nodes": ("true", ("--world-size", "6", "--ranks-per-node", "2", *SMALL), "3 nodes"),
+        "another secret": (
+            "export BENCH_SECRET=0123456789abcdef",
+            FEW,
+            "its BENCH_SECRET is not that of node 0",
+        ),
+        "no such interface": (
+            "export GLOO_SOCKET_IFNAME=none7",
+            FEW,
+            "GLOO_SOCKET_IFNAME is 'none7'",
+        ),
+        "3 nodes": (
+            "export SLURM_STEP_NUM_NODES=3 SLURM_STEP_NUM_TASKS=3",
+            FEW,
+            "it was started as one of 3 nodes",
+        ),
+        "nobody at the head's address": (
+            "export MASTER_ADDR=10.77.0.99",
+            FEW,
+            "node 1 of 2 did not join",
+        ),
+        "ranks for 3 nodes": (
+            "true",
+            ("--world-size", "6", "--ranks-per-node", "2", *SMALL),
+            "3 nodes",
+        ),
     }
     for number, (what, (change, options, expected)) in enumerate(cases.items()):
         status, folder = on.run(f"refusal{number}", *options, change=change)
         told = [on.messages(node) for node in (0, 1)]
         left = on.leaks.left(END_S)
-        good = status == 2 and len(told[0]) == 1 and expected in told[0][0] and not folder.exists() and not left
+        good = (
+            status == 2
+            and len(told[0]) == 1
+            and expected in told[0][0]
+            and not folder.exists()
+            and not left
+        )
         words = ["; ".join(f"`{line.removeprefix('bench: ')}`" for line in lines) for lines in told]
-        yield Row((what, words[0], "the same" if told[0] == told[1] else words[1], str(status), _nothing(left)), good)
+        yield Row(
+            (
+                what,
+                words[0],
+                "the same" if told[0] == told[1] else words[1],
+                str(status),
+                _nothing(left),
+            ),
+            good,
+        )

@@ -66,15 +66,21 @@ def alone(*command: str) -> None:
     if os.getpid() != 1:
         apart = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
         os.execvp(apart[0], [*apart, sys.executable, *command])
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # nothing else would end process 1
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # nothing else would end process 1
     for folder in (PRIVATE, "/dev/shm"):
         _run(["mount", "-t", "tmpfs", "none", folder])
     tempfile.tempdir = os.environ["TMPDIR"] = PRIVATE
 
 
 def _exit_unless_complete() -> None:
-    if lacking := [name for name in PROGRAMS if not shutil.which(name)] + ["root"] * (os.geteuid() != 0):
-        sys.exit(f"tests.hosts: needs {', '.join(lacking)}; as root: apt-get install slurm-wlm munge iproute2")
+    if lacking := [name for name in PROGRAMS if not shutil.which(name)] + ["root"] * (
+        os.geteuid() != 0
+    ):
+        sys.exit(
+            f"tests.hosts: needs {', '.join(lacking)}; as root: apt-get install slurm-wlm munge iproute2"
+        )
 
 
 class Rig:
@@ -142,7 +148,11 @@ class Rig:
 
     def daemon(self, name: str, host: str = "") -> subprocess.Popen[bytes]:
         """The process of slurmctld, munged, or of the slurmd of a host."""
-        return next(daemon for daemon in self._daemons if daemon.poll() is None and {name, host} <= {*daemon.args, ""})
+        return next(
+            daemon
+            for daemon in self._daemons
+            if daemon.poll() is None and {name, host} <= {*daemon.args, ""}
+        )
 
     def start(self) -> None:
         switch = self.namespace("switch")
@@ -154,7 +164,9 @@ class Rig:
             _run(["ip", "netns", "add", namespace])
             peer = ["type", "veth", "peer", "name", host, "netns", switch]
             _run(["ip", "-n", namespace, "link", "add", "eth0", *peer])
-            _run(["ip", "-n", namespace, "address", "add", f"{self.address(host)}/24", "dev", "eth0"])
+            _run(
+                ["ip", "-n", namespace, "address", "add", f"{self.address(host)}/24", "dev", "eth0"]
+            )
             for device in ("lo", "eth0"):
                 _run(["ip", "-n", namespace, "link", "set", device, "up"])
             _run(["ip", "-n", switch, "link", "set", host, "master", "bridge", "up"])
@@ -167,11 +179,18 @@ class Rig:
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o600)
         each = f"CPUs={len(self.cores(first))} RealMemory=1000 State=UNKNOWN"
-        nodes = [f"NodeName={h} NodeHostname={h} NodeAddr={self.address(h)} {each}" for h in self.hosts]
-        text = SLURM.format(control=first, head=self.address(first), folder=folder, nodes="\n".join(nodes))
+        nodes = [
+            f"NodeName={h} NodeHostname={h} NodeAddr={self.address(h)} {each}" for h in self.hosts
+        ]
+        text = SLURM.format(
+            control=first, head=self.address(first), folder=folder, nodes="\n".join(nodes)
+        )
         (folder / "slurm.conf").write_text(text)
         names = ("key-file", "socket", "pid-file", "log-file", "seed-file")
-        paths = [f"--{name}={folder}/munge.{name.split('-')[0].replace('socket', 'sock')}" for name in names]
+        paths = [
+            f"--{name}={folder}/munge.{name.split('-')[0].replace('socket', 'sock')}"
+            for name in names
+        ]
         self._start("munged", "--foreground", "--force", *paths)
         until((folder / "munge.sock").exists, UP_S)
         self._start(*self.inside(first, "slurmctld", "-D", "-f", str(folder / "slurm.conf")))
@@ -185,7 +204,11 @@ class Rig:
 
     def start_slurmd(self, host: str) -> None:
         pinned = ["taskset", "--cpu-list", ",".join(map(str, self.cores(host)))]
-        self._start(*self.inside(host, *pinned, "slurmd", "-D", "-N", host, "-f", str(self.folder / "slurm.conf")))
+        self._start(
+            *self.inside(
+                host, *pinned, "slurmd", "-D", "-N", host, "-f", str(self.folder / "slurm.conf")
+            )
+        )
 
     def _start(self, *command: str) -> None:
         with (self.folder / "daemons.log").open("ab") as log:
@@ -196,7 +219,9 @@ class Rig:
         """The state of each host, as Slurm has it."""
         command = self.inside(self.hosts[0], "sinfo", "--noheader", "--Node", "--format=%T")
         environment = os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf")}
-        found = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        found = subprocess.run(
+            command, capture_output=True, text=True, check=False, env=environment
+        )
         return found.stdout.split()
 
     def stop(self) -> None:
@@ -210,7 +235,9 @@ class Rig:
             daemon.wait()
         for host in (*self.hosts, "switch"):
             name = self.namespace(host)
-            pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False).stdout
+            pids = subprocess.run(
+                ["ip", "netns", "pids", name], capture_output=True, text=True, check=False
+            ).stdout
             for pid in map(int, pids.split()):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, 9)

@@ -28,7 +28,11 @@ FACTORS = {"base": 1.0, "equal": 1.0, "slow": 1.05, "fast": 0.9}
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that ended by its precision, with its tables."""
     folder = write_run(
-        tmp_path_factory.mktemp("check") / "sound", FACTORS, accumulate=(2,), repeats=12, ended_by="precision"
+        tmp_path_factory.mktemp("check") / "sound",
+        FACTORS,
+        accumulate=(2,),
+        repeats=12,
+        ended_by="precision",
     )
     report(folder, drawn=False)
     return folder
@@ -50,12 +54,18 @@ def test_verdicts_of_a_run_against_its_baseline(sound: Path) -> None:
     verdicts = {row.b.backend: row.verdict for row in result.verdicts}
     assert verdicts == {"equal": Verdict.SAME, "slow": Verdict.SLOWER, "fast": Verdict.FASTER}
     assert run.manifest.ended_by == "precision"
-    assert result.control is not None and result.control.b.backend == "base" and result.control.has_interval
+    assert (
+        result.control is not None
+        and result.control.b.backend == "base"
+        and result.control.has_interval
+    )
     stored = pd.read_parquet(sound / "ratios.parquet").set_index("backend_b")
     assert stored["verdict"].to_dict() == {"equal": "same", "slow": "slower", "fast": "faster"}
 
 
-def test_a_sound_run_is_clean_but_for_what_was_not_measured(sound: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sound_run_is_clean_but_for_what_was_not_measured(
+    sound: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert found(sound, Level.ERROR) == {}
     assert set(found(sound, Level.WARNING)) == {"machine", "records"}, (
         "the ranks do not say how idle the machine was, and dates are made up"
@@ -75,7 +85,9 @@ def edit(folder: Path, number: int, change: Any) -> None:
     path.write_bytes(b"".join(map(encode, records)))
 
 
-def test_an_edited_step_time_is_found_thrice(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_edited_step_time_is_found_thrice(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     edit(copy, 3, lambda record: record["time"].update(step_seconds=[0.01] * 3))
     errors = found(copy, Level.ERROR)
     assert "was changed after the run" in errors["journal"]
@@ -86,7 +98,9 @@ def test_an_edited_step_time_is_found_thrice(copy: Path, capsys: pytest.CaptureF
 
 
 def test_why_there_is_no_telemetry_is_a_limitation(copy: Path) -> None:
-    edit(copy, 3, lambda record: record.update(gpus={"gpus": [], "notes": ["no telemetry: no NVML"]}))
+    edit(
+        copy, 3, lambda record: record.update(gpus={"gpus": [], "notes": ["no telemetry: no NVML"]})
+    )
     texts = [finding.text for finding in check(copy) if finding.level is Level.WARNING]
     assert "no telemetry: no NVML (1 trial)" in texts
 
@@ -113,7 +127,11 @@ def test_missing_trials_are_found(copy: Path) -> None:
 
 
 def test_an_unfinished_run_and_uncommitted_changes_are_told(copy: Path) -> None:
-    manifest = {key: value for key, value in read_document(copy).items() if key not in ("finished", "journal_sha256")}
+    manifest = {
+        key: value
+        for key, value in read_document(copy).items()
+        if key not in ("finished", "journal_sha256")
+    }
     write_document(copy, manifest | {"git": {"commit": "0123456789abcdef", "clean": False}})
     warnings = found(copy, Level.WARNING)
     assert "not finished" in warnings["trials"] and "was not stored" in warnings["journal"]
@@ -122,17 +140,27 @@ def test_an_unfinished_run_and_uncommitted_changes_are_told(copy: Path) -> None:
 
 def test_drift_and_failed_gates_are_told(tmp_path: Path) -> None:
     def changes(cell: Cell, repeat: int) -> dict[str, Any]:
-        wrong = {"update": {"error": 0.5, "scale": 0.5, "residual": 1e-7}} if cell.backend == "other" else {}
+        wrong = (
+            {"update": {"error": 0.5, "scale": 0.5, "residual": 1e-7}}
+            if cell.backend == "other"
+            else {}
+        )
         return wrong | {"slower": 1 + 0.01 * repeat}
 
-    folder = write_run(tmp_path / "run", {"base": 1.0, "other": 1.3}, accumulate=(2,), changes=changes)
+    folder = write_run(
+        tmp_path / "run", {"base": 1.0, "other": 1.3}, accumulate=(2,), changes=changes
+    )
     warned = found(folder, Level.WARNING)
     assert "from first to last" in warned["drift"]
     assert "divided by N = 2 twice" in warned["gates"]
 
 
-@pytest.mark.parametrize("backends", [("ddp-deferred", "fsdp2-deferred"), ("ddp-deferred", "ddp-eager")])
-def test_loops_that_were_compared_with_bare_ones_are_named_beside_their_comparison(backends: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "backends", [("ddp-deferred", "fsdp2-deferred"), ("ddp-deferred", "ddp-eager")]
+)
+def test_loops_that_were_compared_with_bare_ones_are_named_beside_their_comparison(
+    backends: tuple[str, ...],
+) -> None:
     cells = [make_cell(backend=name) for name in backends]
     records = [make_record(cell) for cell in (cells[0].reference(), *cells)]
     data = Analysis(run=judged_run(records, make_manifest([cells[0].reference(), *cells])))

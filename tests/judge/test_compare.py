@@ -25,11 +25,15 @@ DAYS = {"first": 0.5, "second": 1.0}
 """Names of runs, and the seconds of a step."""
 
 
-def records(speeds: Speeds, trials: int = 12, seed: int = 0, changes: Changes = lambda *_: {}) -> list[dict[str, Any]]:
+def records(
+    speeds: Speeds, trials: int = 12, seed: int = 0, changes: Changes = lambda *_: {}
+) -> list[dict[str, Any]]:
     return records_of(speeds, trials, noise=0.005, seed=seed, changes=changes)
 
 
-def make_run(speeds: Speeds, changes: Changes = lambda *_: {}, failed: Sequence[dict[str, Any]] = ()) -> Run:
+def make_run(
+    speeds: Speeds, changes: Changes = lambda *_: {}, failed: Sequence[dict[str, Any]] = ()
+) -> Run:
     return judged_run([*records(speeds, changes=changes), *failed], make_manifest())
 
 
@@ -58,7 +62,9 @@ def output(capsys: pytest.CaptureFixture[str]) -> str:
 
 class TestEvidence:
     def test_memory_is_exact(self) -> None:
-        run = make_run({EAGER: 0.5, DEFERRED: 0.5}, changes=lambda c, _: memory(PEAK_BYTES + (c == DEFERRED)))
+        run = make_run(
+            {EAGER: 0.5, DEFERRED: 0.5}, changes=lambda c, _: memory(PEAK_BYTES + (c == DEFERRED))
+        )
         (row,) = judged(run, thresholds={"memory": 0.0})
         assert row.regressions == ("memory",) and row.memory == (PEAK_BYTES, PEAK_BYTES + 1)
         assert judged(run, thresholds={"memory": 0.02})[0].regressions == ()
@@ -66,10 +72,16 @@ class TestEvidence:
 
     def test_a_failed_gate_is_not_comparable(self) -> None:
         wrong = {"update": {"error": 0.5, "scale": 0.25, "residual": 1e-7}}
-        run = make_run({EAGER: 0.5, DEFERRED: 0.6}, changes=lambda c, _: wrong if c == DEFERRED else {})
+        run = make_run(
+            {EAGER: 0.5, DEFERRED: 0.6}, changes=lambda c, _: wrong if c == DEFERRED else {}
+        )
         (row,) = judged(run, thresholds={"slower": 0.05, "memory": 0.0})
         assert (row.verdict, row.reason) == (Verdict.NOT_COMPARABLE, Reason.GATE)
-        assert row.time is None and row.memory == (None, None) and row.unchecked == ("slower", "memory")
+        assert (
+            row.time is None
+            and row.memory == (None, None)
+            and row.unchecked == ("slower", "memory")
+        )
 
 
 class TestCommand:
@@ -85,12 +97,22 @@ class TestCommand:
 
     @pytest.mark.parametrize(
         ("fail_on", "status"),
-        [("slower=2%", 1), ("slower=0.02", 1), ("slower=8%", 0), ("memory=2%", 1), ("slower=8%,memory=20%", 0)],
+        [
+            ("slower=2%", 1),
+            ("slower=0.02", 1),
+            ("slower=8%", 0),
+            ("memory=2%", 1),
+            ("slower=8%,memory=20%", 0),
+        ],
     )
-    def test_exit_status(self, two: tuple[str, str], fail_on: str, status: int, capsys: Any) -> None:
+    def test_exit_status(
+        self, two: tuple[str, str], fail_on: str, status: int, capsys: Any
+    ) -> None:
         assert main(["compare", *two, "--fail-on", fail_on]) == status
         text = output(capsys)
-        assert ("REGRESSED" in text) == bool(status) and ("1 of 2 cells regressed: ddp-eager" in text) == bool(status)
+        assert ("REGRESSED" in text) == bool(status) and (
+            "1 of 2 cells regressed: ddp-eager" in text
+        ) == bool(status)
 
     def test_a_busy_cpu_leaves_times_unchecked_and_no_bytes(
         self, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
@@ -99,17 +121,27 @@ class TestCommand:
         host = {"host": {"num_cpus": 4, "foreign_cores": 2.0, "stolen_cores": 0.0}}
 
         def busy(name: str, size: int) -> str:
-            return str(write(tmp_path / name, records({EAGER: 0.5}, changes=lambda *_: memory(size) | {"time": host})))
+            return str(
+                write(
+                    tmp_path / name,
+                    records({EAGER: 0.5}, changes=lambda *_: memory(size) | {"time": host}),
+                )
+            )
 
         a, b, c = busy("a", PEAK_BYTES), busy("b", PEAK_BYTES * 11 // 10), busy("c", PEAK_BYTES + 4)
         assert main(["compare", a, c, "--fail-on", "slower=5%"]) == 3
         text = output(capsys)
-        assert "slower=5%: 0 of 1 cell regressed; 1 NOT CHECKED: ddp-eager" in text and "(exit status 3)" in text
+        assert (
+            "slower=5%: 0 of 1 cell regressed; 1 NOT CHECKED: ddp-eager" in text
+            and "(exit status 3)" in text
+        )
         assert main(["compare", a, c, "--fail-on", "slower=5%", "--allow-unchecked"]) == 0
         assert main(["compare", a, c, "--fail-on", "memory=2%"]) == 0
         assert main(["compare", a, b, "--fail-on", "memory=2%"]) == 1
         assert "not comparable; REGRESSED - - - 1.1000" in output(capsys)
-        assert main(["compare", a, b, "--fail-on", "slower=5%,memory=2%"]) == 1, "a certain regression comes first"
+        assert main(["compare", a, b, "--fail-on", "slower=5%,memory=2%"]) == 1, (
+            "a certain regression comes first"
+        )
 
     def test_what_is_missing_in_b_does_not_pass(self, tmp_path: Path, capsys: Any) -> None:
         twin = dataclasses.replace(EAGER, twin="again")
@@ -119,26 +151,44 @@ class TestCommand:
         text = output(capsys)
         assert "only in A: ddp-deferred N=4 W=2 fp32 gate:" in text and "A/A again" not in text
         assert main(["compare", a, b, "--fail-on", "memory=2%", "--allow-unchecked"]) == 0
-        assert main(["compare", b, a, "--fail-on", "memory=2%"]) == 0, "more than was asked for is no harm"
+        assert main(["compare", b, a, "--fail-on", "memory=2%"]) == 0, (
+            "more than was asked for is no harm"
+        )
 
     def test_what_newly_fails_in_b_does_not_pass(self, tmp_path: Path, capsys: Any) -> None:
         good = records({EAGER: 0.5})
-        slow = [record for record in good if record["repeat"] < 11 or record["cell"]["backend"] == "reference"]
+        slow = [
+            record
+            for record in good
+            if record["repeat"] < 11 or record["cell"]["backend"] == "reference"
+        ]
         a = str(write(tmp_path / "a", good))
         b = str(write(tmp_path / "b", [*slow, make_failure(EAGER, 11, "timeout", "took too long")]))
         for more in ([], ["--allow-unchecked"]):
             assert main(["compare", a, b, "--fail-on", "memory=2%", *more]) == 3
-            assert "failed in B and not in A: ddp-eager N=4 W=2 fp32 (timeout, 11 of 12 ok)" in output(capsys)
+            assert (
+                "failed in B and not in A: ddp-eager N=4 W=2 fp32 (timeout, 11 of 12 ok)"
+                in output(capsys)
+            )
         assert main(["compare", b, a, "--fail-on", "memory=2%"]) == 0
         assert main(["compare", a, b]) == 0, "without a gate it is only told"
         capsys.readouterr()
         assert main(["compare", a, b, "--json", "--fail-on", "memory=2%"]) == 3
         facts = json.loads(capsys.readouterr().out)
-        assert facts["gate"] == "unchecked" and len(facts["newly_failed"]) == 1 and not facts["regressed"]
+        assert (
+            facts["gate"] == "unchecked"
+            and len(facts["newly_failed"]) == 1
+            and not facts["regressed"]
+        )
 
-    def test_two_single_runs_of_an_unknown_machine_decide_nothing(self, tmp_path: Path, capsys: Any) -> None:
+    def test_two_single_runs_of_an_unknown_machine_decide_nothing(
+        self, tmp_path: Path, capsys: Any
+    ) -> None:
         """Twice as slow: it may have been the day."""
-        a, b = (str(write(tmp_path / name, records({EAGER: s}, seed=i))) for i, (name, s) in enumerate(DAYS.items()))
+        a, b = (
+            str(write(tmp_path / name, records({EAGER: s}, seed=i)))
+            for i, (name, s) in enumerate(DAYS.items())
+        )
         assert main(["compare", a, b, "--fail-on", "slower=5%"]) == 3
         text = output(capsys)
         assert "how much runs of different days differ on this machine is not known" in text
@@ -147,14 +197,23 @@ class TestCommand:
             str(write(tmp_path / f"known-{name}", records({EAGER: s}, seed=i), **known))
             for i, (name, s) in enumerate(DAYS.items())
         )
-        assert main(["compare", c, d, "--fail-on", "slower=5%"]) == 0, "days differ by as much on these machines"
+        assert main(["compare", c, d, "--fail-on", "slower=5%"]) == 0, (
+            "days differ by as much on these machines"
+        )
 
-    def test_a_run_against_itself(self, two: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_run_against_itself(
+        self, two: tuple[str, str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
         assert main(["compare", two[0], two[0]]) == 0
-        assert capsys.readouterr().out == "A and B are the same run, friday: there is nothing to compare\n"
+        assert (
+            capsys.readouterr().out
+            == "A and B are the same run, friday: there is nothing to compare\n"
+        )
         assert main(["compare", two[0], two[0], "--fail-on", "slower=5%"]) == 3
 
-    def test_one_table_that_fits_the_terminal(self, two: tuple[str, str], capsys: Any, monkeypatch: Any) -> None:
+    def test_one_table_that_fits_the_terminal(
+        self, two: tuple[str, str], capsys: Any, monkeypatch: Any
+    ) -> None:
         for columns, headers in (
             (60, "time B/A memory B/A"),
             (150, "time B/A 95 % interval n memory B/A steps reason"),
@@ -165,16 +224,25 @@ class TestCommand:
             (header,) = (number for number, line in enumerate(lines) if " verdict " in line)
             assert " ".join(lines[header].split()) == f"cell verdict {headers}"
             assert max(map(len, lines[header : header + 3])) <= columns
-            assert [line.split()[0] for line in lines[header + 1 : header + 3]] == ["ddp-deferred", "ddp-eager"]
+            assert [line.split()[0] for line in lines[header + 1 : header + 3]] == [
+                "ddp-deferred",
+                "ddp-eager",
+            ]
 
     def test_json(self, two: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["compare", *two, "--json", "--fail-on", "slower=2%", "--margin", "3%"]) == 1
         facts = json.loads(capsys.readouterr().out)
-        assert facts["regressed"] and facts["margin"] == 0.03 and facts["thresholds"] == {"slower": 0.02}
+        assert (
+            facts["regressed"]
+            and facts["margin"] == 0.03
+            and facts["thresholds"] == {"slower": 0.02}
+        )
         assert [c["regressions"] for c in facts["cells"]] == [[], ["slower"]]
         assert facts["a"] == {"run_id": "friday", "backend": None} and facts["fingerprint"] == []
 
-    def test_different_fingerprints_are_loud(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_different_fingerprints_are_loud(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         a = write(tmp_path / "a", records({EAGER: 0.5}))
         b = write(tmp_path / "b", records({EAGER: 0.5}, seed=1), packages={"torch": "2.12.0"})
         assert main(["compare", str(a), str(b)]) == 0
@@ -191,9 +259,16 @@ class TestCommand:
     def test_out(self, two: tuple[str, str], tmp_path: Path) -> None:
         out = tmp_path / "out" / "deep"
         assert main(["compare", *two, "--out", str(out)]) == 0
-        assert sorted(path.name for path in out.iterdir()) == ["compare.md", "compare.parquet", "compare.png"]
+        assert sorted(path.name for path in out.iterdir()) == [
+            "compare.md",
+            "compare.parquet",
+            "compare.png",
+        ]
         frame = pd.read_parquet(out / "compare.parquet")
-        assert list(frame["backend_b"]) == ["ddp-deferred", "ddp-eager"] and frame["ratio"].dtype == "Float64"
+        assert (
+            list(frame["backend_b"]) == ["ddp-deferred", "ddp-eager"]
+            and frame["ratio"].dtype == "Float64"
+        )
         page = (out / "compare.md").read_text()
         assert "![" in page and "no A/A pair on both sides" in page and str(tmp_path) not in page
 
@@ -215,7 +290,16 @@ class TestBadInput:
         self.fails(capsys, "holds no run", run, str(tmp_path / "nowhere"))
         self.fails(capsys, "is one run; name a second one", run)
         self.fails(capsys, "--allow-unchecked: is for a gate", run, run, "--allow-unchecked")
-        self.fails(capsys, "is the same run as", run, run, "--backend", "ddp-eager", "--against", "ddp-deferred")
+        self.fails(
+            capsys,
+            "is the same run as",
+            run,
+            run,
+            "--backend",
+            "ddp-eager",
+            "--against",
+            "ddp-deferred",
+        )
         self.fails(capsys, "is a third run, and two are compared", run, run, run)
         (tmp_path / "file").write_text("")
         self.fails(capsys, "--out", run, run, "--out", str(tmp_path / "file" / "x"))
@@ -241,7 +325,9 @@ class TestBadInput:
         path.write_text("")
         self.fails(capsys, "holds no trial", run, run)
         path.write_text(good[:-50])
-        assert Journal(Path(run)).read() and main(["compare", run, run]) == 0  # a run that goes on may end so
+        assert (
+            Journal(Path(run)).read() and main(["compare", run, run]) == 0
+        )  # a run that goes on may end so
         manifest = json.loads((Path(run) / MANIFEST).read_text())
         write_document(Path(run), manifest | {"finished": "2025-01-01T00:00:00+00:00"})
         self.fails(capsys, "is truncated", run, run)

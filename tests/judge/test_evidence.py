@@ -46,20 +46,32 @@ def test_a_busy_machine_makes_a_cell_not_comparable(foreign: float, stolen: floa
 
 def test_gpu_columns_by_hand() -> None:
     made = built(
-        CUDA, {"gpus": {"gpus": [make_gpu(), make_gpu(uuid="GPU-2", sm_clock_mhz=1200.0, energy_j=60.0)], "notes": []}}
+        CUDA,
+        {
+            "gpus": {
+                "gpus": [make_gpu(), make_gpu(uuid="GPU-2", sm_clock_mhz=1200.0, energy_j=60.0)],
+                "notes": [],
+            }
+        },
     )
     row = made.trials.iloc[1]
     assert (row["sm_clock_mhz"], row["power_w"], row["temperature_c"]) == (1200.0, 800.0, 60.0)
     assert row["energy_j_per_step"] == 150.0 / CUDA.timed_windows
     assert row["energy_j_per_token"] == pytest.approx(row["energy_j_per_step"] / (16 * 32))
-    assert row["clock_slowdowns"] == "SwPowerCap", "what was seen in less than a tenth of the samples is none"
+    assert row["clock_slowdowns"] == "SwPowerCap", (
+        "what was seen in less than a tenth of the samples is none"
+    )
     assert row["foreign_gpu_processes"] == 0
-    unknown = built(CUDA, {"gpus": {"gpus": [make_gpu(sm_clock_mhz=None, energy_j=None)], "notes": []}}).trials.iloc[1]
+    unknown = built(
+        CUDA, {"gpus": {"gpus": [make_gpu(sm_clock_mhz=None, energy_j=None)], "notes": []}}
+    ).trials.iloc[1]
     assert unknown[["sm_clock_mhz", "energy_j_per_step"]].isna().all()
 
 
 def on_gpu(*changes: dict[str, Any]) -> CellEvidence:
-    return sides(CUDA, *({"gpus": {"gpus": [make_gpu(**change)], "notes": []}} for change in changes))
+    return sides(
+        CUDA, *({"gpus": {"gpus": [make_gpu(**change)], "notes": []}} for change in changes)
+    )
 
 
 def test_a_power_cap_alone_is_no_obstacle_and_heat_is() -> None:
@@ -81,7 +93,9 @@ def test_a_faster_clock_cannot_fake_a_speed_up() -> None:
         wobble = 1 + 0.001 * (repeat % 3)
         for cell, seconds, clock in ((slow, 1.1, 1000.0), (fast, 1.0, 1100.0)):
             facts = {"gpus": {"gpus": [make_gpu(sm_clock_mhz=clock)], "notes": []}}
-            records.append(make_record(cell, repeat, time={"step_seconds": [seconds * wobble] * 3}, **facts))
+            records.append(
+                make_record(cell, repeat, time={"step_seconds": [seconds * wobble] * 3}, **facts)
+            )
     made = judge(make_tables(records, make_manifest()))
     a, b = map(EvidenceByCell(made).of, (fast, slow))
     floor = compare({"": (a, a)}, None).time
@@ -108,9 +122,14 @@ def test_micro_batches_are_no_steps() -> None:  # mutant 3
         ("invalid invalid", "invalid"),
     ],
 )
-def test_the_outcome_of_a_cell_is_its_failure_and_its_number_of_ok_trials(ends: str, outcome: str) -> None:
+def test_the_outcome_of_a_cell_is_its_failure_and_its_number_of_ok_trials(
+    ends: str, outcome: str
+) -> None:
     tables = built(HOST, *[{}] * len(ends.split()))
     statuses = map(Status, ["ok", *ends.split()])  # the reference's first
-    rows = [dataclasses.replace(row, status=end) for row, end in zip(tables.trial_rows, statuses, strict=True)]
+    rows = [
+        dataclasses.replace(row, status=end)
+        for row, end in zip(tables.trial_rows, statuses, strict=True)
+    ]
     found = EvidenceByCell(dataclasses.replace(tables, trial_rows=rows)).of(HOST)
     assert found.outcome == outcome

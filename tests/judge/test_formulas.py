@@ -44,7 +44,12 @@ def calls(expectation: Expectation, op: str, dtype: str = "float32") -> tuple[in
 
 def of_8b(backend: str, **changes: Any) -> Expectation:
     """At the scale of 8 billion parameters, in bf16."""
-    values: dict[str, Any] = {"model": "8b", "precision": Precision.BF16, "accumulate": 4, "world_size": 8}
+    values: dict[str, Any] = {
+        "model": "8b",
+        "precision": Precision.BF16,
+        "accumulate": 4,
+        "world_size": 8,
+    }
     return of(backend, **(values | changes))
 
 
@@ -57,7 +62,9 @@ def test_the_layout_of_the_tiny_model_is_that_of_the_built_one(tied: bool) -> No
     workload = LlamaWorkload(WorkloadSpec(model="tiny", sequence_length=4, seed=0, corpus=None))
     workload._size = dataclasses.replace(SIZES["tiny"], num_layers=3, tied=tied)
     model = workload.model()
-    assert record(model, workload.blocks(model), workload.loss, workload.data(1)) == llama_layout(workload._size)
+    assert record(model, workload.blocks(model), workload.loss, workload.data(1)) == llama_layout(
+        workload._size
+    )
     assert all(p.grad is None for p in model.parameters()), "recording leaves no gradients"
 
 
@@ -79,7 +86,9 @@ def test_names_and_shapes_are_those_of_the_built_model(name: str) -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     layout = llama_layout(size)
-    assert {p.name: p.shape for p in layout.parameters} == {n: tuple(p.shape) for n, p in model.named_parameters()}
+    assert {p.name: p.shape for p in layout.parameters} == {
+        n: tuple(p.shape) for n, p in model.named_parameters()
+    }
     assert [p.name for p in layout.parameters] == [n for n, _ in model.named_parameters()]
     assert [size for _, size in layout.buffers] == [b.nbytes for b in model.buffers()]
     assert layout.num_parameters == size.num_parameters
@@ -91,7 +100,12 @@ def test_every_built_in_backend_has_a_formula_and_a_plugin_none() -> None:
     for name, backend in registry().items():
         if backend.__module__.startswith("bench.backends."):
             expectation = of(name)
-            assert set(expectation.held) == {"parameters", "gradients", "optimizer_state", "communication"}
+            assert set(expectation.held) == {
+                "parameters",
+                "gradients",
+                "optimizer_state",
+                "communication",
+            }
     assert expect(make_cell(backend="somebodys"), llama_layout(SIZES["tiny"])) is None
     assert layout_of(make_cell(workload="mine:Own")) is None
 
@@ -127,7 +141,9 @@ def test_a_backend_of_another_package_may_bring_its_formula(
     layout = llama_layout(SIZES["tiny"])
     found = expect(make_cell(backend="somebodys", accumulate=4), layout)
     formulas._of_another_package.cache_clear()
-    assert (found and [(row.op, row.calls) for row in found.collectives]) == (calls and [("all_reduce", calls)])
+    assert (found and [(row.op, row.calls) for row in found.collectives]) == (
+        calls and [("all_reduce", calls)]
+    )
 
 
 def test_a_formula_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,14 +153,18 @@ def test_a_formula_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_backend("made")
     made.formula = fails
     monkeypatch.setattr(formulas, "_of_another_package", lambda name, extra: made)
-    with pytest.raises(InputError, match=r"backend 'made': its formula fails \('zero_optimization'\)"):
+    with pytest.raises(
+        InputError, match=r"backend 'made': its formula fails \('zero_optimization'\)"
+    ):
         expect(make_cell(backend="made"), llama_layout(SIZES["tiny"]))
 
 
 def test_a_formula_that_cannot_be_loaded_is_named() -> None:
     made = make_backend("made")
     made.formula = "no_such_package:formula"
-    with pytest.raises(InputError, match="backend 'made': its formula 'no_such_package:formula' cannot be loaded"):
+    with pytest.raises(
+        InputError, match="backend 'made': its formula 'no_such_package:formula' cannot be loaded"
+    ):
         formulas.formula_of(made)
 
 
@@ -176,13 +196,19 @@ def test_c7_to_c9_held_gradients_at_8b(world_size: int, padding: int) -> None:
 def test_held_bytes_at_8b_are_those_of_the_research() -> None:
     held = of_8b("fsdp2-eager").held
     found = {name: round(size / GIB, 2) for name, size in held.items()}
-    assert found == {"parameters": 3.74, "gradients": 3.74, "optimizer_state": 7.48, "communication": 0}
+    assert found == {
+        "parameters": 3.74,
+        "gradients": 3.74,
+        "optimizer_state": 7.48,
+        "communication": 0,
+    }
     resident = of_8b("fsdp2-deferred-resident").held["parameters"] - held["parameters"]
     assert resident == 2 * P_8B, "C10"
 
 
 @pytest.mark.parametrize(
-    ("op", "factor"), [("all_gather", 0.75), ("reduce_scatter", 0.75), ("all_reduce", 1.5), ("broadcast", 1.0)]
+    ("op", "factor"),
+    [("all_gather", 0.75), ("reduce_scatter", 0.75), ("all_reduce", 1.5), ("broadcast", 1.0)],
 )
 def test_wire_bytes_of_a_ring(op: str, factor: float) -> None:
     assert wire_bytes(op, 800, 4) == 800 * factor
@@ -197,7 +223,10 @@ def test_zero3_gathers_a_block_at_a_time_or_as_deepspeed_does() -> None:
     """
     for n in (1, 3):
         assert calls(of("deepspeed-zero3-eager", accumulate=n), "all_gather")[0] == n * (2 * 4 + 3)
-        assert calls(of("deepspeed-zero3-defaults-eager", accumulate=n), "all_gather")[0] == n + PERSISTENT
+        assert (
+            calls(of("deepspeed-zero3-defaults-eager", accumulate=n), "all_gather")[0]
+            == n + PERSISTENT
+        )
     small = [p.numel for p in llama_layout(SIZES["tiny"]).parameters if p.numel <= 1e5]
     assert len(small) == PERSISTENT
     kept = [of(f"deepspeed-zero3-{form}eager").held["parameters"] for form in ("", "defaults-")]
@@ -214,7 +243,10 @@ def test_buckets_of_zero2_are_those_of_ddp_or_of_deepspeed(form: str) -> None:
 @pytest.mark.parametrize("n", [2, 4])
 def test_ddp_holds_its_buckets_once_and_deferred_sums_beside_them(n: int) -> None:
     whole = 4 * SIZES["tiny"].num_parameters
-    held = {name: of(name, accumulate=n).held for name in ("ddp-eager", "ddp-deferred", "hf-trainer-ddp")}
+    held = {
+        name: of(name, accumulate=n).held
+        for name in ("ddp-eager", "ddp-deferred", "hf-trainer-ddp")
+    }
     assert {name: (of["gradients"], of["communication"]) for name, of in held.items()} == {
         "ddp-eager": (whole, 0),
         "ddp-deferred": (2 * whole, 0),
@@ -228,10 +260,14 @@ def test_a_trial_is_held_against_the_settings_that_it_had() -> None:
     eager, zero3 = make_cell(backend="ddp-eager"), make_cell(backend="deepspeed-zero3-eager")
     found = expect(eager, layout, settings={"runtime_statistics": False})
     assert found and found.held["communication"] == 4 * layout.num_parameters
-    options = dict(zero_options(DeepSpeedZero3Eager, zero3, layout.block_parameters, layout.num_parameters))
+    options = dict(
+        zero_options(DeepSpeedZero3Eager, zero3, layout.block_parameters, layout.num_parameters)
+    )
     del options["leaf_module"]
     by_module = expect(zero3, layout, settings={"zero_optimization": options})
     assert by_module and calls(by_module, "all_gather")[0] == 44 * zero3.accumulate
     checkpointed = dataclasses.replace(zero3, activation_checkpointing=True)
     assert expect(checkpointed, layout, settings={"zero_optimization": options}) is None
-    assert expect(checkpointed, layout) == expect(zero3, layout), "a block is gathered as one, recomputed or not"
+    assert expect(checkpointed, layout) == expect(zero3, layout), (
+        "a block is gathered as one, recomputed or not"
+    )

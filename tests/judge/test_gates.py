@@ -31,10 +31,14 @@ from tests.factories import (
 CELL = make_cell(accumulate=8)
 TRUTH = CELL.reference()
 LOSSES = [5.0, 4.5, 4.0, 3.5, 3.0]
-MISSING = "losses could not be checked: the reference failed or is missing, or not every step has a loss"
+MISSING = (
+    "losses could not be checked: the reference failed or is missing, or not every step has a loss"
+)
 
 
-def record(cell: Cell = CELL, repeat: int = 0, update: dict[str, float] | None = None, **time: Any) -> dict[str, Any]:
+def record(
+    cell: Cell = CELL, repeat: int = 0, update: dict[str, float] | None = None, **time: Any
+) -> dict[str, Any]:
     sound = {"error": 1e-7, "scale": 1.0, "residual": 1e-7}
     return make_record(cell, repeat, time={"losses": LOSSES} | time, update=sound | (update or {}))
 
@@ -66,11 +70,15 @@ def test_a_sound_trial_passes_and_its_deviation_is_filled_in() -> None:
         (LONG_STEPS - 1, COMPARED_STEPS, "invalid"),
     ],
 )
-def test_of_a_long_run_only_the_first_losses_are_compared(steps: int, off_at: int, status: str) -> None:
+def test_of_a_long_run_only_the_first_losses_are_compared(
+    steps: int, off_at: int, status: str
+) -> None:
     cell = make_cell(timed_windows=steps - 2)
     right = [5.0] * steps
     records = [record(cell.reference(), losses=right), record(cell, losses=right)]
-    records[1]["time"]["losses"] = [loss + (0.004 if step >= off_at else 0.0) for step, loss in enumerate(right)]
+    records[1]["time"]["losses"] = [
+        loss + (0.004 if step >= off_at else 0.0) for step, loss in enumerate(right)
+    ]
     trials = judge(make_tables(records, make_manifest())).trials
     assert trials["status"].tolist() == ["ok", status]
 
@@ -81,7 +89,10 @@ def test_of_a_long_run_only_the_first_losses_are_compared(steps: int, off_at: in
         ({"num_updates": 4}, "4 optimizer steps were taken, 5 were due"),
         ({"num_micro_batches": 39}, "39 micro-batches were used, 40 were due"),
         ({"ranks_agree": False}, "the ranks took different numbers of steps"),
-        ({"losses": [*LOSSES[:4], 3.25]}, "losses deviate from the reference by 0.25 (limit 0.001 nats in fp32)"),
+        (
+            {"losses": [*LOSSES[:4], 3.25]},
+            "losses deviate from the reference by 0.25 (limit 0.001 nats in fp32)",
+        ),
         (
             {"losses": [4.75, *LOSSES[1:]]},
             "the first loss, before any update, is off by 0.25 nats (limit 1e-05 in fp32): other weights, other "
@@ -102,7 +113,9 @@ def test_each_gate_of_the_time_pass_fires_alone(time: dict[str, Any], reason: st
         ({}, ""),
         ({"other_work": ""}, ""),
         (
-            {"other_work": "aten.mm.default of [2, 3] [3, 4] ran 9 times in 8 micro-batches, 8 were due"},
+            {
+                "other_work": "aten.mm.default of [2, 3] [3, 4] ran 9 times in 8 micro-batches, 8 were due"
+            },
             "forward and backward are not those of the plain model: aten.mm.default of [2, 3] [3, 4] ran 9 times in 8 "
             "micro-batches, 8 were due",
         ),
@@ -126,11 +139,21 @@ def test_a_missing_reference() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"seed": 1}, {"global_batch_size": 32}, {"model": "135m"}, {"optimizer": "sgd"}, {"clip_norm": 0.5}]
+    "changes",
+    [
+        {"seed": 1},
+        {"global_batch_size": 32},
+        {"model": "135m"},
+        {"optimizer": "sgd"},
+        {"clip_norm": 0.5},
+    ],
 )
 def test_a_reference_that_trained_something_else_is_none(changes: dict[str, Any]) -> None:
     other = make_cell(accumulate=8, **changes)
-    assert MISSING in verdict(record(other, num_updates=other.windows, num_micro_batches=8 * other.windows))[1]
+    assert (
+        MISSING
+        in verdict(record(other, num_updates=other.windows, num_micro_batches=8 * other.windows))[1]
+    )
 
 
 def test_a_sharded_reference_is_the_truth_only_where_no_single_process_can_be() -> None:
@@ -141,7 +164,9 @@ def test_a_sharded_reference_is_the_truth_only_where_no_single_process_can_be() 
     assert verdict(record(large.reference()), record(large, losses=off))[0] == "invalid"
     checked = record(small.reference(sharded=True), losses=off)
     made = judged(record(small.reference()), checked, record(small), truth=False).trials
-    assert made["status"].tolist() == ["ok", "invalid", "ok"], "it is held against the single process, and is no truth"
+    assert made["status"].tolist() == ["ok", "invalid", "ok"], (
+        "it is held against the single process, and is no truth"
+    )
 
 
 @pytest.mark.parametrize(
@@ -167,14 +192,20 @@ NORM = 4.0
 """Of the right gradient in the tests of clipping."""
 
 
-def clipped(factor: float, clip_norm: float, optimizer: str = "sgd", **changes: Any) -> tuple[str, str]:
+def clipped(
+    factor: float, clip_norm: float, optimizer: str = "sgd", **changes: Any
+) -> tuple[str, str]:
     """The verdict on a backend whose gradient is ``factor`` times the right one and clipped as it should be."""
     cell = make_cell(accumulate=8, clip_norm=clip_norm, optimizer=optimizer)
     scale = min(factor * NORM, clip_norm) / min(NORM, clip_norm)
     update = {"error": abs(scale - 1) + 1e-7, "scale": scale, "gradient_norm": factor * NORM}
     update |= {"unclipped_error": abs(factor - 1) + 1e-7, "unclipped_scale": factor}
-    update |= {name: changes.pop(name) for name in ("error", "scale", "residual") if name in changes}
-    trials = judged(record(cell.reference()), record(cell, update=update, **changes), truth=False).trials
+    update |= {
+        name: changes.pop(name) for name in ("error", "scale", "residual") if name in changes
+    }
+    trials = judged(
+        record(cell.reference()), record(cell, update=update, **changes), truth=False
+    ).trials
     assert trials["status"].iloc[0] == "ok"
     return trials["status"].iloc[1], trials["reason"].iloc[1]
 
@@ -206,7 +237,9 @@ def test_a_clipped_update_that_is_right() -> None:
         ),
     ],
 )
-def test_a_wrong_gradient_is_told_from_what_clipping_made_of_it(factor: float, clip_norm: float, words: str) -> None:
+def test_a_wrong_gradient_is_told_from_what_clipping_made_of_it(
+    factor: float, clip_norm: float, words: str
+) -> None:
     assert clipped(factor, clip_norm) == ("invalid", words)
 
 
@@ -214,7 +247,10 @@ def test_a_wrong_gradient_is_told_from_what_clipping_made_of_it(factor: float, c
     ("changes", "words"),
     [
         ({"error": 7.0, "scale": 8.0}, "right but for its length: it is not clipped to norm 0.5"),
-        ({"error": 1.0, "scale": 2.0}, "right but for its length: it is clipped to norm 1, not to 0.5"),
+        (
+            {"error": 1.0, "scale": 2.0},
+            "right but for its length: it is clipped to norm 1, not to 0.5",
+        ),
         (
             {"error": 0.4, "scale": 1.2, "residual": 0.3},
             "right before it is clipped: its parts are clipped one by one, not the whole to norm 0.5",
@@ -232,7 +268,9 @@ SO = "; so losses deviate from the reference by 0.25 (limit 0.001 nats in fp32)"
 def test_losses_that_must_follow_from_a_wrong_scale_are_no_finding_of_their_own() -> None:
     update = {"error": 0.875, "scale": 0.125}
     sgd = make_cell(accumulate=8, optimizer="sgd")
-    trials = judged(record(sgd.reference()), record(sgd, update=update, losses=OFF), truth=False).trials
+    trials = judged(
+        record(sgd.reference()), record(sgd, update=update, losses=OFF), truth=False
+    ).trials
     explained = "the update is off by 0.88 (limit 1e-05 in fp32): 8 times too small: the loss is divided by N = 8 twice"
     assert trials["reason"].iloc[1] == explained + SO
     adamw = verdict(record(update=update, losses=OFF))[1]
@@ -242,7 +280,9 @@ def test_losses_that_must_follow_from_a_wrong_scale_are_no_finding_of_their_own(
     for optimizer in ("sgd", "adamw-foreach"):
         for clip_norm in (0.25, 1.0):
             reason = clipped(1 / 8, clip_norm, optimizer, losses=OFF)[1]
-            assert reason.startswith("the update is off") and reason.endswith(SO), "clipping is no factor"
+            assert reason.startswith("the update is off") and reason.endswith(SO), (
+                "clipping is no factor"
+            )
 
 
 def test_a_residual_means_lost_or_repeated_samples() -> None:
@@ -297,15 +337,24 @@ def test_collectives_that_are_not_the_expected_ones_are_a_finding() -> None:
     eager = make_collectives(make_cell(backend="ddp-eager", accumulate=8))
     status, reason = verdict(record() | {"collectives": eager})
     counts = [
-        next(row["calls"] for row in rows if row["op"] == "all_reduce") for rows in (eager, make_collectives(CELL))
+        next(row["calls"] for row in rows if row["op"] == "all_reduce")
+        for rows in (eager, make_collectives(CELL))
     ]
     assert status == "invalid" and counts[0] == 8 * counts[1]
-    assert reason.startswith(f"all_reduce of float32: {counts[0]} calls and ") and f"not {counts[1]} and" in reason
+    assert (
+        reason.startswith(f"all_reduce of float32: {counts[0]} calls and ")
+        and f"not {counts[1]} and" in reason
+    )
 
 
 @pytest.mark.parametrize(
     ("device_error", "device_loss_deviation", "status"),
-    [(1e-4, 1e-3, "ok"), (5e-4, 1e-5, "invalid"), (1e-7, 2e-3, "invalid"), (math.inf, math.inf, "invalid")],
+    [
+        (1e-4, 1e-3, "ok"),
+        (5e-4, 1e-5, "invalid"),
+        (1e-7, 2e-3, "invalid"),
+        (math.inf, math.inf, "invalid"),
+    ],
 )
 def test_a_device_that_computes_otherwise_than_the_cpu_makes_every_trial_invalid(
     device_error: float, device_loss_deviation: float, status: str
@@ -342,12 +391,16 @@ RUNS: dict[str, list[dict[str, Any]]] = {
     "defect and bytes": [record(DEFECTIVE, update=TWICE) | {"collectives": make_collectives(CELL)}],
     "another cause": [record(DEFECTIVE, update={"error": 7.0, "scale": 8.0})],
     "another backend": [record(update=TWICE)],
-    "failed": [make_failure(CELL, 0, "crashed", "the update is off: the loss is divided by N = 8 twice")],
+    "failed": [
+        make_failure(CELL, 0, "crashed", "the update is off: the loss is divided by N = 8 twice")
+    ],
 }
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_what_is_said_of_a_failure_decides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_what_is_said_of_a_failure_decides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """Every reason is reworded; exit statuses and known defects stay."""
     cells = [record["cell"] for record in RUNS[name]]
     twin = Cell.from_dict(cells[0])
@@ -368,7 +421,9 @@ def test_what_is_said_of_a_failure_decides_nothing(tmp_path: Path, monkeypatch: 
     before = outcomes(tmp_path / "before", "")
     assert before[0] == (0 if name in {"sound", "defect"} else 1)
     assert any(before[1]) == (name == "defect")
-    monkeypatch.setattr(gates, "Failure", lambda gate, text, causes=(): Failure(gate, "(reworded; twice.", causes))
+    monkeypatch.setattr(
+        gates, "Failure", lambda gate, text, causes=(): Failure(gate, "(reworded; twice.", causes)
+    )
     assert outcomes(tmp_path / "after", "(reworded; twice.") == before
     tables = [finding for finding in check(tmp_path / "before") if finding.topic == "tables"]
     assert all(finding.level is not Level.ERROR for finding in tables), tables
@@ -377,4 +432,7 @@ def test_what_is_said_of_a_failure_decides_nothing(tmp_path: Path, monkeypatch: 
 def test_a_missing_update() -> None:
     trial = record()
     trial["update"] = None
-    assert verdict(trial) == ("invalid", "no update to check: the update pass did not run, or the reference has none")
+    assert verdict(trial) == (
+        "invalid",
+        "no update to check: the update pass did not run, or the reference has none",
+    )

@@ -27,8 +27,16 @@ OF_DAYS = {"friday": 1.0, "monday": 0.97, "tuesday": 1.05}
 
 
 def run_of_day(folder: Path, day: str, **more: Any) -> Path:
-    factors = {name: factor * (OF_DAYS[day] if name != "base" else 1) for name, factor in BACKENDS.items()}
-    return write_run(folder / day, factors, accumulate=(2,), started=f"2026-01-{10 + len(day)}T00:00:00+00:00", **more)
+    factors = {
+        name: factor * (OF_DAYS[day] if name != "base" else 1) for name, factor in BACKENDS.items()
+    }
+    return write_run(
+        folder / day,
+        factors,
+        accumulate=(2,),
+        started=f"2026-01-{10 + len(day)}T00:00:00+00:00",
+        **more,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -50,18 +58,30 @@ def test_a_ratio_is_of_the_means_of_the_runs(week: Path) -> None:
     found = data.pairs[ids(data)["slow"]]
     logs = []
     for run in data.pool.runs:
-        wide = run.tables.trials.pivot_table(index="repeat", columns="cell_id", values="step_time_s").astype(float)
+        wide = run.tables.trials.pivot_table(
+            index="repeat", columns="cell_id", values="step_time_s"
+        ).astype(float)
         logs.append(float(np.log(wide[ids(data)["slow"]] / wide[ids(data)["base"]]).mean()))
     ends = stats.ttest_1samp(logs, 0.0).confidence_interval(0.95)
     time = found.time
-    assert time is not None and time.low is not None and time.high is not None and time.next_high is not None
-    assert (math.log(time.low), math.log(time.high)) == (pytest.approx(ends.low), pytest.approx(ends.high))
+    assert (
+        time is not None
+        and time.low is not None
+        and time.high is not None
+        and time.next_high is not None
+    )
+    assert (math.log(time.low), math.log(time.high)) == (
+        pytest.approx(ends.low),
+        pytest.approx(ends.high),
+    )
     reach = stats.t.ppf(0.975, 2) * np.std(logs, ddof=1) * math.sqrt(1 + 1 / 3)
     assert math.log(time.next_high) == pytest.approx(np.mean(logs) + reach)
     assert found.verdict is Verdict.SLOWER and found.words.startswith("slower over 3 runs")
 
 
-def test_all_places_say_the_same(week: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_places_say_the_same(
+    week: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = Analysis.of(load_pool([week]), week / "friday")
     pair = data.pairs[ids(data)["slow"]]
     assert main(["report", str(week), "--plots", str(tmp_path)]) == 0
@@ -73,10 +93,14 @@ def test_all_places_say_the_same(week: Path, tmp_path: Path, capsys: pytest.Capt
     assert number in row and f" {pair.verdict}" in row
     page = read(week / "friday" / "report.html").text.partition("Methods")[0]
     for text in (terminal, short, page):
-        assert number in text and "over 3 runs" in " ".join(text.split()) and "in this run" not in text
+        assert (
+            number in text and "over 3 runs" in " ".join(text.split()) and "in this run" not in text
+        )
     text = cite(data, ids(data)["slow"], ids(data)["base"]).text
     assert (
-        f"{number} times the step time" in text and f"verdict: {pair.words}" in text and "over 3 runs; next run" in text
+        f"{number} times the step time" in text
+        and f"verdict: {pair.words}" in text
+        and "over 3 runs; next run" in text
     )
     hashes = "+".join(run.digest[:12] for run in data.pool.runs)
     assert f"accumulation-bench:friday:{hashes}/" in text and " runs=3 " in text
@@ -90,7 +114,8 @@ def test_one_run_says_so(week: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert (
         status == 0
         and "in this run" in printed
-        and "how much runs of this class of machines differ is not known" in (" ".join(printed.split()))
+        and "how much runs of this class of machines differ is not known"
+        in (" ".join(printed.split()))
     )
     data = Analysis.of(load_pool([week / "monday"]), week / "monday")
     text = cite(data, ids(data)["slow"], ids(data)["base"]).text
@@ -100,7 +125,9 @@ def test_one_run_says_so(week: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_two_runs_are_two_values_and_no_verdict(week: Path) -> None:
     data = Analysis.of(load_pool([week / "monday", week / "friday"]), week / "monday")
     pair = data.pairs[ids(data)["slow"]]
-    assert pair.verdict is Verdict.AMBIGUOUS and pair.time is not None and not data.times_unavailable
+    assert (
+        pair.verdict is Verdict.AMBIGUOUS and pair.time is not None and not data.times_unavailable
+    )
     text = cite(data, ids(data)["slow"], ids(data)["base"]).text
     first, second = (f"{ratio:.3f}" for ratio in pair.time.runs)
     assert f"{first} and {second} times the step time (no interval, over 2 runs)" in text
@@ -114,7 +141,9 @@ def fails(capsys: Any, *arguments: str) -> str:
     return str(found.err)
 
 
-def test_runs_that_do_not_belong_together_are_named(week: Path, tmp_path: Path, capsys: Any) -> None:
+def test_runs_that_do_not_belong_together_are_named(
+    week: Path, tmp_path: Path, capsys: Any
+) -> None:
     first = str(week / "friday")
     same = fails(capsys, "check", first, str(week / "monday"), first)
     assert f"{first}: is the same run as {first}" in same
@@ -124,7 +153,9 @@ def test_runs_that_do_not_belong_together_are_named(week: Path, tmp_path: Path, 
     )
     machine = run_of_day(tmp_path, "monday", machine={"cpu": "another", "cores": 2})
     text = fails(capsys, "cite", first, str(machine), "slow N=2 W=2 fp32")
-    assert re.search(rf"{machine}: cannot be pooled with {first}: its CPU is another, and the first one's ", text)
+    assert re.search(
+        rf"{machine}: cannot be pooled with {first}: its CPU is another, and the first one's ", text
+    )
     torch = run_of_day(tmp_path, "tuesday", packages={"torch": "1.0"})
     assert "its set of frameworks is torch 1.0, and" in fails(capsys, "check", first, str(torch))
     schema = run_of_day(tmp_path / "old", "tuesday")
@@ -149,7 +180,10 @@ def test_what_check_refuses_is_cited_with_force_alone_which_says_so(
     found = capsys.readouterr()
     assert found.out == "" and "is not cited: journal: was changed after the run" in found.err
     assert main(["cite", str(folder), cell, "--force", "--format", "text"]) == 0
-    assert "DO NOT CITE THIS: check found journal: was changed after the run" in capsys.readouterr().out
+    assert (
+        "DO NOT CITE THIS: check found journal: was changed after the run"
+        in capsys.readouterr().out
+    )
 
 
 def test_older_ids_are_found_and_those_of_another_journal_are_not(week: Path) -> None:

@@ -21,9 +21,20 @@ from bench.judge.statistics import (
 )
 
 
-def sample(center: float = 1.0, trials: int = 12, seed: int = 0, *, blocks: bool = True, noise: float = 0.03) -> Sample:
+def sample(
+    center: float = 1.0,
+    trials: int = 12,
+    seed: int = 0,
+    *,
+    blocks: bool = True,
+    noise: float = 0.03,
+) -> Sample:
     rng = np.random.default_rng(seed)
-    logs = math.log(center) + noise * rng.normal(size=(trials, 1)) + noise * rng.normal(size=(trials, 12))
+    logs = (
+        math.log(center)
+        + noise * rng.normal(size=(trials, 1))
+        + noise * rng.normal(size=(trials, 12))
+    )
     return Sample(np.exp(np.median(logs, axis=1)).tolist(), list(range(trials)) if blocks else [])
 
 
@@ -31,7 +42,10 @@ class TestRatio:
     @pytest.mark.parametrize("blocks", [True, False])
     @pytest.mark.parametrize("trials", range(1, MIN_TRIALS))
     def test_few_trials_have_no_interval(self, trials: int, blocks: bool) -> None:
-        found = ratio(sample(trials=trials, seed=1, blocks=blocks), sample(trials=trials, seed=2, blocks=blocks))
+        found = ratio(
+            sample(trials=trials, seed=1, blocks=blocks),
+            sample(trials=trials, seed=2, blocks=blocks),
+        )
         assert found.low is found.high is found.p_different is found.p_same is None
         assert str(MIN_TRIALS) in found.reason and str(trials) in found.reason
         assert found.width == math.inf and not statistics.equivalent(found)
@@ -56,7 +70,10 @@ class TestLogMean:
         assert LogMean.of(a).p_same(0.02) == pytest.approx(np.maximum(above.pvalue, below.pvalue))
 
     def test_equal_values_are_no_division_by_zero(self) -> None:
-        same, apart = (ratio(Sample([seconds] * 6, range(6)), Sample([1.0] * 6, range(6))) for seconds in (1.0, 2.0))
+        same, apart = (
+            ratio(Sample([seconds] * 6, range(6)), Sample([1.0] * 6, range(6)))
+            for seconds in (1.0, 2.0)
+        )
         assert (same.ratio, same.low, same.high, same.p_different) == (1, 1, 1, 1)
         assert apart.low == apart.high == pytest.approx(2) and apart.p_different == 0
 
@@ -72,11 +89,16 @@ class TestPrecision:
 
     def test_required_trials(self) -> None:
         assert required_trials(self.interval(0.995, 1.005), 0.02) == 0
-        assert required_trials(self.interval(0.985, 1.015), 0.02) > 0, "1.5 % to either side: the whole width counts"
+        assert required_trials(self.interval(0.985, 1.015), 0.02) > 0, (
+            "1.5 % to either side: the whole width counts"
+        )
         assert required_trials(self.interval(1.0, 1.024), 0.02) == math.ceil(20 * 1.2**2) - 20
         assert required_trials(self.interval(0.8, 1.2), 0.02) == 20  # no more than there are
         nothing = Interval(ratio=1.0, num_trials=3, paired=True)
-        assert required_trials(nothing) == MIN_REPEATS - 3 and required_trials(replace(nothing, num_trials=40)) == 1
+        assert (
+            required_trials(nothing) == MIN_REPEATS - 3
+            and required_trials(replace(nothing, num_trials=40)) == 1
+        )
 
 
 class TestQuality:
@@ -94,7 +116,11 @@ class TestQuality:
         assert not samples.drift(slots, noise).found
         # Of the 120 orders of five values, one rises and one falls throughout.
         assert samples.drift(range(5), [1.0, 1.1, 1.2, 1.4, 1.5]).p_value == pytest.approx(2 / 120)
-        assert samples.drift([1, 2], [1.0, 2.0]).p_value == samples.drift(slots, [1.0] * 20).p_value == 1
+        assert (
+            samples.drift([1, 2], [1.0, 2.0]).p_value
+            == samples.drift(slots, [1.0] * 20).p_value
+            == 1
+        )
 
     @pytest.mark.parametrize("kind", ["normal", "heavy"])
     @pytest.mark.parametrize("n", [8, 12, 30])
@@ -102,14 +128,18 @@ class TestQuality:
         rng = np.random.default_rng([n, len(kind)])
         noise = rng.normal(size=(400, n)) if kind == "normal" else rng.standard_t(4, size=(400, n))
         found = [samples.bimodal(np.exp(0.03 * row).tolist()) for row in noise]
-        assert sum(split is not None and split.found for split in found) <= stats.binom.ppf(0.999, 400, samples.ALPHA)
+        assert sum(split is not None and split.found for split in found) <= stats.binom.ppf(
+            0.999, 400, samples.ALPHA
+        )
 
     def test_two_modes(self) -> None:
         rng = np.random.default_rng(0)
         values = np.exp(0.01 * rng.normal(size=20) + 0.15 * (np.arange(20) % 3 == 0))
         found = samples.bimodal(values.tolist())
         assert found is not None and found.found
-        assert found.size == pytest.approx(math.exp(0.15), rel=0.02) and found.share == pytest.approx(0.35)
+        assert found.size == pytest.approx(
+            math.exp(0.15), rel=0.02
+        ) and found.share == pytest.approx(0.35)
         assert samples.bimodal(values[:7].tolist()) is None
 
 

@@ -15,7 +15,14 @@ from bench.judge.tables import NAMES, Tables
 from bench.judge.trial_columns import TrialRow
 from bench.plan.cell import Cell
 from bench.plan.matrix import KEYS
-from tests.factories import PEAK_BYTES, make_cell, make_failure, make_manifest, make_record, make_tables
+from tests.factories import (
+    PEAK_BYTES,
+    make_cell,
+    make_failure,
+    make_manifest,
+    make_record,
+    make_tables,
+)
 
 CELL = make_cell()
 
@@ -29,7 +36,11 @@ def dtypes(frame: pd.DataFrame) -> dict[str, str]:
 
 
 EMPTY = build()
-SOUND = build(make_record(CELL), make_failure(CELL, 1), make_record(make_cell(backend="reference").reference()))
+SOUND = build(
+    make_record(CELL),
+    make_failure(CELL, 1),
+    make_record(make_cell(backend="reference").reference()),
+)
 FAILED = build(make_failure(CELL))
 
 
@@ -48,7 +59,9 @@ def test_exact_columns_and_dtypes(made: Tables) -> None:
 
 def test_a_sound_trial_by_hand() -> None:
     row = build(make_record(CELL, 2)).trials.iloc[0]
-    expected: dict[str, Any] = {name: value for name, value in CELL.to_dict().items() if name in COLUMNS["trials"]} | {
+    expected: dict[str, Any] = {
+        name: value for name, value in CELL.to_dict().items() if name in COLUMNS["trials"]
+    } | {
         "run_id": "made-run",
         "cell_id": CELL.cell_id,
         "repeat": 2,
@@ -88,18 +101,31 @@ def test_a_sound_trial_by_hand() -> None:
 
 
 def test_children_by_hand() -> None:
-    counted = {"op": "all_reduce", "group": "world", "dtype": "float32", "calls": 1, "payload_bytes": 13_644_800}
-    made = build(make_record(CELL, 1, time={"losses": [3.0, 2.0], "step_seconds": [0.5, 0.25]}, collectives=[counted]))
+    counted = {
+        "op": "all_reduce",
+        "group": "world",
+        "dtype": "float32",
+        "calls": 1,
+        "payload_bytes": 13_644_800,
+    }
+    made = build(
+        make_record(
+            CELL, 1, time={"losses": [3.0, 2.0], "step_seconds": [0.5, 0.25]}, collectives=[counted]
+        )
+    )
     key = {"cell_id": CELL.cell_id, "repeat": 1}
     # Two windows of warm-up come before the first timed one, and steps count from 0 at the first update.
     assert made.steps.to_dict("records") == [
         key | {"step": 2, "seconds": 0.5},
         key | {"step": 3, "seconds": 0.25},
     ]
-    assert made.losses.to_dict("records") == [key | {"step": 0, "loss": 3.0}, key | {"step": 1, "loss": 2.0}]
-    assert made.collectives.drop(columns=["expected_calls", "expected_payload_bytes"]).to_dict("records") == [
-        key | counted
+    assert made.losses.to_dict("records") == [
+        key | {"step": 0, "loss": 3.0},
+        key | {"step": 1, "loss": 2.0},
     ]
+    assert made.collectives.drop(columns=["expected_calls", "expected_payload_bytes"]).to_dict(
+        "records"
+    ) == [key | counted]
     assert dict(zip(made.memory["category"], made.memory["bytes"], strict=True)) == {
         "tracked_peak": PEAK_BYTES,
         "tracked_held": 2**20,
@@ -113,7 +139,9 @@ def test_the_last_record_of_a_trial_counts() -> None:
         make_record(CELL, 1, time={"losses": [1.0]}),
         make_record(CELL, 0, wall_s=7.0),
     )
-    assert list(zip(made.trials["repeat"], made.trials["status"], made.trials["wall_s"], strict=True)) == [
+    assert list(
+        zip(made.trials["repeat"], made.trials["status"], made.trials["wall_s"], strict=True)
+    ) == [
         (0, "ok", 7.0),
         (1, "ok", 4.25),
     ]
@@ -135,8 +163,14 @@ def test_what_is_measured_once_stands_on_every_trial_of_its_cell_only() -> None:
     assert good["update_error"].tolist() == [1e-7] * 2
     assert good["peak_memory_bytes"].tolist() == [PEAK_BYTES] * 2
     failed = mine[mine["status"] != "ok"]
-    assert failed[["update_error", "peak_memory_bytes"]].isna().all(axis=None), "a failed trial has no numbers"
-    assert trials[trials["cell_id"] == other.cell_id][["update_error", "peak_memory_bytes"]].isna().all(axis=None)
+    assert failed[["update_error", "peak_memory_bytes"]].isna().all(axis=None), (
+        "a failed trial has no numbers"
+    )
+    assert (
+        trials[trials["cell_id"] == other.cell_id][["update_error", "peak_memory_bytes"]]
+        .isna()
+        .all(axis=None)
+    )
     assert build(later, make_record(CELL, 0)).memory["repeat"].unique().tolist() == [0]
 
 
@@ -146,18 +180,32 @@ def test_the_link_is_that_between_as_many_ranks_on_as_many_nodes() -> None:
         {"op": "all_reduce", "bytes": 4_000_000, "seconds": 0.02},
         {"op": "all_gather", "bytes": 1, "seconds": 1.0},
     ]
-    here = {"world_size": 2, "num_nodes": 1, "threads": 1, "flops_per_s": {}, "reason": "", "links": links}
+    here = {
+        "world_size": 2,
+        "num_nodes": 1,
+        "threads": 1,
+        "flops_per_s": {},
+        "reason": "",
+        "links": links,
+    }
     between = {**here, "num_nodes": 2, "links": [{**links[0], "seconds": 0.4}]}
     manifest = make_manifest(matmul=[between, here])
     two_nodes = make_cell(ranks_per_node=1)
-    found = make_tables([make_record(CELL), make_record(two_nodes)], manifest).trials["link_bytes_per_s"]
+    found = make_tables([make_record(CELL), make_record(two_nodes)], manifest).trials[
+        "link_bytes_per_s"
+    ]
     assert found.tolist() == pytest.approx([2e8, 1e7])
 
 
 def test_mfu_against_the_matmul_rate_of_the_run() -> None:
     entries = [
         {"world_size": 1, "threads": 2, "flops_per_s": {"fp32": [3e11]}, "reason": ""},
-        {"world_size": 2, "threads": 1, "flops_per_s": {"fp32": [1.5e12, 2.5e12], "bf16": [1e13, 1e13]}, "reason": ""},
+        {
+            "world_size": 2,
+            "threads": 1,
+            "flops_per_s": {"fp32": [1.5e12, 2.5e12], "bf16": [1e13, 1e13]},
+            "reason": "",
+        },
     ]
     # 1e12 FLOP in 0.51 s, by two ranks that can do 4e12 a second in that precision.
     found = make_tables([make_record(CELL)], make_manifest(matmul=entries)).trials.iloc[0]
@@ -169,7 +217,9 @@ def test_mfu_against_the_matmul_rate_of_the_run() -> None:
         (make_record(CELL, flops_per_step=None), entries),
         *((make_record(CELL), some) for some in (entries[:1], unmeasured, [])),
     ):
-        assert pd.isna(make_tables([record], make_manifest(matmul=known)).trials.iloc[0]["mfu_of_matmul"])
+        assert pd.isna(
+            make_tables([record], make_manifest(matmul=known)).trials.iloc[0]["mfu_of_matmul"]
+        )
 
 
 def test_a_row_has_the_columns_of_its_table_and_their_types() -> None:
@@ -180,7 +230,9 @@ def test_a_row_has_the_columns_of_its_table_and_their_types() -> None:
     assert own.keys() <= COLUMNS["trials"].keys()
     for name, column in COLUMNS["trials"].items():
         if name in own:
-            kind = next(part for part in (*get_args(own[name]), own[name]) if part is not type(None))
+            kind = next(
+                part for part in (*get_args(own[name]), own[name]) if part is not type(None)
+            )
             assert issubclass(kind, kinds[column.dtype]), name
         else:
             assert hasattr(TrialRow, name) or hasattr(CELL, name), name

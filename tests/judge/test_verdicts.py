@@ -12,7 +12,15 @@ from scipy import stats
 from bench.judge import verdicts
 from bench.judge.evidence import CellEvidence
 from bench.judge.statistics import PRECISION, Interval, Sample, ratio
-from bench.judge.verdicts import Comparison, Reason, Verdict, compare, judge_all, next_precision, num_judged
+from bench.judge.verdicts import (
+    Comparison,
+    Reason,
+    Verdict,
+    compare,
+    judge_all,
+    next_precision,
+    num_judged,
+)
 
 RUN = "run"
 OPPOSITE = {Verdict.FASTER: Verdict.SLOWER, Verdict.SLOWER: Verdict.FASTER}
@@ -21,14 +29,22 @@ OPPOSITE = {Verdict.FASTER: Verdict.SLOWER, Verdict.SLOWER: Verdict.FASTER}
 def interval(low: float, high: float, p_different: float = 1e-6, p_same: float = 1e-6) -> Interval:
     center = math.sqrt(low * high)
     return Interval(
-        ratio=center, low=low, high=high, p_different=p_different, p_same=p_same, num_trials=20, paired=True
+        ratio=center,
+        low=low,
+        high=high,
+        p_different=p_different,
+        p_same=p_same,
+        num_trials=20,
+        paired=True,
     )
 
 
 CONTROL = interval(0.995, 1.004, 0.6)
 
 
-def evidence(low: float, high: float, control: Interval | None = CONTROL, **changes: Any) -> Comparison:
+def evidence(
+    low: float, high: float, control: Interval | None = CONTROL, **changes: Any
+) -> Comparison:
     return Comparison(**({"time": interval(low, high), "control": control} | changes))
 
 
@@ -52,7 +68,11 @@ def quiet_control() -> Interval:
         (0.93, 0.96, (Verdict.FASTER, Reason.DIFFERENT)),
         (1.04, 1.07, (Verdict.SLOWER, Reason.DIFFERENT)),
         (0.99, 1.01, (Verdict.SAME, Reason.INSIDE_MARGIN)),
-        (1.006, 1.015, (Verdict.SAME, Reason.INSIDE_MARGIN)),  # a difference, smaller than the margin
+        (
+            1.006,
+            1.015,
+            (Verdict.SAME, Reason.INSIDE_MARGIN),
+        ),  # a difference, smaller than the margin
         (0.96, 1.01, (Verdict.AMBIGUOUS, Reason.WIDE)),
         (1.001, 1.03, (Verdict.SLOWER, Reason.DIFFERENT)),
         (0.96, 0.997, (Verdict.FASTER, Reason.DIFFERENT)),
@@ -66,7 +86,10 @@ def test_verdicts(low: float, high: float, expected: tuple[Verdict, Reason]) -> 
     ("control", "expected"),
     [
         (interval(0.9, 1.2), (Verdict.SLOWER, Reason.DIFFERENT)),
-        (interval(1.004, 1.02), (Verdict.SLOWER, Reason.DIFFERENT)),  # not by chance, but within the margin
+        (
+            interval(1.004, 1.02),
+            (Verdict.SLOWER, Reason.DIFFERENT),
+        ),  # not by chance, but within the margin
         (interval(1.021, 1.05), (Verdict.AMBIGUOUS, Reason.CONTROL_OFF)),
         (interval(1 / 1.05, 1 / 1.021), (Verdict.AMBIGUOUS, Reason.CONTROL_OFF)),
         (interval(0.98, 1.1), (Verdict.SLOWER, Reason.DIFFERENT)),  # off, but that may be noise
@@ -75,7 +98,10 @@ def test_verdicts(low: float, high: float, expected: tuple[Verdict, Reason]) -> 
 def test_an_a_a_pair_that_is_off_withdraws_verdicts_and_widens_nothing(
     control: Interval, expected: tuple[Verdict, Reason]
 ) -> None:
-    a, b = (CellEvidence(label=name, sample=cell(c, seed=i)) for i, (name, c) in enumerate((("a", 1.05), ("b", 1.0))))
+    a, b = (
+        CellEvidence(label=name, sample=cell(c, seed=i))
+        for i, (name, c) in enumerate((("a", 1.05), ("b", 1.0)))
+    )
     (found,) = judge_all([compare({RUN: (a, b)}, control)])
     assert (found.verdict, found.reason) == expected and found.time == ratio(a.sample, b.sample)
     assert found.scope == ("" if found.verdict is Verdict.AMBIGUOUS else " in this run")
@@ -85,7 +111,9 @@ def test_an_invalid_cell_decides_nothing_on_the_others() -> None:
     """p = 0.01 in each of four comparisons: with a fifth that counts, none would be below 5 %."""
     sound = [evidence(0.93, 0.96, time=interval(0.93, 0.96, p_different=0.0101)) for _ in range(4)]
     sound[0] = evidence(0.9, 0.92)
-    planted = evidence(0.9, 1.1, time=None, blocked=True, verdict=Verdict.NOT_COMPARABLE, reason=Reason.GATE)
+    planted = evidence(
+        0.9, 1.1, time=None, blocked=True, verdict=Verdict.NOT_COMPARABLE, reason=Reason.GATE
+    )
     alone, among = judge_all(sound), judge_all([planted, *sound])
     assert among[1:] == alone and {found.verdict for found in alone} == {Verdict.FASTER}
     assert num_judged(among) == num_judged(alone) == 4 and among[0].p_different is None
@@ -96,14 +124,22 @@ class TestSeveralRuns:
         sides = {}
         for number, center in enumerate(centers):
             a, b = cell(center, seed=10 + number), cell(1.0, seed=20 + number)
-            sides[str(number)] = CellEvidence(label="a", sample=a), CellEvidence(label="b", sample=b)
+            sides[str(number)] = (
+                CellEvidence(label="a", sample=a),
+                CellEvidence(label="b", sample=b),
+            )
         (found,) = judge_all([compare(sides, CONTROL)])
         return found
 
     def test_a_run_counts_once(self) -> None:
         found = self.runs(1.10, 1.12, 1.14)
         time = found.time
-        assert time is not None and time.low is not None and time.next_low is not None and time.next_high is not None
+        assert (
+            time is not None
+            and time.low is not None
+            and time.next_low is not None
+            and time.next_high is not None
+        )
         logs = np.log(time.runs)
         known = stats.ttest_1samp(logs, 0.0)
         assert math.log(time.low) == pytest.approx(known.confidence_interval(0.95).low)
@@ -125,7 +161,10 @@ class TestSeveralRuns:
 
     def test_what_is_wrong_in_one_run_is_wrong_and_named(self) -> None:
         good = CellEvidence(label="a", sample=cell(1.0)), CellEvidence(label="b", sample=cell(1.1))
-        bad = CellEvidence(label="a", sample=cell(1.0), failed_gates=(("the update is off",),)), good[1]
+        bad = (
+            CellEvidence(label="a", sample=cell(1.0), failed_gates=(("the update is off",),)),
+            good[1],
+        )
         (found,) = judge_all([compare({"monday": good, "tuesday": bad}, CONTROL)])
         assert (found.verdict, found.reason) == (Verdict.NOT_COMPARABLE, Reason.GATE)
         assert found.detail.startswith("tuesday: ")
@@ -141,13 +180,21 @@ def test_holm_counts_all_verdicts_of_the_report() -> None:
 
 def test_cycles_must_agree() -> None:
     assert judged(evidence(0.93, 0.96, cycles=interval(0.94, 0.97)))[0] is Verdict.FASTER
-    for other in (interval(0.99, 1.01), interval(1.05, 1.08), Interval(ratio=0.9, num_trials=2, paired=True)):
+    for other in (
+        interval(0.99, 1.01),
+        interval(1.05, 1.08),
+        Interval(ratio=0.9, num_trials=2, paired=True),
+    ):
         assert judged(evidence(0.93, 0.96, cycles=other)) == (Verdict.AMBIGUOUS, Reason.CLOCKS)
 
 
 class TestCompare:
     def made(self, **changes: Any) -> tuple[CellEvidence, CellEvidence]:
-        common: dict[str, Any] = {"precision": "fp32", "accumulation_dtype": "fp32", "work": "llama tiny"}
+        common: dict[str, Any] = {
+            "precision": "fp32",
+            "accumulation_dtype": "fp32",
+            "work": "llama tiny",
+        }
         a = CellEvidence(**({"label": "a", "sample": cell(0.9, seed=1), **common} | changes))
         return a, CellEvidence(label="b", sample=cell(1.0, seed=2), **common)
 
@@ -185,7 +232,10 @@ class TestCompare:
         twins = cell(1, 8, seed + 2, noise), cell(1, 8, seed + 3, noise)
         here = judge_all([compare({RUN: (a, b)}, ratio(*twins))])[0]
         there = judge_all([compare({RUN: (b, a)}, ratio(*reversed(twins)))])[0]
-        assert there.verdict is OPPOSITE.get(here.verdict, here.verdict) and there.reason is here.reason
+        assert (
+            there.verdict is OPPOSITE.get(here.verdict, here.verdict)
+            and there.reason is here.reason
+        )
 
 
 def test_every_reason_says_what_to_do_next() -> None:
@@ -197,4 +247,6 @@ def test_repeats_go_on_until_the_precision_and_then_only_if_undecided() -> None:
     assert next_precision(judge_all([evidence(0.9, 0.93)]), PRECISION) == PRECISION
     wide = evidence(0.9, 0.91, control=interval(0.97, 1.01))
     assert next_precision(judge_all([wide]), PRECISION) == PRECISION
-    assert next_precision(judge_all([evidence(0.9, 0.91), evidence(0.995, 1.005)]), PRECISION) is None
+    assert (
+        next_precision(judge_all([evidence(0.9, 0.91), evidence(0.995, 1.005)]), PRECISION) is None
+    )

@@ -117,7 +117,9 @@ def listeners(folder):
     for process in psutil.process_iter():
         try:
             if process.environ().get("BENCH_LAUNCHER") == launcher:
-                found += [c.laddr.ip for c in process.net_connections() if c.status == psutil.CONN_LISTEN]
+                found += [
+                    c.laddr.ip for c in process.net_connections() if c.status == psutil.CONN_LISTEN
+                ]
         except psutil.Error:
             continue
     (folder / "listeners").write_text(json.dumps(found))

@@ -57,7 +57,11 @@ def left(token: str) -> list[int]:
 def sleepers() -> list[int]:
     """What ``family`` left."""
     mark = f"time.sleep({FAMILY_S})"
-    return [p.pid for p in psutil.process_iter(["cmdline"]) if any(mark in word for word in p.info["cmdline"] or ())]
+    return [
+        p.pid
+        for p in psutil.process_iter(["cmdline"])
+        if any(mark in word for word in p.info["cmdline"] or ())
+    ]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -81,7 +85,9 @@ def play(launcher: Launcher, folder: Path, act: str, **options: Any) -> Outcome:
     return launcher.run(Act(str(folder / "trial"), act, **options), 3000.0, inactivity_s)
 
 
-def test_what_ignores_signals_or_left_the_session_is_ended_too(launcher: Launcher, tmp_path: Path) -> None:
+def test_what_ignores_signals_or_left_the_session_is_ended_too(
+    launcher: Launcher, tmp_path: Path
+) -> None:
     before = set(sleepers())
     found = play(launcher, tmp_path, "family")
     assert found.status is Status.OK, "what it left behind is nobody's result"
@@ -102,7 +108,9 @@ def test_nobody_leaves_while_another_still_connects(launcher: Launcher, tmp_path
 def test_no_rank_reads_a_pickle_that_runs_code(launcher: Launcher, tmp_path: Path) -> None:
     found = play(launcher, tmp_path, "read_pickle")
     assert (found.status, (tmp_path / "trial" / "ran").exists()) == (Status.CRASHED, False)
-    assert found.reason.startswith("rank 1: UnpicklingError: Weights only load failed"), found.reason
+    assert found.reason.startswith("rank 1: UnpicklingError: Weights only load failed"), (
+        found.reason
+    )
 
 
 def test_all_sockets_are_on_loopback(launcher: Launcher, tmp_path: Path) -> None:
@@ -112,7 +120,9 @@ def test_all_sockets_are_on_loopback(launcher: Launcher, tmp_path: Path) -> None
     assert addresses and set(addresses) <= {"127.0.0.1", "::1"}
 
 
-def test_segments_are_removed_when_their_last_process_has_ended(launcher: Launcher, tmp_path: Path) -> None:
+def test_segments_are_removed_when_their_last_process_has_ended(
+    launcher: Launcher, tmp_path: Path
+) -> None:
     """NCCL's shared memory, as ranks that are ended leave it."""
     segment = Path(f"{stragglers.SEGMENT_PREFIX}test-{os.getpid()}")
     segment.write_bytes(bytes(4096))
@@ -129,12 +139,16 @@ def test_segments_are_removed_when_their_last_process_has_ended(launcher: Launch
 
 
 def launcher_process() -> psutil.Process:
-    (found,) = [p for p in psutil.Process().children() if "bench.launch.server" in " ".join(p.cmdline())]
+    (found,) = [
+        p for p in psutil.Process().children() if "bench.launch.server" in " ".join(p.cmdline())
+    ]
     return found
 
 
 @pytest.mark.slow
-def test_a_launcher_that_is_killed_between_two_trials_is_replaced(launcher: Launcher, tmp_path: Path) -> None:
+def test_a_launcher_that_is_killed_between_two_trials_is_replaced(
+    launcher: Launcher, tmp_path: Path
+) -> None:
     assert play(launcher, tmp_path, "end").status is Status.OK
     launcher_process().kill()
     assert play(launcher, tmp_path, "end").status is Status.OK
@@ -154,18 +168,26 @@ with Launcher(Device.CPU) as launcher:
 """
 
 
-@pytest.mark.parametrize("act", first(["family_and_sleep"], ["lock_the_interpreter", "stop", "family_and_sleep"]))
+@pytest.mark.parametrize(
+    "act", first(["family_and_sleep"], ["lock_the_interpreter", "stop", "family_and_sleep"])
+)
 @pytest.mark.parametrize("stopped", first([True], [False, True]), ids=str)
 def test_nothing_is_left_of_a_bench_that_is_killed(tmp_path: Path, act: str, stopped: bool) -> None:
     token = f"killed-{act}-{stopped}-{os.getpid()}"
     before = set(sleepers())
-    temporary = Path(tempfile.mkdtemp(prefix="killed-", dir="/tmp"))  # short: a socket's path lies in it
+    temporary = Path(
+        tempfile.mkdtemp(prefix="killed-", dir="/tmp")
+    )  # short: a socket's path lies in it
     environment = os.environ | {TOKEN: token, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
     command = [sys.executable, "-c", PARENT, str(tmp_path / "trial"), act]
     parent = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
     until((tmp_path / "trial" / "joined1").exists)
-    (server,) = [p for p in psutil.Process(parent.pid).children() if "bench.launch.server" in " ".join(p.cmdline())]
+    (server,) = [
+        p
+        for p in psutil.Process(parent.pid).children()
+        if "bench.launch.server" in " ".join(p.cmdline())
+    ]
     if stopped:
         server.send_signal(signal.SIGSTOP)
     parent.kill()
@@ -176,7 +198,9 @@ def test_nothing_is_left_of_a_bench_that_is_killed(tmp_path: Path, act: str, sto
     shutil.rmtree(temporary)
 
 
-@pytest.mark.parametrize(("gpu", "cold"), [({"uuid": "GPU-7"}, False), ({"uuid": "GPU-7", "mig": "MIG-7"}, True)])
+@pytest.mark.parametrize(
+    ("gpu", "cold"), [({"uuid": "GPU-7"}, False), ({"uuid": "GPU-7", "mig": "MIG-7"}, True)]
+)
 def test_a_fork_cannot_use_a_mig_instance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: dict[str, str], cold: bool
 ) -> None:
@@ -197,21 +221,35 @@ int cuDeviceGetCount(int *count) { *count = 1; return ready ? 0 : 3; }
 @pytest.mark.skipif(shutil.which("cc") is None, reason="a stand-in for CUDA's driver is compiled")
 @pytest.mark.parametrize("initializes", first([True], [False, True]))
 def test_a_package_that_initializes_cuda_is_not_forked_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], initializes: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    initializes: bool,
 ) -> None:
     """CPU ranks, but the launcher of GPUs. What goes well alone is not forked either from then on."""
     (tmp_path / "driver.c").write_text(DRIVER)
     library = tmp_path / "libcuda.so.1"
-    make = ["cc", "-shared", "-fPIC", f"-Wl,-soname,{library.name}", "-o", library, tmp_path / "driver.c"]
+    make = [
+        "cc",
+        "-shared",
+        "-fPIC",
+        f"-Wl,-soname,{library.name}",
+        "-o",
+        library,
+        tmp_path / "driver.c",
+    ]
     subprocess.run(make, check=True)
     call = "driver.cuInit(0)" if initializes else ""
-    (tmp_path / "initializer.py").write_text(f"import ctypes\ndriver = ctypes.CDLL('{library.name}')\n{call}\n")
+    (tmp_path / "initializer.py").write_text(
+        f"import ctypes\ndriver = ctypes.CDLL('{library.name}')\n{call}\n"
+    )
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr("bench.launch.gpus.gpus", list)
     needs = {"plain": (), "initializing": ("initializer",)}
     stand_ins = {
-        name: SimpleNamespace(preloaded=lambda packages=packages: packages) for name, packages in needs.items()
+        name: SimpleNamespace(preloaded=lambda packages=packages: packages)
+        for name, packages in needs.items()
     }
     monkeypatch.setattr(launching, "registry", lambda names: stand_ins)
     cold = []
@@ -222,4 +260,6 @@ def test_a_package_that_initializes_cuda_is_not_forked_from(
             cold.append(found.cold)
         assert launcher._own._server.cold is initializes
     assert cold == [False, initializes, initializes]
-    assert capfd.readouterr().err.count("importing initializer initializes CUDA") == int(initializes)
+    assert capfd.readouterr().err.count("importing initializer initializes CUDA") == int(
+        initializes
+    )

@@ -32,7 +32,10 @@ with files.run_folder(Path(sys.argv[1]), "here"):
 
 def test_the_second_is_told_of_the_first_and_takes_over_when_it_is_dead(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    command, environment = [sys.executable, "-c", HOLDER, str(folder)], os.environ | {"PYTHONPATH": str(ROOT)}
+    command, environment = (
+        [sys.executable, "-c", HOLDER, str(folder)],
+        os.environ | {"PYTHONPATH": str(ROOT)},
+    )
     first = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     assert first.stdout is not None and first.stdout.readline() == "held\n"
     words = rf"^--out x: is in use by process {first.pid} on {re.escape(socket.gethostname())} since \d{{4}}-.*; wait"
@@ -68,7 +71,9 @@ def test_gpus_are_held_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("spoil", ["open", "file"])
-def test_a_runtime_folder_of_others_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: str) -> None:
+def test_a_runtime_folder_of_others_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: str
+) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     folder = tmp_path / "accumulation-bench"
     if spoil == "open":
@@ -80,7 +85,9 @@ def test_a_runtime_folder_of_others_is_not_used(tmp_path: Path, monkeypatch: pyt
         gpus.runtime_folder()
 
 
-def test_a_runtime_folder_without_a_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runtime_folder_without_a_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr(gpus.tempfile, "gettempdir", lambda: str(tmp_path))
     folder = gpus.runtime_folder()

@@ -33,7 +33,13 @@ def free_port() -> int:
 
 def variables(node: int, port: int, **more: str) -> dict[str, str]:
     """The variables that PyTorchJob sets."""
-    job = {"RANK": node, "WORLD_SIZE": 2, "MASTER_ADDR": HEAD, "MASTER_PORT": port, job_nodes.SECRET: SECRET}
+    job = {
+        "RANK": node,
+        "WORLD_SIZE": 2,
+        "MASTER_ADDR": HEAD,
+        "MASTER_PORT": port,
+        job_nodes.SECRET: SECRET,
+    }
     return {name: str(value) for name, value in job.items()} | more
 
 
@@ -41,7 +47,10 @@ def variables(node: int, port: int, **more: str) -> dict[str, str]:
 def job(folder: Path) -> Iterator[list[Place]]:
     """Two nodes in folders of their own. Nothing is left of either at the end."""
     port = free_port()
-    with place(folder / "node0", **variables(0, port)) as first, place(folder / "node1", **variables(1, port)) as other:
+    with (
+        place(folder / "node0", **variables(0, port)) as first,
+        place(folder / "node1", **variables(1, port)) as other,
+    ):
         yield [first, other]
         for node in (first, other):
             assert not node.leaks.left(ENDS_IN_S)
@@ -72,12 +81,17 @@ def test_two_nodes_train_what_one_does(tmp_path: Path) -> None:
 
         until(greeted)
         follower = other.start("run")
-        assert (leader.wait(), follower.wait()) == (GOOD, GOOD), (first.output("err"), other.output("err"))
+        assert (leader.wait(), follower.wait()) == (GOOD, GOOD), (
+            first.output("err"),
+            other.output("err"),
+        )
         found: dict[str, dict[int, Any]] = {}
         for record in first.records:
             assert record["status"] == Status.OK, record["reason"]
             if not record["cell"]["twin"]:
-                found.setdefault(record["cell"]["backend"], {})[record["cell"]["ranks_per_node"]] = record
+                found.setdefault(record["cell"]["backend"], {})[
+                    record["cell"]["ranks_per_node"]
+                ] = record
         for backend in ("ddp-eager", "fsdp2-deferred"):
             spread, together = found[backend][1], found[backend][0]
             assert spread["update"] == together["update"]
@@ -108,15 +122,25 @@ def test_a_node_that_is_killed_costs_its_trials_until_it_comes_back(tmp_path: Pa
         assert lost
         for record in lost:
             assert record["status"] == Status.INTERRUPTED and record["cell"]["ranks_per_node"] == 1
-            assert record["reason"].startswith(f"node 1 ({socket.gethostname()}) was lost: "), record["reason"]
-        assert {r["repeat"] for r in first.records if r["cell"]["backend"] == "reference"} == {0, 1}, "it went on"
+            assert record["reason"].startswith(f"node 1 ({socket.gethostname()}) was lost: "), (
+                record["reason"]
+            )
+        assert {r["repeat"] for r in first.records if r["cell"]["backend"] == "reference"} == {
+            0,
+            1,
+        }, "it went on"
         follower, leader = other.start("run"), first.start("run", "--resume", "run")
-        assert (leader.wait(), follower.wait()) == (GOOD, GOOD), (first.output("err"), other.output("err"))
+        assert (leader.wait(), follower.wait()) == (GOOD, GOOD), (
+            first.output("err"),
+            other.output("err"),
+        )
         assert {record["status"] for record in first.records[-len(lost) :]} == {Status.OK}
 
 
 @pytest.mark.timeout(900)
-def test_what_a_rank_of_the_other_node_does_is_told_with_its_node_and_its_stacks(tmp_path: Path) -> None:
+def test_what_a_rank_of_the_other_node_does_is_told_with_its_node_and_its_stacks(
+    tmp_path: Path,
+) -> None:
     with job(tmp_path) as (first, other):
         first.write("f-raises", "f-exits-0", "f-sleeps")
         follower, leader = other.start("run"), first.start(*RUN)
@@ -163,18 +187,32 @@ def test_an_interrupt_lets_all_nodes_go(tmp_path: Path) -> None:
             "node 1 of 2 did not join within 50 s; node 0 refused 127.0.0.1: its BENCH_SECRET is not that of node 0",
             f"BENCH_SECRET: node 0 at {HEAD} has another secret",
         ),
-        ({"GLOO_SOCKET_IFNAME": "none7"}, "node 1 (HOST): GLOO_SOCKET_IFNAME is 'none7', and the interfaces here", ""),
+        (
+            {"GLOO_SOCKET_IFNAME": "none7"},
+            "node 1 (HOST): GLOO_SOCKET_IFNAME is 'none7', and the interfaces here",
+            "",
+        ),
         ({"PYTHONPATH": f"FOLDER:{ROOT}"}, "node 1 (HOST): torch is 2.0.0, and ", ""),
-        ({"WORLD_SIZE": "3"}, "node 1 (HOST): it was started as one of 3 nodes, and node 0 as one of 2", ""),
+        (
+            {"WORLD_SIZE": "3"},
+            "node 1 (HOST): it was started as one of 3 nodes, and node 0 as one of 2",
+            "",
+        ),
     ],
     ids=["secret", "interface", "version", "count"],
 )
-def test_a_node_that_cannot_take_part_is_named(tmp_path: Path, change: dict[str, str], node0: str, node1: str) -> None:
+def test_a_node_that_cannot_take_part_is_named(
+    tmp_path: Path, change: dict[str, str], node0: str, node1: str
+) -> None:
     with job(tmp_path) as (first, other):
         first.write("ddp-eager")
-        other.environment |= {name: value.replace("FOLDER", str(tmp_path)) for name, value in change.items()}
+        other.environment |= {
+            name: value.replace("FOLDER", str(tmp_path)) for name, value in change.items()
+        }
         (tmp_path / "torch-2.0.0.dist-info").mkdir()
-        (tmp_path / "torch-2.0.0.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.0.0\n")
+        (tmp_path / "torch-2.0.0.dist-info" / "METADATA").write_text(
+            "Name: torch\nVersion: 2.0.0\n"
+        )
         follower, leader = other.start("run"), first.start(*RUN)
         assert (leader.wait(), follower.wait()) == (WRONG, WRONG)
         for node, expected in ((first, node0), (other, node1 or node0)):
@@ -206,12 +244,18 @@ def environment(text: str) -> dict[str, str]:
             "SKYPILOT_NODE_RANK=0 SKYPILOT_NUM_NODES=2 SKYPILOT_NODE_IPS=10.0.0.7\n10.0.0.9\n",
             (0, 2, "10.0.0.7", job_nodes.PORT),
         ),
-        ("DSTACK_NODE_RANK=1 DSTACK_NODES_NUM=2 DSTACK_MASTER_NODE_IP=10.0.0.7", (1, 2, "10.0.0.7", job_nodes.PORT)),
+        (
+            "DSTACK_NODE_RANK=1 DSTACK_NODES_NUM=2 DSTACK_MASTER_NODE_IP=10.0.0.7",
+            (1, 2, "10.0.0.7", job_nodes.PORT),
+        ),
     ],
 )
 def test_what_started_the_job_says_where_this_node_is(started: str, expected: Any) -> None:
     found = job_nodes.here(environment(started))
-    assert found == (expected and Node(node=expected[0], num_nodes=expected[1], head=expected[2], port=expected[3]))
+    assert found == (
+        expected
+        and Node(node=expected[0], num_nodes=expected[1], head=expected[2], port=expected[3])
+    )
 
 
 @pytest.mark.parametrize(
@@ -241,6 +285,11 @@ def test_the_secret_is_long_and_nobody_else_can_read_its_file(tmp_path: Path) ->
     path.chmod(0o600)
     assert job_nodes.secret({job_nodes.SECRET: str(path)}) == b"0123456789abcdef"
     path.chmod(0o640)
-    for wrong in ("", f"{job_nodes.SECRET}=short", f"{job_nodes.SECRET}={path}", f"{job_nodes.SECRET}={tmp_path}/none"):
+    for wrong in (
+        "",
+        f"{job_nodes.SECRET}=short",
+        f"{job_nodes.SECRET}={path}",
+        f"{job_nodes.SECRET}={tmp_path}/none",
+    ):
         with pytest.raises(InputError, match=job_nodes.SECRET):
             job_nodes.secret(environment(wrong))

@@ -16,7 +16,9 @@ from bench.plan.cell import Status
 OK = {"status": "ok"}
 
 
-def failure(status: str = "crashed", reason: str = "ValueError: no", time: float = 1.0) -> dict[str, Any]:
+def failure(
+    status: str = "crashed", reason: str = "ValueError: no", time: float = 1.0
+) -> dict[str, Any]:
     return {"status": status, "reason": reason, "traceback": "a\nb\nc\nd\ne\nf\n", "time": time}
 
 
@@ -29,7 +31,9 @@ def write(folder: Path, *results: Any) -> None:
 
 def judge(folder: Path, num_ranks: int, ending: Ending, wall_s: float) -> Outcome:
     """Judge what ranks wrote into a folder."""
-    return outcome.judge([outcome.read(folder / f"rank{rank}.json") for rank in range(num_ranks)], ending, wall_s)
+    return outcome.judge(
+        [outcome.read(folder / f"rank{rank}.json") for rank in range(num_ranks)], ending, wall_s
+    )
 
 
 @pytest.mark.parametrize(
@@ -38,7 +42,11 @@ def judge(folder: Path, num_ranks: int, ending: Ending, wall_s: float) -> Outcom
         ((OK, failure()), Status.CRASHED, "rank 1: ValueError: no"),
         ((failure(time=2.0), failure(reason="first")), Status.CRASHED, "rank 1: first"),
         ((failure(), failure("oom", "big", 9.0)), Status.OOM, "rank 1: big"),
-        ((failure("unsupported", "cannot"), failure(time=0.5)), Status.UNSUPPORTED, "rank 0: cannot"),
+        (
+            (failure("unsupported", "cannot"), failure(time=0.5)),
+            Status.UNSUPPORTED,
+            "rank 0: cannot",
+        ),
         ((failure(), None), Status.CRASHED, "rank 0: ValueError: no"),
     ],
 )
@@ -51,14 +59,22 @@ def test_the_gravest_and_then_the_first_word_counts(
     assert found.last_lines == ["a", "b", "c", "d", "e", "f"]
 
 
-@pytest.mark.parametrize("results", [(OK, OK), (OK, failure()), (failure("oom"), None), (None, None)])
+@pytest.mark.parametrize(
+    "results", [(OK, OK), (OK, failure()), (failure("oom"), None), (None, None)]
+)
 def test_an_end_that_voids_what_was_handed_over(tmp_path: Path, results: tuple[Any, ...]) -> None:
     write(tmp_path, *results)
     ended = {"failure": "its ranks wrote too much", "status": Status.CRASHED}
     found = judge(tmp_path, 2, Ending(**ended, void=True), 1.0)
-    assert (found.status, found.reason, found.ranks) == (Status.CRASHED, "its ranks wrote too much", [])
+    assert (found.status, found.reason, found.ranks) == (
+        Status.CRASHED,
+        "its ranks wrote too much",
+        [],
+    )
     sound = judge(tmp_path, 2, Ending(**ended), 1.0)
-    assert (sound.status is Status.OK) == (results == (OK, OK)), "of others, what all handed over counts"
+    assert (sound.status is Status.OK) == (results == (OK, OK)), (
+        "of others, what all handed over counts"
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,10 +106,21 @@ def test_a_damaged_result_is_a_crash_and_no_traceback(tmp_path: Path, damaged: b
 def test_sigkill_is_out_of_memory_only_if_the_kernel_counted_it(
     tmp_path: Path, evidence: str, number: signal.Signals
 ) -> None:
-    ending = Ending(failure=f"rank 0 was ended by {number.name}", rank=0, signal=number, killed_for_memory=evidence)
+    ending = Ending(
+        failure=f"rank 0 was ended by {number.name}",
+        rank=0,
+        signal=number,
+        killed_for_memory=evidence,
+    )
     found = judge(tmp_path, 1, ending, 1.0)
     if evidence and number == signal.SIGKILL:
         assert found.status is Status.OOM
-        assert found.reason == f"rank 0 was ended by SIGKILL, by the kernel for want of memory ({evidence})"
+        assert (
+            found.reason
+            == f"rank 0 was ended by SIGKILL, by the kernel for want of memory ({evidence})"
+        )
     else:
-        assert (found.status, found.reason) == (Status.CRASHED, f"rank 0 was ended by {number.name}")
+        assert (found.status, found.reason) == (
+            Status.CRASHED,
+            f"rank 0 was ended by {number.name}",
+        )

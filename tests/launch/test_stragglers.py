@@ -15,10 +15,14 @@ from bench.launch.interrupt import held, terminate_as_interrupt
 from tests.conftest import until
 
 
-def test_a_number_that_is_another_process_now_is_not_that_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_that_is_another_process_now_is_not_that_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     process = stragglers.find(os.getpid())
     assert stragglers.alive(process)
-    monkeypatch.setattr(process, "_ident", (os.getpid(), 0.0))  # as if it had been made of an older one
+    monkeypatch.setattr(
+        process, "_ident", (os.getpid(), 0.0)
+    )  # as if it had been made of an older one
     assert not stragglers.alive(process)
     stragglers.send(process, signal.SIGKILL)
     assert stragglers.find(2**22 + 1) is None
@@ -33,7 +37,9 @@ def test_a_zombie_has_ended_and_a_stopped_one_has_not() -> None:
     process.kill()
     until(lambda: not stragglers.alive(found))
     assert found.status() == psutil.STATUS_ZOMBIE
-    assert stragglers.kill(lambda: {found} if psutil.pid_exists(process.pid) else set()) == set(), "its number is free"
+    assert stragglers.kill(lambda: {found} if psutil.pid_exists(process.pid) else set()) == set(), (
+        "its number is free"
+    )
     process.wait()
 
 
@@ -41,7 +47,8 @@ def test_children_of_a_process_that_is_ending_are_found(monkeypatch: pytest.Monk
     """It has no environment any more, and its child none to be told by."""
     code = "import time; time.sleep(60)"
     parent = (
-        f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {code!r}], env={{}}).pid, flush=True)"
+        f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {code!r}], "
+        f"env={{}}).pid, flush=True)"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", f"{parent}; {code}"], stdout=subprocess.PIPE, start_new_session=True

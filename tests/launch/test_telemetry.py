@@ -46,7 +46,9 @@ def test_all_gpus_are_sampled_until_the_end(fake: FakeNvml) -> None:
     assert len(samples) >= 6 and all(begin <= sample["time"] <= end for sample in samples)
     first, last = samples[1], samples[-1]
     assert first["pids"] == last["pids"] == [os.getpid()] and recording["own_pids"] == [os.getpid()]
-    assert sum("pids" in sample for sample in samples) < len(samples), "processes are listed more rarely"
+    assert sum("pids" in sample for sample in samples) < len(samples), (
+        "processes are listed more rarely"
+    )
     assert {k: v for k, v in first.items() if k not in {"time", "energy_j", "pids"}} == {
         "uuid": "GPU-11",
         "power_w": 650.0,
@@ -75,16 +77,22 @@ def test_what_is_not_supported_is_asked_once_and_noted(fake: FakeNvml) -> None:
     fake.remove("MPSComputeRunningProcesses")  # known to few drivers: nothing to note
     recording = record(0.05)
     assert fake.asked.count("TotalEnergyConsumption") == len(UUIDS)
-    assert all(sample["energy_j"] is None and sample["power_w"] is None for sample in recording["samples"])
+    assert all(
+        sample["energy_j"] is None and sample["power_w"] is None for sample in recording["samples"]
+    )
     assert recording["notes"][0] == "GPU-00: no energy_j: Not Supported"
     assert "GPU-00: no power_w: " in recording["notes"][1] and len(recording["notes"]) == 4
-    summary = summarize(recording, recording["samples"][0]["time"], recording["samples"][-1]["time"])
+    summary = summarize(
+        recording, recording["samples"][0]["time"], recording["samples"][-1]["time"]
+    )
     assert summary is not None
     assert summary["gpus"][0]["energy_j"] is None and summary["gpus"][0]["power_w"] is None
     assert summary["gpus"][0]["sm_clock_mhz"] == 1980 and summary["notes"] == recording["notes"]
 
 
-def test_a_driver_that_hangs_holds_nobody_up(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_hangs_holds_nobody_up(
+    fake: FakeNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(telemetry, "STOP_S", 0.05)
     hang, inside = threading.Event(), threading.Event()
     running = Telemetry(interval_s=0.005)
@@ -152,8 +160,20 @@ def test_a_summary_is_of_the_window_alone() -> None:
     recording = recorded(
         sample(0.0, sm_clock_mhz=300, power_w=90.0, temperature_c=99, throttle=["GpuIdle"]),
         sample(1.0, sm_clock_mhz=1980, power_w=400.0, temperature_c=50, throttle=["SwPowerCap"]),
-        sample(2.0, sm_clock_mhz=1700, power_w=600.0, temperature_c=70, throttle=["SwPowerCap", "0x800"]),
-        sample(3.0, sm_clock_mhz=1900, power_w=500.0, temperature_c=60, throttle=["ApplicationsClocksSetting"]),
+        sample(
+            2.0,
+            sm_clock_mhz=1700,
+            power_w=600.0,
+            temperature_c=70,
+            throttle=["SwPowerCap", "0x800"],
+        ),
+        sample(
+            3.0,
+            sm_clock_mhz=1900,
+            power_w=500.0,
+            temperature_c=60,
+            throttle=["ApplicationsClocksSetting"],
+        ),
         sample(3.5, sm_clock_mhz=None, memory_clock_mhz=None),
         sample(4.0, sm_clock_mhz=300, power_w=90.0, throttle=["HwSlowdown"]),
     )
@@ -174,7 +194,9 @@ def test_a_summary_is_of_the_window_alone() -> None:
 
 
 def test_gpus_that_the_ranks_did_not_have_are_left_out() -> None:
-    recording = recorded(sample(0.0, "GPU-aa"), sample(1.0, "GPU-bb", sm_clock_mhz=345), sample(2.0, "GPU-aa"))
+    recording = recorded(
+        sample(0.0, "GPU-aa"), sample(1.0, "GPU-bb", sm_clock_mhz=345), sample(2.0, "GPU-aa")
+    )
     for used, told in (
         (["GPU-aa"], ["GPU-aa"]),
         (["GPU-bb", "GPU-aa"], ["GPU-aa", "GPU-bb"]),

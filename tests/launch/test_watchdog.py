@@ -55,11 +55,17 @@ class Ranks:
     def start(self, *behaviours: str) -> None:
         for rank, behaviour in enumerate(behaviours):
             command = [sys.executable, "-c", RANK, str(self.folder), str(rank), behaviour]
-            self.processes.append(subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}))
-        while not all((beat := heartbeat.read(self.folder, r)) and beat.count for r in range(len(behaviours))):
+            self.processes.append(
+                subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)})
+            )
+        while not all(
+            (beat := heartbeat.read(self.folder, r)) and beat.count for r in range(len(behaviours))
+        ):
             time.sleep(0.02)
 
-    def watch(self, timeout_s: float = 3000.0, inactivity_s: float = 0.0) -> Callable[[], Ending | None]:
+    def watch(
+        self, timeout_s: float = 3000.0, inactivity_s: float = 0.0
+    ) -> Callable[[], Ending | None]:
         """Looks at the ranks, as those of two nodes."""
         numbers = range(len(self.processes))
         nodes = [watchdog.Ranks(self.folder, numbers[:1]), watchdog.Ranks(self.folder, numbers[1:])]
@@ -105,7 +111,11 @@ def test_ranks_that_do_not_get_on_hang(ranks: Ranks, clock: SimpleNamespace) -> 
     )
     clock.now = 700.0
     late = look()
-    assert late is not None and late.status is Status.TIMEOUT and late.failure.startswith("not finished after 600 s")
+    assert (
+        late is not None
+        and late.status is Status.TIMEOUT
+        and late.failure.startswith("not finished after 600 s")
+    )
 
 
 def test_ranks_that_handed_over_have_to_end(ranks: Ranks, clock: SimpleNamespace) -> None:
@@ -119,18 +129,24 @@ def test_ranks_that_handed_over_have_to_end(ranks: Ranks, clock: SimpleNamespace
     assert found is not None and "did not end within 30 s of their results" in found.failure
 
 
-def test_every_rank_tells_where_it_is(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_tells_where_it_is(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dumps, "STACKS_S", 3000.0)
     ranks.start("wait_in_python", "wait_with_the_interpreter_locked", "wait_in_python")
     ranks.processes[2].send_signal(signal.SIGSTOP)
     seen = watchdog.Ranks(tmp_path, range(3))
     seen.look()
     seen.dump()
-    for rank, function in enumerate(("wait_in_python", "wait_with_the_interpreter_locked", "wait_in_python")):
+    for rank, function in enumerate(
+        ("wait_in_python", "wait_with_the_interpreter_locked", "wait_in_python")
+    ):
         assert f"in {function}" in dumps.stacks_of(ranks.folder, rank).read_text()
 
 
-def test_the_flight_recorder_is_asked_through_its_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_flight_recorder_is_asked_through_its_pipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As NCCL's monitoring thread does: it reads a pipe of its own name, and writes a file beside it."""
     monkeypatch.setattr(dumps, "FLIGHT_S", 3000.0)
     pipe, file = tmp_path / "flight-rank0.pipe", tmp_path / "flight-rank0"

@@ -16,7 +16,12 @@ class Event:
     """One event, as torch hands it on since it tells categories. Times are nanoseconds."""
 
     def __init__(
-        self, name: str, start: int = 0, duration: int = 0, category: str = "kernel", correlation: int = 0
+        self,
+        name: str,
+        start: int = 0,
+        duration: int = 0,
+        category: str = "kernel",
+        correlation: int = 0,
     ) -> None:
         self.category = category
         answers: dict[str, Any] = {
@@ -27,7 +32,9 @@ class Event:
             "device_type": SimpleNamespace(name="CPU" if category in ON_HOST else "CUDA"),
             "is_user_annotation": "annotation" in category,
         }
-        self.older = SimpleNamespace(**{name: lambda answer=answer: answer for name, answer in answers.items()})
+        self.older = SimpleNamespace(
+            **{name: lambda answer=answer: answer for name, answer in answers.items()}
+        )
         """As torch 2.11 hands it on."""
 
     def __getattr__(self, name: str) -> Any:

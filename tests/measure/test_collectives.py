@@ -39,14 +39,20 @@ def test_the_self_test_finds_a_group_that_is_not_seen(monkeypatch: pytest.Monkey
 
 @pytest.mark.usefixtures("lonely_group")
 @pytest.mark.parametrize("world_size", [5, 6, 7, 64])
-def test_the_self_test_allows_for_how_nccl_averages(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
+def test_the_self_test_allows_for_how_nccl_averages(
+    monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
     """NCCL multiplies by the fp32 that is nearest to 1/W, then sums, beginning with any rank of the ring."""
     issue = dist.all_reduce
-    parts = [torch.tensor(float(number)) * torch.tensor(1 / world_size) for number in range(world_size)]
+    parts = [
+        torch.tensor(float(number)) * torch.tensor(1 / world_size) for number in range(world_size)
+    ]
     averages = {float(sum(parts[first:] + parts[:first])) for first in range(world_size)}
     assert (world_size == 64) == (averages == {(world_size - 1) / 2})
     for average in averages:
-        monkeypatch.setattr(dist, "all_reduce", lambda v, op, average=average: (issue(v, op=op), v.fill_(average)))
+        monkeypatch.setattr(
+            dist, "all_reduce", lambda v, op, average=average: (issue(v, op=op), v.fill_(average))
+        )
         monkeypatch.setattr(dist, "get_world_size", lambda: world_size)
         CollectiveCounter().self_test(torch.device("cpu"))
 
@@ -65,7 +71,13 @@ def test_counter_counts_only_while_counting_and_by_dtype() -> None:
         dist.broadcast(torch.zeros(3), src=0)
         torch.zeros(5) + 1
     assert counter.rows() == [
-        {"op": "all_reduce", "group": "world", "dtype": "bfloat16", "calls": 1, "payload_bytes": 20},
+        {
+            "op": "all_reduce",
+            "group": "world",
+            "dtype": "bfloat16",
+            "calls": 1,
+            "payload_bytes": 20,
+        },
         {"op": "all_reduce", "group": "world", "dtype": "float32", "calls": 2, "payload_bytes": 64},
         {"op": "broadcast", "group": "world", "dtype": "float32", "calls": 1, "payload_bytes": 12},
     ]
@@ -125,7 +137,10 @@ def test_other_models_and_backends_are_left_empty_unless_a_rank_tells() -> None:
     rows = [{"op": "all_gather", "dtype": "float32", "calls": 14, "payload_bytes": 7 * 8 * 8}]
     records = [make_record(cell, collectives=rows) for cell in (users, plugin)]
     layout = Layout(
-        parameters=(Parameter(name="a", shape=(7,), unit=0), Parameter(name="b", shape=(2, 3), unit=1)),
+        parameters=(
+            Parameter(name="a", shape=(7,), unit=0),
+            Parameter(name="b", shape=(2, 3), unit=1),
+        ),
         gradients=(1, 0),
     )
     records[0]["layout"] = json.loads(json.dumps(layout.to_json()))
@@ -144,5 +159,7 @@ def test_on_cuda_what_was_not_counted_at_this_n_is_no_finding_and_what_sends_not
     record = make_record(cell, passes=["time", "update", "exposure"])
     del record["collectives"], record["memory"]
     assert not expected.fill(make_tables([record], make_manifest([cell])))[1]
-    _, findings = expected.fill(make_tables([make_record(cell, collectives=[])], make_manifest([cell])))
+    _, findings = expected.fill(
+        make_tables([make_record(cell, collectives=[])], make_manifest([cell]))
+    )
     assert "all_gather of float32: 0 calls" in findings[cell.cell_id][0]

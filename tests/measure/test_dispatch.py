@@ -24,7 +24,14 @@ from bench.plan.cell import Device, Precision, Sync
 from bench.plan.task import Spec
 from bench.run.trial_record import merge_ranks, wrong
 from tests.conftest import asked, first
-from tests.factories import make_cell, make_failure, make_manifest, make_rank, make_record, make_tables
+from tests.factories import (
+    make_cell,
+    make_failure,
+    make_manifest,
+    make_rank,
+    make_record,
+    make_tables,
+)
 from tests.measure.kineto import Event, profile
 from tests.worlds import measure
 
@@ -45,7 +52,14 @@ def gemm(correlation: int) -> Event:
     [
         ([], 0),
         ([called("cudaLaunchKernel", 1), gemm(1), called("cudaLaunchKernel", 2), gemm(2)], 2),
-        ([called("cudaLaunchKernelExC", 1), called("cuLaunchKernelEx", 2), called("cuLaunchKernel", 3)], 3),
+        (
+            [
+                called("cudaLaunchKernelExC", 1),
+                called("cuLaunchKernelEx", 2),
+                called("cuLaunchKernel", 3),
+            ],
+            3,
+        ),
         ([called("cudaLaunchCooperativeKernel", 4), called("cuLaunchCooperativeKernel", 5)], 2),
         ([called("cudaGraphLaunch", 1), gemm(1), gemm(1), gemm(1)], 1),
         ([called("cudaLaunchKernelExC", 7), called("cuLaunchKernelEx", 7), gemm(7)], 1),
@@ -58,7 +72,14 @@ def gemm(correlation: int) -> Event:
             ],
             None,
         ),
-        ([called("cudaMemcpyAsync", 1), called("cudaDeviceSynchronize", 2), called("cudaLaunchHostFunc", 3)], 0),
+        (
+            [
+                called("cudaMemcpyAsync", 1),
+                called("cudaDeviceSynchronize", 2),
+                called("cudaLaunchHostFunc", 3),
+            ],
+            0,
+        ),
         ([gemm(1), gemm(2)], None),
         ([Event("cudaLaunchKernel in my range", category="gpu_user_annotation")], 0),
     ],
@@ -80,7 +101,9 @@ def test_operators_are_counted_once_where_a_backend_gets_them() -> None:
         with torch.profiler.record_function("a range"):
             pass
         assert counter.count == 2, "marks are no operators"
-        torch.nn.functional.linear(b, b)  # composite: t and mm, or one operator, but never linear and what is in it
+        torch.nn.functional.linear(
+            b, b
+        )  # composite: t and mm, or one operator, but never linear and what is in it
         assert counter.count in {3, 4}
     torch.ones(1)
     assert counter.count in {3, 4}
@@ -88,11 +111,21 @@ def test_operators_are_counted_once_where_a_backend_gets_them() -> None:
 
 # Forward and backward, held against the plain model's.
 
-CHOSEN = ("ddp-eager", "fsdp2-deferred", "deepspeed-zero2-eager", "deepspeed-zero3-eager", "lightning-ddp")
+CHOSEN = (
+    "ddp-eager",
+    "fsdp2-deferred",
+    "deepspeed-zero2-eager",
+    "deepspeed-zero3-eager",
+    "lightning-ddp",
+)
 
 
 @pytest.mark.parametrize(
-    "how", first([(Precision.BF16, True)], [(Precision.FP32, False), (Precision.BF16, False), (Precision.BF16, True)])
+    "how",
+    first(
+        [(Precision.BF16, True)],
+        [(Precision.FP32, False), (Precision.BF16, False), (Precision.BF16, True)],
+    ),
 )
 def test_every_backend_does_the_plain_models_work(
     request: pytest.FixtureRequest, launcher: Launcher, tmp_path: Path, how: tuple[Precision, bool]
@@ -112,7 +145,11 @@ def test_every_backend_does_the_plain_models_work(
         )
         for name in asked(request, CHOSEN, BUILT_IN)
         if not (backend := BUILT_IN[name]).refuses.virtual
-        and not (precision is Precision.BF16 and backend.framework == "DeepSpeed" and backend.sync is Sync.DEFERRED)
+        and not (
+            precision is Precision.BF16
+            and backend.framework == "DeepSpeed"
+            and backend.sync is Sync.DEFERRED
+        )
     ]
     found = measure(launcher, tmp_path, cells, "dispatch")
     assert {name: record["dispatch"]["other_work"] for name, record in found.items()} == {
@@ -163,7 +200,10 @@ class LooksTwice(DDPEager):
             RepeatsKeys,
             r"aten._scaled_dot_product_\w+.default of {q} {k} {k} ran 0 times in 3 micro-batches, 6 were due",
         ),
-        (LooksTwice, r"aten.pow.Tensor_Scalar of \[2, 16, 64\] ran 45 times in 6 micro-batches, 60 were due"),
+        (
+            LooksTwice,
+            r"aten.pow.Tensor_Scalar of \[2, 16, 64\] ran 45 times in 6 micro-batches, 60 were due",
+        ),
     ],
 )
 def test_other_work_is_seen(
@@ -171,7 +211,9 @@ def test_other_work_is_seen(
 ) -> None:
     monkeypatch.setenv("TRANSFORMERS_SDPA_FORCE_GQA", "0")
     monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", lambda *_: False)
-    cell = make_cell(model="micro", world_size=1, accumulate=3, global_batch_size=6, sequence_length=16)
+    cell = make_cell(
+        model="micro", world_size=1, accumulate=3, global_batch_size=6, sequence_length=16
+    )
     spec = Spec(cell=cell, passes=("dispatch",), folder=str(tmp_path), reference="")
     found = RankTrial(spec, 0, torch.device("cpu"), backend).run()
     expected = words.format(q=r"\[2, 2, 16, 32\]", k=r"\[2, 1, 16, 32\]")
@@ -181,10 +223,15 @@ def test_other_work_is_seen(
 
 @pytest.mark.usefixtures("lonely_group")
 @pytest.mark.parametrize(
-    ("backend", "words"), [(DDPEager, ""), (LooksTwice, r"aten.nll_loss_backward.* ran 3 times in 6 .*, 6 were due")]
+    ("backend", "words"),
+    [(DDPEager, ""), (LooksTwice, r"aten.nll_loss_backward.* ran 3 times in 6 .*, 6 were due")],
 )
-def test_other_work_of_a_users_model_is_seen(tmp_path: Path, backend: type[Backend], words: str) -> None:
-    cell = make_cell(workload="tests.own_workload:Cycle", world_size=1, accumulate=3, global_batch_size=6)
+def test_other_work_of_a_users_model_is_seen(
+    tmp_path: Path, backend: type[Backend], words: str
+) -> None:
+    cell = make_cell(
+        workload="tests.own_workload:Cycle", world_size=1, accumulate=3, global_batch_size=6
+    )
     spec = Spec(cell=cell, passes=("dispatch",), folder=str(tmp_path), reference="")
     found = RankTrial(spec, 0, torch.device("cpu"), backend).run()
     assert re.fullmatch(words, found["dispatch"]["other_work"])
@@ -193,7 +240,9 @@ def test_other_work_of_a_users_model_is_seen(tmp_path: Path, backend: type[Backe
 # The windows, and who measures which.
 
 
-def test_on_cuda_the_device_is_idle_at_the_start_and_launches_have_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_cuda_the_device_is_idle_at_the_start_and_launches_have_a_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     trace = [called("cudaLaunchKernel", 1), gemm(1), called("cudaLaunchKernel", 2), gemm(2)]
     calls = profile(monkeypatch, trace)
     cost = HostCost(cuda=True)
@@ -201,7 +250,13 @@ def test_on_cuda_the_device_is_idle_at_the_start_and_launches_have_a_window(monk
     for _ in range(windows.num_trained + 1):
         windows.on_event(EventKind.LOSS)
         windows.on_event(EventKind.STEP)
-    assert calls == [*["synchronize"] * task.CPU_WINDOWS, "synchronize", "start", "synchronize", "stop"]
+    assert calls == [
+        *["synchronize"] * task.CPU_WINDOWS,
+        "synchronize",
+        "start",
+        "synchronize",
+        "stop",
+    ]
     assert cost.result["num_launches"] == 2
     assert cost.result["cpu_s"] >= 0 and cost.result["num_operators"] == 0
 

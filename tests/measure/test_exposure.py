@@ -53,12 +53,26 @@ TRACES = {
     # DDP: buckets are reduced one after the other while the backward runs; the last one waits alone.
     "buckets": (
         [
-            Event("ncclDevKernel_AllReduce_Sum_f32_TREE_LL(ncclDevKernelArgsStorage<4096ul>)", 10_000, 30_000),
-            Event("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 40_000, 30_000),
+            Event(
+                "ncclDevKernel_AllReduce_Sum_f32_TREE_LL(ncclDevKernelArgsStorage<4096ul>)",
+                10_000,
+                30_000,
+            ),
+            Event(
+                "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+                40_000,
+                30_000,
+            ),
             Event(GEMM, 0, 25_000),
             Event(GEMM, 25_000, 25_000),
-            Event("ncclSymkDevKernel_AllReduce_AGxLL_R_sum_f32(ncclSymkDevWorkArgs4K)", 90_000, 10_000),
-            Event("ncclKernel_Broadcast_RING_LL_Sum_int8_t(ncclDevComm*, unsigned long, ncclWork*)", 200_000, 5_000),
+            Event(
+                "ncclSymkDevKernel_AllReduce_AGxLL_R_sum_f32(ncclSymkDevWorkArgs4K)", 90_000, 10_000
+            ),
+            Event(
+                "ncclKernel_Broadcast_RING_LL_Sum_int8_t(ncclDevComm*, unsigned long, ncclWork*)",
+                200_000,
+                5_000,
+            ),
         ],
         (75e-6, 35e-6, 50e-6, 4),
     ),
@@ -76,7 +90,9 @@ TRACES = {
 def test_exposed_is_what_runs_alone_in_old_and_new_torch(
     events: list[Event], by_hand: tuple[float, float, float, int]
 ) -> None:
-    expected = dict(zip(("collective_s", "exposed_s", "compute_s", "num_collectives"), by_hand, strict=True))
+    expected = dict(
+        zip(("collective_s", "exposed_s", "compute_s", "num_collectives"), by_hand, strict=True)
+    )
     for form in (events, [event.older for event in events]):
         assert exposure(form) == pytest.approx(expected)
 
@@ -86,24 +102,37 @@ def test_a_profiler_that_saw_nothing_says_nothing() -> None:
 
 
 @pytest.mark.usefixtures("lonely_group")
-def test_the_pass_profiles_one_settled_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pass_profiles_one_settled_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = profile(monkeypatch, TRACE)
-    cell = make_cell(model="micro", world_size=1, accumulate=2, global_batch_size=2, sequence_length=4)
+    cell = make_cell(
+        model="micro", world_size=1, accumulate=2, global_batch_size=2, sequence_length=4
+    )
     spec = Spec(cell=cell, passes=("exposure",), folder=str(tmp_path), reference="")
     events: list[EventKind] = []
     seen = {}
     for name in ("start", "stop"):
         run = getattr(WindowProfiler, name)
         monkeypatch.setattr(
-            WindowProfiler, name, lambda self, name=name, run=run: (seen.update({name: len(events)}), run(self))
+            WindowProfiler,
+            name,
+            lambda self, name=name, run=run: (seen.update({name: len(events)}), run(self)),
         )
     record = Taps.record
-    monkeypatch.setattr(Taps, "record", lambda self, kind, mark=None: (events.append(kind), record(self, kind, mark)))
+    monkeypatch.setattr(
+        Taps,
+        "record",
+        lambda self, kind, mark=None: (events.append(kind), record(self, kind, mark)),
+    )
     result = RankTrial(spec, 0, torch.device("cpu"), registry()["ddp-eager"]).run()
     assert result["exposure"] == pytest.approx(FOUND)
     assert calls == ["synchronize", "start", "synchronize", "stop"]
     per_window = 2 * 2 + 1  # fetches and losses, and the step
-    assert seen == {"start": SETTLED_WINDOWS * per_window, "stop": (SETTLED_WINDOWS + 1) * per_window}
+    assert seen == {
+        "start": SETTLED_WINDOWS * per_window,
+        "stop": (SETTLED_WINDOWS + 1) * per_window,
+    }
 
 
 def test_on_cuda_what_watches_every_operator_runs_at_one_n() -> None:
@@ -118,7 +147,12 @@ def test_on_cuda_what_watches_every_operator_runs_at_one_n() -> None:
     assert [found[cell.cell_id] for cell in cuda] == [few, all_of_them, few]
     assert found[twin.cell_id] == few
     found = passes([*cuda, twin, other])
-    assert [found[cell.cell_id] for cell in (*cuda, other)] == [few, few, all_of_them, all_of_them], "side by side"
+    assert [found[cell.cell_id] for cell in (*cuda, other)] == [
+        few,
+        few,
+        all_of_them,
+        all_of_them,
+    ], "side by side"
     assert found[twin.cell_id] == few
     assert passes([cuda[0].reference()])[cuda[0].reference().cell_id] == ("time", "update")
     assert passes(cuda[:1]) == {cuda[0].cell_id: all_of_them}

@@ -50,12 +50,19 @@ def test_busy_stolen_and_own(proc: FakeProc) -> None:
     assert load.result is not None
     assert json.loads(json.dumps(load.result)) == load.result
     assert (load.result.pop("cpus"), load.result.pop("kernel")) == ([0, 1], "")
-    assert load.result == pytest.approx({"wall_s": 10.0, "busy_cores": 1.1, "stolen_cores": 0.4, "own_cores": 0.8})
+    assert load.result == pytest.approx(
+        {"wall_s": 10.0, "busy_cores": 1.1, "stolen_cores": 0.4, "own_cores": 0.8}
+    )
 
 
-def test_only_the_cpus_that_may_be_used_are_counted(proc: FakeProc, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_cpus_that_may_be_used_are_counted(
+    proc: FakeProc, monkeypatch: pytest.MonkeyPatch
+) -> None:
     zeros = [0.0] * 10
-    for allowed, cpus, busy in (({1}, [1], 0.2), ({64, 65}, [0, 1], 1.0)):  # the others: a container's own numbers
+    for allowed, cpus, busy in (
+        ({1}, [1], 0.2),
+        ({64, 65}, [0, 1], 1.0),
+    ):  # the others: a container's own numbers
         monkeypatch.setattr(host.os, "sched_getaffinity", lambda pid, allowed=allowed: allowed)
         proc.now = 100.0
         proc.cpus(zeros, zeros)
@@ -67,20 +74,36 @@ def test_only_the_cpus_that_may_be_used_are_counted(proc: FakeProc, monkeypatch:
 
 
 def _rank(**changes: Any) -> dict[str, Any]:
-    return {"wall_s": 10.0, "cpus": [0, 1, 2, 3], "busy_cores": 3.0, "stolen_cores": 0.5, "own_cores": 0.9} | changes
+    return {
+        "wall_s": 10.0,
+        "cpus": [0, 1, 2, 3],
+        "busy_cores": 3.0,
+        "stolen_cores": 0.5,
+        "own_cores": 0.9,
+    } | changes
 
 
 def test_ranks_on_the_same_cpus_saw_the_same_load() -> None:
     merged = merge([_rank(), _rank(busy_cores=3.2, own_cores=1.0)])
-    assert merged == pytest.approx({"num_cpus": 4, "own_cores": 1.9, "foreign_cores": 3.1 - 1.9, "stolen_cores": 0.5})
+    assert merged == pytest.approx(
+        {"num_cpus": 4, "own_cores": 1.9, "foreign_cores": 3.1 - 1.9, "stolen_cores": 0.5}
+    )
 
 
 def test_nodes_are_told_apart_by_their_kernels() -> None:
     """Two containers on one machine saw the same load; two machines saw one each, on CPUs of the same numbers."""
     shared = merge([_rank(kernel="a"), _rank(kernel="a")])
     apart = merge([_rank(kernel="a"), _rank(kernel="b")])
-    assert shared is not None and shared["num_cpus"] == 4 and shared["foreign_cores"] == pytest.approx(3.0 - 1.8)
-    assert apart is not None and apart["num_cpus"] == 8 and apart["foreign_cores"] == pytest.approx(6.0 - 1.8)
+    assert (
+        shared is not None
+        and shared["num_cpus"] == 4
+        and shared["foreign_cores"] == pytest.approx(3.0 - 1.8)
+    )
+    assert (
+        apart is not None
+        and apart["num_cpus"] == 8
+        and apart["foreign_cores"] == pytest.approx(6.0 - 1.8)
+    )
 
 
 def test_the_real_files_see_this_process() -> None:

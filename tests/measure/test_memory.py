@@ -62,7 +62,8 @@ def test_every_byte_of_a_loop_by_hand(ahead: bool) -> None:
     }
     assert parts(memory, PEAK) == {
         "parameters_unsharded": 4 * KIB,
-        "gradients_unsharded": 8 * KIB,  # the sum of one micro-batch, and the second's before it is added
+        "gradients_unsharded": 8
+        * KIB,  # the sum of one micro-batch, and the second's before it is added
         "optimizer_state": 4 * KIB,
         "activations": 4 * KIB + 4,  # what exp made, and the loss
         "temporaries": 4,  # the gradient of the loss
@@ -123,7 +124,9 @@ def test_ledger_follows_resized_storages() -> None:
 
 
 @pytest.mark.parametrize("has_work", [True, False])
-def test_what_a_collective_reads_and_writes_is_communication(monkeypatch: pytest.MonkeyPatch, has_work: bool) -> None:
+def test_what_a_collective_reads_and_writes_is_communication(
+    monkeypatch: pytest.MonkeyPatch, has_work: bool
+) -> None:
     """NCCL hands back no Work for a synchronous collective: its boxed one is None."""
     if not has_work:
         monkeypatch.setattr(dist.Work, "unbox", lambda boxed: None)
@@ -149,15 +152,18 @@ STATS = {
 
 
 def test_the_allocator_is_reconciled_with_the_sum_of_the_categories() -> None:
-    assert reconcile(STATS, PEAK, 8_000) == {
-        "peak_allocator_requested": 10_500,
-        "peak_allocator_allocated": 10_240,
-        "peak_allocator_active": 11_264,
-        "peak_allocator_reserved": 2_097_152,
-        "peak_allocator_rounding": 764,  # of all active blocks, as requested is: more than what is allocated
-        "peak_allocator_untracked": 2_240,
-        "peak_allocator_retries": 3,
-    }
+    assert (
+        reconcile(STATS, PEAK, 8_000)
+        == {
+            "peak_allocator_requested": 10_500,
+            "peak_allocator_allocated": 10_240,
+            "peak_allocator_active": 11_264,
+            "peak_allocator_reserved": 2_097_152,
+            "peak_allocator_rounding": 764,  # of all active blocks, as requested is: more than what is allocated
+            "peak_allocator_untracked": 2_240,
+            "peak_allocator_retries": 3,
+        }
+    )
     assert reconcile(STATS, HELD, 7_000)["held_allocator_untracked"] == 680
 
 

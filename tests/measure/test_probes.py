@@ -31,7 +31,9 @@ def test_a_scaled_update_is_all_scale_and_no_residual(tmp_path: Path, scale: flo
 def test_an_orthogonal_part_is_all_residual(tmp_path: Path) -> None:
     update.save({"a": torch.tensor([3.0, 0.0])}, tmp_path / "truth.safetensors")
     found = update.compare([("a", torch.tensor([3.0, 1.5]))], tmp_path / "truth.safetensors", CPU)
-    assert found == pytest.approx({"scale": 1.0, "error": 0.5, "residual": 0.5, "norm": math.hypot(3.0, 1.5)})
+    assert found == pytest.approx(
+        {"scale": 1.0, "error": 0.5, "residual": 0.5, "norm": math.hypot(3.0, 1.5)}
+    )
 
 
 def test_a_reference_that_did_not_move_is_refused(tmp_path: Path) -> None:
@@ -42,7 +44,10 @@ def test_a_reference_that_did_not_move_is_refused(tmp_path: Path) -> None:
 
 def as_a_whole(change: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> dict[str, float]:
     """What ``deviation`` finds, in fp64 without chunks."""
-    u, r = (torch.cat([value.double().flatten() for value in values.values()]) for values in (change, truth))
+    u, r = (
+        torch.cat([value.double().flatten() for value in values.values()])
+        for values in (change, truth)
+    )
     scale = float(u @ r / (r @ r))
     norms = {"error": u - r, "residual": u / scale - r}
     return {
@@ -74,7 +79,9 @@ def test_a_change_is_read_once_and_only_of_the_models_own_names() -> None:
     change = dict(update.change_from(model, after, "mine"))
     assert read == ["weight", "bias"] == list(change)
     assert all(torch.allclose(value, torch.ones_like(value)) for value in change.values())
-    with pytest.raises(RuntimeError, match=r"full_parameters\(\) of mine is not the model's: \['bias'\]"):
+    with pytest.raises(
+        RuntimeError, match=r"full_parameters\(\) of mine is not the model's: \['bias'\]"
+    ):
         dict(update.change_from(model, After(weight=after["weight"]), "mine"))
 
 

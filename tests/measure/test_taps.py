@@ -20,7 +20,10 @@ KINDS = {"f": EventKind.FETCH, "l": EventKind.LOSS, "s": EventKind.STEP}
 
 def stream(letters: str) -> list[Event]:
     """Events by their first letters; the mark of a step is its place in the stream."""
-    return [Event(KINDS[letter], place if letter == "s" else None) for place, letter in enumerate(letters)]
+    return [
+        Event(KINDS[letter], place if letter == "s" else None)
+        for place, letter in enumerate(letters)
+    ]
 
 
 @given(st.text(alphabet="fls", max_size=60))
@@ -44,7 +47,9 @@ class Trained:
         ticks = itertools.count()
         self.taps = Taps(lambda: next(ticks), **more)
         self.model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-        optimizers = [self.taps.optimizer(torch.optim.SGD(layer.parameters(), lr=0.1)) for layer in self.model]
+        optimizers = [
+            self.taps.optimizer(torch.optim.SGD(layer.parameters(), lr=0.1)) for layer in self.model
+        ]
         loss = self.taps.loss(mean_of_squares)
         data = torch.randn(12, 5, 3)
         self.plain = []
@@ -60,8 +65,12 @@ class Trained:
 
 def test_inner_steps_with_no_micro_batch_between_are_one_update() -> None:
     trained = Trained(lambda optimizers: [optimizer.step() for optimizer in optimizers])
-    assert trained.updates == [Update(num_micro_batches=4, mark=mark, num_inner_steps=2) for mark in (1, 3, 5)]
-    assert [trained.taps.count(kind) for kind in (EventKind.FETCH, EventKind.LOSS, EventKind.STEP)] == [12, 12, 6]
+    assert trained.updates == [
+        Update(num_micro_batches=4, mark=mark, num_inner_steps=2) for mark in (1, 3, 5)
+    ]
+    assert [
+        trained.taps.count(kind) for kind in (EventKind.FETCH, EventKind.LOSS, EventKind.STEP)
+    ] == [12, 12, 6]
 
 
 def test_a_wrapped_optimizer_is_seen_where_it_steps() -> None:
@@ -86,7 +95,9 @@ def test_hook_comes_after_the_update_of_the_parameters() -> None:
     assert [event.mark for event in taps.events] == [0.75]
 
 
-def test_training_seconds_run_from_the_first_fetch_to_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_seconds_run_from_the_first_fetch_to_the_last_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     times = iter([1.0, 4.0, 11.0])
     monkeypatch.setattr("bench.measure.taps.time.perf_counter", lambda: next(times))
     taps = Taps(lambda: None)

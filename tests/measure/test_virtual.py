@@ -44,7 +44,12 @@ N = 2
 FP32, BF16 = Precision
 World = tuple[str, int, Precision]
 """How it is made, its size, and the precision of its cells."""
-DEFAULT: list[World] = [("gloo", 3, FP32), ("gloo", 4, BF16), ("virtual", 8, FP32), ("fake", 64, BF16)]
+DEFAULT: list[World] = [
+    ("gloo", 3, FP32),
+    ("gloo", 4, BF16),
+    ("virtual", 8, FP32),
+    ("fake", 64, BF16),
+]
 EVERY: list[World] = [
     *(("gloo", size, precision) for size in (1, 2, 3, 4) for precision in Precision),
     *(("virtual", size, precision) for size in (2, 8, 64) for precision in Precision),
@@ -52,15 +57,22 @@ EVERY: list[World] = [
 ]
 
 
-def cells_of(request: pytest.FixtureRequest, kind: str, size: int, precision: Precision) -> list[Cell]:
+def cells_of(
+    request: pytest.FixtureRequest, kind: str, size: int, precision: Precision
+) -> list[Cell]:
     """Cells of the model that nothing divides, for some backends or, with --all, for every one that can."""
     every = {"gloo": BACKENDS, "virtual": VIRTUAL, "fake": FAKEABLE}[kind]
     if kind == "gloo" and size == 1:
         every = [name for name in every if "lightning-deepspeed" not in name]
-    if precision is BF16 and kind == "gloo":  # its safe_set_full_fp32_param fails on what the ranks do not divide
+    if (
+        precision is BF16 and kind == "gloo"
+    ):  # its safe_set_full_fp32_param fails on what the ranks do not divide
         every = [name for name in every if not name.startswith("deepspeed-zero3")]
     changes = {"virtual": kind != "gloo", "fake_tensors": kind == "fake", "precision": precision}
-    cells = [world_cell(name, size, **changes) for name in asked(request, [n for n in CHOSEN if n in every], every)]
+    cells = [
+        world_cell(name, size, **changes)
+        for name in asked(request, [n for n in CHOSEN if n in every], every)
+    ]
     return [cell for cell in cells if cell.fits_mesh]
 
 
@@ -74,10 +86,16 @@ def test_what_is_sent_and_held_is_what_the_formulas_say(
     for cell, ranks in zip(cells, by_rank(launcher, tmp_path, cells), strict=True):
         for rank, found in enumerate(ranks):
             if found is None:
-                assert cell.precision is BF16 and cell.backend.endswith("-deferred") and "deepspeed" in cell.backend
+                assert (
+                    cell.precision is BF16
+                    and cell.backend.endswith("-deferred")
+                    and "deepspeed" in cell.backend
+                )
                 continue
             expected = expect(cell, layout(cell), rank=rank)
-            if expected is None:  # nobody knows which parts of a model of one's own Accelerate shards
+            if (
+                expected is None
+            ):  # nobody knows which parts of a model of one's own Accelerate shards
                 assert cell.backend.startswith("accelerate-fsdp2")
                 continue
             held = parts(found["memory"], HELD)
@@ -104,12 +122,18 @@ def test_a_virtual_world_takes_the_memory_of_a_real_one(
     """To the byte and in every category, but for the tokens of ranks that do not exist."""
     names = asked(request, ("ddp-deferred", "fsdp2-deferred", "deepspeed-zero2-eager"), VIRTUAL)
     real, virtual = (
-        measure(launcher, tmp_path / str(virtual), [world_cell(name, size, virtual=virtual) for name in names])
+        measure(
+            launcher,
+            tmp_path / str(virtual),
+            [world_cell(name, size, virtual=virtual) for name in names],
+        )
         for virtual in (False, True)
     )
     for name in names:
         assert virtual[name]["collectives"] == real[name]["collectives"]
-        assert without_tokens(virtual[name]["memory"], 1) == without_tokens(real[name]["memory"], size)
+        assert without_tokens(virtual[name]["memory"], 1) == without_tokens(
+            real[name]["memory"], size
+        )
 
 
 @pytest.mark.parametrize("size", [8, pytest.param(64, marks=pytest.mark.slow)])
@@ -117,10 +141,14 @@ def test_fake_tensors_count_as_real_ones(
     request: pytest.FixtureRequest, launcher: Launcher, tmp_path: Path, size: int
 ) -> None:
     """DeepSpeed makes views for every rank, and FSDP2 shards."""
-    names = asked(request, ("fsdp2-deferred", "deepspeed-zero2-eager", "deepspeed-zero3-eager"), FAKEABLE)
+    names = asked(
+        request, ("fsdp2-deferred", "deepspeed-zero2-eager", "deepspeed-zero3-eager"), FAKEABLE
+    )
     real, fake = (
         measure(
-            launcher, tmp_path / str(fake), [world_cell(name, size, virtual=True, fake_tensors=fake) for name in names]
+            launcher,
+            tmp_path / str(fake),
+            [world_cell(name, size, virtual=True, fake_tensors=fake) for name in names],
         )
         for fake in (False, True)
     )
@@ -131,7 +159,10 @@ def test_fake_tensors_count_as_real_ones(
 def without_tokens(memory: dict[str, int], num_ranks: int) -> dict[str, int]:
     """What a rank holds but for so many ranks' int64 tokens, 9 to a sample, which are there all the time."""
     tokens = 8 * 9 * N * (SETTLED_WINDOWS + 1) * num_ranks
-    return {key: size - tokens * (key in ("peak", "held", "peak_other", "held_other")) for key, size in memory.items()}
+    return {
+        key: size - tokens * (key in ("peak", "held", "peak_other", "held_other"))
+        for key, size in memory.items()
+    }
 
 
 def test_the_whole_tensors_of_which_dtensor_learns_shapes_are_not_counted() -> None:
@@ -150,7 +181,9 @@ def run(launcher: Launcher, folder: Path, backend: str, *asked: str, **changes: 
     return launcher.run(Spec(cell=cell, passes=asked, folder=str(folder), reference=""), 120)
 
 
-def test_the_usual_path_times_a_virtual_world_and_has_no_losses(launcher: Launcher, tmp_path: Path) -> None:
+def test_the_usual_path_times_a_virtual_world_and_has_no_losses(
+    launcher: Launcher, tmp_path: Path
+) -> None:
     outcome = run(launcher, tmp_path, "ddp-deferred", "time", "collectives", "memory")
     assert outcome.status is Status.OK, outcome.reason
     (only,) = outcome.ranks
@@ -158,7 +191,11 @@ def test_the_usual_path_times_a_virtual_world_and_has_no_losses(launcher: Launch
     assert time["losses"] == []
     assert len(time["step_seconds"]) == 2
     assert all(seconds > 0 for seconds in time["step_seconds"])
-    assert (time["num_updates"], time["num_micro_batches"], time["num_fetched"]) == (3, 3 * N, 3 * N)
+    assert (time["num_updates"], time["num_micro_batches"], time["num_fetched"]) == (
+        3,
+        3 * N,
+        3 * N,
+    )
     assert time["micro_batches_per_update"] == [N]
     assert only["collectives"] and only["memory"]["peak"]
 
@@ -172,12 +209,20 @@ def test_what_cannot_be_is_unsupported_in_one_line(launcher: Launcher, tmp_path:
 
 def test_passes_that_compare_values_or_time_nothing_are_left_out() -> None:
     cells = [make_cell(), make_cell(virtual=True), make_cell(virtual=True, fake_tensors=True)]
-    assert list(passes(cells).values()) == [ALL_PASSES, ("time", "collectives", "memory"), ("collectives", "memory")]
+    assert list(passes(cells).values()) == [
+        ALL_PASSES,
+        ("time", "collectives", "memory"),
+        ("collectives", "memory"),
+    ]
 
 
 def test_a_device_draws_the_weights_of_a_large_shipped_model_and_of_no_other() -> None:
     llama = load(make_cell(model="micro"), None)
-    for cell, drawn in ((make_cell(model="1b"), "meta"), (make_cell(), "cpu"), (make_cell(workload="mine:Own"), "cpu")):
+    for cell, drawn in (
+        (make_cell(model="1b"), "meta"),
+        (make_cell(), "cpu"),
+        (make_cell(workload="mine:Own"), "cpu"),
+    ):
         made = tensors(cell, torch.device("meta")).model(llama.model)
         assert {parameter.device.type for parameter in made.parameters()} == {drawn}
     here = tensors(make_cell(model="micro"), torch.device("cpu")).model(llama.model).state_dict()

@@ -120,23 +120,44 @@ def test_from_dict_refuses_values_that_cannot_be(field: str, value: object) -> N
 def test_reference_is_one_process_with_the_whole_batch_in_fp32() -> None:
     cell = make_cell(precision=Precision.BF16)
     truth = cell.reference()
-    assert (truth.backend, truth.accumulate, truth.world_size, truth.precision) == (REFERENCE, 1, 1, "fp32")
+    assert (truth.backend, truth.accumulate, truth.world_size, truth.precision) == (
+        REFERENCE,
+        1,
+        1,
+        "fp32",
+    )
     assert truth.micro_batch_size == cell.global_batch_size
     assert truth.reference() == truth
 
 
 def gpu_cell(model: str, world_size: int = 8, samples: int = 2, **changes: Any) -> Cell:
     """Some samples of 2048 tokens for each of the GPUs."""
-    values = {"model": model, "device": Device.CUDA, "world_size": world_size, "accumulate": samples}
-    values |= {"sequence_length": 2048, "global_batch_size": samples * world_size, "precision": Precision.BF16}
+    values = {
+        "model": model,
+        "device": Device.CUDA,
+        "world_size": world_size,
+        "accumulate": samples,
+    }
+    values |= {
+        "sequence_length": 2048,
+        "global_batch_size": samples * world_size,
+        "precision": Precision.BF16,
+    }
     return make_cell(**(values | changes))
 
 
 def test_where_one_gpu_cannot_hold_the_model_its_reference_is_sharded_over_as_many() -> None:
     truth = gpu_cell("8b").reference()
-    assert (truth.backend, truth.accumulate, truth.world_size, truth.precision) == (SHARDED_REFERENCE, 2, 8, "fp32")
+    assert (truth.backend, truth.accumulate, truth.world_size, truth.precision) == (
+        SHARDED_REFERENCE,
+        2,
+        8,
+        "fp32",
+    )
     assert truth.micro_batch_size == 1, "a slice of 2048 tokens"
-    assert gpu_cell("8b", samples=3, sequence_length=1024).reference().accumulate == 3, "two do not divide three"
+    assert gpu_cell("8b", samples=3, sequence_length=1024).reference().accumulate == 3, (
+        "two do not divide three"
+    )
     assert truth.activation_checkpointing and truth.is_reference and truth.reference() == truth
     for other in (
         gpu_cell("3b"),
@@ -148,8 +169,12 @@ def test_where_one_gpu_cannot_hold_the_model_its_reference_is_sharded_over_as_ma
         assert (other.reference().backend, other.reference().world_size) == (REFERENCE, 1)
     checked = gpu_cell("135m").reference(sharded=True)
     assert checked.is_reference and checked.backend == SHARDED_REFERENCE
-    assert checked.reference() == gpu_cell("135m").reference(), "what is held against the single process"
-    assert gpu_cell("135m", world_size=1).reference(sharded=True).backend == REFERENCE, "there is nothing to shard"
+    assert checked.reference() == gpu_cell("135m").reference(), (
+        "what is held against the single process"
+    )
+    assert gpu_cell("135m", world_size=1).reference(sharded=True).backend == REFERENCE, (
+        "there is nothing to shard"
+    )
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -36,7 +36,9 @@ def test_flops_are_those_that_torch_counts(llama: Any) -> None:
         loss = llama.loss(model, batch)
         loss.backward()
     assert counter.get_total_flops() == 3 * llama.flops_per_sample
-    assert loss.item() == pytest.approx(5.55, abs=0.5), "an untrained model knows nothing of 256 tokens: ln 256 = 5.55"
+    assert loss.item() == pytest.approx(5.55, abs=0.5), (
+        "an untrained model knows nothing of 256 tokens: ln 256 = 5.55"
+    )
 
 
 def test_the_same_weights_for_everyone(llama: Any) -> None:
@@ -46,9 +48,15 @@ def test_the_same_weights_for_everyone(llama: Any) -> None:
     expected_next = torch.rand(1)
     torch.manual_seed(11)
     first = llama.model().state_dict()
-    assert torch.equal(torch.rand(1), expected_next), "building a model must not move the global random state"
+    assert torch.equal(torch.rand(1), expected_next), (
+        "building a model must not move the global random state"
+    )
     second = llama.model().state_dict()
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert {value.dtype for value in first.values()} == {torch.float32}
-    other = type(llama)(WorkloadSpec(model="tiny", sequence_length=8, seed=4, corpus=None)).model().state_dict()
+    other = (
+        type(llama)(WorkloadSpec(model="tiny", sequence_length=8, seed=4, corpus=None))
+        .model()
+        .state_dict()
+    )
     assert any(not torch.equal(first[name], other[name]) for name in first)

@@ -53,7 +53,11 @@ def printed(folder: Path) -> str:
 
 def written(folder: Path, cells: list[Cell], baseline: str = "ddp-deferred") -> Path:
     """A run of one trial of each of these cells."""
-    return write(folder, [make_record(cell) | {"slot": slot} for slot, cell in enumerate(cells)], baseline=baseline)
+    return write(
+        folder,
+        [make_record(cell) | {"slot": slot} for slot, cell in enumerate(cells)],
+        baseline=baseline,
+    )
 
 
 def run_and_answer(folder: Path) -> tuple[Run, Answer]:
@@ -90,9 +94,13 @@ def test_the_same_is_said_in_all_three_places(folder: Path, printed: str) -> Non
     assert set(words) <= set(terminal.split())
     assert printed.splitlines()[-1].startswith("report: ")
     for row in found.groups[0].rows:
-        line = next(line.split() for line in printed.splitlines() if line.split()[:1] == [row.backend])
+        line = next(
+            line.split() for line in printed.splitlines() if line.split()[:1] == [row.backend]
+        )
         texts = found.groups[0].texts(row)
-        assert {texts["seconds"], texts["ratio"], texts["ratio_ends"], texts["correct"]} <= set(line)
+        assert {texts["seconds"], texts["ratio"], texts["ratio_ends"], texts["correct"]} <= set(
+            line
+        )
 
 
 def test_the_fastest_correct_backend_and_those_not_told_from_it(folder: Path) -> None:
@@ -101,7 +109,9 @@ def test_the_fastest_correct_backend_and_those_not_told_from_it(folder: Path) ->
     assert found.groups[0].n == 4 and [group.n for group in found.groups] == [4, 1]
     order = [row.backend for row in found.groups[0].rows]
     assert order == ["alpha-deferred", "gamma", "alpha-eager", "beta", "large", "wrong"]
-    assert fastest.subject == "alpha-deferred" and ". Not shown to be slower: gamma, " in fastest.text
+    assert (
+        fastest.subject == "alpha-deferred" and ". Not shown to be slower: gamma, " in fastest.text
+    )
     assert "Holm" not in fastest.text
     assert least.subject == "alpha-deferred" and least.text.endswith(", at N=4, W=2.")
     (row,) = [row for row in found.groups[0].rows if row.backend == "beta"]
@@ -109,28 +119,44 @@ def test_the_fastest_correct_backend_and_those_not_told_from_it(folder: Path) ->
     assert not on_topic(found, "Undecided") and run.labels[row.cell_id] == "beta N=4 W=2 fp32"
 
 
-@pytest.mark.parametrize(("sharded", "first"), [(("beta", "gamma"), "beta"), (("gamma",), "gamma"), ((), "alpha")])
+@pytest.mark.parametrize(
+    ("sharded", "first"), [(("beta", "gamma"), "beta"), (("gamma",), "gamma"), ((), "alpha")]
+)
 def test_the_first_pair_that_shards_parameters_has_a_statement_and_all_others_share_one(
     tmp_path: Path, sharded: tuple[str, ...], first: str
 ) -> None:
-    factors = {f"{name}-{sync}": 1.0 for name in ("alpha", "beta", "gamma") for sync in ("eager", "deferred")}
+    factors = {
+        f"{name}-{sync}": 1.0
+        for name in ("alpha", "beta", "gamma")
+        for sync in ("eager", "deferred")
+    }
     factors["wrong"] = 0.5
     kinds = {name: kind(name) for name in ("reference", *factors)}
-    kinds |= {name: kind(name) | {"sharding": "params"} for name in factors if name.startswith(sharded)}
+    kinds |= {
+        name: kind(name) | {"sharding": "params"} for name in factors if name.startswith(sharded)
+    }
     folder = write_run(
         tmp_path / "run",
         factors,
         accumulate=(4,),
         repeats=1,
-        changes=lambda cell, _: {"status": "invalid", "reason": "the loss is off"} if cell.backend == "wrong" else {},
+        changes=lambda cell, _: (
+            {"status": "invalid", "reason": "the loss is off"} if cell.backend == "wrong" else {}
+        ),
     )
     write_document(folder, read_document(folder) | {"backends": kinds})
     found = run_and_answer(folder)[1]
     (statement,), (others,) = on_topic(found, SYNC), on_topic(found, "Other families")
-    assert statement.subject == f"{first}-deferred / {first}-eager" and statement.text.endswith(", at N=4, W=2.")
-    left = "; ".join(f"{name}-deferred 1.000" for name in ("alpha", "beta", "gamma") if name != first)
+    assert statement.subject == f"{first}-deferred / {first}-eager" and statement.text.endswith(
+        ", at N=4, W=2."
+    )
+    left = "; ".join(
+        f"{name}-deferred 1.000" for name in ("alpha", "beta", "gamma") if name != first
+    )
     assert others.text == f"memory at N=4, W=2, deferred / eager: {left}."
-    assert found.alarm is not None and "the loss is off" not in found.alarm.text  # it is said of the cell
+    assert (
+        found.alarm is not None and "the loss is off" not in found.alarm.text
+    )  # it is said of the cell
     assert found.alarm.text == "An interval needs 5 blocks with both cells; there is 1."
 
 
@@ -145,29 +171,43 @@ def test_what_must_not_be_used_is_said_once_with_its_reason(folder: Path, printe
 def test_the_scope_has_counts_and_the_width_that_check_has(folder: Path) -> None:
     _, found = run_and_answer(folder)
     text = found.scope.text
-    assert "n = 10 good trials per cell; A/A pair " in text and text.endswith("do not transfer to GPUs.")
+    assert "n = 10 good trials per cell; A/A pair " in text and text.endswith(
+        "do not transfer to GPUs."
+    )
     assert (
         "11 cells: 7 compared with alpha-eager, 2 of alpha-eager itself, 1 reference, 1 A/A twin; 3 more without"
         in text
     )
     write_document(folder, read_document(folder) | {"ended_by": "budget"})
     (width,) = [
-        finding.text.rpartition("interval is ")[2] for finding in check(folder) if "widest interval" in finding.text
+        finding.text.rpartition("interval is ")[2]
+        for finding in check(folder)
+        if "widest interval" in finding.text
     ]
     assert f"widest interval of a ratio {width};" in text
 
 
 def test_one_repeat_on_a_busy_machine_asks_for_both_in_one_command(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", FACTORS, repeats=1, changes=lambda *_: {"time": {"host": BUSY}})
+    folder = write_run(
+        tmp_path / "run", FACTORS, repeats=1, changes=lambda *_: {"time": {"host": BUSY}}
+    )
     status, printed = report(folder)
     _, found = run_and_answer(folder)
     assert status == 0 and found.alarm is not None and found.alarm.level is Level.WARNING
-    assert found.alarm.command == "python -m bench doctor && python -m bench run --matrix made --repeats 10"
     assert (
-        "others took 40 % of its CPUs" in found.alarm.text and "1 repeat, and an interval needs 5" in found.alarm.text
+        found.alarm.command
+        == "python -m bench doctor && python -m bench run --matrix made --repeats 10"
+    )
+    assert (
+        "others took 40 % of its CPUs" in found.alarm.text
+        and "1 repeat, and an interval needs 5" in found.alarm.text
     )
     assert f"  {found.alarm.command}\n" in printed
-    assert not any(group.is_timed for group in found.groups) and not on_topic(found, FASTEST) and on_topic(found, LEAST)
+    assert (
+        not any(group.is_timed for group in found.groups)
+        and not on_topic(found, FASTEST)
+        and on_topic(found, LEAST)
+    )
     assert "Still valid" in printed and "memory, bytes, step counts, updates and losses" in printed
     assert "at most 10 % of its CPUs" in printed and "which took 1 minute" in printed
     page = read(folder / "report.html")
@@ -175,14 +215,21 @@ def test_one_repeat_on_a_busy_machine_asks_for_both_in_one_command(tmp_path: Pat
     assert found.alarm.command in alarm.text
     plots = {figure.find("figcaption")[0].find("span")[0].text for figure in page.find("figure")}
     assert plots and not plots & {"memory_vs_time", "step_time", "step_time_ratio", "noise"}
-    assert "s/step" not in printed and "s/step" not in (folder / "report.md").read_text(encoding="utf-8")
+    assert "s/step" not in printed and "s/step" not in (folder / "report.md").read_text(
+        encoding="utf-8"
+    )
     assert all(row.peak_memory_bytes for row in found.groups[0].rows)
 
 
 def test_what_stays_open_has_a_command_too(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", {"alpha": 1.0, "beta": 1.0}, accumulate=(2,), noise=0.2, twin=False)
+    folder = write_run(
+        tmp_path / "run", {"alpha": 1.0, "beta": 1.0}, accumulate=(2,), noise=0.2, twin=False
+    )
     (found,) = on_topic(run_and_answer(folder)[1], "Undecided")
-    assert found.subject == "beta at N=2, W=2" and found.command == "python -m bench run --matrix made --repeats 20"
+    assert (
+        found.subject == "beta at N=2, W=2"
+        and found.command == "python -m bench run --matrix made --repeats 20"
+    )
 
 
 def test_more_repeats_get_the_time_that_they_need_on_every_node(tmp_path: Path) -> None:
@@ -198,16 +245,25 @@ def test_more_repeats_get_the_time_that_they_need_on_every_node(tmp_path: Path) 
     assert f"--out run{nodes}" in (folder / "report.md").read_text(encoding="utf-8")
 
 
-def test_an_interval_without_1_may_decide_nothing_and_a_wide_one_asks_for_nothing(tmp_path: Path) -> None:
+def test_an_interval_without_1_may_decide_nothing_and_a_wide_one_asks_for_nothing(
+    tmp_path: Path,
+) -> None:
     factors = {"alpha": 1.0, "beta": 1.0, "gamma": 1.03, "delta": 1.04, "epsilon": 1.05}
     found = run_and_answer(write_run(tmp_path / "run", factors, accumulate=(2,), noise=0.03))[1]
     (fastest,), (wide,) = on_topic(found, FASTEST), on_topic(found, "Undecided")
-    assert "gamma, 1.037 (95 % 1.004-1.071). Alone, gamma looks slower; among 4 comparisons that" in fastest.text
+    assert (
+        "gamma, 1.037 (95 % 1.004-1.071). Alone, gamma looks slower; among 4 comparisons that"
+        in fastest.text
+    )
     assert "the interval contains 1" in wide.text and not wide.command
 
 
-def test_of_an_unfinished_run_no_memory_is_the_least_and_no_width_has_an_exponent(tmp_path: Path) -> None:
-    found = run_and_answer(write_run(tmp_path / "run", FACTORS, accumulate=(2,), noise=0.8, finished=None))[1]
+def test_of_an_unfinished_run_no_memory_is_the_least_and_no_width_has_an_exponent(
+    tmp_path: Path,
+) -> None:
+    found = run_and_answer(
+        write_run(tmp_path / "run", FACTORS, accumulate=(2,), noise=0.8, finished=None)
+    )[1]
     assert not on_topic(found, LEAST) and "widest interval of a ratio " in found.scope.text
     assert "e+" not in found.scope.text
     assert link_words([make_cell(world_size=1, device="cuda")]) == "one GPU, so no bytes move"
@@ -215,9 +271,15 @@ def test_of_an_unfinished_run_no_memory_is_the_least_and_no_width_has_an_exponen
 
 def test_a_cell_that_runs_once_beside_others_has_no_time_to_compare(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {"alpha": 1.0, "beta": 1.2}, accumulate=(1, 2), twin=False)
-    records = {line: json.loads(line) for line in (folder / JOURNAL).read_bytes().splitlines(keepends=True)}
+    records = {
+        line: json.loads(line) for line in (folder / JOURNAL).read_bytes().splitlines(keepends=True)
+    }
     single = {record["cell_id"] for record in records.values() if record["cell"]["accumulate"] == 2}
-    kept = [line for line, record in records.items() if record["repeat"] == 0 or record["cell_id"] not in single]
+    kept = [
+        line
+        for line, record in records.items()
+        if record["repeat"] == 0 or record["cell_id"] not in single
+    ]
     (folder / JOURNAL).write_bytes(b"".join(kept))
     first, *_ = on_topic(run_and_answer(folder)[1], "Undecided")
     assert first.subject == "beta at N=2, W=2" and "too few trials" in first.text
@@ -227,36 +289,59 @@ def test_a_cell_that_runs_once_beside_others_has_no_time_to_compare(tmp_path: Pa
     assert [(group.n, group.is_timed) for group in found.groups] == [(1, True), (2, False)]
     report(folder)
     assert set(pd.read_csv(folder / "plots" / "memory_vs_time.csv")["accumulate"]) == {1}
-    assert list(pd.read_csv(folder / "plots" / "step_time_ratio.csv")["cell"]) == ["beta N=1 W=2 fp32"]
+    assert list(pd.read_csv(folder / "plots" / "step_time_ratio.csv")["cell"]) == [
+        "beta N=1 W=2 fp32"
+    ]
 
 
 def test_what_has_nothing_to_be_compared_with_says_why(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {"alpha": 1.0, "beta": 1.0}, accumulate=(2,))
-    cells = {line: json.loads(line)["cell"] for line in (folder / JOURNAL).read_bytes().splitlines(keepends=True)}
+    cells = {
+        line: json.loads(line)["cell"]
+        for line in (folder / JOURNAL).read_bytes().splitlines(keepends=True)
+    }
     kept = (line for line, cell in cells.items() if cell["backend"] == "beta" or cell["twin"])
     (folder / JOURNAL).write_bytes(b"".join(kept))
     alarm = run_and_answer(folder)[1].alarm
     assert alarm is not None and alarm.text == "The baseline, alpha, has no trial."
     write_document(folder, read_document(folder) | {"baseline": "reference"})
     alarm = run_and_answer(folder)[1].alarm
-    assert alarm is not None and alarm.text == "No two cells of the run differ in the backend alone."
+    assert (
+        alarm is not None and alarm.text == "No two cells of the run differ in the backend alone."
+    )
     alarm = run_and_answer(write_run(tmp_path / "one", {"alpha": 1.0}, accumulate=(2,)))[1].alarm
-    assert alarm is not None and alarm.command == "python -m bench run --matrix made --backend alpha,ddp-deferred"
+    assert (
+        alarm is not None
+        and alarm.command == "python -m bench run --matrix made --backend alpha,ddp-deferred"
+    )
 
 
 def test_a_virtual_world_has_no_time_and_says_so(tmp_path: Path) -> None:
-    cells = [make_cell(backend=name, world_size=64, global_batch_size=256, virtual=True) for name in ("alpha", "beta")]
+    cells = [
+        make_cell(backend=name, world_size=64, global_batch_size=256, virtual=True)
+        for name in ("alpha", "beta")
+    ]
     folder = written(tmp_path / "virtual", cells, baseline="alpha")
     _, printed = report(folder, drawn=False)
     found = run_and_answer(folder)[1]
-    assert found.alarm is not None and found.alarm.level is Level.NOTE and found.alarm.text == f"{VIRTUAL}."
+    assert (
+        found.alarm is not None
+        and found.alarm.level is Level.NOTE
+        and found.alarm.text == f"{VIRTUAL}."
+    )
     page = read(folder / "report.html").text
-    for text in (printed, page, (folder / "report.md").read_text(encoding="utf-8").replace("\\", "")):
+    for text in (
+        printed,
+        page,
+        (folder / "report.md").read_text(encoding="utf-8").replace("\\", ""),
+    ):
         assert "N = 4, W = 64 (virtual)" in text and "s/step" not in text and "not checked" in text
 
 
 def test_cells_that_differ_in_the_batch_alone_have_labels_of_their_own(tmp_path: Path) -> None:
-    cells = [make_cell(global_batch_size=size) for size in (16, 32)] + [make_cell(backend="ddp-eager")]
+    cells = [make_cell(global_batch_size=size) for size in (16, 32)] + [
+        make_cell(backend="ddp-eager")
+    ]
     named = labels(cells)
     assert [named[cell] for cell in cells[:2]] == [
         "ddp-deferred N=4 W=2 fp32 B = 16",
@@ -266,7 +351,9 @@ def test_cells_that_differ_in_the_batch_alone_have_labels_of_their_own(tmp_path:
     run = load(written(tmp_path / "run", cells))
     assert run.find(named[cells[1]]) == cells[1]
     assert named[cells[1]] in cite(Analysis(run=run), cells[1].cell_id).text
-    with pytest.raises(InputError, match=r"2 cells have this label; use an id: .*B = 16\), .*B = 32\)"):
+    with pytest.raises(
+        InputError, match=r"2 cells have this label; use an id: .*B = 16\), .*B = 32\)"
+    ):
         run.find("ddp-deferred N=4 W=2 fp32")
     assert [group.title for group in run_and_answer(tmp_path / "run")[1].groups] == [
         "N = 4, W = 2, B = 16, micro-batch 2",
@@ -293,6 +380,11 @@ def test_eager_and_deferred_are_paired_by_name_where_a_framework_has_several() -
     several = {"fsdp2-mine": eager, "fsdp2-eager": eager, "fsdp2-deferred": deferred}
     assert eager_and_deferred(several) == [("fsdp2-eager", "fsdp2-deferred")]
     assert eager_and_deferred({"mine": eager, "other": deferred}) == [("mine", "other")]
-    partly = {"hsdp-eager": eager, "hsdp-deferred-all-reduce": kind | {"sync": "deferred-all-reduce"}}
+    partly = {
+        "hsdp-eager": eager,
+        "hsdp-deferred-all-reduce": kind | {"sync": "deferred-all-reduce"},
+    }
     assert eager_and_deferred(partly) == []
-    assert eager_and_deferred(partly, Sync.DEFERRED_ALL_REDUCE) == [("hsdp-eager", "hsdp-deferred-all-reduce")]
+    assert eager_and_deferred(partly, Sync.DEFERRED_ALL_REDUCE) == [
+        ("hsdp-eager", "hsdp-deferred-all-reduce")
+    ]

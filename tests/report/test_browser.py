@@ -28,7 +28,9 @@ PRINTABLE = 703
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: nox -s browser installs it")
+    api = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: nox -s browser installs it"
+    )
     program = next((found for name in NAMES if (found := shutil.which(name))), None)
     if program is None:
         pytest.skip(
@@ -47,7 +49,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return {"status": "oom", "reason": "rank 0: out of memory"} if failed else {}
 
     made = write_run(
-        tmp_path_factory.mktemp("browser") / "run", FACTORS, accumulate=(1, 2, 8), world_size=(1, 2), changes=changes
+        tmp_path_factory.mktemp("browser") / "run",
+        FACTORS,
+        accumulate=(1, 2, 8),
+        world_size=(1, 2),
+        changes=changes,
     )
     report(made)
     return made
@@ -73,7 +79,10 @@ class Visit:
         self.requests: list[str] = []
         self.errors: list[str] = []
         self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
+        self.page.on(
+            "console",
+            lambda message: self.errors.append(message.text) if message.type == "error" else None,
+        )
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("dialog", lambda dialog: self.errors.append(f"dialog: {dialog.message}"))
         self.url = (folder / "report.html").resolve().as_uri()
@@ -127,10 +136,14 @@ def test_hostile_names_do_nothing(browser: Any, hostile: Path) -> None:
 
 
 def test_the_largest_n_is_shown_first_and_others_are_a_switch_away(visit: Visit) -> None:
-    assert visit.page.locator("tr.group:visible").all_inner_texts() == ["N = 8, W = 2, micro-batch 2"]
+    assert visit.page.locator("tr.group:visible").all_inner_texts() == [
+        "N = 8, W = 2, micro-batch 2"
+    ]
     assert visit.column("backend")[-1] == "beta" and len(visit.column("backend")) == 4
     visit.show("2")
-    assert visit.page.locator("tr.group:visible").all_inner_texts() == ["N = 2, W = 2, micro-batch 8"]
+    assert visit.page.locator("tr.group:visible").all_inner_texts() == [
+        "N = 2, W = 2, micro-batch 8"
+    ]
     visit.show("", -1)
     assert len(visit.column("backend")) == 24
     visit.page.select_option("#by-backend", label="gamma")
@@ -144,7 +157,10 @@ def test_sorting(visit: Visit) -> None:
         head.get_by_role("button").click()
         known = [float(text) for text in visit.column("seconds")[:3]]
         assert head.get_attribute("aria-sort") == direction
-        assert known == sorted(known, reverse=direction == "descending") and visit.column("seconds")[3] == "-"
+        assert (
+            known == sorted(known, reverse=direction == "descending")
+            and visit.column("seconds")[3] == "-"
+        )
     visit.page.locator('#overview th[data-key="backend"] button').press("Enter")
     assert visit.column("backend") == sorted(visit.column("backend"))
     assert head.get_attribute("aria-sort") is None
@@ -156,9 +172,13 @@ def test_another_baseline(visit: Visit, folder: Path) -> None:
     texts = [visit.column(key) for key in ("ratio", "verdict")]
     place = data["baselines"].index("alpha-deferred")
     visit.page.select_option("#baseline", label="alpha-deferred")
-    ids = visit.page.evaluate("[...document.querySelectorAll('#overview tr[data-id]')].map(r => r.dataset.id)")
+    ids = visit.page.evaluate(
+        "[...document.querySelectorAll('#overview tr[data-id]')].map(r => r.dataset.id)"
+    )
     ends = visit.page.locator('#overview tr[data-id] [data-part="ends"]').all_text_contents()
-    shown = zip(ids, *(visit.column(key) for key in ("backend", "ratio", "verdict")), ends, strict=True)
+    shown = zip(
+        ids, *(visit.column(key) for key in ("backend", "ratio", "verdict")), ends, strict=True
+    )
     compared = 0
     for cell_id, backend, ratio, verdict, interval in shown:
         found = [ratio for ratio in data["ratios"].get(cell_id, []) if ratio[0] == place]
@@ -181,7 +201,9 @@ def test_a_citation_is_copied(browser: Any, folder: Path) -> None:
     run = load(folder)
     opened = Visit(browser, folder, permissions=["clipboard-read", "clipboard-write"])
     page = opened.page
-    (cell,) = [c for c in run.cells.values() if (c.backend, c.accumulate, c.world_size) == ("gamma", 8, 2)]
+    (cell,) = [
+        c for c in run.cells.values() if (c.backend, c.accumulate, c.world_size) == ("gamma", 8, 2)
+    ]
     for baseline in data_of(read(folder / "report.html"))["baselines"]:
         page.select_option("#baseline", label=baseline)
         for form in ("text", "markdown", "bibtex"):
@@ -191,12 +213,15 @@ def test_a_citation_is_copied(browser: Any, folder: Path) -> None:
             (base,) = [
                 cell.cell_id
                 for cell in run.cells.values()
-                if (cell.backend, cell.accumulate, cell.world_size, cell.twin) == (baseline, 8, 2, "")
+                if (cell.backend, cell.accumulate, cell.world_size, cell.twin)
+                == (baseline, 8, 2, "")
             ]
             if baseline == "gamma":
                 page.get_by_text("Copied the citation of the cell.", exact=True).wait_for()
             elif baseline == "alpha-eager":
-                page.get_by_text(f"Copied the citation of the cell and of its ratio to {baseline}.").wait_for()
+                page.get_by_text(
+                    f"Copied the citation of the cell and of its ratio to {baseline}."
+                ).wait_for()
                 wanted += f"\n\n{getattr(cite(Analysis(run=run), cell.cell_id, base), form)}"
             else:
                 page.get_by_text(f"the command that cites its ratio to {baseline}.").wait_for()
@@ -204,16 +229,25 @@ def test_a_citation_is_copied(browser: Any, folder: Path) -> None:
             assert page.evaluate("navigator.clipboard.readText()") == wanted
     page.locator('button[data-plot="memory_vs_time"]').click()
     page.get_by_text("Copied the citation of the plot.").wait_for()
-    assert page.evaluate("navigator.clipboard.readText()") == cite_plot(Pool(runs=(run,)), "memory_vs_time").bibtex
+    assert (
+        page.evaluate("navigator.clipboard.readText()")
+        == cite_plot(Pool(runs=(run,)), "memory_vs_time").bibtex
+    )
     assert opened.errors == []
     opened.context.close()
 
 
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("which", ["folder", "hostile"])
-def test_accessibility(browser: Any, which: str, dark: bool, request: pytest.FixtureRequest) -> None:
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="nox -s browser installs axe-core")
-    opened = Visit(browser, request.getfixturevalue(which), color_scheme="dark" if dark else "light")
+def test_accessibility(
+    browser: Any, which: str, dark: bool, request: pytest.FixtureRequest
+) -> None:
+    axe = pytest.importorskip(
+        "axe_playwright_python.sync_playwright", reason="nox -s browser installs axe-core"
+    )
+    opened = Visit(
+        browser, request.getfixturevalue(which), color_scheme="dark" if dark else "light"
+    )
     opened.page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true })")
     opened.page.wait_for_function(
         "document.querySelector('details table') && !document.querySelector('details > noscript')"
@@ -230,7 +264,9 @@ def test_accessibility(browser: Any, which: str, dark: bool, request: pytest.Fix
 @pytest.mark.parametrize("which", ["folder", "hostile"])
 def test_no_table_is_cut_on_a4(browser: Any, which: str, request: pytest.FixtureRequest) -> None:
     folder: Path = request.getfixturevalue(which)
-    opened = Visit(browser, folder, color_scheme="dark", viewport={"width": PRINTABLE, "height": 1000})
+    opened = Visit(
+        browser, folder, color_scheme="dark", viewport={"width": PRINTABLE, "height": 1000}
+    )
     opened.page.emulate_media(media="print", color_scheme="dark")
     opened.page.evaluate("dispatchEvent(new Event('beforeprint'))")
     wide = opened.page.evaluate(
@@ -241,7 +277,10 @@ def test_no_table_is_cut_on_a4(browser: Any, which: str, request: pytest.Fixture
            }).map(one => one.outerHTML.slice(0, 200))"""
     )
     assert wide == []
-    assert opened.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert (
+        opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
+        == "rgb(255, 255, 255)"
+    )
     assert opened.page.evaluate("document.querySelectorAll('details:not([open])').length") == 0
     opened.context.close()
 
@@ -253,21 +292,32 @@ def test_the_pdf(browser: Any, folder: Path, tmp_path: Path) -> None:
     assert opened.page.locator("img").count() < figures  # pictures wait until they are near
     assert opened.page.locator("details table").count() == 0  # tables wait until they are opened
     opened.page.pdf(path=tmp_path / "report.pdf", prefer_css_page_size=True, print_background=True)
-    drawn = opened.page.evaluate("[...document.images].filter(one => one.complete && one.naturalWidth).length")
+    drawn = opened.page.evaluate(
+        "[...document.images].filter(one => one.complete && one.naturalWidth).length"
+    )
     assert drawn == figures
     opened.context.close()
     pdf = pypdf.PdfReader(tmp_path / "report.pdf")
     for sheet in pdf.pages:
-        assert (round(float(sheet.mediabox.width)), round(float(sheet.mediabox.height))) == A4_POINTS
+        assert (
+            round(float(sheet.mediabox.width)),
+            round(float(sheet.mediabox.height)),
+        ) == A4_POINTS
     texts = ["".join(sheet.extract_text().split()) for sheet in pdf.pages]
     whole = "".join(texts)
     page = read(folder / "report.html")
     for table in page.find("table"):
         for row in table.find("tr"):
             assert "".join((row.find("th", "td")[0].text).split()) in whole
-    ids = [str(row.attributes["data-id"]) for row in page.find("tr") if row.attributes.get("data-id")]
+    ids = [
+        str(row.attributes["data-id"]) for row in page.find("tr") if row.attributes.get("data-id")
+    ]
     assert all(cell_id in whole for cell_id in ids)
-    (folded,) = [table for table in page.find("table") if table.find("caption", id="speed-table-caption")]
-    assert len(folded.find("tr")) > 20 and "fastest" in whole  # its details are closed on the screen
+    (folded,) = [
+        table for table in page.find("table") if table.find("caption", id="speed-table-caption")
+    ]
+    assert (
+        len(folded.find("tr")) > 20 and "fastest" in whole
+    )  # its details are closed on the screen
     on = [number for number, text in enumerate(texts) if any(cell_id in text for cell_id in ids)]
     assert all("correct?" in texts[number] for number in on), "the header is repeated"

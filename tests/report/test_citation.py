@@ -31,7 +31,11 @@ HOSTILE = r"a|b`<b>**{c}_%\x} $&#~^[d](e)" + "\x1b[31m\u202e"
 
 
 def wrong_update(cell: Cell, repeat: int) -> dict[str, Any]:
-    return {"update": {"error": 0.5, "scale": 0.5, "residual": 1e-7}} if cell.backend == "wrong" else {}
+    return (
+        {"update": {"error": 0.5, "scale": 0.5, "residual": 1e-7}}
+        if cell.backend == "wrong"
+        else {}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +81,20 @@ def test_a_cell_is_cited_with_all_that_it_needs(data: Analysis) -> None:
     text = cite(data, id_of(data, "slow")).text
     trials = data.run.tables.trials[data.run.tables.trials["cell_id"] == id_of(data, "slow")]
     value = statistics.geometric_mean(trials["step_time_s"])
-    assert f"slow N=2 W=2 fp32: {digits(value)} s per optimizer step in this run (95 % interval 0." in text
+    assert (
+        f"slow N=2 W=2 fp32: {digits(value)} s per optimizer step in this run (95 % interval 0."
+        in text
+    )
     assert ", n = 10 trials); peak memory 49.50 MiB (51904512 bytes, tracked tensors).\n" in text
     line = text.splitlines()[1]
     assert line.startswith(
         f"accumulation-bench:a%20run_1:{data.run.digest[:12]}/{id_of(data, 'slow')} value={digits(value)} low=0."
     )
     assert line.endswith(f" n=10 bytes=51904512 sha256={data.run.manifest.journal_sha256}")
-    assert data.run.manifest.machine.cpu in text and f"torch {data.run.manifest.packages['torch']}" in text
+    assert (
+        data.run.manifest.machine.cpu in text
+        and f"torch {data.run.manifest.packages['torch']}" in text
+    )
     assert text.endswith(f"Commit: {COMMIT}.")
     limits = "gloo over loopback; rankings of this model over gloo do not transfer to GPUs"
     unknown = "the share of its CPUs that other programs and the hypervisor took was not measured"
@@ -97,21 +107,42 @@ def test_a_citation_carries_the_warnings_of_check_on_its_cells_alone(tmp_path: P
     def slower(cell: Cell, repeat: int) -> dict[str, Any]:
         return {"slower": 1 + 0.2 * (repeat > 6) + 0.02 * repeat * (cell.backend == "slow")}
 
-    write_run(tmp_path / "run", {"base": 1.0, "slow": 1.3, "other": 1.2}, changes=slower, accumulate=(2,), repeats=12)
+    write_run(
+        tmp_path / "run",
+        {"base": 1.0, "slow": 1.3, "other": 1.2},
+        changes=slower,
+        accumulate=(2,),
+        repeats=12,
+    )
     warned = [finding for finding in check(tmp_path / "run") if finding.level is Level.WARNING]
     assert {"blocks", "drift", "machine"} <= {finding.topic for finding in warned}
     data = Analysis(run=load(tmp_path / "run"))
     texts = {name: cite(data, id_of(data, name)).text for name in ("base", "slow", "other")}
     for name, text in texts.items():
-        of_cell = {finding.brief for finding in warned if not finding.cells or id_of(data, name) in finding.cells}
-        assert {brief for brief in {finding.brief for finding in warned} if brief in text} == of_cell, name
+        of_cell = {
+            finding.brief
+            for finding in warned
+            if not finding.cells or id_of(data, name) in finding.cells
+        }
+        assert {
+            brief for brief in {finding.brief for finding in warned} if brief in text
+        } == of_cell, name
     assert "blocks of the run differ over all cells, from block" in texts["base"]
     untimed = Analysis(run=load(RESULTS / "bytes-8b"))
     assert "nothing was timed. Method" in cite(untimed, next(iter(untimed.run.cells))).text
-    alone = Analysis(run=load(write_run(tmp_path / "alone", {"base": 1.0}, accumulate=(2,), twin=False)))
+    alone = Analysis(
+        run=load(write_run(tmp_path / "alone", {"base": 1.0}, accumulate=(2,), twin=False))
+    )
     assert "the run has no A/A pair" in cite(alone, id_of(alone, "base")).text
-    drift = next(finding for finding in warned if finding.topic == "drift" and finding.subject.startswith("slow"))
-    assert f"slow N=2 W=2 fp32: {drift.brief}" in cite(data, id_of(data, "slow"), id_of(data, "base")).text
+    drift = next(
+        finding
+        for finding in warned
+        if finding.topic == "drift" and finding.subject.startswith("slow")
+    )
+    assert (
+        f"slow N=2 W=2 fp32: {drift.brief}"
+        in cite(data, id_of(data, "slow"), id_of(data, "base")).text
+    )
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -123,7 +154,9 @@ def test_every_citation_is_found_right_in_every_format(data: Analysis, form: str
         (id_of(data, "slow", 4), id_of(data, "slow")),
         (id_of(data, "base", 4), *pairs[0]),
     ]
-    texts = [getattr(cite(data, *pair), form) for pair in pairs] + [getattr(cite_plot(data.pool, "step_time"), form)]
+    texts = [getattr(cite(data, *pair), form) for pair in pairs] + [
+        getattr(cite_plot(data.pool, "step_time"), form)
+    ]
     assert clean(data, "\n\n".join(texts), len(texts))
     assert all(clean(data, text) for text in texts[:2])
 
@@ -157,7 +190,9 @@ def test_whatever_is_changed_in_a_citation_is_named(data: Analysis, what: str, f
     text = getattr(cite(data, id_of(data, "slow")), form)
     pattern, by = CHANGES[what]
     escaped = {"a%20run_1": r"a\\%20run\\_1" if form == "bibtex" else pattern}.get(pattern, pattern)
-    found = errors(data, changed(text.rpartition("\n  note")[2] if form == "bibtex" else text, escaped, by))
+    found = errors(
+        data, changed(text.rpartition("\n  note")[2] if form == "bibtex" else text, escaped, by)
+    )
     assert len(found) == 1 and what in found[0]
 
 
@@ -166,12 +201,23 @@ def test_a_ratio_is_that_of_the_report(data: Analysis) -> None:
     assert row.time is not None and row.time.low is not None and row.time.high is not None
     text = cite(data, id_of(data, "slow"), id_of(data, "base")).text
     assert text.startswith("slow N=2 W=2 fp32 against base N=2 W=2 fp32: ")
-    assert f": {digits(row.time.ratio)} times the step time (95 % interval {digits(row.time.low)} - " in text
-    assert re.search(r"n = 10 blocks\); verdict: slower in this run; A/A pair at N=\d+: \d\.\d+ - \d\.\d+\.\n", text)
+    assert (
+        f": {digits(row.time.ratio)} times the step time (95 % interval {digits(row.time.low)} - "
+        in text
+    )
+    assert re.search(
+        r"n = 10 blocks\); verdict: slower in this run; A/A pair at N=\d+: \d\.\d+ - \d\.\d+\.\n",
+        text,
+    )
     back = cite(data, id_of(data, "base"), id_of(data, "slow")).text
-    assert f": {digits(1 / row.time.ratio)} times the step time" in back and "verdict: faster" in back
+    assert (
+        f": {digits(1 / row.time.ratio)} times the step time" in back and "verdict: faster" in back
+    )
     same = cite(data, id_of(data, "equal"), id_of(data, "base")).text
-    assert "verdict: same in this run (within the margin of 2 %)" in same or "verdict: ambiguous (" in same
+    assert (
+        "verdict: same in this run (within the margin of 2 %)" in same
+        or "verdict: ambiguous (" in same
+    )
     for pattern, by, what in (
         ("verdict=slower", "verdict=faster", "verdict is faster, and slower"),
         (r"value=1\.\d+", "value=1.5", "value is 1.5"),
@@ -180,11 +226,18 @@ def test_a_ratio_is_that_of_the_report(data: Analysis) -> None:
 
 
 def test_what_is_not_comparable_has_no_number(data: Analysis) -> None:
-    for text in (cite(data, id_of(data, "wrong")).text, cite(data, id_of(data, "wrong"), id_of(data, "base")).text):
+    for text in (
+        cite(data, id_of(data, "wrong")).text,
+        cite(data, id_of(data, "wrong"), id_of(data, "base")).text,
+    ):
         assert "NOT COMPARABLE" in text and "divided by N = 2 twice" in text
-        assert " s per optimizer step" not in text.splitlines()[0] and "times the step time" not in text
+        assert (
+            " s per optimizer step" not in text.splitlines()[0]
+            and "times the step time" not in text
+        )
         assert any(
-            "value is 0.1, and none" in error for error in errors(data, changed(text, "value=none", "value=0.1"))
+            "value is 0.1, and none" in error
+            for error in errors(data, changed(text, "value=none", "value=0.1"))
         )
 
 
@@ -214,7 +267,11 @@ def test_cells_are_found_by_id_beginning_and_label(data: Analysis) -> None:
     assert data.run.find(cell.cell_id) is cell and data.run.find(cell.label) is cell
     ids = sorted(data.run.cells)
     for cell_id in ids:
-        short = next(cell_id[:n] for n in range(1, 13) if sum(other.startswith(cell_id[:n]) for other in ids) == 1)
+        short = next(
+            cell_id[:n]
+            for n in range(1, 13)
+            if sum(other.startswith(cell_id[:n]) for other in ids) == 1
+        )
         assert data.run.find(short).cell_id == cell_id
     with pytest.raises(InputError, match="did you mean 'slow N=2 W=2 fp32'"):
         data.run.find("slow N=2 W=3 fp32")
@@ -222,14 +279,28 @@ def test_cells_are_found_by_id_beginning_and_label(data: Analysis) -> None:
         data.run.find("?")
 
 
-def test_the_commands(copy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands(
+    copy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = Analysis(run=load(copy))
     assert cli.main(["cite", str(copy), "slow N=2 W=2 fp32"]) == 0
     everything = capsys.readouterr().out
-    assert [everything.count(title) for title in ("Markdown:", "BibTeX:", "Plain text:")] == [1, 1, 1]
+    assert [everything.count(title) for title in ("Markdown:", "BibTeX:", "Plain text:")] == [
+        1,
+        1,
+        1,
+    ]
     for form in FORMATS:
-        assert cli.main(["cite", str(copy), id_of(data, "slow"), id_of(data, "base"), "--format", form]) == 0
-        assert capsys.readouterr().out == getattr(cite(data, id_of(data, "slow"), id_of(data, "base")), form) + "\n"
+        assert (
+            cli.main(
+                ["cite", str(copy), id_of(data, "slow"), id_of(data, "base"), "--format", form]
+            )
+            == 0
+        )
+        assert (
+            capsys.readouterr().out
+            == getattr(cite(data, id_of(data, "slow"), id_of(data, "base")), form) + "\n"
+        )
     (copy / "paper.txt").write_text(everything)
     assert cli.main(["check", str(copy), "--citation", str(copy / "paper.txt")]) == 0
     assert "it matches the data" in capsys.readouterr().out
@@ -250,6 +321,8 @@ def test_the_commands(copy: Path, capsys: pytest.CaptureFixture[str], monkeypatc
         ["check", "{}", "--citation", "a\0b"],
     ],
 )
-def test_a_wrong_command_is_one_line(folder: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_is_one_line(
+    folder: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main([argument.format(folder) for argument in arguments]) == 2
     assert capsys.readouterr().err.count("\n") == 1

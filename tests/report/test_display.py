@@ -50,7 +50,11 @@ TRIALS = [Trial(CELL, repeat) for repeat in range(4)]
 
 
 def test_plain_lines() -> None:
-    lines = run(TRIALS, [make_record(CELL, wall_s=4.0), make_failure(CELL, 1, "oom", "rank 0: [red]full[/red]")], 2.0)
+    lines = run(
+        TRIALS,
+        [make_record(CELL, wall_s=4.0), make_failure(CELL, 1, "oom", "rank 0: [red]full[/red]")],
+        2.0,
+    )
     assert lines.splitlines() == [
         "[1/4] ddp-deferred N=4 W=2 fp32 repeat 0: 0.5100 s/step (4.0 s, about 12 s to go)",
         # Twice 2 s were expected and 6.5 s taken, so twice 2 s more will take 6.5 s.
@@ -68,14 +72,20 @@ def test_no_more_time_is_left_than_the_budget_and_the_block_under_way() -> None:
     # The other half of the first block is run whatever the budget, and nothing after it.
     assert lines[0].endswith("(60.0 s, at most about 1 min 00 s to go, by the budget)")
     assert lines[1].endswith("(60.0 s, at most about 0 s to go, by the budget)")
-    assert run(blocks, records, 60.0, budget_s=1e6).splitlines()[0].endswith("at least 199 min 00 s to go)")
+    assert (
+        run(blocks, records, 60.0, budget_s=1e6)
+        .splitlines()[0]
+        .endswith("at least 199 min 00 s to go)")
+    )
 
 
 def test_the_step_time_is_that_of_the_tables() -> None:
     slow_first = make_record(CELL, time={"num_warmup": 4, "step_seconds": [9.0, 8.0, 1.0, 1.25]})
     (line,) = run(TRIALS[:1], [slow_first], 2.0).splitlines()
     trials = make_tables([slow_first], make_manifest([CELL])).trials
-    assert trials["step_time_s"].tolist() == [4.625] and ": 4.6250 s/step (" in line, "every timed step counts"
+    assert trials["step_time_s"].tolist() == [4.625] and ": 4.6250 s/step (" in line, (
+        "every timed step counts"
+    )
     shared = dataclasses.replace(CELL, shared_gpu=True)
     (line,) = run([Trial(shared, 0)], [make_record(shared)], 2.0).splitlines()
     assert ": ok (" in line, "nothing is timed where ranks share a GPU"
@@ -95,10 +105,28 @@ def test_machines_read_each_event_as_a_line_of_json(capsys: pytest.CaptureFixtur
         display.started(trials[1], 1, 2)
         display.finished(trials[1], bad_record)
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [event["event"] for event in events] == ["message", "started", "finished", "started", "finished"]
+    assert [event["event"] for event in events] == [
+        "message",
+        "started",
+        "finished",
+        "started",
+        "finished",
+    ]
     assert events[0]["text"] == "run x"
-    assert [event["label"] for event in events[1::2]] == [f"ddp-deferred N=4 W=2 fp32 B = {size}" for size in (16, 32)]
+    assert [event["label"] for event in events[1::2]] == [
+        f"ddp-deferred N=4 W=2 fp32 B = {size}" for size in (16, 32)
+    ]
     _, began, good, _, bad = events
-    assert (began["done"], began["total"], began["seconds_to_go"], began["bound"]) == (0, 2, 4.0, "about")
-    assert (good["status"], good["step_time_s"], good["done"], good["seconds_to_go"]) == ("ok", 0.51, 1, 4.0)
+    assert (began["done"], began["total"], began["seconds_to_go"], began["bound"]) == (
+        0,
+        2,
+        4.0,
+        "about",
+    )
+    assert (good["status"], good["step_time_s"], good["done"], good["seconds_to_go"]) == (
+        "ok",
+        0.51,
+        1,
+        4.0,
+    )
     assert (bad["status"], bad["reason"], bad["step_time_s"]) == ("oom", "rank 0: full", None)

@@ -41,7 +41,11 @@ def test_the_help_has_the_words_of_the_docs(capsys: pytest.CaptureFixture[str]) 
         cli.main(["--help"])
     told = " ".join(capsys.readouterr().out.split())
     docs = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8").replace("`", "")
-    for text in ("tables, plots and report again from its", "one number, one ratio or one plot", "a run's tables, or"):
+    for text in (
+        "tables, plots and report again from its",
+        "one number, one ratio or one plot",
+        "a run's tables, or",
+    ):
         assert text in told and text in docs
 
 
@@ -66,14 +70,21 @@ def test_cells_have_an_interval_a_verdict_and_an_id_or_the_reason_why_not(frames
         assert cell["verdict"] == row.verdict and cell["baseline"] == "base"
         if row.time is not None:
             assert (cell["ratio"], cell["ratio_low"]) == (row.time.ratio, row.time.low)
-    good = cells[cells["comparable"] & (cells["backend"] != REFERENCE)]  # the reference's made-up steps are all alike
+    good = cells[
+        cells["comparable"] & (cells["backend"] != REFERENCE)
+    ]  # the reference's made-up steps are all alike
     assert (good["step_time_low_s"] < good["step_time_s"]).all() and (
         good["step_time_s"] < good["step_time_high_s"]
     ).all()
-    assert (good["num_ok"] == 6).all() and (good["tokens_per_s"] * good["step_time_s"]).round(6).nunique() == 1
+    assert (good["num_ok"] == 6).all() and (good["tokens_per_s"] * good["step_time_s"]).round(
+        6
+    ).nunique() == 1
     wrong = cells[cells["backend"] == "wrong"]
     assert len(wrong) == 2 and not wrong["comparable"].any() and wrong["step_time_s"].isna().all()
-    assert wrong["caveats"].str.contains("the update is off by").all() and (wrong["status"] == "invalid").all()
+    assert (
+        wrong["caveats"].str.contains("the update is off by").all()
+        and (wrong["status"] == "invalid").all()
+    )
 
 
 def test_csv_says_the_same_as_the_frames(folder: Path, frames: Frames, tmp_path: Path) -> None:
@@ -83,7 +94,10 @@ def test_csv_says_the_same_as_the_frames(folder: Path, frames: Frames, tmp_path:
         about = documented[documented["frame"] == name].set_index("column")
         assert list(about.index) == list(frame.columns)
         read = pd.read_csv(
-            tmp_path / "csv" / f"{name}.csv", dtype=about["dtype"].to_dict(), keep_default_na=False, na_values=[""]
+            tmp_path / "csv" / f"{name}.csv",
+            dtype=about["dtype"].to_dict(),
+            keep_default_na=False,
+            na_values=[""],
         )
         for key in frame.columns:
             if about.loc[key, "dtype"] == "string":
@@ -96,7 +110,12 @@ def test_csv_says_the_same_as_the_frames(folder: Path, frames: Frames, tmp_path:
 
 def test_no_text_in_csv_is_a_formula(tmp_path: Path) -> None:
     write_run(tmp_path / "run", dict.fromkeys(FORMULAS, 1.0), repeats=2)
-    assert cli.main(["export", str(tmp_path / "run"), "--format", "csv", "--out", str(tmp_path / "csv")]) == 0
+    assert (
+        cli.main(
+            ["export", str(tmp_path / "run"), "--format", "csv", "--out", str(tmp_path / "csv")]
+        )
+        == 0
+    )
     seen = 0
     for path in (tmp_path / "csv").glob("*.csv"):
         with path.open(encoding="utf-8", newline="") as file:
@@ -110,15 +129,28 @@ def test_no_text_in_csv_is_a_formula(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def document(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("json") / "run.json"
-    assert cli.main(["export", str(folder), "--format", "pytest-benchmark", "--out", str(path)]) == 0
+    assert (
+        cli.main(["export", str(folder), "--format", "pytest-benchmark", "--out", str(path)]) == 0
+    )
     return path
 
 
 def test_the_document_has_the_fields_of_a_real_one(document: Path, tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text("def test_it(benchmark):\n    benchmark(sum, [1])\n")
-    command = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path), "--benchmark-json", "real.json"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--rootdir",
+        str(tmp_path),
+        "--benchmark-json",
+        "real.json",
+    ]
     more = ["--benchmark-max-time", "0.01", "--benchmark-min-rounds", "2", "-p", "no:cacheprovider"]
-    done = subprocess.run([*command, *more], cwd=tmp_path, env=alone(), capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, *more], cwd=tmp_path, env=alone(), capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     real, ours = json.loads((tmp_path / "real.json").read_text()), json.loads(document.read_text())
     assert real.keys() <= ours.keys()
@@ -141,9 +173,24 @@ def compare(folder: Path, *arguments: str) -> str:
 def test_pytest_benchmark_compares_it(document: Path, tmp_path: Path) -> None:
     for name in ("run.json", "b.json"):
         (tmp_path / name).write_bytes(document.read_bytes())
-    out = compare(tmp_path, "run.json", "b.json", "--columns", "median,iqr,ops,rounds,outliers", "--csv", "out.csv")
-    count = sum(benchmark["group"] == "N=2 W=2 fp32" for benchmark in json.loads(document.read_text())["benchmarks"])
-    assert f"'N=2 W=2 fp32': {2 * count} tests" in out and "slow N=4 W=2 fp32 (" in out and "wrong" not in out
+    out = compare(
+        tmp_path,
+        "run.json",
+        "b.json",
+        "--columns",
+        "median,iqr,ops,rounds,outliers",
+        "--csv",
+        "out.csv",
+    )
+    count = sum(
+        benchmark["group"] == "N=2 W=2 fp32"
+        for benchmark in json.loads(document.read_text())["benchmarks"]
+    )
+    assert (
+        f"'N=2 W=2 fp32': {2 * count} tests" in out
+        and "slow N=4 W=2 fp32 (" in out
+        and "wrong" not in out
+    )
     rows = pd.read_csv(tmp_path / "out.csv")
     assert len(rows) == 2 * len(json.loads(document.read_text())["benchmarks"])
     assert "backend=slow" in compare(tmp_path, "run.json", "--group-by", "param:backend")
@@ -167,5 +214,7 @@ def test_pytest_benchmark_compares_it(document: Path, tmp_path: Path) -> None:
 def test_a_wrong_export_is_one_line(
     folder: Path, arguments: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert cli.main(["export", str(folder), *arguments.format(run=folder, tmp=tmp_path).split()]) == 2
+    assert (
+        cli.main(["export", str(folder), *arguments.format(run=folder, tmp=tmp_path).split()]) == 2
+    )
     assert capsys.readouterr().err.count("\n") == 1

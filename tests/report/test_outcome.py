@@ -39,7 +39,11 @@ def test_one_crashed_trial_of_ten(
     main(["compare", str(sound), str(folder)])
     texts["compare"] = capsys.readouterr().out
     assert {place: text.count(OUTCOME) for place, text in texts.items()} == dict.fromkeys(texts, 1)
-    assert status == 1 and "Fastest correct backend" in printed and "Fastest correct backend  alpha-eager" in printed
+    assert (
+        status == 1
+        and "Fastest correct backend" in printed
+        and "Fastest correct backend  alpha-eager" in printed
+    )
 
     with Image.open(folder / "plots" / "loss_curves.png") as drawn:
         assert not drawn.info["Title"].startswith("alpha-deferred"), "its losses are right"
@@ -51,8 +55,15 @@ def test_one_crashed_trial_of_ten(
         frames[name] = pd.read_csv(folder / "plots" / f"{name}.csv")
     for name, frame in frames.items():
         (row,) = frame[
-            (frame["backend"] == "alpha-deferred") & (frame["accumulate"] == 4) & frame["run_id"].eq("run")
+            (frame["backend"] == "alpha-deferred")
+            & (frame["accumulate"] == 4)
+            & frame["run_id"].eq("run")
         ].to_dict("records")
-        assert (row["status"], row["outcome"], row["num_ok"], row["num_trials"]) == ("crashed", OUTCOME, 9, 10), name
+        assert (row["status"], row["outcome"], row["num_ok"], row["num_trials"]) == (
+            "crashed",
+            OUTCOME,
+            9,
+            10,
+        ), name
         if "step_time_s" in row:
             assert row["step_time_s"] == pytest.approx(0.075, rel=0.01), name

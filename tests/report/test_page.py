@@ -66,7 +66,9 @@ def lines_of(page: Element) -> dict[tuple[str, str], dict[str, str]]:
 
 def assert_alone(page: Element, text: str) -> None:
     """Fails if a page asks for anything outside itself, or if two of its elements have one id."""
-    assert not page.find("link", "iframe", "object", "embed", "svg", "image", "audio", "video", "base")
+    assert not page.find(
+        "link", "iframe", "object", "embed", "svg", "image", "audio", "video", "base"
+    )
     for element in page.walk():
         for name, value in element.attributes.items():
             assert not name.startswith("on"), (element.tag, name)
@@ -102,41 +104,73 @@ def test_it_is_one_file(folder: Path, page: Element) -> None:
 
 def test_every_section_is_there_in_order(page: Element) -> None:
     titles = [heading.attributes["id"] for heading in page.find("h2")]
-    assert titles == ["answer", "cells", *SECTIONS, "failed", "methods", "machine", "raw", "manual-title"]
+    assert titles == [
+        "answer",
+        "cells",
+        *SECTIONS,
+        "failed",
+        "methods",
+        "machine",
+        "raw",
+        "manual-title",
+    ]
     assert [heading.tag for heading in page.find("h1", "h2", "h3")][:2] == ["h1", "h2"]
     for plot in page.find("img"):
-        assert base64.b64decode(str(plot.attributes["src"]).partition(",")[2]).startswith(b"\x89PNG")
+        assert base64.b64decode(str(plot.attributes["src"]).partition(",")[2]).startswith(
+            b"\x89PNG"
+        )
         (about,) = page.find("p", id=str(plot.attributes["aria-describedby"]))
         assert plot.attributes["alt"] and len(about.text) > 20
     plots = {figure.find("figcaption")[0].find("span")[0].text for figure in page.find("figure")}
-    assert {"memory_vs_time", "step_time_ratio", "memory_categories", "loss_curves", "communication"} <= plots
+    assert {
+        "memory_vs_time",
+        "step_time_ratio",
+        "memory_categories",
+        "loss_curves",
+        "communication",
+    } <= plots
     assert "noise" in plots and "optimizer_steps" not in plots
 
 
-def test_the_table_has_every_cell_sorted_by_time_and_the_largest_n_first(folder: Path, page: Element) -> None:
+def test_the_table_has_every_cell_sorted_by_time_and_the_largest_n_first(
+    folder: Path, page: Element
+) -> None:
     run, lines = load(folder), lines_of(page)
-    assert list(lines)[:4] == [(name, "4") for name in ("alpha-deferred", "alpha-eager", "gamma", "beta")] or (
-        list(lines)[:4] == [(name, "4") for name in ("alpha-deferred", "gamma", "alpha-eager", "beta")]
+    assert list(lines)[:4] == [
+        (name, "4") for name in ("alpha-deferred", "alpha-eager", "gamma", "beta")
+    ] or (
+        list(lines)[:4]
+        == [(name, "4") for name in ("alpha-deferred", "gamma", "alpha-eager", "beta")]
     )
     assert len(lines) == sum(not cell.twin and not cell.is_reference for cell in run.cells.values())
     for row in Analysis(run=run).verdicts:
         if not row.b.twin:
             fields = lines[row.b.backend, str(row.b.accumulate)]
             assert row.time is not None and row.time.low is not None and row.time.high is not None
-            assert fields["ratio"] == f"{digits(row.time.ratio)}{digits(row.time.low)}-{digits(row.time.high)}"
+            assert (
+                fields["ratio"]
+                == f"{digits(row.time.ratio)}{digits(row.time.low)}-{digits(row.time.high)}"
+            )
             assert fields["verdict"].split(":")[0] == str(row.verdict)
             assert fields["correct"] == "yes" and fields["trials"] == "10"
 
 
 def test_steps_of_whole_windows_do_not_pass_for_those_at_an_epochs_end(tmp_path: Path) -> None:
     backends = {"lightning-deepspeed-zero2-corrected": 1.0, "ddp-deferred": 1.1, "own": 1.2}
-    folder = write_run(tmp_path / "run", backends, accumulate=(2,), packages={"lightning": "2.6.6", "deepspeed": "0.1"})
+    folder = write_run(
+        tmp_path / "run",
+        backends,
+        accumulate=(2,),
+        packages={"lightning": "2.6.6", "deepspeed": "0.1"},
+    )
     report(folder, drawn=False)
     page = read(folder / "report.html")
     (section,) = page.find("section", aria_labelledby="semantics")
     text = " ".join(section.text.split())
     assert "A timed trial trains whole windows only" in text
-    rows = [[cell.text for cell in row.find("th", "td")] for row in section.find("tbody")[0].find("tr")]
+    rows = [
+        [cell.text for cell in row.find("th", "td")] for row in section.find("tbody")[0].find("tr")
+    ]
     assert [row[0] for row in rows] == ["lightning-deepspeed-zero2-corrected", "ddp-deferred"]
     assert rows[0][2:] == ["6", "5", "4"] and "global_step = 4" in rows[0][1]
     assert rows[1][2:] == ["6", "6", "-"]
@@ -160,7 +194,9 @@ def assert_citations(folder: Path) -> int:
         for cell_id, text in cells["of"].items():
             assert text + cells["end"] == getattr(cite(data, cell_id), form)
         for cell_id, text in ratios["of"].items():
-            assert text + ratios["end"] == getattr(cite(data, cell_id, rows[cell_id].a.cell_id), form)
+            assert text + ratios["end"] == getattr(
+                cite(data, cell_id, rows[cell_id].a.cell_id), form
+            )
     return len(rows)
 
 
@@ -180,7 +216,10 @@ def test_it_says_how_nodes_differ_and_which_has_the_slowest_rank(tmp_path: Path)
     manifest = make_manifest([cell])
     other = {**manifest, "machine": manifest["machine"] | {"cpu": "another"}}
     steps = ([[0.5], [0.6]], [[0.6], [0.5]], [[0.5], [0.6]])
-    records = [make_record(cell, repeat, time={"rank_step_seconds": seconds}) for repeat, seconds in enumerate(steps)]
+    records = [
+        make_record(cell, repeat, time={"rank_step_seconds": seconds})
+        for repeat, seconds in enumerate(steps)
+    ]
     for record in records:
         Journal(tmp_path).append(record)
     run = judged_run(records, manifest | {"nodes": [other]})
@@ -193,7 +232,9 @@ def test_it_says_how_nodes_differ_and_which_has_the_slowest_rank(tmp_path: Path)
 class TestOddRuns:
     def test_hostile_names(self, tmp_path: Path) -> None:
         folder = write_run(
-            tmp_path / "a <b>&amp; 'c'", {name: 1.0 + i / 10 for i, name in enumerate(HOSTILE)}, accumulate=(2,)
+            tmp_path / "a <b>&amp; 'c'",
+            {name: 1.0 + i / 10 for i, name in enumerate(HOSTILE)},
+            accumulate=(2,),
         )
         report(folder)
         page = read(folder / "report.html")
@@ -206,7 +247,11 @@ class TestOddRuns:
         short = (folder / "report.md").read_text(encoding="utf-8")
         assert not re.search(r"(?<!\\)<", short.split("```sh")[0])
         header = next(line for line in short.splitlines() if line.startswith("| "))
-        widths = {len(re.findall(r"(?<!\\)\|", line)) for line in short.splitlines() if line.startswith("| ")}
+        widths = {
+            len(re.findall(r"(?<!\\)\|", line))
+            for line in short.splitlines()
+            if line.startswith("| ")
+        }
         assert len(widths) == 1, header
 
 
@@ -223,24 +268,40 @@ def test_500_cells(tmp_path: Path) -> None:
     cells = sum(not cell.twin for cell in run.cells.values())
     plots = {path.stem: path for path in (folder / "plots").glob("*.png")}
     assert set(plots) == set(KINDS)
-    for name in ("memory_vs_time", "memory_categories", "step_time_ratio"):  # not all have room in it
+    for name in (
+        "memory_vs_time",
+        "memory_categories",
+        "step_time_ratio",
+    ):  # not all have room in it
         (about,) = page.find("p", id=f"about-{name}")
         words = re.search(r"(\d+) of (\d+) (cells|comparisons) are left out", about.text)
         assert words is not None and 0 < int(words[1]) < int(words[2]) <= cells, name
-    assert pd.read_csv(plots["step_time"].with_suffix(".csv"))["cell_id"].nunique() >= cells - 4  # references
+    assert (
+        pd.read_csv(plots["step_time"].with_suffix(".csv"))["cell_id"].nunique() >= cells - 4
+    )  # references
     ratios = pd.read_csv(plots["step_time_ratio"].with_suffix(".csv"))
     assert len(ratios) == len(Analysis(run=run).verdicts)
 
 
 def test_published_figures_stand_above_the_measured_ones() -> None:
     cell = make_cell(backend="fsdp2-eager")
-    manifest, records = make_manifest([cell.reference(), cell]), [make_record(c) for c in (cell.reference(), cell)]
+    manifest, records = (
+        make_manifest([cell.reference(), cell]),
+        [make_record(c) for c in (cell.reference(), cell)],
+    )
     assert published(Analysis(run=judged_run(records, manifest))) is None
-    figure = {"what": "theirs", "conditions": "8 x H100", "tokens_per_s_per_gpu": 5762, "memory_gib": 82.4}
+    figure = {
+        "what": "theirs",
+        "conditions": "8 x H100",
+        "tokens_per_s_per_gpu": 5762,
+        "memory_gib": 82.4,
+    }
     figure["source"] = "example.org (torch 1963fc8; December 2024)"
     manifest["matrix"]["values"]["published"] = [figure]
     section = published(Analysis(run=judged_run(records, manifest)))
-    assert section is not None and "example.org (torch 1963fc8; December 2024)" in section.sentences[0]
+    assert (
+        section is not None and "example.org (torch 1963fc8; December 2024)" in section.sentences[0]
+    )
     first, second = ([*row.texts.values()] for row in section.table.rows)
     assert first == ["published: theirs", "8 x H100", "5,762", "82.40 GiB"]
     assert second[0] == cell.label and float(second[2].replace(",", "")) > 0

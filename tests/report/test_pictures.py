@@ -18,7 +18,13 @@ from bench.report import figures, style
 from tests.pages import write_run
 
 FOLDER = Path(__file__).parents[1] / "pictures"
-FACTORS = {"alpha-eager": 1.0, "alpha-deferred": 0.8, "beta-eager": 1.1, "beta-deferred": 1.004, "gamma": 1.3}
+FACTORS = {
+    "alpha-eager": 1.0,
+    "alpha-deferred": 0.8,
+    "beta-eager": 1.1,
+    "beta-deferred": 1.004,
+    "gamma": 1.3,
+}
 DPI = 75
 TOLERANCE = 1.0
 """Root of the mean square of 256 grey values: no line may move; how its edge is smoothed may differ."""

@@ -47,8 +47,18 @@ MADE: dict[str, dict[str, Any]] = {
     "made": {"backends": TEN, "accumulate": (1, 2, 8), "world_size": (1, 2)},
     "two": {"backends": TWO, "accumulate": (1, 8)},
     "minimal": {"backends": {"made-eager": 1.0}, "accumulate": (4,), "repeats": 1, "twin": False},
-    "wide": {"backends": TWENTY, "accumulate": (1, 2, 4, 8, 16, 32), "repeats": 3, "changes": troubled},
-    "worlds": {"backends": TEN, "accumulate": (2, 4), "world_size": (1, 2, 4), "precision": ("fp32", "bf16")},
+    "wide": {
+        "backends": TWENTY,
+        "accumulate": (1, 2, 4, 8, 16, 32),
+        "repeats": 3,
+        "changes": troubled,
+    },
+    "worlds": {
+        "backends": TEN,
+        "accumulate": (2, 4),
+        "world_size": (1, 2, 4),
+        "precision": ("fp32", "bf16"),
+    },
     "hostile": {"backends": dict.fromkeys(HOSTILE, 1.0)},
 }
 LINK = "links/200mbit"
@@ -90,13 +100,18 @@ def titles(found: Run) -> dict[str, str]:
 def test_a_figure_is_one_picture_with_its_words_and_its_data(tmp_path: Path) -> None:
     paths = figures.draw(Analysis(run=run("cpu")), tmp_path)
     stems = figures.KINDS
-    assert sorted(paths) == sorted(tmp_path / f"{stem}{suffix}" for stem in stems for suffix in (".png", ".csv"))
+    assert sorted(paths) == sorted(
+        tmp_path / f"{stem}{suffix}" for stem in stems for suffix in (".png", ".csv")
+    )
     assert sorted(paths) == sorted(tmp_path.iterdir())
     for stem in stems:
         with Image.open(tmp_path / f"{stem}.png") as image:
             assert image.width == round(style.WIDTH * style.DPI) and len(image.info["Title"]) > 20
             assert image.info["Source"] == "cpu"
-            assert all(words in image.info["Description"] for words in ("run cpu", "model tiny", "B = 16 samples"))
+            assert all(
+                words in image.info["Description"]
+                for words in ("run cpu", "model tiny", "B = 16 samples")
+            )
 
 
 @pytest.mark.parametrize("name", first(["cpu", "two"], [*COMMITTED, *MADE]))
@@ -109,18 +124,29 @@ def test_no_text_overlaps_another_or_leaves_the_figure(name: str) -> None:
 
 def test_titles_are_findings_and_wrong_backends_are_named() -> None:
     found = {stem: drawing.words.title for stem, drawing in drawings_of("cpu").items()}
-    cells = drawings_of("cpu")["memory_vs_time"].data.query("accumulate == 8 and status == 'ok'").set_index("backend")
-    leanest, fastest = (cells[name].astype(float).idxmin() for name in ("peak_memory_bytes", "step_time_s"))
+    cells = (
+        drawings_of("cpu")["memory_vs_time"]
+        .data.query("accumulate == 8 and status == 'ok'")
+        .set_index("backend")
+    )
+    leanest, fastest = (
+        cells[name].astype(float).idxmin() for name in ("peak_memory_bytes", "step_time_s")
+    )
     assert found["memory_vs_time"].startswith(f"At N = 8, {fastest} has the shortest step time (")
     assert leanest in found["memory_vs_time"]
     wrong = "lightning-deepspeed-zero2 and lightning-deepspeed-zero3"
-    deviating = f"{wrong} deviate from the reference's loss by up to 0.8 nats/token (sgd, not clipped)"
+    deviating = (
+        f"{wrong} deviate from the reference's loss by up to 0.8 nats/token (sgd, not clipped)"
+    )
     assert drawings_of("curves")["loss_curves"].words.title == deviating
     assert re.fullmatch(
-        r"At N = 8, deferring the sync saves \d+ % of a step with deepspeed-zero2 in this run", found["step_time"]
+        r"At N = 8, deferring the sync saves \d+ % of a step with deepspeed-zero2 in this run",
+        found["step_time"],
     )
     alike = drawings_of("popular")["loss_curves"]
-    close = "All 24 backends stay within 2e-05 nats/token of the reference's loss, but 2 are invalid"
+    close = (
+        "All 24 backends stay within 2e-05 nats/token of the reference's loss, but 2 are invalid"
+    )
     assert alike.words.title == close and alike.words.notes[0].startswith("Rings: invalid;")
     shown = legible.words(alike.figure)
     assert "the reference, and 22 backends within 8e-07 nats/token of it" in shown
@@ -134,7 +160,9 @@ def test_ratios_show_the_whole_band_of_the_control_and_name_what_has_no_time() -
     assert not any("N = 4:" in text for text in legible.words(drawing.figure))
     legend, untimed, *_ = drawing.words.notes
     assert legend == "Below 1 is faster." and "lightning-deepspeed-zero2 (invalid)" in untimed
-    assert drawing.words.title.startswith("At N = 4, no backend is shown to be faster than ddp-deferred; ")
+    assert drawing.words.title.startswith(
+        "At N = 4, no backend is shown to be faster than ddp-deferred; "
+    )
 
 
 def test_a_title_on_memory_names_one_cause_only_if_it_is_more_than_half() -> None:
@@ -166,8 +194,14 @@ def test_cells_without_a_bar_or_a_point_are_explained() -> None:
 
 def test_points_at_one_place_can_be_told_apart() -> None:
     axes = drawings_of("cpu")["memory_vs_time"].figure.axes[1]
-    fsdp2 = [line for line in axes.lines if line.get_color() == "#D55E00" and line.get_linestyle() == "None"]
-    assert [line.get_marker() for line in fsdp2] == ["s", "^"] and fsdp2[1].get_markeredgecolor() == "white"
+    fsdp2 = [
+        line
+        for line in axes.lines
+        if line.get_color() == "#D55E00" and line.get_linestyle() == "None"
+    ]
+    assert [line.get_marker() for line in fsdp2] == ["s", "^"] and fsdp2[
+        1
+    ].get_markeredgecolor() == "white"
     inks = {text.get_text(): str(text.get_color()) for text in axes.texts}
     assert inks["fsdp2-eager"] == inks["fsdp2-deferred"] != inks["lightning-ddp"]
 
@@ -175,17 +209,27 @@ def test_points_at_one_place_can_be_told_apart() -> None:
 def test_a_run_over_two_nodes_has_its_machine_its_arrows_and_its_names() -> None:
     found = drawings_of(LINK)
     figure, words = found["memory_vs_time"].figure, found["memory_vs_time"].words
-    assert words.footer.startswith("run 200mbit; machine: 2 nodes of AMD EPYC, 1 core, no GPU each; torch ")
-    assert "triangles: deferred sync; squares: eager sync; triangles that point down: deferred" in words.notes[0]
+    assert words.footer.startswith(
+        "run 200mbit; machine: 2 nodes of AMD EPYC, 1 core, no GPU each; torch "
+    )
+    assert (
+        "triangles: deferred sync; squares: eager sync; triangles that point down: deferred"
+        in words.notes[0]
+    )
     assert arrows(figure) == 9, "two of them lead to hsdp-deferred-all-reduce"
     assert legible.words(figure).count("hsdp-deferred-all-reduce") == 3
     assert "-." in {line.get_linestyle() for line in found["step_time"].figure.axes[0].lines}
-    bars_of = {stem: legible.words(found[stem].figure) for stem in ("communication", "memory_categories")}
+    bars_of = {
+        stem: legible.words(found[stem].figure) for stem in ("communication", "memory_categories")
+    }
     assert "all-reduce" in bars_of["communication"] and "other" not in bars_of["memory_categories"]
     for stem in bars_of:
         legible.assert_legible(found[stem].figure)
         assert "how the cell failed" not in " ".join(found[stem].words.notes)
-    assert "Parts without a key are below 0.5 % of the axis." in found["memory_categories"].words.notes[0]
+    assert (
+        "Parts without a key are below 0.5 % of the axis."
+        in found["memory_categories"].words.notes[0]
+    )
 
 
 def test_the_means_of_blocks_are_those_of_the_dots() -> None:
@@ -198,7 +242,9 @@ def test_the_means_of_blocks_are_those_of_the_dots() -> None:
 def test_the_legend_shows_the_markers_of_the_curves() -> None:
     figure = drawings_of("cpu")["loss_curves"].figure
     sets = (figure.legends[0].legend_handles, figure.axes[0].lines)
-    keys, curves = ({(line.get_marker(), line.get_markerfacecolor()) for line in lines} for lines in sets)
+    keys, curves = (
+        {(line.get_marker(), line.get_markerfacecolor()) for line in lines} for lines in sets
+    )
     assert ("o", "none") in keys and keys <= curves
 
 
@@ -209,7 +255,9 @@ def test_the_legend_of_step_times_has_their_lines(tmp_path: Path) -> None:
         failed = cell.backend == "made-eager" and cell.world_size == 2
         return {"status": "oom", "reason": "needs more"} if failed else {}
 
-    made = load(write_run(tmp_path / "run", TWO, accumulate=(1, 8), world_size=(1, 2), changes=fails))
+    made = load(
+        write_run(tmp_path / "run", TWO, accumulate=(1, 8), world_size=(1, 2), changes=fails)
+    )
     figure = drawings(made)["step_time"].figure
     (key,) = figure.legends[0].legend_handles
     (dashed,) = [line for line in figure.axes[0].lines if line.get_linestyle() == "--"]
@@ -222,12 +270,16 @@ def test_every_point_and_every_line_is_named(name: str) -> None:
     for stem in {"memory_vs_time", "step_time"} & set(drawings_of(name)):
         cells = drawings_of(name)[stem].data
         if stem == "memory_vs_time":
-            cells = cells[(cells["accumulate"] == cells["accumulate"].max()) & cells["step_time_s"].notna()]
+            cells = cells[
+                (cells["accumulate"] == cells["accumulate"].max()) & cells["step_time_s"].notna()
+            ]
         words = " ".join(legible.words(drawings_of(name)[stem].figure))
         assert [backend for backend in cells["backend"] if backend not in words] == [], stem
 
 
-@pytest.mark.parametrize(("value", "words"), [(1.4e-6, "2e-06"), (1e-6, "1e-06"), (0.00016, "0.0002"), (0.0, "0")])
+@pytest.mark.parametrize(
+    ("value", "words"), [(1.4e-6, "2e-06"), (1e-6, "1e-06"), (0.00016, "0.0002"), (0.0, "0")]
+)
 def test_a_bound_is_rounded_up(value: float, words: str) -> None:
     assert at_most(value) == words
 
@@ -235,13 +287,19 @@ def test_a_bound_is_rounded_up(value: float, words: str) -> None:
 def test_peaks_that_differ_by_bytes_tie() -> None:
     peaks = {"ddp-deferred": 10 * MIB, "fsdp2-deferred": 10 * MIB + 4}
     found = titles(with_peaks("cpu", lambda cell: peaks.get(cell.backend)))
-    assert found["memory_vs_time"].endswith("ddp-deferred and fsdp2-deferred need the least memory (10.0 MiB)")
+    assert found["memory_vs_time"].endswith(
+        "ddp-deferred and fsdp2-deferred need the least memory (10.0 MiB)"
+    )
     assert "x the memory of ddp-deferred and fsdp2-deferred" in found["memory_categories"]
 
 
 def test_the_title_on_memory_compares_cells_of_one_panel() -> None:
     changed = ("lightning-ddp", "sgd")
-    found = titles(with_peaks("curves", lambda cell: MIB if (cell.backend, cell.optimizer) == changed else None))
+    found = titles(
+        with_peaks(
+            "curves", lambda cell: MIB if (cell.backend, cell.optimizer) == changed else None
+        )
+    )
     assert "adamw" in found["memory_categories"] and "1.0 MiB" not in found["memory_categories"]
 
 
@@ -250,21 +308,32 @@ def test_a_peak_far_beyond_all_others_leaves_them_the_axis() -> None:
         figure = drawings_of("popular")[stem].figure
         assert getattr(figure.axes[0], f"get_{axis}lim")()[1] < 100
         assert [
-            word for word in legible.words(figure) if re.search(r"[\N{UPWARDS ARROW}\N{RIGHTWARDS ARROW}] 1,96", word)
+            word
+            for word in legible.words(figure)
+            if re.search(r"[\N{UPWARDS ARROW}\N{RIGHTWARDS ARROW}] 1,96", word)
         ]
 
 
-def test_panels_with_the_same_bars_are_one_and_no_figure_has_times_that_cannot_be_compared() -> None:
+def test_panels_with_the_same_bars_are_one_and_no_figure_has_times_that_cannot_be_compared() -> (
+    None
+):
     (axes,) = drawings_of("curves")["communication"].figure.axes
     title = " ".join(axes.get_title().split())
-    assert title == "adamw-foreach, not clipped; adamw-foreach, clipped to 1.5; sgd, not clipped; sgd, clipped to 1.5"
+    assert (
+        title
+        == "adamw-foreach, not clipped; adamw-foreach, clipped to 1.5; sgd, not clipped; sgd, clipped to 1.5"
+    )
     curves = drawings_of("curves")
     assert len(curves["memory_categories"].figure.axes) == 2 and "memory_vs_time" not in curves
 
 
 def test_a_virtual_world_has_no_times() -> None:
-    assert drawings_of("bytes-8b") and not {"memory_vs_time", "step_time", "noise"} & set(drawings_of("bytes-8b"))
-    assert all("(virtual world)" in drawing.words.title for drawing in drawings_of("bytes-8b").values())
+    assert drawings_of("bytes-8b") and not {"memory_vs_time", "step_time", "noise"} & set(
+        drawings_of("bytes-8b")
+    )
+    assert all(
+        "(virtual world)" in drawing.words.title for drawing in drawings_of("bytes-8b").values()
+    )
 
 
 def test_times_that_cannot_be_compared_are_not_drawn(tmp_path: Path) -> None:
@@ -280,11 +349,17 @@ def test_times_that_cannot_be_compared_are_not_drawn(tmp_path: Path) -> None:
     for name, more in {"few": {"repeats": 1}, "busy": {"changes": lambda *_: busy}}.items():
         found = drawings(load(write_run(tmp_path / name, TWO, accumulate=(1, 8), **more)))
         assert found and not {"memory_vs_time", "step_time", "step_time_ratio"} & set(found), name
-        assert not any("step_time_s" in drawing.data for stem, drawing in found.items() if stem != "noise"), name
+        assert not any(
+            "step_time_s" in drawing.data for stem, drawing in found.items() if stem != "noise"
+        ), name
 
 
 def arrows(figure: Figure) -> int:
-    return sum(isinstance(text, Annotation) and not text.get_text() for axes in figure.axes for text in axes.texts)
+    return sum(
+        isinstance(text, Annotation) and not text.get_text()
+        for axes in figure.axes
+        for text in axes.texts
+    )
 
 
 def ends_of_bars(drawing: Drawing) -> list[float]:
@@ -295,22 +370,30 @@ def ends_of_bars(drawing: Drawing) -> list[float]:
 def test_bars_are_the_bytes_sent_by_operation() -> None:
     drawing = drawings_of("made")["communication"]
     data = drawing.data.set_index(["backend", "world_size", "accumulate"])
-    assert data.loc[("made-0-eager", 2, 8), "all_reduce"] == 8 * 12 * MIB  # 2 (W - 1) / W of the payload
+    assert (
+        data.loc[("made-0-eager", 2, 8), "all_reduce"] == 8 * 12 * MIB
+    )  # 2 (W - 1) / W of the payload
     assert data.loc[("made-0-eager", 2, 8), "broadcast"] == MIB
     assert data.loc[("made-0-eager", 2, 8), bars.SENT] == 97 * MIB
     panels = [axes.get_title() for axes in drawing.figure.axes]
-    assert len(panels) == 3 and not any("W = 1" in panel for panel in panels)  # alone, a rank sends nothing
+    assert len(panels) == 3 and not any(
+        "W = 1" in panel for panel in panels
+    )  # alone, a rank sends nothing
     assert max(ends_of_bars(drawing)) == pytest.approx(97)
 
 
 @pytest.mark.slow
-def test_the_same_bytes_are_drawn_again_and_figures_without_cells_are_removed(tmp_path: Path) -> None:
+def test_the_same_bytes_are_drawn_again_and_figures_without_cells_are_removed(
+    tmp_path: Path,
+) -> None:
     made = run("made")
     drawn = {path: path.read_bytes() for path in figures.draw(Analysis(run=made), tmp_path)}
     few = dataclasses.replace(made, tables=dataclasses.replace(made.tables, collective_rows=()))
     (tmp_path / "notes.txt").write_text("a user's")
     after = figures.draw(Analysis(run=few), tmp_path)
     assert {path.stem for path in {*drawn} - {*after}} == {"communication"}
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted({"notes.txt", *(path.name for path in after)})
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        {"notes.txt", *(path.name for path in after)}
+    )
     assert (tmp_path / "notes.txt").read_text() == "a user's"
     assert {path: path.read_bytes() for path in figures.draw(Analysis(run=made), tmp_path)} == drawn

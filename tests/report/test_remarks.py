@@ -26,11 +26,18 @@ BF16 = (
 ALONE = "on one rank this backend waits, which it does not on several"
 
 
-def write(folder: Path, precision: str = "bf16", way: str = BF16_PARAMETERS, *, remarks: bool = True) -> Path:
+def write(
+    folder: Path, precision: str = "bf16", way: str = BF16_PARAMETERS, *, remarks: bool = True
+) -> Path:
     """A run of two backends, the second of which computes bf16 in this way, and has a remark on it if asked."""
-    path = write_run(folder, {DDP: 1.0, FSDP2: 0.8}, repeats=6, accumulate=(2,), precision=(precision,))
+    path = write_run(
+        folder, {DDP: 1.0, FSDP2: 0.8}, repeats=6, accumulate=(2,), precision=(precision,)
+    )
     about = read_document(path)
-    about["backends"] |= {DDP: kind(DDP) | {"bf16_as": BF16_AUTOCAST}, FSDP2: kind(FSDP2) | {"bf16_as": way}}
+    about["backends"] |= {
+        DDP: kind(DDP) | {"bf16_as": BF16_AUTOCAST},
+        FSDP2: kind(FSDP2) | {"bf16_as": way},
+    }
     if remarks:
         about["remarks"] = {load(path).find(f"{FSDP2} N=2 W=2 {precision}").cell_id: ALONE}
     write_document(path, about)
@@ -44,7 +51,11 @@ def texts_by_place(folder: Path, *, drawn: bool = False) -> dict[str, str]:
     (cells,) = page.find("section", aria_labelledby="cells")
     found = {"terminal": printed, "table": cells.text}
     found |= {"pull request": (folder / "report.md").read_text()}
-    found |= {path.stem: described(path) for path in (folder / "plots").glob("*.png") if path.stem != "noise"}
+    found |= {
+        path.stem: described(path)
+        for path in (folder / "plots").glob("*.png")
+        if path.stem != "noise"
+    }
     return {name: " ".join(text.split()) for name, text in found.items()}
 
 
@@ -55,8 +66,13 @@ def described(picture: Path) -> str:
 
 
 def compared(folder: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
-    assert cli.main(["compare", str(folder), "--backend", FSDP2, "--against", DDP, "--out", str(out)]) == 0
-    found = {path.name: path.read_text() for path in out.glob("*.md")} | {"compare": capsys.readouterr().out}
+    assert (
+        cli.main(["compare", str(folder), "--backend", FSDP2, "--against", DDP, "--out", str(out)])
+        == 0
+    )
+    found = {path.name: path.read_text() for path in out.glob("*.md")} | {
+        "compare": capsys.readouterr().out
+    }
     found |= {path.name: described(path) for path in out.glob("*.png")}
     return {name: " ".join(text.split()) for name, text in found.items()}
 
@@ -64,7 +80,10 @@ def compared(folder: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> dic
 def citations(folder: Path) -> tuple[str, str, str]:
     """Of the second backend alone, of the first, and of the second against the first."""
     data = Analysis(run=load(folder))
-    ids = [next(id_ for id_, cell in data.run.cells.items() if cell.backend == name) for name in (FSDP2, DDP)]
+    ids = [
+        next(id_ for id_, cell in data.run.cells.items() if cell.backend == name)
+        for name in (FSDP2, DDP)
+    ]
     return cite(data, ids[0]).text, cite(data, ids[1]).text, cite(data, *ids).text
 
 
@@ -73,7 +92,9 @@ def test_two_ways_of_bf16_and_a_backends_own_remark_are_said_once_in_each_place(
 ) -> None:
     folder = write(tmp_path / "run")
     alone = f"{FSDP2} N=2 W=2 bf16: {ALONE}"
-    for name, text in (texts_by_place(folder, drawn=True) | compared(folder, tmp_path / "out", capsys)).items():
+    for name, text in (
+        texts_by_place(folder, drawn=True) | compared(folder, tmp_path / "out", capsys)
+    ).items():
         assert [text.count(sentence) for sentence in (BF16, alone)] == [1, 1], name
     of_fsdp2, of_ddp, of_both = citations(folder)
     assert [text.count(BEGINNING) for text in (of_fsdp2, of_ddp, of_both)] == [0, 0, 1]
@@ -88,5 +109,9 @@ def test_nothing_is_said_where_the_ways_are_alike_or_in_fp32(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], precision: str, way: str
 ) -> None:
     folder = write(tmp_path / "run", precision, way, remarks=False)
-    every = [*texts_by_place(folder).values(), *compared(folder, tmp_path / "out", capsys).values(), *citations(folder)]
+    every = [
+        *texts_by_place(folder).values(),
+        *compared(folder, tmp_path / "out", capsys).values(),
+        *citations(folder),
+    ]
     assert len(every) > 5 and not any(BEGINNING in text for text in every)

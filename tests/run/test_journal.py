@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 
 from bench.errors import InputError
 from bench.plan.cell import ADDED_FIELDS
-from bench.run.journal import JOURNAL, MANIFEST, Journal, encode, read_document, read_manifest, write_document
+from bench.run.journal import (
+    JOURNAL,
+    MANIFEST,
+    Journal,
+    encode,
+    read_document,
+    read_manifest,
+    write_document,
+)
 from bench.run.manifest import SCHEMA_VERSION
 from tests.conftest import ROOT
 from tests.factories import make_cell, make_manifest
@@ -29,14 +37,18 @@ RECORDS = st.lists(
 
 @settings(max_examples=30, deadline=None)
 @given(RECORDS)
-def test_whatever_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, records: list[dict[str, Any]]) -> None:
+def test_whatever_is_written_is_read(
+    tmp_path_factory: pytest.TempPathFactory, records: list[dict[str, Any]]
+) -> None:
     journal = Journal(tmp_path_factory.mktemp("journal"))
     for record in records:
         journal.append(record)
     assert journal.read() == records
 
 
-def test_an_append_is_on_the_disk_before_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_append_is_on_the_disk_before_it_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced: list[tuple[str, bytes]] = []
 
     def fsync(number: int) -> None:
@@ -46,12 +58,16 @@ def test_an_append_is_on_the_disk_before_it_returns(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("bench.run.journal.os.fsync", fsync)
     line = encode({"repeat": 0})
     Journal(tmp_path).append({"repeat": 0})
-    assert synced == [(JOURNAL, line), (tmp_path.name, line)], "the first time also the folder, which has its name"
+    assert synced == [(JOURNAL, line), (tmp_path.name, line)], (
+        "the first time also the folder, which has its name"
+    )
     Journal(tmp_path).append({"repeat": 0})
     assert synced[2:] == [(JOURNAL, line + line)]
 
 
-def test_a_full_disk_leaves_the_journal_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_journal_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Journal(tmp_path).append({"repeat": 0})
     before = (tmp_path / JOURNAL).read_bytes()
     write = os.write
@@ -111,10 +127,14 @@ def test_every_flipped_bit_is_found_and_its_line_named(tmp_path: Path) -> None:
             if line == 3 and place == len(good) - 1:
                 with pytest.raises(InputError, match=f"{JOURNAL}:3: "):
                     Journal(tmp_path).mend()
-                assert path.read_bytes() == bad, "nothing is taken away of what may be a finished trial"
+                assert path.read_bytes() == bad, (
+                    "nothing is taken away of what may be a finished trial"
+                )
 
 
-def test_manifest_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_manifest_is_written_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_document(tmp_path, {"schema_version": SCHEMA_VERSION})
 
     def fail(self: Path, target: Path) -> Path:
@@ -128,7 +148,9 @@ def test_manifest_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("version", [SCHEMA_VERSION - 1, SCHEMA_VERSION + 1, "2", True, None])
-def test_a_run_of_another_schema_version_is_refused_in_one_line(tmp_path: Path, version: Any) -> None:
+def test_a_run_of_another_schema_version_is_refused_in_one_line(
+    tmp_path: Path, version: Any
+) -> None:
     (tmp_path / MANIFEST).write_text(json.dumps({"schema_version": version}))
     with pytest.raises(InputError) as found:
         read_document(tmp_path)
@@ -138,7 +160,9 @@ def test_a_run_of_another_schema_version_is_refused_in_one_line(tmp_path: Path, 
     )
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "results").rglob(MANIFEST)), ids=lambda path: path.parent.name)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "results").rglob(MANIFEST)), ids=lambda path: path.parent.name
+)
 def test_a_committed_manifest_is_read_and_written_without_loss(path: Path) -> None:
     stored = read_document(path.parent)
     written = json.loads(json.dumps(read_manifest(path.parent).to_dict()))
@@ -148,7 +172,9 @@ def test_a_committed_manifest_is_read_and_written_without_loss(path: Path) -> No
 
 
 @pytest.mark.parametrize("key", ["run_id", "matrix", "cells", "backends", "cold"])
-def test_a_manifest_without_what_a_run_needs_is_refused_at_the_door(tmp_path: Path, key: str) -> None:
+def test_a_manifest_without_what_a_run_needs_is_refused_at_the_door(
+    tmp_path: Path, key: str
+) -> None:
     document = make_manifest([make_cell()])
     del document[key]
     write_document(tmp_path, document)

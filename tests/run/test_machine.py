@@ -33,14 +33,22 @@ from tests.fake_nvml import FakeNvml, failing
         ("GPU-9", []),
     ],
 )
-def test_visible_gpus(monkeypatch: pytest.MonkeyPatch, setting: str | None, visible: list[int]) -> None:
+def test_visible_gpus(
+    monkeypatch: pytest.MonkeyPatch, setting: str | None, visible: list[int]
+) -> None:
     nvml = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if setting is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
     assert gpus.gpus() == [
-        {"index": i, "name": "NVIDIA H200", "uuid": f"GPU-{i}{i}", "memory_bytes": 1000 + i, "driver": "570.1"}
+        {
+            "index": i,
+            "name": "NVIDIA H200",
+            "uuid": f"GPU-{i}{i}",
+            "memory_bytes": 1000 + i,
+            "driver": "570.1",
+        }
         for i in visible
     ]
     assert nvml.open == 0, "the library is left as it was found"
@@ -53,10 +61,18 @@ def with_mig() -> FakeNvml:
     name = "NVIDIA H100 80GB HBM3"
     nvml.set("MigMode", lambda handle: failed() if handle == 2 else (int(handle == 1),) * 2)
     nvml.set("MaxMigDeviceCount", lambda handle: 4)
-    nvml.set("MigDeviceHandleByIndex", lambda handle, place: f"{handle}/{place}" if place in {0, 2} else failed())
+    nvml.set(
+        "MigDeviceHandleByIndex",
+        lambda handle, place: f"{handle}/{place}" if place in {0, 2} else failed(),
+    )
     nvml.set("Name", lambda handle: name + " MIG 1g.10gb" * (handle == "1/2"))
-    nvml.set("UUID", lambda handle: f"MIG-{handle[-1]}f" if isinstance(handle, str) else f"GPU-{handle}")
-    nvml.set("MemoryInfo", lambda handle: types.SimpleNamespace(total=10 if isinstance(handle, str) else 80))
+    nvml.set(
+        "UUID", lambda handle: f"MIG-{handle[-1]}f" if isinstance(handle, str) else f"GPU-{handle}"
+    )
+    nvml.set(
+        "MemoryInfo",
+        lambda handle: types.SimpleNamespace(total=10 if isinstance(handle, str) else 80),
+    )
     return nvml
 
 
@@ -74,7 +90,14 @@ def test_a_mig_instance_is_the_only_one_seen(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", with_mig())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
-    found = {"index": 1, "name": name, "uuid": "GPU-1", "memory_bytes": 10, "mig": mig, "driver": "570.1"}
+    found = {
+        "index": 1,
+        "name": name,
+        "uuid": "GPU-1",
+        "memory_bytes": 10,
+        "mig": mig,
+        "driver": "570.1",
+    }
     assert gpus.gpus() == [found]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-7")
     assert gpus.gpus() == []
@@ -87,7 +110,9 @@ def test_without_nvml_torch_is_asked_for_gpus_if_there_is_a_driver(
     monkeypatch: pytest.MonkeyPatch, has_driver: bool
 ) -> None:
     device = {"index": 0, "name": "AMD Instinct MI300X", "uuid": "GPU-ab", "memory_bytes": 192}
-    torch = TorchFacts(version="2.13.0", cuda=None, hip="7.0", devices=[{**device, "capability": [9, 4]}])
+    torch = TorchFacts(
+        version="2.13.0", cuda=None, hip="7.0", devices=[{**device, "capability": [9, 4]}]
+    )
     asked: list[Any] = []
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr(gpus, "has_driver", lambda: has_driver)
@@ -128,7 +153,15 @@ def test_settings_of_gpus_and_what_a_card_cannot_tell(monkeypatch: pytest.Monkey
 def test_no_secret_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "HOME", "PATH", "USER", "GITHUB_TOKEN"):
+    for name in (
+        "HF_TOKEN",
+        "AWS_SECRET_ACCESS_KEY",
+        "WANDB_API_KEY",
+        "HOME",
+        "PATH",
+        "USER",
+        "GITHUB_TOKEN",
+    ):
         monkeypatch.setenv(name, "secret")
     found = machine.environment()
     assert (found["NCCL_DEBUG"], found["OMP_NUM_THREADS"]) == ("INFO", "3")
@@ -164,9 +197,14 @@ def test_the_code_is_told_by_its_content(monkeypatch: pytest.MonkeyPatch, tmp_pa
     )
 
 
-def test_only_a_package_that_git_tracks_has_a_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_only_a_package_that_git_tracks_has_a_commit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def git(*arguments: str) -> None:
-        subprocess.run(["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *arguments], check=True)
+        subprocess.run(
+            ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *arguments],
+            check=True,
+        )
 
     installed = tmp_path / "venv" / "machine.py"
     installed.parent.mkdir()
@@ -174,7 +212,9 @@ def test_only_a_package_that_git_tracks_has_a_commit(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(machine, "__file__", str(installed))
     git("init", "-q")
     git("commit", "-q", "--allow-empty", "-m", "somebody's project")
-    assert machine.git_state() == {"commit": None, "clean": None}, "in an environment inside the project"
+    assert machine.git_state() == {"commit": None, "clean": None}, (
+        "in an environment inside the project"
+    )
     git("add", "venv")
     git("commit", "-q", "-m", "a checkout of the bench")
     assert len(str(machine.git_state()["commit"])) == 40 and machine.git_state()["clean"] is True
@@ -185,7 +225,12 @@ def test_only_a_package_that_git_tracks_has_a_commit(monkeypatch: pytest.MonkeyP
 def test_nodes_are_compared_without_what_is_each_ones_own() -> None:
     def node(uuid: str, driver: str = "570.1", mtu: int = 9000) -> dict[str, Any]:
         about = {"gpus": [{"uuid": uuid, "driver": driver, "name": "H100"}]}
-        parts = {"machine": about, "packages": {"torch": "2.13.0"}, "torch_build": {}, "environment": {}}
+        parts = {
+            "machine": about,
+            "packages": {"torch": "2.13.0"},
+            "torch_build": {},
+            "environment": {},
+        }
         return parts | {CONNECTION: {"numa_nodes": "0-1", "mtu": mtu}}
 
     alone = make_manifest(**node("GPU-1"))

@@ -54,7 +54,11 @@ def test_there_is_a_task_for_each_number_of_ranks(tmp_path: Path) -> None:
         (4, 2, machine.threads_per_rank(2)),
         (2, 1, machine.threads_per_rank(2)),
     ]
-    assert (two.world_size, two.precisions, two.device) == (2, (Precision.FP32, Precision.BF16), Device.CPU)
+    assert (two.world_size, two.precisions, two.device) == (
+        2,
+        (Precision.FP32, Precision.BF16),
+        Device.CPU,
+    )
     assert (four.world_size, four.precisions) == (4, (Precision.FP32,))
     assert (two.threads, four.threads) == (machine.threads_per_rank(2), machine.threads_per_rank(4))
     assert tasks([make_cell()], 3, tmp_path)[0].threads == 3
@@ -116,7 +120,10 @@ def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
 
 
 def test_damaged_seconds_leave_their_reason(tmp_path: Path) -> None:
-    ranks = [{"status": "ok", "flops_per_s": {"fp32": 1e9}, "links": [{"op": "all_reduce"}]} for _ in range(2)]
+    ranks = [
+        {"status": "ok", "flops_per_s": {"fp32": 1e9}, "links": [{"op": "all_reduce"}]}
+        for _ in range(2)
+    ]
     outcome = Outcome(status=Status.OK, reason="", ranks=ranks, wall_s=1.0)
     (entry,) = measure([make_cell()], 1, tmp_path, Answers(outcome))
     assert entry.links == () and entry.reason.startswith("a rank returned damaged rates")

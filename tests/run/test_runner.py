@@ -28,7 +28,15 @@ from bench.run.manifest import Manifest
 from bench.run.runner import Runner
 from bench.run.trial_record import TrialRecord
 from tests import factories
-from tests.factories import FakeLauncher, Script, failed, make_backend, make_cell, make_matrix, make_rank
+from tests.factories import (
+    FakeLauncher,
+    Script,
+    failed,
+    make_backend,
+    make_cell,
+    make_matrix,
+    make_rank,
+)
 
 NAMES = [f"b{number}" for number in range(6)]
 BACKENDS: dict[str, type[Backend]] = {name: make_backend(name) for name in [REFERENCE, *NAMES]}
@@ -38,14 +46,23 @@ class Run:
     """A run of the backends b0 ... b5 at N = 2 in a folder; ``go`` runs what is left of it with a new Runner."""
 
     def __init__(
-        self, folder: Path, *, repeats: int = 3, seed: int = 0, backends: Mapping[str, type[Backend]] = BACKENDS
+        self,
+        folder: Path,
+        *,
+        repeats: int = 3,
+        seed: int = 0,
+        backends: Mapping[str, type[Backend]] = BACKENDS,
     ) -> None:
         self.folder = folder
         self.backends = backends
         overrides = {"repeats": repeats, "training.seed": seed, "timeout_s": 77}
-        self.matrix = make_matrix(overrides, backend=[name for name in backends if name != REFERENCE], accumulate=[2])
+        self.matrix = make_matrix(
+            overrides, backend=[name for name in backends if name != REFERENCE], accumulate=[2]
+        )
         self.cells = [cell for cell in expand(self.matrix, backends, 0).cells if not cell.twin]
-        self.manifest = start.create(folder, start.Planned(self.matrix, backends, self.cells), cold=False)
+        self.manifest = start.create(
+            folder, start.Planned(self.matrix, backends, self.cells), cold=False
+        )
         self.observer = Mock()
         self.judge: Any = never
 
@@ -56,7 +73,9 @@ class Run:
 
     def runner(self, launcher: Any, **options: Any) -> Runner:
         manifest = read_manifest(self.folder)
-        return Runner(self.folder, manifest, self.backends, launcher, self.observer, self.judge, **options)
+        return Runner(
+            self.folder, manifest, self.backends, launcher, self.observer, self.judge, **options
+        )
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -66,7 +85,9 @@ class Run:
         return [record["status"] for record in self.records if record["cell"]["backend"] == backend]
 
 
-def never(records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any], repeats: int) -> InterimAnalysis:
+def never(
+    records: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any], repeats: int
+) -> InterimAnalysis:
     raise AssertionError("a run with fixed repeats does not look")
 
 
@@ -88,21 +109,32 @@ def test_order_is_seeded_and_differs_between_repeats() -> None:
     cells = [make_cell(accumulate=n) for n in range(1, 21)]
     cells.insert(3, cells[0].reference())
     orders = {
-        tuple(trial.cell.cell_id for trial in block(cells, repeat, seed)) for seed in (0, 0, 1) for repeat in range(3)
+        tuple(trial.cell.cell_id for trial in block(cells, repeat, seed))
+        for seed in (0, 0, 1)
+        for repeat in range(3)
     }
     assert len(orders) == 6
-    assert not any(list(order[1:]) == [cell.cell_id for cell in cells if cell.backend != REFERENCE] for order in orders)
+    assert not any(
+        list(order[1:]) == [cell.cell_id for cell in cells if cell.backend != REFERENCE]
+        for order in orders
+    )
 
 
 def test_a_run_runs_all_trials_in_order(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     launcher = run.go()
     expected = [trial for repeat in range(3) for trial in block(run.cells, repeat, seed=0)]
-    assert [(spec.cell.cell_id) for spec in launcher.specs] == [trial.cell.cell_id for trial in expected]
-    assert [(record["cell_id"], record["repeat"]) for record in run.records] == [trial.key for trial in expected]
+    assert [(spec.cell.cell_id) for spec in launcher.specs] == [
+        trial.cell.cell_id for trial in expected
+    ]
+    assert [(record["cell_id"], record["repeat"]) for record in run.records] == [
+        trial.key for trial in expected
+    ]
     assert {record["status"] for record in run.records} == {"ok"}
     assert set(launcher.timeouts) == {77.0}
-    assert [call.args[1:] for call in run.observer.started.call_args_list] == [(done, 21) for done in range(21)]
+    assert [call.args[1:] for call in run.observer.started.call_args_list] == [
+        (done, 21) for done in range(21)
+    ]
     assert [call.args[1].status for call in run.observer.finished.call_args_list] == ["ok"] * 21
 
 
@@ -112,8 +144,14 @@ def test_extra_passes_run_once_in_the_first_block_and_never_again(tmp_path: Path
     run.judge = Scripted(every, every, [])
     launcher = run.go(when("b1", 0, failed()))
     timed = [("time",)]
-    assert passes_of(launcher, REFERENCE) == passes_of(launcher, "b0") == [factories.ALL_PASSES, *timed * 5]
-    assert passes_of(launcher, "b1") == [factories.ALL_PASSES, *timed * 5], "crashed, and not tried again"
+    assert (
+        passes_of(launcher, REFERENCE)
+        == passes_of(launcher, "b0")
+        == [factories.ALL_PASSES, *timed * 5]
+    )
+    assert passes_of(launcher, "b1") == [factories.ALL_PASSES, *timed * 5], (
+        "crashed, and not tried again"
+    )
 
 
 def test_no_update_without_a_reference(tmp_path: Path) -> None:
@@ -143,7 +181,11 @@ def test_dumps_of_a_hang_are_kept_beside_its_log(tmp_path: Path) -> None:
     run.go(script)
     record = next(record for record in run.records if record["status"] == "hang")
     stem = record["log"].removesuffix(".log")
-    assert record["dumps"] == [f"{stem}.rank0.stacks", f"{stem}.rank1.stacks", f"{stem}.flight-rank0"]
+    assert record["dumps"] == [
+        f"{stem}.rank0.stacks",
+        f"{stem}.rank1.stacks",
+        f"{stem}.flight-rank0",
+    ]
     assert (run.folder / record["dumps"][1]).read_text() == "stacks of rank 1"
     assert (run.folder / record["dumps"][2]).read_bytes() == b"flight"
 
@@ -166,11 +208,16 @@ def test_a_result_that_no_sound_rank_hands_back_is_a_crash(tmp_path: Path) -> No
     run.go(script)
     assert run.statuses("b2") == ["crashed"]
     record = next(record for record in run.records if record["status"] == "crashed")
-    assert record["reason"] == "rank 1: its result is damaged: time.step_seconds is 'fast'; it must be a list"
+    assert (
+        record["reason"]
+        == "rank 1: its result is damaged: time.step_seconds is 'fast'; it must be a list"
+    )
     assert "time" not in record
 
 
-def test_an_interrupt_while_a_trial_is_kept_waits_until_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_a_trial_is_kept_waits_until_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Run(tmp_path / "run")
     append = Journal.append
 
@@ -185,7 +232,9 @@ def test_an_interrupt_while_a_trial_is_kept_waits_until_it_is(tmp_path: Path, mo
     assert [record["status"] for record in run.records] == ["ok"] * 5, "the trial had ended well"
 
 
-def test_a_trial_that_failed_on_a_full_disk_is_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_that_failed_on_a_full_disk_is_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Run(tmp_path / "run", repeats=1)
 
     def script(spec: Spec, number: int) -> Outcome | None:
@@ -211,14 +260,18 @@ def test_what_a_run_needs_grows_with_its_trials_and_references() -> None:
     record = factories.make_record(cell)
     record["time"]["rank_step_seconds"] = [record["time"]["step_seconds"]] * cell.world_size
     assert (often - once) / 10 > len(encode(record))
-    assert start.needed([cell.reference()], 1) - start.RESERVE_BYTES > 4 * SIZES["tiny"].num_parameters
+    assert (
+        start.needed([cell.reference()], 1) - start.RESERVE_BYTES > 4 * SIZES["tiny"].num_parameters
+    )
 
 
 def test_reopen_refuses_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path / "run")
     now = {**machine.machine(), "cpu": "Another CPU"}
     monkeypatch.setattr(machine, "machine", lambda: now)
-    with pytest.raises(InputError, match=r"machine.cpu was .* and is 'Another CPU'; .* so start a new one"):
+    with pytest.raises(
+        InputError, match=r"machine.cpu was .* and is 'Another CPU'; .* so start a new one"
+    ):
         start.reopen(run.folder, BACKENDS)
 
 
@@ -226,12 +279,17 @@ def test_reopen_refuses_another_workload(tmp_path: Path, monkeypatch: pytest.Mon
     module = tmp_path / "own_counted.py"
     module.write_text("def factory(spec): ...\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    matrix = make_matrix({"workload.workload": "own_counted:factory"}, backend=["b0"], accumulate=[2])
+    matrix = make_matrix(
+        {"workload.workload": "own_counted:factory"}, backend=["b0"], accumulate=[2]
+    )
     plan = start.Planned(matrix, BACKENDS, expand(matrix, BACKENDS, 0).cells)
     made = start.create(tmp_path / "run", plan, cold=False)
     assert start.reopen(tmp_path / "run", BACKENDS) == made
     module.write_text("def factory(spec): return 1\n")
-    with pytest.raises(InputError, match="the code of the bench, of a backend or of the workload is not what it was"):
+    with pytest.raises(
+        InputError,
+        match="the code of the bench, of a backend or of the workload is not what it was",
+    ):
         start.reopen(tmp_path / "run", BACKENDS)
 
 
@@ -246,7 +304,9 @@ def test_reopen_refuses_another_workload(tmp_path: Path, monkeypatch: pytest.Mon
         ("matrix", {}, "matrix: device is missing"),
     ],
 )
-def test_reopen_refuses_an_edited_manifest(tmp_path: Path, key: str, value: object, words: str) -> None:
+def test_reopen_refuses_an_edited_manifest(
+    tmp_path: Path, key: str, value: object, words: str
+) -> None:
     run = Run(tmp_path / "run")
     write_document(run.folder, read_document(run.folder) | {key: value})
     with pytest.raises(InputError, match=words):
@@ -260,9 +320,13 @@ class Scripted:
         self.opens = list(opens)
         self.asked: list[tuple[int, int]] = []
 
-    def __call__(self, records: Sequence[TrialRecord], manifest: Manifest, repeats: int) -> InterimAnalysis:
+    def __call__(
+        self, records: Sequence[TrialRecord], manifest: Manifest, repeats: int
+    ) -> InterimAnalysis:
         self.asked.append((len(records), repeats))
-        return InterimAnalysis(repeats=repeats, open=tuple(self.opens[len(manifest.looks)]), widest=0.25)
+        return InterimAnalysis(
+            repeats=repeats, open=tuple(self.opens[len(manifest.looks)]), widest=0.25
+        )
 
 
 def adaptive(tmp_path: Path, repeats: int = 2, most: int = 9, budget_s: float = 0.0) -> Run:
@@ -278,7 +342,9 @@ def test_cells_are_run_on_while_the_judge_wants_more(tmp_path: Path) -> None:
     every = [cell.cell_id for cell in run.cells]
     run.judge = Scripted(every, every[3:5], [])
     run.go()
-    assert run.judge.asked == [(14, 2), (28, 4), (32, 6)], "after the first blocks, then after a fifth more, in pairs"
+    assert run.judge.asked == [(14, 2), (28, 4), (32, 6)], (
+        "after the first blocks, then after a fifth more, in pairs"
+    )
     keys = [(record["cell_id"], record["repeat"]) for record in run.records]
     assert sorted(keys) == sorted(
         [(cell_id, repeat) for cell_id in every for repeat in range(4)]
@@ -286,7 +352,11 @@ def test_cells_are_run_on_while_the_judge_wants_more(tmp_path: Path) -> None:
     )
     manifest = read_document(run.folder)
     assert manifest["ended_by"] == "precision"
-    assert [(look["repeats"], look["open"]) for look in manifest["looks"]] == [(2, every), (4, every[3:5]), (6, [])]
+    assert [(look["repeats"], look["open"]) for look in manifest["looks"]] == [
+        (2, every),
+        (4, every[3:5]),
+        (6, []),
+    ]
     assert [record["slot"] for record in run.records] == list(range(32))
 
 
@@ -309,9 +379,16 @@ def test_no_block_but_the_first_begins_that_would_exceed_the_budget(
     run.judge = Scripted(every, every)
     monkeypatch.setattr(runner.time, "monotonic", lambda: now)
     run.go(script)
-    extras = {record["cell_id"]: record["repeat"] for record in run.records if record["passes"] != ["time"]}
+    extras = {
+        record["cell_id"]: record["repeat"]
+        for record in run.records
+        if record["passes"] != ["time"]
+    }
     assert extras == dict.fromkeys(every, 0)
-    repeats = [sorted(record["repeat"] for record in run.records if record["cell_id"] == cell) for cell in every]
+    repeats = [
+        sorted(record["repeat"] for record in run.records if record["cell_id"] == cell)
+        for cell in every
+    ]
     assert repeats == [[0], *[list(range(blocks))] * 6]
     assert now == 4.25 * (7 + 6 * (blocks - 1)) and (blocks == 1 or now <= budget_s)
     assert read_document(run.folder)["ended_by"] == "budget"
@@ -321,7 +398,9 @@ def test_no_block_but_the_first_begins_that_would_exceed_the_budget(
 
 
 @pytest.mark.parametrize("stop", [5, 14, 20, 29])
-def test_an_interrupted_adaptive_run_goes_on_as_if_it_had_not_been(tmp_path: Path, stop: int) -> None:
+def test_an_interrupted_adaptive_run_goes_on_as_if_it_had_not_been(
+    tmp_path: Path, stop: int
+) -> None:
     unbroken, broken = adaptive(tmp_path / "a"), adaptive(tmp_path / "b")
     every = [cell.cell_id for cell in unbroken.cells]
 
@@ -335,7 +414,11 @@ def test_an_interrupted_adaptive_run_goes_on_as_if_it_had_not_been(tmp_path: Pat
     with pytest.raises(KeyboardInterrupt):
         broken.go(interrupt)
     broken.go()
-    kept = [(record["cell_id"], record["repeat"]) for record in broken.records if record["status"] == "ok"]
+    kept = [
+        (record["cell_id"], record["repeat"])
+        for record in broken.records
+        if record["status"] == "ok"
+    ]
     assert kept == [(record["cell_id"], record["repeat"]) for record in unbroken.records]
     assert read_document(broken.folder)["looks"] == read_document(unbroken.folder)["looks"]
 
@@ -351,13 +434,17 @@ def test_fork_servers_are_renewed_between_pairs_of_blocks_but_not_all_the_time(
         now += trial_s
 
     monkeypatch.setattr(runner.time, "monotonic", lambda: now)
-    assert Run(tmp_path / "run", repeats=6).go(script).closed == renewals, "a pair of blocks is 14 trials"
+    assert Run(tmp_path / "run", repeats=6).go(script).closed == renewals, (
+        "a pair of blocks is 14 trials"
+    )
 
 
 def test_cells_that_are_skipped_are_rows_and_are_not_tried(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     cell = next(cell for cell in run.cells if cell.backend == "b1")
-    manifest = read_document(run.folder) | {"skipped": {cell.cell_id: "1b needs 9 GiB by prediction, the GPU has 8"}}
+    manifest = read_document(run.folder) | {
+        "skipped": {cell.cell_id: "1b needs 9 GiB by prediction, the GPU has 8"}
+    }
     write_document(run.folder, manifest)
     launcher = run.go()
     assert not passes_of(launcher, "b1") and passes_of(launcher, "b0")

@@ -12,8 +12,17 @@ def names() -> set[str]:
 
 
 def test_what_trains_and_measures_is_found() -> None:
-    backends = {f"{backend.__module__.removeprefix('bench.').replace('.', '/')}.py" for backend in built_in().values()}
-    entries = {"run/runner.py", "launch/rank.py", "measure/trial.py", "measure/taps.py", "workload/llama.py"}
+    backends = {
+        f"{backend.__module__.removeprefix('bench.').replace('.', '/')}.py"
+        for backend in built_in().values()
+    }
+    entries = {
+        "run/runner.py",
+        "launch/rank.py",
+        "measure/trial.py",
+        "measure/taps.py",
+        "workload/llama.py",
+    }
     assert backends | entries <= names()
 
 

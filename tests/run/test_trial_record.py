@@ -44,14 +44,26 @@ def test_slowest_rank_and_largest_memory_count() -> None:
         (None, "memory", {"peak_allocator_untracked": -1.5}, "memory is {"),
         (None, "memory", {"peak_allocator_rounding": -1}, "memory is {"),
         (None, "accumulation", {}, "accumulation.dtype is missing"),
-        (None, "dispatch", {"cpu_s": -1.0, "num_operators": 1, "num_launches": 1}, "dispatch.cpu_s is -1.0"),
+        (
+            None,
+            "dispatch",
+            {"cpu_s": -1.0, "num_operators": 1, "num_launches": 1},
+            "dispatch.cpu_s is -1.0",
+        ),
         ("time", "step_seconds", [0.1, -0.1], "time.step_seconds[1] is -0.1; it must be seconds"),
         ("time", "step_seconds", 0, "time.step_seconds is missing"),
         ("time", "losses", ["1"], "time.losses[0] is '1'; it must be a number"),
-        ("time", "reported", {"global_step": "five"}, "time.reported.global_step is 'five'; it must be an integer"),
+        (
+            "time",
+            "reported",
+            {"global_step": "five"},
+            "time.reported.global_step is 'five'; it must be an integer",
+        ),
     ],
 )
-def test_what_no_sound_rank_hands_back_is_named(table: str | None, key: str, value: object, words: str) -> None:
+def test_what_no_sound_rank_hands_back_is_named(
+    table: str | None, key: str, value: object, words: str
+) -> None:
     cell = make_cell()
     ranks = [make_rank(cell, ALL_PASSES, rank) for rank in range(2)]
     place = ranks[1][table] if table else ranks[1]

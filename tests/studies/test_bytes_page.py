@@ -34,7 +34,9 @@ def memory_of(cell: Cell, peak: float = 1.0, rank: int = 0) -> dict[str, int]:
     held = {f"{HELD}_{category}": size for category, size in parts.items()}
     predicted = fit.predicted_bytes(cell)
     assert predicted is not None
-    of_peak = {f"{PEAK}_{category}": 0 for category in Category} | {f"{PEAK}_{Category.OTHER}": 1000}
+    of_peak = {f"{PEAK}_{category}": 0 for category in Category} | {
+        f"{PEAK}_{Category.OTHER}": 1000
+    }
     return {HELD: sum(parts.values()), **held, PEAK: round(predicted * peak) + 1000, **of_peak}
 
 
@@ -43,17 +45,26 @@ def run_of(*trials: tuple[Cell, dict[str, int]]) -> Run:
     manifest = make_manifest(cells)
     records = [make_record(cell, memory=memory) for cell, memory in trials]
     tables = gates.judge(make_tables(records, manifest), peaks=fit.peaks(cells))
-    return Run(name="made", tables=tables, cells={cell.cell_id: cell for cell in cells}, manifest=manifest)
+    return Run(
+        name="made", tables=tables, cells={cell.cell_id: cell for cell in cells}, manifest=manifest
+    )
 
 
 def test_peaks_that_are_far_and_rows_without_numbers_are_told() -> None:
-    near, far, low = (make_cell(backend=name) for name in ("ddp-eager", "fsdp2-eager", "fsdp2-deferred"))
+    near, far, low = (
+        make_cell(backend=name) for name in ("ddp-eager", "fsdp2-eager", "fsdp2-deferred")
+    )
     run = run_of((near, memory_of(near)), (far, memory_of(far, 1.1)), (low, memory_of(low, 0.9)))
     error = {"accumulate": 2, "error": 1e-9}
     summed = [
         {"backend": "ddp-eager", "precision": "bf16", "dtype": "fp32", "errors": [error]},
         *(
-            {"backend": name, "precision": "bf16", "dtype": "unsupported", "reason": "made for the test"}
+            {
+                "backend": name,
+                "precision": "bf16",
+                "dtype": "unsupported",
+                "reason": "made for the test",
+            }
             for name in ("fsdp2-eager", "fsdp2-deferred")
         ),
     ]
@@ -98,17 +109,23 @@ def test_what_was_measured_is_what_was_calculated(measured: list[Run]) -> None:
     held = memory[memory["category"].str.startswith(HELD)]
     assert (held["bytes"] == held["expected_bytes"]).all()
     for world_size in (1, 2, 4, 8, 64):
-        fitting = {name for name, backend in BUILT_IN.items() if world_size >= 2 * backend.replicate}
+        fitting = {
+            name for name, backend in BUILT_IN.items() if world_size >= 2 * backend.replicate
+        }
         backends = fitting & set(measured[0].manifest.backends) - set(REFERENCES)
         for n in (1, 4):
-            chosen = found.trials[(found.trials["world_size"] == world_size) & (found.trials["accumulate"] == n)]
+            chosen = found.trials[
+                (found.trials["world_size"] == world_size) & (found.trials["accumulate"] == n)
+            ]
             assert set(chosen["backend"]) >= backends, (world_size, n)
 
 
 def test_who_holds_which_gradients_is_as_the_page_says(measured: list[Run]) -> None:
     """Where they are sharded, eager sync holds a shard, deferred sync all, ZeRO-3 a shard besides; DDP its buckets."""
     memory = Measured.of(measured).memory
-    gradients = memory[(memory["category"] == "held_gradients") & (memory["world"] == "real, W = 2, tiny")]
+    gradients = memory[
+        (memory["category"] == "held_gradients") & (memory["world"] == "real, W = 2, tiny")
+    ]
     held = gradients.groupby("backend")["bytes"].max()
     whole, shard = held["ddp-eager"], held["fsdp2-eager"]
     for name, size in held.items():

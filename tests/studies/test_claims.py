@@ -18,16 +18,25 @@ def measured() -> Measured:
 def test_a_verdict_follows_its_measurement(measured: Measured) -> None:
     """Lightning with DeepSpeed as it would be without its defects, and probes with the opposite result."""
     suite, probes = copy.deepcopy(measured.suite), copy.deepcopy(measured.probes)
-    by_name = {(observation["scenario"]["name"], observation["backend"]): observation for observation in suite}
+    by_name = {
+        (observation["scenario"]["name"], observation["backend"]): observation
+        for observation in suite
+    }
     for (name, backend), observation in by_name.items():
         if backend.startswith("lightning-deepspeed"):
             right = by_name[name, "lightning-ddp" if name != "partial-window" else "ddp-eager"]
-            observation.update(updates=right["updates"], optimizer_steps_observed=right["optimizer_steps_observed"])
-            observation.update(samples_lost=0, steps_reported=by_name[name, "lightning-ddp"]["steps_reported"])
+            observation.update(
+                updates=right["updates"], optimizer_steps_observed=right["optimizer_steps_observed"]
+            )
+            observation.update(
+                samples_lost=0, steps_reported=by_name[name, "lightning-ddp"]["steps_reported"]
+            )
     probes["both_defined"]["optimizer"] = probes["both_defined"]["neither"]
     probes["unscaled"]["SGD"]["distance"] = 0.0
     probes["equal_n"] = ""
-    other = Measured(measured.about, suite, measured.rates, measured.versions, probes, measured.zero3)
+    other = Measured(
+        measured.about, suite, measured.rates, measured.versions, probes, measured.zero3
+    )
     rows = {row["judge"]: row for claims in CLAIMS.values() for row in claims}
     judged = {name: (answer(row, measured)[0], answer(row, other)[0]) for name, row in rows.items()}
     for name in ("completely", "equal_n"):
@@ -41,6 +50,11 @@ def test_a_verdict_follows_its_measurement(measured: Measured) -> None:
 
 def test_the_formula_of_samples_is_that_of_the_article(measured: Measured) -> None:
     """ceil(samples / (batch x N x GPUs)) counts what drop_last leaves out: 6, where every backend takes 4."""
-    (row,) = [row for claims in CLAIMS.values() for row in claims if row["judge"] == "ceil_of_samples"]
+    (row,) = [
+        row for claims in CLAIMS.values() for row in claims if row["judge"] == "ceil_of_samples"
+    ]
     verdict, text = answer(row, measured)
-    assert verdict == FALSE and "two epochs are 6 by this formula and 4 by the rule of every backend" in text
+    assert (
+        verdict == FALSE
+        and "two epochs are 6 by this formula and 4 by the rule of every backend" in text
+    )

@@ -45,27 +45,40 @@ def test_each_case_of_a_script_is_a_record(tmp_path: Path) -> None:
         ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
     ],
 )
-def test_a_script_that_says_nothing_is_a_record_with_its_error(source: str, words: str, tmp_path: Path) -> None:
+def test_a_script_that_says_nothing_is_a_record_with_its_error(
+    source: str, words: str, tmp_path: Path
+) -> None:
     (record,) = measured([Job(script(tmp_path, source))], ())
     assert words in record.error and not record.is_right and str(tmp_path) not in record.error
 
 
-def test_a_version_that_cannot_be_installed_is_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_that_cannot_be_installed_is_a_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any) -> None:
-        raise FailedError("not installed: ERROR: No matching distribution found for deepspeed==0.0.1")
+        raise FailedError(
+            "not installed: ERROR: No matching distribution found for deepspeed==0.0.1"
+        )
 
     monkeypatch.setattr(layers, "run", refuse)
     records = measured([Job("a"), Job("b")], ("deepspeed==0.0.1",), tmp_path / "environments")
     assert [record.script for record in records] == ["a", "b"]
-    assert all("No matching distribution" in record.error and not record.packages for record in records)
+    assert all(
+        "No matching distribution" in record.error and not record.packages for record in records
+    )
 
 
-def test_what_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_measured_is_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[list[str]] = []
 
     def pretend(jobs: list[Job], versions: Any, _: Any) -> list[Record]:
         asked.append([job.script for job in jobs])
-        return [Record(job.script, tuple(versions), {}, "3.11", "2026-01-02", 0.0, case="c") for job in jobs]
+        return [
+            Record(job.script, tuple(versions), {}, "3.11", "2026-01-02", 0.0, case="c")
+            for job in jobs
+        ]
 
     monkeypatch.setattr(layers, "measured", pretend)
     path, versions = tmp_path / "records.jsonl", ("deepspeed==0.18.9",)
@@ -81,20 +94,35 @@ def test_weights_are_spelled_as_fractions() -> None:
     assert spelled([[0.0625] * 4, [0.0625] * 4]) == "1/16 each"
     assert spelled([[0.25, 0.25], [0.25, 0.0]]) == "1/4 each; 1/4 0"
     assert spelled([2**-18, 0.0, 0.33333]) == "3.815e-06 0 1/3"
-    assert (spelled([1, 2, 7]), spelled("trained"), spelled(0.001)) == ("1, 2, 7", "trained", "0.001")
+    assert (spelled([1, 2, 7]), spelled("trained"), spelled(0.001)) == (
+        "1, 2, 7",
+        "trained",
+        "0.001",
+    )
 
 
-def test_a_wrong_version_is_refused_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_wrong_version_is_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert command.main(["--weights", "deepspeed==9", "--out", str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert "'deepspeed==9' is not among the versions of deepspeed, lightning" in error and error.count("\n") == 1
+    assert (
+        "'deepspeed==9' is not among the versions of deepspeed, lightning" in error
+        and error.count("\n") == 1
+    )
 
 
 def test_every_reproducer_belongs_to_an_advisory_and_every_version_is_measured() -> None:
-    scripts = {f"studies/known_bad/{path.name}" for path in (ROOT / "studies" / "known_bad").glob("*.py")}
+    scripts = {
+        f"studies/known_bad/{path.name}" for path in (ROOT / "studies" / "known_bad").glob("*.py")
+    }
     assert scripts == {advisory.reproducer for advisory in load()}
     there = {record.key for record in read_records(grid.RECORDS)}
-    wanted = {(job.script, asked) for package, asked in grid.every_version() for job in grid.jobs_of(package)}
+    wanted = {
+        (job.script, asked)
+        for package, asked in grid.every_version()
+        for job in grid.jobs_of(package)
+    }
     assert wanted == there, "nox -s versions -- --weights measures what is missing"
 
 

@@ -40,7 +40,9 @@ class Place:
         self.folder, self.out, self.written = folder / "lease", folder / "out", folder / "written"
         self.written.mkdir()
 
-    def step(self, name: str, code: str = WRITES, *, limit_s: float = 60.0, needs_s: float = 0.0) -> Step:
+    def step(
+        self, name: str, code: str = WRITES, *, limit_s: float = 60.0, needs_s: float = 0.0
+    ) -> Step:
         command = [sys.executable, "-c", code, str(self.written / name)]
         return Step(name=name, command=command, needs_s=needs_s, limit_s=limit_s)
 
@@ -65,14 +67,22 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path)
 
 
-def test_steps_are_done_in_order_and_only_once(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    good, bad, rest = place.step("good"), place.step("bad", f"{WRITES}; sys.exit('no')"), place.step("rest")
+def test_steps_are_done_in_order_and_only_once(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad, rest = (
+        place.step("good"),
+        place.step("bad", f"{WRITES}; sys.exit('no')"),
+        place.step("rest"),
+    )
     assert place.call(60, good, bad, rest) == 1
     assert [place.count(name) for name in ("good", "bad", "rest")] == [1, 1, 1]
     assert place.log("bad") == "wrote\nno\n"
     said = capsys.readouterr().out
     assert "lease: bad: exit status 1 after 0 s\n  wrote\n  no\n" in said
-    assert place.call(60, good, bad, rest) == 0 and place.count("bad") == 1, "a failed step would fail again"
+    assert place.call(60, good, bad, rest) == 0 and place.count("bad") == 1, (
+        "a failed step would fail again"
+    )
     assert capsys.readouterr().out.count("was done by an earlier call") == 3
 
 
@@ -81,7 +91,11 @@ def test_a_step_at_its_own_limit_is_ended_and_the_next_ones_follow(place: Place,
     hanging, rest = place.step("hanging", code, limit_s=1.5), place.step("rest")
     began = time.monotonic()
     assert place.call(60, hanging, rest) == 0
-    assert time.monotonic() - began < 15 and place.log("hanging") == "wrote\n" and place.log("rest") == "wrote\n"
+    assert (
+        time.monotonic() - began < 15
+        and place.log("hanging") == "wrote\n"
+        and place.log("rest") == "wrote\n"
+    )
     place.call(60, hanging)
     assert place.count("hanging") == 1, "it would take as long again"
 
@@ -101,20 +115,32 @@ def test_what_the_end_of_the_lease_cuts_off_is_done_by_the_next_call(
 def test_no_process_of_a_step_outlives_it(place: Place) -> None:
     place.call(60, place.step("parent", PARENT, limit_s=2.0))
     children = [int(line) for line in place.log("parent").splitlines()[:2]]
-    assert len(children) == 2 and not any(stragglers.alive(stragglers.find(child)) for child in children)
+    assert len(children) == 2 and not any(
+        stragglers.alive(stragglers.find(child)) for child in children
+    )
 
 
 def test_a_run_of_the_bench_is_resumed_and_only_its_truth_is_packed_if_it_is_large(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Step(name="a-run", command=["begun"], needs_s=0, limit_s=60, is_run=True)
-    began = [sys.executable, "-c", "import pathlib, sys; f = pathlib.Path(sys.argv[-1]); f.mkdir(); "]
+    began = [
+        sys.executable,
+        "-c",
+        "import pathlib, sys; f = pathlib.Path(sys.argv[-1]); f.mkdir(); ",
+    ]
     began[-1] += "(f / 'run.json').write_text('{}'); (f / 'trials.jsonl').write_text(''); "
     began[-1] += "(f / 'scratch').mkdir(); (f / 'scratch' / 'much').write_bytes(b'1'); "
-    began[-1] += "(f / 'plot').write_bytes(__import__('os').urandom(2**15)); import time; time.sleep(600)"
+    began[-1] += (
+        "(f / 'plot').write_bytes(__import__('os').urandom(2**15)); import time; time.sleep(600)"
+    )
     asked: list[tuple[str, ...]] = []
     monkeypatch.setattr(lease, "LARGEST_BYTES", 2**14)
-    monkeypatch.setattr(lease, "_run", lambda *options: asked.append(options) or [sys.executable, "-c", "print('on')"])
+    monkeypatch.setattr(
+        lease,
+        "_run",
+        lambda *options: asked.append(options) or [sys.executable, "-c", "print('on')"],
+    )
     place.call(4, Step(name="a-run", command=began, needs_s=0, limit_s=60, is_run=True))
     with tarfile.open(place.out / "a-run.tar.gz") as tar:
         assert sorted(tar.getnames()) == ["a-run.log", "a-run/run.json", "a-run/trials.jsonl"]
@@ -145,7 +171,9 @@ sys.exit(lease.main(["600", "--folder", {str(place.folder)!r}, "--out", {str(pla
 
 def test_steps_are_chosen_by_name() -> None:
     assert [step.name for step in lease.chosen("h100-zero3,facts")] == ["h100-zero3", "facts"]
-    assert len(lease.chosen("")) == len({step.name for step in lease.steps()}) <= 8, "so many files come back"
+    assert len(lease.chosen("")) == len({step.name for step in lease.steps()}) <= 8, (
+        "so many files come back"
+    )
     with pytest.raises(SystemExit, match=r"'h100' is not a step; there are facts, h100-1b"):
         lease.chosen("h100")
 
@@ -155,9 +183,14 @@ def test_a_machine_without_a_gpu_or_a_package_is_told_in_one_line(
 ) -> None:
     assert lease.main(["60", "--folder", str(tmp_path / "a"), "--out", str(tmp_path / "b")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("lease: NVML does not answer (") and "install the driver's libnvidia-ml" in line
+    assert (
+        line.startswith("lease: NVML does not answer (")
+        and "install the driver's libnvidia-ml" in line
+    )
     monkeypatch.setattr(lease, "missing_packages", lambda: ["deepspeed", "textalloc"])
     assert lease.main(["60"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("lease: not installed: deepspeed, textalloc; install them (docs/offline.md")
+    assert line.startswith(
+        "lease: not installed: deepspeed, textalloc; install them (docs/offline.md"
+    )
     assert not (tmp_path / "a").exists(), "nothing was begun"

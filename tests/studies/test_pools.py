@@ -25,7 +25,9 @@ def sets() -> list[pools.RunSet]:
 def test_what_reports_say_of_other_days_is_of_the_kept_runs(sets: list[pools.RunSet]) -> None:
     assert json.loads(run_spread.STORED.read_text()) == [pools.spread(sets)]
     found = pools.repeated(sets)
-    pairs, outside, beyond = (sum(getattr(each, name) for each in found) for name in ("pairs", "outside", "beyond"))
+    pairs, outside, beyond = (
+        sum(getattr(each, name) for each in found) for name in ("pairs", "outside", "beyond")
+    )
     assert outside / pairs > 0.2, "the interval of one run does not cover other days"
     assert beyond / pairs < 0.05, "what its report says of them does"
 
@@ -44,7 +46,16 @@ def test_simulated_pools_are_judged_as_the_bench_judges(sets: list[pools.RunSet]
     runs = pools.simulated(sets[0], 3, pools.NORMAL, np.random.default_rng(0))
     for number, interval in enumerate(pools._intervals(runs)):
         known = over_runs([math.exp(run[:, number].mean()) for run in runs])
-        for name in ("ratio", "low", "high", "next_low", "next_high", "p_different", "p_same", "runs"):
+        for name in (
+            "ratio",
+            "low",
+            "high",
+            "next_low",
+            "next_high",
+            "p_different",
+            "p_same",
+            "runs",
+        ):
             assert getattr(interval, name) == pytest.approx(getattr(known, name)), name
     (alone, *_) = pools._intervals(runs[:1])
     known = interval_of(pools.LogMean.of(runs[0][:, 0]), pools.MARGIN, len(runs[0]), paired=True)

@@ -29,7 +29,9 @@ CODE, RUN, PAGE = "bench/code.py", "results/timed", "page.md"
 
 def git(root: Path, *arguments: str) -> str:
     who = ("-c", "user.name=Someone", "-c", "user.email=someone@example.org")
-    return subprocess.run(["git", *who, *arguments], cwd=root, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        ["git", *who, *arguments], cwd=root, check=True, capture_output=True, text=True
+    ).stdout
 
 
 def commit(root: Path, code: str) -> str:
@@ -47,9 +49,13 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     first = commit(tmp_path, '"""What is run."""\nrate = 1\n')
     monkeypatch.setattr(machine, "git_state", lambda: {"commit": first, "clean": True})
     simulate(tmp_path / RUN, {"a": 1.0, "b": 1.1}, repeats=2)
-    timed = Made(name="timed", paths=(RUN,), commands=("false",), code=(CODE,), minutes=1, is_run=True)
+    timed = Made(
+        name="timed", paths=(RUN,), commands=("false",), code=(CODE,), minutes=1, is_run=True
+    )
     made_by = (f"cp {CODE} {PAGE}",)
-    page = Made(name="page", paths=(PAGE,), commands=made_by, code=(".",), sources=("timed",), minutes=2)
+    page = Made(
+        name="page", paths=(PAGE,), commands=made_by, code=(".",), sources=("timed",), minutes=2
+    )
     monkeypatch.setattr(results, "ROWS", (timed, page))
     monkeypatch.setattr(results, "ROOT", tmp_path)
     return tmp_path
@@ -62,13 +68,20 @@ def printed(capsys: pytest.CaptureFixture[str]) -> object:
     def listed() -> tuple[int, dict[str, str]]:
         capsys.readouterr()
         status = results.main([])
-        return status, dict(re.findall(r"^(timed|page) +\d+ min  (.*)$", capsys.readouterr().out, re.MULTILINE))
+        return status, dict(
+            re.findall(r"^(timed|page) +\d+ min  (.*)$", capsys.readouterr().out, re.MULTILINE)
+        )
 
     return listed
 
 
-def test_a_page_is_made_and_stays_up_to_date_until_code_or_run_changes(root: Path, printed: object) -> None:
-    assert printed() == (BAD, {"timed": "up to date", "page": "results/made.json does not say when it was made"})
+def test_a_page_is_made_and_stays_up_to_date_until_code_or_run_changes(
+    root: Path, printed: object
+) -> None:
+    assert printed() == (
+        BAD,
+        {"timed": "up to date", "page": "results/made.json does not say when it was made"},
+    )
     assert results.main(["--all"]) == GOOD
     git(root, "add", PAGE)
     git(root, "commit", "-qm", "page")
@@ -81,8 +94,13 @@ def test_a_page_is_made_and_stays_up_to_date_until_code_or_run_changes(root: Pat
     older = f"is older than {CODE} (made at "
     status, states = printed()
     assert status == BAD and states["timed"] == f"{older}{first[:12]})"
-    assert states["page"].startswith(older) and states["page"].endswith("is made from timed, which is out of date")
-    write_document(root / RUN, read_document(root / RUN) | {"git": {"commit": last, "clean": True}, "finished": "3000"})
+    assert states["page"].startswith(older) and states["page"].endswith(
+        "is made from timed, which is out of date"
+    )
+    write_document(
+        root / RUN,
+        read_document(root / RUN) | {"git": {"commit": last, "clean": True}, "finished": "3000"},
+    )
     assert results.main(["page"]) == GOOD
     assert printed() == (BAD, {"timed": "up to date", "page": "is made from timed, which is newer"})
 
@@ -91,15 +109,23 @@ def test_what_cannot_be_made_or_trusted_is_said(
     root: Path, printed: object, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = read_document(root / RUN)
-    write_document(root / RUN, manifest | {"git": {"commit": "0" * 40, "clean": False}, "journal_sha256": "0" * 64})
+    write_document(
+        root / RUN,
+        manifest | {"git": {"commit": "0" * 40, "clean": False}, "journal_sha256": "0" * 64},
+    )
     assert results.main([]) == BAD
     out = capsys.readouterr().out
-    assert "at commit 000000000000, which is not in this repository; was made from code with uncommitted changes" in out
+    assert (
+        "at commit 000000000000, which is not in this repository; was made from code with uncommitted changes"
+        in out
+    )
     assert "ERROR, journal: was changed after the run" in out
     assert results.main(["timed", "page"]) == BAD
     out = capsys.readouterr().out
     assert "exit status 1: false" in out and "failed: timed" in out and (root / PAGE).exists()
-    monkeypatch.setattr(results, "ROWS", [dataclasses.replace(row, commands=("true",)) for row in results.ROWS])
+    monkeypatch.setattr(
+        results, "ROWS", [dataclasses.replace(row, commands=("true",)) for row in results.ROWS]
+    )
     os.utime(root / PAGE, (0, 0))
     assert results.main(["page"]) == BAD
     assert f"wrote nothing into {PAGE}: true" in capsys.readouterr().out
@@ -124,7 +150,9 @@ def read(path: Path) -> Any:
 PAGES: dict[Path, Callable[[], str]] = {
     audit_page.PAGE: lambda: audit_page.page(read(audit_page.DATA)),
     claims.DOCS: lambda: claims.page(Measured.load()),
-    hosts.PAGE: lambda: hosts.page(hosts.PAGE.read_text().partition(hosts.HEADING)[0], read(hosts.DATA)),
+    hosts.PAGE: lambda: hosts.page(
+        hosts.PAGE.read_text().partition(hosts.HEADING)[0], read(hosts.DATA)
+    ),
 }
 
 
@@ -135,4 +163,6 @@ def test_a_page_is_of_its_data(path: Path) -> None:
 
 def test_every_audited_script_has_got_its_verdict() -> None:
     found = read(audit_page.DATA)
-    assert {case.name: found[case.name]["verdict"] for case in CASES} == {case.name: case.verdict for case in CASES}
+    assert {case.name: found[case.name]["verdict"] for case in CASES} == {
+        case.name: case.verdict for case in CASES
+    }

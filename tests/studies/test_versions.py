@@ -18,7 +18,9 @@ from tests.factories import make_cell, make_failure, make_manifest, make_tables,
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "versions.md"
 
 
-def entry(package: str = "lightning", version: str = "2.2.0", *findings: VersionFact, **more: Any) -> Entry:
+def entry(
+    package: str = "lightning", version: str = "2.2.0", *findings: VersionFact, **more: Any
+) -> Entry:
     about = {"torch": "2.13.0", "python": "3.11.7", "date": "2026-01-02"}
     return Entry(**{"package": package, "version": version, "findings": findings, **about, **more})
 
@@ -26,7 +28,11 @@ def entry(package: str = "lightning", version: str = "2.2.0", *findings: Version
 @pytest.mark.parametrize(
     ("package", "source", "words"),
     [
-        ("lightning", "raise ImportError('no pkg_resources')", "not probed: ImportError: no pkg_resources"),
+        (
+            "lightning",
+            "raise ImportError('no pkg_resources')",
+            "not probed: ImportError: no pkg_resources",
+        ),
         ("deepspeed", "import os; os._exit(3)", "not probed: no output"),
     ],
 )
@@ -58,16 +64,24 @@ def test_command_keeps_other_versions_and_names_wrong_ones(
 ) -> None:
     monkeypatch.setattr(command, "measure", lambda package, version, _: entry(package, version))
     out = ["--out", str(tmp_path)]
-    assert command.main(["lightning==2.2.0", *out]) == command.main(["deepspeed==0.18.2", *out]) == 0
+    assert (
+        command.main(["lightning==2.2.0", *out]) == command.main(["deepspeed==0.18.2", *out]) == 0
+    )
     kept = json.loads((tmp_path / "versions.json").read_text())["versions"]
     assert [each["package"] for each in kept] == ["lightning", "deepspeed"]
     for wrong in ("torch==2.0", "lightning", "lightning==new"):
         assert command.main([wrong, *out]) == 2
         error = capsys.readouterr().err
-        assert f"'{wrong}' is no version of lightning or deepspeed" in error and error.count("\n") == 1
+        assert (
+            f"'{wrong}' is no version of lightning or deepspeed" in error and error.count("\n") == 1
+        )
 
 
-ENDS = {"torch": ("2.11.0", "2.15.0"), "lightning": ("2.6.0", "2.6.6"), "transformers": ("5.0.0", "5.23.0")}
+ENDS = {
+    "torch": ("2.11.0", "2.15.0"),
+    "lightning": ("2.6.0", "2.6.6"),
+    "transformers": ("5.0.0", "5.23.0"),
+}
 
 
 def test_each_torch_runs_with_the_lowest_and_the_newest_of_the_others(
@@ -80,15 +94,23 @@ def test_each_torch_runs_with_the_lowest_and_the_newest_of_the_others(
     monkeypatch.setattr(bounds, "ends", lambda required: ENDS.get(required.name, ("1.0", "1.0")))
     monkeypatch.setattr(bounds, "run", refuse)
     real = bounds.smoke
-    assert real(tmp_path / "python", {"torch": "2.11.0"}, tmp_path / "run").result == "not installed: ERROR: none"
+    assert (
+        real(tmp_path / "python", {"torch": "2.11.0"}, tmp_path / "run").result
+        == "not installed: ERROR: none"
+    )
     monkeypatch.setattr(bounds, "create", lambda folder: folder / "python")
-    monkeypatch.setattr(bounds, "smoke", lambda _, packages, folder: Smoke(packages, "3.11", "now", "a|b", True))
+    monkeypatch.setattr(
+        bounds, "smoke", lambda _, packages, folder: Smoke(packages, "3.11", "now", "a|b", True)
+    )
     assert command.main(["--smoke", "--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out.count("torch 2.15.0, lightning") == 2
     page = (tmp_path / "versions.md").read_text()
     for torch in ENDS["torch"]:
         for end in (0, 1):
-            assert f"| {torch} | {ENDS['lightning'][end]} | 1.0 | {ENDS['transformers'][end]} |" in page
+            assert (
+                f"| {torch} | {ENDS['lightning'][end]} | 1.0 | {ENDS['transformers'][end]} |"
+                in page
+            )
     assert page.count(r"a\|b | yes |") == 4
     assert command.main(["lightning==x", "--out", str(tmp_path)]) == 2, "the runs are read again"
 
@@ -97,10 +119,15 @@ def test_what_a_backend_lacks_is_no_failure_of_a_smoke_run() -> None:
     manifest = manifest_of(make_manifest())
 
     def trial(backend: str, status: str, reason: str = "") -> TrialRow:
-        (row,) = make_tables([make_failure(make_cell(backend=backend), status=status, reason=reason)]).trial_rows
+        (row,) = make_tables(
+            [make_failure(make_cell(backend=backend), status=status, reason=reason)]
+        ).trial_rows
         return row
 
-    trials = [trial("ddp-eager", "ok"), trial("torchtitan-eager", "unsupported", "needs torch>=2.13")]
+    trials = [
+        trial("ddp-eager", "ok"),
+        trial("torchtitan-eager", "unsupported", "needs torch>=2.13"),
+    ]
     summary = "1 of 2 trials ok; torchtitan-eager unsupported: needs torch>=2.13"
     assert bounds.outcome(manifest, trials) == (summary, True)
     crashed = [*trials, trial("hsdp-eager", "crashed", "raised in /a/b/c.py")]

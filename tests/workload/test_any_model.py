@@ -28,7 +28,12 @@ DECODER = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+EXPERTS = {
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "llama": DECODER,
     "qwen2": DECODER | {"tie_word_embeddings": True},
@@ -70,7 +75,9 @@ def _trained(folder: Path, kind: str, command: Command) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_model_of_transformers_is_right_under_every_kind_of_backend(tmp_path: Path, here: Command, kind: str) -> None:
+def test_a_model_of_transformers_is_right_under_every_kind_of_backend(
+    tmp_path: Path, here: Command, kind: str
+) -> None:
     _trained(tmp_path, kind, here)
 
 
@@ -84,7 +91,9 @@ def test_a_backend_may_return_a_state_dict(tmp_path: Path) -> None:
     options = ("--workload", "tests.own_workload:Odd", "--accumulate", "2", "--batch", "8")
     named = ("--backend", "tests.own_workload:StateDict")
     run = run_matrix(tmp_path, *options, *named, backend=["ddp-eager"])
-    assert run.trial("returns-state-dict")["status"] == "ok", run.process.stdout + run.process.stderr
+    assert run.trial("returns-state-dict")["status"] == "ok", (
+        run.process.stdout + run.process.stderr
+    )
     assert "Scope" in run.process.stdout
     assert "tests.own_workload:Odd" in run.process.stdout, "the model has the name of its workload"
 
@@ -93,8 +102,22 @@ def test_a_backend_may_return_a_state_dict(tmp_path: Path) -> None:
 def test_buffers_of_any_dtype_frozen_tied_and_nested_do_not_accuse(
     tmp_path: Path, here: Command, workload: str, covered: bool
 ) -> None:
-    options = ("--workload", f"tests.own_workload:{workload}", "--model", "2", "--accumulate", "2", "--batch", "8")
-    run = run_matrix(tmp_path, *options, backend=["ddp-deferred", "fsdp2-eager", "deepspeed-zero2-eager"], command=here)
+    options = (
+        "--workload",
+        f"tests.own_workload:{workload}",
+        "--model",
+        "2",
+        "--accumulate",
+        "2",
+        "--batch",
+        "8",
+    )
+    run = run_matrix(
+        tmp_path,
+        *options,
+        backend=["ddp-deferred", "fsdp2-eager", "deepspeed-zero2-eager"],
+        command=here,
+    )
     tables = load(run.folder).tables
     trials, collectives = tables.trials, tables.collectives
     found = trials[["backend", "status", "reason"]].to_string()
@@ -124,12 +147,16 @@ def test_what_breaks_a_comparison_is_found_before_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("command", [("run", "--out", "run"), ("plan", "--check")])
-def test_an_unfit_workload_is_refused_in_one_line_before_any_trial(tmp_path: Path, command: tuple[str, ...]) -> None:
+def test_an_unfit_workload_is_refused_in_one_line_before_any_trial(
+    tmp_path: Path, command: tuple[str, ...]
+) -> None:
     options = ("--workload", "tests.own_workload:DropsOut", "--backend", "ddp-eager")
     found = bench(*command, *options, cwd=tmp_path)
     (line,) = found.stderr.splitlines()
     assert found.returncode == 2
-    assert line.startswith("bench: workload 'tests.own_workload:DropsOut': its module '2' (Dropout) draws random"), line
+    assert line.startswith(
+        "bench: workload 'tests.own_workload:DropsOut': its module '2' (Dropout) draws random"
+    ), line
     assert not (tmp_path / "run").exists()
 
 
@@ -139,13 +166,23 @@ def test_an_unfit_workload_is_refused_in_one_line_before_any_trial(tmp_path: Pat
         ("{", "is not JSON"),
         ("{}", "model_type is missing"),
         (None, "name a config.json of transformers"),
-        ('{"model_type": "lama"}', "model_type 'lama' is unknown to transformers; did you mean llama?"),
-        (json.dumps({"model_type": "llama", **DECODER, "max_position_embeddings": 8}), "give --sequence 8 or less"),
+        (
+            '{"model_type": "lama"}',
+            "model_type 'lama' is unknown to transformers; did you mean llama?",
+        ),
+        (
+            json.dumps({"model_type": "llama", **DECODER, "max_position_embeddings": 8}),
+            "give --sequence 8 or less",
+        ),
     ],
 )
-def test_a_config_that_cannot_be_used_is_refused(tmp_path: Path, config: str | None, words: str) -> None:
+def test_a_config_that_cannot_be_used_is_refused(
+    tmp_path: Path, config: str | None, words: str
+) -> None:
     if config is not None:
         (tmp_path / "config.json").write_text(config)
-    found = bench("plan", "--check", "--workload", f"hf:{tmp_path}", "--backend", "ddp-eager", cwd=tmp_path)
+    found = bench(
+        "plan", "--check", "--workload", f"hf:{tmp_path}", "--backend", "ddp-eager", cwd=tmp_path
+    )
     assert found.returncode == 2
     assert words in found.stderr, found.stderr

@@ -29,16 +29,26 @@ class Named(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("device", "dtype", "heads"),
-    [("cuda", torch.float32, 6), ("cuda", torch.bfloat16, 2), ("cpu", torch.float32, 2), ("cpu", torch.bfloat16, 2)],
+    [
+        ("cuda", torch.float32, 6),
+        ("cuda", torch.bfloat16, 2),
+        ("cpu", torch.float32, 2),
+        ("cpu", torch.bfloat16, 2),
+    ],
 )
 def test_heads_are_broadcast_but_in_fp32_on_cuda(
     monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, heads: int
 ) -> None:
     """Queries and keys are fp32 in all, as they are under autocast; there is no GPU here."""
     given: list[Tensor] = []
-    monkeypatch.setattr(llama, "scaled_dot_product_attention", lambda *qkv, **_: given.extend(qkv) or qkv[0])
+    monkeypatch.setattr(
+        llama, "scaled_dot_product_attention", lambda *qkv, **_: given.extend(qkv) or qkv[0]
+    )
     with FakeTensorMode():
-        query, key = torch.empty(1, 6, 8, 64, device=device), torch.empty(1, 2, 8, 64, device=device)
+        query, key = (
+            torch.empty(1, 6, 8, 64, device=device),
+            torch.empty(1, 2, 8, 64, device=device),
+        )
         llama.attend(torch.nn.Identity(), query, key, key.to(dtype), None, scaling=0.125)
     assert [tensor.shape[1] for tensor in given] == [6, heads, heads]
 

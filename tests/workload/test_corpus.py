@@ -24,7 +24,9 @@ def test_entropy_rate_of_a_chain_worked_out_by_hand() -> None:
     a, b = 0.1, 0.3
     half = MARKOV_TOKENS // 2
     corpus = MarkovCorpus(seed=0)
-    corpus.transitions = np.kron(np.array([[1 - a, a], [b, 1 - b]]), np.full((half, half), 1 / half))
+    corpus.transitions = np.kron(
+        np.array([[1 - a, a], [b, 1 - b]]), np.full((half, half), 1 / half)
+    )
 
     def entropy(p: float) -> float:
         return -p * math.log(p) - (1 - p) * math.log(1 - p)
@@ -90,7 +92,10 @@ def test_file_samples_are_its_bytes_from_all_over_it(text: Path) -> None:
 def test_the_last_place_of_a_file_is_used_too(tmp_path: Path) -> None:
     path = tmp_path / "two.txt"
     path.write_bytes(b"abcde")
-    assert {bytes(sample) for sample in FileCorpus(path, 0).samples(64, 4).astype(np.uint8)} == {b"abcd", b"bcde"}
+    assert {bytes(sample) for sample in FileCorpus(path, 0).samples(64, 4).astype(np.uint8)} == {
+        b"abcd",
+        b"bcde",
+    }
 
 
 def test_describe_file_names_the_bytes_not_the_place(tmp_path: Path) -> None:
@@ -98,12 +103,18 @@ def test_describe_file_names_the_bytes_not_the_place(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "text.txt").write_bytes(b"some text")
     expected = "text.txt@sha256:" + hashlib.sha256(b"some text").hexdigest()[:16]
-    assert describe_file(tmp_path / "a" / "text.txt", 9) == describe_file(tmp_path / "b" / "text.txt", 1) == expected
+    assert (
+        describe_file(tmp_path / "a" / "text.txt", 9)
+        == describe_file(tmp_path / "b" / "text.txt", 1)
+        == expected
+    )
     (tmp_path / "b" / "text.txt").write_bytes(b"some test")
     assert describe_file(tmp_path / "b" / "text.txt", 9) != expected
 
 
-@pytest.mark.parametrize("name", ["/dev/zero", "pipe", "with a NUL \0", ""], ids=["device", "pipe", "NUL", "folder"])
+@pytest.mark.parametrize(
+    "name", ["/dev/zero", "pipe", "with a NUL \0", ""], ids=["device", "pipe", "NUL", "folder"]
+)
 def test_describe_file_refuses_what_is_no_file(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(InputError, match=r"is a device or pipe; name a text file|cannot be read"):

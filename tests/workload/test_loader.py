@@ -30,10 +30,17 @@ def test_micro_batch_j_of_rank_r_is_piece_j_w_plus_r(
     accumulate: int, world_size: int, micro_batch: int, windows: int
 ) -> None:
     batch = accumulate * world_size * micro_batch
-    shape = {"windows": windows, "accumulate": accumulate, "world_size": world_size, "global_batch_size": batch}
+    shape = {
+        "windows": windows,
+        "accumulate": accumulate,
+        "world_size": world_size,
+        "global_batch_size": batch,
+    }
     loaders = [list(make_loader(list, rank=rank, **shape)) for rank in range(world_size)]
     # Read across ranks, micro-batch after micro-batch, the samples stand in their order.
-    across = [sample for pieces in zip(*loaders, strict=True) for piece in pieces for sample in piece]
+    across = [
+        sample for pieces in zip(*loaders, strict=True) for piece in pieces for sample in piece
+    ]
     assert across == list(range(windows * batch))
 
 

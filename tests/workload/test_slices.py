@@ -39,7 +39,9 @@ def test_what_fits_into_a_slice_is_left_as_it_is() -> None:
 
 
 def test_only_one_slice_is_kept_for_the_backward() -> None:
-    model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    model = nn.Sequential(
+        nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
+    )
     batch = torch.randn(8, 4)
 
     def saved(loss: object) -> int:

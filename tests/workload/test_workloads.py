@@ -13,9 +13,17 @@ from tests.conftest import ROOT, Command, run_matrix
 BACKENDS = ["ddp-deferred", "fsdp2-deferred", "deepspeed-zero3-eager", "lightning-ddp"]
 
 
-def test_a_workload_of_ones_own_runs_under_every_kind_of_backend(tmp_path: Path, here: Command) -> None:
+def test_a_workload_of_ones_own_runs_under_every_kind_of_backend(
+    tmp_path: Path, here: Command
+) -> None:
     run = run_matrix(
-        tmp_path, "--workload", "tests.own_workload:Cycle", "--model", "perceptron", backend=BACKENDS, command=here
+        tmp_path,
+        "--workload",
+        "tests.own_workload:Cycle",
+        "--model",
+        "perceptron",
+        backend=BACKENDS,
+        command=here,
     )
     assert run.process.returncode == 0, run.process.stdout + run.process.stderr
     trials = run.tables.trials
@@ -23,12 +31,16 @@ def test_a_workload_of_ones_own_runs_under_every_kind_of_backend(tmp_path: Path,
     assert set(trials["workload"]) == {"tests.own_workload:Cycle"}
     assert set(trials["num_parameters"]) == {16 * 32 + 32 * 64 + 64 + 64 * 16 + 16}
     assert trials["entropy_floor"].isna().all(), "an unknown floor is empty, not 0"
-    assert (trials["final_loss"] < run.tables.losses.query("step == 0")["loss"].max()).all(), "it learns"
+    assert (trials["final_loss"] < run.tables.losses.query("step == 0")["loss"].max()).all(), (
+        "it learns"
+    )
 
 
 def test_the_files_of_a_workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_package" / "below").mkdir(parents=True)
-    files = [tmp_path / "own_package" / name for name in ("__init__.py", "below/more.py", "model.py")]
+    files = [
+        tmp_path / "own_package" / name for name in ("__init__.py", "below/more.py", "model.py")
+    ]
     for file in [*files, tmp_path / "own_module.py"]:
         file.write_text("raise RuntimeError\n" if file.name == "own_module.py" else "")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -46,5 +58,7 @@ def test_a_text_file_is_a_corpus(tmp_path: Path, here: Command) -> None:
     run = run_matrix(tmp_path, "--corpus", str(text), backend=["ddp-deferred"], command=here)
     assert run.process.returncode == 0, run.process.stdout + run.process.stderr
     assert {record["cell"]["corpus"] for record in run.records} == {describe_file(text, 17)}
-    assert str(text) not in (run.folder / "trials.jsonl").read_text(), "a cell names content, not a place"
+    assert str(text) not in (run.folder / "trials.jsonl").read_text(), (
+        "a cell names content, not a place"
+    )
     assert run.tables.trials["entropy_floor"].isna().all()

@@ -16,7 +16,8 @@ MOST_FINDINGS = 10
 MOST_OPTIMIZERS = 2
 MOST_WEIGHTS = 8
 NOT_LOOKED_AT = (
-    "data order, what a factor of the loss is meant to be, averages in tensors of their own, code outside of torch"
+    "data order, what a factor of the loss is meant to be, averages in tensors of their own, "
+    "code outside of torch"
 )
 
 
@@ -42,7 +43,10 @@ def headline(audit: TrainingAudit) -> str:
 def evidence(audit: TrainingAudit) -> dict[str, str]:
     """What was seen, by name."""
     facts = [f"{name} {fact}".strip() for name, fact in audit.first.facts.items()]
-    shown = {"ranks": f"{len(audit.ranks)} of {audit.first.world}", "wrappers": ", ".join(facts) or "none"}
+    shown = {
+        "ranks": f"{len(audit.ranks)} of {audit.first.world}",
+        "wrappers": ", ".join(facts) or "none",
+    }
     for optimizer in audit.optimizers[:MOST_OPTIMIZERS]:
         name = "updates" if optimizer is audit.optimizers[0] else f"updates {optimizer.number + 1}"
         counts = pattern([update.count for update in optimizer.mine])
@@ -62,7 +66,8 @@ def evidence(audit: TrainingAudit) -> dict[str, str]:
 def _weights(audit: TrainingAudit, optimizer: OptimizerAudit) -> dict[str, str]:
     shown = {}
     gradient = min(
-        optimizer.gradients, key=lambda found: (abs(found.update - 1), found.gradient_of, -len(found.leaves))
+        optimizer.gradients,
+        key=lambda found: (abs(found.update - 1), found.gradient_of, -len(found.leaves)),
     )
     place = f"update {gradient.update + 1} of rank {gradient.gradient_of[0]}"
     losses = loss_weights(optimizer.scale)
@@ -70,9 +75,13 @@ def _weights(audit: TrainingAudit, optimizer: OptimizerAudit) -> dict[str, str]:
         row = []
         for found in gradient.weights:
             if found.rank == rank:
-                weight = losses.get((gradient.update, gradient.gradient_of, rank, found.micro_batch))
+                weight = losses.get(
+                    (gradient.update, gradient.gradient_of, rank, found.micro_batch)
+                )
                 row.append(found.weight if weight is None else weight)
-        numbers = " ".join(f"{weight:.4f}" for weight in row[:MOST_WEIGHTS]) or "cannot be told apart"
+        numbers = (
+            " ".join(f"{weight:.4f}" for weight in row[:MOST_WEIGHTS]) or "cannot be told apart"
+        )
         if len(row) > MOST_WEIGHTS:
             numbers += " ..."
         if rank in gradient.replicas:
@@ -83,7 +92,9 @@ def _weights(audit: TrainingAudit, optimizer: OptimizerAudit) -> dict[str, str]:
     return shown
 
 
-def loss_weights(scale: LossScale | None) -> dict[tuple[int, tuple[int, ...], int, int], float | None]:
+def loss_weights(
+    scale: LossScale | None,
+) -> dict[tuple[int, tuple[int, ...], int, int], float | None]:
     """What the main loss of a micro-batch weighs, by update, gradient, rank and micro-batch."""
     found: dict[tuple[int, tuple[int, ...], int, int], float | None] = {}
     if scale is None:
@@ -92,7 +103,9 @@ def loss_weights(scale: LossScale | None) -> dict[tuple[int, tuple[int, ...], in
         main = weighed.main
         for loss in weighed.losses:
             if loss.kind in main[:1]:
-                found[weighed.gradient.update, weighed.gradient.gradient_of, *loss.place] = loss.weight
+                found[weighed.gradient.update, weighed.gradient.gradient_of, *loss.place] = (
+                    loss.weight
+                )
     return found
 
 
@@ -100,7 +113,10 @@ def screen(audit: TrainingAudit) -> list[str]:
     """The screen: the verdict first, then the evidence."""
     findings = [f"  {MARKS[found.level]} {found.topic}: {found.text}" for found in audit.findings]
     if len(findings) > MOST_FINDINGS:
-        findings = [*findings[:MOST_FINDINGS], f"  ... {len(findings) - MOST_FINDINGS} more with --json"]
+        findings = [
+            *findings[:MOST_FINDINGS],
+            f"  ... {len(findings) - MOST_FINDINGS} more with --json",
+        ]
     shown = [f"{name:9} {text}" for name, text in evidence(audit).items()]
     return [f"{'verdict':9} {headline(audit)}", *findings, *shown]
 

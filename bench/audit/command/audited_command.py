@@ -41,7 +41,9 @@ def run(command: Sequence[str], folder: Path, updates: int, *, quiet: bool) -> i
 
 def why_nothing(folder: Path) -> str:
     """Why no process has recorded a backward; empty if one has."""
-    return next((text for ending, text in NOTHING.items() if not any(folder.glob(f"*.{ending}"))), "")
+    return next(
+        (text for ending, text in NOTHING.items() if not any(folder.glob(f"*.{ending}"))), ""
+    )
 
 
 def read(folder: Path) -> tuple[dict[int, Rank], int]:

@@ -33,7 +33,9 @@ OF_TERMINALS = (signal.SIGINT, signal.SIGQUIT, signal.SIGWINCH)
 POLL_SECONDS = 0.05
 
 
-def run_in_foreground(command: Sequence[str], environment: Mapping[str, str], output: IO[str] | None) -> int:
+def run_in_foreground(
+    command: Sequence[str], environment: Mapping[str, str], output: IO[str] | None
+) -> int:
     """Its exit status, negative for a signal. Raises OSError if it cannot be started."""
     received: list[int] = []
     waiting: list[subprocess.Popen[bytes]] = []

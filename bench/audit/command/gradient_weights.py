@@ -141,7 +141,9 @@ def fit(columns: Vector, right: Vector) -> tuple[Vector, Vector, float]:
     return solution / lengths, errors / lengths, float(rest / size) if size else 0.0
 
 
-def explain(ranks: Mapping[int, Rank], updates: Mapping[int, AuditedUpdate], optimizer: int) -> Explained:
+def explain(
+    ranks: Mapping[int, Rank], updates: Mapping[int, AuditedUpdate], optimizer: int
+) -> Explained:
     """The gradients of one update on all ranks that make it."""
     found = Explained()
     groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[_Equation]] = {}
@@ -164,7 +166,11 @@ def explain(ranks: Mapping[int, Rank], updates: Mapping[int, AuditedUpdate], opt
 
 
 def _gradient(
-    update: int, optimizer: int, ranks: tuple[tuple[int, ...], tuple[int, ...]], leaves: list[str], solution: _Solution
+    update: int,
+    optimizer: int,
+    ranks: tuple[tuple[int, ...], tuple[int, ...]],
+    leaves: list[str],
+    solution: _Solution,
 ) -> ExplainedGradient:
     largest = max(map(abs, solution.coefficients.values()), default=0.0)
     weights = []
@@ -179,7 +185,9 @@ def _gradient(
         left = 0.0
     is_resolved = len(weights) == len(solution.errors)
     holders, replicas = ranks
-    return ExplainedGradient(update, optimizer, holders, replicas, leaves, 0, weights, is_resolved, 0.0, left, [])
+    return ExplainedGradient(
+        update, optimizer, holders, replicas, leaves, 0, weights, is_resolved, 0.0, left, []
+    )
 
 
 def _equations(ranks: Mapping[int, Rank], updates: Mapping[int, AuditedUpdate]) -> list[_Equation]:
@@ -190,7 +198,9 @@ def _equations(ranks: Mapping[int, Rank], updates: Mapping[int, AuditedUpdate]) 
             places.setdefault(ranks[rank].leaves[leaf].name, {})[rank] = leaf
     equations = []
     for name, leaf_of in places.items():
-        for replicas in replica_groups({rank: ranks[rank].leaves[leaf] for rank, leaf in leaf_of.items()}):
+        for replicas in replica_groups(
+            {rank: ranks[rank].leaves[leaf] for rank, leaf in leaf_of.items()}
+        ):
             equations += _of_replicas(name, {rank: leaf_of[rank] for rank in replicas}, updates)
     return equations
 
@@ -216,7 +226,9 @@ def _is_replica(first: Leaf, second: Leaf) -> bool:
     return bool(np.allclose(first.start, second.start, rtol=1e-5, atol=1e-8, equal_nan=True))
 
 
-def _of_replicas(name: str, leaf_of: Mapping[int, int], updates: Mapping[int, AuditedUpdate]) -> list[_Equation]:
+def _of_replicas(
+    name: str, leaf_of: Mapping[int, int], updates: Mapping[int, AuditedUpdate]
+) -> list[_Equation]:
     used = {rank: updates[rank].used[leaf] for rank, leaf in leaf_of.items()}
     size = max(len(values) for values in used.values())
     columns: dict[Place, Vector] = {}
@@ -252,7 +264,9 @@ def _shards(used: Mapping[int, Vector]) -> dict[tuple[int, ...], Vector]:
     return found
 
 
-def _solve(equations: Sequence[_Equation], found: Explained) -> list[tuple[list[str], _Solution, float]]:
+def _solve(
+    equations: Sequence[_Equation], found: Explained
+) -> list[tuple[list[str], _Solution, float]]:
     """Parameters, solution and residual: of all parameters together, or of groups that differ."""
     solution = _together(equations)
     residuals = [_residual(equation, solution) for equation in equations]
@@ -263,7 +277,9 @@ def _solve(equations: Sequence[_Equation], found: Explained) -> list[tuple[list[
     return _apart(equations, found)
 
 
-def _apart(equations: Sequence[_Equation], found: Explained) -> list[tuple[list[str], _Solution, float]]:
+def _apart(
+    equations: Sequence[_Equation], found: Explained
+) -> list[tuple[list[str], _Solution, float]]:
     """Each parameter is solved by itself, the largest first; others that the solution explains join it."""
     groups: list[tuple[list[_Equation], _Solution]] = []
     waiting: list[_Equation] = []
@@ -280,7 +296,9 @@ def _apart(equations: Sequence[_Equation], found: Explained) -> list[tuple[list[
                 continue
             residual = _residual(equation, solution)
             if residual > EXPLAINED:
-                found.unexplained[equation.leaf] = max(residual, found.unexplained.get(equation.leaf, 0.0))
+                found.unexplained[equation.leaf] = max(
+                    residual, found.unexplained.get(equation.leaf, 0.0)
+                )
             else:
                 groups.append(([equation], solution))
     for equation in waiting:
@@ -292,7 +310,13 @@ def _apart(equations: Sequence[_Equation], found: Explained) -> list[tuple[list[
     merged: list[tuple[list[str], _Solution, float]] = []
     for members, _ in groups:
         again = _together(members)
-        merged.append(([member.leaf for member in members], again, max(_residual(member, again) for member in members)))
+        merged.append(
+            (
+                [member.leaf for member in members],
+                again,
+                max(_residual(member, again) for member in members),
+            )
+        )
     return merged
 
 
@@ -306,7 +330,9 @@ def _together(equations: Sequence[_Equation]) -> _Solution:
     blocks = []
     for equation in equations:
         zero = np.zeros(len(equation.right))
-        blocks.append(np.column_stack([*(equation.columns.get(place, zero) for place in kept), equation.left]))
+        blocks.append(
+            np.column_stack([*(equation.columns.get(place, zero) for place in kept), equation.left])
+        )
     columns = np.concatenate(blocks)
     right = np.concatenate([equation.right for equation in equations])
     values, errors, _ = fit(columns, right)
@@ -323,14 +349,20 @@ def _copies(equations: Sequence[_Equation], places: Sequence[Place]) -> set[Plac
     """Micro-gradients that another rank has, too, as replicas of tensor parallelism do."""
     vectors = {}
     for place in places:
-        columns = [equation.columns.get(place, np.zeros(len(equation.right))) for equation in equations]
+        columns = [
+            equation.columns.get(place, np.zeros(len(equation.right))) for equation in equations
+        ]
         vectors[place] = np.concatenate(columns)
     copies: set[Place] = set()
     for place in places:
         length = np.linalg.norm(vectors[place])
         for other in places:
             is_earlier = other[0] < place[0] and other[1] == place[1] and other not in copies
-            if is_earlier and length and np.linalg.norm(vectors[place] - vectors[other]) <= COPY * length:
+            if (
+                is_earlier
+                and length
+                and np.linalg.norm(vectors[place] - vectors[other]) <= COPY * length
+            ):
                 copies.add(place)
                 break
     return copies

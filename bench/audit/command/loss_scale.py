@@ -55,7 +55,9 @@ def hook_factor(backward: Backward) -> float | None:
             continue
         nonzero = old != 0
         ratios = new[nonzero] / old[nonzero]
-        is_uniform = len(ratios) and np.ptp(ratios) <= EQUAL * abs(ratios[0]) and not new[~nonzero].any()
+        is_uniform = (
+            len(ratios) and np.ptp(ratios) <= EQUAL * abs(ratios[0]) and not new[~nonzero].any()
+        )
         if is_parameter or not is_uniform:
             return None
         factors.append(float(ratios[0]))
@@ -161,7 +163,11 @@ class LossScale:
 
     def findings(self) -> Iterator[Finding]:
         """What the weights sum to, and whether all terms weigh the same."""
-        resolved = [gradient for gradient in self._main_gradients() if gradient.is_resolved and gradient.weights]
+        resolved = [
+            gradient
+            for gradient in self._main_gradients()
+            if gradient.is_resolved and gradient.weights
+        ]
         if not resolved:
             yield self._open("micro-gradients are 0, or too alike to be told apart")
             return
@@ -207,14 +213,20 @@ class LossScale:
                 if factor is not None:
                     weight = weight_of(criterion, found.weight * factor)
                 kind = criterion.node, criterion.reduction, number
-                losses.append(LossWeight((found.rank, found.micro_batch), kind, weight, criterion, backward.place))
+                losses.append(
+                    LossWeight(
+                        (found.rank, found.micro_batch), kind, weight, criterion, backward.place
+                    )
+                )
         count = micro_batches(self.updates[gradient.gradient_of[0]][gradient.update], self._ratio)
         return WeighedUpdate(gradient, count, losses)
 
     def _doubts(self, weighed: WeighedUpdate) -> Iterator[str]:
         """Why backwards of an update may be parts of a loss instead of micro-batches."""
         for found in weighed.gradient.weights:
-            backward = self.updates[found.rank][weighed.gradient.update].backwards[found.micro_batch]
+            backward = self.updates[found.rank][weighed.gradient.update].backwards[
+                found.micro_batch
+            ]
             yield from backward.doubts
             if hook_factor(backward) is None:
                 yield "hooks change gradients between the loss and the parameters"
@@ -295,13 +307,18 @@ class LossScale:
 
     def _of_totals(self, sums: dict[int, float]) -> Iterator[Finding]:
         self.total = median(sums.values())
-        wrong = {number: total for number, total in sums.items() if abs(total - 1) > self._near(1.0)}
+        wrong = {
+            number: total for number, total in sums.items() if abs(total - 1) > self._near(1.0)
+        }
         if wrong:
             self.status = "sum"
             yield self._wrong(wrong, len(sums))
         else:
             self.status = "right"
-            yield good("scale 1", f"{self.label}the weights of micro-batches sum to {sums[min(sums)]:.4g}: a mean")
+            yield good(
+                "scale 1",
+                f"{self.label}the weights of micro-batches sum to {sums[min(sums)]:.4g}: a mean",
+            )
 
     def _wrong(self, wrong: dict[int, float], num_updates: int) -> Finding:
         """What sums other than 1, by update, are equal to."""
@@ -311,8 +328,14 @@ class LossScale:
         usual, world = self.usual, len(self.gradients[0].replicas)
         is_every = len(wrong) == num_updates
         doubt = self._doubt_of_parts(wrong)
-        is_of_others = not is_every and usual > 0 and all(count not in (0, usual) for count in counts.values())
-        if not doubt and is_of_others and self._equals(wrong, {n: count / usual for n, count in counts.items()}):
+        is_of_others = (
+            not is_every and usual > 0 and all(count not in (0, usual) for count in counts.values())
+        )
+        if (
+            not doubt
+            and is_of_others
+            and self._equals(wrong, {n: count / usual for n, count in counts.items()})
+        ):
             return self._other_window(counts, example)
         also = ""
         if world == usual:
@@ -320,16 +343,24 @@ class LossScale:
         asked = {step_asked for number in wrong if (step_asked := updates[number].step.asked) > 1}
         if not doubt and is_every and usual > 1:
             if self._equals(wrong, dict(counts)):
-                return error("not divided", f"{self.label}the loss is not divided by N: {example}{also}")
+                return error(
+                    "not divided", f"{self.label}the loss is not divided by N: {example}{also}"
+                )
             # Twice 2 may be any 4.
             is_sure = usual > 2 or usual in asked or usual == self.expect
-            if is_sure and self._equals(wrong, {number: count / usual**2 for number, count in counts.items()}):
-                return error("divided twice", f"{self.label}the loss is divided by N twice: {example}{also}")
+            if is_sure and self._equals(
+                wrong, {number: count / usual**2 for number, count in counts.items()}
+            ):
+                return error(
+                    "divided twice", f"{self.label}the loss is divided by N twice: {example}{also}"
+                )
         if not doubt and is_every and world > 1:
             if self._equals(wrong, dict.fromkeys(wrong, float(world))):
                 return error("scaled by ranks", f"{self.label}with {world} ranks {example}")
             # Where a mean is averaged over ranks, 1 / W is a factor of the loss.
-            if self.weighed[0].main[0][1] != "mean" and self._equals(wrong, dict.fromkeys(wrong, 1 / world)):
+            if self.weighed[0].main[0][1] != "mean" and self._equals(
+                wrong, dict.fromkeys(wrong, 1 / world)
+            ):
                 return error("scaled by ranks", f"{self.label}with {world} ranks {example}")
         return warning("scale", f"{self.label}{example}: {self._meaning(wrong, doubt)}")
 
@@ -358,7 +389,10 @@ class LossScale:
 
     def _equals(self, wrong: dict[int, float], expected: Mapping[int, float]) -> bool:
         near = NEAR_IN_LOW_PRECISION if self.is_low else NEAR
-        return all(expected[number] and abs(total / expected[number] - 1) < near for number, total in wrong.items())
+        return all(
+            expected[number] and abs(total / expected[number] - 1) < near
+            for number, total in wrong.items()
+        )
 
     def _doubt_of_parts(self, wrong: dict[int, float]) -> str:
         """Why backwards may be parts of a loss: only the right sum needs no proof that they are micro-batches."""
@@ -370,12 +404,16 @@ class LossScale:
         return next(filter(None, reasons), "")
 
     def _doubt_of_update(self, update: AuditedUpdate) -> str:
-        reached = {tuple(values is not None for values in backward.added) for backward in update.backwards}
+        reached = {
+            tuple(values is not None for values in backward.added) for backward in update.backwards
+        }
         if len({backward.place for backward in update.backwards}) > 1:
             return "since backward is called at several places"
         if len(reached) > 1:
             return "since the backwards of an update reach different parameters"
-        if any(criterion.in_batch for backward in update.backwards for criterion in backward.criteria):
+        if any(
+            criterion.in_batch for backward in update.backwards for criterion in backward.criteria
+        ):
             return "since the rows of a batch are contrasted with each other"
         is_asked = update.count in (update.step.asked, self.expect)
         if update.count > 1 and not is_asked and self._ratio != 1 and not has_distinct_data(update):
@@ -396,7 +434,9 @@ class LossScale:
                 sums.setdefault(kind[0], []).append(total)
         for weighed in self.weighed[:1]:
             for found in weighed.gradient.weights:
-                backward = self.updates[found.rank][weighed.gradient.update].backwards[found.micro_batch]
+                backward = self.updates[found.rank][weighed.gradient.update].backwards[
+                    found.micro_batch
+                ]
                 for criterion in backward.injected:
                     seed = (criterion.seed or 0.0) * found.weight
                     sums.setdefault(f"{criterion.node} (injected by a function)", []).append(
@@ -429,19 +469,29 @@ class LossScale:
                 uneven.append((weighed, counted))
         if not uneven:
             if exact:
-                yield good("token-exact", f"{self.label}all terms of the loss of an update have the same weight")
+                yield good(
+                    "token-exact",
+                    f"{self.label}all terms of the loss of an update have the same weight",
+                )
             return
         deviations = [self._deviation(weighed, counted) for weighed, counted in uneven]
         within = [self._differs_within_a_rank(counted) for _, counted in uneven]
         num_updates = len({weighed.gradient.update for weighed in self.weighed})
         num_uneven = len({weighed.gradient.update for weighed, _ in uneven})
-        weighted = any(loss.criterion.is_weighted for weighed, _ in uneven for loss in weighed.losses)
+        weighted = any(
+            loss.criterion.is_weighted for weighed, _ in uneven for loss in weighed.losses
+        )
         text = (
             f"{self.label}micro-batches of an update have from {min(c[2] for _, cs in uneven for c in cs):.0f} to "
             f"{max(c[2] for _, cs in uneven for c in cs):.0f} terms, and weights do not follow them: "
             f"the gradient is off by {max(deviations):.0%} ({num_uneven} of {num_updates} updates)"
         )
-        is_sure = num_uneven > num_updates / 2 and median(deviations) > MATTERS and all(within) and not weighted
+        is_sure = (
+            num_uneven > num_updates / 2
+            and median(deviations) > MATTERS
+            and all(within)
+            and not weighted
+        )
         if is_sure and self.status in ("right", "main", "sum"):
             yield error("mean of means", text)
         else:
@@ -467,10 +517,17 @@ class LossScale:
             by_rank.setdefault(rank, []).append(weight / terms)
         return any(1 - min(shares) / max(shares) > TOLERANCE for shares in by_rank.values())
 
-    def _deviation(self, weighed: WeighedUpdate, counted: list[tuple[Place, float, float]]) -> float:
+    def _deviation(
+        self, weighed: WeighedUpdate, counted: list[tuple[Place, float, float]]
+    ) -> float:
         """Of the gradient from one in which all terms weigh the same, relative to the norm of that."""
-        total, terms = sum(weight for _, weight, _ in counted), sum(number for _, _, number in counted)
-        coefficients = {(found.rank, found.micro_batch): found.weight for found in weighed.gradient.weights}
+        total, terms = (
+            sum(weight for _, weight, _ in counted),
+            sum(number for _, _, number in counted),
+        )
+        coefficients = {
+            (found.rank, found.micro_batch): found.weight for found in weighed.gradient.weights
+        }
         differences, exact = [], []
         number = weighed.gradient.update
         for name in weighed.gradient.leaves:
@@ -490,4 +547,6 @@ class LossScale:
         return float(np.linalg.norm(differences) / np.linalg.norm(exact)) if any(exact) else 0.0
 
     def _leaf(self, rank: int, name: str) -> int:
-        return next(number for number, leaf in enumerate(self.ranks[rank].leaves) if leaf.name == name)
+        return next(
+            number for number, leaf in enumerate(self.ranks[rank].leaves) if leaf.name == name
+        )

@@ -9,7 +9,12 @@ from statistics import mode
 
 import numpy as np
 
-from bench.audit.command.gradient_weights import Explained, ExplainedGradient, explain, replica_groups
+from bench.audit.command.gradient_weights import (
+    Explained,
+    ExplainedGradient,
+    explain,
+    replica_groups,
+)
 from bench.audit.command.inside.records import Backward, End, Rank, Values
 from bench.audit.command.loss_scale import LossScale
 from bench.audit.command.update_windows import AuditedUpdate, added, is_finite, kind
@@ -63,7 +68,12 @@ class OptimizerAudit:
             self.label = f"{self.title()}: "
         self.usual = mode([update.count for update in self.mine])
         """Backwards of most updates."""
-        self.held = {dtype for update in self.mine for backward in update.backwards for dtype in backward.held}
+        self.held = {
+            dtype
+            for update in self.mine
+            for backward in update.backwards
+            for dtype in backward.held
+        }
         """Dtypes in which gradients are held between backwards."""
         self.gradients: list[ExplainedGradient] = []
         """Where their weights mean something."""
@@ -77,7 +87,9 @@ class OptimizerAudit:
         if not self._others:
             return self.name
         trained = self._owned_names()
-        shared = posixpath.commonpath([name.replace(".", "/") for name in trained]) if trained else ""
+        shared = (
+            posixpath.commonpath([name.replace(".", "/") for name in trained]) if trained else ""
+        )
         if len(trained) > 1 and shared:
             return f"{self.name} of {shared.replace('/', '.')}"
         return f"{self.name} of {names(trained)}" if trained else self.name
@@ -121,7 +133,11 @@ class OptimizerAudit:
         for group in replica_groups(leaves):
             values = [self._last_values(rank, found[rank]) for rank in group]
             known = [value for value in values if value is not None]
-            if len(group) < 2 or len(known) < len(group) or len({len(value) for value in known}) > 1:
+            if (
+                len(group) < 2
+                or len(known) < len(group)
+                or len({len(value) for value in known}) > 1
+            ):
                 continue
             result = bool(result) or not all(_same(known[0], value) for value in known[1:])
         return result
@@ -132,7 +148,11 @@ class OptimizerAudit:
 
     def _last_values(self, rank: int, leaf: int) -> Values:
         """Of a parameter: when the process ended, or else before the last step that is sampled."""
-        ends = [event for event in self.ranks[rank].events if isinstance(event, End) and leaf < len(event.end)]
+        ends = [
+            event
+            for event in self.ranks[rank].events
+            if isinstance(event, End) and leaf < len(event.end)
+        ]
         if ends and ends[-1].end[leaf] is not None:
             return ends[-1].end[leaf]
         updates = self.updates.get(rank, [])
@@ -142,20 +162,28 @@ class OptimizerAudit:
 
     def _of_numbers(self) -> Iterator[Finding]:
         """Ranks with the same parameters that take other updates, or use other numbers of micro-batches."""
-        counts = {rank: [update.count for update in updates] for rank, updates in self.updates.items()}
+        counts = {
+            rank: [update.count for update in updates] for rank, updates in self.updates.items()
+        }
         differ = any(len(set(numbers)) > 1 for numbers in zip(*counts.values(), strict=False))
         if not differ and len({len(numbers) for numbers in counts.values()}) == 1:
             return
         text = "; ".join(f"rank {rank}: {pattern(numbers)}" for rank, numbers in counts.items())
         drifting = self._drifting()
         if drifting and self._are_replicas():
-            text = f"backwards per update differ, {text}: {names(drifting)} end with different values"
+            text = (
+                f"backwards per update differ, {text}: {names(drifting)} end with different values"
+            )
             yield self._accuse("ranks differ", text)
         elif all(self.drifts(leaf) is False for leaf in self._owned_names()):
-            yield note("ranks differ", f"{self.label}backwards per update differ, {text}; replicas stay the same")
+            yield note(
+                "ranks differ",
+                f"{self.label}backwards per update differ, {text}; replicas stay the same",
+            )
         else:
             yield self._say(
-                "ranks differ", f"backwards per update differ, {text}; whether replicas drift is not visible"
+                "ranks differ",
+                f"backwards per update differ, {text}; whether replicas drift is not visible",
             )
 
     def _drifting(self) -> list[str]:
@@ -174,13 +202,16 @@ class OptimizerAudit:
         again = [update for update in self.mine if update.num_steps > 1]
         if again:
             text = (
-                f"step() runs {again[0].num_steps} times with one gradient ({len(again)} of {len(self.mine)} updates)"
+                f"step() runs {again[0].num_steps} times with one gradient ({len(again)} of "
+                f"{len(self.mine)} updates)"
             )
             yield self._say("steps again", text)
 
     def _of_clipping(self) -> Iterator[Finding]:
         # In a longer window a step may have been skipped after clipping.
-        early = [update for update in self.mine if update.changed_early() and update.count <= self.usual]
+        early = [
+            update for update in self.mine if update.changed_early() and update.count <= self.usual
+        ]
         if early:
             share = f"{len(early)} of {len(self.mine)} updates"
             clipped = names(self._names(early[0].changed_early()))
@@ -191,7 +222,8 @@ class OptimizerAudit:
             scale, bound = scaled[0]
             share = f"{len(scaled)} of {len(self.mine)} updates"
             text = (
-                f"in {share} gradients are clipped at {bound:g} while they have the factor {scale:g} of the loss scaler"
+                f"in {share} gradients are clipped at {bound:g} while they have the factor "
+                f"{scale:g} of the loss scaler"
             )
             if bound < scale / 100:
                 yield self._accuse("clips scaled gradients", f"{text}: unscale_ comes first")
@@ -201,7 +233,12 @@ class OptimizerAudit:
     def _clips_scaled(self, update: AuditedUpdate) -> tuple[float, float] | None:
         """The factor of a loss scaler that was in gradients when they were clipped, and the bound."""
         for _, clip in update.clips:
-            if clip.loss_scale is None or clip.before is None or clip.bound is None or clip.loss_scale < 2:
+            if (
+                clip.loss_scale is None
+                or clip.before is None
+                or clip.bound is None
+                or clip.loss_scale < 2
+            ):
                 continue
             is_changed = any(factor is not None and factor > 1.0001 for factor in clip.factors)
             used = update.used.get(clip.before_leaf)
@@ -243,11 +280,15 @@ class OptimizerAudit:
             updates = {rank: updates[number] for rank, updates in self.updates.items()}
             found.add(explain(self.ranks, updates, self.number))
         if self._is_without_gradient():
-            yield self._accuse("no gradient", "the gradients that the optimizer is given are None or 0")
+            yield self._accuse(
+                "no gradient", "the gradients that the optimizer is given are None or 0"
+            )
             return
         if found.unexplained:
             worst = max(found.unexplained.values())
-            text = f"up to {worst:.0%} of a gradient is no sum of the micro-gradients that were seen"
+            text = (
+                f"up to {worst:.0%} of a gradient is no sum of the micro-gradients that were seen"
+            )
             yield self._say("not judged", f"{text}: {names(sorted(found.unexplained))}")
         elif not found.gradients:
             reasons = found.reasons or ["no gradient that the optimizer used was found"]
@@ -258,7 +299,12 @@ class OptimizerAudit:
 
     def _of_weights(self, is_in_part: bool) -> Iterator[Finding]:
         """Faults of presence; only without these it matters what weights sum to."""
-        findings = [*self._of_alone(), *self._of_foreign(), *self._of_left(), *self._of_differences()]
+        findings = [
+            *self._of_alone(),
+            *self._of_foreign(),
+            *self._of_left(),
+            *self._of_differences(),
+        ]
         is_clipped_early = any(update.changed_early() for update in self.mine)
         if not is_clipped_early:
             findings += self._of_lost()
@@ -269,7 +315,9 @@ class OptimizerAudit:
         mixed, unequal = list(self._of_mixed_losses()), list(self._of_unequal())
         yield from [*mixed, *unequal]
         yield from self._of_rounding()
-        self.scale = LossScale(self.gradients, self.ranks, self.updates, self.expect, bool(LOW & self.held), self.label)
+        self.scale = LossScale(
+            self.gradients, self.ranks, self.updates, self.expect, bool(LOW & self.held), self.label
+        )
         judged = list(self.scale.findings())
         if unequal:
             return
@@ -277,7 +325,9 @@ class OptimizerAudit:
             yield from (found for found in judged if found.level is not Level.GOOD)
             return
         yield from judged
-        doubts = [found for found in findings if found.level is Level.WARNING and found.topic != "skipped"]
+        doubts = [
+            found for found in findings if found.level is Level.WARNING and found.topic != "skipped"
+        ]
         is_clear = not is_in_part and not doubts
         if is_clear and self.scale.status != "unknown":
             self.status = self.scale.status
@@ -308,7 +358,8 @@ class OptimizerAudit:
                 for rank in self.updates
                 if number is not None
                 and (other := self._leaf(rank, gradient.leaves[0])) is not None
-                and self.ranks[rank].leaves[other].shape == self.ranks[self.first].leaves[number].shape
+                and self.ranks[rank].leaves[other].shape
+                == self.ranks[self.first].leaves[number].shape
             ]
             if len(same) > len(gradient.replicas):
                 text = "ranks begin with different values of the same parameters: no replicas, or never made equal"
@@ -319,14 +370,26 @@ class OptimizerAudit:
         present: dict[tuple[int, str], set[tuple[int, int]]] = {}
         for gradient in self.gradients:
             for leaf in gradient.leaves:
-                here = {(found.rank, found.micro_batch) for found in gradient.weights if found.is_present}
+                here = {
+                    (found.rank, found.micro_batch)
+                    for found in gradient.weights
+                    if found.is_present
+                }
                 present.setdefault((gradient.update, leaf), set()).update(here)
         missing: dict[str, list[tuple[int, int, int, int]]] = {}
         for gradient in self.gradients:
             for found in gradient.weights:
                 for leaf in gradient.leaves:
-                    if not found.is_present and (found.rank, found.micro_batch) in present[gradient.update, leaf]:
-                        place = gradient.update, gradient.gradient_of[0], found.rank, found.micro_batch
+                    if (
+                        not found.is_present
+                        and (found.rank, found.micro_batch) in present[gradient.update, leaf]
+                    ):
+                        place = (
+                            gradient.update,
+                            gradient.gradient_of[0],
+                            found.rank,
+                            found.micro_batch,
+                        )
                         missing.setdefault(leaf, []).append(place)
         if not missing:
             return
@@ -339,9 +402,13 @@ class OptimizerAudit:
         ranks = sorted({rank for _, rank, *_ in places})
         if all(self.drifts(leaf) is False for leaf in leaves):
             text = f"gradients of {which} differ between ranks, whose parameters are the same later ({share})"
-            yield self._say("not reduced", f"{text}: parameters may be averaged or broadcast instead")
+            yield self._say(
+                "not reduced", f"{text}: parameters may be averaged or broadcast instead"
+            )
             return
-        text = f"of rank {pattern(ranks)} missing on other ranks in the gradient of {which} ({share})"
+        text = (
+            f"of rank {pattern(ranks)} missing on other ranks in the gradient of {which} ({share})"
+        )
         if len(numbers) >= self.usual:
             yield self._accuse("not reduced", f"micro-batches {text}: replicas drift apart")
         else:
@@ -352,7 +419,11 @@ class OptimizerAudit:
         """Names of parameters, or that it is all of them."""
         everything = {leaf for gradient in self.gradients for leaf in gradient.leaves}
         if everything <= set(leaves):
-            return f"all {len(everything)} sampled parameters" if len(everything) > 1 else names(leaves)
+            return (
+                f"all {len(everything)} sampled parameters"
+                if len(everything) > 1
+                else names(leaves)
+            )
         return names(leaves)
 
     def _of_lost(self) -> Iterator[Finding]:
@@ -360,7 +431,9 @@ class OptimizerAudit:
         weights: dict[tuple[int, int, int], list[bool]] = {}
         for gradient in self.gradients:
             for found in gradient.weights:
-                weights.setdefault((gradient.update, found.rank, found.micro_batch), []).append(found.is_present)
+                weights.setdefault((gradient.update, found.rank, found.micro_batch), []).append(
+                    found.is_present
+                )
         lost: dict[tuple[int, int], list[int]] = {}
         for (update, rank, number), present in sorted(weights.items()):
             if not any(present):
@@ -372,7 +445,9 @@ class OptimizerAudit:
                 found_topics.add(finding.topic)
                 yield finding
 
-    def _of_lost_places(self, update: AuditedUpdate, number: int, rank: int, places: list[int]) -> Finding:
+    def _of_lost_places(
+        self, update: AuditedUpdate, number: int, rank: int, places: list[int]
+    ) -> Finding:
         cleared = " (cleared at Z)" if "Z" in update.events else ""
         shown = [place + 1 for place in places]
         text = f"micro-batches {shown} of update {number + 1} have weight 0 on rank {rank}: {update.events}{cleared}"
@@ -395,7 +470,9 @@ class OptimizerAudit:
         """Why it may be right that these are in no gradient; empty if nothing speaks for it."""
         if any(not is_finite(backward) for backward in rest):
             return "micro-batches beside them are not finite"
-        if rest and not {kind(backward) for backward in lost} <= {kind(backward) for backward in rest}:
+        if rest and not {kind(backward) for backward in lost} <= {
+            kind(backward) for backward in rest
+        }:
             return "their loss is another one"
         return ""
 
@@ -414,7 +491,10 @@ class OptimizerAudit:
         if rank != self.first:
             return bool(self._others)
         return any(
-            other is backward for updates in self._others.values() for update in updates for other in update.backwards
+            other is backward
+            for updates in self._others.values()
+            for update in updates
+            for other in update.backwards
         )
 
     def _of_left(self) -> Iterator[Finding]:
@@ -423,7 +503,8 @@ class OptimizerAudit:
         if not old:
             return
         share = (
-            f"{len({gradient.update for gradient in old})} of {len({gradient.update for gradient in self.gradients})}"
+            f"{len({gradient.update for gradient in old})} of "
+            f"{len({gradient.update for gradient in self.gradients})}"
         )
         leaves = sorted({leaf for gradient in old for leaf in gradient.left_in})
         text = f"{share} updates contain the gradient of the update before ({self._which(leaves)})"
@@ -432,7 +513,9 @@ class OptimizerAudit:
         if is_whole or all(abs(gradient.left - 1) < EQUAL for gradient in old):
             yield self._accuse("not cleared", text)
         else:
-            yield self._say("not cleared", f"{text}, with a weight of {old[0].left:.3g}: this may be meant")
+            yield self._say(
+                "not cleared", f"{text}, with a weight of {old[0].left:.3g}: this may be meant"
+            )
 
     def _of_differences(self) -> Iterator[Finding]:
         """Parameters whose coefficients are those of the others times a factor."""
@@ -471,19 +554,29 @@ class OptimizerAudit:
                 ]
                 foreign = [backward for backward in present if id(backward) in theirs]
                 if foreign and len(foreign) < len(present):
-                    yield self._mixed(gradient, foreign, len(present) - len(foreign), other[0].step.name)
+                    yield self._mixed(
+                        gradient, foreign, len(present) - len(foreign), other[0].step.name
+                    )
                     return
 
-    def _mixed(self, gradient: ExplainedGradient, foreign: list[Backward], num_own: int, optimizer: str) -> Finding:
+    def _mixed(
+        self, gradient: ExplainedGradient, foreign: list[Backward], num_own: int, optimizer: str
+    ) -> Finding:
         of_other = (
-            f"{plural(len(foreign), 'backward')} of a loss ({foreign[0].place}) that trains others by {optimizer}"
+            f"{plural(len(foreign), 'backward')} of a loss ({foreign[0].place}) that trains "
+            f"others by {optimizer}"
         )
         text = f"the gradient of {self._which(gradient.leaves)} has {of_other}, besides {num_own} of their own"
         return self._say("mixed losses", f"{text}: wrong if that loss is not meant to train them")
 
     def _of_rounding(self) -> Iterator[Finding]:
         residual = max(gradient.residual for gradient in self.gradients)
-        reduced = {name for update in self.mine for backward in update.backwards for name in backward.reduced}
+        reduced = {
+            name
+            for update in self.mine
+            for backward in update.backwards
+            for name in backward.reduced
+        }
         is_low = LOW & self.held or any(dtype in name for dtype in LOW for name in reduced)
         if not is_low and ROUNDED < residual <= MOST_ROUNDED:
             text = f"gradients differ from the sum of micro-gradients by {residual:.1e}, as if they were rounded"
@@ -496,7 +589,11 @@ class OptimizerAudit:
         for gradient in self.gradients:
             for rank in gradient.gradient_of:
                 weights = _own_weights(gradient, rank)
-                if len(weights) < 2 or not gradient.is_resolved or not self._have_equal_losses(rank, gradient.update):
+                if (
+                    len(weights) < 2
+                    or not gradient.is_resolved
+                    or not self._have_equal_losses(rank, gradient.update)
+                ):
                     continue
                 if max(weights) - min(weights) > 5 * EQUAL * max(map(abs, weights)):
                     shown = shown or (weights, gradient)
@@ -509,7 +606,9 @@ class OptimizerAudit:
             f"{' '.join(f'{weight:.4g}' for weight in weights[:12])}"
         )
         if divided:
-            yield self._accuse("divided again", f"{text}: the sum so far is divided before more is added to it")
+            yield self._accuse(
+                "divided again", f"{text}: the sum so far is divided before more is added to it"
+            )
         else:
             yield self._say("unequal weights", f"{text}: this may be meant")
 
@@ -525,7 +624,9 @@ def _same(first: Values, second: Values) -> bool:
 
 def _factor(gradient: ExplainedGradient, main: ExplainedGradient) -> float | None:
     """By what all weights differ; None if not by one factor."""
-    known = {(found.rank, found.micro_batch): found.weight for found in main.weights if found.is_present}
+    known = {
+        (found.rank, found.micro_batch): found.weight for found in main.weights if found.is_present
+    }
     found = {(weight.rank, weight.micro_batch): weight.weight for weight in gradient.weights}
     ratios = [found[place] / known[place] for place in found.keys() & known.keys()]
     if not ratios or max(ratios) - min(ratios) > EQUAL * max(map(abs, ratios)):

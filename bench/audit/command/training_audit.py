@@ -7,7 +7,12 @@ from statistics import mode
 
 from bench.audit.command.inside.records import Backward, End, Rank, Step
 from bench.audit.command.optimizer_audit import OptimizerAudit
-from bench.audit.command.update_windows import batches_per_backward, micro_batches, unused, updates_of
+from bench.audit.command.update_windows import (
+    batches_per_backward,
+    micro_batches,
+    unused,
+    updates_of,
+)
 from bench.findings import Finding, Level, error, good, note, warning
 from bench.formatting import plural
 
@@ -54,7 +59,9 @@ class TrainingAudit:
     @property
     def verdict(self) -> str:
         """The faults, or how far the training was judged."""
-        faults = list(dict.fromkeys(found.topic for found in self.findings if found.level is Level.ERROR))
+        faults = list(
+            dict.fromkeys(found.topic for found in self.findings if found.level is Level.ERROR)
+        )
         if faults:
             return ", ".join(faults)
         states = {optimizer.status for optimizer in self.optimizers}
@@ -82,23 +89,41 @@ class TrainingAudit:
 
     def _all(self) -> Iterator[Finding]:
         if len(self.ranks) < self.first.world:
-            yield warning("ranks missing", f"{len(self.ranks)} of {self.first.world} ranks ran a backward")
+            yield warning(
+                "ranks missing", f"{len(self.ranks)} of {self.first.world} ranks ran a backward"
+            )
         if any(rank.is_cut for rank in self.ranks.values()):
             yield warning(
-                "record cut", "the record of a rank ends within a line: its process was killed, or TMPDIR is full"
+                "record cut",
+                "the record of a rank ends within a line: its process was killed, or TMPDIR is full",
             )
         yield from self._of_facts()
         obstacles = list(self._obstacles())
         if obstacles:
             yield warning("not judged", obstacles[0])
             return
-        numbers = sorted({number for updates in self._updates.values() for number, found in updates.items() if found})
+        numbers = sorted(
+            {
+                number
+                for updates in self._updates.values()
+                for number, found in updates.items()
+                if found
+            }
+        )
         for number in numbers:
-            updates = {rank: found[number] for rank, found in self._updates.items() if found.get(number)}
+            updates = {
+                rank: found[number] for rank, found in self._updates.items() if found.get(number)
+            }
             first = next(iter(updates))
-            others = {other: found for other, found in self._updates[first].items() if other != number and found}
+            others = {
+                other: found
+                for other, found in self._updates[first].items()
+                if other != number and found
+            }
             is_idle = bool(self._idle(updates.keys()))
-            self.optimizers.append(OptimizerAudit(number, self.ranks, updates, others, self.expect, is_idle))
+            self.optimizers.append(
+                OptimizerAudit(number, self.ranks, updates, others, self.expect, is_idle)
+            )
         for optimizer in self.optimizers:
             yield from optimizer.findings
         yield from self._of_idle_ranks()
@@ -120,8 +145,15 @@ class TrainingAudit:
 
     def _of_facts(self) -> Iterator[Finding]:
         facts = self.first.facts
-        if "FullyShardedDataParallelPlugin" in facts and not {"FSDPParam", "FullyShardedDataParallel"} & facts.keys():
-            wrapper = "DistributedDataParallel" if "DistributedDataParallel" in facts else "no wrapper at all"
+        if (
+            "FullyShardedDataParallelPlugin" in facts
+            and not {"FSDPParam", "FullyShardedDataParallel"} & facts.keys()
+        ):
+            wrapper = (
+                "DistributedDataParallel"
+                if "DistributedDataParallel" in facts
+                else "no wrapper at all"
+            )
             text = f"a FullyShardedDataParallelPlugin was given, but no parameter is sharded: {wrapper} trains"
             yield error("not sharded", text)
 
@@ -145,7 +177,9 @@ class TrainingAudit:
         return [
             number
             for number, rank in self.ranks.items()
-            if number not in ranks and not rank.parallel and any(isinstance(event, Backward) for event in rank.events)
+            if number not in ranks
+            and not rank.parallel
+            and any(isinstance(event, Backward) for event in rank.events)
         ]
 
     def _drifting(self, optimizer: OptimizerAudit, idle: list[int]) -> str:
@@ -156,16 +190,29 @@ class TrainingAudit:
             found = [event.end for event in self.ranks[number].events if isinstance(event, End)]
             ends[number] = found[-1] if found else []
         is_reduced = all(
-            any(isinstance(event, Backward) and event.reduced for event in self.ranks[number].events) for number in ends
+            any(
+                isinstance(event, Backward) and event.reduced for event in self.ranks[number].events
+            )
+            for number in ends
         )
         for mine in optimizer.mine[0].step.owned:
             leaf = self.ranks[optimizer.first].leaves[mine]
             other = leaves.get(leaf.name)
-            if other is None or not is_reduced or mine >= len(ends[optimizer.first]) or other >= len(ends[idle[0]]):
+            if (
+                other is None
+                or not is_reduced
+                or mine >= len(ends[optimizer.first])
+                or other >= len(ends[idle[0]])
+            ):
                 continue
             start = self.ranks[idle[0]].leaves[other].start
             last = ends[optimizer.first][mine], ends[idle[0]][other]
-            if leaf.start is not None and leaf.start == start and None not in last and last[0] != last[1]:
+            if (
+                leaf.start is not None
+                and leaf.start == start
+                and None not in last
+                and last[0] != last[1]
+            ):
                 return leaf.name
         return ""
 
@@ -173,11 +220,16 @@ class TrainingAudit:
         count = max((unused(rank) for rank in self.ranks.values()), default=0)
         steps = [event for event in self.first.events if isinstance(event, Step)]
         if not steps:
-            yield warning("no update", f"{plural(count, 'backward')} led to no step of an optimizer of torch")
+            yield warning(
+                "no update", f"{plural(count, 'backward')} led to no step of an optimizer of torch"
+            )
         elif not self.first.leaves:
             yield warning("weights unknown", "no parameter was found in the graphs of the losses")
         else:
-            yield warning("weights unknown", "no optimizer that stepped updates a parameter that backwards add to")
+            yield warning(
+                "weights unknown",
+                "no optimizer that stepped updates a parameter that backwards add to",
+            )
 
     def _of_request(self) -> Iterator[Finding]:
         """Whether updates have the micro-batches that --expect or a framework asks for."""
@@ -209,13 +261,20 @@ class TrainingAudit:
         """Backwards at the end without a step, and windows of another length that are not sampled."""
         count = unused(self.first)
         if count:
-            yield warning("no update", f"{plural(count, 'micro-batch')} at the end led to no update")
+            yield warning(
+                "no update", f"{plural(count, 'micro-batch')} at the end led to no update"
+            )
         for optimizer in self.optimizers:
             usual = mode([update.step.backwards for update in optimizer.mine])
             for step in self._unsampled(optimizer.number):
                 if step.backwards != usual:
-                    text = f"update {step.update} has {step.backwards} backwards, others have {usual}"
-                    yield warning("not sampled", f"{optimizer.label}{text}; --updates {step.update} would sample it")
+                    text = (
+                        f"update {step.update} has {step.backwards} backwards, others have {usual}"
+                    )
+                    yield warning(
+                        "not sampled",
+                        f"{optimizer.label}{text}; --updates {step.update} would sample it",
+                    )
                     break
 
     def _unsampled(self, optimizer: int) -> list[Step]:
@@ -231,15 +290,21 @@ class TrainingAudit:
         for optimizer in self.optimizers:
             if self._copies_move(optimizer):
                 text = (
-                    "a copy of the parameters changes at every backward of an update, as if an average was moved then"
+                    "a copy of the parameters changes at every backward of an update, as if "
+                    "an average was moved then"
                 )
                 yield warning("moving average", f"{optimizer.label}{text}")
                 break
         backwards = [event for event in self.first.events if isinstance(event, Backward)]
-        contrasting = [event for event in backwards if any(criterion.in_batch for criterion in event.criteria)]
+        contrasting = [
+            event for event in backwards if any(criterion.in_batch for criterion in event.criteria)
+        ]
         if usual > 1 and len(contrasting) > len(backwards) / 2:
             text = "the rows of a micro-batch are contrasted with each other"
-            yield note("contrastive", f"{text}: it has fewer negatives than a batch of {usual} micro-batches")
+            yield note(
+                "contrastive",
+                f"{text}: it has fewer negatives than a batch of {usual} micro-batches",
+            )
 
     def _copies_move(self, optimizer: OptimizerAudit) -> bool:
         moving = 0
@@ -257,13 +322,19 @@ class TrainingAudit:
         sent = [sum(reduced.values()) for reduced in reductions]
         names = ", ".join(sorted({name for reduced in reductions for name in reduced}))
         places = ", ".join(str(place) for place, size in enumerate(sent, 1) if size)
-        text = f"{names} at backward {places} of {len(sent)}: {sum(sent):,} bytes per rank and update"
+        text = (
+            f"{names} at backward {places} of {len(sent)}: {sum(sent):,} bytes per rank and update"
+        )
         if self.first.world > 1 and not any(sent) and not self.first.parallel:
-            yield warning("no reduction seen", "no reduction of a floating-point tensor was seen in a window")
+            yield warning(
+                "no reduction seen", "no reduction of a floating-point tensor was seen in a window"
+            )
         elif all(sent) and len(sent) > 1:
             yield good("eager", f"{text}; once would be {sent[-1]:,}")
         elif any(sent) and len(sent) > 1:
-            yield good("deferred", f"{text}; at each backward it would be {len(sent) * max(sent):,}")
+            yield good(
+                "deferred", f"{text}; at each backward it would be {len(sent) * max(sent):,}"
+            )
         yield from self._of_bytes(reductions)
 
     def _of_bytes(self, reductions: list[dict[str, int]]) -> Iterator[Finding]:
@@ -274,7 +345,11 @@ class TrainingAudit:
         ((dtype, size),) = self.first.gradient_bytes.items()
         most = 0
         for reduced in reductions:
-            most = max(most, sum(bytes_ for name, bytes_ in reduced.items() if f" of {dtype} " in name))
+            most = max(
+                most, sum(bytes_ for name, bytes_ in reduced.items() if f" of {dtype} " in name)
+            )
         if 0 < most < size:
             text = f"{size - most:,} of the {size:,} bytes of gradients are never reduced"
-            yield warning("reduced less", f"{text}: a parameter that is not, or one without a gradient")
+            yield warning(
+                "reduced less", f"{text}: a parameter that is not, or one without a gradient"
+            )

@@ -48,7 +48,10 @@ class AuditedUpdate:
     def moves(self) -> bool:
         """Whether parameters change between its backwards."""
         later = self.backwards[1:]
-        return any(True in [backward.moved[leaf] for leaf in self._owned(backward.moved)] for backward in later)
+        return any(
+            True in [backward.moved[leaf] for leaf in self._owned(backward.moved)]
+            for backward in later
+        )
 
     def _owned(self, values: list[Values]) -> list[int]:
         return [leaf for leaf in self.step.owned if leaf < len(values)]
@@ -59,7 +62,9 @@ class AuditedUpdate:
         for place, clip in self.clips:
             for leaf, factor in enumerate(clip.factors):
                 is_changed = factor is not None and factor > CHANGED
-                if is_changed and any(added(backward, leaf) is not None for backward in self.backwards[place:]):
+                if is_changed and any(
+                    added(backward, leaf) is not None for backward in self.backwards[place:]
+                ):
                     leaves.add(leaf)
         return sorted(leaves)
 
@@ -130,7 +135,9 @@ class _Windows:
     def _on_step(self, step: Step) -> None:
         if self._backwards:
             events = self._events + "S"
-            self.updates.append(AuditedUpdate(len(self.updates), step, self._backwards, self._clips, events))
+            self.updates.append(
+                AuditedUpdate(len(self.updates), step, self._backwards, self._clips, events)
+            )
         if self.updates:
             _use(self.updates[-1], step)
         self._begin()
@@ -163,7 +170,9 @@ def unused(rank: Rank) -> int:
 
 def kind(backward: Backward) -> tuple[str, ...]:
     """What tells one loss from another: its criteria."""
-    return tuple(sorted(f"{criterion.node} {criterion.reduction}" for criterion in backward.criteria))
+    return tuple(
+        sorted(f"{criterion.node} {criterion.reduction}" for criterion in backward.criteria)
+    )
 
 
 def batches_per_backward(updates: list[AuditedUpdate]) -> float | None:

@@ -68,14 +68,21 @@ def lint(paths: Sequence[Path], options: LintOptions) -> list[LintFinding]:
             options.unknown.append(str(error).partition(";")[0])
         except InputError as error:
             _problem(error, files, options)
-    if not trainings and not options.problems and (len(files) == 1 or all(path.is_dir() for path in paths)):
+    if (
+        not trainings
+        and not options.problems
+        and (len(files) == 1 or all(path.is_dir() for path in paths))
+    ):
         raise InputError(_nothing_known(paths, files, options))
     if len(files) == len(paths):
         trainings = _together(trainings)
     named = _named(trainings)
     findings: list[LintFinding] = []
     for training in trainings:
-        is_part = training.config.reader is Reader.DEEPSPEED and Path(training.config.file).resolve() in named
+        is_part = (
+            training.config.reader is Reader.DEEPSPEED
+            and Path(training.config.file).resolve() in named
+        )
         if is_part:
             continue
         try:
@@ -118,13 +125,17 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
 def _files_of(folder: Path) -> Iterator[Path]:
     number = 0
     for place, below, names in os.walk(folder):  # does not follow links to folders
-        below[:] = sorted(name for name in below if not name.startswith(".") and name not in SKIPPED)
+        below[:] = sorted(
+            name for name in below if not name.startswith(".") and name not in SKIPPED
+        )
         for name in names:
             path = Path(place, name)
             if path.suffix[1:].lower() in CONFIGS | SCRIPTS and path.is_file():
                 number += 1
                 if number > MOST_FILES:
-                    raise InputError(f"{folder}: has more than {MOST_FILES} files that may be configs; name a part")
+                    raise InputError(
+                        f"{folder}: has more than {MOST_FILES} files that may be configs; name a part"
+                    )
                 yield path
 
 
@@ -193,7 +204,9 @@ def _subjects(training: _Training) -> Iterable[object]:
     config, options, launch = training.config, training.options, training.launch
     adapter = config.adapter
     if config.reader is Reader.LIGHTNING:
-        yield from lightning_rules.subjects(config.root, options, is_command_line=config.is_command_line)
+        yield from lightning_rules.subjects(
+            config.root, options, is_command_line=config.is_command_line
+        )
     elif config.reader is Reader.DEEPSPEED:
         yield from deepspeed_rules.subjects(config.root, options)
     elif config.reader is Reader.GPT_NEOX:

@@ -80,7 +80,9 @@ def world_size(root: ConfigPart, options: LintOptions) -> int | None:
     return processes
 
 
-def subjects(root: ConfigPart, options: LintOptions, trainer: ConfigPart | None = None) -> Iterator[object]:
+def subjects(
+    root: ConfigPart, options: LintOptions, trainer: ConfigPart | None = None
+) -> Iterator[object]:
     """What rules are about in a config of accelerate; ``trainer``: the TrainingArguments that are launched with it.
 
     Raises InputError for a wrong value.
@@ -103,14 +105,18 @@ def subjects(root: ConfigPart, options: LintOptions, trainer: ConfigPart | None 
         engine = deepspeed_config.read(given)
         yield from deepspeed_keys(given, options)
     elif place.given:
-        options.note(f"{place.file}:{place.line}: {place.key} {place.value} is not here, so it was not judged")
+        options.note(
+            f"{place.file}:{place.line}: {place.key} {place.value} is not here, so it was not judged"
+        )
         engine = dataclasses.replace(engine, is_known=False)
     yield AccelerateDeepSpeed(root, inner, given, engine, options, ranks, trainer)
     n = engine.accumulate
     if trainer is not None:
         arguments = TrainerArguments(trainer, options)
         n = arguments.accumulate
-        yield SameValue(engine.part.at("gradient_accumulation_steps"), n, "gradient_accumulation_steps")
+        yield SameValue(
+            engine.part.at("gradient_accumulation_steps"), n, "gradient_accumulation_steps"
+        )
         if engine.clip:  # accelerate drops a threshold of 0
             yield SameValue(engine.part.at("gradient_clipping"), arguments.clip, "max_grad_norm")
     precision = root.at("mixed_precision")
@@ -131,7 +137,9 @@ def _engine(inner: ConfigPart) -> DeepSpeedConfig:
     return DeepSpeedConfig(
         # Its keys are DeepSpeed's only in part; none of them is one that rules about sums look up.
         part=inner,
-        accumulate=inner.at("gradient_accumulation_steps").integer(most=LARGEST_ACCUMULATE, also=AUTO),
+        accumulate=inner.at("gradient_accumulation_steps").integer(
+            most=LARGEST_ACCUMULATE, also=AUTO
+        ),
         clip=None if clip.value == NONE else clip.number(also=AUTO),
         stage=2 if stage is None else stage,
         offload=inner.at("offload_optimizer_device").string() not in {None, NONE},
@@ -159,11 +167,17 @@ def _schedule(several: AccelerateRanks) -> Iterator[Found]:
     "MIS02",
     "accelerate: {mixed_precision: bf16, deepspeed_config: {deepspeed_config_file: ds.json}}, named: {}",
 )
-@says(ERROR, "settings beside deepspeed_config_file", f"{PLUGIN}._deepspeed_config_checks", stops=True)
+@says(
+    ERROR, "settings beside deepspeed_config_file", f"{PLUGIN}._deepspeed_config_checks", stops=True
+)
 def _beside(both: AccelerateDeepSpeed) -> Iterator[Found]:
     if both.file is None:
         return
-    settings = [key for key in known_keys()["deepspeed_config"] if not key.startswith(("deepspeed_", "zero3_init"))]
+    settings = [
+        key
+        for key in known_keys()["deepspeed_config"]
+        if not key.startswith(("deepspeed_", "zero3_init"))
+    ]
     name = both.inner.at("deepspeed_config_file").value
     for place in [*map(both.inner.at, settings), both.root.at("mixed_precision")]:
         if place.given:
@@ -212,7 +226,8 @@ def _silent_clip(both: AccelerateDeepSpeed) -> Iterator[Found]:
         return
     if not place.given and both.is_script:
         what = (
-            "gradient_clipping is not set: accelerate has DeepSpeed clip to norm 1.0 in a script, and Hugging Face's "
+            "gradient_clipping is not set: accelerate has DeepSpeed clip to norm 1.0 in a "
+            "script, and Hugging Face's "
         )
         what += "Trainer to max_grad_norm"
         yield Found(
@@ -225,7 +240,9 @@ def _silent_clip(both: AccelerateDeepSpeed) -> Iterator[Found]:
     elif both.engine.clip == 0:
         what = "accelerate drops a gradient_clipping of 0, and DeepSpeed then clips to norm 1.0"
         if both.trainer is not None:
-            what += f"; max_grad_norm {both.trainer.at('max_grad_norm').value or 1.0} is ignored too"
+            what += (
+                f"; max_grad_norm {both.trainer.at('max_grad_norm').value or 1.0} is ignored too"
+            )
         yield Found(place, what, f"remove gradient_clipping, and {nothing}", same)
 
 

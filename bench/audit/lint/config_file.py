@@ -78,7 +78,9 @@ class ConfigPart:
 
     def under(self, *keys: str) -> ConfigPart:
         """The part under keys that may contain dots."""
-        return ConfigPart(self.file, self.values, self.lines, self.path + keys, self.names, self.repeated)
+        return ConfigPart(
+            self.file, self.values, self.lines, self.path + keys, self.names, self.repeated
+        )
 
     @property
     def value(self) -> Any:
@@ -141,7 +143,9 @@ class ConfigPart:
             return list(self.value)
         return []
 
-    def renamed(self, places: Mapping[str, str], defaults: Mapping[str, Any] | None = None) -> ConfigPart:
+    def renamed(
+        self, places: Mapping[str, str], defaults: Mapping[str, Any] | None = None
+    ) -> ConfigPart:
         """The same values under other dotted keys: {new key: key under this part, or empty for this part itself}.
 
         A default is the value of a new key that the file does not set; its place is where the file
@@ -158,7 +162,9 @@ class ConfigPart:
             names[path] = part.key
             if part.given:
                 _put(values, path, part.value)
-                lines |= {path + place[len(part.path) :]: line for place, line in part._lines_below()}
+                lines |= {
+                    path + place[len(part.path) :]: line for place, line in part._lines_below()
+                }
         for key, default in (defaults or {}).items():
             path = tuple(key.split("."))
             if ConfigPart(self.file, values, {}, path).value is None:
@@ -172,9 +178,13 @@ class ConfigPart:
 
     def refuse(self, expected: str) -> NoReturn:
         """Raise InputError with file, line, key, value, and what would be right."""
-        raise InputError(f"{self.file}:{self.line}: {self.key} is {shown(self.value)}; it must be {expected}")
+        raise InputError(
+            f"{self.file}:{self.line}: {self.key} is {shown(self.value)}; it must be {expected}"
+        )
 
-    def checked(self, is_right: Callable[[Any], bool], expected: str, also: str | None = None) -> Any:
+    def checked(
+        self, is_right: Callable[[Any], bool], expected: str, also: str | None = None
+    ) -> Any:
         """The value, if it is right; None if it is missing, not known here, or the word ``also``."""
         value = self.value
         if value is None or value == also or self.unknown:
@@ -230,7 +240,9 @@ class ConfigPart:
         return found
 
     def zero_stage(self, also: str | None = None) -> int | None:
-        found: int | None = self.checked(lambda value: type(value) is int and 0 <= value <= 3, "0, 1, 2 or 3", also)
+        found: int | None = self.checked(
+            lambda value: type(value) is int and 0 <= value <= 3, "0, 1, 2 or 3", also
+        )
         return found
 
 
@@ -258,7 +270,9 @@ def read_file(file: Path) -> ConfigPart:
         found = "has no keys at the top level"
         if part.values is None:
             found = "is empty"
-        raise NoConfigError(f"{file}:1: {found}; it must be a mapping with the keys of a training config")
+        raise NoConfigError(
+            f"{file}:1: {found}; it must be a mapping with the keys of a training config"
+        )
     return part
 
 
@@ -278,12 +292,16 @@ def read_text(file: Path) -> str:
             reason = error.strerror or reason
         raise NotReadError(f"{file}: cannot be read ({reason}); {advice}") from error
     if len(content) > MAX_BYTES:
-        raise NoConfigError(f"{file}:1: is larger than {MAX_BYTES >> 10} KiB; a config must be smaller")
+        raise NoConfigError(
+            f"{file}:1: is larger than {MAX_BYTES >> 10} KiB; a config must be smaller"
+        )
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise NotReadError(f"{file}:{line}: is not UTF-8 text (byte {error.start}); {advice}") from error
+        raise NotReadError(
+            f"{file}:{line}: is not UTF-8 text (byte {error.start}); {advice}"
+        ) from error
 
 
 def _toml(text: str, file: str) -> ConfigPart:
@@ -347,7 +365,9 @@ def _loaded(text: str, file: str, *, is_json: bool) -> ConfigPart:
         kind = "plain YAML"
         if is_json:
             kind = "JSON"
-        raise NotReadError(f"{file}:{line}: is not {kind} ({str(error).splitlines()[0]})") from error
+        raise NotReadError(
+            f"{file}:{line}: is not {kind} ({str(error).splitlines()[0]})"
+        ) from error
     return ConfigPart(file, values, loader.lines, repeated=tuple(loader.repeated))
 
 
@@ -388,12 +408,21 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
         """The value of a node. Raises NotReadError for what is too large or too deep."""
         self.num_values += 1
         if self.num_values > MAX_VALUES:
-            raise self.error(node, f"has more than {MAX_VALUES} values with its aliases expanded; use fewer")
+            raise self.error(
+                node, f"has more than {MAX_VALUES} values with its aliases expanded; use fewer"
+            )
         if len(path) > MAX_DEPTH:
             raise self.error(node, TOO_DEEP)
-        if isinstance(node, yaml.SequenceNode) and (node.tag == self.DEFAULT_SEQUENCE_TAG or self.is_foreign(node)):
-            return [self.inside(item, (*path, str(index)), item) for index, item in enumerate(node.value)]
-        if isinstance(node, yaml.MappingNode) and (node.tag == self.DEFAULT_MAPPING_TAG or self.is_foreign(node)):
+        if isinstance(node, yaml.SequenceNode) and (
+            node.tag == self.DEFAULT_SEQUENCE_TAG or self.is_foreign(node)
+        ):
+            return [
+                self.inside(item, (*path, str(index)), item)
+                for index, item in enumerate(node.value)
+            ]
+        if isinstance(node, yaml.MappingNode) and (
+            node.tag == self.DEFAULT_MAPPING_TAG or self.is_foreign(node)
+        ):
             return self.mapping_of(node, path)
         if self.is_foreign(node):
             return f"${{{node.tag}}}"  # made by another program, so it is not known here
@@ -425,7 +454,9 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
                     value.tag,
                     value.value,
                 )
-                self.doubles.setdefault(id(node), []).append(Repeated((key,), line, first_line, is_same))
+                self.doubles.setdefault(id(node), []).append(
+                    Repeated((key,), line, first_line, is_same)
+                )
             first.setdefault(key, (line, value))
         return node
 
@@ -444,7 +475,9 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
                 return super().construct_object(node, deep)
             text = self.json[node.start_mark.index : node.end_mark.index]
             is_quoted = text.startswith('"')
-            if not is_quoted and not re.fullmatch(r"-?[\d.]+([eE][+-]?\d+)?|true|false|null|-?Infinity|NaN", text):
+            if not is_quoted and not re.fullmatch(
+                r"-?[\d.]+([eE][+-]?\d+)?|true|false|null|-?Infinity|NaN", text
+            ):
                 return f"${{{text}}}"  # a placeholder of a template
             return json.loads(text, strict=False)
         except (

@@ -179,7 +179,10 @@ def adapters() -> list[Adapter]:
     tables = tomllib.loads((Path(__file__).parent / "kinds.toml").read_text())
     found = []
     for table in tables.values():
-        words = {name: tuple(table.get(name, "").split()) for name in ("suffixes", "evidence", "without", "unknown")}
+        words = {
+            name: tuple(table.get(name, "").split())
+            for name in ("suffixes", "evidence", "without", "unknown")
+        }
         if "dtype_keys" in table:
             words["dtype_keys"] = tuple(table["dtype_keys"].split())
         found.append(Adapter(**{**table, **words, "reader": Reader(table["reader"])}))
@@ -227,7 +230,9 @@ def _is_like(root: ConfigPart, adapter: Adapter, suffix: str) -> bool:
 def _has_training_arguments(root: ConfigPart, least: int) -> bool:
     """Whether keys that only TrainingArguments have are there; ``num_train_epochs`` needs more beside it."""
     found = has(root, TRAINING_OWN)
-    is_wrapped = any(isinstance(root.at(key).value, dict) for key in ("num_train_epochs", *TRAINING_NEEDS[:2]))
+    is_wrapped = any(
+        isinstance(root.at(key).value, dict) for key in ("num_train_epochs", *TRAINING_NEEDS[:2])
+    )
     if is_wrapped:  # a log that Weights & Biases wrote has values beside descriptions
         return False
     if has(root, TRAINING_NEEDS):
@@ -257,7 +262,11 @@ def adapted(root: ConfigPart, adapter: Adapter) -> Config:
 
 def _accelerate(root: ConfigPart, suffix: str) -> Config | None:
     known = has(root, known_keys()["accelerate"])
-    if has(root, ACCELERATE_OWN[:2]) == 0 or known < 2 or _unknown_share(root, "accelerate") > MOST_UNKNOWN:
+    if (
+        has(root, ACCELERATE_OWN[:2]) == 0
+        or known < 2
+        or _unknown_share(root, "accelerate") > MOST_UNKNOWN
+    ):
         return None
     return Config("accelerate", Reader.ACCELERATE, root)
 
@@ -285,7 +294,11 @@ def _lightning(root: ConfigPart, suffix: str) -> Config | None:
             around = root.at(above)
         places = {"trainer": place}
         if place:
-            places |= {key: f"{above}.{key}".lstrip(".") for key in ("data", "model") if around.at(key).given}
+            places |= {
+                key: f"{above}.{key}".lstrip(".")
+                for key in ("data", "model")
+                if around.at(key).given
+            }
         is_cli = place in {"trainer", "fit.trainer"} and _is_of_command_line(around)
         title = "Lightning's Trainer"
         if is_cli:
@@ -308,7 +321,10 @@ def _is_of_command_line(around: ConfigPart) -> bool:
     """Whether LightningCLI wrote or reads the file: it names classes by ``class_path``, and has keys of its own."""
     if has(around, ("seed_everything", "ckpt_path")):
         return True
-    return any(has(around, (f"{name}.class_path",)) for name in ("model", "data", "optimizer", "lr_scheduler"))
+    return any(
+        has(around, (f"{name}.class_path",))
+        for name in ("model", "data", "optimizer", "lr_scheduler")
+    )
 
 
 def _unknown_share(part: ConfigPart, table: str) -> float:

@@ -51,7 +51,9 @@ class DeepSpeedConfig:
         """Keys whose value is 'auto'."""
         return [key for key in AUTO_KEYS if self.part.at(key).value == AUTO]
 
-    def with_dtypes(self, above: Collection[str], *, auto: bool = True, missing: bool = True) -> DeepSpeedConfig:
+    def with_dtypes(
+        self, above: Collection[str], *, auto: bool = True, missing: bool = True
+    ) -> DeepSpeedConfig:
         """The config with the dtypes of the framework above it, which fills in 'auto', or what is missing, or both."""
 
         def is_on(name: str, *, given: bool) -> bool:
@@ -63,7 +65,9 @@ class DeepSpeedConfig:
                 return name in above
             return given
 
-        return dataclasses.replace(self, bf16=is_on("bf16", given=self.bf16), fp16=is_on("fp16", given=self.fp16))
+        return dataclasses.replace(
+            self, bf16=is_on("bf16", given=self.bf16), fp16=is_on("fp16", given=self.fp16)
+        )
 
 
 def _bf16_key(part: ConfigPart) -> str:
@@ -83,7 +87,9 @@ def read(part: ConfigPart) -> DeepSpeedConfig:
         part=part,
         batch=part.at("train_batch_size").integer(also=AUTO),
         micro_batch=part.at("train_micro_batch_size_per_gpu").integer(also=AUTO),
-        accumulate=part.at("gradient_accumulation_steps").integer(most=LARGEST_ACCUMULATE, also=AUTO),
+        accumulate=part.at("gradient_accumulation_steps").integer(
+            most=LARGEST_ACCUMULATE, also=AUTO
+        ),
         clip=part.at("gradient_clipping").number(also=AUTO),
         stage=part.at("zero_optimization.stage").zero_stage(also=AUTO) or 0,
         offload=offload.given and offload.at("device").string() not in {None, "none"},

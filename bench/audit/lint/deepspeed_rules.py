@@ -57,7 +57,8 @@ def subjects(part: ConfigPart, options: LintOptions) -> Iterator[object]:
 def _note_autos(config: DeepSpeedConfig, accumulate: int | None, options: LintOptions) -> None:
     """Say that "auto" leaves most of the config to the arguments that are used with it."""
     line = (
-        f"{config.part.file}: 'auto' leaves {', '.join(config.autos)} to the arguments that are used with it, so what "
+        f"{config.part.file}: 'auto' leaves {', '.join(config.autos)} to the arguments that "
+        "are used with it, so what "
     )
     line += "depends on them was not judged; lint the TrainingArguments or the script that names this file too"
     is_16_bits = config.bf16 or "bf16.enabled" in config.autos
@@ -78,16 +79,24 @@ def neox_subjects(part: ConfigPart, options: LintOptions) -> Iterator[object]:
     yield from repeated_keys(part)
     is_bf16 = config.bf16 or part.at("precision").value == "bfloat16"
     config = dataclasses.replace(config, bf16=is_bf16)
-    yield GradientSum(config, config.accumulate or 1, options, None, part.at("precision"), is_fork=True)
+    yield GradientSum(
+        config, config.accumulate or 1, options, None, part.at("precision"), is_fork=True
+    )
 
 
 @rule(DeepSpeedAlone, "BAT02", "deepspeed: {train_micro_batch_size_per_gpu: null}")
 @says(INFO, "no batch size", f"{ENGINE_CONFIG} _set_batch_related_parameters")
 def _no_batch_size(training: DeepSpeedAlone) -> Iterator[Found]:
     config, sizes = training.config, {"train_batch_size", "train_micro_batch_size_per_gpu"}
-    if config.batch is None and config.micro_batch is None and not any(config.part.at(key).given for key in sizes):
+    if (
+        config.batch is None
+        and config.micro_batch is None
+        and not any(config.part.at(key).given for key in sizes)
+    ):
         what = "deepspeed.initialize refuses a config without a batch size; Lightning and accelerate fill it in"
-        fix = "set train_micro_batch_size_per_gpu, or lint the Lightning config that names this file"
+        fix = (
+            "set train_micro_batch_size_per_gpu, or lint the Lightning config that names this file"
+        )
         yield Found(config.part.at("train_micro_batch_size_per_gpu"), what, fix)
 
 
@@ -133,7 +142,8 @@ def _silent_clip(training: DeepSpeedAlone) -> Iterator[Found]:
         f"gradient_clipping is not set: unless the program sets it, DeepSpeed {used} clips to norm 1.0, which versions "
         "before 0.19.3 did not",
         'set "gradient_clipping" to 0.0 to clip nothing, or to the threshold that is meant',
-        small.command("deepspeed-zero2-eager", clip=small.clip) + " (shows what a threshold does; the default is 1.0)",
+        small.command("deepspeed-zero2-eager", clip=small.clip)
+        + " (shows what a threshold does; the default is 1.0)",
         WARNING if is_complete else INFO,
     )
 

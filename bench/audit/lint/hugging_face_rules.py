@@ -67,7 +67,9 @@ class TrainerArguments:
             part.at("accelerator_config").mapping()
         num_steps = part.at(KWARGS).mapping().at("num_steps")
         steps = part.at("gradient_accumulation_steps")
-        inner, outer = (place.integer(most=LARGEST_ACCUMULATE, also=AUTO) for place in (num_steps, steps))
+        inner, outer = (
+            place.integer(most=LARGEST_ACCUMULATE, also=AUTO) for place in (num_steps, steps)
+        )
         self.accumulate = max(outer or 1, inner or 1)
         """N; 1 if it is unknown."""
         self.known_accumulate = outer
@@ -86,7 +88,10 @@ class TrainerArguments:
         """0 for no limit."""
         self.total_steps = self.max_steps
         """Optimizer steps of the whole training; 0 if they cannot be calculated."""
-        unknown = [part.at(name).unknown for name in ("max_steps", "num_train_epochs", "gradient_accumulation_steps")]
+        unknown = [
+            part.at(name).unknown
+            for name in ("max_steps", "num_train_epochs", "gradient_accumulation_steps")
+        ]
         if self.max_steps or any(unknown):
             pass
         elif options.samples and (self.world_size or self.is_split):
@@ -194,12 +199,16 @@ def subjects(
     if part.at("deepspeed").given and arguments.given is None:
         place = part.at("deepspeed")
         if place.value not in (False, ""):
-            options.note(f"{place.file}:{place.line}: the DeepSpeed config {place.value} is not here, and not judged")
+            options.note(
+                f"{place.file}:{place.line}: the DeepSpeed config {place.value} is not here, and not judged"
+            )
     if arguments.given is not None:
         yield from _with_deepspeed(arguments, arguments.given, options)
 
 
-def _with_deepspeed(arguments: TrainerArguments, given: ConfigPart, options: LintOptions) -> Iterator[object]:
+def _with_deepspeed(
+    arguments: TrainerArguments, given: ConfigPart, options: LintOptions
+) -> Iterator[object]:
     """What rules are about in the DeepSpeed config of the Trainer."""
     engine = deepspeed_config.read(given)
     yield from repeated_keys(given, is_deepspeed=True)
@@ -210,7 +219,9 @@ def _with_deepspeed(arguments: TrainerArguments, given: ConfigPart, options: Lin
         together = micro * n * ranks
     yield SameValue(given.at("gradient_accumulation_steps"), n, "gradient_accumulation_steps")
     if not arguments.part.at("auto_find_batch_size").value:
-        yield SameValue(given.at("train_micro_batch_size_per_gpu"), micro, "per_device_train_batch_size")
+        yield SameValue(
+            given.at("train_micro_batch_size_per_gpu"), micro, "per_device_train_batch_size"
+        )
         product = "per_device_train_batch_size x gradient_accumulation_steps x ranks"
         yield SameValue(given.at("train_batch_size"), together, product)
     yield SameValue(given.at("gradient_clipping"), arguments.clip, "max_grad_norm")
@@ -218,7 +229,9 @@ def _with_deepspeed(arguments: TrainerArguments, given: ConfigPart, options: Lin
         if arguments.part.at(name).given or arguments.has_plain_defaults:
             yield SameValue(given.at(f"{name}.enabled"), is_on, name)
     chosen = [name for name, is_on in arguments.dtypes.items() if is_on]
-    yield GradientSum(engine.with_dtypes(chosen, missing=False), arguments.accumulate, options, ranks)
+    yield GradientSum(
+        engine.with_dtypes(chosen, missing=False), arguments.accumulate, options, ranks
+    )
 
 
 MISMATCH = "transformers/integrations/deepspeed.py trainer_config_finalize"
@@ -240,7 +253,9 @@ def _differ(same: SameValue) -> Iterator[Found]:
             given = str(value).lower()
         arguments = f"{same.name} of TrainingArguments is {given}"
         name = place.key.removeprefix("deepspeed.")
-        what = f"the Trainer raises ValueError: {name} is {str(place.value).lower()}, and {arguments}"
+        what = (
+            f"the Trainer raises ValueError: {name} is {str(place.value).lower()}, and {arguments}"
+        )
         yield Found(place, what, 'set it to "auto", or remove it')
 
 
@@ -269,7 +284,8 @@ def _parameters_in_16_bits(arguments: TrainerArguments) -> Iterator[Found]:
         return
     place, dtype = found
     fix = (
-        f"load the parameters in float32 ({place.name}); bf16 or fp16 of TrainingArguments then still train in 16 bits"
+        f"load the parameters in float32 ({place.name}); bf16 or fp16 of TrainingArguments "
+        "then still train in 16 bits"
     )
     same = "print the dtype of the parameters' .grad before the first step"
     for each in in_16_bits(place, arguments.accumulate, dtype, fix):
@@ -285,7 +301,9 @@ def _optimizer(arguments: TrainerArguments) -> Iterator[Found]:
     place, n = arguments.part.at("optim"), arguments.accumulate
     name = (place.string() or "").lower()
     if n > 1 and name.endswith("layerwise"):
-        what = f"the Trainer raises ValueError: {name} steps inside backward, so it cannot accumulate"
+        what = (
+            f"the Trainer raises ValueError: {name} steps inside backward, so it cannot accumulate"
+        )
         fix = f"use {name.removesuffix('_layerwise')}, or set gradient_accumulation_steps to 1"
         yield Found(place, what, fix, f"{STOPS}: {LAYERWISE}", code="OPT02")
     elif n > 1 and name in {"lomo", "adalomo"}:

@@ -83,7 +83,9 @@ class RepeatedKey:
     """Whether DeepSpeed reads the file, which refuses it; other readers take the last value."""
 
 
-@rule(RepeatedKey, "KEY03", "hugging_face: {}, text: {hugging_face: 'gradient_accumulation_steps: 8'}")
+@rule(
+    RepeatedKey, "KEY03", "hugging_face: {}, text: {hugging_face: 'gradient_accumulation_steps: 8'}"
+)
 @says(WARNING, "key given twice", f"yaml/constructor.py construct_mapping; {REPEATED}")
 def _repeated(key: RepeatedKey) -> Iterator[Found]:
     place, first = key.part, key.first_line

@@ -102,7 +102,9 @@ def _logical_lines(text: str) -> Iterator[list[Word]]:
         if not pieces and stripped.lstrip().startswith("#"):
             continue
         continues = stripped.endswith("\\")
-        pieces.append((number, SUBSTITUTION.sub("${command}", stripped[:-1] if continues else stripped)))
+        pieces.append(
+            (number, SUBSTITUTION.sub("${command}", stripped[:-1] if continues else stripped))
+        )
         if continues and len(pieces) < MAX_LINES:
             continue
         words = _words(pieces)
@@ -147,7 +149,9 @@ def _note_assignments(words: Sequence[Word], variables: _Variables) -> None:
         name, more, value = match.groups()
         is_alone = place == len(texts) - 1 or ASSIGNMENT.match(texts[place + 1]) is not None
         value = variables.expand(value)
-        is_plain = not more and not re.search(r"[$`(]", value) and (is_alone or place > 0 or bool(value))
+        is_plain = (
+            not more and not re.search(r"[$`(]", value) and (is_alone or place > 0 or bool(value))
+        )
         variables.assign(name, value if is_plain else None)
 
 
@@ -157,7 +161,11 @@ def _between_ends(words: Sequence[Word]) -> Iterator[list[Word]]:
     for word in words:
         redirection = REDIRECTION.match(word.text)
         if redirection is not None or is_target:
-            is_target = redirection is not None and redirection.group() == word.text and not redirection.group(3)
+            is_target = (
+                redirection is not None
+                and redirection.group() == word.text
+                and not redirection.group(3)
+            )
             continue
         if word.text in ENDS:
             yield command

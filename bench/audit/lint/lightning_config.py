@@ -42,17 +42,25 @@ class LightningConfig:
         differently."""
         self.engine = _engine(trainer.at("strategy"))
         """What DeepSpeed is told; None with another strategy."""
-        self.accumulate = trainer.at("accumulate_grad_batches").integer(most=LARGEST_ACCUMULATE) or 1
+        self.accumulate = (
+            trainer.at("accumulate_grad_batches").integer(most=LARGEST_ACCUMULATE) or 1
+        )
         self.world_size = options.world_size or _world_size(trainer)
-        data = [part for part in (root.at("data"), root.at("model")) if isinstance(part.value, dict)]
+        data = [
+            part for part in (root.at("data"), root.at("model")) if isinstance(part.value, dict)
+        ]
         self.batch_size = options.batch_size or _first_integer(data, BATCH_SIZES)
-        samples = options.samples or _first_integer([part for part in data if part.name == "data"], SAMPLES)
+        samples = options.samples or _first_integer(
+            [part for part in data if part.name == "data"], SAMPLES
+        )
         self.drop_last = any(value is True for _, value in _named(data, ("drop_last",)))
         self.limit = trainer.at("limit_train_batches")
         """What limits NB."""
         if trainer.at("overfit_batches").value:
             self.limit = trainer.at("overfit_batches")
-        self.num_batches = _num_batches(self.limit, samples, self.batch_size, self.world_size, drop_last=self.drop_last)
+        self.num_batches = _num_batches(
+            self.limit, samples, self.batch_size, self.world_size, drop_last=self.drop_last
+        )
         """NB."""
         self._read_limits(trainer)
         self._read_clipping(trainer)
@@ -69,13 +77,17 @@ class LightningConfig:
         self.dev_run = 0
         """Micro-batches of ``fast_dev_run``, which trains these and logs nothing; 0 if it is
         off."""
-        if self.limit.name != "overfit_batches":  # which Lightning does not let it limit (trainer/setup.py)
+        if (
+            self.limit.name != "overfit_batches"
+        ):  # which Lightning does not let it limit (trainer/setup.py)
             self.dev_run = _dev_run(trainer.at("fast_dev_run"))
         log_every = trainer.at("log_every_n_steps").integer(least=0)
         self.log_every = DEFAULT_LOG_EVERY if log_every is None else log_every
         max_steps = trainer.at("max_steps").integer(least=-1)
         self.max_steps = None if max_steps == -1 else max_steps
-        self.knows_end = not any(trainer.at(name).unknown for name in ("max_epochs", "max_steps", "max_time"))
+        self.knows_end = not any(
+            trainer.at(name).unknown for name in ("max_epochs", "max_steps", "max_time")
+        )
         """Whether the config itself says what ends the training."""
         self.knows_accumulate = not trainer.at("accumulate_grad_batches").unknown
 
@@ -118,7 +130,12 @@ class LightningConfig:
     @property
     def windows(self) -> TrainingPlan | None:
         """The windows of an epoch; None if NB is unknown, N changes, or nothing is trained but a ``fast_dev_run``."""
-        if self.num_batches is None or self.schedule is not None or self.dev_run or not self.knows_accumulate:
+        if (
+            self.num_batches is None
+            or self.schedule is not None
+            or self.dev_run
+            or not self.knows_accumulate
+        ):
             return None
         return windows_of(self.num_batches, self.accumulate)
 
@@ -130,7 +147,9 @@ class LightningConfig:
             return None
         if epochs is None and self.max_steps is None:
             return None
-        return calculate(dataclasses.replace(self.windows, epochs=epochs, max_steps=self.max_steps), self.rule)
+        return calculate(
+            dataclasses.replace(self.windows, epochs=epochs, max_steps=self.max_steps), self.rule
+        )
 
     @property
     def rule(self) -> StepRule:
@@ -194,7 +213,9 @@ def _world_size(trainer: ConfigPart) -> int | None:
     return None
 
 
-def _named(parts: list[ConfigPart], names: tuple[str, ...], depth: int = 4) -> Iterator[tuple[ConfigPart, Any]]:
+def _named(
+    parts: list[ConfigPart], names: tuple[str, ...], depth: int = 4
+) -> Iterator[tuple[ConfigPart, Any]]:
     """The values with these names under the parts, the shallowest first, except those not about training."""
     for name in names:
         for part in parts:

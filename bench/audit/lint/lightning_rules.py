@@ -23,7 +23,9 @@ LARGEST_CLIP = 1e6
 STRATEGY = "lightning/pytorch/strategies/deepspeed.py"
 FORMATS = f"{STRATEGY} _format_batch_size_and_grad_accum_config"
 SCHEDULER = "lightning/pytorch/callbacks/gradient_accumulation_scheduler.py"
-TWO_FACTORS = f"{SCHEDULER} on_train_start; transformers/trainer.py create_accelerator_and_postprocess"
+TWO_FACTORS = (
+    f"{SCHEDULER} on_train_start; transformers/trainer.py create_accelerator_and_postprocess"
+)
 FSDP_CLIP = "lightning/pytorch/plugins/precision/fsdp.py"
 
 
@@ -37,7 +39,13 @@ class LightningDeepSpeed:
 
 def in_strategy(config: str, more: str = "") -> str:
     """The example with this DeepSpeed config under Lightning, and further keys of the Trainer."""
-    return "lightning: {strategy: {class_path: DeepSpeedStrategy, init_args: {config: {" + config + "}}}" + more + "}"
+    return (
+        "lightning: {strategy: {class_path: DeepSpeedStrategy, init_args: {config: {"
+        + config
+        + "}}}"
+        + more
+        + "}"
+    )
 
 
 @dataclass(frozen=True)
@@ -48,7 +56,9 @@ class RemovedArgument:
     options: LintOptions
 
 
-def subjects(root: ConfigPart, options: LintOptions, *, is_command_line: bool = True) -> Iterator[object]:
+def subjects(
+    root: ConfigPart, options: LintOptions, *, is_command_line: bool = True
+) -> Iterator[object]:
     """What rules are about in a config of Lightning, which LightningCLI reads or another program.
 
     Raises InputError for a wrong value.
@@ -69,13 +79,17 @@ def subjects(root: ConfigPart, options: LintOptions, *, is_command_line: bool = 
     for key in ("accumulate_grad_batches", "max_epochs", "max_steps", "strategy"):
         if training.trainer.at(key).unknown:
             place = training.trainer.at(key)
-            options.note(f"{place.file}:{place.line}: {place.key} is filled in elsewhere, so its rules were not tried")
+            options.note(
+                f"{place.file}:{place.line}: {place.key} is filled in elsewhere, so its rules were not tried"
+            )
     if engine is not None:
         if isinstance(engine.part.value, dict):
             yield from deepspeed_keys(engine.part, options)
         elif not engine.is_known:
             place = engine.part
-            options.note(f"{place.file}:{place.line}: the DeepSpeed config {place.value} is not here, and not judged")
+            options.note(
+                f"{place.file}:{place.line}: the DeepSpeed config {place.value} is not here, and not judged"
+            )
         yield LightningDeepSpeed(training, engine)
         if training.schedule is None and engine.is_known:
             yield _sum(training, engine)
@@ -84,7 +98,11 @@ def subjects(root: ConfigPart, options: LintOptions, *, is_command_line: bool = 
 
 def _sum(training: LightningConfig, engine: DeepSpeedConfig) -> GradientSum:
     """Sums under DeepSpeed, whose dtype is the Trainer's precision unless its own config has that dtype's part."""
-    names = [name for name, start in (("bf16", "bf16"), ("fp16", "16")) if training.precision.startswith(start)]
+    names = [
+        name
+        for name, start in (("bf16", "bf16"), ("fp16", "16"))
+        if training.precision.startswith(start)
+    ]
     filled = engine
     if names:
         filled = engine.with_dtypes(names, auto=False)
@@ -115,7 +133,9 @@ def _parameters_in_16_bits(training: LightningConfig) -> Iterator[Found]:
     "SCH01",
     "lightning: {strategy: deepspeed, callbacks: GradientAccumulationScheduler}",
 )
-@says(ERROR, "GradientAccumulationScheduler with DeepSpeed", f"{SCHEDULER} on_train_start", stops=True)
+@says(
+    ERROR, "GradientAccumulationScheduler with DeepSpeed", f"{SCHEDULER} on_train_start", stops=True
+)
 @rule(LightningConfig, "SCH02", "lightning: {callbacks: GradientAccumulationScheduler}")
 @says(ERROR, "two accumulation factors", TWO_FACTORS, stops=True)
 @rule(
@@ -124,7 +144,9 @@ def _parameters_in_16_bits(training: LightningConfig) -> Iterator[Found]:
     "lightning: {accumulate_grad_batches: 1, callbacks: "
     "{class_path: GradientAccumulationScheduler, init_args: {scheduling: {0: 2}}}}",
 )
-@says(INFO, "estimated number of steps ignores that N changes", "lightning/pytorch/trainer/trainer.py")
+@says(
+    INFO, "estimated number of steps ignores that N changes", "lightning/pytorch/trainer/trainer.py"
+)
 def _schedule(training: LightningConfig) -> Iterator[Found]:
     place = training.schedule
     if place is None:
@@ -134,8 +156,13 @@ def _schedule(training: LightningConfig) -> Iterator[Found]:
         return
     if not all(epoch.isdecimal() for epoch in scheduling.value or ()):
         scheduling.refuse("a mapping of epochs, counted from 0, to accumulation factors")
-    factors = {int(epoch[:15]): scheduling.at(epoch).integer() or 1 for epoch in scheduling.value or ()}
-    plan = ", ".join(f"N = {factor} from epoch {epoch}" for epoch, factor in sorted(factors.items())) or "its schedule"
+    factors = {
+        int(epoch[:15]): scheduling.at(epoch).integer() or 1 for epoch in scheduling.value or ()
+    }
+    plan = (
+        ", ".join(f"N = {factor} from epoch {epoch}" for epoch, factor in sorted(factors.items()))
+        or "its schedule"
+    )
     if training.engine is not None:
         what = f"Lightning raises RuntimeError: DeepSpeed's N cannot change between epochs ({plan})"
         fix = "remove the callback and set trainer.accumulate_grad_batches, or use DDP or FSDP2"
@@ -258,7 +285,13 @@ def _batch_sizes(both: LightningDeepSpeed) -> Iterator[Found]:
         training.world_size,
         training.accumulate,
     )
-    if engine.batch is not None and micro and ranks and training.schedule is None and engine.batch != micro * n * ranks:
+    if (
+        engine.batch is not None
+        and micro
+        and ranks
+        and training.schedule is None
+        and engine.batch != micro * n * ranks
+    ):
         product = f"micro-batch {micro} x accumulate_grad_batches {n} x ranks {ranks} = {micro * n * ranks}"
         what = f"DeepSpeed refuses train_batch_size {engine.batch}: it is not {product}"
         yield Found(
@@ -320,7 +353,11 @@ TWICE = f"lightning/pytorch/loops/optimization/automatic.py; {ENGINE} backward"
 def _twice(both: LightningDeepSpeed) -> Iterator[Found]:
     """The loss is divided by N in Lightning's closure and again in the engine's backward."""
     training, n, backend = both.training, both.training.accumulate, both.training.backend
-    if n == 1 or training.schedule is not None or not holds("loss-divided-twice", training.options.lightning):
+    if (
+        n == 1
+        or training.schedule is not None
+        or not holds("loss-divided-twice", training.options.lightning)
+    ):
         return
     small = SmallRun.of(n)
     corrected = []
@@ -339,7 +376,10 @@ def _twice(both: LightningDeepSpeed) -> Iterator[Found]:
         place, clip = training.trainer.at("gradient_clip_val"), training.clip
     if clip and clip <= LARGEST_CLIP:
         what = (
-            f"the gradient is {n} times too small (DBL01): only a norm above {n} x {clip:g} = {n * clip:g} is clipped"
+            f"the gradient is {n} times too small (DBL01): only a norm above {n} x {clip:g} = "
+            f"{n * clip:g} is clipped"
         )
         fix = f"correct the loss (DBL01), or clip at {clip:g} / {n} = {clip / n:g}"
-        yield Found(place, what, fix, small.command("lightning-ddp", backend, clip=small.clip), code="DBL02")
+        yield Found(
+            place, what, fix, small.command("lightning-ddp", backend, clip=small.clip), code="DBL02"
+        )

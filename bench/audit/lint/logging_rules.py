@@ -109,7 +109,9 @@ class Rates:
     def right(self, window: int, most: float) -> list[int]:
         """The nearest values of ``window_size`` up to ``most`` that are exact."""
         k = (window - 1) // self.period
-        return [size * self.period + 1 for size in (k, k + 1) if size and size * self.period + 1 <= most]
+        return [
+            size * self.period + 1 for size in (k, k + 1) if size and size * self.period + 1 <= most
+        ]
 
     def shortened(self, window: int) -> Rates:
         """A shorter training, which logs every step, whose rates are wrong with the same ``window_size``."""
@@ -125,7 +127,8 @@ LONGEST = 400
 """Micro-batches between two logs of a training that is its own proof, some seconds."""
 LOGGER = "lightning/pytorch/trainer/connectors/logger_connector/logger_connector.py"
 INVERTED_CHECK = (
-    "lightning 2.2.0 pytorch/callbacks/throughput_monitor.py setup; Lightning #19461, fixed in 2.2.1 by #19470"
+    "lightning 2.2.0 pytorch/callbacks/throughput_monitor.py setup; Lightning #19461, fixed "
+    "in 2.2.1 by #19470"
 )
 THROUGHPUT = "lightning/fabric/utilities/throughput.py Throughput"
 
@@ -271,7 +274,9 @@ def _rates(training: LightningConfig) -> Iterator[Found]:
     found = rates.ratios(window)
     if training.accumulate == 1 or not every or found is None or found.is_right:
         return
-    span = f"the {window - 1} intervals between micro-batches of window_size {window}{_default(place)}"
+    span = (
+        f"the {window - 1} intervals between micro-batches of window_size {window}{_default(place)}"
+    )
     low = f"{found.low:.3f} to "
     if f"{found.low:.3f}" == f"{found.high:.3f}":
         low = ""
@@ -281,7 +286,9 @@ def _rates(training: LightningConfig) -> Iterator[Found]:
     if rates.tail and rates.safe <= most:
         fixes.append(f"set window_size to at least {rates.safe}, where the error is small")
     if not fixes:
-        fixes.append(f"train longer, and set window_size to {rates.period + 1}: k x {rates.period} + 1")
+        fixes.append(
+            f"train longer, and set window_size to {rates.period + 1}: k x {rates.period} + 1"
+        )
     small = rates.shortened(window)
     yield Found(
         place,
@@ -319,12 +326,18 @@ def _never_logged(
             most = _micro_batches(training, plan, last)
     if most < window:
         if sizes := rates.right(most, most):
-            fixes.append(f"set window_size to {sizes[0]}, or another k x {rates.period} + 1 up to {most}")
+            fixes.append(
+                f"set window_size to {sizes[0]}, or another k x {rates.period} + 1 up to {most}"
+            )
         elif rates.safe <= most:
             fixes.append(f"set window_size to {rates.safe} to {most}")
         else:
-            fixes.append(f"train longer, and set window_size to {rates.period + 1}: k x {rates.period} + 1")
-    what = f"{when}, but a rate needs {window} micro-batches{_default(place)}: no rate is ever logged"
+            fixes.append(
+                f"train longer, and set window_size to {rates.period + 1}: k x {rates.period} + 1"
+            )
+    what = (
+        f"{when}, but a rate needs {window} micro-batches{_default(place)}: no rate is ever logged"
+    )
     return Found(
         place,
         what,

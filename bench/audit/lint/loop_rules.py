@@ -89,7 +89,9 @@ def _sixteen_bit_sums(loop: OwnLoop) -> Iterator[Found]:
         return
     place = loop.part.at("parameters")
     for each in in_16_bits(place, loop.accumulate or 1, loop.parameters, loop.adapter.fix):
-        what = f"{loop.adapter.title} keeps parameters and gradients in {loop.parameters}: {each.what}"
+        what = (
+            f"{loop.adapter.title} keeps parameters and gradients in {loop.parameters}: {each.what}"
+        )
         yield each._replace(what=what)
 
 
@@ -103,7 +105,9 @@ def _fused(loop: OwnLoop) -> Iterator[Found]:
     if n > 1 and place.value is True:
         what = f"{loop.adapter.title} raises RuntimeError: an optimizer that steps inside backward cannot accumulate"
         number = loop.part.at("accumulate").name
-        yield Found(place, what, f"set {place.name} to false, or {number} to 1", f"{STOPS}: {RECIPE}")
+        yield Found(
+            place, what, f"set {place.name} to false, or {number} to 1", f"{STOPS}: {RECIPE}"
+        )
 
 
 @rule(OwnLoop, "CLP05", "torchtune: {optimizer_in_bwd: true, clip_grad_norm: 1.0, dtype: fp32}")

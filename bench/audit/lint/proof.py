@@ -27,13 +27,16 @@ def deepspeed(used: UsedVersion) -> str:
     return f"nox -s versions -- deepspeed=={used}"
 
 
-def throughput(accumulate: int, log_every: int, window: int, batches: int | None = None, more: str = "") -> str:
+def throughput(
+    accumulate: int, log_every: int, window: int, batches: int | None = None, more: str = ""
+) -> str:
     """The command that shows what ThroughputMonitor logs beside what was measured; epochs of NB or of whole windows."""
     length = f"--micro-batches {batches}"
     if batches is None:
         length = "--epoch whole"
     return (
-        f"{MODULE} throughput --accumulate {accumulate} --log-every {log_every} --window-size {window} {length}{more}"
+        f"{MODULE} throughput --accumulate {accumulate} --log-every {log_every} --window-size "
+        f"{window} {length}{more}"
     )
 
 

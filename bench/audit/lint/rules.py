@@ -108,7 +108,9 @@ def rule(
     return add
 
 
-def says(severity: Severity, title: str, source: str, *, stops: bool = False) -> Callable[[CheckT], CheckT]:
+def says(
+    severity: Severity, title: str, source: str, *, stops: bool = False
+) -> Callable[[CheckT], CheckT]:
     """The text of the rule above; given once for a code, although there may be a function for each kind of config."""
     _RULES[EXAMPLES[-1].code] = Rule(severity, title, source, stops)
     return lambda check: check
@@ -146,7 +148,9 @@ class LintFinding:
     def __str__(self) -> str:
         """The finding as a compiler would print it, in four lines, whatever is in the config."""
         key, what, fix, proof = map(plain, (self.key, self.what, self.fix, self.proof))
-        head = f"{self.file}:{self.line}: {self.severity} {self.code} {key}: {_RULES[self.code].title}"
+        head = (
+            f"{self.file}:{self.line}: {self.severity} {self.code} {key}: {_RULES[self.code].title}"
+        )
         return f"{head}\n    what happens: {what}\n    fix: {fix}\n    proof: {proof}"
 
 
@@ -156,7 +160,9 @@ def findings(subjects: Iterable[object]) -> list[LintFinding]:
     for subject in subjects:
         for check in _CHECKS:
             if isinstance(subject, check.about):
-                found += [_finding(each, each.code or check.code) for each in check.function(subject)]
+                found += [
+                    _finding(each, each.code or check.code) for each in check.function(subject)
+                ]
     stopping = [each for each in found if each.stops]
     return stopping or found
 

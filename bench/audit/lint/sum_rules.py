@@ -79,7 +79,9 @@ def _dtype(gradients: GradientSum) -> Iterator[Found]:
     if gradients.n == 1 or not (config.bf16 or config.fp16):
         return
     is_plain_bf16 = config.bf16 and config.stage == 0
-    is_accepted = gradients.is_fork or (config.bf16 and holds("fp32-sum-without-zero-accepted", used))
+    is_accepted = gradients.is_fork or (
+        config.bf16 and holds("fp32-sum-without-zero-accepted", used)
+    )
     if config.accumulation_dtype in FP32 and config.stage == 0 and not is_accepted:
         what = f"DeepSpeed {used} raises NotImplementedError: without ZeRO it cannot sum {dtype} gradients in fp32"
         yield Found(place, what, "set zero_optimization.stage to 1, 2 or 3", code="ACC02")
@@ -91,7 +93,9 @@ def _dtype(gradients: GradientSum) -> Iterator[Found]:
             fix += " (which needs ZeRO stage 1, 2 or 3)"
         elif config.stage == 2 and config.bf16 and holds("zero2-sums-in-bf16", used):
             fix += f", and use {NEEDS_FP32_SUM} (VER03)"
-        yield from in_16_bits(place if place.given else gradients.place(f"{dtype}.enabled"), gradients.n, dtype, fix)
+        yield from in_16_bits(
+            place if place.given else gradients.place(f"{dtype}.enabled"), gradients.n, dtype, fix
+        )
 
 
 def in_16_bits(place: ConfigPart, accumulate: int, dtype: str, fix: str) -> Iterator[Found]:
@@ -173,7 +177,9 @@ def _versions(gradients: GradientSum) -> Iterator[Found]:
         fix = "use DeepSpeed 0.19.0 or newer, or set bf16.immediate_grad_update"
         yield Found(place, what, fix, code="VER02")
     if config.stage == 2 and is_fp32_sum and holds("zero2-sums-in-bf16", used):
-        what = f"{name} adds gradients in bf16, whatever grad_accum_dtype says: {sum_error(n, 'bf16')}"
+        what = (
+            f"{name} adds gradients in bf16, whatever grad_accum_dtype says: {sum_error(n, 'bf16')}"
+        )
         place = config.part.at("data_types.grad_accum_dtype")
         yield Found(place, what, f"use {NEEDS_FP32_SUM}", proof.deepspeed(used), code="VER03")
 
@@ -183,7 +189,11 @@ def _versions(gradients: GradientSum) -> Iterator[Found]:
     "VER04",
     "deepspeed: {zero_optimization: {stage: 2, offload_optimizer: {device: cpu}}}, deepspeed_version: [0, 18, 9]",
 )
-@says(ERROR, "this version of DeepSpeed is known to accumulate wrongly with this config", advisories.PAGE)
+@says(
+    ERROR,
+    "this version of DeepSpeed is known to accumulate wrongly with this config",
+    advisories.PAGE,
+)
 def _known_bad(gradients: GradientSum) -> Iterator[Found]:
     if gradients.is_fork:
         return
@@ -197,7 +207,17 @@ def _known_bad(gradients: GradientSum) -> Iterator[Found]:
         advisory = found.advisory
         if not found.is_certain or advisory.id in HAVE_RULES:
             continue
-        keys = [key.removeprefix("deepspeed.") for key in advisory.condition if key.startswith("deepspeed.")]
+        keys = [
+            key.removeprefix("deepspeed.")
+            for key in advisory.condition
+            if key.startswith("deepspeed.")
+        ]
         place = gradients.place(keys[-1]) if keys else gradients.config.part
         what = f"DeepSpeed {used}: {advisory.title}: {advisory.effect}"
-        yield Found(place, what, advisory.remedy, advisory.reproducer, severity=SEVERITIES.get(advisory.level))
+        yield Found(
+            place,
+            what,
+            advisory.remedy,
+            advisory.reproducer,
+            severity=SEVERITIES.get(advisory.level),
+        )

@@ -36,7 +36,9 @@ def _tables() -> dict[str, Any]:
 
 def holds(fact: str, used: UsedVersion) -> bool:
     """Whether a fact of versions.toml holds in this version of its package."""
-    return packaging.specifiers.SpecifierSet(_tables()["facts"][fact]["versions"]).contains(str(used))
+    return packaging.specifiers.SpecifierSet(_tables()["facts"][fact]["versions"]).contains(
+        str(used)
+    )
 
 
 def source(fact: str) -> str:

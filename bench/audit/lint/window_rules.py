@@ -36,7 +36,9 @@ class LightningEpochs:
 
     def command(self, *backends: str, epochs: int = 2, max_steps: int | None = None) -> str:
         names = backends or (self.training.backend,)
-        return self.small.command(*names, epochs=epochs, max_steps=max_steps, drop_last=self.training.drop_last)
+        return self.small.command(
+            *names, epochs=epochs, max_steps=max_steps, drop_last=self.training.drop_last
+        )
 
     @property
     def divisible(self) -> str:
@@ -48,7 +50,9 @@ class LightningEpochs:
             if limit.given:
                 more = f", such as {limit.name}"
             return f"make the micro-batches per epoch{more} a multiple of {n}"
-        return f"make the samples a multiple of {batch * n * ranks}, or {limit.name} a multiple of {n}"
+        return (
+            f"make the samples a multiple of {batch * n * ranks}, or {limit.name} a multiple of {n}"
+        )
 
     @property
     def windows(self) -> str:
@@ -159,7 +163,9 @@ def _partial_above_engine(run: LightningEpochs) -> Iterator[Found]:
     period = plan.n // math.gcd(plan.n, plan.micro_batches_per_epoch)
     seen = end or calculate(dataclasses.replace(plan, epochs=period), training.rule)
     assert seen is not None
-    made, counted = (seen.steps_reported[name] for name in ("engine.global_steps", "trainer.global_step"))
+    made, counted = (
+        seen.steps_reported[name] for name in ("engine.global_steps", "trainer.global_step")
+    )
     epochs, steps, total = (
         plural(seen.epochs_begun, "epoch"),
         plural(made, "step"),
@@ -171,9 +177,13 @@ def _partial_above_engine(run: LightningEpochs) -> Iterator[Found]:
     if not plan.full_windows:
         what = f"{run.windows}: {counts}, so neither schedules nor logs per step move, and max_steps is not reached"
         fix = f"set accumulate_grad_batches to {plan.micro_batches_per_epoch} or less"
-        yield Found(place, what, fix, run.command(epochs=small.epochs_of_two_steps), ERROR, code="WIN01")
+        yield Found(
+            place, what, fix, run.command(epochs=small.epochs_of_two_steps), ERROR, code="WIN01"
+        )
     elif seen.epochs_begun > 1:
-        what = f"{run.windows} to the next epoch: {counts}, which schedules, max_steps and logs follow"
+        what = (
+            f"{run.windows} to the next epoch: {counts}, which schedules, max_steps and logs follow"
+        )
         if training.knows_end:
             estimated = min(plan.windows * training.max_epochs, training.max_steps or math.inf)
             estimate = f"{estimated:.0f}"
@@ -193,7 +203,9 @@ def _partial_above_engine(run: LightningEpochs) -> Iterator[Found]:
         )
     if end is not None and (rest := end.micro_batches_left_open):
         what = f"training ends after {total} micro-batches per rank: DeepSpeed never steps with the last {rest}"
-        proof = SmallRun(small.accumulate, 2 * small.accumulate + 1).command(training.backend, epochs=1)
+        proof = SmallRun(small.accumulate, 2 * small.accumulate + 1).command(
+            training.backend, epochs=1
+        )
         yield Found(place, what, run.divisible, proof, code="TAIL05")
 
 
@@ -219,9 +231,12 @@ def _max_steps(run: LightningEpochs) -> Iterator[Found]:
     never = small.command(training.backend, max_steps=100, epochs=small.epochs_of_two_steps)
     if end.stops is Stops.NEVER:
         what = (
-            f"training never ends: {run.windows}, so trainer.global_step stays 0 and never reaches max_steps {wanted}"
+            f"training never ends: {run.windows}, so trainer.global_step stays 0 and never "
+            f"reaches max_steps {wanted}"
         )
-        fix = "set max_epochs too, and accumulate_grad_batches to at most the micro-batches per epoch"
+        fix = (
+            "set max_epochs too, and accumulate_grad_batches to at most the micro-batches per epoch"
+        )
         yield Found(place, what, fix, never, ERROR, code="STP03")
     elif end.stops is Stops.EPOCHS:
         counted = end.steps_reported["trainer.global_step"]

@@ -15,7 +15,8 @@ class SmallLM(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(2)
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+            for _ in range(2)
         )
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
@@ -39,6 +40,8 @@ class Tokens(torch.utils.data.Dataset):
 
 def save_losses(losses):
     """Every bit of the losses, where a test wants them."""
-    time.sleep(0.2)  # gloo's threads free Python objects of the last backward; where Python ends first, torch aborts
+    time.sleep(
+        0.2
+    )  # gloo's threads free Python objects of the last backward; where Python ends first, torch aborts
     if (path := os.environ.get("LOSSES")) and os.environ.get("LOCAL_RANK", "0") == "0":
         Path(path).write_text("\n".join(float(loss).hex() for loss in losses))

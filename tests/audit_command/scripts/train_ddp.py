@@ -33,20 +33,30 @@ if variant == "loss-inside":
         return F.cross_entropy(logits.flatten(0, 1), y.flatten()), logits
 
     model.forward = forward_and_loss
-net = model if unwrapped else DistributedDataParallel(model, find_unused_parameters=variant == "loss-inside")
+net = (
+    model
+    if unwrapped
+    else DistributedDataParallel(model, find_unused_parameters=variant == "loss-inside")
+)
 call = net.module if variant == "unwrapped" else net
 uneven = variant in ("dropped", "underweight", "flush-right")
 data = Tokens((10 if uneven else 8) * BATCH * world)
 workers = 2 if variant == "workers" else 0
-loader = DataLoader(data, BATCH, sampler=DistributedSampler(data, shuffle=False), num_workers=workers)
-optimizer = (torch.optim.SGD if variant == "sparse" else torch.optim.AdamW)(net.parameters(), lr=1e-2)
+loader = DataLoader(
+    data, BATCH, sampler=DistributedSampler(data, shuffle=False), num_workers=workers
+)
+optimizer = (torch.optim.SGD if variant == "sparse" else torch.optim.AdamW)(
+    net.parameters(), lr=1e-2
+)
 window = {"differ": 4 if rank == 0 else 2, "n-is-w": 2}.get(variant, ACCUMULATE)
 each = variant in ("each-step", "each-step-divided")
 losses = []
 for _ in range(2):
     optimizer.zero_grad()
     for i, (x, y) in enumerate(loader):
-        last = (i + 1) % window == 0 or (variant in ("flush-right", "underweight") and i + 1 == len(loader))
+        last = (i + 1) % window == 0 or (
+            variant in ("flush-right", "underweight") and i + 1 == len(loader)
+        )
         sync = last or variant == "eager" or each
         if variant == "differ":  # as often on both ranks
             sync = i % ACCUMULATE == ACCUMULATE - 1
@@ -70,7 +80,9 @@ for _ in range(2):
                 with net.no_sync():
                     scaled.backward()
             else:
-                if variant == "nanogpt":  # build-nanogpt 30: the flag is set between forward and backward
+                if (
+                    variant == "nanogpt"
+                ):  # build-nanogpt 30: the flag is set between forward and backward
                     net.require_backward_grad_sync = last
                 scaled.backward()
         losses.append(loss.detach())
@@ -88,7 +100,9 @@ for _ in range(2):
                 for parameter in net.parameters():
                     parameter.grad /= window
             if variant == "clip-with-norm":  # as torchtitan
-                norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in net.parameters()])
+                norm = torch.nn.utils.get_total_norm(
+                    [parameter.grad for parameter in net.parameters()]
+                )
                 torch.nn.utils.clip_grads_with_norm_(net.parameters(), 0.05, norm)
             if variant == "clip-value":
                 torch.nn.utils.clip_grad_value_(net.parameters(), 1e-3)

@@ -15,7 +15,9 @@ import deepspeed
 import deepspeed.ops
 
 variant, stage = sys.argv[1], int(sys.argv[2])
-vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False  # it would be compiled
+vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = (
+    False  # it would be compiled
+)
 deepspeed.init_distributed("gloo")
 torch.manual_seed(0)
 model = SmallLM()
@@ -24,7 +26,11 @@ config = {
     "gradient_accumulation_steps": ACCUMULATE,
     "zero_allow_untested_optimizer": True,
     "gradient_clipping": 1.0 if variant == "clip" else 0.0,
-    "zero_optimization": {"stage": stage, "reduce_bucket_size": 5000, "allgather_bucket_size": 5000},
+    "zero_optimization": {
+        "stage": stage,
+        "reduce_bucket_size": 5000,
+        "allgather_bucket_size": 5000,
+    },
 }
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)

@@ -16,7 +16,9 @@ generator = torch.Generator().manual_seed(1)
 
 
 def batch(rows=6):
-    return torch.randn(rows, 12, generator=generator), torch.randint(10, (rows,), generator=generator)
+    return torch.randn(rows, 12, generator=generator), torch.randint(
+        10, (rows,), generator=generator
+    )
 
 
 def loss_of(rows=6):

@@ -78,7 +78,9 @@ torch.manual_seed(0)
 if name == "fsdp2":
     from lightning.pytorch.strategies import ModelParallelStrategy
 
-    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
+    strategy = ModelParallelStrategy(
+        data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo"
+    )
 else:
     strategy = deepspeed_strategy() if name == "deepspeed" else "ddp"
 scheduled = variant == "scheduled"

@@ -13,7 +13,9 @@ variant = sys.argv[1]
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(rank if variant.startswith("pipeline") or variant == "by-hand" else 0)
-rows = torch.randint(VOCABULARY, (BATCH * ACCUMULATE, 9), generator=torch.Generator().manual_seed(1))
+rows = torch.randint(
+    VOCABULARY, (BATCH * ACCUMULATE, 9), generator=torch.Generator().manual_seed(1)
+)
 if variant.startswith("pipeline"):
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
@@ -33,10 +35,18 @@ if variant.startswith("pipeline"):
 else:
     net = SmallLM()
     if variant == "tensor":
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            RowwiseParallel,
+            parallelize_module,
+        )
 
         for block in net.blocks:
-            parallelize_module(block, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+            parallelize_module(
+                block,
+                init_device_mesh("cpu", (2,)),
+                {"0": ColwiseParallel(), "2": RowwiseParallel()},
+            )
     if variant == "fsdp1":
         from torch.distributed.fsdp import FullyShardedDataParallel
 

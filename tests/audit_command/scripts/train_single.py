@@ -18,7 +18,9 @@ if variant == "tied":
     model.head.weight = model.embedding.weight
 if variant in ("checkpoint", "reentrant"):
     plain = model.blocks[0].forward
-    model.blocks[0].forward = lambda hidden: checkpoint(plain, hidden, use_reentrant=variant == "reentrant")
+    model.blocks[0].forward = lambda hidden: checkpoint(
+        plain, hidden, use_reentrant=variant == "reentrant"
+    )
 parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 if variant == "lbfgs":
     optimizer = torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
@@ -49,7 +51,11 @@ if variant == "compiled-criterion":
     loss_of = torch.compile(loss_of, backend="aot_eager")
 losses = []
 for i in range(16):
-    rows = same if variant == "identical" else torch.randint(VOCABULARY, (BATCH, 9), generator=generator)
+    rows = (
+        same
+        if variant == "identical"
+        else torch.randint(VOCABULARY, (BATCH, 9), generator=generator)
+    )
 
     def closure(rows=rows):
         if variant == "lbfgs":

@@ -58,7 +58,9 @@ def initial_weights(_: ModuleType) -> None:
         return not tensor.is_cuda and tensor.nbytes >= LARGE_BYTES
 
     def unfilled(fill: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        return lambda tensor, *args, **kwargs: tensor if is_large(tensor) else fill(tensor, *args, **kwargs)
+        return lambda tensor, *args, **kwargs: (
+            tensor if is_large(tensor) else fill(tensor, *args, **kwargs)
+        )
 
     for name in ("normal_", "uniform_", "zero_", "fill_"):
         replace(torch.Tensor, name, unfilled(getattr(torch.Tensor, name)))
@@ -77,7 +79,10 @@ def initial_weights(_: ModuleType) -> None:
 REPLACEMENTS: dict[str, Sequence[Callable[[ModuleType], None]]] = {
     "deepspeed.runtime.zero.stage_1_and_2": [overflow],
     "deepspeed.runtime.zero.stage3": [overflow],
-    "bench.measure.trial": [torch_values, *([initial_weights] if os.environ.get("FAKE_WEIGHTS") else [])],
+    "bench.measure.trial": [
+        torch_values,
+        *([initial_weights] if os.environ.get("FAKE_WEIGHTS") else []),
+    ],
 }
 """What is replaced once a module was imported: a rank imports the last one, or what it is forked from does."""
 
@@ -108,7 +113,10 @@ def races(module: ModuleType) -> None:
         def note(self: Any, *launch: Any) -> list[Any]:
             for error in handle(self, *launch):
                 with Path(os.environ["FAKE_RACES"]).open("a") as file:
-                    places = map(_place, (error.previous_access.stack_trace, error.current_access.stack_trace))
+                    places = map(
+                        _place,
+                        (error.previous_access.stack_trace, error.current_access.stack_trace),
+                    )
                     file.write("\t".join((task.backend, *places)) + "\n")
             return []
 
@@ -122,12 +130,18 @@ def races(module: ModuleType) -> None:
 def _place(frames: Sequence[Any]) -> str:
     """The innermost line that is not torch's."""
     names = [(frame.filename.rpartition("/site-packages/")[2], frame) for frame in reversed(frames)]
-    name, frame = next((pair for pair in names if "/torch/" not in pair[0] and pair[0] != __file__), names[-1])
+    name, frame = next(
+        (pair for pair in names if "/torch/" not in pair[0] and pair[0] != __file__), names[-1]
+    )
     return f"{name}:{frame.lineno} {frame.name}"
 
 
 if os.environ.get("CUDA_VALUES"):
-    REPLACEMENTS = {"torch": [values], "bench.run.matmul": [small_rates], "bench.run.links": [small_rates]}
+    REPLACEMENTS = {
+        "torch": [values],
+        "bench.run.matmul": [small_rates],
+        "bench.run.links": [small_rates],
+    }
 if os.environ.get("FAKE_RACES"):
     REPLACEMENTS["bench.launch.rank"] = [races]
 
@@ -135,7 +149,9 @@ if os.environ.get("FAKE_RACES"):
 class Finder(importlib.abc.MetaPathFinder):
     """Finds the modules of REPLACEMENTS as all other finders would, and replaces when they have been executed."""
 
-    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Any, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if name not in REPLACEMENTS:
             return None
         sys.meta_path.remove(self)

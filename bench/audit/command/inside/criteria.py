@@ -131,7 +131,12 @@ def _entry(node: Any) -> Criterion:
             entry.terms = plain(node._saved_total_weight)
         scores = node.next_functions[0][0]
         shape = getattr(scores, "_input_metadata", [None])[0]
-        if labels.dim() == 1 and len(labels) > 1 and shape is not None and shape.shape[-1] >= len(labels):
+        if (
+            labels.dim() == 1
+            and len(labels) > 1
+            and shape is not None
+            and shape.shape[-1] >= len(labels)
+        ):
             rows = torch.arange(len(labels), device=labels.device)
             entry.in_batch = (labels - labels[0] == rows).all()
     return entry

@@ -52,7 +52,11 @@ class FoundObjects:
         self._last = dict(named)
         """The newest of each name."""
         self.zero = self._last.get("ZeROOptimizer")
-        parameters = [found for name, found in named if name == "FSDPParam" and hasattr(found, "_unsharded_param")]
+        parameters = [
+            found
+            for name, found in named
+            if name == "FSDPParam" and hasattr(found, "_unsharded_param")
+        ]
         self.sharded = {id(found._unsharded_param): found for found in parameters}
         """FSDP2's parameters by the id of the leaf that autograd sees."""
         self.modules = [found for found in objects if _is_module(found)]
@@ -63,7 +67,9 @@ class FoundObjects:
         """What the model calls a parameter; empty if no module has it."""
         sharded = self.sharded.get(id(leaf))
         if sharded is not None:
-            return getattr(sharded, "_param_fqn", "") or self._names.get(id(sharded.sharded_param), "")
+            return getattr(sharded, "_param_fqn", "") or self._names.get(
+                id(sharded.sharded_param), ""
+            )
         return self._names.get(id(leaf), "")
 
     def facts(self) -> dict[str, str]:
@@ -77,7 +83,10 @@ class FoundObjects:
 
     def reasons(self, leaves: list[Any], table: dict[str, str]) -> list[str]:
         """The texts of the table's names that are found among objects, or attributes of leaves."""
-        names = [*self._last, *(name for name in table if any(hasattr(leaf, name) for leaf in leaves))]
+        names = [
+            *self._last,
+            *(name for name in table if any(hasattr(leaf, name) for leaf in leaves)),
+        ]
         return sorted({table[name] for name in names if name in table})
 
     def loss_scale(self) -> Any:
@@ -157,7 +166,9 @@ def _variables(roots: list[Any]) -> dict[int, str]:
 
 def _name(kind: type) -> str:
     """What the tables call a class; empty if it is in none."""
-    bases = (base.__name__ for base in kind.__mro__ if str(base.__module__).partition(".")[0] in PACKAGES)
+    bases = (
+        base.__name__ for base in kind.__mro__ if str(base.__module__).partition(".")[0] in PACKAGES
+    )
     return next((name for name in bases if name in KNOWN), "")
 
 

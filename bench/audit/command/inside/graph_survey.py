@@ -17,7 +17,13 @@ MOST_VALUES = 8
 """Sampled values of an input."""
 INPUTS = ("indices", "mat1", "self", "input")
 """What nodes call their saved input: of embeddings, of linear layers with and without a bias, of convolutions."""
-JOINS = ("CatBackward", "CopySlices", "IndexPutBackward", "SliceScatterBackward", "SelectScatterBackward")
+JOINS = (
+    "CatBackward",
+    "CopySlices",
+    "IndexPutBackward",
+    "SliceScatterBackward",
+    "SelectScatterBackward",
+)
 
 
 @dataclass
@@ -74,7 +80,9 @@ def _data_of(node: Any) -> Iterator[Any]:
         values = plain(getattr(node, f"_saved_{name}"))
         if values is not None and values.numel() and not values.is_sparse:
             count = values.numel()
-            places = torch.arange(0, count, max(1, count // MOST_VALUES), device=values.device)[:MOST_VALUES]
+            places = torch.arange(0, count, max(1, count // MOST_VALUES), device=values.device)[
+                :MOST_VALUES
+            ]
             yield values.detach()[torch.unravel_index(places, values.shape)].double()
         return
 
@@ -92,7 +100,11 @@ def _covered(node: Any, name: str) -> float:
     if node._saved_dim != 0 or all(inner is not None for inner, _ in node.next_functions):
         return 1.0
     total = node._input_metadata[0].shape[0]
-    known = [inner._input_metadata[place].shape[0] for inner, place in node.next_functions if inner is not None]
+    known = [
+        inner._input_metadata[place].shape[0]
+        for inner, place in node.next_functions
+        if inner is not None
+    ]
     return sum(known) / total if total else 1.0
 
 

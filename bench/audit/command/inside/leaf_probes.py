@@ -32,9 +32,15 @@ class LeafProbe:
         self.name = objects.name_of(leaf) or f"parameter {number + 1}"
         local = plain(leaf)
         self.part = _part(leaf)
-        self.shape = tuple(getattr(leaf, "ds_shape", local.shape))  # ZeRO-3 leaves no elements between uses
-        generator = torch.Generator("cpu").manual_seed(number)  # the global one belongs to the training
-        self.flat = torch.randint(math.prod(self.shape), (coordinates,), generator=generator).unique()
+        self.shape = tuple(
+            getattr(leaf, "ds_shape", local.shape)
+        )  # ZeRO-3 leaves no elements between uses
+        generator = torch.Generator("cpu").manual_seed(
+            number
+        )  # the global one belongs to the training
+        self.flat = torch.randint(
+            math.prod(self.shape), (coordinates,), generator=generator
+        ).unique()
         places = torch.stack(torch.unravel_index(self.flat, self.shape or (1,)))
         if not self.shape:
             places = places[:0]
@@ -44,7 +50,10 @@ class LeafProbe:
         here, axes = torch.ones_like(self.flat, dtype=torch.bool), places
         if objects.zero is not None:
             self.holder, first, start, count = _of_zero(leaf, objects.zero)
-            here, axes = (self.flat >= first) & (self.flat < first + count), (self.flat - first + start).unsqueeze(0)
+            here, axes = (
+                (self.flat >= first) & (self.flat < first + count),
+                (self.flat - first + start).unsqueeze(0),
+            )
         elif self._sharded is not None:
             here, axes = _of_fsdp2(self._sharded, places)
         # Copying an index to an accelerator may wait for it: once is enough.
@@ -88,7 +97,9 @@ class LeafProbe:
 
     def gradient(self) -> Any:
         """The gradient as the optimizer finds it: 0 where it is None, and NaN where it is not on this rank."""
-        values = torch.full((len(self.flat),), math.nan, dtype=torch.float64, device=self._here.device)
+        values = torch.full(
+            (len(self.flat),), math.nan, dtype=torch.float64, device=self._here.device
+        )
         local = plain(self.holder.grad)
         if local is None:
             values.index_fill_(0, self._here, 0.0)
@@ -99,7 +110,10 @@ class LeafProbe:
     def held(self) -> Any:
         """Where the sum of micro-gradients is between two backwards; None if there is none."""
         accumulated = getattr(self._sharded, "unsharded_accumulated_grad", None)
-        return next((held for held in (self.leaf.grad, accumulated, self.holder.grad) if held is not None), None)
+        return next(
+            (held for held in (self.leaf.grad, accumulated, self.holder.grad) if held is not None),
+            None,
+        )
 
     def held_dtype(self) -> str:
         """The dtype of that; empty if there is none."""
@@ -122,7 +136,10 @@ def _part(leaf: Any) -> str:
 def _of_fsdp2(sharded: Any, places: Any) -> tuple[Any, Any]:
     """Which coordinates are in this rank's shard, and where there; the first ranks get one row more."""
     dimension = getattr(getattr(sharded, "fsdp_placement", None), "dim", 0)
-    size, rank = getattr(sharded.mesh_info, "shard_mesh_size", 1), getattr(sharded.mesh_info, "shard_mesh_rank", 0)
+    size, rank = (
+        getattr(sharded.mesh_info, "shard_mesh_size", 1),
+        getattr(sharded.mesh_info, "shard_mesh_rank", 0),
+    )
     rows = sharded._orig_size[dimension]
     chunk = math.ceil(rows / size)
     first = min(chunk * rank, rows)

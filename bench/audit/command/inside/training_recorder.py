@@ -48,7 +48,15 @@ MOST_SCANS = 8
 MOST_COPIES = 4
 OFTEN = 8
 """Sampling ends when every optimizer has made enough updates, or one this many times as many."""
-FRAMEWORKS = ("torch", "accelerate", "lightning", "pytorch_lightning", "deepspeed", "transformers", "_bench_audit")
+FRAMEWORKS = (
+    "torch",
+    "accelerate",
+    "lightning",
+    "pytorch_lightning",
+    "deepspeed",
+    "transformers",
+    "_bench_audit",
+)
 """A call from within these has its place where they were called."""
 
 
@@ -56,12 +64,17 @@ class TrainingRecorder:
     """Writes a line per event until enough updates were sampled, and afterwards one for each new length of a window."""
 
     def __init__(self) -> None:
-        self.kernels = CollectiveKernels(functools.partial(self.guard, self.on_collective), only="reduce")
+        self.kernels = CollectiveKernels(
+            functools.partial(self.guard, self.on_collective), only="reduce"
+        )
         self.restart()
 
     def restart(self) -> None:
         """Begin anew: a forked process trains by itself."""
-        self._folder, self._num_sampled = Path(os.environ["BENCH_AUDIT_FOLDER"]), int(os.environ["BENCH_AUDIT_UPDATES"])
+        self._folder, self._num_sampled = (
+            Path(os.environ["BENCH_AUDIT_FOLDER"]),
+            int(os.environ["BENCH_AUDIT_UPDATES"]),
+        )
         self.active = self.sampling = True
         self.fetched = 0
         """Batches that data loaders have handed out."""
@@ -109,7 +122,10 @@ class TrainingRecorder:
 
     def _fail(self, method: Callable[..., None], error: Exception) -> None:
         if isinstance(error, OSError):
-            print(f"audit: cannot record in {self._folder} (TMPDIR): {error.strerror}", file=sys.stderr)
+            print(
+                f"audit: cannot record in {self._folder} (TMPDIR): {error.strerror}",
+                file=sys.stderr,
+            )
         if self._rank is None:
             self._write(Rank(_job(), *_place_in_world()))
         text = f"the recorder failed: {method.__name__}: {type(error).__name__}: {error}"
@@ -137,7 +153,9 @@ class TrainingRecorder:
             return
         tensors = [root for root in roots if isinstance(root, torch.Tensor)]
         found = survey(tensors)
-        backward = Backward(self._num_backwards - 1, _place(), fetched=self.fetched, covered=found.covered)
+        backward = Backward(
+            self._num_backwards - 1, _place(), fetched=self.fetched, covered=found.covered
+        )
         self._reach(found)
         backward.data = found.data
         backward.criteria = criteria.watch(tensors, self._handles)
@@ -154,7 +172,9 @@ class TrainingRecorder:
             start, old = probe.start(), self._starts.get(probe)
             backward.moved.append(None if old is None or start is None else (start != old).any())
             self._starts[probe] = start
-        backward.copies = [plain(copy).detach().reshape(-1)[:START_VALUES].double() for copy in self._copies]
+        backward.copies = [
+            plain(copy).detach().reshape(-1)[:START_VALUES].double() for copy in self._copies
+        ]
         for number, optimizer in self._seen.items():
             self._rates.setdefault(number, []).append(_rate(optimizer))
         self._backward = backward
@@ -180,7 +200,9 @@ class TrainingRecorder:
     def before_clip(self, parameters: list[Any], bound: Any) -> None:
         """Gradients before they are clipped."""
         clipped = set(map(id, parameters))
-        self._unclipped = [(probe, probe.gradient()) for probe in self._probes if id(probe.holder) in clipped]
+        self._unclipped = [
+            (probe, probe.gradient()) for probe in self._probes if id(probe.holder) in clipped
+        ]
         self._clip = Clipping([None] * len(self._probes))
         if isinstance(bound, (int, float)):
             self._clip.bound = float(bound)
@@ -199,7 +221,11 @@ class TrainingRecorder:
             self._waiting.append(self._clip)
 
     def before_step(self, optimizer: Any, arguments: Any, options: Any) -> None:
-        self._before_step = self._num_backwards, self._used(optimizer), self._start_values(optimizer)
+        self._before_step = (
+            self._num_backwards,
+            self._used(optimizer),
+            self._start_values(optimizer),
+        )
 
     def after_step(self, optimizer: Any, arguments: Any, options: Any) -> None:
         """The end of an update. A closure of the optimizer may have run the backward, as Lightning's does."""
@@ -225,7 +251,9 @@ class TrainingRecorder:
         step.asked = self._objects.asked()
         step.rates = self._rates.pop(number, [])
         if inside > 1:
-            step.obstacles.append(f"{step.name} runs several backwards per step, which are no micro-batches")
+            step.obstacles.append(
+                f"{step.name} runs several backwards per step, which are no micro-batches"
+            )
         if torch._C._current_graph_task_id() != -1:
             step.obstacles.append("the optimizer steps inside of the backward")
         for place in step.owned:
@@ -235,7 +263,9 @@ class TrainingRecorder:
             self._starts.pop(probe, None)
         self._backward = None
         self._waiting.append(step)
-        if all(probe.leaf.device.type == "cpu" for probe in self._probes):  # elsewhere samples stay on the device
+        if all(
+            probe.leaf.device.type == "cpu" for probe in self._probes
+        ):  # elsewhere samples stay on the device
             self._write()
         counts = self._num_updates.values()
         if min(counts) >= self._num_sampled or max(counts) >= OFTEN * self._num_sampled:
@@ -268,13 +298,19 @@ class TrainingRecorder:
         self._reached.update(map(id, new))
         rank = self._rank
         assert rank is not None
-        trained = [leaf for leaf in new if isinstance(leaf, torch.nn.Parameter) or self._objects.name_of(leaf)]
+        trained = [
+            leaf
+            for leaf in new
+            if isinstance(leaf, torch.nn.Parameter) or self._objects.name_of(leaf)
+        ]
         for leaf in trained:
             name = str(leaf.dtype).removeprefix("torch.")
             size = getattr(leaf, "ds_numel", leaf.numel()) * leaf.element_size()
             rank.gradient_bytes[name] = rank.gradient_bytes.get(name, 0) + size
         rank.num_leaves += len(trained)
-        large = [leaf for leaf in trained if getattr(leaf, "ds_numel", leaf.numel()) >= LEAST_ELEMENTS]
+        large = [
+            leaf for leaf in trained if getattr(leaf, "ds_numel", leaf.numel()) >= LEAST_ELEMENTS
+        ]
         coordinates = MOST_COORDINATES if len(large) <= MANY_LEAVES else FEW_COORDINATES
         room = min(MOST_AT_ONCE, MOST_LEAVES - len(self._probes))
         for leaf in evenly(large, room):
@@ -307,11 +343,15 @@ class TrainingRecorder:
             return []
         scale, zero = getattr(optimizer, "grad_scale", None), self._objects.zero
         factor: Any = 1.0 if scale is None else 1 / scale
-        if zero is not None and (limit := getattr(zero, "clip_grad", 0.0)):  # DeepSpeed clips by itself
+        if zero is not None and (
+            limit := getattr(zero, "clip_grad", 0.0)
+        ):  # DeepSpeed clips by itself
             norm = getattr(zero, "_global_grad_norm", None)
             if norm is not None:
                 factor = (torch.as_tensor(norm) / limit).clamp(min=1.0)
-        updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        updated = {
+            id(parameter) for group in optimizer.param_groups for parameter in group["params"]
+        }
         is_of_zero = zero is not None and optimizer is getattr(zero, "optimizer", None)
         used: list[Any] = []
         for probe in self._probes:
@@ -333,7 +373,9 @@ class TrainingRecorder:
         if since and (number, since) not in self._known_lengths:
             self._known_lengths.add((number, since))
             update = self._num_updates[number]
-            self._waiting.append(Step(number, name, backwards=since, update=update, is_sampled=False))
+            self._waiting.append(
+                Step(number, name, backwards=since, update=update, is_sampled=False)
+            )
             self._write()
 
     def _held(self) -> list[Any]:
@@ -346,7 +388,14 @@ class TrainingRecorder:
         self._ends = self._held()
         for probe in self._probes:
             probe.handle.remove()
-        for kept in (self._probes, self._seen, self._starts, self._copies, self._clipped, self._rates):
+        for kept in (
+            self._probes,
+            self._seen,
+            self._starts,
+            self._copies,
+            self._clipped,
+            self._rates,
+        ):
             kept.clear()
         self._backward = None
         self._write()
@@ -354,7 +403,10 @@ class TrainingRecorder:
     def _write(self, *more: Any) -> None:
         events, self._waiting = [*self._waiting, *more], []
         if events:
-            lines = [json.dumps({type(event).__name__.lower(): event}, default=_plain) + "\n" for event in events]
+            lines = [
+                json.dumps({type(event).__name__.lower(): event}, default=_plain) + "\n"
+                for event in events
+            ]
             with (self._folder / f"{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
                 file.write("".join(lines))
 

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 import torch.utils.data
 from torch.nn.utils import clip_grad
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from .graph_survey import plain
 from .training_recorder import TrainingRecorder
@@ -47,13 +50,17 @@ def _wrap_backward(recorder: TrainingRecorder) -> None:
     autograd: Any = torch.autograd
     run = autograd._engine_run_backward
     calls: list[object] = []
-    autograd._engine_run_backward = lambda *arguments, **options: calls.append(options.get("accumulate_grad"))
+    autograd._engine_run_backward = lambda *arguments, **options: calls.append(
+        options.get("accumulate_grad")
+    )
     torch.ones(1, requires_grad=True).sum().backward()
     autograd._engine_run_backward = run
     if calls != [True]:
         raise RuntimeError("backward of this version of torch cannot be watched")
 
-    def backward(roots: Any, gradients: Any, retain_graph: bool, *arguments: Any, **options: Any) -> Any:
+    def backward(
+        roots: Any, gradients: Any, retain_graph: bool, *arguments: Any, **options: Any
+    ) -> Any:
         # autograd.grad accumulates nothing; checkpointing runs backwards inside of one; fake tensors train nothing.
         is_training = options.get("accumulate_grad") and torch._C._current_graph_task_id() == -1
         if not is_training or any(type(root).__name__ == "FakeTensor" for root in roots):
@@ -98,7 +105,12 @@ def _wrap_hooks(recorder: TrainingRecorder) -> None:
                 return hook(gradient)
             before = _some(gradient)
             result = hook(gradient)
-            recorder.guard(recorder.on_hook, is_parameter, before, _some(gradient if result is None else result))
+            recorder.guard(
+                recorder.on_hook,
+                is_parameter,
+                before,
+                _some(gradient if result is None else result),
+            )
             return result
 
         return original(tensor, watched)

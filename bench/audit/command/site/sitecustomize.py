@@ -26,7 +26,9 @@ class AfterTorch:
         sys.meta_path.remove(self)
         spec: Any = importlib.util.find_spec("torch")
         if spec is not None:
-            spec.loader.exec_module = functools.partial(execute_and_install, spec.loader.exec_module)
+            spec.loader.exec_module = functools.partial(
+                execute_and_install, spec.loader.exec_module
+            )
         return spec
 
 
@@ -38,7 +40,9 @@ def execute_and_install(execute: Any, torch: ModuleType) -> None:
         package.__path__ = [str(HERE.parents[2])]
         importlib.import_module("_bench_audit.audit.command.inside.watched_calls").install()
     except Exception as error:
-        print(f"audit: this process is not watched: {type(error).__name__}: {error}", file=sys.stderr)
+        print(
+            f"audit: this process is not watched: {type(error).__name__}: {error}", file=sys.stderr
+        )
 
 
 if "BENCH_AUDIT_FOLDER" in os.environ:
