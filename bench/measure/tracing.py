@@ -79,15 +79,37 @@ class WindowTrace:
             self._close_to(1)
 
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Make a range of each step of the inner optimizer, and return it."""
+        """Make a range of each step of the inner optimizer, and return it.
 
-        def before(*_: object) -> None:
-            if self._ranges:
-                self._close_to(1)
-                self._open(STEP)
+        Where the step is given a closure that trains the last micro-batch, as by Lightning, the range
+        begins after the closure.
+        """
+
+        def before(_: Optimizer, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            itself, *others = given  # torch/optim/optimizer.py:profile_hook_step
+            closure = named.get("closure")
+            if others:
+                closure = others[0]
+            if closure is None:
+                self._open_step()
+                return None
+
+            def trained() -> Any:
+                loss = closure()
+                self._open_step()
+                return loss
+
+            if others:
+                return (itself, trained, *others[1:]), named
+            return given, named | {"closure": trained}
 
         optimizer.register_step_pre_hook(before)
         return optimizer
+
+    def _open_step(self) -> None:
+        if self._ranges:
+            self._close_to(1)
+            self._open(STEP)
 
     def stop(self) -> None:
         self._close_to(0)

@@ -270,8 +270,9 @@ def test_the_first_example_in_the_docs(capsys: pytest.CaptureFixture[str]) -> No
     command = re.findall(r"^python -m bench (predict (?:.*\\\n)*.*)", text, re.MULTILINE)[0]
     assert main(shlex.split(command.replace("\\\n", " "), comments=True)) == GOOD
     assert capsys.readouterr().out.startswith(
-        "Recommendation until measured: fsdp2-deferred: 28.84 s (overlapped) to 38.96 s (serial) per step, 47.27 GiB "
-        "of memory. It has the shortest serial step, which is at most 35 % longer than the overlapped step of any other."
+        "Recommendation until measured: fsdp2-deferred: 28.84 s (overlapped) to 38.96 s (serial) per step, 47.27 "
+        "GiB of memory. It has the shortest serial step, which is at most 35 % longer than the overlapped step of any "
+        "other."
     )
 
 
