@@ -126,9 +126,15 @@ def _block_shapes(size: LlamaSize) -> dict[str, tuple[int, ...]]:
     if size.norms_heads:
         found["self_attn.q_norm.weight"] = found["self_attn.k_norm.weight"] = (size.head_size,)
     if size.num_experts:
-        found["mlp.gate.weight"] = (size.num_experts, hidden)
-        found["mlp.experts.gate_up_proj"] = (size.num_experts, 2 * inner, hidden)
-        found["mlp.experts.down_proj"] = (size.num_experts, hidden, inner)
+        router: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (size.num_experts, hidden)}
+        experts: dict[str, tuple[int, ...]] = {
+            "mlp.experts.gate_up_proj": (size.num_experts, 2 * inner, hidden),
+            "mlp.experts.down_proj": (size.num_experts, hidden, inner),
+        }
+        if size.norms_heads:  # in Qwen3 the router is the second
+            found |= experts | router
+        else:
+            found |= router | experts
     else:
         found["mlp.gate_proj.weight"] = found["mlp.up_proj.weight"] = (inner, hidden)
         found["mlp.down_proj.weight"] = (hidden, inner)
