@@ -29,6 +29,11 @@ INSTALLED_FROM = ("pyproject.toml", "constraints.txt", "bench/__init__.py")
 @nox.session(default=False, venv_backend="uv|virtualenv", reuse_venv=True)
 def install(session: nox.Session) -> None:
     """Install the project and its tools; the other sessions do this by themselves."""
+    if sys.platform != "linux":
+        session.error(
+            f"the bench trains on Linux alone, and this is {platform.system()}: use a Linux machine, WSL, or the "
+            "container of Containerfile; what only reads runs without nox: pip install ."
+        )
     # torch is gigabytes, so there is one environment, whose programs the other sessions find first on the path.
     os.environ["PATH"] = os.pathsep.join([session.bin, os.environ.get("PATH", os.defpath)])
     digest = hashlib.sha256(
@@ -191,11 +196,14 @@ def hosts(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["install"])
 def lint(session: nox.Session) -> None:
-    """Check style, format, types, and what may import what."""
+    """Check style, format, types, what may import what, and what an index would show of the package."""
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
     session.run("mypy", "--strict", "bench")
     session.run("lint-imports", "--no-cache")
+    dist = session.create_tmp()
+    session.run("python", "-m", "build", "--no-isolation", "--wheel", "--outdir", dist)
+    session.run("python", "-m", "twine", "check", "--strict", *map(str, Path(dist).glob("*.whl")))
 
 
 @nox.session(venv_backend="none", requires=["install"])
