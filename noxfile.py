@@ -146,7 +146,11 @@ def cuda(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "tests/cuda", "--cuda-stub", folder, *session.posargs)
 
 
-BROWSER_TESTS = ("tests/report/test_browser.py", "tests/report/test_page.py")
+BROWSER_TESTS = (
+    "tests/report/test_browser.py",
+    "tests/report/test_page.py",
+    "tests/studies/test_site.py",
+)
 """The second has a run of 500 cells, which takes too long for the other sessions."""
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
@@ -155,7 +159,19 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 def browser(session: nox.Session) -> None:
     """Open, use and print reports in a real browser: Debian's Chromium is installed if there is none, as root."""
     _install_browser(session)
+    _install_site(session)
     session.run("python", "-m", "pytest", "--browser", "--all", *BROWSER_TESTS, *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["install"])
+def site(session: nox.Session) -> None:
+    """Build the site of README, docs/ and the committed reports, with search, in .nox/site or a given folder."""
+    _install_site(session)
+    session.run("python", "-m", "studies.site", *session.posargs)
+
+
+def _install_site(session: nox.Session) -> None:
+    session.run("python", "-m", "pip", "install", "-q", "-c", "constraints.txt", "--group", "site")
 
 
 def _install_browser(session: nox.Session) -> None:
