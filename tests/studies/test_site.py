@@ -62,17 +62,16 @@ def test_a_reader_searches_and_reads_it(
     page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
     failed: list[str] = []
     asked: list[str] = []
-    page.on("requestfailed", lambda request: failed.append(request.url))
+    page.on("response", lambda answer: failed.append(answer.url) if answer.status >= 400 else None)
     page.on("request", lambda request: asked.append(request.url))
     page.on("pageerror", lambda error: failed.append(str(error)))
-    page.goto(f"{address}/index.html")
+    page.goto(f"{address}/index.html", wait_until="networkidle")
     colours = page.evaluate("document.body.getAttribute('data-md-color-scheme')")
     assert colours == ("slate" if scheme == "dark" else "default")
     if width < 960:
         page.click("label[for=__search] >> nth=0")
     else:
         page.click("input.md-search__input")
-    page.wait_for_load_state("networkidle")
     page.keyboard.type("reset_iter_state", delay=20)
     page.wait_for_selector(".md-search-result__link", timeout=90_000)
     assert "reset_iter_state" in page.text_content(".md-search-result__list")
