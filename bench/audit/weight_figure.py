@@ -106,7 +106,7 @@ class WeightMap:
         }
 
     def drawn(self, most: int, epochs: int) -> range:
-        """Updates that are drawn: of those with samples of these epochs, the last of the most wrong in a row."""
+        """Updates that are drawn: of those with samples of these epochs, the first of the most wrong in a row."""
         worst: dict[int, float] = {}
         for (update, epoch, _), weight in self.weights.items():
             if epoch < epochs:
@@ -116,7 +116,7 @@ class WeightMap:
             off[update] = wrong
         length = min(most, len(off))
         sums = np.convolve(off, np.ones(length), "valid").round(2)
-        first = int(np.flatnonzero(sums == sums.max())[-1])
+        first = int(np.flatnonzero(sums == sums.max())[0])
         return range(first, first + length)
 
     def image(self, updates: int, epochs: int) -> np.ndarray[Any, np.dtype[np.float64]]:
