@@ -500,8 +500,9 @@ def _wrong_fields(
 ) -> Iterator[Finding]:
     """The fields of the line for machines that do not follow from the run."""
     follow = {**right.machine_fields, DIGEST: right.digest}
-    if hashes != hashes_of(data.pool):
-        follow[DIGEST] = "+".join(data.pool.digests) or NONE
+    of_journals = "+".join(data.pool.digests)
+    if cited.get(DIGEST) == of_journals:  # as older citations have it
+        follow[DIGEST] = of_journals
     optional = set(NEWER)
     if hashes is not None:
         optional.add(DIGEST)
@@ -578,8 +579,10 @@ class _Copy:
         for kind, first, last, begin, end in matcher.get_opcodes():
             if kind == "equal":
                 num_same += last - first
-            elif kind == "replace" and last - first == end - begin:
-                for theirs, ours in zip(wanted[first:last], found[begin:end], strict=True):
+            elif kind == "replace":
+                # Before the beginning of a copy there may be other words: pairs are made from the end.
+                pairs = zip(reversed(wanted[first:last]), reversed(found[begin:end]), strict=False)
+                for theirs, ours in pairs:
                     both = NUMBER.search(ours), NUMBER.search(theirs)
                     if both[0] is not None and both[1] is not None:
                         numbers.append((both[0][0], both[1][0]))
