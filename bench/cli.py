@@ -22,6 +22,8 @@ from bench.launch.interrupt import terminate_as_interrupt
 from bench.plain_stream import plain_streams
 
 DEBUG = "--debug"
+CLOSE = 0.75
+"""Similarity (``difflib``) from which on an unknown option is taken for a misspelt one."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -42,7 +44,7 @@ class Parser(argparse.ArgumentParser):
     def refuse(self, words: Sequence[str]) -> NoReturn:
         """Report words that it does not know, with the option that the first may be meant for."""
         name = words[0].partition("=")[0]
-        near = difflib.get_close_matches(name, self._option_string_actions, n=1)
+        near = difflib.get_close_matches(name, self._option_string_actions, 1, CLOSE)
         if name.startswith("--") and near:
             self.error(f"{name} is unknown; did you mean {near[0]}?")
         self.error(f"unrecognized arguments: {' '.join(words)}")
