@@ -19,6 +19,7 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.table import Column
 from rich.text import Text
 
 from bench.formatting import plural, printable
@@ -50,7 +51,7 @@ class TimeToGo(ProgressColumn):
     """The time to go as it is now: it gets shorter within a trial."""
 
     def __init__(self, display: Display) -> None:
-        super().__init__()
+        super().__init__(Column(no_wrap=True))
         self._display = display
 
     def render(self, task: Task) -> Text:
