@@ -181,6 +181,7 @@ BAD_INPUT = {
             r"--share-gpu: is for ranks that exist; give --world-size too",
         ),
         ("--colour red", r"unrecognized arguments: --colour red; see .* --help"),
+        ("--repaets 3", r"--repaets is unknown; did you mean --repeats\?; see .* run --help"),
         ("--out short.txt", r"--out short.txt: cannot be written \(.*\); name a folder that can"),
         (
             "--out short.txt/below",

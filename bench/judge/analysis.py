@@ -46,7 +46,7 @@ SCHEME = "accumulation-bench"
 RESERVED = "cuda_reserved"
 """Category of the table of memory: the peak of what the CUDA allocator took from the device."""
 DIGITS = 12
-"""Of a journal's hash in an id."""
+"""Of a run's hash in an id."""
 
 
 def permanent_id(pool: Pool, name: str) -> str:
@@ -55,7 +55,12 @@ def permanent_id(pool: Pool, name: str) -> str:
 
 
 def hashes_of(pool: Pool) -> str:
-    """The beginning of the hash of each journal of a pool, with ``+`` between them."""
+    """The beginning of the hash that pins each run of a pool, with ``+`` between them."""
+    return "+".join(pin[:DIGITS] for pin in pool.pins) or "none"
+
+
+def older_hashes_of(pool: Pool) -> str:
+    """The same of the journals alone, as older ids have it."""
     return "+".join(digest[:DIGITS] for digest in pool.digests) or "none"
 
 
@@ -224,6 +229,23 @@ class Analysis:
     def _judged(self, pairs: Sequence[Pair]) -> list[ComparedPair]:
         measured = self.control.time if self.control else None
         return judge_pairs(self.pool, self.pool, pairs, control=measured)
+
+    @cached_property
+    def payloads(self) -> Mapping[str, int]:
+        """Bytes that a rank of a cell hands to collectives in a step, by id; the largest of several repeats.
+
+        Only of cells of which collectives were counted and no gate found something wrong.
+        """
+        handed: dict[tuple[str, int], int] = {}
+        for row in self.run.tables.collective_rows:
+            handed[row.cell_id, row.repeat] = (
+                handed.get((row.cell_id, row.repeat), 0) + row.payload_bytes
+            )
+        found: dict[str, int] = {}
+        for (cell_id, _), payload in handed.items():
+            if not self.run.evidence.of(self.run.cells[cell_id]).is_wrong:
+                found[cell_id] = max(payload, found.get(cell_id, 0))
+        return found
 
     def not_slower(self, ids: Iterable[str], best: str) -> list[str]:
         """The cells, beside the one with the shortest step time, that have no verdict of being slower than it."""

@@ -55,8 +55,6 @@ EPOCH_END = Path(__file__).with_name("epoch_end.json")
 
 ``python -m studies.semantics`` writes it from results/semantics.
 """
-SCENARIOS = Path(__file__).parents[2] / "docs" / "semantics.md"
-"""All scenarios of the suite; only in a checkout."""
 COUNTERS = ("trainer.global_step", "engine.global_steps")
 """Frameworks' own counters of steps: the first that a framework has is shown."""
 
