@@ -237,15 +237,12 @@ def _table(known: Sequence[Known]) -> list[str]:
         (
             item.run.name,
             str(item.run.tables.trials["repeat"].nunique()),
-            _interval(item.control.time),
             _interval(item.same.time),
-            str(item.same.verdict),
             _interval(item.slower.time),
-            str(item.slower.verdict),
         )
         for item in known
     ]
-    header = ("run", "blocks", "A/A pair", "itself", "verdict", "with the sleep", "verdict")
+    header = ("run", "blocks", "itself", "with the sleep")
     return markdown_table(header, rows)
 
 

@@ -74,7 +74,7 @@ def page(records: Iterable[TrialRecord]) -> str:
         "",
     ]
     for framework in about:
-        rows, same = [], []
+        rows: list[tuple[str, ...]] = []
         for path, words in framework["settings"].items():
             having = [name for name in framework["of"] if path in recorded.get(name, {})]
             assert having, f"{framework['title']}: no backend has the setting {path}"
@@ -84,7 +84,6 @@ def page(records: Iterable[TrialRecord]) -> str:
                 rows[rows.index((first, *others))] = (f"{first}, `{path}`", *others)
                 continue
             if "same" in words:
-                same.append(f"`{path}`: {words['same']}")
                 continue
             values = [value for name in having for value in recorded[name][path]]
             shown = words.get("here") or ", ".join(
@@ -98,11 +97,6 @@ def page(records: Iterable[TrialRecord]) -> str:
             "",
         ]
         lines += markdown_table(HEADER, rows)
-        if same:
-            lines += [
-                f"Recorded, and either the default or set by the cell: {'; '.join(same)}.",
-                "",
-            ]
         lines += patches(framework)
         objection = framework["objection"].format(**measured)
         lines += [f"**What its maintainers could object to.** {objection}", ""]
@@ -113,9 +107,9 @@ def page(records: Iterable[TrialRecord]) -> str:
 
 
 def patches(framework: Mapping[str, Any]) -> list[str]:
-    """What of a framework is replaced, and by which function of bench/backends."""
-    rows = [(what, instead, f"`{where}`") for what, instead, where in framework.get("patched", ())]
-    return markdown_table(("patched", "how", "by, in bench/backends"), rows) if rows else []
+    """What of a framework is replaced; settings.toml has the function of bench/backends, too."""
+    rows = [(what, instead) for what, instead, _ in framework.get("patched", ())]
+    return markdown_table(("patched", "how"), rows) if rows else []
 
 
 def main(run: str) -> None:

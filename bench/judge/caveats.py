@@ -42,7 +42,10 @@ IMBALANCE = 1.05
 """Ratio of the slowest to the median rank's step time from which a cell is reported."""
 TRANSFER = "rankings of this model over gloo do not transfer to GPUs"
 """What does not follow from times on CPUs."""
-GLOO_SCATTERS = "gloo reduces and scatters by a copy and an all-reduce, so what deferring saves is partly gloo's own cost"
+GLOO_SCATTERS = (
+    "gloo reduces and scatters by a copy and an all-reduce, "
+    "so what deferring saves is partly gloo's own cost"
+)
 """What limits times of backends that reduce-scatter on CPUs; docs/settings.md has how much that is."""
 CONTROL, VERDICTS, OTHER_DAYS = "A/A pair", "verdicts", "other days"
 """Topics; the last is what another day may change."""

@@ -23,7 +23,7 @@ FAKE = [
     if cell.fake_tensors and not cell.selective_checkpointing
 ]
 NEAR, FAR = 0.05, 0.2
-"""What ``predict`` says of its accuracy: within NEAR in all cells of models from 135m on, and in smaller ones within FAR."""
+"""What ``predict`` says of its accuracy: within NEAR in all cells of models from 135m on, in smaller within FAR."""
 
 
 def test_peaks_are_as_near_to_exact_ones_as_predict_says() -> None:
