@@ -21,7 +21,7 @@ from bench.plan.cell import Cell, RankGroup, Status
 from bench.plan.models import SIZES
 from bench.plan.world import World
 from bench.tabular import markdown_table
-from studies import ROOT
+from studies import ROOT, published_peaks
 from studies.families import together
 
 RUNS = ("results/bytes", "results/bytes-8b")
@@ -118,6 +118,7 @@ def page(runs: Sequence[Run], accumulation: Sequence[Mapping[str, Any]]) -> str:
         "",
         *_agreement(measured),
         *_peaks(peak_errors(exact_peaks(runs))),
+        *published_peaks.section(),
         *_collectives(measured),
         *_held(measured),
         *_large(measured),
