@@ -302,7 +302,9 @@ def _ratios_page(frame: pd.DataFrame) -> Iterator[str]:
     yield from ("## Deferred against eager", "")
     yield "Step time over that of the eager backend with the same sharding, its 95 % interval, and the verdict of the"
     yield "run's own report, which corrects for all comparisons; then, after a semicolon, the predicted ratio of serial"
-    yield "steps. For it the compute of a cell is what its communication leaves of its step without a limit."
+    yield "steps. For it the compute of a cell is what its communication leaves of its step without a limit. Gloo"
+    yield "reduces and scatters by a copy and an all-reduce, so what deferring saves under FSDP2, HSDP and ZeRO-3 is"
+    yield "partly gloo's own cost ([how much](../../docs/settings.md#fsdp2))."
     yield ""
     found: dict[tuple[str, int], list[str]] = {}
     for row in rows_of(frame.sort_values(["accumulate", "deferred"], kind="stable")):

@@ -50,9 +50,9 @@ WRAPPERS = (
 PEAK = (
     "Peaks are a closed form: what is held, exactly, and at each moment of a window the activations that autograd "
     "saves (arXiv:2205.05198; a Llama block with fused attention) and the largest tensors of that moment (other: "
-    "gathered and cast parameters, new gradients, buffers, work space). They are within 5 % in 95 % of the cells of "
-    "models from 135m on, and up to 20 % off in smaller ones (docs/memory-and-bytes.md, which also compares them with "
-    "published peaks). --exact measures the peak of one backend on fake tensors."
+    "gathered and cast parameters, new gradients, buffers, work space). They are within 5 % in all measured cells of "
+    "models from 135m on, and within 20 % in all of smaller ones (docs/memory-and-bytes.md, which also compares them "
+    "with published peaks). --exact measures the peak of one backend on fake tensors."
 )
 """tests/forecast/test_footprint.py checks these figures."""
 TIMES = (
@@ -63,8 +63,8 @@ TIMES = (
 )
 LEVELS = (
     "intra, inter: GiB that a rank sends in one optimizer step within its node and to other nodes. inter is a rank's "
-    "share of its node's network cards, all of which NCCL's rings are assumed to use: of a group with m ranks per node "
-    "each sends 1/m of its bytes to another node. A collective takes as long as its slower level; overlapped, those of "
+    "share of its node's network cards, all of which NCCL's rings are assumed to use: with m ranks per node, each "
+    "sends 1/m of its bytes off its node. A collective takes as long as its slower level; overlapped, those of "
     "different levels run at once (docs/method.md)."
 )
 ACCURACY = Path(__file__).with_name("link_accuracy.json")

@@ -19,11 +19,13 @@ from bench.files import RESULTS
 from bench.findings import Level
 from bench.formatting import digits
 from bench.judge.analysis import Analysis
+from bench.judge.caveats import GLOO_SCATTERS
 from bench.judge.integrity import check
 from bench.judge.loading import load
 from bench.plan.cell import Cell
 from bench.report.citation import check_citations, cite, cite_plot
 from bench.run.journal import JOURNAL, MANIFEST, Journal, encode, run_sha256, write_document
+from tests.conftest import ROOT
 from tests.pages import COMMIT, MIB, write_run
 
 FORMATS = ("markdown", "bibtex", "text")
@@ -103,6 +105,13 @@ def test_a_cell_is_cited_with_all_that_it_needs(data: Analysis, folder: Path) ->
     limits = "gloo over loopback; rankings of this model over gloo do not transfer to GPUs"
     unknown = "the share of its CPUs that other programs and the hypervisor took was not measured"
     assert f"Note: {limits}; {unknown}" in text
+
+
+def test_citations_of_what_reduce_scatters_over_gloo_say_whose_cost_that_is() -> None:
+    data = Analysis(run=load(ROOT / "results" / "cpu"))
+    for name, scatters in (("fsdp2-deferred", True), ("ddp-deferred", False)):
+        text = cite(data, data.run.find(f"{name} N=8 W=2 fp32").cell_id).text
+        assert (GLOO_SCATTERS in text) == scatters, name
 
 
 def test_a_citation_carries_the_warnings_of_check_on_its_cells_alone(tmp_path: Path) -> None:
