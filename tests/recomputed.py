@@ -70,6 +70,10 @@ def over_runs(values: tuple[float, ...]) -> Interval:
     )
 
 
+ADDED = {"shared_nccl": False}
+"""Axes that older runs lack, with what they are there."""
+
+
 class Run:
     """A journal, and what follows from it; with others of the same cells, what follows from all of them."""
 
@@ -87,7 +91,7 @@ class Run:
             assert record["status"] == "ok", "trials that failed are not recomputed here"
             self.trials[record["cell_id"]].append(record)
         self.everything = [
-            {**records[0]["cell"], "id": key} for key, records in self.trials.items()
+            {**ADDED, **records[0]["cell"], "id": key} for key, records in self.trials.items()
         ]
         self.cells = [
             c for c in self.everything if not c["twin"] and "reference" not in c["backend"]
