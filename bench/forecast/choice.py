@@ -4,7 +4,8 @@ A backend may win if it fits, can run the cell and is not known to be wrong. It 
 if its serial step is at most the margin longer than the overlapped steps of all others: whatever
 they hide, none is faster by more. Of several such backends the one with the least peak memory is
 the best. If there is none, it is undecided; what leads then has the shortest serial step. Backends
-with the same estimates do not make each other uncertain.
+with the same estimates do not make each other uncertain. One that offloads cannot win: what it
+copies, and the update on the host, are in no estimate.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from bench.forecast.prediction import (
     predict,
     sent_bytes,
 )
+from bench.plan.categories import COPIED_TO_DEVICE, COPIED_TO_HOST
 from bench.plan.cell import Cell
 
 MARGIN = 0.02
@@ -97,7 +99,8 @@ class Question:
         )
 
     def _may_win(self, prediction: Prediction) -> bool:
-        return not prediction.is_missing and not prediction.defect and self.fits(prediction)
+        is_able = not prediction.is_missing and not prediction.defect
+        return is_able and not prediction.backend.offloads and self.fits(prediction)
 
     def table(self, predictions: Sequence[Prediction]) -> Choices:
         """The best at this and other N and W. Nodes are whole, and HSDP's shards stay as large as they are."""
@@ -142,6 +145,9 @@ def answer(
       to ``peak_memory_bytes``; ``peak_at``: the moment; ``held``: bytes between micro-batches by
       category, exact; with --exact ``exact_peak_bytes``, that of rank 0 on fake tensors; ``fits``:
       whether the peak is within the limit;
+    - of a backend that offloads from a device, ``host``: bytes of a rank on the host at the update
+      by category, which add up to ``host_bytes``; ``pinned_bytes``: those of them that are pinned;
+      ``copied_to_device``, ``copied_to_host``: bytes that one optimizer step copies;
     - ``collectives``: per operation and dtype of one optimizer step ``op``, ``dtype``, ``calls``,
       ``payload_bytes`` and ``wire_bytes`` (derived: what a rank sends in ring algorithms);
       ``num_calls`` and ``wire_bytes``: their sums; ``intra_bytes``, ``inter_bytes``: what of it
@@ -166,6 +172,7 @@ def answer(
 
 UNKNOWN = (
     *("peak_memory_bytes", "peak_at", "fits", "num_calls", "wire_bytes", "communication_s"),
+    *("host_bytes", "pinned_bytes", COPIED_TO_DEVICE, COPIED_TO_HOST),
     *("intra_bytes", "inter_bytes", "overlapped_s", "serial_s"),
     *("best", "recommended", "may_be_fastest", "best_at"),
 )
@@ -183,6 +190,7 @@ def _as_json(question: Question, prediction: Prediction, choices: Choices) -> di
         "not_predicted": prediction.not_predicted,
         "defect": prediction.defect,
         "memory": {},
+        "host": {},
         "held": {},
         "collectives": [],
         "compute_s": question.compute_s,
@@ -203,9 +211,17 @@ def _as_json(question: Question, prediction: Prediction, choices: Choices) -> di
                 intra, inter = part.levels(question.link.node_size)
                 values["intra_bytes"] += intra
                 values["inter_bytes"] += inter
-    if choices:
+    if choices and not backend.offloads:
         step = question.step(prediction)
         values |= {"overlapped_s": step.overlapped, "serial_s": step.serial}
+    if (host := prediction.host) is not None:
+        values |= {
+            "host": host.parts,
+            "host_bytes": host.peak,
+            "pinned_bytes": host.pinned,
+            COPIED_TO_DEVICE: host.to_device,
+            COPIED_TO_HOST: host.to_host,
+        }
     return values
 
 

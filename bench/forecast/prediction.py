@@ -27,7 +27,13 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 
 from bench.backends.base import Backend
-from bench.forecast.footprint import Footprint, declined, footprint
+from bench.forecast.footprint import (
+    Footprint,
+    HostFootprint,
+    declined,
+    footprint,
+    host_footprint,
+)
 from bench.formatting import rate
 from bench.judge.formula_terms import NO_SETTINGS, Settings
 from bench.judge.formulas import BUILT_IN, Collective, Expectation, expect, layout_of, wire_bytes
@@ -256,6 +262,11 @@ class Prediction:
         held = self.scaled(min(self.cell.accumulate, COUNTED_N // 2)).expectation.held
         return footprint(self.cell, self.layout, self.backend, held)
 
+    @cached_property
+    def host(self) -> HostFootprint | None:
+        """A rank's memory of the host, and what is copied; None where nothing is offloaded from a device."""
+        return host_footprint(self.cell, self.layout, self.backend, self.expectation.beside)
+
     def equals(self, other: Prediction) -> bool:
         """Whether both shard alike, reduce at the same times, and hold and send the same but for EQUAL."""
         if self._kind != other._kind:
@@ -266,9 +277,11 @@ class Prediction:
         return peaks_are_equal and math.isclose(self.wire_bytes, other.wire_bytes, rel_tol=EQUAL)
 
     @property
-    def _kind(self) -> tuple[Sharding, Sync, str, str]:
+    def _kind(self) -> tuple[Sharding, Sync, bool, str, str]:
         """What must be the same of two predictions that are equal."""
-        return self.backend.sharding, self.backend.sync, self.refusal, self.not_predicted
+        backend = self.backend
+        kind = backend.sharding, backend.sync, backend.offloads
+        return *kind, self.refusal, self.not_predicted
 
 
 def sent_bytes(op: str, payload_bytes: int, ranks: int, device: Device) -> float:

@@ -28,6 +28,13 @@ COLUMNS = {
 }
 """Columns of the table, each with the categories of ``bench.forecast.footprint`` that it adds
 up."""
+HOST_COLUMNS = {
+    "host": "host_bytes",
+    "pinned": "pinned_bytes",
+    "to dev": "copied_to_device",
+    "to host": "copied_to_host",
+}
+"""Columns of backends that offload, each with its key."""
 SECONDS = {"comm/s": "communication_s", "overlapped/s": "overlapped_s", "serial/s": "serial_s"}
 """Further columns, each with its key."""
 LEVEL_KEYS = {"intra": "intra_bytes", "inter": "inter_bytes"}
@@ -53,6 +60,12 @@ PEAK = (
     "one backend on fake tensors."
 )
 """tests/forecast/test_footprint.py checks these figures."""
+ON_THE_HOST = (
+    "host: GiB of a rank in the host's memory at the update; pinned: what of it is page-locked, in tensors, each of "
+    "which torch rounds up to a power of two; to dev, to host: what one optimizer step copies between both. All four "
+    "are closed forms (docs/memory-and-bytes.md). How long the copies and the update on the host take is not "
+    "estimated, so no backend that offloads is recommended by time."
+)
 TIMES = (
     "overlapped = max(compute, communication): communication is hidden as far as it can be; serial = compute + "
     "communication: none is. communication = calls x latency + wire bytes / link, with the wire bytes of ring "
@@ -131,7 +144,7 @@ def printed_lines(question: Question, records: Records, choices: Choices) -> Ite
         (_collectives_text(row), row["backend"]) for row in predicted
     ):
         yield f"  {names}: {text}"
-    for note in _notes(question, len(rows) < len(records), bool(choices)):
+    for note in _notes(question, records, is_timed=bool(choices)):
         yield from ("", note)
 
 
@@ -206,6 +219,8 @@ def _backend_table(question: Question, records: Records) -> str:
     columns = [*COLUMNS, "peak"]
     if question.memory_bytes is not None:
         columns.append("fits")
+    if _has_offload(records):
+        columns += HOST_COLUMNS
     if _has_levels(question):
         columns += LEVEL_KEYS
     columns += seconds
@@ -223,6 +238,11 @@ def _backend_table(question: Question, records: Records) -> str:
     return Table.from_rows(["backend", *columns, ""], found, range(1, len(columns) + 1)).text()
 
 
+def _has_offload(records: Records) -> bool:
+    """Whether some backend rests on the host in part."""
+    return any(row["host_bytes"] is not None for row in records)
+
+
 def _name(row: Mapping[str, Any]) -> str:
     """The name of a backend, and whether it is known to be wrong."""
     if row["defect"]:
@@ -234,8 +254,11 @@ def _value(row: Mapping[str, Any], column: str) -> str:
     """What stands in a column of the table for a backend that is predicted."""
     if column in COLUMNS:
         return _gib(sum(row["memory"][part] for part in COLUMNS[column]))
+    if column in HOST_COLUMNS:
+        return _gib(row[HOST_COLUMNS[column]] or 0)
     if column in SECONDS:
-        return f"{row[SECONDS[column]]:.4g}"
+        seconds = row[SECONDS[column]]
+        return "-" if seconds is None else f"{seconds:.4g}"
     if column in LEVEL_KEYS:
         return _gib(row[LEVEL_KEYS[column]])
     if column == "peak":
@@ -299,11 +322,13 @@ def _collectives_text(row: Mapping[str, Any]) -> str:
     return "; ".join(found)
 
 
-def _notes(question: Question, has_wrappers: bool, is_timed: bool) -> Iterator[str]:
+def _notes(question: Question, records: Records, *, is_timed: bool) -> Iterator[str]:
     cell = question.cell
-    if has_wrappers:
+    if any(row["equals"] for row in records):
         yield WRAPPERS
     yield PEAK
+    if _has_offload(records):
+        yield ON_THE_HOST
     if cell.activation_checkpointing:
         yield "Activation checkpointing: blocks keep their input, and compute their forward once more."
     if question.reserve_bytes:
@@ -343,10 +368,10 @@ def _recommendation_lines(question: Question, rows: Records, choices: Choices) -
     sound = [row for row in rows if not row["defect"]]
     able = list(filter(_is_predicted, sound))
     fitting = [row for row in able if row["fits"] is not False]
-    if not fitting or not choices:
+    here = choices.get((question.cell.accumulate, question.cell.world_size))
+    if not fitting or here is None or not here.best:
         yield f"Recommendation: {_recommendation_by_memory(question, fitting, able)}"
         return
-    here = choices[question.cell.accumulate, question.cell.world_size]
     (best,) = (row for row in rows if row["backend"] == here.best)
     named = here.best
     if here.equal:
@@ -371,8 +396,13 @@ def _recommendation_by_memory(question: Question, fitting: Records, able: Record
     """What to take where no time is known, or why nothing can be taken."""
     if not able:
         return "none; every backend that was asked for is refused, not predicted, or known to be wrong."
-    least = min(fitting or able, key=lambda row: int(row["peak_memory_bytes"]))
-    needs = f"{least['backend']} needs the least: {size(least['peak_memory_bytes'])} of memory"
+    on_device = [row for row in fitting if row["host_bytes"] is None]
+    least = min(on_device or fitting or able, key=lambda row: int(row["peak_memory_bytes"]))
+    which = ""
+    if on_device and len(on_device) < len(fitting):
+        which = " without offload"
+    memory = f"{size(least['peak_memory_bytes'])} of memory"
+    needs = f"{least['backend']} needs the least{which}: {memory}"
     if question.memory_bytes is not None:
         needs += f", of {size(question.memory_bytes - question.reserve_bytes)} that can be used"
     if not fitting:
@@ -380,6 +410,9 @@ def _recommendation_by_memory(question: Question, fitting: Records, able: Record
         if not question.cell.activation_checkpointing:
             ways += ", or --activation-checkpointing"
         return f"none fits; {needs}. Try {ways}."
+    if not on_device:
+        beside = f"and {size(least['host_bytes'])} of the host's"
+        return f"{needs}, {beside}. Without offload none fits; steps with it are not estimated."
     missing = []
     if question.link is None:
         missing.append("--link")
