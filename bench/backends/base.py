@@ -101,11 +101,6 @@ class Backend(ABC):
     preload: ClassVar[tuple[str, ...]] = ()
     """What a fork server imports before it forks trials (``module``) or calls
     (``module:function``); empty for ``requires``."""
-    offloads: ClassVar[bool] = False
-    """Whether masters, their gradients and the optimizer rest on the host: on CUDA its memory, and what is copied
-    between host and device, are measured too."""
-    uses_host_group: ClassVar[bool] = False
-    """Whether it also communicates tensors of the host, for which NCCL needs gloo beside it."""
     untried: ClassVar[bool] = False
     """Whether the backend has never run. It must then be named: ``all`` does not select it."""
 
@@ -219,6 +214,13 @@ class Backend(ABC):
         if device is Device.CUDA and importlib.metadata.version("torch").endswith("+cpu"):
             return "the installed torch is a CPU build: pip install one for CUDA"
         return ""
+
+
+class Offloading(Backend):
+    """What a backend is made from, too, whose masters, with their gradients and the optimizer, rest on the host.
+
+    On CUDA the host's memory, and what is copied between host and device, are measured too.
+    """
 
 
 def load(name: str) -> None:

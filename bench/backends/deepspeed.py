@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench.backends.base import BF16_PARAMETERS, Backend, BackendFamily
+from bench.backends.base import BF16_PARAMETERS, Backend, BackendFamily, Offloading
 from bench.backends.training_job import Job
 from bench.backends.zero_options import gather_after_updates, zero_config
 from bench.errors import UnsupportedError
@@ -355,7 +355,7 @@ class DeepSpeedZero3Deferred(ZeroStage3, DeepSpeedZero2Deferred):
     refuses = Refusals(compiled=GATHERS_IN_HOOKS, bf16=SUMS_IN_BF16)
 
 
-class ZeroOffload(ZeroBackend):
+class ZeroOffload(Offloading, ZeroBackend):
     """Turns a backend of ZeRO into one whose masters, gradients of masters and optimizer rest on the host.
 
     The update is that of torch's optimizer on tensors of the host, as ``zero_force_ds_cpu_optimizer``
@@ -363,7 +363,6 @@ class ZeroOffload(ZeroBackend):
     """
 
     framework, colour = "DeepSpeed offload", "#117733"
-    offloads = True
 
 
 class DeepSpeedZero2Offload(ZeroOffload, DeepSpeedZero2Eager):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from bench.backends.base import BF16_PARAMETERS, Backend, BackendFamily
+from bench.backends.base import BF16_PARAMETERS, Backend, BackendFamily, Offloading
 from bench.backends.training_job import Job
 from bench.plan.categories import Category
 from bench.plan.cell import SHARDED_REFERENCE, Sharding, Stepping, Sync
@@ -241,17 +241,16 @@ class FSDP2DeferredResident(FSDP2Zero2Deferred):
     sharding = Sharding.OPTIMIZER
 
 
-class FSDP2OffloadEager(FSDP2Eager):
+class FSDP2OffloadEager(Offloading, FSDP2Eager):
     """With ``CPUOffloadPolicy``: shards, their gradients and the optimizer rest on the host.
 
     Shards are copied to the device for every gather, and reduced gradients to the host. Pinned
-    memory is the default, but needs a device. There clipping sums norms of the host, so the group
-    needs gloo beside NCCL (``uses_host_group``).
+    memory is the default, but needs a device. Norms for clipping, and gathers for comparisons, are of
+    tensors of the host, so NCCL needs gloo beside it (``bench.launch.rank``).
     """
 
     name, framework = "fsdp2-offload-eager", "FSDP2 offload"
     colour = "#DDAA33"
-    offloads = uses_host_group = True
 
     def offload_policy(self, job: Job) -> OffloadPolicy:
         from torch.distributed.fsdp import CPUOffloadPolicy

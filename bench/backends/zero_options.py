@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from bench.backends.base import known
+from bench.backends.base import Offloading, known
 from bench.backends.training_job import Job
 from bench.errors import UnsupportedError
 from bench.plan.cell import Cell, Device
@@ -46,7 +46,7 @@ def zero_config(backend: type[ZeroBackend], job: Job, model: nn.Module) -> dict[
         for block in blocks:
             check_input(block)
     allowed = {"zero_allow_untested_optimizer": True}
-    if backend.offloads:
+    if issubclass(backend, Offloading):
         allowed["zero_force_ds_cpu_optimizer"] = False
     return {
         "train_micro_batch_size_per_gpu": job.cell.micro_batch_size,
@@ -112,7 +112,7 @@ def zero_options(
         }
         if stage == 3:
             sizes["leaf_module"] = {}  # zero_config names the classes of the blocks
-    if backend.offloads:
+    if issubclass(backend, Offloading):
         on_host = {"device": "cpu", "pin_memory": cell.device is Device.CUDA}
         sizes = {**sizes, "offload_optimizer": on_host}
         if stage == 3:

@@ -100,7 +100,7 @@ class Question:
 
     def _may_win(self, prediction: Prediction) -> bool:
         is_able = not prediction.is_missing and not prediction.defect
-        return is_able and not prediction.backend.offloads and self.fits(prediction)
+        return is_able and not prediction.offloads and self.fits(prediction)
 
     def table(self, predictions: Sequence[Prediction]) -> Choices:
         """The best at this and other N and W. Nodes are whole, and HSDP's shards stay as large as they are."""
@@ -211,7 +211,7 @@ def _as_json(question: Question, prediction: Prediction, choices: Choices) -> di
                 intra, inter = part.levels(question.link.node_size)
                 values["intra_bytes"] += intra
                 values["inter_bytes"] += inter
-    if choices and not backend.offloads:
+    if choices and not prediction.offloads:
         step = question.step(prediction)
         values |= {"overlapped_s": step.overlapped, "serial_s": step.serial}
     if (host := prediction.host) is not None:

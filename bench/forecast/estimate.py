@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.backends.base import Offloading
 from bench.files import RESULTS
 from bench.forecast.fit import predicted_bytes
 from bench.forecast.prediction import (
@@ -160,7 +161,7 @@ def _layer_s(cell: Cell) -> float:
 def _offload_s(cell: Cell) -> float:
     """What a step takes longer since shards rest on the host; 0 where they do not."""
     backend, layout = BUILT_IN.get(cell.backend), layout_of(cell)
-    if backend is None or layout is None or not backend.offloads:
+    if backend is None or layout is None or not issubclass(backend, Offloading):
         return 0.0
     host = Prediction(cell, backend, layout).host
     if host is None:

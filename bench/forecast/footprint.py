@@ -36,7 +36,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from bench.backends.base import BF16_PARAMETERS, Backend
+from bench.backends.base import BF16_PARAMETERS, Backend, Offloading
 from bench.backends.deepspeed import ZeroBackend
 from bench.backends.fsdp2 import FSDP2Backend
 from bench.backends.lightning import LightningBackend
@@ -135,7 +135,7 @@ class TensorSizes:
         """Bytes of an element that is computed with."""
         if self.is_bf16:
             self.element = 2
-        self.offloads = backend.offloads and cell.device is Device.CUDA
+        self.offloads = issubclass(backend, Offloading) and cell.device is Device.CUDA
         """Whether shards rest in other memory than the device's, to which they are copied."""
         self.is_single = cell.accumulate == 1
         """Whether the window has one micro-batch, so that no gradients are held before its
@@ -502,7 +502,9 @@ class Zero2Sizes:
         """Whether a backward collects new gradients, and adds them at its end."""
         self.before = sizes.before(self.kept)
         """Of those that are kept, what is there before the last backward."""
-        if backend.offloads:  # a bucket at a time, and into a permanent gradient of the masters
+        if issubclass(
+            backend, Offloading
+        ):  # a bucket at a time, and into a permanent gradient of the masters
             self.overlap = self.flat = 0
             self.collects = False
             self.kept = held["gradients"]
@@ -635,7 +637,9 @@ def _zero3(
         yield Moment(
             "reduce", before, sizes.saved_after_block, sizes.stream + of_head + gathered + filled
         )
-    flat = partitions * (not backend.offloads)  # with offload the masters' gradient is permanent
+    flat = partitions * (
+        not issubclass(backend, Offloading)
+    )  # with offload the masters' gradient is permanent
     yield sizes.step(partitions, held["optimizer_state"], flat=flat)
 
 

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 
-from bench.backends.base import Backend
+from bench.backends.base import Backend, Offloading
 from bench.forecast.footprint import (
     Footprint,
     HostFootprint,
@@ -262,6 +262,11 @@ class Prediction:
         held = self.scaled(min(self.cell.accumulate, COUNTED_N // 2)).expectation.held
         return footprint(self.cell, self.layout, self.backend, held)
 
+    @property
+    def offloads(self) -> bool:
+        """Whether the backend rests on the host in part."""
+        return issubclass(self.backend, Offloading)
+
     @cached_property
     def host(self) -> HostFootprint | None:
         """A rank's memory of the host, and what is copied; None where nothing is offloaded from a device."""
@@ -280,7 +285,7 @@ class Prediction:
     def _kind(self) -> tuple[Sharding, Sync, bool, str, str]:
         """What must be the same of two predictions that are equal."""
         backend = self.backend
-        kind = backend.sharding, backend.sync, backend.offloads
+        kind = backend.sharding, backend.sync, self.offloads
         return *kind, self.refusal, self.not_predicted
 
 

@@ -206,8 +206,10 @@ def _memory(
     and differs without being wrong.
     """
     if any(name.startswith(TRACKED) for name in sizes):
-        due = _fullest(cell, layout, settings)
-        wanted = {f"{HELD}_{use}": size for use, size in due.held.items()} | dict(due.beside)
+        fullest = _fullest(cell, layout, settings)
+        wanted = {f"{HELD}_{use}": size for use, size in fullest.held.items()} | dict(
+            fullest.beside
+        )
         for name, size in wanted.items():
             measured = _measured(sizes, name)
             if measured is not None and name not in sizes:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
 
-from bench.backends.base import EXTRA_BACKENDS, Backend, Call, built_in, registry
+from bench.backends.base import EXTRA_BACKENDS, Backend, Call, Offloading, built_in, registry
 from bench.backends.deepspeed import ZeroBackend
 from bench.backends.fsdp2 import FSDP2Backend
 from bench.backends.plain import DDPBackend, Reference
@@ -276,7 +276,7 @@ def fsdp2(
         return None
     layout = units_of(backend, layout)
     w = cell.group_size(RankGroup.SHARD)
-    if backend.offloads:
+    if issubclass(backend, Offloading):
         units = offloaded_units(backend, cell, layout, w, rank % w)
         placed = offload.fsdp2(backend.sync, cell, layout.parameters, units)
         return fsdp2_collectives(backend, cell, layout, w), placed.held(cell)
@@ -328,7 +328,7 @@ def offloaded_units(
         num_gathers, num_reduced = calls_of_unit(backend, cell, unit)
         yield offload.OffloadedUnit(
             padded=padded(parameters, world_size) // world_size,
-            own=local(parameters, world_size, rank),
+            unpadded=local(parameters, world_size, rank),
             num_gathers=num_gathers,
             num_reductions=num_reduced,
         )

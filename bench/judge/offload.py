@@ -60,7 +60,7 @@ class Zero2Parts:
 
     partition: int
     """Of the flat parameters, with padding."""
-    own: int
+    unpadded: int
     """Without."""
     overlapping: int
     """Of all parameters that overlap the partition, whole."""
@@ -100,7 +100,7 @@ def zero2(sync: Sync, cell: Cell, layout: Layout, parts: Zero2Parts) -> Offloade
         host=host | {"optimizer_state": state(cell, parts.partition, 1)},
         pinned=sum(host.values()),
         to_device=max(0, cell.accumulate - 1) * sums + element * parts.partition,
-        to_host=cell.accumulate * sums + 4 * parts.own,
+        to_host=cell.accumulate * sums + 4 * parts.unpadded,
     )
 
 
@@ -119,7 +119,7 @@ def zero3(
     element, ranks = ELEMENT_BYTES[cell.precision], cell.world_size
     shards = [ceil_to(p.numel, ranks) // ranks for p in layout.parameters]
     numel = sum(shards)
-    own = sum(
+    unpadded = sum(
         max(0, min(shard, p.numel - rank * shard))
         for p, shard in zip(layout.parameters, shards, strict=True)
     )
@@ -138,8 +138,8 @@ def zero3(
             "optimizer_state": state(cell, numel, num_groups),
         },
         pinned=(element + 8) * numel,
-        to_device=element * gathered + reductions * 4 * own,
-        to_host=(reductions + 1) * 4 * own,
+        to_device=element * gathered + reductions * 4 * unpadded,
+        to_host=(reductions + 1) * 4 * unpadded,
     )
 
 
@@ -148,7 +148,7 @@ class OffloadedUnit:
     """Elements of a rank's shards of a unit of FSDP2, and how often they are copied in a window."""
 
     padded: int
-    own: int
+    unpadded: int
     num_gathers: int
     num_reductions: int
 
@@ -164,9 +164,9 @@ def fsdp2(
     views of the padded output of the reduction. Under deferred sync gradients are summed whole on the device.
     """
     every, parameters = list(units), list(parameters)
-    padded, own = sum(unit.padded for unit in every), sum(unit.own for unit in every)
+    padded, unpadded = sum(unit.padded for unit in every), sum(unit.unpadded for unit in every)
     whole = sum(p.numel for p in parameters)
-    on_device, on_host = 0, 4 * own
+    on_device, on_host = 0, 4 * unpadded
     if cell.device is Device.CPU:
         on_host = 4 * padded
     if sync is Sync.DEFERRED:
@@ -176,9 +176,9 @@ def fsdp2(
         host={
             "parameters": 4 * padded,
             "gradients": on_host,
-            "optimizer_state": state(cell, own, len(parameters)),
+            "optimizer_state": state(cell, unpadded, len(parameters)),
         },
         pinned=4 * padded + on_host,
         to_device=4 * sum(unit.num_gathers * unit.padded for unit in every),
-        to_host=4 * sum(unit.num_reductions * unit.own for unit in every),
+        to_host=4 * sum(unit.num_reductions * unit.unpadded for unit in every),
     )

@@ -227,7 +227,7 @@ def offloaded(
     partition = flat(layout, ranks) // ranks
     parts = offload.Zero2Parts(
         partition=partition,
-        own=max(0, min(partition, layout.num_parameters - rank * partition)),
+        unpadded=max(0, min(partition, layout.num_parameters - rank * partition)),
         overlapping=overlapping(layout, ranks, rank),
     )
     return offload.zero2(sync, cell, layout, parts)

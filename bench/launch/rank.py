@@ -31,7 +31,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from bench import files
-from bench.backends.base import registry
+from bench.backends.base import Backend, registry
+from bench.backends.fsdp2 import FSDP2OffloadEager
 from bench.errors import UnsupportedError
 from bench.formatting import plain
 from bench.launch import dumps, gpus, shared_nccl, stragglers
@@ -211,8 +212,8 @@ def join(task: Task) -> torch.device:
 
 
 def _uses_host_group(name: str) -> bool:
-    backend = registry([name]).get(name)
-    return backend is not None and backend.uses_host_group
+    """Whether a backend also communicates tensors of the host."""
+    return issubclass(registry([name]).get(name, Backend), FSDP2OffloadEager)
 
 
 def _number_gpus() -> None:

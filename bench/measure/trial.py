@@ -22,7 +22,7 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from bench.backends import blocks
-from bench.backends.base import Backend, registry
+from bench.backends.base import Backend, Offloading, registry
 from bench.backends.training_job import Job
 from bench.errors import UnsupportedError
 from bench.measure import heartbeat
@@ -350,7 +350,7 @@ class RankTrial:
         probe = MemoryProbe(
             self.device.type,
             fake=not self.cell.world.computes,
-            on_host=self.backend.offloads,
+            on_host=issubclass(self.backend, Offloading),
         )
         backend = self._settled(
             probe,

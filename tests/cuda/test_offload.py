@@ -5,13 +5,13 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from bench.backends.base import registry
+from bench.backends.base import Offloading, registry
 from bench.judge.offload import USES
 from bench.plan.categories import COPIED_TO_DEVICE, COPIED_TO_HOST, HELD, ON_HOST, PINNED
 from tests.cuda.conftest import Machine
 from tests.cuda.test_runs import SMOKE, judged, told
 
-NAMES = [name for name, backend in registry().items() if backend.offloads]
+NAMES = [name for name, backend in registry().items() if issubclass(backend, Offloading)]
 IN_BF16 = [name for name in NAMES if not registry()[name].refuses.bf16]
 VARIANTS = {
     "alone": (NAMES, ("--world-size", "1")),

@@ -104,7 +104,7 @@ def made(name: str, calls: float, wire: float, peak: int, accumulate: int = 4) -
         name=name,
         is_missing=False,
         defect="",
-        backend=SimpleNamespace(offloads=False),
+        offloads=False,
         traffic=(Traffic(calls * times, wire * times, 8),),
         memory=SimpleNamespace(peak=peak),
         cell=SimpleNamespace(accumulate=accumulate),
