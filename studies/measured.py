@@ -14,6 +14,8 @@ from bench.audit.semantics_files import load as load_suite
 from bench.judge.loading import Run
 from bench.judge.loading import load as load_run
 from studies import ROOT
+from studies.versions.grid import RECORDS
+from studies.versions.layers import Record, read_records
 
 PROBES = ROOT / "docs" / "claims.json"
 MIB = 2**20
@@ -52,6 +54,7 @@ class Measured:
         versions: Sequence[Any],
         probes: Any,
         zero3: Any,
+        weights: Sequence[Record],
     ) -> None:
         self.about, self.suite, self.rates, self.versions, self.probes = (
             about,
@@ -60,7 +63,7 @@ class Measured:
             versions,
             probes,
         )
-        self.zero3 = zero3
+        self.zero3, self.by_version = zero3, weights
         self.seen = {(seen["scenario"]["name"], seen["backend"]): seen for seen in suite}
 
     @classmethod
@@ -72,6 +75,7 @@ class Measured:
             json.loads((ROOT / "docs/versions.json").read_text())["versions"],
             json.loads(PROBES.read_text()),
             json.loads((ROOT / "docs/zero3.json").read_text()),
+            read_records(RECORDS),
         )
 
     def updates(self, scenario: str, backend: str) -> int:

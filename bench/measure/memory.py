@@ -55,7 +55,7 @@ class MemoryProbe:
     """
 
     def __init__(self, device_type: str, *, fake: bool = False, on_host: bool = False) -> None:
-        """``fake``: tensors have no memory, so the allocator is not asked."""
+        """``fake``: tensors have no memory, so neither the allocator is asked, nor what is pinned."""
         self.ledger = TensorLedger(device_type)
         self.host: TensorLedger | None = None
         if on_host and device_type != HOST:
@@ -65,6 +65,7 @@ class MemoryProbe:
         """Bytes by the keys of ``categories.named``, filled at the end of the window."""
         self.holdings: Callable[[], Mapping[Category, Iterable[Tensor]]] = dict
         """``holdings`` of the backend under test."""
+        self._is_fake = fake
         self._cuda = device_type == "cuda" and not fake
         self._optimizers: list[Optimizer] = []
         self._is_open = False
@@ -138,7 +139,7 @@ class MemoryProbe:
         """Record what is live at the second fetch, or before the second forward: held between micro-batches."""
         for _, ledger in self.ledgers:
             self._held[ledger] = ledger.live, ledger.snapshot()
-        if self.host is not None:
+        if self.host is not None and not self._is_fake:
             with _disable_current_modes():
                 self.result[PINNED] = self.host.pinned()
         if self._cuda:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from bench.audit.lint import deepspeed_config
 from bench.audit.lint.config_file import ConfigPart
-from bench.audit.lint.deepspeed_config import DeepSpeedConfig, deepspeed_keys
+from bench.audit.lint.deepspeed_config import SILENT_CLIPPING, DeepSpeedConfig, deepspeed_keys
 from bench.audit.lint.known_keys import repeated_keys
 from bench.audit.lint.lint_options import LintOptions
 from bench.audit.lint.proof import SmallRun
@@ -18,8 +18,6 @@ from bench.audit.lint.sum_rules import FP32, GradientSum
 from bench.audit.lint.version_facts import is_known_bad, page_of
 
 ENGINE_CONFIG = "deepspeed/runtime/config.py"
-SILENT_CLIPPING = "deepspeed-silent-clipping"
-"""The advisory of CLP01 and CLP03."""
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from bench.audit.lint import deepspeed_config
 from bench.audit.lint.config_file import AUTO, ConfigPart
-from bench.audit.lint.deepspeed_config import deepspeed_keys, deepspeed_part
-from bench.audit.lint.deepspeed_rules import SILENT_CLIPPING
+from bench.audit.lint.deepspeed_config import SILENT_CLIPPING, deepspeed_keys, deepspeed_part
 from bench.audit.lint.known_keys import Keys, repeated_keys
 from bench.audit.lint.lint_options import LintOptions, windows_of
 from bench.audit.lint.rules import ERROR, INFO, STOPS, WARNING, Found, rule, says
