@@ -364,6 +364,12 @@ class ZeroOffload(Offloading, ZeroBackend):
 
     framework, colour = "DeepSpeed offload", "#117733"
 
+    @classmethod
+    def remark(cls, cell: Cell) -> str:
+        if cell.device is Device.CPU:
+            return super().remark(cell)
+        return f"{super().remark(cell)}, by torch's optimizer and not by DeepSpeedCPUAdam"
+
 
 class DeepSpeedZero2Offload(ZeroOffload, DeepSpeedZero2Eager):
     """Stage 2 with ``offload_optimizer``: in fp32 every micro-batch adds to sums on the host."""
