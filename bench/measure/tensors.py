@@ -177,7 +177,7 @@ class _Mode(FakeTensorMode):
         if func is torch.ops.aten.is_pinned.default:
             return args[0].untyped_storage()._cdata in self._pinned
         if func is torch.ops.aten._pin_memory.default:  # torch has no fake one
-            copied = super().dispatch(torch.ops.aten.clone.default, types, args[:1])
+            copied: Any = super().dispatch(torch.ops.aten.clone.default, types, args[:1])
             self._pinned.add(copied.untyped_storage()._cdata)
             return copied
         if kwargs and kwargs.get("device") == torch.device("cpu", 0):
