@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,12 +13,14 @@ from typing import Any
 
 import pandas as pd
 
+from bench.backends.base import Offloading
 from bench.forecast.fit import peaks
-from bench.judge.formulas import BUILT_IN, layout_of
+from bench.judge.formulas import BUILT_IN, expect, layout_of
 from bench.judge.loading import Run, load
+from bench.judge.offload import USES
 from bench.judge.tables import rows_of
-from bench.plan.categories import HELD, PEAK
-from bench.plan.cell import Cell, RankGroup, Status
+from bench.plan.categories import COPIED_TO_DEVICE, COPIED_TO_HOST, HELD, ON_HOST, PEAK, PINNED
+from bench.plan.cell import Cell, Device, Precision, RankGroup, Status
 from bench.plan.models import SIZES
 from bench.plan.world import World
 from bench.tabular import markdown_table
@@ -37,6 +40,18 @@ KINDS = {World.REAL: "real", World.VIRTUAL: "virtual", World.FAKE: "fake tensors
 """Worlds in words, in order."""
 SHOWN_SUMS = (4, 16, 64, 256)
 """N at which the page has errors of sums."""
+OFFLOADED = Cell(
+    backend="",
+    model="8b",
+    accumulate=4,
+    world_size=8,
+    global_batch_size=32,
+    sequence_length=4096,
+    precision=Precision.BF16,
+    optimizer="adamw-fused",
+    device=Device.CUDA,
+)
+"""For which the page lists what rests on the host."""
 SHOWN_WORLD, SHOWN_N = 4, 4
 """World whose collectives the page lists, and N at which it lists what is held."""
 
@@ -121,6 +136,7 @@ def page(runs: Sequence[Run], accumulation: Sequence[Mapping[str, Any]]) -> str:
         *published_peaks.section(),
         *_collectives(measured),
         *_held(measured),
+        *_offload(),
         *_large(measured),
         *_accumulation(accumulation),
     ]
@@ -251,6 +267,49 @@ def _held(measured: Measured) -> list[str]:
         "Trainer's DDP has no views, and its buckets count as communication.",
         "",
         *markdown_table(("backend", *worlds), _merged(rows)),
+    ]
+
+
+def _offload() -> list[str]:
+    """What rests on the host, by formula; tests/cuda/test_offload.py holds it against trials over a stub of CUDA."""
+    rows = []
+    for name, backend in BUILT_IN.items():
+        if not issubclass(backend, Offloading):
+            continue
+        cell = dataclasses.replace(OFFLOADED, backend=name)
+        if backend.refuses.bf16:
+            cell = dataclasses.replace(cell, precision=Precision.FP32)
+        layout = layout_of(cell)
+        assert layout is not None, "it is a shipped model"
+        expectation = expect(cell, layout)
+        assert expectation is not None, "every backend here has a formula"
+        on_host = expectation.beside
+        sizes = [
+            *(expectation.held[use] for use in ("parameters", "gradients", "communication")),
+            *(on_host[f"{ON_HOST}_{HELD}_{use}"] for use in USES),
+            *(on_host[key] for key in (PINNED, COPIED_TO_DEVICE, COPIED_TO_HOST)),
+        ]
+        rows.append((name, str(cell.precision), *(f"{size / GIB:.2f}" for size in sizes)))
+    cell = OFFLOADED
+    return [
+        f"## Offload: {cell.model} on {cell.world_size} GPUs, N = {cell.accumulate}, GiB per rank",
+        "",
+        "By formula (`bench/judge/offload.py`). Trials of small models over a stub of CUDA, with DeepSpeed and "
+        "torch as they are, hold and copy the same to the byte (`tests/cuda/test_offload.py`); no GPU has been "
+        "measured. `dev` is held on the device between micro-batches, `host` on the host; pinned is a part of the"
+        " latter, and torch rounds each pinned tensor up to a power of two. The last two columns are copied in an"
+        " optimizer step. FSDP2 copies shards in fp32 whatever the precision; ZeRO-3 writes and fetches its sums "
+        "in every micro-batch. On the CPU the device is the host: nothing is copied between them, ZeRO holds both"
+        " sides, and FSDP2 what it does without.",
+        "",
+        *markdown_table(
+            (
+                *("backend", "precision", "dev param", "dev grad", "dev buffers"),
+                *("host param", "host grad", "host optim", "host buffers"),
+                *("pinned", "to device", "to host"),
+            ),
+            rows,
+        ),
     ]
 
 

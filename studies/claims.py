@@ -71,6 +71,8 @@ def page(m: Measured) -> str:
             "- throughput: `python -m bench throughput --out results/throughput`: [every point]"
             f"(../results/throughput/throughput.md), with Lightning {rates['lightning']} and torch {rates['torch']}.",
             "- versions: `nox -s versions`: [versions](versions.md), one environment for each version.",
+            "- weights: `nox -s versions -- --weights`: [weights](versions.md#deepspeeds-engine-in-a-loop), one "
+            "environment for each version.",
             "- run, popular, curves: `results/cpu`, `results/popular` and `results/curves`, 2 ranks of a CPU, model of "
             "3.1 M parameters: `python -m bench report results/cpu`.",
             "- links: [three rates between two hosts](../results/links/links.md): `python -m studies.links`.",

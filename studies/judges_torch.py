@@ -7,12 +7,15 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from packaging.version import Version
+
 from bench.judge.formulas import layout_of
 from bench.judge.statistics import ratio
 from bench.plan.cell import Cell, Precision
 from studies import measured, objections
 from studies.measured import (
     DIVIDED_TWICE,
+    FALSE,
     PLAIN,
     TRUE,
     Judged,
@@ -25,6 +28,8 @@ from studies.measured import (
     small,
     true,
 )
+from studies.versions.grid_page import spelled
+from studies.versions.layers import Record
 
 LINKS = ("unlimited", "1gbit", "200mbit")
 TITAN, TRAINER, ACCELERATE = "torchtitan-eager", "hf-trainer-ddp", "accelerate-ddp"
@@ -342,3 +347,61 @@ def races(m: Measured) -> Judged:
         "largest": max(both_off, default=0.0),
     }
     return only(bool(both_off) and not any(wrong.values())), numbers
+
+
+ENGINE, OFFLOADED = "versions/weights_engine", "ZeRO-{}, offload_optimizer"
+
+
+_NONE_DROPPED: dict[str, Any] = dict.fromkeys(
+    (
+        "bad",
+        "right",
+        "num_bad",
+        "first",
+        "last",
+        "before",
+        "num_good",
+        "fixed",
+        "of_one",
+        "of_three",
+    ),
+    0,
+)
+
+
+def offload_drops(m: Measured) -> Judged:
+    """By version of DeepSpeed: whether an offloaded optimizer got every micro-batch, by stage."""
+    by_stage: dict[int, dict[Version, Record]] = {}
+    for stage in (1, 2, 3):
+        by_stage[stage] = {
+            Version(record.packages["deepspeed"]): record
+            for record in m.by_version
+            if record.script == ENGINE and record.case == OFFLOADED.format(stage)
+        }
+    two = sorted(by_stage[2].items())
+    bad = [number for number, record in two if not record.is_right]
+    if not bad:
+        return FALSE, _NONE_DROPPED
+    before = [number for number, record in two if record.is_right and number < bad[0]]
+    after = [number for number, record in two if record.is_right and number > bad[-1]]
+    numbers = {
+        "bad": spelled(by_stage[2][bad[0]].measured),
+        "right": spelled(by_stage[2][bad[0]].right),
+        "num_bad": len(bad),
+        "first": bad[0],
+        "last": bad[-1],
+        "before": ", ".join(map(str, before)),
+        "num_good": len(after),
+        "fixed": min(after, default=""),
+        "of_one": _num_right(by_stage[1]),
+        "of_three": _num_right(by_stage[3]),
+    }
+    others = [record for stage in (1, 3) for record in by_stage[stage].values()]
+    is_alone = all(record.is_right for record in others)
+    return only(is_alone and bool(before) and bool(after)), numbers
+
+
+def _num_right(records: dict[Version, Record]) -> str:
+    """How many versions are right, of all that were measured."""
+    right = sum(record.is_right for record in records.values())
+    return f"{right} of {len(records)}"

@@ -18,6 +18,8 @@ from bench.judge.loading import Run
 from bench.judge.loading import load as load_run
 from bench.plan.cell import Cell, Device, Precision
 from studies import ROOT
+from studies.versions.grid import RECORDS
+from studies.versions.layers import Record, read_records
 
 PROBES = ROOT / "docs" / "claims.json"
 MIB, GIB = 2**20, 2**30
@@ -120,6 +122,7 @@ class Measured:
         versions: Sequence[Any],
         probes: Any,
         zero3: Any,
+        weights: Sequence[Record],
     ) -> None:
         self.about, self.suite, self.rates, self.versions, self.probes = (
             about,
@@ -128,7 +131,7 @@ class Measured:
             versions,
             probes,
         )
-        self.zero3 = zero3
+        self.zero3, self.by_version = zero3, weights
         self.seen = {(seen["scenario"]["name"], seen["backend"]): seen for seen in suite}
 
     @classmethod
@@ -140,6 +143,7 @@ class Measured:
             json.loads((ROOT / "docs/versions.json").read_text())["versions"],
             json.loads(PROBES.read_text()),
             json.loads((ROOT / "docs/zero3.json").read_text()),
+            read_records(RECORDS),
         )
 
     def backends_of(self, scenario: str, prefix: str = "") -> list[str]:

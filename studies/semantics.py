@@ -57,7 +57,8 @@ Where the first finding is *miscounted*, every update is right: what is wrong is
 Where gradients *leak*, those that are not reduced yet outlive `zero_grad`. Of FSDP2's, PyTorch's `reset_iter_state`, \
 which the scenario does not call, discards only those that await a deferred all-reduce.
 
-After `zero_grad`, `deepspeed-zero3-deferred` cannot continue on a CPU: DeepSpeed marks the open gradients as used by \
+After `zero_grad`, `deepspeed-zero3-deferred`, with offload or without, cannot continue on a CPU: DeepSpeed marks the \
+open gradients as used by \
 the current stream, and a CPU has none. On CUDA they are cleared ([GPUs](gpu.md#semantics))."""
 
 

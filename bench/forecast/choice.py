@@ -6,7 +6,8 @@ beside the least. It is clearly the best
 if its serial step is at most the margin longer than the overlapped steps of all others: whatever
 they hide, none is faster by more. Of several such backends the one with the least peak memory is
 the best. If there is none, it is undecided; what leads then has the shortest serial step. Backends
-with the same estimates do not make each other uncertain.
+with the same estimates do not make each other uncertain. One that offloads cannot win: what it
+copies, and the update on the host, are in no estimate.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from bench.forecast.prediction import (
     sent_bytes,
     tokens_per_s,
 )
+from bench.plan.categories import COPIED_TO_DEVICE, COPIED_TO_HOST
 from bench.plan.cell import Cell, Device
 
 MARGIN = 0.02
@@ -109,7 +111,7 @@ class Question:
 
     def choose(self, predictions: Sequence[Prediction]) -> Choice:
         """The best backend; see the docstring of the module."""
-        sound = [p for p in predictions if not p.is_missing and not p.defect]
+        sound = [p for p in predictions if not p.is_missing and not p.defect and not p.offloads]
         fitting = [p for p in sound if self.fits(p)]
         is_tight = not fitting
         if is_tight:
@@ -180,6 +182,9 @@ def answer(
       category, exact; with --exact ``exact_peak_bytes``, that of rank 0 on fake tensors; ``fits``:
       whether the peak is within the limit with the most that was published to be reserved beside
       such a peak, ``may_fit``: with the least;
+    - of a backend that offloads from a device, ``host``: bytes of a rank on the host at the update
+      by category, which add up to ``host_bytes``; ``pinned_bytes``: those of them that are pinned;
+      ``copied_to_device``, ``copied_to_host``: bytes that one optimizer step copies;
     - ``collectives``: per operation and dtype of one optimizer step ``op``, ``dtype``, ``calls``,
       ``payload_bytes`` and ``wire_bytes`` (derived: what a rank sends in ring algorithms);
       ``num_calls`` and ``wire_bytes``: their sums; ``intra_bytes``, ``inter_bytes``: what of it
@@ -205,6 +210,7 @@ def answer(
 
 UNKNOWN = (
     *("peak_memory_bytes", "peak_at", "fits", "may_fit", "num_calls", "wire_bytes"),
+    *("host_bytes", "pinned_bytes", COPIED_TO_DEVICE, COPIED_TO_HOST),
     *("communication_s", "intra_bytes", "inter_bytes", "overlapped_s", "serial_s"),
     *("tokens_per_s", "mfu"),
     *("best", "recommended", "may_be_fastest", "best_at"),
@@ -223,6 +229,7 @@ def _as_json(question: Question, prediction: Prediction, choices: Choices) -> di
         "not_predicted": prediction.not_predicted,
         "defect": prediction.defect,
         "memory": {},
+        "host": {},
         "held": {},
         "collectives": [],
         "compute_s": question.compute_s,
@@ -244,7 +251,7 @@ def _as_json(question: Question, prediction: Prediction, choices: Choices) -> di
                 intra, inter = part.levels(question.link.node_size)
                 values["intra_bytes"] += intra
                 values["inter_bytes"] += inter
-    if choices:
+    if choices and not prediction.offloads:
         step = question.step(prediction)
         values |= {"overlapped_s": step.overlapped, "serial_s": step.serial}
         both = (step.serial, step.overlapped)
@@ -252,6 +259,14 @@ def _as_json(question: Question, prediction: Prediction, choices: Choices) -> di
         if question.peak_flops is not None:
             most = model_flops(prediction.cell) / question.peak_flops
             values["mfu"] = [most / seconds for seconds in both]
+    if (host := prediction.host) is not None:
+        values |= {
+            "host": host.parts,
+            "host_bytes": host.peak,
+            "pinned_bytes": host.pinned,
+            COPIED_TO_DEVICE: host.to_device,
+            COPIED_TO_HOST: host.to_host,
+        }
     return values
 
 

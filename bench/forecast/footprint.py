@@ -36,12 +36,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from bench.backends.base import BF16_PARAMETERS, Backend
+from bench.backends.base import BF16_PARAMETERS, Backend, Offloading
 from bench.backends.deepspeed import ZeroBackend
 from bench.backends.fsdp2 import FSDP2Backend
 from bench.backends.lightning import LightningBackend
 from bench.backends.plain import DDPBackend
 from bench.judge import formulas, zero
+from bench.judge.offload import USES
+from bench.plan.categories import COPIED_TO_DEVICE, COPIED_TO_HOST, HELD, ON_HOST, PINNED
 from bench.plan.cell import Cell, Device, Precision, RankGroup, Sharding, Sync
 from bench.plan.models import LlamaSize, shape_of
 from bench.workload.layout import ROOT, Layout
@@ -80,8 +82,8 @@ class Moment:
 
 def declined(cell: Cell, backend: type[Backend], *, bf16_parameters: bool = False) -> str:
     """Why the memory of such a cell is not predicted; empty if it is."""
-    if bf16_parameters and not issubclass(backend, DDPBackend | FSDP2Backend):
-        return "it keeps fp32 masters of bf16 parameters"
+    if bf16_parameters and (reason := _declined_bf16(backend)):
+        return reason
     if cell.selective_checkpointing and model_of(cell).num_experts:
         return "there is no formula for what selective checkpointing keeps of experts"
     if cell.compiled:
@@ -90,6 +92,15 @@ def declined(cell: Cell, backend: type[Backend], *, bf16_parameters: bool = Fals
         return ""
     if backend.stage == 3 and backend.own_defaults:
         return "there is no formula for what ZeRO-3 gathers during recomputation"
+    return ""
+
+
+def _declined_bf16(backend: type[Backend]) -> str:
+    """Why the memory of bf16 parameters is not predicted; empty if it is."""
+    if not issubclass(backend, DDPBackend | FSDP2Backend):
+        return "it keeps fp32 masters of bf16 parameters"
+    if issubclass(backend, Offloading):
+        return "there is no formula for bf16 parameters that are offloaded"
     return ""
 
 
@@ -158,6 +169,8 @@ class TensorSizes:
         """Bytes of an element that is computed with."""
         if self.is_bf16:
             self.element = 2
+        self.offloads = issubclass(backend, Offloading) and cell.device is Device.CUDA
+        """Whether shards rest in other memory than the device's, to which they are copied."""
         self.is_single = cell.accumulate == 1
         """Whether the window has one micro-batch, so that no gradients are held before its
         backward."""
@@ -411,7 +424,9 @@ class UnitSizes:
         if self.splits_root:
             self.last = padded[max(padded)]
         self.shards = self.master * sizes.shard(layout)
-        """Bytes of a rank's shards."""
+        """Bytes of a rank's reduced gradients, as large as its parameters."""
+        if sizes.offloads:
+            self.shards = 0
         self.sums = backend.sync is Sync.DEFERRED and not sizes.is_single
         """Whether whole gradients are held, to which those of a micro-batch are added at once."""
         self.gathered, self.current = self.element * self.every, 0
@@ -492,7 +507,7 @@ def _fsdp2_end(
     sizes: TensorSizes, units: UnitSizes, backend: type[FSDP2Backend], before: int
 ) -> Iterator[Moment]:
     """The end of the backward: the embedding, and the reduction of the last unit."""
-    all_but_last = units.shards - units.master * units.last // units.ranks
+    all_but_last = max(0, units.shards - units.master * units.last // units.ranks)
     at_end = before
     if sizes.is_single:
         at_end = all_but_last
@@ -522,7 +537,9 @@ def _fsdp2_end(
 class Zero2Sizes:
     """Partitions, and buckets from which gradients are reduced, in bytes unless elements are named."""
 
-    def __init__(self, sizes: TensorSizes, backend: type[ZeroBackend]) -> None:
+    def __init__(
+        self, sizes: TensorSizes, backend: type[ZeroBackend], held: Mapping[str, int]
+    ) -> None:
         layout, self.ranks = sizes.layout, sizes.cell.world_size
         options = zero.options_of(backend, sizes.cell, layout)
         self.bucket = options.reduce_bucket_size
@@ -540,6 +557,23 @@ class Zero2Sizes:
         cast to fp32."""
         if sizes.is_bf16:
             self.kept, self.cast = 4 * self.partition, 4
+        self.flat = 4 * self.partition
+        """The gradient of the masters, into which those that are kept are copied."""
+        self.collects = not sizes.is_bf16
+        """Whether a backward collects new gradients, and adds them at its end."""
+        self.before = sizes.before(self.kept)
+        """Of those that are kept, what is there before the last backward."""
+        if issubclass(
+            backend, Offloading
+        ):  # a bucket at a time, and into a permanent gradient of the masters
+            self.overlap = self.flat = 0
+            self.collects = False
+            self.kept = held["gradients"]
+            if backend.sync is Sync.DEFERRED:
+                self.kept -= 4 * layout.num_parameters
+            self.before = sizes.before(self.kept)
+            if not sizes.offloads:
+                self.before = self.kept
         self.table = sizes.element * sizes.table
         piece = min(
             sizes.table, -(-self.bucket // self.partition) * self.partition
@@ -558,14 +592,13 @@ def _zero2(
     In fp32 the gradients are those of all parameters that overlap the partition, whole; a backward
     collects new ones and adds them at its end (deepspeed/runtime/zero/stage_1_and_2.py).
     """
-    of_stage = Zero2Sizes(sizes, backend)
+    of_stage = Zero2Sizes(sizes, backend, held)
     if backend.sync is Sync.DEFERRED:
         yield from _zero2_deferred(sizes, of_stage, held["gradients"])
     else:
         yield from _zero2_eager(sizes, of_stage)
-    flat = 4 * of_stage.partition
-    yield Moment("step", of_stage.kept, 0, 0 if sizes.is_bf16 else flat)
-    yield sizes.step(flat, held["optimizer_state"])
+    yield Moment("step", of_stage.kept, 0, 0 if sizes.is_bf16 else of_stage.flat)
+    yield sizes.step(of_stage.flat or of_stage.kept, held["optimizer_state"])
 
 
 def _zero2_deferred(sizes: TensorSizes, of_stage: Zero2Sizes, sums: int) -> Iterator[Moment]:
@@ -586,7 +619,7 @@ def _zero2_deferred(sizes: TensorSizes, of_stage: Zero2Sizes, sums: int) -> Iter
 def _zero2_eager(sizes: TensorSizes, of_stage: Zero2Sizes) -> Iterator[Moment]:
     """Gradients are reduced from buckets during the backward."""
     layout, buckets = sizes.layout, of_stage.buckets
-    before = during = sizes.before(of_stage.kept)
+    before = during = of_stage.before
     # The last rank has new gradients of its own from the start; the fullest has little but the
     # table, reduced last.
     early = 4 * zero.overlapping(layout, of_stage.ranks, of_stage.ranks - 1)
@@ -595,7 +628,7 @@ def _zero2_eager(sizes: TensorSizes, of_stage: Zero2Sizes) -> Iterator[Moment]:
     added, of_head = of_stage.kept, 0
     if 2 * of_stage.partition <= sizes.table:
         added = 0
-    if sizes.is_bf16:
+    if not of_stage.collects:
         during, early, added = of_stage.kept, 0, 0
     if sizes.tied:
         of_head = of_stage.table
@@ -643,7 +676,7 @@ def _zero3(
         before = partitions
     options = zero.options_of(backend, sizes.cell, layout)
     gathered = gathered_table = resident = 0
-    if sizes.cell.world_size > 1:
+    if sizes.cell.world_size > 1 or sizes.offloads:
         gathered = sizes.element * min(layout.num_parameters, options.stage3_max_live_parameters)
         gathered_table = table
     in_head = gathered_table
@@ -665,4 +698,52 @@ def _zero3(
         yield Moment(
             "reduce", before, sizes.saved_after_block, sizes.stream + of_head + gathered + filled
         )
-    yield sizes.step(partitions, held["optimizer_state"], flat=partitions)
+    flat = partitions * (
+        not issubclass(backend, Offloading)
+    )  # with offload the masters' gradient is permanent
+    yield sizes.step(partitions, held["optimizer_state"], flat=flat)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostFootprint:
+    """A rank's memory of the host at the update, where a backend offloads from a device; bytes."""
+
+    parts: dict[str, int]
+    """By category, as in ``Footprint``."""
+    pinned: int
+    """Of these, in tensors of pinned memory."""
+    to_device: int
+    to_host: int
+    """Copied in one optimizer step."""
+
+    @property
+    def peak(self) -> int:
+        return sum(self.parts.values())
+
+
+def host_footprint(
+    cell: Cell, layout: Layout, backend: type[Backend], beside: Mapping[str, int]
+) -> HostFootprint | None:
+    """The memory of the host; ``beside`` as in ``Expectation.beside``. None where nothing is offloaded to other memory.
+
+    At the update the masters' gradient is there under deferred sync too, and ``foreach`` takes the
+    root of all second moments at once, as on a device.
+    """
+    if not beside:
+        return None
+    parts = {use: beside[f"{ON_HOST}_{HELD}_{use}"] for use in USES}
+    pinned = beside[PINNED]
+    if issubclass(backend, FSDP2Backend):
+        ranks = cell.group_size(RankGroup.SHARD)
+        gradients = 4 * formulas.local(layout.parameters, ranks, 0)
+        pinned += gradients - parts["gradients"]
+        parts["gradients"] = gradients
+    parts["temporaries"] = 0
+    if cell.optimizer == "adamw-foreach":
+        parts["temporaries"] = parts["optimizer_state"] // 2
+    return HostFootprint(
+        parts=parts,
+        pinned=pinned,
+        to_device=beside[COPIED_TO_DEVICE],
+        to_host=beside[COPIED_TO_HOST],
+    )

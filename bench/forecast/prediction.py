@@ -26,8 +26,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 
-from bench.backends.base import Backend
-from bench.forecast.footprint import Footprint, declined, footprint, model_of
+from bench.backends.base import Backend, Offloading
+from bench.forecast.footprint import (
+    Footprint,
+    HostFootprint,
+    declined,
+    footprint,
+    host_footprint,
+    model_of,
+)
 from bench.formatting import rate
 from bench.judge.formula_terms import NO_SETTINGS, Settings
 from bench.judge.formulas import BUILT_IN, Collective, Expectation, expect, layout_of, wire_bytes
@@ -263,6 +270,16 @@ class Prediction:
             self.cell, self.layout, self.backend, held, bf16_parameters=self.bf16_parameters
         )
 
+    @property
+    def offloads(self) -> bool:
+        """Whether the backend rests on the host in part."""
+        return issubclass(self.backend, Offloading)
+
+    @cached_property
+    def host(self) -> HostFootprint | None:
+        """A rank's memory of the host, and what is copied; None where nothing is offloaded from a device."""
+        return host_footprint(self.cell, self.layout, self.backend, self.expectation.beside)
+
     def equals(self, other: Prediction) -> bool:
         """Whether both shard alike, reduce at the same times, and hold and send the same but for EQUAL."""
         if self._kind != other._kind:
@@ -273,9 +290,11 @@ class Prediction:
         return peaks_are_equal and math.isclose(self.wire_bytes, other.wire_bytes, rel_tol=EQUAL)
 
     @property
-    def _kind(self) -> tuple[Sharding, Sync, str, str]:
+    def _kind(self) -> tuple[Sharding, Sync, bool, str, str]:
         """What must be the same of two predictions that are equal."""
-        return self.backend.sharding, self.backend.sync, self.refusal, self.not_predicted
+        backend = self.backend
+        kind = backend.sharding, backend.sync, self.offloads
+        return *kind, self.refusal, self.not_predicted
 
 
 def in_half_size(expectation: Expectation) -> Expectation:

@@ -28,6 +28,13 @@ COLUMNS = {
 }
 """Columns of the table, each with the categories of ``bench.forecast.footprint`` that it adds
 up."""
+HOST_COLUMNS = {
+    "host": "host_bytes",
+    "pinned": "pinned_bytes",
+    "to dev": "copied_to_device",
+    "to host": "copied_to_host",
+}
+"""Columns of backends that offload, each with its key."""
 SECONDS = {"comm/s": "communication_s", "overlapped/s": "overlapped_s", "serial/s": "serial_s"}
 """Further columns, each with its key."""
 RATES = {"tokens_per_s": "tok/s/{}", "mfu": "MFU (%)"}
@@ -55,6 +62,12 @@ PEAK = (
     "with published peaks). --exact measures the peak of one backend on fake tensors."
 )
 """tests/forecast/test_footprint.py checks these figures."""
+ON_THE_HOST = (
+    "host: GiB of a rank in the host's memory at the update; pinned: what of it is page-locked, in tensors, each of "
+    "which torch rounds up to a power of two; to dev, to host: what one optimizer step copies between both. All four "
+    "are closed forms (docs/memory-and-bytes.md). How long the copies and the update on the host take is not "
+    "estimated, so no backend that offloads is recommended by time."
+)
 TIMES = (
     "overlapped = max(compute, communication): communication is hidden as far as it can be; serial = compute + "
     "communication: none is. communication = calls x latency + wire bytes / link, with the wire bytes of ring "
@@ -133,7 +146,7 @@ def printed_lines(question: Question, records: Records, choices: Choices) -> Ite
         (_collectives_text(row), row["backend"]) for row in predicted
     ):
         yield f"  {names}: {text}"
-    for note in _notes(question, len(rows) < len(records), bool(choices)):
+    for note in _notes(question, records, is_timed=bool(choices)):
         yield from ("", note)
 
 
@@ -218,6 +231,8 @@ def _backend_table(question: Question, records: Records) -> str:
     columns = [*COLUMNS, "peak"]
     if question.memory_bytes is not None:
         columns.append("fits")
+    if _has_offload(records):
+        columns += HOST_COLUMNS
     if _has_levels(question):
         columns += LEVEL_KEYS
     columns += seconds
@@ -245,6 +260,11 @@ def device_word(question: Question) -> str:
     return "rank"
 
 
+def _has_offload(records: Records) -> bool:
+    """Whether some backend rests on the host in part."""
+    return any(row["host_bytes"] is not None for row in records)
+
+
 def _name(row: Mapping[str, Any]) -> str:
     """The name of a backend, and whether it is known to be wrong."""
     if row["defect"]:
@@ -256,14 +276,14 @@ def _value(row: Mapping[str, Any], column: str) -> str:
     """What stands in a column of the table for a backend that is predicted."""
     if column in COLUMNS:
         return _gib(sum(row["memory"][part] for part in COLUMNS[column]))
+    of_bytes = HOST_COLUMNS | LEVEL_KEYS | {"peak": "peak_memory_bytes"}
+    if column in of_bytes:
+        return _gib(row[of_bytes[column]] or 0)
     if column in SECONDS:
-        return f"{row[SECONDS[column]]:.4g}"
-    if column in LEVEL_KEYS:
-        return _gib(row[LEVEL_KEYS[column]])
+        seconds = row[SECONDS[column]]
+        return "-" if seconds is None else f"{seconds:.4g}"
     if column in RATES:
         return rates_text(column, row[column])
-    if column == "peak":
-        return _gib(row["peak_memory_bytes"])
     return fits_text(fits=row["fits"], may_fit=row["may_fit"])
 
 
@@ -342,11 +362,13 @@ def _collectives_text(row: Mapping[str, Any]) -> str:
     return "; ".join(found)
 
 
-def _notes(question: Question, has_wrappers: bool, is_timed: bool) -> Iterator[str]:
+def _notes(question: Question, records: Records, *, is_timed: bool) -> Iterator[str]:
     cell = question.cell
-    if has_wrappers:
+    if any(row["equals"] for row in records):
         yield WRAPPERS
     yield PEAK
+    if _has_offload(records):
+        yield ON_THE_HOST
     if cell.selective_checkpointing:
         yield (
             "Selective checkpointing: blocks keep their input and the results of attention and of every second matrix "
@@ -419,10 +441,10 @@ def _recommendation_lines(question: Question, rows: Records, choices: Choices) -
     sound = [row for row in rows if not row["defect"]]
     able = list(filter(_is_predicted, sound))
     fitting = [row for row in able if row["may_fit"] is not False]
-    if not fitting or not choices:
+    here = choices.get((question.cell.accumulate, question.cell.world_size))
+    if not fitting or here is None or not here.best:
         yield f"Recommendation: {_recommendation_by_memory(question, fitting, able)}"
         return
-    here = choices[question.cell.accumulate, question.cell.world_size]
     (best,) = (row for row in rows if row["backend"] == here.best)
     named = here.best
     if here.equal:
@@ -454,10 +476,17 @@ def _recommendation_by_memory(question: Question, fitting: Records, able: Record
     """What to take where no time is known, or why nothing can be taken."""
     if not able:
         return "none; every backend that was asked for is refused, not predicted, or known to be wrong."
-    least = min(fitting or able, key=lambda row: int(row["peak_memory_bytes"]))
-    needs = f"{least['backend']} needs the least: {size(least['peak_memory_bytes'])} of memory"
+    on_device = [row for row in fitting if row["host_bytes"] is None]
+    least = min(on_device or fitting or able, key=lambda row: int(row["peak_memory_bytes"]))
+    which = ""
+    if on_device and len(on_device) < len(fitting):
+        which = " without offload"
+    memory = f"{size(least['peak_memory_bytes'])} of memory"
+    needs = f"{least['backend']} needs the least{which}: {memory}"
     if question.memory_bytes is not None:
         needs += f", of {size(question.memory_bytes)}"
+        if fitting and not on_device:
+            needs += f", and {size(least['host_bytes'])} of the host's"
         if fitting and not least["fits"]:
             needs += f", which is tight: {TIGHT}"
     if not fitting:
@@ -465,6 +494,8 @@ def _recommendation_by_memory(question: Question, fitting: Records, able: Record
         if not question.cell.activation_checkpointing:
             ways += ", or --activation-checkpointing"
         return f"none fits; {needs}. Try {ways}."
+    if not on_device:
+        return f"{needs}. Without offload none fits; steps with it are not estimated."
     missing = []
     if question.link is None:
         missing.append("--link")

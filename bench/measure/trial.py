@@ -22,7 +22,7 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from bench.backends import blocks
-from bench.backends.base import Backend, registry
+from bench.backends.base import Backend, Offloading, registry
 from bench.backends.training_job import Job
 from bench.errors import UnsupportedError
 from bench.measure import heartbeat
@@ -338,7 +338,8 @@ class RankTrial:
 
         ``peak`` and its parts belong to the moment of most live bytes; ``held`` and its parts to
         the second fetch, or where a loop fetches ahead to the moment before the second forward;
-        they are absent if N = 1.
+        they are absent if N = 1. Where a backend offloads from a device, the same of the host
+        (ON_HOST), what of it is pinned, and what a window copies between both.
         """
         if not self._memory:
             return self._watch_memory()
@@ -347,13 +348,17 @@ class RankTrial:
     def _watch_memory(self, *others: Instrument) -> dict[str, int]:
         """The memory of one settled window, which ``others`` measure too."""
         self._unused_model = None  # the ledger has to see each tensor of a model made
-        probe = MemoryProbe(self.device.type, fake=not self.cell.world.computes)
+        probe = MemoryProbe(
+            self.device.type,
+            fake=not self.cell.world.computes,
+            on_host=issubclass(self.backend, Offloading),
+        )
         backend = self._settled(
             probe,
             *others,
             observe=probe.on_event,
             optimizer=lambda parameters: probe.optimizer(self._optimizer(parameters)),
-            instrument=probe.ledger,
+            instrument=probe.active(),
             watch=probe.watch,
             built=probe.built,
         )

@@ -104,6 +104,7 @@ def made(name: str, calls: float, wire: float, peak: int, accumulate: int = 4) -
         name=name,
         is_missing=False,
         defect="",
+        offloads=False,
         traffic=(Traffic(calls * times, wire * times, 8),),
         memory=SimpleNamespace(peak=peak),
         cell=asked(accumulate=accumulate),
@@ -234,10 +235,17 @@ def test_it_begins_with_a_recommendation_and_its_reason(capsys: pytest.CaptureFi
         "--link", "400Mbps", "--compute-time", "22s", "--memory", "120GiB"
     )
     assert first("--memory", "80GiB").startswith(
-        "Recommendation: deepspeed-zero3-eager needs the least: 63.95 GiB of memory, of 80.00 GiB, which is tight:"
+        "Recommendation: deepspeed-zero3-eager needs the least without offload: 63.95 GiB of memory, of 80.00 GiB, "
+        "which is tight:"
     )
+    with_offload = first(*TIMED, "--memory", "68GiB")
+    assert with_offload.startswith(
+        "Recommendation: deepspeed-zero3-offload needs the least: 61.84 GiB of memory, of 68.00 GiB, and 3,111.2 MiB of "
+        "the host's, which is tight:"
+    )
+    assert "Without offload none fits" in with_offload
     nothing_fits = first(*TIMED, "--memory", "8GiB")
-    assert "none fits; deepspeed-zero3-eager needs the least" in nothing_fits
+    assert "none fits; deepspeed-zero3-offload needs the least" in nothing_fits
     assert "--activation-checkpointing" in nothing_fits
     assert first("--backend", "lightning-deepspeed-zero2") == (
         "Recommendation: none; every backend that was asked for is refused, not predicted, or known to be wrong."
@@ -260,7 +268,7 @@ def test_wrappers_are_named_beside_the_mechanism_that_they_equal(
     assert short["fsdp2-eager"].endswith(
         "= torchtitan-eager, lightning-fsdp2, accelerate-fsdp2-eager"
     )
-    assert "lightning-deepspeed-zero2 (WRONG)" in short["deepspeed-zero2-eager"] and len(short) < 16
+    assert "lightning-deepspeed-zero2 (WRONG)" in short["deepspeed-zero2-eager"] and len(short) < 22
     every = rows("--all")
     assert list(every) == BUILT_IN and every["lightning-deepspeed-zero2"].endswith(" WRONG")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 
@@ -37,8 +38,9 @@ def test_a_verdict_follows_its_measurement(measured: Measured) -> None:
     probes["both_defined"]["optimizer"] = probes["both_defined"]["neither"]
     probes["unscaled"]["SGD"]["distance"] = 0.0
     probes["equal_n"] = ""
+    weights = [dataclasses.replace(record, measured=record.right) for record in measured.by_version]
     other = Measured(
-        measured.about, suite, measured.rates, measured.versions, probes, measured.zero3
+        measured.about, suite, measured.rates, measured.versions, probes, measured.zero3, weights
     )
     rows = {row["judge"]: row for claims in CLAIMS.values() for row in claims}
     judged = {name: (answer(row, measured)[0], answer(row, other)[0]) for name, row in rows.items()}
@@ -49,6 +51,10 @@ def test_a_verdict_follows_its_measurement(measured: Measured) -> None:
     assert judged["every_batch"] == (f"true only under DeepSpeed {MEASURED}", FALSE)
     assert judged["hook"] == (f"true only without DeepSpeed {MEASURED}", TRUE)
     assert judged["call_is_normal"] == (TRUE, TRUE)
+    assert judged["offload_drops"] == (
+        "true only under ZeRO-2, from 0.15.2 to before 0.19.0",
+        FALSE,
+    )
 
 
 def test_the_formula_of_samples_is_that_of_the_article(measured: Measured) -> None:
