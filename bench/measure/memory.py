@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from bench.backends.base import Backend
 from bench.measure.ledger import Block, Evidence, TensorLedger
+from bench.measure.process_memory import bytes_in_use
 from bench.measure.taps import EventKind
-from bench.plan.categories import HELD, PEAK, Category, named
+from bench.plan.categories import HELD, PEAK, UNTRACKED, Category, named
 
 PHASES = {
     EventKind.FETCH: Category.ACTIVATIONS,
@@ -50,8 +51,8 @@ class MemoryProbe:
     some frameworks leave tensors in cycles, and the peak must not depend on when it runs.
     """
 
-    def __init__(self, device_type: str, *, fake: bool = False) -> None:
-        """``fake``: tensors have no memory, so the allocator is not asked."""
+    def __init__(self, device_type: str, *, fake: bool = False, given_bytes: int = 0) -> None:
+        """``fake``: tensors have no memory, so no allocator is asked; ``given_bytes``: of tensors made before."""
         self.ledger = TensorLedger(device_type)
         self.result: dict[str, int] = {}
         """Bytes by the keys of ``categories.named``, filled at the end of the window."""
@@ -63,6 +64,11 @@ class MemoryProbe:
         self._num_fetched = self._num_computed = 0
         self._last: EventKind | None = None
         self._held: tuple[int, list[tuple[Block, int]]] | None = None
+        self._before: int | None = None
+        """What ``malloc`` had in use, without the tensors that were made before; None if it is not asked."""
+        if device_type == "cpu" and not fake and (in_use := bytes_in_use()) is not None:
+            self._before = in_use - given_bytes
+        self._most_untracked: int | None = None
 
     def watch(self, backend: Backend) -> None:
         """Ask this backend what it holds."""
@@ -84,6 +90,7 @@ class MemoryProbe:
         if kind is not EventKind.FORWARD:
             if self._is_open:
                 self._look()
+                self._note_untracked()
             elif kind is EventKind.FETCH and self._last is EventKind.STEP:
                 self.ledger.peak = self.ledger.live
             self._last = kind
@@ -108,8 +115,24 @@ class MemoryProbe:
     def _hold(self) -> None:
         """Record what is live at the second fetch, or before the second forward: held between micro-batches."""
         self._held = (self.ledger.live, self.ledger.snapshot())
+        if (untracked := self._untracked()) is not None:
+            self.result[f"{HELD}_{UNTRACKED}"] = untracked
         if self._cuda:
             self.result |= reconcile(torch.accelerator.memory_stats(), HELD, self.ledger.live)
+
+    def _untracked(self) -> int | None:
+        """Bytes in use now that the ledger does not know; None if they are not counted."""
+        in_use = None
+        if self._before is not None:
+            in_use = bytes_in_use()
+        if in_use is None or self._before is None:
+            return None
+        return in_use - self._before - self.ledger.live
+
+    def _note_untracked(self) -> None:
+        untracked = self._untracked()
+        if untracked is not None:
+            self._most_untracked = max(untracked, self._most_untracked or untracked)
 
     def _hold_before_forward(self) -> None:
         """``_hold`` before the next forward, in a loop that fetches ahead; one in a backward recomputes a block."""
@@ -133,6 +156,8 @@ class MemoryProbe:
         gc.enable()
         if self._cuda:
             self.result |= reconcile(torch.accelerator.memory_stats(), PEAK, ledger.peak)
+        if self._most_untracked is not None:
+            self.result[f"{PEAK}_{UNTRACKED}"] = self._most_untracked
         self.result |= named(PEAK, ledger.peak, ledger.parts_at_peak())
         if self._held is not None:
             live, sizes = self._held

@@ -8,11 +8,11 @@ clock marks each of its steps.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
+from time import monotonic, perf_counter  # by name: a backend may replace those of the module
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bench.measure import heartbeat
@@ -92,6 +92,8 @@ class Taps:
     """Called after each event, in passes that are not timed."""
     in_loss: bool = False
     """Whether the forward is running."""
+    num_due: int = 0
+    """Losses of the whole pass, if the kernel's clock is to mark its first fetch and its last step."""
 
     _first_fetch: float | None = None
     _last_step: float | None = None
@@ -105,7 +107,9 @@ class Taps:
 
     def finish(self) -> None:
         """Set the end of training to now, for devices that are still working when the host returns."""
-        self._last_step = time.perf_counter()
+        self._last_step = perf_counter()
+        if self.num_due:
+            heartbeat.mark(heartbeat.MarkedMoment.LAST_STEP)
 
     def loader(self, loader: Any) -> TappedLoader:
         return TappedLoader(loader, self)
@@ -133,9 +137,13 @@ class Taps:
 
     def record(self, kind: EventKind, mark: Any = None) -> None:
         if kind is EventKind.STEP:
-            self._last_step = time.perf_counter()
+            self._last_step = perf_counter()
+            if self.num_due and len(self.losses) == self.num_due:
+                heartbeat.mark(heartbeat.MarkedMoment.LAST_STEP)
         elif self._first_fetch is None:
-            self._first_fetch = time.perf_counter()
+            if self.num_due:
+                heartbeat.mark(heartbeat.MarkedMoment.FIRST_FETCH)
+            self._first_fetch = perf_counter()
         self.events.append(Event(kind, mark))
         heartbeat.beat()
         if self.on_event is not None:
@@ -207,7 +215,7 @@ class HostClock:
 
     def mark(self) -> Any:
         """Mark the current time without synchronizing the device."""
-        return time.perf_counter()
+        return perf_counter()
 
     def intervals(self, marks: Sequence[Any]) -> list[float]:
         """Seconds between consecutive marks. May synchronize: call it after the pass."""
@@ -215,7 +223,7 @@ class HostClock:
 
     def moments(self, marks: Sequence[Any]) -> list[float]:
         """The ``time.monotonic()`` of each mark. May synchronize: call it after the pass."""
-        since = time.monotonic() - time.perf_counter()  # on Linux both are one clock
+        since = monotonic() - perf_counter()  # on Linux both are one clock
         return [mark + since for mark in marks]
 
 
@@ -240,7 +248,7 @@ class AcceleratorClock(HostClock):
 
         end = self.mark()
         torch.accelerator.synchronize()
-        now = time.monotonic()
+        now = monotonic()
         return [now - mark.elapsed_time(end) / 1e3 for mark in marks]
 
 

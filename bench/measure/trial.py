@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,10 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from bench.backends import blocks
-from bench.backends.base import Backend, registry
+from bench.backends.base import Backend, only
 from bench.backends.training_job import Job
 from bench.errors import UnsupportedError
-from bench.measure import heartbeat
+from bench.measure import apart, heartbeat
 from bench.measure.accumulation_dtype import accumulator
 from bench.measure.collectives import CollectiveCounter
 from bench.measure.dispatch import HostCost
@@ -44,15 +44,26 @@ from bench.workload.layout import record
 
 def work(spec: Spec, rank: int, device: torch.device) -> dict[str, Any]:
     """Run one rank's part of a trial in an initialized process group; see ``bench.plan.task.Task``."""
-    return RankTrial(spec, rank, device, registry([spec.backend])[spec.backend]).run()
+    backend = only(spec.backend, spec.plugin)
+    return RankTrial(spec, rank, device, backend, compares_apart=True).run()
 
 
 class RankTrial:
     """The passes of one trial on one rank, in an initialized process group."""
 
-    def __init__(self, spec: Spec, rank: int, device: torch.device, backend: type[Backend]) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        rank: int,
+        device: torch.device,
+        backend: type[Backend],
+        *,
+        compares_apart: bool = False,
+    ) -> None:
+        """``compares_apart``: the launcher's process compares with the reference (``bench.measure.apart``)."""
         self.spec, self.cell, self.rank, self.device = spec, spec.cell, rank, device
         self.backend = backend
+        self._compares_apart = compares_apart
         if reason := blocks.refusal(spec.cell, backend):
             raise UnsupportedError(reason)
         corpus = None
@@ -173,9 +184,6 @@ class RankTrial:
         make_optimizer = optimizer or self._optimizer
         # Dynamo skips code under a dispatch mode; collectives do not depend on compilation.
         compiled = cell.compiled and instrument is None
-        backend = self.backend()
-        if watch:
-            watch(backend)
         job = Job(
             cell=cell,
             rank=self.rank,
@@ -194,6 +202,9 @@ class RankTrial:
             clip_norm=cell.clip_norm if clip_norm is None else clip_norm,
         )
         with instrument or nullcontext():
+            backend = self.backend()  # what it holds from here on counts
+            if watch:
+                watch(backend)
             backend.train(job)
         if self.device.type == "cuda":
             torch.accelerator.synchronize()
@@ -226,7 +237,7 @@ class RankTrial:
         """
         clock = clock_for(self.device)
         cuda = self.device.type == "cuda"
-        taps = Taps(clock.mark)
+        taps = Taps(clock.mark, num_due=self.cell.windows * self.cell.accumulate)
         load = HostLoad()
         warmup = self.cell.warmup_windows
         seen = 0
@@ -267,6 +278,7 @@ class RankTrial:
             "ended": ended,
             "host": load.result,
             "losses": losses[: windows * accumulate].view(windows, accumulate).mean(dim=1).tolist(),
+            "span_s": taps.training_seconds,
             "num_micro_batches": len(taps.losses),
             "num_fetched": taps.count(EventKind.FETCH),
             "num_updates": len(found),
@@ -280,46 +292,66 @@ class RankTrial:
     def update(self) -> dict[str, float] | None:
         """The update pass: one window of SGD with learning rate 1 from the initial weights, clipped as the cell clips.
 
-        Rank 0 compares it with the reference's, other ranks only take part in gathering. A cell
+        Rank 0's is compared with the reference's, other ranks only take part in gathering. A cell
         that clips has another such window without clipping, because clipping hides a wrong gradient
-        scale if both gradients exceed the limit. Returns the results of ``compare`` and, of
-        references, ``device_check``, the gradient norm before clipping and, if the cell clips,
-        error and scale without clipping as ``unclipped_*``.
+        scale if both gradients exceed the limit. Returns the results of ``compare`` (but what is
+        compared apart) and, of references, ``device_check``, the gradient norm before clipping and,
+        if the cell clips, error and scale without clipping as ``unclipped_*``.
         """
         reference = Path(self.spec.reference)
+        keys = {"error": "error", "scale": "scale", "residual": "residual"}
         if not self.cell.clip_norm:
-            return self._sgd_window(0.0, reference)
-        unclipped = self._sgd_window(0.0, reference.with_suffix(".unclipped"))
+            return self._sgd_window(0.0, reference, "update", {**keys, "norm": "gradient_norm"})
+        before = {"error": "unclipped_error", "scale": "unclipped_scale", "norm": "gradient_norm"}
+        unclipped = self._sgd_window(0.0, reference.with_suffix(".unclipped"), "unclipped", before)
         gc.collect()
-        clipped = self._sgd_window(self.cell.clip_norm, reference)
+        clipped = self._sgd_window(self.cell.clip_norm, reference, "update", keys)
         if unclipped is None or clipped is None:
             return None
-        more = {f"unclipped_{name}": unclipped[name] for name in ("error", "scale")}
-        return {**clipped, "gradient_norm": unclipped["gradient_norm"], **more}
+        return {**unclipped, **clipped}
 
-    def _sgd_window(self, clip_norm: float, reference: Path) -> dict[str, float] | None:
-        """One window of SGD with learning rate 1, compared with the reference's file; the reference writes it."""
+    def _sgd_window(
+        self, clip_norm: float, reference: Path, name: str, keys: Mapping[str, str]
+    ) -> dict[str, float] | None:
+        """One window of SGD with learning rate 1, compared with the reference's file, which the reference writes.
+
+        ``keys`` are those of ``compare`` with their names in the result.
+        """
         taps = Taps(time.perf_counter)
         sgd = lambda parameters: torch.optim.SGD(parameters, lr=1.0, foreach=True)  # noqa: E731
         backend = self.train(taps, 1, optimizer=sgd, clip_norm=clip_norm, keep_parameters=True)
         after = backend.full_parameters()
         if self.rank != 0:
-            for name in after:
-                after[name]  # gathering is collective
+            for parameter in after:
+                after[parameter]  # gathering is collective
             return None
         model = self._tensors.model(self.workload.model)  # drawn where it is compared
         change: Iterable[tuple[str, Tensor]] = change_from(model, after, self.cell.backend)
         is_reference = self.cell == self.cell.reference()
-        if is_reference:
-            kept = {name: value.cpu() for name, value in change}
-            save(kept, reference)
+        is_apart = self._compares_apart and 4 * self.num_parameters <= apart.LARGEST_BYTES
+        values = reference
+        if not is_reference:
+            values = Path(self.spec.folder) / f"rank{self.rank}.{name}.safetensors"
+        if is_reference or is_apart:
+            kept = {parameter: value.cpu().contiguous() for parameter, value in change}
+            save(kept, values, durable=is_reference)
             change = kept.items()
-        found = compare(change, reference, self.device)
-        norm = found.pop("norm")
         checked = {}
         if is_reference:
             checked = device_check(self.cell, self.device, self._optimizer)
-        return {**found, "gradient_norm": norm, **checked}
+        if is_apart:
+            apart.ask(
+                Path(self.spec.folder),
+                self.rank,
+                name,
+                values=values,
+                reference=reference,
+                result="update",
+                keys=keys,
+            )
+            return checked
+        found = compare(change, reference, self.device)
+        return {**{named: found[key] for key, named in keys.items()}, **checked}
 
     def collectives(self) -> list[dict[str, Any]]:
         """The collectives pass: op, dtype, calls and payload bytes of one settled window; also the memory pass's."""
@@ -346,7 +378,13 @@ class RankTrial:
     def _watch_memory(self, *others: Instrument) -> dict[str, int]:
         """The memory of one settled window, which ``others`` measure too."""
         self._unused_model = None  # the ledger has to see each tensor of a model made
-        probe = MemoryProbe(self.device.type, fake=not self.cell.world.computes)
+        storages = (tensor.untyped_storage() for tensor in batches.tensors_of(self.data))
+        given = {storage._cdata: storage.nbytes() for storage in storages}
+        probe = MemoryProbe(
+            self.device.type,
+            fake=not self.cell.world.computes,
+            given_bytes=sum(given.values()),
+        )
         backend = self._settled(
             probe,
             *others,

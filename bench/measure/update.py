@@ -24,10 +24,10 @@ from bench.plan.models import LLAMA
 from bench.workload import Batch, Workload, batches, load
 
 
-def save(change: Mapping[str, Tensor], path: Path) -> None:
-    """Write the reference's update atomically."""
+def save(change: Mapping[str, Tensor], path: Path, *, durable: bool = False) -> None:
+    """Write an update atomically; with ``durable``, a power failure leaves no empty file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path, durable=True) as draft:  # or a power failure could leave an empty file
+    with replacing(path, durable=durable) as draft:
         save_file(dict(change), draft)
 
 
@@ -77,6 +77,17 @@ def compare(
     """The deviation of an update from the reference's, which is in a file; calculated on the device."""
     with safe_open(reference, framework="pt") as stored:
         return deviation(change, stored.get_tensor, reference.name, device)
+
+
+def compare_files(values: Path, reference: Path) -> dict[str, float]:
+    """The same of an update in a file, on the CPU. Raises RuntimeError if the two files have other tensors."""
+    with safe_open(values, framework="pt") as ours, safe_open(reference, framework="pt") as theirs:
+        names = list(ours.keys())
+        if apart := set(names) ^ set(theirs.keys()):
+            words = f"the update has other tensors than the reference's: {sorted(apart)[:3]}"
+            raise RuntimeError(words)
+        change = ((name, ours.get_tensor(name)) for name in names)
+        return compare(change, reference, torch.device("cpu"))
 
 
 def deviation(

@@ -11,6 +11,10 @@ from enum import StrEnum
 PEAK, HELD = "peak", "held"
 """Keys of the two totals, in bytes; ``peak_<category>`` and ``held_<category>`` are their parts."""
 
+UNTRACKED = "malloc_untracked"
+"""Ending of two more keys, on the CPU: bytes that the process has allocated since before the backend was built, beyond
+those of the tensors that are counted (``bench.measure.process_memory``); at the peak the most in the window."""
+
 
 class Category(StrEnum):
     """What a storage holds. Sharded: the rank's own part. Unsharded: complete on the rank."""
