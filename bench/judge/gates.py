@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from bench.formatting import plural
+from bench.backends.base import Lossy
+from bench.formatting import beyond, plural
 from bench.judge import expected
 from bench.judge.expected import Deviation, Losses
+from bench.judge.impossible import impossible
 from bench.judge.tables import Tables, known
 from bench.judge.trial_columns import TrialRow
 from bench.judge.update_causes import (
@@ -23,7 +25,7 @@ from bench.judge.update_causes import (
     explain_clipping,
     explain_update,
 )
-from bench.plan.cell import SGD, Precision, Status
+from bench.plan.cell import SGD, Cell, Precision, Status
 from bench.plan.models import SIZES
 from bench.run.manifest import Manifest
 from bench.run.trial_record import TrialRecord
@@ -42,6 +44,8 @@ class Gate(StrEnum):
     """Losses, against the reference's."""
     UPDATE = "update"
     """The update of one SGD window, against the reference's."""
+    TIME = "time"
+    """Times that cannot be: see ``bench.judge.impossible``."""
     DEVICE = "device"
     """A small model's update and losses on the device of the run, against the CPU's."""
     BYTES = "bytes"
@@ -110,6 +114,23 @@ def tolerance(precision: str, workload: str, model: str) -> Tolerance:
     if workload == "llama" and (size := SIZES.get(model)):
         limit = 2 * BF16_ROUNDING * math.sqrt(size.num_layers * size.hidden_size)
     return replace(found, update_error=max(found.update_error, round(limit, 3)))
+
+
+def allowed(cell: Cell, lossy: Lossy | None) -> Tolerance:
+    """The tolerance of a cell, with what its backend declares to lose on purpose.
+
+    Losses may then be off by the same number of nats, as in bf16, whose update errors and losses have one limit.
+    """
+    found = tolerance(cell.precision, cell.workload, cell.model)
+    if lossy is None:
+        return found
+    declared = lossy.tolerance
+    return replace(
+        found,
+        update_error=max(found.update_error, declared),
+        loss_deviation=max(found.loss_deviation, declared),
+        reason=f"{lossy.why}; {found.reason}",
+    )
 
 
 DEVICE_ERROR = 1e-4
@@ -203,8 +224,8 @@ def failures(row: TrialRow, deviation: Deviation | None) -> list[Failure]:
 
     ``deviation`` is that of the losses of the row, None if they cannot be compared.
     """
-    limits = tolerance(row.cell.precision, row.cell.workload, row.cell.model)
-    found = _step_failures(row)
+    limits = allowed(row.cell, row.lossy)
+    found = [*_step_failures(row), *(Failure(Gate.TIME, text) for text in impossible(row))]
     if row.other_work:
         found.append(
             Failure(
@@ -237,16 +258,18 @@ def _loss_failure(row: TrialRow, deviation: Deviation | None, limits: Tolerance)
         return Failure(Gate.LOSS, text)
     is_finite, precision = math.isfinite(deviation.largest), row.cell.precision
     if is_finite and deviation.first > limits.first_loss:
+        off = beyond(deviation.first, limits.first_loss)
         text = (
-            f"the first loss, before any update, is off by {deviation.first:.2g} nats (limit {limits.first_loss:g} in "
-            f"{precision}): other weights, other samples, or another mean of them"
+            f"the first loss, before any update, is off by {off} nats (limit {limits.first_loss:g} in {precision}): "
+            "other weights, other samples, or another mean of them"
         )
         return Failure(Gate.LOSS, text)
     if deviation.largest <= limits.loss_deviation:
         return None
     what = "a loss is not finite"
     if is_finite:
-        what = f"losses deviate from the reference by {deviation.largest:.2g}"
+        off = beyond(deviation.largest, limits.loss_deviation)
+        what = f"losses deviate from the reference by {off}"
     what += f" (limit {limits.loss_deviation:g} nats in {precision})"
     if deviation.num_steps < row.cell.windows:
         what += f" in the first {plural(deviation.num_steps, 'step')}"
@@ -262,9 +285,10 @@ def _device_failure(row: TrialRow) -> Failure | None:
     if deviation is not None and error <= DEVICE_ERROR and deviation <= limit:
         return None
     apart = math.nan if deviation is None else deviation
+    off, losses_off = beyond(error, DEVICE_ERROR), beyond(apart, limit)
     text = (
-        f"{row.cell.device} computes otherwise than the CPU: in fp32 a small model's update is off by {error:.2g} "
-        f"(limit {DEVICE_ERROR:g}) and its losses by {apart:.2g} nats (limit {limit:g}), from the same weights and "
+        f"{row.cell.device} computes otherwise than the CPU: in fp32 a small model's update is off by {off} "
+        f"(limit {DEVICE_ERROR:g}) and its losses by {losses_off} nats (limit {limit:g}), from the same weights and "
         "samples"
     )
     return Failure(Gate.DEVICE, text)
@@ -280,7 +304,7 @@ def _update_failures(row: TrialRow, limits: Tolerance) -> list[Failure]:
             )
         ]
     scale, residual, clip, cell = row.update_scale, row.update_residual, _clip(row), row.cell
-    limit = f"(limit {limits.update_error:g} in {cell.precision})"
+    limit = _limit(limits.update_error, row)
     rounding = max(SAME_FACTOR, limits.update_error)
     before = row.unclipped_error
     is_right_before = clip is not None and not (before is not None and before > limits.update_error)
@@ -291,13 +315,15 @@ def _update_failures(row: TrialRow, limits: Tolerance) -> list[Failure]:
             cause = explain_update(
                 scale, residual, cell.accumulate, cell.world_size, clip, rounding
             )
-        what = f"the update is off by {row.update_error:.2g} {limit}"
+        off = beyond(row.update_error, limits.update_error)
+        what = f"the update is off by {off} {limit}"
     elif clip is not None and before is not None and not is_right_before:
         cause = explain_update(
             clip.unclipped_scale, residual, cell.accumulate, cell.world_size, None, rounding
         )
+        off = beyond(before, limits.update_error)
         what = (
-            f"the update is off by {before:.2g} {limit} before clipping, and right only as both were clipped to norm "
+            f"the update is off by {off} {limit} before clipping, and right only as both were clipped to norm "
             f"{clip.norm:g}"
         )
     else:
@@ -306,6 +332,13 @@ def _update_failures(row: TrialRow, limits: Tolerance) -> list[Failure]:
     if cause.after:
         found.append(Failure(Gate.UPDATE, cause.after))
     return found
+
+
+def _limit(limit: float, row: TrialRow) -> str:
+    """A limit with where it comes from, in brackets."""
+    if row.lossy is not None and limit == row.lossy.tolerance:
+        return f"(limit {limit:g}, as its backend declares)"
+    return f"(limit {limit:g} in {row.cell.precision})"
 
 
 def _moves_losses(row: TrialRow) -> bool:

@@ -232,6 +232,7 @@ def _trial_row(record: TrialRecord, manifest: Manifest, measured: MeasuredOnce) 
     row.slot = record.slot
     row.framework, row.sharding = described.get("framework"), described.get("sharding")
     row.sync = described.get("sync")
+    row.lossy = manifest.lossy.get(cell.cell_id)
     if cell.precision is Precision.BF16:
         row.bf16_as = described.get("bf16_as")
     row.num_parameters, row.device_name = record.num_parameters, record.device_name
@@ -269,6 +270,8 @@ def _add_once(row: TrialRow, measured: MeasuredOnce) -> None:
     if (cost := measured.dispatch) is not None:
         row.other_work = cost.other_work
         n = row.cell.accumulate
+        if cost.product_flops is not None:
+            row.product_flops = cost.product_flops * row.cell.world_size
         if cost.cpu_s is not None and row.cell.world.is_timed:
             row.cpu_s_per_micro_batch = cost.cpu_s / n
         if cost.num_operators is not None:
@@ -312,6 +315,8 @@ def _add_timed(
     if seconds is not None:
         row.num_warmup_steps = cell.warmup_windows
         row.step_time_s = seconds
+        row.span_s, row.observed_span_s = timed.span_s, timed.observed_span_s
+        row.steps_s = math.fsum((*timed.warmup_seconds, *timed.step_seconds))
         if cell.world.times_communication:
             _add_rates(row, record, seconds, manifest)
     if timed.cuda_memory:
@@ -329,16 +334,16 @@ def _add_rates(row: TrialRow, record: TrialRecord, seconds: float, manifest: Man
     measured = manifest.rates(cell.world_size, cell.num_nodes)
     if measured is not None:
         row.link_bytes_per_s = measured.all_reduce_rate
+        if products := measured.flops_per_s.get(cell.precision):  # of each rank
+            row.matmul_flops_per_s = math.fsum(products)
     if not record.flops_per_step:
         return
     rate = record.flops_per_step / seconds
     peak = peak_flops(record.device_name or "", cell.precision)
     if peak:
         row.mfu = rate / (peak * cell.world_size)
-    if measured is not None and (
-        products := measured.flops_per_s.get(cell.precision)
-    ):  # of each rank
-        row.mfu_of_matmul = rate / math.fsum(products)
+    if row.matmul_flops_per_s is not None:
+        row.mfu_of_matmul = rate / row.matmul_flops_per_s
 
 
 def _add_gpus(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from functools import partial
 
+from bench.backends.base import Lossy
 from bench.formatting import size
 from bench.plan.cell import Cell, Status
 
@@ -390,6 +391,18 @@ class TrialRow:
     temperature_c: float | None = None
     clock_slowdowns: str | None = None
     foreign_gpu_processes: int | None = None
+    lossy: Lossy | None = None
+    """What its backend declares to lose on purpose. This and what follows has no column: gates read it."""
+    matmul_flops_per_s: float | None = None
+    """Of large matrix products on all ranks at once, measured in the run."""
+    product_flops: float | None = None
+    """Of the matrix products of a step on all ranks, counted in the plain model."""
+    span_s: float | None = None
+    """From the first fetch to the last step of the time pass, by the rank's clock."""
+    observed_span_s: float | None = None
+    """The same by the kernel's clock."""
+    steps_s: float | None = None
+    """Sum of all step times, with those of the warm-up."""
 
     @property
     def key(self) -> tuple[str, int]:

@@ -370,13 +370,17 @@ class Runner:
         return kept
 
 
+ENDS_RUN = (Status.CRASHED, Status.HANG, Status.TIMEOUT, Status.OOM)
+"""How a reference may end without which nothing can be compared."""
+
+
 def _require_reference(record: TrialRecord) -> None:
-    """Raise InputError if the record is of a reference of a user's model, and it crashed: nothing can be compared."""
+    """Raise InputError if the record is of a reference of a user's model, and it failed: nothing can be compared."""
     workload = record.cell.workload
-    if record.cell.is_reference and workload != LLAMA and record.status is Status.CRASHED:
+    if record.cell.is_reference and workload != LLAMA and record.status in ENDS_RUN:
         raise InputError(
-            f"workload '{workload}': its reference, with which all others are compared, crashed ({record.reason}); "
-            "mend the workload, and start a new run"
+            f"workload '{workload}': its reference, with which all others are compared, ended {record.status} "
+            f"({record.reason}); mend the workload, and start a new run"
         )
 
 

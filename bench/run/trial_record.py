@@ -49,6 +49,10 @@ class Timings:
     reported: dict[str, Natural]
     settings: dict[str, object]
     cuda_memory: dict[str, Natural] | None
+    span_s: Seconds | None = None
+    """From the first fetch to the last step, by the rank's clock; None in older journals."""
+    observed_span_s: Number | None = None
+    """The same by the kernel's clock (``bench.measure.heartbeat``); None if that was set meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +132,8 @@ class WindowCost:
     num_operators: Amount | None
     num_launches: Amount | None
     other_work: str | None = None
+    product_flops: Amount | None = None
+    """Of the matrix products of a window on one rank, counted in the plain model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,6 +308,7 @@ def _merge_times(times: list[dict[str, Any]]) -> dict[str, Any]:
     merged["losses"] = [
         statistics.fmean(step) for step in zip(*(t["losses"] for t in times), strict=False)
     ]
+    merged |= _spans(times)
     merged["ranks_agree"] = len({(t["num_updates"], t["num_micro_batches"]) for t in times}) == 1
     if merged["cuda_memory"]:
         every = [t["cuda_memory"] for t in times]
@@ -309,6 +316,15 @@ def _merge_times(times: list[dict[str, Any]]) -> dict[str, Any]:
             name: max(each[name] for each in every if name in each) for name in every[0]
         }
     return merged
+
+
+def _spans(times: list[dict[str, Any]]) -> dict[str, float | None]:
+    """The spans of the rank whose clock is farthest from the kernel's; of rank 0 if none was observed."""
+    observed = [time for time in times if time.get("observed_span_s") is not None]
+    farthest = max(
+        observed, key=lambda time: abs(time["span_s"] - time["observed_span_s"]), default=times[0]
+    )
+    return {name: farthest.get(name) for name in ("span_s", "observed_span_s")}
 
 
 def wrong(ranks: Sequence[Mapping[str, Any]], passes: Sequence[str]) -> str:
