@@ -146,7 +146,7 @@ class EvidenceByCell:
             ),
             is_wrong=bool(wrong_results),
             barred=tuple(barred),
-            lossy=trials[0].lossy,
+            lossy=trials[0].facts.lossy,
         )
 
     def _sample(self, timed: Sequence[TrialRow]) -> Sample:

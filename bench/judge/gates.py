@@ -224,7 +224,7 @@ def failures(row: TrialRow, deviation: Deviation | None) -> list[Failure]:
 
     ``deviation`` is that of the losses of the row, None if they cannot be compared.
     """
-    limits = allowed(row.cell, row.lossy)
+    limits = allowed(row.cell, row.facts.lossy)
     found = [*_step_failures(row), *(Failure(Gate.TIME, text) for text in impossible(row))]
     if row.other_work:
         found.append(
@@ -336,7 +336,7 @@ def _update_failures(row: TrialRow, limits: Tolerance) -> list[Failure]:
 
 def _limit(limit: float, row: TrialRow) -> str:
     """A limit with where it comes from, in brackets."""
-    if row.lossy is not None and limit == row.lossy.tolerance:
+    if row.facts.lossy is not None and limit == row.facts.lossy.tolerance:
         return f"(limit {limit:g}, as its backend declares)"
     return f"(limit {limit:g} in {row.cell.precision})"
 

@@ -11,14 +11,13 @@ from bench.formatting import digits
 from bench.judge.trial_columns import TrialRow
 
 UTILISATION = 1.5
-"""Largest share of the run's own rate of matrix products.
-
-That rate is the median of a few large products on all ranks at once. It is measured once, for a fraction of a second,
-so whoever used the machine just then made it too low for the whole run.
+"""Largest share of the rate of large matrix products that the run measured on all ranks at once, per second of CPU
+time: what the CPUs give if nobody else takes them. Sound cells of all committed runs reach 0.8 of the rate per second;
+another program on a core's second thread may halve either rate.
 """
 CLOCK_S, CLOCK_SHARE = 0.1, 0.05
-"""How far two clocks may be apart, in seconds and of the span: the kernel marks files with the time of its last tick,
-10 ms at most, and a busy machine may hold up a process between reading one clock and the other."""
+"""How far two clocks may be apart, in seconds and of the span, beside the time that marking took: the kernel marks a
+file with the time of its last tick, of at most 10 ms. On a busy machine 20 ms were seen."""
 
 
 def impossible(row: TrialRow) -> Iterator[str]:
@@ -28,38 +27,33 @@ def impossible(row: TrialRow) -> Iterator[str]:
 
 
 def _too_fast(row: TrialRow) -> Iterator[str]:
-    seconds, rate = row.step_time_s, row.matmul_flops_per_s
+    seconds, rate = row.step_time_s, row.facts.matmul_capacity
     if seconds is None or rate is None:
         return
-    products = row.product_flops
-    if row.mfu_of_matmul is not None and row.mfu_of_matmul > UTILISATION:
-        share, what, flops = (
-            row.mfu_of_matmul,
-            "the model's FLOPs",
-            row.mfu_of_matmul * rate * seconds,
+    what, flops = "its matrix products alone", row.facts.product_flops or 0.0
+    if row.facts.model_flops is not None:
+        what, flops = "the model's FLOPs", row.facts.model_flops
+    share = flops / (rate * seconds)
+    if share > UTILISATION:
+        yield (
+            f"a step of {digits(seconds)} s is impossible: {what} ({flops:.3g} FLOP on all ranks) would run at "
+            f"{100 * share:.0f} % of the {rate:.3g} FLOP/s that matrix products can reach here "
+            f"(limit {100 * UTILISATION:.0f} %)"
         )
-    elif products is not None and products > UTILISATION * rate * seconds:
-        share, what, flops = products / (rate * seconds), "its matrix products alone", products
-    else:
-        return
-    yield (
-        f"a step of {digits(seconds)} s is impossible: {what} ({flops:.3g} FLOP on all ranks) would run at "
-        f"{100 * share:.0f} % of the {rate:.3g} FLOP/s that matrix products reached in this run "
-        f"(limit {100 * UTILISATION:.0f} %)"
-    )
 
 
 def _other_clock(row: TrialRow) -> Iterator[str]:
-    told, seen = row.span_s, row.observed_span_s
+    told, seen, steps = row.facts.span_s, row.facts.observed_span_s, row.facts.steps_s
     if told is None or seen is None:
         return
-    if abs(told - seen) > CLOCK_S + CLOCK_SHARE * max(told, seen):
+    slack = CLOCK_S + CLOCK_SHARE * seen + row.facts.marking_s
+    if abs(told - seen) > slack:
         yield (
             f"the time pass took {digits(seen)} s from its first fetch to its last step by the kernel's clock, and "
             f"{digits(told)} s by that of the rank: its step times are not those of a clock"
         )
-    elif row.steps_s is not None and row.steps_s > seen + CLOCK_S + CLOCK_SHARE * seen:
+    elif steps is not None and steps > seen + slack:
         yield (
-            f"its steps took {digits(row.steps_s)} s together, and the whole time pass {digits(seen)} s by the "
+            f"its steps took {digits(steps)} s together, and the whole time pass {digits(seen)} s by the "
             "kernel's clock: they are not times of steps"
         )

@@ -232,7 +232,7 @@ def _trial_row(record: TrialRecord, manifest: Manifest, measured: MeasuredOnce) 
     row.slot = record.slot
     row.framework, row.sharding = described.get("framework"), described.get("sharding")
     row.sync = described.get("sync")
-    row.lossy = manifest.lossy.get(cell.cell_id)
+    row.facts.lossy = manifest.lossy.get(cell.cell_id)
     if cell.precision is Precision.BF16:
         row.bf16_as = described.get("bf16_as")
     row.num_parameters, row.device_name = record.num_parameters, record.device_name
@@ -271,7 +271,7 @@ def _add_once(row: TrialRow, measured: MeasuredOnce) -> None:
         row.other_work = cost.other_work
         n = row.cell.accumulate
         if cost.product_flops is not None:
-            row.product_flops = cost.product_flops * row.cell.world_size
+            row.facts.product_flops = cost.product_flops * row.cell.world_size
         if cost.cpu_s is not None and row.cell.world.is_timed:
             row.cpu_s_per_micro_batch = cost.cpu_s / n
         if cost.num_operators is not None:
@@ -315,8 +315,9 @@ def _add_timed(
     if seconds is not None:
         row.num_warmup_steps = cell.warmup_windows
         row.step_time_s = seconds
-        row.span_s, row.observed_span_s = timed.span_s, timed.observed_span_s
-        row.steps_s = math.fsum((*timed.warmup_seconds, *timed.step_seconds))
+        row.facts.span_s, row.facts.observed_span_s = timed.span_s, timed.observed_span_s
+        row.facts.marking_s = timed.marking_s
+        row.facts.steps_s = math.fsum((*timed.warmup_seconds, *timed.step_seconds))
         if cell.world.times_communication:
             _add_rates(row, record, seconds, manifest)
     if timed.cuda_memory:
@@ -335,15 +336,17 @@ def _add_rates(row: TrialRow, record: TrialRecord, seconds: float, manifest: Man
     if measured is not None:
         row.link_bytes_per_s = measured.all_reduce_rate
         if products := measured.flops_per_s.get(cell.precision):  # of each rank
-            row.matmul_flops_per_s = math.fsum(products)
+            capacity = measured.capacity.get(cell.precision, products)
+            row.facts.matmul_capacity = math.fsum(capacity)
     if not record.flops_per_step:
         return
     rate = record.flops_per_step / seconds
     peak = peak_flops(record.device_name or "", cell.precision)
     if peak:
         row.mfu = rate / (peak * cell.world_size)
-    if row.matmul_flops_per_s is not None:
-        row.mfu_of_matmul = rate / row.matmul_flops_per_s
+    row.facts.model_flops = record.flops_per_step
+    if measured is not None and (products := measured.flops_per_s.get(cell.precision)):
+        row.mfu_of_matmul = rate / math.fsum(products)
 
 
 def _add_gpus(

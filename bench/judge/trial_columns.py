@@ -5,7 +5,7 @@ A column has a dtype, a unit and a meaning, says how a cell's value comes from i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from functools import partial
 
@@ -325,8 +325,32 @@ TRIAL_COLUMNS: dict[str, Column] = {
 
 
 @dataclass(kw_only=True, slots=True)
+class GateFacts:
+    """What gates read of a trial beside the columns of its row; None is unknown."""
+
+    lossy: Lossy | None = None
+    """What its backend declares to lose on purpose."""
+    matmul_capacity: float | None = None
+    """FLOP/s of large matrix products on all ranks at once, measured in the run, had nobody else taken the CPUs."""
+    model_flops: float | None = None
+    """Of a step on all ranks, as MFU counts them."""
+    product_flops: float | None = None
+    """Of the matrix products of a step on all ranks, counted in the plain model."""
+    span_s: float | None = None
+    """From the first fetch to the last step of the time pass, by the rank's clock."""
+    marking_s: float = 0.0
+    """What the kernel's clock may tell more."""
+    observed_span_s: float | None = None
+    """The same by the kernel's clock."""
+    steps_s: float | None = None
+    """Sum of all step times, with those of the warm-up."""
+
+
+@dataclass(kw_only=True, slots=True)
 class TrialRow:
-    """A row of the trials table: its cell, and a field for every column that is not the cell's; None is unknown.
+    """A row of the trials table: its cell, a field for every column that is not the cell's, and facts for gates.
+
+    None is unknown.
 
     NaN is unknown too, so what a check reads is either a number or None.
     """
@@ -391,18 +415,7 @@ class TrialRow:
     temperature_c: float | None = None
     clock_slowdowns: str | None = None
     foreign_gpu_processes: int | None = None
-    lossy: Lossy | None = None
-    """What its backend declares to lose on purpose. This and what follows has no column: gates read it."""
-    matmul_flops_per_s: float | None = None
-    """Of large matrix products on all ranks at once, measured in the run."""
-    product_flops: float | None = None
-    """Of the matrix products of a step on all ranks, counted in the plain model."""
-    span_s: float | None = None
-    """From the first fetch to the last step of the time pass, by the rank's clock."""
-    observed_span_s: float | None = None
-    """The same by the kernel's clock."""
-    steps_s: float | None = None
-    """Sum of all step times, with those of the warm-up."""
+    facts: GateFacts = field(default_factory=GateFacts)
 
     @property
     def key(self) -> tuple[str, int]:

@@ -95,6 +95,7 @@ class Taps:
     num_due: int = 0
     """Losses of the whole pass, if the kernel's clock is to mark its first fetch and its last step."""
 
+    _marking: dict[heartbeat.MarkedMoment, float] = field(default_factory=dict)
     _first_fetch: float | None = None
     _last_step: float | None = None
 
@@ -105,11 +106,16 @@ class Taps:
             return 0.0
         return self._last_step - self._first_fetch
 
+    @property
+    def marking_seconds(self) -> float:
+        """By how much the kernel's clock may tell more than ``training_seconds``."""
+        return sum(self._marking.values())
+
     def finish(self) -> None:
         """Set the end of training to now, for devices that are still working when the host returns."""
         self._last_step = perf_counter()
         if self.num_due:
-            heartbeat.mark(heartbeat.MarkedMoment.LAST_STEP)
+            self._mark(heartbeat.MarkedMoment.LAST_STEP, self._last_step)
 
     def loader(self, loader: Any) -> TappedLoader:
         return TappedLoader(loader, self)
@@ -139,15 +145,23 @@ class Taps:
         if kind is EventKind.STEP:
             self._last_step = perf_counter()
             if self.num_due and len(self.losses) == self.num_due:
-                heartbeat.mark(heartbeat.MarkedMoment.LAST_STEP)
+                self._mark(heartbeat.MarkedMoment.LAST_STEP, self._last_step)
         elif self._first_fetch is None:
-            if self.num_due:
-                heartbeat.mark(heartbeat.MarkedMoment.FIRST_FETCH)
             self._first_fetch = perf_counter()
+            if self.num_due:
+                moment = heartbeat.MarkedMoment.FIRST_FETCH
+                self._first_fetch = self._mark(moment, self._first_fetch)
         self.events.append(Event(kind, mark))
         heartbeat.beat()
         if self.on_event is not None:
             self.on_event(kind)
+
+    def _mark(self, moment: heartbeat.MarkedMoment, began: float) -> float:
+        """Mark a moment by the kernel's clock, at any time from ``began`` to the one that is returned."""
+        heartbeat.mark(moment)
+        ended = perf_counter()
+        self._marking[moment] = ended - began
+        return ended
 
     def count(self, kind: EventKind) -> int:
         return sum(event.kind is kind for event in self.events)

@@ -279,6 +279,7 @@ class RankTrial:
             "host": load.result,
             "losses": losses[: windows * accumulate].view(windows, accumulate).mean(dim=1).tolist(),
             "span_s": taps.training_seconds,
+            "marking_s": taps.marking_seconds,
             "num_micro_batches": len(taps.losses),
             "num_fetched": taps.count(EventKind.FETCH),
             "num_updates": len(found),

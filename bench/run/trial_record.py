@@ -51,6 +51,8 @@ class Timings:
     cuda_memory: dict[str, Natural] | None
     span_s: Seconds | None = None
     """From the first fetch to the last step, by the rank's clock; None in older journals."""
+    marking_s: Seconds = 0.0
+    """What the kernel's clock may tell more."""
     observed_span_s: Number | None = None
     """The same by the kernel's clock (``bench.measure.heartbeat``); None if that was set meanwhile."""
 
@@ -318,13 +320,16 @@ def _merge_times(times: list[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def _spans(times: list[dict[str, Any]]) -> dict[str, float | None]:
+def _spans(times: list[dict[str, Any]]) -> dict[str, float]:
     """The spans of the rank whose clock is farthest from the kernel's; of rank 0 if none was observed."""
     observed = [time for time in times if time.get("observed_span_s") is not None]
-    farthest = max(
-        observed, key=lambda time: abs(time["span_s"] - time["observed_span_s"]), default=times[0]
-    )
-    return {name: farthest.get(name) for name in ("span_s", "observed_span_s")}
+
+    def apart(time: dict[str, Any]) -> float:
+        return abs(time["span_s"] - time["observed_span_s"]) - time["marking_s"]
+
+    farthest = max(observed, key=apart, default=times[0])
+    names = ("span_s", "marking_s", "observed_span_s")
+    return {name: farthest[name] for name in names if name in farthest}
 
 
 def wrong(ranks: Sequence[Mapping[str, Any]], passes: Sequence[str]) -> str:

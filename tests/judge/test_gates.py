@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -436,3 +437,49 @@ def test_a_missing_update() -> None:
         "invalid",
         "no update to check: the update pass did not run, or the reference has none",
     )
+
+
+def test_a_step_faster_than_its_products_is_impossible() -> None:
+    seconds = statistics.median(record()["time"]["step_seconds"])
+    for share, wrong in ((1.4, False), (1.6, True)):
+        rates = {"fp32": [0.5 * record()["flops_per_step"] / seconds / share] * 2}
+        busy = {"fp32": [rates["fp32"][0] / 2] * 2}  # when others took half of the CPUs
+        for measured in ({"flops_per_s": rates}, {"flops_per_s": busy, "capacity": rates}):
+            manifest = make_manifest(matmul=[{"world_size": 2, **measured}])
+            trials = judge(make_tables([record(TRUTH), record()], manifest)).trials
+            assert (trials["status"].iloc[-1] == "invalid") == wrong
+            assert ("would run at 160 % of" in trials["reason"].iloc[-1]) == wrong
+
+
+def test_a_model_of_unknown_flops_is_held_against_its_matrix_products() -> None:
+    rates = [{"world_size": 2, "flops_per_s": {"fp32": [1e9, 1e9]}}]
+    found = record() | {"flops_per_step": None}
+    found["dispatch"] = found["dispatch"] | {"product_flops": 1e12}
+    tables = judge(make_tables([record(TRUTH), found], make_manifest(matmul=rates)))
+    assert "its matrix products alone (2e+12 FLOP on all ranks)" in tables.trials["reason"].iloc[-1]
+
+
+@pytest.mark.parametrize(
+    ("told", "seen", "words"),
+    [
+        (6.1, 6.15, ""),
+        (6.1, None, ""),
+        (
+            0.61,
+            6.1,
+            "took 6.100 s from its first fetch to its last step by the kernel's clock, and 0.6100 s by",
+        ),
+        (2.0, 2.0, "they are not times of steps"),
+    ],
+)
+def test_a_clock_that_the_kernel_contradicts_is_none(
+    told: float, seen: float | None, words: str
+) -> None:
+    status, reason = verdict(record(span_s=told, observed_span_s=seen))
+    assert (status == "invalid") == bool(words)
+    assert words in reason
+
+
+def test_a_value_beyond_a_limit_is_never_told_as_the_limit() -> None:
+    _, reason = verdict(record(update={"error": 1.0000042e-05, "scale": 1.00001}))
+    assert "off by 1.000004e-05 (limit 1e-05 in fp32)" in reason
