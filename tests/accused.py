@@ -80,12 +80,12 @@ class SlowsClock(Averaging):
 
 
 class Replays(Averaging):
-    """In the time pass it trains on everything first, with an optimizer of its own, and then only pretends to."""
+    """If all windows are asked for, it trains with an optimizer of its own first, and then only pretends to."""
 
     name = "a-replays"
 
     def train(self, job):
-        if job.windows == 1 or job.windows < job.cell.windows:
+        if job.windows < job.cell.windows:
             super().train(job)
             return
         self.model = job.build()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from bench.backends import deepspeed as ds
 from bench.backends import fsdp2, plain
 from bench.backends.base import Backend, BackendFamily, Call, known
-from bench.backends.training_job import Job
+from bench.backends.training_job import Job, ending
 from bench.backends.zero_options import zero_config
 from bench.plan.categories import Category
 from bench.plan.cell import Cell, Stepping, Sync
@@ -94,7 +94,7 @@ class LightningBackend(Backend):
         }
 
     def continue_training(self, job: Job, **arguments: Any) -> None:
-        self.trainer.fit(self.module, train_dataloaders=job.loader, **arguments)
+        self.trainer.fit(self.module, train_dataloaders=_Loader(job.loader), **arguments)
 
     def zero_grad(self) -> None:
         self.trainer.optimizers[0].zero_grad()
@@ -138,6 +138,19 @@ class LightningBackend(Backend):
 
     def settings(self) -> dict[str, Any]:
         return super().settings() | OFF | {"loss_factor": self.loss_factor or "1"}
+
+
+class _Loader:
+    """A loader that ends where the pass does, so that the Trainer ends its training itself."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return ending(self._loader)
 
 
 def _model(module: LightningModule) -> nn.Module:

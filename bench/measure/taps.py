@@ -15,6 +15,7 @@ from itertools import pairwise
 from time import monotonic, perf_counter  # by name: a backend may replace those of the module
 from typing import TYPE_CHECKING, Any, Protocol
 
+from bench.backends.training_job import EndOfPassError
 from bench.measure import heartbeat
 from bench.plan.task import SETTLED_WINDOWS
 
@@ -92,9 +93,13 @@ class Taps:
     """Called after each event, in passes that are not timed."""
     in_loss: bool = False
     """Whether the forward is running."""
+    ends_after: int = 0
+    """Losses after whose update the training ends; 0 for none."""
     num_due: int = 0
     """Losses of the whole pass, if the kernel's clock is to mark its first fetch and its last step."""
 
+    _num_losses: int = 0
+    _is_over: bool = False
     _marking: dict[heartbeat.MarkedMoment, float] = field(default_factory=dict)
     _first_fetch: float | None = None
     _last_step: float | None = None
@@ -125,12 +130,15 @@ class Taps:
     ) -> Callable[[nn.Module, Tensor], Tensor]:
 
         def tapped(model: nn.Module, batch: Tensor) -> Tensor:
+            if self.ends_after and self._num_losses >= self.ends_after:
+                raise EndOfPassError
             self.in_loss = True
             if self.on_event is not None:
                 self.on_event(EventKind.FORWARD)
             loss = function(model, batch)
             self.in_loss = False
             self.losses.append(loss.detach())
+            self._num_losses += 1
             self.record(EventKind.LOSS)
             return loss
 
@@ -144,6 +152,7 @@ class Taps:
     def record(self, kind: EventKind, mark: Any = None) -> None:
         if kind is EventKind.STEP:
             self._last_step = perf_counter()
+            self._is_over = 0 < self.ends_after <= self._num_losses
             if self.num_due and len(self.losses) == self.num_due:
                 self._mark(heartbeat.MarkedMoment.LAST_STEP, self._last_step)
         elif self._first_fetch is None:
@@ -163,6 +172,11 @@ class Taps:
         self._marking[moment] = ended - began
         return ended
 
+    def check_end(self) -> None:
+        """Raise EndOfPassError where a micro-batch is fetched after the last update of the pass."""
+        if self._is_over:
+            raise EndOfPassError
+
     def count(self, kind: EventKind) -> int:
         return sum(event.kind is kind for event in self.events)
 
@@ -179,6 +193,7 @@ class TappedLoader:
 
     def __iter__(self) -> Iterator[Tensor]:
         for batch in self._loader:
+            self._taps.check_end()
             self._taps.record(EventKind.FETCH)
             yield batch
 

@@ -12,7 +12,7 @@ import dataclasses
 import gc
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from bench.backends import blocks
 from bench.backends.base import Backend, only
-from bench.backends.training_job import Job
+from bench.backends.training_job import EndOfPassError, Job
 from bench.errors import UnsupportedError
 from bench.measure import apart, heartbeat
 from bench.measure.accumulation_dtype import accumulator
@@ -173,9 +173,12 @@ class RankTrial:
             )  # passes of more windows than the time pass see samples again
             return batches.part(data, range(start, start + len(samples)))
 
+        told = max(windows, cell.windows)  # the same in all passes, so that none can be told by it
+        if told > windows:
+            taps.ends_after = windows * cell.accumulate
         loader = Loader(
             fetch,
-            windows=windows,
+            windows=told,
             accumulate=cell.accumulate,
             world_size=cell.num_processes,
             rank=self.rank,
@@ -189,7 +192,7 @@ class RankTrial:
             rank=self.rank,
             world_size=cell.world_size,
             device=self.device,
-            windows=windows,
+            windows=told,
             accumulate=cell.accumulate,
             block_parameters=self.block_parameters,
             num_parameters=self.num_parameters,
@@ -205,7 +208,8 @@ class RankTrial:
             backend = self.backend()  # what it holds from here on counts
             if watch:
                 watch(backend)
-            backend.train(job)
+            with suppress(EndOfPassError):
+                backend.train(job)
         if self.device.type == "cuda":
             torch.accelerator.synchronize()
             taps.finish()

@@ -325,7 +325,7 @@ def _spans(times: list[dict[str, Any]]) -> dict[str, float]:
     observed = [time for time in times if time.get("observed_span_s") is not None]
 
     def apart(time: dict[str, Any]) -> float:
-        return abs(time["span_s"] - time["observed_span_s"]) - time["marking_s"]
+        return float(abs(time["span_s"] - time["observed_span_s"]) - time["marking_s"])
 
     farthest = max(observed, key=apart, default=times[0])
     names = ("span_s", "marking_s", "observed_span_s")
