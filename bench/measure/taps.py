@@ -92,6 +92,8 @@ class Taps:
     """Called after each event, in passes that are not timed."""
     in_loss: bool = False
     """Whether the forward is running."""
+    optimizers: list[Optimizer] = field(default_factory=list)
+    """Those that are tapped."""
 
     _first_fetch: float | None = None
     _last_step: float | None = None
@@ -129,6 +131,7 @@ class Taps:
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer, with a hook after each step."""
         optimizer.register_step_post_hook(lambda *_: self.record(EventKind.STEP, self.mark()))
+        self.optimizers.append(optimizer)
         return optimizer
 
     def record(self, kind: EventKind, mark: Any = None) -> None:

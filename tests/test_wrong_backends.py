@@ -1,0 +1,108 @@
+"""Defects that a framework can have by accident: each is found by name, and sound loops beside them are not accused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.judge import gates
+from bench.launch.launcher import Launcher
+from bench.plan.cell import Cell, Precision, Status
+from bench.run.state_check import read_truths
+from bench.run.trial_record import merge_ranks, wrong
+from tests.conftest import first
+from tests.factories import make_cell, make_manifest, make_record, make_tables
+
+pytestmark = pytest.mark.torch
+CHOSEN = (
+    "sound",
+    "sound-two-optimizers",
+    "sound-flat-masters",
+    "no-weight-decay",
+    "epsilon-1e-6",
+    "state-in-bf16",
+    "bf16-gradients-from-window-2",
+    "not-reduced-in-the-last-window",
+    "norms-never-reduced",
+    "norms-never-trained",
+    "rank-1-gradients-times-1000",
+    "rank-1-norms-frozen",
+    "rank-1-weights-in-bf16",
+    "second-step",
+)
+
+
+def cell_of(backend: str, **changes: Any) -> Cell:
+    values: dict[str, Any] = {
+        "model": "micro",
+        "accumulate": 3,
+        "global_batch_size": 6,
+        "sequence_length": 16,
+    }
+    return make_cell(backend=backend, **(values | changes))
+
+
+def judged(
+    launcher: Launcher, folder: Path, cells: Sequence[Cell]
+) -> dict[tuple[str, str], tuple[str, str, str]]:
+    """Status, gates and reason by backend and precision; references come along."""
+    from tests.wrong_backends import Trials, reference_file
+
+    references = list(dict.fromkeys(cell.reference() for cell in cells))
+    every = (*references, *cells)
+    task = Trials(cells=every, world_size=2, references=str(folder))
+    outcome = launcher.run(task, 1200)
+    assert outcome.status is Status.OK, f"{outcome.reason}\n{outcome.traceback}"
+    records = []
+    for index, cell in enumerate(every):
+        ranks = [rank["trials"][index] for rank in outcome.ranks if rank["trials"][index]]
+        assert not wrong(ranks, task.passes)
+        truths = read_truths(reference_file(str(folder), cell).with_suffix(".state"))
+        facts = merge_ranks(ranks, truths) | {"passes": list(task.passes)}
+        record = make_record(cell) | facts
+        for other in ("collectives", "memory", "dispatch"):
+            record[other] = None
+        records.append(record)
+    rows = gates.judge(make_tables(records, make_manifest())).trial_rows
+    return {
+        (row.cell.backend, row.cell.precision): (row.status, row.failed_gates or "", row.reason)
+        for row in rows
+    }
+
+
+@pytest.fixture(scope="module")
+def found(
+    request: pytest.FixtureRequest, launcher: Launcher, tmp_path_factory: pytest.TempPathFactory
+) -> Any:
+    """The verdicts on all loops, in both precisions."""
+    from tests.wrong_backends import KINDS
+
+    names = KINDS if request.config.getoption("--all") else CHOSEN
+    cells = [cell_of(name, precision=precision) for precision in Precision for name in names]
+    return judged(launcher, tmp_path_factory.mktemp("references"), cells)
+
+
+def _every() -> Sequence[str]:
+    from tests.wrong_backends import KINDS
+
+    return tuple(KINDS)
+
+
+@pytest.mark.parametrize("precision", list(Precision))
+@pytest.mark.parametrize("name", first(CHOSEN, _every()))
+def test_a_defect_is_found_by_its_gate_and_a_sound_loop_is_not_accused(
+    found: Any, name: str, precision: Precision
+) -> None:
+    from tests.wrong_backends import KINDS
+
+    kind = KINDS[name]
+    status, failed, reason = found[name, precision]
+    if kind.found_by is None or precision not in kind.found_in:
+        assert (status, reason) == ("ok", "")
+        return
+    assert status == "invalid", f"{name} passed"
+    assert kind.found_by in failed.split(","), f"{failed}: {reason}"
+    assert kind.words in reason
