@@ -13,8 +13,8 @@ from bench.launch.launcher import Launcher
 from bench.plan.cell import Cell, Precision, Status
 from bench.run.state_check import read_truths
 from bench.run.trial_record import merge_ranks, wrong
-from tests.conftest import first
 from tests.factories import make_cell, make_manifest, make_record, make_tables
+from tests.wrong_backends import KINDS, Trials, reference_file
 
 pytestmark = pytest.mark.torch
 CHOSEN = (
@@ -49,8 +49,6 @@ def judged(
     launcher: Launcher, folder: Path, cells: Sequence[Cell]
 ) -> dict[tuple[str, str], tuple[str, str, str]]:
     """Status, gates and reason by backend and precision; references come along."""
-    from tests.wrong_backends import Trials, reference_file
-
     references = list(dict.fromkeys(cell.reference() for cell in cells))
     every = (*references, *cells)
     task = Trials(cells=every, world_size=2, references=str(folder))
@@ -78,31 +76,62 @@ def found(
     request: pytest.FixtureRequest, launcher: Launcher, tmp_path_factory: pytest.TempPathFactory
 ) -> Any:
     """The verdicts on all loops, in both precisions."""
-    from tests.wrong_backends import KINDS
-
     names = KINDS if request.config.getoption("--all") else CHOSEN
     cells = [cell_of(name, precision=precision) for precision in Precision for name in names]
     return judged(launcher, tmp_path_factory.mktemp("references"), cells)
 
 
-def _every() -> Sequence[str]:
-    from tests.wrong_backends import KINDS
+CASES = [
+    pytest.param(name, precision, marks=() if name in CHOSEN else pytest.mark.slow)
+    for name, kind in KINDS.items()
+    for precision in kind.found_in
+]
 
-    return tuple(KINDS)
 
-
-@pytest.mark.parametrize("precision", list(Precision))
-@pytest.mark.parametrize("name", first(CHOSEN, _every()))
+@pytest.mark.parametrize(("name", "precision"), CASES)
 def test_a_defect_is_found_by_its_gate_and_a_sound_loop_is_not_accused(
     found: Any, name: str, precision: Precision
 ) -> None:
-    from tests.wrong_backends import KINDS
-
     kind = KINDS[name]
     status, failed, reason = found[name, precision]
-    if kind.found_by is None or precision not in kind.found_in:
+    if kind.found_by is None:
         assert (status, reason) == ("ok", "")
         return
     assert status == "invalid", f"{name} passed"
     assert kind.found_by in failed.split(","), f"{failed}: {reason}"
     assert kind.words in reason
+
+
+OF_ANY_LOSS = ("sound", "not-reduced-from-window-2", "divided-twice", "second-step")
+FACTORS = ("0.001", "1000")
+
+
+@pytest.fixture(scope="module")
+def of_other_losses(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The verdicts on loops that train a mean squared error, by its factor."""
+    found = {}
+    for factor in FACTORS:
+        values = {"workload": "tests.own_workload:Regression", "model": factor}
+        cells = [
+            cell_of(name, precision=precision, **values)
+            for precision in Precision
+            for name in OF_ANY_LOSS
+        ]
+        folder = tmp_path_factory.mktemp("references")
+        found[factor] = judged(launcher, folder, cells)
+    return found
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("precision", list(Precision))
+@pytest.mark.parametrize("name", OF_ANY_LOSS)
+def test_no_size_of_a_loss_hides_a_defect_or_makes_one(
+    of_other_losses: Any, name: str, precision: Precision, factor: str
+) -> None:
+    kind = KINDS[name]
+    status, failed, reason = of_other_losses[factor][name, precision]
+    if kind.found_by is None:
+        assert (status, reason) == ("ok", "")
+    else:
+        assert status == "invalid"
+        assert kind.found_by in failed.split(",") and kind.words in reason

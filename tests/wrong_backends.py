@@ -1,6 +1,6 @@
 """Loops with one defect each, such as programs have by accident, and sound ones beside them, in one process group.
 
-Each class is made of the public interface alone. Where ``found_by`` is empty in a precision, nothing may be found.
+Each class is made of the public interface alone. In one that has no ``found_by``, nothing may be found.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Loop(Backend):
     words: ClassVar[str] = ""
     """What the reason must say."""
     found_in: ClassVar[Sequence[Precision]] = ALWAYS
-    """Where it is found; elsewhere it is lost in what bf16 rounds away."""
+    """Where it must be found; elsewhere it may be lost in what bf16 rounds away."""
 
     def train(self, job: Job) -> None:
         self.job = job
@@ -244,12 +244,12 @@ class NormsWithoutDecay(Loop):
 class LowRateAtFirst(Loop):
     """A warm-up of one window that nobody asked for; all settings are right in the end."""
 
-    name, found_by, words = "low-rate-in-window-1", Gate.STATE, "of its change"
-    found_in = FP32
+    name, found_by, words, found_in = "low-rate-in-window-2", Gate.STATE, "off by", FP32
 
     def before_step(self) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"] = group["lr"] * 0.1 if self.window == 0 else group["lr"]
+            if self.window == 1:
+                group["lr"] *= 0.1
 
     def after_step(self) -> None:
         for group in self.optimizer.param_groups:
@@ -429,7 +429,7 @@ class NormsNotReducedLater(NormsNotReduced):
 class NormsNotTrained(Loop):
     """On all ranks, so they agree."""
 
-    name, found_by, words = "norms-never-trained", Gate.UPDATE, "norm.weight is off by 1"
+    name, found_by, words = "norms-never-trained", Gate.UPDATE, "norm.weight, which is off by 1"
 
     def before_step(self) -> None:
         for name, parameter in self.model.named_parameters():
@@ -438,7 +438,7 @@ class NormsNotTrained(Loop):
 
 
 class OneNormNotTrained(NormsNotTrained):
-    name, words = "one-norm-never-trained", "update of model.norm.weight is off by 1"
+    name, words = "one-norm-never-trained", "model.norm.weight, which is off by 1"
 
     def before_step(self) -> None:
         for name, parameter in self.model.named_parameters():
@@ -447,7 +447,7 @@ class OneNormNotTrained(NormsNotTrained):
 
 
 class NormsHalved(Loop):
-    name, found_by, words = "norms-gradient-halved", Gate.UPDATE, "norm.weight is off by 0.5"
+    name, found_by, words = "norms-gradient-halved", Gate.UPDATE, "norm.weight, which is off by 0.5"
 
     def before_step(self) -> None:
         for name, gradient in self.gradients():
@@ -458,7 +458,7 @@ class NormsHalved(Loop):
 class NormsOffALittle(NormsHalved):
     """Far below what bf16 rounds."""
 
-    name, words = "norms-gradient-2-percent-off", "computed in fp32, the update of"
+    name, words = "norms-gradient-2-percent-off", "model.norm.weight, which is off by 0.02"
 
     def before_step(self) -> None:
         for name, gradient in self.gradients():
@@ -576,7 +576,7 @@ class NeverClears(Loop):
 
     def clear(self) -> None:
         for held, (_, gradient) in zip(self.kept, self.gradients(), strict=True):
-            gradient.copy_(held / 10)
+            gradient.copy_(held)
 
 
 class StaleGradients(Loop):
@@ -595,7 +595,7 @@ class StaleGradients(Loop):
 class NoisyLater(Loop):
     """The same noise on all ranks."""
 
-    name, found_by, words, found_in = "noise-from-window-2", Gate.STATE, "exp_avg", FP32
+    name, found_by, words = "noise-from-window-2", Gate.ACCUMULATION, "gradients are summed in"
 
     def before_step(self) -> None:
         generator = torch.Generator().manual_seed(self.window)
@@ -621,7 +621,11 @@ class UndoesOneTensor(Loop):
     name, found_by, words, found_in = "last-update-of-a-tensor-lost", Gate.STATE, "embed", FP32
 
     def step(self) -> None:
-        weight = next(self.model.parameters())
+        named = dict(self.model.named_parameters())
+        weight = named.get("model.embed_tokens.weight")
+        if weight is None:
+            super().step()
+            return
         before = weight.detach().clone()
         super().step()
         if self.is_last and self.window:

@@ -119,6 +119,13 @@ def _of_cell(run: Run, cell_id: str) -> Iterator[Finding]:
             )
             yield finding(Level.NOTE, "bytes", unchecked)
             break
+    unseen = [
+        row.unchecked
+        for row in run.tables.trial_rows
+        if row.cell.cell_id == cell_id and row.unchecked
+    ]
+    if unseen:
+        yield finding(Level.NOTE, "gates", f"not compared with the reference: {unseen[0]}")
     if text := run.manifest.remarks.get(cell_id):
         yield finding(Level.NOTE, "backend", text)
 

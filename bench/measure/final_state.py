@@ -208,12 +208,12 @@ class FinalState:
         self,
         backend: Backend,
         optimizers: Sequence[Optimizer],
-        due: Mapping[str, Any],
+        settings: Mapping[str, Any],
         device: torch.device,
         *,
         whole: bool,
     ) -> dict[str, Any]:
-        """As plain JSON: ``parts``, the largest number of ``steps``, and ``settings`` other than those that were due.
+        """As plain JSON: ``parts``, the largest number of ``steps``, and ``settings`` other than the given ones.
 
         With ``whole``, the backend's gathered tensors too, which is collective: the parameters, and the state of an
         optimizer that steps something else. Without, what the tapped optimizers step.
@@ -228,7 +228,7 @@ class FinalState:
         return {
             "parts": [asdict(part) for part in parts],
             "steps": most_steps(optimizers),
-            "settings": other_settings(optimizers, due),
+            "settings": other_settings(optimizers, settings),
             "whole": whole,
         }
 
@@ -275,12 +275,12 @@ def most_steps(optimizers: Sequence[Optimizer]) -> int | None:
     return max(counts, default=None)
 
 
-def other_settings(optimizers: Sequence[Optimizer], due: Mapping[str, Any]) -> list[str]:
-    """Settings with which parameters were stepped and that are not those that were due, in words."""
+def other_settings(optimizers: Sequence[Optimizer], settings: Mapping[str, Any]) -> list[str]:
+    """Settings with which parameters were stepped and that are not the given ones, in words."""
     found: dict[str, None] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            for key, right in due.items():
+            for key, right in settings.items():
                 if key not in UNSEEN and key in group and not _is_same(group[key], right):
                     found[f"{key} is {_plain(group[key])}, {_plain(right)} was due"] = None
     return list(found)

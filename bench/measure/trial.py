@@ -299,17 +299,18 @@ class RankTrial:
     ) -> dict[str, Any] | None:
         """What this rank holds after the last window of the time pass; the reference writes what is right.
 
-        None in a world without values.
+        None in a world without values, or where nobody wants to know.
         """
-        if not self.cell.world.has_values:
+        if not (self.cell.world.has_values and self.spec.reference):
             return None
+        heartbeat.beat()
         if whole and self.cell.backend == REFERENCE and self.cell == self.cell.reference():
             before = self._tensors.model(self.workload.model)
             write_truth(
                 Path(self.spec.reference), before, end.model, optimizers[0], self.cell.windows
             )
-        due = self._optimizer([Parameter(torch.zeros(1))]).defaults
-        return end.read(backend, optimizers, due, self.device, whole=whole)
+        settings = self._optimizer([Parameter(torch.zeros(1))]).defaults
+        return end.read(backend, optimizers, settings, self.device, whole=whole)
 
     def update(self) -> dict[str, Any] | None:
         """The update pass: one window of SGD with learning rate 1 from the initial weights, clipped as the cell clips.

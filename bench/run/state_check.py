@@ -184,11 +184,11 @@ def _errors(
         count = sum(right.count for right in of_kind.values())
         mean = math.sqrt(math.fsum(right.scale**2 for right in of_kind.values()) / max(1, count))
         for name, right in of_kind.items():
-            own = shards.get((kind, name), {})
-            if sum(part.count for part in own.values()) != right.count:
+            held = shards.get((kind, name), {})
+            if sum(part.count for part in held.values()) != right.count:
                 missing.append(_named(kind, name))
                 continue
-            error = _error(own, right, kind, mean, windows)
+            error = _error(held, right, kind, mean, windows)
             if kind not in worst or error > worst[kind].error:
                 worst[kind] = Worst(error=error, tensor=name)
     return worst, missing
