@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bench.judge import gates
+from bench.judge.trial_columns import TrialRow
 from bench.launch.launcher import Launcher
 from bench.plan.cell import Cell, Precision, Status
 from bench.run.state_check import read_truths
@@ -50,7 +51,14 @@ def judged(
 ) -> dict[tuple[str, str], tuple[str, str, str]]:
     """Status, gates and reason by backend and precision; references come along."""
     references = list(dict.fromkeys(cell.reference() for cell in cells))
-    every = (*references, *cells)
+    return {
+        (row.cell.backend, row.cell.precision): (row.status, row.failed_gates or "", row.reason)
+        for row in rows_of(launcher, folder, (*references, *cells))
+    }
+
+
+def rows_of(launcher: Launcher, folder: Path, every: tuple[Cell, ...]) -> Sequence[TrialRow]:
+    """The judged rows of cells, which train on two ranks; references on one."""
     task = Trials(cells=every, world_size=2, references=str(folder))
     outcome = launcher.run(task, 1200)
     assert outcome.status is Status.OK, f"{outcome.reason}\n{outcome.traceback}"
@@ -64,11 +72,7 @@ def judged(
         for other in ("collectives", "memory", "dispatch"):
             record[other] = None
         records.append(record)
-    rows = gates.judge(make_tables(records, make_manifest())).trial_rows
-    return {
-        (row.cell.backend, row.cell.precision): (row.status, row.failed_gates or "", row.reason)
-        for row in rows
-    }
+    return gates.judge(make_tables(records, make_manifest())).trial_rows
 
 
 @pytest.fixture(scope="module")
@@ -135,3 +139,26 @@ def test_no_size_of_a_loss_hides_a_defect_or_makes_one(
     else:
         assert status == "invalid"
         assert kind.found_by in failed.split(",") and kind.words in reason
+
+
+BUILT_IN = ("ddp-deferred", "fsdp2-deferred", "deepspeed-zero2-eager", "deepspeed-zero3-eager")
+
+
+@pytest.mark.parametrize("workload", ["Uneven", "Odd"])
+def test_shards_of_a_model_that_nothing_divides_add_up(
+    launcher: Launcher, tmp_path: Path, workload: str
+) -> None:
+    """Some shards are empty, a partition ends within a parameter, and parameters are tied, frozen or unused."""
+    values = {
+        "workload": f"tests.own_workload:{workload}",
+        "model": "2",
+        "global_batch_size": 12,
+        "precision": Precision.FP32,
+    }
+    cells = [cell_of(name, **values) for name in BUILT_IN]
+    every = (cells[0].reference(), *cells)
+    rows = rows_of(launcher, tmp_path, every)
+    for row in rows:
+        assert (row.status, row.reason, row.unchecked) == ("ok", "", None), row.cell.backend
+        assert row.end_weights_error is not None and row.end_state_error is not None
+        assert row.end_state_error < 1e-4
