@@ -152,6 +152,14 @@ class Backend(ABC):
         Values may be gathered on access, so all ranks access the same names in the same order.
         """
 
+    def optimizer_state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """The full optimizer state by key (``exp_avg``) and name, gathered as ``full_parameters``, and called after it.
+
+        Only for backends whose inner optimizer steps something else than the parameters of the
+        built model, such as a flat partition: of all others the state is read off that optimizer.
+        """
+        return {}
+
     def reported(self) -> dict[str, int]:
         """The framework's own step counters by name; the first is the primary one."""
         return {}

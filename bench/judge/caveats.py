@@ -127,11 +127,14 @@ def _of_cell(run: Run, cell_id: str) -> Iterator[Finding]:
 
 
 def _of_backend(run: Run, cell_id: str) -> Iterator[tuple[Level, str, str]]:
-    """What its process held unseen, what it loses on purpose, and its remark."""
+    """What its process held unseen, what it loses on purpose, what was not checked, and its remark."""
     if unseen := _unseen_bytes(run, cell_id):
         yield Level.WARNING, "memory", unseen
     if (lossy := run.manifest.lossy.get(cell_id)) is not None:
         yield Level.NOTE, "lossy", _declared(run, cell_id, lossy)
+    rows = (row for row in run.tables.trial_rows if row.cell.cell_id == cell_id)
+    if unchecked := next((row.unchecked for row in rows if row.unchecked), ""):
+        yield Level.NOTE, "gates", f"not compared with the reference: {unchecked}"
     if text := run.manifest.remarks.get(cell_id):
         yield Level.NOTE, "backend", text
 

@@ -170,6 +170,10 @@ TRIAL_COLUMNS: dict[str, Column] = {
         over=Over.FIRST,
         section=CORRECTNESS,
     ),
+    "stepped_in": text(
+        "dtype in which they were measured to reach the optimizer, from the second window on",
+        over=Over.FIRST,
+    ),
     "corpus": text("where the tokens come from", axis=Axis.WORK),
     "optimizer": text("optimizer of the time pass", axis=Axis.WORK),
     "learning_rate": number(
@@ -296,6 +300,55 @@ TRIAL_COLUMNS: dict[str, Column] = {
         over=Over.MEDIAN,
     ),
     "update_residual": number("1", "relative error that remains after removing update_scale"),
+    "update_tensor_error": number(
+        "1", "relative L2 error of the parameter that is furthest off in that update", over=Over.MAX
+    ),
+    "update_tensor": text("that parameter", over=Over.FIRST),
+    "fp32_update_error": number(
+        "1", "update_error of a bf16 cell, computed in fp32", over=Over.MAX
+    ),
+    "fp32_tensor_error": number(
+        "1", "update_tensor_error of a bf16 cell, computed in fp32", over=Over.MAX
+    ),
+    "fp32_tensor": text("the parameter that is furthest off in it", over=Over.FIRST),
+    "end_weights_error": _checked(
+        "1",
+        "distance of the parameter that is furthest from the reference's after the last window, relative to its change",
+        title="weights at the end off by",
+        form=".1e",
+        over=Over.MAX,
+    ),
+    "end_weights_tensor": text("that parameter", over=Over.FIRST),
+    "end_state_error": _checked(
+        "1",
+        "the same of the tensors of the optimizer's state, relative to their norm",
+        title="optimizer state off by",
+        form=".1e",
+        over=Over.MAX,
+    ),
+    "end_state_tensor": text("that tensor", over=Over.FIRST),
+    "ranks_apart": _checked(
+        "1",
+        "largest distance between two ranks' values of one tensor after the update or the last window, relative to its "
+        "norm",
+        title="ranks apart by",
+        form=".1e",
+        over=Over.MAX,
+    ),
+    "ranks_apart_tensor": text("that tensor, and the rank", over=Over.FIRST),
+    "optimizer_steps_counted": count(
+        "steps", "the most that the state of the optimizer counts", over=Over.FIRST
+    ),
+    "other_settings": text(
+        "settings of the optimizer that are not those that were due", over=Over.FIRST
+    ),
+    "rounded_to_bf16": text(
+        "tensors with no more digits than bf16 after the last window", over=Over.FIRST
+    ),
+    "unchecked": text(
+        "what of the end of the training was not compared with the reference's, and why",
+        over=Over.FIRST,
+    ),
     "gradient_norm": number("L2 norm", "gradient norm of the update pass, before clipping"),
     "unclipped_error": number("1", "update_error without clipping, for cells that clip"),
     "unclipped_scale": number("1", "update_scale without clipping, for cells that clip"),
@@ -304,6 +357,7 @@ TRIAL_COLUMNS: dict[str, Column] = {
         "relative L2 error of a small model's update on the device, against the CPU's; of references",
     ),
     "device_loss_deviation": number("nat/token", "largest difference of its losses from the CPU's"),
+    "device_loss_size": number("nat/token", "largest of its losses"),
     "entropy_floor": number(
         "nat/token", "lowest expected loss that a model of the corpus can reach", over=Over.FIRST
     ),
@@ -369,6 +423,7 @@ class TrialRow:
     num_parameters: int | None = None
     bf16_as: str | None = None
     accumulated_in: str | None = None
+    stepped_in: str | None = None
     device_name: str | None = None
     failed_gates: str | None = None
     update_causes: str | None = None
@@ -399,11 +454,27 @@ class TrialRow:
     update_error: float | None = None
     update_scale: float | None = None
     update_residual: float | None = None
+    update_tensor_error: float | None = None
+    update_tensor: str | None = None
+    fp32_update_error: float | None = None
+    fp32_tensor_error: float | None = None
+    fp32_tensor: str | None = None
+    end_weights_error: float | None = None
+    end_weights_tensor: str | None = None
+    end_state_error: float | None = None
+    end_state_tensor: str | None = None
+    ranks_apart: float | None = None
+    ranks_apart_tensor: str | None = None
+    optimizer_steps_counted: int | None = None
+    other_settings: str | None = None
+    rounded_to_bf16: str | None = None
+    unchecked: str | None = None
     gradient_norm: float | None = None
     unclipped_error: float | None = None
     unclipped_scale: float | None = None
     device_error: float | None = None
     device_loss_deviation: float | None = None
+    device_loss_size: float | None = None
     entropy_floor: float | None = None
     training_s: float | None = None
     overhead_s: float | None = None

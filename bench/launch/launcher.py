@@ -96,7 +96,8 @@ class Launcher:
         if not task.folder:
             with tempfile.TemporaryDirectory(prefix="accumulation-bench-") as folder:
                 return self.run(replace(task, folder=folder), timeout_s, inactivity_s)
-        task = replace(task, plugin=place_of(task.backend))
+        if (place := place_of(task.backend)) and not task.plugin:
+            task = replace(task, plugin=place)
         if self._others is not None:
             self._others.welcome_back(self._device)
         nodes = self._nodes[: task.num_nodes]

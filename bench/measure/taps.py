@@ -97,6 +97,8 @@ class Taps:
     """Losses after whose update the training ends; 0 for none."""
     num_due: int = 0
     """Losses of the whole pass, if the kernel's clock is to mark its first fetch and its last step."""
+    optimizers: list[Optimizer] = field(default_factory=list)
+    """Those that are tapped."""
 
     _num_losses: int = 0
     _is_over: bool = False
@@ -147,6 +149,7 @@ class Taps:
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer, with a hook after each step."""
         optimizer.register_step_post_hook(lambda *_: self.record(EventKind.STEP, self.mark()))
+        self.optimizers.append(optimizer)
         return optimizer
 
     def record(self, kind: EventKind, mark: Any = None) -> None:

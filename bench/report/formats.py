@@ -180,7 +180,7 @@ def _benchmark(row: CellRow, trials: pd.DataFrame, lossy: Lossy | None) -> dict[
             **{name: row.values[name] for name in COLUMNS["cells"] if name in BESIDE},
             "limits": {
                 "update_error": limits.update_error,
-                "max_loss_deviation": limits.loss_deviation,
+                "loss_deviation_of_size": limits.loss_deviation,
             },
         },
         "options": {
