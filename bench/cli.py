@@ -7,11 +7,17 @@ import importlib
 import importlib.util
 import itertools
 import os
+import platform
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+
+if sys.platform == "win32":
+    raise SystemExit(
+        "bench: does not run on Windows; use Linux, for example in WSL or in the container of Containerfile"
+    )
 
 from bench import __version__
 from bench.commands import COMMANDS, TRAINING
@@ -81,8 +87,8 @@ def _main(argv: Sequence[str] | None) -> int:
                 parser.print_help()
                 return GOOD
             arguments = parser.parse_args(given)
-            if arguments.command in TRAINING and importlib.util.find_spec("torch") is None:
-                raise ModuleNotFoundError("torch is not installed", name="torch")
+            if arguments.command in TRAINING:
+                _require_training(arguments.command)
             return int(_module(arguments.command).run(arguments))
     except InputError as error:
         print(f"bench: {plain(error)}", file=sys.stderr)
@@ -97,6 +103,17 @@ def _main(argv: Sequence[str] | None) -> int:
         if DEBUG in given:
             traceback.print_exc()
         return _failed(error)
+
+
+def _require_training(command: str) -> None:
+    """Raises InputError on a system that no trial runs on, and ModuleNotFoundError without torch."""
+    if sys.platform != "linux":
+        raise InputError(
+            f"{command} trains, which needs Linux; this is {platform.system()}. What only reads runs here: "
+            "plan, predict, lint, steps, report, compare, check, cite, export"
+        )
+    if importlib.util.find_spec("torch") is None:
+        raise ModuleNotFoundError("torch is not installed", name="torch")
 
 
 def _refuse_mangled(given: Sequence[str]) -> None:

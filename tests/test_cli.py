@@ -19,11 +19,12 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from bench import cli
 from bench import files as bench_files
 from bench.backends.base import built_in, registry
 from bench.backends.plain import DDPDeferred
 from bench.cli import main
-from bench.commands import COMMANDS
+from bench.commands import COMMANDS, TRAINING
 from bench.errors import BAD, DEFECT, GOOD, INTERRUPTED, WRONG
 from bench.judge.gates import EXPECTED
 from bench.launch import gpus as launch_gpus
@@ -376,6 +377,21 @@ def test_a_defect_of_the_bench_is_one_line_that_says_where_to_report_it(place: P
         and err.startswith("Traceback (most recent call last):")
         and "report it" in err
     )
+
+
+@pytest.mark.parametrize("command", sorted(TRAINING))
+def test_other_systems_are_told_in_one_line_what_works_there(
+    place: Place, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli.sys, "platform", "darwin")
+    assert f"{command} trains, which needs Linux" in place.refused(command)
+
+
+def test_windows_is_told_so_in_one_line() -> None:
+    code = "import sys; sys.platform = 'win32'; import bench.cli"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode and done.stderr.startswith("bench: does not run on Windows")
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_python_without_the_packages_is_told_where_they_are() -> None:
