@@ -21,7 +21,7 @@ from bench.plan.cell import Cell, RankGroup, Status
 from bench.plan.models import SIZES
 from bench.plan.world import World
 from bench.tabular import markdown_table
-from studies import ROOT
+from studies import ROOT, published_peaks
 
 RUNS = ("results/bytes", "results/bytes-8b")
 SUMMED = "results/bytes/accumulation.jsonl"
@@ -115,6 +115,7 @@ def page(runs: Sequence[Run], accumulation: Sequence[Mapping[str, Any]]) -> str:
         "",
         *_agreement(measured),
         *_peaks(peak_errors(exact_peaks(runs))),
+        *published_peaks.section(),
         *_collectives(measured),
         *_held(measured),
         *_large(measured),

@@ -123,6 +123,8 @@ FILES = {
     "auto.toml": MATRIX.replace("[1, 2]", '"auto"'),
     "empty.toml": "",
     "short.txt": "x" * 64,
+    "gpt2.json": '{"model_type": "gpt2"}',
+    "llama.json": '{"model_type": "llama", "hidden_size": "wide", "num_attention_heads": 2}',
 }
 BAD_INPUT = {
     "run --matrix cpu": [
@@ -340,6 +342,45 @@ BAD_INPUT = {
             r"--exact: ddp-eager cannot run on fake tensors",
         ),
         ("--mfu 140% --peak H100", "--mfu"),
+        ("--model hf:nowhere", r"hf:nowhere': nowhere"),
+        (
+            "--model hf:gpt2.json",
+            r"gpt2.json: the layout of model_type 'gpt2' is unknown; known are llama",
+        ),
+        (
+            "--model hf:llama.json",
+            r"llama.json: hidden_size is 'wide'; it must be an integer of at least 1",
+        ),
+        ("--link H100 --world-size 12", r"--link: .* 8 does not divide the 12 ranks"),
+        ("--link H300", r"--link: 'H300' is not .* or one of A100"),
+        ("--parameters fp8", "--parameters"),
+        ("--plot front.png", r"--plot: says more about --batch"),
+        ("--batch 64", r"--accumulate: --batch searches it"),
+        (
+            "--exact --device cpu --backend fsdp2-eager --parameters bf16",
+            r"--exact: no backend trains without fp32 masters",
+        ),
+    ],
+    "predict --world-size 64 --sequence 8192 --precision bf16 --model tiny": [
+        ("", r"--accumulate: is missing"),
+        (
+            "--batch 100 --link H100 --peak H100",
+            r"--batch: 100 samples do not divide by the 64 ranks",
+        ),
+        ("--batch 128", r"--batch: compares times; give --link"),
+        ("--batch 128 --link H100", r"--batch: compares times; give --peak"),
+        (
+            "--batch 128 --link H100 --peak H100 --micro-batch 2",
+            r"--micro-batch: --batch searches it",
+        ),
+        (
+            "--batch 128 --link H100 --peak H100 --plot front.svg",
+            r"--plot front.svg: must end in .png",
+        ),
+        (
+            "--batch 128 --link H100 --peak H100 --plot no/front.png",
+            r"--plot no/front.png: cannot be",
+        ),
     ],
 }
 """By the beginning of a command, what is wrong in it and what is said of that."""

@@ -6,9 +6,18 @@ Such a module imports what it needs when its command runs: ``--help`` of any oth
 COMMANDS: dict[str, tuple[str, ...]] = {
     "measure": ("run", "plan", "doctor", "backends"),
     "read": ("report", "compare", "check", "cite", "export"),
-    "understand": ("semantics", "steps", "throughput", "lint", "audit", "accumulation", "predict"),
+    "understand": (
+        "semantics",
+        "steps",
+        "throughput",
+        "lint",
+        "audit",
+        "accumulation",
+        "predict",
+        "trace",
+    ),
 }
 """Modules of this package by what they are for, in the order in which ``--help`` lists them."""
 
-TRAINING = frozenset({"run", "semantics", "throughput", "accumulation"})
+TRAINING = frozenset({"run", "semantics", "throughput", "accumulation", "trace"})
 """Those that train: they need torch, which an installation without the extra ``frameworks`` does not bring."""

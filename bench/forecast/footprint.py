@@ -43,7 +43,7 @@ from bench.backends.lightning import LightningBackend
 from bench.backends.plain import DDPBackend
 from bench.judge import formulas, zero
 from bench.plan.cell import Cell, Device, Precision, RankGroup, Sharding, Sync
-from bench.plan.models import SIZES
+from bench.plan.models import LlamaSize, shape_of
 from bench.workload.layout import ROOT, Layout
 
 
@@ -78,8 +78,12 @@ class Moment:
         return self.gradients + self.activations + self.temporaries
 
 
-def declined(cell: Cell, backend: type[Backend]) -> str:
+def declined(cell: Cell, backend: type[Backend], *, bf16_parameters: bool = False) -> str:
     """Why the memory of such a cell is not predicted; empty if it is."""
+    if bf16_parameters and not issubclass(backend, DDPBackend | FSDP2Backend):
+        return "it keeps fp32 masters of bf16 parameters"
+    if cell.selective_checkpointing and model_of(cell).num_experts:
+        return "there is no formula for what selective checkpointing keeps of experts"
     if cell.compiled:
         return "the compiler decides what compiled blocks save and need"
     if not issubclass(backend, ZeroBackend) or not cell.activation_checkpointing:
@@ -89,11 +93,26 @@ def declined(cell: Cell, backend: type[Backend]) -> str:
     return ""
 
 
+def model_of(cell: Cell) -> LlamaSize:
+    """The shape of the cell's model, which must be known."""
+    found = shape_of(cell.model)
+    assert found is not None, "callers ask for none that is unknown"
+    return found
+
+
 def footprint(
-    cell: Cell, layout: Layout, backend: type[Backend], held: Mapping[str, int]
+    cell: Cell,
+    layout: Layout,
+    backend: type[Backend],
+    held: Mapping[str, int],
+    *,
+    bf16_parameters: bool = False,
 ) -> Footprint:
-    """The memory of the fullest rank at its peak; ``held``: bytes by category as in ``Expectation.held``."""
-    sizes = TensorSizes(cell, layout, backend)
+    """The memory of the fullest rank at its peak; ``held``: bytes by category as in ``Expectation.held``.
+
+    With ``bf16_parameters`` there are no fp32 masters: parameters, gradients and moments are bf16.
+    """
+    sizes = TensorSizes(cell, layout, backend, bf16_parameters=bf16_parameters)
     if issubclass(backend, ZeroBackend) and backend.stage == 2:
         moments = _zero2(sizes, backend, held)
     elif issubclass(backend, ZeroBackend):
@@ -104,7 +123,7 @@ def footprint(
         moments = _replicated(sizes, held)
     fixed = dict(held)
     if backend.sharding is Sharding.OPTIMIZER:
-        fixed["parameters"] = 4 * sizes.shard(
+        fixed["parameters"] = sizes.master * sizes.shard(
             layout
         )  # the rest is gathered, and freed by the last backward
     at = max(moments, key=lambda moment: moment.total)
@@ -119,16 +138,22 @@ def footprint(
 class TensorSizes:
     """Sizes of the tensors of a window: of activations and work space in bytes, of weights in elements."""
 
-    def __init__(self, cell: Cell, layout: Layout, backend: type[Backend]) -> None:
+    def __init__(
+        self, cell: Cell, layout: Layout, backend: type[Backend], *, bf16_parameters: bool = False
+    ) -> None:
         self.cell = cell
         self.layout = layout
         self.backend = backend
-        self.model = SIZES[cell.model]
+        self.model = model_of(cell)
         self.tokens = cell.micro_batch_size * cell.sequence_length
         self.tied = self.model.tied
         self.num_blocks = self.model.num_layers
         self.is_bf16 = cell.precision is Precision.BF16
-        self.autocast = self.is_bf16 and backend.bf16_as != BF16_PARAMETERS
+        self.autocast = self.is_bf16 and backend.bf16_as != BF16_PARAMETERS and not bf16_parameters
+        self.master = 4
+        """Bytes of an element of what is held, and of reduced gradients."""
+        if bf16_parameters:
+            self.master = 2
         self.element = 4
         """Bytes of an element that is computed with."""
         if self.is_bf16:
@@ -185,7 +210,7 @@ class TensorSizes:
     @cached_property
     def mlp(self) -> int:
         """Three gradients in the backward of an MLP, less the saved tensor that is freed by then."""
-        return self.stream + 2 * self.inner
+        return self.model.experts_per_token * (self.stream + 2 * self.inner)
 
     @cached_property
     def block(self) -> int:
@@ -195,7 +220,31 @@ class TensorSizes:
             num_casts = 5  # a copy of it for each product that reads it
         casts = num_casts * self.tokens * self.element * self.model.hidden_size
         heads = self.element * 2 * (self.query + self.key) + 4 * self.model.num_heads
-        return 2 * self.norm + casts + self.tokens * heads + 4 * self.inner
+        in_heads = self.tokens * heads + self.head_norms
+        return 2 * self.norm + casts + in_heads + self.mlp_saved
+
+    @cached_property
+    def head_norms(self) -> int:
+        """What norms of queries and keys save, where a model has them, as ``norm``."""
+        if not self.model.norms_heads:
+            return 0
+        num_heads = self.model.num_heads + self.model.num_kv_heads
+        of_head = (4 + self.residual_element) * self.model.head_size + 4
+        return self.tokens * num_heads * of_head
+
+    @cached_property
+    def mlp_saved(self) -> int:
+        """What an MLP saves: gate, SiLU, the other branch and their product.
+
+        Experts also save what each is given of the tokens that are sent to it, and what it returns,
+        which is weighted; their router saves its logits and their softmax in fp32
+        (transformers/integrations/moe.py:grouped_mm_experts_forward).
+        """
+        if not self.model.num_experts:
+            return 4 * self.inner
+        ends = 2 * self.tokens * self.element * self.model.hidden_size
+        router = 8 * self.tokens * self.model.num_experts
+        return self.model.experts_per_token * (4 * self.inner + ends) + router
 
     @cached_property
     def kept(self) -> int:
@@ -267,17 +316,18 @@ class TensorSizes:
 
     @cached_property
     def mlp_weight(self) -> int:
-        return self.model.hidden_size * self.model.intermediate_size
+        """Elements of the largest weight of an MLP; of experts, the first two of all in one tensor."""
+        weight = self.model.hidden_size * self.model.intermediate_size
+        if self.model.num_experts:
+            return 2 * self.model.num_experts * weight
+        return weight
 
     @cached_property
     def cast_blocks(self) -> int:
         """Copies of the blocks' weights that autocast makes and autograd saves."""
         if not self.autocast:
             return 0
-        num_cast = (
-            self.model.num_block_parameters - 2 * self.model.hidden_size
-        )  # not those of norms
-        return 2 * self.num_blocks * num_cast
+        return 2 * self.num_blocks * self.model.num_matrix_parameters  # not those of norms
 
     @cached_property
     def cast_head(self) -> int:
@@ -305,7 +355,7 @@ class TensorSizes:
 
 def _replicated(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
     """DDP and a single process: parameters and gradients are whole, and autocast casts the weights."""
-    whole, table = 4 * sizes.layout.num_parameters, 4 * sizes.table
+    whole, table = sizes.master * sizes.layout.num_parameters, sizes.master * sizes.table
     before, end, of_head = sizes.before(held["gradients"]), whole, 0
     if issubclass(sizes.backend, DDPBackend) and sizes.backend.bucket_views:
         # Reduced gradients are views of the buckets, and the sums of a deferred reduction are
@@ -317,7 +367,8 @@ def _replicated(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]
         end, of_head = whole - table, table
     if sizes.tied:
         of_head = table
-    casts, head, weight = sizes.cast_blocks + sizes.cast_head, sizes.head, 4 * sizes.mlp_weight
+    casts, head = sizes.cast_blocks + sizes.cast_head, sizes.head
+    weight = sizes.master * sizes.mlp_weight
     if sizes.autocast:
         head = max(
             head, table + sizes.cast_head + sizes.stream
@@ -349,7 +400,7 @@ class UnitSizes:
         padded = {
             unit: formulas.padded(of_unit, self.ranks) for unit, of_unit in layout.units.items()
         }
-        self.element = sizes.element
+        self.element, self.master = sizes.element, sizes.master
         self.root = self.last = padded[ROOT]
         """``last``: the one that is reduced last."""
         self.block = padded[1]
@@ -359,8 +410,8 @@ class UnitSizes:
         first."""
         if self.splits_root:
             self.last = padded[max(padded)]
-        self.shards = 4 * sizes.shard(layout)
-        """Bytes of a rank's shards in fp32."""
+        self.shards = self.master * sizes.shard(layout)
+        """Bytes of a rank's shards."""
         self.sums = backend.sync is Sync.DEFERRED and not sizes.is_single
         """Whether whole gradients are held, to which those of a micro-batch are added at once."""
         self.gathered, self.current = self.element * self.every, 0
@@ -375,7 +426,7 @@ class UnitSizes:
 
     def reduction(self, unit: int) -> int:
         """The reduction of a unit: its gradients, unless they are sums already, and the two buffers."""
-        buffers = 4 * unit + 4 * unit // self.ranks
+        buffers = self.master * unit + self.master * unit // self.ranks
         if self.sums:
             return buffers
         return self.element * unit + buffers
@@ -385,14 +436,14 @@ class UnitSizes:
         """The input of the last block's reduction, which lives until the next one."""
         if self.sums:
             return 0
-        return 4 * self.block
+        return self.master * self.block
 
     @property
     def summed_last(self) -> int:
         """The sums of the last unit."""
         if not self.sums:
             return 0
-        return 4 * self.last
+        return self.master * self.last
 
 
 def _fsdp2(
@@ -420,14 +471,15 @@ def _fsdp2(
 def _fsdp2_blocks(sizes: TensorSizes, units: UnitSizes, before: int) -> Iterator[Moment]:
     """The backwards of the blocks."""
     gathered, of_head, of_root = units.gathered, 0, 0
-    if sizes.tied or sizes.is_bf16 or not units.sums:
+    is_cast = units.element < units.master
+    if sizes.tied or is_cast or not units.sums:
         of_head = units.element * sizes.table
     if units.splits_root:
         in_reduction = sizes.stream + units.ahead + units.reduction(units.root)
         yield Moment("reduce", before, sizes.saved, in_reduction)
         gathered = of_head = 0
         if not units.sums:
-            of_root = 4 * units.root
+            of_root = units.master * units.root
     beside = gathered + units.ahead + of_head
     in_block = beside + units.current + units.element * sizes.mlp_weight + sizes.mlp
     yield Moment("block", before, sizes.saved_at(0), in_block + of_root)
@@ -440,7 +492,7 @@ def _fsdp2_end(
     sizes: TensorSizes, units: UnitSizes, backend: type[FSDP2Backend], before: int
 ) -> Iterator[Moment]:
     """The end of the backward: the embedding, and the reduction of the last unit."""
-    all_but_last = units.shards - 4 * units.last // units.ranks
+    all_but_last = units.shards - units.master * units.last // units.ranks
     at_end = before
     if sizes.is_single:
         at_end = all_but_last

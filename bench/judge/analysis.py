@@ -43,6 +43,8 @@ SCHEME = "accumulation-bench"
 """Prefix of the ids by which numbers are cited."""
 
 
+RESERVED = "cuda_reserved"
+"""Category of the table of memory: the peak of what the CUDA allocator took from the device."""
 DIGITS = 12
 """Of a journal's hash in an id."""
 
@@ -79,6 +81,9 @@ class CellRow:
     tokens_per_s: float | None
     peak_memory_bytes: int | None
     peak_memory_source: str | None
+    tokens_per_s_per_rank: float | None
+    mfu: float | None
+    peak_reserved_bytes: int | None
     num_parameters: int | None
     failed_gates: str | None
     update_causes: str | None
@@ -117,6 +122,9 @@ class CellRow:
             tokens_per_s=number_in(values, "tokens_per_s"),
             peak_memory_bytes=count_in(values, "peak_memory_bytes"),
             peak_memory_source=text_in(values, "peak_memory_source"),
+            tokens_per_s_per_rank=number_in(values, "tokens_per_s_per_rank"),
+            mfu=number_in(values, "mfu"),
+            peak_reserved_bytes=count_in(values, "peak_reserved_bytes"),
             num_parameters=count_in(values, "num_parameters"),
             failed_gates=text_in(values, "failed_gates"),
             update_causes=text_in(values, "update_causes"),
@@ -280,6 +288,11 @@ class Analysis:
             .round()
         )
         found["tokens_per_s"] = tokens / found["step_time_s"].astype("Float64")
+        found["tokens_per_s_per_rank"] = found["tokens_per_s"] / found["world_size"]
+        memory = self.run.tables.memory
+        reserved = memory[memory["category"] == RESERVED].groupby("cell_id")["bytes"].max()
+        found["peak_reserved_bytes"] = reserved.reindex(found.index)
+        found.loc[found["peak_memory_bytes"].isna(), "peak_reserved_bytes"] = None
         return frame_of("cells", found.reset_index(drop=True))
 
     def _row(self, cell_id: str) -> dict[str, object]:

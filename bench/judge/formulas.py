@@ -36,7 +36,7 @@ from bench.judge.formula_terms import (
     num_reductions,
 )
 from bench.plan.cell import Cell, RankGroup, Sharding, Sync
-from bench.plan.models import SIZES
+from bench.plan.models import shape_of
 from bench.workload.layout import ROOT, Layout, Parameter, llama_layout
 
 BYTES = {
@@ -91,10 +91,10 @@ class Expectation:
 
 
 def layout_of(cell: Cell) -> Layout | None:
-    """The layout of a shipped model; None for other workloads, whose ranks return their layout."""
-    if cell.workload != "llama" or cell.model not in SIZES:
+    """The layout of a model whose shape is known; None for other workloads, whose ranks return their layout."""
+    if cell.workload != "llama" or (size := shape_of(cell.model)) is None:
         return None
-    return llama_layout(SIZES[cell.model])
+    return llama_layout(size)
 
 
 def expect(

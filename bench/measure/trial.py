@@ -37,6 +37,7 @@ from bench.measure.operators import plain_work
 from bench.measure.projection import IN_FP32, PARAMETERS, UNCLIPPED
 from bench.measure.taps import EventKind, Instrument, SettledWindows, Taps, clock_for, updates
 from bench.measure.tensors import tensors
+from bench.measure.tracing import WindowTrace
 from bench.measure.update import change_from, compare, device_check, save, sizes_of
 from bench.plan.cell import REFERENCE, SGD, Cell, Precision, Status
 from bench.plan.task import SETTLED_WINDOWS, Spec
@@ -520,6 +521,17 @@ class RankTrial:
         profiler = WindowProfiler()
         self._settled(profiler)
         return exposure(profiler.events)
+
+    def trace(self) -> str:
+        """The trace pass: the file in the task's folder that holds one settled window as a Chrome trace."""
+        path = Path(self.spec.folder) / f"trace{self.rank}.json"
+        tracer = WindowTrace(path, on_cuda=self.device.type == "cuda")
+        self._settled(
+            tracer,
+            observe=tracer.on_event,
+            optimizer=lambda parameters: tracer.optimizer(self._optimizer(parameters)),
+        )
+        return path.name
 
     def _settled(
         self,

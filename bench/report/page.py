@@ -32,7 +32,7 @@ from bench.plan.cell import Status
 from bench.report.answer import Answer
 from bench.report.citation import ESCAPES, Citation, cite, cite_plot
 from bench.report.descriptions import gpu_names
-from bench.report.ranking import COLUMNS, MAY_DIFFER, TIMES, Group, RankedRow
+from bench.report.ranking import COLUMNS, MAY_DIFFER, OF_GPUS, TIMES, Group, RankedRow
 from bench.report.sections import SCENARIOS, PageSection, failures, published, sections
 from bench.tabular import Table, TableColumn, TableRow
 
@@ -155,7 +155,7 @@ def overview(groups: Sequence[Group], choices: Choices) -> Table:
     for column in COLUMNS:
         is_in_other = column.key.endswith(("_ends", "_ratio"))
         is_shown = is_timed or column.key not in TIMES
-        if is_shown and not is_in_other:
+        if is_shown and not is_in_other and column.key not in OF_GPUS:
             columns.append(column)
     columns.append(TableColumn("cite", "cite", is_number=False))
     caption = cells.caption(is_timed, choices["baseline"][0])
