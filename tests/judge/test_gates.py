@@ -410,8 +410,8 @@ def test_a_wrong_update_explains_what_it_leaves() -> None:
             f"computed in fp32, the update of {TENSOR} is off by 1 (limit",
         ),
         (
-            {"fp32_error": 0.1, "fp32_tensor_error": 1.0, "fp32_tensor": TENSOR},
-            f"computed in fp32, the update is off by 0.1 (limit 1e-05), most in {TENSOR}",
+            {"fp32_error": 0.01, "fp32_tensor_error": 1.0, "fp32_tensor": TENSOR},
+            f"in fp32, the update is off by 0.01 (limit 1e-05), most in {TENSOR}, which is off by 1",
         ),
         (
             {"ranks": {"error": 999.0, "tensor": TENSOR, "rank": 3, "num_tensors": 9}},
