@@ -6,7 +6,16 @@ Such a module imports what it needs when its command runs: ``--help`` of any oth
 COMMANDS: dict[str, tuple[str, ...]] = {
     "measure": ("run", "plan", "doctor", "backends"),
     "read": ("report", "compare", "check", "cite", "export"),
-    "understand": ("semantics", "steps", "throughput", "lint", "audit", "accumulation", "predict"),
+    "understand": (
+        "semantics",
+        "steps",
+        "throughput",
+        "lint",
+        "audit",
+        "invariance",
+        "accumulation",
+        "predict",
+    ),
 }
 """Modules of this package by what they are for, in the order in which ``--help`` lists them."""
 
