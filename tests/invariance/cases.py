@@ -185,6 +185,27 @@ RANKS = (
     right("fsdp2 bf16-fp32", ranks=2),
     wrong("fsdp2 undivided", "gradient differs", "(N)", "the loss is not divided", 2),
     right("parallel tensor", ranks=2),
+    right("ranks head", ranks=2),
+    wrong("ranks head-bypassed", "not reduced", "net.1", "a head whose DDP is bypassed", 2),
+    right("ranks pipeline", "1F1B with more micro-batches", ranks=2),
+    wrong(
+        "ranks pipeline-several",
+        "gradient differs",
+        "",
+        "1F1B several times per update, scale_grads=True",
+        2,
+    ),
+    right("ranks pipeline-divided-later", "the same with scale_grads=False", ranks=2),
+    right("ranks tensor", "tensor parallel layers in FSDP2", ranks=4),
+    wrong("ranks tensor-undivided", "gradient differs", "(N)", "the head's gradient times N", 4),
+    right("ranks titan", "sums over the tokens of the window, and FSDP2 that sums", ranks=2),
+    wrong(
+        "ranks titan-micro-batch",
+        "gradient differs",
+        "(N)",
+        "sums over the tokens of the micro-batch",
+        2,
+    ),
 )
 CASES = (*PAIRS, *RIGHT_ONES, *NAMED, *RANKS)
 _EVERYDAY = (
@@ -201,3 +222,28 @@ _EVERYDAY = (
 )
 EVERYDAY = tuple(case for case in CASES if case.name in _EVERYDAY)
 """One of each kind."""
+FRAMEWORKS = (
+    right("accelerate right"),
+    wrong(
+        "accelerate partial",
+        "gradient differs",
+        "update 3",
+        "a last window of 2: stock Accelerate",
+        2,
+    ),
+    wrong("accelerate twice", "gradient differs", "1/N", "the loss is divided twice"),
+    right("hf right"),
+    wrong("hf twice", "gradient differs", "1/N", "the loss is divided twice"),
+    wrong("hf ignores-items", "mean of means", "", "a compute_loss without num_items_in_batch"),
+    right("deepspeed right 2", ranks=2),
+    right("deepspeed right 3", ranks=2),
+    right("deepspeed clip 2", ranks=2),
+    wrong(
+        "deepspeed twice 2",
+        "gradient differs",
+        "1/N",
+        "the loss is divided, and by the engine again",
+        2,
+    ),
+)
+CASES = (*CASES, *FRAMEWORKS)

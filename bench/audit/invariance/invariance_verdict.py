@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 
 from bench.audit.invariance.inside.state_records import COPY, PARAMETER
 from bench.audit.invariance.rounding_bounds import STORED, unit
-from bench.audit.invariance.split_runs import RankState, SplitRun, TensorSketch
+from bench.audit.invariance.split_runs import RankState, SplitRun, TensorSketch, align
 from bench.audit.invariance.state_comparison import Comparison, Likeness, TensorPair
 from bench.audit.invariance.window_comparison import (
     Samples,
     SamplesCheck,
     check_samples,
+    same_updates,
     uneven_terms,
     window,
 )
@@ -72,6 +73,8 @@ class InvarianceVerdict:
 
     def _all(self) -> Iterator[Finding]:
         runs = [self.first, self.again, *self.others]
+        for run in runs[1:]:
+            align(self.first, run)
         for run in runs:
             obstacle = _obstacle(run)
             if obstacle:
@@ -105,7 +108,7 @@ class InvarianceVerdict:
                 start += "; seed the model"
             yield self._refuse("A/A", f"run twice, {self.first.split.label}: {start}")
             return
-        self.twin = Comparison(self.first, self.again)
+        self.twin = Comparison(self.first, self.again, same_updates(self.first, self.again))
         samples = check_samples(self.first, self.again, self.twin.bound)
         if samples.samples is Samples.OTHER:
             yield self._refuse("A/A", f"run twice, {self.first.split.label}: {samples.reason}")
@@ -148,7 +151,8 @@ class InvarianceVerdict:
                 yield self._refuse("not comparable", f"{label}: {start}")
             return
         floor = 0.0 if self.twin is None else self.twin.largest()
-        comparison = Comparison(self.first, other, floor)
+        updates = same_updates(self.first, other)
+        comparison = Comparison(self.first, other, max(updates, 1), floor)
         rows = self._of_rows(other)
         if rows is not None:
             yield rows
@@ -159,9 +163,14 @@ class InvarianceVerdict:
         if check.samples is Samples.OTHER:
             yield self._refuse(str(check.samples), f"{label}: {check.reason}")
             return
-        if comparison.updates < min(self.updates, self.first.updates):
-            asked = plural(min(self.updates, self.first.updates), "update")
-            yield warning("ended early", f"{label}: made {comparison.updates} of {asked}")
+        made = min(other.updates, self.first.updates)
+        if updates < made:
+            text = f"{label}: update {updates + 1} has other samples or another number of them"
+            yield warning("other samples", f"{text}; compared is what is before it")
+        elif made < self.updates:
+            yield warning(
+                "ended early", f"{label}: made {made} of {plural(self.updates, 'update')}"
+            )
         self.comparisons.append(comparison)
         yield from _of_positions(comparison)
         yield from self._of_tensors(comparison, check)
@@ -397,7 +406,7 @@ def _of_replicas(run: SplitRun) -> Iterator[Finding]:
                 if difference > max(0.01 * change, noise):
                     apart.append(name)
         if apart:
-            names = some(list(dict.fromkeys(apart)))
+            names = some(_modules(list(dict.fromkeys(apart)), set(mine)))
             text = (
                 f"{run.split.label}: ranks begin with the same {names}, and differ in it after update "
                 f"{update}: its gradient is not reduced"

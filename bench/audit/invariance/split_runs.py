@@ -127,6 +127,21 @@ def run_split(split: Split, number: int, updates: int, *, quiet: bool) -> SplitR
     return SplitRun(split, status, ranks, nothing, sorted(written))
 
 
+def align(first: SplitRun, other: SplitRun) -> None:
+    """Give tensors of the other run the names that they have in the first, where only their names differ.
+
+    Where a script holds several modules, the variable that names a tensor may be another one at that moment.
+    """
+    for number, rank in other.ranks.items():
+        if number not in first.ranks:
+            continue
+        for place, found in rank.tensors.items():
+            wanted = first.ranks[number].tensors.get(place, {})
+            sizes = [tensor.size for tensor in wanted.values()]
+            if wanted.keys() != found.keys() and sizes == [each.size for each in found.values()]:
+                rank.tensors[place] = dict(zip(wanted, found.values(), strict=True))
+
+
 def _entries() -> dict[str, int]:
     """Names in the current folder and when they were changed; empty where it cannot be read."""
     found = {}

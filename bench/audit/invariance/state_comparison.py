@@ -67,6 +67,8 @@ class Comparison:
 
     first: SplitRun
     other: SplitRun
+    updates: int
+    """Updates that are compared: both have made them, with the same samples."""
     floor: float = 0.0
     """What two runs of one command differ by."""
     pairs: list[TensorPair] = field(default_factory=list)
@@ -86,11 +88,6 @@ class Comparison:
         self.bound = max(bounds.of_gradients(dtypes), 3 * self.floor)
         for update in range(1, self.updates + 1):
             self.pairs += list(self._of_update(update))
-
-    @property
-    def updates(self) -> int:
-        """Updates that both recorded."""
-        return min(self.first.updates, self.other.updates)
 
     @property
     def ranks(self) -> list[int]:

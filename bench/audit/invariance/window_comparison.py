@@ -50,7 +50,7 @@ def window(run: SplitRun, update: int) -> tuple[int, int | None]:
 
 def check_samples(first: SplitRun, other: SplitRun, bound: float) -> SamplesCheck:
     """Compare the rows that models were given, then the indices that loaders gave, then the losses."""
-    rows, indices = _compare_rows(first, other), _compare_indices(first, other)
+    rows, indices = _compare_rows(first, other, 1), _compare_indices(first, other)
     if rows is None and indices is None:
         return _compare_losses(first, other, bound)
     if rows is None or (indices is not None and rows.samples is indices.samples):
@@ -62,12 +62,24 @@ def check_samples(first: SplitRun, other: SplitRun, bound: float) -> SamplesChec
     return rows
 
 
+def same_updates(first: SplitRun, other: SplitRun) -> int:
+    """How many updates both made before the first that is seen to have other samples."""
+    updates = min(first.updates, other.updates)
+    for update in range(1, updates + 1):
+        rows = _compare_rows(first, other, update)
+        if rows is not None and rows.samples is Samples.OTHER:
+            return update - 1
+        if window(first, update)[1] != window(other, update)[1]:
+            return update - 1
+    return updates
+
+
 # Rows
 
 
-def _compare_rows(first: SplitRun, other: SplitRun) -> SamplesCheck | None:
-    """By what models were given in the first update; None if it is not visible, or not in the same form."""
-    mine, others = _sums(first), _sums(other)
+def _compare_rows(first: SplitRun, other: SplitRun, update: int) -> SamplesCheck | None:
+    """By what models were given in an update; None if it is not visible, or not in the same form."""
+    mine, others = _sums(first, update), _sums(other, update)
     common = [shape for shape in mine if shape in others and mine[shape][0] == others[shape][0]]
     apart = []
     for shape in common:
@@ -81,18 +93,18 @@ def _compare_rows(first: SplitRun, other: SplitRun) -> SamplesCheck | None:
     if not apart:
         return None
     if max(apart) < SAME_ROWS:
-        return SamplesCheck(Samples.SAME, "the same inputs reach the model in update 1")
+        return SamplesCheck(Samples.SAME, f"the same inputs reach the model in update {update}")
     if max(apart) > OTHER_ROWS:
-        reason = "other samples reach the model in update 1: seed the sampler or the data"
+        reason = f"other samples reach the model in update {update}: seed the sampler, or give data a generator of their own"
         return SamplesCheck(Samples.OTHER, reason)
     return None
 
 
-def _sums(run: SplitRun) -> dict[tuple[int, int], tuple[int, float, float]]:
+def _sums(run: SplitRun, update: int) -> dict[tuple[int, int], tuple[int, float, float]]:
     """Rows and sums of fingerprints by the input's place among those of its graph and the elements of its rows."""
     found: dict[tuple[int, int], tuple[int, float, float]] = {}
     for rank in run.ranks.values():
-        for micro_batch in rank.of_update(1):
+        for micro_batch in rank.of_update(update):
             for place, (rows, width, total, squares) in enumerate(micro_batch.data):
                 before = found.get((place, width), (0, 0.0, 0.0))
                 found[place, width] = before[0] + rows, before[1] + total, before[2] + squares

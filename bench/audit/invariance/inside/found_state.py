@@ -14,6 +14,8 @@ from ...command.inside.graph_survey import plain
 LEAST_COPIES = 2
 """Tensors that a list or dictionary of copies has at least."""
 SCHEDULES = ("LRScheduler", "_LRScheduler")
+AVERAGES = ("ModelAverager", "PostLocalSGDState", "LocalSGD")
+"""With one of these, replicas drift apart on purpose."""
 POSITIONS = ("last_epoch", "last_batch_iteration")
 """Where schedules of torch and of DeepSpeed stand."""
 
@@ -50,6 +52,8 @@ class FoundState:
         self._trained = optimized | set(map(id, self._mapped))
         self._roots = self._outermost()
         self.schedules, self._lists = self._scan(optimized)
+        if self._is_averaged:
+            self.replicated = set()
 
     def name_of(self, parameter: Any) -> str:
         """What the model calls it; empty if no module has it."""
@@ -174,6 +178,7 @@ class FoundState:
         }
         kinds: dict[type, bool] = {}
         schedules, lists = [], []
+        self._is_averaged = False
         for found in gc.get_objects():
             kind = type(found)
             if kind in (list, dict):
@@ -187,6 +192,7 @@ class FoundState:
                 continue
             if kind not in kinds:
                 names = {base.__name__ for base in kind.__mro__}
+                self._is_averaged = self._is_averaged or bool(names & set(AVERAGES))
                 kinds[kind] = bool(names & set(SCHEDULES)) or str(kind.__module__).endswith(
                     "deepspeed.runtime.lr_schedules"
                 )

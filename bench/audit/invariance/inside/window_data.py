@@ -10,8 +10,10 @@ import torch
 from ...command.inside.graph_survey import MOST_INPUTS, MOST_NODES, input_of
 from .tensor_sketches import is_readable
 
-MOST_ELEMENTS = 2**24
+MOST_ELEMENTS = 2**26
 """Larger inputs have no fingerprint."""
+AT_ONCE = 2**20
+"""Elements that are copied to double precision at once, or a row."""
 
 
 class GraphFacts:
@@ -67,6 +69,9 @@ def _weights(count: int, device: Any) -> Any:
 def _fingerprint(values: Any) -> list[Any]:
     """Rows, elements of a row, and the sums of a projection of each row and of its square."""
     rows = values.shape[0] if values.dim() else 1
-    table = values.detach().reshape(rows, -1).double()
-    projected = table @ _weights(table.shape[1], table.device)
-    return [rows, table.shape[1], projected.sum(), (projected**2).sum()]
+    table = values.detach().reshape(rows, -1)
+    width = table.shape[1]
+    weights = _weights(width, table.device)
+    parts = [part.double() @ weights for part in table.split(max(1, AT_ONCE // width))]
+    projected = torch.cat(parts)
+    return [rows, width, projected.sum(), (projected**2).sum()]
