@@ -7,7 +7,6 @@ scripts`` runs all scripts, and ``--again cost`` times, on an idle machine. Stat
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import sys
 import tempfile
@@ -42,9 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif options.again == "cost":
         data.pop(COST, None)
     missing = [case for case in CASES if case.name not in data]
-    for cases in (
-        itertools.batched(missing, AT_ONCE) if sys.version_info >= (3, 12) else _batches(missing)
-    ):
+    for cases in _batches(missing):
         with tempfile.TemporaryDirectory() as folder:
             for case, found in zip(cases, compare(cases, Path(folder)), strict=True):
                 data[case.name] = {

@@ -10,6 +10,9 @@ from typing import Any
 from bench.commands.options import LARGEST, integer_to, list_of
 from bench.errors import UNCHECKED
 
+BY_SIGNAL = 128
+"""Statuses above this are of commands that a signal has ended: nothing more is run then."""
+
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
@@ -79,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
                     ", and the first run did not; if a port or a folder was in use: {port}, {run}"
                 )
             print(f"invariance: {text}", file=sys.stderr)
-        if found.nothing or (found.status and not found.updates):
+        if found.nothing or found.status > BY_SIGNAL or (found.status and not found.updates):
             if found.nothing:
                 print(f"invariance: nothing seen: {found.nothing}", file=sys.stderr)
             return found.status or UNCHECKED

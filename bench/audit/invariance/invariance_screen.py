@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
 from bench.audit.command.audit_screen import MARKS
 from bench.audit.invariance.invariance_verdict import InvarianceVerdict
 from bench.audit.invariance.split_runs import SplitRun
-from bench.audit.invariance.state_comparison import Comparison, Likeness
+from bench.audit.invariance.state_comparison import Comparison, Likeness, TensorPair
 from bench.audit.invariance.window_comparison import window
 from bench.formatting import plural
 
@@ -81,7 +82,7 @@ def screen(verdict: InvarianceVerdict) -> list[str]:
 def document(verdict: InvarianceVerdict) -> dict[str, Any]:
     """The same as data."""
     differences = [
-        {"split": comparison.other.split.label, **vars(pair)}
+        {"split": comparison.other.split.label, **_data(pair)}
         for comparison in verdict.comparisons
         for pair in comparison.different()
     ]
@@ -97,6 +98,14 @@ def document(verdict: InvarianceVerdict) -> dict[str, Any]:
         "recorder_s": {run.split.label: _seconds(run) for run in (verdict.first, *verdict.others)},
         "differences": differences,
     }
+
+
+def _data(pair: TensorPair) -> dict[str, Any]:
+    """Its fields; null where a number is infinite or none."""
+    fields = dict(vars(pair))
+    if not math.isfinite(pair.relative):
+        fields["relative"] = None
+    return fields
 
 
 def _seconds(run: SplitRun) -> float:

@@ -69,3 +69,13 @@ def of_gradients(dtypes: Iterable[str]) -> float:
 def of_later_gradients(first: float, parameters: float) -> float:
     """The bound after updates in which changes of the parameters differed by ``parameters``, as a share of them."""
     return first + CARRIED * parameters
+
+
+def of_changes(least: float, gradients: float) -> float:
+    """The bound of a change of a parameter, where gradients differ by ``gradients`` of their norm.
+
+    A step of Adam has the sign of the gradient, so where the size of an element is below its rounding, it may be
+    reversed. Of normal elements a share of 0.8 r is below r times their standard deviation, and so a change differs by
+    2 sqrt(0.8 r) of its norm; heavier tails have half as much again.
+    """
+    return max(least, 3 * math.sqrt(gradients))

@@ -150,7 +150,8 @@ class Comparison:
             if first[name].is_bitwise(other[name]):
                 found.append(pair)
             elif kind in (PARAMETER, COPY):
-                found.append(self._of_change(pair, allowed, gradients.get(name)))
+                gradient = gradients.get(name) or gradients.get(f"{name} (part)")
+                found.append(self._of_change(pair, allowed, gradient))
             else:
                 found.append(_of_value(pair, first[name], other[name], allowed, scales.of(name)))
         return found
@@ -183,7 +184,8 @@ class Comparison:
             stored *= math.sqrt(len(clear) / first.size)
             is_near = apart <= tolerance * largest + stored
         else:
-            tolerance = max(tolerance, bounds.UNSTABLE)
+            noise = allowed if gradient is None else max(gradient.relative, self.bound)
+            tolerance = bounds.of_changes(max(tolerance, bounds.UNSTABLE), noise)
             is_near = difference <= OF_SKETCH * (tolerance * size + stored)
         likeness = Likeness.DIFFERENT
         if is_near:
@@ -197,6 +199,8 @@ class Comparison:
     def _clear(self, pair: TensorPair, gradient: TensorPair | None) -> np.ndarray | None:
         """Places of kept elements whose gradient is far above rounding; None if these are too few."""
         if gradient is None or gradient.likeness is Likeness.DIFFERENT:
+            return None
+        if gradient.name != pair.name:  # another part of it
             return None
         first = self.first.ranks[pair.rank].tensors[pair.update, gradient.kind][pair.name]
         count = min(first.size, COORDINATES)

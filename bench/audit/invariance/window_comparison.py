@@ -95,7 +95,8 @@ def _compare_rows(first: SplitRun, other: SplitRun, update: int) -> SamplesCheck
     if max(apart) < SAME_ROWS:
         return SamplesCheck(Samples.SAME, f"the same inputs reach the model in update {update}")
     if max(apart) > OTHER_ROWS:
-        reason = f"other samples reach the model in update {update}: seed the sampler, or give data a generator of their own"
+        what = f"other samples reach the model in update {update}"
+        reason = f"{what}: seed the sampler, or give data a generator of their own"
         return SamplesCheck(Samples.OTHER, reason)
     return None
 
