@@ -10,7 +10,7 @@ from bench.audit.command.audit_screen import MARKS
 from bench.audit.invariance.invariance_verdict import InvarianceVerdict
 from bench.audit.invariance.split_runs import SplitRun
 from bench.audit.invariance.state_comparison import Comparison, Likeness, TensorPair
-from bench.audit.invariance.window_comparison import window
+from bench.audit.invariance.window_comparison import backwards, compare_rows
 from bench.formatting import plural
 
 MOST_FINDINGS = 12
@@ -35,7 +35,12 @@ def evidence(verdict: InvarianceVerdict) -> dict[str, str]:
         shown["ranks"] = f"{len(first.ranks)} of {trainer.world}"
         shown["wrappers"] = ", ".join(facts) or "none"
     for number, run in enumerate([first, *verdict.others]):
-        shown[f"split {number + 1}"] = f"{run.split.label}: {_window(run)}"
+        counts = compare_rows(run, verdict.others[0] if run is first else first, 1)
+        text = f"{run.split.label}: {plural(run.updates, 'update')}, "
+        text += f"{plural(backwards(run, 1), 'backward')} in the first"
+        if counts is not None:
+            text += f", {plural(counts[0], 'row')} on all ranks"
+        shown[f"split {number + 1}"] = text
     if verdict.twin is not None:
         shown["A/A"] = _alike(verdict.twin)
     for label, check in verdict.samples.items():
@@ -49,14 +54,6 @@ def evidence(verdict: InvarianceVerdict) -> dict[str, str]:
         shown["bound"] = f"{verdict.comparisons[0].bound:.1g} of a gradient in update 1 ({SOURCE})"
     shown["not seen"] = NOT_LOOKED_AT
     return shown
-
-
-def _window(run: SplitRun) -> str:
-    if not run.updates:
-        return "no update"
-    count, rows = window(run, 1)
-    text = f"{plural(run.updates, 'update')}, {plural(count, 'backward')} in the first"
-    return text if rows is None else f"{text}, {plural(rows, 'row')} on all ranks"
 
 
 def _alike(comparison: Comparison) -> str:

@@ -12,10 +12,12 @@ from bench.audit.invariance.state_comparison import Comparison, Likeness, Tensor
 from bench.audit.invariance.window_comparison import (
     Samples,
     SamplesCheck,
+    backwards,
     check_samples,
+    compare_rows,
+    rows,
     same_updates,
     uneven_terms,
-    window,
 )
 from bench.errors import BAD, GOOD, UNCHECKED
 from bench.findings import Finding, Level, error, note, warning
@@ -128,17 +130,14 @@ class InvarianceVerdict:
         """Why N varies in name alone; empty if it does not."""
         if self.first.split.accumulate is None:
             return ""
-        shapes = set()
-        for run in (self.first, *self.others):
-            for update in range(1, min(run.updates, self.first.updates) + 1):
-                shapes.add((update, window(run, update)))
-        count, rows = window(self.first, 1)
-        if len(shapes) > self.first.updates:
-            return ""
-        text = f"all splits have {plural(count, 'backward')} per update"
-        if rows is not None:
-            text += f" and {plural(rows, 'row')}"
-        return f"{text}: what varies in the command changes nothing"
+        for other in self.others:
+            for update in range(1, min(other.updates, self.first.updates) + 1):
+                if backwards(other, update) != backwards(self.first, update):
+                    return ""
+                if rows(other, update) != rows(self.first, update):
+                    return ""
+        count = plural(backwards(self.first, 1), "backward")
+        return f"all splits have {count} of as many rows per update: the option changes nothing"
 
     def _of_split(self, other: SplitRun) -> Iterator[Finding]:
         label = other.split.label
@@ -153,9 +152,9 @@ class InvarianceVerdict:
         floor = 0.0 if self.twin is None else self.twin.largest()
         updates = same_updates(self.first, other)
         comparison = Comparison(self.first, other, max(updates, 1), floor)
-        rows = self._of_rows(other)
-        if rows is not None:
-            yield rows
+        mismatch = self._of_rows(other)
+        if mismatch is not None:
+            yield mismatch
             yield from _of_positions(comparison)
             return
         check = check_samples(self.first, other, comparison.bound)
@@ -177,12 +176,13 @@ class InvarianceVerdict:
 
     def _of_rows(self, other: SplitRun) -> Finding | None:
         """The first update of a split has not the rows of the first split's."""
-        count, rows = window(other, 1)
-        first_count, first_rows = window(self.first, 1)
-        if rows is None or first_rows is None or rows == first_rows:
+        counts = compare_rows(self.first, other, 1)
+        if counts is None or counts[0] == counts[1]:
             return None
+        first_rows, its_rows = counts
+        first_count, count = backwards(self.first, 1), backwards(other, 1)
         text = (
-            f"{other.split.label}: update 1 sees {plural(rows, 'row')} in {plural(count, 'backward')}, and "
+            f"{other.split.label}: update 1 sees {plural(its_rows, 'row')} in {plural(count, 'backward')}, and "
             f"{first_rows} in {plural(first_count, 'backward')} with {self.first.split.label}"
         )
         ours, theirs = self.first.split, other.split
@@ -190,7 +190,7 @@ class InvarianceVerdict:
         if is_split and first_count and count:
             assert ours.batch is not None and theirs.batch is not None
             is_cut = math.isclose(
-                rows / count * ours.batch, first_rows / first_count * theirs.batch
+                its_rows / count * ours.batch, first_rows / first_count * theirs.batch
             )
             wanted = first_count * (theirs.accumulate or 1) / (ours.accumulate or 1)
             if is_cut and count != wanted:
@@ -304,7 +304,7 @@ def _name_of_factor(factor: float, comparison: Comparison, update: int) -> str:
     if first.split.accumulate and other.split.accumulate:
         numbers["N"] = other.split.accumulate / first.split.accumulate
     else:
-        counts = [window(run, 1)[0] for run in (first, other)]
+        counts = [backwards(run, 1) for run in (first, other)]
         if counts[0] and counts[1]:
             numbers["N"] = counts[1] / counts[0]
     if update == 1:

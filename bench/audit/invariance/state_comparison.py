@@ -56,6 +56,8 @@ class TensorPair:
     likeness: Likeness
     relative: float = 0.0
     """The norm of the difference, as a share of that of the larger tensor, or of its change."""
+    scaled: float = 0.0
+    """The same, where a tensor with small elements is compared with those of its module, or of all."""
     factor: float | None = None
     """What the tensor of the other run is multiplied by, where that is all."""
     bound: float = 0.0
@@ -106,7 +108,7 @@ class Comparison:
     def largest(self) -> float:
         """The largest relative difference of gradients in the first update, of those that are judged."""
         found = [
-            pair.relative
+            pair.scaled
             for pair in self.pairs
             if pair.update == 1
             and pair.kind in (GRADIENT, CLIPPED)
@@ -194,7 +196,9 @@ class Comparison:
             likeness = Likeness.UNCLEAR
         if is_near:
             factor = None
-        return TensorPair(update, kind, name, pair.rank, likeness, relative, factor, tolerance)
+        return TensorPair(
+            update, kind, name, pair.rank, likeness, relative, relative, factor, tolerance
+        )
 
     def _clear(self, pair: TensorPair, gradient: TensorPair | None) -> np.ndarray | None:
         """Places of kept elements whose gradient is far above rounding; None if these are too few."""
@@ -259,8 +263,9 @@ def _of_value(
         factor = None
     elif tolerance >= bounds.LIMIT and factor is None:
         likeness = Likeness.UNCLEAR
+    scaled = difference / size if size else 0.0
     return TensorPair(
-        pair.update, pair.kind, pair.name, pair.rank, likeness, relative, factor, tolerance
+        pair.update, pair.kind, pair.name, pair.rank, likeness, relative, scaled, factor, tolerance
     )
 
 

@@ -36,40 +36,56 @@ class SamplesCheck:
     reason: str
 
 
-def window(run: SplitRun, update: int) -> tuple[int, int | None]:
-    """Backwards of an update on the first rank that has some, and rows of its first input on all ranks."""
-    counts = [len(rank.of_update(update)) for rank in run.ranks.values()]
-    rows = [
-        int(micro_batch.data[0][0])
-        for rank in run.ranks.values()
-        for micro_batch in rank.of_update(update)
-        if micro_batch.data
-    ]
-    return max(counts, default=0), sum(rows) if rows else None
+def backwards(run: SplitRun, update: int) -> int:
+    """Backwards of an update, on the rank that has most."""
+    return max((len(rank.of_update(update)) for rank in run.ranks.values()), default=0)
+
+
+def rows(run: SplitRun, update: int) -> dict[int, int]:
+    """Rows of an update on all ranks, by the place of an input among those of its graph.
+
+    Some inputs, such as positions, have as many rows for any micro-batch.
+    """
+    found: dict[int, int] = defaultdict(int)
+    for rank in run.ranks.values():
+        for micro_batch in rank.of_update(update):
+            for place, values in enumerate(micro_batch.data):
+                found[place] += int(values[0])
+    return dict(found)
+
+
+def compare_rows(first: SplitRun, other: SplitRun, update: int) -> tuple[int, int] | None:
+    """Rows of an update in both runs, equal if any input has as many in both; None if no input is visible."""
+    mine, others = rows(first, update), rows(other, update)
+    pairs = [(mine[place], others[place]) for place in mine if place in others]
+    if not pairs:
+        return None
+    return next((pair for pair in pairs if pair[0] == pair[1]), max(pairs))
 
 
 def check_samples(first: SplitRun, other: SplitRun, bound: float) -> SamplesCheck:
     """Compare the rows that models were given, then the indices that loaders gave, then the losses."""
-    rows, indices = _compare_rows(first, other, 1), _compare_indices(first, other)
-    if rows is None and indices is None:
+    inputs, indices = _compare_inputs(first, other, 1), _compare_indices(first, other)
+    if inputs is None and indices is None:
         return _compare_losses(first, other, bound)
-    if rows is None or (indices is not None and rows.samples is indices.samples):
+    if inputs is None or (indices is not None and inputs.samples is indices.samples):
         assert indices is not None
         return indices
-    if indices is not None and rows.samples is Samples.OTHER:
+    if indices is not None and inputs.samples is Samples.OTHER:
         reason = "the loaders draw the same samples, but what they make of them differs"
         return SamplesCheck(Samples.OTHER, f"{reason}: seed what is random in it per sample")
-    return rows
+    return inputs
 
 
 def same_updates(first: SplitRun, other: SplitRun) -> int:
     """How many updates both made before the first that is seen to have other samples."""
     updates = min(first.updates, other.updates)
     for update in range(1, updates + 1):
-        rows = _compare_rows(first, other, update)
-        if rows is not None and rows.samples is Samples.OTHER:
+        inputs = _compare_inputs(first, other, update)
+        if inputs is not None and inputs.samples is Samples.OTHER:
             return update - 1
-        if window(first, update)[1] != window(other, update)[1]:
+        counts = compare_rows(first, other, update)
+        if counts is not None and counts[0] != counts[1]:
             return update - 1
     return updates
 
@@ -77,19 +93,19 @@ def same_updates(first: SplitRun, other: SplitRun) -> int:
 # Rows
 
 
-def _compare_rows(first: SplitRun, other: SplitRun, update: int) -> SamplesCheck | None:
+def _compare_inputs(first: SplitRun, other: SplitRun, update: int) -> SamplesCheck | None:
     """By what models were given in an update; None if it is not visible, or not in the same form."""
     mine, others = _sums(first, update), _sums(other, update)
     common = [shape for shape in mine if shape in others and mine[shape][0] == others[shape][0]]
     apart = []
     for shape in common:
-        rows, total, squares = mine[shape]
+        count, total, squares = mine[shape]
         _, other_total, other_squares = others[shape]
         noise = math.sqrt(max(squares, other_squares))
         if not noise:
             continue
         apart.append(abs(other_total - total) / noise)
-        apart.append(abs(other_squares - squares) / noise**2 * math.sqrt(rows))
+        apart.append(abs(other_squares - squares) / noise**2 * math.sqrt(count))
     if not apart:
         return None
     if max(apart) < SAME_ROWS:
@@ -106,9 +122,9 @@ def _sums(run: SplitRun, update: int) -> dict[tuple[int, int], tuple[int, float,
     found: dict[tuple[int, int], tuple[int, float, float]] = {}
     for rank in run.ranks.values():
         for micro_batch in rank.of_update(update):
-            for place, (rows, width, total, squares) in enumerate(micro_batch.data):
+            for place, (count, width, total, squares) in enumerate(micro_batch.data):
                 before = found.get((place, width), (0, 0.0, 0.0))
-                found[place, width] = before[0] + rows, before[1] + total, before[2] + squares
+                found[place, width] = before[0] + count, before[1] + total, before[2] + squares
     return found
 
 
