@@ -162,6 +162,7 @@ NAMED = (
     SplitCase("state dropout", NOT_JUDGED, "not judged", "dropout", "two layers of dropout"),
     SplitCase("state batchnorm", NOT_JUDGED, "not judged", "BatchNorm"),
     SplitCase("state contrastive", NOT_JUDGED, "not judged", "contrasted"),
+    SplitCase("state contrastive-by-hand", NOT_JUDGED, "not judged", "contrasted"),
     SplitCase("state unseeded", NOT_COMPARABLE, "A/A", "seed the model"),
     SplitCase("state sampler", NOT_COMPARABLE, "A/A", "seed the sampler"),
     SplitCase("state lbfgs", NOT_COMPARABLE, "not comparable", "several backwards"),

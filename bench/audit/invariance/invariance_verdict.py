@@ -476,7 +476,10 @@ def _excuses(first: SplitRun, other: SplitRun) -> Iterator[str]:
         yield "dropout draws other numbers for each micro-batch: set it to 0"
     elif any(found.drew for found in micro_batches):
         yield "torch draws random numbers between batch and backward, as dropout does: set it to 0"
-    contrasts = [any(criterion.in_batch for criterion in found.criteria) for found in micro_batches]
+    contrasts = [
+        found.contrasts or any(criterion.in_batch for criterion in found.criteria)
+        for found in micro_batches
+    ]
     if contrasts and sum(contrasts) > CONTRASTIVE * len(contrasts):
         yield "rows of a micro-batch are contrasted with each other, so it has fewer negatives"
 

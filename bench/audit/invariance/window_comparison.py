@@ -55,9 +55,20 @@ def rows(run: SplitRun, update: int) -> dict[int, int]:
 
 
 def compare_rows(first: SplitRun, other: SplitRun, update: int) -> tuple[int, int] | None:
-    """Rows of an update in both runs, equal if any input has as many in both; None if no input is visible."""
+    """Rows of an update in both runs, equal if any input has as many in both; None if no input shows them.
+
+    Where micro-batches are to have other sizes, an input that has as many rows in each is no data.
+    """
     mine, others = rows(first, update), rows(other, update)
-    pairs = [(mine[place], others[place]) for place in mine if place in others]
+    counts = backwards(first, update), backwards(other, update)
+    is_cut = first.split.batch != other.split.batch
+    pairs = []
+    for place in mine:
+        if place not in others:
+            continue
+        is_constant = mine[place] * counts[1] == others[place] * counts[0]
+        if mine[place] == others[place] or not (is_cut and is_constant):
+            pairs.append((mine[place], others[place]))
     if not pairs:
         return None
     return next((pair for pair in pairs if pair[0] == pair[1]), max(pairs))

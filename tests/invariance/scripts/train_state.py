@@ -149,6 +149,10 @@ def loss_of(x, y, size):
     elif variant == "contrastive":
         features = F.normalize(logits[:, 0]), F.normalize(logits[:, -1])
         loss = F.cross_entropy(features[0] @ features[1].T, torch.arange(len(x))) / N
+    elif variant == "contrastive-by-hand":
+        features = F.normalize(logits[:, 0]), F.normalize(logits[:, -1])
+        products = features[0] @ features[1].T
+        loss = (products.logsumexp(1) - products.diagonal()).mean() / N
     else:
         loss = F.cross_entropy(scores, targets) / (1 if variant == "plain-undivided" else size)
     if variant == "plain-twice":

@@ -139,7 +139,7 @@ class StateRecorder:
         if len(tensors) == 1 and tensors[0].numel() == 1:
             backward.loss = plain(tensors[0]).detach().double().reshape(())
         backward.criteria = criteria.watch(tensors, self._handles)
-        backward.dropout = facts.dropout
+        backward.dropout, backward.contrasts = facts.dropout, facts.contrasts
         if not self._update:
             backward.leaves = hash_of(facts.leaves)
         backward.drew = self._mark is not None and _generators() != self._mark

@@ -41,6 +41,8 @@ class MicroBatch:
     """Whether torch drew random numbers between the batch, or the backward before, and this backward."""
     dropout: bool = False
     """Whether the graph has a dropout."""
+    contrasts: bool = False
+    """Whether the loss has a product of two tensors that both depend on data."""
     leaves: Any = None
     """A hash of the parameters that the graph has; of the first update alone."""
 

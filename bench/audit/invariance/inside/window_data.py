@@ -16,6 +16,13 @@ AT_ONCE = 2**20
 """Elements that are copied to double precision at once, or a row."""
 
 
+NEAR = 64
+"""Nodes from the loss on among which rows are looked for that meet each other."""
+PRODUCTS = ("MmBackward", "AddmmBackward", "BmmBackward", "CdistBackward", "EuclideanDistBackward")
+LONG = 50
+"""Nodes of a path to which a parameter belongs at most, where it is shaped or multiplied before it is used."""
+
+
 class GraphFacts:
     """Found in one walk, breadth first."""
 
@@ -24,6 +31,8 @@ class GraphFacts:
         """Per input the number of rows, elements of a row, and two sums over rows, which are tensors."""
         self.dtypes: set[str] = set()
         self.dropout = False
+        self.contrasts = False
+        """Whether the loss has a product of two tensors that both depend on data."""
         self.leaves: list[Any] = []
         queue: list[Any] = [root.grad_fn for root in roots]
         seen: set[Any] = {None}
@@ -34,6 +43,8 @@ class GraphFacts:
             if len(seen) > MOST_NODES:
                 break
             self._look_at(node)
+            if len(seen) < NEAR and not self.contrasts and not hasattr(node, "variable"):
+                self.contrasts = _contrasts(node)
             queue += [inner for inner, _ in node.next_functions]
 
     def _look_at(self, node: Any) -> None:
@@ -48,8 +59,38 @@ class GraphFacts:
             self.dropout = True
         if len(self.data) < MOST_INPUTS:
             values = input_of(node)
-            if values is not None and values.numel() <= MOST_ELEMENTS and is_readable(values):
+            is_data = values is not None and not isinstance(values, torch.nn.Parameter)
+            if is_data and values.numel() <= MOST_ELEMENTS and is_readable(values):
                 self.data.append(_fingerprint(values))
+
+
+def _contrasts(node: Any) -> bool:
+    """Whether it multiplies rows of a micro-batch with each other."""
+    name = node.name()
+    if not name.startswith(PRODUCTS):
+        return False
+    metadata = getattr(node, "_input_metadata", ())
+    if name.startswith("BmmBackward") and (not metadata or metadata[0].shape[0] != 1):
+        return False  # a product for each row of the batch, as attention's
+    operands = [inner for inner, _ in node.next_functions[-2:]]
+    return len(operands) == 2 and all(map(_depends_on_data, reversed(operands)))
+
+
+def _depends_on_data(node: Any) -> bool:
+    """Whether a node is made of data, and not of parameters alone."""
+    if node is None:
+        return False
+    queue, seen = [node], {None}
+    for inner in queue:
+        if inner in seen:
+            continue
+        seen.add(inner)
+        if len(seen) > LONG:
+            return True
+        if not hasattr(inner, "variable") and input_of(inner) is not None:
+            return True
+        queue += [following for following, _ in inner.next_functions]
+    return False
 
 
 def _probability(node: Any) -> float:
