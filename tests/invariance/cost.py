@@ -14,7 +14,7 @@ from bench.audit.invariance.split_runs import read
 
 COST = "cost at 135m"
 ROOT = Path(__file__).resolve().parents[2]
-ACCUMULATE, ROWS, LENGTH, UPDATES = 4, 2, 256, 2
+ACCUMULATE, ROWS, LENGTH, UPDATES = 4, 2, 128, 1
 
 
 def measure() -> dict[str, float]:

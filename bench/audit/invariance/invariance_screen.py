@@ -14,8 +14,8 @@ from bench.audit.invariance.window_comparison import backwards, compare_rows
 from bench.formatting import plural
 
 MOST_FINDINGS = 12
-NOT_LOOKED_AT = "updates after these, state outside of torch's optimizers and modules, faults that both runs have alike"
-SOURCE = "sqrt(n) u for sums of 2^21 terms, sqrt(100) u for layers: Higham and Mary 2019"
+NOT_LOOKED_AT = "later updates, state outside of torch, faults that all splits share"
+SOURCE = "rounding of sums and layers, Higham and Mary 2019"
 """Of the bound."""
 
 
@@ -60,7 +60,7 @@ def _alike(comparison: Comparison) -> str:
     """How many tensors are how much alike."""
     counts = Counter(pair.likeness for pair in comparison.pairs)
     parts = [f"{counts[likeness]:,} {likeness}" for likeness in Likeness if counts[likeness]]
-    text = f"{', '.join(parts) or 'no'} tensors in {plural(comparison.updates, 'update')}"
+    text = f"{', '.join(parts) or 'no tensors'} in {plural(comparison.updates, 'update')}"
     if comparison.likeness is Likeness.ROUNDED:
         text += f"; gradients of update 1 differ by at most {comparison.largest():.1g}"
     return text

@@ -42,7 +42,7 @@ class Likeness(StrEnum):
     ROUNDED = "equal to rounding"
     UNCLEAR = "not judged"
     """Different, but within what rounding may do to it."""
-    DIFFERENT = "differs"
+    DIFFERENT = "different"
 
 
 @dataclass(frozen=True)
