@@ -103,10 +103,7 @@ def page(data: dict[str, Any]) -> str:
             f"found, and {len(accused)} of {len(sound)} right ones accused, of which {len(sound) - len(rounded)} may "
             "depend on N or are not seeded, and are named.",
             "",
-            *markdown_table(
-                ("what is wrong", "first finding"),
-                [_row(case, data[case.name]) for case in wrong],
-            ),
+            *markdown_table(("finding", "what is wrong"), _by_finding(found)),
             "## Two screens",
             "",
             *(
@@ -128,9 +125,12 @@ def page(data: dict[str, Any]) -> str:
     )
 
 
-def _row(case: SplitCase, found: dict[str, Any]) -> tuple[str, ...]:
-    first = found["findings"][0]["topic"] if found["findings"] else ""
-    return case.about, first
+def _by_finding(cases: Sequence[SplitCase]) -> list[tuple[str, str]]:
+    """What is wrong with scripts, by the topic of the finding that is expected."""
+    found: dict[str, list[str]] = {}
+    for case in cases:
+        found.setdefault(case.topic, []).append(case.about)
+    return [(topic, "; ".join(dict.fromkeys(texts))) for topic, texts in found.items()]
 
 
 def _cost(found: dict[str, Any]) -> str:

@@ -10,8 +10,8 @@ python -m bench invariance --vary "--gas {N} --micro-batch {B}" --batch 8 --accu
 
 runs a training command once per split of its batch, and once more for the first split (A/A). After each of the first
 updates it compares what every rank holds: gradients before and after clipping, the optimizer's state, buffers, changes
-of parameters, copies of them (moving averages), learning rates, schedules and loss scales. It needs no knowledge of a
-framework. [Other options may vary, or the whole command](commands.md#the-same-training-twice). A check of pull
+of parameters, copies of them (moving averages), learning rates, schedules and loss scales.
+[Other options may vary, or the whole command](commands.md#the-same-training-twice). A check of pull
 requests: [invariance.yml](../.github/examples/invariance.yml).
 
 | verdict | exit status | what it says |
@@ -22,8 +22,8 @@ requests: [invariance.yml](../.github/examples/invariance.yml).
 | not judged | 3 | what differs may do so: dropout, BatchNorm, rows that are contrasted |
 | not comparable | 3 | other samples, another start, or a command that differs from itself |
 
-If a command fails, its exit status is returned. Each tensor is kept as a norm, 64 signed sums, 64 elements and a hash
-of its bits; signed sums are linear, so they give the norm of a difference within some 10 %.
+If a command fails, its exit status is returned. Of a tensor a norm, 64 signed sums, 64 elements and a hash of its bits
+are kept; the sums are linear, so they give the norm of a difference within some 10 %.
 """
 SIZES_OF_ROUNDING = """\
 The bound of a gradient is sqrt(n) u for sums of 2^21 terms in fp32, or sqrt(100) u for a hundred layers in the dtype of
@@ -34,19 +34,17 @@ bound grows by four times what parameters differ by."""
 LIMITS = """\
 ## What it cannot see
 
-- What both runs do alike, such as gradients of another scale: [audit](audit.md) judges these. An exception is a
+- What all splits do alike, such as gradients of another scale, which [audit](audit.md) judges. An exception is a
   parameter in DistributedDataParallel that ranks change differently.
-- Updates after the sampled ones, or from which on samples differ: it says where it stops.
-- In bf16, faults below some 4 % of a gradient; tensors with gradients far below 1 % of the largest.
-- A change by an optimizer with inverse roots or orthogonal factors (Shampoo, Muon) below 30 %, if gradients agree.
-  States as integers are judged only if they are bitwise equal.
-- Where a script amplifies rounding without a limit, as exact factors of a gradient without full rank do, a right one
-  may be called different. So are losses that depend on a micro-batch as a whole in ways that it does not know.
-- Averages and schedules other than modules, schedules of torch or DeepSpeed, and lists or dictionaries, in an attribute
-  or global variable, with a tensor per parameter.
-- Samples that neither a loader nor an input of the graph shows: then only a factor is called different.
-- Optimizers that are none of `torch.optim.Optimizer`, or run several backwards per step; `python -I` and `-E`.
-"""
+- Updates after the sampled ones, or after the first with other samples.
+- In bf16, faults below some 4 % of a gradient; anywhere, gradients far below 1 % of the largest.
+- Changes by optimizers with inverse roots or orthogonal factors (Shampoo, Muon) below 30 %, and integer states.
+- What amplifies rounding without a limit, as exact factors of a gradient without full rank do, may be called different;
+  so are losses that depend on a micro-batch as a whole in ways that it does not know.
+- Averages and schedules that are no modules, no schedules of torch or DeepSpeed, and no lists or dictionaries with a
+  tensor per parameter in an attribute or global variable.
+- Without a loader or an input that shows the samples, only a factor is called different.
+- Optimizers that are none of `torch.optim.Optimizer`, or run several backwards per step; `python -I` and `-E`."""
 PUBLIC = """\
 ## Scripts that nobody here wrote
 

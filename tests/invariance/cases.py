@@ -19,7 +19,7 @@ from bench.audit.invariance.invariance_verdict import (
     InvarianceVerdict,
 )
 from bench.audit.invariance.split_runs import SplitRun, read
-from bench.audit.invariance.splits import Split
+from bench.audit.invariance.splits import TrainingSplit
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = (Path(__file__).parent / "scripts", ROOT / "tests/audit_command/scripts")
@@ -80,7 +80,7 @@ def compare(cases: Sequence[SplitCase], folder: Path) -> list[InvarianceVerdict]
 
 
 def _run(folder: Path, count: int) -> SplitRun:
-    split = Split(f"N={count} B={BATCH // count}", (), count, BATCH // count)
+    split = TrainingSplit(f"N={count} B={BATCH // count}", (), count, BATCH // count)
     return SplitRun(split, int((folder / "status").read_text()), read(folder))
 
 
@@ -198,7 +198,9 @@ RANKS = (
     ),
     right("ranks pipeline-divided-later", "the same with scale_grads=False", ranks=2),
     right("ranks tensor", "tensor parallel layers in FSDP2", ranks=4),
-    wrong("ranks tensor-undivided", "gradient differs", "(N)", "the head's gradient times N", 4),
+    wrong(
+        "ranks tensor-undivided", "gradient differs", "(N or W)", "the head's gradient times N", 4
+    ),
     right("ranks titan", "sums over the tokens of the window, and FSDP2 that sums", ranks=2),
     wrong(
         "ranks titan-micro-batch",

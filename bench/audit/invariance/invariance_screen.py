@@ -9,7 +9,7 @@ from typing import Any
 from bench.audit.command.audit_screen import MARKS
 from bench.audit.invariance.invariance_verdict import InvarianceVerdict
 from bench.audit.invariance.split_runs import SplitRun
-from bench.audit.invariance.state_comparison import Comparison, Likeness, TensorPair
+from bench.audit.invariance.state_comparison import Likeness, SplitComparison, TensorPair
 from bench.audit.invariance.window_comparison import backwards, compare_rows
 from bench.formatting import plural
 
@@ -56,7 +56,7 @@ def evidence(verdict: InvarianceVerdict) -> dict[str, str]:
     return shown
 
 
-def _alike(comparison: Comparison) -> str:
+def _alike(comparison: SplitComparison) -> str:
     """How many tensors are how much alike."""
     counts = Counter(pair.likeness for pair in comparison.pairs)
     parts = [f"{counts[likeness]:,} {likeness}" for likeness in Likeness if counts[likeness]]

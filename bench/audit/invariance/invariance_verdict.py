@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from bench.audit.invariance.inside.state_records import COPY, PARAMETER
 from bench.audit.invariance.rounding_bounds import STORED, unit
 from bench.audit.invariance.split_runs import RankState, SplitRun, TensorSketch, align
-from bench.audit.invariance.state_comparison import Comparison, Likeness, TensorPair
+from bench.audit.invariance.state_comparison import Likeness, SplitComparison, TensorPair
 from bench.audit.invariance.window_comparison import (
     Samples,
     SamplesCheck,
@@ -42,9 +42,9 @@ class InvarianceVerdict:
         """``again`` is the first split once more; ``updates`` were to be sampled."""
         self.first, self.others, self.again = runs[0], list(runs[1:]), again
         self.updates = updates
-        self.twin: Comparison | None = None
+        self.twin: SplitComparison | None = None
         """The first split against itself."""
-        self.comparisons: list[Comparison] = []
+        self.comparisons: list[SplitComparison] = []
         self.samples: dict[str, SamplesCheck] = {}
         """By the label of a split."""
         self._is_refused = False
@@ -110,7 +110,7 @@ class InvarianceVerdict:
                 start += "; seed the model"
             yield self._refuse("A/A", f"run twice, {self.first.split.label}: {start}")
             return
-        self.twin = Comparison(self.first, self.again, same_updates(self.first, self.again))
+        self.twin = SplitComparison(self.first, self.again, same_updates(self.first, self.again))
         samples = check_samples(self.first, self.again, self.twin.bound)
         if samples.samples is Samples.OTHER:
             yield self._refuse("A/A", f"run twice, {self.first.split.label}: {samples.reason}")
@@ -151,7 +151,7 @@ class InvarianceVerdict:
             return
         floor = 0.0 if self.twin is None else self.twin.largest()
         updates = same_updates(self.first, other)
-        comparison = Comparison(self.first, other, max(updates, 1), floor)
+        comparison = SplitComparison(self.first, other, max(updates, 1), floor)
         mismatch = self._of_rows(other)
         if mismatch is not None:
             yield mismatch
@@ -198,7 +198,7 @@ class InvarianceVerdict:
                 return error("micro-batches", text)
         return self._refuse("other samples", f"{text}: keep the samples of an update")
 
-    def _of_tensors(self, comparison: Comparison, check: SamplesCheck) -> Iterator[Finding]:
+    def _of_tensors(self, comparison: SplitComparison, check: SamplesCheck) -> Iterator[Finding]:
         different = comparison.different()
         if not different:
             if comparison.likeness is Likeness.UNCLEAR:
@@ -237,7 +237,7 @@ class InvarianceVerdict:
 # What differs
 
 
-def _of_kinds(comparison: Comparison, first: list[TensorPair]) -> Iterator[Finding]:
+def _of_kinds(comparison: SplitComparison, first: list[TensorPair]) -> Iterator[Finding]:
     """The first update that differs, kind by kind; what follows from another kind is not repeated."""
     label = comparison.other.split.label
     kinds = list(dict.fromkeys(pair.kind for pair in first))
@@ -271,7 +271,7 @@ def _plain_name(name: str) -> str:
     return name.removesuffix(" (part)")
 
 
-def _num_kinds(comparison: Comparison, update: int) -> int:
+def _num_kinds(comparison: SplitComparison, update: int) -> int:
     return len({pair.kind for pair in comparison.pairs if pair.update == update})
 
 
@@ -285,7 +285,7 @@ def _is_one_factor(pairs: Sequence[TensorPair]) -> bool:
     return all(math.isclose(factor, known[0], rel_tol=SAME_FACTOR) for factor in known)
 
 
-def _how(pairs: Sequence[TensorPair], comparison: Comparison) -> str:
+def _how(pairs: Sequence[TensorPair], comparison: SplitComparison) -> str:
     """By which factor, or by how much."""
     known = [pair.factor for pair in pairs if pair.factor is not None]
     if _is_one_factor(pairs):
@@ -297,7 +297,7 @@ def _how(pairs: Sequence[TensorPair], comparison: Comparison) -> str:
     return f"by {least:.2g} to {most:.2g} of its norm"
 
 
-def _name_of_factor(factor: float, comparison: Comparison, update: int) -> str:
+def _name_of_factor(factor: float, comparison: SplitComparison, update: int) -> str:
     """What a factor may be, as `` (1/N)``; empty if it is nothing known."""
     first, other = comparison.first, comparison.other
     numbers = {}
@@ -317,7 +317,7 @@ def _name_of_factor(factor: float, comparison: Comparison, update: int) -> str:
     return f" ({' or '.join(names)})" if names else ""
 
 
-def _named(pairs: Sequence[TensorPair], comparison: Comparison) -> str:
+def _named(pairs: Sequence[TensorPair], comparison: SplitComparison) -> str:
     """Tensors by module: ``all 11 tensors``, ``the 4 tensors of router``, or their names."""
     names = list(dict.fromkeys(pair.name for pair in pairs))
     every = {
@@ -362,7 +362,7 @@ def _innermost(module: str, names: set[str]) -> str:
     return inner
 
 
-def _of_positions(comparison: Comparison) -> Iterator[Finding]:
+def _of_positions(comparison: SplitComparison) -> Iterator[Finding]:
     """Schedules, learning rates, scalers and counts of steps that stand elsewhere."""
     label = comparison.other.split.label
     told: set[str] = set()

@@ -27,7 +27,7 @@ from bench.audit.invariance.inside.state_records import (
     Sketches,
     Trainer,
 )
-from bench.audit.invariance.splits import Split
+from bench.audit.invariance.splits import TrainingSplit
 from bench.errors import InputError
 
 RECORDS = {"python": "python", "torch": "torch", "states": "jsonl"}
@@ -81,7 +81,7 @@ class RankState:
 class SplitRun:
     """One run of a split."""
 
-    split: Split
+    split: TrainingSplit
     status: int
     """Of the command, as a shell gives it."""
     ranks: dict[int, RankState]
@@ -96,7 +96,7 @@ class SplitRun:
         return min((rank.updates for rank in self.ranks.values()), default=0)
 
 
-def run_split(split: Split, number: int, updates: int, *, quiet: bool) -> SplitRun:
+def run_split(split: TrainingSplit, number: int, updates: int, *, quiet: bool) -> SplitRun:
     """Run it and return what it recorded; ``quiet`` sends its output to stderr. Raises InputError."""
     command = split.numbered(number)
     before = _entries()

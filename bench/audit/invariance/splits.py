@@ -18,7 +18,7 @@ OTHER = "--other"
 
 
 @dataclass(frozen=True)
-class Split:
+class TrainingSplit:
     """One way to run the training."""
 
     label: str
@@ -43,7 +43,7 @@ def splits(
     vary: str | None,
     batch: int | None = None,
     accumulate: Sequence[int] | None = None,
-) -> list[Split]:
+) -> list[TrainingSplit]:
     """The splits, of which the first is the one that the others are compared with.
 
     ``training`` is what stands behind ``--``: a command, and with ``--other -- COMMAND`` a second one. Raises
@@ -57,7 +57,10 @@ def splits(
             raise InputError("invariance: --other compares two commands; leave --vary out")
         if not other:
             raise InputError(f"invariance: name the other command after {OTHER} --")
-        return [Split("the command", tuple(first)), Split("the other command", tuple(other))]
+        return [
+            TrainingSplit("the command", tuple(first)),
+            TrainingSplit("the other command", tuple(other)),
+        ]
     if vary is None:
         raise InputError(f"invariance: say what varies: {EXAMPLE}, or {OTHER} -- COMMAND")
     found = []
@@ -69,7 +72,7 @@ def splits(
         label = text.strip() or "no option"
         if number is not None:
             label = f"N={number}" if size is None else f"N={number} B={size}"
-        found.append(Split(label, _with(first, words), number, size))
+        found.append(TrainingSplit(label, _with(first, words), number, size))
     return found
 
 

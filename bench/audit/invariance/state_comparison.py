@@ -64,7 +64,7 @@ class TensorPair:
 
 
 @dataclass
-class Comparison:
+class SplitComparison:
     """The common updates of two runs."""
 
     first: SplitRun
@@ -240,19 +240,19 @@ def _of_value(
 ) -> TensorPair:
     """Gradients, states of optimizers and buffers, whose values are compared."""
     is_exact = first.dtype not in bounds.UNITS
-    own = max(first.norm, other.norm)
+    norm = max(first.norm, other.norm)
     difference = _norm(other.values - first.values, first.size)
-    relative = difference / own if own else 0.0
+    relative = difference / norm if norm else 0.0
     factor = _factor(first.values, other.values, first.size, allowed)
     tolerance = max(allowed, math.sqrt(2) * bounds.unit([first.dtype]))
-    size = own
+    size = norm
     if pair.kind == BUFFER:
         tolerance += OF_BUFFERS
     elif pair.kind in (GRADIENT, CLIPPED):
-        size = max(own, element * math.sqrt(first.size))
+        size = max(norm, element * math.sqrt(first.size))
     elif pair.kind in bounds.LINEAR:
         tolerance *= 3
-        size = max(own, element * math.sqrt(first.size))
+        size = max(norm, element * math.sqrt(first.size))
     else:
         tolerance = max(tolerance, bounds.UNSTABLE)
     likeness = Likeness.DIFFERENT

@@ -117,10 +117,18 @@ def _add_rows(signs: Any, rows: Any) -> Any:
 
 
 def _hash(flat: Any) -> Any:
-    """The sum of the bits as integers. What it misses, elements that have changed places, the signed sums see."""
+    """The sum of the bits as integers of 8 bytes, the fastest to add.
+
+    What it misses, elements that have changed places, the signed sums see.
+    """
     if flat.dtype == torch.bool:
         flat = flat.to(torch.int8)
     size = flat.element_size()
     if size not in INTEGERS:
         return torch.zeros((), dtype=torch.int64, device=flat.device)
-    return flat.view(INTEGERS[size]).sum(dtype=torch.int64)
+    together = 8 // size
+    if flat.storage_offset() % together:
+        flat = flat.clone()
+    whole = flat.numel() // together * together
+    bits = flat[:whole].view(torch.int64).sum()
+    return bits + flat[whole:].view(INTEGERS[size]).sum(dtype=torch.int64)
