@@ -16,6 +16,7 @@ from typing import Any
 
 from bench.audit.invariance.invariance_screen import screen
 from bench.audit.invariance.invariance_verdict import BITWISE, ROUNDED
+from bench.formatting import at_most
 from bench.tabular import markdown_table
 from studies import ROOT
 from studies.invariance_texts import INTRODUCTION, LIMITS, PUBLIC, PUBLIC_SCRIPTS, SIZES_OF_ROUNDING
@@ -95,7 +96,7 @@ def page(data: dict[str, Any]) -> str:
             "",
             INTRODUCTION,
             "",
-            SIZES_OF_ROUNDING.format(apart=f"{apart:.1g}"),
+            SIZES_OF_ROUNDING.format(apart=at_most(apart)),
             "",
             "## Scripts with a known verdict",
             "",
@@ -138,8 +139,7 @@ def _cost(found: dict[str, Any]) -> str:
         f"On a model of {found['parameters'] / 1e6:.0f} million parameters (AdamW, clipping, {found['tokens']:,} "
         f"tokens per update in {found['accumulate']} micro-batches, one thread of a CPU), the recorder takes "
         f"{100 * found['share']:.1f} % of the time of an update that is sampled: {found['recorder_s']:.1f} s of "
-        f"{found['window_s']:.0f} s. Afterwards a wrapper looks at one flag per backward, step and batch. A sketch has "
-        "129 numbers, whatever the size of its tensor."
+        f"{found['window_s']:.0f} s. Afterwards a wrapper looks at one flag per backward, step and batch."
     )
 
 

@@ -23,8 +23,7 @@ requests: [invariance.yml](../.github/examples/invariance.yml).
 | not comparable | 3 | other samples, another start, or a command that differs from itself |
 
 If a command fails, its exit status is returned. Of a tensor a norm, 64 signed sums, 64 elements and a hash of its bits
-are kept; the sums are linear, so they give the norm of a difference within some 10 %.
-"""
+are kept; the sums are linear, so they give the norm of a difference within some 10 %."""
 SIZES_OF_ROUNDING = """\
 The bound of a gradient is sqrt(n) u for sums of 2^21 terms in fp32, or sqrt(100) u for a hundred layers in the dtype of
 the graph (Higham and Mary 2019): 9e-5 in fp32, 0.04 in bf16. Of the right scripts below none uses more than {apart} of
@@ -48,8 +47,7 @@ LIMITS = """\
 PUBLIC = """\
 ## Scripts that nobody here wrote
 
-Run on the CPU, with other sizes and data (random tokens, tiny models); checked by reading their code. None is a part of
-this repository.
+Run on the CPU, with other sizes and data (random tokens, tiny models); checked by reading their code.
 """
 PUBLIC_SCRIPTS: tuple[tuple[str, str, str, str], ...] = (
     (
