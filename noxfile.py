@@ -29,6 +29,11 @@ INSTALLED_FROM = ("pyproject.toml", "constraints.txt", "bench/__init__.py")
 @nox.session(default=False, venv_backend="uv|virtualenv", reuse_venv=True)
 def install(session: nox.Session) -> None:
     """Install the project and its tools; the other sessions do this by themselves."""
+    if sys.platform != "linux":
+        session.error(
+            f"the bench trains on Linux alone, and this is {platform.system()}: use a Linux machine, WSL, or the "
+            "container of Containerfile; what only reads runs without nox: pip install ."
+        )
     # torch is gigabytes, so there is one environment, whose programs the other sessions find first on the path.
     os.environ["PATH"] = os.pathsep.join([session.bin, os.environ.get("PATH", os.defpath)])
     digest = hashlib.sha256(
@@ -141,7 +146,11 @@ def cuda(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "tests/cuda", "--cuda-stub", folder, *session.posargs)
 
 
-BROWSER_TESTS = ("tests/report/test_browser.py", "tests/report/test_page.py")
+BROWSER_TESTS = (
+    "tests/report/test_browser.py",
+    "tests/report/test_page.py",
+    "tests/studies/test_site.py",
+)
 """The second has a run of 500 cells, which takes too long for the other sessions."""
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
@@ -150,7 +159,19 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 def browser(session: nox.Session) -> None:
     """Open, use and print reports in a real browser: Debian's Chromium is installed if there is none, as root."""
     _install_browser(session)
+    _install_site(session)
     session.run("python", "-m", "pytest", "--browser", "--all", *BROWSER_TESTS, *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["install"])
+def site(session: nox.Session) -> None:
+    """Build the site of README, docs/ and the committed reports, with search, in .nox/site or a given folder."""
+    _install_site(session)
+    session.run("python", "-m", "studies.site", *session.posargs)
+
+
+def _install_site(session: nox.Session) -> None:
+    session.run("python", "-m", "pip", "install", "-q", "-c", "constraints.txt", "--group", "site")
 
 
 def _install_browser(session: nox.Session) -> None:
@@ -191,11 +212,14 @@ def hosts(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["install"])
 def lint(session: nox.Session) -> None:
-    """Check style, format, types, and what may import what."""
+    """Check style, format, types, what may import what, and what an index would show of the package."""
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
     session.run("mypy", "--strict", "bench")
     session.run("lint-imports", "--no-cache")
+    dist = session.create_tmp()
+    session.run("python", "-m", "build", "--no-isolation", "--wheel", "--outdir", dist)
+    session.run("python", "-m", "twine", "check", "--strict", *map(str, Path(dist).glob("*.whl")))
 
 
 @nox.session(venv_backend="none", requires=["install"])

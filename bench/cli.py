@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import importlib.util
 import itertools
 import os
+import platform
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+
+if sys.platform == "win32":
+    raise SystemExit(
+        "bench: does not run on Windows; use Linux, for example in WSL or in the container of Containerfile"
+    )
 
 from bench import __version__
 from bench.commands import COMMANDS, TRAINING
@@ -21,6 +28,8 @@ from bench.launch.interrupt import terminate_as_interrupt
 from bench.plain_stream import plain_streams
 
 DEBUG = "--debug"
+CLOSE = 0.75
+"""Similarity (``difflib``) from which on an unknown option is taken for a misspelt one."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,6 +37,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self.commands: dict[str, Parser] = {}
+        """Those of its commands."""
         # Only for --help: main looks for it in argv, since parsing itself may fail.
         self.add_argument(
             DEBUG, action="store_true", help="if the bench itself fails: print the traceback"
@@ -36,6 +47,14 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message}; see {self.prog} --help")
 
+    def refuse(self, words: Sequence[str]) -> NoReturn:
+        """Report words that it does not know, with the option that the first may be meant for."""
+        name = words[0].partition("=")[0]
+        near = difflib.get_close_matches(name, self._option_string_actions, 1, CLOSE)
+        if name.startswith("--") and near:
+            self.error(f"{name} is unknown; did you mean {near[0]}?")
+        self.error(f"unrecognized arguments: {' '.join(words)}")
+
 
 class Commands:
     """Adds the parsers of the commands and collects their help texts for a list in groups."""
@@ -43,10 +62,12 @@ class Commands:
     def __init__(self, parsers: Any) -> None:
         self._parsers = parsers
         self._help: dict[str, str] = {}
+        self.parsers: dict[str, Parser] = {}
 
     def add_parser(self, name: str, *, help: str, **options: Any) -> Parser:  # noqa: A002 - argparse calls it so
         self._help[name] = help
         parser: Parser = self._parsers.add_parser(name, **options)
+        self.parsers[name] = parser
         return parser
 
     def listed(self) -> str:
@@ -80,9 +101,11 @@ def _main(argv: Sequence[str] | None) -> int:
             if not given:
                 parser.print_help()
                 return GOOD
-            arguments = parser.parse_args(given)
-            if arguments.command in TRAINING and importlib.util.find_spec("torch") is None:
-                raise ModuleNotFoundError("torch is not installed", name="torch")
+            arguments, unknown = parser.parse_known_args(given)
+            if unknown:
+                parser.commands[arguments.command].refuse(unknown)
+            if arguments.command in TRAINING:
+                _require_training(arguments.command)
             return int(_module(arguments.command).run(arguments))
     except InputError as error:
         print(f"bench: {plain(error)}", file=sys.stderr)
@@ -97,6 +120,17 @@ def _main(argv: Sequence[str] | None) -> int:
         if DEBUG in given:
             traceback.print_exc()
         return _failed(error)
+
+
+def _require_training(command: str) -> None:
+    """Raises InputError on a system that no trial runs on, and ModuleNotFoundError without torch."""
+    if sys.platform != "linux":
+        raise InputError(
+            f"{command} trains, which needs Linux; this is {platform.system()}. What only reads runs here: "
+            "plan, predict, lint, steps, report, compare, check, cite, export"
+        )
+    if importlib.util.find_spec("torch") is None:
+        raise ModuleNotFoundError("torch is not installed", name="torch")
 
 
 def _refuse_mangled(given: Sequence[str]) -> None:
@@ -170,4 +204,5 @@ def _parser() -> Parser:
     parser.epilog = (
         f"{commands.listed()}\n\nA command's own options: python -m bench COMMAND --help"
     )
+    parser.commands = commands.parsers
     return parser

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -87,7 +88,7 @@ def _line(error: ValidationError, kind: Any, name: Callable[[str], str]) -> str:
     found = min(error.errors(include_url=False), key=_urgency)
     key = _key(found["loc"])
     if found["type"] in UNKNOWN:
-        return f"{name(key)} is unknown; {suggest(key, declared(kind))}"
+        return f"{name(key)} is unknown; {_known_instead(key, list(declared(kind)))}"
     if found["type"] == "missing":
         words = _expected(declared(kind).get(key))
         if not words:
@@ -105,6 +106,16 @@ def _line(error: ValidationError, kind: Any, name: Callable[[str], str]) -> str:
     if key:
         subject = name(key)
     return f"{subject} is {shown(found['input'])}; it must be {expected}"
+
+
+def _known_instead(key: str, known: Sequence[str]) -> str:
+    """The key or table that an unknown one may be meant for, or else those beside it."""
+    tables = list(dict.fromkeys(name.partition(".")[0] for name in known))
+    if difflib.get_close_matches(key, [*known, *tables], n=1):
+        return suggest(key, [*known, *tables])
+    table = key.rpartition(".")[0]
+    beside = [name for name in known if name.rpartition(".")[0] == table and table]
+    return suggest(key, beside or tables)
 
 
 def _urgency(error: ErrorDetails) -> int:

@@ -2,8 +2,8 @@
 
 Reports are made of the noise of the committed runs and judged by the bench's own rule, beside a paired t-test and the
 rules of asv, hyperfine and pyperf; pools of runs are made of all runs that are kept. Beside them stand real runs whose
-verdicts are known, those of results/noise. The same seed gives the same numbers. What runs of different days differ by
-is written to bench/judge/run_spread.json, too, for reports of a single run.
+verdicts are known, those of results/noise and results/planted. The same seed gives the same numbers. What runs of
+different days differ by is written to bench/judge/run_spread.json, too, for reports of a single run.
 """
 
 from __future__ import annotations
@@ -56,8 +56,10 @@ def simulate(reports: int, num_pools: int) -> Results:
 def write(results: Results, docs: Path) -> None:
     chosen = "" if results.reports == study.REPORTS else f" --reports {results.reports}"
     chosen += "" if results.num_pools == pools.POOLS else f" --pools {results.num_pools}"
-    known = list(realtrials.read(realtrials.REAL))
-    docs.write_text(page.page(results, f"python -m studies{chosen}", known), encoding="utf-8")
+    known, planted = (list(realtrials.read(folder)) for folder, _ in realtrials.DESIGNS.values())
+    docs.write_text(
+        page.page(results, f"python -m studies{chosen}", known, planted), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

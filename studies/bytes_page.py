@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,16 +13,19 @@ from typing import Any
 
 import pandas as pd
 
+from bench.backends.base import Offloading
 from bench.forecast.fit import peaks
-from bench.judge.formulas import BUILT_IN, layout_of
+from bench.judge.formulas import BUILT_IN, expect, layout_of
 from bench.judge.loading import Run, load
+from bench.judge.offload import USES
 from bench.judge.tables import rows_of
-from bench.plan.categories import HELD, PEAK
-from bench.plan.cell import Cell, RankGroup, Status
+from bench.plan.categories import COPIED_TO_DEVICE, COPIED_TO_HOST, HELD, ON_HOST, PEAK, PINNED
+from bench.plan.cell import Cell, Device, Precision, RankGroup, Status
 from bench.plan.models import SIZES
 from bench.plan.world import World
 from bench.tabular import markdown_table
-from studies import ROOT
+from studies import ROOT, published_peaks
+from studies.families import together
 
 RUNS = ("results/bytes", "results/bytes-8b")
 SUMMED = "results/bytes/accumulation.jsonl"
@@ -34,6 +38,20 @@ LIMITS = (0.05, 0.2)
 """Errors of predicted peaks up to which the page counts cells."""
 KINDS = {World.REAL: "real", World.VIRTUAL: "virtual", World.FAKE: "fake tensors"}
 """Worlds in words, in order."""
+SHOWN_SUMS = (4, 16, 64, 256)
+"""N at which the page has errors of sums."""
+OFFLOADED = Cell(
+    backend="",
+    model="8b",
+    accumulate=4,
+    world_size=8,
+    global_batch_size=32,
+    sequence_length=4096,
+    precision=Precision.BF16,
+    optimizer="adamw-fused",
+    device=Device.CUDA,
+)
+"""For which the page lists what rests on the host."""
 SHOWN_WORLD, SHOWN_N = 4, 4
 """World whose collectives the page lists, and N at which it lists what is held."""
 
@@ -115,8 +133,10 @@ def page(runs: Sequence[Run], accumulation: Sequence[Mapping[str, Any]]) -> str:
         "",
         *_agreement(measured),
         *_peaks(peak_errors(exact_peaks(runs))),
+        *published_peaks.section(),
         *_collectives(measured),
         *_held(measured),
+        *_offload(),
         *_large(measured),
         *_accumulation(accumulation),
     ]
@@ -150,8 +170,8 @@ def _agreement(measured: Measured) -> list[str]:
             ("world", "cells", "operations with equal calls and bytes", "held bytes equal"), rows
         ),
         "Held: parameters, gradients, optimizer state and communication buffers between two micro-batches, each to the "
-        "byte, padding of uneven shards included; with N = 1 there is no such moment. The reference, one process that "
-        "accumulates nothing, is among the cells and has no formulas.",
+        "byte, padding of uneven shards included; with N = 1 there is no such moment. The reference, one process, is "
+        "among the cells and has no formulas.",
         "",
     ]
 
@@ -189,35 +209,38 @@ def _collectives(measured: Measured) -> list[str]:
     shown = measured.collectives
     shown = shown[(shown["world"].str.startswith("real")) & (shown["world_size"] == SHOWN_WORLD)]
     factors = sorted(shown["accumulate"].unique())
-    sent: dict[str, list[tuple[str, ...]]] = {}
-    for (backend, op, dtype, group), part in shown.groupby(["backend", "op", "dtype", "group"]):
-        by_n = part.set_index("accumulate")
-        amounts = (_amount(by_n.loc[n]) if n in by_n.index else "-" for n in factors)
-        ranks = "" if group == RankGroup.WORLD else f" in the {group} group"
-        sent.setdefault(str(backend), []).append((f"{op} of {dtype}{ranks}", *amounts))
-    merged = _merged((backend, *values) for backend, values in sent.items())
-    rows = [(backends, *row) for backends, *values in merged for row in values]
+    sent: dict[str, dict[int, list[str]]] = {}
+    for row in rows_of(shown.sort_values(["backend", "op", "dtype", "group"])):
+        texts = sent.setdefault(str(row["backend"]), {n: [] for n in factors})
+        texts[row["accumulate"]].append(_amount(row))
+    rows = _merged((backend, *map("<br>".join, by_n.values())) for backend, by_n in sent.items())
     return [
         f"## Collectives of one optimizer step, W = {SHOWN_WORLD}",
         "",
-        "Calls, and MiB of payload: the whole tensor, which each rank of the group has after a gather or before a "
-        "reduction. HSDP has two replicas.",
+        "Calls, operation and MiB of payload: the whole tensor, which each rank of the group has after a gather or "
+        "before a reduction. fp32 unless said. HSDP has two replicas.",
         "",
-        *markdown_table(("backend", "operation", *(f"N = {n}" for n in factors)), rows),
+        *markdown_table(("backend", *(f"N = {n}" for n in factors)), rows),
     ]
 
 
 def _merged(rows: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """Rows of backends, those with equal values as one, in the order in which the bench lists backends."""
     names: dict[tuple[Any, ...], list[str]] = {}
-    for backend, *values in sorted(rows, key=lambda row: list(BUILT_IN).index(row[0])):
+    found = sorted(rows, key=lambda row: list(BUILT_IN).index(row[0]))
+    for backend, *values in found:
         names.setdefault(tuple(values), []).append(backend)
-    return [(", ".join(shared), *values) for values, shared in names.items()]
+    every = list(dict.fromkeys(row[0] for row in found))
+    return [(", ".join(together(shared, every)), *values) for values, shared in names.items()]
 
 
-def _amount(row: Any) -> str:
+def _amount(row: Mapping[str, Any]) -> str:
+    """``9 all_gather 23.0``."""
     size = row["payload_bytes"] / MIB
-    return f"{row['calls']}: {size:.1f}" if size >= 0.05 else f"{row['calls']}: <0.1"
+    dtype = "" if row["dtype"] == "float32" else f" of {row['dtype']}"
+    ranks = "" if row["group"] == RankGroup.WORLD else f" ({row['group']})"
+    amount = f"{size:.1f}" if size >= 0.05 else "<0.1"
+    return f"{row['calls']} {row['op']}{dtype}{ranks} {amount}"
 
 
 def _held(measured: Measured) -> list[str]:
@@ -244,6 +267,49 @@ def _held(measured: Measured) -> list[str]:
         "Trainer's DDP has no views, and its buckets count as communication.",
         "",
         *markdown_table(("backend", *worlds), _merged(rows)),
+    ]
+
+
+def _offload() -> list[str]:
+    """What rests on the host, by formula; tests/cuda/test_offload.py holds it against trials over a stub of CUDA."""
+    rows = []
+    for name, backend in BUILT_IN.items():
+        if not issubclass(backend, Offloading):
+            continue
+        cell = dataclasses.replace(OFFLOADED, backend=name)
+        if backend.refuses.bf16:
+            cell = dataclasses.replace(cell, precision=Precision.FP32)
+        layout = layout_of(cell)
+        assert layout is not None, "it is a shipped model"
+        expectation = expect(cell, layout)
+        assert expectation is not None, "every backend here has a formula"
+        on_host = expectation.beside
+        sizes = [
+            *(expectation.held[use] for use in ("parameters", "gradients", "communication")),
+            *(on_host[f"{ON_HOST}_{HELD}_{use}"] for use in USES),
+            *(on_host[key] for key in (PINNED, COPIED_TO_DEVICE, COPIED_TO_HOST)),
+        ]
+        rows.append((name, str(cell.precision), *(f"{size / GIB:.2f}" for size in sizes)))
+    cell = OFFLOADED
+    return [
+        f"## Offload: {cell.model} on {cell.world_size} GPUs, N = {cell.accumulate}, GiB per rank",
+        "",
+        "By formula (`bench/judge/offload.py`). Trials of small models over a stub of CUDA, with DeepSpeed and "
+        "torch as they are, hold and copy the same to the byte (`tests/cuda/test_offload.py`); no GPU has been "
+        "measured. `dev` is held on the device between micro-batches, `host` on the host; pinned is a part of the"
+        " latter, and torch rounds each pinned tensor up to a power of two. The last two columns are copied in an"
+        " optimizer step. FSDP2 copies shards in fp32 whatever the precision; ZeRO-3 writes and fetches its sums "
+        "in every micro-batch. On the CPU the device is the host: nothing is copied between them, ZeRO holds both"
+        " sides, and FSDP2 what it does without.",
+        "",
+        *markdown_table(
+            (
+                *("backend", "precision", "dev param", "dev grad", "dev buffers"),
+                *("host param", "host grad", "host optim", "host buffers"),
+                *("pinned", "to device", "to host"),
+            ),
+            rows,
+        ),
     ]
 
 
@@ -305,6 +371,7 @@ def _accumulation(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     factors = list(
         dict.fromkeys(e["accumulate"] for row in rows for e in row.get("errors", ()) if e)
     )
+    factors = [n for n in factors if n in SHOWN_SUMS]
     found = []
     without: dict[str, list[str]] = {}
     for row in rows:

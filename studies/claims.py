@@ -16,11 +16,13 @@ from typing import Any
 
 from bench.tabular import markdown_table
 from studies import ROOT, judges_lightning, judges_torch
-from studies.measured import ONLY, PROBES, Measured
+from studies.measured import EXCEPT, ONLY, PROBES, Measured
 
 DOCS = ROOT / "docs" / "claims.md"
 ROWS = Path(__file__).with_suffix(".toml")
 CLAIMS: Mapping[str, Sequence[Mapping[str, Any]]] = tomllib.loads(ROWS.read_text(encoding="utf-8"))
+MOST_WORDS = 80
+"""Of a cell."""
 PACKAGES = ("torch", "lightning", "deepspeed", "transformers", "accelerate", "torchtitan")
 
 
@@ -28,9 +30,9 @@ def answer(row: Mapping[str, Any], m: Measured) -> tuple[str, str]:
     """The verdict on a claim, and the sentence with its numbers."""
     module = judges_torch if hasattr(judges_torch, row["judge"]) else judges_lightning
     verdict, numbers = getattr(module, row["judge"])(m)
-    return f"{verdict} {row['only']}" if verdict == ONLY else verdict, row["measured"].format(
-        **numbers
-    )
+    if verdict in (ONLY, EXCEPT):
+        verdict = f"{verdict} {row['only']}"
+    return verdict, row["measured"].format(**numbers)
 
 
 def page(m: Measured) -> str:
@@ -40,9 +42,11 @@ def page(m: Measured) -> str:
         "# Claims about gradient accumulation",
         "",
         "Claims that articles, documentation and threads make, held against measurements. `nox -s results -- claims` "
-        "computes each verdict that has numbers beside it, and writes this page. N is the number of micro-batches in a "
-        "window, NB that of an epoch. Other versions may do otherwise: measure yours with the commands below, and "
-        "a script of your own with [`python -m bench audit`](audit.md).",
+        "computes each verdict that has numbers beside it, and writes this page. *True only* and *true, except* are "
+        "said where the other cases were measured; *not measured* is no verdict. What is said of memory and bytes "
+        "holds for the small model that was measured and, by formula, for 8b on 8 ranks, or says where not. N is the "
+        "number of micro-batches in a window, NB that of an epoch. Other versions may do otherwise: measure yours with "
+        "the commands below, and a script of your own with [`python -m bench audit`](audit.md).",
     ]
     for topic, claims in CLAIMS.items():
         rows = []
@@ -50,6 +54,7 @@ def page(m: Measured) -> str:
             verdict, text = answer(row, m)
             sources = ", ".join(f"[source]({url})" for url in row["source"])
             claim = f"{row['claim']} ({sources})" if sources else row["claim"]
+            assert len(text.split()) <= MOST_WORDS, f"{row['judge']}: {len(text.split())} words"
             rows.append((claim, f"**{verdict}**", text, ", ".join(row["by"])))
         lines += [
             "",
@@ -66,9 +71,12 @@ def page(m: Measured) -> str:
             "- throughput: `python -m bench throughput --out results/throughput`: [every point]"
             f"(../results/throughput/throughput.md), with Lightning {rates['lightning']} and torch {rates['torch']}.",
             "- versions: `nox -s versions`: [versions](versions.md), one environment for each version.",
+            "- weights: `nox -s versions -- --weights`: [weights](versions.md#deepspeeds-engine-in-a-loop), one "
+            "environment for each version.",
             "- run, popular, curves: `results/cpu`, `results/popular` and `results/curves`, 2 ranks of a CPU, model of "
             "3.1 M parameters: `python -m bench report results/cpu`.",
             "- links: [three rates between two hosts](../results/links/links.md): `python -m studies.links`.",
+            "- objections: `python -m studies.objections`: [settings](settings.md).",
             f"- probes: `python -m studies.claims --probes`, with {m.probes['versions']}.",
             "- stub: `python -m tests.cuda.plain_zero3 STUB`: two GPUs that are not there, whose "
             "[streams](gpu.md#streams) are threads, with torch 2.11 and DeepSpeed 0.19.8.",

@@ -47,8 +47,16 @@ def _calls(m: Measured) -> dict[str, int]:
 
 def every_batch(m: Measured) -> Judged:
     found = _calls(m)
-    deferred = found["plain"] == m.updates("divisible", PLAIN)
-    return only(found["calls"] == found["batches"] != found["updates"] and deferred), found
+    every = {
+        name: m.reported("divisible", name, measured.STRATEGY) == found["batches"]
+        for name in m.backends_of("divisible", "lightning-")
+    }
+    return only(_is_of_deepspeed(every)), found
+
+
+def _is_of_deepspeed(found: Mapping[str, bool]) -> bool:
+    """Whether something is so of the backends with DeepSpeed and of no others."""
+    return all(value == ("deepspeed" in name) for name, value in found.items())
 
 
 def call_is_normal(m: Measured) -> Judged:
@@ -75,7 +83,11 @@ def hook(m: Measured) -> Judged:
     calls, plain = (m.reported("divisible", name, HOOK) for name in (DIVIDED_TWICE, PLAIN))
     updates, plain_updates = (m.updates("divisible", name) for name in (DIVIDED_TWICE, PLAIN))
     numbers = {"calls": calls, "plain": plain, "updates": updates, "plain_updates": plain_updates}
-    return only(calls != updates and plain == plain_updates, true(calls == updates)), numbers
+    wrong = {
+        name: m.reported("divisible", name, HOOK) != m.updates("divisible", name)
+        for name in m.backends_of("divisible", "lightning-")
+    }
+    return only(_is_of_deepspeed(wrong), true(calls == updates)), numbers
 
 
 def equal_n(m: Measured) -> Judged:
@@ -132,6 +144,14 @@ def small_last_batch(m: Measured) -> Judged:
     return only(kept > dropped == 1 and weight < 1, true(weight == 1)), numbers
 
 
+NO_STEP = {
+    *(f"deepspeed-zero{stage}-{rest}eager" for stage in (2, 3) for rest in ("", "defaults-")),
+    *(f"lightning-deepspeed-zero{stage}{rest}" for stage in (2, 3) for rest in ("", "-corrected")),
+    "torchtitan-eager",
+}
+"""Backends that make no update of a partial window: DeepSpeed's engine where it counts, and torchtitan's loop."""
+
+
 def last_window(m: Measured) -> Judged:
     ddp, engine = (
         m.updates("partial-window", PLAIN),
@@ -139,7 +159,8 @@ def last_window(m: Measured) -> Judged:
     )
     mixed = m.mixed("partial-window", "deepspeed-zero2-eager")
     weight = min(m.weights("partial-window", PLAIN))
-    return only(ddp == 6 and mixed > 0, true(ddp < 6)), {
+    without = set(m.without_step("partial-window", 6))
+    return only(without == NO_STEP and mixed > 0, true(ddp < 6)), {
         "ddp": ddp,
         "engine": engine,
         "mixed": mixed,
@@ -184,7 +205,11 @@ def ceil_of_batches(m: Measured) -> Judged:
     per_epoch = scenario["samples"] // (scenario["batch_size"] * scenario["world_size"])
     formula = scenario["epochs"] * math.ceil(per_epoch / scenario["accumulate"][0])
     ddp, engine = m.updates("partial-window", PLAIN), m.updates("partial-window", DIVIDED_TWICE)
-    return only(ddp == formula != engine, true(ddp == engine == formula)), {
+    other = {
+        name: m.updates("partial-window", name) != formula
+        for name in m.backends_of("partial-window", "lightning-")
+    }
+    return only(_is_of_deepspeed(other), true(ddp == engine == formula)), {
         "formula": formula,
         "ddp": ddp,
         "engine": engine,

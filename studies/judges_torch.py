@@ -4,28 +4,43 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
-from bench.judge.formulas import expect, layout_of
+from packaging.version import Version
+
+from bench.judge.formulas import layout_of
 from bench.judge.statistics import ratio
 from bench.plan.cell import Cell, Precision
-from studies import measured
+from studies import measured, objections
 from studies.measured import (
     DIVIDED_TWICE,
+    FALSE,
     PLAIN,
     TRUE,
     Judged,
     Measured,
+    large,
     memory,
     only,
     payload,
     peak,
+    small,
     true,
 )
+from studies.versions.grid_page import spelled
+from studies.versions.layers import Record
 
 LINKS = ("unlimited", "1gbit", "200mbit")
 TITAN, TRAINER, ACCELERATE = "torchtitan-eager", "hf-trainer-ddp", "accelerate-ddp"
 HSDP = ("hsdp-eager", "hsdp-deferred-all-reduce", "hsdp-deferred")
+
+
+SHARDED = ("fsdp2", "fsdp2-zero2", "hsdp")
+"""Mechanisms of FSDP2 with an eager and a deferred backend."""
+HALVING = {("fsdp2", Precision.BF16), ("fsdp2-zero2", Precision.FP32)}
+MANY = 256
+"""An N at which a ratio of bytes is near that of every larger one."""
 
 
 def halves(m: Measured) -> Judged:
@@ -35,89 +50,115 @@ def halves(m: Measured) -> Judged:
         for n, run in ((4, "popular"), (8, "cpu"))
     )
     reduced = payload(pair[0], 8, both[1]) / payload(pair[1], 8, both[1])
-    mixed_8, mixed_64 = (due_payload(pair[0], n) / due_payload(pair[1], n) for n in (8, 64))
-    numbers = {
-        "reduced": reduced,
-        "four": four,
-        "eight": eight,
-        "mixed_8": mixed_8,
-        "mixed_64": mixed_64,
+    limits = {
+        (name, precision): [_kept(of, name, MANY, precision) for of in (small, large)]
+        for name in SHARDED
+        for precision in Precision
     }
-    return TRUE if eight < 0.55 else only(mixed_64 < 0.51), numbers
+    halved = {
+        key
+        for key, (here, there) in limits.items()
+        if max(abs(here - 0.5), abs(there - 0.5)) < 0.02
+    }
+    apart = max(abs(here - there) for here, there in limits.values())
+    at_8 = {
+        f"{name.replace('-', '_')}_{precision}": _kept(small, name, 8, precision)
+        for name, precision in limits
+    }
+    numbers = {"reduced": reduced, "four": four, "eight": eight, "apart": apart} | at_8
+    numbers |= {
+        f"{name.replace('-', '_')}_{precision}_many": here
+        for (name, precision), (here, _) in limits.items()
+    }
+    return TRUE if eight < 0.55 else only(halved == HALVING), numbers
 
 
-def due_payload(backend: str, n: int) -> int:
-    """Payload bytes of the collectives of one window in bf16, by the formulas."""
-    size = {"world_size": 2, "global_batch_size": 2 * n, "sequence_length": 8, "model": "tiny"}
-    cell = Cell(backend=backend, accumulate=n, precision=Precision.BF16, **size)
-    layout = layout_of(cell)
-    assert layout is not None
-    expected = expect(cell, layout)
-    assert expected is not None
-    return sum(row.payload_bytes for row in expected.collectives)
+def _kept(of: Callable[..., Cell], name: str, n: int, precision: Precision) -> float:
+    """The share of the eager payload that deferral leaves, by formula."""
+    deferred, eager = (
+        measured.due_payload(of(f"{name}-{sync}", n, precision)) for sync in ("deferred", "eager")
+    )
+    return deferred / eager
 
 
 def no_sync(m: Measured) -> Judged:
+    names = ("ddp-deferred", "fsdp2-deferred")
     ddp, fsdp2 = (
-        payload("ddp-deferred", 8, "all_reduce"),
-        payload("fsdp2-deferred", 8, "reduce_scatter"),
+        payload(names[0], 8, "all_reduce"),
+        payload(names[1], 8, "reduce_scatter"),
     )
-    gathered = payload("fsdp2-deferred", 8, "all_gather")
+    gathered = payload(names[1], 8, "all_gather")
     numbers = {
         "ddp": ddp / measured.MIB,
+        "buffers": payload(names[0], 8, "broadcast"),
         "fsdp2": fsdp2 / measured.MIB,
         "gathered": gathered / measured.MIB,
+        "large_ddp": measured.due_payload(large(names[0], 8), "all_reduce") / measured.GIB,
+        "large_fsdp2": measured.due_payload(large(names[1], 8), "reduce_scatter") / measured.GIB,
+        "large_gathered": measured.due_payload(large(names[1], 8), "all_gather") / measured.GIB,
     }
-    return only(payload("ddp-deferred", 8, "all_gather") == 0 < gathered, TRUE), numbers
+    differs = payload(names[0], 8, "all_gather") == 0 < gathered
+    return only(differs and numbers["large_gathered"] > numbers["large_fsdp2"], TRUE), numbers
 
 
 def unsharded(m: Measured) -> Judged:
-    eager, deferred = (
-        memory(name, 8, "held_gradients") for name in ("fsdp2-eager", "fsdp2-deferred")
-    )
-    return true(deferred > eager), {
+    names = ("fsdp2-eager", "fsdp2-deferred")
+    eager, deferred = (memory(name, 8, "held_gradients") for name in names)
+    at_8b = [measured.due(large(name, 8)).held["gradients"] / measured.GIB for name in names]
+    return true(deferred > eager and at_8b[1] > at_8b[0]), {
         "eager": eager / measured.MIB,
         "deferred": deferred / measured.MIB,
+        "large_eager": at_8b[0],
+        "large_deferred": at_8b[1],
     }
 
 
 def lower_peak(m: Measured) -> Judged:
+    names = ("fsdp2", "deepspeed-zero3", "ddp", "deepspeed-zero2")
     peaks = {
         name: [peak(f"{name}-{sync}", 4, "popular") for sync in ("eager", "deferred")]
-        for name in ("fsdp2", "deepspeed-zero3", "ddp", "deepspeed-zero2")
+        for name in names
     }
     peaks["hsdp"] = [peak(f"hsdp-{sync}", 16, "links/unlimited") for sync in ("eager", "deferred")]
-    lower = [name for name, (eager, deferred) in peaks.items() if eager < deferred]
-    single = {peak(name, 1) for name in ("fsdp2-eager", "fsdp2-deferred")}
-    numbers = {
-        name.rpartition("-")[2]: "{:.1f} and {:.1f}".format(*sizes) for name, sizes in peaks.items()
+    at_8b = {
+        name: [measured.due_peak(large(f"{name}-{sync}", 4)) for sync in ("eager", "deferred")]
+        for name in peaks
     }
-    without_zero2 = [name for name in peaks if name != "deepspeed-zero2"]
-    return only(
-        lower == without_zero2 and len(single) == 1, true(len(lower) == len(peaks))
-    ), numbers
+    higher = [name for name, (eager, deferred) in peaks.items() if eager >= deferred]
+    lower_at_8b = all(eager < deferred for eager, deferred in at_8b.values())
+    numbers = {
+        _short(name): "{:.1f} and {:.1f}".format(*sizes) for name, sizes in peaks.items()
+    } | {
+        f"large_{_short(name)}": "{:.0f} and {:.0f}".format(*sizes) for name, sizes in at_8b.items()
+    }
+    if higher == ["deepspeed-zero2"] and lower_at_8b:
+        return measured.EXCEPT, numbers
+    return true(not higher and lower_at_8b), numbers
+
+
+def _short(name: str) -> str:
+    return name.rpartition("-")[2]
 
 
 def all_reduce_alone(m: Measured) -> Judged:
-    size = {
-        "world_size": 4,
-        "replicate": 2,
-        "global_batch_size": 16,
-        "sequence_length": 8,
-        "model": "135m",
-    }
-    cell = Cell(backend="", accumulate=4, **size)
-    layout = layout_of(cell)
-    assert layout is not None
     calls, held = [], []
     for name in HSDP:
-        expected = expect(dataclasses.replace(cell, backend=name), layout)
-        assert expected is not None
-        by_op = {row.op: row.calls // len(layout.units) for row in expected.collectives}
-        calls.append(f"{by_op['reduce_scatter']} and {by_op['all_reduce']} under `{name}`")
-        held.append(expected.held["gradients"] / expected.held["parameters"])
+        found = {of: _of_unit(of(name, 4)) for of in (small, large)}
+        assert found[small][:2] == found[large][:2], "the same at 8b"
+        reduced, all_reduced, share = found[small]
+        calls.append(f"{reduced} and {all_reduced} under `{name}`")
+        held.append(share)
     numbers = {"counted": ", ".join(calls), "alone": held[1], "both": held[2]}
     return true(all(set(m.weights("partial-window", name)) == {1.0} for name in HSDP)), numbers
+
+
+def _of_unit(cell: Cell) -> tuple[int, int, float]:
+    """Reduce-scatters and all-reduces of a unit in a window, and gradients held relative to the parameter shard."""
+    layout, expected = layout_of(cell), measured.due(cell)
+    assert layout is not None
+    by_op = {row.op: row.calls // len(layout.units) for row in expected.collectives}
+    share = expected.held["gradients"] / expected.held["parameters"]
+    return by_op["reduce_scatter"], by_op["all_reduce"], round(share, 2)
 
 
 def torchtitan(m: Measured) -> Judged:
@@ -134,7 +175,7 @@ def counts_updates(m: Measured) -> Judged:
 
 
 def overlaps(m: Measured) -> Judged:
-    return measured.OUTSIDE, {}
+    return measured.NOT_MEASURED, {}
 
 
 def discards(m: Measured) -> Judged:
@@ -184,10 +225,13 @@ def steps_at_the_end(m: Measured) -> Judged:
 
 
 def changes_n(m: Measured) -> Judged:
-    engine, ddp = (
-        max(m.weights("n-by-epoch", name)) for name in ("accelerate-deepspeed-zero2", ACCELERATE)
-    )
-    return only(engine > ddp == 1, true(engine == 1)), {"engine": engine}
+    found = {
+        name: max(m.weights("n-by-epoch", name))
+        for name in m.backends_of("n-by-epoch", "accelerate-")
+    }
+    wrong = {name for name, weight in found.items() if weight != 1}
+    engines = {name for name in found if "deepspeed" in name}
+    return only(wrong == engines, true(not wrong)), {"engine": max(found.values())}
 
 
 def scheduler(m: Measured) -> Judged:
@@ -235,7 +279,15 @@ def same_memory(m: Measured) -> Judged:
         for part, (n, _) in zip(activations, sizes, strict=True)
     )
     numbers = dict(zip(("peaks", "activations", "rest"), words, strict=True))
-    return only(as_micro_batch and rest[-1] > rest[0] > peaks[0] / 2, true(as_micro_batch)), numbers
+    at_8b = [large("ddp-deferred", n, micro_batch_size=8 // n) for n in (1, 4, 8)]
+    found = [measured.due_footprint(cell) for cell in at_8b]
+    parts = [each.parts["activations"] for each in found]
+    numbers |= {
+        "large_activations": ", ".join(f"{part / measured.GIB:.1f}" for part in parts),
+        "large_peaks": ", ".join(f"{each.peak / measured.GIB:.0f}" for each in found),
+    }
+    stays = rest[-1] > rest[0] > peaks[0] / 2 and found[-1].peak > found[0].peak / 2
+    return only(as_micro_batch and stays, true(as_micro_batch)), numbers
 
 
 def bandwidth(m: Measured) -> Judged:
@@ -258,16 +310,18 @@ def bandwidth(m: Measured) -> Judged:
         name: ", ".join(f"{time.ratio:.2f}" for time in found[f"{name}-deferred", 16])
         for name in ("ddp", "fsdp2")
     }
-    apart = sum(times[0].low > times[-1].high for times in found.values())
     numbers = {
         "all": len(every),
         "faster": faster,
         "slower": slower,
-        "apart": apart,
-        "pairs": len(found),
         **words,
     }
-    return only(faster > slower == 0), numbers
+    words = objections.words()
+    numbers["beside"] = ""
+    if objections.UNKNOWN not in words["gloo"] + words["all_to_all"]:
+        beside = f"on one host at N = 4 it is {words['gloo']}, and {words['all_to_all']} with an"
+        numbers["beside"] = f": {beside} all-to-all instead"
+    return measured.HERE if faster > slower == 0 else measured.FALSE, numbers
 
 
 def stable(m: Measured) -> Judged:
@@ -293,3 +347,61 @@ def races(m: Measured) -> Judged:
         "largest": max(both_off, default=0.0),
     }
     return only(bool(both_off) and not any(wrong.values())), numbers
+
+
+ENGINE, OFFLOADED = "versions/weights_engine", "ZeRO-{}, offload_optimizer"
+
+
+_NONE_DROPPED: dict[str, Any] = dict.fromkeys(
+    (
+        "bad",
+        "right",
+        "num_bad",
+        "first",
+        "last",
+        "before",
+        "num_good",
+        "fixed",
+        "of_one",
+        "of_three",
+    ),
+    0,
+)
+
+
+def offload_drops(m: Measured) -> Judged:
+    """By version of DeepSpeed: whether an offloaded optimizer got every micro-batch, by stage."""
+    by_stage: dict[int, dict[Version, Record]] = {}
+    for stage in (1, 2, 3):
+        by_stage[stage] = {
+            Version(record.packages["deepspeed"]): record
+            for record in m.by_version
+            if record.script == ENGINE and record.case == OFFLOADED.format(stage)
+        }
+    two = sorted(by_stage[2].items())
+    bad = [number for number, record in two if not record.is_right]
+    if not bad:
+        return FALSE, _NONE_DROPPED
+    before = [number for number, record in two if record.is_right and number < bad[0]]
+    after = [number for number, record in two if record.is_right and number > bad[-1]]
+    numbers = {
+        "bad": spelled(by_stage[2][bad[0]].measured),
+        "right": spelled(by_stage[2][bad[0]].right),
+        "num_bad": len(bad),
+        "first": bad[0],
+        "last": bad[-1],
+        "before": ", ".join(map(str, before)),
+        "num_good": len(after),
+        "fixed": min(after, default=""),
+        "of_one": _num_right(by_stage[1]),
+        "of_three": _num_right(by_stage[3]),
+    }
+    others = [record for stage in (1, 3) for record in by_stage[stage].values()]
+    is_alone = all(record.is_right for record in others)
+    return only(is_alone and bool(before) and bool(after)), numbers
+
+
+def _num_right(records: dict[Version, Record]) -> str:
+    """How many versions are right, of all that were measured."""
+    right = sum(record.is_right for record in records.values())
+    return f"{right} of {len(records)}"

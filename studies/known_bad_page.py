@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from packaging.version import Version
 
@@ -26,74 +25,55 @@ PACKAGES = {
 INTRODUCTION = """# Known-bad versions
 
 Versions of frameworks that accumulate gradients otherwise than their settings say. Each was measured here on the \
-CPU over gloo, with a small program that needs nothing of the bench; none is listed on the word of a report. `python \
--m bench doctor` compares the installed packages with the list.
+CPU over gloo with a small program that needs nothing of the bench: its *reproducer*. `python -m bench doctor` and \
+`lint` compare what is installed with this list.
 
-Written by `python -m studies.known_bad_page` from [advisories.toml](../bench/audit/advisories.toml), which the \
-package carries; `nox -s versions -- --weights deepspeed==0.18.9` measures a version again. An update is *silently \
-wrong* where nothing but its size tells. Where a range ends at a version that was not measured, its source was read.
+An update is **silently wrong** where nothing but its size tells. Where a range ends at a version that was not \
+measured, its source was read. Written by `python -m studies.known_bad_page` from \
+[advisories.toml](../bench/audit/advisories.toml), which has each cause, and each measured version with its result \
+and date; `nox -s versions -- --weights deepspeed==0.18.9` measures a version again.
 """
+COLUMNS = ("versions", "defect", "where", "what to do", "more")
 LEVELS = {"error": "silently wrong", "warning": "stops or misinforms", "note": "to know"}
 
 
 def page(advisories: Sequence[Advisory]) -> str:
-    """A table of all, then a section for each."""
-    numbers = Counter(advisory.package for advisory in advisories)
-    words = ", ".join(f"{number} of {PACKAGES[package]}" for package, number in numbers.items())
-    rows = [
-        [
-            f"{PACKAGES[a.package]} {versions(a.affected)}",
-            f"[{a.title}](#{a.id})",
-            LEVELS[a.level],
-            a.fixed_in or f"open in {newest(a)}",
-        ]
-        for a in advisories
-    ]
-    lines = [INTRODUCTION, f"There are {len(advisories)}: {words}.", ""]
-    lines += markdown_table(["versions", "defect", "update", "fixed in"], rows)
+    """A table of each package."""
+    lines = [INTRODUCTION]
     for package, name in PACKAGES.items():
-        lines += [f"## {name}", ""]
-        for advisory in advisories:
-            if advisory.package == package:
-                lines += section(advisory)
+        rows = [entry(advisory) for advisory in advisories if advisory.package == package]
+        lines += [f"## {name}", "", *markdown_table(COLUMNS, rows)]
     return "\n".join(lines)
+
+
+def entry(advisory: Advisory) -> list[str]:
+    """What is known of one defect, in the order of ``COLUMNS``."""
+    found = versions(advisory.affected)
+    for name, needed in advisory.beside.items():
+        found += f" with {PACKAGES[name]} {versions(needed)}"
+    defect = f"**{LEVELS[advisory.level]}**: {advisory.title}; {advisory.effect}"
+    return [
+        f'<a id="{advisory.id}"></a>{found}',
+        defect,
+        conditions(advisory.condition),
+        advisory.remedy,
+        ", ".join(links(advisory)),
+    ]
+
+
+def links(advisory: Advisory) -> Iterator[str]:
+    """Where to read on, as links of Markdown."""
+    yield f"[reproducer](../{advisory.reproducer})"
+    if advisory.issue:
+        yield f"[report]({advisory.issue})"
+    if advisory.fix:
+        yield f"[change]({advisory.fix})"
+    if (UPSTREAM / f"{advisory.id}.md").exists():
+        yield f"[to file](upstream/{advisory.id}.md)"
 
 
 def versions(specifier: str) -> str:
     return specifier.replace(",", ", ") or "all"
-
-
-def section(advisory: Advisory) -> list[str]:
-    """What is known of one defect."""
-    beside = "".join(
-        f", with {PACKAGES[name]} {versions(needed)}" for name, needed in advisory.beside.items()
-    )
-    lines = [
-        f"### {advisory.id}",
-        "",
-        f"{advisory.title[0].upper()}{advisory.title[1:]}.",
-        "",
-        f"- Versions: {PACKAGES[advisory.package]} {versions(advisory.affected)}{beside}; {ending(advisory)}.",
-        f"- Where: {conditions(advisory.condition)}.",
-        f"- Effect: {advisory.effect}.",
-        f"- Cause: {advisory.cause}.",
-        f"- What to do: {advisory.remedy}.",
-        f"- Reproducer: [{advisory.reproducer}](../{advisory.reproducer}), {ranks(advisory.ranks)}.",
-    ]
-    links = [
-        f"[{name}]({link})"
-        for name, link in (("report", advisory.issue), ("change", advisory.fix))
-        if link
-    ]
-    if links:
-        lines.append(f"- Upstream: {', '.join(links)}.")
-    if (UPSTREAM / f"{advisory.id}.md").exists():
-        lines.append(f"- To report: [a text that is ready to file](upstream/{advisory.id}.md).")
-    rows = [[*measured(row), "**bad**"] for row in advisory.bad] + [
-        [*measured(row), "right"] for row in advisory.good
-    ]
-    lines += ["", *markdown_table(["measured", "date", f"{advisory.case}", ""], rows)]
-    return lines
 
 
 def measured(row: Measured) -> list[str]:
@@ -109,10 +89,6 @@ def ending(advisory: Advisory) -> str:
 def newest(advisory: Advisory) -> str:
     """The newest version in which it was measured."""
     return max((version for row in advisory.bad for version in row.versions), key=Version)
-
-
-def ranks(number: int) -> str:
-    return "one process" if number == 1 else f"{number} processes"
 
 
 def conditions(condition: Mapping[str, Wanted]) -> str:

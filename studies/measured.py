@@ -11,13 +11,24 @@ import pandas as pd
 
 from bench.audit.conformance import ratios
 from bench.audit.semantics_files import load as load_suite
+from bench.forecast.footprint import Footprint
+from bench.forecast.prediction import Prediction
+from bench.judge.formulas import BUILT_IN, Expectation, expect, layout_of
 from bench.judge.loading import Run
 from bench.judge.loading import load as load_run
+from bench.plan.cell import Cell, Device, Precision
 from studies import ROOT
+from studies.versions.grid import RECORDS
+from studies.versions.layers import Record, read_records
 
 PROBES = ROOT / "docs" / "claims.json"
-MIB = 2**20
-TRUE, FALSE, ONLY, OUTSIDE = "true", "false", "true only", "not measured here"
+MIB, GIB = 2**20, 2**30
+LARGE_WORLD = 8
+"""Ranks of the large world in which verdicts on memory and bytes must hold too."""
+TRUE, FALSE, NOT_MEASURED = "true", "false", "not measured"
+ONLY, EXCEPT = "true only", "true, except"
+"""Followed by the condition that claims.toml names; the other cases were measured, too."""
+HERE = "true over gloo, not measured elsewhere"
 GLOBAL_STEP, STRATEGY, HOOK = (
     "trainer.global_step",
     "strategy.optimizer_step",
@@ -41,6 +52,65 @@ def only(condition: bool, otherwise: str = FALSE) -> str:
     return ONLY if condition else otherwise
 
 
+def large(
+    backend: str, n: int, precision: Precision = Precision.FP32, micro_batch_size: int = 1
+) -> Cell:
+    """A cell of the 8b model on 8 GPUs, of which closed forms are asked: nothing here trains it."""
+    return Cell(
+        backend=backend,
+        accumulate=n,
+        world_size=LARGE_WORLD,
+        global_batch_size=LARGE_WORLD * n * micro_batch_size,
+        sequence_length=2048,
+        model="8b",
+        precision=precision,
+        device=Device.CUDA,
+        replicate=2 if backend.startswith("hsdp") else 0,
+    )
+
+
+def small(backend: str, n: int, precision: Precision = Precision.FP32) -> Cell:
+    """The same of the tiny model on 2 ranks of a CPU, 4 under HSDP, as the committed runs have it."""
+    replicas = 2 if backend.startswith("hsdp") else 0
+    ranks = 2 * max(1, replicas)
+    return Cell(
+        backend=backend,
+        accumulate=n,
+        world_size=ranks,
+        global_batch_size=ranks * n,
+        sequence_length=64,
+        precision=precision,
+        replicate=replicas,
+    )
+
+
+def due(cell: Cell) -> Expectation:
+    """What the formulas say that a cell of a shipped model sends and holds."""
+    layout = layout_of(cell)
+    assert layout is not None
+    found = expect(cell, layout)
+    assert found is not None
+    return found
+
+
+def due_payload(cell: Cell, *ops: str) -> int:
+    """Payload bytes of these collectives of one window, or of all, by the formulas."""
+    rows = due(cell).collectives
+    return sum(row.payload_bytes for row in rows if not ops or row.op in ops)
+
+
+def due_footprint(cell: Cell) -> Footprint:
+    """The predicted memory of a rank at its peak."""
+    layout = layout_of(cell)
+    assert layout is not None
+    return Prediction(cell, BUILT_IN[cell.backend], layout).memory
+
+
+def due_peak(cell: Cell) -> float:
+    """The predicted peak of a rank in GiB."""
+    return due_footprint(cell).peak / GIB
+
+
 class Measured:
     """The committed measurements that claims are held against."""
 
@@ -52,6 +122,7 @@ class Measured:
         versions: Sequence[Any],
         probes: Any,
         zero3: Any,
+        weights: Sequence[Record],
     ) -> None:
         self.about, self.suite, self.rates, self.versions, self.probes = (
             about,
@@ -60,7 +131,7 @@ class Measured:
             versions,
             probes,
         )
-        self.zero3 = zero3
+        self.zero3, self.by_version = zero3, weights
         self.seen = {(seen["scenario"]["name"], seen["backend"]): seen for seen in suite}
 
     @classmethod
@@ -72,10 +143,23 @@ class Measured:
             json.loads((ROOT / "docs/versions.json").read_text())["versions"],
             json.loads(PROBES.read_text()),
             json.loads((ROOT / "docs/zero3.json").read_text()),
+            read_records(RECORDS),
         )
+
+    def backends_of(self, scenario: str, prefix: str = "") -> list[str]:
+        """The backends whose names begin so and whose updates in the scenario were seen."""
+        return [
+            name
+            for (where, name), seen in self.seen.items()
+            if where == scenario and name.startswith(prefix) and seen["updates"]
+        ]
 
     def updates(self, scenario: str, backend: str) -> int:
         return int(self.seen[scenario, backend]["optimizer_steps_observed"])
+
+    def without_step(self, scenario: str, due: int) -> list[str]:
+        """The backends that made fewer updates than are due."""
+        return [name for name in self.backends_of(scenario) if self.updates(scenario, name) < due]
 
     def mixed(self, scenario: str, backend: str) -> int:
         """Updates with samples of several epochs."""

@@ -128,20 +128,25 @@ def interval(ratios: Sequence[float]) -> Interval:
     return ratio(Sample(ratios, blocks), Sample([1.0] * len(ratios), blocks))
 
 
-def _ends(of: Interval) -> str:
-    return "no interval" if of.low is None else f"{of.low:.3f} to {of.high:.3f}"
+def _ends(of: Interval, digits: int = 3) -> str:
+    if of.low is None:
+        return "no interval"
+    return f"{of.low:.{digits}f} to {of.high:.{digits}f}"
 
 
 def section() -> list[str]:
     """What was found, in Markdown."""
     found = json.loads(RESULTS.read_text(encoding="utf-8"))
-    rows = []
+    columns, cells = ["cell"], dict[str, list[str]]()
     for machine, design in itertools.product(MACHINES, TIMED):
         of_design = _of(design, found[machine])
+        columns.append(f"{machine}, {design}")
         for name, deviation in _spreads(of_design).items():
             times = interval([each["ratios"][name] for each in of_design])
-            ends = f"{times.ratio:.3f} ({_ends(times)})"
-            rows.append((machine, name, design, ends, str(len(of_design)), f"{deviation:.2f}"))
+            text = f"{times.ratio:.2f} ({_ends(times, 2)}), {deviation:.2f}"
+            cells.setdefault(name, []).append(text)
+    rows = [(name, *texts) for name, texts in sorted(cells.items())]
+    blocks = ", ".join(f"{len(_of('apart', found[machine]))} {machine}" for machine in MACHINES)
     gains = [_gain("turns", found[machine]) for machine in MACHINES]
     together = statistics.geometric_mean(
         _gain("together", blocks) for blocks in found["same processes"].values()
@@ -164,13 +169,11 @@ def section() -> list[str]:
         "## Cells in turn",
         "",
         f"In turns, a cell and the baseline's (`{BASELINE}`) train window by window in two process groups that swap "
-        "after half of the windows; apart, each trains in processes of its own. Both were measured on two cores at "
-        "N = 2. The spread is the standard deviation of a block's log ratio times the root of the block's seconds. "
-        "A block has all of these cells.",
+        "after half of the windows; apart, each trains by itself. Two cores, N = 2. The spread is the standard "
+        "deviation of a block's log ratio times the root of the block's seconds. "
+        f"The table has ratio (95 % interval) and spread; blocks: {blocks} in either design.",
         "",
-        *markdown_table(
-            ("machine", "cell", "timed", "ratio (95 % interval)", "blocks", "spread"), sorted(rows)
-        ),
+        *markdown_table(columns, rows),
         f"In turns, the spread is {gains[0]:.2f} times as large as apart on the idle machine, and {gains[1]:.2f} times "
         "beside two programs that never wait (geometric means). Load changes the ratio itself, however cells are "
         f"timed: in turns, `fsdp2-deferred` takes {busy.ratio:.2f} ({_ends(busy)}) times as long as `{BASELINE}` "

@@ -1,18 +1,24 @@
 """Runs on this machine whose right verdicts are known: a cell against itself, and against itself with a sleep.
 
-``python -m studies.realtrials`` measures runs in results/noise, goes on where it was stopped, and keeps
-of each what the study reads: in runs.json its manifest, and in trials.csv the median step of each trial after warm-up.
+``python -m studies.realtrials`` measures runs of two designs: one small cell on one rank in results/noise, and the
+published one, two ranks with the model, batch and windows of the matrix ``cpu``, in results/planted. It goes on where
+it was stopped, and keeps of each run what the study reads: in runs.json its manifest, and in trials.csv the median step
+of each trial after warm-up, with what was really slept. Both together take two hours on an idle machine;
+``--design NAME``, ``--runs N`` and ``--budget S`` make less.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import pandas as pd
 from rich.console import Console
@@ -38,11 +44,11 @@ from bench.run.runner import Observer, Runner
 from bench.run.start import Planned
 from bench.run.trial_record import parse_records
 from studies import ROOT
-from tests.delayed import Delayed
+from tests.delayed import SLEPT, Delayed
 from tests.factories import make_record
 
-REAL = ROOT / "results" / "noise"
-"""The runs that docs/statistics.md shows."""
+REAL, PLANTED = ROOT / "results" / "noise", ROOT / "results" / "planted"
+"""The runs that docs/statistics.md shows: of one rank, and of the published design."""
 RUN_FILE, TRIAL_FILE = "runs.json", "trials.csv"
 KEPT = ("cell_id", "repeat", "step_time_s", "foreign_cores", "stolen_cores")
 """Columns of trials.csv after the run."""
@@ -51,7 +57,7 @@ UNREAD = {"distributions", "environment", "packages", "remarks", "torch_build"}
 RUNS = 10
 THIRD = "third"
 """Label of the cell that is compared with itself; the A/A pair is another twin, as in any run."""
-DOCUMENT = {
+DOCUMENT: dict[str, Any] = {
     "description": "a cell against itself, and against itself with a sleep of 5 % per step",
     "device": "cpu",
     "repeats": 10,
@@ -67,9 +73,19 @@ DOCUMENT = {
 """One rank with one thread, and a model that fits into a core's caches: trials are short, and only the machine's noise
 is compared. With two threads on two virtual cores, the same small step takes one of two times, a factor of 1.5 apart,
 for as long as a process lives; that is real, but it drowns 5 %."""
+PUBLISHED: dict[str, Any] = DOCUMENT | {
+    "workload": {"model": "tiny", "sequence_length": 64, "global_batch_size": 16},
+    "training": {"timed_windows": 4, "warmup_windows": 2},
+    "axes": {"backend": ["ddp-deferred", Delayed.name], "accumulate": [8], "world_size": [2]},
+}
+"""Two ranks, and the model, batch and windows of bench/matrices/cpu.toml at its largest N."""
+DESIGNS: Mapping[str, tuple[Path, dict[str, Any]]] = {
+    "one-rank": (REAL, DOCUMENT),
+    "published": (PLANTED, PUBLISHED),
+}
 
 
-def measure(folder: Path, number: int, observer: Observer) -> None:
+def measure(folder: Path, number: int, observer: Observer, document: dict[str, Any]) -> None:
     """Measure the run of that number, or go on with it; its seed is its number."""
     path = folder / f"run-{number}"
     if (path / MANIFEST).exists() and read_manifest(path).finished is not None:
@@ -80,7 +96,7 @@ def measure(folder: Path, number: int, observer: Observer) -> None:
     os.environ[EXTRA_BACKENDS] = f"{Delayed.__module__}:{Delayed.__name__}"
     backends = registry()
     if not (path / MANIFEST).exists():
-        chosen = matrix_file.parse(DOCUMENT, name="real", source="studies/realtrials.py").override(
+        chosen = matrix_file.parse(document, name="real", source="studies/realtrials.py").override(
             "training.seed", number, "seed"
         )
         start.create(path, Planned(chosen, backends, cells(chosen)), cold=False)
@@ -106,6 +122,8 @@ class Known:
     """The cell against itself, which must not be called faster or slower."""
     slower: ComparedPair
     """Against itself with the sleep, which must be called slower."""
+    slept: float | None
+    """The median share of a step that was really slept; None for runs that did not record it."""
 
 
 def keep(folder: Path) -> None:
@@ -118,10 +136,19 @@ def keep(folder: Path) -> None:
         manifests.append(
             {"name": path.name} | {k: v for k, v in read_document(path).items() if k not in UNREAD}
         )
-        trials.append(run.tables.trials[list(KEPT)].assign(run=path.name))
+        slept = {
+            (record.cell.cell_id, record.repeat): record.time.settings.get(SLEPT)
+            for record in run.records
+            if record.time is not None
+        }
+        kept = run.tables.trials[list(KEPT)].assign(run=path.name)
+        keys = zip(kept["cell_id"], kept["repeat"], strict=True)
+        trials.append(kept.assign(**{SLEPT: [slept.get(key) for key in keys]}))
     lines = ",\n".join(json.dumps(manifest, separators=(",", ":")) for manifest in manifests)
     (folder / RUN_FILE).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-    pd.concat(trials)[["run", *KEPT]].to_csv(folder / TRIAL_FILE, index=False, float_format="%.9g")
+    pd.concat(trials)[["run", *KEPT, SLEPT]].to_csv(
+        folder / TRIAL_FILE, index=False, float_format="%.9g"
+    )
 
 
 def stored(folder: Path) -> Iterator[Run]:
@@ -148,19 +175,49 @@ def stored(folder: Path) -> Iterator[Run]:
 
 def read(folder: Path) -> Iterator[Known]:
     """The runs that were measured. Raises InputError if one is not of this kind."""
+    slept = _slept(folder)
     for run in stored(folder):
         control, rows = control_of(Pool(runs=(run,))), Analysis(run=run).verdicts
         same = [row for row in rows if row.b.twin == THIRD]
         slower = [row for row in rows if row.b.backend == Delayed.name]
         if control is None or len(same) != 1 or len(slower) != 1:
             raise InputError(f"{folder}: {run.name} is not a run of the study; measure it again")
-        yield Known(run=run, control=control, same=same[0], slower=slower[0])
+        yield Known(
+            run=run,
+            control=control,
+            same=same[0],
+            slower=slower[0],
+            slept=slept.get(run.name),
+        )
+
+
+def _slept(folder: Path) -> dict[str, float]:
+    """By run, the median over trials of what was really slept."""
+    trials = pd.read_csv(folder / TRIAL_FILE)
+    if SLEPT not in trials:
+        return {}
+    return {
+        str(name): float(median(of_run))
+        for name, of_run in trials.dropna(subset=[SLEPT]).groupby("run")[SLEPT]
+    }
+
+
+def main() -> None:
+    """Measure the runs of each design that are not there yet, and keep them."""
+    parser = argparse.ArgumentParser(prog="python -m studies.realtrials", description=__doc__)
+    parser.add_argument("--design", choices=DESIGNS, action="append")
+    parser.add_argument("--runs", type=int, default=RUNS, metavar="N")
+    parser.add_argument("--budget", type=float, default=DOCUMENT["budget_s"], metavar="S")
+    arguments = parser.parse_args()
+    for design in arguments.design or DESIGNS:
+        folder, document = DESIGNS[design]
+        for number in range(arguments.runs):
+            with Display(Console(stderr=True), {}) as display:
+                measure(folder, number, display, document | {"budget_s": arguments.budget})
+        keep(folder)
+        for path in folder.glob("run-*"):
+            shutil.rmtree(path)
 
 
 if __name__ == "__main__":
-    for number in range(RUNS):
-        with Display(Console(stderr=True), {}) as display:
-            measure(REAL, number, display)
-    keep(REAL)
-    for path in REAL.glob("run-*"):
-        shutil.rmtree(path)
+    main()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -30,10 +29,9 @@ from bench.audit.semantics_files import (
     write_tables,
 )
 from bench.formatting import markdown as escape
-from bench.formatting import plural, some
-from bench.plan.cell import Status
 from bench.report.sections import EPOCH_END
 from studies import ROOT
+from studies.families import together
 
 SUITE, PLOTS, DOCS = (
     ROOT / "results/semantics",
@@ -44,20 +42,23 @@ THROUGHPUT = ROOT / "results/throughput/throughput.md"
 EPOCH_END_SCENARIO = "partial-window"
 PICTURED = ("partial-window", "resume", "exception", "zero-grad")
 """Scenarios whose weight maps are on the page."""
+USUAL = ("2 ranks", "N = 4")
+"""Parts of a scenario's setting that are said once for all."""
 INTRODUCTION = """\
 Each backend trains a model with one weight per use of a sample, by SGD with learning rate 1, so that an update \
 changes each weight by the coefficient of that sample's gradient. The right update is that of the full batch, all \
-samples of the window in one batch, whose coefficients sum to 1. A verdict without bold type leaves every update right \
-for some batch, but perhaps not for the one that was meant. In some scenarios the script makes a mistake, such as \
-`zero_grad` in mid-window, or goes on after an exception: their verdicts say what becomes of the update, not whose \
-fault it is. What a script of your own computes is found by [`python -m bench audit`](audit.md)."""
+samples of the window in one batch, whose coefficients sum to 1. **Bold** verdicts are wrong. Others leave every \
+update right for some batch, but perhaps not for the one that was meant. Where the script itself makes a mistake, by \
+`zero_grad` in mid-window, what was *cleared* or *kept* is told, and no backend is called wrong for it. \
+What a script of your own computes is found by [`python -m bench audit`](audit.md)."""
 NOTES = """\
 Where the first finding is *miscounted*, every update is right: what is wrong is a counter of the framework.
 
 Where gradients *leak*, those that are not reduced yet outlive `zero_grad`. Of FSDP2's, PyTorch's `reset_iter_state`, \
 which the scenario does not call, discards only those that await a deferred all-reduce.
 
-After `zero_grad`, `deepspeed-zero3-deferred` cannot continue on a CPU: DeepSpeed marks the open gradients as used by \
+After `zero_grad`, `deepspeed-zero3-deferred`, with offload or without, cannot continue on a CPU: DeepSpeed marks the \
+open gradients as used by \
 the current stream, and a CPU has none. On CUDA they are cleared ([GPUs](gpu.md#semantics))."""
 
 
@@ -66,10 +67,13 @@ def page(
 ) -> str:
     """The page in Markdown; ``rates`` has the findings on ThroughputMonitor, as list items."""
     facts = ", ".join(f"{escape(name)} {escape(value)}" for name, value in facts_of(about).items())
-    lines = ["# What each backend computes", "", INTRODUCTION, "", best(observations), ""]
+    lines = ["# What each backend computes", "", INTRODUCTION, ""]
     lines += ["## Questions", ""]
     lines += [
-        "Each verdict is followed by its most telling number and the backends; **bold** is wrong."
+        "Each verdict is followed by its most telling number and the backends; a pattern such as "
+        "`accelerate-*` stands for all that match it. "
+        "Unless said otherwise there are 2 ranks, and N = 4. "
+        "What the reduction of the loss does is told apart."
     ]
     for name, values in scenarios(observations).items():
         lines += [
@@ -95,8 +99,6 @@ def page(
         lines += [
             f"![{title}](../plots/semantics/weights-{name}.png)",
             "",
-            f"{title} ({_code(name)}).",
-            "",
         ]
     lines += ["## Every table and diagnosis", ""]
     lines += [
@@ -107,30 +109,18 @@ def page(
     return "\n".join(lines) + "\n"
 
 
-def best(observations: Sequence[Observation]) -> str:
-    """The backends that are wrong in the fewest scenarios, of those that run them all."""
-    observed = [by_backend(seen) for seen in observations]
-    wrong = Counter(seen["backend"] for seen in observed if seen["level"] == "wrong")
-    partial = {seen["backend"] for seen in observed if seen["verdict"] == Status.UNSUPPORTED}
-    backends = [name for name in backends_of(observations) if name not in partial]
-    least = min((wrong[name] for name in backends), default=0)
-    best = ", ".join(_code(name) for name in backends if wrong[name] == least) or "none"
-    fewest = f"these are wrong in the fewest, {least} of {len(scenarios(observations))}: {best}"
-    every = f"Of {plural(len(backends), 'backend')} that can run every scenario"
-    return f"{every}, {fewest}. What the reduction of the loss does is not counted."
-
-
 def question(name: str, values: Mapping[str, Any], seen: Sequence[Observation]) -> list[str]:
     """What a scenario asks, and the verdicts with the backends under which each came up."""
-    lines = [
-        f"**{escape(values['title'])}** ({_code(name)}: {escape(Scenario.from_dict(values).setting)})",
-        "",
-    ]
+    parts = Scenario.from_dict(values).setting.split(", ")
+    setting = ", ".join(part for part in parts if part not in USUAL)
+    lines = [f"**{escape(values['title'])}** ({_code(name)}: {escape(setting)})", ""]
     for only, cause in ((by_backend, ""), (by_loss, "the reduction of the loss: ")):
         parts = [only(observation) for observation in seen]
         told = [part for part in parts if not cause or part["findings"]]
         for verdict, backends in _by_text(told, _verdict).items():
-            names = some(backends) if cause or verdict == "right" else ", ".join(backends)
+            names = ", ".join(together(backends, [each["backend"] for each in seen]))
+            if verdict == "right" and len(backends) > 1:
+                names = f"the other {len(backends)}"
             lines.append(f"- {cause}{verdict}: {names}")
     return lines
 
@@ -150,23 +140,16 @@ def _by_text(
     return found
 
 
-def backends_of(observations: Iterable[Observation]) -> list[str]:
-    """In order of appearance."""
-    return list(dict.fromkeys(seen["backend"] for seen in observations))
-
-
 def _code(name: str) -> str:
     """The name as code, unless it would break out of it."""
     return escape(name) if set(name) & set("`|<\n") else f"`{name}`"
 
 
 def throughput() -> list[str]:
-    """The findings on ThroughputMonitor, as list items."""
-    return [
-        line
-        for line in THROUGHPUT.read_text(encoding="utf-8").splitlines()
-        if line.startswith("- ")
-    ]
+    """How many settings of ThroughputMonitor are right, and what changes that, as list items."""
+    lines = THROUGHPUT.read_text(encoding="utf-8").splitlines()
+    first, *_, last = (line for line in lines if line.startswith("- "))
+    return [first, last]
 
 
 def at_epoch_end(about: Mapping[str, Any], observations: Sequence[Observation]) -> dict[str, Any]:

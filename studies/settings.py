@@ -19,7 +19,7 @@ from bench.backends.torchtitan import REPLACED
 from bench.judge.loading import load
 from bench.run.trial_record import TrialRecord
 from bench.tabular import markdown_table
-from studies import ROOT
+from studies import ROOT, objections
 
 ABOUT = Path(__file__).with_suffix(".toml")
 DOCS = "docs/settings.md"
@@ -58,27 +58,32 @@ def of_frameworks(records: Iterable[TrialRecord]) -> dict[str, dict[str, list[An
 def page(records: Iterable[TrialRecord]) -> str:
     """The page. Raises AssertionError for a setting that settings.toml does not explain, or that no backend has."""
     about, recorded = tomllib.loads(ABOUT.read_text())["frameworks"], of_frameworks(records)
+    measured = objections.words()
     left = {(framework, path) for framework, settings in recorded.items() for path in settings}
     lines = [
         "# Settings",
         "",
-        "Settings that differ from each framework's default, with the reason. Written by",
-        "`python -m studies.settings RUN` from what the trials of a run have recorded.",
+        "Settings that differ from each framework's default, what of it is patched, and what its maintainers could",
+        "object to. Written by `python -m studies.settings RUN` from what the trials of a run have recorded.",
         "",
-        "All ZeRO backends but two are like for like: the bucket of stage 2 is DDP's, and stage 3 gathers one block at",
-        "a time as FSDP2 does, since a comparison with DDP and FSDP2 should not be one of bucket sizes. The two,",
-        "`deepspeed-zero2-defaults-eager` and `deepspeed-zero3-defaults-eager`, have DeepSpeed's own sizes. On the CPU",
-        "Accelerate knows no FSDP: two methods of its `PartialState` are overridden, so that ranks count as GPUs.",
+        "ZeRO backends are like for like: the bucket of stage 2 is DDP's, and stage 3 gathers one block at a time, as",
+        "FSDP2. `deepspeed-zero2-defaults-eager` and `deepspeed-zero3-defaults-eager` have DeepSpeed's own sizes.",
+        "",
+        "Objections are answered by ratios of step times at N = 4 on two ranks over gloo, with 95 %",
+        f"intervals, all from one run of `python -m studies.objections` ({measured['about']}).",
         "",
     ]
     for framework in about:
-        rows, same = [], []
+        rows: list[tuple[str, ...]] = []
         for path, words in framework["settings"].items():
             having = [name for name in framework["of"] if path in recorded.get(name, {})]
             assert having, f"{framework['title']}: no backend has the setting {path}"
             left -= {(name, path) for name in having}
+            if "with" in words:
+                first, *others = next(row for row in rows if f"`{words['with']}`" in row[0])
+                rows[rows.index((first, *others))] = (f"{first}, `{path}`", *others)
+                continue
             if "same" in words:
-                same.append(f"`{path}`: {words['same']}")
                 continue
             values = [value for name in having for value in recorded[name][path]]
             shown = words.get("here") or ", ".join(
@@ -92,17 +97,19 @@ def page(records: Iterable[TrialRecord]) -> str:
             "",
         ]
         lines += markdown_table(HEADER, rows)
-        if same:
-            lines += ["Recorded, and either the default or set by the cell:", ""]
-            lines += [*(f"- {text}" for text in same), ""]
-    lines += [
-        "What is not torchtitan's own:",
-        "",
-        *(f"- {what}: {instead}" for what, instead in REPLACED.items()),
-        "",
-    ]
+        lines += patches(framework)
+        objection = framework["objection"].format(**measured)
+        lines += [f"**What its maintainers could object to.** {objection}", ""]
+    own = "; ".join(f"{what}: {instead}" for what, instead in REPLACED.items())
+    lines += [f"What is not torchtitan's own: {own}.", ""]
     assert not left, f"settings.toml says nothing of {sorted(left)}"
     return "\n".join(lines)
+
+
+def patches(framework: Mapping[str, Any]) -> list[str]:
+    """What of a framework is replaced; settings.toml has the function of bench/backends, too."""
+    rows = [(what, instead) for what, instead, _ in framework.get("patched", ())]
+    return markdown_table(("patched", "how"), rows) if rows else []
 
 
 def main(run: str) -> None:

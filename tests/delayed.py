@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ DELAY = 0.05
 """The share of a step's time that is slept after it."""
 OVERSLEPT_S = 2e-4
 """The end of a sleep that is spent awake: the system wakes a sleeper that much too late, much for a short step."""
+SLEPT = "slept_share"
+"""Setting under which a trial records the median share that was really slept."""
 
 
 class Delayed(DDPDeferred):
@@ -27,6 +30,7 @@ class Delayed(DDPDeferred):
 
     def train(self, job: Job) -> None:
         awake: float | None = None
+        self.shares: list[float] = []
 
         def sleep(*_: Any) -> None:
             nonlocal awake
@@ -36,6 +40,7 @@ class Delayed(DDPDeferred):
                 time.sleep(max(0.0, until - now - OVERSLEPT_S))
                 while time.perf_counter() < until:
                     pass
+                self.shares.append((time.perf_counter() - now) / (now - awake))
             awake = time.perf_counter()
 
         def delayed(parameters: Iterable[Parameter]) -> Optimizer:
@@ -44,3 +49,7 @@ class Delayed(DDPDeferred):
             return optimizer
 
         super().train(dataclasses.replace(job, optimizer=delayed))
+
+    def settings(self) -> dict[str, Any]:
+        """With what was really slept, if there were two steps."""
+        return super().settings() | {SLEPT: statistics.median(self.shares) if self.shares else None}

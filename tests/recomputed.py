@@ -70,21 +70,28 @@ def over_runs(values: tuple[float, ...]) -> Interval:
     )
 
 
+ADDED = {"shared_nccl": False}
+"""Axes that older runs lack, with what they are there."""
+
+
 class Run:
     """A journal, and what follows from it; with others of the same cells, what follows from all of them."""
 
     def __init__(self, name: str, others: tuple[str, ...] = ()) -> None:
         self.others = [Run(other) for other in others]
         folder = ROOT / "results" / name
-        self.about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        manifest = (folder / "run.json").read_bytes()
+        self.about = json.loads(manifest)
         journal = (folder / "trials.jsonl").read_bytes()
-        self.sha256 = hashlib.sha256(journal).hexdigest()
+        sums = f"{hashlib.sha256(manifest).hexdigest()}  run.json\n"
+        sums += f"{hashlib.sha256(journal).hexdigest()}  trials.jsonl\n"
+        self.sha256 = hashlib.sha256(sums.encode()).hexdigest()
         self.trials: dict[str, list[dict[str, Any]]] = defaultdict(list)
         for record in map(json.loads, journal.splitlines()):
             assert record["status"] == "ok", "trials that failed are not recomputed here"
             self.trials[record["cell_id"]].append(record)
         self.everything = [
-            {**records[0]["cell"], "id": key} for key, records in self.trials.items()
+            {**ADDED, **records[0]["cell"], "id": key} for key, records in self.trials.items()
         ]
         self.cells = [
             c for c in self.everything if not c["twin"] and "reference" not in c["backend"]
@@ -116,13 +123,19 @@ class Run:
     def memory(self, cell: Cell) -> int:
         return int(self.first(cell, "memory")["peak"])
 
-    def sent(self, cell: Cell) -> float:
-        """Bytes that a ring sends per rank: an all-reduce goes round twice."""
-        share = (cell["world_size"] - 1) / cell["world_size"]
-        rows = self.first(cell, "collectives")
-        return sum(
-            (2.0 if row["op"] == "all_reduce" else 1) * share * row["payload_bytes"] for row in rows
-        )
+    def handed(self, cell: Cell) -> int:
+        """Payload bytes of the collectives of a step."""
+        return int(sum(row["payload_bytes"] for row in self.first(cell, "collectives")))
+
+    def sync_pairs(self, where: str) -> list[tuple[Cell, Cell]]:
+        """The deferred and the eager one of each family in a group, both correct."""
+        good = {cell["backend"]: cell for cell in self.good(where)}
+        found = []
+        for name, cell in good.items():
+            eager = name.replace("deferred", "eager")
+            if eager != name and eager in good:
+                found.append((cell, good[eager]))
+        return found
 
     def is_correct(self, cell: Cell) -> bool:
         return bool(self.first(cell, "update")["error"] <= UPDATE_LIMIT)

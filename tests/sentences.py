@@ -215,30 +215,72 @@ def at_a_price(run: Run, where: str, m: Groups) -> bool:
 @rule(
     r"(?P<family>FSDP2), deferred against eager: <x> times the step time <ends> and <m> times the memory"
 )
-@rule(r"deferring the sync saves <saved> % of a step with (?P<family>[\w-]+)")
-@rule(
-    r"deferring the sync cuts the ring traffic of (?P<family>[\w-]+) from <sb> MiB to <sa> MiB per rank"
-)
 def of_two_cells(run: Run, where: str, m: Groups) -> bool:
     """Either both are named, or a deferred one or a family is, and the other is its eager one."""
     a = m.get("a") or f"{m['family'].lower()}-deferred"
     cell, base = run.find(a, where), run.find(m.get("b") or a.replace("deferred", "eager"), where)
     ratio, memory = run.ratio(cell, base), [run.memory(c) / MIB for c in (cell, base)]
-    right = shows_interval(ratio, m, len(run.times(base))) and shows(
-        m.get("saved", ""), -100 * math.expm1(ratio.centre)
-    )
+    right = shows_interval(ratio, m, len(run.times(base)))
     said = m.get("verdict") or ("ambiguous" if "Alone, it looks" in where else "faster")
-    verdict = "sb" in m or run.verdict(cell, base).startswith(said)
+    verdict = run.verdict(cell, base).startswith(said)
     verdict = verdict and bool(m.get("may")) == ("may" in m and run.may_differ(cell, base))
     amounts = (("m", memory[0] / memory[1]), ("ma", memory[0]), ("mb", memory[1]))
-    amounts += (("sa", run.sent(cell) / MIB), ("sb", run.sent(base) / MIB))
     return right and verdict and all(shows(m.get(key, ""), value) for key, value in amounts)
+
+
+@rule(r"deferring the sync is shown to be faster in <k> of <n> pairs \((?P<families>[^)]*)\)")
+def faster_pairs(run: Run, where: str, m: Groups) -> bool:
+    """By the verdicts, and no pair is slower."""
+    pairs = run.sync_pairs(where)
+    verdicts = {cell["backend"]: run.verdict(cell, base) for cell, base in pairs}
+    faster = {name for name, verdict in verdicts.items() if verdict.startswith("faster")}
+    told = {f"{name}-deferred" for name in re.split(r", | and ", m["families"])}
+    is_slower = any(verdict.startswith("slower") for verdict in verdicts.values())
+    return (
+        told == faster and (int(m["k"]), int(m["n"])) == (len(faster), len(pairs)) and not is_slower
+    )
+
+
+@rule(
+    r"deferring the sync cuts what a rank hands to collectives to between <low> and <high> % in <k> of <n> pairs"
+)
+def handed_by_pairs(run: Run, where: str, m: Groups) -> bool:
+    shares = [run.handed(cell) / run.handed(base) for cell, base in run.sync_pairs(where)]
+    less = sorted(100 * share for share in shares if share < 1)
+    right = shows(m["low"], less[0]) and shows(m["high"], less[-1])
+    return right and (int(m["k"]), int(m["n"])) == (len(less), len(shares))
+
+
+@rule(
+    r"<x> times the peak memory \(<a> / <b> bytes\)",
+    r"<x> times the bytes to collectives \(<a> / <b>\)",
+)
+def of_bytes(run: Run, where: str, m: Groups) -> bool:
+    """A ratio of bytes of some cell and its eager one."""
+    found = []
+    for size in (run.memory, run.handed):
+        found += [
+            (size(cell), size(base)) for n in (1, 4, 8) for cell, base in run.sync_pairs(f"N = {n}")
+        ]
+    a, b = int(m["a"]), int(m["b"])
+    return (a, b) in found and shows(m["x"], a / b)
+
+
+@rule(r"The trials are those of the first of <k> runs")
+def of_first(run: Run, where: str, m: Groups) -> bool:
+    return int(m["k"]) == 1 + len(run.others)
+
+
+@rule(r"<x> MiB \(<bytes> bytes\) per step to collectives")
+def payload(run: Run, where: str, m: Groups) -> bool:
+    return int(m["bytes"]) in map(run.handed, run.cells) and shows(m["x"], int(m["bytes"]) / MIB)
 
 
 @rule(
     r"accumulation-bench:\w+:(?P<hash>[0-9a-f+]+)/(?P<a>\w+)(?:/(?P<b>\w+))? value=<x> low=<low> high=<high>"
     r"(?: n=<n>| runs=<num>)(?: nextlow=<nlow> nexthigh=<nhigh>)?"
-    r"(?: verdict=<verdict:word>)?(?: bytes=<bytes>)? sha256=(?P<sum>[0-9a-f+]+)"
+    r"(?: verdict=<verdict:word>)?(?: bytes=<bytes>)?(?: memory=<memory>)?(?: payload=<payload>)?"
+    r" sha256=(?P<sum>[0-9a-f+]+)"
 )
 def identified(run: Run, where: str, m: Groups) -> bool:
     """The line of a citation that a program reads."""
@@ -252,6 +294,11 @@ def identified(run: Run, where: str, m: Groups) -> bool:
     right = (
         right and m["hash"].split("+") == [one[:12] for one in sums] and m["sum"].split("+") == sums
     )
+    handed: float = run.handed(cell)
+    if base is not None:
+        handed /= run.handed(base)
+        right = right and shows(m["memory"] or "", run.memory(cell) / run.memory(base))
+    right = right and shows(m["payload"] or "", handed)
     return right and verdict and shows(m["bytes"], run.memory(cell))
 
 
@@ -310,7 +357,7 @@ def resolution(run: Run, where: str, m: Groups) -> bool:
 @rule(r"widest interval of a ratio <percent> %")
 @rule(
     r"A/A pair(?: at N ?= ?<an>)?:? <x> \(<low>(?:-| to )<high>\)",
-    r"A/A pair(?: at N ?= ?<an>)?: <low> - <high>(?=[.])",
+    r"A/A pair(?: at N ?= ?<an>)?: <low> - <high>(?=[.;])(?![.]\d)",
 )
 def precision(run: Run, where: str, m: Groups) -> bool:
     if percent := m.get("percent"):
@@ -370,7 +417,10 @@ def parameters(run: Run, where: str, m: Groups) -> bool:
 
 
 @rule(r"python -m bench run --matrix (?P<options>\w+(?: --budget \w+)? --out \S+)")
-@rule(r"(?i)\bcommit: (?P<commit>[0-9a-f]{40})", r"SHA-256 of the journal: (?P<sum>[0-9a-f]{64})")
+@rule(
+    r"(?i)\bcommit: (?P<commit>[0-9a-f]{40})",
+    r"SHA-256 of run.json and journal: (?P<sum>[0-9a-f]{64})",
+)
 @rule(
     r"(?<![\w-])(?P<name>[A-Za-z-]+) (?P<number>\d+\.\d+\.\d+[^\s,;]*?)(?=[,;.]?(?:\s|$))",
     r"AMD EPYC, <cores> cores",
@@ -441,12 +491,13 @@ def disturbed(run: Run, where: str, m: Groups) -> bool:
     r"<a:cells> needs? <x>x the memory of <b:cells>(?P<use>, mostly for \w+(?: \w+)?)",
     r"<a:cells> needs? <x>x the memory of <b:cells>(?P<use>: <mib> MiB more for \w+(?: \w+)? "
     r"and <mib2> MiB more for \w+(?: \w+)?)",
-    r"<a:cells> causes? <x>x the ring traffic of <b:cells>",
+    r"<a:cells> hands? <x>x the bytes of <b:cells> to collectives",
 )
 def extremes(run: Run, where: str, m: Groups) -> bool:
     """The largest over the smallest of the good cells of the group, whose names are all there or counted."""
-    size = run.memory if "use" in m else run.sent
+    size = run.memory if "use" in m else run.handed
     cells = sorted(run.good(where), key=size)
+    cells = [cell for cell in cells if size(cell) <= 5 * size(cells[len(cells) // 2])]
     for told, end in ((m["a"], cells[-1]), (m["b"], cells[0])):
         names, more = set(re.findall(r"[\w-]+-[\w-]+", told)), re.search(r"and (\d+) more", told)
         alike = {c["backend"] for c in cells if math.isclose(size(c), size(end), rel_tol=1e-3)}
@@ -467,9 +518,18 @@ def extremes(run: Run, where: str, m: Groups) -> bool:
     return right and shows(m["x"], size(cells[-1]) / size(cells[0]))
 
 
-rule(r"Parts without a key are below 0\.5 % of the axis")(
-    lambda *_: True
-)  # how the figure is drawn
+rule(
+    r"Parts without a key are below 0\.5 % of the axis",
+    r"in a ring, an all-reduce sends twice as much as an all-gather or a reduce-scatter of the same payload",
+    r"a dot above the line of its row was slower than the mean",
+)(lambda *_: True)  # how the figures are drawn, and what follows from no run
+
+
+@rule(r"<a:cells> (?:is|are) beyond the axis")
+def beyond(run: Run, where: str, m: Groups) -> bool:
+    cells = sorted(run.good(where), key=run.memory)
+    far = [c["backend"] for c in cells if run.memory(c) > 5 * run.memory(cells[len(cells) // 2])]
+    return set(far) == set(re.findall(r"[\w-]+-[\w-]+", m["a"]))
 
 
 @rule(r"Not timed: (?P<all>.*?)\.")
@@ -586,6 +646,7 @@ def blocks(run: Run, where: str, m: Groups) -> bool:
     "the slowest rank",
 )
 @rule(
+    "[Gg]loo reduces and scatters by a copy and an all-reduce, so what deferring saves is partly gloo's own cost",
     "largest peak(?: of a rank)?",
     "(?:Times cannot|No times can) be compared",
     "More frameworks, at N = 4: popular",

@@ -19,11 +19,12 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from bench import cli
 from bench import files as bench_files
 from bench.backends.base import built_in, registry
 from bench.backends.plain import DDPDeferred
 from bench.cli import main
-from bench.commands import COMMANDS
+from bench.commands import COMMANDS, TRAINING
 from bench.errors import BAD, DEFECT, GOOD, INTERRUPTED, WRONG
 from bench.judge.gates import EXPECTED
 from bench.launch import gpus as launch_gpus
@@ -122,6 +123,8 @@ FILES = {
     "auto.toml": MATRIX.replace("[1, 2]", '"auto"'),
     "empty.toml": "",
     "short.txt": "x" * 64,
+    "gpt2.json": '{"model_type": "gpt2"}',
+    "llama.json": '{"model_type": "llama", "hidden_size": "wide", "num_attention_heads": 2}',
 }
 BAD_INPUT = {
     "run --matrix cpu": [
@@ -178,6 +181,7 @@ BAD_INPUT = {
             r"--share-gpu: is for ranks that exist; give --world-size too",
         ),
         ("--colour red", r"unrecognized arguments: --colour red; see .* --help"),
+        ("--repaets 3", r"--repaets is unknown; did you mean --repeats\?; see .* run --help"),
         ("--out short.txt", r"--out short.txt: cannot be written \(.*\); name a folder that can"),
         (
             "--out short.txt/below",
@@ -339,6 +343,45 @@ BAD_INPUT = {
             r"--exact: ddp-eager cannot run on fake tensors",
         ),
         ("--mfu 140% --peak H100", "--mfu"),
+        ("--model hf:nowhere", r"hf:nowhere': nowhere"),
+        (
+            "--model hf:gpt2.json",
+            r"gpt2.json: the layout of model_type 'gpt2' is unknown; known are llama",
+        ),
+        (
+            "--model hf:llama.json",
+            r"llama.json: hidden_size is 'wide'; it must be an integer of at least 1",
+        ),
+        ("--link H100 --world-size 12", r"--link: .* 8 does not divide the 12 ranks"),
+        ("--link H300", r"--link: 'H300' is not .* or one of A100"),
+        ("--parameters fp8", "--parameters"),
+        ("--plot front.png", r"--plot: says more about --batch"),
+        ("--batch 64", r"--accumulate: --batch searches it"),
+        (
+            "--exact --device cpu --backend fsdp2-eager --parameters bf16",
+            r"--exact: no backend trains without fp32 masters",
+        ),
+    ],
+    "predict --world-size 64 --sequence 8192 --precision bf16 --model tiny": [
+        ("", r"--accumulate: is missing"),
+        (
+            "--batch 100 --link H100 --peak H100",
+            r"--batch: 100 samples do not divide by the 64 ranks",
+        ),
+        ("--batch 128", r"--batch: compares times; give --link"),
+        ("--batch 128 --link H100", r"--batch: compares times; give --peak"),
+        (
+            "--batch 128 --link H100 --peak H100 --micro-batch 2",
+            r"--micro-batch: --batch searches it",
+        ),
+        (
+            "--batch 128 --link H100 --peak H100 --plot front.svg",
+            r"--plot front.svg: must end in .png",
+        ),
+        (
+            "--batch 128 --link H100 --peak H100 --plot no/front.png",
+            r"--plot no/front.png: cannot be",
+        ),
     ],
 }
 """By the beginning of a command, what is wrong in it and what is said of that."""
@@ -376,6 +419,21 @@ def test_a_defect_of_the_bench_is_one_line_that_says_where_to_report_it(place: P
         and err.startswith("Traceback (most recent call last):")
         and "report it" in err
     )
+
+
+@pytest.mark.parametrize("command", sorted(TRAINING))
+def test_other_systems_are_told_in_one_line_what_works_there(
+    place: Place, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli.sys, "platform", "darwin")
+    assert f"{command} trains, which needs Linux" in place.refused(command)
+
+
+def test_windows_is_told_so_in_one_line() -> None:
+    code = "import sys; sys.platform = 'win32'; import bench.cli"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode and done.stderr.startswith("bench: does not run on Windows")
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_python_without_the_packages_is_told_where_they_are() -> None:

@@ -27,6 +27,7 @@ PAGES = [
         f"docs/{name}.md"
         for name in (
             "architecture",
+            "ci",
             "commands",
             "gpu",
             "matrix",

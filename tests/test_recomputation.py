@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import csv
+import fnmatch
 import json
 import math
 import re
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -225,15 +226,26 @@ def held(record: dict[str, Any], use: str) -> int:
     return sum(size for key, size in record["memory"].items() if key.startswith(f"held_{use}"))
 
 
-def sent(record: dict[str, Any], operation: str) -> str:
-    """Calls and MiB of an operation such as ``all_reduce of float32 in the shard group``, as the page has them."""
-    op, _, dtype, *group = operation.removesuffix(" group").split(" ", 3)
-    wanted = (op, dtype, group[0].removeprefix("in the ") if group else "world")
-    found = [
-        row for row in record["collectives"] if (row["op"], row["dtype"], row["group"]) == wanted
-    ]
-    size = found[0]["payload_bytes"] / MIB if found else 0.0
-    return f"{found[0]['calls']}: {f'{size:.1f}' if size >= 0.05 else '<0.1'}" if found else "-"
+def sent(record: dict[str, Any]) -> str:
+    """Calls, operations and MiB, as the page has them."""
+    texts = []
+    for row in sorted(
+        record["collectives"], key=lambda row: (row["op"], row["dtype"], row["group"])
+    ):
+        dtype = "" if row["dtype"] == "float32" else f" of {row['dtype']}"
+        ranks = "" if row["group"] == "world" else f" ({row['group']})"
+        size = f"{row['payload_bytes'] / MIB:.1f}" if row["payload_bytes"] >= 0.05 * MIB else "<0.1"
+        texts.append(f"{row['calls']} {row['op']}{dtype}{ranks} {size}")
+    return "<br>".join(texts)
+
+
+def members(names: str, known: Collection[str]) -> Iterator[str]:
+    """The backends that a cell names; those that match a pattern such as ```accelerate-*``` as one."""
+    for name in names.split(", "):
+        if name.startswith("`"):
+            yield from fnmatch.filter(known, name.strip("`"))
+        else:
+            yield name
 
 
 def test_the_page_on_bytes_follows_from_the_journals() -> None:
@@ -255,11 +267,9 @@ def test_the_page_on_bytes_follows_from_the_journals() -> None:
     compared = 0
     for heading, row in rows_of(ROOT / "docs" / "memory-and-bytes.md"):
         expected: dict[str, str] = {}
-        for backend in row["backend"].split(", "):
+        for backend in members(row["backend"], {name for name, _, _ in records}):
             if heading.startswith("## Collectives"):
-                expected = {
-                    f"N = {n}": sent(records[backend, n, 4], row["operation"]) for n in (1, 4)
-                }
+                expected = {f"N = {n}": sent(records[backend, n, 4]) for n in (1, 4)}
             elif heading.startswith("## Gradients held"):
                 worlds = {
                     column: int(column.split()[3].strip(",")) for column in row if "W = " in column
@@ -277,7 +287,7 @@ def test_the_page_on_bytes_follows_from_the_journals() -> None:
                 }
             assert expected == {column: row[column] for column in expected}, (heading, backend)
             compared += len(expected)
-    assert compared > 300
+    assert compared > 240
 
 
 SWAPPED = {

@@ -240,7 +240,7 @@ def _cleared(decoded: DecodedScenario) -> Iterator[Finding]:
     if rest is not None:
         discarded = plural(len(before), "micro-batch")
         text = f"zero_grad discarded the {discarded} before it"
-        yield error("cleared", f"{text}; the sum of the update is {rest.sum:.3g}")
+        yield note("cleared", f"{text}; the sum of the update is {rest.sum:.3g}")
 
 
 def _rest_of_cleared_window(decoded: DecodedScenario) -> DecodedUpdate | None:

@@ -37,7 +37,7 @@ MAX_UPDATES, MIN_UPDATES = 16, 3
 MAX_COLUMNS, MAX_EPOCHS = 120, 10
 """Samples and epochs drawn side by side; two epochs are drawn even if they have more samples."""
 MAX_MAPS = 12
-ROW, LINE, BAR, MAPS_HEIGHT = 0.135, 0.125, 0.75, 6.3
+ROW, LINE, BAR, MAPS_HEIGHT = 0.135, 0.125, 0.75, 6.9
 """Inches: of an update, of a line of words, of the colour bar with its words, and of all maps
 together."""
 COLOUR_LIMIT = 8.0
@@ -106,7 +106,10 @@ class WeightMap:
         }
 
     def drawn(self, most: int, epochs: int) -> range:
-        """Updates that are drawn: of those with samples of these epochs, the last of the most wrong in a row."""
+        """Updates that are drawn, of those with samples of these epochs: the first in a row.
+
+        If all of these are right and later ones are not, the first of the most wrong in a row.
+        """
         worst: dict[int, float] = {}
         for (update, epoch, _), weight in self.weights.items():
             if epoch < epochs:
@@ -116,7 +119,9 @@ class WeightMap:
             off[update] = wrong
         length = min(most, len(off))
         sums = np.convolve(off, np.ones(length), "valid").round(2)
-        first = int(np.flatnonzero(sums == sums.max())[-1])
+        first = 0
+        if not sums[0]:
+            first = int(np.flatnonzero(sums == sums.max())[0])
         return range(first, first + length)
 
     def image(self, updates: int, epochs: int) -> np.ndarray[Any, np.dtype[np.float64]]:

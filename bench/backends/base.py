@@ -216,6 +216,25 @@ class Backend(ABC):
         return ""
 
 
+class Offloading(Backend):
+    """What a backend is made from, too, whose masters, with their gradients and the optimizer, rest on the host.
+
+    On CUDA the host's memory, and what is copied between host and device, are measured too.
+    """
+
+    @classmethod
+    def remark(cls, cell: Cell) -> str:
+        found = [super().remark(cell)]
+        if cell.device is Device.CPU:
+            found.append(
+                "on the CPU the device is the host: nothing is copied between them and nothing is pinned, so time and "
+                "memory say nothing about offload from a GPU"
+            )
+        else:
+            found.append("the update runs on the host, on as many threads as the rank has")
+        return "; ".join(filter(None, found))
+
+
 def load(name: str) -> None:
     """Import ``module``, or call ``module:function``, unless it is not installed; see ``Backend.preloaded``."""
     module, _, function = name.partition(":")

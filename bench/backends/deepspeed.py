@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench.backends.base import BF16_PARAMETERS, Backend, BackendFamily
+from bench.backends.base import BF16_PARAMETERS, Backend, BackendFamily, Offloading
 from bench.backends.training_job import Job
 from bench.backends.zero_options import gather_after_updates, zero_config
 from bench.errors import UnsupportedError
@@ -106,17 +106,26 @@ def holdings(engine: Any) -> dict[Category, list[Tensor]]:
         return found
 
     masters = tensors("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
+    staged = tensors("param_buffer_of_bit16_for_cpu_offload_groups")
     partitioned = list(itertools.chain.from_iterable(getattr(zero, "fp16_groups", [])))
     buffers = [bucket.buffer for bucket in zero.ipg_buckets.values()]
     averaged = [
         getattr(group, "flat_partition", group) for group in zero.averaged_gradients.values()
     ]
     return {
-        Category.COMMUNICATION: [leaf for leaf in tree_leaves(buffers) if leaf is not None],
-        Category.PARAMETERS_SHARDED: masters + [parameter.ds_tensor for parameter in partitioned],
+        Category.COMMUNICATION: [
+            *(leaf for leaf in tree_leaves(buffers) if leaf is not None),
+            *tensors("temp_grad_buffer_for_cpu_offload", "temp_grad_buffer_for_gpu_offload"),
+        ],
+        Category.PARAMETERS_SHARDED: [
+            *masters,
+            *staged,
+            *(parameter.ds_tensor for parameter in partitioned),
+        ],
         Category.PARAMETERS_UNSHARDED: tensors("bit16_groups_flat") + partitioned,
         Category.GRADIENTS_SHARDED: [
             *tensors("all_grad_tensors", "grads_in_partition", "grad_partitions_flat_buffer"),
+            *tensors("accumulated_grads_in_cpu"),
             *(leaf for leaf in tree_leaves(averaged) if leaf is not None),
             *(master.grad for master in masters if master.grad is not None),
         ],
@@ -344,3 +353,43 @@ class DeepSpeedZero3Deferred(ZeroStage3, DeepSpeedZero2Deferred):
 
     name = "deepspeed-zero3-deferred"
     refuses = Refusals(compiled=GATHERS_IN_HOOKS, bf16=SUMS_IN_BF16)
+
+
+class ZeroOffload(Offloading, ZeroBackend):
+    """Turns a backend of ZeRO into one whose masters, gradients of masters and optimizer rest on the host.
+
+    The update is that of torch's optimizer on tensors of the host, as ``zero_force_ds_cpu_optimizer``
+    allows: DeepSpeedCPUAdam has to be compiled first, with the CUDA toolkit on a machine with GPUs.
+    """
+
+    framework, colour = "DeepSpeed offload", "#117733"
+
+    @classmethod
+    def remark(cls, cell: Cell) -> str:
+        if cell.device is Device.CPU:
+            return super().remark(cell)
+        return f"{super().remark(cell)}, by torch's optimizer and not by DeepSpeedCPUAdam"
+
+
+class DeepSpeedZero2Offload(ZeroOffload, DeepSpeedZero2Eager):
+    """Stage 2 with ``offload_optimizer``: in fp32 every micro-batch adds to sums on the host."""
+
+    name = "deepspeed-zero2-offload"
+
+
+class DeepSpeedZero2OffloadDeferred(ZeroOffload, DeepSpeedZero2Deferred):
+    """``deepspeed-zero2-offload`` with ``engine.coalesce_grad_reduction``."""
+
+    name = "deepspeed-zero2-offload-deferred"
+
+
+class DeepSpeedZero3Offload(ZeroOffload, DeepSpeedZero3Eager):
+    """Stage 3 with ``offload_optimizer`` and ``offload_param``: shards of parameters rest on the host, too."""
+
+    name = "deepspeed-zero3-offload"
+
+
+class DeepSpeedZero3OffloadDeferred(ZeroOffload, DeepSpeedZero3Deferred):
+    """``deepspeed-zero3-offload`` with ``engine.coalesce_grad_reduction``."""
+
+    name = "deepspeed-zero3-offload-deferred"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from bench.backends.base import BF16_PARAMETERS, Backend, BackendFamily
+from bench.backends.base import BF16_PARAMETERS, Backend, BackendFamily, Offloading
 from bench.backends.training_job import Job
 from bench.plan.categories import Category
 from bench.plan.cell import SHARDED_REFERENCE, Sharding, Stepping, Sync
@@ -14,7 +14,7 @@ from bench.plan.world import Refusals
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
 
 def mixed_precision(*, bf16: bool) -> MixedPrecisionPolicy:
@@ -37,17 +37,22 @@ def shard(
     *,
     bf16: bool,
     reshard_after_forward: bool,
+    offload_policy: OffloadPolicy | None = None,
 ) -> FSDPModule:
     """``fully_shard`` each block, then the root, in place; the root is never resharded after forward (the default)."""
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import OffloadPolicy, fully_shard
 
-    policy = mixed_precision(bf16=bf16)
-    for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     of_root = None
     if not reshard_after_forward:
         of_root = False
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=of_root)
+    common: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": mixed_precision(bf16=bf16),
+        "offload_policy": offload_policy or OffloadPolicy(),
+    }
+    for block in blocks:
+        fully_shard(block, reshard_after_forward=reshard_after_forward, **common)
+    fully_shard(model, reshard_after_forward=of_root, **common)
     return cast("FSDPModule", model)
 
 
@@ -164,6 +169,7 @@ class FSDP2Eager(FSDP2Backend):
             mesh,
             bf16=job.bf16,
             reshard_after_forward=reshard_after_forward,
+            offload_policy=self.offload_policy(job),
         )
         self.optimizer = job.optimizer(model.parameters())
         self.continue_training(job)
@@ -173,6 +179,10 @@ class FSDP2Eager(FSDP2Backend):
         from torch.distributed.device_mesh import init_device_mesh
 
         return init_device_mesh(job.device.type, (job.world_size,))
+
+    def offload_policy(self, job: Job) -> OffloadPolicy | None:
+        """Where shards, their gradients and the optimizer rest; None for the device."""
+        return None
 
     def continue_training(self, job: Job) -> None:
         self.optimizer.zero_grad()
@@ -229,6 +239,33 @@ class FSDP2DeferredResident(FSDP2Zero2Deferred):
 
     name = "fsdp2-deferred-resident"
     sharding = Sharding.OPTIMIZER
+
+
+class FSDP2OffloadEager(Offloading, FSDP2Eager):
+    """With ``CPUOffloadPolicy``: shards, their gradients and the optimizer rest on the host.
+
+    Shards are copied to the device for every gather, and reduced gradients to the host. Pinned
+    memory is the default, but needs a device. Norms for clipping, and gathers for comparisons, are of
+    tensors of the host, so NCCL needs gloo beside it (``bench.launch.rank``).
+    """
+
+    name, framework = "fsdp2-offload-eager", "FSDP2 offload"
+    colour = "#DDAA33"
+
+    def offload_policy(self, job: Job) -> OffloadPolicy:
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        return CPUOffloadPolicy(pin_memory=job.device.type != "cpu")
+
+    def settings(self) -> dict[str, Any]:
+        return super().settings() | {"offload_policy": "CPUOffloadPolicy"}
+
+
+class FSDP2OffloadDeferred(FSDP2OffloadEager):
+    """``fsdp2-offload-eager`` with the reduction deferred: whole gradients are summed on the device."""
+
+    name = "fsdp2-offload-deferred"
+    sync = Sync.DEFERRED
 
 
 class ShardedReference(FSDP2Deferred):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from bench.backends.base import known
+from bench.backends.base import Offloading, known
 from bench.backends.training_job import Job
 from bench.errors import UnsupportedError
 from bench.plan.cell import Cell, Device
@@ -45,10 +45,13 @@ def zero_config(backend: type[ZeroBackend], job: Job, model: nn.Module) -> dict[
         }
         for block in blocks:
             check_input(block)
+    allowed = {"zero_allow_untested_optimizer": True}
+    if issubclass(backend, Offloading):
+        allowed["zero_force_ds_cpu_optimizer"] = False
     return {
         "train_micro_batch_size_per_gpu": job.cell.micro_batch_size,
         "gradient_clipping": job.clip_norm,
-        "zero_allow_untested_optimizer": True,
+        **allowed,
         "bf16": {"enabled": job.bf16},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
@@ -89,6 +92,8 @@ def zero_options(
     on one rank. In stage 3 it is on, as by default: on one rank the host waits at every fetch for
     the gather stream (partition_parameters.py:NoGatherHandle.wait), which without overlap is the
     compute stream.
+
+    Offloading uses pinned memory, the default, where there is a device to copy to.
     """
     stage = backend.stage
     sizes: dict[str, Any] = DEFAULTS
@@ -107,6 +112,11 @@ def zero_options(
         }
         if stage == 3:
             sizes["leaf_module"] = {}  # zero_config names the classes of the blocks
+    if issubclass(backend, Offloading):
+        on_host = {"device": "cpu", "pin_memory": cell.device is Device.CUDA}
+        sizes = {**sizes, "offload_optimizer": on_host}
+        if stage == 3:
+            sizes["offload_param"] = on_host
     return {
         "stage": stage,
         "overlap_comm": cell.device is Device.CUDA and (stage == 3 or cell.world_size > 1),

@@ -15,9 +15,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "invariance",
         "accumulation",
         "predict",
+        "trace",
     ),
 }
 """Modules of this package by what they are for, in the order in which ``--help`` lists them."""
 
-TRAINING = frozenset({"run", "semantics", "throughput", "accumulation"})
+TRAINING = frozenset({"run", "semantics", "throughput", "accumulation", "trace"})
 """Those that train: they need torch, which an installation without the extra ``frameworks`` does not bring."""

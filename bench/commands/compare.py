@@ -108,7 +108,7 @@ def _thresholds(text: str) -> dict[str, float]:
         name, equals, value = (word.strip() for word in part.partition("="))
         if name not in METRICS:
             raise argparse.ArgumentTypeError(
-                f"'{name}' is unknown; {suggest(name, METRICS)}, such as slower=5%"
+                f"'{name}' is no limit such as slower=5%; {suggest(name, METRICS)}"
             )
         if not equals:
             raise argparse.ArgumentTypeError(f"'{name}' has no threshold; write {name}=5%")

@@ -149,15 +149,9 @@ def python(numbers: Sequence[int], metadata: Metadata) -> Iterator[Finding]:
     """Whether this version of Python is tested."""
     number = ".".join(map(str, numbers))
     version = Version(number)
-    named = [name.rpartition(":: ")[2] for name in metadata.get("Classifier", ())]
-    tested = sorted(Version(name) for name in named if name.startswith("3."))
     needed = SpecifierSet(",".join(metadata.get("Requires-Python", ())))
     if version not in needed:
-        yield error("python", f"{number} is too old: install Python {needed}")
-    elif tested and version.release[:2] > tested[-1].release:
-        yield warning(
-            "python", f"{number} is newer than what is tested: Python {tested[0]} to {tested[-1]}"
-        )
+        yield error("python", f"{number} is not supported: install Python {needed}")
     else:
         yield good("python", number)
 

@@ -133,7 +133,7 @@ def _write(frames: Frames, form: str, out: Path) -> list[Path]:
         raise InputError(f"--out {out}: pytest-benchmark reads files that end in .json; name one")
     found = document(frames)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(found, indent=4, allow_nan=False) + "\n", encoding="utf-8")
+    files.write(out, json.dumps(found, indent=4, allow_nan=False) + "\n")
     for cell in found["left_out"]:
         print(f"left out: {cell['name']}: {cell['why'] or cell['status']}", file=sys.stderr)
     if not found["benchmarks"]:

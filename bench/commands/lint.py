@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     findings = lint(arguments.configs, options)
     if arguments.sarif:
         with files.writing(f"--sarif {arguments.sarif}"):
-            arguments.sarif.write_text(json.dumps(sarif(findings), indent=2) + "\n")
+            files.write(arguments.sarif, json.dumps(sarif(findings), indent=2) + "\n")
     if arguments.json:
         print(json.dumps([finding.to_dict() for finding in findings], indent=2))
     else:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bench.commands.options import (
@@ -18,13 +19,15 @@ from bench.commands.options import (
     share,
 )
 from bench.errors import GOOD, InputError, suggest
+from bench.forecast.link_presets import NCCL_LATENCY_S, PRESETS
 from bench.plan.cell import Cell, Device, Precision
 from bench.plan.matrix import OPTIMIZERS
-from bench.plan.models import SIZES
+from bench.plan.models import HUGGING_FACE, SHAPES, SIZES, shape_of
 from bench.run.journal import MANIFEST, read_manifest
 from bench.run.machine import BF16_PEAK_FLOPS, peak_flops
 
 if TYPE_CHECKING:
+    from bench.forecast.choice import Question
     from bench.forecast.prediction import Link
 
 TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -44,14 +47,29 @@ FLOPS = {"TFLOP/s": 1e12, "PFLOP/s": 1e15}
 TWO_LEVELS = "intra=450GB/s,inter=50GB/s"
 INTEGER = integer_to(2**24)
 """Beyond it a step would be longer than any training."""
-NEEDS = {"latency": "link", "node_size": "link", "reserve": "memory", "mfu": "peak"}
+NEEDS = {
+    "latency": "link",
+    "node_size": "link",
+    "reserve": "memory",
+    "mfu": "peak",
+    "plot": "batch",
+}
 """Options that say more about another one."""
+SEARCHED = (
+    "accumulate",
+    "micro_batch",
+    "activation_checkpointing",
+    "selective_checkpointing",
+)
+"""What --batch searches."""
+PICTURE = ".png"
 DESCRIPTION = (
     "By arithmetic: a rank's memory at its peak by category, the collectives of an optimizer step, "
     "and with --link and a time of compute two estimates of a step's time: with communication "
     "hidden as far as it can be, and with none hidden. It begins with a recommendation: the "
-    "backend that is the best by both estimates, or what leads while that is undecided. Nothing is "
-    "run, but for --exact."
+    "backend that is the best by both estimates, or what leads while that is undecided. With --batch "
+    "it searches micro-batch, N, backend and checkpointing for one global batch, and shows the front "
+    "of time against memory. Nothing is run, but for --exact."
 )
 
 
@@ -61,33 +79,58 @@ def add(commands: Any) -> None:
         help="predict memory, collectives and step times without running",
         description=DESCRIPTION,
     )
+    _add_training(parser)
+    _add_machine(parser)
+    _add_output(parser)
+
+
+def _add_training(parser: Any) -> None:
+    """What is trained."""
     option = parser.add_argument
-    option("--model", choices=[*SIZES], required=True, help="a shipped model")
+    words = f"a shipped model ({', '.join(SIZES)}), another one ({', '.join(SHAPES)}), or hf:CONFIG, a config.json of "
+    words += "transformers or the folder that has it"
+    option("--model", required=True, metavar="NAME", help=words)
     option("--world-size", type=INTEGER, required=True, metavar="W", help="ranks")
     words = "micro-batches per optimizer step on a rank"
-    option("--accumulate", type=INTEGER, required=True, metavar="N", help=words)
+    option("--accumulate", type=INTEGER, metavar="N", help=words)
     words = "samples per micro-batch on a rank (default: 1)"
-    option("--micro-batch", type=INTEGER, default=1, metavar="M", help=words)
+    option("--micro-batch", type=INTEGER, metavar="M", help=words)
+    words = "instead of both: samples per optimizer step over all ranks; micro-batch, N, backend and checkpointing are "
+    words += "searched (needs a link and a time of compute)"
+    option("--batch", type=INTEGER, metavar="B", help=words)
     option("--sequence", type=INTEGER, required=True, metavar="S", help="tokens per sample")
     words = "dtype of forward and backward"
     option("--precision", choices=list(map(str, Precision)), required=True, help=words)
+    words = "dtype of parameters, gradients and moments (default: fp32); bf16: without fp32 masters"
+    option("--parameters", choices=["fp32", "bf16"], default="fp32", help=words)
     words = "(default: adamw-foreach)"
     option("--optimizer", choices=OPTIMIZERS, default="adamw-foreach", help=words)
     add_device(parser, Device.CUDA)
     add_backend(parser)
     words = "blocks keep their input alone, and are recomputed"
     option("--activation-checkpointing", action="store_true", help=words)
+    words = "the same, but blocks also keep the results of attention and of every second product, as in torchtitan"
+    option("--selective-checkpointing", action="store_true", help=words)
+
+
+def _add_machine(parser: Any) -> None:
+    """On what: memory, links and compute."""
+    option = parser.add_argument
     words = "memory of a device, such as 80GiB"
     option("--memory", type=_amount(BYTES, "80GiB"), metavar="SIZE", help=words)
-    words = "of that, kept free for what is not predicted (default: CUDA context, NCCL, the allocator's fragments)"
+    words = "of that, kept free for what is not predicted (default on a GPU: CUDA context, NCCL, and what is published "
+    words += "of memory that the allocator reserves beyond the peak)"
     option("--reserve", type=_amount(BYTES, "4GiB", zero=True), metavar="SIZE", help=words)
     links = parser.add_mutually_exclusive_group()
-    words = "rate at which a rank can send, such as 50GB/s or 400Gbit/s (400Gbps); with --node-size one "
+    words = f"rates of a kind of machine by its datasheets ({', '.join(PRESETS)}), or the rate "
+    words += (
+        "at which a rank can send, such as 50GB/s or 400Gbit/s (400Gbps); with --node-size one "
+    )
     words += (
         "rate within a node, and one to others, which is its share of the node's network cards: "
     )
     words += TWO_LEVELS
-    links.add_argument("--link", type=_rates, metavar="RATE", help=words)
+    links.add_argument("--link", type=_rates, metavar="GPU|RATE", help=words)
     words = (
         "instead of --link: the rates and the latency that this run measured before its first trial"
     )
@@ -95,8 +138,9 @@ def add(commands: Any) -> None:
     option("--node-size", type=INTEGER, metavar="G", help="consecutive ranks that are a node")
     words = "replicas of HSDP backends, each sharded over W / R consecutive ranks (default: as many as nodes)"
     option("--replicate", type=INTEGER, metavar="R", help=words)
-    words = "latency of a collective call, such as 20us (default: 0)"
-    option("--latency", type=_amount(TIMES, "20us"), metavar="TIME", help=words)
+    words = "latency of a collective call, such as 20us (default: 32us on GPUs, a ring of 8 by NCCL's cost model; 0 on "
+    words += "CPUs)"
+    option("--latency", type=_amount(TIMES, "20us", zero=True), metavar="TIME", help=words)
     compute = parser.add_mutually_exclusive_group()
     words = "compute time of one optimizer step, recomputation included, such as 1.9s"
     compute.add_argument("--compute-time", type=_amount(TIMES, "1.9s"), metavar="TIME", help=words)
@@ -104,6 +148,12 @@ def add(commands: Any) -> None:
     compute.add_argument("--peak", metavar="GPU|RATE", help=words)
     words = "share of the peak that is reached (default: 35%%)"
     option("--mfu", type=share, metavar="P", help=words)
+
+
+def _add_output(parser: Any) -> None:
+    option = parser.add_argument
+    words = "with --batch: draw time against memory into this file, a PNG"
+    option("--plot", type=named, metavar="FILE", help=words)
     words = "also show the rows of wrappers that equal another backend"
     option("--all", action="store_true", help=words)
     words = "also measure the peak of the backend of --backend, by a trial on fake tensors (a minute for 8b)"
@@ -122,10 +172,30 @@ def _amount(
     return quantity(units, what, zero=zero)
 
 
-def _rates(text: str) -> tuple[float, float | None]:
-    """The rate to other nodes and, of a link of two levels, that within a node, in bytes/s."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GivenLink:
+    """The value of ``--link``; rates in bytes/s."""
+
+    inter: float
+    intra: float | None = None
+    node_size: int | None = None
+    """Ranks of a node of this kind of machine."""
+    source: str = ""
+
+
+def _rates(text: str) -> GivenLink:
+    """The rate to other nodes and, of a link of two levels, that within a node."""
+    if text in PRESETS:
+        preset = PRESETS[text]
+        return GivenLink(
+            inter=preset.inter_bytes_per_s,
+            intra=preset.intra_bytes_per_s,
+            node_size=preset.node_size,
+            source=preset.source,
+        )
+    example = f"50GB/s, or two of them: {TWO_LEVELS}, or one of {', '.join(PRESETS)}"
     if "=" not in text:
-        return _amount(RATES, f"50GB/s, or two of them: {TWO_LEVELS}")(text), None
+        return GivenLink(inter=_amount(RATES, example)(text))
     rates = {}
     for part in text.split(","):
         level, sign, rate = part.partition("=")
@@ -135,15 +205,36 @@ def _rates(text: str) -> tuple[float, float | None]:
         wrong = f"'{text}' does not name intra and inter, such as {TWO_LEVELS}"
         raise argparse.ArgumentTypeError(wrong)
     read = _amount(RATES, "50GB/s")
-    return read(rates["inter"]), read(rates["intra"])
+    return GivenLink(inter=read(rates["inter"]), intra=read(rates["intra"]))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from bench.forecast.choice import Question, answer
-    from bench.forecast.fit import exact_peak, reserve_bytes
+    from bench.forecast.choice import answer
     from bench.forecast.prediction_text import printed_lines
 
     _check_needs(arguments)
+    question = _question(arguments)
+    chosen = _chosen_with_formulas(arguments, question.cell)
+    if arguments.batch is not None:
+        return _search(arguments, question, chosen)
+    shows_all = bool(arguments.all or arguments.backend)
+    rows, choices = answer(question, chosen, grouped=not shows_all)
+    if arguments.exact:
+        _add_exact_peak(arguments, question.cell, rows)
+    if arguments.json:
+        print(json.dumps(rows, allow_nan=False))
+    else:
+        print("\n".join(printed_lines(question, rows, choices)))
+    return GOOD
+
+
+def _question(arguments: argparse.Namespace) -> Question:
+    """What is asked, of all options but those of the output."""
+    from bench.forecast.choice import Question
+
+    if shape_of(arguments.model) is None:
+        known = suggest(arguments.model, [*SIZES, *SHAPES, f"{HUGGING_FACE}CONFIG"])
+        raise InputError(f"--model: '{arguments.model}' is unknown; {known}")
     memory, reserve = int(arguments.memory or 0), arguments.reserve
     if reserve is not None and reserve >= memory:
         left = f"leaves nothing of the {memory / 2**30:.4g} GiB of --memory; give less"
@@ -153,42 +244,80 @@ def run(arguments: argparse.Namespace) -> int:
     if link is not None:
         node_size = link.node_size
     cell = _cell_of_options(arguments, node_size)
-    if reserve is None:
-        reserve = 0
-        if memory and cell.device is Device.CUDA:
-            reserve = reserve_bytes(memory, nccl=cell.world_size > 1)
-    compute_s, compute_from = _compute_time(arguments, cell)
-    question = Question(
+    compute = _compute_time(arguments, cell)
+    return Question(
         cell=cell,
         link=link,
-        compute_s=compute_s,
-        compute_from=compute_from,
+        compute_s=compute.seconds,
+        compute_from=compute.source,
+        peak_flops=compute.peak_flops,
         memory_bytes=memory or None,
-        reserve_bytes=int(reserve),
+        reserve_bytes=None if reserve is None else int(reserve),
+        bf16_parameters=arguments.parameters == "bf16",
     )
-    chosen = _chosen_with_formulas(arguments, cell)
-    shows_all = bool(arguments.all or arguments.backend)
-    rows, choices = answer(question, chosen, grouped=not shows_all)
-    if arguments.exact:
-        if len(rows) != 1:
-            raise InputError("--exact: measures one backend; name it with --backend")
-        rows[0]["exact_peak_bytes"] = exact_peak(cell, rows[0]["backend"])
+
+
+def _add_exact_peak(
+    arguments: argparse.Namespace, cell: Cell, rows: Sequence[dict[str, Any]]
+) -> None:
+    from bench.forecast.fit import exact_peak
+
+    if len(rows) != 1:
+        raise InputError("--exact: measures one backend; name it with --backend")
+    if arguments.model not in SIZES:
+        raise InputError(f"--exact: measures shipped models alone: {', '.join(SIZES)}")
+    if arguments.parameters != "fp32":
+        raise InputError("--exact: no backend trains without fp32 masters; leave out --parameters")
+    rows[0]["exact_peak_bytes"] = exact_peak(cell, rows[0]["backend"])
+
+
+def _search(arguments: argparse.Namespace, question: Question, chosen: Sequence[str]) -> int:
+    """``--batch``: the front of time against memory."""
+    from bench.backends.base import registry
+    from bench.forecast.search import search
+    from bench.forecast.search_text import search_lines
+
+    if not arguments.backend and not arguments.all:
+        known = registry(chosen)
+        chosen = [name for name in chosen if known[name].is_mechanism]
+    found = search(question, arguments.batch, chosen)
+    if arguments.plot is not None:
+        from bench.forecast.search_plot import draw
+
+        draw(question, found, arguments.plot)
     if arguments.json:
-        print(json.dumps(rows, allow_nan=False))
+        print(json.dumps(found.to_json(question), allow_nan=False))
     else:
-        print("\n".join(printed_lines(question, rows, choices)))
+        print("\n".join(search_lines(question, found)))
     return GOOD
 
 
 def _check_needs(arguments: argparse.Namespace) -> None:
-    """Raises InputError for an option that says more about one that is not given."""
+    """Raises InputError for an option without one that it needs, or beside one that excludes it."""
     for name, other in NEEDS.items():
         if getattr(arguments, name) is None or getattr(arguments, other) is not None:
             continue
         remedy = "so give that too"
-        if arguments.from_run:
+        if arguments.from_run and other == "link":
             remedy = "which --from-run replaces; leave it out"
         raise InputError(f"{flag(name)}: says more about --{other}, {remedy}")
+    if arguments.batch is not None:
+        _check_batch(arguments)
+    elif arguments.accumulate is None:
+        raise InputError("--accumulate: is missing; give N, or --batch to search it")
+
+
+def _check_batch(arguments: argparse.Namespace) -> None:
+    """Raises InputError for what --batch lacks or cannot be beside."""
+    for name in SEARCHED:
+        if getattr(arguments, name) not in (None, False):
+            raise InputError(f"{flag(name)}: --batch searches it; leave it out")
+    if arguments.link is None and arguments.from_run is None:
+        raise InputError("--batch: compares times; give --link or --from-run too")
+    if arguments.peak is None and arguments.compute_time is None:
+        raise InputError("--batch: compares times; give --peak or --compute-time too")
+    if arguments.plot is not None and arguments.plot.suffix != PICTURE:
+        raise InputError(f"--plot {arguments.plot}: must end in {PICTURE}")
 
 
 def _link(arguments: argparse.Namespace) -> Link | None:
@@ -200,24 +329,35 @@ def _link(arguments: argparse.Namespace) -> Link | None:
 def _link_of_options(arguments: argparse.Namespace) -> Link | None:
     from bench.forecast.prediction import Link
 
-    if arguments.link is None:
+    given: GivenLink | None = arguments.link
+    if given is None:
         return None
-    inter, intra = arguments.link
-    node_size, ranks = arguments.node_size, arguments.world_size
-    latency_s = arguments.latency or 0.0
-    if (intra is None) != (node_size is None):
+    node_size, ranks = arguments.node_size or given.node_size, arguments.world_size
+    latency_s, latency_from = arguments.latency, ""
+    if latency_s is None:
+        latency_s = 0.0
+        if arguments.device == Device.CUDA:
+            latency_s, latency_from = NCCL_LATENCY_S, "latency by NCCL's cost model"
+    source = "; ".join(filter(None, (given.source, latency_from)))
+    if (given.intra is None) != (node_size is None):
         example = f"an example is --link {TWO_LEVELS}"
         raise InputError(f"--node-size: and a --link of two rates need each other; {example}")
-    if intra is None:
-        return Link(bytes_per_s=inter, latency_s=latency_s)
-    if ranks % node_size:
+    if given.intra is None:
+        return Link(bytes_per_s=given.inter, latency_s=latency_s, source=source)
+    assert node_size is not None
+    is_part_of_node = arguments.node_size is None and ranks < node_size
+    if ranks % node_size and not is_part_of_node:
+        named = "--node-size:"
+        if arguments.node_size is None:
+            named = "--link: a node has 8 GPUs, and"
         wrong = f"{node_size} does not divide the {ranks} ranks of --world-size; change one"
-        raise InputError(f"--node-size: {wrong}")
+        raise InputError(f"{named} {wrong}")
     return Link(
-        bytes_per_s=inter,
+        bytes_per_s=given.inter,
         latency_s=latency_s,
-        intra_bytes_per_s=intra,
+        intra_bytes_per_s=given.intra,
         node_size=node_size,
+        source=source,
     )
 
 
@@ -240,19 +380,32 @@ def _link_of_run(arguments: argparse.Namespace) -> Link:
 
 
 def _cell_of_options(arguments: argparse.Namespace, node_size: int) -> Cell:
-    """The cell of the options, without a backend; HSDP has as many replicas as there are nodes."""
-    ranks = arguments.world_size
+    """The cell of the options, without a backend; HSDP has as many replicas as there are nodes.
+
+    With --batch its micro-batches have one sample.
+    """
+    ranks, batch = arguments.world_size, arguments.batch
+    micro_batch, accumulate = arguments.micro_batch or 1, arguments.accumulate
+    if batch is not None:
+        if batch % ranks:
+            wrong = (
+                f"{batch} samples do not divide by the {ranks} ranks of --world-size; change one"
+            )
+            raise InputError(f"--batch: {wrong}")
+        accumulate = batch // ranks
     return Cell(
         backend="",
         model=arguments.model,
-        accumulate=arguments.accumulate,
+        accumulate=accumulate,
         world_size=ranks,
-        global_batch_size=arguments.micro_batch * arguments.accumulate * ranks,
+        global_batch_size=micro_batch * accumulate * ranks,
         sequence_length=arguments.sequence,
         precision=Precision(arguments.precision),
         optimizer=arguments.optimizer,
         device=Device(arguments.device),
-        activation_checkpointing=arguments.activation_checkpointing,
+        activation_checkpointing=arguments.activation_checkpointing
+        or arguments.selective_checkpointing,
+        selective_checkpointing=arguments.selective_checkpointing,
         replicate=_replicas(arguments, node_size),
     )
 
@@ -289,14 +442,24 @@ def _chosen_with_formulas(arguments: argparse.Namespace, cell: Cell) -> list[str
     return list(chosen)
 
 
-def _compute_time(arguments: argparse.Namespace, cell: Cell) -> tuple[float | None, str]:
-    """Seconds of compute per optimizer step on a rank, and where they are from; None if nothing says so."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComputeTime:
+    """What is known of the compute of an optimizer step on a rank."""
+
+    seconds: float | None
+    """None if nothing says so."""
+    source: str = "as given"
+    peak_flops: float | None = None
+    """FLOP/s of a rank's device; None if unknown."""
+
+
+def _compute_time(arguments: argparse.Namespace, cell: Cell) -> ComputeTime:
     from bench.forecast.estimate import GPU_EFFICIENCY
     from bench.forecast.prediction import compute_seconds
 
     name = arguments.peak
     if name is None:
-        return arguments.compute_time, "as given"
+        return ComputeTime(seconds=arguments.compute_time)
     if name[:1].isdecimal():
         try:
             peak: float | None = _amount(FLOPS, "989TFLOP/s")(name)
@@ -316,4 +479,5 @@ def _compute_time(arguments: argparse.Namespace, cell: Cell) -> tuple[float | No
     if not 0 < mfu <= 1:
         raise InputError(f"--mfu: {100 * mfu:g} % is not above 0 % and at most 100 %")
     seconds, flops = compute_seconds(cell, peak * mfu)
-    return seconds, f"{flops} at {100 * mfu:g} % of {peak / 1e12:g} TFLOP/s"
+    source = f"{flops} at {100 * mfu:g} % of {peak / 1e12:g} TFLOP/s"
+    return ComputeTime(seconds=seconds, source=source, peak_flops=peak)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench import __version__, files
 from bench.backends.base import Backend
@@ -17,6 +18,7 @@ from bench.commands.options import flag, named
 from bench.errors import BAD, EXIT_STATUS, INTERRUPTED, InputError, is_interrupt
 from bench.files import new_folder, plots_folder
 from bench.findings import Level
+from bench.formatting import plural
 from bench.launch import (
     follower,
     gpu_checks,
@@ -28,12 +30,15 @@ from bench.launch import (
 )
 from bench.launch import gpus as launch_gpus
 from bench.launch import launcher as launching
-from bench.launch.nodes import Nodes
+from bench.launch.nodes import JOIN_S, Nodes
 from bench.plan.cell import Device, summarize
 from bench.run import machine, start
 from bench.run.journal import Journal, read_manifest
 from bench.run.manifest import CONNECTION, GpuSharing, Manifest
 from bench.run.start import Planned
+
+if TYPE_CHECKING:
+    from bench.report.progress import Display
 
 DESCRIPTION = (
     "Every trial trains one cell of the matrix. Trials run in blocks, each in seeded random order. After --repeats "
@@ -46,6 +51,8 @@ SIGNALS = (
     "these, and after a kill -9, a reboot or a full disk. On several hosts, start the same command once on each, with "
     "srun, torchrun or another engine: docs/hosts.md."
 )
+STOPPING = "stopping: the processes of this run are being ended; a second signal ends them at once"
+"""The answer to an interrupt."""
 
 
 def add(commands: Any) -> None:
@@ -101,6 +108,9 @@ def run(arguments: argparse.Namespace) -> int:
     if about["error"]:
         raise InputError(f"node 0: {about['error']}")
     with Nodes(place, job_nodes.secret(), about) as others:
+        if not arguments.quiet:
+            count = plural(place.num_nodes - 1, "other node")
+            print(f"bench: waiting for {count} to join, at most {JOIN_S:g} s", file=sys.stderr)
         others.gather()
         return _lead(arguments, others)
 
@@ -242,18 +252,19 @@ def _train(
             )
             if manifest.sharing is not None:
                 display.say(manifest.sharing.sentence)
-            timed = matmul.time_products(folder, manifest, launcher, display.say)
-            work = runner.Runner(
-                folder,
-                timed,
-                backends,
-                working,
-                display,
-                interim_analysis,
-                retry_failed=arguments.retry_failed,
-                journal=journal,
-            )
-            work.run()
+            with _answering(display):
+                timed = matmul.time_products(folder, manifest, launcher, display)
+                work = runner.Runner(
+                    folder,
+                    timed,
+                    backends,
+                    working,
+                    display,
+                    interim_analysis,
+                    retry_failed=arguments.retry_failed,
+                    journal=journal,
+                )
+                work.run()
     except launching.LauncherError as error:
         print(f"bench: {error}", file=sys.stderr)
         return BAD
@@ -271,6 +282,16 @@ def _train(
     from bench.forecast import from_run  # here, since it imports pandas
 
     return write_outputs(folder, plots_folder(folder), from_run.section, as_json=arguments.json)
+
+
+@contextlib.contextmanager
+def _answering(display: Display) -> Iterator[None]:
+    """Answer an interrupt before the processes are ended, which may take seconds."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        display.say(STOPPING)
+        raise
 
 
 def _refuse_beside_resume(arguments: argparse.Namespace) -> None:

@@ -1,10 +1,13 @@
 """Which of the predicted backends is the best, at the N and W that were asked for and at others.
 
-A backend may win if it fits, can run the cell and is not known to be wrong. It is clearly the best
+A backend may win if it fits, can run the cell and is not known to be wrong. It fits if the peak and
+the most that was published to be reserved beside such a peak do; if none does, those may win that fit
+beside the least. It is clearly the best
 if its serial step is at most the margin longer than the overlapped steps of all others: whatever
 they hide, none is faster by more. Of several such backends the one with the least peak memory is
 the best. If there is none, it is undecided; what leads then has the shortest serial step. Backends
-with the same estimates do not make each other uncertain.
+with the same estimates do not make each other uncertain. One that offloads cannot win: what it
+copies, and the update on the host, are in no estimate.
 """
 
 from __future__ import annotations
@@ -14,16 +17,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bench.forecast.fit import ReservedBytes, reserve
 from bench.forecast.prediction import (
     Link,
     Prediction,
     TimeEstimate,
     communication,
+    compute_seconds,
     grouped_with,
+    model_flops,
     predict,
     sent_bytes,
+    tokens_per_s,
 )
-from bench.plan.cell import Cell
+from bench.plan.categories import COPIED_TO_DEVICE, COPIED_TO_HOST
+from bench.plan.cell import Cell, Device
 
 MARGIN = 0.02
 """Times this near to each other are the same, as ``compare`` calls it."""
@@ -43,6 +51,8 @@ class Choice:
     """Further backends with the same estimates and the same memory."""
     rivals: tuple[str, ...] = ()
     """What may be faster by more than the margin, so that it is undecided."""
+    is_tight: bool = False
+    """Whether it fits only if less is reserved beside its peak than the most that was published."""
 
 
 Choices = Mapping[tuple[int, int], Choice]
@@ -59,28 +69,56 @@ class Question:
     compute_s: float | None = None
     """Seconds of compute per optimizer step, on a rank."""
     compute_from: str = "as given"
+    peak_flops: float | None = None
+    """FLOP/s of a rank's device by its datasheet, for MFU; None if unknown."""
     memory_bytes: int | None = None
     """Of a device; None for no limit."""
-    reserve_bytes: int = 0
-    """What of it predictions may not fill."""
+    reserve_bytes: int | None = None
+    """What of it predictions may not fill; None for what was published (``bench.forecast.fit``), on a GPU."""
+    bf16_parameters: bool = False
+    """Whether parameters, gradients and moments are bf16, without fp32 masters."""
+
+    @property
+    def flops_per_s(self) -> float:
+        """The rate at which a rank computes, recomputation included."""
+        assert self.compute_s is not None
+        seconds_at_one, _ = compute_seconds(self.cell, 1.0)
+        return seconds_at_one / self.compute_s
 
     def step(self, prediction: Prediction) -> TimeEstimate:
-        """The estimates of a step; compute grows with N."""
-        assert self.link is not None and self.compute_s is not None
-        compute = self.compute_s * prediction.cell.accumulate / self.cell.accumulate
+        """The estimates of a step; compute takes as long as its FLOP at the rate of the cell that was asked for."""
+        assert self.link is not None
+        compute, _ = compute_seconds(prediction.cell, self.flops_per_s)
         return communication(prediction.traffic, self.link).beside(compute)
 
+    def reserved(self, prediction: Prediction) -> ReservedBytes:
+        """What must be free beside a peak: what is given, or on a GPU what was published."""
+        if self.reserve_bytes is not None:
+            return ReservedBytes(self.reserve_bytes, self.reserve_bytes)
+        if self.cell.device is not Device.CUDA:
+            return ReservedBytes(0, 0)
+        return reserve(prediction.memory.peak, nccl=self.cell.world_size > 1)
+
     def fits(self, prediction: Prediction) -> bool:
-        return (
-            self.memory_bytes is None
-            or prediction.memory.peak <= self.memory_bytes - self.reserve_bytes
-        )
+        """Whether it fits with the most that was published to be reserved beside a peak."""
+        needed = prediction.memory.peak + self.reserved(prediction).most
+        return self.memory_bytes is None or needed <= self.memory_bytes
+
+    def may_fit(self, prediction: Prediction) -> bool:
+        """Whether it fits with the least."""
+        needed = prediction.memory.peak + self.reserved(prediction).least
+        return self.memory_bytes is None or needed <= self.memory_bytes
 
     def choose(self, predictions: Sequence[Prediction]) -> Choice:
         """The best backend; see the docstring of the module."""
-        able = {p.name: p for p in predictions if self._may_win(p)}
-        if not able:
+        sound = [p for p in predictions if not p.is_missing and not p.defect and not p.offloads]
+        fitting = [p for p in sound if self.fits(p)]
+        is_tight = not fitting
+        if is_tight:
+            fitting = [p for p in sound if self.may_fit(p)]
+        if not fitting:
             return Choice("")
+        able = {p.name: p for p in fitting}
         steps = {name: self.step(prediction) for name, prediction in able.items()}
         rivals = {name: _rivals(step, steps) for name, step in steps.items()}
         least = min(step.serial for step in steps.values())
@@ -92,21 +130,22 @@ class Question:
             return able[name].memory.peak, steps[name].serial, steps[name].overlapped
 
         best, *others = sorted(leading, key=rank)
-        return Choice(
-            best, tuple(name for name in others if rank(name) == rank(best)), rivals[best]
-        )
-
-    def _may_win(self, prediction: Prediction) -> bool:
-        return not prediction.is_missing and not prediction.defect and self.fits(prediction)
+        equal = tuple(name for name in others if rank(name) == rank(best))
+        return Choice(best, equal, rivals[best], is_tight)
 
     def table(self, predictions: Sequence[Prediction]) -> Choices:
-        """The best at this and other N and W. Nodes are whole, and HSDP's shards stay as large as they are."""
+        """The best at this and other N and W.
+
+        Nodes are whole, or the ranks a part of one, and HSDP's shards stay as large as they are.
+        """
         assert self.link is not None
         found = {}
         for accumulate in sorted({*OTHER_N, self.cell.accumulate}):
             for times in OTHER_W:
                 ranks = self.cell.world_size * times
-                if ranks < 1 or ranks % self.link.node_size:
+                if ranks < 1:
+                    continue
+                if ranks > self.link.node_size and ranks % self.link.node_size:
                     continue
                 scaled = [
                     p.scaled(accumulate, int(ranks))
@@ -141,18 +180,23 @@ def answer(
     - ``memory``: bytes of a rank at its peak by category (bench.forecast.footprint), which add up
       to ``peak_memory_bytes``; ``peak_at``: the moment; ``held``: bytes between micro-batches by
       category, exact; with --exact ``exact_peak_bytes``, that of rank 0 on fake tensors; ``fits``:
-      whether the peak is within the limit;
+      whether the peak is within the limit with the most that was published to be reserved beside
+      such a peak, ``may_fit``: with the least;
+    - of a backend that offloads from a device, ``host``: bytes of a rank on the host at the update
+      by category, which add up to ``host_bytes``; ``pinned_bytes``: those of them that are pinned;
+      ``copied_to_device``, ``copied_to_host``: bytes that one optimizer step copies;
     - ``collectives``: per operation and dtype of one optimizer step ``op``, ``dtype``, ``calls``,
       ``payload_bytes`` and ``wire_bytes`` (derived: what a rank sends in ring algorithms);
       ``num_calls`` and ``wire_bytes``: their sums; ``intra_bytes``, ``inter_bytes``: what of it
       stays within a node, or goes to other nodes;
     - ``communication_s``, ``compute_s``, ``overlapped_s``, ``serial_s``: see
-      bench.forecast.prediction;
+      bench.forecast.prediction; ``tokens_per_s`` and ``mfu``: of a rank, in a serial and in an
+      overlapped step;
     - ``recommended``: whether it is the best, or leads where it is undecided; ``best``: whether it
       is clearly the best; ``may_be_fastest``: whether it may be faster than what leads;
       ``best_at``: the [N, W] of the table at which it is clearly the best, or as good.
     """
-    predictions = predict(question.cell, backends)
+    predictions = predict(question.cell, backends, bf16_parameters=question.bf16_parameters)
     equal = {}
     if grouped:
         equal = grouped_with(predictions)
@@ -165,8 +209,10 @@ def answer(
 
 
 UNKNOWN = (
-    *("peak_memory_bytes", "peak_at", "fits", "num_calls", "wire_bytes", "communication_s"),
-    *("intra_bytes", "inter_bytes", "overlapped_s", "serial_s"),
+    *("peak_memory_bytes", "peak_at", "fits", "may_fit", "num_calls", "wire_bytes"),
+    *("host_bytes", "pinned_bytes", COPIED_TO_DEVICE, COPIED_TO_HOST),
+    *("communication_s", "intra_bytes", "inter_bytes", "overlapped_s", "serial_s"),
+    *("tokens_per_s", "mfu"),
     *("best", "recommended", "may_be_fastest", "best_at"),
 )
 """The keys of a prediction that may stay null."""
@@ -183,6 +229,7 @@ def _as_json(question: Question, prediction: Prediction, choices: Choices) -> di
         "not_predicted": prediction.not_predicted,
         "defect": prediction.defect,
         "memory": {},
+        "host": {},
         "held": {},
         "collectives": [],
         "compute_s": question.compute_s,
@@ -195,6 +242,7 @@ def _as_json(question: Question, prediction: Prediction, choices: Choices) -> di
     values |= _memory_and_traffic(prediction)
     if question.memory_bytes is not None:
         values["fits"] = question.fits(prediction)
+        values["may_fit"] = question.may_fit(prediction)
     if question.link is not None:
         values["communication_s"] = communication(prediction.traffic, question.link).serial
         if question.link.node_size > 1:
@@ -203,9 +251,22 @@ def _as_json(question: Question, prediction: Prediction, choices: Choices) -> di
                 intra, inter = part.levels(question.link.node_size)
                 values["intra_bytes"] += intra
                 values["inter_bytes"] += inter
-    if choices:
+    if choices and not prediction.offloads:
         step = question.step(prediction)
         values |= {"overlapped_s": step.overlapped, "serial_s": step.serial}
+        both = (step.serial, step.overlapped)
+        values["tokens_per_s"] = [tokens_per_s(prediction.cell, seconds) for seconds in both]
+        if question.peak_flops is not None:
+            most = model_flops(prediction.cell) / question.peak_flops
+            values["mfu"] = [most / seconds for seconds in both]
+    if (host := prediction.host) is not None:
+        values |= {
+            "host": host.parts,
+            "host_bytes": host.peak,
+            "pinned_bytes": host.pinned,
+            COPIED_TO_DEVICE: host.to_device,
+            COPIED_TO_HOST: host.to_host,
+        }
     return values
 
 
@@ -241,3 +302,71 @@ def _memory_and_traffic(prediction: Prediction) -> dict[str, Any]:
         "num_calls": sum(row["calls"] for row in rows),
         "wire_bytes": prediction.wire_bytes,
     }
+
+
+LESS_MEMORY = 0.1
+"""By which share a peak must be smaller, for a trade to be worth a sentence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trade:
+    """A backend that needs less memory than the best, for more time, but less of it than the best's interval."""
+
+    name: str
+    freed_bytes: int
+    """By which its peak is smaller."""
+    longer: tuple[float, float]
+    """By which shares its steps are longer, of overlapped steps and of serial ones; the smaller first."""
+    interval: float
+    """By which share the serial step of the best is longer than its overlapped one."""
+    larger: Prediction | None = None
+    """The same with as large micro-batches as the freed memory holds; None if it holds none twice as large."""
+    larger_step: TimeEstimate | None = None
+
+
+def trade(question: Question, backends: Sequence[str], best: str) -> Trade | None:
+    """What needs the least memory for a time that is as good within the interval of the best; None if nothing does.
+
+    Larger micro-batches keep the global batch, so that there are fewer of them. They fit where a
+    limit of memory is given, and without one where the best needs as much.
+    """
+    predictions = predict(question.cell, backends, bf16_parameters=question.bf16_parameters)
+    by_name = {p.name: p for p in predictions if not p.is_missing and not p.defect}
+    peak, step = by_name[best].memory.peak, question.step(by_name[best])
+    found: Trade | None = None
+    for name, other in by_name.items():
+        freed, theirs = peak - other.memory.peak, question.step(other)
+        is_close = theirs.serial - step.serial <= step.serial - step.overlapped
+        if freed < LESS_MEMORY * peak or not is_close or (found and freed <= found.freed_bytes):
+            continue
+        shares = (theirs.overlapped / step.overlapped - 1, theirs.serial / step.serial - 1)
+        larger = _with_larger_micro_batches(question, other, peak)
+        found = Trade(
+            name=name,
+            freed_bytes=freed,
+            longer=(min(shares), max(shares)),
+            interval=step.serial / step.overlapped - 1,
+            larger=larger,
+            larger_step=None if larger is None else question.step(larger),
+        )
+    return found
+
+
+def _with_larger_micro_batches(
+    question: Question, prediction: Prediction, peak: int
+) -> Prediction | None:
+    """The same backend with the largest micro-batches that fit, by powers of two; None if twice as large do not."""
+    cell, found = prediction.cell, None
+    accumulate = cell.accumulate
+    while accumulate % 2 == 0:
+        accumulate //= 2
+        larger = dataclasses.replace(
+            prediction, cell=dataclasses.replace(cell, accumulate=accumulate)
+        )
+        holds = question.fits(larger)
+        if question.memory_bytes is None:
+            holds = larger.memory.peak <= peak
+        if not holds:
+            break
+        found = larger
+    return found

@@ -10,10 +10,17 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.backends.base import Offloading
 from bench.files import RESULTS
 from bench.forecast.fit import predicted_bytes
-from bench.forecast.prediction import Link, TimeEstimate, compute_seconds, predicted_communication
-from bench.judge.formulas import BUILT_IN
+from bench.forecast.prediction import (
+    Link,
+    Prediction,
+    TimeEstimate,
+    compute_seconds,
+    predicted_communication,
+)
+from bench.judge.formulas import BUILT_IN, layout_of
 from bench.plan.cell import REFERENCE, Cell, Device, Precision, Sharding
 from bench.plan.models import SIZES
 from bench.plan.schedule import Cost
@@ -61,6 +68,9 @@ START_S = {Device.CPU: 0.0, Device.CUDA: 45.0}
 servers of DeepSpeed and Lightning beside each other (gaps in results/h100), and 8 s to ask torch for the GPUs."""
 RENEWAL_S = 20.0
 """Of one renewal of the fork servers (``bench.run.runner``) on an H100."""
+OFFLOADED_BYTES_PER_S = 2e10
+"""Assumed rate of copies between device and pinned memory of the host, as over PCIe 4.0 x16, and of the update on the
+host, which reads parameters, gradients and moments and writes all but the gradients (28 bytes per element in fp32)."""
 COPIED_BYTES_PER_S = 2e9
 """Bytes per second that are copied between device and new memory of the host, or read from a file that is in memory."""
 
@@ -129,7 +139,7 @@ def _seconds(
         extra += SETTLED_WINDOWS + CPU_WINDOWS + 1  # dispatch
         return TRIAL_S[cell.device] + (cell.windows + extra / 3) * step.serial, 0.0
     layers, once = cell.accumulate * size.num_layers, 0.0
-    step_s = max(step.overlapped, layers * _layer_s(cell))
+    step_s = max(step.overlapped, layers * _layer_s(cell)) + _offload_s(cell)
     for name in passes:
         if (
             name == "update"
@@ -146,6 +156,18 @@ def _layer_s(cell: Cell) -> float:
     """The time to launch a layer's forward and backward; of compiled blocks and backends of one's own as of DDP."""
     backend = BUILT_IN.get(cell.backend)
     return GPU_LAYER_S[backend.sharding if backend else Sharding.NONE]
+
+
+def _offload_s(cell: Cell) -> float:
+    """What a step takes longer since shards rest on the host; 0 where they do not."""
+    backend, layout = BUILT_IN.get(cell.backend), layout_of(cell)
+    if backend is None or layout is None or not issubclass(backend, Offloading):
+        return 0.0
+    host = Prediction(cell, backend, layout).host
+    if host is None:
+        return 0.0
+    updated = 28 * SIZES[cell.model].num_parameters / cell.world_size
+    return (host.to_device + host.to_host + updated) / OFFLOADED_BYTES_PER_S
 
 
 def start_s(cells: Collection[Cell]) -> float:

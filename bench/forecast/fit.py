@@ -29,24 +29,29 @@ class Reserve:
     what: str
     num_bytes: int
     """Of each rank on the GPU."""
-    share: float
-    """Of the GPU's memory, on top."""
+    least: float
+    """Share of a rank's peak, on top: the smallest that was published."""
+    most: float
+    """The largest."""
     source: str
 
 
-CONTEXT = Reserve("CUDA context", 781 * 2**20, 0.0, "github.com/pytorch/pytorch/issues/34323")
+CONTEXT = Reserve("CUDA context", 781 * 2**20, 0.0, 0.0, "github.com/pytorch/pytorch/issues/34323")
 NCCL = Reserve(
     "one NCCL communicator",
     688 * 2**20,
     0.0,
+    0.0,
     "github.com/NVIDIA/nccl/issues/964, on A100 with NVLink",
 )
 FRAGMENTS = Reserve(
-    "the allocator's fragments",
+    "what the allocator reserves beyond the peak",
     0,
-    0.05,
-    "assumed; up to 43 % were reported for recomputation, arXiv:2507.16274",
+    0.06,
+    0.37,
+    "published trainings that report both, docs/memory-and-bytes.md",
 )
+"""tests/studies/test_published_peaks.py compares these shares with the published figures."""
 
 
 def reserves(*, nccl: bool) -> tuple[Reserve, ...]:
@@ -56,11 +61,21 @@ def reserves(*, nccl: bool) -> tuple[Reserve, ...]:
     return (CONTEXT, FRAGMENTS)
 
 
-def reserve_bytes(memory_bytes: int, *, nccl: bool, ranks: int = 1) -> int:
-    """Bytes of a GPU's memory that predictions leave free where so many ranks are on it."""
-    return sum(
-        ranks * kept.num_bytes + int(kept.share * memory_bytes) for kept in reserves(nccl=nccl)
-    )
+@dataclass(frozen=True, slots=True)
+class ReservedBytes:
+    """What is kept free beside a peak, in bytes: by the least and by the most that was published."""
+
+    least: int
+    most: int
+
+
+def reserve(peak_bytes: int, *, nccl: bool, ranks: int = 1) -> ReservedBytes:
+    """What is kept free on a GPU on which so many ranks have this peak each."""
+    least = most = 0
+    for kept in reserves(nccl=nccl):
+        least += ranks * (kept.num_bytes + int(kept.least * peak_bytes))
+        most += ranks * (kept.num_bytes + int(kept.most * peak_bytes))
+    return ReservedBytes(least, most)
 
 
 @cache
@@ -93,7 +108,8 @@ def peaks(cells: Sequence[Cell]) -> dict[str, int]:
 def too_large(cells: Sequence[Cell], memory_bytes: int, num_gpus: int) -> dict[str, str]:
     """Why cells on CUDA do not fit into ``num_gpus`` GPUs with so much memory each, by id; only those that do not.
 
-    A cell whose reference does not fit could not be checked, and so does not fit either. Ranks that
+    Little is kept free: the least that was published. A cell whose reference does not fit could not be checked, and
+    so does not fit either. Ranks that
     share a GPU (``bench.launch.rank``) are assumed to be at their peaks at the same time.
     """
     found: dict[str, str] = {}
@@ -114,8 +130,10 @@ def _too_large(cell: Cell, memory_bytes: int, num_gpus: int) -> str:
     ranks = 1
     if shared:
         ranks = -(-cell.world_size // num_gpus)
-    free = reserve_bytes(memory_bytes, nccl=cell.num_processes > 1 and cell.uses_nccl, ranks=ranks)
-    if peak is None or ranks * peak <= memory_bytes - free:
+    if peak is None:
+        return ""
+    free = reserve(peak, nccl=cell.num_processes > 1 and cell.uses_nccl, ranks=ranks).least
+    if ranks * peak <= memory_bytes - free:
         return ""
     who = cell.model
     if cell.is_reference:
@@ -124,7 +142,7 @@ def _too_large(cell: Cell, memory_bytes: int, num_gpus: int) -> str:
         who += f" on {ranks} ranks of one GPU"
     has = f"the GPU has {memory_bytes / 2**30:.0f} GiB"
     if ranks * peak <= memory_bytes:
-        has += f", of which {free / 2**30:.1f} GiB are kept free"
+        has += f", of which at least {free / 2**30:.1f} GiB are kept free"
     return f"{who} needs {ranks * peak / 2**30:.0f} GiB by prediction, {has}"
 
 

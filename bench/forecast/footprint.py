@@ -36,14 +36,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from bench.backends.base import BF16_PARAMETERS, Backend
+from bench.backends.base import BF16_PARAMETERS, Backend, Offloading
 from bench.backends.deepspeed import ZeroBackend
 from bench.backends.fsdp2 import FSDP2Backend
 from bench.backends.lightning import LightningBackend
 from bench.backends.plain import DDPBackend
 from bench.judge import formulas, zero
+from bench.judge.offload import USES
+from bench.plan.categories import COPIED_TO_DEVICE, COPIED_TO_HOST, HELD, ON_HOST, PINNED
 from bench.plan.cell import Cell, Device, Precision, RankGroup, Sharding, Sync
-from bench.plan.models import SIZES
+from bench.plan.models import LlamaSize, shape_of
 from bench.workload.layout import ROOT, Layout
 
 
@@ -78,8 +80,12 @@ class Moment:
         return self.gradients + self.activations + self.temporaries
 
 
-def declined(cell: Cell, backend: type[Backend]) -> str:
+def declined(cell: Cell, backend: type[Backend], *, bf16_parameters: bool = False) -> str:
     """Why the memory of such a cell is not predicted; empty if it is."""
+    if bf16_parameters and (reason := _declined_bf16(backend)):
+        return reason
+    if cell.selective_checkpointing and model_of(cell).num_experts:
+        return "there is no formula for what selective checkpointing keeps of experts"
     if cell.compiled:
         return "the compiler decides what compiled blocks save and need"
     if not issubclass(backend, ZeroBackend) or not cell.activation_checkpointing:
@@ -89,11 +95,35 @@ def declined(cell: Cell, backend: type[Backend]) -> str:
     return ""
 
 
+def _declined_bf16(backend: type[Backend]) -> str:
+    """Why the memory of bf16 parameters is not predicted; empty if it is."""
+    if not issubclass(backend, DDPBackend | FSDP2Backend):
+        return "it keeps fp32 masters of bf16 parameters"
+    if issubclass(backend, Offloading):
+        return "there is no formula for bf16 parameters that are offloaded"
+    return ""
+
+
+def model_of(cell: Cell) -> LlamaSize:
+    """The shape of the cell's model, which must be known."""
+    found = shape_of(cell.model)
+    assert found is not None, "callers ask for none that is unknown"
+    return found
+
+
 def footprint(
-    cell: Cell, layout: Layout, backend: type[Backend], held: Mapping[str, int]
+    cell: Cell,
+    layout: Layout,
+    backend: type[Backend],
+    held: Mapping[str, int],
+    *,
+    bf16_parameters: bool = False,
 ) -> Footprint:
-    """The memory of the fullest rank at its peak; ``held``: bytes by category as in ``Expectation.held``."""
-    sizes = TensorSizes(cell, layout, backend)
+    """The memory of the fullest rank at its peak; ``held``: bytes by category as in ``Expectation.held``.
+
+    With ``bf16_parameters`` there are no fp32 masters: parameters, gradients and moments are bf16.
+    """
+    sizes = TensorSizes(cell, layout, backend, bf16_parameters=bf16_parameters)
     if issubclass(backend, ZeroBackend) and backend.stage == 2:
         moments = _zero2(sizes, backend, held)
     elif issubclass(backend, ZeroBackend):
@@ -104,7 +134,7 @@ def footprint(
         moments = _replicated(sizes, held)
     fixed = dict(held)
     if backend.sharding is Sharding.OPTIMIZER:
-        fixed["parameters"] = 4 * sizes.shard(
+        fixed["parameters"] = sizes.master * sizes.shard(
             layout
         )  # the rest is gathered, and freed by the last backward
     at = max(moments, key=lambda moment: moment.total)
@@ -119,20 +149,28 @@ def footprint(
 class TensorSizes:
     """Sizes of the tensors of a window: of activations and work space in bytes, of weights in elements."""
 
-    def __init__(self, cell: Cell, layout: Layout, backend: type[Backend]) -> None:
+    def __init__(
+        self, cell: Cell, layout: Layout, backend: type[Backend], *, bf16_parameters: bool = False
+    ) -> None:
         self.cell = cell
         self.layout = layout
         self.backend = backend
-        self.model = SIZES[cell.model]
+        self.model = model_of(cell)
         self.tokens = cell.micro_batch_size * cell.sequence_length
         self.tied = self.model.tied
         self.num_blocks = self.model.num_layers
         self.is_bf16 = cell.precision is Precision.BF16
-        self.autocast = self.is_bf16 and backend.bf16_as != BF16_PARAMETERS
+        self.autocast = self.is_bf16 and backend.bf16_as != BF16_PARAMETERS and not bf16_parameters
+        self.master = 4
+        """Bytes of an element of what is held, and of reduced gradients."""
+        if bf16_parameters:
+            self.master = 2
         self.element = 4
         """Bytes of an element that is computed with."""
         if self.is_bf16:
             self.element = 2
+        self.offloads = issubclass(backend, Offloading) and cell.device is Device.CUDA
+        """Whether shards rest in other memory than the device's, to which they are copied."""
         self.is_single = cell.accumulate == 1
         """Whether the window has one micro-batch, so that no gradients are held before its
         backward."""
@@ -185,7 +223,7 @@ class TensorSizes:
     @cached_property
     def mlp(self) -> int:
         """Three gradients in the backward of an MLP, less the saved tensor that is freed by then."""
-        return self.stream + 2 * self.inner
+        return self.model.experts_per_token * (self.stream + 2 * self.inner)
 
     @cached_property
     def block(self) -> int:
@@ -195,7 +233,31 @@ class TensorSizes:
             num_casts = 5  # a copy of it for each product that reads it
         casts = num_casts * self.tokens * self.element * self.model.hidden_size
         heads = self.element * 2 * (self.query + self.key) + 4 * self.model.num_heads
-        return 2 * self.norm + casts + self.tokens * heads + 4 * self.inner
+        in_heads = self.tokens * heads + self.head_norms
+        return 2 * self.norm + casts + in_heads + self.mlp_saved
+
+    @cached_property
+    def head_norms(self) -> int:
+        """What norms of queries and keys save, where a model has them, as ``norm``."""
+        if not self.model.norms_heads:
+            return 0
+        num_heads = self.model.num_heads + self.model.num_kv_heads
+        of_head = (4 + self.residual_element) * self.model.head_size + 4
+        return self.tokens * num_heads * of_head
+
+    @cached_property
+    def mlp_saved(self) -> int:
+        """What an MLP saves: gate, SiLU, the other branch and their product.
+
+        Experts also save what each is given of the tokens that are sent to it, and what it returns,
+        which is weighted; their router saves its logits and their softmax in fp32
+        (transformers/integrations/moe.py:grouped_mm_experts_forward).
+        """
+        if not self.model.num_experts:
+            return 4 * self.inner
+        ends = 2 * self.tokens * self.element * self.model.hidden_size
+        router = 8 * self.tokens * self.model.num_experts
+        return self.model.experts_per_token * (4 * self.inner + ends) + router
 
     @cached_property
     def kept(self) -> int:
@@ -267,17 +329,18 @@ class TensorSizes:
 
     @cached_property
     def mlp_weight(self) -> int:
-        return self.model.hidden_size * self.model.intermediate_size
+        """Elements of the largest weight of an MLP; of experts, the first two of all in one tensor."""
+        weight = self.model.hidden_size * self.model.intermediate_size
+        if self.model.num_experts:
+            return 2 * self.model.num_experts * weight
+        return weight
 
     @cached_property
     def cast_blocks(self) -> int:
         """Copies of the blocks' weights that autocast makes and autograd saves."""
         if not self.autocast:
             return 0
-        num_cast = (
-            self.model.num_block_parameters - 2 * self.model.hidden_size
-        )  # not those of norms
-        return 2 * self.num_blocks * num_cast
+        return 2 * self.num_blocks * self.model.num_matrix_parameters  # not those of norms
 
     @cached_property
     def cast_head(self) -> int:
@@ -305,7 +368,7 @@ class TensorSizes:
 
 def _replicated(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
     """DDP and a single process: parameters and gradients are whole, and autocast casts the weights."""
-    whole, table = 4 * sizes.layout.num_parameters, 4 * sizes.table
+    whole, table = sizes.master * sizes.layout.num_parameters, sizes.master * sizes.table
     before, end, of_head = sizes.before(held["gradients"]), whole, 0
     if issubclass(sizes.backend, DDPBackend) and sizes.backend.bucket_views:
         # Reduced gradients are views of the buckets, and the sums of a deferred reduction are
@@ -317,7 +380,8 @@ def _replicated(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]
         end, of_head = whole - table, table
     if sizes.tied:
         of_head = table
-    casts, head, weight = sizes.cast_blocks + sizes.cast_head, sizes.head, 4 * sizes.mlp_weight
+    casts, head = sizes.cast_blocks + sizes.cast_head, sizes.head
+    weight = sizes.master * sizes.mlp_weight
     if sizes.autocast:
         head = max(
             head, table + sizes.cast_head + sizes.stream
@@ -349,7 +413,7 @@ class UnitSizes:
         padded = {
             unit: formulas.padded(of_unit, self.ranks) for unit, of_unit in layout.units.items()
         }
-        self.element = sizes.element
+        self.element, self.master = sizes.element, sizes.master
         self.root = self.last = padded[ROOT]
         """``last``: the one that is reduced last."""
         self.block = padded[1]
@@ -359,8 +423,10 @@ class UnitSizes:
         first."""
         if self.splits_root:
             self.last = padded[max(padded)]
-        self.shards = 4 * sizes.shard(layout)
-        """Bytes of a rank's shards in fp32."""
+        self.shards = self.master * sizes.shard(layout)
+        """Bytes of a rank's reduced gradients, as large as its parameters."""
+        if sizes.offloads:
+            self.shards = 0
         self.sums = backend.sync is Sync.DEFERRED and not sizes.is_single
         """Whether whole gradients are held, to which those of a micro-batch are added at once."""
         self.gathered, self.current = self.element * self.every, 0
@@ -375,7 +441,7 @@ class UnitSizes:
 
     def reduction(self, unit: int) -> int:
         """The reduction of a unit: its gradients, unless they are sums already, and the two buffers."""
-        buffers = 4 * unit + 4 * unit // self.ranks
+        buffers = self.master * unit + self.master * unit // self.ranks
         if self.sums:
             return buffers
         return self.element * unit + buffers
@@ -385,14 +451,14 @@ class UnitSizes:
         """The input of the last block's reduction, which lives until the next one."""
         if self.sums:
             return 0
-        return 4 * self.block
+        return self.master * self.block
 
     @property
     def summed_last(self) -> int:
         """The sums of the last unit."""
         if not self.sums:
             return 0
-        return 4 * self.last
+        return self.master * self.last
 
 
 def _fsdp2(
@@ -420,14 +486,15 @@ def _fsdp2(
 def _fsdp2_blocks(sizes: TensorSizes, units: UnitSizes, before: int) -> Iterator[Moment]:
     """The backwards of the blocks."""
     gathered, of_head, of_root = units.gathered, 0, 0
-    if sizes.tied or sizes.is_bf16 or not units.sums:
+    is_cast = units.element < units.master
+    if sizes.tied or is_cast or not units.sums:
         of_head = units.element * sizes.table
     if units.splits_root:
         in_reduction = sizes.stream + units.ahead + units.reduction(units.root)
         yield Moment("reduce", before, sizes.saved, in_reduction)
         gathered = of_head = 0
         if not units.sums:
-            of_root = 4 * units.root
+            of_root = units.master * units.root
     beside = gathered + units.ahead + of_head
     in_block = beside + units.current + units.element * sizes.mlp_weight + sizes.mlp
     yield Moment("block", before, sizes.saved_at(0), in_block + of_root)
@@ -440,7 +507,7 @@ def _fsdp2_end(
     sizes: TensorSizes, units: UnitSizes, backend: type[FSDP2Backend], before: int
 ) -> Iterator[Moment]:
     """The end of the backward: the embedding, and the reduction of the last unit."""
-    all_but_last = units.shards - 4 * units.last // units.ranks
+    all_but_last = max(0, units.shards - units.master * units.last // units.ranks)
     at_end = before
     if sizes.is_single:
         at_end = all_but_last
@@ -470,7 +537,9 @@ def _fsdp2_end(
 class Zero2Sizes:
     """Partitions, and buckets from which gradients are reduced, in bytes unless elements are named."""
 
-    def __init__(self, sizes: TensorSizes, backend: type[ZeroBackend]) -> None:
+    def __init__(
+        self, sizes: TensorSizes, backend: type[ZeroBackend], held: Mapping[str, int]
+    ) -> None:
         layout, self.ranks = sizes.layout, sizes.cell.world_size
         options = zero.options_of(backend, sizes.cell, layout)
         self.bucket = options.reduce_bucket_size
@@ -488,6 +557,23 @@ class Zero2Sizes:
         cast to fp32."""
         if sizes.is_bf16:
             self.kept, self.cast = 4 * self.partition, 4
+        self.flat = 4 * self.partition
+        """The gradient of the masters, into which those that are kept are copied."""
+        self.collects = not sizes.is_bf16
+        """Whether a backward collects new gradients, and adds them at its end."""
+        self.before = sizes.before(self.kept)
+        """Of those that are kept, what is there before the last backward."""
+        if issubclass(
+            backend, Offloading
+        ):  # a bucket at a time, and into a permanent gradient of the masters
+            self.overlap = self.flat = 0
+            self.collects = False
+            self.kept = held["gradients"]
+            if backend.sync is Sync.DEFERRED:
+                self.kept -= 4 * layout.num_parameters
+            self.before = sizes.before(self.kept)
+            if not sizes.offloads:
+                self.before = self.kept
         self.table = sizes.element * sizes.table
         piece = min(
             sizes.table, -(-self.bucket // self.partition) * self.partition
@@ -506,14 +592,13 @@ def _zero2(
     In fp32 the gradients are those of all parameters that overlap the partition, whole; a backward
     collects new ones and adds them at its end (deepspeed/runtime/zero/stage_1_and_2.py).
     """
-    of_stage = Zero2Sizes(sizes, backend)
+    of_stage = Zero2Sizes(sizes, backend, held)
     if backend.sync is Sync.DEFERRED:
         yield from _zero2_deferred(sizes, of_stage, held["gradients"])
     else:
         yield from _zero2_eager(sizes, of_stage)
-    flat = 4 * of_stage.partition
-    yield Moment("step", of_stage.kept, 0, 0 if sizes.is_bf16 else flat)
-    yield sizes.step(flat, held["optimizer_state"])
+    yield Moment("step", of_stage.kept, 0, 0 if sizes.is_bf16 else of_stage.flat)
+    yield sizes.step(of_stage.flat or of_stage.kept, held["optimizer_state"])
 
 
 def _zero2_deferred(sizes: TensorSizes, of_stage: Zero2Sizes, sums: int) -> Iterator[Moment]:
@@ -534,7 +619,7 @@ def _zero2_deferred(sizes: TensorSizes, of_stage: Zero2Sizes, sums: int) -> Iter
 def _zero2_eager(sizes: TensorSizes, of_stage: Zero2Sizes) -> Iterator[Moment]:
     """Gradients are reduced from buckets during the backward."""
     layout, buckets = sizes.layout, of_stage.buckets
-    before = during = sizes.before(of_stage.kept)
+    before = during = of_stage.before
     # The last rank has new gradients of its own from the start; the fullest has little but the
     # table, reduced last.
     early = 4 * zero.overlapping(layout, of_stage.ranks, of_stage.ranks - 1)
@@ -543,7 +628,7 @@ def _zero2_eager(sizes: TensorSizes, of_stage: Zero2Sizes) -> Iterator[Moment]:
     added, of_head = of_stage.kept, 0
     if 2 * of_stage.partition <= sizes.table:
         added = 0
-    if sizes.is_bf16:
+    if not of_stage.collects:
         during, early, added = of_stage.kept, 0, 0
     if sizes.tied:
         of_head = of_stage.table
@@ -591,7 +676,7 @@ def _zero3(
         before = partitions
     options = zero.options_of(backend, sizes.cell, layout)
     gathered = gathered_table = resident = 0
-    if sizes.cell.world_size > 1:
+    if sizes.cell.world_size > 1 or sizes.offloads:
         gathered = sizes.element * min(layout.num_parameters, options.stage3_max_live_parameters)
         gathered_table = table
     in_head = gathered_table
@@ -613,4 +698,52 @@ def _zero3(
         yield Moment(
             "reduce", before, sizes.saved_after_block, sizes.stream + of_head + gathered + filled
         )
-    yield sizes.step(partitions, held["optimizer_state"], flat=partitions)
+    flat = partitions * (
+        not issubclass(backend, Offloading)
+    )  # with offload the masters' gradient is permanent
+    yield sizes.step(partitions, held["optimizer_state"], flat=flat)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostFootprint:
+    """A rank's memory of the host at the update, where a backend offloads from a device; bytes."""
+
+    parts: dict[str, int]
+    """By category, as in ``Footprint``."""
+    pinned: int
+    """Of these, in tensors of pinned memory."""
+    to_device: int
+    to_host: int
+    """Copied in one optimizer step."""
+
+    @property
+    def peak(self) -> int:
+        return sum(self.parts.values())
+
+
+def host_footprint(
+    cell: Cell, layout: Layout, backend: type[Backend], beside: Mapping[str, int]
+) -> HostFootprint | None:
+    """The memory of the host; ``beside`` as in ``Expectation.beside``. None where nothing is offloaded to other memory.
+
+    At the update the masters' gradient is there under deferred sync too, and ``foreach`` takes the
+    root of all second moments at once, as on a device.
+    """
+    if not beside:
+        return None
+    parts = {use: beside[f"{ON_HOST}_{HELD}_{use}"] for use in USES}
+    pinned = beside[PINNED]
+    if issubclass(backend, FSDP2Backend):
+        ranks = cell.group_size(RankGroup.SHARD)
+        gradients = 4 * formulas.local(layout.parameters, ranks, 0)
+        pinned += gradients - parts["gradients"]
+        parts["gradients"] = gradients
+    parts["temporaries"] = 0
+    if cell.optimizer == "adamw-foreach":
+        parts["temporaries"] = parts["optimizer_state"] // 2
+    return HostFootprint(
+        parts=parts,
+        pinned=pinned,
+        to_device=beside[COPIED_TO_DEVICE],
+        to_host=beside[COPIED_TO_HOST],
+    )

@@ -26,13 +26,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 
-from bench.backends.base import Backend
-from bench.forecast.footprint import Footprint, declined, footprint
+from bench.backends.base import Backend, Offloading
+from bench.forecast.footprint import (
+    Footprint,
+    HostFootprint,
+    declined,
+    footprint,
+    host_footprint,
+    model_of,
+)
 from bench.formatting import rate
 from bench.judge.formula_terms import NO_SETTINGS, Settings
 from bench.judge.formulas import BUILT_IN, Collective, Expectation, expect, layout_of, wire_bytes
 from bench.plan.cell import REFERENCES, Cell, Device, Precision, RankGroup, Sharding, Sync
-from bench.plan.models import SIZES
 from bench.workload.layout import Layout
 
 EQUAL = 0.02
@@ -145,6 +151,8 @@ class Prediction:
     backend: type[Backend]
     layout: Layout
     settings: Settings = field(default_factory=dict, hash=False)
+    bf16_parameters: bool = False
+    """Whether there are no fp32 masters: parameters, gradients and moments are bf16."""
 
     @property
     def name(self) -> str:
@@ -187,7 +195,7 @@ class Prediction:
         """Why there is no prediction although the backend runs this cell; empty if there is one."""
         if self.refusal:
             return ""
-        return declined(self.cell, self.backend)
+        return declined(self.cell, self.backend, bf16_parameters=self.bf16_parameters)
 
     @property
     def is_missing(self) -> bool:
@@ -203,11 +211,15 @@ class Prediction:
 
     @cached_property
     def expectation(self) -> Expectation:
-        if self.settings:
+        if self.bf16_parameters:
+            found = _expect(dataclasses.replace(self.cell, precision=Precision.FP32), self.layout)
+        elif self.settings:
             found = expect(self.cell, self.layout, settings=self.settings)
         else:
             found = _expect(self.cell, self.layout)
         assert found is not None, "callers ask for none that is missing"
+        if self.bf16_parameters:
+            return in_half_size(found)
         return found
 
     @cached_property
@@ -254,7 +266,19 @@ class Prediction:
     def memory(self) -> Footprint:
         """A rank's memory at its peak, which is the same for all N from 2 on."""
         held = self.scaled(min(self.cell.accumulate, COUNTED_N // 2)).expectation.held
-        return footprint(self.cell, self.layout, self.backend, held)
+        return footprint(
+            self.cell, self.layout, self.backend, held, bf16_parameters=self.bf16_parameters
+        )
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the backend rests on the host in part."""
+        return issubclass(self.backend, Offloading)
+
+    @cached_property
+    def host(self) -> HostFootprint | None:
+        """A rank's memory of the host, and what is copied; None where nothing is offloaded from a device."""
+        return host_footprint(self.cell, self.layout, self.backend, self.expectation.beside)
 
     def equals(self, other: Prediction) -> bool:
         """Whether both shard alike, reduce at the same times, and hold and send the same but for EQUAL."""
@@ -266,9 +290,24 @@ class Prediction:
         return peaks_are_equal and math.isclose(self.wire_bytes, other.wire_bytes, rel_tol=EQUAL)
 
     @property
-    def _kind(self) -> tuple[Sharding, Sync, str, str]:
+    def _kind(self) -> tuple[Sharding, Sync, bool, str, str]:
         """What must be the same of two predictions that are equal."""
-        return self.backend.sharding, self.backend.sync, self.refusal, self.not_predicted
+        backend = self.backend
+        kind = backend.sharding, backend.sync, self.offloads
+        return *kind, self.refusal, self.not_predicted
+
+
+def in_half_size(expectation: Expectation) -> Expectation:
+    """What is held and sent of fp32 parameters and gradients, if both are bf16 instead; buffers stay as they are."""
+    rows = []
+    for row in expectation.collectives:
+        if row.dtype != "float32" or row.op == "broadcast":
+            rows.append(row)
+            continue
+        half = row.payload_bytes // 2
+        rows.append(dataclasses.replace(row, dtype="bfloat16", payload_bytes=half))
+    held = {name: num_bytes // 2 for name, num_bytes in expectation.held.items()}
+    return Expectation(collectives=tuple(rows), held=held)
 
 
 def sent_bytes(op: str, payload_bytes: int, ranks: int, device: Device) -> float:
@@ -282,7 +321,9 @@ def sent_bytes(op: str, payload_bytes: int, ranks: int, device: Device) -> float
     return wire_bytes(op, payload_bytes, ranks)
 
 
-def predict(cell: Cell, backends: Sequence[str]) -> list[Prediction]:
+def predict(
+    cell: Cell, backends: Sequence[str], *, bf16_parameters: bool = False
+) -> list[Prediction]:
     """One prediction per backend; references are left out, and HSDP where the cell has no replicas."""
     layout = layout_of(cell)
     assert layout is not None, "the command checks the model's name"
@@ -296,11 +337,8 @@ def predict(cell: Cell, backends: Sequence[str]) -> list[Prediction]:
         replicas = 0
         if backend.replicate:
             replicas = cell.replicate
-        found.append(
-            Prediction(
-                dataclasses.replace(cell, backend=backend.name, replicate=replicas), backend, layout
-            )
-        )
+        trained = dataclasses.replace(cell, backend=backend.name, replicate=replicas)
+        found.append(Prediction(trained, backend, layout, bf16_parameters=bf16_parameters))
     return found
 
 
@@ -335,11 +373,21 @@ def grouped_with(predictions: Sequence[Prediction]) -> dict[str, str]:
     return found
 
 
+def model_flops(cell: Cell) -> float:
+    """Model FLOP of an optimizer step on a rank, without recomputation."""
+    tokens = cell.accumulate * cell.micro_batch_size * cell.sequence_length
+    return model_of(cell).flops_per_token(cell.sequence_length) * tokens
+
+
+def tokens_per_s(cell: Cell, seconds: float) -> float:
+    """Tokens per second of a rank whose optimizer steps take so long."""
+    return cell.accumulate * cell.micro_batch_size * cell.sequence_length / seconds
+
+
 def compute_seconds(cell: Cell, flops_per_s: float) -> tuple[float, str]:
     """Seconds of an optimizer step's compute on a rank at this rate, and its FLOP in words."""
-    size = SIZES[cell.model]
+    size, flops = model_of(cell), model_flops(cell)
     tokens = cell.accumulate * cell.micro_batch_size * cell.sequence_length
-    flops = size.flops_per_token(cell.sequence_length) * tokens
     if not cell.activation_checkpointing:
         return flops / flops_per_s, f"{flops:.3g} FLOP"
     again = (

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from bench import validation
-from bench.forecast.choice import MARGIN, Choice, Choices, Question
-from bench.forecast.fit import reserve_bytes, reserves
+from bench.forecast.choice import MARGIN, Choice, Choices, Question, Trade, trade
+from bench.forecast.fit import reserves
+from bench.forecast.footprint import model_of
 from bench.formatting import digits, size
 from bench.grouping import grouped
-from bench.plan.cell import Cell, among
-from bench.plan.models import SIZES
+from bench.plan.cell import Cell, Device, among
 from bench.tabular import Table
 from bench.validation import Amount, Natural
 
@@ -28,8 +28,17 @@ COLUMNS = {
 }
 """Columns of the table, each with the categories of ``bench.forecast.footprint`` that it adds
 up."""
+HOST_COLUMNS = {
+    "host": "host_bytes",
+    "pinned": "pinned_bytes",
+    "to dev": "copied_to_device",
+    "to host": "copied_to_host",
+}
+"""Columns of backends that offload, each with its key."""
 SECONDS = {"comm/s": "communication_s", "overlapped/s": "overlapped_s", "serial/s": "serial_s"}
 """Further columns, each with its key."""
+RATES = {"tokens_per_s": "tok/s/{}", "mfu": "MFU (%)"}
+"""Further columns by key, of which the least and the most are shown; with their titles, ``{}`` for GPU or rank."""
 LEVEL_KEYS = {"intra": "intra_bytes", "inter": "inter_bytes"}
 """Columns of a link with two levels, each with its key."""
 REMARKS = {
@@ -48,11 +57,17 @@ WRAPPERS = (
 PEAK = (
     "Peaks are a closed form: what is held, exactly, and at each moment of a window the activations that autograd "
     "saves (arXiv:2205.05198; a Llama block with fused attention) and the largest tensors of that moment (other: "
-    "gathered and cast parameters, new gradients, buffers, work space). They are within 5 % in 95 % of the cells of "
-    "models from 135m on, and up to 20 % off in smaller ones (docs/memory-and-bytes.md). --exact measures the peak of "
-    "one backend on fake tensors."
+    "gathered and cast parameters, new gradients, buffers, work space). They are within 5 % in all measured cells of "
+    "models from 135m on, and within 20 % in all of smaller ones (docs/memory-and-bytes.md, which also compares them "
+    "with published peaks). --exact measures the peak of one backend on fake tensors."
 )
 """tests/forecast/test_footprint.py checks these figures."""
+ON_THE_HOST = (
+    "host: GiB of a rank in the host's memory at the update; pinned: what of it is page-locked, in tensors, each of "
+    "which torch rounds up to a power of two; to dev, to host: what one optimizer step copies between both. All four "
+    "are closed forms (docs/memory-and-bytes.md). How long the copies and the update on the host take is not "
+    "estimated, so no backend that offloads is recommended by time."
+)
 TIMES = (
     "overlapped = max(compute, communication): communication is hidden as far as it can be; serial = compute + "
     "communication: none is. communication = calls x latency + wire bytes / link, with the wire bytes of ring "
@@ -61,8 +76,8 @@ TIMES = (
 )
 LEVELS = (
     "intra, inter: GiB that a rank sends in one optimizer step within its node and to other nodes. inter is a rank's "
-    "share of its node's network cards, all of which NCCL's rings are assumed to use: of a group with m ranks per node "
-    "each sends 1/m of its bytes to another node. A collective takes as long as its slower level; overlapped, those of "
+    "share of its node's network cards, all of which NCCL's rings are assumed to use: with m ranks per node, each "
+    "sends 1/m of its bytes off its node. A collective takes as long as its slower level; overlapped, those of "
     "different levels run at once (docs/method.md)."
 )
 ACCURACY = Path(__file__).with_name("link_accuracy.json")
@@ -115,7 +130,7 @@ def printed_lines(question: Question, records: Records, choices: Choices) -> Ite
         if row.get("exact_peak_bytes"):
             yield _exact_line(row)
     yield from _recommendation_lines(question, rows, choices)
-    yield from ("", *_setting_lines(question))
+    yield from ("", *setting_lines(question))
     yield from (
         "",
         "GiB of a rank at its peak, and one optimizer step:",
@@ -131,7 +146,7 @@ def printed_lines(question: Question, records: Records, choices: Choices) -> Ite
         (_collectives_text(row), row["backend"]) for row in predicted
     ):
         yield f"  {names}: {text}"
-    for note in _notes(question, len(rows) < len(records), bool(choices)):
+    for note in _notes(question, records, is_timed=bool(choices)):
         yield from ("", note)
 
 
@@ -154,14 +169,18 @@ def _names_by_text(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     return [(text, ", ".join(names)) for text, names in grouped(pairs).items()]
 
 
-def _setting_lines(question: Question) -> Iterator[str]:
+def setting_lines(question: Question) -> Iterator[str]:
     """What is trained on how many ranks; then link, compute and memory."""
-    cell, link = question.cell, question.link
+    cell = question.cell
     trained = (
-        f"model {cell.model} ({SIZES[cell.model].num_parameters / 1e9:.3g} G parameters), {cell.precision}, "
+        f"model {cell.model} ({model_of(cell).num_parameters / 1e9:.3g} G parameters), {cell.precision}, "
         f"{cell.optimizer}, {cell.device}"
     )
-    if cell.activation_checkpointing:
+    if question.bf16_parameters:
+        trained += ", bf16 parameters without fp32 masters"
+    if cell.selective_checkpointing:
+        trained += ", selective checkpointing"
+    elif cell.activation_checkpointing:
         trained += ", activation checkpointing"
     ranks = f"W = {cell.world_size}"
     if cell.replicate:
@@ -170,6 +189,13 @@ def _setting_lines(question: Question) -> Iterator[str]:
         f"{trained}, micro-batches of {cell.micro_batch_size} x {cell.sequence_length} tokens; {ranks}, "
         f"N = {cell.accumulate}: B = {cell.global_batch_size} samples."
     )
+    if parts := limits(question):
+        yield "; ".join(parts) + "."
+
+
+def limits(question: Question) -> list[str]:
+    """Link, compute and memory."""
+    link = question.link
     parts = []
     if link is not None:
         latency = "no latency"
@@ -188,8 +214,7 @@ def _setting_lines(question: Question) -> Iterator[str]:
         if question.reserve_bytes:
             memory += f", {size(question.reserve_bytes)} of it reserved"
         parts.append(memory)
-    if parts:
-        yield "; ".join(parts) + "."
+    return parts
 
 
 def _has_levels(question: Question) -> bool:
@@ -206,9 +231,14 @@ def _backend_table(question: Question, records: Records) -> str:
     columns = [*COLUMNS, "peak"]
     if question.memory_bytes is not None:
         columns.append("fits")
+    if _has_offload(records):
+        columns += HOST_COLUMNS
     if _has_levels(question):
         columns += LEVEL_KEYS
     columns += seconds
+    rates = [key for key in RATES if any(row[key] is not None for row in records)]
+    columns += rates
+    titles = [RATES.get(column, column).format(device_word(question)) for column in columns]
     found = []
     for row in records:
         if row["equals"]:
@@ -220,7 +250,19 @@ def _backend_table(question: Question, records: Records) -> str:
         if row["backend"] in wrappers:
             remarks.append(f"= {wrappers[row['backend']]}")
         found.append([row["backend"], *values, "  ".join(filter(None, remarks))])
-    return Table.from_rows(["backend", *columns, ""], found, range(1, len(columns) + 1)).text()
+    return Table.from_rows(["backend", *titles, ""], found, range(1, len(titles) + 1)).text()
+
+
+def device_word(question: Question) -> str:
+    """What a rank runs on."""
+    if question.cell.device is Device.CUDA:
+        return "GPU"
+    return "rank"
+
+
+def _has_offload(records: Records) -> bool:
+    """Whether some backend rests on the host in part."""
+    return any(row["host_bytes"] is not None for row in records)
 
 
 def _name(row: Mapping[str, Any]) -> str:
@@ -234,13 +276,34 @@ def _value(row: Mapping[str, Any], column: str) -> str:
     """What stands in a column of the table for a backend that is predicted."""
     if column in COLUMNS:
         return _gib(sum(row["memory"][part] for part in COLUMNS[column]))
+    of_bytes = HOST_COLUMNS | LEVEL_KEYS | {"peak": "peak_memory_bytes"}
+    if column in of_bytes:
+        return _gib(row[of_bytes[column]] or 0)
     if column in SECONDS:
-        return f"{row[SECONDS[column]]:.4g}"
-    if column in LEVEL_KEYS:
-        return _gib(row[LEVEL_KEYS[column]])
-    if column == "peak":
-        return _gib(row["peak_memory_bytes"])
-    return {True: "yes", False: "NO"}[row[column]]
+        seconds = row[SECONDS[column]]
+        return "-" if seconds is None else f"{seconds:.4g}"
+    if column in RATES:
+        return rates_text(column, row[column])
+    return fits_text(fits=row["fits"], may_fit=row["may_fit"])
+
+
+def rates_text(key: str, values: Sequence[float] | None) -> str:
+    """The least and the most of RATES."""
+    if values is None:
+        return "-"
+    least, most = values
+    if key == "mfu":
+        return f"{100 * least:.1f}-{100 * most:.1f}"
+    return f"{least:,.0f}-{most:,.0f}"
+
+
+def fits_text(*, fits: bool, may_fit: bool) -> str:
+    """Whether a peak fits with what is reserved beside it."""
+    if fits:
+        return "yes"
+    if may_fit:
+        return "tight"
+    return "NO"
 
 
 def _is_predicted(row: Mapping[str, Any]) -> bool:
@@ -299,15 +362,22 @@ def _collectives_text(row: Mapping[str, Any]) -> str:
     return "; ".join(found)
 
 
-def _notes(question: Question, has_wrappers: bool, is_timed: bool) -> Iterator[str]:
+def _notes(question: Question, records: Records, *, is_timed: bool) -> Iterator[str]:
     cell = question.cell
-    if has_wrappers:
+    if any(row["equals"] for row in records):
         yield WRAPPERS
     yield PEAK
-    if cell.activation_checkpointing:
+    if _has_offload(records):
+        yield ON_THE_HOST
+    if cell.selective_checkpointing:
+        yield (
+            "Selective checkpointing: blocks keep their input and the results of attention and of every second matrix "
+            "product, and compute the rest once more."
+        )
+    elif cell.activation_checkpointing:
         yield "Activation checkpointing: blocks keep their input, and compute their forward once more."
-    if question.reserve_bytes:
-        yield _reserve_text(question)
+    if text := reserve_text(question):
+        yield text
     if cell.world_size == 1:
         yield "One rank: the collectives that a framework still calls send nothing and take no time here."
     if not is_timed:
@@ -325,28 +395,56 @@ def _notes(question: Question, has_wrappers: bool, is_timed: bool) -> Iterator[s
     )
 
 
-def _reserve_text(question: Question) -> str:
-    """Which part of the memory is kept free, and why so much."""
-    memory, nccl = question.memory_bytes or 0, question.cell.world_size > 1
-    if question.reserve_bytes != reserve_bytes(memory, nccl=nccl):
+TIGHT = "it fits only if less is reserved beside its peak than the most that was published"
+
+
+def reserve_text(question: Question) -> str:
+    """Which part of the memory is kept free, and why so much; empty if there is no limit or nothing is kept."""
+    if question.memory_bytes is None:
+        return ""
+    if question.reserve_bytes is not None:
         return f"Reserve: {size(question.reserve_bytes)} of a device's memory, as given."
-    parts = [
-        f"{r.what} {size(r.num_bytes + r.share * memory)} ({r.source})" for r in reserves(nccl=nccl)
-    ]
+    if question.cell.device is not Device.CUDA:
+        return ""
+    parts = []
+    for kept in reserves(nccl=question.cell.world_size > 1):
+        amount = size(kept.num_bytes)
+        if kept.most:
+            amount = f"{100 * kept.least:.0f} to {100 * kept.most:.0f} % of it"
+        parts.append(f"{kept.what} {amount} ({kept.source})")
     if question.cell.replicate:
         parts.append("the second communicator of HSDP is not counted")
-    return f"Reserve: {'; '.join(parts)}. --reserve changes the sum."
+    return (
+        f"fits: with the most that is reserved beside a peak; tight: with the least. Reserved: {'; '.join(parts)}. "
+        "--reserve replaces all of it."
+    )
+
+
+def _trade_text(best: str, traded: Trade) -> str:
+    """What needs less memory than the best for a time that is as good, and what the freed memory could buy."""
+    least, most = (100 * share for share in traded.longer)
+    text = (
+        f"Less memory: {traded.name} needs {size(traded.freed_bytes)} less, for {least:.2g} to {most:.2g} % more time; "
+        f"the two estimates of {best} are {100 * traded.interval:.2g} % apart."
+    )
+    if traded.larger is None or traded.larger_step is None:
+        return text
+    cell, step = traded.larger.cell, traded.larger_step
+    return (
+        f"{text} With micro-batches of {cell.micro_batch_size} and N = {cell.accumulate} it needs "
+        f"{size(traded.larger.memory.peak)} and takes {step.overlapped:.4g} to {step.serial:.4g} s."
+    )
 
 
 def _recommendation_lines(question: Question, rows: Records, choices: Choices) -> Iterator[str]:
     """What to take, with the reason; if that is undecided, also the command that decides it."""
     sound = [row for row in rows if not row["defect"]]
     able = list(filter(_is_predicted, sound))
-    fitting = [row for row in able if row["fits"] is not False]
-    if not fitting or not choices:
+    fitting = [row for row in able if row["may_fit"] is not False]
+    here = choices.get((question.cell.accumulate, question.cell.world_size))
+    if not fitting or here is None or not here.best:
         yield f"Recommendation: {_recommendation_by_memory(question, fitting, able)}"
         return
-    here = choices[question.cell.accumulate, question.cell.world_size]
     (best,) = (row for row in rows if row["backend"] == here.best)
     named = here.best
     if here.equal:
@@ -355,12 +453,19 @@ def _recommendation_lines(question: Question, rows: Records, choices: Choices) -
         f"{named}: {best['overlapped_s']:.4g} s (overlapped) to {best['serial_s']:.4g} s (serial) per step, "
         f"{size(best['peak_memory_bytes'])} of memory"
     )
+    if here.is_tight:
+        takes += f", which is tight: {TIGHT}"
+    traded = trade(question, [str(row["backend"]) for row in rows], here.best)
     if not here.rivals:
         yield f"Recommendation: {takes}. By these estimates no other is more than {100 * MARGIN:g} % faster."
+        if traded is not None:
+            yield _trade_text(here.best, traded)
         return
     fastest = min(row["overlapped_s"] for row in rows if row["backend"] in here.rivals)
     longer = f"{100 * (best['serial_s'] / fastest - 1):.2g} % longer than the overlapped step of any other"
     yield f"Recommendation until measured: {takes}. It has the shortest serial step, which is at most {longer}."
+    if traded is not None:
+        yield _trade_text(here.best, traded)
     yield (
         f"May be faster: {', '.join(here.rivals)}. How much of its communication each hides is not predicted; on the "
         f"GPUs of one machine it is measured by: {_measuring_command(question.cell, here)}"
@@ -371,15 +476,26 @@ def _recommendation_by_memory(question: Question, fitting: Records, able: Record
     """What to take where no time is known, or why nothing can be taken."""
     if not able:
         return "none; every backend that was asked for is refused, not predicted, or known to be wrong."
-    least = min(fitting or able, key=lambda row: int(row["peak_memory_bytes"]))
-    needs = f"{least['backend']} needs the least: {size(least['peak_memory_bytes'])} of memory"
+    on_device = [row for row in fitting if row["host_bytes"] is None]
+    least = min(on_device or fitting or able, key=lambda row: int(row["peak_memory_bytes"]))
+    which = ""
+    if on_device and len(on_device) < len(fitting):
+        which = " without offload"
+    memory = f"{size(least['peak_memory_bytes'])} of memory"
+    needs = f"{least['backend']} needs the least{which}: {memory}"
     if question.memory_bytes is not None:
-        needs += f", of {size(question.memory_bytes - question.reserve_bytes)} that can be used"
+        needs += f", of {size(question.memory_bytes)}"
+        if fitting and not on_device:
+            needs += f", and {size(least['host_bytes'])} of the host's"
+        if fitting and not least["fits"]:
+            needs += f", which is tight: {TIGHT}"
     if not fitting:
         ways = "more ranks or a smaller micro-batch"
         if not question.cell.activation_checkpointing:
             ways += ", or --activation-checkpointing"
         return f"none fits; {needs}. Try {ways}."
+    if not on_device:
+        return f"{needs}. Without offload none fits; steps with it are not estimated."
     missing = []
     if question.link is None:
         missing.append("--link")
@@ -394,6 +510,8 @@ def _measuring_command(cell: Cell, here: Choice) -> str:
         f"python -m bench run --matrix gpu --backend {','.join([here.best, *here.rivals])} --accumulate "
         f"{cell.accumulate} --micro-batch {cell.micro_batch_size} --precision {cell.precision}"
     )
+    if cell.selective_checkpointing:
+        return f"{command} --selective-checkpointing on"
     if cell.activation_checkpointing:
         return f"{command} --activation-checkpointing on"
     return command

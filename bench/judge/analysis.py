@@ -43,8 +43,10 @@ SCHEME = "accumulation-bench"
 """Prefix of the ids by which numbers are cited."""
 
 
+RESERVED = "cuda_reserved"
+"""Category of the table of memory: the peak of what the CUDA allocator took from the device."""
 DIGITS = 12
-"""Of a journal's hash in an id."""
+"""Of a run's hash in an id."""
 
 
 def permanent_id(pool: Pool, name: str) -> str:
@@ -53,7 +55,12 @@ def permanent_id(pool: Pool, name: str) -> str:
 
 
 def hashes_of(pool: Pool) -> str:
-    """The beginning of the hash of each journal of a pool, with ``+`` between them."""
+    """The beginning of the hash that pins each run of a pool, with ``+`` between them."""
+    return "+".join(pin[:DIGITS] for pin in pool.pins) or "none"
+
+
+def older_hashes_of(pool: Pool) -> str:
+    """The same of the journals alone, as older ids have it."""
     return "+".join(digest[:DIGITS] for digest in pool.digests) or "none"
 
 
@@ -79,6 +86,9 @@ class CellRow:
     tokens_per_s: float | None
     peak_memory_bytes: int | None
     peak_memory_source: str | None
+    tokens_per_s_per_rank: float | None
+    mfu: float | None
+    peak_reserved_bytes: int | None
     num_parameters: int | None
     failed_gates: str | None
     update_causes: str | None
@@ -117,6 +127,9 @@ class CellRow:
             tokens_per_s=number_in(values, "tokens_per_s"),
             peak_memory_bytes=count_in(values, "peak_memory_bytes"),
             peak_memory_source=text_in(values, "peak_memory_source"),
+            tokens_per_s_per_rank=number_in(values, "tokens_per_s_per_rank"),
+            mfu=number_in(values, "mfu"),
+            peak_reserved_bytes=count_in(values, "peak_reserved_bytes"),
             num_parameters=count_in(values, "num_parameters"),
             failed_gates=text_in(values, "failed_gates"),
             update_causes=text_in(values, "update_causes"),
@@ -217,6 +230,23 @@ class Analysis:
         measured = self.control.time if self.control else None
         return judge_pairs(self.pool, self.pool, pairs, control=measured)
 
+    @cached_property
+    def payloads(self) -> Mapping[str, int]:
+        """Bytes that a rank of a cell hands to collectives in a step, by id; the largest of several repeats.
+
+        Only of cells of which collectives were counted and no gate found something wrong.
+        """
+        handed: dict[tuple[str, int], int] = {}
+        for row in self.run.tables.collective_rows:
+            handed[row.cell_id, row.repeat] = (
+                handed.get((row.cell_id, row.repeat), 0) + row.payload_bytes
+            )
+        found: dict[str, int] = {}
+        for (cell_id, _), payload in handed.items():
+            if not self.run.evidence.of(self.run.cells[cell_id]).is_wrong:
+                found[cell_id] = max(payload, found.get(cell_id, 0))
+        return found
+
     def not_slower(self, ids: Iterable[str], best: str) -> list[str]:
         """The cells, beside the one with the shortest step time, that have no verdict of being slower than it."""
         others = [cell_id for cell_id in ids if cell_id != best]
@@ -280,6 +310,11 @@ class Analysis:
             .round()
         )
         found["tokens_per_s"] = tokens / found["step_time_s"].astype("Float64")
+        found["tokens_per_s_per_rank"] = found["tokens_per_s"] / found["world_size"]
+        memory = self.run.tables.memory
+        reserved = memory[memory["category"] == RESERVED].groupby("cell_id")["bytes"].max()
+        found["peak_reserved_bytes"] = reserved.reindex(found.index)
+        found.loc[found["peak_memory_bytes"].isna(), "peak_reserved_bytes"] = None
         return frame_of("cells", found.reset_index(drop=True))
 
     def _row(self, cell_id: str) -> dict[str, object]:

@@ -42,6 +42,11 @@ IMBALANCE = 1.05
 """Ratio of the slowest to the median rank's step time from which a cell is reported."""
 TRANSFER = "rankings of this model over gloo do not transfer to GPUs"
 """What does not follow from times on CPUs."""
+GLOO_SCATTERS = (
+    "gloo reduces and scatters by a copy and an all-reduce, "
+    "so what deferring saves is partly gloo's own cost"
+)
+"""What limits times of backends that reduce-scatter on CPUs; docs/settings.md has how much that is."""
 CONTROL, VERDICTS, OTHER_DAYS = "A/A pair", "verdicts", "other days"
 """Topics; the last is what another day may change."""
 MOST_NOTES = 3
@@ -108,6 +113,8 @@ def _of_cell(run: Run, cell_id: str) -> Iterator[Finding]:
         yield finding(Level.NOTE, "link", cell.world.caveat)
     elif cell.device is Device.CPU and cell.world_size > 1:
         yield finding(Level.NOTE, "link", f"{link_words([cell])}; {TRANSFER}")
+        if scatters_over_gloo(run, cell_id):
+            yield finding(Level.NOTE, "link", GLOO_SCATTERS)
     for record in run.records:
         if (
             record.cell_id == cell_id
@@ -392,6 +399,14 @@ def _bare_loops(run: Run) -> Iterator[Finding]:
             f"steps under the bench relative to a bare loop (docs/performance.md): {', '.join(parts)}; "
             f"up to {max(ratios) / min(ratios) - 1:.1%} of a difference between these backends may come from the bench",
         )
+
+
+def scatters_over_gloo(run: Run, cell_id: str) -> bool:
+    """Whether the cell was seen to reduce-scatter between ranks on CPUs."""
+    cell, rows = run.cells[cell_id], run.tables.collectives
+    if cell.device is not Device.CPU or cell.world_size == 1:
+        return False
+    return bool(((rows["cell_id"] == cell_id) & (rows["op"] == "reduce_scatter")).any())
 
 
 def remarks(shown: Iterable[tuple[Manifest, Cell]]) -> list[str]:

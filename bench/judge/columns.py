@@ -69,11 +69,20 @@ _CELLS: dict[str, Column] = {
     "tokens_per_s": number(
         "tokens/s", "at step_time_s", title="tokens/s", form=",.0f", section=SPEED
     ),
+    "tokens_per_s_per_rank": number(
+        "tokens/s", "of tokens_per_s", title="tokens/s per rank", form=",.0f", section=SPEED
+    ),
     "peak_memory_bytes": count(
         "B", "largest among the trials that are ok", title="peak", section=MEMORY
     ),
     "peak_memory_source": text(
         "what measured peak_memory_bytes", title="measured by", section=MEMORY
+    ),
+    "peak_reserved_bytes": count(
+        "B",
+        "taken from the device by the CUDA allocator, largest among the trials",
+        title="reserved",
+        section=MEMORY,
     ),
     **{name: about for name, about in TRIAL_COLUMNS.items() if about.section},
     "others_percent": number(

@@ -12,7 +12,14 @@ from bench.judge.formula_terms import NO_SETTINGS, Settings
 from bench.judge.formulas import Expectation, expect, layout_of
 from bench.judge.tables import CollectiveRow, MemoryRow, Tables
 from bench.judge.trial_columns import TrialRow
-from bench.plan.categories import HELD, PEAK, Category
+from bench.plan.categories import (
+    COPIED_TO_DEVICE,
+    COPIED_TO_HOST,
+    HELD,
+    ON_HOST,
+    PEAK,
+    Category,
+)
 from bench.plan.cell import Cell, Device, Status, among
 from bench.run.trial_record import TrialRecord
 from bench.workload.layout import Layout
@@ -155,8 +162,7 @@ def fill(
         for category, size, should in _memory(sizes, cell, layout, predicted.get(cell_id), given):
             memory.append(MemoryRow(cell_id, trial.repeat, category, size, should))
             if category != PEAK and size != should:
-                use = category.removeprefix(f"{HELD}_")
-                found.append(f"{use} held between micro-batches: {size} bytes, not {should}")
+                found.append(f"{_what(category)}: {size} bytes, not {should}")
     untouched = [row for rows in counted.values() for row in rows]
     new = replace(tables, collective_rows=[*untouched, *filled], memory_rows=memory)
     return new, {cell_id: texts for cell_id, texts in findings.items() if texts}
@@ -196,23 +202,45 @@ def _memory(
     """Categories with their measured and expected bytes; none for what was not measured or is already judged.
 
     ``held_<use>`` is held between micro-batches, and covers the use's sharded and unsharded categories; it is not
-    measured at N = 1. ``peak`` is the peak without OTHER beside the prediction, and differs without being wrong.
+    measured at N = 1. Those of the host begin with ON_HOST. ``peak`` is the peak without OTHER beside the prediction,
+    and differs without being wrong.
     """
-    parts = {category: f"{TRACKED}_{HELD}_{category}" for category in Category}
-    if sizes.keys() >= set(parts.values()):
-        for use, size in _most_held(cell, layout, settings).items():
-            if f"{HELD}_{use}" not in sizes:
-                measured = (
-                    int(sizes[name]) for category, name in parts.items() if category.startswith(use)
-                )
-                yield f"{HELD}_{use}", sum(measured), size
+    if any(name.startswith(TRACKED) for name in sizes):
+        fullest = _fullest(cell, layout, settings)
+        wanted = {f"{HELD}_{use}": size for use, size in fullest.held.items()} | dict(
+            fullest.beside
+        )
+        for name, size in wanted.items():
+            measured = _measured(sizes, name)
+            if measured is not None and name not in sizes:
+                yield name, measured, size
     total, other = f"{TRACKED}_{PEAK}", f"{TRACKED}_{PEAK}_{Category.OTHER}"
     if predicted is not None and PEAK not in sizes and sizes.keys() >= {total, other}:
         yield PEAK, int(sizes[total]) - int(sizes[other]), predicted
 
 
-def _most_held(cell: Cell, layout: Layout, settings: Settings) -> Mapping[str, int]:
-    """The held bytes of the rank that holds most, which is the one that a merged record shows.
+def _measured(sizes: Mapping[str, int], name: str) -> int | None:
+    """What was measured under a name, or for a use, sharded and unsharded; None if nothing was."""
+    tracked = f"{TRACKED}_{name}"
+    if tracked in sizes:
+        return int(sizes[tracked])
+    parts = [int(size) for each, size in sizes.items() if each.startswith(f"{tracked}_")]
+    return sum(parts) if parts else None
+
+
+def _what(category: str) -> str:
+    """What is compared, in words."""
+    if category in (COPIED_TO_DEVICE, COPIED_TO_HOST):
+        return f"{category.replace('_', ' ')} in a window"
+    rest = category.removeprefix(f"{ON_HOST}_")
+    use = rest.removeprefix(f"{HELD}_")
+    if rest != category:
+        use = f"{use} on the host"
+    return f"{use} held between micro-batches"
+
+
+def _fullest(cell: Cell, layout: Layout, settings: Settings) -> Expectation:
+    """What is expected of the rank that holds most, which is the one that a merged record shows.
 
     Ranks differ if parameters do not divide evenly: the last shards are shorter, and ZeRO-2's partitions overlap
     different parameters.
@@ -220,7 +248,7 @@ def _most_held(cell: Cell, layout: Layout, settings: Settings) -> Mapping[str, i
     ranks = (
         expect(cell, layout, rank=rank, settings=settings) for rank in range(cell.num_processes)
     )
-    return max((rank.held for rank in ranks if rank), key=lambda held: sum(held.values()))
+    return max((rank for rank in ranks if rank), key=lambda rank: sum(rank.held.values()))
 
 
 def settings_of(records: Iterable[TrialRecord]) -> dict[str, Settings]:

@@ -15,15 +15,15 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pkgutil import resolve_name
 
-from bench.backends.base import EXTRA_BACKENDS, Backend, Call, built_in, registry
+from bench.backends.base import EXTRA_BACKENDS, Backend, Call, Offloading, built_in, registry
 from bench.backends.deepspeed import ZeroBackend
 from bench.backends.fsdp2 import FSDP2Backend
 from bench.backends.plain import DDPBackend, Reference
 from bench.errors import InputError
-from bench.judge import zero
+from bench.judge import offload, zero
 from bench.judge.formula_terms import (
     ELEMENT_BYTES,
     NO_SETTINGS,
@@ -36,7 +36,7 @@ from bench.judge.formula_terms import (
     num_reductions,
 )
 from bench.plan.cell import Cell, RankGroup, Sharding, Sync
-from bench.plan.models import SIZES
+from bench.plan.models import shape_of
 from bench.workload.layout import ROOT, Layout, Parameter, llama_layout
 
 BYTES = {
@@ -88,13 +88,16 @@ class Expectation:
     held: dict[str, int]
     """Bytes per rank of tensors that outlive a micro-batch, between two micro-batches of a window, by category:
     ``parameters``, ``gradients``, ``optimizer_state`` and ``communication``."""
+    beside: Mapping[str, int] = field(default_factory=dict)
+    """Where a backend offloads from a device, the same of the host (``host_held_<category>``), the part of it that is
+    pinned (PINNED), and what is copied in a window (COPIED_TO_HOST, COPIED_TO_DEVICE)."""
 
 
 def layout_of(cell: Cell) -> Layout | None:
-    """The layout of a shipped model; None for other workloads, whose ranks return their layout."""
-    if cell.workload != "llama" or cell.model not in SIZES:
+    """The layout of a model whose shape is known; None for other workloads, whose ranks return their layout."""
+    if cell.workload != "llama" or (size := shape_of(cell.model)) is None:
         return None
-    return llama_layout(SIZES[cell.model])
+    return llama_layout(size)
 
 
 def expect(
@@ -143,7 +146,14 @@ def expect(
         for (op, group, dtype), count in sorted(calls.items())
     ]
     held["communication"] += backend.extra_held_bytes(cell)
-    return Expectation(collectives=tuple(rows), held=held)
+    on_device, beside = _apart(held)
+    return Expectation(collectives=tuple(rows), held=on_device, beside=beside)
+
+
+def _apart(held: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+    """What the device holds, and what a formula says besides."""
+    on_device = {name: size for name, size in held.items() if name in offload.USES}
+    return on_device, {name: size for name, size in held.items() if name not in on_device}
 
 
 def not_covered(layout: Layout) -> str:
@@ -266,6 +276,10 @@ def fsdp2(
         return None
     layout = units_of(backend, layout)
     w = cell.group_size(RankGroup.SHARD)
+    if issubclass(backend, Offloading):
+        units = offloaded_units(backend, cell, layout, w, rank % w)
+        placed = offload.fsdp2(backend.sync, cell, layout.parameters, units)
+        return fsdp2_collectives(backend, cell, layout, w), placed.held(cell)
     state = moments(cell, local(layout.parameters, w, rank % w), len(layout.parameters))
     held = fsdp2_held(backend, cell, layout, w) | {"optimizer_state": state}
     return fsdp2_collectives(backend, cell, layout, w), held
@@ -286,18 +300,38 @@ def fsdp2_collectives(
     if world_size == 1:
         return
     for unit, parameters in layout.units.items():
-        gathers = reductions = cell.accumulate
-        if backend.sharding is Sharding.PARAMS and unit != ROOT:
-            gathers = 2 * cell.accumulate
-        elif backend.sharding is Sharding.OPTIMIZER:
-            gathers = 1
-        if backend.sync is Sync.DEFERRED:
-            reductions = 1
+        num_gathers, num_reduced = calls_of_unit(backend, cell, unit)
         numel = padded(parameters, world_size)
-        yield "all_gather", compute_dtype(cell), numel, gathers
-        yield "reduce_scatter", "float32", numel, reductions
+        yield "all_gather", compute_dtype(cell), numel, num_gathers
+        yield "reduce_scatter", "float32", numel, num_reduced
     if cell.clip_norm or backend.always_computes_norm:
         yield "all_reduce", "float32", len(layout.parameters), 1
+
+
+def calls_of_unit(backend: type[FSDP2Backend], cell: Cell, unit: int) -> tuple[int, int]:
+    """How often a unit is gathered, and how often its gradients are reduced, in a window."""
+    num_gathers = num_reduced = cell.accumulate
+    if backend.sharding is Sharding.PARAMS and unit != ROOT:
+        num_gathers = 2 * cell.accumulate
+    elif backend.sharding is Sharding.OPTIMIZER:
+        num_gathers = 1
+    if backend.sync is Sync.DEFERRED:
+        num_reduced = 1
+    return num_gathers, num_reduced
+
+
+def offloaded_units(
+    backend: type[FSDP2Backend], cell: Cell, layout: Layout, world_size: int, rank: int
+) -> Iterator[offload.OffloadedUnit]:
+    """The units of a backend that offloads; at W = 1, where nothing is sent, shards are copied all the same."""
+    for unit, parameters in layout.units.items():
+        num_gathers, num_reduced = calls_of_unit(backend, cell, unit)
+        yield offload.OffloadedUnit(
+            padded=padded(parameters, world_size) // world_size,
+            unpadded=local(parameters, world_size, rank),
+            num_gathers=num_gathers,
+            num_reductions=num_reduced,
+        )
 
 
 def units_of(backend: type[FSDP2Backend], layout: Layout) -> Layout:

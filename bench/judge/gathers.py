@@ -30,6 +30,8 @@ class ZeroOptions:
     stage3_prefetch_bucket_size: Natural
     leaf_module: Mapping[str, object] | None = None
     """None unless blocks are gathered as one."""
+    offload_optimizer: Mapping[str, object] | None = None
+    """None unless masters rest on the host; so do shards of parameters in stage 3."""
 
 
 class GatherState(Enum):

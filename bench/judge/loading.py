@@ -15,7 +15,7 @@ from bench.judge import columns, gates, tables
 from bench.judge.evidence import EvidenceByCell
 from bench.judge.tables import Tables
 from bench.plan.cell import Cell
-from bench.run.journal import MANIFEST, Journal, read_manifest
+from bench.run.journal import MANIFEST, Journal, read_manifest, run_sha256
 from bench.run.manifest import Manifest
 from bench.run.trial_record import TrialRecord, parse_records
 
@@ -37,6 +37,8 @@ class Run:
     """Of the journal, from which the tables are built."""
     digest: str = ""
     """SHA-256 of the journal as it is; the manifest has what it was when the run ended."""
+    pin: str = ""
+    """SHA-256 that pins run.json and the journal (``bench.run.journal.run_sha256``)."""
 
     @functools.cached_property
     def labels(self) -> Mapping[str, str]:
@@ -108,7 +110,7 @@ def load(folder: Path) -> Run:
         ) from error
     with _edited(f"{folder / MANIFEST}: was edited: its matrix and cells are not those of a run"):
         missing_trials(found)
-    return replace(found, digest=journal.digest())
+    return replace(found, digest=journal.digest(), pin=run_sha256(folder))
 
 
 @contextmanager

@@ -44,7 +44,13 @@ class Pool:
 
     @property
     def digests(self) -> tuple[str, ...]:
+        """Of the journals."""
         return tuple(run.digest for run in self.runs)
+
+    @property
+    def pins(self) -> tuple[str, ...]:
+        """Of journal and run.json of each run."""
+        return tuple(run.pin for run in self.runs)
 
     def has(self, *cells: Cell) -> bool:
         """Whether every run has these cells."""

@@ -14,7 +14,6 @@ import numpy as np
 import pandas as pd
 
 from bench.judge.statistics import MIN_TRIALS, Array, LogMean, over_runs
-from bench.judge.tables import good_trials
 from bench.plan.cell import Status
 
 NAME = "geometric mean"
@@ -47,20 +46,6 @@ def estimate_over_runs(runs: Sequence[Sequence[float]]) -> Estimate:
     """The estimate from the trials of several runs, each of which counts once."""
     found = over_runs([estimate(trials).seconds for trials in runs])
     return Estimate(found.ratio, found.low, found.high)
-
-
-def step_times(trials: pd.DataFrame) -> dict[str, Estimate]:
-    """The estimate of each cell, by id, over its ok trials, from rows of the trials table.
-
-    If none is ok, over all trials with a step time; such a cell is shown with its status. A cell without step times is
-    left out.
-    """
-    seconds = trials["step_time_s"].to_numpy(dtype=float, na_value=np.nan)
-    used = good_trials(trials[np.isfinite(seconds) & (seconds > 0)])
-    return {
-        str(cell_id): estimate(values.to_numpy(dtype=float))
-        for cell_id, values in used.groupby("cell_id", sort=False)["step_time_s"]
-    }
 
 
 OUTLIER = 14.826

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import pandas as pd
 
 from bench.files import replacing
-from bench.judge.columns import dtypes
+from bench.judge.columns import dtypes, labels
 from bench.judge.trial_columns import TrialRow
 from bench.plan.cell import Cell, Precision, Status
 from bench.run.machine import peak_flops
@@ -138,9 +138,13 @@ def build(records: Iterable[TrialRecord], manifest: Manifest) -> Tables:
     measured: dict[str, MeasuredOnce] = {}
     for record in latest:
         measured.setdefault(record.cell_id, MeasuredOnce()).note(record)
+    named = labels({record.cell_id: record.cell for record in latest}.values())
     memory = [row for record in latest for row in _memory_rows(record)]
     return Tables(
-        trial_rows=[_trial_row(record, manifest, measured[record.cell_id]) for record in latest],
+        trial_rows=[
+            _trial_row(record, manifest, measured[record.cell_id], named[record.cell])
+            for record in latest
+        ],
         step_rows=[row for record in latest for row in _step_rows(record)],
         loss_rows=[row for record in latest for row in _loss_rows(record)],
         collective_rows=[row for record in latest for row in _collective_rows(record)],
@@ -217,11 +221,14 @@ class MeasuredOnce:
             self.exposure = record.exposure
 
 
-def _trial_row(record: TrialRecord, manifest: Manifest, measured: MeasuredOnce) -> TrialRow:
+def _trial_row(
+    record: TrialRecord, manifest: Manifest, measured: MeasuredOnce, label: str
+) -> TrialRow:
     """A row of the trials table; what is measured once per cell stands on all of its good trials."""
     cell, described = record.cell, manifest.backends.get(record.cell.backend, {})
     row = TrialRow(
         cell=cell,
+        label=label,
         run_id=manifest.run_id,
         repeat=record.repeat,
         status=record.status,

@@ -119,6 +119,7 @@ KEY = {
 TRIAL_COLUMNS: dict[str, Column] = {
     "run_id": text("id of the run", over=Over.FIRST),
     **KEY,
+    "label": text("a short readable name of the cell, another one for its A/A copy"),
     "twin": text("label of the A/A copy of a cell; empty for all others", over=Over.FIRST),
     "slot": count("", "position in the order of execution"),
     "backend": text("one way to accumulate gradients", axis=Axis.NAME),
@@ -331,6 +332,7 @@ class TrialRow:
     """
 
     cell: Cell
+    label: str
     run_id: str
     repeat: int
     status: Status

@@ -9,7 +9,7 @@ from bench import validation
 from bench.backends.base import Call
 from bench.backends.deepspeed import ZeroBackend
 from bench.backends.zero_options import zero_options
-from bench.judge import gathers
+from bench.judge import gathers, offload
 from bench.judge.formula_terms import (
     ELEMENT_BYTES,
     CallsAndHeld,
@@ -44,9 +44,12 @@ def zero(
     elif backend.stage == 3 and cell.activation_checkpointing:
         return None
     collectives = stage2 if backend.stage == 2 else stage3
+    sent = collectives(backend.sync, cell, layout, options)
+    if options.offload_optimizer is not None:
+        return sent, offloaded(backend.sync, cell, layout, rank, options).held(cell)
     state = moments(cell, *masters(layout, cell.world_size, backend.stage))
     held_bytes = held(backend.sync, cell, layout, rank, options)
-    return collectives(backend.sync, cell, layout, options), held_bytes | {"optimizer_state": state}
+    return sent, held_bytes | {"optimizer_state": state}
 
 
 def options_of(backend: type[ZeroBackend], cell: Cell, layout: Layout) -> ZeroOptions:
@@ -148,7 +151,8 @@ def stage3(sync: Sync, cell: Cell, layout: Layout, options: ZeroOptions) -> Iter
 
     Every parameter is padded separately to a multiple of W (partition_parameters.py:_padding_size;
     runtime/comm/coalesced_collectives.py:reduce_scatter_coalesced, which is called at W = 1 too). There is one fp64
-    norm per sub-group (stage3.py:get_grad_norm_direct, zero/utils.py:get_norm_dtype); only fp16 checks for overflow.
+    norm per sub-group (stage3.py:get_grad_norm_direct, zero/utils.py:get_norm_dtype), in fp32 with offload
+    (complete_grad_norm_calculation_for_cpu_offload); only fp16 checks for overflow.
     """
 
     def padded(parameters: Iterable[int]) -> int:
@@ -159,7 +163,8 @@ def stage3(sync: Sync, cell: Cell, layout: Layout, options: ZeroOptions) -> Iter
             yield "all_gather", compute_dtype(cell), padded(gathered), 1
     for bucket in buckets(layout, _order(layout, sync), options.reduce_bucket_size):
         yield "reduce_scatter", "float32", padded(bucket), num_reductions(sync, cell)
-    yield "all_reduce", "float64", 1, num_sub_groups(layout, cell.world_size)
+    norm = "float64" if options.offload_optimizer is None else "float32"
+    yield "all_reduce", norm, 1, num_sub_groups(layout, cell.world_size)
 
 
 def num_sub_groups(layout: Layout, world_size: int) -> int:
@@ -209,6 +214,23 @@ def held(sync: Sync, cell: Cell, layout: Layout, rank: int, options: ZeroOptions
         "gradients": gradients,
         "communication": 4 * options.reduce_bucket_size,
     }
+
+
+def offloaded(
+    sync: Sync, cell: Cell, layout: Layout, rank: int, options: ZeroOptions
+) -> offload.Offloaded:
+    """What both stages hold and copy with ``offload_optimizer``."""
+    ranks = cell.world_size
+    if options.stage == 3:
+        num_groups = num_sub_groups(layout, ranks)
+        return offload.zero3(sync, cell, layout, rank, options, num_groups)
+    partition = flat(layout, ranks) // ranks
+    parts = offload.Zero2Parts(
+        partition=partition,
+        unpadded=max(0, min(partition, layout.num_parameters - rank * partition)),
+        overlapping=overlapping(layout, ranks, rank),
+    )
+    return offload.zero2(sync, cell, layout, parts)
 
 
 def overlapping(layout: Layout, world_size: int, rank: int) -> int:

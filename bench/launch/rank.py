@@ -31,6 +31,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from bench import files
+from bench.backends.base import Backend, registry
+from bench.backends.fsdp2 import FSDP2OffloadEager
 from bench.errors import UnsupportedError
 from bench.formatting import plain
 from bench.launch import dumps, gpus, shared_nccl, stragglers
@@ -58,6 +60,8 @@ TRIAL = "bench.measure.trial:work"
 SHARED_GPU_GROUP = "cpu:gloo,cuda:gloo"
 """Backend of the process group over gloo. With plain ``gloo``, some versions of ``DeviceMesh`` also create an NCCL
 group."""
+HOST_GROUP = "cpu:gloo,cuda:nccl"
+"""Backend of the process group for a backend of the bench that also communicates tensors of the host."""
 
 
 def pretend(world_size: int) -> None:
@@ -198,12 +202,18 @@ def join(task: Task) -> torch.device:
         pretend(task.world_size)
     elif task.device is Device.CUDA and (task.shared_nccl or not task.world.shares_gpus):
         # DeepSpeed creates more groups. NCCL would split a bound group of one rank, which can fail (DeepSpeed #8248).
-        dist.init_process_group("nccl", device_id=device if task.world_size > 1 else None)
+        name = HOST_GROUP if _uses_host_group(task.backend) else "nccl"
+        dist.init_process_group(name, device_id=device if task.world_size > 1 else None)
     else:
         dist.init_process_group(SHARED_GPU_GROUP if task.world.shares_gpus else "gloo")
         dist.barrier()  # if a rank ended at once, ranks still connecting to it would fail
     heartbeat.beat()
     return device
+
+
+def _uses_host_group(name: str) -> bool:
+    """Whether a backend also communicates tensors of the host."""
+    return issubclass(registry([name]).get(name, Backend), FSDP2OffloadEager)
 
 
 def _number_gpus() -> None:

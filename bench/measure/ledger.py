@@ -125,6 +125,15 @@ class TensorLedger(TorchDispatchMode):
         if evidence < block.evidence:
             block.category, block.evidence = category, evidence
 
+    def pinned(self) -> int:
+        """Bytes of the live storages that are in pinned memory of the host."""
+        found = 0
+        for key, block in list(self._blocks.items()):
+            storage = self._watched[key]()
+            if storage is not None and storage.is_pinned():
+                found += block.size
+        return found
+
     def category(self, tensor: Tensor) -> Category | None:
         """The category of a tensor's storage; None if it was never seen."""
         block = self._blocks.get(tensor.untyped_storage()._cdata)

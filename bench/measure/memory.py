@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,12 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from bench.backends.base import Backend
+from bench.measure.host_copies import HOST, HostCopies
 from bench.measure.ledger import Block, Evidence, TensorLedger
 from bench.measure.taps import EventKind
-from bench.plan.categories import HELD, PEAK, Category, named
+from bench.plan.categories import HELD, ON_HOST, PEAK, PINNED, Category, named
 
 PHASES = {
     EventKind.FETCH: Category.ACTIVATIONS,
@@ -43,26 +46,49 @@ asked for in active blocks, so it may exceed allocated. Reserved: what was taken
 
 
 class MemoryProbe:
-    """Watches one window; ``ledger`` must be active before the backend is built.
+    """Watches one window; ``active`` must be open before the backend is built.
 
+    With ``on_host`` it also watches tensors of the host, and what is copied between host and device.
     Call ``watch``, pass the stepped optimizer to ``optimizer``, and call ``on_event`` after every
     tapped event, before it opens or closes the window. Python's cycle collector is off meanwhile:
     some frameworks leave tensors in cycles, and the peak must not depend on when it runs.
     """
 
-    def __init__(self, device_type: str, *, fake: bool = False) -> None:
-        """``fake``: tensors have no memory, so the allocator is not asked."""
+    def __init__(self, device_type: str, *, fake: bool = False, on_host: bool = False) -> None:
+        """``fake``: tensors have no memory, so neither the allocator is asked, nor what is pinned."""
         self.ledger = TensorLedger(device_type)
+        self.host: TensorLedger | None = None
+        if on_host and device_type != HOST:
+            self.host = TensorLedger(HOST)
+        self._copies = HostCopies()
         self.result: dict[str, int] = {}
         """Bytes by the keys of ``categories.named``, filled at the end of the window."""
         self.holdings: Callable[[], Mapping[Category, Iterable[Tensor]]] = dict
         """``holdings`` of the backend under test."""
+        self._is_fake = fake
         self._cuda = device_type == "cuda" and not fake
         self._optimizers: list[Optimizer] = []
         self._is_open = False
         self._num_fetched = self._num_computed = 0
         self._last: EventKind | None = None
-        self._held: tuple[int, list[tuple[Block, int]]] | None = None
+        self._held: dict[TensorLedger, tuple[int, list[tuple[Block, int]]]] = {}
+
+    @property
+    def ledgers(self) -> Iterator[tuple[str, TensorLedger]]:
+        """The ledgers, each with what the keys of its results begin with."""
+        yield "", self.ledger
+        if self.host is not None:
+            yield f"{ON_HOST}_", self.host
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """The dispatch modes that see every tensor."""
+        with ExitStack() as modes:
+            for _, ledger in self.ledgers:
+                modes.enter_context(ledger)
+            if self.host is not None:
+                modes.enter_context(self._copies)
+            yield
 
     def watch(self, backend: Backend) -> None:
         """Ask this backend what it holds."""
@@ -71,7 +97,7 @@ class MemoryProbe:
     def built(self, model: nn.Module) -> None:
         """Know the buffers of a model: DDP broadcasts the only one of a dtype as it is, which makes it no bucket."""
         for buffer in model.buffers():
-            self.ledger.mark(buffer, Category.OTHER, Evidence.DECLARED)
+            self._mark(buffer, Category.OTHER, Evidence.DECLARED)
 
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Watch the inner optimizer that the backend steps, and return it."""
@@ -80,12 +106,14 @@ class MemoryProbe:
 
     def on_event(self, kind: EventKind) -> None:
         """Enter the phase after an event; inside the window, also look at who holds what."""
-        self.ledger.birth = PHASES[kind]
+        for _, ledger in self.ledgers:
+            ledger.birth = PHASES[kind]
         if kind is not EventKind.FORWARD:
             if self._is_open:
                 self._look()
             elif kind is EventKind.FETCH and self._last is EventKind.STEP:
-                self.ledger.peak = self.ledger.live
+                for _, ledger in self.ledgers:
+                    ledger.peak = ledger.live
             self._last = kind
         if self._is_open:
             self._num_fetched += kind is EventKind.FETCH
@@ -100,14 +128,20 @@ class MemoryProbe:
         gc.disable()
         self._is_open = True
         self._look()
-        self.ledger.look, self.ledger.look_above = self._look, int(LOOK_SHARE * self.ledger.peak)
-        self.ledger.reset_peak()
+        for _, ledger in self.ledgers:
+            ledger.look, ledger.look_above = self._look, int(LOOK_SHARE * ledger.peak)
+            ledger.reset_peak()
+        self._copies.start()
         if self._cuda:
             torch.accelerator.reset_peak_memory_stats()
 
     def _hold(self) -> None:
         """Record what is live at the second fetch, or before the second forward: held between micro-batches."""
-        self._held = (self.ledger.live, self.ledger.snapshot())
+        for _, ledger in self.ledgers:
+            self._held[ledger] = ledger.live, ledger.snapshot()
+        if self.host is not None and not self._is_fake:
+            with _disable_current_modes():
+                self.result[PINNED] = self.host.pinned()
         if self._cuda:
             self.result |= reconcile(torch.accelerator.memory_stats(), HELD, self.ledger.live)
 
@@ -126,26 +160,36 @@ class MemoryProbe:
 
     def stop(self) -> None:
         """Close the window and compute ``result``."""
-        ledger = self.ledger
+        self._copies.stop()
         self._is_open = False
         self.holdings = dict  # breaks a cycle with the backend, which may hold the probe
-        ledger.look = None
+        for _, ledger in self.ledgers:
+            ledger.look = None
         gc.enable()
         if self._cuda:
-            self.result |= reconcile(torch.accelerator.memory_stats(), PEAK, ledger.peak)
-        self.result |= named(PEAK, ledger.peak, ledger.parts_at_peak())
-        if self._held is not None:
-            live, sizes = self._held
-            self.result |= named(HELD, live, ledger.parts(sizes))
+            self.result |= reconcile(torch.accelerator.memory_stats(), PEAK, self.ledger.peak)
+        if self.host is not None:
+            self.result |= self._copies.bytes
+        for prefix, ledger in self.ledgers:
+            found = named(PEAK, ledger.peak, ledger.parts_at_peak())
+            if ledger in self._held:
+                live, sizes = self._held[ledger]
+                found |= named(HELD, live, ledger.parts(sizes))
+            self.result |= {f"{prefix}{name}": size for name, size in found.items()}
 
     def _look(self) -> None:
         """Mark what the backend and the optimizers hold now."""
         for category, tensors in self.holdings().items():
             for tensor in tensors:
-                self.ledger.mark(tensor, category, Evidence.DECLARED)
+                self._mark(tensor, category, Evidence.DECLARED)
         for optimizer in self._optimizers:
-            for tensor, category in categorized(optimizer, self.ledger):
-                self.ledger.mark(tensor, category, Evidence.STRUCTURE)
+            for _, ledger in self.ledgers:
+                for tensor, category in categorized(optimizer, ledger):
+                    ledger.mark(tensor, category, Evidence.STRUCTURE)
+
+    def _mark(self, tensor: Tensor, category: Category, evidence: Evidence) -> None:
+        for _, ledger in self.ledgers:
+            ledger.mark(tensor, category, evidence)
 
 
 def categorized(optimizer: Optimizer, ledger: TensorLedger) -> Iterator[tuple[Tensor, Category]]:

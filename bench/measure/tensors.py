@@ -92,7 +92,7 @@ class FakeTensors:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._mode = _Mode(allow_non_fake_inputs=True)
+        self._mode = _Mode()
 
     def __enter__(self) -> Self:
         self._open = ExitStack()
@@ -164,11 +164,22 @@ class _Mode(FakeTensorMode):
     but True after ``all``.
     """
 
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._pinned: set[int] = set()
+        """Storages in pinned memory."""
+
     def may_turn_const(self, t: Tensor) -> bool:
         """Whether a tensor may keep its values; torch allows it only for single elements."""
         return t.numel() <= KEPT_ELEMENTS and t.device.type != "meta" and not self.is_our_fake(t)
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.is_pinned.default:
+            return args[0].untyped_storage()._cdata in self._pinned
+        if func is torch.ops.aten._pin_memory.default:  # torch has no fake one
+            copied: Any = super().dispatch(torch.ops.aten.clone.default, types, args[:1])
+            self._pinned.add(copied.untyped_storage()._cdata)
+            return copied
         if kwargs and kwargs.get("device") == torch.device("cpu", 0):
             kwargs = {**kwargs, "device": torch.device("cpu")}  # as on real tensors
         try:

@@ -22,7 +22,7 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from bench.backends import blocks
-from bench.backends.base import Backend, registry
+from bench.backends.base import Backend, Offloading, registry
 from bench.backends.training_job import Job
 from bench.errors import UnsupportedError
 from bench.measure import heartbeat
@@ -35,6 +35,7 @@ from bench.measure.memory import MemoryProbe, cuda_peaks
 from bench.measure.operators import plain_work
 from bench.measure.taps import EventKind, Instrument, SettledWindows, Taps, clock_for, updates
 from bench.measure.tensors import tensors
+from bench.measure.tracing import WindowTrace
 from bench.measure.update import change_from, compare, device_check, save
 from bench.plan.cell import REFERENCE, SGD, Cell, Status
 from bench.plan.task import SETTLED_WINDOWS, Spec
@@ -337,7 +338,8 @@ class RankTrial:
 
         ``peak`` and its parts belong to the moment of most live bytes; ``held`` and its parts to
         the second fetch, or where a loop fetches ahead to the moment before the second forward;
-        they are absent if N = 1.
+        they are absent if N = 1. Where a backend offloads from a device, the same of the host
+        (ON_HOST), what of it is pinned, and what a window copies between both.
         """
         if not self._memory:
             return self._watch_memory()
@@ -346,13 +348,17 @@ class RankTrial:
     def _watch_memory(self, *others: Instrument) -> dict[str, int]:
         """The memory of one settled window, which ``others`` measure too."""
         self._unused_model = None  # the ledger has to see each tensor of a model made
-        probe = MemoryProbe(self.device.type, fake=not self.cell.world.computes)
+        probe = MemoryProbe(
+            self.device.type,
+            fake=not self.cell.world.computes,
+            on_host=issubclass(self.backend, Offloading),
+        )
         backend = self._settled(
             probe,
             *others,
             observe=probe.on_event,
             optimizer=lambda parameters: probe.optimizer(self._optimizer(parameters)),
-            instrument=probe.ledger,
+            instrument=probe.active(),
             watch=probe.watch,
             built=probe.built,
         )
@@ -380,6 +386,17 @@ class RankTrial:
         profiler = WindowProfiler()
         self._settled(profiler)
         return exposure(profiler.events)
+
+    def trace(self) -> str:
+        """The trace pass: the file in the task's folder that holds one settled window as a Chrome trace."""
+        path = Path(self.spec.folder) / f"trace{self.rank}.json"
+        tracer = WindowTrace(path, on_cuda=self.device.type == "cuda")
+        self._settled(
+            tracer,
+            observe=tracer.on_event,
+            optimizer=lambda parameters: tracer.optimizer(self._optimizer(parameters)),
+        )
+        return path.name
 
     def _settled(
         self,

@@ -10,6 +10,12 @@ from enum import StrEnum
 
 PEAK, HELD = "peak", "held"
 """Keys of the two totals, in bytes; ``peak_<category>`` and ``held_<category>`` are their parts."""
+ON_HOST = "host"
+"""Prefix of the keys of the same totals and parts of the host, beside a device."""
+PINNED = f"{ON_HOST}_{HELD}_pinned"
+"""Key of the bytes of the host that are held in pinned memory, whatever their categories."""
+COPIED_TO_HOST, COPIED_TO_DEVICE = "copied_to_host", "copied_to_device"
+"""Keys of the bytes that are copied between host and device in a window."""
 
 
 class Category(StrEnum):
@@ -28,7 +34,8 @@ class Category(StrEnum):
     OPTIMIZER_STATE = "optimizer_state"
     """All tensors in the inner optimizer's ``state``."""
     COMMUNICATION = "communication"
-    """Inputs and outputs of collectives, and the framework's buffers that are filled for them."""
+    """Inputs and outputs of collectives, and the framework's buffers that are filled for them, or for
+    copies between host and device."""
     ACTIVATIONS = "activations"
     """Allocated between the fetch of a micro-batch and its loss, and in none of the categories
     above."""

@@ -6,38 +6,74 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from bench import files
-from bench.errors import InputError, suggest
+from bench.errors import InputError, shown, suggest
 
 
 @dataclass(frozen=True, slots=True)
 class LlamaSize:
-    """The shape of a Llama decoder, in terms of its Hugging Face config."""
+    """The shape of a decoder of Llama's kind, in terms of its Hugging Face config.
+
+    What is shipped and trained is plain Llama. The other fields describe relatives, which are only
+    predicted.
+    """
 
     hidden_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
     intermediate_size: int
+    """Of the MLP, or of one expert."""
     vocab_size: int
     tied: bool
     """Whether the output head shares the embedding's weight."""
     rope_theta: float = 10_000.0
+    head_dim: int = 0
+    """0 if the hidden size is split over the heads."""
+    norms_heads: bool = False
+    """Whether each head's query and key is normalized, as in Qwen3."""
+    qkv_bias: bool = False
+    """Whether queries, keys and values have a bias, as in Qwen2."""
+    num_experts: int = 0
+    """0 for one MLP."""
+    experts_per_token: int = 1
 
     @property
     def head_size(self) -> int:
-        return self.hidden_size // self.num_heads
+        return self.head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def num_matrix_parameters(self) -> int:
+        """Parameters of the matrices of one decoder block: attention, gated MLP or all experts, and their router."""
+        attention = self.hidden_size * self.head_size * (2 * self.num_heads + 2 * self.num_kv_heads)
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        if self.num_experts:
+            mlp = self.num_experts * (mlp + self.hidden_size)
+        return attention + mlp
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters of a block's matrices that each token is multiplied with: of experts, those that it is sent to."""
+        unused = self.num_experts - self.experts_per_token
+        if not self.num_experts:
+            return self.num_matrix_parameters
+        return self.num_matrix_parameters - unused * 3 * self.hidden_size * self.intermediate_size
 
     @property
     def num_block_parameters(self) -> int:
-        """Parameters of one decoder block: attention, gated MLP and two norms, no biases."""
-        attention = self.hidden_size * self.head_size * (2 * self.num_heads + 2 * self.num_kv_heads)
-        return attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        """Parameters of one decoder block: its matrices, norms and biases."""
+        others = 2 * self.hidden_size
+        if self.norms_heads:
+            others += 2 * self.head_size
+        if self.qkv_bias:
+            others += self.head_size * (self.num_heads + 2 * self.num_kv_heads)
+        return self.num_matrix_parameters + others
 
     @property
     def num_parameters(self) -> int:
@@ -54,7 +90,7 @@ class LlamaSize:
         lookup), plus 12 x layers x heads x head size x sequence length for attention, without
         deducting causality. Recomputation is not counted, so this gives MFU, not HFU.
         """
-        matrices = self.num_layers * (self.num_block_parameters - 2 * self.hidden_size)
+        matrices = self.num_layers * self.num_active_parameters
         matrices += self.vocab_size * self.hidden_size
         attention = 12 * self.num_layers * self.num_heads * self.head_size * sequence_length
         return 6.0 * matrices + attention
@@ -85,6 +121,51 @@ SIZES = {
 }
 """``micro``, ``mini`` and ``tiny`` are our own; ``135m`` has the shape of SmolLM2-135M, ``1b`` and
 ``3b`` of Llama-3.2, ``8b`` of Llama-3.1."""
+
+SHAPES = {
+    "tinyllama-1.1b": LlamaSize(2048, 22, 32, 4, 5632, 32_000, tied=False),
+    "llama-2-7b": LlamaSize(4096, 32, 32, 32, 11_008, 32_000, tied=False),
+    "llama-2-13b": LlamaSize(5120, 40, 40, 40, 13_824, 32_000, tied=False),
+    "llama-2-70b": LlamaSize(8192, 80, 64, 8, 28_672, 32_000, tied=False),
+    "llama-3.1-70b": LlamaSize(8192, 80, 64, 8, 28_672, 128_256, tied=False),
+    "mistral-7b": LlamaSize(4096, 32, 32, 8, 14_336, 32_000, tied=False),
+    "qwen3-8b": LlamaSize(
+        4096, 36, 32, 8, 12_288, 151_936, tied=False, head_dim=128, norms_heads=True
+    ),
+    "qwen3-32b": LlamaSize(
+        5120, 64, 64, 8, 25_600, 151_936, tied=False, head_dim=128, norms_heads=True
+    ),
+    "qwen3-30b-a3b": LlamaSize(
+        *(2048, 48, 32, 4, 768, 151_936), tied=False, head_dim=128, norms_heads=True,
+        num_experts=128, experts_per_token=8,
+    ),
+    "mixtral-8x7b": LlamaSize(
+        4096, 32, 32, 8, 14_336, 32_000, tied=False, num_experts=8, experts_per_token=2
+    ),
+}  # fmt: skip
+"""Models that are predicted and not shipped, by the names of their checkpoints, from their ``config.json``."""
+FAMILIES: dict[str, dict[str, int]] = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8},
+    "mixtral": {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen2": {},
+    "qwen3": {"head_dim": 128},
+    "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8},
+}
+"""Kinds of models whose layout follows from their config, each with the values that a config may leave out
+(transformers 5: the defaults of their configuration classes)."""
+EXPERTS = {
+    "mixtral": ("intermediate_size", "num_local_experts"),
+    "qwen3_moe": ("moe_intermediate_size", "num_experts"),
+}
+"""Keys of the width of an expert and of the number of experts, of the kinds that have some."""
+UNLIKE: dict[str, object] = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+"""Keys of a config that change the layout unless they have this value."""
 
 LLAMA = "llama"
 """The shipped workload."""
@@ -184,6 +265,62 @@ def read_config(name: str) -> dict[str, Any]:
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise InputError(f"{place}: model_type is missing; name a config.json of transformers")
     return values
+
+
+@cache
+def shape_of(model: str) -> LlamaSize | None:
+    """The shape of a shipped model, of one of SHAPES, or of ``hf:CONFIG``; None for another name.
+
+    Raises InputError for a config of another kind of model.
+    """
+    if model.startswith(HUGGING_FACE):
+        return _shape_of_config(read_config(model), f"{config_file(model)}")
+    return (SIZES | SHAPES).get(model)
+
+
+def _shape_of_config(values: Mapping[str, Any], place: str) -> LlamaSize:
+    """The shape that a ``config.json`` describes; ``place``: its path."""
+    kind = values["model_type"]
+    if kind not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise InputError(
+            f"{place}: the layout of model_type '{kind}' is unknown; known are {known}"
+        )
+    for key, value in UNLIKE.items():
+        if values.get(key) not in (None, value):
+            raise InputError(
+                f"{place}: {key} is {shown(values[key])}; only {shown(value)} is known"
+            )
+
+    def read(key: str, default: int = 0) -> int:
+        value = values.get(key)
+        if value is None:
+            value = FAMILIES[kind].get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(
+                f"{place}: {key} is {shown(value)}; it must be an integer of at least 1"
+            )
+        return value
+
+    width, num_experts, experts_per_token = "intermediate_size", 0, 1
+    if kind in EXPERTS:
+        width, experts = EXPERTS[kind]
+        num_experts, experts_per_token = read(experts), read("num_experts_per_tok")
+    num_heads, hidden_size = read("num_attention_heads"), read("hidden_size")
+    return LlamaSize(
+        hidden_size=hidden_size,
+        num_layers=read("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=read("num_key_value_heads", num_heads),
+        intermediate_size=read(width),
+        vocab_size=read("vocab_size"),
+        tied=bool(values.get("tie_word_embeddings", False)),
+        head_dim=read("head_dim", hidden_size // num_heads),
+        norms_heads=kind in ("qwen3", "qwen3_moe"),
+        qkv_bias=kind == "qwen2",
+        num_experts=num_experts,
+        experts_per_token=experts_per_token,
+    )
 
 
 def describe_file(path: Path, length: int, place: str = "--corpus") -> str:

@@ -15,7 +15,13 @@ from bench.formatting import alike, digits, plural, size, some
 from bench.grouping import grouped
 from bench.judge.analysis import Analysis, CellRow, defect_of_cell
 from bench.judge.baseline import percent, widest
-from bench.judge.caveats import OTHER_DAYS, TRANSFER, link_words
+from bench.judge.caveats import (
+    GLOO_SCATTERS,
+    OTHER_DAYS,
+    TRANSFER,
+    link_words,
+    scatters_over_gloo,
+)
 from bench.judge.next_steps import next_command
 from bench.judge.pairs import ComparedPair
 from bench.judge.statistics import trials_to_show
@@ -228,6 +234,8 @@ def _deferred_against_eager(data: Analysis, group: Group) -> Iterator[Finding]:
         return
     first, *others = found
     text = f"{'; '.join(first.full)}, at {group.short_title}."
+    if group.is_timed and scatters_over_gloo(data.run, rows[first.eager].cell_id):
+        text += f" {GLOO_SCATTERS[0].upper()}{GLOO_SCATTERS[1:]}."
     yield good("Deferred against eager", text, subject=f"{first.deferred} / {first.eager}")
     if others:
         what = f"memory at {group.short_title}"

@@ -15,9 +15,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from bench.formatting import alike, plural, size, some, unit_of
-from bench.judge.formulas import wire_bytes
 from bench.plan.categories import PEAK, Category
-from bench.plan.cell import Cell, Status
+from bench.plan.cell import Status
 from bench.report.canvas import Drawing, end_of_axis, name_rows, new_figure
 from bench.report.descriptions import tied_backends, without_sync
 from bench.report.figure_data import (
@@ -235,13 +234,13 @@ def _text_at_end(value: float, limit: float, failure: str) -> str:
     return f"{number} {failure}".strip()
 
 
-def _most_extreme(cells: pd.DataFrame, value: str) -> pd.DataFrame:
+def _most_extreme(data: FigureData, cells: pd.DataFrame, value: str) -> pd.DataFrame:
     """Good cells of the panel with the most ranks, then the largest N, then most good trials.
 
     They are sorted by the value, which all have.
     """
     good = cells[(cells["status"] == Status.OK) & cells[value].notna()]
-    panels = good.groupby(CONTEXT, dropna=False)
+    panels = good.groupby(data.splitting(CONTEXT), dropna=False)
     good = good.assign(trials=panels["num_ok"].transform("sum"), panel=-panels.ngroup())
     for extent in ("world_size", "accumulate", "trials", "panel"):
         good = good[good[extent] == good[extent].max()]
@@ -298,13 +297,14 @@ def by_category(memory: pd.DataFrame) -> pd.DataFrame:
 def draw_memory_categories(data: FigureData) -> list[Drawing]:
     """A stacked bar per backend, a panel per N and W: what lives at the peak, on the fullest rank.
 
-    A peak that was not split is one bar. A black mark is the allocator's peak, if that differs.
+    A peak that was not split is one bar. A black mark is the allocator's peak, if that differs. As
+    in the table, a cell that is wrong has no peak.
     """
     cells = data.contestants.join(by_category(data.tables.memory))
     names = [str(category) for category in Category]
     cells[LIVE] = cells[names].sum(axis=1, min_count=1)
-    cells[UNSPLIT] = cells["peak_memory_bytes"].where(cells[LIVE].isna())
-    cells[LIVE] = cells[LIVE].fillna(cells["peak_memory_bytes"])
+    cells[UNSPLIT] = cells[PEAK_BYTES].where(cells[LIVE].isna())
+    cells[LIVE] = cells[LIVE].fillna(cells[PEAK_BYTES]).where(cells[PEAK_BYTES].notna())
     if cells[LIVE].isna().all():
         return []
     parts = [*names, UNSPLIT]
@@ -313,22 +313,42 @@ def draw_memory_categories(data: FigureData) -> list[Drawing]:
 
 
 def _memory_title(data: FigureData, cells: pd.DataFrame) -> str:
-    """Who needs the least and the most memory at the most ranks and the largest N, and for what."""
-    good = _most_extreme(cells, LIVE)
+    """Who needs the least and the most memory at the most ranks and the largest N, and for what.
+
+    Cells beyond the axis are named apart: how many times the others' peak theirs is says nothing
+    of a larger model.
+    """
+    good = _most_extreme(data, cells, LIVE)
     if good.empty:
         return "Peak memory (no cell is correct)"
+    is_within = good[LIVE] <= end_of_axis(cells[LIVE])
+    if not is_within.any():
+        is_within[:] = True
+    beyond = good[~is_within]["backend"].tolist()
+    good = good[is_within]
     least, most = good.iloc[0], good.iloc[-1]
     setting = data.setting_of(least)
     if alike(float(most[LIVE]), float(least[LIVE])):
         each = least["backend"]
         if len(good) > 1:
             each = f"each of {plural(len(good), 'backend')}"
-        return f"{setting}, {each} needs {size(float(least[LIVE]))} per rank"
+        return f"{setting}, {each} needs {size(float(least[LIVE]))} per rank{_beyond(beyond)}"
     away = {}
     if not least[UNSPLIT]:
         for name in map(str, Category):
             away[name] = float(most[name]) - float(least[name])
-    return f"{setting}, {_comparison(good, LIVE, 'need', 'memory')}{_cause(away)}"
+    compared = _comparison(good, LIVE, "need", "memory")
+    return f"{setting}, {compared}{_cause(away)}{_beyond(beyond)}"
+
+
+def _beyond(names: Sequence[str]) -> str:
+    """The backends whose bars go on beyond the axis."""
+    if not names:
+        return ""
+    verb = "are"
+    if len(names) == 1:
+        verb = "is"
+    return f"; {some(names)} {verb} beyond the axis"
 
 
 def _cause(away: Mapping[str, float]) -> str:
@@ -363,7 +383,10 @@ def _comparison(good: pd.DataFrame, value: str, verb: str, what: str) -> str:
     highest, lowest = tied_backends(good, value, most), tied_backends(good, value, least)
     if len(highest) == 1:
         verb += "s"
-    return f"{some(highest)} {verb} {most / least:.1f}x the {what} of {some(lowest)}"
+    times = f"{most / least:.1f}"
+    if times == "1.0":
+        times = f"{most / least:.3f}"
+    return f"{some(highest)} {verb} {times}x the {what} of {some(lowest)}"
 
 
 OTHER = "other"
@@ -375,39 +398,30 @@ TRAFFIC_COLOURS = {
     OTHER: "#888888",
 }
 """Okabe and Ito's hues."""
-TOTAL, SENT = "payload_bytes", "sent_bytes"
+TOTAL = "payload_bytes"
 TRAFFIC_BARS = StackedBars(
     stem="communication",
-    total=SENT,
+    total=TOTAL,
     colours=TRAFFIC_COLOURS,
     note=(
-        "Bytes that a ring algorithm sends for the collectives counted between two updates, "
-        "computed from their payload (gloo uses other algorithms). Right of a bar: their sum"
+        "Payload of the collectives counted between two updates. What a link carries depends on "
+        "the algorithm: in a ring, an all-reduce sends twice as much as an all-gather or a "
+        "reduce-scatter of the same payload. Right of a bar: the sum"
     ),
-    axis="sent per rank and step",
+    axis="payload per rank and step",
     join="-",
 )
 MIB = 2.0**20
 
 
-def by_operation(
-    collectives: pd.DataFrame,
-    cells: Mapping[str, Cell] | None = None,
-) -> pd.DataFrame:
+def by_operation(collectives: pd.DataFrame) -> pd.DataFrame:
     """Payload bytes of a rank in one optimizer step: a row per cell_id, a column per operation.
 
-    One more column has their sum. ``collectives`` is the table of that name; the largest of several
-    repeats counts. With ``cells``, by id, the bytes that a ring algorithm sends for that payload
-    (``judge.formulas.wire_bytes``).
+    One more column, TOTAL, has their sum. ``collectives`` is the table of that name; the largest of
+    several repeats counts.
     """
     known = collectives["op"].isin(list(TRAFFIC_COLOURS))
     rows = collectives.assign(op=collectives["op"].where(known, OTHER))
-    if cells is not None:
-        names = ("cell_id", "op", "group", TOTAL)
-        sent = []
-        for cell_id, op, group, payload in zip(*(collectives[name] for name in names), strict=True):
-            sent.append(wire_bytes(op, int(payload), cells[cell_id].group_size(group)))
-        rows[TOTAL] = sent
     each = rows.groupby(["cell_id", "repeat", "op"], observed=True)[TOTAL].sum().reset_index()
     wide = each.pivot_table(
         index="cell_id",
@@ -422,35 +436,39 @@ def by_operation(
 
 def draw_traffic(data: FigureData) -> list[Drawing]:
     """A stacked bar per backend, a panel per N and W; nothing if no operation was counted."""
-    sent = by_operation(data.tables.collectives, data.analysis.run.cells)
-    sent = sent.rename(columns={TOTAL: SENT})
-    if sent.empty or not float(sent[SENT].max()):
+    handed = by_operation(data.tables.collectives)
+    if handed.empty or not float(handed[TOTAL].max()):
         return []
-    cells = data.contestants.join(sent)
+    cells = data.contestants.join(handed)
     cells = cells[cells["world_size"] > 1]
     return stacked(data, cells, TRAFFIC_BARS, _traffic_title(data, cells))
 
 
 def _traffic_title(data: FigureData, cells: pd.DataFrame) -> str:
-    """What deferring the sync saves at the most ranks and the largest N.
+    """What deferring the sync saves at the most ranks and the largest N, over all pairs.
 
-    Without such a pair, who sends the least and the most.
+    Without such a pair, who hands the least and the most to collectives. Bytes have no noise.
     """
-    good = _most_extreme(cells, SENT)
+    good = _most_extreme(data, cells, TOTAL)
     if good.empty:
-        return "Ring traffic of a rank (no cell is correct)"
+        return "Payload of collectives (no cell is correct)"
     setting = data.setting_of(good.iloc[0])
-    sent = dict(zip(good["cell_id"], floats(good[SENT]).tolist(), strict=True))
-    ratios: dict[tuple[str, str], float] = {}
-    for eager, deferred in sync_pairs(good):
-        if 0 < sent[deferred] < sent[eager]:
-            ratios[eager, deferred] = sent[eager] / sent[deferred]
-    if ratios:
-        eager, deferred = max(ratios, key=lambda pair: ratios[pair])
-        cut = f"from {size(sent[eager])} to {size(sent[deferred])} per rank"
-        name = without_sync(data.analysis.rows[eager].backend)
-        return f"{setting}, deferring the sync cuts the ring traffic of {name} {cut}"
+    handed = dict(zip(good["cell_id"], floats(good[TOTAL]).tolist(), strict=True))
+    pairs = [pair for pair in sync_pairs(good) if handed[pair[0]] > 0]
+    shares: dict[str, float] = {}
+    for eager, deferred in pairs:
+        if handed[deferred] < handed[eager]:
+            shares[eager] = 100 * handed[deferred] / handed[eager]
+    if shares:
+        whose, where = "a rank", f" in {len(shares)} of {len(pairs)} pairs"
+        if len(pairs) == 1:
+            whose, where = without_sync(data.analysis.rows[pairs[0][0]].backend), ""
+        ends = f"{min(shares.values()):.0f}", f"{max(shares.values()):.0f}"
+        remain = ends[0]
+        if len(set(ends)) > 1:
+            remain = f"between {' and '.join(ends)}"
+        return f"{setting}, deferring the sync cuts what {whose} hands to collectives to {remain} %{where}"
     least, most = good.iloc[0], good.iloc[-1]
-    if least[SENT] == most[SENT]:
-        return f"{setting}, the ring traffic of a rank is {size(least[SENT])} per step"
-    return f"{setting}, {_comparison(good, SENT, 'cause', 'ring traffic')}"
+    if least[TOTAL] == most[TOTAL]:
+        return f"{setting}, a rank hands {size(float(least[TOTAL]))} per step to collectives"
+    return f"{setting}, {_comparison(good, TOTAL, 'hand', 'bytes')} to collectives"

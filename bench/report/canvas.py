@@ -187,11 +187,17 @@ def name_rows(axes: Axes, names: Sequence[str]) -> None:
     axes.grid(axis="y", visible=False)
 
 
-def set_scale(axes: Axes, which: str, values: pd.Series) -> None:
-    """Linear, or logarithmic with plain numbers where values differ much."""
+LOG = "log scale"
+"""Behind the label of a logarithmic axis."""
+
+
+def set_scale(axes: Axes, which: str, values: pd.Series, label: str) -> None:
+    """Linear, or logarithmic with plain numbers where values differ much; the label says so."""
     axis = getattr(axes, f"{which}axis")
+    axis.set_label_text(label)
     if len(values) and values.min() > 0 and values.max() / values.min() > LOG_ABOVE:
         getattr(axes, f"set_{which}scale")("log")
+        axis.set_label_text(f"{label}, {LOG}")
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.set_minor_formatter(NullFormatter())

@@ -2,17 +2,19 @@
 
 Beside its sentences, which people read, a citation has one line that ``check_citations`` reads
 again, for example ``accumulation-bench:RUN:HASH/CELL value=0.4022 low=0.3965 high=0.4081 n=19
-sha256=...``. It begins with the permanent id, which has the beginning of the journal's hash, of
-several runs of each with ``+`` between; ids without it are older and still found.
-``RUN:HASH/CELL/BASELINE`` is a ratio, ``RUN:HASH/plots/NAME`` a figure. ``value`` is the step time
-in seconds, or the ratio of two; ``low`` and ``high`` are the ends of its 95 % interval; ``n`` is
-the number of good trials, or of blocks; ``runs`` is that of several runs, and ``nextlow`` and
-``nexthigh`` are where the next one falls; ``bytes`` is the peak memory; ``sha256`` is the hash of
-the journal that all of this follows from, or of each.
+sha256=...``. It begins with the permanent id, which has the beginning of the hash that pins run.json
+and the journal, of several runs of each with ``+`` between. Older ids have the hash of the journal
+alone, or none, and are still found. ``RUN:HASH/CELL/BASELINE`` is a ratio, ``RUN:HASH/plots/NAME`` a
+figure. ``value`` is the step time in seconds, or the ratio of two; ``low`` and ``high`` are the ends
+of its 95 % interval; ``n`` is the number of good trials, or of blocks; ``runs`` is that of several
+runs, and ``nextlow`` and ``nexthigh`` are where the next one falls; ``bytes`` is the peak memory, and
+``payload`` what a rank hands to collectives in a step; of a ratio, ``memory`` and ``payload`` are the
+ratios of these. ``sha256`` is the whole hash, or of each run; a BibTeX entry has it in ``annote``.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 import urllib.parse
@@ -20,14 +22,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from bench.errors import InputError
-from bench.findings import Finding, error, good
+from bench.findings import Finding, Level, error, good, warning
 from bench.formatting import bibtex, digits, markdown, plain, plural
-from bench.judge.analysis import SCHEME, Analysis, CellRow, hashes_of, permanent_id, quoted
+from bench.judge.analysis import (
+    SCHEME,
+    Analysis,
+    CellRow,
+    hashes_of,
+    older_hashes_of,
+    permanent_id,
+    quoted,
+)
 from bench.judge.columns import AXES, WAYS
 from bench.judge.pairs import ComparedPair
 from bench.judge.pool import Pool
 from bench.judge.statistics import MIN_RUNS, too_few
-from bench.judge.verdicts import NEXT, Verdict, scope_words
+from bench.judge.verdicts import NEXT, Reason, Verdict, scope_words
 from bench.report.descriptions import machine_words
 from bench.run.machine import FRAMEWORKS, unlike_nodes
 from bench.run.manifest import Manifest
@@ -44,6 +54,8 @@ ESCAPES: dict[str, Callable[[object], str]] = {
     "text": plain,
 }
 """Formats, and how words from outside become harmless in each."""
+NOTE, WARNED = 400, 90
+"""Characters of the note of a BibTeX entry, and of a warning in it."""
 MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
 
 
@@ -54,17 +66,23 @@ class Citation:
     subject: str
     statement: str
     """The numbers."""
+    brief: Sequence[str]
+    """The numbers alone, the most important first: as many as a note has room for."""
     permanent_id: str
     machine_fields: Mapping[str, str]
     """By name, in the line for machines."""
+    digest: str
+    """Of all that it follows from."""
     details: Sequence[str]
     """Sentences on caveats, work, machine, versions and commit, without their full stops."""
     started: str
+    warning: str = ""
+    """What forbids citing it."""
 
     def in_spite_of(self, errors: Sequence[str]) -> Citation:
         """The same, with a first sentence that says what forbids citing it."""
         warned = f"DO NOT CITE THIS: check found {'; '.join(errors)}"
-        return replace(self, details=[harmless(warned), *self.details])
+        return replace(self, warning=harmless(warned))
 
     @property
     def markdown(self) -> str:
@@ -76,6 +94,7 @@ class Citation:
 
     @property
     def bibtex(self) -> str:
+        """An entry whose note bibliographies print; what they do not is in ``annote``."""
         fields = {
             "author": "{{{The accumulation-bench authors}}}",
             "title": f"{{{{{bibtex(self.subject)}}}}}",
@@ -85,11 +104,27 @@ class Citation:
             fields["year"] = f"{{{date[1]}}}"
             fields["month"] = MONTHS[int(date[2]) - 1]
         fields["howpublished"] = f"{{{bibtex(f'{SCHEME}, a benchmark of gradient accumulation')}}}"
-        fields["note"] = f"{{{self._formatted(bibtex)}}}"
+        fields["note"] = f"{{{self._note()}}}"
+        more = [self.statement, *self.details, f"SHA-256: {self.digest}"]
+        fields["annote"] = f"{{{' '.join(f'{bibtex(sentence)}.' for sentence in more)}}}"
         identifier = urllib.parse.unquote(self.permanent_id)
         lines = [re.sub(r"[^A-Za-z0-9.-]+", "-", identifier).strip("-")]
         lines += [f"  {name} = {value}" for name, value in fields.items()]
         return "@misc{" + ",\n".join(lines) + ",\n}"
+
+    def _note(self) -> str:
+        """As many of the numbers as NOTE characters have room for, and the line for machines.
+
+        That goes without the whole hash, of which the id has the beginning.
+        """
+        line = f"{bibtex(self.permanent_id)} {fields_text(self.machine_fields)}".strip()
+        warned = bibtex(self.warning[:WARNED])
+        if warned:
+            warned += ". "
+        parts = list(map(bibtex, self.brief))
+        while len(parts) > 1 and len(warned) + len("; ".join(parts)) + 2 + len(line) > NOTE:
+            parts.pop()
+        return f"{warned}{'; '.join(parts)}. {line}"
 
     def _formatted(
         self,
@@ -98,11 +133,10 @@ class Citation:
         code: str = "",
     ) -> str:
         """The whole, with these marks around its subject and around the line for machines."""
-        identifier = self.permanent_id
-        if escape is bibtex:
-            identifier = bibtex(identifier)
-        line = f"{code}{identifier} {fields_text(self.machine_fields)}{code}"
-        details = " ".join(f"{escape(sentence)}." for sentence in self.details)
+        fields = fields_text({**self.machine_fields, "sha256": self.digest})
+        line = f"{code}{self.permanent_id} {fields}{code}"
+        every = [*filter(None, [self.warning]), *self.details]
+        details = " ".join(f"{escape(sentence)}." for sentence in every)
         subject = f"{bold}{escape(self.subject)}{bold}"
         return f"{subject}: {escape(self.statement)}.\n{line}\n{details}"
 
@@ -111,7 +145,10 @@ class Citation:
 class Numbers:
     """The numbers of a cell or a ratio."""
 
-    statement: str
+    parts: Sequence[str]
+    """Of the statement, in clauses: time first, then memory and bytes."""
+    brief: str
+    """The first of them without what is no number."""
     fields: Mapping[str, str]
     """By name, in the line for machines."""
 
@@ -134,7 +171,7 @@ def cite(data: Analysis, cell_id: str, other_id: str | None = None) -> Citation:
         numbers = _cell_numbers(data, cell)
     else:
         pair = data.ratio(cell_id, other_id)
-        numbers = _ratio_numbers(pair, data.control)
+        numbers = _ratio_numbers(data, pair)
         if pair.blocked and not _is_told_by_control(data, pair):
             caveats.insert(0, f"{pair.reason}: {pair.detail}")
     details = []
@@ -162,7 +199,7 @@ def cite_plot(pool: Pool, name: str) -> Citation:
     statement = "a figure of this run"
     if not pool.is_single:
         statement = f"a figure of {len(pool.runs)} runs"
-    numbers = Numbers(statement=statement, fields={})
+    numbers = Numbers(parts=[statement], brief=statement, fields={})
     return _citation(pool, f"plots/{quoted(name)}", f"Figure {name}", numbers, [])
 
 
@@ -177,9 +214,11 @@ def _citation(
     every = [*details, _machine_sentence(about), _versions_sentence(about), commit_sentence(about)]
     return Citation(
         subject=harmless(subject),
-        statement=numbers.statement,
+        statement="; ".join(numbers.parts),
+        brief=[numbers.brief, *numbers.parts[1:]],
         permanent_id=permanent_id(pool, path),
-        machine_fields={**numbers.fields, "sha256": "+".join(pool.digests) or NONE},
+        machine_fields=numbers.fields,
+        digest="+".join(pool.pins) or NONE,
         details=list(map(harmless, every)),
         started=about.started,
     )
@@ -191,11 +230,31 @@ def harmless(text: str) -> str:
 
 
 def _cell_numbers(data: Analysis, row: CellRow) -> Numbers:
-    """The numbers of a cell, or that it has none."""
+    """The numbers of a cell, or that it has none.
+
+    What others do on the machine takes the time away, and neither memory nor bytes.
+    """
+    time = _cell_time(data, row)
+    parts, fields = list(time.parts), dict(time.fields)
+    peak = row.peak_memory_bytes
+    if peak is not None:
+        text = f"peak memory {digits(peak / 2**20)} MiB ({peak} bytes, {row.peak_memory_source})"
+        parts.append(text)
+        fields["bytes"] = str(peak)
+    payload = data.payloads.get(row.cell_id)
+    if payload is not None:
+        text = f"{digits(payload / 2**20)} MiB ({payload} bytes) per step to collectives"
+        parts.append(text)
+        fields["payload"] = str(payload)
+    return Numbers(parts=parts, brief=time.brief, fields=fields)
+
+
+def _cell_time(data: Analysis, row: CellRow) -> Numbers:
+    """The step time of a cell, or that it has none."""
     trials = plural(row.num_trials, "trial")
     if data.run.evidence.of(row.cell).barred:
         text = f"NOT COMPARABLE, no step time is given (n = 0 of {trials})"
-        return Numbers(statement=text, fields={"value": NONE, "n": "0"})
+        return Numbers(parts=[text], brief=text, fields={"value": NONE, "n": "0"})
     if data.pool.is_single:
         scope, why = scope_words(1), too_few(row.num_ok)
         counted, counts = f"n = {trials}", {"n": str(row.num_ok)}
@@ -211,20 +270,35 @@ def _cell_numbers(data: Analysis, row: CellRow) -> Numbers:
         interval = _interval(low, high, why)
         text = f"{digits(seconds)} s per optimizer step{scope} ({interval}, {counted})"
         fields = _estimate_fields(seconds, low, high)
-    fields |= counts
-    peak = row.peak_memory_bytes
-    if peak is not None:
-        text += f"; peak memory {digits(peak / 2**20)} MiB ({peak} bytes, {row.peak_memory_source})"
-        fields["bytes"] = str(peak)
-    return Numbers(statement=text, fields=fields)
+    return Numbers(parts=[text], brief=text, fields=fields | counts)
 
 
-def _ratio_numbers(pair: ComparedPair, control_pair: ComparedPair | None) -> Numbers:
-    """The numbers of a ratio, or that it has none."""
+def _ratio_numbers(data: Analysis, pair: ComparedPair) -> Numbers:
+    """The numbers of a ratio, or that it has none.
+
+    Those of memory and of bytes have no noise, so they are given beside other programs, too.
+    """
+    time = _ratio_of_times(pair, data.control)
+    parts, fields = list(time.parts), dict(time.fields)
+    base, cell = pair.memory
+    if pair.memory_ratio is not None:
+        ratio = digits(pair.memory_ratio)
+        parts.append(f"{ratio} times the peak memory ({cell} / {base} bytes)")
+        fields["memory"] = ratio
+    handed, by_base = data.payloads.get(pair.b.cell_id), data.payloads.get(pair.a.cell_id)
+    is_alike = pair.verdict is not Verdict.NOT_COMPARABLE or pair.reason is Reason.DISTURBED
+    if handed and by_base and is_alike:
+        ratio = digits(handed / by_base)
+        parts.append(f"{ratio} times the bytes to collectives ({handed} / {by_base})")
+        fields["payload"] = ratio
+    return Numbers(parts=parts, brief=time.brief, fields=fields)
+
+
+def _ratio_of_times(pair: ComparedPair, control_pair: ComparedPair | None) -> Numbers:
     time = pair.time
     if pair.verdict is Verdict.NOT_COMPARABLE or time is None:
         text = f"NOT COMPARABLE ({pair.reason}), no ratio of step times is given"
-        return Numbers(statement=text, fields={"value": NONE})
+        return Numbers(parts=[text], brief=text, fields={"value": NONE})
     amount = digits(time.ratio)
     interval = _interval(time.low, time.high, time.reason)
     fields = _estimate_fields(time.ratio, time.low, time.high)
@@ -244,11 +318,9 @@ def _ratio_numbers(pair: ComparedPair, control_pair: ComparedPair | None) -> Num
             fields["nextlow"] = digits(time.next_low)
             fields["nexthigh"] = digits(time.next_high)
     fields["verdict"] = str(pair.verdict)
-    text = (
-        f"{amount} times the step time ({interval}, {counted}); verdict: {_verdict_words(pair)}; "
-        f"{_control_words(pair, control_pair)}"
-    )
-    return Numbers(statement=text, fields=fields)
+    ratio = f"{amount} times the step time ({interval}, {counted})"
+    text = f"{ratio}; verdict: {_verdict_words(pair)}; {_control_words(pair, control_pair)}"
+    return Numbers(parts=[text], brief=f"{ratio}; verdict: {pair.words}", fields=fields)
 
 
 def _verdict_words(pair: ComparedPair) -> str:
@@ -345,6 +417,10 @@ def fields_text(fields: Mapping[str, str]) -> str:
 
 ENDS = frozenset({"low", "high", "nextlow", "nexthigh"})
 """Fields of the ends of intervals."""
+NEWER = frozenset({"payload", "memory"})
+"""Fields that citations made by older versions lack."""
+DIGEST = "sha256"
+"""Field of the whole hash, which may be left out beside an id that has its beginning."""
 TOPIC = "citation"
 MARKUP = re.compile(r"[^\w.,:;()/%=+\- ]")
 """Markup of the formats, which is removed before a citation is read."""
@@ -353,38 +429,46 @@ ID = re.compile(
     r"/(plots/[\w.%-]*[\w%]|[0-9a-f]+(?:/[0-9a-f]+)?)"
 )
 FIELD = re.compile(r" ([a-z0-9]+)=([\w.+-]*\w)")
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+COPIED = 0.6
+"""Share of the words of a statement from which on the words before an id are taken for a copy of it."""
+OWN_DIGITS = 3
+"""Digits from which on a number in a sentence of one's own is held against those of its citation."""
 
 
 def check_citations(data: Analysis, text: str) -> Iterator[Finding]:
     """The findings on each citation in a text, in any of the formats.
 
-    They say whether its fields follow from the journal. Only the lines for machines are read, not
-    the sentences around them.
+    They say whether its fields follow from the journal, and so do the numbers in the words before
+    it: in a copy of what ``cite`` printed each, in a sentence of one's own those that look like one.
     """
-    text = " ".join(MARKUP.sub("", " ".join(text.split())).split())
+    text = _without_markup(text)
     ids = list(ID.finditer(text))
     if not ids:
         form = f"{SCHEME}:RUN/CELL"
         yield error(TOPIC, f"the text holds no id of the form {form}, so it cites nothing")
+    end = 0
     for match in ids:
-        cited = _fields_after(text, match.end())
+        before = text[end : match.start()]
+        cited, end = _fields_after(text, match.end())
         try:
-            right = _named_by(data, match[1], match[2], match[3]).machine_fields
+            right = _named_by(data, match[1], match[2], match[3])
         except InputError as problem:
             yield error(TOPIC, f"{match[0]}: {problem}")
             continue
-        is_right = True
-        for name in {**right, **cited}:
-            ours, theirs = cited.get(name, NONE), right.get(name, NONE)
-            if not _same(name, ours, theirs):
-                is_right = False
-                wrong = f"{name} is {ours}, and {theirs} follows from the journal"
-                yield error(TOPIC, f"{match[0]}: {wrong}")
-        if is_right:
+        found = [*_wrong_fields(data, right, cited, match[2]), *_wrong_words(right, before)]
+        for finding in found:
+            yield replace(finding, text=f"{match[0]}: {finding.text}")
+        if not any(finding.level is Level.ERROR for finding in found):
             yield good(TOPIC, f"{match[0]} {fields_text(cited)}: follows from the journal")
 
 
-def _fields_after(text: str, begin: int) -> dict[str, str]:
+def _without_markup(text: str) -> str:
+    return " ".join(MARKUP.sub("", " ".join(text.split())).split())
+
+
+def _fields_after(text: str, begin: int) -> tuple[dict[str, str], int]:
+    """The fields from there on, and where they end."""
     found: dict[str, str] = {}
     while match := FIELD.match(text, begin):
         name, value = match[1], match[2]
@@ -392,23 +476,117 @@ def _fields_after(text: str, begin: int) -> dict[str, str]:
             value = "given twice"
         found[name] = value
         begin = match.end()
-    return found
+    return found, begin
 
 
 def _named_by(data: Analysis, name: str, hashes: str | None, rest: str) -> Citation:
     """The citation with an id.
 
-    ``hashes`` is None in an older one, which any run of that name resolves.
+    An older id has the hashes of journals alone, or none: then any run of that name resolves it.
     """
     cited = urllib.parse.unquote(name)
     if cited != data.run.name:
         raise InputError(f"is of the run '{cited}', and this is '{data.run.name}'")
     here = hashes_of(data.pool)
-    if hashes not in (None, here):
-        raise InputError(f"is of the journal {hashes}, and this is {here}")
+    if hashes not in (None, here, older_hashes_of(data.pool)):
+        raise InputError(f"is of the run with the hash {hashes}, and this one's is {here}")
     if rest.startswith("plots/"):
         return cite_plot(data.pool, urllib.parse.unquote(rest.removeprefix("plots/")))
     return cite(data, *rest.split("/"))
+
+
+def _wrong_fields(
+    data: Analysis, right: Citation, cited: Mapping[str, str], hashes: str | None
+) -> Iterator[Finding]:
+    """The fields of the line for machines that do not follow from the run."""
+    follow = {**right.machine_fields, DIGEST: right.digest}
+    of_journals = "+".join(data.pool.digests)
+    if cited.get(DIGEST) == of_journals:  # as older citations have it
+        follow[DIGEST] = of_journals
+    optional = set(NEWER)
+    if hashes is not None:
+        optional.add(DIGEST)
+    for name in {**follow, **cited}:
+        if name in optional and name not in cited:
+            continue
+        ours, theirs = cited.get(name, NONE), follow.get(name, NONE)
+        if not _same(name, ours, theirs):
+            yield error(TOPIC, f"{name} is {ours}, and {theirs} follows from the journal")
+
+
+def _wrong_words(right: Citation, before: str) -> Iterator[Finding]:
+    """The numbers in the words before an id that do not follow from the run."""
+    statements = [f"{right.subject}: {right.statement}", "; ".join(right.brief)]
+    copies = [_Copy.of(_without_markup(statement), before) for statement in statements]
+    copy = max(copies, key=lambda copy: copy.share)
+    if copy.share >= COPIED:
+        exact = {value for name, value in right.machine_fields.items() if name not in ENDS}
+        for ours, theirs in copy.numbers:
+            if ours != theirs and (theirs in exact or not _same("low", ours, theirs)):
+                yield error(TOPIC, f"its words say {ours}, and {theirs} follows from the journal")
+        return
+    sentence = re.split(r"[.;:?!] ", before)[-1]
+    known = NUMBER.findall(" ".join(map(_without_markup, statements)))
+    for number in NUMBER.findall(sentence):
+        digits_of_it = number.replace(".", "").strip("-0")
+        if "." in number and len(digits_of_it) >= OWN_DIGITS:
+            yield from _unlike_all(number, known)
+
+
+def _unlike_all(number: str, known: Sequence[str]) -> Iterator[Finding]:
+    """Whether a number is none of these, rounded, nor the per cent by which one is above or below 1."""
+    unit = _last_digit(number)
+    for text in known:
+        value = float(text)
+        derived = (value, 100 * value, 100 * (value - 1), 100 * (1 - value))
+        if any(abs(each - float(number)) <= 0.51 * unit for each in derived):
+            return
+    mistaken = [text for text in known if _differs_in_a_digit(number, text)]
+    if mistaken:
+        yield error(
+            TOPIC, f"its sentence says {number}, and {mistaken[0]} follows from the journal"
+        )
+    else:
+        yield warning(TOPIC, f"{number} in its sentence is none of its numbers")
+
+
+def _differs_in_a_digit(ours: str, theirs: str) -> bool:
+    """Whether one digit is another one, or two neighbours have changed places."""
+    if len(ours) != len(theirs):
+        return False
+    places = [i for i, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]]
+    if len(places) == 1:
+        return True
+    is_swapped = sorted(ours) == sorted(theirs)
+    return is_swapped and len(places) == 2 and places[1] == places[0] + 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """How much of a statement the words before an id have, and the numbers that stand for each other."""
+
+    share: float
+    numbers: Sequence[tuple[str, str]]
+    """Ours, then the statement's."""
+
+    @classmethod
+    def of(cls, statement: str, before: str) -> _Copy:
+        wanted, found = statement.split(), before.split()
+        found = found[-2 * len(wanted) :]
+        numbers = []
+        matcher = difflib.SequenceMatcher(None, wanted, found, autojunk=False)
+        num_same = 0
+        for kind, first, last, begin, end in matcher.get_opcodes():
+            if kind == "equal":
+                num_same += last - first
+            elif kind == "replace":
+                # Before the beginning of a copy there may be other words: pairs are made from the end.
+                pairs = zip(reversed(wanted[first:last]), reversed(found[begin:end]), strict=False)
+                for theirs, ours in pairs:
+                    both = NUMBER.search(ours), NUMBER.search(theirs)
+                    if both[0] is not None and both[1] is not None:
+                        numbers.append((both[0][0], both[1][0]))
+        return cls(num_same / len(wanted), numbers)
 
 
 def _same(name: str, ours: str, theirs: str) -> bool:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from bench.formatting import at_most, plural, some
 from bench.judge.columns import WORK
+from bench.judge.pairs import ComparedPair
 from bench.judge.verdicts import Verdict, scope_words
 from bench.plan.cell import REFERENCES, Status, Sync
 from bench.report import style
 from bench.report.canvas import (
+    LOG,
     Drawing,
     FigureWords,
     PointName,
@@ -27,12 +31,25 @@ from bench.report.canvas import (
 )
 from bench.report.descriptions import without_sync
 from bench.report.figure_data import CONTEXT, FACTS, TIMES, FigureData, Panel, floats, sync_pairs
-from bench.report.style import DPI, GREY, INTERVAL, REFERENCE_COLOUR, TINY, Key, text_width
+from bench.report.style import (
+    DPI,
+    GREY,
+    INTERVAL,
+    REFERENCE_COLOUR,
+    TINY,
+    Appearance,
+    Key,
+    text_width,
+)
 
 MOST_PANELS, LAST = 3, 2.2
 """Panels, and how many times the width of others the last one has, at whose lines the names are."""
 MOST_ROOM = 2.5
 """Inches of the names, at most."""
+APART, MOST_APART = 0.4, 0.06
+"""Doublings of N that all backends at one N take together, and that two of them are apart, at most."""
+TO_NAME = 0.5
+"""Points of the line from the last marker of a backend to its name."""
 
 
 def draw_step_time(data: FigureData) -> list[Drawing]:
@@ -55,9 +72,9 @@ def _step_time_legend(drawn: pd.DataFrame) -> str:
     legend = "Solid lines with triangles: deferred sync; dashed lines with squares: eager sync"
     if (drawn["sync"] == Sync.DEFERRED_ALL_REDUCE).any():
         legend += "; dash-dotted lines: deferred all-reduce"
-    legend += ". Vertical lines are 95 % intervals"
+    legend += ". Vertical lines are 95 % intervals; the backends at an N stand side by side"
     if (drawn["status"] != Status.OK).any():
-        legend += ", rings are wrong results"
+        legend += ". Rings: some trials failed"
     return f"{legend}. B is the same at every N."
 
 
@@ -83,13 +100,15 @@ def _step_time_figure(
     for axes, panel in zip(grid, panels, strict=True):
         ends = _draw_backend_lines(data, axes, panel)
     last = grid[-1]
-    last.set_xlabel("N, micro-batches per optimizer step")
-    set_scale(last, "y", pd.concat([panel.rows["step_time_s"] for panel in panels]))
-    grid[0].set_ylabel("step time (s)")
+    last.set_xlabel(f"N, micro-batches per optimizer step, {LOG}")
+    seconds = pd.concat([panel.rows["step_time_s"] for panel in panels])
+    for axes in grid:
+        set_scale(axes, "y", seconds, "step time (s)")
+        axes.label_outer()
     freeze(figure)
     names = {backend: end for backend, end in ends.items() if backend not in keys}
     _leave_room(last, list(names.values()))
-    missing = name_points(last, list(names.values()), ["east"])
+    missing = name_points(last, list(names.values()), ["east", "northeast", "southeast"])
     unnamed = [backend for backend, name in names.items() if name in missing]
     if not unnamed:
         return figure
@@ -106,30 +125,40 @@ def _leave_room(axes: Axes, names: Sequence[PointName]) -> None:
 
 
 def _step_time_title(data: FigureData, panel: Panel) -> str:
-    """What deferring the sync saves at the largest N, or the range of step times."""
+    """What the verdicts on deferring the sync are at the largest N, or the range of step times."""
     rows = panel.rows[panel.rows["accumulate"] == panel.extent[1]]
     good = rows[rows["status"] == Status.OK]["step_time_s"]
     if good.empty:
         return "Step time against N"
     setting, scope = data.setting_of(rows.iloc[0]), scope_words(len(data.analysis.pool.runs))
-    saved: dict[float, str] = {}
-    some_are_slower = False
+    pairs = []
     for eager, deferred in sync_pairs(rows):
         pair = data.analysis.compared(deferred, eager)
-        if pair is None:
-            continue
-        if pair.time and pair.verdict is Verdict.FASTER:
-            saved[pair.time.ratio] = pair.a.backend
-        if pair.verdict is Verdict.SLOWER:
-            some_are_slower = True
-    if saved:
-        least = min(saved)
-        share, name = 100 * (1 - least), without_sync(saved[least])
-        return f"{setting}, deferring the sync saves {share:.0f} % of a step with {name}{scope}"
-    if some_are_slower:
-        return f"{setting}, deferring the sync saves no time{scope}"
-    ends = f"{good.min():.3g} to {good.max():.3g} s"
-    return f"{setting}, a step takes {ends}, depending on the backend"
+        if pair is not None:
+            pairs.append(pair)
+    if not pairs:
+        backends = plural(len(good), "backend")
+        return f"{setting}, a step takes {good.min():.3g} to {good.max():.3g} s with {backends}"
+    return f"{setting}, {_verdicts(pairs)}{scope}"
+
+
+def _verdicts(pairs: Sequence[ComparedPair]) -> str:
+    """In how many pairs the deferred backend is shown to be faster than the eager one, or slower."""
+    names: dict[Verdict, list[str]] = {Verdict.FASTER: [], Verdict.SLOWER: []}
+    for pair in pairs:
+        if pair.verdict in names:
+            names[pair.verdict].append(without_sync(pair.a.backend))
+    parts = []
+    for verdict, found in names.items():
+        if found:
+            parts.append(f"{verdict} in {len(found)} of {len(pairs)} pairs ({some(found)})")
+    if not parts:
+        count = plural(len(pairs), "pair")
+        return f"deferring the sync is not shown to be faster or slower in any of {count}"
+    if len(pairs) == 1:
+        (pair,) = pairs
+        return f"{pair.b.backend} is {pair.verdict} than {pair.a.backend}"
+    return f"deferring the sync is shown to be {' and '.join(parts)}"
 
 
 def _draw_backend_lines(data: FigureData, axes: Axes, panel: Panel) -> dict[str, PointName]:
@@ -143,16 +172,22 @@ def _draw_backend_lines(data: FigureData, axes: Axes, panel: Panel) -> dict[str,
     axes.set_xticks(ticks, list(map(str, ticks)))
     axes.minorticks_off()
     ends = {}
-    for backend, rows in panel.rows.groupby("backend", sort=False):
+    every = list(panel.rows.groupby("backend", sort=False))
+    step = min(MOST_APART, APART / len(every))
+    for place, (backend, rows) in enumerate(every):
         look = data.looks[str(backend)]
-        x, y = floats(rows["accumulate"]), floats(rows["step_time_s"])
+        aside = 2 ** (step * (place - (len(every) - 1) / 2))
+        x, y = aside * floats(rows["accumulate"]), floats(rows["step_time_s"])
         axes.plot(x, y, color=look.colour, linestyle=look.sync_line)
         low, high = floats(rows["step_time_low_s"]), floats(rows["step_time_high_s"])
         axes.vlines(x, low, high, color=look.colour, linewidth=2 * INTERVAL)
         wrong = (rows["status"] != Status.OK).to_numpy()
         style.mark(axes, x[wrong], y[wrong], look, wrong=True, size=4.5)
         style.mark(axes, x[~wrong], y[~wrong], look, size=4.5)
-        end = float(x[-1]), float(y[-1])
+        # The name stands right of all backends at that N.
+        right = float(rows["accumulate"].iloc[-1]) * 2 ** (step * len(every) / 2)
+        end = right, float(y[-1])
+        axes.plot([x[-1], right], [y[-1], y[-1]], color=look.colour, linewidth=TO_NAME)
         ends[str(backend)] = data.point_name(str(backend), rows["outcome"].iloc[-1], end)
     return ends
 
@@ -164,12 +199,21 @@ SHORT = 0.25
 cells have few."""
 VISIBLE = 0.01
 """Losses nearer than this to the reference's, in nats per token, have no line of their own."""
+LOSS_HEIGHT, AWAY_HEIGHT = 2.2, 1.9
+"""Inches of the losses, and of how far they are from the reference's."""
+LINE = 1.1
+"""Points of a line; one that another of its colour may hide is as much wider."""
+RING = 1.4
+"""Points by which the rings of such a line are larger."""
+NEAR_COLOUR = "#9a9a9a"
+"""Of the lines without a name."""
+EQUAL = "At the lower edge: equal to the last bit."
 
 
 def draw_loss_curves(data: FigureData) -> list[Drawing]:
-    """Losses at the largest N: the reference's, and those of backends that differ or are invalid.
+    """Losses at the largest N, and below how far they are from the reference's.
 
-    These have their names in the legend.
+    Backends that differ from it or are invalid have names and colours; the others are grey.
     """
     every = _losses_beside_reference(data)
     if every.empty:
@@ -185,37 +229,83 @@ def draw_loss_curves(data: FigureData) -> list[Drawing]:
     drawn = pd.concat([panel.rows for panel in panels])
     invalid = drawn["status"] == Status.INVALID
     apart = drawn["deviation"].isna() | (drawn["deviation"] > VISIBLE) | invalid
-    named = data.backends_in(drawn[apart])
+    named = _named_curves(data, data.backends_in(drawn[apart]))
     words = data.figure_words(_loss_title(panels))
     words.notes[:0] = left_out
     if invalid.any():
         words.notes.insert(0, "Rings: invalid; the report of the run says why.")
-    figure = new_figure(words, _loss_keys(data, drawn, named), 2.8)
-    grid = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
-    for axes, panel in zip(grid, panels, strict=True):
-        axes.set(title=style.safe(panel.title), xlabel="optimizer step")
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        _draw_losses(data, axes, panel, named)
-    grid[0].set_ylabel("loss (nats/token)")
+    has_distance = bool((drawn["deviation"] > 0).any())
+    if has_distance and (drawn["deviation"] == 0).any():
+        words.notes.insert(0, EQUAL)
+    heights = [LOSS_HEIGHT]
+    if has_distance:
+        heights.append(AWAY_HEIGHT)
+    figure = new_figure(words, _loss_keys(drawn, named), sum(heights))
+    grid = figure.subplots(
+        len(heights),
+        len(panels),
+        squeeze=False,
+        sharex="col",
+        sharey="row",
+        height_ratios=heights,
+    )
+    for column, panel in enumerate(panels):
+        grid[0][column].set_title(style.safe(panel.title))
+        grid[-1][column].set_xlabel("optimizer step")
+        grid[-1][column].xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        _draw_losses(grid[0][column], panel, named)
+    grid[0][0].set_ylabel("loss (nats/token)")
+    if has_distance:
+        for axes, panel in zip(grid[1], panels, strict=True):
+            _draw_distances(axes, panel, named)
+        _set_distance_scale(grid[1][0], drawn["deviation"])
     columns = [*FACTS, "step", "loss", "reference_loss", "deviation", "entropy_floor"]
     table = keyed[list(dict.fromkeys(columns))]
     return [Drawing("loss_curves", figure, table, words)]
 
 
-def _loss_keys(data: FigureData, drawn: pd.DataFrame, named: Sequence[str]) -> list[Key]:
-    """The legend: an entry per backend that has a line of its own, and one for all others."""
+@dataclass(frozen=True, slots=True)
+class NamedCurve:
+    """How a backend with a line of its own is drawn: so that another line of its colour can lie on it."""
+
+    look: Appearance
+    num_above: int
+    """Later lines that were of its colour."""
+
+    @property
+    def width(self) -> float:
+        return LINE * (1 + self.num_above)
+
+    @property
+    def ring(self) -> float:
+        return 4.5 + RING * self.num_above
+
+
+def _named_curves(data: FigureData, named: Sequence[str]) -> dict[str, NamedCurve]:
+    looks = {backend: data.looks[backend] for backend in named}
+    left = Counter(look.colour for look in looks.values())
+    found = {}
+    for backend, look in style.told_apart(looks).items():
+        left[looks[backend].colour] -= 1
+        found[backend] = NamedCurve(look, left[looks[backend].colour])
+    return found
+
+
+def _loss_keys(drawn: pd.DataFrame, named: Mapping[str, NamedCurve]) -> list[Key]:
+    """The legend: an entry per backend that has a line of its own, the reference, and all others."""
     keys: list[Key] = []
-    for backend in named:
-        look = data.looks[backend]
+    for backend, curve in named.items():
         statuses = drawn[drawn["backend"] == backend]["status"]
         for is_invalid in (statuses == Status.INVALID).unique():
-            key = style.line_key(backend, look, look.line, wrong=bool(is_invalid))
-            keys.append(key)
-    near = drawn[~drawn["backend"].isin(named)]
+            look = curve.look
+            keys.append(style.line_key(backend, look, look.line, wrong=bool(is_invalid)))
+    if drawn["reference_loss"].notna().any():
+        keys.append((Line2D([], [], color=REFERENCE_COLOUR, linestyle="--"), "the reference"))
+    near = drawn[~drawn["backend"].isin(list(named))]
     if len(near):
         count, most = plural(near["backend"].nunique(), "backend"), at_most(near["deviation"].max())
-        others = f"the reference, and {count} within {most} nats/token of it"
-        keys.append((Line2D([], [], color=REFERENCE_COLOUR, linestyle="--"), others))
+        others = f"{count} within {most} nats/token of it"
+        keys.append((Line2D([], [], color=NEAR_COLOUR, linewidth=LINE), others))
     return keys
 
 
@@ -276,17 +366,9 @@ def _loss_title(panels: list[Panel]) -> str:
     return text
 
 
-def _draw_losses(data: FigureData, axes: Axes, panel: Panel, named: Collection[str]) -> None:
-    """A line per cell of these backends, the reference's loss, and its floor."""
-    drawn = panel.rows[panel.rows["backend"].isin(named)]
-    for i, ((backend, _), rows) in enumerate(drawn.groupby(["backend", "cell_id"], sort=False)):
-        look = data.looks[str(backend)]
-        wrong = bool((rows["status"] == Status.INVALID).any())
-        x, y = floats(rows["step"]), floats(rows["loss"])
-        axes.plot(x, y, color=look.colour, linestyle=look.line)
-        every = max(1, len(rows) // 6, min(len(rows), drawn["backend"].nunique()))
-        marks = (i % every, every)
-        style.mark(axes, x, y, look, wrong=wrong, size=4.5, markevery=marks)
+def _draw_losses(axes: Axes, panel: Panel, named: Mapping[str, NamedCurve]) -> None:
+    """A line per cell, grey without a name, the reference's loss, and its floor."""
+    _draw_curves(axes, panel, named, "loss")
     truth = panel.rows.dropna(subset=["reference_loss"]).drop_duplicates("step").sort_values("step")
     x, y = floats(truth["step"]), floats(truth["reference_loss"])
     axes.plot(x, y, color=REFERENCE_COLOUR, linestyle="--")
@@ -303,3 +385,39 @@ def _draw_losses(data: FigureData, axes: Axes, panel: Panel, named: Collection[s
             color=GREY,
         )
         axes.margins(y=0.12)
+
+
+def _draw_distances(axes: Axes, panel: Panel, named: Mapping[str, NamedCurve]) -> None:
+    """How far each cell's loss is from the reference's."""
+    known = panel.rows.dropna(subset=["deviation"])
+    _draw_curves(axes, Panel(panel.title, known), named, "deviation")
+
+
+def _draw_curves(axes: Axes, panel: Panel, named: Mapping[str, NamedCurve], column: str) -> None:
+    """A line per cell: those without a name first, in grey."""
+    is_named = panel.rows["backend"].isin(list(named))
+    for _, rows in panel.rows[~is_named].groupby(["backend", "cell_id"], sort=False):
+        axes.plot(floats(rows["step"]), floats(rows[column]), color=NEAR_COLOUR, linewidth=0.6)
+    drawn = panel.rows[is_named]
+    for i, ((backend, _), rows) in enumerate(drawn.groupby(["backend", "cell_id"], sort=False)):
+        curve = named[str(backend)]
+        look = curve.look
+        wrong = bool((rows["status"] == Status.INVALID).any())
+        x, y = floats(rows["step"]), floats(rows[column])
+        axes.plot(x, y, color=look.colour, linestyle=look.line, linewidth=curve.width)
+        every = max(1, len(rows) // 6, min(len(rows), drawn["backend"].nunique()))
+        size = 4.5
+        if wrong:
+            size = curve.ring
+        style.mark(axes, x, y, look, wrong=wrong, size=size, markevery=(i % every, every))
+
+
+def _set_distance_scale(axes: Axes, distances: pd.Series) -> None:
+    """A logarithmic axis, with what is zero at its lower edge."""
+    positive = distances[distances > 0].astype(float)
+    low, high = float(positive.min()) / 3, float(positive.max()) * 3
+    axes.set_yscale("log", nonpositive="clip")
+    axes.set_ylim(low, high)
+    axes.yaxis.set_major_locator(LogLocator(numticks=6))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylabel(f"from the reference's\n(nats/token), {LOG}")

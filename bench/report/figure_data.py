@@ -15,9 +15,8 @@ from bench.formatting import plural, some
 from bench.judge.analysis import Analysis
 from bench.judge.caveats import link_words
 from bench.judge.columns import AXES, FOLLOWS, WAYS, differing
-from bench.judge.samples import step_times
 from bench.judge.statistics import Array
-from bench.judge.tables import Value, good_trials, rows_of
+from bench.judge.tables import Value, rows_of
 from bench.plan.cell import Status, Sync
 from bench.report import style
 from bench.report.canvas import FigureWords, PointName
@@ -70,27 +69,15 @@ class FigureData:
     def cells(self) -> pd.DataFrame:
         """The frame of cells in the order in which they are drawn, with their ``world``.
 
-        Cells that failed also have the times and peaks that were measured: they are drawn as wrong.
+        A cell has the step time and the peak that the table shows of it: none if it is wrong.
         """
         found = self.analysis.cells.assign(world=self._worlds)
-        failed = found["status"] != Status.OK
         timed = found["world"].map(lambda world: world.times_communication)
-        measured = self._measured_times()
         for name in TIMES:
-            shown = measured[name].reindex(found.index).where(failed)
-            found[name] = found[name].fillna(shown).where(timed)
-        peaks = good_trials(self.trials).groupby("cell_id")[MEMORY].max()
-        found[MEMORY] = found[MEMORY].fillna(peaks.reindex(found.index).where(failed))
+            found[name] = found[name].where(timed)
         places = {backend: place for place, backend in enumerate(self.looks)}
         found = found.assign(_rank=found["backend"].map(places))
         return found.sort_values(["_rank", "accumulate"], kind="stable")
-
-    def _measured_times(self) -> pd.DataFrame:
-        """TIMES over the trials of a cell, whether it is valid or not: a row per cell_id."""
-        rows = {}
-        for cell_id, time in step_times(self.trials).items():
-            rows[cell_id] = (time.seconds, time.low, time.high)
-        return pd.DataFrame.from_dict(rows, orient="index", columns=TIMES, dtype="Float64")
 
     @cached_property
     def contestants(self) -> pd.DataFrame:
@@ -161,11 +148,12 @@ class FigureData:
         *,
         timed: bool = False,
         ratios: bool = False,
+        of_first: bool = False,
     ) -> FigureWords:
         """The words around a figure.
 
-        One of times shows no virtual worlds, and has no caveat on them. One of ratios says whether
-        the A/A pair is off.
+        One of times shows no virtual worlds, and has no caveat on them; its times are means over
+        all runs, unless it is of the first alone. One of ratios says whether the A/A pair is off.
         """
         worlds = self.contestants["world"].unique()
         notes = []
@@ -175,8 +163,11 @@ class FigureData:
         if ratios:
             remarks = self.analysis.suspicion + remarks
         notes += [f"{text}." for text in remarks]
-        if timed and not self.analysis.pool.is_single:
-            notes.append(f"Times are means over {len(self.analysis.pool.runs)} runs.")
+        num_runs = len(self.analysis.pool.runs)
+        if of_first and num_runs > 1:
+            notes.append(f"The trials are those of the first of {num_runs} runs.")
+        elif timed and num_runs > 1:
+            notes.append(f"Times are means over {num_runs} runs.")
         if not timed:
             for world in worlds:
                 text = world.caveat
@@ -241,15 +232,18 @@ class FigureData:
         The second list has a sentence on the panels for which there is no room, if any.
         """
         varying = self.varying(by)
-        # What follows from another column splits no further.
-        apart = [name for name in by if name not in FOLLOWS or name in varying]
         every = []
-        for _, part in rows.groupby(apart, dropna=False, sort=True):
+        for _, part in rows.groupby(self.splitting(by), dropna=False, sort=True):
             first = part.iloc[0]
             title = ", ".join(_name(column, first[column]) for column in varying)
             every.append(Panel(title, part))
         found = largest(every, most, lambda panel: panel.extent)
         return found, left_out_note(_num_cells(every), _num_cells(found), "cells")
+
+    def splitting(self, by: list[str]) -> list[str]:
+        """Those of these columns that split cells: one that follows from another splits no further."""
+        varying = self.varying(by)
+        return [name for name in by if name not in FOLLOWS or name in varying]
 
     def setting_of(self, cell: pd.Series) -> str:
         """The setting of a cell's panel in a title: ``At N = 4 with W = 2``."""

@@ -10,7 +10,6 @@ from operator import itemgetter
 import matplotlib.style
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -22,10 +21,20 @@ from bench.judge.pairs import SLOWER, ComparedPair, record
 from bench.judge.statistics import Interval
 from bench.judge.verdicts import Verdict
 from bench.plan.cell import Cell
-from bench.report.canvas import Drawing, FigureWords, name_rows, new_figure
+from bench.report.canvas import LOG, Drawing, FigureWords, name_rows, new_figure
 from bench.report.comparison import Report
 from bench.report.figure_data import largest, left_out_note
-from bench.report.style import BASE, CONTROL_COLOUR, GREY, REFERENCE_COLOUR, TINY, Key, cut, safe
+from bench.report.style import (
+    BASE,
+    CONTROL_COLOUR,
+    GREY,
+    REFERENCE_COLOUR,
+    TINY,
+    Key,
+    cut,
+    mixed,
+    safe,
+)
 
 DARK = "#0B3C6F"
 """The dots of the largest N; smaller N are paler."""
@@ -229,7 +238,7 @@ def _draw(report: Report, rows: Sequence[Row], words: FigureWords) -> Figure:
             axes.axhline(place + 0.5, color="#e4e4e4", linewidth=0.5, zorder=0.3)
     axes.spines["left"].set_visible(False)
     _set_scale(axes, report)
-    axes.set_xlabel("relative step time")
+    axes.set_xlabel(f"relative step time, {LOG}")
     if control is not None and control.low is not None and control.high is not None:
         axes.axvspan(control.low, control.high, color=CONTROL_COLOUR, zorder=0.1, linewidth=0)
     same = 1 + report.margin
@@ -264,10 +273,7 @@ def _shades(rows: Sequence[Row]) -> dict[int, str]:
     ns = sorted({pair.b.accumulate for pair in _pairs_of(rows)}, reverse=True)
     shades = {}
     for place, n in enumerate(ns):
-        paler = PALEST * place / max(len(ns) - 1, 1)
-        red, green, blue = to_rgb(DARK)
-        mixed = (red + paler * (1 - red), green + paler * (1 - green), blue + paler * (1 - blue))
-        shades[n] = to_hex(mixed)
+        shades[n] = mixed(DARK, PALEST * place / max(len(ns) - 1, 1))
     return dict(sorted(shades.items()))
 
 

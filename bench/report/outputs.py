@@ -187,11 +187,11 @@ def _how_to_reproduce(data: Analysis) -> list[str]:
     """Where the numbers come from, and the command that measures them again."""
     run, manifest = data.run, data.run.manifest
     text = markdown(commit_sentence(manifest))
-    if run.digest:
-        text += f"; SHA-256 of the journal: `{run.digest}`"
+    if run.pin:
+        text += f"; SHA-256 of run.json and journal: `{run.pin}`"
     for other in data.others:
         day = markdown(other.manifest.started[:10])
-        text += f"; pooled with the run of {day}, `{other.digest}`"
+        text += f"; pooled with the run of {day}, `{other.pin}`"
     command = shlex.join(manifest.command or ["python", "-m", "bench", "run"])
     block = code(on_each_node(run, command))
     return ["", f"**To reproduce.** {text}.", "", *block, ""]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import urllib.parse
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -32,8 +31,8 @@ from bench.plan.cell import Status
 from bench.report.answer import Answer
 from bench.report.citation import ESCAPES, Citation, cite, cite_plot
 from bench.report.descriptions import gpu_names
-from bench.report.ranking import COLUMNS, MAY_DIFFER, TIMES, Group, RankedRow
-from bench.report.sections import SCENARIOS, PageSection, failures, published, sections
+from bench.report.ranking import COLUMNS, MAY_DIFFER, OF_GPUS, TIMES, Group, RankedRow
+from bench.report.sections import PageSection, failures, published, sections
 from bench.tabular import Table, TableColumn, TableRow
 
 PAGE = "report.html"
@@ -46,7 +45,7 @@ RAW = {
     "trials.jsonl": "the journal: one line per trial, from which everything else follows",
     **{f"{name}.parquet": about for name, about in FRAMES.items()},
 }
-"""Files that a report links to where they lie beside it."""
+"""Files of a run's folder that a report names: it links to none, since it is sent by itself."""
 Choice = TypeVar("Choice")
 
 
@@ -93,9 +92,6 @@ def render(
     first = []
     if not data.times_unavailable and FIRST_PLOT in pictures:
         first.append(pictures[FIRST_PLOT])
-    scenarios = ""
-    if SCENARIOS.exists():
-        scenarios = link(data.folder, SCENARIOS)
     choices = _choices(data, answer.groups)
     template = _environment().get_template("report.html")
     return template.render(
@@ -108,7 +104,6 @@ def render(
         most_switches=MOST_SWITCHES,
         first=first,
         sections=shown,
-        semantics=scenarios,
         failures=failures(data),
         data=_data(data, answer, sorted(pictures)),
         raw=[(name, about) for name, about in RAW.items() if (data.folder / name).exists()],
@@ -155,7 +150,7 @@ def overview(groups: Sequence[Group], choices: Choices) -> Table:
     for column in COLUMNS:
         is_in_other = column.key.endswith(("_ends", "_ratio"))
         is_shown = is_timed or column.key not in TIMES
-        if is_shown and not is_in_other:
+        if is_shown and not is_in_other and column.key not in OF_GPUS:
             columns.append(column)
     columns.append(TableColumn("cite", "cite", is_number=False))
     caption = cells.caption(is_timed, choices["baseline"][0])
@@ -212,12 +207,6 @@ def picture(path: Path) -> Picture:
         about = str(image.info.get("Description", ""))
     source = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
     return Picture(stem=path.stem, title=title, about=about, source=source)
-
-
-def link(folder: Path, path: Path) -> str:
-    """From the page to a file, for a browser."""
-    relative = os.path.relpath(path.resolve(), folder.resolve())
-    return urllib.parse.quote(Path(relative).as_posix())
 
 
 def _data(data: Analysis, answer: Answer, plots: Iterable[str]) -> Markup:
@@ -313,6 +302,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
         "finished": manifest.finished or "not finished",
         "command": " ".join(manifest.command),
         "commit of the bench": commit,
+        "SHA-256 of run.json and journal": run.pin,
         "SHA-256 of the journal": run.digest,
         "CPU": machine.cpu or "unknown",
         "cores": str(machine.cores or ""),

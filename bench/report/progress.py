@@ -6,17 +6,28 @@ import json
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Column
 from rich.text import Text
 
 from bench.formatting import plural, printable
 from bench.judge.baseline import percent
 from bench.judge.columns import labels
+from bench.judge.evidence import restless
 from bench.judge.gates import EXPECTED, defect_of_record
-from bench.judge.tables import step_time
+from bench.judge.tables import build, step_time
 from bench.plan.cell import Cell, Status
 from bench.plan.schedule import Cost, InterimAnalysis, Trial
 from bench.run.manifest import Manifest
@@ -30,6 +41,40 @@ BY_BUDGET = "at most about"
 REFERENCE_FAILED = (
     "the reference failed: nothing can be checked against it, so all its cells will be invalid"
 )
+IF_BUSY = (
+    "if that goes on, no times of this run can be compared; memory, bytes, steps and losses stay "
+    "valid. What else runs here: python -m bench doctor"
+)
+
+
+class TimeToGo(ProgressColumn):
+    """The time to go as it is now: it gets shorter within a trial."""
+
+    def __init__(self, display: Display) -> None:
+        super().__init__(Column(no_wrap=True))
+        self._display = display
+
+    def render(self, task: Task) -> Text:
+        return Text(self._display.time_left_now())
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLeft:
+    """How long a run takes from a moment on, as was expected then."""
+
+    seconds: float
+    bound: str
+    """What the seconds are: ``about``, ``at least`` or BY_BUDGET."""
+    of_trial_s: float
+    """The part of the trial that runs."""
+    since: float
+
+    def at(self, now: float) -> float:
+        """The seconds that are left; a trial that takes longer than expected takes nothing from the others."""
+        passed = now - self.since
+        if self.bound != BY_BUDGET:
+            passed = min(passed, self.of_trial_s)
+        return max(0.0, self.seconds - passed)
 
 
 class Display:
@@ -54,14 +99,17 @@ class Display:
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[to_go]}"),
+            TimeToGo(self),
             TextColumn("{task.description}", markup=False),
             console=console,
             refresh_per_second=REFRESH_PER_S,
             transient=True,
             disable=not console.is_terminal,
         )
-        self._task = self._progress.add_task("starting", total=None, counts="", to_go="")
+        self._task = self._progress.add_task("starting", total=None, counts="")
+        self._foreseen: TimeLeft | None = None
+        self._awaited: set[str] = set()
+        self._is_told_busy = False
         self._failed = 0
         self._done = 0
         self._more = False
@@ -81,6 +129,14 @@ class Display:
 
     def say(self, message: str) -> None:
         self._console.print(Text(printable(message)), highlight=False, soft_wrap=True)
+
+    def waits(self, what: str) -> None:
+        """Show what the run waits for while no trial runs; where lines stay, once."""
+        self._foreseen = None
+        self._progress.update(self._task, description=f"waiting: {what}")
+        if not self._console.is_terminal and what not in self._awaited:
+            self.say(f"waiting: {what}")
+        self._awaited.add(what)
 
     def expect(
         self,
@@ -122,13 +178,15 @@ class Display:
         counts = ""
         if self._failed:
             counts = f"{self._failed} failed"
+        seconds, bound = self._to_go()
+        of_trial_s = self._seconds([self._left.get(trial.key, 0.0)])
+        self._foreseen = TimeLeft(seconds, bound, of_trial_s, time.monotonic())
         self._progress.update(
             self._task,
             description=self._name(trial),
             completed=done,
             total=total,
             counts=counts,
-            to_go=self._time_left(),
         )
 
     def finished(self, trial: Trial, record: TrialRecord) -> None:
@@ -137,6 +195,16 @@ class Display:
             self.say(REFERENCE_FAILED)
         place, took = f"[{self._done}/{self._total}]", f"{record.wall_s:.1f} s, {self._time_left()}"
         self.say(f"{place} {self._name(trial)}: {self._result(trial, record)} ({took})")
+        self._tell_if_busy(record)
+
+    def _tell_if_busy(self, record: TrialRecord) -> None:
+        """Say, once, what would forbid comparing the times of a cell if all its trials were like this one."""
+        if self._is_told_busy or self._manifest is None or record.status is not Status.OK:
+            return
+        found = restless(build([record], self._manifest).trial_rows)
+        if found:
+            self._is_told_busy = True
+            self.say(f"WARNING: {'; '.join(found)}; {IF_BUSY}")
 
     def _result(self, trial: Trial, record: TrialRecord) -> str:
         """The step time, or how the trial failed."""
@@ -160,10 +228,17 @@ class Display:
 
     def _time_left(self) -> str:
         seconds, bound = self._to_go()
-        text = f"{bound} {_clock(seconds)} to go"
-        if bound == BY_BUDGET:
-            text += ", by the budget"
-        return text
+        return _left_text(seconds, bound)
+
+    def time_left_now(self) -> str:
+        """The same while a trial runs, at any moment of it; empty while none does.
+
+        The thread that draws calls it, so it reads what the last event left.
+        """
+        foreseen = self._foreseen
+        if foreseen is None:
+            return ""
+        return _left_text(foreseen.at(time.monotonic()), foreseen.bound)
 
     def _to_go(self) -> tuple[float, str]:
         """Seconds until the run ends, and what they are: ``about``, ``at least`` or BY_BUDGET."""
@@ -228,6 +303,7 @@ class JsonLines(Display):
             wall_s=record.wall_s,
             step_time_s=step_time(trial.cell, record.time),
         )
+        self._tell_if_busy(record)
 
     def _about(self, trial: Trial) -> dict[str, object]:
         seconds, bound = self._to_go()
@@ -252,3 +328,10 @@ def _clock(seconds: float) -> str:
     if minutes:
         return f"{minutes} min {rest:02d} s"
     return f"{rest} s"
+
+
+def _left_text(seconds: float, bound: str) -> str:
+    text = f"{bound} {_clock(seconds)} to go"
+    if bound == BY_BUDGET:
+        text += ", by the budget"
+    return text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,7 +14,7 @@ from bench.judge.samples import NAME
 from bench.judge.statistics import MIN_RUNS, Interval
 from bench.judge.trial_columns import DASH
 from bench.judge.verdicts import DECIDED, scope_words
-from bench.plan.cell import Cell, Status
+from bench.plan.cell import Cell, Device, Status
 from bench.tabular import Table, TableColumn, TableRow
 
 MAY_DIFFER = ", may differ"
@@ -27,13 +27,20 @@ COLUMNS = (
     TableColumn("ratio_ends", "95 %", drop=1),
     TableColumn("next_ends", "next run", drop=2),
     TableColumn("verdict", "verdict", is_number=False, drop=4),
+    TableColumn("tokens", "tokens/s per GPU", drop=7),
+    TableColumn("mfu", "MFU", drop=6),
     TableColumn("memory", "memory"),
     TableColumn("memory_ratio", "ratio", drop=5),
+    TableColumn("reserved", "reserved", drop=8),
     TableColumn("trials", "n"),
     TableColumn("correct", "correct?", is_number=False),
 )
 """In order; ratios are to the baseline: below 1 is faster, or less memory."""
-TIMES = frozenset({"seconds", "seconds_ends", "ratio", "ratio_ends", "next_ends", "verdict"})
+TIMES = frozenset(
+    {"seconds", "seconds_ends", "ratio", "ratio_ends", "next_ends", "verdict", "tokens", "mfu"}
+)
+OF_GPUS = frozenset({"tokens", "mfu", "reserved"})
+"""Only for cells on GPUs, and where a row has a value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +67,8 @@ class RankedRow(CellRow):
             ratio_high=None,
             verdict=None,
             time=None,
+            tokens_per_s_per_rank=None,
+            mfu=None,
         )
 
 
@@ -106,6 +115,13 @@ class Group:
         memory = DASH
         if row.peak_memory_bytes is not None:
             memory = size(row.peak_memory_bytes)
+        reserved = tokens = mfu = DASH
+        if row.peak_reserved_bytes is not None:
+            reserved = size(row.peak_reserved_bytes)
+        if row.step_time_s is not None and row.tokens_per_s_per_rank is not None:
+            tokens = f"{row.tokens_per_s_per_rank:,.0f}"
+        if row.step_time_s is not None and row.mfu is not None:
+            mfu = f"{100 * row.mfu:.1f} %"
         return {
             "backend": row.backend,
             "seconds": _number(row.step_time_s),
@@ -114,8 +130,11 @@ class Group:
             "ratio_ends": ratio_ends,
             "next_ends": next_ends,
             "verdict": verdict,
+            "tokens": tokens,
+            "mfu": mfu,
             "memory": memory,
             "memory_ratio": _number(row.memory_ratio),
+            "reserved": reserved,
             "trials": str(row.num_ok),
             "correct": row.correct,
         }
@@ -124,8 +143,11 @@ class Group:
     def table(self) -> Table:
         """The group as a table; wrong cells are red."""
         columns = []
+        every = [self.texts(row) for row in self.rows]
         for column in COLUMNS:
             if column.key in TIMES and not self.is_timed:
+                continue
+            if column.key in OF_GPUS and not self._has(column.key, every):
                 continue
             if column.key == "next_ends" and self.num_runs < MIN_RUNS:
                 continue
@@ -141,6 +163,10 @@ class Group:
                 styles = {}
             rows.append(TableRow(self.texts(row), styles))
         return Table(columns=columns, rows=rows, caption=self.title)
+
+    def _has(self, key: str, rows: Sequence[Mapping[str, str]]) -> bool:
+        """Whether there is something to show in a column of OF_GPUS."""
+        return self.cell.device is Device.CUDA and any(row[key] != DASH for row in rows)
 
     @property
     def legend(self) -> str:

@@ -6,12 +6,13 @@ which all were slower.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
@@ -27,18 +28,29 @@ from bench.report.canvas import (
     end_of_axis,
     freeze,
     name_points,
+    name_rows,
     new_figure,
     set_scale,
 )
 from bench.report.descriptions import tied_backends
-from bench.report.figure_data import CONTEXT, FACTS, MEMORY, TIMES, FigureData, Panel, sync_pairs
+from bench.report.figure_data import (
+    CONTEXT,
+    FACTS,
+    MEMORY,
+    TIMES,
+    FigureData,
+    Panel,
+    largest,
+    left_out_note,
+    sync_pairs,
+)
 from bench.report.style import GREY, INTERVAL, REFERENCE_COLOUR, Key, safe
 
 MOST_SMALL, MOST_NAMED = 4, 2
 """Further panels; and so many have names, each in a row."""
 LARGE_HEIGHT, NAMED_HEIGHT, SMALL_HEIGHT = 3.8, 2.8, 1.5
 """Inches of the first row of panels, of each other one with names, and of one without names."""
-SHAPES = {Sync.DEFERRED: "triangles: deferred sync", Sync.EAGER: "squares: eager sync"}
+SHAPES = {Sync.DEFERRED: "triangles: deferred sync", Sync.EAGER: "open squares: eager sync"}
 SHAPES |= {Sync.DEFERRED_ALL_REDUCE: "triangles that point down: deferred all-reduce"}
 ROOM = 0.16
 """Share of the axes around the points that is left for names."""
@@ -76,27 +88,21 @@ def draw_memory_vs_time(data: FigureData) -> list[Drawing]:
     words.notes[:0] = [*left_out, legend, *data.without_time()]
 
     unit, unit_name = unit_of(max(panel.rows[SHOWN].max() for panel in panels))
-    layout = _panel_grid(len(others))
-    figure = new_figure(words, [], sum(layout.heights))
-    rows = figure.add_gridspec(len(layout.heights), 1, height_ratios=layout.heights)
-    large = figure.add_subplot(rows[0])
-    named = [(large, main)]
-    measured_by = ", ".join(main.rows["peak_memory_source"].dropna().unique())
-    set_scales(large, main.rows, unit)
+    has_names = len(others) <= MOST_NAMED
+    figure = new_figure(words, [], sum(_heights(len(others), has_names=has_names)))
+    large, small = _add_panels(figure, len(others), has_names=has_names)
     _draw_points(data, large, main.rows, unit, marker=6.5)
     large.set_title(safe(main.title), weight="bold")
-    memory = f"peak memory per rank ({unit_name},\n{safe(measured_by)})"
-    large.set(xlabel="step time (s)", ylabel=memory)
-    if others:
-        grid = rows[1].subgridspec(layout.lines, layout.columns)
-        small = grid.subplots(sharex=True, sharey=True, squeeze=False).ravel()
-        set_scales(small[0], pd.concat([panel.rows for panel in others]), unit)
-        for axes, panel in zip(small, others, strict=True):
-            _draw_points(data, axes, panel.rows, unit, marker=4.0)
-            axes.set(title=safe(panel.title), xlabel="step time (s)", ylabel=unit_name)
-            axes.label_outer()
-            if layout.has_names:
-                named.append((axes, panel))
+    named = [(large, main)]
+    for axes, panel in zip(small, others, strict=True):
+        _draw_points(data, axes, panel.rows, unit, marker=4.0)
+        axes.set_title(safe(panel.title))
+        if has_names:
+            named.append((axes, panel))
+    _set_scales(large, pd.concat([panel.rows for panel in panels]), unit, unit_name)
+    _label_small(small, large, unit_name, are_stacked=has_names)
+    measured_by = ", ".join(main.rows["peak_memory_source"].dropna().unique())
+    large.set_ylabel(f"{large.get_ylabel()},\n{safe(measured_by)}")
     freeze(figure)
     for axes, panel in named:
         _name_points(data, axes, panel, unit)
@@ -118,26 +124,29 @@ def _legend(cells: pd.DataFrame, *, has_peak_beyond: bool) -> str:
     return legend
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PanelGrid:
-    """Where the panels beside the large one are."""
+def _add_panels(figure: Figure, others: int, *, has_names: bool) -> tuple[Axes, list[Axes]]:
+    """The large panel, and so many others with the same axes: each in a row if it has names."""
+    heights = _heights(others, has_names=has_names)
+    rows = figure.add_gridspec(len(heights), 1, height_ratios=heights)
+    large, small = figure.add_subplot(rows[0]), []
+    if has_names:
+        small = [figure.add_subplot(rows[1 + place]) for place in range(others)]
+    elif others:
+        grid = rows[1].subgridspec(1, others)
+        small = [figure.add_subplot(grid[place]) for place in range(others)]
+    for axes in small:
+        axes.sharex(large)
+        axes.sharey(large)
+    return large, small
 
-    heights: list[float]
-    """Inches of the large panel, and of all others together."""
-    lines: int
-    columns: int
-    has_names: bool
-    """Whether there is room for names at the points of the others."""
 
-
-def _panel_grid(others: int) -> PanelGrid:
+def _heights(others: int, *, has_names: bool) -> list[float]:
+    """Inches of each row of panels."""
     if not others:
-        return PanelGrid(heights=[LARGE_HEIGHT], lines=0, columns=1, has_names=False)
-    if others > MOST_NAMED:
-        heights = [LARGE_HEIGHT, SMALL_HEIGHT]
-        return PanelGrid(heights=heights, lines=1, columns=others, has_names=False)
-    heights = [LARGE_HEIGHT, NAMED_HEIGHT * others]
-    return PanelGrid(heights=heights, lines=others, columns=1, has_names=True)
+        return [LARGE_HEIGHT]
+    if has_names:
+        return [LARGE_HEIGHT, *[NAMED_HEIGHT] * others]
+    return [LARGE_HEIGHT, SMALL_HEIGHT]
 
 
 def _name_points(data: FigureData, axes: Axes, panel: Panel, unit: float) -> None:
@@ -151,7 +160,8 @@ def _name_points(data: FigureData, axes: Axes, panel: Panel, unit: float) -> Non
     missing = name_points(axes, names, DIAGONAL)
     if missing:
         missed = plural(len(missing), "point")
-        axes.set_xlabel(f"step time (s); no room to name {missed}: see the CSV")
+        told = [axes.get_xlabel(), f"no room to name {missed}: see the CSV"]
+        axes.set_xlabel("; ".join(filter(None, told)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -234,7 +244,7 @@ def _draw_points(
 
     Arrows lead from eager to deferred sync if their times differ.
     """
-    deferred_first = cells.sort_values("sync", ascending=False, kind="stable")
+    deferred_first = cells.sort_values("sync", kind="stable")
     points = _points(deferred_first, unit)
     for point in points:
         look, (x, y) = data.looks[point.backend], point.at
@@ -260,17 +270,36 @@ def _decided_sync_pairs(data: FigureData, cells: pd.DataFrame) -> Iterator[tuple
                 yield eager, deferred
 
 
-def set_scales(axes: Axes, cells: pd.DataFrame, unit: float) -> None:
-    """Scales of both axes, with room for names; a small difference does not look large."""
+def _set_scales(axes: Axes, cells: pd.DataFrame, unit: float, unit_name: str) -> None:
+    """Scales and ends of both axes, with room for names; a small difference does not look large."""
     times = pd.concat([cells[name] for name in TIMES]).dropna().astype(float)
-    limits = []
-    for which, values in (("x", times), ("y", cells[SHOWN] / unit)):
-        set_scale(axes, which, values)
+    for which, values, label in (
+        ("x", times, "step time (s)"),
+        ("y", cells[SHOWN] / unit, f"peak memory per rank ({unit_name})"),
+    ):
+        set_scale(axes, which, values, label)
         low, high = float(values.min()), float(values.max())
         middle = (low * high) ** 0.5
-        limits.append((min(low, middle / LEAST), max(high, middle * LEAST)))
-    axes.margins(ROOM)
-    axes.update_datalim(list(zip(*limits, strict=True)))
+        low, high = min(low, middle / LEAST), max(high, middle * LEAST)
+        if getattr(axes, f"get_{which}scale")() == "log":
+            factor = (high / low) ** ROOM
+            ends = (low / factor, high * factor)
+        else:
+            room = ROOM * (high - low)
+            ends = (low - room, high + room)
+        getattr(axes, f"set_{which}lim")(*ends)
+
+
+def _label_small(small: Sequence[Axes], large: Axes, unit_name: str, *, are_stacked: bool) -> None:
+    """Label the panels below: stacked ones at the left and the last below, others the other way."""
+    for place, axes in enumerate(small):
+        has_x = not are_stacked or place == len(small) - 1
+        has_y = are_stacked or place == 0
+        axes.tick_params(labelbottom=has_x, labelleft=has_y)
+        if has_x:
+            axes.set_xlabel(large.get_xlabel())
+        if has_y:
+            axes.set_ylabel(unit_name)
 
 
 INSIDE, BEYOND = 0.98, 1.4
@@ -298,8 +327,16 @@ def deviations(trials: pd.DataFrame) -> pd.DataFrame:
     return found.assign(place=np.arange(1, len(found) + 1))
 
 
+ALL_HEIGHT, STRIP = 2.0, 0.13
+"""Inches of the panel with all trials, and of the row of one cell below it."""
+MOST_STRIPS = 32
+"""Cells with a row."""
+SWING = 0.42
+"""Share of a row that a dot at the end of the axis above is away from its middle."""
+
+
 def draw_noise(data: FigureData) -> list[Drawing]:
-    """A point per trial; nothing if no cell has two good ones."""
+    """A point per trial, and again in the row of its cell; nothing if no cell has two good ones."""
     timed = [world.times_communication for world in data.trials["world"]]
     trials = deviations(data.trials[timed])
     if trials.empty:
@@ -316,33 +353,65 @@ def draw_noise(data: FigureData) -> list[Drawing]:
         title += f"; blocks {differ} significantly"
         line = Line2D([], [], color=REFERENCE_COLOUR, linewidth=1.4)
         keys.append((line, "mean of a block over all cells"))
-    words = data.figure_words(title, timed=True)
-    words.notes[:0] = ["A slope means drift, two clouds mean two modes. Means are geometric."]
-    beyond = int((away > reach).sum())
-    if beyond == 1:
-        words.notes.insert(1, f"The triangle is a trial beyond the axis ({away.max():.3g} %).")
-    elif beyond:
-        words.notes.insert(
-            1,
-            f"The triangles are {beyond} trials beyond the axis (up to {away.max():.3g} %).",
-        )
-    figure = new_figure(words, keys, 2.6)
-    axes = figure.subplots()
-    _draw_trials(axes, trials, reach)
+    every = _strips(data, trials)
+    strips = largest(every, MOST_STRIPS, lambda strip: strip.extent)
+    words = data.figure_words(title, timed=True, of_first=True)
+    words.notes[:0] = [
+        *_noise_legend(away, reach),
+        *left_out_note(len(every), len(strips), "rows of cells"),
+    ]
+    heights = [ALL_HEIGHT, STRIP * len(strips)]
+    figure = new_figure(words, keys, sum(heights) + 0.5)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=heights)
+    for strip in every:
+        _draw_trials(above, strip.rows, reach, data.looks[strip.rows["backend"].iloc[0]].colour)
+    above.set_ylim(-1.06 * reach, 1.06 * reach)
     if blocks is not None:
         for block, effect in blocks[0].items():
             where = trials.loc[trials["repeat"] == block, "place"]
             if len(where):
                 height, first, last = 100 * np.expm1(effect), where.min(), where.max()
-                axes.hlines(height, first, last, color=REFERENCE_COLOUR, linewidth=1.4)
-    axes.axhline(0, color=GREY, linewidth=0.5, zorder=1.2)
-    axes.set_xlabel("good trials, in the order in which they ran")
-    axes.set_ylabel("from the cell's mean (%)")
-    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+                above.hlines(height, first, last, color=REFERENCE_COLOUR, linewidth=1.4)
+    above.axhline(0, color=GREY, linewidth=0.5, zorder=1.2)
+    above.set_ylabel("from the cell's mean (%)")
+    name_rows(below, [strip.title for strip in strips])
+    for row, strip in enumerate(strips):
+        colour = data.looks[strip.rows["backend"].iloc[0]].colour
+        slower = strip.rows[DEVIATION].astype(float).clip(-reach, reach) / reach
+        below.axhline(row, color=GREY, linewidth=0.3, zorder=1.2)
+        below.plot(strip.rows["place"], row - SWING * slower, "o", markersize=2.0, color=colour)
+    below.set_xlabel("good trials, in the order in which they ran")
+    below.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     return [Drawing("noise", figure, trials[COLUMNS], words)]
 
 
-def _draw_trials(axes: Axes, trials: pd.DataFrame, reach: float) -> None:
+def _noise_legend(away: pd.Series, reach: float) -> list[str]:
+    """How to read the figure, and what is beyond the axis."""
+    notes = [
+        "A slope means drift, two clouds mean two modes. Means are geometric.",
+        "Below, the same trials by cell: a dot above the line of its row was slower than the mean.",
+    ]
+    beyond = int((away > reach).sum())
+    if beyond == 1:
+        notes.append(f"The triangle is a trial beyond the axis ({away.max():.3g} %).")
+    elif beyond:
+        text = f"The triangles are {beyond} trials beyond the axis (up to {away.max():.3g} %)."
+        notes.append(text)
+    return notes
+
+
+def _strips(data: FigureData, trials: pd.DataFrame) -> list[Panel]:
+    """The trials of each cell, named by its backend and by what distinguishes its setting."""
+    panels, _ = data.panels(trials, ["accumulate", *CONTEXT], len(trials))
+    found = []
+    for panel in panels:
+        for backend in data.backends_in(panel.rows):
+            rows = panel.rows[panel.rows["backend"] == backend]
+            found.append(Panel(f"{backend} {panel.title}".strip(), rows))
+    return found
+
+
+def _draw_trials(axes: Axes, trials: pd.DataFrame, reach: float, colour: str) -> None:
     """Draw a point per trial; those beyond the axis's reach are triangles at its edge."""
     values = trials[DEVIATION].to_numpy(dtype=float)
     places = trials["place"].to_numpy(dtype=float)
@@ -352,5 +421,4 @@ def _draw_trials(axes: Axes, trials: pd.DataFrame, reach: float) -> None:
         ("v", 4.5, values < -reach),
     ):
         clipped = np.clip(values[chosen], -reach, reach)
-        axes.plot(places[chosen], clipped, marker, markersize=size_of_marker, color=GREY)
-    axes.set_ylim(-1.06 * reach, 1.06 * reach)
+        axes.plot(places[chosen], clipped, marker, markersize=size_of_marker, color=colour)

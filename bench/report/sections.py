@@ -19,7 +19,7 @@ from bench.formatting import plural, size, some
 from bench.judge.analysis import Analysis, CellRow, defect_of_cell
 from bench.judge.baseline import percent
 from bench.judge.columns import COLUMNS
-from bench.judge.expected import cells_watched, extent
+from bench.judge.expected import TRACKED, cells_watched, extent
 from bench.judge.gates import EXPECTED, tolerance
 from bench.judge.samples import NAME, slowest
 from bench.judge.tables import CollectiveRow, Value, number_in, rows_of
@@ -33,7 +33,14 @@ from bench.judge.trial_columns import (
     Column,
 )
 from bench.judge.verdicts import Verdict
-from bench.plan.categories import Category
+from bench.plan.categories import (
+    COPIED_TO_DEVICE,
+    COPIED_TO_HOST,
+    ON_HOST,
+    PEAK,
+    PINNED,
+    Category,
+)
 from bench.plan.cell import Device, Status, among
 from bench.report.bars import MIB, TOTAL, by_category, by_operation
 from bench.run.machine import unlike_nodes
@@ -55,8 +62,6 @@ EPOCH_END = Path(__file__).with_name("epoch_end.json")
 
 ``python -m studies.semantics`` writes it from results/semantics.
 """
-SCENARIOS = Path(__file__).parents[2] / "docs" / "semantics.md"
-"""All scenarios of the suite; only in a checkout."""
 COUNTERS = ("trainer.global_step", "engine.global_steps")
 """Frameworks' own counters of steps: the first that a framework has is shown."""
 
@@ -145,6 +150,15 @@ def nodes(data: Analysis) -> Iterator[str]:
         yield f"The slowest rank was on node {node} in {count} of {trials} on several nodes."
 
 
+OFFLOADED = {
+    f"{TRACKED}_{ON_HOST}_{PEAK}": ("host", "live in the host's memory, at its peak"),
+    f"{TRACKED}_{PINNED}": ("pinned", "of the host's memory, held between micro-batches"),
+    f"{TRACKED}_{COPIED_TO_DEVICE}": ("to device", "copied from the host in an optimizer step"),
+    f"{TRACKED}_{COPIED_TO_HOST}": ("to host", "copied from the device in an optimizer step"),
+}
+"""Categories of the memory table that only backends which offload from a device have: title and meaning."""
+
+
 def memory(data: Analysis) -> PageSection:
     """How much memory a rank needs."""
     contestants = data.contestants
@@ -164,6 +178,12 @@ def memory(data: Analysis) -> PageSection:
             title = name.replace("_", " ")
             columns[name] = Column("Int64", "B", "live at the peak", title=title)
     frame = data.cells.join(parts[list(columns)])
+    sizes = data.run.tables.memory
+    for category, (title, meaning) in OFFLOADED.items():
+        of_cells = sizes[sizes["category"] == category].groupby("cell_id")["bytes"].max()
+        if not of_cells.empty:
+            frame = frame.join(of_cells.rename(category).astype("Int64"))
+            columns[category] = Column("Int64", "B", meaning, title=title)
     caption = "Peak memory of a rank, and what it is made of"
     return PageSection(
         key=MEMORY,

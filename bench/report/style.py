@@ -6,8 +6,8 @@ import itertools
 import textwrap
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -15,6 +15,7 @@ import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg, RendererAgg
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.lines import Line2D
@@ -43,6 +44,10 @@ FRAMEWORK_COLOURS = {each.framework: each.colour for each in built_in().values()
 """Okabe and Ito's palette without its yellow, which is too pale on paper, and two of Paul Tol's."""
 SYNC_MARKERS = {"none": "o", "eager": "s", "deferred-all-reduce": "v", "deferred": "^"}
 OTHER_MARKER = "D"
+OPEN_MARKER = SYNC_MARKERS["eager"]
+"""Drawn as an outline: what is at the same place is seen within it."""
+PALER = 0.45
+"""How much of the way to white the second line of a colour is, where every line needs its own."""
 SHARDING_DASHES: dict[str, tuple[float, ...]] = {
     "params": (8.0, 1.6),
     "grads": (3.6, 1.4),
@@ -159,6 +164,23 @@ def looks(trials: pd.DataFrame) -> dict[str, Appearance]:
     return found
 
 
+def told_apart(looks: Mapping[str, Appearance]) -> dict[str, Appearance]:
+    """The same looks; of those with one colour, all but the first have paler ones."""
+    seen: Counter[str] = Counter()
+    found = {}
+    for backend, look in looks.items():
+        paler = 1 - (1 - PALER) ** seen[look.colour]
+        seen[look.colour] += 1
+        found[backend] = replace(look, colour=mixed(look.colour, paler))
+    return found
+
+
+def mixed(colour: str, paler: float) -> str:
+    """A colour so much of the way to white."""
+    red, green, blue = to_rgb(colour)
+    return to_hex((red + paler * (1 - red), green + paler * (1 - green), blue + paler * (1 - blue)))
+
+
 def _line(sharding: str, alike: int) -> LineStyleType:
     dashes = SHARDING_DASHES.get(sharding, ())
     if not alike:
@@ -191,6 +213,14 @@ def _marker(look: Appearance, wrong: bool, size: float) -> dict[str, Any]:
             "color": look.colour,
             "marker": "o",
             "markersize": 1.8 * size,
+            "markerfacecolor": "none",
+            "markeredgewidth": 1.3,
+        }
+    if look.marker == OPEN_MARKER:
+        return {
+            "color": look.colour,
+            "marker": look.marker,
+            "markersize": size + 1.0,
             "markerfacecolor": "none",
             "markeredgewidth": 1.3,
         }

@@ -7,7 +7,7 @@ second reference for MFU: a datasheet's peak assumes clocks that a GPU under loa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -30,6 +30,8 @@ from bench.validation import Rate
 if TYPE_CHECKING:
     import torch
 
+    from bench.run.runner import Observer
+
 TIMEOUT_S = 120.0
 """Time limit of one process group, including start and warm-up."""
 SIZE = {"cuda": 8192, "cpu": 1024}
@@ -38,6 +40,11 @@ WARM_S = {"cuda": 0.5, "cpu": 0.1}
 """Duration of the warm-up, in which clocks settle and libraries choose their kernels."""
 PRODUCTS = {"cuda": 25, "cpu": 5}
 """Number of products that are timed one by one; the rate is that of the median."""
+
+STARTING = (
+    "the processes that ranks start from import torch; then matrix products and the link are timed"
+)
+"""What a run waits for first."""
 
 
 @dataclass(kw_only=True)
@@ -164,16 +171,17 @@ def _rates(task: MatmulTask, outcome: Outcome) -> MeasuredRates:
 
 
 def time_products(
-    folder: Path, manifest: Manifest, launcher: Launcher, say: Callable[[str], None]
+    folder: Path, manifest: Manifest, launcher: Launcher, observer: Observer
 ) -> Manifest:
     """The manifest with the rate of matrix products, which is measured and stored unless it is already there."""
     if manifest.matmul is not None:
         return manifest
+    observer.waits(STARTING)
     entries = measure(manifest.cells, manifest.settings.threads, folder / "scratch", launcher)
     timed = replace(manifest, matmul=entries)
     write_manifest(folder, timed)
     for line in summary(entries):
-        say(line)
+        observer.say(line)
     return timed
 
 

@@ -48,6 +48,9 @@ class Observer(Protocol):
 
     def say(self, message: str) -> None: ...
 
+    def waits(self, what: str) -> None:
+        """No trial runs, and this is what the run waits for."""
+
     def expect(self, trials: Sequence[Trial], *, more: bool, budget_left_s: float) -> None:
         """These trials are left so far; with ``more``, others may follow until the budget is used up."""
 
@@ -184,7 +187,7 @@ class Runner:
         if left and repeat % 2 == 0 and time.monotonic() >= self._renew_at:
             self._launcher.close()  # the next trials are forked from new processes
             self._renew_at = time.monotonic() + RENEWED_FOR_S
-        self._launcher.prepare(trial.cell.backend for trial in left if not self._missing(trial))
+        self._prepare([trial.cell.backend for trial in left if not self._missing(trial)])
         for trial in left:
             if start.is_short(self._folder):
                 raise start.full(self._folder)
@@ -197,6 +200,16 @@ class Runner:
         if left:
             self._trial_s = seconds / len(left)
         return True
+
+    def _prepare(self, names: Sequence[str]) -> None:
+        """Start the processes that ranks of these backends are forked from, which takes some seconds."""
+        loaded: dict[str, None] = {}
+        for name in names:
+            packages = (module.partition(":")[0] for module in self._backends[name].preloaded())
+            loaded.update(dict.fromkeys(package.partition(".")[0] for package in packages))
+        what = ", ".join(dict.fromkeys(["torch", *sorted(loaded)]))
+        self._observer.waits(f"the processes that ranks start from import {what}")
+        self._launcher.prepare(names)
 
     def _end(self) -> bool:
         """Whether the run ends after all known blocks; makes the decision if it is still open."""

@@ -13,7 +13,7 @@ from pydantic import AfterValidator
 from bench import validation
 from bench.errors import InputError
 from bench.measure import dispatch, exposure, host
-from bench.plan.categories import HELD, PEAK
+from bench.plan.categories import COPIED_TO_DEVICE, COPIED_TO_HOST, HELD, ON_HOST, PEAK
 from bench.plan.cell import Cell, Status
 from bench.validation import (
     Amount,
@@ -245,10 +245,15 @@ def parse_records(records: Sequence[Mapping[str, object]], journal: Path) -> lis
     ]
 
 
+OF_HOLDING = (HELD, COPIED_TO_HOST, COPIED_TO_DEVICE)
+"""How keys of memory begin that come from the rank that holds most."""
+
+
 def merge(ranks: Sequence[Mapping[str, int]]) -> dict[str, int]:
     """Merge ``memory`` over ranks: each total is the maximum over ranks, with its parts from the same rank.
 
-    So the parts add up to their total. The allocator's values come from the rank with the largest peak.
+    So the parts add up to their total. The allocator's values come from the rank with the largest peak. The host's come
+    from the same rank as the device's, and what is copied from the one that holds most.
     """
     merged: dict[str, int] = {}
     fullest = max(ranks, key=lambda memory: memory.get(PEAK, 0))
@@ -257,7 +262,7 @@ def merge(ranks: Sequence[Mapping[str, int]]) -> dict[str, int]:
         merged |= {
             key: value
             for key, value in memory.items()
-            if key.split("_")[0].startswith(HELD) == held
+            if key.removeprefix(f"{ON_HOST}_").startswith(OF_HOLDING) == held
         }
     return merged
 

@@ -95,33 +95,51 @@ class Layout:
 
 
 def llama_parameters(size: LlamaSize) -> tuple[Parameter, ...]:
-    """Names, shapes and units of the parameters of a ``LlamaForCausalLM``, in order."""
-    hidden, inner, heads = size.hidden_size, size.intermediate_size, size.num_heads * size.head_size
-    kv = size.num_kv_heads * size.head_size
-    block: dict[str, tuple[int, ...]] = {
-        "self_attn.q_proj": (heads, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, heads),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-    }
+    """Names, shapes and units of the parameters of a ``LlamaForCausalLM`` or a relative of it, in order."""
+    hidden = size.hidden_size
+    block = _block_shapes(size)
     found = [
         Parameter(name="model.embed_tokens.weight", shape=(size.vocab_size, hidden), unit=ROOT)
     ]
     for layer in range(size.num_layers):
         prefix = f"model.layers.{layer}"
         found += [
-            Parameter(name=f"{prefix}.{n}.weight", shape=shape, unit=layer + 1)
-            for n, shape in block.items()
+            Parameter(name=f"{prefix}.{name}", shape=shape, unit=layer + 1)
+            for name, shape in block.items()
         ]
     found.append(Parameter(name="model.norm.weight", shape=(hidden,), unit=ROOT))
     if not size.tied:
         found.append(Parameter(name="lm_head.weight", shape=(size.vocab_size, hidden), unit=ROOT))
     return tuple(found)
+
+
+def _block_shapes(size: LlamaSize) -> dict[str, tuple[int, ...]]:
+    """The parameters of a decoder block and their shapes, in order; experts as in transformers 5, in one tensor."""
+    hidden, inner, heads = size.hidden_size, size.intermediate_size, size.num_heads * size.head_size
+    kv = size.num_kv_heads * size.head_size
+    found: dict[str, tuple[int, ...]] = {}
+    for name, width in (("q_proj", heads), ("k_proj", kv), ("v_proj", kv)):
+        found[f"self_attn.{name}.weight"] = (width, hidden)
+        if size.qkv_bias:
+            found[f"self_attn.{name}.bias"] = (width,)
+    found["self_attn.o_proj.weight"] = (hidden, heads)
+    if size.norms_heads:
+        found["self_attn.q_norm.weight"] = found["self_attn.k_norm.weight"] = (size.head_size,)
+    if size.num_experts:
+        router: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (size.num_experts, hidden)}
+        experts: dict[str, tuple[int, ...]] = {
+            "mlp.experts.gate_up_proj": (size.num_experts, 2 * inner, hidden),
+            "mlp.experts.down_proj": (size.num_experts, hidden, inner),
+        }
+        if size.norms_heads:  # in Qwen3 the router is the second
+            found |= experts | router
+        else:
+            found |= router | experts
+    else:
+        found["mlp.gate_proj.weight"] = found["mlp.up_proj.weight"] = (inner, hidden)
+        found["mlp.down_proj.weight"] = (hidden, inner)
+    found["input_layernorm.weight"] = found["post_attention_layernorm.weight"] = (hidden,)
+    return found
 
 
 _Visit = tuple[str, bool]
@@ -138,7 +156,7 @@ def _through(*modules: str) -> list[_Visit]:
 
 @cache
 def llama_layout(size: LlamaSize) -> Layout:
-    """The layout of the shipped decoder, as transformers implements it."""
+    """The layout of the shipped decoder or a relative of it, as transformers implements it."""
     forward: list[_Visit] = [
         ("root", False),
         ("model", False),
@@ -150,71 +168,65 @@ def llama_layout(size: LlamaSize) -> Layout:
         ("model", False),
         *_through("model.norm"),
     ]
-    gradients = ["lm_head", "model.norm"]
+    finished = ["lm_head", "model.norm"]
     if size.tied:
-        gradients = ["model.norm"]
+        finished = ["model.norm"]
+    in_attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    if size.norms_heads:
+        in_attention = ["q_proj", "q_norm", "k_proj", "k_norm", "v_proj", "o_proj"]
+    in_mlp = ["gate_proj", "act_fn", "up_proj", "down_proj"]
+    if size.num_experts:
+        in_mlp = ["gate", "experts"]
     for layer in range(size.num_layers):
         block = f"model.layers.{layer}"
         attention, mlp = f"{block}.self_attn", f"{block}.mlp"
         forward += [(block, False), *_through(f"{block}.input_layernorm"), (attention, False)]
-        forward += _through(
-            f"{attention}.q_proj",
-            f"{attention}.k_proj",
-            f"{attention}.v_proj",
-            f"{attention}.o_proj",
-        )
+        forward += _through(*(f"{attention}.{name}" for name in in_attention))
         forward.append((attention, True))
         forward += [*_through(f"{block}.post_attention_layernorm"), (mlp, False)]
-        forward += _through(
-            f"{mlp}.gate_proj", f"{mlp}.act_fn", f"{mlp}.up_proj", f"{mlp}.down_proj"
-        )
+        forward += _through(*(f"{mlp}.{name}" for name in in_mlp))
         forward += [(mlp, True), (block, True)]
     for layer in reversed(range(size.num_layers)):
         block = f"model.layers.{layer}"
         attention, mlp = f"{block}.self_attn", f"{block}.mlp"
-        of_attention = (
-            f"{attention}.o_proj",
-            f"{attention}.v_proj",
-            f"{attention}.k_proj",
-            f"{attention}.q_proj",
-        )
+        of_attention = [f"{attention}.{name}" for name in reversed(in_attention)]
+        of_mlp = [f"{mlp}.{name}" for name in reversed(in_mlp)]
         backward += [(block, False), (mlp, False)]
-        backward += _through(
-            f"{mlp}.down_proj", f"{mlp}.up_proj", f"{mlp}.act_fn", f"{mlp}.gate_proj"
-        )
+        backward += _through(*of_mlp)
         backward += [
             (mlp, True),
             *_through(f"{block}.post_attention_layernorm"),
             (attention, False),
         ]
         backward += [*_through(*of_attention, f"{block}.input_layernorm"), (block, True)]
-        gradients += [f"{mlp}.down_proj", f"{mlp}.up_proj", f"{mlp}.gate_proj"]
-        gradients += [
+        finished += [name for name in of_mlp if not name.endswith(".act_fn")]
+        finished += [
             f"{block}.post_attention_layernorm",
             *of_attention,
             f"{block}.input_layernorm",
         ]
     forward += [*_through("model.norm"), ("model", True), *_through("lm_head"), ("root", True)]
     backward.append(("model.embed_tokens", False))
-    gradients.append("model.embed_tokens")
+    finished.append("model.embed_tokens")
 
     parameters = llama_parameters(size)
-    index = {p.name.removesuffix(".weight"): i for i, p in enumerate(parameters)}
-    weights = dict(index)
+    owned = grouped((p.name.rpartition(".")[0], place) for place, p in enumerate(parameters))
     if size.tied:
-        weights["lm_head"] = index["model.embed_tokens"]
+        owned["lm_head"] = owned["model.embed_tokens"]
     number: dict[str, int] = {}
     modules: list[tuple[int, ...]] = []
     for module, _ in forward:
         if module not in number:
             number[module] = len(modules)
-            parameters_of = (weights[module],) if module in weights else ()
-            modules.append(parameters_of)
+            modules.append(tuple(owned.get(module, ())))
+    gradients: list[int] = []
+    for module in finished:
+        gradients += reversed(owned[module])
     rotary = 4 * (size.head_size // 2)
     return Layout(
         parameters=parameters,
         buffers=(("float32", rotary), ("float32", rotary)),  # inv_freq and original_inv_freq
-        gradients=tuple(index[module] for module in gradients),
+        gradients=tuple(gradients),
         modules=tuple(modules),
         forward=_numbered(forward, number),
         backward=_numbered(backward, number),

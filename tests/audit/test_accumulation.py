@@ -27,7 +27,7 @@ CHOSEN = (
     "deepspeed-zero2-deferred",
     "lightning-deepspeed-zero2",
 )
-REFUSED_IN_BF16 = {"deepspeed-zero2-deferred", "deepspeed-zero3-deferred"}
+REFUSED_IN_BF16 = {name for name, backend in registry().items() if backend.refuses.bf16}
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ from tests.factories import make_cell, parsed_records
 BACKENDS = sorted(registry())
 DEFECTIVE = [name for name, backend in registry().items() if backend.defect]
 DDP = ["ddp-eager", "ddp-deferred", "lightning-ddp", "hf-trainer-ddp"]
-NOT_IN_BF16 = ("deepspeed-zero2-deferred", "deepspeed-zero3-deferred")
+NOT_IN_BF16 = [name for name, backend in registry().items() if backend.refuses.bf16]
 SOUND = [name for name in BACKENDS if name not in DEFECTIVE]
 P = SIZES["micro"].num_parameters
 N, W, WARMUP, TIMED = 3, 2, 2, 3

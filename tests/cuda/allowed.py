@@ -48,8 +48,43 @@ TRAINER = {
 }
 """Lightning's Trainer tells all ranks in every micro-batch whether one of them got SIGTERM."""
 
+FSDP2_DEFERRED_OFFLOAD = {
+    "event: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py:610 finalize_backward": 272,
+}
+"""The first gradient of each parameter in a window comes to pinned memory, for which the end of the backward waits."""
+FSDP2_OFFLOAD = FSDP2_DEFERRED_OFFLOAD | {
+    "copy: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py:626 foreach_reduce": 816,
+    "stream: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py:626 foreach_reduce": 816,
+}
+"""Further ones are added on the host, which waits for each."""
+ZERO2_STEP = "deepspeed/runtime/zero/stage_1_and_2.py"
+ZERO2_OFFLOAD = {
+    f"stream: {ZERO2_STEP}:1792 update_offload_overflow_tracker": 272,
+    f"stream: {ZERO2_STEP}:1929 complete_grad_norm_calculation_for_cpu_offload": 272,
+    f"event: {ZERO2_STEP}:1737 _wait_for_offload_copies": 1,
+    f"copy: {ZERO2_STEP}:3239 has_overflow": 1,
+    f"stream: {ZERO2_STEP}:3239 has_overflow": 1,
+    f"stream: {ZERO2_STEP}:3248 has_overflow": 1,
+    f"copy: {ZERO2_STEP}:1944 complete_grad_norm_calculation_for_cpu_offload": 1,
+    f"stream: {ZERO2_STEP}:1944 complete_grad_norm_calculation_for_cpu_offload": 1,
+    f"stream: {ZERO2_STEP}:1949 complete_grad_norm_calculation_for_cpu_offload": 1,
+}
+"""An update asks of each parameter whether its gradient is finite, and what its norm is."""
+ZERO3_STEP = "deepspeed/runtime/zero/stage3.py"
+ZERO3_OFFLOAD = {where: times for where, times in ZERO3_ALONE.items() if "norm" not in where} | {
+    f"copy: {ZERO3_STEP}:1989 complete_grad_norm_calculation_for_cpu_offload": 1,
+    f"stream: {ZERO3_STEP}:1989 complete_grad_norm_calculation_for_cpu_offload": 2,
+    f"copy: {ZERO3_STEP}:2003 complete_grad_norm_calculation_for_cpu_offload": 1,
+    f"stream: {ZERO3_STEP}:2003 complete_grad_norm_calculation_for_cpu_offload": 1,
+    **{where: times for where, times in ZERO2.items() if "mask_nan" in where},
+}
+
 WAITS: dict[int, dict[str, dict[str, int]]] = {
     1: {
+        "fsdp2-offload-eager": FSDP2_OFFLOAD,
+        "fsdp2-offload-deferred": FSDP2_DEFERRED_OFFLOAD,
+        "deepspeed-zero2-offload": ZERO2_OFFLOAD,
+        "deepspeed-zero3-offload": ZERO3_OFFLOAD,
         "deepspeed-zero2-eager": ZERO2,
         "deepspeed-zero3-eager": ZERO3_ALONE,
         "deepspeed-zero2-defaults-eager": ZERO2,

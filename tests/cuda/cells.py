@@ -6,7 +6,11 @@ from bench.plan import matrix as matrix_file
 from bench.plan.cell import Cell, Device, Precision
 
 N = 4
-NEVER = ("deepspeed-zero2-deferred", "deepspeed-zero3-deferred", "torchtitan-eager")
+NEVER = (
+    *("deepspeed-zero2-deferred", "deepspeed-zero3-deferred"),
+    *("deepspeed-zero2-offload-deferred", "deepspeed-zero3-offload-deferred"),
+    "torchtitan-eager",
+)
 """Backends that refuse bf16, and one that needs a newer torch than the stub's."""
 NEVER_ALONE = ("accelerate-ddp", "accelerate-ddp-eager", "hf-trainer-ddp")
 """Backends that wrap no model in DDP on one GPU."""

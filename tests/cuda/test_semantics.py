@@ -15,6 +15,7 @@ from tests.cuda.conftest import Machine
 
 DIFFERENT = {
     ("deepspeed-zero3-deferred", "zero-grad"),
+    ("deepspeed-zero3-offload-deferred", "zero-grad"),
     *product(
         ("lightning-deepspeed-zero3", "lightning-deepspeed-zero3-corrected"),
         ("exception", "exception-epoch-2"),

@@ -7,12 +7,17 @@ import json
 
 import pytest
 
+from bench.backends.base import EXTRA_BACKENDS
 from bench.cli import main
 from bench.errors import GOOD
 from bench.forecast import fit
+from bench.forecast.footprint import TensorSizes
+from bench.forecast.prediction import predict
 from bench.judge.loading import load
-from bench.plan.cell import Precision
-from bench.plan.models import SIZES
+from bench.launch.launcher import Launcher
+from bench.plan.cell import Device, Precision, Status
+from bench.plan.models import SHAPES, SIZES
+from bench.plan.task import Spec
 from studies.bytes_page import RUNS, exact_peaks, peak_errors
 from tests.conftest import ROOT, first
 from tests.factories import make_cell
@@ -22,8 +27,8 @@ FAKE = [
     for cell, peak in exact_peaks().items()
     if cell.fake_tensors and not cell.selective_checkpointing
 ]
-NEAR, SHARE, FAR = 0.05, 0.95, 0.2
-"""What ``predict`` says of its accuracy: within NEAR for a SHARE of the cells, and in small models within FAR."""
+NEAR, FAR = 0.05, 0.2
+"""What ``predict`` says of its accuracy: within NEAR in all cells of models from 135m on, in smaller within FAR."""
 
 
 def test_peaks_are_as_near_to_exact_ones_as_predict_says() -> None:
@@ -33,9 +38,7 @@ def test_peaks_are_as_near_to_exact_ones_as_predict_says() -> None:
     assert apart.max().pop("tiny") <= FAR
     for model in ("135m", "1b", "8b"):
         found = apart.get_group(model)
-        assert len(found) >= 15 and found.max() < 2 * NEAR and (found <= NEAR).mean() >= SHARE, (
-            model
-        )
+        assert len(found) >= 15 and found.max() <= NEAR, model
 
 
 @pytest.mark.torch
@@ -55,6 +58,50 @@ def test_the_exact_peak_is_the_committed_one(
     (row,) = json.loads(capsys.readouterr().out)
     assert row["exact_peak_bytes"] == peak
     assert row["peak_memory_bytes"] == pytest.approx(peak, rel=2 * NEAR)
+
+
+BF16_CLASSES = {
+    "fsdp2-eager": "Bf16Eager",
+    "fsdp2-deferred": "Bf16Deferred",
+    "fsdp2-zero2-eager": "Bf16Zero2Eager",
+}
+BF16 = [
+    ("fsdp2-eager", 4, 16, 256),
+    ("fsdp2-eager", 1, 8, 512),
+    ("fsdp2-deferred", 2, 8, 256),
+    ("fsdp2-zero2-eager", 2, 8, 256),
+]
+"""Backend, N, W and tokens per sample."""
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("number", first([0], [*range(len(BF16))]))
+def test_without_fp32_masters_the_exact_peak_is_the_predicted_one(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters, gradients and moments in bf16, by a training of our own on fake tensors."""
+    backend, accumulate, ranks, tokens = BF16[number]
+    classes = {name: f"tests.forecast.bf16_backends:{cls}" for name, cls in BF16_CLASSES.items()}
+    monkeypatch.setenv(EXTRA_BACKENDS, classes[backend])
+    cell = make_cell(
+        backend=backend,
+        model="135m",
+        world_size=ranks,
+        accumulate=accumulate,
+        global_batch_size=2 * accumulate * ranks,
+        sequence_length=tokens,
+        precision=Precision.BF16,
+        virtual=True,
+        fake_tensors=True,
+    )
+    (prediction,) = predict(cell, [backend], bf16_parameters=True)
+    trained = dataclasses.replace(cell, backend=f"bf16-{backend}")
+    with Launcher(Device.CPU) as launcher:
+        outcome = launcher.run(Spec(cell=trained, passes=("memory",), reference=""), 900)
+    assert outcome.status is Status.OK, outcome.reason
+    memory = outcome.ranks[0]["memory"]
+    exact = memory["peak"] - memory["peak_other"]
+    assert prediction.memory.peak == pytest.approx(exact, rel=NEAR)
 
 
 def test_the_peak_of_ddp_by_hand() -> None:
@@ -99,7 +146,29 @@ def test_the_activations_of_checkpointed_blocks_by_hand() -> None:
     assert kept - recomputed == size.num_layers * (saved - 2 * hidden * tokens)
 
 
+def test_what_experts_save_by_hand() -> None:
+    """Each of two experts of a token: what it is given and returns, and four inner activations; logits and softmax."""
+    values = {"world_size": 8, "accumulate": 2, "global_batch_size": 16, "sequence_length": 4096}
+    cell = make_cell(
+        backend="fsdp2-eager", model="mixtral-8x7b", **values, precision=Precision.BF16
+    )
+    (experts,) = predict(cell, ["fsdp2-eager"])
+    size = SHAPES["mixtral-8x7b"]
+    per_token = 2 * (4 * 2 * size.intermediate_size + 2 * 2 * size.hidden_size) + 8 * 8
+    sizes = TensorSizes(cell, experts.layout, experts.backend)
+    assert sizes.mlp_saved == 4096 * per_token
+    selective = dataclasses.replace(
+        cell, activation_checkpointing=True, selective_checkpointing=True
+    )
+    (declined,) = predict(selective, ["fsdp2-eager"])
+    assert "selective checkpointing keeps of experts" in declined.not_predicted
+
+
 def test_what_is_not_predicted() -> None:
+    (masters,) = predict(
+        make_cell(backend="deepspeed-zero3-eager"), ["deepspeed-zero3-eager"], bf16_parameters=True
+    )
+    assert "fp32 masters" in masters.not_predicted
     assert fit.predicted_bytes(make_cell(compiled=True)) is None
     zero3 = make_cell(backend="deepspeed-zero3-defaults-eager", activation_checkpointing=True)
     assert fit.predicted_bytes(zero3) is None

@@ -15,7 +15,7 @@ from bench.backends.zero_options import zero_options
 from bench.errors import InputError
 from bench.judge import formulas
 from bench.judge.formulas import Expectation, expect, layout_of, wire_bytes
-from bench.plan.cell import Precision
+from bench.plan.cell import Device, Precision
 from bench.plan.models import SIZES
 from bench.workload.layout import Layout, llama_layout, record
 from tests import worlds
@@ -252,6 +252,37 @@ def test_ddp_holds_its_buckets_once_and_deferred_sums_beside_them(n: int) -> Non
         "ddp-deferred": (2 * whole, 0),
         "hf-trainer-ddp": (whole, whole),
     }
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_what_fsdp2_offloads_by_hand(n: int) -> None:
+    """Shards in fp32, copied for each of N(2G - 1) gathers, gradients once per reduction; W = 8 divides 8b."""
+    shard, root = 4 * P_8B // 8, 4 * (2 * 128_256 * 4096 + 4096) // 8
+    eager, deferred = (
+        of_8b(f"fsdp2-offload-{sync}", accumulate=n, device=Device.CUDA)
+        for sync in ("eager", "deferred")
+    )
+    assert eager.held == dict.fromkeys(eager.held, 0)
+    assert deferred.held["gradients"] == 4 * P_8B
+    for found, reductions in ((eager, n), (deferred, 1)):
+        assert found.beside["copied_to_device"] == n * (2 * shard - root)
+        assert found.beside["copied_to_host"] == reductions * shard
+        assert found.beside["host_held_parameters"] == shard
+    assert eager.beside["host_held_pinned"] == 2 * shard
+    on_cpu = of_8b("fsdp2-offload-eager", accumulate=n)
+    assert (on_cpu.held, on_cpu.beside) == (of_8b("fsdp2-eager", accumulate=n).held, {})
+
+
+def test_what_zero_offloads_by_hand() -> None:
+    """On one rank nothing is padded: 4P of masters, their gradient and, in fp32, sums of every micro-batch."""
+    whole = 4 * SIZES["tiny"].num_parameters
+    zero2 = of("deepspeed-zero2-offload", accumulate=3, world_size=1, device=Device.CUDA).beside
+    assert zero2["host_held_gradients"] == 2 * whole
+    assert zero2["copied_to_host"] == 3 * whole + whole
+    assert zero2["copied_to_device"] == 2 * whole + whole
+    zero3 = of("deepspeed-zero3-offload", accumulate=3, world_size=1, device=Device.CUDA).beside
+    assert zero3["copied_to_host"] == 3 * whole + whole
+    assert zero3["host_held_pinned"] == 3 * whole
 
 
 def test_a_trial_is_held_against_the_settings_that_it_had() -> None:

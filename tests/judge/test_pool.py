@@ -102,7 +102,7 @@ def test_all_places_say_the_same(
         and f"verdict: {pair.words}" in text
         and "over 3 runs; next run" in text
     )
-    hashes = "+".join(run.digest[:12] for run in data.pool.runs)
+    hashes = "+".join(run.pin[:12] for run in data.pool.runs)
     assert f"accumulation-bench:friday:{hashes}/" in text and " runs=3 " in text
     assert all(finding.level == "good" for finding in check_citations(data, text))
     assert main(["check", str(week)]) == 0
@@ -186,12 +186,12 @@ def test_what_check_refuses_is_cited_with_force_alone_which_says_so(
     )
 
 
-def test_older_ids_are_found_and_those_of_another_journal_are_not(week: Path) -> None:
+def test_older_ids_are_found_and_those_of_another_run_are_not(week: Path) -> None:
     data = Analysis.of(load_pool([week / "friday"]), week / "friday")
     text = cite(data, ids(data)["slow"]).text
-    digest = data.run.digest[:12]
+    digest = data.run.pin[:12]
     assert all(finding.level == "good" for finding in check_citations(data, text))
     older = text.replace(f"friday:{digest}/", "friday/")
     assert all(finding.level == "good" for finding in check_citations(data, older))
     (wrong,) = check_citations(data, text.replace(f"friday:{digest}/", f"friday:{'0' * 12}/"))
-    assert wrong.level == "error" and "is of the journal 000000000000" in wrong.text
+    assert wrong.level == "error" and "is of the run with the hash 000000000000" in wrong.text

@@ -64,6 +64,7 @@ def test_a_sound_trial_by_hand() -> None:
     } | {
         "run_id": "made-run",
         "cell_id": CELL.cell_id,
+        "label": CELL.label,
         "repeat": 2,
         "framework": "torch DDP",
         "sharding": "none",

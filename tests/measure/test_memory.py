@@ -43,7 +43,7 @@ def test_every_byte_of_a_loop_by_hand(ahead: bool) -> None:
 
     taps.on_event = on_event
     loss_of = taps.loss(lambda model, _: model(weight).exp().sum())
-    with probe.ledger:
+    with probe.active():
         weight = torch.nn.Parameter(torch.zeros(KIB))
         optimizer = probe.optimizer(torch.optim.SGD([weight], lr=0.1, momentum=0.9, foreach=False))
         for _ in range(SETTLED_WINDOWS + 1):

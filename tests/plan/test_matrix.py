@@ -508,6 +508,12 @@ MISSION = [
 ]
 
 
+OFFLOAD = [
+    *(f"deepspeed-zero{stage}-offload{sync}" for stage in (2, 3) for sync in ("", "-deferred")),
+    *("fsdp2-offload-eager", "fsdp2-offload-deferred"),
+]
+
+
 @pytest.mark.parametrize("num_gpus", first([1, 8], [1, 2, 4, 8]))
 def test_the_gpu_matrix_asks_what_the_bench_is_for(num_gpus: int) -> None:
     made = matrix_file.load("gpu")
@@ -544,6 +550,8 @@ def test_the_gpu_matrix_asks_what_the_bench_is_for(num_gpus: int) -> None:
         ),
         *(HSDP if num_gpus >= 4 else ()),
     }
+    offloading = {cell.backend: cell.accumulate for cell in cells if cell.backend in OFFLOAD}
+    assert offloading == dict.fromkeys(OFFLOAD, 2)
     in_fp32 = {(cell.backend, cell.accumulate) for cell in timed if cell.precision == "fp32"}
     assert in_fp32 == {
         (name, n) for name in MISSION if name.startswith("deepspeed") for n in (1, 4, 16)

@@ -388,3 +388,41 @@ def test_eager_and_deferred_are_paired_by_name_where_a_framework_has_several() -
     assert eager_and_deferred(partly, Sync.DEFERRED_ALL_REDUCE) == [
         ("hsdp-eager", "hsdp-deferred-all-reduce")
     ]
+
+
+def test_on_gpus_the_table_has_rates_and_what_is_reserved(tmp_path: Path) -> None:
+    """1e12 FLOP in half a second by two H100 of 989 TFLOP/s, and half a second for all tokens."""
+    peaks = {
+        "allocated": 2**33,
+        "active": 2**33,
+        "reserved": 9 * 2**30,
+        "num_alloc_retries": 0,
+        "num_ooms": 0,
+    }
+    records = []
+    for slot, backend in enumerate(("alpha", "beta") * 6):
+        cell = make_cell(backend=backend, device="cuda", precision="bf16")
+        record = make_record(cell, slot // 2, device_name="NVIDIA H100 80GB HBM3")
+        record["time"]["cuda_memory"] = peaks
+        record["flops_per_step"] = 1e14
+        records.append(record | {"slot": slot})
+    records.append(make_record(cell.reference()) | {"slot": len(records)})
+    folder = write(tmp_path / "gpus", records, baseline="alpha")
+    run, found = run_and_answer(folder)
+    (group,) = found.groups
+    (row,) = (row for row in group.rows if row.backend == "beta")
+    texts = group.texts(row)
+    assert row.step_time_s is not None
+    cell = run.cells[row.cell_id]
+    tokens = cell.global_batch_size * cell.sequence_length / cell.world_size / row.step_time_s
+    assert texts["tokens"] == f"{tokens:,.0f}"
+    assert texts["mfu"] == f"{100 * 1e14 / row.step_time_s / (2 * 989e12):.1f} %"
+    assert (texts["memory"], texts["reserved"]) == ("8.00 GiB", "9.00 GiB")
+    titles = [column.title for column in group.table.columns]
+    assert {"tokens/s per GPU", "MFU", "reserved"} <= set(titles)
+
+
+def test_on_cpus_the_table_has_no_rates_of_gpus(folder: Path) -> None:
+    _, found = run_and_answer(folder)
+    titles = [column.title for group in found.groups for column in group.table.columns]
+    assert "s/step" in titles and not {"tokens/s per GPU", "MFU", "reserved"} & set(titles)

@@ -19,12 +19,14 @@ from bench.files import RESULTS
 from bench.findings import Level
 from bench.formatting import digits
 from bench.judge.analysis import Analysis
+from bench.judge.caveats import GLOO_SCATTERS
 from bench.judge.integrity import check
 from bench.judge.loading import load
 from bench.plan.cell import Cell
 from bench.report.citation import check_citations, cite, cite_plot
-from bench.run.journal import JOURNAL, Journal, encode
-from tests.pages import COMMIT, write_run
+from bench.run.journal import JOURNAL, MANIFEST, Journal, encode, run_sha256, write_document
+from tests.conftest import ROOT
+from tests.pages import COMMIT, MIB, write_run
 
 FORMATS = ("markdown", "bibtex", "text")
 HOSTILE = r"a|b`<b>**{c}_%\x} $&#~^[d](e)" + "\x1b[31m\u202e"
@@ -77,7 +79,7 @@ def clean(data: Analysis, text: str, count: int = 1) -> bool:
     return len(found) == count and all(finding.level is Level.GOOD for finding in found)
 
 
-def test_a_cell_is_cited_with_all_that_it_needs(data: Analysis) -> None:
+def test_a_cell_is_cited_with_all_that_it_needs(data: Analysis, folder: Path) -> None:
     text = cite(data, id_of(data, "slow")).text
     trials = data.run.tables.trials[data.run.tables.trials["cell_id"] == id_of(data, "slow")]
     value = statistics.geometric_mean(trials["step_time_s"])
@@ -85,12 +87,16 @@ def test_a_cell_is_cited_with_all_that_it_needs(data: Analysis) -> None:
         f"slow N=2 W=2 fp32: {digits(value)} s per optimizer step in this run (95 % interval 0."
         in text
     )
-    assert ", n = 10 trials); peak memory 49.50 MiB (51904512 bytes, tracked tensors).\n" in text
+    peak = "peak memory 49.50 MiB (51904512 bytes, tracked tensors)"
+    assert f", n = 10 trials); {peak}; " in text
     line = text.splitlines()[1]
     assert line.startswith(
-        f"accumulation-bench:a%20run_1:{data.run.digest[:12]}/{id_of(data, 'slow')} value={digits(value)} low=0."
+        f"accumulation-bench:a%20run_1:{data.run.pin[:12]}/{id_of(data, 'slow')} value={digits(value)} low=0."
     )
-    assert line.endswith(f" n=10 bytes=51904512 sha256={data.run.manifest.journal_sha256}")
+    payload = data.payloads[id_of(data, "slow")]
+    assert f"; {digits(payload / MIB)} MiB ({payload} bytes) per step to collectives.\n" in text
+    assert payload == 2 * 12 * MIB + MIB
+    assert line.endswith(f" n=10 bytes=51904512 payload={payload} sha256={run_sha256(folder)}")
     assert (
         data.run.manifest.machine.cpu in text
         and f"torch {data.run.manifest.packages['torch']}" in text
@@ -99,6 +105,13 @@ def test_a_cell_is_cited_with_all_that_it_needs(data: Analysis) -> None:
     limits = "gloo over loopback; rankings of this model over gloo do not transfer to GPUs"
     unknown = "the share of its CPUs that other programs and the hypervisor took was not measured"
     assert f"Note: {limits}; {unknown}" in text
+
+
+def test_citations_of_what_reduce_scatters_over_gloo_say_whose_cost_that_is() -> None:
+    data = Analysis(run=load(ROOT / "results" / "cpu"))
+    for name, scatters in (("fsdp2-deferred", True), ("ddp-deferred", False)):
+        text = cite(data, data.run.find(f"{name} N=8 W=2 fp32").cell_id).text
+        assert (GLOO_SCATTERS in text) == scatters, name
 
 
 def test_a_citation_carries_the_warnings_of_check_on_its_cells_alone(tmp_path: Path) -> None:
@@ -178,7 +191,6 @@ CHANGES = {
     "low is 0.x": (r"low=[\d.]+", "low=0.x"),
     "n is": ("n=10", "n=100"),
     "bytes is": ("bytes=51904512", "bytes=51904513"),
-    "sha256 is": (r"(sha256=)\w", r"\1"),
     "more is 1, and none follows": (" n=10", " more=1 n=10"),
     "is of the run": ("a%20run_1", "another"),
 }
@@ -196,6 +208,102 @@ def test_whatever_is_changed_in_a_citation_is_named(data: Analysis, what: str, f
     assert len(found) == 1 and what in found[0]
 
 
+def test_a_wrong_hash_is_named_where_it_stands(data: Analysis) -> None:
+    text = cite(data, id_of(data, "slow")).text
+    (found,) = errors(data, changed(text, r"(sha256=)\w", r"\1"))
+    assert "sha256 is" in found
+    assert clean(data, changed(text, r" sha256=\w+", "")), "the id has its beginning"
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_numbers_in_the_words_are_held_against_the_run_too(data: Analysis, form: str) -> None:
+    """Each number of a copied sentence; the line for machines stays as it was."""
+    ids = id_of(data, "slow"), id_of(data, "base")
+    cell, ratio = (getattr(cite(data, *some), form) for some in (ids[:1], ids))
+    for text, pattern in (
+        (ratio, r"(\d\.\d+)(?= times the step time)"),
+        (ratio, r"(?<=interval )(\d\.\d+)"),
+        (ratio, r"(\d\.\d+)(?= times the peak memory)"),
+        (cell, r"(\d\.\d+)(?= s per optimizer step)"),
+        (cell, r"(\d+)(?= bytes, tracked)"),
+    ):
+        spoilt = changed(text, pattern, lambda match: mistyped(match[1]))
+        found = [each for each in errors(data, spoilt) if "its words say" in each]
+        assert len(found) == 1, (pattern, errors(data, spoilt))
+
+
+def mistyped(number: str) -> str:
+    """The number with another first decimal, or another first digit."""
+    place = number.find(".") + 1
+    return number[:place] + str((int(number[place]) + 1) % 10) + number[place + 1 :]
+
+
+def test_a_sentence_of_ones_own_may_round_but_not_mistype(data: Analysis) -> None:
+    ids = id_of(data, "slow"), id_of(data, "base")
+    citation = cite(data, *ids)
+    value = citation.machine_fields["value"]
+    line = citation.text.splitlines()[1]
+    for words in (
+        f"Eager sync takes {value} times as long",
+        f"Eager sync takes {float(value):.2f}x as long, with 16 samples",
+        f"Eager sync takes {100 * float(value) - 100:.1f} % longer",
+        "We trained 3.08 M parameters. Eager sync is slower",
+    ):
+        assert clean(data, f"{words} ({line})."), words
+    (found,) = errors(data, f"Eager sync takes {mistyped(value)} times as long ({line}).")
+    assert f"its sentence says {mistyped(value)}, and {value} follows" in found
+    levels = [
+        each.level for each in check_citations(data, f"Each is 7.654 times as slow ({line}).")
+    ]
+    assert levels == [Level.WARNING, Level.GOOD]
+
+
+def test_the_note_of_a_bibtex_entry_is_short(data: Analysis) -> None:
+    ids = id_of(data, "slow"), id_of(data, "base")
+    for citation in (cite(data, *ids), cite(data, *ids[:1]), cite_plot(data.pool, "noise")):
+        for shown in (citation, citation.in_spite_of(["the journal was changed " * 20])):
+            (note,) = re.findall(r"^  note = \{(.*)\},$", shown.bibtex, re.MULTILINE)
+            assert len(note) <= 400 and "accumulation-bench:" in note
+            assert note.startswith("DO NOT CITE THIS") == bool(shown.warning)
+        assert "Commit: " in citation.bibtex and citation.digest in citation.bibtex
+
+
+def test_a_busy_machine_takes_the_time_and_leaves_memory_and_bytes(tmp_path: Path) -> None:
+    busy = {"time": {"host": {"num_cpus": 4, "foreign_cores": 1.6, "stolen_cores": 0.0}}}
+    folder = write_run(
+        tmp_path / "run", {"base": 1.0, "lean": 0.5}, accumulate=(2,), changes=lambda *_: busy
+    )
+    data = Analysis(run=load(folder))
+    lean, base = id_of(data, "lean"), id_of(data, "base")
+    cell, ratio = cite(data, lean), cite(data, lean, base)
+    assert "NOT COMPARABLE" in cell.statement and "peak memory 22.50 MiB" in cell.statement
+    assert "NOT COMPARABLE (machine disturbed)" in ratio.statement
+    assert "; 0.5000 times the peak memory (" in ratio.statement
+    assert "; 1.000 times the bytes to collectives (" in ratio.statement
+    assert ratio.machine_fields == {"value": "none", "memory": "0.5000", "payload": "1.000"}
+    assert clean(data, f"{cell.text}\n\n{ratio.bibtex}", 2)
+
+
+def test_older_citations_still_resolve(data: Analysis) -> None:
+    """Ids with the hash of the journal alone or with none, and without the fields that came later."""
+    text = cite(data, id_of(data, "slow")).text
+    older = re.sub(r" payload=\d+ sha256=\w+", f" sha256={data.run.digest}", text)
+    older = older.replace("; 25.00 MiB (26214400 bytes) per step to collectives", "")
+    for hashes in (f":{data.run.digest[:12]}", ""):
+        assert clean(data, older.replace(f":{data.run.pin[:12]}", hashes))
+    (found,) = errors(data, text.replace(f":{data.run.pin[:12]}", f":{'0' * 12}"))
+    assert "is of the run with the hash 000000000000, and this one's is " in found
+
+
+def test_a_citation_pins_the_manifest_too(copy: Path, data: Analysis) -> None:
+    text = cite(data, id_of(data, "slow")).text
+    document = json.loads((copy / MANIFEST).read_text())
+    document["machine"]["cpu"] = "Another CPU"
+    write_document(copy, document)
+    (found,) = errors(Analysis(run=load(copy)), text)
+    assert "is of the run with the hash" in found
+
+
 def test_a_ratio_is_that_of_the_report(data: Analysis) -> None:
     row = data.pairs[id_of(data, "slow")]
     assert row.time is not None and row.time.low is not None and row.time.high is not None
@@ -206,7 +314,7 @@ def test_a_ratio_is_that_of_the_report(data: Analysis) -> None:
         in text
     )
     assert re.search(
-        r"n = 10 blocks\); verdict: slower in this run; A/A pair at N=\d+: \d\.\d+ - \d\.\d+\.\n",
+        r"n = 10 blocks\); verdict: slower in this run; A/A pair at N=\d+: \d\.\d+ - \d\.\d+; ",
         text,
     )
     back = cite(data, id_of(data, "base"), id_of(data, "slow")).text
@@ -256,8 +364,9 @@ def test_a_changed_journal_is_not_what_was_cited(
     assert cli.main(["cite", str(copy), cell_id]) == 1
     found = errors(Analysis(run=load(copy)), text)
     assert "was changed after the run" in capsys.readouterr().err
-    assert len(found) == 1 and f"is of the journal {data.run.digest[:12]}, and this is " in found[0]
-    older = errors(Analysis(run=load(copy)), text.replace(f":{data.run.digest[:12]}/", "/"))
+    (error,) = found
+    assert f"is of the run with the hash {data.run.pin[:12]}, and this one's is " in error
+    older = errors(Analysis(run=load(copy)), text.replace(f":{data.run.pin[:12]}/", "/"))
     assert any("value is" in text and "0.05000 follows" in text for text in older)
     assert any("sha256 is" in text for text in older)
 

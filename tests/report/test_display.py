@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from bench.plan.cell import Cell
 from bench.plan.schedule import Cost, Trial
 from bench.report.progress import Display, JsonLines
 from tests.factories import (
@@ -89,6 +90,50 @@ def test_the_step_time_is_that_of_the_tables() -> None:
     shared = dataclasses.replace(CELL, shared_gpu=True)
     (line,) = run([Trial(shared, 0)], [make_record(shared)], 2.0).splitlines()
     assert ": ok (" in line, "nothing is timed where ranks share a GPU"
+
+
+def busy_record(cell: Cell, repeat: int) -> dict[str, Any]:
+    host = {"num_cpus": 4, "foreign_cores": 1.6, "stolen_cores": 0.0}
+    return make_record(cell, repeat, time={"host": host})
+
+
+def test_a_busy_machine_is_told_after_the_first_trial_that_shows_it_and_once() -> None:
+    text = io.StringIO()
+    manifest = manifest_of(make_manifest([CELL]))
+    records = parsed_records([make_record(CELL, 0), *(busy_record(CELL, n) for n in (1, 2))])
+    with Display(Console(file=text, width=200), {}, manifest) as display:
+        display.expect(TRIALS, more=False)
+        for number, record in enumerate(records):
+            display.started(TRIALS[number], number, len(TRIALS))
+            display.finished(TRIALS[number], record)
+    lines = text.getvalue().splitlines()
+    assert [line.partition(":")[0] for line in lines][1:3] == [
+        "[2/4] ddp-deferred N=4 W=2 fp32 repeat 1",
+        "WARNING",
+    ]
+    assert len(lines) == 4 and "others took 40 % of its CPUs (limit 10 %)" in lines[2]
+
+
+def test_the_time_to_go_gets_shorter_within_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("bench.report.progress.time.monotonic", lambda: now[0])
+    with Display(Console(file=io.StringIO()), {CELL.cell_id: Cost(10.0, None)}) as display:
+        display.expect(TRIALS[:2], more=False)
+        assert display.time_left_now() == ""
+        display.started(TRIALS[0], 0, 2)
+        seen = [display.time_left_now()]
+        for now[0] in (104.0, 110.0, 150.0):
+            seen.append(display.time_left_now())
+    # A trial that takes too long does not eat the time of the next.
+    assert seen == [f"about {seconds} s to go" for seconds in (20, 16, 10, 10)]
+
+
+def test_what_a_start_waits_for_is_told_once() -> None:
+    text = io.StringIO()
+    with Display(Console(file=text, width=200), {}) as display:
+        for _ in range(2):
+            display.waits("the processes that ranks start from import torch")
+    assert text.getvalue() == "waiting: the processes that ranks start from import torch\n"
 
 
 def test_machines_read_each_event_as_a_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:

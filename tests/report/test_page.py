@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import re
 from pathlib import Path
-from urllib.parse import unquote
 
 import pandas as pd
 import pytest
@@ -78,7 +77,7 @@ def assert_alone(page: Element, text: str) -> None:
                 pytest.fail(f"{element.tag} {name}={value}")
             if name in {"href", "xlink:href"}:
                 assert element.tag in {"a", "use"}, element.tag
-                assert value and not re.match(r"[a-z]+:|//", value), value
+                assert value and value.startswith("#"), "a page is sent by itself"
     assert len(page.find("script")) == 2
     assert not re.findall(r"url\((?!#)[^)]*\)|@import|https?://[^\s\"'<)]+", text)
     ids = [element.attributes["id"] for element in page.walk() if "id" in element.attributes]
@@ -175,8 +174,7 @@ def test_steps_of_whole_windows_do_not_pass_for_those_at_an_epochs_end(tmp_path:
     assert rows[0][2:] == ["6", "5", "4"] and "global_step = 4" in rows[0][1]
     assert rows[1][2:] == ["6", "6", "-"]
     assert "deepspeed 0.19.8; this run has deepspeed 0.1, which may differ" in text
-    (link,) = [str(link.attributes["href"]) for link in section.find("a")]
-    assert (folder / unquote(link)).resolve() == Path(__file__).parents[2] / "docs" / "semantics.md"
+    assert not section.find("a") and "docs/semantics.md" in text
 
 
 def test_the_bundled_findings_are_those_of_the_committed_suite() -> None:

@@ -20,6 +20,7 @@ from tests.pages import records_of, write
 COMMIT = "0123456789abcdef"
 
 
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="there are commits in a checkout alone")
 def test_a_commit_is_unpacked_once_and_an_unknown_one_is_named(tmp_path: Path) -> None:
     head = two_codes.commit_of("HEAD")
     place = two_codes.unpack(head, tmp_path)

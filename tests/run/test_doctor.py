@@ -118,13 +118,8 @@ def test_a_good_machine_is_good(facts: GpuFacts) -> None:
 
 ERROR, WARNING = Level.ERROR, Level.WARNING
 CASES: dict[str, tuple[Iterable[Finding], Level, str, str]] = {
-    "old python": (python((3, 10, 1), METADATA), ERROR, "python", "install Python >=3.11"),
-    "new python": (
-        python((3, 15, 0), METADATA),
-        WARNING,
-        "python",
-        "newer than what is tested: Python 3.11 to 3.13",
-    ),
+    "old python": (python((3, 10, 1), METADATA), ERROR, "python", "install Python <3.14,>=3.11"),
+    "new python": (python((3, 15, 0), METADATA), ERROR, "python", "install Python <3.14,>=3.11"),
     "not installed": (packages(INSTALLED, {}), WARNING, "packages", "pip install -e ."),
     "no torch": (packages({}, METADATA), ERROR, "torch", "pip install 'torch>=2.11'"),
     "no lightning": (packages({"torch": "2.13.0"}, METADATA), WARNING, "lightning", "pip install"),

@@ -55,7 +55,7 @@ def test_peaks_that_are_far_and_rows_without_numbers_are_told() -> None:
         make_cell(backend=name) for name in ("ddp-eager", "fsdp2-eager", "fsdp2-deferred")
     )
     run = run_of((near, memory_of(near)), (far, memory_of(far, 1.1)), (low, memory_of(low, 0.9)))
-    error = {"accumulate": 2, "error": 1e-9}
+    error = {"accumulate": 4, "error": 1e-9}
     summed = [
         {"backend": "ddp-eager", "precision": "bf16", "dtype": "fp32", "errors": [error]},
         *(
@@ -71,7 +71,7 @@ def test_peaks_that_are_far_and_rows_without_numbers_are_told() -> None:
     text = page([run], summed)
     assert "| tiny | 3 | 33.3 % | 100.0 % | +11.11 %, fsdp2-deferred N=4 W=2 fp32 |" in text
     assert "12 of 12" in text, "held bytes"
-    assert "| fsdp2-eager, fsdp2-deferred | bf16 | unsupported | - |" in text
+    assert "| `fsdp2-*` | bf16 | unsupported | - |" in text
     assert "- made for the test: fsdp2-eager in bf16, fsdp2-deferred in bf16." in text
 
 

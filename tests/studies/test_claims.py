@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 
+from studies import judges_torch
 from studies.claims import CLAIMS, answer
 from studies.measured import FALSE, TRUE, Measured
+
+MEASURED = "(measured: DDP, FSDP2, DeepSpeed)"
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +38,9 @@ def test_a_verdict_follows_its_measurement(measured: Measured) -> None:
     probes["both_defined"]["optimizer"] = probes["both_defined"]["neither"]
     probes["unscaled"]["SGD"]["distance"] = 0.0
     probes["equal_n"] = ""
+    weights = [dataclasses.replace(record, measured=record.right) for record in measured.by_version]
     other = Measured(
-        measured.about, suite, measured.rates, measured.versions, probes, measured.zero3
+        measured.about, suite, measured.rates, measured.versions, probes, measured.zero3, weights
     )
     rows = {row["judge"]: row for claims in CLAIMS.values() for row in claims}
     judged = {name: (answer(row, measured)[0], answer(row, other)[0]) for name, row in rows.items()}
@@ -43,9 +48,13 @@ def test_a_verdict_follows_its_measurement(measured: Measured) -> None:
         assert judged[name] == (FALSE, TRUE), name
     for name in ("configure_optimizers", "divided_twice", "scaled"):
         assert judged[name] == (TRUE, FALSE), name
-    assert judged["every_batch"] == ("true only under DeepSpeed", FALSE)
-    assert judged["hook"] == ("true only without DeepSpeed", TRUE)
+    assert judged["every_batch"] == (f"true only under DeepSpeed {MEASURED}", FALSE)
+    assert judged["hook"] == (f"true only without DeepSpeed {MEASURED}", TRUE)
     assert judged["call_is_normal"] == (TRUE, TRUE)
+    assert judged["offload_drops"] == (
+        "true only under ZeRO-2, from 0.15.2 to before 0.19.0",
+        FALSE,
+    )
 
 
 def test_the_formula_of_samples_is_that_of_the_article(measured: Measured) -> None:
@@ -58,3 +67,13 @@ def test_the_formula_of_samples_is_that_of_the_article(measured: Measured) -> No
         verdict == FALSE
         and "two epochs are 6 by this formula and 4 by the rule of every backend" in text
     )
+
+
+def test_a_verdict_on_memory_asks_the_large_model_too(
+    measured: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were eager no lower at 8b, what the small model shows would be no verdict."""
+    (row,) = [row for claims in CLAIMS.values() for row in claims if row["judge"] == "lower_peak"]
+    assert answer(row, measured)[0].startswith("true, except under DDP without bucket views")
+    monkeypatch.setattr(judges_torch.measured, "due_peak", lambda cell: 1.0)
+    assert answer(row, measured)[0] == FALSE

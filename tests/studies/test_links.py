@@ -43,8 +43,8 @@ def test_page_and_picture_say_where_deferring_pays(tmp_path: Path) -> None:
     assert "| 200mbit | 2 | 0 | 1 | +15 % (+0 % to +30 %) |" in text
     drawing = links.draw(study)
     assert drawing.words.title == (
-        "With N > 1, deferring the sync is faster in 0 of 1 pairs at 20 MB/s, 0 of 1 pairs at 100 MB/s and 0 of 1 "
-        "pairs at 200 MB/s"
+        "With N > 1, deferring the sync is shown to be faster in 0 of 1 pairs at 20 MB/s, 0 of 1 pairs at "
+        "100 MB/s and 0 of 1 pairs at 200 MB/s"
     )
     assert drawing.words.footer.startswith("runs unlimited, 1gbit and 200mbit; machine: ")
     assert "not to scale" in drawing.words.notes[0] and "side by side" in drawing.words.notes[0]

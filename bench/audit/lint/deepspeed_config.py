@@ -14,6 +14,8 @@ from bench.audit.lint.lint_options import LintOptions
 from bench.audit.lint.version_facts import holds
 from bench.audit.training_plan import LARGEST_ACCUMULATE
 
+SILENT_CLIPPING = "deepspeed-silent-clipping"
+"""The advisory of CLP01 and CLP03."""
 MOST_ABOVE = 6
 """Folders above a file in which a file that it names is looked for."""
 AUTO_KEYS = (

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from bench.audit.lint import deepspeed_config
 from bench.audit.lint.config_file import ConfigPart
-from bench.audit.lint.deepspeed_config import DeepSpeedConfig, deepspeed_keys
+from bench.audit.lint.deepspeed_config import SILENT_CLIPPING, DeepSpeedConfig, deepspeed_keys
 from bench.audit.lint.known_keys import repeated_keys
 from bench.audit.lint.lint_options import LintOptions
 from bench.audit.lint.proof import SmallRun
 from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule, says
 from bench.audit.lint.sum_rules import FP32, GradientSum
-from bench.audit.lint.version_facts import holds, source
+from bench.audit.lint.version_facts import is_known_bad, page_of
 
 ENGINE_CONFIG = "deepspeed/runtime/config.py"
 
@@ -127,12 +127,17 @@ def _batch_sizes(training: DeepSpeedAlone) -> Iterator[Found]:
 
 
 @rule(DeepSpeedAlone, "CLP01", "deepspeed: {gradient_clipping: null}")
-@says(WARNING, "clipping that was not asked for", source("silent-clip"))
+@says(
+    WARNING,
+    "clipping that was not asked for",
+    page_of(SILENT_CLIPPING),
+    advisory=SILENT_CLIPPING,
+)
 def _silent_clip(training: DeepSpeedAlone) -> Iterator[Found]:
     """A config with 'auto' is for Hugging Face's Trainer, which means to clip to 1.0 too."""
     part, used = training.config.part, training.options.deepspeed
     place = part.at("gradient_clipping")
-    if place.given or training.config.autos or not holds("silent-clip", used):
+    if place.given or training.config.autos or not is_known_bad(SILENT_CLIPPING, used):
         return
     # Without an optimizer it may be for inference, or a part that the program fills up.
     is_complete = part.at("optimizer").given

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from bench.audit.lint import deepspeed_config
 from bench.audit.lint.config_file import AUTO, ConfigPart
-from bench.audit.lint.deepspeed_config import deepspeed_keys, deepspeed_part
+from bench.audit.lint.deepspeed_config import SILENT_CLIPPING, deepspeed_keys, deepspeed_part
 from bench.audit.lint.known_keys import Keys, repeated_keys
 from bench.audit.lint.lint_options import LintOptions, windows_of
 from bench.audit.lint.rules import ERROR, INFO, STOPS, WARNING, Found, rule, says
 from bench.audit.lint.sum_rules import NAMES, GradientSum, in_16_bits
-from bench.audit.lint.version_facts import holds
+from bench.audit.lint.version_facts import is_known_bad
 from bench.audit.training_plan import LARGEST_ACCUMULATE, ceil
 
 TRAINER, ARGUMENTS = "transformers/trainer.py", "transformers/training_args.py"
@@ -411,7 +411,7 @@ def _long_warmup(arguments: TrainerArguments) -> Iterator[Found]:
 )
 def _ignored_clip(arguments: TrainerArguments) -> Iterator[Found]:
     default = 0.0
-    if holds("silent-clip", arguments.options.deepspeed):
+    if is_known_bad(SILENT_CLIPPING, arguments.options.deepspeed):
         default = 1.0
     if arguments.given is None or arguments.clip in (None, default):
         return

@@ -20,7 +20,7 @@ from bench.audit.lint.lightning_config import LightningConfig, window_place
 from bench.audit.lint.lint_options import windows_of
 from bench.audit.lint.proof import SmallRun
 from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule, says
-from bench.audit.lint.version_facts import holds
+from bench.audit.lint.version_facts import is_known_bad
 from bench.audit.monitor import TOLERANCE
 from bench.audit.monitor_grid import MICRO_BATCH_S, OPTIMIZER_S
 from bench.audit.stepcount import calculate
@@ -126,6 +126,8 @@ class Rates:
 LONGEST = 400
 """Micro-batches between two logs of a training that is its own proof, some seconds."""
 LOGGER = "lightning/pytorch/trainer/connectors/logger_connector/logger_connector.py"
+INVERTED_MONITOR = "lightning-throughput-log-every"
+"""The advisory of THR03."""
 INVERTED_CHECK = (
     "lightning 2.2.0 pytorch/callbacks/throughput_monitor.py setup; Lightning #19461, fixed "
     "in 2.2.1 by #19470"
@@ -239,7 +241,7 @@ def _refused(training: LightningConfig) -> Iterator[Found]:
         what = f"window_size {window} raises AssertionError: a rate needs two points"
         fix = f"set window_size to {period + 1}, or another k x {period} + 1"
         yield Found(window_place(training.monitor), what, fix, code="THR04")
-    elif holds("inverted-monitor", training.options.lightning) and every and n % every:
+    elif is_known_bad(INVERTED_MONITOR, training.options.lightning) and every and n % every:
         what = f"Lightning 2.2.0 raises ValueError unless log_every_n_steps {every} divides accumulate_grad_batches {n}"
         yield Found(training.monitor, what, "use Lightning 2.2.1 or newer", code="THR03")
 

@@ -40,6 +40,8 @@ class Rule(NamedTuple):
     """Where it can be checked: a file of the framework, or an issue."""
     stops: bool
     """Whether the framework refuses the config, so that training stops before its first step."""
+    advisory: str = ""
+    """Id of the known-bad version that it is about; empty for others."""
 
 
 class Found(NamedTuple):
@@ -109,10 +111,10 @@ def rule(
 
 
 def says(
-    severity: Severity, title: str, source: str, *, stops: bool = False
+    severity: Severity, title: str, source: str, *, stops: bool = False, advisory: str = ""
 ) -> Callable[[CheckT], CheckT]:
     """The text of the rule above; given once for a code, although there may be a function for each kind of config."""
-    _RULES[EXAMPLES[-1].code] = Rule(severity, title, source, stops)
+    _RULES[EXAMPLES[-1].code] = Rule(severity, title, source, stops, advisory)
     return lambda check: check
 
 

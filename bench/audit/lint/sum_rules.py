@@ -11,8 +11,8 @@ from bench.audit.lint import proof
 from bench.audit.lint.config_file import ConfigPart
 from bench.audit.lint.deepspeed_config import DeepSpeedConfig
 from bench.audit.lint.lint_options import LintOptions
-from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule, says
-from bench.audit.lint.version_facts import holds, source
+from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule, rules, says
+from bench.audit.lint.version_facts import holds, is_known_bad, page_of
 from bench.findings import Level
 from bench.measure.accumulation_dtype import BITS
 
@@ -27,13 +27,10 @@ SMALLEST = {"bf16": -133, "fp16": -24}
 """The power of two that is a dtype's smallest positive number."""
 FP16_ERROR = 0.01
 """Sums in fp16 are found from this error on: from N = 42."""
-HAVE_RULES = {
-    "deepspeed-zero2-last-only",
-    "deepspeed-zero1-missed-average",
-    "deepspeed-zero2-bf16-sum",
-    "deepspeed-silent-clipping",
-}
-"""Known-bad versions that have rules of their own: VER01, VER02, VER03 and CLP01."""
+LAST_ONLY = "deepspeed-zero2-last-only"
+MISSED_AVERAGE = "deepspeed-zero1-missed-average"
+BF16_SUM = "deepspeed-zero2-bf16-sum"
+"""Advisories that have rules of their own, which tell in the config's own numbers what happens."""
 SEVERITIES = {Level.ERROR: ERROR, Level.WARNING: WARNING, Level.NOTE: INFO}
 NEEDS_FP32_SUM = "DeepSpeed 0.19.8 or newer, or ZeRO-3"
 
@@ -91,7 +88,7 @@ def _dtype(gradients: GradientSum) -> Iterator[Found]:
         fix = 'add "data_types": {"grad_accum_dtype": "fp32"} to the DeepSpeed config'
         if config.stage == 0:
             fix += " (which needs ZeRO stage 1, 2 or 3)"
-        elif config.stage == 2 and config.bf16 and holds("zero2-sums-in-bf16", used):
+        elif config.stage == 2 and config.bf16 and is_known_bad(BF16_SUM, used):
             fix += f", and use {NEEDS_FP32_SUM} (VER03)"
         yield from in_16_bits(
             place if place.given else gradients.place(f"{dtype}.enabled"), gradients.n, dtype, fix
@@ -144,20 +141,35 @@ def worst_error(accumulate: int, dtype: str) -> float:
 
 
 @rule(GradientSum, "VER01", "deepspeed: {}, deepspeed_version: [0, 17, 6]")
-@says(ERROR, "ZeRO-2 keeps only the last micro-batch", source("last-micro-batch-only"))
+@says(
+    ERROR,
+    "ZeRO-2 keeps only the last micro-batch",
+    page_of(LAST_ONLY),
+    advisory=LAST_ONLY,
+)
 @rule(
     GradientSum,
     "VER02",
     "deepspeed: {zero_optimization: {stage: 1}, bf16: {enabled: true}, data_types: {grad_accum_dtype: fp32}}, "
     "deepspeed_version: [0, 18, 6]",
 )
-@says(ERROR, "ZeRO-1 misses the last average", source("missed-average"))
+@says(
+    ERROR,
+    "ZeRO-1 misses the last average",
+    page_of(MISSED_AVERAGE),
+    advisory=MISSED_AVERAGE,
+)
 @rule(
     GradientSum,
     "VER03",
     "deepspeed: {bf16: {enabled: true}, data_types: {grad_accum_dtype: fp32}}, deepspeed_version: [0, 19]",
 )
-@says(WARNING, "ZeRO-2 sums in bf16 in spite of the config", source("zero2-sums-in-bf16"))
+@says(
+    WARNING,
+    "ZeRO-2 sums in bf16 in spite of the config",
+    page_of(BF16_SUM),
+    advisory=BF16_SUM,
+)
 def _versions(gradients: GradientSum) -> Iterator[Found]:
     config, n, used = gradients.config, gradients.n, gradients.options.deepspeed
     if n == 1 or gradients.is_fork:
@@ -166,17 +178,17 @@ def _versions(gradients: GradientSum) -> Iterator[Found]:
         gradients.place("zero_optimization.stage"),
         f"DeepSpeed {used} with ZeRO-{config.stage}",
     )
-    if config.stage == 2 and not config.offload and holds("last-micro-batch-only", used):
+    if config.stage == 2 and not config.offload and is_known_bad(LAST_ONLY, used):
         what = f"{name} and no offload keeps only the last micro-batch of a window: {n - 1} of {n} are lost"
         fix = "use DeepSpeed 0.17.5 or older, or 0.18.3 or newer"
         yield Found(place, what, fix, proof.deepspeed(used), code="VER01")
     is_fp32_sum = config.bf16 and config.accumulation_dtype in FP32
-    is_missed = gradients.world_size != 1 and holds("missed-average", used)
+    is_missed = gradients.world_size != 1 and is_known_bad(MISSED_AVERAGE, used)
     if config.stage == 1 and is_fp32_sum and is_missed:
         what = f"{name}, bf16 and fp32 accumulation does not average the last of {n} micro-batches over the ranks"
         fix = "use DeepSpeed 0.19.0 or newer, or set bf16.immediate_grad_update"
         yield Found(place, what, fix, code="VER02")
-    if config.stage == 2 and is_fp32_sum and holds("zero2-sums-in-bf16", used):
+    if config.stage == 2 and is_fp32_sum and is_known_bad(BF16_SUM, used):
         what = (
             f"{name} adds gradients in bf16, whatever grad_accum_dtype says: {sum_error(n, 'bf16')}"
         )
@@ -203,9 +215,10 @@ def _known_bad(gradients: GradientSum) -> Iterator[Found]:
         world_size=gradients.world_size,
     )
     used = str(gradients.options.deepspeed)
+    have_rules = {each.advisory for each in rules().values()}
     for found in advisories.matching({"deepspeed": used}, facts):
         advisory = found.advisory
-        if not found.is_certain or advisory.id in HAVE_RULES:
+        if not found.is_certain or advisory.id in have_rules:
             continue
         keys = [
             key.removeprefix("deepspeed.")

@@ -1,4 +1,4 @@
-"""What holds in some versions of a framework only: versions.toml, the one table that all rules ask."""
+"""What holds in some versions of a framework only: defects in ``advisories.toml``, all else in ``versions.toml``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from typing import Any
 
 import packaging.specifiers
 import packaging.version
+
+from bench.audit import advisories
+from bench.audit.advisories import Advisory
 
 Version = tuple[int, ...]
 PACKAGES = ("deepspeed", "lightning")
@@ -39,6 +42,24 @@ def holds(fact: str, used: UsedVersion) -> bool:
     return packaging.specifiers.SpecifierSet(_tables()["facts"][fact]["versions"]).contains(
         str(used)
     )
+
+
+def is_known_bad(name: str, used: UsedVersion) -> bool:
+    """Whether a version of a package has the defect of an advisory, or is newer than the newest that still has it."""
+    advisory, number = _advisory(name), packaging.version.Version(str(used))
+    if packaging.specifiers.SpecifierSet(advisory.affected).contains(number):
+        return True
+    newest = max(packaging.version.Version(text) for row in advisory.bad for text in row.versions)
+    return not advisory.fixed_in and number > newest
+
+
+def page_of(name: str) -> str:
+    """Where an advisory is described."""
+    return _advisory(name).link
+
+
+def _advisory(name: str) -> Advisory:
+    return next(each for each in advisories.load() if each.id == name)
 
 
 def source(fact: str) -> str:

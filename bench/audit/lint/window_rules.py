@@ -16,6 +16,8 @@ from bench.formatting import plural
 
 KEEPS = 2
 """The ZeRO stage whose zero_grad does not clear the gradients of an open window."""
+MOST_EPOCHS = 1000
+"""Of a training that is longer than its config says."""
 LOOP = "lightning/pytorch/loops/training_epoch_loop.py _should_accumulate"
 
 
@@ -39,6 +41,14 @@ class LightningEpochs:
         return self.small.command(
             *names, epochs=epochs, max_steps=max_steps, drop_last=self.training.drop_last
         )
+
+    def epochs_until(self, steps: int) -> int | None:
+        """Epochs after which trainer.global_step is so large; None if it never is, or only after very many."""
+        for epochs in range(1, MOST_EPOCHS + 1):
+            seen = calculate(dataclasses.replace(self.plan, epochs=epochs), self.training.rule)
+            if seen is not None and seen.steps_reported["trainer.global_step"] >= steps:
+                return epochs
+        return None
 
     @property
     def divisible(self) -> str:
@@ -182,7 +192,8 @@ def _partial_above_engine(run: LightningEpochs) -> Iterator[Found]:
         )
     elif seen.epochs_begun > 1:
         what = (
-            f"{run.windows} to the next epoch: {counts}, which schedules, max_steps and logs follow"
+            f"{run.windows}, which DeepSpeed carries into the next epoch: {counts}. Schedules, max_steps and logs "
+            "follow trainer.global_step"
         )
         if training.knows_end:
             estimated = min(plan.windows * training.max_epochs, training.max_steps or math.inf)
@@ -242,8 +253,8 @@ def _max_steps(run: LightningEpochs) -> Iterator[Found]:
         counted = end.steps_reported["trainer.global_step"]
         ends = f"max_epochs {training.max_epochs:g} ends training when trainer.global_step is {counted}"
         fix = "remove max_steps, or raise max_epochs"
-        if training.engine and plan.partial_window:
-            fix = run.divisible
+        if needed := run.epochs_until(wanted):
+            fix += f" to {needed}"
         yield Found(place, f"{ends}; max_steps {wanted} is never reached", fix, never, code="STP03")
     elif training.engine and made > wanted:
         max_steps, epochs = small.first_divergence

@@ -147,19 +147,12 @@
   at("controls").addEventListener("submit", (event) => event.preventDefault());
   at("controls").hidden = false;
 
-  // A browser with scripts takes what is in noscript as text: pictures cost nothing until they are near, nor tables
-  // until they are opened.
+  // A browser with scripts takes what is in noscript as text: tables cost nothing until they are opened.
   const show = (box) => {
     for (const one of box.querySelectorAll(":scope > noscript")) one.outerHTML = one.textContent;
   };
-  const near = new IntersectionObserver((seen) => {
-    for (const one of seen) if (one.isIntersecting) show(one.target);
-  }, { rootMargin: "50%" });
-  const boxes = [...document.querySelectorAll("figure, details")];
-  for (const one of boxes) {
-    if (one.tagName === "FIGURE") near.observe(one);
-    else one.addEventListener("toggle", () => show(one));
-  }
+  const boxes = [...document.querySelectorAll("details")];
+  for (const one of boxes) one.addEventListener("toggle", () => show(one));
 
   let opened = [];
   addEventListener("beforeprint", () => {
