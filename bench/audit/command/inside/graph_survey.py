@@ -69,8 +69,8 @@ def plain(tensor: Any) -> Any:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def _data_of(node: Any) -> Iterator[Any]:
-    """A few values of an input for which no gradient is wanted."""
+def input_of(node: Any) -> Any:
+    """The input of a layer that needs no gradient, which is data; None if there is none, or a hook would make it."""
     for name in INPUTS:
         raw = getattr(node, f"_raw_saved_{name}", None)
         if raw is None or getattr(raw, "unpack_hook", "unknown") is not None:
@@ -79,12 +79,18 @@ def _data_of(node: Any) -> Iterator[Any]:
             continue
         values = plain(getattr(node, f"_saved_{name}"))
         if values is not None and values.numel() and not values.is_sparse:
-            count = values.numel()
-            places = torch.arange(0, count, max(1, count // MOST_VALUES), device=values.device)[
-                :MOST_VALUES
-            ]
-            yield values.detach()[torch.unravel_index(places, values.shape)].double()
-        return
+            return values
+        return None
+    return None
+
+
+def _data_of(node: Any) -> Iterator[Any]:
+    """A few values of an input for which no gradient is wanted."""
+    values = input_of(node)
+    if values is not None:
+        count = values.numel()
+        places = torch.arange(0, count, max(1, count // MOST_VALUES), device=values.device)
+        yield values.detach()[torch.unravel_index(places[:MOST_VALUES], values.shape)].double()
 
 
 def _needs_gradient(node: Any, name: str) -> bool:

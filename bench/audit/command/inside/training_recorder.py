@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ....measure.c10d_kernels import CollectiveCall, CollectiveKernels  # noqa: TID252 - sitecustomize names the package
+from ....measure.c10d_kernels import CollectiveCall, CollectiveKernels
 from . import criteria
 from .found_objects import OBSTACLES, PARALLEL, FoundObjects
 from .graph_survey import GraphSurvey, plain, survey

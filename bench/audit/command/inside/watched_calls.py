@@ -5,8 +5,9 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.utils.data
@@ -26,13 +27,26 @@ HOOK_VALUES = 8
 """Sampled values of a gradient that a hook is given."""
 
 
+class GradientWatcher(Protocol):
+    """What is told of backwards and of clipping."""
+
+    active: bool
+    sampling: bool
+
+    def guard(self, method: Callable[..., None], *arguments: Any) -> None: ...
+    def before_backward(self, roots: Any, keeps_graph: bool) -> None: ...
+    def after_backward(self) -> None: ...
+    def before_clip(self, parameters: list[Any], bound: Any) -> None: ...
+    def after_clip(self) -> None: ...
+
+
 def install() -> None:
     """Watch this process, and the processes that it forks."""
     recorder = TrainingRecorder()
-    _wrap_backward(recorder)
+    wrap_backward(recorder)
     names = CLIPPING if hasattr(clip_grad, CLIPPING[0]) else OLD_CLIPPING
     for name in names:
-        _wrap_clipping(getattr(clip_grad, name), recorder)
+        wrap_clipping(getattr(clip_grad, name), recorder)
     _wrap_hooks(recorder)
     _wrap_loaders(recorder)
     register_optimizer_step_pre_hook(functools.partial(recorder.guard, recorder.before_step))
@@ -42,7 +56,7 @@ def install() -> None:
     Path(os.environ["BENCH_AUDIT_FOLDER"], f"{os.getpid()}.torch").touch()
 
 
-def _wrap_backward(recorder: TrainingRecorder) -> None:
+def wrap_backward(recorder: GradientWatcher) -> None:
     """Wrap what ``Tensor.backward`` and ``autograd.grad`` call, and check that it is called.
 
     The check runs no backward: once the engine has run, torch may refuse to run it in a forked process.
@@ -74,7 +88,9 @@ def _wrap_backward(recorder: TrainingRecorder) -> None:
     autograd._engine_run_backward = backward
 
 
-def _wrap_clipping(original: Any, recorder: TrainingRecorder) -> None:
+def wrap_clipping(original: Any, recorder: GradientWatcher) -> None:
+    """Wrap a function of torch that clips gradients, wherever torch has it."""
+
     def clip(parameters: Any, *arguments: Any, **options: Any) -> Any:
         if not (recorder.active and recorder.sampling):
             return original(parameters, *arguments, **options)
