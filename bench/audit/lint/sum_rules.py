@@ -11,7 +11,7 @@ from bench.audit.lint import proof
 from bench.audit.lint.config_file import ConfigPart
 from bench.audit.lint.deepspeed_config import DeepSpeedConfig
 from bench.audit.lint.lint_options import LintOptions
-from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule, says
+from bench.audit.lint.rules import Found, rule, says
 from bench.audit.lint.version_facts import holds, source
 from bench.findings import Level
 from bench.measure.accumulation_dtype import BITS
@@ -34,7 +34,6 @@ HAVE_RULES = {
     "deepspeed-silent-clipping",
 }
 """Known-bad versions that have rules of their own: VER01, VER02, VER03 and CLP01."""
-SEVERITIES = {Level.ERROR: ERROR, Level.WARNING: WARNING, Level.NOTE: INFO}
 NEEDS_FP32_SUM = "DeepSpeed 0.19.8 or newer, or ZeRO-3"
 
 
@@ -61,14 +60,14 @@ class GradientSum:
 
 
 @rule(GradientSum, "ACC01", "deepspeed: {bf16: {enabled: true}}")
-@says(WARNING, "gradients are summed in 16 bits", f"{ENGINE} get_data_types; DeepSpeed #1800")
+@says(Level.WARNING, "gradients are summed in 16 bits", f"{ENGINE} get_data_types; DeepSpeed #1800")
 @rule(
     GradientSum,
     "ACC02",
     "deepspeed: {zero_optimization: null, bf16: {enabled: true}, data_types: {grad_accum_dtype: fp32}}",
 )
 @says(
-    ERROR,
+    Level.ERROR,
     "fp32 sum of 16-bit gradients without ZeRO",
     f"{ENGINE} _do_optimizer_sanity_check",
     stops=True,
@@ -144,20 +143,20 @@ def worst_error(accumulate: int, dtype: str) -> float:
 
 
 @rule(GradientSum, "VER01", "deepspeed: {}, deepspeed_version: [0, 17, 6]")
-@says(ERROR, "ZeRO-2 keeps only the last micro-batch", source("last-micro-batch-only"))
+@says(Level.ERROR, "ZeRO-2 keeps only the last micro-batch", source("last-micro-batch-only"))
 @rule(
     GradientSum,
     "VER02",
     "deepspeed: {zero_optimization: {stage: 1}, bf16: {enabled: true}, data_types: {grad_accum_dtype: fp32}}, "
     "deepspeed_version: [0, 18, 6]",
 )
-@says(ERROR, "ZeRO-1 misses the last average", source("missed-average"))
+@says(Level.ERROR, "ZeRO-1 misses the last average", source("missed-average"))
 @rule(
     GradientSum,
     "VER03",
     "deepspeed: {bf16: {enabled: true}, data_types: {grad_accum_dtype: fp32}}, deepspeed_version: [0, 19]",
 )
-@says(WARNING, "ZeRO-2 sums in bf16 in spite of the config", source("zero2-sums-in-bf16"))
+@says(Level.WARNING, "ZeRO-2 sums in bf16 in spite of the config", source("zero2-sums-in-bf16"))
 def _versions(gradients: GradientSum) -> Iterator[Found]:
     config, n, used = gradients.config, gradients.n, gradients.options.deepspeed
     if n == 1 or gradients.is_fork:
@@ -190,7 +189,7 @@ def _versions(gradients: GradientSum) -> Iterator[Found]:
     "deepspeed: {zero_optimization: {stage: 2, offload_optimizer: {device: cpu}}}, deepspeed_version: [0, 18, 9]",
 )
 @says(
-    ERROR,
+    Level.ERROR,
     "this version of DeepSpeed is known to accumulate wrongly with this config",
     advisories.PAGE,
 )
@@ -219,5 +218,5 @@ def _known_bad(gradients: GradientSum) -> Iterator[Found]:
             what,
             advisory.remedy,
             advisory.reproducer,
-            severity=SEVERITIES.get(advisory.level),
+            level=advisory.level,
         )
