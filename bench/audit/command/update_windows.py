@@ -56,13 +56,12 @@ class AuditedUpdate:
     def moves(self) -> bool:
         """Whether parameters change between its backwards."""
         for backward in self.backwards[1:]:
-            if backward.moved is not None and backward.moved[self._owned(backward.moved)].any():
-                return True
+            if backward.moved is None:
+                continue
+            for leaf, moved in zip(backward.watched, backward.moved, strict=True):
+                if moved and leaf in self.step.owned:
+                    return True
         return False
-
-    def _owned(self, values: Vector) -> list[int]:
-        """Leaves that the optimizer updates, among those that have a value."""
-        return list(filter(len(values).__gt__, self.step.owned))
 
     def changed_early(self) -> list[int]:
         """Leaves whose gradient was changed by clipping before a later backward added to it."""

@@ -42,6 +42,8 @@ class NodeKind(NamedTuple):
     is_function: bool
     """Whether it is a function that was written in Python."""
     is_view: bool
+    is_of_interest: bool
+    """Whether it is any of these, or has such inputs."""
 
 
 @dataclass
@@ -67,30 +69,32 @@ class GraphSurvey:
             return self.first_axis
         return self.sequences
 
-    def visit(self, node: Node, kind: NodeKind, outer: Node | None) -> None:
-        """Look at a node; ``outer`` is the one that the walk has reached it from."""
-        if kind.is_leaf:
-            self.leaves.append(node.variable)  # type: ignore[attr-defined]
-            return
+    views: dict[Node | None, Node] = field(default_factory=dict)
+    """By what they are views of."""
+
+    def visit(self, node: Node, kind: NodeKind) -> None:
+        """Look at a node that may hold data, leads to a view, or is a function of its own."""
+        if kind.is_view:
+            self.views[node.next_functions[0][0]] = node
         if kind.inputs and len(self.data) < MOST_INPUTS:
-            self._add_data(node, kind, outer)
+            self._add_data(node, kind)
         if kind.is_join:
             self.covered = min(self.covered, _covered(node))
         if kind.is_function:
             self.injected += _injected(node)
 
-    def _add_data(self, node: Node, kind: NodeKind, outer: Node | None) -> None:
+    def _add_data(self, node: Node, kind: NodeKind) -> None:
         for name in kind.inputs:
             values = _saved_input(node, name)
             if values is not None:
                 self.data.append(_some_values(values))
-                self._count_rows(values, name, outer)
+                self._count_rows(values, name, self.views.get(node))
                 return
 
-    def _count_rows(self, values: Tensor, name: str, outer: Node | None) -> None:
+    def _count_rows(self, values: Tensor, name: str, view: Node | None) -> None:
         shape = tuple(values.shape)
-        if outer is not None and name != INDICES and _kind_of(outer).is_view:
-            shape = tuple(outer._input_metadata[0].shape)
+        if view is not None and name != INDICES:
+            shape = tuple(view._input_metadata[0].shape)
         if name == CONVOLVED and shape:
             self.sequences = max(shape[0], self.sequences or 0)
         elif len(shape) == 3 or (name == INDICES and len(shape) == 2):
@@ -106,18 +110,21 @@ _KINDS: dict[type, NodeKind] = {}
 def survey(roots: Sequence[Tensor]) -> GraphSurvey:
     """Walk the graph once; nothing is unpacked that a hook would have to compute."""
     found = GraphSurvey()
-    queue: list[tuple[Node | None, Node | None]] = [(root.grad_fn, None) for root in roots]
+    queue = [root.grad_fn for root in roots]
     seen: set[Node | None] = {None}
-    for node, outer in queue:
+    for node in queue:
         if node is None or node in seen:
             continue
         seen.add(node)
         if len(seen) > MOST_NODES:
             break
-        found.visit(node, _kind_of(node), outer)
-        for inner, _ in node.next_functions:
-            if inner not in seen:
-                queue.append((inner, node))
+        kind = _KINDS.get(type(node)) or _learn_kind(node)
+        if kind.is_leaf:
+            found.leaves.append(node.variable)  # type: ignore[attr-defined]
+            continue
+        if kind.is_of_interest:
+            found.visit(node, kind)
+        queue += [inner for inner, _ in node.next_functions]
     return found
 
 
@@ -129,19 +136,16 @@ def plain(tensor: Tensor) -> Tensor:
     return local
 
 
-def _kind_of(node: Node) -> NodeKind:
-    kind = _KINDS.get(type(node))
-    if kind is None:
-        name = node.name()
-        inputs = tuple(each for each in INPUTS if hasattr(type(node), f"_raw_saved_{each}"))
-        kind = NodeKind(
-            is_leaf=hasattr(type(node), "variable"),
-            inputs=inputs,
-            is_join=name.startswith(JOINS),
-            is_function=isinstance(node, torch.autograd.function.BackwardCFunction),
-            is_view=name.startswith(VIEWS),
-        )
-        _KINDS[type(node)] = kind
+def _learn_kind(node: Node) -> NodeKind:
+    name = node.name()
+    inputs = tuple(each for each in INPUTS if hasattr(type(node), f"_raw_saved_{each}"))
+    is_join = name.startswith(JOINS)
+    is_function = isinstance(node, torch.autograd.function.BackwardCFunction)
+    is_view = name.startswith(VIEWS)
+    is_of_interest = bool(inputs) or is_join or is_function or is_view
+    is_leaf = hasattr(type(node), "variable")
+    kind = NodeKind(is_leaf, inputs, is_join, is_function, is_view, is_of_interest)
+    _KINDS[type(node)] = kind
     return kind
 
 
@@ -197,7 +201,7 @@ def _injected(node: Node) -> Iterator[Node]:
         if math.prod(output.shape) == 1:
             return
     for inner, place in node.next_functions:
-        if inner is None or _kind_of(inner).is_leaf:
+        if inner is None or hasattr(inner, "variable"):
             continue
         metadata = getattr(inner, "_input_metadata", ())
         if place < len(metadata) and len(metadata[place].shape) == 0:

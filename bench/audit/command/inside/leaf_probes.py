@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from .graph_survey import plain
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
+ItemT = TypeVar("ItemT")
 MOST_LEAVES = 128
 """Leaves of a process that are sampled."""
 MOST_AT_ONCE = 96
@@ -197,7 +198,7 @@ def _share_storage(first: Tensor, second: Tensor) -> bool:
     return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
-def evenly(leaves: list[Tensor], most: int) -> list[Tensor]:
+def evenly(leaves: list[ItemT], most: int) -> list[ItemT]:
     """At most so many, evenly over their order."""
     step = max(1.0, len(leaves) / max(1, most))
     return [leaves[int(i * step)] for i in range(min(len(leaves), most))]

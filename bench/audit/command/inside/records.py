@@ -16,6 +16,8 @@ from typing import Generic, TypeVar, Union
 
 ValuesT = TypeVar("ValuesT")
 NumberT = TypeVar("NumberT")
+SAMPLES = ("added", "left", "used", "start", "end")
+"""Fields of events that have values of leaves: a record has their sizes, and all of them joined."""
 
 
 @dataclass
@@ -73,8 +75,10 @@ class Backward(Generic[ValuesT, NumberT]):
     """The gradient before the first backward that adds to a leaf after a step."""
     cleared: list[int] = field(default_factory=list)
     """Leaves that held a gradient after the backward before this one, and none when it began."""
+    watched: list[int] = field(default_factory=list)
+    """Leaves of which it is known whether the parameter has changed since the backward before."""
     moved: ValuesT | None = None
-    """Per leaf 1 if the parameter has changed since the backward before, else 0; None at the first backward."""
+    """By these 1 if it has, else 0; None if there is none."""
     copies: list[ValuesT] = field(default_factory=list)
     """Values of copies of parameters, such as those of a moving average."""
     hooks: list[HookedGradient[ValuesT]] = field(default_factory=list)

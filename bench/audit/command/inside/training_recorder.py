@@ -7,7 +7,7 @@ changes no tensor, and never raises into the training.
 
 from __future__ import annotations
 
-import base64
+import binascii
 import contextlib
 import functools
 import json
@@ -40,7 +40,7 @@ from .leaf_probes import (
     LeafProbe,
     evenly,
 )
-from .records import Backward, Clipping, End, Event, HookedGradient, Leaf, Rank, Step
+from .records import SAMPLES, Backward, Clipping, End, Event, HookedGradient, Leaf, Rank, Step
 
 JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
 """Variables of launchers that tell one training from another."""
@@ -51,6 +51,8 @@ LEAST_ELEMENTS = 2
 MOST_SCANS = 8
 """Of all objects: where new leaves appear they are looked for again."""
 MOST_COPIES = 4
+MOST_WATCHED = 16
+"""Leaves of which it is seen whether they move between backwards."""
 OFTEN = 8
 """Sampling ends when every optimizer has made enough updates, or one this many times as many."""
 FRAMEWORKS = (
@@ -124,8 +126,10 @@ class TrainingRecorder:
         self._clip: ClippedNow | None = None
         self._clipped: dict[LeafProbe, Tensor] = {}
         """By what gradients were divided to clip them."""
+        self._watched: list[LeafProbe] = []
+        """Those of which it is seen whether the parameter moves between backwards."""
         self._starts: Tensor | None = None
-        """A few values of each parameter at the backward before: [leaf, value]."""
+        """A few values of each of them at the backward before: [leaf, value]."""
         self._ends: list[HeldValues] = []
         self._copies: list[Tensor] = []
         self._waiting: list[LiveEvent] = []
@@ -193,8 +197,13 @@ class TrainingRecorder:
             backward.doubts.append("backward does not begin at a scalar")
         for probe in self._probes:
             probe.recording = True
-            self._look_at_held(probe, backward)
+            if probe.is_fresh or probe.was_held:
+                self._look_at_held(probe, backward)
+            else:
+                backward.left.append(None)
         backward.moved = self._changes()
+        if backward.moved is not None:
+            backward.watched = [probe.number for probe in self._watched]
         for copy in self._copies:
             backward.copies.append(plain(copy).detach().reshape(-1)[:START_VALUES].clone())
         for number, optimizer in self._seen.items():
@@ -203,9 +212,6 @@ class TrainingRecorder:
 
     def _look_at_held(self, probe: LeafProbe, backward: Backward[Tensor, Tensor]) -> None:
         """What is left in the gradient of a leaf, and whether it was cleared since the last backward."""
-        if not probe.is_fresh and not probe.was_held:
-            backward.left.append(None)
-            return
         is_held = probe.held() is not None
         left = None
         if probe.is_fresh and is_held:
@@ -215,9 +221,9 @@ class TrainingRecorder:
             backward.cleared.append(probe.number)
 
     def _changes(self) -> Tensor | None:
-        """By leaf 1 if the optimizer's values of it have changed since this was asked last."""
+        """By watched leaf 1 if the optimizer's values of it have changed since this was asked last."""
         rows = []
-        for probe in self._probes:
+        for probe in self._watched:
             values = probe.start()
             if values is None:
                 values = torch.zeros(START_VALUES)
@@ -230,7 +236,7 @@ class TrainingRecorder:
         before, self._starts = self._starts, torch.cat(rows).reshape(len(rows), START_VALUES)
         if before is None:
             return None
-        return (self._starts[: len(before)] != before).any(dim=1)
+        return (self._starts != before).any(dim=1)
 
     def after_backward(self) -> None:
         """The micro-gradient."""
@@ -371,6 +377,7 @@ class TrainingRecorder:
         room = min(MOST_AT_ONCE, MOST_LEAVES - len(self._probes))
         for leaf in evenly(large, room):
             self._probe(leaf, coordinates, rank)
+        self._watched, self._starts = evenly(self._probes, MOST_WATCHED), None
         rank.facts, rank.versions = self._objects.facts(), self._objects.versions()
         rank.deepspeed = self._objects.deepspeed_config()
         rank.is_zero = self._objects.zero is not None
@@ -461,6 +468,7 @@ class TrainingRecorder:
         for probe in self._probes:
             probe.handle.remove()
         self._probes.clear()
+        self._watched.clear()
         self._seen.clear()
         self._copies.clear()
         self._clipped.clear()
@@ -474,7 +482,7 @@ class TrainingRecorder:
         if events:
             lines = []
             for event in events:
-                line = {type(event).__name__.lower(): event}
+                line = {type(event).__name__.lower(): _fields(event)}
                 lines.append(json.dumps(line, default=_plain) + "\n")
             with (self._folder / f"{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
                 file.write("".join(lines))
@@ -519,10 +527,33 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _fields(event: LiveEvent | Rank[Tensor, Tensor]) -> dict[str, object]:
+    """Of a line. The samples of all leaves are one string, which is written faster than many."""
+    fields = dict(vars(event))
+    for name in SAMPLES:
+        if name in fields:
+            fields[name] = _joined(fields[name])
+    return fields
+
+
+def _joined(samples: Sequence[Tensor | None]) -> dict[str, object]:
+    sizes: list[int | None] = []
+    known: list[Tensor] = []
+    for values in samples:
+        if values is None:
+            sizes.append(None)
+        else:
+            sizes.append(len(values))
+            known.append(values)
+    if len({values.device for values in known}) > 1:
+        known = [values.cpu() for values in known]
+    return {"sizes": sizes, "joined": torch.cat(known) if known else None}
+
+
 def _plain(value: object) -> object:
     """For JSON: numbers as they are, values as the bytes of doubles, which are written faster than digits."""
     if not isinstance(value, Tensor):
         return vars(value)
     if not value.dim():
         return value.tolist()
-    return base64.b64encode(array("d", value.tolist()).tobytes()).decode()
+    return binascii.b2a_base64(array("d", value.tolist()), newline=False).decode()
