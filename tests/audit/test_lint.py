@@ -434,10 +434,7 @@ def test_hint_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     out, err = capsys.readouterr()
     (finding,) = json.loads(out)
     assert (
-        finding["code"] == "DBL01"
-        and finding["level"] == "error"
-        and finding["source"]
-        and not err
+        finding["code"] == "DBL01" and finding["level"] == "error" and finding["source"] and not err
     )
 
 
