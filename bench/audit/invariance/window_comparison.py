@@ -231,11 +231,11 @@ def _loss(run: SplitRun) -> float | None:
     return total / weight if weight else None
 
 
-def main_criterion(micro_batch: MicroBatch) -> Criterion | None:
+def main_criterion(micro_batch: MicroBatch) -> Criterion[float] | None:
     """The only criterion of a micro-batch."""
     if len(micro_batch.criteria) != 1:
         return None
-    criterion: Criterion = micro_batch.criteria[0]
+    criterion: Criterion[float] = micro_batch.criteria[0]
     return criterion
 
 
@@ -247,13 +247,13 @@ def uneven_terms(run: SplitRun) -> tuple[int, int] | None:
             known = [found for found in criteria if found is not None and found.terms]
             if len(known) < 2 or len(known) < len(criteria):
                 continue
-            terms = [int(found.terms) for found in known]
+            terms = [int(found.terms or 0) for found in known]
             per_term = [_factor_of_term(found) for found in known]
             if max(terms) > EVEN * min(terms) and max(per_term) > EVEN * min(per_term) > 0:
                 return min(terms), max(terms)
     return None
 
 
-def _factor_of_term(criterion: Criterion) -> float:
+def _factor_of_term(criterion: Criterion[float]) -> float:
     seed = abs(float(criterion.seed or 0.0))
-    return seed if criterion.reduction == "sum" else seed / float(criterion.terms)
+    return seed if criterion.reduction == "sum" else seed / float(criterion.terms or 1)

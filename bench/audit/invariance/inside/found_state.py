@@ -38,7 +38,7 @@ class FoundState:
         self._mapped: list[Any] = []
         if self.objects.zero is not None:
             self._map_partitions(self.objects.zero)
-        replicas = [
+        replicas: list[Any] = [
             module
             for module in self.objects.modules
             if type(module).__name__ == "DistributedDataParallel"

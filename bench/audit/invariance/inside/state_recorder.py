@@ -137,7 +137,8 @@ class StateRecorder:
         facts = GraphFacts(tensors)
         backward = MicroBatch(self._update + 1, data=facts.data, dtypes=sorted(facts.dtypes))
         if len(tensors) == 1 and tensors[0].numel() == 1:
-            backward.loss = plain(tensors[0]).detach().double().reshape(())
+            scalar: Any = plain(tensors[0]).detach().double().reshape(())
+            backward.loss = scalar  # a number once it is written
         backward.criteria = criteria.watch(tensors, self._handles)
         backward.dropout, backward.contrasts = facts.dropout, facts.contrasts
         if not self._update:
@@ -354,7 +355,7 @@ class StateRecorder:
         event = Sketches(0 if kind == START else number, kind, [], [], [], [])
         values: list[Any] = []
         for name, found in tensors:
-            tensor = torch.zeros(0) if found is None else plain(found)
+            tensor: Any = torch.zeros(0) if found is None else plain(found)
             if not isinstance(tensor, torch.Tensor) or (tensor.numel() and not is_readable(tensor)):
                 continue
             made = sketch(tensor)

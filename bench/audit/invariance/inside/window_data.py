@@ -59,8 +59,9 @@ class GraphFacts:
             self.dropout = True
         if len(self.data) < MOST_INPUTS:
             values = input_of(node)
-            is_data = values is not None and not isinstance(values, torch.nn.Parameter)
-            if is_data and values.numel() <= MOST_ELEMENTS and is_readable(values):
+            if values is None or isinstance(values, torch.nn.Parameter):
+                return
+            if values.numel() <= MOST_ELEMENTS and is_readable(values):
                 self.data.append(_fingerprint(values))
 
 
