@@ -321,8 +321,10 @@ class TrainingAudit:
         full = [update for update in optimizer.mine if update.count == optimizer.usual]
         backwards = full[len(full) // 2].backwards
         sent = [sum(backward.reduced.values()) for backward in backwards]
+        if self.first.world == 1:
+            return
         if not any(sent):
-            if self.first.world > 1 and not self.first.parallel:
+            if not self.first.parallel:
                 text = "no reduction of a floating-point tensor was seen in a window"
                 yield warning("no reduction seen", text)
         elif len(sent) > 1:
