@@ -303,7 +303,7 @@ def test_an_engine_goes_with_its_backend(name: str) -> None:
 def test_a_pass_of_stage_3_leaves_no_parameters_behind(
     lonely_group: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """On an H100 three passes of ZeRO-3 with 1.2 G parameters left 53 GiB, and the next one had too little memory."""
+    """On an H100 ZeRO-3 with 1.2 G parameters ran out of memory in its fourth large pass."""
     monkeypatch.setattr("deepspeed.comm.comm.cdb", None)  # of a group that is gone
     for variable, value in {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(variable, value)  # as the launcher has it
