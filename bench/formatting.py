@@ -77,6 +77,25 @@ def at_most(value: float) -> str:
     return f"{math.ceil(value / unit - 1e-9) * unit:.1g}"
 
 
+def scientific(value: float) -> str:
+    """A small number with two digits: ``2.3e-3``."""
+    mantissa, _, exponent = f"{value:.1e}".partition("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def within(tolerance: float) -> str:
+    """That something is right as far as it declares to be."""
+    return f"within its declared {scientific(tolerance)}"
+
+
+def beyond(value: float, limit: float, form: int = 2) -> str:
+    """A number with two significant digits, or as many as show that it is above a limit."""
+    for count in range(form, 17):
+        if float(text := f"{value:.{count}g}") > limit:
+            return text
+    return f"{value:.{form}g}"
+
+
 def alike(a: float, b: float) -> bool:
     """Whether two sizes tie: their ratio, in the digits that are shown, is 1."""
     return digits(max(a, b) / max(min(a, b), 1)) == "1.000"

@@ -29,6 +29,7 @@ from bench.audit.lint.lint_options import LintOptions
 from bench.audit.lint.rules import rules
 from bench.audit.lint.version_facts import UsedVersion
 from bench.errors import InputError
+from bench.findings import Level
 from bench.tabular import markdown_table
 from studies import ROOT
 
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def linted(folder: Path) -> dict[str, Any]:
-    """By repository: its commit, files by kind, and findings by rule and severity."""
+    """By repository: its commit, files by kind, and findings by rule and level."""
     found: dict[str, Any] = {}
     seen: set[str] = set()
     for place in sorted(folder.iterdir()):
@@ -158,7 +159,7 @@ def _counts(files: Sequence[Path]) -> dict[str, Any]:
         finally:
             lint_package.recognize = recognize  # type: ignore[attr-defined]
         kinds[titles[0] if titles else "unknown"] += 1
-        findings.update(f"{each.code} {each.severity}" for each in found)
+        findings.update(f"{each.code} {each.level}" for each in found)
     return {"files": len(files), "kinds": kinds, "findings": findings}
 
 
@@ -201,8 +202,8 @@ def tallies(
     found: dict[str, Counter[str]] = {}
     for name in names & data.keys():
         for key, number in data[name]["findings"].items():
-            rule, severity = key.split()
-            if severity != "info":
+            rule, level = key.split()
+            if level != Level.NOTE:
                 found.setdefault(rule, Counter())[verdict_of(rule, name, judged)] += number
     return dict(sorted(found.items()))
 
@@ -244,11 +245,11 @@ def page(data: dict[str, Any], judged: dict[str, Any]) -> str:
         f"- {each['rule']}, {'all' if each['repository'] == '*' else each['repository']}: {each['why']}"
         for each in judged["judged"]
     ]
-    infos: Counter[str] = Counter()
+    notes: Counter[str] = Counter()
     for repository in data.values():
         for key, number in repository["findings"].items():
-            if key.endswith(" info"):
-                infos[key.split()[0]] += number
+            if key.endswith(f" {Level.NOTE}"):
+                notes[key.split()[0]] += number
     return "\n".join(
         [
             "# Lint on configs that nobody wrote for it",
@@ -267,8 +268,8 @@ def page(data: dict[str, Any], judged: dict[str, Any]) -> str:
             "",
             *markdown_table(("rule", "title", *numbers), rows, range(2, 7)),
             "",
-            "Infos, which are not counted above: "
-            + ", ".join(f"{rule} {number}" for rule, number in sorted(infos.items()))
+            "Notes, which are not counted above: "
+            + ", ".join(f"{rule} {number}" for rule, number in sorted(notes.items()))
             + ".",
             "",
             "## Why",
@@ -313,7 +314,7 @@ def _listed(findings: dict[str, int]) -> str:
     shown = [
         f"{key.split()[0]} {number}"
         for key, number in sorted(findings.items())
-        if not key.endswith(" info")
+        if not key.endswith(f" {Level.NOTE}")
     ]
     return ", ".join(shown)
 

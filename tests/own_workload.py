@@ -128,6 +128,20 @@ class Buffered(Uneven):
         return model
 
 
+class Regression(Cycle):
+    """A mean squared error times a factor, which is the name of the model."""
+
+    def make(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Embedding(self.tokens, 32), nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 1)
+        )
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        wanted = torch.sin(batch[:, 1:].float())
+        apart = model(batch[:, :-1]).float().squeeze(-1) - wanted
+        return float(self._spec.model) * apart.square().mean()
+
+
 class DropsOut(Cycle):
     """Draws random numbers in a module."""
 

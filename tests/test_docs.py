@@ -101,11 +101,12 @@ def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "".join(examples("docs/matrix.md", "toml")), encoding="utf-8"
     )
     (tmp_path / "my_model.py").write_text(examples("docs/matrix.md", "python")[0], encoding="utf-8")
+    (tmp_path / "my_vit.py").write_text(examples("docs/matrix.md", "python")[1], encoding="utf-8")
     (tmp_path / "mine.py").write_text(examples("CONTRIBUTING.md", "python")[0], encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("BENCH_BACKENDS", "")  # what --backend module:Class adds to it is taken back
-    for name in ("my_model", "mine"):
+    for name in ("my_model", "my_vit", "mine"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
@@ -137,7 +138,8 @@ def test_every_key_of_a_matrix_is_described() -> None:
 def test_what_the_pages_show_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
     """The matrix, the model and the backend."""
     assert main(["plan", "--matrix", "own.toml"]) == 0
-    assert main(["plan", "--matrix", "own.toml", "--workload", "my_model:MyWorkload"]) == 0
+    for workload in ("my_model:MyWorkload", "my_vit:ViT"):
+        assert main(["plan", "--matrix", "own.toml", "--workload", workload]) == 0
     assert main(["plan", "--matrix", "smoke", "--backend", "mine:MyDDP"]) == 0
     assert "  my-ddp  " in capsys.readouterr().out
 

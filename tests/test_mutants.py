@@ -223,6 +223,37 @@ def test_a_sound_loop_is_valid(truth: tuple[Path, dict[str, Any]]) -> None:
     )
 
 
+class Notes(Sound):
+    """Notes what it is handed in each pass, and where it ends."""
+
+    handed: ClassVar[list[tuple[int, int, Cell]]] = []
+    steps: ClassVar[list[int]] = []
+
+    def train(self, job: Job) -> None:
+        self.handed.append((job.windows, len(job.loader), job.cell))
+        self.steps.append(0)
+        super().train(job)
+
+    def setup(self, job: Job) -> None:
+        super().setup(job)
+        self.optimizer.register_step_post_hook(lambda *_: self.count())
+
+    def count(self) -> None:
+        self.steps[-1] += 1
+
+
+@pytest.mark.usefixtures("lonely_group")
+def test_passes_are_handed_the_same_windows_and_end_where_they_have_enough(
+    truth: tuple[Path, dict[str, Any]],
+) -> None:
+    cell = small_cell("sound")
+    passes = ("time", "update", "collectives", "memory", "dispatch")
+    record_of(truth[0], cell, Notes, *passes)
+    assert set(Notes.handed) == {(cell.windows, cell.windows * cell.accumulate, cell)}
+    assert Notes.steps[:2] == [cell.windows, 1]
+    assert all(SETTLED_WINDOWS < steps <= cell.windows for steps in Notes.steps[2:])
+
+
 class DefersInNameOnly(DDPDeferred):
     """The wrapper's ``no_sync`` does nothing."""
 

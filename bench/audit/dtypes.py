@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench.backends.base import Backend, registry
+from bench.backends.base import Backend, only
 from bench.errors import UnsupportedError
 from bench.launch.launcher import Launcher
 from bench.measure.accumulation_dtype import accumulator, error
@@ -36,7 +36,7 @@ class AccumulationTask(Task):
 
 def work(task: AccumulationTask, rank: int, device: torch.device) -> dict[str, Any]:
     """One rank's part; see ``bench.plan.task.Task``."""
-    backend = registry([task.backend])[task.backend]
+    backend = only(task.backend, task.plugin)
     rows = [_row(task, precision, backend, rank, device) for precision in task.precisions]
     return {"status": Status.OK, "rows": rows}
 

@@ -22,7 +22,7 @@ from bench.audit.job import AuditedAccelerator, AuditedEngine, AuditedStream, Au
 from bench.audit.recorder import Audit, lost_record
 from bench.audit.scenario import Scenario
 from bench.backends.accelerate import AccelerateBackend
-from bench.backends.base import Backend, registry
+from bench.backends.base import Backend, only
 from bench.backends.deepspeed import DeepSpeedZero2Eager
 from bench.backends.hugging_face import HuggingFaceTrainer
 from bench.backends.lightning import LightningBackend
@@ -71,7 +71,7 @@ def audited(backend: type[Backend]) -> type[Backend]:
 
 def work(task: AuditTask, rank: int, device: torch.device) -> dict[str, Any]:
     """One rank's part; see ``bench.plan.task.Task``."""
-    backend = audited(registry([task.backend])[task.backend])
+    backend = audited(only(task.backend, task.plugin))
     audits = []
     for index, scenario in enumerate(task.scenarios):
         found = _audit(task, scenario, str(index), backend, rank, device)

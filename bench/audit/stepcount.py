@@ -361,28 +361,32 @@ def _with_undealt(found: Steps, samples: int, training: TrainingPlan) -> Steps:
 def _steps(training: TrainingPlan, rule: StepRule, parts: Sequence[_Count], stops: Stops) -> Steps:
     """What was counted, in samples."""
     per_epoch, last = training.micro_batches_per_epoch, parts[-1]
-    consumed, steps = sum(part.consumed for part in parts), sum(part.updates for part in parts)
-    lost = sum(part.lost for part in parts)
+    consumed = steps = lost = lost_ends = counted = 0
+    scales: Counter[float] = Counter()
+    pattern: list[int] = []
+    for part in parts:
+        consumed += part.consumed
+        steps += part.updates
+        lost += part.lost
+        lost_ends += part.lost_ends
+        pattern += part.pattern
+        if stops is not Stops.NEVER:
+            counted += part.counter
+        for kept, number in part.kept.items():
+            scales[kept / (part.n * (part.n if rule.twice else 1))] += number
     finished, begun = consumed // per_epoch, ceil(consumed, per_epoch)
-    samples_lost = _samples(training, lost, sum(part.lost_ends for part in parts))
+    samples_lost = _samples(training, lost, lost_ends)
     samples_open = _samples(training, last.size, last.ends)
     seen = _samples(training, consumed, finished)
     offered = (training.samples + training.padding_per_epoch) * begun
     dropped = training.dropped_per_epoch * finished
-    scales: Counter[float] = Counter()
-    for part in parts:
-        for kept, number in part.kept.items():
-            scales[kept / (part.n * (part.n if rule.twice else 1))] += number
-    counted = 0
-    if stops is not Stops.NEVER:
-        counted = sum(part.counter for part in parts)
     return Steps(
         stops=stops,
         micro_batches_consumed=consumed,
         epochs_begun=begun,
         epochs_consumed=consumed / per_epoch,
         optimizer_steps=steps,
-        steps_per_epoch=tuple(number for part in parts for number in part.pattern),
+        steps_per_epoch=tuple(pattern),
         steps_reported=_reported(training, rule, steps, counted),
         update_scales=dict(sorted((+scales).items(), reverse=True)),
         samples_used=seen - samples_lost - samples_open,

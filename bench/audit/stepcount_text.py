@@ -49,21 +49,24 @@ def by_rule(
 
 def document(training: TrainingPlan, rules: Rules) -> dict[str, Any]:
     """Everything as plain values for JSON."""
-    wrong = _why_naive_is_wrong(training, {rule: steps for rule, (_, steps) in rules.items()})
+    steps_of: dict[StepRule, Steps | None] = {}
+    rows = []
+    for rule, (backends, steps) in rules.items():
+        steps_of[rule] = steps
+        row = {
+            "name": rule_name(rule),
+            **dataclasses.asdict(rule),
+            "backends": backends,
+            "steps": steps and steps.to_dict(),
+            "differences": _differences(training, rule, steps),
+        }
+        rows.append(row)
+    wrong = _why_naive_is_wrong(training, steps_of)
     return {
         "training": training.to_dict(),
         "notes": common_notes(training),
         "naive": {"optimizer_steps": training.naive_steps, "wrong": wrong},
-        "rules": [
-            {
-                "name": rule_name(rule),
-                **dataclasses.asdict(rule),
-                "backends": backends,
-                "steps": steps and steps.to_dict(),
-                "differences": _differences(training, rule, steps),
-            }
-            for rule, (backends, steps) in rules.items()
-        ],
+        "rules": rows,
     }
 
 
@@ -78,20 +81,30 @@ def printed_lines(training: TrainingPlan, rules: Rules) -> Iterator[str]:
     yield ""
     for row in found["rules"]:
         yield f"{row['name']}: {', '.join(row['backends'])}"
-    wrong = found["naive"]["wrong"]
-    sentences = [f"all: {note}" for note in found["notes"]]
-    if wrong:
-        sentences.append(f"naive: {wrong}")
-    for sentence, those in grouped(
-        (text, row) for row in found["rules"] for text in row["differences"]
-    ).items():
-        names = [name for row in those for name in row["backends"]]
-        sentences.append(
-            f"{', '.join(names if len(names) <= FEW else [row['name'] for row in those])}: {sentence}"
-        )
+    sentences = list(_sentences(found))
     if sentences:
         yield ""
         yield from sentences
+
+
+def _sentences(found: Mapping[str, Any]) -> Iterator[str]:
+    """Each with whom it is about: all, the naive formula, or backends, or rules if these are many."""
+    for note in found["notes"]:
+        yield f"all: {note}"
+    wrong = found["naive"]["wrong"]
+    if wrong:
+        yield f"naive: {wrong}"
+    rules: dict[str, list[str]] = {}
+    backends: dict[str, list[str]] = {}
+    for row in found["rules"]:
+        for text in row["differences"]:
+            rules.setdefault(text, []).append(row["name"])
+            backends.setdefault(text, []).extend(row["backends"])
+    for text, names in backends.items():
+        who = names
+        if len(names) > FEW:
+            who = rules[text]
+        yield f"{', '.join(who)}: {text}"
 
 
 def _headline(training: TrainingPlan) -> str:
@@ -198,11 +211,7 @@ def common_notes(training: TrainingPlan) -> list[str]:
 
 def _why_naive_is_wrong(training: TrainingPlan, groups: Mapping[StepRule, Steps | None]) -> str:
     naive = training.naive_steps
-    others = [
-        f"{rule_name(rule)} {'never ends' if steps.stops == 'never' else f'takes {steps.optimizer_steps}'}"
-        for rule, steps in groups.items()
-        if steps is not None and (steps.optimizer_steps != naive or steps.stops == "never")
-    ]
+    others = list(_other_steps(naive, groups))
     if not others:
         return ""
     reasons = []
@@ -225,6 +234,17 @@ def _why_naive_is_wrong(training: TrainingPlan, groups: Mapping[StepRule, Steps 
         if training.partial_window and any(_drops_partial(rule) for rule in groups):
             reasons.append("it counts every epoch's incomplete window as an update")
     return f"{expected}, but {'; '.join(others)}: {', and '.join(reasons)}"
+
+
+def _other_steps(naive: int | None, groups: Mapping[StepRule, Steps | None]) -> Iterator[str]:
+    """The rules that do not take the steps of the naive formula."""
+    for rule, steps in groups.items():
+        if steps is None:
+            continue
+        if steps.stops == "never":
+            yield f"{rule_name(rule)} never ends"
+        elif steps.optimizer_steps != naive:
+            yield f"{rule_name(rule)} takes {steps.optimizer_steps}"
 
 
 def _drops_partial(rule: StepRule) -> bool:
@@ -258,11 +278,10 @@ def _about_windows(training: TrainingPlan, rule: StepRule, steps: Steps) -> list
     sentences: list[str] = []
     if rule.stepping is Stepping.FLUSH and training.accumulate[1:]:
         all_updates = plural(steps.optimizer_steps, "update")
-        small = [
-            f"{count} of {all_updates} at {scale:.4g}"
-            for scale, count in steps.update_scales.items()
-            if scale < 1
-        ]
+        small = []
+        for scale, count in steps.update_scales.items():
+            if scale < 1:
+                small.append(f"{count} of {all_updates} at {scale:.4g}")
         if small:
             text = "the loss of an incomplete last window of an epoch is still divided by N"
             sentences.append(f"{text}: {', '.join(small)} of the right one")
@@ -282,9 +301,11 @@ def _about_windows(training: TrainingPlan, rule: StepRule, steps: Steps) -> list
 def _about_counters(training: TrainingPlan, rule: StepRule, steps: Steps) -> list[str]:
     """What frameworks count, what they divide by, and what they lose."""
     sentences, n, taken = [], training.n, steps.optimizer_steps
-    if others := [
-        f"{name} says {count}" for name, count in steps.steps_reported.items() if count != taken
-    ]:
+    others = []
+    for name, count in steps.steps_reported.items():
+        if count != taken:
+            others.append(f"{name} says {count}")
+    if others:
         sentences.append(f"{plural(taken, 'update')} taken, but {', and '.join(others)}")
     if rule.twice and n > 1 and steps.optimizer_steps:
         less = ""

@@ -282,6 +282,9 @@ class AccelerateDeepSpeedZero2(ds.ZeroBackend, AccelerateBackend):
     def full_parameters(self) -> Mapping[str, Tensor]:
         return ds.gather(self.model.module)
 
+    def optimizer_state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        return ds.gathered_state(self.model, self.model.module)
+
 
 class AccelerateDeepSpeedZero3(ds.ZeroStage3, AccelerateDeepSpeedZero2):
     """Stage 3."""

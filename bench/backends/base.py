@@ -16,6 +16,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -65,6 +66,25 @@ def known(function: Callable[..., Any], settings: dict[str, Any]) -> dict[str, A
             f"{package} {version} does not know the setting {', '.join(sorted(unknown))}"
         )
     return settings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lossy:
+    """What a backend declares to lose on purpose, such as digits of gradients that it reduces in bf16."""
+
+    why: str
+    """In words, as every table of a report has them."""
+    tolerance: float
+    """Largest relative L2 error of the update of a window, which the gates then allow."""
+    reduce_dtype: str = "fp32"
+    """Dtype in which gradients are reduced."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.tolerance < 1 or not self.why.strip():
+            raise InputError(
+                f"lossy: why is {self.why!r} and tolerance {self.tolerance!r}; they must be words, and a number "
+                "between 0 and 1"
+            )
 
 
 BF16_AUTOCAST = "autocast over fp32 parameters"
@@ -132,6 +152,14 @@ class Backend(ABC):
         Values may be gathered on access, so all ranks access the same names in the same order.
         """
 
+    def optimizer_state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """The full optimizer state by key (``exp_avg``) and name, gathered as ``full_parameters``, and called after it.
+
+        Only for backends whose inner optimizer steps something else than the parameters of the
+        built model, such as a flat partition: of all others the state is read off that optimizer.
+        """
+        return {}
+
     def reported(self) -> dict[str, int]:
         """The framework's own step counters by name; the first is the primary one."""
         return {}
@@ -193,6 +221,15 @@ class Backend(ABC):
         It is stored in run.json at the start of the run (``remarks``, by cell id).
         """
         return ""
+
+    @classmethod
+    def lossy(cls, cell: Cell) -> Lossy | None:
+        """What the updates of this cell lose on purpose; None by default: nothing.
+
+        The gates allow them to be off by as much as is declared here, and every table says so. It
+        is stored in run.json at the start of the run (``lossy``, by cell id).
+        """
+        return None
 
     @classmethod
     def preloaded(cls) -> tuple[str, ...]:
@@ -294,13 +331,12 @@ def registry(names: Iterable[str] = ()) -> dict[str, type[Backend]]:
     """
     names = list(dict.fromkeys(names))
     found = {name: backend for name, backend in built_in().items() if not backend.untried}
-    for name in os.environ.get(EXTRA_BACKENDS, "").split(","):
-        if name.strip():
-            place = f"{EXTRA_BACKENDS}: '{name.strip()}'"
-            backend = _load(importlib.metadata.EntryPoint(name, name.strip(), ENTRY_POINTS), place)
-            if backend.name in found:
-                raise InputError(f"{place}: the name '{backend.name}' is taken; choose another")
-            found[backend.name] = backend
+    for named in _named_in_environment():
+        place = f"{EXTRA_BACKENDS}: '{named}'"
+        backend = _load(_entry_of(named), place)
+        if backend.name in found:
+            raise InputError(f"{place}: the name '{backend.name}' is taken; choose another")
+        found[backend.name] = backend
     found |= {name: built_in()[name] for name in names if name in built_in()}
     wanted = [name for name in names if name not in {*found, ALL}]
     entries = []
@@ -323,14 +359,44 @@ def registry(names: Iterable[str] = ()) -> dict[str, type[Backend]]:
     return found
 
 
+def place_of(name: str) -> str:
+    """``module:Class`` of the backend of another package, as it was named; empty for one of this package."""
+    if name in built_in():
+        return ""
+    for place in _named_in_environment():
+        if _load(_entry_of(place), f"'{place}'").name == name:
+            return place
+    return next((entry.value for entry in _entry_points() if entry.name == name), "")
+
+
+def only(name: str, place: str) -> type[Backend]:
+    """The backend of a trial, by its name and ``place_of`` it, without importing any other package's.
+
+    A module may change torch when it is imported, which must not reach the trials of others.
+    """
+    if name in built_in():
+        return built_in()[name]
+    if not place:
+        return registry([name])[name]
+    return _load(_entry_of(place), f"'{place}'")
+
+
+def _named_in_environment() -> list[str]:
+    """Backends as ``module:Class`` in EXTRA_BACKENDS."""
+    return [name.strip() for name in os.environ.get(EXTRA_BACKENDS, "").split(",") if name.strip()]
+
+
+def _entry_of(place: str) -> importlib.metadata.EntryPoint:
+    return importlib.metadata.EntryPoint(place, place, ENTRY_POINTS)
+
+
 def register(named: str) -> str:
     """Register the backend ``module:Class`` in this process and its children, and return its name.
 
     Raises InputError if the class does not exist or is not a backend.
     """
-    backend = _load(importlib.metadata.EntryPoint(named, named, ENTRY_POINTS), f"'{named}'")
-    known = [name for name in os.environ.get(EXTRA_BACKENDS, "").split(",") if name.strip()]
-    os.environ[EXTRA_BACKENDS] = ",".join(dict.fromkeys([*known, named]))
+    backend = _load(_entry_of(named), f"'{named}'")
+    os.environ[EXTRA_BACKENDS] = ",".join(dict.fromkeys([*_named_in_environment(), named]))
     return backend.name
 
 

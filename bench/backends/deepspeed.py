@@ -84,6 +84,37 @@ def gather(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""The keys of AdamW's state."""
+
+
+class GatheredState(Mapping[str, "Tensor"]):
+    """What an engine's inner optimizer has under one key, by parameter; gathered on access, which is collective."""
+
+    def __init__(self, model: nn.Module, key: str) -> None:
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._key = key
+
+    def __getitem__(self, name: str) -> Tensor:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        gathered: Tensor = safe_get_full_optimizer_state(self._parameters[name], self._key)
+        return gathered.cpu()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+
+def gathered_state(engine: Any, model: nn.Module) -> dict[str, Mapping[str, Tensor]]:
+    """The moments of an engine's AdamW; empty for an optimizer without."""
+    if "betas" not in engine.optimizer.optimizer.defaults:
+        return {}
+    return {key: GatheredState(model, key) for key in MOMENTS}
+
+
 def holdings(engine: Any) -> dict[Category, list[Tensor]]:
     """Tensors of the engine's ZeRO optimizer: flat parameters, fp32 masters, reduced gradients, buckets.
 
@@ -311,6 +342,9 @@ class DeepSpeedZero2Eager(ZeroBackend):
 
     def full_parameters(self) -> Mapping[str, Tensor]:
         return gather(self.engine.module)
+
+    def optimizer_state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        return gathered_state(self.engine, self.engine.module)
 
 
 class DeepSpeedZero3Eager(ZeroStage3, DeepSpeedZero2Eager):

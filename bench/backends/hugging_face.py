@@ -296,6 +296,9 @@ class HuggingFaceDeepSpeedZero2(ds.ZeroBackend, HuggingFaceTrainer):
     def full_parameters(self) -> Mapping[str, Tensor]:
         return ds.gather(self.inner)
 
+    def optimizer_state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        return ds.gathered_state(self.wrapped(), self.inner)
+
 
 class HuggingFaceDeepSpeedZero3(ds.ZeroStage3, HuggingFaceDeepSpeedZero2):
     """DeepSpeed stage 3."""

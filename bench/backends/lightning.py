@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from bench.backends import deepspeed as ds
 from bench.backends import fsdp2, plain
 from bench.backends.base import Backend, BackendFamily, Call, known
-from bench.backends.training_job import Job
+from bench.backends.training_job import Job, ending
 from bench.backends.zero_options import zero_config
 from bench.plan.categories import Category
 from bench.plan.cell import Cell, Stepping, Sync
@@ -57,6 +57,11 @@ OFF = dict.fromkeys(
 """Arguments of the Trainer that switch off what does not train."""
 
 
+MOST_STATE = 2 * 10**8
+"""Parameters of a model whose optimizer state is kept: some 2 GB on the CPU of every rank, since the strategy is torn
+down when the Trainer returns."""
+
+
 class LightningBackend(Backend):
     """``Trainer(accumulate_grad_batches=N)`` over the tapped loader. Subclasses choose the strategy.
 
@@ -78,6 +83,7 @@ class LightningBackend(Backend):
         silence_logging()
         self.counters: dict[str, int] = {}
         self.parameters_at_end: Mapping[str, Tensor] = {}
+        self.state_at_end: Mapping[str, Mapping[str, Tensor]] = {}
         self.module = _module(self, job)
         self.trainer = Trainer(**known(Trainer, self.trainer_arguments(job)))
         self.continue_training(job)
@@ -94,7 +100,7 @@ class LightningBackend(Backend):
         }
 
     def continue_training(self, job: Job, **arguments: Any) -> None:
-        self.trainer.fit(self.module, train_dataloaders=job.loader, **arguments)
+        self.trainer.fit(self.module, train_dataloaders=_Loader(job.loader), **arguments)
 
     def zero_grad(self) -> None:
         self.trainer.optimizers[0].zero_grad()
@@ -118,10 +124,24 @@ class LightningBackend(Backend):
         """The full fp32 parameters of ``module.model``, called while the strategy is still set up."""
         return {name: p.detach().cpu() for name, p in _model(module).named_parameters()}
 
+    def keep(self, module: LightningModule, job: Job) -> None:
+        """Gather what is asked for after the strategy has been torn down."""
+        self.parameters_at_end = dict(self.gather(module))
+        if job.num_parameters <= MOST_STATE:
+            state = self.gather_state(module)
+            self.state_at_end = {key: dict(tensors) for key, tensors in state.items()}
+
     def full_parameters(self) -> Mapping[str, Tensor]:
         if not self.parameters_at_end:
             return self.gather(self.module)
         return self.parameters_at_end
+
+    def gather_state(self, module: LightningModule) -> Mapping[str, Mapping[str, Tensor]]:
+        """The full optimizer state, if ``optimizer_state`` has one, called while the strategy is still set up."""
+        return {}
+
+    def optimizer_state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        return self.state_at_end
 
     @classmethod
     def extra_collectives(cls, cell: Cell) -> list[Call]:
@@ -138,6 +158,19 @@ class LightningBackend(Backend):
 
     def settings(self) -> dict[str, Any]:
         return super().settings() | OFF | {"loss_factor": self.loss_factor or "1"}
+
+
+class _Loader:
+    """A loader that ends where the pass does, so that the Trainer ends its training itself."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return ending(self._loader)
 
 
 def _model(module: LightningModule) -> nn.Module:
@@ -175,7 +208,7 @@ def _module(backend: LightningBackend, job: Job) -> LightningModule:
 
         def on_train_end(self) -> None:
             if job.keep_parameters:
-                backend.parameters_at_end = dict(backend.gather(self))
+                backend.keep(self, job)
 
     return Module()
 
@@ -282,6 +315,9 @@ class LightningDeepSpeedZero2(ds.ZeroBackend, LightningBackend):
 
     def gather(self, module: LightningModule) -> Mapping[str, Tensor]:
         return ds.gather(_model(module))
+
+    def gather_state(self, module: LightningModule) -> Mapping[str, Mapping[str, Tensor]]:
+        return ds.gathered_state(self.wrapped(), _model(module))
 
 
 def on_cpu(strategy: type[Any]) -> type[Any]:

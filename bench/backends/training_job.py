@@ -17,6 +17,23 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
+class EndOfPassError(BaseException):
+    """A pass has what it wants, and its training ends between two windows.
+
+    Every pass is given the same windows, so that none can be told by their number. It is raised by the loader where a
+    micro-batch is fetched after the last update, or by the loss. A backend need not catch it; one that has to end its
+    training itself can (``ending``).
+    """
+
+
+def ending(loader: Any) -> Iterator[Any]:
+    """The micro-batches of a job's loader, which ends where the pass does."""
+    try:
+        yield from loader
+    except EndOfPassError:
+        return
+
+
 @dataclass(frozen=True, slots=True)
 class Window:
     """The micro-batches of one optimizer step on this rank; can be iterated once."""
@@ -40,7 +57,7 @@ class Job:
     world_size: int
     device: torch.device
     windows: int
-    """Optimizer steps to take."""
+    """Optimizer steps to take, unless the pass ends before (``EndOfPassError``)."""
     accumulate: int
     """N: micro-batches per optimizer step."""
     block_parameters: int

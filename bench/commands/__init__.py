@@ -12,6 +12,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "throughput",
         "lint",
         "audit",
+        "invariance",
         "accumulation",
         "predict",
         "trace",

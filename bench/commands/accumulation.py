@@ -2,7 +2,8 @@
 
 With ``--json`` one object per line: ``backend``, ``precision``, ``world_size``; ``dtype`` that
 gradients are summed in, or the status of a backend that failed, with its ``reason``;
-``significand_bits`` of that dtype, ``sum`` and ``scale`` (bench.measure.accumulation_dtype);
+``significand_bits`` of that dtype, ``sum``, ``scale`` and ``result_dtype``
+(bench.measure.accumulation_dtype);
 ``errors``: the relative L2 error of the update against fp64, one per N.
 """
 

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 from bench import files
 from bench.commands.options import LARGEST, integer_to, named
 from bench.errors import BAD, GOOD, WRONG, InputError
+from bench.findings import Level
 
 if TYPE_CHECKING:
     from bench.audit.lint.lint_options import LintOptions
     from bench.audit.lint.rules import LintFinding
 
 EPILOG = (
-    "Exit status: 0 nothing but infos found; 1 an error or a warning; 2 a config cannot be read or has a wrong value, "
+    "Exit status: 0 nothing but notes found; 1 an error or a warning; 2 a config cannot be read or has a wrong value, "
     "or the only file, or every file of a folder, is of no kind that lint knows."
 )
 SHOWN = 5
@@ -78,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     from bench.audit.lint import lint
     from bench.audit.lint.config_kinds import EXPECTED
     from bench.audit.lint.lint_options import LintOptions
-    from bench.audit.lint.rules import Severity, sarif
+    from bench.audit.lint.rules import sarif
     from bench.audit.lint.version_facts import used
 
     if arguments.rules:
@@ -104,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
             # The bytes of a file name may be no text.
             print(str(finding).encode(errors="backslashreplace").decode())
     _print_rest(options, findings)
-    if any(finding.severity is not Severity.INFO for finding in findings):
+    if any(finding.level is not Level.NOTE for finding in findings):
         return BAD
     if options.problems:
         return WRONG

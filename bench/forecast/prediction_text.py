@@ -477,18 +477,7 @@ def _recommendation_by_memory(question: Question, fitting: Records, able: Record
     if not able:
         return "none; every backend that was asked for is refused, not predicted, or known to be wrong."
     on_device = [row for row in fitting if row["host_bytes"] is None]
-    least = min(on_device or fitting or able, key=lambda row: int(row["peak_memory_bytes"]))
-    which = ""
-    if on_device and len(on_device) < len(fitting):
-        which = " without offload"
-    memory = f"{size(least['peak_memory_bytes'])} of memory"
-    needs = f"{least['backend']} needs the least{which}: {memory}"
-    if question.memory_bytes is not None:
-        needs += f", of {size(question.memory_bytes)}"
-        if fitting and not on_device:
-            needs += f", and {size(least['host_bytes'])} of the host's"
-        if fitting and not least["fits"]:
-            needs += f", which is tight: {TIGHT}"
+    needs = _least_text(question, fitting, on_device or fitting or able, on_device)
     if not fitting:
         ways = "more ranks or a smaller micro-batch"
         if not question.cell.activation_checkpointing:
@@ -502,6 +491,24 @@ def _recommendation_by_memory(question: Question, fitting: Records, able: Record
     if question.compute_s is None:
         missing.append("--peak")
     return f"{needs}. For one by time, add {' and '.join(missing)}."
+
+
+def _least_text(question: Question, fitting: Records, rivals: Records, on_device: Records) -> str:
+    """Which of ``rivals`` needs the least memory, how much, and how much there is."""
+    least = min(rivals, key=lambda row: int(row["peak_memory_bytes"]))
+    which = ""
+    if on_device and len(on_device) < len(fitting):
+        which = " without offload"
+    memory = f"{size(least['peak_memory_bytes'])} of memory"
+    needs = f"{least['backend']} needs the least{which}: {memory}"
+    if question.memory_bytes is None:
+        return needs
+    needs += f", of {size(question.memory_bytes)}"
+    if fitting and not on_device:
+        needs += f", and {size(least['host_bytes'])} of the host's"
+    if fitting and not least["fits"]:
+        needs += f", which is tight: {TIGHT}"
+    return needs
 
 
 def _measuring_command(cell: Cell, here: Choice) -> str:

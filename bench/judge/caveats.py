@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bench.backends.base import BF16_AUTOCAST
+from bench.backends.base import BF16_AUTOCAST, Lossy
 from bench.findings import Finding, Level, good, warning
-from bench.formatting import plural, some
+from bench.formatting import plural, scientific, size, some
 from bench.judge import samples
 from bench.judge.baseline import percent, widest
 from bench.judge.formulas import not_covered
@@ -25,6 +25,7 @@ from bench.judge.run_spread import spread_of
 from bench.judge.statistics import MIN_TRIALS, Interval
 from bench.judge.verdicts import Verdict, is_off, num_judged, scope_words
 from bench.measure.host import IDLE_SHARE
+from bench.plan.categories import PEAK, UNTRACKED
 from bench.plan.cell import REFERENCE, Cell, Device, Precision, Status
 from bench.plan.schedule import Ended
 from bench.run.machine import unlike_nodes
@@ -49,6 +50,8 @@ GLOO_SCATTERS = (
 """What limits times of backends that reduce-scatter on CPUs; docs/settings.md has how much that is."""
 CONTROL, VERDICTS, OTHER_DAYS = "A/A pair", "verdicts", "other days"
 """Topics; the last is what another day may change."""
+UNTRACKED_BYTES, UNTRACKED_SHARE = 4 * 2**20, 0.25
+"""What a sound backend may have in use besides the tensors that are counted: a constant, and a share of its peak."""
 MOST_NOTES = 3
 """Different notes on telemetry that are told."""
 
@@ -126,8 +129,49 @@ def _of_cell(run: Run, cell_id: str) -> Iterator[Finding]:
             )
             yield finding(Level.NOTE, "bytes", unchecked)
             break
+    for level, topic, text in _of_backend(run, cell_id):
+        yield finding(level, topic, text)
+
+
+def _of_backend(run: Run, cell_id: str) -> Iterator[tuple[Level, str, str]]:
+    """What its process held unseen, what it loses on purpose, what was not checked, and its remark."""
+    if unseen := _unseen_bytes(run, cell_id):
+        yield Level.WARNING, "memory", unseen
+    if (lossy := run.manifest.lossy.get(cell_id)) is not None:
+        yield Level.NOTE, "lossy", _declared(run, cell_id, lossy)
+    rows = (row for row in run.tables.trial_rows if row.cell.cell_id == cell_id)
+    if unchecked := next((row.unchecked for row in rows if row.unchecked), ""):
+        yield Level.NOTE, "gates", f"not compared with the reference: {unchecked}"
     if text := run.manifest.remarks.get(cell_id):
-        yield finding(Level.NOTE, "backend", text)
+        yield Level.NOTE, "backend", text
+
+
+def _unseen_bytes(run: Run, cell_id: str) -> str:
+    """What the process held beside the tensors that were counted, if that is more than sound backends leave there."""
+    counted = [
+        record.memory for record in run.records if record.cell_id == cell_id and record.memory
+    ]
+    for memory in counted:
+        unseen = memory.get(f"{PEAK}_{UNTRACKED}", 0)
+        if unseen > UNTRACKED_BYTES + UNTRACKED_SHARE * memory.get(PEAK, 0):
+            return (
+                f"its process came to hold {size(unseen)} beside the tensors that were counted, since before it was "
+                "built: arrays, a library's buffers, or tensors of threads that Python did not start"
+            )
+    return ""
+
+
+def _declared(run: Run, cell_id: str, lossy: Lossy) -> str:
+    """What a backend declares to lose, beside what its update was off by."""
+    text = f"it loses on purpose: {lossy.why}"
+    if lossy.reduce_dtype != "fp32":
+        text += f", reduced in {lossy.reduce_dtype}"
+    text += f"; its update may be off by {scientific(lossy.tolerance)}"
+    errors = (row.update_error for row in run.tables.trial_rows if row.cell.cell_id == cell_id)
+    error = next((error for error in errors if error is not None), None)
+    if error is not None:
+        text += f", and is by {scientific(error)}"
+    return text
 
 
 def _state(run: Run) -> Iterator[Finding]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TypeVar
 
-from bench.formatting import plural
+from bench.backends.base import Lossy
+from bench.formatting import plural, within
 from bench.grouping import grouped
 from bench.judge.columns import WORK
 from bench.judge.statistics import Sample
@@ -52,6 +53,8 @@ class CellEvidence:
     """Whether a gate found more than that its world has no times."""
     barred: Sequence[str] = ()
     """Why none of its numbers may be cited; that its world has no times is no such reason."""
+    lossy: Lossy | None = None
+    """What its backend declares to lose on purpose."""
 
     @property
     def num_failed(self) -> int:
@@ -68,6 +71,8 @@ class CellEvidence:
         """How the cell ended, as everything that is shown says it: ``ok``, ``oom``, or ``crashed, 12 of 13 ok``."""
         if 0 < self.num_ok < self.num_trials:
             return f"{self.status}, {self.num_ok} of {self.num_trials} ok"
+        if self.lossy is not None and self.status == Status.OK:
+            return f"{self.status}, {within(self.lossy.tolerance)}"
         return self.status
 
 
@@ -141,6 +146,7 @@ class EvidenceByCell:
             ),
             is_wrong=bool(wrong_results),
             barred=tuple(barred),
+            lossy=trials[0].facts.lossy,
         )
 
     def _sample(self, timed: Sequence[TrialRow]) -> Sample:

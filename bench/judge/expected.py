@@ -27,12 +27,13 @@ from bench.workload.layout import Layout
 LONG_STEPS = 200
 """A training of this many optimizer steps is long: rounding alone makes its losses diverge in the end."""
 COMPARED_STEPS = 50
-"""Number of first losses compared in a long training: correct backends differed by up to 2e-4 nats after 60 steps."""
+"""Number of first losses compared in a long training: correct backends differed by up to 2e-4 nats after 60 steps. The
+state at the end of a training of more steps is compared between ranks alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """Absolute differences between a trial's losses and the reference's, in nats per token."""
+    """Absolute differences between a trial's losses and the reference's, in the unit of the loss."""
 
     first: float
     """At the first step."""
@@ -40,6 +41,10 @@ class Deviation:
     """Over the compared steps; NaN if any loss is not finite."""
     num_steps: int
     """Number of compared first steps; at most as many as the reference has."""
+    size: float
+    """Largest absolute value of the reference's losses over these steps."""
+    spread: float
+    """Difference between the largest and the smallest of them."""
 
 
 class Losses:
@@ -73,7 +78,9 @@ class Losses:
         largest = math.nan
         if all(map(math.isfinite, [*losses, *apart])):
             largest = max(compared)
-        return Deviation(apart[0], largest, len(compared))
+        right = expected[: len(compared)]
+        size, spread = max(map(abs, right)), max(right) - min(right)
+        return Deviation(apart[0], largest, len(compared), size, spread)
 
     def _of_reference(self, cell: Cell) -> Sequence[float]:
         """The losses that a cell should have; empty if no reference has all of its own."""

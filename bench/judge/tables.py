@@ -18,13 +18,16 @@ import pandas as pd
 from bench.files import replacing
 from bench.judge.columns import dtypes, labels
 from bench.judge.trial_columns import TrialRow
+from bench.measure.projection import TRAINED
 from bench.plan.cell import Cell, Precision, Status
 from bench.run.machine import peak_flops
 from bench.run.manifest import Manifest
 from bench.run.trial_record import (
+    EndCheck,
     ExposedTime,
     GpuSummary,
     MergedTimings,
+    RanksApart,
     SummedIn,
     TrialRecord,
     UpdateCheck,
@@ -239,6 +242,7 @@ def _trial_row(
     row.slot = record.slot
     row.framework, row.sharding = described.get("framework"), described.get("sharding")
     row.sync = described.get("sync")
+    row.facts.lossy = manifest.lossy.get(cell.cell_id)
     if cell.precision is Precision.BF16:
         row.bf16_as = described.get("bf16_as")
     row.num_parameters, row.device_name = record.num_parameters, record.device_name
@@ -259,23 +263,18 @@ def known(number: float | None) -> float | None:
 
 
 def _add_once(row: TrialRow, measured: MeasuredOnce) -> None:
-    if (update := measured.update) is not None:
-        row.update_error, row.update_scale = known(update.error), known(update.scale)
-        row.update_residual = known(update.residual)
-        row.gradient_norm = known(update.gradient_norm)
-        row.unclipped_error, row.unclipped_scale = (
-            known(update.unclipped_error),
-            known(update.unclipped_scale),
-        )
-        row.device_error = known(update.device_error)
-        row.device_loss_deviation = known(update.device_loss_deviation)
+    if measured.update is not None:
+        _add_update(row, measured.update)
     if measured.memory and "peak" in measured.memory:
         row.peak_memory_bytes, row.peak_memory_source = measured.memory["peak"], "tracked tensors"
     if measured.accumulation is not None:
         row.accumulated_in = measured.accumulation.dtype
+        row.stepped_in = measured.accumulation.result_dtype
     if (cost := measured.dispatch) is not None:
         row.other_work = cost.other_work
         n = row.cell.accumulate
+        if cost.product_flops is not None:
+            row.facts.product_flops = cost.product_flops * row.cell.world_size
         if cost.cpu_s is not None and row.cell.world.is_timed:
             row.cpu_s_per_micro_batch = cost.cpu_s / n
         if cost.num_operators is not None:
@@ -287,6 +286,27 @@ def _add_once(row: TrialRow, measured: MeasuredOnce) -> None:
             measured.exposure.collective_s,
             measured.exposure.exposed_s,
         )
+
+
+def _add_update(row: TrialRow, update: UpdateCheck) -> None:
+    row.update_error, row.update_scale = known(update.error), known(update.scale)
+    row.update_residual = known(update.residual)
+    row.gradient_norm = known(update.gradient_norm)
+    row.unclipped_error, row.unclipped_scale = (
+        known(update.unclipped_error),
+        known(update.unclipped_scale),
+    )
+    row.device_error = known(update.device_error)
+    row.device_loss_deviation = known(update.device_loss_deviation)
+    row.device_loss_size = known(update.device_loss_size)
+    row.update_tensor_error, row.update_tensor = known(update.tensor_error), update.tensor
+    row.fp32_update_error = known(update.fp32_error)
+    row.fp32_tensor_error = known(update.fp32_tensor_error)
+    row.fp32_tensor = update.fp32_tensor
+    if update.fp32_unchecked:
+        row.unchecked = f"the update in fp32: {update.fp32_unchecked}"
+    if update.ranks is not None:
+        _add_ranks(row, update.ranks, "after the update")
 
 
 def step_time(cell: Cell, timed: MergedTimings | None) -> float | None:
@@ -302,6 +322,8 @@ def _add_timed(
     cell = row.cell
     row.num_micro_batches, row.optimizer_steps_observed = timed.num_micro_batches, timed.num_updates
     row.ranks_agree = timed.ranks_agree
+    if timed.end is not None:
+        _add_end(row, timed.end)
     row.micro_batches_per_update = ",".join(map(str, timed.micro_batches_per_update))
     if timed.losses:
         row.final_loss = known(timed.losses[-1])
@@ -319,6 +341,9 @@ def _add_timed(
     if seconds is not None:
         row.num_warmup_steps = cell.warmup_windows
         row.step_time_s = seconds
+        row.facts.span_s, row.facts.observed_span_s = timed.span_s, timed.observed_span_s
+        row.facts.marking_s = timed.marking_s
+        row.facts.steps_s = math.fsum((*timed.warmup_seconds, *timed.step_seconds))
         if cell.world.times_communication:
             _add_rates(row, record, seconds, manifest)
     if timed.cuda_memory:
@@ -326,6 +351,32 @@ def _add_timed(
             timed.cuda_memory["allocated"],
             "CUDA allocator, allocated",
         )
+
+
+def _add_end(row: TrialRow, end: EndCheck) -> None:
+    """What ranks held after the last window."""
+    row.optimizer_steps_counted = end.steps
+    row.other_settings, row.rounded_to_bf16 = "; ".join(end.settings), ", ".join(end.rounded)
+    for kind, wrong in end.errors.items():
+        error = known(wrong.error)
+        if error is None:
+            continue
+        if kind == TRAINED:
+            row.end_weights_error, row.end_weights_tensor = error, wrong.tensor
+        elif row.end_state_error is None or error > row.end_state_error:
+            row.end_state_error, row.end_state_tensor = error, f"{kind} of {wrong.tensor}"
+    if end.ranks is not None:
+        _add_ranks(row, end.ranks, "after the last window")
+    if end.unchecked:
+        others = [row.unchecked] if row.unchecked else []
+        row.unchecked = "; ".join([*others, f"the state at the end: {end.unchecked}"])
+
+
+def _add_ranks(row: TrialRow, apart: RanksApart, when: str) -> None:
+    """Note the tensor of which ranks are furthest apart, of the moments at which they are compared."""
+    if row.ranks_apart is None or apart.error > row.ranks_apart:
+        row.ranks_apart = apart.error
+        row.ranks_apart_tensor = f"{apart.tensor} on rank {apart.rank} {when}"
 
 
 def _add_rates(row: TrialRow, record: TrialRecord, seconds: float, manifest: Manifest) -> None:
@@ -336,15 +387,17 @@ def _add_rates(row: TrialRow, record: TrialRecord, seconds: float, manifest: Man
     measured = manifest.rates(cell.world_size, cell.num_nodes)
     if measured is not None:
         row.link_bytes_per_s = measured.all_reduce_rate
+        if products := measured.flops_per_s.get(cell.precision):  # of each rank
+            capacity = measured.capacity.get(cell.precision, products)
+            row.facts.matmul_capacity = math.fsum(capacity)
     if not record.flops_per_step:
         return
     rate = record.flops_per_step / seconds
     peak = peak_flops(record.device_name or "", cell.precision)
     if peak:
         row.mfu = rate / (peak * cell.world_size)
-    if measured is not None and (
-        products := measured.flops_per_s.get(cell.precision)
-    ):  # of each rank
+    row.facts.model_flops = record.flops_per_step
+    if measured is not None and (products := measured.flops_per_s.get(cell.precision)):
         row.mfu_of_matmul = rate / math.fsum(products)
 
 

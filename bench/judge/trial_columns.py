@@ -5,10 +5,11 @@ A column has a dtype, a unit and a meaning, says how a cell's value comes from i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from functools import partial
 
+from bench.backends.base import Lossy
 from bench.formatting import size
 from bench.plan.cell import Cell, Status
 
@@ -170,6 +171,10 @@ TRIAL_COLUMNS: dict[str, Column] = {
         over=Over.FIRST,
         section=CORRECTNESS,
     ),
+    "stepped_in": text(
+        "dtype in which they were measured to reach the optimizer, from the second window on",
+        over=Over.FIRST,
+    ),
     "corpus": text("where the tokens come from", axis=Axis.WORK),
     "optimizer": text("optimizer of the time pass", axis=Axis.WORK),
     "learning_rate": number(
@@ -296,6 +301,55 @@ TRIAL_COLUMNS: dict[str, Column] = {
         over=Over.MEDIAN,
     ),
     "update_residual": number("1", "relative error that remains after removing update_scale"),
+    "update_tensor_error": number(
+        "1", "relative L2 error of the parameter that is furthest off in that update", over=Over.MAX
+    ),
+    "update_tensor": text("that parameter", over=Over.FIRST),
+    "fp32_update_error": number(
+        "1", "update_error of a bf16 cell, computed in fp32", over=Over.MAX
+    ),
+    "fp32_tensor_error": number(
+        "1", "update_tensor_error of a bf16 cell, computed in fp32", over=Over.MAX
+    ),
+    "fp32_tensor": text("the parameter that is furthest off in it", over=Over.FIRST),
+    "end_weights_error": _checked(
+        "1",
+        "distance of the parameter that is furthest from the reference's after the last window, relative to its change",
+        title="weights at the end off by",
+        form=".1e",
+        over=Over.MAX,
+    ),
+    "end_weights_tensor": text("that parameter", over=Over.FIRST),
+    "end_state_error": _checked(
+        "1",
+        "the same of the tensors of the optimizer's state, relative to their norm",
+        title="optimizer state off by",
+        form=".1e",
+        over=Over.MAX,
+    ),
+    "end_state_tensor": text("that tensor", over=Over.FIRST),
+    "ranks_apart": _checked(
+        "1",
+        "largest distance between two ranks' values of one tensor after the update or the last window, relative to its "
+        "norm",
+        title="ranks apart by",
+        form=".1e",
+        over=Over.MAX,
+    ),
+    "ranks_apart_tensor": text("that tensor, and the rank", over=Over.FIRST),
+    "optimizer_steps_counted": count(
+        "steps", "the most that the state of the optimizer counts", over=Over.FIRST
+    ),
+    "other_settings": text(
+        "settings of the optimizer that are not those that were due", over=Over.FIRST
+    ),
+    "rounded_to_bf16": text(
+        "tensors with no more digits than bf16 after the last window", over=Over.FIRST
+    ),
+    "unchecked": text(
+        "what of the end of the training was not compared with the reference's, and why",
+        over=Over.FIRST,
+    ),
     "gradient_norm": number("L2 norm", "gradient norm of the update pass, before clipping"),
     "unclipped_error": number("1", "update_error without clipping, for cells that clip"),
     "unclipped_scale": number("1", "update_scale without clipping, for cells that clip"),
@@ -304,6 +358,7 @@ TRIAL_COLUMNS: dict[str, Column] = {
         "relative L2 error of a small model's update on the device, against the CPU's; of references",
     ),
     "device_loss_deviation": number("nat/token", "largest difference of its losses from the CPU's"),
+    "device_loss_size": number("nat/token", "largest of its losses"),
     "entropy_floor": number(
         "nat/token", "lowest expected loss that a model of the corpus can reach", over=Over.FIRST
     ),
@@ -325,8 +380,32 @@ TRIAL_COLUMNS: dict[str, Column] = {
 
 
 @dataclass(kw_only=True, slots=True)
+class GateFacts:
+    """What gates read of a trial beside the columns of its row; None is unknown."""
+
+    lossy: Lossy | None = None
+    """What its backend declares to lose on purpose."""
+    matmul_capacity: float | None = None
+    """FLOP/s of large matrix products on all ranks at once, measured in the run, had nobody else taken the CPUs."""
+    model_flops: float | None = None
+    """Of a step on all ranks, as MFU counts them."""
+    product_flops: float | None = None
+    """Of the matrix products of a step on all ranks, counted in the plain model."""
+    span_s: float | None = None
+    """From the first fetch to the last step of the time pass, by the rank's clock."""
+    marking_s: float = 0.0
+    """What the kernel's clock may tell more."""
+    observed_span_s: float | None = None
+    """The same by the kernel's clock."""
+    steps_s: float | None = None
+    """Sum of all step times, with those of the warm-up."""
+
+
+@dataclass(kw_only=True, slots=True)
 class TrialRow:
-    """A row of the trials table: its cell, and a field for every column that is not the cell's; None is unknown.
+    """A row of the trials table: its cell, a field for every column that is not the cell's, and facts for gates.
+
+    None is unknown.
 
     NaN is unknown too, so what a check reads is either a number or None.
     """
@@ -346,6 +425,7 @@ class TrialRow:
     num_parameters: int | None = None
     bf16_as: str | None = None
     accumulated_in: str | None = None
+    stepped_in: str | None = None
     device_name: str | None = None
     failed_gates: str | None = None
     update_causes: str | None = None
@@ -376,11 +456,27 @@ class TrialRow:
     update_error: float | None = None
     update_scale: float | None = None
     update_residual: float | None = None
+    update_tensor_error: float | None = None
+    update_tensor: str | None = None
+    fp32_update_error: float | None = None
+    fp32_tensor_error: float | None = None
+    fp32_tensor: str | None = None
+    end_weights_error: float | None = None
+    end_weights_tensor: str | None = None
+    end_state_error: float | None = None
+    end_state_tensor: str | None = None
+    ranks_apart: float | None = None
+    ranks_apart_tensor: str | None = None
+    optimizer_steps_counted: int | None = None
+    other_settings: str | None = None
+    rounded_to_bf16: str | None = None
+    unchecked: str | None = None
     gradient_norm: float | None = None
     unclipped_error: float | None = None
     unclipped_scale: float | None = None
     device_error: float | None = None
     device_loss_deviation: float | None = None
+    device_loss_size: float | None = None
     entropy_floor: float | None = None
     training_s: float | None = None
     overhead_s: float | None = None
@@ -392,6 +488,7 @@ class TrialRow:
     temperature_c: float | None = None
     clock_slowdowns: str | None = None
     foreign_gpu_processes: int | None = None
+    facts: GateFacts = field(default_factory=GateFacts)
 
     @property
     def key(self) -> tuple[str, int]:

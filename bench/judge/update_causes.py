@@ -11,6 +11,9 @@ NEAR_ONE = 0.05
 SAME_FACTOR = 0.05
 """How near a scale must be to 1/N, N, 1/W or W to be called by that name. If several fit, all are named."""
 
+ROUNDED = 1e-2
+"""What rounding gradients to bf16 leaves unexplained is below this: 2.3e-3 was seen of one rounding on each rank."""
+
 
 class Cause(StrEnum):
     """A likely cause of an update of the wrong scale."""
@@ -77,9 +80,11 @@ def explain_update(
     if scale == 0:
         return Explanation("the parameters did not change in the right direction at all")
     if residual > rounding or residual > abs(scale - 1):
+        why = "samples were lost, repeated or weighted unequally"
+        if residual < ROUNDED:
+            why = f"gradients were rounded, as to bf16, or {why}"
         return Explanation(
-            f"{_times(scale)} times the right one and {100 * residual:.2g}% of it pointing elsewhere: samples were "
-            "lost, repeated or weighted unequally"
+            f"{_times(scale)} times the right one and {100 * residual:.2g}% of it pointing elsewhere: {why}"
         )
     if clip:
         before = explain_update(

@@ -20,7 +20,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Self
 
-from bench.backends.base import registry
+from bench.backends.base import place_of, registry
 from bench.files import ROOT
 from bench.launch.channel import LostError
 from bench.launch.node import ForkError, Node
@@ -96,6 +96,8 @@ class Launcher:
         if not task.folder:
             with tempfile.TemporaryDirectory(prefix="accumulation-bench-") as folder:
                 return self.run(replace(task, folder=folder), timeout_s, inactivity_s)
+        if (place := place_of(task.backend)) and not task.plugin:
+            task = replace(task, plugin=place)
         if self._others is not None:
             self._others.welcome_back(self._device)
         nodes = self._nodes[: task.num_nodes]

@@ -23,7 +23,11 @@ from bench.launch.outcome import Ending
 from bench.launch.process import LauncherProcess
 from bench.launch.telemetry import Telemetry
 from bench.launch.watchdog import Ranks, Sight
+from bench.measure import apart, heartbeat
 from bench.plan.cell import Device, Status
+
+CLOCK_STEP_S = 0.01
+"""By how much the clock of files may move against one that nobody sets, in seconds; what slews one slews both."""
 
 
 class ForkError(RuntimeError):
@@ -98,6 +102,7 @@ class Node:
             self._telemetry.start()
         self._node_task, self._ranks, self._answer = node_task, Ranks(folder, node_task.ranks), None
         self._kills, self._began = outcome.counters(), time.monotonic()
+        self._clock_offset = time.time() - time.monotonic()
         reply = self._server.ask(dataclasses.asdict(node_task)) or {"died": True}
         if "port" not in reply:
             self._answer = reply
@@ -158,10 +163,21 @@ class Node:
 
     def _result(self, rank: int) -> dict[str, Any] | None:
         """What a rank wrote. The time of a failure counts from the begin of the trial: nodes have different clocks."""
-        result = outcome.read(self._ranks.folder / f"rank{rank}.json")
-        if result is not None and result["status"] != Status.OK:
+        folder = self._ranks.folder
+        result = outcome.read(folder / f"rank{rank}.json")
+        if result is None:
+            return None
+        if result["status"] != Status.OK:
             result["time"] -= self._began
+        elif why := apart.complete(folder, rank, result):
+            return outcome.crash(why)
+        elif isinstance(timed := result.get("time"), dict) and not self._clock_was_set():
+            timed["observed_span_s"] = heartbeat.observed_span(folder, rank)
         return result
+
+    def _clock_was_set(self) -> bool:
+        """Whether somebody has set the clock since the trial began."""
+        return abs(time.time() - time.monotonic() - self._clock_offset) > CLOCK_STEP_S
 
     def close(self) -> None:
         """End every process; SIGTERM first, SIGKILL after a grace period."""

@@ -161,7 +161,11 @@ def read(path: Path) -> dict[str, Any] | None:
 
 
 def _damaged(why: str) -> dict[str, Any]:
-    reason = f"its result is damaged: {' '.join(why.split())[:200]}"
+    return crash(f"its result is damaged: {' '.join(why.split())[:200]}")
+
+
+def crash(reason: str) -> dict[str, Any]:
+    """The failure of a rank that has not told it itself."""
     return {"status": Status.CRASHED, "reason": reason, "traceback": "", "time": math.inf}
 
 

@@ -37,6 +37,7 @@ def serve(channel: Channel, *, cold: bool) -> None:
     if not cold:
         forks = ForkServers()
     from bench.launch import agent  # imports torch, as the fork server does meanwhile
+    from bench.measure import apart
 
     channel.send({"ready": True, "initialized_by": forks.ready() if forks else ""})
     helpers = _descendants()
@@ -62,6 +63,7 @@ def serve(channel: Channel, *, cold: bool) -> None:
         # Torch elastic ends only the ranks; processes that they leave running would disturb the
         # next trial.
         stragglers.kill(left_behind)
+        apart.answer(Path(node_task.folder))
         answer["spent"] = not all(map(stragglers.alive, helpers))  # one of them was killed
         channel.send(answer)
 

@@ -1,14 +1,17 @@
 """Measures the dtype in which a backend accumulates gradients, through its own training loop.
 
-Both probes train one window of a tiny model with SGD at learning rate 1. Its loss is linear, so the
+Both probes train two windows of a tiny model with SGD at learning rate 1. Its loss is linear, so the
 data of a micro-batch *is* its gradient, and the change of the weights is the accumulated gradient.
+Gradients of the first window are 0: what is measured is the second, as frameworks may treat the
+first in another way.
 
 ``accumulator``: four micro-batches with gradients 2^j, 1, -2^(j-1) and -2^(j-1), one weight per j.
 Their sum is 1, but 0 if 2^j + 1 does not fit into the accumulator: a significand of p bits keeps
 the sums for j < p and loses the others. All numbers and their fourths are exact in bf16, so only
 the accumulation can lose anything. For j = 8 (256 and 1) this is the known test that gives 1 in
 fp32 and 0 in bf16 (https://github.com/pytorch/pytorch/issues/194434), which uses three
-micro-batches; a third of a number is not exact.
+micro-batches; a third of a number is not exact. Beside them, 1 and 2^-j: their sum reaches the
+optimizer as 1 if it has fewer than j + 1 bits there, however it was accumulated.
 
 ``error``: random gradients, also exact in bf16, and the relative error of their accumulated mean
 against fp64. In fp32 it stays below 1e-7 up to N = 256; in bf16 it is above 1e-3 and grows with N.
@@ -55,16 +58,19 @@ def accumulator(
 
     ``dtype``: fp32, bf16, another of BITS, ``other: .. bits``, or NOT_MEASURED;
     ``significand_bits``: number of j kept, from 0 to the first that is lost; ``sum``: of the
-    gradients 256, 1, -128 and -128; ``scale``: factor on the mean gradient, 1 if correct;
-    ``num_updates``: updates in the window, 1 if correct. With several updates nothing is
-    accumulated, so ``dtype`` is ``other``.
+    gradients 256, 1, -128 and -128; ``result_dtype``: in which the sum reaches the optimizer;
+    ``scale``: factor on the mean gradient, 1 if correct; ``num_updates``: updates in the window, 1
+    if correct. With several updates nothing is accumulated, so ``dtype`` is ``other``.
     """
     if backend.sync is Sync.NONE or not cell.world.has_values:
         return {"dtype": NOT_MEASURED}
     import torch
 
     large = 2.0 ** torch.arange(NUM_MAGNITUDES)
-    mine = torch.stack([large, torch.ones_like(large), -large / 2, -large / 2])
+    ones, nothing = torch.ones_like(large), torch.zeros_like(large)
+    summed = torch.stack([large, ones, -large / 2, -large / 2])
+    kept_whole = torch.stack([ones, 1 / large, nothing, nothing])
+    mine = torch.cat([summed, kept_whole], dim=1)
     change, num_updates = _update(backend, cell, rank, device, mine)
     scale = float(change[0]) * len(mine)
     found: dict[str, Any] = {
@@ -74,12 +80,22 @@ def accumulator(
     }
     if not (math.isfinite(scale) and scale):
         return found
-    sums = (change / change[0]).tolist()
+    totals = change / change[0]
+    sums = totals[:NUM_MAGNITUDES].tolist()
     kept = next((j for j, total in enumerate(sums) if abs(total - 1) > 1e-3), NUM_MAGNITUDES)
-    dtype = f"other: {num_updates} updates"
+    dtype = result = f"other: {num_updates} updates"
     if num_updates == 1:
         dtype = _dtype(kept)
-    return {**found, "dtype": dtype, "significand_bits": kept, "sum": sums[8] + 0.0}
+        digits = ((totals[NUM_MAGNITUDES:] - 1) * large.double()).tolist()
+        last = next((j for j, digit in enumerate(digits) if abs(digit - 1) > 0.5), NUM_MAGNITUDES)
+        result = _dtype(last)
+    return {
+        **found,
+        "dtype": dtype,
+        "significand_bits": kept,
+        "sum": sums[8] + 0.0,
+        "result_dtype": result,
+    }
 
 
 def _dtype(kept: int) -> str:
@@ -153,12 +169,13 @@ def _model(num_weights: int) -> nn.Module:
 def _update(
     backend: type[Backend], cell: Cell, rank: int, device: torch.device, gradients: Tensor
 ) -> tuple[Tensor, int]:
-    """The decrease of the weights after one window on ``gradients`` [N, weights], and the number of updates."""
+    """The decrease of the weights by a second window, on ``gradients`` [N, weights], and its number of updates."""
     import torch
 
     accumulate, num_weights = gradients.shape
     taps = Taps(time.perf_counter)
-    rows: Sequence[Tensor] = gradients.to(device).split(1)
+    both = torch.cat([torch.zeros_like(gradients), gradients])
+    rows: Sequence[Tensor] = both.to(device).split(1)
 
     def optimizer(parameters: Iterable[Parameter]) -> Optimizer:
         return taps.optimizer(torch.optim.SGD(parameters, lr=1.0))
@@ -174,7 +191,7 @@ def _update(
         rank=rank,
         world_size=cell.world_size,
         device=device,
-        windows=1,
+        windows=2,
         accumulate=accumulate,
         block_parameters=num_weights,
         num_parameters=num_weights,
@@ -187,4 +204,8 @@ def _update(
     )
     trained = backend()
     trained.train(job)
-    return -trained.full_parameters()[PARAMETER].detach().double().cpu(), len(updates(taps.events))
+    seen = in_second = 0
+    for update in updates(taps.events):
+        seen += update.num_micro_batches
+        in_second += seen > accumulate
+    return -trained.full_parameters()[PARAMETER].detach().double().cpu(), in_second

@@ -39,6 +39,8 @@ NUMBERS = ("cpu_s", "num_operators", "num_launches")
 OTHER_WORK = "other_work"
 """Another key: the first operator of forward or backward whose number of runs differs from the
 plain model's, in words; empty if there is none, absent if they were not compared."""
+PRODUCTS = "product_flops"
+"""Another: FLOPs of the plain model's matrix products in a window; absent without that model."""
 
 
 class CpuTime:
@@ -95,6 +97,7 @@ class HostCost:
             found["num_launches"] = number  # none seen means that profiling failed
         if self._plain and operators.ended:
             found[OTHER_WORK] = self._plain.other(operators.work, operators.micro_batches)
+            found[PRODUCTS] = self._plain.product_flops * operators.micro_batches
         return found
 
 
@@ -131,4 +134,6 @@ def merge(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     compared = [rank[OTHER_WORK] for rank in ranks if OTHER_WORK in rank]
     if compared:
         merged[OTHER_WORK] = next(filter(None, compared), "")
+    if PRODUCTS in ranks[0]:
+        merged[PRODUCTS] = ranks[0][PRODUCTS]
     return merged

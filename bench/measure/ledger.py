@@ -9,6 +9,7 @@ interpreter's. So it measures what a backend holds, not the process.
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -80,6 +81,8 @@ class TensorLedger(TorchDispatchMode):
         self._log_at_peak = 0
         self._waiting = False
         self._is_new_peak = False
+        self._is_active = False
+        self._lock = threading.RLock()  # threads may allocate at once
         self.birth = Category.OTHER
         """The category of new storages until more is known about them."""
         self.look: Callable[[], None] | None = None
@@ -152,6 +155,10 @@ class TensorLedger(TorchDispatchMode):
             return NotImplemented  # dispatched again on the local tensors
         if self._waiting:
             return func(*args, **(kwargs or {}))
+        return self._count(func, args, kwargs)
+
+    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Run an operator, and track what it returns."""
         if self._is_new_peak and self.look is not None:
             self._is_new_peak = False
             self.look()
@@ -209,16 +216,17 @@ class TensorLedger(TorchDispatchMode):
         return self._blocks[key]
 
     def _set(self, block: Block, size: int) -> None:
-        if size == block.size:
-            return
-        self.live += size - block.size
-        if self._log is not None:
-            self._log.append((block, size - block.size))
-        block.size = size
-        if self.live > self.peak:
-            self.peak = self.live
-            self._log_at_peak = len(self._log or [])
-            self._is_new_peak = self.peak >= self.look_above and self._log is not None
+        with self._lock:
+            if size == block.size:
+                return
+            self.live += size - block.size
+            if self._log is not None:
+                self._log.append((block, size - block.size))
+            block.size = size
+            if self.live > self.peak:
+                self.peak = self.live
+                self._log_at_peak = len(self._log or [])
+                self._is_new_peak = self.peak >= self.look_above and self._log is not None
 
     def _resize(self, original: Callable[..., Any], storage: UntypedStorage, size: int) -> Any:
         result = original(storage, size)
@@ -233,6 +241,17 @@ class TensorLedger(TorchDispatchMode):
         finally:
             self._waiting = before
 
+    def _run_thread(self, original: Callable[..., Any], thread: threading.Thread) -> None:
+        """Run a new thread with a mode of its own: each thread has its own modes, and starts with none."""
+        with _ThreadMode(self):
+            original(thread)
+
+    def of_thread(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Run an operator of another thread, and track what it returns while the ledger is active."""
+        if not self._is_active:
+            return func(*args, **(kwargs or {}))
+        return self._count(func, args, kwargs)
+
     def _forget(self, key: int) -> None:
         self._watched.pop(key, None)
         if (block := self._blocks.pop(key, None)) is not None:
@@ -242,14 +261,38 @@ class TensorLedger(TorchDispatchMode):
         self._patches = ExitStack()
         self._patches.enter_context(_patched(UntypedStorage, "resize_", self._resize))
         self._patches.enter_context(_patched(dist.Work, "wait", self._wait))
+        self._patches.enter_context(
+            _patched(threading.Thread, "_bootstrap_inner", self._run_thread)
+        )
+        self._is_active = True
         return super().__enter__()
 
     def __exit__(self, *exc: object) -> None:
         super().__exit__(*exc)
+        self._is_active = False
         self._patches.close()
         for hook in self._gradient_hooks.values():
             hook.remove()
         self._gradient_hooks.clear()
+
+
+class _ThreadMode(TorchDispatchMode):
+    """Has a ledger track the operators of another thread than the one that it is active in."""
+
+    def __init__(self, ledger: TensorLedger) -> None:
+        super().__init__()
+        self._ledger = ledger
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented
+        return self._ledger.of_thread(func, args, kwargs)
 
 
 def _is_parameter(arg: Any) -> bool:

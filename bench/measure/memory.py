@@ -22,8 +22,9 @@ from torch.utils._pytree import tree_leaves
 from bench.backends.base import Backend
 from bench.measure.host_copies import HOST, HostCopies
 from bench.measure.ledger import Block, Evidence, TensorLedger
+from bench.measure.process_memory import bytes_in_use
 from bench.measure.taps import EventKind
-from bench.plan.categories import HELD, ON_HOST, PEAK, PINNED, Category, named
+from bench.plan.categories import HELD, ON_HOST, PEAK, PINNED, UNTRACKED, Category, named
 
 PHASES = {
     EventKind.FETCH: Category.ACTIVATIONS,
@@ -54,8 +55,18 @@ class MemoryProbe:
     some frameworks leave tensors in cycles, and the peak must not depend on when it runs.
     """
 
-    def __init__(self, device_type: str, *, fake: bool = False, on_host: bool = False) -> None:
-        """``fake``: tensors have no memory, so neither the allocator is asked, nor what is pinned."""
+    def __init__(
+        self,
+        device_type: str,
+        *,
+        fake: bool = False,
+        on_host: bool = False,
+        given_bytes: int = 0,
+    ) -> None:
+        """``fake``: tensors have no memory, so no allocator is asked, nor what is pinned.
+
+        ``on_host``: the host's memory is watched, too; ``given_bytes``: of tensors made before.
+        """
         self.ledger = TensorLedger(device_type)
         self.host: TensorLedger | None = None
         if on_host and device_type != HOST:
@@ -72,6 +83,11 @@ class MemoryProbe:
         self._num_fetched = self._num_computed = 0
         self._last: EventKind | None = None
         self._held: dict[TensorLedger, tuple[int, list[tuple[Block, int]]]] = {}
+        self._before: int | None = None
+        """What ``malloc`` had in use, without the tensors that were made before; None if it is not asked."""
+        if device_type == "cpu" and not fake and (in_use := bytes_in_use()) is not None:
+            self._before = in_use - given_bytes
+        self._most_untracked: int | None = None
 
     @property
     def ledgers(self) -> Iterator[tuple[str, TensorLedger]]:
@@ -111,6 +127,7 @@ class MemoryProbe:
         if kind is not EventKind.FORWARD:
             if self._is_open:
                 self._look()
+                self._note_untracked()
             elif kind is EventKind.FETCH and self._last is EventKind.STEP:
                 for _, ledger in self.ledgers:
                     ledger.peak = ledger.live
@@ -142,8 +159,24 @@ class MemoryProbe:
         if self.host is not None and not self._is_fake:
             with _disable_current_modes():
                 self.result[PINNED] = self.host.pinned()
+        if (untracked := self._untracked()) is not None:
+            self.result[f"{HELD}_{UNTRACKED}"] = untracked
         if self._cuda:
             self.result |= reconcile(torch.accelerator.memory_stats(), HELD, self.ledger.live)
+
+    def _untracked(self) -> int | None:
+        """Bytes in use now that the ledger does not know; None if they are not counted."""
+        in_use = None
+        if self._before is not None:
+            in_use = bytes_in_use()
+        if in_use is None or self._before is None:
+            return None
+        return in_use - self._before - self.ledger.live
+
+    def _note_untracked(self) -> None:
+        untracked = self._untracked()
+        if untracked is not None:
+            self._most_untracked = max(untracked, self._most_untracked or untracked)
 
     def _hold_before_forward(self) -> None:
         """``_hold`` before the next forward, in a loop that fetches ahead; one in a backward recomputes a block."""
@@ -170,6 +203,8 @@ class MemoryProbe:
             self.result |= reconcile(torch.accelerator.memory_stats(), PEAK, self.ledger.peak)
         if self.host is not None:
             self.result |= self._copies.bytes
+        if self._most_untracked is not None:
+            self.result[f"{PEAK}_{UNTRACKED}"] = self._most_untracked
         for prefix, ledger in self.ledgers:
             found = named(PEAK, ledger.peak, ledger.parts_at_peak())
             if ledger in self._held:

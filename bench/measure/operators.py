@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import math
+import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +38,10 @@ MARKS = "profiler"
 them."""
 COMMUNICATION = ("c10d", "fsdp")
 """Namespaces of collectives, and of FSDP2's copies before and after them."""
+PRODUCTS = frozenset({"aten.mm.default", "aten.bmm.default"})
+"""Matrix products; ``_named`` calls one with a bias so, too."""
+SHAPE = re.compile(r"\[[^\]]*\]")
+"""A shape in the name of a counted operator."""
 UNMARKED = (torch.ops.aten._to_copy.default, torch.ops.aten._unsafe_view.default)
 """Casts, and a view that torch's schema does not mark as one; ZeRO-3's own linear layer has one
 more."""
@@ -163,6 +169,11 @@ class PlainWork:
                 return f"{operator} ran {found[operator]} times in {micro_batches} micro-batches, {were_due} were due"
         return ""
 
+    @property
+    def product_flops(self) -> int:
+        """FLOPs of the matrix products, 2 for each product of two elements; not those inside attention kernels."""
+        return sum(_flops(operator) * count for operator, count in self.least.items())
+
     def to_json(self) -> list[Any]:
         return [self.least, self.most, sorted(self.varying)]
 
@@ -245,6 +256,16 @@ def _varying(first: Counter[str], second: Counter[str]) -> frozenset[str]:
     return frozenset(
         _name(operator) for operator in {**first, **second} if first[operator] != second[operator]
     )
+
+
+def _flops(operator: str) -> int:
+    """FLOPs of one run of a matrix product; 0 of any other operator."""
+    if _name(operator) not in PRODUCTS:
+        return 0
+    left: list[int]
+    right: list[int]
+    left, right = (json.loads(shape) for shape in SHAPE.findall(operator)[-2:])
+    return 2 * math.prod(left) * right[-1]
 
 
 def _name(operator: str) -> str:

@@ -8,13 +8,14 @@ clock marks each of its steps.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
+from time import monotonic, perf_counter  # by name: a backend may replace those of the module
 from typing import TYPE_CHECKING, Any, Protocol
 
+from bench.backends.training_job import EndOfPassError
 from bench.measure import heartbeat
 from bench.plan.task import SETTLED_WINDOWS
 
@@ -92,7 +93,16 @@ class Taps:
     """Called after each event, in passes that are not timed."""
     in_loss: bool = False
     """Whether the forward is running."""
+    ends_after: int = 0
+    """Losses after whose update the training ends; 0 for none."""
+    num_due: int = 0
+    """Losses of the whole pass, if the kernel's clock is to mark its first fetch and its last step."""
+    optimizers: list[Optimizer] = field(default_factory=list)
+    """Those that are tapped."""
 
+    _num_losses: int = 0
+    _is_over: bool = False
+    _marking: dict[heartbeat.MarkedMoment, float] = field(default_factory=dict)
     _first_fetch: float | None = None
     _last_step: float | None = None
 
@@ -103,9 +113,16 @@ class Taps:
             return 0.0
         return self._last_step - self._first_fetch
 
+    @property
+    def marking_seconds(self) -> float:
+        """By how much the kernel's clock may tell more than ``training_seconds``."""
+        return sum(self._marking.values())
+
     def finish(self) -> None:
         """Set the end of training to now, for devices that are still working when the host returns."""
-        self._last_step = time.perf_counter()
+        self._last_step = perf_counter()
+        if self.num_due:
+            self._mark(heartbeat.MarkedMoment.LAST_STEP, self._last_step)
 
     def loader(self, loader: Any) -> TappedLoader:
         return TappedLoader(loader, self)
@@ -115,12 +132,15 @@ class Taps:
     ) -> Callable[[nn.Module, Tensor], Tensor]:
 
         def tapped(model: nn.Module, batch: Tensor) -> Tensor:
+            if self.ends_after and self._num_losses >= self.ends_after:
+                raise EndOfPassError
             self.in_loss = True
             if self.on_event is not None:
                 self.on_event(EventKind.FORWARD)
             loss = function(model, batch)
             self.in_loss = False
             self.losses.append(loss.detach())
+            self._num_losses += 1
             self.record(EventKind.LOSS)
             return loss
 
@@ -129,17 +149,36 @@ class Taps:
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer, with a hook after each step."""
         optimizer.register_step_post_hook(lambda *_: self.record(EventKind.STEP, self.mark()))
+        self.optimizers.append(optimizer)
         return optimizer
 
     def record(self, kind: EventKind, mark: Any = None) -> None:
         if kind is EventKind.STEP:
-            self._last_step = time.perf_counter()
+            self._last_step = perf_counter()
+            self._is_over = 0 < self.ends_after <= self._num_losses
+            if self.num_due and len(self.losses) == self.num_due:
+                self._mark(heartbeat.MarkedMoment.LAST_STEP, self._last_step)
         elif self._first_fetch is None:
-            self._first_fetch = time.perf_counter()
+            self._first_fetch = perf_counter()
+            if self.num_due:
+                moment = heartbeat.MarkedMoment.FIRST_FETCH
+                self._first_fetch = self._mark(moment, self._first_fetch)
         self.events.append(Event(kind, mark))
         heartbeat.beat()
         if self.on_event is not None:
             self.on_event(kind)
+
+    def _mark(self, moment: heartbeat.MarkedMoment, began: float) -> float:
+        """Mark a moment by the kernel's clock, at any time from ``began`` to the one that is returned."""
+        heartbeat.mark(moment)
+        ended = perf_counter()
+        self._marking[moment] = ended - began
+        return ended
+
+    def check_end(self) -> None:
+        """Raise EndOfPassError where a micro-batch is fetched after the last update of the pass."""
+        if self._is_over:
+            raise EndOfPassError
 
     def count(self, kind: EventKind) -> int:
         return sum(event.kind is kind for event in self.events)
@@ -157,6 +196,7 @@ class TappedLoader:
 
     def __iter__(self) -> Iterator[Tensor]:
         for batch in self._loader:
+            self._taps.check_end()
             self._taps.record(EventKind.FETCH)
             yield batch
 
@@ -207,7 +247,7 @@ class HostClock:
 
     def mark(self) -> Any:
         """Mark the current time without synchronizing the device."""
-        return time.perf_counter()
+        return perf_counter()
 
     def intervals(self, marks: Sequence[Any]) -> list[float]:
         """Seconds between consecutive marks. May synchronize: call it after the pass."""
@@ -215,7 +255,7 @@ class HostClock:
 
     def moments(self, marks: Sequence[Any]) -> list[float]:
         """The ``time.monotonic()`` of each mark. May synchronize: call it after the pass."""
-        since = time.monotonic() - time.perf_counter()  # on Linux both are one clock
+        since = monotonic() - perf_counter()  # on Linux both are one clock
         return [mark + since for mark in marks]
 
 
@@ -240,7 +280,7 @@ class AcceleratorClock(HostClock):
 
         end = self.mark()
         torch.accelerator.synchronize()
-        now = time.monotonic()
+        now = monotonic()
         return [now - mark.elapsed_time(end) / 1e3 for mark in marks]
 
 

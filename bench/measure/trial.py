@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,38 +22,60 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from bench.backends import blocks
-from bench.backends.base import Backend, Offloading, registry
-from bench.backends.training_job import Job
+from bench.backends.base import Backend, Offloading, only
+from bench.backends.training_job import EndOfPassError, Job
 from bench.errors import UnsupportedError
-from bench.measure import heartbeat
+from bench.measure import apart, heartbeat
 from bench.measure.accumulation_dtype import accumulator
 from bench.measure.collectives import CollectiveCounter
 from bench.measure.dispatch import HostCost
 from bench.measure.exposure import WindowProfiler, exposure
+from bench.measure.final_state import FinalState, write_truth
 from bench.measure.host import HostLoad
 from bench.measure.memory import MemoryProbe, cuda_peaks
 from bench.measure.operators import plain_work
+from bench.measure.projection import IN_FP32, PARAMETERS, UNCLIPPED
 from bench.measure.taps import EventKind, Instrument, SettledWindows, Taps, clock_for, updates
 from bench.measure.tensors import tensors
 from bench.measure.tracing import WindowTrace
-from bench.measure.update import change_from, compare, device_check, save
-from bench.plan.cell import REFERENCE, SGD, Cell, Status
+from bench.measure.update import change_from, compare, device_check, save, sizes_of
+from bench.plan.cell import REFERENCE, SGD, Cell, Precision, Status
 from bench.plan.task import SETTLED_WINDOWS, Spec
 from bench.workload import Batch, Loader, Loss, batches, load, sliced
 from bench.workload.layout import record
 
+COMPARED = {name: name for name in ("error", "scale", "residual", "tensor_error", "tensor")}
+"""What an update has of ``bench.measure.update.compare``, by its name there; this and two more kinds of windows."""
+BEFORE_CLIPPING = {"error": "unclipped_error", "scale": "unclipped_scale", "norm": "gradient_norm"}
+FP32_COMPARED = {name: f"fp32_{name}" for name in ("error", "tensor_error", "tensor")}
+MOST_FP32_FLOPS = 3e14
+"""Model FLOPs that a GPU may spend on a cell's update in fp32: some 7 s on an H100."""
+FP32_MEMORY = 2.2
+"""What a window in fp32 may need of a GPU's memory, in peaks of one in bf16: activations have twice the bytes."""
+
 
 def work(spec: Spec, rank: int, device: torch.device) -> dict[str, Any]:
     """Run one rank's part of a trial in an initialized process group; see ``bench.plan.task.Task``."""
-    return RankTrial(spec, rank, device, registry([spec.backend])[spec.backend]).run()
+    backend = only(spec.backend, spec.plugin)
+    return RankTrial(spec, rank, device, backend, compares_apart=True).run()
 
 
 class RankTrial:
     """The passes of one trial on one rank, in an initialized process group."""
 
-    def __init__(self, spec: Spec, rank: int, device: torch.device, backend: type[Backend]) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        rank: int,
+        device: torch.device,
+        backend: type[Backend],
+        *,
+        compares_apart: bool = False,
+    ) -> None:
+        """``compares_apart``: the launcher's process compares with the reference (``bench.measure.apart``)."""
         self.spec, self.cell, self.rank, self.device = spec, spec.cell, rank, device
         self.backend = backend
+        self._compares_apart = compares_apart
         if reason := blocks.refusal(spec.cell, backend):
             raise UnsupportedError(reason)
         corpus = None
@@ -82,6 +104,8 @@ class RankTrial:
         windows = max(self.cell.windows, SETTLED_WINDOWS + 1)
         self.data = self._tensors.data(self.workload.data, windows * self._batch_size)
         self.training_s = 0.0
+        self._peak_bytes = 0
+        self._update_parts: list[dict[str, Any]] = []
         self._memory: dict[str, int] | None = None
         self._settings: dict[str, Any] = {}
 
@@ -122,6 +146,8 @@ class RankTrial:
         if "time" not in result:  # which has them
             result["settings"] = self._settings
         result["training_s"] = self.training_s
+        if self._update_parts:
+            result["update_parts"] = self._update_parts
         if "collectives" in result and self.cell.workload != "llama":
             result["layout"] = self._layout()
         return result
@@ -149,13 +175,14 @@ class RankTrial:
         keep_parameters: bool = False,
         watch: Callable[[Backend], None] | None = None,
         built: Callable[[nn.Module], None] = lambda _: None,
+        cell: Cell | None = None,
     ) -> Backend:
         """Build the backend, train it for some windows under the given taps, and return it.
 
-        Optimizer and clipping default to the cell's. ``watch`` is called with the backend before it
-        builds, ``built`` with the model before the backend has it.
+        Optimizer, clipping and the cell itself default to the trial's. ``watch`` is called with the
+        backend before it builds, ``built`` with the model before the backend has it.
         """
-        cell, data = self.cell, self.data
+        cell, data = cell or self.cell, self.data
 
         def fetch(samples: range) -> Batch:
             start = samples.start % batches.length(
@@ -163,9 +190,12 @@ class RankTrial:
             )  # passes of more windows than the time pass see samples again
             return batches.part(data, range(start, start + len(samples)))
 
+        told = max(windows, cell.windows)  # the same in all passes, so that none can be told by it
+        if told > windows:
+            taps.ends_after = windows * cell.accumulate
         loader = Loader(
             fetch,
-            windows=windows,
+            windows=told,
             accumulate=cell.accumulate,
             world_size=cell.num_processes,
             rank=self.rank,
@@ -174,15 +204,12 @@ class RankTrial:
         make_optimizer = optimizer or self._optimizer
         # Dynamo skips code under a dispatch mode; collectives do not depend on compilation.
         compiled = cell.compiled and instrument is None
-        backend = self.backend()
-        if watch:
-            watch(backend)
         job = Job(
             cell=cell,
             rank=self.rank,
             world_size=cell.world_size,
             device=self.device,
-            windows=windows,
+            windows=told,
             accumulate=cell.accumulate,
             block_parameters=self.block_parameters,
             num_parameters=self.num_parameters,
@@ -195,7 +222,11 @@ class RankTrial:
             clip_norm=cell.clip_norm if clip_norm is None else clip_norm,
         )
         with instrument or nullcontext():
-            backend.train(job)
+            backend = self.backend()  # what it holds from here on counts
+            if watch:
+                watch(backend)
+            with suppress(EndOfPassError):
+                backend.train(job)
         if self.device.type == "cuda":
             torch.accelerator.synchronize()
             taps.finish()
@@ -227,7 +258,7 @@ class RankTrial:
         """
         clock = clock_for(self.device)
         cuda = self.device.type == "cuda"
-        taps = Taps(clock.mark)
+        taps = Taps(clock.mark, num_due=self.cell.windows * self.cell.accumulate)
         load = HostLoad()
         warmup = self.cell.warmup_windows
         seen = 0
@@ -243,8 +274,11 @@ class RankTrial:
         taps.on_event = None
         if cuda or self.cell.compiled:
             taps.on_event = after_warmup
+        end = FinalState(Path(self.spec.reference))
+        # What is gathered is gathered in one trial of a cell, as the update is.
+        whole = "update" in self.spec.passes and self.cell.world.has_values
         with load, blocks.compiled_once(self.cell) as compiled_all:
-            backend = self.train(taps, self.cell.windows)
+            backend = self.train(taps, self.cell.windows, keep_parameters=whole, built=end.built)
         found = updates(taps.events)
         reached = clock.moments([update.mark for update in found])
         losses = torch.empty(0, dtype=torch.double)
@@ -261,13 +295,17 @@ class RankTrial:
         cuda_memory = None
         if cuda:
             cuda_memory = cuda_peaks()
+            self._peak_bytes = cuda_memory["allocated"]
         return {
+            "end": self._end(end, backend, taps.optimizers, whole=whole),
             "warmup_seconds": seconds[: warmup - 1],
             "step_seconds": seconds[warmup - 1 :],
             "began": began,
             "ended": ended,
             "host": load.result,
             "losses": losses[: windows * accumulate].view(windows, accumulate).mean(dim=1).tolist(),
+            "span_s": taps.training_seconds,
+            "marking_s": taps.marking_seconds,
             "num_micro_batches": len(taps.losses),
             "num_fetched": taps.count(EventKind.FETCH),
             "num_updates": len(found),
@@ -278,49 +316,145 @@ class RankTrial:
             "cuda_memory": cuda_memory,
         }
 
-    def update(self) -> dict[str, float] | None:
+    def _end(
+        self, end: FinalState, backend: Backend, optimizers: Sequence[Optimizer], *, whole: bool
+    ) -> dict[str, Any] | None:
+        """What this rank holds after the last window of the time pass; the reference writes what is right.
+
+        None in a world without values, or where nobody wants to know.
+        """
+        if not (self.cell.world.has_values and self.spec.reference):
+            return None
+        heartbeat.beat()
+        if whole and self.cell.backend == REFERENCE and self.cell == self.cell.reference():
+            before = self._tensors.model(self.workload.model)
+            write_truth(
+                Path(self.spec.reference), before, end.model, optimizers[0], self.cell.windows
+            )
+        settings = self._optimizer([Parameter(torch.zeros(1))]).defaults
+        return end.read(backend, optimizers, settings, self.device, whole=whole)
+
+    def update(self) -> dict[str, Any] | None:
         """The update pass: one window of SGD with learning rate 1 from the initial weights, clipped as the cell clips.
 
-        Rank 0 compares it with the reference's, other ranks only take part in gathering. A cell
+        Rank 0's is compared with the reference's, other ranks only take part in gathering. A cell
         that clips has another such window without clipping, because clipping hides a wrong gradient
-        scale if both gradients exceed the limit. Returns the results of ``compare`` and, of
-        references, ``device_check``, the gradient norm before clipping and, if the cell clips,
-        error and scale without clipping as ``unclipped_*``.
+        scale if both gradients exceed the limit. Returns the results of ``compare`` (but what is
+        compared apart) and, of references, ``device_check``, the gradient norm before clipping and,
+        if the cell clips, error and scale without clipping as ``unclipped_*``.
+
+        bf16 rounds away what happens to small tensors, so a cell in bf16 has another window in
+        fp32, as ``fp32_*``, or why it has none.
         """
         reference = Path(self.spec.reference)
-        if not self.cell.clip_norm:
-            return self._sgd_window(0.0, reference)
-        unclipped = self._sgd_window(0.0, reference.with_suffix(".unclipped"))
-        gc.collect()
-        clipped = self._sgd_window(self.cell.clip_norm, reference)
-        if unclipped is None or clipped is None:
+        cell, keys = self.cell, dict(COMPARED)
+        found: dict[str, Any] = {}
+        if cell.clip_norm:
+            before = reference.with_suffix(".unclipped")
+            found |= self._sgd_window(0.0, before, UNCLIPPED, BEFORE_CLIPPING)
+            gc.collect()
+        else:
+            keys["norm"] = "gradient_norm"
+        found |= self._sgd_window(cell.clip_norm, reference, PARAMETERS, keys)
+        if cell.precision is not Precision.FP32:
+            gc.collect()
+            found |= self._update_in_fp32(reference)
+        if self.rank != 0:
             return None
-        more = {f"unclipped_{name}": unclipped[name] for name in ("error", "scale")}
-        return {**clipped, "gradient_norm": unclipped["gradient_norm"], **more}
+        return found
 
-    def _sgd_window(self, clip_norm: float, reference: Path) -> dict[str, float] | None:
-        """One window of SGD with learning rate 1, compared with the reference's file; the reference writes it."""
+    def _update_in_fp32(self, reference: Path) -> dict[str, Any]:
+        """The update of a cell in bf16, computed in fp32, or why it was not. All ranks agree whether it is."""
+        if reason := self._no_fp32():
+            return {"fp32_unchecked": reason}
+        cell = dataclasses.replace(self.cell, precision=Precision.FP32, compiled=False)
+        try:
+            return self._sgd_window(cell.clip_norm, reference, IN_FP32, FP32_COMPARED, cell)
+        except UnsupportedError as error:
+            return {"fp32_unchecked": f"the backend refuses fp32: {error}"}
+
+    def _no_fp32(self) -> str:
+        """Why a window in fp32 cannot be afforded on a GPU; empty if it can. Collective."""
+        if self.device.type == "cpu":
+            return ""
+        work = 6.0 * self.num_parameters * self.workload.tokens_per_sample
+        if self.workload.flops_per_sample is not None:
+            work = self.workload.flops_per_sample
+        if work * self.cell.global_batch_size / self.cell.world_size > MOST_FP32_FLOPS:
+            return f"a window in fp32 would take each GPU more than {MOST_FP32_FLOPS:.0e} FLOPs"
+        available = torch.get_device_module(self.device).get_device_properties(self.device)
+        memory = available.total_memory
+        if self.cell.world.shares_gpus:
+            memory //= self.cell.num_processes
+        is_full = FP32_MEMORY * self._peak_bytes > memory
+        full = torch.tensor(int(is_full), device=self.device)
+        torch.distributed.all_reduce(full, op=torch.distributed.ReduceOp.MAX)
+        if int(full):
+            return "a window in fp32 might not fit into the memory of the GPU"
+        return ""
+
+    def _sgd_window(
+        self,
+        clip_norm: float,
+        reference: Path,
+        kind: str,
+        keys: Mapping[str, str],
+        cell: Cell | None = None,
+    ) -> dict[str, Any]:
+        """One window of SGD with learning rate 1, compared with the reference's file; the reference writes it.
+
+        ``keys`` are those of ``compare`` with their names in the result. The parameters of all
+        ranks are kept for the comparison with each other, as parts of a ``kind``. Empty on other
+        ranks than 0.
+        """
         taps = Taps(time.perf_counter)
         sgd = lambda parameters: torch.optim.SGD(parameters, lr=1.0, foreach=True)  # noqa: E731
-        backend = self.train(taps, 1, optimizer=sgd, clip_norm=clip_norm, keep_parameters=True)
-        after = backend.full_parameters()
+        end = FinalState(reference)
+        backend = self.train(
+            taps,
+            1,
+            optimizer=sgd,
+            clip_norm=clip_norm,
+            keep_parameters=True,
+            built=end.built,
+            cell=cell,
+        )
+        after = end.projecting(backend.full_parameters(), kind, self.device)
         if self.rank != 0:
-            for name in after:
-                after[name]  # gathering is collective
-            return None
+            for parameter in after:
+                after[parameter]  # gathering is collective
+            self._update_parts += after.parts
+            return {}
         model = self._tensors.model(self.workload.model)  # drawn where it is compared
         change: Iterable[tuple[str, Tensor]] = change_from(model, after, self.cell.backend)
         is_reference = self.cell == self.cell.reference()
-        if is_reference:
-            kept = {name: value.cpu() for name, value in change}
-            save(kept, reference)
+        is_apart = self._compares_apart and 4 * self.num_parameters <= apart.LARGEST_BYTES
+        values, name = reference, kind.replace(" ", "-")
+        if not is_reference:
+            values = Path(self.spec.folder) / f"rank{self.rank}.{name}.safetensors"
+        if is_reference or is_apart:
+            kept = {parameter: value.cpu().contiguous() for parameter, value in change}
+            sizes = sizes_of(model) if is_reference else {}
+            save(kept, values, sizes, durable=is_reference)
             change = kept.items()
-        found = compare(change, reference, self.device)
-        norm = found.pop("norm")
         checked = {}
         if is_reference:
             checked = device_check(self.cell, self.device, self._optimizer)
-        return {**found, "gradient_norm": norm, **checked}
+        if is_apart:
+            self._update_parts += after.parts
+            apart.ask(
+                Path(self.spec.folder),
+                self.rank,
+                name,
+                values=values,
+                reference=reference,
+                result="update",
+                keys=keys,
+            )
+            return checked
+        found = compare(change, reference, self.device)
+        self._update_parts += after.parts
+        return {**{named: found[key] for key, named in keys.items()}, **checked}
 
     def collectives(self) -> list[dict[str, Any]]:
         """The collectives pass: op, dtype, calls and payload bytes of one settled window; also the memory pass's."""
@@ -348,10 +482,13 @@ class RankTrial:
     def _watch_memory(self, *others: Instrument) -> dict[str, int]:
         """The memory of one settled window, which ``others`` measure too."""
         self._unused_model = None  # the ledger has to see each tensor of a model made
+        storages = (tensor.untyped_storage() for tensor in batches.tensors_of(self.data))
+        given = {storage._cdata: storage.nbytes() for storage in storages}
         probe = MemoryProbe(
             self.device.type,
             fake=not self.cell.world.computes,
             on_host=issubclass(self.backend, Offloading),
+            given_bytes=sum(given.values()),
         )
         backend = self._settled(
             probe,

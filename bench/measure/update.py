@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -23,12 +26,32 @@ from bench.plan.cell import Cell
 from bench.plan.models import LLAMA
 from bench.workload import Batch, Workload, batches, load
 
+SIZES = "sizes"
+"""Key of the reference's file for the norms of the parameters before the update, by name, in JSON."""
 
-def save(change: Mapping[str, Tensor], path: Path) -> None:
-    """Write the reference's update atomically."""
+
+def save(
+    change: Mapping[str, Tensor],
+    path: Path,
+    sizes: Mapping[str, float] | None = None,
+    *,
+    durable: bool = False,
+) -> None:
+    """Write an update atomically; the reference's with the norms of the parameters that it changes.
+
+    With ``durable``, a power failure leaves no empty file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path, durable=True) as draft:  # or a power failure could leave an empty file
-        save_file(dict(change), draft)
+    with replacing(path, durable=durable) as draft:
+        save_file(dict(change), draft, {SIZES: json.dumps(dict(sizes or {}))})
+
+
+def sizes_of(model: nn.Module) -> dict[str, float]:
+    """The L2 norms of a model's parameters."""
+    return {
+        name: float(torch.linalg.vector_norm(_real(parameter.detach()), dtype=torch.float64))
+        for name, parameter in model.named_parameters()
+    }
 
 
 CHUNK_ELEMENTS = {"cpu": 2**16, "cuda": 2**24}
@@ -73,10 +96,47 @@ def _real(value: Tensor) -> Tensor:
 
 def compare(
     change: Iterable[tuple[str, Tensor]], reference: Path, device: torch.device
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """The deviation of an update from the reference's, which is in a file; calculated on the device."""
     with safe_open(reference, framework="pt") as stored:
-        return deviation(change, stored.get_tensor, reference.name, device)
+        sizes = json.loads((stored.metadata() or {}).get(SIZES, "{}"))
+        return deviation(change, stored.get_tensor, reference.name, device, sizes)
+
+
+SMALL = 0.1
+"""A tensor whose expected update is less than this share of the root mean square of all is compared with that share.
+The gradient of the bias of an attention's keys should be 0: its relative error would be one of nothing."""
+ROUNDING = 2.0**-23
+"""Of an fp32 number, relative: twice what rounding two new weights leaves in the difference of two updates."""
+
+
+@dataclass(slots=True)
+class _Tensor:
+    """Squares of norms of one tensor: of what is expected and of the difference."""
+
+    name: str
+    count: int
+    expected: float
+    apart: float
+
+    def error(self, mean: float, size: float) -> float:
+        """The relative L2 error, but for the rounding of weights of norm ``size``."""
+        apart = math.sqrt(self.apart)
+        if not math.isfinite(apart):
+            return math.inf
+        scale = max(math.sqrt(self.expected), SMALL * mean * math.sqrt(self.count))
+        return max(0.0, apart - ROUNDING * size) / scale
+
+
+def compare_files(values: Path, reference: Path) -> dict[str, Any]:
+    """The same of an update in a file, on the CPU. Raises RuntimeError if the two files have other tensors."""
+    with safe_open(values, framework="pt") as ours, safe_open(reference, framework="pt") as theirs:
+        names = list(ours.keys())
+        if apart := set(names) ^ set(theirs.keys()):
+            words = f"the update has other tensors than the reference's: {sorted(apart)[:3]}"
+            raise RuntimeError(words)
+        change = ((name, ours.get_tensor(name)) for name in names)
+        return compare(change, reference, torch.device("cpu"))
 
 
 def deviation(
@@ -84,35 +144,49 @@ def deviation(
     expected: Callable[[str], Tensor],
     source: str,
     device: torch.device,
-) -> dict[str, float]:
+    sizes: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
     """The deviation of an update from the one expected, over all parameters together, summed in fp64.
 
     ``error`` is the relative L2 error |u - r| / |r|; ``scale`` the least-squares factor <u, r> / <r, r>; ``residual``
     the relative error after dividing u by it; ``norm`` is |u|. A wrong divisor shows as a scale other than 1 without
-    residual; lost or repeated samples show as a residual. A non-finite update has infinite error. Raises RuntimeError
-    if r is zero or not finite.
+    residual; lost or repeated samples show as a residual. A non-finite update has infinite error. ``tensor`` is the
+    parameter whose own relative error, ``tensor_error``, is largest; ``sizes`` are the norms of parameters, whose
+    rounding does not count there. Raises RuntimeError if r is zero or not finite.
     """
     uu = ur = rr = dd = 0.0
     size = CHUNK_ELEMENTS[device.type]
+    tensors: list[_Tensor] = []
     for name, value in change:
+        right = apart = 0.0
         chunks = zip(value.flatten().split(size), expected(name).flatten().split(size), strict=True)
         for ours, theirs in chunks:
             u, r = ours.to(device).double(), theirs.to(device).double()
-            uu, ur, rr = uu + float(u @ u), ur + float(u @ r), rr + float(r @ r)
+            uu, ur, right = uu + float(u @ u), ur + float(u @ r), right + float(r @ r)
             d = u.sub_(r)
-            dd += float(d @ d)
+            apart += float(d @ d)
+        rr, dd = rr + right, dd + apart
+        tensors.append(_Tensor(name, value.numel(), right, apart))
     norm = math.sqrt(uu)
     if rr == 0.0 or not math.isfinite(rr):
         raise RuntimeError(
             f"the reference update in {source} has norm {math.sqrt(rr)}: nothing to compare with"
         )
+    mean = math.sqrt(rr / sum(tensor.count for tensor in tensors))
+    errors = {
+        tensor.name: tensor.error(mean, (sizes or {}).get(tensor.name, 0.0)) for tensor in tensors
+    }
+    worst = max(errors, key=errors.__getitem__)
+    of_tensor = {"tensor_error": errors[worst], "tensor": worst}
     if not math.isfinite(uu):
-        return {"error": math.inf, "scale": math.nan, "residual": math.nan, "norm": norm}
+        found = {"error": math.inf, "scale": math.nan, "residual": math.nan, "norm": norm}
+        return {**found, **of_tensor}
     scale = ur / rr
     residual = (
         math.sqrt(max(0.0, uu / (scale * scale) - 2 * ur / scale + rr) / rr) if scale else 1.0
     )
-    return {"error": math.sqrt(dd / rr), "scale": scale, "residual": residual, "norm": norm}
+    found = {"error": math.sqrt(dd / rr), "scale": scale, "residual": residual, "norm": norm}
+    return {**found, **of_tensor}
 
 
 MODEL = "mini"
@@ -149,7 +223,11 @@ def device_check(
     apart = [abs(loss - other) for loss, other in zip(losses, expected_losses, strict=True)]
     error = deviation(change.items(), expected.__getitem__, "the CPU", torch.device("cpu"))["error"]
     largest = max(apart) if all(map(math.isfinite, apart)) else math.inf
-    return {"device_error": error, "device_loss_deviation": largest}
+    return {
+        "device_error": error,
+        "device_loss_deviation": largest,
+        "device_loss_size": max(map(abs, expected_losses)),
+    }
 
 
 def _train(

@@ -17,6 +17,10 @@ PINNED = f"{ON_HOST}_{HELD}_pinned"
 COPIED_TO_HOST, COPIED_TO_DEVICE = "copied_to_host", "copied_to_device"
 """Keys of the bytes that are copied between host and device in a window."""
 
+UNTRACKED = "malloc_untracked"
+"""Ending of two more keys, on the CPU: bytes that the process has allocated since before the backend was built, beyond
+those of the tensors that are counted (``bench.measure.process_memory``); at the peak the most in the window."""
+
 
 class Category(StrEnum):
     """What a storage holds. Sharded: the rank's own part. Unsharded: complete on the rank."""

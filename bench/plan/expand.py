@@ -21,7 +21,16 @@ from bench.plan.cell import (
     Precision,
 )
 from bench.plan.matrix import KEYS, METHODS, MOST_CELLS, Matrix
-from bench.plan.models import HUGGING_FACE, LLAMA, SIZES, describe_file, find_factory, read_config
+from bench.plan.models import (
+    HUGGING_FACE,
+    LLAMA,
+    SIZES,
+    describe_file,
+    display_name,
+    find_factory,
+    name_config,
+    read_config,
+)
 from bench.plan.world import Candidate
 
 TWIN = "again"
@@ -242,7 +251,7 @@ def _cells(
             world_size=world_size,
             global_batch_size=batch,
             sequence_length=matrix["workload.sequence_length"],
-            workload=matrix["workload.workload"],
+            workload=_workload(matrix),
             model=_model(matrix),
             corpus=corpus,
             precision=Precision(precision),
@@ -320,8 +329,16 @@ def _model(matrix: Matrix) -> str:
         and matrix["workload.workload"] != LLAMA
         and not matrix.place("workload.model").startswith("--")
     ):
-        return str(matrix["workload.workload"])
+        return display_name(matrix["workload.workload"])
     return str(matrix["workload.model"])
+
+
+def _workload(matrix: Matrix) -> str:
+    """The workload as cells name it: of a config of transformers its name and content, not its path."""
+    name = str(matrix["workload.workload"])
+    if name.startswith(HUGGING_FACE):
+        return name_config(name)
+    return name
 
 
 def _check_workload(matrix: Matrix) -> None:

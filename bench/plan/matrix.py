@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from bench import files, validation
 from bench.errors import InputError, suggest
 from bench.plan.cell import Device, Precision
-from bench.plan.models import SIZES
+from bench.plan.models import LLAMA, SIZES, display_name
 from bench.validation import Amount, Expect, Flag, Natural, Positive, PositiveNumber
 
 FOLDER = Path(__file__).parent.parent / "matrices"
@@ -337,6 +337,9 @@ def parse(document: Mapping[str, Any], *, name: str, source: str) -> Matrix:
         )
     given = _flat(document)
     values = _checked(given, f"{source}: ")
+    workload = values["workload.workload"]
+    if workload != LLAMA and "workload.model" not in given:
+        values["workload.model"] = display_name(workload)
     values["groups"] = [
         _group(group, number, given, source)
         for number, group in enumerate(values["groups"], start=1)

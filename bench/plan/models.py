@@ -171,6 +171,8 @@ LLAMA = "llama"
 """The shipped workload."""
 HUGGING_FACE = "hf:"
 """What stands before the path of a model's config."""
+CONFIG = "config.json"
+"""Name of that file in a model's folder."""
 ENTRY_POINTS = "bench.workloads"
 """Entry-point group for workload factories of other packages."""
 
@@ -243,11 +245,41 @@ def find_factory(name: str) -> Callable[..., Any]:
     return factory  # type: ignore[no-any-return]
 
 
+def display_name(workload: str) -> str:
+    """What a workload that is not shipped is called: its own name, or ``hf:NAME`` of the folder or file of a config."""
+    if not workload.startswith(HUGGING_FACE):
+        return workload
+    path = config_file(workload).resolve()
+    stem = path.stem
+    if path.name == CONFIG:
+        stem = path.parent.name
+    return f"{HUGGING_FACE}{stem}"
+
+
+CONFIG_FILES: dict[str, Path] = {}
+"""The configs of this process, by the names that cells have for them (``name_config``)."""
+
+
+def name_config(name: str) -> str:
+    """``hf:NAME@sha256:...``, by which cells know a workload ``hf:CONFIG``, wherever its file lies.
+
+    From now on this process finds the file by that name. Raises InputError as ``read_config``.
+    """
+    read_config(name)
+    path = config_file(name).resolve()
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    found = f"{display_name(name)}@sha256:{digest}"
+    CONFIG_FILES[found] = path
+    return found
+
+
 def config_file(name: str) -> Path:
     """The file of the config that a workload ``hf:CONFIG`` names, a JSON file or a folder that has ``config.json``."""
+    if name in CONFIG_FILES:
+        return CONFIG_FILES[name]
     path = Path(name.removeprefix(HUGGING_FACE)).expanduser()
     if path.is_dir():
-        path /= "config.json"
+        path /= CONFIG
     return path
 
 

@@ -8,10 +8,12 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar
 
 from bench import validation
 from bench.plan.cell import Cell, Device
+from bench.plan.models import CONFIG_FILES
 from bench.plan.world import World
 
 EXTRA_PASSES = ("update", "collectives", "memory", "accumulation", "dispatch")
@@ -114,6 +116,9 @@ class Task:
     shared_nccl: bool = False
     """Whether ranks that share a GPU communicate over NCCL."""
     num_nodes: int = 1
+    plugin: str = ""
+    """``module:Class`` of a backend of another package, the only one whose module the ranks import;
+    set by the launcher."""
 
     @property
     def num_processes(self) -> int:
@@ -147,6 +152,8 @@ class Spec(Task):
     read by all others."""
     corpus: str | None = None
     """Path of the corpus file, if the cell uses one."""
+    config: str | None = None
+    """Path of the config of transformers that the cell's workload names; found by itself."""
     backend: str = field(init=False)
     world_size: int = field(init=False)
     device: Device = field(init=False)
@@ -160,3 +167,7 @@ class Spec(Task):
         self.backend, self.device, self.seed = cell.backend, cell.device, cell.seed
         self.world_size, self.world, self.num_nodes = cell.world_size, cell.world, cell.num_nodes
         self.shared_nccl = cell.shared_nccl
+        if self.config is not None:
+            CONFIG_FILES[cell.workload] = Path(self.config)
+        elif cell.workload in CONFIG_FILES:
+            self.config = str(CONFIG_FILES[cell.workload])

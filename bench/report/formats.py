@@ -16,12 +16,13 @@ import pandas as pd
 import pyarrow as pa
 from pyarrow import parquet
 
+from bench.backends.base import Lossy
 from bench.errors import InputError
 from bench.files import replacing
 from bench.formatting import plain
 from bench.judge.analysis import CellRow, Frames
 from bench.judge.columns import COLUMNS, FRAMES
-from bench.judge.gates import tolerance
+from bench.judge.gates import allowed
 from bench.plan.cell import Status
 from bench.run.manifest import Manifest
 
@@ -141,7 +142,8 @@ def document(frames: Frames) -> Document:
             why = {"status": row.status, "why": row.caveats, "citation": row.citation}
             left_out.append(named | why)
         else:
-            benchmarks.append(named | _benchmark(row, trials[row.cell_id]))
+            lossy = manifest.lossy.get(row.cell_id)
+            benchmarks.append(named | _benchmark(row, trials[row.cell_id], lossy))
     git = manifest.git
     return {
         "machine_info": _machine(manifest),
@@ -160,14 +162,14 @@ def document(frames: Frames) -> Document:
     }
 
 
-def _benchmark(row: CellRow, trials: pd.DataFrame) -> dict[str, object]:
+def _benchmark(row: CellRow, trials: pd.DataFrame, lossy: Lossy | None) -> dict[str, object]:
     from pytest_benchmark.stats import Stats
 
     cell = row.cell
     stats = Stats()
     for seconds in trials.loc[trials["status"] == Status.OK, "step_time_s"]:
         stats.update(float(seconds))
-    limits = tolerance(cell.precision, cell.workload, cell.model)
+    limits = allowed(cell, lossy)
     return {
         "group": f"N={cell.accumulate} W={cell.world_size} {cell.precision}",
         "params": cell.to_dict(),
@@ -178,7 +180,7 @@ def _benchmark(row: CellRow, trials: pd.DataFrame) -> dict[str, object]:
             **{name: row.values[name] for name in COLUMNS["cells"] if name in BESIDE},
             "limits": {
                 "update_error": limits.update_error,
-                "max_loss_deviation": limits.loss_deviation,
+                "loss_deviation_of_size": limits.loss_deviation,
             },
         },
         "options": {

@@ -321,6 +321,8 @@ def _ranked(data: Analysis, row: CellRow, baseline_bytes: int | None) -> RankedR
         correct = "not checked"
         if row.cell.world.has_values:
             correct = "yes"
+        if row.outcome != Status.OK:  # it is right within what its backend declares
+            correct = row.outcome.removeprefix(f"{Status.OK}, ")
     time, may_differ = None, False
     pair = data.pairs.get(row.cell_id)
     if pair is not None:

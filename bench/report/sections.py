@@ -20,7 +20,7 @@ from bench.judge.analysis import Analysis, CellRow, defect_of_cell
 from bench.judge.baseline import percent
 from bench.judge.columns import COLUMNS
 from bench.judge.expected import TRACKED, cells_watched, extent
-from bench.judge.gates import EXPECTED, tolerance
+from bench.judge.gates import EXPECTED, allowed
 from bench.judge.samples import NAME, slowest
 from bench.judge.tables import CollectiveRow, Value, number_in, rows_of
 from bench.judge.trial_columns import (
@@ -307,7 +307,7 @@ def correctness(data: Analysis) -> PageSection:
     else:
         worst = fine.iloc[int(fine["update_error"].astype(float).argmax())]
         cell = data.run.cells[worst["cell_id"]]
-        limit = tolerance(cell.precision, cell.workload, cell.model).update_error
+        limit = allowed(cell, data.run.manifest.lossy.get(cell.cell_id)).update_error
         whose = f"{worst['label']}; the limit is {limit:g}"
         sentences.append(f"Their largest update error is {float(error.max()):.2g} ({whose}).")
     if compared := extent(data.run.tables):

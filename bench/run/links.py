@@ -54,6 +54,8 @@ class MeasuredRates:
     threads: Natural = 1
     flops_per_s: Mapping[str, tuple[Rate, ...]] = field(default_factory=dict)
     """Of matrix products, by precision, each rank's, rank 0 first."""
+    capacity: Mapping[str, tuple[Rate, ...]] = field(default_factory=dict)
+    """The same, had nobody else taken the CPUs; empty in older runs."""
     links: tuple[TimedCollective, ...] = ()
     """As from ``merge``."""
     reason: str = ""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from bench import validation
+from bench.backends.base import Lossy
 from bench.errors import InputError, shown
 from bench.plan.cell import Cell
 from bench.plan.matrix import MatrixFile, settings_of_stored
@@ -138,6 +139,8 @@ class Manifest:
     """Why cells are not run, by id."""
     remarks: Mapping[str, str] = field(default_factory=dict)
     """Of backends on cells, by id."""
+    lossy: Mapping[str, Lossy] = field(default_factory=dict)
+    """What backends declare to lose on purpose, by the id of the cell."""
     predicted: Predicted = Predicted()
     baseline: str = ""
     code: Mapping[str, str] = field(default_factory=dict)
@@ -216,6 +219,8 @@ class Manifest:
             "distributions": dict(self.distributions),
             **self.node.fingerprint,
         }
+        if self.lossy:
+            found["lossy"] = {cell_id: asdict(lossy) for cell_id, lossy in self.lossy.items()}
         if self.sharing is not None:
             found["sharing"] = dict(vars(self.sharing))
         if self.nodes:

@@ -63,6 +63,8 @@ class RankRates(TypedDict):
 
     flops_per_s: dict[str, Rate]
     """By precision."""
+    capacity: dict[str, Rate]
+    """The same, had nobody else taken the CPUs."""
     links: list[TimedCollective]
 
 
@@ -72,16 +74,19 @@ def work(task: MatmulTask, rank: int, device: torch.device) -> dict[str, Any]:
     import torch.distributed as dist
 
     dtypes = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16}
-    rates = {}
+    rates, capacity = {}, {}
     for precision in task.precisions:
         dist.barrier()
-        rates[str(precision)] = matmul_rate(device, dtypes[precision])
+        name = str(precision)
+        rates[name], capacity[name] = matmul_rate(device, dtypes[precision])
     seconds = links.measure(task.world_size, device) if task.world_size > 1 else []
-    return {"status": Status.OK, "flops_per_s": rates, "links": seconds}
+    return {"status": Status.OK, "flops_per_s": rates, "capacity": capacity, "links": seconds}
 
 
-def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     """FLOP/s of this process on the device, with torch's current threads; 2 n^3 FLOP per product of n x n matrices.
+
+    The second number is what it would have been, had nobody else taken the CPUs: per second of CPU time of a thread.
 
     The elements are normally distributed: zeros would draw less power on a GPU and run faster.
     """
@@ -98,11 +103,16 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
         torch.mm(a, b, out=product)
         if kind != "cpu":
             torch.accelerator.synchronize()
-    marks = [clock.mark()]
+    marks, used = [clock.mark()], -time.process_time()
     for _ in range(PRODUCTS[kind]):
         torch.mm(a, b, out=product)
         marks.append(clock.mark())
-    return 2 * rows**3 / median(clock.intervals(marks))
+    used += time.process_time()
+    flops = 2 * rows**3
+    rate = flops / median(clock.intervals(marks))
+    if kind != "cpu":
+        return rate, rate
+    return rate, max(rate, flops * PRODUCTS[kind] * torch.get_num_threads() / used)
 
 
 def tasks(cells: Iterable[Cell], threads: int, folder: Path) -> list[MatmulTask]:
@@ -165,6 +175,9 @@ def _rates(task: MatmulTask, outcome: Outcome) -> MeasuredRates:
         flops_per_s={
             str(name): tuple(rank["flops_per_s"][name] for rank in ranks)
             for name in task.precisions
+        },
+        capacity={
+            str(name): tuple(rank["capacity"][name] for rank in ranks) for name in task.precisions
         },
         links=tuple(links.merge([rank["links"] for rank in ranks])),
     )

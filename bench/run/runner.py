@@ -21,6 +21,7 @@ from bench.launch.launcher import Launcher
 from bench.launch.outcome import Outcome
 from bench.launch.telemetry import summarize
 from bench.launch.two_codes import TwoCodes
+from bench.measure.projection import EXPECTED, Truths
 from bench.plan import task
 from bench.plan.cell import Cell, Device, Status
 from bench.plan.models import LLAMA
@@ -29,6 +30,7 @@ from bench.plan.task import CUDA_PASSES, EXTRA_PASSES, Spec
 from bench.run import machine, start
 from bench.run.journal import Journal, write_manifest
 from bench.run.manifest import Manifest
+from bench.run.state_check import read_truths
 from bench.run.trial_record import TrialRecord, merge_ranks, parse_records, wrong
 
 LOG_BYTES = 20_000
@@ -306,11 +308,16 @@ class Runner:
     def _reference_file(self, cell: Cell) -> Path:
         return self._scratch / f"reference-{cell.reference().cell_id}.safetensors"
 
+    def _truths(self, cell: Cell) -> Truths | None:
+        """What the cell's reference held when its training was over; None if it has not written that."""
+        return read_truths(self._reference_file(cell).with_suffix(EXPECTED))
+
     def _ensure_reference(self, cell: Cell) -> None:
-        """Recreate the reference's update, unrecorded, if it is gone though its trial is done, as after a resume."""
+        """Train the reference again, unrecorded, if its files are gone though its trial is done, as after a resume."""
         reference = cell.reference()
         if (reference.cell_id, "update") in self._have and not self._reference_file(cell).exists():
-            self._launch(reference, ("update",), self._scratch / f"reference-again-{self._life}")
+            again = self._scratch / f"reference-again-{self._life}"
+            self._launch(reference, ("time", "update"), again)
 
     def _passes(self, trial: Trial) -> tuple[str, ...]:
         """Passes of a trial: the time pass always, the others in the first good trial of the cell that may run them."""
@@ -343,7 +350,7 @@ class Runner:
             outcome.status, outcome.reason, outcome.ranks = Status.CRASHED, damage, []
         facts: dict[str, Any] = {}
         if outcome.ranks:
-            facts = merge_ranks(outcome.ranks)
+            facts = merge_ranks(outcome.ranks, self._truths(trial.cell))
         if facts.get("time") and trial.cell.device is Device.CUDA:
             facts["gpus"] = _gpus(outcome, facts.get("device_uuids", ()))
         content = {
@@ -383,13 +390,17 @@ class Runner:
         return kept
 
 
+ENDS_RUN = (Status.CRASHED, Status.HANG, Status.TIMEOUT, Status.OOM)
+"""How a reference may end without which nothing can be compared."""
+
+
 def _require_reference(record: TrialRecord) -> None:
-    """Raise InputError if the record is of a reference of a user's model, and it crashed: nothing can be compared."""
+    """Raise InputError if the record is of a reference of a user's model, and it failed: nothing can be compared."""
     workload = record.cell.workload
-    if record.cell.is_reference and workload != LLAMA and record.status is Status.CRASHED:
+    if record.cell.is_reference and workload != LLAMA and record.status in ENDS_RUN:
         raise InputError(
-            f"workload '{workload}': its reference, with which all others are compared, crashed ({record.reason}); "
-            "mend the workload, and start a new run"
+            f"workload '{workload}': its reference, with which all others are compared, ended {record.status} "
+            f"({record.reason}); mend the workload, and start a new run"
         )
 
 

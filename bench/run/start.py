@@ -19,7 +19,7 @@ from bench.formatting import plural
 from bench.plan.cell import Cell
 from bench.plan.expand import baseline
 from bench.plan.matrix import Matrix
-from bench.plan.models import SIZES, describe_file, sources
+from bench.plan.models import HUGGING_FACE, SIZES, describe_file, name_config, sources
 from bench.run import machine
 from bench.run.journal import JOURNAL, MANIFEST, read_manifest, write_manifest
 from bench.run.manifest import (
@@ -88,6 +88,7 @@ def create(
     cells, backends = plan.cells, plan.backends
     used = {cell.backend for cell in cells}
     remarks = {cell.cell_id: backends[cell.backend].remark(cell) for cell in cells}
+    lossy = {cell.cell_id: backends[cell.backend].lossy(cell) for cell in cells}
     fingerprint = machine.fingerprint()
     if nodes:
         fingerprint[CONNECTION] = machine.connection(head)
@@ -101,6 +102,7 @@ def create(
         once=tuple(plan.once),
         skipped=plan.too_large,
         remarks={cell_id: text for cell_id, text in remarks.items() if text},
+        lossy={cell_id: found for cell_id, found in lossy.items() if found is not None},
         predicted=Predicted(made=now(), peak_bytes=dict(peaks or {})),
         backends=describe({name: backend for name, backend in backends.items() if name in used}),
         baseline=baseline(plan.matrix, backends),
@@ -164,6 +166,7 @@ def reopen(
         raise InputError(
             f"--resume {folder}: backend '{unknown.pop()}' is not installed here any more"
         )
+    _find_configs(folder, manifest, cells)
     if manifest.code != code(cells, backends):
         back = "install that version again"
         if manifest.git.commit:
@@ -189,6 +192,20 @@ def reopen(
                 f"--resume {folder}: the corpus was {cell.corpus} and is {found}; restore it, or start a new run"
             )
     return manifest
+
+
+def _find_configs(folder: Path, manifest: Manifest, cells: Sequence[Cell]) -> None:
+    """Find the files of the configs that the cells name. Raises InputError if one has changed."""
+    settings = manifest.settings
+    asked = [settings.workload.workload]
+    asked += [str(group.get("workload.workload", "")) for group in settings.groups]
+    known = {name_config(name) for name in asked if name.startswith(HUGGING_FACE)}
+    for workload in {cell.workload for cell in cells if cell.workload.startswith(HUGGING_FACE)}:
+        if known and workload not in known:
+            raise InputError(
+                f"--resume {folder}: the workload was {workload}, and the config is now {', '.join(sorted(known))}; "
+                "restore it, or start a new run"
+            )
 
 
 def _require_alike(stored: NodeFacts, found: Mapping[str, object], place: str) -> None:

@@ -13,8 +13,10 @@ from pydantic import AfterValidator
 from bench import validation
 from bench.errors import InputError
 from bench.measure import dispatch, exposure, host
+from bench.measure.projection import Part, Truths
 from bench.plan.categories import COPIED_TO_DEVICE, COPIED_TO_HOST, HELD, ON_HOST, PEAK
 from bench.plan.cell import Cell, Status
+from bench.run.state_check import check_end, parts_of, ranks_apart
 from bench.validation import (
     Amount,
     Duration,
@@ -49,11 +51,72 @@ class Timings:
     reported: dict[str, Natural]
     settings: dict[str, object]
     cuda_memory: dict[str, Natural] | None
+    span_s: Seconds | None = None
+    """From the first fetch to the last step, by the rank's clock; None in older journals."""
+    marking_s: Seconds = 0.0
+    """What the kernel's clock may tell more."""
+    observed_span_s: Number | None = None
+    """The same by the kernel's clock (``bench.measure.heartbeat``); None if that was set meanwhile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrongTensor:
+    """The tensor of a kind that is furthest from the reference's."""
+
+    error: Number
+    """Distance, relative to what training has made of it."""
+    tensor: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksApart:
+    """The tensor of which two ranks hold values that are furthest apart."""
+
+    error: Number
+    """Distance, relative to the norm on the rank that has it first."""
+    tensor: str
+    rank: Natural
+    """The other one."""
+    num_tensors: Natural
+    """Tensors, or shards, that several ranks hold."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndCheck:
+    """What the ranks held after the last window, beside the reference's (``bench.run.state_check``)."""
+
+    errors: dict[str, WrongTensor]
+    """By kind: trained parameters, and keys of the optimizer's state."""
+    num_tensors: Natural
+    """Tensors that were compared with the reference's."""
+    settings: list[str]
+    """Of the optimizer, other than those that were due, in words."""
+    steps: Natural | None
+    """The most that an optimizer's state counts."""
+    rounded: list[str]
+    """Tensors with no more digits than bf16."""
+    unchecked: str
+    """Why something was not compared with the reference's; empty if all was."""
+    ranks: RanksApart | None = None
+    """None if no two ranks hold the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankEnd:
+    """What a rank held after the last window."""
+
+    parts: list[Part]
+    settings: list[str]
+    steps: Natural | None
+    whole: Flag
+    """Whether tensors were gathered that the inner optimizer does not hold by the model's names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimings(Timings):
     """The time pass of a rank."""
+
+    end: RankEnd | None = None
 
     host: dict[str, object] | None
     """``HostLoad.result`` of ``bench.measure.host``."""
@@ -78,6 +141,7 @@ class MergedTimings(Timings):
     """Steps before the timed ones. In older journals also timed ones that were taken for warm-up; all count now."""
     rank_step_seconds: list[list[Duration]] = field(default_factory=list)
     ranks_agree: Flag
+    end: EndCheck | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +156,16 @@ class UpdateCheck:
     unclipped_scale: Number | None = None
     device_error: Number | None = None
     device_loss_deviation: Number | None = None
+    device_loss_size: Number | None = None
+    tensor_error: Number | None = None
+    """Of the parameter that is furthest off, ``tensor``."""
+    tensor: str | None = None
+    fp32_error: Number | None = None
+    fp32_tensor_error: Number | None = None
+    fp32_tensor: str | None = None
+    fp32_unchecked: str = ""
+    """Why a cell in bf16 has no update in fp32."""
+    ranks: RanksApart | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +192,8 @@ class SummedIn:
     """The dtype in which gradients are summed."""
 
     dtype: str
+    result_dtype: str | None = None
+    """In which their sum reaches the optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +204,8 @@ class WindowCost:
     num_operators: Amount | None
     num_launches: Amount | None
     other_work: str | None = None
+    product_flops: Amount | None = None
+    """Of the matrix products of a window on one rank, counted in the plain model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +245,8 @@ class RankResult(PassResults):
     device_name: str
     training_s: Seconds
     time: RankTimings | None = None
+    update_parts: list[Part] | None = None
+    """Parameters after the windows of the update pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,8 +347,8 @@ def merge(ranks: Sequence[Mapping[str, int]]) -> dict[str, int]:
     return merged
 
 
-def merge_ranks(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the results of the ranks of one trial, rank 0 first.
+def merge_ranks(ranks: list[dict[str, Any]], truths: Truths | None = None) -> dict[str, Any]:
+    """Merge the results of the ranks of one trial, rank 0 first, and compare what they held at the end with ``truths``.
 
     A step takes as long as its slowest rank, and one rank out of memory ends the trial, so times and memory are maxima
     (memory: see ``merge``). The loss of a step is the mean over ranks, since all see the same number of samples.
@@ -280,7 +360,9 @@ def merge_ranks(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """
     first = ranks[0]
     merged = {
-        key: value for key, value in first.items() if key not in ("time", "memory", "device_uuid")
+        key: value
+        for key, value in first.items()
+        if key not in ("time", "memory", "device_uuid", "update_parts")
     }
     if first.get("device_uuid"):
         merged["device_uuids"] = [rank.get("device_uuid") for rank in ranks]
@@ -292,12 +374,20 @@ def merge_ranks(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     if "dispatch" in first:
         merged["dispatch"] = dispatch.merge([rank["dispatch"] for rank in ranks])
     if "time" in first:
-        merged["time"] = _merge_times([rank["time"] for rank in ranks])
+        merged["time"] = _merge_times([rank["time"] for rank in ranks], truths)
+    if merged.get("update") and "update_parts" in first:
+        worst, several = ranks_apart([parts_of(rank["update_parts"]) for rank in ranks])
+        if worst is not None:
+            apart = {"error": worst.error, "tensor": worst.tensor, "rank": worst.rank}
+            merged["update"] = merged["update"] | {"ranks": apart | {"num_tensors": several}}
     return merged
 
 
-def _merge_times(times: list[dict[str, Any]]) -> dict[str, Any]:
+def _merge_times(times: list[dict[str, Any]], truths: Truths | None) -> dict[str, Any]:
     merged = dict(times[0])
+    if all(time.get("end") for time in times):
+        windows = max(time["num_updates"] for time in times)
+        merged["end"] = check_end([time["end"] for time in times], truths, windows)
     for name in ("warmup_seconds", "step_seconds"):
         merged[name] = [max(step) for step in zip(*(t[name] for t in times), strict=False)]
     merged["rank_step_seconds"] = [[round(s, 9) for s in t["step_seconds"]] for t in times]
@@ -307,6 +397,7 @@ def _merge_times(times: list[dict[str, Any]]) -> dict[str, Any]:
     merged["losses"] = [
         statistics.fmean(step) for step in zip(*(t["losses"] for t in times), strict=False)
     ]
+    merged |= _spans(times)
     merged["ranks_agree"] = len({(t["num_updates"], t["num_micro_batches"]) for t in times}) == 1
     if merged["cuda_memory"]:
         every = [t["cuda_memory"] for t in times]
@@ -314,6 +405,18 @@ def _merge_times(times: list[dict[str, Any]]) -> dict[str, Any]:
             name: max(each[name] for each in every if name in each) for name in every[0]
         }
     return merged
+
+
+def _spans(times: list[dict[str, Any]]) -> dict[str, float]:
+    """The spans of the rank whose clock is farthest from the kernel's; of rank 0 if none was observed."""
+    observed = [time for time in times if time.get("observed_span_s") is not None]
+
+    def apart(time: dict[str, Any]) -> float:
+        return float(abs(time["span_s"] - time["observed_span_s"]) - time["marking_s"])
+
+    farthest = max(observed, key=apart, default=times[0])
+    names = ("span_s", "marking_s", "observed_span_s")
+    return {name: farthest[name] for name in names if name in farthest}
 
 
 def wrong(ranks: Sequence[Mapping[str, Any]], passes: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.errors import InputError
 from bench.plan.cell import Cell, Device
-from bench.plan.models import LLAMA
+from bench.plan.models import CONFIG_FILES, LLAMA
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +57,7 @@ def _ask(cell: Cell, corpus: Path | None, *, shards: bool) -> str:
         asked = {
             "cell": cell.to_dict(),
             "corpus": corpus and str(corpus),
+            "config": str(CONFIG_FILES.get(cell.workload, "")),
             "shards": shards,
             "answer": str(answer),
         }
@@ -82,8 +83,10 @@ def _ask(cell: Cell, corpus: Path | None, *, shards: bool) -> str:
 def main(asked: str) -> None:
     """Examine the workload that ``require`` asks for, and write the answer."""
     given = json.loads(asked)
-    corpus = given["corpus"] and Path(given["corpus"])
-    wrong = examine(Cell.from_dict(given["cell"]), corpus, shards=given["shards"])
+    corpus, cell = given["corpus"] and Path(given["corpus"]), Cell.from_dict(given["cell"])
+    if given["config"]:
+        CONFIG_FILES[cell.workload] = Path(given["config"])
+    wrong = examine(cell, corpus, shards=given["shards"])
     Path(given["answer"]).write_text(json.dumps(wrong), encoding="utf-8")
 
 

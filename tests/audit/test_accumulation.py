@@ -54,6 +54,7 @@ def test_every_backend_sums_in_fp32(found: dict[str, Any], name: str, precision:
         "sum": 1.0,
         "scale": 0.25 if divided_twice else 1.0,
         "num_updates": 1,
+        "result_dtype": "fp32",
     }
 
 

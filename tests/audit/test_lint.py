@@ -434,10 +434,7 @@ def test_hint_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     out, err = capsys.readouterr()
     (finding,) = json.loads(out)
     assert (
-        finding["code"] == "DBL01"
-        and finding["severity"] == "error"
-        and finding["source"]
-        and not err
+        finding["code"] == "DBL01" and finding["level"] == "error" and finding["source"] and not err
     )
 
 
@@ -586,7 +583,7 @@ def test_json_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
         '{"train_batch_size": GBS, "zero_optimization": {}, "bf16": {"enabled": true},\n"bf16": {}}'
     )
     (finding,) = [each for each in lint([path], LintOptions(deepspeed=NEW)) if each.code == "KEY03"]
-    assert (finding.line, str(finding.severity)) == (2, "error")
+    assert (finding.line, str(finding.level)) == (2, "error")
 
 
 def test_the_last_of_repeated_keys_counts(tmp_path: Path) -> None:

@@ -236,6 +236,7 @@ SLOW = (
     ),
     Case("kinds second-loss", RIGHT_FOR_MAIN, "other losses", "a second loss is not divided"),
     Case("kinds lengths", "mean of means", about="micro-batches of 2 to 20 rows"),
+    Case("kinds sequences", IN_PART, "mean of means", "one sequence of 2 to 20 rows each"),
     Case("kinds clip-infinite", RIGHT, about="only the norm is wanted, at each micro-batch"),
     Case("kinds clip-each", "clips too early", about="clips at each micro-batch"),
     Case("kinds scaler", "clips scaled gradients", about="clips before unscale_"),

@@ -12,6 +12,7 @@ import pytest
 
 from bench.audit.command import audited_command
 from bench.audit.command.training_audit import IN_PART, NOT_JUDGED, RIGHT, TrainingAudit
+from bench.findings import Level
 
 UPDATES, COORDINATES = 4, 40
 Gradient = Callable[[Any, int, int], Any]
@@ -128,6 +129,39 @@ def test_what_is_said_of_a_gradient(
     found = audit(tmp_path, gradient, **options)
     assert (found.verdict, finding) == (verdict, finding), found.findings
     assert finding in [judged.topic for judged in found.findings]
+
+
+@pytest.mark.parametrize(
+    ("version", "device", "is_known_bad"),
+    [("0.18.9", "cpu", True), ("0.18.9", "none", False), ("0.19.8", "cpu", False)],
+)
+def test_an_advisory_is_told_where_it_certainly_applies(
+    version: str, device: str, is_known_bad: bool, tmp_path: Path
+) -> None:
+    ranks = audit(tmp_path, mean).ranks
+    config = {
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": device}},
+    }
+    for rank in ranks.values():
+        rank.facts = {"DeepSpeedEngine": "gradient_accumulation_steps 4"}
+        rank.versions, rank.deepspeed = {"deepspeed": version}, json.dumps(config)
+        for step in rank.steps:
+            step.asked = 4
+    told = [found for found in TrainingAudit(ranks).findings if found.topic == "known bad"]
+    if not is_known_bad:
+        assert not told
+        return
+    assert [found.level for found in told] == [Level.WARNING]
+    assert told[0].text.startswith(f"your deepspeed {version} with offload_optimizer: ZeRO-2")
+
+
+def test_an_accusation_names_file_and_line(tmp_path: Path) -> None:
+    accused = [
+        found for found in audit(tmp_path, without_first).findings if found.level is Level.ERROR
+    ]
+    assert accused
+    assert all(found.text.endswith(", at train.py:9") for found in accused)
 
 
 def test_of_several_trainings_one_is_judged(tmp_path: Path) -> None:

@@ -14,16 +14,13 @@ from bench.audit.command.training_audit import RIGHT
 from tests.audit_command.cases import SCRIPTS, Case
 
 pytestmark = pytest.mark.torch
-KERNELS = (
-    'library.impl(name, self._kernel(operator, common), "BackendSelect", with_keyset=True)',
-    "pass",
-)
+KERNELS = "if self._only not in common:", "if True:"
 HOOKS = (
     "self.handle = leaf.register_hook(self._add)",
     "self.handle = leaf.register_hook(lambda _: None)",
 )
 FREED = "self._libraries.append(library)", ""
-SINK = "len(node._input_metadata) > 1", "False"
+SINK = "if has_others and len(node._input_metadata) <= 1:", "if has_others:"
 EMPTY = 'getattr(leaf, "ds_shape", local.shape)', "local.shape"
 FAILS = "added, self.added, self.recording = self.added, None, False", "raise ValueError"
 DDP = "ddp loss-inside"
@@ -31,15 +28,20 @@ ON_RANKS = pytest.mark.slow
 MUTANTS = [
     pytest.param("leaf_probes", *HOOKS, "single tied", "weights unknown", id="no hooks of leaves"),
     pytest.param(
-        "leaf_probes", "if self.recording and", "if", "single penalty", None, id="autograd.grad"
+        "leaf_probes",
+        "if not self.recording:",
+        "if False:",
+        "single penalty",
+        None,
+        id="autograd.grad",
     ),
     pytest.param("leaf_probes", *FAILS, "single scaler", "not judged", id="an error"),
     pytest.param(
-        "training_recorder", "if inside > 1:", "if False:", "single lbfgs", None, id="LBFGS"
+        "training_recorder", "if num_inside > 1:", "if False:", "single lbfgs", None, id="LBFGS"
     ),
     pytest.param(
         "training_recorder",
-        "if inside:",
+        "if num_inside:",
         "if False:",
         "single closure",
         None,

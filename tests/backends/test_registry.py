@@ -12,7 +12,7 @@ import pytest
 import bench.backends
 from bench import cli
 from bench.backends import base
-from bench.backends.base import EXTRA_BACKENDS, installed_backends, registry
+from bench.backends.base import EXTRA_BACKENDS, installed_backends, only, place_of, registry
 from bench.errors import InputError
 from bench.plan.cell import Device
 from tests.factories import make_backend, make_cell
@@ -167,3 +167,21 @@ def test_the_command_lists_what_it_does_not_load(
         assert cli.main(command) == 2
         error = capsys.readouterr().err
         assert "'mini' is unknown" in error and "mine" in error
+
+
+def test_a_rank_imports_the_module_of_its_own_backend_alone(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(EXTRA_BACKENDS, "mine_package:Mine,bad_package:Mine")
+    assert only("reference", place_of("reference")).name == "reference"
+    assert not (tmp_path / "imported").exists()
+    assert place_of("mine") == "mine_package:Mine"
+    for module in ("mine_package", "bad_package"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    assert only("mine", "mine_package:Mine").name == "mine"
+    assert "bad_package" not in sys.modules
+
+
+def test_a_backend_of_a_package_has_the_place_of_its_entry_point(site: Path) -> None:
+    assert place_of("mine") == "mine_package:Mine"
+    assert place_of("no-such") == ""

@@ -240,8 +240,8 @@ def test_it_begins_with_a_recommendation_and_its_reason(capsys: pytest.CaptureFi
     )
     with_offload = first(*TIMED, "--memory", "68GiB")
     assert with_offload.startswith(
-        "Recommendation: deepspeed-zero3-offload needs the least: 61.84 GiB of memory, of 68.00 GiB, and 3,111.2 MiB of "
-        "the host's, which is tight:"
+        "Recommendation: deepspeed-zero3-offload needs the least: 61.84 GiB of memory, of 68.00 GiB, and 3,111.2 MiB "
+        "of the host's, which is tight:"
     )
     assert "Without offload none fits" in with_offload
     nothing_fits = first(*TIMED, "--memory", "8GiB")

@@ -31,9 +31,30 @@ def test_a_scaled_update_is_all_scale_and_no_residual(tmp_path: Path, scale: flo
 def test_an_orthogonal_part_is_all_residual(tmp_path: Path) -> None:
     update.save({"a": torch.tensor([3.0, 0.0])}, tmp_path / "truth.safetensors")
     found = update.compare([("a", torch.tensor([3.0, 1.5]))], tmp_path / "truth.safetensors", CPU)
+    assert (found.pop("tensor"), found.pop("tensor_error")) == ("a", pytest.approx(0.5))
     assert found == pytest.approx(
         {"scale": 1.0, "error": 0.5, "residual": 0.5, "norm": math.hypot(3.0, 1.5)}
     )
+
+
+def test_the_tensor_that_is_furthest_off_is_named_and_rounding_is_not_counted(
+    tmp_path: Path,
+) -> None:
+    """A tensor of noise is compared with the others, and what rounding its weight leaves is no error."""
+    path = tmp_path / "truth.safetensors"
+    large, small, noise = torch.ones(1000), torch.full((10,), 1e-2), torch.full((4,), 1e-8)
+    update.save({"large": large, "small": small, "noise": noise}, path, {"large": 1e4})
+
+    def worst(**change: Tensor) -> tuple[str, float]:
+        right = {"large": large, "small": small, "noise": noise}
+        found = update.compare((right | change).items(), path, CPU)
+        return found["tensor"], found["tensor_error"]
+
+    assert worst() == ("large", 0.0)
+    assert worst(large=large + 1e-6)[1] == 0.0, "half of an ulp of 300"
+    assert worst(small=torch.zeros(10)) == ("small", pytest.approx(0.1, rel=0.01))
+    assert worst(noise=-noise)[1] < 1e-6
+    assert worst(small=torch.full((10,), math.nan)) == ("small", math.inf)
 
 
 def test_a_reference_that_did_not_move_is_refused(tmp_path: Path) -> None:
@@ -64,6 +85,7 @@ def test_chunks_give_the_figures_of_whole_tensors() -> None:
     truth = {name: torch.randn(shape) for name, shape in shapes.items()}
     change = {name: 0.5 * value + 0.01 * torch.randn_like(value) for name, value in truth.items()}
     found = update.deviation(change.items(), truth.__getitem__, "the truth", CPU)
+    del found["tensor"], found["tensor_error"]
     assert found == pytest.approx(as_a_whole(change, truth), rel=1e-9)
 
 

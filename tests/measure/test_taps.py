@@ -99,7 +99,7 @@ def test_training_seconds_run_from_the_first_fetch_to_the_last_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     times = iter([1.0, 4.0, 11.0])
-    monkeypatch.setattr("bench.measure.taps.time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("bench.measure.taps.perf_counter", lambda: next(times))
     taps = Taps(lambda: None)
     for event in stream("flsflsf"):
         taps.record(event.kind)

@@ -52,10 +52,12 @@ class Run:
         repeats: int = 3,
         seed: int = 0,
         backends: Mapping[str, type[Backend]] = BACKENDS,
+        workload: str = "llama",
     ) -> None:
         self.folder = folder
         self.backends = backends
         overrides = {"repeats": repeats, "training.seed": seed, "timeout_s": 77}
+        overrides["workload.workload"] = workload
         self.matrix = make_matrix(
             overrides, backend=[name for name in backends if name != REFERENCE], accumulate=[2]
         )
@@ -452,3 +454,19 @@ def test_cells_that_are_skipped_are_rows_and_are_not_tried(tmp_path: Path) -> No
     assert run.statuses("b1") == ["unsupported"] * 3
     reasons = {record["reason"] for record in run.records if record["cell"]["backend"] == "b1"}
     assert reasons == {"1b needs 9 GiB by prediction, the GPU has 8"}
+
+
+@pytest.mark.parametrize("status", [Status.CRASHED, Status.HANG, Status.TIMEOUT, Status.OOM])
+def test_a_reference_of_ones_own_model_that_fails_ends_the_run(
+    tmp_path: Path, status: Status
+) -> None:
+    run = Run(tmp_path / "run", workload="tests.own_workload:Cycle")
+    with pytest.raises(InputError, match=f"'tests.own_workload:Cycle': its reference.*{status}"):
+        run.go(when(REFERENCE, 0, failed(status)))
+    assert run.statuses(REFERENCE) == [status], "what happened is kept"
+
+
+def test_a_reference_of_a_shipped_model_that_fails_does_not(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", repeats=1)
+    run.go(when(REFERENCE, 0, failed(Status.HANG)))
+    assert len(run.records) == len(run.cells)

@@ -72,6 +72,10 @@ def _trained(folder: Path, kind: str, command: Command) -> None:
     assert (trials["status"] == "ok").all(), found + run.process.stdout + run.process.stderr
     assert run.process.returncode == 0, run.process.stdout + run.process.stderr
     assert set(BACKENDS) < set(trials["backend"])
+    name = f"hf:{config.name}"
+    assert all(re.fullmatch(rf"{name}@sha256:[0-9a-f]{{16}}", text) for text in trials["workload"])
+    shown = run.process.stdout + (run.folder / "report.md").read_text()
+    assert name in " ".join(shown.split()), "pages call the model so, wherever its config lies"
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
-from bench.audit.command.loss_scale import LossScale, described
+from bench.audit.command.gradient_weights import (
+    ExplainedGradient,
+    Place,
+    Weight,
+    largest_residual,
+)
+from bench.audit.command.loss_scale import described
 from bench.audit.command.optimizer_audit import OptimizerAudit, pattern
 from bench.audit.command.training_audit import NOT_JUDGED, TrainingAudit
+from bench.audit.command.update_windows import counts_of
 from bench.findings import Level
 
 MARKS = {Level.ERROR: "x", Level.WARNING: "!", Level.NOTE: "-", Level.GOOD: "-"}
@@ -25,19 +35,25 @@ def headline(audit: TrainingAudit) -> str:
     """The verdict, and of which updates it is."""
     if audit.verdict == NOT_JUDGED or not audit.optimizers:
         return audit.verdict
-    parts = []
-    for optimizer in audit.optimizers[:MOST_OPTIMIZERS]:
-        judged = len(optimizer.mine)
-        total = audit.num_updates(optimizer.number)
-        which = f"updates 1 to {judged}" if judged > 1 else "update 1"
-        if total is None:
-            which += " (how many there are is not known)"
-        elif total > judged:
-            which += f" of {total}"
-        if len(audit.optimizers) > 1:
-            which += f" of {optimizer.title()}"
-        parts.append(which)
-    return f"{audit.verdict}, in {' and '.join(parts)}"
+    judged = map(partial(_judged, audit), audit.optimizers[:MOST_OPTIMIZERS])
+    shown = f"{audit.verdict}, in {' and '.join(judged)}"
+    if audit.is_right and audit.warnings:
+        shown += f"; see also: {', '.join(audit.warnings)}"
+    return shown
+
+
+def _judged(audit: TrainingAudit, optimizer: OptimizerAudit) -> str:
+    """Which updates of an optimizer are judged."""
+    judged = len(optimizer.mine)
+    total = audit.num_updates(optimizer.number)
+    which = f"updates 1 to {judged}" if judged > 1 else "update 1"
+    if total is None:
+        which += " (how many there are is not known)"
+    elif total > judged:
+        which += f" of {total}"
+    if len(audit.optimizers) > 1:
+        which += f" of {optimizer.title()}"
+    return which
 
 
 def evidence(audit: TrainingAudit) -> dict[str, str]:
@@ -49,101 +65,126 @@ def evidence(audit: TrainingAudit) -> dict[str, str]:
     }
     for optimizer in audit.optimizers[:MOST_OPTIMIZERS]:
         name = "updates" if optimizer is audit.optimizers[0] else f"updates {optimizer.number + 1}"
-        counts = pattern([update.count for update in optimizer.mine])
+        counts = pattern(counts_of(optimizer.mine))
         update = optimizer.mine[:2][-1]  # the first may be a special one
         shown[name] = f"{counts} backwards; events {update.events}; {optimizer.title()}"
     if audit.optimizers:
         backward = audit.optimizers[0].mine[0].backwards[0]
         shown["loss"] = described(next(iter(backward.criteria), None))
-    weighed = [optimizer for optimizer in audit.optimizers if optimizer.gradients]
-    if weighed:
-        shown |= _weights(audit, weighed[0])
+    for optimizer in audit.optimizers:
+        if optimizer.gradients:
+            shown |= _weights(audit, optimizer)
+            break
     shown["sampled"] = f"{len(audit.first.leaves)} of {audit.first.num_leaves} parameters"
     shown["not seen"] = NOT_LOOKED_AT
     return shown
 
 
 def _weights(audit: TrainingAudit, optimizer: OptimizerAudit) -> dict[str, str]:
-    shown = {}
+    """What micro-batches weigh in one gradient, and how well that is known."""
     gradient = min(
         optimizer.gradients,
         key=lambda found: (abs(found.update - 1), found.gradient_of, -len(found.leaves)),
     )
     place = f"update {gradient.update + 1} of rank {gradient.gradient_of[0]}"
-    losses = loss_weights(optimizer.scale)
-    for rank in [*audit.ranks][:MOST_RANKS]:
-        row = []
-        for found in gradient.weights:
-            if found.rank == rank:
-                weight = losses.get(
-                    (gradient.update, gradient.gradient_of, rank, found.micro_batch)
-                )
-                row.append(found.weight if weight is None else weight)
-        numbers = (
-            " ".join(f"{weight:.4f}" for weight in row[:MOST_WEIGHTS]) or "cannot be told apart"
-        )
-        if len(row) > MOST_WEIGHTS:
-            numbers += " ..."
+    losses = _loss_weights(optimizer, gradient)
+    shown = {}
+    for rank in list(audit.ranks)[:MOST_RANKS]:
         if rank in gradient.replicas:
+            numbers = _numbers(gradient.of_rank(rank), losses)
             shown[f"rank {rank}"] = f"weights in {place}: {numbers}"
-    residual = max(gradient.residual for gradient in optimizer.gradients)
+    residual = largest_residual(optimizer.gradients)
     shown["residual"] = f"{residual:.0e} of the gradients is not explained by weights"
     shown["held in"] = ", ".join(sorted(optimizer.held)) or "unknown"
     return shown
 
 
-def loss_weights(
-    scale: LossScale | None,
-) -> dict[tuple[int, tuple[int, ...], int, int], float | None]:
-    """What the main loss of a micro-batch weighs, by update, gradient, rank and micro-batch."""
-    found: dict[tuple[int, tuple[int, ...], int, int], float | None] = {}
-    if scale is None:
+def _numbers(weights: list[Weight], losses: Mapping[Place, float | None]) -> str:
+    """The weights of the first micro-batches of a rank: of their losses, if these are known."""
+    if not weights:
+        return "cannot be told apart"
+    numbers = []
+    for found in weights[:MOST_WEIGHTS]:
+        weight = losses.get(found.place)
+        numbers.append(f"{found.weight if weight is None else weight:.4f}")
+    if len(weights) > MOST_WEIGHTS:
+        numbers.append("...")
+    return " ".join(numbers)
+
+
+def _loss_weights(
+    optimizer: OptimizerAudit, gradient: ExplainedGradient
+) -> dict[Place, float | None]:
+    """What the main loss of a micro-batch weighs in a gradient, by rank and micro-batch; empty if not known."""
+    found: dict[Place, float | None] = {}
+    if optimizer.scale is None:
         return found
-    for weighed in scale.weighed:
+    for weighed in optimizer.scale.weighed:
         main = weighed.main
-        for loss in weighed.losses:
-            if loss.kind in main[:1]:
-                found[weighed.gradient.update, weighed.gradient.gradient_of, *loss.place] = (
-                    loss.weight
-                )
+        same = weighed.gradient
+        if main and (same.update, same.gradient_of) == (gradient.update, gradient.gradient_of):
+            for loss in weighed.of_kind(main[0]):
+                found[loss.place] = loss.weight
     return found
 
 
 def screen(audit: TrainingAudit) -> list[str]:
     """The screen: the verdict first, then the evidence."""
-    findings = [f"  {MARKS[found.level]} {found.topic}: {found.text}" for found in audit.findings]
-    if len(findings) > MOST_FINDINGS:
-        findings = [
-            *findings[:MOST_FINDINGS],
-            f"  ... {len(findings) - MOST_FINDINGS} more with --json",
-        ]
-    shown = [f"{name:9} {text}" for name, text in evidence(audit).items()]
-    return [f"{'verdict':9} {headline(audit)}", *findings, *shown]
+    lines = [f"{'verdict':9} {headline(audit)}"]
+    for found in audit.findings[:MOST_FINDINGS]:
+        lines.append(f"  {MARKS[found.level]} {found.topic}: {found.text}")
+    if len(audit.findings) > MOST_FINDINGS:
+        lines.append(f"  ... {len(audit.findings) - MOST_FINDINGS} more with --json")
+    for name, text in evidence(audit).items():
+        lines.append(f"{name:9} {text}")
+    return lines
+
+
+@dataclass(frozen=True)
+class WeightRow:
+    """The weight of one micro-batch in one gradient, as ``--json`` prints it."""
+
+    optimizer: str
+    update: int
+    gradient_of: tuple[int, ...]
+    parameters: list[str]
+    rank: int
+    micro_batch: int
+    weight: float
+    is_present: bool
+    loss_weight: float | None
+
+
+def weight_rows(audit: TrainingAudit) -> list[WeightRow]:
+    """All weights that are known."""
+    rows = []
+    for optimizer in audit.optimizers:
+        for gradient in optimizer.gradients:
+            losses = _loss_weights(optimizer, gradient)
+            for found in gradient.weights:
+                rows.append(
+                    WeightRow(
+                        optimizer.title(),
+                        gradient.update,
+                        gradient.gradient_of,
+                        gradient.leaves,
+                        found.rank,
+                        found.micro_batch,
+                        found.weight,
+                        found.is_present,
+                        losses.get(found.place),
+                    )
+                )
+    return rows
 
 
 def document(audit: TrainingAudit, status: int) -> dict[str, Any]:
     """The same as data."""
-    rows = []
-    for optimizer in audit.optimizers:
-        losses = loss_weights(optimizer.scale)
-        for gradient in optimizer.gradients:
-            for found in gradient.weights:
-                place = gradient.update, gradient.gradient_of, found.rank, found.micro_batch
-                rows.append(
-                    {
-                        "optimizer": optimizer.title(),
-                        "update": gradient.update,
-                        "gradient_of": gradient.gradient_of,
-                        "parameters": gradient.leaves,
-                        **vars(found),
-                        "loss_weight": losses.get(place),
-                    }
-                )
     return {
         "verdict": audit.verdict,
         "headline": headline(audit),
         "findings": [found.to_dict() for found in audit.findings],
         "exit_status": status,
         "evidence": evidence(audit),
-        "weights": rows,
+        "weights": list(map(asdict, weight_rows(audit))),
     }

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bench.audit.command.foreground import run_in_foreground
-from bench.audit.command.inside.records import EVENTS, Backward, Criterion, Leaf, Rank, Step
+from bench.audit.command.recorded_events import RecordedRank, parse_line
 from bench.errors import InputError
 from bench.files import python_path
 
@@ -41,51 +40,53 @@ def run(command: Sequence[str], folder: Path, updates: int, *, quiet: bool) -> i
 
 def why_nothing(folder: Path) -> str:
     """Why no process has recorded a backward; empty if one has."""
-    return next(
-        (text for ending, text in NOTHING.items() if not any(folder.glob(f"*.{ending}"))), ""
-    )
+    for ending, text in NOTHING.items():
+        if not any(folder.glob(f"*.{ending}")):
+            return text
+    return ""
 
 
-def read(folder: Path) -> tuple[dict[int, Rank], int]:
+def read(folder: Path) -> tuple[dict[int, RecordedRank], int]:
     """The ranks of the training with the most updates, and how many processes trained apart from it.
 
     A command may train several times, and a launcher may restart its ranks: the last of equals is taken.
     """
-    trainings: dict[tuple[str, int], dict[int, Rank]] = defaultdict(dict)
     paths = sorted(folder.glob("*.jsonl"), key=lambda path: path.stat().st_mtime)
-    found = [rank for path in paths if (rank := _rank(path)) is not None]
-    for rank in sorted(found, key=_num_steps):
+    ranks = []
+    for path in paths:
+        rank = _read_rank(path)
+        if rank is not None:
+            ranks.append(rank)
+    trainings: dict[tuple[str, int], dict[int, RecordedRank]] = defaultdict(dict)
+    for rank in sorted(ranks, key=_num_steps):
         trainings[rank.job, rank.world][rank.rank] = rank
-    latest = reversed(trainings.values())
-    chosen = max(latest, key=lambda ranks: sum(map(_num_steps, ranks.values())), default={})
+    chosen = max(reversed(trainings.values()), key=_num_steps_of_all, default={})
     return dict(sorted(chosen.items())), len(paths) - len(chosen)
 
 
-def _num_steps(rank: Rank) -> int:
-    return sum(isinstance(event, Step) for event in rank.events)
+def _num_steps(rank: RecordedRank) -> int:
+    return len(rank.steps)
 
 
-def _rank(path: Path) -> Rank | None:
+def _num_steps_of_all(ranks: Mapping[int, RecordedRank]) -> int:
+    return sum(map(_num_steps, ranks.values()))
+
+
+def _read_rank(path: Path) -> RecordedRank | None:
     """What a process has recorded; None if nothing. A process that was killed may have cut off its last line."""
-    rank: Rank | None = None
+    rank: RecordedRank | None = None
     events = []
     is_cut = False
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            found = json.loads(line)
-        except json.JSONDecodeError:
+            line = parse_line(text)
+        except ValueError:
             is_cut = True
             continue
-        ((name, fields),) = found.items()
-        if name == "rank":
-            fields["leaves"] = [Leaf(**leaf) for leaf in fields["leaves"]]
-            rank = Rank(**fields)
-            continue
-        event = EVENTS[name](**fields)
-        if isinstance(event, Backward):
-            event.criteria = [Criterion(**criterion) for criterion in fields["criteria"]]
-            event.injected = [Criterion(**criterion) for criterion in fields["injected"]]
-        events.append(event)
+        rank = line.rank or rank
+        event = line.backward or line.clipping or line.step or line.end
+        if event is not None:
+            events.append(event)
     if rank is not None:
         rank.events, rank.is_cut = events, is_cut
     return rank

@@ -45,7 +45,9 @@ def run_in_foreground(
         for process in waiting:
             _send(process.pid, number)
 
-    before = {number: signal.signal(number, pass_on) for number in PASSED}
+    before = {}
+    for passed in PASSED:
+        before[passed] = signal.signal(passed, pass_on)
     try:
         with _terminal() as terminal:
             process = subprocess.Popen(command, env=environment, stdout=output, process_group=0)
@@ -55,13 +57,13 @@ def run_in_foreground(
                 _send(process.pid, number)
             status = _wait(process, terminal)
             waiting.clear()
-            ending = [number for number in received if number in ENDING]
+            ending = list(filter(ENDING.__contains__, received))
             if ending:
                 _end_group(process.pid, ending[-1])
             return status
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for passed, handler in before.items():
+            signal.signal(passed, handler)
 
 
 def _wait(process: subprocess.Popen[bytes], terminal: int | None) -> int:

@@ -13,13 +13,13 @@ by itself, and those with the same coefficients are put together again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from bench.audit.command.inside.records import Leaf, Rank
-from bench.audit.command.update_windows import AuditedUpdate, Vector, added, left
+from bench.audit.command.recorded_events import RecordedLeaf, RecordedRank, Vector
+from bench.audit.command.update_windows import AuditedUpdate, added, left
 
 SINGULAR = 1e-5
 """Columns with smaller relative singular values cannot be told apart in fp32."""
@@ -48,6 +48,10 @@ class Weight:
     is_present: bool
     """Whether it is not 0."""
 
+    @property
+    def place(self) -> Place:
+        return self.rank, self.micro_batch
+
 
 @dataclass
 class ExplainedGradient:
@@ -75,7 +79,41 @@ class ExplainedGradient:
     @property
     def level(self) -> float:
         """The largest weight."""
-        return max((abs(found.weight) for found in self.weights), default=0.0)
+        largest = 0.0
+        for found in self.weights:
+            largest = max(largest, abs(found.weight))
+        return largest
+
+    @property
+    def owner(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """Whose gradient it is: of which update, ranks and replicas."""
+        return self.update, self.gradient_of, self.replicas
+
+    def of_rank(self, rank: int) -> list[Weight]:
+        """Of the micro-batches of a rank, in order."""
+        return [found for found in self.weights if found.rank == rank]
+
+    def present(self, rank: int) -> list[Weight]:
+        """Of those that are in it."""
+        return [found for found in self.of_rank(rank) if found.is_present]
+
+    def coefficients(self) -> dict[Place, float]:
+        """Of the micro-batches that are in it, by rank and number."""
+        coefficients = {}
+        for found in self.weights:
+            if found.is_present:
+                coefficients[found.place] = found.weight
+        return coefficients
+
+
+def updates_with(gradients: Iterable[ExplainedGradient]) -> set[int]:
+    """The updates that these gradients are of."""
+    return {gradient.update for gradient in gradients}
+
+
+def largest_residual(gradients: Iterable[ExplainedGradient]) -> float:
+    """Of any of these."""
+    return max(gradient.residual for gradient in gradients)
 
 
 @dataclass
@@ -93,7 +131,37 @@ class Explained:
         self.gradients += other.gradients
         self.reasons += other.reasons
         for leaf, residual in other.unexplained.items():
-            self.unexplained[leaf] = max(residual, self.unexplained.get(leaf, 0.0))
+            self.leave(leaf, residual)
+
+    def leave(self, leaf: str, residual: float) -> None:
+        """The gradient of a parameter is no such sum."""
+        self.unexplained[leaf] = max(residual, self.unexplained.get(leaf, 0.0))
+
+
+@dataclass
+class _Solution:
+    coefficients: dict[Place, float]
+    errors: dict[Place, float]
+    left: float
+    left_error: float
+
+    def weights(self) -> list[Weight]:
+        """Those of micro-batches that can be told apart."""
+        largest = max(map(abs, self.coefficients.values()), default=0.0)
+        weights = []
+        for place, weight in sorted(self.coefficients.items()):
+            error = self.errors[place]
+            if error < TOLERANCE * largest or not largest:
+                is_present = abs(weight) > max(ABSENT * largest, ERRORS * error)
+                weights.append(Weight(*place, weight, is_present))
+        return weights
+
+    @property
+    def known_left(self) -> float:
+        """The coefficient of what was left; 0 where it is none, or not known."""
+        if self.left_error >= TOLERANCE or abs(self.left) <= TOLERANCE:
+            return 0.0
+        return self.left
 
 
 @dataclass
@@ -107,13 +175,39 @@ class _Equation:
     left: Vector
     right: Vector
 
+    def column(self, place: Place) -> Vector:
+        """A micro-gradient; 0 where that backward has not reached the parameter."""
+        found = self.columns.get(place)
+        return np.zeros(len(self.right)) if found is None else found
+
+    def block(self, places: Sequence[Place]) -> Vector:
+        """The columns of some backwards, and of what was left: [coordinate, column]."""
+        return np.column_stack([*map(self.column, places), self.left])
+
+    def residual(self, solution: _Solution) -> float:
+        """Relative to the gradient, or to its largest part where that is 0."""
+        total = solution.left * self.left
+        size = float(np.linalg.norm(self.right))
+        for place, coefficient in solution.coefficients.items():
+            if place in self.columns:
+                part = coefficient * self.columns[place]
+                total = total + part
+                size = max(size, float(np.linalg.norm(part)))
+        if not size:
+            return 0.0
+        return float(np.linalg.norm(total - self.right)) / size
+
 
 @dataclass
-class _Solution:
-    coefficients: dict[Place, float]
-    errors: dict[Place, float]
-    left: float
-    left_error: float
+class _Group:
+    """Parameters with the same coefficients."""
+
+    equations: list[_Equation]
+    solution: _Solution
+
+    def residuals(self) -> list[float]:
+        """Of each parameter."""
+        return [equation.residual(self.solution) for equation in self.equations]
 
 
 def fit(columns: Vector, right: Vector) -> tuple[Vector, Vector, float]:
@@ -142,55 +236,51 @@ def fit(columns: Vector, right: Vector) -> tuple[Vector, Vector, float]:
 
 
 def explain(
-    ranks: Mapping[int, Rank], updates: Mapping[int, AuditedUpdate], optimizer: int
+    ranks: Mapping[int, RecordedRank], updates: Mapping[int, AuditedUpdate], optimizer: int
 ) -> Explained:
     """The gradients of one update on all ranks that make it."""
     found = Explained()
-    groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[_Equation]] = {}
+    together: dict[tuple[tuple[int, ...], tuple[int, ...]], list[_Equation]] = {}
     for equation in _equations(ranks, updates):
-        groups.setdefault((equation.holders, equation.replicas), []).append(equation)
+        together.setdefault((equation.holders, equation.replicas), []).append(equation)
     number = next(iter(updates.values())).number
-    for (holders, replicas), equations in groups.items():
+    for equations in together.values():
         try:
-            solved = _solve(equations, found)
+            groups = _solve(equations, found)
         except ValueError as error:
             found.reasons.append(str(error))
             continue
-        lefts = {equation.leaf for equation in equations if equation.left.any()}
-        for leaves, solution, residual in solved:
-            gradient = _gradient(number, optimizer, (holders, replicas), leaves, solution)
-            gradient.residual, gradient.num_leaves = residual, len(equations)
-            gradient.left_in = [leaf for leaf in leaves if leaf in lefts]
-            found.gradients.append(gradient)
+        for group in groups:
+            found.gradients.append(_gradient(number, optimizer, group, len(equations)))
     return found
 
 
-def _gradient(
-    update: int,
-    optimizer: int,
-    ranks: tuple[tuple[int, ...], tuple[int, ...]],
-    leaves: list[str],
-    solution: _Solution,
-) -> ExplainedGradient:
-    largest = max(map(abs, solution.coefficients.values()), default=0.0)
-    weights = []
-    for place in sorted(solution.coefficients):
-        error = solution.errors[place]
-        if error < TOLERANCE * largest or not largest:
-            weight = solution.coefficients[place]
-            is_present = abs(weight) > max(ABSENT * largest, ERRORS * error)
-            weights.append(Weight(*place, weight, is_present))
-    left = solution.left
-    if solution.left_error >= TOLERANCE or abs(left) <= TOLERANCE:
-        left = 0.0
-    is_resolved = len(weights) == len(solution.errors)
-    holders, replicas = ranks
+def _gradient(update: int, optimizer: int, group: _Group, num_leaves: int) -> ExplainedGradient:
+    first, solution = group.equations[0], group.solution
+    weights = solution.weights()
+    leaves, left_in = [], []
+    for equation in group.equations:
+        leaves.append(equation.leaf)
+        if equation.left.any():
+            left_in.append(equation.leaf)
     return ExplainedGradient(
-        update, optimizer, holders, replicas, leaves, 0, weights, is_resolved, 0.0, left, []
+        update,
+        optimizer,
+        first.holders,
+        first.replicas,
+        leaves,
+        num_leaves,
+        weights,
+        is_resolved=len(weights) == len(solution.errors),
+        residual=max(group.residuals()),
+        left=solution.known_left,
+        left_in=left_in,
     )
 
 
-def _equations(ranks: Mapping[int, Rank], updates: Mapping[int, AuditedUpdate]) -> list[_Equation]:
+def _equations(
+    ranks: Mapping[int, RecordedRank], updates: Mapping[int, AuditedUpdate]
+) -> list[_Equation]:
     """One for each parameter and each set of ranks that holds its gradient."""
     places: dict[str, dict[int, int]] = {}
     for rank, update in updates.items():
@@ -198,14 +288,19 @@ def _equations(ranks: Mapping[int, Rank], updates: Mapping[int, AuditedUpdate]) 
             places.setdefault(ranks[rank].leaves[leaf].name, {})[rank] = leaf
     equations = []
     for name, leaf_of in places.items():
-        for replicas in replica_groups(
-            {rank: ranks[rank].leaves[leaf] for rank, leaf in leaf_of.items()}
-        ):
+        for replicas in replica_groups(leaves_of(ranks, leaf_of)):
             equations += _of_replicas(name, {rank: leaf_of[rank] for rank in replicas}, updates)
     return equations
 
 
-def replica_groups(leaves: Mapping[int, Leaf]) -> list[tuple[int, ...]]:
+def leaves_of(
+    ranks: Mapping[int, RecordedRank], numbers: Mapping[int, int]
+) -> dict[int, RecordedLeaf]:
+    """What each rank says of a parameter, by its number on each of them."""
+    return {rank: ranks[rank].leaves[number] for rank, number in numbers.items()}
+
+
+def replica_groups(leaves: Mapping[int, RecordedLeaf]) -> list[tuple[int, ...]]:
     """Ranks with the same part of a parameter, and the same values in it when the training began."""
     groups: list[list[int]] = []
     for rank, leaf in leaves.items():
@@ -215,11 +310,11 @@ def replica_groups(leaves: Mapping[int, Leaf]) -> list[tuple[int, ...]]:
                 break
         else:
             groups.append([rank])
-    return [tuple(group) for group in groups]
+    return list(map(tuple, groups))
 
 
-def _is_replica(first: Leaf, second: Leaf) -> bool:
-    if tuple(first.shape) != tuple(second.shape) or first.part != second.part:
+def _is_replica(first: RecordedLeaf, second: RecordedLeaf) -> bool:
+    if first.shape != second.shape or first.part != second.part:
         return False
     if first.start is None or second.start is None:
         return True
@@ -229,26 +324,33 @@ def _is_replica(first: Leaf, second: Leaf) -> bool:
 def _of_replicas(
     name: str, leaf_of: Mapping[int, int], updates: Mapping[int, AuditedUpdate]
 ) -> list[_Equation]:
-    used = {rank: updates[rank].used[leaf] for rank, leaf in leaf_of.items()}
-    size = max(len(values) for values in used.values())
     columns: dict[Place, Vector] = {}
+    used: dict[int, Vector] = {}
     for rank, leaf in leaf_of.items():
+        used[rank] = updates[rank].used[leaf]
         for number, backward in enumerate(updates[rank].backwards):
             values = added(backward, leaf)
             if values is not None and np.isfinite(values).all():
-                columns[rank, number] = np.array(values)
+                columns[rank, number] = values
     equations = []
     for holders, right in _shards(used).items():
         known = ~np.isnan(right)
-        rest = np.zeros(size)
+        rest = np.zeros(len(right))
         for rank in holders:
-            for backward in updates[rank].backwards:
-                values = left(backward, leaf_of[rank])
-                if values is not None:
-                    rest += np.nan_to_num(np.array(values, dtype=float))
+            rest += _left_in(updates[rank], leaf_of[rank], len(right))
         here = {place: column[known] for place, column in columns.items()}
         equations.append(_Equation(name, holders, tuple(leaf_of), here, rest[known], right[known]))
     return equations
+
+
+def _left_in(update: AuditedUpdate, leaf: int, size: int) -> Vector:
+    """What was left in the gradient of a leaf when the window began; 0 where that is not known."""
+    rest = np.zeros(size)
+    for backward in update.backwards:
+        values = left(backward, leaf)
+        if values is not None:
+            rest += np.nan_to_num(values)
+    return rest
 
 
 def _shards(used: Mapping[int, Vector]) -> dict[tuple[int, ...], Vector]:
@@ -258,123 +360,113 @@ def _shards(used: Mapping[int, Vector]) -> dict[tuple[int, ...], Vector]:
         is_here = ~np.isnan(values)
         if not is_here.any():
             continue
-        others = next((some for some, known in found.items() if np.isnan(known[is_here]).all()), ())
+        others: tuple[int, ...] = ()
+        for holders, known in found.items():
+            if np.isnan(known[is_here]).all():
+                others = holders
+                break
         before = found.pop(others, np.full(len(values), np.nan))
         found[*others, rank] = np.where(is_here, values, before)
     return found
 
 
-def _solve(
-    equations: Sequence[_Equation], found: Explained
-) -> list[tuple[list[str], _Solution, float]]:
-    """Parameters, solution and residual: of all parameters together, or of groups that differ."""
-    solution = _together(equations)
-    residuals = [_residual(equation, solution) for equation in equations]
-    usual = float(np.median(residuals))
-    limit = max(SAME, 20 * usual)
+def _solve(equations: list[_Equation], found: Explained) -> list[_Group]:
+    """All parameters together, or groups that differ."""
+    everything = _Group(equations, _together(equations))
+    residuals = everything.residuals()
+    limit = max(SAME, 20 * float(np.median(residuals)))
     if max(residuals) <= min(limit, EXPLAINED):
-        return [([equation.leaf for equation in equations], solution, max(residuals))]
+        return [everything]
     return _apart(equations, found)
 
 
-def _apart(
-    equations: Sequence[_Equation], found: Explained
-) -> list[tuple[list[str], _Solution, float]]:
+def _apart(equations: Sequence[_Equation], found: Explained) -> list[_Group]:
     """Each parameter is solved by itself, the largest first; others that the solution explains join it."""
-    groups: list[tuple[list[_Equation], _Solution]] = []
+    groups: list[_Group] = []
     waiting: list[_Equation] = []
     for equation in sorted(equations, key=lambda equation: -len(equation.right)):
-        for members, solution in groups:
-            if _residual(equation, solution) <= SAME:
-                members.append(equation)
-                break
+        if _join(equation, groups):
+            continue
+        try:
+            solution = _together([equation])
+        except ValueError:
+            waiting.append(equation)
+            continue
+        residual = equation.residual(solution)
+        if residual > EXPLAINED:
+            found.leave(equation.leaf, residual)
         else:
-            try:
-                solution = _together([equation])
-            except ValueError:
-                waiting.append(equation)
-                continue
-            residual = _residual(equation, solution)
-            if residual > EXPLAINED:
-                found.unexplained[equation.leaf] = max(
-                    residual, found.unexplained.get(equation.leaf, 0.0)
-                )
-            else:
-                groups.append(([equation], solution))
+            groups.append(_Group([equation], solution))
     for equation in waiting:
-        near = sorted(groups, key=lambda group: _residual(equation, group[1]))
-        if near and _residual(equation, near[0][1]) <= EXPLAINED:
-            near[0][0].append(equation)
-        elif near:
-            found.unexplained[equation.leaf] = _residual(equation, near[0][1])
-    merged: list[tuple[list[str], _Solution, float]] = []
-    for members, _ in groups:
-        again = _together(members)
-        merged.append(
-            (
-                [member.leaf for member in members],
-                again,
-                max(_residual(member, again) for member in members),
-            )
-        )
-    return merged
+        _join_nearest(equation, groups, found)
+    for group in groups:
+        group.solution = _together(group.equations)
+    return groups
+
+
+def _join(equation: _Equation, groups: Sequence[_Group]) -> bool:
+    """Add a parameter to the first group whose coefficients it has."""
+    for group in groups:
+        if equation.residual(group.solution) <= SAME:
+            group.equations.append(equation)
+            return True
+    return False
+
+
+def _join_nearest(equation: _Equation, groups: Sequence[_Group], found: Explained) -> None:
+    """Of a parameter with too few coordinates."""
+    if not groups:
+        return
+    nearest = min(groups, key=lambda group: equation.residual(group.solution))
+    residual = equation.residual(nearest.solution)
+    if residual <= EXPLAINED:
+        nearest.equations.append(equation)
+    else:
+        found.leave(equation.leaf, residual)
 
 
 def _together(equations: Sequence[_Equation]) -> _Solution:
     """Least squares over all of these. Micro-gradients that are the same on several ranks are one column."""
-    places = sorted({place for equation in equations for place in equation.columns})
-    copies = _copies(equations, places)
-    kept = [place for place in places if place not in copies]
+    places: set[Place] = set()
+    for equation in equations:
+        places.update(equation.columns)
+    kept = _without_copies(equations, sorted(places))
     if not kept:
         raise ValueError("no backward has added to the gradient that the optimizer uses")
-    blocks = []
+    blocks, rights = [], []
     for equation in equations:
-        zero = np.zeros(len(equation.right))
-        blocks.append(
-            np.column_stack([*(equation.columns.get(place, zero) for place in kept), equation.left])
-        )
+        blocks.append(equation.block(kept))
+        rights.append(equation.right)
     columns = np.concatenate(blocks)
-    right = np.concatenate([equation.right for equation in equations])
-    values, errors, _ = fit(columns, right)
-    has_left = bool(columns[:, -1].any())
-    return _Solution(
+    values, errors, _ = fit(columns, np.concatenate(rights))
+    solution = _Solution(
         dict(zip(kept, values.tolist(), strict=False)),
         dict(zip(kept, errors.tolist(), strict=False)),
-        float(values[-1]) if has_left else 0.0,
-        float(errors[-1]) if has_left else 0.0,
+        left=0.0,
+        left_error=0.0,
     )
+    if columns[:, -1].any():
+        solution.left, solution.left_error = float(values[-1]), float(errors[-1])
+    return solution
 
 
-def _copies(equations: Sequence[_Equation], places: Sequence[Place]) -> set[Place]:
-    """Micro-gradients that another rank has, too, as replicas of tensor parallelism do."""
-    vectors = {}
+def _without_copies(equations: Sequence[_Equation], places: Sequence[Place]) -> list[Place]:
+    """Without micro-gradients that another rank has, too, as replicas of tensor parallelism do."""
+    kept: dict[Place, Vector] = {}
     for place in places:
-        columns = [
-            equation.columns.get(place, np.zeros(len(equation.right))) for equation in equations
-        ]
-        vectors[place] = np.concatenate(columns)
-    copies: set[Place] = set()
-    for place in places:
-        length = np.linalg.norm(vectors[place])
-        for other in places:
-            is_earlier = other[0] < place[0] and other[1] == place[1] and other not in copies
-            if (
-                is_earlier
-                and length
-                and np.linalg.norm(vectors[place] - vectors[other]) <= COPY * length
-            ):
-                copies.add(place)
-                break
-    return copies
+        vector = np.concatenate([equation.column(place) for equation in equations])
+        if not _is_copy(place, vector, kept):
+            kept[place] = vector
+    return list(kept)
 
 
-def _residual(equation: _Equation, solution: _Solution) -> float:
-    """Relative to the gradient, or to its largest part where that is 0."""
-    parts = [
-        coefficient * equation.columns[place]
-        for place, coefficient in solution.coefficients.items()
-        if place in equation.columns
-    ]
-    total = np.sum([*parts, solution.left * equation.left], axis=0)
-    size = max([np.linalg.norm(equation.right), *(np.linalg.norm(part) for part in parts)])
-    return float(np.linalg.norm(total - equation.right) / size) if size else 0.0
+def _is_copy(place: Place, vector: Vector, kept: Mapping[Place, Vector]) -> bool:
+    """Whether an earlier rank has the same micro-gradient at the same backward."""
+    length = np.linalg.norm(vector)
+    if not length:
+        return False
+    for (rank, backward), other in kept.items():
+        is_earlier = rank < place[0] and backward == place[1]
+        if is_earlier and np.linalg.norm(vector - other) <= COPY * length:
+            return True
+    return False

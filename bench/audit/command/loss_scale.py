@@ -12,18 +12,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import median, mode
 
 import numpy as np
 
-from bench.audit.command.gradient_weights import TOLERANCE, ExplainedGradient, Place
-from bench.audit.command.inside.records import Backward, Criterion, Rank
+from bench.audit.command.gradient_weights import (
+    TOLERANCE,
+    ExplainedGradient,
+    Place,
+    Weight,
+    updates_with,
+)
+from bench.audit.command.recorded_events import (
+    RecordedBackward,
+    RecordedCriterion,
+    RecordedHook,
+    RecordedRank,
+    Vector,
+)
 from bench.audit.command.update_windows import (
     AuditedUpdate,
     added,
     batches_per_backward,
+    contrasts,
     has_distinct_data,
     micro_batches,
+    reached_leaves,
 )
 from bench.findings import Finding, error, good, warning
 
@@ -37,30 +51,24 @@ Kind = tuple[str, str | None, int]
 """A criterion's node, its reduction, and which of these it is in its backward."""
 
 
-def described(criterion: Criterion | None) -> str:
+def described(criterion: RecordedCriterion | None) -> str:
     """A criterion and the factor that it receives."""
     if criterion is None or criterion.seed is None:
         return "no criterion found"
-    return f"{criterion.node} ({criterion.reduction or 'unknown reduction'}) receives {criterion.seed:.4g}"
+    reduction = criterion.reduction or "unknown reduction"
+    return f"{criterion.node} ({reduction}) receives {criterion.seed:.4g}"
 
 
-def hook_factor(backward: Backward) -> float | None:
+def hook_factor(backward: RecordedBackward) -> float | None:
     """By what hooks have multiplied the gradient on its way to the parameters; None if that is no single factor."""
     factors = []
-    for is_parameter, before, after in backward.hooks:
-        if not before or not after or len(before) != len(after):
+    for hook in backward.hooks:
+        if not _changes(hook):
             continue
-        old, new = np.array(before), np.array(after)
-        if np.array_equal(old, new):
-            continue
-        nonzero = old != 0
-        ratios = new[nonzero] / old[nonzero]
-        is_uniform = (
-            len(ratios) and np.ptp(ratios) <= EQUAL * abs(ratios[0]) and not new[~nonzero].any()
-        )
-        if is_parameter or not is_uniform:
+        factor = _factor_of(hook)
+        if factor is None:
             return None
-        factors.append(float(ratios[0]))
+        factors.append(factor)
     if not factors:
         return 1.0
     if max(factors) - min(factors) > EQUAL * abs(factors[0]):
@@ -68,14 +76,35 @@ def hook_factor(backward: Backward) -> float | None:
     return factors[0]
 
 
-def weight_of(criterion: Criterion, coefficient: float) -> float | None:
+def _changes(hook: RecordedHook) -> bool:
+    """Whether what came out is visible, and something else than what went in."""
+    old, new = hook.before, hook.after
+    if old is None or new is None or len(old) != len(new):
+        return False
+    return not np.array_equal(old, new)
+
+
+def _factor_of(hook: RecordedHook) -> float | None:
+    """What a hook has multiplied a gradient by; None if it has done something else, or was given a parameter's."""
+    if hook.is_parameter or hook.before is None or hook.after is None:
+        return None
+    nonzero = hook.before != 0
+    ratios = hook.after[nonzero] / hook.before[nonzero]
+    if not len(ratios) or hook.after[~nonzero].any():
+        return None
+    if np.ptp(ratios) > EQUAL * abs(ratios[0]):
+        return None
+    return float(ratios[0])
+
+
+def weight_of(criterion: RecordedCriterion, coefficient: float) -> float | None:
     """What the mean of its terms weighs, by the weight of the micro-gradient; None if that is not visible."""
     if criterion.seed is None or not criterion.is_even:
         return None
     if criterion.reduction in ("mean", "terms"):
-        return coefficient * float(criterion.seed)
+        return coefficient * criterion.seed
     if criterion.reduction == "sum" and criterion.terms:
-        return coefficient * float(criterion.seed * criterion.terms)
+        return coefficient * criterion.seed * criterion.terms
     return None
 
 
@@ -86,7 +115,7 @@ class LossWeight:
     place: Place
     kind: Kind
     weight: float | None
-    criterion: Criterion
+    criterion: RecordedCriterion
     line: str
     """Where its backward was called."""
 
@@ -103,33 +132,106 @@ class WeighedUpdate:
     @property
     def main(self) -> list[Kind]:
         """Kinds of the loss functions of torch, or else of whatever is a mean."""
-        kinds = {loss.kind: loss.criterion for loss in self.losses}
-        named = [kind for kind, criterion in kinds.items() if criterion.is_named]
-        if named:
-            return named
-        return [kind for kind, criterion in kinds.items() if criterion.reduction == "mean"]
+        named: dict[Kind, None] = {}
+        means: dict[Kind, None] = {}
+        for loss in self.losses:
+            if loss.criterion.is_named:
+                named[loss.kind] = None
+            elif loss.criterion.reduction == "mean":
+                means[loss.kind] = None
+        return list(named or means)
 
     def is_named(self, kind: Kind) -> bool:
         """Whether it is a loss function of torch, and not any mean."""
-        return any(loss.criterion.is_named for loss in self.losses if loss.kind == kind)
+        return any(loss.criterion.is_named for loss in self.of_kind(kind))
+
+    @property
+    def has_class_weights(self) -> bool:
+        """Whether classes of a loss have weights of their own."""
+        return any(loss.criterion.is_weighted for loss in self.losses)
+
+    def of_kind(self, kind: Kind) -> list[LossWeight]:
+        return [loss for loss in self.losses if loss.kind == kind]
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """In the order in which they are found."""
+        return list(dict.fromkeys(loss.kind for loss in self.losses))
 
     @property
     def others(self) -> list[Kind]:
+        """Kinds that are not the main ones."""
         main = self.main
-        return list(dict.fromkeys(loss.kind for loss in self.losses if loss.kind not in main))
+        return [kind for kind in self.kinds if kind not in main]
 
     def total(self, kind: Kind, line: str = "") -> float | None:
         """What all losses of a kind weigh; None if one of them is not visible."""
         total = 0.0
-        for loss in self.losses:
-            if loss.kind == kind and line in ("", loss.line):
+        for loss in self.of_kind(kind):
+            if line in ("", loss.line):
                 if loss.weight is None:
                     return None
                 total += loss.weight
         return total
 
     def lines(self, kind: Kind) -> list[str]:
-        return list(dict.fromkeys(loss.line for loss in self.losses if loss.kind == kind))
+        """Where backwards of a kind were called."""
+        return list(dict.fromkeys(loss.line for loss in self.of_kind(kind)))
+
+
+@dataclass
+class CountedLoss:
+    """A micro-batch whose loss is a mean over a known number of terms."""
+
+    place: Place
+    weight: float
+    terms: float
+    rows: int | None
+    """Of its first input, such as sequences; None if that is not visible."""
+
+    @property
+    def share(self) -> float:
+        """What one term weighs."""
+        return self.weight / self.terms
+
+
+@dataclass
+class CountedUpdate:
+    """The micro-batches of one gradient with the terms of their losses."""
+
+    weighed: WeighedUpdate
+    losses: list[CountedLoss]
+
+    @property
+    def has_different_sizes(self) -> bool:
+        return len(set(self.sizes)) > 1
+
+    @property
+    def sizes(self) -> list[float]:
+        """The terms of each micro-batch."""
+        return [loss.terms for loss in self.losses]
+
+    @property
+    def shares(self) -> list[float]:
+        """What one term of each micro-batch weighs."""
+        return [loss.share for loss in self.losses]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all terms weigh the same."""
+        return 1 - min(self.shares) / max(self.shares) < TOLERANCE
+
+    @property
+    def has_one_sequence_each(self) -> bool:
+        """Whether no micro-batch is seen to have several: a mean may weigh sequences alike on purpose."""
+        return all(loss.rows is None or loss.rows <= 1 for loss in self.losses)
+
+    def differs_within_a_rank(self) -> bool:
+        """Otherwise it is the mean over ranks that has unequal parts."""
+        by_rank: dict[int, list[float]] = {}
+        for loss in self.losses:
+            by_rank.setdefault(loss.place[0], []).append(loss.share)
+        return any(1 - min(shares) / max(shares) > TOLERANCE for shares in by_rank.values())
 
 
 @dataclass
@@ -137,7 +239,7 @@ class LossScale:
     """Judges the weights of losses of one optimizer."""
 
     gradients: list[ExplainedGradient]
-    ranks: Mapping[int, Rank]
+    ranks: Mapping[int, RecordedRank]
     updates: Mapping[int, list[AuditedUpdate]]
     """By rank."""
     expect: int | None
@@ -153,29 +255,30 @@ class LossScale:
 
     def __post_init__(self) -> None:
         self._first = next(iter(self.updates))
+        self._mine = self.updates[self._first]
         self._beside = ""
         """Sums of several kinds of losses, of which one is 1."""
-        self._ratio = batches_per_backward(self.updates[self._first])
-        counts = [micro_batches(update, self._ratio) for update in self.updates[self._first]]
-        known = sorted(count for count in counts if count)
-        self.usual = max(known, key=known.count, default=0)
+        self._ratio = batches_per_backward(self._mine)
+        known = []
+        for update in self._mine:
+            count = micro_batches(update, self._ratio)
+            if count:
+                known.append(count)
+        self.usual = mode(sorted(known)) if known else 0
         """Micro-batches of most updates; 0 if that is not visible."""
 
     def findings(self) -> Iterator[Finding]:
         """What the weights sum to, and whether all terms weigh the same."""
-        resolved = [
-            gradient
-            for gradient in self._main_gradients()
-            if gradient.is_resolved and gradient.weights
-        ]
-        if not resolved:
+        for gradient in self._main_gradients():
+            if gradient.is_resolved and gradient.weights:
+                self.weighed.append(self._weigh(gradient))
+        if not self.weighed:
             yield self._open("micro-gradients are 0, or too alike to be told apart")
             return
-        self.weighed = [self._weigh(gradient) for gradient in resolved]
-        doubt = next((why for weighed in self.weighed for why in self._doubts(weighed)), "")
+        doubt = self._first_doubt()
         if doubt and self.ranks[self._first].parallel:
             # Of a pipeline only the last stage knows the loss.
-            clear = [weighed for weighed in self.weighed if not any(self._doubts(weighed))]
+            clear = list(filter(self._is_clear, self.weighed))
             if clear:
                 self.weighed, doubt = clear, ""
         totals = self._totals()
@@ -190,102 +293,105 @@ class LossScale:
         """Of each update and rank the one of most parameters: that others differ is said elsewhere."""
         found: dict[tuple[int, tuple[int, ...], tuple[int, ...]], ExplainedGradient] = {}
         for gradient in self.gradients:
-            key = gradient.update, gradient.gradient_of, gradient.replicas
-            if key not in found or len(gradient.leaves) > len(found[key].leaves):
-                found[key] = gradient
+            largest = found.get(gradient.owner)
+            if largest is None or len(gradient.leaves) > len(largest.leaves):
+                found[gradient.owner] = gradient
         return list(found.values())
 
     def _open(self, why: str) -> Finding:
         return warning("scale not judged", f"{self.label}{why}")
 
+    def _backward_of(self, gradient: ExplainedGradient, found: Weight) -> RecordedBackward:
+        return self.updates[found.rank][gradient.update].backwards[found.micro_batch]
+
     def _weigh(self, gradient: ExplainedGradient) -> WeighedUpdate:
-        losses = []
+        losses: list[LossWeight] = []
         for found in gradient.weights:
-            if not found.is_present:
-                continue
-            backward = self.updates[found.rank][gradient.update].backwards[found.micro_batch]
-            factor = hook_factor(backward)
-            numbers: dict[tuple[str, str | None], int] = {}
-            for criterion in backward.criteria:
-                number = numbers.get((criterion.node, criterion.reduction), 0)
-                numbers[criterion.node, criterion.reduction] = number + 1
-                weight = None
-                if factor is not None:
-                    weight = weight_of(criterion, found.weight * factor)
-                kind = criterion.node, criterion.reduction, number
-                losses.append(
-                    LossWeight(
-                        (found.rank, found.micro_batch), kind, weight, criterion, backward.place
-                    )
-                )
-        count = micro_batches(self.updates[gradient.gradient_of[0]][gradient.update], self._ratio)
-        return WeighedUpdate(gradient, count, losses)
+            if found.is_present:
+                losses += _loss_weights(found, self._backward_of(gradient, found))
+        update = self.updates[gradient.gradient_of[0]][gradient.update]
+        return WeighedUpdate(gradient, micro_batches(update, self._ratio), losses)
+
+    # Why backwards of an update may be parts of a loss instead of micro-batches
+
+    def _first_doubt(self) -> str:
+        for weighed in self.weighed:
+            for why in self._doubts(weighed):
+                return why
+        return ""
+
+    def _is_clear(self, weighed: WeighedUpdate) -> bool:
+        return not any(self._doubts(weighed))
 
     def _doubts(self, weighed: WeighedUpdate) -> Iterator[str]:
-        """Why backwards of an update may be parts of a loss instead of micro-batches."""
         for found in weighed.gradient.weights:
-            backward = self.updates[found.rank][weighed.gradient.update].backwards[
-                found.micro_batch
-            ]
+            backward = self._backward_of(weighed.gradient, found)
             yield from backward.doubts
             if hook_factor(backward) is None:
                 yield "hooks change gradients between the loss and the parameters"
             if backward.covered < 1:
                 yield self._of_joined(backward)
 
-    def _of_joined(self, backward: Backward) -> str:
+    def _of_joined(self, backward: RecordedBackward) -> str:
         text = "the loss joins rows that have a gradient with others that have none, as a cache of features does"
         if not backward.covered:
             return text
         sums = []
         for weighed in self.weighed:
-            totals = [weighed.total(kind) for kind in weighed.main[:1]]
-            sums += [total * backward.covered for total in totals if total is not None]
+            for kind in weighed.main[:1]:
+                total = weighed.total(kind)
+                if total is not None:
+                    sums.append(total * backward.covered)
         share = f"{backward.covered:.3g} of the rows of a loss have a gradient"
         if not sums:
             return f"{text}: {share}"
         return f"{text}: {share}, and weights times that share sum to {median(sums):.4g}"
 
+    # What weights sum to
+
     def _totals(self) -> dict[int, float] | str:
         """By update what the weights of the main loss sum to, of replicas the one farthest from 1; or why not."""
         totals: dict[int, float] = {}
         for weighed in self.weighed:
-            main = weighed.main
-            if not main:
-                shown = described(next((loss.criterion for loss in weighed.losses), None))
-                return f"no mean over a visible number of terms: {shown}"
-            sums = []
-            for kind in main:
-                total = weighed.total(kind)
-                if total is None:
-                    criterion = next(loss.criterion for loss in weighed.losses if loss.kind == kind)
-                    why = "the number of terms of the loss is not visible"
-                    if not criterion.is_even:
-                        why = "the terms of the loss have factors of their own"
-                    return f"{why}: {described(criterion)}"
-                total = self._of_places(weighed, kind, total)
-                if not weighed.is_named(kind):
-                    total = abs(total)  # a mean of logarithms may be subtracted
-                sums.append(total)
-            worst = self._of_kinds(main, sums)
-            if isinstance(worst, str):
-                return worst
+            total = self._total(weighed)
+            if isinstance(total, str):
+                return total
             number = weighed.gradient.update
-            if abs(worst - 1) >= abs(totals.get(number, 1.0) - 1):
-                totals[number] = worst
+            if abs(total - 1) >= abs(totals.get(number, 1.0) - 1):
+                totals[number] = total
         return totals
+
+    def _total(self, weighed: WeighedUpdate) -> float | str:
+        """The same of one gradient."""
+        main = weighed.main
+        if not main:
+            criterion = weighed.losses[0].criterion if weighed.losses else None
+            return f"no mean over a visible number of terms: {described(criterion)}"
+        sums = []
+        for kind in main:
+            total = weighed.total(kind)
+            if total is None:
+                return _why_invisible(weighed.of_kind(kind)[0].criterion)
+            total = self._of_places(weighed, kind, total)
+            if not weighed.is_named(kind):
+                total = abs(total)  # a mean of logarithms may be subtracted
+            sums.append(total)
+        return self._of_kinds(main, sums)
 
     def _of_kinds(self, main: list[Kind], sums: list[float]) -> float | str:
         """The sum of several kinds of losses: 1 if each has 1, or all together; or why that is not judged."""
         worst = max(sums, key=lambda total: abs(total - 1))
-        if len(main) == 1 or abs(worst - 1) <= self._near(1.0):
+        if len(main) == 1 or self._is_one(worst):
             return worst
-        is_one_loss = len({kind[:2] for kind in main}) == 1
-        if is_one_loss and abs(sum(sums) - 1) <= self._near(1.0):
+        nodes = set()
+        for node, reduction, _ in main:
+            nodes.add((node, reduction))
+        if len(nodes) == 1 and self._is_one(sum(sums)):
             return sum(sums)
-        right = [total for total in sums if abs(total - 1) <= self._near(1.0)]
-        parts = ", ".join(f"{kind[0]} {total:.4g}" for kind, total in zip(main, sums, strict=True))
-        if len(right) == 1 and not is_one_loss:
+        right = list(filter(self._is_one, sums))
+        shown = [f"{kind[0]} {total:.4g}" for kind, total in zip(main, sums, strict=True)]
+        parts = ", ".join(shown)
+        if len(right) == 1 and len(nodes) > 1:
             self._beside = parts
             return right[0]
         return f"the loss has several terms, whose weights sum to {parts}"
@@ -293,23 +399,22 @@ class LossScale:
     def _of_places(self, weighed: WeighedUpdate, kind: Kind, total: float) -> float:
         """Where backwards at several places each sum to 1, the batch has several losses, each with a right weight."""
         lines = weighed.lines(kind)
-        if abs(total - 1) <= self._near(1.0) or len(lines) == 1:
+        if self._is_one(total) or len(lines) == 1:
             return total
-        parts = [weighed.total(kind, line) or 0.0 for line in lines]
-        if not weighed.is_named(kind):
-            parts = list(map(abs, parts))
-        if all(abs(part - 1) <= self._near(1.0) for part in parts):
-            return 1.0
-        return total
+        for line in lines:
+            part = weighed.total(kind, line) or 0.0
+            if not weighed.is_named(kind):
+                part = abs(part)
+            if not self._is_one(part):
+                return total
+        return 1.0
 
-    def _near(self, value: float) -> float:
-        return abs(value) * (NEAR_IN_LOW_PRECISION if self.is_low else TOLERANCE)
+    def _is_one(self, total: float) -> bool:
+        return abs(total - 1) <= (NEAR_IN_LOW_PRECISION if self.is_low else TOLERANCE)
 
     def _of_totals(self, sums: dict[int, float]) -> Iterator[Finding]:
         self.total = median(sums.values())
-        wrong = {
-            number: total for number, total in sums.items() if abs(total - 1) > self._near(1.0)
-        }
+        wrong = {number: total for number, total in sums.items() if not self._is_one(total)}
         if wrong:
             self.status = "sum"
             yield self._wrong(wrong, len(sums))
@@ -322,231 +427,289 @@ class LossScale:
 
     def _wrong(self, wrong: dict[int, float], num_updates: int) -> Finding:
         """What sums other than 1, by update, are equal to."""
-        updates = self.updates[self._first]
         example = f"weights sum to {wrong[min(wrong)]:.4g} in {len(wrong)} of {num_updates} updates"
-        counts = {number: micro_batches(updates[number], self._ratio) or 0 for number in wrong}
-        usual, world = self.usual, len(self.gradients[0].replicas)
-        is_every = len(wrong) == num_updates
+        counts = {}
+        for number in wrong:
+            counts[number] = micro_batches(self._mine[number], self._ratio) or 0
         doubt = self._doubt_of_parts(wrong)
-        is_of_others = (
-            not is_every and usual > 0 and all(count not in (0, usual) for count in counts.values())
-        )
-        if (
-            not doubt
-            and is_of_others
-            and self._equals(wrong, {n: count / usual for n, count in counts.items()})
-        ):
-            return self._other_window(counts, example)
-        also = ""
-        if world == usual:
-            also = f"; or it is scaled by the number of ranks, which is {world} too"
-        asked = {step_asked for number in wrong if (step_asked := updates[number].step.asked) > 1}
-        if not doubt and is_every and usual > 1:
-            if self._equals(wrong, dict(counts)):
-                return error(
-                    "not divided", f"{self.label}the loss is not divided by N: {example}{also}"
-                )
-            # Twice 2 may be any 4.
-            is_sure = usual > 2 or usual in asked or usual == self.expect
-            if is_sure and self._equals(
-                wrong, {number: count / usual**2 for number, count in counts.items()}
-            ):
-                return error(
-                    "divided twice", f"{self.label}the loss is divided by N twice: {example}{also}"
-                )
-        if not doubt and is_every and world > 1:
-            if self._equals(wrong, dict.fromkeys(wrong, float(world))):
-                return error("scaled by ranks", f"{self.label}with {world} ranks {example}")
-            # Where a mean is averaged over ranks, 1 / W is a factor of the loss.
-            if self.weighed[0].main[0][1] != "mean" and self._equals(
-                wrong, dict.fromkeys(wrong, 1 / world)
-            ):
-                return error("scaled by ranks", f"{self.label}with {world} ranks {example}")
-        return warning("scale", f"{self.label}{example}: {self._meaning(wrong, doubt)}")
+        fault: Finding | None = None
+        if not doubt and len(wrong) < num_updates:
+            fault = self._other_window(wrong, counts, example)
+        elif not doubt:
+            fault = self._wrong_factor(wrong, counts, example) or self._wrong_ranks(wrong, example)
+        return fault or warning("scale", f"{self.label}{example}: {self._meaning(wrong, doubt)}")
 
-    def _other_window(self, counts: dict[int, int], example: str) -> Finding:
+    def _other_window(
+        self, wrong: dict[int, float], counts: dict[int, int], example: str
+    ) -> Finding | None:
+        """Windows of another length that are divided as if they had the usual one."""
+        if not self.usual or not {0, self.usual}.isdisjoint(counts.values()):
+            return None
+        expected = {number: count / self.usual for number, count in counts.items()}
+        if not self._equals(wrong, expected):
+            return None
         topic, shown = "partial window", min(counts.values())
         if shown > self.usual:
             topic, shown = "overfull window", max(counts.values())
         which = ", ".join(str(number + 1) for number in sorted(counts)[:4])
-        verb = "have" if len(counts) > 1 else "has"
-        updates = "updates" if len(counts) > 1 else "update"
-        text = f"{updates} {which} {verb} {shown} micro-batches where others have {self.usual}: {example}"
-        return error(topic, f"{self.label}{text}")
+        subject = f"updates {which} have" if len(counts) > 1 else f"update {which} has"
+        text = f"{subject} {shown} micro-batches where others have {self.usual}: {example}"
+        return self._accuse(topic, text, [self._mine[min(counts)].step.place])
+
+    def _wrong_factor(
+        self, wrong: dict[int, float], counts: dict[int, int], example: str
+    ) -> Finding | None:
+        """A loss that is never divided by N, or twice."""
+        if self.usual < 2:
+            return None
+        also = ""
+        if len(self.gradients[0].replicas) == self.usual:
+            also = f"; or it is scaled by the number of ranks, which is {self.usual} too"
+        if self._equals(wrong, counts):
+            text = f"the loss is not divided by N: {example}{also}"
+            return self._accuse("not divided", text, self._lines())
+        # Twice 2 may be any 4.
+        is_sure = self.usual > 2 or self.usual == self.expect
+        squares = {}
+        for number, count in counts.items():
+            squares[number] = count / self.usual**2
+            is_sure = is_sure or self.usual == self._mine[number].step.asked
+        if is_sure and self._equals(wrong, squares):
+            text = f"the loss is divided by N twice: {example}{also}"
+            return self._accuse("divided twice", text, self._lines())
+        return None
+
+    def _wrong_ranks(self, wrong: dict[int, float], example: str) -> Finding | None:
+        """Ranks that are summed or averaged once too often."""
+        world = len(self.gradients[0].replicas)
+        if world < 2:
+            return None
+        is_wrong = self._equals(wrong, dict.fromkeys(wrong, float(world)))
+        # Where a mean is averaged over ranks, 1 / W is a factor of the loss.
+        if self.weighed[0].main[0][1] != "mean":
+            is_wrong |= self._equals(wrong, dict.fromkeys(wrong, 1 / world))
+        if not is_wrong:
+            return None
+        return self._accuse("scaled by ranks", f"with {world} ranks {example}", self._lines())
+
+    def _lines(self) -> list[str]:
+        """Where the backwards of the main loss are called."""
+        weighed = self.weighed[0]
+        return weighed.lines(weighed.main[0])
+
+    def _accuse(self, topic: str, text: str, lines: list[str]) -> Finding:
+        return error(topic, f"{self.label}{text}{at(lines)}")
 
     def _meaning(self, wrong: dict[int, float], doubt: str) -> str:
         if doubt:
             return f"this may be meant, {doubt}"
         total = wrong[min(wrong)]
-        clipped = [update.events.count("C") > 0 for update in self.updates[self._first]]
         steps = round(1 / total) if total else 0
         if self.usual == 1 and steps > 1 and abs(total * steps - 1) < NEAR:
             text = f"a step at each micro-batch, as if {steps} were to be accumulated"
-            if 0 < sum(clipped) <= len(clipped) / 2:
-                text += f", and {sum(clipped)} of {len(clipped)} updates are clipped"
+            num_clipped = 0
+            for update in self._mine:
+                num_clipped += bool(update.clips)
+            if 0 < num_clipped <= len(self._mine) / 2:
+                text += f", and {num_clipped} of {len(self._mine)} updates are clipped"
             return f"{text}; or this is meant"
         return "this may be meant"
 
     def _equals(self, wrong: dict[int, float], expected: Mapping[int, float]) -> bool:
         near = NEAR_IN_LOW_PRECISION if self.is_low else NEAR
-        return all(
-            expected[number] and abs(total / expected[number] - 1) < near
-            for number, total in wrong.items()
-        )
+        for number, total in wrong.items():
+            if not expected[number] or abs(total / expected[number] - 1) >= near:
+                return False
+        return True
 
     def _doubt_of_parts(self, wrong: dict[int, float]) -> str:
         """Why backwards may be parts of a loss: only the right sum needs no proof that they are micro-batches."""
-        if any(not found.is_present for gradient in self.gradients for found in gradient.weights):
-            return "since some backwards are not in the gradient"
-        if len({loss.kind for weighed in self.weighed for loss in weighed.losses}) > 1:
+        for gradient in self.gradients:
+            if not all(found.is_present for found in gradient.weights):
+                return "since some backwards are not in the gradient"
+        kinds: set[Kind] = set()
+        for weighed in self.weighed:
+            kinds.update(weighed.kinds)
+        if len(kinds) > 1:
             return "since the loss has several terms"
-        reasons = [self._doubt_of_update(self.updates[self._first][number]) for number in wrong]
-        return next(filter(None, reasons), "")
+        for number in wrong:
+            doubt = self._doubt_of_update(self._mine[number])
+            if doubt:
+                return doubt
+        return ""
 
     def _doubt_of_update(self, update: AuditedUpdate) -> str:
-        reached = {
-            tuple(values is not None for values in backward.added) for backward in update.backwards
-        }
-        if len({backward.place for backward in update.backwards}) > 1:
+        if len(update.places()) > 1:
             return "since backward is called at several places"
-        if len(reached) > 1:
-            return "since the backwards of an update reach different parameters"
-        if any(
-            criterion.in_batch for backward in update.backwards for criterion in backward.criteria
-        ):
-            return "since the rows of a batch are contrasted with each other"
+        first = reached_leaves(update.backwards[0])
+        for backward in update.backwards:
+            if reached_leaves(backward) != first:
+                return "since the backwards of an update reach different parameters"
+            if contrasts(backward):
+                return "since the rows of a batch are contrasted with each other"
         is_asked = update.count in (update.step.asked, self.expect)
         if update.count > 1 and not is_asked and self._ratio != 1 and not has_distinct_data(update):
             return "since it is not visible whether backwards have a micro-batch each"
         return ""
+
+    # Other losses
 
     def _of_others(self) -> Iterator[Finding]:
         """What losses beside the main one weigh, which may have any factor."""
         sums: dict[str, list[float]] = {}
         for weighed in self.weighed:
             for kind in weighed.others:
-                losses = [loss for loss in weighed.losses if loss.kind == kind]
-                weights = [found.weight for found in weighed.gradient.weights]
-                seeds = [loss.criterion.seed or 0.0 for loss in losses]
-                total = weighed.total(kind)
-                if total is None:
-                    total = sum(seeds) * max(map(abs, weights), default=0.0)
-                sums.setdefault(kind[0], []).append(total)
-        for weighed in self.weighed[:1]:
-            for found in weighed.gradient.weights:
-                backward = self.updates[found.rank][weighed.gradient.update].backwards[
-                    found.micro_batch
-                ]
-                for criterion in backward.injected:
-                    seed = (criterion.seed or 0.0) * found.weight
-                    sums.setdefault(f"{criterion.node} (injected by a function)", []).append(
-                        seed * len(weighed.gradient.weights)
-                    )
-        sums = {name: totals for name, totals in sums.items() if any(totals)}
-        is_right = all(abs(median(totals) - 1) <= self._near(1.0) for totals in sums.values())
-        if is_right and not self._beside:
+                sums.setdefault(kind[0], []).append(_sum_of_other(weighed, kind))
+        gradient = self.weighed[0].gradient
+        for found in gradient.weights:
+            for criterion in self._backward_of(gradient, found).injected:
+                total = (criterion.seed or 0.0) * found.weight * len(gradient.weights)
+                sums.setdefault(f"{criterion.node} (injected by a function)", []).append(total)
+        parts = []
+        is_right = not self._beside
+        if self._beside:
+            parts.append(self._beside)
+        for name, totals in sums.items():
+            if any(totals):
+                total = median(totals)
+                is_right = is_right and self._is_one(total)
+                parts.append(f"{name} {total:.4g}")
+        if is_right:
             return
         if self.status == "right":
             self.status = "main"
-        parts = ", ".join(f"{name} {median(totals):.4g}" for name, totals in sums.items())
-        parts = ", ".join(filter(None, [self._beside, parts]))
-        text = f"whether other losses have the right factors is not judged; theirs sum to: {parts}"
-        yield warning("other losses", f"{self.label}{text}")
+        text = "whether other losses have the right factors is not judged; theirs sum to"
+        yield warning("other losses", f"{self.label}{text}: {', '.join(parts)}")
+
+    # Terms
 
     def _of_terms(self) -> Iterator[Finding]:
         """Whether the terms of an update weigh the same, where micro-batches have different numbers of them."""
         uneven = []
-        exact = 0
+        num_exact = 0
         for weighed in self.weighed:
-            counted = self._counted(weighed)
-            sizes = {terms for _, _, terms in counted}
-            shares = [weight / terms for _, weight, terms in counted]
-            if len(sizes) < 2 or max(shares) <= 0:
+            counted = CountedUpdate(weighed, self._counted(weighed))
+            if not counted.has_different_sizes or max(counted.shares) <= 0:
                 continue
-            if 1 - min(shares) / max(shares) < TOLERANCE:
-                exact += 1
+            if counted.is_exact:
+                num_exact += 1
             else:
-                uneven.append((weighed, counted))
-        if not uneven:
-            if exact:
-                yield good(
-                    "token-exact",
-                    f"{self.label}all terms of the loss of an update have the same weight",
-                )
-            return
-        deviations = [self._deviation(weighed, counted) for weighed, counted in uneven]
-        within = [self._differs_within_a_rank(counted) for _, counted in uneven]
-        num_updates = len({weighed.gradient.update for weighed in self.weighed})
-        num_uneven = len({weighed.gradient.update for weighed, _ in uneven})
-        weighted = any(
-            loss.criterion.is_weighted for weighed, _ in uneven for loss in weighed.losses
-        )
-        text = (
-            f"{self.label}micro-batches of an update have from {min(c[2] for _, cs in uneven for c in cs):.0f} to "
-            f"{max(c[2] for _, cs in uneven for c in cs):.0f} terms, and weights do not follow them: "
-            f"the gradient is off by {max(deviations):.0%} ({num_uneven} of {num_updates} updates)"
-        )
-        is_sure = (
-            num_uneven > num_updates / 2
-            and median(deviations) > MATTERS
-            and all(within)
-            and not weighted
-        )
-        if is_sure and self.status in ("right", "main", "sum"):
-            yield error("mean of means", text)
-        else:
-            yield warning("mean of means", text)
+                uneven.append(counted)
+        if uneven:
+            yield self._of_uneven(uneven)
+        elif num_exact:
+            text = f"{self.label}all terms of the loss of an update have the same weight"
+            yield good("token-exact", text)
 
-    def _counted(self, weighed: WeighedUpdate) -> list[tuple[Place, float, float]]:
-        """Weight and terms of the main loss of each micro-batch; empty if one is not visible."""
+    def _of_uneven(self, uneven: list[CountedUpdate]) -> Finding:
+        """Terms of different weight: whether that is wrong, or may be meant."""
+        sizes: list[float] = []
+        deviations = []
+        updates = set()
+        is_sure = may_be_meant = True
+        for counted in uneven:
+            updates.add(counted.weighed.gradient.update)
+            sizes += counted.sizes
+            deviations.append(self._deviation(counted))
+            is_sure = is_sure and counted.differs_within_a_rank()
+            is_sure = is_sure and not counted.weighed.has_class_weights
+            may_be_meant = may_be_meant and counted.has_one_sequence_each
+        num_updates = len(updates_with(weighed.gradient for weighed in self.weighed))
+        text = (
+            f"micro-batches of an update have from {min(sizes):.0f} to {max(sizes):.0f} terms, and weights do not "
+            f"follow them: the gradient is off by {max(deviations):.0%} ({len(updates)} of {num_updates} updates)"
+        )
+        if may_be_meant:
+            text += "; each may be one sequence, and sequences may be meant to weigh alike"
+            return warning("mean of means", f"{self.label}{text}")
+        is_sure = is_sure and len(updates) > num_updates / 2 and median(deviations) > MATTERS
+        if is_sure and self.status in ("right", "main", "sum"):
+            return self._accuse("mean of means", text, self._lines())
+        return warning("mean of means", f"{self.label}{text}")
+
+    def _counted(self, weighed: WeighedUpdate) -> list[CountedLoss]:
+        """The main loss of each micro-batch; empty if one is not visible."""
         main = weighed.main
-        counted = []
-        for loss in weighed.losses:
-            if loss.kind in main[:1]:
-                if not loss.weight or not loss.criterion.terms:
-                    return []
-                counted.append((loss.place, loss.weight, loss.criterion.terms))
         if len(main) != 1:
             return []
+        counted = []
+        for loss in weighed.of_kind(main[0]):
+            terms = loss.criterion.terms
+            if not loss.weight or not terms:
+                return []
+            rank, number = loss.place
+            backward = self.updates[rank][weighed.gradient.update].backwards[number]
+            counted.append(CountedLoss(loss.place, loss.weight, terms, backward.rows))
         return counted
 
-    def _differs_within_a_rank(self, counted: list[tuple[Place, float, float]]) -> bool:
-        """Otherwise it is the mean over ranks that has unequal parts."""
-        by_rank: dict[int, list[float]] = {}
-        for (rank, _), weight, terms in counted:
-            by_rank.setdefault(rank, []).append(weight / terms)
-        return any(1 - min(shares) / max(shares) > TOLERANCE for shares in by_rank.values())
-
-    def _deviation(
-        self, weighed: WeighedUpdate, counted: list[tuple[Place, float, float]]
-    ) -> float:
+    def _deviation(self, counted: CountedUpdate) -> float:
         """Of the gradient from one in which all terms weigh the same, relative to the norm of that."""
-        total, terms = (
-            sum(weight for _, weight, _ in counted),
-            sum(number for _, _, number in counted),
-        )
-        coefficients = {
-            (found.rank, found.micro_batch): found.weight for found in weighed.gradient.weights
-        }
         differences, exact = [], []
-        number = weighed.gradient.update
-        for name in weighed.gradient.leaves:
-            sums: list[np.ndarray] = []
-            for place, weight, count in counted:
-                leaf = self._leaf(place[0], name)
-                values = added(self.updates[place[0]][number].backwards[place[1]], leaf)
-                if values is None:
-                    continue
-                wanted = total * count / terms / weight
-                part = coefficients[place] * np.array(values, dtype=float)
-                sums.append(np.stack([part, wanted * part]))
-            if sums:
-                actual, right = np.sum(sums, axis=0)
-                differences.append(np.linalg.norm(actual - right))
-                exact.append(np.linalg.norm(right))
-        return float(np.linalg.norm(differences) / np.linalg.norm(exact)) if any(exact) else 0.0
+        for name in counted.weighed.gradient.leaves:
+            actual, right = self._with_equal_terms(counted, name)
+            differences.append(float(np.linalg.norm(actual - right)))
+            exact.append(float(np.linalg.norm(right)))
+        if not any(exact):
+            return 0.0
+        return float(np.linalg.norm(differences) / np.linalg.norm(exact))
 
-    def _leaf(self, rank: int, name: str) -> int:
-        return next(
-            number for number, leaf in enumerate(self.ranks[rank].leaves) if leaf.name == name
-        )
+    def _with_equal_terms(self, counted: CountedUpdate, name: str) -> tuple[Vector, Vector]:
+        """The gradient of a parameter as it is, and as it would be."""
+        total, terms = 0.0, 0.0
+        for loss in counted.losses:
+            total += loss.weight
+            terms += loss.terms
+        gradient = counted.weighed.gradient
+        coefficients = gradient.coefficients()
+        actual, right = np.zeros(1), np.zeros(1)
+        for loss in counted.losses:
+            rank, number = loss.place
+            leaf = self.ranks[rank].leaf_number(name)
+            assert leaf is not None, "a parameter of a gradient is sampled on its ranks"
+            values = added(self.updates[rank][gradient.update].backwards[number], leaf)
+            if values is not None:
+                part = coefficients[loss.place] * values
+                actual = actual + part
+                right = right + total / terms / loss.share * part
+        return actual, right
+
+
+def at(lines: list[str]) -> str:
+    """Where in a script something is, to stand behind a sentence; empty if that is not known."""
+    known = sorted(set(filter(None, lines)))
+    if not known:
+        return ""
+    return f", at {', '.join(known[:3])}"
+
+
+def _loss_weights(found: Weight, backward: RecordedBackward) -> Iterator[LossWeight]:
+    """The criteria of a micro-batch."""
+    factor = hook_factor(backward)
+    numbers: dict[tuple[str, str | None], int] = {}
+    for criterion in backward.criteria:
+        number = numbers.get((criterion.node, criterion.reduction), 0)
+        numbers[criterion.node, criterion.reduction] = number + 1
+        weight = None
+        if factor is not None:
+            weight = weight_of(criterion, found.weight * factor)
+        kind = criterion.node, criterion.reduction, number
+        yield LossWeight(found.place, kind, weight, criterion, backward.place)
+
+
+def _why_invisible(criterion: RecordedCriterion) -> str:
+    """Why the weight of a loss is not known."""
+    why = "the number of terms of the loss is not visible"
+    if not criterion.is_even:
+        why = "the terms of the loss have factors of their own"
+    return f"{why}: {described(criterion)}"
+
+
+def _sum_of_other(weighed: WeighedUpdate, kind: Kind) -> float:
+    """What the losses of a kind weigh, or their factors where their terms are not visible."""
+    total = weighed.total(kind)
+    if total is not None:
+        return total
+    factors = 0.0
+    for loss in weighed.of_kind(kind):
+        factors += loss.criterion.seed or 0.0
+    return factors * weighed.gradient.level

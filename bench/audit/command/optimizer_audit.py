@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterator, Mapping
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, pairwise
 from statistics import mode
 
 import numpy as np
@@ -12,12 +12,24 @@ import numpy as np
 from bench.audit.command.gradient_weights import (
     Explained,
     ExplainedGradient,
+    Place,
     explain,
+    largest_residual,
+    leaves_of,
     replica_groups,
+    updates_with,
 )
-from bench.audit.command.inside.records import Backward, End, Rank, Values
-from bench.audit.command.loss_scale import LossScale
-from bench.audit.command.update_windows import AuditedUpdate, added, is_finite, kind
+from bench.audit.command.loss_scale import LossScale, at
+from bench.audit.command.recorded_events import RecordedBackward, RecordedRank, Vector
+from bench.audit.command.update_windows import (
+    AuditedUpdate,
+    added,
+    changed_leaves,
+    counts_of,
+    is_finite,
+    kind,
+    places_of,
+)
 from bench.findings import Finding, Level, error, good, note, warning
 from bench.formatting import plural
 
@@ -47,7 +59,7 @@ class OptimizerAudit:
     def __init__(
         self,
         number: int,
-        ranks: Mapping[int, Rank],
+        ranks: Mapping[int, RecordedRank],
         updates: Mapping[int, list[AuditedUpdate]],
         others: Mapping[int, list[AuditedUpdate]],
         expect: int | None,
@@ -66,15 +78,14 @@ class OptimizerAudit:
         """What stands before its findings, where there are several optimizers."""
         if others:
             self.label = f"{self.title()}: "
-        self.usual = mode([update.count for update in self.mine])
+        self.usual = mode(counts_of(self.mine))
         """Backwards of most updates."""
-        self.held = {
-            dtype
-            for update in self.mine
-            for backward in update.backwards
-            for dtype in backward.held
-        }
+        self.backwards = list(_backwards_of(self.mine))
+        self._is_clipped_early = any(update.changed_early() for update in self.mine)
+        self.held: set[str] = set()
         """Dtypes in which gradients are held between backwards."""
+        for backward in self.backwards:
+            self.held.update(backward.held)
         self.gradients: list[ExplainedGradient] = []
         """Where their weights mean something."""
         self.scale: LossScale | None = None
@@ -87,74 +98,83 @@ class OptimizerAudit:
         if not self._others:
             return self.name
         trained = self._owned_names()
-        shared = (
-            posixpath.commonpath([name.replace(".", "/") for name in trained]) if trained else ""
-        )
-        if len(trained) > 1 and shared:
-            return f"{self.name} of {shared.replace('/', '.')}"
-        return f"{self.name} of {names(trained)}" if trained else self.name
+        if not trained:
+            return self.name
+        if len(trained) > 1:
+            shared = posixpath.commonpath([name.replace(".", "/") for name in trained])
+            if shared:
+                return f"{self.name} of {shared.replace('/', '.')}"
+        return f"{self.name} of {names(trained)}"
 
     def _say(self, topic: str, text: str) -> Finding:
         return warning(topic, f"{self.label}{text}")
 
-    def _accuse(self, topic: str, text: str) -> Finding:
-        return error(topic, f"{self.label}{text}")
+    def _accuse(self, topic: str, text: str, *lines: str) -> Finding:
+        """``lines``: of the script, with what is accused."""
+        return error(topic, f"{self.label}{text}{at(list(lines))}")
 
     def _all(self) -> Iterator[Finding]:
-        obstacles = [why for update in self.mine for why in update.step.obstacles]
-        if any(update.moves for update in self.mine):
-            obstacles.append("parameters are moved between the backwards of an update, as by SAM")
-        if obstacles:
-            yield self._say("not judged", obstacles[0])
+        obstacle = self._obstacle()
+        if obstacle:
+            yield self._say("not judged", obstacle)
             return
         differences = list(self._of_numbers())
         yield from differences
-        if self._is_idle_elsewhere or any(found.level is Level.ERROR for found in differences):
+        if self._is_idle_elsewhere or _has_error(differences):
             return
         yield from self._of_repeats()
         yield from self._of_clipping()
         yield from self._of_rates()
         yield from self._of_gradients()
-        if self.usual > 1 and (low := LOW & self.held) and self.gradients:
-            text = f"gradients of {self.usual} micro-batches are summed in {'/'.join(sorted(low))}"
+        low = "/".join(sorted(LOW & self.held))
+        if self.usual > 1 and low and self.gradients:
+            text = f"gradients of {self.usual} micro-batches are summed in {low}"
             yield self._accuse("low precision", text)
+
+    def _obstacle(self) -> str:
+        """Why its updates are not judged; empty if nothing speaks against it."""
+        for update in self.mine:
+            for obstacle in update.step.obstacles:
+                return obstacle
+        if any(update.moves for update in self.mine):
+            return "parameters are moved between the backwards of an update, as by SAM"
+        return ""
 
     # What ranks do differently
 
-    def drifts(self, leaf: str) -> bool | None:
+    def drifts(self, name: str) -> bool | None:
         """Whether replicas of a parameter end with different values; None if that cannot be seen."""
-        found = {}
-        for rank in self.updates:
-            number = self._leaf(rank, leaf)
-            if number is not None:
-                found[rank] = number
-        leaves = {rank: self.ranks[rank].leaves[number] for rank, number in found.items()}
+        numbers = self._leaf_numbers(name)
         result: bool | None = None
-        for group in replica_groups(leaves):
-            values = [self._last_values(rank, found[rank]) for rank in group]
-            known = [value for value in values if value is not None]
-            if (
-                len(group) < 2
-                or len(known) < len(group)
-                or len({len(value) for value in known}) > 1
-            ):
+        for group in replica_groups(leaves_of(self.ranks, numbers)):
+            values = []
+            for rank in group:
+                last = self._last_values(rank, numbers[rank])
+                if last is not None:
+                    values.append(last)
+            lengths = set(map(len, values))
+            if len(group) < 2 or len(values) < len(group) or len(lengths) > 1:
                 continue
-            result = bool(result) or not all(_same(known[0], value) for value in known[1:])
+            is_same = all(_same(values[0], value) for value in values[1:])
+            result = bool(result) or not is_same
         return result
 
-    def _leaf(self, rank: int, name: str) -> int | None:
-        leaves = self.ranks[rank].leaves
-        return next((number for number, leaf in enumerate(leaves) if leaf.name == name), None)
+    def _leaf_numbers(self, name: str) -> dict[int, int]:
+        """Of a parameter, by rank that samples it."""
+        numbers = {}
+        for rank in self.updates:
+            number = self.ranks[rank].leaf_number(name)
+            if number is not None:
+                numbers[rank] = number
+        return numbers
 
-    def _last_values(self, rank: int, leaf: int) -> Values:
+    def _last_values(self, rank: int, leaf: int) -> Vector | None:
         """Of a parameter: when the process ended, or else before the last step that is sampled."""
-        ends = [
-            event
-            for event in self.ranks[rank].events
-            if isinstance(event, End) and leaf < len(event.end)
-        ]
-        if ends and ends[-1].end[leaf] is not None:
-            return ends[-1].end[leaf]
+        end = self.ranks[rank].end
+        if end is not None and leaf < len(end.end):
+            values = end.end[leaf]
+            if values is not None:
+                return values
         updates = self.updates.get(rank, [])
         if len(updates) > 1 and leaf < len(updates[-1].step.start):
             return updates[-1].step.start[leaf]
@@ -162,91 +182,94 @@ class OptimizerAudit:
 
     def _of_numbers(self) -> Iterator[Finding]:
         """Ranks with the same parameters that take other updates, or use other numbers of micro-batches."""
-        counts = {
-            rank: [update.count for update in updates] for rank, updates in self.updates.items()
-        }
-        differ = any(len(set(numbers)) > 1 for numbers in zip(*counts.values(), strict=False))
-        if not differ and len({len(numbers) for numbers in counts.values()}) == 1:
+        usual = counts_of(self.mine)
+        is_same = True
+        shown = []
+        for rank, updates in self.updates.items():
+            counts = counts_of(updates)
+            is_same = is_same and counts == usual
+            shown.append(f"rank {rank}: {pattern(counts)}")
+        if is_same:
             return
-        text = "; ".join(f"rank {rank}: {pattern(numbers)}" for rank, numbers in counts.items())
-        drifting = self._drifting()
+        text = f"backwards per update differ, {'; '.join(shown)}"
+        drifting = list(filter(self.drifts, self._owned_names()))
         if drifting and self._are_replicas():
-            text = (
-                f"backwards per update differ, {text}: {names(drifting)} end with different values"
-            )
-            yield self._accuse("ranks differ", text)
-        elif all(self.drifts(leaf) is False for leaf in self._owned_names()):
-            yield note(
-                "ranks differ",
-                f"{self.label}backwards per update differ, {text}; replicas stay the same",
-            )
+            line = self.mine[0].step.place
+            text = f"{text}: {names(drifting)} end with different values"
+            yield self._accuse("ranks differ", text, line)
+        elif self._stay_the_same(self._owned_names()):
+            yield note("ranks differ", f"{self.label}{text}; replicas stay the same")
         else:
-            yield self._say(
-                "ranks differ",
-                f"backwards per update differ, {text}; whether replicas drift is not visible",
-            )
+            yield self._say("ranks differ", f"{text}; whether replicas drift is not visible")
 
-    def _drifting(self) -> list[str]:
-        return [leaf for leaf in self._owned_names() if self.drifts(leaf)]
+    def _stay_the_same(self, leaves: Iterable[str]) -> bool:
+        """Whether replicas of all of these are seen to end with the same values."""
+        return all(self.drifts(leaf) is False for leaf in leaves)
 
     def _owned_names(self) -> list[str]:
         return self._names(self.mine[0].step.owned)
 
     def _are_replicas(self) -> bool:
         """Whether gradients are reduced at all, so that ranks are meant to have the same."""
-        return any(backward.reduced for update in self.mine for backward in update.backwards)
+        return any(backward.reduced for backward in self.backwards)
 
     # Events that coefficients or a changed gradient confirm
 
     def _of_repeats(self) -> Iterator[Finding]:
-        again = [update for update in self.mine if update.num_steps > 1]
+        again = []
+        for update in self.mine:
+            if update.num_steps > 1:
+                again.append(update)
         if again:
-            text = (
-                f"step() runs {again[0].num_steps} times with one gradient ({len(again)} of "
-                f"{len(self.mine)} updates)"
-            )
-            yield self._say("steps again", text)
+            share = f"{len(again)} of {len(self.mine)} updates"
+            text = f"step() runs {again[0].num_steps} times with one gradient ({share})"
+            yield self._say("steps again", f"{text}{at([again[0].step.place])}")
 
     def _of_clipping(self) -> Iterator[Finding]:
         # In a longer window a step may have been skipped after clipping.
-        early = [
-            update for update in self.mine if update.changed_early() and update.count <= self.usual
-        ]
+        early = []
+        for update in self.mine:
+            if update.changed_early() and update.count <= self.usual:
+                early.append(update)
         if early:
             share = f"{len(early)} of {len(self.mine)} updates"
             clipped = names(self._names(early[0].changed_early()))
             text = f"in {share} gradients are clipped before the last backward: {early[0].events} ({clipped})"
-            yield self._accuse("clips too early", text)
-        scaled = [found for update in self.mine if (found := self._clips_scaled(update))]
-        if scaled:
-            scale, bound = scaled[0]
-            share = f"{len(scaled)} of {len(self.mine)} updates"
-            text = (
-                f"in {share} gradients are clipped at {bound:g} while they have the factor "
-                f"{scale:g} of the loss scaler"
-            )
-            if bound < scale / 100:
-                yield self._accuse("clips scaled gradients", f"{text}: unscale_ comes first")
-            else:
-                yield self._say("clips scaled gradients", text)
+            yield self._accuse("clips too early", text, early[0].early_clip().place)
+        yield from self._of_scaled_clipping()
 
-    def _clips_scaled(self, update: AuditedUpdate) -> tuple[float, float] | None:
-        """The factor of a loss scaler that was in gradients when they were clipped, and the bound."""
+    def _of_scaled_clipping(self) -> Iterator[Finding]:
+        scaled = []
+        for update in self.mine:
+            found = self._clips_scaled(update)
+            if found is not None:
+                scaled.append(found)
+        if not scaled:
+            return
+        scale, bound, line = scaled[0]
+        text = (
+            f"in {len(scaled)} of {len(self.mine)} updates gradients are clipped at {bound:g} while they have the "
+            f"factor {scale:g} of the loss scaler"
+        )
+        if bound < scale / 100:
+            yield self._accuse("clips scaled gradients", f"{text}: unscale_ comes first", line)
+        else:
+            yield self._say("clips scaled gradients", text)
+
+    def _clips_scaled(self, update: AuditedUpdate) -> tuple[float, float, str] | None:
+        """The factor of a loss scaler that was in gradients when they were clipped, the bound, and the line."""
         for _, clip in update.clips:
-            if (
-                clip.loss_scale is None
-                or clip.before is None
-                or clip.bound is None
-                or clip.loss_scale < 2
-            ):
+            scale, bound, before = clip.loss_scale, clip.bound, clip.before
+            if scale is None or bound is None or before is None or scale < 2:
                 continue
-            is_changed = any(factor is not None and factor > 1.0001 for factor in clip.factors)
             used = update.used.get(clip.before_leaf)
-            if not is_changed or used is None or not np.isfinite(used).all() or not used.any():
+            if not changed_leaves(clip) or used is None:
                 continue
-            ratio = float(np.linalg.norm(clip.before) / np.linalg.norm(used))
-            if abs(ratio / clip.loss_scale - 1) < SCALED:
-                return clip.loss_scale, clip.bound
+            if not np.isfinite(used).all() or not used.any():
+                continue
+            ratio = float(np.linalg.norm(before) / np.linalg.norm(used))
+            if abs(ratio / scale - 1) < SCALED:
+                return scale, bound, clip.place
         return None
 
     def _of_rates(self) -> Iterator[Finding]:
@@ -255,7 +278,9 @@ class OptimizerAudit:
         last: float | None = None
         for number, update in enumerate(self.mine, 1):
             rates = update.known_rates()
-            within = sum(first != second for first, second in pairwise(rates))
+            within = 0
+            for first, second in pairwise(rates):
+                within += first != second
             changing += within > 0 or (last is not None and rates[:1] not in ([], [last]))
             if update.count > 1 and within >= update.count - 1:
                 moving.append(number)
@@ -276,13 +301,12 @@ class OptimizerAudit:
     def _of_gradients(self) -> Iterator[Finding]:
         """What the coefficients show, and how far they are known."""
         found = Explained()
-        for number in range(min(len(updates) for updates in self.updates.values())):
+        for number in range(min(map(len, self.updates.values()))):
             updates = {rank: updates[number] for rank, updates in self.updates.items()}
             found.add(explain(self.ranks, updates, self.number))
         if self._is_without_gradient():
-            yield self._accuse(
-                "no gradient", "the gradients that the optimizer is given are None or 0"
-            )
+            text = "the gradients that the optimizer is given are None or 0"
+            yield self._accuse("no gradient", text, self.mine[0].step.place)
             return
         if found.unexplained:
             worst = max(found.unexplained.values())
@@ -305,31 +329,30 @@ class OptimizerAudit:
             *self._of_left(),
             *self._of_differences(),
         ]
-        is_clipped_early = any(update.changed_early() for update in self.mine)
-        if not is_clipped_early:
+        if not self._is_clipped_early:
             findings += self._of_lost()
         yield from findings
-        if is_clipped_early or any(found.level is Level.ERROR for found in findings):
+        if self._is_clipped_early or _has_error(findings):
             return
         self.status = "present"
         mixed, unequal = list(self._of_mixed_losses()), list(self._of_unequal())
-        yield from [*mixed, *unequal]
+        yield from mixed
+        yield from unequal
         yield from self._of_rounding()
+        is_low = bool(LOW & self.held)
         self.scale = LossScale(
-            self.gradients, self.ranks, self.updates, self.expect, bool(LOW & self.held), self.label
+            self.gradients, self.ranks, self.updates, self.expect, is_low, self.label
         )
         judged = list(self.scale.findings())
         if unequal:
             return
-        if mixed:
-            yield from (found for found in judged if found.level is not Level.GOOD)
-            return
-        yield from judged
-        doubts = [
-            found for found in findings if found.level is Level.WARNING and found.topic != "skipped"
-        ]
-        is_clear = not is_in_part and not doubts
-        if is_clear and self.scale.status != "unknown":
+        for finding in judged:
+            if not mixed or finding.level is not Level.GOOD:
+                yield finding
+        is_doubtful = is_in_part or bool(mixed)
+        for finding in findings:
+            is_doubtful |= finding.level is Level.WARNING and finding.topic != "skipped"
+        if not is_doubtful and self.scale.status != "unknown":
             self.status = self.scale.status
 
     def _is_without_gradient(self) -> bool:
@@ -344,7 +367,7 @@ class OptimizerAudit:
                     return False
                 for backward in update.backwards:
                     sample = added(backward, leaf)
-                    has_added = has_added or (sample is not None and any(sample))
+                    has_added = has_added or (sample is not None and bool(sample.any()))
         return seen and has_added
 
     def _of_alone(self) -> Iterator[Finding]:
@@ -352,98 +375,82 @@ class OptimizerAudit:
         if len(self.updates) < 2 or self.ranks[self.first].parallel:
             return
         for gradient in self.gradients[:1]:
-            number = self._leaf(self.first, gradient.leaves[0])
-            same = [
-                rank
-                for rank in self.updates
-                if number is not None
-                and (other := self._leaf(rank, gradient.leaves[0])) is not None
-                and self.ranks[rank].leaves[other].shape
-                == self.ranks[self.first].leaves[number].shape
-            ]
-            if len(same) > len(gradient.replicas):
+            if len(self._with_same_shape(gradient.leaves[0])) > len(gradient.replicas):
                 text = "ranks begin with different values of the same parameters: no replicas, or never made equal"
                 yield self._say("not judged", f"{text}: {names(gradient.leaves)}")
 
+    def _with_same_shape(self, name: str) -> list[int]:
+        """Ranks on which a parameter has the shape that it has on the first one; none if that one has none."""
+        numbers = self._leaf_numbers(name)
+        if self.first not in numbers:
+            return []
+        shape = self.ranks[self.first].leaves[numbers[self.first]].shape
+        same = []
+        for rank, number in numbers.items():
+            if self.ranks[rank].leaves[number].shape == shape:
+                same.append(rank)
+        return same
+
     def _of_foreign(self) -> Iterator[Finding]:
         """Micro-batches of replicas that are missing in a gradient, though their own rank has them."""
-        present: dict[tuple[int, str], set[tuple[int, int]]] = {}
-        for gradient in self.gradients:
-            for leaf in gradient.leaves:
-                here = {
-                    (found.rank, found.micro_batch)
-                    for found in gradient.weights
-                    if found.is_present
-                }
-                present.setdefault((gradient.update, leaf), set()).update(here)
-        missing: dict[str, list[tuple[int, int, int, int]]] = {}
-        for gradient in self.gradients:
-            for found in gradient.weights:
-                for leaf in gradient.leaves:
-                    if (
-                        not found.is_present
-                        and (found.rank, found.micro_batch) in present[gradient.update, leaf]
-                    ):
-                        place = (
-                            gradient.update,
-                            gradient.gradient_of[0],
-                            found.rank,
-                            found.micro_batch,
-                        )
-                        missing.setdefault(leaf, []).append(place)
-        if not missing:
+        missing = _Missing(self.gradients)
+        if not missing.leaves:
             return
-        leaves = list(missing)
-        places = [place for found in missing.values() for place in found]
-        numbers = sorted({number + 1 for *_, number in places})
-        updates = {update for update, *_ in places}
-        share = f"{len(updates)} of {len({gradient.update for gradient in self.gradients})} updates"
-        which = self._which(leaves)
-        ranks = sorted({rank for _, rank, *_ in places})
-        if all(self.drifts(leaf) is False for leaf in leaves):
+        which = self._which(missing.leaves)
+        share = f"{len(missing.updates)} of {self._num_updates()} updates"
+        if self._stay_the_same(missing.leaves):
             text = f"gradients of {which} differ between ranks, whose parameters are the same later ({share})"
             yield self._say(
                 "not reduced", f"{text}: parameters may be averaged or broadcast instead"
             )
             return
+        ranks, numbers = sorted(missing.ranks), sorted(missing.numbers)
         text = (
             f"of rank {pattern(ranks)} missing on other ranks in the gradient of {which} ({share})"
         )
+        lines = places_of(self.backwards)
         if len(numbers) >= self.usual:
-            yield self._accuse("not reduced", f"micro-batches {text}: replicas drift apart")
+            text = f"micro-batches {text}: replicas drift apart"
+            yield self._accuse("not reduced", text, *lines)
         else:
-            text = f"micro-batches {numbers} of {self.usual} {text}"
-            yield self._accuse("partly reduced", f"{text}: replicas drift apart")
+            text = f"micro-batches {numbers} of {self.usual} {text}: replicas drift apart"
+            yield self._accuse("partly reduced", text, *lines)
 
-    def _which(self, leaves: list[str]) -> str:
+    def _num_updates(self) -> int:
+        return len(updates_with(self.gradients))
+
+    def _which(self, leaves: Iterable[str]) -> str:
         """Names of parameters, or that it is all of them."""
-        everything = {leaf for gradient in self.gradients for leaf in gradient.leaves}
-        if everything <= set(leaves):
-            return (
-                f"all {len(everything)} sampled parameters"
-                if len(everything) > 1
-                else names(leaves)
-            )
-        return names(leaves)
+        everything: set[str] = set()
+        for gradient in self.gradients:
+            everything.update(gradient.leaves)
+        shown = list(leaves)
+        if len(everything) > 1 and everything <= set(shown):
+            return f"all {len(everything)} sampled parameters"
+        return names(shown)
 
     def _of_lost(self) -> Iterator[Finding]:
         """Micro-batches that are in no gradient, though they have one."""
-        weights: dict[tuple[int, int, int], list[bool]] = {}
+        topics = set()
+        for (number, rank), places in self._lost_places().items():
+            finding = self._of_lost_places(self.updates[rank][number], number, rank, places)
+            if finding.topic not in topics:
+                topics.add(finding.topic)
+                yield finding
+
+    def _lost_places(self) -> dict[tuple[int, int], list[int]]:
+        """By update and rank the micro-batches that no gradient has."""
+        known: set[tuple[int, int, int]] = set()
+        present: set[tuple[int, int, int]] = set()
         for gradient in self.gradients:
             for found in gradient.weights:
-                weights.setdefault((gradient.update, found.rank, found.micro_batch), []).append(
-                    found.is_present
-                )
+                known.add((gradient.update, *found.place))
+                if found.is_present:
+                    present.add((gradient.update, *found.place))
         lost: dict[tuple[int, int], list[int]] = {}
-        for (update, rank, number), present in sorted(weights.items()):
-            if not any(present):
-                lost.setdefault((update, rank), []).append(number)
-        found_topics: set[str] = set()
-        for (number, rank), places in lost.items():
-            finding = self._of_lost_places(self.updates[rank][number], number, rank, places)
-            if finding.topic not in found_topics:
-                found_topics.add(finding.topic)
-                yield finding
+        for update, rank, number in sorted(known - present):
+            lost.setdefault((update, rank), []).append(number)
+        return lost
 
     def _of_lost_places(
         self, update: AuditedUpdate, number: int, rank: int, places: list[int]
@@ -451,10 +458,15 @@ class OptimizerAudit:
         cleared = " (cleared at Z)" if "Z" in update.events else ""
         shown = [place + 1 for place in places]
         text = f"micro-batches {shown} of update {number + 1} have weight 0 on rank {rank}: {update.events}{cleared}"
-        lost = [update.backwards[place] for place in places]
-        rest = [backward for backward in update.backwards if backward not in lost]
+        lost, rest = [], []
+        for place, backward in enumerate(update.backwards):
+            if place in places:
+                lost.append(backward)
+            else:
+                rest.append(backward)
+        lost_lines = places_of(lost)
         if all(self._is_used_elsewhere(backward, rank) for backward in lost):
-            if {backward.place for backward in lost} & {backward.place for backward in rest}:
+            if places_of(rest) & lost_lines:
                 return self._say("discarded", f"{text}: only another optimizer uses them")
             return good("other loss", f"{self.label}{text}: another optimizer uses them")
         why = self._why_discarded(lost, rest)
@@ -464,76 +476,66 @@ class OptimizerAudit:
             why = "in the first update only"
         if why:
             return self._say("discarded", f"{text}: {why}")
-        return self._accuse("lost", text)
+        return self._accuse("lost", text, *lost_lines)
 
-    def _why_discarded(self, lost: list[Backward], rest: list[Backward]) -> str:
+    def _why_discarded(self, lost: list[RecordedBackward], rest: list[RecordedBackward]) -> str:
         """Why it may be right that these are in no gradient; empty if nothing speaks for it."""
-        if any(not is_finite(backward) for backward in rest):
+        if not all(map(is_finite, rest)):
             return "micro-batches beside them are not finite"
-        if rest and not {kind(backward) for backward in lost} <= {
-            kind(backward) for backward in rest
-        }:
+        if rest and not set(map(kind, lost)) <= set(map(kind, rest)):
             return "their loss is another one"
         return ""
 
     def _only_first(self, rank: int) -> bool:
         """Whether nothing is lost after the first update, as after a backward that only warms up."""
-        lost = {
-            gradient.update
-            for gradient in self.gradients
-            for found in gradient.weights
-            if found.rank == rank and not found.is_present
-        }
-        return lost == {0} and len(self.mine) > 1
+        for gradient in self.gradients:
+            for found in gradient.weights:
+                if gradient.update > 0 and found.rank == rank and not found.is_present:
+                    return False
+        return len(self.mine) > 1
 
-    def _is_used_elsewhere(self, backward: Backward, rank: int) -> bool:
+    def _is_used_elsewhere(self, backward: RecordedBackward, rank: int) -> bool:
         """Whether an optimizer of other parameters uses it."""
         if rank != self.first:
             return bool(self._others)
-        return any(
-            other is backward
-            for updates in self._others.values()
-            for update in updates
-            for other in update.backwards
-        )
+        others = chain.from_iterable(map(_backwards_of, self._others.values()))
+        return any(other is backward for other in others)
 
     def _of_left(self) -> Iterator[Finding]:
         """What was left of an earlier gradient."""
         old = [gradient for gradient in self.gradients if gradient.left]
         if not old:
             return
-        share = (
-            f"{len({gradient.update for gradient in old})} of "
-            f"{len({gradient.update for gradient in self.gradients})}"
-        )
-        leaves = sorted({leaf for gradient in old for leaf in gradient.left_in})
-        text = f"{share} updates contain the gradient of the update before ({self._which(leaves)})"
-        ratios = [gradient.left / gradient.level for gradient in old if gradient.level]
-        is_whole = all(abs(ratio - 1) < EQUAL for ratio in ratios)
-        if is_whole or all(abs(gradient.left - 1) < EQUAL for gradient in old):
-            yield self._accuse("not cleared", text)
+        updates = updates_with(old)
+        leaves: set[str] = set()
+        is_whole = is_one = True
+        for gradient in old:
+            leaves.update(gradient.left_in)
+            is_one = is_one and abs(gradient.left - 1) < EQUAL
+            if gradient.level:
+                is_whole = is_whole and abs(gradient.left / gradient.level - 1) < EQUAL
+        share = f"{len(updates)} of {self._num_updates()}"
+        which = self._which(sorted(leaves))
+        text = f"{share} updates contain the gradient of the update before ({which})"
+        if is_whole or is_one:
+            line = self.mine[min(updates)].step.place
+            yield self._accuse("not cleared", text, line)
         else:
-            yield self._say(
-                "not cleared", f"{text}, with a weight of {old[0].left:.3g}: this may be meant"
-            )
+            text = f"{text}, with a weight of {old[0].left:.3g}: this may be meant"
+            yield self._say("not cleared", text)
 
     def _of_differences(self) -> Iterator[Finding]:
         """Parameters whose coefficients are those of the others times a factor."""
-        found: dict[str, float] = {}
+        factors: dict[str, float] = {}
         for gradient in self.gradients:
-            groups = [
-                other
-                for other in self.gradients
-                if (other.update, other.gradient_of, other.replicas)
-                == (gradient.update, gradient.gradient_of, gradient.replicas)
-            ]
-            main = max(groups, key=lambda group: len(group.leaves))
+            same = [other for other in self.gradients if other.owner == gradient.owner]
+            main = max(same, key=lambda other: len(other.leaves))
             if gradient is not main and main.level:
                 factor = _factor(gradient, main)
                 if factor is not None and abs(factor - 1) > EQUAL:
-                    found |= dict.fromkeys(gradient.leaves, factor)
+                    factors |= dict.fromkeys(gradient.leaves, factor)
         by_factor: dict[str, list[str]] = {}
-        for leaf, factor in found.items():
+        for leaf, factor in factors.items():
             by_factor.setdefault(f"{factor:.3g}", []).append(leaf)
         for shown, leaves in list(by_factor.items())[:MOST_NAMES]:
             text = f"the gradient of {names(leaves)} is {shown} times what the others' weights make of it"
@@ -542,25 +544,29 @@ class OptimizerAudit:
     def _of_mixed_losses(self) -> Iterator[Finding]:
         """A gradient with the backwards of a loss that trains other parameters, besides those of its own."""
         for other in self._others.values():
-            theirs = {id(backward) for update in other for backward in update.backwards}
+            theirs = set(map(id, _backwards_of(other)))
             for gradient in self.gradients:
                 if self.first not in gradient.gradient_of:
                     continue
-                update = self.mine[gradient.update]
-                present = [
-                    update.backwards[found.micro_batch]
-                    for found in gradient.weights
-                    if found.is_present and found.rank == self.first
-                ]
-                foreign = [backward for backward in present if id(backward) in theirs]
-                if foreign and len(foreign) < len(present):
-                    yield self._mixed(
-                        gradient, foreign, len(present) - len(foreign), other[0].step.name
-                    )
+                backwards = self.mine[gradient.update].backwards
+                foreign = []
+                num_own = 0
+                for found in gradient.present(self.first):
+                    backward = backwards[found.micro_batch]
+                    if id(backward) in theirs:
+                        foreign.append(backward)
+                    else:
+                        num_own += 1
+                if foreign and num_own:
+                    yield self._mixed(gradient, foreign, num_own, other[0].step.name)
                     return
 
     def _mixed(
-        self, gradient: ExplainedGradient, foreign: list[Backward], num_own: int, optimizer: str
+        self,
+        gradient: ExplainedGradient,
+        foreign: list[RecordedBackward],
+        num_own: int,
+        optimizer: str,
     ) -> Finding:
         of_other = (
             f"{plural(len(foreign), 'backward')} of a loss ({foreign[0].place}) that trains "
@@ -570,73 +576,112 @@ class OptimizerAudit:
         return self._say("mixed losses", f"{text}: wrong if that loss is not meant to train them")
 
     def _of_rounding(self) -> Iterator[Finding]:
-        residual = max(gradient.residual for gradient in self.gradients)
-        reduced = {
-            name
-            for update in self.mine
-            for backward in update.backwards
-            for name in backward.reduced
-        }
-        is_low = LOW & self.held or any(dtype in name for dtype in LOW for name in reduced)
-        if not is_low and ROUNDED < residual <= MOST_ROUNDED:
+        residual = largest_residual(self.gradients)
+        if not self._has_low_precision() and ROUNDED < residual <= MOST_ROUNDED:
             text = f"gradients differ from the sum of micro-gradients by {residual:.1e}, as if they were rounded"
             yield self._say("rounded", text)
 
+    def _has_low_precision(self) -> bool:
+        """Whether gradients are held or reduced in 16 bits."""
+        if LOW & self.held:
+            return True
+        for backward in self.backwards:
+            reduced = " ".join(backward.reduced)
+            if "bfloat16" in reduced or "float16" in reduced:
+                return True
+        return False
+
     def _of_unequal(self) -> Iterator[Finding]:
         """A sum that is divided before more is added to it."""
-        shown: tuple[list[float], ExplainedGradient] | None = None
-        divided = True
-        for gradient in self.gradients:
-            for rank in gradient.gradient_of:
-                weights = _own_weights(gradient, rank)
-                if (
-                    len(weights) < 2
-                    or not gradient.is_resolved
-                    or not self._have_equal_losses(rank, gradient.update)
-                ):
-                    continue
-                if max(weights) - min(weights) > 5 * EQUAL * max(map(abs, weights)):
-                    shown = shown or (weights, gradient)
-                    divided = divided and _is_divided_again(weights)
-        if shown is None or any(update.changed_early() for update in self.mine):
+        if self._is_clipped_early:
             return
-        weights, gradient = shown
-        text = (
-            f"micro-batches of update {gradient.update + 1} on rank {gradient.gradient_of[0]} weigh "
-            f"{' '.join(f'{weight:.4g}' for weight in weights[:12])}"
-        )
-        if divided:
-            yield self._accuse(
-                "divided again", f"{text}: the sum so far is divided before more is added to it"
-            )
+        found = list(self._unequal_weights())
+        if not found:
+            return
+        gradient, rank, weights = found[0]
+        shown = " ".join(f"{weight:.4g}" for weight in weights[:12])
+        text = f"micro-batches of update {gradient.update + 1} on rank {rank} weigh {shown}"
+        if all(_is_divided_again(weights) for _, _, weights in found):
+            text = f"{text}: the sum so far is divided before more is added to it"
+            lines = self.mine[gradient.update].places()
+            yield self._accuse("divided again", text, *lines)
         else:
             yield self._say("unequal weights", f"{text}: this may be meant")
 
+    def _unequal_weights(self) -> Iterator[tuple[ExplainedGradient, int, list[float]]]:
+        """Gradients in which the micro-batches of a rank weigh differently, though their losses are alike."""
+        for gradient in self.gradients:
+            for rank in gradient.gradient_of:
+                weights = [found.weight for found in gradient.present(rank)]
+                if len(weights) < 2 or not gradient.is_resolved:
+                    continue
+                spread = max(weights) - min(weights)
+                is_unequal = spread > 5 * EQUAL * max(map(abs, weights))
+                if is_unequal and self._have_equal_losses(rank, gradient.update):
+                    yield gradient, rank, weights
+
     def _have_equal_losses(self, rank: int, number: int) -> bool:
         backwards = self.updates[rank][number].backwards
-        seeds = {round(c.seed or 0.0, 12) for backward in backwards for c in backward.criteria[:1]}
-        return len({kind(backward) for backward in backwards}) == 1 and len(seeds) <= 1
+        factors = set()
+        for backward in backwards:
+            for criterion in backward.criteria[:1]:
+                factors.add(round(criterion.seed or 0.0, 12))
+        return len(set(map(kind, backwards))) == 1 and len(factors) <= 1
 
 
-def _same(first: Values, second: Values) -> bool:
+class _Missing:
+    """Micro-batches that a rank's gradient of a parameter has, and that of a replica lacks."""
+
+    def __init__(self, gradients: list[ExplainedGradient]) -> None:
+        self.leaves: dict[str, None] = {}
+        """In the order in which they are found."""
+        self.updates: set[int] = set()
+        self.ranks: set[int] = set()
+        self.numbers: set[int] = set()
+        """Micro-batches, from 1."""
+        present: dict[tuple[int, str], set[Place]] = {}
+        for gradient in gradients:
+            for leaf in gradient.leaves:
+                here = present.setdefault((gradient.update, leaf), set())
+                here.update(gradient.coefficients())
+        for gradient in gradients:
+            for leaf in gradient.leaves:
+                elsewhere = present[gradient.update, leaf]
+                for found in gradient.weights:
+                    if not found.is_present and found.place in elsewhere:
+                        self._add(gradient.update, leaf, found.place)
+
+    def _add(self, update: int, leaf: str, place: Place) -> None:
+        rank, number = place
+        self.leaves[leaf] = None
+        self.updates.add(update)
+        self.ranks.add(rank)
+        self.numbers.add(number + 1)
+
+
+def _backwards_of(updates: Iterable[AuditedUpdate]) -> Iterator[RecordedBackward]:
+    for update in updates:
+        yield from update.backwards
+
+
+def _has_error(findings: Iterable[Finding]) -> bool:
+    return any(found.level is Level.ERROR for found in findings)
+
+
+def _same(first: Vector, second: Vector) -> bool:
     return bool(np.allclose(first, second, rtol=SAME_VALUES, atol=1e-7, equal_nan=True))
 
 
 def _factor(gradient: ExplainedGradient, main: ExplainedGradient) -> float | None:
     """By what all weights differ; None if not by one factor."""
-    known = {
-        (found.rank, found.micro_batch): found.weight for found in main.weights if found.is_present
-    }
-    found = {(weight.rank, weight.micro_batch): weight.weight for weight in gradient.weights}
-    ratios = [found[place] / known[place] for place in found.keys() & known.keys()]
+    known = main.coefficients()
+    ratios = []
+    for found in gradient.weights:
+        if found.place in known:
+            ratios.append(found.weight / known[found.place])
     if not ratios or max(ratios) - min(ratios) > EQUAL * max(map(abs, ratios)):
         return None
     return float(np.median(ratios))
-
-
-def _own_weights(gradient: ExplainedGradient, rank: int) -> list[float]:
-    """Of the micro-batches of a rank that are in the gradient, in order."""
-    return [found.weight for found in gradient.weights if found.rank == rank and found.is_present]
 
 
 def _is_divided_again(weights: list[float]) -> bool:
@@ -647,12 +692,19 @@ def _is_divided_again(weights: list[float]) -> bool:
             groups[-1].append(weight)
         else:
             groups.append([weight])
-    sizes = {len(group) for group in groups}
-    ratios = [second[0] / first[0] for first, second in pairwise(groups) if first[0]]
-    if len(sizes) != 1 or len(groups) < 2 or not ratios:
+    sizes = set(map(len, groups))
+    if len(sizes) != 1 or len(groups) < 2:
         return False
-    divisor = max(sizes.pop(), len(groups) if len(groups) == len(weights) else 0)
-    return divisor > 1 and all(abs(ratio / divisor - 1) < EQUAL for ratio in ratios)
+    divisor = sizes.pop()
+    if len(groups) == len(weights):
+        divisor = max(divisor, len(groups))
+    ratios = []
+    for before, after in pairwise(groups):
+        if before[0]:
+            ratios.append(after[0] / before[0])
+    if divisor < 2 or not ratios:
+        return False
+    return all(abs(ratio / divisor - 1) < EQUAL for ratio in ratios)
 
 
 def pattern(counts: list[int]) -> str:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from itertools import pairwise
 from statistics import mode
 
-from bench.audit.command.inside.records import Backward, End, Rank, Step
+import numpy as np
+
+from bench.audit.command.known_bad import known_bad
 from bench.audit.command.optimizer_audit import OptimizerAudit
+from bench.audit.command.recorded_events import (
+    RecordedBackward,
+    RecordedRank,
+    RecordedStep,
+    Vector,
+)
 from bench.audit.command.update_windows import (
+    AuditedUpdate,
     batches_per_backward,
+    contrasts,
     micro_batches,
     unused,
     updates_of,
@@ -41,46 +52,67 @@ UNCLEAR = {
     "unequal weights",
 }
 """Topics of warnings with which a training is not called right."""
+PLUGIN = "FullyShardedDataParallelPlugin"
+SHARDED = {"FSDPParam", "FullyShardedDataParallel"}
+DDP = "DistributedDataParallel"
+"""Names of facts."""
 
 
 class TrainingAudit:
     """The findings of one training: errors are certain, warnings are not, the rest are facts."""
 
-    def __init__(self, ranks: Mapping[int, Rank], expect: int | None = None) -> None:
+    def __init__(self, ranks: Mapping[int, RecordedRank], expect: int | None = None) -> None:
         self.ranks, self.expect = dict(ranks), expect
         self.first = next(iter(self.ranks.values()))
         """The rank of which most is said."""
-        self._updates = {number: updates_of(rank) for number, rank in self.ranks.items()}
+        self._updates: dict[int, dict[int, list[AuditedUpdate]]] = {}
+        """By rank and number of the optimizer."""
+        for number, rank in self.ranks.items():
+            self._updates[number] = updates_of(rank)
         self.optimizers: list[OptimizerAudit] = []
         """Those whose updates are judged."""
-        self.findings = sorted(self._all(), key=lambda found: [*Level].index(found.level))
+        self.findings = sorted(self._all(), key=lambda found: found.level.rank)
         """Errors first."""
 
     @property
     def verdict(self) -> str:
         """The faults, or how far the training was judged."""
-        faults = list(
-            dict.fromkeys(found.topic for found in self.findings if found.level is Level.ERROR)
-        )
+        faults = self._topics(Level.ERROR)
         if faults:
             return ", ".join(faults)
+        is_doubtful = not UNCLEAR.isdisjoint(self.warnings)
         states = {optimizer.status for optimizer in self.optimizers}
-        warnings = {found.topic for found in self.findings if found.level is Level.WARNING}
-        doubtful = bool(warnings & UNCLEAR)
-        if not states or states == {"unknown"}:
+        if states <= {"unknown"}:
             return NOT_JUDGED
-        if states == {"right"} and not doubtful:
+        if states == {"right"} and not is_doubtful:
             return RIGHT
-        if states <= {"right", "main"} and not doubtful:
+        if states <= {"right", "main"} and not is_doubtful:
             return RIGHT_FOR_MAIN
         return IN_PART
 
+    def _topics(self, level: Level) -> list[str]:
+        topics: dict[str, None] = {}
+        for found in self.findings:
+            if found.level is level:
+                topics[found.topic] = None
+        return list(topics)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Topics of what may be wrong, or is not judged."""
+        return self._topics(Level.WARNING)
+
     def num_updates(self, optimizer: int) -> int | None:
         """All that an optimizer made on the first rank; None if the process was killed."""
-        ends = [event.updates for event in self.first.events if isinstance(event, End)]
-        if ends and optimizer < len(ends[-1]):
-            return ends[-1][optimizer]
-        return None
+        end = self.first.end
+        if end is None or optimizer >= len(end.updates):
+            return None
+        return end.updates[optimizer]
+
+    @property
+    def is_right(self) -> bool:
+        """Whether weights are, at least those of the main loss."""
+        return self.verdict in (RIGHT, RIGHT_FOR_MAIN)
 
     @property
     def is_judged(self) -> bool:
@@ -98,64 +130,64 @@ class TrainingAudit:
                 "the record of a rank ends within a line: its process was killed, or TMPDIR is full",
             )
         yield from self._of_facts()
-        obstacles = list(self._obstacles())
-        if obstacles:
-            yield warning("not judged", obstacles[0])
+        yield from known_bad(self.first)
+        for obstacle in self._obstacles():
+            yield warning("not judged", obstacle)
             return
-        numbers = sorted(
-            {
-                number
-                for updates in self._updates.values()
-                for number, found in updates.items()
-                if found
-            }
-        )
-        for number in numbers:
-            updates = {
-                rank: found[number] for rank, found in self._updates.items() if found.get(number)
-            }
-            first = next(iter(updates))
-            others = {
-                other: found
-                for other, found in self._updates[first].items()
-                if other != number and found
-            }
-            is_idle = bool(self._idle(updates.keys()))
-            self.optimizers.append(
-                OptimizerAudit(number, self.ranks, updates, others, self.expect, is_idle)
-            )
+        for number in self._numbers():
+            self.optimizers.append(self._judge(number))
         for optimizer in self.optimizers:
             yield from optimizer.findings
         yield from self._of_idle_ranks()
         if not self.optimizers:
-            yield from self._of_nothing()
+            yield self._of_nothing()
             return
         yield from self._of_request()
         yield from self._of_rest()
         yield from self._of_models()
         yield from self._of_reduction()
 
+    def _numbers(self) -> list[int]:
+        """Of the optimizers with sampled updates."""
+        numbers = set()
+        for updates in self._updates.values():
+            for number, found in updates.items():
+                if found:
+                    numbers.add(number)
+        return sorted(numbers)
+
+    def _judge(self, number: int) -> OptimizerAudit:
+        updates: dict[int, list[AuditedUpdate]] = {}
+        for rank, found in self._updates.items():
+            if found.get(number):
+                updates[rank] = found[number]
+        mine = self._updates[next(iter(updates))]
+        others = {other: found for other, found in mine.items() if other != number and found}
+        is_idle = bool(self._idle(updates.keys()))
+        return OptimizerAudit(number, self.ranks, updates, others, self.expect, is_idle)
+
+    def _window(self) -> int:
+        """The most backwards that updates of an optimizer usually have; 0 if no update is judged."""
+        longest = 0
+        for optimizer in self.optimizers:
+            longest = max(longest, optimizer.usual)
+        return longest
+
     def _obstacles(self) -> Iterator[str]:
         """Why nothing is judged."""
         for rank in self.ranks.values():
-            for event in rank.events:
-                if isinstance(event, End) and event.failure:
-                    yield event.failure
+            if rank.end is not None and rank.end.failure:
+                yield rank.end.failure
             yield from rank.obstacles
 
     def _of_facts(self) -> Iterator[Finding]:
         facts = self.first.facts
-        if (
-            "FullyShardedDataParallelPlugin" in facts
-            and not {"FSDPParam", "FullyShardedDataParallel"} & facts.keys()
-        ):
-            wrapper = (
-                "DistributedDataParallel"
-                if "DistributedDataParallel" in facts
-                else "no wrapper at all"
-            )
-            text = f"a FullyShardedDataParallelPlugin was given, but no parameter is sharded: {wrapper} trains"
+        if PLUGIN in facts and SHARDED.isdisjoint(facts):
+            wrapper = DDP if DDP in facts else "no wrapper at all"
+            text = f"a {PLUGIN} was given, but no parameter is sharded: {wrapper} trains"
             yield error("not sharded", text)
+
+    # Ranks that take no part
 
     def _of_idle_ranks(self) -> Iterator[Finding]:
         """Ranks that run backwards, and whose optimizer never steps, though that of others does."""
@@ -166,7 +198,7 @@ class TrainingAudit:
             which = ", ".join(map(str, idle))
             times = f"{len(optimizer.mine)} times on rank {optimizer.first}"
             text = f"{optimizer.title()} never steps on rank {which}, and {times}"
-            drifting = self._drifting(optimizer, idle)
+            drifting = self._drifting(optimizer, idle[0])
             if drifting:
                 yield error("ranks differ", f"{text}: {drifting} ends with different values")
             else:
@@ -174,67 +206,45 @@ class TrainingAudit:
 
     def _idle(self, ranks: Collection[int]) -> list[int]:
         """Other ranks that run backwards, and are no parts of a model."""
-        return [
-            number
-            for number, rank in self.ranks.items()
-            if number not in ranks
-            and not rank.parallel
-            and any(isinstance(event, Backward) for event in rank.events)
-        ]
+        idle = []
+        for number, rank in self.ranks.items():
+            if number not in ranks and not rank.parallel and rank.backwards:
+                idle.append(number)
+        return idle
 
-    def _drifting(self, optimizer: OptimizerAudit, idle: list[int]) -> str:
+    def _drifting(self, optimizer: OptimizerAudit, idle: int) -> str:
         """A parameter that was the same on these ranks, is reduced, and ends with different values."""
-        leaves = {leaf.name: number for number, leaf in enumerate(self.ranks[idle[0]].leaves)}
-        ends = {}
-        for number in (idle[0], optimizer.first):
-            found = [event.end for event in self.ranks[number].events if isinstance(event, End)]
-            ends[number] = found[-1] if found else []
-        is_reduced = all(
-            any(
-                isinstance(event, Backward) and event.reduced for event in self.ranks[number].events
-            )
-            for number in ends
-        )
-        for mine in optimizer.mine[0].step.owned:
-            leaf = self.ranks[optimizer.first].leaves[mine]
-            other = leaves.get(leaf.name)
-            if (
-                other is None
-                or not is_reduced
-                or mine >= len(ends[optimizer.first])
-                or other >= len(ends[idle[0]])
-            ):
+        mine, other = self.ranks[optimizer.first], self.ranks[idle]
+        if not _reduces(mine) or not _reduces(other):
+            return ""
+        for number in optimizer.mine[0].step.owned:
+            name = mine.leaves[number].name
+            there = other.leaf_number(name)
+            if there is None or not _equal(mine.leaves[number].start, other.leaves[there].start):
                 continue
-            start = self.ranks[idle[0]].leaves[other].start
-            last = ends[optimizer.first][mine], ends[idle[0]][other]
-            if (
-                leaf.start is not None
-                and leaf.start == start
-                and None not in last
-                and last[0] != last[1]
-            ):
-                return leaf.name
+            first, second = _last(mine, number), _last(other, there)
+            if first is not None and second is not None and not _equal(first, second):
+                return name
         return ""
 
-    def _of_nothing(self) -> Iterator[Finding]:
-        count = max((unused(rank) for rank in self.ranks.values()), default=0)
-        steps = [event for event in self.first.events if isinstance(event, Step)]
-        if not steps:
-            yield warning(
-                "no update", f"{plural(count, 'backward')} led to no step of an optimizer of torch"
-            )
-        elif not self.first.leaves:
-            yield warning("weights unknown", "no parameter was found in the graphs of the losses")
-        else:
-            yield warning(
-                "weights unknown",
-                "no optimizer that stepped updates a parameter that backwards add to",
-            )
+    def _of_nothing(self) -> Finding:
+        """Why there is no optimizer to judge."""
+        if not self.first.steps:
+            count = max(map(unused, self.ranks.values()))
+            text = f"{plural(count, 'backward')} led to no step of an optimizer of torch"
+            return warning("no update", text)
+        if not self.first.leaves:
+            text = "no parameter was found in the graphs of the losses"
+            return warning("weights unknown", text)
+        text = "no optimizer that stepped updates a parameter that backwards add to"
+        return warning("weights unknown", text)
+
+    # Windows
 
     def _of_request(self) -> Iterator[Finding]:
         """Whether updates have the micro-batches that --expect or a framework asks for."""
-        wrong = []
-        fitting = 0
+        wrong: list[tuple[OptimizerAudit, int, int]] = []
+        num_fitting = 0
         for optimizer in self.optimizers:
             ratio = batches_per_backward(optimizer.mine)
             for update in optimizer.mine:
@@ -243,16 +253,16 @@ class TrainingAudit:
                 if wanted <= 1:
                     continue
                 if count is None or wanted in (count, update.count):
-                    fitting += 1
+                    num_fitting += 1
                 else:
                     wrong.append((optimizer, count, wanted))
-        if len(wrong) <= fitting or not wrong:
+        if len(wrong) <= num_fitting or not wrong:
             return
         optimizer, count, wanted = wrong[0]
         text = f"{optimizer.label}{wanted} micro-batches per update were asked for, an update has {count}"
-        weights = optimizer.scale.total if optimizer.scale else None
-        is_right = weights is not None and abs(weights - 1) < 0.02
-        if not fitting and (self.expect or (weights is not None and not is_right)):
+        total = optimizer.scale.total if optimizer.scale else None
+        is_off = total is not None and abs(total - 1) >= 0.02
+        if not num_fitting and (self.expect or is_off):
             yield error("other N", text)
         else:
             yield warning("other N", text)
@@ -265,91 +275,136 @@ class TrainingAudit:
                 "no update", f"{plural(count, 'micro-batch')} at the end led to no update"
             )
         for optimizer in self.optimizers:
-            usual = mode([update.step.backwards for update in optimizer.mine])
-            for step in self._unsampled(optimizer.number):
-                if step.backwards != usual:
-                    text = (
-                        f"update {step.update} has {step.backwards} backwards, others have {usual}"
-                    )
-                    yield warning(
-                        "not sampled",
-                        f"{optimizer.label}{text}; --updates {step.update} would sample it",
-                    )
-                    break
+            usual = _usual_distance(optimizer)
+            step = self._other_length(optimizer.number, usual)
+            if step is not None:
+                text = f"update {step.update} has {step.backwards} backwards, others have {usual}"
+                advice = f"--updates {step.update} would sample it"
+                yield warning("not sampled", f"{optimizer.label}{text}; {advice}")
 
-    def _unsampled(self, optimizer: int) -> list[Step]:
-        steps = [event for event in self.first.events if isinstance(event, Step)]
-        return [step for step in steps if step.optimizer == optimizer and not step.is_sampled]
+    def _other_length(self, optimizer: int, usual: int) -> RecordedStep | None:
+        """The first step that is not sampled of a window of another length."""
+        for step in self.first.steps:
+            if step.optimizer == optimizer and not step.is_sampled and step.backwards != usual:
+                return step
+        return None
+
+    # Models
 
     def _of_models(self) -> Iterator[Finding]:
         """What models do at each micro-batch."""
-        usual = max(optimizer.usual for optimizer in self.optimizers)
+        usual = self._window()
         if self.first.batch_norms and usual > 1:
             text = f"{plural(self.first.batch_norms, 'BatchNorm module')} normalize each micro-batch by itself"
             yield note("batch norm", f"{text}: not what a batch of {usual} micro-batches gives")
         for optimizer in self.optimizers:
-            if self._copies_move(optimizer):
+            if _copies_move(optimizer):
                 text = (
                     "a copy of the parameters changes at every backward of an update, as if "
                     "an average was moved then"
                 )
                 yield warning("moving average", f"{optimizer.label}{text}")
                 break
-        backwards = [event for event in self.first.events if isinstance(event, Backward)]
-        contrasting = [
-            event for event in backwards if any(criterion.in_batch for criterion in event.criteria)
-        ]
-        if usual > 1 and len(contrasting) > len(backwards) / 2:
+        contrasting = list(filter(contrasts, self.first.backwards))
+        if usual > 1 and len(contrasting) > len(self.first.backwards) / 2:
             text = "the rows of a micro-batch are contrasted with each other"
             yield note(
                 "contrastive",
                 f"{text}: it has fewer negatives than a batch of {usual} micro-batches",
             )
 
-    def _copies_move(self, optimizer: OptimizerAudit) -> bool:
-        moving = 0
-        longer = [update for update in optimizer.mine if update.count > 1]
-        for update in longer:
-            pairs = zip(update.backwards, update.backwards[1:], strict=False)
-            moving += all(first.copies and first.copies != second.copies for first, second in pairs)
-        return bool(longer) and moving > len(longer) / 2
+    # Reduction
 
     def _of_reduction(self) -> Iterator[Finding]:
         """What is reduced at each backward of a full window in the middle."""
         optimizer = self.optimizers[0]
-        windows = [update.backwards for update in optimizer.mine if update.count == optimizer.usual]
-        reductions = [found.reduced for found in windows[len(windows) // 2]]
-        sent = [sum(reduced.values()) for reduced in reductions]
-        names = ", ".join(sorted({name for reduced in reductions for name in reduced}))
-        places = ", ".join(str(place) for place, size in enumerate(sent, 1) if size)
-        text = (
-            f"{names} at backward {places} of {len(sent)}: {sum(sent):,} bytes per rank and update"
-        )
-        if self.first.world > 1 and not any(sent) and not self.first.parallel:
-            yield warning(
-                "no reduction seen", "no reduction of a floating-point tensor was seen in a window"
-            )
-        elif all(sent) and len(sent) > 1:
-            yield good("eager", f"{text}; once would be {sent[-1]:,}")
-        elif any(sent) and len(sent) > 1:
-            yield good(
-                "deferred", f"{text}; at each backward it would be {len(sent) * max(sent):,}"
-            )
-        yield from self._of_bytes(reductions)
+        full = [update for update in optimizer.mine if update.count == optimizer.usual]
+        backwards = full[len(full) // 2].backwards
+        sent = [sum(backward.reduced.values()) for backward in backwards]
+        if not any(sent):
+            if self.first.world > 1 and not self.first.parallel:
+                text = "no reduction of a floating-point tensor was seen in a window"
+                yield warning("no reduction seen", text)
+        elif len(sent) > 1:
+            yield from self._of_sent(backwards, sent)
+        yield from self._of_bytes(backwards)
 
-    def _of_bytes(self, reductions: list[dict[str, int]]) -> Iterator[Finding]:
+    def _of_sent(self, backwards: list[RecordedBackward], sent: list[int]) -> Iterator[Finding]:
+        """At which backwards of a window bytes are sent."""
+        names: set[str] = set()
+        for backward in backwards:
+            names.update(backward.reduced)
+        places = ", ".join(map(str, np.flatnonzero(sent) + 1))
+        text = (
+            f"{', '.join(sorted(names))} at backward {places} of {len(sent)}: "
+            f"{sum(sent):,} bytes per rank and update"
+        )
+        if all(sent):
+            yield good("eager", f"{text}; once would be {sent[-1]:,}{self._advice()}")
+        else:
+            each = f"at each backward it would be {len(sent) * max(sent):,}"
+            yield good("deferred", f"{text}; {each}")
+
+    def _advice(self) -> str:
+        """How to reduce once per update; empty where that is not to be had, or costs memory."""
+        if DDP not in self.first.facts:
+            return ""
+        return ", with DDP's no_sync around forward and backward of all micro-batches but the last"
+
+    def _of_bytes(self, backwards: list[RecordedBackward]) -> Iterator[Finding]:
         """Less is reduced than the gradients have."""
         is_whole = len(self.optimizers) == 1 and len(self.first.gradient_bytes) == 1
-        if not is_whole or "DistributedDataParallel" not in self.first.facts:
+        if not is_whole or DDP not in self.first.facts:
             return
         ((dtype, size),) = self.first.gradient_bytes.items()
         most = 0
-        for reduced in reductions:
-            most = max(
-                most, sum(bytes_ for name, bytes_ in reduced.items() if f" of {dtype} " in name)
-            )
+        for backward in backwards:
+            reduced = 0
+            for name, num_bytes in backward.reduced.items():
+                if f" of {dtype} " in name:
+                    reduced += num_bytes
+            most = max(most, reduced)
         if 0 < most < size:
             text = f"{size - most:,} of the {size:,} bytes of gradients are never reduced"
             yield warning(
                 "reduced less", f"{text}: a parameter that is not, or one without a gradient"
             )
+
+
+def _reduces(rank: RecordedRank) -> bool:
+    """Whether gradients are reduced during a backward."""
+    return any(backward.reduced for backward in rank.backwards)
+
+
+def _last(rank: RecordedRank, leaf: int) -> Vector | None:
+    """A few values of a parameter when the process ended; None if they are not known."""
+    if rank.end is None or leaf >= len(rank.end.end):
+        return None
+    return rank.end.end[leaf]
+
+
+def _equal(first: Vector | None, second: Vector | None) -> bool:
+    """Whether both are known, and the same bit for bit."""
+    return first is not None and second is not None and np.array_equal(first, second)
+
+
+def _copies_move(optimizer: OptimizerAudit) -> bool:
+    """Whether copies of parameters change between the backwards of most updates."""
+    num_longer, num_moving = 0, 0
+    for update in optimizer.mine:
+        if update.count > 1:
+            num_longer += 1
+            num_moving += all(map(_moves_copies, pairwise(update.backwards)))
+    return num_moving > num_longer / 2
+
+
+def _moves_copies(backwards: tuple[RecordedBackward, RecordedBackward]) -> bool:
+    """Whether copies of parameters differ between two backwards."""
+    before, after = backwards
+    are_equal = map(np.array_equal, before.copies, after.copies)
+    return not all(are_equal)
+
+
+def _usual_distance(optimizer: OptimizerAudit) -> int:
+    """Of all backwards between two of its steps."""
+    return mode([update.step.backwards for update in optimizer.mine])

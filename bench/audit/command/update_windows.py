@@ -8,14 +8,22 @@ the batches that data loaders hand out, or else by backwards of one loss at one 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import filterfalse
 
 import numpy as np
-from numpy.typing import NDArray
 
-from bench.audit.command.inside.records import Backward, Clipping, End, Rank, Step, Values
+from bench.audit.command.inside.records import Backward, Clipping, Step
+from bench.audit.command.recorded_events import (
+    RecordedBackward,
+    RecordedClipping,
+    RecordedRank,
+    RecordedStep,
+    Vector,
+)
 
-Vector = NDArray[np.float64]
 CHANGED = 1.0001
 """A gradient that is divided by more is changed by clipping."""
 WHOLE = 0.05
@@ -28,9 +36,9 @@ class AuditedUpdate:
 
     number: int
     """From 0, among the updates of this optimizer on this rank."""
-    step: Step
-    backwards: list[Backward]
-    clips: list[tuple[int, Clipping]]
+    step: RecordedStep
+    backwards: list[RecordedBackward]
+    clips: list[tuple[int, RecordedClipping]]
     """Each after how many of the backwards."""
     events: str
     """``BBBBCS``: backwards, clipping, the step, and Z where a gradient was cleared before a backward."""
@@ -47,60 +55,109 @@ class AuditedUpdate:
     @property
     def moves(self) -> bool:
         """Whether parameters change between its backwards."""
-        later = self.backwards[1:]
-        return any(
-            True in [backward.moved[leaf] for leaf in self._owned(backward.moved)]
-            for backward in later
-        )
-
-    def _owned(self, values: list[Values]) -> list[int]:
-        return [leaf for leaf in self.step.owned if leaf < len(values)]
+        for backward in self.backwards[1:]:
+            if backward.moved is None:
+                continue
+            for leaf, moved in zip(backward.watched, backward.moved, strict=True):
+                if moved and leaf in self.step.owned:
+                    return True
+        return False
 
     def changed_early(self) -> list[int]:
         """Leaves whose gradient was changed by clipping before a later backward added to it."""
         leaves = set()
         for place, clip in self.clips:
-            for leaf, factor in enumerate(clip.factors):
-                is_changed = factor is not None and factor > CHANGED
-                if is_changed and any(
-                    added(backward, leaf) is not None for backward in self.backwards[place:]
-                ):
+            for leaf in changed_leaves(clip):
+                if is_added(self.backwards[place:], leaf):
                     leaves.add(leaf)
         return sorted(leaves)
 
+    def early_clip(self) -> RecordedClipping:
+        """The first that changed a gradient before a later backward added to it."""
+        for place, clip in self.clips:
+            for leaf in changed_leaves(clip):
+                if is_added(self.backwards[place:], leaf):
+                    return clip
+        raise LookupError("no gradient was changed before the last backward")
+
+    def places(self) -> set[str]:
+        """File and line of its backwards."""
+        return places_of(self.backwards)
+
     def known_rates(self) -> list[float]:
         """The learning rate at each of its backwards, as far as it is known."""
-        return [rate for rate in self.step.rates if not math.isnan(rate)]
+        return list(filterfalse(math.isnan, self.step.rates))
 
 
-def added(backward: Backward, leaf: int) -> Values:
+def places_of(backwards: Iterable[RecordedBackward]) -> set[str]:
+    """File and line of backwards."""
+    return {backward.place for backward in backwards}
+
+
+def counts_of(updates: Iterable[AuditedUpdate]) -> list[int]:
+    """The backwards of each update."""
+    return [update.count for update in updates]
+
+
+def contrasts(backward: RecordedBackward) -> bool:
+    """Whether the rows of its batch are contrasted with each other."""
+    return any(criterion.in_batch for criterion in backward.criteria)
+
+
+def changed_leaves(clip: RecordedClipping) -> list[int]:
+    """Leaves whose gradient clipping has made smaller."""
+    changed = []
+    for leaf, factor in enumerate(clip.factors):
+        if factor is not None and factor > CHANGED:
+            changed.append(leaf)
+    return changed
+
+
+def added(backward: RecordedBackward, leaf: int) -> Vector | None:
     """What a backward added to a leaf; None if nothing."""
-    return backward.added[leaf] if leaf < len(backward.added) else None
+    if leaf < len(backward.added):
+        return backward.added[leaf]
+    return None
 
 
-def is_finite(backward: Backward) -> bool:
+def is_added(backwards: Iterable[RecordedBackward], leaf: int) -> bool:
+    """Whether one of these adds to a leaf."""
+    return any(added(backward, leaf) is not None for backward in backwards)
+
+
+def reached_leaves(backward: RecordedBackward) -> set[int]:
+    """Those that it adds to."""
+    return {leaf for leaf, values in enumerate(backward.added) if values is not None}
+
+
+def is_finite(backward: RecordedBackward) -> bool:
     """Whether all that it added is."""
     return all(values is None or np.isfinite(values).all() for values in backward.added)
 
 
-def left(backward: Backward, leaf: int) -> Values:
+def left(backward: RecordedBackward, leaf: int) -> Vector | None:
     """What was left in the gradient of a leaf when the first backward of a window added to it; None at any other."""
-    return backward.left[leaf] if leaf < len(backward.left) else None
+    if leaf < len(backward.left):
+        return backward.left[leaf]
+    return None
 
 
-def updates_of(rank: Rank) -> dict[int, list[AuditedUpdate]]:
+def updates_of(rank: RecordedRank) -> dict[int, list[AuditedUpdate]]:
     """The sampled updates of each optimizer that uses a gradient."""
     owned: dict[int, set[int]] = {}
-    for event in rank.events:
-        if isinstance(event, Step) and event.is_sampled:
-            owned.setdefault(event.optimizer, set()).update(event.owned)
-    return {number: _Windows(number, leaves, rank).updates for number, leaves in owned.items()}
+    for step in rank.steps:
+        if step.is_sampled:
+            owned.setdefault(step.optimizer, set()).update(step.owned)
+    updates = {}
+    for number, leaves in owned.items():
+        updates[number] = _Windows(number, leaves, rank).updates
+    return updates
 
 
 class _Windows:
     """The windows of one optimizer, from the events of a rank in order."""
 
-    def __init__(self, number: int, leaves: set[int], rank: Rank) -> None:
+    def __init__(self, number: int, leaves: set[int], rank: RecordedRank) -> None:
         self.updates: list[AuditedUpdate] = []
         self._number, self._leaves = number, leaves
         self._begin()
@@ -113,26 +170,25 @@ class _Windows:
                 self._on_step(event)
 
     def _begin(self) -> None:
-        self._backwards: list[Backward] = []
-        self._clips: list[tuple[int, Clipping]] = []
+        self._backwards: list[RecordedBackward] = []
+        self._clips: list[tuple[int, RecordedClipping]] = []
         self._events = ""
 
-    def _on_backward(self, backward: Backward) -> None:
-        reached = {leaf for leaf, values in enumerate(backward.added) if values is not None}
-        if not self._leaves & reached:
+    def _on_backward(self, backward: RecordedBackward) -> None:
+        if not self._leaves & reached_leaves(backward):
             return
         if self._backwards and self._leaves & set(backward.cleared):
             self._events += "Z"
         self._events += "B"
         self._backwards.append(backward)
 
-    def _on_clip(self, clip: Clipping) -> None:
+    def _on_clip(self, clip: RecordedClipping) -> None:
         clipped = {leaf for leaf, factor in enumerate(clip.factors) if factor is not None}
         if self._backwards and self._leaves & clipped:
             self._events += "C"
             self._clips.append((len(self._backwards), clip))
 
-    def _on_step(self, step: Step) -> None:
+    def _on_step(self, step: RecordedStep) -> None:
         if self._backwards:
             events = self._events + "S"
             self.updates.append(
@@ -143,11 +199,12 @@ class _Windows:
         self._begin()
 
 
-def _use(update: AuditedUpdate, step: Step) -> None:
+def _use(update: AuditedUpdate, step: RecordedStep) -> None:
     """Fill in the gradients of a step: ZeRO has several with a part each."""
     is_again = False
     for leaf in step.owned:
-        values = np.array(step.used[leaf], dtype=float)
+        values = step.used[leaf]
+        assert values is not None, "a step owns leaves of which it uses the gradient"
         old = update.used.get(leaf)
         if old is None:
             update.used[leaf] = values
@@ -157,22 +214,25 @@ def _use(update: AuditedUpdate, step: Step) -> None:
     update.num_steps += is_again
 
 
-def unused(rank: Rank) -> int:
+def unused(rank: RecordedRank) -> int:
     """Backwards at the end that led to no step."""
-    ends = [event.backwards for event in rank.events if isinstance(event, End)]
-    if ends:
-        return ends[-1]
+    if rank.end is not None:
+        return rank.end.backwards
     count = 0
     for event in rank.events:
-        count = 0 if isinstance(event, Step) else count + isinstance(event, Backward)
+        if isinstance(event, Step):
+            count = 0
+        else:
+            count += isinstance(event, Backward)
     return count
 
 
-def kind(backward: Backward) -> tuple[str, ...]:
+def kind(backward: RecordedBackward) -> tuple[str, ...]:
     """What tells one loss from another: its criteria."""
-    return tuple(
-        sorted(f"{criterion.node} {criterion.reduction}" for criterion in backward.criteria)
-    )
+    names = []
+    for criterion in backward.criteria:
+        names.append(f"{criterion.node} {criterion.reduction}")
+    return tuple(sorted(names))
 
 
 def batches_per_backward(updates: list[AuditedUpdate]) -> float | None:
@@ -180,25 +240,34 @@ def batches_per_backward(updates: list[AuditedUpdate]) -> float | None:
     if len(updates) < 2:
         return None
     batches = updates[-1].backwards[0].fetched - updates[0].backwards[0].fetched
-    backwards = sum(update.count for update in updates[:-1])
     if batches <= 0:
         return None
-    ratio = backwards / batches
-    return 1 / round(ratio) if ratio > 0.9 and abs(ratio - round(ratio)) < WHOLE else None
+    ratio = sum(counts_of(updates[:-1])) / batches
+    if ratio > 0.9 and abs(ratio - round(ratio)) < WHOLE:
+        return 1 / round(ratio)
+    return None
 
 
 def micro_batches(update: AuditedUpdate, ratio: float | None) -> int | None:
     """How many an update has; None if that cannot be seen. ``ratio``: batches per backward."""
     if ratio is not None:
         return round(update.count * ratio)
-    kinds = [(kind(backward), backward.place) for backward in update.backwards]
-    sizes = {kinds.count(found) for found in kinds}
-    if len(sizes) != 1 or (len(set(kinds)) == 1 and not has_distinct_data(update)):
+    numbers: Counter[tuple[tuple[str, ...], str]] = Counter()
+    for backward in update.backwards:
+        numbers[kind(backward), backward.place] += 1
+    if len(numbers) == 1 and not has_distinct_data(update):
         return None
-    return sizes.pop()
+    different = set(numbers.values())
+    if len(different) != 1:
+        return None
+    return different.pop()
 
 
 def has_distinct_data(update: AuditedUpdate) -> bool:
     """Whether each backward has other inputs than the rest."""
-    data = [tuple(map(tuple, backward.data)) for backward in update.backwards]
-    return all(data) and len(set(data)) == len(data)
+    seen = set()
+    for backward in update.backwards:
+        if not backward.data:
+            return False
+        seen.add(tuple(values.tobytes() for values in backward.data))
+    return len(seen) == len(update.backwards)

@@ -13,9 +13,10 @@ from bench.audit.lint.hugging_face_rules import SameValue, TrainerArguments
 from bench.audit.lint.known_keys import Keys, known_keys, repeated_keys
 from bench.audit.lint.lint_options import LintOptions
 from bench.audit.lint.proof import AUDIT
-from bench.audit.lint.rules import ERROR, INFO, Found, rule, says
+from bench.audit.lint.rules import Found, rule, says
 from bench.audit.lint.sum_rules import GradientSum
 from bench.audit.training_plan import LARGEST_ACCUMULATE
+from bench.findings import Level
 
 PLUGIN = "accelerate/utils/dataclasses.py DeepSpeedPlugin"
 ACCELERATOR, SCHEDULER = "accelerate/accelerator.py", "accelerate/scheduler.py"
@@ -148,7 +149,7 @@ def _engine(inner: ConfigPart) -> DeepSpeedConfig:
 
 @rule(AccelerateRanks, "SCH04", "accelerate: {distributed_type: MULTI_GPU, num_processes: 4}")
 @says(
-    INFO,
+    Level.NOTE,
     "schedule that steps once per rank",
     f"{SCHEDULER} AcceleratedScheduler.step; accelerate #2926",
 )
@@ -168,7 +169,10 @@ def _schedule(several: AccelerateRanks) -> Iterator[Found]:
     "accelerate: {mixed_precision: bf16, deepspeed_config: {deepspeed_config_file: ds.json}}, named: {}",
 )
 @says(
-    ERROR, "settings beside deepspeed_config_file", f"{PLUGIN}._deepspeed_config_checks", stops=True
+    Level.ERROR,
+    "settings beside deepspeed_config_file",
+    f"{PLUGIN}._deepspeed_config_checks",
+    stops=True,
 )
 def _beside(both: AccelerateDeepSpeed) -> Iterator[Found]:
     if both.file is None:
@@ -190,13 +194,15 @@ def _beside(both: AccelerateDeepSpeed) -> Iterator[Found]:
     "GAS02",
     "accelerate: {deepspeed_config: {deepspeed_config_file: ds.json}}, named: {}",
 )
-@says(INFO, "accumulation reset to 1", f"{PLUGIN}.__post_init__")
+@says(Level.NOTE, "accumulation reset to 1", f"{PLUGIN}.__post_init__")
 @rule(
     AccelerateDeepSpeed,
     "GAS03",
     "accelerate: {deepspeed_config: {gradient_accumulation_steps: 4, gradient_clipping: 1.0}}",
 )
-@says(INFO, "accumulation set outside the script", f"{ACCELERATOR} __init__, _prepare_deepspeed")
+@says(
+    Level.NOTE, "accumulation set outside the script", f"{ACCELERATOR} __init__, _prepare_deepspeed"
+)
 def _accumulate(both: AccelerateDeepSpeed) -> Iterator[Found]:
     place, n = both.accumulate, both.accumulate.value
     if not both.is_script:
@@ -235,7 +241,7 @@ def _silent_clip(both: AccelerateDeepSpeed) -> Iterator[Found]:
             what,
             f"set gradient_clipping to the threshold that is meant, or {nothing}",
             same,
-            INFO,
+            Level.NOTE,
         )
     elif both.engine.clip == 0:
         what = "accelerate drops a gradient_clipping of 0, and DeepSpeed then clips to norm 1.0"
@@ -269,5 +275,5 @@ def _underweighted(both: AccelerateDeepSpeed) -> Iterator[Found]:
             f"step has {tail}/{n} of the mean gradient; with another loader, DeepSpeed carries them over",
             f"make the samples a multiple of {(micro or 0) * n * (ranks or 0)}",
             f"{ACCELERATOR} backward divides by gradient_accumulation_steps in every window",
-            INFO,
+            Level.NOTE,
         )

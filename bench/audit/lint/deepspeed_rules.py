@@ -13,9 +13,10 @@ from bench.audit.lint.deepspeed_config import SILENT_CLIPPING, DeepSpeedConfig, 
 from bench.audit.lint.known_keys import repeated_keys
 from bench.audit.lint.lint_options import LintOptions
 from bench.audit.lint.proof import SmallRun
-from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule, says
+from bench.audit.lint.rules import Found, rule, says
 from bench.audit.lint.sum_rules import FP32, GradientSum
 from bench.audit.lint.version_facts import is_known_bad, page_of
+from bench.findings import Level
 
 ENGINE_CONFIG = "deepspeed/runtime/config.py"
 
@@ -85,7 +86,7 @@ def neox_subjects(part: ConfigPart, options: LintOptions) -> Iterator[object]:
 
 
 @rule(DeepSpeedAlone, "BAT02", "deepspeed: {train_micro_batch_size_per_gpu: null}")
-@says(INFO, "no batch size", f"{ENGINE_CONFIG} _set_batch_related_parameters")
+@says(Level.NOTE, "no batch size", f"{ENGINE_CONFIG} _set_batch_related_parameters")
 def _no_batch_size(training: DeepSpeedAlone) -> Iterator[Found]:
     config, sizes = training.config, {"train_batch_size", "train_micro_batch_size_per_gpu"}
     if (
@@ -101,7 +102,7 @@ def _no_batch_size(training: DeepSpeedAlone) -> Iterator[Found]:
 
 
 @rule(DeepSpeedAlone, "BAT01", "deepspeed: {train_batch_size: 30}")
-@says(ERROR, "batch sizes do not multiply", f"{ENGINE_CONFIG} _batch_assertion", stops=True)
+@says(Level.ERROR, "batch sizes do not multiply", f"{ENGINE_CONFIG} _batch_assertion", stops=True)
 def _batch_sizes(training: DeepSpeedAlone) -> Iterator[Found]:
     config, train = training.config, training.config.batch
     given = {
@@ -128,7 +129,7 @@ def _batch_sizes(training: DeepSpeedAlone) -> Iterator[Found]:
 
 @rule(DeepSpeedAlone, "CLP01", "deepspeed: {gradient_clipping: null}")
 @says(
-    WARNING,
+    Level.WARNING,
     "clipping that was not asked for",
     page_of(SILENT_CLIPPING),
     advisory=SILENT_CLIPPING,
@@ -149,12 +150,12 @@ def _silent_clip(training: DeepSpeedAlone) -> Iterator[Found]:
         'set "gradient_clipping" to 0.0 to clip nothing, or to the threshold that is meant',
         small.command("deepspeed-zero2-eager", clip=small.clip)
         + " (shows what a threshold does; the default is 1.0)",
-        WARNING if is_complete else INFO,
+        Level.WARNING if is_complete else Level.NOTE,
     )
 
 
 @rule(DeepSpeedAlone, "TAIL02", "deepspeed: {}, samples: 40, world_size: 2")
-@says(WARNING, "partial window carried into the next epoch", "DeepSpeed #7439")
+@says(Level.WARNING, "partial window carried into the next epoch", "DeepSpeed #7439")
 @rule(DeepSpeedAlone, "WIN01", "deepspeed: {}, samples: 12, world_size: 2")
 def _carried(training: DeepSpeedAlone) -> Iterator[Found]:
     config, n, options = training.config, training.accumulate, training.options

@@ -16,10 +16,11 @@ from bench.audit.lint.config_file import AUTO, ConfigPart
 from bench.audit.lint.deepspeed_config import SILENT_CLIPPING, deepspeed_keys, deepspeed_part
 from bench.audit.lint.known_keys import Keys, repeated_keys
 from bench.audit.lint.lint_options import LintOptions, windows_of
-from bench.audit.lint.rules import ERROR, INFO, STOPS, WARNING, Found, rule, says
+from bench.audit.lint.rules import STOPS, Found, rule, says
 from bench.audit.lint.sum_rules import NAMES, GradientSum, in_16_bits
 from bench.audit.lint.version_facts import is_known_bad
 from bench.audit.training_plan import LARGEST_ACCUMULATE, ceil
+from bench.findings import Level
 
 TRAINER, ARGUMENTS = "transformers/trainer.py", "transformers/training_args.py"
 LAYERWISE = "transformers/trainer_optimizer.py"
@@ -242,7 +243,7 @@ MISMATCH = "transformers/integrations/deepspeed.py trainer_config_finalize"
     "MIS01",
     "hugging_face: {}, accelerate: {deepspeed_config: {zero_stage: 2, gradient_clipping: 0.5}}",
 )
-@says(ERROR, "DeepSpeed and TrainingArguments differ", MISMATCH, stops=True)
+@says(Level.ERROR, "DeepSpeed and TrainingArguments differ", MISMATCH, stops=True)
 def _differ(same: SameValue) -> Iterator[Found]:
     place, value = same.place, same.value
     if not place.given or place.value == AUTO or place.unknown or value is None:
@@ -294,9 +295,11 @@ def _parameters_in_16_bits(arguments: TrainerArguments) -> Iterator[Found]:
 
 
 @rule(TrainerArguments, "OPT02", "hugging_face: {optim: galore_adamw_layerwise}")
-@says(ERROR, "layerwise optimizer with accumulation", LAYERWISE)
+@says(Level.ERROR, "layerwise optimizer with accumulation", LAYERWISE)
 @rule(TrainerArguments, "OPT03", "hugging_face: {optim: lomo}")
-@says(ERROR, "optimizer that steps in every backward", "lomo_optim 0.1.1 lomo.py fused_backward")
+@says(
+    Level.ERROR, "optimizer that steps in every backward", "lomo_optim 0.1.1 lomo.py fused_backward"
+)
 def _optimizer(arguments: TrainerArguments) -> Iterator[Found]:
     place, n = arguments.part.at("optim"), arguments.accumulate
     name = (place.string() or "").lower()
@@ -317,7 +320,7 @@ def _optimizer(arguments: TrainerArguments) -> Iterator[Found]:
 
 
 @rule(TrainerArguments, "BAT04", "hugging_face: {accelerator_config: {split_batches: true}}")
-@says(WARNING, "a micro-batch is split among the ranks", f"{ARGUMENTS} split_batches")
+@says(Level.WARNING, "a micro-batch is split among the ranks", f"{ARGUMENTS} split_batches")
 def _split_batches(arguments: TrainerArguments) -> Iterator[Found]:
     n, micro, ranks = arguments.accumulate, arguments.micro_batch, arguments.world_size
     if arguments.is_split and ranks != 1:
@@ -331,7 +334,7 @@ def _split_batches(arguments: TrainerArguments) -> Iterator[Found]:
 
 
 @rule(TrainerArguments, "BAT05", "hugging_face: {auto_find_batch_size: true}")
-@says(WARNING, "effective batch that changes by itself", f"{TRAINER} _inner_training_loop")
+@says(Level.WARNING, "effective batch that changes by itself", f"{TRAINER} _inner_training_loop")
 def _smaller_batches(arguments: TrainerArguments) -> Iterator[Found]:
     place = arguments.part.at("auto_find_batch_size")
     if place.flag(default=False):
@@ -344,7 +347,7 @@ def _smaller_batches(arguments: TrainerArguments) -> Iterator[Found]:
 
 
 @rule(TrainerArguments, "STP04", "hugging_face: {max_steps: 1000, num_train_epochs: 3}")
-@says(WARNING, "num_train_epochs ignored", f"{TRAINER} set_initial_training_values")
+@says(Level.WARNING, "num_train_epochs ignored", f"{TRAINER} set_initial_training_values")
 def _ignored_epochs(arguments: TrainerArguments) -> Iterator[Found]:
     epochs = arguments.part.at("num_train_epochs")
     if arguments.max_steps and epochs.given:
@@ -387,7 +390,7 @@ def _too_rare(arguments: TrainerArguments) -> Iterator[Found]:
     "STP05",
     "hugging_face: {logging_steps: 10, warmup_steps: 100}, samples: 640, world_size: 2",
 )
-@says(WARNING, "warm-up longer than the training", f"{ARGUMENTS} get_warmup_steps")
+@says(Level.WARNING, "warm-up longer than the training", f"{ARGUMENTS} get_warmup_steps")
 def _long_warmup(arguments: TrainerArguments) -> Iterator[Found]:
     place, total = arguments.part.at("warmup_steps"), arguments.total_steps
     if arguments.part.at("lr_scheduler_type").value == "constant":  # has no warm-up
@@ -427,7 +430,11 @@ def _ignored_clip(arguments: TrainerArguments) -> Iterator[Found]:
 
 
 @rule(TrainerArguments, "TOK01", "hugging_face: {average_tokens_across_devices: false}")
-@says(WARNING, "tokens weighed by rank", f"{TRAINER} _get_num_items_in_batch; transformers #34191")
+@says(
+    Level.WARNING,
+    "tokens weighed by rank",
+    f"{TRAINER} _get_num_items_in_batch; transformers #34191",
+)
 def _tokens(arguments: TrainerArguments) -> Iterator[Found]:
     place = arguments.part.at("average_tokens_across_devices")
     if arguments.accumulate > 1 and not place.flag(default=True) and arguments.world_size != 1:
@@ -436,7 +443,7 @@ def _tokens(arguments: TrainerArguments) -> Iterator[Found]:
 
 
 @rule(TrainerArguments, "MEM01", "hugging_face: {fsdp: full_shard}")
-@says(INFO, "unsharded gradients between micro-batches", f"{TRAINER}; accelerate no_sync")
+@says(Level.NOTE, "unsharded gradients between micro-batches", f"{TRAINER}; accelerate no_sync")
 def _unsharded(arguments: TrainerArguments) -> Iterator[Found]:
     place, n = arguments.fsdp, arguments.accumulate
     eager = arguments.part.at(f"{KWARGS}.sync_each_batch")

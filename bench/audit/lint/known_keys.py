@@ -10,7 +10,8 @@ from functools import cache
 from pathlib import Path
 
 from bench.audit.lint.config_file import ConfigPart
-from bench.audit.lint.rules import ERROR, INFO, STOPS, WARNING, Found, rule, says
+from bench.audit.lint.rules import STOPS, Found, rule, says
+from bench.findings import Level
 
 SIMILAR = 0.9
 """Similarity (``difflib``) from which on an unknown key is taken for a misspelt one."""
@@ -42,9 +43,9 @@ class Keys:
 
 
 @rule(Keys, "KEY01", "deepspeed: {bf16: {enable: true}}")
-@says(ERROR, "unknown key", SOURCE, stops=True)
+@says(Level.ERROR, "unknown key", SOURCE, stops=True)
 @rule(Keys, "KEY02", "deepspeed: {gradient_accumulation_step: 4}")
-@says(WARNING, "unknown key that is ignored", SOURCE)
+@says(Level.WARNING, "unknown key that is ignored", SOURCE)
 def _unknown(keys: Keys) -> Iterator[Found]:
     names = known_keys()[keys.table]
     for key in keys.part.names_here:
@@ -65,10 +66,10 @@ def _unknown(keys: Keys) -> Iterator[Found]:
             does = "refuses or ignores"
         what = f"{keys.reader} {does} {key}, which it does not know"
         same = f"rename {key} to anything: the same happens"
-        severity = INFO
+        level = Level.NOTE
         if near:
-            severity = WARNING
-        yield Found(place, what, fix, same, severity, code="KEY02")
+            level = Level.WARNING
+        yield Found(place, what, fix, same, level, code="KEY02")
 
 
 @dataclass(frozen=True)
@@ -86,19 +87,19 @@ class RepeatedKey:
 @rule(
     RepeatedKey, "KEY03", "hugging_face: {}, text: {hugging_face: 'gradient_accumulation_steps: 8'}"
 )
-@says(WARNING, "key given twice", f"yaml/constructor.py construct_mapping; {REPEATED}")
+@says(Level.WARNING, "key given twice", f"yaml/constructor.py construct_mapping; {REPEATED}")
 def _repeated(key: RepeatedKey) -> Iterator[Found]:
     place, first = key.part, key.first_line
     if key.is_refused:
         what = f"DeepSpeed raises ValueError: {place.name} is there twice, first in line {first}"
-        yield Found(place, what, "remove one of the two", f"{STOPS}: {REPEATED}", ERROR)
+        yield Found(place, what, "remove one of the two", f"{STOPS}: {REPEATED}", Level.ERROR)
     else:
         what = f"line {place.line} is what counts: {place.name} of line {first} is ignored"
-        severity = WARNING
+        level = Level.WARNING
         if key.is_same:
-            severity = INFO
+            level = Level.NOTE
         proof = "read the file with PyYAML: the last value of a key is kept"
-        yield Found(place, what, "remove one of the two", proof, severity)
+        yield Found(place, what, "remove one of the two", proof, level)
 
 
 def repeated_keys(part: ConfigPart, *, is_deepspeed: bool = False) -> Iterator[RepeatedKey]:

@@ -14,9 +14,10 @@ from bench.audit.lint.known_keys import Keys, known_keys, repeated_keys
 from bench.audit.lint.lightning_config import LightningConfig
 from bench.audit.lint.lint_options import LintOptions
 from bench.audit.lint.proof import SmallRun
-from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule, says
+from bench.audit.lint.rules import Found, rule, says
 from bench.audit.lint.sum_rules import ENGINE, GradientSum, in_16_bits
 from bench.audit.lint.version_facts import holds, source
+from bench.findings import Level
 
 LARGEST_CLIP = 1e6
 """A higher clipping threshold is meant to log the norm, not to clip."""
@@ -111,7 +112,7 @@ def _sum(training: LightningConfig, engine: DeepSpeedConfig) -> GradientSum:
 
 
 @rule(RemovedArgument, "KEY04", "lightning: {gpus: 2}")
-@says(INFO, "argument of an older Lightning", source("removed-trainer-keys"))
+@says(Level.NOTE, "argument of an older Lightning", source("removed-trainer-keys"))
 def _removed(argument: RemovedArgument) -> Iterator[Found]:
     place, used = argument.place, argument.options.lightning
     if holds("removed-trainer-keys", used):
@@ -134,10 +135,13 @@ def _parameters_in_16_bits(training: LightningConfig) -> Iterator[Found]:
     "lightning: {strategy: deepspeed, callbacks: GradientAccumulationScheduler}",
 )
 @says(
-    ERROR, "GradientAccumulationScheduler with DeepSpeed", f"{SCHEDULER} on_train_start", stops=True
+    Level.ERROR,
+    "GradientAccumulationScheduler with DeepSpeed",
+    f"{SCHEDULER} on_train_start",
+    stops=True,
 )
 @rule(LightningConfig, "SCH02", "lightning: {callbacks: GradientAccumulationScheduler}")
-@says(ERROR, "two accumulation factors", TWO_FACTORS, stops=True)
+@says(Level.ERROR, "two accumulation factors", TWO_FACTORS, stops=True)
 @rule(
     LightningConfig,
     "SCH03",
@@ -145,7 +149,9 @@ def _parameters_in_16_bits(training: LightningConfig) -> Iterator[Found]:
     "{class_path: GradientAccumulationScheduler, init_args: {scheduling: {0: 2}}}}",
 )
 @says(
-    INFO, "estimated number of steps ignores that N changes", "lightning/pytorch/trainer/trainer.py"
+    Level.NOTE,
+    "estimated number of steps ignores that N changes",
+    "lightning/pytorch/trainer/trainer.py",
 )
 def _schedule(training: LightningConfig) -> Iterator[Found]:
     place = training.schedule
@@ -184,7 +190,7 @@ def _schedule(training: LightningConfig) -> Iterator[Found]:
 
 @rule(LightningConfig, "CLP04", "lightning: {strategy: fsdp, gradient_clip_val: 1.0}")
 @says(
-    ERROR,
+    Level.ERROR,
     "clipping by norm with FSDP",
     f"{FSDP_CLIP} clip_grad_by_norm; Lightning #19235",
     stops=True,
@@ -201,7 +207,7 @@ def _fsdp_clip(training: LightningConfig) -> Iterator[Found]:
     "CLP02",
     "lightning: {strategy: deepspeed_stage_3, gradient_clip_algorithm: value, gradient_clip_val: 1}",
 )
-@says(ERROR, "clipping by value with DeepSpeed", f"{STRATEGY} init_deepspeed", stops=True)
+@says(Level.ERROR, "clipping by value with DeepSpeed", f"{STRATEGY} init_deepspeed", stops=True)
 def _clip_by_value(both: LightningDeepSpeed) -> Iterator[Found]:
     if both.training.clip_by_value:
         what = "Lightning raises MisconfigurationException: DeepSpeed does not clip by value"
@@ -219,7 +225,7 @@ def _clip_by_value(both: LightningDeepSpeed) -> Iterator[Found]:
     "DBL01",
 )
 @says(
-    WARNING,
+    Level.WARNING,
     "optimizer or schedule in DeepSpeed's config",
     f"{STRATEGY} _initialize_deepspeed_train",
 )
@@ -249,7 +255,7 @@ def _optimizers(both: LightningDeepSpeed) -> Iterator[Found]:
 
 
 @rule(LightningDeepSpeed, "GAS01", in_strategy("gradient_accumulation_steps: 4"))
-@says(ERROR, "accumulation set in DeepSpeed's config too", FORMATS, stops=True)
+@says(Level.ERROR, "accumulation set in DeepSpeed's config too", FORMATS, stops=True)
 def _set_in_both(both: LightningDeepSpeed) -> Iterator[Found]:
     place = both.engine.part.at("gradient_accumulation_steps")
     if place.given:
@@ -260,7 +266,7 @@ def _set_in_both(both: LightningDeepSpeed) -> Iterator[Found]:
 
 @rule(LightningDeepSpeed, "AUT01", in_strategy("gradient_clipping: auto"))
 @says(
-    ERROR,
+    Level.ERROR,
     "'auto' that nothing fills in",
     f"{STRATEGY}; {ENGINE_CONFIG}; Lightning #19891",
     stops=True,
@@ -302,7 +308,7 @@ def _batch_sizes(both: LightningDeepSpeed) -> Iterator[Found]:
 
 
 @rule(LightningDeepSpeed, "BAT03", in_strategy("train_micro_batch_size_per_gpu: 1"), "DBL01")
-@says(INFO, "two micro-batch sizes", f"{STRATEGY} _auto_select_batch_size")
+@says(Level.NOTE, "two micro-batch sizes", f"{STRATEGY} _auto_select_batch_size")
 def _two_sizes(both: LightningDeepSpeed) -> Iterator[Found]:
     loaded, micro = both.training.batch_size, both.engine.micro_batch
     if loaded and micro and micro != loaded:
@@ -321,7 +327,7 @@ def _two_sizes(both: LightningDeepSpeed) -> Iterator[Found]:
     in_strategy("gradient_clipping: 0.0", ", gradient_clip_val: 1.0"),
     "DBL01",
 )
-@says(WARNING, "two clipping thresholds", FORMATS)
+@says(Level.WARNING, "two clipping thresholds", FORMATS)
 def _two_clips(both: LightningDeepSpeed) -> Iterator[Found]:
     place, clip, inner = (
         both.engine.part.at("gradient_clipping"),
@@ -342,14 +348,16 @@ TWICE = f"lightning/pytorch/loops/optimization/automatic.py; {ENGINE} backward"
 
 
 @rule(LightningDeepSpeed, "DBL01", "lightning: {strategy: deepspeed}")
-@says(ERROR, "loss divided by N twice", TWICE)
+@says(Level.ERROR, "loss divided by N twice", TWICE)
 @rule(
     LightningDeepSpeed,
     "DBL02",
     "lightning: {strategy: deepspeed_stage_2, gradient_clip_val: 1.0}",
     "DBL01",
 )
-@says(WARNING, "clipping threshold N times too high", "as DBL01: the norm is N times too small")
+@says(
+    Level.WARNING, "clipping threshold N times too high", "as DBL01: the norm is N times too small"
+)
 def _twice(both: LightningDeepSpeed) -> Iterator[Found]:
     """The loss is divided by N in Lightning's closure and again in the engine's backward."""
     training, n, backend = both.training, both.training.accumulate, both.training.backend

@@ -19,12 +19,13 @@ from bench.audit.lint.config_file import ConfigPart
 from bench.audit.lint.lightning_config import LightningConfig, window_place
 from bench.audit.lint.lint_options import windows_of
 from bench.audit.lint.proof import SmallRun
-from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule, says
+from bench.audit.lint.rules import Found, rule, says
 from bench.audit.lint.version_facts import is_known_bad
 from bench.audit.monitor import TOLERANCE
 from bench.audit.monitor_grid import MICRO_BATCH_S, OPTIMIZER_S
 from bench.audit.stepcount import calculate
 from bench.audit.training_plan import TrainingPlan
+from bench.findings import Level
 
 STEP = OPTIMIZER_S / MICRO_BATCH_S
 """Duration of an optimizer step in micro-batches, as the command measures by default."""
@@ -186,9 +187,9 @@ def _silent(training: LightningConfig, plan: TrainingPlan, *, is_logged: bool) -
 
 
 @rule(LightningConfig, "LOG01", "lightning: {max_epochs: 2, log_every_n_steps: null}, samples: 32")
-@says(WARNING, "training ends before the first logged step", LOGGER)
+@says(Level.WARNING, "training ends before the first logged step", LOGGER)
 @rule(LightningConfig, "LOG02", "lightning: {log_every_n_steps: 8}")
-@says(INFO, "log_every_n_steps counts optimizer steps", LOGGER)
+@says(Level.NOTE, "log_every_n_steps counts optimizer steps", LOGGER)
 def _log_every(training: LightningConfig) -> Iterator[Found]:
     place, every, plan = (
         training.trainer.at("log_every_n_steps"),
@@ -225,13 +226,13 @@ def _log_every(training: LightningConfig) -> Iterator[Found]:
     "THR03",
     "lightning: {log_every_n_steps: 8, callbacks: ThroughputMonitor}, lightning_version: [2, 2, 0]",
 )
-@says(ERROR, "ThroughputMonitor's check is inverted", INVERTED_CHECK, stops=True)
+@says(Level.ERROR, "ThroughputMonitor's check is inverted", INVERTED_CHECK, stops=True)
 @rule(
     LightningConfig,
     "THR04",
     "lightning: {callbacks: [{class_path: ThroughputMonitor, init_args: {window_size: 1}}]}",
 )
-@says(ERROR, "ThroughputMonitor's window is too short", f"{THROUGHPUT}.__init__", stops=True)
+@says(Level.ERROR, "ThroughputMonitor's window is too short", f"{THROUGHPUT}.__init__", stops=True)
 def _refused(training: LightningConfig) -> Iterator[Found]:
     window, n, every = training.window, training.accumulate, training.log_every
     if training.monitor is None or window is None:
@@ -251,13 +252,13 @@ def _refused(training: LightningConfig) -> Iterator[Found]:
     "THR01",
     "lightning: {accumulate_grad_batches: 8, callbacks: [{class_path: ThroughputMonitor}]}",
 )
-@says(WARNING, "ThroughputMonitor's rates are biased", f"{THROUGHPUT}.compute")
+@says(Level.WARNING, "ThroughputMonitor's rates are biased", f"{THROUGHPUT}.compute")
 @rule(
     LightningConfig,
     "THR02",
     "lightning: {callbacks: ThroughputMonitor, max_epochs: 1}, samples: 32",
 )
-@says(WARNING, "ThroughputMonitor never logs a rate", f"{THROUGHPUT}.compute")
+@says(Level.WARNING, "ThroughputMonitor never logs a rate", f"{THROUGHPUT}.compute")
 def _rates(training: LightningConfig) -> Iterator[Found]:
     window, every, plan = training.window, training.log_every, training.windows
     if training.monitor is None or window is None or window < 2 or not training.trains:

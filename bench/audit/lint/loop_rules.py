@@ -12,9 +12,10 @@ from bench.audit.lint.config_file import AUTO, ConfigPart
 from bench.audit.lint.config_kinds import Adapter
 from bench.audit.lint.known_keys import repeated_keys
 from bench.audit.lint.lint_options import LintOptions
-from bench.audit.lint.rules import ERROR, STOPS, Found, rule, says
+from bench.audit.lint.rules import STOPS, Found, rule, says
 from bench.audit.lint.sum_rules import NAMES, in_16_bits
 from bench.audit.training_plan import LARGEST_ACCUMULATE
+from bench.findings import Level
 
 TRUE_16_BITS = {"bf16": ("bf16-true", "bfloat16-true"), "fp16": ("16-true", "fp16-true")}
 """Names that Lightning's Fabric gives to parameters in 16 bits."""
@@ -111,7 +112,7 @@ def _fused(loop: OwnLoop) -> Iterator[Found]:
 
 
 @rule(OwnLoop, "CLP05", "torchtune: {optimizer_in_bwd: true, clip_grad_norm: 1.0, dtype: fp32}")
-@says(ERROR, "clipping with an optimizer that steps inside backward", RECIPE, stops=True)
+@says(Level.ERROR, "clipping with an optimizer that steps inside backward", RECIPE, stops=True)
 def _fused_clip(loop: OwnLoop) -> Iterator[Found]:
     place = loop.part.at("fused_optimizer")
     clip = loop.part.at("clip")

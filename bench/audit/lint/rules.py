@@ -5,35 +5,26 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import bench
 from bench.audit.lint.config_file import ConfigPart
+from bench.findings import Level
 from bench.formatting import plain
-
-
-class Severity(StrEnum):
-    """How bad a finding is. Errors and warnings make the exit status 1, an info does not."""
-
-    ERROR = "error"
-    """Training does not start, never ends, or optimizes something other than the config says."""
-    WARNING = "warning"
-    """Training runs, but steps, scales or logs differ from what the config's numbers suggest."""
-    INFO = "info"
-    """Worth knowing, but nothing is wrong yet."""
-
-
-ERROR, WARNING, INFO = Severity.ERROR, Severity.WARNING, Severity.INFO
 
 
 class Rule(NamedTuple):
     """One kind of finding."""
 
-    severity: Severity
-    """Unless a finding says otherwise."""
+    level: Level
+    """Unless a finding says otherwise. Errors and warnings make the exit status 1, a note does not.
+
+    Error: training does not start, never ends, or optimizes something other than the config says.
+    Warning: it runs, but steps, scales or logs differ from what the config's numbers suggest.
+    Note: worth knowing, but nothing is wrong yet.
+    """
     title: str
     """One line, for lists."""
     source: str
@@ -55,7 +46,7 @@ class Found(NamedTuple):
     proof: str = ""
     """A command that shows it in small, or another way to see it; the rule's source if it is left
     out."""
-    severity: Severity | None = None
+    level: Level | None = None
     """None for the rule's."""
     code: str = ""
     """Of a function for several codes."""
@@ -111,10 +102,10 @@ def rule(
 
 
 def says(
-    severity: Severity, title: str, source: str, *, stops: bool = False, advisory: str = ""
+    level: Level, title: str, source: str, *, stops: bool = False, advisory: str = ""
 ) -> Callable[[CheckT], CheckT]:
     """The text of the rule above; given once for a code, although there may be a function for each kind of config."""
-    _RULES[EXAMPLES[-1].code] = Rule(severity, title, source, stops, advisory)
+    _RULES[EXAMPLES[-1].code] = Rule(level, title, source, stops, advisory)
     return lambda check: check
 
 
@@ -128,7 +119,7 @@ class LintFinding:
     """One finding at one place of one file; its texts are those of ``Found``."""
 
     code: str
-    severity: Severity
+    level: Level
     file: str
     line: int
     """Counted from 1."""
@@ -150,9 +141,7 @@ class LintFinding:
     def __str__(self) -> str:
         """The finding as a compiler would print it, in four lines, whatever is in the config."""
         key, what, fix, proof = map(plain, (self.key, self.what, self.fix, self.proof))
-        head = (
-            f"{self.file}:{self.line}: {self.severity} {self.code} {key}: {_RULES[self.code].title}"
-        )
+        head = f"{self.file}:{self.line}: {self.level} {self.code} {key}: {_RULES[self.code].title}"
         return f"{head}\n    what happens: {what}\n    fix: {fix}\n    proof: {proof}"
 
 
@@ -171,14 +160,14 @@ def findings(subjects: Iterable[object]) -> list[LintFinding]:
 
 def _finding(found: Found, code: str) -> LintFinding:
     rule = _RULES[code]
-    stops = rule.stops and not found.proof and (found.severity or rule.severity) is ERROR
+    stops = rule.stops and not found.proof and (found.level or rule.level) is Level.ERROR
     proof = found.proof or rule.source
     if stops:
         proof = f"{STOPS}: {found.source or rule.source}"
     place = found.place
     return LintFinding(
         code,
-        found.severity or rule.severity,
+        found.level or rule.level,
         place.file,
         place.line,
         place.key,
@@ -190,7 +179,8 @@ def _finding(found: Found, code: str) -> LintFinding:
 
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/os/schemas/sarif-schema-2.1.0.json"
-LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
+LEVELS = {Level.ERROR: "error", Level.WARNING: "warning", Level.NOTE: "note"}
+"""What SARIF calls them."""
 
 
 def sarif(findings: Sequence[LintFinding]) -> dict[str, Any]:
@@ -203,7 +193,7 @@ def sarif(findings: Sequence[LintFinding]) -> dict[str, Any]:
             "id": code,
             "shortDescription": {"text": rule.title},
             "help": {"text": f"Source: {rule.source}"},
-            "defaultConfiguration": {"level": LEVELS[rule.severity]},
+            "defaultConfiguration": {"level": LEVELS[rule.level]},
         }
         for code, rule in rules().items()
     ]
@@ -222,7 +212,7 @@ def _result(finding: LintFinding) -> dict[str, Any]:
     return {
         "ruleId": finding.code,
         "ruleIndex": list(rules()).index(finding.code),
-        "level": LEVELS[finding.severity],
+        "level": LEVELS[finding.level],
         "message": {"text": f"{finding.what}. Fix: {finding.fix}. Proof: {finding.proof}"},
         "locations": [{"physicalLocation": place, "logicalLocations": logical}],
     }

@@ -11,7 +11,7 @@ from bench.audit.lint import proof
 from bench.audit.lint.config_file import ConfigPart
 from bench.audit.lint.deepspeed_config import DeepSpeedConfig
 from bench.audit.lint.lint_options import LintOptions
-from bench.audit.lint.rules import ERROR, INFO, WARNING, Found, rule, rules, says
+from bench.audit.lint.rules import Found, rule, rules, says
 from bench.audit.lint.version_facts import holds, is_known_bad, page_of
 from bench.findings import Level
 from bench.measure.accumulation_dtype import BITS
@@ -31,7 +31,6 @@ LAST_ONLY = "deepspeed-zero2-last-only"
 MISSED_AVERAGE = "deepspeed-zero1-missed-average"
 BF16_SUM = "deepspeed-zero2-bf16-sum"
 """Advisories that have rules of their own, which tell in the config's own numbers what happens."""
-SEVERITIES = {Level.ERROR: ERROR, Level.WARNING: WARNING, Level.NOTE: INFO}
 NEEDS_FP32_SUM = "DeepSpeed 0.19.8 or newer, or ZeRO-3"
 
 
@@ -58,14 +57,14 @@ class GradientSum:
 
 
 @rule(GradientSum, "ACC01", "deepspeed: {bf16: {enabled: true}}")
-@says(WARNING, "gradients are summed in 16 bits", f"{ENGINE} get_data_types; DeepSpeed #1800")
+@says(Level.WARNING, "gradients are summed in 16 bits", f"{ENGINE} get_data_types; DeepSpeed #1800")
 @rule(
     GradientSum,
     "ACC02",
     "deepspeed: {zero_optimization: null, bf16: {enabled: true}, data_types: {grad_accum_dtype: fp32}}",
 )
 @says(
-    ERROR,
+    Level.ERROR,
     "fp32 sum of 16-bit gradients without ZeRO",
     f"{ENGINE} _do_optimizer_sanity_check",
     stops=True,
@@ -142,7 +141,7 @@ def worst_error(accumulate: int, dtype: str) -> float:
 
 @rule(GradientSum, "VER01", "deepspeed: {}, deepspeed_version: [0, 17, 6]")
 @says(
-    ERROR,
+    Level.ERROR,
     "ZeRO-2 keeps only the last micro-batch",
     page_of(LAST_ONLY),
     advisory=LAST_ONLY,
@@ -154,7 +153,7 @@ def worst_error(accumulate: int, dtype: str) -> float:
     "deepspeed_version: [0, 18, 6]",
 )
 @says(
-    ERROR,
+    Level.ERROR,
     "ZeRO-1 misses the last average",
     page_of(MISSED_AVERAGE),
     advisory=MISSED_AVERAGE,
@@ -165,7 +164,7 @@ def worst_error(accumulate: int, dtype: str) -> float:
     "deepspeed: {bf16: {enabled: true}, data_types: {grad_accum_dtype: fp32}}, deepspeed_version: [0, 19]",
 )
 @says(
-    WARNING,
+    Level.WARNING,
     "ZeRO-2 sums in bf16 in spite of the config",
     page_of(BF16_SUM),
     advisory=BF16_SUM,
@@ -202,7 +201,7 @@ def _versions(gradients: GradientSum) -> Iterator[Found]:
     "deepspeed: {zero_optimization: {stage: 2, offload_optimizer: {device: cpu}}}, deepspeed_version: [0, 18, 9]",
 )
 @says(
-    ERROR,
+    Level.ERROR,
     "this version of DeepSpeed is known to accumulate wrongly with this config",
     advisories.PAGE,
 )
@@ -232,5 +231,5 @@ def _known_bad(gradients: GradientSum) -> Iterator[Found]:
             what,
             advisory.remedy,
             advisory.reproducer,
-            severity=SEVERITIES.get(advisory.level),
+            level=advisory.level,
         )

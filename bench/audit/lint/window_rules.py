@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from bench.audit.lint.lightning_config import LightningConfig
 from bench.audit.lint.proof import SmallRun
-from bench.audit.lint.rules import ERROR, WARNING, Found, rule, says
+from bench.audit.lint.rules import Found, rule, says
 from bench.audit.stepcount import Stops, calculate
 from bench.audit.training_plan import TrainingPlan
+from bench.findings import Level
 from bench.formatting import plural
 
 KEEPS = 2
@@ -83,7 +84,7 @@ def subjects(training: LightningConfig) -> Iterator[LightningEpochs]:
 
 
 @rule(LightningConfig, "DEV01", "lightning: {fast_dev_run: 6}")
-@says(WARNING, "fast_dev_run tries a partial window", "lightning/pytorch/trainer/setup.py")
+@says(Level.WARNING, "fast_dev_run tries a partial window", "lightning/pytorch/trainer/setup.py")
 def _dev_run(training: LightningConfig) -> Iterator[Found]:
     """A ``fast_dev_run`` is one epoch of so many micro-batches."""
     batches, n = training.dev_run, training.accumulate
@@ -104,9 +105,9 @@ def _dev_run(training: LightningConfig) -> Iterator[Found]:
 
 
 @rule(LightningEpochs, "TAIL01", "lightning: {max_epochs: 2}, samples: 40")
-@says(WARNING, "partial window under-weighted", "Lightning #19987")
+@says(Level.WARNING, "partial window under-weighted", "Lightning #19987")
 @rule(LightningEpochs, "WIN01", "lightning: {max_epochs: 2}, samples: 12")
-@says(WARNING, "fewer micro-batches per epoch than a window", "Lightning #21808")
+@says(Level.WARNING, "fewer micro-batches per epoch than a window", "Lightning #21808")
 def _partial(run: LightningEpochs) -> Iterator[Found]:
     tail, n, whole = run.plan.partial_window, run.plan.n, run.plan.full_windows
     if tail and run.training.engine is None:
@@ -133,7 +134,7 @@ OUT_OF_PHASE = "lightning tests/tests_pytorch/strategies/test_deepspeed.py:893"
     "lightning: {strategy: deepspeed_stage_2, max_epochs: 2}, samples: 40",
     "DBL01",
 )
-@says(WARNING, "trainer and engine out of phase", OUT_OF_PHASE)
+@says(Level.WARNING, "trainer and engine out of phase", OUT_OF_PHASE)
 @rule(
     LightningEpochs,
     "TAIL04",
@@ -142,7 +143,7 @@ OUT_OF_PHASE = "lightning tests/tests_pytorch/strategies/test_deepspeed.py:893"
     "TAIL03",
 )
 @says(
-    ERROR,
+    Level.ERROR,
     "micro-batches lost in every epoch",
     "deepspeed/runtime/zero/stage3.py zero_grad; see TAIL03",
 )
@@ -152,7 +153,7 @@ OUT_OF_PHASE = "lightning tests/tests_pytorch/strategies/test_deepspeed.py:893"
     "lightning: {strategy: deepspeed_stage_2, max_epochs: 1}, samples: 40",
     "DBL01",
 )
-@says(WARNING, "last window of the training dropped", "DeepSpeed #7439")
+@says(Level.WARNING, "last window of the training dropped", "DeepSpeed #7439")
 @rule(
     LightningEpochs,
     "WIN01",
@@ -188,7 +189,12 @@ def _partial_above_engine(run: LightningEpochs) -> Iterator[Found]:
         what = f"{run.windows}: {counts}, so neither schedules nor logs per step move, and max_steps is not reached"
         fix = f"set accumulate_grad_batches to {plan.micro_batches_per_epoch} or less"
         yield Found(
-            place, what, fix, run.command(epochs=small.epochs_of_two_steps), ERROR, code="WIN01"
+            place,
+            what,
+            fix,
+            run.command(epochs=small.epochs_of_two_steps),
+            Level.ERROR,
+            code="WIN01",
         )
     elif seen.epochs_begun > 1:
         what = (
@@ -221,7 +227,7 @@ def _partial_above_engine(run: LightningEpochs) -> Iterator[Found]:
 
 
 @rule(LightningEpochs, "STP01", "lightning: {max_steps: 5}, samples: 40", "TAIL01")
-@says(WARNING, "max_steps reached early", LOOP)
+@says(Level.WARNING, "max_steps reached early", LOOP)
 @rule(
     LightningEpochs,
     "STP02",
@@ -229,9 +235,9 @@ def _partial_above_engine(run: LightningEpochs) -> Iterator[Found]:
     "DBL01",
     "TAIL03",
 )
-@says(WARNING, "max_steps reached late", LOOP)
+@says(Level.WARNING, "max_steps reached late", LOOP)
 @rule(LightningEpochs, "STP03", "lightning: {max_steps: 8, max_epochs: 2}, samples: 32")
-@says(WARNING, "max_steps never reached", "lightning/pytorch/loops/fit_loop.py done")
+@says(Level.WARNING, "max_steps never reached", "lightning/pytorch/loops/fit_loop.py done")
 def _max_steps(run: LightningEpochs) -> Iterator[Found]:
     """max_steps is compared with trainer.global_step, not with the engine's steps."""
     training, plan, small, end = run.training, run.plan, run.small, run.training.end
@@ -248,7 +254,7 @@ def _max_steps(run: LightningEpochs) -> Iterator[Found]:
         fix = (
             "set max_epochs too, and accumulate_grad_batches to at most the micro-batches per epoch"
         )
-        yield Found(place, what, fix, never, ERROR, code="STP03")
+        yield Found(place, what, fix, never, Level.ERROR, code="STP03")
     elif end.stops is Stops.EPOCHS:
         counted = end.steps_reported["trainer.global_step"]
         ends = f"max_epochs {training.max_epochs:g} ends training when trainer.global_step is {counted}"

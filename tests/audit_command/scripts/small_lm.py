@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-ACCUMULATE, BATCH, VOCABULARY, WIDTH = 4, 2, 32, 24
+ACCUMULATE, BATCH = int(os.environ.get("ACCUMULATE", "4")), int(os.environ.get("BATCH", "2"))
+VOCABULARY, WIDTH = 32, 24
 
 
 class SmallLM(nn.Module):

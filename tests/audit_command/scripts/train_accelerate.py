@@ -19,7 +19,8 @@ if variant == "fsdp2":
 accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATE, cpu=True, **options)
 model = SmallLM()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-loader = DataLoader(Tokens((10 if variant == "partial" else 8) * BATCH * 2), BATCH)
+rows = {"partial": 40, "short": 20}.get(variant, 32)
+loader = DataLoader(Tokens(rows), BATCH)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 losses = []
 for _ in range(2):

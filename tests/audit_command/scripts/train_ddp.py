@@ -40,7 +40,7 @@ net = (
 )
 call = net.module if variant == "unwrapped" else net
 uneven = variant in ("dropped", "underweight", "flush-right")
-data = Tokens((10 if uneven else 8) * BATCH * world)
+data = Tokens((20 if uneven else 16) * world)
 workers = 2 if variant == "workers" else 0
 loader = DataLoader(
     data, BATCH, sampler=DistributedSampler(data, shuffle=False), num_workers=workers

@@ -34,7 +34,7 @@ config = {
 }
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-data = Tokens(8 * BATCH * dist.get_world_size())
+data = Tokens(16 * dist.get_world_size())
 loader = DataLoader(data, BATCH, sampler=DistributedSampler(data, shuffle=False))
 losses = []
 for _ in range(2):

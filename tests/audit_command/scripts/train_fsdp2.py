@@ -28,7 +28,7 @@ for block in model.blocks:
 fully_shard(model, mesh=mesh, mp_policy=policy)
 net = torch.compile(model) if variant == "compile" else model
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-data = Tokens(8 * BATCH * world)
+data = Tokens(16 * world)
 loader = DataLoader(data, BATCH, sampler=DistributedSampler(data, shuffle=False))
 losses = []
 for _ in range(2):

@@ -59,7 +59,7 @@ settings = TrainingArguments(
     disable_tqdm=True,
 )
 trainer = (IgnoresItems if variant == "ignores-items" else Stock)(
-    model=LlamaForCausalLM(config), args=settings, train_dataset=Rows(8 * BATCH * 2)
+    model=LlamaForCausalLM(config), args=settings, train_dataset=Rows(32)
 )
 trainer.train()
 save_losses(losses)

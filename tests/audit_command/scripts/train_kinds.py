@@ -23,6 +23,8 @@ def batch(rows=6):
 
 def loss_of(rows=6):
     x, y = batch(rows)
+    if variant == "sequences":
+        return F.cross_entropy(net(x.unsqueeze(0)).squeeze(0), y)
     return F.cross_entropy(net(x), y)
 
 
@@ -93,7 +95,9 @@ def loop():  # noqa: PLR0912 - a script has all of its variants in one place
                 scores.register_hook(lambda gradient: gradient / ACCUMULATE)
             F.cross_entropy(scores, y).backward()
         else:
-            lengths = (2, 20, 5, 9) if variant == "lengths" else (6,) * ACCUMULATE
+            lengths = (6,) * ACCUMULATE
+            if variant in ("lengths", "sequences"):
+                lengths = (2, 20, 5, 9)
             scaler.scale(loss_of(lengths[i % ACCUMULATE]) / ACCUMULATE).backward()
         if variant == "second-loss":
             F.mse_loss(encoder(batch()[0]), torch.zeros(6, 24)).backward()

@@ -98,5 +98,5 @@ trainer = lightning.Trainer(
     enable_model_summary=False,
 )
 module = Module()
-trainer.fit(module, DataLoader(Tokens((10 if variant == "partial" else 8) * BATCH * 2), BATCH))
+trainer.fit(module, DataLoader(Tokens((20 if variant == "partial" else 16) * 2), BATCH))
 save_losses(module.losses)

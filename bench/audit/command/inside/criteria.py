@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Optional, Tuple  # noqa: UP035 - older Pythons
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from .graph_survey import plain
 from .records import Criterion
@@ -18,21 +22,25 @@ REDUCTIONS = {1: "mean", 2: "sum", "Mean": "mean", "Sum": "sum"}
 NO_REDUCTION = 0
 EVEN = 1.001
 """Factors of terms differ by less where they are the same."""
+LossPart = Criterion[Tensor]
+"""A criterion whose numbers are still on their device."""
+Seeds = Tuple[Optional[Tensor], ...]  # noqa: UP006, UP045 - older Pythons
+"""The gradients that arrive at a node."""
 
 
-def watch(roots: Any, handles: list[Any]) -> list[Criterion]:
+def watch(roots: Sequence[Tensor], handles: list[RemovableHandle]) -> list[LossPart]:
     """The criteria of a loss; ``handles`` gets their hooks.
 
     Everything between the loss and a criterion multiplies and adds scalars, so the gradient that arrives at its node
     (``seed``, filled in by a hook during the backward) is the factor of its value in the loss. Where a criterion
     reduces nothing itself, the gradient that arrives at it has the factor of each of its terms.
     """
-    found: list[Criterion] = []
+    found: list[LossPart] = []
     stack = [root.grad_fn for root in roots]
-    seen: set[Any] = {None}
+    seen: set[Node | None] = {None}
     while stack and len(seen) < MOST_NODES:
         node = stack.pop()
-        if node in seen:
+        if node is None or node in seen:
             continue
         seen.add(node)
         scalars = _inner_scalars(node)
@@ -43,65 +51,73 @@ def watch(roots: Any, handles: list[Any]) -> list[Criterion]:
     return found
 
 
-def watch_scalar(node: Any, handles: list[Any]) -> Criterion:
+def watch_scalar(node: Node, handles: list[RemovableHandle]) -> LossPart:
     """A loss whose gradient a function makes; its factor is what arrives at its node."""
-    entry = Criterion(node.name(), None)
+    entry: LossPart = Criterion(node.name(), None)
     handles.append(node.register_prehook(functools.partial(_read_seed, entry)))
     return entry
 
 
-def _inner_scalars(node: Any) -> list[Any]:
+def _inner_scalars(node: Node) -> list[Node]:
     """The nodes before one that only multiplies and adds scalars; empty for any other."""
     if hasattr(node, "_saved_reduction"):
         return []
-    inner = [
-        (following, math.prod(following._input_metadata[place].shape))
-        for following, place in node.next_functions
-        if following is not None and place < len(getattr(following, "_input_metadata", ()))
-    ]
-    if len(node._input_metadata) > 1:  # DDP passes all outputs of its model through one node
-        inner = [(following, size) for following, size in inner if size == 1]
-    if any(size != 1 for _, size in inner):
+    scalars = []
+    has_others = False
+    for following, place in node.next_functions:
+        metadata = getattr(following, "_input_metadata", ())
+        if following is None or place >= len(metadata):
+            continue
+        if math.prod(metadata[place].shape) == 1:
+            scalars.append(following)
+        else:
+            has_others = True
+    # DDP passes all outputs of its model through one node.
+    if has_others and len(node._input_metadata) <= 1:
         return []
-    return [following for following, _ in inner]
+    return scalars
 
 
-def _watched(node: Any, handles: list[Any]) -> Criterion:
+def _watched(node: Node, handles: list[RemovableHandle]) -> LossPart:
     entry = _entry(node)
-    read = functools.partial(_read_seed, entry)
     if not entry.is_named:
         inner = _criterion_of_terms(node)
         if inner is not None:
             entry = _entry(inner)
             entry.reduction = "terms"
-            node, read = inner, functools.partial(_read_terms, entry)
-    handles.append(node.register_prehook(read))
+            handles.append(inner.register_prehook(functools.partial(_read_terms, entry)))
+            return entry
+    handles.append(node.register_prehook(functools.partial(_read_seed, entry)))
     return entry
 
 
-def _criterion_of_terms(node: Any) -> Any:
+def _criterion_of_terms(node: Node) -> Node | None:
     """The only loss function below a node, if it reduces nothing."""
-    queue, seen, found = [node], {None}, []
-    while queue and len(seen) < MOST_NODES:
-        outer = queue.pop(0)
-        if outer in seen:
+    queue: list[Node | None] = [node]
+    seen: set[Node | None] = {None}
+    found: list[Node] = []
+    for outer in queue:
+        if len(seen) >= MOST_NODES:
+            break
+        if outer is None or outer in seen:
             continue
         seen.add(outer)
-        if getattr(outer, "_saved_reduction", None) == NO_REDUCTION:
+        reduction = getattr(outer, "_saved_reduction", None)
+        if reduction == NO_REDUCTION:
             found.append(outer)
-        elif hasattr(outer, "_saved_reduction"):
+        elif reduction is not None:
             return None
         else:
             queue += [following for following, _ in outer.next_functions]
     return found[0] if len(found) == 1 else None
 
 
-def _read_seed(entry: Criterion, seeds: Any) -> None:
+def _read_seed(entry: LossPart, seeds: Seeds) -> None:
     if seeds[0] is not None:
         entry.seed = plain(seeds[0]).detach().double().sum()
 
 
-def _read_terms(entry: Criterion, seeds: Any) -> None:
+def _read_terms(entry: LossPart, seeds: Seeds) -> None:
     if seeds[0] is None:
         return
     factors = plain(seeds[0]).detach().double()
@@ -112,31 +128,31 @@ def _read_terms(entry: Criterion, seeds: Any) -> None:
     entry.is_even = (sizes.max() <= EVEN * least) & (factors.sum().abs() >= sizes.sum() / EVEN)
 
 
-def _entry(node: Any) -> Criterion:
+def _entry(node: Node) -> LossPart:
     """The node's name, how it reduces, and of how many terms it is a sum or mean."""
     name = node.name()
     is_named = hasattr(node, "_saved_reduction")
     reduction = REDUCTIONS.get(getattr(node, "_saved_reduction", name.partition("Backward")[0]))
-    entry = Criterion(name, reduction, is_named)
-    if not name.startswith("NllLoss"):
-        return entry
+    entry: LossPart = Criterion(name, reduction, is_named)
     target = getattr(node, "_raw_saved_target", None)
     # A hook would recompute (checkpointing) or fetch (offloading) the tensor.
-    if getattr(target, "unpack_hook", "unknown") is None:
-        entry.is_weighted = node._saved_weight is not None
-        labels = plain(node._saved_target)
-        if not entry.is_weighted:
-            entry.terms = (labels != node._saved_ignore_index).sum()
-        elif reduction == "mean":
-            entry.terms = plain(node._saved_total_weight)
-        scores = node.next_functions[0][0]
-        shape = getattr(scores, "_input_metadata", [None])[0]
-        if (
-            labels.dim() == 1
-            and len(labels) > 1
-            and shape is not None
-            and shape.shape[-1] >= len(labels)
-        ):
-            rows = torch.arange(len(labels), device=labels.device)
-            entry.in_batch = (labels - labels[0] == rows).all()
+    if name.startswith("NllLoss") and getattr(target, "unpack_hook", "unknown") is None:
+        _count_terms(entry, node)
     return entry
+
+
+def _count_terms(entry: LossPart, node: Node) -> None:
+    """Of a cross-entropy."""
+    labels = plain(node._saved_target)  # type: ignore[attr-defined]
+    entry.is_weighted = node._saved_weight is not None  # type: ignore[attr-defined]
+    if not entry.is_weighted:
+        entry.terms = (labels != node._saved_ignore_index).sum()  # type: ignore[attr-defined]
+    elif entry.reduction == "mean":
+        entry.terms = plain(node._saved_total_weight)  # type: ignore[attr-defined]
+    scores = node.next_functions[0][0]
+    shapes = getattr(scores, "_input_metadata", ())
+    if labels.dim() != 1 or len(labels) < 2 or not shapes:
+        return
+    if shapes[0].shape[-1] >= len(labels):
+        rows = torch.arange(len(labels), device=labels.device)
+        entry.in_batch = (labels - labels[0] == rows).all()

@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import gc
+import json
 import sys
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 PACKAGES = ("torch", "deepspeed", "accelerate", "lightning", "pytorch_lightning", "transformers")
+DISTRIBUTIONS = {
+    "torch": "torch",
+    "deepspeed": "deepspeed",
+    "accelerate": "accelerate",
+    "lightning": "lightning",
+    "pytorch_lightning": "pytorch-lightning",
+    "transformers": "transformers",
+    "trl": "trl",
+}
+"""By package, what its versions are listed under."""
 N = ("gradient_accumulation_steps", "accumulate_grad_batches")
 """Attributes with the number of micro-batches that was asked for."""
 FACTS: dict[str, tuple[str, ...]] = {
@@ -46,63 +62,98 @@ class FoundObjects:
     """The objects that the garbage collector knows."""
 
     def __init__(self) -> None:
-        objects: list[Any] = gc.get_objects()
-        names = {kind: _name(kind) for kind in set(map(type, objects))}
-        named = [(names[type(found)], found) for found in objects if names[type(found)]]
-        self._last = dict(named)
-        """The newest of each name."""
-        self.zero = self._last.get("ZeROOptimizer")
-        parameters = [
-            found
-            for name, found in named
-            if name == "FSDPParam" and hasattr(found, "_unsharded_param")
-        ]
-        self.sharded = {id(found._unsharded_param): found for found in parameters}
+        self._last: dict[str, Any] = {}
+        """The newest of each name; the attributes of frameworks differ by version."""
+        self.sharded: dict[int, FSDPParam] = {}
         """FSDP2's parameters by the id of the leaf that autograd sees."""
-        self.modules = [found for found in objects if _is_module(found)]
+        self.modules: list[torch.nn.Module] = []
         """All modules, those of other modules among them."""
+        names: dict[type, str] = {}
+        for found in gc.get_objects():
+            kind = type(found)
+            if kind not in names:
+                names[kind] = _name(kind)
+            name = names[kind]
+            if name:
+                self._last[name] = found
+            if name == "FSDPParam" and hasattr(found, "_unsharded_param"):
+                self.sharded[id(found._unsharded_param)] = found
+            if _is_module(found):
+                self.modules.append(found)
+        self.zero: Any = self._last.get("ZeROOptimizer")
+        self._frozen: dict[tuple[int, ...], list[Tensor]] = {}
+        """Parameters and buffers that are not trained, by shape."""
         self._names = self._parameter_names()
 
-    def name_of(self, leaf: Any) -> str:
+    def name_of(self, leaf: Tensor) -> str:
         """What the model calls a parameter; empty if no module has it."""
         sharded = self.sharded.get(id(leaf))
-        if sharded is not None:
-            return getattr(sharded, "_param_fqn", "") or self._names.get(
-                id(sharded.sharded_param), ""
-            )
-        return self._names.get(id(leaf), "")
+        if sharded is None:
+            return self._names.get(id(leaf), "")
+        name = getattr(sharded, "_param_fqn", "")
+        return name or self._names.get(id(sharded.sharded_param), "")
 
     def facts(self) -> dict[str, str]:
         """What each that is set up was asked for."""
         facts = {}
         for name, found in self._last.items():
-            values = {key: _read(found, key) for key in FACTS.get(name, ())}
-            if name in FACTS and None not in values.values():
+            if name not in FACTS:
+                continue
+            values = {key: _read(found, key) for key in FACTS[name]}
+            if None not in values.values():
                 facts[name] = ", ".join(f"{key} {value}" for key, value in values.items())
         return facts
 
-    def reasons(self, leaves: list[Any], table: dict[str, str]) -> list[str]:
-        """The texts of the table's names that are found among objects, or attributes of leaves."""
-        names = [
-            *self._last,
-            *(name for name in table if any(hasattr(leaf, name) for leaf in leaves)),
-        ]
-        return sorted({table[name] for name in names if name in table})
+    def versions(self) -> dict[str, str]:
+        """Of the frameworks that are imported, by distribution."""
+        from importlib.metadata import PackageNotFoundError, version
 
-    def loss_scale(self) -> Any:
+        versions = {}
+        for package, distribution in DISTRIBUTIONS.items():
+            if package in sys.modules:
+                try:
+                    versions[distribution] = version(distribution)
+                except PackageNotFoundError:  # it is on the path, and not installed
+                    continue
+        return versions
+
+    def deepspeed_config(self) -> str | None:
+        """The config of DeepSpeed's engine as JSON; None if there is none."""
+        config = _read(self._last.get("DeepSpeedEngine"), "_config._param_dict")
+        if not isinstance(config, dict):
+            return None
+        return json.dumps(config, default=str)
+
+    def reasons(self, leaves: Sequence[Tensor], table: Mapping[str, str]) -> list[str]:
+        """The texts of the table's names that are found among objects, or attributes of leaves."""
+        reasons = set()
+        for name, text in table.items():
+            if name in self._last or any(hasattr(leaf, name) for leaf in leaves):
+                reasons.add(text)
+        return sorted(reasons)
+
+    def loss_scale(self) -> Tensor | None:
         """The factor of a loss scaler that is in use and has unscaled nothing since its last update."""
         scaler = self._last.get(SCALER)
         if scaler is None or not scaler._enabled or scaler._scale is None:
             return None
-        stages = [state["stage"].name for state in scaler._per_optimizer_states.values()]
-        return None if "UNSCALED" in stages else scaler._scale.detach().clone()
+        for state in scaler._per_optimizer_states.values():
+            if state["stage"].name == "UNSCALED":
+                return None
+        scale: Tensor = scaler._scale.detach().clone()
+        return scale
 
     def asked(self) -> int:
         """The most micro-batches per update that one asks for now: a callback may change that."""
-        counts = (_read(found, key) for found in self._last.values() for key in N)
-        return max((count for count in counts if isinstance(count, int)), default=1)
+        most = 1
+        for found in self._last.values():
+            for key in N:
+                count = _read(found, key)
+                if isinstance(count, int):
+                    most = max(most, count)
+        return most
 
-    def batch_norms(self, leaves: list[Any]) -> int:
+    def batch_norms(self, leaves: Iterable[Tensor]) -> int:
         """Modules that are trained with the statistics of the micro-batch that they are given."""
         trained = set(map(id, leaves))
         count = 0
@@ -112,7 +163,7 @@ class FoundObjects:
                 count += 1
         return count
 
-    def copies_of(self, leaf: Any, name: str) -> Any:
+    def copies_of(self, leaf: Tensor, name: str) -> Tensor | None:
         """A parameter or buffer of another module with this name and shape that is not trained, as of an average."""
         ending = name.split(".", 1)[-1]
         for other in self._frozen.get(tuple(leaf.shape), ()):
@@ -122,18 +173,17 @@ class FoundObjects:
 
     def _parameter_names(self) -> dict[int, str]:
         """By id, with the variable that holds the outermost module, where several are trained."""
-        inner = {id(child) for module in self.modules for child in module._modules.values()}
+        inner: set[int] = set()
+        for module in self.modules:
+            inner.update(map(id, module._modules.values()))
         roots = [module for module in self.modules if id(module) not in inner]
+        prefixes = _prefixes(roots)
         names: dict[int, str] = {}
-        self._frozen: dict[tuple[int, ...], list[Any]] = {}
-        variables = _variables(roots) if len(roots) > 1 else {}
         for root in roots:
-            prefix = variables.get(id(root), type(root).__name__ if len(roots) > 1 else "")
+            prefix = prefixes.get(id(root), "")
             tensors = [*root.named_parameters(remove_duplicate=False), *root.named_buffers()]
             for name, parameter in tensors:
-                full = f"{prefix}.{name}" if prefix else name
-                for wrapper in WRAPPERS:
-                    full = full.replace(wrapper, "")
+                full = _without_wrappers(prefix + name)
                 if len(full) < len(names.get(id(parameter), full + " ")):
                     names[id(parameter)] = full
                 if not parameter.requires_grad:
@@ -141,12 +191,26 @@ class FoundObjects:
         return names
 
 
-def _is_module(found: Any) -> bool:
+def _is_module(found: object) -> bool:
     # isinstance would ask proxies for their class, some of which warn.
     return issubclass(type(found), torch.nn.Module) and "_modules" in vars(found)
 
 
-def _variables(roots: list[Any]) -> dict[int, str]:
+def _without_wrappers(name: str) -> str:
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _prefixes(roots: Sequence[torch.nn.Module]) -> dict[int, str]:
+    """What stands before the names of the parameters of each module, by its id; nothing if there is one."""
+    if len(roots) < 2:
+        return {}
+    variables = _variables(roots)
+    return {id(root): f"{variables.get(id(root), type(root).__name__)}." for root in roots}
+
+
+def _variables(roots: Sequence[torch.nn.Module]) -> dict[int, str]:
     """What the frames that train call these modules, the outermost first."""
     wanted = set(map(id, roots))
     frames = []
@@ -166,16 +230,17 @@ def _variables(roots: list[Any]) -> dict[int, str]:
 
 def _name(kind: type) -> str:
     """What the tables call a class; empty if it is in none."""
-    bases = (
-        base.__name__ for base in kind.__mro__ if str(base.__module__).partition(".")[0] in PACKAGES
-    )
-    return next((name for name in bases if name in KNOWN), "")
+    for base in kind.__mro__:
+        package = str(base.__module__).partition(".")[0]
+        if package in PACKAGES and base.__name__ in KNOWN:
+            return base.__name__
+    return ""
 
 
-def _read(found: Any, attribute: str) -> Any:
+def _read(found: object, attribute: str) -> object:
     """An attribute, or what a method returns; None before it is set up."""
     try:
-        value = attrgetter(attribute)(found)
+        value: object = attrgetter(attribute)(found)
         return value() if callable(value) else value
     except Exception:
         return None

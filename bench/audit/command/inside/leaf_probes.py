@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .found_objects import FoundObjects
 from .graph_survey import plain
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+ItemT = TypeVar("ItemT")
 MOST_LEAVES = 128
 """Leaves of a process that are sampled."""
 MOST_AT_ONCE = 96
@@ -24,45 +29,45 @@ START_VALUES = 8
 """Values of a parameter by which its changes are seen."""
 
 
+class HeldPart(NamedTuple):
+    """What the optimizer updates of a leaf: all of it, or what is on this rank."""
+
+    holder: Tensor
+    is_here: Tensor
+    """Which coordinates are in it."""
+    places: Tensor
+    """Where these are, in its flattened elements."""
+
+
 class LeafProbe:
     """Some coordinates of one leaf."""
 
-    def __init__(self, leaf: Any, number: int, coordinates: int, objects: FoundObjects) -> None:
+    def __init__(self, leaf: Tensor, number: int, coordinates: int, objects: FoundObjects) -> None:
         self.leaf, self.number = leaf, number
         self.name = objects.name_of(leaf) or f"parameter {number + 1}"
         local = plain(leaf)
         self.part = _part(leaf)
-        self.shape = tuple(
-            getattr(leaf, "ds_shape", local.shape)
-        )  # ZeRO-3 leaves no elements between uses
-        generator = torch.Generator("cpu").manual_seed(
-            number
-        )  # the global one belongs to the training
-        self.flat = torch.randint(
-            math.prod(self.shape), (coordinates,), generator=generator
-        ).unique()
-        places = torch.stack(torch.unravel_index(self.flat, self.shape or (1,)))
-        if not self.shape:
-            places = places[:0]
-        self._index = tuple(places.to(local.device, non_blocking=True))
-        self._sharded = objects.sharded.get(id(leaf))
-        self.holder = leaf if self._sharded is None else self._sharded.sharded_param
-        here, axes = torch.ones_like(self.flat, dtype=torch.bool), places
-        if objects.zero is not None:
-            self.holder, first, start, count = _of_zero(leaf, objects.zero)
-            here, axes = (
-                (self.flat >= first) & (self.flat < first + count),
-                (self.flat - first + start).unsqueeze(0),
-            )
-        elif self._sharded is not None:
-            here, axes = _of_fsdp2(self._sharded, places)
+        # ZeRO-3 leaves no elements between uses.
+        self.shape = tuple(getattr(leaf, "ds_shape", local.shape))
+        # The global generator belongs to the training.
+        generator = torch.Generator("cpu").manual_seed(number)
+        size = math.prod(self.shape)
+        self.flat = torch.randint(size, (coordinates,), generator=generator).unique()
         # Copying an index to an accelerator may wait for it: once is enough.
-        self._here = here.nonzero().flatten().to(self.holder.device, non_blocking=True)
-        self._held_index = tuple(axes[:, here].to(self.holder.device, non_blocking=True))
-        few = tuple(places[:START_VALUES] for places in self._held_index)
-        self.start_index: Any = few if len(self._here) else None
+        self._flat = self.flat.to(local.device, non_blocking=True)
+        self._sharded = objects.sharded.get(id(leaf))
+        part = self._held_part(objects.zero)
+        self.holder = part.holder
+        device = self.holder.device
+        self._is_whole = bool(part.is_here.all())
+        self._here = part.is_here.nonzero().flatten().to(device, non_blocking=True)
+        self._places = part.places.to(device, non_blocking=True)
+        self.start_places: Tensor | None = None
         """Where a few values of what the optimizer updates are; None if they are on other ranks."""
-        self.added: Any = None
+        if len(part.places):
+            few = torch.arange(START_VALUES).remainder(len(part.places))
+            self.start_places = self._places[few.to(device, non_blocking=True)]
+        self.added: Tensor | None = None
         """What the running backward has added, or None."""
         self.recording = False
         self.is_fresh = True
@@ -71,100 +76,129 @@ class LeafProbe:
         """Whether a gradient was held after the last backward."""
         self.handle = leaf.register_hook(self._add)
 
-    def _add(self, gradient: Any) -> None:
-        # torch.autograd.grad calls the hooks of leaves, too.
-        gradient = plain(gradient)
-        if self.recording and not gradient.is_sparse and tuple(gradient.shape) == self.shape:
-            values = gradient.detach()[self._index].double().reshape(-1)
-            self.added = values if self.added is None else self.added + values
+    def _held_part(self, zero: Any) -> HeldPart:
+        if zero is not None:
+            return _of_zero(self.leaf, self.flat, zero)
+        if self._sharded is not None:
+            return _of_fsdp2(self._sharded, self.flat, self.shape)
+        return HeldPart(self.leaf, torch.ones_like(self.flat, dtype=torch.bool), self.flat)
 
-    def take(self) -> Any:
+    def _add(self, gradient: Tensor) -> None:
+        # torch.autograd.grad calls the hooks of leaves, too.
+        if not self.recording:
+            return
+        gradient = plain(gradient)
+        if not gradient.is_sparse and tuple(gradient.shape) == self.shape:
+            values = gradient.detach().take(self._flat)
+            if self.added is not None:
+                values = self.added.double() + values
+            self.added = values
+
+    def take(self) -> Tensor | None:
         """What was added since the last call, or None."""
         added, self.added, self.recording = self.added, None, False
         return added
 
-    def parameter(self) -> Any:
+    def parameter(self) -> Tensor | None:
         """The values of the parameter, or None where they are not all here."""
         local = plain(self.leaf)
         is_whole = tuple(local.shape) == self.shape and local.untyped_storage().size()
-        return local.detach()[self._index].double().reshape(-1) if is_whole else None
+        if not is_whole:
+            return None
+        return local.detach().take(self._flat)
 
-    def start(self) -> Any:
+    def start(self) -> Tensor | None:
         """A few values of what the optimizer updates, which may be a shard."""
         held = plain(self.holder)
-        is_here = self.start_index is not None and held.untyped_storage().size()
-        return held.detach()[self.start_index].double().reshape(-1) if is_here else None
+        if self.start_places is None or not held.untyped_storage().size():
+            return None
+        return held.detach().take(self.start_places)
 
-    def gradient(self) -> Any:
+    def gradient(self) -> Tensor:
         """The gradient as the optimizer finds it: 0 where it is None, and NaN where it is not on this rank."""
+        gradient = self.holder.grad
+        local = None if gradient is None else plain(gradient)
+        if local is not None and self._is_whole and not local.is_sparse:
+            return local.detach().take(self._places).double()
         values = torch.full(
             (len(self.flat),), math.nan, dtype=torch.float64, device=self._here.device
         )
-        local = plain(self.holder.grad)
         if local is None:
             values.index_fill_(0, self._here, 0.0)
         elif not local.is_sparse:
-            values[self._here] = local.detach()[self._held_index].double().reshape(-1)
+            values[self._here] = local.detach().take(self._places).double()
         return values
 
-    def held(self) -> Any:
+    def held(self) -> Tensor | None:
         """Where the sum of micro-gradients is between two backwards; None if there is none."""
-        accumulated = getattr(self._sharded, "unsharded_accumulated_grad", None)
-        return next(
-            (held for held in (self.leaf.grad, accumulated, self.holder.grad) if held is not None),
-            None,
-        )
-
-    def held_dtype(self) -> str:
-        """The dtype of that; empty if there is none."""
-        held = self.held()
-        return "" if held is None else str(held.dtype).removeprefix("torch.")
+        if self.leaf.grad is not None:
+            return self.leaf.grad
+        # Older versions of torch have no such attribute.
+        accumulated: Tensor | None = getattr(self._sharded, "unsharded_accumulated_grad", None)
+        if accumulated is not None:
+            return accumulated
+        return self.holder.grad
 
 
-def _part(leaf: Any) -> str:
+def _part(leaf: Tensor) -> str:
     """Which part of a distributed tensor is on this rank: its place on each dimension of the mesh that shards it."""
     if not hasattr(leaf, "_local_tensor"):
         return ""
-    coordinates = leaf.device_mesh.get_coordinate() or []
-    return " ".join(
-        f"{placement}@{coordinate}"
-        for placement, coordinate in zip(leaf.placements, coordinates)  # noqa: B905 - older Pythons
-        if not placement.is_replicate()
-    )
+    mesh, placements = leaf.device_mesh, leaf.placements  # type: ignore[attr-defined]
+    parts = []
+    for placement, coordinate in zip(placements, mesh.get_coordinate() or []):  # noqa: B905 - older Pythons
+        if not placement.is_replicate():
+            parts.append(f"{placement}@{coordinate}")
+    return " ".join(parts)
 
 
-def _of_fsdp2(sharded: Any, places: Any) -> tuple[Any, Any]:
-    """Which coordinates are in this rank's shard, and where there; the first ranks get one row more."""
+def _of_fsdp2(sharded: FSDPParam, flat: Tensor, shape: tuple[int, ...]) -> HeldPart:
+    """A shard along one dimension; the first ranks get one row more."""
     dimension = getattr(getattr(sharded, "fsdp_placement", None), "dim", 0)
-    size, rank = (
-        getattr(sharded.mesh_info, "shard_mesh_size", 1),
-        getattr(sharded.mesh_info, "shard_mesh_rank", 0),
-    )
+    size = getattr(sharded.mesh_info, "shard_mesh_size", 1)
+    rank = getattr(sharded.mesh_info, "shard_mesh_rank", 0)
     rows = sharded._orig_size[dimension]
     chunk = math.ceil(rows / size)
     first = min(chunk * rank, rows)
     count = min(chunk, rows - first)
-    along = places[dimension]
-    axes = places.clone()
-    axes[dimension] = along - first
-    return (along >= first) & (along < first + count), axes
+    axes = list(torch.unravel_index(flat, shape))
+    is_here = (axes[dimension] >= first) & (axes[dimension] < first + count)
+    axes[dimension] = axes[dimension] - first
+    lengths = list(shape)
+    lengths[dimension] = count
+    places = torch.zeros_like(flat)
+    for axis, length in zip(axes, lengths):  # noqa: B905 - older Pythons
+        places = places * length + axis
+    return HeldPart(sharded.sharded_param, is_here, places[is_here])
 
 
-def _of_zero(leaf: Any, zero: Any) -> tuple[Any, int, int, int]:
+def _of_zero(leaf: Tensor, flat: Tensor, zero: Any) -> HeldPart:
+    """ZeRO's flat parameter with a part of the leaf."""
+    holder, first, start, count = _partition(leaf, zero)
+    is_here = (flat >= first) & (flat < first + count)
+    return HeldPart(holder, is_here, flat[is_here] - first + start)
+
+
+def _partition(leaf: Tensor, zero: Any) -> tuple[Tensor, int, int, int]:
     """ZeRO's flat parameter with a part of the leaf; where that starts in the leaf and in it; its size."""
     if hasattr(leaf, "ds_tensor"):
         group, start, count = zero.grad_position[zero.get_param_id(leaf)]
-        first = dist.get_rank(leaf.ds_process_group) * leaf.ds_tensor.ds_numel
+        first = dist.get_rank(leaf.ds_process_group) * leaf.ds_tensor.ds_numel  # type: ignore[attr-defined]
         return zero.fp32_partitioned_groups_flat[group], first, start, count
     mapping: Any = getattr(leaf, "_hp_mapping", None)
-    for flat in zero.single_partition_of_fp32_groups if mapping is not None else ():
-        if flat.untyped_storage().data_ptr() == mapping.hp_fragment.untyped_storage().data_ptr():
-            source, target = mapping.lp_fragment_address, mapping.hp_fragment_address
-            return flat, source.start, target.start, source.numel
+    if mapping is not None:
+        for flat in zero.single_partition_of_fp32_groups:
+            if _share_storage(flat, mapping.hp_fragment):
+                source, target = mapping.lp_fragment_address, mapping.hp_fragment_address
+                return flat, source.start, target.start, source.numel
     return torch.empty(0), 0, 0, 0  # on other ranks
 
 
-def evenly(leaves: list[Any], most: int) -> list[Any]:
+def _share_storage(first: Tensor, second: Tensor) -> bool:
+    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+
+
+def evenly(leaves: list[ItemT], most: int) -> list[ItemT]:
     """At most so many, evenly over their order."""
     step = max(1.0, len(leaves) / max(1, most))
     return [leaves[int(i * step)] for i in range(min(len(leaves), most))]

@@ -1,20 +1,27 @@
 """What the recorder writes of a rank, a line of JSON per event, and ``bench audit`` reads.
 
-Leaves are the parameters that autograd adds to; those that are sampled are numbered in the order in which they are
-found. A list of values per leaf may be shorter than the list of leaves, which grows; None stands for no values.
+Leaves are the parameters that autograd adds to; those that are sampled are numbered in the order in
+which they are found. A list with one item per leaf may be shorter than the list of leaves, which
+grows; None stands for no values.
+
+Inside of the recorder values are tensors, since reading one may wait for its device. A record has
+numbers. So the classes are generic: ``ValuesT`` is the samples of one leaf, one per coordinate, and
+``NumberT`` a single number.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Generic, TypeVar, Union
 
-Values = Any
-"""A tensor inside of the recorder, a list of floats in a record: one per sampled coordinate of a leaf."""
+ValuesT = TypeVar("ValuesT")
+NumberT = TypeVar("NumberT")
+SAMPLES = ("added", "left", "used", "start", "end")
+"""Fields of events that have values of leaves: a record has their sizes, and all of them joined."""
 
 
 @dataclass
-class Criterion:
+class Criterion(Generic[NumberT]):
     """A part of a loss: the first node, seen from the loss, that is given something other than scalars."""
 
     node: str
@@ -23,46 +30,59 @@ class Criterion:
     """``mean``, ``sum``, ``terms`` if each of its terms is given a factor of its own, or None if it is not visible."""
     is_named: bool = False
     """Whether it is a loss function of torch; otherwise it is a mean, a sum or anything else."""
-    terms: Any = None
+    terms: NumberT | None = None
     """How many terms are counted; None if that is not visible."""
-    seed: Any = None
+    seed: NumberT | None = None
     """Its factor in the loss that backward was called with, or the sum of those of its terms."""
-    is_even: Any = True
+    is_even: NumberT | bool = True
     """Whether all terms that are counted have the same factor."""
     is_weighted: bool = False
     """Whether its classes have weights."""
-    in_batch: Any = False
+    in_batch: NumberT | bool = False
     """Whether the right class of row i is i: rows of a batch are contrasted with each other."""
 
 
 @dataclass
-class Backward:
+class HookedGradient(Generic[ValuesT]):
+    """A hook has seen a gradient, or made another of it; None where it is no dense tensor."""
+
+    is_parameter: bool
+    before: ValuesT | None
+    after: ValuesT | None
+
+
+@dataclass
+class Backward(Generic[ValuesT, NumberT]):
     """A backward that is sampled, and what came before it."""
 
     number: int
     place: str = ""
     """File and line of the call, outside of torch and the frameworks."""
-    criteria: list[Criterion] = field(default_factory=list)
-    injected: list[Criterion] = field(default_factory=list)
+    criteria: list[Criterion[NumberT]] = field(default_factory=list)
+    injected: list[Criterion[NumberT]] = field(default_factory=list)
     """Losses whose gradient a function within the graph makes."""
     covered: float = 1.0
     """The smallest share of rows with a gradient where rows are joined with others that have none."""
-    data: Any = ()
+    data: list[ValuesT] = field(default_factory=list)
     """Values of the first inputs of the graph, which tell one micro-batch from another."""
+    rows: int | None = None
+    """The first dimension of the first of these inputs; None if there is none."""
     fetched: int = 0
     """Batches that data loaders have handed out until now."""
-    added: list[Values] = field(default_factory=list)
+    added: list[ValuesT | None] = field(default_factory=list)
     """What it added to the gradient of each leaf."""
-    left: list[Values] = field(default_factory=list)
+    left: list[ValuesT | None] = field(default_factory=list)
     """The gradient before the first backward that adds to a leaf after a step."""
     cleared: list[int] = field(default_factory=list)
     """Leaves that held a gradient after the backward before this one, and none when it began."""
-    moved: list[Any] = field(default_factory=list)
-    """Per leaf whether the parameter has changed since the backward before."""
-    copies: list[Values] = field(default_factory=list)
+    watched: list[int] = field(default_factory=list)
+    """Leaves of which it is known whether the parameter has changed since the backward before."""
+    moved: ValuesT | None = None
+    """By these 1 if it has, else 0; None if there is none."""
+    copies: list[ValuesT] = field(default_factory=list)
     """Values of copies of parameters, such as those of a moving average."""
-    hooks: list[Any] = field(default_factory=list)
-    """Of hooks that have changed a gradient: whether of a parameter, what came in, what went out."""
+    hooks: list[HookedGradient[ValuesT]] = field(default_factory=list)
+    """What hooks have done to gradients."""
     reduced: dict[str, int] = field(default_factory=dict)
     """Bytes of gradients by collective, until the next backward or step."""
     held: list[str] = field(default_factory=list)
@@ -72,31 +92,35 @@ class Backward:
 
 
 @dataclass
-class Clipping:
+class Clipping(Generic[ValuesT, NumberT]):
     """Gradients are clipped."""
 
-    factors: list[Any]
+    factors: list[NumberT | None]
     """Per leaf by what its gradient was divided; None if it was not among them."""
-    loss_scale: Any = None
+    place: str = ""
+    """File and line of the call."""
+    loss_scale: NumberT | None = None
     """The factor of a loss scaler that has not unscaled any gradient of this update; None if there is none."""
     bound: float | None = None
     before_leaf: int = 0
-    before: Values = None
+    before: ValuesT | None = None
     """The gradient of that leaf before it was clipped."""
 
 
 @dataclass
-class Step:
+class Step(Generic[ValuesT]):
     """A step of an optimizer, at which the gradients are used."""
 
     optimizer: int
     """Optimizers are numbered by their first steps."""
     name: str
+    place: str = ""
+    """File and line of the call."""
     owned: list[int] = field(default_factory=list)
     """Leaves that it updates."""
-    used: list[Values] = field(default_factory=list)
+    used: list[ValuesT | None] = field(default_factory=list)
     """Their gradients as they were before they were scaled and clipped; NaN where this rank has none."""
-    start: list[Values] = field(default_factory=list)
+    start: list[ValuesT | None] = field(default_factory=list)
     """A few values of each parameter before the step."""
     backwards: int = 0
     """How many have run since its step before."""
@@ -106,17 +130,17 @@ class Step:
     update: int = 0
     """The number of the update, from 1, where it is not sampled."""
     rates: list[float] = field(default_factory=list)
-    """The learning rate at each backward since its step before."""
+    """The learning rate at each backward since its step before; NaN where it is not known."""
     obstacles: list[str] = field(default_factory=list)
     """Why backwards are no micro-batches, or gradients no sums of them."""
 
 
 @dataclass
-class End:
+class End(Generic[ValuesT]):
     """The process ends by itself, or the recorder has failed."""
 
     failure: str = ""
-    end: list[Values] = field(default_factory=list)
+    end: list[ValuesT | None] = field(default_factory=list)
     """A few values of each parameter."""
     backwards: int = 0
     """Since the last step of any optimizer."""
@@ -124,20 +148,25 @@ class End:
     """By optimizer, all that were made."""
 
 
+Event = Union[  # noqa: UP007 - older Pythons
+    Backward[ValuesT, NumberT], Clipping[ValuesT, NumberT], Step[ValuesT], End[ValuesT]
+]
+
+
 @dataclass
-class Leaf:
+class Leaf(Generic[ValuesT]):
     """A parameter that is sampled."""
 
     name: str
     shape: tuple[int, ...] = ()
-    start: Values = None
+    start: ValuesT | None = None
     """Its values at the coordinates; None where they are not all on this rank."""
     part: str = ""
     """Where it is a part of a distributed tensor, which part."""
 
 
 @dataclass
-class Rank:
+class Rank(Generic[ValuesT, NumberT]):
     """A process that trains."""
 
     job: str
@@ -146,7 +175,11 @@ class Rank:
     world: int
     facts: dict[str, str] = field(default_factory=dict)
     """What frameworks were asked for, by the name of a class."""
-    leaves: list[Leaf] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    """Of frameworks that the process has imported, by the name of their distribution."""
+    deepspeed: str | None = None
+    """The config of DeepSpeed's engine as JSON; None if there is no engine."""
+    leaves: list[Leaf[ValuesT]] = field(default_factory=list)
     gradient_bytes: dict[str, int] = field(default_factory=dict)
     """Of all leaves that a backward has reached, sampled or not, by dtype."""
     num_leaves: int = 0
@@ -158,11 +191,33 @@ class Rank:
     """Why ranks hold different parameters."""
     is_zero: bool = False
     """Whether ZeRO holds the gradients."""
-    events: list[Any] = field(default_factory=list)
-    """Backward, Clipping, Step and End, in order; a record has them in lines of their own."""
+    events: list[Event[ValuesT, NumberT]] = field(default_factory=list)
+    """In order; a record has them in lines of their own."""
     is_cut: bool = False
     """Whether the record ends within a line."""
 
+    @property
+    def backwards(self) -> list[Backward[ValuesT, NumberT]]:
+        """Those that are sampled."""
+        return [event for event in self.events if isinstance(event, Backward)]
 
-EVENTS = {"backward": Backward, "clipping": Clipping, "step": Step, "end": End}
-"""By the key of a line."""
+    @property
+    def steps(self) -> list[Step[ValuesT]]:
+        """Of all optimizers."""
+        return [event for event in self.events if isinstance(event, Step)]
+
+    @property
+    def end(self) -> End[ValuesT] | None:
+        """None if the process was killed."""
+        found = None
+        for event in self.events:
+            if isinstance(event, End):
+                found = event
+        return found
+
+    def leaf_number(self, name: str) -> int | None:
+        """Of the parameter with this name; None if this rank does not sample it."""
+        for number, leaf in enumerate(self.leaves):
+            if leaf.name == name:
+                return number
+        return None

@@ -7,6 +7,7 @@ changes no tensor, and never raises into the training.
 
 from __future__ import annotations
 
+import binascii
 import contextlib
 import functools
 import json
@@ -14,14 +15,18 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple, Optional, Tuple  # noqa: UP035 - older Pythons
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from ....measure.c10d_kernels import CollectiveCall, CollectiveKernels  # noqa: TID252 - sitecustomize names the package
+from ....measure.c10d_kernels import CollectiveCall, CollectiveKernels
 from . import criteria
 from .found_objects import OBSTACLES, PARALLEL, FoundObjects
 from .graph_survey import GraphSurvey, plain, survey
@@ -35,7 +40,7 @@ from .leaf_probes import (
     LeafProbe,
     evenly,
 )
-from .records import Backward, Clipping, End, Leaf, Rank, Step
+from .records import SAMPLES, Backward, Clipping, End, Event, HookedGradient, Leaf, Rank, Step
 
 JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
 """Variables of launchers that tell one training from another."""
@@ -46,6 +51,8 @@ LEAST_ELEMENTS = 2
 MOST_SCANS = 8
 """Of all objects: where new leaves appear they are looked for again."""
 MOST_COPIES = 4
+MOST_WATCHED = 16
+"""Leaves of which it is seen whether they move between backwards."""
 OFTEN = 8
 """Sampling ends when every optimizer has made enough updates, or one this many times as many."""
 FRAMEWORKS = (
@@ -58,6 +65,26 @@ FRAMEWORKS = (
     "_bench_audit",
 )
 """A call from within these has its place where they were called."""
+LiveEvent = Event[Tensor, Tensor]
+"""One whose values are still on their device."""
+HeldValues = Tuple["weakref.ReferenceType[Tensor]", Optional[Tensor]]  # noqa: UP006, UP045 - older Pythons
+"""A parameter, without keeping it alive, and where a few of its values are."""
+
+
+class BeforeStep(NamedTuple):
+    """What a step is about to use."""
+
+    num_backwards: int
+    used: list[Tensor | None]
+    start: list[Tensor | None]
+
+
+class ClippedNow(NamedTuple):
+    """What is being clipped."""
+
+    event: Clipping[Tensor, Tensor]
+    gradients: list[tuple[LeafProbe, Tensor]]
+    """Before they are."""
 
 
 class TrainingRecorder:
@@ -79,34 +106,38 @@ class TrainingRecorder:
         self.fetched = 0
         """Batches that data loaders have handed out."""
         self._num_backwards = 0
-        self._backward: Backward | None = None
+        self._backward: Backward[Tensor, Tensor] | None = None
         """The one that runs, or ran last while its update goes on."""
         self._open = 0
         """Backwards since the last step of any optimizer."""
         self._probes: list[LeafProbe] = []
-        self._probed: set[int] = set()
         self._reached: set[int] = set()
         """Ids of the leaves that a backward has reached."""
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         self._optimizers: dict[int, int] = {}
         """Numbers of optimizers by their ids."""
-        self._seen: dict[int, Any] = {}
+        self._seen: dict[int, Optimizer] = {}
         """The optimizers themselves."""
         self._num_updates: dict[int, int] = {}
         self._last_backward: dict[int, int] = {}
         """By optimizer how many backwards had run at its last step."""
         self._rates: dict[int, list[float]] = {}
-        self._clipped: dict[LeafProbe, Any] = {}
+        self._before_step = BeforeStep(0, [], [])
+        self._clip: ClippedNow | None = None
+        self._clipped: dict[LeafProbe, Tensor] = {}
         """By what gradients were divided to clip them."""
-        self._starts: dict[LeafProbe, Any] = {}
-        self._ends: list[Any] = []
-        self._copies: list[Any] = []
-        self._waiting: list[Any] = []
+        self._watched: list[LeafProbe] = []
+        """Those of which it is seen whether the parameter moves between backwards."""
+        self._starts: Tensor | None = None
+        """A few values of each of them at the backward before: [leaf, value]."""
+        self._ends: list[HeldValues] = []
+        self._copies: list[Tensor] = []
+        self._waiting: list[LiveEvent] = []
         self._known_lengths: set[tuple[int, int]] = set()
         self._num_scans = 0
-        self._rank: Rank | None = None
+        self._rank: Rank[Tensor, Tensor] | None = None
 
-    def guard(self, method: Callable[..., None], *arguments: Any) -> None:
+    def guard(self, method: Callable[..., None], *arguments: object) -> None:
         """Call it. An error of ours is written down and ends the recording, not the training."""
         if not self.active:
             return
@@ -140,24 +171,24 @@ class TrainingRecorder:
             name = f"{collective.name} of {dtype} over {collective.group.size()} ranks"
             self._backward.reduced[name] = self._backward.reduced.get(name, 0) + size
 
-    def on_hook(self, is_parameter: bool, before: Any, after: Any) -> None:
+    def on_hook(self, is_parameter: bool, before: Tensor | None, after: Tensor | None) -> None:
         """A hook has seen a gradient, or made another of it."""
         if self._backward is not None and self.sampling:
-            self._backward.hooks.append([is_parameter, before, after])
+            self._backward.hooks.append(HookedGradient(is_parameter, before, after))
 
-    def before_backward(self, roots: Any, keeps_graph: bool) -> None:
+    def before_backward(self, roots: Sequence[object], keeps_graph: bool) -> None:
         """Hooks on the criteria, and on leaves that were not seen before."""
         self._num_backwards += 1
         self._open += 1
         if not self.sampling:
             return
-        tensors = [root for root in roots if isinstance(root, torch.Tensor)]
+        tensors = [root for root in roots if isinstance(root, Tensor)]
         found = survey(tensors)
-        backward = Backward(
+        backward: Backward[Tensor, Tensor] = Backward(
             self._num_backwards - 1, _place(), fetched=self.fetched, covered=found.covered
         )
         self._reach(found)
-        backward.data = found.data
+        backward.data, backward.rows = found.data, found.rows
         backward.criteria = criteria.watch(tensors, self._handles)
         backward.injected = [criteria.watch_scalar(node, self._handles) for node in found.injected]
         if keeps_graph:
@@ -166,18 +197,46 @@ class TrainingRecorder:
             backward.doubts.append("backward does not begin at a scalar")
         for probe in self._probes:
             probe.recording = True
-            backward.left.append(probe.gradient() if probe.is_fresh else None)
-            if probe.was_held and self._objects.zero is None and probe.held() is None:
-                backward.cleared.append(probe.number)
-            start, old = probe.start(), self._starts.get(probe)
-            backward.moved.append(None if old is None or start is None else (start != old).any())
-            self._starts[probe] = start
-        backward.copies = [
-            plain(copy).detach().reshape(-1)[:START_VALUES].double() for copy in self._copies
-        ]
+            if probe.is_fresh or probe.was_held:
+                self._look_at_held(probe, backward)
+            else:
+                backward.left.append(None)
+        backward.moved = self._changes()
+        if backward.moved is not None:
+            backward.watched = [probe.number for probe in self._watched]
+        for copy in self._copies:
+            backward.copies.append(plain(copy).detach().reshape(-1)[:START_VALUES].clone())
         for number, optimizer in self._seen.items():
             self._rates.setdefault(number, []).append(_rate(optimizer))
         self._backward = backward
+
+    def _look_at_held(self, probe: LeafProbe, backward: Backward[Tensor, Tensor]) -> None:
+        """What is left in the gradient of a leaf, and whether it was cleared since the last backward."""
+        is_held = probe.held() is not None
+        left = None
+        if probe.is_fresh and is_held:
+            left = probe.gradient()
+        backward.left.append(left)
+        if probe.was_held and not is_held and self._objects.zero is None:
+            backward.cleared.append(probe.number)
+
+    def _changes(self) -> Tensor | None:
+        """By watched leaf 1 if the optimizer's values of it have changed since this was asked last."""
+        rows = []
+        for probe in self._watched:
+            values = probe.start()
+            if values is None:
+                values = torch.zeros(START_VALUES)
+            rows.append(values)
+        if not rows:
+            return None
+        devices = {values.device for values in rows}
+        if len(devices) > 1:
+            rows = [values.to(rows[0].device) for values in rows]
+        before, self._starts = self._starts, torch.cat(rows).reshape(len(rows), START_VALUES)
+        if before is None:
+            return None
+        return (self._starts != before).any(dim=1)
 
     def after_backward(self) -> None:
         """The micro-gradient."""
@@ -186,6 +245,7 @@ class TrainingRecorder:
         backward = self._backward
         if not self.sampling or backward is None:
             return
+        dtypes: set[torch.dtype] = set()
         for place, probe in enumerate(self._probes):
             added = probe.take()
             backward.added.append(added)
@@ -193,43 +253,49 @@ class TrainingRecorder:
                 backward.left[place] = None
             else:
                 probe.is_fresh = False
-            probe.was_held = probe.held() is not None
-        backward.held = sorted({probe.held_dtype() for probe in self._probes} - {""})
+            held = probe.held()
+            probe.was_held = held is not None
+            if held is not None:
+                dtypes.add(held.dtype)
+        backward.held = sorted(map(_name_of, dtypes))
         self._waiting.append(backward)
 
-    def before_clip(self, parameters: list[Any], bound: Any) -> None:
+    def before_clip(self, parameters: Sequence[Tensor], bound: object) -> None:
         """Gradients before they are clipped."""
         clipped = set(map(id, parameters))
-        self._unclipped = [
-            (probe, probe.gradient()) for probe in self._probes if id(probe.holder) in clipped
-        ]
-        self._clip = Clipping([None] * len(self._probes))
+        unclipped = []
+        for probe in self._probes:
+            if id(probe.holder) in clipped:
+                unclipped.append((probe, probe.gradient()))
+        clip: Clipping[Tensor, Tensor] = Clipping([None] * len(self._probes), _place())
         if isinstance(bound, (int, float)):
-            self._clip.bound = float(bound)
-        if self._unclipped:
-            probe, before = self._unclipped[0]
-            self._clip.before_leaf, self._clip.before = probe.number, before
-            self._clip.loss_scale = self._objects.loss_scale()
+            clip.bound = float(bound)
+        if unclipped:
+            probe, before = unclipped[0]
+            clip.before_leaf, clip.before = probe.number, before
+            clip.loss_scale = self._objects.loss_scale()
+        self._clip = ClippedNow(clip, unclipped)
 
     def after_clip(self) -> None:
         """By how much it was clipped."""
-        for probe, before in self._unclipped:
+        if self._clip is None:
+            return
+        event, gradients = self._clip
+        for probe, before in gradients:
             factor = (before / probe.gradient()).nan_to_num(1.0, 1.0, 1.0)
             self._clipped[probe] = factor * self._clipped.get(probe, 1.0)
-            self._clip.factors[probe.number] = factor.max()
-        if self._unclipped:
-            self._waiting.append(self._clip)
+            event.factors[probe.number] = factor.max()
+        if gradients:
+            self._waiting.append(event)
 
-    def before_step(self, optimizer: Any, arguments: Any, options: Any) -> None:
-        self._before_step = (
-            self._num_backwards,
-            self._used(optimizer),
-            self._start_values(optimizer),
-        )
+    def before_step(self, optimizer: Optimizer, arguments: object, options: object) -> None:
+        """The gradients that it will use."""
+        used, start = self._used(optimizer), self._start_values()
+        self._before_step = BeforeStep(self._num_backwards, used, start)
 
-    def after_step(self, optimizer: Any, arguments: Any, options: Any) -> None:
+    def after_step(self, optimizer: Optimizer, arguments: object, options: object) -> None:
         """The end of an update. A closure of the optimizer may have run the backward, as Lightning's does."""
-        before, used, start = self._before_step
+        before = self._before_step
         key = id(optimizer)
         number = self._optimizers.setdefault(key, len(self._optimizers))
         since = self._num_backwards - self._last_backward.get(number, 0)
@@ -243,16 +309,18 @@ class TrainingRecorder:
         if self._num_backwards == 0:
             return
         self._seen[number] = optimizer
-        inside = self._num_backwards - before
-        if inside:
+        num_inside = self._num_backwards - before.num_backwards
+        used = before.used
+        if num_inside:
             used = self._used(optimizer)
-        step = Step(number, type(optimizer).__name__, used=used, start=start, backwards=since)
+        name = type(optimizer).__name__
+        step = Step(number, name, _place(), used=used, start=before.start, backwards=since)
         step.owned = [place for place, values in enumerate(used) if values is not None]
         step.asked = self._objects.asked()
         step.rates = self._rates.pop(number, [])
-        if inside > 1:
+        if num_inside > 1:
             step.obstacles.append(
-                f"{step.name} runs several backwards per step, which are no micro-batches"
+                f"{name} runs several backwards per step, which are no micro-batches"
             )
         if torch._C._current_graph_task_id() != -1:
             step.obstacles.append("the optimizer steps inside of the backward")
@@ -260,12 +328,10 @@ class TrainingRecorder:
             probe = self._probes[place]
             probe.is_fresh = True
             self._clipped.pop(probe, None)
-            self._starts.pop(probe, None)
         self._backward = None
         self._waiting.append(step)
-        if all(
-            probe.leaf.device.type == "cpu" for probe in self._probes
-        ):  # elsewhere samples stay on the device
+        # Elsewhere samples stay on the device.
+        if all(probe.leaf.device.type == "cpu" for probe in self._probes):
             self._write()
         counts = self._num_updates.values()
         if min(counts) >= self._num_sampled or max(counts) >= OFTEN * self._num_sampled:
@@ -273,97 +339,110 @@ class TrainingRecorder:
 
     def end(self) -> None:
         """The process ends by itself."""
-        if self.active and self._rank is not None:
-            values = []
-            for held, index in self._ends or self._held():
-                tensor = held()
-                values.append(None if tensor is None or index is None else _values(tensor, index))
-            updates = [self._num_updates.get(number, 0) for number in range(len(self._optimizers))]
-            self._write(End(end=values, backwards=self._open, updates=updates))
-        else:
+        if not self.active or self._rank is None:
             self._write()
+            return
+        values: list[Tensor | None] = []
+        for held, places in self._ends or self._held():
+            tensor = held()
+            if tensor is None or places is None or not tensor.untyped_storage().size():
+                values.append(None)
+            else:
+                values.append(tensor.detach().take(places))
+        updates = [self._num_updates.get(number, 0) for number in range(len(self._optimizers))]
+        self._write(End(end=values, backwards=self._open, updates=updates))
 
     # Samples
 
     def _reach(self, found: GraphSurvey) -> None:
         """Probe leaves that no backward has reached before, in the same order on all ranks."""
         new = [leaf for leaf in found.leaves if id(leaf) not in self._reached]
-        if self._rank is None:
-            self._start()
+        rank = self._rank or self._start()
         if not new:
             return
         if self._num_scans < MOST_SCANS:
             self._num_scans += 1
             self._objects = FoundObjects()
         self._reached.update(map(id, new))
-        rank = self._rank
-        assert rank is not None
-        trained = [
-            leaf
-            for leaf in new
-            if isinstance(leaf, torch.nn.Parameter) or self._objects.name_of(leaf)
-        ]
+        trained = [leaf for leaf in new if self._is_trained(leaf)]
+        large = []
         for leaf in trained:
-            name = str(leaf.dtype).removeprefix("torch.")
-            size = getattr(leaf, "ds_numel", leaf.numel()) * leaf.element_size()
-            rank.gradient_bytes[name] = rank.gradient_bytes.get(name, 0) + size
+            name, size = _name_of(leaf.dtype), _num_elements(leaf)
+            num_bytes = size * leaf.element_size()
+            rank.gradient_bytes[name] = rank.gradient_bytes.get(name, 0) + num_bytes
+            if size >= LEAST_ELEMENTS:
+                large.append(leaf)
         rank.num_leaves += len(trained)
-        large = [
-            leaf for leaf in trained if getattr(leaf, "ds_numel", leaf.numel()) >= LEAST_ELEMENTS
-        ]
         coordinates = MOST_COORDINATES if len(large) <= MANY_LEAVES else FEW_COORDINATES
         room = min(MOST_AT_ONCE, MOST_LEAVES - len(self._probes))
         for leaf in evenly(large, room):
-            probe = LeafProbe(leaf, len(self._probes), coordinates, self._objects)
-            self._probes.append(probe)
-            rank.leaves.append(Leaf(probe.name, probe.shape, probe.parameter(), probe.part))
-            copy = self._objects.copies_of(leaf, probe.name)
-            if copy is not None and len(self._copies) < MOST_COPIES:
-                self._copies.append(copy)
-        rank.facts = self._objects.facts()
+            self._probe(leaf, coordinates, rank)
+        self._watched, self._starts = evenly(self._probes, MOST_WATCHED), None
+        rank.facts, rank.versions = self._objects.facts(), self._objects.versions()
+        rank.deepspeed = self._objects.deepspeed_config()
         rank.is_zero = self._objects.zero is not None
         rank.obstacles = self._objects.reasons(trained, OBSTACLES)
         rank.parallel = sorted({*rank.parallel, *self._objects.reasons(trained, PARALLEL)})
         rank.batch_norms = max(rank.batch_norms, self._objects.batch_norms(trained))
         self._write(rank)
 
-    def _start(self) -> None:
-        self._rank = Rank(_job(), *_place_in_world())
-        self._objects = FoundObjects()
-        self._write(self._rank)
+    def _is_trained(self, leaf: Tensor) -> bool:
+        return isinstance(leaf, torch.nn.Parameter) or bool(self._objects.name_of(leaf))
+
+    def _probe(self, leaf: Tensor, coordinates: int, rank: Rank[Tensor, Tensor]) -> None:
+        probe = LeafProbe(leaf, len(self._probes), coordinates, self._objects)
+        self._probes.append(probe)
+        rank.leaves.append(Leaf(probe.name, probe.shape, probe.parameter(), probe.part))
+        copy = self._objects.copies_of(leaf, probe.name)
+        if copy is not None and len(self._copies) < MOST_COPIES:
+            self._copies.append(copy)
+
+    def _start(self) -> Rank[Tensor, Tensor]:
+        rank: Rank[Tensor, Tensor] = Rank(_job(), *_place_in_world())
+        self._rank, self._objects = rank, FoundObjects()
+        self._write(rank)
         self.kernels.remove()  # where they are inherited by a fork
         try:
             self.kernels.install()
         except Exception:  # older versions of torch have other operators
             self.kernels.remove()
+        return rank
 
-    def _used(self, optimizer: Any) -> list[Any]:
+    def _used(self, optimizer: Optimizer) -> list[Tensor | None]:
         """By leaf the gradient that this optimizer uses; None where the leaf is not its."""
         if not self.sampling or self._rank is None:
             return []
-        scale, zero = getattr(optimizer, "grad_scale", None), self._objects.zero
-        factor: Any = 1.0 if scale is None else 1 / scale
-        if zero is not None and (
-            limit := getattr(zero, "clip_grad", 0.0)
-        ):  # DeepSpeed clips by itself
-            norm = getattr(zero, "_global_grad_norm", None)
-            if norm is not None:
-                factor = (torch.as_tensor(norm) / limit).clamp(min=1.0)
-        updated = {
-            id(parameter) for group in optimizer.param_groups for parameter in group["params"]
-        }
+        factor, zero = self._factor(optimizer), self._objects.zero
+        updated: set[int] = set()
+        for group in optimizer.param_groups:
+            updated.update(map(id, group["params"]))
         is_of_zero = zero is not None and optimizer is getattr(zero, "optimizer", None)
-        used: list[Any] = []
+        used: list[Tensor | None] = []
         for probe in self._probes:
             if id(probe.holder) in updated:
-                used.append(probe.gradient() * (factor * self._clipped.get(probe, 1.0)))
+                gradient = probe.gradient()
+                for each in (factor, self._clipped.get(probe)):
+                    if each is not None:
+                        gradient = gradient * each
+                used.append(gradient)
             elif is_of_zero:  # on another rank, or in another group of parameters
                 used.append(torch.full((len(probe.flat),), math.nan, dtype=torch.float64))
             else:
                 used.append(None)
         return used
 
-    def _start_values(self, optimizer: Any) -> list[Any]:
+    def _factor(self, optimizer: Optimizer) -> Tensor | None:
+        """What makes of a gradient what it was before it was scaled, or clipped by DeepSpeed; None if it was not."""
+        scale: Tensor | None = getattr(optimizer, "grad_scale", None)
+        limit = getattr(self._objects.zero, "clip_grad", 0.0)
+        norm = getattr(self._objects.zero, "_global_grad_norm", None)
+        if limit and norm is not None:
+            return (torch.as_tensor(norm) / limit).clamp(min=1.0)
+        if scale is None:
+            return None
+        return 1 / scale
+
+    def _start_values(self) -> list[Tensor | None]:
         if not self.sampling or self._rank is None:
             return []
         return [probe.start() for probe in self._probes]
@@ -378,9 +457,9 @@ class TrainingRecorder:
             )
             self._write()
 
-    def _held(self) -> list[Any]:
+    def _held(self) -> list[HeldValues]:
         """What to read at the end, without keeping it alive."""
-        return [(weakref.ref(plain(probe.holder)), probe.start_index) for probe in self._probes]
+        return [(weakref.ref(plain(probe.holder)), probe.start_places) for probe in self._probes]
 
     def _end_sampling(self) -> None:
         self.sampling = False
@@ -388,25 +467,23 @@ class TrainingRecorder:
         self._ends = self._held()
         for probe in self._probes:
             probe.handle.remove()
-        for kept in (
-            self._probes,
-            self._seen,
-            self._starts,
-            self._copies,
-            self._clipped,
-            self._rates,
-        ):
-            kept.clear()
-        self._backward = None
+        self._probes.clear()
+        self._watched.clear()
+        self._seen.clear()
+        self._copies.clear()
+        self._clipped.clear()
+        self._rates.clear()
+        self._backward = self._clip = self._starts = None
+        self._before_step = BeforeStep(0, [], [])
         self._write()
 
-    def _write(self, *more: Any) -> None:
+    def _write(self, *more: LiveEvent | Rank[Tensor, Tensor]) -> None:
         events, self._waiting = [*self._waiting, *more], []
         if events:
-            lines = [
-                json.dumps({type(event).__name__.lower(): event}, default=_plain) + "\n"
-                for event in events
-            ]
+            lines = []
+            for event in events:
+                line = {type(event).__name__.lower(): _fields(event)}
+                lines.append(json.dumps(line, default=_plain) + "\n")
             with (self._folder / f"{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
                 file.write("".join(lines))
 
@@ -424,26 +501,59 @@ def _place_in_world() -> tuple[int, int]:
 
 def _place() -> str:
     """File and line of the innermost caller outside of torch and the frameworks."""
-    frame: Any = sys._getframe(1)
+    frame = sys._getframe(1)
     while frame is not None:
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
         if package not in FRAMEWORKS:
             return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        frame = frame.f_back
+        frame = frame.f_back  # type: ignore[assignment]
     return ""
 
 
-def _rate(optimizer: Any) -> float:
+def _rate(optimizer: Optimizer) -> float:
     """The learning rate of its first group; NaN where reading it would wait for a device."""
-    rate = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
-    return float(rate) if isinstance(rate, (int, float)) else math.nan
+    for group in optimizer.param_groups:
+        rate = group.get("lr")
+        return float(rate) if isinstance(rate, (int, float)) else math.nan
+    return math.nan
 
 
-def _values(tensor: Any, index: Any) -> Any:
-    if not tensor.untyped_storage().size():
-        return None
-    return tensor.detach()[index].double().reshape(-1)
+def _num_elements(leaf: Tensor) -> int:
+    size: int = getattr(leaf, "ds_numel", leaf.numel())
+    return size
 
 
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, torch.Tensor) else vars(value)
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _fields(event: LiveEvent | Rank[Tensor, Tensor]) -> dict[str, object]:
+    """Of a line. The samples of all leaves are one string, which is written faster than many."""
+    fields = dict(vars(event))
+    for name in SAMPLES:
+        if name in fields:
+            fields[name] = _joined(fields[name])
+    return fields
+
+
+def _joined(samples: Sequence[Tensor | None]) -> dict[str, object]:
+    sizes: list[int | None] = []
+    known: list[Tensor] = []
+    for values in samples:
+        if values is None:
+            sizes.append(None)
+        else:
+            sizes.append(len(values))
+            known.append(values)
+    if len({values.device for values in known}) > 1:
+        known = [values.cpu() for values in known]
+    return {"sizes": sizes, "joined": torch.cat(known) if known else None}
+
+
+def _plain(value: object) -> object:
+    """For JSON: numbers as they are, values as the bytes of doubles, which are written faster than digits."""
+    if not isinstance(value, Tensor):
+        return vars(value)
+    if not value.dim():
+        return value.tolist()
+    return binascii.b2a_base64(array("d", value.tolist()), newline=False).decode()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.utils.data
+from torch import Tensor
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -26,13 +28,26 @@ HOOK_VALUES = 8
 """Sampled values of a gradient that a hook is given."""
 
 
+class GradientWatcher(Protocol):
+    """What is told of backwards and of clipping."""
+
+    active: bool
+    sampling: bool
+
+    def guard(self, method: Callable[..., None], *arguments: Any) -> None: ...
+    def before_backward(self, roots: Any, keeps_graph: bool) -> None: ...
+    def after_backward(self) -> None: ...
+    def before_clip(self, parameters: list[Any], bound: Any) -> None: ...
+    def after_clip(self) -> None: ...
+
+
 def install() -> None:
     """Watch this process, and the processes that it forks."""
     recorder = TrainingRecorder()
-    _wrap_backward(recorder)
+    wrap_backward(recorder)
     names = CLIPPING if hasattr(clip_grad, CLIPPING[0]) else OLD_CLIPPING
     for name in names:
-        _wrap_clipping(getattr(clip_grad, name), recorder)
+        wrap_clipping(getattr(clip_grad, name), recorder)
     _wrap_hooks(recorder)
     _wrap_loaders(recorder)
     register_optimizer_step_pre_hook(functools.partial(recorder.guard, recorder.before_step))
@@ -42,13 +57,13 @@ def install() -> None:
     Path(os.environ["BENCH_AUDIT_FOLDER"], f"{os.getpid()}.torch").touch()
 
 
-def _wrap_backward(recorder: TrainingRecorder) -> None:
+def wrap_backward(recorder: GradientWatcher) -> None:
     """Wrap what ``Tensor.backward`` and ``autograd.grad`` call, and check that it is called.
 
     The check runs no backward: once the engine has run, torch may refuse to run it in a forked process.
     """
-    autograd: Any = torch.autograd
-    run = autograd._engine_run_backward
+    autograd: Any = torch.autograd  # the function is none that torch declares
+    run: Callable[..., object] = autograd._engine_run_backward
     calls: list[object] = []
     autograd._engine_run_backward = lambda *arguments, **options: calls.append(
         options.get("accumulate_grad")
@@ -59,8 +74,12 @@ def _wrap_backward(recorder: TrainingRecorder) -> None:
         raise RuntimeError("backward of this version of torch cannot be watched")
 
     def backward(
-        roots: Any, gradients: Any, retain_graph: bool, *arguments: Any, **options: Any
-    ) -> Any:
+        roots: Sequence[object],
+        gradients: object,
+        retain_graph: bool,
+        *arguments: object,
+        **options: object,
+    ) -> object:
         # autograd.grad accumulates nothing; checkpointing runs backwards inside of one; fake tensors train nothing.
         is_training = options.get("accumulate_grad") and torch._C._current_graph_task_id() == -1
         if not is_training or any(type(root).__name__ == "FakeTensor" for root in roots):
@@ -74,11 +93,15 @@ def _wrap_backward(recorder: TrainingRecorder) -> None:
     autograd._engine_run_backward = backward
 
 
-def _wrap_clipping(original: Any, recorder: TrainingRecorder) -> None:
-    def clip(parameters: Any, *arguments: Any, **options: Any) -> Any:
+def wrap_clipping(original: Callable[..., object], recorder: GradientWatcher) -> None:
+    """Wrap a function of torch that clips gradients, wherever torch has it."""
+
+    def clip(
+        parameters: Tensor | Iterable[Tensor], *arguments: object, **options: object
+    ) -> object:
         if not (recorder.active and recorder.sampling):
             return original(parameters, *arguments, **options)
-        clipped = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         bound = arguments[0] if arguments else next(iter(options.values()), None)
         recorder.guard(recorder.before_clip, clipped, bound)
         result = original(clipped, *arguments, **options)
@@ -86,59 +109,54 @@ def _wrap_clipping(original: Any, recorder: TrainingRecorder) -> None:
         return result
 
     for module in (clip_grad, torch.nn.utils):
-        for name in [name for name, value in vars(module).items() if value is original]:
-            setattr(module, name, functools.wraps(original)(clip))
+        for name, value in list(vars(module).items()):
+            if value is original:
+                setattr(module, name, functools.wraps(original)(clip))
 
 
 def _wrap_hooks(recorder: TrainingRecorder) -> None:
     """What a hook makes of a gradient is compared with what it was given, while backwards are sampled."""
-    original: Any = torch.Tensor.register_hook
+    original: Callable[..., object] = Tensor.register_hook
 
     @functools.wraps(original)
-    def register_hook(tensor: Any, hook: Any) -> Any:
+    def register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> object:
         if not (recorder.active and recorder.sampling) or getattr(hook, "__module__", "") == _OURS:
             return original(tensor, hook)
         is_parameter = tensor.is_leaf
 
-        def watched(gradient: Any) -> Any:
+        def watched(gradient: Tensor) -> Tensor | None:
             if not (recorder.active and recorder.sampling):
                 return hook(gradient)
             before = _some(gradient)
             result = hook(gradient)
-            recorder.guard(
-                recorder.on_hook,
-                is_parameter,
-                before,
-                _some(gradient if result is None else result),
-            )
+            after = _some(gradient if result is None else result)
+            recorder.guard(recorder.on_hook, is_parameter, before, after)
             return result
 
         return original(tensor, watched)
 
-    torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
+    Tensor.register_hook = register_hook  # type: ignore[method-assign]
 
 
 _OURS = __name__.rpartition(".")[0] + ".leaf_probes"
 
 
-def _some(gradient: Any) -> Any:
+def _some(gradient: object) -> Tensor | None:
     """A few values of a gradient, as they are now; None if it is no dense tensor."""
-    local = plain(gradient)
-    if not isinstance(local, torch.Tensor) or local.is_sparse or not local.numel():
+    local = plain(gradient) if isinstance(gradient, Tensor) else None
+    if local is None or local.is_sparse or not local.numel():
         return None
-    if not local.dim():
-        return local.detach().double().reshape(-1)
     count = local.numel()
-    places = torch.arange(0, count, max(1, count // HOOK_VALUES), device=local.device)[:HOOK_VALUES]
-    return local.detach()[torch.unravel_index(places, local.shape)].double()
+    places = torch.arange(0, count, max(1, count // HOOK_VALUES), device=local.device)
+    return local.detach().take(places[:HOOK_VALUES])
 
 
 def _wrap_loaders(recorder: TrainingRecorder) -> None:
     iterator: Any = torch.utils.data.dataloader._BaseDataLoaderIter
-    original = iterator.__next__
+    original: Callable[[object], object] = iterator.__next__
 
     @functools.wraps(original)
-    def count(loader: Any) -> Any:
+    def count(loader: object) -> object:
         batch = original(loader)
         recorder.fetched += 1
         return batch

@@ -1,4 +1,4 @@
-"""Installs the recorder when a process has imported torch: ``python -m bench audit`` puts this on PYTHONPATH.
+"""Installs a recorder when a process has imported torch: ``audit`` and ``invariance`` put this on PYTHONPATH.
 
 Imports nothing of bench, and runs the sitecustomize that it hides: the user's or the distribution's.
 """
@@ -15,6 +15,11 @@ from types import ModuleType
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+RECORDERS = {
+    "audit": "audit.command.inside.watched_calls",
+    "invariance": "audit.invariance.inside.watched_steps",
+}
+"""By the command that asks for them."""
 
 
 class AfterTorch:
@@ -38,7 +43,8 @@ def execute_and_install(execute: Any, torch: ModuleType) -> None:
     try:
         sys.modules["_bench_audit"] = package = ModuleType("_bench_audit")
         package.__path__ = [str(HERE.parents[2])]
-        importlib.import_module("_bench_audit.audit.command.inside.watched_calls").install()
+        recorder = RECORDERS[os.environ.get("BENCH_AUDIT_FOR", "audit")]
+        importlib.import_module(f"_bench_audit.{recorder}").install()
     except Exception as error:
         print(
             f"audit: this process is not watched: {type(error).__name__}: {error}", file=sys.stderr

@@ -1,0 +1,80 @@
+"""Wraps what torch calls in every training, and reports it to the recorder of states."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils.data
+from torch.nn.utils import clip_grad
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from ...command.inside.watched_calls import CLIPPING, OLD_CLIPPING, wrap_backward, wrap_clipping
+from .state_recorder import StateRecorder
+
+
+def install() -> None:
+    """Watch this process, and the processes that it forks."""
+    recorder = StateRecorder()
+    wrap_backward(recorder)
+    names = CLIPPING if hasattr(clip_grad, CLIPPING[0]) else OLD_CLIPPING
+    for name in names:
+        wrap_clipping(getattr(clip_grad, name), recorder)
+    _wrap_loaders(recorder)
+    register_optimizer_step_pre_hook(functools.partial(recorder.guard, recorder.before_step))
+    register_optimizer_step_post_hook(functools.partial(recorder.guard, recorder.after_step))
+    os.register_at_fork(after_in_child=recorder.restart)
+    atexit.register(recorder.guard, recorder.end)
+    Path(os.environ["BENCH_AUDIT_FOLDER"], f"{os.getpid()}.torch").touch()
+
+
+def _wrap_loaders(recorder: StateRecorder) -> None:
+    """A loader draws the indices of a batch before it hands it out, with workers some batches before."""
+    iterator: Any = torch.utils.data.dataloader._BaseDataLoaderIter
+    draw, hand_out = iterator._next_index, iterator.__next__
+    numbers: dict[int, int] = {}
+
+    @functools.wraps(draw)
+    def next_index(loader: Any) -> Any:
+        samples = draw(loader)
+        if recorder.active and recorder.sampling:
+            drawn = vars(loader).setdefault("_bench_drawn", deque())
+            drawn.append(_indices(samples))
+        return samples
+
+    @functools.wraps(hand_out)
+    def next_batch(loader: Any) -> Any:
+        batch = hand_out(loader)
+        if recorder.active and recorder.sampling:
+            drawn = vars(loader).get("_bench_drawn")
+            samples = drawn.popleft() if drawn else None
+            number = numbers.setdefault(id(getattr(loader, "_dataset", loader)), len(numbers))
+            recorder.guard(recorder.on_batch, number, samples)
+        return batch
+
+    iterator._next_index = next_index
+    iterator.__next__ = next_batch
+
+
+def _indices(samples: Any) -> list[int] | None:
+    """What a sampler gives, if these are numbers of samples."""
+    if isinstance(samples, int):
+        return [samples]
+    if isinstance(samples, (list, tuple)):
+        numbers = []
+        for sample in samples:
+            if isinstance(sample, torch.Tensor):
+                return None
+            if not isinstance(sample, int):
+                return None
+            numbers.append(sample)
+        return numbers
+    return None

@@ -1,0 +1,110 @@
+"""What docs/invariance.md says in words, and what was checked by hand."""
+
+from __future__ import annotations
+
+INTRODUCTION = """\
+```sh
+python -m bench invariance --vary "--gas {N} --micro-batch {B}" --batch 8 --accumulate 1,4 -- \\
+    torchrun --nproc-per-node 2 train.py --seed 0
+```
+
+runs a training command once per split of its batch, and once more for the first split (A/A). After each of the first
+updates it compares what every rank holds: gradients before and after clipping, the optimizer's state, buffers, changes
+of parameters, copies of them (moving averages), learning rates, schedules and loss scales.
+[Other options may vary, or the whole command](commands.md#the-same-training-twice). A check of pull
+requests: [invariance.yml](../.github/examples/invariance.yml).
+
+| verdict | exit status | what it says |
+| --- | --- | --- |
+| bitwise equal | 0 | all bits are the same |
+| equal to rounding | 0 | differences are below a bound, which the answer has |
+| differs | 1 | the first update, the tensors, and the factor if it is one |
+| not judged | 3 | what differs may do so: dropout, BatchNorm, rows that are contrasted |
+| not comparable | 3 | other samples, another start, or a command that differs from itself |
+
+If a command fails, its exit status is returned. Of a tensor a norm, 64 signed sums, 64 elements and a hash of its bits
+are kept; the sums are linear, so they give the norm of a difference within some 10 %."""
+SIZES_OF_ROUNDING = """\
+The bound of a gradient is sqrt(n) u for sums of 2^21 terms in fp32, or sqrt(100) u for a hundred layers in the dtype of
+the graph (Higham and Mary 2019): 9e-5 in fp32, 0.04 in bf16. Of the right scripts below none uses more than {apart} of
+it. States that add gradients get three times as much. Adam makes a whole step of a gradient's rounding, so changes of
+parameters are judged, up to 10 %, by elements whose gradient is ten times above its rounding. In later updates the
+bound grows by four times what parameters differ by."""
+LIMITS = """\
+## What it cannot see
+
+- What all splits do alike, such as gradients of another scale, which [audit](audit.md) judges. An exception is a
+  parameter in DistributedDataParallel that ranks change differently.
+- Updates after the sampled ones, or after the first with other samples.
+- In bf16, faults below some 4 % of a gradient; anywhere, gradients far below 1 % of the largest.
+- Changes by optimizers with inverse roots or orthogonal factors (Shampoo, Muon) below 30 %, and integer states.
+- What amplifies rounding without a limit, as exact factors of a gradient without full rank do, may be called different;
+  so are other losses that depend on a micro-batch as a whole.
+- Averages and schedules that are no modules, no schedules of torch or DeepSpeed, and no lists or dictionaries with a
+  tensor per parameter in an attribute or global variable.
+- Without a loader or an input that shows the samples, only a factor is called different.
+- Optimizers that are none of `torch.optim.Optimizer`, or run several backwards per step; `python -I` and `-E`."""
+PUBLIC = """\
+## Scripts that nobody here wrote
+
+Run on the CPU, with other sizes and data (random tokens, tiny models); checked by reading their code.
+"""
+PUBLIC_SCRIPTS: tuple[tuple[str, str, str, str], ...] = (
+    (
+        "karpathy/nanoGPT, `train.py`, without an evaluation",
+        "3adf61e",
+        "equal to rounding",
+        "true",
+    ),
+    (
+        "the same, `--eval_iters=1`",
+        "3adf61e",
+        "not comparable: other samples in update 1",
+        "true: the evaluation before it draws B rows from the generator that draws the training's",
+    ),
+    (
+        "karpathy/build-nanogpt, `train_gpt2.py`, two ranks, bf16",
+        "01fd941",
+        "**differs**: gradients by up to 0.93 of their norm; not reduced: ranks drift apart",
+        "true: `require_backward_grad_sync` is set after the forward; 6104ab1 is equal to rounding",
+    ),
+    (
+        "lucidrains/x-transformers, `train_enwik8.py`",
+        "9252ed7",
+        "update 1 equal to rounding; then other samples",
+        "true: the validation loader draws B rows from the same generator after update 1",
+    ),
+    (
+        "huggingface/accelerate, `by_feature/gradient_accumulation.py`",
+        "16cb6eb",
+        "not judged: dropout",
+        "true",
+    ),
+    ("the same with dropout 0", "16cb6eb", "equal to rounding", "true"),
+    (
+        "trl's `SFTTrainer`, rows of 4 to 19 words",
+        "1.16.0",
+        "equal to rounding",
+        "true: token-exact",
+    ),
+    (
+        "sentence-transformers' trainer, `CosineSimilarityLoss`",
+        "6.2.0",
+        "equal to rounding",
+        "true; gradients of key biases are rounding alone, and are not accused",
+    ),
+    (
+        "the same, `MultipleNegativesRankingLoss`",
+        "6.2.0",
+        "not judged: rows are contrasted",
+        "true: 2 rows have 1 negative, 8 have 7",
+    ),
+    (
+        "DeepSpeed's engine, ZeRO-2 with an offloaded optimizer",
+        "0.18.9",
+        "**differs**: gradients by up to 0.71",
+        "true: known bad; 0.19.8 is equal to rounding",
+    ),
+    ("peft's LoRA in transformers' Trainer", "0.21.2", "equal to rounding", "true"),
+    ('transformers\' Trainer, `optim="adafactor"`', "5.23.0", "equal to rounding", "true"),
+)

@@ -1,0 +1,59 @@
+"""``python -m bench invariance`` on training scripts whose dependence on the split is known."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from bench.audit.command import audited_command
+from bench.audit.invariance.invariance_screen import screen
+from bench.audit.invariance.invariance_verdict import BITWISE, ROUNDED, InvarianceVerdict
+from bench.errors import BAD, GOOD, UNCHECKED
+from tests.audit_command.cases import Case, train
+from tests.invariance.cases import CASES, DIFFERENT, EVERYDAY, UPDATES, SplitCase, compare
+
+pytestmark = pytest.mark.torch
+
+
+def check(case: SplitCase, found: InvarianceVerdict) -> None:
+    shown = "\n".join(screen(found))
+    if case.verdict == ROUNDED:
+        assert (case.name, found.verdict) in ((case.name, ROUNDED), (case.name, BITWISE)), shown
+        assert found.status == GOOD
+        return
+    assert (case.name, found.verdict) == (case.name, case.verdict), shown
+    assert found.status == (BAD if case.verdict == DIFFERENT else UNCHECKED)
+    texts = [each.text for each in found.findings if each.topic == case.topic]
+    assert any(case.word in text for text in texts), shown
+
+
+def check_all(cases: tuple[SplitCase, ...], folder: Path) -> None:
+    for case, found in zip(cases, compare(cases, folder), strict=True):
+        check(case, found)
+
+
+def test_a_script_of_each_kind_gets_its_verdict(tmp_path: Path) -> None:
+    check_all(EVERYDAY, tmp_path)
+
+
+@pytest.mark.slow
+def test_every_script_gets_its_verdict(tmp_path: Path) -> None:
+    check_all(tuple(case for case in CASES if case not in EVERYDAY), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "script", ["single scaler", "ddp clip", "fsdp2 deferred", "deepspeed right 3"]
+)
+def test_losses_are_the_same_bit_for_bit(script: str, tmp_path: Path) -> None:
+    case = Case(script, "")
+    train(case, LOSSES=str(tmp_path / "without"))
+    ours = audited_command.environment(tmp_path, UPDATES) | {"BENCH_AUDIT_FOR": "invariance"}
+    watched = {key: value for key, value in ours.items() if os.environ.get(key) != value}
+    paths = f"{watched['PYTHONPATH']}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    train(case, LOSSES=str(tmp_path / "with"), **(watched | {"PYTHONPATH": paths}))
+    assert list(tmp_path.glob("*.sketches"))
+    assert len((tmp_path / "with").read_text().split()) >= 16
+    assert (tmp_path / "with").read_text() == (tmp_path / "without").read_text()
