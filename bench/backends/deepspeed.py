@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -163,6 +164,25 @@ def holdings(engine: Any) -> dict[Category, list[Tensor]]:
     }
 
 
+def forget(engine: Any) -> None:
+    """Remove a destroyed engine of stage 3 from what DeepSpeed keeps as long as the process lives.
+
+    Otherwise its parameters, gradients and moments stay allocated. The outermost module stays on a stack
+    (parameter_offload.py: ``setup_zero_stage3_hooks``), and a method of the coordinator of parameters has a cache whose
+    keys hold the coordinator (partitioned_param_coordinator.py: ``__params_to_release``).
+    """
+    stage_3 = "deepspeed.runtime.zero"
+    stack = getattr(sys.modules.get(f"{stage_3}.parameter_offload"), "FWD_MODULE_STACK", [])
+    module = getattr(engine, "module", None)
+    stack[:] = [kept for kept in stack if kept is not module]
+    coordination = sys.modules.get(f"{stage_3}.partitioned_param_coordinator")
+    coordinator = getattr(coordination, "PartitionedParameterCoordinator", None)
+    method = getattr(coordinator, "_PartitionedParameterCoordinator__params_to_release", None)
+    for cell in getattr(method, "__closure__", None) or ():  # the cache is wrapped for profilers
+        if hasattr(cell.cell_contents, "cache_clear"):
+            cell.cell_contents.cache_clear()
+
+
 class ZeroBackend(Backend):
     """What all backends with a DeepSpeed engine have in common, whoever owns the loop; stage 2 by default."""
 
@@ -187,6 +207,7 @@ class ZeroBackend(Backend):
             engine = self.wrapped()
         if hasattr(engine, "destroy"):  # None if it could not be created
             engine.destroy()
+            forget(engine)
 
     def save_masters(self, model: nn.Module, job: Job) -> None:
         """Copy the fp32 parameters of a built model to the CPU in bf16, for ``restore_masters``."""

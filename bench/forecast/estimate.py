@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.backends.base import Offloading
+from bench.backends.deepspeed import ZeroBackend
 from bench.files import RESULTS
 from bench.forecast.fit import predicted_bytes
 from bench.forecast.prediction import (
@@ -140,16 +141,36 @@ def _seconds(
         return TRIAL_S[cell.device] + (cell.windows + extra / 3) * step.serial, 0.0
     layers, once = cell.accumulate * size.num_layers, 0.0
     step_s = max(step.overlapped, layers * _layer_s(cell)) + _offload_s(cell)
+    around_s = _around_s(cell)
     for name in passes:
         if (
             name == "update"
         ):  # weights to the host, and back with the reference's change to be compared
-            once += step_s + 3 * 4 * size.num_parameters / COPIED_BYTES_PER_S
+            once += step_s + around_s + 3 * 4 * size.num_parameters / COPIED_BYTES_PER_S
         elif name in WATCHED_LAYER_S:
-            once += (SETTLED_WINDOWS + 1) * max(step_s, layers * WATCHED_LAYER_S[name])
+            once += (SETTLED_WINDOWS + 1) * max(step_s, layers * WATCHED_LAYER_S[name]) + around_s
             once += size.num_layers * PLAIN_LAYER_S if name == "dispatch" else 0
     fixed_s = TRIAL_S[cell.device] + NCCL_S * (cell.num_processes > 1) + COMPILE_S * cell.compiled
-    return fixed_s + cell.windows * step_s, once
+    return fixed_s + around_s + cell.windows * step_s, once
+
+
+def _around_s(cell: Cell) -> float:
+    """What a framework copies between device and host before and after its training, on one rank.
+
+    In bf16 the bench keeps the weights for DeepSpeed's masters on the host, and Lightning's trainer ends by moving
+    weights, gradients and moments there (strategies/strategy.py: ``teardown``). In results/h100-1b that made a trial 4
+    s longer under ZeRO-2, 8 under ZeRO-3, and 15 under Lightning's DDP.
+    """
+    backend, size = BUILT_IN.get(cell.backend), SIZES[cell.model]
+    if backend is None:
+        return 0.0
+    copied = 0.0
+    if issubclass(backend, ZeroBackend) and cell.precision is Precision.BF16:
+        copied += 2 * 4 * size.num_parameters
+    if backend.framework.startswith("Lightning "):
+        held = 4 * 4 * size.num_parameters
+        copied += held if backend.sharding is Sharding.NONE else held / cell.world_size
+    return copied / COPIED_BYTES_PER_S
 
 
 def _layer_s(cell: Cell) -> float:

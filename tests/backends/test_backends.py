@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
@@ -296,3 +298,28 @@ def test_an_engine_goes_with_its_backend(name: str) -> None:
     assert released == [name]
     registry()[name]()  # one that failed before it had an engine has none to release
     assert released == [name]
+
+
+def test_a_pass_of_stage_3_leaves_no_parameters_behind(
+    lonely_group: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On an H100 ZeRO-3 with 1.2 G parameters ran out of memory in its fourth large pass."""
+    monkeypatch.setattr("deepspeed.comm.comm.cdb", None)  # of a group that is gone
+    for variable, value in {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(variable, value)  # as the launcher has it
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    name = "deepspeed-zero3-eager"
+    spec = Spec(cell=cell_here(name, 4), passes=("time",), folder=str(tmp_path), reference="")
+    trial = RankTrial(spec, 0, torch.device("cpu"), registry()[name])
+    engines: list[weakref.ref[Any]] = []
+    restore_masters = registry()[name].restore_masters
+
+    def noted(backend: Any, model: torch.nn.Module) -> None:
+        restore_masters(backend, model)
+        engines.append(weakref.ref(backend.wrapped()))
+
+    monkeypatch.setattr(registry()[name], "restore_masters", noted)
+    for _ in range(2):
+        assert trial.time()["num_updates"] == 4
+    gc.collect()
+    assert [engine() for engine in engines] == [None, None]

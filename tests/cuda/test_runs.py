@@ -16,7 +16,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from bench.backends.base import registry
+from bench.backends.deepspeed import ZeroBackend
 from bench.judge.gates import known_defect
+from bench.plan.cell import Sharding
 from bench.run.journal import Journal, read_manifest
 from bench.run.manifest import GpuSharing
 from tests.conftest import ROOT
@@ -182,6 +185,11 @@ def test_a_trial_finds_what_it_found_on_an_h100(
         ), backend
         if backend != "reference":
             assert [stub[key] for key in SAME] == [h100[key] for key in SAME], backend
+            if registry()[backend].sharding is Sharding.PARAMS and issubclass(
+                registry()[backend], ZeroBackend
+            ):  # then each pass left its engine behind for the next, in untracked memory
+                assert stub["memory"]["peak"] == h100["memory"]["peak"], backend
+                continue
             more = 6144 if backend == "lightning-fsdp2" else 0
             assert allocated(h100) - allocated(stub) == more, backend
 

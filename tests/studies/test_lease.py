@@ -169,6 +169,24 @@ sys.exit(lease.main(["600", "--folder", {str(place.folder)!r}, "--out", {str(pla
     assert not (place.folder / "long.status").exists(), "the next call does it again"
 
 
+def test_a_fact_that_the_machine_cannot_tell_stops_no_other(place: Place) -> None:
+    facts = lease.each(["echo one", "no-such-program", "false", "echo two"])
+    assert place.call(60, Step(name="facts", command=facts, needs_s=0, limit_s=60)) == 0
+    told = [line for line in place.log("facts").splitlines() if "not found" not in line]
+    assert told == ["one", "no: no-such-program", "no: false", "two"]
+
+
+@pytest.mark.parametrize(("gib", "found"), [(80, 0), (24, 1)])
+def test_a_matrix_that_is_too_large_for_the_gpu_is_told(
+    monkeypatch: pytest.MonkeyPatch, gib: int, found: int
+) -> None:
+    gpu = {"name": "NVIDIA H100 80GB HBM3", "memory_bytes": gib * 2**30}
+    monkeypatch.setattr("bench.launch.gpus.gpus", lambda: [gpu])
+    told = list(lease._too_large("h100-15min"))
+    assert len(told) == found
+    assert all(line.startswith("matrix h100-15min is for a larger GPU: ") for line in told)
+
+
 def test_steps_are_chosen_by_name() -> None:
     assert [step.name for step in lease.chosen("h100-zero3,facts")] == ["h100-zero3", "facts"]
     assert len(lease.chosen("")) == len({step.name for step in lease.steps()}) <= 8, (
