@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.plan.categories import HELD, PEAK, UNTRACKED
 from bench.plan.cell import REFERENCE
 from bench.plan.schedule import block
 from bench.run.journal import JOURNAL, MANIFEST, Journal, read_document
@@ -159,14 +160,18 @@ TIMES_OF_PASSES = {
         "began",
         "ended",
         "host",
+        "marking_s",
         "num_warmup",
+        "observed_span_s",
         "rank_step_seconds",
+        "span_s",
         "step_seconds",
         "warmup_seconds",
     },
     "dispatch": {"cpu_s"},
+    "memory": {f"{HELD}_{UNTRACKED}", f"{PEAK}_{UNTRACKED}"},
 }
-"""The same of its passes."""
+"""The same of its passes; what malloc has in use beside tensors differs, too."""
 
 
 def facts(records: Sequence[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
