@@ -248,7 +248,7 @@ def _too_large(matrix: str) -> Iterator[str]:
     from bench.plan.expand import expand
 
     visible = gpus.gpus()
-    cells = expand(matrix_file.load(matrix), registry(), len(visible))
+    cells = expand(matrix_file.load(matrix), registry(), len(visible)).cells
     reasons = fit.too_large(cells, min(int(gpu["memory_bytes"]) for gpu in visible), len(visible))
     if reasons:
         yield f"matrix {matrix} is for a larger GPU: {next(iter(reasons.values()))}; leave its step out with --steps"
