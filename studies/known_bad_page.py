@@ -26,7 +26,7 @@ INTRODUCTION = """# Known-bad versions
 
 Versions of frameworks that accumulate gradients otherwise than their settings say. Each was measured here on the \
 CPU over gloo with a small program that needs nothing of the bench: its *reproducer*. `python -m bench doctor` and \
-`lint` compare what is installed with this list.
+`lint` compare what is installed with this list, and `audit` what a training uses.
 
 An update is **silently wrong** where nothing but its size tells. Where a range ends at a version that was not \
 measured, its source was read. Written by `python -m studies.known_bad_page` from \
