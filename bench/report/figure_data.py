@@ -168,6 +168,10 @@ class FigureData:
             notes.append(f"The trials are those of the first of {num_runs} runs.")
         elif timed and num_runs > 1:
             notes.append(f"Times are means over {num_runs} runs.")
+            if not ratios:
+                notes.append(
+                    "Their intervals include how the machines of the runs differ; verdicts are on ratios within a run."
+                )
         if not timed:
             for world in worlds:
                 text = world.caveat
