@@ -365,7 +365,16 @@ def add() -> None:
     if out.exists():
         out = POOL / name / f"{now:%Y-%m-%dT%H%M}"
     subprocess.run(
-        [sys.executable, "-m", "bench", "run", "--matrix", name, "--out", str(out)],
+        [
+            sys.executable,
+            "-m",
+            "bench",
+            "run",
+            "--matrix",
+            name,
+            "--out",
+            str(out.relative_to(ROOT)),
+        ],
         cwd=ROOT,
         check=False,
     )
