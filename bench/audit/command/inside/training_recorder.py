@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import NamedTuple, Optional, Tuple  # noqa: UP035 - older Pythons
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -41,9 +40,8 @@ from .leaf_probes import (
     evenly,
 )
 from .records import SAMPLES, Backward, Clipping, End, Event, HookedGradient, Leaf, Rank, Step
+from .training_place import job, place_in_world
 
-JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
-"""Variables of launchers that tell one training from another."""
 LEAST_BYTES = 64
 """What is smaller are metrics and norms."""
 LEAST_ELEMENTS = 2
@@ -158,7 +156,7 @@ class TrainingRecorder:
                 file=sys.stderr,
             )
         if self._rank is None:
-            self._write(Rank(_job(), *_place_in_world()))
+            self._write(Rank(job(), *place_in_world()))
         text = f"the recorder failed: {method.__name__}: {type(error).__name__}: {error}"
         self._write(End(text))
 
@@ -398,7 +396,7 @@ class TrainingRecorder:
             self._copies.append(copy)
 
     def _start(self) -> Rank[Tensor, Tensor]:
-        rank: Rank[Tensor, Tensor] = Rank(_job(), *_place_in_world())
+        rank: Rank[Tensor, Tensor] = Rank(job(), *place_in_world())
         self._rank, self._objects = rank, FoundObjects()
         self._write(rank)
         self.kernels.remove()  # where they are inherited by a fork
@@ -486,17 +484,6 @@ class TrainingRecorder:
                 lines.append(json.dumps(line, default=_plain) + "\n")
             with (self._folder / f"{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
                 file.write("".join(lines))
-
-
-def _job() -> str:
-    return ":".join(os.environ.get(name, "") for name in JOB)
-
-
-def _place_in_world() -> tuple[int, int]:
-    """Rank and number of ranks."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _place() -> str:

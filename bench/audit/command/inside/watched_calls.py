@@ -29,7 +29,7 @@ HOOK_VALUES = 8
 
 
 class GradientWatcher(Protocol):
-    """What is told of backwards and of clipping."""
+    """What is told of backwards, of clipping, of steps, of forks and of the end of a process."""
 
     active: bool
     sampling: bool
@@ -39,17 +39,26 @@ class GradientWatcher(Protocol):
     def after_backward(self) -> None: ...
     def before_clip(self, parameters: list[Any], bound: Any) -> None: ...
     def after_clip(self) -> None: ...
+    def before_step(self, optimizer: Any, *arguments: Any) -> None: ...
+    def after_step(self, optimizer: Any, *arguments: Any) -> None: ...
+    def restart(self) -> None: ...
+    def end(self) -> None: ...
 
 
 def install() -> None:
     """Watch this process, and the processes that it forks."""
     recorder = TrainingRecorder()
+    _wrap_hooks(recorder)
+    _wrap_loaders(recorder)
+    watch(recorder)
+
+
+def watch(recorder: GradientWatcher) -> None:
+    """Tell a recorder what it needs to know, and leave a file that says that it is told."""
     wrap_backward(recorder)
     names = CLIPPING if hasattr(clip_grad, CLIPPING[0]) else OLD_CLIPPING
     for name in names:
         wrap_clipping(getattr(clip_grad, name), recorder)
-    _wrap_hooks(recorder)
-    _wrap_loaders(recorder)
     register_optimizer_step_pre_hook(functools.partial(recorder.guard, recorder.before_step))
     register_optimizer_step_post_hook(functools.partial(recorder.guard, recorder.after_step))
     os.register_at_fork(after_in_child=recorder.restart)

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ...command.inside import criteria
 from ...command.inside.graph_survey import plain
+from ...command.inside.training_place import job, place_in_world
 from .found_state import FoundState
 from .state_records import (
     BUFFER,
@@ -40,8 +40,6 @@ from .state_records import (
 from .tensor_sketches import hash_of, is_readable, sketch
 from .window_data import GraphFacts
 
-JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
-"""Variables of launchers that tell one training from another."""
 OFTEN = 4
 """Sampling ends when every optimizer has made enough updates, or all together this many times as many."""
 MOST_SAMPLES = 100_000
@@ -268,7 +266,7 @@ class StateRecorder:
         if self._is_announced and not obstacles:
             return
         self._is_announced = True
-        trainer = Trainer(_job(), *_place_in_world(), obstacles=obstacles)
+        trainer = Trainer(job(), *place_in_world(), obstacles=obstacles)
         if self._state is not None:
             trainer.facts = self._state.objects.facts()
             trainer.batch_norms = self._state.batch_norms()
@@ -438,17 +436,6 @@ def _generators() -> Any:
             with contextlib.suppress(Exception):  # before torch 2.2 there is no offset
                 state.append(generator.get_offset())
     return state
-
-
-def _job() -> str:
-    return ":".join(os.environ.get(name, "") for name in JOB)
-
-
-def _place_in_world() -> tuple[int, int]:
-    """Rank and number of ranks."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _plain(value: Any) -> Any:

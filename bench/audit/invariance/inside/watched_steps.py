@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
-import os
 from collections import deque
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.utils.data
-from torch.nn.utils import clip_grad
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
-from ...command.inside.watched_calls import CLIPPING, OLD_CLIPPING, wrap_backward, wrap_clipping
+from ...command.inside.watched_calls import watch
 from .state_recorder import StateRecorder
 
 
 def install() -> None:
     """Watch this process, and the processes that it forks."""
     recorder = StateRecorder()
-    wrap_backward(recorder)
-    names = CLIPPING if hasattr(clip_grad, CLIPPING[0]) else OLD_CLIPPING
-    for name in names:
-        wrap_clipping(getattr(clip_grad, name), recorder)
     _wrap_loaders(recorder)
-    register_optimizer_step_pre_hook(functools.partial(recorder.guard, recorder.before_step))
-    register_optimizer_step_post_hook(functools.partial(recorder.guard, recorder.after_step))
-    os.register_at_fork(after_in_child=recorder.restart)
-    atexit.register(recorder.guard, recorder.end)
-    Path(os.environ["BENCH_AUDIT_FOLDER"], f"{os.getpid()}.torch").touch()
+    watch(recorder)
 
 
 def _wrap_loaders(recorder: StateRecorder) -> None:

@@ -1,0 +1,22 @@
+"""Which training a process belongs to, and its place in it."""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+
+JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+"""Variables of launchers that tell one training from another."""
+
+
+def job() -> str:
+    """What is the same in all processes of a training, and other in the next one of the same command."""
+    return ":".join(os.environ.get(name, "") for name in JOB)
+
+
+def place_in_world() -> tuple[int, int]:
+    """Rank and number of ranks."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
