@@ -1,4 +1,4 @@
-"""What limits the numbers of a run, as findings: for check, for what stands beside numbers, and for citations.
+"""What limits the numbers of a run, as findings: for check, beside numbers, and for citations.
 
 All follows from run.json and the journal, so no backend is imported.
 """
@@ -35,7 +35,7 @@ WAYS = "bf16 is computed in different ways, which by itself changes time and mem
 IMPLIES = {BF16_AUTOCAST: ", which keeps the residual stream and norms in fp32"}
 """What a way of computing bf16 implies."""
 BARE_LOOPS = Path(__file__).with_name("bare_loops.json")
-"""By backend, the step of the bench relative to that of a bare loop on the CPU, with its 95 % interval.
+"""By backend, the ratio of its step under the bench to a bare loop's, on the CPU, with a 95 % interval.
 
 ``nox -s overhead`` writes it beside docs/performance.md.
 """
@@ -47,27 +47,29 @@ GLOO_SCATTERS = (
     "gloo reduces and scatters by a copy and an all-reduce, "
     "so what deferring saves is partly gloo's own cost"
 )
-"""What limits times of backends that reduce-scatter on CPUs; docs/settings.md has how much that is."""
+"""What limits times of backends that reduce-scatter on CPUs; docs/settings.md says how much."""
 CONTROL, VERDICTS, OTHER_DAYS = "A/A pair", "verdicts", "other days"
 """Topics; the last is what another day may change."""
 UNTRACKED_BYTES, UNTRACKED_SHARE = 4 * 2**20, 0.25
-"""What a sound backend may have in use besides the tensors that are counted: a constant, and a share of its peak."""
+"""What a sound backend may have in use besides the counted tensors: a constant, and a share of its
+peak."""
 MOST_NOTES = 3
 """Different notes on telemetry that are told."""
 
 
 def caveats(found: Sequence[Finding], *ids: str) -> list[str]:
     """What a citation of these cells carries, shortest form, from the findings of ``limits``."""
+    concerned: dict[str, set[str]] = {}
+    for finding in found:
+        concerned.setdefault(finding.brief, set()).update(finding.cells)
     texts: dict[str, None] = {}
-    for each in found:
-        if each.brief and (not each.cells or set(ids) & set(each.cells)):
-            alike = {
-                cell_id for other in found if other.brief == each.brief for cell_id in other.cells
-            }
-            text = each.brief
-            if each.subject and not alike.issuperset(ids):
-                text = f"{each.subject}: {text}"
-            texts[text] = None
+    for finding in found:
+        if not finding.brief or (finding.cells and not set(ids) & set(finding.cells)):
+            continue
+        text = finding.brief
+        if finding.subject and not concerned[text].issuperset(ids):
+            text = f"{finding.subject}: {text}"
+        texts[text] = None
     return list(texts)
 
 
@@ -79,15 +81,20 @@ def limits(pool: Pool, control: ComparedPair | None, rows: Sequence[ComparedPair
     run = pool.first
     timed = tuple(cell_id for cell_id, cell in run.cells.items() if cell.world.is_timed)
     of_times = [
-        *_surroundings(run, timed),
+        _code(run),
+        *_starts(run, timed),
         *_machine(run, timed),
+        *_nodes(run),
         *_blocks(run, timed),
         *_control(control, timed),
     ]
     if not timed:
         of_times = [replace(finding, brief="") for finding in of_times]
+    found: list[Finding] = []
+    for cell_id in run.cells:
+        found += _of_cell(run, cell_id)
     return [
-        *(finding for cell_id in run.cells for finding in _of_cell(run, cell_id)),
+        *found,
         *_state(run),
         *of_times,
         *_samples(run),
@@ -106,57 +113,66 @@ def _of_cell(run: Run, cell_id: str) -> Iterator[Finding]:
         return Finding(level, topic, text, subject=subject, cells=(cell_id,), brief=text)
 
     if evidence.barred:
-        topic = "gates" if evidence.is_wrong else "machine"
+        topic = "machine"
+        if evidence.is_wrong:
+            topic = "gates"
         yield finding(Level.WARNING, topic, f"not comparable: {'; '.join(evidence.barred)}")
     for (status, reason), count in evidence.failures.items():
-        why = f"{count} of {plural(evidence.num_trials, 'trial')} ended {status}: {reason or 'no reason was recorded'}"
-        level = Level.NOTE if status == Status.UNSUPPORTED else Level.WARNING
-        yield finding(level, "trials", why)
+        why = reason or "no reason was recorded"
+        text = f"{count} of {plural(evidence.num_trials, 'trial')} ended {status}: {why}"
+        level = Level.WARNING
+        if status == Status.UNSUPPORTED:
+            level = Level.NOTE
+        yield finding(level, "trials", text)
     if cell.world.caveat:
         yield finding(Level.NOTE, "link", cell.world.caveat)
     elif cell.device is Device.CPU and cell.world_size > 1:
         yield finding(Level.NOTE, "link", f"{link_words([cell])}; {TRANSFER}")
         if scatters_over_gloo(run, cell_id):
             yield finding(Level.NOTE, "link", GLOO_SCATTERS)
-    for record in run.records:
-        if (
-            record.cell_id == cell_id
-            and record.layout is not None
-            and (what := not_covered(record.layout))
-        ):
-            unchecked = (
-                f"collectives and held memory are measured, and held against no formula: {what}"
-            )
-            yield finding(Level.NOTE, "bytes", unchecked)
-            break
+    if what := _not_covered(run, cell_id):
+        text = f"collectives and held memory are measured, and held against no formula: {what}"
+        yield finding(Level.NOTE, "bytes", text)
     for level, topic, text in _of_backend(run, cell_id):
         yield finding(level, topic, text)
 
 
+def _not_covered(run: Run, cell_id: str) -> str:
+    """What the formulas do not cover of the first layout of a cell that is not covered."""
+    for record in run.records:
+        if record.cell_id != cell_id or record.layout is None:
+            continue
+        if what := not_covered(record.layout):
+            return what
+    return ""
+
+
 def _of_backend(run: Run, cell_id: str) -> Iterator[tuple[Level, str, str]]:
-    """What its process held unseen, what it loses on purpose, what was not checked, and its remark."""
+    """What its process held unseen, what it loses on purpose, what was not checked, its remark."""
     if unseen := _unseen_bytes(run, cell_id):
         yield Level.WARNING, "memory", unseen
     if (lossy := run.manifest.lossy.get(cell_id)) is not None:
         yield Level.NOTE, "lossy", _declared(run, cell_id, lossy)
-    rows = (row for row in run.tables.trial_rows if row.cell.cell_id == cell_id)
-    if unchecked := next((row.unchecked for row in rows if row.unchecked), ""):
-        yield Level.NOTE, "gates", f"not compared with the reference: {unchecked}"
+    for row in run.tables.trial_rows:
+        if row.cell.cell_id == cell_id and row.unchecked:
+            yield Level.NOTE, "gates", f"not compared with the reference: {row.unchecked}"
+            break
     if text := run.manifest.remarks.get(cell_id):
         yield Level.NOTE, "backend", text
 
 
 def _unseen_bytes(run: Run, cell_id: str) -> str:
-    """What the process held beside the tensors that were counted, if that is more than sound backends leave there."""
-    counted = [
-        record.memory for record in run.records if record.cell_id == cell_id and record.memory
-    ]
-    for memory in counted:
+    """What the process held beside the counted tensors, if sound backends leave less there."""
+    for record in run.records:
+        memory = record.memory
+        if record.cell_id != cell_id or not memory:
+            continue
         unseen = memory.get(f"{PEAK}_{UNTRACKED}", 0)
         if unseen > UNTRACKED_BYTES + UNTRACKED_SHARE * memory.get(PEAK, 0):
             return (
-                f"its process came to hold {size(unseen)} beside the tensors that were counted, since before it was "
-                "built: arrays, a library's buffers, or tensors of threads that Python did not start"
+                f"its process came to hold {size(unseen)} beside the tensors that were counted, "
+                "since before it was built: arrays, a library's buffers, or tensors of threads "
+                "that Python did not start"
             )
     return ""
 
@@ -167,10 +183,9 @@ def _declared(run: Run, cell_id: str, lossy: Lossy) -> str:
     if lossy.reduce_dtype != "fp32":
         text += f", reduced in {lossy.reduce_dtype}"
     text += f"; its update may be off by {scientific(lossy.tolerance)}"
-    errors = (row.update_error for row in run.tables.trial_rows if row.cell.cell_id == cell_id)
-    error = next((error for error in errors if error is not None), None)
-    if error is not None:
-        text += f", and is by {scientific(error)}"
+    for row in run.tables.trial_rows:
+        if row.cell.cell_id == cell_id and row.update_error is not None:
+            return f"{text}, and is by {scientific(row.update_error)}"
     return text
 
 
@@ -182,33 +197,42 @@ def _state(run: Run) -> Iterator[Finding]:
         yield warning("trials", text, brief="the run has not finished, so the hash will change")
 
 
-def _surroundings(run: Run, timed: tuple[str, ...]) -> Iterator[Finding]:
-    """The commit, and how trials started."""
+def _code(run: Run) -> Finding:
+    """Whether the code of the run can be run again."""
     topic, git = "code", run.manifest.git
     if git.commit is None:
-        yield warning(topic, "the commit is unknown: the code was not a git checkout")
-    elif not git.clean:
-        text = (
-            f"commit {git.commit[:12]} with uncommitted changes: nobody can run the same code again"
-        )
-        yield warning(topic, text)
-    else:
-        yield good(topic, f"commit {git.commit[:12]}, without changes")
+        return warning(topic, "the commit is unknown: the code was not a git checkout")
+    commit = f"commit {git.commit[:12]}"
+    if git.clean:
+        return good(topic, f"{commit}, without changes")
+    text = f"{commit} with uncommitted changes: nobody can run the same code again"
+    return warning(topic, text)
+
+
+def _starts(run: Run, timed: tuple[str, ...]) -> Iterator[Finding]:
+    """How trials started."""
     topic, known = "starts", [record.cold for record in run.records if record.cold is not None]
     cold, trials_started = sum(known), f"{plural(len(known), 'trial')} started from"
     if 0 < cold < len(known):
-        text = f"{cold} of {trials_started} new interpreters, others from the fork server, which may differ in speed"
+        text = (
+            f"{cold} of {trials_started} new interpreters, others from the fork server, "
+            "which may differ in speed"
+        )
         yield warning(topic, text, cells=timed, brief=text)
     elif cold and not run.manifest.cold:
-        text = f"{trials_started} new interpreters without --cold: forked processes could not use the device"
+        text = (
+            f"{trials_started} new interpreters without --cold: "
+            "forked processes could not use the device"
+        )
         yield warning(topic, text, cells=timed, brief=text)
+    elif cold:
+        yield good(topic, f"{trials_started} new interpreters, as requested")
     elif known:
-        where = "new interpreters" if cold else "the fork server"
-        yield good(topic, f"{trials_started} {where}, as requested")
+        yield good(topic, f"{trials_started} the fork server, as requested")
 
 
 def _machine(run: Run, timed: tuple[str, ...]) -> Iterator[Finding]:
-    """The load and clocks of the machine, and whether its nodes are alike."""
+    """The load and clocks of the machine."""
     topic, trials = "machine", run.tables.trials
     cores = trials["num_cpus"].max()
     others = {
@@ -229,16 +253,25 @@ def _machine(run: Run, timed: tuple[str, ...]) -> Iterator[Finding]:
     for reasons, rows in slowed.groupby("clock_slowdowns"):
         text = f"clocks were held down in {plural(len(rows), 'trial')}: {reasons}"
         yield warning(topic, text, cells=timed, brief=text)
-    notes = Counter(text for record in run.records if record.gpus for text in record.gpus.notes)
+    notes: Counter[str] = Counter()
+    for record in run.records:
+        if record.gpus:
+            notes.update(record.gpus.notes)
     for text, number in list(notes.items())[:MOST_NOTES]:
         yield warning(topic, f"{text} ({plural(number, 'trial')})")
-    if nodes := run.manifest.nodes:
-        unlike = list(unlike_nodes(run.manifest))  # which a citation has beside the machine
-        yield from (warning("nodes", text) for text in unlike)
-        if not unlike:
-            yield good(
-                "nodes", f"{1 + len(nodes)} nodes have the same hardware, packages and environment"
-            )
+
+
+def _nodes(run: Run) -> Iterator[Finding]:
+    """Whether the nodes are alike, which a citation has beside the machine."""
+    topic, others = "nodes", run.manifest.nodes
+    if not others:
+        return
+    unlike = list(unlike_nodes(run.manifest))
+    for text in unlike:
+        yield warning(topic, text)
+    if not unlike:
+        text = f"{1 + len(others)} nodes have the same hardware, packages and environment"
+        yield good(topic, text)
 
 
 def _blocks(run: Run, timed: tuple[str, ...]) -> Iterator[Finding]:
@@ -251,54 +284,59 @@ def _blocks(run: Run, timed: tuple[str, ...]) -> Iterator[Finding]:
         yield good("blocks", "no block is slower or faster than the others over all cells")
         return
     ordered = sorted(effects.items(), key=lambda item: float(item[1]))
-    ends = [
-        f"block {block} by {percent(math.expm1(effect), '+')}"
-        for block, effect in (ordered[0], ordered[-1])
-    ]
+    (fastest, least), (slowest, most) = ordered[0], ordered[-1]
+    low = f"block {fastest} by {percent(math.expm1(least), '+')}"
+    high = f"block {slowest} by {percent(math.expm1(most), '+')}"
     text = (
-        f"differ over all cells (Friedman's test, p = {tested.p_value:.1g}): {' and '.join(ends)}"
+        f"differ over all cells (Friedman's test, p = {tested.p_value:.1g}): {low} and {high}; "
+        "ratios are taken within blocks, so this is not in them"
     )
-    brief = f"blocks of the run differ over all cells, from {ends[0]} to {ends[1]}"
-    yield warning(
-        "blocks",
-        f"{text}; ratios are taken within blocks, so this is not in them",
-        cells=timed,
-        brief=brief,
-    )
+    brief = f"blocks of the run differ over all cells, from {low} to {high}"
+    yield warning("blocks", text, cells=timed, brief=brief)
+
+
+PASSED = {
+    "drift": "no cell got faster or slower in the course of the run",
+    "outliers": "no trial is ten standard deviations from its cell's median",
+    "two modes": "no cell has two modes, as far as its number of trials can show",
+    "ranks": "no rank holds up the others",
+}
+"""By topic of ``_samples``, what holds if no cell has a finding of it."""
 
 
 def _samples(run: Run) -> Iterator[Finding]:
     """Drift, outliers, two modes and imbalance of each cell."""
-    passed = {
-        "drift": "no cell got faster or slower in the course of the run",
-        "outliers": "no trial is ten standard deviations from its cell's median",
-        "two modes": "no cell has two modes, as far as its number of trials can show",
-        "ranks": "no rank holds up the others",
-    }
-    slots = {record.key: number for number, record in enumerate(run.records)}
-    ranks = {record.key: record.time.rank_step_seconds for record in run.records if record.time}
+    slots: dict[tuple[str, int], int] = {}
+    ranks: dict[tuple[str, int], Sequence[Sequence[float]]] = {}
+    for number, record in enumerate(run.records):
+        slots[record.key] = number
+        if record.time:
+            ranks[record.key] = record.time.rank_step_seconds
+    passed = dict(PASSED)
     trials = run.tables.trials
-    measured = trials[
-        trials["status"].isin([Status.OK, Status.INVALID]) & trials["step_time_s"].notna()
-    ]
-    for cell_id, rows in measured.groupby("cell_id", sort=False):
-        key, medians = str(cell_id), rows["step_time_s"].astype(float).tolist()
-        keys = [(key, int(repeat)) for repeat in rows["repeat"]]
+    is_timed = trials["status"].isin([Status.OK, Status.INVALID]) & trials["step_time_s"].notna()
+    for cell_id, rows in trials[is_timed].groupby("cell_id", sort=False):
+        key = str(cell_id)
+        places: list[int] = []
+        steps_of_ranks: list[Sequence[Sequence[float]]] = []
+        for number, repeat in enumerate(rows["repeat"]):
+            trial = key, int(repeat)
+            places.append(slots.get(trial, number))
+            if steps := ranks.get(trial):
+                steps_of_ranks.append(steps)
+        medians = rows["step_time_s"].astype(float).tolist()
         texts = {
-            "drift": _drift(
-                [slots.get(place, number) for number, place in enumerate(keys)], medians
-            ),
+            "drift": _drift(places, medians),
             "outliers": _outliers(medians),
             "two modes": _modes(medians),
-            "ranks": _imbalance(
-                run.cells[key], [ranks[place] for place in keys if ranks.get(place)]
-            ),
+            "ranks": _imbalance(run.cells[key], steps_of_ranks),
         }
         for topic, text in texts.items():
             if text:
                 passed.pop(topic, None)
                 yield warning(topic, text, subject=run.labels[key], cells=(key,), brief=text)
-    yield from (good(topic, text) for topic, text in passed.items())
+    for topic, text in passed.items():
+        yield good(topic, text)
 
 
 def _drift(slots: Sequence[int], medians: Sequence[float]) -> str:
@@ -315,10 +353,12 @@ def _outliers(medians: Sequence[float]) -> str:
     if not far:
         return ""
     middle = sorted(medians)[len(medians) // 2]
-    farthest = max(
-        (medians[place] / middle for place in far), key=lambda share: abs(math.log(share))
+    shares = [medians[place] / middle for place in far]
+    farthest = max(shares, key=lambda share: abs(math.log(share)))
+    return (
+        f"{len(far)} of {plural(len(medians), 'trial')} are outliers, "
+        f"the farthest {farthest:.2g} x the median"
     )
-    return f"{len(far)} of {plural(len(medians), 'trial')} are outliers, the farthest {farthest:.2g} x the median"
 
 
 def _modes(medians: Sequence[float]) -> str:
@@ -331,9 +371,12 @@ def _modes(medians: Sequence[float]) -> str:
 def _imbalance(cell: Cell, trials: Sequence[Sequence[Sequence[float]]]) -> str:
     """Whether a rank holds up the others, and on several nodes which one does so in most trials."""
     apart = sorted(samples.imbalance(steps) for steps in trials if len(steps[0]))
-    if not apart or apart[len(apart) // 2] <= IMBALANCE:
+    if not apart:
         return ""
-    text = f"the slowest rank takes {apart[len(apart) // 2]:.3g} x the median rank"
+    middle = apart[len(apart) // 2]
+    if middle <= IMBALANCE:
+        return ""
+    text = f"the slowest rank takes {middle:.3g} x the median rank"
     if cell.num_nodes == 1:
         return text
     rank = Counter(map(samples.slowest, trials)).most_common(1)[0][0]
@@ -346,22 +389,18 @@ def _control(control: ComparedPair | None, timed: tuple[str, ...]) -> Iterator[F
         why, brief = "there is none", "the run has no A/A pair"
         if control is not None:
             why, brief = control.detail, f"A/A pair: {control.detail}"
-        yield warning(
-            topic,
-            f"{why}; so no cell is called faster, slower or the same",
-            cells=timed,
-            brief=brief,
-        )
+        text = f"{why}; so no cell is called faster, slower or the same"
+        yield warning(topic, text, cells=timed, brief=brief)
         return
     differs = suspect(control.a, control.time)
     if differs:
         yield warning(topic, differs[0], cells=timed, brief=differs[0])
     else:
-        time = control.time
-        yield good(
-            topic,
-            f"{control.a.label} against itself: {time.ratio:.4f} ({time.low:.4f} to {time.high:.4f})",
-        )
+        yield good(topic, f"{control.a.label} against itself: {_with_ends(control.time)}")
+
+
+def _with_ends(time: Interval) -> str:
+    return f"{time.ratio:.4f} ({time.low:.4f} to {time.high:.4f})"
 
 
 def suspect(cell: Cell, control: Interval) -> list[str]:
@@ -369,8 +408,8 @@ def suspect(cell: Cell, control: Interval) -> list[str]:
     if not is_off(control):
         return []
     return [
-        f"the A/A pair, {cell.label} twice, is off: {control.ratio:.4f} ({control.low:.4f} to {control.high:.4f}); "
-        "distrust all times of this run: no cell is called faster, slower or the same"
+        f"the A/A pair, {cell.label} twice, is off: {_with_ends(control)}; distrust all times of "
+        "this run: no cell is called faster, slower or the same"
     ]
 
 
@@ -381,10 +420,7 @@ def _other_days(
     topic, judged = OTHER_DAYS, [row for row in rows if row.is_judged]
     if pool.is_single:
         if judged:
-            spread = spread_of(pool.first.manifest)
-            text = "the verdicts are of this run, and how much runs of this class of machines differ is not known"
-            if spread is not None:
-                text = f"the verdicts are of this run: {spread.sentence}"
+            text = _days_of_single(pool.first)
             yield Finding(Level.NOTE, topic, text, cells=timed, brief=text)
         return
     for text in pool.notes:
@@ -392,15 +428,24 @@ def _other_days(
     turning = [row.name for row in judged if row.may_differ]
     text = f"{num_judged(rows)} comparisons{scope_words(len(pool.runs))}"
     if turning:
-        yield warning(
-            topic, f"{text}, of which {len(turning)} may differ on another day: {some(turning)}"
-        )
+        text += f", of which {len(turning)} may differ on another day: {some(turning)}"
+        yield warning(topic, text)
     elif judged:
         yield good(topic, f"{text}; where one is faster or slower, so should be the next run")
 
 
+def _days_of_single(run: Run) -> str:
+    spread = spread_of(run.manifest)
+    if spread is not None:
+        return f"the verdicts are of this run: {spread.sentence}"
+    return (
+        "the verdicts are of this run, and how much runs of this class of machines differ is not "
+        "known"
+    )
+
+
 def _verdicts(run: Run, rows: Sequence[ComparedPair]) -> Iterator[Finding]:
-    """What ended the run, and the counts of verdicts, which citations of single cells do not need."""
+    """What ended the run, and the counts of verdicts; citations of single cells need neither."""
     topic, ended = VERDICTS, run.manifest.ended_by
     if ended in {"budget", "max-repeats"}:
         wide, text = widest(rows), f"ended by {ended}"
@@ -414,35 +459,39 @@ def _verdicts(run: Run, rows: Sequence[ComparedPair]) -> Iterator[Finding]:
     elif ended:
         yield good(topic, f"ended by {ended}")
     counts = Counter(row.verdict for row in rows)
-    text = (
-        ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict])
-        or "none"
-    )
+    parts = []
+    for verdict in Verdict:
+        if counts[verdict]:
+            parts.append(f"{counts[verdict]} {verdict}")
+    text = ", ".join(parts) or "none"
     if rows:
         text = f"against {rows[0].a.backend}: {text}"
-    level = Level.WARNING if counts[Verdict.AMBIGUOUS] else Level.GOOD
+    level = Level.GOOD
+    if counts[Verdict.AMBIGUOUS]:
+        level = Level.WARNING
     yield Finding(level, topic, text)
 
 
 def _bare_loops(run: Run) -> Iterator[Finding]:
     """How the bench's own loops differ from bare ones, where that enters a comparison."""
-    on_cpu = (cell for cell in run.cells.values() if cell.device is Device.CPU)
-    timed = {cell.backend for cell in on_cpu if cell.world.times_communication}
-    known = {
-        name: found for name, found in json.loads(BARE_LOOPS.read_text()).items() if name in timed
-    }
-    if len(known) > 1:
-        parts = [
-            f"{name} {ratio:.4f} ({low:.4f} to {high:.4f})"
-            for name, (ratio, low, high) in known.items()
-        ]
-        ratios = [ratio for ratio, *_ in known.values()]
-        yield Finding(
-            Level.NOTE,
-            "bare loops",
-            f"steps under the bench relative to a bare loop (docs/performance.md): {', '.join(parts)}; "
-            f"up to {max(ratios) / min(ratios) - 1:.1%} of a difference between these backends may come from the bench",
-        )
+    timed = set()
+    for cell in run.cells.values():
+        if cell.device is Device.CPU and cell.world.times_communication:
+            timed.add(cell.backend)
+    parts: list[str] = []
+    ratios: list[float] = []
+    for name, (ratio, low, high) in json.loads(BARE_LOOPS.read_text()).items():
+        if name in timed:
+            parts.append(f"{name} {ratio:.4f} ({low:.4f} to {high:.4f})")
+            ratios.append(ratio)
+    if len(ratios) < 2:
+        return
+    text = (
+        "steps under the bench relative to a bare loop (docs/performance.md): "
+        f"{', '.join(parts)}; up to {max(ratios) / min(ratios) - 1:.1%} of a difference between "
+        "these backends may come from the bench"
+    )
+    yield Finding(Level.NOTE, "bare loops", text)
 
 
 def scatters_over_gloo(run: Run, cell_id: str) -> bool:
@@ -454,9 +503,10 @@ def scatters_over_gloo(run: Run, cell_id: str) -> bool:
 
 
 def remarks(shown: Iterable[tuple[Manifest, Cell]]) -> list[str]:
-    """The remarks on cells that are shown together, each with the manifest of its run, without their full stop.
+    """The remarks on cells that are shown together, each with the manifest of its run.
 
-    They are those of the cells' backends, as stored when the run began (``Backend.remark``), and ``ways_of_bf16``.
+    They are those of the cells' backends, as stored when the run began (``Backend.remark``), and
+    ``ways_of_bf16``; all without their full stop.
     """
     cells = list(shown)
     found: dict[str, dict[str, None]] = {}
@@ -471,18 +521,20 @@ def ways_of_bf16(shown: Sequence[tuple[Manifest, Cell]]) -> list[str]:
     is_one_run = len({id(manifest) for manifest, _ in shown}) == 1
     ways: dict[str, dict[str, None]] = {}
     for manifest, cell in shown:
-        if cell.precision is Precision.BF16 and cell.backend != REFERENCE:
-            way = (
-                manifest.backends.get(cell.backend, {}).get("bf16_as")
-                or "a way that was not stored"
-            )
-            name = cell.backend
-            if not is_one_run:
-                name += f" of {manifest.run_id}"
-            ways.setdefault(way, {})[name] = None
+        if cell.precision is not Precision.BF16 or cell.backend == REFERENCE:
+            continue
+        about = manifest.backends.get(cell.backend, {})
+        way = about.get("bf16_as") or "a way that was not stored"
+        name = cell.backend
+        if not is_one_run:
+            name += f" of {manifest.run_id}"
+        ways.setdefault(way, {})[name] = None
     if len(ways) < 2:
         return []
-    texts = [f"{way}{IMPLIES.get(way, '')} ({some(list(names))})" for way, names in ways.items()]
+    texts = []
+    for way, names in ways.items():
+        texts.append(f"{way}{IMPLIES.get(way, '')} ({some(list(names))})")
+    return [WAYS + "; ".join(texts)]
     return [WAYS + "; ".join(texts)]
 
 
