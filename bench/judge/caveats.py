@@ -396,11 +396,7 @@ def _control(control: ComparedPair | None, timed: tuple[str, ...]) -> Iterator[F
     if differs:
         yield warning(topic, differs[0], cells=timed, brief=differs[0])
     else:
-        yield good(topic, f"{control.a.label} against itself: {_with_ends(control.time)}")
-
-
-def _with_ends(time: Interval) -> str:
-    return f"{time.ratio:.4f} ({time.low:.4f} to {time.high:.4f})"
+        yield good(topic, f"{control.a.label} against itself: {control.time.words}")
 
 
 def suspect(cell: Cell, control: Interval) -> list[str]:
@@ -408,7 +404,7 @@ def suspect(cell: Cell, control: Interval) -> list[str]:
     if not is_off(control):
         return []
     return [
-        f"the A/A pair, {cell.label} twice, is off: {_with_ends(control)}; distrust all times of "
+        f"the A/A pair, {cell.label} twice, is off: {control.words}; distrust all times of "
         "this run: no cell is called faster, slower or the same"
     ]
 

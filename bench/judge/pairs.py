@@ -1,21 +1,22 @@
 """Two runs, or two backends of one run, cell by cell: pairs, evidence, verdicts, regressions.
 
-B is compared with A, the baseline: a ratio above 1 says that B takes longer. Reference cells of two runs are left out:
-the gates need them, but they do not compete. Either side may be a pool of runs. An A/A pair describes one run: it does
-not cover how the machine changed between two, so what runs of the machine differ by goes into the interval.
+B is compared with A, the baseline: a ratio above 1 says that B takes longer. Reference cells of two
+runs are left out: the gates need them, but they do not compete. Either side may be a pool of runs.
+An A/A pair describes one run: it does not cover how the machine changed between two, so what runs
+of the machine differ by goes into the interval.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 
 import pandas as pd
 
-from bench.grouping import grouped
-from bench.judge.columns import COLUMNS, labels
+from bench.judge.columns import dtypes, labels
 from bench.judge.evidence import CellEvidence, EvidenceByCell
 from bench.judge.loading import Run
 from bench.judge.pool import Pool
@@ -23,18 +24,24 @@ from bench.judge.run_spread import spread_of
 from bench.judge.statistics import (
     MARGIN,
     Interval,
-    Sample,
     allowing_for_days,
     between_days,
     holm,
-    over_runs,
     ratio,
 )
-from bench.judge.verdicts import ALPHA, NEXT, Comparison, Reason, Verdict, compare, judge_all
+from bench.judge.verdicts import (
+    ALPHA,
+    NEXT,
+    Comparison,
+    Reason,
+    Verdict,
+    compare,
+    judge_all,
+    over_all,
+)
 from bench.plan.cell import Cell, Status
 
 SLOWER, MEMORY = "slower", "memory"
-METRICS = (SLOWER, MEMORY)
 """What can regress."""
 
 ENDED_WELL = frozenset({Status.OK, Status.INTERRUPTED})
@@ -63,9 +70,9 @@ class ComparedPair(Pair, Comparison):
     steps: tuple[int | None, int | None] = (None, None)
     """Optimizer steps of A and of B."""
     regressions: tuple[str, ...] = ()
-    """The METRICS that are certainly worse than their threshold allows."""
+    """SLOWER and MEMORY, if they are certainly worse than their threshold allows."""
     unchecked: tuple[str, ...] = ()
-    """The METRICS with a threshold that could not be checked."""
+    """Those of the two that have a threshold and could not be checked."""
 
     @property
     def has_interval(self) -> bool:
@@ -73,55 +80,58 @@ class ComparedPair(Pair, Comparison):
 
 
 def pairs_of_backends(run: Run, baseline: str, backend: str) -> list[Pair]:
-    """The cells of two backends of one run, matched by everything but the backend; HSDP's by replicas if both have."""
-    of_baseline = (cell for cell in run.cells.values() if cell.backend == baseline)
-    alike = grouped((_key(cell, "backend", "replicate"), cell) for cell in of_baseline)
+    """The cells of two backends of one run, matched by everything but the backend.
+
+    Those of HSDP are matched by replicas too, if both have some.
+    """
+    bases: dict[tuple[tuple[str, object], ...], list[Cell]] = {}
+    for cell in run.cells.values():
+        if cell.backend == baseline:
+            bases.setdefault(_key(cell), []).append(cell)
     found: list[Pair] = []
     for cell in run.cells.values():
         if cell.backend != backend:
             continue
-        bases = alike.get(_key(cell, "backend", "replicate"), [])
-        if cell.replicate:
-            bases = [base for base in bases if base.replicate in (0, cell.replicate)]
-        found += [
-            Pair(a=base, b=cell, group=f"W={cell.world_size} {cell.precision}") for base in bases
-        ]
+        for base in bases.get(_key(cell), ()):
+            if not cell.replicate or base.replicate in (0, cell.replicate):
+                group = f"W={cell.world_size} {cell.precision}"
+                found.append(Pair(a=base, b=cell, group=group))
     named = [replace(pair, name=pair.name.removeprefix(f"{backend} ")) for pair in _named(found)]
     return sorted(
         named, key=lambda pair: (pair.b.world_size, pair.b.precision, pair.b.accumulate, pair.name)
     )
 
 
+@lru_cache(maxsize=4096)
+def _key(cell: Cell) -> tuple[tuple[str, object], ...]:
+    """What must be equal in two cells whose backends are compared."""
+    fields = cell.to_dict()
+    del fields["backend"], fields["replicate"]
+    return tuple(fields.items())
+
+
 def pairs_of_commits(pool: Pool) -> list[Pair]:
-    """Each cell with the same cell as another commit of the bench trains it, which is the baseline."""
+    """Each cell with its baseline: the same cell as another commit of the bench trains it."""
     found = []
     for other in pool.first.cells.values():
         cell = replace(other, twin="")
         if other.other_commit and pool.has(cell, other):
             found.append(Pair(a=other, b=cell, group=cell.backend))
-    return sorted(
-        _named(found),
-        key=lambda pair: (pair.b.backend, pair.b.accumulate, pair.b.world_size, pair.name),
-    )
+    return sorted(_named(found), key=_by_backend)
 
 
 def pairs_of_runs(a: Run, b: Run) -> list[Pair]:
     """The cells that both runs have, without references and twins."""
-    common = [cell for cell_id, cell in b.cells.items() if cell_id in a.cells]
-    pairs = [
-        Pair(a=cell, b=cell, group=cell.backend)
-        for cell in common
-        if not (cell.twin or cell.is_reference)
-    ]
-    return sorted(
-        _named(pairs),
-        key=lambda pair: (pair.b.backend, pair.b.accumulate, pair.b.world_size, pair.name),
-    )
+    found = []
+    for cell_id, cell in b.cells.items():
+        if cell_id in a.cells and not cell.twin and not cell.is_reference:
+            found.append(Pair(a=cell, b=cell, group=cell.backend))
+    return sorted(_named(found), key=_by_backend)
 
 
-@lru_cache(maxsize=4096)
-def _key(cell: Cell, *without: str) -> tuple[tuple[str, object], ...]:
-    return tuple((name, value) for name, value in cell.to_dict().items() if name not in without)
+def _by_backend(pair: Pair) -> tuple[str, int, int, str]:
+    """Where a pair stands among those of all backends."""
+    return pair.b.backend, pair.b.accumulate, pair.b.world_size, pair.name
 
 
 def _named(pairs: Sequence[Pair]) -> list[Pair]:
@@ -147,11 +157,12 @@ def judge_pairs(
 ) -> list[ComparedPair]:
     """The verdicts of one report, corrected by Holm for the number of pairs that are judged.
 
-    The cells of one pool are compared run by run, and each run counts once. Of two, the runs of A are compared with
-    those of B.
-    ``thresholds`` says by how much each of METRICS may be worse: 0.05 for 5 %. A step time is certainly worse if the
-    whole interval is, and Holm's adjusted p-value of the hypothesis that it is not, tested like a difference, is
-    below 5 %; peak memory is if it is in bytes. A time that is not comparable, or has failed trials, is never certain.
+    The cells of one pool are compared run by run, and each run counts once. Of two, the runs of A
+    are compared with those of B.
+    ``thresholds`` says by how much SLOWER and MEMORY may be worse: 0.05 for 5 %. A step time is
+    certainly worse if the whole interval is, and Holm's adjusted p-value of the hypothesis that it
+    is not, tested like a difference, is below 5 %; peak memory is if it is in bytes. A time that is
+    not comparable, or has failed trials, is never certain.
     """
     limits = thresholds or {}
     ours = [run.evidence for run in a.runs]
@@ -159,26 +170,31 @@ def judge_pairs(
     if a is not b:
         ours = [EvidenceByCell(run.tables, "A ") for run in a.runs]
         theirs = [EvidenceByCell(run.tables, "B ") for run in b.runs]
-    every = [
-        Sides(a=tuple(run.of(pair.a) for run in ours), b=tuple(run.of(pair.b) for run in theirs))
-        for pair in pairs
-    ]
-    if a is b:
-        judged = judge_all(compare(sides.by_run(a.titles), control, margin) for sides in every)
-    else:
-        judged = judge_all(_between_days(a, b, sides, control, margin) for sides in every)
+    every: list[Sides] = []
+    unjudged: list[Comparison] = []
+    for pair in pairs:
+        sides = Sides(
+            a=tuple(evidence.of(pair.a) for evidence in ours),
+            b=tuple(evidence.of(pair.b) for evidence in theirs),
+        )
+        every.append(sides)
+        if a is b:
+            unjudged.append(compare(sides.by_run(a.titles), control, margin))
+        else:
+            unjudged.append(_between_days(a, b, sides, control, margin))
+    judged = judge_all(unjudged)
     slower = [False] * len(pairs)
     if SLOWER in limits:
         slower = _certainly_slower(a, b, every, judged, limits[SLOWER])
-    return [
-        _compared(pair, *sides.shown, found, is_slower, limits)
-        for pair, sides, found, is_slower in zip(pairs, every, judged, slower, strict=True)
-    ]
+    rows: list[ComparedPair] = []
+    for pair, sides, found, is_slower in zip(pairs, every, judged, slower, strict=True):
+        rows.append(_compared(pair, *sides.shown, found, is_slower, limits))
+    return rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sides:
-    """The evidence on a pair in each run of A and in each of B, which are the same runs or others."""
+    """The evidence on a pair in each run of A and in each of B, the same runs or others."""
 
     a: tuple[CellEvidence, ...]
     b: tuple[CellEvidence, ...]
@@ -196,14 +212,17 @@ class Sides:
 def _between_days(
     a: Pool, b: Pool, sides: Sides, control: Interval | None, margin: float
 ) -> Comparison:
-    """The evidence on a cell in runs of different days, with what such runs differ by in the interval.
+    """The evidence on a cell in runs of different days, with what days differ by in the interval.
 
-    That follows from the runs themselves, if a side has enough, else it is what was found of this class of machines.
+    That follows from the runs themselves, if a side has enough, else it is what was found of this
+    class of machines.
     """
-    pairs = [compare({"": (cell, base)}, control, margin) for cell in sides.b for base in sides.a]
-    blocked = [found for found in pairs if found.blocked]
-    found = (blocked or pairs)[0]
-    if found.time is None or found.blocked:
+    every = [compare({"": both}, control, margin) for both in product(sides.b, sides.a)]
+    for found in every:
+        if found.blocked:
+            return found
+    found = every[0]
+    if found.time is None:
         return found
     time = _allowing_for_days(a, b, sides, margin)
     if time is not None:
@@ -224,10 +243,8 @@ def _allowing_for_days(
     if spread is None or spread_of(b.first.manifest) != spread:
         return None
     base, cell = sides.shown
-    scaled = Sample([seconds * allowed for seconds in base.sample.trials], base.sample.blocks)
-    return allowing_for_days(
-        ratio(cell.sample, scaled, margin), spread.of_times, spread.freedom, margin
-    )
+    of_first = ratio(cell.sample, base.sample.scaled(allowed), margin)
+    return allowing_for_days(of_first, spread.of_times, spread.freedom, margin)
 
 
 def _seconds(side: CellEvidence) -> float:
@@ -253,26 +270,28 @@ def _compared(
         steps = (base.optimizer_steps, cell.optimizer_steps)
     share = None
     # What a ledger tracked is not what an allocator holds.
-    if (
-        memory[0]
-        and memory[1] is not None
-        and len(base.peak_memory_sources | cell.peak_memory_sources) == 1
-    ):
+    is_of_one_source = len(base.peak_memory_sources | cell.peak_memory_sources) == 1
+    if memory[0] and memory[1] is not None and is_of_one_source:
         share = memory[1] / memory[0]
-    unknown = {SLOWER: not _is_checked(found), MEMORY: share is None}
-    worse = {
-        SLOWER: is_slower,
-        MEMORY: share is not None and share > 1 + thresholds.get(MEMORY, math.inf),
-    }
-    limited = [metric for metric in METRICS if metric in thresholds]
+    regressions: list[str] = []
+    unchecked: list[str] = []
+    if is_slower:
+        regressions.append(SLOWER)
+    if SLOWER in thresholds and not _is_checked(found):
+        unchecked.append(SLOWER)
+    if MEMORY in thresholds:
+        if share is None:
+            unchecked.append(MEMORY)
+        elif share > 1 + thresholds[MEMORY]:
+            regressions.append(MEMORY)
     return ComparedPair(
         **vars(pair),
         **vars(found),
         memory=memory,
         memory_ratio=share,
         steps=steps,
-        regressions=tuple(metric for metric in METRICS if worse[metric]),
-        unchecked=tuple(metric for metric in limited if unknown[metric]),
+        regressions=tuple(regressions),
+        unchecked=tuple(unchecked),
     )
 
 
@@ -281,31 +300,29 @@ def _certainly_slower(
 ) -> list[bool]:
     """Whether B takes longer than 1 + threshold times as long as A, of each pair."""
     family = [place for place, found in enumerate(judged) if _is_checked(found)]
-    values, certain = [], [False] * len(judged)
+    values: list[float] = []
     for place in family:
-        sides = every[place]
-        if a is b:
-            ratios = [
-                ratio(
-                    cell.sample,
-                    Sample([s * (1 + threshold) for s in base.sample.trials], base.sample.blocks),
-                )
-                for cell, base in zip(sides.b, sides.a, strict=True)
-            ]
-            shifted: Interval | None = ratios[0]
-            if len(ratios) > 1:
-                shifted = over_runs([each.ratio for each in ratios])
-        else:
-            shifted = _allowing_for_days(a, b, sides, MARGIN, 1 + threshold)
+        shifted = _relative_to(a, b, every[place], 1 + threshold)
         assert shifted is not None and shifted.p_different is not None, (
             "there are as many trials as for the interval"
         )
         values.append(shifted.p_different)
+    certain = [False] * len(judged)
     for place, p_value in zip(family, holm(values), strict=True):
         time = judged[place].time
         assert time is not None and time.low is not None, "only those that are judged"
         certain[place] = time.low > 1 + threshold and p_value < ALPHA
     return certain
+
+
+def _relative_to(a: Pool, b: Pool, sides: Sides, allowed: float) -> Interval | None:
+    """The ratio of B to ``allowed`` times A, in one pool or between two."""
+    if a is not b:
+        return _allowing_for_days(a, b, sides, MARGIN, allowed)
+    ratios: list[Interval] = []
+    for cell, base in zip(sides.b, sides.a, strict=True):
+        ratios.append(ratio(cell.sample, base.sample.scaled(allowed)))
+    return over_all(ratios, MARGIN)
 
 
 def _is_checked(found: Comparison) -> bool:
@@ -315,8 +332,7 @@ def _is_checked(found: Comparison) -> bool:
 
 def record(row: ComparedPair) -> dict[str, object]:
     """One row as plain values: the columns of compare.parquet, and the ``cells`` of ``--json``."""
-    time = row.time
-    return {
+    values: dict[str, object] = {
         "cell": row.name,
         "group": row.group,
         "cell_id_a": row.a.cell_id,
@@ -327,16 +343,17 @@ def record(row: ComparedPair) -> dict[str, object]:
         "reason": str(row.reason),
         "detail": row.detail,
         "next": NEXT[row.reason],
-        **{
-            name: getattr(time, name, None)
-            for name in ("ratio", "low", "high", "num_trials", "paired")
-        },
+        "ratio": None,
+        "low": None,
+        "high": None,
+        "num_trials": None,
+        "paired": None,
         "p_different": row.p_different,
         "p_same": row.p_same,
-        "num_runs": None if time is None else len(time.runs) or 1,
-        "next_low": getattr(time, "next_low", None),
-        "next_high": getattr(time, "next_high", None),
-        "no_interval": "" if time is None else time.reason,
+        "num_runs": None,
+        "next_low": None,
+        "next_high": None,
+        "no_interval": "",
         "peak_memory_a_bytes": row.memory[0],
         "peak_memory_b_bytes": row.memory[1],
         "peak_memory_ratio": row.memory_ratio,
@@ -345,35 +362,59 @@ def record(row: ComparedPair) -> dict[str, object]:
         "regressions": list(row.regressions),
         "unchecked": list(row.unchecked),
     }
+    if row.time is not None:
+        values |= {
+            "ratio": row.time.ratio,
+            "low": row.time.low,
+            "high": row.time.high,
+            "num_trials": row.time.num_trials,
+            "paired": row.time.paired,
+            "num_runs": len(row.time.runs) or 1,
+            "next_low": row.time.next_low,
+            "next_high": row.time.next_high,
+            "no_interval": row.time.reason,
+        }
+    return values
 
 
 def frame_of_pairs(rows: Sequence[ComparedPair]) -> pd.DataFrame:
-    """The rows, at least one, as a table: compare.parquet of a comparison, ratios.parquet of a run."""
-    typed = {
-        name: column.dtype for name, column in COLUMNS["ratios"].items() if column.dtype != "string"
-    }
+    """The rows, at least one, as a table: compare.parquet, and ratios.parquet of a run."""
+    typed = {name: dtype for name, dtype in dtypes("ratios").items() if dtype != "string"}
     return pd.DataFrame([record(row) for row in rows]).astype(typed)
 
 
 def partnerless(
     a: Run, b: Run, pairs: Sequence[Pair], backends: tuple[str | None, str | None]
 ) -> dict[str, list[str]]:
-    """The labels of the cells without a partner; of one run, only those of the two backends that are compared."""
-    found = {}
-    paired = {cell.cell_id for pair in pairs for cell in (pair.a, pair.b)}
-    for key, run, backend in zip(("only_a", "only_b"), (a, b), backends, strict=True):
-        originals = ((cell_id, cell) for cell_id, cell in run.cells.items() if not cell.twin)
-        alone = [cell for cell_id, cell in originals if cell_id not in paired]
+    """The labels of the cells without a partner.
+
+    Of one run, only those of the two backends that are compared.
+    """
+    paired = set()
+    for pair in pairs:
+        paired |= {pair.a.cell_id, pair.b.cell_id}
+    return {"only_a": _alone(a, paired, backends[0]), "only_b": _alone(b, paired, backends[1])}
+
+
+def _alone(run: Run, paired: Collection[str], backend: str | None) -> list[str]:
+    """The labels of a run's cells that are not paired, without references unless one is meant."""
+    found = []
+    for cell_id, cell in run.cells.items():
+        if cell.twin or cell_id in paired:
+            continue
+        is_meant = not cell.is_reference
         if backend:
-            meant = [cell for cell in alone if cell.backend == backend]
-        else:
-            meant = [cell for cell in alone if not cell.is_reference]
-        found[key] = [cell.label for cell in meant]
+            is_meant = cell.backend == backend
+        if is_meant:
+            found.append(cell.label)
     return found
 
 
 def newly_failed(a: Run, b: Run, pairs: Sequence[Pair]) -> list[str]:
-    """The pairs of which trials failed in B and none in A: name and outcome of each. Interruptions do not count."""
+    """The pairs of which trials failed in B and none in A, each with its name and outcome.
+
+    Interruptions do not count.
+    """
     found = []
     for pair in pairs:
         before, after = a.evidence.of(pair.a), b.evidence.of(pair.b)

@@ -56,6 +56,10 @@ class Sample:
             raise ValueError("step times must be above 0 s")
         return np.asarray(np.log(seconds))
 
+    def scaled(self, factor: float) -> Sample:
+        """The sample if every trial had taken ``factor`` times as long."""
+        return Sample([seconds * factor for seconds in self.trials], self.blocks)
+
     @cached_property
     def by_block(self) -> dict[int, float]:
         """Mean logarithm of the trials of each block; an ABBA block has two."""
@@ -104,6 +108,11 @@ class Interval:
         return self.high / self.low - 1
 
     @property
+    def words(self) -> str:
+        """The ratio with its interval, which must exist: ``1.0123 (1.0010 to 1.0238)``."""
+        return f"{self.ratio:.4f} ({self.low:.4f} to {self.high:.4f})"
+
+    @property
     def may_turn(self) -> bool:
         """Whether the next run may show the opposite of the mean, or no difference."""
         return (
@@ -116,8 +125,8 @@ class Interval:
 def ratio(a: Sample, b: Sample, margin: float = MARGIN) -> Interval:
     """The step time of ``a`` relative to that of ``b``.
 
-    Trials of a common block are paired, which removes shared drift; with fewer than MIN_TRIALS such pairs, all trials
-    are used unpaired.
+    Trials of a common block are paired, which removes shared drift; with fewer than MIN_TRIALS such
+    pairs, all trials are used unpaired.
     """
     if not len(a.trials) or not len(b.trials):
         raise ValueError("a ratio needs a trial on either side")
@@ -152,11 +161,12 @@ def interval_of(found: LogMean, margin: float, n: int, *, paired: bool) -> Inter
 
 
 def over_runs(ratios: Sequence[float], margin: float = MARGIN) -> Interval:
-    """The ratio over several runs, from that of each: their geometric mean, and where the next run falls.
+    """The ratio over several runs, from that of each, and where the next run falls.
 
-    With k runs, whose logarithms have the mean m and the standard deviation s, the mean's interval is
-    exp(m +- t s / sqrt k), the next run's exp(m +- t s sqrt(1 + 1 / k)), t being Student's with k - 1 degrees of
-    freedom. The noise within each run is in s.
+    It is their geometric mean. With k runs, whose logarithms have the mean m and the standard
+    deviation s, the mean's interval is exp(m +- t s / sqrt k), the next run's
+    exp(m +- t s sqrt(1 + 1 / k)), t being Student's with k - 1 degrees of freedom. The noise within
+    each run is in s.
     """
     logs, k = np.log(np.asarray(ratios, dtype=float)), len(ratios)
     if k < MIN_RUNS:
@@ -168,10 +178,10 @@ def over_runs(ratios: Sequence[float], margin: float = MARGIN) -> Interval:
 
 
 def between_days(a: Sequence[float], b: Sequence[float], margin: float = MARGIN) -> Interval | None:
-    """The step time of ``a`` relative to that of ``b``, from seconds in runs on different days; None with too few runs.
+    """The step time of ``a`` relative to that of ``b``, from seconds in runs on different days.
 
-    Student's t of two samples with one variance, of at least MIN_RUNS runs of a side: a side of one run is then
-    compared with what the runs of the other differ by.
+    Student's t of two samples with one variance, of at least MIN_RUNS runs of a side: a side of one
+    run is then compared with what the runs of the other differ by. None with too few runs.
     """
     if max(len(a), len(b)) < MIN_RUNS:
         return None
@@ -186,10 +196,11 @@ def between_days(a: Sequence[float], b: Sequence[float], margin: float = MARGIN)
 def allowing_for_days(
     interval: Interval, deviation: float, freedom: int, margin: float = MARGIN
 ) -> Interval:
-    """A ratio of one run to another one, with the deviation of a step time between days in its interval.
+    """A ratio of one run to another one, with what days differ by in its interval.
 
-    ``deviation`` is the standard deviation of the logarithm of one cell's step time over runs, known with ``freedom``
-    degrees of freedom; those of the sum are Welch's. An interval that does not exist stays so.
+    ``deviation`` is the standard deviation of the logarithm of one cell's step time over runs, known
+    with ``freedom`` degrees of freedom; those of the sum are Welch's. An interval that does not
+    exist stays so.
     """
     if interval.low is None or interval.high is None:
         return interval
@@ -211,7 +222,7 @@ def too_few(n: int, what: str = "trial", which: str = "", least: int = MIN_TRIAL
 
 @dataclass(frozen=True, slots=True)
 class LogMean:
-    """A mean of logarithms, or the difference of two; arrays of them, of many comparisons at once."""
+    """A mean of logarithms, or the difference of two; arrays if of many comparisons at once."""
 
     centre: Array
     error: Array
@@ -221,15 +232,20 @@ class LogMean:
 
     @classmethod
     def of(cls, a: Array, b: Array | None = None) -> LogMean:
-        """Of ``a``, which has paired differences or a single sample along its last axis, or of ``a`` less ``b``."""
-        parts = [x.var(axis=-1, ddof=1) / x.shape[-1] for x in (a, b) if x is not None]
-        error = np.maximum(np.sqrt(sum(parts)), np.finfo(float).tiny)
+        """Of ``a`` along its last axis, or of ``a`` less ``b``.
+
+        Without ``b``, ``a`` has paired differences or a single sample.
+        """
+        least = np.finfo(float).tiny
+        of_a = a.var(axis=-1, ddof=1) / a.shape[-1]
         if b is None:
+            error = np.maximum(np.sqrt(of_a), least)
             return cls(a.mean(axis=-1), error, np.asarray(a.shape[-1] - 1.0))
-        shares = [part / error**2 for part in parts]
-        welch = 1 / np.maximum(
-            sum(q**2 / (x.shape[-1] - 1) for q, x in zip(shares, (a, b), strict=True)), 1e-9
-        )
+        of_b = b.var(axis=-1, ddof=1) / b.shape[-1]
+        error = np.maximum(np.sqrt(of_a + of_b), least)
+        inverse = (of_a / error**2) ** 2 / (a.shape[-1] - 1)
+        inverse += (of_b / error**2) ** 2 / (b.shape[-1] - 1)
+        welch = 1 / np.maximum(inverse, 1e-9)
         return cls(a.mean(axis=-1) - b.mean(axis=-1), error, np.asarray(welch))
 
     def interval(self) -> tuple[Array, Array]:
@@ -238,11 +254,17 @@ class LogMean:
         return self.centre - reach, self.centre + reach
 
     def p_different(self) -> Array:
-        """Two-sided p-value of the hypothesis that the centre is 0: below 5 % if and only if the interval lacks 0."""
+        """Two-sided p-value of the hypothesis that the centre is 0.
+
+        It is below 5 % if and only if the interval lacks 0.
+        """
         return np.asarray(2 * special.stdtr(self.freedom, -np.abs(self.centre) / self.error))
 
     def p_same(self, margin: float) -> Array:
-        """p-value of the hypothesis that the centre is outside the margin: the larger of two one-sided ones."""
+        """p-value of the hypothesis that the centre is outside the margin.
+
+        The larger of two one-sided ones.
+        """
         return np.asarray(
             special.stdtr(self.freedom, (np.abs(self.centre) - math.log1p(margin)) / self.error)
         )
@@ -259,32 +281,33 @@ def holm(p_values: Sequence[float]) -> list[float]:
     adjusted[order] = np.minimum(
         1, np.maximum.accumulate(values[order] * np.arange(len(values), 0, -1))
     )
-    return [float(value) for value in adjusted]
+    found: list[float] = adjusted.tolist()
+    return found
 
 
 def equivalent(interval: Interval, margin: float = MARGIN) -> bool:
-    """Whether the whole 95 % interval is inside the margin, which two one-sided tests at 5 % would not even need."""
+    """Whether the whole 95 % interval is inside the margin: two one-sided tests ask for less."""
     low, high = interval.low, interval.high
     return low is not None and high is not None and 1 / (1 + margin) <= low and high <= 1 + margin
 
 
 def trials_to_show(interval: Interval) -> int:
-    """About how many trials, or blocks, show a difference of 5 % with a power of 80 %, from the width of an interval.
+    """About how many trials, or blocks, show a difference of 5 % with a power of 80 %.
 
-    The normal approximation of a two-sided test at 5 %: n (z + z') ** 2 (s / log(1.05)) ** 2, s being the
-    standard error with n (Chow, Shao, Wang and Lokhnygina, Sample Size Calculations in Clinical Research, section 3.1).
+    The normal approximation of a two-sided test at 5 %: n (z + z') ** 2 (s / log(1.05)) ** 2, s
+    being the standard error with n, from the width of the interval (Chow, Shao, Wang and Lokhnygina,
+    Sample Size Calculations in Clinical Research, section 3.1).
     """
     n = interval.num_trials
     error = math.log1p(interval.width) / (2 * special.stdtrit(n - 1, (1 + LEVEL) / 2))
     scores = special.ndtri((1 + LEVEL) / 2) + special.ndtri(0.8)
     return math.ceil(n * float(scores * error / math.log1p(0.05)) ** 2)
 
-
 def required_trials(interval: Interval, precision: float = PRECISION) -> int:
-    """How many more trials, or blocks, will make the interval narrower than the precision; 0 if it already is.
+    """How many more trials, or blocks, will make the interval narrower than the precision.
 
-    The width falls with the square root of their number. The result at most doubles the number: with few trials the
-    noise is not known well enough to plan further ahead.
+    0 if it already is. The width falls with the square root of their number. The result at most
+    doubles the number: with few trials the noise is not known well enough to plan further ahead.
     """
     if interval.width < precision:
         return 0

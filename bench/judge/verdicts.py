@@ -1,4 +1,4 @@
-"""Verdicts on two cells: faster, slower, same, ambiguous, not comparable; each with a reason and what to do next.
+"""Verdicts on two cells: faster, slower, same, ambiguous, not comparable; with reason and advice.
 
 A verdict starts as ambiguous, and evidence upgrades it:
 
@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 from bench.formatting import plural
 from bench.judge.evidence import CellEvidence
@@ -94,7 +95,8 @@ NEXT: dict[Reason, str] = {
     Reason.NO_CONTROL: f"run again with the A/A pair and at least {MIN_TRIALS} repeats",
     Reason.CONTROL_OFF: "distrust these times, and run again on a machine where nothing else runs",
     Reason.FEW_RUNS: f"pool at least {MIN_RUNS} runs, of different days",
-    Reason.DAYS: f"name a folder of at least {MIN_RUNS} runs as A, or run both commits in turn: run --against COMMIT",
+    Reason.DAYS: f"name a folder of at least {MIN_RUNS} runs as A, or run both commits in turn: "
+    "run --against COMMIT",
     Reason.CLOCKS: "lock the clocks, or let the machine cool down, and run again",
     Reason.FEW_TRIALS: f"run at least {MIN_TRIALS} repeats",
     Reason.FAILED_TRIALS: "see why trials failed, fix it, and resume the run",
@@ -137,26 +139,32 @@ class Comparison:
 
     @property
     def is_judged(self) -> bool:
-        """Whether it counts in Holm's correction: nothing forbids a verdict, and there is an interval."""
+        """Whether Holm's correction counts it: it has an interval, and nothing forbids a verdict."""
         return not self.blocked and self.time is not None and self.time.p_different is not None
 
     @property
     def words(self) -> str:
-        """The verdict and where it holds: ``slower in this run``, ``faster over 3 runs, may differ on another day``."""
+        """The verdict and where it holds.
+
+        ``slower in this run``, ``faster over 3 runs, may differ on another day``.
+        """
         return f"{self.verdict}{self.scope}"
 
     @property
     def scope(self) -> str:
-        """Where a verdict of faster, slower or the same holds, in words that follow it; else empty."""
+        """Where a verdict of faster, slower or same holds, in words that follow it; else empty."""
         if self.verdict not in DECIDED or self.time is None:
             return ""
         if self.allows_for_days:
             return ACROSS_DAYS
-        return scope_words(len(self.time.runs) or 1) + (MAY_DIFFER if self.may_differ else "")
+        words = scope_words(len(self.time.runs) or 1)
+        if self.may_differ:
+            words += MAY_DIFFER
+        return words
 
     @property
     def may_differ(self) -> bool:
-        """Whether the verdict may be another one on another day: the next run's interval contains 1."""
+        """Whether another day may have another verdict: the next run's interval contains 1."""
         is_apart = self.verdict in (Verdict.FASTER, Verdict.SLOWER)
         return is_apart and self.time is not None and self.time.may_turn
 
@@ -196,78 +204,109 @@ def compare(
 
     The ratio is the step time of the first side over that of the second.
     """
-    blocked = _blocked_in_any(sides)
+    obstacle = _first_obstacle(sides)
     time, cycles = None, None
-    if blocked is None or blocked[0] not in BLOCKS:
-        time = _over([ratio(a.sample, b.sample, margin) for a, b in sides.values()], margin)
-        clocked = [(a.cycles, b.cycles) for a, b in sides.values()]
-        known = [ratio(ours, theirs, margin) for ours, theirs in clocked if ours and theirs]
-        if len(known) == len(sides):
-            cycles = _over(known, margin)
+    if obstacle is None or not obstacle.bars:
+        in_seconds: list[Interval] = []
+        in_cycles: list[Interval] = []
+        for a, b in sides.values():
+            in_seconds.append(ratio(a.sample, b.sample, margin))
+            if a.cycles and b.cycles:
+                in_cycles.append(ratio(a.cycles, b.cycles, margin))
+        time = over_all(in_seconds, margin)
+        if len(in_cycles) == len(sides):
+            cycles = over_all(in_cycles, margin)
     found = Comparison(time=time, control=control, margin=margin, cycles=cycles)
-    if blocked is None:
+    if obstacle is None:
         return found
-    reason, details = blocked
-    verdict = Verdict.NOT_COMPARABLE if reason in BLOCKS else Verdict.AMBIGUOUS
-    return replace(found, blocked=True, verdict=verdict, reason=reason, details=details)
+    verdict = Verdict.AMBIGUOUS
+    if obstacle.bars:
+        verdict = Verdict.NOT_COMPARABLE
+    return replace(
+        found, blocked=True, verdict=verdict, reason=obstacle.reason, details=obstacle.details
+    )
 
 
-def _over(found: Sequence[Interval], margin: float) -> Interval:
-    """The ratio of the only run, or over all of them."""
-    if len(found) == 1:
-        return found[0]
-    return over_runs([each.ratio for each in found], margin)
+def over_all(ratios: Sequence[Interval], margin: float = MARGIN) -> Interval:
+    """The ratio of the only run, or over several from that of each."""
+    if len(ratios) == 1:
+        return ratios[0]
+    return over_runs([each.ratio for each in ratios], margin)
 
 
-def _blocked_in_any(
-    sides: Mapping[str, tuple[CellEvidence, CellEvidence]],
-) -> tuple[Reason, tuple[str, ...]] | None:
-    """What forbids a verdict in the first run that has such a thing."""
+class Obstacle(NamedTuple):
+    """What forbids a verdict."""
+
+    reason: Reason
+    details: tuple[str, ...]
+
+    @property
+    def bars(self) -> bool:
+        """Whether the two cells are not comparable at all."""
+        return self.reason in BLOCKS
+
+
+def _first_obstacle(sides: Mapping[str, tuple[CellEvidence, CellEvidence]]) -> Obstacle | None:
+    """That of the first run that has one."""
     for run, (a, b) in sides.items():
-        if blocked := _blocked(a, b):
-            reason, details = blocked
-            if len(sides) > 1:
-                details = tuple(f"{run}: {text}" for text in details)
-            return reason, details
+        found = _obstacle(a, b)
+        if found is not None and len(sides) > 1:
+            return Obstacle(found.reason, tuple(f"{run}: {text}" for text in found.details))
+        if found is not None:
+            return found
     return None
 
 
-def _blocked(a: CellEvidence, b: CellEvidence) -> tuple[Reason, tuple[str, ...]] | None:
-    """What forbids a verdict, the gravest reason first."""
+def _obstacle(a: CellEvidence, b: CellEvidence) -> Obstacle | None:
+    """The gravest one."""
     for reason, ours, theirs in (
         (Reason.WORK, a.work, b.work),
         (Reason.PRECISION, a.precision, b.precision),
         (Reason.ACCUMULATION, a.accumulation_dtype, b.accumulation_dtype),
     ):
         if ours != theirs:
-            return reason, (f"{a.label} has {ours or 'none'}, {b.label} has {theirs or 'none'}",)
+            text = f"{a.label} has {ours or 'none'}, {b.label} has {theirs or 'none'}"
+            return Obstacle(reason, (text,))
     if found := (*a.obstacles, *b.obstacles):
-        return Reason.GATE if a.failed_gates or b.failed_gates else Reason.DISTURBED, found
+        reason = Reason.DISTURBED
+        if a.failed_gates or b.failed_gates:
+            reason = Reason.GATE
+        return Obstacle(reason, found)
+    failed: list[str] = []
     for side in (a, b):
+        trials = plural(side.num_failed + len(side.sample.trials), "trial")
         if not side.sample.trials:
-            return Reason.NO_TRIALS, (
-                f"{side.label}: {plural(side.num_failed, 'trial')}, none of which succeeded",
-            )
-    failed = tuple(
-        f"{side.label}: {side.num_failed} of {plural(side.num_failed + len(side.sample.trials), 'trial')} failed"
-        for side in (a, b)
-        if side.num_failed
-    )
-    if not failed:
-        return None
-    return Reason.FAILED_TRIALS, failed
+            text = f"{side.label}: {trials}, none of which succeeded"
+            return Obstacle(Reason.NO_TRIALS, (text,))
+        if side.num_failed:
+            failed.append(f"{side.label}: {side.num_failed} of {trials} failed")
+    if failed:
+        return Obstacle(Reason.FAILED_TRIALS, tuple(failed))
+    return None
 
 
 def judge_all(comparisons: Iterable[Comparison]) -> list[Comparison]:
-    """All comparisons of one report with their verdicts, corrected by Holm for the number that are judged."""
+    """All comparisons of one report with their verdicts, after Holm's correction.
+
+    That counts the comparisons that are judged.
+    """
     every = list(comparisons)
-    family = [place for place, comparison in enumerate(every) if comparison.is_judged]
-    times = [time for place in family if (time := every[place].time) is not None]
-    different = holm([time.p_different for time in times if time.p_different is not None])
-    same = holm([time.p_same for time in times if time.p_same is not None])
-    for place, p_different, p_same in zip(family, different, same, strict=True):
+    family: list[int] = []
+    different: list[float] = []
+    same: list[float] = []
+    for place, comparison in enumerate(every):
+        time = comparison.time
+        if comparison.is_judged and time is not None:
+            assert time.p_different is not None and time.p_same is not None, "it has an interval"
+            family.append(place)
+            different.append(time.p_different)
+            same.append(time.p_same)
+    for place, p_different, p_same in zip(family, holm(different), holm(same), strict=True):
         every[place] = replace(every[place], p_different=p_different, p_same=p_same)
-    return [c if c.blocked else _judged(c) for c in every]
+    for place, comparison in enumerate(every):
+        if not comparison.blocked:
+            every[place] = _judged(comparison)
+    return every
 
 
 def num_judged(comparisons: Iterable[Comparison]) -> int:
@@ -280,38 +319,40 @@ def _judged(comparison: Comparison) -> Comparison:
     if time is None:
         return replace(comparison, reason=Reason.FEW_TRIALS, details=("no ratio",))
     if time.low is None:
-        reason = Reason.FEW_RUNS if time.runs else Reason.FEW_TRIALS
+        reason = Reason.FEW_TRIALS
+        if time.runs:
+            reason = Reason.FEW_RUNS
         return replace(comparison, reason=reason, details=(time.reason,))
     if control is None:
         return replace(comparison, reason=Reason.NO_CONTROL, details=("there is no A/A pair",))
     if control.low is None:
-        return replace(
-            comparison, reason=Reason.NO_CONTROL, details=(f"A/A pair: {control.reason}",)
-        )
+        details = (f"A/A pair: {control.reason}",)
+        return replace(comparison, reason=Reason.NO_CONTROL, details=details)
     if is_off(control):
-        assert control.high is not None, "both ends are known, or neither"
-        ends = f"{control.ratio:.4f} ({control.low:.4f} to {control.high:.4f})"
-        return replace(comparison, reason=Reason.CONTROL_OFF, details=(f"A/A pair: {ends}",))
+        details = (f"A/A pair: {control.words}",)
+        return replace(comparison, reason=Reason.CONTROL_OFF, details=details)
     verdict, reason = _of_interval(time, comparison)
-    details = [f"{time.ratio:.4f} [{time.low:.4f}, {time.high:.4f}]"]
+    found = [f"{time.ratio:.4f} [{time.low:.4f}, {time.high:.4f}]"]
     if (cycles := comparison.cycles) is not None and verdict is not Verdict.AMBIGUOUS:
-        # Whatever Holm said of the seconds goes for the cycles: what must agree is where the interval is.
+        # Holm's correction of the seconds goes for the cycles: what must agree is where both are.
         other = Verdict.AMBIGUOUS
         if cycles.low is not None:
             other, _ = _of_interval(cycles, comparison)
         if other is not verdict:
-            details.append(f"in cycles {cycles.ratio:.4f}, which is {other}")
+            found.append(f"in cycles {cycles.ratio:.4f}, which is {other}")
             verdict, reason = Verdict.AMBIGUOUS, Reason.CLOCKS
-    return replace(comparison, verdict=verdict, reason=reason, details=tuple(details))
+    return replace(comparison, verdict=verdict, reason=reason, details=tuple(found))
 
 
 def is_off(control: Interval | None) -> bool:
-    """Whether the A/A pair shows that a cell differs from itself: by more than the margin, and not by its noise."""
+    """Whether the A/A pair shows that a cell differs from itself.
+
+    It is off by more than the margin, and not by its noise.
+    """
     if control is None or control.low is None or control.high is None:
         return False
-    return not control.low <= 1 <= control.high and abs(math.log(control.ratio)) > math.log1p(
-        MARGIN
-    )
+    is_apart = not control.low <= 1 <= control.high
+    return is_apart and abs(math.log(control.ratio)) > math.log1p(MARGIN)
 
 
 def _of_interval(time: Interval, found: Comparison) -> tuple[Verdict, Reason]:
@@ -321,7 +362,9 @@ def _of_interval(time: Interval, found: Comparison) -> tuple[Verdict, Reason]:
     if fits and found.p_same < ALPHA:
         return Verdict.SAME, Reason.INSIDE_MARGIN
     if apart and found.p_different < ALPHA:
-        return Verdict.FASTER if time.high < 1 else Verdict.SLOWER, Reason.DIFFERENT
+        if time.high < 1:
+            return Verdict.FASTER, Reason.DIFFERENT
+        return Verdict.SLOWER, Reason.DIFFERENT
     if fits or apart:
         return Verdict.AMBIGUOUS, Reason.MANY
     return Verdict.AMBIGUOUS, Reason.WIDE
@@ -330,18 +373,23 @@ def _of_interval(time: Interval, found: Comparison) -> tuple[Verdict, Reason]:
 def next_precision(found: Sequence[Comparison], precision: float) -> float | None:
     """Width of the intervals to go on to; None if the repeats are enough.
 
-    First all intervals, the A/A pair's among them, must be narrower than the precision. Comparisons that are then
-    still ambiguous for want of evidence are extended, once, until SAME_WIDTH of the margin. Neither depends on where
-    the intervals are, and so repeats are not added until a wanted verdict comes up.
+    First all intervals, the A/A pair's among them, must be narrower than the precision. Comparisons
+    that are then still ambiguous for want of evidence are extended, once, until SAME_WIDTH of the
+    margin. Neither depends on where the intervals are, and so repeats are not added until a wanted
+    verdict comes up.
     """
-    intervals = [
-        interval for each in found for interval in (each.time, each.control) if interval is not None
-    ]
-    widest = max((interval.width for interval in intervals), default=math.inf)
+    widths: list[float] = []
+    is_open = False
+    for each in found:
+        for interval in (each.time, each.control):
+            if interval is not None:
+                widths.append(interval.width)
+        if each.verdict is Verdict.AMBIGUOUS and each.reason in MORE_HELPS:
+            is_open = True
+    widest = max(widths, default=math.inf)
     if widest >= precision:
         return precision
     extended = min(precision, SAME_WIDTH * MARGIN)
-    is_open = any(each.verdict is Verdict.AMBIGUOUS and each.reason in MORE_HELPS for each in found)
     if is_open and widest >= extended:
         return extended
     return None
