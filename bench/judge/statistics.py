@@ -206,9 +206,9 @@ def allowing_for_days(
         return interval
     n = interval.num_trials
     within = math.log(interval.high / interval.low) / (2 * special.stdtrit(n - 1, (1 + LEVEL) / 2))
-    parts = {n - 1: within**2, freedom: 2 * deviation**2}
-    variance = within**2 + 2 * deviation**2
-    welch = variance**2 / sum(part**2 / of for of, part in parts.items())
+    of_run, of_days = within**2, 2 * deviation**2
+    variance = of_run + of_days
+    welch = variance**2 / (of_run**2 / (n - 1) + of_days**2 / freedom)
     found = LogMean(
         np.asarray(math.log(interval.ratio)), np.asarray(math.sqrt(variance)), np.asarray(welch)
     )

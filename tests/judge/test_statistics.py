@@ -160,3 +160,10 @@ class TestBetweenDays:
         assert same.low == pytest.approx(within.low) and same.ratio == pytest.approx(within.ratio)
         assert wide.low is not None and wide.high is not None and wide.low < 1 < wide.high
         assert wide.width > math.exp(2 * stats.norm.ppf(0.975) * 0.1 * math.sqrt(2)) - 1
+
+    def test_the_better_the_deviation_is_known_the_narrower_it_is(self) -> None:
+        """Also where it has as many degrees of freedom as the ratio itself."""
+        within = ratio(sample(1.1, seed=1), sample(1.0, seed=2))
+        deviation = math.log1p(within.width) / 8
+        widths = [allowing_for_days(within, deviation, freedom).width for freedom in range(2, 40)]
+        assert widths == sorted(widths, reverse=True)
