@@ -1,9 +1,9 @@
-"""One run or pool against itself: the A/A pair, each cell against the baseline's, whether more repeats are needed."""
+"""One run or pool against itself: its A/A pair, its cells and the baseline, the need for repeats."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from bench.judge.loading import run_of
@@ -21,54 +21,63 @@ def baseline_of(manifest: Manifest) -> str:
     """The backend that the others of a run are compared with."""
     if manifest.baseline:
         return manifest.baseline
-    others = {name: about for name, about in manifest.backends.items() if name not in REFERENCES}
-    return min(others, key=lambda name: bool(others[name].get("defect")), default=REFERENCE)
+    others = [name for name in manifest.backends if name not in REFERENCES]
+    for name in others:
+        if not manifest.backends[name].get("defect"):
+            return name
+    if others:
+        return others[0]
+    return REFERENCE
 
 
 def control_of(pool: Pool) -> ComparedPair | None:
-    """The A/A pair, the same cell twice: the first twin in the order of labels; None if not every run has it.
+    """The A/A pair, the same cell twice: the first twin by labels; None if not every run has it.
 
-    Its time is None if one of the two failed or is not comparable; ``detail`` says why it has no interval.
+    Its time is None if one of the two failed or is not comparable; ``detail`` says why it has no
+    interval.
     """
-    for cell, twin in _twins(pool)[:1]:
-        (found,) = judge_pairs(pool, pool, [Pair(a=cell, b=twin, name="A/A")])
-        if found.blocked:
-            return replace(found, time=None)
-        return found
-    return None
+    twins = _twins(pool)
+    if not twins:
+        return None
+    cell, twin = twins[0]
+    (found,) = judge_pairs(pool, pool, [Pair(a=cell, b=twin, name="A/A")])
+    if found.blocked:
+        return replace(found, time=None)
+    return found
 
 
 def _twins(pool: Pool) -> list[tuple[Cell, Cell]]:
     """Cells that every run holds twice, each with its twin, sorted by the twins' labels."""
-    twins = [cell for cell in pool.first.cells.values() if cell.twin and not cell.other_commit]
-    twins.sort(key=lambda cell: cell.twin)
-    both = [(replace(twin, twin=""), twin) for twin in twins]
-    return [(cell, twin) for cell, twin in both if pool.has(cell, twin)]
+    found = []
+    for twin in sorted(pool.first.cells.values(), key=lambda cell: cell.twin):
+        cell = replace(twin, twin="")
+        if twin.twin and not twin.other_commit and pool.has(cell, twin):
+            found.append((cell, twin))
+    return found
 
 
 def pairs_with_baseline(pool: Pool, baseline: str = "") -> list[Pair]:
-    """Every cell with the cell of the baseline (by default the run's own) that differs in the backend alone.
+    """Every cell with that of the baseline (by default the run's own), which differs in the backend.
 
     If a run has more twins than one, the others are compared too.
     """
     run = pool.first
     baseline = baseline or baseline_of(run.manifest)
-    backends = dict.fromkeys(cell.backend for cell in run.cells.values())
-    others = [
-        replace(pair, name=f"{backend} {pair.name}")
-        for backend in backends
-        if backend not in {baseline, *REFERENCES}
-        for pair in pairs_of_backends(run, baseline, backend)
-    ]
-    return others + [
-        Pair(a=cell, b=twin, name=twin.label, group="A/A") for cell, twin in _twins(pool)[1:]
-    ]
+    found: list[Pair] = []
+    for backend in dict.fromkeys(cell.backend for cell in run.cells.values()):
+        if backend == baseline or backend in REFERENCES:
+            continue
+        for pair in pairs_of_backends(run, baseline, backend):
+            found.append(replace(pair, name=f"{backend} {pair.name}"))
+    for cell, twin in _twins(pool)[1:]:
+        found.append(Pair(a=cell, b=twin, name=twin.label, group="A/A"))
+    return found
 
 
 def widest(rows: Sequence[ComparedPair]) -> float | None:
-    """The width of the widest interval of these ratios, relative: high / low - 1; None if there is no interval."""
-    times = (row.time for row in rows if row.has_interval)
-    return max((time.width for time in times if time is not None), default=None)
+    """The width of the widest interval of these ratios, high / low - 1; None if there is none."""
+    widths = [row.time.width for row in rows if row.time is not None and row.has_interval]
+    return max(widths, default=None)
 
 
 def percent(share: float, sign: str = "") -> str:
@@ -81,53 +90,68 @@ def interim_analysis(
 ) -> InterimAnalysis:
     """Which cells need more repeats.
 
-    Cells that are equal but for the backend are one group, which stays open as a whole until the intervals of all its
-    ratios to the baseline are narrow enough (``verdicts.next_precision``); the A/A pair's counts in its own group.
-    Cells that cannot be compared, or have failed trials, keep no group open and get no more trials; neither do cells
-    that need only one trial (``once`` of the manifest).
+    Cells that are equal but for the backend are one group, which stays open as a whole until the
+    intervals of all its ratios to the baseline are narrow enough (``verdicts.next_precision``); the
+    A/A pair's counts in its own group. Cells that cannot be compared, or have failed trials, keep no
+    group open and get no more trials; neither do cells that need only one trial (``once`` of the
+    manifest).
     """
     run = run_of(records, manifest)
     pool = Pool(runs=(run,))
-    precision = manifest.settings.precision
     control = control_of(pool)
-    measured = None if control is None else control.time
+    measured = None
     pairs = pairs_with_baseline(pool)
-    if control is not None and measured is not None:
+    if control is not None and control.time is not None:
+        measured = control.time
         pairs.append(Pair(a=control.a, b=control.b, name="A/A"))
     pairs += pairs_of_commits(pool)
     judged = judge_pairs(pool, pool, pairs, control=measured)
-    done = set(manifest.once)
-    was_open = set(manifest.looks[-1].open if manifest.looks else run.cells) - done
+    was_open = set(run.cells)
+    if manifest.looks:
+        was_open = set(manifest.looks[-1].open)
+    was_open.difference_update(manifest.once)
     still: set[str] = set()
-    widths, wanted = [0.0], 0
-    compared = [row for row in judged if not row.blocked]
-    for base in dict.fromkeys(row.a.cell_id for row in judged):
-        of_group = (row for row in compared if row.a.cell_id == base)
-        rows = [row for row in of_group if row.b.cell_id not in done]
-        if not rows or base not in was_open:
+    broadest, wanted = 0.0, 0
+    for base, rows in _groups(judged, set(manifest.once)).items():
+        if base not in was_open:
             continue
-        is_of_control = control is not None and control.a.cell_id == base
-        times = [row.time for row in rows if row.time is not None]
-        widths += [time.width for time in times]
         looked_at = rows
-        if not is_of_control:
+        if control is None or control.a.cell_id != base:
             looked_at = [replace(row, control=None) for row in rows]
-        target = next_precision(looked_at, precision)
+        target = next_precision(looked_at, manifest.settings.precision)
+        for row in rows:
+            if row.time is None:
+                continue
+            broadest = max(broadest, row.time.width)
+            if target is not None:
+                wanted = max(wanted, row.time.num_trials + required_trials(row.time, target))
         if target is not None:
-            wanted = max(
-                [wanted, *(time.num_trials + required_trials(time, target) for time in times)]
-            )
             still |= {base, *(row.b.cell_id for row in rows)}
-    chosen = tuple(cell_id for cell_id in run.cells if cell_id in still & was_open)
-    broadest, refused = max(widths), ""
-    if not judged:
-        refused = "no two cells differ in the backend alone"
-    elif all(row.blocked for row in judged):
-        refused = judged[0].detail
+    still &= was_open
     return InterimAnalysis(
         repeats=repeats,
-        open=chosen,
+        open=tuple(cell_id for cell_id in run.cells if cell_id in still),
         widest=broadest if 0 < broadest < math.inf else None,
         wanted=wanted,
-        refused=refused,
+        refused=_refused(judged),
     )
+
+
+def _groups(
+    judged: Sequence[ComparedPair], once: Collection[str]
+) -> dict[str, list[ComparedPair]]:
+    """The comparisons of cells that may need more trials, by the id of the cell of the baseline."""
+    found: dict[str, list[ComparedPair]] = {}
+    for row in judged:
+        if not row.blocked and row.b.cell_id not in once:
+            found.setdefault(row.a.cell_id, []).append(row)
+    return found
+
+
+def _refused(judged: Sequence[ComparedPair]) -> str:
+    """Why nothing can be compared; empty if something can."""
+    if not judged:
+        return "no two cells differ in the backend alone"
+    if all(row.blocked for row in judged):
+        return judged[0].detail
+    return ""
