@@ -1,4 +1,4 @@
-"""One run or pool against itself: its A/A pair, its cells and the baseline, the need for repeats."""
+"""One run or pool against itself: A/A pair, cells and baseline, and the need for repeats."""
 
 from __future__ import annotations
 
@@ -57,9 +57,10 @@ def _twins(pool: Pool) -> list[tuple[Cell, Cell]]:
 
 
 def pairs_with_baseline(pool: Pool, baseline: str = "") -> list[Pair]:
-    """Every cell with that of the baseline (by default the run's own), which differs in the backend.
+    """Every cell with the one of the baseline, which differs in the backend alone.
 
-    If a run has more twins than one, the others are compared too.
+    The baseline is the run's own by default. If a run has more twins than one, the others are
+    compared too.
     """
     run = pool.first
     baseline = baseline or baseline_of(run.manifest)

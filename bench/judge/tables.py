@@ -1,4 +1,4 @@
-"""Builds the tables of a run from its journal: SI units, counts start with ``num_``, failed trials are included.
+"""Builds the tables of a run from its journal: SI units, counts as ``num_``, failed trials included.
 
 Rows are typed, and keep their cells; frames of pandas, with the columns of ``bench.judge.columns``, are made of them.
 """
@@ -90,7 +90,7 @@ class MemoryRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Tables:
-    """The tables of one run, by name (``NAMES``); each is also a parquet file in the run's folder."""
+    """The tables of one run, by name (``NAMES``); each is a parquet file in the run's folder too."""
 
     trial_rows: Sequence[TrialRow] = ()
     step_rows: Sequence[StepRow] = ()
@@ -136,21 +136,36 @@ NAMES = ("trials", "steps", "losses", "collectives", "memory")
 
 
 def build(records: Iterable[TrialRecord], manifest: Manifest) -> Tables:
-    """The tables of the journal's records, not yet judged. Of several records of a cell and repeat, the last counts."""
-    latest = list({record.key: record for record in records}.values())
+    """The tables of the journal's records, not yet judged.
+
+    Of several records of a cell and repeat, the last counts.
+    """
+    latest: dict[tuple[str, int], TrialRecord] = {}
+    for record in records:
+        latest[record.key] = record
+    cells: dict[str, Cell] = {}
     measured: dict[str, MeasuredOnce] = {}
-    for record in latest:
+    for record in latest.values():
+        cells[record.cell_id] = record.cell
         measured.setdefault(record.cell_id, MeasuredOnce()).note(record)
-    named = labels({record.cell_id: record.cell for record in latest}.values())
-    memory = [row for record in latest for row in _memory_rows(record)]
+    named = labels(cells.values())
+    trials: list[TrialRow] = []
+    steps: list[StepRow] = []
+    losses: list[LossRow] = []
+    collectives: list[CollectiveRow] = []
+    memory: list[MemoryRow] = []
+    for record in latest.values():
+        label = named[record.cell]
+        trials.append(_trial_row(record, manifest, measured[record.cell_id], label))
+        steps += _step_rows(record)
+        losses += _loss_rows(record)
+        collectives += _collective_rows(record)
+        memory += _memory_rows(record)
     return Tables(
-        trial_rows=[
-            _trial_row(record, manifest, measured[record.cell_id], named[record.cell])
-            for record in latest
-        ],
-        step_rows=[row for record in latest for row in _step_rows(record)],
-        loss_rows=[row for record in latest for row in _loss_rows(record)],
-        collective_rows=[row for record in latest for row in _collective_rows(record)],
+        trial_rows=trials,
+        step_rows=steps,
+        loss_rows=losses,
+        collective_rows=collectives,
         memory_rows=memory,
     )
 
@@ -165,20 +180,27 @@ def _frame_of_rows(
     name: str, rows: Sequence[StepRow | LossRow | CollectiveRow | MemoryRow]
 ) -> pd.DataFrame:
     columns = dtypes(name)
-    values = {column: [getattr(row, column) for row in rows] for column in columns}
+    values = {}
+    for column in columns:
+        values[column] = [getattr(row, column) for row in rows]
     return pd.DataFrame(values, columns=list(columns)).astype(columns)
 
 
 def good_trials(trials: pd.DataFrame) -> pd.DataFrame:
-    """The ok trials of each cell, or all of a cell that has none, which is shown with its status."""
+    """The ok trials of each cell, or all of a cell that has none and is shown with its status."""
     fine = trials["status"] == Status.OK
     return trials[fine | ~fine.groupby(trials["cell_id"]).transform("any")]
 
 
 def rows_of(frame: pd.DataFrame) -> list[RowValues]:
-    """The rows of a frame as plain values, by column; missing values are None. ``to_dict`` takes four times as long."""
-    names = list(map(str, frame))
-    columns = (frame[name].to_numpy(object, na_value=None) for name in names)  # type: ignore[call-overload]
+    """The rows of a frame as plain values, by column; missing values are None.
+
+    ``to_dict`` takes four times as long.
+    """
+    names = [str(name) for name in frame]
+    columns = []
+    for name in names:
+        columns.append(frame[name].to_numpy(object, na_value=None))  # type: ignore[call-overload]
     return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
@@ -227,7 +249,7 @@ class MeasuredOnce:
 def _trial_row(
     record: TrialRecord, manifest: Manifest, measured: MeasuredOnce, label: str
 ) -> TrialRow:
-    """A row of the trials table; what is measured once per cell stands on all of its good trials."""
+    """A row of the trials table; all good trials of a cell have what is measured once for it."""
     cell, described = record.cell, manifest.backends.get(record.cell.backend, {})
     row = TrialRow(
         cell=cell,
@@ -310,7 +332,7 @@ def _add_update(row: TrialRow, update: UpdateCheck) -> None:
 
 
 def step_time(cell: Cell, timed: MergedTimings | None) -> float | None:
-    """The median of a trial's steps after warm-up in seconds, from its time pass; None if it has no such times."""
+    """The median of a trial's steps after warm-up in seconds, from its time pass; None without one."""
     if timed is None or not timed.step_seconds or not cell.world.is_timed:
         return None
     return float(statistics.median(timed.step_seconds))
@@ -320,7 +342,8 @@ def _add_timed(
     row: TrialRow, record: TrialRecord, timed: MergedTimings, manifest: Manifest
 ) -> None:
     cell = row.cell
-    row.num_micro_batches, row.optimizer_steps_observed = timed.num_micro_batches, timed.num_updates
+    row.num_micro_batches = timed.num_micro_batches
+    row.optimizer_steps_observed = timed.num_updates
     row.ranks_agree = timed.ranks_agree
     if timed.end is not None:
         _add_end(row, timed.end)
@@ -373,7 +396,7 @@ def _add_end(row: TrialRow, end: EndCheck) -> None:
 
 
 def _add_ranks(row: TrialRow, apart: RanksApart, when: str) -> None:
-    """Note the tensor of which ranks are furthest apart, of the moments at which they are compared."""
+    """Note the tensor of which ranks are furthest apart, and when: it is compared twice."""
     if row.ranks_apart is None or apart.error > row.ranks_apart:
         row.ranks_apart = apart.error
         row.ranks_apart_tensor = f"{apart.tensor} on rank {apart.rank} {when}"
@@ -404,7 +427,10 @@ def _add_rates(row: TrialRow, record: TrialRecord, seconds: float, manifest: Man
 def _add_gpus(
     row: TrialRow, gpus: Sequence[GpuSummary], num_steps: int, tokens_per_step: float | None
 ) -> None:
-    """NVML's values over all GPUs: lowest clock, top temperature, total power and energy; None if any is missing."""
+    """NVML's values over all GPUs: lowest clock, top temperature, total power and energy.
+
+    None if any GPU lacks the value.
+    """
     clocks = _of_all(gpu.sm_clock_mhz for gpu in gpus)
     if clocks:
         row.sm_clock_mhz = min(clocks)
@@ -467,18 +493,19 @@ def _loss_rows(record: TrialRecord) -> list[LossRow]:
 
 
 def _collective_rows(record: TrialRecord) -> list[CollectiveRow]:
-    return [
-        CollectiveRow(
-            record.cell_id,
-            record.repeat,
-            row.op,
-            row.group,
-            row.dtype,
-            row.calls,
-            row.payload_bytes,
+    found = []
+    for seen in record.collectives or ():
+        row = CollectiveRow(
+            cell_id=record.cell_id,
+            repeat=record.repeat,
+            op=seen.op,
+            group=seen.group,
+            dtype=seen.dtype,
+            calls=seen.calls,
+            payload_bytes=seen.payload_bytes,
         )
-        for row in record.collectives or ()
-    ]
+        found.append(row)
+    return found
 
 
 def _memory_rows(record: TrialRecord) -> list[MemoryRow]:
@@ -488,9 +515,7 @@ def _memory_rows(record: TrialRecord) -> list[MemoryRow]:
             sizes[f"tracked_{name}"] = size
     if record.time is not None and record.time.cuda_memory:
         peaks = record.time.cuda_memory
-        sizes |= {
-            f"cuda_{name}": peaks[name]
-            for name in ("allocated", "active", "reserved")
-            if name in peaks
-        }
+        for name in ("allocated", "active", "reserved"):
+            if name in peaks:
+                sizes[f"cuda_{name}"] = peaks[name]
     return [MemoryRow(record.cell_id, record.repeat, name, size) for name, size in sizes.items()]
