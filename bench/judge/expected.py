@@ -1,10 +1,11 @@
-"""What a trial is held against: the losses of its reference, and the collectives and held bytes of the formulas."""
+"""What a trial is held against: the losses of its reference, and the bytes of the formulas."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from bench.grouping import grouped
 from bench.judge.columns import WORK
@@ -58,16 +59,15 @@ class Losses:
         """The reference's losses, by the id of the cell that is compared with it."""
         self._references: dict[tuple[object, ...], Sequence[float]] = {}
         """Losses of the reference trained for most steps, from its first good trial."""
-        references = [row for row in tables.trial_rows if row.cell.is_reference]
-        for row in sorted(references, key=lambda row: row.repeat):
-            if row.status is not Status.OK:
+        for row in sorted(tables.trial_rows, key=lambda row: row.repeat):
+            if not row.cell.is_reference or row.status is not Status.OK:
                 continue
             key = self._key(row.cell, row.cell.backend, row.cell.world_size)
             if len(self._complete(row)) > len(self._references.get(key, ())):
                 self._references[key] = self._complete(row)
 
     def deviation(self, row: TrialRow) -> Deviation | None:
-        """The deviation of a row of the trials table; None if it has not one loss per step, or no reference."""
+        """The deviation of a trial; None if it has not one loss per step, or no reference."""
         losses, expected = self._complete(row), self._of_reference(row.cell)
         apart = [abs(a - b) for a, b in zip(losses, expected, strict=False)]
         if not apart:
@@ -106,13 +106,12 @@ class Losses:
 def extent(tables: Tables) -> str:
     """A sentence on how many steps of losses were compared; empty if all were."""
     losses = Losses(tables)
-    compared = {
-        row.cell.cell_id: row
-        for row in reversed(tables.trial_rows)
-        if row.max_loss_deviation is not None
-    }
+    first: dict[str, TrialRow] = {}
+    for row in tables.trial_rows:
+        if row.max_loss_deviation is not None:
+            first.setdefault(row.cell.cell_id, row)
     short: set[int] = set()
-    for row in compared.values():
+    for row in first.values():
         found = losses.deviation(row)
         if found is not None and found.num_steps < row.cell.windows:
             short.add(found.num_steps)
@@ -133,11 +132,12 @@ def fill(
 ) -> tuple[Tables, dict[str, list[str]]]:
     """Add the expected collectives to every successful trial that counted them.
 
-    Returns new tables, and by cell_id one line per operation or category that differs. The ``records`` have the layouts
-    of models that are not shipped, and the settings that backends had; ``peaks``, by cell_id, are the peaks of memory
-    in bytes that run.json predicted before the run. An operation that is expected but was not seen gets a row with 0
-    calls; one that was seen but not expected has 0 expected calls. Without a formula (a plug-in backend, a model of
-    unknown layout) the columns stay empty.
+    Returns new tables, and by cell_id one line per operation or category that differs. The
+    ``records`` have the layouts of models that are not shipped, and the settings that backends had;
+    ``peaks``, by cell_id, are the peaks of memory in bytes that run.json predicted before the run.
+    An operation that is expected but was not seen gets a row with 0 calls; one that was seen but not
+    expected has 0 expected calls. Without a formula (a plug-in backend, a model of unknown layout)
+    the columns stay empty.
     """
     settings, predicted = settings_of(records), peaks or {}
     layouts = {record.cell_id: record.layout for record in records if record.layout is not None}
@@ -155,28 +155,37 @@ def fill(
         given = settings.get(cell_id, NO_SETTINGS)
         if layout is None or (expectation := expect(cell, layout, settings=given)) is None:
             continue
-        found = findings.setdefault(cell_id, [])
+        found: list[str] = []
         for row in _beside_expected(trial, counted.pop(trial.key, []), expectation):
             filled.append(row)
-            ours, theirs = (
-                (row.calls, row.payload_bytes),
-                (row.expected_calls, row.expected_payload_bytes),
-            )
-            if ours != theirs:
-                text = f"{ours[0]} calls and {ours[1]} bytes per window, not {theirs[0]} and {theirs[1]}"
-                found.append(f"{row.op} of {row.dtype}{among(row.group)}: {text}")
+            found += _unlike(row)
         sizes = {row.category: row.bytes for row in tracked.get(trial.key, [])}
         for category, size, should in _memory(sizes, cell, layout, predicted.get(cell_id), given):
             memory.append(MemoryRow(cell_id, trial.repeat, category, size, should))
             if category != PEAK and size != should:
                 found.append(f"{_what(category)}: {size} bytes, not {should}")
-    untouched = [row for rows in counted.values() for row in rows]
+        if found:
+            findings.setdefault(cell_id, []).extend(found)
+    untouched = list(chain.from_iterable(counted.values()))
     new = replace(tables, collective_rows=[*untouched, *filled], memory_rows=memory)
-    return new, {cell_id: texts for cell_id, texts in findings.items() if texts}
+    return new, findings
+
+
+def _unlike(row: CollectiveRow) -> list[str]:
+    """How an operation differs from what is expected of it; empty if it does not."""
+    if row.calls == row.expected_calls and row.payload_bytes == row.expected_payload_bytes:
+        return []
+    return [
+        f"{row.op} of {row.dtype}{among(row.group)}: {row.calls} calls and {row.payload_bytes} "
+        f"bytes per window, not {row.expected_calls} and {row.expected_payload_bytes}"
+    ]
 
 
 def _may_count(trial: TrialRow) -> bool:
-    """Whether a trial may have run the passes that count: all but the time pass run together, in one of a cell."""
+    """Whether a trial may have run the passes that count.
+
+    All but the time pass run together, in one trial of a cell.
+    """
     return trial.status in (Status.OK, Status.INVALID) and trial.num_passes != 1
 
 
@@ -184,11 +193,12 @@ def _beside_expected(
     trial: TrialRow, counted: Sequence[CollectiveRow], expectation: Expectation
 ) -> Iterator[CollectiveRow]:
     """What was counted in a trial and what was expected, by operation, group and dtype."""
-    seen = {(row.op, row.group, row.dtype): (row.calls, row.payload_bytes) for row in counted}
-    right = {
-        (row.op, row.group, row.dtype): (row.calls, row.payload_bytes)
-        for row in expectation.collectives
-    }
+    seen: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for row in counted:
+        seen[row.op, row.group, row.dtype] = row.calls, row.payload_bytes
+    right: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for due in expectation.collectives:
+        right[due.op, due.group, due.dtype] = due.calls, due.payload_bytes
     for kind in sorted(seen.keys() | right.keys()):
         calls, size = seen.get(kind, NONE)
         expected_calls, expected_size = right.get(kind, NONE)
@@ -206,17 +216,19 @@ def cells_watched(tables: Tables) -> set[str]:
 def _memory(
     sizes: Mapping[str, int], cell: Cell, layout: Layout, predicted: int | None, settings: Settings
 ) -> Iterator[tuple[str, int, int]]:
-    """Categories with their measured and expected bytes; none for what was not measured or is already judged.
+    """Categories with their measured and expected bytes.
 
-    ``held_<use>`` is held between micro-batches, and covers the use's sharded and unsharded categories; it is not
-    measured at N = 1. Those of the host begin with ON_HOST. ``peak`` is the peak without OTHER beside the prediction,
-    and differs without being wrong.
+    There is none for what was not measured or is already judged. ``held_<use>`` is held between
+    micro-batches, and covers the use's sharded and unsharded categories; it is not measured at
+    N = 1. Those of the host begin with ON_HOST. ``peak`` is the peak without OTHER beside the
+    prediction, and differs without being wrong.
     """
     if any(name.startswith(TRACKED) for name in sizes):
         fullest = _fullest(cell, layout, settings)
-        wanted = {f"{HELD}_{use}": size for use, size in fullest.held.items()} | dict(
-            fullest.beside
-        )
+        wanted: dict[str, int] = {}
+        for use, size in fullest.held.items():
+            wanted[f"{HELD}_{use}"] = size
+        wanted |= fullest.beside
         for name, size in wanted.items():
             measured = _measured(sizes, name)
             if measured is not None and name not in sizes:
@@ -232,7 +244,9 @@ def _measured(sizes: Mapping[str, int], name: str) -> int | None:
     if tracked in sizes:
         return int(sizes[tracked])
     parts = [int(size) for each, size in sizes.items() if each.startswith(f"{tracked}_")]
-    return sum(parts) if parts else None
+    if not parts:
+        return None
+    return sum(parts)
 
 
 def _what(category: str) -> str:
@@ -249,19 +263,24 @@ def _what(category: str) -> str:
 def _fullest(cell: Cell, layout: Layout, settings: Settings) -> Expectation:
     """What is expected of the rank that holds most, which is the one that a merged record shows.
 
-    Ranks differ if parameters do not divide evenly: the last shards are shorter, and ZeRO-2's partitions overlap
-    different parameters.
+    Ranks differ if parameters do not divide evenly: the last shards are shorter, and ZeRO-2's
+    partitions overlap different parameters.
     """
-    ranks = (
-        expect(cell, layout, rank=rank, settings=settings) for rank in range(cell.num_processes)
-    )
-    return max((rank for rank in ranks if rank), key=lambda rank: sum(rank.held.values()))
+    fullest: Expectation | None = None
+    most = -1
+    for rank in range(cell.num_processes):
+        found = expect(cell, layout, rank=rank, settings=settings)
+        if found is not None and sum(found.held.values()) > most:
+            fullest = found
+            most = sum(found.held.values())
+    assert fullest is not None, "callers have an expectation for the cell"
+    return fullest
 
 
 def settings_of(records: Iterable[TrialRecord]) -> dict[str, Settings]:
     """The backend's settings that the trials of a cell have stored, by cell_id."""
-    return {
-        record.cell_id: record.backend_settings
-        for record in records
-        if record.backend_settings is not None
-    }
+    found: dict[str, Settings] = {}
+    for record in records:
+        if record.backend_settings is not None:
+            found[record.cell_id] = record.backend_settings
+    return found
