@@ -1,4 +1,4 @@
-"""The sides of comparisons: what the tables of a run say of each cell, and what forbids comparing it."""
+"""The sides of comparisons: what a run's tables say of each cell, and what forbids comparing it."""
 
 from __future__ import annotations
 
@@ -62,13 +62,20 @@ class CellEvidence:
 
     @property
     def obstacles(self) -> tuple[str, ...]:
-        """Why no time of this side may be compared, in clauses; the first of each reason names the cell."""
-        every = (*self.failed_gates, *((text,) for text in self.disturbed))
-        return tuple(text for first, *more in every for text in (f"{self.label}: {first}", *more))
+        """Why no time of this side may be compared, in clauses.
+
+        The first of each reason names the cell.
+        """
+        found: list[str] = []
+        for first, *more in self.failed_gates:
+            found += [f"{self.label}: {first}", *more]
+        for text in self.disturbed:
+            found.append(f"{self.label}: {text}")
+        return tuple(found)
 
     @property
     def outcome(self) -> str:
-        """How the cell ended, as everything that is shown says it: ``ok``, ``oom``, or ``crashed, 12 of 13 ok``."""
+        """How the cell ended, in what is shown: ``ok``, ``oom``, or ``crashed, 12 of 13 ok``."""
         if 0 < self.num_ok < self.num_trials:
             return f"{self.status}, {self.num_ok} of {self.num_trials} ok"
         if self.lossy is not None and self.status == Status.OK:
@@ -93,9 +100,10 @@ class EvidenceByCell:
         self._found: dict[Cell, CellEvidence] = {}
 
     def of(self, cell: Cell) -> CellEvidence:
-        """The side of a cell. A repeat is a block: the runner runs each cell once per repeat, in random order.
+        """The side of a cell.
 
-        Failed trials are counted; invalid ones forbid the comparison, with their reason.
+        A repeat is a block: the runner runs each cell once per repeat, in random order. Failed
+        trials are counted; invalid ones forbid the comparison, with their reason.
         """
         if cell not in self._found:
             self._found[cell] = self._of(cell)
@@ -119,10 +127,13 @@ class EvidenceByCell:
         bad = [row for row in trials if row.status is not Status.OK]
         worst = _worst(bad or trials)
         disturbed = tuple(restless(good))
-        wrong_results = [text for told, is_wrong in gates.items() if is_wrong for text in told]
-        barred = wrong_results
+        wrong_results: list[str] = []
+        for told, is_wrong in gates.items():
+            if is_wrong:
+                wrong_results += told
+        barred = list(wrong_results)
         if cell.world.is_timed:
-            barred = [*wrong_results, *disturbed]
+            barred += disturbed
         return CellEvidence(
             label=self._letter + cell.label,
             sample=self._sample(timed),
@@ -154,22 +165,31 @@ class EvidenceByCell:
 
     def _cycles(self, timed: Sequence[TrialRow]) -> Sample | None:
         """The trials in clock cycles; None if a clock is not known."""
-        clocks = _present(row.sm_clock_mhz for row in timed)
-        if not clocks or len(clocks) < len(timed):
+        cycles: list[float] = []
+        for row in timed:
+            if row.sm_clock_mhz is None:
+                return None
+            cycles.append(_seconds(row) * (1e6 * row.sm_clock_mhz))
+        if not cycles:
             return None
-        return self._of_seconds(
-            timed, [_seconds(row) * (1e6 * clock) for row, clock in zip(timed, clocks, strict=True)]
-        )
+        return self._of_seconds(timed, cycles)
 
     def _of_seconds(self, timed: Sequence[TrialRow], seconds: Sequence[float]) -> Sample:
-        blocks = () if self._letter else tuple(row.repeat for row in timed)
+        blocks: tuple[int, ...] = ()
+        if not self._letter:
+            blocks = tuple(row.repeat for row in timed)
         return Sample(tuple(seconds), blocks)
 
     def _wrong_steps(self, cell: Cell, row: TrialRow) -> str:
-        """What is wrong with the number of steps of a good trial; each optimizer step after the warm-up is timed."""
+        """What is wrong with the number of steps of a good trial.
+
+        Each optimizer step after the warm-up is timed.
+        """
         number = self._num_steps[row.key]
+        if not number and cell.world.is_timed:
+            return "no step was timed"
         if not number:
-            return "no step was timed" if cell.world.is_timed else cell.world.caveat
+            return cell.world.caveat
         if number == cell.timed_windows:
             return ""
         return f"{number} steps were timed, {cell.timed_windows} were expected"
@@ -199,17 +219,24 @@ COOL = frozenset({"SwPowerCap"})
 
 
 def restless(trials: Sequence[TrialRow]) -> list[str]:
-    """Disturbances in at least half of a cell's good trials: other load, lowered clocks, other GPU processes."""
+    """Disturbances in at least half of a cell's good trials.
+
+    Other load, lowered clocks, other processes on the GPU.
+    """
     found: list[str] = []
     shares = _present(map(others_share, trials))
     if shares and median(shares) > IDLE_SHARE:
-        taken = (
-            f"others took {100 * median(shares):.0f} % of its CPUs (limit {100 * IDLE_SHARE:g} %)"
-        )
-        found.append(f"the machine was not idle: {taken}")
-    slowed = [set((row.clock_slowdowns or "").split(",")) - COOL - {""} for row in trials]
-    if trials and sum(map(bool, slowed)) >= len(trials) / 2:
-        found.append(f"the GPU's clocks were held down: {', '.join(sorted(set().union(*slowed)))}")
+        taken = f"{100 * median(shares):.0f} % of its CPUs (limit {100 * IDLE_SHARE:g} %)"
+        found.append(f"the machine was not idle: others took {taken}")
+    reasons: set[str] = set()
+    num_slowed = 0
+    for row in trials:
+        lowered = set((row.clock_slowdowns or "").split(",")) - COOL - {""}
+        reasons |= lowered
+        if lowered:
+            num_slowed += 1
+    if trials and num_slowed >= len(trials) / 2:
+        found.append(f"the GPU's clocks were held down: {', '.join(sorted(reasons))}")
     others = _present(row.foreign_gpu_processes for row in trials)
     busy = sum(number > 0 for number in others)
     if others and busy >= len(others) / 2:
