@@ -132,7 +132,7 @@ def all_folders(places: Sequence[Path]) -> list[Path]:
     """The folders of the runs in these."""
     from bench.judge.pool import folders_of
 
-    return [folder for place in places for folder in folders_of(place)]
+    return folders_of(places)
 
 
 def add_training(parser: Any, *, world_size: int, required: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Checks a finished run from its raw samples: whether it is complete and unchanged, and what limits its use."""
+"""Checks a finished run from its raw samples: that it is complete and unchanged, and its limits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check(*places: Path) -> list[Finding]:
 
     Raises InputError if a folder holds no run, or the runs cannot be pooled.
     """
-    return examine(load_pool(places), [folder for place in places for folder in folders_of(place)])
+    return examine(load_pool(places), folders_of(places))
 
 
 def examine(pool: Pool, folders: Sequence[Path]) -> list[Finding]:
@@ -59,12 +59,9 @@ def examine(pool: Pool, folders: Sequence[Path]) -> list[Finding]:
             if finding.topic != OTHER_DAYS:
                 found.append(replace(finding, subject=f"{title}, {finding.subject}".rstrip(", ")))
     if not pool.is_single:
-        together = Analysis.of(pool, folders[0]).findings
-        found += [
-            replace(each, subject=f"{len(folders)} runs")
-            for each in together
-            if each.topic in OF_A_POOL
-        ]
+        for finding in Analysis.of(pool, folders[0]).findings:
+            if finding.topic in OF_A_POOL:
+                found.append(replace(finding, subject=f"{len(folders)} runs"))
     topics = list(dict.fromkeys(finding.topic for finding in found))
     return sorted(found, key=lambda finding: topics.index(finding.topic))
 
@@ -112,28 +109,31 @@ def _tables(folder: Path, run: Run) -> Iterator[Finding]:
 
 
 def _differences(stored: pd.DataFrame, recomputed: pd.DataFrame) -> Iterator[str]:
-    """The differences between a stored and a recomputed table: at most one sentence per stored column."""
+    """The differences between a stored and a recomputed table: at most one sentence per column."""
     if len(stored) != len(recomputed):
         yield f"{plural(len(stored), 'row')}, {len(recomputed)} follow from the journal"
         return
-    common = [name for name in recomputed.columns if name in stored.columns]
-    for name in common:
-        if name == PROSE:
+    for name in recomputed.columns:
+        if name == PROSE or name not in stored.columns:
             continue
         ours, theirs = stored[name], recomputed[name]
-        unlike = ours.isna() != theirs.isna()
-        both = ours.notna() & theirs.notna()
-        if pd.api.types.is_float_dtype(theirs.dtype):
-            # NaN is a value (a loss that is not finite), NA is missing.
-            a, b = (column[both].astype(float) for column in (ours, theirs))
-            unlike.loc[
-                a.index[~((a - b).abs() <= TOLERANCE * b.abs().clip(lower=1e-300)) & ~(a == b)]
-            ] = True
-        else:
-            unlike |= both & (ours.astype("string") != theirs.astype("string")).fillna(False)
+        unlike = _unlike(ours, theirs)
         if unlike.any():
             row = int(unlike.to_numpy().argmax())
             yield f"{name} of row {row} is {ours[row]}, {theirs[row]} follows from the journal"
+
+
+def _unlike(ours: pd.Series, theirs: pd.Series) -> pd.Series:
+    """Which values of a stored and a recomputed column differ."""
+    unlike = ours.isna() != theirs.isna()
+    both = ours.notna() & theirs.notna()
+    if not pd.api.types.is_float_dtype(theirs.dtype):
+        return unlike | both & (ours.astype("string") != theirs.astype("string")).fillna(False)
+    # NaN is a value (a loss that is not finite), NA is missing.
+    a, b = ours[both].astype(float), theirs[both].astype(float)
+    is_near = (a - b).abs() <= TOLERANCE * b.abs().clip(lower=1e-300)
+    unlike.loc[a.index[~is_near & ~(a == b)]] = True
+    return unlike
 
 
 def _trials(run: Run) -> Iterator[Finding]:
@@ -141,13 +141,14 @@ def _trials(run: Run) -> Iterator[Finding]:
     topic, trials = "trials", run.tables.trials
     if missing := missing_trials(run):
         yield error(topic, f"{missing} that were scheduled are not in the journal")
-    timed = ((record.cell_id, record.time) for record in run.records if record.time is not None)
-    wrong = [cell_id for cell_id, time in timed if not _follows(time)]
+    wrong: list[str] = []
+    for record in run.records:
+        if record.time is not None and not _follows(record.time):
+            wrong.append(record.cell_id)
     if wrong:
         named = some([run.labels[cell_id] for cell_id in dict.fromkeys(wrong)])
-        yield error(
-            topic, f"step times of {len(wrong)} do not follow from those of their ranks: {named}"
-        )
+        text = f"step times of {len(wrong)} do not follow from those of their ranks: {named}"
+        yield error(topic, text)
     if not (missing or wrong):
         num_ok = int((trials["status"] == Status.OK).sum())
         yield good(topic, f"{num_ok} of {len(trials)} are ok; step times follow from the ranks'")
@@ -156,10 +157,12 @@ def _trials(run: Run) -> Iterator[Finding]:
 def _follows(timed: MergedTimings) -> bool:
     """Whether a record's step times are those of the slowest rank."""
     slowest = [max(step) for step in zip(*timed.rank_step_seconds, strict=False)]
-    steps = timed.step_seconds
-    return len(slowest) == len(steps) and all(
-        math.isclose(a, b, rel_tol=1e-6, abs_tol=2e-9) for a, b in zip(slowest, steps, strict=True)
-    )
+    if len(slowest) != len(timed.step_seconds):
+        return False
+    for a, b in zip(slowest, timed.step_seconds, strict=True):
+        if not math.isclose(a, b, rel_tol=1e-6, abs_tol=2e-9):
+            return False
+    return True
 
 
 def _order(records: Sequence[TrialRecord]) -> Finding:

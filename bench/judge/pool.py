@@ -5,7 +5,8 @@ A folder of runs may stand for the runs in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,7 +37,7 @@ class Pool:
 
     @cached_property
     def titles(self) -> tuple[str, ...]:
-        """What to call each run: its name, if others have it too with the time at which it started."""
+        """What to call each run: its name, with the time of its start if others have it too."""
         names = [run.name for run in self.runs]
         if len(set(names)) == len(names):
             return tuple(names)
@@ -54,30 +55,34 @@ class Pool:
 
     def has(self, *cells: Cell) -> bool:
         """Whether every run has these cells."""
-        return all(cell.cell_id in run.cells for cell in cells for run in self.runs)
+        ids = {cell.cell_id for cell in cells}
+        return all(ids <= run.cells.keys() for run in self.runs)
 
     @property
     def notes(self) -> list[str]:
-        """What the runs do not have in common although they are pooled, in sentences without their full stop."""
+        """What the runs do not share although they are pooled, in sentences without a full stop."""
         found = []
         commits = dict.fromkeys((run.manifest.git.commit or "unknown")[:12] for run in self.runs)
         if len(commits) > 1:
             found.append(f"the runs are of different commits of the bench: {', '.join(commits)}")
-        every = {cell_id: run.labels[cell_id] for run in self.runs for cell_id in run.cells}
-        if alone := [
-            label
-            for cell_id, label in every.items()
-            if any(cell_id not in run.cells for run in self.runs)
-        ]:
-            found.append(f"left out, since not all runs have them: {some(alone)}")
+        alone: dict[str, str] = {}
+        for run in self.runs:
+            for cell_id, cell in run.cells.items():
+                if not self.has(cell):
+                    alone[cell_id] = run.labels[cell_id]
+        if alone:
+            text = f"left out, since not all runs have them: {some(list(alone.values()))}"
+            found.append(text)
         return found
 
 
 def load_pool(places: Sequence[Path]) -> Pool:
-    """The runs in these folders. Raises InputError, naming the folder, if one is no run or is unlike the first."""
-    folders = [folder for place in places for folder in folders_of(place)]
+    """The runs in these folders.
+
+    Raises InputError, naming the folder, if one is no run or is unlike the first.
+    """
     runs: dict[Path, Run] = {}
-    for folder in folders:
+    for folder in folders_of(places):
         run = load(folder)
         for other, known in runs.items():
             if known.digest == run.digest:
@@ -90,13 +95,18 @@ def load_pool(places: Sequence[Path]) -> Pool:
     return Pool(runs=tuple(runs.values()))
 
 
-def folders_of(place: Path) -> list[Path]:
-    """The run in a folder, or the runs in its folders, the oldest name first. Raises InputError if there is none."""
-    if (place / MANIFEST).exists() or not place.is_dir():
-        return [place]
-    if found := sorted(path.parent for path in place.glob(f"*/{MANIFEST}")):
-        return found
-    return [place]  # loading it says that it holds no run
+def folders_of(places: Iterable[Path]) -> list[Path]:
+    """The folders of runs: each of these, or the runs in it, the oldest name first.
+
+    A folder that holds none stands for itself: loading it says what is wrong.
+    """
+    found: list[Path] = []
+    for place in places:
+        inside: list[Path] = []
+        if place.is_dir() and not (place / MANIFEST).exists():
+            inside = sorted(path.parent for path in place.glob(f"*/{MANIFEST}"))
+        found += inside or [place]
+    return found
 
 
 def _difference(a: Run, b: Run) -> str:
@@ -105,26 +115,32 @@ def _difference(a: Run, b: Run) -> str:
         ours, theirs = of(a.manifest), of(b.manifest)
         if ours != theirs:
             return f"its {what} is {theirs or 'unknown'}, and the first one's {ours or 'unknown'}"
-    for run, other, where in ((a, b, "it has no cell"), (b, a, "the first one has no cell")):
-        lacking = [
-            run.labels[key]
-            for key, cell in run.cells.items()
-            if not cell.twin and key not in other.cells
-        ]
-        if lacking:
-            return f"{where} {lacking[0]}"
+    if label := _lacking(a, b):
+        return f"it has no cell {label}"
+    if label := _lacking(b, a):
+        return f"the first one has no cell {label}"
+    return ""
+
+
+def _lacking(run: Run, other: Run) -> str:
+    """The first cell of a run that the other has not, by its label; empty if there is none."""
+    for cell_id, cell in run.cells.items():
+        if not cell.twin and cell_id not in other.cells:
+            return run.labels[cell_id]
     return ""
 
 
 def _gpus(manifest: Manifest) -> str:
-    names = [gpu.name for gpu in manifest.machine.gpus]
-    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    counts = Counter(gpu.name for gpu in manifest.machine.gpus)
+    return ", ".join(f"{count} x {name}" for name, count in counts.items())
 
 
 def _frameworks(manifest: Manifest) -> str:
-    return ", ".join(
-        f"{name} {version}" for name, version in manifest.packages.items() if name in FRAMEWORKS
-    )
+    found = []
+    for name, version in manifest.packages.items():
+        if name in FRAMEWORKS:
+            found.append(f"{name} {version}")
+    return ", ".join(found)
 
 
 CLASS: dict[str, Callable[[Manifest], object]] = {
