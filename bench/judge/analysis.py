@@ -1,4 +1,4 @@
-"""A run with all that follows from it, each calculated once: verdicts, findings, and the frame of cells.
+"""A run with all that follows from it, each made once: verdicts, findings, the frame of cells.
 
 ``read`` returns its frames alone: the result of ``bench.load``.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import urllib.parse
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +25,7 @@ from bench.judge.next_steps import times_unavailable
 from bench.judge.pairs import ComparedPair, Pair, judge_pairs, record
 from bench.judge.pool import Pool
 from bench.judge.samples import Estimate, estimate, estimate_over_runs
+from bench.judge.statistics import Sample
 from bench.judge.tables import (
     RowValues,
     Value,
@@ -65,7 +67,7 @@ def older_hashes_of(pool: Pool) -> str:
 
 
 def quoted(name: str) -> str:
-    """A name as part of an id: letters, digits, ``-``, ``.`` and ``_`` stay, the rest is percent-encoded."""
+    """A name as part of an id: all but letters, digits, ``-``, ``.`` and ``_`` is percent-encoded."""
     return urllib.parse.quote(name, safe="").replace("~", "%7E")
 
 
@@ -146,7 +148,7 @@ class CellRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Analysis:
-    """What is said of a run, or of a pool: its ratios and times are of all runs, the rest is of the first."""
+    """What is said of a run, or of a pool: ratios and times of all its runs, the rest of the first."""
 
     run: Run
     others: tuple[Run, ...] = ()
@@ -184,9 +186,10 @@ class Analysis:
         return {}
 
     def against(self, baseline: str) -> Mapping[str, ComparedPair]:
-        """The verdicts against a backend, by the id of the cell that is compared and the ratio of the A/A pair.
+        """The verdicts against a backend, by the id of the cell that is compared.
 
-        Holm's correction counts the comparisons with one baseline, not the baselines that could have been chosen.
+        They depend on the ratio of the A/A pair. Holm's correction counts the comparisons with one
+        baseline, not the baselines that could have been chosen.
         """
         if baseline not in self._against:
             pairs = pairs_with_baseline(self.pool, baseline)
@@ -204,7 +207,7 @@ class Analysis:
         return list(self.pairs.values())
 
     def compared(self, cell_id: str, other_id: str) -> ComparedPair | None:
-        """A cell against another one, as any sentence, table or title has it; None if no report compares them."""
+        """A cell against another one, as all that is shown has it; None if no report compares them."""
         found = self.against(self.run.cells[other_id].backend).get(cell_id)
         if found is None or found.a.cell_id != other_id:
             return None
@@ -232,15 +235,13 @@ class Analysis:
 
     @cached_property
     def payloads(self) -> Mapping[str, int]:
-        """Bytes that a rank of a cell hands to collectives in a step, by id; the largest of several repeats.
+        """Bytes that a rank of a cell hands to collectives in a step, by id; the largest of repeats.
 
         Only of cells of which collectives were counted and no gate found something wrong.
         """
-        handed: dict[tuple[str, int], int] = {}
+        handed = Counter[tuple[str, int]]()
         for row in self.run.tables.collective_rows:
-            handed[row.cell_id, row.repeat] = (
-                handed.get((row.cell_id, row.repeat), 0) + row.payload_bytes
-            )
+            handed[row.cell_id, row.repeat] += row.payload_bytes
         found: dict[str, int] = {}
         for (cell_id, _), payload in handed.items():
             if not self.run.evidence.of(self.run.cells[cell_id]).is_wrong:
@@ -248,12 +249,15 @@ class Analysis:
         return found
 
     def not_slower(self, ids: Iterable[str], best: str) -> list[str]:
-        """The cells, beside the one with the shortest step time, that have no verdict of being slower than it."""
-        others = [cell_id for cell_id in ids if cell_id != best]
-        verdicts = {
-            cell_id: pair.verdict for cell_id in others if (pair := self.compared(cell_id, best))
-        }
-        return [cell_id for cell_id in others if verdicts.get(cell_id) is not Verdict.SLOWER]
+        """The cells, beside the one with the shortest step time, that are not called slower."""
+        found: list[str] = []
+        for cell_id in ids:
+            if cell_id == best:
+                continue
+            pair = self.compared(cell_id, best)
+            if pair is None or pair.verdict is not Verdict.SLOWER:
+                found.append(cell_id)
+        return found
 
     @cached_property
     def findings(self) -> list[Finding]:
@@ -262,9 +266,8 @@ class Analysis:
 
     def caveats(self, *ids: str) -> list[str]:
         """The caveats of the numbers of one cell, or of one against another."""
-        cells = [
-            (self.run.manifest, self.run.cells[cell_id]) for cell_id in reversed(ids)
-        ]  # the baseline first
+        baseline_first = reversed(ids)
+        cells = [(self.run.manifest, self.run.cells[cell_id]) for cell_id in baseline_first]
         return [*caveats(self.findings, *ids), *ways_of_bf16(cells)]
 
     @property
@@ -292,23 +295,22 @@ class Analysis:
 
     @property
     def hides_times(self) -> bool:
-        """Whether no figure may show times. Of a single backend there is nothing to compare, and its times are good."""
+        """Whether no figure may show times.
+
+        Of a single backend there is nothing to compare, and its times are good.
+        """
         return self.times_unavailable is not None and any(not row.b.twin for row in self.verdicts)
 
     @cached_property
     def frame(self) -> pd.DataFrame:
-        """The frame of cells: what may be said of each, its ratio to the baseline, and facts of its trials."""
+        """The frame of cells: what may be said of each, its ratio to the baseline, and its trials' facts."""
         rows = pd.DataFrame([self._row(cell_id) for cell_id in self.run.cells])
         trials = self.run.tables.trials
         found = rows.set_index("cell_id", drop=False).join(_over_trials(trials))
         # A cell whose step time may not be cited shows no times at all.
         found.loc[found["step_time_s"].isna(), ["fastest_s", "slowest_s"]] = None
-        tokens = (
-            (trials["tokens_per_s"] * trials["step_time_s"])
-            .groupby(trials["cell_id"])
-            .first()
-            .round()
-        )
+        tokens = trials["tokens_per_s"] * trials["step_time_s"]
+        tokens = tokens.groupby(trials["cell_id"]).first().round()
         found["tokens_per_s"] = tokens / found["step_time_s"].astype("Float64")
         found["tokens_per_s_per_rank"] = found["tokens_per_s"] / found["world_size"]
         memory = self.run.tables.memory
@@ -320,8 +322,8 @@ class Analysis:
     def _row(self, cell_id: str) -> dict[str, object]:
         """The columns of a cell that do not come from its trials' columns.
 
-        A cell is ``ok`` if all its trials are. One with good and failed trials is shown with its failure and with the
-        number of its good trials, of which its numbers are.
+        A cell is ``ok`` if all its trials are. One with good and failed trials is shown with its
+        failure and with the number of its good trials, of which its numbers are.
         """
         evidence, pair = self.run.evidence.of(self.run.cells[cell_id]), self.pairs.get(cell_id)
         row: dict[str, object] = {
@@ -333,40 +335,39 @@ class Analysis:
             "comparable": not evidence.barred and evidence.num_ok > 0,
             "num_ok": evidence.num_ok,
             "num_trials": evidence.num_trials,
-            **dict.fromkeys(("step_time_s", "step_time_low_s", "step_time_high_s")),
-            **dict.fromkeys(("peak_memory_bytes", "peak_memory_source")),
+            "step_time_s": None,
+            "step_time_low_s": None,
+            "step_time_high_s": None,
+            "peak_memory_bytes": None,
+            "peak_memory_source": None,
             "caveats": "; ".join(self.caveats(cell_id)),
             "citation": permanent_id(self.pool, cell_id),
         }
         if evidence.sample.trials and evidence.num_ok and not evidence.barred:
             time = self._step_time(self.run.cells[cell_id])
-            row |= {
-                "step_time_s": time.seconds,
-                "step_time_low_s": time.low,
-                "step_time_high_s": time.high,
-            }
+            row["step_time_s"] = time.seconds
+            row["step_time_low_s"] = time.low
+            row["step_time_high_s"] = time.high
         if evidence.num_ok and not evidence.is_wrong:  # a busy machine takes time, and no memory
-            source = min(evidence.peak_memory_sources, default=None)
-            row |= {"peak_memory_bytes": evidence.peak_memory_bytes, "peak_memory_source": source}
+            row["peak_memory_bytes"] = evidence.peak_memory_bytes
+            row["peak_memory_source"] = min(evidence.peak_memory_sources, default=None)
         if pair is None:
             return row
         if pair.time is not None:
-            row |= {
-                "ratio": pair.time.ratio,
-                "ratio_low": pair.time.low,
-                "ratio_high": pair.time.high,
-            }
-        return row | {
-            "baseline": pair.a.backend,
-            "verdict": str(pair.verdict),
-            "verdict_reason": str(pair.reason),
-        }
+            row["ratio"] = pair.time.ratio
+            row["ratio_low"] = pair.time.low
+            row["ratio_high"] = pair.time.high
+        row["baseline"] = pair.a.backend
+        row["verdict"] = str(pair.verdict)
+        row["verdict_reason"] = str(pair.reason)
+        return row
 
     def _step_time(self, cell: Cell) -> Estimate:
         """The step time of a cell in the run, or over those of the pool that have it."""
-        samples = [
-            run.evidence.of(cell).sample for run in self.pool.runs if cell.cell_id in run.cells
-        ]
+        samples: list[Sample] = []
+        for run in self.pool.runs:
+            if cell.cell_id in run.cells:
+                samples.append(run.evidence.of(cell).sample)
         if self.pool.is_single:
             return estimate(samples[0].trials)
         return estimate_over_runs([sample.trials for sample in samples if sample.trials])
@@ -380,8 +381,10 @@ class Analysis:
     @cached_property
     def every_row(self) -> dict[str, CellRow]:
         """The rows of ``frame``, by id."""
-        rows = zip(self.run.cells.items(), rows_of(self.frame), strict=True)
-        return {cell_id: CellRow.of(cell, values) for (cell_id, cell), values in rows}
+        found: dict[str, CellRow] = {}
+        for cell, values in zip(self.run.cells.values(), rows_of(self.frame), strict=True):
+            found[cell.cell_id] = CellRow.of(cell, values)
+        return found
 
     @cached_property
     def rows(self) -> dict[str, CellRow]:
@@ -392,7 +395,9 @@ class Analysis:
     def contestants(self) -> pd.DataFrame:
         """The rows of all but the reference; all if there is nothing else."""
         found = self.cells[~self.cells["backend"].isin(REFERENCES)]
-        return self.cells if found.empty else found
+        if found.empty:
+            return self.cells
+        return found
 
     @property
     def bad_rows(self) -> list[CellRow]:
@@ -401,16 +406,16 @@ class Analysis:
 
 
 def defect_of_cell(manifest: Manifest, row: CellRow) -> str:
-    """The documented defect of the backend, if the cell is invalid because of it alone; empty otherwise."""
+    """The documented defect of the backend, if it alone makes the cell invalid; empty otherwise."""
     return known_defect(manifest, row.backend, row.status, row.failed_gates, row.update_causes)
 
 
 def _over_trials(trials: pd.DataFrame) -> pd.DataFrame:
     """The columns that cells have from their trials, by cell_id."""
-    names = {
-        over: [name for name, column in COLUMNS["trials"].items() if column.aggregation is over]
-        for over in Over
-    }
+    names: dict[Over, list[str]] = {over: [] for over in Over}
+    for name, column in COLUMNS["trials"].items():
+        if column.aggregation is not None:
+            names[column.aggregation].append(name)
     every, fine = trials.groupby("cell_id"), good_trials(trials).groupby("cell_id")
     sound = trials[trials["status"] == Status.OK].groupby("cell_id")["step_time_s"]
     others = 100 * (trials["foreign_cores"] + trials["stolen_cores"]) / trials["num_cpus"]
@@ -428,9 +433,10 @@ def _over_trials(trials: pd.DataFrame) -> pd.DataFrame:
 
 
 class Frames(Mapping[str, pd.DataFrame]):
-    """The frames of one run, as attributes and by name; columns, dtypes and units: ``bench.judge.columns.COLUMNS``.
+    """The frames of one run, as attributes and by name.
 
-    ``manifest`` is run.json. Frames are built from the journal, not from the parquet files, and judged by the gates.
+    ``bench.judge.columns.COLUMNS`` has their columns, dtypes and units. ``manifest`` is run.json.
+    Frames are built from the journal, not from the parquet files, and judged by the gates.
     """
 
     def __init__(self, run: Run, folder: Path) -> None:
@@ -472,6 +478,9 @@ class Frames(Mapping[str, pd.DataFrame]):
 
 
 def read(folder: str | Path) -> Frames:
-    """The frames of a run's folder. Raises InputError if it is no run, or its journal was truncated or edited."""
+    """The frames of a run's folder.
+
+    Raises InputError if it is no run, or its journal was truncated or edited.
+    """
     path = Path(folder)
     return Frames(load(path), path)

@@ -33,7 +33,7 @@ PROSE = "reason"
 
 
 def check(*places: Path) -> list[Finding]:
-    """All findings on a run, or on each run of a pool and on what they say together, grouped by topic.
+    """All findings on a run, or on each run of a pool and what they say together, by topic.
 
     Raises InputError if a folder holds no run, or the runs cannot be pooled.
     """
@@ -67,7 +67,10 @@ def examine(pool: Pool, folders: Sequence[Path]) -> list[Finding]:
 
 
 def journal(run: Run) -> Finding:
-    """Whether the journal is unchanged. ``load`` has already checked every line, and every cell against its id."""
+    """Whether the journal is unchanged.
+
+    ``load`` has already checked every line, and every cell against its id.
+    """
     stored = run.manifest.journal_sha256
     if stored is None:
         return warning(
