@@ -67,7 +67,7 @@ def older_hashes_of(pool: Pool) -> str:
 
 
 def quoted(name: str) -> str:
-    """A name as part of an id: all but letters, digits, ``-``, ``.`` and ``_`` is percent-encoded."""
+    """A name as part of an id: percent-encoded, but for letters, digits, ``-``, ``.`` and ``_``."""
     return urllib.parse.quote(name, safe="").replace("~", "%7E")
 
 
@@ -148,7 +148,7 @@ class CellRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Analysis:
-    """What is said of a run, or of a pool: ratios and times of all its runs, the rest of the first."""
+    """What is said of a run or a pool: ratios and times of all its runs, the rest of the first."""
 
     run: Run
     others: tuple[Run, ...] = ()
@@ -207,7 +207,7 @@ class Analysis:
         return list(self.pairs.values())
 
     def compared(self, cell_id: str, other_id: str) -> ComparedPair | None:
-        """A cell against another one, as all that is shown has it; None if no report compares them."""
+        """A cell against another one, as it is shown everywhere; None if no report compares them."""
         found = self.against(self.run.cells[other_id].backend).get(cell_id)
         if found is None or found.a.cell_id != other_id:
             return None
@@ -235,7 +235,7 @@ class Analysis:
 
     @cached_property
     def payloads(self) -> Mapping[str, int]:
-        """Bytes that a rank of a cell hands to collectives in a step, by id; the largest of repeats.
+        """Bytes that a rank of a cell hands to collectives in a step, by id; most of all repeats.
 
         Only of cells of which collectives were counted and no gate found something wrong.
         """
@@ -303,7 +303,7 @@ class Analysis:
 
     @cached_property
     def frame(self) -> pd.DataFrame:
-        """The frame of cells: what may be said of each, its ratio to the baseline, and its trials' facts."""
+        """The frame of cells: what may be said of each, with its ratio and the facts of its trials."""
         rows = pd.DataFrame([self._row(cell_id) for cell_id in self.run.cells])
         trials = self.run.tables.trials
         found = rows.set_index("cell_id", drop=False).join(_over_trials(trials))

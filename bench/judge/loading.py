@@ -52,18 +52,24 @@ class Run:
         return EvidenceByCell(self.tables)
 
     def find(self, text: str) -> Cell:
-        """The cell that an id, a label or the beginning of an id names. Raises InputError if none or several do."""
+        """The cell that an id, a label or the beginning of an id names.
+
+        Raises InputError if none or several do.
+        """
         by_label = {label: cell_id for cell_id, label in self.labels.items()}
         if found := self.cells.get(by_label.get(text, text)):
             return found
-        named = [key for key, cell in self.cells.items() if cell.label == text]
-        if text:
-            named += [key for key in self.cells if key.startswith(text)]
+        named: list[str] = []
+        for cell_id, cell in self.cells.items():
+            if cell.label == text or (text and cell_id.startswith(text)):
+                named.append(cell_id)
         if len(named) == 1:
             return self.cells[named[0]]
         if named:
-            text = f"CELL '{text}': {len(named)} cells have this label; use an id: {self._choices(named)}"
-            raise InputError(text)
+            raise InputError(
+                f"CELL '{text}': {len(named)} cells have this label; "
+                f"use an id: {self._choices(named)}"
+            )
         hint = f"use one of {self._choices(list(self.cells))}"
         if near := difflib.get_close_matches(text, [*by_label, *self.cells], n=1):
             hint = f"did you mean '{near[0]}'?"
@@ -78,7 +84,10 @@ class Run:
 
 
 def load(folder: Path) -> Run:
-    """Load a run, judged by the gates. Raises InputError if it is no run, or its journal was truncated or edited."""
+    """Load a run, judged by the gates.
+
+    Raises InputError if it is no run, or its journal was truncated or edited.
+    """
     manifest = read_manifest(folder)
     journal = Journal(folder)
     lines = journal.read()
@@ -88,7 +97,8 @@ def load(folder: Path) -> Run:
         )
     if manifest.finished is not None and journal.is_torn():
         raise InputError(
-            f"{journal.path}: is truncated: the run is finished and the last line is not; restore it"
+            f"{journal.path}: is truncated: the run is finished and the last line is not; "
+            "restore it"
         )
     records = parse_records(lines, journal.path)
     known: dict[str, Cell] = {}
@@ -96,7 +106,8 @@ def load(folder: Path) -> Run:
         cell = known.setdefault(record.cell_id, record.cell)
         if cell != record.cell or record.cell.cell_id != record.cell_id:
             raise InputError(
-                f"{journal.path}: trial {number} was edited: its cell is not what its cell_id is made of"
+                f"{journal.path}: trial {number} was edited: "
+                "its cell is not what its cell_id is made of"
             )
     with _edited(f"{journal.path}: was edited: its trials make no table"):
         unjudged = tables.build(records, manifest)
@@ -119,19 +130,24 @@ def _edited(what: str) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError) as error:
-        why = f"no key {error}" if isinstance(error, KeyError) else error
+        why = str(error)
+        if isinstance(error, KeyError):
+            why = f"no key {error}"
         raise InputError(f"{what} ({why})") from error
 
 
 def missing_trials(run: Run) -> int:
     """Number of scheduled trials without a row in the table; interrupted trials have one."""
-    pairs = {row.key for row in run.tables.trial_rows}
     scheduled = Counter(trial.cell.cell_id for trial in run.manifest.schedule().trials())
-    return (scheduled - Counter(cell_id for cell_id, _ in pairs)).total()
+    ran = Counter(row.cell.cell_id for row in run.tables.trial_rows)
+    return (scheduled - ran).total()
 
 
 def run_of(records: Sequence[TrialRecord], manifest: Manifest) -> Run:
-    """The run in its current state, judged by the gates. Edited records raise KeyError, TypeError or ValueError."""
+    """The run in its current state, judged by the gates.
+
+    Edited records raise KeyError, TypeError or ValueError.
+    """
     return _judged(tables.build(records, manifest), records, manifest)
 
 

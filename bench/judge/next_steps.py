@@ -22,8 +22,8 @@ from bench.plan.cell import REFERENCES, Sync
 
 BENCH = ("python", "-m", "bench")
 VIRTUAL = (
-    "Virtual world: one process is rank 0 of W and nothing is sent, so no step is timed; memory, calls and bytes are "
-    "those of a real rank"
+    "Virtual world: one process is rank 0 of W and nothing is sent, so no step is timed; "
+    "memory, calls and bytes are those of a real rank"
 )
 SHARED = (
     "The ranks shared GPUs, so no step is timed; memory, calls and updates are those of real ranks"
@@ -42,17 +42,20 @@ def times_unavailable(run: Run, rows: Sequence[ComparedPair], folder: Path) -> F
         if all(world.has_all_ranks for world in worlds):
             return note("No times", SHARED)
         return note("No times", VIRTUAL)
-    originals = (row for row in rows if not row.b.twin)
-    rows = [row for row in originals if row.b.world.times_communication]
-    comparable = [row for row in rows if row.verdict is not Verdict.NOT_COMPARABLE]
-    if any(row.has_interval or (row.time is not None and row.time.runs) for row in comparable):
-        return None
-    if not rows:
+    timed = [row for row in rows if not row.b.twin and row.b.world.times_communication]
+    if not timed:
         return _nothing_to_compare(run)
+    for row in timed:
+        has_ratio = row.has_interval or (row.time is not None and row.time.runs)
+        if has_ratio and row.verdict is not Verdict.NOT_COMPARABLE:
+            return None
     # Cells that failed are statements of their own.
-    tried = [row for row in rows if row.reason not in (Reason.GATE, Reason.NO_TRIALS)] or rows
-    reasons = Counter(row.reason for row in tried)
-    details = {row.reason: row.details[0] for row in reversed(tried)}
+    tried = [row for row in timed if row.reason not in (Reason.GATE, Reason.NO_TRIALS)] or timed
+    reasons: Counter[Reason] = Counter()
+    details: dict[Reason, str] = {}
+    for row in tried:
+        reasons[row.reason] += 1
+        details.setdefault(row.reason, row.details[0])
     texts = []
     for reason, count in reasons.most_common():
         text = details[reason]
@@ -67,11 +70,10 @@ def times_unavailable(run: Run, rows: Sequence[ComparedPair], folder: Path) -> F
 
 def _nothing_to_compare(run: Run) -> Finding:
     """That no two cells differ in the backend alone, with the command that adds a backend."""
-    named = list(
-        dict.fromkeys(
-            cell.backend for cell in run.cells.values() if not (cell.is_reference or cell.twin)
-        )
-    )
+    named: list[str] = []
+    for cell in run.cells.values():
+        if not (cell.is_reference or cell.twin or cell.backend in named):
+            named.append(cell.backend)
     baseline = baseline_of(run.manifest)
     if len(named) > 1 and baseline in REFERENCES:
         text = "The baseline is a reference, with which no times are compared"
@@ -96,7 +98,7 @@ def _nothing_to_compare(run: Run) -> Finding:
 
 
 def next_command(run: Run, reasons: Collection[Reason], folder: Path, num_runs: int = 1) -> str:
-    """The command that would turn verdicts with these reasons into certain ones; empty if none would.
+    """The command that would make verdicts with these reasons certain; empty if none would.
 
     Over several runs, one more of them.
     """
@@ -123,7 +125,7 @@ def next_command(run: Run, reasons: Collection[Reason], folder: Path, num_runs: 
 
 
 def _another_run(run: Run, reasons: Collection[Reason]) -> str:
-    """The command that measures the same again, on a machine whose times were suspect after a look at it."""
+    """The command that measures the same again, after a look at a machine with suspect times."""
     if Reason.CONTROL_OFF in reasons:
         return f"{shlex.join(BENCH)} doctor && {again(run)}"
     return again(run)
@@ -134,10 +136,10 @@ def _repeats(run: Run) -> int:
 
 
 def again(run: Run, **options: object) -> str:
-    """The command that measures the matrix of a run again, into a new folder, with these options changed.
+    """The command that measures the matrix of a run again, into a new folder, with other options.
 
-    It is made from the matrix as it was run, not from the words of the first command. More repeats get a
-    budget of the time that they need, and a tenth more, if the run has one.
+    It is made from the matrix as it was run, not from the words of the first command. More repeats
+    get a budget of the time that they need, and a tenth more, if the run has one.
     """
     manifest, matrix = run.manifest, run.manifest.matrix
     is_shipped = matrix.source == f"{matrix.name}.toml"
@@ -147,9 +149,8 @@ def again(run: Run, **options: object) -> str:
     classes = {name: about.get("class") or name for name, about in manifest.backends.items()}
     for key, option in matrix.places.items():
         value = matrix.values[key]
-        if (
-            not option.startswith("--") or option == "--alone" or value == "auto"
-        ):  # those follow from the others
+        follows_from_others = not option.startswith("--") or option == "--alone" or value == "auto"
+        if follows_from_others:
             continue
         given[option] = value
         if option == "--budget":
@@ -160,10 +161,12 @@ def again(run: Run, **options: object) -> str:
         given.pop("--max-repeats", None)
         if manifest.settings.budget_s:
             options["--budget"] = _budget(run, int(str(options["--repeats"])))
-    asked = ((option, _word(value, classes)) for option, value in (given | options).items())
-    return on_each_node(
-        run, shlex.join([*BENCH, "run", *filter(None, itertools.chain.from_iterable(asked))])
-    )
+    words: list[str] = []
+    for option, value in (given | options).items():
+        words.append(option)
+        if word := _word(value, classes):
+            words.append(word)
+    return on_each_node(run, shlex.join([*BENCH, "run", *words]))
 
 
 def _budget(run: Run, repeats: int) -> str:
@@ -186,9 +189,11 @@ def _word(value: object, classes: Mapping[str, str]) -> str:
     if value is True:
         return ""
     if isinstance(value, list):
-        words = (_part(part) for part in value)
+        words = [_part(part) for part in value]
         return ",".join(classes.get(word, word) for word in words)
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)
 
 
 def _part(value: object) -> str:
