@@ -1,4 +1,4 @@
-"""The table of columns: name, dtype, unit, meaning and formatting of every column of a run's frames.
+"""The table of columns: name, dtype, unit, meaning and form of every column of a run's frames.
 
 Parquet schemas, frames, tables on the page and in the terminal, figure titles and exports are all derived from it. A
 field of a cell is an axis of a matrix; its ``axis`` says whether it belongs to the work or to the way it is done.
@@ -185,11 +185,15 @@ AXES = {name: about for name, about in COLUMNS["trials"].items() if about.axis i
 
 def axes(*kinds: Axis) -> tuple[str, ...]:
     """The names of the axes of these kinds, kind by kind."""
-    return tuple(name for kind in kinds for name, about in AXES.items() if about.axis is kind)
+    found: list[str] = []
+    for kind in kinds:
+        found += [name for name, about in AXES.items() if about.axis is kind]
+    return tuple(found)
 
 
 WORK, WAYS = axes(Axis.WORK), axes(Axis.WORK, Axis.WAY)
-"""Axes that are equal if two cells do the same work in a step; and axes shown where cells differ in them."""
+"""Axes that are equal if two cells do the same work in a step; and axes shown where cells differ in
+them."""
 
 
 FOLLOWS = {"learning_rate": "optimizer", "replicate": "backend"}
@@ -202,21 +206,31 @@ def differing(cells: Iterable[object], names: Iterable[str] = WAYS) -> list[str]
     An axis that only follows another one is left out: FOLLOWS.
     """
     rows = list(cells)
-    found = [name for name in names if len({getattr(row, name) for row in rows}) > 1]
+    found: list[str] = []
+    for name in names:
+        values = {getattr(row, name) for row in rows}
+        if len(values) > 1:
+            found.append(name)
     for name in FOLLOWS.keys() & set(found):
-        pairs = {(getattr(row, FOLLOWS[name]), getattr(row, name)) for row in rows}
-        if len(pairs) == len({leader for leader, _ in pairs}):
+        leaders = set()
+        pairs = set()
+        for row in rows:
+            leader = getattr(row, FOLLOWS[name])
+            leaders.add(leader)
+            pairs.add((leader, getattr(row, name)))
+        if len(pairs) == len(leaders):
             found.remove(name)
     return found
 
 
 def labels(cells: Iterable[Cell]) -> dict[Cell, str]:
-    """A unique label for each cell: its own, plus the axes in which cells with the same label differ."""
+    """A unique label for each cell: its own, plus the axes in which cells of that label differ."""
     alike = grouped((cell.label, cell) for cell in cells)
     found: dict[Cell, str] = {}
     for label, some in alike.items():
+        names = differing(some)
         for cell in some:
-            found[cell] = " ".join([label, *phrases(cell, differing(some))])
+            found[cell] = " ".join([label, *phrases(cell, names)])
     return found
 
 

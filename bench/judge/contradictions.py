@@ -28,19 +28,25 @@ def contradictions(run: Run) -> Iterator[Finding]:
 
 
 def _writers(run: Run) -> Iterator[Finding]:
-    """A runner numbers its records, from the number of those that it found: with two runners, numbers come twice."""
+    """A runner numbers its records, from the number of those that it found.
+
+    With two runners, numbers come twice.
+    """
     for number, record in enumerate(run.records):
         if record.slot is not None and record.slot != number:
             text = (
-                f"record {number + 1} of the journal was written as number {record.slot + 1}: records were removed or "
-                "added, or two processes wrote at once"
+                f"record {number + 1} of the journal was written as number {record.slot + 1}: "
+                "records were removed or added, or two processes wrote at once"
             )
             yield error(TOPIC, text)
             return
 
 
 def _repeated(run: Run) -> Iterator[Finding]:
-    """A trial is run again after an interruption or a failure, but a good one only to check an update it lacks."""
+    """A trial is run again after an interruption or a failure.
+
+    A good one is only to check an update that it lacks.
+    """
     good_ones: dict[tuple[str, int], TrialRecord] = {}
     twice: list[str] = []
     for record in run.records:
@@ -64,20 +70,18 @@ def _unlike_manifest(run: Run) -> Iterator[Finding]:
     planned = {cell.cell_id for cell in run.manifest.cells}
     strangers = [run.labels[cell_id] for cell_id in run.cells if cell_id not in planned]
     if strangers:
-        yield error(
-            TOPIC,
-            f"run.json lacks {plural(len(strangers), 'cell')} of the journal: {some(strangers)}",
-        )
+        cells = plural(len(strangers), "cell")
+        yield error(TOPIC, f"run.json lacks {cells} of the journal: {some(strangers)}")
     begun = run.manifest.begun_sha256
-    others = [
-        number
-        for number, record in enumerate(run.records, 1)
-        if record.begun_sha256 not in (None, begun)
-    ]
-    if others:
+    changed: list[int] = []
+    for number, record in enumerate(run.records, 1):
+        if record.begun_sha256 not in (None, begun):
+            changed.append(number)
+    if changed:
         text = (
-            f"run.json was changed after trials had run: {plural(len(others), 'record')}, the first of them number "
-            f"{others[0]}, name another SHA-256 of what it said of machine, packages, code and matrix, now {begun}"
+            f"run.json was changed after trials had run: {plural(len(changed), 'record')}, "
+            f"the first of them number {changed[0]}, name another SHA-256 of what it said of "
+            f"machine, packages, code and matrix, now {begun}"
         )
         yield error(TOPIC, text)
     yield from _packages(run)
@@ -97,18 +101,16 @@ def _packages(run: Run) -> Iterator[Finding]:
 
 def _devices(run: Run) -> Iterator[Finding]:
     """The GPU of a rank is named by torch in each record, and in run.json by what found it."""
-    known = {
-        gpu.name for node in (run.manifest.node, *run.manifest.nodes) for gpu in node.machine.gpus
-    }
+    known: set[str] = set()
+    for node in (run.manifest.node, *run.manifest.nodes):
+        known.update(gpu.name for gpu in node.machine.gpus)
     for record in run.records:
         name = record.device_name
         if not name or not known or record.cell.device is not Device.CUDA:
             continue
         if not any(gpu in name or name in gpu for gpu in known):  # torch adds a MIG profile
-            yield error(
-                TOPIC,
-                f"{run.labels[record.cell_id]} ran on '{name}', and run.json says {some(sorted(known))}",
-            )
+            ran = f"{run.labels[record.cell_id]} ran on '{name}'"
+            yield error(TOPIC, f"{ran}, and run.json says {some(sorted(known))}")
             return
 
 

@@ -44,16 +44,21 @@ class RunSpread:
     @property
     def sentence(self) -> str:
         """What a ratio of a single run may be on another day, without the full stop."""
+        larger = 100 * math.expm1(self.reach)
+        smaller = -100 * math.expm1(-self.reach)
         return (
-            f"on another day a ratio may be {100 * math.expm1(self.reach):.0f} % larger or "
-            f"{-100 * math.expm1(-self.reach):.0f} % smaller (95 %, from {plural(self.runs, 'run')} on such machines)"
+            f"on another day a ratio may be {larger:.0f} % larger or {smaller:.0f} % smaller "
+            f"(95 %, from {plural(self.runs, 'run')} on such machines)"
         )
 
 
 @cache
 def _stored() -> tuple[RunSpread, ...]:
-    rows = json.loads(STORED.read_text(encoding="utf-8"))
-    return tuple(RunSpread(**{**row, "gpus": tuple(row["gpus"])}) for row in rows)
+    found: list[RunSpread] = []
+    for row in json.loads(STORED.read_text(encoding="utf-8")):
+        row["gpus"] = tuple(row["gpus"])
+        found.append(RunSpread(**row))
+    return tuple(found)
 
 
 def spread_of(manifest: Manifest) -> RunSpread | None:

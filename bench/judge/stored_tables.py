@@ -1,4 +1,4 @@
-"""Reads the tables beside a journal, which may be cut off, no tables, or made to fill the memory."""
+"""Reads the tables beside a journal: they may be cut off, no tables, or made to fill the memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TABLE_BYTES = 256 * 2**20
 
 
 def read_table(path: Path, expected: pd.DataFrame) -> pd.DataFrame:
-    """The columns of a parquet file that a table should have, if the file has as many rows as that.
+    """The columns of a parquet file that a table should have, if it has as many rows as the table.
 
     Nothing is unpacked before its size is known, and texts that stand in a file once are not repeated for each row.
     Raises InputError that names the file, without its folder.
@@ -55,16 +55,14 @@ def read_table(path: Path, expected: pd.DataFrame) -> pd.DataFrame:
 
 
 def _is_text(kind: pa.DataType) -> bool:
-    return any(
-        test(kind)
-        for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_dictionary)
-    )
+    is_string = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return is_string or pa.types.is_dictionary(kind)
 
 
 def _require_small(path: Path, file: parquet.ParquetFile) -> None:
-    about = file.metadata
-    groups = [about.row_group(number) for number in range(about.num_row_groups)]
-    whole = sum(max(0, group.total_byte_size) for group in groups)
+    whole = 0
+    for number in range(file.metadata.num_row_groups):
+        whole += max(0, file.metadata.row_group(number).total_byte_size)
     if whole > TABLE_BYTES:
         raise InputError(f"{path.name}: has {size(whole)} of columns, more than a run can have")
 
