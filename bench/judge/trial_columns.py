@@ -67,7 +67,10 @@ class Column:
 
     @property
     def aggregation(self) -> Over | None:
-        """How a cell's value comes from its trials'; None if cells have no such column, or calculate it otherwise."""
+        """How a cell's value comes from its trials'.
+
+        None if cells have no such column, or calculate it otherwise.
+        """
         if self.over is None and self.axis is not None:
             return Over.FIRST
         return self.over
@@ -91,7 +94,9 @@ class Column:
         """A value as a title or sentence shows it; None is unknown."""
         if value is None:
             return "unknown"
-        words = self.phrasing[-1] if value else self.phrasing[0]
+        words = self.phrasing[0]
+        if value:
+            words = self.phrasing[-1]
         return words.format(value)
 
 
@@ -249,7 +254,8 @@ TRIAL_COLUMNS: dict[str, Column] = {
         "launches", f"of CUDA kernels{_SHARE}", title="launches/micro-batch", form=",.0f"
     ),
     "other_work": text(
-        "first operator of forward or backward that differs from the plain model; empty if none does",
+        "first operator of forward or backward that differs from the plain model; "
+        "empty if none does",
     ),
     "collective_s": _exposure(
         "time in one window during which NCCL kernels ran", title="s in collectives"
@@ -314,7 +320,8 @@ TRIAL_COLUMNS: dict[str, Column] = {
     "fp32_tensor": text("the parameter that is furthest off in it", over=Over.FIRST),
     "end_weights_error": _checked(
         "1",
-        "distance of the parameter that is furthest from the reference's after the last window, relative to its change",
+        "distance of the parameter that is furthest from the reference's "
+        "after the last window, relative to its change",
         title="weights at the end off by",
         form=".1e",
         over=Over.MAX,
@@ -330,8 +337,8 @@ TRIAL_COLUMNS: dict[str, Column] = {
     "end_state_tensor": text("that tensor", over=Over.FIRST),
     "ranks_apart": _checked(
         "1",
-        "largest distance between two ranks' values of one tensor after the update or the last window, relative to its "
-        "norm",
+        "largest distance between two ranks' values of one tensor "
+        "after the update or the last window, relative to its norm",
         title="ranks apart by",
         form=".1e",
         over=Over.MAX,
@@ -355,7 +362,8 @@ TRIAL_COLUMNS: dict[str, Column] = {
     "unclipped_scale": number("1", "update_scale without clipping, for cells that clip"),
     "device_error": number(
         "1",
-        "relative L2 error of a small model's update on the device, against the CPU's; of references",
+        "relative L2 error of a small model's update on the device, "
+        "against the CPU's; of references",
     ),
     "device_loss_deviation": number("nat/token", "largest difference of its losses from the CPU's"),
     "device_loss_size": number("nat/token", "largest of its losses"),
@@ -403,11 +411,9 @@ class GateFacts:
 
 @dataclass(kw_only=True, slots=True)
 class TrialRow:
-    """A row of the trials table: its cell, a field for every column that is not the cell's, and facts for gates.
+    """A row of the trials table: its cell, the columns that are not the cell's, facts for gates.
 
-    None is unknown.
-
-    NaN is unknown too, so what a check reads is either a number or None.
+    None is unknown. NaN is unknown too, so what a check reads is either a number or None.
     """
 
     cell: Cell
@@ -497,11 +503,15 @@ class TrialRow:
 
     @property
     def virtual_world_size(self) -> int | None:
-        return None if self.cell.world.has_all_ranks else self.cell.world_size
+        if self.cell.world.has_all_ranks:
+            return None
+        return self.cell.world_size
 
     @property
     def optimizer_steps_expected(self) -> int | None:
-        return self.cell.windows if self.cell.world.computes else None
+        if not self.cell.world.computes:
+            return None
+        return self.cell.windows
 
     def values(self) -> dict[str, object]:
         """The value of each column, by name."""
@@ -509,5 +519,7 @@ class TrialRow:
         for name in TRIAL_COLUMNS:
             owner = self if hasattr(self, name) else self.cell
             value = getattr(owner, name)
-            found[name] = value.value if isinstance(value, StrEnum) else value
+            if isinstance(value, StrEnum):
+                value = value.value
+            found[name] = value
         return found

@@ -84,18 +84,14 @@ def explain_update(
         if residual < ROUNDED:
             why = f"gradients were rounded, as to bf16, or {why}"
         return Explanation(
-            f"{_times(scale)} times the right one and {100 * residual:.2g}% of it pointing elsewhere: {why}"
+            f"{_times(scale)} times the right one and {100 * residual:.2g}% of it pointing "
+            f"elsewhere: {why}"
         )
     if clip:
         before = explain_update(
             clip.unclipped_scale, residual, accumulate, world_size, None, rounding
         )
-        how = "too short to be clipped" if clip.gradient_norm <= clip.norm else "clipped"
-        wanted = min(clip.gradient_norm, clip.norm) / clip.right_norm
-        right = ""
-        if not abs(scale / wanted - 1) < SAME_FACTOR:
-            right = f" and not {wanted:.3g}"
-        after = f"after, {_times(scale)} times{right} ({how} to {clip.norm:g})"
+        after = _after_clipping(scale, clip)
         return Explanation(f"before clipping {before.text}", before.causes, after)
     factors = {
         Cause.DIVIDED_TWICE: 1 / accumulate,
@@ -103,17 +99,28 @@ def explain_update(
         Cause.AVERAGED_TWICE: 1 / world_size,
         Cause.SUMMED: world_size,
     }
-    possible = {cause: factor for cause, factor in factors.items() if factor != 1}
-    likely = tuple(
-        cause for cause, factor in possible.items() if abs(scale / factor - 1) < SAME_FACTOR
-    )
+    likely: list[Cause] = []
+    words: list[str] = []
+    for cause, factor in factors.items():
+        if factor != 1 and abs(scale / factor - 1) < SAME_FACTOR:
+            likely.append(cause)
+            words.append(CAUSES[cause].format(n=accumulate, w=world_size))
     if likely:
-        return Explanation(
-            ", or ".join(CAUSES[cause].format(n=accumulate, w=world_size) for cause in likely),
-            likely,
-        )
+        return Explanation(", or ".join(words), tuple(likely))
     direction = "same" if scale > 0 else "opposite"
     return Explanation(f"{_times(scale)} times the right one, in the {direction} direction")
+
+
+def _after_clipping(scale: float, clip: Clip) -> str:
+    """What clipping has made of an update whose scale was wrong before."""
+    how = "clipped"
+    if clip.gradient_norm <= clip.norm:
+        how = "too short to be clipped"
+    wanted = min(clip.gradient_norm, clip.norm) / clip.right_norm
+    right = ""
+    if not abs(scale / wanted - 1) < SAME_FACTOR:
+        right = f" and not {wanted:.3g}"
+    return f"after, {_times(scale)} times{right} ({how} to {clip.norm:g})"
 
 
 def _times(factor: float) -> str:
@@ -129,10 +136,12 @@ def explain_clipping(scale: float | None, residual: float | None, clip: Clip) ->
     if scale is None or residual is None:
         return "it is not finite"
     if residual > SAME_FACTOR or residual > abs(scale - 1):
-        return f"right before it is clipped: its parts are clipped one by one, not the whole to norm {clip.norm:g}"
-    if (
-        abs(scale / (clip.gradient_norm / clip.right_norm) - 1) < SAME_FACTOR
-    ):  # as if only the reference clipped
+        return (
+            "right before it is clipped: its parts are clipped one by one, "
+            f"not the whole to norm {clip.norm:g}"
+        )
+    if_only_reference_clips = clip.gradient_norm / clip.right_norm
+    if abs(scale / if_only_reference_clips - 1) < SAME_FACTOR:
         return f"right but for its length: it is not clipped to norm {clip.norm:g}"
     found = scale * clip.right_norm
     return f"right but for its length: it is clipped to norm {found:.3g}, not to {clip.norm:g}"
