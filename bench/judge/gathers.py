@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
 
+from bench.grouping import grouped
 from bench.validation import Natural
 from bench.workload.layout import ROOT, Layout
 
@@ -52,10 +53,14 @@ class Coordinator:
         self._max_live = options.stage3_max_live_parameters
         self._reuse = options.stage3_max_reuse_distance
         self._order = [m for m in chain(layout.forward, layout.backward) if m >= 0]
-        self._trace = [(p, step) for step, m in enumerate(self._order) for p in layout.modules[m]]
+        self._trace: list[tuple[int, int]] = []
+        """Each use of a parameter, with its step."""
+        for step, module in enumerate(self._order):
+            self._trace += [(p, step) for p in layout.modules[module]]
         self._persistent = persistent(layout, options)
-        present = dict.fromkeys(self._persistent, GatherState.PRESENT)  # gathered after every step
-        self._status = [present.get(p, GatherState.ABSENT) for p in range(len(self._numel))]
+        self._status = [GatherState.ABSENT] * len(self._numel)
+        for p in self._persistent:  # gathered after every step
+            self._status[p] = GatherState.PRESENT
         self._users: list[set[int]] = [set() for _ in self._numel]
         self._released: dict[tuple[int, int], frozenset[int]] = {}
         self._registry: dict[int, tuple[int, ...]] = {}
@@ -176,24 +181,15 @@ def persistent(layout: Layout, options: ZeroOptions) -> frozenset[int]:
 
 
 def leaves(layout: Layout) -> Layout:
-    """The layout as ZeRO-3 sees it if every block is a leaf module, whose parameters are gathered as one.
+    """The layout as ZeRO-3 sees it if every block is a leaf, whose parameters are gathered as one.
 
-    There are no hooks within a block, and its gradients are reduced when its whole backward is done, in the order of
-    its parameters (deepspeed/runtime/zero/stage3.py:create_reduce_and_remove_grad_hooks).
+    There are no hooks within a block, and its gradients are reduced when its whole backward is done,
+    in the order of its parameters
+    (deepspeed/runtime/zero/stage3.py:create_reduce_and_remove_grad_hooks).
     """
     unit_of = [parameter.unit for parameter in layout.parameters]
-    parameters_of = {
-        unit: tuple(p for p, of in enumerate(unit_of) if of == unit) for unit in layout.units
-    }
-    callers: dict[int, tuple[int, ...]] = {}
-    """The modules in whose forward each module is called."""
-    running: list[int] = []
-    for event in layout.forward:
-        if event >= 0:
-            callers[event] = tuple(running)
-            running.append(event)
-        else:
-            running.remove(~event)
+    parameters_of = grouped((unit, p) for p, unit in enumerate(unit_of))
+    callers = _callers(layout)
     units: dict[int, set[int]] = {module: set() for module in callers}
     for module, outer in callers.items():
         for each in (module, *outer):
@@ -204,7 +200,7 @@ def leaves(layout: Layout) -> Layout:
     for module in in_block | inner:
         modules[module] = ()
         if module not in inner:
-            modules[module] = parameters_of[min(units[module])]
+            modules[module] = tuple(parameters_of[min(units[module])])
     last = {unit_of[p]: p for p in layout.gradients}
     gradients: list[int] = []
     for p in layout.gradients:
@@ -216,13 +212,34 @@ def leaves(layout: Layout) -> Layout:
         layout,
         gradients=tuple(gradients),
         modules=tuple(modules),
-        forward=tuple(event for event in layout.forward if max(event, ~event) not in inner),
-        backward=tuple(event for event in layout.backward if max(event, ~event) not in inner),
+        forward=_without(layout.forward, inner),
+        backward=_without(layout.backward, inner),
     )
 
 
+def _callers(layout: Layout) -> dict[int, tuple[int, ...]]:
+    """The modules in whose forward each module is called."""
+    found: dict[int, tuple[int, ...]] = {}
+    running: list[int] = []
+    for event in layout.forward:
+        if event >= 0:
+            found[event] = tuple(running)
+            running.append(event)
+        else:
+            running.remove(~event)
+    return found
+
+
+def _without(events: Sequence[int], modules: Collection[int]) -> tuple[int, ...]:
+    """The beginnings and ends of all other modules."""
+    return tuple(event for event in events if max(event, ~event) not in modules)
+
+
 def of_window(layout: Layout, accumulate: int, options: ZeroOptions) -> list[tuple[int, ...]]:
-    """The parameters of each all-gather in a window of N micro-batches; the update before it released everything."""
+    """The parameters of each all-gather in a window of N micro-batches.
+
+    The update before it released everything.
+    """
     coordinator = Coordinator(layout, options)
     found: list[tuple[int, ...]] = [(p,) for p in persistent(layout, options)]
     seen: dict[tuple[GatherState, ...], list[tuple[int, ...]]] = {}

@@ -1,4 +1,4 @@
-"""The step time of a cell with its interval, and tests of the sample: outliers, drift, bimodality and imbalance.
+"""The step time of a cell with its interval, and tests of its trials: outliers, drift, modes, imbalance.
 
 Summary, report, plots, frames and citations all show this step time.
 """
@@ -33,7 +33,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(medians: Sequence[float] | Array) -> Estimate:
-    """The estimate from the seconds of each trial, at least one. Its interval covers this run, not other days."""
+    """The estimate from the seconds of each trial, at least one, with its interval in this run."""
     logs = np.log(np.asarray(medians, dtype=float))
     seconds = math.exp(logs.mean())
     if len(logs) < MIN_TRIALS:
@@ -77,18 +77,17 @@ class Tested(NamedTuple):
 
 
 def block_effects(trials: pd.DataFrame) -> tuple[pd.Series, Tested] | None:
-    """How much longer all cells together took in each block in which most cells ran; None with too few of either.
+    """How much longer all cells together took in each block in which most cells ran.
 
-    By block: the mean over cells of the logarithm of a trial's step time over its cell's mean; the size is the largest
-    difference between two. The hypothesis is that blocks do not differ (Friedman, JASA 32, 1937).
+    By block: the mean over cells of the logarithm of a trial's step time over its cell's mean; the
+    size is the largest difference between two. The hypothesis is that blocks do not differ
+    (Friedman, JASA 32, 1937). None with too few cells or blocks.
     """
     from scipy import stats
 
     known = trials[trials["step_time_s"].notna() & (trials["status"] == Status.OK)]
-    seconds = known.pivot_table(index="repeat", columns="cell_id", values="step_time_s").astype(
-        float
-    )
-    logs = seconds.map(math.log)
+    seconds = known.pivot_table(index="repeat", columns="cell_id", values="step_time_s")
+    logs = seconds.astype(float).map(math.log)
     logs = logs.loc[:, logs.notna().sum() == logs.notna().sum().max()].dropna()
     if len(logs) < 3 or logs.shape[1] < 3:
         return None
@@ -109,11 +108,12 @@ def outliers(values: Sequence[float]) -> list[int]:
     scale = np.median(distances)
     if scale == 0:
         return []
-    return [int(i) for i in np.flatnonzero(distances > OUTLIER * scale)]
+    found: list[int] = np.flatnonzero(distances > OUTLIER * scale).tolist()
+    return found
 
 
 def drift(slots: Sequence[float], medians: Sequence[float]) -> Tested:
-    """Relative change of a cell's trial medians from the first to the last slot: 0.05 is 5 % slower in the end.
+    """Relative change of a cell's trial medians from the first to the last slot; 0.05 is 5 % slower.
 
     Theil-Sen slope of the logarithms (Sen 1968) over all slots, p-value of Kendall's tau; p = 1 below 5 trials.
     """
@@ -127,7 +127,7 @@ def drift(slots: Sequence[float], medians: Sequence[float]) -> Tested:
 
 
 def _thinned(values: Sequence[float]) -> Array:
-    """The values, or MOST of them, evenly spaced: what is found among so many is not missed for the others."""
+    """The values, or MOST of them, evenly spaced: what is in so many is not missed for the others."""
     every = np.asarray(values, dtype=float)
     if len(every) <= MOST:
         return every
@@ -136,14 +136,15 @@ def _thinned(values: Sequence[float]) -> Array:
 
 
 def bimodal(values: Sequence[float]) -> Tested | None:
-    """Whether trial medians come from two modes, such as fast and slow placements; None with fewer than MIN_BIMODAL.
+    """Whether trial medians come from two modes, such as fast and slow placements.
 
-    The size is the centre of the upper cluster over that of the lower; the share is that of the upper.
-    The logarithms are split where the sum of squares within the two clusters is least; each cluster has at least two
-    values and a tenth of all. The statistic is Ashman's D, sqrt(2) |m1 - m2| / sqrt(s1^2 + s2^2) (Ashman, Bird and
-    Zepf, Astronomical Journal 108, 1994); its p-value is the largest of those under simulated normal noise, uniform
-    noise and Student's t with 4 degrees of freedom, so that neither flat nor heavy-tailed noise passes for a second
-    mode.
+    None with fewer than MIN_BIMODAL. The size is the centre of the upper cluster over that of the
+    lower; the share is that of the upper.
+    The logarithms are split where the sum of squares within the two clusters is least; each cluster
+    has at least two values and a tenth of all. The statistic is Ashman's D,
+    sqrt(2) |m1 - m2| / sqrt(s1^2 + s2^2) (Ashman, Bird and Zepf, Astronomical Journal 108, 1994); its
+    p-value is the largest of those under simulated normal noise, uniform noise and Student's t with
+    4 degrees of freedom, so that neither flat nor heavy-tailed noise passes for a second mode.
     """
     if len(values) < MIN_BIMODAL:
         return None
@@ -151,7 +152,10 @@ def bimodal(values: Sequence[float]) -> Tested | None:
     n = len(logs)
     found, at = _separation(logs[None])
     cut = int(at[0])
-    p_value = max((1 + int((null >= found[0]).sum())) / (1 + NULLS) for null in _nulls(n))
+    p_value = 0.0
+    for null in _nulls(n):
+        num_above = int((null >= found[0]).sum())
+        p_value = max(p_value, (1 + num_above) / (1 + NULLS))
     return Tested(math.exp(logs[cut:].mean() - logs[:cut].mean()), p_value, 1 - cut / n)
 
 
@@ -167,9 +171,8 @@ def _separation(ordered: Array) -> tuple[Array, Array]:
     spreads = squares / cuts - means[0] ** 2, (total - squares) / (n - cuts) - means[1] ** 2
     within = cuts * spreads[0] + (n - cuts) * spreads[1]
     best = within.argmin(axis=1)[:, None]
-    apart, scatter = (
-        np.take_along_axis(v, best, 1)[:, 0] for v in (means[1] - means[0], spreads[0] + spreads[1])
-    )
+    apart = np.take_along_axis(means[1] - means[0], best, 1)[:, 0]
+    scatter = np.take_along_axis(spreads[0] + spreads[1], best, 1)[:, 0]
     smallest = np.finfo(float).eps * np.maximum(total[:, 0], np.finfo(float).tiny)
     return math.sqrt(2) * apart / np.sqrt(np.maximum(scatter, smallest)), cuts[best[:, 0]]
 
@@ -187,7 +190,7 @@ def _nulls(n: int) -> tuple[Array, ...]:
 
 
 def imbalance(steps_of_ranks: Sequence[Sequence[float]]) -> float:
-    """How much the slowest rank delays the others: the median over steps of the ratio of slowest to median rank.
+    """How much the slowest rank delays the others: the median over steps of its ratio to the median.
 
     Takes a list of step times in seconds per rank, all of equal length.
     """
